@@ -1,0 +1,51 @@
+# Each target works alone on a fresh clone: .venv is made when it is missing, and brought up to date when
+# pyproject.toml or constraints.txt have changed. PYTHON=... names the interpreter to make it with.
+.DEFAULT_GOAL := help
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+EXTRAS := dev,flax,train
+WORKERS ?= 2
+
+.PHONY: help demo test lint format test-matrix constraints clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+demo: $(INSTALLED) ## train a tiny MoE language model with FP8 weights on 8 emulated CPU devices (under 4 minutes)
+	@rm -rf runs/demo
+	$(BIN)/moax train --preset tiny --mesh fsdp=2,ep=4 --recipe fp8_block --name demo --cpu-devices 8
+
+test: lint ## lint, then every test but the full matrix and the GPU's
+	$(BIN)/pytest -n $(WORKERS)
+
+lint: $(INSTALLED) ## ruff's checks, ruff's format, types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyrefly check --summary=none
+
+format: $(INSTALLED) ## rewrite the code as lint wants it
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+test-matrix: $(INSTALLED) ## every mesh x engine x exchange against the reference (long)
+	$(BIN)/pytest -n $(WORKERS) -m matrix
+
+constraints: ## raise constraints.txt to the newest versions that pyproject.toml admits
+	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
+	scripts/venv.sh "$$tmp/venv" '.[$(EXTRAS)]' && \
+	{ sed '/^[^#]/,$$d' constraints.txt; \
+	  "$$tmp/venv/bin/python" -m pip freeze --exclude moax --disable-pip-version-check | sort -f; } > "$$tmp/new" && \
+	cp "$$tmp/new" constraints.txt
+
+clean: ## remove .venv, caches and builds; runs/ stays
+	rm -rf $(VENV) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@scripts/venv.sh $(VENV) --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Makes or brings up to date the virtual environment that the Makefile works in: scripts/venv.sh DIRECTORY [INSTALL ARGUMENT...]
+# PYTHON=... names an interpreter; otherwise the first of python3.12, python3, python3.13, python3.14 that is 3.12 or newer.
+set -euo pipefail
+venv=$1
+shift
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.12 python3 python3.13 python3.14}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    if ! python=$(find_python); then
+        echo "moax needs Python 3.12 or newer; ${PYTHON:-python3} here is: $("${PYTHON:-python3}" --version 2>&1 | head -n 1 || true)" >&2
+        echo "Install one (pyenv install 3.12, uv python install 3.12, or your system's packages), or name one: make PYTHON=/path/to/python3.12 ..." >&2
+        exit 1
+    fi
+    echo "Making $venv with $("$python" --version); this takes a minute or two."
+    rm -rf "$venv"
+    if command -v uv >/dev/null 2>&1; then
+        uv venv --quiet --seed --python "$python" "$venv"
+    else
+        "$python" -m venv "$venv"
+    fi
+fi
+
+echo "Installing into $venv: $*"
+if command -v uv >/dev/null 2>&1; then
+    uv pip install --quiet --python "$venv/bin/python" "$@"
+else
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"
+fi

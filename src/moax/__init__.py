@@ -1,0 +1,21 @@
+"""Mixture-of-Experts layers for JAX that quantize before they gather."""
+
+from moax import ops as ops
+from moax.axes import Axes as Axes
+from moax.backend import Unsupported as Unsupported
+from moax.config import MoEConfig as MoEConfig
+from moax.config import RouterConfig as RouterConfig
+from moax.init import init as init
+from moax.moe import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from moax.moe import moe as moe
+from moax.ops.balance import update_router_bias as update_router_bias
+from moax.ops.route import route as route
+from moax.recipe import Format as Format
+from moax.recipe import Recipe as Recipe
+from moax.sharding import param_specs as param_specs
+from moax.types import MoEParams as MoEParams
+from moax.types import MoEStats as MoEStats
+from moax.types import QArray as QArray
+from moax.types import Routing as Routing
+
+__version__ = "0.1.0"

@@ -1,0 +1,351 @@
+"""The collectives in the text of an optimized HLO program, as XLA's CPU and GPU compilers print it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Element:
+    """One array that a collective makes. dtype: a NumPy name, such as "bfloat16". bits: of one number."""
+
+    dtype: str
+    bits: int
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return -(-math.prod(self.shape) * self.bits // 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """One collective instruction.
+
+    Attributes:
+      elements: its results: more than one where XLA combined several collectives into one.
+      groups: the devices that exchange with one another, as positions in the program's device assignment; for a
+        permute, the sets that its source-target pairs connect.
+      names: the mesh axes that the text itself names for the groups; () where it names none of the user's.
+      times: how often the program runs it: the product of the trip counts of the loops around it.
+      open_loop: one of these loops states no trip count, and counts once in `times`.
+      promoted: XLA made this reduction from one of a narrower type.
+    """
+
+    kind: str
+    elements: tuple[Element, ...]
+    groups: Groups
+    names: tuple[str, ...]
+    times: int
+    open_loop: bool
+    promoted: bool
+    op_name: str
+
+    @property
+    def group_size(self) -> int:
+        return max(map(len, self.groups))
+
+    def sent(self, result: Element) -> int:
+        """Bytes that a device sends for one of the results, by the ring algorithm."""
+        b, g = result.bytes, self.group_size
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return b if g > 1 else 0
+        if self.kind == "reduce-scatter":
+            return b * (g - 1)
+        return -(-b * (g - 1) * (2 if self.kind == "all-reduce" else 1) // g)
+
+
+_HEADER = re.compile(r"^\s*(ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_CALLED = re.compile(
+    r"\b(body|condition|calls|to_apply|true_computation|false_computation|branch_computations|called_computations)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
+_TRIPS = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
+_GROUPS = re.compile(
+    r"replica_groups=("
+    r"mesh\[[^\]]*\](?:,\s*device_ids=\([^()]*(?:\([^()]*\))?\))?\s*\{[^}]*\}"
+    r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
+    r"|\{\s*\{.*?\}\s*\}|\{\s*\})"
+)
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(([^()]*(?:\([^()]*\))?)\))?")
+
+
+def read_wires(text: str) -> list[Wire]:
+    """Every collective of the program, in the order of the text; the start of an asynchronous one, not its end."""
+    replicas, partitions = _count(text, "replica_count"), _count(text, "num_partitions")
+    bodies, entry = _computations(text)
+    callers = _callers(bodies)
+    wires = []
+    for name, lines in bodies.items():
+        for line in lines:
+            found = _instruction(line)
+            if found is None:
+                continue
+            kind, start, types, operands, attributes = found
+            called = [callee for _, callee in _calls(attributes) if callee in bodies]
+            if kind not in KINDS or (start and any(_holds_collective(bodies[c]) for c in called)):
+                continue  # a start that wraps a computation: the collective is the one inside it
+            times, open_loop = _times(name, entry, callers)
+            elements = _elements(types, operands, start)
+            groups, names = _device_groups(kind, attributes, replicas, partitions)
+            if kind == "all-to-all" and len(elements) == len(groups[0]) > 1 and "dimensions=" not in attributes:
+                # The pieces for each peer, as operands of their own: one array to the user.
+                first = elements[0]
+                elements = (dataclasses.replace(first, shape=(len(elements), *first.shape)),)
+            op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', attributes)
+            promoted = re.search(r"to_apply=%?[\w.\-]+_promoted\b", attributes) is not None
+            wires.append(
+                Wire(kind, elements, groups, names, times, open_loop, promoted, op_name.group(1) if op_name else "")
+            )
+    return wires
+
+
+def device_count(text: str) -> int:
+    """Devices that the program runs on, by its header."""
+    return _count(text, "replica_count") * _count(text, "num_partitions")
+
+
+def named_mesh(text: str) -> dict[str, int]:
+    """The first mesh of user-given axis names in the program, in row-major order of its devices; {} for none."""
+    for match in _MESH.finditer(text):
+        sizes = dict(_axis_sizes(match.group(1)))
+        if match.group(2) is None and not any(map(_made_up, sizes)):
+            return sizes
+    return {}
+
+
+def varying_axes(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh of these sizes over which some group varies; () where a group leaves the mesh."""
+    if max(map(max, groups)) >= math.prod(sizes.values()):
+        return ()
+    coordinates = [np.unravel_index(np.asarray(group), tuple(sizes.values())) for group in groups]
+    return tuple(n for i, n in enumerate(sizes) if any((c[i] != c[i][0]).any() for c in coordinates))
+
+
+def dtype_name(hlo: str) -> tuple[str, int]:
+    """An HLO element type as NumPy's name and bits: f8e4m3fn -> ("float8_e4m3fn", 8), u8 -> ("uint8", 8)."""
+    if hlo == "pred":
+        return "bool", 8
+    match = re.fullmatch(r"(bf|f|s|u|c)(\d+)((?:e\d\w*)?)", hlo)
+    if match is None:
+        return hlo, 0
+    kind = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}[match.group(1)]
+    tail = "_" + match.group(3) if match.group(3) else ""
+    return f"{kind}{match.group(2)}{tail}", int(match.group(2))
+
+
+def _count(text: str, name: str) -> int:
+    match = re.search(rf"^\s*HloModule\b.*\b{name}=(\d+)", text, re.MULTILINE)
+    return int(match.group(1)) if match else 1
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The instructions of each computation by its name, and the entry's name."""
+    bodies: dict[str, list[str]] = {}
+    entry, current = "", None
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        header = _HEADER.match(line) if " = " not in line else None
+        if header:
+            current = bodies.setdefault(header.group(2), [])
+            entry = header.group(2) if header.group(1) else entry
+        elif current is not None and " = " in line:
+            current.append(line)
+    return bodies, entry
+
+
+def _instruction(line: str) -> tuple[str, bool, str, list[str], str] | None:
+    """(opcode without -start, whether it had one, type, operands, attributes) of a line; None but for collectives."""
+    if not any(kind in line for kind in KINDS):
+        return None
+    rest = line.split(" = ", 1)[1].lstrip()
+    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
+    opcode = _OPCODE.match(rest, end)
+    if opcode is None:
+        return None
+    close = _closing(rest, opcode.end() - 1)
+    name = opcode.group(1)
+    start = name.endswith("-start")
+    return name.removesuffix("-start"), start, rest[:end], _split(rest[opcode.end() : close - 1]), rest[close:]
+
+
+def _holds_collective(lines: Sequence[str]) -> bool:
+    return any((found := _instruction(line)) is not None and found[0] in KINDS for line in lines)
+
+
+def _closing(text: str, at: int) -> int:
+    """One past the parenthesis that closes the one at `at`."""
+    depth = 0
+    for i in range(at, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+def _split(text: str) -> list[str]:
+    """The parts between the commas outside all brackets."""
+    parts, depth = [""], 0
+    for c in text:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(c, 0)
+        if c == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _leaves(type_text: str) -> list[Element]:
+    found = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", re.sub(r"\{[^}]*\}", "", type_text))
+    arrays = [(dtype, shape) for dtype, shape in found if dtype != "token"]
+    return [Element(*dtype_name(d), tuple(int(n.strip(" <=")) for n in s.split(",") if n.strip())) for d, s in arrays]
+
+
+def _elements(type_text: str, operands: Sequence[str], start: bool) -> tuple[Element, ...]:
+    """The results. The type of a start is (operands, results, context ...), or for some kinds the results alone."""
+    if start and type_text.startswith("("):
+        parts = _split(type_text[1:-1])
+        if len(parts) > 1 and len(_leaves(parts[0])) == len(operands):
+            return tuple(_leaves(parts[1]))
+    return tuple(_leaves(type_text))
+
+
+def _calls(attributes: str) -> Iterator[tuple[str, str]]:
+    for match in _CALLED.finditer(attributes):
+        for callee in match.group(2).strip("{}").split(","):
+            yield match.group(1), callee.strip().lstrip("%")
+
+
+def _callers(bodies: Mapping[str, Sequence[str]]) -> dict[str, list[tuple[str, int, bool]]]:
+    """For each computation who calls it, how often a run of the caller does so, and whether that is unknown."""
+    callers: dict[str, list[tuple[str, int, bool]]] = {}
+    for name, lines in bodies.items():
+        for line in lines:
+            if re.search(r"\s[\w\-]+-(done|update)\(", line):
+                continue  # repeats the computation that its start runs
+            trips = _TRIPS.search(line)
+            for how, callee in _calls(line):
+                many = int(trips.group(1)) if trips and how == "body" else 1
+                callers.setdefault(callee, []).append((name, many, how == "body" and trips is None))
+    return callers
+
+
+def _times(name: str, entry: str, callers: Mapping[str, Sequence[tuple[str, int, bool]]]) -> tuple[int, bool]:
+    """How often a computation runs, a branch of a conditional as if it were always taken."""
+    if name == entry or name not in callers:
+        return 1, False
+    above = [(many, unknown, *_times(caller, entry, callers)) for caller, many, unknown in callers[name]]
+    return sum(m * times for m, _, times, _ in above), any(u or open_loop for _, u, _, open_loop in above)
+
+
+def _device_groups(kind: str, attributes: str, replicas: int, partitions: int) -> tuple[Groups, tuple[str, ...]]:
+    """The groups of a collective as flattened device positions, and the axes that the text names for them."""
+    if kind in ("collective-permute", "collective-broadcast"):
+        pairs = re.search(r"source_target_pairs=(\{.*?\}\s*\}|\{\s*\})", attributes)
+        if pairs:
+            return _connected(_id_lists(pairs.group(1))), ()
+    match = _GROUPS.search(attributes)
+    groups, names = _read_groups(match.group(1)) if match else ((), ())
+    channel, flattened = "channel_id=" in attributes, "use_global_device_ids=true" in attributes
+    if flattened or partitions == 1:
+        return groups or (tuple(range(replicas * partitions)),), names
+    if not channel:  # ids are replicas, each partition on its own
+        of_replicas = groups or (tuple(range(replicas)),)
+        return tuple(tuple(r * partitions + p for r in g) for p in range(partitions) for g in of_replicas), names
+    if kind in ("all-gather", "all-reduce", "reduce-scatter"):  # ids are replicas, all partitions together
+        of_replicas = groups or (tuple(range(replicas)),)
+        return tuple(tuple(r * partitions + p for r in g for p in range(partitions)) for g in of_replicas), names
+    of_partitions = groups or (tuple(range(partitions)),)
+    return tuple(tuple(r * partitions + p for p in g) for r in range(replicas) for g in of_partitions), names
+
+
+def _read_groups(text: str) -> tuple[Groups, tuple[str, ...]]:
+    """`{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)`, `mesh['a'=2,'b'=2] {'b'}`."""
+    if text.startswith("{"):
+        return _id_lists(text), ()
+    if text.startswith("["):
+        dims, _, order = text.partition("<=")
+        return _rows(_iota(order).reshape(_ints(dims))), ()
+    mesh = _MESH.match(text)
+    if mesh is None:
+        raise ValueError(f"replica_groups={text!r} is of a form that moax.inspect does not know")
+    sizes = _axis_sizes(mesh.group(1))
+    count = math.prod(size for _, size in sizes)
+    order = mesh.group(2)
+    ids = np.arange(count) if order is None else _iota(order) if order.startswith("[") else np.array(_ints(order))
+    shape: list[int] = []
+    names, varying = [], []
+    wanted = [_axis_reference(a) for a in _split(text[text.rindex("{") + 1 : -1])]
+    for name, size in sizes:
+        # An axis may be split: 'a':(2)4 is the 4 in the middle of 'a' seen as 2 x 4 x rest.
+        cuts = sorted({1, size, *(c for n, pre, part in wanted if n == name and part for c in (pre, pre * part))})
+        for low, high in zip(cuts, cuts[1:], strict=False):
+            if any(n == name and (not part or pre <= low < pre * part) for n, pre, part in wanted):
+                varying.append(len(shape))
+                names.append(name)
+            shape.append(high // low)
+    fixed = [i for i in range(len(shape)) if i not in varying]
+    size = math.prod(shape[i] for i in varying)
+    named = () if any(map(_made_up, names)) else tuple(dict.fromkeys(names))
+    return _rows(ids.reshape(shape).transpose(fixed + varying).reshape(-1, size)), named
+
+
+def _axis_sizes(text: str) -> list[tuple[str, int]]:
+    pairs = (entry.rpartition("=") for entry in _split(text))
+    return [(name.strip("'\" "), int(size)) for name, _, size in pairs]
+
+
+def _axis_reference(text: str) -> tuple[str, int, int]:
+    """`'a'` -> (a, 1, 0); `'a':(2)4` -> (a, 2, 4): the part of size 4 below a leading 2."""
+    match = re.fullmatch(r"(.*):\((\d+)\)(\d+)", text)
+    name, pre, size = match.groups() if match else (text, 1, 0)
+    return name.strip("'\" "), int(pre), int(size)
+
+
+def _made_up(name: str) -> bool:
+    """Whether XLA, having lost the user's axis names, made this one up."""
+    return re.fullmatch(r"axis_\d+", name) is not None
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[4,2]T(1,0)` -> arange(8).reshape(4, 2).transpose(1, 0), flat."""
+    dims, _, order = text.rpartition("<=")[2].partition("T")
+    ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+    return ids.transpose(_ints(order) or range(ids.ndim)).reshape(-1)
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
+
+
+def _rows(ids: np.ndarray) -> Groups:
+    return tuple(map(tuple, ids.tolist()))
+
+
+def _id_lists(text: str) -> Groups:
+    return tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,\s]+)\}", text))
+
+
+def _connected(pairs: Groups) -> Groups:
+    """The sets of devices that the (source, target) pairs connect."""
+    sets: list[set[int]] = []
+    for pair in pairs:
+        joined = set(pair).union(*(s for s in sets if s & set(pair)))
+        sets = [s for s in sets if not s & joined] + [joined]
+    return tuple(tuple(sorted(s)) for s in sets) or ((0,),)

@@ -1,0 +1,266 @@
+"""The command `moax`: `train` a small language model, `inspect` the collectives of a block.
+
+Exit codes: 0 done, 1 it cannot run here, 2 wrong arguments, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import shlex
+import sys
+
+import jax
+from jax.errors import JaxRuntimeError
+
+from moax.backend import Unsupported
+from moax.ops.exchange import TRANSPORTS
+from moax.partition import ENGINES
+from moax.recipe import RECIPES
+from moax.train.mesh import make_mesh, parse_mesh
+from moax.train.presets import BALANCE, DTYPES, PRESETS, REMAT, ModelConfig, TrainConfig
+
+EXTRA = ("matplotlib", "optax", "orbax", "rich")
+EXAMPLES = """\
+examples:
+  moax train --preset tiny --mesh fsdp=2,ep=4 --recipe fp8_block --cpu-devices 8
+      train for two minutes on eight emulated devices; needs no GPU
+  moax train --preset small --mesh fsdp=2,ep=4 --recipe fp8_block --text my_project/
+      train on your own files on eight GPUs
+  moax train --resume --name tiny
+      continue a run; another --mesh will do
+  moax inspect --mesh fsdp=2,ep=4 --recipe fp8_block
+      which collectives an MoE block runs, and how many bytes each moves
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `moax ARGV`; returns the exit code."""
+    args = parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print(f"moax {args.command}: stopped", file=sys.stderr)
+        return 130
+    except (ValueError, Unsupported, OSError, JaxRuntimeError, ModuleNotFoundError) as error:
+        if args.traceback:
+            raise
+        message, code = _explain(error)
+        print(f"moax {args.command}: error: {message}", file=sys.stderr)
+        return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    top = argparse.ArgumentParser(
+        prog="moax",
+        description="Mixture-of-Experts layers for JAX that quantize before they gather.",
+        epilog=EXAMPLES,
+        formatter_class=raw,
+    )
+    top.add_argument("--version", action="version", version=f"moax {_version()}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    train = commands.add_parser(
+        "train",
+        help="train a byte-level language model with an MoE in every layer",
+        usage="moax train [--preset NAME] [options]",
+        description=TRAIN,
+        formatter_class=raw,
+    )
+    inspect = commands.add_parser(
+        "inspect",
+        help="show which collectives an MoE block compiles to",
+        usage="moax inspect [options]",
+        description="Compiles one MoE block and lists its collectives: kind, dtype, bytes, mesh axes, origin.",
+    )
+    _train_options(train)
+    _inspect_options(inspect)
+    for command, run in ((train, run_train), (inspect, run_inspect)):
+        command.add_argument("--traceback", action="store_true", help="on an error, show where it arose")
+        command.set_defaults(run=run)
+    return top
+
+
+TRAIN = """\
+Trains a decoder-only language model on bytes: attention and an MoE in every layer.
+
+The text is the source of Python's own standard library, or yours (--text). OUT/NAME/ gets config.json,
+metrics.jsonl, checkpoints/ and curves.png. Ctrl-C saves, and prints how to resume. Settings that are not given
+are the preset's; with --resume, the run's own.
+"""
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    presets = ", ".join(PRESETS)
+    run = parser.add_argument_group("the run")
+    add = run.add_argument
+    add("--preset", choices=PRESETS, metavar="NAME", help=f"sizes and settings: {presets} (default: tiny)")
+    add("--name", help="folder of the run inside OUT (default: the preset's name; NAME-2 where that is taken)")
+    add("--out", default="runs", help="folder of all runs (default: %(default)s)")
+    add("--resume", action="store_true", help="continue the run NAME (default: the newest) from its last checkpoint")
+    add("--text", metavar="PATH", help="a file or folder to train on (default: Python's standard library)")
+    add("--steps", type=int, help="updates in all")
+    add("--batch", type=int, help="sequences a step, over the whole mesh")
+    add("--seq", type=int, help="bytes of a sequence")
+    add("--lr", type=float, help="peak learning rate")
+    add("--seed", type=int, help="of the weights and of the data's order")
+    add("--eval-every", type=int, metavar="STEPS", help="held-out loss every so many steps")
+    add("--save-every", type=int, metavar="STEPS", help="checkpoint every so many steps; 0: at the end alone")
+    how = parser.add_argument_group("how it runs")
+    _execution_options(how, mesh="all devices on fsdp")
+    how.add_argument("--remat", choices=REMAT, help="recompute in the backward pass: nothing, all, all but the MoE's")
+    model = parser.add_argument_group("the model (default: the preset's)")
+    add = model.add_argument
+    add("--d-model", type=int, metavar="H", help="width of the residual stream")
+    add("--d-ff", type=int, metavar="F", help="width of an expert")
+    add("--layers", type=int, dest="num_layers", metavar="L", help="layers")
+    add("--heads", type=int, dest="num_heads", metavar="N", help="attention heads")
+    add("--experts", type=int, dest="num_experts", metavar="E", help="experts of a layer")
+    add("--top-k", type=int, metavar="K", help="experts of a token")
+    add("--shared-d-ff", type=int, metavar="S", help="width of an expert that every token takes; 0: none")
+    add("--capacity-factor", type=_capacity, metavar="X", help="bound a rank's rows at X times the even load, dropping "
+        "and counting the rest; none: drop nothing")  # fmt: skip
+    add("--tied", action=argparse.BooleanOptionalAction, help="one matrix embeds and predicts bytes")
+    add("--balance", choices=BALANCE, help="keep experts busy by a selection bias, by a loss, or not at all")
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _execution_options(parser, mesh="fsdp=2,ep=4")
+    add("--d-model", type=int, default=1024, metavar="H", help="model width (default: %(default)s)")
+    add("--d-ff", type=int, default=2048, metavar="F", help="width of an expert (default: %(default)s)")
+    add("--experts", type=int, default=8, metavar="E", help="experts (default: %(default)s)")
+    add("--top-k", type=int, default=2, metavar="K", help="experts of a token (default: %(default)s)")
+    add("--tokens", type=int, default=4096, metavar="T", help="tokens of the whole mesh (default: %(default)s)")
+    add("--forward-only", action="store_true", help="leave the backward pass out")
+    add("--json", action="store_true", help="print JSON, for programs")
+
+
+def _execution_options(group, mesh: str) -> None:
+    add = group.add_argument
+    add("--mesh", type=_mesh, metavar="AXES", help=f"as fsdp=2,ep=4, of dp, fsdp, ep, tp (default: {mesh})")
+    add("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
+    add("--recipe", choices=("none", *RECIPES), help="how products are quantized (default: none)")
+    add("--exchange", choices=TRANSPORTS, help="how tokens reach the ranks of their experts (default: auto)")
+    add("--engine", choices=ENGINES, help="how ops are partitioned (default: auto)")
+    add("--dtype", choices=DTYPES, help="of activations")
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """`moax train`."""
+    if args.cpu_devices is not None:
+        emulate(args.cpu_devices)
+    from moax.train import loop, report, summary
+
+    config = train_config(args)
+    result = loop.train(config, resume=args.resume, report=report.for_stream())
+    for line in summary.finish(result):
+        print(line)
+    if result.interrupted:
+        command = ["moax", "train", "--resume", "--name", result.config.name]
+        command += ["--out", args.out] if args.out != "runs" else []
+        command += ["--cpu-devices", str(args.cpu_devices)] if args.cpu_devices else []
+        print(f"saved after step {result.steps}; continue with:\n  {shlex.join(command)}")
+        return 130
+    return 0
+
+
+def train_config(args: argparse.Namespace) -> TrainConfig:
+    """The settings that were given, over the preset's; with --resume, over the run's own."""
+    from moax.train.run import newest, read_config
+
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    if args.resume:
+        if args.preset:
+            raise ValueError(f"--preset {args.preset} with --resume: the run has its sizes already; leave --preset out")
+        base = read_config(args.out, args.name or newest(args.out))
+    else:
+        preset = args.preset or "tiny"
+        base = dataclasses.replace(PRESETS[preset], name=preset)
+    if "recipe" in given:
+        given["recipe"] = None if given["recipe"] == "none" else given["recipe"]
+    if "capacity_factor" in given and math.isinf(given["capacity_factor"]):
+        given["capacity_factor"] = None
+    model = {f.name: given[f.name] for f in dataclasses.fields(ModelConfig) if f.name in given}
+    run = {f.name: given[f.name] for f in dataclasses.fields(TrainConfig) if f.name in given}
+    return dataclasses.replace(base, model=dataclasses.replace(base.model, **model), **run)
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """`moax inspect`. Devices are emulated, as many as the mesh has, unless JAX already runs on that many."""
+    from moax import MoEConfig, inspect
+
+    sizes = args.mesh or (("fsdp", 2), ("ep", 4))
+    emulate(args.cpu_devices or math.prod(size for _, size in sizes))
+    config = MoEConfig(d_model=args.d_model, d_ff=args.d_ff, num_experts=args.experts, top_k=args.top_k)
+    report = inspect.report(
+        config,
+        tokens=args.tokens,
+        recipe=None if args.recipe == "none" else args.recipe,
+        exchange=args.exchange or "auto",
+        engine=args.engine or "auto",
+        mesh=make_mesh(sizes),
+        dtype=args.dtype or "bfloat16",
+        backward=not args.forward_only,
+    )
+    if args.json:
+        found = [dataclasses.asdict(collective) for collective in report.found]
+        weights = {"gathered": report.gathered, "gathered_unquantized": report.plain_gathered}
+        print(json.dumps({"collectives": found, "weights": weights}, indent=2))
+    else:
+        print(report)
+    return 0
+
+
+def emulate(count: int) -> None:
+    """Makes JAX run on `count` emulated CPU devices; must come before anything runs.
+
+    Raises:
+      ValueError: JAX already runs on another number of devices.
+    """
+    if count < 1:
+        raise ValueError(f"--cpu-devices {count} must be at least 1")
+    # Many devices on few cores: a rendezvous may take longer than the 40 seconds after which XLA gives up.
+    flag = "--xla_cpu_collective_call_terminate_timeout_seconds"
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}=600".strip()
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # Backends are up: what they have is checked below.
+    if jax.device_count() != count:
+        raise ValueError(f"--cpu-devices {count}: JAX already runs in this process, on {jax.device_count()} devices")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("moax")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "of an uninstalled source tree"
+
+
+def _mesh(text: str) -> tuple[tuple[str, int], ...]:
+    try:
+        return parse_mesh(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _capacity(text: str) -> float:
+    return math.inf if text == "none" else float(text)
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """(what to tell, exit code) of an error that is not a bug of ours."""
+    if isinstance(error, ModuleNotFoundError):
+        if (error.name or "").split(".")[0] not in EXTRA:
+            raise error
+        return f"{error.name} is missing: pip install 'moax[train]'", 1
+    code = 2 if isinstance(error, ValueError) else 1
+    return str(error).strip() or type(error).__name__, code

@@ -1,0 +1,153 @@
+"""What a Mixture-of-Experts block is: frozen, hashable, checked when built."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+Activation = Literal["swiglu", "geglu", "swiglu_oai", "silu", "gelu", "relu2"]
+GATED = ("swiglu", "geglu", "swiglu_oai")
+UNGATED = ("silu", "gelu", "relu2")
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_positive(owner: str, **fields) -> None:
+    for name, value in fields.items():
+        if not _is_int(value) or value < 1:
+            raise ValueError(f"{owner}: {name}={value!r} must be an int of at least 1")
+
+
+def _check_choice(owner: str, name: str, value, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{owner}: {name}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
+def _check_flag(owner: str, **fields) -> None:
+    for name, value in fields.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{owner}: {name}={value!r} must be True or False")
+
+
+def _check_number(owner: str, name: str, value, *, least: float, exclusive: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < least or (exclusive and value == least):
+        raise ValueError(f"{owner}: {name}={value!r} must be a finite number {'>' if exclusive else '>='} {least}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """How logits [T, E] become K experts and weights a token.
+
+    Attributes:
+      score: `softmax` over experts, or `sigmoid` of each.
+      order: `score_then_topk` scores all experts and keeps the best K; `topk_then_score` keeps the best K logits
+        and scores those alone (for softmax this renormalizes by itself: Mixtral, GPT-OSS).
+      normalize: divide the K weights by their sum.
+      num_groups, top_groups: group-limited routing (DeepSeek-V3): experts form `num_groups` equal groups, and only
+        the `top_groups` with the best group score are eligible.
+      group_score: `top2` (sum of a group's two best; DeepSeek-V3), `max`, or `sum_topk` (sum of its
+        `top_k // top_groups` best; Megatron, Transformer Engine).
+      scale: factor on the weights (DeepSeek's routed scaling factor).
+      bias: the parameters hold `router_bias` [E], added for selection only (loss-free balancing).
+      logits_bias: the parameters hold `logits_bias` [E], an ordinary trained bias of the router's logits (GPT-OSS).
+      aux_loss: coefficient of the load-balance loss; a balanced router pays the coefficient.
+      z_loss: coefficient of mean(logsumexp(logits)^2) (ST-MoE).
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    order: Literal["score_then_topk", "topk_then_score"] = "score_then_topk"
+    normalize: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["top2", "max", "sum_topk"] = "top2"
+    scale: float = 1.0
+    bias: bool = False
+    logits_bias: bool = False
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self):
+        owner = "RouterConfig"
+        _check_choice(owner, "score", self.score, ("softmax", "sigmoid"))
+        _check_choice(owner, "order", self.order, ("score_then_topk", "topk_then_score"))
+        _check_choice(owner, "group_score", self.group_score, ("top2", "max", "sum_topk"))
+        _check_flag(owner, normalize=self.normalize, bias=self.bias, logits_bias=self.logits_bias)
+        _check_positive(owner, num_groups=self.num_groups, top_groups=self.top_groups)
+        if self.top_groups > self.num_groups:
+            raise ValueError(f"{owner}: top_groups={self.top_groups} must be at most num_groups={self.num_groups}")
+        _check_number(owner, "scale", self.scale, least=0.0, exclusive=True)
+        _check_number(owner, "aux_loss", self.aux_loss, least=0.0)
+        _check_number(owner, "z_loss", self.z_loss, least=0.0)
+
+    def check_experts(self, num_experts: int, top_k: int) -> None:
+        """Raises ValueError where this router cannot choose `top_k` of `num_experts`."""
+        _check_positive("route", num_experts=num_experts, top_k=top_k)
+        if top_k > num_experts:
+            raise ValueError(f"top_k={top_k} must be at most num_experts={num_experts}")
+        if num_experts % self.num_groups:
+            raise ValueError(f"num_groups={self.num_groups} must divide num_experts={num_experts}")
+        eligible = num_experts // self.num_groups * self.top_groups
+        if top_k > eligible:
+            raise ValueError(
+                f"top_k={top_k} must be at most the {eligible} experts of top_groups={self.top_groups} groups "
+                f"(num_experts={num_experts}, num_groups={self.num_groups})"
+            )
+        if self.num_groups > 1 and self.group_score == "sum_topk" and top_k % self.top_groups:
+            raise ValueError(
+                f"group_score='sum_topk' needs top_k={top_k} divisible by top_groups={self.top_groups}; "
+                "use 'top2' or 'max' otherwise"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Sizes and options of one block.
+
+    Attributes:
+      d_model: model width H.
+      d_ff: expert width F.
+      num_experts: E.
+      top_k: experts per token, K.
+      activation: `swiglu`, `geglu`, `swiglu_oai` (gated), `silu`, `gelu`, `relu2`; see `moax.ops.activation`.
+      use_bias: `init` makes expert biases `bi`, `bo`. The block itself takes any subset of them.
+      router: see `RouterConfig`.
+      shared_d_ff: width S of the expert that every token takes; 0 for none.
+      capacity_factor: None never drops. A number bounds a rank's expert-sorted rows at that multiple of the balanced
+        load; what does not fit is taken from the busiest experts and counted in `MoEStats.dropped`.
+      weights_at: where routing weights multiply: an expert's `output`, or its `hidden` activation, before the second
+        product. The same function, rounded elsewhere.
+    """
+
+    d_model: int
+    d_ff: int
+    num_experts: int
+    top_k: int
+    activation: Activation = "swiglu"
+    use_bias: bool = False
+    router: RouterConfig = RouterConfig()
+    shared_d_ff: int = 0
+    capacity_factor: float | None = None
+    weights_at: Literal["output", "hidden"] = "output"
+
+    def __post_init__(self):
+        owner = "MoEConfig"
+        _check_positive(owner, d_model=self.d_model, d_ff=self.d_ff, num_experts=self.num_experts, top_k=self.top_k)
+        _check_choice(owner, "activation", self.activation, GATED + UNGATED)
+        _check_choice(owner, "weights_at", self.weights_at, ("output", "hidden"))
+        _check_flag(owner, use_bias=self.use_bias)
+        if not isinstance(self.router, RouterConfig):
+            raise ValueError(f"{owner}: router={self.router!r} must be a RouterConfig")
+        if not _is_int(self.shared_d_ff) or self.shared_d_ff < 0:
+            raise ValueError(f"{owner}: shared_d_ff={self.shared_d_ff!r} must be an int, 0 for no shared expert")
+        if self.capacity_factor is not None:
+            _check_number(owner, "capacity_factor", self.capacity_factor, least=0.0, exclusive=True)
+        self.router.check_experts(self.num_experts, self.top_k)
+
+    @property
+    def gates(self) -> int:
+        """Columns of `wi` an expert's hidden unit takes: gate and up projection, or up alone."""
+        return 2 if self.activation in GATED else 1

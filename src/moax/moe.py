@@ -1,0 +1,234 @@
+"""The block: the way of the data on one screen.
+
+    x [T, H] --route--> experts [T, K], weights [T, K]
+       |                        |
+       +------ dispatch --------+        received rows [R, H], local experts [R, K], weights [R, K]
+                  |
+               permute                   rows sorted by expert [N, H]
+                  |
+    quantize -> matmul(wi) -> activate -> quantize -> matmul(wo)
+                  |
+              unpermute                  partial y [R, H], weighted
+                  |
+               combine                   y [T, H]
+
+`_forward_local` is what one device does of it, `_backward_local` the same walked backwards, one `custom_vjp` around the
+two; `Partitioned` puts both on any mesh. The router is outside, differentiated by JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from moax.axes import Axes
+from moax.backend import Kernels, select_kernels
+from moax.block import (
+    BlockSpec,
+    Saved,
+    Weights,
+    backward_contract,
+    backward_factors,
+    forward_contract,
+    forward_factors,
+)
+from moax.config import MoEConfig
+from moax.ops.activation import activate
+from moax.ops.dense import dense
+from moax.ops.exchange import Transport, combine_local, dispatch_local, select_transport, send_rows
+from moax.ops.grouped_matmul import add_bias, bias_grad, matmul_local, once, wgrad_local
+from moax.ops.permute import permute_local, plan_local, unpermute_local, weights_from_rows, weights_of_rows
+from moax.ops.route import route
+from moax.partition import Engine, Partitioned, View, find_view, scatter_gradient
+from moax.recipe import Recipe, get_recipe
+from moax.sharding import constrain, expert_specs, flatten_tokens, like, shard_specs, unflatten_tokens
+from moax.types import MoEParams, MoEStats, Plan, check_params, check_tokens
+
+CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
+
+
+def moe(
+    x: Float[Array, "*batch H"],
+    params: MoEParams,
+    config: MoEConfig,
+    *,
+    recipe: str | Recipe | None = None,
+    axes: Axes = Axes(),
+    exchange: Transport = "auto",
+    kernels: Kernels = "auto",
+    engine: Engine = "auto",
+) -> tuple[Float[Array, "*batch H"], MoEStats]:
+    """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]),  expert(x) = act(x wi + bi) wo + bo.
+
+    Args:
+      x: [..., H], floating point. Its leading dims, flattened to T, are spread over (dp, fsdp, ep).
+      params: see `MoEParams`; cast to x.dtype (the router: to float32). Whatever layout they have is used as it is,
+        where experts are over ep and F over tp; fsdp may be on any dim.
+      config: see `MoEConfig`.
+      recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing.
+      axes: the roles of mesh axes.
+      exchange: `all_gather` or `all_to_all`; `auto` is all_gather. With ep of size 1 nothing moves.
+      kernels: `xla`, or `auto`.
+      engine: how the block is put on a mesh of Auto axes: `custom_partitioning` (the default), or `shard_map`, whose
+        compilation-cache key is the same in every process. Explicit axes always take `shard_map`; inside a
+        `shard_map` over all of `axes` the block works on the shards it is given, laid out by `param_specs`.
+
+    Returns:
+      y: like x in shape, dtype and sharding. Gradients have the dtype and the sharding of their primals.
+      stats: losses and counts over the whole mesh.
+
+    Raises:
+      ValueError: a shape, dtype or option that cannot work, naming it. Unsupported: a choice by name that cannot run.
+    """
+    select_kernels(kernels)
+    recipe, transport = get_recipe(recipe), select_transport(exchange)
+    check_tokens(x, config)
+    view = find_view(axes, engine, x, params)
+    check_params(params, config, local=view.manual)
+    roles = view.roles
+    rows = x.size // x.shape[-1]
+    shards = 1 if view.manual else roles.size(roles.tokens)
+    if rows % shards:
+        raise ValueError(f"x: its {rows} rows do not divide by mesh axes {roles.tokens} of {shards} devices")
+
+    declared = shard_specs(params, config, axes, roles) if view.manual else expert_specs(config, axes, roles)
+    tokens = flatten_tokens(x, roles)
+    router = constrain(params.router, declared.router).astype(jnp.float32)
+    logits = jnp.matmul(tokens.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
+    logits = logits if params.logits_bias is None else logits + params.logits_bias.astype(jnp.float32)[None]
+    routing = route(logits, config.router, config.top_k, params.router_bias, axes=axes, engine=engine)
+
+    static = BlockSpec.make(config, recipe, transport, roles, declared, rows // shards, x.dtype)
+    operands = (tokens, routing.experts, routing.weights, Weights(params.wi, params.wo, params.bi, params.bo))
+    y, dropped = _experts(view, static, *view.vary(operands))
+    if params.shared_wi is not None and params.shared_wo is not None:
+        sharing = dict(recipe=recipe, axes=axes, engine=engine, kernels=kernels)
+        h = dense(tokens, params.shared_wi, w_spec=declared.shared_wi, **sharing)
+        y = y + dense(activate(h, config.activation), params.shared_wo, w_spec=declared.shared_wo, **sharing)
+    y = unflatten_tokens(view.psum(y, roles.tp), x, roles)
+    dropped = view.same(view.psum(dropped, roles.tokens), roles.tp)[0]
+    stats = MoEStats(routing.aux_loss, routing.z_loss, routing.tokens_per_expert, dropped)
+    return like(y, x), stats
+
+
+def _forward_local(static: BlockSpec, layout, x, experts, weights, w: Weights):
+    """What one device does: tokens [T, H] in, its part of y [T, H] out (a partial sum where tp splits F)."""
+    roles, align, dtype = static.roles, static.permute.align, static.dtype
+    wi, wo = layout
+
+    received = dispatch_local(static.exchange, x, experts, weights)
+    plan = plan_local(static.permute, received.experts)
+    rows = permute_local(received.rows, plan)
+    sizes, real = plan.group_sizes, _real_rows(plan)
+
+    with jax.named_scope("experts_in"):
+        h = matmul_local(static.rows(rows, "columns", real), static.weight(w.wi, wi, "rows"), sizes, align, dtype)
+        h = h if w.bi is None else add_bias(h, w.bi, sizes, align)
+    with jax.named_scope("activate"):
+        a = activate(h, static.activation)
+        by_row = weights_of_rows(plan, received.weights)
+        early = static.weights_at == "hidden"
+        a = _scale(a, by_row, real) if early else a
+    with jax.named_scope("experts_out"):
+        o = matmul_local(
+            static.rows(a, "columns", real, roles.tp), static.weight(w.wo, wo, "rows"), sizes, align, dtype
+        )
+        if w.bo is not None:
+            bias = add_bias(jnp.zeros_like(o), once(w.bo, roles.tp), sizes, align)
+            o = o + (_scale(bias, by_row, real) if early else bias)
+
+    partial = unpermute_local(o, plan, None if early else received.weights)
+    y = combine_local(static.exchange, partial, received.slots, x.shape[0])
+    saved = Saved(static.rows(rows, "rows", real), h, plan, received.weights, received.slots)
+    return y, received.dropped + plan.dropped, saved
+
+
+def _backward_local(static: BlockSpec, layout, saved: Saved, w: Weights, dy):
+    """The transpose of `_forward_local`. The gradient of a weight of a row is <d a, a>, so o is not kept."""
+    roles, align, dtype, exchange = static.roles, static.permute.align, static.dtype, static.exchange
+    wi, wo = layout
+    rows, h, plan, weights, sent = saved
+    sizes, real = plan.group_sizes, _real_rows(plan)
+
+    d_o = permute_local(send_rows(exchange, dy, sent), plan)
+    by_row = weights_of_rows(plan, weights)
+    with jax.named_scope("experts_out"):
+        d_a = matmul_local(
+            static.grads(d_o, "columns", real), static.weight(w.wo, wo, "columns"), sizes, align, dtype, transpose=True
+        )
+        a, pull = jax.vjp(lambda h: activate(h, static.activation), h)
+        inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
+        d_wo = wgrad_local(
+            static.rows(_scale(a, by_row, real), "rows", real, roles.tp),
+            static.grads(d_o, "rows", real),
+            sizes,
+            align,
+            dtype,
+        )
+        d_bo = None
+        if w.bo is not None:
+            bias = add_bias(jnp.zeros_like(d_o), once(w.bo, roles.tp), sizes, align)
+            inner = inner + jnp.sum(d_o.astype(jnp.float32) * bias.astype(jnp.float32), axis=-1)
+            d_bo = bias_grad(once(_scale(d_o, by_row, real), roles.tp), sizes, align)
+    with jax.named_scope("experts_in"):
+        (d_h,) = pull(_scale(d_a, by_row, real))
+        d_rows = matmul_local(
+            static.grads(d_h, "columns", real, roles.tp),
+            static.weight(w.wi, wi, "columns"),
+            sizes,
+            align,
+            dtype,
+            transpose=True,
+        )
+        d_wi = wgrad_local(rows, static.grads(d_h, "rows", real, roles.tp), sizes, align, dtype)
+        d_bi = None if w.bi is None else bias_grad(d_h, sizes, align)
+
+    tokens = dy.shape[0]
+    dx = combine_local(exchange, unpermute_local(d_rows, plan), sent, tokens)
+    d_weights = combine_local(exchange, weights_from_rows(plan, inner), sent, tokens)
+    d_wi, d_wo = (scatter_gradient(d, at.gather) for d, at in zip((d_wi, d_wo), layout, strict=True))
+    return dx, d_weights, d_wi, d_wo, d_bi, d_bo
+
+
+def _real_rows(plan: Plan):
+    """Which sorted rows hold a token: those with a source."""
+    return plan.source < plan.position.shape[0]
+
+
+def _scale(x, by_row, real):
+    """Real rows times a number each, in float32, back in the dtype of x; the others are 0."""
+    return jnp.where(real[:, None], x.astype(jnp.float32) * by_row[:, None], 0.0).astype(x.dtype)
+
+
+_forward = Partitioned(_forward_local, forward_contract, forward_factors)
+_backward = Partitioned(_backward_local, backward_contract, backward_factors)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _experts(view: View, static: BlockSpec, x, experts, weights, w: Weights):
+    return _forward(view, static, x, experts, weights, w)[:2]
+
+
+def _experts_fwd(view, static, x, experts, weights, w):
+    y, dropped, saved = _forward(view, static, x, experts, weights, w)
+    rows, hidden, *rest = saved
+    rest = jax.tree.map(lambda v: checkpoint_name(v, "moax_plan"), rest)
+    rows = jax.tree.map(lambda v: checkpoint_name(v, "moax_rows"), rows)
+    return (y, dropped), (Saved(rows, checkpoint_name(hidden, "moax_hidden"), *rest), w)
+
+
+def _experts_bwd(view, static, residuals, cotangents):
+    saved, w = residuals
+    # Not the gather of forward, kept: each direction gathers what it needs when it needs it.
+    w, dy = lax.optimization_barrier((w, cotangents[0]))
+    dx, d_weights, *dw = _backward(view, static, saved, w, dy)
+    dw = [None if p is None else d.astype(p.dtype) for p, d in zip(w, dw, strict=True)]
+    return dx, None, d_weights, w._replace(wi=dw[0], wo=dw[1], bi=dw[2], bo=dw[3])
+
+
+_experts.defvjp(_experts_fwd, _experts_bwd)

@@ -1,0 +1,110 @@
+"""`MoE`: the block as a flax.nnx module; `moax.moe` on parameters that it holds.
+
+    layer = MoE(config, rngs=nnx.Rngs(0))
+    y, stats = layer(x)
+    layer.update_router_bias(stats)          # where config.router.bias; after the optimizer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from moax.axes import Axes
+from moax.backend import Kernels
+from moax.config import MoEConfig
+from moax.init import init
+from moax.moe import moe
+from moax.ops.balance import update_router_bias
+from moax.ops.exchange import Transport
+from moax.partition import Engine
+from moax.recipe import Recipe
+from moax.sharding import mesh_sizes, param_specs
+from moax.types import MoEParams, MoEStats
+
+NAMES = tuple(field.name for field in dataclasses.fields(MoEParams))
+
+
+class RouterBias(nnx.Variable):
+    """The selection bias [E]: state, no `nnx.Param`, so that no optimizer or gradient of parameters sees it."""
+
+
+class MoE(nnx.Module):
+    """y [..., H] = sum over a token's experts of weight * expert(x) + shared(x), of x [..., H].
+
+    Attributes:
+      router, wi, wo, logits_bias, bi, bo, shared_wi, shared_wo: `nnx.Param` of the shapes of `moax.MoEParams`; None
+        where the config has none. `bi` and `bo` may be set or deleted afterwards, each by itself.
+      router_bias: `RouterBias`, or None.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        recipe: str | Recipe | None = None,
+        axes: Axes = Axes(),
+        exchange: Transport = "auto",
+        kernels: Kernels = "auto",
+        engine: Engine = "auto",
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """Parameters are `moax.init(rngs.params(), config)`.
+
+        With a mesh in force (`jax.set_mesh`) each device makes its shards alone, and `out_sharding` of each variable
+        is its entry of `moax.param_specs`, for `nnx.get_partition_spec` and `nnx.get_named_sharding`.
+
+        Args:
+          config: which parameters there are, and their sizes.
+          recipe, axes, exchange, kernels, engine: see `moax.moe`.
+          dtype: x is cast to it, and the block computes in it; None: in x.dtype.
+          param_dtype: of all parameters, and of the bias.
+          rngs: gives one key, from its stream `params`.
+        """
+        self.config, self.recipe, self.axes = config, recipe, axes
+        self.exchange, self.kernels, self.engine = exchange, kernels, engine
+        self.dtype, self.param_dtype = dtype, param_dtype
+
+        values = init(rngs.params(), config, dtype=param_dtype, axes=axes)
+        specs = param_specs(config, axes) if mesh_sizes() else None
+        for name in NAMES:
+            value, kind = getattr(values, name), RouterBias if name == "router_bias" else nnx.Param
+            metadata = {} if specs is None else {"out_sharding": getattr(specs, name)}
+            setattr(self, name, nnx.data(None) if value is None else kind(value, **metadata))
+
+    @property
+    def params(self) -> MoEParams:
+        """The arrays, as `moax.moe` takes them."""
+        variables = {name: getattr(self, name) for name in NAMES}
+        return MoEParams(**{name: None if v is None else v.get_value() for name, v in variables.items()})
+
+    def __call__(self, x: Float[Array, "*batch H"]) -> tuple[Float[Array, "*batch H"], MoEStats]:
+        """(y, stats) of `moax.moe`; y has `dtype`, or that of x."""
+        return moe(
+            x if self.dtype is None else x.astype(self.dtype),
+            self.params,
+            self.config,
+            recipe=self.recipe,
+            axes=self.axes,
+            exchange=self.exchange,
+            kernels=self.kernels,
+            engine=self.engine,
+        )
+
+    def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:
+        """router_bias += rate * sign(mean(tokens) - tokens), by `moax.update_router_bias`; once a step.
+
+        In layers stacked by `nnx.vmap` the bias is [L, E]; `stats` as `nnx.scan` stacks them fit it.
+
+        Raises:
+          ValueError: the config has no router bias.
+        """
+        if self.router_bias is None:
+            raise ValueError("update_router_bias: config.router.bias=False; it must be True for a bias to update")
+        self.router_bias.set_value(update_router_bias(self.router_bias.get_value(), stats.tokens_per_expert, rate))

@@ -1,0 +1,50 @@
+"""Activation: h [..., G, F] -> a [..., F], elementwise, in float32, returned in the dtype of h.
+
+    swiglu      silu(gate) * up
+    geglu       gelu(gate) * up                                        gelu: the tanh form, as in jax.nn.gelu
+    swiglu_oai  min(gate, 7) sigmoid(1.702 min(gate, 7)) (clip(up, -7, 7) + 1)         GPT-OSS
+    silu, gelu, relu2                                                  of up alone; relu2 = max(up, 0)^2
+
+`gate` is h[..., 0, :] and `up` is h[..., 1, :]; without a gate G is 1 and `up` is h[..., 0, :]. Plain jnp: it is
+differentiated by JAX, and shardings pass through it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moax.config import GATED, UNGATED, Activation
+
+OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
+
+
+def activate(h: Float[Array, "*rows G F"], activation: Activation) -> Float[Array, "*rows F"]:
+    """a = act(gate) * up, or act(up).
+
+    Raises:
+      ValueError: an unknown activation, or a G that is not its number of projections.
+    """
+    if activation not in GATED + UNGATED:
+        raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, GATED + UNGATED))}")
+    if h.ndim < 2 or h.shape[-2] != (2 if activation in GATED else 1):
+        raise ValueError(
+            f"h has shape {h.shape}; activation={activation!r} needs [..., {2 if activation in GATED else 1}, F]"
+        )
+    gate, up = h[..., 0, :].astype(jnp.float32), h[..., -1, :].astype(jnp.float32)
+    match activation:
+        case "swiglu":
+            a = jax.nn.silu(gate) * up
+        case "geglu":
+            a = jax.nn.gelu(gate) * up
+        case "swiglu_oai":
+            gate, up = jnp.minimum(gate, OAI_LIMIT), jnp.clip(up, -OAI_LIMIT, OAI_LIMIT)
+            a = gate * jax.nn.sigmoid(OAI_ALPHA * gate) * (up + 1.0)
+        case "silu":
+            a = jax.nn.silu(up)
+        case "gelu":
+            a = jax.nn.gelu(up)
+        case "relu2":
+            a = jnp.square(jax.nn.relu(up))
+    return a.astype(h.dtype)

@@ -1,0 +1,119 @@
+"""curves.png: losses, how evenly the experts are used now, and how that came to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes as Plot
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from moax.train.presets import TrainConfig
+from moax.train.run import Run
+
+INK, SOFT, TRAIN, HELD_OUT = "#2b2d33", "#9aa0a8", "#2f6fb0", "#d9601a"
+
+
+def draw(run: Run, config: TrainConfig) -> None:
+    """Writes `run.curves` from the run's metrics.jsonl; without steps, nothing."""
+    rows = run.rows()
+    steps = [row for row in rows if "loss" in row]
+    evaluations = [row for row in rows if "held_out_loss" in row]
+    if not steps:
+        return
+    figure = Figure(figsize=(11, 5.6), dpi=140, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 2, width_ratios=(1.35, 1), height_ratios=(1.15, 1))
+    mesh = ", ".join(f"{axis}={size}" for axis, size in config.mesh) or "one axis"
+    model = config.model
+    figure.suptitle(
+        f"{config.name}: {model.num_layers} layers, {model.num_experts} experts, {model.top_k} a byte; "
+        f"recipe {config.recipe or 'none'}, mesh {mesh}",
+        x=0.01, ha="left", fontsize=12, color=INK, weight="bold",
+    )  # fmt: skip
+    _losses(figure.add_subplot(grid[:, 0]), steps, evaluations)
+    used = next((row for row in reversed(evaluations) if np.any(row["tokens_per_expert"])), None)
+    if used:
+        before = max((row["step"] for row in evaluations if row["step"] < used["step"]), default=0)
+        tokens = np.asarray(used["tokens_per_expert"], float)
+        _experts(figure.add_subplot(grid[0, 1]), figure, tokens, f"steps {before + 1} to {used['step']}")
+    _busiest(figure.add_subplot(grid[1, 1]), steps, model.num_experts)
+    figure.savefig(run.curves)
+
+
+def _losses(plot: Plot, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+    at, loss = _series(steps, "loss")
+    plot.plot(at, loss, color=TRAIN, alpha=0.25, linewidth=1)
+    plot.plot(at, _smooth(loss), color=TRAIN, linewidth=1.8, label="training")
+    if evaluations:
+        at, loss = _series(evaluations, "held_out_loss")
+        plot.plot(at, loss, color=HELD_OUT, linewidth=1.4, marker="o", markersize=5, label="held out")
+        plot.annotate(
+            f"{loss[-1]:.2f}", (at[-1], loss[-1]), xytext=(9, 0), textcoords="offset points",
+            va="center", color=HELD_OUT, weight="bold", annotation_clip=False,
+        )  # fmt: skip
+        plot.margins(x=0.07)
+    plot.legend(frameon=False, loc="upper right")
+    _style(plot, "Loss, nats a byte", "step")
+    plot.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+
+
+def _experts(plot: Plot, figure: Figure, tokens: Float[np.ndarray, "L E"], when: str) -> None:
+    """[L, E] tokens as multiples of an even share."""
+    load = tokens / tokens.mean(axis=1, keepdims=True).clip(1)
+    norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(load.max())))
+    image = plot.imshow(load, cmap="PuOr_r", norm=norm, aspect="auto")
+    layers, experts = load.shape
+    if layers * experts <= 128:
+        for layer in range(layers):
+            for expert in range(experts):
+                ink = "white" if abs(float(norm(load[layer, expert])) - 0.5) > 0.33 else INK
+                plot.text(expert, layer, f"{load[layer, expert]:.1f}", ha="center", va="center", fontsize=8, color=ink)
+    plot.set_xticks(range(0, experts, max(1, experts // 8)))
+    plot.set_yticks(range(0, layers, max(1, layers // 8)))
+    bar = figure.colorbar(image, ax=plot, pad=0.02, aspect=14)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8, colors=INK, length=0)
+    bar.ax.set_yscale("linear")
+    _style(plot, f"Tokens of each expert, {when}; 1 = an even share", "expert", "layer")
+    plot.spines[:].set_visible(False)
+    plot.tick_params(length=0)
+
+
+def _busiest(plot: Plot, steps: list[dict[str, Any]], experts: int) -> None:
+    at, share = _series(steps, "busiest")
+    plot.plot(at, 100 * share, color=TRAIN, alpha=0.25, linewidth=1)
+    plot.plot(at, 100 * _smooth(share), color=TRAIN, linewidth=1.8)
+    plot.axhline(100 / experts, color=SOFT, linestyle="--", linewidth=1)
+    plot.annotate("even", (at[0], 100 / experts), xytext=(2, 3), textcoords="offset points", fontsize=8, color=SOFT)
+    plot.set_ylim(0)
+    dropped = sum(row["dropped"] for row in steps)
+    _style(plot, f"Share of the busiest expert of any layer, %; {dropped:,} dropped in all", "step")
+    plot.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+
+
+def _style(plot: Plot, title: str, x: str, y: str = "") -> None:
+    plot.set_title(title, loc="left", fontsize=10, color=INK)
+    plot.set_xlabel(x, color=INK, fontsize=9)
+    plot.set_ylabel(y, color=INK, fontsize=9)
+    plot.tick_params(colors=INK, labelsize=8)
+    plot.spines[["top", "right"]].set_visible(False)
+    plot.spines[["left", "bottom"]].set_color(SOFT)
+    plot.set_axisbelow(True)
+
+
+def _series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([row["step"] for row in rows]), np.array([row[name] for row in rows])
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over a window of a twentieth of the run, centred, shorter at both ends."""
+    half = max(1, len(values) // 40)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    first = np.maximum(np.arange(len(values)) - half, 0)
+    last = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    return (sums[last] - sums[first]) / (last - first)

@@ -1,0 +1,185 @@
+"""What to train: the model's sizes, the run's settings, and four presets of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from moax import MoEConfig, RouterConfig
+from moax.ops.exchange import Transport
+from moax.partition import Engine
+
+VOCAB = 256
+BALANCE = ("bias", "aux", "none")
+REMAT = ("none", "full", "moe")
+DTYPES = ("float32", "bfloat16")
+AUX_COEFFICIENT = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the language model; every layer is attention, then an MoE.
+
+    Attributes:
+      d_model: width H of the residual stream.
+      d_ff: width F of one expert.
+      num_layers: L.
+      num_heads: attention heads N, each d_model // num_heads wide (even, for RoPE).
+      num_experts, top_k: E experts a layer, K of them for a token.
+      shared_d_ff: width of the expert that every token takes; 0 for none.
+      capacity_factor: None drops no token; a number bounds a rank's rows at that multiple of the balanced load.
+      tied: one [256, H] matrix embeds bytes and predicts them.
+      balance: how experts are kept busy. `bias`: sigmoid scores and a selection bias moved after each step
+        (loss-free); `aux`: softmax scores and a load-balance loss; `none`: softmax scores alone.
+    """
+
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    num_experts: int
+    top_k: int
+    shared_d_ff: int = 0
+    capacity_factor: float | None = None
+    tied: bool = False
+    balance: Literal["bias", "aux", "none"] = "bias"
+
+    def __post_init__(self):
+        _at_least_one("ModelConfig", num_layers=self.num_layers, num_heads=self.num_heads)
+        _one_of("ModelConfig", "balance", self.balance, BALANCE)
+        if self.d_model % (2 * self.num_heads):
+            raise ValueError(
+                f"ModelConfig: d_model={self.d_model} must be a multiple of 2 * num_heads={2 * self.num_heads}"
+            )
+        self.moe()
+
+    def moe(self) -> MoEConfig:
+        """The MoE block of every layer."""
+        router = RouterConfig(
+            score="sigmoid" if self.balance == "bias" else "softmax",
+            bias=self.balance == "bias",
+            aux_loss=AUX_COEFFICIENT if self.balance == "aux" else 0.0,
+        )
+        return MoEConfig(
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            router=router,
+            shared_d_ff=self.shared_d_ff,
+            capacity_factor=self.capacity_factor,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """A whole run; what `config.json` holds and what `--resume` reads back.
+
+    Attributes:
+      model: the model's sizes.
+      name, out: the run's files go to `out/name`.
+      text: a file or folder to train on; None for the source files of Python's standard library.
+      mesh: sizes of the mesh's axes, as (("fsdp", 2), ("ep", 4)); empty for all devices on fsdp.
+      steps, batch, seq: `batch` sequences of `seq` bytes a step, over the whole mesh.
+      lr, warmup, weight_decay, clip: AdamW; linear warm-up over `warmup` steps, then cosine to a tenth; global norm.
+      bias_rate: step of the selection bias where balance is `bias`.
+      seed: of the initial weights and of the order of the data.
+      recipe, exchange, engine: see `moax.moe`; the recipe also holds for attention's projections.
+      dtype: of activations; master weights and the optimizer are float32.
+      remat: recompute nothing (`none`), everything (`full`), or all but `moax.CHECKPOINT_NAMES` (`moe`).
+      eval_every, eval_batches: held-out loss over `eval_batches` fixed batches every `eval_every` steps.
+      save_every: checkpoint every so many steps, and at the end; 0 for the end alone.
+    """
+
+    model: ModelConfig
+    name: str = "run"
+    out: str = "runs"
+    text: str | None = None
+    mesh: tuple[tuple[str, int], ...] = ()
+    steps: int = 1000
+    batch: int = 16
+    seq: int = 128
+    lr: float = 1e-3
+    warmup: int = 20
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    bias_rate: float = 1e-3
+    seed: int = 0
+    recipe: str | None = None
+    exchange: Transport = "auto"
+    engine: Engine = "auto"
+    dtype: str = "bfloat16"
+    remat: Literal["none", "full", "moe"] = "none"
+    eval_every: int = 100
+    eval_batches: int = 8
+    save_every: int = 500
+
+    def __post_init__(self):
+        owner = "TrainConfig"
+        _at_least_one(owner, steps=self.steps, batch=self.batch, seq=self.seq, warmup=self.warmup)
+        _at_least_one(owner, eval_every=self.eval_every, eval_batches=self.eval_batches)
+        _one_of(owner, "dtype", self.dtype, DTYPES)
+        _one_of(owner, "remat", self.remat, REMAT)
+        if self.save_every < 0:
+            raise ValueError(f"{owner}: save_every={self.save_every!r} must be at least 0, 0 for the end alone")
+        for name in ("lr", "clip"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{owner}: {name}={value!r} must be a finite number above 0")
+        for name in ("weight_decay", "bias_rate"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{owner}: {name}={value!r} must be a finite number, at least 0")
+        if self.seed < 0:
+            raise ValueError(f"{owner}: seed={self.seed!r} must be at least 0")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"{owner}: name={self.name!r} must be a folder's name, without '/' or a leading '.'")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain nested dict; `from_json` is its inverse."""
+        return dataclasses.asdict(self) | {"mesh": dict(self.mesh)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TrainConfig:
+        """Rebuilds the config; an unknown field is a ValueError."""
+        model, run = dict(data["model"]), {key: value for key, value in data.items() if key != "model"}
+        for owner, given in ((ModelConfig, model), (cls, run)):
+            unknown = given.keys() - {field.name for field in dataclasses.fields(owner)}
+            if unknown:
+                raise ValueError(f"{owner.__name__} has no field {', '.join(sorted(unknown))}")
+        return cls(model=ModelConfig(**model), **(run | {"mesh": tuple(run.get("mesh", {}).items())}))
+
+
+def _at_least_one(owner: str, **fields) -> None:
+    for name, value in fields.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{owner}: {name}={value!r} must be an int of at least 1")
+
+
+def _one_of(owner: str, name: str, value, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{owner}: {name}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
+# Parameters in all / for one byte: tiny 3.5 M / 1.1 M, small 109 M / 21 M, medium 655 M / 127 M, large 3.5 B / 673 M.
+# Training holds 16 bytes a parameter (float32 weight, gradient, two moments): large is sized for one H200 or more.
+PRESETS = {
+    "tiny": TrainConfig(
+        model=ModelConfig(d_model=128, d_ff=256, num_layers=4, num_heads=4, num_experts=8, top_k=2),
+        steps=120, batch=16, seq=128, lr=4e-3, warmup=20, dtype="float32",
+        bias_rate=1e-2, eval_every=20, eval_batches=4, save_every=60,
+    ),
+    "small": TrainConfig(
+        model=ModelConfig(d_model=512, d_ff=512, num_layers=8, num_heads=8, num_experts=16, top_k=2),
+        steps=2000, batch=32, seq=512, lr=1e-3, warmup=100, eval_every=200, save_every=500,
+    ),
+    "medium": TrainConfig(
+        model=ModelConfig(d_model=1024, d_ff=512, num_layers=12, num_heads=16, num_experts=32, top_k=4),
+        steps=5000, batch=64, seq=1024, lr=6e-4, warmup=200, remat="moe", eval_every=500, save_every=1000,
+    ),
+    "large": TrainConfig(
+        model=ModelConfig(d_model=2048, d_ff=1024, num_layers=16, num_heads=16, num_experts=32, top_k=4),
+        steps=10000, batch=16, seq=2048, lr=3e-4, warmup=500, remat="full", eval_every=500, save_every=1000,
+    ),
+}  # fmt: skip

@@ -1,0 +1,140 @@
+"""state, bytes [B, S + 1] -> state, metrics: one jitted update of the whole training state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree, UInt8
+
+import moax
+from moax import sharding
+from moax.train import model as lm
+from moax.train.model import Execution, Params
+from moax.train.optimizer import optimizer, schedule, state_specs
+from moax.train.presets import TrainConfig
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "router_bias", "optimizer"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a checkpoint holds.
+
+    Attributes:
+      step: [] i32, updates done.
+      params: what the optimizer trains.
+      router_bias: [L, E] f32, moved by `moax.update_router_bias` alone; None unless balance is `bias`.
+      optimizer: optax's state.
+    """
+
+    step: Int[Array, ""]
+    params: Params
+    router_bias: Float[Array, "L E"] | None
+    optimizer: PyTree
+
+
+def execution(config: TrainConfig) -> Execution:
+    """The part of a run's settings that the model's forward pass reads."""
+    return Execution(config.recipe, config.exchange, config.engine, config.dtype, config.remat)
+
+
+def init_state(config: TrainConfig) -> TrainState:
+    """The state before the first step."""
+    params = lm.init(jax.random.key(config.seed), config.model)
+    bias = None
+    if config.model.balance == "bias":
+        bias = jnp.zeros((config.model.num_layers, config.model.num_experts), jnp.float32)
+    return TrainState(jnp.zeros((), jnp.int32), params, bias, optimizer(config).init(params))
+
+
+def shardings(config: TrainConfig, mesh) -> TrainState:
+    """`TrainState` of NamedShardings on `mesh`, which must be the one that is set."""
+    params = jax.eval_shape(partial(lm.init, model=config.model), jax.random.key(0))
+    specs, everywhere = lm.specs(config.model), cast(Any, sharding.spec())
+    bias = everywhere if config.model.balance == "bias" else None
+    state = TrainState(everywhere, specs, bias, state_specs(optimizer(config), params, specs))
+    return sharding.named(mesh, state)
+
+
+def loss_fn(params: Params, router_bias, batch: UInt8[Array, "B S1"], config: TrainConfig):
+    """Mean cross entropy in nats a byte plus the layers' auxiliary losses; aux is (cross entropy, MoEStats)."""
+    tokens = batch.astype(jnp.int32)
+    logits, stats = lm.forward(params, router_bias, tokens[:, :-1], config.model, execution(config))
+    entropy = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    return entropy + stats.aux_loss.sum() + stats.z_loss.sum(), (entropy, stats)
+
+
+def train_step(
+    state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig
+) -> tuple[TrainState, dict[str, Any]]:
+    """One update. Metrics: loss, extra_loss, grad_norm, lr, dropped (all []), tokens_per_expert [L, E] i32."""
+    (total, (entropy, stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+        state.params, state.router_bias, batch, config
+    )
+    updates, opt_state = optimizer(config).update(grads, state.optimizer, state.params)
+    bias = state.router_bias
+    if bias is not None:
+        bias = jax.vmap(partial(moax.update_router_bias, rate=config.bias_rate))(bias, stats.tokens_per_expert)
+    metrics = {
+        "loss": entropy,
+        "extra_loss": total - entropy,
+        "grad_norm": optax.tree.norm(grads),
+        "lr": schedule(config)(state.step),
+        "dropped": stats.dropped.sum(),
+        "tokens_per_expert": stats.tokens_per_expert,
+    }
+    params = jax.tree.map(jnp.add, state.params, updates)
+    return TrainState(state.step + 1, params, bias, opt_state), metrics
+
+
+def eval_step(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig) -> Float[Array, ""]:
+    """Mean cross entropy of one batch, in nats a byte."""
+    return loss_fn(state.params, state.router_bias, batch, config)[1][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a run executes, compiled for one mesh.
+
+    Attributes:
+      init: () -> TrainState.
+      update, evaluate: compiled `train_step` and `eval_step`; `update` donates the state, which keeps its shardings.
+      rows: NamedSharding of a batch, sequences over (dp, fsdp, ep).
+      like: the state's ShapeDtypeStructs, with shardings.
+    """
+
+    init: Callable[[], TrainState]
+    update: jax.stages.Compiled
+    evaluate: jax.stages.Compiled
+    rows: jax.sharding.NamedSharding
+    like: TrainState
+
+
+def jit_update(config: TrainConfig, mesh) -> tuple[jax.stages.Wrapped, tuple]:
+    """The jitted `train_step` on `mesh`, which must be the one that is set, and the ShapeDtypeStructs it takes."""
+    states, rows = shardings(config, mesh), sharding.named(mesh, sharding.token_spec(moax.Axes(), ndim=2))
+    like = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        jax.eval_shape(partial(init_state, config)),
+        states,
+    )
+    batch = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.uint8, sharding=rows)
+    step = jax.jit(partial(train_step, config=config), out_shardings=(states, None), donate_argnums=0)
+    return step, (like, batch)
+
+
+def build(config: TrainConfig, mesh) -> Program:
+    """Compiles a run's program on `mesh`, which must be the one that is set."""
+    step, (like, batch) = jit_update(config, mesh)
+    return Program(
+        init=jax.jit(partial(init_state, config), out_shardings=shardings(config, mesh)),
+        update=step.lower(like, batch).compile(),
+        evaluate=jax.jit(partial(eval_step, config=config)).lower(like, batch).compile(),
+        rows=batch.sharding,
+        like=like,
+    )

@@ -1,0 +1,210 @@
+"""The nouns: pytrees that travel between the ops, each field with shape and dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt8
+
+from moax.config import MoEConfig
+
+
+def _pytree(*static: str):
+    """Registers a frozen dataclass as a pytree whose fields are children, but for the `static` ones."""
+
+    @typing.dataclass_transform(frozen_default=True)
+    def register[T](cls: type[T]) -> type[T]:
+        frozen: Any = dataclasses.dataclass(frozen=True)(cls)
+        data = [f.name for f in dataclasses.fields(frozen) if f.name not in static]
+        return jax.tree_util.register_dataclass(frozen, data_fields=data, meta_fields=list(static))
+
+    return register
+
+
+@_pytree()
+class MoEParams:
+    """Parameters of one block; None where the config has no such parameter.
+
+    Attributes:
+      router: [H, E], replicated.
+      wi: [E, H, 2, F]: `wi[:, :, 0]` is the gate, `wi[:, :, 1]` the up projection; [E, H, 1, F] without a gate.
+      wo: [E, F, H].
+      router_bias: [E], for selection only; no gradient.
+      logits_bias: [E], a trained bias of the logits.
+      bi: [E, 2, F] (or [E, 1, F]); bo: [E, H]. Any subset.
+      shared_wi: [H, 2, S] (or [H, 1, S]); shared_wo: [S, H].
+    """
+
+    router: Float[Array, "H E"]
+    wi: Float[Array, "E H G F"]
+    wo: Float[Array, "E F H"]
+    router_bias: Float[Array, " E"] | None = None
+    logits_bias: Float[Array, " E"] | None = None
+    bi: Float[Array, "E G F"] | None = None
+    bo: Float[Array, "E H"] | None = None
+    shared_wi: Float[Array, "H G S"] | None = None
+    shared_wo: Float[Array, "S H"] | None = None
+
+
+@_pytree()
+class Routing:
+    """Where tokens go. experts: [T, K] i32. weights: [T, K] f32. aux_loss, z_loss: [] f32, coefficients included, over
+    the whole mesh. tokens_per_expert: [E] i32 over the whole mesh."""
+
+    experts: Int[Array, "T K"]
+    weights: Float[Array, "T K"]
+    aux_loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    tokens_per_expert: Int[Array, " E"]
+
+
+@_pytree("transport", "num_tokens")
+class Received:
+    """What a rank got from its expert-parallel peers.
+
+    Attributes:
+      rows: [R, H], like the tokens in dtype. Rows whose experts are all "none" may hold anything.
+      experts: [R, K] i32, local expert ids; one past the last = none of this rank's.
+      weights: [R, K] f32; 0 where the expert is none of this rank's.
+      count: [1] i32, rows that have an expert here.
+      dropped: [1] i32, assignments (token, expert) of this rank's own tokens that found no slot.
+      slots: [ranks * slots a pair] i32: which of its tokens this rank sent in each slot, `num_tokens` for an empty
+        one; None where every token goes to every rank.
+      transport: how it travelled. num_tokens: tokens of a shard, T.
+    """
+
+    rows: Float[Array, "R H"]
+    experts: Int[Array, "R K"]
+    weights: Float[Array, "R K"]
+    count: Int[Array, " 1"]
+    dropped: Int[Array, " 1"]
+    slots: Int[Array, " C"] | None
+    transport: Literal["all_gather", "all_to_all"]
+    num_tokens: int
+
+
+@_pytree()
+class Plan:
+    """Where received rows lie once sorted by expert.
+
+    Attributes:
+      source: [N] i32, the received row of each sorted row; R for padding.
+      position: [R, K] i32, the sorted row of each assignment; N for none and for dropped ones.
+      group_sizes: [E_local] i32, rows of each expert, without the padding between groups.
+      dropped: [1] i32, assignments that exceeded the capacity.
+    """
+
+    source: Int[Array, " N"]
+    position: Int[Array, "R K"]
+    group_sizes: Int[Array, " E"]
+    dropped: Int[Array, " 1"]
+
+
+@_pytree("dtype", "block", "pieces")
+class QArray:
+    """x ~ dequantize(data) * scale, a scale a block.
+
+    Attributes:
+      data: u8, the shape of x: the bits of `dtype`.
+      scale: rank of x; f32, or u8 exponents (value 2**(scale - 127)). Dim i has `pieces[i] * ceil(n / block[i])`
+        entries where n = x.shape[i] // pieces[i]: each piece (a shard that was quantized by itself) may end in an edge
+        block of its own.
+      dtype: "e4m3" or "e5m2".
+      block: block length of each dim; None: one block holds the dim.
+      pieces: how many shards each dim was gathered from.
+    """
+
+    data: UInt8[Array, ...]
+    scale: Float[Array, ...] | UInt8[Array, ...]
+    dtype: str
+    block: tuple[int | None, ...]
+    pieces: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+
+@_pytree()
+class MoEStats:
+    """What a training loop watches; over the whole mesh.
+
+    Attributes:
+      aux_loss, z_loss: [] f32, coefficients included: add them to the loss.
+      tokens_per_expert: [E] i32, assignments the router made.
+      dropped: [] i32, assignments that did not fit.
+    """
+
+    aux_loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    tokens_per_expert: Int[Array, " E"]
+    dropped: Int[Array, ""]
+
+
+def params_of(**fields: Any) -> Any:
+    """A MoEParams whose fields are no arrays: shapes, or specs."""
+    return MoEParams(**fields)
+
+
+def param_shapes(config: MoEConfig) -> Any:
+    """The global shape of each parameter that `init` makes; None where the config has none."""
+    c, e, h, f, s = config, config.num_experts, config.d_model, config.d_ff, config.shared_d_ff
+    return params_of(
+        router=(h, e),
+        wi=(e, h, c.gates, f),
+        wo=(e, f, h),
+        router_bias=(e,) if c.router.bias else None,
+        logits_bias=(e,) if c.router.logits_bias else None,
+        bi=(e, c.gates, f) if c.use_bias else None,
+        bo=(e, h) if c.use_bias else None,
+        shared_wi=(h, c.gates, s) if s else None,
+        shared_wo=(s, h) if s else None,
+    )
+
+
+def full_shapes(config: MoEConfig) -> Any:
+    """`param_shapes` with every bias there may be, made by `init` or not."""
+    return param_shapes(dataclasses.replace(config, use_bias=True))
+
+
+def check_params(params: MoEParams, config: MoEConfig, *, local: bool = False) -> None:
+    """Raises ValueError naming the first parameter whose presence, rank, shape or dtype the config does not allow.
+
+    `local`: the parameters are shards inside a `shard_map`; sizes may then be any divisor.
+    """
+    if not isinstance(params, MoEParams):
+        raise ValueError(f"params is a {type(params).__name__}; it must be a moax.MoEParams")
+    made, allowed = param_shapes(config), full_shapes(config)
+    for field in dataclasses.fields(MoEParams):
+        name, value = field.name, getattr(params, field.name)
+        want, may = getattr(made, name), getattr(allowed, name)
+        if value is None:
+            if want is not None and name not in ("bi", "bo"):
+                raise ValueError(f"params.{name} is None; this config needs an array of shape {want}")
+            continue
+        if may is None:
+            raise ValueError(f"params.{name} is given, but the config has no such parameter; pass None")
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ValueError(f"params.{name} has dtype {value.dtype}; it must be floating point")
+        shape = tuple(value.shape)
+        fits = len(shape) == len(may) and all(
+            n == m or (local and n > 0 and m % n == 0) for n, m in zip(shape, may, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"params.{name} has shape {shape}; this config needs {may}")
+
+
+def check_tokens(x: Any, config: MoEConfig) -> None:
+    """Raises ValueError unless x is [..., H] of a floating dtype with at least two dims."""
+    if x.ndim < 2 or x.shape[-1] != config.d_model:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., d_model={config.d_model}], at least 2-D")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x has dtype {x.dtype}; it must be floating point")

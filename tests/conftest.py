@@ -1,0 +1,68 @@
+"""Every test runs on 8 emulated CPU devices or, with MOAX_TEST_GPU=1, on the machine's GPUs.
+
+JAX reads all of this when its backend starts, so it is set before anything imports jax. Code generation keeps its
+default level: a lower one compiles a third faster, but rounds differently and runs at half the speed.
+"""
+
+import os
+import sys
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+
+ON_GPU = os.environ.get("MOAX_TEST_GPU") == "1"
+if not ON_GPU:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    # Eight devices share two cores here, and the second test worker's eight too: a rendezvous may take a while.
+    flags = ("--xla_force_host_platform_device_count=8", "--xla_cpu_collective_call_terminate_timeout_seconds=600")
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+
+import hypothesis
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+CACHE = Path(__file__).parent.parent / ".jax_cache"
+
+if not ON_GPU:
+    jax.config.update("jax_platforms", "cpu")  # for a plugin that imported jax before this file
+# Bounded, which also makes JAX lock the directory: test workers share it.
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_compilation_cache_max_size", 2**30)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+# No deadline: the first example compiles. Derandomized: a red run is red again.
+hypothesis.settings.register_profile("moax", deadline=None, derandomize=True, max_examples=40)
+hypothesis.settings.load_profile("moax")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """No silent promotion of dtypes or ranks, in fixtures and test, but for tests marked `loose`."""
+    with ExitStack() as strict:
+        if item.get_closest_marker("loose") is None:
+            strict.enter_context(jax.numpy_dtype_promotion("strict"))
+            strict.enter_context(jax.numpy_rank_promotion("raise"))
+        return (yield)
+
+
+@pytest.fixture
+def getkey(request):
+    """`getkey()` is a new PRNG key at each call; the sequence is the test's own and the same in every run."""
+    seed, count = zlib.crc32(request.node.nodeid.encode()), iter(range(sys.maxsize))
+    return lambda: jax.random.fold_in(jax.random.key(seed), next(count))
+
+
+@pytest.fixture
+def fresh_compile():
+    """Compile anew: an executable from the persistent cache carries the op names of the code that first made it."""
+
+    def use_cache(value):
+        jax.config.update("jax_enable_compilation_cache", value)
+        compilation_cache.reset_cache()
+
+    enabled = jax.config.jax_enable_compilation_cache
+    use_cache(False)
+    jax.clear_caches()
+    yield
+    use_cache(enabled)

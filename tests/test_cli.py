@@ -1,0 +1,139 @@
+"""The command line: what a stranger sees, what goes wrong, exit codes."""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("optax")
+
+from moax import cli
+from moax.train.presets import PRESETS
+
+pytestmark = pytest.mark.loose
+
+
+def parse(*argv):
+    return cli.train_config(cli.parser().parse_args(["train", *argv]))
+
+
+def test_help_shows_what_to_type(capsys):
+    for argv, wanted in [
+        (["--help"], ["train", "inspect", "--cpu-devices 8", "examples:"]),
+        (["train", "--help"], ["--preset", "tiny, small, medium, large", "--mesh", "standard library", "Ctrl-C"]),
+        (["inspect", "--help"], ["--forward-only", "--json"]),
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            cli.main(argv)
+        said = capsys.readouterr().out
+        assert stop.value.code == 0
+        assert all(word in said for word in wanted), said
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["train", "--mesh", "pp=2"], "unknown axis 'pp'; the axes are dp, fsdp, ep, tp"),
+        (["train", "--recipe", "fp4"], "invalid choice: 'fp4'"),
+        (["train", "--steps", "many"], "invalid int value: 'many'"),
+        (["train", "--preset", "huge"], "choose from"),
+    ],
+)
+def test_unreadable_arguments(argv, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mesh", "fsdp=2,ep=3"], "mesh of 6 devices, but 8 are here"),
+        (["--mesh", "fsdp=2,ep=4", "--batch", "12"], "--batch 12 does not divide"),
+        (["--cpu-devices", "3"], "--cpu-devices 3: JAX already runs"),
+        (["--cpu-devices", "0"], "--cpu-devices 0 must be at least 1"),
+        (["--steps", "0"], "steps=0"),
+        (["--top-k", "9"], "top_k=9 must be at most num_experts=8"),
+        (["--text", "/nowhere"], "--text /nowhere: no such file or folder"),
+        (["--resume", "--name", "lost"], "no run 'lost'"),
+        (["--resume"], "there are no runs"),
+        (["--resume", "--preset", "tiny"], "leave --preset out"),
+    ],
+)
+def test_arguments_that_cannot_work(argv, message, capsys, tmp_path):
+    assert cli.main(["train", "--out", str(tmp_path / "runs"), *argv]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("moax train: error: ") and message in said
+    assert not (tmp_path / "runs").exists(), "an error left a run behind"
+
+
+def test_traceback_on_request(tmp_path):
+    with pytest.raises(ValueError, match="no runs"):
+        cli.main(["train", "--resume", "--out", str(tmp_path), "--traceback"])
+
+
+def test_missing_extra_is_named(monkeypatch, capsys):
+    def run(args):
+        raise ModuleNotFoundError("No module named 'optax'", name="optax")
+
+    monkeypatch.setattr(cli, "run_train", run)
+    assert cli.main(["train"]) == 1
+    assert "optax is missing: pip install 'moax[train]'" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError):
+        cli._explain(ModuleNotFoundError("No module named 'mine'", name="mine"))
+
+
+def test_flags_over_preset():
+    config = parse("--preset", "small", "--experts", "32", "--recipe", "none", "--lr", "0.5", "--tied")
+    assert config.model.num_experts == 32 and config.model.tied
+    assert config.recipe is None and config.lr == 0.5 and config.name == "small"
+    assert config.model.d_ff == PRESETS["small"].model.d_ff
+    assert parse().name == "tiny"
+    assert parse("--capacity-factor", "1.5").model.capacity_factor == 1.5
+    assert parse("--capacity-factor", "none").model.capacity_factor is None
+
+
+def test_train_runs_and_resumes(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 300)
+    out = str(tmp_path / "runs")
+    small = ["--d-model", "32", "--d-ff", "32", "--layers", "1", "--heads", "2", "--experts", "8", "--seq", "16"]
+    text = ["--text", str(tmp_path / "text.txt"), "--batch", "8", "--eval-every", "4", "--lr", "0.02"]
+    where = ["--mesh", "fsdp=2,ep=4", "--recipe", "fp8_block", "--cpu-devices", "8", "--engine", "shard_map"]
+    assert cli.main(["train", *small, *text, *where, "--steps", "4", "--name", "a", "--out", out]) == 0
+    said = capsys.readouterr().out
+    ((first, last),) = re.findall(r"held-out loss +([0-9.]+) -> ([0-9.]+)", said)
+    assert float(last) < float(first) - 0.1
+    for word in ("held-out loss", "weight gathers", "curves.png", "dropped", "busiest"):
+        assert word in said
+    assert cli.main(["train", "--resume", "--out", out, "--steps", "5", "--save-every", "2"]) == 0
+    assert "resumed at step 4" in capsys.readouterr().out
+    config = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
+    assert config["steps"] == 5 and config["mesh"] == {"fsdp": 2, "ep": 4} and config["model"]["d_ff"] == 32
+
+
+def test_mesh_type_is_told_by_argparse():
+    with pytest.raises(argparse.ArgumentTypeError):
+        cli._mesh("x=1")
+
+
+def test_emulated_devices_in_a_fresh_process():
+    code = "from moax import cli; cli.emulate(4); import jax; print(jax.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "4", done.stderr
+
+
+def test_inspect_prints_a_table(capsys):
+    argv = ["inspect", "--mesh", "fsdp=2,ep=4", "--d-model", "64", "--d-ff", "64", "--tokens", "64", "--forward-only"]
+    assert cli.main([*argv, "--recipe", "fp8_block"]) == 0
+    said = capsys.readouterr().out
+    assert "all-gather" in said and "uint8" in said
+    assert cli.main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["collectives"] and {"kind", "dtype", "bytes"} <= found["collectives"][0].keys()
+    assert found["weights"]["gathered"] == found["weights"]["gathered_unquantized"] > 0
