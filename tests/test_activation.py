@@ -94,7 +94,11 @@ def test_nan_stays_in_its_unit():
 @pytest.mark.parametrize(
     "shape, activation, message",
     [
-        ((4, 2, 8), "tanh", "activation='tanh' must be one of 'swiglu', 'geglu', 'swiglu_oai', 'silu', 'gelu', 'relu2'"),
+        (
+            (4, 2, 8),
+            "tanh",
+            "activation='tanh' must be one of 'swiglu', 'geglu', 'swiglu_oai', 'silu', 'gelu', 'relu2'",
+        ),
         ((4, 1, 8), "swiglu", r"h has shape \(4, 1, 8\); activation='swiglu' needs \[..., 2, F\]"),
         ((4, 2, 8), "silu", r"h has shape \(4, 2, 8\); activation='silu' needs \[..., 1, F\]"),
         ((8,), "silu", r"h has shape \(8,\)"),

@@ -165,9 +165,7 @@ def test_vjp_is_that_of_the_dense_formula(align, capacity):
 
     values, weights, dy = random(10, *rows.shape), random(11, ROWS, TOP_K), random(12, ROWS, WIDTH)
     y, pull = jax.vjp(lambda v, w: unpermute(v, plan, w), jnp.asarray(values), jnp.asarray(weights))
-    want, (d_values, d_weights) = exact(
-        lambda v, w: jnp.einsum("rkn,rk,nh->rh", which, w, v), (values, weights), dy
-    )
+    want, (d_values, d_weights) = exact(lambda v, w: jnp.einsum("rkn,rk,nh->rh", which, w, v), (values, weights), dy)
     got = pull(jnp.asarray(dy))
     assert rel_error(y, want) < 1e-6
     assert rel_error(got[0], d_values, per=0) < 1e-6
@@ -313,9 +311,7 @@ def test_vmap(way):
         way, "2x4", forward, (x, experts, weights), (at,) * 3, at, cotangents=dy, wrt=(0, 2)
     )()  # fmt: skip
     present = (experts != GROUPS).astype(np.float32)
-    want, expected = exact(
-        lambda x, w: jnp.einsum("brk,brh->brh", w * present, x * x), (x, weights), dy
-    )
+    want, expected = exact(lambda x, w: jnp.einsum("brk,brh->brh", w * present, x * x), (x, weights), dy)
     assert rel_error(y, want) < 1e-6
     assert rel_error(grads[0], expected[0]) < 1e-6
     assert rel_error(grads[1], expected[1]) < 1e-6

@@ -97,9 +97,7 @@ def test_gradients(score, order, normalize):
     """Of weights, aux loss and z loss, together and the losses alone, against float64 autodiff, token by token."""
     config = RouterConfig(score, order, normalize, scale=2.5, aux_loss=0.3, z_loss=0.2)
     logits = random(3, TOKENS_, EXPERTS)
-    (weights, aux, z), pull, (experts, _) = jax.vjp(
-        lambda x: losses(x, config), jnp.asarray(logits), has_aux=True
-    )
+    (weights, aux, z), pull, (experts, _) = jax.vjp(lambda x: losses(x, config), jnp.asarray(logits), has_aux=True)
     for d_weights in (random(4, TOKENS_, TOP_K), np.zeros((TOKENS_, TOP_K), np.float32)):
         cotangents = (jnp.asarray(d_weights), jnp.float32(7.0), jnp.float32(-0.5))
         want, (d_logits,) = oracle(logits, experts, config, cotangents)
@@ -162,7 +160,13 @@ def test_balanced_router_pays_the_coefficient(way):
     config = RouterConfig(aux_loss=0.125)
     rows = spec("2x4", TOKENS, None)
     run = program(
-        way, "2x4", lambda x, engine: losses(x, config, engine=engine), (cyclic,), (rows,), (rows, P(), P()), (rows, P())
+        way,
+        "2x4",
+        lambda x, engine: losses(x, config, engine=engine),
+        (cyclic,),
+        (rows,),
+        (rows, P(), P()),
+        (rows, P()),
     )
     (_, aux, _), (_, counts) = run()
     np.testing.assert_array_equal(counts, TOKENS_ * TOP_K // EXPERTS)
@@ -312,7 +316,13 @@ def test_logits_stay_on_their_shard(way, fresh_compile):
         ((8, 4), {}, 5, None, "top_k=5 must be at most num_experts=4"),
         ((8, 6), dict(num_groups=4), 2, None, "num_groups=4 must divide num_experts=6"),
         ((8, 8), dict(num_groups=4), 3, None, "top_k=3 must be at most the 2 experts of top_groups=1"),
-        ((8, 8), dict(num_groups=4, top_groups=2, group_score="sum_topk"), 3, None, "top_k=3 divisible by top_groups=2"),
+        (
+            (8, 8),
+            dict(num_groups=4, top_groups=2, group_score="sum_topk"),
+            3,
+            None,
+            "top_k=3 divisible by top_groups=2",
+        ),
         ((8, 4), {}, 0, None, "top_k=0 must be an int of at least 1"),
         ((8, 4), dict(bias=True), 2, None, "bias is None, but RouterConfig.bias=True"),
         ((8, 4), {}, 2, (4,), "bias is given, but RouterConfig.bias=False"),
@@ -330,7 +340,9 @@ def test_errors(shape, options, top_k, bias, message):
 @pytest.mark.parametrize("way", ("shard_map", "explicit"))
 def test_tokens_that_do_not_divide(way):
     """12 tokens on 8 devices: the error names the dim and the mesh axes."""
-    run = program(way, "2x4", lambda x, engine: losses(x, RouterConfig(), 2, engine=engine), (np.zeros((12, 8)),), (P(),))
+    run = program(
+        way, "2x4", lambda x, engine: losses(x, RouterConfig(), 2, engine=engine), (np.zeros((12, 8)),), (P(),)
+    )
     with pytest.raises(ValueError, match=r"dim 0 of size 12 does not divide by mesh axes \('fsdp', 'ep'\)"):
         run()
 

@@ -127,7 +127,8 @@ def backward_contract(static: BlockSpec, operands, found):
 
 
 def weight_factors(w: Weights):
-    return tuple(f for f, p in zip(("e h g f", "e f h", "e g f", "e h"), w, strict=True) if p is not None)
+    """Dims of wi, wo, bi, bo: what shards a weight says nothing of its bias, which is not gathered."""
+    return tuple(f for f, p in zip(("e h g f", "e f h", "be bg bf", "be bh"), w, strict=True) if p is not None)
 
 
 def backward_factors(static: BlockSpec, operands):

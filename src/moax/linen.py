@@ -4,6 +4,8 @@
     variables = block.init(key, x)
     y, stats = block.apply(variables, x)
     _, state = block.apply(variables, stats, method="update_router_bias", mutable="moax_state")
+
+Made under `jax.set_mesh`, the variables are shards, in boxes that say so.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class MoEBlock(nn.Module):
         )
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:
-        """router_bias += rate * sign(mean(tokens) - tokens), by `moax.update_router_bias`; once a step.
+        """router_bias += rate * sign(mean(tokens) - tokens), by `moax.update_router_bias`.
 
         Raises:
           ValueError: the config has no router bias.

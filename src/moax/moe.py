@@ -46,7 +46,16 @@ from moax.ops.permute import permute_local, plan_local, unpermute_local, weights
 from moax.ops.route import route
 from moax.partition import Engine, Partitioned, View, find_view, scatter_gradient
 from moax.recipe import Recipe, get_recipe
-from moax.sharding import constrain, expert_specs, flatten_tokens, like, shard_specs, unflatten_tokens
+from moax.sharding import (
+    check_token_axes,
+    constrain,
+    expert_specs,
+    flatten_tokens,
+    like,
+    settle,
+    shard_specs,
+    unflatten_tokens,
+)
 from moax.types import MoEParams, MoEStats, Plan, check_params, check_tokens
 
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
@@ -88,6 +97,7 @@ def moe(
     select_kernels(kernels)
     recipe, transport = get_recipe(recipe), select_transport(exchange)
     check_tokens(x, config)
+    check_token_axes(x, axes)
     view = find_view(axes, engine, x, params)
     check_params(params, config, local=view.manual)
     roles = view.roles
@@ -97,7 +107,7 @@ def moe(
         raise ValueError(f"x: its {rows} rows do not divide by mesh axes {roles.tokens} of {shards} devices")
 
     declared = shard_specs(params, config, axes, roles) if view.manual else expert_specs(config, axes, roles)
-    tokens = flatten_tokens(x, roles)
+    params, tokens = settle(params, declared), flatten_tokens(x, roles)
     router = constrain(params.router, declared.router).astype(jnp.float32)
     logits = jnp.matmul(tokens.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
     logits = logits if params.logits_bias is None else logits + params.logits_bias.astype(jnp.float32)[None]

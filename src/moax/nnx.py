@@ -2,7 +2,9 @@
 
     layer = MoE(config, rngs=nnx.Rngs(0))
     y, stats = layer(x)
-    layer.update_router_bias(stats)          # where config.router.bias; after the optimizer
+    layer.update_router_bias(stats)  # once a step, after the optimizer, where config.router.bias
+
+Made under `jax.set_mesh`, it holds shards, and says so in its variables' metadata.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class MoE(nnx.Module):
         )
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:
-        """router_bias += rate * sign(mean(tokens) - tokens), by `moax.update_router_bias`; once a step.
+        """router_bias += rate * sign(mean(tokens) - tokens), by `moax.update_router_bias`.
 
         In layers stacked by `nnx.vmap` the bias is [L, E]; `stats` as `nnx.scan` stacks them fit it.
 

@@ -159,7 +159,7 @@ def _dims(rule: str) -> list[str]:
 class _Call:
     static: Hashable
     view: View
-    rule: tuple[tuple[str, ...], tuple[str, ...]]
+    rule: tuple[tuple, ...]
 
 
 class Partitioned:
@@ -169,7 +169,8 @@ class Partitioned:
     contract(static, operands, found) -> Contract; `found` holds the operands' specs, None where unknown. It raises
       ValueError for a found spec that it cannot take.
     factors(static, operands) -> the Shardy rule: a string of dim names for each operand leaf, and for each result; a
-      result past the last string has dims of its own.
+      result past the last string has dims of its own. A third entry has (name, size) of names that stand only inside
+      parentheses.
     """
 
     def __init__(self, local: Callable, contract: Callable, factors: Callable):
@@ -243,14 +244,15 @@ class Partitioned:
 
     def _rule(self, call, mesh, operand_types, result_types):
         del mesh
-        operands, results = (list(side) for side in call.rule)
+        operands, results = (list(side) for side in call.rule[:2])
+        sizes = dict(*call.rule[2:])
         fresh = iter(range(10**6))
         ranks = [len(t.shape) for t in result_types]
         results += [" ".join(f"z{next(fresh)}" for _ in range(n)) for n in ranks[len(results) :]]
         operands = [
             o or " ".join(f"z{next(fresh)}" for _ in t.shape) for o, t in zip(operands, operand_types, strict=True)
         ]
-        return f"{', '.join(operands)} -> {', '.join(results)}"
+        return f"{', '.join(operands)} -> {', '.join(results)}", sizes
 
     def _vmap(self, size, batched, call, *operands):
         in_batched = jax.tree.leaves(batched[1:])

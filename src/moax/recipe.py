@@ -102,6 +102,6 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe:
         return FULL
     if isinstance(recipe, Recipe):
         return recipe
-    if recipe not in RECIPES:
+    if not isinstance(recipe, str) or recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} must be None, a Recipe, or one of {', '.join(map(repr, RECIPES))}")
     return RECIPES[recipe]

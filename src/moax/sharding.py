@@ -34,11 +34,6 @@ def pad(of: PartitionSpec, ndim: int) -> tuple[Names, ...]:
     return tuple(as_names(entry) for entry in of) + ((),) * (ndim - len(of))
 
 
-def strip(of: PartitionSpec, names: Names, ndim: int) -> PartitionSpec:
-    """The spec with the axes `names` taken out."""
-    return spec(*(tuple(n for n in entry if n not in names) for entry in pad(of, ndim)))
-
-
 def check_divides(what: str, shape: Sequence[int], of: PartitionSpec, roles: Roles) -> None:
     """Raises ValueError where a dim does not divide by its mesh axes, naming both."""
     for dim, (size, names) in enumerate(zip(shape, pad(of, len(shape)), strict=True)):
@@ -195,14 +190,36 @@ def constrain(x, to: PartitionSpec):
     )
 
 
+def keep_rows(y, roles: Roles):
+    """Rows over the token axes of an Auto mesh, and other dims as propagation has them."""
+    return lax.with_sharding_constraint(y, PartitionSpec(roles.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
+
+
+def settle(params: MoEParams, declared: MoEParams) -> MoEParams:
+    """Biases, and weights whose type names no mesh axis, laid out as declared where axes are Explicit.
+
+    A `custom_vjp` gives gradients the types that its op asks for; this is outside of it, so they get those of params.
+    """
+    mesh = mesh_of(*jax.tree.leaves(params))
+    if mesh is None or not is_explicit(mesh):
+        return params
+    values = {f.name: getattr(params, f.name) for f in dataclasses.fields(MoEParams)}
+    moved = {
+        name: constrain(p, getattr(declared, name))
+        for name, p in values.items()
+        if p is not None and (name in ("bi", "bo") or not any(pad(jax.typeof(p).sharding.spec, p.ndim)))
+    }
+    return dataclasses.replace(params, **moved)
+
+
 def make_sharded(make: Callable, specs: Any) -> Callable:
     """`make` with its results laid out by `specs` on the mesh in force, each device making its shards alone; None: by
     no mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if specs is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
         return make
-    if is_explicit(mesh):
-        make = jax.sharding.auto_axes(make, out_sharding=specs)
+    if is_explicit(mesh):  # out_shardings besides would break vmap: its dim is "unconstrained" to them
+        return jax.jit(jax.sharding.auto_axes(make, out_sharding=specs))
     return jax.jit(make, out_shardings=named(mesh, specs))
 
 
@@ -212,16 +229,29 @@ def like(y, x):
     return jax.sharding.reshard(y, of) if is_explicit(of.mesh) else y
 
 
+def check_token_axes(x, axes: Axes) -> None:
+    """Raises ValueError where the type of x [..., H] splits its tokens over a mesh axis that has no role in `axes`."""
+    of = jax.typeof(x).sharding
+    known = axes.dp + axes.fsdp + axes.ep + axes.tp
+    for dim, names in enumerate(pad(of.spec, x.ndim)[:-1]):
+        for name in names:
+            if name not in known and of.mesh.shape[name] > 1:
+                raise ValueError(
+                    f"x: dim {dim} is sharded over mesh axis {name!r}, which has no role in {axes}; give it one, such as "
+                    f"Axes(dp={(*axes.dp, name)})"
+                )
+
+
 def flatten_tokens(x, roles: Roles):
     """[..., H] -> [T, H]; on Explicit axes T typed as over `roles.tokens` where they divide it."""
-    of = jax.typeof(x).sharding
-    if not is_explicit(of.mesh):
+    mesh = mesh_of(x)
+    if mesh is None or not is_explicit(mesh):
         return x.reshape(-1, x.shape[-1])
-    columns = tuple(n for n in pad(of.spec, x.ndim)[-1] if n not in roles.tokens)
+    columns = tuple(n for n in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if n not in roles.tokens)
 
     def over_tokens(x):
         rows = roles.tokens if x.shape[0] % roles.size(roles.tokens) == 0 else ()
-        return jax.sharding.reshard(x, NamedSharding(of.mesh, spec(rows, *[None] * (x.ndim - 2), columns)))
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec(rows, *[None] * (x.ndim - 2), columns)))
 
     return over_tokens(over_tokens(x).reshape(-1, x.shape[-1]))
 
@@ -229,7 +259,8 @@ def flatten_tokens(x, roles: Roles):
 def unflatten_tokens(y, x, roles: Roles):
     """[T, *C] -> [..., *C], leading dims and their sharding as those of x [..., H]."""
     columns = y.shape[1:]
-    if not is_explicit(mesh := jax.typeof(x).sharding.mesh):
+    mesh = mesh_of(x)
+    if mesh is None or not is_explicit(mesh):
         return y.reshape(*x.shape[:-1], *columns)
     over = tuple(jax.typeof(y).sharding.spec)
     divides = x.ndim == 2 or x.shape[0] % roles.size(roles.tokens) == 0

@@ -28,7 +28,7 @@ from moax.groups import group_starts, row_groups
 from moax.ops.quantize import dequantize_local, gather_quantized, quantize_rows
 from moax.partition import Contract, Engine, Partitioned, View, find_view, scatter_gradient, vary_like
 from moax.recipe import Recipe, get_recipe
-from moax.sharding import Spec, pad, spec, weight_layout
+from moax.sharding import Spec, keep_rows, pad, spec, weight_layout
 from moax.types import QArray
 
 
@@ -91,7 +91,7 @@ def grouped_matmul(
         ranks = view.roles.size(view.roles.tokens) // view.roles.size(view.roles.ep)
         if x.shape[1] != w.shape[1] or group_sizes.shape[0] != w.shape[0] * ranks:
             raise ValueError(f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} do not fit each other")
-    if bias is not None and bias.shape != (w.shape[0], *w.shape[2:]):
+    if bias is not None and not view.manual and bias.shape != (w.shape[0], *w.shape[2:]):
         raise ValueError(f"bias has shape {bias.shape}; it must be {(w.shape[0], *w.shape[2:])}")
     declared = spec(view.roles.ep, *[None] * (w.ndim - 1)) if w_spec is None else w_spec
     static = GroupedSpec(recipe, align, jnp.dtype(x.dtype), declared, view.roles)
@@ -101,11 +101,13 @@ def grouped_matmul(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def grouped(view: View, static: GroupedSpec, x, w, group_sizes, bias):
     """`grouped_matmul` on a view of the mesh; `group_sizes` None: one group, all rows."""
-    return _forward(view, static, x, w, group_sizes, bias)[0]
+    (y,) = _forward(view, static, x, w, group_sizes, bias)
+    # Columns take the sharding of w's, for tp; fsdp there must not win over the rows' own.
+    return keep_rows(y, view.roles) if view.engine == "custom_partitioning" else y
 
 
 def _grouped_fwd(view, static, x, w, group_sizes, bias):
-    return _forward(view, static, x, w, group_sizes, bias)[0], (x, w, group_sizes, bias)
+    return grouped(view, static, x, w, group_sizes, bias), (x, w, group_sizes, bias)
 
 
 def _grouped_bwd(view, static, residuals, dy):
@@ -166,9 +168,12 @@ def wgrad_local(x, dy, group_sizes, align: int, dtype):
 
 
 def add_bias(y, bias, group_sizes, align: int):
-    """y[m] + bias[g(m)]."""
-    group = 0 if group_sizes is None else row_groups(group_sizes, align, y.shape[0])[0]
-    return y + bias.astype(y.dtype)[group].reshape(-1, *y.shape[1:])
+    """y[m] + bias[g(m)]; padding as it was."""
+    bias = bias.astype(y.dtype)
+    if group_sizes is None:
+        return y + bias
+    group, real = row_groups(group_sizes, align, y.shape[0])
+    return jnp.where(real.reshape(-1, *[1] * (y.ndim - 1)), y + bias[group], y)
 
 
 def bias_grad(dy, group_sizes, align: int):
@@ -300,18 +305,22 @@ def _backward_contract(static: GroupedSpec, operands, found):
     )
 
 
-def _columns(operands):
-    return " ".join(f"c{i}" for i in range(operands[1].ndim - 2))
+def _factors(operands, names: tuple[str, ...], results: tuple[str, ...]):
+    """`names` of the operands that are given, and of the results; `*` are columns, `+` columns by other names."""
+    columns = range(operands[1].ndim - 2)
+    own, other = (" ".join(f"{letter}{i}" for i in columns) for letter in "cd")
+    given = (n for n, operand in zip(names, operands, strict=True) if operand is not None)
+    return tuple(tuple(n.replace("*", own).replace("+", other) for n in side) for side in (given, results))
 
 
-def _factors(operands, rows: str, results: tuple[str, ...]):
-    columns = " ".join(f"c{i}" for i in range(operands[1].ndim - 2))
-    names = ["m k", "e k *", "g", rows]
-    given = [n for n, operand in zip(names, operands, strict=True) if operand is not None]
-    return tuple(n.replace("*", columns) for n in given), tuple(n.replace("*", columns) for n in results)
-
-
-_forward = Partitioned(_forward_local, _forward_contract, lambda static, operands: _factors(operands, "e *", ("m *",)))
+# A weight's dims have names of their own: fsdp on K, or backward on *C, must not propagate to activations.
+_forward = Partitioned(
+    _forward_local,
+    _forward_contract,
+    lambda static, operands: _factors(operands, ("m k", "e h *", "g", "b *"), ("m *",)),
+)
 _backward = Partitioned(
-    _backward_local, _backward_contract, lambda static, operands: _factors(operands, "m *", ("m k", "e k *", "e *"))
+    _backward_local,
+    _backward_contract,
+    lambda static, operands: _factors(operands, ("m k", "e h +", "g", "m *"), ("m k", "e h +", "b *")),
 )

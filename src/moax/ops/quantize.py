@@ -196,11 +196,12 @@ def _scale_spec(entries, block):
 
 
 def _dim_names(shape, block):
-    """Shardy factors of data and scale: a dim of whole blocks is (blocks, within a block)."""
+    """Shardy factors of data and scale: a dim of whole blocks is (blocks, within a block); and sizes of the latter."""
     whole = [b is not None and n % b == 0 for n, b in zip(shape, block, strict=True)]
     data = [f"(b{i} i{i})" if w and b != 1 else f"b{i}" for i, (w, b) in enumerate(zip(whole, block, strict=True))]
     scale = [f"b{i}" if w else f"s{i}" for i, w in enumerate(whole)]
-    return " ".join(data), " ".join(scale)
+    sizes = tuple((f"i{i}", b) for i, b in enumerate(block) if data[i].startswith("("))
+    return " ".join(data), " ".join(scale), sizes
 
 
 def _local(static: QuantizeSpec, amax_over, x):
@@ -220,8 +221,8 @@ def _contract(static: QuantizeSpec, operands, found):
 
 
 def _factors(static: QuantizeSpec, operands):
-    data, scale = _dim_names(operands[0].shape, static.block)
-    return (data,), (data, scale)
+    data, scale, sizes = _dim_names(operands[0].shape, static.block)
+    return (data,), (data, scale), sizes
 
 
 _quantize = Partitioned(_local, _contract, _factors)
@@ -255,8 +256,8 @@ def _dequantize_contract(static: DequantizeSpec, operands, found):
 
 
 def _dequantize_factors(static: DequantizeSpec, operands):
-    data, scale = _dim_names(static.shape, static.block)
-    return (data, scale), (data,)
+    data, scale, sizes = _dim_names(static.shape, static.block)
+    return (data, scale), (data,), sizes
 
 
 _dequantize = Partitioned(_dequantize_local, _dequantize_contract, _dequantize_factors)

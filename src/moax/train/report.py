@@ -8,6 +8,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moax import backend
 from moax.train.data import Corpus
 from moax.train.model import count
 from moax.train.presets import TrainConfig
@@ -108,7 +109,7 @@ def describe(config: TrainConfig, mesh, corpus: Corpus) -> list[str]:
         f"width {model.d_model}, each with {model.num_experts} experts of width {model.d_ff}, {model.top_k} a byte",
         f"runs   in {config.dtype}, recipe {config.recipe or 'none'}, exchange {config.exchange}, "
         f"balance {model.balance}",
-        f"mesh   {axes}: {mesh.size} x {mesh.devices.flat[0].device_kind}",
+        f"mesh   {axes}: {mesh.size} {backend.platform()} devices",
         f"text   {corpus.train.size / 1e6:.1f} MB to train on, {corpus.held_out.size / 1e6:.2f} MB held out, "
         f"from {corpus.source}",
         f"steps  {config.steps} of {config.batch} x {config.seq} bytes",
