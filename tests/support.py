@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from moax.ops import dequantize, quantize
+from moax.recipe import Format, Recipe
+
 MESHES: dict[str, dict[str, int]] = {
     "8x1": {"fsdp": 8, "ep": 1},
     "1x8": {"fsdp": 1, "ep": 8},
@@ -43,6 +46,14 @@ def spec(mesh: str, *entries) -> PartitionSpec:
 def size(mesh: str, *names: str) -> int:
     """Devices of the mesh of this name along these axes; axes that it lacks count as 1."""
     return int(np.prod([MESHES[mesh].get(n, 1) for n in names]))
+
+
+def typed(mesh: str, specs: Any) -> Any:
+    """The specs as the ops of moax write them in types: axes of one device taken out."""
+    many = tuple(n for n, size in MESHES[mesh].items() if size > 1)
+    keep = lambda e: tuple(n for n in (e if isinstance(e, tuple) else (e,)) if n in many) or None  # noqa: E731
+    is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda s: PartitionSpec(*map(keep, s)), specs, is_leaf=is_spec)
 
 
 def put(mesh: jax.sharding.Mesh, specs: Any, tree: Any) -> Any:
@@ -112,6 +123,8 @@ def program(
         given = jax.shard_map(given, mesh=on, in_specs=in_specs, out_specs=outs, check_vma=way == "user_vma")
     full = given if cotangents is None else functools.partial(with_gradients, given)
     operands, specs = (args, in_specs) if cotangents is None else ((args, cotangents), (in_specs, out_specs))
+    if way == "explicit" and cotangents is not None:  # a cotangent must have the very type of its result
+        specs = (in_specs, typed(mesh, out_specs))
     if way == "user_inside":
         outs = (out_specs, aux_specs) + (() if cotangents is None else (tuple(in_specs[i] for i in wrt),))
         full = jax.shard_map(full, mesh=on, in_specs=specs, out_specs=outs, check_vma=True)
@@ -126,12 +139,42 @@ def exact(formula: Callable, args: tuple, cotangents: Any = None):
         x = np.asarray(x)
         return jnp.asarray(x, jnp.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
 
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         args = jax.tree.map(wide, args)
         if cotangents is None:
             return jax.tree.map(np.asarray, formula(*args))
         out, pull = jax.vjp(formula, *args)
         return jax.tree.map(np.asarray, (out, pull(jax.tree.map(wide, cotangents))))
+
+
+def fake(x, format: Format | None, block, cut: tuple[int, int] | None = None) -> np.ndarray:
+    """x rounded to the format and back, float64; `cut`: (dim, n): each of the n shards of a dim by itself."""
+    if format is None:
+        return np.asarray(x, np.float64)
+    dim, n = (0, 1) if cut is None or format.block is None else cut
+    parts = [dequantize(quantize(jnp.asarray(p), format, block=block)) for p in np.split(np.asarray(x), n, axis=dim)]
+    return np.concatenate([np.asarray(p, np.float64) for p in parts], axis=dim)
+
+
+def fake_operands(x, w, dy, recipe: Recipe, real=None, *, w_cut=None, shards: int = 1):
+    """What the products see of x [M, K], w [E, K, *C], dy [M, *C], each rounded along the dim that is contracted:
+    (x, w) of forward, (x of wgrad, w of dgrad), (dy of dgrad, dy of wgrad).
+
+    `real`: which rows are; the others are 0. `w_cut`, `shards`: how the mesh cuts the weight, and the rows.
+    """
+    real = np.ones(len(x), bool) if real is None else real
+    x, dy = (np.where(real.reshape(-1, *[1] * (v.ndim - 1)), v, 0.0).astype(np.float32) for v in (x, dy))
+
+    def rows(v, format, along):
+        return fake(v, format, format and format.row_block(v.ndim, along), (0, shards))
+
+    def weight(along):
+        return fake(w, recipe.w, recipe.w and recipe.w.weight_block(w.ndim, along), w_cut)
+
+    return (
+        rows(x, recipe.x, "columns"), weight("rows"), rows(x, recipe.x, "rows"),
+        weight("columns"), rows(dy, recipe.dy, "columns"), rows(dy, recipe.dy, "rows"),
+    )  # fmt: skip
 
 
 def rel_error(got, want, per: int | None = None) -> float:

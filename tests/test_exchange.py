@@ -119,7 +119,7 @@ def check_sums(way, mesh, transport, **options):
 COVER = [*itertools.product(WAYS, ["2x4"], TRANSPORTS)]
 COVER += [("custom_partitioning", mesh, t) for mesh, t in zip(ON[1:], TRANSPORTS * 2, strict=False)]
 COVER += [("shard_map", "dp2x2x2", "all_to_all"), ("explicit", "4x2", "all_gather"), ("shard_map", "8x1", "all_to_all")]
-COVER += [("explicit", "tp2x2x2", "all_to_all")]
+COVER += [("explicit", "tp2x2x2", "all_to_all"), ("explicit", "8x1", "all_gather")]
 FULL = [c for c in itertools.product(WAYS, MESHES, TRANSPORTS) if c not in COVER]
 
 
@@ -195,6 +195,24 @@ def test_transposes(way, transport, factor):
             mine = r.experts[row] < per_rank
             want[token, mine] = d[row, mine]
     np.testing.assert_array_equal(d_w, want)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("at", [P(), P("fsdp"), P(None, "ep")], ids=str)
+def test_tokens_of_another_layout(at, transport):
+    """Explicit axes: tokens that lie otherwise are moved, and gradients come back as they lay."""
+    x, experts, weights = args = inputs("2x4")
+
+    def forward(x, experts, weights, engine):
+        r = dispatch(x, experts, weights, EXPERTS, exchange=transport)
+        return combine(r.rows * r.weights.sum(1, keepdims=True), r), ()
+
+    out, dy = spec("2x4", TOKENS), integers(7, *x.shape)
+    specs = (at, out, at if at == P("fsdp") else P())
+    y, _, (d_x, d_w) = program("explicit", "2x4", forward, args, specs, out, cotangents=dy, wrt=(0, 2))()
+    np.testing.assert_array_equal(y, x * weights.sum(1, keepdims=True))
+    np.testing.assert_array_equal(d_x, dy * weights.sum(1, keepdims=True))
+    np.testing.assert_array_equal(d_w, np.broadcast_to((x * dy).sum(1, keepdims=True), weights.shape))
 
 
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from moax.inspect import collectives
 from moax.ops import permute, unpermute
@@ -222,11 +223,11 @@ def test_capacity_rows_rounds_up():
     assert capacity_rows(10, 3, 1.01) == 31
 
 
-COVER = [*itertools.product(WAYS, ["2x4"]), ("custom_partitioning", "tp2x2x2"), ("shard_map", "dp2x2x2")]
+COVER = [*itertools.product(WAYS, ["2x4"]), ("custom_partitioning", "tp2x2x2"), ("shard_map", "dp2x2x2"), ("explicit", "8x1")]
 FULL = [c for c in itertools.product(WAYS, MESHES) if c not in COVER]
 
 
-def check_on_mesh(way, mesh):
+def check_on_mesh(way, mesh, other=None):
     shards = size(mesh, *TOKENS)
     rows = 12 * shards
     x, experts = random(18, rows, WIDTH), choose(19, rows, GROUPS, TOP_K, skew=0.1)
@@ -242,7 +243,7 @@ def check_on_mesh(way, mesh):
     n = sorted_rows(12, TOP_K, GROUPS, align, capacity)
     cotangents = (random(21, n * shards, WIDTH), random(22, rows, WIDTH))
     run = program(
-        way, mesh, forward, (x, experts, weights), (at, at, at), (at, at), at, cotangents=cotangents, wrt=(0, 2)
+        way, mesh, forward, (x, experts, weights), (at if other is None else other,) * 3, (at, at), at, cotangents=cotangents, wrt=(0, 2)
     )
     (sorted_, y), plan, (d_x, d_weights) = run()
     for s in range(shards):
@@ -268,6 +269,12 @@ def check_on_mesh(way, mesh):
 def test_each_shard_sorts_its_own(way, mesh):
     """Plans, drops, sums and gradients of a shard are those of its rows alone; row numbers are the shard's."""
     check_on_mesh(way, mesh)
+
+
+@pytest.mark.parametrize("at", [P(), P("ep"), P(("ep", "fsdp"))], ids=str)
+def test_operands_of_another_layout(at):
+    """Explicit axes: rows that lie otherwise are moved, and gradients come back as they lay."""
+    check_on_mesh("explicit", "2x4", at)
 
 
 @pytest.mark.matrix
@@ -298,7 +305,7 @@ def test_vmap(way):
     """A batch is each of its elements, forward and backward."""
     x, experts = random(27, 3, 16, WIDTH), np.stack([choose(i, 16, GROUPS, TOP_K) for i in range(3)])
     weights, dy = random(28, 3, 16, TOP_K), random(29, 3, 16, WIDTH)
-    at = jax.sharding.PartitionSpec(None, ("fsdp", "ep"))
+    at = P(None, ("fsdp", "ep"))
 
     def forward(x, experts, weights, engine):
         def one(x, experts, weights):

@@ -113,7 +113,7 @@ CONFIGS = {
     "late": RouterConfig("softmax", "topk_then_score", aux_loss=0.3, z_loss=0.2),
 }
 COVER = [*itertools.product(WAYS, ["2x4"], ["sigmoid"]), *itertools.product(WAYS[:3], ["2x4"], ["softmax", "late"])]
-COVER += [("custom_partitioning", "tp2x2x2", "sigmoid"), ("shard_map", "dp2x2x2", "softmax")]
+COVER += [("custom_partitioning", "tp2x2x2", "sigmoid"), ("shard_map", "dp2x2x2", "softmax"), ("explicit", "8x1", "sigmoid")]
 FULL = [c for c in itertools.product(WAYS, MESHES, CONFIGS) if c not in COVER]
 
 
@@ -149,6 +149,18 @@ def test_on_mesh(way, mesh, config):
 def test_on_mesh_full(way, mesh, config):
     """The rest of ways x meshes x routers."""
     check_on_mesh(way, mesh, config)
+
+
+@pytest.mark.parametrize("at", [P(), P("fsdp"), P(None, "ep")], ids=str)
+def test_logits_of_another_layout(at):
+    """Explicit axes: logits that lie otherwise are moved, and their gradient comes back as they lay."""
+    config, logits, cotangents = CONFIGS["softmax"], random(20, TOKENS_, EXPERTS), (random(21, TOKENS_, TOP_K), 1.0, 1.0)
+    cotangents = tuple(map(np.float32, cotangents))
+    fn = lambda x, engine: losses(x, config, engine=engine)  # noqa: E731
+    run = program("explicit", "2x4", fn, (logits,), (at,), (spec("2x4", TOKENS), P(), P()), cotangents=cotangents)
+    _, (experts, _), (d_logits,) = run()
+    assert rel_error(d_logits, oracle(logits, experts, config, cotangents)[1][0], per=0) < 2e-6
+    assert run.placed()[2][0].sharding.shard_shape(logits.shape) == run.args[0][0].sharding.shard_shape(logits.shape)
 
 
 @pytest.mark.parametrize("way", ("none", "shard_map"))

@@ -1,6 +1,7 @@
 """Where arrays lie: the algebra of specs as pure functions, and the PartitionSpec of every parameter on every mesh."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -17,6 +18,7 @@ import moax
 from moax import Axes, MoEConfig, MoEParams, ops
 from moax.axes import Roles, as_names
 from moax.ops.grouped_matmul import replicated
+from moax.recipe import RECIPES
 from moax.sharding import (
     check_divides,
     constrain,
@@ -203,16 +205,16 @@ def test_large_weights_keep_their_dims():
     """Breaks if 3.2e9 elements are flattened to one dim, which no index of 32 bits reaches."""
     w = jax.ShapeDtypeStruct((8, 20_000, 20_000), jnp.bfloat16)
     for contracted in ("rows", "columns"):
-        block = moax.recipe.RECIPES["mxfp8"].w.weight_block(3, contracted)
-        q = jax.eval_shape(lambda w, block=block: ops.quantize(w, moax.Format(block=32, scale="e8m0"), block), w)
+        format = RECIPES["mxfp8"].w
+        q = jax.eval_shape(functools.partial(ops.quantize, format=format, block=format.weight_block(3, contracted)), w)
         assert q.data.shape == w.shape and math.prod(w.shape) > 2**31
         assert all(dim < 2**31 for leaf in jax.tree.leaves(q) for dim in leaf.shape)
 
 
 @pytest.mark.parametrize("of", [P("expert", None, "fsdp"), P("expert", "fsdp", None)], ids=str)
 def test_grouped_dense_end_to_end(of):
-    """Transformer Engine's own scenario, 4 groups of 128 tokens, MXFP8, outside any shard_map: results and gradients lie
-    like the operands. Theirs checks no gradient's value; 5e-2 is theirs of the output, and of the method."""
+    """Transformer Engine's own scenario, 4 groups of 128 tokens, MXFP8, outside any shard_map: gradients lie like their
+    primals. Theirs checks no gradient's value; 5e-2 is its bound of the output."""
     mesh = jax.make_mesh((2, 2), ("expert", "fsdp"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
     axes = Axes(ep="expert")
     rng = np.random.default_rng(0)
@@ -391,7 +393,7 @@ def test_shards_without_fsdp():
     "name, shape", [("wi", (8, 32, 2, 48)), ("wo", (2, 48, 16, 1)), ("bo", (8, 32)), ("wi", (1, 16, 2, 48))]
 )
 def test_no_shard_has_this_shape(name, shape):
-    """Breaks if a weight whose experts are not split is taken for a shard, or the message lists no shape that would do."""
+    """Breaks if a weight whose experts are not split is taken for a shard, or the message lists none that is."""
     sizes = dict(fsdp=2, ep=4)
     roles = roles_on(**sizes)
     good = shapes_of(param_specs(CONFIG, mesh=mesh_of_sizes(**sizes)), roles)
@@ -441,8 +443,8 @@ def test_make_sharded(way):
 
 
 def test_settle():
-    """Breaks if parameters that were made before the mesh was set do not run on Explicit axes, if a layout of the user's
-    is moved, or if their gradients do not have their types."""
+    """Breaks if parameters that were made before the mesh was set do not run on Explicit axes, or if a layout of the
+    user's is moved."""
     mesh = make_mesh("2x4", "explicit")
     params = moax.init(jax.random.key(0), CONFIG)
     assert settle(params, MoEParams(*[P()] * 3)) is params

@@ -115,7 +115,7 @@ def moe(
 
     static = BlockSpec.make(config, recipe, transport, roles, declared, rows // shards, x.dtype)
     operands = (tokens, routing.experts, routing.weights, Weights(params.wi, params.wo, params.bi, params.bo))
-    y, dropped = _experts(view, static, *view.vary(operands))
+    y, dropped = _experts(view, static, *_forward.lay(view, static, *operands))
     if params.shared_wi is not None and params.shared_wo is not None:
         sharing = dict(recipe=recipe, axes=axes, engine=engine, kernels=kernels)
         h = dense(tokens, params.shared_wi, w_spec=declared.shared_wi, **sharing)
@@ -215,8 +215,8 @@ def _scale(x, by_row, real):
     return jnp.where(real[:, None], x.astype(jnp.float32) * by_row[:, None], 0.0).astype(x.dtype)
 
 
-_forward = Partitioned(_forward_local, forward_contract, forward_factors)
-_backward = Partitioned(_backward_local, backward_contract, backward_factors)
+_forward = Partitioned(_forward_local, forward_contract, forward_factors, name="experts")
+_backward = Partitioned(_backward_local, backward_contract, backward_factors, name="experts_grad")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

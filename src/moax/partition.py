@@ -168,14 +168,14 @@ class Partitioned:
     local(static, layout, *operands) -> tuple of results; collectives by axis name.
     contract(static, operands, found) -> Contract; `found` holds the operands' specs, None where unknown. It raises
       ValueError for a found spec that it cannot take.
+    name: for profiles, compiled programs and errors.
     factors(static, operands) -> the Shardy rule: a string of dim names for each operand leaf, and for each result; a
       result past the last string has dims of its own. A third entry has (name, size) of names that stand only inside
       parentheses.
     """
 
-    def __init__(self, local: Callable, contract: Callable, factors: Callable):
-        self.local, self.contract, self.factors = local, contract, factors
-        self.__name__ = getattr(local, "__name__", "op")
+    def __init__(self, local: Callable, contract: Callable, factors: Callable, name: str = "op"):
+        self.local, self.contract, self.factors, self.__name__ = local, contract, factors, name
         partitioned = custom_partitioning(self._global, static_argnums=(0,))
         partitioned.def_partition(self._partition, sharding_rule=self._rule)
         self._partitioned = custom_vmap(
@@ -184,21 +184,37 @@ class Partitioned:
         self._partitioned.def_vmap(self._vmap)
 
     def __call__(self, view: View, static: Hashable, *operands):
-        if view.engine == "custom_partitioning":
-            return self._partitioned(_Call(static, view, self.factors(static, operands)), *operands)
-        return self._run(view, static, *operands)
+        with jax.named_scope(self.__name__):
+            if view.engine == "custom_partitioning":
+                return self._partitioned(_Call(static, view, self.factors(static, operands)), *operands)
+            return self._run(view, static, *operands)
 
-    def _run(self, view, static, *operands):
-        found = jax.tree.map(lambda x: jax.typeof(x).sharding.spec if view.explicit else None, operands)
-        contract = self.contract(static, operands, found)
-        if view.engine == "local":
-            return self.local(static, contract.layout, *operands)
+    def lay(self, view: View, static: Hashable, *operands):
+        """The operands as the op takes them: inside a `shard_map` typed as varying alike, on Explicit axes laid out.
+
+        For outside of a `custom_vjp` around the op: its gradients then have the types of its operands.
+        """
+        if not view.explicit:
+            return view.vary(operands)
+        found = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, operands)
+        return self._settle(view, self.contract(static, operands, found), operands)
+
+    def _settle(self, view, contract, operands):
         leaves, tree = jax.tree.flatten(operands)
         specs = tree.flatten_up_to(contract.operands)
         for i, (leaf, to) in enumerate(zip(leaves, specs, strict=True)):
             check_divides(f"{self.__name__}: operand {i}", leaf.shape, to, view.roles)
         if view.explicit:
             leaves = [jax.sharding.reshard(x, NamedSharding(view.mesh, s)) for x, s in zip(leaves, specs, strict=True)]
+        return tree.unflatten(leaves)
+
+    def _run(self, view, static, *operands):
+        found = jax.tree.map(lambda x: jax.typeof(x).sharding.spec if view.explicit else None, operands)
+        contract = self.contract(static, operands, found)
+        if view.engine == "local":
+            return self.local(static, contract.layout, *operands)
+        leaves, tree = jax.tree.flatten(self._settle(view, contract, operands))
+        specs = tree.flatten_up_to(contract.operands)
         body = lambda *leaves: self._body(static, contract, *tree.unflatten(leaves))  # noqa: E731
         mapped = jax.shard_map(
             body, mesh=view.mesh, in_specs=tuple(specs), out_specs=tuple(contract.results), axis_names=view.axes,
@@ -214,6 +230,8 @@ class Partitioned:
         return self._run(call.view._replace(engine="shard_map"), call.static, *operands)
 
     def _partition(self, call, mesh, operands, results):
+        # Empty where no argument of the program has a place, and the shardings then are without specs.
+        mesh = call.view.mesh if mesh.empty else mesh
         found = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
         try:
             contract = self.contract(call.static, operands, found)

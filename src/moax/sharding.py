@@ -196,10 +196,7 @@ def keep_rows(y, roles: Roles):
 
 
 def settle(params: MoEParams, declared: MoEParams) -> MoEParams:
-    """Biases, and weights whose type names no mesh axis, laid out as declared where axes are Explicit.
-
-    A `custom_vjp` gives gradients the types that its op asks for; this is outside of it, so they get those of params.
-    """
+    """Parameters laid out as declared where axes are Explicit and their types name none: they were made elsewhere."""
     mesh = mesh_of(*jax.tree.leaves(params))
     if mesh is None or not is_explicit(mesh):
         return params
@@ -207,7 +204,7 @@ def settle(params: MoEParams, declared: MoEParams) -> MoEParams:
     moved = {
         name: constrain(p, getattr(declared, name))
         for name, p in values.items()
-        if p is not None and (name in ("bi", "bo") or not any(pad(jax.typeof(p).sharding.spec, p.ndim)))
+        if p is not None and not any(pad(jax.typeof(p).sharding.spec, p.ndim))
     }
     return dataclasses.replace(params, **moved)
 
@@ -218,9 +215,10 @@ def make_sharded(make: Callable, specs: Any) -> Callable:
     mesh = jax.sharding.get_abstract_mesh()
     if specs is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
         return make
-    if is_explicit(mesh):  # out_shardings besides would break vmap: its dim is "unconstrained" to them
+    # Specs, not NamedShardings on the abstract mesh: vmap adds a dim to those that replicates the whole.
+    if is_explicit(mesh):
         return jax.jit(jax.sharding.auto_axes(make, out_sharding=specs))
-    return jax.jit(make, out_shardings=named(mesh, specs))
+    return jax.jit(make, out_shardings=specs)
 
 
 def like(y, x):

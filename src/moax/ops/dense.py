@@ -64,5 +64,5 @@ def dense(
         w_spec = spec() if view.manual else dense_spec_on(roles, w.shape)
     static = GroupedSpec(recipe, recipe.row_alignment, jnp.dtype(x.dtype), spec(None, *w_spec), roles)
     rows = flatten_tokens(x, roles)
-    y = grouped(view, static, *view.vary((rows, w[None], None, None if bias is None else bias[None])))
+    y = grouped(view, static, rows, w[None], None, None if bias is None else bias[None])
     return unflatten_tokens(y, x, roles)

@@ -116,8 +116,8 @@ def dispatch(
     transport = select_transport(exchange)
     slots = slots_per_pair(tokens, experts.shape[1], roles.size(roles.ep), capacity_factor)
     static = ExchangeSpec(transport, num_experts, roles, slots, wire)
-    x, experts, weights = view.vary((x, experts, weights))
-    rows, local, weights, count, dropped, sent = _dispatch(view, static, x, experts, weights)
+    operands = _dispatch_op.lay(view, static, x, experts, weights)
+    rows, local, weights, count, dropped, sent = _dispatch(view, static, *operands)
     return Received(rows, local, weights, count, dropped, sent, transport, tokens)
 
 
@@ -136,7 +136,7 @@ def combine(
     """
     view = find_view(axes, engine, rows)
     static = ExchangeSpec(select_transport(received.transport), 0, view.roles, received.num_tokens)
-    return _combine(view, static, *view.vary((rows, received.slots)))
+    return _combine(view, static, *_combine_op.lay(view, static, rows, received.slots))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -261,15 +261,20 @@ def _dispatch_contract(static: ExchangeSpec, operands, found):
 
 
 _dispatch_op = Partitioned(
-    _dispatch_shards, _dispatch_contract, lambda static, operands: (("t h", "t k", "t k"), ("r h", "r k", "r k"))
+    _dispatch_shards,
+    _dispatch_contract,
+    lambda static, operands: (("t h", "t k", "t k"), ("r h", "r k", "r k")),
+    name="dispatch",
 )
 _combine_op = Partitioned(
     lambda static, layout, rows, sent: (combine_local(static, rows, sent, static.slots),),
     _tokens_contract(1),
     lambda static, operands: (("r h", "s")[: 1 + (operands[1] is not None)], ("t h",)),
+    name="combine",
 )
 _send_op = Partitioned(
     lambda static, layout, values, sent: (send_rows(static, values, sent),),
     _tokens_contract(1),
     lambda static, operands: (("t h", "s")[: 1 + (operands[1] is not None)], ("r h",)),
+    name="send",
 )

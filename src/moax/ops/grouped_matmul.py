@@ -95,19 +95,23 @@ def grouped_matmul(
         raise ValueError(f"bias has shape {bias.shape}; it must be {(w.shape[0], *w.shape[2:])}")
     declared = spec(view.roles.ep, *[None] * (w.ndim - 1)) if w_spec is None else w_spec
     static = GroupedSpec(recipe, align, jnp.dtype(x.dtype), declared, view.roles)
-    return grouped(view, static, *view.vary((x, w, group_sizes, bias)))
+    return grouped(view, static, x, w, group_sizes, bias)
+
+
+def grouped(view: View, static: GroupedSpec, x, w, group_sizes, bias):
+    """`grouped_matmul` on a view of the mesh; `group_sizes` None: one group, all rows."""
+    return _grouped(view, static, *_forward.lay(view, static, x, w, group_sizes, bias))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def grouped(view: View, static: GroupedSpec, x, w, group_sizes, bias):
-    """`grouped_matmul` on a view of the mesh; `group_sizes` None: one group, all rows."""
+def _grouped(view: View, static: GroupedSpec, x, w, group_sizes, bias):
     (y,) = _forward(view, static, x, w, group_sizes, bias)
     # Columns take the sharding of w's, for tp; fsdp there must not win over the rows' own.
     return keep_rows(y, view.roles) if view.engine == "custom_partitioning" else y
 
 
 def _grouped_fwd(view, static, x, w, group_sizes, bias):
-    return grouped(view, static, x, w, group_sizes, bias), (x, w, group_sizes, bias)
+    return _grouped(view, static, x, w, group_sizes, bias), (x, w, group_sizes, bias)
 
 
 def _grouped_bwd(view, static, residuals, dy):
@@ -117,7 +121,7 @@ def _grouped_bwd(view, static, residuals, dy):
     return dx, dw, None, None if bias is None else dbias.astype(bias.dtype)
 
 
-grouped.defvjp(_grouped_fwd, _grouped_bwd)
+_grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
 def matmul_local(x, w, group_sizes, align: int, dtype, *, transpose: bool = False):
@@ -318,9 +322,11 @@ _forward = Partitioned(
     _forward_local,
     _forward_contract,
     lambda static, operands: _factors(operands, ("m k", "e h *", "g", "b *"), ("m *",)),
+    name="grouped_matmul",
 )
 _backward = Partitioned(
     _backward_local,
     _backward_contract,
     lambda static, operands: _factors(operands, ("m k", "e h +", "g", "m *"), ("m k", "e h +", "b *")),
+    name="grouped_matmul_grad",
 )

@@ -83,7 +83,8 @@ def permute(
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     view = find_view(axes, engine, x)
-    return _permute(view, PermuteSpec(num_groups, align, capacity, view.roles), *view.vary((x, experts)))
+    static = PermuteSpec(num_groups, align, capacity, view.roles)
+    return _permute(view, static, *_permute_op.lay(view, static, x, experts))
 
 
 def unpermute(
@@ -109,7 +110,8 @@ def unpermute(
             f"({plan.source.shape[0]}, H) and {plan.position.shape}"
         )
     view = find_view(axes, engine, rows)
-    return _unpermute(view, PermuteSpec(0, 1, None, view.roles), *view.vary((rows, plan, weights)))
+    static = PermuteSpec(0, 1, None, view.roles)
+    return _unpermute(view, static, *_unpermute_op.lay(view, static, rows, plan, weights))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -233,14 +235,18 @@ def _contract(results: int):
     return contract
 
 
-_permute_op = Partitioned(_permute_shards, _contract(2), lambda static, operands: (("r h", "r k"), ("n h",)))
+_permute_op = Partitioned(
+    _permute_shards, _contract(2), lambda static, operands: (("r h", "r k"), ("n h",)), name="permute"
+)
 _unpermute_op = Partitioned(
     lambda static, layout, rows, plan, weights: (unpermute_local(rows, plan, weights),),
     _contract(1),
     lambda static, operands: (("n h", "n", "r k", "e", "o", "r k"), ("r h",)),
+    name="unpermute",
 )
 _unpermute_grads_op = Partitioned(
     _unpermute_grads,
     _contract(2),
     lambda static, operands: (("n h", "n", "r k", "e", "o", "r k", "r h"), ("n h", "r k")),
+    name="unpermute_grad",
 )

@@ -225,7 +225,7 @@ def _factors(static: QuantizeSpec, operands):
     return (data,), (data, scale), sizes
 
 
-_quantize = Partitioned(_local, _contract, _factors)
+_quantize = Partitioned(_local, _contract, _factors, name="quantize")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,4 +260,4 @@ def _dequantize_factors(static: DequantizeSpec, operands):
     return (data, scale), (data,), sizes
 
 
-_dequantize = Partitioned(_dequantize_local, _dequantize_contract, _dequantize_factors)
+_dequantize = Partitioned(_dequantize_local, _dequantize_contract, _dequantize_factors, name="dequantize")

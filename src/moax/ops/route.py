@@ -75,7 +75,7 @@ def route(
     view = find_view(axes, engine, logits)
     static = RouteSpec(config, top_k, view.roles)
     bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
-    logits, bias = view.vary((logits.astype(jnp.float32), bias))
+    logits, bias = _forward.lay(view, static, logits.astype(jnp.float32), bias)
     experts, weights, score_sum, z_sum, tokens = _route(view, static, logits, bias)
     score_sum, z_sum, tokens = (view.psum(v, view.roles.tokens) for v in (score_sum, z_sum, tokens))
     total = logits.shape[0] * (view.roles.size(view.roles.tokens) if view.manual else 1)
@@ -166,7 +166,11 @@ _forward = Partitioned(
     _forward_local,
     _forward_contract,
     lambda static, operands: (("t e", "e")[: 1 + (operands[1] is not None)], ("t k", "t k", "e", "o", "e")),
+    name="route",
 )
 _backward = Partitioned(
-    _backward_local, _backward_contract, lambda static, operands: (("t e", "t k", "t k", "e", "o"), ("t e",))
+    _backward_local,
+    _backward_contract,
+    lambda static, operands: (("t e", "t k", "t k", "e", "o"), ("t e",)),
+    name="route_grad",
 )

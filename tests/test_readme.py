@@ -1,0 +1,33 @@
+"""The README: its programs run as they stand, and its numbers are those of committed results."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
+def test_programs_run(program):
+    """Breaks if a reader's first program does not run."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_numbers_are_committed():
+    """Breaks if the table shows a number that no committed result holds, or leaves a row of it out."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "wire.json").read_text())["rows"]
+    gathered = {(r["model"], r["recipe"]): r["gathered"] for r in rows}
+    lines = re.findall(r"^\| ([\w.-]+) \| ([\d,]+) \| ([\d,]+) \(([\d.]+)\) \| ([\d,]+) \(([\d.]+)\) \|$", README, re.M)
+    assert {line[0] for line in lines} == {model for model, _ in gathered}
+    for model, plain, block, block_ratio, mx, mx_ratio in lines:
+        shown = {None: plain, "fp8_block": block, "mxfp8": mx}
+        assert {r: int(v.replace(",", "")) for r, v in shown.items()} == {r: gathered[model, r] for r in shown}
+        for recipe, ratio in (("fp8_block", block_ratio), ("mxfp8", mx_ratio)):
+            assert f"{gathered[model, recipe] / gathered[model, None]:.3f}" == ratio
