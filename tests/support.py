@@ -48,14 +48,6 @@ def size(mesh: str, *names: str) -> int:
     return int(np.prod([MESHES[mesh].get(n, 1) for n in names]))
 
 
-def typed(mesh: str, specs: Any) -> Any:
-    """The specs as the ops of moax write them in types: axes of one device taken out."""
-    many = tuple(n for n, size in MESHES[mesh].items() if size > 1)
-    keep = lambda e: tuple(n for n in (e if isinstance(e, tuple) else (e,)) if n in many) or None  # noqa: E731
-    is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda s: PartitionSpec(*map(keep, s)), specs, is_leaf=is_spec)
-
-
 def put(mesh: jax.sharding.Mesh, specs: Any, tree: Any) -> Any:
     """The arrays of `tree` on the mesh, laid out by `specs`, a tree prefix of it."""
     is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
@@ -116,6 +108,8 @@ def program(
     def with_gradients(forward, args, cotangents):
         some = lambda *given: forward(*(given[wrt.index(i)] if i in wrt else a for i, a in enumerate(args)))  # noqa: E731
         floats, pull, aux = jax.vjp(some, *(args[i] for i in wrt), has_aux=True)
+        if way == "explicit":  # a cotangent must have the very type of its result
+            cotangents = jax.tree.map(lambda c, y: jax.sharding.reshard(c, jax.typeof(y).sharding), cotangents, floats)
         return floats, aux, pull(cotangents)
 
     if way in ("user", "user_vma"):
@@ -123,8 +117,6 @@ def program(
         given = jax.shard_map(given, mesh=on, in_specs=in_specs, out_specs=outs, check_vma=way == "user_vma")
     full = given if cotangents is None else functools.partial(with_gradients, given)
     operands, specs = (args, in_specs) if cotangents is None else ((args, cotangents), (in_specs, out_specs))
-    if way == "explicit" and cotangents is not None:  # a cotangent must have the very type of its result
-        specs = (in_specs, typed(mesh, out_specs))
     if way == "user_inside":
         outs = (out_specs, aux_specs) + (() if cotangents is None else (tuple(in_specs[i] for i in wrt),))
         full = jax.shard_map(full, mesh=on, in_specs=specs, out_specs=outs, check_vma=True)
@@ -179,7 +171,8 @@ def fake_operands(x, w, dy, recipe: Recipe, real=None, *, w_cut=None, shards: in
 
 def rel_error(got, want, per: int | None = None) -> float:
     """max |got - want| / max |want|; with `per` the greatest of those of each slice of that dim (an expert, say), so
-    that a small slice hides behind no large one. Infinite where want is all zero and got is not; a NaN is never small."""
+    that a small slice hides behind no large one. Infinite where want is all zero and got is not; a NaN is never
+    small."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     if got.shape != want.shape:
         raise AssertionError(f"shape {got.shape}, want {want.shape}")

@@ -1,4 +1,4 @@
-"""Dense: x w + bias and its gradients against float64, on every mesh and layout, the shard quantized before the gather."""
+"""Dense: x w + bias and its gradients against float64 on every mesh and layout, quantized before the gather."""
 
 import itertools
 
@@ -86,14 +86,20 @@ def check(p, args, tolerance=2e-6):
 def test_shapes(rows, columns):
     """Any leading dims, weights of two dims or three: those of tensordot; with a bias and without."""
     x, w, b, dy = operands(columns=columns, rows=rows)
-    check(program("none", "", lambda *a, engine: (dense(*a), ()), (x, w, b), cotangents=dy, wrt=(0, 1, 2)), (x, w, b, dy))
+    check(
+        program("none", "", lambda *a, engine: (dense(*a), ()), (x, w, b), cotangents=dy, wrt=(0, 1, 2)), (x, w, b, dy)
+    )
     assert rel_error(dense(jnp.asarray(x), jnp.asarray(w)), np.tensordot(x.astype(np.float64), w, 1)) < 2e-6
 
 
 COVER = [*itertools.product(WAYS, ["2x4"], ["dim 0"]), *itertools.product(WAYS, ["tp2x2x2"], ["tp columns", "tp rows"])]
 COVER += [*itertools.product(WAYS[:3], ["2x4"], ["dim 1", "one each"]), ("explicit", "2x4", "whole")]
 COVER += [*itertools.product(WAYS[:3], ["tp2x2x2"], ["tp columns and fsdp", "tp rows and fsdp"])]
-COVER += [("custom_partitioning", "dp2x2x2", "dim 0"), ("shard_map", "dp2x2x2", "fsdp alone"), ("explicit", "8x1", "dim 1")]
+COVER += [
+    ("custom_partitioning", "dp2x2x2", "dim 0"),
+    ("shard_map", "dp2x2x2", "fsdp alone"),
+    ("explicit", "8x1", "dim 1"),
+]
 FULL = [c for c in itertools.product(WAYS, MESHES, LAYOUTS) if c not in COVER]
 
 
@@ -111,7 +117,8 @@ def test_on_mesh_full(way, mesh, layout):
 
 
 @pytest.mark.parametrize(
-    "rows, of_x", [((8, 8), (TOKENS, None)), ((2, 32), ("fsdp", "ep")), ((2, 32), (None, None)), ((1, 64), (None, BOTH))]
+    "rows, of_x",
+    [((8, 8), (TOKENS, None)), ((2, 32), ("fsdp", "ep")), ((2, 32), (None, None)), ((1, 64), (None, BOTH))],
 )
 @pytest.mark.parametrize("way", WAYS[:3])
 def test_batches(way, rows, of_x):
@@ -133,8 +140,8 @@ RECIPE_COVER = [
 
 @pytest.mark.parametrize("way, mesh, layout, recipe, width", RECIPE_COVER)
 def test_recipes(way, mesh, layout, recipe, width):
-    """Exact products of operands rounded along each contracted dim, each shard of weight and rows by itself (K = 256 over 8
-    cuts every block of 128), a tensor's one scale by the mesh's amax."""
+    """Exact products of operands rounded along each contracted dim, each shard of weight and rows by itself (K = 256
+    over 8 cuts every block of 128), a tensor's one scale by the mesh's amax."""
     columns = 256
     p, (x, w, _, dy) = on_mesh(way, mesh, layout, recipe, width=width, columns=(columns,))
     dim = 0 if layout == "dim 0" else 1
@@ -151,8 +158,8 @@ def test_recipes(way, mesh, layout, recipe, width):
 
 @pytest.mark.parametrize("recipe", (None, *RECIPES))
 def test_bfloat16(recipe):
-    """y and dx in bfloat16, gradients of float32 weights in float32; within 1% of float32's (operands are rounded once to
-    bfloat16 and quantized from there), each term of it half an ulp of 2^-8."""
+    """y and dx in bfloat16, gradients of float32 weights in float32; within 1% of float32's (operands are rounded once
+    to bfloat16 and quantized from there), each term of it half an ulp of 2^-8."""
     x, w, b, dy = operands(width=128)
     x, dy = (jnp.asarray(v).astype(jnp.bfloat16) for v in (x, dy))
 
@@ -170,8 +177,8 @@ def test_bfloat16(recipe):
 @pytest.mark.parametrize("recipe", (None, "fp8_block", "mxfp8"))
 @pytest.mark.parametrize("way", WAYS[:3])
 def test_collectives(way, recipe, layout, fresh_compile):
-    """The weight crosses (fsdp, ep) as bytes, forward and again backward; its gradient leaves by reduce-scatter and lies
-    like it; nothing else of its size moves, and no activation, however much smaller than the weight."""
+    """The weight crosses (fsdp, ep) as bytes, forward and again backward; its gradient leaves by reduce-scatter and
+    lies like it; nothing else of its size moves, and no activation, however much smaller than the weight."""
     width, columns = 64, 512
     p, _ = on_mesh(way, "2x4", layout, recipe, width=width, columns=(columns,), rows=(16,))
     found = p.under(lambda *args: inspect.collectives(p.fn, *args))
@@ -272,7 +279,9 @@ def test_rows_that_do_not_divide(way):
     """12 rows on 8 devices: the error names dim, size and axes."""
     fn = lambda x, w, engine: (dense(x, w, engine=engine), ())  # noqa: E731
     p = program(way, "2x4", fn, (np.zeros((12, 8)), np.zeros((8, 8))), (P(), P(BOTH)))
-    with pytest.raises(ValueError, match=r"dim 0 of size 12 does not divide by mesh axes \('fsdp', 'ep'\) of 8 devices"):
+    with pytest.raises(
+        ValueError, match=r"dim 0 of size 12 does not divide by mesh axes \('fsdp', 'ep'\) of 8 devices"
+    ):
         p()
 
 

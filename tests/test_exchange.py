@@ -1,4 +1,4 @@
-"""Exchange: what each rank receives against NumPy, both transports alike, dispatch and combine each other's transpose."""
+"""Exchange: what each rank receives, against NumPy; both transports alike; dispatch and combine transposes."""
 
 import dataclasses
 import itertools
@@ -218,7 +218,8 @@ def test_tokens_of_another_layout(at, transport):
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ep_of_two_axes(transport, kind):
-    """Axes(ep=("a", "b")): ranks count a before b, as P(("a", "b")) does; otherwise tokens meet another rank's experts."""
+    """Axes(ep=("a", "b")): ranks count a before b, as P(("a", "b")) does; otherwise tokens meet another rank's
+    experts."""
     mesh = jax.make_mesh((2, 2, 2), ("fsdp", "a", "b"), axis_types=(kind,) * 3)
     axes, at = moax.Axes(ep=("a", "b")), P(("fsdp", "a", "b"))
     x, experts, weights = args = inputs("2x4")

@@ -79,7 +79,8 @@ def oracle(x, w, sizes, bias, dy, align, shards=1, ranks=1, quantized=None):
 
 
 def problem(sizes, align, num_rows, width, columns, shards=1, experts=None):
-    """x, w, sizes, bias, dy; in rows of x and dy that are padding NaN, and numbers that would ruin any scale and sum."""
+    """x, w, sizes, bias, dy; in rows of x and dy that are padding NaN, and numbers that would ruin any scale and
+    sum."""
     experts = experts or len(sizes)
     local = len(sizes) // shards
     real = np.concatenate([real_rows(sizes[s * local :][:local], align, num_rows) for s in range(shards)])
@@ -112,7 +113,8 @@ def check(got, want, real, tolerance=2e-6):
 @pytest.mark.parametrize("align", (1, 8))
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_group_sizes(pattern, align, columns):
-    """Every degenerate size, rows of padding between groups and behind the last full of NaN; an empty group's gradient is 0."""
+    """Every degenerate size, rows of padding between groups and behind the last full of NaN; an empty group's gradient
+    is 0."""
     sizes = PATTERNS[pattern]
     num_rows = 88 if align == 8 else 48
     args, real = problem(sizes, align, num_rows, 20, columns)
@@ -122,8 +124,9 @@ def test_group_sizes(pattern, align, columns):
 
 @pytest.mark.parametrize("recipe", (None, "fp8_block"))
 def test_bfloat16(recipe):
-    """Computed and returned in bfloat16, summed in float32: within half an ulp, 2^-9 of the largest, of the exact sums of
-    rounded operands, for each of product, bias and their sum; gradients of float32 weights and biases are float32."""
+    """Computed and returned in bfloat16, summed in float32: within half an ulp, 2^-9 of the largest, of the exact sums
+    of rounded operands, for each of product, bias and their sum; gradients of float32 weights and biases are
+    float32."""
     sizes = (7, 130, 0, 40)
     align = get_recipe(recipe).row_alignment
     (x, w, sizes, bias, dy), real = problem(sizes, align, 640 if recipe else 192, 256, (2, 64))
@@ -173,8 +176,8 @@ def test_recipes_against_fake_quantized_operands(recipe, columns):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_against_full_precision(recipe):
-    """What the method costs: each operand is off by at most 2^-4 of its block's amax (e5m2: 2^-3), most by far less; the
-    errors of a sum are independent, so that y is within 6% of its largest, and gradients within 10%."""
+    """What the method costs: each operand is off by at most 2^-4 of its block's amax (e5m2: 2^-3), most by far less;
+    the errors of a sum are independent, so that y is within 6% of its largest, and gradients within 10%."""
     sizes, align = (70, 0, 128, 1), RECIPES[recipe].row_alignment
     args, real = problem(sizes, align, 512, 200, (96,))
     got = jax.jit(functools.partial(vjp, recipe=recipe))(*args)
@@ -255,8 +258,8 @@ def possible(mesh, layout):
 
 @pytest.mark.parametrize("way, mesh, layout", COVER)
 def test_on_mesh(way, mesh, layout):
-    """Experts over ep, width over tp on either side, fsdp on any dim: the rows are each shard's own, a weight's gradient
-    the sum over every shard that used it."""
+    """Experts over ep, width over tp on either side, fsdp on any dim: the rows are each shard's own, a weight's
+    gradient the sum over every shard that used it."""
     got, want, real = run_on_mesh(way, mesh, layout)
     check(got, want, real)
 
@@ -283,8 +286,8 @@ RECIPE_COVER = [
 
 @pytest.mark.parametrize("way, mesh, layout, recipe, cut", RECIPE_COVER)
 def test_recipes_on_mesh(way, mesh, layout, recipe, cut):
-    """Fake-quantized operands again: shards whose size is no multiple of the block (K = 200 over 2) end in edge blocks of
-    their own, a tensor's scale is the mesh's, and padding reaches neither."""
+    """Fake-quantized operands again: shards whose size is no multiple of the block (K = 200 over 2) end in edge blocks
+    of their own, a tensor's scale is the mesh's, and padding reaches neither."""
     align = RECIPES[recipe].row_alignment
     columns = (64,) if layout == "tp rows" else (2, 64)
     more = dict(width=200 if cut else 256, columns=columns, most=40, align=max(align, 8), cut=cut)
@@ -323,7 +326,8 @@ def test_collectives(way, recipe, layout, fresh_compile):
 @pytest.mark.parametrize("layout", ("tp columns and fsdp", "tp rows and fsdp"))
 @pytest.mark.parametrize("way", WAYS[:3])
 def test_width_stays_split(way, layout, fresh_compile):
-    """Over tp nothing is gathered: the product that contracts the split dim sums its rows over tp, the other needs none."""
+    """Over tp nothing is gathered: the product that contracts the split dim sums its rows over tp, the other needs
+    none."""
     columns = (2, 64) if layout.startswith("tp columns") else (64,)
     p, *_ = place_on_mesh(way, "tp2x2x2", layout, width=32, columns=columns, most=3)
     found = p.under(lambda *args: inspect.collectives(p.fn, *args))

@@ -46,7 +46,8 @@ def plan_of(experts, groups, align, capacity):
 
 
 def choose(seed, rows, groups, top_k, none=0.2, skew=0.0):
-    """Distinct experts for each row, a fraction `none` of them replaced by none (= groups), low ids likelier by skew."""
+    """Distinct experts for each row, a fraction `none` of them replaced by none (= groups), low ids likelier by
+    skew."""
     rng = np.random.default_rng(seed)
     scores = rng.random((rows, groups)) - skew * np.arange(groups)
     experts = np.argsort(-scores, axis=1)[:, :top_k]
@@ -85,7 +86,8 @@ def test_example_of_the_docstring():
 @pytest.mark.parametrize("align", (1, 8, 16, 128))
 @pytest.mark.parametrize("case", CASES)
 def test_plan(case, align):
-    """Stable order, aligned starts, padding that no one owns: exactly the oracle's, and rows are copies, 0 in padding."""
+    """Stable order, aligned starts, padding that no one owns: exactly the oracle's, and rows are copies, 0 in
+    padding."""
     x, experts = random(3, ROWS, WIDTH), CASES[case]
     rows, plan = permute(jnp.asarray(x), jnp.asarray(experts), GROUPS, align=align)
     check_plan(plan, experts, GROUPS, align, None)
@@ -223,7 +225,12 @@ def test_capacity_rows_rounds_up():
     assert capacity_rows(10, 3, 1.01) == 31
 
 
-COVER = [*itertools.product(WAYS, ["2x4"]), ("custom_partitioning", "tp2x2x2"), ("shard_map", "dp2x2x2"), ("explicit", "8x1")]
+COVER = [
+    *itertools.product(WAYS, ["2x4"]),
+    ("custom_partitioning", "tp2x2x2"),
+    ("shard_map", "dp2x2x2"),
+    ("explicit", "8x1"),
+]
 FULL = [c for c in itertools.product(WAYS, MESHES) if c not in COVER]
 
 
@@ -243,7 +250,15 @@ def check_on_mesh(way, mesh, other=None):
     n = sorted_rows(12, TOP_K, GROUPS, align, capacity)
     cotangents = (random(21, n * shards, WIDTH), random(22, rows, WIDTH))
     run = program(
-        way, mesh, forward, (x, experts, weights), (at if other is None else other,) * 3, (at, at), at, cotangents=cotangents, wrt=(0, 2)
+        way,
+        mesh,
+        forward,
+        (x, experts, weights),
+        (at if other is None else other,) * 3,
+        (at, at),
+        at,
+        cotangents=cotangents,
+        wrt=(0, 2),
     )
     (sorted_, y), plan, (d_x, d_weights) = run()
     for s in range(shards):

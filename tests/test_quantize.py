@@ -71,7 +71,8 @@ def shards_of(x, counts):
 
 
 def oracle_by_shard(x, format, block, counts):
-    """`oracle` of each shard by itself, laid side by side as a gather does; a dim of one block has one scale, the mesh's."""
+    """`oracle` of each shard by itself, laid side by side as a gather does; a dim of one block has one scale, the
+    mesh's."""
     values, scales = np.empty(counts, object), np.empty(counts, object)
     whole = tuple(1 if b is None else c for b, c in zip(block, counts, strict=True))
     for index, shard in shards_of(x, whole):
@@ -114,7 +115,8 @@ WEIGHTS += [((2, 96, 2, 200), "columns")]
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_matches_numpy(name):
-    """Every bit and every scale, rows and weights, blocks along either dim, edge blocks of 2880, 200, 96, 1 included."""
+    """Every bit and every scale, rows and weights, blocks along either dim, edge blocks of 2880, 200, 96, 1
+    included."""
     format = FORMATS[name]
     for kind, (shape, contracted) in [*(("row", r) for r in ROWS), *(("weight", w) for w in WEIGHTS)]:
         block = getattr(format, f"{kind}_block")(len(shape), contracted)
@@ -200,8 +202,8 @@ def test_small_but_normal_blocks():
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
 def test_not_finite_stays_where_it_is(name, value):
-    """NaN in its own element; every other element, and every scale, as if it had been 0. An Inf that set the scale would
-    turn its block to zeros, and the loss would look fine."""
+    """NaN in its own element; every other element, and every scale, as if it had been 0. An Inf that set the scale
+    would turn its block to zeros, and the loss would look fine."""
     x = wide_range(4, 6, 200)
     holes = np.zeros(x.shape, bool)
     holes[1, 3] = holes[1, 150] = holes[4] = True
@@ -230,8 +232,9 @@ NAMES = ("fp8_block", "mxfp8", "tensor")
 COVER = [*itertools.product(WAYS, ["2x4"], ["cut model"], NAMES)]
 COVER += [("custom_partitioning", "2x4", layout, name) for layout, name in itertools.product(LAYOUTS, NAMES)]
 COVER += [(way, "tp2x2x2", "cut columns", "fp8_block") for way in WAYS]
+COVER += [("custom_partitioning", "4x2", "model", "fp8_block"), ("user_vma", "8x1", "rows", "tensor")]
 COVER = sorted(set(COVER))
-FULL = [c for c in itertools.product(WAYS, MESHES, LAYOUTS, FORMATS) if c not in COVER]
+FULL = [c for c in itertools.product(WAYS, MESHES, LAYOUTS, NAMES) if c not in COVER]
 
 
 def check_on_mesh(way, mesh, layout, name):
@@ -298,7 +301,8 @@ def test_amax_of_a_tensor_is_the_same_on_every_mesh(name, mesh):
 @pytest.mark.parametrize("layout", ("experts", "model", "cut model"))
 @pytest.mark.parametrize("name", NAMES)
 def test_collectives(way, layout, name, fresh_compile):
-    """A weight's shard is quantized where it lies: nothing moves, but the amax of a tensor's scale, a number an expert."""
+    """A weight's shard is quantized where it lies: nothing moves, but the amax of a tensor's scale, a number an
+    expert."""
     shape, entries, _ = LAYOUTS[layout]
     at, format = P(*entries), FORMATS[name]
     block = format.weight_block(3, "rows")

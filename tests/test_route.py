@@ -1,4 +1,4 @@
-"""Route: every router against `reference.route`, its gradients against float64, and the losses over the global batch."""
+"""Route: every router against `reference.route`, gradients against float64, losses over the global batch."""
 
 import dataclasses
 import itertools
@@ -113,7 +113,12 @@ CONFIGS = {
     "late": RouterConfig("softmax", "topk_then_score", aux_loss=0.3, z_loss=0.2),
 }
 COVER = [*itertools.product(WAYS, ["2x4"], ["sigmoid"]), *itertools.product(WAYS[:3], ["2x4"], ["softmax", "late"])]
-COVER += [("custom_partitioning", "tp2x2x2", "sigmoid"), ("shard_map", "dp2x2x2", "softmax"), ("explicit", "8x1", "sigmoid")]
+COVER += [
+    ("custom_partitioning", "tp2x2x2", "sigmoid"),
+    ("shard_map", "dp2x2x2", "softmax"),
+    ("explicit", "8x1", "sigmoid"),
+]
+COVER += [("user_inside", "8x1", "softmax")]
 FULL = [c for c in itertools.product(WAYS, MESHES, CONFIGS) if c not in COVER]
 
 
@@ -154,7 +159,11 @@ def test_on_mesh_full(way, mesh, config):
 @pytest.mark.parametrize("at", [P(), P("fsdp"), P(None, "ep")], ids=str)
 def test_logits_of_another_layout(at):
     """Explicit axes: logits that lie otherwise are moved, and their gradient comes back as they lay."""
-    config, logits, cotangents = CONFIGS["softmax"], random(20, TOKENS_, EXPERTS), (random(21, TOKENS_, TOP_K), 1.0, 1.0)
+    config, logits, cotangents = (
+        CONFIGS["softmax"],
+        random(20, TOKENS_, EXPERTS),
+        (random(21, TOKENS_, TOP_K), 1.0, 1.0),
+    )
     cotangents = tuple(map(np.float32, cotangents))
     fn = lambda x, engine: losses(x, config, engine=engine)  # noqa: E731
     run = program("explicit", "2x4", fn, (logits,), (at,), (spec("2x4", TOKENS), P(), P()), cotangents=cotangents)
@@ -215,7 +224,8 @@ def test_ties_go_to_the_lower_expert(score, order):
 @pytest.mark.parametrize("way", ("none", "custom_partitioning"))
 @pytest.mark.parametrize("score", SCORES)
 def test_nan_token_stays_alone(way, score):
-    """One token's NaN reaches its own weights and logit gradients; every other token's are what they were, bit by bit."""
+    """One token's NaN reaches its own weights and logit gradients; every other token's are what they were, bit by
+    bit."""
     config, rows = RouterConfig(score), spec("2x4", TOKENS, None)
     clean = random(9, TOKENS_, EXPERTS)
     bad = clean.copy()

@@ -1,5 +1,9 @@
 """Mixture-of-Experts layers for JAX that quantize before they gather."""
 
+import importlib
+from types import ModuleType
+
+from moax import inspect as inspect
 from moax import ops as ops
 from moax.axes import Axes as Axes
 from moax.backend import Unsupported as Unsupported
@@ -19,3 +23,10 @@ from moax.types import QArray as QArray
 from moax.types import Routing as Routing
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`moax.nnx` and `moax.linen` import flax when they are first asked for."""
+    if name in ("nnx", "linen"):
+        return importlib.import_module(f"moax.{name}")
+    raise AttributeError(f"module 'moax' has no attribute {name!r}")

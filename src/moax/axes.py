@@ -54,6 +54,11 @@ class Axes:
         if self.fsdp_dim not in ("auto", "experts", "model"):
             raise ValueError(f"Axes: fsdp_dim={self.fsdp_dim!r} must be 'auto', 'experts' or 'model'")
 
+    @property
+    def names(self) -> Names:
+        """Every mesh axis that has a role."""
+        return tuple(name for role in ROLES for name in getattr(self, role))
+
     def on(self, sizes: Mapping[str, int]) -> Roles:
         """The axes of a mesh of these `sizes` that have more than one device, by role."""
         found = {role: tuple(n for n in getattr(self, role) if sizes.get(n, 1) > 1) for role in ROLES}

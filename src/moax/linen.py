@@ -11,6 +11,7 @@ Made under `jax.set_mesh`, the variables are shards, in boxes that say so.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ class MoEBlock(nn.Module):
 
     def _make(self) -> dict[str, Array | nn.Partitioned]:
         """The values, in boxes where there is a mesh. One key for all of them: `self.param` would give each its own."""
-        key = self.scope.rngs["params"].as_jax_rng()
+        key = cast(Any, self.scope).rngs["params"].as_jax_rng()
         values = init(key, self.config, dtype=self.param_dtype, axes=self.axes)
         specs = param_specs(self.config, self.axes) if mesh_sizes() else None
         made = {name: v for name in COLLECTIONS if (v := getattr(values, name)) is not None}

@@ -26,7 +26,7 @@ from moax.ops.exchange import Transport
 from moax.partition import Engine
 from moax.recipe import Recipe
 from moax.sharding import mesh_sizes, param_specs
-from moax.types import MoEParams, MoEStats
+from moax.types import MoEParams, MoEStats, params_of
 
 NAMES = tuple(field.name for field in dataclasses.fields(MoEParams))
 
@@ -84,7 +84,7 @@ class MoE(nnx.Module):
     def params(self) -> MoEParams:
         """The arrays, as `moax.moe` takes them."""
         variables = {name: getattr(self, name) for name in NAMES}
-        return MoEParams(**{name: None if v is None else v.get_value() for name, v in variables.items()})
+        return params_of(**{name: None if v is None else v.get_value() for name, v in variables.items()})
 
     def __call__(self, x: Float[Array, "*batch H"]) -> tuple[Float[Array, "*batch H"], MoEStats]:
         """(y, stats) of `moax.moe`; y has `dtype`, or that of x."""
@@ -107,6 +107,7 @@ class MoE(nnx.Module):
         Raises:
           ValueError: the config has no router bias.
         """
-        if self.router_bias is None:
+        bias: RouterBias | None = getattr(self, "router_bias")  # noqa: B009 (set by name in __init__)
+        if bias is None:
             raise ValueError("update_router_bias: config.router.bias=False; it must be True for a bias to update")
-        self.router_bias.set_value(update_router_bias(self.router_bias.get_value(), stats.tokens_per_expert, rate))
+        bias.set_value(update_router_bias(bias.get_value(), stats.tokens_per_expert, rate))

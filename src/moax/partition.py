@@ -90,11 +90,16 @@ class View(NamedTuple):
 
     def psum(self, x, names: Names):
         """The sum over `names` that an op left to its caller: inside a `shard_map`; elsewhere it is done."""
+        names = names + self._single(x)
         return lax.psum(x, names) if self.manual and names else x
 
     def same(self, x, names: Names):
         """Inside a `shard_map`: a value that is equal over `names`, typed so."""
-        return reduce_max(x, names) if self.manual else x
+        return reduce_max(x, names + self._single(x)) if self.manual else x
+
+    def _single(self, x) -> Names:
+        """Axes of one device that x is typed as varying over, which is as good as none."""
+        return tuple(n for n in sorted(_varying(x)) if self.mesh.shape[n] == 1) if self.manual else ()
 
     def vary(self, tree):
         """Inside a `shard_map`: operands typed as varying alike, so that their gradients are summed where they meet."""

@@ -230,13 +230,12 @@ def like(y, x):
 def check_token_axes(x, axes: Axes) -> None:
     """Raises ValueError where the type of x [..., H] splits its tokens over a mesh axis that has no role in `axes`."""
     of = jax.typeof(x).sharding
-    known = axes.dp + axes.fsdp + axes.ep + axes.tp
     for dim, names in enumerate(pad(of.spec, x.ndim)[:-1]):
         for name in names:
-            if name not in known and of.mesh.shape[name] > 1:
+            if name not in axes.names and of.mesh.shape[name] > 1:
                 raise ValueError(
-                    f"x: dim {dim} is sharded over mesh axis {name!r}, which has no role in {axes}; give it one, such as "
-                    f"Axes(dp={(*axes.dp, name)})"
+                    f"x: dim {dim} is sharded over mesh axis {name!r}, which has no role in {axes}; "
+                    f"give it one, such as Axes(dp={(*axes.dp, name)})"
                 )
 
 

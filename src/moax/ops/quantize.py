@@ -67,6 +67,7 @@ def quantize(
     declared = jax.typeof(x).sharding.spec if view.explicit else spec() if x_spec is None else x_spec
     static = QuantizeSpec(format, block, view.roles, declared)
     data, scale = _quantize(view, static, x)
+    scale = view.same(scale, ())
     shards = [()] * x.ndim if view.engine == "local" else _entries(view.roles, declared, x.ndim)
     pieces = tuple(
         1 if b is None or n // view.roles.size(names) % b == 0 else view.roles.size(names)
@@ -195,9 +196,9 @@ def _scale_spec(entries, block):
     return spec(*(() if b is None else names for names, b in zip(entries, block, strict=True)))
 
 
-def _dim_names(shape, block):
+def _dim_names(shape, block, shards):
     """Shardy factors of data and scale: a dim of whole blocks is (blocks, within a block); and sizes of the latter."""
-    whole = [b is not None and n % b == 0 for n, b in zip(shape, block, strict=True)]
+    whole = [b is not None and n % (b * s) == 0 for n, b, s in zip(shape, block, shards, strict=True)]
     data = [f"(b{i} i{i})" if w and b != 1 else f"b{i}" for i, (w, b) in enumerate(zip(whole, block, strict=True))]
     scale = [f"b{i}" if w else f"s{i}" for i, w in enumerate(whole)]
     sizes = tuple((f"i{i}", b) for i, b in enumerate(block) if data[i].startswith("("))
@@ -221,7 +222,8 @@ def _contract(static: QuantizeSpec, operands, found):
 
 
 def _factors(static: QuantizeSpec, operands):
-    data, scale, sizes = _dim_names(operands[0].shape, static.block)
+    entries = _entries(static.roles, static.declared, operands[0].ndim)
+    data, scale, sizes = _dim_names(operands[0].shape, static.block, map(static.roles.size, entries))
     return (data,), (data, scale), sizes
 
 
@@ -256,7 +258,7 @@ def _dequantize_contract(static: DequantizeSpec, operands, found):
 
 
 def _dequantize_factors(static: DequantizeSpec, operands):
-    data, scale, sizes = _dim_names(static.shape, static.block)
+    data, scale, sizes = _dim_names(static.shape, static.block, static.pieces)
     return (data, scale), (data,), sizes
 
 

@@ -27,7 +27,6 @@ from moax.partition import Contract, Engine, Partitioned, View, find_view
 from moax.sharding import spec
 from moax.types import Routing
 
-
 TINY = 1e-18  # added to sums of scores that may all underflow; its square, by which gradients divide, does not
 
 
