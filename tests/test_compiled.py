@@ -161,7 +161,7 @@ def test_layers_of_different_configs_do_not_meet():
 
 
 def test_scanned_layers_gather_nothing_else():
-    """Breaks if what forward saves for backward is replicated between them (seen once: Shardy knew no sharding for it)."""
+    """Breaks if what forward saves for backward is replicated in between (seen once: Shardy had no sharding for it)."""
 
     def loss(x, params):
         layer = lambda x, p: (x + moax.moe(x, p, CONFIG, recipe="fp8_block")[0], None)  # noqa: E731

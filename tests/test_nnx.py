@@ -11,8 +11,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-nnx = pytest.importorskip("flax.nnx")
-optax = pytest.importorskip("optax")
+pytest.importorskip("flax")
+pytest.importorskip("optax")
+
+import optax
+from flax import nnx
 
 import moax
 from moax.nnx import MoE, RouterBias
@@ -110,7 +113,6 @@ def test_the_bias_is_no_parameter():
     params, rest = nnx.state(layer, nnx.Param), nnx.state(layer, nnx.Not(nnx.Param))
     assert "router_bias" not in params and set(rest.keys()) == {"router_bias"}
     assert isinstance(layer.router_bias, RouterBias) and not isinstance(layer.router_bias, nnx.Param)
-    assert set(nnx.grad(lambda m: m(jnp.asarray(X))[0].sum())(layer).keys()) == set(NAMES) - {"router_bias"}
 
 
 OPTIONS = {
@@ -153,11 +155,12 @@ def test_computes_what_moe_does(way, options):
         )
 
     got = arrays(d_layer)
+    assert set(got) == set(NAMES) - {"router_bias"}
     assert out[0].shape == X.shape and out[0].dtype == jnp.float32
     for one, other in zip(jax.tree.leaves((out, dx)), jax.tree.leaves((want, want_dx)), strict=True):
         assert rel_error(one, other) < 1e-6
-    for name in set(NAMES) - {"router_bias"}:
-        grad, other = got[name], getattr(d_params, name)
+    for name, grad in got.items():
+        other = getattr(d_params, name)
         assert rel_error(grad, other) < 1e-6 and np.asarray(grad).any(), name
         assert grad.sharding.is_equivalent_to(getattr(layer, name).get_value().sharding, grad.ndim), name
 
@@ -168,14 +171,14 @@ def test_any_subset_of_biases(present):
     layer = make()
     for name in {"bi", "bo"} - set(present):
         setattr(layer, name, None)
-    want, _ = moax.moe(X, layer.params, FULL)
+    want = jax.jit(functools.partial(moax.moe, config=FULL))(X, layer.params)[0]
     assert [n for n in ("bi", "bo") if getattr(layer.params, n) is not None] == list(present)
-    np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x)[0])(layer, X), jax.jit(lambda x: x)(want))
+    assert rel_error(nnx.jit(lambda m, x: m(x)[0])(layer, X), want) < 1e-6
 
 
 @pytest.mark.parametrize("dtype, param_dtype", [("bfloat16", "float32"), (None, "bfloat16"), ("float32", "bfloat16")])
 def test_dtypes(dtype, param_dtype):
-    """Breaks if `dtype` is not what the block computes in, `param_dtype` what is stored, or either leaks into the other."""
+    """Breaks if `dtype` is not what the block computes in and `param_dtype` what is stored, each by itself."""
     layer = make(dtype=dtype, param_dtype=param_dtype)
     assert {v.dtype for v in arrays(nnx.state(layer)).values()} == {jnp.dtype(param_dtype)}
     x = jnp.asarray(X, jnp.bfloat16 if dtype is None else jnp.float32)
@@ -223,8 +226,9 @@ def test_a_training_step(way):
 def test_no_bias_to_update():
     """Breaks if an update that does nothing goes unnoticed."""
     layer = make(BARE)
+    stats = jax.eval_shape(lambda x: layer(x)[1], X)
     with pytest.raises(ValueError, match="config.router.bias=False; it must be True for a bias to update"):
-        layer.update_router_bias(layer(jnp.asarray(X))[1])
+        layer.update_router_bias(stats)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -250,11 +254,11 @@ def test_stacked_layers(way):
         y, stats = nnx.jit(run)(x, model)
         grads = nnx.jit(nnx.grad(lambda m, x: run(x, m)[0].sum()))(model, x)
         model.update_router_bias(stats, 0.1)
-    want, counts = x, []
+    want, counts, block = x, [], jax.jit(functools.partial(moax.moe, config=FULL))
     for i in range(layers):
         params = jax.tree.map(lambda p, i=i: jnp.asarray(np.asarray(p)[i]), model.params)
         params = dataclasses.replace(params, router_bias=jnp.zeros(8))
-        out, one = moax.moe(want, params, FULL)
+        out, one = block(want, params)
         want, counts = want + out, [*counts, one.tokens_per_expert]
     assert rel_error(y, want) < 5e-6
     np.testing.assert_array_equal(stats.tokens_per_expert, counts)

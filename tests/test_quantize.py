@@ -234,16 +234,26 @@ COVER += [("custom_partitioning", "2x4", layout, name) for layout, name in itert
 COVER += [(way, "tp2x2x2", "cut columns", "fp8_block") for way in WAYS]
 COVER += [("custom_partitioning", "4x2", "model", "fp8_block"), ("user_vma", "8x1", "rows", "tensor")]
 COVER = sorted(set(COVER))
-FULL = [c for c in itertools.product(WAYS, MESHES, LAYOUTS, NAMES) if c not in COVER]
+
+
+def shards_on(mesh, layout):
+    """In how many shards the mesh cuts each dim of the layout; its spec."""
+    shape, entries, _ = LAYOUTS[layout]
+    at = spec(mesh, *entries, *[None] * (len(shape) - len(entries)))
+    return [1 if e is None else size(mesh, *(e if isinstance(e, tuple) else (e,))) for e in at], at
+
+
+def divides(mesh, layout):
+    """Whether the mesh can hold the layout."""
+    return not any(n % c for n, c in zip(LAYOUTS[layout][0], shards_on(mesh, layout)[0], strict=True))
+
+
+FULL = [c for c in itertools.product(WAYS, MESHES, LAYOUTS, NAMES) if c not in COVER and divides(c[1], c[2])]
 
 
 def check_on_mesh(way, mesh, layout, name):
-    shape, entries, kind = LAYOUTS[layout]
-    at = spec(mesh, *entries, *[None] * (len(shape) - len(entries)))
-    counts = [size(mesh, *(e if isinstance(e, tuple) else (e,))) for e in at]
-    counts = [c if e is not None else 1 for c, e in zip(counts, at, strict=True)]
-    if any(n % c for n, c in zip(shape, counts, strict=True)):
-        pytest.skip("the mesh does not divide this shape")
+    shape, _, kind = LAYOUTS[layout]
+    counts, at = shards_on(mesh, layout)
     format = FORMATS[name]
     block = getattr(format, f"{kind}_block")(len(shape), "rows" if kind == "weight" else "columns")
     x = wide_range(6, *shape)
