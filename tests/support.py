@@ -144,8 +144,13 @@ def fake(x, format: Format | None, block, cut: tuple[int, int] | None = None) ->
     if format is None:
         return np.asarray(x, np.float64)
     dim, n = (0, 1) if cut is None or format.block is None else cut
-    parts = [dequantize(quantize(jnp.asarray(p), format, block=block)) for p in np.split(np.asarray(x), n, axis=dim)]
+    parts = [_round_trip(p, format, block) for p in np.split(np.asarray(x), n, axis=dim)]
     return np.concatenate([np.asarray(p, np.float64) for p in parts], axis=dim)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _round_trip(x, format, block):
+    return dequantize(quantize(x, format, block=block))
 
 
 def fake_operands(x, w, dy, recipe: Recipe, real=None, *, w_cut=None, shards: int = 1):

@@ -119,9 +119,7 @@ OPTIONS = {
     "way, options",
     [
         ("none", "plain"),
-        ("none", "fp8_block"),
         ("custom_partitioning", "plain"),
-        ("explicit", "plain"),
         ("explicit", "fp8_block"),
         ("shard_map", "all_to_all"),
     ],

@@ -271,3 +271,13 @@ def test_bfloat16():
     assert rel_norm(y, want_y) < 1e-2
     for got, should in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
         assert rel_norm(got, should) < 1e-2
+
+
+@pytest.mark.parametrize("way", ["custom_partitioning", "explicit"])
+@pytest.mark.parametrize("jit", [True, False])
+def test_without_set_mesh(way, jit):
+    """Breaks if arrays that lie on a mesh need `jax.set_mesh` besides, or the block needs `jax.jit` around it."""
+    on = make_mesh("2x4", way)
+    x, params = put(on, (spec("2x4", TOKENS), moax.param_specs(BASE, mesh=on)), (make_x(BASE), make_params(BASE)))
+    f = lambda x, p: moax.moe(x, p, BASE)  # noqa: E731
+    check((jax.jit(f) if jit else f)(x, params), expected(BASE)[0], MESH)

@@ -94,6 +94,11 @@ def moe(
     Raises:
       ValueError: a shape, dtype or option that cannot work, naming it. Unsupported: a choice by name that cannot run.
     """
+    return _moe(x, params, config, recipe, axes, exchange, kernels, engine)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6, 7))  # one program also for a caller who does not jit
+def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, kernels: Kernels, engine: Engine):
     select_kernels(kernels)
     recipe, transport = get_recipe(recipe), select_transport(exchange)
     check_tokens(x, config)

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from moax.axes import Axes, Names, Roles
 from moax.backend import Unsupported
-from moax.sharding import Spec, check_divides, is_explicit, mesh_of
+from moax.sharding import Spec, check_divides, constrain, is_explicit, mesh_of
 from moax.types import QArray
 
 Engine = Literal["auto", "custom_partitioning", "shard_map"]
@@ -181,6 +181,7 @@ class Partitioned:
 
     def __init__(self, local: Callable, contract: Callable, factors: Callable, name: str = "op"):
         self.local, self.contract, self.factors, self.__name__ = local, contract, factors, name
+        self._compiled = jax.jit(self._run, static_argnums=(0, 1))
         partitioned = custom_partitioning(self._global, static_argnums=(0,))
         partitioned.def_partition(self._partition, sharding_rule=self._rule)
         self._partitioned = custom_vmap(
@@ -192,7 +193,9 @@ class Partitioned:
         with jax.named_scope(self.__name__):
             if view.engine == "custom_partitioning":
                 return self._partitioned(_Call(static, view, self.factors(static, operands)), *operands)
-            return self._run(view, static, *operands)
+            traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
+            run = self._run if traced or view.engine == "local" else self._compiled
+            return run(view, static, *operands)
 
     def lay(self, view: View, static: Hashable, *operands):
         """The operands as the op takes them: inside a `shard_map` typed as varying alike, on Explicit axes laid out.
@@ -232,7 +235,7 @@ class Partitioned:
         return tuple(lax.psum(r, axes) if axes else r for r, axes in zip(results, contract.reduce, strict=True))
 
     def _global(self, call, *operands):
-        return self._run(call.view._replace(engine="shard_map"), call.static, *operands)
+        return self(call.view._replace(engine="shard_map"), call.static, *operands)
 
     def _partition(self, call, mesh, operands, results):
         # Empty where no argument of the program has a place, and the shardings then are without specs.
@@ -261,7 +264,7 @@ class Partitioned:
             if dims is None or not known.issuperset(dims):
                 entries = [*of, *[None] * (len(dims or of) - len(of))]
                 keep = [Spec.UNCONSTRAINED if d in known else e for d, e in zip(dims or entries, entries, strict=True)]
-                result = jax.tree.map(lambda x, keep=keep: lax.with_sharding_constraint(x, Spec(*keep)), result)
+                result = jax.tree.map(lambda x, keep=keep: constrain(x, Spec(*keep)), result)
             placed.append(result)
         return tuple(placed)
 

@@ -185,14 +185,15 @@ def constrain(x, to: PartitionSpec):
     mesh = mesh_of(x)
     if mesh is None or any(t == AxisType.Manual for t in mesh.axis_types):
         return x
-    return (
-        jax.sharding.reshard(x, NamedSharding(mesh, to)) if is_explicit(mesh) else lax.with_sharding_constraint(x, to)
-    )
+    if is_explicit(mesh):
+        return jax.sharding.reshard(x, NamedSharding(mesh, to))
+    in_force = not jax.sharding.get_abstract_mesh().empty
+    return lax.with_sharding_constraint(x, to if in_force else NamedSharding(mesh, to))
 
 
 def keep_rows(y, roles: Roles):
     """Rows over the token axes of an Auto mesh, and other dims as propagation has them."""
-    return lax.with_sharding_constraint(y, PartitionSpec(roles.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
+    return constrain(y, PartitionSpec(roles.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
 
 
 def settle(params: MoEParams, declared: MoEParams) -> MoEParams:
