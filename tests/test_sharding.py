@@ -23,13 +23,13 @@ from moax.sharding import (
     check_divides,
     constrain,
     dense_spec,
+    lay_out,
     local_shape,
     make_sharded,
     mesh_of,
     named,
     pad,
     param_specs,
-    settle,
     shard_specs,
     spec,
     token_spec,
@@ -447,11 +447,11 @@ def test_settle():
     user's is moved."""
     mesh = make_mesh("2x4", "explicit")
     params = moax.init(jax.random.key(0), CONFIG)
-    assert settle(params, MoEParams(*[P()] * 3)) is params
+    assert lay_out(params, MoEParams(*[P()] * 3)) is params
     with jax.set_mesh(mesh):
         declared, mine = param_specs(CONFIG), P("ep", "fsdp", None, None)
         params = dataclasses.replace(params, wi=jax.device_put(params.wi, NamedSharding(mesh, mine)))
-        got = jax.tree.map(lambda p: jax.typeof(p).sharding.spec, settle(params, declared))
+        got = jax.tree.map(lambda p: jax.typeof(p).sharding.spec, lay_out(params, declared))
     assert got == dataclasses.replace(declared, wi=mine)
 
 

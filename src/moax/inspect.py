@@ -107,7 +107,8 @@ def weight_gathers(found: Iterable[Collective], axes="fsdp") -> list[Collective]
 
 
 def table(found: Iterable[Collective]) -> str:
-    """The collectives as lines of text, equal ones as one, followed by the bytes of each kind and axes, and of all."""
+    """The collectives as lines of text, equal ones as one, followed by the bytes of each kind and axes, and of all. Names
+    of ops are cut at 80 characters: a GPU compiler that combines collectives joins theirs."""
     found = list(found)
     if not found:
         return "no collectives"
@@ -115,7 +116,7 @@ def table(found: Iterable[Collective]) -> str:
     for c, count in Counter(found).items():
         times, shape = c.times * count, "x".join(map(str, c.shape)) or "scalar"
         often = f"{times}+" if c.open_loop else str(times)
-        rows.append((c.kind, c.dtype, shape, _join(c.axes), often, f"{c.bytes * times:,}", c.op_name))
+        rows.append((c.kind, c.dtype, shape, _join(c.axes), often, f"{c.bytes * times:,}", c.op_name[:80]))
     totals: dict[tuple[str, Names], list[Collective]] = {}
     for c in found:
         totals.setdefault((c.kind, c.axes), []).append(c)

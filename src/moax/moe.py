@@ -51,8 +51,8 @@ from moax.sharding import (
     constrain,
     expert_specs,
     flatten_tokens,
+    lay_out,
     like,
-    settle,
     shard_specs,
     unflatten_tokens,
 )
@@ -112,7 +112,7 @@ def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, 
         raise ValueError(f"x: its {rows} rows do not divide by mesh axes {roles.tokens} of {shards} devices")
 
     declared = shard_specs(params, config, axes, roles) if view.manual else expert_specs(config, axes, roles)
-    params, tokens = settle(params, declared), flatten_tokens(x, roles)
+    params, tokens = lay_out(params, declared), flatten_tokens(x, roles)
     router = constrain(params.router, declared.router).astype(jnp.float32)
     logits = jnp.matmul(tokens.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
     logits = logits if params.logits_bias is None else logits + params.logits_bias.astype(jnp.float32)[None]

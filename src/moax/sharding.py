@@ -196,7 +196,7 @@ def keep_rows(y, roles: Roles):
     return constrain(y, PartitionSpec(roles.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
 
 
-def settle(params: MoEParams, declared: MoEParams) -> MoEParams:
+def lay_out(params: MoEParams, declared: MoEParams) -> MoEParams:
     """Parameters laid out as declared where axes are Explicit and their types name none: they were made elsewhere."""
     mesh = mesh_of(*jax.tree.leaves(params))
     if mesh is None or not is_explicit(mesh):

@@ -54,7 +54,7 @@ def quantize(
       block: block length of each dim, None for one block over the dim (its amax is taken over the mesh). Default:
         `format.block` along the last dim, 1 along the others.
       x_spec: how x lies on an Auto mesh, or inside a `shard_map`. Needed only where its shards are no multiple of the
-        block, which then end in edge blocks of their own (`pieces`).
+        block, which then end in edge blocks of their own (`pieces`); unsaid, x is brought together there first.
       axes, engine: see `moax.moe`.
 
     Raises:
