@@ -107,8 +107,8 @@ def weight_gathers(found: Iterable[Collective], axes="fsdp") -> list[Collective]
 
 
 def table(found: Iterable[Collective]) -> str:
-    """The collectives as lines of text, equal ones as one, followed by the bytes of each kind and axes, and of all. Names
-    of ops are cut at 80 characters: a GPU compiler that combines collectives joins theirs."""
+    """The collectives as lines of text, equal ones as one, followed by the bytes of each kind and axes, and of all.
+    Names of ops are cut at 80 characters: a GPU compiler that combines collectives joins theirs."""
     found = list(found)
     if not found:
         return "no collectives"
