@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from moax import inspect, recipe
 from moax.ops import dequantize, quantize
+from moax.ops.quantize import dequantize_local, quantize_local
 from moax.recipe import Format
 from moax.types import QArray
 from support import MESHES, WAYS, make_mesh, program, put, random, size, spec
@@ -385,3 +386,14 @@ def test_dequantize_refuses_cut_blocks():
         cut = dataclasses.replace(q, data=put(mesh, P("ep"), q.data), scale=put(mesh, P(), q.scale))
         with pytest.raises(ValueError, match=r"q: dim 0 of size 96 over \('ep',\) cuts the blocks of 1 shards"):
             jax.jit(dequantize)(cut)
+
+
+def test_rounding_is_not_undone():
+    """Breaks if a compiler may take the cast to fewer bits and back for no cast: XLA does on GPUs, and a recipe would
+    quantize nothing wherever no collective lies between."""
+
+    def round_trip(x):
+        return dequantize_local(quantize_local(x, Format(block=128), (1, 128)))
+
+    text = jax.jit(round_trip).lower(jax.ShapeDtypeStruct((4, 256), jnp.float32)).as_text()
+    assert "stablehlo.optimization_barrier" in text

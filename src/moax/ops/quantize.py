@@ -110,7 +110,8 @@ def quantize_local(
     data = (x / _expand(scale, q)).astype(DTYPES[format.dtype])
     if format.dtype == "e5m2":  # has an infinity: keep "not finite" one thing, NaN
         data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
-    return dataclasses.replace(q, data=lax.bitcast_convert_type(data, jnp.uint8))
+    # Rounded for good: on GPUs XLA takes a cast to fewer bits and back for no cast at all ("excess precision").
+    return dataclasses.replace(q, data=lax.optimization_barrier(lax.bitcast_convert_type(data, jnp.uint8)))
 
 
 def gather_quantized(w, format: Format | None, contracted, gather, amax_over: Names, dtype):
