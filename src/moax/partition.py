@@ -23,7 +23,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
 from moax.axes import Axes, Names, Roles
-from moax.backend import Unsupported
+from moax.backend import Unsupported, log_once
 from moax.sharding import Spec, check_divides, constrain, is_explicit, mesh_of
 from moax.types import QArray
 
@@ -243,7 +243,8 @@ class Partitioned:
         found = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
         try:
             contract = self.contract(call.static, operands, found)
-        except ValueError:  # a spec that propagation chose, not the caller: ask for the declared one
+        except ValueError as error:  # a spec that propagation may have chosen, not the caller
+            log_once(f"{self.__name__}: {error}; laid out as declared instead, which may move it unquantized")
             contract = self.contract(call.static, operands, jax.tree.map(lambda x: None, operands))
         place = lambda s: NamedSharding(mesh, s)  # noqa: E731
         wanted = tuple(jax.tree.map(lambda _, s=s: place(s), r) for r, s in zip(results, contract.results, strict=True))

@@ -93,6 +93,7 @@ def token_spec(axes: Axes, ndim: int = 2, mesh=None) -> PartitionSpec:
 
 
 def dense_spec_on(roles: Roles, shape: Sequence[int]) -> PartitionSpec:
+    """`dense_spec` on a mesh of these roles."""
     for names in (roles.fsdp + roles.ep, roles.fsdp):
         for dim, size in enumerate(shape):
             if names and size % roles.size(names) == 0:

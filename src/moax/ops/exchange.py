@@ -10,7 +10,7 @@ Each is the other's transpose, so the vjp of one is the other. Two transports de
                  counted in `Received.dropped`, in assignments (token, expert).
 
 With `wire`, rows travel quantized (in dispatch, forward and backward; sums travel in the dtype of the rows). Only this
-file and sharding.py call collectives.
+file and partition.py call collectives.
 """
 
 from __future__ import annotations
