@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import moax
 from moax import reference
+from moax.backend import log_once
 from support import MESHES, TOKENS, Program, make_mesh, program, put, rel_norm, spec
 
 ONE_DEVICE, MESH = 2e-6, 5e-6  # float32: sums in another order; on a mesh, over devices too
@@ -183,7 +184,7 @@ def test_any_subset_of_biases(present):
 
 
 @pytest.mark.parametrize("layout", ["replicated", "fsdp on F", "two dims", "wrong order", "tuple axis"])
-def test_any_layout_of_the_users(layout):
+def test_any_layout_of_the_users(layout, caplog):
     """Breaks if an Auto mesh's own layout of weights, declared or not, is not used as it is (or brought in order)."""
     mesh = jax.make_mesh((2, 4), ("fsdp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     axes, p = moax.Axes(), PartitionSpec
@@ -197,6 +198,7 @@ def test_any_layout_of_the_users(layout):
     if layout == "tuple axis":
         mesh = jax.make_mesh((2, 2, 2), ("data", "zero", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
         axes = moax.Axes(fsdp=("data", "zero"), ep="expert")
+    log_once.cache_clear()
     x, params = make_x(BASE), make_params(BASE)
     place = lambda v, s: jax.device_put(v, NamedSharding(mesh, s))  # noqa: E731
     params = dataclasses.replace(params, wi=place(params.wi, wi), wo=place(params.wo, wo))
@@ -204,6 +206,9 @@ def test_any_layout_of_the_users(layout):
         total = lambda x, p: (lambda out: (sum(loss_of(*out)), out))(moax.moe(x, p, BASE, axes=axes))  # noqa: E731
         grads, outputs = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(x, params)
     check((outputs, grads), expected(BASE), MESH)
+    moved = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "laid out as declared" in r.message]
+    in_order = layout in ("fsdp on F", "two dims", "tuple axis")
+    assert not moved if in_order else any("params.wi: dim 0 is sharded over" in m for m in moved)
 
 
 @pytest.mark.parametrize("way", ["custom_partitioning", "shard_map"])

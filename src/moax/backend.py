@@ -20,7 +20,7 @@ class Unsupported(NotImplementedError):
 @functools.cache
 def log_once(message: str) -> None:
     """Logs a fallback, the first time it happens."""
-    logger.info(message)
+    logger.warning(message)
 
 
 def platform() -> str:
