@@ -10,6 +10,7 @@ import jax
 
 Kernels = Literal["auto", "xla", "mosaic"]
 KERNELS = ("auto", "xla", "mosaic")
+H200_SMS = 132
 logger = logging.getLogger("moax")
 
 
@@ -40,3 +41,11 @@ def select_kernels(kernels: Kernels) -> Literal["xla"]:
     if kernels == "auto" and platform() == "gpu":
         log_once("kernels='auto': no Mosaic GPU kernels in this version; the XLA implementation runs")
     return "xla"
+
+
+def count_sms() -> int:
+    """Multiprocessors of the GPU that jit compiles for; an H200's where there is none (to compile for one)."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None and getattr(described, "num_cores", None):
+        return described.num_cores
+    return jax.local_devices()[0].core_count if platform() == "gpu" else H200_SMS

@@ -1,0 +1,101 @@
+"""Grouped matmul of 16-bit operands: y[m] = x[m] w[g(m)], or x[m] w[g(m)]^T.
+
+The weight is read as it lies in both directions: wgmma takes either order of 16-bit operands. Sums are float32.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from moax.backend import Unsupported
+from moax.kernels.blocks import BLOCK, Blocks
+from moax.kernels.pipeline import ROWS, TileConfig, check_width, run, stage, sweep
+
+STEP = 64  # contracted elements of a stage: 128 bytes
+
+
+def grouped_matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "E K N"],
+    blocks: Blocks,
+    tile: TileConfig,
+    *,
+    transpose: bool = False,
+    out_dtype=None,
+) -> Float[Array, "M N"]:
+    """y[m] = x[m] w[g(m)]; with `transpose` y[m] = x[m] w[g(m)]^T, for x [M, N], w [E, K, N].
+
+    Args:
+      x: bf16 or f16, rows in blocks; padding may hold anything. w: like x in dtype.
+      blocks: of the rows. tile: see TileConfig.
+      out_dtype: of y; default: x's.
+
+    Returns:
+      y: rows past the real ones may hold anything.
+    """
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
+        raise Unsupported(f"x and w of {x.dtype}, {w.dtype}: this kernel takes bfloat16 or float16")
+    rows, contracted = x.shape
+    columns = w.shape[1] if transpose else w.shape[2]
+    check_width("the contracted dim", contracted, 2)
+    check_width("columns", columns, 2)
+    out = jax.ShapeDtypeStruct((rows, columns), x.dtype if out_dtype is None else out_dtype)
+    tiles_n = pl.cdiv(columns, tile.tile_n * tile.cluster)
+    n_steps = pl.cdiv(contracted, STEP)
+    w_stage = (tile.tile_n, STEP) if transpose else (STEP, tile.tile_n)
+    shared = dict(collective_axes="block") if tile.cluster > 1 else {}
+
+    def locate(i, block, x, w, group, used):
+        row, column = sweep(i, used[0], tiles_n, tile.width)
+        return row, column * tile.cluster + block, group[row]
+
+    def load(place, step, slot, barrier, stages, x, w, group, used):
+        row, column, g = place
+        k, n = pl.ds(step * STEP, STEP), pl.ds(column * tile.tile_n, tile.tile_n)
+        plgpu.copy_gmem_to_smem(x.at[pl.ds(row * BLOCK, BLOCK), k], stages["x"].at[slot], barrier, **shared)
+        part = w.at[g, n, k] if transpose else w.at[g, k, n]
+        plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
+
+    def multiply(place, steps, at, warpgroup, stages, full, empty, *_):
+        mine = pl.ds(warpgroup * ROWS, ROWS)
+
+        def accumulate(acc):
+            def step(k, at):
+                slot = lax.rem(at, tile.stages)
+                plgpu.barrier_wait(full.at[slot])
+                part = stages["w"].at[slot]
+                plgpu.wgmma(acc, stages["x"].at[slot, mine], part.T if transpose else part)
+                plgpu.wgmma_wait(1)  # the product before this one has read its stage
+                pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + tile.stages - 1, tile.stages)]))
+                return at + 1
+
+            end = lax.fori_loop(0, steps, step, at)
+            total = acc[...]
+            plgpu.barrier_arrive(empty.at[lax.rem(end + tile.stages - 1, tile.stages)])
+            return total
+
+        return [pl.run_scoped(accumulate, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))]
+
+    def target(place, warpgroup, column, width, out):
+        row, tile_column, _ = place
+        at = tile_column * tile.tile_n + column
+        return out.at[pl.ds(row * BLOCK + warpgroup * ROWS, ROWS), pl.ds(at, width)]
+
+    return run(
+        (x, w, blocks.group, blocks.used),
+        out,
+        tile,
+        {"x": stage(tile, BLOCK, STEP, x.dtype), "w": stage(tile, *w_stage, x.dtype)},
+        count=lambda x, w, group, used: used[0] * tiles_n,
+        locate=locate,
+        steps=lambda *_: n_steps,
+        load=load,
+        multiply=multiply,
+        target=target,
+        name="grouped_matmul_transposed" if transpose else "grouped_matmul",
+    )
