@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 from typing import Literal
 
@@ -11,6 +12,8 @@ import jax
 Kernels = Literal["auto", "xla", "mosaic"]
 KERNELS = ("auto", "xla", "mosaic")
 H200_SMS = 132
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+KERNEL_WIDTH = 16  # elements: 16 bytes of FP8, the least that the copy engine steps over
 logger = logging.getLogger("moax")
 
 
@@ -29,23 +32,59 @@ def platform() -> str:
     return jax.default_backend()
 
 
-def select_kernels(kernels: Kernels) -> Literal["xla"]:
-    """The implementation of the products: every backend has `xla`.
+def device_kind() -> str:
+    """The name of the device that jit compiles for: of the mesh in force where it has one, else of the first here."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return described.device_kind if described is not None else jax.local_devices()[0].device_kind
 
-    Raises ValueError for an unknown name, and Unsupported for `mosaic`: this build has no Mosaic kernels.
-    """
-    if kernels not in KERNELS:
-        raise ValueError(f"kernels={kernels!r} must be one of {', '.join(map(repr, KERNELS))}")
-    if kernels == "mosaic":
-        raise Unsupported("kernels='mosaic': this version has no Mosaic GPU kernels; use 'auto' or 'xla'")
-    if kernels == "auto" and platform() == "gpu":
-        log_once("kernels='auto': no Mosaic GPU kernels in this version; the XLA implementation runs")
-    return "xla"
+
+def on_hopper() -> bool:
+    """Whether jit compiles for a GPU of compute capability 9.0."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None:
+        return any(name in described.device_kind for name in HOPPER)
+    return platform() == "gpu" and getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
 
 
 def count_sms() -> int:
     """Multiprocessors of the GPU that jit compiles for; an H200's where there is none (to compile for one)."""
     described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None and getattr(described, "num_cores", None):
+    if described is not None and described.num_cores:
         return described.num_cores
     return jax.local_devices()[0].core_count if platform() == "gpu" else H200_SMS
+
+
+def select_kernels(kernels: Kernels, dtype=None, **widths: int) -> Literal["xla", "mosaic"]:
+    """The implementation of products and moves: every backend has `xla`, Hopper GPUs `mosaic`.
+
+    Args:
+      kernels: `xla`, `mosaic`, or `auto`: mosaic where it can run, else xla, which is logged once on a GPU.
+      dtype: that is computed in. widths: sizes of contiguous dims on one device, by name.
+
+    Raises ValueError for an unknown name, and Unsupported where `mosaic` by name cannot run.
+    """
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels={kernels!r} must be one of {', '.join(map(repr, KERNELS))}")
+    if kernels == "xla":
+        return "xla"
+    why = _why_not_mosaic(dtype, widths)
+    if why is None:
+        return "mosaic"
+    if kernels == "mosaic":
+        raise Unsupported(f"kernels='mosaic': {why}; use 'auto' or 'xla'")
+    if platform() == "gpu":
+        log_once(f"kernels='auto': {why}; the XLA implementation runs, which is slower")
+    return "xla"
+
+
+def _why_not_mosaic(dtype, widths: dict[str, int]) -> str | None:
+    if importlib.util.find_spec("moax.kernels") is None:
+        return "this installation has no moax.kernels"
+    if not on_hopper():
+        return f"the kernels are for NVIDIA GPUs of compute capability 9.0, this is {device_kind()!r}"
+    if dtype is not None and dtype != jax.numpy.bfloat16:
+        return f"the kernels compute in bfloat16, not {jax.numpy.dtype(dtype).name}"
+    for name, size in widths.items():
+        if size % KERNEL_WIDTH or not size:
+            return f"{name} of {size} elements a device is no multiple of {KERNEL_WIDTH}, which the copy engine needs"
+    return None

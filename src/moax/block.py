@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
-from moax.axes import Names, Roles
+from moax.axes import Roles
 from moax.config import Activation
+from moax.groups import BLOCK, Groups, find_groups
+from moax.ops.activation import ActivateSpec
 from moax.ops.exchange import ExchangeSpec, slots_per_pair
 from moax.ops.grouped_matmul import replicated
 from moax.ops.permute import PermuteSpec, capacity_rows
-from moax.ops.quantize import gather_quantized, quantize_rows
+from moax.ops.quantize import enter_rows, fits_operand, gather_operand, gather_quantized
 from moax.partition import Contract
 from moax.recipe import Contracted, Recipe
 from moax.sharding import Layout, device_spec, spec, weight_layout
-from moax.types import Plan, QArray
+from moax.types import Operand, Plan, QArray
 
 
 class Weights(NamedTuple):
@@ -42,43 +45,63 @@ class BlockSpec:
     roles: Roles
     declared: Any
     dtype: np.dtype
+    kernels: Literal["xla", "mosaic"]
+    fp8: bool = False
 
     @classmethod
-    def make(cls, config, recipe, transport, roles, declared, tokens, dtype):
+    def make(cls, config, recipe, transport, roles, declared, tokens, dtype, kernels):
         """The spec for `tokens` tokens of a shard."""
         ranks, capacity = roles.size(roles.ep), config.capacity_factor
         slots = slots_per_pair(tokens, config.top_k, ranks, capacity)
         rows = capacity_rows(tokens, config.top_k, capacity)
+        align = math.lcm(recipe.row_alignment, BLOCK) if kernels == "mosaic" else recipe.row_alignment
         return cls(
             config.activation,
             config.weights_at,
             recipe,
             ExchangeSpec(transport, config.num_experts, roles, slots, recipe.wire),
-            PermuteSpec(config.num_experts // ranks, recipe.row_alignment, rows, roles),
+            PermuteSpec(config.num_experts // ranks, align, rows, roles),
             roles,
             Weights(declared.wi, declared.wo, declared.bi, declared.bo),
             np.dtype(dtype),
+            kernels,
         )
+
+    def on(self, layouts, w: Weights) -> BlockSpec:
+        """The spec for weights that lie so: `fp8`, where the FP8 kernels multiply."""
+        fits = all(fits_operand(p, at.gather) for p, at in zip((w.wi, w.wo), layouts, strict=True))
+        return dataclasses.replace(self, fp8=self.kernels == "mosaic" and self.recipe.hopper_fp8 and fits)
+
+    def groups(self, plan: Plan) -> Groups:
+        """How the sorted rows lie."""
+        return find_groups(plan.group_sizes, self.permute.align, plan.source.shape[0], blocks=self.kernels == "mosaic")
 
     def weight(self, w, at: Layout, contracted: Contracted):
         """A weight as a product over `contracted` takes it: quantized on its shard, then gathered."""
         split = tuple(n for names in at.gather[1:] for n in names) + self.roles.tp
+        if self.fp8 and self.recipe.w is not None:
+            return gather_operand(w, self.recipe.w, contracted, at.gather, split)
         return gather_quantized(w, self.recipe.w, contracted, at.gather, split, self.dtype)
 
-    def rows(self, x, contracted: Contracted, real, split: Names = ()):
-        """Activations as a product over `contracted` takes them; `split`: axes that split their columns."""
-        return quantize_rows(x, self.recipe.x, contracted, self.roles.tokens + split, real)
+    def rows(self, x, groups: Groups):
+        """Activations as forward, and as wgrad takes them."""
+        return enter_rows(x, self.recipe.x, groups, self.roles.tokens, fp8=self.fp8)
 
-    def grads(self, dy, contracted: Contracted, real, split: Names = ()):
-        """Gradients of activations, likewise."""
-        return quantize_rows(dy, self.recipe.dy, contracted, self.roles.tokens + split, real)
+    def grads(self, dy, groups: Groups):
+        """Gradients of activations, as dgrad and as wgrad takes them."""
+        return enter_rows(dy, self.recipe.dy, groups, self.roles.tokens, fp8=self.fp8)
+
+    def activate(self, biased: bool) -> ActivateSpec:
+        """The spec of the activation between the products; `biased`: the gradient of h is a bias's too."""
+        over = self.roles.tokens + self.roles.tp
+        return ActivateSpec(self.activation, self.recipe.x, self.recipe.dy, over, biased)
 
 
 class Saved(NamedTuple):
     """What forward leaves to backward, of one device: rows as wgrad wants them [N, H], the input of the activation
     [N, G, F], the Plan, weights [R, K] and slots of the exchange."""
 
-    rows: Array | QArray
+    rows: Array | QArray | Operand
     hidden: Array
     plan: Plan
     weights: Array

@@ -38,7 +38,7 @@ from moax.block import (
     forward_factors,
 )
 from moax.config import MoEConfig
-from moax.ops.activation import activate
+from moax.ops.activation import activate, activate_grad_rows, activate_rows, scale_rows
 from moax.ops.dense import dense
 from moax.ops.exchange import Transport, combine_local, dispatch_local, select_transport, send_rows
 from moax.ops.grouped_matmul import add_bias, bias_grad, matmul_local, once, wgrad_local
@@ -56,7 +56,7 @@ from moax.sharding import (
     shard_specs,
     unflatten_tokens,
 )
-from moax.types import MoEParams, MoEStats, Plan, check_params, check_tokens
+from moax.types import MoEParams, MoEStats, check_params, check_tokens
 
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 
@@ -82,7 +82,8 @@ def moe(
       recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing.
       axes: the roles of mesh axes.
       exchange: `all_gather` or `all_to_all`; `auto` is all_gather. With ep of size 1 nothing moves.
-      kernels: `xla`, or `auto`.
+      kernels: `mosaic` (Hopper GPUs, bfloat16, widths that are multiples of 16), `xla`, or `auto`: mosaic where it can
+        run, else xla, which is logged once on a GPU.
       engine: how the block is put on a mesh of Auto axes: `custom_partitioning` (the default), or `shard_map`, whose
         compilation-cache key is the same in every process. Explicit axes always take `shard_map`; inside a
         `shard_map` over all of `axes` the block works on the shards it is given, laid out by `param_specs`.
@@ -99,7 +100,6 @@ def moe(
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6, 7))  # one program also for a caller who does not jit
 def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, kernels: Kernels, engine: Engine):
-    select_kernels(kernels)
     recipe, transport = get_recipe(recipe), select_transport(exchange)
     check_tokens(x, config)
     check_token_axes(x, axes)
@@ -118,7 +118,9 @@ def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, 
     logits = logits if params.logits_bias is None else logits + params.logits_bias.astype(jnp.float32)[None]
     routing = route(logits, config.router, config.top_k, params.router_bias, axes=axes, engine=engine)
 
-    static = BlockSpec.make(config, recipe, transport, roles, declared, rows // shards, x.dtype)
+    widths = {"d_model": config.d_model, "d_ff": params.wo.shape[1] // (1 if view.manual else roles.size(roles.tp))}
+    chosen = select_kernels(kernels, x.dtype, **widths)
+    static = BlockSpec.make(config, recipe, transport, roles, declared, rows // shards, x.dtype, chosen)
     operands = (tokens, routing.experts, routing.weights, Weights(params.wi, params.wo, params.bi, params.bo))
     y, dropped = _experts(view, static, *_forward.lay(view, static, *operands))
     if params.shared_wi is not None and params.shared_wo is not None:
@@ -133,91 +135,58 @@ def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, 
 
 def _forward_local(static: BlockSpec, layout, x, experts, weights, w: Weights):
     """What one device does: tokens [T, H] in, its part of y [T, H] out (a partial sum where tp splits F)."""
-    roles, align, dtype = static.roles, static.permute.align, static.dtype
-    wi, wo = layout
+    static, (wi, wo), dtype = static.on(layout, w), layout, static.dtype
 
     received = dispatch_local(static.exchange, x, experts, weights)
     plan = plan_local(static.permute, received.experts)
-    rows = permute_local(received.rows, plan)
-    sizes, real = plan.group_sizes, _real_rows(plan)
+    groups, early = static.groups(plan), static.weights_at == "hidden"
+    rows, saved_rows = static.rows(permute_local(received.rows, plan, groups), groups)
+    by_row = weights_of_rows(plan, received.weights)
 
     with jax.named_scope("experts_in"):
-        h = matmul_local(static.rows(rows, "columns", real), static.weight(w.wi, wi, "rows"), sizes, align, dtype)
-        h = h if w.bi is None else add_bias(h, w.bi, sizes, align)
-    with jax.named_scope("activate"):
-        a = activate(h, static.activation)
-        by_row = weights_of_rows(plan, received.weights)
-        early = static.weights_at == "hidden"
-        a = _scale(a, by_row, real) if early else a
+        h = matmul_local(rows, static.weight(w.wi, wi, "rows"), groups, dtype)
+        h = h.reshape(h.shape[0], w.wi.shape[2], -1)
+        h = h if w.bi is None else add_bias(h, w.bi, groups)
+    a = activate_rows(h, static.activate(False), by_row if early else None, groups, fp8=static.fp8)
     with jax.named_scope("experts_out"):
-        o = matmul_local(
-            static.rows(a, "columns", real, roles.tp), static.weight(w.wo, wo, "rows"), sizes, align, dtype
-        )
+        o = matmul_local(a, static.weight(w.wo, wo, "rows"), groups, dtype)
         if w.bo is not None:
-            bias = add_bias(jnp.zeros_like(o), once(w.bo, roles.tp), sizes, align)
-            o = o + (_scale(bias, by_row, real) if early else bias)
+            bias = add_bias(jnp.zeros_like(o), once(w.bo, static.roles.tp), groups)
+            o = o + (scale_rows(bias, by_row, groups.real) if early else bias)
 
-    partial = unpermute_local(o, plan, None if early else received.weights)
+    partial = unpermute_local(o, plan, None if early else received.weights, groups)
     y = combine_local(static.exchange, partial, received.slots, x.shape[0])
-    saved = Saved(static.rows(rows, "rows", real), h, plan, received.weights, received.slots)
-    return y, received.dropped + plan.dropped, saved
+    return y, received.dropped + plan.dropped, Saved(saved_rows, h, plan, received.weights, received.slots)
 
 
 def _backward_local(static: BlockSpec, layout, saved: Saved, w: Weights, dy):
     """The transpose of `_forward_local`. The gradient of a weight of a row is <d a, a>, so o is not kept."""
-    roles, align, dtype, exchange = static.roles, static.permute.align, static.dtype, static.exchange
-    wi, wo = layout
+    static, (wi, wo), dtype, roles = static.on(layout, w), layout, static.dtype, static.roles
     rows, h, plan, weights, sent = saved
-    sizes, real = plan.group_sizes, _real_rows(plan)
+    groups, by_row = static.groups(plan), weights_of_rows(plan, weights)
 
-    d_o = permute_local(send_rows(exchange, dy, sent), plan)
-    by_row = weights_of_rows(plan, weights)
+    d_o = permute_local(send_rows(static.exchange, dy, sent), plan, groups)
+    d_o_rows, d_o_columns = static.grads(d_o, groups)
     with jax.named_scope("experts_out"):
-        d_a = matmul_local(
-            static.grads(d_o, "columns", real), static.weight(w.wo, wo, "columns"), sizes, align, dtype, transpose=True
-        )
-        a, pull = jax.vjp(lambda h: activate(h, static.activation), h)
-        inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
-        d_wo = wgrad_local(
-            static.rows(_scale(a, by_row, real), "rows", real, roles.tp),
-            static.grads(d_o, "rows", real),
-            sizes,
-            align,
-            dtype,
-        )
-        d_bo = None
+        d_a = matmul_local(d_o_rows, static.weight(w.wo, wo, "columns"), groups, dtype, transpose=True)
+    biased = static.activate(w.bi is not None)
+    a, d_h_rows, d_h_columns, d_h, inner = activate_grad_rows(h, d_a, biased, by_row, groups, fp8=static.fp8)
+    with jax.named_scope("experts_out"):
+        d_wo, d_bo = wgrad_local(a, d_o_columns, groups, dtype), None
         if w.bo is not None:
-            bias = add_bias(jnp.zeros_like(d_o), once(w.bo, roles.tp), sizes, align)
+            bias = add_bias(jnp.zeros_like(d_o), once(w.bo, roles.tp), groups)
             inner = inner + jnp.sum(d_o.astype(jnp.float32) * bias.astype(jnp.float32), axis=-1)
-            d_bo = bias_grad(once(_scale(d_o, by_row, real), roles.tp), sizes, align)
+            d_bo = bias_grad(once(scale_rows(d_o, by_row, groups.real), roles.tp), groups)
     with jax.named_scope("experts_in"):
-        (d_h,) = pull(_scale(d_a, by_row, real))
-        d_rows = matmul_local(
-            static.grads(d_h, "columns", real, roles.tp),
-            static.weight(w.wi, wi, "columns"),
-            sizes,
-            align,
-            dtype,
-            transpose=True,
-        )
-        d_wi = wgrad_local(rows, static.grads(d_h, "rows", real, roles.tp), sizes, align, dtype)
-        d_bi = None if w.bi is None else bias_grad(d_h, sizes, align)
+        d_rows = matmul_local(d_h_rows, static.weight(w.wi, wi, "columns"), groups, dtype, transpose=True)
+        d_wi = wgrad_local(rows, d_h_columns, groups, dtype)
+        d_wi = d_wi.reshape(*d_wi.shape[:2], w.wi.shape[2], -1)
+        d_bi = None if w.bi is None else bias_grad(d_h, groups)
 
-    tokens = dy.shape[0]
-    dx = combine_local(exchange, unpermute_local(d_rows, plan), sent, tokens)
-    d_weights = combine_local(exchange, weights_from_rows(plan, inner), sent, tokens)
+    back = lambda partial: combine_local(static.exchange, partial, sent, dy.shape[0])  # noqa: E731
+    dx, d_weights = back(unpermute_local(d_rows, plan, None, groups)), back(weights_from_rows(plan, inner))
     d_wi, d_wo = (scatter_gradient(d, at.gather) for d, at in zip((d_wi, d_wo), layout, strict=True))
     return dx, d_weights, d_wi, d_wo, d_bi, d_bo
-
-
-def _real_rows(plan: Plan):
-    """Which sorted rows hold a token: those with a source."""
-    return plan.source < plan.position.shape[0]
-
-
-def _scale(x, by_row, real):
-    """Real rows times a number each, in float32, back in the dtype of x; the others are 0."""
-    return jnp.where(real[:, None], x.astype(jnp.float32) * by_row[:, None], 0.0).astype(x.dtype)
 
 
 _forward = Partitioned(_forward_local, forward_contract, forward_factors, name="experts")

@@ -87,6 +87,17 @@ class Recipe:
         """Rows to which an expert's first row is aligned, so that no block of rows holds two experts."""
         return max((f.block for f in (self.x, self.dy) if f is not None and f.block is not None), default=1)
 
+    @property
+    def hopper_fp8(self) -> bool:
+        """Whether Hopper's FP8 products take these formats: a scale each 128 x 128 of a weight and each 128 of a row,
+        or one a tensor. Others are dequantized before the product."""
+        formats = (self.x, self.w, self.dy)
+        if any(f is None for f in formats):
+            return False
+        if all(f.block is None for f in formats):
+            return True
+        return all(f.block == 128 for f in formats) and self.w.tile == 128
+
 
 FULL = Recipe(None, None, None)
 RECIPES: dict[str, Recipe] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +173,17 @@ def param_shapes(config: MoEConfig) -> Any:
 def full_shapes(config: MoEConfig) -> Any:
     """`param_shapes` with every bias there may be, made by `init` or not."""
     return param_shapes(dataclasses.replace(config, use_bias=True))
+
+
+class Operand(NamedTuple):
+    """An FP8 operand of a kernel, K-major: x ~ data * scale, the contracted dim last and contiguous.
+
+    Rows: data [R, K], scale [ceil(K / 128), R] f32 (R rounded up to 128 where it is no multiple): 1 x 128 blocks.
+    Weights: data [E, R, K], scale [E, ceil(R / 128), ceil(K / 128)] f32: 128 x 128 blocks.
+    """
+
+    data: Float[Array, ...]
+    scale: Float[Array, ...]
 
 
 def check_params(params: MoEParams, config: MoEConfig, *, local: bool = False) -> None:

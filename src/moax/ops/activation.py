@@ -11,13 +11,42 @@ differentiated by JAX, and shardings pass through it.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moax import mosaic
+from moax.axes import Names
 from moax.config import GATED, UNGATED, Activation
+from moax.groups import BLOCK, Groups, zero_rows
+from moax.ops.quantize import DTYPES, enter_rows
+from moax.recipe import Format
 
 OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivateSpec:
+    """activation; x, dy: formats of what it makes for the next products, None for h's own dtype; amax_over: axes that
+    split a tensor of one block; plain_grad: whether the gradient of h is wanted as it is too."""
+
+    activation: Activation
+    x: Format | None
+    dy: Format | None
+    amax_over: Names = ()
+    plain_grad: bool = False
+
+    @property
+    def act(self):
+        """The activation of float32 gate and up, or of up alone."""
+        return _act_of(self.activation)
+
+    def fuses(self, width: int) -> bool:
+        """Whether blocks of columns cut neither an F of this size nor hold a whole tensor."""
+        return self.x is not None and self.x.block == BLOCK and width % BLOCK == 0
 
 
 def activate(h: Float[Array, "*rows G F"], activation: Activation) -> Float[Array, "*rows F"]:
@@ -33,18 +62,74 @@ def activate(h: Float[Array, "*rows G F"], activation: Activation) -> Float[Arra
             f"h has shape {h.shape}; activation={activation!r} needs [..., {2 if activation in GATED else 1}, F]"
         )
     gate, up = h[..., 0, :].astype(jnp.float32), h[..., -1, :].astype(jnp.float32)
+    return _act(gate, up, activation).astype(h.dtype)
+
+
+def activate_rows(h, spec: ActivateSpec, by_row, groups: Groups, *, fp8: bool):
+    """act(h) as the next product's forward takes it, h [N, G, F]; `by_row`: a factor [N] of each row, or None.
+
+    With `fp8` fused with the quantization, where blocks of 128 columns cut neither F nor, one a tensor, the tensor.
+    """
+    if fp8 and spec.fuses(h.shape[-1]):
+        with jax.named_scope("activate"):
+            flat, pow2 = h.reshape(h.shape[0], -1), spec.x.scale != "float32"
+            return mosaic.activate_quantize(
+                flat, groups.blocks, spec.act, DTYPES[spec.x.dtype], weights=by_row, pow2=pow2
+            )
+    with jax.named_scope("activate"):
+        a = activate(h, spec.activation)
+        a = a if by_row is None else scale_rows(a, by_row, groups.real)
+    return enter_rows(a, spec.x, groups, spec.amax_over, fp8=fp8)[0]
+
+
+def activate_grad_rows(h, d_a, spec: ActivateSpec, by_row, groups: Groups, *, fp8: bool):
+    """Backward of `activate_rows`, for d_a [N, F] that is not yet times `by_row`.
+
+    Returns (act(h) by_row as wgrad takes it; d_h as dgrad does, as wgrad does, and as it is [N, G, F] or None;
+    <d_a, act(h)> of each row [N] f32).
+    """
+    if fp8 and spec.fuses(h.shape[-1]) and not spec.plain_grad:
+        with jax.named_scope("activate"):
+            flat, pow2 = h.reshape(h.shape[0], -1), spec.x.scale != "float32"
+            dtypes = DTYPES[spec.x.dtype], DTYPES[spec.dy.dtype]
+            a, rows, columns, inner = mosaic.activate_grad_quantize(
+                flat, d_a, groups.blocks, spec.act, *dtypes, weights=by_row, pow2=pow2
+            )
+        return a, rows, columns, None, inner
+    with jax.named_scope("activate"):
+        a, pull = jax.vjp(lambda h: activate(h, spec.activation), h)
+        inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
+        a = scale_rows(a, by_row, groups.real)
+        (d_h,) = pull(scale_rows(d_a, by_row, groups.real))
+    _, a = enter_rows(a, spec.x, groups, spec.amax_over, fp8=fp8)
+    return a, *enter_rows(d_h, spec.dy, groups, spec.amax_over, fp8=fp8), d_h, inner
+
+
+def scale_rows(x, by_row, real):
+    """Real rows times a number each, in float32, back in the dtype of x; the others are 0."""
+    return zero_rows(x.astype(jnp.float32) * by_row[:, None], real).astype(x.dtype)
+
+
+@functools.cache
+def _act_of(activation: Activation):
+    """The activation of (gate, up), or of up alone; one function a name, as kernels are cached by it."""
+    if activation in GATED:
+        return lambda gate, up: _act(gate, up, activation)
+    return lambda up: _act(up, up, activation)
+
+
+def _act(gate, up, activation: Activation):
     match activation:
         case "swiglu":
-            a = jax.nn.silu(gate) * up
+            return jax.nn.silu(gate) * up
         case "geglu":
-            a = jax.nn.gelu(gate) * up
+            return jax.nn.gelu(gate) * up
         case "swiglu_oai":
             gate, up = jnp.minimum(gate, OAI_LIMIT), jnp.clip(up, -OAI_LIMIT, OAI_LIMIT)
-            a = gate * jax.nn.sigmoid(OAI_ALPHA * gate) * (up + 1.0)
+            return gate * jax.nn.sigmoid(OAI_ALPHA * gate) * (up + 1.0)
         case "silu":
-            a = jax.nn.silu(up)
+            return jax.nn.silu(up)
         case "gelu":
-            a = jax.nn.gelu(up)
+            return jax.nn.gelu(up)
         case "relu2":
-            a = jnp.square(jax.nn.relu(up))
-    return a.astype(h.dtype)
+            return jnp.square(jax.nn.relu(up))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from moax.axes import Axes
 from moax.backend import Kernels, select_kernels
-from moax.ops.grouped_matmul import GroupedSpec, grouped
+from moax.ops.grouped_matmul import GroupedSpec, grouped, widths_of
 from moax.partition import Engine, find_view
 from moax.recipe import Recipe, get_recipe
 from moax.sharding import Spec, dense_spec_on, flatten_tokens, spec, unflatten_tokens
@@ -51,7 +51,6 @@ def dense(
       ValueError: shapes; rows that the mesh does not divide; a layout of w that cannot be used.
     """
     recipe = get_recipe(recipe)
-    select_kernels(kernels)
     view = find_view(axes, engine, x, w)
     if x.ndim < 2 or w.ndim < 2 or (not view.manual and x.shape[-1] != w.shape[0]):
         raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [..., K] and [K, *C]")
@@ -62,7 +61,9 @@ def dense(
     view = view._replace(roles=roles)
     if w_spec is None:
         w_spec = spec() if view.manual else dense_spec_on(roles, w.shape)
-    static = GroupedSpec(recipe, recipe.row_alignment, jnp.dtype(x.dtype), spec(None, *w_spec), roles)
+    declared = spec(None, *w_spec)
+    chosen = select_kernels(kernels, x.dtype, **widths_of(view, (1, *w.shape), declared))
+    static = GroupedSpec(recipe, recipe.row_alignment, jnp.dtype(x.dtype), declared, roles, chosen)
     rows = flatten_tokens(x, roles)
     y = grouped(view, static, rows, w[None], None, None if bias is None else bias[None])
     return unflatten_tokens(y, x, roles)

@@ -16,32 +16,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from moax import mosaic
 from moax.axes import Axes, Names, Roles
 from moax.backend import Kernels, select_kernels
-from moax.groups import group_starts, row_groups
-from moax.ops.quantize import dequantize_local, gather_quantized, quantize_rows
+from moax.groups import BLOCK, Groups, align_up, find_groups, group_starts, row_groups, zero_rows
+from moax.ops.quantize import dequantize_local, enter_rows, fits_operand, gather_operand, gather_quantized
 from moax.partition import Contract, Engine, Partitioned, View, find_view, scatter_gradient, vary_like
 from moax.recipe import Recipe, get_recipe
 from moax.sharding import Spec, keep_rows, pad, spec, weight_layout
-from moax.types import QArray
+from moax.types import Operand, QArray
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedSpec:
     """recipe; align: rows to which group starts are aligned; dtype: of the products; declared: how w lies where its
-    type does not say."""
+    type does not say; kernels: which implementation runs."""
 
     recipe: Recipe
     align: int
     dtype: jnp.dtype
     declared: Spec
     roles: Roles
+    kernels: Literal["xla", "mosaic"] = "xla"
 
 
 def grouped_matmul(
@@ -78,7 +82,6 @@ def grouped_matmul(
     """
     recipe = get_recipe(recipe)
     align = recipe.row_alignment if align is None else align
-    select_kernels(kernels)
     if align < 1 or align % recipe.row_alignment:
         raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
     if x.ndim != 2 or w.ndim < 3 or group_sizes.ndim != 1:
@@ -94,8 +97,17 @@ def grouped_matmul(
     if bias is not None and not view.manual and bias.shape != (w.shape[0], *w.shape[2:]):
         raise ValueError(f"bias has shape {bias.shape}; it must be {(w.shape[0], *w.shape[2:])}")
     declared = spec(view.roles.ep, *[None] * (w.ndim - 1)) if w_spec is None else w_spec
-    static = GroupedSpec(recipe, align, jnp.dtype(x.dtype), declared, view.roles)
+    widths = widths_of(view, w.shape, declared)
+    chosen = select_kernels(kernels, x.dtype, **widths)
+    static = GroupedSpec(recipe, align, jnp.dtype(x.dtype), declared, view.roles, chosen)
     return grouped(view, static, x, w, group_sizes, bias)
+
+
+def widths_of(view: View, shape, declared: Spec) -> dict[str, int]:
+    """Columns and contracted elements of a weight [E, K, *C] on one device, by name."""
+    kept = ((),) * len(shape) if view.manual else kept_axes(declared, len(shape), view.roles)
+    _, rows, *columns = (n // view.roles.size(names) for n, names in zip(shape, kept, strict=True))
+    return {"w's dim 1": rows, "w's columns": math.prod(columns)}
 
 
 def grouped(view: View, static: GroupedSpec, x, w, group_sizes, bias):
@@ -124,18 +136,21 @@ def _grouped_bwd(view, static, residuals, dy):
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
-def matmul_local(x, w, group_sizes, align: int, dtype, *, transpose: bool = False):
-    """Forward, or dgrad with `transpose`, of one device; x and w arrays or QArrays -> [M, *C] or [M, K] in `dtype`.
-    `group_sizes` None: one group, all rows."""
-    x, w = _plain(x, dtype), _plain(w, dtype)
-    columns = w.shape[1:2] if transpose else w.shape[2:]
-    w = w.reshape(*w.shape[:2], -1)
-    x = x.reshape(x.shape[0], -1)
+def matmul_local(x, w, groups: Groups, dtype, *, transpose: bool = False):
+    """Forward, or dgrad with `transpose`, of one device -> [M, N] in `dtype`, all columns in one dim.
+
+    x, w: arrays or QArrays [M, ...], [E, K, *C]; or Operands. Padding of the result may hold anything.
+    """
+    if not isinstance(x, Operand):
+        x, w = _plain(x, dtype), _plain(w, dtype)
+        x, w = x.reshape(x.shape[0], -1), w.reshape(*w.shape[:2], -1)
+    if groups.blocks is not None:
+        return mosaic.matmul(x, w, groups.blocks, dtype, transpose=transpose)
     width = w.shape[1] if transpose else w.shape[2]
     contract = (((1,), (1 if transpose else 0,)), ((), ()))
-    if group_sizes is None:
-        return _dot(x, w[0], contract).astype(dtype).reshape(x.shape[0], *columns)
-    size, tiles = _tiles(group_sizes, align, x.shape[0])
+    if groups.sizes is None:
+        return _dot(x, w[0], contract).astype(dtype)
+    size, tiles = _tiles(groups, x.shape[0])
 
     def body(i, y):
         group, at, real = tiles(i)
@@ -144,49 +159,50 @@ def matmul_local(x, w, group_sizes, align: int, dtype, *, transpose: bool = Fals
         old = lax.dynamic_slice_in_dim(y, at, size)
         return lax.dynamic_update_slice_in_dim(y, jnp.where(real[:, None], part, old), at, 0)
 
-    y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, group_sizes)
-    y = lax.fori_loop(0, tiles.count, body, y)
-    return y.reshape(x.shape[0], *columns)
+    y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)
+    return lax.fori_loop(0, tiles.count, body, y)
 
 
-def wgrad_local(x, dy, group_sizes, align: int, dtype):
-    """[M, K], [M, *C] -> [E, K, *C] in `dtype`, summed in float32; arrays or QArrays. `group_sizes` None: one group."""
-    x, dy = _plain(x, dtype), _plain(dy, dtype)
-    columns = dy.shape[1:]
-    dy = dy.reshape(dy.shape[0], -1)
-    if group_sizes is None:
-        return _dot(x, dy, (((0,), (0,)), ((), ()))).astype(dtype).reshape(1, x.shape[1], *columns)
-    size, tiles = _tiles(group_sizes, align, x.shape[0])
+def wgrad_local(x, dy, groups: Groups, dtype):
+    """[M, K], [M, ...] -> [E, K, N] in `dtype`, summed in float32; arrays or QArrays, or Operands [K, M], [N, M].
+
+    For the kernels, arrays are 0 in padding.
+    """
+    if not isinstance(x, Operand):
+        x, dy = _plain(x, dtype), _plain(dy, dtype)
+        x, dy = x.reshape(x.shape[0], -1), dy.reshape(dy.shape[0], -1)
+    if groups.blocks is not None:
+        return mosaic.wgrad(x, dy, groups.blocks, dtype)
+    if groups.sizes is None:
+        return _dot(x, dy, (((0,), (0,)), ((), ()))).astype(dtype)[None]
+    size, tiles = _tiles(groups, x.shape[0])
 
     def body(i, dw):
         group, at, real = tiles(i)
-        rows, d_rows = (
-            jnp.where(real[:, None], lax.dynamic_slice_in_dim(v, at, size), jnp.zeros((), v.dtype)) for v in (x, dy)
-        )
+        rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, at, size), real) for v in (x, dy))
         part = lax.dynamic_index_in_dim(dw, group, keepdims=False) + _dot(rows, d_rows, (((0,), (0,)), ((), ())))
         return lax.dynamic_update_index_in_dim(dw, part, group, 0)
 
-    dw = jnp.zeros((group_sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
-    dw = lax.fori_loop(0, tiles.count, body, vary_like(dw, x, dy, group_sizes))
-    return dw.astype(dtype).reshape(*dw.shape[:2], *columns)
+    dw = jnp.zeros((groups.sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
+    return lax.fori_loop(0, tiles.count, body, vary_like(dw, x, dy, groups.sizes)).astype(dtype)
 
 
-def add_bias(y, bias, group_sizes, align: int):
+def add_bias(y, bias, groups: Groups):
     """y[m] + bias[g(m)]; padding as it was."""
     bias = bias.astype(y.dtype)
-    if group_sizes is None:
+    if groups.real is None:
         return y + bias
-    group, real = row_groups(group_sizes, align, y.shape[0])
-    return jnp.where(real.reshape(-1, *[1] * (y.ndim - 1)), y + bias[group], y)
+    group = row_groups(groups.sizes, groups.align, y.shape[0])[0]
+    return jnp.where(groups.real.reshape(-1, *[1] * (y.ndim - 1)), y + bias[group], y)
 
 
-def bias_grad(dy, group_sizes, align: int):
+def bias_grad(dy, groups: Groups):
     """dbias[g] = the sum of the group's dy, in float32."""
-    if group_sizes is None:
+    if groups.real is None:
         return dy.astype(jnp.float32).sum(0, keepdims=True)
-    group, real = row_groups(group_sizes, align, dy.shape[0])
-    rows = jnp.where(real.reshape(-1, *[1] * (dy.ndim - 1)), dy.astype(jnp.float32), 0.0)
-    return jax.ops.segment_sum(rows, group, num_segments=group_sizes.shape[0])
+    group = row_groups(groups.sizes, groups.align, dy.shape[0])[0]
+    rows = zero_rows(dy.astype(jnp.float32), groups.real)
+    return jax.ops.segment_sum(rows, group, num_segments=groups.sizes.shape[0])
 
 
 def once(x, names: Names):
@@ -224,11 +240,11 @@ class _Tiles:
         return group, at, (rows >= first) & (rows < self.end[group])
 
 
-def _tiles(group_sizes, align, num_rows):
+def _tiles(groups: Groups, num_rows):
     """Rows a tile, a power of two near the mean group, and the tiles."""
-    mean = max(1, num_rows // group_sizes.shape[0])
+    mean = max(1, num_rows // groups.sizes.shape[0])
     size = min(num_rows, max(16, min(512, 1 << (mean - 1).bit_length())))
-    return size, _Tiles(group_sizes, align, num_rows, size)
+    return size, _Tiles(groups.sizes, groups.align, num_rows, size)
 
 
 def kept_axes(of: Spec, ndim: int, roles: Roles) -> tuple[Names, ...]:
@@ -252,35 +268,79 @@ def _sizes_spec(static, group_sizes):
     return None if group_sizes is None else spec(static.roles.tokens)
 
 
+class _Packing:
+    """Rows as a product takes them, and back: the kernels want groups at multiples of 128, and zeros in padding."""
+
+    def __init__(self, static: GroupedSpec, group_sizes, num_rows: int):
+        self.kernels, self.num_rows = static.kernels == "mosaic", num_rows
+        self.own = find_groups(group_sizes, static.align, num_rows)
+        self.groups, self.there = self.own, None
+        if not self.kernels:
+            return
+        rows = align_up(num_rows, BLOCK)
+        if group_sizes is not None and static.align % BLOCK:
+            rows = align_up(num_rows + group_sizes.shape[0] * (BLOCK - 1), BLOCK)
+        self.groups = find_groups(group_sizes, BLOCK, rows, blocks=True)
+        if group_sizes is not None and static.align % BLOCK:
+            here, there = group_starts(group_sizes, static.align), group_starts(group_sizes, BLOCK)
+            group, real = row_groups(group_sizes, BLOCK, rows)
+            self.there = jnp.where(real, here[group] + jnp.arange(rows, dtype=jnp.int32) - there[group], num_rows)
+            group, real = row_groups(group_sizes, static.align, num_rows)
+            self.back = jnp.where(real, there[group] + jnp.arange(num_rows, dtype=jnp.int32) - here[group], rows)
+
+    def pack(self, x):
+        """The rows of x, 0 in padding where kernels compute."""
+        if not self.kernels:
+            return x
+        if self.there is not None:
+            return mosaic.gather_rows(x.reshape(x.shape[0], -1), self.there).reshape(-1, *x.shape[1:])
+        x = jnp.pad(x, [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)])
+        return x if self.groups.real is None else zero_rows(x, self.groups.real)
+
+    def unpack(self, y):
+        """Rows of a product where those of x were, 0 in padding."""
+        if self.there is not None:
+            return mosaic.gather_rows(y, self.back)
+        y = y[: self.num_rows]
+        return y if self.own.real is None or not self.kernels else zero_rows(y, self.own.real)
+
+
+def _weight(static: GroupedSpec, layout, kept, w, contracted, fp8: bool):
+    over = _amax_over(layout, kept)
+    if fp8:
+        return gather_operand(w, static.recipe.w, contracted, layout.gather, over)
+    return gather_quantized(w, static.recipe.w, contracted, layout.gather, over, static.dtype)
+
+
+def _runs_fp8(static: GroupedSpec, layout, w) -> bool:
+    return static.kernels == "mosaic" and static.recipe.hopper_fp8 and fits_operand(w, layout.gather)
+
+
 def _forward_local(static: GroupedSpec, layout, x, w, group_sizes, bias):
     layout, kept = layout
-    recipe, roles = static.recipe, static.roles
-    real = None if group_sizes is None else row_groups(group_sizes, static.align, x.shape[0])[1]
-    w = gather_quantized(w, recipe.w, "rows", layout.gather, _amax_over(layout, kept), static.dtype)
-    x = quantize_rows(x, recipe.x, "columns", roles.tokens + kept[1], real)
-    y = matmul_local(x, w, group_sizes, static.align, static.dtype)
-    if bias is None:
-        return (y,)
-    return (add_bias(y, once(bias, kept[1]), group_sizes, static.align),)
+    fp8, packing = _runs_fp8(static, layout, w), _Packing(static, group_sizes, x.shape[0])
+    columns = [n * static.roles.size(names) for n, names in zip(w.shape, layout.gather, strict=True)][2:]
+    over = static.roles.tokens + kept[1]
+    rows, _ = enter_rows(packing.pack(x), static.recipe.x, packing.groups, over, fp8=fp8)
+    y = matmul_local(rows, _weight(static, layout, kept, w, "rows", fp8), packing.groups, static.dtype)
+    y = packing.unpack(y).reshape(-1, *columns)
+    return (y if bias is None else add_bias(y, once(bias, kept[1]), packing.own),)
 
 
 def _backward_local(static: GroupedSpec, layout, x, w, group_sizes, dy):
     layout, kept = layout
-    recipe, roles, align, dtype = static.recipe, static.roles, static.align, static.dtype
-    real = None if group_sizes is None else row_groups(group_sizes, align, x.shape[0])[1]
+    recipe, tokens, dtype = static.recipe, static.roles.tokens, static.dtype
+    fp8, packing = _runs_fp8(static, layout, w), _Packing(static, group_sizes, x.shape[0])
+    groups = packing.groups
     columns = tuple(n for names in kept[2:] for n in names)
-    whole = gather_quantized(w, recipe.w, "columns", layout.gather, _amax_over(layout, kept), dtype)
-    dx = matmul_local(
-        quantize_rows(dy, recipe.dy, "columns", roles.tokens + columns, real), whole, group_sizes, align, dtype,
-        transpose=True,
-    )  # fmt: skip
-    dw = wgrad_local(
-        quantize_rows(x, recipe.x, "rows", roles.tokens + kept[1], real),
-        quantize_rows(dy, recipe.dy, "rows", roles.tokens + columns, real),
-        group_sizes, align, dtype,
-    )  # fmt: skip
-    dbias = once(bias_grad(dy, group_sizes, align), kept[1])
-    return dx, scatter_gradient(dw, layout.gather).astype(w.dtype), dbias
+    whole = _weight(static, layout, kept, w, "columns", fp8)
+    d_rows, d_columns = enter_rows(packing.pack(dy), recipe.dy, groups, tokens + columns, fp8=fp8)
+    _, x_columns = enter_rows(packing.pack(x), recipe.x, groups, tokens + kept[1], fp8=fp8)
+    dx = packing.unpack(matmul_local(d_rows, whole, groups, dtype, transpose=True))
+    dw = wgrad_local(x_columns, d_columns, groups, dtype)
+    shape = [n * static.roles.size(names) for n, names in zip(w.shape, layout.gather, strict=True)]
+    dbias = once(bias_grad(dy, packing.own), kept[1])
+    return dx, scatter_gradient(dw.reshape(shape), layout.gather).astype(w.dtype), dbias
 
 
 def replicated(roles: Roles, layout) -> Names:

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moax import mosaic
 from moax.axes import Axes, Roles
-from moax.groups import align_up, group_starts
+from moax.groups import Groups, align_up, group_starts
 from moax.partition import Contract, Engine, Partitioned, View, find_view
 from moax.sharding import spec
 from moax.types import Plan
@@ -185,15 +186,20 @@ def _keep(arrived, capacity: int):
     return jnp.minimum(arrived, limit) + extra.astype(jnp.int32)
 
 
-def permute_local(x, plan: Plan):
-    """`permute` of one device, by its plan."""
+def permute_local(x, plan: Plan, groups: Groups | None = None):
+    """`permute` of one device, by its plan. By the kernels, where `groups` has blocks for them, rows of blocks that
+    are not used may hold anything."""
     with jax.named_scope("permute"):
+        if groups is not None and groups.blocks is not None:
+            return mosaic.gather_rows(x, plan.source, groups.blocks.used)
         return jnp.take(x, plan.source, axis=0, mode="fill", fill_value=0)
 
 
-def unpermute_local(rows, plan: Plan, weights=None):
-    """`unpermute` of one device; weights None are 1."""
+def unpermute_local(rows, plan: Plan, weights=None, groups: Groups | None = None):
+    """`unpermute` of one device; weights None are 1. By the kernels where `groups` has blocks for them."""
     with jax.named_scope("unpermute"):
+        if groups is not None and groups.blocks is not None:
+            return mosaic.gather_sum(rows, plan.position, weights)
         total = jnp.zeros((), jnp.float32)
         for k in range(plan.position.shape[1]):  # K is small; no [R, K, H] in memory
             at = plan.position[:, k]

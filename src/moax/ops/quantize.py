@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from moax import mosaic
 from moax.axes import Axes, Names, Roles
+from moax.groups import BLOCK, Groups, zero_rows
 from moax.partition import Contract, Engine, Partitioned, find_view, gather_weight, reduce_max
 from moax.recipe import Format
 from moax.sharding import Spec, pad, spec
-from moax.types import QArray
+from moax.types import Operand, QArray
 
 DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 TINY = 2.0**-126  # the least normal float32
@@ -101,9 +103,8 @@ def quantize_local(
     count; the others quantize to zero."""
     x = x.astype(jnp.float32)
     if real is not None:
-        x = jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 1)), x, 0.0)
-    finite = jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
-    amax = reduce_max(_block_max(finite, block), amax_over)
+        x = zero_rows(x, real)
+    amax = reduce_max(_block_max(_finite(x), block), amax_over)
     scale = _scale(amax, format)
     stored = _exponent(scale) if format.scale == "e8m0" else scale
     q = QArray(x, stored, format.dtype, block, (1,) * x.ndim)
@@ -140,9 +141,64 @@ def quantize_rows(x, format: Format | None, contracted, amax_over: Names = (), r
         return quantize_local(x, format, format.row_block(x.ndim, contracted), amax_over, real if shared else None)
 
 
+def enter_rows(x, format: Format | None, groups: Groups, amax_over: Names = (), *, fp8: bool = False):
+    """Rows [M, ..., C] as they enter two products: over columns (forward or dgrad), and over rows (wgrad).
+
+    `fp8`: as Operands of the FP8 kernels, made in one read, [M, C'] and [C', M] where C' is all columns.
+    """
+    if not fp8 or format is None:
+        return tuple(quantize_rows(x, format, over, amax_over, groups.real) for over in ("columns", "rows"))
+    with jax.named_scope("quantize"):
+        flat = x.reshape(x.shape[0], -1)
+        scale = None
+        if format.block is None:
+            amax = jnp.max(_finite(flat if groups.real is None else zero_rows(flat, groups.real)))
+            scale = _scale(reduce_max(amax, amax_over), format).reshape(1)
+        return mosaic.quantize_rows(flat, groups.blocks, DTYPES[format.dtype], pow2=_pow2(format), scale=scale)
+
+
+def gather_operand(w, format: Format, contracted, gather, amax_over: Names) -> Operand:
+    """A weight's shard [E, K, *C] -> the whole weight as an Operand of the FP8 kernels, which take K-major data only:
+    quantized, transposed where rows are contracted, then gathered as bytes."""
+    with jax.named_scope("quantize"):
+        transposed = contracted == "rows"
+        experts, rows, *columns = w.shape
+        flat = w.reshape(experts, rows, -1)
+        scale = None
+        if format.block is None:
+            scale = _scale(reduce_max(_finite(flat).max((1, 2)), amax_over), format)
+        q = mosaic.quantize_weight(flat, DTYPES[format.dtype], transposed=transposed, pow2=_pow2(format), scale=scale)
+    data, scale = lax.bitcast_convert_type(q.data, jnp.uint8), q.scale
+    apart = any(gather[2:])  # each dim of the columns by itself, to gather it
+    wide = tuple(columns) if apart else (flat.shape[2],)
+    blocks = (*columns[:-1], columns[-1] // BLOCK) if apart else (-(-flat.shape[2] // BLOCK),)
+    along = (gather[0], gather[1], *(gather[2:] if apart else ((),)))
+    order = lambda k, c: (*c, k) if transposed else (k, *c)  # noqa: E731
+    along = (along[0], *order(along[1], along[2:]))
+    data = gather_weight(data.reshape(experts, *order(rows, wide)), along)
+    scale = gather_weight(scale.reshape(experts, *order(-(-rows // BLOCK), blocks)), along)
+    merge = lambda v: v.reshape(v.shape[0], -1, v.shape[-1]) if transposed else v.reshape(*v.shape[:2], -1)  # noqa: E731
+    return Operand(lax.bitcast_convert_type(merge(data), DTYPES[format.dtype]), merge(scale))
+
+
+def fits_operand(w, gather) -> bool:
+    """Whether `gather_operand` takes this shard [E, K, *C]: no gathered dim may end in an edge block."""
+    return all(not names or dim == 0 or w.shape[dim] % BLOCK == 0 for dim, names in enumerate(gather))
+
+
 def exponent_to_scale(exponent):
     """2**(exponent - 127) as float32, by bits; exponent 0 (2**-127, subnormal) is never written by `quantize`."""
     return lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
+
+
+def _finite(x):
+    """|x| in float32, 0 where it is not finite."""
+    x = x.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
+
+
+def _pow2(format: Format) -> bool:
+    return format.scale != "float32"
 
 
 def _exponent(scale):

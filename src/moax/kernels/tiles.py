@@ -1,0 +1,57 @@
+"""Which TileConfig a product takes: the table of measured ones for its shape, else a heuristic.
+
+`tiles.json` beside this file is written by `moax tune` on the machine: {device: {key: [tile_n, stages, width,
+cluster]}}. Nothing is measured at run time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+from moax.kernels.pipeline import TileConfig
+
+TABLE = Path(__file__).with_name("tiles.json")
+OPS = ("matmul", "matmul_transposed", "wgrad", "matmul_fp8", "wgrad_fp8")
+
+# Each op's tiles by the share of its speed that one reaches on an H200 where its columns divide evenly.
+HEURISTIC = {
+    "matmul": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.92, TileConfig(128, 6): 0.86},
+    "matmul_transposed": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.92, TileConfig(128, 6): 0.86},
+    "wgrad": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.94, TileConfig(128, 6): 0.9},
+    "matmul_fp8": {TileConfig(192, 4): 1.0, TileConfig(128, 5): 0.92},
+    "wgrad_fp8": {TileConfig(128, 5, 16, 2): 1.0, TileConfig(128, 5): 0.96},
+}
+
+
+def tile_key(op: str, contracted: int, columns: int, rows_per_group: int) -> str:
+    """The key of a product's shape: rows a group in powers of two."""
+    return f"{op} K{contracted} N{columns} R{1 << max(0, rows_per_group - 1).bit_length()}"
+
+
+@functools.cache
+def read_table() -> dict[str, dict[str, list[int]]]:
+    """The table that is checked in."""
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+def candidates(op: str, columns: int) -> list[TileConfig]:
+    """The tiles that `moax tune` tries for an op."""
+    sizes = {tile.tile_n for tile in HEURISTIC[op]}
+    found = [TileConfig(n, s, w, c) for n in sizes for s in (4, 5, 6) for w in (8, 16) for c in (1, 2)]
+    limit = {"matmul": {256: 4, 192: 4, 128: 6}, "fp8": {192: 4, 128: 5}}["fp8" if op.endswith("fp8") else "matmul"]
+    return [tile for tile in found if tile.stages == limit[tile.tile_n] and tile.tile_n * tile.cluster < 2 * columns]
+
+
+def pick_tile(op: str, contracted: int, columns: int, rows_per_group: int, device: str = "") -> TileConfig:
+    """The TileConfig of a product of these sizes on a device of this kind."""
+    found = read_table().get(device, {}).get(tile_key(op, contracted, columns, rows_per_group))
+    if found is not None:
+        return TileConfig(*found)
+
+    def speed(tile: TileConfig) -> float:
+        span = tile.tile_n * tile.cluster
+        return HEURISTIC[op][tile] * columns / (-(-columns // span) * span)
+
+    return max(HEURISTIC[op], key=speed)

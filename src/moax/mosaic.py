@@ -1,0 +1,89 @@
+"""What the ops ask of the Mosaic kernels, on one device; the only file that imports them.
+
+Imported lazily: without kernels/ nothing here is called, and `select_kernels` says why.
+"""
+
+from __future__ import annotations
+
+from moax.backend import device_kind
+from moax.groups import BLOCK, Blocks
+from moax.types import Operand
+
+
+def matmul(x, w, blocks: Blocks, dtype, *, transpose: bool = False):
+    """Rows [M, K] times the weight of their group: [E, K, N], or with `transpose` [E, N, K]; Operands [E, N, K]."""
+    from moax.kernels.matmul import grouped_matmul
+    from moax.kernels.matmul_fp8 import grouped_matmul_fp8
+
+    if isinstance(x, Operand):
+        tile = _tile("matmul_fp8", x.data.shape[1], w.data.shape[1], blocks)
+        return grouped_matmul_fp8(x, w, blocks, tile, out_dtype=dtype)
+    columns = w.shape[1] if transpose else w.shape[2]
+    tile = _tile("matmul_transposed" if transpose else "matmul", x.shape[1], columns, blocks)
+    return grouped_matmul(x, w, blocks, tile, transpose=transpose, out_dtype=dtype)
+
+
+def wgrad(x, dy, blocks: Blocks, dtype):
+    """[M, K], [M, N] -> [E, K, N]; rows of padding in used blocks are 0. Operands are [K, M], [N, M]."""
+    from moax.kernels.wgrad import grouped_wgrad
+    from moax.kernels.wgrad_fp8 import grouped_wgrad_fp8
+
+    if isinstance(x, Operand):
+        tile = _tile("wgrad_fp8", x.data.shape[0], dy.data.shape[0], blocks)
+        return grouped_wgrad_fp8(x, dy, blocks, tile, out_dtype=dtype)
+    return grouped_wgrad(x, dy, blocks, _tile("wgrad", x.shape[1], dy.shape[1], blocks), out_dtype=dtype)
+
+
+def _tile(op, contracted, columns, blocks: Blocks):
+    from moax.kernels.tiles import pick_tile
+
+    rows = blocks.group.shape[0] * BLOCK // blocks.first.shape[0]
+    return pick_tile(op, contracted, columns, rows, device_kind())
+
+
+def quantize_rows(x, blocks: Blocks, dtype, *, pow2: bool, scale=None) -> tuple[Operand, Operand]:
+    """Rows [M, C] as forward or dgrad takes them [M, C], and as wgrad does [C, M]."""
+    from moax.kernels import quantize
+
+    return quantize.quantize_rows(x, blocks, dtype=dtype, pow2=pow2, scale=scale)  # pyrefly: ignore[bad-return]
+
+
+def quantize_weight(w, dtype, *, transposed: bool, pow2: bool, scale=None) -> Operand:
+    """A weight [E, R, C] in 128 x 128 blocks, as it lies or transposed."""
+    from moax.kernels import quantize
+
+    made = quantize.quantize_weight(
+        w, dtype=dtype, native=not transposed, transposed=transposed, pow2=pow2, scale=scale
+    )
+    return made[transposed]  # pyrefly: ignore[bad-return]
+
+
+def activate_quantize(h, blocks: Blocks, act, dtype, *, weights, pow2: bool) -> Operand:
+    """act(h) times each row's weight, as forward takes it; h [N, G F]."""
+    from moax.kernels import activation
+
+    return activation.activate_quantize(h, blocks, act, weights=weights, dtype=dtype, pow2=pow2)
+
+
+def activate_grad_quantize(h, d_a, blocks: Blocks, act, dtype_x, dtype_dy, *, weights, pow2: bool):
+    """(a as wgrad takes it, d_h as dgrad does, d_h as wgrad does, <d_a, a> of each row)."""
+    from moax.kernels import activation
+
+    a, rows, columns, inner = activation.activate_grad_quantize(
+        h, d_a, blocks, act, weights=weights, dtype_x=dtype_x, dtype_dy=dtype_dy, pow2=pow2
+    )
+    return a, rows, columns, inner.sum(0)
+
+
+def gather_rows(x, source, used=None):
+    """x[source], 0 where source is past the end; rows of blocks past the `used` ones may hold anything."""
+    from moax.kernels.permute import gather_rows
+
+    return gather_rows(x, source, used)
+
+
+def gather_sum(rows, position, weights=None):
+    """sum over k of weights[r, k] rows[position[r, k]]."""
+    from moax.kernels.permute import gather_sum
+
+    return gather_sum(rows, position, weights)
