@@ -10,8 +10,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS := dev,flax,train
 WORKERS ?= 2
+GPU_PYTHON ?= python3
+GPU_WORKERS ?= 8
 
-.PHONY: help demo test lint format test-matrix constraints clean
+.PHONY: help demo test lint format test-matrix test-gpu constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,6 +36,9 @@ format: $(INSTALLED) ## rewrite the code as lint wants it
 
 test-matrix: $(INSTALLED) ## every mesh x engine x exchange against the reference (long)
 	$(BIN)/pytest -n $(WORKERS) -m matrix
+
+test-gpu: ## on a machine with Hopper GPUs: the ops and the block by the kernels; needs jax with CUDA in GPU_PYTHON
+	MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) -m gpu
 
 constraints: ## raise constraints.txt to the newest versions that pyproject.toml admits
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \

@@ -1,21 +1,19 @@
 """The kernels of products, in interpret mode on small cases and lowered for CUDA over the shapes of models."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from support import random, rel_error
 
-from moax.backend import Unsupported
 from moax.kernels.blocks import BLOCK, Operand, make_blocks
 from moax.kernels.matmul import grouped_matmul
 from moax.kernels.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.pipeline import TileConfig
 from moax.kernels.wgrad import grouped_wgrad
 from moax.kernels.wgrad_fp8 import grouped_wgrad_fp8
+from support import random, rel_error
 
 E4M3 = jnp.float8_e4m3fn
 SIZES = (130, 0, 1, 128)  # two blocks, none, one of one row, one full: 512 rows and a block past the end

@@ -13,7 +13,7 @@ Kernels = Literal["auto", "xla", "mosaic"]
 KERNELS = ("auto", "xla", "mosaic")
 H200_SMS = 132
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-KERNEL_WIDTH = 16  # elements: 16 bytes of FP8, the least that the copy engine steps over
+KERNEL_WIDTH = 32  # elements: 32 bytes of FP8, the least box that the copy engine swizzles
 logger = logging.getLogger("moax")
 
 

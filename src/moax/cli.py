@@ -1,4 +1,4 @@
-"""The command `moax`: `train` a small language model, `inspect` the collectives of a block.
+"""The command `moax`: `train` a small language model, `inspect` the collectives of a block, `bench` and `tune` the kernels.
 
 Exit codes: 0 done, 1 it cannot run here, 2 wrong arguments, 130 stopped by Ctrl-C.
 """
@@ -18,6 +18,8 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from moax.backend import Unsupported
+from moax.bench import command as bench
+from moax.bench import tune
 from moax.ops.exchange import TRANSPORTS
 from moax.partition import ENGINES
 from moax.recipe import RECIPES
@@ -35,12 +37,15 @@ examples:
       continue a run; another --mesh will do
   moax inspect --mesh fsdp=2,ep=4 --recipe fp8_block
       which collectives an MoE block runs, and how many bytes each moves
+  moax bench gemm --peers none --out gemm.json
+      grouped products on this GPU, beside its limits
 """
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `moax ARGV`; returns the exit code."""
     args = parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     try:
         return args.run(args)
     except KeyboardInterrupt:
@@ -78,9 +83,26 @@ def parser() -> argparse.ArgumentParser:
         usage="moax inspect [options]",
         description="Compiles one MoE block and lists its collectives: kind, dtype, bytes, mesh axes, origin.",
     )
+    measure = commands.add_parser(
+        "bench",
+        help="measure products, quantization, permutation or a block beside their limits and peers",
+        usage="moax bench WHAT [options]",
+        description=bench.DESCRIPTION,
+        formatter_class=raw,
+    )
+    tuning = commands.add_parser(
+        "tune",
+        help="measure the tiles of products on this GPU and keep the fastest",
+        usage="moax tune [options]",
+        description=tune.DESCRIPTION,
+        formatter_class=raw,
+    )
     _train_options(train)
     _inspect_options(inspect)
-    for command, run in ((train, run_train), (inspect, run_inspect)):
+    bench.add_options(measure)
+    tune.add_options(tuning)
+    wired = ((train, run_train), (inspect, run_inspect), (measure, run_bench), (tuning, tune.run))
+    for command, run in wired:
         command.add_argument("--traceback", action="store_true", help="on an error, show where it arose")
         command.set_defaults(run=run)
     return top
@@ -215,6 +237,12 @@ def run_inspect(args: argparse.Namespace) -> int:
     else:
         print(report)
     return 0
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """`moax bench`. Peers and blocks have processes of their own, so JAX may not take all of the GPU's memory."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    return bench.run(args, args.argv)
 
 
 def emulate(count: int) -> None:

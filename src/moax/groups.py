@@ -6,7 +6,7 @@ With sizes (3, 0, 5) and align 4 the starts are (0, 4, 4); rows 3 and 9.. are pa
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -60,7 +60,7 @@ def make_blocks(group_sizes: Int[Array, " E"], num_rows: int) -> Blocks:
     last = jnp.cumsum(count)
     first = last - count
     index = jnp.arange(num_rows // BLOCK, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last, index, side="right"), group_sizes.shape[0] - 1).astype(jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last, index, side="right", method="compare_all"), group_sizes.shape[0] - 1).astype(jnp.int32)
     rows = jnp.clip(group_sizes[group] - (index - first[group]) * BLOCK, 0, BLOCK)
     rows = jnp.where(index < last[-1], rows, 0)
     return Blocks(group, rows.astype(jnp.int32), last[-1:], first, count)
@@ -70,14 +70,14 @@ def make_blocks(group_sizes: Int[Array, " E"], num_rows: int) -> Blocks:
 class Groups:
     """How the rows that enter a product lie, on one device.
 
-    sizes: [E] i32, or None: one group, all rows. align: rows to which group starts are aligned. real: [M] bool, None
-    where all are. blocks: for the kernels; None: XLA computes.
+    sizes: [E] i32, or None: one group, all rows. align: rows to which group starts are aligned. real: [M] bool, or None
+    where all are. blocks: the Blocks for the kernels, or None: XLA computes.
     """
 
-    sizes: Int[Array, " E"] | None
+    sizes: Any
     align: int
-    real: Bool[Array, " M"] | None
-    blocks: Blocks | None = None
+    real: Any
+    blocks: Any = None
 
 
 def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int, *, blocks: bool = False) -> Groups:

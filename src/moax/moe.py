@@ -82,7 +82,7 @@ def moe(
       recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing.
       axes: the roles of mesh axes.
       exchange: `all_gather` or `all_to_all`; `auto` is all_gather. With ep of size 1 nothing moves.
-      kernels: `mosaic` (Hopper GPUs, bfloat16, widths that are multiples of 16), `xla`, or `auto`: mosaic where it can
+      kernels: `mosaic` (Hopper GPUs, bfloat16, widths that are multiples of 32), `xla`, or `auto`: mosaic where it can
         run, else xla, which is logged once on a GPU.
       engine: how the block is put on a mesh of Auto axes: `custom_partitioning` (the default), or `shard_map`, whose
         compilation-cache key is the same in every process. Explicit axes always take `shard_map`; inside a

@@ -5,6 +5,8 @@ Imported lazily: without kernels/ nothing here is called, and `select_kernels` s
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+
 from moax.backend import device_kind
 from moax.groups import BLOCK, Blocks
 from moax.types import Operand
@@ -58,11 +60,11 @@ def quantize_weight(w, dtype, *, transposed: bool, pow2: bool, scale=None) -> Op
     return made[transposed]  # pyrefly: ignore[bad-return]
 
 
-def activate_quantize(h, blocks: Blocks, act, dtype, *, weights, pow2: bool) -> Operand:
+def activate_quantize(h, blocks: Blocks, act, dtype, *, gated: bool, weights, pow2: bool) -> Operand:
     """act(h) times each row's weight, as forward takes it; h [N, G F]."""
     from moax.kernels import activation
 
-    return activation.activate_quantize(h, blocks, act, weights=weights, dtype=dtype, pow2=pow2)
+    return activation.activate_quantize(h, blocks, act, gated=gated, weights=weights, dtype=dtype, pow2=pow2)
 
 
 def activate_grad_quantize(h, d_a, blocks: Blocks, act, dtype_x, dtype_dy, *, weights, pow2: bool):
@@ -79,7 +81,9 @@ def gather_rows(x, source, used=None):
     """x[source], 0 where source is past the end; rows of blocks past the `used` ones may hold anything."""
     from moax.kernels.permute import gather_rows
 
-    return gather_rows(x, source, used)
+    rows = source.shape[0]
+    source = jnp.pad(source, (0, -rows % BLOCK), constant_values=x.shape[0])
+    return gather_rows(x, source, used)[:rows]
 
 
 def gather_sum(rows, position, weights=None):

@@ -91,12 +91,10 @@ class Recipe:
     def hopper_fp8(self) -> bool:
         """Whether Hopper's FP8 products take these formats: a scale each 128 x 128 of a weight and each 128 of a row,
         or one a tensor. Others are dequantized before the product."""
-        formats = (self.x, self.w, self.dy)
-        if any(f is None for f in formats):
+        if self.x is None or self.w is None or self.dy is None:
             return False
-        if all(f.block is None for f in formats):
-            return True
-        return all(f.block == 128 for f in formats) and self.w.tile == 128
+        blocks = {self.x.block, self.w.block, self.dy.block}
+        return blocks == {None} or (blocks == {128} and self.w.tile == 128)
 
 
 FULL = Recipe(None, None, None)

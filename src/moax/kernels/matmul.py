@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from moax.backend import Unsupported
 from moax.kernels.blocks import BLOCK, Blocks
-from moax.kernels.pipeline import ROWS, TileConfig, check_width, run, stage, sweep
+from moax.kernels.pipeline import ROWS, TileConfig, run, stage, sweep, swizzle_of
 
 STEP = 64  # contracted elements of a stage: 128 bytes
 
@@ -42,13 +42,12 @@ def grouped_matmul(
         raise Unsupported(f"x and w of {x.dtype}, {w.dtype}: this kernel takes bfloat16 or float16")
     rows, contracted = x.shape
     columns = w.shape[1] if transpose else w.shape[2]
-    check_width("the contracted dim", contracted, 2)
-    check_width("columns", columns, 2)
+    swizzle = swizzle_of(2 * contracted, 2 * w.shape[2])
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype if out_dtype is None else out_dtype)
     tiles_n = pl.cdiv(columns, tile.tile_n * tile.cluster)
     n_steps = pl.cdiv(contracted, STEP)
     w_stage = (tile.tile_n, STEP) if transpose else (STEP, tile.tile_n)
-    shared = dict(collective_axes="block") if tile.cluster > 1 else {}
+    shared = "block" if tile.cluster > 1 else None
 
     def locate(i, block, x, w, group, used):
         row, column = sweep(i, used[0], tiles_n, tile.width)
@@ -57,7 +56,9 @@ def grouped_matmul(
     def load(place, step, slot, barrier, stages, x, w, group, used):
         row, column, g = place
         k, n = pl.ds(step * STEP, STEP), pl.ds(column * tile.tile_n, tile.tile_n)
-        plgpu.copy_gmem_to_smem(x.at[pl.ds(row * BLOCK, BLOCK), k], stages["x"].at[slot], barrier, **shared)
+        plgpu.copy_gmem_to_smem(
+            x.at[pl.ds(row * BLOCK, BLOCK), k], stages["x"].at[slot], barrier, collective_axes=shared
+        )
         part = w.at[g, n, k] if transpose else w.at[g, k, n]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
 
@@ -90,7 +91,7 @@ def grouped_matmul(
         (x, w, blocks.group, blocks.used),
         out,
         tile,
-        {"x": stage(tile, BLOCK, STEP, x.dtype), "w": stage(tile, *w_stage, x.dtype)},
+        {"x": stage(tile, BLOCK, STEP, x.dtype, swizzle), "w": stage(tile, *w_stage, x.dtype, swizzle)},
         count=lambda x, w, group, used: used[0] * tiles_n,
         locate=locate,
         steps=lambda *_: n_steps,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from moax.backend import Unsupported
 from moax.kernels.blocks import BLOCK, Blocks, Operand
-from moax.kernels.pipeline import ROWS, TileConfig, check_width, run, stage, sweep
+from moax.kernels.pipeline import ROWS, TileConfig, run, stage, sweep, swizzle_of
 
 PIECE = 64  # columns that surely share a scale of the weight
 
@@ -40,12 +40,11 @@ def grouped_matmul_fp8(
         raise Unsupported(f"tile_n={tile.tile_n} must be a multiple of {PIECE}")
     rows, contracted = x.data.shape
     columns = w.data.shape[1]
-    check_width("the contracted dim", contracted, 1)
-    check_width("columns", columns, jnp.dtype(out_dtype).itemsize)
+    swizzle = swizzle_of(contracted)
     out = jax.ShapeDtypeStruct((rows, columns), out_dtype)
     tiles_n = pl.cdiv(columns, tile.tile_n * tile.cluster)
     n_steps, last_scale = pl.cdiv(contracted, BLOCK), w.scale.shape[1] - 1
-    shared = dict(collective_axes="block") if tile.cluster > 1 else {}
+    shared = "block" if tile.cluster > 1 else None
     pieces = tile.tile_n // PIECE
 
     def locate(i, block, x, sx, w, sw, group, used):
@@ -55,7 +54,7 @@ def grouped_matmul_fp8(
     def load(place, step, slot, barrier, stages, x, sx, w, sw, group, used):
         row, column, g = place
         k, m = pl.ds(step * BLOCK, BLOCK), pl.ds(row * BLOCK, BLOCK)
-        plgpu.copy_gmem_to_smem(x.at[m, k], stages["x"].at[slot], barrier, **shared)
+        plgpu.copy_gmem_to_smem(x.at[m, k], stages["x"].at[slot], barrier, collective_axes=shared)
         part = w.at[g, pl.ds(column * tile.tile_n, tile.tile_n), k]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
         plgpu.copy_gmem_to_smem(sx.at[step, m], stages["sx"].at[slot], barrier)
@@ -104,8 +103,8 @@ def grouped_matmul_fp8(
         out,
         tile,
         {
-            "x": stage(tile, BLOCK, BLOCK, x.data.dtype),
-            "w": stage(tile, tile.tile_n, BLOCK, w.data.dtype),
+            "x": stage(tile, BLOCK, BLOCK, x.data.dtype, swizzle),
+            "w": stage(tile, tile.tile_n, BLOCK, w.data.dtype, swizzle),
             "sx": plgpu.SMEM((tile.stages, BLOCK), jnp.float32),
         },
         count=lambda x, sx, w, sw, group, used: used[0] * tiles_n,

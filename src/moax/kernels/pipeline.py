@@ -38,27 +38,30 @@ class TileConfig:
     cluster: int = 1
 
 
-def swizzled(dtype) -> tuple:
-    """Shared memory as wgmma and the copy engine want it: tiles of 8 rows by 128 bytes, swizzled."""
-    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+def swizzle_of(*rows: int) -> int:
+    """The swizzle, in bytes, of operands whose contiguous dims have these sizes in bytes: the copy engine's boxes must
+    divide them, and wgmma takes both operands in one swizzle."""
+    found = [n for n in (128, 64, 32) if all(size % n == 0 for size in rows)]
+    if not found:
+        raise Unsupported(f"contiguous dims of {', '.join(map(str, rows))} bytes: each must be a multiple of 32")
+    return found[0]
 
 
-def stage(tile: TileConfig, rows: int, columns: int, dtype):
-    """Shared memory for every stage of a swizzled operand."""
-    return plgpu.SMEM((tile.stages, rows, columns), dtype, transforms=swizzled(dtype))
+def swizzled(dtype, swizzle: int) -> tuple:
+    """Shared memory as wgmma and the copy engine want it: tiles of 8 rows by `swizzle` bytes."""
+    return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def stage(tile: TileConfig, rows: int, columns: int, dtype, swizzle: int):
+    """Shared memory for every stage of an operand."""
+    return plgpu.SMEM((tile.stages, rows, columns), dtype, transforms=swizzled(dtype, swizzle))
 
 
 def sweep(tile, rows, columns, width: int):
-    """Tile `tile` of `rows` x `columns` (rows may be a traced number): `width` rows sweep all columns, then the next."""
+    """The place of tile `tile` of `rows` (may be traced) x `columns`: `width` rows sweep all columns, then the next."""
     panel, inside = lax.div(tile, width * columns), lax.rem(tile, width * columns)
     height = jnp.minimum(width, rows - panel * width)
     return panel * width + lax.rem(inside, height), lax.div(inside, height)
-
-
-def check_width(name: str, size: int, itemsize: int) -> None:
-    """Raises Unsupported for a contiguous dim whose rows the copy engine cannot address."""
-    if size * itemsize % 16:
-        raise Unsupported(f"{name} of {size} elements of {itemsize} bytes: the copy engine needs a multiple of 16 bytes")
 
 
 def run(
@@ -86,12 +89,13 @@ def run(
     target(place, warpgroup, column, width, out) -> where a piece of an output tile goes.
     """
     dtype = out_type.dtype
-    chunk = 128 // jnp.dtype(dtype).itemsize
+    swizzle = swizzle_of(out_type.shape[-1] * dtype.itemsize)
+    chunk = swizzle // dtype.itemsize  # columns that are stored at a time
     shared = tile.cluster > 1
     empty = dict(num_arrivals=CONSUMERS, num_barriers=tile.stages)
     scratch = dict(
         stages=stages,
-        out_s=plgpu.SMEM((CONSUMERS, OUT_SLOTS, ROWS, chunk), dtype, transforms=swizzled(dtype)),
+        out_s=plgpu.SMEM((CONSUMERS, OUT_SLOTS, ROWS, chunk), dtype, transforms=swizzled(dtype, swizzle)),
         full=plgpu.Barrier(num_arrivals=len(stages), num_barriers=tile.stages),
         empty=plgpu.ClusterBarrier(collective_axes=("block",), **empty) if shared else plgpu.Barrier(**empty),
     )
@@ -140,12 +144,11 @@ def run(
                 for piece in pieces:
                     for start in range(0, piece.shape[1], chunk):
                         slot = column // chunk % OUT_SLOTS
-                        plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
+                        # The tile before may have ended with this slot.
+                        plgpu.wait_smem_to_gmem(OUT_SLOTS - 1 if column else 0, wait_read_only=True)
                         out_s[warpgroup, slot] = piece[:, start : start + chunk].astype(dtype)
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(
-                            out_s.at[warpgroup, slot], target(place, warpgroup, column, chunk, out)
-                        )
+                        plgpu.copy_smem_to_gmem(out_s.at[warpgroup, slot], target(place, warpgroup, column, chunk, out))
                         column += chunk
                 return at + n
 
@@ -153,7 +156,7 @@ def run(
             plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = name  # what profilers show
-    cluster = dict(cluster=(tile.cluster,), cluster_names=("block",)) if shared else {}
+    cluster: Any = dict(cluster=(tile.cluster,), cluster_names=("block",)) if shared else {}
     kernel = plgpu.kernel(
         body,
         out_type=out_type,

@@ -21,7 +21,7 @@ HEURISTIC = {
     "matmul_transposed": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.92, TileConfig(128, 6): 0.86},
     "wgrad": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.94, TileConfig(128, 6): 0.9},
     "matmul_fp8": {TileConfig(192, 4): 1.0, TileConfig(128, 5): 0.92},
-    "wgrad_fp8": {TileConfig(128, 5, 16, 2): 1.0, TileConfig(128, 5): 0.96},
+    "wgrad_fp8": {TileConfig(192, 4): 1.0, TileConfig(128, 5, 16, 2): 0.95},
 }
 
 
@@ -37,11 +37,13 @@ def read_table() -> dict[str, dict[str, list[int]]]:
 
 
 def candidates(op: str, columns: int) -> list[TileConfig]:
-    """The tiles that `moax tune` tries for an op."""
-    sizes = {tile.tile_n for tile in HEURISTIC[op]}
-    found = [TileConfig(n, s, w, c) for n in sizes for s in (4, 5, 6) for w in (8, 16) for c in (1, 2)]
-    limit = {"matmul": {256: 4, 192: 4, 128: 6}, "fp8": {192: 4, 128: 5}}["fp8" if op.endswith("fp8") else "matmul"]
-    return [tile for tile in found if tile.stages == limit[tile.tile_n] and tile.tile_n * tile.cluster < 2 * columns]
+    """The tiles that `moax tune` tries: those of the heuristic in more orders and clusters, less those whose columns
+    would stand idle."""
+    sizes = {tile.tile_n: tile.stages for tile in HEURISTIC[op]}
+    waste = {n: -(-columns // n) * n / columns for n in sizes}
+    kept = [n for n in sizes if waste[n] <= 1.15 * min(waste.values())]
+    orders = ((8, 1), (16, 1), (16, 2)) if op == "wgrad_fp8" else ((8, 1), (16, 1))
+    return [TileConfig(n, sizes[n], width, cluster) for n in kept for width, cluster in orders]
 
 
 def pick_tile(op: str, contracted: int, columns: int, rows_per_group: int, device: str = "") -> TileConfig:

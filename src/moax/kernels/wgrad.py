@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from moax.backend import Unsupported
 from moax.kernels.blocks import BLOCK, Blocks
-from moax.kernels.pipeline import ROWS, TileConfig, check_width, run, stage, sweep
+from moax.kernels.pipeline import ROWS, TileConfig, run, stage, sweep, swizzle_of
 
 STEP = 64  # rows of a stage
 
@@ -33,12 +33,11 @@ def grouped_wgrad(
     if x.dtype != dy.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(f"x and dy of {x.dtype}, {dy.dtype}: this kernel takes bfloat16 or float16")
     rows, columns = x.shape[1], dy.shape[1]
-    check_width("x's columns", rows, 2)
-    check_width("dy's columns", columns, 2)
+    swizzle = swizzle_of(2 * rows, 2 * columns)
     groups = blocks.first.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), x.dtype if out_dtype is None else out_dtype)
     tiles_m, tiles_n = pl.cdiv(rows, BLOCK), pl.cdiv(columns, tile.tile_n * tile.cluster)
-    shared = dict(collective_axes="block") if tile.cluster > 1 else {}
+    shared = "block" if tile.cluster > 1 else None
 
     def locate(i, block, x, dy, first, count):
         g, inside = lax.div(i, tiles_m * tiles_n), lax.rem(i, tiles_m * tiles_n)
@@ -48,7 +47,9 @@ def grouped_wgrad(
     def load(place, step, slot, barrier, stages, x, dy, first, count):
         _, row, column, start = place
         tokens = pl.ds(start + step * STEP, STEP)
-        plgpu.copy_gmem_to_smem(x.at[tokens, pl.ds(row * BLOCK, BLOCK)], stages["x"].at[slot], barrier, **shared)
+        plgpu.copy_gmem_to_smem(
+            x.at[tokens, pl.ds(row * BLOCK, BLOCK)], stages["x"].at[slot], barrier, collective_axes=shared
+        )
         part = dy.at[tokens, pl.ds(column * tile.tile_n, tile.tile_n)]
         plgpu.copy_gmem_to_smem(part, stages["dy"].at[slot], barrier)
 
@@ -81,7 +82,7 @@ def grouped_wgrad(
         (x, dy, blocks.first, blocks.count),
         out,
         tile,
-        {"x": stage(tile, STEP, BLOCK, x.dtype), "dy": stage(tile, STEP, tile.tile_n, x.dtype)},
+        {"x": stage(tile, STEP, BLOCK, x.dtype, swizzle), "dy": stage(tile, STEP, tile.tile_n, x.dtype, swizzle)},
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
         steps=lambda place, x, dy, first, count: count[place[0]] * (BLOCK // STEP),

@@ -16,7 +16,9 @@ from jaxtyping import Array, Float
 
 from moax.backend import Unsupported
 from moax.kernels.blocks import BLOCK, Blocks, Operand
-from moax.kernels.pipeline import ROWS, TileConfig, check_width, run, stage, sweep
+from moax.kernels.pipeline import ROWS, TileConfig, run, stage, sweep
+
+PIECE = 64  # columns whose scales are in registers at a time
 
 
 def grouped_wgrad_fp8(
@@ -32,11 +34,10 @@ def grouped_wgrad_fp8(
     if x.data.dtype.itemsize != 1 or dy.data.dtype.itemsize != 1:
         raise Unsupported(f"x and dy of {x.data.dtype}, {dy.data.dtype}: this kernel takes 8-bit floats")
     rows, columns = x.data.shape[0], dy.data.shape[0]
-    check_width("columns", columns, jnp.dtype(out_dtype).itemsize)
     groups = blocks.first.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     tiles_m, tiles_n = pl.cdiv(rows, BLOCK), pl.cdiv(columns, tile.tile_n * tile.cluster)
-    shared = dict(collective_axes="block") if tile.cluster > 1 else {}
+    shared = "block" if tile.cluster > 1 else None
 
     def locate(i, block, x, sx, dy, sdy, first, count):
         g, inside = lax.div(i, tiles_m * tiles_n), lax.rem(i, tiles_m * tiles_n)
@@ -50,32 +51,35 @@ def grouped_wgrad_fp8(
             pl.ds(row * BLOCK, BLOCK),
             pl.ds(column * tile.tile_n, tile.tile_n),
         )
-        plgpu.copy_gmem_to_smem(x.at[k, tokens], stages["x"].at[slot], barrier, **shared)
+        plgpu.copy_gmem_to_smem(x.at[k, tokens], stages["x"].at[slot], barrier, collective_axes=shared)
         plgpu.copy_gmem_to_smem(dy.at[n, tokens], stages["dy"].at[slot], barrier)
         plgpu.copy_gmem_to_smem(sx.at[start + step, k], stages["sx"].at[slot], barrier)
         plgpu.copy_gmem_to_smem(sdy.at[start + step, n], stages["sdy"].at[slot], barrier)
 
     def multiply(place, steps, at, warpgroup, stages, full, empty, *_):
-        mine = pl.ds(warpgroup * ROWS, ROWS)
-        shape = (ROWS, tile.tile_n)
+        mine, shape = pl.ds(warpgroup * ROWS, ROWS), (ROWS, PIECE)
 
-        def step(k, total):
+        def step(k, totals):
             slot = lax.rem(at + k, tile.stages)
             plgpu.barrier_wait(full.at[slot])
 
             def product(acc):
                 plgpu.wgmma(acc, stages["x"].at[slot, mine], stages["dy"].at[slot].T)
                 sx_now = plgpu.load(stages["sx"].at[slot, mine], layout=plgpu.Layout.WGMMA.reduce(1))
-                sdy_now = plgpu.load(stages["sdy"].at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
-                return acc[...], sx_now, sdy_now
+                return acc[...], sx_now
 
-            part, sx_now, sdy_now = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+            part, sx_now = pl.run_scoped(product, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))
+            by_row, new = lax.broadcast_in_dim(sx_now, shape, [0]), []
+            for i, total in enumerate(totals):  # a few columns' scales at a time: all of them do not fit in registers
+                some = pl.ds(i * PIECE, PIECE)
+                sdy_now = plgpu.load(stages["sdy"].at[slot, some], layout=plgpu.Layout.WGMMA.reduce(0))
+                scaled = part[:, i * PIECE : (i + 1) * PIECE] * by_row
+                new.append(total + scaled * lax.broadcast_in_dim(sdy_now, shape, [1]))
             plgpu.barrier_arrive(empty.at[slot])
-            part = part * lax.broadcast_in_dim(sx_now, shape, [0])
-            return total + part * lax.broadcast_in_dim(sdy_now, shape, [1])
+            return tuple(new)
 
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        return [lax.fori_loop(0, steps, step, zero)]
+        return lax.fori_loop(0, steps, step, (zero,) * (tile.tile_n // PIECE))
 
     def target(place, warpgroup, column, width, out):
         g, row, tile_column, _ = place
@@ -87,8 +91,8 @@ def grouped_wgrad_fp8(
         out,
         tile,
         {
-            "x": stage(tile, BLOCK, BLOCK, x.data.dtype),
-            "dy": stage(tile, tile.tile_n, BLOCK, dy.data.dtype),
+            "x": stage(tile, BLOCK, BLOCK, x.data.dtype, BLOCK),
+            "dy": stage(tile, tile.tile_n, BLOCK, dy.data.dtype, BLOCK),
             "sx": plgpu.SMEM((tile.stages, BLOCK), jnp.float32),
             "sdy": plgpu.SMEM((tile.stages, tile.tile_n), jnp.float32),
         },

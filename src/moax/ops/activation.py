@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +24,18 @@ from moax.axes import Names
 from moax.config import GATED, UNGATED, Activation
 from moax.groups import BLOCK, Groups, zero_rows
 from moax.ops.quantize import DTYPES, enter_rows
-from moax.recipe import Format
 
 OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivateSpec:
-    """activation; x, dy: formats of what it makes for the next products, None for h's own dtype; amax_over: axes that
+    """activation; x, dy: Formats of what it makes for the next products, None for h's own dtype; amax_over: axes that
     split a tensor of one block; plain_grad: whether the gradient of h is wanted as it is too."""
 
     activation: Activation
-    x: Format | None
-    dy: Format | None
+    x: Any
+    dy: Any
     amax_over: Names = ()
     plain_grad: bool = False
 
@@ -43,6 +43,11 @@ class ActivateSpec:
     def act(self):
         """The activation of float32 gate and up, or of up alone."""
         return _act_of(self.activation)
+
+    @property
+    def pow2(self) -> bool:
+        """Whether scales are powers of two."""
+        return self.x is not None and self.x.scale != "float32"
 
     def fuses(self, width: int) -> bool:
         """Whether blocks of columns cut neither an F of this size nor hold a whole tensor."""
@@ -72,9 +77,14 @@ def activate_rows(h, spec: ActivateSpec, by_row, groups: Groups, *, fp8: bool):
     """
     if fp8 and spec.fuses(h.shape[-1]):
         with jax.named_scope("activate"):
-            flat, pow2 = h.reshape(h.shape[0], -1), spec.x.scale != "float32"
             return mosaic.activate_quantize(
-                flat, groups.blocks, spec.act, DTYPES[spec.x.dtype], weights=by_row, pow2=pow2
+                h.reshape(h.shape[0], -1),
+                groups.blocks,
+                spec.act,
+                DTYPES[spec.x.dtype],
+                gated=spec.activation in GATED,
+                weights=by_row,
+                pow2=spec.pow2,
             )
     with jax.named_scope("activate"):
         a = activate(h, spec.activation)
@@ -90,10 +100,9 @@ def activate_grad_rows(h, d_a, spec: ActivateSpec, by_row, groups: Groups, *, fp
     """
     if fp8 and spec.fuses(h.shape[-1]) and not spec.plain_grad:
         with jax.named_scope("activate"):
-            flat, pow2 = h.reshape(h.shape[0], -1), spec.x.scale != "float32"
-            dtypes = DTYPES[spec.x.dtype], DTYPES[spec.dy.dtype]
+            flat, dtypes = h.reshape(h.shape[0], -1), (DTYPES[spec.x.dtype], DTYPES[spec.dy.dtype])
             a, rows, columns, inner = mosaic.activate_grad_quantize(
-                flat, d_a, groups.blocks, spec.act, *dtypes, weights=by_row, pow2=pow2
+                flat, d_a, groups.blocks, spec.act, *dtypes, weights=by_row, pow2=spec.pow2
             )
         return a, rows, columns, None, inner
     with jax.named_scope("activate"):

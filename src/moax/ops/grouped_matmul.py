@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -136,14 +136,15 @@ def _grouped_bwd(view, static, residuals, dy):
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
-def matmul_local(x, w, groups: Groups, dtype, *, transpose: bool = False):
+def matmul_local(x: Any, w: Any, groups: Groups, dtype, *, transpose: bool = False):
     """Forward, or dgrad with `transpose`, of one device -> [M, N] in `dtype`, all columns in one dim.
 
     x, w: arrays or QArrays [M, ...], [E, K, *C]; or Operands. Padding of the result may hold anything.
     """
-    if not isinstance(x, Operand):
-        x, w = _plain(x, dtype), _plain(w, dtype)
-        x, w = x.reshape(x.shape[0], -1), w.reshape(*w.shape[:2], -1)
+    if isinstance(x, Operand):
+        return mosaic.matmul(x, w, groups.blocks, dtype)
+    x, w = _plain(x, dtype), _plain(w, dtype)
+    x, w = x.reshape(x.shape[0], -1), w.reshape(*w.shape[:2], -1)
     if groups.blocks is not None:
         return mosaic.matmul(x, w, groups.blocks, dtype, transpose=transpose)
     width = w.shape[1] if transpose else w.shape[2]
@@ -163,14 +164,15 @@ def matmul_local(x, w, groups: Groups, dtype, *, transpose: bool = False):
     return lax.fori_loop(0, tiles.count, body, y)
 
 
-def wgrad_local(x, dy, groups: Groups, dtype):
+def wgrad_local(x: Any, dy: Any, groups: Groups, dtype):
     """[M, K], [M, ...] -> [E, K, N] in `dtype`, summed in float32; arrays or QArrays, or Operands [K, M], [N, M].
 
     For the kernels, arrays are 0 in padding.
     """
-    if not isinstance(x, Operand):
-        x, dy = _plain(x, dtype), _plain(dy, dtype)
-        x, dy = x.reshape(x.shape[0], -1), dy.reshape(dy.shape[0], -1)
+    if isinstance(x, Operand):
+        return mosaic.wgrad(x, dy, groups.blocks, dtype)
+    x, dy = _plain(x, dtype), _plain(dy, dtype)
+    x, dy = x.reshape(x.shape[0], -1), dy.reshape(dy.shape[0], -1)
     if groups.blocks is not None:
         return mosaic.wgrad(x, dy, groups.blocks, dtype)
     if groups.sizes is None:
@@ -271,7 +273,7 @@ def _sizes_spec(static, group_sizes):
 class _Packing:
     """Rows as a product takes them, and back: the kernels want groups at multiples of 128, and zeros in padding."""
 
-    def __init__(self, static: GroupedSpec, group_sizes, num_rows: int):
+    def __init__(self, static: GroupedSpec, group_sizes: Any, num_rows: int):
         self.kernels, self.num_rows = static.kernels == "mosaic", num_rows
         self.own = find_groups(group_sizes, static.align, num_rows)
         self.groups, self.there = self.own, None
@@ -307,7 +309,7 @@ class _Packing:
 
 def _weight(static: GroupedSpec, layout, kept, w, contracted, fp8: bool):
     over = _amax_over(layout, kept)
-    if fp8:
+    if fp8 and static.recipe.w is not None:
         return gather_operand(w, static.recipe.w, contracted, layout.gather, over)
     return gather_quantized(w, static.recipe.w, contracted, layout.gather, over, static.dtype)
 

@@ -1,0 +1,189 @@
+"""Compiles the kernels, and the whole block for 4 H200s, to SASS on a machine without a GPU: `make check-sass`.
+
+Asserts that no kernel spills registers, that weights cross the wire as bytes in the optimized GPU program, and that
+their gradients are reduce-scattered. Prints each kernel's registers. A check of what the compiler makes of the
+kernels, not of what they compute: for that there is `make test`, in the interpreter, and `make test-gpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+import moax
+from moax import inspect
+from moax.groups import BLOCK, make_blocks
+from moax.kernels import activation, permute, quantize, tiles
+from moax.kernels.matmul import grouped_matmul
+from moax.kernels.matmul_fp8 import grouped_matmul_fp8
+from moax.kernels.wgrad import grouped_wgrad
+from moax.kernels.wgrad_fp8 import grouped_wgrad_fp8
+from moax.types import Operand
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a"
+  device_address_bits: 64 name: "NVIDIA H200" driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+ROWS, EXPERTS = 4096, 8
+# d_model and columns of one product of models: mixtral, qwen3-30b, gpt-oss, dsv3, and one that little divides.
+SHAPES = ((4096, 14336), (2048, 1536), (768, 2048), (2880, 5760), (7168, 2048), (1408, 96), (96, 160))
+WIDTHS = (96, 768, 1408, 2048, 2880, 7168)
+BF16, F8, F32, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32, jnp.int32
+
+
+def mesh_of_h200s(shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+    """A mesh of H200s that are not there."""
+    count = functools.reduce(lambda a, b: a * b, shape)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{count}")
+    return topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names)
+
+
+def up(n: int) -> int:
+    """Blocks of 128 in n."""
+    return -(-n // BLOCK)
+
+
+def kernels() -> Iterator[tuple[str, object, list[tuple[tuple[int, ...], object]]]]:
+    """(name, function, (shape, dtype) of each operand) of every kernel, shape and tile."""
+    sizes = ((EXPERTS,), I32)
+    rows = lambda k: [((ROWS, k), F8), ((up(k), ROWS), F32)]  # noqa: E731
+    turned = lambda k: [((k, ROWS), F8), ((ROWS // BLOCK, up(k) * BLOCK), F32)]  # noqa: E731
+    weight = lambda n, k: [((EXPERTS, n, k), F8), ((EXPERTS, up(n), up(k)), F32)]  # noqa: E731
+    for k, n in SHAPES:
+        x, dy, w = ((ROWS, k), BF16), ((ROWS, n), BF16), ((EXPERTS, k, n), BF16)
+        products = {
+            "matmul": (lambda a, b, s, t: grouped_matmul(a, b, make_blocks(s, ROWS), t), [x, w, sizes]),
+            "matmul_transposed": (
+                lambda a, b, s, t: grouped_matmul(a, b, make_blocks(s, ROWS), t, transpose=True), [dy, w, sizes]
+            ),
+            "wgrad": (lambda a, b, s, t: grouped_wgrad(a, b, make_blocks(s, ROWS), t), [x, dy, sizes]),
+            "matmul_fp8": (
+                lambda a, p, b, q, s, t: grouped_matmul_fp8(Operand(a, p), Operand(b, q), make_blocks(s, ROWS), t),
+                [*rows(k), *weight(n, k), sizes],
+            ),
+            "wgrad_fp8": (
+                lambda a, p, b, q, s, t: grouped_wgrad_fp8(Operand(a, p), Operand(b, q), make_blocks(s, ROWS), t),
+                [*turned(k), *turned(n), sizes],
+            ),
+        }  # fmt: skip
+        for op, (fn, operands) in products.items():
+            for tile in tiles.candidates(op, n):
+                yield f"{op} {k}x{n} {tile}", functools.partial(fn, t=tile), operands
+    for width in WIDTHS:
+        x = ((ROWS, width), BF16)
+        with_blocks = lambda fn: lambda *a: fn(*a[:-1], make_blocks(a[-1], ROWS))  # noqa: E731
+        yield f"quantize_rows {width}", with_blocks(quantize.quantize_rows), [x, sizes]
+        for dtype in (BF16, F32):
+            both = functools.partial(quantize.quantize_weight, native=True, transposed=True)
+            yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, 2880, width), dtype)]
+        yield f"gather_rows {width}", permute.gather_rows, [x, ((ROWS,), I32), ((1,), I32)]
+        yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
+        if width % BLOCK == 0:
+            act = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
+            h, d_a, by_row = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
+            forward = lambda h, s, act=act: activation.activate_quantize(h, make_blocks(s, ROWS), act, gated=True)  # noqa: E731
+            backward = lambda h, d, v, s, act=act: activation.activate_grad_quantize(  # noqa: E731
+                h, d, make_blocks(s, ROWS), act, weights=v
+            )
+            yield f"activate_quantize {width}", forward, [h, sizes]
+            yield f"activate_grad_quantize {width}", backward, [h, d_a, by_row, sizes]
+
+
+def compile_kernels() -> None:
+    """Compiles each for one H200; ptxas says what it thinks of them."""
+    mesh = mesh_of_h200s((1,), ("x",))
+    place = NamedSharding(mesh, PartitionSpec())
+    for name, fn, operands in kernels():
+        print(f"== {name}", flush=True)
+        jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands)).compile()
+
+
+def compile_blocks() -> None:
+    """The block, forward and backward, on 4 H200s as (fsdp 2, ep 2), with each recipe: what crosses the wire."""
+    mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"))
+    config = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
+    for layout in ("experts", "model"):
+        axes = moax.Axes(fsdp_dim=layout)
+        for recipe in (None, "fp8_block", "mxfp8", "fp8_tensor"):
+            name = f"block {recipe} fsdp on {layout}"
+            print(f"== {name}", flush=True)
+            with jax.set_mesh(mesh):
+                shapes = jax.eval_shape(lambda axes=axes: moax.init(jax.random.key(0), config, axes=axes))
+                place = lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, s))  # noqa: E731
+                params = jax.tree.map(place, shapes, moax.param_specs(config, axes))
+                x = place(jax.ShapeDtypeStruct((1024, 512), BF16), PartitionSpec(("fsdp", "ep")))
+
+                def loss(x, params, recipe=recipe, axes=axes):
+                    y, _ = moax.moe(x, params, config, recipe=recipe, axes=axes, kernels="mosaic")
+                    return jnp.sum(jnp.square(y.astype(F32)))
+
+                compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile()
+            found = inspect.collectives(compiled, mesh=mesh)
+            gathers = {c.dtype for c in inspect.weight_gathers(found) if c.size >= 512 * 256}
+            if recipe is not None:
+                inspect.assert_no_wide_weight_gather(found, min_elements=512 * 256)
+            if not gathers or (recipe is None and gathers != {"bfloat16"}):
+                sys.exit(f"{name}: weights are gathered as {gathers or 'nothing'}")
+            inspect.assert_reduce_scattered(found, min_elements=512 * 256)
+            print(f"{name}: weights gathered as {', '.join(sorted(gathers))}, gradients reduce-scattered", flush=True)
+
+
+def report(text: str) -> int:
+    """Prints the registers of each kernel; the number of kernels that spill, or 1 where ptxas said nothing."""
+    what, seen, spilled = "", 0, []
+    for line in text.splitlines():
+        if line.startswith("== "):
+            what = line[3:]
+        if found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            seen += 1
+            if found.groups() != ("0", "0"):
+                spilled.append(f"{what}: {line.strip()}")
+        if (found := re.search(r"Used (\d+) registers", line)) or line.startswith("block "):
+            print(f"{what}: {found[1]} registers" if found else line)
+    print(f"{seen} kernels compiled to SASS for an H200, {len(spilled)} spill registers")
+    print(*spilled, sep="\n")
+    return len(spilled) if seen else 1
+
+
+def main() -> int:
+    """Compiles in a process of its own, whose ptxas prints, and reads what it printed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compile", action="store_true", help="compile here and print what ptxas says")
+    if parser.parse_args().compile:
+        compile_kernels()
+        compile_blocks()
+        return 0
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    done = subprocess.run(
+        [sys.executable, __file__, "--compile"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        print(done.stdout[-4000:])
+        return done.returncode
+    return report(done.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

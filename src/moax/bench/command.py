@@ -1,0 +1,108 @@
+"""Options of `moax bench`, and the run: limits, rows as they come, the table, the file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator
+
+from moax.bench import block, cases, fused, gemm, limits, peers, permute, quantize, report
+from moax.bench.report import Row
+from moax.bench.timing import Repeats
+
+DESCRIPTION = """\
+Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
+(measured in the same run), its peers and its error against float64. What cannot run here is listed with the reason.
+"""
+WHAT = ("gemm", "quantize", "permute", "block")
+NEEDED = {"gemm": ("bf16", "fp8", "memory"), "quantize": ("memory",), "permute": ("memory",), "block": ("bf16", "fp8")}
+OTHERS = {"quantize": (quantize.PERF + fused.PERF, quantize.TINY + fused.TINY), "permute": (permute.PERF, permute.TINY)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `moax bench`."""
+    add = parser.add_argument
+    add("what", choices=WHAT, help="what to measure: products, quantization, permutation, or the whole block")
+    add("--cases", default="perf", metavar="SETS", help=f"of {', '.join(cases.NAMES)}, with commas; all but gemm have "
+        "perf and tiny (default: %(default)s)")  # fmt: skip
+    add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
+    add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
+        "quantize and permute: plain jnp, unless none (default: %(default)s)")  # fmt: skip
+    add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
+    add("--recipe", choices=block.RECIPES, help="block: one recipe (default: both)")
+    add("--tokens", type=int, action="append", metavar="T", help="block: tokens; repeatable (default: 8192 and 16384)")
+    add("--kernels", default="auto", help="block: auto, xla or mosaic (default: %(default)s)")
+    add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
+    add("--out", metavar="FILE", help="write the rows as JSON")
+    add("--sha", help="the commit that is measured (default: asked of git)")
+
+
+def run(args: argparse.Namespace, argv: list[str] | None = None) -> int:
+    """`moax bench`; `argv`: the command as typed, for the file.
+
+    Raises:
+      ValueError: an option that names nothing. ModuleNotFoundError: rich, of the extra `train`, is missing.
+    """
+    import rich  # noqa: F401  (before anything is measured)
+
+    repeats = Repeats.quick() if args.quick else Repeats()
+    chosen = select(args)
+    wanted = peers.parse(args.peers)
+    directions = _directions(args.directions)
+    torch = gemm.torch_rows(chosen, wanted, repeats) if args.what == "gemm" else []
+    found = limits.measure(NEEDED[args.what], repeats)
+    rows: list[Row] = []
+    head = report.header(["moax", *(argv or sys.argv[1:])], args.sha, found)
+    for row in _rows(args, chosen, wanted, directions, repeats, found, torch):
+        rows.append(row)
+        _progress(row)
+        if args.out:  # now, so that a run that is stopped keeps what it has
+            report.save(args.out, head, rows)
+    report.show(f"moax bench {args.what}", head, rows)
+    return 0
+
+
+def select(args: argparse.Namespace) -> list:
+    """The cases that the options name."""
+    if args.what == "gemm":
+        return cases.select(args.cases, args.only)
+    perf, tiny = OTHERS.get(args.what, (block.PERF, block.TINY))
+    if args.cases not in ("perf", "tiny", "all"):
+        raise ValueError(f"--cases {args.cases}: {args.what} has perf and tiny")
+    return cases.pick(tiny if args.cases == "tiny" else perf, args.only, f"--cases {args.cases}")
+
+
+def _rows(args, chosen, wanted, directions, repeats, found, torch) -> Iterator[Row]:
+    if args.what == "gemm":
+        return gemm.rows(chosen, wanted, repeats, found, torch, quick=args.quick, directions=directions)
+    if args.what == "block":
+        recipes = (args.recipe,) if args.recipe else block.RECIPES
+        few = dataclasses.replace(repeats, warmups=min(3, repeats.warmups))
+        tokens = tuple(args.tokens) if args.tokens else None
+        return block.rows(chosen, few, found, recipes=recipes, tokens=tokens, kernels=args.kernels)
+    if args.what == "permute":
+        return permute.rows(chosen, bool(wanted), repeats, found)
+    plain = [case for case in chosen if isinstance(case, quantize.Source)]
+    hidden = [case for case in chosen if isinstance(case, fused.Hidden)]
+    common = bool(wanted), repeats, found
+    return itertools.chain(quantize.rows(plain, *common), fused.rows(hidden, *common))
+
+
+def _directions(text: str) -> tuple:
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in cases.DIRECTIONS]
+    if unknown:
+        raise ValueError(f"--directions {text}: unknown {', '.join(unknown)}; of {', '.join(cases.DIRECTIONS)}")
+    return names
+
+
+def _progress(row: Row) -> None:
+    """A line for those who wait, and for a log that is cut short."""
+    rate = f"{row.tflops:.0f} TFLOP/s" if row.op in ("gemm", "block") and row.tflops else ""
+    rate = f"{row.tb_s:.2f} TB/s" if not rate and row.tb_s else rate
+    said = f"{row.us:.1f} us {rate}" if row.us else row.note
+    print(
+        f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl} {row.tile}: {said}", file=sys.stderr, flush=True
+    )

@@ -1,0 +1,274 @@
+"""Quantize to FP8 in one read of the source, for products over its columns, over its rows, or both.
+
+    scale[b] = max |x| over block b / max of the format         (rounded up to a power of two with `pow2`)
+    data     = round_to_format(x * (1 / scale))
+
+FP8 products take K-major operands only, so what is contracted over its rows is quantized and transposed here. A tile
+of 128 x 128 elements is loaded into SMEM once and read from there in both directions: as it lies for 1 x 128 blocks,
+transposed for 128 x 1. As in `moax.ops.quantize`, a NaN or Inf is NaN in its own element and no part of a scale, and
+an all-zero block has scale 1.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from moax.backend import Unsupported
+from moax.kernels.blocks import BLOCK, Blocks, Operand, align_up
+
+HALF = BLOCK // 2  # rows, or columns, that a warpgroup holds at a time: 64 x 128 values in registers
+TINY = 2.0**-126  # the least normal float32
+
+
+def quantize_rows(
+    x: Float[Array, "M C"],
+    blocks: Blocks | None,
+    *,
+    dtype=jnp.float8_e4m3fn,
+    rows: bool = True,
+    columns: bool = True,
+    pow2: bool = False,
+    scale: Float[Array, " 1"] | None = None,
+    warpgroups: int = 2,
+) -> tuple[Operand | None, Operand | None]:
+    """Rows for products over their columns (1 x 128 blocks), and over themselves (128 x 1 blocks, transposed).
+
+    Args:
+      x: [M, C] bf16 or f32, M a multiple of 128, C of 16.
+      blocks: which rows are real; the others quantize to zero and set no scale. Blocks past the used ones are not
+        written. None: all rows are real.
+      dtype: float8_e4m3fn or float8_e5m2.
+      rows, columns: which of the two to make.
+      pow2: scales are rounded up to powers of two.
+      scale: [1] f32, one for the whole tensor in the place of each block's own.
+      warpgroups: that share a tile, 1 or 2.
+
+    Returns:
+      rows: data [M, C], scale [ceil(C / 128), M]. columns: data [C, M], scale [M / 128, C rounded up to 128]. None for
+      what was not asked for.
+    """
+    check_source("x", x, 1, dtype)
+    (size, width), source = x.shape, _pad(x, 1)
+    if size % BLOCK:
+        raise Unsupported(f"x has {size} rows; the kernel takes multiples of {BLOCK}")
+    padded = align_up(width, BLOCK)
+    shapes = {"rows": (source.shape, (padded // BLOCK, size)), "columns": (source.shape[::-1], (size // BLOCK, padded))}
+    wanted = [name for name, on in (("rows", rows), ("columns", columns)) if on]
+    data = {name: jax.ShapeDtypeStruct(shapes[name][0], dtype) for name in wanted}
+    scales = {name: jax.ShapeDtypeStruct(shapes[name][1], jnp.float32) for name in wanted if scale is None}
+
+    def kernel(x, counts, given, data, scales, *, tile, buffers, loaded, met):
+        i, j, wg = (lax.axis_index(name) for name in ("i", "j", "wg"))
+        halves = [wg] if warpgroups == 2 else [0, 1]
+        to = {name: (data[name], scales.get(name), buffers[name]) for name in wanted}
+
+        @pl.when(counts is None or counts[i] > 0)
+        def _():
+            load_tiles([(x.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded, wg)
+            if counts is not None:
+                zero_tail([tile], counts[i], halves, met)
+            one = None if given is None else given[0]
+            for half in halves:
+                if rows:
+                    put(rows_of(tile, half), to["rows"], i, j, half, pow2, one)
+                if columns:
+                    put(columns_of(tile, half), to["columns"], j, i, half, pow2, one)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(source, data, warpgroups)
+    run = launch(kernel, (data, scales), grid, scratch, warpgroups)
+    data, scales = run(source, None if blocks is None else blocks.rows, scale)
+    if scale is not None:
+        scales = {name: jnp.broadcast_to(scale, shapes[name][1]) for name in wanted}
+    return (
+        Operand(data["rows"][:, :width], scales["rows"]) if rows else None,
+        Operand(data["columns"][:width], scales["columns"]) if columns else None,
+    )
+
+
+def quantize_weight(
+    w: Float[Array, "E R C"],
+    *,
+    dtype=jnp.float8_e4m3fn,
+    native: bool,
+    transposed: bool,
+    pow2: bool = False,
+    scale: Float[Array, " E"] | None = None,
+) -> tuple[Operand | None, Operand | None]:
+    """Weights in 128 x 128 blocks, as they lie and transposed.
+
+    Args:
+      w: [E, R, C] bf16 or f32, R and C multiples of 16.
+      dtype, pow2: as in `quantize_rows`.
+      native, transposed: which of the two to make.
+      scale: [E] f32, one a matrix in the place of each block's own.
+
+    Returns:
+      native: data [E, R, C], scale [E, ceil(R / 128), ceil(C / 128)]. transposed: data [E, C, R], scale
+      [E, ceil(C / 128), ceil(R / 128)]. None for what was not asked for.
+    """
+    check_source("w", w, 2, dtype)
+    (experts, rows, width), source = w.shape, _pad(_pad(w, 1), 2)
+    grid = (experts, -(-rows // BLOCK), -(-width // BLOCK))
+    shapes = {"native": source.shape, "transposed": (experts, *source.shape[:0:-1])}
+    wanted = [name for name, on in (("native", native), ("transposed", transposed)) if on]
+    data = {name: jax.ShapeDtypeStruct(shapes[name], dtype) for name in wanted}
+
+    def kernel(w, given, data, scales, *, tile, buffers, loaded, met, peaks):
+        e, i, j, half = (lax.axis_index(name) for name in ("e", "i", "j", "wg"))
+        load_tiles([(w.at[e, pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded, half)
+        if given is None:
+            peaks[pl.ds(half * HALF, HALF)] = to_scale(amax(rows_of(tile, half)), dtype, pow2, 0.0)
+            meet(met)
+            # In this layout each warp holds all of it, so that each takes the maximum by itself.
+            peak = jnp.max(plgpu.load(peaks, layout=plgpu.Layout.WGMMA.reduce(0)))
+            fixed = jnp.where(peak > 0.0, peak, 1.0)
+
+            @pl.when(half == 0)
+            def _():
+                scales[e, i, j] = fixed
+        else:
+            fixed = given[e]
+        to = {name: (data[name].at[e], None, buffers[name]) for name in wanted}
+        if native:
+            put(rows_of(tile, half), to["native"], i, j, half, pow2, fixed)
+        if transposed:
+            put(columns_of(tile, half), to["transposed"], j, i, half, pow2, fixed)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    scratch = _scratch(source, data, 2) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
+    out = (data, jax.ShapeDtypeStruct(grid, jnp.float32) if scale is None else None)
+    data, scales = launch(kernel, out, dict(zip("eij", grid, strict=True)), scratch)(source, scale)
+    scales = scales if scale is None else jnp.broadcast_to(scale[:, None, None], grid)
+    return (
+        Operand(data["native"][:, :rows, :width], scales) if native else None,
+        Operand(data["transposed"][:, :width, :rows], jnp.swapaxes(scales, 1, 2)) if transposed else None,
+    )
+
+
+def check_source(name: str, x, dims: int, dtype) -> None:
+    """Raises Unsupported where x, its last `dims` dims, or the FP8 dtype are not what the kernels take."""
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise Unsupported(f"{name} is {x.dtype}; the kernel quantizes bfloat16 and float32")
+    if dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        raise Unsupported(f"dtype={jnp.dtype(dtype).name}; the kernel quantizes to float8_e4m3fn and float8_e5m2")
+    if any(width % 16 for width in x.shape[-dims:]):  # bytes of FP8, the least that TMA strides over
+        raise Unsupported(f"{name} has shape {x.shape}; its last {dims} dims must be multiples of 16")
+
+
+def launch(kernel, out, grid: dict[str, int], scratch: dict, warpgroups: int = 2, **params):
+    """A kernel of warpgroups that share a tile. No SMEM for reductions over warps: warpgroups would share that too."""
+    return plgpu.kernel(
+        kernel,
+        out_type=out,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="wg",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, **params),
+    )
+
+
+def tile_buffer(dtype, width: int):
+    """SMEM for a tile of an array of this width, laid out so that TMA's boxes of columns divide the width."""
+    size = jnp.dtype(dtype).itemsize
+    box = next(n for n in (128, 64, 32) if width * size % n == 0)
+    transforms = (plgpu.TilingTransform((8, box // size)), plgpu.SwizzleTransform(box))
+    return plgpu.SMEM((BLOCK, BLOCK), dtype, transforms=transforms)
+
+
+def load_tiles(copies, loaded, wg) -> None:
+    """Copies each (source, tile), and waits for all. What is past the edge of the source is 0."""
+
+    @pl.when(wg == 0)
+    def _():
+        for source, tile in copies:
+            plgpu.copy_gmem_to_smem(source, tile, loaded)
+
+    plgpu.barrier_wait(loaded)
+
+
+def meet(barrier) -> None:
+    """Waits for the other warpgroup."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def zero_tail(tiles, count, halves, barrier) -> None:
+    """Zeros the rows of the tiles from `count` on; this warpgroup those of its halves."""
+
+    @pl.when(count < BLOCK)
+    def _():
+        for tile in tiles:
+            for half in halves:
+                rows = tile.at[pl.ds(half * HALF, HALF)]
+                value = plgpu.load(rows, layout=plgpu.Layout.WGMMA)
+                index = lax.broadcasted_iota(jnp.int32, value.shape, 0) + half * HALF
+                rows[...] = jnp.where(index < count, value, jnp.zeros_like(value))
+        meet(barrier)
+
+
+def rows_of(tile, half):
+    """Half of the rows of a tile, f32 [64, 128]."""
+    return plgpu.load(tile.at[pl.ds(half * HALF, HALF)], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def columns_of(tile, half):
+    """Half of the columns of a tile, transposed, f32 [64, 128]."""
+    columns = tile.at[:, pl.ds(half * HALF, HALF)].T
+    return plgpu.load(columns, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+
+
+def amax(value):
+    """Of each row of [64, 128], without what is not finite."""
+    magnitude = jnp.abs(value)
+    return jnp.max(jnp.where(magnitude < jnp.inf, magnitude, 0.0), axis=1)
+
+
+def to_scale(amax, dtype, pow2: bool, of_zero: float = 1.0):
+    """The scales of blocks with these amax; `of_zero` where that is zero, or too small to divide by."""
+    scale = amax * (1.0 / float(jnp.finfo(dtype).max))
+    scale = jnp.where(scale < TINY, of_zero, scale)
+    if not pow2:
+        return scale
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
+
+
+def put(value, to, row_block, column_block, half, pow2: bool, given=None) -> None:
+    """Quantizes half a block [64, 128] by its rows, and starts its copy to GMEM; past the end of data none is made.
+
+    to: data [R, C] and scale [C / 128, R] in GMEM, the buffer in SMEM. given: the scale, which is then not written.
+    """
+    data, scales, buffer = to
+    dtype, first = data.dtype, row_block * BLOCK + half * HALF
+    scale = to_scale(amax(value), dtype, pow2) if given is None else given
+    inverse = 1.0 / scale
+    if given is None:
+        scales[column_block, pl.ds(first, HALF)] = scale
+        inverse = lax.broadcast_in_dim(inverse, value.shape, [0])
+    value = jnp.where(jnp.abs(value) < jnp.inf, value, jnp.nan)  # the conversion would make a number of an Inf
+    rows = buffer.at[pl.ds(half * HALF, HALF)]
+    rows[...] = (value * inverse).astype(dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(rows, data.at[pl.ds(first, HALF), pl.ds(column_block * BLOCK, BLOCK)])
+
+
+def _scratch(source, data, warpgroups: int) -> dict:
+    return dict(
+        tile=tile_buffer(source.dtype, source.shape[-1]),
+        buffers={name: tile_buffer(of.dtype, of.shape[-1]) for name, of in data.items()},
+        loaded=plgpu.Barrier(),
+        met=plgpu.Barrier(num_arrivals=warpgroups),
+    )
+
+
+def _pad(x, dim: int):
+    """Columns of zeros up to a multiple of 32: a row of 16 bytes has no swizzle."""
+    return x if x.shape[dim] % 32 == 0 else jnp.pad(x, [(0, 16 if d == dim else 0) for d in range(x.ndim)])

@@ -1,0 +1,164 @@
+"""The quantization kernels: in interpret mode against `moax.ops.quantize`, and lowered for CUDA."""
+
+import contextlib
+import functools
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moax.backend import Unsupported
+from moax.kernels.blocks import make_blocks
+from moax.kernels.quantize import quantize_rows, quantize_weight
+from moax.ops.quantize import quantize_local
+from moax.recipe import Format
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+WIDTHS = (96, 768, 1408, 2048, 2880, 4096, 7168)
+
+
+def interpret(f, *args):
+    """f(*args) in the GPU interpreter, which prints the races that it finds."""
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+    ):
+        results = jax.tree.map(np.asarray, jax.jit(f)(*args))
+    assert "RACE" not in printed.getvalue(), printed.getvalue()
+    return results
+
+
+def lower(f, *args):
+    assert "mosaic_gpu_v2" in jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def values(seed, *shape):
+    """Normal values of many magnitudes, and what has a rule of its own: NaN, Inf, rows of zeros and of tiny values."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * np.exp2(rng.integers(-20, 20, shape[:-1] + (1,)))
+    x = x.astype(np.float32)
+    x[..., 3, 5], x[..., 7, 9], x[..., 8, 9] = np.nan, np.inf, -np.inf
+    x[..., 11, :], x[..., :, 13], x[..., 16, :] = 0, 0, 1e-38 * x[..., 16, :]
+    return x
+
+
+def expected(x, dtype, block, pow2=False, real=None):
+    """data and scale of the XLA path, the data as float32."""
+    name = "e4m3" if dtype == E4M3 else "e5m2"
+    q = quantize_local(jnp.asarray(x), Format(name, scale="pow2" if pow2 else "float32"), block, real=real)
+    return np.asarray(jax.lax.bitcast_convert_type(q.data, dtype), np.float32), np.asarray(q.scale)
+
+
+def check(got, data, scale, dtype):
+    """The same but for a value that x * (1 / scale) rounds to the other side; scales to an ulp."""
+    assert got.data.dtype == dtype
+    np.testing.assert_allclose(got.scale[tuple(map(slice, scale.shape))], scale, rtol=2e-7)
+    ours = got.data.astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(ours), np.isnan(data))
+    step = 2.0**-3 if dtype == E4M3 else 2.0**-2
+    np.testing.assert_allclose(ours, data, rtol=step, atol=2.0**-9 if dtype == E4M3 else 2.0**-16)
+    assert (ours == data)[~np.isnan(data)].mean() > 0.999
+
+
+@pytest.mark.parametrize(
+    ("source", "width", "dtype", "pow2", "warpgroups"),
+    [
+        (jnp.bfloat16, 128, E4M3, False, 2),
+        (jnp.bfloat16, 96, E5M2, True, 1),
+        (jnp.float32, 160, E4M3, False, 2),
+        (jnp.float32, 48, E5M2, False, 1),
+    ],
+)
+def test_rows_and_columns(source, width, dtype, pow2, warpgroups):
+    """A wrong scale, a transposed tile, padding (NaN) or a neighbour's column in a scale, an Inf that became 448."""
+    sizes = np.array([128, 0, 70], np.int32)
+    x, real = values(0, 384, width), np.arange(384) < 198
+    x[198:] = np.nan
+    x = jnp.asarray(x, source)
+    run = functools.partial(quantize_rows, dtype=dtype, pow2=pow2, warpgroups=warpgroups)
+    by_row, by_column = interpret(lambda x, s: run(x, make_blocks(s, 384)), x, sizes)
+    used = 256
+    data, scale = expected(x[:used], dtype, (1, 128), pow2, real[:used])
+    assert by_row.data.shape == (384, width) and by_row.scale.shape == (-(-width // 128), 384)
+    check(by_row._replace(data=by_row.data[:used]), data, scale.T, dtype)
+    data, scale = expected(x[:used], dtype, (128, 1), pow2, real[:used])
+    assert by_column.data.shape == (width, 384) and by_column.scale.shape == (3, -(-width // 128) * 128)
+    check(by_column._replace(data=by_column.data[:, :used]), data.T, scale, dtype)
+    assert (by_column.scale[:2, width:] == 1).all() and (by_row.scale[:, 198:used] == 1).all()
+
+
+def test_one_scale_for_the_tensor():
+    """A given scale that is not used, or divides twice."""
+    x, scale = jnp.asarray(values(0, 128, 96), jnp.bfloat16), np.array([2.0**20], np.float32)
+    by_row, by_column = interpret(lambda x, s: quantize_rows(x, None, scale=s), x, scale)
+    want = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale[0], jnp.nan).astype(E4M3).astype(np.float32)
+    np.testing.assert_array_equal(by_row.data.astype(np.float32), want)
+    np.testing.assert_array_equal(by_column.data.astype(np.float32), want.T)
+    assert (by_row.scale == scale).all() and by_row.scale.shape == (1, 128) and by_column.scale.shape == (1, 128)
+
+
+@pytest.mark.parametrize("columns", [True, False])
+def test_one_direction(columns):
+    """Outputs that change places where only one of the two is asked for."""
+    x = jnp.asarray(values(0, 128, 128), jnp.bfloat16)
+    both = interpret(lambda x: quantize_rows(x, None), x)
+    one = interpret(lambda x: quantize_rows(x, None, rows=not columns, columns=columns), x)
+    assert one[not columns] is None
+    for got, want in zip(one[columns], both[columns], strict=True):
+        np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype", "pow2"), [(jnp.bfloat16, E4M3, False), (jnp.float32, E4M3, True), (jnp.bfloat16, E5M2, True)]
+)
+def test_weight(source, dtype, pow2):
+    """A scale of half a block, of the wrong block or matrix; a transposed matrix with scales that are not."""
+    w = values(0, 2, 160, 144)
+    w[1, :128, :128] = 0
+    w = jnp.asarray(w, source)
+    run = functools.partial(quantize_weight, dtype=dtype, native=True, transposed=True, pow2=pow2)
+    native, transposed = interpret(run, w)
+    data, scale = expected(w, dtype, (1, 128, 128), pow2)
+    check(native, data, scale, dtype)
+    check(transposed, data.swapaxes(1, 2), scale.swapaxes(1, 2), dtype)
+    assert native.scale[1, 0, 0] == 1
+
+
+def test_weight_one_scale_a_matrix():
+    """The scale of another matrix."""
+    w, scale = jnp.asarray(values(0, 2, 32, 64), jnp.bfloat16), np.array([2.0**18, 2.0**21], np.float32)
+    native, none = interpret(lambda w, s: quantize_weight(w, native=True, transposed=False, scale=s), w, scale)
+    want = jnp.where(jnp.isfinite(w), w.astype(jnp.float32) / scale[:, None, None], jnp.nan).astype(E4M3)
+    np.testing.assert_array_equal(native.data.astype(np.float32), want.astype(np.float32))
+    assert none is None and (native.scale == scale[:, None, None]).all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_lowers_for_cuda(width):
+    """A width of a model whose tiles Mosaic refuses."""
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+    for source in (jnp.bfloat16, jnp.float32):
+        x, w = (jax.ShapeDtypeStruct(shape, source) for shape in ((512, width), (2, width, 2880)))
+        for options in ({}, {"rows": False, "pow2": True}, {"columns": False, "dtype": E5M2}):
+            lower(lambda x, s, options=options: quantize_rows(x, make_blocks(s, 512), **options), x, sizes)
+        lower(lambda x, s: quantize_rows(x, None, scale=s), x, jax.ShapeDtypeStruct((1,), jnp.float32))
+        lower(functools.partial(quantize_weight, native=True, transposed=True, pow2=True), w)
+        lower(functools.partial(quantize_weight, native=False, transposed=True, dtype=E5M2), w)
+
+
+def test_refuses_what_the_kernel_cannot_take():
+    """A copy past the end of a row, or a silent cast."""
+    with pytest.raises(Unsupported, match="multiples of 16"):
+        quantize_rows(jnp.zeros((128, 24), jnp.bfloat16), None)
+    with pytest.raises(Unsupported, match="multiples of 16"):
+        quantize_weight(jnp.zeros((1, 24, 128), jnp.bfloat16), native=True, transposed=True)
+    with pytest.raises(Unsupported, match="100 rows"):
+        quantize_rows(jnp.zeros((100, 128), jnp.bfloat16), None)
+    with pytest.raises(Unsupported, match="float16"):
+        quantize_rows(jnp.zeros((128, 128), jnp.float16), None)
+    with pytest.raises(Unsupported, match="dtype=float8_e4m3b11fnuz"):
+        quantize_rows(jnp.zeros((128, 128), jnp.bfloat16), None, dtype=jnp.float8_e4m3b11fnuz)
