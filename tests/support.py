@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moax.ops import dequantize, quantize
@@ -172,6 +175,17 @@ def fake_operands(x, w, dy, recipe: Recipe, real=None, *, w_cut=None, shards: in
         rows(x, recipe.x, "columns"), weight("rows"), rows(x, recipe.x, "rows"),
         weight("columns"), rows(dy, recipe.dy, "columns"), rows(dy, recipe.dy, "rows"),
     )  # fmt: skip
+
+
+def interpret(fn: Callable, *args):
+    """fn(*args) in Pallas' GPU interpreter, which prints the races that it finds: none may be there."""
+    printed = io.StringIO()
+    mode = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True))
+    with contextlib.redirect_stdout(printed), mode:
+        results = jax.tree.map(np.asarray, jax.jit(fn)(*args))
+    if "RACE" in printed.getvalue():
+        raise AssertionError(printed.getvalue())
+    return results
 
 
 def rel_error(got, want, per: int | None = None) -> float:

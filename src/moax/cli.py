@@ -1,4 +1,4 @@
-"""The command `moax`: `train` a small language model, `inspect` the collectives of a block, `bench` and `tune` the kernels.
+"""The command `moax`: `train` a language model, `inspect` a block's collectives, `bench` and `tune` the kernels.
 
 Exit codes: 0 done, 1 it cannot run here, 2 wrong arguments, 130 stopped by Ctrl-C.
 """

@@ -60,7 +60,9 @@ def make_blocks(group_sizes: Int[Array, " E"], num_rows: int) -> Blocks:
     last = jnp.cumsum(count)
     first = last - count
     index = jnp.arange(num_rows // BLOCK, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last, index, side="right", method="compare_all"), group_sizes.shape[0] - 1).astype(jnp.int32)
+    group = jnp.minimum(
+        jnp.searchsorted(last, index, side="right", method="compare_all"), group_sizes.shape[0] - 1
+    ).astype(jnp.int32)
     rows = jnp.clip(group_sizes[group] - (index - first[group]) * BLOCK, 0, BLOCK)
     rows = jnp.where(index < last[-1], rows, 0)
     return Blocks(group, rows.astype(jnp.int32), last[-1:], first, count)

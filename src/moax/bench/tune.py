@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import sys
@@ -95,7 +96,7 @@ def tune(problem: Problem, op: str, direction: cases.Direction) -> tuple[str, li
     gain = times[first] / times[best]
     print(f"{case.name} {op} {direction}: {best} {times[best]:.0f} us, {gain:.3f} of {first}", flush=True)
     key = tiles.tile_key(op, contracted, columns, rows)
-    return key, [best.tile_n, best.stages, best.width, best.cluster] if gain >= GAIN else None
+    return key, list(dataclasses.astuple(best)) if gain >= GAIN else None
 
 
 def product(problem: Problem, op: str, direction: cases.Direction, tile) -> tuple[Callable, tuple]:

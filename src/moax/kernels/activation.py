@@ -40,6 +40,7 @@ def activate_quantize(
     dtype=jnp.float8_e4m3fn,
     pow2: bool = False,
     part: int = PART,
+    warpgroups: int = 1,
 ) -> Operand:
     """a = act(gate, up) * weight, quantized by rows: data [N, F], scale [F / 128, N].
 
@@ -52,17 +53,21 @@ def activate_quantize(
       dtype: float8_e4m3fn or float8_e5m2.
       pow2: scales are rounded up to powers of two.
       part: columns that a warpgroup computes at a time, 16 or 32.
+      warpgroups: that share a tile, of 64 rows each: 1 or 2.
     """
     size, width = _check(h, gated)
+    rows = HALF * warpgroups
 
-    def kernel(h, counts, weights, data, scale, *, tiles, buffer, loaded, met):
+    def activate_quantize(h, counts, weights, data, scale, *, tiles, buffer, loaded, met):
         i, j, half = (lax.axis_index(name) for name in ("i", "j", "wg"))
+        count = counts[lax.div(i * rows, BLOCK)]
 
-        @pl.when(counts[i] > 0)
+        @pl.when(count > 0)
         def _():
             load_tiles(_tiles_of(h, tiles, i, j, width), loaded, half)
-            zero_tail(tiles, counts[i], [half], met)
-            weight = None if weights is None else _row_values(weights, i, half, part)
+            zero_tail(tiles, count - lax.rem(i * rows, BLOCK), [half], met)
+            first = i * rows + half * HALF
+            weight = None if weights is None else _row_values(weights, first, part)
 
             @pl.loop(0, BLOCK // part)  # not unrolled: that would take more registers
             def _(step):
@@ -72,17 +77,17 @@ def activate_quantize(
                 a = a if weight is None else (a.astype(jnp.float32) * weight).astype(h.dtype)
                 tiles[-1][at] = a
 
-            put(rows_of(tiles[-1], half), (data, scale, buffer), i, j, half, pow2)
+            put(rows_of(tiles[-1], half), (data, scale, buffer), first, j, half, pow2)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     scratch = dict(
-        tiles=[tile_buffer(h.dtype, part)] * (1 + gated),
-        buffer=tile_buffer(dtype, BLOCK),
+        tiles=[tile_buffer(h.dtype, part, rows)] * (1 + gated),
+        buffer=tile_buffer(dtype, BLOCK, rows),
         loaded=plgpu.Barrier(num_arrivals=1 + gated),
-        met=plgpu.Barrier(num_arrivals=2),
+        met=plgpu.Barrier(num_arrivals=warpgroups),
     )
-    grid = dict(i=size // BLOCK, j=width // BLOCK)
-    run = launch(kernel, _out((size, width), dtype), grid, scratch, approx_math=True)
+    grid = dict(i=size // rows, j=width // BLOCK)
+    run = launch(activate_quantize, _out((size, width), dtype), grid, scratch, warpgroups, approx_math=True)
     return Operand(*run(h, blocks.rows, weights))
 
 
@@ -118,7 +123,9 @@ def activate_grad_quantize(
         raise ValueError(f"d_a is {d_a.dtype} {d_a.shape}; with h {h.dtype} {h.shape} it must be [N, F] like it")
     steps, part = width // BLOCK, part or _part_of(act, gated)
 
-    def kernel(h, d_a, counts, weights, a_out, rows_out, columns_out, inner, *, tiles, shared, first, loaded, met):
+    def activate_grad_quantize(
+        h, d_a, counts, weights, a_out, rows_out, columns_out, inner, *, tiles, shared, first, loaded, met
+    ):
         i, j, half = (lax.axis_index(name) for name in ("i", "j", "wg"))
         grad, later = shared
 
@@ -126,14 +133,14 @@ def activate_grad_quantize(
         def _():
             load_tiles([*_tiles_of(h, tiles, i, j, width), *_tiles_of(d_a, [grad], i, j, width)], loaded, half)
             zero_tail([*tiles, grad], counts[i], [half], met)
-            weight = _row_values(weights, i, half, part)
+            weight = _row_values(weights, i * BLOCK + half * HALF, part)
 
             def compute(step, sums):
                 at = _part(half, step, part)
                 d = _load(grad, at)
-                d_weighted = (d * weight).astype(h.dtype).astype(jnp.float32)
+                d_weighted = _rounded(d * weight)
                 a, *d_h = _evaluate(_with_grads(act), d_weighted, *(_load(tile, at) for tile in tiles))
-                a = a.astype(h.dtype).astype(jnp.float32)
+                a = _rounded(a)
                 grad[at] = (a * weight).astype(h.dtype)
                 for tile, d_tile in zip(tiles, d_h, strict=True):
                     tile[at] = d_tile.astype(h.dtype)
@@ -143,16 +150,16 @@ def activate_grad_quantize(
             sums = lax.fori_loop(0, BLOCK // part, compute, zeros)
             inner[j, pl.ds(i * BLOCK + half * HALF, HALF)] = sums
             meet(met)  # columns are read across what both warpgroups wrote
-            put(columns_of(grad, half), (*a_out, first), j, i, half, pow2)
+            put(columns_of(grad, half), (*a_out, first), j * BLOCK + half * HALF, i, half, pow2)
             meet(met)  # `grad` is read: its memory is now `later`
             for g, tile in enumerate(tiles):
                 column = g * steps + j
                 if g:  # the last copy may still be reading, but not from the buffer that is next
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                put(rows_of(tile, half), (*rows_out, later[0]), i, column, half, pow2)
+                put(rows_of(tile, half), (*rows_out, later[0]), i * BLOCK + half * HALF, column, half, pow2)
                 if g:
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                put(columns_of(tile, half), (*columns_out, later[1]), column, i, half, pow2)
+                put(columns_of(tile, half), (*columns_out, later[1]), column * BLOCK + half * HALF, i, half, pow2)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     total = h.shape[1]
@@ -169,7 +176,7 @@ def activate_grad_quantize(
         loaded=plgpu.Barrier(num_arrivals=2 + gated),
         met=plgpu.Barrier(num_arrivals=2),
     )
-    run = launch(kernel, out, dict(i=size // BLOCK, j=steps), scratch, approx_math=True)
+    run = launch(activate_grad_quantize, out, dict(i=size // BLOCK, j=steps), scratch, approx_math=True)
     a, by_row, by_column, inner = run(h, d_a, blocks.rows, weights)
     return Operand(*a), Operand(*by_row), Operand(*by_column), inner
 
@@ -191,7 +198,7 @@ def _out(shape, dtype):
 
 def _tiles_of(x, tiles, i, j, width: int):
     """Each tile with the part of x that it is of."""
-    rows = pl.ds(i * BLOCK, BLOCK)
+    rows = pl.ds(i * tiles[0].shape[0], tiles[0].shape[0])
     return [(x.at[rows, pl.ds(g * width + j * BLOCK, BLOCK)], tile) for g, tile in enumerate(tiles)]
 
 
@@ -203,10 +210,15 @@ def _load(tile, at):
     return plgpu.load(tile.at[at], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def _row_values(x, i, half, part: int):
-    """The f32 value of each row, as an array [64, part]."""
-    rows = x.at[pl.ds(i * BLOCK + half * HALF, HALF)]
-    value = plgpu.load(rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+def _rounded(x):
+    """x rounded to bf16, as f32."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+
+
+def _row_values(x, first, part: int):
+    """The f32 value of each row from `first` on, as an array [64, part]."""
+    value = plgpu.load(x.at[pl.ds(first, HALF)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     return lax.broadcast_in_dim(value, (HALF, part), [0])
 
 

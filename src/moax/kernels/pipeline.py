@@ -1,7 +1,7 @@
-"""The frame of a product's kernel: one warpgroup loads stages of operands, two multiply them, tile after tile.
+"""The frame of a product's kernel: one warpgroup loads stages of operands, others multiply them, tile after tile.
 
 The grid is persistent: a cluster of `TileConfig.cluster` thread blocks on each of the SMs walks over tiles of the
-output, 128 rows by `tile_n` columns a thread block, 64 rows a consumer warpgroup. The producer runs ahead over the
+output, 64 rows by `tile_n` columns a consumer warpgroup. The producer runs ahead over the
 tiles' ends, so the next tile is loaded while this one is stored. Stages are guarded by a `full` barrier (the copies
 arrive) and an `empty` one (the consumers do, of every block of the cluster where a copy is shared by it).
 """
@@ -18,24 +18,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.backend import Unsupported, count_sms
-from moax.kernels.blocks import BLOCK
 
-CONSUMERS = 2
-ROWS = BLOCK // CONSUMERS  # of a consumer
+ROWS = 64  # of a consumer
 OUT_SLOTS = 2
-SMEM_LIMIT = 227 * 1024
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+REGISTERS = {2: (40, 232), 3: (32, 160)}  # of a producer's and of a consumer's thread, by number of consumers
 
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
     """tile_n: columns of a tile; stages: of operands in shared memory; width: row tiles that sweep the columns
-    together, so that they find the operands in L2; cluster: thread blocks, of neighbouring columns, that share rows."""
+    together, so that they find the operands in L2; cluster: thread blocks, of neighbouring columns, that share rows;
+    consumers: warpgroups that multiply, 64 rows each (3 in wgrad alone: elsewhere a tile is a block of 128 rows)."""
 
     tile_n: int
     stages: int
     width: int = 8
     cluster: int = 1
+    consumers: int = 2
 
 
 def swizzle_of(*rows: int) -> int:
@@ -92,10 +91,11 @@ def run(
     swizzle = swizzle_of(out_type.shape[-1] * dtype.itemsize)
     chunk = swizzle // dtype.itemsize  # columns that are stored at a time
     shared = tile.cluster > 1
-    empty = dict(num_arrivals=CONSUMERS, num_barriers=tile.stages)
+    fewer, more = REGISTERS[tile.consumers]
+    empty = dict(num_arrivals=tile.consumers, num_barriers=tile.stages)
     scratch = dict(
         stages=stages,
-        out_s=plgpu.SMEM((CONSUMERS, OUT_SLOTS, ROWS, chunk), dtype, transforms=swizzled(dtype, swizzle)),
+        out_s=plgpu.SMEM((tile.consumers, OUT_SLOTS, ROWS, chunk), dtype, transforms=swizzled(dtype, swizzle)),
         full=plgpu.Barrier(num_arrivals=len(stages), num_barriers=tile.stages),
         empty=plgpu.ClusterBarrier(collective_axes=("block",), **empty) if shared else plgpu.Barrier(**empty),
     )
@@ -110,9 +110,9 @@ def run(
         def place_of(i):
             return locate(first + i * clusters, block, *inputs)
 
-        @pl.when(warpgroup == CONSUMERS)
+        @pl.when(warpgroup == tile.consumers)
         def _():
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(fewer, action="decrease")
 
             def per_tile(i, at):
                 place = place_of(i)
@@ -132,9 +132,9 @@ def run(
 
             lax.fori_loop(jnp.maximum(end - tile.stages, 0), end, drain, None)
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when(warpgroup < tile.consumers)
         def _():
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers(more, action="increase")
 
             def per_tile(i, at):
                 place = place_of(i)
@@ -163,7 +163,7 @@ def run(
         grid=(clusters,),
         grid_names=("cluster",),
         **cluster,
-        num_threads=CONSUMERS + 1,
+        num_threads=tile.consumers + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),

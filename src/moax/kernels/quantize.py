@@ -34,7 +34,8 @@ def quantize_rows(
     columns: bool = True,
     pow2: bool = False,
     scale: Float[Array, " 1"] | None = None,
-    warpgroups: int = 2,
+    warpgroups: int = 1,
+    share: bool = True,
 ) -> tuple[Operand | None, Operand | None]:
     """Rows for products over their columns (1 x 128 blocks), and over themselves (128 x 1 blocks, transposed).
 
@@ -47,6 +48,7 @@ def quantize_rows(
       pow2: scales are rounded up to powers of two.
       scale: [1] f32, one for the whole tensor in the place of each block's own.
       warpgroups: that share a tile, 1 or 2.
+      share: whether both results leave through the same shared memory, which one warpgroup can do.
 
     Returns:
       rows: data [M, C], scale [ceil(C / 128), M]. columns: data [C, M], scale [M / 128, C rounded up to 128]. None for
@@ -62,10 +64,10 @@ def quantize_rows(
     data = {name: jax.ShapeDtypeStruct(shapes[name][0], dtype) for name in wanted}
     scales = {name: jax.ShapeDtypeStruct(shapes[name][1], jnp.float32) for name in wanted if scale is None}
 
-    def kernel(x, counts, given, data, scales, *, tile, buffers, loaded, met):
+    def quantize_rows(x, counts, given, data, scales, *, tile, buffers, loaded, met):
         i, j, wg = (lax.axis_index(name) for name in ("i", "j", "wg"))
         halves = [wg] if warpgroups == 2 else [0, 1]
-        to = {name: (data[name], scales.get(name), buffers[name]) for name in wanted}
+        one_buffer = rows and columns and share and warpgroups == 1
 
         @pl.when(counts is None or counts[i] > 0)
         def _():
@@ -73,15 +75,18 @@ def quantize_rows(
             if counts is not None:
                 zero_tail([tile], counts[i], halves, met)
             one = None if given is None else given[0]
-            for half in halves:
-                if rows:
-                    put(rows_of(tile, half), to["rows"], i, j, half, pow2, one)
-                if columns:
-                    put(columns_of(tile, half), to["columns"], j, i, half, pow2, one)
+            if rows:
+                to = data["rows"], scales.get("rows"), buffers[0]
+                for half in halves:
+                    put(rows_of(tile, half), to, i * BLOCK + half * HALF, j, half, pow2, one)
+            if columns:
+                to = data["columns"], scales.get("columns"), buffers[-1]
+                for half in halves:
+                    put(columns_of(tile, half), to, j * BLOCK + half * HALF, i, half, pow2, one, wait=one_buffer and half == 0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(source, data, warpgroups)
-    run = launch(kernel, (data, scales), grid, scratch, warpgroups)
+    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(source, data.values(), warpgroups, share)
+    run = launch(quantize_rows, (data, scales), grid, scratch, warpgroups)
     data, scales = run(source, None if blocks is None else blocks.rows, scale)
     if scale is not None:
         scales = {name: jnp.broadcast_to(scale, shapes[name][1]) for name in wanted}
@@ -99,6 +104,8 @@ def quantize_weight(
     transposed: bool,
     pow2: bool = False,
     scale: Float[Array, " E"] | None = None,
+    warpgroups: int = 1,
+    share: bool = True,
 ) -> tuple[Operand | None, Operand | None]:
     """Weights in 128 x 128 blocks, as they lie and transposed.
 
@@ -107,6 +114,7 @@ def quantize_weight(
       dtype, pow2: as in `quantize_rows`.
       native, transposed: which of the two to make.
       scale: [E] f32, one a matrix in the place of each block's own.
+      warpgroups, share: as in `quantize_rows`.
 
     Returns:
       native: data [E, R, C], scale [E, ceil(R / 128), ceil(C / 128)]. transposed: data [E, C, R], scale
@@ -119,31 +127,38 @@ def quantize_weight(
     wanted = [name for name, on in (("native", native), ("transposed", transposed)) if on]
     data = {name: jax.ShapeDtypeStruct(shapes[name], dtype) for name in wanted}
 
-    def kernel(w, given, data, scales, *, tile, buffers, loaded, met, peaks):
-        e, i, j, half = (lax.axis_index(name) for name in ("e", "i", "j", "wg"))
-        load_tiles([(w.at[e, pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded, half)
+    def quantize_weight(w, given, data, scales, *, tile, buffers, loaded, met, peaks):
+        e, i, j, wg = (lax.axis_index(name) for name in ("e", "i", "j", "wg"))
+        halves = [wg] if warpgroups == 2 else [0, 1]
+        one_buffer = native and transposed and share and warpgroups == 1
+        load_tiles([(w.at[e, pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded, wg)
         if given is None:
-            peaks[pl.ds(half * HALF, HALF)] = to_scale(amax(rows_of(tile, half)), dtype, pow2, 0.0)
+            for half in halves:
+                peaks[pl.ds(half * HALF, HALF)] = to_scale(amax(rows_of(tile, half)), dtype, pow2, 0.0)
             meet(met)
             # In this layout each warp holds all of it, so that each takes the maximum by itself.
             peak = jnp.max(plgpu.load(peaks, layout=plgpu.Layout.WGMMA.reduce(0)))
             fixed = jnp.where(peak > 0.0, peak, 1.0)
 
-            @pl.when(half == 0)
+            @pl.when(wg == 0)
             def _():
                 scales[e, i, j] = fixed
         else:
             fixed = given[e]
-        to = {name: (data[name].at[e], None, buffers[name]) for name in wanted}
         if native:
-            put(rows_of(tile, half), to["native"], i, j, half, pow2, fixed)
+            for half in halves:
+                to = data["native"].at[e], None, buffers[0]
+                put(rows_of(tile, half), to, i * BLOCK + half * HALF, j, half, pow2, fixed)
         if transposed:
-            put(columns_of(tile, half), to["transposed"], j, i, half, pow2, fixed)
+            to = data["transposed"].at[e], None, buffers[-1]
+            for half in halves:
+                put(columns_of(tile, half), to, j * BLOCK + half * HALF, i, half, pow2, fixed, wait=one_buffer and half == 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    scratch = _scratch(source, data, 2) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
+    scratch = _scratch(source, data.values(), warpgroups, share) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
     out = (data, jax.ShapeDtypeStruct(grid, jnp.float32) if scale is None else None)
-    data, scales = launch(kernel, out, dict(zip("eij", grid, strict=True)), scratch)(source, scale)
+    run = launch(quantize_weight, out, dict(zip("eij", grid, strict=True)), scratch, warpgroups)
+    data, scales = run(source, scale)
     scales = scales if scale is None else jnp.broadcast_to(scale[:, None, None], grid)
     return (
         Operand(data["native"][:, :rows, :width], scales) if native else None,
@@ -175,12 +190,12 @@ def launch(kernel, out, grid: dict[str, int], scratch: dict, warpgroups: int = 2
     )
 
 
-def tile_buffer(dtype, width: int):
+def tile_buffer(dtype, width: int, rows: int = BLOCK):
     """SMEM for a tile of an array of this width, laid out so that TMA's boxes of columns divide the width."""
     size = jnp.dtype(dtype).itemsize
     box = next(n for n in (128, 64, 32) if width * size % n == 0)
     transforms = (plgpu.TilingTransform((8, box // size)), plgpu.SwizzleTransform(box))
-    return plgpu.SMEM((BLOCK, BLOCK), dtype, transforms=transforms)
+    return plgpu.SMEM((rows, BLOCK), dtype, transforms=transforms)
 
 
 def load_tiles(copies, loaded, wg) -> None:
@@ -227,8 +242,10 @@ def columns_of(tile, half):
 
 def amax(value):
     """Of each row of [64, 128], without what is not finite."""
-    magnitude = jnp.abs(value)
-    return jnp.max(jnp.where(magnitude < jnp.inf, magnitude, 0.0), axis=1)
+    # Without the sign, and with what is not finite wrapped around to the least: two integer instructions an element.
+    bits = lax.bitcast_convert_type(value, jnp.uint32)
+    most = jnp.max(bits * jnp.uint32(2) + jnp.uint32(1 << 24), axis=1)
+    return lax.bitcast_convert_type((jnp.maximum(most, jnp.uint32(1 << 24)) - jnp.uint32(1 << 24)) >> 1, jnp.float32)
 
 
 def to_scale(amax, dtype, pow2: bool, of_zero: float = 1.0):
@@ -241,29 +258,35 @@ def to_scale(amax, dtype, pow2: bool, of_zero: float = 1.0):
     return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
 
 
-def put(value, to, row_block, column_block, half, pow2: bool, given=None) -> None:
+def put(value, to, first, column_block, half, pow2: bool, given=None, wait: bool = False) -> None:
     """Quantizes half a block [64, 128] by its rows, and starts its copy to GMEM; past the end of data none is made.
 
+    first: its first row in data. half: which of the buffer's 64 rows.
     to: data [R, C] and scale [C / 128, R] in GMEM, the buffer in SMEM. given: the scale, which is then not written.
+    wait: whether copies that were started before may still read the buffer.
     """
     data, scales, buffer = to
-    dtype, first = data.dtype, row_block * BLOCK + half * HALF
+    dtype = data.dtype
     scale = to_scale(amax(value), dtype, pow2) if given is None else given
     inverse = 1.0 / scale
     if given is None:
         scales[column_block, pl.ds(first, HALF)] = scale
         inverse = lax.broadcast_in_dim(inverse, value.shape, [0])
-    value = jnp.where(jnp.abs(value) < jnp.inf, value, jnp.nan)  # the conversion would make a number of an Inf
+    # The conversion would make a number of an Inf; a product with 0 makes it NaN, in one multiply-add.
+    value = (value * inverse + value * 0.0).astype(dtype)
+    if wait:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     rows = buffer.at[pl.ds(half * HALF, HALF)]
-    rows[...] = (value * inverse).astype(dtype)
+    rows[...] = value
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(rows, data.at[pl.ds(first, HALF), pl.ds(column_block * BLOCK, BLOCK)])
 
 
-def _scratch(source, data, warpgroups: int) -> dict:
+def _scratch(source, data, warpgroups: int, share: bool) -> dict:
+    buffers = [tile_buffer(of.dtype, of.shape[-1]) for of in data]
     return dict(
         tile=tile_buffer(source.dtype, source.shape[-1]),
-        buffers={name: tile_buffer(of.dtype, of.shape[-1]) for name, of in data.items()},
+        buffers=plgpu.RefUnion(*buffers) if share and len(buffers) > 1 and warpgroups == 1 else buffers,
         loaded=plgpu.Barrier(),
         met=plgpu.Barrier(num_arrivals=warpgroups),
     )

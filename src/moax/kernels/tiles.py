@@ -1,7 +1,7 @@
 """Which TileConfig a product takes: the table of measured ones for its shape, else a heuristic.
 
-`tiles.json` beside this file is written by `moax tune` on the machine: {device: {key: [tile_n, stages, width,
-cluster]}}. Nothing is measured at run time.
+`tiles.json` beside this file is written by `moax tune` on the machine: {device: {key: the fields of a TileConfig}}.
+Nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ HEURISTIC = {
     "matmul_transposed": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.92, TileConfig(128, 6): 0.86},
     "wgrad": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.94, TileConfig(128, 6): 0.9},
     "matmul_fp8": {TileConfig(192, 4): 1.0, TileConfig(128, 5): 0.92},
-    "wgrad_fp8": {TileConfig(192, 4): 1.0, TileConfig(128, 5, 16, 2): 0.95},
+    "wgrad_fp8": {TileConfig(192, 4): 1.0, TileConfig(128, 5): 0.95},
 }
+WGRAD_FP8 = (TileConfig(128, 5, 16, 2), TileConfig(128, 4, 8, 1, 3), TileConfig(128, 4, 16, 1, 3))
 
 
 def tile_key(op: str, contracted: int, columns: int, rows_per_group: int) -> str:
@@ -42,8 +43,8 @@ def candidates(op: str, columns: int) -> list[TileConfig]:
     sizes = {tile.tile_n: tile.stages for tile in HEURISTIC[op]}
     waste = {n: -(-columns // n) * n / columns for n in sizes}
     kept = [n for n in sizes if waste[n] <= 1.15 * min(waste.values())]
-    orders = ((8, 1), (16, 1), (16, 2)) if op == "wgrad_fp8" else ((8, 1), (16, 1))
-    return [TileConfig(n, sizes[n], width, cluster) for n in kept for width, cluster in orders]
+    found = [TileConfig(n, sizes[n], width) for n in kept for width in (8, 16)]
+    return found + [tile for tile in WGRAD_FP8 if op == "wgrad_fp8"]
 
 
 def pick_tile(op: str, contracted: int, columns: int, rows_per_group: int, device: str = "") -> TileConfig:

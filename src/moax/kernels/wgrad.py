@@ -36,7 +36,8 @@ def grouped_wgrad(
     swizzle = swizzle_of(2 * rows, 2 * columns)
     groups = blocks.first.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), x.dtype if out_dtype is None else out_dtype)
-    tiles_m, tiles_n = pl.cdiv(rows, BLOCK), pl.cdiv(columns, tile.tile_n * tile.cluster)
+    tile_m = ROWS * tile.consumers
+    tiles_m, tiles_n = pl.cdiv(rows, tile_m), pl.cdiv(columns, tile.tile_n * tile.cluster)
     shared = "block" if tile.cluster > 1 else None
 
     def locate(i, block, x, dy, first, count):
@@ -48,7 +49,7 @@ def grouped_wgrad(
         _, row, column, start = place
         tokens = pl.ds(start + step * STEP, STEP)
         plgpu.copy_gmem_to_smem(
-            x.at[tokens, pl.ds(row * BLOCK, BLOCK)], stages["x"].at[slot], barrier, collective_axes=shared
+            x.at[tokens, pl.ds(row * tile_m, tile_m)], stages["x"].at[slot], barrier, collective_axes=shared
         )
         part = dy.at[tokens, pl.ds(column * tile.tile_n, tile.tile_n)]
         plgpu.copy_gmem_to_smem(part, stages["dy"].at[slot], barrier)
@@ -76,13 +77,13 @@ def grouped_wgrad(
     def target(place, warpgroup, column, width, out):
         g, row, tile_column, _ = place
         at = tile_column * tile.tile_n + column
-        return out.at[g, pl.ds(row * BLOCK + warpgroup * ROWS, ROWS), pl.ds(at, width)]
+        return out.at[g, pl.ds(row * tile_m + warpgroup * ROWS, ROWS), pl.ds(at, width)]
 
     return run(
         (x, dy, blocks.first, blocks.count),
         out,
         tile,
-        {"x": stage(tile, STEP, BLOCK, x.dtype, swizzle), "dy": stage(tile, STEP, tile.tile_n, x.dtype, swizzle)},
+        {"x": stage(tile, STEP, tile_m, x.dtype, swizzle), "dy": stage(tile, STEP, tile.tile_n, x.dtype, swizzle)},
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
         steps=lambda place, x, dy, first, count: count[place[0]] * (BLOCK // STEP),

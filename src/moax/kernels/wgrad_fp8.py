@@ -36,7 +36,8 @@ def grouped_wgrad_fp8(
     rows, columns = x.data.shape[0], dy.data.shape[0]
     groups = blocks.first.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
-    tiles_m, tiles_n = pl.cdiv(rows, BLOCK), pl.cdiv(columns, tile.tile_n * tile.cluster)
+    tile_m = ROWS * tile.consumers
+    tiles_m, tiles_n = pl.cdiv(rows, tile_m), pl.cdiv(columns, tile.tile_n * tile.cluster)
     shared = "block" if tile.cluster > 1 else None
 
     def locate(i, block, x, sx, dy, sdy, first, count):
@@ -48,7 +49,7 @@ def grouped_wgrad_fp8(
         _, row, column, start = place
         tokens, k, n = (
             pl.ds((start + step) * BLOCK, BLOCK),
-            pl.ds(row * BLOCK, BLOCK),
+            pl.ds(row * tile_m, tile_m),
             pl.ds(column * tile.tile_n, tile.tile_n),
         )
         plgpu.copy_gmem_to_smem(x.at[k, tokens], stages["x"].at[slot], barrier, collective_axes=shared)
@@ -84,16 +85,16 @@ def grouped_wgrad_fp8(
     def target(place, warpgroup, column, width, out):
         g, row, tile_column, _ = place
         at = tile_column * tile.tile_n + column
-        return out.at[g, pl.ds(row * BLOCK + warpgroup * ROWS, ROWS), pl.ds(at, width)]
+        return out.at[g, pl.ds(row * tile_m + warpgroup * ROWS, ROWS), pl.ds(at, width)]
 
     return run(
         (x.data, x.scale, dy.data, dy.scale, blocks.first, blocks.count),
         out,
         tile,
         {
-            "x": stage(tile, BLOCK, BLOCK, x.data.dtype, BLOCK),
+            "x": stage(tile, tile_m, BLOCK, x.data.dtype, BLOCK),
             "dy": stage(tile, tile.tile_n, BLOCK, dy.data.dtype, BLOCK),
-            "sx": plgpu.SMEM((tile.stages, BLOCK), jnp.float32),
+            "sx": plgpu.SMEM((tile.stages, tile_m), jnp.float32),
             "sdy": plgpu.SMEM((tile.stages, tile.tile_n), jnp.float32),
         },
         count=lambda *_: groups * tiles_m * tiles_n,
