@@ -6,6 +6,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 
 VENV := .venv
+SASS_VENV := .venv-sass
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS := dev,flax,train
@@ -13,7 +14,7 @@ WORKERS ?= 2
 GPU_PYTHON ?= python3
 GPU_WORKERS ?= 8
 
-.PHONY: help demo test lint format test-matrix test-gpu constraints clean
+.PHONY: help demo test lint format test-matrix test-gpu check-sass constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -37,6 +38,15 @@ format: $(INSTALLED) ## rewrite the code as lint wants it
 test-matrix: $(INSTALLED) ## every mesh x engine x exchange against the reference (long)
 	$(BIN)/pytest -n $(WORKERS) -m matrix
 
+check-sass: $(SASS_VENV)/.installed ## compile the kernels, and the block for 4 H200s, to SASS without a GPU (10 minutes)
+	PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_sass.py
+
+$(SASS_VENV)/.installed: constraints.txt Makefile
+	@jax=$$(sed -n 's/^jax==//p' constraints.txt) && scripts/venv.sh $(SASS_VENV) --constraint constraints.txt \
+	  jax jaxtyping "jax-cuda13-plugin==$$jax" "jax-cuda13-pjrt==$$jax" 'nvidia-cuda-nvcc==13.0.*' nvidia-nvvm \
+	  nvidia-cuda-runtime nvidia-nvjitlink
+	@touch $@
+
 test-gpu: ## on a machine with Hopper GPUs: the ops and the block by the kernels; needs jax with CUDA in GPU_PYTHON
 	MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) -m gpu
 
@@ -48,7 +58,7 @@ constraints: ## raise constraints.txt to the newest versions that pyproject.toml
 	cp "$$tmp/new" constraints.txt
 
 clean: ## remove .venv, caches and builds; runs/ stays
-	rm -rf $(VENV) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist
+	rm -rf $(VENV) $(SASS_VENV) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

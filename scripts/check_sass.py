@@ -13,7 +13,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,32 +66,48 @@ def up(n: int) -> int:
     return -(-n // BLOCK)
 
 
-def kernels() -> Iterator[tuple[str, object, list[tuple[tuple[int, ...], object]]]]:
-    """(name, function, (shape, dtype) of each operand) of every kernel, shape and tile."""
+def shapes_of(op: str) -> set[tuple[int, int]]:
+    """(contracted, columns) of models, and of the table's entries for this op."""
+    keys = [key for entries in tiles.read_table().values() for key in entries if key.split()[0] == op]
+    turned = {(n, k) for k, n in SHAPES} if op == "matmul_transposed" else set(SHAPES)
+    return turned | {tuple(int(part[1:]) for part in key.split()[1:3]) for key in keys}
+
+
+def products(op: str, k: int, n: int):
+    """A product of this op as a function of its operands and a tile, and their shapes."""
     sizes = ((EXPERTS,), I32)
     rows = lambda k: [((ROWS, k), F8), ((up(k), ROWS), F32)]  # noqa: E731
     turned = lambda k: [((k, ROWS), F8), ((ROWS // BLOCK, up(k) * BLOCK), F32)]  # noqa: E731
-    weight = lambda n, k: [((EXPERTS, n, k), F8), ((EXPERTS, up(n), up(k)), F32)]  # noqa: E731
-    for k, n in SHAPES:
-        x, dy, w = ((ROWS, k), BF16), ((ROWS, n), BF16), ((EXPERTS, k, n), BF16)
-        products = {
-            "matmul": (lambda a, b, s, t: grouped_matmul(a, b, make_blocks(s, ROWS), t), [x, w, sizes]),
-            "matmul_transposed": (
-                lambda a, b, s, t: grouped_matmul(a, b, make_blocks(s, ROWS), t, transpose=True), [dy, w, sizes]
-            ),
-            "wgrad": (lambda a, b, s, t: grouped_wgrad(a, b, make_blocks(s, ROWS), t), [x, dy, sizes]),
-            "matmul_fp8": (
-                lambda a, p, b, q, s, t: grouped_matmul_fp8(Operand(a, p), Operand(b, q), make_blocks(s, ROWS), t),
-                [*rows(k), *weight(n, k), sizes],
-            ),
-            "wgrad_fp8": (
-                lambda a, p, b, q, s, t: grouped_wgrad_fp8(Operand(a, p), Operand(b, q), make_blocks(s, ROWS), t),
-                [*turned(k), *turned(n), sizes],
-            ),
-        }  # fmt: skip
-        for op, (fn, operands) in products.items():
-            for tile in tiles.candidates(op, n):
-                yield f"{op} {k}x{n} {tile}", functools.partial(fn, t=tile), operands
+    weight = [((EXPERTS, n, k), F8), ((EXPERTS, up(n), up(k)), F32)]
+    x, dy = ((ROWS, k), BF16), ((ROWS, n), BF16)
+    blocks = lambda sizes: make_blocks(sizes, ROWS)  # noqa: E731
+    match op:
+        case "matmul":
+            w = ((EXPERTS, k, n), BF16)
+            return (lambda a, b, s, tile: grouped_matmul(a, b, blocks(s), tile)), [x, w, sizes]
+        case "matmul_transposed":
+            w = ((EXPERTS, n, k), BF16)
+            return (lambda a, b, s, tile: grouped_matmul(a, b, blocks(s), tile, transpose=True)), [x, w, sizes]
+        case "wgrad":
+            return (lambda a, b, s, tile: grouped_wgrad(a, b, blocks(s), tile)), [x, dy, sizes]
+        case "matmul_fp8":
+            fp8 = lambda a, p, b, q, s, tile: grouped_matmul_fp8(Operand(a, p), Operand(b, q), blocks(s), tile)  # noqa: E731
+            return fp8, [*rows(k), *weight, sizes]
+        case _:
+            fp8 = lambda a, p, b, q, s, tile: grouped_wgrad_fp8(Operand(a, p), Operand(b, q), blocks(s), tile)  # noqa: E731
+            return fp8, [*turned(k), *turned(n), sizes]
+
+
+def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple[tuple[int, ...], Any]]]]:
+    """(name, function, (shape, dtype) of each operand) of every kernel and shape; of products with every tile that
+    `moax tune` tries, or with the one that is taken."""
+    sizes = ((EXPERTS,), I32)
+    for op in tiles.OPS:
+        for k, n in sorted(shapes_of(op)):
+            fn, operands = products(op, k, n)
+            taken = {tiles.pick_tile(op, k, n, rows, "NVIDIA H200") for rows in (512, 4096, 8192)}
+            for tile in taken | set(tiles.candidates(op, n) if every_tile else ()):
+                yield f"{op} {k}x{n} {tile}", functools.partial(fn, tile=tile), operands
     for width in WIDTHS:
         x = ((ROWS, width), BF16)
         with_blocks = lambda fn: lambda *a: fn(*a[:-1], make_blocks(a[-1], ROWS))  # noqa: E731

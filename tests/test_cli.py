@@ -12,6 +12,7 @@ pytest.importorskip("optax")
 
 from moax import cli
 from moax.train.presets import PRESETS
+from moax.train.run import Run
 
 pytestmark = pytest.mark.loose
 
@@ -137,3 +138,20 @@ def test_inspect_prints_a_table(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["collectives"] and {"kind", "dtype", "bytes"} <= found["collectives"][0].keys()
     assert found["weights"]["gathered"] == found["weights"]["gathered_unquantized"] > 0
+
+
+def test_compare(tmp_path, capsys):
+    """One plot of several runs, and their gap at the end; a run without losses is named."""
+    for name, losses in (("one", (3.0, 2.0)), ("two", (3.0, 2.25))):
+        run = Run(tmp_path / name)
+        run.path.mkdir()
+        for step, loss in enumerate(losses, 1):
+            run.log(step=step, loss=loss, tokens_per_s=100.0 * step)
+        run.log(step=2, held_out_loss=losses[-1], tokens_per_expert=[[1]])
+    plot = tmp_path / "both.png"
+    assert main(["compare", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(plot)]) == 0
+    assert plot.stat().st_size > 10_000
+    assert "two" in (printed := capsys.readouterr().out)
+    assert "2.2500 (+0.2500)" in printed
+    assert main(["compare", str(tmp_path / "none"), "--out", str(plot)]) == 2
+    assert "none has no step" in capsys.readouterr().err

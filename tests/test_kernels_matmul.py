@@ -102,7 +102,7 @@ def test_grouped_matmul_fp8(tile_n, cluster, dtype):
     w, sw = quantized(2, len(SIZES), n, k), scales(3, len(SIZES), n // BLOCK, k // BLOCK)
     tile = TileConfig(tile_n, 2, 2, cluster)
     fn = lambda x, sx, w, sw: grouped_matmul_fp8(Operand(x, sx), Operand(w, sw), blocks, tile, out_dtype=jnp.float32)  # noqa: E731
-    got = interpret(fn, x, sx, w, sw)
+    got = interpret(fn, x, sx, w, sw, races=False)
     wide_x = np.float64(x) * expand(np.asarray(sx).T, (1, k))
     wide_w = np.float64(w) * expand(np.asarray(sw), (1, n), (2, k))
     assert rel_error(got[real], np.einsum("mk,mnk->mn", wide_x[real], wide_w[group[real]])) < 1e-6
@@ -116,7 +116,7 @@ def test_grouped_wgrad_fp8(cluster, consumers):
     sx, sdy = scales(2, ROWS // BLOCK, 128), scales(3, ROWS // BLOCK, 128)
     tile = TileConfig(64, 2, 2, cluster, consumers)
     fn = lambda x, sx, y, sy: grouped_wgrad_fp8(Operand(x, sx), Operand(y, sy), blocks, tile, out_dtype=jnp.float32)  # noqa: E731
-    got = interpret(fn, x, sx, dy, sdy)
+    got = interpret(fn, x, sx, dy, sdy, races=False)
     x, dy = (np.float64(v).T * expand(np.asarray(s), (0, ROWS)) for v, s in ((x, sx), (dy, sdy)))
     want = [x[real & (group == g)].T @ dy[real & (group == g)] for g in range(len(SIZES))]
     assert rel_error(got, np.stack(want), per=0) < 1e-6

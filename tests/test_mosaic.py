@@ -32,7 +32,7 @@ def mosaic(monkeypatch):
             return jax.tree.map(np.asarray, jax.jit(fn)(*args))
         monkeypatch.setattr(backend, "on_hopper", lambda: True)
         monkeypatch.setattr(pipeline, "count_sms", lambda: 2)  # several tiles for each thread block
-        return interpret(fn, *args)
+        return interpret(fn, *args, races=False)
 
     return run
 

@@ -1,4 +1,4 @@
-"""The command `moax`: `train` a language model, `inspect` a block's collectives, `bench` and `tune` the kernels.
+"""The command `moax`: `train` a language model, `compare` runs, `inspect` a block, `bench` and `tune` the kernels.
 
 Exit codes: 0 done, 1 it cannot run here, 2 wrong arguments, 130 stopped by Ctrl-C.
 """
@@ -13,6 +13,7 @@ import math
 import os
 import shlex
 import sys
+from pathlib import Path
 
 import jax
 from jax.errors import JaxRuntimeError
@@ -97,11 +98,25 @@ def parser() -> argparse.ArgumentParser:
         description=tune.DESCRIPTION,
         formatter_class=raw,
     )
+    compare = commands.add_parser(
+        "compare",
+        help="draw the losses of several training runs on one plot",
+        usage="moax compare RUN RUN [...] [--out FILE]",
+        description="Draws the losses of runs of `moax train` on one plot, and prints how far apart they end.",
+    )
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs")
+    compare.add_argument("--out", default="compare.png", metavar="FILE", help="the plot (default: %(default)s)")
     _train_options(train)
     _inspect_options(inspect)
     bench.add_options(measure)
     tune.add_options(tuning)
-    wired = ((train, run_train), (inspect, run_inspect), (measure, run_bench), (tuning, tune.run))
+    wired = (
+        (train, run_train),
+        (inspect, run_inspect),
+        (measure, run_bench),
+        (tuning, tune.run),
+        (compare, run_compare),
+    )
     for command, run in wired:
         command.add_argument("--traceback", action="store_true", help="on an error, show where it arose")
         command.set_defaults(run=run)
@@ -236,6 +251,18 @@ def run_inspect(args: argparse.Namespace) -> int:
         print(json.dumps({"collectives": found, "weights": weights}, indent=2))
     else:
         print(report)
+    return 0
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """`moax compare`."""
+    from moax.train.plot import compare
+    from moax.train.run import Run
+
+    found = compare([Run(Path(path)) for path in args.runs], Path(args.out))
+    for name, loss, rate in found:
+        print(f"{name:24} held-out loss {loss:.4f} ({loss - found[0][1]:+.4f})   {rate:,.0f} tokens/s")
+    print(f"curves in {args.out}")
     return 0
 
 

@@ -35,7 +35,8 @@ def quantize_rows(
     pow2: bool = False,
     scale: Float[Array, " 1"] | None = None,
     warpgroups: int = 1,
-    share: bool = True,
+    slots: int = 1,
+    ahead: int = 0,
 ) -> tuple[Operand | None, Operand | None]:
     """Rows for products over their columns (1 x 128 blocks), and over themselves (128 x 1 blocks, transposed).
 
@@ -48,7 +49,8 @@ def quantize_rows(
       pow2: scales are rounded up to powers of two.
       scale: [1] f32, one for the whole tensor in the place of each block's own.
       warpgroups: that share a tile, 1 or 2.
-      share: whether both results leave through the same shared memory, which one warpgroup can do.
+      slots: of 64 rows of shared memory that one warpgroup's results leave through: 1, 2, or 4 with both.
+      ahead: how many tiles before its turn a tile is fetched into L2; 0: it is not.
 
     Returns:
       rows: data [M, C], scale [ceil(C / 128), M]. columns: data [C, M], scale [M / 128, C rounded up to 128]. None for
@@ -67,25 +69,27 @@ def quantize_rows(
     def quantize_rows(x, counts, given, data, scales, *, tile, buffers, loaded, met):
         i, j, wg = (lax.axis_index(name) for name in ("i", "j", "wg"))
         halves = [wg] if warpgroups == 2 else [0, 1]
-        one_buffer = rows and columns and share and warpgroups == 1
 
         @pl.when(counts is None or counts[i] > 0)
         def _():
-            load_tiles([(x.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded, wg)
+
+            def of(i, j):
+                return [(x.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)]
+
+            load_tiles(of(i, j), loaded, wg)
+            fetch(of, ahead, grid, i, j, counts, BLOCK, wg)
             if counts is not None:
                 zero_tail([tile], counts[i], halves, met)
             one = None if given is None else given[0]
-            if rows:
-                to = data["rows"], scales.get("rows"), buffers[0]
-                for half in halves:
-                    put(rows_of(tile, half), to, i * BLOCK + half * HALF, j, half, pow2, one)
-            if columns:
-                to = data["columns"], scales.get("columns"), buffers[-1]
-                for half in halves:
-                    put(columns_of(tile, half), to, j * BLOCK + half * HALF, i, half, pow2, one, wait=one_buffer and half == 0)
+            puts = [("rows", rows_of, i, j, half) for half in halves] * rows
+            puts += [("columns", columns_of, j, i, half) for half in halves] * columns
+            for n, (name, of, row, column, half) in enumerate(puts):
+                to = data[name], scales.get(name), buffers[wanted.index(name)]
+                first, slot = row * BLOCK + half * HALF, half % slots if warpgroups == 1 else half
+                put(of(tile, half), to, first, column, slot, pow2, one, wait=_reuses(n, slots, warpgroups))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(source, data.values(), warpgroups, share)
+    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(source, data.values(), warpgroups, slots)
     run = launch(quantize_rows, (data, scales), grid, scratch, warpgroups)
     data, scales = run(source, None if blocks is None else blocks.rows, scale)
     if scale is not None:
@@ -105,7 +109,8 @@ def quantize_weight(
     pow2: bool = False,
     scale: Float[Array, " E"] | None = None,
     warpgroups: int = 1,
-    share: bool = True,
+    slots: int = 1,
+    ahead: int = 0,
 ) -> tuple[Operand | None, Operand | None]:
     """Weights in 128 x 128 blocks, as they lie and transposed.
 
@@ -114,7 +119,7 @@ def quantize_weight(
       dtype, pow2: as in `quantize_rows`.
       native, transposed: which of the two to make.
       scale: [E] f32, one a matrix in the place of each block's own.
-      warpgroups, share: as in `quantize_rows`.
+      warpgroups, slots, ahead: as in `quantize_rows`.
 
     Returns:
       native: data [E, R, C], scale [E, ceil(R / 128), ceil(C / 128)]. transposed: data [E, C, R], scale
@@ -122,7 +127,7 @@ def quantize_weight(
     """
     check_source("w", w, 2, dtype)
     (experts, rows, width), source = w.shape, _pad(_pad(w, 1), 2)
-    grid = (experts, -(-rows // BLOCK), -(-width // BLOCK))
+    grid = dict(e=experts, i=-(-rows // BLOCK), j=-(-width // BLOCK))
     shapes = {"native": source.shape, "transposed": (experts, *source.shape[:0:-1])}
     wanted = [name for name, on in (("native", native), ("transposed", transposed)) if on]
     data = {name: jax.ShapeDtypeStruct(shapes[name], dtype) for name in wanted}
@@ -131,7 +136,13 @@ def quantize_weight(
         e, i, j, wg = (lax.axis_index(name) for name in ("e", "i", "j", "wg"))
         halves = [wg] if warpgroups == 2 else [0, 1]
         one_buffer = native and transposed and share and warpgroups == 1
-        load_tiles([(w.at[e, pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded, wg)
+
+        def of(i, j):
+            at = lax.div(i, grid["i"]), pl.ds(lax.rem(i, grid["i"]) * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)
+            return [(w.at[at], tile)]
+
+        load_tiles(of(e * grid["i"] + i, j), loaded, wg)
+        fetch(of, ahead, dict(i=experts * grid["i"], j=grid["j"]), e * grid["i"] + i, j, None, BLOCK, wg)
         if given is None:
             for half in halves:
                 peaks[pl.ds(half * HALF, HALF)] = to_scale(amax(rows_of(tile, half)), dtype, pow2, 0.0)
@@ -145,21 +156,19 @@ def quantize_weight(
                 scales[e, i, j] = fixed
         else:
             fixed = given[e]
-        if native:
-            for half in halves:
-                to = data["native"].at[e], None, buffers[0]
-                put(rows_of(tile, half), to, i * BLOCK + half * HALF, j, half, pow2, fixed)
-        if transposed:
-            to = data["transposed"].at[e], None, buffers[-1]
-            for half in halves:
-                put(columns_of(tile, half), to, j * BLOCK + half * HALF, i, half, pow2, fixed, wait=one_buffer and half == 0)
+        puts = [("native", rows_of, i, j, half) for half in halves] * native
+        puts += [("transposed", columns_of, j, i, half) for half in halves] * transposed
+        for n, (name, of, row, column, half) in enumerate(puts):
+            to = data[name].at[e], None, buffers[wanted.index(name)]
+            first, slot = row * BLOCK + half * HALF, half % slots if warpgroups == 1 else half
+            put(of(tile, half), to, first, column, slot, pow2, fixed, wait=_reuses(n, slots, warpgroups))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    scratch = _scratch(source, data.values(), warpgroups, share) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
-    out = (data, jax.ShapeDtypeStruct(grid, jnp.float32) if scale is None else None)
-    run = launch(quantize_weight, out, dict(zip("eij", grid, strict=True)), scratch, warpgroups)
+    scratch = _scratch(source, data.values(), warpgroups, slots) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
+    out = (data, jax.ShapeDtypeStruct(tuple(grid.values()), jnp.float32) if scale is None else None)
+    run = launch(quantize_weight, out, grid, scratch, warpgroups)
     data, scales = run(source, scale)
-    scales = scales if scale is None else jnp.broadcast_to(scale[:, None, None], grid)
+    scales = scales if scale is None else jnp.broadcast_to(scale[:, None, None], tuple(grid.values()))
     return (
         Operand(data["native"][:, :rows, :width], scales) if native else None,
         Operand(data["transposed"][:, :width, :rows], jnp.swapaxes(scales, 1, 2)) if transposed else None,
@@ -207,6 +216,21 @@ def load_tiles(copies, loaded, wg) -> None:
             plgpu.copy_gmem_to_smem(source, tile, loaded)
 
     plgpu.barrier_wait(loaded)
+
+
+def fetch(copies_of, ahead: int, grid: dict[str, int], i, j, counts, rows: int, wg) -> None:
+    """Fetches the sources of copies_of(i, j) into L2, for the tile that is `ahead` of (i, j) and of as many rows."""
+    if not ahead:
+        return
+    tile = i * grid["j"] + j + ahead
+    i, j = lax.div(tile, grid["j"]), lax.rem(tile, grid["j"])
+
+    @pl.when((wg == 0) & (i < grid["i"]))
+    def _():
+        @pl.when(counts is None or counts[lax.div(i * rows, BLOCK)] > 0)
+        def _():
+            for source, _ in copies_of(i, j):
+                plgpu.async_prefetch(source)
 
 
 def meet(barrier) -> None:
@@ -258,10 +282,10 @@ def to_scale(amax, dtype, pow2: bool, of_zero: float = 1.0):
     return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
 
 
-def put(value, to, first, column_block, half, pow2: bool, given=None, wait: bool = False) -> None:
+def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool = False) -> None:
     """Quantizes half a block [64, 128] by its rows, and starts its copy to GMEM; past the end of data none is made.
 
-    first: its first row in data. half: which of the buffer's 64 rows.
+    first: its first row in data. slot: which 64 rows of the buffer.
     to: data [R, C] and scale [C / 128, R] in GMEM, the buffer in SMEM. given: the scale, which is then not written.
     wait: whether copies that were started before may still read the buffer.
     """
@@ -276,17 +300,23 @@ def put(value, to, first, column_block, half, pow2: bool, given=None, wait: bool
     value = (value * inverse + value * 0.0).astype(dtype)
     if wait:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    rows = buffer.at[pl.ds(half * HALF, HALF)]
+    rows = buffer.at[pl.ds(slot * HALF, HALF)]
     rows[...] = value
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(rows, data.at[pl.ds(first, HALF), pl.ds(column_block * BLOCK, BLOCK)])
 
 
-def _scratch(source, data, warpgroups: int, share: bool) -> dict:
-    buffers = [tile_buffer(of.dtype, of.shape[-1]) for of in data]
+def _reuses(n: int, slots: int, warpgroups: int) -> bool:
+    """Whether the n-th result of a warpgroup goes where one before it may still be read."""
+    return warpgroups == 1 and n > 0 and n % slots == 0
+
+
+def _scratch(source, data, warpgroups: int, slots: int) -> dict:
+    rows = HALF if slots == 1 and warpgroups == 1 else BLOCK
+    buffers = [tile_buffer(of.dtype, of.shape[-1], rows) for of in data]
     return dict(
         tile=tile_buffer(source.dtype, source.shape[-1]),
-        buffers=plgpu.RefUnion(*buffers) if share and len(buffers) > 1 and warpgroups == 1 else buffers,
+        buffers=plgpu.RefUnion(*buffers) if slots < 4 and warpgroups == 1 and len(buffers) > 1 else buffers,
         loaded=plgpu.Barrier(),
         met=plgpu.Barrier(num_arrivals=warpgroups),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,35 @@ def draw(run: Run, config: TrainConfig) -> None:
         _experts(figure.add_subplot(grid[0, 1]), figure, tokens, f"steps {before + 1} to {used['step']}")
     _busiest(figure.add_subplot(grid[1, 1]), steps, model.num_experts)
     figure.savefig(run.curves)
+
+
+def compare(runs: list[Run], path: Path) -> list[tuple[str, float, float]]:
+    """Draws the losses of several runs on one plot at `path`: the training loss, smoothed, and the held-out loss.
+
+    Returns the name, last held-out loss and median tokens a second of each run.
+
+    Raises:
+      ValueError: a run without a step or a held-out loss.
+    """
+    figure = Figure(figsize=(9, 5), dpi=140, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    FigureCanvasAgg(figure)
+    plot, found = figure.add_subplot(), []
+    for run, color in zip(runs, itertools.cycle((TRAIN, HELD_OUT, "#3f8f5b", "#8a5fb0"))):
+        steps = [row for row in run.rows() if "loss" in row]
+        evaluations = [row for row in run.rows() if "held_out_loss" in row]
+        if not steps or not evaluations:
+            raise ValueError(f"{run.path} has no step, or no held-out loss, to draw")
+        at, loss = _series(steps, "loss")
+        plot.plot(at, loss, color=color, alpha=0.18, linewidth=1)
+        plot.plot(at, _smooth(loss), color=color, linewidth=1.6, label=f"{run.path.name}: training")
+        at, loss = _series(evaluations, "held_out_loss")
+        plot.plot(at, loss, color=color, linestyle="--", marker="o", markersize=4, label=f"{run.path.name}: held out")
+        found.append((run.path.name, float(loss[-1]), float(np.median(_series(steps, "tokens_per_s")[1]))))
+    plot.legend(frameon=False, loc="upper right", fontsize=9)
+    _style(plot, "Loss, nats a byte", "step")
+    plot.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    figure.savefig(path)
+    return found
 
 
 def _losses(plot: Plot, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
