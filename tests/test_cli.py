@@ -149,9 +149,9 @@ def test_compare(tmp_path, capsys):
             run.log(step=step, loss=loss, tokens_per_s=100.0 * step)
         run.log(step=2, held_out_loss=losses[-1], tokens_per_expert=[[1]])
     plot = tmp_path / "both.png"
-    assert main(["compare", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(plot)]) == 0
+    assert cli.main(["compare", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(plot)]) == 0
     assert plot.stat().st_size > 10_000
     assert "two" in (printed := capsys.readouterr().out)
     assert "2.2500 (+0.2500)" in printed
-    assert main(["compare", str(tmp_path / "none"), "--out", str(plot)]) == 2
+    assert cli.main(["compare", str(tmp_path / "none"), "--out", str(plot)]) == 2
     assert "none has no step" in capsys.readouterr().err
