@@ -248,7 +248,7 @@ def test_limits_bind():
 
 
 def test_limits_are_measured(monkeypatch):
-    monkeypatch.setattr(limits, "_copy", lambda n: 1 / 0)
+    monkeypatch.setattr(limits, "_copies", lambda n: 1 / 0)
     found = limits.measure(("bf16", "memory"), ONCE)
     assert found["bf16"]["value"] > 0 and found["memory"]["value"] is None and "division" in found["memory"]["note"]
 

@@ -11,8 +11,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.backend import Unsupported
+from moax.groups import make_blocks
 from moax.kernels.activation import activate_grad_quantize, activate_quantize
-from moax.kernels.blocks import make_blocks
 from moax.ops.activation import activate
 from moax.ops.quantize import quantize_local
 from moax.recipe import Format

@@ -4,13 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moax.groups import BLOCK, make_blocks
 from moax.kernels import pipeline
-from moax.kernels.blocks import BLOCK, Operand, make_blocks
 from moax.kernels.matmul import grouped_matmul
 from moax.kernels.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.pipeline import TileConfig
 from moax.kernels.wgrad import grouped_wgrad
 from moax.kernels.wgrad_fp8 import grouped_wgrad_fp8
+from moax.types import Operand
 from support import interpret, random, rel_error
 
 E4M3 = jnp.float8_e4m3fn

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.backend import Unsupported
-from moax.kernels.blocks import make_blocks
+from moax.groups import make_blocks
 from moax.kernels.quantize import quantize_rows, quantize_weight
 from moax.ops.quantize import quantize_local
 from moax.recipe import Format
@@ -65,21 +65,21 @@ def check(got, data, scale, dtype):
 
 
 @pytest.mark.parametrize(
-    ("source", "width", "dtype", "pow2", "warpgroups"),
+    ("source", "width", "dtype", "pow2"),
     [
-        (jnp.bfloat16, 128, E4M3, False, 2),
-        (jnp.bfloat16, 96, E5M2, True, 1),
-        (jnp.float32, 160, E4M3, False, 2),
-        (jnp.float32, 48, E5M2, False, 1),
+        (jnp.bfloat16, 128, E4M3, False),
+        (jnp.bfloat16, 96, E5M2, True),
+        (jnp.float32, 160, E4M3, False),
+        (jnp.float32, 48, E5M2, False),
     ],
 )
-def test_rows_and_columns(source, width, dtype, pow2, warpgroups):
+def test_rows_and_columns(source, width, dtype, pow2):
     """A wrong scale, a transposed tile, padding (NaN) or a neighbour's column in a scale, an Inf that became 448."""
     sizes = np.array([128, 0, 70], np.int32)
     x, real = values(0, 384, width), np.arange(384) < 198
     x[198:] = np.nan
     x = jnp.asarray(x, source)
-    run = functools.partial(quantize_rows, dtype=dtype, pow2=pow2, warpgroups=warpgroups)
+    run = functools.partial(quantize_rows, dtype=dtype, pow2=pow2)
     by_row, by_column = interpret(lambda x, s: run(x, make_blocks(s, 384)), x, sizes)
     used = 256
     data, scale = expected(x[:used], dtype, (1, 128), pow2, real[:used])

@@ -74,7 +74,10 @@ def check_grouped(mosaic, sizes, align, width, columns, recipe, bias=True):
     for v in got[:2]:
         np.testing.assert_array_equal(np.float64(v)[~real], 0.0)
     for name, g, w, per in zip(("y", "dx", "dw", "db"), got, want, (None, None, 0, 0), strict=False):
-        assert rel_norm(g, w, per) < (BF16_ULP if recipe is None else 2 * BF16_ULP), name
+        rounded = np.asarray(jnp.asarray(w, jnp.bfloat16).astype(jnp.float32))
+        # y with a bias is rounded before it too; dbias is summed in float32 of rounded dy, and kept in bf16.
+        allowed = (2.0 if bias else 1.2) * rel_norm(rounded, w, per)
+        assert rel_norm(g, w, per) <= allowed, f"{name}: {rel_norm(g, w, per)}, {allowed} allowed"
 
 
 def test_grouped_matmul_interpreted(mosaic):
@@ -137,7 +140,7 @@ BLOCKS = {
     "oai": dict(d_model=2880, d_ff=2880, num_experts=16, top_k=4, activation="swiglu_oai", use_bias=True),
     "narrow": dict(d_model=768, d_ff=96, num_experts=128, top_k=8),
 }
-# Error of a quantized block against the same in float32, by norm: bounds on the method, measured on CPU and GPU.
+# Error of a block against the same in float32, by norm: bounds on the method, measured on CPU and GPU.
 BOUNDS = {None: 0.012, "fp8_block": 0.09, "mxfp8": 0.09, "fp8_tensor": 0.2}
 
 
@@ -180,8 +183,9 @@ def test_block_interpreted(mosaic):
 
 
 @gpu
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "recipe"), [(n, r) for n in BLOCKS for r in RECIPES if n == "swiglu" or r in (None, "fp8_block")]
+)
 def test_block(mosaic, name, recipe):
     """Each kind of block by the kernels: no more than rounding away from float32, routing and drops the same."""
     check_block(mosaic, BLOCKS[name], 1024 if name != "oai" else 640, recipe)

@@ -1,7 +1,7 @@
 """The machine's limits, measured in the same run as what is compared with them.
 
 bf16, fp8   a dense product of 8192^3, operands and result in device memory
-memory      a copy (negation) of several GB, read plus written
+memory      the faster of a negation and a copy of several GB, read plus written
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def measure(names: tuple[str, ...] = ("bf16", "fp8", "memory"), repeats: Repeats
         how = f"copy of {copied * 4 / 1e9:.2g} GB" if name == "memory" else f"dense {size}^3"
         entry: dict[str, Any] = {"value": None, "unit": "TB/s" if name == "memory" else "TFLOP/s", "how": how}
         try:
-            f, args, work = _copy(copied) if name == "memory" else _product(size, name)
-            timing = kernel_time(f, args, repeats)
+            fs, args, work = _copies(copied) if name == "memory" else _product(size, name)
+            timing = min((kernel_time(f, args, repeats) for f in fs), key=lambda timing: timing.us)
             entry |= {"value": work / timing.us * 1e-6, "us": timing.us, "method": timing.method}
         except Exception as error:  # a limit that cannot be measured is none; the rows are still worth having
             entry["note"] = why(error)
@@ -56,9 +56,9 @@ def _product(size: int, name: str):
     def product(a, b):  # b as FP8 tensor cores want it: the contracted dim contiguous
         return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
-    return product, (a, b), 2 * size**3
+    return (product,), (a, b), 2 * size**3
 
 
-def _copy(elements: int):
+def _copies(elements: int):
     x = jax.random.normal(jax.random.key(0), (elements,), jnp.float32)
-    return jax.jit(jnp.negative), (x,), 2 * x.nbytes
+    return (jax.jit(jnp.negative), jax.jit(jnp.copy)), (x,), 2 * x.nbytes

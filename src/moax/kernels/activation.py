@@ -6,8 +6,9 @@
                              inner = <d a, act(gate, up)>                                     for d weight
 
 h [N, G F] holds gate in its first F columns and up in its last (G 1: up alone). All is computed in float32 and rounded
-where `moax.moe` rounds, to bf16: a, then a * weight; d a * weight; d h. A tile is 128 rows x 128 columns of F, computed
-in place of what was loaded, and quantized from there as in `quantize`. Blocks past the used ones are not written.
+where `moax.moe` rounds, to bf16: a, then a * weight; d a * weight; d h. A tile is 64 or 128 rows x 128 columns of F,
+computed in place of what was loaded, and quantized from there as in `quantize`. Blocks past the used ones are not
+written.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from jax.extend import core
 from jaxtyping import Array, Float
 
 from moax.backend import Unsupported
-from moax.kernels.blocks import BLOCK, Blocks, Operand
-from moax.kernels.quantize import HALF, columns_of, fetch, launch, load_tiles, meet, put, rows_of, tile_buffer, zero_tail
+from moax.groups import BLOCK, Blocks
+from moax.kernels.quantize import HALF, columns_of, launch, load_tiles, meet, put, rows_of, tile_buffer, zero_tail
+from moax.types import Operand
 
 PART = 32  # columns that a warpgroup computes at a time, so that the registers of two blocks of threads fit an SM
 LONG = 20  # operations of a gradient above which only half of them do
@@ -39,10 +41,6 @@ def activate_quantize(
     weights: Float[Array, " N"] | None = None,
     dtype=jnp.float8_e4m3fn,
     pow2: bool = False,
-    part: int = PART,
-    warpgroups: int = 1,
-    tanh: bool = False,
-    ahead: int = 0,
 ) -> Operand:
     """a = act(gate, up) * weight, quantized by rows: data [N, F], scale [F / 128, N].
 
@@ -54,44 +52,37 @@ def activate_quantize(
       weights: [N] f32, finite, of each row; None: 1.
       dtype: float8_e4m3fn or float8_e5m2.
       pow2: scales are rounded up to powers of two.
-      part: columns that a warpgroup computes at a time, 16 or 32.
-      warpgroups: that share a tile, of 64 rows each: 1 or 2.
-      tanh: whether a logistic function is computed through tanh, in one instruction, to 2**-12 of 1.
-      ahead: how many tiles before its turn a tile is fetched into L2; 0: it is not.
     """
     size, width = _check(h, gated)
-    rows = HALF * warpgroups
 
     def activate_quantize(h, counts, weights, data, scale, *, tiles, buffer, loaded, met):
-        i, j, half = (lax.axis_index(name) for name in ("i", "j", "wg"))
-        count = counts[lax.div(i * rows, BLOCK)]
+        i, j = lax.axis_index("i"), lax.axis_index("j")  # i counts halves of blocks
+        count, first = counts[lax.div(i, 2)], i * HALF
 
         @pl.when(count > 0)
         def _():
-            load_tiles(_tiles_of(h, tiles, i, j, width), loaded, half)
-            fetch(lambda i, j: _tiles_of(h, tiles, i, j, width), ahead, grid, i, j, counts, rows, half)
-            zero_tail(tiles, count - lax.rem(i * rows, BLOCK), [half], met)
-            first = i * rows + half * HALF
-            weight = None if weights is None else _row_values(weights, first, part)
+            load_tiles(_tiles_of(h, tiles, i, j, width), loaded)
+            zero_tail(tiles, count - lax.rem(i, 2) * HALF, [0], met)
+            weight = None if weights is None else _row_values(weights, first, PART)
 
-            @pl.loop(0, BLOCK // part)  # not unrolled: that would take more registers
+            @pl.loop(0, BLOCK // PART)  # not unrolled: that would take more registers
             def _(step):
-                at = _part(half, step, part)
-                (a,) = _evaluate(act, tanh, *(_load(tile, at) for tile in tiles))
+                at = _part(0, step, PART)
+                (a,) = _evaluate(act, *(_load(tile, at) for tile in tiles))
                 a = a if weight is None else _rounded(a) * weight
                 tiles[-1][at] = a.astype(h.dtype)
 
-            put(rows_of(tiles[-1], half), (data, scale, buffer), first, j, half, pow2)
+            put(rows_of(tiles[-1], 0), (data, scale, buffer), first, j, 0, pow2)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     scratch = dict(
-        tiles=[tile_buffer(h.dtype, part, rows)] * (1 + gated),
-        buffer=tile_buffer(dtype, BLOCK, rows),
+        tiles=[tile_buffer(h.dtype, PART, HALF)] * (1 + gated),
+        buffer=tile_buffer(dtype, BLOCK, HALF),
         loaded=plgpu.Barrier(num_arrivals=1 + gated),
-        met=plgpu.Barrier(num_arrivals=warpgroups),
+        met=plgpu.Barrier(),
     )
-    grid = dict(i=size // rows, j=width // BLOCK)
-    run = launch(activate_quantize, _out((size, width), dtype), grid, scratch, warpgroups, approx_math=True)
+    grid = dict(i=size // HALF, j=width // BLOCK)
+    run = launch(activate_quantize, _out((size, width), dtype), grid, scratch, approx_math=True)
     return Operand(*run(h, blocks.rows, weights))
 
 
@@ -105,9 +96,6 @@ def activate_grad_quantize(
     dtype_x=jnp.float8_e4m3fn,
     dtype_dy=jnp.float8_e4m3fn,
     pow2: bool = False,
-    part: int | None = None,
-    tanh: bool = False,
-    ahead: int = 0,
 ) -> tuple[Operand, Operand, Operand, Float[Array, "J N"]]:
     """a * weight by columns; d h by rows and by columns; inner[j, n] = the sum of d_a a over the j-th 128 columns.
 
@@ -117,8 +105,6 @@ def activate_grad_quantize(
       blocks, act, pow2: as in `activate_quantize`.
       weights: [N] f32, finite, of each row.
       dtype_x, dtype_dy: of a, and of d h.
-      part: as in `activate_quantize`; None: by the length of the formula.
-      tanh, ahead: as in `activate_quantize`.
 
     Returns:
       a: data [F, N], scale [N / 128, F]. d_h by rows: data [N, G F], scale [G F / 128, N]. d_h by columns:
@@ -128,7 +114,7 @@ def activate_grad_quantize(
     size, width = _check(h, gated)
     if d_a.shape != (size, width) or d_a.dtype != h.dtype:
         raise ValueError(f"d_a is {d_a.dtype} {d_a.shape}; with h {h.dtype} {h.shape} it must be [N, F] like it")
-    steps, part = width // BLOCK, part or _part_of(act, gated)
+    steps, part = width // BLOCK, _part_of(act, gated)
 
     def activate_grad_quantize(
         h, d_a, counts, weights, a_out, rows_out, columns_out, inner, *, tiles, shared, first, loaded, met
@@ -138,12 +124,7 @@ def activate_grad_quantize(
 
         @pl.when(counts[i] > 0)
         def _():
-
-            def of(i, j):
-                return [*_tiles_of(h, tiles, i, j, width), *_tiles_of(d_a, [grad], i, j, width)]
-
-            load_tiles(of(i, j), loaded, half)
-            fetch(of, ahead, grid, i, j, counts, BLOCK, half)
+            load_tiles([*_tiles_of(h, tiles, i, j, width), *_tiles_of(d_a, [grad], i, j, width)], loaded)
             zero_tail([*tiles, grad], counts[i], [half], met)
             weight = _row_values(weights, i * BLOCK + half * HALF, part)
 
@@ -151,7 +132,7 @@ def activate_grad_quantize(
                 at = _part(half, step, part)
                 d = _load(grad, at)
                 d_weighted = _rounded(d * weight)
-                a, *d_h = _evaluate(_with_grads(act), tanh, d_weighted, *(_load(tile, at) for tile in tiles))
+                a, *d_h = _evaluate(_with_grads(act), d_weighted, *(_load(tile, at) for tile in tiles))
                 a = _rounded(a)
                 grad[at] = (a * weight).astype(h.dtype)
                 for tile, d_tile in zip(tiles, d_h, strict=True):
@@ -189,7 +170,7 @@ def activate_grad_quantize(
         met=plgpu.Barrier(num_arrivals=2),
     )
     grid = dict(i=size // BLOCK, j=steps)
-    run = launch(activate_grad_quantize, out, grid, scratch, approx_math=True)
+    run = launch(activate_grad_quantize, out, grid, scratch, warpgroups=2, approx_math=True)
     a, by_row, by_column, inner = run(h, d_a, blocks.rows, weights)
     return Operand(*a), Operand(*by_row), Operand(*by_column), inner
 
@@ -258,7 +239,7 @@ def _called(eqn):
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
 
 
-def _evaluate(f: Callable, tanh: bool, *args) -> list:
+def _evaluate(f: Callable, *args) -> list:
     """f(*args), flat, in the primitives that Mosaic knows: calls are inlined, and sums of cotangents are sums."""
     closed = jax.make_jaxpr(f)(*args)
 
@@ -270,8 +251,6 @@ def _evaluate(f: Callable, tanh: bool, *args) -> list:
                 results = run(inner.jaxpr, inner.consts, values)
             elif eqn.primitive.name == "add_any":
                 results = [jnp.add(*values)]
-            elif eqn.primitive is lax.logistic_p and tanh:
-                results = [lax.tanh(values[0] * 0.5) * 0.5 + 0.5]
             else:
                 results = eqn.primitive.bind(*values, **eqn.params)
                 results = results if eqn.primitive.multiple_results else [results]

@@ -15,8 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moax.backend import Unsupported
-from moax.kernels.blocks import BLOCK, Blocks, Operand
+from moax.groups import BLOCK, Blocks
 from moax.kernels.pipeline import ROWS, TileConfig, run, stage, sweep, swizzle_of
+from moax.types import Operand
 
 PIECE = 64  # columns that surely share a scale of the weight
 

@@ -9,6 +9,9 @@ moved. A block of threads has several rows in flight, an SM several blocks.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.backend import Unsupported
-from moax.kernels.blocks import BLOCK, align_up
+from moax.groups import BLOCK, align_up
 
 IN_FLIGHT = 32 * 1024  # bytes that a block of threads aims to have in flight: five or six of them fill an SM
 MOST_COPIES = 16  # of a block of threads: they are unrolled
@@ -48,8 +51,10 @@ def gather_rows(
     if row > MOST_BYTES:
         raise Unsupported(f"x has rows of {row} bytes; the kernel takes {MOST_BYTES}")
     count = _rows_at_once(BLOCK, 1, row, in_flight)
+    vector = _vector(width, x.dtype.itemsize)
+    held = align_up(width, vector * THREADS)
 
-    def kernel(x, zeros, source, used, out, *, buffer, arrived):
+    def gather_rows(x, source, used, out, *, buffer, zero, arrived):
         first = lax.axis_index("i") * count
 
         def body():
@@ -60,25 +65,40 @@ def gather_rows(
                 def _(k=k):
                     plgpu.copy_gmem_to_smem(x.at[at[k]], buffer.at[k], arrived.at[k], oob_mode=IN_BOUNDS)
 
-                @pl.when(at[k] >= received)
-                def _(k=k):
-                    plgpu.copy_gmem_to_smem(zeros.at[0], buffer.at[k], arrived.at[k], oob_mode=IN_BOUNDS)
+            @pl.when(functools.reduce(jnp.maximum, at) >= received)
+            def _():
+                layout = plgpu.Layout.WG_STRIDED((held,), vector)
+                zero[...] = plgpu.layout_cast(jnp.zeros((held,), x.dtype), layout)
+                plgpu.commit_smem()
 
             for k in range(count):
-                plgpu.barrier_wait(arrived.at[k])
-                plgpu.copy_smem_to_gmem(buffer.at[k], out.at[first + k])
+
+                @pl.when(at[k] < received)
+                def _(k=k):
+                    plgpu.barrier_wait(arrived.at[k])
+                    plgpu.copy_smem_to_gmem(buffer.at[k], out.at[first + k])
+
+                @pl.when(at[k] >= received)
+                def _(k=k):
+                    plgpu.copy_smem_to_gmem(zero.at[pl.ds(0, width)], out.at[first + k])
+
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         body() if used is None else pl.when(first < used[0] * BLOCK)(body)
 
+    scratch: dict[str, Any] = dict(
+        buffer=plgpu.SMEM((count, width), x.dtype),
+        zero=plgpu.SMEM((held,), x.dtype),
+        arrived=plgpu.Barrier(num_barriers=count),
+    )
     return plgpu.kernel(
-        kernel,
+        gather_rows,
         out_type=jax.ShapeDtypeStruct((source.shape[0], width), x.dtype),
         grid=(source.shape[0] // count,),
         grid_names=("i",),
-        scratch_types=dict(buffer=plgpu.SMEM((count, width), x.dtype), arrived=plgpu.Barrier(num_barriers=count)),
+        scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(x, jnp.zeros((1, width), x.dtype), source, used)
+    )(x, source, used)
 
 
 def gather_sum(
@@ -107,7 +127,7 @@ def gather_sum(
     held = align_up(part, vector * THREADS)  # columns past `part` hold anything, and are not copied back
     layout = plgpu.Layout.WG_STRIDED((held,), vector)
 
-    def kernel(rows, position, weights, out, *, buffer, arrived):
+    def gather_sum(rows, position, weights, out, *, buffer, arrived):
         first = lax.axis_index("i") * count
         columns = pl.ds(lax.axis_index("j") * part, part)
         at = [[position[first + r, k] for k in range(terms)] for r in range(count)]
@@ -139,7 +159,7 @@ def gather_sum(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
-        kernel,
+        gather_sum,
         out_type=jax.ShapeDtypeStruct((results, width), rows.dtype),
         grid=(results // count, width // part),
         grid_names=("i", "j"),

@@ -19,7 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moax.backend import Unsupported
-from moax.kernels.blocks import BLOCK, Blocks, Operand, align_up
+from moax.groups import BLOCK, Blocks, align_up
+from moax.types import Operand
 
 HALF = BLOCK // 2  # rows, or columns, that a warpgroup holds at a time: 64 x 128 values in registers
 TINY = 2.0**-126  # the least normal float32
@@ -34,9 +35,6 @@ def quantize_rows(
     columns: bool = True,
     pow2: bool = False,
     scale: Float[Array, " 1"] | None = None,
-    warpgroups: int = 1,
-    slots: int = 1,
-    ahead: int = 0,
 ) -> tuple[Operand | None, Operand | None]:
     """Rows for products over their columns (1 x 128 blocks), and over themselves (128 x 1 blocks, transposed).
 
@@ -48,9 +46,6 @@ def quantize_rows(
       rows, columns: which of the two to make.
       pow2: scales are rounded up to powers of two.
       scale: [1] f32, one for the whole tensor in the place of each block's own.
-      warpgroups: that share a tile, 1 or 2.
-      slots: of 64 rows of shared memory that one warpgroup's results leave through: 1, 2, or 4 with both.
-      ahead: how many tiles before its turn a tile is fetched into L2; 0: it is not.
 
     Returns:
       rows: data [M, C], scale [ceil(C / 128), M]. columns: data [C, M], scale [M / 128, C rounded up to 128]. None for
@@ -67,30 +62,23 @@ def quantize_rows(
     scales = {name: jax.ShapeDtypeStruct(shapes[name][1], jnp.float32) for name in wanted if scale is None}
 
     def quantize_rows(x, counts, given, data, scales, *, tile, buffers, loaded, met):
-        i, j, wg = (lax.axis_index(name) for name in ("i", "j", "wg"))
-        halves = [wg] if warpgroups == 2 else [0, 1]
+        i, j = lax.axis_index("i"), lax.axis_index("j")
 
         @pl.when(counts is None or counts[i] > 0)
         def _():
-
-            def of(i, j):
-                return [(x.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)]
-
-            load_tiles(of(i, j), loaded, wg)
-            fetch(of, ahead, grid, i, j, counts, BLOCK, wg)
+            load_tiles([(x.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
             if counts is not None:
-                zero_tail([tile], counts[i], halves, met)
+                zero_tail([tile], counts[i], (0, 1), met)
             one = None if given is None else given[0]
-            puts = [("rows", rows_of, i, j, half) for half in halves] * rows
-            puts += [("columns", columns_of, j, i, half) for half in halves] * columns
+            puts = [("rows", rows_of, i, j, half) for half in (0, 1)] * rows
+            puts += [("columns", columns_of, j, i, half) for half in (0, 1)] * columns
             for n, (name, of, row, column, half) in enumerate(puts):
                 to = data[name], scales.get(name), buffers[wanted.index(name)]
-                first, slot = row * BLOCK + half * HALF, half % slots if warpgroups == 1 else half
-                put(of(tile, half), to, first, column, slot, pow2, one, wait=_reuses(n, slots, warpgroups))
+                put(of(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, one, wait=n > 0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(source, data.values(), warpgroups, slots)
-    run = launch(quantize_rows, (data, scales), grid, scratch, warpgroups)
+    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(source, data.values())
+    run = launch(quantize_rows, (data, scales), grid, scratch)
     data, scales = run(source, None if blocks is None else blocks.rows, scale)
     if scale is not None:
         scales = {name: jnp.broadcast_to(scale, shapes[name][1]) for name in wanted}
@@ -108,9 +96,6 @@ def quantize_weight(
     transposed: bool,
     pow2: bool = False,
     scale: Float[Array, " E"] | None = None,
-    warpgroups: int = 1,
-    slots: int = 1,
-    ahead: int = 0,
 ) -> tuple[Operand | None, Operand | None]:
     """Weights in 128 x 128 blocks, as they lie and transposed.
 
@@ -119,7 +104,6 @@ def quantize_weight(
       dtype, pow2: as in `quantize_rows`.
       native, transposed: which of the two to make.
       scale: [E] f32, one a matrix in the place of each block's own.
-      warpgroups, slots, ahead: as in `quantize_rows`.
 
     Returns:
       native: data [E, R, C], scale [E, ceil(R / 128), ceil(C / 128)]. transposed: data [E, C, R], scale
@@ -133,40 +117,28 @@ def quantize_weight(
     data = {name: jax.ShapeDtypeStruct(shapes[name], dtype) for name in wanted}
 
     def quantize_weight(w, given, data, scales, *, tile, buffers, loaded, met, peaks):
-        e, i, j, wg = (lax.axis_index(name) for name in ("e", "i", "j", "wg"))
-        halves = [wg] if warpgroups == 2 else [0, 1]
-        one_buffer = native and transposed and share and warpgroups == 1
-
-        def of(i, j):
-            at = lax.div(i, grid["i"]), pl.ds(lax.rem(i, grid["i"]) * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)
-            return [(w.at[at], tile)]
-
-        load_tiles(of(e * grid["i"] + i, j), loaded, wg)
-        fetch(of, ahead, dict(i=experts * grid["i"], j=grid["j"]), e * grid["i"] + i, j, None, BLOCK, wg)
+        e, i, j = (lax.axis_index(name) for name in "eij")
+        load_tiles([(w.at[e, pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
         if given is None:
-            for half in halves:
+            for half in (0, 1):
                 peaks[pl.ds(half * HALF, HALF)] = to_scale(amax(rows_of(tile, half)), dtype, pow2, 0.0)
             meet(met)
             # In this layout each warp holds all of it, so that each takes the maximum by itself.
             peak = jnp.max(plgpu.load(peaks, layout=plgpu.Layout.WGMMA.reduce(0)))
             fixed = jnp.where(peak > 0.0, peak, 1.0)
-
-            @pl.when(wg == 0)
-            def _():
-                scales[e, i, j] = fixed
+            scales[e, i, j] = fixed
         else:
             fixed = given[e]
-        puts = [("native", rows_of, i, j, half) for half in halves] * native
-        puts += [("transposed", columns_of, j, i, half) for half in halves] * transposed
+        puts = [("native", rows_of, i, j, half) for half in (0, 1)] * native
+        puts += [("transposed", columns_of, j, i, half) for half in (0, 1)] * transposed
         for n, (name, of, row, column, half) in enumerate(puts):
             to = data[name].at[e], None, buffers[wanted.index(name)]
-            first, slot = row * BLOCK + half * HALF, half % slots if warpgroups == 1 else half
-            put(of(tile, half), to, first, column, slot, pow2, fixed, wait=_reuses(n, slots, warpgroups))
+            put(of(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, fixed, wait=n > 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    scratch = _scratch(source, data.values(), warpgroups, slots) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
+    scratch = _scratch(source, data.values()) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
     out = (data, jax.ShapeDtypeStruct(tuple(grid.values()), jnp.float32) if scale is None else None)
-    run = launch(quantize_weight, out, grid, scratch, warpgroups)
+    run = launch(quantize_weight, out, grid, scratch)
     data, scales = run(source, scale)
     scales = scales if scale is None else jnp.broadcast_to(scale[:, None, None], tuple(grid.values()))
     return (
@@ -185,7 +157,7 @@ def check_source(name: str, x, dims: int, dtype) -> None:
         raise Unsupported(f"{name} has shape {x.shape}; its last {dims} dims must be multiples of 16")
 
 
-def launch(kernel, out, grid: dict[str, int], scratch: dict, warpgroups: int = 2, **params):
+def launch(kernel, out, grid: dict[str, int], scratch: dict, warpgroups: int = 1, **params):
     """A kernel of warpgroups that share a tile. No SMEM for reductions over warps: warpgroups would share that too."""
     return plgpu.kernel(
         kernel,
@@ -207,30 +179,15 @@ def tile_buffer(dtype, width: int, rows: int = BLOCK):
     return plgpu.SMEM((rows, BLOCK), dtype, transforms=transforms)
 
 
-def load_tiles(copies, loaded, wg) -> None:
+def load_tiles(copies, loaded) -> None:
     """Copies each (source, tile), and waits for all. What is past the edge of the source is 0."""
 
-    @pl.when(wg == 0)
+    @pl.when(lax.axis_index("wg") == 0)
     def _():
         for source, tile in copies:
             plgpu.copy_gmem_to_smem(source, tile, loaded)
 
     plgpu.barrier_wait(loaded)
-
-
-def fetch(copies_of, ahead: int, grid: dict[str, int], i, j, counts, rows: int, wg) -> None:
-    """Fetches the sources of copies_of(i, j) into L2, for the tile that is `ahead` of (i, j) and of as many rows."""
-    if not ahead:
-        return
-    tile = i * grid["j"] + j + ahead
-    i, j = lax.div(tile, grid["j"]), lax.rem(tile, grid["j"])
-
-    @pl.when((wg == 0) & (i < grid["i"]))
-    def _():
-        @pl.when(counts is None or counts[lax.div(i * rows, BLOCK)] > 0)
-        def _():
-            for source, _ in copies_of(i, j):
-                plgpu.async_prefetch(source)
 
 
 def meet(barrier) -> None:
@@ -306,19 +263,14 @@ def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool
     plgpu.copy_smem_to_gmem(rows, data.at[pl.ds(first, HALF), pl.ds(column_block * BLOCK, BLOCK)])
 
 
-def _reuses(n: int, slots: int, warpgroups: int) -> bool:
-    """Whether the n-th result of a warpgroup goes where one before it may still be read."""
-    return warpgroups == 1 and n > 0 and n % slots == 0
-
-
-def _scratch(source, data, warpgroups: int, slots: int) -> dict:
-    rows = HALF if slots == 1 and warpgroups == 1 else BLOCK
-    buffers = [tile_buffer(of.dtype, of.shape[-1], rows) for of in data]
+def _scratch(source, data) -> dict:
+    """A tile, and half of one that the results leave through, one after the other: four blocks of threads an SM."""
+    buffers = [tile_buffer(of.dtype, of.shape[-1], HALF) for of in data]
     return dict(
         tile=tile_buffer(source.dtype, source.shape[-1]),
-        buffers=plgpu.RefUnion(*buffers) if slots < 4 and warpgroups == 1 and len(buffers) > 1 else buffers,
+        buffers=plgpu.RefUnion(*buffers) if len(buffers) > 1 else buffers,
         loaded=plgpu.Barrier(),
-        met=plgpu.Barrier(num_arrivals=warpgroups),
+        met=plgpu.Barrier(),
     )
 
 

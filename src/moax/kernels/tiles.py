@@ -21,9 +21,9 @@ HEURISTIC = {
     "matmul_transposed": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.92, TileConfig(128, 6): 0.86},
     "wgrad": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.94, TileConfig(128, 6): 0.9},
     "matmul_fp8": {TileConfig(192, 4): 1.0, TileConfig(128, 5): 0.92},
-    "wgrad_fp8": {TileConfig(192, 4): 1.0, TileConfig(128, 5): 0.95},
+    "wgrad_fp8": {TileConfig(128, 4, 16, 1, 3): 1.0, TileConfig(192, 4): 0.92},
 }
-WGRAD_FP8 = (TileConfig(128, 5, 16, 2), TileConfig(128, 4, 8, 1, 3), TileConfig(128, 4, 16, 1, 3))
+WGRAD_FP8 = (TileConfig(128, 4, 8, 1, 3), TileConfig(128, 4, 8, 2, 3), TileConfig(128, 4, 16, 2, 3))
 
 
 def tile_key(op: str, contracted: int, columns: int, rows_per_group: int) -> str:

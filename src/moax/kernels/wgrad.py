@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moax.backend import Unsupported
-from moax.kernels.blocks import BLOCK, Blocks
+from moax.groups import BLOCK, Blocks
 from moax.kernels.pipeline import ROWS, TileConfig, run, stage, sweep, swizzle_of
 
 STEP = 64  # rows of a stage
