@@ -45,15 +45,17 @@ def test_blocks():
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("transpose", [False, True])
 def test_grouped_matmul(transpose, cluster):
-    """Forward and dgrad of 16-bit operands, NaN in padding, a contracted dim of several trips around the stages."""
+    """Forward and dgrad of 16-bit operands, NaN in padding, a contracted dim of several trips around the stages, a bias
+    whose columns end inside a tile."""
     blocks, group, real = layout()
-    x, w = random(0, ROWS, 192), random(1, len(SIZES), *((128, 192) if transpose else (192, 128)))
+    x, w = random(0, ROWS, 192), random(1, len(SIZES), *((160, 192) if transpose else (192, 160)))
     x[~real] = np.nan
     x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
     tile = TileConfig(64, 2, 2, cluster)
-    got = interpret(lambda x, w: grouped_matmul(x, w, blocks, tile, transpose=transpose, out_dtype=jnp.float32), x, w)
+    bias, options = random(2, len(SIZES), 160), dict(transpose=transpose, out_dtype=jnp.float32)
+    got = interpret(lambda x, w, b: grouped_matmul(x, w, blocks, tile, bias=b, **options), x, w, bias)
     want = np.einsum("mk,mnk->mn" if transpose else "mk,mkn->mn", np.float64(x)[real], np.float64(w)[group[real]])
-    assert rel_error(got[real], want) < 1e-6
+    assert rel_error(got[real], want + bias[group[real]]) < 1e-6
 
 
 def test_odd_chunks():
@@ -102,11 +104,13 @@ def test_grouped_matmul_fp8(tile_n, cluster, dtype):
     x, sx = quantized(0, ROWS, k, dtype=dtype), scales(1, k // BLOCK, ROWS)
     w, sw = quantized(2, len(SIZES), n, k), scales(3, len(SIZES), n // BLOCK, k // BLOCK)
     tile = TileConfig(tile_n, 2, 2, cluster)
-    fn = lambda x, sx, w, sw: grouped_matmul_fp8(Operand(x, sx), Operand(w, sw), blocks, tile, out_dtype=jnp.float32)  # noqa: E731
+    options, bias = dict(bias=random(4, len(SIZES), n) * 1e3, out_dtype=jnp.float32), random(4, len(SIZES), n) * 1e3
+    fn = lambda x, sx, w, sw: grouped_matmul_fp8(Operand(x, sx), Operand(w, sw), blocks, tile, **options)  # noqa: E731
     got = interpret(fn, x, sx, w, sw, races=False)
     wide_x = np.float64(x) * expand(np.asarray(sx).T, (1, k))
     wide_w = np.float64(w) * expand(np.asarray(sw), (1, n), (2, k))
-    assert rel_error(got[real], np.einsum("mk,mnk->mn", wide_x[real], wide_w[group[real]])) < 1e-6
+    want = np.einsum("mk,mnk->mn", wide_x[real], wide_w[group[real]])
+    assert rel_error(got[real], want + bias[group[real]]) < 1e-6
 
 
 @pytest.mark.parametrize(("cluster", "consumers"), [(1, 2), (2, 2), (1, 3)])

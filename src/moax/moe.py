@@ -13,7 +13,7 @@
                combine                   y [T, H]
 
 `_forward_local` is what one device does of it, `_backward_local` the same walked backwards, one `custom_vjp` around the
-two; `Partitioned` puts both on any mesh. The router is outside, differentiated by JAX.
+two; `Partitioned` puts both on any mesh. The router is outside, an op and a `custom_vjp` of its own.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from moax.ops.exchange import Transport, combine_local, dispatch_local, select_t
 from moax.ops.grouped_matmul import add_bias, bias_grad, matmul_local, once, wgrad_local
 from moax.ops.permute import permute_local, plan_local, unpermute_local, weights_from_rows, weights_of_rows
 from moax.ops.route import route
+from moax.ops.router import router_logits
 from moax.partition import Engine, Partitioned, View, find_view, scatter_gradient
 from moax.recipe import Recipe, get_recipe
 from moax.sharding import (
@@ -113,8 +114,8 @@ def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, 
 
     declared = shard_specs(params, config, axes, roles) if view.manual else expert_specs(config, axes, roles)
     params, tokens = lay_out(params, declared), flatten_tokens(x, roles)
-    router = constrain(params.router, declared.router).astype(jnp.float32)
-    logits = jnp.matmul(tokens.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
+    router = constrain(params.router, declared.router)
+    logits = router_logits(tokens, router, axes=axes, engine=engine)
     logits = logits if params.logits_bias is None else logits + params.logits_bias.astype(jnp.float32)[None]
     routing = route(logits, config.router, config.top_k, params.router_bias, axes=axes, engine=engine)
 
@@ -144,15 +145,14 @@ def _forward_local(static: BlockSpec, layout, x, experts, weights, w: Weights):
     by_row = weights_of_rows(plan, received.weights)
 
     with jax.named_scope("experts_in"):
-        h = matmul_local(rows, static.weight(w.wi, wi, "rows"), groups, dtype)
+        h = matmul_local(rows, static.weight(w.wi, wi, "rows"), groups, dtype, w.bi)
         h = h.reshape(h.shape[0], w.wi.shape[2], -1)
-        h = h if w.bi is None else add_bias(h, w.bi, groups)
     a = activate_rows(h, static.activate(False), by_row if early else None, groups, fp8=static.fp8)
     with jax.named_scope("experts_out"):
-        o = matmul_local(a, static.weight(w.wo, wo, "rows"), groups, dtype)
-        if w.bo is not None:
-            bias = add_bias(jnp.zeros_like(o), once(w.bo, static.roles.tp), groups)
-            o = o + (scale_rows(bias, by_row, groups.real) if early else bias)
+        bo = None if w.bo is None else once(w.bo, static.roles.tp)
+        o = matmul_local(a, static.weight(w.wo, wo, "rows"), groups, dtype, None if early else bo)
+        if early and bo is not None:
+            o = o + scale_rows(add_bias(jnp.zeros_like(o), bo, groups), by_row, groups.real)
 
     partial = unpermute_local(o, plan, None if early else received.weights, groups)
     y = combine_local(static.exchange, partial, received.slots, x.shape[0])

@@ -5,24 +5,27 @@ Imported lazily: without kernels/ nothing here is called, and `select_kernels` s
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from moax.backend import device_kind
-from moax.groups import BLOCK, Blocks
+from moax.groups import BLOCK, Blocks, align_up, find_groups, group_starts, row_groups, zero_rows
 from moax.types import Operand
 
 
-def matmul(x, w, blocks: Blocks, dtype, *, transpose: bool = False):
-    """Rows [M, K] times the weight of their group: [E, K, N], or with `transpose` [E, N, K]; Operands [E, N, K]."""
+def matmul(x, w, blocks: Blocks, dtype, bias=None, *, transpose: bool = False):
+    """Rows [M, K] times the weight of their group: [E, K, N], or with `transpose` [E, N, K]; Operands [E, N, K]. And
+    the bias [E, N] of their group."""
     from moax.kernels.matmul import grouped_matmul
     from moax.kernels.matmul_fp8 import grouped_matmul_fp8
 
     if isinstance(x, Operand):
         tile = _tile("matmul_fp8", x.data.shape[1], w.data.shape[1], blocks)
-        return grouped_matmul_fp8(x, w, blocks, tile, out_dtype=dtype)
+        return grouped_matmul_fp8(x, w, blocks, tile, bias=bias, out_dtype=dtype)
     columns = w.shape[1] if transpose else w.shape[2]
     tile = _tile("matmul_transposed" if transpose else "matmul", x.shape[1], columns, blocks)
-    return grouped_matmul(x, w, blocks, tile, transpose=transpose, out_dtype=dtype)
+    return grouped_matmul(x, w, blocks, tile, transpose=transpose, bias=bias, out_dtype=dtype)
 
 
 def wgrad(x, dy, blocks: Blocks, dtype):
@@ -91,3 +94,40 @@ def gather_sum(rows, position, weights=None):
     from moax.kernels.permute import gather_sum
 
     return gather_sum(rows, position, weights)
+
+
+class Packing:
+    """Rows as a product takes them, and back: the kernels want groups at multiples of 128, and zeros in padding."""
+
+    def __init__(self, group_sizes: Any, align: int, num_rows: int, kernels: bool):
+        self.kernels, self.num_rows = kernels, num_rows
+        self.own = find_groups(group_sizes, align, num_rows)
+        self.groups, self.there = self.own, None
+        if not self.kernels:
+            return
+        rows = align_up(num_rows, BLOCK)
+        if group_sizes is not None and align % BLOCK:
+            rows = align_up(num_rows + group_sizes.shape[0] * (BLOCK - 1), BLOCK)
+        self.groups = find_groups(group_sizes, BLOCK, rows, blocks=True)
+        if group_sizes is not None and align % BLOCK:
+            here, there = group_starts(group_sizes, align), group_starts(group_sizes, BLOCK)
+            group, real = row_groups(group_sizes, BLOCK, rows)
+            self.there = jnp.where(real, here[group] + jnp.arange(rows, dtype=jnp.int32) - there[group], num_rows)
+            group, real = row_groups(group_sizes, align, num_rows)
+            self.back = jnp.where(real, there[group] + jnp.arange(num_rows, dtype=jnp.int32) - here[group], rows)
+
+    def pack(self, x):
+        """The rows of x, 0 in padding where kernels compute."""
+        if not self.kernels:
+            return x
+        if self.there is not None:
+            return gather_rows(x.reshape(x.shape[0], -1), self.there).reshape(-1, *x.shape[1:])
+        x = jnp.pad(x, [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)])
+        return x if self.groups.real is None else zero_rows(x, self.groups.real)
+
+    def unpack(self, y):
+        """Rows of a product where those of x were, 0 in padding."""
+        if self.there is not None:
+            return gather_rows(y, self.back)
+        y = y[: self.num_rows]
+        return y if self.own.real is None or not self.kernels else zero_rows(y, self.own.real)

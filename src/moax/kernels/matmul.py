@@ -1,4 +1,4 @@
-"""Grouped matmul of 16-bit operands: y[m] = x[m] w[g(m)], or x[m] w[g(m)]^T.
+"""Grouped matmul of 16-bit operands: y[m] = x[m] w[g(m)] + bias[g(m)], or x[m] w[g(m)]^T.
 
 The weight is read as it lies in both directions: wgmma takes either order of 16-bit operands. Sums are float32.
 """
@@ -14,9 +14,10 @@ from jaxtyping import Array, Float
 
 from moax.backend import Unsupported
 from moax.groups import BLOCK, Blocks
-from moax.kernels.pipeline import ROWS, TileConfig, run, stage, sweep, swizzle_of
+from moax.kernels.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
 
 STEP = 64  # contracted elements of a stage: 128 bytes
+PIECE = 64  # columns whose bias is in registers at a time
 
 
 def grouped_matmul(
@@ -26,13 +27,15 @@ def grouped_matmul(
     tile: TileConfig,
     *,
     transpose: bool = False,
+    bias: Float[Array, "E N"] | None = None,
     out_dtype=None,
 ) -> Float[Array, "M N"]:
-    """y[m] = x[m] w[g(m)]; with `transpose` y[m] = x[m] w[g(m)]^T, for x [M, N], w [E, K, N].
+    """y[m] = x[m] w[g(m)] + bias[g(m)]; with `transpose` y[m] = x[m] w[g(m)]^T + bias, for x [M, N], w [E, K, N].
 
     Args:
       x: bf16 or f16, rows in blocks; padding may hold anything. w: like x in dtype.
       blocks: of the rows. tile: see TileConfig.
+      bias: of the columns of y, added in float32.
       out_dtype: of y; default: x's.
 
     Returns:
@@ -49,11 +52,11 @@ def grouped_matmul(
     w_stage = (tile.tile_n, STEP) if transpose else (STEP, tile.tile_n)
     shared = "block" if tile.cluster > 1 else None
 
-    def locate(i, block, x, w, group, used):
+    def locate(i, block, x, w, group, used, *bias):
         row, column = sweep(i, used[0], tiles_n, tile.width)
         return row, column * tile.cluster + block, group[row]
 
-    def load(place, step, slot, barrier, stages, x, w, group, used):
+    def load(place, step, slot, barrier, stages, x, w, *_):
         row, column, g = place
         k, n = pl.ds(step * STEP, STEP), pl.ds(column * tile.tile_n, tile.tile_n)
         plgpu.copy_gmem_to_smem(
@@ -62,7 +65,7 @@ def grouped_matmul(
         part = w.at[g, n, k] if transpose else w.at[g, k, n]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, *_):
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, used, *bias):
         mine = pl.ds(warpgroup * ROWS, ROWS)
 
         def accumulate(acc):
@@ -80,19 +83,25 @@ def grouped_matmul(
             plgpu.barrier_arrive(empty.at[lax.rem(end + tile.stages - 1, tile.stages)])
             return total
 
-        return [pl.run_scoped(accumulate, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))]
+        total = pl.run_scoped(accumulate, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))
+        if not bias:
+            return [total]
+        _, column, g = place
+        starts = range(0, tile.tile_n, PIECE)
+        return [add_bias(total[:, n : n + PIECE], bias[0], g, column * tile.tile_n + n) for n in starts]
 
     def target(place, warpgroup, column, width, out):
         row, tile_column, _ = place
         at = tile_column * tile.tile_n + column
         return out.at[pl.ds(row * BLOCK + warpgroup * ROWS, ROWS), pl.ds(at, width)]
 
+    biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
     return run(
-        (x, w, blocks.group, blocks.used),
+        (x, w, blocks.group, blocks.used, *biases),
         out,
         tile,
         {"x": stage(tile, BLOCK, STEP, x.dtype, swizzle), "w": stage(tile, *w_stage, x.dtype, swizzle)},
-        count=lambda x, w, group, used: used[0] * tiles_n,
+        count=lambda x, w, group, used, *bias: used[0] * tiles_n,
         locate=locate,
         steps=lambda *_: n_steps,
         load=load,

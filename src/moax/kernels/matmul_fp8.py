@@ -16,20 +16,27 @@ from jaxtyping import Array, Float
 
 from moax.backend import Unsupported
 from moax.groups import BLOCK, Blocks
-from moax.kernels.pipeline import ROWS, TileConfig, run, stage, sweep, swizzle_of
+from moax.kernels.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
 from moax.types import Operand
 
 PIECE = 64  # columns that surely share a scale of the weight
 
 
 def grouped_matmul_fp8(
-    x: Operand, w: Operand, blocks: Blocks, tile: TileConfig, *, out_dtype=jnp.bfloat16
+    x: Operand,
+    w: Operand,
+    blocks: Blocks,
+    tile: TileConfig,
+    *,
+    bias: Float[Array, "E N"] | None = None,
+    out_dtype=jnp.bfloat16,
 ) -> Float[Array, "M N"]:
-    """y[m] = x[m] w[g(m)]^T, dequantized block by block.
+    """y[m] = x[m] w[g(m)]^T + bias[g(m)], dequantized block by block.
 
     Args:
       x: rows [M, K] in blocks; padding may hold anything. w: weights [E, N, K].
       blocks: of the rows. tile: tile_n a multiple of 64.
+      bias: of the columns of y, added in float32.
       out_dtype: of y.
 
     Returns:
@@ -48,11 +55,11 @@ def grouped_matmul_fp8(
     shared = "block" if tile.cluster > 1 else None
     pieces = tile.tile_n // PIECE
 
-    def locate(i, block, x, sx, w, sw, group, used):
+    def locate(i, block, x, sx, w, sw, group, used, *bias):
         row, column = sweep(i, used[0], tiles_n, tile.width)
         return row, column * tile.cluster + block, group[row]
 
-    def load(place, step, slot, barrier, stages, x, sx, w, sw, group, used):
+    def load(place, step, slot, barrier, stages, x, sx, w, *_):
         row, column, g = place
         k, m = pl.ds(step * BLOCK, BLOCK), pl.ds(row * BLOCK, BLOCK)
         plgpu.copy_gmem_to_smem(x.at[m, k], stages["x"].at[slot], barrier, collective_axes=shared)
@@ -60,7 +67,7 @@ def grouped_matmul_fp8(
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
         plgpu.copy_gmem_to_smem(sx.at[step, m], stages["sx"].at[slot], barrier)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, used):
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, used, *bias):
         _, column, g = place
         mine = pl.ds(warpgroup * ROWS, ROWS)
         # Which scale of the weight each piece of columns has; neighbours often share it.
@@ -92,15 +99,18 @@ def grouped_matmul_fp8(
 
         zero = plgpu.layout_cast(jnp.zeros((ROWS, PIECE), jnp.float32), plgpu.Layout.WGMMA)
         totals, _ = lax.fori_loop(0, steps, step, ((zero,) * pieces, scales(0)))
-        return totals
+        if not bias:
+            return totals
+        return [add_bias(t, bias[0], g, column * tile.tile_n + i * PIECE) for i, t in enumerate(totals)]
 
     def target(place, warpgroup, column, width, out):
         row, tile_column, _ = place
         at = tile_column * tile.tile_n + column
         return out.at[pl.ds(row * BLOCK + warpgroup * ROWS, ROWS), pl.ds(at, width)]
 
+    biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
     return run(
-        (x.data, x.scale, w.data, w.scale, blocks.group, blocks.used),
+        (x.data, x.scale, w.data, w.scale, blocks.group, blocks.used, *biases),
         out,
         tile,
         {
@@ -108,7 +118,7 @@ def grouped_matmul_fp8(
             "w": stage(tile, tile.tile_n, BLOCK, w.data.dtype, swizzle),
             "sx": plgpu.SMEM((tile.stages, BLOCK), jnp.float32),
         },
-        count=lambda x, sx, w, sw, group, used: used[0] * tiles_n,
+        count=lambda x, sx, w, sw, group, used, *bias: used[0] * tiles_n,
         locate=locate,
         steps=lambda *_: n_steps,
         load=load,

@@ -63,6 +63,17 @@ def sweep(tile, rows, columns, width: int):
     return panel * width + lax.rem(inside, height), lax.div(inside, height)
 
 
+def add_bias(total, bias, group, column):
+    """total [64, c] + bias[group, column : column + c]."""
+    some = bias.at[group, pl.ds(column, total.shape[1])]
+    return total + lax.broadcast_in_dim(plgpu.load(some, layout=plgpu.Layout.WGMMA.reduce(0)), total.shape, [1])
+
+
+def pad_bias(bias, span: int):
+    """A bias [E, N] in float32, N a multiple of the columns of all tiles together: edge tiles read past N."""
+    return jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, -bias.shape[1] % span)))
+
+
 def run(
     operands: tuple,
     out_type: Any,

@@ -11,3 +11,4 @@ from moax.ops.permute import unpermute as unpermute
 from moax.ops.quantize import dequantize as dequantize
 from moax.ops.quantize import quantize as quantize
 from moax.ops.route import route as route
+from moax.ops.router import router_logits as router_logits

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from moax import mosaic
 from moax.axes import Axes, Names, Roles
 from moax.backend import Kernels, select_kernels
-from moax.groups import BLOCK, Groups, align_up, find_groups, group_starts, row_groups, zero_rows
+from moax.groups import BLOCK, Groups, group_starts, row_groups, zero_rows
 from moax.ops.quantize import dequantize_local, enter_rows, fits_operand, gather_operand, gather_quantized
 from moax.partition import Contract, Engine, Partitioned, View, find_view, scatter_gradient, vary_like
 from moax.recipe import Recipe, get_recipe
@@ -136,17 +136,24 @@ def _grouped_bwd(view, static, residuals, dy):
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
-def matmul_local(x: Any, w: Any, groups: Groups, dtype, *, transpose: bool = False):
+def matmul_local(x: Any, w: Any, groups: Groups, dtype, bias: Any = None, *, transpose: bool = False):
     """Forward, or dgrad with `transpose`, of one device -> [M, N] in `dtype`, all columns in one dim.
 
-    x, w: arrays or QArrays [M, ...], [E, K, *C]; or Operands. Padding of the result may hold anything.
+    x, w: arrays or QArrays [M, ...], [E, K, *C]; or Operands. bias: [E, *C]; kernels add it before they round, XLA
+    after. Padding of the result may hold anything.
     """
+    bias = None if bias is None else bias.reshape(bias.shape[0], -1)
     if isinstance(x, Operand):
-        return mosaic.matmul(x, w, groups.blocks, dtype)
+        return mosaic.matmul(x, w, groups.blocks, dtype, bias)
     x, w = _plain(x, dtype), _plain(w, dtype)
     x, w = x.reshape(x.shape[0], -1), w.reshape(*w.shape[:2], -1)
     if groups.blocks is not None:
-        return mosaic.matmul(x, w, groups.blocks, dtype, transpose=transpose)
+        return mosaic.matmul(x, w, groups.blocks, dtype, bias, transpose=transpose)
+    y = _matmul_xla(x, w, groups, dtype, transpose)
+    return y if bias is None else add_bias(y, bias, groups)
+
+
+def _matmul_xla(x, w, groups: Groups, dtype, transpose: bool):
     width = w.shape[1] if transpose else w.shape[2]
     contract = (((1,), (1 if transpose else 0,)), ((), ()))
     if groups.sizes is None:
@@ -202,9 +209,12 @@ def bias_grad(dy, groups: Groups):
     """dbias[g] = the sum of the group's dy, in float32."""
     if groups.real is None:
         return dy.astype(jnp.float32).sum(0, keepdims=True)
+    rows, experts = zero_rows(dy.astype(jnp.float32), groups.real), groups.sizes.shape[0]
+    if groups.blocks is not None:  # sums of whole blocks first: few rows are left to scatter
+        rows = rows.reshape(-1, BLOCK, *dy.shape[1:]).sum(1)
+        return jax.ops.segment_sum(rows, groups.blocks.group, num_segments=experts)
     group = row_groups(groups.sizes, groups.align, dy.shape[0])[0]
-    rows = zero_rows(dy.astype(jnp.float32), groups.real)
-    return jax.ops.segment_sum(rows, group, num_segments=groups.sizes.shape[0])
+    return jax.ops.segment_sum(rows, group, num_segments=experts)
 
 
 def once(x, names: Names):
@@ -270,43 +280,6 @@ def _sizes_spec(static, group_sizes):
     return None if group_sizes is None else spec(static.roles.tokens)
 
 
-class _Packing:
-    """Rows as a product takes them, and back: the kernels want groups at multiples of 128, and zeros in padding."""
-
-    def __init__(self, static: GroupedSpec, group_sizes: Any, num_rows: int):
-        self.kernels, self.num_rows = static.kernels == "mosaic", num_rows
-        self.own = find_groups(group_sizes, static.align, num_rows)
-        self.groups, self.there = self.own, None
-        if not self.kernels:
-            return
-        rows = align_up(num_rows, BLOCK)
-        if group_sizes is not None and static.align % BLOCK:
-            rows = align_up(num_rows + group_sizes.shape[0] * (BLOCK - 1), BLOCK)
-        self.groups = find_groups(group_sizes, BLOCK, rows, blocks=True)
-        if group_sizes is not None and static.align % BLOCK:
-            here, there = group_starts(group_sizes, static.align), group_starts(group_sizes, BLOCK)
-            group, real = row_groups(group_sizes, BLOCK, rows)
-            self.there = jnp.where(real, here[group] + jnp.arange(rows, dtype=jnp.int32) - there[group], num_rows)
-            group, real = row_groups(group_sizes, static.align, num_rows)
-            self.back = jnp.where(real, there[group] + jnp.arange(num_rows, dtype=jnp.int32) - here[group], rows)
-
-    def pack(self, x):
-        """The rows of x, 0 in padding where kernels compute."""
-        if not self.kernels:
-            return x
-        if self.there is not None:
-            return mosaic.gather_rows(x.reshape(x.shape[0], -1), self.there).reshape(-1, *x.shape[1:])
-        x = jnp.pad(x, [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)])
-        return x if self.groups.real is None else zero_rows(x, self.groups.real)
-
-    def unpack(self, y):
-        """Rows of a product where those of x were, 0 in padding."""
-        if self.there is not None:
-            return mosaic.gather_rows(y, self.back)
-        y = y[: self.num_rows]
-        return y if self.own.real is None or not self.kernels else zero_rows(y, self.own.real)
-
-
 def _weight(static: GroupedSpec, layout, kept, w, contracted, fp8: bool):
     over = _amax_over(layout, kept)
     if fp8 and static.recipe.w is not None:
@@ -320,19 +293,25 @@ def _runs_fp8(static: GroupedSpec, layout, w) -> bool:
 
 def _forward_local(static: GroupedSpec, layout, x, w, group_sizes, bias):
     layout, kept = layout
-    fp8, packing = _runs_fp8(static, layout, w), _Packing(static, group_sizes, x.shape[0])
+    fp8, packing = (
+        _runs_fp8(static, layout, w),
+        mosaic.Packing(group_sizes, static.align, x.shape[0], static.kernels == "mosaic"),
+    )
     columns = [n * static.roles.size(names) for n, names in zip(w.shape, layout.gather, strict=True)][2:]
     over = static.roles.tokens + kept[1]
     rows, _ = enter_rows(packing.pack(x), static.recipe.x, packing.groups, over, fp8=fp8)
-    y = matmul_local(rows, _weight(static, layout, kept, w, "rows", fp8), packing.groups, static.dtype)
-    y = packing.unpack(y).reshape(-1, *columns)
-    return (y if bias is None else add_bias(y, once(bias, kept[1]), packing.own),)
+    bias = None if bias is None else once(bias, kept[1])
+    y = matmul_local(rows, _weight(static, layout, kept, w, "rows", fp8), packing.groups, static.dtype, bias)
+    return (packing.unpack(y).reshape(-1, *columns),)
 
 
 def _backward_local(static: GroupedSpec, layout, x, w, group_sizes, dy):
     layout, kept = layout
     recipe, tokens, dtype = static.recipe, static.roles.tokens, static.dtype
-    fp8, packing = _runs_fp8(static, layout, w), _Packing(static, group_sizes, x.shape[0])
+    fp8, packing = (
+        _runs_fp8(static, layout, w),
+        mosaic.Packing(group_sizes, static.align, x.shape[0], static.kernels == "mosaic"),
+    )
     groups = packing.groups
     columns = tuple(n for names in kept[2:] for n in names)
     whole = _weight(static, layout, kept, w, "columns", fp8)
