@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import moax
 from moax import inspect
 from moax.groups import BLOCK, make_blocks
-from moax.kernels import activation, permute, quantize, tiles
+from moax.kernels import activation, activation_plain, permute, quantize, tiles
 from moax.kernels.matmul import grouped_matmul
 from moax.kernels.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.wgrad import grouped_wgrad
@@ -117,9 +117,17 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, 2880, width), dtype)]
         yield f"gather_rows {width}", permute.gather_rows, [x, ((ROWS,), I32), ((1,), I32)]
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
+        act = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
+        h, d_a, by_row = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
+        plain = lambda h, v, s, act=act: activation_plain.activate_rows(  # noqa: E731
+            h, make_blocks(s, ROWS), act, gated=True, weights=v
+        )
+        plain_grad = lambda h, d, v, s, act=act: activation_plain.activate_grad_rows(  # noqa: E731
+            h, d, make_blocks(s, ROWS), act, weights=v
+        )
+        yield f"activate_rows {width}", plain, [h, by_row, sizes]
+        yield f"activate_grad_rows {width}", plain_grad, [h, d_a, by_row, sizes]
         if width % BLOCK == 0:
-            act = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
-            h, d_a, by_row = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
             forward = lambda h, s, act=act: activation.activate_quantize(h, make_blocks(s, ROWS), act, gated=True)  # noqa: E731
             backward = lambda h, d, v, s, act=act: activation.activate_grad_quantize(  # noqa: E731
                 h, d, make_blocks(s, ROWS), act, weights=v

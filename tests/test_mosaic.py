@@ -177,9 +177,10 @@ def check_block(mosaic, config, tokens, recipe):
             assert rel_norm(g, w) < 2 * bound, name
 
 
-def test_block_interpreted(mosaic):
-    """The whole way of the data through the FP8 kernels: permuted, quantized both ways, multiplied, activated."""
-    check_block(mosaic, dict(d_model=128, d_ff=128, num_experts=2, top_k=1), 24, "fp8_block")
+@pytest.mark.parametrize(("d_ff", "recipe"), [(128, "fp8_block"), (96, None)])
+def test_block_interpreted(mosaic, d_ff, recipe):
+    """The whole way of the data through the kernels: permuted, quantized both ways, multiplied, activated."""
+    check_block(mosaic, dict(d_model=128, d_ff=d_ff, num_experts=2, top_k=1, use_bias=recipe is None), 24, recipe)
 
 
 @gpu

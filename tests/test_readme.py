@@ -31,3 +31,18 @@ def test_numbers_are_committed():
         assert {r: int(v.replace(",", "")) for r, v in shown.items()} == {r: gathered[model, r] for r in shown}
         for recipe, ratio in (("fp8_block", block_ratio), ("mxfp8", mx_ratio)):
             assert f"{gathered[model, recipe] / gathered[model, None]:.3f}" == ratio
+
+
+def test_speeds_are_committed():
+    """Breaks if the table shows a speed that was not measured, or leaves a slower row of ours out."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "h200_gemm.json").read_text())["rows"]
+    measured = {(r["case"], r["direction"], r["impl"], r["recipe"]): f"{r['tflops']:.0f}" for r in rows if r["us"]}
+    columns = (
+        ("moax", "none"), ("torch_grouped_mm", "none"), ("pallas_mgpu", "none"), ("ragged_dot", "none"),
+        ("moax", "fp8_block"), ("torch_scaled_grouped_mm", "fp8_rowwise"),
+    )  # fmt: skip
+    lines = re.findall(r"^\| (\w+) \| (fwd|dgrad|wgrad) \| (.*) \|$", README, re.M)
+    assert {(case, direction) for case, direction, _ in lines} == {key[:2] for key in measured}
+    for case, direction, cells in lines:
+        want = [measured[case, direction, *column] for column in columns]
+        assert cells.split(" | ") == want, (case, direction)

@@ -80,6 +80,21 @@ def activate_grad_quantize(h, d_a, blocks: Blocks, act, dtype_x, dtype_dy, *, we
     return a, rows, columns, inner.sum(0)
 
 
+def activate_rows(h, blocks: Blocks, act, *, gated: bool, weights):
+    """act(h) times each row's weight, [N, F]; h [N, G F]."""
+    from moax.kernels import activation_plain
+
+    return activation_plain.activate_rows(h, blocks, act, gated=gated, weights=weights)
+
+
+def activate_grad_rows(h, d_a, blocks: Blocks, act, *, weights):
+    """(act(h) times each row's weight [N, F], d_h [N, G F], <d_a, act(h)> of each row)."""
+    from moax.kernels import activation_plain
+
+    a, d_h, inner = activation_plain.activate_grad_rows(h, d_a, blocks, act, weights=weights)
+    return a, d_h, inner.sum(0)
+
+
 def gather_rows(x, source, used=None):
     """x[source], 0 where source is past the end; rows of blocks past the `used` ones may hold anything."""
     from moax.kernels.permute import gather_rows

@@ -53,7 +53,7 @@ def activate_quantize(
       dtype: float8_e4m3fn or float8_e5m2.
       pow2: scales are rounded up to powers of two.
     """
-    size, width = _check(h, gated)
+    size, width = check_h(h, gated)
 
     def activate_quantize(h, counts, weights, data, scale, *, tiles, buffer, loaded, met):
         i, j = lax.axis_index("i"), lax.axis_index("j")  # i counts halves of blocks
@@ -61,15 +61,15 @@ def activate_quantize(
 
         @pl.when(count > 0)
         def _():
-            load_tiles(_tiles_of(h, tiles, i, j, width), loaded)
-            zero_tail(tiles, count - lax.rem(i, 2) * HALF, [0], met)
-            weight = None if weights is None else _row_values(weights, first, PART)
+            load_tiles(tiles_of(h, tiles, i, j, width), loaded)
+            zero_half(tiles, count - lax.rem(i, 2) * HALF, met)
+            weight = None if weights is None else row_values(weights, first, PART)
 
             @pl.loop(0, BLOCK // PART)  # not unrolled: that would take more registers
             def _(step):
-                at = _part(0, step, PART)
-                (a,) = _evaluate(act, *(_load(tile, at) for tile in tiles))
-                a = a if weight is None else _rounded(a) * weight
+                at = part_at(0, step, PART)
+                (a,) = evaluate(act, *(load_part(tile, at) for tile in tiles))
+                a = a if weight is None else rounded(a) * weight
                 tiles[-1][at] = a.astype(h.dtype)
 
             put(rows_of(tiles[-1], 0), (data, scale, buffer), first, j, 0, pow2)
@@ -111,10 +111,10 @@ def activate_grad_quantize(
       data [G F, N], scale [N / 128, G F]. inner: [F / 128, N] f32.
     """
     gated = h.shape[1] == 2 * d_a.shape[1]
-    size, width = _check(h, gated)
+    size, width = check_h(h, gated)
     if d_a.shape != (size, width) or d_a.dtype != h.dtype:
         raise ValueError(f"d_a is {d_a.dtype} {d_a.shape}; with h {h.dtype} {h.shape} it must be [N, F] like it")
-    steps, part = width // BLOCK, _part_of(act, gated)
+    steps, part = width // BLOCK, part_of(act, gated)
 
     def activate_grad_quantize(
         h, d_a, counts, weights, a_out, rows_out, columns_out, inner, *, tiles, shared, first, loaded, met
@@ -124,16 +124,16 @@ def activate_grad_quantize(
 
         @pl.when(counts[i] > 0)
         def _():
-            load_tiles([*_tiles_of(h, tiles, i, j, width), *_tiles_of(d_a, [grad], i, j, width)], loaded)
+            load_tiles([*tiles_of(h, tiles, i, j, width), *tiles_of(d_a, [grad], i, j, width)], loaded)
             zero_tail([*tiles, grad], counts[i], [half], met)
-            weight = _row_values(weights, i * BLOCK + half * HALF, part)
+            weight = row_values(weights, i * BLOCK + half * HALF, part)
 
             def compute(step, sums):
-                at = _part(half, step, part)
-                d = _load(grad, at)
-                d_weighted = _rounded(d * weight)
-                a, *d_h = _evaluate(_with_grads(act), d_weighted, *(_load(tile, at) for tile in tiles))
-                a = _rounded(a)
+                at = part_at(half, step, part)
+                d = load_part(grad, at)
+                d_weighted = rounded(d * weight)
+                a, *d_h = evaluate(with_grads(act), d_weighted, *(load_part(tile, at) for tile in tiles))
+                a = rounded(a)
                 grad[at] = (a * weight).astype(h.dtype)
                 for tile, d_tile in zip(tiles, d_h, strict=True):
                     tile[at] = d_tile.astype(h.dtype)
@@ -175,13 +175,13 @@ def activate_grad_quantize(
     return Operand(*a), Operand(*by_row), Operand(*by_column), inner
 
 
-def _check(h, gated: bool) -> tuple[int, int]:
-    """N and F."""
+def check_h(h, gated: bool, columns: int = BLOCK) -> tuple[int, int]:
+    """N and F, of which F must be a multiple of `columns`."""
     size, width = h.shape[0], h.shape[1] // (1 + gated)
     if h.dtype != jnp.bfloat16:
         raise Unsupported(f"h is {h.dtype}; the kernel takes bfloat16")
-    if size % BLOCK or width % BLOCK:
-        raise Unsupported(f"h has {size} rows and F is {width}; the kernel takes multiples of {BLOCK}")
+    if size % BLOCK or width % columns:
+        raise Unsupported(f"h has {size} rows and F is {width}; the kernel takes multiples of {BLOCK} and {columns}")
     return size, width
 
 
@@ -190,33 +190,43 @@ def _out(shape, dtype):
     return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((shape[1] // BLOCK, shape[0]), jnp.float32)
 
 
-def _tiles_of(x, tiles, i, j, width: int):
+def tiles_of(x, tiles, i, j, width: int):
     """Each tile with the part of x that it is of."""
-    rows = pl.ds(i * tiles[0].shape[0], tiles[0].shape[0])
-    return [(x.at[rows, pl.ds(g * width + j * BLOCK, BLOCK)], tile) for g, tile in enumerate(tiles)]
+    rows, columns = tiles[0].shape
+    at = pl.ds(i * rows, rows)
+    return [(x.at[at, pl.ds(g * width + j * columns, columns)], tile) for g, tile in enumerate(tiles)]
 
 
-def _part(half, step, part: int):
+def zero_half(tiles, count, barrier) -> None:
+    """Zeros the rows from `count` on of tiles of 64 rows."""
+    pl.when(count < HALF)(lambda: zero_tail(tiles, count, [0], barrier))
+
+
+def part_at(half, step, part: int):
+    """The step-th part of the columns of half of a tile's rows."""
     return pl.ds(half * HALF, HALF), pl.ds(pl.multiple_of(step * part, part), part)
 
 
-def _load(tile, at):
+def load_part(tile, at):
+    """That part of a tile, as f32."""
     return plgpu.load(tile.at[at], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def _rounded(x):
+def rounded(x):
     """x rounded to bf16, as f32."""
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
 
 
-def _row_values(x, first, part: int):
+def row_values(x, first, part: int):
     """The f32 value of each row from `first` on, as an array [64, part]."""
     value = plgpu.load(x.at[pl.ds(first, HALF)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     return lax.broadcast_in_dim(value, (HALF, part), [0])
 
 
-def _with_grads(act: Callable) -> Callable:
+def with_grads(act: Callable) -> Callable:
+    """(d, *inputs) -> (act(*inputs), *its gradients times d)."""
+
     def run(d, *inputs):
         a, pull = jax.vjp(act, *inputs)
         return a, *pull(d)
@@ -224,14 +234,14 @@ def _with_grads(act: Callable) -> Callable:
     return run
 
 
-def _part_of(act: Callable, gated: bool) -> int:
-    """Half of PART for a long formula."""
+def part_of(act: Callable, gated: bool) -> int:
+    """Columns of a gradient computed at a time: half of PART for a long formula."""
 
     def length(jaxpr) -> int:
         return sum(1 if (inner := _called(eqn)) is None else length(inner.jaxpr) for eqn in jaxpr.eqns)
 
     value = jax.ShapeDtypeStruct((HALF, PART), jnp.float32)
-    return PART if length(jax.make_jaxpr(_with_grads(act))(*[value] * (2 + gated)).jaxpr) <= LONG else PART // 2
+    return PART if length(jax.make_jaxpr(with_grads(act))(*[value] * (2 + gated)).jaxpr) <= LONG else PART // 2
 
 
 def _called(eqn):
@@ -239,7 +249,7 @@ def _called(eqn):
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
 
 
-def _evaluate(f: Callable, *args) -> list:
+def evaluate(f: Callable, *args) -> list:
     """f(*args), flat, in the primitives that Mosaic knows: calls are inlined, and sums of cotangents are sums."""
     closed = jax.make_jaxpr(f)(*args)
 

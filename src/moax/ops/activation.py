@@ -87,8 +87,12 @@ def activate_rows(h, spec: ActivateSpec, by_row, groups: Groups, *, fp8: bool):
                 pow2=spec.pow2,
             )
     with jax.named_scope("activate"):
-        a = activate(h, spec.activation)
-        a = a if by_row is None else scale_rows(a, by_row, groups.real)
+        if groups.blocks is not None:
+            flat, gated = h.reshape(h.shape[0], -1), spec.activation in GATED
+            a = mosaic.activate_rows(flat, groups.blocks, spec.act, gated=gated, weights=by_row)
+        else:
+            a = activate(h, spec.activation)
+            a = a if by_row is None else scale_rows(a, by_row, groups.real)
     return enter_rows(a, spec.x, groups, spec.amax_over, fp8=fp8)[0]
 
 
@@ -106,10 +110,15 @@ def activate_grad_rows(h, d_a, spec: ActivateSpec, by_row, groups: Groups, *, fp
             )
         return a, rows, columns, None, inner
     with jax.named_scope("activate"):
-        a, pull = jax.vjp(lambda h: activate(h, spec.activation), h)
-        inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
-        a = scale_rows(a, by_row, groups.real)
-        (d_h,) = pull(scale_rows(d_a, by_row, groups.real))
+        if groups.blocks is not None:
+            flat = h.reshape(h.shape[0], -1)
+            a, d_h, inner = mosaic.activate_grad_rows(flat, d_a, groups.blocks, spec.act, weights=by_row)
+            d_h = d_h.reshape(h.shape)
+        else:
+            a, pull = jax.vjp(lambda h: activate(h, spec.activation), h)
+            inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
+            a = scale_rows(a, by_row, groups.real)
+            (d_h,) = pull(scale_rows(d_a, by_row, groups.real))
     _, a = enter_rows(a, spec.x, groups, spec.amax_over, fp8=fp8)
     return a, *enter_rows(d_h, spec.dy, groups, spec.amax_over, fp8=fp8), d_h, inner
 
