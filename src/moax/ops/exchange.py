@@ -62,7 +62,7 @@ def select_transport(exchange: Transport) -> Literal["all_gather", "all_to_all"]
         raise ValueError(f"exchange={exchange!r} must be one of {', '.join(map(repr, TRANSPORTS))}")
     if exchange == "one_sided":
         raise Unsupported(
-            "exchange='one_sided': this version has no Mosaic GPU kernels; use 'all_gather' or 'all_to_all'"
+            "exchange='one_sided' is not in this version; use 'all_gather' or 'all_to_all'"
         )
     return "all_gather" if exchange == "auto" else exchange
 
