@@ -1,9 +1,9 @@
 """The frame of a product's kernel: one warpgroup loads stages of operands, others multiply them, tile after tile.
 
 The grid is persistent: a cluster of `TileConfig.cluster` thread blocks on each of the SMs walks over tiles of the
-output, 64 rows by `tile_n` columns a consumer warpgroup. The producer runs ahead over the
-tiles' ends, so the next tile is loaded while this one is stored. Stages are guarded by a `full` barrier (the copies
-arrive) and an `empty` one (the consumers do, of every block of the cluster where a copy is shared by it).
+output, 64 rows by `tile_n` columns a consumer warpgroup. The producer runs ahead over the tiles' ends, so the next tile
+is loaded while this one is stored. Stages are guarded by a `full` barrier (the copies arrive) and an `empty` one (the
+consumers do, of every block of the cluster where a copy is shared by it).
 """
 
 from __future__ import annotations

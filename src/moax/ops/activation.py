@@ -50,8 +50,11 @@ class ActivateSpec:
         return self.x is not None and self.x.scale != "float32"
 
     def fuses(self, width: int) -> bool:
-        """Whether blocks of columns cut neither an F of this size nor hold a whole tensor."""
-        return self.x is not None and self.x.block == BLOCK and width % BLOCK == 0
+        """Whether the kernels quantize what they activate: blocks of 128 columns, which divide an F of this size, and
+        scales of one kind for a and for d_h."""
+        formats = [f for f in (self.x, self.dy) if f is not None]
+        alike = len({(f.block, f.scale == "float32") for f in formats}) == 1
+        return len(formats) == 2 and alike and formats[0].block == BLOCK and width % BLOCK == 0
 
 
 def activate(h: Float[Array, "*rows G F"], activation: Activation) -> Float[Array, "*rows F"]:
@@ -73,7 +76,7 @@ def activate(h: Float[Array, "*rows G F"], activation: Activation) -> Float[Arra
 def activate_rows(h, spec: ActivateSpec, by_row, groups: Groups, *, fp8: bool):
     """act(h) as the next product's forward takes it, h [N, G, F]; `by_row`: a factor [N] of each row, or None.
 
-    With `fp8` fused with the quantization, where blocks of 128 columns cut neither F nor, one a tensor, the tensor.
+    With `fp8` fused with the quantization where `spec` says so.
     """
     if fp8 and spec.fuses(h.shape[-1]):
         with jax.named_scope("activate"):

@@ -61,9 +61,7 @@ def select_transport(exchange: Transport) -> Literal["all_gather", "all_to_all"]
     if exchange not in TRANSPORTS:
         raise ValueError(f"exchange={exchange!r} must be one of {', '.join(map(repr, TRANSPORTS))}")
     if exchange == "one_sided":
-        raise Unsupported(
-            "exchange='one_sided' is not in this version; use 'all_gather' or 'all_to_all'"
-        )
+        raise Unsupported("exchange='one_sided' is not in this version; use 'all_gather' or 'all_to_all'")
     return "all_gather" if exchange == "auto" else exchange
 
 
