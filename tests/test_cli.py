@@ -2,15 +2,23 @@
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
+import jax
 import pytest
+from packaging.requirements import Requirement
 
 pytest.importorskip("optax")
 
-from moax import cli
+from moax import backend, cli, info
+from moax.bench import tune
+from moax.ops.exchange import TRANSPORTS
+from moax.recipe import RECIPES
 from moax.train.presets import PRESETS
 from moax.train.run import Run
 
@@ -23,7 +31,7 @@ def parse(*argv):
 
 def test_help_shows_what_to_type(capsys):
     for argv, wanted in [
-        (["--help"], ["train", "inspect", "--cpu-devices 8", "examples:"]),
+        (["--help"], ["info", "train", "inspect", "--cpu-devices 8", "examples:", "exit codes: 0 done, 1", "--json"]),
         (["train", "--help"], ["--preset", "tiny, small, medium, large", "--mesh", "standard library", "Ctrl-C"]),
         (["inspect", "--help"], ["--forward-only", "--json"]),
     ]:
@@ -100,6 +108,102 @@ def test_flags_over_preset():
     assert parse("--capacity-factor", "none").model.capacity_factor is None
 
 
+def fresh(*argv: str, **environment: str) -> subprocess.CompletedProcess:
+    """`moax ARGV` in a process of its own."""
+    command = [sys.executable, "-m", "moax", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+
+
+def test_info_says_what_runs(capsys):
+    """Breaks if a stranger cannot see what this machine runs, or is told another reason than `moax.moe` would give."""
+    assert cli.main(["info"]) == 0
+    said = capsys.readouterr().out
+    assert "8 x cpu (platform cpu)" in said and "--mesh fsdp=2,ep=4" in said and f"jax {jax.__version__}" in said
+    with pytest.raises(backend.Unsupported, match=re.escape(backend.device_kind())) as refused:
+        backend.select_kernels("mosaic")
+    assert str(refused.value).removeprefix("kernels='mosaic': ") in said
+    assert cli.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] | {"processes": 1} == found["devices"] and found["devices"]["count"] == 8
+    choices = {(choice["argument"], choice["value"]): choice for choice in found["choices"]}
+    assert {value for argument, value in choices if argument == "exchange"} == set(TRANSPORTS)
+    assert {value for argument, value in choices if argument == "kernels"} == set(backend.KERNELS)
+    assert {value for argument, value in choices if argument == "recipe"} == set(RECIPES)
+    assert not choices["kernels", "mosaic"]["runs"] and choices["kernels", "auto"]["note"] == "xla"
+    for (argument, _), choice in choices.items():
+        assert choice["runs"] or argument != "recipe" and choice["note"], choice
+
+
+def test_info_on_a_gpu_that_runs_kernels(monkeypatch):
+    """Breaks if `moax info` on a Hopper GPU says that XLA runs, or that MXFP8 multiplies in FP8 there."""
+    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    assert all(choice.runs for choice in info.kernels())
+    assert info.kernels()[0].note.startswith("mosaic for bfloat16")
+    assert [choice.value for choice in info.recipes() if choice.note.startswith("FP8")] == ["fp8_block", "fp8_tensor"]
+
+
+def test_info_suggests_a_mesh():
+    sizes = {(1, 1): None, (2, 2): "ep=2", (3, 3): "ep=3", (6, 6): "fsdp=2,ep=3", (7, 7): "fsdp=7"}
+    sizes |= {(64, 8): "fsdp=16,ep=4", (16, 1): "fsdp=16"}
+    for (count, local), mesh in sizes.items():
+        assert info.suggest_mesh(count, local) == mesh, (count, local)
+
+
+def test_info_names_the_extras_of_the_project(monkeypatch):
+    """Breaks if an extra gets or loses a package, and `moax info` does not know."""
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    extras = {k: v for k, v in project["optional-dependencies"].items() if k != "dev"}
+    assert info.EXTRAS.keys() == extras.keys()
+    for name in ("flax", "train"):
+        assert list(info.EXTRAS[name]) == [Requirement(text).name for text in extras[name]]
+    monkeypatch.setattr(info, "version", lambda name: None if name in ("flax", "moax") else "1")
+    said = info.render(info.describe())
+    assert "flax missing: pip install 'moax[flax]'" in said and "source tree" in said
+
+
+def test_no_device_is_an_error_of_one_line():
+    """Breaks if a machine without the platform that JAX was told to use shows JAX's traceback."""
+    done = fresh("info", JAX_PLATFORMS="rocm")
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.splitlines()[-1].startswith("moax info: error: JAX cannot start: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_output_that_nobody_reads():
+    """Breaks if `moax info | head -1` ends in a traceback or in an error about a broken pipe."""
+    closed, out = os.pipe()
+    os.close(closed)
+    command = [sys.executable, "-m", "moax", "info"]
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(out)
+    assert done.returncode == 141 and not done.stderr
+
+
+def test_tune_needs_a_gpu_and_prints_json(monkeypatch, tmp_path, capsys):
+    """Breaks if the table and what is printed differ, or JSON is not all that stdout has."""
+    assert cli.main(["tune"]) == 1
+    assert "needs an NVIDIA Hopper GPU" in capsys.readouterr().err
+    table = tmp_path / "tiles.json"
+    table.write_text(json.dumps({"cpu": {"slow": [1]}}))
+
+    def measured(problem, op, direction):
+        fast = direction == "fwd"
+        return tune.Tuned("case", op, direction, "fast" if fast else "slow", [64, 1], 2.0, 1.5 if fast else 1.0, fast)
+
+    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    monkeypatch.setattr(tune, "tune", measured)
+    monkeypatch.setattr(tune, "Problem", lambda case: case)
+    argv = ["tune", "--only", "mixtral", "--ops", "matmul,wgrad", "--out", str(table)]
+    assert cli.main([*argv, "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["table"] == str(table) and {p["kept"] for p in found["products"]} == {True, False}
+    assert "case matmul fwd: [64, 1] 2 us, 1.500 of the heuristic's" in said.err
+    assert json.loads(table.read_text()) == {"cpu": {"fast": [64, 1]}}
+    assert cli.main(argv) == 0
+    assert "case wgrad wgrad" in capsys.readouterr().out
+
+
 def test_train_runs_and_resumes(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 300)
     out = str(tmp_path / "runs")
@@ -112,8 +216,14 @@ def test_train_runs_and_resumes(tmp_path, capsys):
     assert float(last) < float(first) - 0.1
     for word in ("held-out loss", "weight gathers", "curves.png", "dropped", "busiest"):
         assert word in said
-    assert cli.main(["train", "--resume", "--out", out, "--steps", "5", "--save-every", "2"]) == 0
-    assert "resumed at step 4" in capsys.readouterr().out
+    assert cli.main(["train", "--resume", "--out", out, "--steps", "5", "--save-every", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "resumed at step 4" in said.err
+    found = json.loads(said.out)
+    assert found["steps"] == found["held_out_loss"]["step"] == 5 and found["dropped"] == 0 and not found["interrupted"]
+    assert 0 < found["held_out_loss"]["last"] < found["held_out_loss"]["first"] and found["tokens_per_s"] > 0
+    assert 0 < found["weight_gathers"]["bytes"] < found["weight_gathers"]["unquantized_bytes"]
+    assert found["folder"].endswith("runs/a") and found["curves"].endswith("curves.png")
     config = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
     assert config["steps"] == 5 and config["mesh"] == {"fsdp": 2, "ep": 4} and config["model"]["d_ff"] == 32
 
@@ -153,5 +263,8 @@ def test_compare(tmp_path, capsys):
     assert plot.stat().st_size > 10_000
     assert "two" in (printed := capsys.readouterr().out)
     assert "2.2500 (+0.2500)" in printed
+    assert cli.main(["compare", str(tmp_path / "two"), "--out", str(plot), "--json"]) == 0
+    found = {"runs": [{"name": "two", "held_out_loss": 2.25, "tokens_per_s": 150.0}], "plot": str(plot)}
+    assert json.loads(capsys.readouterr().out) == found
     assert cli.main(["compare", str(tmp_path / "none"), "--out", str(plot)]) == 2
     assert "none has no step" in capsys.readouterr().err

@@ -1,13 +1,13 @@
-"""The command `moax`: `train` a language model, `compare` runs, `inspect` a block, `bench` and `tune` the kernels.
+"""The command `moax`: `info` on this machine, `train` a language model, `compare` runs, `inspect` a block, `bench` and
+`tune` the kernels.
 
-Exit codes: 0 done, 1 it cannot run here, 2 wrong arguments, 130 stopped by Ctrl-C.
+Exit codes: 0 done, 1 it cannot run here, 2 wrong arguments, 130 stopped by Ctrl-C, 141 nobody reads what it prints.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import math
 import os
@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 from jax.errors import JaxRuntimeError
 
+from moax import info
 from moax.backend import Unsupported
 from moax.bench import command as bench
 from moax.bench import tune
@@ -30,6 +31,8 @@ from moax.train.presets import BALANCE, DTYPES, PRESETS, REMAT, ModelConfig, Tra
 EXTRA = ("matplotlib", "optax", "orbax", "rich")
 EXAMPLES = """\
 examples:
+  moax info
+      what this machine is, and which kernels and exchanges run on it
   moax train --preset tiny --mesh fsdp=2,ep=4 --recipe fp8_block --cpu-devices 8
       train for two minutes on eight emulated devices; needs no GPU
   moax train --preset small --mesh fsdp=2,ep=4 --recipe fp8_block --text my_project/
@@ -40,6 +43,10 @@ examples:
       which collectives an MoE block runs, and how many bytes each moves
   moax bench gemm --peers none --out gemm.json
       grouped products on this GPU, beside its limits
+
+`moax COMMAND --help` has each command's options. What a command found goes to stdout (with --json, nothing else does),
+errors to stderr, in one line; --traceback shows where they arose.
+exit codes: 0 done, 1 it cannot run here, 2 wrong arguments, 130 stopped by Ctrl-C, 141 nobody reads what it prints
 """
 
 
@@ -48,7 +55,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else argv
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as in `moax info | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still flushes when it ends
+        return 141
     except KeyboardInterrupt:
         print(f"moax {args.command}: stopped", file=sys.stderr)
         return 130
@@ -65,12 +77,22 @@ def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
         prog="moax",
-        description="Mixture-of-Experts layers for JAX that quantize before they gather.",
+        usage="moax COMMAND [options]",
+        description="Mixture-of-Experts layers for JAX that quantize before they gather.\n"
+        "The commands try them out on this machine, with or without a GPU; the library is `import moax`.",
         epilog=EXAMPLES,
         formatter_class=raw,
     )
-    top.add_argument("--version", action="version", version=f"moax {_version()}")
+    top.add_argument(
+        "--version", action="version", version=f"moax {info.version('moax') or 'of an uninstalled source tree'}"
+    )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    about = commands.add_parser(
+        "info",
+        help="show this machine's devices, and what of moax runs on them, or why not",
+        usage="moax info [options]",
+        description="Shows devices, versions, a mesh to begin with, which kernels and exchanges run here, and extras.",
+    )
     train = commands.add_parser(
         "train",
         help="train a byte-level language model with an MoE in every layer",
@@ -106,15 +128,19 @@ def parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs")
     compare.add_argument("--out", default="compare.png", metavar="FILE", help="the plot (default: %(default)s)")
+    compare.add_argument("--json", action="store_true", help="print JSON, for programs")
+    about.add_argument("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
+    about.add_argument("--json", action="store_true", help="print JSON, for programs")
     _train_options(train)
     _inspect_options(inspect)
     bench.add_options(measure)
     tune.add_options(tuning)
     wired = (
+        (about, run_info),
         (train, run_train),
         (inspect, run_inspect),
         (measure, run_bench),
-        (tuning, tune.run),
+        (tuning, run_tune),
         (compare, run_compare),
     )
     for command, run in wired:
@@ -147,6 +173,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=float, help="peak learning rate")
     add("--seed", type=int, help="of the weights and of the data's order")
     add("--eval-every", type=int, metavar="STEPS", help="held-out loss every so many steps")
+    add("--json", action="store_true", help="print JSON at the end; progress goes to stderr")
     add("--save-every", type=int, metavar="STEPS", help="checkpoint every so many steps; 0: at the end alone")
     how = parser.add_argument_group("how it runs")
     _execution_options(how, mesh="all devices on fsdp")
@@ -188,21 +215,30 @@ def _execution_options(group, mesh: str) -> None:
     add("--dtype", choices=DTYPES, help="of activations")
 
 
+def run_info(args: argparse.Namespace) -> int:
+    """`moax info`."""
+    start(args.cpu_devices)
+    found = info.describe()
+    print(json.dumps(found, indent=2) if args.json else info.render(found))
+    return 0
+
+
 def run_train(args: argparse.Namespace) -> int:
     """`moax train`."""
-    if args.cpu_devices is not None:
-        emulate(args.cpu_devices)
+    start(args.cpu_devices)
     from moax.train import loop, report, summary
 
     config = train_config(args)
-    result = loop.train(config, resume=args.resume, report=report.for_stream())
-    for line in summary.finish(result):
-        print(line)
+    shown = report.PlainReport(sys.stderr) if args.json else report.for_stream()
+    result = loop.train(config, resume=args.resume, report=shown)
+    found = summary.finish(result)
+    print(json.dumps(found, indent=2) if args.json else "\n".join(summary.lines(result, found)))
     if result.interrupted:
         command = ["moax", "train", "--resume", "--name", result.config.name]
         command += ["--out", args.out] if args.out != "runs" else []
         command += ["--cpu-devices", str(args.cpu_devices)] if args.cpu_devices else []
-        print(f"saved after step {result.steps}; continue with:\n  {shlex.join(command)}")
+        hint = f"saved after step {result.steps}; continue with:\n  {shlex.join(command)}"
+        print(hint, file=sys.stderr if args.json else sys.stdout)
         return 130
     return 0
 
@@ -260,6 +296,10 @@ def run_compare(args: argparse.Namespace) -> int:
     from moax.train.run import Run
 
     found = compare([Run(Path(path)) for path in args.runs], Path(args.out))
+    if args.json:
+        runs = [{"name": name, "held_out_loss": loss, "tokens_per_s": rate} for name, loss, rate in found]
+        print(json.dumps({"runs": runs, "plot": args.out}, indent=2))
+        return 0
     for name, loss, rate in found:
         print(f"{name:24} held-out loss {loss:.4f} ({loss - found[0][1]:+.4f})   {rate:,.0f} tokens/s")
     print(f"curves in {args.out}")
@@ -270,6 +310,27 @@ def run_bench(args: argparse.Namespace) -> int:
     """`moax bench`. Peers and blocks have processes of their own, so JAX may not take all of the GPU's memory."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return bench.run(args, args.argv)
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    """`moax tune`."""
+    start()
+    return tune.run(args)
+
+
+def start(cpu_devices: int | None = None) -> None:
+    """Starts JAX, on that many emulated devices if a number is given.
+
+    Raises:
+      Unsupported: JAX has no device to run on. ValueError: see `emulate`.
+    """
+    if cpu_devices is not None:
+        emulate(cpu_devices)
+    try:
+        jax.device_count()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that one of the platforms it was told to use is here
+        why = str(error).strip() or f"none of its platforms ({jax.config.jax_platforms}) is here"
+        raise Unsupported(f"JAX cannot start: {why}") from error
 
 
 def emulate(count: int) -> None:
@@ -291,13 +352,6 @@ def emulate(count: int) -> None:
         pass  # Backends are up: what they have is checked below.
     if jax.device_count() != count:
         raise ValueError(f"--cpu-devices {count}: JAX already runs in this process, on {jax.device_count()} devices")
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("moax")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return "of an uninstalled source tree"
 
 
 def _mesh(text: str) -> tuple[tuple[str, int], ...]:

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,19 @@ DIRECTIONS: dict[str, tuple[tuple[cases.Direction, ...], bool]] = {
 }
 
 
+class Tuned(NamedTuple):
+    """The fastest tile of one product. gain: the heuristic's time over `us`. kept: the table holds the tile."""
+
+    case: str
+    op: str
+    direction: str
+    key: str
+    tile: list[int]
+    us: float
+    gain: float
+    kept: bool
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `moax tune`."""
     add = parser.add_argument
@@ -46,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
     add("--ops", default=",".join(DIRECTIONS), metavar="NAMES", help="of %(default)s")
     add("--out", metavar="FILE", help="the table to bring up to date (default: the one that the kernels read)")
+    add("--json", action="store_true", help="print JSON at the end; progress goes to stderr")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,21 +78,28 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.out) if args.out else tiles.TABLE
     table = json.loads(path.read_text()) if path.exists() else {}
     mine = table.setdefault(backend.device_kind(), {})
+    found: list[Tuned] = []
     for case in cases.select(args.cases, args.only):
         problem = Problem(case)
         for op in args.ops.split(","):
             for direction in DIRECTIONS[op][0]:
-                key, best = tune(problem, op, direction)
-                if best is None:
-                    mine.pop(key, None)
+                best = tune(problem, op, direction)
+                found.append(best)
+                line = f"{best.case} {op} {direction}: {best.tile} {best.us:.0f} us, {best.gain:.3f} of the heuristic's"
+                print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
+                if best.kept:
+                    mine[best.key] = best.tile
                 else:
-                    mine[key] = best
+                    mine.pop(best.key, None)
         path.write_text(render(table))
+    if args.json:
+        report = {"device": backend.device_kind(), "table": str(path), "products": [best._asdict() for best in found]}
+        print(json.dumps(report, indent=2))
     return 0
 
 
-def tune(problem: Problem, op: str, direction: cases.Direction) -> tuple[str, list[int] | None]:
-    """The key of a product, and its tile where one beats the heuristic's."""
+def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
+    """The fastest tile of a product, kept where it beats the heuristic's."""
     from moax.kernels import tiles
 
     case = problem.case
@@ -94,9 +115,8 @@ def tune(problem: Problem, op: str, direction: cases.Direction) -> tuple[str, li
             print(f"{case.name} {op} {tile}: {error}", file=sys.stderr)
     best = min(times, key=times.__getitem__)
     gain = times[first] / times[best]
-    print(f"{case.name} {op} {direction}: {best} {times[best]:.0f} us, {gain:.3f} of {first}", flush=True)
     key = tiles.tile_key(op, contracted, columns, rows)
-    return key, list(dataclasses.astuple(best)) if gain >= GAIN else None
+    return Tuned(case.name, op, direction, key, list(dataclasses.astuple(best)), times[best], gain, gain >= GAIN)
 
 
 def product(problem: Problem, op: str, direction: cases.Direction, tile) -> tuple[Callable, tuple]:

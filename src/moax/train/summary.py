@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 import math
+import statistics
+from typing import Any
 
 from moax.train import plot, traffic
 from moax.train.loop import Result
 
 
-def finish(result: Result) -> list[str]:
-    """Draws the curves and returns the lines to print."""
+def finish(result: Result) -> dict[str, Any]:
+    """Draws the curves and returns how the run went, as JSON holds it; None for what it did not get to.
+
+    `held_out_loss` has the `first`, the `last`, and the `step` of that; `weight_gathers` the bytes of an update and
+    device, and those without a recipe.
+    """
     config, rows = result.config, result.run.rows()
     plot.draw(result.run, config)
-    losses = [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row]
+    losses = [row for row in rows if "held_out_loss" in row]
     steps = [row for row in rows if "loss" in row]
-    lines = []
-    if len(losses) > 1:
-        (_, first), (at, last) = losses[0], losses[-1]
-        bits = last / math.log(2)
-        lines.append(f"held-out loss   {first:.3f} -> {last:.3f} nats a byte ({bits:.2f} bits) after {at} steps")
-    if steps:
-        lines.append(f"dropped         {sum(row['dropped'] for row in steps)} of all tokens' expert assignments")
-    if not result.interrupted and (traffic_line := traffic.describe(config, result.update)):
-        lines.append(f"weight gathers  {traffic_line}")
-    if steps:
-        lines.append(f"curves          {result.run.curves}")
-    return lines
+    gathered = None if result.interrupted else traffic.measure(config, result.update)
+    first, last = (losses[0], losses[-1]) if losses else (None, None)
+    return {
+        "name": config.name,
+        "folder": str(result.run.path),
+        "steps": result.steps,
+        "interrupted": result.interrupted,
+        "loss": steps[-1]["loss"] if steps else None,
+        "held_out_loss": first
+        and last
+        and {"first": first["held_out_loss"], "last": last["held_out_loss"], "step": last["step"]},
+        "dropped": sum(row["dropped"] for row in steps) if steps else None,
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in steps) if steps else None,
+        "weight_gathers": gathered and {"bytes": gathered[0], "unquantized_bytes": gathered[1]},
+        "curves": str(result.run.curves) if steps else None,
+    }
+
+
+def lines(result: Result, found: dict[str, Any]) -> list[str]:
+    """What `finish` found, for people."""
+    said, held, gathered = [], found["held_out_loss"], found["weight_gathers"]
+    if held and held["step"]:
+        bits = held["last"] / math.log(2)
+        said.append(
+            f"held-out loss   {held['first']:.3f} -> {held['last']:.3f} nats a byte ({bits:.2f} bits) after "
+            f"{held['step']} steps"
+        )
+    if found["dropped"] is not None:
+        said.append(f"dropped         {found['dropped']} of all tokens' expert assignments")
+    if gathered:
+        said.append(f"weight gathers  {traffic.describe(result.config, **gathered)}")
+    if found["curves"]:
+        said.append(f"curves          {found['curves']}")
+    return said

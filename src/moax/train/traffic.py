@@ -18,16 +18,19 @@ def weight_gather_bytes(program) -> int:
     return inspect.total_bytes(inspect.weight_gathers(inspect.collectives(program), moax.Axes()))
 
 
-def describe(config: TrainConfig, update: jax.stages.Compiled) -> str | None:
-    """One line: bytes of `update`, the run's own, beside those without a recipe; None where nothing is gathered."""
+def measure(config: TrainConfig, update: jax.stages.Compiled) -> tuple[int, int] | None:
+    """Bytes of `update`, the run's own, and of the same without a recipe; None where nothing is gathered."""
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         step, args = jit_update(dataclasses.replace(config, recipe=None), mesh)
         plain = weight_gather_bytes(step.lower(*args))
-    if not plain:
-        return None
-    line = f"{plain / 1e6:.2f} MB a step and device in {config.dtype}"
+    return (weight_gather_bytes(update) if config.recipe else plain, plain) if plain else None
+
+
+def describe(config: TrainConfig, bytes: int, unquantized_bytes: int) -> str:
+    """One line of what `measure` found."""
+    line = f"{unquantized_bytes / 1e6:.2f} MB a step and device in {config.dtype}"
     if config.recipe:
-        own = weight_gather_bytes(update)
-        line = f"{own / 1e6:.2f} MB a step and device with {config.recipe}, {line} without ({own / plain:.2f} of it)"
+        saved = f"without ({bytes / unquantized_bytes:.2f} of it)"
+        line = f"{bytes / 1e6:.2f} MB a step and device with {config.recipe}, {line} {saved}"
     return line

@@ -1,0 +1,81 @@
+"""Inside your own `shard_map` over a pipeline axis: two stages, each an MoE layer on its own half of the devices.
+
+The `shard_map` names the axis `stage` alone. The other axes stay Auto, and `moax.moe` shards over them as it does
+anywhere. Microbatches walk through the stages by `ppermute`; the results are those of one layer after the other.
+Run: `python examples/pipeline_stage.py [--devices N]`; N CPU devices are emulated where there is no GPU.
+"""
+
+import argparse
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import moax
+
+STAGES, MICROBATCHES = 2, 4
+CONFIG = moax.MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2)
+
+
+def layer(params, x):
+    return x + moax.moe(x, params, CONFIG)[0]
+
+
+@functools.partial(
+    jax.shard_map, axis_names={"stage"}, in_specs=(P("stage"), P()), out_specs=P("stage"), check_vma=False
+)
+def pipeline(params, x):
+    """params: those of this stage, stacked once. x: [MICROBATCHES, B, S, H]. Returns [1, MICROBATCHES, B, S, H]."""
+    stage, params = lax.axis_index("stage"), jax.tree.map(lambda p: p[0], params)
+
+    def tick(carried, entering):
+        y = layer(params, jnp.where(stage == 0, entering, carried))
+        return lax.ppermute(y, "stage", [(i, i + 1) for i in range(STAGES - 1)]), y
+
+    # After the last microbatch, zeros enter until it has walked through.
+    _, y = lax.scan(tick, jnp.zeros_like(x[0]), jnp.pad(x, [(0, STAGES - 1)] + [(0, 0)] * 3))
+    return y[None, STAGES - 1 :]
+
+
+def main(devices: int):
+    jax.config.update("jax_num_cpu_devices", devices)
+    if (count := jax.device_count()) % STAGES:
+        raise SystemExit(f"{count} devices: two stages need an even number")
+    ep = math.gcd(4, count // STAGES)
+    mesh = jax.make_mesh((STAGES, count // STAGES // ep, ep), ("stage", "fsdp", "ep"), (AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh):
+        params = jax.vmap(lambda key: moax.init(key, CONFIG))(jax.random.split(jax.random.key(0), STAGES))
+        specs = jax.tree.map(lambda of: P("stage", *of), moax.param_specs(CONFIG))
+        params = jax.tree.map(lambda p, of: jax.device_put(p, NamedSharding(mesh, of)), params, specs)
+        x = jax.random.normal(jax.random.key(1), (MICROBATCHES, count, 16, CONFIG.d_model))
+
+        def staged(params):
+            return pipeline(params, x)[-1]  # the last stage has the results
+
+        def plain(params):
+            return functools.reduce(lambda x, i: layer(jax.tree.map(lambda p: p[i], params), x), range(STAGES), x)
+
+        def results(run):
+            def loss(params):
+                return jnp.mean(jnp.square(y := run(params))), y
+
+            (_, y), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+            return y, grads.wi
+
+        errors = jax.tree.map(
+            lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), results(staged), results(plain)
+        )
+    print(
+        f"pipeline of {STAGES} stages on {count} devices: {MICROBATCHES} microbatches, "
+        f"off from one layer after the other by {errors[0]:.1e} (y) and {errors[1]:.1e} (gradient of wi)"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=8, help="CPU devices to emulate: a power of two (default: 8)")
+    main(parser.parse_args().devices)
