@@ -232,7 +232,8 @@ def run_train(args: argparse.Namespace) -> int:
     shown = report.PlainReport(sys.stderr) if args.json else report.for_stream()
     result = loop.train(config, resume=args.resume, report=shown)
     found = summary.finish(result)
-    print(json.dumps(found, indent=2) if args.json else "\n".join(summary.lines(result, found)))
+    for line in [json.dumps(found, indent=2)] if args.json else summary.lines(result, found):
+        print(line)
     if result.interrupted:
         command = ["moax", "train", "--resume", "--name", result.config.name]
         command += ["--out", args.out] if args.out != "runs" else []
