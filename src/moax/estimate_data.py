@@ -104,8 +104,8 @@ HARDWARE: dict[str, Hardware] = {
     "h100": _scaled("h100", 80 * 10**9, 989e12, 1979e12, 3.35e12, 450e9, 50e9),
     "h200": H200,
     # NVIDIA's DGX B200 data sheet, an eighth of it: 180 GB, 8 TB/s, 36 and 72 PFLOP/s of bf16 and fp8 with sparsity,
-    # NVLink 1.8 TB/s both ways, a 400 Gb/s NIC for each GPU. Achievable: the fractions of an H200, which supposes kernels
-    # as good there; moax has none for it yet.
+    # NVLink 1.8 TB/s both ways, a 400 Gb/s NIC for each GPU. Achievable: the fractions of an H200, which supposes
+    # kernels as good there; moax has none for it yet.
     "b200": _scaled("b200", 180 * 10**9, 2250e12, 4500e12, 8e12, 900e9, 50e9),
 }
 

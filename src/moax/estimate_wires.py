@@ -1,7 +1,7 @@
 """What one block puts on the wires in a training step: the collectives of `moax.moe`, foretold.
 
-    bytes a device sends, b those of the result in a group of g:
-    all-gather, all-to-all b (g-1)/g;  all-reduce 2 b (g-1)/g;  reduce-scatter b (g-1)       as `moax.inspect` counts
+bytes a device sends, b those of the result in a group of g:
+all-gather, all-to-all b (g-1)/g;  all-reduce 2 b (g-1)/g;  reduce-scatter b (g-1)       as `moax.inspect` counts
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from moax.recipe import Contracted, Format, Recipe
 from moax.sharding import Layout, dense_spec_on, expert_specs, local_shape, spec, weight_layout
 from moax.types import param_shapes
 
-Direction = Literal["forward", "backward", "recompute"]
+Direction = Literal["forward", "recompute", "backward"]
+DIRECTIONS = ("forward", "recompute", "backward")
 WIRES = ("weight gather", "gradient scatter", "gradient reduce", "dispatch", "combine", "tp reduce", "statistics")
 
 
