@@ -100,8 +100,8 @@ def test_bytes_with_remat():
 @pytest.mark.parametrize("case", ["dp-fsdp-ep", "fsdp-on-model-fp8_block-capacity-wire"])
 def test_memory_is_that_of_the_program(case):
     """Weights, and gradients, which lie like them, are the program's arguments to the byte; what `jax.vjp` keeps
-    between forward and backward is `activations` within 10 %. XLA:CPU's scratch is no GPU's: the whole of a step, scratch
-    included, is held against programs compiled for an H200 below."""
+    between forward and backward is `activations` within 10 %. XLA:CPU's scratch is no GPU's: the whole of a step,
+    scratch included, is held against programs compiled for an H200 below."""
     config, sizes, recipe, exchange = CASES[case]
     mesh = make_mesh(sizes)
     # float32 activations: no copies of weights in another dtype among what is kept
@@ -149,7 +149,7 @@ def test_rates_are_measured():
                 for row in rows_of("h200_gemm.json")
                 if (row["impl"], row["recipe"], row["direction"]) == ("moax", recipe, direction)
             ]
-            assert rate == pytest.approx(statistics.median(measured) * 1e12, rel=0.02)
+            assert rate == pytest.approx(statistics.median(measured) * 1e12, rel=0.05)
 
 
 def test_wire_results():
@@ -196,6 +196,10 @@ def test_network_is_slower_than_nvlink():
         ({"mesh_shape": {"ep": 3}}, "does not divide"),
         ({"tokens": 0}, "tokens=0"),
         ({"layers": 0}, "layers=0"),
+        ({"optimizer_bytes": -1}, "optimizer_bytes=-1"),
+        ({"dtype": "int8"}, "dtype='int8' must be"),
+        ({"kernels": "cuda"}, "kernels='cuda' must be"),
+        ({"capacity_factor": 0.0}, "capacity_factor=0.0"),
     ],
 )
 def test_errors(kwargs, message):

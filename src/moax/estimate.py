@@ -27,6 +27,8 @@ from moax.ops.exchange import Transport, select_transport
 from moax.ops.permute import capacity_rows, sorted_rows
 from moax.recipe import Format, Recipe, get_recipe
 
+DTYPES = ("bfloat16", "float16", "float32")
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -174,6 +176,13 @@ def estimate(
     layers = (model.layers if model else 1) if layers is None else layers
     sizes = dict(mesh_shape)
     _check(sizes, axes, tokens=tokens, layers=layers)
+    if optimizer_bytes < 0:
+        raise ValueError(f"optimizer_bytes={optimizer_bytes} must be at least 0")
+    for name, value, choices in (
+        ("dtype", dtype, DTYPES), ("param_dtype", param_dtype, DTYPES), ("kernels", kernels, ("mosaic", "xla")),
+    ):  # fmt: skip
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
     on, parts = find_hardware(hardware), get_recipe(recipe)
     ranks_of_tp = math.prod(sizes.get(name, 1) for name in axes.tp)
     make = functools.partial(Shard.make, config, sizes, tokens * ranks_of_tp)

@@ -94,8 +94,8 @@ def ranking(found: list[Estimate]) -> str:
 def details(e: Estimate) -> str:
     """One mesh in full."""
     head = (
-        f"{e.model} on {e.gpus} x {e.hardware}, mesh {name(e)}: {e.layers} MoE layers, {e.tokens} tokens a GPU, "
-        f"recipe {e.recipe}, exchange {e.exchange}{', remat' if e.remat else ''}"
+        f"{e.model} on {e.gpus} x {e.hardware}, mesh {name(e)}: {e.layers} MoE layer{'s' * (e.layers > 1)}, "
+        f"{e.tokens} tokens a GPU, recipe {e.recipe}, exchange {e.exchange}{', remat' if e.remat else ''}"
     )
     m, verdict = e.memory, "fits" if e.fits else "DOES NOT FIT"
     parts = ("weights", "gradients", "optimizer", "activations", "gathered", "exchange", "workspace")
@@ -106,8 +106,9 @@ def details(e: Estimate) -> str:
     wires += [None, ("total", f"{e.wire_bytes() / 1e6:,.1f}")]
     stages = [("stage of a layer", "pass", "us", "bound by"), None]
     stages += [(s.name, s.direction, f"{s.seconds * 1e6:,.1f}", s.bound) for s in e.stages]
-    stages += [None, (f"all, x {e.layers} layers", "", f"{e.seconds * 1e6:,.1f}", f"{e.tflops:.0f} TFLOP/s a GPU")]
-    tables = [_align(memory, right=(1,)), _align(wires, right=(1,)), _align(stages, right=(2,))]
+    stages += [None, (f"all, x {e.layers}", "", f"{e.seconds * 1e6:,.1f}", f"{e.tflops:.0f} TFLOP/s a GPU")]
+    sent = [_align(wires, right=(1,))] if e.transfers else []
+    tables = [_align(memory, right=(1,)), *sent, _align(stages, right=(2,))]
     spared, seconds = e.gather_saved
     if e.recipe != "none" and e.plain_gather.wire_bytes:
         plain = e.layers * e.plain_gather.wire_bytes
@@ -142,7 +143,7 @@ def draw(found: list[Estimate], path: Path) -> None:
     plot.invert_yaxis()
     plot.set_xlabel("ms a step in MoE blocks, by what bounds the time")
     first = found[0]
-    plot.set_title(f"{first.model}, {first.gpus} x {first.hardware}, {first.tokens} tokens a GPU, {first.recipe}")
+    plot.set_title(f"{first.model}, {first.gpus} x {first.hardware}, {first.tokens} tokens a GPU, recipe {first.recipe}")
     plot.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.12 - 1.2 / (1 + len(found))))
     figure.savefig(path)
 
