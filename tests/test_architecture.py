@@ -26,7 +26,8 @@ RANKS = {
     **dict.fromkeys(["sharding", "partition", "backend", "kernels", "mosaic"], 1),
     "ops": 2,
     **dict.fromkeys(["init", "block", "moe"], 3),
-    **dict.fromkeys(["nnx", "linen", "hf", "info", "inspect", "estimate"], 4),
+    **dict.fromkeys(["nnx", "linen", "hf", "info", "inspect"], 4),
+    **dict.fromkeys(["estimate", "estimate_data", "estimate_times", "estimate_wires"], 4),
     "moax": 5,
     **dict.fromkeys(["cli", "train", "bench", "__main__"], 6),
 }
@@ -38,6 +39,8 @@ SIDEWAYS = {
     "moe": {"block"},
     "kernels": {"backend"},
     "mosaic": {"backend", "kernels"},
+    "estimate_times": {"estimate_data", "estimate_wires"},
+    "estimate": {"estimate_data", "estimate_times", "estimate_wires"},
     "cli": {"train", "bench"},
     "__main__": {"cli"},
 }

@@ -34,6 +34,7 @@ def test_help_shows_what_to_type(capsys):
         (["--help"], ["info", "train", "inspect", "--cpu-devices 8", "examples:", "exit codes: 0 done, 1", "--json"]),
         (["train", "--help"], ["--preset", "tiny, small, medium, large", "--mesh", "standard library", "Ctrl-C"]),
         (["inspect", "--help"], ["--forward-only", "--json"]),
+        (["estimate", "--help"], ["--model", "deepseek-v3", "--sweep", "h100, h200, b200", "--plot"]),
     ]:
         with pytest.raises(SystemExit) as stop:
             cli.main(argv)

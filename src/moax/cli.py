@@ -1,5 +1,5 @@
-"""The command `moax`: `info` on this machine, `train` a language model, `compare` runs, `inspect` a block, `bench` and
-`tune` the kernels.
+"""The command `moax`: `info` on this machine, `train` a language model, `compare` runs, `inspect` or `estimate` a
+block, `bench` and `tune` the kernels.
 
 Exit codes: 0 done, 1 it cannot run here, 2 wrong arguments, 130 stopped by Ctrl-C, 141 nobody reads what it prints.
 """
@@ -21,7 +21,7 @@ from jax.errors import JaxRuntimeError
 from moax import info
 from moax.backend import Unsupported
 from moax.bench import command as bench
-from moax.bench import tune
+from moax.bench import estimate, tune
 from moax.ops.exchange import TRANSPORTS
 from moax.partition import ENGINES
 from moax.recipe import RECIPES
@@ -41,6 +41,8 @@ examples:
       continue a run; another --mesh will do
   moax inspect --mesh fsdp=2,ep=4 --recipe fp8_block
       which collectives an MoE block runs, and how many bytes each moves
+  moax estimate --model deepseek-v3 --gpus 256 --recipe fp8_block --sweep
+      memory, bytes on the wires and time of every mesh of 256 GPUs, fastest first; runs nothing
   moax bench gemm --peers none --out gemm.json
       grouped products on this GPU, beside its limits
 
@@ -106,6 +108,13 @@ def parser() -> argparse.ArgumentParser:
         usage="moax inspect [options]",
         description="Compiles one MoE block and lists its collectives: kind, dtype, bytes, mesh axes, origin.",
     )
+    estimating = commands.add_parser(
+        "estimate",
+        help="estimate memory, bytes on the wires and time of a model's blocks on any mesh",
+        usage="moax estimate [--model NAME] (--mesh AXES | --gpus N [--sweep]) [options]",
+        description=estimate.DESCRIPTION,
+        formatter_class=raw,
+    )
     measure = commands.add_parser(
         "bench",
         help="measure products, quantization, permutation or a block beside their limits and peers",
@@ -133,12 +142,15 @@ def parser() -> argparse.ArgumentParser:
     about.add_argument("--json", action="store_true", help="print JSON, for programs")
     _train_options(train)
     _inspect_options(inspect)
+    estimating.add_argument("--mesh", type=_mesh, metavar="AXES", help="as fsdp=32,ep=8, of dp, fsdp, ep, tp")
+    estimate.add_options(estimating)
     bench.add_options(measure)
     tune.add_options(tuning)
     wired = (
         (about, run_info),
         (train, run_train),
         (inspect, run_inspect),
+        (estimating, run_estimate),
         (measure, run_bench),
         (tuning, run_tune),
         (compare, run_compare),
@@ -289,6 +301,11 @@ def run_inspect(args: argparse.Namespace) -> int:
     else:
         print(report)
     return 0
+
+
+def run_estimate(args: argparse.Namespace) -> int:
+    """`moax estimate`."""
+    return estimate.run(args, args.mesh)
 
 
 def run_compare(args: argparse.Namespace) -> int:
