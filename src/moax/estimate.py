@@ -37,7 +37,8 @@ class Memory:
     Attributes:
       weights, gradients: in the dtype of the parameters. optimizer: its state.
       activations: what forward leaves to backward; with remat the inputs of all layers, and one layer's.
-      gathered: one layer's weights as products take them, and their gradients before they are scattered.
+      gathered: the largest weight of a layer as products take it, with its gradient before that is scattered. One at a
+        time: a compiler that gathers ahead needs more.
       exchange: buffers of rows on their way. workspace: rows alive between the products of a backward pass.
     """
 
@@ -51,7 +52,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(dataclasses.astuple(self))
+        """Their sum, of `gathered` and `workspace` the larger: they are widest at different times."""
+        return sum(dataclasses.astuple(self)) - min(self.gathered, self.workspace)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,8 +305,7 @@ def _memory(s: Shard, layers: int, remat: bool, optimizer_bytes: int, kernels: s
         gradients=layers * count * param,
         optimizer=layers * count * optimizer_bytes,
         activations=layers * inputs + layer if remat else layers * layer,
-        gathered=sum(math.prod(s.whole(n)) for n in copied) * wide
-        + sum(math.prod(s.whole(n)) for n in unscattered) * item,
+        gathered=max(math.prod(s.whole(n)) * (wide * (n in copied) + item * (n in unscattered)) for n in products),
         exchange=_exchange_bytes(s, item),
         workspace=_workspace(s.recipe, rows, c.d_model, hidden, c.gates, item, kernels),
     )

@@ -100,7 +100,11 @@ def details(e: Estimate) -> str:
     m, verdict = e.memory, "fits" if e.fits else "DOES NOT FIT"
     parts = ("weights", "gradients", "optimizer", "activations", "gathered", "exchange", "workspace")
     memory = [("memory of a device", "GB"), None, *((part, f"{getattr(m, part) / GB:.2f}") for part in parts)]
-    memory += [None, ("total", f"{m.total / GB:.2f}"), (f"of a GPU's ({verdict})", f"{e.capacity / GB:.2f}")]
+    memory += [
+        None,
+        ("total, the larger of gathered and workspace", f"{m.total / GB:.2f}"),
+        (f"of a GPU's ({verdict})", f"{e.capacity / GB:.2f}"),
+    ]
     wires = [("wire, a step", "MB sent"), None]
     wires += [(what, f"{e.wire_bytes(what) / 1e6:,.1f}") for what in WIRES if e.wire_bytes(what)]
     wires += [None, ("total", f"{e.wire_bytes() / 1e6:,.1f}")]
@@ -143,9 +147,7 @@ def draw(found: list[Estimate], path: Path) -> None:
     plot.invert_yaxis()
     plot.set_xlabel("ms a step in MoE blocks, by what bounds the time")
     first = found[0]
-    plot.set_title(
-        f"{first.model}, {first.gpus} x {first.hardware}, {first.tokens} tokens a GPU, recipe {first.recipe}"
-    )
+    plot.set_title(f"{first.model}, {first.gpus} x {first.hardware}, recipe {first.recipe}, {first.tokens} tokens each")
     plot.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.12 - 1.2 / (1 + len(found))))
     figure.savefig(path)
 
