@@ -77,7 +77,7 @@ class Hardware:
 
 # Peaks: NVIDIA's H200 SXM data sheet (141 GB, 4.8 TB/s; dense, without sparsity), HGX with a 400 Gb/s NIC for each GPU.
 # bf16, fp8: medians of mixtral, qwen3, dsv3 of ours in benchmarks/results/h200_gemm.json (recipes none, fp8_block).
-# hbm: the copy in that file's header. nvlink: NCCL on four H200s, /work/shared/PERFORMANCE.md "Limits"; an all-reduce,
+# hbm: the copy in that file's header. nvlink: NCCL on four H200s, PERFORMANCE.md, "Limits"; an all-reduce,
 # not measured there, as a reduce-scatter. network: not measured; 0.9 of the NIC's rate is an assumption.
 H200 = Hardware(
     "h200", memory=141 * 10**9, bf16_peak=989e12, fp8_peak=1979e12, hbm_peak=4.8e12, nvlink_peak=450e9,

@@ -78,7 +78,7 @@ def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[
         "driver": _driver(),
         "versions": _versions("jax", "jaxlib", "jax-cuda13-plugin", "torch", "tokamax", "nvidia-cudnn-cu13"),
         "git_sha": sha or _git_sha(),
-        "command": shlex.join(command),
+        "command": shlex.join(_without_folder(part) for part in command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "limits": limits,
     }
@@ -194,6 +194,11 @@ def _git_sha() -> str | None:
     package = str(Path(__file__).parent.parent)
     sha = _said("git", "-C", package, "rev-parse", "HEAD")
     return sha and sha + ("-dirty" if _said("git", "-C", package, "status", "--porcelain", "--", package) else "")
+
+
+def _without_folder(part: str) -> str:
+    """A file's name alone: where it lay on that machine is nobody's business."""
+    return part.rsplit("/", 1)[-1] if part.startswith("/") else part
 
 
 def _said(*command: str) -> str | None:
