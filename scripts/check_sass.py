@@ -73,7 +73,7 @@ def shapes_of(op: str) -> set[tuple[int, int]]:
     return turned | {tuple(int(part[1:]) for part in key.split()[1:3]) for key in keys}
 
 
-def products(op: str, k: int, n: int):
+def products(op: str, k: int, n: int, bias: bool = False):
     """A product of this op as a function of its operands and a tile, and their shapes."""
     sizes = ((EXPERTS,), I32)
     rows = lambda k: [((ROWS, k), F8), ((up(k), ROWS), F32)]  # noqa: E731
@@ -81,18 +81,22 @@ def products(op: str, k: int, n: int):
     weight = [((EXPERTS, n, k), F8), ((EXPERTS, up(n), up(k)), F32)]
     x, dy = ((ROWS, k), BF16), ((ROWS, n), BF16)
     blocks = lambda sizes: make_blocks(sizes, ROWS)  # noqa: E731
+    biases = [((EXPERTS, n), BF16)] if bias else []
     match op:
-        case "matmul":
-            w = ((EXPERTS, k, n), BF16)
-            return (lambda a, b, s, tile: grouped_matmul(a, b, blocks(s), tile)), [x, w, sizes]
-        case "matmul_transposed":
-            w = ((EXPERTS, n, k), BF16)
-            return (lambda a, b, s, tile: grouped_matmul(a, b, blocks(s), tile, transpose=True)), [x, w, sizes]
+        case "matmul" | "matmul_transposed":
+            turn = op == "matmul_transposed"
+            w = ((EXPERTS, n, k) if turn else (EXPERTS, k, n), BF16)
+            plain = lambda a, b, s, v=None, *, tile: grouped_matmul(  # noqa: E731
+                a, b, blocks(s), tile, bias=v, transpose=turn
+            )
+            return plain, [x, w, sizes, *biases]
         case "wgrad":
             return (lambda a, b, s, tile: grouped_wgrad(a, b, blocks(s), tile)), [x, dy, sizes]
         case "matmul_fp8":
-            fp8 = lambda a, p, b, q, s, tile: grouped_matmul_fp8(Operand(a, p), Operand(b, q), blocks(s), tile)  # noqa: E731
-            return fp8, [*rows(k), *weight, sizes]
+            fp8 = lambda a, p, b, q, s, v=None, *, tile: grouped_matmul_fp8(  # noqa: E731
+                Operand(a, p), Operand(b, q), blocks(s), tile, bias=v
+            )
+            return fp8, [*rows(k), *weight, sizes, *biases]
         case _:
             fp8 = lambda a, p, b, q, s, tile: grouped_wgrad_fp8(Operand(a, p), Operand(b, q), blocks(s), tile)  # noqa: E731
             return fp8, [*turned(k), *turned(n), sizes]
@@ -108,6 +112,10 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             taken = {tiles.pick_tile(op, k, n, rows, "NVIDIA H200") for rows in (512, 4096, 8192)}
             for tile in taken | set(tiles.candidates(op, n) if every_tile else ()):
                 yield f"{op} {k}x{n} {tile}", functools.partial(fn, tile=tile), operands
+            if op.startswith("matmul"):
+                fn, operands = products(op, k, n, bias=True)
+                for tile in taken:
+                    yield f"{op} {k}x{n} {tile} bias", functools.partial(fn, tile=tile), operands
     for width in WIDTHS:
         x = ((ROWS, width), BF16)
         with_blocks = lambda fn: lambda *a: fn(*a[:-1], make_blocks(a[-1], ROWS))  # noqa: E731
