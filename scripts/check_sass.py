@@ -120,6 +120,8 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         x = ((ROWS, width), BF16)
         with_blocks = lambda fn: lambda *a: fn(*a[:-1], make_blocks(a[-1], ROWS))  # noqa: E731
         yield f"quantize_rows {width}", with_blocks(quantize.quantize_rows), [x, sizes]
+        gathered = lambda x, at, s: quantize.quantize_rows(x, make_blocks(s, ROWS), source=at)  # noqa: E731
+        yield f"quantize_rows {width} gathered", gathered, [((512, width), BF16), ((ROWS,), I32), sizes]
         for dtype in (BF16, F32):
             both = functools.partial(quantize.quantize_weight, native=True, transposed=True)
             yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, 2880, width), dtype)]
@@ -144,11 +146,13 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             yield f"activate_grad_quantize {width}", backward, [h, d_a, by_row, sizes]
 
 
-def compile_kernels() -> None:
-    """Compiles each for one H200; ptxas says what it thinks of them."""
+def compile_kernels(only: str) -> None:
+    """Compiles each whose name has `only` for one H200; ptxas says what it thinks of them."""
     mesh = mesh_of_h200s((1,), ("x",))
     place = NamedSharding(mesh, PartitionSpec())
     for name, fn, operands in kernels():
+        if only not in name:
+            continue
         print(f"== {name}", flush=True)
         jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands)).compile()
 
@@ -204,13 +208,20 @@ def main() -> int:
     """Compiles in a process of its own, whose ptxas prints, and reads what it printed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="compile here and print what ptxas says")
-    if parser.parse_args().compile:
-        compile_kernels()
-        compile_blocks()
+    parser.add_argument("--only", default="", metavar="TEXT", help="kernels that have this in their name, and no block")
+    args = parser.parse_args()
+    if args.compile:
+        compile_kernels(args.only)
+        if not args.only:
+            compile_blocks()
         return 0
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     done = subprocess.run(
-        [sys.executable, __file__, "--compile"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, __file__, "--compile", "--only", args.only],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if done.returncode:
         print(done.stdout[-4000:])

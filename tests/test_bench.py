@@ -15,7 +15,21 @@ pytest.importorskip("rich")
 
 from moax import backend, cli
 from moax.backend import Unsupported
-from moax.bench import block_worker, cases, error, fused, gemm, limits, ours, peers, permute, quantize, report, stages
+from moax.bench import (
+    block_worker,
+    cases,
+    error,
+    fused,
+    gathered,
+    gemm,
+    limits,
+    ours,
+    peers,
+    permute,
+    quantize,
+    report,
+    stages,
+)
 from moax.bench.peers import torch_grouped, torch_peer
 from moax.bench.problem import Problem, dequantize, quantize_rows, quantize_weight
 from moax.bench.report import Row
@@ -228,13 +242,16 @@ def test_torch_process_that_dies(monkeypatch):
 def test_quantize_and_permute_rows():
     """Off the GPU our kernels are rows that say so, and plain jnp is measured."""
     found = [*quantize.rows(list(quantize.TINY), True, ONCE, LIMITS), *fused.rows(list(fused.TINY), True, ONCE, LIMITS)]
-    for row in [*found, *permute.rows(list(permute.TINY), True, ONCE, LIMITS)]:
-        if row.impl == "moax":
+    found += permute.rows(list(permute.TINY), True, ONCE, LIMITS)
+    found += gathered.rows(list(permute.TINY), True, ONCE, LIMITS)
+    for row in found:
+        if row.path == "mosaic":
             assert row.us is None and "need a GPU" in row.note
         else:
             assert row.us and row.tb_s and row.error is not None and row.error < 0.04, row
     assert {row.direction for row in found} == {
-        "rows", "columns", "both", "native", "transposed", "swiglu", "swiglu grad"
+        "rows", "columns", "both", "native", "transposed", "swiglu", "swiglu grad",
+        "gather", "gather-sum", "gather-sum plain", "gather-quantize",
     }  # fmt: skip
 
 

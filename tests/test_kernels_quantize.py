@@ -101,6 +101,23 @@ def test_one_scale_for_the_tensor():
     assert (by_row.scale == scale).all() and by_row.scale.shape == (1, 128) and by_column.scale.shape == (1, 128)
 
 
+@pytest.mark.parametrize(("dtype", "width"), [(jnp.bfloat16, 192), (jnp.bfloat16, 96), (jnp.float32, 160)])
+def test_gathered(dtype, width):
+    """The block trains on the rows of other tokens, or on what lies past the last one, where an expert is not full."""
+    sizes = np.array([128, 0, 70], np.int32)
+    x, used = jnp.asarray(values(1, 50, width), dtype), 256
+    source = np.random.default_rng(1).integers(0, 50, 384).astype(np.int32)
+    source[198:] = 50
+    got = interpret(lambda x, at, s: quantize_rows(x, make_blocks(s, 384), source=at), x, source, sizes)
+    rows = jnp.take(x, source, axis=0, mode="fill", fill_value=0)
+    want = interpret(lambda x, s: quantize_rows(x, make_blocks(s, 384)), rows, sizes)
+    for g, w in zip(got, want, strict=True):
+        axis = w.data.shape.index(384)
+        for a, b, at in ((g.data, w.data, axis), (g.scale[..., :used], w.scale[..., :used], None)):
+            a, b = (a, b) if at is None else (np.take(v, range(used), at).view(np.uint8) for v in (a, b))
+            np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("columns", [True, False])
 def test_one_direction(columns):
     """Outputs that change places where only one of the two is asked for."""

@@ -16,10 +16,10 @@ from moax.groups import BLOCK, Groups, find_groups
 from moax.ops.activation import ActivateSpec
 from moax.ops.exchange import ExchangeSpec, slots_per_pair
 from moax.ops.grouped_matmul import replicated
-from moax.ops.permute import PermuteSpec, capacity_rows
+from moax.ops.permute import PermuteSpec, capacity_rows, permute_local
 from moax.ops.quantize import enter_rows, fits_operand, gather_operand, gather_quantized
 from moax.partition import Contract
-from moax.recipe import Contracted, Recipe
+from moax.recipe import Contracted, Format, Recipe
 from moax.sharding import Layout, device_spec, spec, weight_layout
 from moax.types import Operand, Plan, QArray
 
@@ -83,13 +83,18 @@ class BlockSpec:
             return gather_operand(w, self.recipe.w, contracted, at.gather, split)
         return gather_quantized(w, self.recipe.w, contracted, at.gather, split, self.dtype)
 
-    def rows(self, x, groups: Groups):
-        """Activations as forward, and as wgrad takes them."""
-        return enter_rows(x, self.recipe.x, groups, self.roles.tokens, fp8=self.fp8)
+    def rows(self, x, plan: Plan, groups: Groups):
+        """Activations sorted by expert, as forward and as wgrad takes them."""
+        return self._enter(x, self.recipe.x, plan, groups)
 
-    def grads(self, dy, groups: Groups):
-        """Gradients of activations, as dgrad and as wgrad takes them."""
-        return enter_rows(dy, self.recipe.dy, groups, self.roles.tokens, fp8=self.fp8)
+    def grads(self, dy, plan: Plan, groups: Groups):
+        """Gradients sorted by expert, as dgrad and as wgrad takes them."""
+        return self._enter(dy, self.recipe.dy, plan, groups)
+
+    def _enter(self, x, format: Format | None, plan: Plan, groups: Groups):
+        if self.fp8 and format is not None and format.block is not None:  # one kernel gathers and quantizes
+            return enter_rows(x, format, groups, fp8=True, source=plan.source)
+        return enter_rows(permute_local(x, plan, groups), format, groups, self.roles.tokens, fp8=self.fp8)
 
     def activate(self, biased: bool) -> ActivateSpec:
         """The spec of the activation between the products; `biased`: the gradient of h is a bias's too."""

@@ -141,7 +141,7 @@ def _forward_local(static: BlockSpec, layout, x, experts, weights, w: Weights):
     received = dispatch_local(static.exchange, x, experts, weights)
     plan = plan_local(static.permute, received.experts)
     groups, early = static.groups(plan), static.weights_at == "hidden"
-    rows, saved_rows = static.rows(permute_local(received.rows, plan, groups), groups)
+    rows, saved_rows = static.rows(received.rows, plan, groups)
     by_row = weights_of_rows(plan, received.weights)
 
     with jax.named_scope("experts_in"):
@@ -165,8 +165,8 @@ def _backward_local(static: BlockSpec, layout, saved: Saved, w: Weights, dy):
     rows, h, plan, weights, sent = saved
     groups, by_row = static.groups(plan), weights_of_rows(plan, weights)
 
-    d_o = permute_local(send_rows(static.exchange, dy, sent), plan, groups)
-    d_o_rows, d_o_columns = static.grads(d_o, groups)
+    received = send_rows(static.exchange, dy, sent)
+    d_o_rows, d_o_columns = static.grads(received, plan, groups)
     with jax.named_scope("experts_out"):
         d_a = matmul_local(d_o_rows, static.weight(w.wo, wo, "columns"), groups, dtype, transpose=True)
     biased = static.activate(w.bi is not None)
@@ -174,6 +174,7 @@ def _backward_local(static: BlockSpec, layout, saved: Saved, w: Weights, dy):
     with jax.named_scope("experts_out"):
         d_wo, d_bo = wgrad_local(a, d_o_columns, groups, dtype), None
         if w.bo is not None:
+            d_o = permute_local(received, plan, groups)
             bias = add_bias(jnp.zeros_like(d_o), once(w.bo, roles.tp), groups)
             inner = inner + jnp.sum(d_o.astype(jnp.float32) * bias.astype(jnp.float32), axis=-1)
             d_bo = bias_grad(once(scale_rows(d_o, by_row, groups.real), roles.tp), groups)

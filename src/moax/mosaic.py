@@ -46,11 +46,12 @@ def _tile(op, contracted, columns, blocks: Blocks):
     return pick_tile(op, contracted, columns, rows, device_kind())
 
 
-def quantize_rows(x, blocks: Blocks, dtype, *, pow2: bool, scale=None) -> tuple[Operand, Operand]:
-    """Rows [M, C] as forward or dgrad takes them [M, C], and as wgrad does [C, M]."""
+def quantize_rows(x, blocks: Blocks, dtype, *, pow2: bool, scale=None, source=None) -> tuple[Operand, Operand]:
+    """Rows [M, C], or x[source], as forward or dgrad takes them [M, C], and as wgrad does [C, M]."""
     from moax.kernels import quantize
 
-    return quantize.quantize_rows(x, blocks, dtype=dtype, pow2=pow2, scale=scale)  # pyrefly: ignore[bad-return]
+    made = quantize.quantize_rows(x, blocks, source=source, dtype=dtype, pow2=pow2, scale=scale)
+    return made  # pyrefly: ignore[bad-return]
 
 
 def quantize_weight(w, dtype, *, transposed: bool, pow2: bool, scale=None) -> Operand:

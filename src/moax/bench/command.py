@@ -8,7 +8,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 
-from moax.bench import block, cases, fused, gemm, limits, peers, permute, quantize, report
+from moax.bench import block, cases, fused, gathered, gemm, limits, peers, permute, quantize, report
 from moax.bench.report import Row
 from moax.bench.timing import Repeats
 
@@ -83,7 +83,8 @@ def _rows(args, chosen, wanted, directions, repeats, found, torch) -> Iterator[R
         tokens = tuple(args.tokens) if args.tokens else None
         return block.rows(chosen, few, found, recipes=recipes, tokens=tokens, kernels=args.kernels)
     if args.what == "permute":
-        return permute.rows(chosen, bool(wanted), repeats, found)
+        moved = permute.rows(chosen, bool(wanted), repeats, found)
+        return itertools.chain(moved, gathered.rows(chosen, bool(wanted), repeats, found))
     plain = [case for case in chosen if isinstance(case, quantize.Source)]
     hidden = [case for case in chosen if isinstance(case, fused.Hidden)]
     common = bool(wanted), repeats, found

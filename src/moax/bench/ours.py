@@ -116,6 +116,18 @@ def gather_rows() -> Callable:
     return jax.jit(_kernel("permute", "gather_rows"))
 
 
+def gather_quantize() -> Callable:
+    """(x, source, blocks) -> Operands of x[source] by rows and by columns, by one kernel."""
+    kernel = _kernel("quantize", "quantize_rows")
+    return jax.jit(lambda x, source, blocks: kernel(x, blocks, source=source))
+
+
+def gather_then_quantize() -> Callable:
+    """The same by two kernels, the rows in memory between them."""
+    gather, quantize = _kernel("permute", "gather_rows"), _kernel("quantize", "quantize_rows")
+    return jax.jit(lambda x, source, blocks: quantize(gather(x, source, blocks.used), blocks))
+
+
 def gather_sum() -> Callable:
     """(rows, position, weights | None) -> the weighted sum of the rows of each token."""
     return jax.jit(_kernel("permute", "gather_sum"))

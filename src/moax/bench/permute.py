@@ -20,7 +20,7 @@ import numpy as np
 from moax.bench import error, limits, ours
 from moax.bench.report import Row, compare, why
 from moax.bench.timing import Repeats, kernel_time
-from moax.groups import BLOCK, make_blocks
+from moax.groups import BLOCK, Blocks, make_blocks
 from moax.ops import permute
 
 SAMPLE = 64
@@ -60,13 +60,25 @@ def rows(cases: list[Tokens], peers: bool, repeats: Repeats, found: dict[str, An
             yield from group
 
 
-def _measurements(case: Tokens) -> Iterator[tuple[str, Callable, Callable, tuple, tuple, int]]:
-    """(direction, our kernel, plain jnp, arguments, (rows to look at, their float64 value), rows read and written)."""
-    keys = jax.random.split(jax.random.key(0), 4)
+def _sort(case: Tokens):
+    """Tokens [T, H], and the Plan of their rows."""
+    keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (case.tokens, case.width), jnp.bfloat16)
     scores = jax.random.uniform(keys[1], (case.tokens, case.experts))
     experts = jax.lax.top_k(scores, case.top_k)[1].astype(jnp.int32)
-    _, plan = jax.jit(lambda x, e: permute(x, e, case.experts, align=BLOCK))(x, experts)
+    return x, jax.jit(lambda x, e: permute(x, e, case.experts, align=BLOCK))(x, experts)[1]
+
+
+def expert_sorted(case: Tokens) -> tuple[jax.Array, jax.Array, Blocks]:
+    """Tokens [T, H], the token of each sorted row, and the Blocks of these rows."""
+    x, plan = _sort(case)
+    return x, plan.source, make_blocks(plan.group_sizes, plan.source.shape[0])
+
+
+def _measurements(case: Tokens) -> Iterator[tuple[str, Callable, Callable, tuple, tuple, int]]:
+    """(direction, our kernel, plain jnp, arguments, (rows to look at, their float64 value), rows read and written)."""
+    keys = jax.random.split(jax.random.key(1))
+    x, plan = _sort(case)
     used = make_blocks(plan.group_sizes, plan.source.shape[0]).used
     assigned = case.tokens * case.top_k
     source, position = np.asarray(plan.source), np.asarray(plan.position)
@@ -79,8 +91,8 @@ def _measurements(case: Tokens) -> Iterator[tuple[str, Callable, Callable, tuple
 
     yield "gather", ours.gather_rows, take, (x, plan.source, used), want, 2 * assigned
 
-    sorted_rows = jax.random.normal(keys[2], (plan.source.shape[0], case.width), jnp.bfloat16)
-    weights = jax.random.uniform(keys[3], (case.tokens, case.top_k), jnp.float32)
+    sorted_rows = jax.random.normal(keys[0], (plan.source.shape[0], case.width), jnp.bfloat16)
+    weights = jax.random.uniform(keys[1], (case.tokens, case.top_k), jnp.float32)
 
     def weighted(rows, position, weights):
         factors = jnp.ones(position.shape, jnp.float32) if weights is None else weights

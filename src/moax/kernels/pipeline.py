@@ -66,7 +66,9 @@ def sweep(tile, rows, columns, width: int):
 def add_bias(total, bias, group, column):
     """total [64, c] + bias[group, column : column + c]."""
     some = bias.at[group, pl.ds(column, total.shape[1])]
-    return total + lax.broadcast_in_dim(plgpu.load(some, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False), total.shape, [1])
+    return total + lax.broadcast_in_dim(
+        plgpu.load(some, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False), total.shape, [1]
+    )
 
 
 def pad_bias(bias, span: int):

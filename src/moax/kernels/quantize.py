@@ -5,18 +5,21 @@
 
 FP8 products take K-major operands only, so what is contracted over its rows is quantized and transposed here. A tile
 of 128 x 128 elements is loaded into SMEM once and read from there in both directions: as it lies for 1 x 128 blocks,
-transposed for 128 x 1. As in `moax.ops.quantize`, a NaN or Inf is NaN in its own element and no part of a scale, and
-an all-zero block has scale 1.
+transposed for 128 x 1. With `source` its rows are gathered as they are loaded, so that rows sorted by expert never lie
+in memory unquantized. As in `moax.ops.quantize`, a NaN or Inf is NaN in its own element and no part of a scale, and an
+all-zero block has scale 1.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moax.backend import Unsupported
 from moax.groups import BLOCK, Blocks, align_up
@@ -24,12 +27,14 @@ from moax.types import Operand
 
 HALF = BLOCK // 2  # rows, or columns, that a warpgroup holds at a time: 64 x 128 values in registers
 TINY = 2.0**-126  # the least normal float32
+AT_ONCE = 32  # rows that are gathered between two waits for their numbers
 
 
 def quantize_rows(
-    x: Float[Array, "M C"],
+    x: Float[Array, "M C"] | Float[Array, "R C"],
     blocks: Blocks | None,
     *,
+    source: Int[Array, " M"] | None = None,
     dtype=jnp.float8_e4m3fn,
     rows: bool = True,
     columns: bool = True,
@@ -39,9 +44,10 @@ def quantize_rows(
     """Rows for products over their columns (1 x 128 blocks), and over themselves (128 x 1 blocks, transposed).
 
     Args:
-      x: [M, C] bf16 or f32, M a multiple of 128, C of 16.
+      x: [M, C] bf16 or f32, M a multiple of 128, C of 16; with `source` [R, C], any R.
       blocks: which rows are real; the others quantize to zero and set no scale. Blocks past the used ones are not
         written. None: all rows are real.
+      source: [M] i32, not negative: row m is x[source[m]], 0 where source[m] >= R, as in rows that are not real.
       dtype: float8_e4m3fn or float8_e5m2.
       rows, columns: which of the two to make.
       pow2: scales are rounded up to powers of two.
@@ -52,34 +58,43 @@ def quantize_rows(
       what was not asked for.
     """
     check_source("x", x, 1, dtype)
-    (size, width), source = x.shape, _pad(x, 1)
+    width, x = x.shape[1], _pad(x, 1)
+    size = x.shape[0] if source is None else source.shape[0]
     if size % BLOCK:
         raise Unsupported(f"x has {size} rows; the kernel takes multiples of {BLOCK}")
     padded = align_up(width, BLOCK)
-    shapes = {"rows": (source.shape, (padded // BLOCK, size)), "columns": (source.shape[::-1], (size // BLOCK, padded))}
+    shapes = {
+        "rows": ((size, x.shape[1]), (padded // BLOCK, size)),
+        "columns": ((x.shape[1], size), (size // BLOCK, padded)),
+    }
     wanted = [name for name, on in (("rows", rows), ("columns", columns)) if on]
     data = {name: jax.ShapeDtypeStruct(shapes[name][0], dtype) for name in wanted}
     scales = {name: jax.ShapeDtypeStruct(shapes[name][1], jnp.float32) for name in wanted if scale is None}
 
-    def quantize_rows(x, counts, given, data, scales, *, tile, buffers, loaded, met):
+    def quantize_rows(x, source, counts, given, data, scales, *, tile, buffers, loaded, met):
         i, j = lax.axis_index("i"), lax.axis_index("j")
 
         @pl.when(counts is None or counts[i] > 0)
         def _():
-            load_tiles([(x.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
-            if counts is not None:
+            if source is None:
+                load_tiles([(x.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
+            else:
+                gather_tile(x, source, i * BLOCK, j * BLOCK, tile, loaded)
+            if counts is not None and source is None:
                 zero_tail([tile], counts[i], (0, 1), met)
             one = None if given is None else given[0]
-            puts = [("rows", rows_of, i, j, half) for half in (0, 1)] * rows
+            # Gathered rows lie one after the other, which costs two wavefronts a load.
+            of_rows = functools.partial(rows_of, optimized=source is None)
+            puts = [("rows", of_rows, i, j, half) for half in (0, 1)] * rows
             puts += [("columns", columns_of, j, i, half) for half in (0, 1)] * columns
             for n, (name, of, row, column, half) in enumerate(puts):
                 to = data[name], scales.get(name), buffers[wanted.index(name)]
                 put(of(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, one, wait=n > 0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(source, data.values())
+    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(x, data.values(), source is not None)
     run = launch(quantize_rows, (data, scales), grid, scratch)
-    data, scales = run(source, None if blocks is None else blocks.rows, scale)
+    data, scales = run(x, source, None if blocks is None else blocks.rows, scale)
     if scale is not None:
         scales = {name: jnp.broadcast_to(scale, shapes[name][1]) for name in wanted}
     return (
@@ -171,11 +186,12 @@ def launch(kernel, out, grid: dict[str, int], scratch: dict, warpgroups: int = 1
     )
 
 
-def tile_buffer(dtype, width: int, rows: int = BLOCK):
-    """SMEM for a tile of an array of this width, laid out so that TMA's boxes of columns divide the width."""
+def tile_buffer(dtype, width: int, rows: int = BLOCK, together: int = 8):
+    """SMEM for a tile of an array of this width, laid out so that TMA's boxes of columns divide the width.
+    `together`: rows that one copy brings at least."""
     size = jnp.dtype(dtype).itemsize
     box = next(n for n in (128, 64, 32) if width * size % n == 0)
-    transforms = (plgpu.TilingTransform((8, box // size)), plgpu.SwizzleTransform(box))
+    transforms = (plgpu.TilingTransform((together, box // size)), plgpu.SwizzleTransform(box))
     return plgpu.SMEM((rows, BLOCK), dtype, transforms=transforms)
 
 
@@ -187,6 +203,19 @@ def load_tiles(copies, loaded) -> None:
         for source, tile in copies:
             plgpu.copy_gmem_to_smem(source, tile, loaded)
 
+    plgpu.barrier_wait(loaded)
+
+
+def gather_tile(x, source, first, column, tile, loaded) -> None:
+    """Copies the rows x[source[first:][:128]], 0 past the end of x, and waits for all."""
+
+    def some(n, _):
+        at = [source[first + n * AT_ONCE + k] for k in range(AT_ONCE)]
+        for k in range(AT_ONCE):
+            row = tile.at[pl.ds(n * AT_ONCE + k, 1)]
+            plgpu.copy_gmem_to_smem(x.at[pl.ds(at[k], 1), pl.ds(column, BLOCK)], row, loaded)
+
+    lax.fori_loop(0, BLOCK // AT_ONCE, some, None)
     plgpu.barrier_wait(loaded)
 
 
@@ -210,9 +239,10 @@ def zero_tail(tiles, count, halves, barrier) -> None:
         meet(barrier)
 
 
-def rows_of(tile, half):
+def rows_of(tile, half, optimized: bool = True):
     """Half of the rows of a tile, f32 [64, 128]."""
-    return plgpu.load(tile.at[pl.ds(half * HALF, HALF)], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    rows = tile.at[pl.ds(half * HALF, HALF)]
+    return plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=optimized).astype(jnp.float32)
 
 
 def columns_of(tile, half):
@@ -263,13 +293,13 @@ def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool
     plgpu.copy_smem_to_gmem(rows, data.at[pl.ds(first, HALF), pl.ds(column_block * BLOCK, BLOCK)])
 
 
-def _scratch(source, data) -> dict:
+def _scratch(x, data, gathered: bool = False) -> dict:
     """A tile, and half of one that the results leave through, one after the other: four blocks of threads an SM."""
     buffers = [tile_buffer(of.dtype, of.shape[-1], HALF) for of in data]
     return dict(
-        tile=tile_buffer(source.dtype, source.shape[-1]),
+        tile=tile_buffer(x.dtype, x.shape[-1], together=1 if gathered else 8),
         buffers=plgpu.RefUnion(*buffers) if len(buffers) > 1 else buffers,
-        loaded=plgpu.Barrier(),
+        loaded=plgpu.Barrier(num_arrivals=BLOCK if gathered else 1),
         met=plgpu.Barrier(),
     )
 

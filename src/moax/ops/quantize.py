@@ -15,7 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from moax import mosaic
 from moax.axes import Axes, Names, Roles
@@ -141,10 +141,19 @@ def quantize_rows(x, format: Format | None, contracted, amax_over: Names = (), r
         return quantize_local(x, format, format.row_block(x.ndim, contracted), amax_over, real if shared else None)
 
 
-def enter_rows(x, format: Format | None, groups: Groups, amax_over: Names = (), *, fp8: bool = False):
+def enter_rows(
+    x,
+    format: Format | None,
+    groups: Groups,
+    amax_over: Names = (),
+    *,
+    fp8: bool = False,
+    source: Int[Array, " M"] | None = None,
+):
     """Rows [M, ..., C] as they enter two products: over columns (forward or dgrad), and over rows (wgrad).
 
-    `fp8`: as Operands of the FP8 kernels, made in one read, [M, C'] and [C', M] where C' is all columns.
+    `fp8`: as Operands of the FP8 kernels, made in one read, [M, C'] and [C', M] where C' is all columns. `source`: the
+    rows are x[source], gathered in that read; with `fp8` and blocks of scales only.
     """
     if not fp8 or format is None:
         return tuple(quantize_rows(x, format, over, amax_over, groups.real) for over in ("columns", "rows"))
@@ -154,7 +163,8 @@ def enter_rows(x, format: Format | None, groups: Groups, amax_over: Names = (), 
         if format.block is None:
             amax = jnp.max(_finite(flat if groups.real is None else zero_rows(flat, groups.real)))
             scale = _scale(reduce_max(amax, amax_over), format).reshape(1)
-        return mosaic.quantize_rows(flat, groups.blocks, DTYPES[format.dtype], pow2=_pow2(format), scale=scale)
+        options = dict(pow2=_pow2(format), scale=scale, source=source)
+        return mosaic.quantize_rows(flat, groups.blocks, DTYPES[format.dtype], **options)
 
 
 def gather_operand(w, format: Format, contracted, gather, amax_over: Names) -> Operand:
