@@ -83,10 +83,11 @@ def quantize_rows(
             if counts is not None and source is None:
                 zero_tail([tile], counts[i], (0, 1), met)
             one = None if given is None else given[0]
-            # Gathered rows lie one after the other, which costs two wavefronts a load.
+            # Gathered rows lie one after the other: two wavefronts a load, and no slice of columns.
             of_rows = functools.partial(rows_of, optimized=source is None)
+            of_columns = functools.partial(columns_of, sliced=source is None)
             puts = [("rows", of_rows, i, j, half) for half in (0, 1)] * rows
-            puts += [("columns", columns_of, j, i, half) for half in (0, 1)] * columns
+            puts += [("columns", of_columns, j, i, half) for half in (0, 1)] * columns
             for n, (name, of, row, column, half) in enumerate(puts):
                 to = data[name], scales.get(name), buffers[wanted.index(name)]
                 put(of(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, one, wait=n > 0)
@@ -245,10 +246,15 @@ def rows_of(tile, half, optimized: bool = True):
     return plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=optimized).astype(jnp.float32)
 
 
-def columns_of(tile, half):
-    """Half of the columns of a tile, transposed, f32 [64, 128]."""
-    columns = tile.at[:, pl.ds(half * HALF, HALF)].T
-    return plgpu.load(columns, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+def columns_of(tile, half, sliced: bool = True):
+    """Half of the columns of a tile, transposed, f32 [64, 128].
+
+    sliced: loads a slice of the tile. Its swizzle is reckoned from where the slice begins, so that must be a multiple
+    of 1024 bytes; otherwise all columns are named, and the compiler drops the loads of the other half.
+    """
+    columns = (tile.at[:, pl.ds(half * HALF, HALF)] if sliced else tile).T
+    value = plgpu.load(columns, layout=plgpu.Layout.WGMMA, optimized=False)
+    return (value if sliced else value[half * HALF : (half + 1) * HALF]).astype(jnp.float32)
 
 
 def amax(value):
