@@ -1,5 +1,7 @@
 """`moax bench block`: `moax.moe` on one device, forward and forward with backward, each model in a process of its own.
 
+All compile at once, which takes most of the time and only processors; then they are measured one after the other.
+
     work   6 T K H F forward, 18 T K H F with backward (gated experts)
 
 Layer time is the wall clock of back-to-back calls; the split by stage is kernel time (CUPTI). Memory: the peak of the
@@ -10,17 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 from moax import MoEConfig, RouterConfig
 from moax.bench import limits
+from moax.bench.block_worker import READY
 from moax.bench.report import Row, why
 from moax.bench.timing import Repeats
 
-SECONDS = 400
+SECONDS = 500  # for all to compile, and for one to be measured
 MIXTRAL = RouterConfig(order="topk_then_score")
 SIGMOID = RouterConfig(score="sigmoid", bias=True, scale=2.5)
 
@@ -70,31 +76,72 @@ def rows(
     kernels: str = "auto",
 ) -> Iterator[Row]:
     """Rows of forward, and of forward with backward, for each block, recipe and number of tokens."""
-    for block in blocks:
-        for recipe in recipes:
-            sizes = sorted(tokens or block.tokens)
-            for answer in _run(block, recipe, sizes, repeats, kernels):
-                yield from _rows(block, recipe, answer, found)
-
-
-def _run(block: Block, recipe: str, tokens: list[int], repeats: Repeats, kernels: str) -> list[dict]:
-    """What the process says of each number of tokens, ascending: its peak of memory can only grow."""
-    request = {
-        "config": dataclasses.asdict(block.config),
-        "recipe": recipe,
-        "tokens": tokens,
-        "kernels": kernels,
-        "repeats": dataclasses.asdict(repeats),
-    }
-    command = [sys.executable, "-m", "moax.bench.block_worker", json.dumps(request)]
+    workers = [
+        (block, recipe, Worker(block, recipe, sorted(tokens or block.tokens), repeats, kernels))
+        for block in blocks
+        for recipe in recipes
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-        answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        reason = f"exit code {done.returncode}: {done.stderr.strip()[-600:]}"
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        answers, reason = [], why(error)
-    said = {answer["tokens"] for answer in answers}
-    return answers + [{"tokens": size, "note": reason} for size in tokens if size not in said]
+        for _, _, worker in workers:
+            worker.wait()
+        for block, recipe, worker in workers:
+            for answer in worker.measure():
+                yield from _rows(block, recipe, answer, found)
+    finally:
+        for _, _, worker in workers:
+            worker.close()
+
+
+class Worker:
+    """A process that compiles a block, waits, and measures it for each number of tokens, ascending."""
+
+    def __init__(self, block: Block, recipe: str, tokens: list[int], repeats: Repeats, kernels: str):
+        request = {
+            "config": dataclasses.asdict(block.config),
+            "recipe": recipe,
+            "tokens": tokens,
+            "kernels": kernels,
+            "repeats": dataclasses.asdict(repeats),
+        }
+        self.tokens, self.errors = tokens, tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "moax.bench.block_worker", json.dumps(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # they share the device
+        )
+        self.limit = threading.Timer(SECONDS, self.process.kill)
+        self.limit.start()
+
+    def wait(self) -> None:
+        """Until it has compiled, or has ended."""
+        for line in self.process.stdout or ():
+            if line.strip() == READY:
+                break
+        self.limit.cancel()
+
+    def measure(self) -> list[dict]:
+        """What it says of each number of tokens."""
+        try:
+            said, _ = self.process.communicate("go\n", timeout=SECONDS)
+            answers = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+            self.errors.seek(0)
+            reason = f"exit code {self.process.returncode}: {self.errors.read().strip()[-600:]}"
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            answers, reason = [], why(error)
+        heard = {answer["tokens"] for answer in answers}
+        return answers + [{"tokens": size, "note": reason} for size in self.tokens if size not in heard]
+
+    def close(self) -> None:
+        """Ends the process, where it has not."""
+        self.limit.cancel()
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.errors):
+            if stream is not None and not stream.closed:
+                stream.close()
 
 
 def _rows(block: Block, recipe: str, answer: dict, found: dict[str, Any]) -> Iterator[Row]:

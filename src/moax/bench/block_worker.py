@@ -1,11 +1,13 @@
 """One block in a process of its own: python3 -m moax.bench.block_worker REQUEST
 
-REQUEST is JSON: {"config", "recipe", "tokens": [..], "kernels", "repeats"}. Prints a line of JSON for each number of
-tokens: {"tokens", "memory", "fwd", "fwd+bwd"}, or a note that says why not.
+REQUEST is JSON: {"config", "recipe", "tokens": [..], "kernels", "repeats"}. Compiles, prints READY, and once a line
+comes in measures. Prints a line of JSON for each number of tokens: {"tokens", "memory", "fwd", "fwd+bwd"}, or a note
+that says why not.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -21,6 +23,7 @@ from moax.bench.report import why
 from moax.bench.timing import Repeats, call_time, kernel_time
 
 TOP = 40  # kernels that are listed
+READY = "ready"
 
 
 def main(argv: list[str]) -> int:
@@ -30,57 +33,75 @@ def main(argv: list[str]) -> int:
     config = moax.MoEConfig(**request["config"], router=router)
     recipe = None if request["recipe"] == "none" else request["recipe"]
     repeats = Repeats(**request["repeats"])
-    params = moax.init(jax.random.key(0), config, dtype=jnp.bfloat16)
+    draw = functools.partial(moax.init, jax.random.key(0), config, dtype=jnp.bfloat16)
+    shapes = jax.eval_shape(draw)
 
     def block(x, params):
         return moax.moe(x, params, config, recipe=recipe, kernels=request["kernels"])[0]
 
-    found: list[tuple[int, dict[str, Any], dict[str, tuple[Any, tuple]]]] = []
-    for tokens in request["tokens"]:
+    answers: dict[int, dict[str, Any]] = {tokens: {"tokens": tokens} for tokens in request["tokens"]}
+    programs: dict[int, dict[str, Any]] = {}
+    for tokens, answer in answers.items():
         try:
-            found.append((tokens, *first_call(block, config, recipe, params, tokens)))
-        except Exception as error:  # one that does not fit leaves those that do
-            print(json.dumps({"tokens": tokens, "note": why(error)}), flush=True)
-    for tokens, memory, programs in found:
+            programs[tokens], answer["memory"] = build(block, config, recipe, shapes, tokens)
+        except Exception as error:  # one that does not compile, or does not fit, leaves those that do
+            answer["note"] = why(error)
+    print(READY, flush=True)
+    sys.stdin.readline()
+    params = draw()
+    for tokens, program in programs.items():
         try:
-            measured: dict[str, Any] = {name: measure(*pair, repeats) for name, pair in programs.items()}
+            answers[tokens]["memory"]["peak_bytes"] = peak_bytes(program, params, tokens, config.d_model)
         except Exception as error:
-            measured = {"note": why(error)}
-        print(json.dumps({"tokens": tokens, "memory": memory, **measured}), flush=True)
+            answers[tokens]["note"] = why(error)
+    for tokens, answer in answers.items():
+        try:
+            if "note" not in answer:
+                x, dy = inputs(tokens, config.d_model)
+                answer["fwd"] = measure(programs[tokens]["fwd"], (x, params), repeats)
+                answer["fwd+bwd"] = measure(programs[tokens]["fwd+bwd"], (x, params, dy), repeats)
+        except Exception as error:
+            answer["note"] = why(error)
+        print(json.dumps(answer), flush=True)
     return 0
 
 
-def first_call(block, config, recipe, params, tokens: int) -> tuple[dict[str, Any], dict[str, tuple[Any, tuple]]]:
-    """(memory, {direction: (program, arguments)}), after one call with backward.
-
-    Before any timing, which keeps several results at a time, and in ascending order: a peak can only grow.
-    """
+def inputs(tokens: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """x and dy."""
     keys = jax.random.split(jax.random.key(1))
-    x, dy = (jax.random.normal(key, (tokens, config.d_model), jnp.bfloat16) for key in keys)
+    return tuple(jax.random.normal(key, (tokens, width), jnp.bfloat16) for key in keys)  # pyrefly: ignore[bad-return]
+
+
+def build(block, config, recipe, shapes, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """({direction: compiled program}, what is known of its memory before it runs)."""
 
     def both(x, params, dy):
         y, pull = jax.vjp(block, x, params)
         return y, pull(dy)
 
+    x = jax.ShapeDtypeStruct((tokens, config.d_model), jnp.bfloat16)
+    saved = jax.eval_shape(lambda x, params: jax.vjp(block, x, params)[1], x, shapes)
     programs = {
-        name: (jax.jit(f).lower(*args).compile(), args)
-        for name, f, args in (("fwd", block, (x, params)), ("fwd+bwd", both, (x, params, dy)))
+        "fwd": jax.jit(block).lower(x, shapes).compile(),
+        "fwd+bwd": jax.jit(both).lower(x, shapes, x).compile(),
     }
-    compiled, args = programs["fwd+bwd"]
-    jax.block_until_ready(compiled(*args))
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    analysis: Any = compiled.memory_analysis()
-    saved = jax.eval_shape(lambda x, params: jax.vjp(block, x, params)[1], x, params)
-    memory = {
-        "peak_bytes": statistics.get("peak_bytes_in_use"),
-        "params_bytes": _nbytes(params),
-        "saved_bytes": _nbytes(saved) - _nbytes(params),
+    analysis: Any = programs["fwd+bwd"].memory_analysis()
+    return programs, {
+        "params_bytes": _nbytes(shapes),
+        "saved_bytes": _nbytes(saved) - _nbytes(shapes),
         "saved_needed_bytes": saved_needed(config, recipe, tokens),
         "compiled_bytes": {
             name: getattr(analysis, f"{name}_size_in_bytes", None) for name in ("argument", "output", "temp")
         },
     }
-    return memory, programs
+
+
+def peak_bytes(programs: dict[str, Any], params, tokens: int, width: int) -> int | None:
+    """Of the process, after one call with backward. Before any timing, which keeps several results at a time, and in
+    ascending order: a peak can only grow."""
+    x, dy = inputs(tokens, width)
+    jax.block_until_ready(programs["fwd+bwd"](x, params, dy))
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def measure(compiled, args: tuple, repeats: Repeats) -> dict[str, Any]:
