@@ -48,8 +48,9 @@ dnn_version_info { major: 9 minor: 12 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
 ROWS, EXPERTS = 4096, 8
-# d_model and columns of one product of models: mixtral, qwen3-30b, gpt-oss, dsv3, and one that little divides.
-SHAPES = ((4096, 14336), (2048, 1536), (768, 2048), (2880, 5760), (7168, 2048), (1408, 96), (96, 160))
+# d_model and columns of one product of models: mixtral, qwen3-30b, gpt-oss, dsv3, and one that little divides; the
+# gradient of a bias is a product of 32 columns of ones.
+SHAPES = ((4096, 14336), (2048, 1536), (768, 2048), (2880, 5760), (7168, 2048), (1408, 96), (96, 160), (32, 5760))
 WIDTHS = (96, 768, 1408, 2048, 2880, 7168)
 BF16, F8, F32, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32, jnp.int32
 
