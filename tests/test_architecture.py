@@ -23,7 +23,7 @@ MAX_LINES = 400
 # with all its public names: only the programs above it may import that.
 RANKS = {
     **dict.fromkeys(["axes", "config", "groups", "recipe", "types", "reference", "_hlo"], 0),
-    **dict.fromkeys(["sharding", "partition", "backend", "kernels", "mosaic"], 1),
+    **dict.fromkeys(["sharding", "partition", "backend", "kernels", "mesh", "mosaic"], 1),
     "ops": 2,
     **dict.fromkeys(["init", "block", "moe"], 3),
     **dict.fromkeys(["nnx", "linen", "hf", "info", "inspect"], 4),

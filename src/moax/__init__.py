@@ -11,6 +11,7 @@ from moax.backend import Unsupported as Unsupported
 from moax.config import MoEConfig as MoEConfig
 from moax.config import RouterConfig as RouterConfig
 from moax.init import init as init
+from moax.mesh import make_mesh as make_mesh
 from moax.moe import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from moax.moe import moe as moe
 from moax.ops.balance import update_router_bias as update_router_bias

@@ -25,6 +25,7 @@ from moax.bench import estimate, tune
 from moax.ops.exchange import TRANSPORTS
 from moax.partition import ENGINES
 from moax.recipe import RECIPES
+from moax.train import processes
 from moax.train.mesh import make_mesh, parse_mesh
 from moax.train.presets import BALANCE, DTYPES, PRESETS, REMAT, ModelConfig, TrainConfig
 
@@ -62,16 +63,16 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except BrokenPipeError:  # as in `moax info | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still flushes when it ends
-        return 141
+        return processes.leave(141)
     except KeyboardInterrupt:
         print(f"moax {args.command}: stopped", file=sys.stderr)
-        return 130
+        return processes.leave(130)
     except (ValueError, Unsupported, OSError, JaxRuntimeError, ModuleNotFoundError) as error:
         if args.traceback:
             raise
         message, code = _explain(error)
-        print(f"moax {args.command}: error: {message}", file=sys.stderr)
-        return code
+        print(f"moax {args.command}: error: {message}{processes.hint(error)}", file=sys.stderr)
+        return processes.leave(code)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -190,6 +191,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how it runs")
     _execution_options(how, mesh="all devices on fsdp")
     how.add_argument("--remat", choices=REMAT, help="recompute in the backward pass: nothing, all, all but the MoE's")
+    processes.add_options(parser.add_argument_group("one of several processes, each started with the same options"))
     model = parser.add_argument_group("the model (default: the preset's)")
     add = model.add_argument
     add("--d-model", type=int, metavar="H", help="width of the residual stream")
@@ -237,19 +239,22 @@ def run_info(args: argparse.Namespace) -> int:
 
 def run_train(args: argparse.Namespace) -> int:
     """`moax train`."""
+    processes.join(args)
     start(args.cpu_devices)
     from moax.train import loop, report, summary
 
-    config = train_config(args)
-    shown = report.PlainReport(sys.stderr) if args.json else report.for_stream()
-    result = loop.train(config, resume=args.resume, report=shown)
+    config = processes.together(lambda: train_config(args))
+    result = loop.train(config, resume=args.resume, report=report.for_stream(json=args.json))
     found = summary.finish(result)
+    if not processes.is_first():
+        return 130 if result.interrupted else 0
     for line in [json.dumps(found, indent=2)] if args.json else summary.lines(result, found):
         print(line)
     if result.interrupted:
         command = ["moax", "train", "--resume", "--name", result.config.name]
         command += ["--out", args.out] if args.out != "runs" else []
         command += ["--cpu-devices", str(args.cpu_devices)] if args.cpu_devices else []
+        command += processes.flags(args)
         hint = f"saved after step {result.steps}; continue with:\n  {shlex.join(command)}"
         print(hint, file=sys.stderr if args.json else sys.stdout)
         return 130
@@ -368,8 +373,8 @@ def emulate(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         pass  # Backends are up: what they have is checked below.
-    if jax.device_count() != count:
-        raise ValueError(f"--cpu-devices {count}: JAX already runs in this process, on {jax.device_count()} devices")
+    if (here := jax.local_device_count()) != count:
+        raise ValueError(f"--cpu-devices {count}: JAX already runs in this process, on {here} devices")
 
 
 def _mesh(text: str) -> tuple[tuple[str, int], ...]:

@@ -1,4 +1,7 @@
-"""TrainState <-> a folder of orbax checkpoints: one array per name, restored onto the shardings of any mesh."""
+"""TrainState <-> a folder of orbax checkpoints: one array per name, restored onto the shardings of any mesh.
+
+Several processes save and restore together, each its own shards, in a folder that all of them share.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ KEPT = 2
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; the newest two are kept. Saving goes on in the background."""
+    """The checkpoints of one run, in `folder`; the newest two are kept. Saving goes on in the background, and leaving
+    the context waits for the last save."""
 
     def __init__(self, folder: Path):
         options = ocp.CheckpointManagerOptions(max_to_keep=KEPT)
@@ -41,10 +45,14 @@ class Checkpoints:
         restored = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
         return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in wanted])
 
-    def close(self) -> None:
-        """Waits for the last save."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        # After an error among several processes, a save that wants all of them to finish may never do so.
+        if kind is None or jax.process_count() == 1:
+            self._manager.wait_until_finished()
+            self._manager.close()
 
 
 def _by_name(state: PyTree) -> dict[str, object]:

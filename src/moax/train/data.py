@@ -1,7 +1,8 @@
 """Bytes to train on: files -> two streams (train, held-out) -> batches, each a pure function of (seed, step).
 
 A file is held out by the hash of its path, so that the split is the same on every machine with the same files. Files
-are joined with a zero byte between them. Nothing here depends on the mesh: resuming on another one sees the same data.
+are joined with a zero byte between them. Nothing here depends on the mesh or the number
+of processes: resuming on others sees the same data.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ class Corpus:
     source: str
     fingerprint: str
 
-    def batch(self, seed: int, step: int, batch: int, seq: int) -> UInt8[np.ndarray, "B S1"]:
-        """[B, S + 1] bytes: B windows of the training stream at places drawn from (seed, step)."""
+    def batch(self, seed: int, step: int, batch: int, seq: int, rows: slice = slice(None)) -> UInt8[np.ndarray, "B S1"]:
+        """[B, S + 1] bytes: B windows of the training stream at places drawn from (seed, step); of those, `rows`."""
         places = np.random.Generator(np.random.Philox(key=[seed, step]))
         starts = places.integers(0, self.train.size - seq, size=batch)
-        return _windows(self.train, starts, seq)
+        return _windows(self.train, starts[rows], seq)
 
-    def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> UInt8[np.ndarray, "B S1"]:
-        """[B, S + 1] bytes: batch `index` of `count` that lie evenly over the held-out stream, for every seed."""
+    def held_out_batch(
+        self, index: int, count: int, batch: int, seq: int, rows: slice = slice(None)
+    ) -> UInt8[np.ndarray, "B S1"]:
+        """[B, S + 1] bytes: batch `index` of `count` that lie evenly over the held-out stream, for every seed; of its
+        sequences, `rows`."""
         starts = np.linspace(0, self.held_out.size - seq - 1, count * batch).astype(np.int64)
-        return _windows(self.held_out, starts.reshape(batch, count)[:, index], seq)
+        return _windows(self.held_out, starts.reshape(batch, count)[rows, index], seq)
 
 
 def load(text: str | None, seq: int, limit: int = LIMIT) -> Corpus:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import jax
-from jax.sharding import AxisType
+
+import moax
 
 AXES = ("dp", "fsdp", "ep", "tp")
 TOKEN_AXES = ("dp", "fsdp", "ep")
@@ -38,8 +39,7 @@ def make_mesh(sizes: tuple[tuple[str, int], ...]) -> jax.sharding.Mesh:
             f"of the same axes, {_fitting([name for name, _ in sizes], count)} would do"
             f" (or emulate {total} on this machine's CPU: --cpu-devices {total})"
         )
-    names = tuple(name for name, _ in sizes)
-    return jax.make_mesh(tuple(size for _, size in sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    return moax.make_mesh(dict(sizes))
 
 
 def check_batch(batch: int, mesh: jax.sharding.Mesh) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import time
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moax import backend
+from moax.mesh import crossing
 from moax.train.data import Corpus
 from moax.train.model import count
 from moax.train.presets import TrainConfig
+from moax.train.processes import is_first
 from moax.train.run import Run
 
 
@@ -93,8 +96,13 @@ class LiveReport(PlainReport):
         self.progress.stop()
 
 
-def for_stream() -> Report:
-    """The live bar on a terminal, plain lines elsewhere."""
+def for_stream(*, json: bool = False) -> Report:
+    """The live bar on a terminal, plain lines elsewhere (on stderr, where stdout is for JSON); nothing in any but the
+    first of several processes."""
+    if not is_first():
+        return Report()
+    if json:
+        return PlainReport(sys.stderr)
     console = Console()
     return LiveReport(console) if console.is_terminal else PlainReport()
 
@@ -109,11 +117,17 @@ def describe(config: TrainConfig, mesh, corpus: Corpus) -> list[str]:
         f"width {model.d_model}, each with {model.num_experts} experts of width {model.d_ff}, {model.top_k} a byte",
         f"runs   in {config.dtype}, recipe {config.recipe or 'none'}, exchange {config.exchange}, "
         f"balance {model.balance}",
-        f"mesh   {axes}: {mesh.size} {backend.platform()} devices",
+        f"mesh   {axes}: {mesh.size} {backend.platform()} devices{_spread(mesh)}",
         f"text   {corpus.train.size / 1e6:.1f} MB to train on, {corpus.held_out.size / 1e6:.2f} MB held out, "
         f"from {corpus.source}",
         f"steps  {config.steps} of {config.batch} x {config.seq} bytes",
     ]
+
+
+def _spread(mesh) -> str:
+    """Which axes are between processes, so that a wrong order of them shows; nothing for one process."""
+    count, across = jax.process_count(), crossing(mesh)
+    return f" in {count} processes, with {' and '.join(across)} across them" if count > 1 else ""
 
 
 def status(row: dict, config: TrainConfig, held_out: float | None = None) -> str:

@@ -37,10 +37,11 @@ class Run:
             file.write(json.dumps(row) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows of metrics.jsonl."""
+        """All rows of metrics.jsonl, but for one that a killed process left unfinished."""
         if not self.metrics.exists():
             return []
-        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        lines = self.metrics.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def forget_after(self, step: int) -> None:
         """Drops the rows of steps past `step`, which a resumed run will write anew."""

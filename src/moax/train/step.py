@@ -124,17 +124,20 @@ def jit_update(config: TrainConfig, mesh) -> tuple[jax.stages.Wrapped, tuple]:
         states,
     )
     batch = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.uint8, sharding=rows)
-    step = jax.jit(partial(train_step, config=config), out_shardings=(states, None), donate_argnums=0)
+    # Metrics on every device, so that every process can read them.
+    metrics = sharding.named(mesh, sharding.spec())
+    step = jax.jit(partial(train_step, config=config), out_shardings=(states, metrics), donate_argnums=0)
     return step, (like, batch)
 
 
 def build(config: TrainConfig, mesh) -> Program:
     """Compiles a run's program on `mesh`, which must be the one that is set."""
     step, (like, batch) = jit_update(config, mesh)
+    evaluate = jax.jit(partial(eval_step, config=config), out_shardings=sharding.named(mesh, sharding.spec()))
     return Program(
         init=jax.jit(partial(init_state, config), out_shardings=shardings(config, mesh)),
         update=step.lower(like, batch).compile(),
-        evaluate=jax.jit(partial(eval_step, config=config)).lower(like, batch).compile(),
+        evaluate=evaluate.lower(like, batch).compile(),
         rows=batch.sharding,
         like=like,
     )

@@ -6,21 +6,24 @@ import math
 import statistics
 from typing import Any
 
-from moax.train import plot, traffic
+from moax.train import plot, processes, traffic
 from moax.train.loop import Result
 
 
 def finish(result: Result) -> dict[str, Any]:
-    """Draws the curves and returns how the run went, as JSON holds it; None for what it did not get to.
+    """Draws the curves and returns how the run went, as JSON holds it; None for what it did not get to. Of several
+    processes the first alone draws and reads files, but all compile what is compared: compilers work together too.
 
     `held_out_loss` has the `first`, the `last`, and the `step` of that; `weight_gathers` the bytes of an update and
     device, and those without a recipe.
     """
-    config, rows = result.config, result.run.rows()
-    plot.draw(result.run, config)
+    config = result.config
+    gathered = None if result.interrupted else traffic.measure(config, result.update)
+    rows = result.run.rows() if processes.is_first() else []
+    if processes.is_first():
+        plot.draw(result.run, config)
     losses = [row for row in rows if "held_out_loss" in row]
     steps = [row for row in rows if "loss" in row]
-    gathered = None if result.interrupted else traffic.measure(config, result.update)
     first, last = (losses[0], losses[-1]) if losses else (None, None)
     return {
         "name": config.name,
