@@ -11,10 +11,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS := dev,flax,train
 WORKERS ?= 2
+HF_VENV := .venv-hf
+HF_PYTHON ?= python3.11
 GPU_PYTHON ?= python3
 GPU_WORKERS ?= 8
 
-.PHONY: help demo test lint format test-matrix test-gpu check-sass constraints clean
+.PHONY: help demo test lint format test-matrix test-gpu check-sass hf-parity constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -47,6 +49,18 @@ $(SASS_VENV)/.installed: constraints.txt Makefile
 	  nvidia-cuda-runtime nvidia-nvjitlink
 	@touch $@
 
+hf-parity: $(INSTALLED) $(HF_VENV)/.installed ## hold moax.hf against transformers, run anew on this CPU (HF_PYTHON: one that has torch)
+	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
+	$(HF_VENV)/bin/python scripts/hf_reference.py "$$tmp" && \
+	PYTHONPATH=src:tests $(BIN)/python tests/hf_parity.py "$$tmp" --write && \
+	$(HF_VENV)/bin/python scripts/hf_reference.py "$$tmp" --check
+
+$(HF_VENV)/.installed: Makefile
+	@rm -rf $(HF_VENV) && $(HF_PYTHON) -m venv $(HF_VENV)
+	@echo "Installing torch and transformers into $(HF_VENV)"
+	@$(HF_VENV)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 transformers==5.23.0 safetensors numpy
+	@touch $@
+
 test-gpu: ## on a machine with Hopper GPUs: the ops and the block by the kernels; needs jax with CUDA in GPU_PYTHON
 	MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) -m gpu
 
@@ -58,7 +72,7 @@ constraints: ## raise constraints.txt to the newest versions that pyproject.toml
 	cp "$$tmp/new" constraints.txt
 
 clean: ## remove .venv, caches and builds; runs/ stays
-	rm -rf $(VENV) $(SASS_VENV) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist
+	rm -rf $(VENV) $(SASS_VENV) $(HF_VENV) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

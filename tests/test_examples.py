@@ -16,6 +16,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What the last line must say, in numbers that can be wrong: a name, and the values that it may have.
 SHOWS = {
     "explicit_mesh": ["y has the type of x; 3 of 3 gradients"],
+    "finetune_hf": [r"-> 0\.\d\d\d in", r"holds \(1, 64, 2, 128\) of wi", "wrote 52 tensors, 2 as they were"],
     "linen_model": [r"-> 0\.\d\d in", r"P\(\('ep', 'fsdp'\), None, None, None\)", " 0 dropped"],
     "loss_free_balancing": [r"busiest expert [3-9]\d\.\d% -> 1[2-7]\.\d% of"],
     "multi_host": [r"in 1 process\(es\), mesh {'fsdp': 2, 'ep': 4}, loss 1\.191\d* -> 0\.[78]"],

@@ -4,6 +4,7 @@ import importlib
 from types import ModuleType
 
 from moax import estimate as estimate
+from moax import hf as hf
 from moax import inspect as inspect
 from moax import ops as ops
 from moax.axes import Axes as Axes

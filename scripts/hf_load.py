@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""How much host memory loading a checkpoint takes beyond the arrays: makes one, and loads it onto 8 emulated devices.
+
+Run: scripts/hf_load.py [--gib 2] [--devices 8] [--limit MIB] [--keep-freed]; Linux with glibc alone.
+
+Emulated devices keep their arrays in the memory of this process, so what counts is the rise of memory during the load
+less the bytes of the arrays that it made. Memory is counted twice. VmHWM is the kernel's own peak of everything
+resident, mapped files too; where it can be set back (/proc/self/clear_refs) it is, right before the load. RssAnon is
+without mapped files; its peak is the greatest of samples every millisecond. The kernel's page cache is neither's. What
+is freed goes back to the kernel at once (mallopt), so that a peak is what was in use; --keep-freed leaves glibc alone.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import moax
+from moax.hf.files import Output, write_files
+from moax.hf.names import tensors_of
+
+MIB, GIB = 2**20, 2**30
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+CONFIG = {
+    "model_type": "qwen3_moe", "hidden_size": 1024, "moe_intermediate_size": 1024, "num_experts": 64,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def memory() -> dict[str, int]:
+    """The lines of /proc/self/status that are memory, in bytes."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {line[0][:-1]: int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
+
+
+@contextlib.contextmanager
+def peaks():
+    """What memory rises to while this is open: {"VmHWM": bytes, "RssAnon": bytes}, filled at the end."""
+    found, done = {"RssAnon": 0}, threading.Event()
+
+    def watch():
+        while not done.wait(1e-3):
+            found["RssAnon"] = max(found["RssAnon"], memory()["RssAnon"])
+
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+        found |= {"VmHWM": memory()["VmHWM"], "RssAnon": max(found["RssAnon"], memory()["RssAnon"])}
+
+
+def write_checkpoint(folder: Path, size: int) -> tuple[moax.MoEConfig, int]:
+    """Random bfloat16 weights, one tensor an expert, of at least `size` bytes; how many layers that makes."""
+    config, generator = moax.hf.config_from_hf(CONFIG), np.random.default_rng(0)
+    dtype = np.dtype(jax.numpy.bfloat16)
+
+    def output(shape: tuple[int, ...]) -> Output:
+        return Output(dtype, shape, lambda: iter([generator.standard_normal(shape, np.float32).astype(dtype)]))
+
+    layer = {tensor.name: output(tensor.shape(config)) for tensor in tensors_of("per_expert", config)}
+    layers = -(-size // sum(tensor.size for tensor in layer.values()))
+    tensors = {f"model.layers.{i}.mlp.{name}": tensor for i in range(layers) for name, tensor in layer.items()}
+    write_files(folder, tensors, shard_bytes=512 * MIB)
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    return config, layers
+
+
+def main(gib: float, devices: int, limit: float | None, keep_freed: bool) -> int:
+    if not keep_freed:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    mesh = jax.make_mesh((2, devices // 2), ("fsdp", "ep"))
+    with tempfile.TemporaryDirectory() as name:
+        config, layers = write_checkpoint(Path(name), int(gib * GIB))
+        before, start = memory(), time.perf_counter()
+        with peaks() as peak:
+            found = moax.hf.Checkpoint(name)
+            params = [moax.hf.params_from_hf(found, config, layer=i, mesh=mesh) for i in range(layers)]
+        seconds = time.perf_counter() - start
+        on_disk = sum(file.stat().st_size for file in Path(name).glob("*.safetensors"))
+        last = found[f"model.layers.{layers - 1}.mlp.experts.63.up_proj.weight"]
+        same = np.array_equal(np.asarray(params[-1].wi)[63, :, 1].T, last)
+    arrays = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
+    over = {
+        "all that is resident": peak["VmHWM"] - before["VmRSS"] - arrays,
+        "without mapped files": peak["RssAnon"] - before["RssAnon"] - arrays,
+    }
+    expert = 2 * config.d_model * config.d_ff
+    print(
+        f"checkpoint {on_disk / GIB:.2f} GiB, {layers} layers of {config.num_experts} experts, a matrix of one "
+        f"{expert / MIB:.1f} MiB; loaded in {seconds:.1f} s ({on_disk / GIB / seconds:.2f} GiB/s); equal: {same}\n"
+        f"arrays on {devices} devices {arrays / GIB:.2f} GiB; {before['VmRSS'] / MIB:.0f} MiB resident before the load"
+    )
+    for what, size in over.items():
+        print(f"peak above both, {what}: {size / MIB:.1f} MiB")
+    return int(not same or (limit is not None and max(over.values()) > limit * MIB))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2, help="size of the checkpoint (default: %(default)s)")
+    parser.add_argument("--devices", type=int, default=8, help="an even number (default: %(default)s)")
+    parser.add_argument("--limit", type=float, metavar="MIB", help="exit with 1 where a peak is above it")
+    parser.add_argument("--keep-freed", action="store_true", help="count what glibc keeps of what was freed")
+    raise SystemExit(main(**vars(parser.parse_args())))

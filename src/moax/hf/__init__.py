@@ -1,0 +1,17 @@
+"""Published MoE models, in and out: their config.json, and the weights of their MoE layers.
+
+    config = moax.hf.config_from_hf(folder)
+    params = moax.hf.params_from_hf(folder, config, layer=3)            one expert at a time, straight onto its devices
+    moax.hf.save_hf(out, {3: params}, config, "mixtral", others=moax.hf.Checkpoint(folder))
+
+Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 and GPT-OSS; safetensors files of one tensor an expert, or of stacked experts.
+"""
+
+from moax.hf.config import MODEL_TYPES as MODEL_TYPES
+from moax.hf.config import config_from_hf as config_from_hf
+from moax.hf.config import config_to_hf as config_to_hf
+from moax.hf.config import moe_layers as moe_layers
+from moax.hf.files import Checkpoint as Checkpoint
+from moax.hf.load import params_from_hf as params_from_hf
+from moax.hf.save import params_to_hf as params_to_hf
+from moax.hf.save import save_hf as save_hf

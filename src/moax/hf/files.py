@@ -1,0 +1,180 @@
+"""safetensors files, read and written one tensor at a time.
+
+A file is the length of its header (u64), the header (JSON: dtype, shape and byte range of each tensor), and the bytes.
+They are read here with plain reads, not through `safetensors`: that maps files into memory, whose pages then count as
+this process's, and its NumPy interface has no FP8. Writing streams too: a shard is never whole in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from moax.backend import Unsupported
+
+DTYPES = {
+    name: np.dtype(of)
+    for name, of in dict(
+        F64=np.float64, F32=np.float32, F16=np.float16, BF16=jnp.bfloat16, F8_E4M3=jnp.float8_e4m3fn,
+        F8_E5M2=jnp.float8_e5m2, F8_E8M0=jnp.float8_e8m0fnu, I64=np.int64, I32=np.int32, I16=np.int16, I8=np.int8,
+        U64=np.uint64, U32=np.uint32, U16=np.uint16, U8=np.uint8, BOOL=np.bool_,
+    ).items()
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+
+
+class Entry(NamedTuple):
+    """A tensor in a file: `start` is its first byte there."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self, index: int | None = None) -> np.ndarray:
+        """The whole, or entry `index` of its first dim: a copy.
+
+        Raises Unsupported for a dtype that NumPy has not.
+        """
+        if self.dtype not in DTYPES:
+            raise Unsupported(f"{self.path.name}: dtype {self.dtype}; moax.hf reads {', '.join(DTYPES)}")
+        dtype = DTYPES[self.dtype]
+        shape = self.shape if index is None else self.shape[1:]
+        count = math.prod(shape) * dtype.itemsize
+        # As bytes: `fromfile` knows none of ml_dtypes' types.
+        found = np.fromfile(self.path, np.uint8, count, offset=self.start + (index or 0) * count)
+        return found.view(dtype).reshape(shape)
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of one file.
+
+    Raises ValueError where it is no safetensors file, or ends before its last tensor does.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length) if length <= size - 8 else b"")
+            header.pop("__metadata__", None)
+            values = {name: (v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for name, v in header.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no safetensors file, or was cut short") from error
+    found = {}
+    for name, (dtype, shape, start, end) in values.items():
+        if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
+            raise ValueError(f"{path} is broken: {name}, {dtype} of shape {shape}, has {end - start} bytes")
+        if 8 + length + end > size:
+            raise ValueError(f"{path} was cut short: it has {size} bytes, and {name} ends at {8 + length + end}")
+        found[name] = Entry(path, dtype, shape, 8 + length + start)
+    return found
+
+
+class Checkpoint(Mapping[str, np.ndarray]):
+    """The tensors of safetensors files by name, each read when it is asked for, and kept by nobody.
+
+    Args:
+      path: one file, or a folder of them: those that `model.safetensors.index.json` names, else all of it.
+
+    Raises:
+      ValueError: no such file or folder, none in it, or one that is cut short.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if self.path.is_file():
+            files, named = [self.path], {}
+        elif (self.path / INDEX).is_file():
+            named = json.loads((self.path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files = [self.path / name for name in sorted(set(named.values()))]
+        else:
+            files, named = sorted(self.path.glob("*.safetensors")), {}
+        missing = [str(file) for file in files if not file.is_file()]
+        if not files or missing:
+            raise ValueError(
+                f"checkpoint {str(path)!r}: {missing[0] if missing else 'a safetensors file'} is not there"
+            )
+        self._entries = {name: entry for file in files for name, entry in read_header(file).items()}
+        lacking = sorted(named.keys() - self._entries.keys())
+        if lacking:
+            raise ValueError(f"checkpoint {str(path)!r}: {lacking[0]} is in the index, but not in {named[lacking[0]]}")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._entries[name].read()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entry(self, name: str) -> Entry:
+        """Its shape, dtype and place, without reading it."""
+        return self._entries[name]
+
+
+class Output(NamedTuple):
+    """A tensor to be written. parts: its bytes in order, as arrays that `write_files` asks for one at a time."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    parts: Callable[[], Iterator[np.ndarray]]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_files(folder: Path, tensors: Mapping[str, Output], shard_bytes: int) -> list[Path]:
+    """Writes model.safetensors, or as many model-i-of-n.safetensors as it takes, and their index."""
+    shards: list[dict[str, Output]] = [{}]
+    room = shard_bytes
+    for name, output in tensors.items():
+        if shards[-1] and output.size > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = output
+        room -= output.size
+    many = len(shards)
+    names = [f"model-{i + 1:05}-of-{many:05}.safetensors" if many > 1 else "model.safetensors" for i in range(many)]
+    for name, shard in zip(names, shards, strict=True):
+        _write(folder / name, shard)
+    if many > 1:
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(output.size for output in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [folder / name for name in names]
+
+
+def _write(path: Path, tensors: Mapping[str, Output]) -> None:
+    """One file, in the order of the reference implementation: wide dtypes first, so that each tensor is aligned."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, output in ordered:
+        header[name] = dict(
+            dtype=NAMES[output.dtype], shape=list(output.shape), data_offsets=[start, start + output.size]
+        )
+        start += output.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    part = path.with_suffix(".part")
+    with open(part, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, output in ordered:
+            for array in output.parts():
+                file.write(np.ascontiguousarray(array).view(np.uint8).data)
+    os.replace(part, path)

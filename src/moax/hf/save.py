@@ -1,0 +1,175 @@
+"""MoEParams -> tensors with the names of a published model, in memory or as safetensors files.
+
+The inverse of `load`: one expert at a time comes off the devices.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moax.backend import Unsupported
+from moax.config import MoEConfig
+from moax.hf.blocks import to_host
+from moax.hf.config import config_to_hf
+from moax.hf.files import DTYPES, NAMES, Checkpoint, Output, write_files
+from moax.hf.names import BLOCKS, DIMS, SPELLINGS, Tensor, spelling_of, tensors_of
+from moax.hf.stored import QUANTIZED
+from moax.types import MoEParams, check_params, full_shapes, param_shapes
+
+SHARD_BYTES = 5 * 2**30
+
+
+def params_to_hf(
+    params: MoEParams,
+    config: MoEConfig,
+    model_type: str,
+    *,
+    layer: int | None = None,
+    prefix: str | None = None,
+    stacked: bool | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> dict[str, np.ndarray]:
+    """The parameters of a layer under the names of a published model; what `params_from_hf` reads, bit for bit.
+
+    Args:
+      params: see `MoEParams`; sharded in any way over the devices of this process.
+      config: see `MoEConfig`.
+      model_type: one of `MODEL_TYPES`.
+      layer: names start with `model.layers.{layer}.` and the name of the block there.
+      prefix: or with this. Neither: with the block's own.
+      stacked: experts stacked, as transformers 5 has them in memory; None: as the model is published.
+      dtype: of the tensors, but for the selection bias, which keeps its own; None: that of the parameters.
+
+    Returns:
+      Contiguous arrays, of the shapes on disk.
+
+    Raises:
+      ValueError: params that do not fit the config, a bias that is None, arrays of other processes.
+      Unsupported: the model has no such config, or no such spelling.
+    """
+    if layer is not None and prefix is not None:
+        raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
+    if layer is not None:
+        prefix = f"model.layers.{layer}.{SPELLINGS[spelling_of(model_type, stacked)][0]}."
+    outputs = _outputs(params, config, model_type, prefix or "", stacked, dtype)
+    arrays = {name: np.empty(output.shape, output.dtype) for name, output in outputs.items()}
+    for name, output in outputs.items():
+        flat, start = arrays[name].reshape(-1), 0
+        for part in output.parts():
+            flat[start : start + part.size] = part.reshape(-1)
+            start += part.size
+    return arrays
+
+
+def save_hf(
+    folder: str | Path,
+    layers: Mapping[int, MoEParams],
+    config: MoEConfig,
+    model_type: str,
+    *,
+    others: Mapping[str, Any] | None = None,
+    hf_config: Mapping[str, Any] | None = None,
+    stacked: bool | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Writes a checkpoint: safetensors files, their index where there are several, and config.json.
+
+    One expert is in this host's memory at a time. To write a fine-tuned model back, pass what it came from as `others`.
+
+    Args:
+      folder: made where it is missing; may hold no safetensors files yet.
+      layers: the parameters of each MoE layer, by index.
+      config, model_type, stacked, dtype: as for `params_to_hf`.
+      others: further tensors by name, copied as they are: a `Checkpoint`, or arrays. Those of the blocks in `layers`
+        are left out.
+      hf_config: the values of config.json; None: those that `config` decides. Those override it either way.
+      shard_bytes: the most bytes of a file's tensors, but for a single one that is larger.
+
+    Returns:
+      The safetensors files.
+
+    Raises:
+      ValueError: a folder that holds safetensors files; and as `params_to_hf`.
+      Unsupported: as `params_to_hf`; `others` that are quantized, as one config.json cannot tell them from ours.
+    """
+    folder, outputs = Path(folder), {}
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes={shard_bytes} must be at least 1")
+    if any(folder.glob("*.safetensors")):
+        raise ValueError(f"folder {str(folder)!r} holds safetensors files already; give a new one")
+    ours, others = config_to_hf(config, model_type), others or {}
+    stem, block = _stem(others), SPELLINGS[spelling_of(model_type, stacked)][0]
+    for layer, params in layers.items():
+        outputs |= _outputs(params, config, model_type, f"{stem}layers.{layer}.{block}.", stacked, dtype)
+    replaced = tuple(f"{stem}layers.{layer}.{name}." for layer in layers for name in BLOCKS)
+    outputs |= {name: _copy(others, name) for name in others if not name.startswith(replaced)}
+    folder.mkdir(parents=True, exist_ok=True)
+    values = dict(hf_config or {}) | ours
+    values.pop("quantization_config", None)  # nothing is written quantized
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return write_files(folder, outputs, shard_bytes)
+
+
+def _stem(others: Mapping[str, Any]) -> str:
+    """What stands before `layers.N.` in the names of MoE layers; `model.` where there are none."""
+    matches = [re.match(rf"(.*?)layers\.\d+\.(?:{'|'.join(BLOCKS)})\.", name) for name in others]
+    found = sorted({m[1] for m in matches if m}) or ["model."]
+    if len(found) > 1:
+        raise Unsupported(f"others: layers start with {' and with '.join(map(repr, found))}; pass those of one model")
+    return found[0]
+
+
+def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Output]:
+    """Every tensor of a block, by name."""
+    config_to_hf(config, model_type)  # refuses what models of this type cannot be
+    check_params(params, config)
+    shapes, every = param_shapes(config), full_shapes(config)
+    for field in DIMS:
+        value, want = getattr(params, field), getattr(shapes, field)
+        if value is None and want is not None:
+            raise ValueError(f"params.{field} is None; this config needs an array of shape {want}")
+        if value is not None and want is None:
+            raise Unsupported(f"params.{field} of shape {getattr(every, field)} has no name in a {model_type} model")
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            raise ValueError(f"params.{field} lies on devices of other processes; bring it to this one first")
+    tensors = tensors_of(spelling_of(model_type, stacked), config)
+    return {prefix + tensor.name: _output(params, tensor, config, dtype) for tensor in tensors}
+
+
+def _output(params: MoEParams, tensor: Tensor, config: MoEConfig, dtype) -> Output:
+    value = getattr(params, tensor.field)
+    to = np.dtype(value.dtype if dtype is None or tensor.field == "router_bias" else dtype)
+    if to not in NAMES or not jnp.issubdtype(to, jnp.floating) or to.itemsize < 2:
+        raise ValueError(f"dtype={to} must be one of float64, float32, float16 and bfloat16")
+
+    def parts() -> Iterator[np.ndarray]:
+        entries = [tensor.of_expert(e) for e in range(config.num_experts)] if tensor.by_expert() else [tensor]
+        for entry in entries:
+            block = to_host(value, entry.corner(), entry.block(config))
+            yield entry.to_disk(block.astype(to, copy=False), config)
+
+    return Output(to, tensor.shape(config), parts)
+
+
+def _copy(state: Mapping[str, Any], name: str) -> Output:
+    """A tensor as it is."""
+    if name.endswith(QUANTIZED):
+        raise Unsupported(f"others: {name} is quantized; convert the whole model first, or pass every MoE layer")
+    if isinstance(state, Checkpoint):
+        entry = state.entry(name)
+        if entry.dtype not in DTYPES:
+            raise Unsupported(f"others: {name} has dtype {entry.dtype}; moax.hf copies {', '.join(DTYPES)}")
+        return Output(DTYPES[entry.dtype], entry.shape, lambda: iter([entry.read()]))
+    value = np.asarray(state[name])
+    if value.dtype not in NAMES:
+        raise ValueError(f"others: {name} has dtype {value.dtype}, which safetensors has not")
+    return Output(value.dtype, value.shape, lambda: iter([value]))
