@@ -18,6 +18,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 # Signatures and docstrings are rendered by _ext/api.py, from the source.
+autoclass_content = "both"
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
@@ -26,6 +27,7 @@ add_module_names = False
 toc_object_entries = False
 
 smartquotes = False  # three dots in a shape are three dots
+highlight_language = "text"  # of blocks that name no language: formulas
 
 html_theme = "furo"
 html_title = "moax"

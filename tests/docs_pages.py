@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -111,8 +112,10 @@ def _here(blocks: list[Block]) -> list[str]:
 
 
 def _in_a_process(path: Path, blocks: list[Block]) -> list[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT / "src")}
     program = f"\nprint({END!r}, end='', flush=True)\n".join(block.text for block in blocks)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
     assert done.returncode == 0, f"{path}\n{done.stderr[-3000:]}"
     return done.stdout.split(END)
 

@@ -44,7 +44,7 @@ def on_signature(app, what, name, obj, options, signature, returns):
 def on_docstring(app, what, name, obj, options, lines: list[str]) -> None:
     """Rewrites `lines` in place."""
     del app, options
-    types = annotations(source_of(obj)) if what in ("function", "method", "class") else {}
+    types = types_of(source_of(obj)) if what in ("function", "method", "class") else {}
     lines[:] = to_rst(lines, types, resolve=functools.partial(resolve, within=name))
 
 
@@ -75,7 +75,7 @@ def class_arguments(node: ast.ClassDef) -> Iterator[str]:
             yield ast.unparse(item)
 
 
-def annotations(node: ast.FunctionDef | ast.ClassDef | None) -> dict[str, str]:
+def types_of(node: ast.FunctionDef | ast.ClassDef | None) -> dict[str, str]:
     """The type of each argument and field, as written."""
     found = {}
     for item in [] if node is None else ast.walk(node):

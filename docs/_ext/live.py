@@ -1,6 +1,6 @@
 """Directives whose content is computed when the pages are built, so that no page quotes what is no longer so.
 
-{run} moax estimate ...     the command and what it prints        :lines: 3:9   a part of it
+{run} moax estimate ...     the command and what it prints; `:part: N`, what is between its empty lines N and N + 1
 {cli-help} inspect          `moax inspect --help`; without a name, `moax --help`
 {wire-table}                benchmarks/results/wire.json
 {layers}                    who may import whom: RANKS of tests/test_architecture.py
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from docutils.parsers.rst import Directive, directives
+from docutils.parsers.rst import Directive
 
 ROOT = Path(__file__).parent.parent.parent
 WIRE = ROOT / "benchmarks" / "results" / "wire.json"
+SRC = ROOT / "src" / "moax"
 ARCHITECTURE = ROOT / "tests" / "test_architecture.py"
 
 
@@ -51,17 +52,13 @@ def output(command: str) -> str:
 
 class Run(Directive):
     required_arguments, final_argument_whitespace = 1, True
-    option_spec = {"lines": directives.unchanged}
+    option_spec = {"part": int}
 
     def run(self):
         command = self.arguments[0]
-        lines = output(command).split("\n")
-        if "lines" in self.options:
-            first, last = (int(n) if n else None for n in self.options["lines"].split(":"))
-            shown = ["..."] * bool(first) + lines[first:last] + ["..."] * bool(last)
-        else:
-            shown = lines
-        return [literal("\n".join([f"$ {command}", *shown]), "console")]
+        if "part" in self.options:
+            return [literal(output(command).split("\n\n")[self.options["part"]], "text")]
+        return [literal(f"$ {command}\n{output(command)}", "console")]
 
 
 class Help(Directive):
@@ -73,8 +70,8 @@ class Help(Directive):
         os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"  # argparse asks for both
         found = parser()
         if self.arguments:
-            (commands,) = (a for a in found._actions if isinstance(a.choices, dict))
-            found = commands.choices[self.arguments[0]]
+            (commands,) = (a.choices for a in found._actions if isinstance(a.choices, dict))
+            found = commands[self.arguments[0]]
         return [literal(found.format_help().rstrip(), "text")]
 
 
@@ -106,11 +103,13 @@ def table(head: list[str], body: list[list[str]]) -> nodes.table:
 class Layers(Directive):
     def run(self):
         tree = ast.parse(ARCHITECTURE.read_text())
-        (ranks,) = (
+        (written,) = (
             node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RANKS"
         )
-        found = eval(compile(ast.Expression(ranks), str(ARCHITECTURE), "eval"))  # a dict of names and numbers
-        layers = [" ".join(n for n in found if found[n] == rank) for rank in sorted(set(found.values()), reverse=True)]
+        found = eval(compile(ast.Expression(written), str(ARCHITECTURE), "eval"))  # a dict of names and numbers
+        there = [n for n in found if n == "moax" or (SRC / n).exists() or (SRC / f"{n}.py").exists()]
+        ranks = sorted({found[n] for n in there}, reverse=True)
+        layers = [" ".join(n for n in there if found[n] == rank) for rank in ranks]
         width = max(map(len, layers))
         rule = "+" + "-" * (width + 2) + "+"
         text = [line for layer in layers for line in (rule, f"| {layer:{width}} |")] + [rule]

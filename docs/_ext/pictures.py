@@ -14,10 +14,10 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent / "src"))
 
 import jax  # noqa: E402
-from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import AxisType  # noqa: E402
 
 import moax  # noqa: E402
-from moax.sharding import token_spec  # noqa: E402
+from moax.sharding import named, token_spec  # noqa: E402
 
 INK, GREY, PALE, BLUE, AMBER, LIGHT = "#1f2933", "#7b8794", "#f0f3f6", "#2f6fb0", "#d98a1a", "#bcd5ec"
 
@@ -108,11 +108,11 @@ def mesh() -> Picture:
     grid = jax.make_mesh((2, 2), tuple(sizes), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     config = moax.MoEConfig(d_model=256, d_ff=512, num_experts=8, top_k=2)
     specs, tokens = moax.param_specs(config, mesh=grid), token_spec(moax.Axes(), mesh=grid)
-    held = NamedSharding(grid, specs.wi).devices_indices_map((8, 256, 2, 512))
-    of_wo = NamedSharding(grid, specs.wo).devices_indices_map((8, 512, 256))
+    held = named(grid, specs.wi).devices_indices_map((8, 256, 2, 512))
+    of_wo = named(grid, specs.wo).devices_indices_map((8, 512, 256))
     if any(held[d][0] != of_wo[d][0] for d in held):
         raise ValueError("wi and wo lie differently; draw both")
-    quarter = NamedSharding(grid, tokens).devices_indices_map((4, 256))
+    quarter = named(grid, tokens).devices_indices_map((4, 256))
 
     p = Picture(760, 470, "Where each tensor lives on a mesh of fsdp=2, ep=2")
     for col in range(2):
