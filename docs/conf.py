@@ -14,9 +14,6 @@ release = moax.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "api", "live"]
 exclude_patterns = ["_build"]
 
-myst_enable_extensions = ["colon_fence", "deflist"]
-myst_heading_anchors = 3
-
 # Signatures and docstrings are rendered by _ext/api.py, from the source.
 autoclass_content = "both"
 autodoc_typehints = "none"

@@ -50,21 +50,32 @@ def output(command: str) -> str:
     return said.getvalue().rstrip("\n")
 
 
-class Run(Directive):
+class Live(Directive):
+    """A directive whose page is read again at each build, since Sphinx cannot see what it depends on."""
+
+    def run(self) -> list[nodes.Node]:
+        self.state.document.settings.env.note_reread()
+        return [self.node()]
+
+    def node(self) -> nodes.Node:
+        raise NotImplementedError
+
+
+class Run(Live):
     required_arguments, final_argument_whitespace = 1, True
     option_spec = {"part": int}
 
-    def run(self):
+    def node(self):
         command = self.arguments[0]
         if "part" in self.options:
-            return [literal(output(command).split("\n\n")[self.options["part"]], "text")]
-        return [literal(f"$ {command}\n{output(command)}", "console")]
+            return literal(output(command).split("\n\n")[self.options["part"]], "text")
+        return literal(f"$ {command}\n{output(command)}", "console")
 
 
-class Help(Directive):
+class Help(Live):
     optional_arguments = 1
 
-    def run(self):
+    def node(self):
         from moax.cli import parser
 
         os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"  # argparse asks for both
@@ -72,11 +83,11 @@ class Help(Directive):
         if self.arguments:
             (commands,) = (a.choices for a in found._actions if isinstance(a.choices, dict))
             found = commands[self.arguments[0]]
-        return [literal(found.format_help().rstrip(), "text")]
+        return literal(found.format_help().rstrip(), "text")
 
 
-class WireTable(Directive):
-    def run(self):
+class WireTable(Live):
+    def node(self):
         rows = json.loads(WIRE.read_text())["rows"]
         by_model: dict[str, dict[str | None, int]] = {}
         for row in rows:
@@ -87,7 +98,7 @@ class WireTable(Directive):
             [model, *(f"{of[r]:,}" + (f" ({of[r] / of[None]:.3f})" if r else "") for r in recipes)]
             for model, of in by_model.items()
         ]
-        return [table(head, body)]
+        return table(head, body)
 
 
 def table(head: list[str], body: list[list[str]]) -> nodes.table:
@@ -100,8 +111,8 @@ def table(head: list[str], body: list[list[str]]) -> nodes.table:
     return nodes.table("", group)
 
 
-class Layers(Directive):
-    def run(self):
+class Layers(Live):
+    def node(self):
         tree = ast.parse(ARCHITECTURE.read_text())
         (written,) = (
             node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RANKS"
@@ -113,4 +124,4 @@ class Layers(Directive):
         width = max(map(len, layers))
         rule = "+" + "-" * (width + 2) + "+"
         text = [line for layer in layers for line in (rule, f"| {layer:{width}} |")] + [rule]
-        return [literal("\n".join(text), "text")]
+        return literal("\n".join(text), "text")

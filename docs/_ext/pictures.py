@@ -66,27 +66,22 @@ class Picture:
 def token() -> Picture:
     """One token with two experts, one on each of two ranks of ep."""
     p = Picture(760, 560, "The way of a token through a block on two ranks of ep")
-    columns, w = (170, 500), 230
+    columns, w = (190, 520), 210
     for rank, x in enumerate(columns):
         p.box(x - 15, 40, w + 30, 505, "#fbfcfd", "#d5dbe1")
         p.text(x + w / 2, 30, f"rank {rank}: experts {4 * rank} to {4 * rank + 3}", "middle", bold=True)
     steps = [
-        ("route", "K experts, K weights a token", 70),
-        ("dispatch", "each token once to a rank", 160),
-        ("permute", "rows sorted by expert", 220),
-        ("quantize, matmul wi", "of each expert's rows", 280),
-        ("activate", "act(gate) * up", 340),
-        ("quantize, matmul wo", "", 400),
-        ("unpermute, combine", "weighted sum, back home", 490),
-    ]
-    for name, _, y in steps:
+        ("route", 70), ("dispatch", 160), ("permute", 220), ("quantize, matmul wi", 280), ("activate", 340),
+        ("quantize, matmul wo", 400), ("unpermute, combine", 490),
+    ]  # fmt: skip
+    for name, y in steps:
         p.text(14, y + 24, name, bold=True, size=13)
     own, other = columns
     p.label(own, 70, w, 36, "token t: experts 1 and 6", LIGHT)
     p.label(other, 70, w, 36, "(tokens of its own)", "#ffffff", GREY)
     rows = [("row of t", "row of t"), ("row of t, for expert 1", "row of t, for expert 6")]
     rows += [("h = row wi[1]", "h = row wi[6]"), ("a = act(h)", "a = act(h)"), ("o(1) = a wo[1]", "o(6) = a wo[6]")]
-    for (left, right), (_, _, y) in zip(rows, steps[1:6], strict=True):
+    for (left, right), (_, y) in zip(rows, steps[1:6], strict=True):
         p.label(own, y, w, 36, left)
         p.label(other, y, w, 36, right)
     for x in columns:
@@ -94,11 +89,11 @@ def token() -> Picture:
             p.arrow(x + w / 2, a + 36, x + w / 2, b)
     p.arrow(own + w / 2, 106, own + w / 2, 160)
     p.arrow(own + w / 2, 106, other + w / 2, 160, AMBER, 2.2)
-    p.text(440, 118, "over ep", fill=AMBER, size=13)
+    p.text(450, 118, "over ep", fill=AMBER, size=13)
     p.label(own, 490, w, 40, "y[t] = w1 o(1) + w6 o(6)", LIGHT)
     p.arrow(own + w / 2, 436, own + w / 2, 490)
     p.arrow(other + w / 2, 436, own + w / 2 + 40, 490, AMBER, 2.2)
-    p.text(486, 488, "over ep, summed", fill=AMBER, size=13)
+    p.text(496, 488, "over ep, summed", fill=AMBER, size=13)
     return p
 
 
