@@ -9,14 +9,14 @@ VENV := .venv
 SASS_VENV := .venv-sass
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-EXTRAS := dev,flax,train
+EXTRAS := dev,flax,train,docs
 WORKERS ?= 2
 HF_VENV := .venv-hf
 HF_PYTHON ?= python3.11
 GPU_PYTHON ?= python3
 GPU_WORKERS ?= 8
 
-.PHONY: help demo test lint format test-matrix test-gpu check-sass hf-parity constraints clean
+.PHONY: help demo docs test lint format test-matrix test-gpu check-sass hf-parity constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,6 +24,10 @@ help: ## list the targets
 demo: $(INSTALLED) ## train a tiny MoE language model with FP8 weights on 8 emulated CPU devices (under 4 minutes)
 	@rm -rf runs/demo
 	$(BIN)/moax train --preset tiny --mesh fsdp=2,ep=4 --recipe fp8_block --name demo --cpu-devices 8
+
+docs: $(INSTALLED) ## build the documentation into docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
 
 test: lint ## lint, then every test but the full matrix and the GPU's
 	$(BIN)/pytest -n $(WORKERS)
@@ -72,7 +76,7 @@ constraints: ## raise constraints.txt to the newest versions that pyproject.toml
 	cp "$$tmp/new" constraints.txt
 
 clean: ## remove .venv, caches and builds; runs/ stays
-	rm -rf $(VENV) $(SASS_VENV) $(HF_VENV) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist
+	rm -rf $(VENV) $(SASS_VENV) $(HF_VENV) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist docs/_build
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

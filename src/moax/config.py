@@ -46,7 +46,7 @@ class RouterConfig:
       score: `softmax` over experts, or `sigmoid` of each.
       order: `score_then_topk` scores all experts and keeps the best K; `topk_then_score` keeps the best K logits
         and scores those alone (for softmax this renormalizes by itself: Mixtral, GPT-OSS).
-      normalize: divide the K weights by their sum.
+      normalize: divide the K weights by their sum, where K > 1.
       num_groups, top_groups: group-limited routing (DeepSeek-V3): experts form `num_groups` equal groups, and only
         the `top_groups` with the best group score are eligible.
       group_score: `top2` (sum of a group's two best; DeepSeek-V3), `max`, or `sum_topk` (sum of its

@@ -1,0 +1,127 @@
+"""Directives whose content is computed when the pages are built, so that no page quotes what is no longer so.
+
+{run} moax estimate ...     the command and what it prints; `:part: N`, what is between its empty lines N and N + 1
+{cli-help} inspect          `moax inspect --help`; without a name, `moax --help`
+{wire-table}                benchmarks/results/wire.json
+{layers}                    who may import whom: RANKS of tests/test_architecture.py
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import io
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+
+ROOT = Path(__file__).parent.parent.parent
+WIRE = ROOT / "benchmarks" / "results" / "wire.json"
+SRC = ROOT / "src" / "moax"
+ARCHITECTURE = ROOT / "tests" / "test_architecture.py"
+
+
+def setup(app) -> dict[str, Any]:
+    for name, directive in (("run", Run), ("cli-help", Help), ("wire-table", WireTable), ("layers", Layers)):
+        app.add_directive(name, directive)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def literal(text: str, language: str) -> nodes.literal_block:
+    return nodes.literal_block(text, text, language=language)
+
+
+@functools.cache
+def output(command: str) -> str:
+    """What a `moax` command prints."""
+    from moax.cli import main
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = main(shlex.split(command)[1:])
+    if code:
+        raise ValueError(f"`{command}` ended with {code}")
+    return said.getvalue().rstrip("\n")
+
+
+class Live(Directive):
+    """A directive whose page is read again at each build, since Sphinx cannot see what it depends on."""
+
+    def run(self) -> list[nodes.Node]:
+        self.state.document.settings.env.note_reread()
+        return [self.node()]
+
+    def node(self) -> nodes.Node:
+        raise NotImplementedError
+
+
+class Run(Live):
+    required_arguments, final_argument_whitespace = 1, True
+    option_spec = {"part": int}
+
+    def node(self):
+        command = self.arguments[0]
+        if "part" in self.options:
+            return literal(output(command).split("\n\n")[self.options["part"]], "text")
+        return literal(f"$ {command}\n{output(command)}", "console")
+
+
+class Help(Live):
+    optional_arguments = 1
+
+    def node(self):
+        from moax.cli import parser
+
+        os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"  # argparse asks for both
+        found = parser()
+        if self.arguments:
+            (commands,) = (a.choices for a in found._actions if isinstance(a.choices, dict))
+            found = commands[self.arguments[0]]
+        return literal(found.format_help().rstrip(), "text")
+
+
+class WireTable(Live):
+    def node(self):
+        rows = json.loads(WIRE.read_text())["rows"]
+        by_model: dict[str, dict[str | None, int]] = {}
+        for row in rows:
+            by_model.setdefault(row["model"], {})[row["recipe"]] = row["gathered"]
+        recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+        head = ["block", *("unquantized" if r is None else r for r in recipes)]
+        body = [
+            [model, *(f"{of[r]:,}" + (f" ({of[r] / of[None]:.3f})" if r else "") for r in recipes)]
+            for model, of in by_model.items()
+        ]
+        return table(head, body)
+
+
+def table(head: list[str], body: list[list[str]]) -> nodes.table:
+    def row(cells):
+        return nodes.row("", *(nodes.entry("", nodes.paragraph(text=cell)) for cell in cells))
+
+    group = nodes.tgroup("", *(nodes.colspec(colwidth=1) for _ in head), cols=len(head))
+    group += nodes.thead("", row(head))
+    group += nodes.tbody("", *map(row, body))
+    return nodes.table("", group)
+
+
+class Layers(Live):
+    def node(self):
+        tree = ast.parse(ARCHITECTURE.read_text())
+        (written,) = (
+            node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RANKS"
+        )
+        found = eval(compile(ast.Expression(written), str(ARCHITECTURE), "eval"))  # a dict of names and numbers
+        there = [n for n in found if n == "moax" or (SRC / n).exists() or (SRC / f"{n}.py").exists()]
+        ranks = sorted({found[n] for n in there}, reverse=True)
+        layers = [" ".join(n for n in there if found[n] == rank) for rank in ranks]
+        width = max(map(len, layers))
+        rule = "+" + "-" * (width + 2) + "+"
+        text = [line for layer in layers for line in (rule, f"| {layer:{width}} |")] + [rule]
+        return literal("\n".join(text), "text")

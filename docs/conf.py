@@ -1,0 +1,34 @@
+"""Sphinx's configuration: `make docs` builds docs/_build/html, and a warning is an error."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "src")]
+
+import moax  # noqa: E402
+
+project = "moax"
+author = "the authors of moax"
+release = moax.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "api", "live"]
+exclude_patterns = ["_build"]
+
+# Signatures and docstrings are rendered by _ext/api.py, from the source.
+autoclass_content = "both"
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+add_module_names = False
+toc_object_entries = False
+
+smartquotes = False  # three dots in a shape are three dots
+highlight_language = "text"  # of blocks that name no language: formulas
+
+html_theme = "furo"
+html_title = "moax"
+html_static_path = ["_static"]
+html_css_files = ["moax.css"]
+html_show_copyright = False
+html_copy_source = False
