@@ -19,6 +19,7 @@ from moax import backend, cli, info
 from moax.bench import tune
 from moax.ops.exchange import TRANSPORTS
 from moax.recipe import RECIPES
+from moax.train import options
 from moax.train.presets import PRESETS
 from moax.train.run import Run
 
@@ -231,7 +232,7 @@ def test_train_runs_and_resumes(tmp_path, capsys):
 
 def test_mesh_type_is_told_by_argparse():
     with pytest.raises(argparse.ArgumentTypeError):
-        cli._mesh("x=1")
+        options.mesh_of("x=1")
 
 
 def test_emulated_devices_in_a_fresh_process():

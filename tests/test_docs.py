@@ -13,7 +13,7 @@ pytest.importorskip("flax")
 pytest.importorskip("optax")
 
 import moax
-from moax import cli, estimate, inspect
+from moax import cli, estimate, hf, inspect
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -65,8 +65,8 @@ def test_pages_build(tmp_path):
 def public() -> set[str]:
     """Full names of what a user may call; of packages also what they re-export."""
     names = {"moax.CHECKPOINT_NAMES", "moax.nnx.MoE", "moax.linen.MoEBlock"}
-    for module in (moax, moax.ops, inspect, estimate):
-        package = module in (moax, moax.ops)
+    for module in (moax, moax.ops, hf, inspect, estimate):
+        package = module in (moax, moax.ops, hf)
         for name, value in vars(module).items():
             home = getattr(value, "__module__", None) or ""
             own = home.startswith("moax.") if package else home == module.__name__

@@ -22,12 +22,9 @@ from moax import info
 from moax.backend import Unsupported
 from moax.bench import command as bench
 from moax.bench import estimate, tune
-from moax.ops.exchange import TRANSPORTS
-from moax.partition import ENGINES
-from moax.recipe import RECIPES
-from moax.train import processes
-from moax.train.mesh import make_mesh, parse_mesh
-from moax.train.presets import BALANCE, DTYPES, PRESETS, REMAT, ModelConfig, TrainConfig
+from moax.train import options, processes
+from moax.train.mesh import make_mesh
+from moax.train.presets import PRESETS, ModelConfig, TrainConfig
 
 EXTRA = ("matplotlib", "optax", "orbax", "rich")
 EXAMPLES = """\
@@ -100,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
         "train",
         help="train a byte-level language model with an MoE in every layer",
         usage="moax train [--preset NAME] [options]",
-        description=TRAIN,
+        description=options.DESCRIPTION,
         formatter_class=raw,
     )
     inspect = commands.add_parser(
@@ -141,9 +138,9 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", action="store_true", help="print JSON, for programs")
     about.add_argument("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
     about.add_argument("--json", action="store_true", help="print JSON, for programs")
-    _train_options(train)
+    options.add_options(train)
     _inspect_options(inspect)
-    estimating.add_argument("--mesh", type=_mesh, metavar="AXES", help="as fsdp=32,ep=8, of dp, fsdp, ep, tp")
+    estimating.add_argument("--mesh", type=options.mesh_of, metavar="AXES", help="as fsdp=32,ep=8, of dp, fsdp, ep, tp")
     estimate.add_options(estimating)
     bench.add_options(measure)
     tune.add_options(tuning)
@@ -162,54 +159,9 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-TRAIN = """\
-Trains a decoder-only language model on bytes: attention and an MoE in every layer.
-
-The text is the source of Python's own standard library, or yours (--text). OUT/NAME/ gets config.json,
-metrics.jsonl, checkpoints/ and curves.png. Ctrl-C saves, and prints how to resume. Settings that are not given
-are the preset's; with --resume, the run's own.
-"""
-
-
-def _train_options(parser: argparse.ArgumentParser) -> None:
-    presets = ", ".join(PRESETS)
-    run = parser.add_argument_group("the run")
-    add = run.add_argument
-    add("--preset", choices=PRESETS, metavar="NAME", help=f"sizes and settings: {presets} (default: tiny)")
-    add("--name", help="folder of the run inside OUT (default: the preset's name; NAME-2 where that is taken)")
-    add("--out", default="runs", help="folder of all runs (default: %(default)s)")
-    add("--resume", action="store_true", help="continue the run NAME (default: the newest) from its last checkpoint")
-    add("--text", metavar="PATH", help="a file or folder to train on (default: Python's standard library)")
-    add("--steps", type=int, help="updates in all")
-    add("--batch", type=int, help="sequences a step, over the whole mesh")
-    add("--seq", type=int, help="bytes of a sequence")
-    add("--lr", type=float, help="peak learning rate")
-    add("--seed", type=int, help="of the weights and of the data's order")
-    add("--eval-every", type=int, metavar="STEPS", help="held-out loss every so many steps")
-    add("--json", action="store_true", help="print JSON at the end; progress goes to stderr")
-    add("--save-every", type=int, metavar="STEPS", help="checkpoint every so many steps; 0: at the end alone")
-    how = parser.add_argument_group("how it runs")
-    _execution_options(how, mesh="all devices on fsdp")
-    how.add_argument("--remat", choices=REMAT, help="recompute in the backward pass: nothing, all, all but the MoE's")
-    processes.add_options(parser.add_argument_group("one of several processes, each started with the same options"))
-    model = parser.add_argument_group("the model (default: the preset's)")
-    add = model.add_argument
-    add("--d-model", type=int, metavar="H", help="width of the residual stream")
-    add("--d-ff", type=int, metavar="F", help="width of an expert")
-    add("--layers", type=int, dest="num_layers", metavar="L", help="layers")
-    add("--heads", type=int, dest="num_heads", metavar="N", help="attention heads")
-    add("--experts", type=int, dest="num_experts", metavar="E", help="experts of a layer")
-    add("--top-k", type=int, metavar="K", help="experts of a token")
-    add("--shared-d-ff", type=int, metavar="S", help="width of an expert that every token takes; 0: none")
-    add("--capacity-factor", type=_capacity, metavar="X", help="bound a rank's rows at X times the even load, dropping "
-        "and counting the rest; none: drop nothing")  # fmt: skip
-    add("--tied", action=argparse.BooleanOptionalAction, help="one matrix embeds and predicts bytes")
-    add("--balance", choices=BALANCE, help="keep experts busy by a selection bias, by a loss, or not at all")
-
-
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    _execution_options(parser, mesh="fsdp=2,ep=4")
+    options.add_execution(parser, mesh="fsdp=2,ep=4")
     add("--d-model", type=int, default=1024, metavar="H", help="model width (default: %(default)s)")
     add("--d-ff", type=int, default=2048, metavar="F", help="width of an expert (default: %(default)s)")
     add("--experts", type=int, default=8, metavar="E", help="experts (default: %(default)s)")
@@ -217,16 +169,6 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=4096, metavar="T", help="tokens of the whole mesh (default: %(default)s)")
     add("--forward-only", action="store_true", help="leave the backward pass out")
     add("--json", action="store_true", help="print JSON, for programs")
-
-
-def _execution_options(group, mesh: str) -> None:
-    add = group.add_argument
-    add("--mesh", type=_mesh, metavar="AXES", help=f"as fsdp=2,ep=4, of dp, fsdp, ep, tp (default: {mesh})")
-    add("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
-    add("--recipe", choices=("none", *RECIPES), help="how products are quantized (default: none)")
-    add("--exchange", choices=TRANSPORTS, help="how tokens reach the ranks of their experts (default: auto)")
-    add("--engine", choices=ENGINES, help="how ops are partitioned (default: auto)")
-    add("--dtype", choices=DTYPES, help="of activations")
 
 
 def run_info(args: argparse.Namespace) -> int:
@@ -375,17 +317,6 @@ def emulate(count: int) -> None:
         pass  # Backends are up: what they have is checked below.
     if (here := jax.local_device_count()) != count:
         raise ValueError(f"--cpu-devices {count}: JAX already runs in this process, on {here} devices")
-
-
-def _mesh(text: str) -> tuple[tuple[str, int], ...]:
-    try:
-        return parse_mesh(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _capacity(text: str) -> float:
-    return math.inf if text == "none" else float(text)
 
 
 def _explain(error: Exception) -> tuple[str, int]:

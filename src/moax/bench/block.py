@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -110,7 +109,6 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # they share the device
         )
         self.limit = threading.Timer(SECONDS, self.process.kill)
         self.limit.start()
