@@ -363,6 +363,8 @@ def test_command(tmp_path, capsys):
     assert len(found["rows"]) == 2 and all(row["us"] > 0 and row["path"] == "xla" for row in found["rows"])
     assert found["header"]["command"].startswith("moax bench gemm --cases tiny")
     assert found["header"]["limits"]["memory"]["value"] > 0
+    assert cli.main([*argv, "--quick", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
 
 
 def test_missing_rich_is_named_before_anything_runs(monkeypatch, capsys):

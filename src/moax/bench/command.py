@@ -36,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--kernels", default="auto", help="block: auto, xla or mosaic (default: %(default)s)")
     add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
     add("--out", metavar="FILE", help="write the rows as JSON")
+    add("--json", action="store_true", help="print the rows as JSON, for programs, in the place of the table")
     add("--sha", help="the commit that is measured (default: asked of git)")
 
 
@@ -60,7 +61,10 @@ def run(args: argparse.Namespace, argv: list[str] | None = None) -> int:
         _progress(row)
         if args.out:  # now, so that a run that is stopped keeps what it has
             report.save(args.out, head, rows)
-    report.show(f"moax bench {args.what}", head, rows)
+    if args.json:
+        print(report.to_json(head, rows))
+    else:
+        report.show(f"moax bench {args.what}", head, rows)
     return 0
 
 

@@ -84,8 +84,8 @@ def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[
     }
 
 
-def save(path: str, head: dict[str, Any], rows: list[Row]) -> None:
-    """Writes the JSON file; each row repeats what says where it comes from."""
+def to_json(head: dict[str, Any], rows: list[Row]) -> str:
+    """The header and the rows; each row repeats what says where it comes from."""
     origin = {
         "device": head["device"],
         "jax": head["versions"].get("jax"),
@@ -93,8 +93,13 @@ def save(path: str, head: dict[str, Any], rows: list[Row]) -> None:
         "command": head["command"],
     }
     body = {"header": head, "rows": [{**dataclasses.asdict(row), **origin} for row in rows]}
+    return json.dumps(_finite(body), indent=1, allow_nan=False)
+
+
+def save(path: str, head: dict[str, Any], rows: list[Row]) -> None:
+    """Writes the JSON file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(_finite(body), indent=1, allow_nan=False) + "\n")
+    Path(path).write_text(to_json(head, rows) + "\n")
 
 
 def show(title: str, head: dict[str, Any], rows: list[Row], stream=None) -> None:
