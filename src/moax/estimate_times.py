@@ -103,17 +103,22 @@ def work(s: Shard, on: Hardware, remat: bool) -> Iterator[Stage]:
         flops = 2.0 * s.tokens * c.d_model * (c.gates + 1) * shared
         return stage("shared expert", direction, s.tokens * (c.d_model + 3 * shared) * item, flops, rates[kind])
 
-    def entering(width):
-        """Rows quantized in one read, by rows and by columns; dequantized again where products are not FP8."""
-        return rows * width * (item + 2 + (0 if fp8 else 2 * (1 + item)))
+    def enter(direction, form, kept):
+        """Rows sorted by expert and quantized in one read, by rows and by columns, where products are FP8 and scales
+        are of blocks; else gathered first (as where a bias wants them too), and dequantized where products are not
+        FP8."""
+        width, fused = c.d_model, form is not None and fp8 and form.block is not None
+        if kept or not fused:
+            yield stage("permute", direction, 2 * rows * width * item)
+        if form is not None:
+            moved = item + 2 + (0 if fp8 else 2 * (1 + item))
+            yield stage("permute, quantize" if fused else "quantize rows", direction, rows * width * moved)
 
     route = 2.0 * s.tokens * c.d_model * c.num_experts * 3
     taken = local * (param + (1 if s.recipe.w else item)) if s.recipe.w or item != param else 0
     for direction in ("forward", "recompute") if remat else ("forward",):
         yield stage("route", direction, s.tokens * (c.d_model * item + 12 * c.num_experts), route, on.bf16[0])
-        yield stage("permute", direction, 2 * rows * c.d_model * item)
-        if s.recipe.x:
-            yield stage("quantize rows", direction, entering(c.d_model))
+        yield from enter(direction, s.recipe.x, False)
         if taken:
             yield stage("quantize weights" if s.recipe.w else "cast weights", direction, taken)
         yield product("product wi", direction, 0, c.d_model, c.gates * hidden)
@@ -123,9 +128,7 @@ def work(s: Shard, on: Hardware, remat: bool) -> Iterator[Stage]:
             yield stage("unpermute", direction, (rows + received) * c.d_model * item)
         if shared:
             yield shared_products(direction, 0)
-    yield stage("permute", "backward", 2 * rows * c.d_model * item)
-    if s.recipe.dy:
-        yield stage("quantize rows", "backward", entering(c.d_model))
+    yield from enter("backward", s.recipe.dy, c.use_bias)
     if taken:
         yield stage("quantize weights" if s.recipe.w else "cast weights", "backward", taken)
     yield product("dgrad wo", "backward", 1, c.d_model, hidden)
