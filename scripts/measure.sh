@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and measures on a machine with a Hopper GPU: scripts/measure.sh STAGE...
-# Stages, with what each takes on an H200 with 16 cores: test (4 minutes), gemm (2.5), groups (2), quantize (1),
-# permute (1), block (4), train (4). Results go to $OUT (default benchmarks/results), as JSON with the commit SHA=...
+# Stages, with what each takes on an H200 with 16 cores: test (3 minutes), gemm (2.5), groups (2), quantize (2.5),
+# permute (1), block (2), train (5); on several GPUs gather (1). Results go to $OUT (default benchmarks/results), as JSON with the commit SHA=...
 # One call can hold several.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -15,6 +15,7 @@ stage_groups() { moax bench gemm --cases groups --peers none --quick --sha "$sha
 stage_quantize() { moax bench quantize --sha "$sha" --out "$out/h200_quantize.json"; }
 stage_permute() { moax bench permute --sha "$sha" --out "$out/h200_permute.json"; }
 stage_block() { moax bench block --quick --sha "$sha" --out "$out/h200_block.json"; }
+stage_gather() { moax bench gather --sha "$sha" --out "$out/h200_gather.json"; }
 stage_train() {
     for recipe in none fp8_block; do
         moax train --preset medium --batch 32 --steps 300 --eval-every 50 --save-every 0 --recipe "$recipe" \

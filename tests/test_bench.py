@@ -373,6 +373,17 @@ def test_missing_rich_is_named_before_anything_runs(monkeypatch, capsys):
     assert "rich is missing: pip install 'moax[train]'" in capsys.readouterr().err
 
 
+def test_gather(capsys):
+    """Breaks if a recipe's weights cross the wire wider than one byte an element and its scales, or not at all."""
+    assert cli.main(["bench", "gather", "--cases", "tiny", "--quick", "--json"]) == 0
+    found = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    received = {recipe: row["extra"]["received_bytes"] for recipe, row in found.items()}
+    weights = 4 * 3 * 64 * 32  # of the tiny block
+    assert received["none"] == 2 * weights * 7 // 8 and all(row["us"] > 0 for row in found.values())
+    for recipe in ("fp8_block", "mxfp8", "fp8_tensor"):
+        assert weights * 7 // 8 < received[recipe] < 1.15 * weights * 7 // 8, recipe
+
+
 @pytest.mark.slow
 def test_block_in_its_own_process(tmp_path, capsys):
     out = tmp_path / "f.json"

@@ -8,23 +8,31 @@ import itertools
 import sys
 from collections.abc import Iterator
 
-from moax.bench import block, cases, fused, gathered, gemm, limits, peers, permute, quantize, report
+from moax.bench import block, cases, fused, gather, gathered, gemm, limits, peers, permute, quantize, report
 from moax.bench.report import Row
 from moax.bench.timing import Repeats
 
 DESCRIPTION = """\
 Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
-(measured in the same run), its peers and its error against float64. What cannot run here is listed with the reason.
+(measured in the same run), its peers and its error against float64; and the gather of weights over all devices, each
+recipe beside bf16. What cannot run here is listed with the reason.
 """
-WHAT = ("gemm", "quantize", "permute", "block")
-NEEDED = {"gemm": ("bf16", "fp8", "memory"), "quantize": ("memory",), "permute": ("memory",), "block": ("bf16", "fp8")}
+WHAT = ("gemm", "quantize", "permute", "block", "gather")
+NEEDED: dict[str, tuple[str, ...]] = {
+    "gemm": ("bf16", "fp8", "memory"),
+    "quantize": ("memory",),
+    "permute": ("memory",),
+    "block": ("bf16", "fp8"),
+    "gather": (),
+}
 OTHERS = {"quantize": (quantize.PERF + fused.PERF, quantize.TINY + fused.TINY), "permute": (permute.PERF, permute.TINY)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `moax bench`."""
     add = parser.add_argument
-    add("what", choices=WHAT, help="what to measure: products, quantization, permutation, or the whole block")
+    add("what", choices=WHAT, help="what to measure: products, quantization, permutation, the whole block, or "
+        "the gather of its weights")  # fmt: skip
     add("--cases", default="perf", metavar="SETS", help=f"of {', '.join(cases.NAMES)}, with commas; all but gemm have "
         "perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
@@ -86,6 +94,8 @@ def _rows(args, chosen, wanted, directions, repeats, found, torch) -> Iterator[R
         few = dataclasses.replace(repeats, warmups=min(3, repeats.warmups))
         tokens = tuple(args.tokens) if args.tokens else None
         return block.rows(chosen, few, found, recipes=recipes, tokens=tokens, kernels=args.kernels)
+    if args.what == "gather":
+        return gather.rows(chosen, repeats)
     if args.what == "permute":
         moved = permute.rows(chosen, bool(wanted), repeats, found)
         return itertools.chain(moved, gathered.rows(chosen, bool(wanted), repeats, found))
