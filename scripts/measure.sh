@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Checks and measures on a machine with a Hopper GPU: scripts/measure.sh STAGE...
 # Stages, with what each takes on an H200 with 16 cores: test (3 minutes), gemm (2.5), groups (2), quantize (2.5),
-# permute (1), block (2), train (5); on several GPUs gather (1). Results go to $OUT (default benchmarks/results), as JSON with the commit SHA=...
+# permute (1), block (2), train (5); on several GPUs gather (1). Results go to $OUT (default benchmarks/results), as
+# JSON with the commit SHA=...
 # One call can hold several.
 set -uo pipefail
 cd "$(dirname "$0")/.."
