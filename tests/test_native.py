@@ -49,7 +49,9 @@ def expected(routing: str = "random", top_k: int = 2):
 
 def on_mesh(mesh, config, x, dy, params, note=native.NO_RAGGED):
     layer, said = native.block(config, mesh)
-    assert said == note, "where the exchange is not the one of the name, the layer must say so"
+    assert said == (note if mesh.shape["ep"] > 1 else ""), (
+        "where the exchange is not the one of the name, the layer must say so"
+    )
     tokens = jax.P(("fsdp", "ep"))
     placed = put(mesh, (tokens, tokens, moax.param_specs(config, mesh=mesh)), (x, dy, params))
     return jax.jit(lambda *args: graded(layer, *args))(*placed)

@@ -4,6 +4,8 @@ All compile at once, which takes most of the time and only processors; then they
 
     work   6 T K H F forward, 18 T K H F with backward (gated experts)
 
+`--mesh` measures it on a mesh, beside the layer in JAX alone (`mesh_block`).
+
 Layer time is the wall clock of back-to-back calls; the split by stage is kernel time (CUPTI). Memory: the peak of the
 process, and what forward leaves to backward beside what it has to: the sorted rows and the hidden activations.
 """
@@ -63,6 +65,7 @@ PERF = (
 )
 TINY = (Block("tiny", MoEConfig(64, 32, 4, 2), (64,)),)
 RECIPES = ("none", "fp8_block")
+WORKER = "moax.bench.block_worker"
 
 
 def rows(
@@ -76,7 +79,7 @@ def rows(
 ) -> Iterator[Row]:
     """Rows of forward, and of forward with backward, for each block, recipe and number of tokens."""
     workers = [
-        (block, recipe, Worker(block, recipe, sorted(tokens or block.tokens), repeats, kernels))
+        (block, recipe, Worker(WORKER, request(block, recipe, sorted(tokens or block.tokens), repeats, kernels)))
         for block in blocks
         for recipe in recipes
     ]
@@ -85,26 +88,30 @@ def rows(
             worker.wait()
         for block, recipe, worker in workers:
             for answer in worker.measure():
-                yield from _rows(block, recipe, answer, found)
+                yield from direction_rows(block, recipe, answer, found)
     finally:
         for _, _, worker in workers:
             worker.close()
 
 
-class Worker:
-    """A process that compiles a block, waits, and measures it for each number of tokens, ascending."""
+def request(block: Block, recipe: str, tokens: list[int], repeats: Repeats, kernels: str) -> dict[str, Any]:
+    """What a worker is asked for."""
+    return {
+        "config": dataclasses.asdict(block.config),
+        "recipe": recipe,
+        "tokens": tokens,
+        "kernels": kernels,
+        "repeats": dataclasses.asdict(repeats),
+    }
 
-    def __init__(self, block: Block, recipe: str, tokens: list[int], repeats: Repeats, kernels: str):
-        request = {
-            "config": dataclasses.asdict(block.config),
-            "recipe": recipe,
-            "tokens": tokens,
-            "kernels": kernels,
-            "repeats": dataclasses.asdict(repeats),
-        }
-        self.tokens, self.errors = tokens, tempfile.TemporaryFile("w+")
+
+class Worker:
+    """A process of `module` that compiles a block, waits, and measures it for each number of tokens, ascending."""
+
+    def __init__(self, module: str, request: dict[str, Any]):
+        self.tokens, self.errors = request["tokens"], tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "moax.bench.block_worker", json.dumps(request)],
+            [sys.executable, "-m", module, json.dumps(request)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -142,7 +149,8 @@ class Worker:
                 stream.close()
 
 
-def _rows(block: Block, recipe: str, answer: dict, found: dict[str, Any]) -> Iterator[Row]:
+def direction_rows(block: Block, recipe: str, answer: dict, found: dict[str, Any]) -> Iterator[Row]:
+    """Forward, and forward with backward, of what a worker said of one number of tokens."""
     config, tokens = block.config, answer["tokens"]
     forward = 6 if config.gates == 2 else 4
     work = tokens * config.top_k * config.d_model * config.d_ff
@@ -153,7 +161,7 @@ def _rows(block: Block, recipe: str, answer: dict, found: dict[str, Any]) -> Ite
         if measured:
             row.us, row.method, row.path = measured["us"], "wall", measured["path"]
             row.tflops = factor * work / row.us * 1e-6
-            product = "bf16" if recipe == "none" else "fp8"
+            product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 multiplies what it dequantized
             row.limit, row.fraction = limits.fraction(found, row.us, factor * work, 0.0, product)
             row.extra = {**measured, **answer["memory"], "block_note": block.note}
         yield row

@@ -108,13 +108,18 @@ def measure(compiled, args: tuple, repeats: Repeats) -> dict[str, Any]:
     """Time of a call, and on a GPU its kernels by stage."""
     text = compiled.as_text() or ""
     found: dict[str, Any] = {"us": call_time(compiled, args, repeats).us}
-    found["path"] = "mosaic" if "mosaic_gpu_v2" in text else "xla"
+    found["path"] = path_of(text)
     if backend.platform() == "gpu":
         timing = kernel_time(compiled, args, Repeats(1, 3))
         found["kernel_us"] = timing.us if timing.kernels else None
         found["stages_us"], listed = stages.split(text, timing.kernels)
         found["kernels"] = listed[:TOP]
     return found
+
+
+def path_of(text: str) -> str:
+    """Which implementation a compiled program runs."""
+    return "mosaic" if "mosaic_gpu_v2" in text else "xla"
 
 
 def saved_needed(config, recipe: str | None, tokens: int) -> dict[str, int]:

@@ -8,14 +8,29 @@ import itertools
 import sys
 from collections.abc import Iterator
 
-from moax.bench import block, cases, fused, gather, gathered, gemm, limits, peers, permute, quantize, report
+from moax.bench import (
+    block,
+    cases,
+    fused,
+    gather,
+    gathered,
+    gemm,
+    limits,
+    mesh_block,
+    peers,
+    permute,
+    quantize,
+    report,
+)
 from moax.bench.report import Row
 from moax.bench.timing import Repeats
+from moax.ops.exchange import TRANSPORTS
+from moax.recipe import RECIPES
 
 DESCRIPTION = """\
 Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
-(measured in the same run), its peers and its error against float64; and the gather of weights over all devices, each
-recipe beside bf16. What cannot run here is listed with the reason.
+(measured in the same run), its peers and its error against float64; the block on a mesh beside a layer of JAX alone;
+and the gather of weights over all devices, each recipe beside bf16. What cannot run here is listed with the reason.
 """
 WHAT = ("gemm", "quantize", "permute", "block", "gather")
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -37,11 +52,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
     add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
-        "quantize and permute: plain jnp, unless none (default: %(default)s)")  # fmt: skip
+        "quantize, permute: plain jnp, block --mesh: the native layer, unless none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
-    add("--recipe", choices=block.RECIPES, help="block: one recipe (default: both)")
-    add("--tokens", type=int, action="append", metavar="T", help="block: tokens; repeatable (default: 8192 and 16384)")
+    add("--recipe", choices=("none", *RECIPES), help=f"block: one recipe (default: {' and '.join(block.RECIPES)})")
+    add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
+        "and 16384)")  # fmt: skip
     add("--kernels", default="auto", help="block: auto, xla or mosaic (default: %(default)s)")
+    add("--exchange", choices=TRANSPORTS, default="auto", help="block --mesh: how tokens reach the ranks of their "
+        "experts (default: %(default)s)")  # fmt: skip
     add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
     add("--out", metavar="FILE", help="write the rows as JSON")
     add("--json", action="store_true", help="print the rows as JSON, for programs, in the place of the table")
@@ -78,9 +96,11 @@ def run(args: argparse.Namespace, argv: list[str] | None = None) -> int:
 
 def select(args: argparse.Namespace) -> list:
     """The cases that the options name."""
+    if args.mesh and args.what != "block":
+        raise ValueError(f"--mesh with {args.what}: of what is measured, a mesh is for block alone")
     if args.what == "gemm":
         return cases.select(args.cases, args.only)
-    perf, tiny = OTHERS.get(args.what, (block.PERF, block.TINY))
+    perf, tiny = OTHERS.get(args.what, (mesh_block.PERF if args.mesh else block.PERF, block.TINY))
     if args.cases not in ("perf", "tiny", "all"):
         raise ValueError(f"--cases {args.cases}: {args.what} has perf and tiny")
     return cases.pick(tiny if args.cases == "tiny" else perf, args.only, f"--cases {args.cases}")
@@ -93,6 +113,9 @@ def _rows(args, chosen, wanted, directions, repeats, found, torch) -> Iterator[R
         recipes = (args.recipe,) if args.recipe else block.RECIPES
         few = dataclasses.replace(repeats, warmups=min(3, repeats.warmups))
         tokens = tuple(args.tokens) if args.tokens else None
+        if args.mesh:
+            how = mesh_block.How(args.mesh, recipes, args.kernels, args.exchange, native=bool(wanted))
+            return mesh_block.rows(chosen, how, few, found, tokens)
         return block.rows(chosen, few, found, recipes=recipes, tokens=tokens, kernels=args.kernels)
     if args.what == "gather":
         return gather.rows(chosen, repeats)

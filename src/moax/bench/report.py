@@ -142,20 +142,28 @@ def show(title: str, head: dict[str, Any], rows: list[Row], stream=None) -> None
 
 
 def _details(row: Row) -> list[str]:
-    """Of a block: its time by stage, and its memory."""
+    """Of a block: its time by stage, its memory, and what of a peer is not what its name says."""
     said = []
     stages = {name: us for name, us in row.extra.get("stages_us", {}).items() if us}
-    where = f"{row.case} {row.direction} {row.recipe}"
+    where = f"{row.case} {row.direction} {row.recipe}" + ("" if row.impl == OURS else f" {row.impl}")
+    if row.op == "block" and row.us and row.note:
+        said.append(f"{where}: {row.note}")
     if stages and row.us:
         parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in stages.items())
         said.append(f"{where}: ms by stage: {parts}; kernels {sum(stages.values()) / 1e3:.2f} of {row.us / 1e3:.2f}")
-    if row.direction == "fwd+bwd" and "saved_bytes" in row.extra:
-        peak, saved = row.extra["peak_bytes"], row.extra["saved_bytes"] / 1e9
-        needed = sum(row.extra["saved_needed_bytes"].values()) / 1e9
+    if row.us and "exposed_us" in row.extra:
         said.append(
-            f"{where}: peak {'?' if peak is None else format(peak / 1e9, '.2f')} GB, parameters "
-            f"{row.extra['params_bytes'] / 1e9:.2f}, saved for backward {saved:.2f} (rows and hidden need {needed:.2f})"
+            f"{where}: {row.extra['exposed_us'] / 1e3:.2f} ms in which nothing computes, exposed communication too"
         )
+    if row.direction == "fwd+bwd" and "params_bytes" in row.extra:
+        peak = row.extra["peak_bytes"]
+        held = f"peak {'?' if peak is None else format(peak / 1e9, '.2f')} GB, parameters "
+        held += f"{row.extra['params_bytes'] / 1e9:.2f}"
+        if "saved_bytes" in row.extra:
+            needed = sum(row.extra["saved_needed_bytes"].values()) / 1e9
+            saved = row.extra["saved_bytes"] / 1e9
+            held += f", saved for backward {saved:.2f} (rows and hidden need {needed:.2f})"
+        said.append(f"{where}: {held}")
     return said
 
 

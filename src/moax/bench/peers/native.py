@@ -35,6 +35,8 @@ def exchange(rows: Float[Array, "N H"], sizes: Int[Array, "S D"], room: int, rag
 
     sizes: rows that rank s sends to rank d, known on every rank.
     """
+    if len(sizes) == 1:
+        return rows
     me = lax.axis_index("ep")
     send, receive = sizes[me], sizes[:, me]
     if ragged:
@@ -103,7 +105,8 @@ def block(config: MoEConfig, mesh: Mesh) -> tuple[Callable[[jax.Array, MoEParams
     # Types of varying arrays are off: they would want a cast of each buffer that is made here.
     specs = dict(in_specs=(tokens, PartitionSpec(), experts, experts), out_specs=tokens, check_vma=False)
     on_mesh = jax.shard_map(local, mesh=mesh, **specs)
-    return lambda x, params: on_mesh(x, params.router, params.wi, params.wo), "" if ragged else NO_RAGGED
+    note = "" if ragged or mesh.shape["ep"] == 1 else NO_RAGGED
+    return lambda x, params: on_mesh(x, params.router, params.wi, params.wo), note
 
 
 def check(config: MoEConfig, mesh: Mesh) -> None:

@@ -1,0 +1,83 @@
+"""`moax bench block --mesh fsdp=2,ep=2`: the block on a mesh beside the native JAX layer, in the same run.
+
+Each layer has a process of its own over all devices of the mesh (`mesh_worker`); all compile at once, then they are
+measured one after the other, the native one first. Tokens, rates and memory are those of a device, times wall clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from moax import MoEConfig, backend
+from moax.bench import block
+from moax.bench.block import Block, Worker
+from moax.bench.report import OURS, Row
+from moax.bench.timing import Repeats
+
+NATIVE = "native"
+WORKER = "moax.bench.mesh_worker"
+TUTORIAL = Block("tutorial", MoEConfig(1024, 4096, 8, 2), (4096,), "docs/tutorial: 16384 tokens on 4 devices")
+PERF = (TUTORIAL, *block.PERF)
+AXES = ("dp", "fsdp", "ep", "tp")
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """mesh: (axis, devices) of each axis; recipes, kernels and exchange of `moax.moe`; native: measure that too."""
+
+    mesh: tuple[tuple[str, int], ...]
+    recipes: tuple[str, ...] = block.RECIPES
+    kernels: str = "auto"
+    exchange: str = "auto"
+    native: bool = True
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.mesh)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The mesh with fsdp and ep, which the native layer names whatever their sizes."""
+        given = dict(self.mesh)
+        return {name: given.get(name, 1) for name in AXES if name in given or name in ("fsdp", "ep")}
+
+
+def rows(
+    blocks: list[Block], how: How, repeats: Repeats, found: dict[str, Any], tokens: tuple[int, ...] | None = None
+) -> Iterator[Row]:
+    """Rows of forward, and of forward with backward, for each block and layer; `peers` of ours is the native one.
+
+    Raises:
+      ValueError: the mesh has more devices than there are GPUs.
+    """
+    devices = math.prod(how.sizes.values())
+    if backend.platform() == "gpu" and devices > jax.device_count():
+        raise ValueError(f"--mesh {how} is a mesh of {devices} devices, but {jax.device_count()} are here")
+    layers = [(NATIVE, "none")] * how.native + [(OURS, recipe) for recipe in how.recipes]
+    workers = []
+    for of in blocks:
+        for impl, recipe in layers:
+            asked = block.request(of, recipe, sorted(tokens or of.tokens), repeats, how.kernels)
+            asked |= {"mesh": how.sizes, "exchange": how.exchange, "impl": impl}
+            workers.append((of, impl, recipe, Worker(WORKER, asked)))
+    try:
+        for *_, worker in workers:
+            worker.wait()
+        peers: dict[tuple[str, str], float] = {}
+        for of, impl, recipe, worker in workers:
+            for answer in worker.measure():
+                for row in block.direction_rows(of, recipe, answer, found):
+                    row.case, row.impl = f"{row.case} {how}", impl
+                    row.extra |= {"mesh": how.sizes} | ({"exchange": how.exchange} if impl == OURS else {})
+                    if impl == NATIVE and row.us:
+                        peers[row.case, row.direction] = row.us
+                    elif row.us and (row.case, row.direction) in peers:
+                        row.peers[NATIVE] = peers[row.case, row.direction] / row.us
+                    yield row
+    finally:
+        for *_, worker in workers:
+            worker.close()
