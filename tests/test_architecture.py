@@ -55,7 +55,7 @@ OPS_SIDEWAYS = {
     "exchange": {"quantize"},
 }
 GATHER = "bench/gather.py"  # measures a part of the block by itself
-NATIVE = "bench/peers/native.py"  # the layer without moax, which has to bring its own
+LAYERS = ("bench/peers/native.py", "bench/peers/public.py")  # layers without moax, which have to bring their own
 PARTITIONING = {"PartitionSpec", "custom_partitioning", "shard_map"}
 COLLECTIVES = {
     "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmean", "pmin", "ppermute", "pshuffle",
@@ -176,7 +176,7 @@ def test_no_long_file(path):
     assert lines <= MAX_LINES, f"{path} has {lines} lines; more than {MAX_LINES} is not read in one go: split it"
 
 
-@pytest.mark.parametrize("path", but("sharding.py", "partition.py", GATHER, NATIVE))
+@pytest.mark.parametrize("path", but("sharding.py", "partition.py", GATHER, *LAYERS))
 def test_only_sharding_names_specs_and_partitioning(path):
     found = [
         f"{where(path, node)}: {name}"
@@ -186,7 +186,7 @@ def test_only_sharding_names_specs_and_partitioning(path):
     check(found, "moax.sharding is the one place for specs, moax.partition for how an op is partitioned; ask them")
 
 
-@pytest.mark.parametrize("path", but("partition.py", "ops/exchange.py", NATIVE))
+@pytest.mark.parametrize("path", but("partition.py", "ops/exchange.py", *LAYERS))
 def test_only_exchange_and_partition_call_collectives(path):
     found = [
         f"{where(path, node)}: {name}"

@@ -1,13 +1,18 @@
 """`moax bench block --mesh`: the block beside the native layer, on emulated devices."""
 
+import contextlib
+import importlib
+import io
 import json
 
+import jax
 import pytest
 
 pytest.importorskip("rich")
 
 from moax import cli
 from moax.bench import block, mesh_block, mesh_worker, report
+from moax.bench.block_worker import READY
 from moax.bench.peers import native
 from moax.bench.report import Row
 from moax.bench.timing import Repeats
@@ -66,7 +71,7 @@ def test_native_layer_that_does_not_fit(monkeypatch):
             return [{"tokens": tokens, "note": note, **measured} for tokens in self.request["tokens"]]
 
     monkeypatch.setattr(mesh_block, "Worker", Refused)
-    how = mesh_block.How((("ep", 2),), recipes=("fp8_block",))
+    how = mesh_block.How((("ep", 2),), recipes=("fp8_block",), peers=("native",))
     found = list(mesh_block.rows(list(block.TINY), how, Repeats(1, 1), {}))
     assert [(row.impl, row.us, row.note) for row in found if row.direction == "fwd"] == [
         ("native", None, "Unsupported: no use_bias"),
@@ -75,11 +80,34 @@ def test_native_layer_that_does_not_fit(monkeypatch):
     assert found[2].extra["mesh"] == {"fsdp": 1, "ep": 2} and not found[2].peers
 
 
-@pytest.mark.slow
-def test_block_on_a_mesh(tmp_path, capsys):
+class InThisProcess:
+    """A worker without a process of its own, which costs a test a start of JAX and its compiled programs."""
+
+    def __init__(self, module, request):
+        self.main, self.request = importlib.import_module(module).main, request
+
+    def wait(self):
+        pass
+
+    close = wait
+
+    def measure(self):
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+            patch.setattr(jax.config, "update", lambda *_: None)  # this process has its devices
+            patch.setattr("sys.stdin", io.StringIO("go\n"))
+            assert self.main([json.dumps(self.request)]) == 0
+        ready, *answers = said.getvalue().splitlines()
+        assert ready == READY
+        return [json.loads(answer) for answer in answers]
+
+
+@pytest.mark.loose
+def test_block_on_a_mesh(tmp_path, capsys, monkeypatch):
     """Breaks if a layer does not run on a mesh, if its rows do not say on which, or if what is not native is hidden."""
+    monkeypatch.setattr(mesh_block, "PEERS", ("native",))
+    monkeypatch.setattr(mesh_block, "Worker", InThisProcess)
     out = tmp_path / "f.json"
-    argv = ["bench", "block", "--cases", "tiny", "--recipe", "fp8_block", "--mesh", "ep=2", "--quick"]
+    argv = ["bench", "block", "--cases", "tiny", "--recipe", "none", "--mesh", "ep=2", "--quick"]
     assert cli.main([*argv, "--exchange", "all_to_all", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "native: tokens cross by lax.all_to_all of padded buckets" in said and "peak ? GB, parameters 0.00" in said
@@ -90,6 +118,6 @@ def test_block_on_a_mesh(tmp_path, capsys):
     for row in rows:
         ours = row["impl"] == "moax"
         assert row["us"] > 0 and row["case"] == "tiny T64 ep=2" and row["extra"]["mesh"] == {"fsdp": 1, "ep": 2}
-        assert row["recipe"] == ("fp8_block" if ours else "none") and (row["note"] == native.NO_RAGGED) == (not ours)
+        assert row["recipe"] == "none" and (row["note"] == native.NO_RAGGED) == (not ours)
         assert ("native" in row["peers"]) == ours and row["extra"].get("exchange") == ("all_to_all" if ours else None)
         assert row["extra"]["params_bytes"] == 2 * (64 * 4 + 2 * 3 * 64 * 32)  # bf16: the router, two of four experts

@@ -1,18 +1,20 @@
-"""The native JAX layer that `moax.moe` is measured beside: checked against reference.py before anyone times it."""
+"""The layers of JAX alone that `moax.moe` is measured beside: checked against reference.py before they are timed."""
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 import moax
 from moax import reference
 from moax.backend import Unsupported
-from moax.bench.peers import native
-from support import put, rel_norm
+from moax.bench.peers import native, public
+from support import interpret, put, random, rel_norm
 
 CONFIG = moax.MoEConfig(32, 48, 8, 2)
 MESHES = ((2, 2), (1, 4), (4, 1))
@@ -24,14 +26,14 @@ def make_mesh(fsdp: int, ep: int) -> jax.sharding.Mesh:
 
 
 @functools.cache
-def problem(routing: str = "random", top_k: int = 2):
+def problem(routing: str = "random", top_k: int = 2, d_model: int = 32, d_ff: int = 48):
     """(config, x, dy, params); `one`: every token goes to the same experts."""
-    config = dataclasses.replace(CONFIG, top_k=top_k)
-    x, dy = (jax.random.normal(jax.random.key(i), (64, 32)) for i in (1, 2))
+    config = dataclasses.replace(CONFIG, top_k=top_k, d_model=d_model, d_ff=d_ff)
+    x, dy = (jax.random.normal(jax.random.key(i), (64, d_model)) for i in (1, 2))
     params = moax.init(jax.random.key(0), config)
     if routing == "one":
         x = jnp.abs(x)
-        params = dataclasses.replace(params, router=jnp.zeros((32, 8)).at[:, 5].set(0.05).at[:, 6].set(0.02))
+        params = dataclasses.replace(params, router=jnp.zeros((d_model, 8)).at[:, 5].set(0.05).at[:, 6].set(0.02))
     return config, x, dy, params
 
 
@@ -42,16 +44,14 @@ def graded(layer, x, dy, params):
 
 
 @functools.cache
-def expected(routing: str = "random", top_k: int = 2):
-    config, x, dy, params = problem(routing, top_k)
+def expected(*of):
+    config, x, dy, params = problem(*of)
     return jax.jit(lambda *args: graded(lambda x, p: reference.moe(x, p, config)[0], *args))(x, dy, params)
 
 
-def on_mesh(mesh, config, x, dy, params, note=native.NO_RAGGED):
-    layer, said = native.block(config, mesh)
-    assert said == (note if mesh.shape["ep"] > 1 else ""), (
-        "where the exchange is not the one of the name, the layer must say so"
-    )
+def on_mesh(mesh, config, x, dy, params, note=native.NO_RAGGED, peer=native):
+    layer, said = peer.block(config, mesh)
+    assert said == note, "where a part is not the one of the name, the layer must say so"
     tokens = jax.P(("fsdp", "ep"))
     placed = put(mesh, (tokens, tokens, moax.param_specs(config, mesh=mesh)), (x, dy, params))
     return jax.jit(lambda *args: graded(layer, *args))(*placed)
@@ -66,7 +66,60 @@ def check(got, want, limit):
 @pytest.mark.parametrize(("fsdp", "ep"), MESHES)
 def test_native_is_the_reference(fsdp, ep):
     """Breaks if what moax is timed beside computes something else, or has other gradients."""
-    check(on_mesh(make_mesh(fsdp, ep), *problem()), expected(), FLOAT32)
+    check(on_mesh(make_mesh(fsdp, ep), *problem(), note=native.NO_RAGGED if ep > 1 else ""), expected(), FLOAT32)
+
+
+@pytest.mark.parametrize(("mesh", "of"), [((2, 2), ()), ((2, 4), ("one", 5))])
+def test_public_is_the_reference(mesh, of):
+    """Breaks if the layer around the public kernels drops a token, or has other gradients."""
+    check(on_mesh(make_mesh(*mesh), *problem(*of), note=public.NO_KERNELS, peer=public), expected(*of), FLOAT32)
+
+
+class FewSMs:
+    """jax, with devices of four multiprocessors: a kernel asks for them as it is traced, and a CPU has none."""
+
+    core_count = 4
+
+    def __getattr__(self, name):
+        return (lambda: [self]) if name == "devices" else getattr(jax, name)
+
+
+def give_sms(monkeypatch):
+    pytest.importorskip("absl")  # which the module of the kernel imports, and JAX does not bring
+    kernel = importlib.import_module("jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu")
+    monkeypatch.setattr(kernel, "jax", FewSMs())
+
+
+def test_public_kernels(monkeypatch):
+    """Breaks if the kernels are given other operands, or if rows of no group reach a result or a gradient."""
+    give_sms(monkeypatch)
+    shapes = ((256, 128), (3, 128, 128), (256, 128))
+    rows, w, dy = (jnp.asarray(random(i, *shape), jnp.bfloat16) for i, shape in enumerate(shapes))
+    group = np.repeat([0, 2, 3], [70, 101, 85])  # an empty one, and rows of none
+    rows, dy = (v.at[group == 3].set(jnp.nan) for v in (rows, dy))
+    sizes = jnp.array([70, 0, 101])
+
+    def both(rows, w, dy):
+        y, pull = jax.vjp(lambda rows, w: public.kernel_product(rows, w, sizes), rows, w)
+        return y, *pull(dy)
+
+    y, d_rows, d_w = (np.asarray(v, np.float32) for v in interpret(both, rows, w, dy, races=False))
+    for g in (0, 1, 2):
+        of, (r, one, d) = group == g, (np.asarray(v, np.float32) for v in (rows[group == g], w[g], dy[group == g]))
+        assert max(rel_norm(y[of], r @ one), rel_norm(d_rows[of], d @ one.T), rel_norm(d_w[g], r.T @ d)) < 5e-3
+    assert not y[group == 3].any() and not d_rows[group == 3].any()
+
+
+@pytest.mark.parametrize("peer", [native, public])
+@pytest.mark.gpu
+def test_layers_on_gpus(peer):
+    """Breaks if what is timed on GPUs, by their own collectives and kernels, is not what was checked without them."""
+    if jax.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    config, x, dy, params = problem("random", 2, 128, 128)
+    x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
+    got = on_mesh(make_mesh(2, 2), config, x, dy, params, note="", peer=peer)
+    check(got, expected("random", 2, 128, 128), BF16)
 
 
 def test_native_drops_nothing():
@@ -103,16 +156,20 @@ def test_ragged_exchange(monkeypatch):
     check(on_mesh(make_mesh(2, 4), *problem(), note=""), expected(), FLOAT32)
 
 
-def test_native_lowers_for_gpus(monkeypatch):
-    """Breaks if the baseline on a GPU is not the one that its name says: ragged all-to-all, and one weight gather."""
-    monkeypatch.setattr(native, "platform", lambda: "gpu")
-    config, x, dy, params = problem()
+@pytest.mark.parametrize(("peer", "calls"), [(native, "@ragged_all_to_all"), (public, "@mosaic_gpu_v2")])
+def test_layers_lower_for_gpus(monkeypatch, peer, calls):
+    """Breaks if a layer on GPUs is not made of the parts that its name says, forward and backward."""
+    monkeypatch.setattr(peer, "platform", lambda: "gpu")
+    monkeypatch.setattr(public, "on_hopper", lambda: True)
+    give_sms(monkeypatch)
+    config, x, dy, params = problem("random", 2, 128, 128)
     mesh = make_mesh(2, 2)
-    layer, _ = native.block(config, mesh)
-    args = put(mesh, (jax.P(("fsdp", "ep")), moax.param_specs(config, mesh=mesh)), (x.astype(jnp.bfloat16), params))
-    text = jax.jit(layer).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@ragged_all_to_all") == 2
-    assert "stablehlo.all_to_all" not in text
+    layer, _ = peer.block(config, mesh)
+    tokens = jax.P(("fsdp", "ep"))
+    x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
+    args = put(mesh, (tokens, tokens, moax.param_specs(config, mesh=mesh)), (x, dy, params))
+    text = jax.jit(lambda *a: graded(layer, *a)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(calls) == {native: 4, public: 6}[peer]
 
 
 @pytest.mark.parametrize(

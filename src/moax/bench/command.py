@@ -29,7 +29,7 @@ from moax.recipe import RECIPES
 
 DESCRIPTION = """\
 Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
-(measured in the same run), its peers and its error against float64; the block on a mesh beside a layer of JAX alone;
+(measured in the same run), its peers and its error against float64; the block on a mesh beside layers of JAX alone;
 and the gather of weights over all devices, each recipe beside bf16. What cannot run here is listed with the reason.
 """
 WHAT = ("gemm", "quantize", "permute", "block", "gather")
@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
     add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
-        "quantize, permute: plain jnp, block --mesh: the native layer, unless none (default: %(default)s)")  # fmt: skip
+        "quantize, permute: plain jnp, block --mesh: layers of JAX, unless none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
     add("--recipe", choices=("none", *RECIPES), help=f"block: one recipe (default: {' and '.join(block.RECIPES)})")
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
@@ -114,7 +114,7 @@ def _rows(args, chosen, wanted, directions, repeats, found, torch) -> Iterator[R
         few = dataclasses.replace(repeats, warmups=min(3, repeats.warmups))
         tokens = tuple(args.tokens) if args.tokens else None
         if args.mesh:
-            how = mesh_block.How(args.mesh, recipes, args.kernels, args.exchange, native=bool(wanted))
+            how = mesh_block.How(args.mesh, recipes, args.kernels, args.exchange, mesh_block.PEERS if wanted else ())
             return mesh_block.rows(chosen, how, few, found, tokens)
         return block.rows(chosen, few, found, recipes=recipes, tokens=tokens, kernels=args.kernels)
     if args.what == "gather":

@@ -1,13 +1,14 @@
-"""`moax bench block --mesh fsdp=2,ep=2`: the block on a mesh beside the native JAX layer, in the same run.
+"""`moax bench block --mesh fsdp=2,ep=2`: the block on a mesh beside layers of JAX alone, in the same run.
 
 Each layer has a process of its own over all devices of the mesh (`mesh_worker`); all compile at once, then they are
-measured one after the other, the native one first. Tokens, rates and memory are those of a device, times wall clock.
+measured one after the other, those of JAX first. Tokens, rates and memory are those of a device, times wall clock.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from moax.bench.block import Block, Worker
 from moax.bench.report import OURS, Row
 from moax.bench.timing import Repeats
 
-NATIVE = "native"
+PEERS = ("native", "public")  # of bench/peers
 WORKER = "moax.bench.mesh_worker"
 TUTORIAL = Block("tutorial", MoEConfig(1024, 4096, 8, 2), (4096,), "docs/tutorial: 16384 tokens on 4 devices")
 PERF = (TUTORIAL, *block.PERF)
@@ -28,20 +29,20 @@ AXES = ("dp", "fsdp", "ep", "tp")
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """mesh: (axis, devices) of each axis; recipes, kernels and exchange of `moax.moe`; native: measure that too."""
+    """mesh: (axis, devices) of each axis; recipes, kernels and exchange of `moax.moe`; peers: layers beside it."""
 
     mesh: tuple[tuple[str, int], ...]
     recipes: tuple[str, ...] = block.RECIPES
     kernels: str = "auto"
     exchange: str = "auto"
-    native: bool = True
+    peers: tuple[str, ...] = PEERS
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.mesh)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The mesh with fsdp and ep, which the native layer names whatever their sizes."""
+        """The mesh with fsdp and ep, which the layers of JAX name whatever their sizes."""
         given = dict(self.mesh)
         return {name: given.get(name, 1) for name in AXES if name in given or name in ("fsdp", "ep")}
 
@@ -49,7 +50,7 @@ class How:
 def rows(
     blocks: list[Block], how: How, repeats: Repeats, found: dict[str, Any], tokens: tuple[int, ...] | None = None
 ) -> Iterator[Row]:
-    """Rows of forward, and of forward with backward, for each block and layer; `peers` of ours is the native one.
+    """Rows of forward, and of forward with backward, for each block and layer.
 
     Raises:
       ValueError: the mesh has more devices than there are GPUs.
@@ -57,7 +58,7 @@ def rows(
     devices = math.prod(how.sizes.values())
     if backend.platform() == "gpu" and devices > jax.device_count():
         raise ValueError(f"--mesh {how} is a mesh of {devices} devices, but {jax.device_count()} are here")
-    layers = [(NATIVE, "none")] * how.native + [(OURS, recipe) for recipe in how.recipes]
+    layers = [(peer, "none") for peer in how.peers] + [(OURS, recipe) for recipe in how.recipes]
     workers = []
     for of in blocks:
         for impl, recipe in layers:
@@ -67,16 +68,17 @@ def rows(
     try:
         for *_, worker in workers:
             worker.wait()
-        peers: dict[tuple[str, str], float] = {}
+        peers: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
         for of, impl, recipe, worker in workers:
             for answer in worker.measure():
                 for row in block.direction_rows(of, recipe, answer, found):
                     row.case, row.impl = f"{row.case} {how}", impl
                     row.extra |= {"mesh": how.sizes} | ({"exchange": how.exchange} if impl == OURS else {})
-                    if impl == NATIVE and row.us:
-                        peers[row.case, row.direction] = row.us
-                    elif row.us and (row.case, row.direction) in peers:
-                        row.peers[NATIVE] = peers[row.case, row.direction] / row.us
+                    known = peers[row.case, row.direction]
+                    if impl != OURS and row.us:
+                        known[impl] = row.us
+                    elif row.us:
+                        row.peers = {peer: us / row.us for peer, us in known.items()}
                     yield row
     finally:
         for *_, worker in workers:

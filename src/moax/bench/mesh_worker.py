@@ -1,6 +1,6 @@
 """One layer on a mesh in a process of its own: python3 -m moax.bench.mesh_worker REQUEST
 
-REQUEST is JSON: that of `block_worker`, with {"mesh": {axis: devices}, "impl": `moax` or `native`, "exchange"}; tokens
+REQUEST is JSON: that of `block_worker`, with {"mesh": {axis: devices}, "impl": `moax` or a peer, "exchange"}; tokens
 are those of each device. Where there is no GPU, devices are emulated. Compiles, prints READY, and once a line comes in
 measures. Prints a line of JSON for each number of tokens: {"tokens", "memory", "fwd", "fwd+bwd", "note"}; without the
 times, the note says why not.
@@ -24,7 +24,7 @@ import moax
 from moax import backend
 from moax.bench import stages
 from moax.bench.block_worker import READY, TOP, path_of
-from moax.bench.peers import native
+from moax.bench.peers import native, public
 from moax.bench.report import OURS, why
 from moax.bench.timing import Repeats, call_time, kernel_time
 from moax.sharding import named, param_specs, token_spec
@@ -83,10 +83,10 @@ def layer_of(request: dict[str, Any], config: moax.MoEConfig, mesh) -> tuple[Cal
     """((x, params) -> y, a note).
 
     Raises:
-      Unsupported: the native layer does not compute this one.
+      Unsupported: a peer that does not compute this one.
     """
     if request["impl"] != OURS:
-        return native.block(config, mesh)
+        return {"native": native, "public": public}[request["impl"]].block(config, mesh)
     recipe = None if request["recipe"] == "none" else request["recipe"]
     options = dict(recipe=recipe, kernels=request["kernels"], exchange=request["exchange"])
     return lambda x, params: moax.moe(x, params, config, **options)[0], ""

@@ -101,12 +101,16 @@ def block(config: MoEConfig, mesh: Mesh) -> tuple[Callable[[jax.Array, MoEParams
     check(config, mesh)
     ragged = platform() != "cpu"
     local = functools.partial(layer, top_k=config.top_k, ragged=ragged)
+    return on_mesh(local, mesh), "" if ragged or mesh.shape["ep"] == 1 else NO_RAGGED
+
+
+def on_mesh(local: Callable, mesh: Mesh) -> Callable[[jax.Array, MoEParams], jax.Array]:
+    """`local`, a layer of one device's shards, as one of global arrays."""
     tokens, experts = PartitionSpec(("fsdp", "ep")), PartitionSpec(("ep", "fsdp"))
     # Types of varying arrays are off: they would want a cast of each buffer that is made here.
     specs = dict(in_specs=(tokens, PartitionSpec(), experts, experts), out_specs=tokens, check_vma=False)
-    on_mesh = jax.shard_map(local, mesh=mesh, **specs)
-    note = "" if ragged or mesh.shape["ep"] == 1 else NO_RAGGED
-    return lambda x, params: on_mesh(x, params.router, params.wi, params.wo), note
+    mapped = jax.shard_map(local, mesh=mesh, **specs)
+    return lambda x, params: mapped(x, params.router, params.wi, params.wo)
 
 
 def check(config: MoEConfig, mesh: Mesh) -> None:
@@ -127,4 +131,4 @@ def check(config: MoEConfig, mesh: Mesh) -> None:
     if not found and config.num_experts % devices:
         found = [f"{config.num_experts} experts on {devices} devices"]
     if found:
-        raise Unsupported(f"the native layer has no {', '.join(found)}")
+        raise Unsupported(f"a layer of JAX alone has no {', '.join(found)}")
