@@ -46,7 +46,7 @@ def test_captured_output(name):
         pytest.skip("not captured; the page says so")
     head, printed = (TUTORIAL / name).read_text().split("\n\n", 1)
     assert re.match(
-        r"# 4 (x|CPU devices emulated) .*\n# jax [\d.]+, \d{4}-\d\d-\d\d, python docs/tutorial/layer.py", head
+        r"# 4 (x|CPU devices emulated) .*\n# jax [\d.]+, moax \w+, \d{4}\S+: python docs/tutorial/layer.py", head
     )
     assert ("emulated" in head) == ("emulated" in name)
     blocks = docs_pages.programs(PAGE)

@@ -5,7 +5,6 @@ Run: `python docs/tutorial/layer.py [--gpus] [--keep]`, on four emulated CPU dev
 
 import argparse
 import contextlib
-import datetime
 import io
 import os
 import re
@@ -13,6 +12,8 @@ import sys
 from pathlib import Path
 
 import jax
+
+from moax.bench import report
 
 PAGE = Path(__file__).with_name("layer.md")
 DEVICES = 4
@@ -24,13 +25,12 @@ def program() -> str:
 
 
 def origin() -> str:
-    """What the output was captured on."""
-    kind, count = jax.devices()[0].device_kind, os.cpu_count()
-    where = f"{DEVICES} x {kind}"
+    """What the output was captured on, and by what."""
+    head = report.header(["python", "docs/tutorial/layer.py", *sys.argv[1:]], None, {})
+    where = f"{DEVICES} x {head['device']}, driver {head['driver']}"
     if jax.default_backend() == "cpu":
-        where = f"{DEVICES} CPU devices emulated on {count} cores; times say nothing about a GPU"
-    today = datetime.datetime.now(datetime.UTC).date()
-    return f"# {where}\n# jax {jax.__version__}, {today}, python docs/tutorial/layer.py {' '.join(sys.argv[1:])}\n"
+        where = f"{DEVICES} CPU devices emulated on {os.cpu_count()} cores; times say nothing about a GPU"
+    return f"# {where}\n# jax {jax.__version__}, moax {head['git_sha']}, {head['date']}: {head['command']}\n"
 
 
 class Tee(io.StringIO):

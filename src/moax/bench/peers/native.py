@@ -119,9 +119,9 @@ def check(config: MoEConfig, mesh: Mesh) -> None:
     same = router.order == "topk_then_score" or (router.normalize and config.top_k > 1)
     wrong = {
         f"activation={config.activation!r}, not 'swiglu'": config.activation != "swiglu",
-        "use_bias": config.use_bias,
-        "shared_d_ff": config.shared_d_ff > 0,
-        "capacity_factor": config.capacity_factor is not None,
+        "use_bias=True": config.use_bias,
+        f"shared_d_ff={config.shared_d_ff}": config.shared_d_ff > 0,
+        f"capacity_factor={config.capacity_factor}": config.capacity_factor is not None,
         "a router other than the normalized softmax": router.score != "softmax" or not same or router.scale != 1.0,
         "a bias or groups in the router": router.bias or router.logits_bias or router.num_groups > 1,
         f"a mesh of {sizes}, not of fsdp and ep": set(sizes) != {"fsdp", "ep"},
@@ -131,4 +131,4 @@ def check(config: MoEConfig, mesh: Mesh) -> None:
     if not found and config.num_experts % devices:
         found = [f"{config.num_experts} experts on {devices} devices"]
     if found:
-        raise Unsupported(f"a layer of JAX alone has no {', '.join(found)}")
+        raise Unsupported(f"the layers of JAX alone cannot do this: {', '.join(found)}")

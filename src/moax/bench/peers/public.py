@@ -61,7 +61,9 @@ def layer(
 
 
 @jax.custom_vjp
-def kernel_product(rows: Float[Array, "N K"], w: Float[Array, "G K M"], group_sizes: Int[Array, " G"]):
+def kernel_product(
+    rows: Float[Array, "N K"], w: Float[Array, "G K M"], group_sizes: Int[Array, " G"]
+) -> Float[Array, "N M"]:
     """rows[i] w[group of i], by the kernels; rows of no group are 0, also in gradients."""
     return _product(rows, w, group_sizes, transpose=False)
 
