@@ -52,7 +52,7 @@ OPS_SIDEWAYS = {
     "grouped_matmul": {"quantize"},
     "activation": {"quantize"},
     "dense": {"quantize", "grouped_matmul"},
-    "exchange": {"quantize"},
+    "exchange": {"one_sided", "quantize"},
 }
 PARTITIONING = {"PartitionSpec", "custom_partitioning", "shard_map"}
 COLLECTIVES = {
