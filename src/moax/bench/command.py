@@ -8,28 +8,37 @@ import itertools
 import sys
 from collections.abc import Iterator
 
-from moax.bench import block, cases, fused, gathered, gemm, limits, peers, permute, quantize, report
+from moax.bench import block, cases, exchange, fused, gathered, gemm, limits, peers, permute, quantize, report
 from moax.bench.report import Row
 from moax.bench.timing import Repeats
 
 DESCRIPTION = """\
 Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
-(measured in the same run), its peers and its error against float64. What cannot run here is listed with the reason.
+(measured in the same run), its peers and its error against float64; and the exchange between all devices of the
+machine beside NCCL. What cannot run here is listed with the reason.
 """
-WHAT = ("gemm", "quantize", "permute", "block")
+WHAT = ("gemm", "quantize", "permute", "block", "exchange")
 NEEDED = {"gemm": ("bf16", "fp8", "memory"), "quantize": ("memory",), "permute": ("memory",), "block": ("bf16", "fp8")}
-OTHERS = {"quantize": (quantize.PERF + fused.PERF, quantize.TINY + fused.TINY), "permute": (permute.PERF, permute.TINY)}
+OTHERS: dict[str, tuple] = {
+    "quantize": (quantize.PERF + fused.PERF, quantize.TINY + fused.TINY),
+    "permute": (permute.PERF, permute.TINY),
+    "exchange": (exchange.PERF, exchange.TINY),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `moax bench`."""
     add = parser.add_argument
-    add("what", choices=WHAT, help="what to measure: products, quantization, permutation, or the whole block")
+    add(
+        "what",
+        choices=WHAT,
+        help="what to measure: products, quantization, permutation, the whole block, or the exchange",
+    )
     add("--cases", default="perf", metavar="SETS", help=f"of {', '.join(cases.NAMES)}, with commas; all but gemm have "
         "perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
     add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
-        "quantize and permute: plain jnp, unless none (default: %(default)s)")  # fmt: skip
+        "quantize, permute, exchange: plain jnp or NCCL, unless none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
     add("--recipe", choices=block.RECIPES, help="block: one recipe (default: both)")
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens; repeatable (default: 8192 and 16384)")
@@ -52,7 +61,7 @@ def run(args: argparse.Namespace, argv: list[str] | None = None) -> int:
     wanted = peers.parse(args.peers)
     directions = _directions(args.directions)
     torch = gemm.torch_rows(chosen, wanted, repeats) if args.what == "gemm" else []
-    found = limits.measure(NEEDED[args.what], repeats)
+    found = limits.measure(NEEDED.get(args.what, ()), repeats)
     rows: list[Row] = []
     head = report.header(["moax", *(argv or sys.argv[1:])], args.sha, found)
     for row in _rows(args, chosen, wanted, directions, repeats, found, torch):
@@ -85,6 +94,8 @@ def _rows(args, chosen, wanted, directions, repeats, found, torch) -> Iterator[R
     if args.what == "permute":
         moved = permute.rows(chosen, bool(wanted), repeats, found)
         return itertools.chain(moved, gathered.rows(chosen, bool(wanted), repeats, found))
+    if args.what == "exchange":
+        return exchange.rows(chosen, bool(wanted), repeats)
     plain = [case for case in chosen if isinstance(case, quantize.Source)]
     hidden = [case for case in chosen if isinstance(case, fused.Hidden)]
     common = bool(wanted), repeats, found
