@@ -3,6 +3,7 @@ and the block with the kernel's one promise emulated. What no rank wrote is NaN,
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,7 @@ def test_wire_format(emulated, wire):
             np.testing.assert_array_equal(getattr(g, field)[: real.sum()], getattr(w, field)[real])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, way", [("2x4", w) for w in ("custom_partitioning", "shard_map", "explicit", "user_vma")]
 )
@@ -190,6 +192,7 @@ def test_block(emulated, mesh, way):
         assert rel_norm(g, w) < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", (dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=16)), "fp8_tensor"))
 def test_block_quantized(emulated, recipe):
     """No scale, of a row or of the whole tensor, is taken of a row that nobody wrote."""
@@ -200,6 +203,7 @@ def test_block_quantized(emulated, recipe):
         assert rel_norm(g, w) < 1e-5
 
 
+@pytest.mark.slow
 def test_block_drops_as_all_to_all(emulated):
     """With a capacity the same assignments are dropped, and counted."""
     config = dataclasses.replace(BASE, capacity_factor=0.6)
@@ -208,6 +212,7 @@ def test_block_drops_as_all_to_all(emulated):
     assert rel_norm(got[0], want[0]) < 2e-6
 
 
+@pytest.mark.slow
 def test_scan_and_remat(emulated):
     """Layers in a scan, rematerialized: the plan is a value like any other."""
     params = moax.init(jax.random.key(0), BASE)
@@ -264,6 +269,25 @@ def test_reasons_of_the_mesh(monkeypatch):
         assert "cannot reach one another's memory" in refused()
 
 
+@pytest.mark.parametrize("lacking", (None, (1, 0), (0, 2)))
+def test_every_pair_of_gpus_is_asked(monkeypatch, lacking):
+    """One pair that is not connected, in one direction, faults the kernel."""
+
+    class Driver:
+        def cuDeviceGet(self, handle, ordinal):
+            handle._obj.value = ordinal
+            return 0
+
+        def cuDeviceCanAccessPeer(self, can, a, b):
+            can._obj.value = (a.value, b.value) != lacking
+            return 0
+
+    monkeypatch.setattr(backend.ctypes, "CDLL", lambda name: Driver())
+    backend._reach.cache_clear()
+    assert backend._reach((0, 1, 2)) == (lacking is None)
+    backend._reach.cache_clear()
+
+
 def test_reason_of_a_nested_shard_map(monkeypatch):
     """Inside a shard_map over other axes the compiled kernel would know no replicas, and fail when it runs."""
     hopper(monkeypatch)
@@ -277,6 +301,18 @@ def test_reason_of_a_nested_shard_map(monkeypatch):
         with pytest.raises(moax.Unsupported, match="inside a shard_map over other axes"):
             jax.jit(inside)(x, experts, weights)
     assert send(*map(jnp.asarray, (x, experts, weights))) == len(x)  # one device: nothing moves
+
+
+@pytest.mark.parametrize("way", ("shard_map", "explicit", "user", "user_vma"))
+def test_block_lowers(monkeypatch, way):
+    """The kernels themselves, forward and backward, in each kind of `shard_map`: a type, an effect or a mesh that one
+    of them refuses. `make check-sass` compiles what custom_partitioning lowers later."""
+    hopper(monkeypatch)
+    jax.clear_caches()
+    program = block(way, "2x4", exchange="one_sided", kernels="xla")
+    text = program.under(lambda *args: program.fn.trace(*args).lower(lowering_platforms=("cuda",)).as_text())
+    assert set(re.findall(r'xla_replica_ids = "([^"]*)"', text)) == {"0,1,2,3,4,5,6,7"}
+    assert text.count("xla_replica_ids") == 5  # dispatch and combine; dy, and the gradients of rows and of weights
 
 
 def test_vmap(emulated):

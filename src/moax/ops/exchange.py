@@ -11,7 +11,7 @@ Each is the other's transpose, so the vjp of one is the other. Three transports 
     one_sided    as all_to_all, but ranks write the rows that there are into their peers' memory: `one_sided.py`.
 
 With `wire`, rows travel quantized (in dispatch, forward and backward; sums travel in the dtype of the rows). Only this
-file and partition.py call collectives.
+file and partition.py call collectives; what one_sided moves, a kernel writes.
 """
 
 from __future__ import annotations
