@@ -66,7 +66,7 @@ $(HF_VENV)/.installed: Makefile
 	@touch $@
 
 test-gpu: ## on a machine with Hopper GPUs: the ops and the block by the kernels; needs jax with CUDA in GPU_PYTHON
-	MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) -m gpu
+	MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) --dist loadgroup -m gpu
 
 constraints: ## raise constraints.txt to the newest versions that pyproject.toml admits
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \

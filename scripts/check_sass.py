@@ -1,13 +1,15 @@
 """Compiles the kernels, and the whole block for 4 H200s, to SASS on a machine without a GPU: `make check-sass`.
 
-Asserts that no kernel spills registers, that weights cross the wire as bytes in the optimized GPU program, and that
-their gradients are reduce-scattered. Prints each kernel's registers. A check of what the compiler makes of the
-kernels, not of what they compute: for that there is `make test`, in the interpreter, and `make test-gpu`.
+Asserts that no kernel spills registers, that weights cross the wire as bytes in the optimized GPU program, that their
+gradients are reduce-scattered, and that a one-sided exchange knows its replicas and leaves no collective but that of
+its counts. Prints each kernel's registers. A check of what the compiler makes of the kernels, not of what they compute:
+for that there is `make test`, in the interpreter, and `make test-gpu`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import re
@@ -19,16 +21,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moax
 from moax import inspect
 from moax.groups import BLOCK, make_blocks
-from moax.kernels import activation, activation_plain, permute, quantize, tiles
+from moax.kernels import activation, activation_plain, exchange, permute, quantize, tiles
 from moax.kernels.matmul import grouped_matmul
 from moax.kernels.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.wgrad import grouped_wgrad
 from moax.kernels.wgrad_fp8 import grouped_wgrad_fp8
+from moax.recipe import Format, get_recipe
 from moax.types import Operand
 
 H200 = """
@@ -55,11 +58,12 @@ WIDTHS = (96, 768, 1408, 2048, 2880, 7168)
 BF16, F8, F32, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32, jnp.int32
 
 
-def mesh_of_h200s(shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+def mesh_of_h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
     """A mesh of H200s that are not there."""
     count = functools.reduce(lambda a, b: a * b, shape)
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{count}")
-    return topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names)
+    devices = topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names).devices
+    return Mesh(devices, names, axis_types=(kind,) * len(names))
 
 
 def up(n: int) -> int:
@@ -127,6 +131,8 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             both = functools.partial(quantize.quantize_weight, native=True, transposed=True)
             yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, 2880, width), dtype)]
         yield f"gather_rows {width}", permute.gather_rows, [x, ((ROWS,), I32), ((1,), I32)]
+        stay = lambda x, to, n: exchange.put_rows([x, x], None, to, to, n, 512, ())  # noqa: E731
+        yield f"put_rows {width}", stay, [x, ((ROWS,), I32), ((1,), I32)]
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
         act = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
         h, d_a, by_row = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
@@ -158,6 +164,64 @@ def compile_kernels(only: str) -> None:
         jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands)).compile()
 
 
+def compile_exchange(only: str) -> None:
+    """Compiles the exchange of rows, of words beside them, over ep of (fsdp 2, ep 2) and of (a 2, b 2)."""
+    for names, axes in ((("fsdp", "ep"), (("ep", 2),)), (("a", "b"), (("a", 2), ("b", 2)))):
+        mesh = mesh_of_h200s((2, 2), names)
+        for width in WIDTHS:
+            for dtype in (BF16, F8, F32):
+                name = f"exchange {width} {dtype.__name__} {names}"
+                if only not in name:
+                    continue
+                print(f"== {name}", flush=True)
+                put = lambda *a, axes=axes: exchange.put_rows(a[:2], *a[2:], 512, axes)  # noqa: E731
+                shapes = [((512, width), dtype), ((512, 24), I32), *[((1024,), I32)] * 3, ((4,), I32)]
+                place = NamedSharding(mesh, PartitionSpec(names))
+                operands = (jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in shapes)
+                over = jax.shard_map(put, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
+                check_replicas(name, jax.jit(over).lower(*operands).compile(), 1)
+
+
+def check_replicas(name: str, compiled, kernels: int) -> None:
+    """Exits unless the program has at least so many kernels that write to peers, and all know the four devices."""
+    found = re.findall(r'xla_replica_ids = "([^"]*)"', compiled.as_text())
+    if len(found) < kernels or set(found) != {"0,1,2,3"}:
+        sys.exit(f"{name}: {len(found)} kernels write to peers, of replicas {set(found)}")
+
+
+def operands_of_block(config: moax.MoEConfig, axes: moax.Axes, mesh: Mesh):
+    """Parameters and 1024 tokens of bfloat16 on the mesh, which is in force."""
+    shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, axes=axes))
+    place = lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, s))  # noqa: E731
+    params = jax.tree.map(place, shapes, moax.param_specs(config, axes))
+    return params, place(jax.ShapeDtypeStruct((1024, config.d_model), BF16), PartitionSpec(("fsdp", "ep")))
+
+
+def compile_one_sided() -> None:
+    """Two layers that exchange one-sided, in a scan, rematerialized, forward and backward, each way a mesh allows."""
+    config = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
+    wired = dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=128))
+    auto, explicit = AxisType.Auto, AxisType.Explicit
+    for kind, engine, recipe in ((auto, "auto", wired), (auto, "shard_map", None), (explicit, "auto", "fp8_block")):
+        name = f"block one_sided {kind} engine={engine} wire={recipe is wired}"
+        print(f"== {name}", flush=True)
+        mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"), kind)
+        options = dict(recipe=recipe, kernels="mosaic", exchange="one_sided", engine=engine)
+        with jax.set_mesh(mesh):
+            params, x = operands_of_block(config, moax.Axes(), mesh)
+
+            def loss(x, params, options=options):
+                layer = jax.checkpoint(lambda x, _: (x + moax.moe(x, params, config, **options)[0], None))
+                return jnp.sum(jnp.square(jax.lax.scan(layer, x, None, length=2)[0].astype(F32)))
+
+            compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile()
+        check_replicas(name, compiled, 6)  # dispatch, combine; dispatch again; their transposes, that of weights too
+        over_ep = {(c.kind, c.dtype, c.size) for c in inspect.collectives(compiled, mesh=mesh) if c.axes == ("ep",)}
+        if over_ep != {("all-gather", "int32", 4)}:
+            sys.exit(f"{name}: collectives over ep: {over_ep}; there must be that of the counts alone")
+        print(f"{name}: no collective over ep but that of the counts", flush=True)
+
+
 def compile_blocks() -> None:
     """The block, forward and backward, on 4 H200s as (fsdp 2, ep 2), with each recipe: what crosses the wire."""
     mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"))
@@ -168,10 +232,7 @@ def compile_blocks() -> None:
             name = f"block {recipe} fsdp on {layout}"
             print(f"== {name}", flush=True)
             with jax.set_mesh(mesh):
-                shapes = jax.eval_shape(lambda axes=axes: moax.init(jax.random.key(0), config, axes=axes))
-                place = lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, s))  # noqa: E731
-                params = jax.tree.map(place, shapes, moax.param_specs(config, axes))
-                x = place(jax.ShapeDtypeStruct((1024, 512), BF16), PartitionSpec(("fsdp", "ep")))
+                params, x = operands_of_block(config, axes, mesh)
 
                 def loss(x, params, recipe=recipe, axes=axes):
                     y, _ = moax.moe(x, params, config, recipe=recipe, axes=axes, kernels="mosaic")
@@ -209,10 +270,18 @@ def main() -> int:
     """Compiles in a process of its own, whose ptxas prints, and reads what it printed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="compile here and print what ptxas says")
-    parser.add_argument("--only", default="", metavar="TEXT", help="kernels that have this in their name, and no block")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="kernels that have this in their name, and no block but with `one_sided` those that exchange so",
+    )
     args = parser.parse_args()
     if args.compile:
         compile_kernels(args.only)
+        compile_exchange(args.only)
+        if not args.only or args.only == "one_sided":
+            compile_one_sided()
         if not args.only:
             compile_blocks()
         return 0

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Checks and measures on a machine with a Hopper GPU: scripts/measure.sh STAGE...
 # Stages, with what each takes on an H200 with 16 cores: test (3 minutes), gemm (2.5), groups (2), quantize (2.5),
-# permute (1), block (2), train (5); on several GPUs gather (1). Results go to $OUT (default benchmarks/results), as
-# JSON with the commit SHA=...
-# One call can hold several.
+# permute (1), block (2), train (5); of several GPUs gather (1) and exchange (1). Results go to $OUT (default
+# benchmarks/results), as JSON with the commit SHA=... One call can hold several.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=src PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -15,6 +14,7 @@ stage_gemm() { moax bench gemm --sha "$sha" --out "$out/h200_gemm.json"; }
 stage_groups() { moax bench gemm --cases groups --peers none --quick --sha "$sha" --out "$out/h200_groups.json"; }
 stage_quantize() { moax bench quantize --sha "$sha" --out "$out/h200_quantize.json"; }
 stage_permute() { moax bench permute --sha "$sha" --out "$out/h200_permute.json"; }
+stage_exchange() { moax bench exchange --sha "$sha" --out "$out/h200_exchange.json"; }
 stage_block() { moax bench block --quick --sha "$sha" --out "$out/h200_block.json"; }
 stage_gather() { moax bench gather --sha "$sha" --out "$out/h200_gather.json"; }
 stage_train() {

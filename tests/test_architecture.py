@@ -52,7 +52,7 @@ OPS_SIDEWAYS = {
     "grouped_matmul": {"quantize"},
     "activation": {"quantize"},
     "dense": {"quantize", "grouped_matmul"},
-    "exchange": {"quantize"},
+    "exchange": {"one_sided", "quantize"},
 }
 GATHER = "bench/gather.py"  # measures a part of the block by itself
 LAYERS = ("bench/peers/native.py", "bench/peers/public.py")  # layers without moax, which have to bring their own

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
+import itertools
 import logging
 from typing import Literal
 
@@ -13,6 +15,7 @@ Kernels = Literal["auto", "xla", "mosaic"]
 KERNELS = ("auto", "xla", "mosaic")
 H200_SMS = 132
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+COPY_BYTES = 16  # that a bulk copy moves at least, and whole multiples of them
 KERNEL_WIDTH = 32  # elements: 32 bytes of FP8, the least box that the copy engine swizzles
 logger = logging.getLogger("moax")
 
@@ -88,3 +91,54 @@ def _why_not_mosaic(dtype, widths: dict[str, int]) -> str | None:
         if size % KERNEL_WIDTH or not size:
             return f"{name} of {size} elements a device is no multiple of {KERNEL_WIDTH}, which the copy engine needs"
     return None
+
+
+def why_not_peers(row_bytes: int | None = None) -> str | None:
+    """Why kernels cannot write into the memory of the other devices of the mesh in force; None where they can.
+
+    Args:
+      row_bytes: of a row that is to travel; None asks for this machine, whatever the mesh.
+    """
+    if importlib.util.find_spec("moax.kernels") is None:
+        return "this installation has no moax.kernels"
+    if not on_hopper():
+        return f"its kernels are for NVIDIA GPUs of compute capability 9.0, this is {device_kind()!r}"
+    if jax.process_count() > 1:
+        return f"it works within one process, this is one of {jax.process_count()}"
+    if row_bytes is None:
+        return None
+    if row_bytes % COPY_BYTES or not row_bytes:
+        return f"rows of {row_bytes} bytes are no multiple of {COPY_BYTES}, which the copy engine needs"
+    mesh = _placed_mesh()
+    if mesh is None:
+        return None  # inside a shard_map, whose mesh JAX holds against the same rule when it lowers the kernel
+    if mesh.empty:
+        return "no jax.set_mesh(mesh) is in force, and types of arrays do not say which devices a mesh has"
+    found = [device.id for device in mesh.devices.flat]
+    if found != list(range(len(found))):
+        return f"the mesh must be of the first {len(found)} devices of the machine in order, not of {found}"
+    if platform() == "gpu" and not _reach(tuple(device.local_hardware_id for device in mesh.devices.flat)):
+        return "the GPUs of the mesh cannot reach one another's memory"
+    return None
+
+
+def _placed_mesh():
+    """The mesh of `jax.set_mesh` with its devices, also while a function is traced; None inside a `shard_map`."""
+    with jax.core.eval_context():
+        try:
+            return jax.sharding.get_mesh()
+        except ValueError:
+            return None
+
+
+@functools.cache
+def _reach(ordinals: tuple[int, ...]) -> bool:
+    """Whether each of these GPUs can read and write the memory of each other, as the driver says."""
+    driver, can = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    handles = {n: ctypes.c_int() for n in ordinals}
+    if any(driver.cuDeviceGet(ctypes.byref(handle), n) for n, handle in handles.items()):
+        return False
+    return all(
+        driver.cuDeviceCanAccessPeer(ctypes.byref(can), a, b) == 0 and can.value == 1
+        for a, b in itertools.permutations(handles.values(), 2)
+    )

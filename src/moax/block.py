@@ -21,7 +21,7 @@ from moax.ops.quantize import enter_rows, fits_operand, gather_operand, gather_q
 from moax.partition import Contract
 from moax.recipe import Contracted, Format, Recipe
 from moax.sharding import Layout, device_spec, spec, weight_layout
-from moax.types import Operand, Plan, QArray
+from moax.types import Operand, Plan, QArray, SendPlan
 
 
 class Weights(NamedTuple):
@@ -104,13 +104,13 @@ class BlockSpec:
 
 class Saved(NamedTuple):
     """What forward leaves to backward, of one device: rows as wgrad wants them [N, H], the input of the activation
-    [N, G, F], the Plan, weights [R, K] and slots of the exchange."""
+    [N, G, F], the Plan, weights [R, K] and slots of the exchange, or its SendPlan."""
 
     rows: Array | QArray | Operand
     hidden: Array
     plan: Plan
     weights: Array
-    sent: Array | None
+    sent: Array | SendPlan | None
 
 
 def weight_layouts(static: BlockSpec, found: Any) -> tuple[Layout, Layout]:

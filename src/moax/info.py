@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import platform as python
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -73,7 +74,7 @@ def why_not(select, value: str) -> str | None:
     try:
         select(value)
     except backend.Unsupported as error:
-        return str(error).removeprefix(f"kernels={value!r}: ")
+        return re.sub(r"^\w+='\w+': ", "", str(error))
     return None
 
 
@@ -95,6 +96,7 @@ def exchanges() -> list[Choice]:
         "auto": select_transport("auto"),
         "all_gather": "drops nothing",
         "all_to_all": "bounded by capacity_factor",
+        "one_sided": "over the first GPUs of the machine, within one process",
     }
     return [Choice("exchange", name, why is None, why or notes.get(name, "")) for name, why in refused.items()]
 

@@ -40,7 +40,7 @@ from moax.block import (
 from moax.config import MoEConfig
 from moax.ops.activation import activate, activate_grad_rows, activate_rows, scale_rows
 from moax.ops.dense import dense
-from moax.ops.exchange import Transport, combine_local, dispatch_local, select_transport, send_rows
+from moax.ops.exchange import Transport, combine_local, dispatch_local, select_transport, send_rows, wire_bytes
 from moax.ops.grouped_matmul import add_bias, bias_grad, matmul_local, once, wgrad_local
 from moax.ops.permute import permute_local, plan_local, unpermute_local, weights_from_rows, weights_of_rows
 from moax.ops.route import route
@@ -82,7 +82,8 @@ def moe(
       config: see `MoEConfig`.
       recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing.
       axes: the roles of mesh axes.
-      exchange: `all_gather` or `all_to_all`; `auto` is all_gather. With ep of size 1 nothing moves.
+      exchange: `all_gather`, `all_to_all` or `one_sided` (Hopper GPUs of one process); `auto` is all_gather. With ep of
+        size 1 nothing moves.
       kernels: `mosaic` (Hopper GPUs, bfloat16, widths that are multiples of 32), `xla`, or `auto`: mosaic where it can
         run, else xla, which is logged once on a GPU.
       engine: how the block is put on a mesh of Auto axes: `custom_partitioning` (the default), or `shard_map`, whose
@@ -101,12 +102,12 @@ def moe(
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6, 7))  # one program also for a caller who does not jit
 def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, kernels: Kernels, engine: Engine):
-    recipe, transport = get_recipe(recipe), select_transport(exchange)
+    recipe = get_recipe(recipe)
     check_tokens(x, config)
     check_token_axes(x, axes)
     view = find_view(axes, engine, x, params)
     check_params(params, config, local=view.manual)
-    roles = view.roles
+    roles, transport = view.roles, select_transport(exchange, view, wire_bytes(x, recipe.wire))
     rows = x.size // x.shape[-1]
     shards = 1 if view.manual else roles.size(roles.tokens)
     if rows % shards:

@@ -112,6 +112,13 @@ def gather_sum(rows, position, weights=None):
     return gather_sum(rows, position, weights)
 
 
+def put_rows(arrays, source, peer, row, count, out_rows: int, axes):
+    """out[row[i]] of rank peer[i] = x[source[i]], for i < count[0] and each array x; what is not written is garbage."""
+    from moax.kernels.exchange import put_rows
+
+    return put_rows(arrays, source, peer, row, count, out_rows, axes)
+
+
 class Packing:
     """Rows as a product takes them, and back: the kernels want groups at multiples of 128, and zeros in padding."""
 

@@ -88,6 +88,13 @@ class View(NamedTuple):
     mesh: Any = None
     axes: frozenset = frozenset()
 
+    @property
+    def nested(self) -> bool:
+        """Whether ops run inside a `shard_map` over part of the mesh, the caller's or one in another."""
+        if self.mesh is None or AxisType.Manual not in self.mesh.axis_types:
+            return False
+        return not self.manual or any(kind != AxisType.Manual for kind in self.mesh.axis_types)
+
     def psum(self, x, names: Names):
         """The sum over `names` that an op left to its caller: inside a `shard_map`; elsewhere it is done."""
         names = names + self._single(x)

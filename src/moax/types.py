@@ -62,6 +62,25 @@ class Routing:
     tokens_per_expert: Int[Array, " E"]
 
 
+class SendPlan(NamedTuple):
+    """Which rows a rank writes into the memory of its peers, C = T min(K, ranks) at most, and where their sums return.
+
+    Attributes:
+      token, peer, row: [C] i32: of each row that is sent, which token it is, to which rank of ep, to which row there.
+      home, back: [R] i32: of each received row, the rank that sent it, and which of the rows that it sent it was.
+      position: [T, ranks] i32: which of the rows sent is the token's to each rank; C for none.
+      count: [2] i32: rows sent and received; what the other fields say of rows past that is void.
+    """
+
+    token: Int[Array, " C"]
+    peer: Int[Array, " C"]
+    row: Int[Array, " C"]
+    home: Int[Array, " R"]
+    back: Int[Array, " R"]
+    position: Int[Array, "T ranks"]
+    count: Int[Array, " 2"]
+
+
 @_pytree("transport", "num_tokens")
 class Received:
     """What a rank got from its expert-parallel peers.
@@ -82,8 +101,8 @@ class Received:
     weights: Float[Array, "R K"]
     count: Int[Array, " 1"]
     dropped: Int[Array, " 1"]
-    slots: Int[Array, " C"] | None
-    transport: Literal["all_gather", "all_to_all"]
+    slots: Int[Array, " C"] | SendPlan | None
+    transport: Literal["all_gather", "all_to_all", "one_sided"]
     num_tokens: int
 
 

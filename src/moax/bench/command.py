@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from moax.bench import (
     block,
     cases,
+    exchange,
     fused,
     gather,
     gathered,
@@ -30,29 +31,29 @@ from moax.recipe import RECIPES
 DESCRIPTION = """\
 Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
 (measured in the same run), its peers and its error against float64; the block on a mesh beside layers of JAX alone;
-and the gather of weights over all devices, each recipe beside bf16. What cannot run here is listed with the reason.
+and over all devices of the machine the exchange beside NCCL, and the gather of weights, each recipe beside bf16. What
+cannot run here is listed with the reason.
 """
-WHAT = ("gemm", "quantize", "permute", "block", "gather")
-NEEDED: dict[str, tuple[str, ...]] = {
-    "gemm": ("bf16", "fp8", "memory"),
-    "quantize": ("memory",),
-    "permute": ("memory",),
-    "block": ("bf16", "fp8"),
-    "gather": (),
+WHAT = ("gemm", "quantize", "permute", "block", "exchange", "gather")
+NEEDED = {"gemm": ("bf16", "fp8", "memory"), "quantize": ("memory",), "permute": ("memory",), "block": ("bf16", "fp8")}
+OTHERS: dict[str, tuple] = {
+    "quantize": (quantize.PERF + fused.PERF, quantize.TINY + fused.TINY),
+    "permute": (permute.PERF, permute.TINY),
+    "exchange": (exchange.PERF, exchange.TINY),
 }
-OTHERS = {"quantize": (quantize.PERF + fused.PERF, quantize.TINY + fused.TINY), "permute": (permute.PERF, permute.TINY)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `moax bench`."""
     add = parser.add_argument
-    add("what", choices=WHAT, help="what to measure: products, quantization, permutation, the whole block, or "
-        "the gather of its weights")  # fmt: skip
+    add("what", choices=WHAT, help="what to measure: products, quantization, permutation, the whole block, the "
+        "exchange of tokens, or the gather of weights")  # fmt: skip
     add("--cases", default="perf", metavar="SETS", help=f"of {', '.join(cases.NAMES)}, with commas; all but gemm have "
         "perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
     add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
-        "quantize, permute: plain jnp, block --mesh: layers of JAX, unless none (default: %(default)s)")  # fmt: skip
+        "quantize, permute, exchange: plain jnp or NCCL, block --mesh: layers of JAX, unless none (default: "
+        "%(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
     add("--recipe", choices=("none", *RECIPES), help=f"block: one recipe (default: {' and '.join(block.RECIPES)})")
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace, argv: list[str] | None = None) -> int:
     wanted = peers.parse(args.peers)
     directions = _directions(args.directions)
     torch = gemm.torch_rows(chosen, wanted, repeats) if args.what == "gemm" else []
-    found = limits.measure(NEEDED[args.what], repeats)
+    found = limits.measure(NEEDED.get(args.what, ()), repeats)
     rows: list[Row] = []
     head = report.header(["moax", *(argv or sys.argv[1:])], args.sha, found)
     for row in _rows(args, chosen, wanted, directions, repeats, found, torch):
@@ -122,6 +123,8 @@ def _rows(args, chosen, wanted, directions, repeats, found, torch) -> Iterator[R
     if args.what == "permute":
         moved = permute.rows(chosen, bool(wanted), repeats, found)
         return itertools.chain(moved, gathered.rows(chosen, bool(wanted), repeats, found))
+    if args.what == "exchange":
+        return exchange.rows(chosen, bool(wanted), repeats)
     plain = [case for case in chosen if isinstance(case, quantize.Source)]
     hidden = [case for case in chosen if isinstance(case, fused.Hidden)]
     common = bool(wanted), repeats, found

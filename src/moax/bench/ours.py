@@ -133,6 +133,12 @@ def gather_sum() -> Callable:
     return jax.jit(_kernel("permute", "gather_sum"))
 
 
+def exchange_sms() -> int:
+    """Multiprocessors that the one-sided exchange takes."""
+    sms: Any = _kernel("exchange", "SMS")
+    return sms
+
+
 def _kernel(module: str, name: str) -> Callable:
     """A kernel by name.
 

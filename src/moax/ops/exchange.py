@@ -3,14 +3,15 @@
     dispatch: rows[r] = x[t] on every rank that owns one of t's experts, once
     combine:  y[t] = sum over ranks of rows[r(t, rank)]
 
-Each is the other's transpose, so the vjp of one is the other. Two transports deliver the same `Received`:
+Each is the other's transpose, so the vjp of one is the other. Three transports deliver the same `Received`:
 
     all_gather   every token to every rank of ep; R = T * ranks; combine is a reduce-scatter. Drops nothing.
     all_to_all   `slots` rows for each pair of ranks, empty ones included; R = slots * ranks. What does not fit is
                  counted in `Received.dropped`, in assignments (token, expert).
+    one_sided    as all_to_all, but ranks write the rows that there are into their peers' memory: `one_sided.py`.
 
 With `wire`, rows travel quantized (in dispatch, forward and backward; sums travel in the dtype of the rows). Only this
-file and partition.py call collectives.
+file and partition.py call collectives; what one_sided moves, a kernel writes.
 """
 
 from __future__ import annotations
@@ -26,23 +27,25 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moax.axes import Axes, Roles
-from moax.backend import Unsupported
+from moax.backend import Unsupported, why_not_peers
+from moax.ops import one_sided
 from moax.ops.quantize import dequantize_local, quantize_local
 from moax.partition import Contract, Engine, Partitioned, View, find_view
 from moax.recipe import Format
 from moax.sharding import spec
-from moax.types import Received
+from moax.types import Received, SendPlan
 
+Chosen = Literal["all_gather", "all_to_all", "one_sided"]
 Transport = Literal["auto", "all_gather", "all_to_all", "one_sided"]
 TRANSPORTS = ("auto", "all_gather", "all_to_all", "one_sided")
 
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeSpec:
-    """transport; num_experts: E of the whole mesh; slots: rows for each pair of ranks (all_to_all);
+    """transport; num_experts: E of the whole mesh; slots: rows for each pair of ranks (not of all_gather);
     wire: format of rows on their way, None for their own dtype."""
 
-    transport: Literal["all_gather", "all_to_all"]
+    transport: Chosen
     num_experts: int
     roles: Roles
     slots: int = 0
@@ -53,16 +56,31 @@ class ExchangeSpec:
         return self.roles.size(self.roles.ep)
 
 
-def select_transport(exchange: Transport) -> Literal["all_gather", "all_to_all"]:
-    """The transport of a name; `auto` is all_gather.
+def select_transport(exchange: Transport, view: View | None = None, row_bytes: int | None = None) -> Chosen:
+    """The transport of a name; `auto` is all_gather, and so is `one_sided` where nothing moves.
 
-    Raises ValueError for an unknown name, and Unsupported for `one_sided`, which needs Mosaic kernels.
+    Args:
+      exchange: the name.
+      view: of the mesh that it is for, and row_bytes: of a row that is to travel. None asks for this machine.
+
+    Raises ValueError for an unknown name, and Unsupported for `one_sided` where kernels cannot write into the memory of
+    all devices of the mesh.
     """
     if exchange not in TRANSPORTS:
         raise ValueError(f"exchange={exchange!r} must be one of {', '.join(map(repr, TRANSPORTS))}")
-    if exchange == "one_sided":
-        raise Unsupported("exchange='one_sided' is not in this version; use 'all_gather' or 'all_to_all'")
-    return "all_gather" if exchange == "auto" else exchange
+    if exchange != "one_sided":
+        return "all_gather" if exchange == "auto" else exchange
+    why = why_not_peers(row_bytes if view is None or view.roles.ep else None)
+    if why is None and view is not None and view.nested:
+        why = "it cannot run inside a shard_map over other axes; take all axes of the mesh into it, or none"
+    if why is not None:
+        raise Unsupported(f"exchange='one_sided': {why}; use 'all_gather' or 'all_to_all'")
+    return "one_sided" if view is None or view.roles.ep else "all_gather"
+
+
+def wire_bytes(x, wire: Format | None = None) -> int:
+    """Bytes of a row of x on its way."""
+    return x.shape[-1] * (1 if wire is not None else x.dtype.itemsize)
 
 
 def slots_per_pair(tokens: int, top_k: int, ranks: int, capacity_factor: float | None) -> int:
@@ -89,7 +107,7 @@ def dispatch(
         owns experts [i E/ranks, (i + 1) E/ranks).
       num_experts: E.
       exchange: the transport; `auto` is all_gather.
-      capacity_factor: bounds the slots of all_to_all; None drops nothing.
+      capacity_factor: bounds the slots of all_to_all and of one_sided; None drops nothing.
       wire: format of the rows on their way.
       axes, engine: see `moax.moe`.
 
@@ -111,7 +129,7 @@ def dispatch(
             f"num_experts={num_experts} does not divide by mesh axes {roles.ep} of {roles.size(roles.ep)} devices"
         )
     tokens = x.shape[0] // (1 if view.manual else roles.size(roles.tokens))
-    transport = select_transport(exchange)
+    transport = select_transport(exchange, view, wire_bytes(x, wire))
     slots = slots_per_pair(tokens, experts.shape[1], roles.size(roles.ep), capacity_factor)
     static = ExchangeSpec(transport, num_experts, roles, slots, wire)
     operands = _dispatch_op.lay(view, static, x, experts, weights)
@@ -133,14 +151,15 @@ def combine(
       y: [T, H], T over (dp, fsdp, ep). Differentiable in rows.
     """
     view = find_view(axes, engine, rows)
-    static = ExchangeSpec(select_transport(received.transport), 0, view.roles, received.num_tokens)
+    transport = select_transport(received.transport, view, wire_bytes(rows))
+    static = ExchangeSpec(transport, 0, view.roles, received.num_tokens)
     return _combine(view, static, *_combine_op.lay(view, static, rows, received.slots))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dispatch(view: View, static: ExchangeSpec, x, experts, weights):
     results = _dispatch_op(view, static, x, experts, weights)
-    return results if static.transport == "all_to_all" else (*results, None)
+    return (*results, None) if static.transport == "all_gather" else results
 
 
 def _dispatch_fwd(view, static, x, experts, weights):
@@ -182,52 +201,71 @@ def dispatch_local(static: ExchangeSpec, x, experts, weights) -> Received:
     local_experts, nobody = static.num_experts // static.ranks, static.num_experts
     with jax.named_scope("dispatch"):
         sent, dropped = None, jnp.zeros(1, jnp.int32)
-        if static.transport == "all_to_all":
+        if static.transport != "all_gather":
             sent, dropped = assign_slots(static, experts)
-        ids = send(static, experts - nobody, sent) + nobody  # an empty slot holds 0, so it is nobody's
+        others = (experts - nobody, weights)  # an empty slot holds 0, so it is nobody's
+        rows, ids, weights = send_with(static, x, others, sent)
+        ids = ids + nobody
         first = lax.axis_index(static.roles.ep) * local_experts if static.roles.ep else 0
         mine = (ids >= first) & (ids < first + local_experts)
+        if isinstance(sent, SendPlan):
+            mine &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < sent.count[1])[:, None]
         local = jnp.where(mine, ids - first, local_experts).astype(jnp.int32)
-        weights = jnp.where(mine, send(static, weights, sent), 0.0)
-        rows = send_rows(static, x, sent)
+        weights = jnp.where(mine, weights, 0.0)
         count = mine.any(-1).sum(dtype=jnp.int32)[None]
     return Received(rows, local, weights, count, dropped, sent, static.transport, x.shape[0])
 
 
 def assign_slots(static: ExchangeSpec, experts):
-    """Which token goes in each slot for each rank, in order of tokens: [ranks * slots], T for none; and how many
-    assignments found no slot."""
+    """Which token goes in each slot for each rank, in order of tokens: [ranks * slots], T for none, or a SendPlan; and
+    how many assignments found no slot."""
     tokens, slots = experts.shape[0], static.slots
     owner, rank = experts // (static.num_experts // static.ranks), jnp.arange(static.ranks, dtype=jnp.int32)
     wanted = (owner[:, None] == rank[None, :, None]).any(-1)
     slot = jnp.cumsum(wanted.astype(jnp.int32), axis=0) - 1
     slot = jnp.where(wanted & (slot < slots), slot, slots)
+    lost = (jnp.take_along_axis(slot, owner, axis=1) == slots).astype(jnp.int32)
+    dropped = lost.sum(dtype=jnp.int32)[None]
+    if static.transport == "one_sided":
+        kept = lax.all_gather((slot < slots).sum(0, dtype=jnp.int32), static.roles.ep)
+        here = lax.axis_index(static.roles.ep)
+        return one_sided.plan_sends(slot, kept, here, slots, experts.shape[1]), dropped
     sent = jnp.full((static.ranks, slots), tokens, jnp.int32)
     sent = sent.at[rank[None], slot].set(jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop").reshape(-1)
-    lost = (jnp.take_along_axis(slot, owner, axis=1) == slots).astype(jnp.int32)
-    return sent, lost.sum(dtype=jnp.int32)[None]
+    return sent, dropped
 
 
-def send(static: ExchangeSpec, values, sent):
-    """Values of this rank's tokens [T, C] to where their rows went: [R, C]. Empty slots hold 0."""
+def send(static: ExchangeSpec, values, others, sent):
+    """Values of this rank's tokens [T, C], and each of the narrow others, to where their rows went: [R, C]. Empty slots
+    hold 0; under one_sided rows past the last one hold anything."""
+    if static.transport == "one_sided":
+        return one_sided.send_rows(values, others, sent, static.roles)
     if static.transport == "all_to_all":
-        values = jnp.take(values, sent, axis=0, mode="fill", fill_value=0)
-        return _all_to_all(static, values)
-    return lax.all_gather(values, static.roles.ep, axis=0, tiled=True) if static.roles.ep else values
+        take = lambda v: jnp.take(v, sent, axis=0, mode="fill", fill_value=0)  # noqa: E731
+        return [_all_to_all(static, take(v)) for v in (values, *others)]
+    gather = lambda v: lax.all_gather(v, static.roles.ep, axis=0, tiled=True)  # noqa: E731
+    return [gather(v) if static.roles.ep else v for v in (values, *others)]
+
+
+def send_with(static: ExchangeSpec, x, others, sent):
+    """`send` of rows, quantized on the wire where `static.wire` says so, and of narrow values as they are."""
+    if static.wire is None or not static.roles.ep:
+        return send(static, x, others, sent)
+    q = quantize_local(x, static.wire, static.wire.row_block(x.ndim, "columns"))
+    data, scale, *others = send(static, q.data, (q.scale, *others), sent)
+    return [dequantize_local(dataclasses.replace(q, data=data, scale=scale), x.dtype), *others]
 
 
 def send_rows(static: ExchangeSpec, x, sent):
-    """`send` of rows, quantized on the wire where `static.wire` says so."""
-    if static.wire is None or not static.roles.ep:
-        return send(static, x, sent)
-    q = quantize_local(x, static.wire, static.wire.row_block(x.ndim, "columns"))
-    q = dataclasses.replace(q, data=send(static, q.data, sent), scale=send(static, q.scale, sent))
-    return dequantize_local(q, x.dtype)
+    """Rows of this rank's tokens to where `dispatch` sent them."""
+    return send_with(static, x, (), sent)[0]
 
 
 def combine_local(static: ExchangeSpec, rows, sent, tokens: int):
     """`combine` of one device; also the transpose of `send`."""
     with jax.named_scope("combine"):
+        if static.transport == "one_sided":
+            return one_sided.combine_rows(rows, sent, static.roles)
         if static.transport == "all_to_all":
             back = _all_to_all(static, rows).astype(jnp.float32)
             return jnp.zeros((tokens, rows.shape[1]), jnp.float32).at[sent].add(back, mode="drop").astype(rows.dtype)
@@ -255,7 +293,12 @@ def _tokens_contract(results: int):
 
 
 def _dispatch_contract(static: ExchangeSpec, operands, found):
-    return _tokens_contract(5 + (static.transport == "all_to_all"))(static, operands, found)
+    return _tokens_contract(5 + (static.transport != "all_gather"))(static, operands, found)
+
+
+def _own_dims(sent):
+    """Of a Shardy rule: what was sent where has dims of its own."""
+    return ("",) * len(jax.tree.leaves(sent))
 
 
 _dispatch_op = Partitioned(
@@ -267,12 +310,12 @@ _dispatch_op = Partitioned(
 _combine_op = Partitioned(
     lambda static, layout, rows, sent: (combine_local(static, rows, sent, static.slots),),
     _tokens_contract(1),
-    lambda static, operands: (("r h", "s")[: 1 + (operands[1] is not None)], ("t h",)),
+    lambda static, operands: (("r h", *_own_dims(operands[1])), ("t h",)),
     name="combine",
 )
 _send_op = Partitioned(
     lambda static, layout, values, sent: (send_rows(static, values, sent),),
     _tokens_contract(1),
-    lambda static, operands: (("t h", "s")[: 1 + (operands[1] is not None)], ("r h",)),
+    lambda static, operands: (("t h", *_own_dims(operands[1])), ("r h",)),
     name="send",
 )

@@ -1,0 +1,184 @@
+"""The one-sided exchange on GPUs (`make test-gpu`), 2 and 4 of them: against all_to_all to the bit, the block against
+all_gather, and many rounds of random routing in one program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import moax
+from moax.ops import combine, dispatch
+from moax.ops.exchange import select_transport
+from moax.recipe import Format, Recipe, get_recipe
+from support import integers, random, rel_norm
+
+# One process at a time: kernels that wait for those of other devices would wait for other tests' time slices too.
+pytestmark = [pytest.mark.gpu, pytest.mark.loose, pytest.mark.xdist_group("all devices")]
+MESHES = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}
+ROUTINGS = {"uniform": 0.0, "skewed": 0.1, "all to the first": 10.0, "all to the last": -10.0}
+EXPERTS, TOP_K = 16, 3
+
+
+def mesh_of(name, kind=AxisType.Auto):
+    """The mesh of this name over the first GPUs; skips where there are fewer."""
+    shape = MESHES[name]
+    count = shape[0] * shape[1]
+    if jax.device_count() < count:
+        pytest.skip(f"{count} GPUs, this machine has {jax.device_count()}")
+    devices = np.array(jax.devices()[:count]).reshape(shape)
+    return jax.sharding.Mesh(devices, ("fsdp", "ep"), axis_types=(kind,) * 2)
+
+
+def place(mesh, *arrays):
+    """Arrays over all devices by their leading dim."""
+    return [jax.device_put(v, NamedSharding(mesh, P(("fsdp", "ep")))) for v in arrays]
+
+
+def dirty():
+    """Leaves NaN in the memory that arrays to come are made of."""
+    for device in jax.local_devices():
+        jax.block_until_ready(jax.device_put(jnp.full(1 << 28, jnp.nan), device)).delete()
+
+
+def choose(key, tokens, skew):
+    """Distinct experts of each token, low ids likelier by skew."""
+    scores = jax.random.uniform(key, (tokens, EXPERTS)) - skew * jnp.arange(EXPERTS)
+    return lax.top_k(scores, TOP_K)[1].astype(jnp.int32)
+
+
+def exchanged(transport, engine, wire, factor, x, experts, weights):
+    """What dispatch delivers, the sum of it, and both gradients."""
+
+    def there_and_back(x, weights):
+        options = dict(exchange=transport, capacity_factor=factor, wire=wire, engine=engine)
+        r = dispatch(x, experts, weights, EXPERTS, **options)
+        scale = r.weights.sum(1, keepdims=True).astype(x.dtype)
+        return combine(r.rows * scale, r, engine=engine), r
+
+    y, pull, r = jax.vjp(there_and_back, x, weights, has_aux=True)
+    return y, pull(y), r
+
+
+@pytest.mark.parametrize("wire", (None, Format(block=128), Format(block=32, scale="e8m0")), ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("mesh", ("1x2", "2x2", "1x4"))
+def test_exchange(mesh, routing, wire):
+    """A row in another's place, one that is missing, or one that arrived after it was read."""
+    on, tokens, width = mesh_of(mesh), 1003, 2880
+    rows = tokens * on.size
+    experts = np.asarray(choose(jax.random.key(1), rows, ROUTINGS[routing]))
+    weights = np.float32(1 + np.arange(rows * TOP_K).reshape(rows, TOP_K) % 3)
+    args = place(on, jnp.asarray(integers(0, rows, width), jnp.bfloat16), experts, weights)
+    per_rank = EXPERTS // on.shape["ep"]
+    for engine in ("custom_partitioning", "shard_map"):
+        for factor in (None, 0.7):
+            dirty()
+            with jax.set_mesh(on):
+                run = jax.jit(exchanged, static_argnums=(0, 1, 2, 3))
+                got, want = (
+                    jax.tree.map(np.asarray, run(t, engine, wire, factor, *args)) for t in ("one_sided", "all_to_all")
+                )
+            compare(got, want, per_rank, on.size)
+
+
+def compare(got, want, per_rank, shards):
+    """Sums, gradients and each shard's real rows are the same to the bit."""
+    for g, w in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
+        np.testing.assert_array_equal(np.float32(g), np.float32(w))
+    cut = lambda v, s: v.reshape(shards, -1, *v.shape[1:])[s]  # noqa: E731
+    for s in range(shards):
+        for field in ("rows", "experts", "weights", "dropped", "count"):
+            g, w = (cut(getattr(r[2], field), s) for r in (got, want))
+            if field in ("rows", "experts", "weights"):
+                real = (cut(want[2].experts, s) < per_rank).any(1)
+                g, w = g[: real.sum()], w[real]
+            np.testing.assert_array_equal(np.float32(g), np.float32(w), err_msg=field)
+
+
+@pytest.mark.parametrize("width", (8, 96, 7168, 16384))
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float32))
+def test_widths(width, dtype):
+    """Rows of 16 bytes, and rows of which one fills a warpgroup's memory."""
+    on = mesh_of("1x2")
+    if width * jnp.dtype(dtype).itemsize > 48 * 1024:
+        pytest.skip("wider than the kernel takes")
+    rows = 257 * on.size
+    experts = np.asarray(choose(jax.random.key(2), rows, 0.05))
+    weights = np.ones((rows, TOP_K), np.float32)
+    args = place(on, jnp.asarray(integers(1, rows, width), dtype), experts, weights)
+    with jax.set_mesh(on):
+        run = jax.jit(exchanged, static_argnums=(0, 1, 2, 3))
+        got, want = (jax.tree.map(np.asarray, run(t, "auto", None, None, *args)) for t in ("one_sided", "all_to_all"))
+    compare(got, want, EXPERTS // 2, on.size)
+
+
+@pytest.mark.parametrize("mesh", ("1x2", "2x2", "1x4"))
+def test_soak(mesh, rounds=400, tokens=512, width=1024):
+    """Rounds of new routing, from even to all on one rank, in one program without a stop between them: a signal that is
+    early, or a buffer that is still in use, shows as a wrong sum in some round."""
+    on = mesh_of(mesh)
+    rows = tokens * on.size
+    per_rank = EXPERTS // on.shape["ep"]
+    x = place(on, integers(0, rows, width))[0]
+
+    def one(wrong, key):
+        skew = jnp.exp(jax.random.uniform(key, (), minval=-5.0, maxval=2.0)) * jax.random.choice(
+            key, jnp.array([-1, 1])
+        )
+        experts = choose(key, rows, skew)
+        weights = jax.random.randint(key, (rows, TOP_K), 1, 4).astype(jnp.float32)
+        turned = jnp.roll(x, jax.random.randint(key, (), 0, width), axis=1)
+        r = dispatch(turned, experts, weights, EXPERTS, exchange="one_sided")
+        shard = jnp.arange(r.rows.shape[0]) // (r.rows.shape[0] // on.size) % on.shape["ep"]
+        factor = jnp.where(r.experts < per_rank, r.experts + shard[:, None] * per_rank + 1, 0)
+        y = combine(r.rows * (r.weights * factor).sum(1, keepdims=True), r)
+        want = turned * (weights * (experts + 1)).sum(1, keepdims=True)
+        return wrong + (y != want).any(1).sum(), r.dropped.sum()
+
+    dirty()
+    with jax.set_mesh(on):
+        keys = jax.random.split(jax.random.key(0), rounds)
+        wrong, dropped = jax.jit(lambda keys: lax.scan(one, jnp.int32(0), keys))(keys)
+    assert int(wrong) == 0 and not np.asarray(dropped).any()
+
+
+WIRED = Recipe(*(getattr(get_recipe("fp8_block"), n) for n in ("x", "w", "dy")), wire=Format(block=128))
+CONFIG = moax.MoEConfig(d_model=1024, d_ff=512, num_experts=EXPERTS, top_k=TOP_K)
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)
+@pytest.mark.parametrize("recipe", (None, "fp8_block", WIRED), ids=("bf16", "fp8_block", "wire"))
+@pytest.mark.parametrize("mesh", MESHES)
+def test_block(mesh, recipe, kind):
+    """Twice in a scan, rematerialized: output and gradients are all_gather's, but for the rounding of sums. Not one
+    after the other: a last bit would tip which experts the second takes."""
+    on = mesh_of(mesh, kind)
+    at = NamedSharding(on, P(None, ("fsdp", "ep")))
+    x, dy = (jax.device_put(jnp.asarray(random(s, 2, 640 * on.size, 1024), jnp.bfloat16), at) for s in (0, 1))
+    dirty()
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def step(x, params, dy, transport):
+        layer = jax.checkpoint(lambda x, params: moax.moe(x, params, CONFIG, recipe=recipe, exchange=transport))
+        both = lambda x, params: lax.scan(lambda _, x: (None, layer(x, params)), None, x)[1]  # noqa: E731
+        y, pull, stats = jax.vjp(both, x, params, has_aux=True)
+        return y, pull(dy), stats.tokens_per_expert
+
+    with jax.set_mesh(on):
+        params = moax.init(jax.random.key(0), CONFIG)
+        got, want = (jax.tree.map(np.asarray, step(x, params, dy, t)) for t in ("one_sided", "all_gather"))
+    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert rel_norm(np.float32(g), np.float32(w)) <= 2.0**-7, jax.tree_util.keystr(path)
+
+
+def test_refuses_devices_out_of_order():
+    """Where the check sees the devices it names them."""
+    mesh_of("1x2")
+    backwards = jax.sharding.Mesh(np.array(jax.devices()[:2])[::-1], ("ep",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(backwards), pytest.raises(moax.Unsupported, match=r"not of \[1, 0\]"):
+        select_transport("one_sided", None, 256)

@@ -1,0 +1,336 @@
+"""The one-sided exchange but for its kernel, on emulated devices: the plan against a simulation, and dispatch, combine
+and the block with the kernel's one promise emulated. What no rank wrote is NaN, and ids of experts that exist."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import moax
+from moax import backend, mosaic
+from moax.ops import dispatch, exchange
+from moax.ops.exchange import select_transport
+from moax.ops.one_sided import plan_sends
+from moax.recipe import Format, get_recipe
+from support import TOKENS, WAYS, integers, make_mesh, program, random, rel_norm, size, spec
+from test_exchange import EXPERTS, LOCAL, TOP_K, by_shard, check_delivery, check_sums, choose, inputs, run, run_combine
+from test_moe import BASE, block
+
+
+def poison(shape, dtype):
+    """What the memory that nobody wrote may hold at its worst: NaN, and words that read as ids of experts."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.full(shape, jnp.nan, dtype)
+    if dtype == jnp.uint8:
+        return jnp.full(shape, 0x7F, dtype)
+    return -1 - lax.broadcasted_iota(dtype, shape, 0) % EXPERTS
+
+
+def put_rows(arrays, source, peer, row, count, out_rows, axes):
+    """The kernel's promise by an all-gather: out[row[i]] of rank peer[i] = x[source[i]] for i < count."""
+    names = tuple(name for name, _ in axes)
+    index = jnp.arange(peer.shape[0], dtype=jnp.int32)
+    everyone = functools.partial(lax.all_gather, axis_name=names, tiled=True)
+    mine = (everyone(index) < jnp.repeat(everyone(count), len(index))) & (everyone(peer) == lax.axis_index(names))
+    at = jnp.where(mine, everyone(row), out_rows)
+    values = [everyone(x[index if source is None else source]) for x in arrays]
+    return [poison((out_rows, x.shape[1]), x.dtype).at[at].set(x, mode="drop") for x in values]
+
+
+def gather_sum(rows, position, weights=None):
+    """The kernel of that name."""
+    there = (position < rows.shape[0])[..., None]
+    taken = jnp.where(there, rows[jnp.minimum(position, rows.shape[0] - 1)].astype(jnp.float32), 0.0)
+    return taken.sum(1).astype(rows.dtype)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """`one_sided` runs here, its kernels emulated; programs made so do not outlive the test."""
+    jax.clear_caches()
+    monkeypatch.setattr(mosaic, "put_rows", put_rows)
+    monkeypatch.setattr(mosaic, "gather_sum", gather_sum)
+    monkeypatch.setattr(exchange, "why_not_peers", lambda row_bytes=None: None)
+    yield
+    jax.clear_caches()
+
+
+ROUTINGS = {
+    "uneven": lambda rng, t, k, ranks: rng.random((t, ranks)) < np.linspace(0.05, 0.95, ranks),
+    "all to one": lambda rng, t, k, ranks: np.arange(ranks)[None] == ranks - 1,
+    "all to the first": lambda rng, t, k, ranks: np.arange(ranks)[None] == 0,
+    "nobody to one": lambda rng, t, k, ranks: np.arange(ranks)[None] != 1,
+    "all to all": lambda rng, t, k, ranks: np.ones((t, ranks), bool),
+    "none": lambda rng, t, k, ranks: np.zeros((t, ranks), bool),
+}
+
+
+@pytest.mark.parametrize("ranks, top_k, slots", [(2, 3, 13), (4, 4, 13), (4, 4, 5), (8, 8, 1)])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_plan(routing, ranks, top_k, slots):
+    """Rows that overlap, are missing, lie past the buffer or come back to another token's place: each is a silent
+    corruption of a peer's memory."""
+    tokens, rng = 13, np.random.default_rng(0)
+    wanted = np.broadcast_to(ROUTINGS[routing](rng, tokens, top_k, ranks), (tokens, ranks))
+    wanted = np.stack([wanted if routing != "uneven" else rng.permuted(wanted, axis=1) for _ in range(ranks)])
+    slot = np.cumsum(wanted, 1) - 1
+    slot = np.where(wanted & (slot < slots), slot, slots).astype(np.int32)
+    kept = (slot < slots).sum(1).astype(np.int32)
+    made = jax.vmap(lambda s, r: plan_sends(s, jnp.asarray(kept), r, slots, top_k))(slot, jnp.arange(ranks))
+    plans = [jax.tree.map(lambda v, r=r: np.asarray(v[r]), made) for r in range(ranks)]
+
+    landed = [{} for _ in range(ranks)]
+    for rank, plan in enumerate(plans):
+        assert plan.count[0] == kept[rank].sum() and plan.count[1] == kept[:, rank].sum()
+        for i in range(plan.count[0]):
+            assert plan.row[i] not in landed[plan.peer[i]] and plan.row[i] < ranks * slots
+            landed[plan.peer[i]][plan.row[i]] = (rank, plan.token[i])
+    returned = [{} for _ in range(ranks)]
+    for rank, plan in enumerate(plans):
+        want = [(s, t) for s in range(ranks) for t in range(tokens) if slot[s, t, rank] < slots]
+        assert [landed[rank][r] for r in range(plan.count[1])] == want
+        for r in range(plan.count[1]):
+            assert plan.back[r] not in returned[plan.home[r]] and plan.back[r] < plan.token.shape[0]
+            returned[plan.home[r]][plan.back[r]] = (rank, landed[rank][r])
+    for rank, plan in enumerate(plans):
+        entries = plan.token.shape[0]
+        assert entries == tokens * min(top_k, ranks) and len(returned[rank]) == plan.count[0]
+        for t in range(tokens):
+            for peer in range(ranks):
+                if slot[rank, t, peer] < slots:
+                    assert returned[rank][plan.position[t, peer]] == (peer, (rank, t))
+                else:
+                    assert plan.position[t, peer] == entries
+
+
+MESHES = ("2x4", "4x2", "1x8", "dp2x2x2", "tp2x2x2")
+COVER = [*((way, "2x4") for way in WAYS), *(("custom_partitioning", mesh) for mesh in MESHES[1:])]
+
+
+@pytest.mark.parametrize("way, mesh", [*COVER, ("explicit", "tp2x2x2"), ("shard_map", "8x1")])
+def test_delivery(emulated, way, mesh):
+    """As the other transports: every token once on every rank of its experts, sums exact, NaN where nobody wrote."""
+    assert check_delivery(way, mesh, "one_sided", skew=0.05) == 0
+    check_sums(way, mesh, "one_sided")
+
+
+@pytest.mark.parametrize("factor, skew", [(0.15, 0.2), (0.7, 0.2), (None, 10.0), (None, -10.0)])
+def test_drops_and_degenerate_routings(emulated, factor, skew):
+    """Who finds no slot, and the count, are NumPy's; everything to one rank and nothing to the others fits."""
+    lost = check_delivery("custom_partitioning", "2x4", "one_sided", skew, factor)
+    assert (lost > 0) == (factor == 0.15) or factor == 0.7
+
+
+@pytest.mark.parametrize("factor", (None, 0.34))
+@pytest.mark.parametrize("way", WAYS)
+def test_transposes(emulated, way, factor):
+    """The vjps of dispatch and combine are each other on the rows that there are, to the bit of all_to_all's."""
+    mesh = "2x4"
+    x, _, _ = args = inputs(mesh, skew=0.1)
+    results = {}
+    for transport in ("all_to_all", "one_sided"):
+        options = dict(exchange=transport, capacity_factor=factor)
+        _, (_, received) = run(way, mesh, args, **options)
+        real = np.asarray((received.experts < EXPERTS // 4).any(1))
+        total = int(real.sum())
+        d_rows, d_weights = (np.full(v.shape, np.nan, np.float32) for v in (received.rows, received.weights))
+        d_rows[real], d_weights[real] = integers(3, total, x.shape[1]), integers(4, total, TOP_K)
+        if transport == "all_to_all":
+            d_rows[~real], d_weights[~real] = 0, 0
+        _, (_, _, (d_x, d_w)) = run(way, mesh, args, (d_rows, d_weights), **options)
+        y, _, (back,) = run_combine(way, mesh, d_rows, received, cotangents=x)
+        np.testing.assert_array_equal(d_x, y)
+        np.testing.assert_array_equal(back[real], received.rows[real])
+        results[transport] = (d_x, d_w, received.rows[real], received.weights[real], received.dropped)
+    jax.tree.map(np.testing.assert_array_equal, results["one_sided"], results["all_to_all"])
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_ep_of_two_axes(emulated, kind):
+    """Axes(ep=("a", "b")): ranks count a before b, in the plan as in the kernel's coordinates."""
+    mesh = jax.make_mesh((2, 2, 2), ("fsdp", "a", "b"), axis_types=(kind,) * 3)
+    axes, at = moax.Axes(ep=("a", "b")), P(("fsdp", "a", "b"))
+    x, experts, weights = (jax.device_put(v, jax.NamedSharding(mesh, at)) for v in inputs("2x4"))
+    with jax.set_mesh(mesh):
+        send = lambda *args: dispatch(*args, EXPERTS, exchange="one_sided", axes=axes)  # noqa: E731
+        received = jax.jit(send)(x, experts, weights)
+        scaled = received.rows * received.weights.sum(1, keepdims=True)
+        y = jax.jit(lambda rows, r: exchange.combine(rows, r, axes=axes))(scaled, received)
+    np.testing.assert_array_equal(y, np.asarray(x) * np.asarray(weights).sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("wire", [Format(block=8), Format(block=128), Format(block=4, scale="e8m0")])
+def test_wire_format(emulated, wire):
+    """Quantized rows, their scales of 4 bytes or 1, ids and weights unpack as they were packed."""
+    x, experts, weights = inputs("2x4")
+    args = (random(5, *x.shape), experts, weights)
+    got, want = (
+        run("custom_partitioning", "2x4", args, wire=wire, exchange=t)[1][1] for t in ("one_sided", "all_to_all")
+    )
+    for shard in range(8):
+        g, w = by_shard("2x4", got, shard), by_shard("2x4", want, shard)
+        real = (w.experts < EXPERTS // 4).any(1)
+        for field in ("rows", "experts", "weights"):
+            np.testing.assert_array_equal(getattr(g, field)[: real.sum()], getattr(w, field)[real])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh, way", [("2x4", w) for w in ("custom_partitioning", "shard_map", "explicit", "user_vma")]
+)
+def test_block(emulated, mesh, way):
+    """Output, statistics and every gradient of the block are those of all_gather, NaN past the last row and all."""
+    (got, got_grads), (want, want_grads) = (block(way, mesh, exchange=t)() for t in ("one_sided", "all_gather"))
+    for g, w in zip(jax.tree.leaves((got, got_grads)), jax.tree.leaves((want, want_grads)), strict=True):
+        assert rel_norm(g, w) < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", (dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=16)), "fp8_tensor"))
+def test_block_quantized(emulated, recipe):
+    """No scale, of a row or of the whole tensor, is taken of a row that nobody wrote."""
+    (got, got_grads), (want, want_grads) = (
+        block("custom_partitioning", "2x4", exchange=t, recipe=recipe)() for t in ("one_sided", "all_gather")
+    )
+    for g, w in zip(jax.tree.leaves((got, got_grads)), jax.tree.leaves((want, want_grads)), strict=True):
+        assert rel_norm(g, w) < 1e-5
+
+
+@pytest.mark.slow
+def test_block_drops_as_all_to_all(emulated):
+    """With a capacity the same assignments are dropped, and counted."""
+    config = dataclasses.replace(BASE, capacity_factor=0.6)
+    (got, _), (want, _) = (block("shard_map", "2x4", config, exchange=t)() for t in ("one_sided", "all_to_all"))
+    assert got[1].dropped == want[1].dropped > 0
+    assert rel_norm(got[0], want[0]) < 2e-6
+
+
+@pytest.mark.slow
+def test_scan_and_remat(emulated):
+    """Layers in a scan, rematerialized: the plan is a value like any other."""
+    params = moax.init(jax.random.key(0), BASE)
+
+    def loss(x, params, transport):
+        layer = jax.checkpoint(lambda x, _: (x + moax.moe(x, params, BASE, exchange=transport)[0], None))
+        return jnp.sum(lax.scan(layer, x, None, length=2)[0] ** 2)
+
+    x = jnp.asarray(random(0, 64, BASE.d_model))
+    with jax.set_mesh(make_mesh("2x4")):
+        grad = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+        got, want = (grad(x, params, t) for t in ("one_sided", "all_gather"))
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert rel_norm(g, w) < 5e-6
+
+
+def hopper(monkeypatch):
+    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+
+
+def refused(row_bytes=256, view=None):
+    with pytest.raises(moax.Unsupported, match="exchange='one_sided': .*; use 'all_gather' or 'all_to_all'") as error:
+        select_transport("one_sided", view, row_bytes)
+    return str(error.value)
+
+
+def test_reasons_of_the_machine(monkeypatch):
+    """Each precondition that fails is named; `auto` never takes it."""
+    assert "compute capability 9.0, this is 'cpu'" in refused()
+    hopper(monkeypatch)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert "within one process, this is one of 2" in refused()
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    assert "rows of 40 bytes are no multiple of 16" in refused(40)
+    assert "no jax.set_mesh(mesh) is in force" in refused()
+    assert select_transport("auto", None, 256) == "all_gather"
+
+
+def test_reasons_of_the_mesh(monkeypatch):
+    """Devices out of order, or not the first of the machine, would receive another rank's rows; GPUs that cannot reach
+    one another would fault."""
+    hopper(monkeypatch)
+    devices = jax.devices()
+    for some, says in (([1, 0, 2, 3], r"not of \[1, 0, 2, 3\]"), ([4, 5, 6, 7], r"not of \[4, 5, 6, 7\]")):
+        mesh = Mesh(np.array([devices[i] for i in some]).reshape(2, 2), ("fsdp", "ep"), axis_types=(AxisType.Auto,) * 2)
+        with jax.set_mesh(mesh):
+            assert "the first 4 devices of the machine in order" in refused()
+            with pytest.raises(moax.Unsupported, match=says):
+                jax.jit(lambda x: (select_transport("one_sided", None, 256), x)[1])(jnp.ones(8))
+    with jax.set_mesh(make_mesh("2x4")):
+        assert select_transport("one_sided", None, 256) == "one_sided"
+        monkeypatch.setattr(backend, "platform", lambda: "gpu")
+        monkeypatch.setattr(backend, "_reach", lambda ordinals: False)
+        assert "cannot reach one another's memory" in refused()
+
+
+@pytest.mark.parametrize("lacking", (None, (1, 0), (0, 2)))
+def test_every_pair_of_gpus_is_asked(monkeypatch, lacking):
+    """One pair that is not connected, in one direction, faults the kernel."""
+
+    class Driver:
+        def cuDeviceGet(self, handle, ordinal):
+            handle._obj.value = ordinal
+            return 0
+
+        def cuDeviceCanAccessPeer(self, can, a, b):
+            can._obj.value = (a.value, b.value) != lacking
+            return 0
+
+    monkeypatch.setattr(backend.ctypes, "CDLL", lambda name: Driver())
+    backend._reach.cache_clear()
+    assert backend._reach((0, 1, 2)) == (lacking is None)
+    backend._reach.cache_clear()
+
+
+def test_reason_of_a_nested_shard_map(monkeypatch):
+    """Inside a shard_map over other axes the compiled kernel would know no replicas, and fail when it runs."""
+    hopper(monkeypatch)
+    x, experts, weights = inputs("dp2x2x2")
+    send = lambda *args: dispatch(*args, EXPERTS, exchange="one_sided").count  # noqa: E731
+    with jax.set_mesh(make_mesh("dp2x2x2")):
+        inside = jax.shard_map(
+            lambda *args: dispatch(*args, EXPERTS, exchange="one_sided", axes=moax.Axes(dp=())).count,
+            in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}, check_vma=False,
+        )  # fmt: skip
+        with pytest.raises(moax.Unsupported, match="inside a shard_map over other axes"):
+            jax.jit(inside)(x, experts, weights)
+    assert send(*map(jnp.asarray, (x, experts, weights))) == len(x)  # one device: nothing moves
+
+
+@pytest.mark.parametrize("way", ("shard_map", "explicit", "user", "user_vma"))
+def test_block_lowers(monkeypatch, way):
+    """The kernels themselves, forward and backward, in each kind of `shard_map`: a type, an effect or a mesh that one
+    of them refuses. `make check-sass` compiles what custom_partitioning lowers later."""
+    hopper(monkeypatch)
+    jax.clear_caches()
+    program = block(way, "2x4", exchange="one_sided", kernels="xla")
+    text = program.under(lambda *args: program.fn.trace(*args).lower(lowering_platforms=("cuda",)).as_text())
+    assert set(re.findall(r'xla_replica_ids = "([^"]*)"', text)) == {"0,1,2,3,4,5,6,7"}
+    assert text.count("xla_replica_ids") == 5  # dispatch and combine; dy, and the gradients of rows and of weights
+
+
+def test_vmap(emulated):
+    """A batch of dispatches is one after the other, each right."""
+    x, experts, weights = inputs("2x4")
+    batch = np.stack([x, 2 * x])
+
+    def fn(batch, experts, weights, engine):
+        send = lambda x: dispatch(x, experts, weights, EXPERTS, exchange="one_sided", engine=engine)  # noqa: E731
+        return jax.vmap(lambda x: exchange.combine(send(x).rows, send(x), engine=engine))(batch), ()
+
+    at = spec("2x4", TOKENS)
+    y, _ = program("custom_partitioning", "2x4", fn, (batch, experts, weights), (P(None, *at), at, at), P(None, *at))()
+    ranks = np.array([len(set(row // (EXPERTS // size("2x4", "ep")))) for row in experts])
+    np.testing.assert_array_equal(y, batch * ranks[None, :, None])
+
+
+def test_choose_is_skewed():
+    """What the degenerate cases rest on: all experts of a token on one rank, the others without a row."""
+    for skew, rank in ((10.0, 0), (-10.0, 3)):
+        assert set((choose(1, LOCAL, skew) // 4).reshape(-1)) == {rank}
