@@ -38,7 +38,7 @@ SIDEWAYS = {
     "partition": {"backend", "sharding"},
     "moe": {"block"},
     "kernels": {"backend"},
-    "mosaic": {"backend", "kernels"},
+    "mosaic": {"backend", "kernels", "partition"},
     "estimate_times": {"estimate_data", "estimate_wires"},
     "estimate": {"estimate_data", "estimate_times", "estimate_wires"},
     "cli": {"train", "bench"},

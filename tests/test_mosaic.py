@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import moax
 from conftest import ON_GPU
@@ -188,6 +189,25 @@ def test_block_interpreted(mosaic, d_ff, recipe):
 def test_block(mosaic, name, recipe):
     """Each kind of block by the kernels: no more than rounding away from float32, routing and drops the same."""
     check_block(mosaic, BLOCKS[name], 1024 if name != "oai" else 640, recipe)
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8_block"])
+def test_types_inside_a_shard_map(recipe, monkeypatch):
+    """Breaks if what a kernel makes is typed as the same on every device, inside a `shard_map` with `check_vma`:
+    gradients are then refused, or not summed where they should be."""
+    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    mesh = jax.make_mesh((2, 2), ("fsdp", "ep"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    config = moax.MoEConfig(d_model=256, d_ff=128, num_experts=4, top_k=2, use_bias=True)
+    specs, tokens = moax.param_specs(config, mesh=mesh), PartitionSpec(("fsdp", "ep"))
+
+    def local(x, params):
+        loss = lambda x, p: moax.moe(x, p, config, recipe=recipe, kernels="mosaic")[0].astype(jnp.float32).sum()  # noqa: E731
+        return jax.grad(loss, (0, 1))(x, params)
+
+    params = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=jnp.bfloat16))
+    step = jax.shard_map(local, mesh=mesh, in_specs=(tokens, specs), out_specs=(tokens, specs), check_vma=True)
+    traced = jax.jit(step).trace(jax.ShapeDtypeStruct((512, 256), jnp.bfloat16), params)
+    assert "mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @gpu

@@ -5,15 +5,32 @@ Imported lazily: without kernels/ nothing here is called, and `select_kernels` s
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from moax.backend import device_kind
 from moax.groups import BLOCK, Blocks, align_up, find_groups, group_starts, row_groups, zero_rows
+from moax.partition import vary_like
 from moax.types import Operand
 
 
+def typed[**P, R](call: Callable[P, R]) -> Callable[P, R]:
+    """`call` with results typed as varying like its operands, inside a `shard_map` with `check_vma`: those of a kernel
+    are typed as the same on every device."""
+
+    @functools.wraps(call)
+    def wrapped(*args: P.args, **options: P.kwargs) -> R:
+        operands = [v for v in jax.tree.leaves((args, options)) if isinstance(v, jax.Array)]
+        return jax.tree.map(lambda result: vary_like(result, operands), call(*args, **options))
+
+    return wrapped
+
+
+@typed
 def matmul(x, w, blocks: Blocks, dtype, bias=None, *, transpose: bool = False):
     """Rows [M, K] times the weight of their group: [E, K, N], or with `transpose` [E, N, K]; Operands [E, N, K]. And
     the bias [E, N] of their group."""
@@ -28,6 +45,7 @@ def matmul(x, w, blocks: Blocks, dtype, bias=None, *, transpose: bool = False):
     return grouped_matmul(x, w, blocks, tile, transpose=transpose, bias=bias, out_dtype=dtype)
 
 
+@typed
 def wgrad(x, dy, blocks: Blocks, dtype):
     """[M, K], [M, N] -> [E, K, N]; rows of padding in used blocks are 0. Operands are [K, M], [N, M]."""
     from moax.kernels.wgrad import grouped_wgrad
@@ -46,6 +64,7 @@ def _tile(op, contracted, columns, blocks: Blocks):
     return pick_tile(op, contracted, columns, rows, device_kind())
 
 
+@typed
 def quantize_rows(x, blocks: Blocks, dtype, *, pow2: bool, scale=None, source=None) -> tuple[Operand, Operand]:
     """Rows [M, C], or x[source], as forward or dgrad takes them [M, C], and as wgrad does [C, M]."""
     from moax.kernels import quantize
@@ -54,6 +73,7 @@ def quantize_rows(x, blocks: Blocks, dtype, *, pow2: bool, scale=None, source=No
     return made  # pyrefly: ignore[bad-return]
 
 
+@typed
 def quantize_weight(w, dtype, *, transposed: bool, pow2: bool, scale=None) -> Operand:
     """A weight [E, R, C] in 128 x 128 blocks, as it lies or transposed."""
     from moax.kernels import quantize
@@ -64,6 +84,7 @@ def quantize_weight(w, dtype, *, transposed: bool, pow2: bool, scale=None) -> Op
     return made[transposed]  # pyrefly: ignore[bad-return]
 
 
+@typed
 def activate_quantize(h, blocks: Blocks, act, dtype, *, gated: bool, weights, pow2: bool) -> Operand:
     """act(h) times each row's weight, as forward takes it; h [N, G F]."""
     from moax.kernels import activation
@@ -71,6 +92,7 @@ def activate_quantize(h, blocks: Blocks, act, dtype, *, gated: bool, weights, po
     return activation.activate_quantize(h, blocks, act, gated=gated, weights=weights, dtype=dtype, pow2=pow2)
 
 
+@typed
 def activate_grad_quantize(h, d_a, blocks: Blocks, act, dtype_x, dtype_dy, *, weights, pow2: bool):
     """(a as wgrad takes it, d_h as dgrad does, d_h as wgrad does, <d_a, a> of each row)."""
     from moax.kernels import activation
@@ -81,6 +103,7 @@ def activate_grad_quantize(h, d_a, blocks: Blocks, act, dtype_x, dtype_dy, *, we
     return a, rows, columns, inner.sum(0)
 
 
+@typed
 def activate_rows(h, blocks: Blocks, act, *, gated: bool, weights):
     """act(h) times each row's weight, [N, F]; h [N, G F]."""
     from moax.kernels import activation_plain
@@ -88,6 +111,7 @@ def activate_rows(h, blocks: Blocks, act, *, gated: bool, weights):
     return activation_plain.activate_rows(h, blocks, act, gated=gated, weights=weights)
 
 
+@typed
 def activate_grad_rows(h, d_a, blocks: Blocks, act, *, weights):
     """(act(h) times each row's weight [N, F], d_h [N, G F], <d_a, act(h)> of each row)."""
     from moax.kernels import activation_plain
@@ -96,6 +120,7 @@ def activate_grad_rows(h, d_a, blocks: Blocks, act, *, weights):
     return a, d_h, inner.sum(0)
 
 
+@typed
 def gather_rows(x, source, used=None):
     """x[source], 0 where source is past the end; rows of blocks past the `used` ones may hold anything."""
     from moax.kernels.permute import gather_rows
@@ -105,6 +130,7 @@ def gather_rows(x, source, used=None):
     return gather_rows(x, source, used)[:rows]
 
 
+@typed
 def gather_sum(rows, position, weights=None):
     """sum over k of weights[r, k] rows[position[r, k]]."""
     from moax.kernels.permute import gather_sum
@@ -112,6 +138,7 @@ def gather_sum(rows, position, weights=None):
     return gather_sum(rows, position, weights)
 
 
+@typed
 def put_rows(arrays, source, peer, row, count, out_rows: int, axes):
     """out[row[i]] of rank peer[i] = x[source[i]], for i < count[0] and each array x; what is not written is garbage."""
     from moax.kernels.exchange import put_rows

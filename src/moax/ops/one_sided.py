@@ -22,7 +22,6 @@ from jaxtyping import Array, Int
 from moax import mosaic
 from moax.axes import Roles
 from moax.backend import COPY_BYTES
-from moax.partition import vary_like
 from moax.types import SendPlan
 
 WORD = 4  # bytes
@@ -76,15 +75,13 @@ def combine_rows(rows, plan: SendPlan, roles: Roles):
     (returned,) = _put([rows], None, plan.home, plan.back, plan.count[1:], entries, roles)
     with jax.named_scope("sum"):
         padded = _pad(returned)
-        total = mosaic.gather_sum(padded, plan.position)[:, : rows.shape[1]]
-    return vary_like(total, rows, plan)
+        return mosaic.gather_sum(padded, plan.position)[:, : rows.shape[1]]
 
 
 def _put(arrays, source, peer, row, count, out_rows: int, roles: Roles):
     axes = tuple((name, roles.size((name,))) for name in roles.ep)
     got = mosaic.put_rows([_pad(v) for v in arrays], source, peer, row, count, out_rows, axes)
-    # A kernel's results are typed as the same on every device, which nothing that travelled is.
-    return [vary_like(g[:, : v.shape[1]], v, peer) for g, v in zip(got, arrays, strict=True)]
+    return [g[:, : v.shape[1]] for g, v in zip(got, arrays, strict=True)]
 
 
 def _pad(v):
