@@ -381,8 +381,9 @@ def test_gather(capsys):
     received = {recipe: row["extra"]["received_bytes"] for recipe, row in found.items()}
     weights = 4 * 3 * 64 * 32  # of the tiny block
     assert received["none"] == 2 * weights * 7 // 8 and all(row["us"] > 0 for row in found.values())
-    for recipe in ("fp8_block", "mxfp8", "fp8_tensor"):
-        assert weights * 7 // 8 < received[recipe] < 1.15 * weights * 7 // 8, recipe
+    # A scale of 4 bytes a block, edge blocks of 32 or 64 included; of 1 byte for each 32; of 4 bytes a matrix.
+    for recipe, bound in (("fp8_block", 1.02), ("mxfp8", 1.1), ("fp8_tensor", 1.02)):
+        assert weights * 7 // 8 < received[recipe] < bound * weights * 7 // 8, recipe
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from moax.ops.activation import ActivateSpec
 from moax.ops.exchange import ExchangeSpec, slots_per_pair
 from moax.ops.grouped_matmul import replicated
 from moax.ops.permute import PermuteSpec, capacity_rows, permute_local
-from moax.ops.quantize import enter_rows, fits_operand, gather_operand, gather_quantized
+from moax.ops.quantize import enter_gathered, enter_rows, fits_operand, gather_operand, gather_quantized
 from moax.partition import Contract
 from moax.recipe import Contracted, Format, Recipe
 from moax.sharding import Layout, device_spec, spec, weight_layout
@@ -93,7 +93,7 @@ class BlockSpec:
 
     def _enter(self, x, format: Format | None, plan: Plan, groups: Groups):
         if self.fp8 and format is not None and format.block is not None:  # one kernel gathers and quantizes
-            return enter_rows(x, format, groups, fp8=True, source=plan.source)
+            return enter_gathered(x, plan.source, format, groups)
         return enter_rows(permute_local(x, plan, groups), format, groups, self.roles.tokens, fp8=self.fp8)
 
     def activate(self, biased: bool) -> ActivateSpec:

@@ -94,7 +94,7 @@ def exchanges() -> list[Choice]:
     refused = {name: why_not(select_transport, name) for name in TRANSPORTS}
     notes = {
         "auto": select_transport("auto"),
-        "all_gather": "drops nothing",
+        "all_gather": "drops nothing on the way",
         "all_to_all": "bounded by capacity_factor",
         "one_sided": "over the first GPUs of the machine, within one process",
     }

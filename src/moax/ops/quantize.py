@@ -141,19 +141,10 @@ def quantize_rows(x, format: Format | None, contracted, amax_over: Names = (), r
         return quantize_local(x, format, format.row_block(x.ndim, contracted), amax_over, real if shared else None)
 
 
-def enter_rows(
-    x,
-    format: Format | None,
-    groups: Groups,
-    amax_over: Names = (),
-    *,
-    fp8: bool = False,
-    source: Int[Array, " M"] | None = None,
-):
+def enter_rows(x, format: Format | None, groups: Groups, amax_over: Names = (), *, fp8: bool = False):
     """Rows [M, ..., C] as they enter two products: over columns (forward or dgrad), and over rows (wgrad).
 
-    `fp8`: as Operands of the FP8 kernels, made in one read, [M, C'] and [C', M] where C' is all columns. `source`: the
-    rows are x[source], gathered in that read; with `fp8` and blocks of scales only.
+    `fp8`: as Operands of the FP8 kernels, made in one read, [M, C'] and [C', M] where C' is all columns.
     """
     if not fp8 or format is None:
         return tuple(quantize_rows(x, format, over, amax_over, groups.real) for over in ("columns", "rows"))
@@ -163,8 +154,14 @@ def enter_rows(
         if format.block is None:
             amax = jnp.max(_finite(flat if groups.real is None else zero_rows(flat, groups.real)))
             scale = _scale(reduce_max(amax, amax_over), format).reshape(1)
-        options = dict(pow2=_pow2(format), scale=scale, source=source)
-        return mosaic.quantize_rows(flat, groups.blocks, DTYPES[format.dtype], **options)
+        return mosaic.quantize_rows(flat, groups.blocks, DTYPES[format.dtype], pow2=_pow2(format), scale=scale)
+
+
+def enter_gathered(x, source: Int[Array, " M"], format: Format, groups: Groups) -> tuple[Operand, Operand]:
+    """The rows x[source] of x [R, C] as `enter_rows` makes them with `fp8`, gathered in the same read. For blocks of
+    scales: one of a whole tensor must be known before."""
+    with jax.named_scope("quantize"):
+        return mosaic.quantize_rows(x, groups.blocks, DTYPES[format.dtype], pow2=_pow2(format), source=source)
 
 
 def gather_operand(w, format: Format, contracted, gather, amax_over: Names) -> Operand:
