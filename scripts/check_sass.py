@@ -202,11 +202,16 @@ def compile_one_sided() -> None:
     config = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
     wired = dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=128))
     auto, explicit = AxisType.Auto, AxisType.Explicit
-    for kind, engine, recipe in ((auto, "auto", wired), (auto, "shard_map", None), (explicit, "auto", "fp8_block")):
-        name = f"block one_sided {kind} engine={engine} wire={recipe is wired}"
+    for kind, engine, recipe, chunks in (
+        (auto, "auto", wired, 1),
+        (auto, "shard_map", None, 1),
+        (auto, "auto", "fp8_block", 2),
+        (explicit, "auto", "fp8_block", 1),
+    ):
+        name = f"block one_sided {kind} engine={engine} wire={recipe is wired} chunks={chunks}"
         print(f"== {name}", flush=True)
         mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"), kind)
-        options = dict(recipe=recipe, kernels="mosaic", exchange="one_sided", engine=engine)
+        options = dict(recipe=recipe, kernels="mosaic", exchange="one_sided", engine=engine, chunks=chunks)
         with jax.set_mesh(mesh):
             params, x = operands_of_block(config, moax.Axes(), mesh)
 

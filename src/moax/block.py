@@ -7,6 +7,7 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -18,7 +19,7 @@ from moax.ops.exchange import ExchangeSpec, slots_per_pair
 from moax.ops.grouped_matmul import replicated
 from moax.ops.permute import PermuteSpec, capacity_rows, permute_local
 from moax.ops.quantize import enter_gathered, enter_rows, fits_operand, gather_operand, gather_quantized
-from moax.partition import Contract
+from moax.partition import Contract, vary_like
 from moax.recipe import Contracted, Format, Recipe
 from moax.sharding import Layout, device_spec, spec, weight_layout
 from moax.types import Operand, Plan, QArray, SendPlan
@@ -46,12 +47,14 @@ class BlockSpec:
     declared: Any
     dtype: np.dtype
     kernels: Literal["xla", "mosaic"]
+    gates: int
+    chunks: int = 1
     fp8: bool = False
 
     @classmethod
-    def make(cls, config, recipe, transport, roles, declared, tokens, dtype, kernels):
-        """The spec for `tokens` tokens of a shard."""
-        ranks, capacity = roles.size(roles.ep), config.capacity_factor
+    def make(cls, config, recipe, transport, roles, declared, tokens, dtype, kernels, chunks=1):
+        """The spec for `tokens` tokens of a shard, in so many chunks."""
+        ranks, capacity, tokens = roles.size(roles.ep), config.capacity_factor, tokens // chunks
         slots = slots_per_pair(tokens, config.top_k, ranks, capacity)
         rows = capacity_rows(tokens, config.top_k, capacity)
         align = math.lcm(recipe.row_alignment, BLOCK) if kernels == "mosaic" else recipe.row_alignment
@@ -65,6 +68,8 @@ class BlockSpec:
             Weights(declared.wi, declared.wo, declared.bi, declared.bo),
             np.dtype(dtype),
             kernels,
+            config.gates,
+            chunks,
         )
 
     def on(self, layouts, w: Weights) -> BlockSpec:
@@ -82,6 +87,25 @@ class BlockSpec:
         if self.fp8 and self.recipe.w is not None:
             return gather_operand(w, self.recipe.w, contracted, at.gather, split)
         return gather_quantized(w, self.recipe.w, contracted, at.gather, split, self.dtype)
+
+    def gathered(self, w: Weights, layouts, contracted: Contracted):
+        """wi and wo, each by `weight`."""
+        made = []
+        for scope, p, at in zip(("experts_in", "experts_out"), (w.wi, w.wo), layouts, strict=True):
+            with jax.named_scope(scope):
+                made.append(self.weight(p, at, contracted))
+        return made
+
+    def zero_gradients(self, w: Weights, layouts, operands) -> Weights:
+        """Zeros in float32 to sum the gradients of gathered weights to; operands: those of backward."""
+
+        def zeros(p, gather):
+            shape = [n * self.roles.size(names) for n, names in zip(p.shape, gather, strict=True)]
+            return vary_like(jnp.zeros(shape, jnp.float32), operands, w)
+
+        wi, wo = (zeros(p, at.gather) for p, at in zip((w.wi, w.wo), layouts, strict=True))
+        bi, bo = (None if p is None else zeros(p, ((),) * p.ndim) for p in (w.bi, w.bo))
+        return Weights(wi, wo, bi, bo)
 
     def rows(self, x, plan: Plan, groups: Groups):
         """Activations sorted by expert, as forward and as wgrad takes them."""
@@ -113,6 +137,16 @@ class Saved(NamedTuple):
     sent: Array | SendPlan | None
 
 
+def split_chunks(chunks: int, tree):
+    """Arrays [T, ...] in so many parts [chunks, T / chunks, ...]."""
+    return jax.tree.map(lambda v: v.reshape(chunks, -1, *v.shape[1:]), tree)
+
+
+def join_chunks(tree):
+    """The inverse of `split_chunks`."""
+    return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), tree)
+
+
 def weight_layouts(static: BlockSpec, found: Any) -> tuple[Layout, Layout]:
     """How wi and wo lie: as found, else as declared."""
     roles, declared = static.roles, static.declared
@@ -136,9 +170,9 @@ def forward_contract(static: BlockSpec, operands, found):
     roles, layouts = static.roles, weight_layouts(static, found[3])
     rows = spec(roles.tokens, None)
     weights = weight_specs(static, layouts, operands[3])
-    return Contract(
-        (rows, rows, rows, weights), (rows, spec(None), device_spec(roles)), (roles.tp, roles.tokens, ()), layouts
-    )
+    results, reduce = (rows, spec(None), device_spec(roles)), (roles.tp, roles.tokens, ())
+    count = 3 if static.chunks == 1 else 2
+    return Contract((rows, rows, rows, weights), results[:count], reduce[:count], layouts)
 
 
 def backward_contract(static: BlockSpec, operands, found):
@@ -146,8 +180,9 @@ def backward_contract(static: BlockSpec, operands, found):
     rows = spec(roles.tokens, None)
     weights = weight_specs(static, layouts, operands[1])
     replicas = roles.dp + roles.fsdp
+    kept = device_spec(roles) if static.chunks == 1 else rows
     return Contract(
-        (jax.tree.map(lambda _: device_spec(roles), operands[0]), weights, rows),
+        (jax.tree.map(lambda _: kept, operands[0]), weights, rows),
         (rows, rows, *(spec() if s is None else s for s in weights)),
         (roles.tp, roles.tp, *(replicated(roles, at) for at in layouts), replicas, replicas + roles.tp),
         layouts,
@@ -161,7 +196,7 @@ def weight_factors(w: Weights):
 
 def backward_factors(static: BlockSpec, operands):
     saved, w, _ = operands
-    own = ("",) * len(jax.tree.leaves(saved))
+    own = ("",) * len(jax.tree.leaves(saved)) if static.chunks == 1 else ("t m", "t k", "t k")
     return (*own, *weight_factors(w), "t m"), ("t m", "t k", *weight_factors(w))
 
 

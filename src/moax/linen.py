@@ -46,7 +46,7 @@ class MoEBlock(nn.Module):
 
     Attributes:
       config: which parameters there are, and their sizes.
-      recipe, axes, exchange, kernels, engine: see `moax.moe`.
+      recipe, axes, exchange, kernels, engine, chunks: see `moax.moe`.
       dtype: x is cast to it, and the block computes in it; None: in x.dtype.
       param_dtype: of all parameters, and of the bias.
     """
@@ -57,6 +57,7 @@ class MoEBlock(nn.Module):
     exchange: Transport = "auto"
     kernels: Kernels = "auto"
     engine: Engine = "auto"
+    chunks: int = 1
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
 
@@ -79,6 +80,7 @@ class MoEBlock(nn.Module):
             exchange=self.exchange,
             kernels=self.kernels,
             engine=self.engine,
+            chunks=self.chunks,
         )
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:

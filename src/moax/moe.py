@@ -12,8 +12,9 @@
                   |
                combine                   y [T, H]
 
-`_forward_local` is what one device does of it, `_backward_local` the same walked backwards, one `custom_vjp` around the
-two; `Partitioned` puts both on any mesh. The router is outside, an op and a `custom_vjp` of its own.
+`_hidden` and `_output` are what one device does of it, `_gradients` the same walked backwards, one `custom_vjp` around
+them; `Partitioned` puts both directions on any mesh. The router is outside, an op and a `custom_vjp` of its own. With
+chunks, a device takes its tokens a part at a time, and backward walks each part forward again.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from moax.block import (
     backward_factors,
     forward_contract,
     forward_factors,
+    join_chunks,
+    split_chunks,
 )
 from moax.config import MoEConfig
 from moax.ops.activation import activate, activate_grad_rows, activate_rows, scale_rows
@@ -72,6 +75,7 @@ def moe(
     exchange: Transport = "auto",
     kernels: Kernels = "auto",
     engine: Engine = "auto",
+    chunks: int = 1,
 ) -> tuple[Float[Array, "*batch H"], MoEStats]:
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]),  expert(x) = act(x wi + bi) wo + bo.
 
@@ -89,6 +93,10 @@ def moe(
       engine: how the block is put on a mesh of Auto axes: `custom_partitioning` (the default), or `shard_map`, whose
         compilation-cache key is the same in every process. Explicit axes always take `shard_map`; inside a
         `shard_map` over all of `axes` the block works on the shards it is given, laid out by `param_specs`.
+      chunks: parts that a device takes its tokens in, one after the other, which bounds memory by a part: what was
+        received and the hidden activations are those of one part at a time; none is kept for backward, which computes
+        them again. Weights are gathered once for all parts, wi twice in backward. `capacity_factor` holds in each part,
+        and scales of a whole tensor are those of a part.
 
     Returns:
       y: like x in shape, dtype and sharding. Gradients have the dtype and the sharding of their primals.
@@ -97,11 +105,11 @@ def moe(
     Raises:
       ValueError: a shape, dtype or option that cannot work, naming it. Unsupported: a choice by name that cannot run.
     """
-    return _moe(x, params, config, recipe, axes, exchange, kernels, engine)
+    return _moe(x, params, config, recipe, axes, exchange, kernels, engine, chunks)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6, 7))  # one program also for a caller who does not jit
-def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, kernels: Kernels, engine: Engine):
+@functools.partial(jax.jit, static_argnums=range(2, 9))  # one program also for a caller who does not jit
+def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, kernels, engine: Engine, chunks: int):
     recipe = get_recipe(recipe)
     check_tokens(x, config)
     check_token_axes(x, axes)
@@ -112,6 +120,8 @@ def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, 
     shards = 1 if view.manual else roles.size(roles.tokens)
     if rows % shards:
         raise ValueError(f"x: its {rows} rows do not divide by mesh axes {roles.tokens} of {shards} devices")
+    if chunks < 1 or rows // shards % chunks:
+        raise ValueError(f"chunks={chunks} must divide the {rows // shards} tokens of a device")
 
     declared = shard_specs(params, config, axes, roles) if view.manual else expert_specs(config, axes, roles)
     params, tokens = lay_out(params, declared), flatten_tokens(x, roles)
@@ -122,7 +132,7 @@ def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, 
 
     widths = {"d_model": config.d_model, "d_ff": params.wo.shape[1] // (1 if view.manual else roles.size(roles.tp))}
     chosen = select_kernels(kernels, x.dtype, **widths)
-    static = BlockSpec.make(config, recipe, transport, roles, declared, rows // shards, x.dtype, chosen)
+    static = BlockSpec.make(config, recipe, transport, roles, declared, rows // shards, x.dtype, chosen, chunks)
     operands = (tokens, routing.experts, routing.weights, Weights(params.wi, params.wo, params.bi, params.bo))
     y, dropped = _experts(view, static, *_forward.lay(view, static, *operands))
     if params.shared_wi is not None and params.shared_wo is not None:
@@ -135,41 +145,43 @@ def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, 
     return like(y, x), stats
 
 
-def _forward_local(static: BlockSpec, layout, x, experts, weights, w: Weights):
-    """What one device does: tokens [T, H] in, its part of y [T, H] out (a partial sum where tp splits F)."""
-    static, (wi, wo), dtype = static.on(layout, w), layout, static.dtype
-
+def _hidden(static: BlockSpec, wi, bi, x, experts, weights) -> tuple[Saved, Array]:
+    """Tokens [T, H] to the input of the activation, and how many assignments were dropped on the way."""
     received = dispatch_local(static.exchange, x, experts, weights)
     plan = plan_local(static.permute, received.experts)
-    groups, early = static.groups(plan), static.weights_at == "hidden"
+    groups = static.groups(plan)
     rows, saved_rows = static.rows(received.rows, plan, groups)
-    by_row = weights_of_rows(plan, received.weights)
-
     with jax.named_scope("experts_in"):
-        h = matmul_local(rows, static.weight(w.wi, wi, "rows"), groups, dtype, w.bi)
-        h = h.reshape(h.shape[0], w.wi.shape[2], -1)
-    a = activate_rows(h, static.activate(False), by_row if early else None, groups, fp8=static.fp8)
+        h = matmul_local(rows, wi, groups, static.dtype, bi)
+        h = h.reshape(h.shape[0], static.gates, -1)
+    return Saved(saved_rows, h, plan, received.weights, received.slots), received.dropped + plan.dropped
+
+
+def _output(static: BlockSpec, wo, bo, saved: Saved, tokens: int):
+    """The activation's input to this device's part of y [T, H], a partial sum where tp splits F."""
+    plan, early = saved.plan, static.weights_at == "hidden"
+    groups, by_row = static.groups(plan), weights_of_rows(plan, saved.weights)
+    a = activate_rows(saved.hidden, static.activate(False), by_row if early else None, groups, fp8=static.fp8)
     with jax.named_scope("experts_out"):
-        bo = None if w.bo is None else once(w.bo, static.roles.tp)
-        o = matmul_local(a, static.weight(w.wo, wo, "rows"), groups, dtype, None if early else bo)
+        bo = None if bo is None else once(bo, static.roles.tp)
+        o = matmul_local(a, wo, groups, static.dtype, None if early else bo)
         if early and bo is not None:
             o = o + scale_rows(add_bias(jnp.zeros_like(o), bo, groups), by_row, groups.real)
-
-    partial = unpermute_local(o, plan, None if early else received.weights, groups)
-    y = combine_local(static.exchange, partial, received.slots, x.shape[0])
-    return y, received.dropped + plan.dropped, Saved(saved_rows, h, plan, received.weights, received.slots)
+    partial = unpermute_local(o, plan, None if early else saved.weights, groups)
+    return combine_local(static.exchange, partial, saved.sent, tokens)
 
 
-def _backward_local(static: BlockSpec, layout, saved: Saved, w: Weights, dy):
-    """The transpose of `_forward_local`. The gradient of a weight of a row is <d a, a>, so o is not kept."""
-    static, (wi, wo), dtype, roles = static.on(layout, w), layout, static.dtype, static.roles
+def _gradients(static: BlockSpec, wi, wo, w: Weights, saved: Saved, dy):
+    """The transpose of `_hidden` and `_output`: dx, d_weights, and the gradients of w on this device, gathered. The
+    gradient of a weight of a row is <d a, a>, so o is not kept."""
+    dtype, roles = static.dtype, static.roles
     rows, h, plan, weights, sent = saved
     groups, by_row = static.groups(plan), weights_of_rows(plan, weights)
 
     received = send_rows(static.exchange, dy, sent)
     d_o_rows, d_o_columns = static.grads(received, plan, groups)
     with jax.named_scope("experts_out"):
-        d_a = matmul_local(d_o_rows, static.weight(w.wo, wo, "columns"), groups, dtype, transpose=True)
+        d_a = matmul_local(d_o_rows, wo, groups, dtype, transpose=True)
     biased = static.activate(w.bi is not None)
     a, d_h_rows, d_h_columns, d_h, inner = activate_grad_rows(h, d_a, biased, by_row, groups, fp8=static.fp8)
     with jax.named_scope("experts_out"):
@@ -180,15 +192,52 @@ def _backward_local(static: BlockSpec, layout, saved: Saved, w: Weights, dy):
             inner = inner + jnp.sum(d_o.astype(jnp.float32) * bias.astype(jnp.float32), axis=-1)
             d_bo = bias_grad(once(scale_rows(d_o, by_row, groups.real), roles.tp), groups)
     with jax.named_scope("experts_in"):
-        d_rows = matmul_local(d_h_rows, static.weight(w.wi, wi, "columns"), groups, dtype, transpose=True)
+        d_rows = matmul_local(d_h_rows, wi, groups, dtype, transpose=True)
         d_wi = wgrad_local(rows, d_h_columns, groups, dtype)
-        d_wi = d_wi.reshape(*d_wi.shape[:2], w.wi.shape[2], -1)
+        d_wi = d_wi.reshape(*d_wi.shape[:2], static.gates, -1)
         d_bi = None if w.bi is None else bias_grad(d_h, groups)
 
     back = lambda partial: combine_local(static.exchange, partial, sent, dy.shape[0])  # noqa: E731
     dx, d_weights = back(unpermute_local(d_rows, plan, None, groups)), back(weights_from_rows(plan, inner))
-    d_wi, d_wo = (scatter_gradient(d, at.gather) for d, at in zip((d_wi, d_wo), layout, strict=True))
-    return dx, d_weights, d_wi, d_wo, d_bi, d_bo
+    return dx, d_weights, Weights(d_wi, d_wo, d_bi, d_bo)
+
+
+def _forward_local(static: BlockSpec, layout, x, experts, weights, w: Weights):
+    """What one device does: y, what it dropped, and without chunks what backward needs."""
+    static = static.on(layout, w)
+    wi, wo = static.gathered(w, layout, "rows")
+
+    def part(of):
+        saved, dropped = _hidden(static, wi, w.bi, *of)
+        return _output(static, wo, w.bo, saved, of[0].shape[0]), dropped, saved
+
+    if static.chunks == 1:
+        return part((x, experts, weights))
+    y, dropped = lax.map(lambda of: part(of)[:2], split_chunks(static.chunks, (x, experts, weights)))
+    return join_chunks(y), dropped.sum(0)
+
+
+def _backward_local(static: BlockSpec, layout, kept, w: Weights, dy):
+    """The transpose of `_forward_local`; kept: what it left, with chunks its x, experts, weights."""
+    static = static.on(layout, w)
+    wi, wo = static.gathered(w, layout, "columns")
+    if static.chunks == 1:
+        dx, d_weights, dw = _gradients(static, wi, wo, w, kept, dy)
+    else:
+        wi_rows = static.gathered(w, layout, "rows")[0]
+
+        def part(total, of):
+            saved, _ = _hidden(static, wi_rows, w.bi, *of[:3])
+            dx, d_weights, dw = _gradients(static, wi, wo, w, saved, of[3])
+            return jax.tree.map(lambda t, d: t + d.astype(t.dtype), total, dw), (dx, d_weights)
+
+        parts = split_chunks(static.chunks, (*kept, dy))
+        zero = static.zero_gradients(w, layout, (*kept, dy))
+        dw, each = lax.scan(part, zero, parts)
+        dx, d_weights = join_chunks(each)
+        dw = jax.tree.map(lambda d: d.astype(static.dtype), dw)
+    d_wi, d_wo = (scatter_gradient(d, at.gather) for d, at in zip(dw[:2], layout, strict=True))
+    return dx, d_weights, d_wi, d_wo, dw.bi, dw.bo
 
 
 _forward = Partitioned(_forward_local, forward_contract, forward_factors, name="experts")
@@ -201,8 +250,10 @@ def _experts(view: View, static: BlockSpec, x, experts, weights, w: Weights):
 
 
 def _experts_fwd(view, static, x, experts, weights, w):
-    y, dropped, saved = _forward(view, static, x, experts, weights, w)
-    rows, hidden, *rest = saved
+    y, dropped, *kept = _forward(view, static, x, experts, weights, w)
+    if not kept:
+        return (y, dropped), ((x, experts, weights), w)
+    rows, hidden, *rest = kept[0]
     rest = jax.tree.map(lambda v: checkpoint_name(v, "moax_plan"), rest)
     rows = jax.tree.map(lambda v: checkpoint_name(v, "moax_rows"), rows)
     return (y, dropped), (Saved(rows, checkpoint_name(hidden, "moax_hidden"), *rest), w)

@@ -53,6 +53,7 @@ class MoE(nnx.Module):
         exchange: Transport = "auto",
         kernels: Kernels = "auto",
         engine: Engine = "auto",
+        chunks: int = 1,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -64,13 +65,13 @@ class MoE(nnx.Module):
 
         Args:
           config: which parameters there are, and their sizes.
-          recipe, axes, exchange, kernels, engine: see `moax.moe`.
+          recipe, axes, exchange, kernels, engine, chunks: see `moax.moe`.
           dtype: x is cast to it, and the block computes in it; None: in x.dtype.
           param_dtype: of all parameters, and of the bias.
           rngs: gives one key, from its stream `params`.
         """
         self.config, self.recipe, self.axes = config, recipe, axes
-        self.exchange, self.kernels, self.engine = exchange, kernels, engine
+        self.exchange, self.kernels, self.engine, self.chunks = exchange, kernels, engine, chunks
         self.dtype, self.param_dtype = dtype, param_dtype
 
         values = init(rngs.params(), config, dtype=param_dtype, axes=axes)
@@ -97,6 +98,7 @@ class MoE(nnx.Module):
             exchange=self.exchange,
             kernels=self.kernels,
             engine=self.engine,
+            chunks=self.chunks,
         )
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:

@@ -60,6 +60,7 @@ class Execution:
     engine: Engine = "auto"
     dtype: str = "float32"
     remat: str = "none"
+    chunks: int = 1
     axes: Axes = Axes()
 
 
@@ -144,6 +145,7 @@ def forward(
             axes=axes,
             exchange=execution.exchange,
             engine=execution.engine,
+            chunks=execution.chunks,
         )
         return x + y, stats
 

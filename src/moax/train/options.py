@@ -41,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--save-every", type=int, metavar="STEPS", help="checkpoint every so many steps; 0: at the end alone")
     how = parser.add_argument_group("how it runs")
     add_execution(how, mesh="all devices on fsdp")
+    how.add_argument("--chunks", type=int, metavar="N", help="take a device's tokens through an MoE in N parts")
     how.add_argument("--remat", choices=REMAT, help="recompute in the backward pass: nothing, all, all but the MoE's")
     processes.add_options(parser.add_argument_group("one of several processes, each started with the same options"))
     model = parser.add_argument_group("the model (default: the preset's)")

@@ -85,7 +85,7 @@ class TrainConfig:
       lr, warmup, weight_decay, clip: AdamW; linear warm-up over `warmup` steps, then cosine to a tenth; global norm.
       bias_rate: step of the selection bias where balance is `bias`.
       seed: of the initial weights and of the order of the data.
-      recipe, exchange, engine: see `moax.moe`; the recipe also holds for attention's projections.
+      recipe, exchange, engine, chunks: see `moax.moe`; the recipe also holds for attention's projections.
       dtype: of activations; master weights and the optimizer are float32.
       remat: recompute nothing (`none`), everything (`full`), or all but `moax.CHECKPOINT_NAMES` (`moe`).
       eval_every, eval_batches: held-out loss over `eval_batches` fixed batches every `eval_every` steps.
@@ -111,6 +111,7 @@ class TrainConfig:
     engine: Engine = "auto"
     dtype: str = "bfloat16"
     remat: Literal["none", "full", "moe"] = "none"
+    chunks: int = 1
     eval_every: int = 100
     eval_batches: int = 8
     save_every: int = 500
@@ -118,6 +119,7 @@ class TrainConfig:
     def __post_init__(self):
         owner = "TrainConfig"
         _at_least_one(owner, steps=self.steps, batch=self.batch, seq=self.seq, warmup=self.warmup)
+        _at_least_one(owner, chunks=self.chunks)
         _at_least_one(owner, eval_every=self.eval_every, eval_batches=self.eval_batches)
         _one_of(owner, "dtype", self.dtype, DTYPES)
         _one_of(owner, "remat", self.remat, REMAT)

@@ -40,7 +40,7 @@ class TrainState:
 
 def execution(config: TrainConfig) -> Execution:
     """The part of a run's settings that the model's forward pass reads."""
-    return Execution(config.recipe, config.exchange, config.engine, config.dtype, config.remat)
+    return Execution(config.recipe, config.exchange, config.engine, config.dtype, config.remat, config.chunks)
 
 
 def init_state(config: TrainConfig) -> TrainState:

@@ -1,0 +1,103 @@
+"""`moax.moe(chunks=n)`: what all tokens at once give, in less memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import moax
+import test_moe_quantized as quantized
+from moax import inspect
+from support import TOKENS, make_mesh, put, rel_norm, spec
+from test_moe import BASE, MESH, ONE_DEVICE, B, L, block, check, expected, make_params, make_x
+
+
+@pytest.mark.parametrize("chunks", (2, 96))
+def test_one_device(chunks):
+    """Breaks if tokens of one part take another's place, or a part's gradient of the weights is lost."""
+    check(block("none", "", chunks=chunks)(), expected(BASE), ONE_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "way", "exchange"),
+    [
+        ("2x4", "custom_partitioning", "all_gather"),
+        ("tp2x2x2", "shard_map", "all_to_all"),
+        ("dp2x2x2", "explicit", "all_gather"),
+        ("2x4", "user", "all_to_all"),
+        ("tp2x2x2", "user_vma", "all_gather"),
+    ],
+)
+def test_on_a_mesh(mesh, way, exchange):
+    """Breaks if a part's sums over the mesh are counted once a part, or weights are gathered wrong for one."""
+    check(block(way, mesh, exchange=exchange, chunks=3)(), expected(BASE), MESH)
+
+
+def test_without_biases_weighted_early():
+    """Breaks if what a config leaves out has a gradient to sum."""
+    config = dataclasses.replace(BASE, use_bias=False, weights_at="hidden")
+    check(block("none", "", config, chunks=4)(), expected(config), ONE_DEVICE)
+
+
+@pytest.mark.parametrize("recipe", moax.recipe.RECIPES)
+def test_quantized(recipe):
+    """Breaks if parts are quantized otherwise than rows are: y and dx of block scales are those of all tokens at once;
+    gradients of weights, whose blocks run over rows of a part, stay within the bounds of the method."""
+    y, dx, dparams = quantized.run(None)
+    plain = (y, dx, {n: getattr(dparams, n) for n in ("router", "wi", "wo", "bi", "bo")})
+    got = quantized.run(recipe, "2x4", chunks=2)
+    quantized.compare(got, plain, quantized.PLAIN_Y, quantized.PLAIN_GRAD[recipe])
+    if recipe != "fp8_tensor":
+        whole = quantized.run(recipe, "2x4")
+        assert rel_norm(got[0], whole[0]) < MESH and rel_norm(got[1], whole[1]) < MESH
+
+
+def test_capacity_is_that_of_a_part():
+    """Breaks if drops of a part are not counted: each part keeps the even load of its own tokens and no more."""
+    config = dataclasses.replace(BASE, capacity_factor=0.5, top_k=1, router=moax.RouterConfig())
+    x, params = make_x(config), make_params(config)
+    parts = [moax.moe(v, params, config)[1].dropped for v in jnp.split(x.reshape(-1, x.shape[-1]), 4)]
+    _, stats = moax.moe(x, params, config, chunks=4)
+    assert int(stats.dropped) == sum(map(int, parts)) > 0
+
+
+def test_in_a_rematerialized_scan():
+    """Breaks if parts, whose backward computes forward again, do not nest in a user's own remat and scan."""
+    x, params = make_x(BASE), make_params(BASE)
+
+    def loss(x, chunks):
+        layer = jax.checkpoint(lambda x, _: (x + moax.moe(x, params, BASE, chunks=chunks)[0], None))
+        return jnp.sum(jax.lax.scan(layer, x, None, length=2)[0] ** 2)
+
+    got, want = (jax.jit(jax.grad(loss), static_argnums=1)(x, chunks) for chunks in (4, 1))
+    assert rel_norm(got, want) < ONE_DEVICE
+
+
+def test_memory_is_that_of_a_part():
+    """Breaks if what a part leaves is kept: eight parts take a fifth of the memory at most, where tokens are what fills
+    it; or if weights are gathered anew for each: data and scales of both in each direction, and of wi once more."""
+    config = moax.MoEConfig(64, 64, 8, 4)
+    mesh = make_mesh("2x4")
+    x, params = jax.random.normal(jax.random.key(0), (8192, 64)), moax.init(jax.random.key(1), config)
+
+    def loss(x, params, chunks):
+        return jnp.sum(moax.moe(x, params, config, recipe="mxfp8", chunks=chunks)[0] ** 2)
+
+    with jax.set_mesh(mesh):
+        args = put(mesh, (spec("2x4", TOKENS), moax.param_specs(config)), (x, params))
+        step = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+        found = {chunks: step.lower(*args, chunks).compile() for chunks in (1, 8)}
+    used = {chunks: program.memory_analysis().temp_size_in_bytes for chunks, program in found.items()}
+    assert used[8] < used[1] / 5
+    gathers = {chunks: inspect.weight_gathers(inspect.collectives(program)) for chunks, program in found.items()}
+    assert {chunks: len([c for c in of if c.times == 1]) for chunks, of in gathers.items()} == {1: 8, 8: 10}
+
+
+@pytest.mark.parametrize("chunks", (0, 5, 97))
+def test_refuses_parts_that_do_not_divide(chunks):
+    """Breaks if tokens would be lost or padded in silence."""
+    with pytest.raises(ValueError, match=f"chunks={chunks} must divide the {B * L} tokens of a device"):
+        moax.moe(make_x(BASE), make_params(BASE), BASE, chunks=chunks)
