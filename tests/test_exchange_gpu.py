@@ -118,7 +118,7 @@ def test_widths(width, dtype):
 
 
 @pytest.mark.parametrize("mesh", ("1x2", "2x2", "1x4"))
-def test_soak(mesh, rounds=400, tokens=512, width=1024):
+def test_soak(mesh, rounds=10_000, tokens=512, width=1024):
     """Rounds of new routing, from even to all on one rank, in one program without a stop between them: a signal that is
     early, or a buffer that is still in use, shows as a wrong sum in some round."""
     on = mesh_of(mesh)
