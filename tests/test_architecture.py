@@ -54,8 +54,9 @@ OPS_SIDEWAYS = {
     "dense": {"quantize", "grouped_matmul"},
     "exchange": {"one_sided", "quantize"},
 }
-GATHER = "bench/gather.py"  # measures a part of the block by itself
-LAYERS = ("bench/peers/native.py", "bench/peers/public.py")  # layers without moax, which have to bring their own
+PARTS = ("bench/gather.py", "bench/rounds.py")  # measure a part of the block by itself
+# Layers and exchanges without moax, which have to bring their own.
+LAYERS = ("bench/peers/native.py", "bench/peers/public.py", "bench/peers/wires.py")
 PARTITIONING = {"PartitionSpec", "custom_partitioning", "shard_map"}
 COLLECTIVES = {
     "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmean", "pmin", "ppermute", "pshuffle",
@@ -176,7 +177,7 @@ def test_no_long_file(path):
     assert lines <= MAX_LINES, f"{path} has {lines} lines; more than {MAX_LINES} is not read in one go: split it"
 
 
-@pytest.mark.parametrize("path", but("sharding.py", "partition.py", GATHER, *LAYERS))
+@pytest.mark.parametrize("path", but("sharding.py", "partition.py", *PARTS, *LAYERS))
 def test_only_sharding_names_specs_and_partitioning(path):
     found = [
         f"{where(path, node)}: {name}"
@@ -207,10 +208,10 @@ def test_only_backend_reads_the_platform(path):
     check(found, "which implementation runs is decided in backend.py alone; ask it")
 
 
-@pytest.mark.parametrize("path", but("backend.py", "cli.py"))
+@pytest.mark.parametrize("path", but("backend.py", "cli.py", "bench/peers/ragged_peer.py"))
 def test_no_environment_variables(path):
     found = [f"{where(path, node)}: {name}" for node, name in mentions(path) if name in ENVIRONMENT]
-    check(found, "no environment variable changes results: pass an argument (cli.py alone sets up devices)")
+    check(found, "no environment variable changes results: pass an argument (cli.py sets up devices, a peer flags)")
 
 
 @pytest.mark.parametrize("path", but("nnx.py", "linen.py"))

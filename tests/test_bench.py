@@ -19,7 +19,6 @@ from moax.bench import (
     block_worker,
     cases,
     error,
-    exchange,
     fused,
     gathered,
     gemm,
@@ -395,31 +394,3 @@ def test_block_in_its_own_process(tmp_path, capsys):
     rows = json.loads(out.read_text())["rows"]
     assert [row["direction"] for row in rows] == ["fwd", "fwd+bwd"]
     assert all(row["us"] > 0 and row["path"] == "xla" and row["extra"]["saved_bytes"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize("case", (*exchange.TINY, *exchange.PERF), ids=lambda case: case.name)
-def test_exchange_routings(case):
-    """A token that names an expert twice, or a routing that is not what its name says, would count other bytes."""
-    case = dataclasses.replace(case, tokens=64)
-    experts = case.choose(4)
-    assert experts.shape == (256, case.top_k) and all(len(set(row)) == case.top_k for row in experts)
-    pairs = exchange._rows_between(experts, case, 4)
-    if case.routing == "one":
-        np.testing.assert_array_equal(pairs, np.array([[64, 0, 0, 0]] * 4))
-    else:
-        assert pairs.sum() <= 256 * min(4, case.top_k) and (pairs > 0).all()
-
-
-def test_exchange_rows():
-    """Beside what a CPU refuses, each peer's time and the bytes that cross; sums right; NCCL's is an all-to-all."""
-    made = list(exchange.rows([exchange.TINY[0]], True, ONCE))
-    assert {row.impl for row in made} == {*exchange.OURS, exchange.NCCL}
-    for row in made:
-        assert row.note.startswith("Unsupported") if row.impl == "moax" else row.us and row.tb_s, row
-        assert row.error is None or row.error == 0.0
-    assert sum(row.error is not None for row in made) == 1
-    mesh = jax.make_mesh((8,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        f, args = exchange._all_to_all(2, 16, 8)
-        text = f.lower(*args).compile().as_text()
-    assert "all-to-all" in text and "all-gather" not in text

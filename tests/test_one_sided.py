@@ -33,7 +33,7 @@ def poison(shape, dtype):
     return -1 - lax.broadcasted_iota(dtype, shape, 0) % EXPERTS
 
 
-def put_rows(arrays, source, peer, row, count, out_rows, axes):
+def put_rows(arrays, source, peer, row, count, out_rows, axes, sms=None):
     """The kernel's promise by an all-gather: out[row[i]] of rank peer[i] = x[source[i]] for i < count."""
     names = tuple(name for name, _ in axes)
     index = jnp.arange(peer.shape[0], dtype=jnp.int32)

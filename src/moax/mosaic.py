@@ -139,11 +139,11 @@ def gather_sum(rows, position, weights=None):
 
 
 @typed
-def put_rows(arrays, source, peer, row, count, out_rows: int, axes):
+def put_rows(arrays, source, peer, row, count, out_rows: int, axes, sms: int | None = None):
     """out[row[i]] of rank peer[i] = x[source[i]], for i < count[0] and each array x; what is not written is garbage."""
-    from moax.kernels.exchange import put_rows
+    from moax.kernels.exchange import SMS, put_rows
 
-    return put_rows(arrays, source, peer, row, count, out_rows, axes)
+    return put_rows(arrays, source, peer, row, count, out_rows, axes, sms=sms or SMS)
 
 
 class Packing:

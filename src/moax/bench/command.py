@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from moax.bench import (
     block,
@@ -22,7 +23,9 @@ from moax.bench import (
     permute,
     quantize,
     report,
+    tokens,
 )
+from moax.bench.peers import ragged_peer
 from moax.bench.report import Row
 from moax.bench.timing import Repeats
 from moax.ops.exchange import TRANSPORTS
@@ -31,15 +34,15 @@ from moax.recipe import RECIPES
 DESCRIPTION = """\
 Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
 (measured in the same run), its peers and its error against float64; the block on a mesh beside layers of JAX alone;
-and over all devices of the machine the exchange beside NCCL, and the gather of weights, each recipe beside bf16. What
-cannot run here is listed with the reason.
+and over devices of the machine the exchange beside NCCL and ragged_all_to_all, and the gather of weights, each recipe
+beside bf16. What cannot run here is listed with the reason.
 """
 WHAT = ("gemm", "quantize", "permute", "block", "exchange", "gather")
 NEEDED = {"gemm": ("bf16", "fp8", "memory"), "quantize": ("memory",), "permute": ("memory",), "block": ("bf16", "fp8")}
 OTHERS: dict[str, tuple] = {
     "quantize": (quantize.PERF + fused.PERF, quantize.TINY + fused.TINY),
     "permute": (permute.PERF, permute.TINY),
-    "exchange": (exchange.PERF, exchange.TINY),
+    "exchange": (tokens.PERF, tokens.TINY),
 }
 
 
@@ -52,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
     add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
-        "quantize, permute, exchange: plain jnp or NCCL, block --mesh: layers of JAX, unless none (default: "
+        "quantize, permute: plain jnp, exchange: NCCL and others, block --mesh: layers of JAX, unless none (default: "
         "%(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
     add("--recipe", choices=("none", *RECIPES), help=f"block: one recipe (default: {' and '.join(block.RECIPES)})")
@@ -61,6 +64,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--kernels", default="auto", help="block: auto, xla or mosaic (default: %(default)s)")
     add("--exchange", choices=TRANSPORTS, default="auto", help="block --mesh: how tokens reach the ranks of their "
         "experts (default: %(default)s)")  # fmt: skip
+    add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
+    add("--sms", metavar="NUMBERS", help="exchange: multiprocessors that our kernel takes, with commas, a row for each "
+        "(default: the kernel's own choice)")  # fmt: skip
     add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
     add("--out", metavar="FILE", help="write the rows as JSON")
     add("--json", action="store_true", help="print the rows as JSON, for programs, in the place of the table")
@@ -79,11 +85,11 @@ def run(args: argparse.Namespace, argv: list[str] | None = None) -> int:
     chosen = select(args)
     wanted = peers.parse(args.peers)
     directions = _directions(args.directions)
-    torch = gemm.torch_rows(chosen, wanted, repeats) if args.what == "gemm" else []
+    apart = _apart(args, chosen, wanted, repeats)
     found = limits.measure(NEEDED.get(args.what, ()), repeats)
     rows: list[Row] = []
     head = report.header(["moax", *(argv or sys.argv[1:])], args.sha, found)
-    for row in _rows(args, chosen, wanted, directions, repeats, found, torch):
+    for row in _rows(args, chosen, wanted, directions, repeats, found, apart):
         rows.append(row)
         _progress(row)
         if args.out:  # now, so that a run that is stopped keeps what it has
@@ -99,6 +105,8 @@ def select(args: argparse.Namespace) -> list:
     """The cases that the options name."""
     if args.mesh and args.what != "block":
         raise ValueError(f"--mesh with {args.what}: of what is measured, a mesh is for block alone")
+    if (args.devices or args.sms) and args.what != "exchange":
+        raise ValueError(f"--devices, --sms with {args.what}: they are for exchange alone")
     if args.what == "gemm":
         return cases.select(args.cases, args.only)
     perf, tiny = OTHERS.get(args.what, (mesh_block.PERF if args.mesh else block.PERF, block.TINY))
@@ -107,9 +115,20 @@ def select(args: argparse.Namespace) -> list:
     return cases.pick(tiny if args.cases == "tiny" else perf, args.only, f"--cases {args.cases}")
 
 
-def _rows(args, chosen, wanted, directions, repeats, found, torch) -> Iterator[Row]:
+def _apart(args, chosen, wanted, repeats) -> Any:
+    """What processes of their own measure, before this one takes memory of the GPU, as the rows want it."""
     if args.what == "gemm":
-        return gemm.rows(chosen, wanted, repeats, found, torch, quick=args.quick, directions=directions)
+        return gemm.torch_rows(chosen, wanted, repeats)
+    if args.what == "exchange":
+        sms = exchange.parse_sms(args.sms)
+        ragged = ragged_peer.answers(chosen, args.devices, repeats) if wanted else {}
+        return exchange.How(args.devices, sms, bool(wanted), ragged)
+    return None
+
+
+def _rows(args, chosen, wanted, directions, repeats, found, apart) -> Iterator[Row]:
+    if args.what == "gemm":
+        return gemm.rows(chosen, wanted, repeats, found, apart, quick=args.quick, directions=directions)
     if args.what == "block":
         recipes = (args.recipe,) if args.recipe else block.RECIPES
         few = dataclasses.replace(repeats, warmups=min(3, repeats.warmups))
@@ -124,7 +143,7 @@ def _rows(args, chosen, wanted, directions, repeats, found, torch) -> Iterator[R
         moved = permute.rows(chosen, bool(wanted), repeats, found)
         return itertools.chain(moved, gathered.rows(chosen, bool(wanted), repeats, found))
     if args.what == "exchange":
-        return exchange.rows(chosen, bool(wanted), repeats)
+        return exchange.rows(chosen, apart, repeats)
     plain = [case for case in chosen if isinstance(case, quantize.Source)]
     hidden = [case for case in chosen if isinstance(case, fused.Hidden)]
     common = bool(wanted), repeats, found

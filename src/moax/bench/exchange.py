@@ -1,163 +1,181 @@
-"""`moax bench exchange`: tokens to the ranks of their experts and back, over all devices of the machine as ep.
+"""`moax bench exchange`: tokens to the ranks of their experts and back, over devices of this machine as ep.
 
     dispatch   received rows, ids and weights of tokens
     combine    y[t] = the sum of the rows that token t became
 
-By `one_sided`, beside it by `all_gather`, and the same bytes by one all-to-all of NCCL: as many rows between every two
-devices, neither gathered before nor summed after. Bytes are those of real rows, scales included, that cross from one
-device to another, of the device that sends or receives most: an exchange ends with its busiest wire. `us` is wall clock
-of back-to-back calls, `tb_s` the rate by it; by kernel time, mean of the devices, `extra` has both.
+By `one_sided`, once for each number of multiprocessors that is asked for, beside it by `all_gather`; the same bytes by
+one all-to-all of NCCL: as many rows between every two devices, neither gathered before nor summed after; and the same
+rows by `lax.ragged_all_to_all`, as installed and as XLA decomposes it (`peers.ragged`: what it favours).
+
+Bytes are those of real rows, scales included, that cross from one device to another, of the device that sends or
+receives most: an exchange ends with its busiest wire. `us` is the wall clock of a round, of many in one program
+(`rounds`), and `tb_s` the rate by it; `extra` has that of single calls, which is the host's, and kernel time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from moax import ops
-from moax.bench import error, ours
-from moax.bench.report import Row, compare, why
-from moax.bench.timing import Repeats, call_time, kernel_time
+from moax.axes import Axes
+from moax.backend import count_sms
+from moax.bench import error, ours, rounds
+from moax.bench.peers import ragged_peer, wires
+from moax.bench.report import OURS, Row, compare, why
+from moax.bench.timing import Repeats
+from moax.bench.tokens import BLOCK, KINDS, Tokens, busiest
+from moax.ops.exchange import (
+    Chosen,
+    ExchangeSpec,
+    combine_local,
+    dispatch_local,
+    select_transport,
+    slots_per_pair,
+    wire_bytes,
+)
+from moax.partition import find_view
 from moax.recipe import Format
-from moax.sharding import named, spec
+from moax.sharding import named
 
-WIRES: dict[str, Format | None] = {"none": None, "fp8": Format(block=128)}
-OURS = {"moax": "one_sided", "all_gather": "all_gather"}
+WIRES: dict[str, Format | None] = {"none": None, "fp8": Format(block=BLOCK)}
+TRANSPORTS: dict[str, Chosen] = {OURS: "one_sided", "all_gather": "all_gather"}
 NCCL = "nccl all-to-all"
 SAMPLE = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokens:
-    """T tokens a device of width H, K of E experts each; routing: uniform, zipf (shares 1/rank), or all to one rank."""
+class How:
+    """devices: the first so many, None for all; sms: numbers of multiprocessors of our kernel, None for its own choice;
+    peers: whether they are measured, and what those in other processes said."""
 
-    name: str
+    devices: int | None = None
+    sms: tuple[int | None, ...] = (None,)
+    peers: bool = True
+    ragged: ragged_peer.Answers = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One direction of an exchange of T = `tokens` a device, of one device; equal ones compile once."""
+
+    static: ExchangeSpec
+    direction: str
     tokens: int
-    width: int
-    experts: int
-    top_k: int
-    routing: str = "uniform"
 
-    def choose(self, devices: int) -> np.ndarray:
-        """Experts of the tokens of all devices [T devices, K], distinct for each token, the same in every run."""
-        draw = np.random.default_rng([11, self.tokens, self.experts])
-        scores = draw.gumbel(size=(self.tokens * devices, self.experts)).astype(np.float32)
-        if self.routing == "zipf":
-            scores -= np.log(draw.permutation(np.arange(1, self.experts + 1, dtype=np.float32)))
-        if self.routing == "one":
-            scores[:, self.experts // devices :] = -np.inf
-        return np.argsort(-scores, axis=1)[:, : self.top_k].astype(np.int32)
+    def __call__(self, rows, *plan):
+        if self.direction == "dispatch":
+            return dispatch_local(self.static, rows, *plan)
+        return combine_local(self.static, rows, plan[0], self.tokens)
 
 
-SIZES = (("mixtral", 8192, 4096, 8, 2), ("qwen3", 8192, 2048, 128, 8), ("dsv3", 4096, 7168, 256, 8))
-PERF = tuple(Tokens(f"{s[0]} {routing}", *s[1:], routing) for s in SIZES for routing in ("uniform", "zipf", "one"))
-TINY = tuple(Tokens(f"tiny {routing}", 32, 128, 16, 2, routing) for routing in ("uniform", "one"))
+def parse_sms(text: str | None) -> tuple[int | None, ...]:
+    """Numbers with commas.
+
+    Raises:
+      ValueError: something else, or a number below 1.
+    """
+    numbers = [part.strip() for part in (text or "").split(",")]
+    if text is not None and not all(number.isdecimal() and int(number) for number in numbers):
+        raise ValueError(f"--sms {text}: must be numbers of multiprocessors with commas, as 16,32")
+    return (None,) if text is None else tuple(map(int, numbers))
 
 
-def rows(cases: list[Tokens], peers: bool, repeats: Repeats) -> Iterator[Row]:
-    """For each case, wire and direction our row, then those of the others."""
-    devices = jax.local_device_count()
-    mesh = jax.make_mesh((devices,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.local_devices())
+def rows(cases: list[Tokens], how: How, repeats: Repeats) -> Iterator[Row]:
+    """For each case, wire and direction our rows, then those of the others.
+
+    Raises:
+      ValueError: devices or multiprocessors that are not there.
+    """
+    mesh, most = rounds.mesh_of(how.devices), max(sms or 0 for sms in how.sms)
+    if most > count_sms():  # blocks of threads that wait for those of peers must all be running
+        raise ValueError(f"--sms {most}: there are {count_sms()} multiprocessors")
     with jax.set_mesh(mesh):
         for case in cases:
-            place = named(mesh, spec("ep"))
-            x = jax.random.normal(jax.random.key(0), (case.tokens * devices, case.width), jnp.bfloat16)
-            experts = case.choose(devices)
+            place = named(mesh, rounds.EP)
+            x = jax.random.normal(jax.random.key(0), (case.tokens * mesh.size, case.width), jnp.bfloat16)
+            experts = case.choose(mesh.size)
             weights = jnp.ones(experts.shape, jnp.float32)
             args = tuple(jax.device_put(v, place) for v in (x, experts, weights))
-            pairs = _rows_between(experts, case, devices)
-            for wire in WIRES:
-                yield from _both(case, wire, args, pairs, peers, repeats)
+            for wire, direction in KINDS:
+                group = list(_group(case, wire, direction, args, mesh, how, repeats))
+                compare(group)
+                yield from group
 
 
-def _rows_between(experts: np.ndarray, case: Tokens, devices: int) -> np.ndarray:
-    """How many rows go from device (dim 0) to device (dim 1)."""
-    owner = (experts // (case.experts // devices)).reshape(devices, case.tokens, case.top_k)
-    return np.stack([(owner == rank).any(-1).sum(-1) for rank in range(devices)], axis=1)
+def _group(case: Tokens, wire: str, direction: str, args: tuple, mesh: Mesh, how: How, repeats: Repeats):
+    most = busiest(case.between(mesh.size))
+    nbytes = most * case.row_bytes(wire)
+
+    def row(impl: str, build: Callable, sms: int | None = None) -> Row:
+        made = _empty(case, wire, direction, impl, nbytes, mesh)
+        try:
+            if impl == OURS:
+                made.extra["sms"] = sms or ours.exchange_sms()
+                made.tile = f"sms={made.extra['sms']}"
+            local, operands = build()
+            _fill(made, rounds.measure(local, operands, mesh, nbytes, repeats))
+            if direction == "combine" and impl in TRANSPORTS:
+                y = rounds.single(local, mesh)(*operands)
+                made.error = _error(y, args, case.experts // mesh.size)
+        except Exception as failure:
+            made.us, made.note = None, why(failure)
+        return made
+
+    for sms in how.sms:
+        yield row(OURS, lambda sms=sms: _ours(case, wire, direction, OURS, args, mesh, sms), sms)
+    if how.peers:
+        yield row("all_gather", lambda: _ours(case, wire, direction, "all_gather", args, mesh))
+        each = -(-most // (mesh.size - 1))
+        yield row(NCCL, lambda: (wires.all_to_all, _even(each, case.row_bytes(wire), mesh)))
+    for impl, said in how.ragged.items():
+        made = _empty(case, wire, direction, impl, nbytes, mesh)
+        _fill(made, dict(ragged_peer.find(said, case.name, wire, direction)))
+        yield made
 
 
-def _both(case: Tokens, wire: str, args: tuple, pairs: np.ndarray, peers: bool, repeats: Repeats) -> Iterator[Row]:
-    away = pairs * (1 - np.eye(len(pairs), dtype=pairs.dtype))
-    busiest = int(max(away.sum(0).max(), away.sum(1).max()))
-    travels = {"dispatch": "bfloat16" if wire == "none" else "e4m3", "combine": "bfloat16"}
-    directions = ("dispatch", "combine") if wire == "none" else ("dispatch",)  # sums travel as they are
-    impls = list(OURS) if peers else ["moax"]
-    for direction in directions:
-        size = case.width * 2 if travels[direction] == "bfloat16" else case.width + 4 * -(-case.width // 128)
-        group = []
-        for impl in impls:
-            build = lambda impl=impl, to=direction: _program(case, OURS[impl], WIRES[wire], to, args)  # noqa: E731
-            group.append(_row(case, direction, impl, wire, travels[direction], build, busiest * size, repeats))
-            if direction == "combine" and group[-1].us:
-                group[-1].error = _error(case, OURS[impl], args, pairs)
-        if peers:
-            each = -(-busiest // max(len(pairs) - 1, 1))
-            build = lambda each=each, size=size: _all_to_all(each, size, len(pairs))  # noqa: E731
-            group.append(_row(case, direction, NCCL, wire, travels[direction], build, busiest * size, repeats))
-        compare(group)
-        yield from group
-
-
-def _program(case: Tokens, exchange: str, wire: Format | None, direction: str, args: tuple) -> tuple[Callable, tuple]:
-    @jax.jit
-    def dispatch(x, experts, weights):
-        return ops.dispatch(x, experts, weights, case.experts, exchange=exchange, wire=wire)  # pyrefly: ignore
-
+def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh: Mesh, sms: int | None = None):
+    """(function of one device, global operands) of an exchange of `moax.ops`."""
+    view = find_view(Axes(), "auto", args[0])
+    transport = select_transport(TRANSPORTS[impl], view, wire_bytes(args[0], WIRES[wire]))
+    slots = slots_per_pair(case.tokens, case.top_k, mesh.size, None)
+    static = ExchangeSpec(transport, case.experts, view.roles, slots, WIRES[wire], sms)
+    dispatch = Exchange(static, "dispatch", case.tokens)
     if direction == "dispatch":
         return dispatch, args
-    received = dispatch(*args)
-    real = (received.experts < case.experts // jax.local_device_count()).any(-1, keepdims=True)
-    return jax.jit(ops.combine), (jnp.where(real, received.rows, 0), received)
+    received = rounds.single(dispatch, mesh)(*args)
+    real = (received.experts < case.experts // mesh.size).any(-1, keepdims=True)
+    return Exchange(static, "combine", case.tokens), (jnp.where(real, received.rows, 0), received.slots)
 
 
-def _all_to_all(each: int, size: int, devices: int) -> tuple[Callable, tuple]:
+def _even(each: int, size: int, mesh: Mesh) -> tuple[jax.Array]:
     """`each` rows of `size` bytes from every device to every device."""
-    mesh = jax.sharding.get_mesh()
-    x = jax.random.bits(jax.random.key(1), (devices, devices, each, size), jnp.uint8)
-    x = jax.device_put(x, named(mesh, spec("ep")))
-    return jax.jit(lambda v: v, out_shardings=named(mesh, spec((), "ep"))), (x,)
+    draw = lambda: jax.random.bits(jax.random.key(1), (mesh.size**2 * each, size), jnp.uint8)  # noqa: E731
+    return (jax.jit(draw, out_shardings=named(mesh, rounds.EP))(),)
 
 
-def _error(case: Tokens, exchange: str, args: tuple, pairs: np.ndarray) -> float:
-    """Of the sum of what a token became: as many times the token as ranks own one of its experts."""
-    combine, operands = _program(case, exchange, None, "combine", args)
+def _error(y: jax.Array, args: tuple, experts: int) -> float:
+    """Of the sum of what a token became: as many times the token as ranks, each of so many experts, own one of its."""
     some = np.linspace(0, len(args[0]) - 1, SAMPLE).astype(np.int64)
-    owner = np.asarray(args[1])[some] // (case.experts // len(pairs))
-    ranks = np.array([len(set(row)) for row in owner])
-    got, x = (error.double(np.asarray(v)[some]) for v in (combine(*operands), args[0]))
+    ranks = np.array([len(set(row)) for row in np.asarray(args[1])[some] // experts])
+    got, x = (error.double(np.asarray(v)[some]) for v in (y, args[0]))
     return error.relative([got], [x * ranks[:, None]])
 
 
-def _row(case, direction, impl, wire, dtype, build, nbytes: int, repeats: Repeats) -> Row:
-    row = Row("exchange", case.name, direction, impl, recipe=wire, dtype=dtype, extra=dataclasses.asdict(case))
-    row.path = "mosaic" if impl == "moax" else "xla"
-    try:
-        f, args = build()
-        timing = call_time(f, args, repeats)
-        row.us, row.method, row.tb_s = timing.us, timing.method, nbytes / timing.us * 1e-6
-        if impl == "moax":
-            row.extra["sms"] = ours.exchange_sms()
-        row.extra |= {"remote_bytes": nbytes, **_kernels(f, args, nbytes, repeats)}
-    except Exception as failure:
-        row.us, row.note = None, why(failure)
+def _empty(case: Tokens, wire: str, direction: str, impl: str, nbytes: int, mesh: Mesh) -> Row:
+    row = Row("exchange", case.name, direction, impl, wire, "bfloat16" if wire == "none" else "e4m3")
+    row.path = "mosaic" if impl == OURS else "xla"
+    row.extra = dataclasses.asdict(case) | {"devices": mesh.size, "remote_bytes": nbytes}
     return row
 
 
-def _kernels(f, args, nbytes: int, repeats: Repeats) -> dict[str, Any]:
-    """Kernel time of a call, mean of the devices, and its longest kernel, which is the one that moves the rows."""
-    timing = kernel_time(f, args, dataclasses.replace(repeats, warmups=1))
-    if not timing.kernels:
-        return {}
-    us, (name, longest) = timing.us / jax.local_device_count(), max(timing.kernels, key=lambda kernel: kernel[1])
-    return {
-        "kernel_us": us,
-        "kernel_gb_s": nbytes / us * 1e-3,
-        "longest": name,
-        "longest_us": longest,
-        "longest_gb_s": nbytes / longest * 1e-3,
-    }
+def _fill(row: Row, found: dict) -> None:
+    """Takes over what was measured, or the note that says why not."""
+    row.note, row.us = found.get("note", ""), found.pop("us", None)
+    if row.us:
+        row.method, row.tb_s = "wall", row.extra["remote_bytes"] / row.us * 1e-6
+        row.extra |= {name: value for name, value in found.items() if name not in ("case", "wire", "direction", "note")}

@@ -43,13 +43,14 @@ TRANSPORTS = ("auto", "all_gather", "all_to_all", "one_sided")
 @dataclasses.dataclass(frozen=True)
 class ExchangeSpec:
     """transport; num_experts: E of the whole mesh; slots: rows for each pair of ranks (not of all_gather);
-    wire: format of rows on their way, None for their own dtype."""
+    wire: format of rows on their way, None for their own dtype; sms: of one_sided, None for as many as it takes."""
 
     transport: Chosen
     num_experts: int
     roles: Roles
     slots: int = 0
     wire: Format | None = None
+    sms: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -239,7 +240,7 @@ def send(static: ExchangeSpec, values, others, sent):
     """Values of this rank's tokens [T, C], and each of the narrow others, to where their rows went: [R, C]. Empty slots
     hold 0; under one_sided rows past the last one hold anything."""
     if static.transport == "one_sided":
-        return one_sided.send_rows(values, others, sent, static.roles)
+        return one_sided.send_rows(values, others, sent, static.roles, static.sms)
     if static.transport == "all_to_all":
         take = lambda v: jnp.take(v, sent, axis=0, mode="fill", fill_value=0)  # noqa: E731
         return [_all_to_all(static, take(v)) for v in (values, *others)]
@@ -265,7 +266,7 @@ def combine_local(static: ExchangeSpec, rows, sent, tokens: int):
     """`combine` of one device; also the transpose of `send`."""
     with jax.named_scope("combine"):
         if static.transport == "one_sided":
-            return one_sided.combine_rows(rows, sent, static.roles)
+            return one_sided.combine_rows(rows, sent, static.roles, static.sms)
         if static.transport == "all_to_all":
             back = _all_to_all(static, rows).astype(jnp.float32)
             return jnp.zeros((tokens, rows.shape[1]), jnp.float32).at[sent].add(back, mode="drop").astype(rows.dtype)

@@ -56,12 +56,12 @@ def plan_sends(slot: Int[Array, "T ranks"], kept: Int[Array, "ranks ranks"], ran
     return SendPlan(token, peer, row, home, back, position, jnp.stack([sent.sum(), received.sum()]))
 
 
-def send_rows(rows, others: Sequence, plan: SendPlan, roles: Roles) -> list:
+def send_rows(rows, others: Sequence, plan: SendPlan, roles: Roles, sms: int | None = None) -> list:
     """Values of this rank's tokens, each [T, C], to where its rows go: [R, C]. `others`, narrow ones of 4 bytes or 1 an
-    element, travel as one row of words. Rows past `plan.count[1]` hold anything."""
+    element, travel as one row of words. Rows past `plan.count[1]` hold anything. sms: that copy."""
     words = [_to_words(v) for v in others]
     arrays = [rows] if not words else [rows, jnp.concatenate(words, axis=1)]
-    got, *packed = _put(arrays, plan.token, plan.peer, plan.row, plan.count[:1], plan.home.shape[0], roles)
+    got, *packed = _put(arrays, plan.token, plan.peer, plan.row, plan.count[:1], plan.home.shape[0], roles, sms)
     if not packed:
         return [got]
     ends = [sum(w.shape[1] for w in words[: i + 1]) for i in range(len(words))]
@@ -69,18 +69,18 @@ def send_rows(rows, others: Sequence, plan: SendPlan, roles: Roles) -> list:
     return [got, *(_from_words(part, v) for part, v in zip(parts, others, strict=False))]
 
 
-def combine_rows(rows, plan: SendPlan, roles: Roles):
+def combine_rows(rows, plan: SendPlan, roles: Roles, sms: int | None = None):
     """y[t] = the sum in float32 of the rows [R, H] that token t became: [T, H]. No other row is read."""
     entries = plan.token.shape[0]
-    (returned,) = _put([rows], None, plan.home, plan.back, plan.count[1:], entries, roles)
+    (returned,) = _put([rows], None, plan.home, plan.back, plan.count[1:], entries, roles, sms)
     with jax.named_scope("sum"):
         padded = _pad(returned)
         return mosaic.gather_sum(padded, plan.position)[:, : rows.shape[1]]
 
 
-def _put(arrays, source, peer, row, count, out_rows: int, roles: Roles):
+def _put(arrays, source, peer, row, count, out_rows: int, roles: Roles, sms: int | None):
     axes = tuple((name, roles.size((name,))) for name in roles.ep)
-    got = mosaic.put_rows([_pad(v) for v in arrays], source, peer, row, count, out_rows, axes)
+    got = mosaic.put_rows([_pad(v) for v in arrays], source, peer, row, count, out_rows, axes, sms)
     return [g[:, : v.shape[1]] for g, v in zip(got, arrays, strict=True)]
 
 
