@@ -33,13 +33,15 @@ def poison(shape, dtype):
     return -1 - lax.broadcasted_iota(dtype, shape, 0) % EXPERTS
 
 
-def put_rows(arrays, source, peer, row, count, out_rows, axes):
-    """The kernel's promise by an all-gather: out[row[i]] of rank peer[i] = x[source[i]] for i < count."""
+def put_rows(arrays, source, places, way, out_rows, axes):
+    """The kernel's promise by an all-gather: out[i + shift[p]] of rank p = x[source[i]], end[p - 1] <= i < end[p]."""
     names = tuple(name for name, _ in axes)
-    index = jnp.arange(peer.shape[0], dtype=jnp.int32)
+    shift, end = places[way]
+    index = jnp.arange(len(arrays[0] if source is None else source), dtype=jnp.int32)
+    peer = (index[:, None] >= end[None]).sum(1)
     everyone = functools.partial(lax.all_gather, axis_name=names, tiled=True)
-    mine = (everyone(index) < jnp.repeat(everyone(count), len(index))) & (everyone(peer) == lax.axis_index(names))
-    at = jnp.where(mine, everyone(row), out_rows)
+    mine = everyone(peer) == lax.axis_index(names)
+    at = jnp.where(mine, everyone(index + shift[jnp.minimum(peer, len(end) - 1)]), out_rows)
     values = [everyone(x[index if source is None else source]) for x in arrays]
     return [poison((out_rows, x.shape[1]), x.dtype).at[at].set(x, mode="drop") for x in values]
 
@@ -87,32 +89,51 @@ def test_plan(routing, ranks, top_k, slots):
     wanted = np.stack([wanted if routing != "uneven" else rng.permuted(wanted, axis=1) for _ in range(ranks)])
     slot = np.cumsum(wanted, 1) - 1
     slot = np.where(wanted & (slot < slots), slot, slots).astype(np.int32)
-    kept = (slot < slots).sum(1).astype(np.int32)
-    made = jax.vmap(lambda s, r: plan_sends(s, jnp.asarray(kept), r, slots, top_k))(slot, jnp.arange(ranks))
-    plans = [jax.tree.map(lambda v, r=r: np.asarray(v[r]), made) for r in range(ranks)]
+    kept, entries = (slot < slots).sum(1).astype(np.int32), tokens * min(top_k, ranks)
+    plan = lambda s, rank: plan_sends(s, kept[rank], jnp.asarray(kept), rank, entries)  # noqa: E731
+    plans = [jax.tree.map(np.asarray, plan(jnp.asarray(slot[rank]), rank)) for rank in range(ranks)]
+
+    def sends(plan, way):
+        """(rank, row there) of each row that is sent."""
+        shift, end = plan.places[way]
+        return [(p, i + shift[p]) for p in range(ranks) for i in range(end[p - 1] if p else 0, end[p])]
 
     landed = [{} for _ in range(ranks)]
     for rank, plan in enumerate(plans):
-        assert plan.count[0] == kept[rank].sum() and plan.count[1] == kept[:, rank].sum()
-        for i in range(plan.count[0]):
-            assert plan.row[i] not in landed[plan.peer[i]] and plan.row[i] < ranks * slots
-            landed[plan.peer[i]][plan.row[i]] = (rank, plan.token[i])
+        there = sends(plan, 0)
+        assert len(there) == kept[rank].sum() and plan.received == kept[:, rank].sum()
+        for token, (peer, row) in zip(plan.token, there, strict=False):
+            assert row not in landed[peer] and 0 <= row < ranks * slots
+            landed[peer][row] = (rank, token)
     returned = [{} for _ in range(ranks)]
     for rank, plan in enumerate(plans):
         want = [(s, t) for s in range(ranks) for t in range(tokens) if slot[s, t, rank] < slots]
-        assert [landed[rank][r] for r in range(plan.count[1])] == want
-        for r in range(plan.count[1]):
-            assert plan.back[r] not in returned[plan.home[r]] and plan.back[r] < plan.token.shape[0]
-            returned[plan.home[r]][plan.back[r]] = (rank, landed[rank][r])
+        assert [landed[rank][r] for r in range(plan.received)] == want
+        for r, (home, back) in enumerate(sends(plan, 1)):
+            assert back not in returned[home] and 0 <= back < entries
+            returned[home][back] = (rank, landed[rank][r])
     for rank, plan in enumerate(plans):
-        entries = plan.token.shape[0]
-        assert entries == tokens * min(top_k, ranks) and len(returned[rank]) == plan.count[0]
+        assert len(plan.token) == entries and len(returned[rank]) == kept[rank].sum()
         for t in range(tokens):
             for peer in range(ranks):
                 if slot[rank, t, peer] < slots:
                     assert returned[rank][plan.position[t, peer]] == (peer, (rank, t))
                 else:
                     assert plan.position[t, peer] == entries
+
+
+@pytest.mark.parametrize("tokens", (1, 31, 32, 33, 200))
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_slots(routing, tokens, ranks=5):
+    """A token's number among those of a rank, at and across the ends of words, and however often it names the rank."""
+    rng = np.random.default_rng(tokens)
+    wanted = np.broadcast_to(ROUTINGS[routing](rng, tokens, ranks, ranks), (tokens, ranks))
+    owner = np.where(wanted, np.arange(ranks), ranks)
+    owner = rng.permuted(np.concatenate([owner, owner[:, :1]], axis=1), axis=1).astype(np.int32)
+    slot, until = exchange.find_slots(jnp.asarray(owner), ranks)
+    np.testing.assert_array_equal(slot, np.where(wanted, np.cumsum(wanted, 0) - 1, tokens))
+    np.testing.assert_array_equal(until.T, [wanted[: 32 * n].sum(0) for n in range(1, until.shape[1] + 1)])
+    assert until.shape[1] * 32 - tokens in range(32)
 
 
 MESHES = ("2x4", "4x2", "1x8", "dp2x2x2", "tp2x2x2")

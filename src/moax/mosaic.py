@@ -139,11 +139,12 @@ def gather_sum(rows, position, weights=None):
 
 
 @typed
-def put_rows(arrays, source, peer, row, count, out_rows: int, axes):
-    """out[row[i]] of rank peer[i] = x[source[i]], for i < count[0] and each array x; what is not written is garbage."""
+def put_rows(arrays, source, places, way: int, out_rows: int, axes):
+    """out[i + shift[p]] of rank p = x[source[i]], for end[p - 1] <= i < end[p], each array x, and (shift, end) that
+    places[way] holds; what is not written is garbage."""
     from moax.kernels.exchange import put_rows
 
-    return put_rows(arrays, source, peer, row, count, out_rows, axes)
+    return put_rows(arrays, source, places, way, out_rows, axes)
 
 
 class Packing:
