@@ -127,7 +127,12 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         yield f"quantize_rows {width}", with_blocks(quantize.quantize_rows), [x, sizes]
         gathered = lambda x, at, s: quantize.quantize_rows(x, make_blocks(s, ROWS), source=at)  # noqa: E731
         yield f"quantize_rows {width} gathered", gathered, [((512, width), BF16), ((ROWS,), I32), sizes]
+        by_row = lambda x: quantize.quantize_rows(x, None, columns=False, by_row=True)[0]  # noqa: E731
+        yield f"quantize_rows {width} by_row", by_row, [x]
         for dtype in (BF16, F32):
+            wire = [((ROWS, width), F8), ((ROWS, up(width) + 16), I32), ((8,), I32)]
+            back = functools.partial(quantize.dequantize_rows, dtype=dtype)
+            yield f"dequantize_rows {width} {dtype.__name__}", back, wire
             both = functools.partial(quantize.quantize_weight, native=True, transposed=True)
             yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, 2880, width), dtype)]
         yield f"gather_rows {width}", permute.gather_rows, [x, ((ROWS,), I32), ((1,), I32)]

@@ -18,8 +18,11 @@ from moax import backend, mosaic
 from moax.ops import dispatch, exchange
 from moax.ops.exchange import select_transport
 from moax.ops.one_sided import plan_sends
+from moax.ops.quantize import dequantize_local, dequantize_wire, quantize_local
+from moax.ops.quantize import quantize_wire as quantize_wire_rows
 from moax.recipe import Format, get_recipe
-from support import TOKENS, WAYS, integers, make_mesh, program, random, rel_norm, size, spec
+from moax.types import Operand
+from support import TOKENS, WAYS, integers, interpret, make_mesh, program, random, rel_norm, size, spec
 from test_exchange import EXPERTS, LOCAL, TOP_K, by_shard, check_delivery, check_sums, choose, inputs, run, run_combine
 from test_moe import BASE, block
 
@@ -206,6 +209,62 @@ def test_wire_format(emulated, wire):
         real = (w.experts < EXPERTS // 4).any(1)
         for field in ("rows", "experts", "weights"):
             np.testing.assert_array_equal(getattr(g, field)[: real.sum()], getattr(w, field)[real])
+
+
+def quantize_wire(x, dtype, *, pow2):
+    """The kernel of that name, as XLA computes it."""
+    form = Format("e4m3" if dtype == jnp.float8_e4m3fn else "e5m2", scale="pow2" if pow2 else "float32")
+    q = quantize_local(x, form, (1, 128))
+    return Operand(lax.bitcast_convert_type(q.data, dtype), q.scale)
+
+
+def dequantize_rows(data, words, ends, dtype):
+    """The kernel of that name; NaN in the rows that it need not write."""
+    scale = lax.bitcast_convert_type(words[:, : -(-data.shape[1] // 128)], jnp.float32)
+    values = data.astype(jnp.float32) * jnp.repeat(scale, 128, axis=1)[:, : data.shape[1]]
+    return jnp.where((jnp.arange(len(data)) < ends[-1])[:, None], values, jnp.nan).astype(dtype)
+
+
+@pytest.mark.parametrize("factor", (None, 0.6))
+@pytest.mark.parametrize("wire", [Format(), Format("e5m2", scale="pow2"), Format(scale="e8m0"), Format(block=32)])
+@pytest.mark.parametrize("transport", ("one_sided", "all_to_all"))
+def test_wire_by_kernels(emulated, monkeypatch, transport, wire, factor):
+    """Where the kernels quantize and dequantize, and what they do not take goes around them: the same rows, ids and
+    weights."""
+    _, experts, weights = inputs("2x4", tokens=128)
+    args = (jnp.asarray(random(5, len(experts), 160), jnp.bfloat16), experts, weights)
+    want = run("shard_map", "2x4", args, wire=wire, exchange="all_to_all", capacity_factor=factor)[1][1]
+    called = []
+    for fn in (quantize_wire, dequantize_rows):
+        monkeypatch.setattr(mosaic, fn.__name__, lambda *a, fn=fn, **k: (called.append(fn), fn(*a, **k))[1])
+    monkeypatch.setattr(exchange, "select_kernels", lambda *_, **widths: "mosaic")
+    got = run("shard_map", "2x4", args, wire=wire, exchange=transport, capacity_factor=factor)[1][1]
+    theirs = wire.block == 128 and wire.scale != "e8m0"
+    back = theirs and transport == "one_sided" and got.rows.shape[0] // 8 % 128 == 0
+    assert (quantize_wire in called, dequantize_rows in called) == (theirs, back)
+    for shard in range(8):
+        g, w = by_shard("2x4", got, shard), by_shard("2x4", want, shard)
+        ours, real = ((r.experts < EXPERTS // 4).any(1) for r in (g, w))
+        for field in ("rows", "experts", "weights"):
+            np.testing.assert_array_equal(getattr(g, field)[ours], getattr(w, field)[real])
+
+
+@pytest.mark.parametrize("wire", (Format(), Format("e5m2", scale="pow2")))
+def test_wire_of_the_kernels(wire, rows=256, width=160, count=200):
+    """The kernels themselves, there and back: scales to an ulp, values to the neighbour that x * (1 / scale) rounds to,
+    and from these what XLA makes of them to the bit."""
+    x = jnp.asarray(random(5, rows, width), jnp.bfloat16)
+    want = quantize_local(x, wire, (1, 128))
+
+    def there_and_back(x, others, ends):
+        q = quantize_wire_rows(x, wire, kernels=True)
+        words = jnp.concatenate([lax.bitcast_convert_type(q.scale, jnp.int32), others], axis=1)
+        return q, dequantize_wire(q.data, words, ends, wire, x.dtype)
+
+    q, back = interpret(there_and_back, x, np.full((rows, 3), -1, np.int32), np.array([7, count], np.int32))
+    np.testing.assert_allclose(q.scale, want.scale, rtol=2e-7)
+    assert np.abs(q.data.astype(int) - np.asarray(want.data, int)).max() <= 1 and (q.data == want.data).mean() > 0.999
+    np.testing.assert_array_equal(np.float32(back)[:count], np.float32(dequantize_local(q, x.dtype))[:count])
 
 
 @pytest.mark.slow

@@ -74,6 +74,24 @@ def quantize_rows(x, blocks: Blocks, dtype, *, pow2: bool, scale=None, source=No
 
 
 @typed
+def quantize_wire(x, dtype, *, pow2: bool) -> Operand:
+    """Rows [T, C] as forward takes them, but for the scales, which lie row by row: [T, ceil(C / 128)]."""
+    from moax.kernels import quantize
+
+    made = quantize.quantize_rows(x, None, dtype=dtype, columns=False, pow2=pow2, by_row=True)[0]
+    return made  # pyrefly: ignore[bad-return]
+
+
+@typed
+def dequantize_rows(data, words, ends, dtype):
+    """Rows [R, C] of FP8 times the scales of 1 x 128 blocks that `words` begin with; those from ends[-1] on are
+    garbage."""
+    from moax.kernels import quantize
+
+    return quantize.dequantize_rows(data, words, ends, dtype=dtype)
+
+
+@typed
 def quantize_weight(w, dtype, *, transposed: bool, pow2: bool, scale=None) -> Operand:
     """A weight [E, R, C] in 128 x 128 blocks, as it lies or transposed."""
     from moax.kernels import quantize

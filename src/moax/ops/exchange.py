@@ -27,9 +27,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moax.axes import Axes, Roles
-from moax.backend import Unsupported, why_not_peers
+from moax.backend import Unsupported, select_kernels, why_not_peers
 from moax.ops import one_sided
-from moax.ops.quantize import dequantize_local, quantize_local
+from moax.ops.quantize import dequantize_local, dequantize_wire, fits_wire, quantize_wire
 from moax.partition import Contract, Engine, Partitioned, View, find_view
 from moax.recipe import Format
 from moax.sharding import spec
@@ -43,7 +43,8 @@ TRANSPORTS = ("auto", "all_gather", "all_to_all", "one_sided")
 @dataclasses.dataclass(frozen=True)
 class ExchangeSpec:
     """transport; num_experts: E of the whole mesh; slots: rows for each pair of ranks (not of all_gather);
-    wire: format of rows on their way, None for their own dtype; tokens: of a shard (of `combine`)."""
+    wire: format of rows on their way, None for their own dtype; tokens: of a shard (of `combine`); kernels: what
+    quantizes."""
 
     transport: Chosen
     num_experts: int
@@ -51,6 +52,7 @@ class ExchangeSpec:
     slots: int = 0
     wire: Format | None = None
     tokens: int = 0
+    kernels: Literal["xla", "mosaic"] = "xla"
 
     @property
     def ranks(self) -> int:
@@ -132,7 +134,8 @@ def dispatch(
     tokens = x.shape[0] // (1 if view.manual else roles.size(roles.tokens))
     transport = select_transport(exchange, view, wire_bytes(x, wire))
     slots = slots_per_pair(tokens, experts.shape[1], roles.size(roles.ep), capacity_factor)
-    static = ExchangeSpec(transport, num_experts, roles, slots, wire, tokens)
+    kernels = "xla" if wire is None else select_kernels("auto", x.dtype, width=x.shape[1])
+    static = ExchangeSpec(transport, num_experts, roles, slots, wire, tokens, kernels)
     operands = _dispatch_op.lay(view, static, x, experts, weights)
     rows, local, weights, count, dropped, sent = _dispatch(view, static, *operands)
     return Received(rows, local, weights, count, dropped, sent, transport, tokens)
@@ -274,8 +277,14 @@ def send_with(static: ExchangeSpec, x, others, sent):
     """`send` of rows, quantized on the wire where `static.wire` says so, and of narrow values as they are."""
     if static.wire is None or not static.roles.ep:
         return send(static, x, others, sent)
-    q = quantize_local(x, static.wire, static.wire.row_block(x.ndim, "columns"))
-    data, scale, *others = send(static, q.data, (q.scale, *others), sent)
+    kernels, received = static.kernels == "mosaic", static.ranks * static.slots
+    q = quantize_wire(x, static.wire, kernels)
+    others = (q.scale, *others)
+    if kernels and static.transport == "one_sided" and fits_wire(static.wire, received, x.shape[1]):
+        data, words = one_sided.send_rows(q.data, others, sent, received, static.roles)
+        rows = dequantize_wire(data, words, sent.places.reshape(-1), static.wire, x.dtype)
+        return [rows, *one_sided.split_words(words, others)[1:]]
+    data, scale, *others = send(static, q.data, others, sent)
     return [dequantize_local(dataclasses.replace(q, data=data, scale=scale), x.dtype), *others]
 
 
