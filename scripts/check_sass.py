@@ -127,12 +127,17 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         yield f"quantize_rows {width}", with_blocks(quantize.quantize_rows), [x, sizes]
         gathered = lambda x, at, s: quantize.quantize_rows(x, make_blocks(s, ROWS), source=at)  # noqa: E731
         yield f"quantize_rows {width} gathered", gathered, [((512, width), BF16), ((ROWS,), I32), sizes]
+        by_row = lambda x: quantize.quantize_rows(x, None, columns=False, by_row=True)[0]  # noqa: E731
+        yield f"quantize_rows {width} by_row", by_row, [x]
         for dtype in (BF16, F32):
+            wire = [((ROWS, width), F8), ((ROWS, up(width) + 16), I32), ((8,), I32)]
+            back = functools.partial(quantize.dequantize_rows, dtype=dtype)
+            yield f"dequantize_rows {width} {dtype.__name__}", back, wire
             both = functools.partial(quantize.quantize_weight, native=True, transposed=True)
             yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, 2880, width), dtype)]
         yield f"gather_rows {width}", permute.gather_rows, [x, ((ROWS,), I32), ((1,), I32)]
-        stay = lambda x, to, n: exchange.put_rows([x, x], None, to, to, n, 512, ())  # noqa: E731
-        yield f"put_rows {width}", stay, [x, ((ROWS,), I32), ((1,), I32)]
+        stay = lambda x, places: exchange.put_rows([x, x], None, places, 0, 512, ())  # noqa: E731
+        yield f"put_rows {width}", stay, [x, ((1, 2, 1), I32)]
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
         act = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
         h, d_a, by_row = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
@@ -167,15 +172,15 @@ def compile_kernels(only: str) -> None:
 def compile_exchange(only: str) -> None:
     """Compiles the exchange of rows, of words beside them, over ep of (fsdp 2, ep 2) and of (a 2, b 2)."""
     for names, axes in ((("fsdp", "ep"), (("ep", 2),)), (("a", "b"), (("a", 2), ("b", 2)))):
-        mesh = mesh_of_h200s((2, 2), names)
+        mesh, places = mesh_of_h200s((2, 2), names), ((4, 2, 2 * len(axes)), I32)
         for width in WIDTHS:
             for dtype in (BF16, F8, F32):
                 name = f"exchange {width} {dtype.__name__} {names}"
                 if only not in name:
                     continue
                 print(f"== {name}", flush=True)
-                put = lambda *a, axes=axes: exchange.put_rows(a[:2], *a[2:], 512, axes)  # noqa: E731
-                shapes = [((512, width), dtype), ((512, 24), I32), *[((1024,), I32)] * 3, ((4,), I32)]
+                put = lambda *a, axes=axes: exchange.put_rows(a[:2], *a[2:], 0, 512, axes)  # noqa: E731
+                shapes = [((512, width), dtype), ((512, 24), I32), ((1024,), I32), places]
                 place = NamedSharding(mesh, PartitionSpec(names))
                 operands = (jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in shapes)
                 over = jax.shard_map(put, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
@@ -222,7 +227,7 @@ def compile_one_sided() -> None:
             compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile()
         check_replicas(name, compiled, 6)  # dispatch, combine; dispatch again; their transposes, that of weights too
         over_ep = {(c.kind, c.dtype, c.size) for c in inspect.collectives(compiled, mesh=mesh) if c.axes == ("ep",)}
-        if over_ep != {("all-gather", "int32", 4)}:
+        if over_ep != {("all-gather", "int32", 2 * 2 * 1024 // 4 // 32)}:  # of each pair of ranks, by 32 tokens
             sys.exit(f"{name}: collectives over ep: {over_ep}; there must be that of the counts alone")
         print(f"{name}: no collective over ep but that of the counts", flush=True)
 

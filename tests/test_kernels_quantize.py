@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.backend import Unsupported
 from moax.groups import make_blocks
-from moax.kernels.quantize import quantize_rows, quantize_weight
-from moax.ops.quantize import quantize_local
+from moax.kernels.quantize import dequantize_rows, quantize_rows, quantize_weight
+from moax.ops.quantize import dequantize_local, quantize_local
 from moax.recipe import Format
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -179,3 +179,46 @@ def test_refuses_what_the_kernel_cannot_take():
         quantize_rows(jnp.zeros((128, 128), jnp.float16), None)
     with pytest.raises(Unsupported, match="dtype=float8_e4m3b11fnuz"):
         quantize_rows(jnp.zeros((128, 128), jnp.bfloat16), None, dtype=jnp.float8_e4m3b11fnuz)
+
+
+@pytest.mark.parametrize("pow2", (False, True))
+@pytest.mark.parametrize("width", (96, 160, 256))
+def test_scales_by_row(width, pow2):
+    """The same values and scales, and these beside their rows."""
+    x = jnp.asarray(values(5, 256, width), jnp.bfloat16)
+    options = dict(columns=False, pow2=pow2)
+    got = interpret(lambda x: quantize_rows(x, None, **options, by_row=True)[0], x)
+    want = interpret(lambda x: quantize_rows(x, None, **options)[0], x)
+    np.testing.assert_array_equal(got.scale, want.scale.T)
+    np.testing.assert_array_equal(got.data.view(np.uint8), want.data.view(np.uint8))
+
+
+@pytest.mark.parametrize("count", (0, 1, 128, 129, 384))
+@pytest.mark.parametrize(
+    "width, dtype, out", [(96, E4M3, jnp.bfloat16), (160, E5M2, jnp.bfloat16), (256, E4M3, jnp.float32)]
+)
+def test_dequantize_rows(width, dtype, out, count):
+    """To the bit what XLA makes of them, NaN where NaN was; a scale of another row or block, or a last row left out."""
+    name = "e4m3" if dtype == E4M3 else "e5m2"
+    q = quantize_local(jnp.asarray(values(6, 384, width)), Format(name), (1, 128))
+    words = jnp.concatenate([jax.lax.bitcast_convert_type(q.scale, jnp.int32), jnp.full((384, 3), -1)], axis=1)
+    run = lambda data, words, ends: dequantize_rows(data, words, ends, dtype=out)  # noqa: E731
+    got = interpret(run, jax.lax.bitcast_convert_type(q.data, dtype), words, np.array([999, count], np.int32))
+    want = np.asarray(dequantize_local(q, out), np.float32)
+    np.testing.assert_array_equal(np.float32(got)[:count], want[:count])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_wire_lowers_for_cuda(width):
+    """Widths of models, to and from."""
+    lower(lambda x: quantize_rows(x, None, columns=False, by_row=True)[0], jnp.zeros((256, width), jnp.bfloat16))
+    words = jnp.zeros((256, width // 96 + 1), jnp.int32)
+    lower(dequantize_rows, jnp.zeros((256, width), E4M3), words, jnp.zeros(8, jnp.int32))
+
+
+def test_dequantize_refuses_what_it_cannot_tile():
+    """Rows that fill no block, a width that the copy engine does not swizzle, scales that are not there."""
+    one = jnp.zeros(1, jnp.int32)
+    for shape, words in (((100, 128), 1), ((128, 48), 1), ((128, 256), 1)):
+        with pytest.raises(Unsupported, match="the kernel takes multiples of 128 rows and of 32 columns"):
+            dequantize_rows(jnp.zeros(shape, E4M3), jnp.zeros((shape[0], words), jnp.int32), one)

@@ -18,8 +18,11 @@ from moax import backend, mosaic
 from moax.ops import dispatch, exchange
 from moax.ops.exchange import select_transport
 from moax.ops.one_sided import plan_sends
+from moax.ops.quantize import dequantize_local, dequantize_wire, quantize_local
+from moax.ops.quantize import quantize_wire as quantize_wire_rows
 from moax.recipe import Format, get_recipe
-from support import TOKENS, WAYS, integers, make_mesh, program, random, rel_norm, size, spec
+from moax.types import Operand
+from support import TOKENS, WAYS, integers, interpret, make_mesh, program, random, rel_norm, size, spec
 from test_exchange import EXPERTS, LOCAL, TOP_K, by_shard, check_delivery, check_sums, choose, inputs, run, run_combine
 from test_moe import BASE, block
 
@@ -33,13 +36,15 @@ def poison(shape, dtype):
     return -1 - lax.broadcasted_iota(dtype, shape, 0) % EXPERTS
 
 
-def put_rows(arrays, source, peer, row, count, out_rows, axes, sms=None):
-    """The kernel's promise by an all-gather: out[row[i]] of rank peer[i] = x[source[i]] for i < count."""
+def put_rows(arrays, source, places, way, out_rows, axes, sms=None):
+    """The kernel's promise by an all-gather: out[i + shift[p]] of rank p = x[source[i]], end[p - 1] <= i < end[p]."""
     names = tuple(name for name, _ in axes)
-    index = jnp.arange(peer.shape[0], dtype=jnp.int32)
+    shift, end = places[way]
+    index = jnp.arange(len(arrays[0] if source is None else source), dtype=jnp.int32)
+    peer = (index[:, None] >= end[None]).sum(1)
     everyone = functools.partial(lax.all_gather, axis_name=names, tiled=True)
-    mine = (everyone(index) < jnp.repeat(everyone(count), len(index))) & (everyone(peer) == lax.axis_index(names))
-    at = jnp.where(mine, everyone(row), out_rows)
+    mine = everyone(peer) == lax.axis_index(names)
+    at = jnp.where(mine, everyone(index + shift[jnp.minimum(peer, len(end) - 1)]), out_rows)
     values = [everyone(x[index if source is None else source]) for x in arrays]
     return [poison((out_rows, x.shape[1]), x.dtype).at[at].set(x, mode="drop") for x in values]
 
@@ -87,32 +92,51 @@ def test_plan(routing, ranks, top_k, slots):
     wanted = np.stack([wanted if routing != "uneven" else rng.permuted(wanted, axis=1) for _ in range(ranks)])
     slot = np.cumsum(wanted, 1) - 1
     slot = np.where(wanted & (slot < slots), slot, slots).astype(np.int32)
-    kept = (slot < slots).sum(1).astype(np.int32)
-    made = jax.vmap(lambda s, r: plan_sends(s, jnp.asarray(kept), r, slots, top_k))(slot, jnp.arange(ranks))
-    plans = [jax.tree.map(lambda v, r=r: np.asarray(v[r]), made) for r in range(ranks)]
+    kept, entries = (slot < slots).sum(1).astype(np.int32), tokens * min(top_k, ranks)
+    plan = lambda s, rank: plan_sends(s, kept[rank], jnp.asarray(kept), rank, entries)  # noqa: E731
+    plans = [jax.tree.map(np.asarray, plan(jnp.asarray(slot[rank]), rank)) for rank in range(ranks)]
+
+    def sends(plan, way):
+        """(rank, row there) of each row that is sent."""
+        shift, end = plan.places[way]
+        return [(p, i + shift[p]) for p in range(ranks) for i in range(end[p - 1] if p else 0, end[p])]
 
     landed = [{} for _ in range(ranks)]
     for rank, plan in enumerate(plans):
-        assert plan.count[0] == kept[rank].sum() and plan.count[1] == kept[:, rank].sum()
-        for i in range(plan.count[0]):
-            assert plan.row[i] not in landed[plan.peer[i]] and plan.row[i] < ranks * slots
-            landed[plan.peer[i]][plan.row[i]] = (rank, plan.token[i])
+        there = sends(plan, 0)
+        assert len(there) == kept[rank].sum() and plan.received == kept[:, rank].sum()
+        for token, (peer, row) in zip(plan.token, there, strict=False):
+            assert row not in landed[peer] and 0 <= row < ranks * slots
+            landed[peer][row] = (rank, token)
     returned = [{} for _ in range(ranks)]
     for rank, plan in enumerate(plans):
         want = [(s, t) for s in range(ranks) for t in range(tokens) if slot[s, t, rank] < slots]
-        assert [landed[rank][r] for r in range(plan.count[1])] == want
-        for r in range(plan.count[1]):
-            assert plan.back[r] not in returned[plan.home[r]] and plan.back[r] < plan.token.shape[0]
-            returned[plan.home[r]][plan.back[r]] = (rank, landed[rank][r])
+        assert [landed[rank][r] for r in range(plan.received)] == want
+        for r, (home, back) in enumerate(sends(plan, 1)):
+            assert back not in returned[home] and 0 <= back < entries
+            returned[home][back] = (rank, landed[rank][r])
     for rank, plan in enumerate(plans):
-        entries = plan.token.shape[0]
-        assert entries == tokens * min(top_k, ranks) and len(returned[rank]) == plan.count[0]
+        assert len(plan.token) == entries and len(returned[rank]) == kept[rank].sum()
         for t in range(tokens):
             for peer in range(ranks):
                 if slot[rank, t, peer] < slots:
                     assert returned[rank][plan.position[t, peer]] == (peer, (rank, t))
                 else:
                     assert plan.position[t, peer] == entries
+
+
+@pytest.mark.parametrize("tokens", (1, 31, 32, 33, 200))
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_slots(routing, tokens, ranks=5):
+    """A token's number among those of a rank, at and across the ends of words, and however often it names the rank."""
+    rng = np.random.default_rng(tokens)
+    wanted = np.broadcast_to(ROUTINGS[routing](rng, tokens, ranks, ranks), (tokens, ranks))
+    owner = np.where(wanted, np.arange(ranks), ranks)
+    owner = rng.permuted(np.concatenate([owner, owner[:, :1]], axis=1), axis=1).astype(np.int32)
+    slot, until = exchange.find_slots(jnp.asarray(owner), ranks)
+    np.testing.assert_array_equal(slot, np.where(wanted, np.cumsum(wanted, 0) - 1, tokens))
+    np.testing.assert_array_equal(until.T, [wanted[: 32 * n].sum(0) for n in range(1, until.shape[1] + 1)])
+    assert until.shape[1] * 32 - tokens in range(32)
 
 
 MESHES = ("2x4", "4x2", "1x8", "dp2x2x2", "tp2x2x2")
@@ -185,6 +209,62 @@ def test_wire_format(emulated, wire):
         real = (w.experts < EXPERTS // 4).any(1)
         for field in ("rows", "experts", "weights"):
             np.testing.assert_array_equal(getattr(g, field)[: real.sum()], getattr(w, field)[real])
+
+
+def quantize_wire(x, dtype, *, pow2):
+    """The kernel of that name, as XLA computes it."""
+    form = Format("e4m3" if dtype == jnp.float8_e4m3fn else "e5m2", scale="pow2" if pow2 else "float32")
+    q = quantize_local(x, form, (1, 128))
+    return Operand(lax.bitcast_convert_type(q.data, dtype), q.scale)
+
+
+def dequantize_rows(data, words, ends, dtype):
+    """The kernel of that name; NaN in the rows that it need not write."""
+    scale = lax.bitcast_convert_type(words[:, : -(-data.shape[1] // 128)], jnp.float32)
+    values = data.astype(jnp.float32) * jnp.repeat(scale, 128, axis=1)[:, : data.shape[1]]
+    return jnp.where((jnp.arange(len(data)) < ends[-1])[:, None], values, jnp.nan).astype(dtype)
+
+
+@pytest.mark.parametrize("factor", (None, 0.6))
+@pytest.mark.parametrize("wire", [Format(), Format("e5m2", scale="pow2"), Format(scale="e8m0"), Format(block=32)])
+@pytest.mark.parametrize("transport", ("one_sided", "all_to_all"))
+def test_wire_by_kernels(emulated, monkeypatch, transport, wire, factor):
+    """Where the kernels quantize and dequantize, and what they do not take goes around them: the same rows, ids and
+    weights."""
+    _, experts, weights = inputs("2x4", tokens=128)
+    args = (jnp.asarray(random(5, len(experts), 160), jnp.bfloat16), experts, weights)
+    want = run("shard_map", "2x4", args, wire=wire, exchange="all_to_all", capacity_factor=factor)[1][1]
+    called = []
+    for fn in (quantize_wire, dequantize_rows):
+        monkeypatch.setattr(mosaic, fn.__name__, lambda *a, fn=fn, **k: (called.append(fn), fn(*a, **k))[1])
+    monkeypatch.setattr(exchange, "select_kernels", lambda *_, **widths: "mosaic")
+    got = run("shard_map", "2x4", args, wire=wire, exchange=transport, capacity_factor=factor)[1][1]
+    theirs = wire.block == 128 and wire.scale != "e8m0"
+    back = theirs and transport == "one_sided" and got.rows.shape[0] // 8 % 128 == 0
+    assert (quantize_wire in called, dequantize_rows in called) == (theirs, back)
+    for shard in range(8):
+        g, w = by_shard("2x4", got, shard), by_shard("2x4", want, shard)
+        ours, real = ((r.experts < EXPERTS // 4).any(1) for r in (g, w))
+        for field in ("rows", "experts", "weights"):
+            np.testing.assert_array_equal(getattr(g, field)[ours], getattr(w, field)[real])
+
+
+@pytest.mark.parametrize("wire", (Format(), Format("e5m2", scale="pow2")))
+def test_wire_of_the_kernels(wire, rows=256, width=160, count=200):
+    """The kernels themselves, there and back: scales to an ulp, values to the neighbour that x * (1 / scale) rounds to,
+    and from these what XLA makes of them to the bit."""
+    x = jnp.asarray(random(5, rows, width), jnp.bfloat16)
+    want = quantize_local(x, wire, (1, 128))
+
+    def there_and_back(x, others, ends):
+        q = quantize_wire_rows(x, wire, kernels=True)
+        words = jnp.concatenate([lax.bitcast_convert_type(q.scale, jnp.int32), others], axis=1)
+        return q, dequantize_wire(q.data, words, ends, wire, x.dtype)
+
+    q, back = interpret(there_and_back, x, np.full((rows, 3), -1, np.int32), np.array([7, count], np.int32))
+    np.testing.assert_allclose(q.scale, want.scale, rtol=2e-7)
+    assert np.abs(q.data.astype(int) - np.asarray(want.data, int)).max() <= 1 and (q.data == want.data).mean() > 0.999
+    np.testing.assert_array_equal(np.float32(back)[:count], np.float32(dequantize_local(q, x.dtype))[:count])
 
 
 @pytest.mark.slow

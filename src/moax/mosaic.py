@@ -74,6 +74,24 @@ def quantize_rows(x, blocks: Blocks, dtype, *, pow2: bool, scale=None, source=No
 
 
 @typed
+def quantize_wire(x, dtype, *, pow2: bool) -> Operand:
+    """Rows [T, C] as forward takes them, but for the scales, which lie row by row: [T, ceil(C / 128)]."""
+    from moax.kernels import quantize
+
+    made = quantize.quantize_rows(x, None, dtype=dtype, columns=False, pow2=pow2, by_row=True)[0]
+    return made  # pyrefly: ignore[bad-return]
+
+
+@typed
+def dequantize_rows(data, words, ends, dtype):
+    """Rows [R, C] of FP8 times the scales of 1 x 128 blocks that `words` begin with; those from ends[-1] on are
+    garbage."""
+    from moax.kernels import quantize
+
+    return quantize.dequantize_rows(data, words, ends, dtype=dtype)
+
+
+@typed
 def quantize_weight(w, dtype, *, transposed: bool, pow2: bool, scale=None) -> Operand:
     """A weight [E, R, C] in 128 x 128 blocks, as it lies or transposed."""
     from moax.kernels import quantize
@@ -139,11 +157,12 @@ def gather_sum(rows, position, weights=None):
 
 
 @typed
-def put_rows(arrays, source, peer, row, count, out_rows: int, axes, sms: int | None = None):
-    """out[row[i]] of rank peer[i] = x[source[i]], for i < count[0] and each array x; what is not written is garbage."""
+def put_rows(arrays, source, places, way: int, out_rows: int, axes, sms: int | None = None):
+    """out[i + shift[p]] of rank p = x[source[i]], for end[p - 1] <= i < end[p], each array x, and (shift, end) that
+    places[way] holds; what is not written is garbage."""
     from moax.kernels.exchange import SMS, put_rows
 
-    return put_rows(arrays, source, peer, row, count, out_rows, axes, sms=sms or SMS)
+    return put_rows(arrays, source, places, way, out_rows, axes, sms=sms or SMS)
 
 
 class Packing:

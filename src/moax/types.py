@@ -66,19 +66,21 @@ class SendPlan(NamedTuple):
     """Which rows a rank writes into the memory of its peers, C = T min(K, ranks) at most, and where their sums return.
 
     Attributes:
-      token, peer, row: [C] i32: of each row that is sent, which token it is, to which rank of ep, to which row there.
-      home, back: [R] i32: of each received row, the rank that sent it, and which of the rows that it sent it was.
+      token: [C] i32: which token each row is that is sent, in order of the ranks they go to, then of tokens; void past
+        the rows that are sent.
       position: [T, ranks] i32: which of the rows sent is the token's to each rank; C for none.
-      count: [2] i32: rows sent and received; what the other fields say of rows past that is void.
+      places: [2, 2, ranks] i32: of the rows sent to each rank, how much further on they lie there, and where they end;
+        and the same of the rows received from each rank, on their way back.
     """
 
     token: Int[Array, " C"]
-    peer: Int[Array, " C"]
-    row: Int[Array, " C"]
-    home: Int[Array, " R"]
-    back: Int[Array, " R"]
     position: Int[Array, "T ranks"]
-    count: Int[Array, " 2"]
+    places: Int[Array, "2 2 ranks"]
+
+    @property
+    def received(self) -> Int[Array, ""]:
+        """How many rows this rank receives."""
+        return self.places[1, 1, -1]
 
 
 @_pytree("transport", "num_tokens")

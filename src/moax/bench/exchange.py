@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moax.axes import Axes
-from moax.backend import count_sms
+from moax.backend import count_sms, select_kernels
 from moax.bench import error, ours, rounds
 from moax.bench.peers import ragged_peer, wires
 from moax.bench.report import OURS, Row, compare, why
@@ -143,7 +143,8 @@ def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh:
     view = find_view(Axes(), "auto", args[0])
     transport = select_transport(TRANSPORTS[impl], view, wire_bytes(args[0], WIRES[wire]))
     slots = slots_per_pair(case.tokens, case.top_k, mesh.size, None)
-    static = ExchangeSpec(transport, case.experts, view.roles, slots, WIRES[wire], sms)
+    kernels = select_kernels("auto", args[0].dtype, width=case.width)
+    static = ExchangeSpec(transport, case.experts, view.roles, slots, WIRES[wire], case.tokens, kernels, sms)
     dispatch = Exchange(static, "dispatch", case.tokens)
     if direction == "dispatch":
         return dispatch, args

@@ -1,6 +1,6 @@
 """Exchange: rows written straight into the memory of peers, over NVLink.
 
-    out[p][row[i]] = x[source[i]]        p = peer[i], for i < count; what no rank writes holds anything
+    out[p][i + shift[p]] = x[source[i]]        end[p - 1] <= i < end[p]; what no rank writes holds anything
 
 A row is read from this rank's memory into SMEM and written to its peer from there, by bulk copies: there is no send
 buffer, no thread touches what is moved, and no byte crosses that is not a row's. Rows of several arrays travel in one
@@ -35,21 +35,20 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # bulk copies rather than tenso
 def put_rows(
     arrays: Sequence[Array],
     source: Int[Array, " C"] | None,
-    peer: Int[Array, " C"],
-    row: Int[Array, " C"],
-    count: Int[Array, " 1"],
+    places: Int[Array, "ways 2 ranks"],
+    way: int,
     out_rows: int,
     axes: tuple[tuple[str, int], ...],
     *,
     sms: int = SMS,
 ) -> tuple[Array, ...]:
-    """out[row[i]] of rank peer[i] = x[source[i]], for i < count[0] and each array x.
+    """out[i + shift[p]] of rank p = x[source[i]], for end[p - 1] <= i < end[p] and each array x.
 
     Args:
       arrays: each [T, W] of any dtype, a row a multiple of 16 bytes.
       source: [C] i32: which row to send; None: row i.
-      peer: [C] i32: to which rank, counted row-major over `axes`. row: [C] i32: to which row there.
-      count: [1] i32, at most C: how many are sent.
+      places: (shift, end) of each rank, counted row-major over `axes`, of each way; ends ascend, to C at most.
+      way: which of them.
       out_rows: rows of the results.
       axes: (name, size) of the mesh axes of the group that exchanges; none: rows stay on this device.
       sms: multiprocessors that copy.
@@ -65,21 +64,22 @@ def put_rows(
     copies = min(MOST_COPIES, MOST_BYTES // (WARPGROUPS * sum(sizes)))
     if not copies:
         raise Unsupported(f"rows of {sum(sizes)} bytes; the kernel takes {MOST_BYTES // WARPGROUPS}")
-    ranks, workers, entries = math.prod(size for _, size in axes), sms * WARPGROUPS, peer.shape[0]
+    ranks, workers = math.prod(size for _, size in axes), sms * WARPGROUPS
+    if places.shape[1:] != (2, ranks):
+        raise ValueError(f"places has shape {places.shape}; for {axes} it must be (ways, 2, {ranks})")
 
-    def put_rows(arrays, source, peer, row, count, outs, *, buffers, arrived, done):
+    def put_rows(arrays, source, places, outs, *, buffers, arrived, done):
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("sm") * WARPGROUPS + warpgroup
+        shifts, ends = ([places[way, n, p] for p in range(ranks)] for n in range(2))
         # Neighbouring rows go to one peer: shares of them, so that all peers are written to at any time.
-        share = lax.div(count[0] + workers - 1, jnp.int32(workers))
+        share = lax.div(ends[-1] + workers - 1, jnp.int32(workers))
         first = worker * share
-        end = jnp.minimum(first + share, count[0])
+        end = jnp.minimum(first + share, ends[-1])
 
         def batch(n, _):
             at = [first + n * copies + k for k in range(copies)]
-            known = [jnp.minimum(i, entries - 1) for i in at]
-            sources = at if source is None else [source[i] for i in known]
-            places = [(peer[i], row[i]) for i in known]
+            sources = at if source is None else [source[jnp.minimum(i, source.shape[0] - 1)] for i in at]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for k in range(copies):
                 # Branches, not a predicate: a row that does not exist must not be addressed.
@@ -95,9 +95,10 @@ def put_rows(
                 @pl.when(at[k] < end)
                 def _(k=k):
                     plgpu.barrier_wait(arrived.at[warpgroup * copies + k])
+                    peer, row = place(at[k], ends, shifts)
                     for out, buffer in zip(outs, buffers, strict=True):
-                        there = plgpu.remote_ref(out, coordinates(places[k][0], axes)) if axes else out
-                        plgpu.copy_smem_to_gmem(buffer.at[warpgroup, k], there.at[places[k][1]])
+                        there = plgpu.remote_ref(out, coordinates(peer, axes)) if axes else out
+                        plgpu.copy_smem_to_gmem(buffer.at[warpgroup, k], there.at[row])
 
         lax.fori_loop(0, lax.div(jnp.maximum(end - first, 0) + copies - 1, jnp.int32(copies)), batch, None)
         plgpu.wait_smem_to_gmem(0)
@@ -114,7 +115,7 @@ def put_rows(
     )
 
     @sequential_vmap  # blocks of threads that wait for those of peers must all be running
-    def launch(arrays, source, peer, row, count):
+    def launch(arrays, source, places):
         (outs,) = plgpu.kernel(
             put_rows,
             out_type=([jax.ShapeDtypeStruct((out_rows, x.shape[1]), x.dtype) for x in arrays],),
@@ -123,10 +124,18 @@ def put_rows(
             num_threads=WARPGROUPS,
             thread_name="warpgroup",
             scratch_types=scratch,
-        )(arrays, source, peer, row, count)
+        )(arrays, source, places)
         return outs
 
-    return tuple(launch(list(arrays), source, peer, row, count))
+    return tuple(launch(list(arrays), source, places))
+
+
+def place(i, ends: Sequence, shifts: Sequence) -> tuple[Any, Any]:
+    """The rank that row i goes to, and the row there."""
+    peer, shift = jnp.int32(0), shifts[0]
+    for p in range(1, len(ends)):
+        peer, shift = jnp.where(i < ends[p - 1], peer, p), jnp.where(i < ends[p - 1], shift, shifts[p])
+    return peer, i + shift
 
 
 def coordinates(rank, axes: tuple[tuple[str, int], ...]) -> Any:

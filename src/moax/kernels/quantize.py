@@ -1,4 +1,4 @@
-"""Quantize to FP8 in one read of the source, for products over its columns, over its rows, or both.
+"""Quantize to FP8 in one read of the source, for products over its columns, over its rows, or both; and back.
 
     scale[b] = max |x| over block b / max of the format         (rounded up to a power of two with `pow2`)
     data     = round_to_format(x * (1 / scale))
@@ -40,6 +40,7 @@ def quantize_rows(
     columns: bool = True,
     pow2: bool = False,
     scale: Float[Array, " 1"] | None = None,
+    by_row: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
     """Rows for products over their columns (1 x 128 blocks), and over themselves (128 x 1 blocks, transposed).
 
@@ -52,6 +53,7 @@ def quantize_rows(
       rows, columns: which of the two to make.
       pow2: scales are rounded up to powers of two.
       scale: [1] f32, one for the whole tensor in the place of each block's own.
+      by_row: the scales of rows lie row by row, [M, ceil(C / 128)].
 
     Returns:
       rows: data [M, C], scale [ceil(C / 128), M]. columns: data [C, M], scale [M / 128, C rounded up to 128]. None for
@@ -64,7 +66,7 @@ def quantize_rows(
         raise Unsupported(f"x has {size} rows; the kernel takes multiples of {BLOCK}")
     padded = align_up(width, BLOCK)
     shapes = {
-        "rows": ((size, x.shape[1]), (padded // BLOCK, size)),
+        "rows": ((size, x.shape[1]), (size, padded // BLOCK) if by_row else (padded // BLOCK, size)),
         "columns": ((x.shape[1], size), (size // BLOCK, padded)),
     }
     wanted = [name for name, on in (("rows", rows), ("columns", columns)) if on]
@@ -90,7 +92,8 @@ def quantize_rows(
             puts += [("columns", of_columns, j, i, half) for half in (0, 1)] * columns
             for n, (name, of, row, column, half) in enumerate(puts):
                 to = data[name], scales.get(name), buffers[wanted.index(name)]
-                put(of(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, one, wait=n > 0)
+                turned = by_row and name == "rows"
+                put(of(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, one, wait=n > 0, by_row=turned)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(x, data.values(), source is not None)
@@ -161,6 +164,47 @@ def quantize_weight(
         Operand(data["native"][:, :rows, :width], scales) if native else None,
         Operand(data["transposed"][:, :width, :rows], jnp.swapaxes(scales, 1, 2)) if transposed else None,
     )
+
+
+def dequantize_rows(
+    data: Float[Array, "R C"], words: Int[Array, "R W"], ends: Int[Array, " N"], *, dtype=jnp.bfloat16
+) -> Float[Array, "R C"]:
+    """data[r, c] * scale[r, c / 128], rounded once; rows from ends[-1] on may hold anything, and most are not written.
+
+    Args:
+      data: [R, C] float8_e4m3fn or float8_e5m2, R a multiple of 128, C of 32.
+      words: [R, W] i32: in their first ceil(C / 128) columns the bits of the scales, f32; other columns are not read.
+      ends: i32, the last of which is how many rows to read.
+      dtype: of the result, bfloat16 or float32.
+    """
+    size, width = data.shape
+    blocks = -(-width // BLOCK)
+    if size % BLOCK or width % 32 or words.shape[0] != size or words.shape[1] < blocks:
+        raise Unsupported(
+            f"data and words have shapes {data.shape}, {words.shape}; the kernel takes multiples of {BLOCK} rows and "
+            "of 32 columns, with a word for each 128 of these"
+        )
+
+    def dequantize_rows(data, words, ends, out, *, tile, wide, loaded):
+        i, j = lax.axis_index("i"), lax.axis_index("j")
+
+        @pl.when(i * BLOCK < ends[ends.shape[0] - 1])
+        def _():
+            load_tiles([(data.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
+            for half in (0, 1):
+                scale = words.at[pl.ds(i * BLOCK + half * HALF, HALF), j]
+                scale = plgpu.load(scale, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                scale = lax.bitcast_convert_type(scale, jnp.float32)
+                value = rows_of(tile, half, optimized=False)
+                value = value * lax.broadcast_in_dim(scale, value.shape, [0])
+                wide[pl.ds(half * HALF, HALF)] = value.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(wide, out.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    scratch = dict(tile=tile_buffer(data.dtype, width), wide=tile_buffer(dtype, width), loaded=plgpu.Barrier())
+    out = jax.ShapeDtypeStruct((size, width), dtype)
+    return launch(dequantize_rows, out, dict(i=size // BLOCK, j=blocks), scratch)(data, words, ends)
 
 
 def check_source(name: str, x, dims: int, dtype) -> None:
@@ -275,19 +319,20 @@ def to_scale(amax, dtype, pow2: bool, of_zero: float = 1.0):
     return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
 
 
-def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool = False) -> None:
+def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool = False, by_row: bool = False) -> None:
     """Quantizes half a block [64, 128] by its rows, and starts its copy to GMEM; past the end of data none is made.
 
     first: its first row in data. slot: which 64 rows of the buffer.
     to: data [R, C] and scale [C / 128, R] in GMEM, the buffer in SMEM. given: the scale, which is then not written.
-    wait: whether copies that were started before may still read the buffer.
+    wait: whether copies that were started before may still read the buffer. by_row: the scales are [R, C / 128].
     """
     data, scales, buffer = to
     dtype = data.dtype
     scale = to_scale(amax(value), dtype, pow2) if given is None else given
     inverse = 1.0 / scale
     if given is None:
-        scales[column_block, pl.ds(first, HALF)] = scale
+        at = (column_block, pl.ds(first, HALF))
+        scales[at[::-1] if by_row else at] = scale
         inverse = lax.broadcast_in_dim(inverse, value.shape, [0])
     # The conversion would make a number of an Inf; a product with 0 makes it NaN, in one multiply-add.
     value = (value * inverse + value * 0.0).astype(dtype)

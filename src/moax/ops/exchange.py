@@ -27,9 +27,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moax.axes import Axes, Roles
-from moax.backend import Unsupported, why_not_peers
+from moax.backend import Unsupported, select_kernels, why_not_peers
 from moax.ops import one_sided
-from moax.ops.quantize import dequantize_local, quantize_local
+from moax.ops.quantize import dequantize_local, dequantize_wire, fits_wire, quantize_wire
 from moax.partition import Contract, Engine, Partitioned, View, find_view
 from moax.recipe import Format
 from moax.sharding import spec
@@ -43,13 +43,16 @@ TRANSPORTS = ("auto", "all_gather", "all_to_all", "one_sided")
 @dataclasses.dataclass(frozen=True)
 class ExchangeSpec:
     """transport; num_experts: E of the whole mesh; slots: rows for each pair of ranks (not of all_gather);
-    wire: format of rows on their way, None for their own dtype; sms: of one_sided, None for as many as it takes."""
+    wire: format of rows on their way, None for their own dtype; tokens: of a shard (of `combine`); kernels: what
+    quantizes; sms: of one_sided, None for as many as it takes."""
 
     transport: Chosen
     num_experts: int
     roles: Roles
     slots: int = 0
     wire: Format | None = None
+    tokens: int = 0
+    kernels: Literal["xla", "mosaic"] = "xla"
     sms: int | None = None
 
     @property
@@ -132,7 +135,8 @@ def dispatch(
     tokens = x.shape[0] // (1 if view.manual else roles.size(roles.tokens))
     transport = select_transport(exchange, view, wire_bytes(x, wire))
     slots = slots_per_pair(tokens, experts.shape[1], roles.size(roles.ep), capacity_factor)
-    static = ExchangeSpec(transport, num_experts, roles, slots, wire)
+    kernels = "xla" if wire is None else select_kernels("auto", x.dtype, width=x.shape[1])
+    static = ExchangeSpec(transport, num_experts, roles, slots, wire, tokens, kernels)
     operands = _dispatch_op.lay(view, static, x, experts, weights)
     rows, local, weights, count, dropped, sent = _dispatch(view, static, *operands)
     return Received(rows, local, weights, count, dropped, sent, transport, tokens)
@@ -153,7 +157,9 @@ def combine(
     """
     view = find_view(axes, engine, rows)
     transport = select_transport(received.transport, view, wire_bytes(rows))
-    static = ExchangeSpec(transport, 0, view.roles, received.num_tokens)
+    shards = 1 if view.manual else view.roles.size(view.roles.tokens)
+    slots = rows.shape[0] // (shards * view.roles.size(view.roles.ep))
+    static = ExchangeSpec(transport, 0, view.roles, slots, tokens=received.num_tokens)
     return _combine(view, static, *_combine_op.lay(view, static, rows, received.slots))
 
 
@@ -165,16 +171,13 @@ def _dispatch(view: View, static: ExchangeSpec, x, experts, weights):
 
 def _dispatch_fwd(view, static, x, experts, weights):
     results = _dispatch(view, static, x, experts, weights)
-    tokens = x.shape[0] // (1 if view.manual else view.roles.size(view.roles.tokens))
-    mine = results[1] < static.num_experts // static.ranks
-    return results, (results[-1], mine, tokens)
+    return results, (results[-1], results[1] < static.num_experts // static.ranks)
 
 
 def _dispatch_bwd(view, static, residuals, cotangents):
-    sent, mine, tokens = residuals
-    back = dataclasses.replace(static, slots=tokens)
+    sent, mine = residuals
     d_weights = jnp.where(mine, cotangents[2], 0.0)
-    return _combine(view, back, cotangents[0], sent), None, _combine(view, back, d_weights, sent)
+    return _combine(view, static, cotangents[0], sent), None, _combine(view, static, d_weights, sent)
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -182,7 +185,6 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _combine(view: View, static: ExchangeSpec, rows, sent):
-    """`static.slots` is the number of tokens of a shard here."""
     return _combine_op(view, static, rows, sent)[0]
 
 
@@ -210,37 +212,61 @@ def dispatch_local(static: ExchangeSpec, x, experts, weights) -> Received:
         first = lax.axis_index(static.roles.ep) * local_experts if static.roles.ep else 0
         mine = (ids >= first) & (ids < first + local_experts)
         if isinstance(sent, SendPlan):
-            mine &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < sent.count[1])[:, None]
+            mine &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < sent.received)[:, None]
         local = jnp.where(mine, ids - first, local_experts).astype(jnp.int32)
         weights = jnp.where(mine, weights, 0.0)
-        count = mine.any(-1).sum(dtype=jnp.int32)[None]
-    return Received(rows, local, weights, count, dropped, sent, static.transport, x.shape[0])
+        count = sent.received if isinstance(sent, SendPlan) else mine.any(-1).sum(dtype=jnp.int32)
+    return Received(rows, local, weights, count[None], dropped, sent, static.transport, x.shape[0])
 
 
 def assign_slots(static: ExchangeSpec, experts):
     """Which token goes in each slot for each rank, in order of tokens: [ranks * slots], T for none, or a SendPlan; and
     how many assignments found no slot."""
-    tokens, slots = experts.shape[0], static.slots
-    owner, rank = experts // (static.num_experts // static.ranks), jnp.arange(static.ranks, dtype=jnp.int32)
-    wanted = (owner[:, None] == rank[None, :, None]).any(-1)
-    slot = jnp.cumsum(wanted.astype(jnp.int32), axis=0) - 1
-    slot = jnp.where(wanted & (slot < slots), slot, slots)
-    lost = (jnp.take_along_axis(slot, owner, axis=1) == slots).astype(jnp.int32)
-    dropped = lost.sum(dtype=jnp.int32)[None]
+    (tokens, top_k), ranks, slots = experts.shape, static.ranks, static.slots
+    owner = lax.div(experts, jnp.full_like(experts, static.num_experts // ranks))
+    slot, until = find_slots(owner, ranks)
+    rank, dropped = jnp.arange(ranks, dtype=jnp.int32), jnp.zeros(1, jnp.int32)
+    if slots < tokens:
+        lost = (owner[..., None] == rank[None, None]) & (slot >= slots)[:, None]
+        dropped = lost.sum(dtype=jnp.int32)[None]
     if static.transport == "one_sided":
-        kept = lax.all_gather((slot < slots).sum(0, dtype=jnp.int32), static.roles.ep)
-        here = lax.axis_index(static.roles.ep)
-        return one_sided.plan_sends(slot, kept, here, slots, experts.shape[1]), dropped
-    sent = jnp.full((static.ranks, slots), tokens, jnp.int32)
-    sent = sent.at[rank[None], slot].set(jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop").reshape(-1)
+        # All of `until`, whose ends are what everyone must know: that is a kernel less, and so few bytes are no slower.
+        kept = jnp.minimum(lax.all_gather(until, static.roles.ep)[..., -1], slots)
+        sent, here = jnp.minimum(until[:, -1], slots), lax.axis_index(static.roles.ep)
+        return one_sided.plan_sends(slot, sent, kept, here, tokens * min(top_k, ranks)), dropped
+    empty = jnp.full((ranks, slots), tokens, jnp.int32)
+    sent = empty.at[rank[None], slot].set(jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop").reshape(-1)
     return sent, dropped
+
+
+def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"]]:
+    """How many tokens before this one want each rank, T where it does not itself; and how many do until the end of each
+    32 tokens. owner: ranks that each token wants, any number of times; what is not in [0, ranks) is none.
+
+    Whether a token wants a rank is a bit. Those of 32 tokens are a word, so that what comes before a token is a count
+    of words, few enough to compare each with each, and of bits of its own: no scan along the tokens, which is several
+    kernels where this is two, and what follows is elementwise.
+    """
+    tokens, top_k = owner.shape
+    words = jnp.pad(owner, ((0, -tokens % 32), (0, 0)), constant_values=ranks).reshape(1, -1, 32 * top_k)
+    bit = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
+    mine = words == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
+    bits = lax.reduce_or(jnp.where(mine, jnp.repeat(bit, top_k)[None, None], jnp.uint32(0)), axes=(2,))
+    count = lambda bits: lax.population_count(bits).astype(jnp.int32)  # noqa: E731
+    word = jnp.arange(bits.shape[1], dtype=jnp.int32)
+    earlier = (word[:, None] >= word[None])[None]
+    until = jnp.where(earlier, count(bits)[:, None], 0).sum(-1, dtype=jnp.int32)
+    own, bit = bits.T[:, None], bit[None, :, None]
+    slot = until.T[:, None] - count(own & ~(bit - 1))
+    return jnp.where((own & bit) != 0, slot, tokens).reshape(-1, ranks)[:tokens], until
 
 
 def send(static: ExchangeSpec, values, others, sent):
     """Values of this rank's tokens [T, C], and each of the narrow others, to where their rows went: [R, C]. Empty slots
     hold 0; under one_sided rows past the last one hold anything."""
     if static.transport == "one_sided":
-        return one_sided.send_rows(values, others, sent, static.roles, static.sms)
+        got = one_sided.send_rows(values, others, sent, static.ranks * static.slots, static.roles, static.sms)
+        return [got[0], *one_sided.split_words(got[1], others)] if others else got
     if static.transport == "all_to_all":
         take = lambda v: jnp.take(v, sent, axis=0, mode="fill", fill_value=0)  # noqa: E731
         return [_all_to_all(static, take(v)) for v in (values, *others)]
@@ -252,8 +278,14 @@ def send_with(static: ExchangeSpec, x, others, sent):
     """`send` of rows, quantized on the wire where `static.wire` says so, and of narrow values as they are."""
     if static.wire is None or not static.roles.ep:
         return send(static, x, others, sent)
-    q = quantize_local(x, static.wire, static.wire.row_block(x.ndim, "columns"))
-    data, scale, *others = send(static, q.data, (q.scale, *others), sent)
+    kernels, received = static.kernels == "mosaic", static.ranks * static.slots
+    q = quantize_wire(x, static.wire, kernels)
+    others = (q.scale, *others)
+    if kernels and static.transport == "one_sided" and fits_wire(static.wire, received, x.shape[1]):
+        data, words = one_sided.send_rows(q.data, others, sent, received, static.roles, static.sms)
+        rows = dequantize_wire(data, words, sent.places.reshape(-1), static.wire, x.dtype)
+        return [rows, *one_sided.split_words(words, others)[1:]]
+    data, scale, *others = send(static, q.data, others, sent)
     return [dequantize_local(dataclasses.replace(q, data=data, scale=scale), x.dtype), *others]
 
 
@@ -309,7 +341,7 @@ _dispatch_op = Partitioned(
     name="dispatch",
 )
 _combine_op = Partitioned(
-    lambda static, layout, rows, sent: (combine_local(static, rows, sent, static.slots),),
+    lambda static, layout, rows, sent: (combine_local(static, rows, sent, static.tokens),),
     _tokens_contract(1),
     lambda static, operands: (("r h", *_own_dims(operands[1])), ("t h",)),
     name="combine",

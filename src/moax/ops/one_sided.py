@@ -1,13 +1,15 @@
 """One-sided exchange: each rank writes its rows into the memory of the ranks that own their experts.
 
-    dispatch   received[row[i]] on rank peer[i] = x[token[i]]
-    combine    returned[back[r]] on rank home[r] = rows[r],     y[t] = sum over ranks of returned[position[t, rank]]
+    dispatch   received[i + shift] on the rank of i = x[token[i]]
+    combine    returned[r + shift] on the rank of r = rows[r],     y[t] = sum over ranks of returned[position[t, rank]]
 
-A pure function makes the plan of both from two facts: in which of its source's slots each token travels, and how many
-rows travel between each pair of ranks. Rows land packed, by source, then by token. Combine is the way back: a rank
-writes into the memory of the tokens' owner, and the owner sums in float32. The owner could read from its peers as well,
-but a read waits for its answer and a write for nothing; what writing costs is one more pass over the owner's own
-memory, which is ten times as fast as the wire. `exchange.py` calls this; all functions here are of one device.
+Rows are sent in order of the ranks they go to, then of tokens, and land packed, by source, then by token: those of one
+pair of ranks lie side by side on both, so that where they go is one number a pair. A pure function makes the plan of
+both ways from two facts: in which of its source's slots each token travels, and how many rows travel between each pair
+of ranks. Combine is the way back: a rank writes into the memory of the tokens' owner, and the owner sums in float32.
+The owner could read from its peers as well, but a read waits for its answer and a write for nothing; what writing costs
+is one more pass over the owner's own memory, which is ten times as fast as the wire. `exchange.py` calls this; all
+functions here are of one device.
 """
 
 from __future__ import annotations
@@ -27,60 +29,58 @@ from moax.types import SendPlan
 WORD = 4  # bytes
 
 
-def plan_sends(slot: Int[Array, "T ranks"], kept: Int[Array, "ranks ranks"], rank, slots: int, top_k: int) -> SendPlan:
+def plan_sends(slot: Int[Array, "T ranks"], sent, kept: Int[Array, "ranks ranks"], rank, entries: int) -> SendPlan:
     """The plan of one rank.
 
     Args:
-      slot: in which slot for a rank each token goes, numbered from 0 in order of tokens; `slots` for none.
+      slot: in which slot for a rank each token goes, numbered from 0 in order of tokens; those that are not below
+        `sent`, for none.
+      sent: [ranks] i32, how many rows this rank sends to each, so that these need not wait for `kept`.
       kept: how many rows go from rank (dim 0) to rank (dim 1).
       rank: [] i32, this one.
-      slots: the most rows of a pair. top_k: K.
+      entries: C, the most rows it sends.
     """
-    tokens, ranks = slot.shape
-    sent, received = kept[rank], kept[:, rank]
-    start, first = jnp.cumsum(sent) - sent, jnp.cumsum(received) - received
-    theirs = (jnp.cumsum(kept, axis=0) - kept)[rank]  # where this rank's rows begin on each
-    returned = (jnp.cumsum(kept, axis=1) - kept)[:, rank]  # where those from this rank begin in what each gets back
+    end = jnp.cumsum(sent)
+    start = end - sent
+    position = jnp.where(slot < sent[None], start[None] + slot, entries)
+    which = lax.broadcasted_iota(jnp.int32, position.shape, 0)
+    token = lax.empty((entries,), jnp.int32).at[position].set(which, mode="drop")
 
-    entries = tokens * min(top_k, ranks)
-    position = jnp.where(slot < slots, start[None] + slot, entries)
-    which = jnp.arange(tokens * ranks, dtype=jnp.int32).reshape(tokens, ranks)
-    which = jnp.zeros(entries, jnp.int32).at[position].set(which, mode="drop")
-    token, peer = which // ranks, which % ranks
-    row = jnp.arange(entries, dtype=jnp.int32) + (theirs - start)[peer]
-
-    at = jnp.arange(ranks * slots, dtype=jnp.int32)
-    home = (at[:, None] >= (first + received)[None]).sum(-1, dtype=jnp.int32)
-    home = jnp.minimum(home, ranks - 1)
-    back = at + (returned - first)[home]
-    return SendPlan(token, peer, row, home, back, position, jnp.stack([sent.sum(), received.sum()]))
+    received = kept[:, rank]
+    last, theirs, returned = jnp.cumsum(received), jnp.cumsum(kept, axis=0) - kept, jnp.cumsum(kept, axis=1) - kept
+    # Where rows of a pair begin on the rank that they go to, less where they begin here.
+    there, back = theirs[rank] - start, returned[:, rank] - (last - received)
+    return SendPlan(token, position, jnp.stack([there, end, back, last]).reshape(2, 2, -1))
 
 
-def send_rows(rows, others: Sequence, plan: SendPlan, roles: Roles, sms: int | None = None) -> list:
-    """Values of this rank's tokens, each [T, C], to where its rows go: [R, C]. `others`, narrow ones of 4 bytes or 1 an
-    element, travel as one row of words. Rows past `plan.count[1]` hold anything. sms: that copy."""
-    words = [_to_words(v) for v in others]
-    arrays = [rows] if not words else [rows, jnp.concatenate(words, axis=1)]
-    got, *packed = _put(arrays, plan.token, plan.peer, plan.row, plan.count[:1], plan.home.shape[0], roles, sms)
-    if not packed:
-        return [got]
-    ends = [sum(w.shape[1] for w in words[: i + 1]) for i in range(len(words))]
-    parts = jnp.split(packed[0], ends, axis=1)
-    return [got, *(_from_words(part, v) for part, v in zip(parts, others, strict=False))]
+def send_rows(rows, others: Sequence, plan: SendPlan, out_rows: int, roles: Roles, sms: int | None = None) -> list:
+    """Values of this rank's tokens [T, H] to where its rows go: [out_rows, H]. With `others`, narrow ones of 4 bytes or
+    1 an element, comes one row of words of each, which `split_words` takes apart. Rows past `plan.received` hold
+    anything. sms: that copy."""
+    words = [jnp.concatenate([_to_words(v) for v in others], axis=1)] if others else []
+    return _put([rows, *words], plan.token, plan.places, 0, out_rows, roles, sms)
+
+
+def split_words(words, others: Sequence) -> list:
+    """What arrived of each of the others."""
+    first, parts = 0, []
+    for v in others:
+        size = -(-v.shape[1] * v.dtype.itemsize // WORD)
+        parts.append(_from_words(words[:, first : first + size], v))
+        first += size
+    return parts
 
 
 def combine_rows(rows, plan: SendPlan, roles: Roles, sms: int | None = None):
     """y[t] = the sum in float32 of the rows [R, H] that token t became: [T, H]. No other row is read."""
-    entries = plan.token.shape[0]
-    (returned,) = _put([rows], None, plan.home, plan.back, plan.count[1:], entries, roles, sms)
+    (returned,) = _put([rows], None, plan.places, 1, plan.token.shape[0], roles, sms)
     with jax.named_scope("sum"):
-        padded = _pad(returned)
-        return mosaic.gather_sum(padded, plan.position)[:, : rows.shape[1]]
+        return mosaic.gather_sum(_pad(returned), plan.position)[:, : rows.shape[1]]
 
 
-def _put(arrays, source, peer, row, count, out_rows: int, roles: Roles, sms: int | None):
+def _put(arrays, source, places, way: int, out_rows: int, roles: Roles, sms: int | None):
     axes = tuple((name, roles.size((name,))) for name in roles.ep)
-    got = mosaic.put_rows([_pad(v) for v in arrays], source, peer, row, count, out_rows, axes, sms)
+    got = mosaic.put_rows([_pad(v) for v in arrays], source, places, way, out_rows, axes, sms)
     return [g[:, : v.shape[1]] for g, v in zip(got, arrays, strict=True)]
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moax import mosaic
 from moax.axes import Axes, Names, Roles
+from moax.backend import KERNEL_WIDTH
 from moax.groups import BLOCK, Groups, zero_rows
 from moax.partition import Contract, Engine, Partitioned, find_view, gather_weight, reduce_max
 from moax.recipe import Format
@@ -113,6 +114,26 @@ def quantize_local(
         data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
     # Rounded for good: on GPUs XLA takes a cast to fewer bits and back for no cast at all ("excess precision").
     return dataclasses.replace(q, data=lax.optimization_barrier(lax.bitcast_convert_type(data, jnp.uint8)))
+
+
+def fits_wire(format: Format, rows: int, width: int) -> bool:
+    """Whether the kernels quantize and dequantize so many rows of a format."""
+    return format.block == BLOCK and format.scale != "e8m0" and rows % BLOCK == 0 and width % KERNEL_WIDTH == 0
+
+
+def quantize_wire(x, format: Format, kernels: bool) -> QArray:
+    """Rows [T, C] in blocks of their columns, by the kernels where these take them. Theirs multiply by 1 / scale."""
+    block = format.row_block(x.ndim, "columns")
+    if not kernels or not fits_wire(format, *x.shape):
+        return quantize_local(x, format, block)
+    made = mosaic.quantize_wire(x, DTYPES[format.dtype], pow2=_pow2(format))
+    return QArray(lax.bitcast_convert_type(made.data, jnp.uint8), made.scale, format.dtype, block, (1, 1))
+
+
+def dequantize_wire(data, words, ends, format: Format, dtype):
+    """Rows [R, C] by the kernel, of values and of words that begin with their scales; those from ends[-1] on may hold
+    anything."""
+    return mosaic.dequantize_rows(lax.bitcast_convert_type(data, DTYPES[format.dtype]), words, ends, dtype)
 
 
 def gather_quantized(w, format: Format | None, contracted, gather, amax_over: Names, dtype):
