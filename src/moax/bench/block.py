@@ -4,7 +4,7 @@ All compile at once, which takes most of the time and only processors; then they
 
     work   6 T K H F forward, 18 T K H F with backward (gated experts)
 
-`--mesh` measures it on a mesh, beside layers of JAX alone (`mesh_block`).
+`--mesh` measures it on a mesh, beside layers of JAX alone and of PyTorch (`mesh_block`).
 
 Layer time is the wall clock of back-to-back calls; the split by stage is kernel time (CUPTI). Memory: the peak of the
 process, and what forward leaves to backward beside what it has to: the sorted rows and the hidden activations.
@@ -135,6 +135,7 @@ class Worker:
             self.errors.seek(0)
             reason = f"exit code {self.process.returncode}: {self.errors.read().strip()[-600:]}"
         except (OSError, subprocess.SubprocessError, ValueError) as error:
+            self.process.kill()  # now, not when all are done: it may hold a GPU's memory
             answers, reason = [], why(error)
         heard = {answer["tokens"] for answer in answers}
         return answers + [{"tokens": size, "note": reason} for size in self.tokens if size not in heard]

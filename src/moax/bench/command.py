@@ -30,9 +30,9 @@ from moax.recipe import RECIPES
 
 DESCRIPTION = """\
 Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
-(measured in the same run), its peers and its error against float64; the block on a mesh beside layers of JAX alone;
-and over all devices of the machine the exchange beside NCCL, and the gather of weights, each recipe beside bf16. What
-cannot run here is listed with the reason.
+(measured in the same run), its peers and its error against float64; the block on a mesh beside layers of JAX alone
+and of PyTorch; and over all devices of the machine the exchange beside NCCL, and the gather of weights, each recipe
+beside bf16. What cannot run here is listed with the reason.
 """
 WHAT = ("gemm", "quantize", "permute", "block", "exchange", "gather")
 NEEDED = {"gemm": ("bf16", "fp8", "memory"), "quantize": ("memory",), "permute": ("memory",), "block": ("bf16", "fp8")}
@@ -52,8 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
     add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
-        "quantize, permute, exchange: plain jnp or NCCL, block --mesh: layers of JAX, unless none (default: "
-        "%(default)s)")  # fmt: skip
+        "quantize, permute, exchange: plain jnp or NCCL, block --mesh: layers of JAX and of PyTorch, unless "
+        "none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
     add("--recipe", choices=("none", *RECIPES), help=f"block: one recipe (default: {' and '.join(block.RECIPES)})")
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
