@@ -107,6 +107,20 @@ def test_layer_is_the_reference(fsdp, ep, tmp_path):
         if f"{name} wrong" in found[0]:
             assert not str(found[0][f"{name} wrong"])
             assert "wi off by 1.0e+00" in str(found[0][f"{name} broken"])
+    check_choices([json.loads(str(found[0][of])) for of in ("right", "wrong", "late")])
+
+
+def check_choices(answers: list[dict]) -> None:
+    """The faster is kept, of those that are right and that every rank could compile."""
+    right, *rest = answers
+    best = right["fwd"]["path"]
+    other = {"eager": "compiled", "compiled": "eager"}[best]
+    assert right["note"].startswith(f"what does not communicate is {best}; {other} ") and right["note"].endswith(" ms")
+    for answer, why in zip(rest, ("compiled is not the layer: wi off by 1.0e+00", "not compiled: "), strict=True):
+        assert answer["fwd+bwd"]["path"] == "eager" and answer["note"].startswith(
+            "what does not communicate is eager; "
+        )
+        assert why in answer["note"]
 
 
 @TORCH
@@ -118,6 +132,41 @@ def test_block_of_torch():
     assert (fwd.impl, fwd.direction, fwd.path, both.direction) == ("torch", "fwd", "eager", "fwd+bwd"), both.note
     assert both.us > fwd.us > 0 and both.note == "what does not communicate is eager"
     assert both.extra["params_bytes"] == 2 * (64 * 4 + 3 * 64 * 32)  # bf16: the router, one of four experts
+
+
+@TORCH
+def test_products_fit_their_kernels():
+    """Breaks if a product has operands whose dtype, layout or scales the kernels refuse."""
+    torch = pytest.importorskip("torch")
+    groups, width, hidden = 16, 64, 48
+    with torch.device("meta"):
+        x, a = (torch.empty(256, columns, dtype=torch.bfloat16) for columns in (width, hidden))
+        wi = torch.empty(groups, width, 2 * hidden, dtype=torch.bfloat16)
+        ends = torch.empty(groups, dtype=torch.int32)
+    for products in (torch_pieces.bf16(), torch_pieces.fp8_rowwise(torch_pieces.plain())):
+        h = products.forward(x, wi, ends)
+        assert h.shape == (256, 2 * hidden) and products.dgrad(h, wi, ends).shape == x.shape
+        assert products.wgrad(x, h, ends).shape == wi.shape
+        assert products.wgrad(a, x, ends).shape == (groups, hidden, width)
+
+
+@TORCH
+@pytest.mark.gpu
+@pytest.mark.loose
+@pytest.mark.parametrize("recipe", ["none", "fp8_rowwise"])
+def test_torch_on_gpus(recipe):
+    """Breaks if the kernels, or NCCL, compute something else than what was checked without them: the worker refuses to
+    time that."""
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    worker = Worker(torch_block.__name__, request({"fsdp": 1, "ep": 2}, recipe=recipe))
+    try:
+        worker.wait()
+        (answer,) = worker.measure()
+        assert answer["fwd+bwd"]["us"] > answer["fwd"]["us"] > 0, answer["note"]
+        assert answer["memory"]["peak_bytes"] > 0 and "not" not in answer["note"].replace("does not communicate", "")
+    finally:
+        worker.close()
 
 
 @TORCH

@@ -41,6 +41,21 @@ def twice(product):
     return lambda *args: 2 * product(*args)
 
 
+def choices(layer: Layer, broken: Layer, params: Params, last: bool) -> dict[str, np.ndarray]:
+    """What the worker says of a layer beside one whose pieces are compiled, one that is wrong, and one that the last
+    rank could not compile."""
+    found = {}
+    for of in ("right", "wrong", "late"):
+        compiler = torch_pieces.Compiler(60.0, backend="eager")
+        pieces = compiler.pieces()
+        compiler.failed = "too slow" if of == "late" and last else ""
+        products = broken.products if of == "wrong" else layer.products
+        layers = {"eager": layer, "compiled": Layer(layer.config, layer.mesh, products, pieces)}
+        asked = {"recipe": "none", "repeats": {"warmups": 1, "measured": 3}}
+        found[of] = np.array(json.dumps(torch_worker.fastest(layers, params, asked, 16, compiler)))
+    return found
+
+
 def main(folder: Path, rank: int, fsdp: int, ep: int, port: int) -> None:
     """All cases, and whether the worker sees a layer that is wrong."""
     torch.set_num_threads(1)
@@ -73,6 +88,8 @@ def main(folder: Path, rank: int, fsdp: int, ep: int, port: int) -> None:
             broken = Layer(config, mesh, products._replace(wgrad=twice(products.wgrad)), pieces)
             for key, of in {"wrong": layer, "broken": broken}.items():
                 found[f"{name} {key}"] = np.array(torch_worker.wrong(of, params, how["recipe"]))
+            if name == "bf16":
+                found |= choices(layer, broken, params, last=rank == fsdp * ep - 1)
     np.savez(folder / f"{rank}.npz", **found)
     dist.destroy_process_group()
 

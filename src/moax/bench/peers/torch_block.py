@@ -141,8 +141,9 @@ def rank(request: dict[str, Any], index: int) -> int:
 
 def die_with_parent() -> None:
     """However that ends, where the system can say so."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moax import MoEConfig
+from moax.backend import Unsupported
 from moax.bench.peers import torch_pieces
 from moax.bench.peers.torch_layer import Layer, Mesh, Params, dist, torch
 from moax.bench.timing import Repeats
@@ -26,6 +27,8 @@ def serve(request: dict[str, Any], config: MoEConfig, rank: int, port: int, seco
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
+    elif request["recipe"] != "none":
+        raise Unsupported("torch._scaled_grouped_mm is for GPUs")
     dist.init_process_group(
         "nccl" if gpu else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
