@@ -131,7 +131,7 @@ def test_number_of_multiprocessors_reaches_the_kernel(monkeypatch):
     from moax.kernels import exchange as kernel
 
     monkeypatch.setattr(kernel, "put_rows", lambda *args, sms: sms)
-    assert [mosaic.put_rows([], None, None, None, None, 1, (), sms) for sms in (None, 16)] == [kernel.SMS, 16]
+    assert [mosaic.put_rows([], None, None, 0, 1, (), sms) for sms in (None, 16)] == [kernel.SMS, 16]
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,9 @@ def parser() -> argparse.ArgumentParser:
     _inspect_options(inspect)
     estimating.add_argument("--mesh", type=options.mesh_of, metavar="AXES", help="as fsdp=32,ep=8, of dp, fsdp, ep, tp")
     estimate.add_options(estimating)
-    beside = "block: on a mesh, as fsdp=2,ep=2, beside layers of JAX alone; where there is no GPU devices are emulated"
+    beside = (
+        "block: on a mesh, as fsdp=2,ep=2, beside layers of JAX and PyTorch; where there is no GPU devices are emulated"
+    )
     measure.add_argument("--mesh", type=options.mesh_of, metavar="AXES", help=beside)
     bench.add_options(measure)
     tune.add_options(tuning)

@@ -4,7 +4,7 @@ All compile at once, which takes most of the time and only processors; then they
 
     work   6 T K H F forward, 18 T K H F with backward (gated experts)
 
-`--mesh` measures it on a mesh, beside layers of JAX alone (`mesh_block`).
+`--mesh` measures it on a mesh, beside layers of JAX alone and of PyTorch (`mesh_block`).
 
 Layer time is the wall clock of back-to-back calls; the split by stage is kernel time (CUPTI). Memory: the peak of the
 process, and what forward leaves to backward beside what it has to: the sorted rows and the hidden activations.
@@ -76,10 +76,12 @@ def rows(
     recipes: tuple[str, ...] = RECIPES,
     tokens: tuple[int, ...] | None = None,
     kernels: str = "auto",
+    chunks: int = 1,
 ) -> Iterator[Row]:
     """Rows of forward, and of forward with backward, for each block, recipe and number of tokens."""
+    asked = dict(repeats=repeats, kernels=kernels, chunks=chunks)
     workers = [
-        (block, recipe, Worker(WORKER, request(block, recipe, sorted(tokens or block.tokens), repeats, kernels)))
+        (block, recipe, Worker(WORKER, request(block, recipe, sorted(tokens or block.tokens), **asked)))
         for block in blocks
         for recipe in recipes
     ]
@@ -94,13 +96,16 @@ def rows(
             worker.close()
 
 
-def request(block: Block, recipe: str, tokens: list[int], repeats: Repeats, kernels: str) -> dict[str, Any]:
+def request(
+    block: Block, recipe: str, tokens: list[int], repeats: Repeats, kernels: str, chunks: int = 1
+) -> dict[str, Any]:
     """What a worker is asked for."""
     return {
         "config": dataclasses.asdict(block.config),
         "recipe": recipe,
         "tokens": tokens,
         "kernels": kernels,
+        "chunks": chunks,
         "repeats": dataclasses.asdict(repeats),
     }
 
@@ -135,6 +140,7 @@ class Worker:
             self.errors.seek(0)
             reason = f"exit code {self.process.returncode}: {self.errors.read().strip()[-600:]}"
         except (OSError, subprocess.SubprocessError, ValueError) as error:
+            self.process.kill()  # now, not when all are done: it may hold a GPU's memory
             answers, reason = [], why(error)
         heard = {answer["tokens"] for answer in answers}
         return answers + [{"tokens": size, "note": reason} for size in self.tokens if size not in heard]

@@ -1,8 +1,8 @@
 """One block in a process of its own: python3 -m moax.bench.block_worker REQUEST
 
-REQUEST is JSON: {"config", "recipe", "tokens": [..], "kernels", "repeats"}. Compiles, prints READY, and once a line
-comes in measures. Prints a line of JSON for each number of tokens: {"tokens", "memory", "fwd", "fwd+bwd"}, or a note
-that says why not.
+REQUEST is JSON: {"config", "recipe", "tokens": [..], "kernels", "chunks", "repeats"}. Compiles, prints READY, and once
+a line comes in measures. Prints a line of JSON for each number of tokens: {"tokens", "memory", "fwd", "fwd+bwd"}, or
+a note that says why not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def main(argv: list[str]) -> int:
     shapes = jax.eval_shape(draw)
 
     def block(x, params):
-        return moax.moe(x, params, config, recipe=recipe, kernels=request["kernels"])[0]
+        how = dict(recipe=recipe, kernels=request["kernels"], chunks=request["chunks"])
+        return moax.moe(x, params, config, **how)[0]
 
     answers: dict[int, dict[str, Any]] = {tokens: {"tokens": tokens} for tokens in request["tokens"]}
     programs: dict[int, dict[str, Any]] = {}

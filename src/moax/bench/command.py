@@ -33,9 +33,9 @@ from moax.recipe import RECIPES
 
 DESCRIPTION = """\
 Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
-(measured in the same run), its peers and its error against float64; the block on a mesh beside layers of JAX alone;
-and over devices of the machine the exchange beside NCCL and ragged_all_to_all, and the gather of weights, each recipe
-beside bf16. What cannot run here is listed with the reason.
+(measured in the same run), its peers and its error against float64; the block on a mesh beside layers of JAX alone
+and of PyTorch; and over devices of the machine the exchange beside NCCL and ragged_all_to_all, and the gather of
+weights, each recipe beside bf16. What cannot run here is listed with the reason.
 """
 WHAT = ("gemm", "quantize", "permute", "block", "exchange", "gather")
 NEEDED = {"gemm": ("bf16", "fp8", "memory"), "quantize": ("memory",), "permute": ("memory",), "block": ("bf16", "fp8")}
@@ -55,8 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
     add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
-        "quantize, permute: plain jnp, exchange: NCCL and others, block --mesh: layers of JAX, unless none (default: "
-        "%(default)s)")  # fmt: skip
+        "quantize, permute: plain jnp, exchange: NCCL and others, block --mesh: layers of JAX and of PyTorch, unless "
+        "none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
     add("--recipe", choices=("none", *RECIPES), help=f"block: one recipe (default: {' and '.join(block.RECIPES)})")
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
@@ -67,6 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
     add("--sms", metavar="NUMBERS", help="exchange: multiprocessors that our kernel takes, with commas, a row for each "
         "(default: the kernel's own choice)")  # fmt: skip
+    add("--chunks", type=int, default=1, metavar="N", help="block: parts that a device takes its tokens in")
     add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
     add("--out", metavar="FILE", help="write the rows as JSON")
     add("--json", action="store_true", help="print the rows as JSON, for programs, in the place of the table")
@@ -134,9 +135,11 @@ def _rows(args, chosen, wanted, directions, repeats, found, apart) -> Iterator[R
         few = dataclasses.replace(repeats, warmups=min(3, repeats.warmups))
         tokens = tuple(args.tokens) if args.tokens else None
         if args.mesh:
-            how = mesh_block.How(args.mesh, recipes, args.kernels, args.exchange, mesh_block.PEERS if wanted else ())
+            over = mesh_block.PEERS if wanted else ()
+            how = mesh_block.How(args.mesh, recipes, args.kernels, args.exchange, over, args.chunks)
             return mesh_block.rows(chosen, how, few, found, tokens)
-        return block.rows(chosen, few, found, recipes=recipes, tokens=tokens, kernels=args.kernels)
+        how = dict(kernels=args.kernels, chunks=args.chunks)
+        return block.rows(chosen, few, found, recipes=recipes, tokens=tokens, **how)
     if args.what == "gather":
         return gather.rows(chosen, repeats)
     if args.what == "permute":

@@ -1,7 +1,8 @@
-"""`moax bench block --mesh fsdp=2,ep=2`: the block on a mesh beside layers of JAX alone, in the same run.
+"""`moax bench block --mesh fsdp=2,ep=2`: the block on a mesh beside layers of JAX alone and of PyTorch, in one run.
 
-Each layer has a process of its own over all devices of the mesh (`mesh_worker`); all compile at once, then they are
-measured one after the other, those of JAX first. Tokens, rates and memory are those of a device, times wall clock.
+Each layer has a process of its own over all devices of the mesh (`mesh_worker`), that of PyTorch one for each device
+(`peers.torch_block`); all compile at once, then they are measured one after the other, ours last. Tokens, rates and
+memory are those of a device, times wall clock.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import jax
 from moax import MoEConfig, backend
 from moax.bench import block
 from moax.bench.block import Block, Worker
+from moax.bench.peers import TORCH
 from moax.bench.report import OURS, Row
 from moax.bench.timing import Repeats
 
-PEERS = ("native", "public")  # of bench/peers
-WORKER = "moax.bench.mesh_worker"
+PEERS = ("native", "public", TORCH)  # of bench/peers
+ROWWISE = "fp8_rowwise"  # what PyTorch has beside bf16
+WORKER, TORCH_WORKER = "moax.bench.mesh_worker", "moax.bench.peers.torch_block"
 TUTORIAL = Block("tutorial", MoEConfig(1024, 4096, 8, 2), (4096,), "docs/tutorial: 16384 tokens on 4 devices")
 PERF = (TUTORIAL, *block.PERF)
 AXES = ("dp", "fsdp", "ep", "tp")
@@ -29,13 +32,15 @@ AXES = ("dp", "fsdp", "ep", "tp")
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """mesh: (axis, devices) of each axis; recipes, kernels and exchange of `moax.moe`; peers: layers beside it."""
+    """mesh: (axis, devices) of each axis; recipes, kernels, exchange and chunks of `moax.moe`; peers:
+    layers beside it."""
 
     mesh: tuple[tuple[str, int], ...]
     recipes: tuple[str, ...] = block.RECIPES
     kernels: str = "auto"
     exchange: str = "auto"
     peers: tuple[str, ...] = PEERS
+    chunks: int = 1
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.mesh)
@@ -58,13 +63,15 @@ def rows(
     devices = math.prod(how.sizes.values())
     if backend.platform() == "gpu" and devices > jax.device_count():
         raise ValueError(f"--mesh {how} is a mesh of {devices} devices, but {jax.device_count()} are here")
-    layers = [(peer, "none") for peer in how.peers] + [(OURS, recipe) for recipe in how.recipes]
+    quantized = TORCH in how.peers and any(recipe != "none" for recipe in how.recipes)
+    layers = [(peer, "none") for peer in how.peers] + ([(TORCH, ROWWISE)] if quantized else [])
+    layers += [(OURS, recipe) for recipe in how.recipes]
     workers = []
     for of in blocks:
         for impl, recipe in layers:
-            asked = block.request(of, recipe, sorted(tokens or of.tokens), repeats, how.kernels)
+            asked = block.request(of, recipe, sorted(tokens or of.tokens), repeats, how.kernels, how.chunks)
             asked |= {"mesh": how.sizes, "exchange": how.exchange, "impl": impl}
-            workers.append((of, impl, recipe, Worker(WORKER, asked)))
+            workers.append((of, impl, recipe, Worker(TORCH_WORKER if impl == TORCH else WORKER, asked)))
     try:
         for *_, worker in workers:
             worker.wait()
@@ -73,12 +80,14 @@ def rows(
             for answer in worker.measure():
                 for row in block.direction_rows(of, recipe, answer, found):
                     row.case, row.impl = f"{row.case} {how}", impl
-                    row.extra |= {"mesh": how.sizes} | ({"exchange": how.exchange} if impl == OURS else {})
+                    row.extra |= {"mesh": how.sizes}
+                    row.extra |= {"exchange": how.exchange, "chunks": how.chunks} if impl == OURS else {}
                     known = peers[row.case, row.direction]
                     if impl != OURS and row.us:
-                        known[impl] = row.us
-                    elif row.us:
-                        row.peers = {peer: us / row.us for peer, us in known.items()}
+                        known[impl if recipe == "none" else f"{impl} {recipe}"] = row.us
+                    elif row.us:  # bf16 beside bf16 alone, what is quantized beside all
+                        alike = {peer: us for peer, us in known.items() if recipe != "none" or peer in how.peers}
+                        row.peers = {peer: us / row.us for peer, us in alike.items()}
                     yield row
     finally:
         for *_, worker in workers:

@@ -89,7 +89,7 @@ def layer_of(request: dict[str, Any], config: moax.MoEConfig, mesh) -> tuple[Cal
     if request["impl"] != OURS:
         return {"native": native, "public": public}[request["impl"]].block(config, mesh)
     recipe = None if request["recipe"] == "none" else request["recipe"]
-    options = dict(recipe=recipe, kernels=request["kernels"], exchange=request["exchange"])
+    options = dict(recipe=recipe, **{name: request[name] for name in ("kernels", "exchange", "chunks")})
     return lambda x, params: moax.moe(x, params, config, **options)[0], ""
 
 

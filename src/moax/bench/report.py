@@ -25,10 +25,11 @@ class Row:
     """One measurement; None is what was not measured, and `note` says why.
 
     op, case, direction; impl: `moax` or a peer; recipe: of the operands; path: which implementation fired, `mosaic`
-    or `xla`; method: see `timing`. us: microseconds of a call; tflops, tb_s: its rate, real rows only; limit: the
-    nearest physical limit; fraction: of the rate that it allows. error: distance to float64, norm over norm, of the
-    operands as they enter the product; error_worst: of the worst expert; error_rounding: of float64 rounded to bf16;
-    error_unquantized: against the operands before quantization. peers: peer's time over ours. extra: whatever else.
+    or `xla`, PyTorch's `eager` or `compiled`; method: see `timing`. us: microseconds of a call; tflops, tb_s: its rate,
+    real rows only; limit: the nearest physical limit; fraction: of the rate that it allows. error: distance to float64,
+    norm over norm, of the operands as they enter the product; error_worst: of the worst expert; error_rounding: of
+    float64 rounded to bf16; error_unquantized: against the operands before quantization. peers: peer's time over ours.
+    extra: whatever else.
     """
 
     op: str

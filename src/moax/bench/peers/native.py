@@ -11,6 +11,7 @@ gradients. Nothing is dropped: buffers hold the worst routing. docs/tutorial/lay
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -115,7 +116,14 @@ def on_mesh(local: Callable, mesh: Mesh) -> Callable[[jax.Array, MoEParams], jax
 
 def check(config: MoEConfig, mesh: Mesh) -> None:
     """Raises Unsupported where `layer` would compute something else than `moax.moe`."""
-    router, sizes = config.router, dict(mesh.shape)
+    found = differs(config, dict(mesh.shape))
+    if found:
+        raise Unsupported(f"the layers of JAX alone cannot do this: {', '.join(found)}")
+
+
+def differs(config: MoEConfig, sizes: dict[str, int]) -> list[str]:
+    """What of a config, or of the sizes of a mesh, `layer` does not do."""
+    router = config.router
     same = router.order == "topk_then_score" or (router.normalize and config.top_k > 1)
     wrong = {
         f"activation={config.activation!r}, not 'swiglu'": config.activation != "swiglu",
@@ -127,8 +135,7 @@ def check(config: MoEConfig, mesh: Mesh) -> None:
         f"a mesh of {sizes}, not of fsdp and ep": set(sizes) != {"fsdp", "ep"},
     }
     found = [what for what, there in wrong.items() if there]
-    devices = mesh.size
+    devices = math.prod(sizes.values())
     if not found and config.num_experts % devices:
         found = [f"{config.num_experts} experts on {devices} devices"]
-    if found:
-        raise Unsupported(f"the layers of JAX alone cannot do this: {', '.join(found)}")
+    return found
