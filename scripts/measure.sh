@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Checks and measures on a machine with a Hopper GPU: scripts/measure.sh STAGE...
 # Stages, with what each takes on an H200 with 16 cores: test (3 minutes), gemm (2.5), groups (2), quantize (2.5),
-# permute (1), block (2), train (5); of several GPUs gather (1) and exchange (1). Results go to $OUT (default
-# benchmarks/results), as JSON with the commit SHA=... One call can hold several.
+# permute (1), block (2), train (5); of two GPUs gather (1), exchange (4), mesh (6, beside layers of JAX and PyTorch) and
+# mesh_train (4). Results go to $OUT (default benchmarks/results), as JSON with the commit SHA=... One call can hold
+# several.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=src PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -14,9 +15,22 @@ stage_gemm() { moax bench gemm --sha "$sha" --out "$out/h200_gemm.json"; }
 stage_groups() { moax bench gemm --cases groups --peers none --quick --sha "$sha" --out "$out/h200_groups.json"; }
 stage_quantize() { moax bench quantize --sha "$sha" --out "$out/h200_quantize.json"; }
 stage_permute() { moax bench permute --sha "$sha" --out "$out/h200_permute.json"; }
-stage_exchange() { moax bench exchange --sha "$sha" --out "$out/h200_exchange.json"; }
+stage_exchange() { moax bench exchange --quick --sha "$sha" --out "$out/h200x2_exchange.json"; }
 stage_block() { moax bench block --quick --sha "$sha" --out "$out/h200_block.json"; }
-stage_gather() { moax bench gather --sha "$sha" --out "$out/h200_gather.json"; }
+stage_gather() { moax bench gather --sha "$sha" --out "$out/h200x2_gather.json"; }
+stage_mesh() {
+    local block=(bench block --mesh fsdp=1,ep=2 --only qwen3 --only mixtral --tokens 8192 --quick --sha "$sha")
+    moax "${block[@]}" --out "$out/h200x2_block.json"
+    moax "${block[@]}" --exchange one_sided --peers none --out "$out/h200x2_block_one_sided.json"
+}
+stage_mesh_train() {
+    for exchange in all_gather one_sided; do
+        moax train --preset medium --batch 32 --steps 200 --eval-every 50 --save-every 0 --recipe fp8_block \
+            --mesh fsdp=1,ep=2 --exchange "$exchange" --out "$out/train" --name "$exchange"
+        cp "$out/train/$exchange/metrics.jsonl" "$out/h200x2_train_$exchange.jsonl"
+    done
+    rm -rf "$out/train"
+}
 stage_train() {
     for recipe in none fp8_block; do
         moax train --preset medium --batch 32 --steps 300 --eval-every 50 --save-every 0 --recipe "$recipe" \

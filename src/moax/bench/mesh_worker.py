@@ -29,8 +29,8 @@ from moax.bench.report import OURS, why
 from moax.bench.timing import Repeats, call_time, kernel_time
 from moax.sharding import named, param_specs, token_spec
 
-# As NVIDIA's library and XLA call the kernels that move data between devices, without their underscores.
-MOVES = re.compile(r"nccl|allreduce|raggedalltoall|multigpubarrier")
+# As NVIDIA's library, XLA and moax call the kernels that move data between devices, without their underscores.
+MOVES = re.compile(r"nccl|allreduce|raggedalltoall|multigpubarrier|putrows")
 
 
 def main(argv: list[str]) -> int:
@@ -89,7 +89,7 @@ def layer_of(request: dict[str, Any], config: moax.MoEConfig, mesh) -> tuple[Cal
     if request["impl"] != OURS:
         return {"native": native, "public": public}[request["impl"]].block(config, mesh)
     recipe = None if request["recipe"] == "none" else request["recipe"]
-    options = dict(recipe=recipe, **{name: request[name] for name in ("kernels", "exchange", "chunks")})
+    options: dict[str, Any] = {"recipe": recipe, **{name: request[name] for name in ("kernels", "exchange", "chunks")}}
     return lambda x, params: moax.moe(x, params, config, **options)[0], ""
 
 

@@ -1,0 +1,44 @@
+"""Kernels that quantize, each once at qwen3's sizes, for ncu to read their counters on an H200:
+
+ncu --clock-control none --kernel-name regex:quantize --metrics NAMES python3 scripts/counters.py
+
+In this order: rows, columns, both, both of gathered rows, the gradient of SwiGLU. benchmarks/results/h200_counters.json
+has the NAMES that were read, and what they said.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from moax.groups import make_blocks
+from moax.kernels import activation, quantize
+
+ROWS, WIDTH, HIDDEN, GROUPS, TOP_K = 65536, 2048, 768, 32, 8
+
+
+def main() -> None:
+    """Runs them."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    x = jax.random.normal(keys[0], (ROWS, WIDTH), jnp.bfloat16)
+    tokens = jax.random.normal(keys[1], (ROWS // TOP_K, WIDTH), jnp.bfloat16)
+    source = jax.random.randint(keys[2], (ROWS,), 0, ROWS // TOP_K)
+    h = jax.random.normal(keys[3], (ROWS, 2 * HIDDEN), jnp.bfloat16)
+    d_a = jax.random.normal(keys[4], (ROWS, HIDDEN), jnp.bfloat16)
+    weights = jnp.ones((ROWS,), jnp.float32)
+
+    def blocks():
+        return make_blocks(jnp.full((GROUPS,), ROWS // GROUPS, jnp.int32), ROWS)
+
+    def act(gate, up):
+        return jax.nn.silu(gate) * up
+
+    for rows, columns in ((True, False), (False, True), (True, True)):
+        one = jax.jit(lambda x, on=(rows, columns): quantize.quantize_rows(x, blocks(), rows=on[0], columns=on[1]))
+        jax.block_until_ready(one(x))
+    gathered = jax.jit(lambda x, at: quantize.quantize_rows(x, blocks(), source=at))
+    jax.block_until_ready(gathered(tokens, source))
+    grad = jax.jit(lambda h, d: activation.activate_grad_quantize(h, d, blocks(), act, weights=weights))
+    jax.block_until_ready(grad(h, d_a))
+
+
+if __name__ == "__main__":
+    main()
