@@ -43,7 +43,15 @@ from moax.block import (
 from moax.config import MoEConfig
 from moax.ops.activation import activate, activate_grad_rows, activate_rows, scale_rows
 from moax.ops.dense import dense
-from moax.ops.exchange import Transport, combine_local, dispatch_local, select_transport, send_rows, wire_bytes
+from moax.ops.exchange import (
+    Transport,
+    combine_arrays,
+    combine_local,
+    dispatch_local,
+    select_transport,
+    send_rows,
+    wire_bytes,
+)
 from moax.ops.grouped_matmul import add_bias, bias_grad, matmul_local, once, wgrad_local
 from moax.ops.permute import permute_local, plan_local, unpermute_local, weights_from_rows, weights_of_rows
 from moax.ops.route import route
@@ -197,8 +205,8 @@ def _gradients(static: BlockSpec, wi, wo, w: Weights, saved: Saved, dy):
         d_wi = d_wi.reshape(*d_wi.shape[:2], static.gates, -1)
         d_bi = None if w.bi is None else bias_grad(d_h, groups)
 
-    back = lambda partial: combine_local(static.exchange, partial, sent, dy.shape[0])  # noqa: E731
-    dx, d_weights = back(unpermute_local(d_rows, plan, None, groups)), back(weights_from_rows(plan, inner))
+    back = unpermute_local(d_rows, plan, None, groups), weights_from_rows(plan, inner)
+    dx, d_weights = combine_arrays(static.exchange, back, sent, dy.shape[0])
     return dx, d_weights, Weights(d_wi, d_wo, d_bi, d_bo)
 
 

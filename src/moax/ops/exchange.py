@@ -296,15 +296,24 @@ def send_rows(static: ExchangeSpec, x, sent):
 
 def combine_local(static: ExchangeSpec, rows, sent, tokens: int):
     """`combine` of one device; also the transpose of `send`."""
+    return combine_arrays(static, (rows,), sent, tokens)[0]
+
+
+def combine_arrays(static: ExchangeSpec, arrays, sent, tokens: int) -> list:
+    """`combine_local` of each array; under one_sided in one pass."""
     with jax.named_scope("combine"):
         if static.transport == "one_sided":
-            return one_sided.combine_rows(rows, sent, static.roles, static.sms)
-        if static.transport == "all_to_all":
-            back = _all_to_all(static, rows).astype(jnp.float32)
-            return jnp.zeros((tokens, rows.shape[1]), jnp.float32).at[sent].add(back, mode="drop").astype(rows.dtype)
-        if not static.roles.ep:
-            return rows
-        return lax.psum_scatter(rows, static.roles.ep, scatter_dimension=0, tiled=True)
+            return one_sided.combine_rows(arrays, sent, static.roles, static.sms)
+        return [_combine_array(static, rows, sent, tokens) for rows in arrays]
+
+
+def _combine_array(static, rows, sent, tokens):
+    if static.transport == "all_to_all":
+        back = _all_to_all(static, rows).astype(jnp.float32)
+        return jnp.zeros((tokens, rows.shape[1]), jnp.float32).at[sent].add(back, mode="drop").astype(rows.dtype)
+    if not static.roles.ep:
+        return rows
+    return lax.psum_scatter(rows, static.roles.ep, scatter_dimension=0, tiled=True)
 
 
 def _all_to_all(static, values):

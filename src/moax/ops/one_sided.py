@@ -71,11 +71,12 @@ def split_words(words, others: Sequence) -> list:
     return parts
 
 
-def combine_rows(rows, plan: SendPlan, roles: Roles, sms: int | None = None):
-    """y[t] = the sum in float32 of the rows [R, H] that token t became: [T, H]. No other row is read."""
-    (returned,) = _put([rows], None, plan.places, 1, plan.token.shape[0], roles, sms)
+def combine_rows(arrays: Sequence, plan: SendPlan, roles: Roles, sms: int | None = None) -> list:
+    """y[t] = the sum in float32 of the rows that token t became, of each array [R, W]: [T, W]. They travel in one pass;
+    no other row is read."""
+    returned = _put(arrays, None, plan.places, 1, plan.token.shape[0], roles, sms)
     with jax.named_scope("sum"):
-        return mosaic.gather_sum(_pad(returned), plan.position)[:, : rows.shape[1]]
+        return [mosaic.gather_sum(_pad(rows), plan.position)[:, : rows.shape[1]] for rows in returned]
 
 
 def _put(arrays, source, places, way: int, out_rows: int, roles: Roles, sms: int | None):
