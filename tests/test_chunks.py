@@ -15,7 +15,7 @@ from support import TOKENS, make_mesh, put, rel_norm, spec
 from test_moe import BASE, MESH, ONE_DEVICE, B, L, block, check, expected, make_params, make_x
 
 
-@pytest.mark.parametrize("chunks", (2, 96))
+@pytest.mark.parametrize("chunks", (96, pytest.param(2, marks=pytest.mark.matrix)))
 def test_one_device(chunks):
     """Breaks if tokens of one part take another's place, or a part's gradient of the weights is lost."""
     check(block("none", "", chunks=chunks)(), expected(BASE), ONE_DEVICE)
@@ -25,9 +25,9 @@ def test_one_device(chunks):
     ("mesh", "way", "exchange"),
     [
         ("2x4", "custom_partitioning", "all_gather"),
-        ("tp2x2x2", "shard_map", "all_to_all"),
-        ("dp2x2x2", "explicit", "all_gather"),
-        ("2x4", "user", "all_to_all"),
+        pytest.param("tp2x2x2", "shard_map", "all_to_all", marks=pytest.mark.matrix),
+        ("dp2x2x2", "explicit", "all_to_all"),
+        pytest.param("2x4", "user", "all_to_all", marks=pytest.mark.matrix),
         ("tp2x2x2", "user_vma", "all_gather"),
     ],
 )
@@ -42,7 +42,7 @@ def test_without_biases_weighted_early():
     check(block("none", "", config, chunks=4)(), expected(config), ONE_DEVICE)
 
 
-@pytest.mark.parametrize("recipe", moax.recipe.RECIPES)
+@pytest.mark.parametrize("recipe", ("fp8_block", "fp8_tensor", pytest.param("mxfp8", marks=pytest.mark.matrix)))
 def test_quantized(recipe):
     """Breaks if parts are quantized otherwise than rows are: y and dx of block scales are those of all tokens at once;
     gradients of weights, whose blocks run over rows of a part, stay within the bounds of the method."""

@@ -120,8 +120,8 @@ OPTIONS = {
     [
         ("none", "plain"),
         ("custom_partitioning", "plain"),
-        ("explicit", "fp8_block"),
-        ("shard_map", "all_to_all"),
+        pytest.param("explicit", "fp8_block", marks=pytest.mark.matrix),
+        pytest.param("shard_map", "all_to_all", marks=pytest.mark.matrix),
     ],
 )
 def test_computes_what_moe_does(way, options):
@@ -256,7 +256,9 @@ class Stack(nn.Module):
         return scan(MoEBlock(FULL, name="moe"), x, None)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [way if way == "explicit" else pytest.param(way, marks=pytest.mark.matrix) for way in WAYS]
+)
 def test_stacked_layers(way):
     """Breaks if blocks scanned over are not blocks one after the other with parameters of their own, or their boxes
     lack the new dim."""

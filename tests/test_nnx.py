@@ -127,9 +127,9 @@ OPTIONS = {
     [
         ("none", "plain"),
         ("none", "fp8_block"),
-        ("custom_partitioning", "fp8_block"),
+        pytest.param("custom_partitioning", "fp8_block", marks=pytest.mark.matrix),
         ("explicit", "plain"),
-        ("shard_map", "all_to_all"),
+        pytest.param("shard_map", "all_to_all", marks=pytest.mark.matrix),
     ],
 )
 def test_computes_what_moe_does(way, options):
@@ -236,7 +236,9 @@ def test_no_bias_to_update():
         layer.update_router_bias(stats)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [way if way == "custom_partitioning" else pytest.param(way, marks=pytest.mark.matrix) for way in WAYS]
+)
 def test_stacked_layers(way):
     """Breaks if layers made by `nnx.vmap` and run by `nnx.scan` are not layers one after the other, if their metadata
     lacks the new dim, or their biases cannot be updated together."""
