@@ -55,6 +55,17 @@ def test_quantized(recipe):
         assert rel_norm(got[0], whole[0]) < MESH and rel_norm(got[1], whole[1]) < MESH
 
 
+def test_bias_gradients_are_not_rounded():
+    """Breaks if sums in float32 of a bias's gradient pass the dtype of the activations on their way to its own."""
+    x, params = make_x(BASE).astype(jnp.bfloat16), make_params(BASE)
+
+    def loss(params, chunks):
+        return jnp.sum(moax.moe(x, params, BASE, chunks=chunks)[0].astype(jnp.float32) ** 2)
+
+    got, want = (jax.jit(jax.grad(loss), static_argnums=1)(params, chunks) for chunks in (2, 1))
+    assert rel_norm(got.bi, want.bi) < 2.0**-12 and rel_norm(got.bo, want.bo) < 2.0**-12
+
+
 def test_capacity_is_that_of_a_part():
     """Breaks if drops of a part are not counted: each part keeps the even load of its own tokens and no more."""
     config = dataclasses.replace(BASE, capacity_factor=0.5, top_k=1, router=moax.RouterConfig())

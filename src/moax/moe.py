@@ -243,8 +243,7 @@ def _backward_local(static: BlockSpec, layout, kept, w: Weights, dy):
         zero = static.zero_gradients(w, layout, (*kept, dy))
         dw, each = lax.scan(part, zero, parts)
         dx, d_weights = join_chunks(each)
-        dw = jax.tree.map(lambda d: d.astype(static.dtype), dw)
-    d_wi, d_wo = (scatter_gradient(d, at.gather) for d, at in zip(dw[:2], layout, strict=True))
+    d_wi, d_wo = (scatter_gradient(d.astype(static.dtype), at.gather) for d, at in zip(dw[:2], layout, strict=True))
     return dx, d_weights, d_wi, d_wo, dw.bi, dw.bo
 
 
