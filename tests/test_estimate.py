@@ -129,7 +129,7 @@ BLOCKS = [
 @pytest.mark.parametrize("row", BLOCKS, ids=lambda row: f"{row['case']} {row['recipe']}")
 def test_h200(row):
     """Blocks measured on one H200: arguments, results and scratch of the compiled program within 10 %; the time, which
-    leaves launches and small kernels out, at most the measured one and at least 0.55 of it."""
+    leaves launches and small kernels out, at most 0.95 of the measured one and at least 0.6 of it."""
     name, tokens = row["case"].rsplit(" T", 1)
     config, tokens = next(block.config for block in PERF if block.name == name), int(tokens)
     recipe = None if row["recipe"] == "none" else row["recipe"]
@@ -137,7 +137,7 @@ def test_h200(row):
     m, width = found.memory, tokens * config.d_model * 2
     got = m.total - m.optimizer + 3 * width  # dy, y, dx; x is in activations
     assert got == pytest.approx(sum(row["extra"]["compiled_bytes"].values()), rel=0.1)
-    assert 0.55 < found.seconds * 1e6 / row["us"] <= 1.0
+    assert 0.6 < found.seconds * 1e6 / row["us"] < 0.95
 
 
 def test_rates_are_measured():

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from moax.axes import Roles
-from moax.config import Activation
+from moax.config import GATED, Activation
 from moax.groups import BLOCK, Groups, find_groups
 from moax.ops.activation import ActivateSpec
 from moax.ops.exchange import ExchangeSpec, slots_per_pair
@@ -47,7 +47,6 @@ class BlockSpec:
     declared: Any
     dtype: np.dtype
     kernels: Literal["xla", "mosaic"]
-    gates: int
     chunks: int = 1
     fp8: bool = False
 
@@ -68,9 +67,13 @@ class BlockSpec:
             Weights(declared.wi, declared.wo, declared.bi, declared.bo),
             np.dtype(dtype),
             kernels,
-            config.gates,
             chunks,
         )
+
+    @property
+    def gates(self) -> int:
+        """G: projections that the activation takes."""
+        return 2 if self.activation in GATED else 1
 
     def on(self, layouts, w: Weights) -> BlockSpec:
         """The spec for weights that lie so: `fp8`, where the FP8 kernels multiply."""

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from moax.bench import error, limits, ours
-from moax.bench.permute import SAMPLE, Tokens, expert_sorted
+from moax.bench.permute import SAMPLE, expert_sorted
 from moax.bench.problem import quantize_rows
 from moax.bench.report import Row, compare, why
 from moax.bench.timing import Repeats, kernel_time
+from moax.bench.tokens import Tokens
 from moax.groups import BLOCK
 
 BY_TWO = 2 + 2 * (1 + 4 / BLOCK)  # bytes of a value in bf16, and quantized twice with its share of the scales

@@ -20,22 +20,12 @@ import numpy as np
 from moax.bench import error, limits, ours
 from moax.bench.report import Row, compare, why
 from moax.bench.timing import Repeats, kernel_time
+from moax.bench.tokens import Tokens
 from moax.groups import BLOCK, Blocks, make_blocks
 from moax.ops import permute
 
 SAMPLE = 64
 JNP = "jnp"
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """T tokens of width H, K of E experts each, drawn uniformly."""
-
-    name: str
-    tokens: int
-    width: int
-    experts: int
-    top_k: int
 
 
 PERF = (

@@ -1,4 +1,4 @@
-"""What `moax bench exchange` moves: tokens, their experts, and how many rows and bytes that is between devices."""
+"""What `moax bench permute` and `exchange` move: tokens; and their experts, rows and bytes between devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ BLOCK = 128  # elements of a row in FP8 that share a scale of 4 bytes
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """T tokens a device of width H, K of E experts each; routing: uniform, zipf (shares 1/rank), or all to one rank."""
+    """T tokens a device of width H, K of E experts each; routing: uniform, zipf (shares 1/rank), or all to one rank.
+
+    permute draws its own, which are uniform.
+    """
 
     name: str
     tokens: int
