@@ -55,8 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
     add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
-        "quantize, permute: plain jnp, exchange: NCCL and others, block --mesh: layers of JAX and of PyTorch, unless "
-        "none (default: %(default)s)")  # fmt: skip
+        f"block --mesh: of {', '.join(mesh_block.PEERS)}; quantize, permute: plain jnp, exchange: NCCL and others, "
+        "unless none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
     add("--recipe", choices=("none", *RECIPES), help=f"block: one recipe (default: {' and '.join(block.RECIPES)})")
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, argv: list[str] | None = None) -> int:
 
     repeats = Repeats.quick() if args.quick else Repeats()
     chosen = select(args)
-    wanted = peers.parse(args.peers)
+    wanted = peers.parse(args.peers, mesh_block.PEERS if args.mesh else peers.NAMES)
     directions = _directions(args.directions)
     apart = _apart(args, chosen, wanted, repeats)
     found = limits.measure(NEEDED.get(args.what, ()), repeats)
@@ -135,8 +135,7 @@ def _rows(args, chosen, wanted, directions, repeats, found, apart) -> Iterator[R
         few = dataclasses.replace(repeats, warmups=min(3, repeats.warmups))
         tokens = tuple(args.tokens) if args.tokens else None
         if args.mesh:
-            over = mesh_block.PEERS if wanted else ()
-            how = mesh_block.How(args.mesh, recipes, args.kernels, args.exchange, over, args.chunks)
+            how = mesh_block.How(args.mesh, recipes, args.kernels, args.exchange, wanted, args.chunks)
             return mesh_block.rows(chosen, how, few, found, tokens)
         how = dict(kernels=args.kernels, chunks=args.chunks)
         return block.rows(chosen, few, found, recipes=recipes, tokens=tokens, **how)

@@ -1,8 +1,8 @@
 """`moax bench block --mesh fsdp=2,ep=2`: the block on a mesh beside layers of JAX alone and of PyTorch, in one run.
 
 Each layer has a process of its own over all devices of the mesh (`mesh_worker`), that of PyTorch one for each device
-(`peers.torch_block`); all compile at once, then they are measured one after the other, ours last. Tokens, rates and
-memory are those of a device, times wall clock.
+(`peers.torch_block`). First come those that have to compile alone; the others compile at once, then they are measured
+one after the other, ours last. Tokens, rates and memory are those of a device, times wall clock.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from moax.bench.report import OURS, Row
 from moax.bench.timing import Repeats
 
 PEERS = ("native", "public", TORCH)  # of bench/peers
+ALONE = ("native",)  # XLA expands ragged_dot, and its autotuner fails where other processes hold the GPU's memory
 ROWWISE = "fp8_rowwise"  # what PyTorch has beside bf16
 WORKER, TORCH_WORKER = "moax.bench.mesh_worker", "moax.bench.peers.torch_block"
 TUTORIAL = Block("tutorial", MoEConfig(1024, 4096, 8, 2), (4096,), "docs/tutorial: 16384 tokens on 4 devices")
@@ -66,29 +67,39 @@ def rows(
     quantized = TORCH in how.peers and any(recipe != "none" for recipe in how.recipes)
     layers = [(peer, "none") for peer in how.peers] + ([(TORCH, ROWWISE)] if quantized else [])
     layers += [(OURS, recipe) for recipe in how.recipes]
+    asked = [(of, impl, recipe) for of in blocks for impl, recipe in layers]
+    together = [one for one in asked if one[1] not in ALONE]
+    peers: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for group in (*([one] for one in asked if one[1] in ALONE), together):
+        for of, impl, recipe, answer in _answers(group, how, repeats, tokens):
+            for row in block.direction_rows(of, recipe, answer, found):
+                row.case, row.impl = f"{row.case} {how}", impl
+                row.extra |= {"mesh": how.sizes}
+                row.extra |= {"exchange": how.exchange, "chunks": how.chunks} if impl == OURS else {}
+                known = peers[row.case, row.direction]
+                if impl != OURS and row.us:
+                    known[impl if recipe == "none" else f"{impl} {recipe}"] = row.us
+                elif row.us:  # bf16 beside bf16 alone, what is quantized beside all
+                    alike = {peer: us for peer, us in known.items() if recipe != "none" or peer in how.peers}
+                    row.peers = {peer: us / row.us for peer, us in alike.items()}
+                yield row
+
+
+def _answers(
+    asked: list[tuple[Block, str, str]], how: How, repeats: Repeats, tokens: tuple[int, ...] | None
+) -> Iterator[tuple[Block, str, str, dict[str, Any]]]:
+    """(block, layer, recipe, what its process says of a number of tokens) of those that compile at once."""
     workers = []
-    for of in blocks:
-        for impl, recipe in layers:
-            asked = block.request(of, recipe, sorted(tokens or of.tokens), repeats, how.kernels, how.chunks)
-            asked |= {"mesh": how.sizes, "exchange": how.exchange, "impl": impl}
-            workers.append((of, impl, recipe, Worker(TORCH_WORKER if impl == TORCH else WORKER, asked)))
+    for of, impl, recipe in asked:
+        request = block.request(of, recipe, sorted(tokens or of.tokens), repeats, how.kernels, how.chunks)
+        request |= {"mesh": how.sizes, "exchange": how.exchange, "impl": impl}
+        workers.append((of, impl, recipe, Worker(TORCH_WORKER if impl == TORCH else WORKER, request)))
     try:
         for *_, worker in workers:
             worker.wait()
-        peers: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
         for of, impl, recipe, worker in workers:
             for answer in worker.measure():
-                for row in block.direction_rows(of, recipe, answer, found):
-                    row.case, row.impl = f"{row.case} {how}", impl
-                    row.extra |= {"mesh": how.sizes}
-                    row.extra |= {"exchange": how.exchange, "chunks": how.chunks} if impl == OURS else {}
-                    known = peers[row.case, row.direction]
-                    if impl != OURS and row.us:
-                        known[impl if recipe == "none" else f"{impl} {recipe}"] = row.us
-                    elif row.us:  # bf16 beside bf16 alone, what is quantized beside all
-                        alike = {peer: us for peer, us in known.items() if recipe != "none" or peer in how.peers}
-                        row.peers = {peer: us / row.us for peer, us in alike.items()}
-                    yield row
+                yield of, impl, recipe, answer
     finally:
         for *_, worker in workers:
             worker.close()

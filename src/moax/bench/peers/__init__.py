@@ -18,19 +18,19 @@ TORCH = "torch"
 NAMES = (*JAX_PEERS, TORCH)
 
 
-def parse(text: str) -> tuple[str, ...]:
-    """`all`, `none`, or names with commas.
+def parse(text: str, names: tuple[str, ...] = NAMES) -> tuple[str, ...]:
+    """`all` of `names`, `none`, or some of them with commas.
 
     Raises:
       ValueError: an unknown name.
     """
     if text in ("all", "none"):
-        return NAMES if text == "all" else ()
-    names = tuple(name.strip() for name in text.split(","))
-    unknown = [name for name in names if name not in NAMES]
+        return names if text == "all" else ()
+    chosen = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in chosen if name not in names]
     if unknown:
-        raise ValueError(f"--peers {text}: unknown {', '.join(unknown)}; use all, none, or some of {', '.join(NAMES)}")
-    return names
+        raise ValueError(f"--peers {text}: unknown {', '.join(unknown)}; use all, none, or some of {', '.join(names)}")
+    return chosen
 
 
 def calls_of(name: str) -> Callable:
