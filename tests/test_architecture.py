@@ -41,6 +41,7 @@ SIDEWAYS = {
     "mosaic": {"backend", "kernels", "partition"},
     "estimate_times": {"estimate_data", "estimate_wires"},
     "estimate": {"estimate_data", "estimate_times", "estimate_wires"},
+    "bench": {"train"},
     "cli": {"train", "bench"},
     "__main__": {"cli"},
 }

@@ -1,18 +1,14 @@
 """`moax bench block --mesh`: the block beside the native layer, on emulated devices."""
 
-import contextlib
-import importlib
-import io
 import json
 
-import jax
 import pytest
 
 pytest.importorskip("rich")
 
+from bench_workers import InThisProcess
 from moax import cli
 from moax.bench import block, mesh_block, mesh_worker, report
-from moax.bench.block_worker import READY
 from moax.bench.peers import native
 from moax.bench.report import Row
 from moax.bench.timing import Repeats
@@ -78,27 +74,6 @@ def test_native_layer_that_does_not_fit(monkeypatch):
         ("moax", 2.0, ""),
     ]
     assert found[2].extra["mesh"] == {"fsdp": 1, "ep": 2} and not found[2].peers
-
-
-class InThisProcess:
-    """A worker without a process of its own, which costs a test a start of JAX and its compiled programs."""
-
-    def __init__(self, module, request):
-        self.main, self.request = importlib.import_module(module).main, request
-
-    def wait(self):
-        pass
-
-    close = wait
-
-    def measure(self):
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
-            patch.setattr(jax.config, "update", lambda *_: None)  # this process has its devices
-            patch.setattr("sys.stdin", io.StringIO("go\n"))
-            assert self.main([json.dumps(self.request)]) == 0
-        ready, *answers = said.getvalue().splitlines()
-        assert ready == READY
-        return [json.loads(answer) for answer in answers]
 
 
 @pytest.mark.loose

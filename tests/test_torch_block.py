@@ -21,11 +21,10 @@ pytest.importorskip("rich")
 import moax
 from moax import reference
 from moax.backend import Unsupported
-from moax.bench import block, mesh_block
-from moax.bench.block import Worker
-from moax.bench.block_worker import READY
+from moax.bench import block, mesh_block, worker
 from moax.bench.peers import torch_block, torch_pieces
 from moax.bench.timing import Repeats
+from moax.bench.worker import READY, Worker
 from support import rel_norm
 
 TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
@@ -317,11 +316,11 @@ def test_worker_that_hangs(monkeypatch, tmp_path):
     """Breaks if a process that was given up keeps its GPUs until all others are measured."""
     (tmp_path / "hangs.py").write_text(f"import time\nprint({READY!r}, flush=True)\ntime.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(block, "SECONDS", 1)
-    worker = Worker("hangs", {"tokens": [64]})
-    worker.limit.cancel()
-    worker.wait()
-    (answer,) = worker.measure()
+    monkeypatch.setattr(worker, "SECONDS", 1)
+    hangs = Worker("hangs", {"tokens": [64]})
+    hangs.limit.cancel()
+    hangs.wait()
+    (answer,) = hangs.measure()
     assert answer["tokens"] == 64 and "TimeoutExpired" in answer["note"]
-    assert worker.process.wait(timeout=5) == -signal.SIGKILL
-    worker.close()
+    assert hangs.process.wait(timeout=5) == -signal.SIGKILL
+    hangs.close()

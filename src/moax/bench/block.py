@@ -13,21 +13,15 @@ process, and what forward leaves to backward beside what it has to: the sorted r
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 from moax import MoEConfig, RouterConfig
 from moax.bench import limits
-from moax.bench.block_worker import READY
-from moax.bench.report import Row, why
+from moax.bench.report import Row
 from moax.bench.timing import Repeats
+from moax.bench.worker import Worker, answers
 
-SECONDS = 500  # for all to compile, and for one to be measured
 MIXTRAL = RouterConfig(order="topk_then_score")
 SIGMOID = RouterConfig(score="sigmoid", bias=True, scale=2.5)
 
@@ -81,19 +75,12 @@ def rows(
     """Rows of forward, and of forward with backward, for each block, recipe and number of tokens."""
     asked = dict(repeats=repeats, kernels=kernels, chunks=chunks)
     workers = [
-        (block, recipe, Worker(WORKER, request(block, recipe, sorted(tokens or block.tokens), **asked)))
+        ((block, recipe), Worker(WORKER, request(block, recipe, sorted(tokens or block.tokens), **asked)))
         for block in blocks
         for recipe in recipes
     ]
-    try:
-        for _, _, worker in workers:
-            worker.wait()
-        for block, recipe, worker in workers:
-            for answer in worker.measure():
-                yield from direction_rows(block, recipe, answer, found)
-    finally:
-        for _, _, worker in workers:
-            worker.close()
+    for (block, recipe), answer in answers(workers):
+        yield from direction_rows(block, recipe, answer, found)
 
 
 def request(
@@ -108,51 +95,6 @@ def request(
         "chunks": chunks,
         "repeats": dataclasses.asdict(repeats),
     }
-
-
-class Worker:
-    """A process of `module` that compiles a block, waits, and measures it for each number of tokens, ascending."""
-
-    def __init__(self, module: str, request: dict[str, Any]):
-        self.tokens, self.errors = request["tokens"], tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(request)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-        )
-        self.limit = threading.Timer(SECONDS, self.process.kill)
-        self.limit.start()
-
-    def wait(self) -> None:
-        """Until it has compiled, or has ended."""
-        for line in self.process.stdout or ():
-            if line.strip() == READY:
-                break
-        self.limit.cancel()
-
-    def measure(self) -> list[dict]:
-        """What it says of each number of tokens."""
-        try:
-            said, _ = self.process.communicate("go\n", timeout=SECONDS)
-            answers = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-            self.errors.seek(0)
-            reason = f"exit code {self.process.returncode}: {self.errors.read().strip()[-600:]}"
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            self.process.kill()  # now, not when all are done: it may hold a GPU's memory
-            answers, reason = [], why(error)
-        heard = {answer["tokens"] for answer in answers}
-        return answers + [{"tokens": size, "note": reason} for size in self.tokens if size not in heard]
-
-    def close(self) -> None:
-        """Ends the process, where it has not."""
-        self.limit.cancel()
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout, self.errors):
-            if stream is not None and not stream.closed:
-                stream.close()
 
 
 def direction_rows(block: Block, recipe: str, answer: dict, found: dict[str, Any]) -> Iterator[Row]:

@@ -21,9 +21,9 @@ from moax import backend
 from moax.bench import stages
 from moax.bench.report import why
 from moax.bench.timing import Repeats, call_time, kernel_time
+from moax.bench.worker import READY
 
 TOP = 40  # kernels that are listed
-READY = "ready"
 
 
 def main(argv: list[str]) -> int:

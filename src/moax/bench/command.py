@@ -24,6 +24,7 @@ from moax.bench import (
     quantize,
     report,
     tokens,
+    train,
 )
 from moax.bench.peers import ragged_peer
 from moax.bench.report import Row
@@ -34,15 +35,19 @@ from moax.recipe import RECIPES
 DESCRIPTION = """\
 Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
 (measured in the same run), its peers and its error against float64; the block on a mesh beside layers of JAX alone
-and of PyTorch; and over devices of the machine the exchange beside NCCL and ragged_all_to_all, and the gather of
-weights, each recipe beside bf16. What cannot run here is listed with the reason.
+and of PyTorch, and a step of a language model with each; and over devices of the machine the exchange beside NCCL and
+ragged_all_to_all, and the gather of weights, each recipe beside bf16. What cannot run here is listed with the reason.
 """
-WHAT = ("gemm", "quantize", "permute", "block", "exchange", "gather")
-NEEDED = {"gemm": ("bf16", "fp8", "memory"), "quantize": ("memory",), "permute": ("memory",), "block": ("bf16", "fp8")}
+WHAT = ("gemm", "quantize", "permute", "block", "train", "exchange", "gather")
+PRODUCTS, MEMORY = ("bf16", "fp8"), ("memory",)
+NEEDED = {
+    "gemm": PRODUCTS + MEMORY, "quantize": MEMORY, "permute": MEMORY, "block": PRODUCTS, "train": PRODUCTS,
+}  # fmt: skip
 OTHERS: dict[str, tuple] = {
     "quantize": (quantize.PERF + fused.PERF, quantize.TINY + fused.TINY),
     "permute": (permute.PERF, permute.TINY),
     "exchange": (tokens.PERF, tokens.TINY),
+    "train": (train.PERF, train.TINY),
 }
 
 
@@ -55,19 +60,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
     add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
-        f"block --mesh: of {', '.join(mesh_block.PEERS)}; quantize, permute: plain jnp, exchange: NCCL and others, "
-        "unless none (default: %(default)s)")  # fmt: skip
+        f"block --mesh: of {', '.join(mesh_block.PEERS)}; train: of {', '.join(train.PEERS)}; quantize, permute: plain "
+        "jnp, exchange: NCCL and others, unless none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
     add("--recipe", choices=("none", *RECIPES), help=f"block: one recipe (default: {' and '.join(block.RECIPES)})")
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
         "and 16384)")  # fmt: skip
     add("--kernels", default="auto", help="block: auto, xla or mosaic (default: %(default)s)")
-    add("--exchange", choices=TRANSPORTS, default="auto", help="block --mesh: how tokens reach the ranks of their "
+    add("--exchange", choices=TRANSPORTS, default="auto", help="block --mesh, train: how tokens reach the ranks of their "
         "experts (default: %(default)s)")  # fmt: skip
     add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
     add("--sms", metavar="NUMBERS", help="exchange: multiprocessors that our kernel takes, with commas, a row for each "
         "(default: the kernel's own choice)")  # fmt: skip
-    add("--chunks", type=int, default=1, metavar="N", help="block: parts that a device takes its tokens in")
+    add("--chunks", type=int, default=1, metavar="N", help="block, train: parts that a device takes its tokens in")
     add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
     add("--out", metavar="FILE", help="write the rows as JSON")
     add("--json", action="store_true", help="print the rows as JSON, for programs, in the place of the table")
@@ -84,7 +89,7 @@ def run(args: argparse.Namespace, argv: list[str] | None = None) -> int:
 
     repeats = Repeats.quick() if args.quick else Repeats()
     chosen = select(args)
-    wanted = peers.parse(args.peers, mesh_block.PEERS if args.mesh else peers.NAMES)
+    wanted = peers.parse(args.peers, _peers(args))
     directions = _directions(args.directions)
     apart = _apart(args, chosen, wanted, repeats)
     found = limits.measure(NEEDED.get(args.what, ()), repeats)
@@ -104,8 +109,12 @@ def run(args: argparse.Namespace, argv: list[str] | None = None) -> int:
 
 def select(args: argparse.Namespace) -> list:
     """The cases that the options name."""
-    if args.mesh and args.what != "block":
-        raise ValueError(f"--mesh with {args.what}: of what is measured, a mesh is for block alone")
+    if args.mesh and args.what not in ("block", "train"):
+        raise ValueError(f"--mesh with {args.what}: of what is measured, a mesh is for block and train alone")
+    if args.what == "train" and not args.mesh:
+        raise ValueError("train without --mesh: name the axes of its devices, as fsdp=1,ep=2")
+    if args.what == "train" and (args.tokens or args.kernels != "auto"):
+        raise ValueError("train with --tokens or --kernels: its models have their own tokens, and take the best kernels")
     if (args.devices or args.sms) and args.what != "exchange":
         raise ValueError(f"--devices, --sms with {args.what}: they are for exchange alone")
     if args.what == "gemm":
@@ -114,6 +123,13 @@ def select(args: argparse.Namespace) -> list:
     if args.cases not in ("perf", "tiny", "all"):
         raise ValueError(f"--cases {args.cases}: {args.what} has perf and tiny")
     return cases.pick(tiny if args.cases == "tiny" else perf, args.only, f"--cases {args.cases}")
+
+
+def _peers(args: argparse.Namespace) -> tuple[str, ...]:
+    """What may stand beside ours."""
+    if args.what == "train":
+        return train.PEERS
+    return mesh_block.PEERS if args.mesh else peers.NAMES
 
 
 def _apart(args, chosen, wanted, repeats) -> Any:
@@ -130,13 +146,15 @@ def _apart(args, chosen, wanted, repeats) -> Any:
 def _rows(args, chosen, wanted, directions, repeats, found, apart) -> Iterator[Row]:
     if args.what == "gemm":
         return gemm.rows(chosen, wanted, repeats, found, apart, quick=args.quick, directions=directions)
-    if args.what == "block":
+    if args.what in ("block", "train"):
         recipes = (args.recipe,) if args.recipe else block.RECIPES
         few = dataclasses.replace(repeats, warmups=min(3, repeats.warmups))
         tokens = tuple(args.tokens) if args.tokens else None
+        over = mesh_block.How(args.mesh or (), recipes, args.kernels, args.exchange, wanted, args.chunks)
+        if args.what == "train":
+            return train.rows(chosen, over, few, found)
         if args.mesh:
-            how = mesh_block.How(args.mesh, recipes, args.kernels, args.exchange, wanted, args.chunks)
-            return mesh_block.rows(chosen, how, few, found, tokens)
+            return mesh_block.rows(chosen, over, few, found, tokens)
         how = dict(kernels=args.kernels, chunks=args.chunks)
         return block.rows(chosen, few, found, recipes=recipes, tokens=tokens, **how)
     if args.what == "gather":
@@ -162,7 +180,7 @@ def _directions(text: str) -> tuple:
 
 def _progress(row: Row) -> None:
     """A line for those who wait, and for a log that is cut short."""
-    rate = f"{row.tflops:.0f} TFLOP/s" if row.op in ("gemm", "block") and row.tflops else ""
+    rate = f"{row.tflops:.0f} TFLOP/s" if row.op in ("gemm", "block", "train") and row.tflops else ""
     rate = f"{row.tb_s:.2f} TB/s" if not rate and row.tb_s else rate
     said = f"{row.us:.1f} us {rate}" if row.us else row.note
     print(

@@ -17,10 +17,12 @@ import jax
 
 from moax import MoEConfig, backend
 from moax.bench import block
-from moax.bench.block import Block, Worker
+from moax.bench.block import Block
 from moax.bench.peers import TORCH
 from moax.bench.report import OURS, Row
 from moax.bench.timing import Repeats
+from moax.bench.worker import Worker, answers
+from moax.ops.exchange import Transport
 
 PEERS = ("native", "public", TORCH)  # of bench/peers
 ALONE = ("native",)  # XLA expands ragged_dot, and its autotuner fails where other processes hold the GPU's memory
@@ -39,7 +41,7 @@ class How:
     mesh: tuple[tuple[str, int], ...]
     recipes: tuple[str, ...] = block.RECIPES
     kernels: str = "auto"
-    exchange: str = "auto"
+    exchange: Transport = "auto"
     peers: tuple[str, ...] = PEERS
     chunks: int = 1
 
@@ -61,9 +63,7 @@ def rows(
     Raises:
       ValueError: the mesh has more devices than there are GPUs.
     """
-    devices = math.prod(how.sizes.values())
-    if backend.platform() == "gpu" and devices > jax.device_count():
-        raise ValueError(f"--mesh {how} is a mesh of {devices} devices, but {jax.device_count()} are here")
+    check_devices(how)
     quantized = TORCH in how.peers and any(recipe != "none" for recipe in how.recipes)
     layers = [(peer, "none") for peer in how.peers] + ([(TORCH, ROWWISE)] if quantized else [])
     layers += [(OURS, recipe) for recipe in how.recipes]
@@ -71,7 +71,7 @@ def rows(
     together = [one for one in asked if one[1] not in ALONE]
     peers: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for group in (*([one] for one in asked if one[1] in ALONE), together):
-        for of, impl, recipe, answer in _answers(group, how, repeats, tokens):
+        for (of, impl, recipe), answer in _answers(group, how, repeats, tokens):
             for row in block.direction_rows(of, recipe, answer, found):
                 row.case, row.impl = f"{row.case} {how}", impl
                 row.extra |= {"mesh": how.sizes}
@@ -85,21 +85,20 @@ def rows(
                 yield row
 
 
+def check_devices(how: How) -> None:
+    """Raises ValueError where there are GPUs, but too few of them; other devices are emulated."""
+    devices = math.prod(how.sizes.values())
+    if backend.platform() == "gpu" and devices > jax.device_count():
+        raise ValueError(f"--mesh {how} is a mesh of {devices} devices, but {jax.device_count()} are here")
+
+
 def _answers(
     asked: list[tuple[Block, str, str]], how: How, repeats: Repeats, tokens: tuple[int, ...] | None
-) -> Iterator[tuple[Block, str, str, dict[str, Any]]]:
-    """(block, layer, recipe, what its process says of a number of tokens) of those that compile at once."""
+) -> Iterator[tuple[tuple[Block, str, str], dict[str, Any]]]:
+    """((block, layer, recipe), what its process says of a number of tokens) of those that compile at once."""
     workers = []
     for of, impl, recipe in asked:
         request = block.request(of, recipe, sorted(tokens or of.tokens), repeats, how.kernels, how.chunks)
         request |= {"mesh": how.sizes, "exchange": how.exchange, "impl": impl}
-        workers.append((of, impl, recipe, Worker(TORCH_WORKER if impl == TORCH else WORKER, request)))
-    try:
-        for *_, worker in workers:
-            worker.wait()
-        for of, impl, recipe, worker in workers:
-            for answer in worker.measure():
-                yield of, impl, recipe, answer
-    finally:
-        for *_, worker in workers:
-            worker.close()
+        workers.append(((of, impl, recipe), Worker(TORCH_WORKER if impl == TORCH else WORKER, request)))
+    return answers(workers)

@@ -143,12 +143,16 @@ def show(title: str, head: dict[str, Any], rows: list[Row], stream=None) -> None
 
 
 def _details(row: Row) -> list[str]:
-    """Of a block: its time by stage, its memory, and what of a peer is not what its name says."""
+    """Time by stage of a block, tokens of a step, memory, and what of a peer is not what its name says."""
     said = []
     stages = {name: us for name, us in row.extra.get("stages_us", {}).items() if us}
     where = f"{row.case} {row.direction} {row.recipe}" + ("" if row.impl == OURS else f" {row.impl}")
-    if row.op == "block" and row.us and row.note:
+    if row.op in ("block", "train") and row.us and row.note:
         said.append(f"{where}: {row.note}")
+    if "tokens_per_s" in row.extra:
+        peak, last = row.extra["peak_bytes"], row.extra["losses"][-1]
+        held = "" if peak is None else f", peak {peak / 1e9:.2f} GB"
+        said.append(f"{where}: {row.extra['tokens_per_s']:,.0f} tokens/s of a device{held}; loss {last:.3f} at the end")
     if stages and row.us:
         parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in stages.items())
         said.append(f"{where}: ms by stage: {parts}; kernels {sum(stages.values()) / 1e3:.2f} of {row.us / 1e3:.2f}")

@@ -6,6 +6,7 @@ The layers are one `lax.scan` over parameters stacked along a leading L, so that
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from moax import Axes, MoEParams, MoEStats, ops, sharding
 from moax.ops.exchange import Transport
 from moax.partition import Engine
 from moax.train.presets import VOCAB, ModelConfig
+
+MoEBlock = Callable[..., tuple[Float[Array, "B S H"], MoEStats]]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["norm_a", "wqkv", "wo", "norm_m", "moe"], meta_fields=[])
@@ -124,8 +127,12 @@ def forward(
     tokens: Int[Array, "B S"],
     model: ModelConfig,
     execution: Execution,
+    block: MoEBlock = moax.moe,
 ) -> tuple[Float[Array, "B S V"], MoEStats]:
-    """Float32 logits of the next byte at each place, and the statistics of the L layers, each with a leading L."""
+    """Float32 logits of the next byte at each place, and the statistics of the L layers, each with a leading L.
+
+    `block` is called as `moax.moe`, which it stands for.
+    """
     dtype, axes = jnp.dtype(execution.dtype), execution.axes
     rows = sharding.token_spec(axes, ndim=3)
     rotation = _rotation(tokens.shape[1], model.d_model // model.num_heads)
@@ -137,7 +144,7 @@ def forward(
         x = sharding.constrain(x, rows)
         x = x + _attention(_rms_norm(x, p.norm_a), p, rotation, model.num_heads, project)
         moe = dataclasses.replace(p.moe, router_bias=bias)
-        y, stats = moax.moe(
+        y, stats = block(
             _rms_norm(x, p.norm_m),
             moe,
             model.moe(),

@@ -61,20 +61,22 @@ def shardings(config: TrainConfig, mesh) -> TrainState:
     return sharding.named(mesh, state)
 
 
-def loss_fn(params: Params, router_bias, batch: UInt8[Array, "B S1"], config: TrainConfig):
+def loss_fn(
+    params: Params, router_bias, batch: UInt8[Array, "B S1"], config: TrainConfig, block: lm.MoEBlock = moax.moe
+):
     """Mean cross entropy in nats a byte plus the layers' auxiliary losses; aux is (cross entropy, MoEStats)."""
     tokens = batch.astype(jnp.int32)
-    logits, stats = lm.forward(params, router_bias, tokens[:, :-1], config.model, execution(config))
+    logits, stats = lm.forward(params, router_bias, tokens[:, :-1], config.model, execution(config), block)
     entropy = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
     return entropy + stats.aux_loss.sum() + stats.z_loss.sum(), (entropy, stats)
 
 
 def train_step(
-    state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig
+    state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig, block: lm.MoEBlock = moax.moe
 ) -> tuple[TrainState, dict[str, Any]]:
     """One update. Metrics: loss, extra_loss, grad_norm, lr, dropped (all []), tokens_per_expert [L, E] i32."""
     (total, (entropy, stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-        state.params, state.router_bias, batch, config
+        state.params, state.router_bias, batch, config, block
     )
     updates, opt_state = optimizer(config).update(grads, state.optimizer, state.params)
     bias = state.router_bias
@@ -115,7 +117,7 @@ class Program:
     like: TrainState
 
 
-def jit_update(config: TrainConfig, mesh) -> tuple[jax.stages.Wrapped, tuple]:
+def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tuple[jax.stages.Wrapped, tuple]:
     """The jitted `train_step` on `mesh`, which must be the one that is set, and the ShapeDtypeStructs it takes."""
     states, rows = shardings(config, mesh), sharding.named(mesh, sharding.token_spec(moax.Axes(), ndim=2))
     like = jax.tree.map(
@@ -126,7 +128,7 @@ def jit_update(config: TrainConfig, mesh) -> tuple[jax.stages.Wrapped, tuple]:
     batch = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.uint8, sharding=rows)
     # Metrics on every device, so that every process can read them.
     metrics = sharding.named(mesh, sharding.spec())
-    step = jax.jit(partial(train_step, config=config), out_shardings=(states, metrics), donate_argnums=0)
+    step = jax.jit(partial(train_step, config=config, block=block), out_shardings=(states, metrics), donate_argnums=0)
     return step, (like, batch)
 
 

@@ -25,9 +25,9 @@ from typing import Any
 
 from moax import MoEConfig, RouterConfig
 from moax.backend import Unsupported
-from moax.bench.block_worker import READY
 from moax.bench.peers import native
 from moax.bench.report import why
+from moax.bench.worker import READY
 
 SECONDS = 450
 # NVLink multicast can put GPUs out of service that others share.
