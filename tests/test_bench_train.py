@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -13,7 +12,7 @@ pytest.importorskip("rich")
 
 from bench_workers import InThisProcess
 from moax import cli
-from moax.bench import mesh_worker, report, train
+from moax.bench import report, train
 from moax.bench.mesh_block import How
 from moax.bench.timing import Repeats
 from moax.train.presets import ModelConfig
@@ -76,32 +75,6 @@ def test_work():
     attention = 3 * 2 * 2 * m.num_layers * m.d_model * sum(range(run.length)) / run.length  # without itself
     itself = 12 * m.num_layers * m.d_model
     assert run.tokens * (6 * met + attention) <= run.work <= run.tokens * (6 * met + attention + itself)
-
-
-class Fails:
-    """Lowered, of which XLA's autotuner finds no kernel."""
-
-    def __init__(self, message):
-        self.message, self.options = message, []
-
-    def compile(self, compiler_options=None):
-        self.options.append(compiler_options)
-        if compiler_options is None:
-            raise jax.errors.JaxRuntimeError(self.message)
-        return self
-
-
-def test_program_without_the_autotuner():
-    """Breaks if a peer is given up for XLA's autotuner, if another error is taken for its, or if it is not said."""
-    fails = Fails("NOT_FOUND: All configs failed during profiling or were excluded from selection.")
-    assert mesh_worker.compile_program(fails) == (fails, mesh_worker.UNTUNED)
-    assert fails.options == [None, {"xla_gpu_autotune_level": 0}]
-    assert mesh_worker.compile_program(fails, tune=False)[1] == mesh_worker.UNTUNED and len(fails.options) == 3
-    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
-        mesh_worker.compile_program(Fails("out of memory"))
-    compiled, note = mesh_worker.compile_program(jax.jit(lambda x: x + 1).lower(1.0))
-    assert compiled(1.0) == 2.0 and note == ""
-    assert mesh_worker.compile_program(jax.jit(lambda x: x + 1).lower(1.0), tune=False)[0](1.0) == 2.0
 
 
 def test_presets_are_measured():

@@ -34,3 +34,18 @@ def test_speeds_are_committed():
     for case, direction, cells in lines:
         want = [measured[case, direction, *column] for column in columns]
         assert cells.split(" | ") == want, (case, direction)
+
+
+def test_blocks_are_committed():
+    """Breaks if the table of blocks shows a time that was not measured, or leaves one out."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "h200x2_block.json").read_text())["rows"]
+    both = [row for row in rows if row["direction"] == "fwd+bwd"]
+    measured = {(r["case"].split()[0], r["impl"], r["recipe"]): f"{r['us'] / 1e3:.2f}" if r["us"] else "" for r in both}
+    columns = (
+        ("moax", "fp8_block"), ("moax", "none"), ("torch", "none"), ("torch", "fp8_rowwise"), ("public", "none"),
+        ("native", "none"),
+    )  # fmt: skip
+    lines = re.findall(r"^\| ([\w-]+) \|((?: ?[\d.]* \|){6})$", README, re.M)
+    cells = {model: [cell.strip() for cell in row.split("|")[:-1]] for model, row in lines}
+    shown = {(model, *at): cell for model, row in cells.items() for at, cell in zip(columns, row, strict=True)}
+    assert shown == measured

@@ -305,3 +305,19 @@ def test_mesh_that_does_not_fit_names_those_that_do():
 def test_batch_that_does_not_divide():
     with pytest.raises(ValueError, match="--batch 12 does not divide over fsdp x ep = 8 devices; 8 or 16 would do"):
         check_batch(12, make_mesh((("fsdp", 2), ("ep", 4))))
+
+
+@pytest.mark.parametrize(
+    ("hopper", "dtype", "width", "taken"),
+    [
+        (True, "bfloat16", 64, "cudnn"),
+        (True, "bfloat16", 60, "xla"),
+        (True, "bfloat16", 256, "xla"),
+        (True, "float32", 64, "xla"),
+        (False, "bfloat16", 64, "xla"),
+    ],
+)
+def test_attention_takes_what_runs(monkeypatch, hopper, dtype, width, taken):
+    """Breaks if attention asks cuDNN for what it refuses, or holds every score where it need not."""
+    monkeypatch.setattr(lm.backend, "on_hopper", lambda: hopper)
+    assert lm._fastest(jnp.zeros((1, 4, 2, width), dtype)) == taken

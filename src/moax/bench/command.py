@@ -67,8 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
         "and 16384)")  # fmt: skip
     add("--kernels", default="auto", help="block: auto, xla or mosaic (default: %(default)s)")
-    add("--exchange", choices=TRANSPORTS, default="auto", help="block --mesh, train: how tokens reach the ranks of their "
-        "experts (default: %(default)s)")  # fmt: skip
+    add("--exchange", choices=TRANSPORTS, default="auto", help="block --mesh, train: how tokens reach the ranks of "
+        "their experts (default: %(default)s)")  # fmt: skip
     add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
     add("--sms", metavar="NUMBERS", help="exchange: multiprocessors that our kernel takes, with commas, a row for each "
         "(default: the kernel's own choice)")  # fmt: skip
@@ -114,7 +114,9 @@ def select(args: argparse.Namespace) -> list:
     if args.what == "train" and not args.mesh:
         raise ValueError("train without --mesh: name the axes of its devices, as fsdp=1,ep=2")
     if args.what == "train" and (args.tokens or args.kernels != "auto"):
-        raise ValueError("train with --tokens or --kernels: its models have their own tokens, and take the best kernels")
+        raise ValueError(
+            "train with --tokens or --kernels: its models have their own tokens, and take the best kernels"
+        )
     if (args.devices or args.sms) and args.what != "exchange":
         raise ValueError(f"--devices, --sms with {args.what}: they are for exchange alone")
     if args.what == "gemm":

@@ -33,8 +33,6 @@ from moax.sharding import named, param_specs, token_spec
 # As NVIDIA's library, XLA and moax call the kernels that move data between devices, without their underscores; an
 # all-reduce of XLA's own has the name of the sum in it.
 MOVES = re.compile(r"nccl|allreduce|raggedalltoall|multigpubarrier|putrows|^psum")
-AUTOTUNER_FAILED = "failed during profiling"
-UNTUNED = "XLA's autotuner found no kernel that runs, and was turned off"
 
 
 def main(argv: list[str]) -> int:
@@ -57,8 +55,8 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
     for tokens, answer in answers.items():
         try:
             layer, note = layer_of(request, config, mesh)
-            programs[tokens], answer["memory"], untuned = build(layer, config, mesh, tokens * mesh.size)
-            answer["note"] = "; ".join(said for said in (note, untuned) if said)
+            programs[tokens], answer["memory"] = build(layer, config, mesh, tokens * mesh.size)
+            answer["note"] = note
         except Exception as error:  # one that does not compile, or does not fit, leaves those that do
             answer["note"] = why(error)
     print(READY, flush=True)
@@ -104,8 +102,8 @@ def inputs(config: moax.MoEConfig, mesh, tokens: int) -> list[jax.Array]:
     return [jax.jit(draw, out_shardings=place)(key) for key in jax.random.split(jax.random.key(1))]
 
 
-def build(layer: Callable, config: moax.MoEConfig, mesh, tokens: int) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """({direction: compiled program}, what is known of a device's memory before it runs, how it had to be compiled)."""
+def build(layer: Callable, config: moax.MoEConfig, mesh, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """({direction: compiled program}, what is known of a device's memory before it runs)."""
 
     def both(x, params, dy):
         y, pull = jax.vjp(layer, x, params)
@@ -117,31 +115,17 @@ def build(layer: Callable, config: moax.MoEConfig, mesh, tokens: int) -> tuple[d
     params = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, places)
     # Gradients as a training step wants them, where their parameters are.
     placed = jax.jit(both, out_shardings=(x.sharding, (x.sharding, places)))
-    fwd, note = compile_program(jax.jit(layer, out_shardings=x.sharding).lower(x, params))
-    both_ways, note = compile_program(placed.lower(x, params, x), tune=not note)
-    programs = {"fwd": fwd, "fwd+bwd": both_ways}
+    programs = {
+        "fwd": jax.jit(layer, out_shardings=x.sharding).lower(x, params).compile(),
+        "fwd+bwd": placed.lower(x, params, x).compile(),
+    }
     analysis: Any = programs["fwd+bwd"].memory_analysis()
     shards = [math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in jax.tree.leaves(params)]
     kinds = ("argument", "output", "temp")
-    return (
-        programs,
-        {
-            "params_bytes": sum(shards),
-            "compiled_bytes": {kind: getattr(analysis, f"{kind}_size_in_bytes", None) for kind in kinds},
-        },
-        note,
-    )
-
-
-def compile_program(lowered: jax.stages.Lowered, tune: bool = True) -> tuple[jax.stages.Compiled, str]:
-    """(the program, UNTUNED where XLA's autotuner is off, or fails on it); an autotuner is no part of a layer."""
-    try:
-        if tune:
-            return lowered.compile(), ""
-    except jax.errors.JaxRuntimeError as error:
-        if AUTOTUNER_FAILED not in str(error):
-            raise
-    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}), UNTUNED
+    return programs, {
+        "params_bytes": sum(shards),
+        "compiled_bytes": {kind: getattr(analysis, f"{kind}_size_in_bytes", None) for kind in kinds},
+    }
 
 
 def peak_bytes(mesh) -> int | None:

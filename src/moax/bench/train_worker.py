@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import moax
 from moax import MoEConfig, MoEParams, MoEStats
 from moax.bench.block_worker import path_of
-from moax.bench.mesh_worker import compile_program, peak_bytes
+from moax.bench.mesh_worker import peak_bytes
 from moax.bench.peers import native, public
 from moax.bench.report import OURS, why
 from moax.bench.timing import Repeats
@@ -45,10 +45,9 @@ def main(argv: list[str]) -> int:
     with jax.set_mesh(mesh):
         step = None
         try:
-            block, note = block_of(request["impl"], config.model, mesh)
+            block, answer["note"] = block_of(request["impl"], config.model, mesh)
             update, like = jit_update(config, mesh, block)
-            step, untuned = compile_program(update.lower(*like))
-            answer["note"] = "; ".join(said for said in (note, untuned) if said)
+            step = update.lower(*like).compile()
         except Exception as error:
             answer["note"] = why(error)
         print(READY, flush=True)

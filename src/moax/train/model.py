@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import moax
-from moax import Axes, MoEParams, MoEStats, ops, sharding
+from moax import Axes, MoEParams, MoEStats, backend, ops, sharding
 from moax.ops.exchange import Transport
 from moax.partition import Engine
 from moax.train.presets import VOCAB, ModelConfig
@@ -176,8 +176,14 @@ def _attention(x, p: Layer, rotation, heads: int, dense):
     batch, seq, width = x.shape
     qkv = dense(x, p.wqkv).reshape(batch, seq, 3, heads, width // heads)
     q, k, v = _rotate(qkv[:, :, 0], rotation), _rotate(qkv[:, :, 1], rotation), qkv[:, :, 2]
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=_fastest(q))
     return dense(y.reshape(batch, seq, width), p.wo)
+
+
+def _fastest(q) -> Literal["cudnn", "xla"]:
+    """cuDNN's kernels, which hold no [S, S] of scores in memory, where they have been measured and take q."""
+    fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    return "cudnn" if backend.on_hopper() and fits else "xla"
 
 
 def _rms_norm(x, gain):
