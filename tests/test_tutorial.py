@@ -35,7 +35,7 @@ def test_script_runs_the_page():
 def test_script_refuses_what_is_not_there(monkeypatch):
     """Breaks if --gpus without GPUs writes times of a CPU into the file for GPUs."""
     monkeypatch.setattr(jax.config, "update", lambda *_: None)  # this process keeps its devices
-    with pytest.raises(SystemExit, match="--gpus needs 4 GPUs; here are"):
+    with pytest.raises(SystemExit, match="--gpus needs two GPUs or four; here are"):
         load().main(gpus=True, keep=True)
 
 
@@ -46,7 +46,7 @@ def test_captured_output(name):
         pytest.skip("not captured; the page says so")
     head, printed = (TUTORIAL / name).read_text().split("\n\n", 1)
     assert re.match(
-        r"# 4 (x|CPU devices emulated) .*\n# jax [\d.]+, moax \w+, \d{4}\S+: python docs/tutorial/layer.py", head
+        r"# ([24] x|4 CPU devices emulated) .*\n# jax [\d.]+, moax \w+, \d{4}\S+: python docs/tutorial/layer.py", head
     )
     assert ("emulated" in head) == ("emulated" in name)
     blocks = docs_pages.programs(PAGE)
