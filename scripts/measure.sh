@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Checks and measures on a machine with a Hopper GPU: scripts/measure.sh STAGE...
 # Stages, with what each takes on an H200 with 16 cores: test (3 minutes), gemm (2.5), groups (2), quantize (2.5),
-# permute (1), block (2), train (5); of two GPUs gather (1), exchange (4), mesh (6, beside layers of JAX and PyTorch) and
-# mesh_train (4). Results go to $OUT (default benchmarks/results), as JSON with the commit SHA=... One call can hold
-# several.
+# permute (1), block (2), train (5); of two GPUs gather (1), exchange (4), mesh (6, beside layers of JAX and PyTorch),
+# step (4, of the language model, beside layers of JAX), mesh_train (4) and tutorial (3). Results go to $OUT (default
+# benchmarks/results), as JSON with the commit SHA=... One call can hold several.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=src PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -22,6 +22,16 @@ stage_mesh() {
     local block=(bench block --mesh fsdp=1,ep=2 --only qwen3 --only mixtral --tokens 8192 --quick --sha "$sha")
     moax "${block[@]}" --out "$out/h200x2_block.json"
     moax "${block[@]}" --exchange one_sided --peers none --out "$out/h200x2_block_one_sided.json"
+    moax "${block[@]}" --exchange one_sided --peers none --chunks 2 --out "$out/h200x2_block_chunks.json"
+}
+stage_step() {
+    local step=(bench train --mesh fsdp=1,ep=2 --only medium --quick --sha "$sha")
+    moax "${step[@]}" --out "$out/h200x2_step.json"
+    moax "${step[@]}" --exchange one_sided --peers none --out "$out/h200x2_step_one_sided.json"
+}
+stage_tutorial() {
+    "$python" docs/tutorial/layer.py --gpus --keep --sha "$sha"
+    [ "$out" = benchmarks/results ] || cp docs/tutorial/layer_gpus.txt "$out"
 }
 stage_mesh_train() {
     for exchange in all_gather one_sided; do

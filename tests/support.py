@@ -6,17 +6,20 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import moax
 from moax.ops import dequantize, quantize
 from moax.recipe import Format, Recipe
+from moax.types import param_shapes
 
 MESHES: dict[str, dict[str, int]] = {
     "8x1": {"fsdp": 8, "ep": 1},
@@ -217,6 +220,12 @@ def rel_norm(got, want, per: int | None = None) -> float:
     return float(np.max(ratio, initial=0.0))
 
 
+def some(cases: Iterable, count: int) -> list:
+    """The cases, those after the first `count` for `make test-matrix`: each costs a compilation, and CI has minutes."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=() if i < count else pytest.mark.matrix) for i, case in enumerate(cases)]
+
+
 def random(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
     """A standard normal array."""
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
@@ -225,3 +234,16 @@ def random(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
 def integers(seed: int, *shape: int, bound: int = 8) -> np.ndarray:
     """Small integers as float32: their sums and products are exact in any order."""
     return np.random.default_rng(seed).integers(-bound, bound + 1, shape).astype(np.float32)
+
+
+def make_params(config: moax.MoEConfig, seed: int = 0, bias: float = 0.3) -> moax.MoEParams:
+    """Weights of the size that `moax.init` gives them, and biases that are not 0, by NumPy: each shape that jax.random
+    draws costs a compilation."""
+    contracted = {"router": 0, "wi": 1, "wo": 1, "shared_wi": 0, "shared_wo": 0}
+
+    def draw(index, name, shape):
+        scale = shape[contracted[name]] ** -0.5 if name in contracted else bias
+        return jnp.asarray(scale * random(100 * seed + index, *shape))
+
+    shapes = dataclasses.asdict(param_shapes(config))
+    return moax.MoEParams(**{n: s and draw(i, n, s) for i, (n, s) in enumerate(shapes.items())})

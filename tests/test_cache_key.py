@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from support import some
+
 ROOT = Path(__file__).parent.parent
 
 PROGRAM = """
@@ -58,7 +60,7 @@ def key_of(cache: Path, engine: str, removed: bool, padding: int) -> str:
 
 @pytest.mark.parametrize(
     "engine, removed, same",
-    [("shard_map", False, True), ("custom_partitioning", True, True), ("custom_partitioning", False, False)],
+    some([("shard_map", False, True), ("custom_partitioning", True, True), ("custom_partitioning", False, False)], 2),
 )
 def test_two_processes(tmp_path, engine, removed, same):
     """Breaks if every start of a program compiles everything again: with shard_map, or with the flag. Without the flag

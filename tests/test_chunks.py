@@ -21,8 +21,8 @@ from moax.bench.timing import Repeats
 from moax.train import model as lm
 from moax.train.presets import ModelConfig, TrainConfig
 from moax.train.step import execution
-from support import TOKENS, make_mesh, put, rel_norm, spec
-from test_moe import BASE, MESH, ONE_DEVICE, B, L, block, check, expected, make_params, make_x
+from support import TOKENS, make_mesh, make_params, put, rel_norm, some, spec
+from test_moe import BASE, MESH, ONE_DEVICE, B, L, block, check, expected, make_x
 
 
 @pytest.mark.parametrize("chunks", (96, pytest.param(2, marks=pytest.mark.matrix)))
@@ -52,7 +52,7 @@ def test_without_biases_weighted_early():
     check(block("none", "", config, chunks=4)(), expected(config), ONE_DEVICE)
 
 
-@pytest.mark.parametrize("recipe", ("fp8_block", "fp8_tensor", pytest.param("mxfp8", marks=pytest.mark.matrix)))
+@pytest.mark.parametrize("recipe", some(("fp8_block", "fp8_tensor", "mxfp8"), 1))
 def test_quantized(recipe):
     """Breaks if parts are quantized otherwise than rows are: y and dx of block scales are those of all tokens at once;
     gradients of weights, whose blocks run over rows of a part, stay within the bounds of the method."""

@@ -12,13 +12,14 @@ from jax.sharding import NamedSharding
 
 import moax
 from moax.sharding import local_shape
-from support import make_mesh
+from support import make_mesh, some
 
 CONFIG = moax.MoEConfig(
     32, 48, 8, 2, use_bias=True, shared_d_ff=16, router=moax.RouterConfig(bias=True, logits_bias=True)
 )
 NAMES = [f.name for f in dataclasses.fields(moax.MoEParams)]
 ON = [("2x4", "custom_partitioning"), ("2x4", "explicit"), ("tp2x2x2", "custom_partitioning"), ("dp2x2x2", "explicit")]
+DIMS = ["experts", "model", "experts", "model"]
 
 
 @functools.cache
@@ -27,11 +28,10 @@ def alone(**options):
     return moax.init(jax.random.key(3), CONFIG, **options)
 
 
-@pytest.mark.parametrize("fsdp_dim", ["experts", "model"])
-@pytest.mark.parametrize("mesh, way", ON)
-def test_the_same_on_every_mesh(mesh, way, fsdp_dim):
+@pytest.mark.parametrize("fsdp_dim, on", some([*zip(DIMS + DIMS[::-1], ON * 2, strict=True)], 4))
+def test_the_same_on_every_mesh(on, fsdp_dim):
     """Breaks if a run depends on its mesh from the first step on, or a device holds more than its shards."""
-    mesh, axes = make_mesh(mesh, way), moax.Axes(fsdp_dim=fsdp_dim)
+    mesh, axes = make_mesh(*on), moax.Axes(fsdp_dim=fsdp_dim)
     with jax.set_mesh(mesh):
         params, specs = moax.init(jax.random.key(3), CONFIG, axes=axes), moax.param_specs(CONFIG, axes)
     roles = axes.on(dict(mesh.shape))

@@ -13,7 +13,7 @@ from moax import backend
 from moax.kernels import pipeline
 from moax.ops import dense, grouped_matmul
 from moax.recipe import get_recipe
-from support import fake_operands, interpret, random, rel_error, rel_norm
+from support import fake_operands, interpret, make_params, random, rel_error, rel_norm, some
 from test_grouped_matmul import PATTERNS, oracle, problem, rows_of
 
 pytestmark = [pytest.mark.loose]
@@ -146,7 +146,7 @@ BOUNDS = {None: 0.012, "fp8_block": 0.09, "mxfp8": 0.09, "fp8_tensor": 0.2}
 def check_block(mosaic, config, tokens, recipe):
     """The block's output and every gradient, by the kernels in bf16 and by XLA in float32."""
     config = moax.MoEConfig(**config)
-    params = moax.init(jax.random.key(1), config)
+    params = make_params(config, bias=0.0)
     x, dy = jnp.asarray(random(2, tokens, config.d_model)), jnp.asarray(random(3, tokens, config.d_model))
 
     def run(kernels, recipe, dtype):
@@ -176,7 +176,7 @@ def check_block(mosaic, config, tokens, recipe):
             assert rel_norm(g, w) < 2 * bound, name
 
 
-@pytest.mark.parametrize(("d_ff", "recipe"), [(128, "fp8_block"), (96, None)])
+@pytest.mark.parametrize(("d_ff", "recipe"), some([(128, "fp8_block"), (96, None)], 1))
 def test_block_interpreted(mosaic, d_ff, recipe):
     """The whole way of the data through the kernels: permuted, quantized both ways, multiplied, activated."""
     check_block(mosaic, dict(d_model=128, d_ff=d_ff, num_experts=2, top_k=1, use_bias=recipe is None), 24, recipe)
@@ -191,7 +191,7 @@ def test_block(mosaic, name, recipe):
     check_block(mosaic, BLOCKS[name], 1024 if name != "oai" else 640, recipe)
 
 
-@pytest.mark.parametrize("recipe", [None, "fp8_block"])
+@pytest.mark.parametrize("recipe", some(["fp8_block", None], 1))
 def test_types_inside_a_shard_map(recipe, monkeypatch):
     """Breaks if what a kernel makes is typed as the same on every device, inside a `shard_map` with `check_vma`:
     gradients are then refused, or not summed where they should be."""

@@ -14,7 +14,7 @@ import moax
 from moax import reference
 from moax.backend import Unsupported
 from moax.bench.peers import native, public
-from support import interpret, put, random, rel_norm
+from support import interpret, make_params, put, random, rel_norm
 
 CONFIG = moax.MoEConfig(32, 48, 8, 2)
 MESHES = ((2, 2), (4, 1))
@@ -29,8 +29,8 @@ def make_mesh(fsdp: int, ep: int) -> jax.sharding.Mesh:
 def problem(routing: str = "random", top_k: int = 2, d_model: int = 32, d_ff: int = 48):
     """(config, x, dy, params); `one`: every token goes to the same experts."""
     config = dataclasses.replace(CONFIG, top_k=top_k, d_model=d_model, d_ff=d_ff)
-    x, dy = (jax.random.normal(jax.random.key(i), (64, d_model)) for i in (1, 2))
-    params = moax.init(jax.random.key(0), config)
+    x, dy = (jnp.asarray(random(i, 64, d_model)) for i in (1, 2))
+    params = make_params(config)
     if routing == "one":
         x = jnp.abs(x)
         params = dataclasses.replace(params, router=jnp.zeros((d_model, 8)).at[:, 5].set(0.05).at[:, 6].set(0.02))

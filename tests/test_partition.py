@@ -19,7 +19,7 @@ from moax.inspect import collectives
 from moax.moe import moe
 from moax.partition import Contract, Partitioned, find_view, gather_weight, reduce_max, scatter_gradient, vary_like
 from moax.sharding import spec
-from support import ENGINES, MESHES, make_mesh, put, rel_error
+from support import ENGINES, MESHES, make_mesh, put, rel_error, some
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 DEVICES = 8
@@ -334,7 +334,7 @@ def test_vmap(way):
 CONFIG = moax.MoEConfig(16, 24, 8, 2, use_bias=True, router=moax.RouterConfig(aux_loss=0.1))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, 2))
 def test_arguments_that_lie_nowhere_yet(way):
     """Breaks if the block needs its arguments placed: those made before the mesh was set are one device's."""
     x, params = jax.random.normal(jax.random.key(1), (32, 16)), moax.init(jax.random.key(0), CONFIG)
@@ -346,7 +346,7 @@ def test_arguments_that_lie_nowhere_yet(way):
         assert rel_error(g, w) < 5e-6, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("way", ["none", *WAYS])
+@pytest.mark.parametrize("way", some(["none", *WAYS], 2))
 def test_vmap_of_the_block(way):
     """Breaks if a batch of blocks, each with its own tokens and parameters, is not one after the other, forward or
     backward: a rule that batched a sort, an exchange or a gather wrongly would."""

@@ -10,6 +10,7 @@ import pytest
 
 import moax
 from moax import MoEConfig, RouterConfig, reference
+from moax.types import param_shapes
 
 H, F, E, T = 12, 10, 8, 24
 TANH_GELU = math.sqrt(2 / math.pi)
@@ -18,13 +19,12 @@ TANH_GELU = math.sqrt(2 / math.pi)
 def make(config: MoEConfig, seed: int = 0):
     """x [T, H] and parameters, biases and all, as float64 NumPy."""
     rng = np.random.default_rng(seed)
-    params = moax.init(jax.random.key(seed), config)
     scale = dict(router=2.0, router_bias=0.4, logits_bias=0.5, bi=0.3, bo=0.3)
     values = {
-        f.name: None
-        if (p := getattr(params, f.name)) is None
-        else scale.get(f.name, 1.0) * rng.standard_normal(p.shape) * (1.0 if p.ndim == 1 else p.shape[-2] ** -0.5)
-        for f in dataclasses.fields(params)
+        name: None
+        if shape is None
+        else scale.get(name, 1.0) * rng.standard_normal(shape) * (1.0 if len(shape) == 1 else shape[-2] ** -0.5)
+        for name, shape in dataclasses.asdict(param_shapes(config)).items()
     }
     return rng.standard_normal((T, config.d_model)), moax.MoEParams(**values)
 
