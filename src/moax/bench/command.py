@@ -63,7 +63,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"block --mesh: of {', '.join(mesh_block.PEERS)}; train: of {', '.join(train.PEERS)}; quantize, permute: plain "
         "jnp, exchange: NCCL and others, unless none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
-    add("--recipe", choices=("none", *RECIPES), help=f"block: one recipe (default: {' and '.join(block.RECIPES)})")
+    add("--recipe", choices=("none", *RECIPES), help="block, train: one recipe (default: "
+        f"{' and '.join(block.RECIPES)})")  # fmt: skip
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
         "and 16384)")  # fmt: skip
     add("--kernels", default="auto", help="block: auto, xla or mosaic (default: %(default)s)")

@@ -25,7 +25,7 @@ from moax.bench.worker import Worker, answers
 from moax.ops.exchange import Transport
 
 PEERS = ("native", "public", TORCH)  # of bench/peers
-ALONE = ("native",)  # XLA expands ragged_dot, and its autotuner fails where other processes hold the GPU's memory
+ALONE = ("native",)  # XLA expands ragged_dot and tunes it on operands of that size, which takes a GPU's memory
 ROWWISE = "fp8_rowwise"  # what PyTorch has beside bf16
 WORKER, TORCH_WORKER = "moax.bench.mesh_worker", "moax.bench.peers.torch_block"
 TUTORIAL = Block("tutorial", MoEConfig(1024, 4096, 8, 2), (4096,), "docs/tutorial: 16384 tokens on 4 devices")

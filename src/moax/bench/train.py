@@ -106,6 +106,7 @@ def _row(run: Run, impl: str, recipe: str, how: How, answer: dict[str, Any], fou
     if "us" in answer:
         row.us, row.method, row.path = answer["us"], "wall", answer["path"]
         row.tflops = run.work / row.us * 1e-6
-        row.limit, row.fraction = limits.fraction(found, row.us, run.work, 0.0, "bf16" if recipe == "none" else "fp8")
+        product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 multiplies what it dequantized
+        row.limit, row.fraction = limits.fraction(found, row.us, run.work, 0.0, product)
         row.extra |= {"tokens_per_s": run.tokens / row.us * 1e6, **answer["extra"]}
     return row
