@@ -36,6 +36,7 @@ def test_all_train_alike(tmp_path, capsys, monkeypatch):
         np.testing.assert_allclose(row["extra"]["losses"], ours["losses"], rtol=1e-4)
         assert row["us"] > 0 and row["case"] == "tiny T16 ep=2" and row["direction"] == "step"
         assert row["extra"]["tokens_per_s"] == pytest.approx(16e6 / row["us"])
+    assert sum(rows[0]["extra"]["tokens_per_expert"]) == 0, "the layer that was measured is moax.moe"
     assert set(rows[-1]["peers"]) == {"native"} and sum(ours["tokens_per_expert"]) == 2 * 32
     assert f"{ours['tokens_per_s']:,.0f} tokens/s of a device; loss" in capsys.readouterr().out
 

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import flax.nnx
 import jax
 import jax.numpy as jnp
 import pytest
 
 import moax
-import moax.linen
-import moax.nnx
 import test_moe_quantized as quantized
 from moax import inspect
-from moax.bench import block as block_bench
-from moax.bench import mesh_worker
-from moax.bench.report import OURS
-from moax.bench.timing import Repeats
-from moax.train import model as lm
-from moax.train.presets import ModelConfig, TrainConfig
-from moax.train.step import execution
 from support import TOKENS, make_mesh, make_params, put, rel_norm, some, spec
 from test_moe import BASE, MESH, ONE_DEVICE, B, L, block, check, expected, make_x
 
@@ -122,33 +112,3 @@ def test_refuses_parts_that_do_not_divide(chunks):
     """Breaks if tokens would be lost or padded in silence."""
     with pytest.raises(ValueError, match=f"chunks={chunks} must divide the {B * L} tokens of a device"):
         moax.moe(make_x(BASE), make_params(BASE), BASE, chunks=chunks)
-
-
-def by_nnx(config, x, chunks):
-    return moax.nnx.MoE(config, chunks=chunks, rngs=flax.nnx.Rngs(0))(x)
-
-
-def by_linen(config, x, chunks):
-    return moax.linen.MoEBlock(config, chunks=chunks).init_with_output(jax.random.key(0), x)
-
-
-def by_model(config, x, chunks):
-    sizes = dict(d_model=config.d_model, d_ff=config.d_ff, num_experts=config.num_experts, top_k=config.top_k)
-    run = TrainConfig(ModelConfig(**sizes, num_layers=1, num_heads=2, balance="none"), chunks=chunks)
-    return lm.forward(
-        lm.init(jax.random.key(0), run.model), None, jnp.zeros((B, L), jnp.int32), run.model, execution(run)
-    )
-
-
-def by_bench(config, x, chunks):
-    asked = block_bench.request(block_bench.TINY[0], "none", [B * L], Repeats(), "xla", chunks)
-    layer, _ = mesh_worker.layer_of(asked | {"exchange": "auto", "impl": OURS}, config, None)
-    return layer(x, make_params(config))
-
-
-@pytest.mark.loose
-@pytest.mark.parametrize("way", (by_nnx, by_linen, by_model, by_bench))
-def test_chunks_reach_the_block(way):
-    """Breaks if a layer, the model or the benchmark takes `chunks` and leaves it, so that 97 parts are not refused."""
-    with pytest.raises(ValueError, match=f"chunks=97 must divide the {B * L} tokens of a device"):
-        jax.eval_shape(lambda x: way(BASE, x, 97), make_x(BASE))

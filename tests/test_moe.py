@@ -19,7 +19,7 @@ from moax import reference
 from moax.backend import log_once
 from support import MESHES, TOKENS, Program, make_mesh, make_params, program, put, random, rel_norm, some, spec
 
-ONE_DEVICE, MESH = 3e-6, 5e-6  # float32: sums in another order; on a mesh, over devices too
+ONE_DEVICE, MESH = 2e-6, 5e-6  # float32: sums in another order; on a mesh, over devices too
 BASE = moax.MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, router=moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3))
 B, L = 16, 6
 
@@ -166,7 +166,8 @@ def test_every_option_is_tested():
 def test_options_on_one_device(names):
     """Breaks if an option of the config is not what the reference says it is."""
     config = dataclasses.replace(BASE, **functools.reduce(operator.or_, (OPTIONS[name] for name in names)))
-    check(block("none", "", config)(), expected(config), ONE_DEVICE)
+    longer = 2 if names == ("all",) else 1  # a gradient sums the rows of every token, four times as many
+    check(block("none", "", config)(), expected(config), longer * ONE_DEVICE)
 
 
 @pytest.mark.parametrize(

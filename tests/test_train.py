@@ -320,4 +320,4 @@ def test_batch_that_does_not_divide():
 def test_attention_takes_what_runs(monkeypatch, hopper, dtype, width, taken):
     """Breaks if attention asks cuDNN for what it refuses, or holds every score where it need not."""
     monkeypatch.setattr(lm.backend, "on_hopper", lambda: hopper)
-    assert lm._fastest(jnp.zeros((1, 4, 2, width), dtype)) == taken
+    assert lm._pick_attention(jnp.zeros((1, 4, 2, width), dtype)) == taken

@@ -68,9 +68,8 @@ def rows(
     layers = [(peer, "none") for peer in how.peers] + ([(TORCH, ROWWISE)] if quantized else [])
     layers += [(OURS, recipe) for recipe in how.recipes]
     asked = [(of, impl, recipe) for of in blocks for impl, recipe in layers]
-    together = [one for one in asked if one[1] not in ALONE]
     peers: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for group in (*([one] for one in asked if one[1] in ALONE), together):
+    for group in compile_groups(asked):
         for (of, impl, recipe), answer in _answers(group, how, repeats, tokens):
             for row in block.direction_rows(of, recipe, answer, found):
                 row.case, row.impl = f"{row.case} {how}", impl
@@ -83,6 +82,12 @@ def rows(
                     alike = {peer: us for peer, us in known.items() if recipe != "none" or peer in how.peers}
                     row.peers = {peer: us / row.us for peer, us in alike.items()}
                 yield row
+
+
+def compile_groups[Of](asked: list[tuple[Of, str, str]]) -> list[list[tuple[Of, str, str]]]:
+    """(what, layer, recipe) of those that compile at once: each that has to be alone, then all others."""
+    alone = [[one] for one in asked if one[1] in ALONE]
+    return [*alone, [one for one in asked if one[1] not in ALONE]]
 
 
 def check_devices(how: How) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moax.bench import limits
-from moax.bench.mesh_block import ALONE, How, check_devices
+from moax.bench.mesh_block import How, check_devices, compile_groups
 from moax.bench.report import OURS, Row
 from moax.bench.timing import Repeats
 from moax.bench.worker import Worker, answers
@@ -82,9 +82,8 @@ def rows(runs: list[Run], how: How, repeats: Repeats, found: dict[str, Any]) -> 
     check_devices(how)
     layers = [(peer, "none") for peer in how.peers] + [(OURS, recipe) for recipe in how.recipes]
     asked = [(run, impl, recipe) for run in runs for impl, recipe in layers]
-    together = [one for one in asked if one[1] not in ALONE]
     times: dict[str, dict[str, float]] = {run.name: {} for run in runs}
-    for group in (*([one] for one in asked if one[1] in ALONE), together):
+    for group in compile_groups(asked):
         workers = [(one, Worker(WORKER, _request(*one, how, repeats))) for one in group]
         for (run, impl, recipe), answer in answers(workers):
             row = _row(run, impl, recipe, how, answer, found)

@@ -176,12 +176,12 @@ def _attention(x, p: Layer, rotation, heads: int, dense):
     batch, seq, width = x.shape
     qkv = dense(x, p.wqkv).reshape(batch, seq, 3, heads, width // heads)
     q, k, v = _rotate(qkv[:, :, 0], rotation), _rotate(qkv[:, :, 1], rotation), qkv[:, :, 2]
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=_fastest(q))
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=_pick_attention(q))
     return dense(y.reshape(batch, seq, width), p.wo)
 
 
-def _fastest(q) -> Literal["cudnn", "xla"]:
-    """cuDNN's kernels, which hold no [S, S] of scores in memory, where they have been measured and take q."""
+def _pick_attention(q) -> Literal["cudnn", "xla"]:
+    """cuDNN's kernels, which hold no [S, S] of scores in memory, on Hopper, where they have been measured, if they take q."""
     fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
     return "cudnn" if backend.on_hopper() and fits else "xla"
 
