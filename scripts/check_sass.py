@@ -26,11 +26,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import moax
 from moax import inspect
 from moax.groups import BLOCK, make_blocks
-from moax.kernels import activation, activation_plain, exchange, permute, quantize, tiles
-from moax.kernels.matmul import grouped_matmul
-from moax.kernels.matmul_fp8 import grouped_matmul_fp8
-from moax.kernels.wgrad import grouped_wgrad
-from moax.kernels.wgrad_fp8 import grouped_wgrad_fp8
+from moax.kernels.hopper import activation, activation_plain, exchange, permute, quantize, tiles
+from moax.kernels.hopper.matmul import grouped_matmul
+from moax.kernels.hopper.matmul_fp8 import grouped_matmul_fp8
+from moax.kernels.hopper.wgrad import grouped_wgrad
+from moax.kernels.hopper.wgrad_fp8 import grouped_wgrad_fp8
 from moax.recipe import Format, get_recipe
 from moax.types import Operand
 

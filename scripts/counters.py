@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moax.groups import make_blocks
-from moax.kernels import activation, quantize
+from moax.kernels.hopper import activation, quantize
 
 ROWS, WIDTH, HIDDEN, GROUPS, TOP_K = 65536, 2048, 768, 32, 8
 

@@ -18,8 +18,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import moax
 from moax.ops import dequantize, quantize
+from moax.params import param_shapes
 from moax.recipe import Format, Recipe
-from moax.types import param_shapes
 
 MESHES: dict[str, dict[str, int]] = {
     "8x1": {"fsdp": 8, "ep": 1},

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("rich")
 
 from moax import backend, cli
-from moax.backend import Unsupported
 from moax.bench import (
     block_worker,
     cases,
@@ -34,6 +33,7 @@ from moax.bench.peers import torch_grouped, torch_peer
 from moax.bench.problem import Problem, dequantize, quantize_rows, quantize_weight
 from moax.bench.report import Row
 from moax.bench.timing import Repeats, call_time, kernel_time
+from moax.errors import Unsupported
 from moax.groups import BLOCK
 
 pytestmark = pytest.mark.loose

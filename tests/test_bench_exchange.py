@@ -12,10 +12,11 @@ import pytest
 
 pytest.importorskip("rich")
 
-from moax import cli, mosaic
+from moax import cli
 from moax.bench import exchange, rounds, tokens
 from moax.bench.peers import ragged, ragged_peer, wires
 from moax.bench.timing import Repeats
+from moax.kernels import mosaic
 from test_native import by_gather
 from test_one_sided import emulated, put_rows  # noqa: F401
 
@@ -128,7 +129,7 @@ def test_our_rows_by_number_of_multiprocessors(emulated, capsys, monkeypatch):  
 
 def test_number_of_multiprocessors_reaches_the_kernel(monkeypatch):
     """Breaks if a number that is asked for is dropped on the way, or if none is not the kernel's own."""
-    from moax.kernels import exchange as kernel
+    from moax.kernels.hopper import exchange as kernel
 
     monkeypatch.setattr(kernel, "put_rows", lambda *args, sms: sms)
     assert [mosaic.put_rows([], None, None, 0, 1, (), sms) for sms in (None, 16)] == [kernel.SMS, 16]

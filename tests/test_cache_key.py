@@ -24,9 +24,9 @@ config = moax.MoEConfig(16, 16, 4, 2)
 mesh = jax.make_mesh((2, 2), ("fsdp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 with jax.set_mesh(mesh):
     shapes = jax.eval_shape(lambda key: moax.init(key, config), jax.random.key(0))
-    specs = moax.sharding.named(mesh, moax.param_specs(config))
+    specs = named(mesh, moax.param_specs(config))
     params = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), shapes, specs)
-    tokens = moax.sharding.named(mesh, moax.sharding.token_spec(moax.Axes()))
+    tokens = named(mesh, moax.sharding.token_spec(moax.Axes()))
     x = jax.ShapeDtypeStruct((16, 16), "float32", sharding=tokens)
 
     def the_program(x, params):

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import moax
 from moax import inspect
-from moax.ops.quantize import dequantize_local, quantize_local
+from moax.ops.quantization import dequantize_local, quantize_local
 from moax.recipe import RECIPES
 from support import TOKENS, make_mesh, spec
 

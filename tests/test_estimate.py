@@ -13,13 +13,15 @@ import pytest
 from jax.sharding import AxisType
 
 import moax
-from moax import cli, inspect, sharding
-from moax.axes import Axes
+from moax import cli, inspect
 from moax.bench.block import PERF
 from moax.estimate import Estimate, estimate, sweep
-from moax.estimate_data import HARDWARE, MODELS
+from moax.estimate.hardware import HARDWARE, MODELS
+from moax.mesh.axes import Axes
+from moax.mesh.place import named
+from moax.params import param_shapes
 from moax.recipe import Format, Recipe
-from moax.types import param_shapes
+from moax.sharding import param_specs, token_spec
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 ROUTER = moax.RouterConfig(bias=True, aux_loss=0.01)
@@ -50,11 +52,11 @@ def listed(found) -> Counter:
 
 def place(mesh, config, tokens, dtype=jnp.bfloat16):
     """Abstract parameters (float32) and tokens on the mesh."""
-    laid_out = sharding.named(mesh, sharding.param_specs(config, Axes(), mesh))
+    laid_out = named(mesh, param_specs(config, Axes(), mesh))
     params = jax.tree.map(
         lambda at, shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at), laid_out, param_shapes(config)
     )
-    at = sharding.named(mesh, sharding.token_spec(Axes(), 2, mesh))
+    at = named(mesh, token_spec(Axes(), 2, mesh))
     return params, jax.ShapeDtypeStruct((tokens, config.d_model), dtype, sharding=at)
 
 

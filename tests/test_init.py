@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import moax
-from moax.sharding import local_shape
+from moax.mesh.specs import local_shape
 from support import make_mesh, some
 
 CONFIG = moax.MoEConfig(

@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moax.inspect as inspect
-from moax import _hlo
-from moax.axes import Axes
 from moax.config import MoEConfig
 from moax.inspect import Collective, assert_no_wide_weight_gather, assert_reduce_scattered, collectives, total_bytes
+from moax.inspect import hlo as _hlo
+from moax.mesh.axes import Axes
 
 MESHES = {
     "2x4": {"fsdp": 2, "ep": 4},

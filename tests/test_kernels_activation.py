@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moax.backend import Unsupported
+from moax.errors import Unsupported
 from moax.groups import make_blocks
-from moax.kernels.activation import activate_grad_quantize, activate_quantize
+from moax.kernels.hopper.activation import activate_grad_quantize, activate_quantize
 from moax.ops.activation import activate
-from moax.ops.quantize import quantize_local
+from moax.ops.quantization import quantize_local
 from moax.recipe import Format
 from support import some
 

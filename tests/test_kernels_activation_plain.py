@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moax.backend import Unsupported
+from moax.errors import Unsupported
 from moax.groups import find_groups, make_blocks, zero_rows
-from moax.kernels.activation_plain import activate_grad_rows, activate_rows
+from moax.kernels.hopper.activation_plain import activate_grad_rows, activate_rows
 from moax.ops.activation import activate, scale_rows
 from test_kernels_activation import ACTS, GATED, grouped, interpret, lower
 

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moax.backend import Unsupported
-from moax.kernels.exchange import coordinates, place, put_rows
+from moax.errors import Unsupported
+from moax.kernels.hopper.exchange import coordinates, place, put_rows
 from support import interpret
 
 ROWS, ENTRIES, OUT = 10, 40, 64

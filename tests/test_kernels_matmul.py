@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from moax.groups import BLOCK, make_blocks
-from moax.kernels import pipeline
-from moax.kernels.matmul import grouped_matmul
-from moax.kernels.matmul_fp8 import grouped_matmul_fp8
-from moax.kernels.pipeline import TileConfig
-from moax.kernels.wgrad import grouped_wgrad
-from moax.kernels.wgrad_fp8 import grouped_wgrad_fp8
+from moax.kernels.hopper import pipeline
+from moax.kernels.hopper.matmul import grouped_matmul
+from moax.kernels.hopper.matmul_fp8 import grouped_matmul_fp8
+from moax.kernels.hopper.pipeline import TileConfig
+from moax.kernels.hopper.wgrad import grouped_wgrad
+from moax.kernels.hopper.wgrad_fp8 import grouped_wgrad_fp8
 from moax.types import Operand
 from support import interpret, random, rel_error
 

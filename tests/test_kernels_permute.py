@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moax.backend import Unsupported
-from moax.kernels.permute import gather_rows, gather_sum
+from moax.errors import Unsupported
+from moax.kernels.hopper.permute import gather_rows, gather_sum
 
 WIDTHS = (96, 768, 1408, 2048, 2880, 4096, 7168)
 

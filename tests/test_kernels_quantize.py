@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moax.backend import Unsupported
+from moax.errors import Unsupported
 from moax.groups import make_blocks
-from moax.kernels.quantize import dequantize_rows, quantize_rows, quantize_weight
-from moax.ops.quantize import dequantize_local, quantize_local
+from moax.kernels.hopper.quantize import dequantize_rows, quantize_rows, quantize_weight
+from moax.ops.quantization import dequantize_local, quantize_local
 from moax.recipe import Format
 from support import some
 

@@ -19,6 +19,7 @@ from flax import linen as nn
 
 import moax
 from moax.linen import MoEBlock
+from moax.mesh.place import named
 from support import make_mesh, rel_error, some
 
 pytestmark = pytest.mark.loose
@@ -131,11 +132,7 @@ def test_computes_what_moe_does(way, options):
 
     with mesh_for(way):
         variables = make(block)
-        x = (
-            jnp.asarray(X)
-            if way == "none"
-            else jax.device_put(X, moax.sharding.named(make_mesh("2x4", way), P("fsdp")))
-        )
+        x = jnp.asarray(X) if way == "none" else jax.device_put(X, named(make_mesh("2x4", way), P("fsdp")))
 
         def of_block(params, x):
             y, stats = block.apply({**variables, "params": params}, x)

@@ -18,7 +18,7 @@ import pytest
 
 import moax
 from moax import reference
-from moax.ops.quantize import dequantize_local, quantize_local
+from moax.ops.quantization import dequantize_local, quantize_local
 from moax.recipe import RECIPES, Format
 from support import TOKENS, make_mesh, make_params, put, random, rel_norm, some, spec
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 import moax
 from conftest import ON_GPU
 from moax import backend
-from moax.kernels import pipeline
+from moax.kernels.hopper import pipeline
 from moax.ops import dense, grouped_matmul
 from moax.recipe import get_recipe
 from support import fake_operands, interpret, make_params, random, rel_error, rel_norm, some

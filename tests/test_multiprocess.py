@@ -21,7 +21,7 @@ pytest.importorskip("orbax.checkpoint")
 
 import moax
 from moax import cli
-from moax.mesh import crossing, order
+from moax.mesh.devices import crossing, order
 from moax.train import processes
 from moax.train.data import Corpus
 from moax.train.run import Run

@@ -12,8 +12,8 @@ from jax import lax
 
 import moax
 from moax import reference
-from moax.backend import Unsupported
 from moax.bench.peers import native, public
+from moax.errors import Unsupported
 from support import interpret, make_params, put, random, rel_norm
 
 CONFIG = moax.MoEConfig(32, 48, 8, 2)

@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 import moax
+from moax.mesh.place import named
 from moax.nnx import MoE, RouterBias
 from support import make_mesh, rel_error, some
 
@@ -138,11 +139,7 @@ def test_computes_what_moe_does(way, options):
 
     with mesh_for(way):
         layer = make(**given)
-        x = (
-            jnp.asarray(X)
-            if way == "none"
-            else jax.device_put(X, moax.sharding.named(make_mesh("2x4", way), P("fsdp")))
-        )
+        x = jnp.asarray(X) if way == "none" else jax.device_put(X, named(make_mesh("2x4", way), P("fsdp")))
 
         def of_layer(layer, x):
             y, stats = layer(x)

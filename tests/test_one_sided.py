@@ -15,12 +15,13 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import moax
-from moax import backend, mosaic
+from moax import backend
+from moax.kernels import mosaic
 from moax.ops import dispatch, exchange
 from moax.ops.exchange import select_transport
 from moax.ops.one_sided import plan_sends
-from moax.ops.quantize import dequantize_local, dequantize_wire, quantize_local
-from moax.ops.quantize import quantize_wire as quantize_wire_rows
+from moax.ops.quantization import dequantize_local, dequantize_wire, quantize_local
+from moax.ops.quantization import quantize_wire as quantize_wire_rows
 from moax.recipe import Format, get_recipe
 from moax.types import Operand
 from support import (

@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import Axes, Unsupported, reference
-from moax.axes import Roles
+from moax.block.moe import moe
 from moax.inspect import collectives
-from moax.moe import moe
-from moax.partition import Contract, Partitioned, find_view, gather_weight, reduce_max, scatter_gradient, vary_like
-from moax.sharding import spec
+from moax.mesh.axes import Roles
+from moax.mesh.collectives import gather_weight, reduce_max, scatter_gradient, vary_like
+from moax.mesh.partition import Contract, Partitioned, find_view
+from moax.mesh.specs import spec
 from support import ENGINES, MESHES, make_mesh, put, rel_error, some
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from moax.inspect import collectives
 from moax.ops import permute, unpermute
-from moax.ops.permute import capacity_rows, sorted_rows
+from moax.ops.permutation import capacity_rows, sorted_rows
 from moax.types import Plan
 from support import MESHES, TOKENS, WAYS, exact, integers, program, random, rel_error, size, spec
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from moax import inspect, recipe
 from moax.ops import dequantize, quantize
-from moax.ops.quantize import dequantize_local, quantize_local
+from moax.ops.quantization import dequantize_local, quantize_local
 from moax.recipe import Format
 from moax.types import QArray
 from support import MESHES, WAYS, make_mesh, program, put, random, size, spec

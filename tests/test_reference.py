@@ -10,7 +10,7 @@ import pytest
 
 import moax
 from moax import MoEConfig, RouterConfig, reference
-from moax.types import param_shapes
+from moax.params import param_shapes
 
 H, F, E, T = 12, 10, 8, 24
 TANH_GELU = math.sqrt(2 / math.pi)

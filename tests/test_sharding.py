@@ -16,25 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import Axes, MoEConfig, MoEParams, ops
-from moax.axes import Roles, as_names
-from moax.ops.grouped_matmul import replicated
+from moax.mesh.axes import Roles, as_names
+from moax.mesh.place import constrain, make_sharded, named
+from moax.mesh.specs import check_divides, local_shape, mesh_of, pad, spec, weight_layout
+from moax.ops.products import replicated
 from moax.recipe import RECIPES
-from moax.sharding import (
-    check_divides,
-    constrain,
-    dense_spec,
-    lay_out,
-    local_shape,
-    make_sharded,
-    mesh_of,
-    named,
-    pad,
-    param_specs,
-    shard_specs,
-    spec,
-    token_spec,
-    weight_layout,
-)
+from moax.sharding import dense_spec, lay_out, param_specs, shard_specs, token_spec
 from support import make_mesh
 
 CONFIG = MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, router=moax.RouterConfig(bias=True, logits_bias=True))

@@ -20,11 +20,11 @@ pytest.importorskip("rich")
 
 import moax
 from moax import reference
-from moax.backend import Unsupported
 from moax.bench import block, mesh_block, worker
 from moax.bench.peers import torch_block, torch_pieces
 from moax.bench.timing import Repeats
 from moax.bench.worker import READY, Worker
+from moax.errors import Unsupported
 from support import rel_norm
 
 TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")

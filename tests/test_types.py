@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import moax
-from moax.types import check_params, check_tokens, full_shapes, param_shapes
+from moax.params import check_params, full_shapes, param_shapes
+from moax.types import check_tokens
 from support import make_mesh
 
 H, F, E, S = 32, 48, 8, 16

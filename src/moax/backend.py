@@ -11,6 +11,8 @@ from typing import Literal
 
 import jax
 
+from moax.errors import Unsupported
+
 Kernels = Literal["auto", "xla", "mosaic"]
 KERNELS = ("auto", "xla", "mosaic")
 H200_SMS = 132
@@ -18,10 +20,6 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 COPY_BYTES = 16  # that a bulk copy moves at least, and whole multiples of them
 KERNEL_WIDTH = 32  # elements: 32 bytes of FP8, the least box that the copy engine swizzles
 logger = logging.getLogger("moax")
-
-
-class Unsupported(NotImplementedError):
-    """An implementation that was chosen by name cannot do what is asked; the message says why."""
 
 
 @functools.cache

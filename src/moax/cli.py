@@ -19,9 +19,10 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from moax import info
-from moax.backend import Unsupported
 from moax.bench import command as bench
-from moax.bench import estimate, tune
+from moax.bench import tune
+from moax.errors import Unsupported
+from moax.estimate import command as estimate
 from moax.train import options, processes
 from moax.train.mesh import make_mesh
 from moax.train.presets import PRESETS, ModelConfig, TrainConfig

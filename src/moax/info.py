@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from moax import backend
+from moax.errors import Unsupported
 from moax.ops.exchange import TRANSPORTS, select_transport
 from moax.recipe import RECIPES, get_recipe
 
@@ -73,7 +74,7 @@ def why_not(select, value: str) -> str | None:
     """The reason with which `select(value)` refuses; None where it does not."""
     try:
         select(value)
-    except backend.Unsupported as error:
+    except Unsupported as error:
         return re.sub(r"^\w+='\w+': ", "", str(error))
     return None
 

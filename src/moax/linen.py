@@ -18,17 +18,19 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from moax.axes import Axes
 from moax.backend import Kernels
+from moax.block.moe import moe
 from moax.config import MoEConfig
-from moax.init import init
-from moax.moe import moe
+from moax.initialize import init
+from moax.mesh.axes import Axes
+from moax.mesh.partition import Engine
+from moax.mesh.specs import mesh_sizes
 from moax.ops.balance import update_router_bias
 from moax.ops.exchange import Transport
-from moax.partition import Engine
+from moax.params import MoEParams
 from moax.recipe import Recipe
-from moax.sharding import mesh_sizes, param_specs
-from moax.types import MoEParams, MoEStats
+from moax.sharding import param_specs
+from moax.types import MoEStats
 
 STATE = "moax_state"
 COLLECTIONS = {f.name: STATE if f.name == "router_bias" else "params" for f in dataclasses.fields(MoEParams)}

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from moax.config import MoEConfig, RouterConfig
-from moax.types import MoEParams, MoEStats, Routing
+from moax.params import MoEParams
+from moax.types import MoEStats, Routing
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

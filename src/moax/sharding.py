@@ -1,4 +1,4 @@
-"""Where arrays lie: the algebra of specs, and the PartitionSpec of every array. `partition.py` runs ops on them.
+"""The PartitionSpec of every array of a block; `mesh/specs.py` has the algebra of specs.
 
 Specs are values, computed from axis names and sizes; size-1 and absent axes have vanished in `Axes.on` before.
 """
@@ -6,85 +6,17 @@ Specs are values, computed from axis names and sizes; size-1 and absent axes hav
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
-from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from moax.axes import Axes, Names, Roles, as_names
 from moax.config import MoEConfig
-from moax.types import MoEParams, full_shapes, param_shapes, params_of
-
-Spec = PartitionSpec
-
-# The algebra of specs.
-
-
-def spec(*entries) -> PartitionSpec:
-    """A PartitionSpec; empty tuples become None, tuples of one name that name."""
-    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in map(as_names, entries)))
-
-
-def pad(of: PartitionSpec, ndim: int) -> tuple[Names, ...]:
-    """The axis names of each of `ndim` dims."""
-    if len(of) > ndim:
-        raise ValueError(f"the spec {of} has {len(of)} entries, for an array of {ndim} dims")
-    return tuple(as_names(entry) for entry in of) + ((),) * (ndim - len(of))
-
-
-def check_divides(what: str, shape: Sequence[int], of: PartitionSpec, roles: Roles) -> None:
-    """Raises ValueError where a dim does not divide by its mesh axes, naming both."""
-    for dim, (size, names) in enumerate(zip(shape, pad(of, len(shape)), strict=True)):
-        if size % roles.size(names):
-            raise ValueError(
-                f"{what}: dim {dim} of size {size} does not divide by mesh axes {names} of {roles.size(names)} devices"
-            )
-
-
-class Layout(NamedTuple):
-    """How a weight lies on the mesh. spec: its PartitionSpec. gather: for each dim, the axes to gather before use."""
-
-    spec: PartitionSpec
-    gather: tuple[Names, ...]
-
-
-def weight_layout(what: str, of: PartitionSpec, kept: Sequence[Names], roles: Roles) -> Layout:
-    """The layout of a weight whose dim i a product needs split by `kept[i]` and by nothing else.
-
-    Raises ValueError unless each dim of the spec names its `kept` axes first, then axes that may be gathered: those
-    of fsdp, and of ep where no dim keeps it.
-    """
-    sizes = dict(roles.sizes)
-    gatherable = roles.fsdp + (() if any(n in roles.ep for need in kept for n in need) else roles.ep)
-    entries = [tuple(n for n in entry if n in sizes) for entry in pad(of, len(kept))]
-    for dim, (entry, need) in enumerate(zip(entries, kept, strict=True)):
-        if entry[: len(need)] != need or not set(entry[len(need) :]) <= set(gatherable):
-            raise ValueError(
-                f"{what}: dim {dim} is sharded over mesh axes {entry}; it must be sharded over {need} first, then over "
-                f"any of {gatherable}"
-            )
-    return Layout(spec(*entries), tuple(entry[len(need) :] for entry, need in zip(entries, kept, strict=True)))
-
-
-# The spec of every array.
-
-
-def mesh_sizes(mesh=None) -> dict[str, int]:
-    """Axis sizes of `mesh`, or of the mesh in force (`jax.set_mesh`, or an enclosing `shard_map`); {} for none."""
-    return dict((mesh or jax.sharding.get_abstract_mesh()).shape)
-
-
-def mesh_of(*arrays):
-    """The mesh in force, else the one in an array's type; None where there is neither."""
-    meshes = [jax.sharding.get_abstract_mesh()] + [jax.typeof(a).sharding.mesh for a in arrays]
-    return next((m for m in meshes if not m.empty), None)
-
-
-def device_spec(roles: Roles) -> PartitionSpec:
-    """Of values that belong to one device each: the leading dim over every axis."""
-    return spec(roles.all)
+from moax.mesh.axes import Axes, Roles
+from moax.mesh.place import constrain
+from moax.mesh.specs import check_divides, is_explicit, local_shape, mesh_of, mesh_sizes, pad, spec
+from moax.params import MoEParams, full_shapes, param_shapes, params_of
 
 
 def token_spec(axes: Axes, ndim: int = 2, mesh=None) -> PartitionSpec:
@@ -104,11 +36,6 @@ def dense_spec_on(roles: Roles, shape: Sequence[int]) -> PartitionSpec:
 def dense_spec(axes: Axes, shape: Sequence[int], mesh=None) -> PartitionSpec:
     """Of a dense weight: over (fsdp, ep) on the first dim they divide; else over fsdp alone; else whole."""
     return dense_spec_on(axes.on(mesh_sizes(mesh)), shape)
-
-
-def local_shape(shape: Sequence[int], of: PartitionSpec, roles: Roles) -> tuple[int, ...]:
-    """The shape of one device's shard; a dim that does not divide is rounded up."""
-    return tuple(-(-n // roles.size(names)) for n, names in zip(shape, pad(of, len(shape)), strict=True))
 
 
 def expert_specs(config: MoEConfig, axes: Axes, roles: Roles, *, checked: bool = True) -> Any:
@@ -176,27 +103,6 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh=None) -> MoEParams:
     return params_of(**{n: getattr(specs, n) if getattr(made, n) is not None else None for n in names})
 
 
-def named(mesh, specs: Any) -> Any:
-    """A tree of specs as a tree of NamedShardings on `mesh`."""
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
-
-
-def constrain(x, to: PartitionSpec):
-    """`x` laid out by `to` on the mesh in force, whatever the type of its axes; `x` itself where there is none."""
-    mesh = mesh_of(x)
-    if mesh is None or any(t == AxisType.Manual for t in mesh.axis_types):
-        return x
-    if is_explicit(mesh):
-        return jax.sharding.reshard(x, NamedSharding(mesh, to))
-    in_force = not jax.sharding.get_abstract_mesh().empty
-    return lax.with_sharding_constraint(x, to if in_force else NamedSharding(mesh, to))
-
-
-def keep_rows(y, roles: Roles):
-    """Rows over the token axes of an Auto mesh, and other dims as propagation has them."""
-    return constrain(y, PartitionSpec(roles.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
-
-
 def lay_out(params: MoEParams, declared: MoEParams) -> MoEParams:
     """Parameters laid out as declared where axes are Explicit and their types name none: they were made elsewhere."""
     mesh = mesh_of(*jax.tree.leaves(params))
@@ -209,65 +115,3 @@ def lay_out(params: MoEParams, declared: MoEParams) -> MoEParams:
         if p is not None and not any(pad(jax.typeof(p).sharding.spec, p.ndim))
     }
     return dataclasses.replace(params, **moved)
-
-
-def make_sharded(make: Callable, specs: Any) -> Callable:
-    """`make` with its results laid out by `specs` on the mesh in force, each device making its shards alone; None: by
-    no mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if specs is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
-        return make
-    # Specs, not NamedShardings on the abstract mesh: vmap adds a dim to those that replicates the whole.
-    if is_explicit(mesh):
-        return jax.jit(jax.sharding.auto_axes(make, out_sharding=specs))
-    return jax.jit(make, out_shardings=specs)
-
-
-def like(y, x):
-    """`y` with the sharding that the type of `x` states; `y` itself unless mesh axes are Explicit."""
-    of = jax.typeof(x).sharding
-    return jax.sharding.reshard(y, of) if is_explicit(of.mesh) else y
-
-
-def check_token_axes(x, axes: Axes) -> None:
-    """Raises ValueError where the type of x [..., H] splits its tokens over a mesh axis that has no role in `axes`."""
-    of = jax.typeof(x).sharding
-    for dim, names in enumerate(pad(of.spec, x.ndim)[:-1]):
-        for name in names:
-            if name not in axes.names and of.mesh.shape[name] > 1:
-                raise ValueError(
-                    f"x: dim {dim} is sharded over mesh axis {name!r}, which has no role in {axes}; "
-                    f"give it one, such as Axes(dp={(*axes.dp, name)})"
-                )
-
-
-def flatten_tokens(x, roles: Roles):
-    """[..., H] -> [T, H]; on Explicit axes T typed as over `roles.tokens` where they divide it."""
-    mesh = mesh_of(x)
-    if mesh is None or not is_explicit(mesh):
-        return x.reshape(-1, x.shape[-1])
-    columns = tuple(n for n in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if n not in roles.tokens)
-
-    def over_tokens(x):
-        rows = roles.tokens if x.shape[0] % roles.size(roles.tokens) == 0 else ()
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec(rows, *[None] * (x.ndim - 2), columns)))
-
-    return over_tokens(over_tokens(x).reshape(-1, x.shape[-1]))
-
-
-def unflatten_tokens(y, x, roles: Roles):
-    """[T, *C] -> [..., *C], leading dims and their sharding as those of x [..., H]."""
-    columns = y.shape[1:]
-    mesh = mesh_of(x)
-    if mesh is None or not is_explicit(mesh):
-        return y.reshape(*x.shape[:-1], *columns)
-    over = tuple(jax.typeof(y).sharding.spec)
-    divides = x.ndim == 2 or x.shape[0] % roles.size(roles.tokens) == 0
-    y = y if divides else jax.sharding.reshard(y, NamedSharding(mesh, spec(None, *over[1:])))
-    leading = tuple(jax.typeof(x).sharding.spec)[: x.ndim - 1]
-    return jax.sharding.reshard(y.reshape(*x.shape[:-1], *columns), NamedSharding(mesh, spec(*leading, *over[1:])))
-
-
-def is_explicit(mesh) -> bool:
-    """Whether any axis of the mesh is Explicit."""
-    return any(kind == AxisType.Explicit for kind in mesh.axis_types)

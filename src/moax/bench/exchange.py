@@ -22,13 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from moax.axes import Axes
 from moax.backend import count_sms, select_kernels
 from moax.bench import error, ours, rounds
 from moax.bench.peers import ragged_peer, wires
 from moax.bench.report import OURS, Row, compare, why
 from moax.bench.timing import Repeats
 from moax.bench.tokens import BLOCK, KINDS, Tokens, busiest
+from moax.mesh.axes import Axes
+from moax.mesh.partition import find_view
+from moax.mesh.place import named
 from moax.ops.exchange import (
     Chosen,
     ExchangeSpec,
@@ -38,9 +40,7 @@ from moax.ops.exchange import (
     slots_per_pair,
     wire_bytes,
 )
-from moax.partition import find_view
 from moax.recipe import Format
-from moax.sharding import named
 
 WIRES: dict[str, Format | None] = {"none": None, "fp8": Format(block=BLOCK)}
 TRANSPORTS: dict[str, Chosen] = {OURS: "one_sided", "all_gather": "all_gather"}

@@ -17,16 +17,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from moax.axes import Axes
 from moax.backend import select_kernels
 from moax.bench.block import Block
 from moax.bench.report import Row, why
 from moax.bench.timing import Repeats, call_time
-from moax.block import BlockSpec, Weights, weight_layouts
-from moax.init import init
-from moax.mesh import make_mesh
+from moax.block.contract import BlockSpec, Weights, weight_layouts
+from moax.initialize import init
+from moax.mesh.axes import Axes
+from moax.mesh.devices import make_mesh
+from moax.mesh.place import named
+from moax.mesh.specs import spec
 from moax.recipe import get_recipe
-from moax.sharding import expert_specs, named, spec
+from moax.sharding import expert_specs
 
 RECIPES = ("none", "fp8_block", "mxfp8", "fp8_tensor")
 DTYPE = jnp.bfloat16

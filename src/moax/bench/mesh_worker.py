@@ -28,7 +28,8 @@ from moax.bench.peers import native, public
 from moax.bench.report import OURS, why
 from moax.bench.timing import Repeats, call_time, kernel_time
 from moax.bench.worker import READY
-from moax.sharding import named, param_specs, token_spec
+from moax.mesh.place import named
+from moax.sharding import param_specs, token_spec
 
 # As NVIDIA's library, XLA and moax call the kernels that move data between devices, without their underscores; an
 # all-reduce of XLA's own has the name of the sum in it.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from moax import backend
 from moax.bench.cases import Direction
 from moax.bench.problem import Problem, dequantize
+from moax.errors import Unsupported
 from moax.groups import BLOCK, Blocks
 from moax.ops import grouped_matmul
 from moax.types import Operand
@@ -146,8 +147,8 @@ def _kernel(module: str, name: str) -> Callable:
       Unsupported: off the GPU, or where this version has no such kernel.
     """
     if backend.platform() != "gpu":
-        raise backend.Unsupported(f"{name}: Mosaic kernels need a GPU; this is {backend.platform()}")
+        raise Unsupported(f"{name}: Mosaic kernels need a GPU; this is {backend.platform()}")
     try:
         return getattr(importlib.import_module(f"moax.kernels.{module}"), name)
     except (ImportError, AttributeError) as error:
-        raise backend.Unsupported(f"no kernel moax.kernels.{module}.{name}: {error}") from error
+        raise Unsupported(f"no kernel moax.kernels.{module}.{name}: {error}") from error

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from moax.bench.timing import Repeats, call_time, kernel_time
-from moax.sharding import spec
+from moax.mesh.specs import spec
 
 ROUNDS = 10
 EP = spec("ep")  # of all operands and results

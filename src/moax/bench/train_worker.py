@@ -25,7 +25,8 @@ from moax.bench.peers import native, public
 from moax.bench.report import OURS, why
 from moax.bench.timing import Repeats
 from moax.bench.worker import READY
-from moax.sharding import named, token_spec
+from moax.mesh.place import named
+from moax.sharding import token_spec
 from moax.train.data import load
 from moax.train.model import MoEBlock
 from moax.train.presets import ModelConfig, TrainConfig

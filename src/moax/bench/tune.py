@@ -18,6 +18,7 @@ from moax import backend
 from moax.bench import cases
 from moax.bench.problem import Problem
 from moax.bench.timing import Repeats, kernel_time
+from moax.errors import Unsupported
 
 DESCRIPTION = """\
 Measures the tiles of every product of the cases on this GPU and writes the fastest of each shape to the table that
@@ -68,13 +69,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       Unsupported: this is no GPU that the kernels run on. ValueError: an option that names nothing.
     """
-    from moax.kernels import tiles
+    from moax.kernels.hopper import tiles
 
     unknown = set(args.ops.split(",")) - DIRECTIONS.keys()
     if unknown:
         raise ValueError(f"--ops: unknown {', '.join(sorted(unknown))}; of {', '.join(DIRECTIONS)}")
     if not backend.on_hopper():
-        raise backend.Unsupported(f"moax tune needs an NVIDIA Hopper GPU; this is {backend.device_kind()!r}")
+        raise Unsupported(f"moax tune needs an NVIDIA Hopper GPU; this is {backend.device_kind()!r}")
     path = Path(args.out) if args.out else tiles.TABLE
     table = json.loads(path.read_text()) if path.exists() else {}
     mine = table.setdefault(backend.device_kind(), {})
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
     """The fastest tile of a product, kept where it beats the heuristic's."""
-    from moax.kernels import tiles
+    from moax.kernels.hopper import tiles
 
     case = problem.case
     contracted, columns = (case.contracted, case.columns)[:: -1 if direction == "dgrad" else 1]
@@ -111,7 +112,7 @@ def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
         try:
             f, operands = product(problem, op, direction, tile)
             times[tile] = kernel_time(f, operands, Repeats(2, 7)).us
-        except (backend.Unsupported, ValueError) as error:
+        except (Unsupported, ValueError) as error:
             print(f"{case.name} {op} {tile}: {error}", file=sys.stderr)
     best = min(times, key=times.__getitem__)
     gain = times[first] / times[best]
@@ -121,10 +122,10 @@ def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
 
 def product(problem: Problem, op: str, direction: cases.Direction, tile) -> tuple[Callable, tuple]:
     """A jitted product by the kernel of `op`, and its operands."""
-    from moax.kernels.matmul import grouped_matmul
-    from moax.kernels.matmul_fp8 import grouped_matmul_fp8
-    from moax.kernels.wgrad import grouped_wgrad
-    from moax.kernels.wgrad_fp8 import grouped_wgrad_fp8
+    from moax.kernels.hopper.matmul import grouped_matmul
+    from moax.kernels.hopper.matmul_fp8 import grouped_matmul_fp8
+    from moax.kernels.hopper.wgrad import grouped_wgrad
+    from moax.kernels.hopper.wgrad_fp8 import grouped_wgrad_fp8
 
     kernel: Any = {
         "matmul": grouped_matmul,

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moax.backend import Unsupported
 from moax.config import Activation, MoEConfig, RouterConfig
+from moax.errors import Unsupported
 
 MODEL_TYPES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 # The key of config.json for each field; where there are several, the first is written.

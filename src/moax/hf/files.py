@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from moax.backend import Unsupported
+from moax.errors import Unsupported
 
 DTYPES = {
     name: np.dtype(of)

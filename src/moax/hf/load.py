@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moax.axes import Axes
 from moax.config import MoEConfig
 from moax.hf.blocks import Block, assemble
 from moax.hf.files import Checkpoint
 from moax.hf.names import BLOCKS, DIMS, SPELLINGS, Tensor, tensors_of
 from moax.hf.stored import Stored, locate
-from moax.sharding import named, param_specs
-from moax.types import MoEParams, param_shapes, params_of
+from moax.mesh.axes import Axes
+from moax.mesh.place import named
+from moax.params import MoEParams, param_shapes, params_of
+from moax.sharding import param_specs
 
 
 def params_from_hf(

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moax.backend import Unsupported
 from moax.config import MoEConfig
-from moax.types import param_shapes
+from moax.errors import Unsupported
+from moax.params import param_shapes
 
 DIMS = dict(
     router="HE", wi="EHGF", wo="EFH", router_bias="E", logits_bias="E", bi="EGF", bo="EH", shared_wi="HGS",

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moax.backend import Unsupported
 from moax.config import MoEConfig
+from moax.errors import Unsupported
 from moax.hf.blocks import to_host
 from moax.hf.config import config_to_hf
 from moax.hf.files import DTYPES, NAMES, Checkpoint, Output, write_files
 from moax.hf.names import BLOCKS, DIMS, SPELLINGS, Tensor, spelling_of, tensors_of
 from moax.hf.stored import QUANTIZED
-from moax.types import MoEParams, check_params, full_shapes, param_shapes
+from moax.params import MoEParams, check_params, full_shapes, param_shapes
 
 SHARD_BYTES = 5 * 2**30
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import BFloat16, Float, Float8e4m3fn, UInt8
 
-from moax.backend import Unsupported
+from moax.errors import Unsupported
 from moax.hf.files import DTYPES, Checkpoint
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

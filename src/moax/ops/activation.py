@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax import mosaic
-from moax.axes import Names
 from moax.config import GATED, UNGATED, Activation
 from moax.groups import BLOCK, Groups, zero_rows
-from moax.ops.quantize import DTYPES, enter_rows
+from moax.kernels import mosaic
+from moax.mesh.axes import Names
+from moax.ops.quantization import DTYPES, enter_rows
 
 OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
 

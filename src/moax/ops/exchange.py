@@ -26,13 +26,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moax.axes import Axes, Roles
-from moax.backend import Unsupported, select_kernels, why_not_peers
+from moax.backend import select_kernels, why_not_peers
+from moax.errors import Unsupported
+from moax.mesh.axes import Axes, Roles
+from moax.mesh.partition import Contract, Engine, Partitioned, View, find_view
+from moax.mesh.specs import spec
 from moax.ops import one_sided
-from moax.ops.quantize import dequantize_local, dequantize_wire, fits_wire, quantize_wire
-from moax.partition import Contract, Engine, Partitioned, View, find_view
+from moax.ops.quantization import dequantize_local, dequantize_wire, fits_wire, quantize_wire
 from moax.recipe import Format
-from moax.sharding import spec
 from moax.types import Received, SendPlan
 
 Chosen = Literal["all_gather", "all_to_all", "one_sided"]

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from moax import mosaic
-from moax.axes import Roles
 from moax.backend import COPY_BYTES
+from moax.kernels import mosaic
+from moax.mesh.axes import Roles
 from moax.types import SendPlan
 
 WORD = 4  # bytes

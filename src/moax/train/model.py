@@ -16,9 +16,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import moax
-from moax import Axes, MoEParams, MoEStats, backend, ops, sharding
+from moax import Axes, MoEParams, MoEStats, backend, ops
+from moax.mesh.partition import Engine
+from moax.mesh.place import constrain
+from moax.mesh.specs import spec as make_spec
 from moax.ops.exchange import Transport
-from moax.partition import Engine
+from moax.sharding import dense_spec, token_spec
 from moax.train.presets import VOCAB, ModelConfig
 
 MoEBlock = Callable[..., tuple[Float[Array, "B S H"], MoEStats]]
@@ -104,8 +107,8 @@ def count(model: ModelConfig) -> tuple[int, int]:
 def specs(model: ModelConfig, axes: Axes = Axes()) -> Params:
     """`Params` of PartitionSpecs on the mesh that is set: dense weights over (fsdp, ep), the MoE's as it wants them."""
     width = model.d_model
-    spec: Any = sharding.spec  # Any: specs stand where Params has arrays
-    dense: Any = partial(sharding.dense_spec, axes)
+    spec: Any = make_spec  # Any: specs stand where Params has arrays
+    dense: Any = partial(dense_spec, axes)
 
     def stacked(one) -> Any:
         return spec(None, *one)
@@ -134,14 +137,14 @@ def forward(
     `block` is called as `moax.moe`, which it stands for.
     """
     dtype, axes = jnp.dtype(execution.dtype), execution.axes
-    rows = sharding.token_spec(axes, ndim=3)
+    rows = token_spec(axes, ndim=3)
     rotation = _rotation(tokens.shape[1], model.d_model // model.num_heads)
     dense = partial(ops.dense, axes=axes, engine=execution.engine)
     project = partial(dense, recipe=execution.recipe)
 
     def layer(x, stacked):
         p, bias = stacked
-        x = sharding.constrain(x, rows)
+        x = constrain(x, rows)
         x = x + _attention(_rms_norm(x, p.norm_a), p, rotation, model.num_heads, project)
         moe = dataclasses.replace(p.moe, router_bias=bias)
         y, stats = block(
@@ -181,7 +184,7 @@ def _attention(x, p: Layer, rotation, heads: int, dense):
 
 
 def _pick_attention(q) -> Literal["cudnn", "xla"]:
-    """cuDNN's kernels, which hold no [S, S] of scores in memory, on Hopper, where they have been measured, if they take q."""
+    """cuDNN's kernels, which hold no [S, S] of scores in memory, where q fits them on Hopper; elsewhere XLA."""
     fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
     return "cudnn" if backend.on_hopper() and fits else "xla"
 

@@ -8,7 +8,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from moax import sharding
+from moax.mesh.specs import spec
 from moax.train.model import Params
 from moax.train.presets import TrainConfig
 
@@ -30,9 +30,7 @@ def optimizer(config: TrainConfig) -> Any:
 def state_specs(tx: Any, params: Params, specs: Params) -> PyTree:
     """PartitionSpecs of `tx.init(params)`: each moment like its parameter, counts on every device."""
     state = jax.eval_shape(tx.init, params)
-    return optax.tree_utils.tree_map_params(
-        tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: sharding.spec()
-    )
+    return optax.tree_utils.tree_map_params(tx, lambda _, of: of, state, specs, transform_non_params=lambda _: spec())
 
 
 def _decays(params: Params) -> PyTree:

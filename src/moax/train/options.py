@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 
+from moax.mesh.partition import ENGINES
 from moax.ops.exchange import TRANSPORTS
-from moax.partition import ENGINES
 from moax.recipe import RECIPES
 from moax.train import processes
 from moax.train.mesh import parse_mesh

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moax import backend
-from moax.mesh import crossing
+from moax.mesh.devices import crossing
 from moax.train.data import Corpus
 from moax.train.model import count
 from moax.train.presets import TrainConfig

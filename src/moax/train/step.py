@@ -13,7 +13,9 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree, UInt8
 
 import moax
-from moax import sharding
+from moax.mesh.place import named
+from moax.mesh.specs import spec
+from moax.sharding import token_spec
 from moax.train import model as lm
 from moax.train.model import Execution, Params
 from moax.train.optimizer import optimizer, schedule, state_specs
@@ -55,10 +57,10 @@ def init_state(config: TrainConfig) -> TrainState:
 def shardings(config: TrainConfig, mesh) -> TrainState:
     """`TrainState` of NamedShardings on `mesh`, which must be the one that is set."""
     params = jax.eval_shape(partial(lm.init, model=config.model), jax.random.key(0))
-    specs, everywhere = lm.specs(config.model), cast(Any, sharding.spec())
+    specs, everywhere = lm.specs(config.model), cast(Any, spec())
     bias = everywhere if config.model.balance == "bias" else None
     state = TrainState(everywhere, specs, bias, state_specs(optimizer(config), params, specs))
-    return sharding.named(mesh, state)
+    return named(mesh, state)
 
 
 def loss_fn(
@@ -119,7 +121,7 @@ class Program:
 
 def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tuple[jax.stages.Wrapped, tuple]:
     """The jitted `train_step` on `mesh`, which must be the one that is set, and the ShapeDtypeStructs it takes."""
-    states, rows = shardings(config, mesh), sharding.named(mesh, sharding.token_spec(moax.Axes(), ndim=2))
+    states, rows = shardings(config, mesh), named(mesh, token_spec(moax.Axes(), ndim=2))
     like = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         jax.eval_shape(partial(init_state, config)),
@@ -127,7 +129,7 @@ def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tupl
     )
     batch = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.uint8, sharding=rows)
     # Metrics on every device, so that every process can read them.
-    metrics = sharding.named(mesh, sharding.spec())
+    metrics = named(mesh, spec())
     step = jax.jit(partial(train_step, config=config, block=block), out_shardings=(states, metrics), donate_argnums=0)
     return step, (like, batch)
 
@@ -135,7 +137,7 @@ def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tupl
 def build(config: TrainConfig, mesh) -> Program:
     """Compiles a run's program on `mesh`, which must be the one that is set."""
     step, (like, batch) = jit_update(config, mesh)
-    evaluate = jax.jit(partial(eval_step, config=config), out_shardings=sharding.named(mesh, sharding.spec()))
+    evaluate = jax.jit(partial(eval_step, config=config), out_shardings=named(mesh, spec()))
     return Program(
         init=jax.jit(partial(init_state, config), out_shardings=shardings(config, mesh)),
         update=step.lower(like, batch).compile(),

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from moax import MoEConfig, MoEParams
-from moax.backend import Unsupported, platform
+from moax.backend import platform
+from moax.errors import Unsupported
 
 NO_RAGGED = "tokens cross by lax.all_to_all of padded buckets: XLA has no ragged_all_to_all on this platform"
 

@@ -6,10 +6,10 @@ import functools
 
 import jax
 
-from moax.backend import Unsupported
 from moax.bench.cases import Direction
 from moax.bench.ours import Call
 from moax.bench.problem import Problem
+from moax.errors import Unsupported
 
 # (block_m, block_n, block_k, max_concurrent_steps), the likely best first
 PRODUCT = ((128, 128, 64, 4), (128, 192, 64, 4), (128, 128, 64, 6), (192, 128, 64, 4), (64, 256, 64, 4))

@@ -18,9 +18,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moax import MoEConfig, MoEParams
-from moax.backend import Unsupported, on_hopper, platform
+from moax.backend import on_hopper, platform
 from moax.bench.peers import native
 from moax.bench.peers.pallas_mgpu import GRADIENT, PRODUCT, WIDTHS
+from moax.errors import Unsupported
 
 NO_KERNELS = "products by lax.ragged_dot: the kernels of jax.experimental.pallas.ops.gpu need a GPU"
 TILE = 128  # columns of a product, and rows of a weight's gradient

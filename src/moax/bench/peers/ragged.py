@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from moax.backend import Unsupported, platform
+from moax.backend import platform
 from moax.bench import rounds
 from moax.bench.peers import wires
 from moax.bench.report import why
 from moax.bench.timing import Repeats
 from moax.bench.tokens import KINDS, Tokens, busiest
-from moax.sharding import named
+from moax.errors import Unsupported
+from moax.mesh.place import named
 
 SAMPLE = 64  # rows of each pair of devices that are compared
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from moax.backend import Unsupported
 from moax.bench.cases import Direction
 from moax.bench.ours import Call
 from moax.bench.problem import Problem
+from moax.errors import Unsupported
 
 # (contracted dims of left and right, is the right operand one matrix a group)
 DIMENSIONS = {"fwd": (1, 1, True), "dgrad": (1, 2, True), "wgrad": (0, 0, False)}

@@ -24,10 +24,10 @@ import time
 from typing import Any
 
 from moax import MoEConfig, RouterConfig
-from moax.backend import Unsupported
 from moax.bench.peers import native
 from moax.bench.report import why
 from moax.bench.worker import READY
+from moax.errors import Unsupported
 
 SECONDS = 450
 # NVLink multicast can put GPUs out of service that others share.

@@ -1,0 +1,163 @@
+"""`moax estimate`: what a block costs on a mesh, or which meshes fit and how fast each is; nothing is compiled."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from moax.config import MoEConfig
+from moax.estimate import Estimate, estimate, sweep
+from moax.estimate.hardware import HARDWARE, MODELS
+from moax.estimate.wires import WIRES
+from moax.ops.exchange import TRANSPORTS
+from moax.recipe import RECIPES
+
+DESCRIPTION = """\
+Estimates the MoE blocks of a model on a mesh: memory of a device, bytes on each wire in a training step, time of each
+stage and what bounds it, what quantizing before the gather saves. Needs no GPU, and compiles nothing.
+
+Bytes are those of the compiled program. Times are at the rates that kernels reach, the load balanced, nothing
+overlapped: good to compare meshes by. Attention and the rest of a model are not counted.
+
+With --mesh: that mesh. With --gpus: the fastest mesh that fits; with --sweep: a ranking of all.
+"""
+GB = 1e9
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `moax estimate`."""
+    add = parser.add_argument
+    models, gpus = ", ".join(MODELS), ", ".join(HARDWARE)
+    add("--model", metavar="NAME", help=f"{models}; else the sizes below")
+    add("--d-model", type=int, default=2048, metavar="H", help="model width (default: %(default)s)")
+    add("--d-ff", type=int, default=768, metavar="F", help="width of an expert (default: %(default)s)")
+    add("--experts", type=int, default=128, metavar="E", help="experts (default: %(default)s)")
+    add("--top-k", type=int, default=8, metavar="K", help="experts of a token (default: %(default)s)")
+    add("--layers", type=int, metavar="L", help="MoE blocks (default: the model's; 1 for sizes of your own)")
+    add("--gpus", type=int, metavar="N", help="GPUs of the mesh (default: 1)")
+    add("--sweep", action="store_true", help="rank every mesh of --gpus")
+    add("--top", type=int, default=10, metavar="N", help="meshes to list (default: %(default)s)")
+    add("--tokens", type=int, default=4096, metavar="T", help="tokens of a GPU in a step (default: %(default)s)")
+    add("--hardware", default="h200", metavar="NAME", help=f"{gpus} (default: %(default)s)")
+    add("--recipe", choices=("none", *RECIPES), default="none", help="how products are quantized (default: none)")
+    add("--exchange", choices=TRANSPORTS, help="how tokens reach their experts (default: the faster that fits)")
+    add("--capacity-factor", type=float, metavar="X", help="bound a rank's rows at X times the even load")
+    add("--remat", action=argparse.BooleanOptionalAction, help="keep a layer's input alone (default: where it must)")
+    add("--json", action="store_true", help="print JSON, for programs")
+    add("--plot", metavar="FILE", help="draw time against mesh")
+
+
+def run(args: argparse.Namespace, mesh: tuple[tuple[str, int], ...] | None) -> int:
+    """`moax estimate`."""
+    config = args.model or MoEConfig(d_model=args.d_model, d_ff=args.d_ff, num_experts=args.experts, top_k=args.top_k)
+    recipe = None if args.recipe == "none" else args.recipe
+    given = (args.tokens, recipe, args.hardware, args.layers)
+    if mesh and (args.gpus or args.sweep):
+        raise ValueError("--mesh names one mesh; leave --gpus and --sweep out")
+    if args.top < 1:
+        raise ValueError(f"--top {args.top} must be at least 1")
+    factor, exchange, remat = args.capacity_factor, args.exchange, args.remat
+    if mesh:
+        way = exchange or "auto"
+        found = [estimate(config, dict(mesh), *given, exchange=way, capacity_factor=factor, remat=bool(remat))]
+    else:
+        gpus = 1 if args.gpus is None else args.gpus
+        found = sweep(config, gpus, *given, exchange=exchange, capacity_factor=factor, remat=remat)
+    shown = found[: args.top] if args.sweep else found[:1]
+    if args.plot:
+        draw(shown, Path(args.plot))
+    if args.json:
+        print(json.dumps([e.as_dict() for e in shown] if args.sweep else shown[0].as_dict(), indent=2))
+        return 0
+    if args.sweep:
+        print(f"{ranking(shown)}\n{sum(e.fits for e in found)} of {len(found)} meshes fit; the first:\n")
+    print(details(shown[0]))
+    if args.plot:
+        print(f"\nplot in {args.plot}")
+    return 0
+
+
+def ranking(found: list[Estimate]) -> str:
+    """One line a mesh."""
+    rows = [("mesh", "exchange", "remat", "fits", "memory GB", "wire GB", "ms", "TFLOP/s", "longest stage")]
+    for e in found:
+        slow = max(e.stages, key=lambda stage: stage.seconds)
+        rows.append((
+            name(e), e.exchange, "yes" if e.remat else "no", "yes" if e.fits else "NO", f"{e.memory.total / GB:.1f}",
+            f"{e.wire_bytes() / GB:.2f}", f"{e.seconds * 1e3:.1f}", f"{e.tflops:.0f}",
+            f"{slow.name}, {slow.direction} ({slow.bound})",
+        ))  # fmt: skip
+    return _align(rows, right=(4, 5, 6, 7))
+
+
+def details(e: Estimate) -> str:
+    """One mesh in full."""
+    head = (
+        f"{e.model} on {e.gpus} x {e.hardware}, mesh {name(e)}: {e.layers} MoE layer{'s' * (e.layers > 1)}, "
+        f"{e.tokens} tokens a GPU, recipe {e.recipe}, exchange {e.exchange}{', remat' if e.remat else ''}"
+    )
+    m, verdict = e.memory, "fits" if e.fits else "DOES NOT FIT"
+    parts = ("weights", "gradients", "optimizer", "activations", "gathered", "exchange", "workspace")
+    memory = [("memory of a device", "GB"), None, *((part, f"{getattr(m, part) / GB:.2f}") for part in parts)]
+    memory += [
+        None,
+        ("total, the larger of gathered and workspace", f"{m.total / GB:.2f}"),
+        (f"of a GPU's ({verdict})", f"{e.capacity / GB:.2f}"),
+    ]
+    wires = [("wire, a step", "MB sent"), None]
+    wires += [(what, f"{e.wire_bytes(what) / 1e6:,.1f}") for what in WIRES if e.wire_bytes(what)]
+    wires += [None, ("total", f"{e.wire_bytes() / 1e6:,.1f}")]
+    stages = [("stage of a layer", "pass", "us", "bound by"), None]
+    stages += [(s.name, s.direction, f"{s.seconds * 1e6:,.1f}", s.bound) for s in e.stages]
+    stages += [None, (f"all, x {e.layers}", "", f"{e.seconds * 1e6:,.1f}", f"{e.tflops:.0f} TFLOP/s a GPU")]
+    sent = [_align(wires, right=(1,))] if e.transfers else []
+    tables = [_align(memory, right=(1,)), *sent, _align(stages, right=(2,))]
+    spared, seconds = e.gather_saved
+    if e.recipe != "none" and e.plain_gather.wire_bytes:
+        plain = e.layers * e.plain_gather.wire_bytes
+        tables.append(
+            f"quantized before the gather: {plain / 1e6:,.1f} MB of weights become {(plain - spared) / 1e6:,.1f} "
+            f"({(plain - spared) / plain:.3f}), {seconds * 1e3:.2f} ms less on the wire a step"
+        )
+    return "\n\n".join([head, *tables])
+
+
+def name(e: Estimate) -> str:
+    """As --mesh takes it, axes of one device left out."""
+    return ",".join(f"{axis}={size}" for axis, size in e.mesh if size > 1) or "one GPU"
+
+
+def draw(found: list[Estimate], path: Path) -> None:
+    """Time against mesh: a bar each, its parts what bounds them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.6 + 0.42 * len(found)), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    plot, labels = figure.add_subplot(), [name(e) + ("" if e.fits else " (does not fit)") for e in found]
+    places = list(range(len(found)))
+    left = [0.0] * len(found)
+    colors = {"compute": "#2f6fb0", "memory": "#7fb2d9", "nvlink": "#d9a01a", "network": "#d9601a"}
+    for bound, color in colors.items():
+        times = [1e3 * e.layers * sum(s.seconds for s in e.stages if s.bound == bound) for e in found]
+        plot.barh(places, times, left=left, color=color, label=bound)
+        left = [a + b for a, b in zip(left, times, strict=True)]
+    plot.set_yticks(places, labels)
+    plot.invert_yaxis()
+    plot.set_xlabel("ms a step in MoE blocks, by what bounds the time")
+    first = found[0]
+    plot.set_title(f"{first.model}, {first.gpus} x {first.hardware}, recipe {first.recipe}, {first.tokens} tokens each")
+    plot.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.12 - 1.2 / (1 + len(found))))
+    figure.savefig(path)
+
+
+def _align(rows, right: tuple[int, ...]) -> str:
+    """Rows as columns, those in `right` flush right; None is a rule."""
+    widths = [max(map(len, column)) for column in zip(*(row for row in rows if row), strict=True)]
+    rule = tuple("-" * width for width in widths)
+    flush = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return "\n".join(
+        "  ".join(f(cell, width) for f, cell, width in zip(flush, row or rule, widths, strict=True)).rstrip()
+        for row in rows
+    )

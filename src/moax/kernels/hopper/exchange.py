@@ -1,0 +1,147 @@
+"""Exchange: rows written straight into the memory of peers, over NVLink.
+
+    out[p][i + shift[p]] = x[source[i]]        end[p - 1] <= i < end[p]; what no rank writes holds anything
+
+A row is read from this rank's memory into SMEM and written to its peer from there, by bulk copies: there is no send
+buffer, no thread touches what is moved, and no byte crosses that is not a row's. Rows of several arrays travel in one
+pass. The devices of the mesh wait for one another before the kernel begins (XLA sees to that); each then signals each
+peer of its group when all that it wrote has arrived, and waits for as many signals, as nobody may return while rows
+are still under way to its memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import sequential_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
+
+from moax.errors import Unsupported
+
+SMS = 32  # that exchange; products of other streams have the rest
+WARPGROUPS = 4  # of a thread block, each with rows of its own
+MOST_BYTES = 192 * 1024  # of SMEM
+MOST_COPIES = 8  # rows that a warpgroup has in flight: they are unrolled
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # bulk copies rather than tensor maps
+
+
+def put_rows(
+    arrays: Sequence[Array],
+    source: Int[Array, " C"] | None,
+    places: Int[Array, "ways 2 ranks"],
+    way: int,
+    out_rows: int,
+    axes: tuple[tuple[str, int], ...],
+    *,
+    sms: int = SMS,
+) -> tuple[Array, ...]:
+    """out[i + shift[p]] of rank p = x[source[i]], for end[p - 1] <= i < end[p] and each array x.
+
+    Args:
+      arrays: each [T, W] of any dtype, a row a multiple of 16 bytes.
+      source: [C] i32: which row to send; None: row i.
+      places: (shift, end) of each rank, counted row-major over `axes`, of each way; ends ascend, to C at most.
+      way: which of them.
+      out_rows: rows of the results.
+      axes: (name, size) of the mesh axes of the group that exchanges; none: rows stay on this device.
+      sms: multiprocessors that copy.
+
+    Returns:
+      for each array [out_rows, W]: the rows that were written by any rank of the group, this one included; the others
+      hold anything. No two ranks may write the same row.
+    """
+    sizes = [x.shape[1] * x.dtype.itemsize for x in arrays]
+    for x, size in zip(arrays, sizes, strict=True):
+        if size % 16:
+            raise Unsupported(f"rows of shape {x.shape} {x.dtype} have {size} bytes, no multiple of 16")
+    copies = min(MOST_COPIES, MOST_BYTES // (WARPGROUPS * sum(sizes)))
+    if not copies:
+        raise Unsupported(f"rows of {sum(sizes)} bytes; the kernel takes {MOST_BYTES // WARPGROUPS}")
+    ranks, workers = math.prod(size for _, size in axes), sms * WARPGROUPS
+    if places.shape[1:] != (2, ranks):
+        raise ValueError(f"places has shape {places.shape}; for {axes} it must be (ways, 2, {ranks})")
+
+    def put_rows(arrays, source, places, outs, *, buffers, arrived, done):
+        warpgroup = lax.axis_index("warpgroup")
+        worker = lax.axis_index("sm") * WARPGROUPS + warpgroup
+        shifts, ends = ([places[way, n, p] for p in range(ranks)] for n in range(2))
+        # Neighbouring rows go to one peer: shares of them, so that all peers are written to at any time.
+        share = lax.div(ends[-1] + workers - 1, jnp.int32(workers))
+        first = worker * share
+        end = jnp.minimum(first + share, ends[-1])
+
+        def batch(n, _):
+            at = [first + n * copies + k for k in range(copies)]
+            sources = at if source is None else [source[jnp.minimum(i, source.shape[0] - 1)] for i in at]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for k in range(copies):
+                # Branches, not a predicate: a row that does not exist must not be addressed.
+                @pl.when(at[k] < end)
+                def _(k=k):
+                    for x, buffer in zip(arrays, buffers, strict=True):
+                        to = buffer.at[warpgroup, k]
+                        landed = arrived.at[warpgroup * copies + k]
+                        plgpu.copy_gmem_to_smem(x.at[sources[k]], to, landed, oob_mode=IN_BOUNDS)
+
+            for k in range(copies):
+
+                @pl.when(at[k] < end)
+                def _(k=k):
+                    plgpu.barrier_wait(arrived.at[warpgroup * copies + k])
+                    peer, row = place(at[k], ends, shifts)
+                    for out, buffer in zip(outs, buffers, strict=True):
+                        there = plgpu.remote_ref(out, coordinates(peer, axes)) if axes else out
+                        plgpu.copy_smem_to_gmem(buffer.at[warpgroup, k], there.at[row])
+
+        lax.fori_loop(0, lax.div(jnp.maximum(end - first, 0) + copies - 1, jnp.int32(copies)), batch, None)
+        plgpu.wait_smem_to_gmem(0)
+        if axes:
+            # One by one: jax 0.11.2 puts the fence of signals in parallel after the first of them.
+            for rank in range(ranks):
+                pl.semaphore_signal(done, device_id=coordinates(jnp.int32(rank), axes))
+            pl.semaphore_wait(done, ranks * WARPGROUPS, decrement=False)
+
+    scratch: dict[str, Any] = dict(
+        buffers=[plgpu.SMEM((WARPGROUPS, copies, x.shape[1]), x.dtype) for x in arrays],
+        arrived=plgpu.Barrier(num_arrivals=len(arrays), num_barriers=WARPGROUPS * copies),
+        done=plgpu.SemaphoreType.REGULAR if axes else None,
+    )
+
+    @sequential_vmap  # blocks of threads that wait for those of peers must all be running
+    def launch(arrays, source, places):
+        (outs,) = plgpu.kernel(
+            put_rows,
+            out_type=([jax.ShapeDtypeStruct((out_rows, x.shape[1]), x.dtype) for x in arrays],),
+            grid=(sms,),
+            grid_names=("sm",),
+            num_threads=WARPGROUPS,
+            thread_name="warpgroup",
+            scratch_types=scratch,
+        )(arrays, source, places)
+        return outs
+
+    return tuple(launch(list(arrays), source, places))
+
+
+def place(i, ends: Sequence, shifts: Sequence) -> tuple[Any, Any]:
+    """The rank that row i goes to, and the row there."""
+    peer, shift = jnp.int32(0), shifts[0]
+    for p in range(1, len(ends)):
+        peer, shift = jnp.where(i < ends[p - 1], peer, p), jnp.where(i < ends[p - 1], shift, shifts[p])
+    return peer, i + shift
+
+
+def coordinates(rank, axes: tuple[tuple[str, int], ...]) -> Any:
+    """The place of a rank along each axis; the last counts fastest."""
+    found = {}
+    for name, size in reversed(axes):
+        found[name] = lax.rem(rank, jnp.int32(size))
+        rank = lax.div(rank, jnp.int32(size))
+    return found

@@ -1,0 +1,91 @@
+"""Arrays brought to where their specs say, on the mesh in force; `specs.py` says where that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from moax.mesh.axes import Axes, Roles
+from moax.mesh.specs import is_explicit, mesh_of, pad, spec
+
+
+def named(mesh, specs: Any) -> Any:
+    """A tree of specs as a tree of NamedShardings on `mesh`."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
+
+
+def constrain(x, to: PartitionSpec):
+    """`x` laid out by `to` on the mesh in force, whatever the type of its axes; `x` itself where there is none."""
+    mesh = mesh_of(x)
+    if mesh is None or any(t == AxisType.Manual for t in mesh.axis_types):
+        return x
+    if is_explicit(mesh):
+        return jax.sharding.reshard(x, NamedSharding(mesh, to))
+    in_force = not jax.sharding.get_abstract_mesh().empty
+    return lax.with_sharding_constraint(x, to if in_force else NamedSharding(mesh, to))
+
+
+def keep_rows(y, roles: Roles):
+    """Rows over the token axes of an Auto mesh, and other dims as propagation has them."""
+    return constrain(y, PartitionSpec(roles.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
+
+
+def make_sharded(make: Callable, specs: Any) -> Callable:
+    """`make` with its results laid out by `specs` on the mesh in force, each device making its shards alone; None: by
+    no mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if specs is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
+        return make
+    # Specs, not NamedShardings on the abstract mesh: vmap adds a dim to those that replicates the whole.
+    if is_explicit(mesh):
+        return jax.jit(jax.sharding.auto_axes(make, out_sharding=specs))
+    return jax.jit(make, out_shardings=specs)
+
+
+def like(y, x):
+    """`y` with the sharding that the type of `x` states; `y` itself unless mesh axes are Explicit."""
+    of = jax.typeof(x).sharding
+    return jax.sharding.reshard(y, of) if is_explicit(of.mesh) else y
+
+
+def check_token_axes(x, axes: Axes) -> None:
+    """Raises ValueError where the type of x [..., H] splits its tokens over a mesh axis that has no role in `axes`."""
+    of = jax.typeof(x).sharding
+    for dim, names in enumerate(pad(of.spec, x.ndim)[:-1]):
+        for name in names:
+            if name not in axes.names and of.mesh.shape[name] > 1:
+                raise ValueError(
+                    f"x: dim {dim} is sharded over mesh axis {name!r}, which has no role in {axes}; "
+                    f"give it one, such as Axes(dp={(*axes.dp, name)})"
+                )
+
+
+def flatten_tokens(x, roles: Roles):
+    """[..., H] -> [T, H]; on Explicit axes T typed as over `roles.tokens` where they divide it."""
+    mesh = mesh_of(x)
+    if mesh is None or not is_explicit(mesh):
+        return x.reshape(-1, x.shape[-1])
+    columns = tuple(n for n in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if n not in roles.tokens)
+
+    def over_tokens(x):
+        rows = roles.tokens if x.shape[0] % roles.size(roles.tokens) == 0 else ()
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec(rows, *[None] * (x.ndim - 2), columns)))
+
+    return over_tokens(over_tokens(x).reshape(-1, x.shape[-1]))
+
+
+def unflatten_tokens(y, x, roles: Roles):
+    """[T, *C] -> [..., *C], leading dims and their sharding as those of x [..., H]."""
+    columns = y.shape[1:]
+    mesh = mesh_of(x)
+    if mesh is None or not is_explicit(mesh):
+        return y.reshape(*x.shape[:-1], *columns)
+    over = tuple(jax.typeof(y).sharding.spec)
+    divides = x.ndim == 2 or x.shape[0] % roles.size(roles.tokens) == 0
+    y = y if divides else jax.sharding.reshard(y, NamedSharding(mesh, spec(None, *over[1:])))
+    leading = tuple(jax.typeof(x).sharding.spec)[: x.ndim - 1]
+    return jax.sharding.reshard(y.reshape(*x.shape[:-1], *columns), NamedSharding(mesh, spec(*leading, *over[1:])))

@@ -1,0 +1,71 @@
+"""Dense: y = x w + bias, for layers outside the experts, quantized before the gather like those.
+
+    forward  y = x w + bias        x [..., K], w [K, *C]  -> [..., *C]
+    dgrad    dx = dy w^T           wgrad  dw = x^T dy      dbias = sum dy
+
+A batch sharded over (fsdp, ep) wants weights sharded over that tuple too: to a dense layer ep is one more axis of
+fsdp. It is the grouped matmul of one group that holds all rows, vjp and partition rule included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moax.backend import Kernels, select_kernels
+from moax.mesh.axes import Axes
+from moax.mesh.partition import Engine, find_view
+from moax.mesh.place import flatten_tokens, unflatten_tokens
+from moax.mesh.specs import Spec, spec
+from moax.ops.products import GroupedSpec, grouped, widths_of
+from moax.recipe import Recipe, get_recipe
+from moax.sharding import dense_spec_on
+
+
+def dense(
+    x: Float[Array, "*rows K"],
+    w: Float[Array, " K *C"],
+    bias: Float[Array, "*C"] | None = None,
+    *,
+    recipe: str | Recipe | None = None,
+    w_spec: Spec | None = None,
+    axes: Axes = Axes(),
+    engine: Engine = "auto",
+    kernels: Kernels = "auto",
+) -> Float[Array, "*rows *C"]:
+    """y = x w + bias.
+
+    Args:
+      x: [..., K]; its rows, flattened, over (dp, fsdp, ep); K over tp where w's is.
+      w: [K, *C]; dims over tp stay split, and those over fsdp or ep are gathered, as bytes where the recipe says so.
+      bias: [*C], replicated but for tp.
+      recipe: a name, a Recipe, or None.
+      w_spec: how w lies on an Auto mesh with engine="shard_map", and inside a `shard_map`; elsewhere it is seen.
+        Default: `moax.sharding.dense_spec` of w's shape; inside a `shard_map` not sharded.
+      axes, engine, kernels: see `moax.moe`. Inside a `shard_map`, sums over tp are the caller's, as for `jnp.dot`.
+
+    Returns:
+      y: [..., *C] in x.dtype. Differentiable in x, w and bias; gradients in their dtypes.
+
+    Raises:
+      ValueError: shapes; rows that the mesh does not divide; a layout of w that cannot be used.
+    """
+    recipe = get_recipe(recipe)
+    view = find_view(axes, engine, x, w)
+    if x.ndim < 2 or w.ndim < 2 or (not view.manual and x.shape[-1] != w.shape[0]):
+        raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [..., K] and [K, *C]")
+    if bias is not None and not view.manual and bias.shape != w.shape[1:]:
+        raise ValueError(f"bias has shape {bias.shape}; it must be {w.shape[1:]}")
+    roles = view.roles
+    roles = dataclasses.replace(roles, fsdp=roles.fsdp + roles.ep, ep=())
+    view = view._replace(roles=roles)
+    if w_spec is None:
+        w_spec = spec() if view.manual else dense_spec_on(roles, w.shape)
+    declared = spec(None, *w_spec)
+    chosen = select_kernels(kernels, x.dtype, **widths_of(view, (1, *w.shape), declared))
+    static = GroupedSpec(recipe, recipe.row_alignment, jnp.dtype(x.dtype), declared, roles, chosen)
+    rows = flatten_tokens(x, roles)
+    y = grouped(view, static, rows, w[None], None, None if bias is None else bias[None])
+    return unflatten_tokens(y, x, roles)

@@ -1,0 +1,116 @@
+"""Router: logits = x w in float32, on tensor cores where x is bfloat16.
+
+    forward  logits = x w                 x [T, H], w [H, E]
+    dgrad    dx = dlogits w^T             wgrad  dw = x^T dlogits
+
+A float32 product of a bfloat16 operand is three products of bfloat16: w = w0 + w1 + w2, each part the next 8 bits of
+what the ones before leave, and a product of two bfloat16 is exact in float32. dx is rounded to bfloat16, so two parts
+of each operand do. Another dtype of x is multiplied in float32 as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from moax.mesh.axes import Axes, Roles
+from moax.mesh.partition import Contract, Engine, Partitioned, View, find_view
+from moax.mesh.specs import spec
+
+
+def router_logits(
+    x: Float[Array, "T H"], w: Float[Array, "H E"], *, axes: Axes = Axes(), engine: Engine = "auto"
+) -> Float[Array, "T E"]:
+    """logits = x w, in float32.
+
+    Args:
+      x: [T, H], T over (dp, fsdp, ep). w: [H, E], replicated.
+      axes, engine: see `moax.moe`.
+
+    Returns:
+      logits: [T, E] f32, rows like x. Differentiable in x and w; gradients in their dtypes.
+
+    Raises:
+      ValueError: shapes.
+    """
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+        raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [T, H] and [H, E]")
+    view = find_view(axes, engine, x, w)
+    return _logits(view, view.roles, *_forward.lay(view, view.roles, x, w))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _logits(view: View, roles: Roles, x, w):
+    return _forward(view, roles, x, w)[0]
+
+
+def _logits_fwd(view, roles, x, w):
+    return _logits(view, roles, x, w), (x, w)
+
+
+def _logits_bwd(view, roles, residuals, d):
+    return _backward(view, roles, *residuals, d)
+
+
+_logits.defvjp(_logits_fwd, _logits_bwd)
+
+
+def _parts(x, count: int) -> list:
+    """bfloat16 arrays that sum to x, each the next 8 bits; by `reduce_precision`, which XLA does not elide."""
+    parts, rest = [], x.astype(jnp.float32)
+    for _ in range(count):
+        part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        rest = rest - part
+    return parts
+
+
+def _sum(products, count: int):
+    """The sum of `count` arrays side by side, smallest first."""
+    return functools.reduce(jnp.add, jnp.split(products, count, axis=1)[::-1])
+
+
+def _dot(a, b, contract, precision=None):
+    return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _forward_local(roles: Roles, layout, x, w):
+    if x.dtype != jnp.bfloat16:
+        return (_dot(x.astype(jnp.float32), w.astype(jnp.float32), ((1,), (0,)), lax.Precision.HIGHEST),)
+    return (_sum(_dot(x, jnp.concatenate(_parts(w, 3), axis=1), ((1,), (0,))), 3),)
+
+
+def _backward_local(roles: Roles, layout, x, w, d):
+    if x.dtype != jnp.bfloat16:
+        wide, highest = w.astype(jnp.float32), lax.Precision.HIGHEST
+        dx = _dot(d, wide, ((1,), (1,)), highest)
+        return dx.astype(x.dtype), _dot(x.astype(jnp.float32), d, ((0,), (0,)), highest).astype(w.dtype)
+    dw = _sum(_dot(x, jnp.concatenate(_parts(d, 3), axis=1), ((0,), (0,))), 3)
+    (d0, d1), (w0, w1) = _parts(d, 2), _parts(w, 2)
+    dx = _dot(jnp.concatenate([d0, d0, d1], axis=1), jnp.concatenate([w0, w1, w0], axis=1), ((1,), (1,)))
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+def _forward_contract(roles: Roles, operands, found):
+    rows = spec(roles.tokens, None)
+    return Contract((rows, spec(None, None)), (rows,), ((),))
+
+
+def _backward_contract(roles: Roles, operands, found):
+    rows, whole = spec(roles.tokens, None), spec(None, None)
+    return Contract((rows, whole, rows), (rows, whole), ((), roles.tokens))
+
+
+_forward = Partitioned(
+    _forward_local, _forward_contract, lambda roles, operands: (("t m", "h e"), ("t e",)), name="router"
+)
+_backward = Partitioned(
+    _backward_local,
+    _backward_contract,
+    lambda roles, operands: (("t m", "h e", "t f"), ("t m", "h e")),
+    name="router_grad",
+)

@@ -1,0 +1,175 @@
+"""Route: logits [T, E] -> K experts and weights a token, and the balance losses.
+
+    score_then_topk:  s = score(logits);  experts = top_k(s + bias);  weights = s[experts]
+    topk_then_score:  experts = top_k(logits + bias);                 weights = score(logits[experts])
+    weights = scale * weights / sum_k weights                         (the division where normalize and K > 1)
+
+    aux_loss = c E / (K T^2) sum_e (sum_t p[t, e]) tokens[e]          p: scores of all experts, summing to 1 a token
+    z_loss   = c / T sum_t logsumexp(logits[t])^2                     T: tokens of the whole mesh
+
+Selection is not differentiated; the bias of `bias=` steers selection alone. The sums over tokens are psums of [E]
+vectors: logits never leave their shard. Everything is float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from moax.config import RouterConfig
+from moax.mesh.axes import Axes, Roles
+from moax.mesh.partition import Contract, Engine, Partitioned, View, find_view
+from moax.mesh.specs import spec
+from moax.types import Routing
+
+TINY = 1e-18  # added to sums of scores that may all underflow; its square, by which gradients divide, does not
+
+
+@dataclasses.dataclass(frozen=True)
+class RouteSpec:
+    config: RouterConfig
+    top_k: int
+    roles: Roles
+
+
+def route(
+    logits: Float[Array, "T E"],
+    config: RouterConfig,
+    top_k: int,
+    bias: Float[Array, " E"] | None = None,
+    *,
+    axes: Axes = Axes(),
+    engine: Engine = "auto",
+) -> Routing:
+    """The top_k experts of each token, their weights, and the balance losses over the whole mesh.
+
+    Args:
+      logits: [T, E], computed in float32; T over (dp, fsdp, ep).
+      config: see `RouterConfig`. Its `logits_bias` flag is the caller's: add that bias to the logits.
+      top_k: K.
+      bias: [E], for selection only; gets no gradient. Needed where `config.bias`.
+      axes, engine: see `moax.moe`.
+
+    Returns:
+      Routing: experts [T, K] i32 and weights [T, K] f32, sharded like the logits; losses and counts replicated.
+
+    Raises:
+      ValueError: shapes, a missing or unwanted bias, a K or groups that do not fit E, T that does not divide.
+
+    Sources: group-limited routing and the selection bias, DeepSeek-V3; aux loss, Switch Transformer (balanced value =
+    the coefficient); z-loss, ST-MoE.
+    """
+    if logits.ndim != 2:
+        raise ValueError(f"logits has shape {logits.shape}; it must be [T, E]")
+    config.check_experts(logits.shape[1], top_k)
+    if (bias is not None) != config.bias:
+        raise ValueError(f"bias is {'given' if bias is not None else 'None'}, but RouterConfig.bias={config.bias}")
+    if bias is not None and bias.shape != logits.shape[1:]:
+        raise ValueError(f"bias has shape {bias.shape}; it must be [E]={logits.shape[1:]}")
+    view = find_view(axes, engine, logits)
+    static = RouteSpec(config, top_k, view.roles)
+    bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
+    logits, bias = _forward.lay(view, static, logits.astype(jnp.float32), bias)
+    experts, weights, score_sum, z_sum, tokens = _route(view, static, logits, bias)
+    score_sum, z_sum, tokens = (view.psum(v, view.roles.tokens) for v in (score_sum, z_sum, tokens))
+    total = logits.shape[0] * (view.roles.size(view.roles.tokens) if view.manual else 1)
+    balance = jnp.sum(score_sum * tokens.astype(jnp.float32)) * (logits.shape[1] / (top_k * total**2))
+    return Routing(experts, weights, config.aux_loss * balance, config.z_loss * z_sum[0] / total, tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _route(view: View, static: RouteSpec, logits, bias):
+    return _forward(view, static, logits, bias)
+
+
+def _route_fwd(view, static, logits, bias):
+    results = _forward(view, static, logits, bias)
+    return results, (logits, bias, results[0])
+
+
+def _route_bwd(view, static, residuals, cotangents):
+    logits, bias, experts = residuals
+    _, d_weights, d_score_sum, d_z_sum, _ = cotangents
+    (d_logits,) = _backward(view, static, logits, experts, d_weights, d_score_sum, d_z_sum)
+    return d_logits, None if bias is None else jnp.zeros_like(bias)
+
+
+_route.defvjp(_route_fwd, _route_bwd)
+
+
+def select_experts(logits, bias, config: RouterConfig, top_k: int):
+    """[T, E] -> [T, K] i32, best first."""
+    scores = _score(logits, config) if config.order == "score_then_topk" else logits
+    scores = scores if bias is None else scores + bias[None]
+    if config.num_groups > 1:
+        grouped = scores.reshape(scores.shape[0], config.num_groups, -1)
+        best = lax.top_k(grouped, min(_best_of_group(config, top_k), grouped.shape[-1]))[0].sum(-1)
+        kept = lax.top_k(best, config.top_groups)[1]
+        eligible = (kept[:, :, None] == jnp.arange(config.num_groups, dtype=kept.dtype)[None, None]).any(1)
+        scores = jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+    return lax.top_k(scores, top_k)[1].astype(jnp.int32)
+
+
+def _best_of_group(config, top_k):
+    return {"max": 1, "top2": 2, "sum_topk": top_k // config.top_groups}[config.group_score]
+
+
+def _score(logits, config):
+    return jax.nn.softmax(logits, axis=-1) if config.score == "softmax" else jax.nn.sigmoid(logits)
+
+
+def _weigh(logits, experts, config: RouterConfig):
+    """The differentiable half: weights [T, K], score sums [E], sum of squared logsumexp [1]."""
+    probabilities = _score(logits, config)
+    if config.order == "score_then_topk":
+        weights = jnp.take_along_axis(probabilities, experts, axis=-1)
+    else:
+        weights = _score(jnp.take_along_axis(logits, experts, axis=-1), config)
+    if config.normalize and experts.shape[-1] > 1:
+        weights = weights / (weights.sum(-1, keepdims=True) + TINY)
+    if config.score == "sigmoid":
+        probabilities = probabilities / (probabilities.sum(-1, keepdims=True) + TINY)
+    z_sum = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)[None]
+    return weights * config.scale, probabilities.sum(0), z_sum
+
+
+def _forward_local(static: RouteSpec, layout, logits, bias):
+    experts = select_experts(logits, bias, static.config, static.top_k)
+    weights, score_sum, z_sum = _weigh(logits, experts, static.config)
+    tokens = jnp.zeros(logits.shape[1], jnp.int32).at[experts.reshape(-1)].add(1)
+    return experts, weights, score_sum, z_sum, tokens
+
+
+def _backward_local(static: RouteSpec, layout, logits, experts, d_weights, d_score_sum, d_z_sum):
+    _, pull = jax.vjp(lambda x: _weigh(x, experts, static.config), logits)
+    return pull((d_weights, d_score_sum, d_z_sum))
+
+
+def _forward_contract(static: RouteSpec, operands, found):
+    rows, one, over = spec(static.roles.tokens, None), spec(None), static.roles.tokens
+    bias = None if operands[1] is None else one
+    return Contract((rows, bias), (rows, rows, one, one, one), ((), (), over, over, over))
+
+
+def _backward_contract(static: RouteSpec, operands, found):
+    rows, one = spec(static.roles.tokens, None), spec(None)
+    return Contract((rows, rows, rows, one, one), (rows,), ((),))
+
+
+_forward = Partitioned(
+    _forward_local,
+    _forward_contract,
+    lambda static, operands: (("t e", "e")[: 1 + (operands[1] is not None)], ("t k", "t k", "e", "o", "e")),
+    name="route",
+)
+_backward = Partitioned(
+    _backward_local,
+    _backward_contract,
+    lambda static, operands: (("t e", "t k", "t k", "e", "o"), ("t e",)),
+    name="route_grad",
+)

@@ -1,0 +1,90 @@
+"""`MoEParams`: the parameters of a block, their shapes, and the check of both."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moax.config import MoEConfig
+from moax.types import pytree
+
+
+@pytree()
+class MoEParams:
+    """Parameters of one block; None where the config has no such parameter.
+
+    Attributes:
+      router: [H, E], replicated.
+      wi: [E, H, 2, F]: `wi[:, :, 0]` is the gate, `wi[:, :, 1]` the up projection; [E, H, 1, F] without a gate.
+      wo: [E, F, H].
+      router_bias: [E], for selection only; no gradient.
+      logits_bias: [E], a trained bias of the logits.
+      bi: [E, 2, F] (or [E, 1, F]); bo: [E, H]. Any subset.
+      shared_wi: [H, 2, S] (or [H, 1, S]); shared_wo: [S, H].
+    """
+
+    router: Float[Array, "H E"]
+    wi: Float[Array, "E H G F"]
+    wo: Float[Array, "E F H"]
+    router_bias: Float[Array, " E"] | None = None
+    logits_bias: Float[Array, " E"] | None = None
+    bi: Float[Array, "E G F"] | None = None
+    bo: Float[Array, "E H"] | None = None
+    shared_wi: Float[Array, "H G S"] | None = None
+    shared_wo: Float[Array, "S H"] | None = None
+
+
+def params_of(**fields: Any) -> Any:
+    """A MoEParams whose fields are no arrays: shapes, or specs."""
+    return MoEParams(**fields)
+
+
+def param_shapes(config: MoEConfig) -> Any:
+    """The global shape of each parameter that `init` makes; None where the config has none."""
+    c, e, h, f, s = config, config.num_experts, config.d_model, config.d_ff, config.shared_d_ff
+    return params_of(
+        router=(h, e),
+        wi=(e, h, c.gates, f),
+        wo=(e, f, h),
+        router_bias=(e,) if c.router.bias else None,
+        logits_bias=(e,) if c.router.logits_bias else None,
+        bi=(e, c.gates, f) if c.use_bias else None,
+        bo=(e, h) if c.use_bias else None,
+        shared_wi=(h, c.gates, s) if s else None,
+        shared_wo=(s, h) if s else None,
+    )
+
+
+def full_shapes(config: MoEConfig) -> Any:
+    """`param_shapes` with every bias there may be, made by `init` or not."""
+    return param_shapes(dataclasses.replace(config, use_bias=True))
+
+
+def check_params(params: MoEParams, config: MoEConfig, *, local: bool = False) -> None:
+    """Raises ValueError naming the first parameter whose presence, rank, shape or dtype the config does not allow.
+
+    `local`: the parameters are shards inside a `shard_map`; sizes may then be any divisor.
+    """
+    if not isinstance(params, MoEParams):
+        raise ValueError(f"params is a {type(params).__name__}; it must be a moax.MoEParams")
+    made, allowed = param_shapes(config), full_shapes(config)
+    for field in dataclasses.fields(MoEParams):
+        name, value = field.name, getattr(params, field.name)
+        want, may = getattr(made, name), getattr(allowed, name)
+        if value is None:
+            if want is not None and name not in ("bi", "bo"):
+                raise ValueError(f"params.{name} is None; this config needs an array of shape {want}")
+            continue
+        if may is None:
+            raise ValueError(f"params.{name} is given, but the config has no such parameter; pass None")
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ValueError(f"params.{name} has dtype {value.dtype}; it must be floating point")
+        shape = tuple(value.shape)
+        fits = len(shape) == len(may) and all(
+            n == m or (local and n > 0 and m % n == 0) for n, m in zip(shape, may, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"params.{name} has shape {shape}; this config needs {may}")
