@@ -159,20 +159,22 @@ def _round_trip(x, format, block):
     return dequantize(quantize(x, format, block=block))
 
 
-def fake_operands(x, w, dy, recipe: Recipe, real=None, *, w_cut=None, shards: int = 1):
+def fake_operands(x, w, dy, recipe: Recipe, real=None, *, shards: int = 1):
     """What the products see of x [M, K], w [E, K, *C], dy [M, *C], each rounded along the dim that is contracted:
     (x, w) of forward, (x of wgrad, w of dgrad), (dy of dgrad, dy of wgrad).
 
-    `real`: which rows are; the others are 0. `w_cut`, `shards`: how the mesh cuts the weight, and the rows.
+    `real`: which rows are; the others are 0. `shards`: how the mesh cuts the rows.
     """
     real = np.ones(len(x), bool) if real is None else real
     x, dy = (np.where(real.reshape(-1, *[1] * (v.ndim - 1)), v, 0.0).astype(np.float32) for v in (x, dy))
 
     def rows(v, format, along):
-        return fake(v, format, format and format.row_block(v.ndim, along), (0, shards))
+        flat = v.reshape(len(v), -1)
+        return fake(flat, format, format and format.row_block(2, along), (0, shards)).reshape(v.shape)
 
     def weight(along):
-        return fake(w, recipe.w, recipe.w and recipe.w.weight_block(w.ndim, along), w_cut)
+        flat = w.reshape(*w.shape[:2], -1)
+        return fake(flat, recipe.w, recipe.w and recipe.w.weight_block(3, along)).reshape(w.shape)
 
     return (
         rows(x, recipe.x, "columns"), weight("rows"), rows(x, recipe.x, "rows"),

@@ -34,7 +34,7 @@ from moax.bench.problem import Problem, dequantize, quantize_rows, quantize_weig
 from moax.bench.report import Row
 from moax.bench.timing import Repeats, call_time, kernel_time
 from moax.errors import Unsupported
-from moax.groups import BLOCK
+from moax.kernels.hopper.formats import BLOCK
 
 pytestmark = pytest.mark.loose
 
@@ -182,7 +182,7 @@ def test_our_kernels_lower_for_a_gpu(problem, direction, recipe, monkeypatch):
     operands = problem.quantized(direction) if recipe != "none" else None
     call = ours.gemm(problem, direction, operands)
     monkeypatch.undo()
-    assert call.path == "mosaic" and call.tile
+    assert call.path == "hopper" and call.tile
     assert "mosaic_gpu_v2" in call.f.trace(*call.args).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -245,7 +245,7 @@ def test_quantize_and_permute_rows():
     found += permute.rows(list(permute.TINY), True, ONCE, LIMITS)
     found += gathered.rows(list(permute.TINY), True, ONCE, LIMITS)
     for row in found:
-        if row.path == "mosaic":
+        if row.path == "hopper":
             assert row.us is None and "need a GPU" in row.note
         else:
             assert row.us and row.tb_s and row.error is not None and row.error < 0.04, row

@@ -32,7 +32,7 @@ from support import (
     spec,
 )
 
-OP = sys.modules["moax.ops.products"]
+OP = sys.modules["moax.kernels.xla.products"]
 PATTERNS = {
     "nothing divides": (7, 13, 1, 5, 11),
     "empty groups": (0, 20, 0, 9, 0),
@@ -246,7 +246,7 @@ def run_on_mesh(way, mesh, layout, recipe=None, align=4, cut=None, **more):
     """y, dx, dw, dbias on the mesh, the oracle's, and which rows are real."""
     p, (x, w, sizes, bias, dy), real = place_on_mesh(way, mesh, layout, recipe, align=align, **more)
     y, _, grads = p()
-    operands = fake_operands(x, w, dy, get_recipe(recipe), real, w_cut=cut)
+    operands = fake_operands(x, w, dy, get_recipe(recipe), real)
     shards, ranks = size(mesh, *TOKENS), size(mesh, "ep")
     return (y, *grads), oracle(x, w, sizes, bias, dy, align, shards, ranks, operands), real
 
@@ -463,7 +463,7 @@ def test_refuses_axes_that_are_no_weights():
         (((8, 4), (2, 4, 6), (2,)), dict(recipe="fp8_block", align=64), "align=64 must be a multiple of 128"),
         (((8, 4), (2, 4, 6), (2,)), dict(align=0), "align=0 must be a multiple of 1"),
         (((8, 4), (2, 4, 6), (2,)), dict(recipe="int8"), "recipe='int8' must be None, a Recipe, or one of 'fp8_block'"),
-        (((8, 4), (2, 4, 6), (2,)), dict(kernels="triton"), "kernels='triton' must be one of 'auto', 'xla', 'mosaic'"),
+        (((8, 4), (2, 4, 6), (2,)), dict(kernels="triton"), "kernels='triton' must be one of 'auto', 'hopper', 'xla'"),
         (((8, 5), (2, 4, 6), (2,)), {}, r"x \(8, 5\), w \(2, 4, 6\) and group_sizes \(2,\) do not fit each other"),
         (((8, 4), (2, 4, 6), (3,)), {}, r"group_sizes \(3,\) do not fit each other"),
         (((8, 4), (4, 6), (2,)), {}, r"they must be \[M, K\], \[E, K, \*C\], \[E\]"),
@@ -482,6 +482,6 @@ def test_kernels_by_name():
     """A choice by name that cannot run is refused, not replaced."""
     with pytest.raises(
         moax.Unsupported,
-        match="kernels='mosaic': the kernels are for NVIDIA GPUs of compute capability 9.0, this is 'cpu'",
+        match="kernels='hopper': the kernels are for NVIDIA GPUs of compute capability 9.0, this is 'cpu'",
     ):
-        grouped_matmul(jnp.zeros((8, 4)), jnp.zeros((2, 4, 6)), jnp.zeros(2, jnp.int32), kernels="mosaic")
+        grouped_matmul(jnp.zeros((8, 4)), jnp.zeros((2, 4, 6)), jnp.zeros(2, jnp.int32), kernels="hopper")

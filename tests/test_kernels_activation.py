@@ -11,10 +11,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.errors import Unsupported
-from moax.groups import make_blocks
 from moax.kernels.hopper.activation import activate_grad_quantize, activate_quantize
+from moax.kernels.hopper.formats import make_blocks
+from moax.kernels.xla.quantization import quantize as quantize_local
 from moax.ops.activation import activate
-from moax.ops.quantization import quantize_local
 from moax.recipe import Format
 from support import some
 

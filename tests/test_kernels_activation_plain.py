@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from moax.errors import Unsupported
-from moax.groups import find_groups, make_blocks, zero_rows
+from moax.groups import find_groups, zero_rows
 from moax.kernels.hopper.activation_plain import activate_grad_rows, activate_rows
+from moax.kernels.hopper.formats import make_blocks
 from moax.ops.activation import activate, scale_rows
 from test_kernels_activation import ACTS, GATED, grouped, interpret, lower
 

@@ -4,14 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moax.groups import BLOCK, make_blocks
 from moax.kernels.hopper import pipeline
+from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.matmul import grouped_matmul
 from moax.kernels.hopper.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pipeline import TileConfig
 from moax.kernels.hopper.wgrad import grouped_wgrad
 from moax.kernels.hopper.wgrad_fp8 import grouped_wgrad_fp8
-from moax.types import Operand
 from support import interpret, random, rel_error
 
 E4M3 = jnp.float8_e4m3fn
@@ -105,7 +104,7 @@ def test_grouped_matmul_fp8(tile_n, cluster, dtype):
     w, sw = quantized(2, len(SIZES), n, k), scales(3, len(SIZES), n // BLOCK, k // BLOCK)
     tile = TileConfig(tile_n, 2, 2, cluster)
     options, bias = dict(bias=random(4, len(SIZES), n) * 1e3, out_dtype=jnp.float32), random(4, len(SIZES), n) * 1e3
-    fn = lambda x, sx, w, sw: grouped_matmul_fp8(Operand(x, sx), Operand(w, sw), blocks, tile, **options)  # noqa: E731
+    fn = lambda x, sx, w, sw: grouped_matmul_fp8(KMajorFp8(x, sx), KMajorFp8(w, sw), blocks, tile, **options)  # noqa: E731
     got = interpret(fn, x, sx, w, sw, races=False)
     wide_x = np.float64(x) * expand(np.asarray(sx).T, (1, k))
     wide_w = np.float64(w) * expand(np.asarray(sw), (1, n), (2, k))
@@ -120,7 +119,7 @@ def test_grouped_wgrad_fp8(cluster, consumers):
     x, dy = (quantized(i, 128, ROWS) * jnp.asarray(real[None], E4M3) for i in (0, 1))
     sx, sdy = scales(2, ROWS // BLOCK, 128), scales(3, ROWS // BLOCK, 128)
     tile = TileConfig(64, 2, 2, cluster, consumers)
-    fn = lambda x, sx, y, sy: grouped_wgrad_fp8(Operand(x, sx), Operand(y, sy), blocks, tile, out_dtype=jnp.float32)  # noqa: E731
+    fn = lambda x, sx, y, sy: grouped_wgrad_fp8(KMajorFp8(x, sx), KMajorFp8(y, sy), blocks, tile, out_dtype=jnp.float32)  # noqa: E731
     got = interpret(fn, x, sx, dy, sdy, races=False)
     x, dy = (np.float64(v).T * expand(np.asarray(s), (0, ROWS)) for v, s in ((x, sx), (dy, sdy)))
     want = [x[real & (group == g)].T @ dy[real & (group == g)] for g in range(len(SIZES))]

@@ -11,9 +11,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.errors import Unsupported
-from moax.groups import make_blocks
+from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.quantize import dequantize_rows, quantize_rows, quantize_weight
-from moax.ops.quantization import dequantize_local, quantize_local
+from moax.kernels.xla.quantization import dequantize as dequantize_local
+from moax.kernels.xla.quantization import quantize as quantize_local
 from moax.recipe import Format
 from support import some
 

@@ -287,7 +287,7 @@ def test_stacked_layers(way):
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        (dict(kernels="mosaic"), moax.Unsupported, "kernels='mosaic'"),
+        (dict(kernels="hopper"), moax.Unsupported, "kernels='hopper'"),
         (dict(exchange="one_sided"), moax.Unsupported, "exchange='one_sided'"),
         (dict(recipe="fp4"), ValueError, "recipe='fp4'"),
         (dict(engine="fast"), ValueError, "engine='fast'"),

@@ -296,7 +296,7 @@ def error_of(**changes):
         (dict(exchange="carrier_pigeon"), ValueError, "exchange='carrier_pigeon'.*'all_gather'"),
         (dict(engine="gspmd"), ValueError, "engine='gspmd'.*'shard_map'"),
         (dict(kernels="cuda"), ValueError, "kernels='cuda'.*'xla'"),
-        (dict(kernels="mosaic"), moax.Unsupported, "kernels='mosaic'.*use 'auto' or 'xla'"),
+        (dict(kernels="hopper"), moax.Unsupported, "kernels='hopper'.*use 'auto' or 'xla'"),
         (dict(exchange="one_sided"), moax.Unsupported, "exchange='one_sided'.*use 'all_gather'"),
     ],
 )

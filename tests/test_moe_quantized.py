@@ -18,7 +18,8 @@ import pytest
 
 import moax
 from moax import reference
-from moax.ops.quantization import dequantize_local, quantize_local
+from moax.kernels.xla.quantization import dequantize as dequantize_local
+from moax.kernels.xla.quantization import quantize as quantize_local
 from moax.recipe import RECIPES, Format
 from support import TOKENS, make_mesh, make_params, put, random, rel_norm, some, spec
 

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 import moax
 from conftest import ON_GPU
 from moax import backend
+from moax.kernels import select_kernels
 from moax.kernels.hopper import pipeline
 from moax.ops import dense, grouped_matmul
 from moax.recipe import get_recipe
@@ -47,7 +48,7 @@ def gradients(sizes, recipe, align):
 
     def run(x, w, dy, *bias):
         fn = lambda x, w, *bias: grouped_matmul(  # noqa: E731
-            x, w, sizes, *bias, recipe=recipe, align=align, kernels="mosaic"
+            x, w, sizes, *bias, recipe=recipe, align=align, kernels="hopper"
         )
         y, pull = jax.vjp(fn, x, w, *bias)
         return y, *pull(dy)
@@ -119,7 +120,7 @@ def test_dense(mosaic, rows, recipe):
     (x, w, dy), (fx, fw, fdy) = narrow(random(0, rows, 256), random(1, 256, 384) / 16, random(2, rows, 384))
 
     def run(x, w, dy):
-        y, pull = jax.vjp(lambda x, w: dense(x, w, recipe=recipe, kernels="mosaic"), x, w)
+        y, pull = jax.vjp(lambda x, w: dense(x, w, recipe=recipe, kernels="hopper"), x, w)
         return y, *pull(dy)
 
     got = mosaic(run, x, w, dy)
@@ -201,7 +202,7 @@ def test_types_inside_a_shard_map(recipe, monkeypatch):
     specs, tokens = moax.param_specs(config, mesh=mesh), PartitionSpec(("fsdp", "ep"))
 
     def local(x, params):
-        loss = lambda x, p: moax.moe(x, p, config, recipe=recipe, kernels="mosaic")[0].astype(jnp.float32).sum()  # noqa: E731
+        loss = lambda x, p: moax.moe(x, p, config, recipe=recipe, kernels="hopper")[0].astype(jnp.float32).sum()  # noqa: E731
         return jax.grad(loss, (0, 1))(x, params)
 
     params = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=jnp.bfloat16))
@@ -213,7 +214,7 @@ def test_types_inside_a_shard_map(recipe, monkeypatch):
 @gpu
 def test_auto_takes_the_kernels():
     """`auto` on a Hopper GPU that silently ran XLA would be ten times slower."""
-    assert backend.select_kernels("auto", jnp.bfloat16, width=256) == "mosaic"
+    assert select_kernels("auto", jnp.bfloat16, width=256) == "hopper"
     x, w = jnp.ones((256, 256), jnp.bfloat16), jnp.ones((2, 256, 256), jnp.bfloat16)
     text = jax.jit(lambda x, w: grouped_matmul(x, w, jnp.array([128, 128]))).lower(x, w).as_text()
     assert "mosaic_gpu" in text
@@ -223,9 +224,9 @@ def test_reasons(monkeypatch):
     """By name the kernels refuse, saying why; `auto` falls back."""
     monkeypatch.setattr(backend, "on_hopper", lambda: True)
     for dtype, widths, why in ((jnp.float32, {}, "bfloat16, not float32"), (jnp.bfloat16, {"d_ff": 40}, "d_ff of 40")):
-        assert backend.select_kernels("auto", dtype, **widths) == "xla"
+        assert select_kernels("auto", dtype, **widths) == "xla"
         with pytest.raises(moax.Unsupported, match=why):
-            backend.select_kernels("mosaic", dtype, **widths)
+            select_kernels("hopper", dtype, **widths)
 
 
 def test_no_hopper():
@@ -233,7 +234,7 @@ def test_no_hopper():
     if ON_GPU:
         pytest.skip("this is a GPU")
     with pytest.raises(moax.Unsupported, match=r"compute capability 9\.0, this is 'cpu'"):
-        backend.select_kernels("mosaic")
+        select_kernels("hopper")
 
 
 def test_rel_error_of_nan():

@@ -17,13 +17,15 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax import backend
 from moax.kernels import mosaic
+from moax.kernels.hopper.formats import KMajorFp8
+from moax.kernels.xla.quantization import dequantize as dequantize_local
+from moax.kernels.xla.quantization import quantize as quantize_local
 from moax.ops import dispatch, exchange
 from moax.ops.exchange import select_transport
 from moax.ops.one_sided import plan_sends
-from moax.ops.quantization import dequantize_local, dequantize_wire, quantize_local
+from moax.ops.quantization import dequantize_wire
 from moax.ops.quantization import quantize_wire as quantize_wire_rows
 from moax.recipe import Format, get_recipe
-from moax.types import Operand
 from support import (
     TOKENS,
     WAYS,
@@ -225,7 +227,7 @@ def quantize_wire(x, dtype, *, pow2):
     """The kernel of that name, as XLA computes it."""
     form = Format("e4m3" if dtype == jnp.float8_e4m3fn else "e5m2", scale="pow2" if pow2 else "float32")
     q = quantize_local(x, form, (1, 128))
-    return Operand(lax.bitcast_convert_type(q.data, dtype), q.scale)
+    return KMajorFp8(lax.bitcast_convert_type(q.data, dtype), q.scale)
 
 
 def dequantize_rows(data, words, ends, dtype):

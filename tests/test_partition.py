@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import Axes, Unsupported, reference
-from moax.block.moe import moe
+from moax.block.layer import moe
 from moax.inspect import collectives
 from moax.mesh.axes import Roles
 from moax.mesh.collectives import gather_weight, reduce_max, scatter_gradient, vary_like

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moax import inspect, recipe
+from moax.kernels.xla.quantization import dequantize as dequantize_local
+from moax.kernels.xla.quantization import quantize as quantize_local
 from moax.ops import dequantize, quantize
-from moax.ops.quantization import dequantize_local, quantize_local
 from moax.recipe import Format
 from moax.types import QArray
 from support import MESHES, WAYS, make_mesh, program, put, random, size, spec

@@ -7,8 +7,8 @@ from moax import estimate as estimate
 from moax import hf as hf
 from moax import inspect as inspect
 from moax import ops as ops
-from moax.block.moe import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-from moax.block.moe import moe as moe
+from moax.block.experts import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from moax.block.layer import moe as moe
 from moax.config import MoEConfig as MoEConfig
 from moax.config import RouterConfig as RouterConfig
 from moax.errors import Unsupported as Unsupported
@@ -17,6 +17,7 @@ from moax.mesh.axes import Axes as Axes
 from moax.mesh.devices import make_mesh as make_mesh
 from moax.ops.balance import update_router_bias as update_router_bias
 from moax.ops.routing import route as route
+from moax.options import Options as Options
 from moax.params import MoEParams as MoEParams
 from moax.recipe import Format as Format
 from moax.recipe import Recipe as Recipe

@@ -18,15 +18,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from moax.backend import Kernels
-from moax.block.moe import moe
+from moax.block.layer import moe
 from moax.config import MoEConfig
 from moax.initialize import init
 from moax.mesh.axes import Axes
-from moax.mesh.partition import Engine
 from moax.mesh.specs import mesh_sizes
 from moax.ops.balance import update_router_bias
 from moax.ops.exchange import Transport
+from moax.options import Engine
 from moax.params import MoEParams
 from moax.recipe import Recipe
 from moax.sharding import param_specs
@@ -57,7 +56,7 @@ class MoEBlock(nn.Module):
     recipe: str | Recipe | None = None
     axes: Axes = Axes()
     exchange: Transport = "auto"
-    kernels: Kernels = "auto"
+    kernels: str = "auto"
     engine: Engine = "auto"
     chunks: int = 1
     dtype: jax.typing.DTypeLike | None = None

@@ -16,15 +16,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moax.backend import Kernels
-from moax.block.moe import moe
+from moax.block.layer import moe
 from moax.config import MoEConfig
 from moax.initialize import init
 from moax.mesh.axes import Axes
-from moax.mesh.partition import Engine
 from moax.mesh.specs import mesh_sizes
 from moax.ops.balance import update_router_bias
 from moax.ops.exchange import Transport
+from moax.options import Engine
 from moax.params import MoEParams, params_of
 from moax.recipe import Recipe
 from moax.sharding import param_specs
@@ -53,7 +52,7 @@ class MoE(nnx.Module):
         recipe: str | Recipe | None = None,
         axes: Axes = Axes(),
         exchange: Transport = "auto",
-        kernels: Kernels = "auto",
+        kernels: str = "auto",
         engine: Engine = "auto",
         chunks: int = 1,
         dtype: jax.typing.DTypeLike | None = None,

@@ -145,17 +145,6 @@ class MoEStats:
     dropped: Int[Array, ""]
 
 
-class Operand(NamedTuple):
-    """An FP8 operand of a kernel, K-major: x ~ data * scale, the contracted dim last and contiguous.
-
-    Rows: data [R, K], scale [ceil(K / 128), R] f32 (R rounded up to 128 where it is no multiple): 1 x 128 blocks.
-    Weights: data [E, R, K], scale [E, ceil(R / 128), ceil(K / 128)] f32: 128 x 128 blocks.
-    """
-
-    data: Float[Array, ...]
-    scale: Float[Array, ...]
-
-
 def check_tokens(x: Any, config: MoEConfig) -> None:
     """Raises ValueError unless x is [..., H] of a floating dtype with at least two dims."""
     if x.ndim < 2 or x.shape[-1] != config.d_model:

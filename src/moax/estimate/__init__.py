@@ -21,7 +21,7 @@ from moax.config import MoEConfig
 from moax.estimate.hardware import Hardware, find_hardware, find_model
 from moax.estimate.times import Stage, Wires, work
 from moax.estimate.wires import DIRECTIONS, Shard, Transfer, transfers
-from moax.groups import BLOCK
+from moax.kernels import implementation, takes_fp8
 from moax.mesh.axes import ROLES, Axes
 from moax.ops.exchange import Transport, select_transport
 from moax.ops.permutation import capacity_rows, sorted_rows
@@ -145,7 +145,7 @@ def estimate(
     dtype: str = "bfloat16",
     param_dtype: str = "float32",
     optimizer_bytes: int = 8,
-    kernels: Literal["mosaic", "xla"] = "mosaic",
+    kernels: Literal["hopper", "xla"] = "hopper",
     axes: Axes = Axes(),
 ) -> Estimate:
     """Memory, bytes and time of a training step of MoE blocks on a mesh.
@@ -181,7 +181,7 @@ def estimate(
     if optimizer_bytes < 0:
         raise ValueError(f"optimizer_bytes={optimizer_bytes} must be at least 0")
     for name, value, choices in (
-        ("dtype", dtype, DTYPES), ("param_dtype", param_dtype, DTYPES), ("kernels", kernels, ("mosaic", "xla")),
+        ("dtype", dtype, DTYPES), ("param_dtype", param_dtype, DTYPES), ("kernels", kernels, ("hopper", "xla")),
     ):  # fmt: skip
         if value not in choices:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
@@ -288,7 +288,7 @@ def _memory(s: Shard, layers: int, remat: bool, optimizer_bytes: int, kernels: s
     count = sum(map(math.prod, s.shapes.values()))
     experts, hidden = s.whole("wo")[:2]
     shared = s.shapes["shared_wo"][0] if c.shared_d_ff else 0
-    align = math.lcm(s.recipe.row_alignment, BLOCK) if kernels == "mosaic" else s.recipe.row_alignment
+    align = implementation(kernels).align_rows(s.recipe)
     capacity = capacity_rows(s.tokens, c.top_k, c.capacity_factor)
     rows = sorted_rows(s.received, c.top_k, experts, align, capacity)
     kept = rows * c.gates * hidden * item + _rows_bytes(rows, c.d_model, s.recipe.x, item)
@@ -329,6 +329,6 @@ def _exchange_bytes(s: Shard, item: int) -> int:
 def _workspace(recipe: Recipe, rows: int, width: int, hidden: int, gates: int, item: int, kernels: str) -> int:
     """d o, d a and a in bf16, d h in the place of h; or d h by rows and by columns in FP8, which d o has left by then.
     Dequantized operands of products that are not FP8 live one at a time, and are not the widest."""
-    if kernels == "mosaic" and recipe.hopper_fp8:
+    if takes_fp8(kernels, recipe):
         return rows * (2 * width + (item + 1) * hidden)
     return rows * (width + 2 * hidden) * item

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from moax.estimate.hardware import Hardware
 from moax.estimate.wires import Shard, Transfer
+from moax.kernels import takes_fp8
 
 Bound = Literal["compute", "memory", "nvlink", "network"]
 
@@ -82,7 +83,7 @@ def _on_host(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], host: in
 def work(s: Shard, on: Hardware, remat: bool) -> Iterator[Stage]:
     """What one device computes of one layer, the load balanced."""
     c, item, param = s.config, jnp.dtype(s.dtype).itemsize, jnp.dtype(s.param_dtype).itemsize
-    fp8, rows, received = s.recipe.hopper_fp8, s.tokens * c.top_k, s.received
+    fp8, rows, received = takes_fp8("hopper", s.recipe), s.tokens * c.top_k, s.received
     rates, byte = (on.fp8, 1) if fp8 else (on.bf16, item)
     experts, hidden = s.whole("wo")[:2]
     shared = s.shapes["shared_wo"][0] if c.shared_d_ff else 0

@@ -187,7 +187,7 @@ def inspect_block(
 
     Raises ValueError without a mesh, and for tokens that do not divide over it.
     """
-    from moax.block.moe import moe
+    from moax.block.layer import moe
 
     mesh = mesh or jax.sharding.get_mesh()
     if mesh.empty:

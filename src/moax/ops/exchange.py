@@ -26,13 +26,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moax.backend import select_kernels, why_not_peers
+from moax.backend import why_not_peers
 from moax.errors import Unsupported
+from moax.kernels import implementation, select_kernels
+from moax.kernels.xla.quantization import dequantize as dequantize_local
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, Partitioned, View, find_view
+from moax.mesh.partition import Contract, Partitioned, View, find_view
 from moax.mesh.specs import spec
 from moax.ops import one_sided
-from moax.ops.quantization import dequantize_local, dequantize_wire, fits_wire, quantize_wire
+from moax.options import Engine
 from moax.recipe import Format
 from moax.types import Received, SendPlan
 
@@ -47,13 +49,13 @@ class ExchangeSpec:
     wire: format of rows on their way, None for their own dtype; tokens: of a shard (of `combine`); kernels: what
     quantizes; sms: of one_sided, None for as many as it takes."""
 
-    transport: Chosen
+    transport: str
     num_experts: int
     roles: Roles
     slots: int = 0
     wire: Format | None = None
     tokens: int = 0
-    kernels: Literal["xla", "mosaic"] = "xla"
+    kernels: str = "xla"
     sms: int | None = None
 
     @property
@@ -61,7 +63,7 @@ class ExchangeSpec:
         return self.roles.size(self.roles.ep)
 
 
-def select_transport(exchange: Transport, view: View | None = None, row_bytes: int | None = None) -> Chosen:
+def select_transport(exchange: str, view: View | None = None, row_bytes: int | None = None) -> Chosen:
     """The transport of a name; `auto` is all_gather, and so is `one_sided` where nothing moves.
 
     Args:
@@ -279,12 +281,12 @@ def send_with(static: ExchangeSpec, x, others, sent):
     """`send` of rows, quantized on the wire where `static.wire` says so, and of narrow values as they are."""
     if static.wire is None or not static.roles.ep:
         return send(static, x, others, sent)
-    kernels, received = static.kernels == "mosaic", static.ranks * static.slots
-    q = quantize_wire(x, static.wire, kernels)
+    local, received = implementation(static.kernels), static.ranks * static.slots
+    q = local.quantize(x, static.wire, static.wire.row_block(2, "columns"))
     others = (q.scale, *others)
-    if kernels and static.transport == "one_sided" and fits_wire(static.wire, received, x.shape[1]):
+    if static.transport == "one_sided" and q.scale.dtype == jnp.float32:
         data, words = one_sided.send_rows(q.data, others, sent, received, static.roles, static.sms)
-        rows = dequantize_wire(data, words, sent.places.reshape(-1), static.wire, x.dtype)
+        rows = local.dequantize_wire(data, words, sent.places.reshape(-1), static.wire, x.dtype)
         return [rows, *one_sided.split_words(words, others)[1:]]
     data, scale, *others = send(static, q.data, others, sent)
     return [dequantize_local(dataclasses.replace(q, data=data, scale=scale), x.dtype), *others]
@@ -362,3 +364,17 @@ _send_op = Partitioned(
     lambda static, operands: (("t h", *_own_dims(operands[1])), ("r h",)),
     name="send",
 )
+
+
+dispatch_forward = dispatch_local
+
+
+def dispatch_backward(static, sent, d_rows, d_weights, tokens):
+    return combine_arrays(static, (d_rows, d_weights), sent, tokens)
+
+
+combine_forward = combine_local
+
+
+def combine_backward(static, dy, sent):
+    return send_rows(static, dy, sent)

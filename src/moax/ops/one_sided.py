@@ -22,8 +22,9 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from moax.backend import COPY_BYTES
-from moax.kernels import mosaic
+from moax.kernels.hopper.rows import gather_sum
 from moax.mesh.axes import Roles
+from moax.mesh.collectives import typed
 from moax.types import SendPlan
 
 WORD = 4  # bytes
@@ -76,12 +77,14 @@ def combine_rows(arrays: Sequence, plan: SendPlan, roles: Roles, sms: int | None
     no other row is read."""
     returned = _put(arrays, None, plan.places, 1, plan.token.shape[0], roles, sms)
     with jax.named_scope("sum"):
-        return [mosaic.gather_sum(_pad(rows), plan.position)[:, : rows.shape[1]] for rows in returned]
+        return [gather_sum(_pad(rows), plan.position)[:, : rows.shape[1]] for rows in returned]
 
 
 def _put(arrays, source, places, way: int, out_rows: int, roles: Roles, sms: int | None):
     axes = tuple((name, roles.size((name,))) for name in roles.ep)
-    got = mosaic.put_rows([_pad(v) for v in arrays], source, places, way, out_rows, axes, sms)
+    from moax.kernels.hopper.exchange import SMS, put_rows
+
+    got = typed(put_rows)([_pad(v) for v in arrays], source, places, way, out_rows, axes, sms=sms or SMS)
     return [g[:, : v.shape[1]] for g, v in zip(got, arrays, strict=True)]
 
 

@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import moax
 from moax import Axes, MoEParams, MoEStats, backend, ops
-from moax.mesh.partition import Engine
 from moax.mesh.place import constrain
 from moax.mesh.specs import spec as make_spec
 from moax.ops.exchange import Transport
+from moax.options import Engine
 from moax.sharding import dense_spec, token_spec
 from moax.train.presets import VOCAB, ModelConfig
 

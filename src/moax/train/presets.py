@@ -7,8 +7,8 @@ import math
 from typing import Any, Literal
 
 from moax import MoEConfig, RouterConfig
-from moax.mesh.partition import Engine
 from moax.ops.exchange import Transport
+from moax.options import Engine
 
 VOCAB = 256
 BALANCE = ("bias", "aux", "none")

@@ -24,7 +24,7 @@ from jax.extend import core
 from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
-from moax.groups import BLOCK, Blocks
+from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 from moax.kernels.hopper.quantize import (
     HALF,
     columns_of,
@@ -36,7 +36,6 @@ from moax.kernels.hopper.quantize import (
     tile_buffer,
     zero_tail,
 )
-from moax.types import Operand
 
 PART = 32  # columns that a warpgroup computes at a time, so that the registers of two blocks of threads fit an SM
 LONG = 20  # operations of a gradient above which only half of them do
@@ -51,7 +50,7 @@ def activate_quantize(
     weights: Float[Array, " N"] | None = None,
     dtype=jnp.float8_e4m3fn,
     pow2: bool = False,
-) -> Operand:
+) -> KMajorFp8:
     """a = act(gate, up) * weight, quantized by rows: data [N, F], scale [F / 128, N].
 
     Args:
@@ -93,7 +92,7 @@ def activate_quantize(
     )
     grid = dict(i=size // HALF, j=width // BLOCK)
     run = launch(activate_quantize, _out((size, width), dtype), grid, scratch, approx_math=True)
-    return Operand(*run(h, blocks.rows, weights))
+    return KMajorFp8(*run(h, blocks.rows, weights))
 
 
 def activate_grad_quantize(
@@ -106,7 +105,7 @@ def activate_grad_quantize(
     dtype_x=jnp.float8_e4m3fn,
     dtype_dy=jnp.float8_e4m3fn,
     pow2: bool = False,
-) -> tuple[Operand, Operand, Operand, Float[Array, "J N"]]:
+) -> tuple[KMajorFp8, KMajorFp8, KMajorFp8, Float[Array, "J N"]]:
     """a * weight by columns; d h by rows and by columns; inner[j, n] = the sum of d_a a over the j-th 128 columns.
 
     Args:
@@ -182,7 +181,7 @@ def activate_grad_quantize(
     grid = dict(i=size // BLOCK, j=steps)
     run = launch(activate_grad_quantize, out, grid, scratch, warpgroups=2, approx_math=True)
     a, by_row, by_column, inner = run(h, d_a, blocks.rows, weights)
-    return Operand(*a), Operand(*by_row), Operand(*by_column), inner
+    return KMajorFp8(*a), KMajorFp8(*by_row), KMajorFp8(*by_column), inner
 
 
 def check_h(h, gated: bool, columns: int = BLOCK) -> tuple[int, int]:

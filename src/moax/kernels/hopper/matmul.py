@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
-from moax.groups import BLOCK, Blocks
+from moax.kernels.hopper.formats import BLOCK, Blocks
 from moax.kernels.hopper.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
 
 STEP = 64  # contracted elements of a stage: 128 bytes

@@ -15,16 +15,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
-from moax.groups import BLOCK, Blocks
+from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 from moax.kernels.hopper.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
-from moax.types import Operand
 
 PIECE = 64  # columns that surely share a scale of the weight
 
 
 def grouped_matmul_fp8(
-    x: Operand,
-    w: Operand,
+    x: KMajorFp8,
+    w: KMajorFp8,
     blocks: Blocks,
     tile: TileConfig,
     *,

@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
-from moax.groups import BLOCK, align_up
+from moax.groups import align_up
+from moax.kernels.hopper.formats import BLOCK
 
 IN_FLIGHT = 32 * 1024  # bytes that a block of threads aims to have in flight: five or six of them fill an SM
 MOST_COPIES = 16  # of a block of threads: they are unrolled

@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
-from moax.groups import BLOCK, Blocks, align_up
-from moax.types import Operand
+from moax.groups import align_up
+from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 
 HALF = BLOCK // 2  # rows, or columns, that a warpgroup holds at a time: 64 x 128 values in registers
 TINY = 2.0**-126  # the least normal float32
@@ -41,7 +41,7 @@ def quantize_rows(
     pow2: bool = False,
     scale: Float[Array, " 1"] | None = None,
     by_row: bool = False,
-) -> tuple[Operand | None, Operand | None]:
+) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:
     """Rows for products over their columns (1 x 128 blocks), and over themselves (128 x 1 blocks, transposed).
 
     Args:
@@ -102,8 +102,8 @@ def quantize_rows(
     if scale is not None:
         scales = {name: jnp.broadcast_to(scale, shapes[name][1]) for name in wanted}
     return (
-        Operand(data["rows"][:, :width], scales["rows"]) if rows else None,
-        Operand(data["columns"][:width], scales["columns"]) if columns else None,
+        KMajorFp8(data["rows"][:, :width], scales["rows"]) if rows else None,
+        KMajorFp8(data["columns"][:width], scales["columns"]) if columns else None,
     )
 
 
@@ -115,7 +115,7 @@ def quantize_weight(
     transposed: bool,
     pow2: bool = False,
     scale: Float[Array, " E"] | None = None,
-) -> tuple[Operand | None, Operand | None]:
+) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:
     """Weights in 128 x 128 blocks, as they lie and transposed.
 
     Args:
@@ -161,8 +161,8 @@ def quantize_weight(
     data, scales = run(source, scale)
     scales = scales if scale is None else jnp.broadcast_to(scale[:, None, None], tuple(grid.values()))
     return (
-        Operand(data["native"][:, :rows, :width], scales) if native else None,
-        Operand(data["transposed"][:, :width, :rows], jnp.swapaxes(scales, 1, 2)) if transposed else None,
+        KMajorFp8(data["native"][:, :rows, :width], scales) if native else None,
+        KMajorFp8(data["transposed"][:, :width, :rows], jnp.swapaxes(scales, 1, 2)) if transposed else None,
     )
 
 

@@ -15,15 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
-from moax.groups import BLOCK, Blocks
+from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 from moax.kernels.hopper.pipeline import ROWS, TileConfig, run, stage, sweep
-from moax.types import Operand
 
 PIECE = 64  # columns whose scales are in registers at a time
 
 
 def grouped_wgrad_fp8(
-    x: Operand, dy: Operand, blocks: Blocks, tile: TileConfig, *, out_dtype=jnp.bfloat16
+    x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, tile: TileConfig, *, out_dtype=jnp.bfloat16
 ) -> Float[Array, "E K N"]:
     """dw[g] = sum over rows m of g: x[:, m] dy[:, m]^T, dequantized block by block.
 
