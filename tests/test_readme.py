@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
+
 BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def read_rows(name: str) -> list[dict]:
