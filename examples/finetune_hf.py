@@ -1,8 +1,7 @@
 """Fine-tunes the MoE layers of a published kind of model: from safetensors onto the mesh, some steps, and back.
 
-The program makes its own checkpoint: a Qwen3-MoE of random weights without attention. A checkpoint from a model hub
-is read in the same way. Embedding and head stay as they are; the loss is that of the next token in a fixed
-permutation.
+The program makes its own checkpoint, a Qwen3-MoE of random weights without attention; one from a hub is read alike.
+Embedding and head stay as they are; the loss is that of the next token in a fixed permutation.
 Run: `python examples/finetune_hf.py [--devices N]`; N CPU devices are emulated where there is no GPU.
 """
 

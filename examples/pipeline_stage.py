@@ -27,7 +27,7 @@ def layer(params, x):
 
 @jax.shard_map(axis_names={"stage"}, in_specs=(P("stage"), P()), out_specs=P("stage"), check_vma=False)
 def pipeline(params, x):
-    """params: of this stage, with a leading dim of 1. x: [MICROBATCHES, B, S, H]. Returns [1, MICROBATCHES, B, S, H]."""
+    """params: of this stage, with a dim of 1 first. x: [MICROBATCHES, B, S, H]. Returns [1, MICROBATCHES, B, S, H]."""
     stage, params = lax.axis_index("stage"), jax.tree.map(lambda p: p[0], params)
 
     def tick(carried, entering):
