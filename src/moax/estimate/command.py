@@ -8,8 +8,9 @@ from pathlib import Path
 
 from moax.config import MoEConfig
 from moax.estimate import Estimate, estimate, sweep
-from moax.estimate.hardware import HARDWARE, MODELS
+from moax.estimate.hardware import HARDWARE
 from moax.estimate.wires import WIRES
+from moax.models import MODELS
 from moax.ops.exchange import TRANSPORTS
 from moax.recipe import RECIPES
 
