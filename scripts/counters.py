@@ -1,4 +1,4 @@
-"""Kernels that quantize, each once at the sizes of one of 4 ranks of Qwen3-30B, for ncu to read their counters on an H200:
+"""Kernels that quantize, each once, at the sizes of one of 4 ranks of Qwen3-30B, for ncu to read their counters:
 
 ncu --clock-control none --kernel-name regex:quantize --metrics NAMES python3 scripts/counters.py
 

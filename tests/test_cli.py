@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 pytest.importorskip("optax")
 
 from moax import backend, cli, info
-from moax.bench import tune
+from moax.tune import command as tune
 from moax.errors import Unsupported
 from moax.ops.exchange import TRANSPORTS
 from moax.recipe import RECIPES

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 import moax
 from moax import cli, inspect
-from moax.bench.block import PERF
+from benchmarks.block.block import PERF
 from moax.estimate import Estimate, estimate, sweep
 from moax.estimate.hardware import HARDWARE
 from moax.mesh.axes import Axes

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from moax.bench import report
+from benchmarks import report
 
 PAGE = Path(__file__).with_name("layer.md")
 EMULATED = 4

@@ -13,12 +13,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from moax.backend import Kernels
 from moax.block.moe import moe
 from moax.config import MoEConfig
+from moax.extras import missing
 from moax.initialize import init
 from moax.mesh.axes import Axes
 from moax.mesh.partition import Engine
@@ -29,6 +29,11 @@ from moax.params import MoEParams, params_of
 from moax.recipe import Recipe
 from moax.sharding import param_specs
 from moax.types import MoEStats
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise missing(error) from error
 
 NAMES = tuple(field.name for field in dataclasses.fields(MoEParams))
 
