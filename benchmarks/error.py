@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from moax.groups import BLOCK
 from moax.tune.cases import Direction
 from moax.tune.problem import Problem
-from moax.groups import BLOCK
 from moax.types import Operand
 
 ROWS = 4  # of each expert
@@ -30,11 +30,11 @@ class Sample(NamedTuple):
 
 
 class Error(NamedTuple):
-    """Over all experts, of the worst one, and of the float64 numbers rounded to bf16."""
+    """Over all experts, of the worst one, and of the float64 numbers rounded to bf16; None where nobody asks."""
 
     total: float
-    worst: float
-    rounding: float
+    worst: float | None = None
+    rounding: float | None = None
 
 
 def sample(problem: Problem, direction: Direction, operands: tuple[Operand, Operand] | None = None) -> Sample:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moax import backend
 from benchmarks.report import why
+from moax import backend
 from moax.tune.timing import STANDARD, Repeats, kernel_time
 
 SIZE = 8192

@@ -17,14 +17,15 @@ import jax
 
 from moax import backend
 
-OURS = "moax"
+OURS, JNP = "moax", "jnp"
+HOPPER = "hopper"  # the path of a row whose program runs moax's kernels for Hopper GPUs
 
 
 @dataclasses.dataclass
 class Row:
     """One measurement; None is what was not measured, and `note` says why.
 
-    op, case, direction; impl: `moax` or a peer; recipe: of the operands; path: which implementation fired, `mosaic`
+    op, case, direction; impl: `moax` or a peer; recipe: of the operands; path: which implementation ran, `hopper`
     or `xla`, PyTorch's `eager` or `compiled`; method: see `timing`. us: microseconds of a call; tflops, tb_s: its rate,
     real rows only; limit: the nearest physical limit; fraction: of the rate that it allows. error: distance to float64,
     norm over norm, of the operands as they enter the product; error_worst: of the worst expert; error_rounding: of
@@ -78,7 +79,7 @@ def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[
         "device": backend.device_kind(),
         "driver": _driver(),
         "versions": _versions("jax", "jaxlib", "jax-cuda13-plugin", "torch", "tokamax", "nvidia-cudnn-cu13"),
-        "git_sha": sha or _git_sha(),
+        "git_sha": sha or git_sha(),
         "command": shlex.join(_without_folder(part) for part in command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "limits": limits,
@@ -208,10 +209,11 @@ def _versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def _git_sha() -> str | None:
-    package = str(Path(__file__).parent.parent)
-    sha = _said("git", "-C", package, "rev-parse", "HEAD")
-    return sha and sha + ("-dirty" if _said("git", "-C", package, "status", "--porcelain", "--", package) else "")
+def git_sha() -> str | None:
+    """Of the clone; `-dirty` where its code differs from the commit: results may."""
+    root, code = str(Path(__file__).parent.parent), ("src", "benchmarks", ":(exclude)benchmarks/results")
+    sha = _said("git", "-C", root, "rev-parse", "HEAD")
+    return sha and sha + ("-dirty" if _said("git", "-C", root, "status", "--porcelain", "--", *code) else "")
 
 
 def _without_folder(part: str) -> str:

@@ -1,10 +1,12 @@
-"""What `moax bench permute` and `exchange` move: tokens; and their experts, rows and bytes between devices."""
+"""What the benchmarks `permute` and `exchange` move: tokens; and their experts, rows and bytes between devices."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import numpy as np
+
+from moax.models import find_model
 
 KINDS = (("none", "dispatch"), ("none", "combine"), ("fp8", "dispatch"))  # wire, direction; sums travel as they are
 BLOCK = 128  # elements of a row in FP8 that share a scale of 4 bytes
@@ -23,6 +25,12 @@ class Tokens:
     experts: int
     top_k: int
     routing: str = "uniform"
+
+    @classmethod
+    def of(cls, name: str, model: str, tokens: int, routing: str = "uniform") -> Tokens:
+        """The tokens of one device of a model."""
+        config = find_model(model).config
+        return cls(name, tokens, config.d_model, config.num_experts, config.top_k, routing)
 
     def choose(self, devices: int) -> np.ndarray:
         """Experts of the tokens of all devices [T devices, K], distinct for each token, the same in every run."""
@@ -50,6 +58,10 @@ def busiest(between: np.ndarray) -> int:
     return int(max(away.sum(0).max(), away.sum(1).max()))
 
 
-SIZES = (("mixtral", 8192, 4096, 8, 2), ("qwen3", 8192, 2048, 128, 8), ("dsv3", 4096, 7168, 256, 8))
-PERF = tuple(Tokens(f"{s[0]} {routing}", *s[1:], routing) for s in SIZES for routing in ("uniform", "zipf", "one"))
+SIZES = (("mixtral", "mixtral-8x7b", 8192), ("qwen3", "qwen3-30b", 8192), ("dsv3", "deepseek-v3", 4096))
+PERF = tuple(
+    Tokens.of(f"{name} {routing}", model, tokens, routing)
+    for name, model, tokens in SIZES
+    for routing in ("uniform", "zipf", "one")
+)
 TINY = tuple(Tokens(f"tiny {routing}", 32, 128, 16, 2, routing) for routing in ("uniform", "one"))

@@ -1,4 +1,4 @@
-"""One rank of tests/test_torch_block.py: python3 tests/torch_ranks.py FOLDER RANK FSDP EP PORT
+"""One rank of tests/benchmarks/test_torch_block.py: python3 tests/support_torch_ranks.py FOLDER RANK FSDP EP PORT
 
 Runs each case of FOLDER/cases.npz on the ranks' shards, and saves what came out as FOLDER/RANK.npz.
 """

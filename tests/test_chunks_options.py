@@ -17,10 +17,10 @@ import moax.nnx
 from benchmarks.block import block as block_bench
 from benchmarks.block import mesh_worker
 from benchmarks.report import OURS
-from moax.tune.timing import Repeats
 from moax.train import model as lm
 from moax.train.presets import ModelConfig, TrainConfig
 from moax.train.step import execution
+from moax.tune.timing import Repeats
 from support import make_params
 from test_moe import BASE, B, L, make_x
 

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import AxisType
 
 import moax
-from moax import cli, inspect
 from benchmarks.block.block import PERF
+from moax import cli, inspect
 from moax.estimate import Estimate, estimate, sweep
 from moax.estimate.hardware import HARDWARE
 from moax.mesh.axes import Axes

@@ -14,8 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 import moax.inspect as inspect
 from moax.config import MoEConfig
-from moax.inspect import Collective, assert_no_wide_weight_gather, assert_reduce_scattered, collectives, total_bytes
-from moax.inspect import hlo, program
+from moax.inspect import (
+    Collective,
+    assert_no_wide_weight_gather,
+    assert_reduce_scattered,
+    collectives,
+    hlo,
+    total_bytes,
+)
 from moax.mesh.axes import Axes
 
 MESHES = {
@@ -547,11 +553,11 @@ def test_smallest_shard(mesh):
         "wo": abstract(mesh, (8, 32, 8), jnp.float32, "ep", None, "fsdp"),
         "bias": None,
     }
-    assert program._min_elements(None, weights, ("fsdp",)) == 8 * 32 * 8 // 8
+    assert inspect.program._min_elements(None, weights, ("fsdp",)) == 8 * 32 * 8 // 8
     with pytest.raises(ValueError, match="none is sharded over fsdp"):
-        program._min_elements(None, weights["router"], ("fsdp",))
+        inspect.program._min_elements(None, weights["router"], ("fsdp",))
     with pytest.raises(ValueError, match="none is sharded over fsdp"):
-        program._min_elements(None, [jnp.ones(3)], ("fsdp",))
+        inspect.program._min_elements(None, [jnp.ones(3)], ("fsdp",))
 
 
 def test_nothing_passes_for_lack_of_a_name(mesh):

@@ -1,6 +1,7 @@
-"""`moax bench block`: `moax.moe` on one device, forward and forward with backward, each model in a process of its own.
+"""`python -m benchmarks block`: `moax.moe` on one device, forward, and forward with backward.
 
-All compile at once, which takes most of the time and only processors; then they are measured one after the other.
+Each model has a process of its own. All compile at once, which takes most of the time and only processors; then they
+are measured one after the other.
 
     work   6 T K H F forward, 18 T K H F with backward (gated experts)
 
@@ -16,14 +17,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from moax import MoEConfig, RouterConfig
 from benchmarks import limits
-from benchmarks.report import Row
-from moax.tune.timing import Repeats
 from benchmarks.block.worker import Worker, answers
-
-MIXTRAL = RouterConfig(order="topk_then_score")
-SIGMOID = RouterConfig(score="sigmoid", bias=True, scale=2.5)
+from benchmarks.report import Row
+from moax import MoEConfig
+from moax.models import MODELS
+from moax.tune.timing import Repeats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,27 +36,14 @@ class Block:
 
 
 PERF = (
-    Block("qwen3-30b", MoEConfig(2048, 768, 128, 8)),
-    Block("mixtral-8x7b", MoEConfig(4096, 14336, 8, 2, router=MIXTRAL)),
-    Block(
-        "gpt-oss-120b",
-        MoEConfig(
-            2880,
-            2880,
-            128,
-            4,
-            activation="swiglu_oai",
-            use_bias=True,
-            router=dataclasses.replace(MIXTRAL, logits_bias=True),
-        ),
-    ),
+    *(Block(name, MODELS[name].config) for name in ("qwen3-30b", "mixtral-8x7b", "gpt-oss-120b")),
     Block(
         "dsv3-slice",
-        MoEConfig(7168, 2048, 32, 8, router=SIGMOID),
+        MODELS["deepseek-v3"].slice(8),
         note="32 of 256 experts, 8 a token: the rows of one rank of 8 that have as many tokens each",
     ),
 )
-TINY = (Block("tiny", MoEConfig(64, 32, 4, 2), (64,)),)
+TINY = (Block("tiny", MoEConfig(d_model=64, d_ff=32, num_experts=4, top_k=2), (64,)),)
 RECIPES = ("none", "fp8_block")
 WORKER = "benchmarks.block.block_worker"
 

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 import moax
-from moax import backend
 from benchmarks.block import stages
-from benchmarks.report import why
-from moax.tune.timing import Repeats, call_time, kernel_time
 from benchmarks.block.worker import READY
+from benchmarks.report import HOPPER, why
+from moax import backend
+from moax.tune.timing import Repeats, call_time, kernel_time
 
 TOP = 40  # kernels that are listed
 
@@ -120,7 +120,7 @@ def measure(compiled, args: tuple, repeats: Repeats) -> dict[str, Any]:
 
 def path_of(text: str) -> str:
     """Which implementation a compiled program runs."""
-    return "mosaic" if "mosaic_gpu_v2" in text else "xla"
+    return HOPPER if "mosaic_gpu_v2" in text else "xla"
 
 
 def saved_needed(config, recipe: str | None, tokens: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""`moax bench block --mesh fsdp=2,ep=2`: the block on a mesh beside layers of JAX alone and of PyTorch, in one run.
+"""`python -m benchmarks block --mesh fsdp=2,ep=2`: the block on a mesh, beside layers of JAX alone and of PyTorch.
 
 Each layer has a process of its own over all devices of the mesh (`mesh_worker`), that of PyTorch one for each device
 (`peers.torch_block`). First come those that have to compile alone; the others compile at once, then they are measured
@@ -15,22 +15,27 @@ from typing import Any
 
 import jax
 
-from moax import MoEConfig, backend
 from benchmarks.block import block
 from benchmarks.block.block import Block
+from benchmarks.block.worker import Worker, answers
 from benchmarks.peers import TORCH
 from benchmarks.report import OURS, Row
-from moax.tune.timing import Repeats
-from benchmarks.block.worker import Worker, answers
+from moax import MoEConfig, backend
+from moax.mesh.axes import ROLES
 from moax.ops.exchange import Transport
+from moax.tune.timing import Repeats
 
-PEERS = ("native", "public", TORCH)  # of bench/peers
+PEERS = ("native", "public", TORCH)  # of benchmarks/peers
 ALONE = ("native",)  # XLA expands ragged_dot and tunes it on operands of that size, which takes a GPU's memory
 ROWWISE = "fp8_rowwise"  # what PyTorch has beside bf16
 WORKER, TORCH_WORKER = "benchmarks.block.mesh_worker", "benchmarks.peers.torch_block"
-TUTORIAL = Block("tutorial", MoEConfig(1024, 4096, 8, 2), (4096,), "docs/tutorial: 16384 tokens on 4 devices")
+TUTORIAL = Block(
+    "tutorial",
+    MoEConfig(d_model=1024, d_ff=4096, num_experts=8, top_k=2),
+    (4096,),
+    "docs/tutorial: 16384 tokens on 4 devices",
+)
 PERF = (TUTORIAL, *block.PERF)
-AXES = ("dp", "fsdp", "ep", "tp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +57,7 @@ class How:
     def sizes(self) -> dict[str, int]:
         """The mesh with fsdp and ep, which the layers of JAX name whatever their sizes."""
         given = dict(self.mesh)
-        return {name: given.get(name, 1) for name in AXES if name in given or name in ("fsdp", "ep")}
+        return {name: given.get(name, 1) for name in ROLES if name in given or name in ("fsdp", "ep")}
 
 
 def rows(

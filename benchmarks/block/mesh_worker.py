@@ -21,15 +21,15 @@ import jax
 import jax.numpy as jnp
 
 import moax
-from moax import backend
 from benchmarks.block import stages
 from benchmarks.block.block_worker import TOP, path_of
+from benchmarks.block.worker import READY
 from benchmarks.peers import native, public
 from benchmarks.report import OURS, why
-from moax.tune.timing import Repeats, call_time, kernel_time
-from benchmarks.block.worker import READY
+from moax import backend
 from moax.mesh.place import named
 from moax.sharding import param_specs, token_spec
+from moax.tune.timing import Repeats, call_time, kernel_time
 
 # As NVIDIA's library, XLA and moax call the kernels that move data between devices, without their underscores; an
 # all-reduce of XLA's own has the name of the sum in it.

@@ -1,5 +1,5 @@
-"""`moax bench train --mesh fsdp=2,ep=2`: a step of the language model of `moax train` on a mesh, with each recipe of
-`moax.moe`, and with layers of JAX alone in its place.
+"""`python -m benchmarks train --mesh fsdp=2,ep=2`: a step of the language model of `moax train` on a mesh, with each
+recipe of `moax.moe`, and with layers of JAX alone in its place.
 
     work   6 P T + 6 L S H T    P parameters that a token meets, S places before it: attention is causal
 
@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks import limits
 from benchmarks.block.mesh_block import How, check_devices, compile_groups
-from benchmarks.report import OURS, Row
-from moax.tune.timing import Repeats
 from benchmarks.block.worker import Worker, answers
+from benchmarks.report import OURS, Row
 from moax.train.model import count
 from moax.train.presets import PRESETS, ModelConfig, TrainConfig
+from moax.tune.timing import Repeats
 
-PEERS = ("native", "public")  # of bench/peers
+PEERS = ("native", "public")  # of benchmarks/peers
 WORKER = "benchmarks.block.train_worker"
 
 
@@ -100,7 +100,15 @@ def _request(run: Run, impl: str, recipe: str, how: How, repeats: Repeats) -> di
 
 
 def _row(run: Run, impl: str, recipe: str, how: How, answer: dict[str, Any], found: dict[str, Any]) -> Row:
-    row = Row("train", f"{run.name} T{run.tokens} {how}", "step", impl, recipe, run.dtype, note=answer.get("note", ""))
+    row = Row(
+        op="train",
+        case=f"{run.name} T{run.tokens} {how}",
+        direction="step",
+        impl=impl,
+        recipe=recipe,
+        dtype=run.dtype,
+        note=answer.get("note", ""),
+    )
     row.extra = {"mesh": how.sizes} | ({"exchange": how.exchange, "chunks": how.chunks} if impl == OURS else {})
     if "us" in answer:
         row.us, row.method, row.path = answer["us"], "wall", answer["path"]

@@ -18,19 +18,19 @@ import jax
 import jax.numpy as jnp
 
 import moax
-from moax import MoEConfig, MoEParams, MoEStats
 from benchmarks.block.block_worker import path_of
 from benchmarks.block.mesh_worker import peak_bytes
+from benchmarks.block.worker import READY
 from benchmarks.peers import native, public
 from benchmarks.report import OURS, why
-from moax.tune.timing import Repeats
-from benchmarks.block.worker import READY
+from moax import MoEConfig, MoEParams, MoEStats
 from moax.mesh.place import named
 from moax.sharding import token_spec
 from moax.train.data import load
 from moax.train.model import MoEBlock
 from moax.train.presets import ModelConfig, TrainConfig
 from moax.train.step import init_state, jit_update, shardings
+from moax.tune.timing import Repeats
 
 TEXTS = 8  # batches that are trained on, in turn
 

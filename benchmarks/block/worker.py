@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from benchmarks.processes import environment
 from benchmarks.report import why
 
 READY = "ready"  # what a process prints once it has compiled
@@ -27,6 +28,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
+            env=environment(),
         )
         self.limit = threading.Timer(SECONDS, self.process.kill)
         self.limit.start()

@@ -1,4 +1,4 @@
-"""`moax bench quantize`, fused with the activation: a = silu(gate) up of h = [gate, up], and its backward.
+"""`python -m benchmarks quantize`, fused with the activation: a = silu(gate) up of h = [gate, up], and its backward.
 
     swiglu       h -> a by rows                                          forward
     swiglu grad  h, d_a, weights -> a by columns, d_h by rows and by columns, <d_a, a> of each row
@@ -9,20 +9,22 @@ Bytes are those of real rows, each input read once, data and scales written; the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import error, limits
+from benchmarks import error
 from benchmarks.kernels import ours
+from benchmarks.kernels.measure import measure
+from benchmarks.report import HOPPER, JNP, OURS, Row, compare
+from moax.groups import BLOCK
+from moax.models import find_model
 from moax.tune.cases import Case
 from moax.tune.problem import Problem, quantize_rows
-from benchmarks.report import Row, compare, why
-from moax.tune.timing import Repeats, kernel_time
-from moax.groups import BLOCK
+from moax.tune.timing import Repeats
 
 SAMPLE = 64
 
@@ -36,12 +38,18 @@ class Hidden:
     width: int
     groups: int
 
+    @classmethod
+    def of(cls, name: str, model: str, ranks: int, tokens: int) -> Hidden:
+        """The hidden rows of one rank of a model."""
+        shape = find_model(model).on_rank(ranks, tokens)
+        return cls(name, shape.rows, shape.d_ff, shape.groups)
+
 
 PERF = (
-    Hidden("mixtral h", 16384, 14336, 8),
-    Hidden("qwen3 h", 131072, 768, 128),
-    Hidden("gpt-oss h", 65536, 2880, 128),
-    Hidden("dsv3 h", 65536, 2048, 32),
+    Hidden.of("mixtral h", "mixtral-8x7b", ranks=1, tokens=8192),
+    Hidden.of("qwen3 h", "qwen3-30b", ranks=1, tokens=16384),
+    Hidden.of("gpt-oss h", "gpt-oss-120b", ranks=1, tokens=16384),
+    Hidden.of("dsv3 h", "deepseek-v3", ranks=8, tokens=8192),
 )
 TINY = (Hidden("tiny h", 200, 96, 3),)
 BY_ROW = 1 + 4 / BLOCK  # bytes of a quantized value and its share of a scale
@@ -59,14 +67,29 @@ def rows(sources: list[Hidden], peers: bool, repeats: Repeats, found: dict[str, 
             ("swiglu grad", ours.activate_grad, _backward, (h, d_a, weights), values * (6 + 5 * BY_ROW)),
         )
         for kind, own, plain, args, nbytes in kinds:
-            want = _reference(kind, args, index)
+            some, want = _reference(kind, args, index)
 
             def build(own=own, problem=problem):
                 return own(problem.blocks())
 
-            group = [_row(source, kind, "moax", "mosaic", build, args, want, nbytes, repeats, found)]
-            if peers:
-                group.append(_row(source, kind, "jnp", "xla", lambda f=plain: f, args, want, nbytes, repeats, found))
+            def judge(out, kind=kind, some=some, want=want):
+                by_rows = out if kind == "swiglu" else out[1]
+                return error.Error(error.relative([error.operand_rows(by_rows, some)], [want]))
+
+            extra = dataclasses.asdict(source)
+            builds = {OURS: (HOPPER, build)} | ({JNP: ("xla", lambda f=plain: f)} if peers else {})
+            group = [
+                measure(
+                    Row("quantize", source.name, kind, impl, "fp8_block", path=path, extra=extra),
+                    make,
+                    args,
+                    nbytes=nbytes,
+                    judge=judge,
+                    repeats=repeats,
+                    found=found,
+                )
+                for impl, (path, make) in builds.items()
+            ]
             compare(group)
             yield from group
 
@@ -99,22 +122,3 @@ def _reference(kind: str, args: tuple, index: np.ndarray) -> tuple[np.ndarray, n
     d_a = error.double(args[1][some]) * error.double(args[2][some])[:, None]
     d_gate = d_a * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     return some, np.concatenate([d_gate, d_a * gate * sigmoid], axis=-1)
-
-
-def _row(
-    source, kind, impl, path, build: Callable, args, want, nbytes: float, repeats: Repeats, found: dict[str, Any]
-) -> Row:
-    row = Row("quantize", source.name, kind, impl, "fp8_block", path=path, extra=dataclasses.asdict(source))
-    try:
-        f = build()
-        timing = kernel_time(f, args, repeats)
-        out = f(*args)
-        by_rows = out if kind == "swiglu" else out[1]
-        row.error = error.relative([error.operand_rows(by_rows, want[0])], [want[1]])
-        row.us, row.method = timing.us, timing.method
-    except Exception as failure:
-        row.us, row.note = None, why(failure)
-        return row
-    row.tb_s = nbytes / row.us * 1e-6
-    row.limit, row.fraction = limits.fraction(found, row.us, 0.0, nbytes, "bf16")
-    return row

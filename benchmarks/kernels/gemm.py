@@ -1,6 +1,7 @@
-"""`moax bench gemm`: grouped products beside their peers: three directions, bf16 and FP8 of 1 x 128, 128 x 128 blocks.
+"""`python -m benchmarks gemm`: grouped products beside their peers, in three directions.
 
-Operands are quantized before the clock starts, as the peers' are; only real rows count as work.
+Each is measured in bf16, and in FP8 whose scale blocks are 1 x 128 of rows and 128 x 128 of weights. Operands are
+quantized before the clock starts, as the peers' are; only real rows count as work.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from typing import Any
 
 from benchmarks import error, limits
 from benchmarks.kernels import ours
-from moax.tune.cases import DIRECTIONS, Case, Direction
 from benchmarks.peers import JAX_PEERS, TORCH, calls_of, torch_peer
-from moax.tune.problem import Problem
 from benchmarks.report import Row, compare, why
+from moax.tune.cases import DIRECTIONS, Case, Direction
+from moax.tune.problem import Problem
 from moax.tune.timing import Repeats, kernel_time
 
 RECIPES = ("none", "fp8_block")

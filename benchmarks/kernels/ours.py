@@ -1,7 +1,7 @@
 """Our own kernels as the benchmarks call them: the one file here that knows their names and arguments.
 
-Each function returns a `Call`. On a GPU the Mosaic kernels, elsewhere the XLA implementation of the same product.
-Blocks of rows are made before, as the block does: once for all six products of a layer.
+Each function returns a `Call`. On a GPU it calls the kernels for Hopper, elsewhere the XLA implementation of the same
+product. Blocks of rows are made before, as the block does: once for all six products of a layer.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.report import HOPPER
 from moax import backend
-from moax.tune.cases import Direction
-from moax.tune.problem import Problem, dequantize
 from moax.errors import Unsupported
 from moax.groups import BLOCK, Blocks
 from moax.ops import grouped_matmul
+from moax.tune.cases import Direction
+from moax.tune.problem import Problem, dequantize
 from moax.types import Operand
+
+KERNELS = "moax.kernels.hopper"
 
 
 class Call(NamedTuple):
-    """f(*args) is what is timed; path: `mosaic` or `xla`; tile: which was chosen."""
+    """f(*args) is what is timed; path: `hopper` or `xla`; tile: which was chosen."""
 
     f: Callable
     args: tuple
@@ -58,7 +61,7 @@ def gemm(problem: Problem, direction: Direction, operands: tuple[Operand, Operan
         return kernel(left, right, blocks, tile, **options)
 
     name = " ".join(f"{field.name[0]}{getattr(tile, field.name)}" for field in dataclasses.fields(tile))
-    return Call(product, (left, right, problem.blocks()), "mosaic", name)
+    return Call(product, (left, right, problem.blocks()), HOPPER, name)
 
 
 def _xla_gemm(problem, direction, left, right) -> Call:
@@ -147,8 +150,8 @@ def _kernel(module: str, name: str) -> Callable:
       Unsupported: off the GPU, or where this version has no such kernel.
     """
     if backend.platform() != "gpu":
-        raise Unsupported(f"{name}: Mosaic kernels need a GPU; this is {backend.platform()}")
+        raise Unsupported(f"{name}: kernels for Hopper need a GPU; this is {backend.platform()}")
     try:
-        return getattr(importlib.import_module(f"moax.kernels.{module}"), name)
+        return getattr(importlib.import_module(f"{KERNELS}.{module}"), name)
     except (ImportError, AttributeError) as error:
-        raise Unsupported(f"no kernel moax.kernels.{module}.{name}: {error}") from error
+        raise Unsupported(f"no kernel {KERNELS}.{module}.{name}: {error}") from error

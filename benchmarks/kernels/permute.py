@@ -1,4 +1,4 @@
-"""`moax bench permute`: rows of tokens gathered by expert, and the weighted sum of each token's rows.
+"""`python -m benchmarks permute`: rows of tokens gathered by expert, and the weighted sum of each token's rows.
 
     gather           rows[n] = x[source[n]]                             forward, and backward of the sum
     gather-sum       y[t] = sum_k weights[t, k] rows[position[t, k]]    forward
@@ -17,23 +17,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import error, limits
+from benchmarks import error
 from benchmarks.kernels import ours
-from benchmarks.report import Row, compare, why
-from moax.tune.timing import Repeats, kernel_time
+from benchmarks.kernels.measure import measure
+from benchmarks.report import HOPPER, JNP, OURS, Row, compare
 from benchmarks.tokens import Tokens
 from moax.groups import BLOCK, Blocks, make_blocks
 from moax.ops import permute
+from moax.tune.timing import Repeats
 
 SAMPLE = 64
-JNP = "jnp"
 
 
 PERF = (
-    Tokens("mixtral", 32768, 4096, 8, 2),
-    Tokens("qwen3", 32768, 2048, 128, 8),
-    Tokens("dsv3", 16384, 7168, 256, 8),
-    Tokens("gpt-oss", 32768, 2880, 128, 4),
+    Tokens.of("mixtral", "mixtral-8x7b", tokens=32768),
+    Tokens.of("qwen3", "qwen3-30b", tokens=32768),
+    Tokens.of("dsv3", "deepseek-v3", tokens=16384),
+    Tokens.of("gpt-oss", "gpt-oss-120b", tokens=32768),
 )
 TINY = (Tokens("tiny", 64, 96, 4, 2),)
 
@@ -43,10 +43,25 @@ def rows(cases: list[Tokens], peers: bool, repeats: Repeats, found: dict[str, An
     for case in cases:
         for direction, own, plain, args, want, moved in _measurements(case):
             nbytes = 2 * moved * case.width
-            group = [_row(case, direction, "moax", "mosaic", own, args, want, nbytes, repeats, found)]
-            if peers:
-                jitted = jax.jit(plain)
-                group.append(_row(case, direction, JNP, "xla", lambda f=jitted: f, args, want, nbytes, repeats, found))
+
+            def judge(out, want=want):
+                at, exact = want
+                return error.compare([error.double(out[at])], [exact])
+
+            extra = dataclasses.asdict(case)
+            builds = {OURS: (HOPPER, own)} | ({JNP: ("xla", lambda f=plain: jax.jit(f))} if peers else {})
+            group = [
+                measure(
+                    Row("permute", case.name, direction, impl, path=path, extra=extra),
+                    build,
+                    args,
+                    nbytes=nbytes,
+                    judge=judge,
+                    repeats=repeats,
+                    found=found,
+                )
+                for impl, (path, build) in builds.items()
+            ]
             compare(group)
             yield from group
 
@@ -96,21 +111,3 @@ def _measurements(case: Tokens) -> Iterator[tuple[str, Callable, Callable, tuple
         factors = np.ones((len(some), case.top_k)) if by is None else error.double(by[some])
         want = some, np.einsum("tkh,tk->th", picked, factors)
         yield direction, ours.gather_sum, weighted, (sorted_rows, plan.position, by), want, assigned + case.tokens
-
-
-def _row(case, direction, impl, path, build, args, want, nbytes: int, repeats: Repeats, found) -> Row:
-    row = Row("permute", case.name, direction, impl, path=path)
-    row.extra = dataclasses.asdict(case)
-    try:
-        f = build()
-        timing = kernel_time(f, args, repeats)
-        at, exact = want
-        measured = error.compare([error.double(f(*args)[at])], [exact])
-        row.us, row.method = timing.us, timing.method
-        row.error, row.error_worst, row.error_rounding = measured.total, measured.worst, measured.rounding
-    except Exception as failure:
-        row.note = why(failure)
-        return row
-    row.tb_s = nbytes / row.us * 1e-6
-    row.limit, row.fraction = limits.fraction(found, row.us, 0.0, nbytes, "bf16")
-    return row

@@ -1,11 +1,13 @@
-"""`moax bench quantize`: FP8 with 1 x 128 blocks by rows, by columns with transpose, both in one read, and weights.
+"""`python -m benchmarks quantize`: FP8 by rows, by columns with transpose, both in one read, and weights.
 
-Bytes are those of real rows, read once, plus data and scales written; the peer is the same in plain jnp under jit.
+Scale blocks are 1 x 128 of rows and 128 x 128 of weights. Bytes are those of real rows, read once, plus data and scales
+written; the peer is the same in plain jnp under jit.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,16 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import error, limits
+from benchmarks import error
 from benchmarks.kernels import ours
+from benchmarks.kernels.measure import measure
+from benchmarks.report import HOPPER, JNP, OURS, Row, compare
+from moax.groups import BLOCK
+from moax.models import find_model
 from moax.tune.cases import Case
 from moax.tune.problem import Problem, quantize_rows, quantize_weight
-from benchmarks.report import Row, compare, why
-from moax.tune.timing import Repeats, kernel_time
-from moax.groups import BLOCK
+from moax.tune.timing import Repeats
 from moax.types import Operand
 
-JNP = "jnp"
 SAMPLE = 64  # rows, or columns, that are compared
 
 
@@ -36,6 +39,18 @@ class Source:
     groups: int
     weight: bool = False
 
+    @classmethod
+    def of_rows(cls, name: str, model: str, ranks: int, tokens: int) -> Source:
+        """The expert-sorted rows of one rank of a model."""
+        shape = find_model(model).on_rank(ranks, tokens)
+        return cls(name, shape.rows, shape.d_model, shape.groups)
+
+    @classmethod
+    def of_wi(cls, name: str, model: str, ranks: int) -> Source:
+        """wi of the experts of one rank of a model, gate and up projection."""
+        shape = find_model(model).on_rank(ranks, tokens=0)
+        return cls(name, shape.d_model, shape.hidden, shape.groups, weight=True)
+
     @property
     def elements(self) -> int:
         """Real ones."""
@@ -43,14 +58,14 @@ class Source:
 
 
 PERF = (
-    Source("mixtral", 16384, 4096, 4),
-    Source("qwen3", 65536, 2048, 32),
-    Source("dsv3", 32768, 7168, 16),
-    Source("gpt-oss", 65536, 2880, 128),
-    Source("wide", 131072, 4096, 32),
-    Source("mixtral wi", 4096, 28672, 8, weight=True),
-    Source("qwen3 wi", 2048, 1536, 128, weight=True),
-    Source("gpt-oss wi", 2880, 5760, 32, weight=True),
+    Source.of_rows("mixtral", "mixtral-8x7b", ranks=2, tokens=8192),
+    Source.of_rows("qwen3", "qwen3-30b", ranks=4, tokens=8192),
+    Source.of_rows("dsv3", "deepseek-v3", ranks=16, tokens=4096),
+    Source.of_rows("gpt-oss", "gpt-oss-120b", ranks=1, tokens=16384),
+    Source("wide", rows=131072, width=4096, groups=32),
+    Source.of_wi("mixtral wi", "mixtral-8x7b", ranks=1),
+    Source.of_wi("qwen3 wi", "qwen3-30b", ranks=1),
+    Source.of_wi("gpt-oss wi", "gpt-oss-120b", ranks=4),
 )
 TINY = (Source("tiny", 200, 96, 3), Source("tiny wi", 128, 160, 2, weight=True))
 KINDS = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
@@ -68,9 +83,21 @@ def rows(sources: list[Source], peers: bool, repeats: Repeats, found: dict[str, 
             def own(blocks=blocks, wanted=wanted, weight=source.weight):
                 return ours.quantize_weight(*wanted) if weight else ours.quantize(blocks, *wanted)
 
-            group = [_row(source, kind, "moax", "mosaic", own, value, real, exact, repeats, found)]
-            if peers:
-                group.append(_row(source, kind, JNP, "xla", lambda f=plain: f, value, real, exact, repeats, found))
+            scale = 4 / BLOCK / (BLOCK if source.weight else 1)  # bytes of a scale that one quantized value has
+            nbytes = source.elements * (value.dtype.itemsize + sum(wanted) * (1 + scale))
+            builds = {OURS: (HOPPER, own)} | ({JNP: ("xla", lambda f=plain: f)} if peers else {})
+            group = [
+                measure(
+                    _row(source, kind, impl, path, value),
+                    build,
+                    (value,),
+                    nbytes=nbytes,
+                    judge=functools.partial(_judge, exact, value, real, source.weight),
+                    repeats=repeats,
+                    found=found,
+                )
+                for impl, (path, build) in builds.items()
+            ]
             compare(group)
             yield from group
 
@@ -93,24 +120,15 @@ def _plain(source: Source, first: bool, second: bool) -> Callable:
     return jax.jit(lambda x: tuple(f(x) if on else None for f, on in zip(make, (first, second), strict=True)))
 
 
-def _row(source, kind, impl, path, build, value, real, exact, repeats: Repeats, found) -> Row:
-    row = Row("quantize", source.name, kind, impl, "fp8_block", str(value.dtype), path)
-    row.extra = {"shape": list(value.shape), "real_rows": source.rows, "weight": source.weight}
-    try:
-        f = build()
-        timing = kernel_time(f, (value,), repeats)
-        row.us, row.method = timing.us, timing.method
-        row.error = _error(f(value), value, real, source.weight)
-        row.error_rounding = _error(exact, value, real, source.weight)
-    except Exception as failure:
-        row.us, row.note = None, why(failure)
-        return row
-    outputs = sum(KINDS.get(kind, WEIGHT_KINDS.get(kind, (True, False))))
-    scale = 4 / BLOCK / (BLOCK if source.weight else 1)
-    nbytes = source.elements * (value.dtype.itemsize + outputs * (1 + scale))
-    row.tb_s = nbytes / row.us * 1e-6
-    row.limit, row.fraction = limits.fraction(found, row.us, 0.0, nbytes, "bf16")
-    return row
+def _judge(exact, value, real, weight: bool, out) -> error.Error:
+    """The error of `out`, and of plain jnp's result `exact`, which rounds alone."""
+    return error.Error(_error(out, value, real, weight), rounding=_error(exact, value, real, weight))
+
+
+def _row(source: Source, kind: str, impl: str, path: str, value) -> Row:
+    extra = {"shape": list(value.shape), "real_rows": source.rows, "weight": source.weight}
+    names = dict(op="quantize", case=source.name, direction=kind, impl=impl, recipe="fp8_block")
+    return Row(**names, dtype=str(value.dtype), path=path, extra=extra)
 
 
 def _error(out: tuple[Operand | None, Operand | None], value, real, weight: bool) -> float:

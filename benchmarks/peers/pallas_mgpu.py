@@ -6,10 +6,10 @@ import functools
 
 import jax
 
-from moax.tune.cases import Direction
 from benchmarks.kernels.ours import Call
-from moax.tune.problem import Problem
 from moax.errors import Unsupported
+from moax.tune.cases import Direction
+from moax.tune.problem import Problem
 
 # (block_m, block_n, block_k, max_concurrent_steps), the likely best first
 PRODUCT = ((128, 128, 64, 4), (128, 192, 64, 4), (128, 128, 64, 6), (192, 128, 64, 4), (64, 256, 64, 4))

@@ -17,10 +17,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from moax import MoEConfig, MoEParams
-from moax.backend import on_hopper, platform
 from benchmarks.peers import native
 from benchmarks.peers.pallas_mgpu import GRADIENT, PRODUCT, WIDTHS
+from moax import MoEConfig, MoEParams
+from moax.backend import on_hopper, platform
 from moax.errors import Unsupported
 
 NO_KERNELS = "products by lax.ragged_dot: the kernels of jax.experimental.pallas.ops.gpu need a GPU"

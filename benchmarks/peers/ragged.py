@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from moax.backend import platform
-from benchmarks.wires import rounds
 from benchmarks.peers import wires
 from benchmarks.report import why
-from moax.tune.timing import Repeats
 from benchmarks.tokens import KINDS, Tokens, busiest
+from benchmarks.wires import rounds
+from moax.backend import platform
 from moax.errors import Unsupported
 from moax.mesh.place import named
+from moax.tune.timing import Repeats
 
 SAMPLE = 64  # rows of each pair of devices that are compared
 

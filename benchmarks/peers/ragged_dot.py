@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from moax.tune.cases import Direction
 from benchmarks.kernels.ours import Call
-from moax.tune.problem import Problem
 from moax.errors import Unsupported
+from moax.tune.cases import Direction
+from moax.tune.problem import Problem
 
 # (contracted dims of left and right, is the right operand one matrix a group)
 DIMENSIONS = {"fwd": (1, 1, True), "dgrad": (1, 2, True), "wgrad": (0, 0, False)}

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from typing import Any
 
+from benchmarks.processes import environment
 from benchmarks.report import why
-from moax.tune.timing import Repeats
 from benchmarks.tokens import Tokens
+from moax.tune.timing import Repeats
 
 SECONDS = 200  # for a process; its collective has been seen to hang, under other flags
 WORKER = "benchmarks.peers.ragged"
@@ -39,14 +40,13 @@ def find(said: list[dict[str, Any]], case: str, wire: str, direction: str) -> di
 
 
 def _run(request: dict[str, Any], flags: str) -> list[dict[str, Any]]:
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # other processes may hold most of the memory
-    }
+    changed = environment(
+        XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",  # other processes may hold most of the memory
+    )
     command, pipe = [sys.executable, "-m", WORKER, json.dumps(request)], subprocess.PIPE
     try:
-        process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+        process = subprocess.Popen(command, env=changed, stdout=pipe, stderr=pipe, text=True)
     except OSError as error:
         return [{"note": why(error)}]
     try:

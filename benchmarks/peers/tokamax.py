@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from moax.tune.cases import Direction
 from benchmarks.kernels.ours import Call
+from moax.tune.cases import Direction
 from moax.tune.problem import Problem
 
 

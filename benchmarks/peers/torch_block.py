@@ -23,10 +23,10 @@ import threading
 import time
 from typing import Any
 
-from moax import MoEConfig, RouterConfig
+from benchmarks.block.worker import READY
 from benchmarks.peers import native
 from benchmarks.report import why
-from benchmarks.block.worker import READY
+from moax import MoEConfig, RouterConfig
 from moax.errors import Unsupported
 
 SECONDS = 450

@@ -6,8 +6,9 @@ import json
 import subprocess
 import sys
 
-from moax.tune.cases import DIRECTIONS, Case
+from benchmarks.processes import environment
 from benchmarks.report import Row, why
+from moax.tune.cases import DIRECTIONS, Case
 from moax.tune.timing import Repeats
 
 SECONDS = 400
@@ -40,7 +41,7 @@ def rows(cases: list[Case], repeats: Repeats) -> list[Row]:
 def _run(request: dict) -> tuple[list[dict], str]:
     """(rows, why there are no more)."""
     command = [sys.executable, "-m", "benchmarks.peers.torch_grouped", json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment())
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = [line for line in lines if "case" in line]
     failed = [line["error"] for line in lines if "case" not in line]

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from moax import MoEConfig
 from benchmarks.peers import torch_pieces
 from benchmarks.peers.torch_layer import Layer, Mesh, Params, dist, torch
-from moax.tune.timing import Repeats
+from moax import MoEConfig
 from moax.errors import Unsupported
+from moax.tune.timing import Repeats
 
 CHECKED = 256  # tokens of a rank, on which the layer is held against float64
 LIMIT = {"none": 2e-2, "fp8_rowwise": 0.15}  # of the distance of y and of each gradient, norm over norm

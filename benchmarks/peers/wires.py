@@ -1,4 +1,4 @@
-"""Exchanges of rows by JAX alone, of one device in a shard_map over `ep`: peers of `moax bench exchange`."""
+"""Exchanges of rows by JAX alone, of one device in a shard_map over `ep`: peers of the benchmark `exchange`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moax bench exchange`: tokens to the ranks of their experts and back, over devices of this machine as ep.
+"""`python -m benchmarks exchange`: tokens to the ranks of their experts and back, over devices of this machine as ep.
 
     dispatch   received rows, ids and weights of tokens
     combine    y[t] = the sum of the rows that token t became
@@ -22,14 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from moax.backend import count_sms, select_kernels
 from benchmarks import error
 from benchmarks.kernels import ours
-from benchmarks.wires import rounds
 from benchmarks.peers import ragged_peer, wires
-from benchmarks.report import OURS, Row, compare, why
-from moax.tune.timing import Repeats
+from benchmarks.report import HOPPER, OURS, Row, compare, why
 from benchmarks.tokens import BLOCK, KINDS, Tokens, busiest
+from benchmarks.wires import rounds
+from moax.backend import count_sms, select_kernels
 from moax.mesh.axes import Axes
 from moax.mesh.partition import find_view
 from moax.mesh.place import named
@@ -43,6 +42,7 @@ from moax.ops.exchange import (
     wire_bytes,
 )
 from moax.recipe import Format
+from moax.tune.timing import Repeats
 
 WIRES: dict[str, Format | None] = {"none": None, "fp8": Format(block=BLOCK)}
 TRANSPORTS: dict[str, Chosen] = {OURS: "one_sided", "all_gather": "all_gather"}
@@ -170,8 +170,9 @@ def _error(y: jax.Array, args: tuple, experts: int) -> float:
 
 
 def _empty(case: Tokens, wire: str, direction: str, impl: str, nbytes: int, mesh: Mesh) -> Row:
-    row = Row("exchange", case.name, direction, impl, wire, "bfloat16" if wire == "none" else "e4m3")
-    row.path = "mosaic" if impl == OURS else "xla"
+    dtype = "bfloat16" if wire == "none" else "e4m3"
+    row = Row(op="exchange", case=case.name, direction=direction, impl=impl, recipe=wire, dtype=dtype)
+    row.path = HOPPER if impl == OURS else "xla"
     row.extra = dataclasses.asdict(case) | {"devices": mesh.size, "remote_bytes": nbytes}
     return row
 

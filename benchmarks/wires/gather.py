@@ -1,4 +1,4 @@
-"""`moax bench gather`: a block's weights on their way to their products, over a mesh of all devices as fsdp.
+"""`python -m benchmarks gather`: a block's weights on their way to their products, over a mesh of all devices as fsdp.
 
     none     each shard in bf16, gathered
     others   each shard quantized, gathered as bytes with its scales
@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from moax.backend import select_kernels
 from benchmarks.block.block import Block
-from benchmarks.report import Row, why
-from moax.tune.timing import Repeats, call_time
+from benchmarks.report import HOPPER, Row, why
+from moax.backend import select_kernels
 from moax.block.contract import BlockSpec, Weights, weight_layouts
 from moax.initialize import init
 from moax.mesh.axes import Axes
@@ -29,6 +28,7 @@ from moax.mesh.place import named
 from moax.mesh.specs import spec
 from moax.recipe import get_recipe
 from moax.sharding import expert_specs
+from moax.tune.timing import Repeats, call_time
 
 RECIPES = ("none", "fp8_block", "mxfp8", "fp8_tensor")
 DTYPE = jnp.bfloat16
@@ -54,7 +54,7 @@ def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
 
 
 def gather_weights(block: Block, recipe: str, mesh: Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array], str]:
-    """(the jitted gather, wi and wo on their shards, `mosaic` or `xla`)."""
+    """(the jitted gather, wi and wo on their shards, which kernels quantize)."""
     config, roles = block.config, Axes().on(mesh.shape)
     specs = expert_specs(config, Axes(), roles)
     kernels = select_kernels("auto", DTYPE, d_model=config.d_model, d_ff=config.d_ff)
@@ -87,7 +87,8 @@ def _row(block: Block, recipe: str, mesh: Mesh, repeats: Repeats) -> Row:
     row = Row("gather", block.name, "forward", recipe=recipe)
     extra: dict[str, Any] = {"devices": mesh.size, "block_note": block.note}
     try:
-        gather, shards, row.path = gather_weights(block, recipe, mesh)
+        gather, shards, kernels = gather_weights(block, recipe, mesh)
+        row.path = "xla" if kernels == "xla" else HOPPER
         timing = call_time(gather, shards, repeats)
         row.us, row.method = timing.us, timing.method
         extra["received_bytes"] = received_bytes(gather, shards, mesh.size)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
-from moax.tune.timing import Repeats, call_time, kernel_time
 from moax.mesh.specs import spec
+from moax.tune.timing import Repeats, call_time, kernel_time
 
 ROUNDS = 10
 EP = spec("ep")  # of all operands and results

@@ -51,7 +51,9 @@ def parse_mesh(text: str) -> Sizes:
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
         if name not in ROLES:
-            raise ValueError(f"--mesh {text}: unknown axis {name!r}; the axes are {', '.join(ROLES)}, as in fsdp=2,ep=4")
+            raise ValueError(
+                f"--mesh {text}: unknown axis {name!r}; the axes are {', '.join(ROLES)}, as in fsdp=2,ep=4"
+            )
         if not size.isdecimal() or int(size) < 1:
             raise ValueError(f"--mesh {text}: the size of {name} must be an int of at least 1, as in {name}=2")
         if name in sizes:

@@ -1,6 +1,5 @@
-"""`moax bench`: cases, timing, errors, rows, peers that are not there, and the command, all on a CPU."""
+"""`python -m benchmarks`: cases, timing, errors, rows, peers that are not there, and the command, all on a CPU."""
 
-import dataclasses
 import io
 import json
 import subprocess
@@ -13,17 +12,19 @@ import pytest
 
 pytest.importorskip("rich")
 
-from moax import backend, cli
-from benchmarks import error, limits, peers, report
+from benchmarks import command, error, limits, peers, report
 from benchmarks.block import block_worker, stages
 from benchmarks.kernels import fused, gathered, gemm, ours, permute, quantize
-from moax.tune import cases
 from benchmarks.peers import torch_grouped, torch_peer
-from moax.tune.problem import Problem, dequantize, quantize_rows, quantize_weight
-from benchmarks.report import Row
-from moax.tune.timing import Repeats, call_time, kernel_time
+from benchmarks.processes import environment
+from benchmarks.report import HOPPER, Row
+from benchmarks.wires import wire
+from moax import MoEConfig, backend
 from moax.errors import Unsupported
-from moax.groups import BLOCK
+from moax.models import Model
+from moax.tune import cases
+from moax.tune.problem import Problem
+from moax.tune.timing import Repeats
 
 pytestmark = pytest.mark.loose
 
@@ -39,70 +40,12 @@ def problem():
     return Problem(TINY)
 
 
-@pytest.mark.parametrize("case", EVERY, ids=lambda case: f"{case.name} G{case.groups}")
-def test_group_sizes(case):
-    """Sizes that do not sum to M would count work that is not done; another seed would not compare between runs."""
-    assert case.sizes.sum() == case.rows and case.sizes.min() >= 0 and len(case.sizes) == case.groups
-    np.testing.assert_array_equal(case.sizes, dataclasses.replace(case).sizes)
-    if case.distribution == "uniform":
-        assert case.sizes.max() - case.sizes.min() <= 1
-    if case.distribution == "zipf" and case.groups > 8:
-        assert case.sizes.max() > 3 * case.sizes.mean()
-
-
 def test_cases_exceed_the_cache():
     """Operands that stay in the L2 cache would be faster than any in training."""
     for case in (case for case in EVERY if "tiny" not in case.name):
         assert min(case.rows * case.contracted + case.weights, case.rows * case.columns + case.weights) > L2, case
     assert all(2 * s.elements > L2 for s in quantize.PERF) and all(4 * s.rows * s.width > L2 for s in fused.PERF)
     assert all(2 * t.tokens * t.width > L2 for t in permute.PERF)
-
-
-def test_select():
-    assert [case.name for case in cases.select("perf")] == ["mixtral", "qwen3", "dsv3"]
-    assert {case.name for case in cases.select("perf,groups", ["qwen3", "G4 "])} == {"qwen3", "G4 uniform", "G4 zipf"}
-    assert not any("tiny" in case.name for case in cases.select("all"))
-    with pytest.raises(ValueError, match="unknown huge"):
-        cases.select("huge")
-    with pytest.raises(ValueError, match="--only zzz: no case of"):
-        cases.select("perf", ["zzz"])
-
-
-class Late:
-    """An output that knows whether it was awaited."""
-
-    awaited = made = 0
-
-    def __init__(self):
-        Late.made += 1
-
-    def block_until_ready(self):
-        Late.awaited += 1
-
-
-@pytest.mark.parametrize("time", [kernel_time, call_time])
-def test_timing_awaits_every_output(time):
-    """A call whose output is not awaited is timed as its launch."""
-    Late.awaited = Late.made = 0
-    timing = time(lambda: {"a": Late(), "b": [Late()]}, (), Repeats(2, 10))
-    assert timing.us > 0 and timing.method == "wall"
-    assert Late.awaited == Late.made >= 2 * 12
-
-
-def test_quantized_operands(problem):
-    """The operands that are timed stand for the bf16 ones, in the layout that the kernels take."""
-    x, w = problem.x[:, :96], problem.w[:, :96]
-    for operand, want in (
-        (quantize_rows(x), x),
-        (quantize_rows(x.T), x.T),
-        (quantize_weight(w, False), w),
-        (quantize_weight(w, True), w.swapaxes(1, 2)),
-    ):
-        assert operand.data.shape == want.shape and operand.data.dtype == jnp.float8_e4m3fn
-        difference = dequantize(operand) - want.astype(jnp.float32)
-        assert float(jnp.linalg.norm(difference) / jnp.linalg.norm(want.astype(jnp.float32))) < 0.04
-    assert quantize_rows(x.T).scale.shape == (problem.num_rows // BLOCK, BLOCK)
-    assert quantize_weight(w, True).scale.shape == (TINY.groups, 2, 1)
 
 
 @pytest.mark.parametrize("direction", cases.DIRECTIONS)
@@ -171,7 +114,7 @@ def test_our_kernels_lower_for_a_gpu(problem, direction, recipe, monkeypatch):
     operands = problem.quantized(direction) if recipe != "none" else None
     call = ours.gemm(problem, direction, operands)
     monkeypatch.undo()
-    assert call.path == "mosaic" and call.tile
+    assert call.path == HOPPER and call.tile
     assert "mosaic_gpu_v2" in call.f.trace(*call.args).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -234,7 +177,7 @@ def test_quantize_and_permute_rows():
     found += permute.rows(list(permute.TINY), True, ONCE, LIMITS)
     found += gathered.rows(list(permute.TINY), True, ONCE, LIMITS)
     for row in found:
-        if row.path == "mosaic":
+        if row.path == HOPPER:
             assert row.us is None and "need a GPU" in row.note
         else:
             assert row.us and row.tb_s and row.error is not None and row.error < 0.04, row
@@ -268,16 +211,16 @@ def test_table_and_file(tmp_path):
     ]
     report.compare(rows)
     assert rows[0].peers == {"torch_grouped_mm": pytest.approx(1.1)}
-    head = report.header(["moax", "bench", "gemm"], "abc", {"bf16": {"value": 790.0, "unit": "TFLOP/s"}})
+    head = report.header(["python", "-m", "benchmarks", "gemm"], "abc", {"bf16": {"value": 790.0, "unit": "TFLOP/s"}})
     report.save(str(tmp_path / "new" / "rows.json"), head, rows)
     read = json.loads((tmp_path / "new" / "rows.json").read_text())
     assert read["header"]["git_sha"] == "abc" and read["header"]["versions"]["jax"] == jax.__version__
-    assert read["rows"][0]["error"] == "nan" and read["rows"][0]["command"] == "moax bench gemm"
+    assert read["rows"][0]["error"] == "nan" and read["rows"][0]["command"] == "python -m benchmarks gemm"
     assert {"device", "jax", "git_sha", "command", "tile", "us", "tflops", "fraction", "peers"} <= read["rows"][
         0
     ].keys()
     stream = io.StringIO()
-    report.show("moax bench gemm", head, rows, stream)
+    report.show("benchmarks gemm", head, rows, stream)
     said = stream.getvalue()
     assert "700" in said and "torch_grouped_mm 1.10x" in said and "bf16 790 TFLOP/s" in said
     assert "not available: gemm a fwd none tokamax: not installed" in said
@@ -335,36 +278,83 @@ def test_saved_needed():
         (["gemm", "--peers", "numpy"], "unknown numpy"),
         (["gemm", "--directions", "up"], "unknown up; of fwd, dgrad, wgrad"),
         (["permute", "--cases", "groups"], "permute has perf and tiny"),
+        (["gemm", "permute", "--tokens", "8"], "--tokens with gemm, permute: it is for block alone"),
+        (["gemm", "gather", "--only", "zzz"], "no case of --cases perf"),
+        (["gemm", "wire"], "give it alone"),
     ],
 )
 def test_arguments_that_cannot_work(argv, message, capsys):
-    assert cli.main(["bench", *argv]) == 2
+    assert command.main([*argv]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_command(tmp_path, capsys):
     out = tmp_path / "f.json"
-    argv = ["bench", "gemm", "--cases", "tiny", "--only", "zipf", "--peers", "none", "--directions", "fwd"]
-    assert cli.main([*argv, "--quick", "--out", str(out)]) == 0
+    argv = ["gemm", "--cases", "tiny", "--only", "zipf", "--peers", "none", "--directions", "fwd"]
+    assert command.main([*argv, "--quick", "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert "fp8_block" in said.out and "limits of this run: bf16" in said.out and "tiny zipf fwd" in said.err
     found = json.loads(out.read_text())
     assert len(found["rows"]) == 2 and all(row["us"] > 0 and row["path"] == "xla" for row in found["rows"])
-    assert found["header"]["command"].startswith("moax bench gemm --cases tiny")
+    assert found["header"]["command"].startswith("python -m benchmarks gemm --cases tiny")
     assert found["header"]["limits"]["memory"]["value"] > 0
-    assert cli.main([*argv, "--quick", "--json"]) == 0
+    assert command.main([*argv, "--quick", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
+
+
+def test_several_at_once(tmp_path, capsys):
+    """Breaks if a part of a run is left out, or takes a word of --only that another part's case has for an error."""
+    out = tmp_path / "f.json"
+    argv = ["gemm", "permute", "--cases", "tiny", "--peers", "none", "--directions", "fwd", "--quick"]
+    assert command.main([*argv, "--only", "zipf", "--out", str(out), "--json"]) == 0
+    said = capsys.readouterr()
+    assert {row["op"] for row in json.loads(said.out)["rows"]} == {"gemm"} and "gemm: 1 cases" in said.err
+    assert command.main([*argv, "--json"]) == 0
+    assert {row["op"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"gemm", "permute"}
+
+
+def test_options_are_those_of_the_help(capsys):
+    """Breaks if `python -m benchmarks --help` does not say what there is to measure."""
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--help"])
+    said = capsys.readouterr().out
+    assert stop.value.code == 0 and all(what in said for what in (*command.WHAT, "wire", "--mesh", "--json"))
+
+
+def test_processes_find_the_code_from_any_folder(tmp_path):
+    """Breaks if a worker starts only where the clone is the working folder."""
+    code = "import benchmarks.block.worker, moax.tune.timing; print('found')"
+    run = dict(cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], **run)
+    assert done.stdout.strip() == "found", done.stderr
+
+
+def test_wire(tmp_path, monkeypatch, capsys):
+    """Breaks if the file lacks a model or recipe, or if a recipe's weights are gathered as wide as without one."""
+    small = Model(MoEConfig(d_model=64, d_ff=64, num_experts=8, top_k=2), layers=1, source="none")
+    monkeypatch.setattr(wire, "MODELS", {"small": small})
+    monkeypatch.setattr(wire, "NAMES", ("small",))
+    monkeypatch.setattr(wire, "RECIPES", (None, "fp8_block"))
+    monkeypatch.setattr(wire, "TOKENS", 64)
+    out = tmp_path / "wire.json"
+    assert command.main(["wire", "--out", str(out), "--sha", "abc"]) == 0
+    found = json.loads(out.read_text())
+    assert (
+        found["git_sha"] == "abc" and found["mesh"] == {"fsdp": 2, "ep": 4} and "fp8_block" in capsys.readouterr().out
+    )
+    plain, quantized = (row["gathered"] for row in found["rows"])
+    assert plain / 2 < quantized < 0.6 * plain
 
 
 def test_missing_rich_is_named_before_anything_runs(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert cli.main(["bench", "gemm", "--cases", "tiny"]) == 1
+    assert command.main(["gemm", "--cases", "tiny"]) == 1
     assert "rich is missing: pip install 'moax[train]'" in capsys.readouterr().err
 
 
 def test_gather(capsys):
     """Breaks if a recipe's weights cross the wire wider than one byte an element and its scales, or not at all."""
-    assert cli.main(["bench", "gather", "--cases", "tiny", "--quick", "--json"]) == 0
+    assert command.main(["gather", "--cases", "tiny", "--quick", "--json"]) == 0
     found = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     received = {recipe: row["extra"]["received_bytes"] for recipe, row in found.items()}
     weights = 4 * 3 * 64 * 32  # of the tiny block
@@ -377,8 +367,8 @@ def test_gather(capsys):
 @pytest.mark.slow
 def test_block_in_its_own_process(tmp_path, capsys):
     out = tmp_path / "f.json"
-    argv = ["bench", "block", "--cases", "tiny", "--recipe", "fp8_block", "--quick", "--out", str(out)]
-    assert cli.main(argv) == 0
+    argv = ["block", "--cases", "tiny", "--recipe", "fp8_block", "--quick", "--out", str(out)]
+    assert command.main(argv) == 0
     assert "saved for backward" in capsys.readouterr().out
     rows = json.loads(out.read_text())["rows"]
     assert [row["direction"] for row in rows] == ["fwd", "fwd+bwd"]

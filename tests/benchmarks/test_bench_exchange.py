@@ -1,4 +1,4 @@
-"""`moax bench exchange`: routings, rounds in one program, our rows by emulation, and peers in other processes."""
+"""The benchmark `exchange`: routings, rounds in one program, our rows by emulation, and peers in other processes."""
 
 import dataclasses
 import json
@@ -12,20 +12,20 @@ import pytest
 
 pytest.importorskip("rich")
 
-from moax import cli
-from benchmarks import tokens
-from benchmarks.wires import exchange, rounds
+
+from benchmarks import command, tokens
 from benchmarks.peers import ragged, ragged_peer, wires
-from moax.tune.timing import Repeats
+from benchmarks.wires import exchange, rounds
 from moax.kernels import mosaic
-from test_native import by_gather
+from moax.tune.timing import Repeats
+from support_benchmarks import by_gather
 from test_one_sided import emulated, put_rows  # noqa: F401
 
 pytestmark = pytest.mark.loose
 
 ONCE = Repeats(1, 1)
 UNIFORM = tokens.TINY[0]
-BENCH = ["bench", "exchange", "--cases", "tiny", "--only", "uniform", "--quick", "--json"]
+BENCH = ["exchange", "--cases", "tiny", "--only", "uniform", "--quick", "--json"]
 
 
 @pytest.mark.parametrize("case", (*tokens.TINY, *tokens.PERF), ids=lambda case: case.name)
@@ -119,7 +119,7 @@ def test_our_rows_by_number_of_multiprocessors(emulated, capsys, monkeypatch):  
         return put_rows(*args)
 
     monkeypatch.setattr(mosaic, "put_rows", counted)
-    assert cli.main([*BENCH, "--peers", "none", "--sms", "2,4", "--devices", "2"]) == 0
+    assert command.main([*BENCH, "--peers", "none", "--sms", "2,4", "--devices", "2"]) == 0
     made = json.loads(capsys.readouterr().out)["rows"]
     assert seen == {2, 4} and len(made) == 6
     for row, sms in zip(made, [2, 4] * 3, strict=True):
@@ -147,14 +147,14 @@ def test_number_of_multiprocessors_reaches_the_kernel(monkeypatch):
     ],
 )
 def test_arguments_that_cannot_work(options, message, capsys):
-    assert cli.main([*BENCH, "--peers", "none", *options]) == 2
+    assert command.main([*BENCH, "--peers", "none", *options]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_options_of_the_exchange_alone(capsys):
     """Breaks if an option is taken and does nothing."""
-    assert cli.main(["bench", "gemm", "--cases", "tiny", "--sms", "8"]) == 2
-    assert "--devices, --sms with gemm" in capsys.readouterr().err
+    assert command.main(["gemm", "--cases", "tiny", "--sms", "8"]) == 2
+    assert "--sms with gemm: it is for exchange alone" in capsys.readouterr().err
 
 
 def request(**changes) -> dict:

@@ -1,4 +1,4 @@
-"""`moax bench block --mesh`: the block beside the native layer, on emulated devices."""
+"""`python -m benchmarks block --mesh`: the block beside the native layer, on emulated devices."""
 
 import json
 
@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("rich")
 
-from bench_workers import InThisProcess
-from moax import cli
-from benchmarks import report
+
+from benchmarks import command, report
 from benchmarks.block import block, mesh_block, mesh_worker
 from benchmarks.peers import native
 from benchmarks.report import Row
 from moax.tune.timing import Repeats
+from support_benchmarks import InThisProcess
 
 KERNELS = [
     ("sort_1", 1.0), ("grouped_matmul_mosaic_gpu_kernel", 4.0), ("ncclDevKernel_AllGather_RING_LL", 2.0),
@@ -43,10 +43,10 @@ def test_mesh_that_does_not_fit(monkeypatch):
 
 def test_mesh_is_a_mesh_and_of_a_block(capsys):
     """Breaks if --mesh is taken and does nothing."""
-    assert cli.main(["bench", "gemm", "--cases", "tiny", "--mesh", "ep=2"]) == 2
+    assert command.main(["gemm", "--cases", "tiny", "--mesh", "ep=2"]) == 2
     assert "--mesh with gemm" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        cli.main(["bench", "block", "--mesh", "up=2"])
+        command.main(["block", "--mesh", "up=2"])
     assert "unknown axis 'up'" in capsys.readouterr().err
 
 
@@ -83,8 +83,8 @@ def test_block_on_a_mesh(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(mesh_block, "PEERS", ("native",))
     monkeypatch.setattr(mesh_block, "Worker", InThisProcess)
     out = tmp_path / "f.json"
-    argv = ["bench", "block", "--cases", "tiny", "--recipe", "none", "--mesh", "ep=2", "--quick"]
-    assert cli.main([*argv, "--exchange", "all_to_all", "--out", str(out)]) == 0
+    argv = ["block", "--cases", "tiny", "--recipe", "none", "--mesh", "ep=2", "--quick"]
+    assert command.main([*argv, "--exchange", "all_to_all", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "native: tokens cross by lax.all_to_all of padded buckets" in said and "peak ? GB, parameters 0.00" in said
     rows = json.loads(out.read_text())["rows"]

@@ -1,4 +1,4 @@
-"""`moax bench train`: the same model from the same seed by each layer, and what is said of those that do not run."""
+"""The benchmark `train`: the same model from the same seed by each layer, and what is said of those that do not run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("rich")
 
-from bench_workers import InThisProcess
-from moax import cli
-from benchmarks import report
+
+from benchmarks import command, report
 from benchmarks.block import train
 from benchmarks.block.mesh_block import How
-from moax.tune.timing import Repeats
 from moax.train.presets import ModelConfig
+from moax.tune.timing import Repeats
+from support_benchmarks import InThisProcess
 
 
 @pytest.mark.loose
@@ -27,8 +27,8 @@ def test_all_train_alike(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.command.OTHERS", {"train": (train.PERF, train.TINY)})
     monkeypatch.setattr(train, "Worker", InThisProcess)
     out = tmp_path / "f.json"
-    argv = ["bench", "train", "--cases", "tiny", "--recipe", "none", "--mesh", "ep=2", "--quick", "--peers", "native"]
-    assert cli.main([*argv, "--exchange", "all_to_all", "--out", str(out)]) == 0
+    argv = ["train", "--cases", "tiny", "--recipe", "none", "--mesh", "ep=2", "--quick", "--peers", "native"]
+    assert command.main([*argv, "--exchange", "all_to_all", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [row["impl"] for row in rows] == ["native", "moax"]
     ours = rows[-1]["extra"]
@@ -49,21 +49,21 @@ def test_layer_that_does_not_fit(monkeypatch):
     runs = [train.Run("shared", model, 1, 16)]
     (row,) = train.rows(runs, How((("ep", 2),), recipes=(), peers=("native",)), Repeats(1, 1), {})
     assert row.us is None and "shared_d_ff=32" in row.note
-    report.show("moax bench train", {"limits": {}, "device": "cpu"}, [row])
+    report.show("benchmarks train", {"limits": {}, "device": "cpu"}, [row])
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ([], "train without --mesh"),
-        (["--mesh", "ep=2", "--tokens", "64"], "train with --tokens or --kernels"),
-        (["--mesh", "ep=2", "--kernels", "xla"], "train with --tokens or --kernels"),
+        (["--mesh", "ep=2", "--tokens", "64"], "--tokens with train: it is for block alone"),
+        (["--mesh", "ep=2", "--kernels", "xla"], "--kernels with train: it is for block alone"),
         (["--mesh", "ep=2", "--peers", "torch"], "unknown torch; use all, none, or some of native, public"),
     ],
 )
 def test_options_that_do_nothing(capsys, options, said):
     """Breaks if an option is taken and does nothing."""
-    assert cli.main(["bench", "train", "--cases", "tiny", *options]) == 2
+    assert command.main(["train", "--cases", "tiny", *options]) == 2
     assert said in capsys.readouterr().err
 
 

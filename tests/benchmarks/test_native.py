@@ -11,10 +11,11 @@ import pytest
 from jax import lax
 
 import moax
-from moax import reference
 from benchmarks.peers import native, public
+from moax import reference
 from moax.errors import Unsupported
 from support import interpret, make_params, put, random, rel_norm
+from support_benchmarks import by_gather
 
 CONFIG = moax.MoEConfig(32, 48, 8, 2)
 MESHES = ((2, 2), (4, 1))
@@ -133,20 +134,6 @@ def test_native_in_bf16():
     got = on_mesh(make_mesh(2, 2), config, x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16), params)
     assert [v.dtype for v in got] == [jnp.bfloat16] * 2 + [jnp.float32] * 3
     check(got, expected(), BF16)
-
-
-def by_gather(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """What `lax.ragged_all_to_all` is documented to return, by gathering everything: a CPU has no other."""
-    me, row = lax.axis_index(axis_name), jnp.arange(output.shape[0])
-    rows, begin, size, there = (
-        lax.all_gather(v, axis_name) for v in (operand, input_offsets, send_sizes, output_offsets)
-    )
-    for source in range(rows.shape[0]):
-        slot = row - there[source, me]
-        mine = (slot >= 0) & (slot < size[source, me])
-        taken = rows[source][jnp.clip(begin[source, me] + slot, 0, operand.shape[0] - 1)]
-        output = jnp.where(mine[:, None], taken, output)
-    return output
 
 
 def test_ragged_exchange(monkeypatch):

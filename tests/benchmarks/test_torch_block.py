@@ -1,4 +1,4 @@
-"""The peer of `moax bench block --mesh` in PyTorch: against reference.py where PyTorch is, its processes anywhere."""
+"""The peer in PyTorch of the benchmark of a block on a mesh: against reference.py where PyTorch is, and its processes."""
 
 import dataclasses
 import functools
@@ -19,12 +19,13 @@ import pytest
 pytest.importorskip("rich")
 
 import moax
-from moax import reference
 from benchmarks.block import block, mesh_block, worker
-from benchmarks.peers import torch_block, torch_pieces
-from moax.tune.timing import Repeats
 from benchmarks.block.worker import READY, Worker
+from benchmarks.peers import torch_block, torch_pieces
+from benchmarks.processes import ROOT, environment
+from moax import reference
 from moax.errors import Unsupported
+from moax.tune.timing import Repeats
 from support import rel_norm
 
 TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
@@ -87,10 +88,10 @@ def test_layer_is_the_reference(fsdp, ep, tmp_path):
     """Breaks if what moax is timed beside computes something else, has other gradients, or gives the fp8 kernel other
     operands than it takes; or if the worker would time a layer whose gradients are wrong."""
     save_cases(tmp_path)
-    script, port = Path(__file__).with_name("torch_ranks.py"), torch_block.free_port()
+    script, port = ROOT / "tests" / "support_torch_ranks.py", torch_block.free_port()
     ranks = range(fsdp * ep)
     commands = [[sys.executable, script, tmp_path, *map(str, (rank, fsdp, ep, port))] for rank in ranks]
-    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) for command in commands]
     for process in started:
         _, said = process.communicate(timeout=300)
         assert process.returncode == 0, said[-3000:]
@@ -268,7 +269,7 @@ def test_ranks_die_with_their_parent():
     child = "from benchmarks.peers import torch_block; torch_block.die_with_parent(); print('on', flush=True); input()"
     parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE)"
     ran = [sys.executable, "-c", f"{parent}; time.sleep(60)"]
-    with subprocess.Popen(ran, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(ran, stdout=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stdout is not None and process.stdout.readline() == "on\n"
         process.send_signal(signal.SIGKILL)
         start = time.monotonic()

@@ -118,7 +118,8 @@ def describe(config: TrainConfig, mesh, corpus: Corpus) -> list[str]:
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return [
         f"model  {total / 1e6:.1f} M parameters, of which a byte meets {active / 1e6:.1f} M: "
-        f"{plural(model.num_layers, 'layer')} of width {model.d_model}, each with {model.num_experts} experts of width {model.d_ff}, {model.top_k} a byte",
+        f"{plural(model.num_layers, 'layer')} of width {model.d_model}, each with {model.num_experts} experts of width "
+        f"{model.d_ff}, {model.top_k} a byte",
         f"runs   in {config.dtype}, recipe {config.recipe or 'none'}, exchange {config.exchange}, "
         f"balance {model.balance}",
         f"mesh   {axes}: {mesh.size} {backend.platform()} devices{_spread(mesh)}",

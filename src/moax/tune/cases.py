@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from moax.models import find_model
+
 Direction = Literal["fwd", "dgrad", "wgrad"]
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "dgrad", "wgrad")
 
@@ -66,31 +68,35 @@ def group_sizes(rows: int, groups: int, distribution: str) -> np.ndarray:
     return sizes.astype(np.int32)
 
 
+def product(name: str, model: str, ranks: int, tokens: int) -> Case:
+    """x wi of one rank, by half of wi: the gate projection alone, [H, F]."""
+    shape = find_model(model).on_rank(ranks, tokens)
+    return Case(name, shape.rows, shape.d_model, shape.d_ff, shape.groups)
+
+
+def both_products(name: str, model: str, ranks: int = 1, tokens: int = 16384) -> tuple[Case, Case]:
+    """x wi, gate and up projection together, and h wo of one rank."""
+    shape = find_model(model).on_rank(ranks, tokens)
+    note = f"{shape.groups} of {shape.groups * ranks} experts, {tokens} tokens a rank" if ranks > 1 else ""
+    sizes = dict(rows=shape.rows, groups=shape.groups, note=note)
+    return (
+        Case(f"{name} wi", contracted=shape.d_model, columns=shape.hidden, **sizes),
+        Case(f"{name} wo", contracted=shape.d_ff, columns=shape.d_model, **sizes),
+    )
+
+
 PERF = (
-    Case("mixtral", 16384, 4096, 14336, 4),
-    Case("qwen3", 65536, 2048, 768, 32),
-    Case("dsv3", 32768, 7168, 2048, 16),
+    product("mixtral", "mixtral-8x7b", ranks=2, tokens=8192),
+    product("qwen3", "qwen3-30b", ranks=4, tokens=8192),
+    product("dsv3", "deepseek-v3", ranks=16, tokens=4096),
 )
-
-# name, d_model, d_ff, experts here, rows of 16384 tokens, what part of the model that is
-MODELS = (
-    ("mixtral-8x7b", 4096, 14336, 8, 32768, ""),
-    ("olmoe", 2048, 1024, 64, 131072, ""),
-    ("qwen3-30b", 2048, 768, 128, 131072, ""),
-    ("qwen3-235b", 4096, 1536, 128, 131072, ""),
-    ("gpt-oss-120b", 2880, 2880, 128, 65536, ""),
-    ("dsv3-slice", 7168, 2048, 64, 32768, "64 of 256 experts, a quarter of the rows"),
-    ("kimi-k2-slice", 7168, 2048, 96, 32768, "96 of 384 experts, a quarter of the rows"),
-    ("qwen3-next", 2048, 512, 512, 163840, ""),
+WHOLE = ("mixtral-8x7b", "olmoe", "qwen3-30b", "qwen3-235b", "gpt-oss-120b")
+ANCHORS = (
+    *(case for name in WHOLE for case in both_products(name, name)),
+    *both_products("dsv3-slice", "deepseek-v3", ranks=4, tokens=4096),
+    *both_products("kimi-k2-slice", "kimi-k2", ranks=4, tokens=4096),
+    *both_products("qwen3-next", "qwen3-next"),
 )
-
-
-def _anchors() -> tuple[Case, ...]:
-    both = []
-    for name, width, hidden, experts, rows, note in MODELS:
-        both.append(Case(f"{name} wi", rows, width, 2 * hidden, experts, note=note))
-        both.append(Case(f"{name} wo", rows, hidden, width, experts, note=note))
-    return tuple(both)
 
 
 def _by_groups() -> tuple[Case, ...]:
@@ -103,7 +109,7 @@ def _by_groups() -> tuple[Case, ...]:
 
 SETS: dict[str, tuple[Case, ...]] = {
     "perf": PERF,
-    "anchors": _anchors(),
+    "anchors": ANCHORS,
     "groups": _by_groups(),
     "tiny": (Case("tiny", 256, 128, 256, 4), Case("tiny zipf", 200, 96, 64, 5, "zipf")),
 }

@@ -1,4 +1,4 @@
-"""`moax tune`: measures the tiles of each product on this GPU, and writes the fastest to the kernels' table."""
+"""`moax tune`: measures the tiles of each product on this GPU, and keeps the fastest in the user's table."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moax import backend
+from moax import backend, program
+from moax.errors import Unsupported
 from moax.tune import cases
 from moax.tune.problem import Problem
 from moax.tune.timing import Repeats, kernel_time
-from moax.errors import Unsupported
 
+USAGE = "moax tune [options]"
 DESCRIPTION = """\
-Measures the tiles of every product of the cases on this GPU and writes the fastest of each shape to the table that
-the kernels read (or to --out FILE): a tile replaces the heuristic's where it is at least 1 % faster.
+Measures the tiles of every product of the cases on this GPU and keeps the fastest of each shape, where it is at least
+1 % faster than the heuristic's tile, in a table in your cache folder (~/.cache/moax/tiles.json, or --out FILE). Kernels
+read that table before the one that moax brings.
 """
 GAIN = 1.01
 # Each op with the directions it runs, and whether its operands are FP8.
@@ -59,25 +61,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
     add("--ops", default=",".join(DIRECTIONS), metavar="NAMES", help="of %(default)s")
-    add("--out", metavar="FILE", help="the table to bring up to date (default: the one that the kernels read)")
+    add("--out", metavar="FILE", help="the table to bring up to date (default: the one in your cache folder)")
     add("--json", action="store_true", help="print JSON at the end; progress goes to stderr")
 
 
 def run(args: argparse.Namespace) -> int:
-    """`moax tune`.
+    """Measures every product of the cases, and writes the table after each case.
 
     Raises:
-      Unsupported: this is no GPU that the kernels run on. ValueError: an option that names nothing.
+      Unsupported: this is no GPU that the kernels run on. ValueError: an option that names
+        nothing, or a table that cannot be read.
     """
     from moax.kernels.hopper import tiles
 
+    program.start()
     unknown = set(args.ops.split(",")) - DIRECTIONS.keys()
     if unknown:
         raise ValueError(f"--ops: unknown {', '.join(sorted(unknown))}; of {', '.join(DIRECTIONS)}")
     if not backend.on_hopper():
         raise Unsupported(f"moax tune needs an NVIDIA Hopper GPU; this is {backend.device_kind()!r}")
-    path = Path(args.out) if args.out else tiles.TABLE
-    table = json.loads(path.read_text()) if path.exists() else {}
+    path = Path(args.out) if args.out else tiles.user_table()
+    table, packaged = tiles.load(path), tiles.load(tiles.TABLE).get(backend.device_kind(), {})
     mine = table.setdefault(backend.device_kind(), {})
     found: list[Tuned] = []
     for case in cases.select(args.cases, args.only):
@@ -88,10 +92,11 @@ def run(args: argparse.Namespace) -> int:
                 found.append(best)
                 line = f"{best.case} {op} {direction}: {best.tile} {best.us:.0f} us, {best.gain:.3f} of the heuristic's"
                 print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
-                if best.kept:
+                if best.kept or best.key in packaged:  # the heuristic's tile, too, goes before a packaged one
                     mine[best.key] = best.tile
                 else:
                     mine.pop(best.key, None)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render(table))
     if args.json:
         report = {"device": backend.device_kind(), "table": str(path), "products": [best._asdict() for best in found]}
@@ -117,7 +122,16 @@ def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
     best = min(times, key=times.__getitem__)
     gain = times[first] / times[best]
     key = tiles.tile_key(op, contracted, columns, rows)
-    return Tuned(case.name, op, direction, key, list(dataclasses.astuple(best)), times[best], gain, gain >= GAIN)
+    return Tuned(
+        case=case.name,
+        op=op,
+        direction=direction,
+        key=key,
+        tile=list(dataclasses.astuple(best)),
+        us=times[best],
+        gain=gain,
+        kept=gain >= GAIN,
+    )
 
 
 def product(problem: Problem, op: str, direction: cases.Direction, tile) -> tuple[Callable, tuple]:

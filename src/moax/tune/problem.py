@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from moax.tune.cases import Case, Direction
 from moax.groups import BLOCK, Blocks, align_up, make_blocks
 from moax.recipe import E4M3_MAX
+from moax.tune.cases import Case, Direction
 from moax.types import Operand
 
 
