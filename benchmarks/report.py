@@ -119,15 +119,16 @@ def show(title: str, head: dict[str, Any], rows: list[Row], stream=None) -> None
     for column in columns:
         right = column in ("us", "TFLOP/s", "TB/s", "of limit", "error")
         table.add_column(column, justify="right" if right else "left", overflow="fold")
-    before = None
+    before, several = None, len({row.op for row in rows}) > 1
     for row in rows:
         if row.us is None:
             continue
-        if before not in (None, (row.case, row.direction)):
+        if before not in (None, (row.op, row.case, row.direction)):
             table.add_section()
-        before = (row.case, row.direction)
+        before = (row.op, row.case, row.direction)
         peers = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.peers.items())
-        cells = (row.case, row.direction, row.recipe, row.impl, row.tile or row.path)
+        what = f"{row.op} {row.case}" if several else row.case
+        cells = (what, row.direction, row.recipe, row.impl, row.tile or row.path)
         numbers = (_number(row.us, ".1f"), _number(row.tflops, ".0f"), _number(row.tb_s, ".2f"))
         rest = (_number(row.fraction, ".2f"), _number(row.error, ".1e"), peers)
         style = "bold" if row.impl == OURS else ""

@@ -272,7 +272,7 @@ def test_whatever_is_no_collective():
 
 
 @pytest.mark.parametrize(
-    "hlo, name, bits",
+    "text, name, bits",
     [
         ("pred", "bool", 8),
         ("u8", "uint8", 8),
@@ -289,9 +289,9 @@ def test_whatever_is_no_collective():
         ("f4e2m1fn", "float4_e2m1fn", 4),
     ],
 )
-def test_dtypes(hlo, name, bits):
-    assert hlo.dtype_name(hlo) == (jnp.dtype(name).name, bits)
-    (c,) = read(f"%x = {hlo}[2,3]{{1,0:E(4)}} all-gather(%p), {GATHER}, {FSDP}")
+def test_dtypes(text, name, bits):
+    assert hlo.dtype_name(text) == (jnp.dtype(name).name, bits)
+    (c,) = read(f"%x = {text}[2,3]{{1,0:E(4)}} all-gather(%p), {GATHER}, {FSDP}")
     assert (c.dtype, c.bytes) == (name, math.ceil(6 * bits / 8 / 2))
 
 

@@ -110,7 +110,7 @@ def test_tune_needs_a_gpu_and_prints_json(monkeypatch, tmp_path, capsys):
     assert cli.main(["tune"]) == 1
     assert "needs an NVIDIA Hopper GPU" in capsys.readouterr().err
     table = tmp_path / "tiles.json"
-    table.write_text(json.dumps({"cpu": {"slow": [1]}}))
+    table.write_text(json.dumps({"cpu": {"slow": [64, 2]}}))
 
     def measured(problem, op, direction):
         fast = direction == "fwd"

@@ -1,4 +1,4 @@
-"""The peer in PyTorch of the benchmark of a block on a mesh: against reference.py where PyTorch is, and its processes."""
+"""The peer in PyTorch of the block on a mesh: against reference.py where PyTorch is, and its processes anywhere."""
 
 import dataclasses
 import functools
