@@ -25,6 +25,7 @@ from benchmarks.peers import torch_block, torch_pieces
 from benchmarks.processes import ROOT, environment
 from moax import reference
 from moax.errors import Unsupported
+from moax.models import MODELS
 from moax.tune.timing import Repeats
 from support import rel_norm
 
@@ -211,7 +212,7 @@ def test_refuses_what_it_does_not_compute(changes, sizes, why):
     """Breaks if a row of the benchmark compares two different layers."""
     with pytest.raises(Unsupported, match=f"the layer of PyTorch cannot do this.*{why}"):
         torch_block.check(dataclasses.replace(CONFIG, **changes), sizes)
-    for router in (CONFIG.router, SIGMOID, block.MIXTRAL):
+    for router in (CONFIG.router, SIGMOID, MODELS["mixtral-8x7b"].config.router):
         torch_block.check(dataclasses.replace(CONFIG, router=router), dict(fsdp=2, ep=2))
 
 
