@@ -77,7 +77,7 @@ constraints: ## raise constraints.txt to the newest versions that pyproject.toml
 
 clean: ## remove .venv, caches and builds; runs/ stays
 	rm -rf $(VENV) $(SASS_VENV) $(HF_VENV) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist docs/_build
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@scripts/venv.sh $(VENV) --constraint constraints.txt --editable '.[$(EXTRAS)]'

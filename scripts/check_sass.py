@@ -31,6 +31,7 @@ from moax.kernels.hopper.matmul import grouped_matmul
 from moax.kernels.hopper.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.wgrad import grouped_wgrad
 from moax.kernels.hopper.wgrad_fp8 import grouped_wgrad_fp8
+from moax.models import MODELS
 from moax.recipe import Format, get_recipe
 
 H200 = """
@@ -50,10 +51,22 @@ dnn_version_info { major: 9 minor: 12 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
 ROWS, EXPERTS = 4096, 8
-# d_model and columns of one product of models: mixtral, qwen3-30b, gpt-oss, dsv3, and one that little divides; the
-# gradient of a bias is a product of 32 columns of ones.
-SHAPES = ((4096, 14336), (2048, 1536), (768, 2048), (2880, 5760), (7168, 2048), (1408, 96), (96, 160), (32, 5760))
-WIDTHS = (96, 768, 1408, 2048, 2880, 7168)
+MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK = (
+    MODELS[name].config for name in ("mixtral-8x7b", "qwen3-30b", "gpt-oss-120b", "deepseek-v3")
+)
+# (contracted K, columns N) of products of these models, and of some that little divides; the gradient of a bias is a
+# product whose contracted dim is 32 columns of ones.
+SHAPES = (
+    (MIXTRAL.d_model, MIXTRAL.d_ff),
+    (QWEN3.d_model, 2 * QWEN3.d_ff),
+    (QWEN3.d_ff, QWEN3.d_model),
+    (GPT_OSS.d_model, 2 * GPT_OSS.d_ff),
+    (DEEPSEEK.d_model, DEEPSEEK.d_ff),
+    (1408, 96),
+    (96, 160),
+    (32, 2 * GPT_OSS.d_ff),
+)
+WIDTHS = (96, QWEN3.d_ff, 1408, QWEN3.d_model, GPT_OSS.d_model, DEEPSEEK.d_model)
 BF16, F8, F32, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32, jnp.int32
 
 
@@ -133,7 +146,7 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             back = functools.partial(quantize.dequantize_rows, dtype=dtype)
             yield f"dequantize_rows {width} {dtype.__name__}", back, wire
             both = functools.partial(quantize.quantize_weight, native=True, transposed=True)
-            yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, 2880, width), dtype)]
+            yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, GPT_OSS.d_model, width), dtype)]
         yield f"gather_rows {width}", permute.gather_rows, [x, ((ROWS,), I32), ((1,), I32)]
         stay = lambda x, places: exchange.put_rows([x, x], None, places, 0, 512, ())  # noqa: E731
         yield f"put_rows {width}", stay, [x, ((1, 2, 1), I32)]

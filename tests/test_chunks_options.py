@@ -14,13 +14,13 @@ import flax.nnx
 
 import moax.linen
 import moax.nnx
-from moax.bench import block as block_bench
-from moax.bench import mesh_worker
-from moax.bench.report import OURS
-from moax.bench.timing import Repeats
+from benchmarks.block import block as block_bench
+from benchmarks.block import mesh_worker
+from benchmarks.report import OURS
 from moax.train import model as lm
 from moax.train.presets import ModelConfig, TrainConfig
 from moax.train.step import execution
+from moax.tune.timing import Repeats
 from support import make_params
 from test_moe import BASE, B, L, make_x
 

@@ -1,6 +1,7 @@
 """The command line: what a stranger sees, what goes wrong, exit codes."""
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -15,13 +16,13 @@ from packaging.requirements import Requirement
 
 pytest.importorskip("optax")
 
-from moax import backend, cli, info
-from moax.bench import tune
+import moax
+from moax import arguments, backend, cli, extras, info, program
 from moax.errors import Unsupported
 from moax.kernels import select_kernels
 from moax.ops.exchange import TRANSPORTS
 from moax.recipe import RECIPES
-from moax.train import options
+from moax.train.command import train_config
 from moax.train.presets import PRESETS
 from moax.train.run import Run
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.loose
 
 
 def parse(*argv):
-    return cli.train_config(cli.parser().parse_args(["train", *argv]))
+    return train_config(cli.parsers()[0].parse_args(["train", *argv]))
 
 
 def test_help_shows_what_to_type(capsys):
@@ -55,6 +56,8 @@ def test_help_shows_what_to_type(capsys):
         (["train", "--recipe", "fp4"], "invalid choice: 'fp4'"),
         (["train", "--steps", "many"], "invalid int value: 'many'"),
         (["train", "--preset", "huge"], "choose from"),
+        (["train", "--fly"], "moax train: error: unrecognized arguments: --fly"),
+        (["inspect", "--tokens", "many"], "moax inspect: error: argument --tokens"),
     ],
 )
 def test_unreadable_arguments(argv, message, capsys):
@@ -92,14 +95,15 @@ def test_traceback_on_request(tmp_path):
 
 
 def test_missing_extra_is_named(monkeypatch, capsys):
+    """Breaks if a package of an extra is missing and the error does not name the extra, or if a bug passes for that."""
+
     def run(args):
         raise ModuleNotFoundError("No module named 'optax'", name="optax")
 
-    monkeypatch.setattr(cli, "run_train", run)
+    monkeypatch.setattr("moax.train.command.run", run)
     assert cli.main(["train"]) == 1
-    assert "optax is missing: pip install 'moax[train]'" in capsys.readouterr().err
-    with pytest.raises(ModuleNotFoundError):
-        cli._explain(ModuleNotFoundError("No module named 'mine'", name="mine"))
+    assert capsys.readouterr().err == "moax train: error: optax is missing: pip install 'moax[train]'\n"
+    assert program.explain(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
 
 
 def test_flags_over_preset():
@@ -156,13 +160,58 @@ def test_info_suggests_a_mesh():
 def test_info_names_the_extras_of_the_project(monkeypatch):
     """Breaks if an extra gets or loses a package, and `moax info` does not know."""
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    extras = {k: v for k, v in project["optional-dependencies"].items() if k not in ("dev", "docs")}
-    assert info.EXTRAS.keys() == extras.keys()
+    known = {k: v for k, v in project["optional-dependencies"].items() if k not in ("dev", "docs")}
+    assert extras.EXTRAS.keys() == known.keys()
     for name in ("flax", "train"):
-        assert list(info.EXTRAS[name]) == [Requirement(text).name for text in extras[name]]
+        assert list(extras.EXTRAS[name].values()) == [Requirement(text).name for text in known[name]]
     monkeypatch.setattr(info, "version", lambda name: None if name in ("flax", "moax") else "1")
     said = info.render(info.describe())
     assert "flax missing: pip install 'moax[flax]'" in said and "source tree" in said
+
+
+@pytest.mark.parametrize("name", ("nnx", "linen"))
+def test_layer_without_flax_names_its_extra(name):
+    """Breaks if `import moax.nnx` without flax does not say what to install."""
+    code = f"import sys; sys.modules['flax'] = None\nimport moax.{name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    last = done.stderr.splitlines()[-1]
+    assert last == "ModuleNotFoundError: flax is missing: pip install 'moax[flax]'"
+
+
+def test_help_imports_no_jax():
+    """Breaks if `moax --help` or `import moax` imports JAX, which takes a second."""
+    code = "import sys, moax, moax.cli\ntry: moax.cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print('jax' in sys.modules or 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_commands_need_no_extra_to_print_their_help():
+    """Breaks if a command imports a package of an extra before it runs, or `moax inspect` the language model."""
+    code = (
+        "import sys\nfrom moax import cli\n"
+        "for command in cli.parsers()[1].values(): command.format_help()\n"
+        "loaded = {name.split('.')[0] for name in sys.modules}\n"
+        "print(*loaded & {'flax', 'matplotlib', 'optax', 'orbax', 'rich'})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [], done.stderr
+    code = "import sys, moax.inspect.command\nprint(*(name for name in sys.modules if name.startswith('moax.train')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [], done.stderr
+
+
+def test_public_names_are_typed():
+    """Breaks if a name of `moax` is there at run time alone, or for type checkers alone."""
+    tree = ast.parse(Path(moax.__file__).read_text())
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = {alias.name: node.module for node in typed.body for alias in node.names}
+    homes = {name: home for name, home in imported.items() if home != "moax"}
+    assert homes == moax._HOMES and imported.keys() - homes.keys() == set(moax._MODULES) - {"nnx", "linen"}
+    for name in dir(moax):
+        assert getattr(moax, name) is not None
+    with pytest.raises(AttributeError, match="module 'moax' has no attribute 'mou'"):
+        moax.mou  # noqa: B018
 
 
 def test_no_device_is_an_error_of_one_line():
@@ -181,31 +230,6 @@ def test_output_that_nobody_reads():
     done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(out)
     assert done.returncode == 141 and not done.stderr
-
-
-def test_tune_needs_a_gpu_and_prints_json(monkeypatch, tmp_path, capsys):
-    """Breaks if the table and what is printed differ, or JSON is not all that stdout has."""
-    assert cli.main(["tune"]) == 1
-    assert "needs an NVIDIA Hopper GPU" in capsys.readouterr().err
-    table = tmp_path / "tiles.json"
-    table.write_text(json.dumps({"cpu": {"slow": [1]}}))
-
-    def measured(problem, op, direction):
-        fast = direction == "fwd"
-        return tune.Tuned("case", op, direction, "fast" if fast else "slow", [64, 1], 2.0, 1.5 if fast else 1.0, fast)
-
-    monkeypatch.setattr(backend, "on_hopper", lambda: True)
-    monkeypatch.setattr(tune, "tune", measured)
-    monkeypatch.setattr(tune, "Problem", lambda case: case)
-    argv = ["tune", "--only", "mixtral", "--ops", "matmul,wgrad", "--out", str(table)]
-    assert cli.main([*argv, "--json"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert found["table"] == str(table) and {p["kept"] for p in found["products"]} == {True, False}
-    assert "case matmul fwd: [64, 1] 2 us, 1.500 of the heuristic's" in said.err
-    assert json.loads(table.read_text()) == {"cpu": {"fast": [64, 1]}}
-    assert cli.main(argv) == 0
-    assert "case wgrad wgrad" in capsys.readouterr().out
 
 
 def test_train_runs_and_resumes(tmp_path, capsys):
@@ -234,11 +258,11 @@ def test_train_runs_and_resumes(tmp_path, capsys):
 
 def test_mesh_type_is_told_by_argparse():
     with pytest.raises(argparse.ArgumentTypeError):
-        options.mesh_of("x=1")
+        arguments.mesh_of("x=1")
 
 
 def test_emulated_devices_in_a_fresh_process():
-    code = "from moax import cli; cli.emulate(4); import jax; print(jax.device_count())"
+    code = "from moax import program; program.emulate(4); import jax; print(jax.device_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "4", done.stderr
 

@@ -14,8 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 import moax.inspect as inspect
 from moax.config import MoEConfig
-from moax.inspect import Collective, assert_no_wide_weight_gather, assert_reduce_scattered, collectives, total_bytes
-from moax.inspect import hlo as _hlo
+from moax.inspect import (
+    Collective,
+    assert_no_wide_weight_gather,
+    assert_reduce_scattered,
+    collectives,
+    hlo,
+    total_bytes,
+)
 from moax.mesh.axes import Axes
 
 MESHES = {
@@ -198,14 +204,14 @@ def test_replica_groups(mesh, groups, axes, size):
 )
 def test_what_the_ids_of_a_group_are(kind, header, attributes, expected):
     line = f"  %x = f32[8]{{0}} {kind}(%p), dimensions={{0}}, {attributes}"
-    (wire,) = _hlo.read_wires(f"HloModule f, {header}\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n{line}\n}}\n")
-    assert wire.groups == expected
+    (one,) = hlo.read_collectives(f"HloModule f, {header}\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n{line}\n}}\n")
+    assert one.groups == expected
 
 
 def test_unknown_form_of_groups():
     text = "mesh{'a'} {'a'}"
     with pytest.raises(ValueError, match="form that moax.inspect does not know"):
-        _hlo._read_groups(text)
+        hlo._read_groups(text)
 
 
 LOOPS = """
@@ -266,7 +272,7 @@ def test_whatever_is_no_collective():
 
 
 @pytest.mark.parametrize(
-    "hlo, name, bits",
+    "text, name, bits",
     [
         ("pred", "bool", 8),
         ("u8", "uint8", 8),
@@ -283,9 +289,9 @@ def test_whatever_is_no_collective():
         ("f4e2m1fn", "float4_e2m1fn", 4),
     ],
 )
-def test_dtypes(hlo, name, bits):
-    assert _hlo.dtype_name(hlo) == (jnp.dtype(name).name, bits)
-    (c,) = read(f"%x = {hlo}[2,3]{{1,0:E(4)}} all-gather(%p), {GATHER}, {FSDP}")
+def test_dtypes(text, name, bits):
+    assert hlo.dtype_name(text) == (jnp.dtype(name).name, bits)
+    (c,) = read(f"%x = {text}[2,3]{{1,0:E(4)}} all-gather(%p), {GATHER}, {FSDP}")
     assert (c.dtype, c.bytes) == (name, math.ceil(6 * bits / 8 / 2))
 
 
@@ -547,11 +553,11 @@ def test_smallest_shard(mesh):
         "wo": abstract(mesh, (8, 32, 8), jnp.float32, "ep", None, "fsdp"),
         "bias": None,
     }
-    assert inspect._min_elements(None, weights, ("fsdp",)) == 8 * 32 * 8 // 8
+    assert inspect.program._min_elements(None, weights, ("fsdp",)) == 8 * 32 * 8 // 8
     with pytest.raises(ValueError, match="none is sharded over fsdp"):
-        inspect._min_elements(None, weights["router"], ("fsdp",))
+        inspect.program._min_elements(None, weights["router"], ("fsdp",))
     with pytest.raises(ValueError, match="none is sharded over fsdp"):
-        inspect._min_elements(None, [jnp.ones(3)], ("fsdp",))
+        inspect.program._min_elements(None, [jnp.ones(3)], ("fsdp",))
 
 
 def test_nothing_passes_for_lack_of_a_name(mesh):

@@ -14,11 +14,12 @@ import pytest
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 
+from moax.arguments import mesh_over_devices, parse_mesh
 from moax.train import data, plot, report
 from moax.train import model as lm
 from moax.train import run as runs
 from moax.train.loop import train
-from moax.train.mesh import check_batch, make_mesh, parse_mesh
+from moax.train.mesh import check_batch
 from moax.train.presets import PRESETS, ModelConfig, TrainConfig
 
 pytestmark = pytest.mark.loose
@@ -145,7 +146,7 @@ def test_live_report(whole):
 
     live = report.LiveReport(Console(force_terminal=True, width=120, record=True, quiet=False))
     corpus = data.load(whole.config.text, whole.config.seq)
-    live.start(whole.config, make_mesh(whole.config.mesh), corpus)
+    live.start(whole.config, mesh_over_devices(whole.config.mesh), corpus)
     live.ready(whole.run, 0, 1.0)
     for row in whole.run.rows():
         live.held_out(row["step"], row["held_out_loss"]) if "held_out_loss" in row else live.step(row)
@@ -298,13 +299,13 @@ def test_parse_mesh():
 
 def test_mesh_that_does_not_fit_names_those_that_do():
     with pytest.raises(ValueError, match="mesh of 6 devices, but 8 are here.*fsdp=2,ep=4"):
-        make_mesh((("fsdp", 2), ("ep", 3)))
-    assert dict(make_mesh(()).shape) == {"fsdp": 8}
+        mesh_over_devices((("fsdp", 2), ("ep", 3)))
+    assert dict(mesh_over_devices(()).shape) == {"fsdp": 8}
 
 
 def test_batch_that_does_not_divide():
     with pytest.raises(ValueError, match="--batch 12 does not divide over fsdp x ep = 8 devices; 8 or 16 would do"):
-        check_batch(12, make_mesh((("fsdp", 2), ("ep", 4))))
+        check_batch(12, mesh_over_devices((("fsdp", 2), ("ep", 4))))
 
 
 @pytest.mark.parametrize(

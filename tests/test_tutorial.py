@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import docs_pages
-from moax.bench.peers import native
+from benchmarks.peers import native
 
 TUTORIAL = docs_pages.ROOT / "docs" / "tutorial"
 PAGE = TUTORIAL / "layer.md"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import argparse
+import json
 import math
 import platform as python
 import re
@@ -10,18 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from moax import backend
+from moax import backend, program
 from moax.errors import Unsupported
 from moax.kernels import select_kernels, takes_fp8
+from moax.extras import EXTRAS, version
 from moax.ops.exchange import TRANSPORTS, select_transport
 from moax.recipe import RECIPES, get_recipe
 
-# What each extra of pyproject.toml brings.
-EXTRAS = {
-    "flax": ("flax",),
-    "train": ("matplotlib", "optax", "orbax-checkpoint", "rich"),
-    "cuda13": ("jax-cuda13-plugin",),
-}
+USAGE = "moax info [options]"
+DESCRIPTION = "Shows devices, versions, a mesh to begin with, which kernels and exchanges run here, and extras."
 EP = 4  # the most devices that `suggest_mesh` gives to experts
 
 
@@ -32,6 +30,20 @@ class Choice(NamedTuple):
     value: str
     runs: bool
     note: str
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `moax info`."""
+    parser.add_argument("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what this machine is, and what runs on it."""
+    program.start(args.cpu_devices)
+    found = describe()
+    print(json.dumps(found, indent=2) if args.json else render(found))
+    return 0
 
 
 def describe() -> dict[str, Any]:
@@ -47,16 +59,8 @@ def describe() -> dict[str, Any]:
         },
         "mesh": suggest_mesh(jax.device_count(), jax.local_device_count()),
         "choices": [choice._asdict() for choice in (*kernels(), *exchanges(), *recipes())],
-        "extras": {extra: {name: version(name) for name in names} for extra, names in EXTRAS.items()},
+        "extras": {extra: {name: version(name) for name in modules.values()} for extra, modules in EXTRAS.items()},
     }
-
-
-def version(name: str) -> str | None:
-    """Of an installed distribution; None where there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def memory() -> int | None:

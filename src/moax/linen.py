@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Float
 
 from moax.block.layer import moe
 from moax.config import MoEConfig
+from moax.extras import missing
 from moax.initialize import init
 from moax.mesh.axes import Axes
 from moax.mesh.specs import mesh_sizes
@@ -30,6 +30,11 @@ from moax.params import MoEParams
 from moax.recipe import Recipe
 from moax.sharding import param_specs
 from moax.types import MoEStats
+
+try:
+    from flax import linen as nn
+except ModuleNotFoundError as error:
+    raise missing(error) from error
 
 STATE = "moax_state"
 COLLECTIONS = {f.name: STATE if f.name == "router_bias" else "params" for f in dataclasses.fields(MoEParams)}

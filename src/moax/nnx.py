@@ -13,11 +13,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from moax.block.layer import moe
 from moax.config import MoEConfig
+from moax.extras import missing
 from moax.initialize import init
 from moax.mesh.axes import Axes
 from moax.mesh.specs import mesh_sizes
@@ -28,6 +28,11 @@ from moax.params import MoEParams, params_of
 from moax.recipe import Recipe
 from moax.sharding import param_specs
 from moax.types import MoEStats
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise missing(error) from error
 
 NAMES = tuple(field.name for field in dataclasses.fields(MoEParams))
 

@@ -18,11 +18,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from moax.config import MoEConfig
-from moax.estimate.hardware import Hardware, find_hardware, find_model
+from moax.estimate.hardware import Hardware, find_hardware
 from moax.estimate.times import Stage, Wires, work
 from moax.estimate.wires import DIRECTIONS, Shard, Transfer, transfers
 from moax.kernels import implementation, takes_fp8
 from moax.mesh.axes import ROLES, Axes
+from moax.models import find_model
 from moax.ops.exchange import Transport, select_transport
 from moax.ops.permutation import capacity_rows, sorted_rows
 from moax.recipe import Format, Recipe, get_recipe
@@ -151,7 +152,7 @@ def estimate(
     """Memory, bytes and time of a training step of MoE blocks on a mesh.
 
     Args:
-      config_or_name: a MoEConfig, or a name of `estimate_data.MODELS`.
+      config_or_name: a MoEConfig, or a name of `moax.models.MODELS`.
       mesh_shape: axis sizes in the order of the devices, neighbours along the last one; {} for one GPU.
       tokens: of a GPU in a step: those of the whole mesh, over its GPUs. (The ranks of tp share theirs.)
       recipe: as of `moax.moe`.

@@ -1,18 +1,23 @@
-"""Which TileConfig a product takes: the table of measured ones for its shape, else a heuristic.
+"""Which TileConfig a product takes: the measured one of its shape, else a heuristic's.
 
-`tiles.json` beside this file is written by `moax tune` on the machine: {device: {key: the fields of a TileConfig}}.
-Nothing is measured at run time.
+Measured tiles are in two files of one form, {device: {key: the fields of a TileConfig}}: the table that moax brings,
+`tiles.json` beside this file, and the user's own, which `moax tune` writes. An entry of the user's table goes before
+the packaged one. Nothing is measured at run time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import logging
 from pathlib import Path
 
 from moax.kernels.hopper.pipeline import TileConfig
 
+logger = logging.getLogger("moax")
 TABLE = Path(__file__).with_name("tiles.json")
+Table = dict[str, dict[str, list[int]]]
 OPS = ("matmul", "matmul_transposed", "wgrad", "matmul_fp8", "wgrad_fp8")
 
 # Each op's tiles by the share of its speed that one reaches on an H200 where its columns divide evenly.
@@ -31,10 +36,43 @@ def tile_key(op: str, contracted: int, columns: int, rows_per_group: int) -> str
     return f"{op} K{contracted} N{columns} R{1 << max(0, rows_per_group - 1).bit_length()}"
 
 
+def user_table() -> Path:
+    """The user's table, which `moax tune` writes; it may be missing."""
+    return Path.home() / ".cache" / "moax" / "tiles.json"
+
+
 @functools.cache
-def read_table() -> dict[str, dict[str, list[int]]]:
-    """The table that is checked in."""
-    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+def read_table() -> Table:
+    """The packaged table with the user's entries over it; a user's table that cannot be read is logged and left out."""
+    table = load(TABLE)
+    try:
+        own = load(user_table())
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        logger.warning("the user's tiles are left out: %s", error)
+        return table
+    return {device: table.get(device, {}) | own.get(device, {}) for device in table | own}
+
+
+def load(path: Path) -> Table:
+    """A table of tiles; {} where there is no such file.
+
+    Raises:
+      ValueError: the file is no table of tiles. OSError: it cannot be read.
+    """
+    if not path.exists():
+        return {}
+    try:
+        table = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON: {error}") from None
+    if not isinstance(table, dict) or not all(isinstance(entries, dict) for entries in table.values()):
+        raise ValueError(f"{path}: a table of tiles is {{device: {{key: numbers}}}}")
+    most = len(dataclasses.fields(TileConfig))
+    for entries in table.values():
+        for key, tile in entries.items():
+            if not isinstance(tile, list) or not 2 <= len(tile) <= most or not all(type(n) is int for n in tile):
+                raise ValueError(f"{path}: {key}: {tile!r} must be a list of 2 to {most} ints")
+    return table
 
 
 def candidates(op: str, columns: int) -> list[TileConfig]:
