@@ -18,7 +18,7 @@ pytest.importorskip("optax")
 from moax import backend, cli, info
 from moax.bench import tune
 from moax.errors import Unsupported
-from moax.ops.exchange import TRANSPORTS
+from moax.ops.exchange import EXCHANGES
 from moax.recipe import RECIPES
 from moax.train import options
 from moax.train.presets import PRESETS
@@ -129,7 +129,7 @@ def test_info_says_what_runs(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] | {"processes": 1} == found["devices"] and found["devices"]["count"] == 8
     choices = {(choice["argument"], choice["value"]): choice for choice in found["choices"]}
-    assert {value for argument, value in choices if argument == "exchange"} == set(TRANSPORTS)
+    assert {value for argument, value in choices if argument == "exchange"} == set(EXCHANGES)
     assert {value for argument, value in choices if argument == "kernels"} == set(backend.KERNELS)
     assert {value for argument, value in choices if argument == "recipe"} == set(RECIPES)
     assert not choices["kernels", "mosaic"]["runs"] and choices["kernels", "auto"]["note"] == "xla"

@@ -26,7 +26,7 @@ from moax.mesh.axes import Axes
 from moax.mesh.partition import Engine
 from moax.mesh.specs import mesh_sizes
 from moax.ops.balance import update_router_bias
-from moax.ops.exchange import Transport
+from moax.ops.exchange import Exchange
 from moax.params import MoEParams
 from moax.recipe import Recipe
 from moax.sharding import param_specs
@@ -56,7 +56,7 @@ class MoEBlock(nn.Module):
     config: MoEConfig
     recipe: str | Recipe | None = None
     axes: Axes = Axes()
-    exchange: Transport = "auto"
+    exchange: Exchange = "auto"
     kernels: Kernels = "auto"
     engine: Engine = "auto"
     chunks: int = 1

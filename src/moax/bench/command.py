@@ -29,7 +29,7 @@ from moax.bench import (
 from moax.bench.peers import ragged_peer
 from moax.bench.report import Row
 from moax.bench.timing import Repeats
-from moax.ops.exchange import TRANSPORTS
+from moax.ops.exchange import EXCHANGES
 from moax.recipe import RECIPES
 
 DESCRIPTION = """\
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
         "and 16384)")  # fmt: skip
     add("--kernels", default="auto", help="block: auto, xla or mosaic (default: %(default)s)")
-    add("--exchange", choices=TRANSPORTS, default="auto", help="block --mesh, train: how tokens reach the ranks of "
+    add("--exchange", choices=EXCHANGES, default="auto", help="block --mesh, train: how tokens reach the ranks of "
         "their experts (default: %(default)s)")  # fmt: skip
     add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
     add("--sms", metavar="NUMBERS", help="exchange: multiprocessors that our kernel takes, with commas, a row for each "

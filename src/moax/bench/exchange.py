@@ -32,10 +32,9 @@ from moax.mesh.axes import Axes
 from moax.mesh.partition import find_view
 from moax.mesh.place import named
 from moax.ops.exchange import (
-    Chosen,
     ExchangeSpec,
-    combine_local,
-    dispatch_local,
+    combine_forward,
+    dispatch_forward,
     select_transport,
     slots_per_pair,
     wire_bytes,
@@ -43,7 +42,7 @@ from moax.ops.exchange import (
 from moax.recipe import Format
 
 WIRES: dict[str, Format | None] = {"none": None, "fp8": Format(block=BLOCK)}
-TRANSPORTS: dict[str, Chosen] = {OURS: "one_sided", "all_gather": "all_gather"}
+TRANSPORTS: dict[str, str] = {OURS: "one_sided", "all_gather": "all_gather"}
 NCCL = "nccl all-to-all"
 SAMPLE = 64
 
@@ -69,8 +68,8 @@ class Exchange:
 
     def __call__(self, rows, *plan):
         if self.direction == "dispatch":
-            return dispatch_local(self.static, rows, *plan)
-        return combine_local(self.static, rows, plan[0], self.tokens)
+            return dispatch_forward(self.static, rows, *plan)
+        return combine_forward(self.static, rows, plan[0], self.tokens)
 
 
 def parse_sms(text: str | None) -> tuple[int | None, ...]:
@@ -144,7 +143,7 @@ def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh:
     transport = select_transport(TRANSPORTS[impl], view, wire_bytes(args[0], WIRES[wire]))
     slots = slots_per_pair(case.tokens, case.top_k, mesh.size, None)
     kernels = select_kernels("auto", args[0].dtype, width=case.width)
-    static = ExchangeSpec(transport, case.experts, view.roles, slots, WIRES[wire], case.tokens, kernels, sms)
+    static = ExchangeSpec(transport, view.roles, slots, WIRES[wire], kernels, sms, num_experts=case.experts)
     dispatch = Exchange(static, "dispatch", case.tokens)
     if direction == "dispatch":
         return dispatch, args

@@ -22,7 +22,7 @@ from moax.bench.peers import TORCH
 from moax.bench.report import OURS, Row
 from moax.bench.timing import Repeats
 from moax.bench.worker import Worker, answers
-from moax.ops.exchange import Transport
+from moax.ops.exchange import Exchange
 
 PEERS = ("native", "public", TORCH)  # of bench/peers
 ALONE = ("native",)  # XLA expands ragged_dot and tunes it on operands of that size, which takes a GPU's memory
@@ -41,7 +41,7 @@ class How:
     mesh: tuple[tuple[str, int], ...]
     recipes: tuple[str, ...] = block.RECIPES
     kernels: str = "auto"
-    exchange: Transport = "auto"
+    exchange: Exchange = "auto"
     peers: tuple[str, ...] = PEERS
     chunks: int = 1
 

@@ -62,7 +62,7 @@ class BlockSpec:
             config.activation,
             config.weights_at,
             recipe,
-            ExchangeSpec(transport, config.num_experts, roles, slots, recipe.wire, tokens, kernels),
+            ExchangeSpec(transport, roles, slots, recipe.wire, kernels, num_experts=config.num_experts),
             PermuteSpec(config.num_experts // ranks, align, rows, roles),
             roles,
             Weights(declared.wi, declared.wo, declared.bi, declared.bo),

@@ -46,12 +46,12 @@ from moax.mesh.partition import Engine, Partitioned, View, find_view
 from moax.mesh.place import check_token_axes, constrain, flatten_tokens, like, unflatten_tokens
 from moax.ops.activation import activate, activate_grad_rows, activate_rows, scale_rows
 from moax.ops.exchange import (
-    Transport,
-    combine_arrays,
-    combine_local,
-    dispatch_local,
+    Exchange,
+    combine_backward,
+    combine_forward,
+    dispatch_backward,
+    dispatch_forward,
     select_transport,
-    send_rows,
     wire_bytes,
 )
 from moax.ops.linear import dense
@@ -74,7 +74,7 @@ def moe(
     *,
     recipe: str | Recipe | None = None,
     axes: Axes = Axes(),
-    exchange: Transport = "auto",
+    exchange: Exchange = "auto",
     kernels: Kernels = "auto",
     engine: Engine = "auto",
     chunks: int = 1,
@@ -111,7 +111,7 @@ def moe(
 
 
 @functools.partial(jax.jit, static_argnums=range(2, 9))  # one program also for a caller who does not jit
-def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, kernels, engine: Engine, chunks: int):
+def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Exchange, kernels, engine: Engine, chunks: int):
     recipe = get_recipe(recipe)
     check_tokens(x, config)
     check_token_axes(x, axes)
@@ -149,7 +149,7 @@ def _moe(x, params, config: MoEConfig, recipe, axes: Axes, exchange: Transport, 
 
 def _hidden(static: BlockSpec, wi, bi, x, experts, weights) -> tuple[Saved, Array]:
     """Tokens [T, H] to the input of the activation, and how many assignments were dropped on the way."""
-    received = dispatch_local(static.exchange, x, experts, weights)
+    received = dispatch_forward(static.exchange, x, experts, weights)
     plan = plan_local(static.permute, received.experts)
     groups = static.groups(plan)
     rows, saved_rows = static.rows(received.rows, plan, groups)
@@ -170,7 +170,7 @@ def _output(static: BlockSpec, wo, bo, saved: Saved, tokens: int):
         if early and bo is not None:
             o = o + scale_rows(add_bias(jnp.zeros_like(o), bo, groups), by_row, groups.real)
     partial = unpermute_local(o, plan, None if early else saved.weights, groups)
-    return combine_local(static.exchange, partial, saved.sent, tokens)
+    return combine_forward(static.exchange, partial, saved.sent, tokens)
 
 
 def _gradients(static: BlockSpec, wi, wo, w: Weights, saved: Saved, dy):
@@ -180,7 +180,7 @@ def _gradients(static: BlockSpec, wi, wo, w: Weights, saved: Saved, dy):
     rows, h, plan, weights, sent = saved
     groups, by_row = static.groups(plan), weights_of_rows(plan, weights)
 
-    received = send_rows(static.exchange, dy, sent)
+    received = combine_backward(static.exchange, dy, sent)
     d_o_rows, d_o_columns = static.grads(received, plan, groups)
     with jax.named_scope("experts_out"):
         d_a = matmul_local(d_o_rows, wo, groups, dtype, transpose=True)
@@ -199,8 +199,8 @@ def _gradients(static: BlockSpec, wi, wo, w: Weights, saved: Saved, dy):
         d_wi = d_wi.reshape(*d_wi.shape[:2], static.gates, -1)
         d_bi = None if w.bi is None else bias_grad(d_h, groups)
 
-    back = unpermute_local(d_rows, plan, None, groups), weights_from_rows(plan, inner)
-    dx, d_weights = combine_arrays(static.exchange, back, sent, dy.shape[0])
+    d_received, d_weights = unpermute_local(d_rows, plan, None, groups), weights_from_rows(plan, inner)
+    dx, d_weights = dispatch_backward(static.exchange, sent, d_received, d_weights, dy.shape[0])
     return dx, d_weights, Weights(d_wi, d_wo, d_bi, d_bo)
 
 

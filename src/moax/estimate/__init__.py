@@ -23,7 +23,7 @@ from moax.estimate.times import Stage, Wires, work
 from moax.estimate.wires import DIRECTIONS, Shard, Transfer, transfers
 from moax.groups import BLOCK
 from moax.mesh.axes import ROLES, Axes
-from moax.ops.exchange import Transport, select_transport
+from moax.ops.exchange import Exchange, select_transport
 from moax.ops.permutation import capacity_rows, sorted_rows
 from moax.recipe import Format, Recipe, get_recipe
 
@@ -139,7 +139,7 @@ def estimate(
     hardware: str | Hardware = "h200",
     layers: int | None = None,
     *,
-    exchange: Transport = "auto",
+    exchange: Exchange = "auto",
     capacity_factor: float | None = None,
     remat: bool = False,
     dtype: str = "bfloat16",
@@ -220,7 +220,7 @@ def sweep(
     hardware: str | Hardware = "h200",
     layers: int | None = None,
     *,
-    exchange: Transport | None = None,
+    exchange: Exchange | None = None,
     remat: bool | None = None,
     **options,
 ) -> list[Estimate]:
@@ -240,7 +240,7 @@ def sweep(
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise ValueError(f"gpus={gpus!r} must be an int of at least 1")
     estimate(config_or_name, {}, tokens, recipe, hardware, layers, exchange=exchange or "auto", **options)
-    transports: tuple[Transport, ...] = ("all_gather", "all_to_all") if exchange is None else (exchange,)
+    transports: tuple[Exchange, ...] = ("all_gather", "all_to_all") if exchange is None else (exchange,)
     ways = list(itertools.product(transports, (False, True) if remat is None else (remat,)))
     best, refused = [], ""
     for shape in _factored(gpus):

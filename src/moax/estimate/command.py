@@ -10,7 +10,7 @@ from moax.config import MoEConfig
 from moax.estimate import Estimate, estimate, sweep
 from moax.estimate.hardware import HARDWARE, MODELS
 from moax.estimate.wires import WIRES
-from moax.ops.exchange import TRANSPORTS
+from moax.ops.exchange import EXCHANGES
 from moax.recipe import RECIPES
 
 DESCRIPTION = """\
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=4096, metavar="T", help="tokens of a GPU in a step (default: %(default)s)")
     add("--hardware", default="h200", metavar="NAME", help=f"{gpus} (default: %(default)s)")
     add("--recipe", choices=("none", *RECIPES), default="none", help="how products are quantized (default: none)")
-    add("--exchange", choices=TRANSPORTS, help="how tokens reach their experts (default: the faster that fits)")
+    add("--exchange", choices=EXCHANGES, help="how tokens reach their experts (default: the faster that fits)")
     add("--capacity-factor", type=float, metavar="X", help="bound a rank's rows at X times the even load")
     add("--remat", action=argparse.BooleanOptionalAction, help="keep a layer's input alone (default: where it must)")
     add("--json", action="store_true", help="print JSON, for programs")

@@ -20,7 +20,7 @@ from moax import Axes, MoEParams, MoEStats, backend, ops
 from moax.mesh.partition import Engine
 from moax.mesh.place import constrain
 from moax.mesh.specs import spec as make_spec
-from moax.ops.exchange import Transport
+from moax.ops.exchange import Exchange
 from moax.sharding import dense_spec, token_spec
 from moax.train.presets import VOCAB, ModelConfig
 
@@ -62,7 +62,7 @@ class Execution:
     """How the model runs, not what it is: see `TrainConfig`."""
 
     recipe: str | None = None
-    exchange: Transport = "auto"
+    exchange: Exchange = "auto"
     engine: Engine = "auto"
     dtype: str = "float32"
     remat: str = "none"

@@ -6,7 +6,7 @@ import argparse
 import math
 
 from moax.mesh.partition import ENGINES
-from moax.ops.exchange import TRANSPORTS
+from moax.ops.exchange import EXCHANGES
 from moax.recipe import RECIPES
 from moax.train import processes
 from moax.train.mesh import parse_mesh
@@ -65,7 +65,7 @@ def add_execution(group, mesh: str) -> None:
     add("--mesh", type=mesh_of, metavar="AXES", help=f"as fsdp=2,ep=4, of dp, fsdp, ep, tp (default: {mesh})")
     add("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
     add("--recipe", choices=("none", *RECIPES), help="how products are quantized (default: none)")
-    add("--exchange", choices=TRANSPORTS, help="how tokens reach the ranks of their experts (default: auto)")
+    add("--exchange", choices=EXCHANGES, help="how tokens reach the ranks of their experts (default: auto)")
     add("--engine", choices=ENGINES, help="how ops are partitioned (default: auto)")
     add("--dtype", choices=DTYPES, help="of activations")
 
