@@ -137,7 +137,7 @@ class EmulatedOneSided(OneSided):
     def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
         return None
 
-    def put_rows(self, arrays, source, places, way, out_rows, axes, sms):
+    def put_rows(self, arrays, source, places, way: int, out_rows: int, axes, sms: int | None):
         """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], by an all-gather."""
         names = tuple(name for name, _ in axes)
         shift, end = places[way]
@@ -147,7 +147,7 @@ class EmulatedOneSided(OneSided):
         mine = everyone(peer) == lax.axis_index(names)
         at = jnp.where(mine, everyone(index + shift[jnp.minimum(peer, len(end) - 1)]), out_rows)
         values = [everyone(x[index if source is None else source]) for x in arrays]
-        return [poison((out_rows, x.shape[1]), x.dtype).at[at].set(x, mode="drop") for x in values]
+        return tuple(poison((out_rows, x.shape[1]), x.dtype).at[at].set(x, mode="drop") for x in values)
 
     def gather_sum(self, rows, position):
         there = (position < rows.shape[0])[..., None]

@@ -56,7 +56,7 @@ from test_moe import BASE, block
 
 @pytest.fixture
 def emulated():
-    """`one_sided` runs here, its kernels emulated."""
+    """`one_sided` runs here, XLA in the place of its kernels."""
     with registered("one_sided", EmulatedOneSided()):
         yield
 

@@ -27,6 +27,7 @@ from moax.mesh.place import named
 from moax.mesh.specs import check_divides
 from moax.params import param_shapes
 from moax.sharding import param_specs, token_spec
+from moax.text import align_columns
 
 # XLA's CPU compiler runs bf16 collectives in f32 and f8 ones in f16, by these passes; a GPU moves them as they are.
 # The combiner would merge reductions that were widened with others that were not.
@@ -125,7 +126,7 @@ def table(found: Iterable[Collective]) -> str:
         totals.setdefault((c.kind, c.axes), []).append(c)
     sums = [(kind, _join(axes), of) for (kind, axes), of in sorted(totals.items())] + [("total", "", found)]
     rows += [None, *((k, "", "", a, str(sum(c.times for c in of)), f"{total_bytes(of):,}", "") for k, a, of in sums)]
-    return _align(rows, right=(4, 5))
+    return align_columns(rows, right=(4, 5))
 
 
 def assert_no_wide_weight_gather(
@@ -385,12 +386,3 @@ def _refuse(offenders: Sequence[Collective], what: str) -> None:
 
 def _join(names: Sequence[str]) -> str:
     return ",".join(names) or "-"
-
-
-def _align(rows: Sequence[tuple[str, ...] | None], right: tuple[int, ...]) -> str:
-    """Rows as aligned columns, those in `right` flush right; None is a rule."""
-    widths = [max(map(len, column)) for column in zip(*(row for row in rows if row), strict=True)]
-    rule = tuple("-" * w for w in widths)
-    flush = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    lines = ["  ".join(f(c, w) for f, c, w in zip(flush, row or rule, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)

@@ -103,7 +103,7 @@ class OneSided:
             moved.append(Transfer("put", dtype, (ranks * pair, width), roles.ep, ranks, (ranks - 1) * pair * size))
         return moved
 
-    def put_rows(self, arrays: Sequence, source, places, way: int, out_rows: int, axes, sms: int | None):
+    def put_rows(self, arrays: Sequence, source, places, way: int, out_rows: int, axes, sms: int | None) -> tuple:
         """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], of each array x; see the kernel."""
         from moax.kernels import mosaic
 
