@@ -15,105 +15,23 @@ from moax.inspect import collectives
 from moax.ops import combine, dequantize, dispatch, quantize
 from moax.ops.exchange import slots_per_pair
 from moax.recipe import Format
-from support import MESHES, TOKENS, WAYS, integers, program, put, random, size, spec
+from support import MESHES, TOKENS, WAYS, integers, program, put, random, spec
+from support_exchange import (
+    EXPERTS,
+    LOCAL,
+    TOP_K,
+    WIDTH,
+    by_shard,
+    check_delivery,
+    check_sums,
+    inputs,
+    run,
+    run_combine,
+    sent_tokens,
+)
 
-WIDTH, EXPERTS, TOP_K, LOCAL = 16, 16, 3, 8
 TRANSPORTS = ("all_gather", "all_to_all")
 ON = ("2x4", "4x2", "1x8", "dp2x2x2")
-
-
-def choose(seed, tokens, skew=0.0):
-    """Distinct experts of each token, low ids likelier by skew."""
-    scores = np.random.default_rng(seed).random((tokens, EXPERTS)) - skew * np.arange(EXPERTS)
-    return np.argsort(-scores, axis=1)[:, :TOP_K].astype(np.int32)
-
-
-def inputs(mesh, skew=0.0, tokens=LOCAL):
-    """x (integers: any sum is exact), experts, and weights that are all different."""
-    rows = tokens * size(mesh, *TOKENS)
-    weights = 1.0 + np.arange(rows * TOP_K, dtype=np.float32).reshape(rows, TOP_K)
-    return integers(0, rows, WIDTH), choose(1, rows, skew), weights
-
-
-def run(way, mesh, args, cotangents=None, **options):
-    """`dispatch` on the mesh: ((rows, weights), Received) and, with cotangents of those, gradients of x and weights."""
-    at = spec(mesh, TOKENS)
-
-    def forward(x, experts, weights, engine):
-        r = dispatch(x, experts, weights, EXPERTS, engine=engine, **options)
-        return (r.rows, r.weights), r
-
-    p = program(way, mesh, forward, args, (at,) * 3, (at, at), at, cotangents=cotangents, wrt=(0, 2))
-    return p, p()
-
-
-def run_combine(way, mesh, rows, received, cotangents=None):
-    """`combine` on the mesh: y, and with a cotangent of it the gradient of rows."""
-    at = spec(mesh, TOKENS)
-    p = program(
-        way, mesh, lambda rows, r, engine: (combine(rows, r, engine=engine), ()), (rows, received), (at, at), at,
-        cotangents=cotangents,
-    )  # fmt: skip
-    return p()
-
-
-def by_shard(mesh, tree, shard):
-    """The leading-dim slice that one shard holds of each array."""
-    shards = size(mesh, *TOKENS)
-    return jax.tree.map(lambda v: v[len(v) // shards * shard :][: len(v) // shards], tree)
-
-
-def sent_tokens(mesh, experts, rank_experts, slots):
-    """For each shard: the tokens of its ep group that it gets (global numbers, by source), as capacity allows, and for
-    each source the assignments lost."""
-    ranks, shards = size(mesh, "ep"), size(mesh, *TOKENS)
-    local = len(experts) // shards
-    got, lost = [[] for _ in range(shards)], np.zeros(shards, int)
-    for source, rank in itertools.product(range(shards), range(ranks)):
-        here = experts[source * local :][:local] // rank_experts == rank
-        wanting = np.flatnonzero(here.any(1))
-        kept = wanting if slots is None else wanting[:slots]
-        got[source // ranks * ranks + rank] += [source * local + t for t in kept]
-        lost[source] += here[np.setdiff1d(wanting, kept)].sum()
-    return got, lost
-
-
-def check_delivery(way, mesh, transport, skew=0.0, capacity_factor=None):
-    x, experts, weights = args = inputs(mesh, skew)
-    ranks = size(mesh, "ep")
-    per_rank = EXPERTS // ranks
-    slots = None
-    if transport != "all_gather":
-        slots = slots_per_pair(LOCAL, TOP_K, ranks, capacity_factor)
-    _, (_, received) = run(way, mesh, args, exchange=transport, capacity_factor=capacity_factor)
-    got, lost = sent_tokens(mesh, experts, per_rank, slots)
-    for shard, tokens in enumerate(got):
-        r = by_shard(mesh, received, shard)
-        real = (r.experts < per_rank).any(1)
-        assert r.count == real.sum() == len(tokens)
-        first = shard % ranks * per_rank
-        for row, token in zip(np.flatnonzero(real), tokens, strict=True):
-            np.testing.assert_array_equal(r.rows[row], x[token])
-            mine = experts[token] // per_rank == shard % ranks
-            np.testing.assert_array_equal(r.experts[row], np.where(mine, experts[token] - first, per_rank))
-            np.testing.assert_array_equal(r.weights[row], np.where(mine, weights[token], 0.0))
-        assert not r.weights[~real].any()
-        assert (r.experts[~real] == per_rank).all()
-        assert r.dropped == lost[shard]
-    assert received.dropped.dtype == received.count.dtype == received.experts.dtype == np.int32
-    return lost.sum()
-
-
-def check_sums(way, mesh, transport, **options):
-    """y[t] = sum_k w[t, k] (expert + 1) x[t], through dispatch and combine: exact on integers."""
-    x, experts, weights = args = inputs(mesh)
-    _, (_, received) = run(way, mesh, args, exchange=transport, **options)
-    per_rank = EXPERTS // size(mesh, "ep")
-    rank = np.repeat(np.arange(size(mesh, *TOKENS)) % size(mesh, "ep"), len(received.rows) // size(mesh, *TOKENS))
-    factor = np.where(received.experts < per_rank, received.experts + rank[:, None] * per_rank + 1, 0)
-    rows = received.rows * (received.weights * factor).sum(1, keepdims=True)  # NaN where one_sided wrote nothing
-    y, _ = run_combine(way, mesh, rows.astype(np.float32), received)
-    np.testing.assert_array_equal(y, x * (weights * (experts + 1)).sum(1, keepdims=True))
 
 
 COVER = [*itertools.product(WAYS, ["2x4"], TRANSPORTS)]
@@ -177,10 +95,10 @@ def test_transposes(way, transport, factor):
     mesh = "2x4"
     x, experts, weights = args = inputs(mesh, skew=0.1)
     options = dict(exchange=transport, capacity_factor=factor)
-    _, (_, received) = run(way, mesh, args, **options)
+    _, received = run(way, mesh, args, **options)
     per_rank, ranks = EXPERTS // 4, 4
     d_rows, d_weights = integers(3, *received.rows.shape), integers(4, *received.weights.shape)
-    _, (_, _, (d_x, d_w)) = run(way, mesh, args, (d_rows, d_weights), **options)
+    _, _, (d_x, d_w) = run(way, mesh, args, (d_rows, d_weights), **options)
     y, _, (back,) = run_combine(way, mesh, d_rows, received, cotangents=x)
     assert (received.rows.astype(np.float64) * d_rows).sum() == (x.astype(np.float64) * y).sum()
     np.testing.assert_array_equal(d_x, y)
@@ -245,9 +163,9 @@ def test_wire_format(transport, wire):
     args = (random(5, *x.shape), experts, weights)
     rounded = dequantize(quantize(jnp.asarray(args[0]), wire))
     options = dict(exchange=transport)
-    _, (_, plain) = run("custom_partitioning", mesh, args, **options)
-    _, (_, received) = run("custom_partitioning", mesh, args, wire=wire, **options)
-    _, (_, want) = run("custom_partitioning", mesh, (np.asarray(rounded), experts, weights), **options)
+    _, plain = run("custom_partitioning", mesh, args, **options)
+    _, received = run("custom_partitioning", mesh, args, wire=wire, **options)
+    _, want = run("custom_partitioning", mesh, (np.asarray(rounded), experts, weights), **options)
     np.testing.assert_array_equal(received.experts, plain.experts)
     np.testing.assert_array_equal(received.weights, plain.weights)
     np.testing.assert_array_equal(received.rows, want.rows)
@@ -259,9 +177,9 @@ def test_wire_format(transport, wire):
 def test_bfloat16_rows(transport):
     """Rows travel in their dtype, weights in float32; small integers stay exact."""
     x, experts, weights = map(jnp.asarray, inputs("2x4"))
-    _, (_, received) = run("shard_map", "2x4", (x.astype(jnp.bfloat16), experts, weights), exchange=transport)
+    _, received = run("shard_map", "2x4", (x.astype(jnp.bfloat16), experts, weights), exchange=transport)
     assert received.rows.dtype == jnp.bfloat16 and received.weights.dtype == jnp.float32
-    _, (_, wide) = run("shard_map", "2x4", (x, experts, weights), exchange=transport)
+    _, wide = run("shard_map", "2x4", (x, experts, weights), exchange=transport)
     np.testing.assert_array_equal(received.rows.astype(np.float32), wide.rows)
 
 

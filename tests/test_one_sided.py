@@ -2,7 +2,6 @@
 and the block with the kernel's one promise emulated. What no rank wrote is NaN, and ids of experts that exist."""
 
 import dataclasses
-import functools
 import itertools
 import re
 
@@ -20,9 +19,9 @@ from moax.kernels import mosaic
 from moax.kernels.hopper.formats import KMajorFp8
 from moax.kernels.xla.quantization import dequantize as dequantize_local
 from moax.kernels.xla.quantization import quantize as quantize_local
-from moax.ops import dispatch, exchange
-from moax.ops.exchange import select_transport
-from moax.ops.one_sided import plan_sends
+from moax.ops import combine, dispatch
+from moax.ops.exchange import op, select_transport
+from moax.ops.exchange.plan import find_slots, plan_sends
 from moax.ops.quantization import dequantize_wire
 from moax.ops.quantization import quantize_wire as quantize_wire_rows
 from moax.recipe import Format, get_recipe
@@ -40,48 +39,28 @@ from support import (
     some,
     spec,
 )
-from test_exchange import EXPERTS, LOCAL, TOP_K, by_shard, check_delivery, check_sums, choose, inputs, run, run_combine
+from support_exchange import (
+    EXPERTS,
+    LOCAL,
+    TOP_K,
+    EmulatedOneSided,
+    by_shard,
+    check_delivery,
+    check_sums,
+    choose,
+    inputs,
+    registered,
+    run,
+    run_combine,
+)
 from test_moe import BASE, block
 
 
-def poison(shape, dtype):
-    """What the memory that nobody wrote may hold at its worst: NaN, and words that read as ids of experts."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.full(shape, jnp.nan, dtype)
-    if dtype == jnp.uint8:
-        return jnp.full(shape, 0x7F, dtype)
-    return -1 - lax.broadcasted_iota(dtype, shape, 0) % EXPERTS
-
-
-def put_rows(arrays, source, places, way, out_rows, axes, sms=None):
-    """The kernel's promise by an all-gather: out[i + shift[p]] of rank p = x[source[i]], end[p - 1] <= i < end[p]."""
-    names = tuple(name for name, _ in axes)
-    shift, end = places[way]
-    index = jnp.arange(len(arrays[0] if source is None else source), dtype=jnp.int32)
-    peer = (index[:, None] >= end[None]).sum(1)
-    everyone = functools.partial(lax.all_gather, axis_name=names, tiled=True)
-    mine = everyone(peer) == lax.axis_index(names)
-    at = jnp.where(mine, everyone(index + shift[jnp.minimum(peer, len(end) - 1)]), out_rows)
-    values = [everyone(x[index if source is None else source]) for x in arrays]
-    return [poison((out_rows, x.shape[1]), x.dtype).at[at].set(x, mode="drop") for x in values]
-
-
-def gather_sum(rows, position, weights=None):
-    """The kernel of that name."""
-    there = (position < rows.shape[0])[..., None]
-    taken = jnp.where(there, rows[jnp.minimum(position, rows.shape[0] - 1)].astype(jnp.float32), 0.0)
-    return taken.sum(1).astype(rows.dtype)
-
-
 @pytest.fixture
-def emulated(monkeypatch):
-    """`one_sided` runs here, its kernels emulated; programs made so do not outlive the test."""
-    jax.clear_caches()
-    monkeypatch.setattr(mosaic, "put_rows", put_rows)
-    monkeypatch.setattr(mosaic, "gather_sum", gather_sum)
-    monkeypatch.setattr(exchange, "why_not_peers", lambda row_bytes=None: None)
-    yield
-    jax.clear_caches()
+def emulated():
+    """`one_sided` runs here, XLA in the place of its kernels."""
+    with registered("one_sided", EmulatedOneSided()):
+        yield
 
 
 ROUTINGS = {
@@ -145,7 +124,7 @@ def test_slots(routing, tokens, ranks=5):
     wanted = np.broadcast_to(ROUTINGS[routing](rng, tokens, ranks, ranks), (tokens, ranks))
     owner = np.where(wanted, np.arange(ranks), ranks)
     owner = rng.permuted(np.concatenate([owner, owner[:, :1]], axis=1), axis=1).astype(np.int32)
-    slot, until = exchange.find_slots(jnp.asarray(owner), ranks)
+    slot, until = find_slots(jnp.asarray(owner), ranks)
     np.testing.assert_array_equal(slot, np.where(wanted, np.cumsum(wanted, 0) - 1, tokens))
     np.testing.assert_array_equal(until.T, [wanted[: 32 * n].sum(0) for n in range(1, until.shape[1] + 1)])
     assert until.shape[1] * 32 - tokens in range(32)
@@ -179,14 +158,14 @@ def test_transposes(emulated, way, factor):
     results = {}
     for transport in ("all_to_all", "one_sided"):
         options = dict(exchange=transport, capacity_factor=factor)
-        _, (_, received) = run(way, mesh, args, **options)
+        _, received = run(way, mesh, args, **options)
         real = np.asarray((received.experts < EXPERTS // 4).any(1))
         total = int(real.sum())
         d_rows, d_weights = (np.full(v.shape, np.nan, np.float32) for v in (received.rows, received.weights))
         d_rows[real], d_weights[real] = integers(3, total, x.shape[1]), integers(4, total, TOP_K)
         if transport == "all_to_all":
             d_rows[~real], d_weights[~real] = 0, 0
-        _, (_, _, (d_x, d_w)) = run(way, mesh, args, (d_rows, d_weights), **options)
+        _, _, (d_x, d_w) = run(way, mesh, args, (d_rows, d_weights), **options)
         y, _, (back,) = run_combine(way, mesh, d_rows, received, cotangents=x)
         np.testing.assert_array_equal(d_x, y)
         np.testing.assert_array_equal(back[real], received.rows[real])
@@ -204,7 +183,7 @@ def test_ep_of_two_axes(emulated, kind):
         send = lambda *args: dispatch(*args, EXPERTS, exchange="one_sided", axes=axes)  # noqa: E731
         received = jax.jit(send)(x, experts, weights)
         scaled = received.rows * received.weights.sum(1, keepdims=True)
-        y = jax.jit(lambda rows, r: exchange.combine(rows, r, axes=axes))(scaled, received)
+        y = jax.jit(lambda rows, r: combine(rows, r, axes=axes))(scaled, received)
     np.testing.assert_array_equal(y, np.asarray(x) * np.asarray(weights).sum(1, keepdims=True))
 
 
@@ -213,9 +192,7 @@ def test_wire_format(emulated, wire):
     """Quantized rows, their scales of 4 bytes or 1, ids and weights unpack as they were packed."""
     x, experts, weights = inputs("2x4")
     args = (random(5, *x.shape), experts, weights)
-    got, want = (
-        run("custom_partitioning", "2x4", args, wire=wire, exchange=t)[1][1] for t in ("one_sided", "all_to_all")
-    )
+    got, want = (run("custom_partitioning", "2x4", args, wire=wire, exchange=t)[1] for t in ("one_sided", "all_to_all"))
     for shard in range(8):
         g, w = by_shard("2x4", got, shard), by_shard("2x4", want, shard)
         real = (w.experts < EXPERTS // 4).any(1)
@@ -255,12 +232,12 @@ def test_wire_by_kernels(emulated, monkeypatch, transport, wire, factor):
     weights."""
     _, experts, weights = inputs("2x4", tokens=128)
     args = (jnp.asarray(random(5, len(experts), 160), jnp.bfloat16), experts, weights)
-    want = run("shard_map", "2x4", args, wire=wire, exchange="all_to_all", capacity_factor=factor)[1][1]
+    want = run("shard_map", "2x4", args, wire=wire, exchange="all_to_all", capacity_factor=factor)[1]
     called = []
     for fn in (quantize_wire, dequantize_rows):
         monkeypatch.setattr(mosaic, fn.__name__, lambda *a, fn=fn, **k: (called.append(fn), fn(*a, **k))[1])
-    monkeypatch.setattr(exchange, "select_kernels", lambda *_, **widths: "mosaic")
-    got = run("shard_map", "2x4", args, wire=wire, exchange=transport, capacity_factor=factor)[1][1]
+    monkeypatch.setattr(op, "select_kernels", lambda *_, **widths: "mosaic")
+    got = run("shard_map", "2x4", args, wire=wire, exchange=transport, capacity_factor=factor)[1]
     theirs = wire.block == 128 and wire.scale != "e8m0"
     back = theirs and transport == "one_sided" and got.rows.shape[0] // 8 % 128 == 0
     assert (quantize_wire in called, dequantize_rows in called) == (theirs, back)
@@ -434,7 +411,7 @@ def test_vmap(emulated):
 
     def fn(batch, experts, weights, engine):
         send = lambda x: dispatch(x, experts, weights, EXPERTS, exchange="one_sided", engine=engine)  # noqa: E731
-        return jax.vmap(lambda x: exchange.combine(send(x).rows, send(x), engine=engine))(batch), ()
+        return jax.vmap(lambda x: combine(send(x).rows, send(x), engine=engine))(batch), ()
 
     at = spec("2x4", TOKENS)
     y, _ = program("custom_partitioning", "2x4", fn, (batch, experts, weights), (P(None, *at), at, at), P(None, *at))()

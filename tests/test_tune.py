@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from moax import backend, cli
-from moax.groups import BLOCK
 from moax.kernels.hopper import tiles
+from moax.kernels.hopper.formats import BLOCK
 from moax.kernels.hopper.pipeline import TileConfig
 from moax.tune import cases
 from moax.tune import command as tune

@@ -13,9 +13,9 @@ import jax
 
 from moax import backend, program
 from moax.errors import Unsupported
-from moax.kernels import select_kernels, takes_fp8
 from moax.extras import EXTRAS, version
-from moax.ops.exchange import TRANSPORTS, select_transport
+from moax.kernels import select_kernels, takes_fp8
+from moax.ops.exchange import EXCHANGES, TRANSPORTS, select_transport
 from moax.recipe import RECIPES, get_recipe
 
 USAGE = "moax info [options]"
@@ -97,14 +97,9 @@ def kernels() -> list[Choice]:
 
 def exchanges() -> list[Choice]:
     """Which transports run."""
-    refused = {name: why_not(select_transport, name) for name in TRANSPORTS}
-    notes = {
-        "auto": select_transport("auto"),
-        "all_gather": "drops nothing on the way",
-        "all_to_all": "bounded by capacity_factor",
-        "one_sided": "over the first GPUs of the machine, within one process",
-    }
-    return [Choice("exchange", name, why is None, why or notes.get(name, "")) for name, why in refused.items()]
+    refused = {name: why_not(select_transport, name) for name in EXCHANGES}
+    notes = {"auto": select_transport("auto")} | {name: transport.note for name, transport in TRANSPORTS.items()}
+    return [Choice("exchange", name, why is None, why or notes[name]) for name, why in refused.items()]
 
 
 def recipes() -> list[Choice]:

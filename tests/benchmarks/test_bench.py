@@ -114,11 +114,7 @@ def test_our_kernels_lower_for_a_gpu(problem, direction, recipe, monkeypatch):
     operands = problem.quantized(direction) if recipe != "none" else None
     call = ours.gemm(problem, direction, operands)
     monkeypatch.undo()
-<<<<<<< HEAD:tests/test_bench.py
-    assert call.path == "hopper" and call.tile
-=======
     assert call.path == HOPPER and call.tile
->>>>>>> h-wheel:tests/benchmarks/test_bench.py
     assert "mosaic_gpu_v2" in call.f.trace(*call.args).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -181,11 +177,7 @@ def test_quantize_and_permute_rows():
     found += permute.rows(list(permute.TINY), True, ONCE, LIMITS)
     found += gathered.rows(list(permute.TINY), True, ONCE, LIMITS)
     for row in found:
-<<<<<<< HEAD:tests/test_bench.py
-        if row.path == "hopper":
-=======
         if row.path == HOPPER:
->>>>>>> h-wheel:tests/benchmarks/test_bench.py
             assert row.us is None and "need a GPU" in row.note
         else:
             assert row.us and row.tb_s and row.error is not None and row.error < 0.04, row

@@ -87,7 +87,7 @@ class BlockSpec:
             activation=config.activation,
             weights_at=config.weights_at,
             recipe=recipe,
-            exchange=ExchangeSpec(transport, config.num_experts, roles, slots, recipe.wire, tokens, kernels),
+            exchange=ExchangeSpec(transport, roles, slots, recipe.wire, kernels, num_experts=config.num_experts),
             permute=PermuteSpec(config.num_experts // ranks, align, rows, kernels, roles),
             roles=roles,
             declared=Weights(declared.wi, declared.wo, declared.bi, declared.bo),
