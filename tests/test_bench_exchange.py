@@ -114,9 +114,9 @@ def test_our_rows_by_number_of_multiprocessors(capsys):
     seen = set()
 
     class Counted(EmulatedOneSided):
-        def put_rows(self, *args):
-            seen.add(args[-1])
-            return super().put_rows(*args)
+        def put_rows(self, arrays, source, places, way: int, out_rows: int, axes, sms: int | None):
+            seen.add(sms)
+            return super().put_rows(arrays, source, places, way, out_rows, axes, sms)
 
     with registered("one_sided", Counted()):
         assert cli.main([*BENCH, "--peers", "none", "--sms", "2,4", "--devices", "2"]) == 0
