@@ -10,13 +10,18 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 
+from moax.kernels.hopper import quantization as hopper
+from moax.kernels.hopper.formats import KMajorFp8
+from moax.kernels.xla.quantization import quantize
 from moax.mesh.partition import View
 from moax.ops import combine, dispatch
-from moax.ops.exchange import TRANSPORTS, Transport, slots_per_pair
+from moax.ops.exchange import TRANSPORTS, Transport, op, slots_per_pair
 from moax.ops.exchange.one_sided import OneSided
+from moax.recipe import Format
 from support import TOKENS, integers, program, size, spec
 
 WIDTH, EXPERTS, TOP_K, LOCAL = 16, 16, 3, 8
@@ -57,50 +62,60 @@ def run_combine(way, mesh, rows, received, cotangents=None):
     return p()
 
 
-def by_shard(mesh, tree, shard):
-    """The leading-dim slice that one shard holds of each array."""
-    shards = size(mesh, *TOKENS)
-    return jax.tree.map(lambda v: v[len(v) // shards * shard :][: len(v) // shards], tree)
+def slots_of(mesh, transport, factor=None, tokens=LOCAL):
+    """Slots for each pair of ranks; None where the transport has none."""
+    has = TRANSPORTS[transport].has_slots
+    return slots_per_pair(tokens, TOP_K, size(mesh, "ep"), factor) if has else None
 
 
-def sent_tokens(mesh, experts, rank_experts, slots):
-    """For each shard the tokens of its ep group that it gets, by their numbers in the whole batch and in order of
-    source, as capacity allows; and for each source the number of assignments lost."""
+def arrivals(mesh, transport, experts, slots):
+    """NumPy's word on who gets what: for each shard the token of each row it receives, by its number in the whole batch
+    and -1 for a row without a token; and for each source how many assignments find no slot.
+
+    all_gather: every token of the ep group. all_to_all: `slots` rows of each source. one_sided: packed, then nothing.
+    """
     ranks, shards = size(mesh, "ep"), size(mesh, *TOKENS)
     local = len(experts) // shards
     got, lost = [[] for _ in range(shards)], np.zeros(shards, int)
     for source, rank in itertools.product(range(shards), range(ranks)):
-        here = experts[source * local :][:local] // rank_experts == rank
+        here = experts[source * local :][:local] // (EXPERTS // ranks) == rank
         wanting = np.flatnonzero(here.any(1))
-        kept = wanting if slots is None else wanting[:slots]
-        got[source // ranks * ranks + rank] += [source * local + t for t in kept]
+        kept = np.arange(local) if slots is None else wanting[:slots]
         lost[source] += here[np.setdiff1d(wanting, kept)].sum()
-    return got, lost
+        empty = 0 if slots is None or transport == "one_sided" else slots - len(kept)
+        got[source // ranks * ranks + rank] += [*(source * local + kept), *[-1] * empty]
+    rows = ranks * (local if slots is None else slots)
+    return np.array([[*tokens, *[-1] * (rows - len(tokens))] for tokens in got]).reshape(-1), lost
+
+
+def expected(mesh, token, experts, weights):
+    """(local ids, weights) of rows that hold these tokens, shard by shard."""
+    ranks, shards = size(mesh, "ep"), size(mesh, *TOKENS)
+    per_rank = EXPERTS // ranks
+    rank = (np.arange(shards) % ranks).repeat(len(token) // shards)[:, None]
+    mine = (experts[token] // per_rank == rank) & (token >= 0)[:, None]
+    return np.where(mine, experts[token] - rank * per_rank, per_rank), np.where(mine, weights[token], 0.0)
+
+
+def check_received(mesh, transport, received, x, experts, weights, slots):
+    """Rows, ids, weights, count and dropped of each shard are NumPy's; returns how many assignments were dropped."""
+    token, lost = arrivals(mesh, transport, experts, slots)
+    ids, factors = expected(mesh, token, experts, weights)
+    real, some = (ids < EXPERTS // size(mesh, "ep")).any(1), token >= 0
+    np.testing.assert_array_equal(received.experts, ids)
+    np.testing.assert_array_equal(received.weights, factors)
+    np.testing.assert_array_equal(received.rows[some], x[token[some]])
+    np.testing.assert_array_equal(received.count, real.reshape(len(lost), -1).sum(1))
+    np.testing.assert_array_equal(received.dropped, lost)
+    assert received.dropped.dtype == received.count.dtype == received.experts.dtype == np.int32
+    return lost.sum()
 
 
 def check_delivery(way, mesh, transport, skew=0.0, capacity_factor=None):
-    """Each shard's rows, ids, weights, count and dropped are NumPy's; returns how many assignments were dropped."""
-    x, experts, weights = args = inputs(mesh, skew)
-    ranks = size(mesh, "ep")
-    per_rank = EXPERTS // ranks
-    slots = slots_per_pair(LOCAL, TOP_K, ranks, capacity_factor) if TRANSPORTS[transport].has_slots else None
+    """`check_received` of what `dispatch` delivers."""
+    args = inputs(mesh, skew)
     _, received = run(way, mesh, args, exchange=transport, capacity_factor=capacity_factor)
-    got, lost = sent_tokens(mesh, experts, per_rank, slots)
-    for shard, tokens in enumerate(got):
-        r = by_shard(mesh, received, shard)
-        real = (r.experts < per_rank).any(1)
-        assert r.count == real.sum() == len(tokens)
-        first = shard % ranks * per_rank
-        for row, token in zip(np.flatnonzero(real), tokens, strict=True):
-            np.testing.assert_array_equal(r.rows[row], x[token])
-            mine = experts[token] // per_rank == shard % ranks
-            np.testing.assert_array_equal(r.experts[row], np.where(mine, experts[token] - first, per_rank))
-            np.testing.assert_array_equal(r.weights[row], np.where(mine, weights[token], 0.0))
-        assert not r.weights[~real].any()
-        assert (r.experts[~real] == per_rank).all()
-        assert r.dropped == lost[shard]
-    assert received.dropped.dtype == received.count.dtype == received.experts.dtype == np.int32
-    return lost.sum()
+    return check_received(mesh, transport, received, *args, slots_of(mesh, transport, capacity_factor))
 
 
 def check_sums(way, mesh, transport, **options):
@@ -113,6 +128,38 @@ def check_sums(way, mesh, transport, **options):
     rows = received.rows * (received.weights * factor).sum(1, keepdims=True)  # NaN where one_sided wrote nothing
     y, _ = run_combine(way, mesh, rows.astype(np.float32), received)
     np.testing.assert_array_equal(y, x * (weights * (experts + 1)).sum(1, keepdims=True))
+
+
+def check_transposes(way, mesh, transport, factor):
+    """The gradients of dispatch and combine are NumPy's sums and rows; the gradients of rows that do not count are NaN
+    in one_sided, whatever in the others' slots."""
+    x, experts, weights = args = inputs(mesh, skew=0.1)
+    token, _ = arrivals(mesh, transport, experts, slots_of(mesh, transport, factor))
+    ids, _ = expected(mesh, token, experts, weights)
+    d_rows, d_weights = integers(3, len(token), WIDTH), integers(4, len(token), TOP_K)
+    mine, some = ids < EXPERTS // size(mesh, "ep"), token >= 0
+    if transport == "one_sided":
+        d_rows[~some], d_weights[~some] = np.nan, np.nan
+    _, received, (d_x, d_w) = run(way, mesh, args, (d_rows, d_weights), exchange=transport, capacity_factor=factor)
+    y, _, (back,) = run_combine(way, mesh, d_rows, received, cotangents=x)
+    want, want_w = np.zeros_like(x), np.zeros_like(weights)
+    np.add.at(want, token[some], d_rows[some])
+    np.add.at(want_w, token[some], np.where(mine, d_weights, 0.0)[some])
+    np.testing.assert_array_equal(d_x, want)
+    np.testing.assert_array_equal(y, want)
+    np.testing.assert_array_equal(d_w, want_w)
+    np.testing.assert_array_equal(back[some], x[token[some]])
+
+
+def rounded(x, wire: Format) -> np.ndarray:
+    """x as `quantize` rounds it in blocks of its columns, and back: NumPy's own, in float32."""
+    dtype = ml_dtypes.float8_e4m3fn if wire.dtype == "e4m3" else ml_dtypes.float8_e5m2
+    (rows, width), block = x.shape, wire.block or x.shape[1]
+    blocks = np.pad(x.astype(np.float32), ((0, 0), (0, -width % block))).reshape(rows, -1, block)
+    scale = np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / wire.max)
+    if wire.scale != "float32":
+        scale = np.exp2(np.ceil(np.log2(scale))).astype(np.float32)
+    return ((blocks / scale).astype(dtype).astype(np.float32) * scale).reshape(rows, -1)[:, :width]
 
 
 @contextlib.contextmanager
@@ -162,3 +209,31 @@ def poison(shape, dtype):
     if dtype == jnp.uint8:
         return jnp.full(shape, 0x7F, dtype)
     return -1 - lax.broadcasted_iota(dtype, shape, 0) % EXPERTS
+
+
+def quantize_by_row(x, format: Format) -> KMajorFp8:
+    """The kernel that quantizes rows for the wire, as XLA computes it."""
+    q = quantize(x, format, (1, 128))
+    dtype = jnp.float8_e4m3fn if format.dtype == "e4m3" else jnp.float8_e5m2
+    return KMajorFp8(lax.bitcast_convert_type(q.data, dtype), q.scale)
+
+
+def dequantize_rows(data, words, ends, dtype):
+    """The kernel that dequantizes rows of the wire; NaN in the rows that it need not write."""
+    scale = lax.bitcast_convert_type(words[:, : -(-data.shape[1] // 128)], jnp.float32)
+    values = data.astype(jnp.float32) * jnp.repeat(scale, 128, axis=1)[:, : data.shape[1]]
+    return jnp.where((jnp.arange(len(data)) < ends[-1])[:, None], values, jnp.nan).astype(dtype)
+
+
+def wire_kernels(monkeypatch) -> set[str]:
+    """Rows are quantized for the wire as if the Hopper kernels ran here; returns which of them were asked."""
+    called = set()
+    for fn in (quantize_by_row, dequantize_rows):
+
+        def asked(*args, fn=fn, **options):
+            called.add(fn.__name__)
+            return fn(*args, **options)
+
+        monkeypatch.setattr(hopper, f"_{fn.__name__}", asked)
+    monkeypatch.setattr(op, "select_kernels", lambda *_, **widths: "hopper")
+    return called

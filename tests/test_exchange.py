@@ -1,19 +1,24 @@
-"""Exchange: what each rank receives, against NumPy; both transports alike; dispatch and combine transposes."""
+"""Exchange: what each rank receives and what comes back, against NumPy, by each transport that needs no GPU."""
 
 import dataclasses
 import itertools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import moax
+from moax.estimate import estimate
 from moax.inspect import collectives
-from moax.ops import combine, dequantize, dispatch, quantize
-from moax.ops.exchange import slots_per_pair
+from moax.ops import combine, dispatch, exchange
+from moax.ops.exchange import EXCHANGES, slots_per_pair
+from moax.ops.exchange.all_gather import AllGather
+from moax.ops.exchange.plan import balanced_rows
 from moax.recipe import Format
 from support import MESHES, TOKENS, WAYS, integers, program, put, random, spec
 from support_exchange import (
@@ -21,13 +26,15 @@ from support_exchange import (
     LOCAL,
     TOP_K,
     WIDTH,
-    by_shard,
     check_delivery,
+    check_received,
     check_sums,
+    check_transposes,
     inputs,
+    registered,
+    rounded,
     run,
-    run_combine,
-    sent_tokens,
+    slots_of,
 )
 
 TRANSPORTS = ("all_gather", "all_to_all")
@@ -59,13 +66,19 @@ def test_delivery_full(way, mesh, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_one_device(transport):
     """Without a mesh nothing moves: the token's own rows, all experts local."""
-    x, experts, weights = map(jnp.asarray, inputs("8x1"))
-    r = dispatch(x, experts, weights, EXPERTS, exchange=transport)
+    x, experts, weights = inputs("8x1")
+
+    @jax.jit
+    def there_and_back(*args):
+        r = dispatch(*args, EXPERTS, exchange=transport)
+        return r, combine(r.rows, r)
+
+    r, y = there_and_back(x, experts, weights)
     np.testing.assert_array_equal(r.rows, x)
     np.testing.assert_array_equal(r.experts, experts)
     np.testing.assert_array_equal(r.weights, weights)
     assert r.count == len(x) and r.dropped == 0
-    np.testing.assert_array_equal(combine(r.rows, r), x)
+    np.testing.assert_array_equal(y, x)
 
 
 @pytest.mark.parametrize("factor", (0.15, 0.34, 0.7, 1.0))
@@ -90,29 +103,8 @@ def test_all_gather_ignores_the_factor():
 @pytest.mark.parametrize("transport, factor", [("all_gather", None), ("all_to_all", None), ("all_to_all", 0.34)])
 @pytest.mark.parametrize("way", WAYS)
 def test_transposes(way, transport, factor):
-    """<dispatch(x), r> = <x, combine(r)>, their vjps are each other, and each assignment's weight gradient is what its
-    own rank sent back: a gradient summed over ranks, or read from a row that is not there, would be seen."""
-    mesh = "2x4"
-    x, experts, weights = args = inputs(mesh, skew=0.1)
-    options = dict(exchange=transport, capacity_factor=factor)
-    _, received = run(way, mesh, args, **options)
-    per_rank, ranks = EXPERTS // 4, 4
-    d_rows, d_weights = integers(3, *received.rows.shape), integers(4, *received.weights.shape)
-    _, _, (d_x, d_w) = run(way, mesh, args, (d_rows, d_weights), **options)
-    y, _, (back,) = run_combine(way, mesh, d_rows, received, cotangents=x)
-    assert (received.rows.astype(np.float64) * d_rows).sum() == (x.astype(np.float64) * y).sum()
-    np.testing.assert_array_equal(d_x, y)
-    np.testing.assert_array_equal(back, received.rows)
-
-    want = np.zeros_like(weights)
-    slots = slots_per_pair(LOCAL, TOP_K, ranks, factor) if transport == "all_to_all" else None
-    got, _ = sent_tokens(mesh, experts, per_rank, slots)
-    for shard, tokens in enumerate(got):
-        r, d = by_shard(mesh, received, shard), by_shard(mesh, d_weights, shard)
-        for row, token in zip(np.flatnonzero((r.experts < per_rank).any(1)), tokens, strict=True):
-            mine = r.experts[row] < per_rank
-            want[token, mine] = d[row, mine]
-    np.testing.assert_array_equal(d_w, want)
+    """Breaks if a gradient is summed over ranks that it does not belong to, or read from a row that is not there."""
+    check_transposes(way, "2x4", transport, factor)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -157,30 +149,61 @@ def test_ep_of_two_axes(transport, kind):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("wire", [Format(block=8), Format(block=128), Format(block=4, scale="e8m0")])
 def test_wire_format(transport, wire):
-    """Rows arrive as `quantize` would make them, to the bit, ids and weights untouched; sums are not quantized."""
+    """Breaks if rows arrive otherwise than `quantize` rounds them, or if ids or weights are rounded too."""
     mesh = "2x4"
     x, experts, weights = inputs(mesh)
-    args = (random(5, *x.shape), experts, weights)
-    rounded = dequantize(quantize(jnp.asarray(args[0]), wire))
-    options = dict(exchange=transport)
-    _, plain = run("custom_partitioning", mesh, args, **options)
-    _, received = run("custom_partitioning", mesh, args, wire=wire, **options)
-    _, want = run("custom_partitioning", mesh, (np.asarray(rounded), experts, weights), **options)
-    np.testing.assert_array_equal(received.experts, plain.experts)
-    np.testing.assert_array_equal(received.weights, plain.weights)
-    np.testing.assert_array_equal(received.rows, want.rows)
-    assert (received.rows != plain.rows).any()
-    assert np.abs(received.rows - plain.rows).max() <= 2.0**-4 * np.abs(args[0]).max()
+    x = random(5, *x.shape)
+    _, received = run("custom_partitioning", mesh, (x, experts, weights), wire=wire, exchange=transport)
+    check_received(mesh, transport, received, rounded(x, wire), experts, weights, slots_of(mesh, transport))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bfloat16_rows(transport):
-    """Rows travel in their dtype, weights in float32; small integers stay exact."""
-    x, experts, weights = map(jnp.asarray, inputs("2x4"))
-    _, received = run("shard_map", "2x4", (x.astype(jnp.bfloat16), experts, weights), exchange=transport)
-    assert received.rows.dtype == jnp.bfloat16 and received.weights.dtype == jnp.float32
-    _, wide = run("shard_map", "2x4", (x, experts, weights), exchange=transport)
-    np.testing.assert_array_equal(received.rows.astype(np.float32), wide.rows)
+    """Breaks if rows travel in another dtype than their own, or weights in another than float32."""
+    x, experts, weights = inputs("2x4")
+    args = (x.astype(ml_dtypes.bfloat16), experts, weights)
+    _, received = run("shard_map", "2x4", args, exchange=transport)
+    assert received.rows.dtype == ml_dtypes.bfloat16 and received.weights.dtype == np.float32
+    wide = dataclasses.replace(received, rows=received.rows.astype(np.float32))
+    check_received("2x4", transport, wide, x, experts, weights, slots_of("2x4", transport))
+
+
+@dataclasses.dataclass(frozen=True)
+class Summed(AllGather):
+    """A fourth transport: its combine is an all-reduce, of which each rank keeps its own tokens."""
+
+    def combine(self, static, arrays, sent, tokens):
+        ep = static.roles.ep
+        first = lax.axis_index(ep) * tokens
+        return [lax.dynamic_slice_in_dim(lax.psum(rows, ep), first, tokens) for rows in arrays]
+
+
+def test_a_fourth_transport():
+    """Breaks if anything beyond its own file and its line in the table must know of a transport."""
+    with registered("summed", Summed()):
+        check_delivery("shard_map", "2x4", "summed")
+        check_sums("custom_partitioning", "2x4", "summed")
+        moved = estimate("qwen3-30b", {"ep": 4}, 64, exchange="summed")
+    assert (moved.exchange, moved.wire_bytes("dispatch") > 0) == ("summed", True)
+
+
+def test_the_literal_names_the_table():
+    """Breaks if a transport is in the table and not among the names that a type checker knows, or the other way."""
+    assert EXCHANGES == ("auto", *exchange.TRANSPORTS)
+
+
+def routed(experts, ranks):
+    """Slots by the definition: how many earlier tokens want the rank; T where the token does not."""
+    wanted = np.stack([(experts // (EXPERTS // ranks) == rank).any(1) for rank in range(ranks)], axis=1)
+    return np.where(wanted, np.cumsum(wanted, 0) - 1, len(experts))
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_balanced_rows(ranks):
+    """Breaks if the load that costs are computed for is not the one where every choice of K experts is as likely."""
+    every = np.array(list(itertools.combinations(range(EXPERTS), TOP_K)))
+    slot = routed(every, ranks)
+    np.testing.assert_array_equal((slot < len(every)).sum(0), balanced_rows(len(every), TOP_K, ranks, EXPERTS))
 
 
 @pytest.mark.parametrize("wire", (None, Format(block=8)))
@@ -196,8 +219,8 @@ def test_collectives(way, transport, wire, fresh_compile):
         r = dispatch(x, experts, weights, EXPERTS, exchange=transport, wire=wire, engine=engine)
         return combine(r.rows * r.rows, r, engine=engine), ()
 
-    args = (x.astype(jnp.bfloat16), experts, weights)
-    p = program(way, "2x4", forward, args, (at,) * 3, at, cotangents=random(6, *x.shape).astype(jnp.bfloat16))
+    args = (x.astype(ml_dtypes.bfloat16), experts, weights)
+    p = program(way, "2x4", forward, args, (at,) * 3, at, cotangents=random(6, *x.shape).astype(ml_dtypes.bfloat16))
     found = p.under(lambda *args: collectives(p.fn, *args))
     assert {c.axes for c in found} == {("ep",)}
     gathers = {"all-gather", "reduce-scatter"}

@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
@@ -15,20 +16,15 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import backend
-from moax.kernels import mosaic
-from moax.kernels.hopper.formats import KMajorFp8
-from moax.kernels.xla.quantization import dequantize as dequantize_local
-from moax.kernels.xla.quantization import quantize as quantize_local
+from moax.kernels import hopper
+from moax.kernels.xla.quantization import dequantize, quantize
 from moax.ops import combine, dispatch
-from moax.ops.exchange import op, select_transport
+from moax.ops.exchange import select_transport
 from moax.ops.exchange.plan import find_slots, plan_sends
-from moax.ops.quantization import dequantize_wire
-from moax.ops.quantization import quantize_wire as quantize_wire_rows
 from moax.recipe import Format, get_recipe
 from support import (
     TOKENS,
     WAYS,
-    integers,
     interpret,
     make_mesh,
     make_params,
@@ -42,16 +38,18 @@ from support import (
 from support_exchange import (
     EXPERTS,
     LOCAL,
-    TOP_K,
     EmulatedOneSided,
-    by_shard,
     check_delivery,
+    check_received,
     check_sums,
+    check_transposes,
     choose,
     inputs,
     registered,
+    rounded,
     run,
-    run_combine,
+    slots_of,
+    wire_kernels,
 )
 from test_moe import BASE, block
 
@@ -116,6 +114,19 @@ def test_plan(routing, ranks, top_k, slots):
                     assert plan.position[t, peer] == entries
 
 
+def test_the_example_of_the_docstrings():
+    """Breaks if the example in `plan_sends` and `SendPlan` is not what the code does."""
+    owner, entries = np.array([[0, 1], [1, 2], [0, 2]], np.int32), 6
+    slot, until = find_slots(jnp.asarray(owner), 2)
+    np.testing.assert_array_equal(slot, [[0, 0], [3, 1], [1, 3]])
+    np.testing.assert_array_equal(until, [[2], [2]])
+    plan = plan_sends(slot, until[:, -1], jnp.array([[2, 2], [1, 0]], jnp.int32), 0, entries)
+    np.testing.assert_array_equal(plan.token[:4], [0, 2, 0, 1])
+    np.testing.assert_array_equal(plan.position, [[0, 2], [6, 3], [1, 6]])
+    np.testing.assert_array_equal(plan.places[0], [[0, -2], [2, 4]])
+    assert plan.received == 3
+
+
 @pytest.mark.parametrize("tokens", (1, 31, 32, 33, 200))
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_slots(routing, tokens, ranks=5):
@@ -152,25 +163,8 @@ def test_drops_and_degenerate_routings(emulated, factor, skew):
 
 @pytest.mark.parametrize("way, factor", some([(way, factor) for factor in (0.34, None) for way in WAYS], 2))
 def test_transposes(emulated, way, factor):
-    """The vjps of dispatch and combine are each other on the rows that there are, to the bit of all_to_all's."""
-    mesh = "2x4"
-    x, _, _ = args = inputs(mesh, skew=0.1)
-    results = {}
-    for transport in ("all_to_all", "one_sided"):
-        options = dict(exchange=transport, capacity_factor=factor)
-        _, received = run(way, mesh, args, **options)
-        real = np.asarray((received.experts < EXPERTS // 4).any(1))
-        total = int(real.sum())
-        d_rows, d_weights = (np.full(v.shape, np.nan, np.float32) for v in (received.rows, received.weights))
-        d_rows[real], d_weights[real] = integers(3, total, x.shape[1]), integers(4, total, TOP_K)
-        if transport == "all_to_all":
-            d_rows[~real], d_weights[~real] = 0, 0
-        _, _, (d_x, d_w) = run(way, mesh, args, (d_rows, d_weights), **options)
-        y, _, (back,) = run_combine(way, mesh, d_rows, received, cotangents=x)
-        np.testing.assert_array_equal(d_x, y)
-        np.testing.assert_array_equal(back[real], received.rows[real])
-        results[transport] = (d_x, d_w, received.rows[real], received.weights[real], received.dropped)
-    jax.tree.map(np.testing.assert_array_equal, results["one_sided"], results["all_to_all"])
+    """Breaks if a gradient comes from another token's row, or from one that nobody wrote, which is NaN."""
+    check_transposes(way, "2x4", "one_sided", factor)
 
 
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
@@ -189,29 +183,11 @@ def test_ep_of_two_axes(emulated, kind):
 
 @pytest.mark.parametrize("wire", [Format(block=8), Format(block=128), Format(block=4, scale="e8m0")])
 def test_wire_format(emulated, wire):
-    """Quantized rows, their scales of 4 bytes or 1, ids and weights unpack as they were packed."""
+    """Breaks if quantized rows, their scales of 4 bytes or 1, ids or weights unpack otherwise than they were packed."""
     x, experts, weights = inputs("2x4")
-    args = (random(5, *x.shape), experts, weights)
-    got, want = (run("custom_partitioning", "2x4", args, wire=wire, exchange=t)[1] for t in ("one_sided", "all_to_all"))
-    for shard in range(8):
-        g, w = by_shard("2x4", got, shard), by_shard("2x4", want, shard)
-        real = (w.experts < EXPERTS // 4).any(1)
-        for field in ("rows", "experts", "weights"):
-            np.testing.assert_array_equal(getattr(g, field)[: real.sum()], getattr(w, field)[real])
-
-
-def quantize_wire(x, dtype, *, pow2):
-    """The kernel of that name, as XLA computes it."""
-    form = Format("e4m3" if dtype == jnp.float8_e4m3fn else "e5m2", scale="pow2" if pow2 else "float32")
-    q = quantize_local(x, form, (1, 128))
-    return KMajorFp8(lax.bitcast_convert_type(q.data, dtype), q.scale)
-
-
-def dequantize_rows(data, words, ends, dtype):
-    """The kernel of that name; NaN in the rows that it need not write."""
-    scale = lax.bitcast_convert_type(words[:, : -(-data.shape[1] // 128)], jnp.float32)
-    values = data.astype(jnp.float32) * jnp.repeat(scale, 128, axis=1)[:, : data.shape[1]]
-    return jnp.where((jnp.arange(len(data)) < ends[-1])[:, None], values, jnp.nan).astype(dtype)
+    x = random(5, *x.shape)
+    _, received = run("custom_partitioning", "2x4", (x, experts, weights), wire=wire, exchange="one_sided")
+    check_received("2x4", "one_sided", received, rounded(x, wire), experts, weights, slots_of("2x4", "one_sided"))
 
 
 WIRES = (Format(), Format("e5m2", scale="pow2"), Format(scale="e8m0"), Format(block=32))
@@ -228,24 +204,20 @@ SOME_WIRES += [("all_to_all", WIRES[0], 0.6), ("all_to_all", WIRES[3], None)]
     some([*SOME_WIRES, *(case for case in EVERY_WIRE if case not in SOME_WIRES)], len(SOME_WIRES)),
 )
 def test_wire_by_kernels(emulated, monkeypatch, transport, wire, factor):
-    """Where the kernels quantize and dequantize, and what they do not take goes around them: the same rows, ids and
-    weights."""
-    _, experts, weights = inputs("2x4", tokens=128)
-    args = (jnp.asarray(random(5, len(experts), 160), jnp.bfloat16), experts, weights)
-    want = run("shard_map", "2x4", args, wire=wire, exchange="all_to_all", capacity_factor=factor)[1]
-    called = []
-    for fn in (quantize_wire, dequantize_rows):
-        monkeypatch.setattr(mosaic, fn.__name__, lambda *a, fn=fn, **k: (called.append(fn), fn(*a, **k))[1])
-    monkeypatch.setattr(op, "select_kernels", lambda *_, **widths: "mosaic")
-    got = run("shard_map", "2x4", args, wire=wire, exchange=transport, capacity_factor=factor)[1]
+    """Breaks if the kernels are asked for a wire that they do not take, or are not for one that they do; the rows, ids
+    and weights are the same by either."""
+    tokens = 128
+    _, experts, weights = inputs("2x4", tokens=tokens)
+    x = random(5, len(experts), 160).astype(ml_dtypes.bfloat16)
+    called = wire_kernels(monkeypatch)
+    options = dict(wire=wire, exchange=transport, capacity_factor=factor)
+    _, got = run("shard_map", "2x4", (x, experts, weights), **options)
     theirs = wire.block == 128 and wire.scale != "e8m0"
     back = theirs and transport == "one_sided" and got.rows.shape[0] // 8 % 128 == 0
-    assert (quantize_wire in called, dequantize_rows in called) == (theirs, back)
-    for shard in range(8):
-        g, w = by_shard("2x4", got, shard), by_shard("2x4", want, shard)
-        ours, real = ((r.experts < EXPERTS // 4).any(1) for r in (g, w))
-        for field in ("rows", "experts", "weights"):
-            np.testing.assert_array_equal(getattr(g, field)[ours], getattr(w, field)[real])
+    assert called == {*["quantize_by_row"] * theirs, *["dequantize_rows"] * back}
+    want = rounded(x, wire).astype(x.dtype).astype(np.float32)
+    got = dataclasses.replace(got, rows=got.rows.astype(np.float32))
+    check_received("2x4", transport, got, want, experts, weights, slots_of("2x4", transport, factor, tokens))
 
 
 @pytest.mark.parametrize("wire", (Format(), Format("e5m2", scale="pow2")))
@@ -253,17 +225,17 @@ def test_wire_of_the_kernels(wire, rows=256, width=160, count=200):
     """The kernels themselves, there and back: scales to an ulp, values to the neighbour that x * (1 / scale) rounds to,
     and from these what XLA makes of them to the bit."""
     x = jnp.asarray(random(5, rows, width), jnp.bfloat16)
-    want = quantize_local(x, wire, (1, 128))
+    want = quantize(x, wire, (1, 128))
 
     def there_and_back(x, others, ends):
-        q = quantize_wire_rows(x, wire, kernels=True)
+        q = hopper.quantize(x, wire, (1, 128))
         words = jnp.concatenate([lax.bitcast_convert_type(q.scale, jnp.int32), others], axis=1)
-        return q, dequantize_wire(q.data, words, ends, wire, x.dtype)
+        return q, hopper.dequantize_wire(q.data, words, ends, wire, x.dtype)
 
     q, back = interpret(there_and_back, x, np.full((rows, 3), -1, np.int32), np.array([7, count], np.int32))
     np.testing.assert_allclose(q.scale, want.scale, rtol=2e-7)
     assert np.abs(q.data.astype(int) - np.asarray(want.data, int)).max() <= 1 and (q.data == want.data).mean() > 0.999
-    np.testing.assert_array_equal(np.float32(back)[:count], np.float32(dequantize_local(q, x.dtype))[:count])
+    np.testing.assert_array_equal(np.float32(back)[:count], np.float32(dequantize(q, x.dtype))[:count])
 
 
 @pytest.mark.slow

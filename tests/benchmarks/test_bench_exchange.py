@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("rich")
 
 
-
 from benchmarks import command, tokens
 from benchmarks.peers import ragged, ragged_peer, wires
 from benchmarks.wires import exchange, rounds
@@ -115,9 +114,9 @@ def test_our_rows_by_number_of_multiprocessors(capsys):
     seen = set()
 
     class Counted(EmulatedOneSided):
-        def put_rows(self, *args):
-            seen.add(args[-1])
-            return super().put_rows(*args)
+        def put_rows(self, arrays, source, places, way: int, out_rows: int, axes, sms: int | None):
+            seen.add(sms)
+            return super().put_rows(arrays, source, places, way, out_rows, axes, sms)
 
     with registered("one_sided", Counted()):
         assert command.main([*BENCH, "--peers", "none", "--sms", "2,4", "--devices", "2"]) == 0

@@ -26,7 +26,7 @@ class Transfer:
 
     Attributes:
       what: which of `WIRES` it is. direction: the pass it belongs to.
-      kind, dtype, shape, axes, group_size: as of `moax.inspect.Collective`. A "put" is what a kernel writes to peers.
+      kind, dtype, shape, axes, group_size: as of `moax.inspect.Collective`. A kernel that writes to peers is a "put".
       bytes: what one device sends, each time.
       times: how often in a step: once for each part of a block in chunks.
     """

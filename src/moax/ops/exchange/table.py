@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from moax.errors import Unsupported
 from moax.mesh.axes import Roles
@@ -19,7 +19,7 @@ TRANSPORTS: dict[str, Transport] = {
     "one_sided": OneSided(),
 }
 AUTO = "all_gather"  # the transport of `auto`
-EXCHANGES = ("auto", *TRANSPORTS)
+EXCHANGES = get_args(Exchange)
 
 
 def find_transport(exchange: str, roles: Roles | None = None) -> str:
@@ -33,8 +33,9 @@ def find_transport(exchange: str, roles: Roles | None = None) -> str:
     Raises:
       ValueError: there is no transport of this name.
     """
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange={exchange!r} must be one of {', '.join(map(repr, EXCHANGES))}")
+    choices = ("auto", *TRANSPORTS)
+    if exchange not in choices:
+        raise ValueError(f"exchange={exchange!r} must be one of {', '.join(map(repr, choices))}")
     if exchange == "auto" or (roles is not None and not roles.ep and not TRANSPORTS[exchange].portable):
         return AUTO
     return exchange
