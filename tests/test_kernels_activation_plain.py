@@ -11,7 +11,7 @@ from moax.errors import Unsupported
 from moax.groups import find_groups, zero_rows
 from moax.kernels.hopper.activation_plain import activate_grad_rows, activate_rows
 from moax.kernels.hopper.formats import make_blocks
-from moax.ops.activation import activate, scale_rows
+from moax.ops.activation import activate
 from test_kernels_activation import ACTS, GATED, grouped, interpret, lower
 
 # Blocks of 70, 128 and 20 rows: padding in its second half, none, all of the second half. The last is not used.

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import backend
-from moax.kernels import hopper
+from moax.kernels import hopper as by_kernels
 from moax.kernels.xla.quantization import dequantize, quantize
 from moax.ops import combine, dispatch
 from moax.ops.exchange import select_transport
@@ -228,9 +228,9 @@ def test_wire_of_the_kernels(wire, rows=256, width=160, count=200):
     want = quantize(x, wire, (1, 128))
 
     def there_and_back(x, others, ends):
-        q = hopper.quantize(x, wire, (1, 128))
+        q = by_kernels.quantize(x, wire, (1, 128))
         words = jnp.concatenate([lax.bitcast_convert_type(q.scale, jnp.int32), others], axis=1)
-        return q, hopper.dequantize_wire(q.data, words, ends, wire, x.dtype)
+        return q, by_kernels.dequantize_wire(q.data, words, ends, wire, x.dtype)
 
     q, back = interpret(there_and_back, x, np.full((rows, 3), -1, np.int32), np.array([7, count], np.int32))
     np.testing.assert_allclose(q.scale, want.scale, rtol=2e-7)

@@ -16,6 +16,7 @@ pytest.importorskip("rich")
 from benchmarks import command, tokens
 from benchmarks.peers import ragged, ragged_peer, wires
 from benchmarks.wires import exchange, rounds
+from moax.ops.exchange import TRANSPORTS
 from moax.tune.timing import Repeats
 from support_benchmarks import by_gather
 from support_exchange import EmulatedOneSided, registered
@@ -133,7 +134,8 @@ def test_number_of_multiprocessors_reaches_the_kernel(monkeypatch):
     from moax.kernels.hopper import exchange as kernel
 
     monkeypatch.setattr(kernel, "put_rows", lambda *args, sms: sms)
-    assert [mosaic.put_rows([], None, None, 0, 1, (), sms) for sms in (None, 16)] == [kernel.SMS, 16]
+    transport = TRANSPORTS["one_sided"]
+    assert [transport.put_rows([], None, None, 0, 1, (), sms) for sms in (None, 16)] == [kernel.SMS, 16]
 
 
 @pytest.mark.parametrize(
