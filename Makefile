@@ -56,7 +56,7 @@ $(SASS_VENV)/.installed: constraints.txt Makefile
 hf-parity: $(INSTALLED) $(HF_VENV)/.installed ## hold moax.hf against transformers, run anew on this CPU (HF_PYTHON: one that has torch)
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
 	$(HF_VENV)/bin/python scripts/hf_reference.py "$$tmp" && \
-	PYTHONPATH=src:tests $(BIN)/python tests/hf_parity.py "$$tmp" --write && \
+	PYTHONPATH=src:tests $(BIN)/python tests/support/hf_parity.py "$$tmp" --write && \
 	$(HF_VENV)/bin/python scripts/hf_reference.py "$$tmp" --check
 
 $(HF_VENV)/.installed: Makefile

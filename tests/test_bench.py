@@ -385,7 +385,7 @@ def test_gather(capsys):
         assert weights * 7 // 8 < received[recipe] < bound * weights * 7 // 8, recipe
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_block_in_its_own_process(tmp_path, capsys):
     out = tmp_path / "f.json"
     argv = ["bench", "block", "--cases", "tiny", "--recipe", "fp8_block", "--quick", "--out", str(out)]

@@ -130,7 +130,7 @@ def test_delivery(way, mesh, transport):
     check_sums(way, mesh, transport)
 
 
-@pytest.mark.matrix
+@pytest.mark.more
 @pytest.mark.parametrize("way, mesh, transport", FULL)
 def test_delivery_full(way, mesh, transport):
     """The rest of ways x meshes x transports."""

@@ -38,8 +38,8 @@ from support import (
     some,
     spec,
 )
+from support.block import BASE, block
 from test_exchange import EXPERTS, LOCAL, TOP_K, by_shard, check_delivery, check_sums, choose, inputs, run, run_combine
-from test_moe import BASE, block
 
 
 def poison(shape, dtype):
@@ -287,7 +287,7 @@ def test_wire_of_the_kernels(wire, rows=256, width=160, count=200):
     np.testing.assert_array_equal(np.float32(back)[:count], np.float32(dequantize_local(q, x.dtype))[:count])
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "mesh, way", some([("2x4", w) for w in ("explicit", "custom_partitioning", "shard_map", "user_vma")], 1)
 )
@@ -298,7 +298,7 @@ def test_block(emulated, mesh, way):
         assert rel_norm(g, w) < 2e-6
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "recipe", some((dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=16)), "fp8_tensor"), 1)
 )
@@ -311,7 +311,7 @@ def test_block_quantized(emulated, recipe):
         assert rel_norm(g, w) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_block_drops_as_all_to_all(emulated):
     """With a capacity the same assignments are dropped, and counted."""
     config = dataclasses.replace(BASE, capacity_factor=0.6)
@@ -320,7 +320,7 @@ def test_block_drops_as_all_to_all(emulated):
     assert rel_norm(got[0], want[0]) < 2e-6
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_scan_and_remat(emulated):
     """Layers in a scan, rematerialized: the plan is a value like any other."""
     params = make_params(BASE)
