@@ -109,6 +109,7 @@ def test_rows():
     assert sum(row.error is not None for row in made) == 1
 
 
+@pytest.mark.more
 def test_our_rows_by_number_of_multiprocessors(emulated, capsys, monkeypatch):  # noqa: F811
     """Breaks if a row's number is not the one that its kernels get, or if what one_sided delivers in it is wrong."""
     seen = set()
@@ -181,6 +182,7 @@ def gathered(monkeypatch):
 
 
 @pytest.mark.parametrize("in_place", (True, False))
+@pytest.mark.more
 def test_ragged_rows(gathered, in_place, capsys):
     """Breaks if it is told to send other rows than the exchange beside it, or if its check cannot fail."""
     assert ragged.main([json.dumps(request(in_place=in_place))]) == 0

@@ -77,6 +77,7 @@ def test_native_layer_that_does_not_fit(monkeypatch):
 
 
 @pytest.mark.loose
+@pytest.mark.more
 def test_block_on_a_mesh(tmp_path, capsys, monkeypatch):
     """Breaks if a layer does not run on a mesh, if its rows do not say on which, or if what is not native is hidden."""
     monkeypatch.setattr(mesh_block, "PEERS", ("native",))

@@ -207,6 +207,7 @@ def test_tune_needs_a_gpu_and_prints_json(monkeypatch, tmp_path, capsys):
     assert "case wgrad wgrad" in capsys.readouterr().out
 
 
+@pytest.mark.more
 def test_train_runs_and_resumes(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 300)
     out = str(tmp_path / "runs")

@@ -60,7 +60,9 @@ def place(mesh, config, tokens, dtype=jnp.bfloat16):
     return params, jax.ShapeDtypeStruct((tokens, config.d_model), dtype, sharding=at)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [c if i == 0 else pytest.param(c, marks=pytest.mark.more) for i, c in enumerate(CASES)]
+)
 def test_bytes_are_those_of_the_program(case):
     """Breaks if a collective is forgotten, invented, or counted with other bytes than the compiled block moves."""
     config, sizes, recipe, exchange = CASES[case]
@@ -80,6 +82,7 @@ def test_bytes_are_those_of_the_program(case):
         assert rows == inspect.total_bytes(found, axes="ep", kind="all-to-all") > 0
 
 
+@pytest.mark.more
 def test_bytes_with_remat():
     """Breaks if a second forward gathers or sends something else than is foretold."""
     config, sizes = dataclasses.replace(SHARED, shared_d_ff=0), {"fsdp": 2, "ep": 4}
@@ -99,7 +102,9 @@ def test_bytes_with_remat():
     assert inspect.total_bytes(rows) == sum(t.bytes for t in own)
 
 
-@pytest.mark.parametrize("case", ["dp-fsdp-ep", "fsdp-on-model-fp8_block-capacity-wire"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("dp-fsdp-ep", marks=pytest.mark.more), "fsdp-on-model-fp8_block-capacity-wire"]
+)
 def test_memory_is_that_of_the_program(case):
     """Weights, and gradients, which lie like them, are the program's arguments to the byte; what `jax.vjp` keeps
     between forward and backward is `activations` within 10 %. XLA:CPU's scratch is no GPU's: the whole of a step,

@@ -90,6 +90,7 @@ def give_sms(monkeypatch):
     monkeypatch.setattr(kernel, "jax", FewSMs())
 
 
+@pytest.mark.more
 def test_public_kernels(monkeypatch):
     """Breaks if the kernels are given other operands, or if rows of no group reach a result or a gradient."""
     give_sms(monkeypatch)

@@ -51,6 +51,7 @@ def test_capacity_is_that_of_a_part():
     assert int(stats.dropped) == sum(map(int, parts)) > 0
 
 
+@pytest.mark.more
 def test_in_a_rematerialized_scan():
     """Breaks if parts, whose backward computes forward again, do not nest in a user's own remat and scan."""
     x, params = make_x(BASE), make_params(BASE)

@@ -67,8 +67,9 @@ def loss_of(y, stats):
     return jnp.mean(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.shape[-1], dtype=jnp.float32))) + stats.aux_loss
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("config", [FULL, BARE], ids=["full", "bare"])
+@pytest.mark.parametrize(
+    "way, config", some([("custom_partitioning", FULL), ("none", BARE), ("explicit", FULL), ("none", FULL)], 2)
+)
 def test_parameters_are_those_of_init(config, way):
     """Breaks if a checkpoint of one is none of the other: names, shapes, values of the same key, and which there are;
     or if the selection bias is among the trained parameters."""
@@ -83,8 +84,11 @@ def test_parameters_are_those_of_init(config, way):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
-@pytest.mark.parametrize("axes", [moax.Axes(), moax.Axes(fsdp_dim="model")], ids=["experts", "model"])
+@pytest.mark.parametrize(
+    "way, axes",
+    some([("explicit", moax.Axes(fsdp_dim="model")), ("custom_partitioning", moax.Axes()),
+          ("custom_partitioning", moax.Axes(fsdp_dim="model")), ("explicit", moax.Axes())], 2),
+)  # fmt: skip
 def test_metadata_is_that_of_param_specs(axes, way):
     """Breaks if flax is told another layout than the arrays have, or they are not made in it; by shapes alone, too."""
     block = MoEBlock(FULL, axes=axes)
@@ -119,7 +123,7 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "way, options",
     [
-        ("none", "plain"),
+        pytest.param("none", "plain", marks=pytest.mark.more),
         ("custom_partitioning", "plain"),
         pytest.param("explicit", "fp8_block", marks=pytest.mark.more),
         pytest.param("shard_map", "all_to_all", marks=pytest.mark.more),
@@ -155,7 +159,7 @@ def test_computes_what_moe_does(way, options):
         assert grad.sharding.is_equivalent_to(getattr(params_of(variables), name).sharding, grad.ndim), name
 
 
-@pytest.mark.parametrize("present", [(), ("bi",), ("bo",)])
+@pytest.mark.parametrize("present", some([(("bi",),), (("bo",),), ((),)], 1))
 def test_any_subset_of_biases(present):
     """Breaks if a user cannot take one expert bias out, as published models have one, both or none."""
     block = MoEBlock(FULL)
@@ -166,7 +170,9 @@ def test_any_subset_of_biases(present):
     assert rel_error(jax.jit(block.apply)(variables, X)[0], want) < 1e-6
 
 
-@pytest.mark.parametrize("dtype, param_dtype", [("bfloat16", "float32"), (None, "bfloat16"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    "dtype, param_dtype", some([("bfloat16", "float32"), (None, "bfloat16"), ("float32", "bfloat16")], 1)
+)
 def test_dtypes(dtype, param_dtype):
     """Breaks if `dtype` is not what the block computes in and `param_dtype` what is stored, each by itself."""
     block = MoEBlock(FULL, dtype=dtype, param_dtype=param_dtype)
@@ -180,6 +186,7 @@ def test_dtypes(dtype, param_dtype):
 
 
 @pytest.mark.parametrize("way", some(WAYS[1:], 1))
+@pytest.mark.more
 def test_a_training_step(way):
     """Breaks if an optimizer does to the variables what it would not do to `MoEParams`, or if the bias is not updated,
     in its box, by the counts of the step."""
@@ -256,6 +263,7 @@ class Stack(nn.Module):
 @pytest.mark.parametrize(
     "way", [way if way == "explicit" else pytest.param(way, marks=pytest.mark.more) for way in WAYS]
 )
+@pytest.mark.more
 def test_stacked_layers(way):
     """Breaks if blocks scanned over are not blocks one after the other with parameters of their own, or their boxes
     lack the new dim."""

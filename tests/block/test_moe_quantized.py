@@ -11,6 +11,7 @@ the rounding of a gradient. Hence 8% for y, 14% for gradients, 20% where dy is e
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np

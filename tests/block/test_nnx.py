@@ -55,8 +55,9 @@ def arrays(state) -> dict:
     return {name: variable.get_value() for name, variable in state.items()}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("config", [FULL, BARE], ids=["full", "bare"])
+@pytest.mark.parametrize(
+    "way, config", some([("explicit", FULL), ("none", BARE), ("custom_partitioning", FULL), ("none", FULL)], 2)
+)
 def test_parameters_are_those_of_init(config, way):
     """Breaks if a checkpoint of one is none of the other: names, shapes, values, and which there are."""
     want = moax.init(nnx.Rngs(0).params(), config)
@@ -72,8 +73,11 @@ def test_parameters_are_those_of_init(config, way):
     assert jax.tree.structure(layer.params) == jax.tree.structure(want)
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
-@pytest.mark.parametrize("axes", [moax.Axes(), moax.Axes(fsdp_dim="model")], ids=["experts", "model"])
+@pytest.mark.parametrize(
+    "way, axes",
+    some([("custom_partitioning", moax.Axes(fsdp_dim="model")), ("explicit", moax.Axes()),
+          ("explicit", moax.Axes(fsdp_dim="model")), ("custom_partitioning", moax.Axes())], 2),
+)  # fmt: skip
 def test_metadata_is_that_of_param_specs(axes, way):
     """Breaks if flax is told another layout than the arrays have, or they are not made in it."""
     with mesh_for(way):
@@ -126,8 +130,8 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "way, options",
     [
-        ("none", "plain"),
-        ("none", "fp8_block"),
+        pytest.param("none", "plain", marks=pytest.mark.more),
+        pytest.param("none", "fp8_block", marks=pytest.mark.more),
         pytest.param("custom_partitioning", "fp8_block", marks=pytest.mark.more),
         ("explicit", "plain"),
         pytest.param("shard_map", "all_to_all", marks=pytest.mark.more),
@@ -167,7 +171,7 @@ def test_computes_what_moe_does(way, options):
         assert grad.sharding.is_equivalent_to(getattr(layer, name).get_value().sharding, grad.ndim), name
 
 
-@pytest.mark.parametrize("present", [(), ("bi",), ("bo",)])
+@pytest.mark.parametrize("present", some([(("bo",),), (("bi",),), ((),)], 1))
 def test_any_subset_of_biases(present):
     """Breaks if a user cannot take one expert bias out, as published models have one, both or none."""
     layer = make()
@@ -178,7 +182,9 @@ def test_any_subset_of_biases(present):
     assert rel_error(nnx.jit(lambda m, x: m(x)[0])(layer, X), want) < 1e-6
 
 
-@pytest.mark.parametrize("dtype, param_dtype", [("bfloat16", "float32"), (None, "bfloat16"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    "dtype, param_dtype", some([("float32", "bfloat16"), ("bfloat16", "float32"), (None, "bfloat16")], 1)
+)
 def test_dtypes(dtype, param_dtype):
     """Breaks if `dtype` is not what the block computes in and `param_dtype` what is stored, each by itself."""
     layer = make(dtype=dtype, param_dtype=param_dtype)
@@ -191,6 +197,7 @@ def test_dtypes(dtype, param_dtype):
 
 
 @pytest.mark.parametrize("way", some(WAYS[:2], 1))
+@pytest.mark.more
 def test_a_training_step(way):
     """Breaks if an optimizer does to the layer what it would not do to `MoEParams`, or the bias moves with it."""
     tx = optax.adam(1e-2)

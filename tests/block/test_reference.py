@@ -155,7 +155,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some([*CASES][::2] + [*CASES][1::2], 12))
 def test_every_option(name):
     """Breaks if the oracle is wrong: every other test of values believes it."""
     config = CASES[name]

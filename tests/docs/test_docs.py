@@ -21,8 +21,16 @@ NAMES = {path: path.relative_to(ROOT).as_posix() for path in pages.PAGES}
 COMMANDS = [block for path in NAMES for block in pages.commands(path)]
 
 
+# Two pages stand for all of them here: the README, and one whose programs need a process of their own.
+PROGRAMS = [p for p in NAMES if pages.programs(p)]
+SHORT = ("README.md", "docs/how-to/inspect.md")
+
+
 @pytest.mark.loose
-@pytest.mark.parametrize("path", [p for p in NAMES if pages.programs(p)], ids=NAMES.get)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=NAMES[p], marks=() if NAMES[p] in SHORT else pytest.mark.more) for p in PROGRAMS],
+)
 def test_programs_run(path):
     """Breaks if a reader who copies the blocks of a page in order gets an error, a warning, or other output."""
     pages.run_page(path)

@@ -11,7 +11,7 @@ from moax.errors import Unsupported
 from moax.groups import find_groups, make_blocks, zero_rows
 from moax.kernels.hopper.activation_plain import activate_grad_rows, activate_rows
 from moax.ops.activation import activate, scale_rows
-from support import interpret, lower
+from support import interpret, lower, some
 from support.activations import ACTS, GATED, grouped
 
 # Blocks of 70, 128 and 20 rows: padding in its second half, none, all of the second half. The last is not used.
@@ -42,7 +42,7 @@ def check(got, want):
 
 @pytest.mark.parametrize(
     ("name", "width", "weighted"),
-    [("swiglu", 128, True), ("swiglu_oai", 96, False), ("gelu", 192, True)],
+    some([("swiglu_oai", 96, False), ("gelu", 192, True), ("swiglu", 128, True)], 2),
 )
 def test_activate_rows(name, width, weighted):
     """Gate and up that change places, a tile that straddles them, a weight of another row, padding not zeroed."""
@@ -56,7 +56,9 @@ def test_activate_rows(name, width, weighted):
     check(interpret(run, h, SIZES, weights), scale_rows(a, weights, REAL) if weighted else zero_rows(a, REAL))
 
 
-@pytest.mark.parametrize(("name", "width", "tiles"), [("swiglu", 256, 2), ("swiglu_oai", 96, 3), ("silu", 128, 1)])
+@pytest.mark.parametrize(
+    ("name", "width", "tiles"), some([("swiglu_oai", 96, 3), ("swiglu", 256, 2), ("silu", 128, 1)], 1)
+)
 def test_activate_grad_rows(name, width, tiles):
     """A derivative, a rounding or a weight that differs from the unfused path; a tile or a sum in another's place."""
     h, d_a, weights = inputs(name, width)
@@ -78,7 +80,7 @@ def test_activate_grad_rows(name, width, tiles):
     assert (np.abs(inner[finite] - want[finite]) <= 2.0**-9 * magnitude[finite]).all()
 
 
-@pytest.mark.parametrize("width", [96, 128, 2880])
+@pytest.mark.parametrize("width", some([2880, 96, 128], 1))
 def test_lowers_for_cuda(width):
     """A formula, or a width of tiles of 32, 64 or 128 columns, that Mosaic refuses."""
     sizes, weights = jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((512,), jnp.float32)

@@ -1,42 +1,24 @@
 """The gather and gather-sum kernels: in interpret mode against NumPy, and lowered for CUDA."""
 
-import contextlib
 import functools
-import io
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.permute import gather_rows, gather_sum
+from support import interpret, lower, some
 
 WIDTHS = (96, 768, 1408, 2048, 2880, 4096, 7168)
-
-
-def interpret(f, *args):
-    """f(*args) in the GPU interpreter, which prints the races that it finds."""
-    printed = io.StringIO()
-    with (
-        contextlib.redirect_stdout(printed),
-        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
-    ):
-        results = jax.tree.map(np.asarray, jax.jit(f)(*args))
-    assert "RACE" not in printed.getvalue(), printed.getvalue()
-    return results
-
-
-def lower(f, *args):
-    assert "mosaic_gpu_v2" in jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(96, jnp.bfloat16), (20, jnp.float32), (160, jnp.float8_e4m3fn)])
+@pytest.mark.parametrize(("width", "dtype"), some([(20, jnp.float32), (160, jnp.float8_e4m3fn), (96, jnp.bfloat16)], 1))
 def test_gather_rows_copies_each_row_and_zeros_those_without_a_source(width, dtype):
     """A row off by one, a missing source that reads past the end of x, or blocks that are skipped too early."""
     x = jnp.asarray(8 * normal(0, 9, width), dtype)
@@ -86,7 +68,7 @@ def test_gather_sum_adds_the_rows_that_exist(terms, weighted, dtype, in_flight):
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=2.0**-8 if dtype == jnp.bfloat16 else 1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", some(WIDTHS, 1))
 def test_lowers_for_cuda(width):
     """A width of a model whose tiles Mosaic refuses."""
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)

@@ -79,6 +79,7 @@ def check_grouped(mosaic, sizes, align, width, columns, recipe, bias=True):
         assert rel_norm(g, w, per) <= allowed, f"{name}: {rel_norm(g, w, per)}, {allowed} allowed"
 
 
+@pytest.mark.more
 def test_grouped_matmul_interpreted(mosaic):
     """Groups that are not aligned, an empty one, NaN between them: repacked to whole blocks and back, both ways."""
     check_grouped(mosaic, (3, 0, 130), 1, 64, (32,), None)

@@ -176,6 +176,7 @@ def test_processes_that_were_started_differently(monkeypatch):
         processes.agree(seed=3, batch=8)
 
 
+@pytest.mark.more
 def test_slurm_is_found(tmp_path, monkeypatch):
     """Breaks if `--distributed` does not join the tasks of a Slurm job."""
     monkeypatch.setenv("JAX_COORDINATOR_PORT", str(tool.free_port()))
@@ -193,6 +194,7 @@ def test_slurm_is_found(tmp_path, monkeypatch):
         assert "Gloo" in said and said.splitlines()[-1].endswith("steps=0 must be an int of at least 1"), said
 
 
+@pytest.mark.more
 @pytest.mark.more
 def test_example_in_two_processes(tmp_path):
     """Breaks if the library alone (`moax.make_mesh`, `moax.init`, `moax.moe`, custom_partitioning, FP8) needs one

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support import some
+
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 
@@ -97,6 +99,7 @@ def test_ctrl_c_saves_and_resuming_is_exact(whole, stopped):
     assert losses(resumed.run) == losses(whole.run)
 
 
+@pytest.mark.more
 def test_resuming_on_another_mesh(whole, stopped):
     """Another order of the sums, and the same numbers but for it. (FP8 would turn a last bit into a step of 6 %.)"""
     moved = losses(continued(stopped, "moved", mesh=(("ep", 8),)).run)
@@ -200,7 +203,7 @@ def test_presets_are_as_large_as_they_say(name):
     assert (total, active) == pytest.approx(said, rel=0.02)
 
 
-@pytest.mark.parametrize("changes", [{"tied": True, "balance": "aux"}, {"balance": "none", "shared_d_ff": 16}])
+@pytest.mark.parametrize("changes", some([{"tied": True, "balance": "aux"}, {"balance": "none", "shared_d_ff": 16}], 1))
 def test_variants_of_the_model(changes, getkey):
     """Causal: a later byte changes nothing before it. Every parameter has a gradient."""
     model = dataclasses.replace(MODEL, **changes)
@@ -221,6 +224,7 @@ def test_variants_of_the_model(changes, getkey):
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.more
 def test_remat_changes_no_gradient(getkey):
     params = jax.jit(lm.init, static_argnums=1)(getkey(), MODEL)
     tokens = jax.random.randint(getkey(), (2, 12), 0, 256)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -13,14 +14,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moax
-from moax import Axes, Unsupported, reference
+from moax import Axes, Unsupported
 from moax.block.moe import moe
 from moax.inspect import collectives
 from moax.mesh.axes import Roles
 from moax.mesh.collectives import gather_weight, reduce_max, scatter_gradient, vary_like
 from moax.mesh.partition import Contract, Partitioned, find_view
 from moax.mesh.specs import spec
-from support import ENGINES, MESHES, make_mesh, put, rel_error, some
+from support import ENGINES, MESHES, make_mesh, make_params, put, random, some
+from support.block import MESH, check, check_gradients, cotangent, loss_of
+from support.oracle.block import block as block_by_numpy
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 DEVICES = 8
@@ -183,8 +186,11 @@ def test_unknown_engines(engine):
 WAYS = (*ENGINES, "explicit")
 
 
-@pytest.mark.parametrize("mesh", ["2x4", "dp2x2x2", "tp2x2x2", "8x1"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "mesh"),
+    some([("custom_partitioning", "2x4"), ("shard_map", "tp2x2x2"), ("explicit", "dp2x2x2"), ("explicit", "8x1"),
+          *itertools.product(WAYS, ("2x4", "8x1"))], 4),
+)  # fmt: skip
 def test_a_local_function_on_a_mesh(way, mesh):
     """Breaks if results are not the global ones, wherever the operand lies or nowhere yet, or a sum leaves an
     axis out or doubles one."""
@@ -335,43 +341,39 @@ def test_vmap(way):
 CONFIG = moax.MoEConfig(16, 24, 8, 2, use_bias=True, router=moax.RouterConfig(aux_loss=0.1))
 
 
-@pytest.mark.parametrize("way", some(WAYS, 2))
+@pytest.mark.parametrize("way", some(["explicit", "custom_partitioning", "shard_map"], 1))
 def test_arguments_that_lie_nowhere_yet(way):
     """Breaks if the block needs its arguments placed: those made before the mesh was set are one device's."""
-    x, params = jax.random.normal(jax.random.key(1), (32, 16)), moax.init(jax.random.key(0), CONFIG)
-    want = jax.grad(lambda x, p: jnp.sum(reference.moe(x, p, CONFIG)[0] ** 2), (0, 1))(x, params)
+    x, params = jnp.asarray(random(1, 32, 16)), make_params(CONFIG)
     engine = way if way in ENGINES else "auto"
     with jax.set_mesh(make_mesh("2x4", way)):
         got = jax.jit(jax.grad(lambda x, p: jnp.sum(moe(x, p, CONFIG, engine=engine)[0] ** 2), (0, 1)))(x, params)
-    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        assert rel_error(g, w) < 5e-6, jax.tree_util.keystr(path)
+    dy = 2 * block_by_numpy(x, params, CONFIG, np.zeros(x.shape)).y
+    check_gradients(*got, block_by_numpy(x, params, CONFIG, dy), MESH)
 
 
-@pytest.mark.parametrize("way", some(["none", *WAYS], 2))
+@pytest.mark.parametrize("way", some(["custom_partitioning", "none", "shard_map", "explicit"], 1))
 def test_vmap_of_the_block(way):
     """Breaks if a batch of blocks, each with its own tokens and parameters, is not one after the other, forward or
     backward: a rule that batched a sort, an exchange or a gather wrongly would."""
-    params = jax.vmap(lambda key: moax.init(key, CONFIG))(jax.random.split(jax.random.key(0), 2))
-    x = jax.random.normal(jax.random.key(1), (2, 32, 16))
+    params = jax.tree.map(lambda *v: jnp.stack(v), make_params(CONFIG), make_params(CONFIG, 1))
+    x = jnp.asarray(random(1, 2, 32, 16))
+    engine = way if way in ENGINES else "auto"
 
-    def loss(x, params, block):
-        y, stats = block(x, params, CONFIG)
-        return jnp.vdot(y, jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)) + stats.aux_loss, (y, stats)
+    def loss(x, params):
+        y, stats = moe(x, params, CONFIG, engine=engine)
+        return sum(loss_of(y, stats)), (y, stats)
 
-    want = [
-        jax.grad(loss, (0, 1), has_aux=True)(*jax.tree.map(lambda v, i=i: v[i], (x, params)), reference.moe)
-        for i in range(2)
-    ]
-    want = jax.tree.map(lambda *v: np.stack(v), *want)
-    block = functools.partial(moe, engine=way if way in ENGINES else "auto")
     mesh = mesh_with({}, fsdp=1) if way == "none" else make_mesh("2x4", way)
     with jax.set_mesh(mesh):
         if way != "none":
             stacked = jax.tree.map(lambda s: P(None, *s), moax.param_specs(CONFIG))
             params = put(mesh, stacked, params)
-        got = jax.jit(jax.vmap(jax.grad(functools.partial(loss, block=block), (0, 1), has_aux=True)))(x, params)
-    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        assert rel_error(g, w, per=0) < 5e-6, jax.tree_util.keystr(path)
+        grads, outputs = jax.jit(jax.vmap(jax.grad(loss, (0, 1), has_aux=True)))(x, params)
+    for i in range(2):
+        got, of, one = (jax.tree.map(lambda v, i=i: np.asarray(v)[i], tree) for tree in (grads, params, outputs))
+        want = block_by_numpy(x[i], of, CONFIG, cotangent((32, 16)), d_losses=(1, 1))
+        check((one, got), want, MESH)
 
 
 # Collectives.

@@ -1,4 +1,8 @@
-"""Dense: x w + bias and its gradients against float64 on every mesh and layout, quantized before the gather."""
+"""Dense: x w + bias and its gradients against float64, quantized before the gather.
+
+Covers: leading dims x columns; ways x meshes x layouts x recipes by pairs (`COVER`); batches x layouts of rows; the
+collectives of the compiled program; NaN; vmap.
+"""
 
 import itertools
 
@@ -14,10 +18,9 @@ from moax.ops import dense
 from moax.recipe import RECIPES, get_recipe
 from moax.sharding import dense_spec
 from support import (
-    MESHES,
     TOKENS,
     WAYS,
-    fake_operands,
+    Table,
     in_user_shard_map,
     make_mesh,
     program,
@@ -28,6 +31,7 @@ from support import (
     some,
     spec,
 )
+from support.oracle.formats import round_rows, round_weight
 from support.oracle.ops import dense_vjp
 
 ROWS, WIDTH, COLUMNS = 64, 32, 48
@@ -89,35 +93,110 @@ def test_shapes(rows, columns):
     assert rel_error(dense(jnp.asarray(x), jnp.asarray(w)), np.tensordot(x.astype(np.float64), w, 1)) < 2e-6
 
 
-COVER = [*itertools.product(WAYS, ["2x4"], ["dim 0"]), *itertools.product(WAYS, ["tp2x2x2"], ["tp columns", "tp rows"])]
-COVER += [*itertools.product(WAYS[:3], ["2x4"], ["dim 1", "one each"]), ("explicit", "2x4", "whole")]
-COVER += [*itertools.product(WAYS[:3], ["tp2x2x2"], ["tp columns and fsdp", "tp rows and fsdp"])]
-COVER += [
-    ("custom_partitioning", "dp2x2x2", "dim 0"),
-    ("shard_map", "dp2x2x2", "fsdp alone"),
-    ("explicit", "8x1", "dim 1"),
-]
-FULL = [c for c in itertools.product(WAYS, MESHES, LAYOUTS) if c not in COVER]
+COVER = Table(
+    "dense",
+    {
+        "way": WAYS,
+        "mesh": ("8x1", "2x4", "dp2x2x2", "tp2x2x2"),
+        "layout": tuple(LAYOUTS),
+        "recipe": (None, *RECIPES),
+    },
+    [
+        ("custom_partitioning", "8x1", "dim 0", "fp8_tensor"),
+        ("custom_partitioning", "8x1", "dim 1", None),
+        ("custom_partitioning", "2x4", "fsdp alone", "fp8_tensor"),
+        ("custom_partitioning", "2x4", "one each", "fp8_block"),
+        ("custom_partitioning", "dp2x2x2", "one each", "mxfp8"),
+        ("custom_partitioning", "dp2x2x2", "whole", "fp8_tensor"),
+        ("custom_partitioning", "tp2x2x2", "tp columns", None),
+        ("custom_partitioning", "tp2x2x2", "tp columns and fsdp", None),
+        ("custom_partitioning", "tp2x2x2", "tp rows", "mxfp8"),
+        ("custom_partitioning", "tp2x2x2", "tp rows and fsdp", None),
+        ("custom_partitioning", "tp2x2x2", "tp rows and fsdp", "fp8_block"),
+        ("shard_map", "8x1", "dim 0", "fp8_block"),
+        ("shard_map", "8x1", "fsdp alone", "fp8_block"),
+        ("shard_map", "8x1", "whole", "mxfp8"),
+        ("shard_map", "2x4", "one each", None),
+        ("shard_map", "dp2x2x2", "dim 1", "fp8_block"),
+        ("shard_map", "dp2x2x2", "whole", None),
+        ("shard_map", "tp2x2x2", "tp columns", "mxfp8"),
+        ("shard_map", "tp2x2x2", "tp columns and fsdp", "fp8_block"),
+        ("shard_map", "tp2x2x2", "tp columns and fsdp", "fp8_tensor"),
+        ("shard_map", "tp2x2x2", "tp rows", "fp8_block"),
+        ("shard_map", "tp2x2x2", "tp rows and fsdp", "fp8_tensor"),
+        ("explicit", "8x1", "one each", "fp8_tensor"),
+        ("explicit", "2x4", "dim 0", None),
+        ("explicit", "2x4", "dim 1", "mxfp8"),
+        ("explicit", "2x4", "dim 1", "fp8_tensor"),
+        ("explicit", "2x4", "whole", "fp8_block"),
+        ("explicit", "dp2x2x2", "fsdp alone", None),
+        ("explicit", "dp2x2x2", "fsdp alone", "mxfp8"),
+        ("explicit", "tp2x2x2", "tp columns", "mxfp8"),
+        ("explicit", "tp2x2x2", "tp columns and fsdp", "mxfp8"),
+        ("explicit", "tp2x2x2", "tp rows", None),
+        ("explicit", "tp2x2x2", "tp rows and fsdp", "mxfp8"),
+        ("user", "8x1", "dim 0", "fp8_tensor"),
+        ("user", "2x4", "dim 0", None),
+        ("user", "dp2x2x2", "dim 0", "mxfp8"),
+        ("user", "tp2x2x2", "tp columns", "fp8_block"),
+        ("user", "tp2x2x2", "tp rows", "fp8_tensor"),
+        ("user_vma", "8x1", "dim 0", "mxfp8"),
+        ("user_vma", "2x4", "dim 0", "fp8_block"),
+        ("user_vma", "dp2x2x2", "dim 0", "fp8_tensor"),
+        ("user_vma", "tp2x2x2", "tp columns", None),
+        ("user_vma", "tp2x2x2", "tp rows", "mxfp8"),
+        ("user_inside", "8x1", "dim 0", "fp8_block"),
+        ("user_inside", "2x4", "dim 0", "mxfp8"),
+        ("user_inside", "dp2x2x2", "dim 0", "mxfp8"),
+        ("user_inside", "tp2x2x2", "tp columns", "fp8_tensor"),
+        ("user_inside", "tp2x2x2", "tp rows", None),
+    ],
+    # In a shard_map of the user's, weights lie as `param_specs` says.
+    possible=lambda way, mesh, layout, **_: (
+        (mesh == "tp2x2x2") == layout.startswith("tp")
+        and (not way.startswith("user") or layout in ("dim 0", "tp columns", "tp rows"))
+    ),
+)
 
 
-@pytest.mark.parametrize("way, mesh, layout", COVER)
-def test_on_mesh(way, mesh, layout):
-    """To a dense layer ep is one more axis of fsdp: weights over both, on either dim, width over tp on either side."""
-    check(*on_mesh(way, mesh, layout))
+def test_every_pair_is_covered():
+    """Breaks if an engine, a mesh, a layout or a recipe never meets some other one below."""
+    assert not COVER.missing()
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("way, mesh, layout", FULL)
-def test_on_mesh_full(way, mesh, layout):
-    """The rest of ways x meshes x layouts."""
-    check(*on_mesh(way, mesh, layout))
+@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters())
+def test_on_mesh(way, mesh, layout, recipe):
+    """To a dense layer ep is one more axis of fsdp: weights over both, on either dim, width over tp on either side.
+    Products are those of operands rounded along each contracted dim: blocks of rows are a device's own, blocks of a
+    weight those of the whole matrix (K = 256 over 8 cuts every block of 128), a tensor's one scale is the mesh's."""
+    sizes = {} if recipe is None else dict(width=256, columns=(256,))
+    p, (x, w, b, dy) = on_mesh(way, mesh, layout, recipe, **sizes)
+    if recipe is None:
+        return check(p, (x, w, b, dy))
+    of_w = LAYOUTS[layout]
+    split = ["tp" in (e or ()) for e in (*of_w, None)]
+    tp = size(mesh, "tp")
+    rows = lambda v, format, over, cut, s=None: round_rows(v, format, over, s, tp if cut else 1)  # noqa: E731
+    r, n = get_recipe(recipe), ROWS // size(mesh, *TOKENS)
+    segments = [slice(i, i + n) for i in range(0, ROWS, n)]
+    weight = {over: round_weight(w[None], r.w, over, 1 if split[0] else 2, tp if any(split) else 1)[0] for over in
+              ("rows", "columns")}  # fmt: skip
+    y, _, (dx, dw, db) = p()
+    assert rel_error(y, rows(x, r.x, "columns", split[0]) @ weight["rows"] + b.astype(np.float64)) < 2e-6
+    assert rel_error(dx, rows(dy, r.dy, "columns", split[1]) @ weight["columns"].T) < 2e-6
+    want = rows(x, r.x, "rows", False, segments).T @ rows(dy, r.dy, "rows", False, segments)
+    assert rel_error(dw, want) < 2e-6
+    assert rel_error(db, dy.astype(np.float64).sum(0)) < 2e-6
+
+
+BATCHES = [((8, 8), (TOKENS, None)), ((2, 32), ("fsdp", "ep")), ((2, 32), (None, None)), ((1, 64), (None, BOTH))]
 
 
 @pytest.mark.parametrize(
-    "rows, of_x",
-    [((8, 8), (TOKENS, None)), ((2, 32), ("fsdp", "ep")), ((2, 32), (None, None)), ((1, 64), (None, BOTH))],
-)
-@pytest.mark.parametrize("way", WAYS[:3])
+    ("way", "rows", "of_x"),
+    some([("explicit", *BATCHES[0]), ("custom_partitioning", *BATCHES[1]), ("explicit", *BATCHES[2]),
+          ("shard_map", *BATCHES[3]), *((way, *b) for way in ("custom_partitioning", "explicit") for b in BATCHES)], 4),
+)  # fmt: skip
 def test_batches(way, rows, of_x):
     """[B, L, K] with B over the mesh, in part, or not at all (B does not divide): the same numbers, and y as x lay."""
     p, args = on_mesh(way, "2x4", "dim 0", rows=rows, columns=(2, 24), of_x=of_x)
@@ -127,31 +206,7 @@ def test_batches(way, rows, of_x):
         assert y.sharding.shard_shape(y.shape)[:2] == x.sharding.shard_shape(x.shape)[:2]
 
 
-RECIPE_COVER = [
-    *[(way, "2x4", "dim 0", "fp8_block", 256) for way in WAYS],
-    *[(way, "2x4", "dim 1", name, 64) for way in WAYS[:3] for name in ("mxfp8", "fp8_tensor")],
-    *[(way, "tp2x2x2", "tp columns", "fp8_tensor", 64) for way in ("custom_partitioning", "user_vma")],
-    ("explicit", "tp2x2x2", "tp rows", "mxfp8", 64),
-]
-
-
-@pytest.mark.parametrize("way, mesh, layout, recipe, width", RECIPE_COVER)
-def test_recipes(way, mesh, layout, recipe, width):
-    """Exact products of operands rounded along each contracted dim: blocks of rows are a device's own, blocks of a
-    weight those of the whole matrix (K = 256 over 8 cuts every block of 128), a tensor's one scale is the mesh's."""
-    columns = 256
-    p, (x, w, _, dy) = on_mesh(way, mesh, layout, recipe, width=width, columns=(columns,))
-    shards = size(mesh, *TOKENS)
-    xf, wf, xw, wd, dd, dr = fake_operands(x, w[None], dy, get_recipe(recipe), shards=shards)
-    y, _, (dx, dw, db) = p()
-    b = operands(width=width, columns=(columns,))[2].astype(np.float64)
-    assert rel_error(y, xf @ wf[0] + b) < 2e-6
-    assert rel_error(dx, dd @ wd[0].T) < 2e-6
-    assert rel_error(dw, xw.T @ dr) < 2e-6
-    assert rel_error(db, dy.astype(np.float64).sum(0)) < 2e-6
-
-
-@pytest.mark.parametrize("recipe", (None, *RECIPES))
+@pytest.mark.parametrize("recipe", some(("fp8_block", None, "mxfp8", "fp8_tensor"), 2))
 def test_bfloat16(recipe):
     """y and dx in bfloat16, gradients of float32 weights in float32; within 1% of float32's (operands are rounded once
     to bfloat16 and quantized from there), each term of it half an ulp of 2^-8."""
@@ -168,10 +223,11 @@ def test_bfloat16(recipe):
         assert rel_error(a.astype(jnp.float32), v) < 1e-2
 
 
-EVERY = [*itertools.product(WAYS[:3], (None, "fp8_block", "mxfp8"), ("dim 0", "dim 1"))]
+EVERY = [("custom_partitioning", "fp8_block", "dim 0"), ("explicit", "mxfp8", "dim 1"), ("shard_map", None, "dim 0")]
+EVERY += [c for c in itertools.product(WAYS[:3], (None, "fp8_block", "mxfp8"), ("dim 0", "dim 1")) if c not in EVERY]
 
 
-@pytest.mark.parametrize("way, recipe, layout", some([*EVERY[::2], *EVERY[1::2]], len(EVERY) // 2))
+@pytest.mark.parametrize("way, recipe, layout", some(EVERY, 3))
 def test_collectives(way, recipe, layout, fresh_compile):
     """The weight crosses (fsdp, ep) as bytes, forward and again backward; its gradient leaves by reduce-scatter and
     lies like it; nothing else of its size moves, and no activation, however much smaller than the weight."""
@@ -191,7 +247,7 @@ def test_collectives(way, recipe, layout, fresh_compile):
     assert dx.sharding.shard_shape(dx.shape) == (2, width)
 
 
-@pytest.mark.parametrize("way", WAYS[:3])
+@pytest.mark.parametrize("way", some(WAYS[:3], 1))
 def test_quantizing_halves_what_is_gathered(way):
     """Bytes of the bfloat16 program's gathers against fp8_block's: at most 0.53, the scales included."""
     sent = {}
@@ -206,7 +262,7 @@ def test_quantizing_halves_what_is_gathered(way):
     assert sent["fp8_block"] <= 0.53 * sent[None]
 
 
-@pytest.mark.parametrize("shape", [(32, 48), (12, 64), (12, 20), (7, 9)])
+@pytest.mark.parametrize("shape", some([((12, 64),), ((7, 9),), ((32, 48),), ((12, 20),)], 2))
 def test_default_layout(shape):
     """Without `w_spec`, on the shard_map engine: what `dense_spec` says, on whichever dim divides, or whole."""
     with jax.set_mesh(make_mesh("2x4")):

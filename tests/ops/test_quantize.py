@@ -16,7 +16,7 @@ from moax.ops import dequantize, quantize
 from moax.ops.quantization import dequantize_local, quantize_local
 from moax.recipe import Format
 from moax.types import QArray
-from support import MESHES, WAYS, make_mesh, program, put, random, size, spec
+from support import WAYS, make_mesh, program, put, random, size, some, spec
 from support.oracle.formats import BITS, by_blocks, expand
 from support.oracle.formats import quantize as quantize_by_numpy
 
@@ -210,14 +210,6 @@ def shards_on(mesh, layout):
     return [1 if e is None else size(mesh, *(e if isinstance(e, tuple) else (e,))) for e in at], at
 
 
-def divides(mesh, layout):
-    """Whether the mesh can hold the layout."""
-    return not any(n % c for n, c in zip(LAYOUTS[layout][0], shards_on(mesh, layout)[0], strict=True))
-
-
-FULL = [c for c in itertools.product(WAYS, MESHES, LAYOUTS, NAMES) if c not in COVER and divides(c[1], c[2])]
-
-
 def check_on_mesh(way, mesh, layout, name):
     shape, _, kind = LAYOUTS[layout]
     counts, at = shards_on(mesh, layout)
@@ -242,22 +234,17 @@ def check_on_mesh(way, mesh, layout, name):
         assert whole.pieces == pieces and whole.scale.shape == scale.shape
 
 
-@pytest.mark.parametrize("way, mesh, layout, name", COVER)
+@pytest.mark.parametrize("way, mesh, layout, name", some([*COVER[::3], *COVER[1::3], *COVER[2::3]], 16))
 def test_on_mesh(way, mesh, layout, name):
     """Each shard is quantized by itself: its own edge blocks (`pieces`), nobody else's amax, but for a tensor's one
     scale, which is the mesh's; the gathered whole dequantizes to the same values."""
     check_on_mesh(way, mesh, layout, name)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("way, mesh, layout, name", FULL)
-def test_on_mesh_full(way, mesh, layout, name):
-    """The rest of ways x meshes x layouts x formats."""
-    check_on_mesh(way, mesh, layout, name)
-
-
-@pytest.mark.parametrize("mesh", ("8x1", "2x4", "dp2x2x2", "tp2x2x2"))
-@pytest.mark.parametrize("name", ("tensor", "tensor_e5m2"))
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    some([("tp2x2x2", "tensor"), ("8x1", "tensor_e5m2"), *itertools.product(("2x4", "dp2x2x2"), ("tensor",))], 2),
+)
 def test_amax_of_a_tensor_is_the_same_on_every_mesh(name, mesh):
     """The scale is pmax'd before the cast: to the bit that of one device, else a run would depend on its mesh."""
     x = jnp.asarray(wide_range(7, 64, 96))
@@ -274,9 +261,12 @@ def test_amax_of_a_tensor_is_the_same_on_every_mesh(name, mesh):
         np.testing.assert_array_equal(scale, one.scale)
 
 
-@pytest.mark.parametrize("way", WAYS[:3])
-@pytest.mark.parametrize("layout", ("experts", "model", "cut model"))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("way", "layout", "name"),
+    some([("custom_partitioning", "model", "fp8_block"), ("explicit", "cut model", "mxfp8"),
+          ("shard_map", "model", "tensor"), ("custom_partitioning", "experts", "tensor"),
+          *itertools.product(("explicit",), ("experts", "model"), NAMES)], 4),
+)  # fmt: skip
 def test_collectives(way, layout, name, fresh_compile):
     """A weight's shard is quantized where it lies: nothing moves, but the amax of a tensor's scale, a number an
     expert."""
@@ -309,7 +299,7 @@ def test_without_a_spec_blocks_are_not_cut(way):
 
     _, (q, back) = program(way, "2x4", forward, (x,), (at,))()
     assert q.pieces == (1, 1, 1)
-    check(q, oracle(x, format, block))
+    check(q, quantize_by_numpy(x, format, block))
     np.testing.assert_array_equal(back, dequantize(quantize(jnp.asarray(x), format, block=block)))
 
 

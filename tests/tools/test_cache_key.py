@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 import jax, moax
+from moax.mesh.place import named
 
 padding = [bytearray(4096) for _ in range({padding})]  # so that addresses differ, as they do between two real programs
 config = moax.MoEConfig(16, 16, 4, 2)
