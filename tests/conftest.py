@@ -23,6 +23,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from support import summary
+
 CACHE = Path(__file__).parent.parent / ".jax_cache"
 
 if not ON_GPU:
@@ -45,6 +47,22 @@ def pytest_runtest_protocol(item):
             strict.enter_context(jax.numpy_dtype_promotion("strict"))
             strict.enter_context(jax.numpy_rank_promotion("raise"))
         return (yield)
+
+
+def pytest_collection_modifyitems(items):
+    """Each test carries what the table at the end counts, from a worker to the process that prints."""
+    for item in items:
+        if covered := summary.covered_by(item):
+            item.user_properties.append((summary.PROPERTY, covered))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What was covered, by suite: the parameters of the tests that ran, nothing that is written down."""
+    stats = terminalreporter.stats
+    ran = [r for outcome in ("passed", "failed") for r in stats.get(outcome, []) if r.when == "call"]
+    if len(ran) >= 100:
+        terminalreporter.section("what was covered")
+        terminalreporter.write("\n".join(summary.table(ran)) + "\n")
 
 
 @pytest.fixture
