@@ -347,7 +347,7 @@ def test_dense_spec(shape, sizes, want):
 
 
 def shapes_of(specs, roles: Roles, config=CONFIG):
-    full = dataclasses.asdict(moax.types.param_shapes(config))
+    full = dataclasses.asdict(moax.params.param_shapes(config))
     return MoEParams(
         **{n: jax.ShapeDtypeStruct(local_shape(full[n], getattr(specs, n), roles), jnp.float32) for n in NAMES}
     )

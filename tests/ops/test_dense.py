@@ -174,7 +174,7 @@ def test_on_mesh(way, mesh, layout, recipe):
     if recipe is None:
         return check(p, (x, w, b, dy))
     of_w = LAYOUTS[layout]
-    split = ["tp" in (e or ()) for e in (*of_w, None)]
+    split = ["tp" in (e or ()) for e in (*of_w, None, None)]
     tp = size(mesh, "tp")
     rows = lambda v, format, over, cut, s=None: round_rows(v, format, over, s, tp if cut else 1)  # noqa: E731
     r, n = get_recipe(recipe), ROWS // size(mesh, *TOKENS)

@@ -243,7 +243,8 @@ def run_on_mesh(way, mesh, layout, recipe=None, align=4, **more):
     """y, dx, dw, dbias on the mesh, the oracle's, and which rows are real."""
     p, (x, w, sizes, bias, dy), real = place_on_mesh(way, mesh, layout, recipe, align=align, **more)
     y, _, grads = p()
-    operands = fake_operands(x, w, dy, get_recipe(recipe), real)
+    tp_dim = None if not layout.startswith("tp") else 1 if layout.startswith("tp rows") else w.ndim - 1
+    operands = fake_operands(x, w, dy, get_recipe(recipe), real, tp_dim=tp_dim, tp=size(mesh, "tp"))
     shards, ranks = size(mesh, *TOKENS), size(mesh, "ep")
     return (y, *grads), grouped_matmul_vjp(x, w, sizes, bias, dy, align, shards, ranks, operands), real
 

@@ -179,7 +179,7 @@ def test_round_trip(family, stacked, dtype):
     prefix = f"model.layers.7.{SPELLINGS[spelling][0]}."
     state = random_state(config, spelling, dtype, prefix)
     params = hf.params_from_hf(state, config, layer=7)
-    moax.types.check_params(params, config)
+    moax.params.check_params(params, config)
     assert_same(hf.params_to_hf(params, config, family, layer=7, stacked=stacked), state)
     again = hf.params_from_hf(hf.params_to_hf(params, config, family, stacked=stacked), config)
     for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):

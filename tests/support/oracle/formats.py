@@ -102,20 +102,22 @@ def round_rows(x: np.ndarray, format: Format | None, contracted: str, segments=N
     return out
 
 
-def fake_operands(x, w, dy, recipe: Recipe, real=None, *, shards: int = 1):
+def fake_operands(x, w, dy, recipe: Recipe, real=None, *, shards: int = 1, tp_dim: int | None = None, tp: int = 1):
     """What the products see of x [M, K], w [E, K, *C] and dy [M, *C], each rounded along the dim that is contracted:
 
         (x, w) of forward, (x of wgrad, w of dgrad), (dy of dgrad, dy of wgrad)
 
     real: which rows count; the others are 0. shards: on how many devices the rows lie, each with blocks of its own;
-    every expert's rows begin at a multiple of the block, so that blocks of rows hold one expert.
+    every expert's rows begin at a multiple of the block, so that blocks of rows hold one expert. tp_dim: the dim of w
+    of which each of `tp` parts is quantized by itself: 1 (x is split with it) or the last one (dy is).
     """
     real = np.ones(len(x), bool) if real is None else real
     x, dy = (np.where(real.reshape(-1, *[1] * (v.ndim - 1)), v, 0.0).astype(np.float32) for v in (x, dy))
     n = len(x) // shards
     segments = [slice(i * n, (i + 1) * n) for i in range(shards)]
+    of_x, of_dy = (tp if tp_dim == dim else 1 for dim in (1, np.ndim(w) - 1))
     return (
-        round_rows(x, recipe.x, "columns"), round_weight(w, recipe.w, "rows"),
-        round_rows(x, recipe.x, "rows", segments), round_weight(w, recipe.w, "columns"),
-        round_rows(dy, recipe.dy, "columns"), round_rows(dy, recipe.dy, "rows", segments),
+        round_rows(x, recipe.x, "columns", tp=of_x), round_weight(w, recipe.w, "rows", tp_dim, tp),
+        round_rows(x, recipe.x, "rows", segments), round_weight(w, recipe.w, "columns", tp_dim, tp),
+        round_rows(dy, recipe.dy, "columns", tp=of_dy), round_rows(dy, recipe.dy, "rows", segments),
     )  # fmt: skip

@@ -138,7 +138,7 @@ def logsumexp(logits):
 
 def route_losses_grad(logits, experts, config: RouterConfig, d_weights, d_aux=0.0, d_z=0.0):
     """d logits [T, E] of the cotangents of weights, aux loss and z loss."""
-    logits, d_weights = wide(logits, d_weights)
+    logits, d_weights, d_aux, d_z = wide(logits, d_weights, d_aux, d_z)
     (tokens, top_k), num_experts = experts.shape, logits.shape[1]
     raw, d_raw = _raw_weights(logits, experts, config), config.scale * d_weights
     if config.normalize and top_k > 1:
