@@ -1,4 +1,7 @@
-"""`chunks` of the layers, of the language model and of the benchmark gets to the block."""
+"""`chunks` of the layers, of the language model and of the benchmark gets to the block.
+
+Covers: nnx, linen, the language model and the benchmark, each given a number of parts that must be refused.
+"""
 
 from __future__ import annotations
 

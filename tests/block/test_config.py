@@ -1,4 +1,7 @@
-"""Configs: each value that cannot work is refused when it is given, by name, with what would do."""
+"""Configs: each value that cannot work is refused when it is given, by name, with what would do.
+
+Covers: every field of MoEConfig and RouterConfig, with values on both sides of each limit.
+"""
 
 import dataclasses
 

@@ -1,4 +1,7 @@
-"""Parameters: the same values wherever they are made, each device making its shards alone."""
+"""Parameters: the same values wherever they are made, each device making its shards alone.
+
+Covers: meshes x engines x layouts of weights; dtypes; variances; stacks of layers; keys of both kinds.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,7 @@
-"""`moax.linen.MoEBlock` is `moax.moe` on `moax.init`'s parameters, boxed by `moax.param_specs`."""
+"""`moax.linen.MoEBlock` is `moax.moe` on `moax.init`'s parameters, boxed by `moax.param_specs`.
+
+Covers: configs x ways; options x ways, with every gradient; dtypes; biases; a training step; stacked layers.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,7 @@
-"""`moax.nnx.MoE` is `moax.moe` on `moax.init`'s parameters, laid out and labelled by `moax.param_specs`."""
+"""`moax.nnx.MoE` is `moax.moe` on `moax.init`'s parameters, laid out and labelled by `moax.param_specs`.
+
+Covers: configs x ways; options x ways, with every gradient; dtypes; biases; a training step; stacked layers.
+"""
 
 import dataclasses
 import functools

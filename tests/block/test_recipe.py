@@ -1,4 +1,7 @@
-"""Recipes and axes: the formats behind the names, the shapes of their blocks, and what is refused."""
+"""Recipes and axes: the formats behind the names, the shapes of their blocks, and what is refused.
+
+Covers: each recipe, the shape of its blocks for rows and for weights, and every error of Format, Recipe and Axes.
+"""
 
 import dataclasses
 

@@ -1,4 +1,7 @@
-"""The oracle itself, against a loop over tokens in NumPy float64 that knows neither arrays of tokens nor autodiff."""
+"""The oracle itself, against a loop over tokens in NumPy float64 that knows neither arrays of tokens nor autodiff.
+
+Covers: every router, activation, bias and shared expert; drops; gradients by finite differences.
+"""
 
 import dataclasses
 import math

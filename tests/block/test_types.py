@@ -1,4 +1,7 @@
-"""What the block says of parameters and tokens that do not fit: which, what it has, and what it needs."""
+"""What the block says of parameters and tokens that do not fit: which, what it has, and what it needs.
+
+Covers: every parameter and every check of `check_params` and `check_tokens`.
+"""
 
 import dataclasses
 import re

@@ -1,4 +1,7 @@
-"""README.md and docs/: their programs run as they stand and print what they say; the pages build, and miss nothing."""
+"""README.md and docs/: their programs run as they stand and print what they say; the pages build, and miss nothing.
+
+Covers: two pages here, all of them in `make test-more`; commands; pictures; the public names of the reference.
+"""
 
 import re
 import subprocess

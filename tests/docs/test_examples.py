@@ -1,4 +1,7 @@
-"""Every program of examples/ runs as it stands, on 8 emulated devices, and prints what it shows."""
+"""Every program of examples/ runs as it stands, on 8 emulated devices, and prints what it shows.
+
+Covers: one example here, all of them in `make test-more`; the form of each.
+"""
 
 import os
 import re

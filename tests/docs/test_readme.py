@@ -1,4 +1,7 @@
-"""The README: its numbers are those of committed results. Its programs are run by test_docs.py."""
+"""The README: its numbers are those of committed results. Its programs are run by test_docs.py.
+
+Covers: every number of its tables.
+"""
 
 import json
 import re

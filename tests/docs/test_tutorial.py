@@ -1,4 +1,7 @@
-"""docs/tutorial: its program, the code that it shows, the output that it quotes. tests/test_docs.py runs the page."""
+"""docs/tutorial: its program, the code that it shows, the output that it quotes. tests/docs/test_docs.py runs the page.
+
+Covers: the code and the output that the page quotes.
+"""
 
 import importlib.util
 import inspect

@@ -1,4 +1,7 @@
-"""The fused activation kernels: in interpret mode against what `moax.moe` computes step by step, lowered for CUDA."""
+"""The fused activation kernels: in interpret mode against what `moax.moe` computes step by step, lowered for CUDA.
+
+Covers: activations x widths x formats; the widths of models for CUDA; what is refused.
+"""
 
 import functools
 

@@ -1,4 +1,7 @@
-"""The bf16 activation kernels: in interpret mode against what `moax.moe` computes step by step, lowered for CUDA."""
+"""The bf16 activation kernels: in interpret mode against what `moax.moe` computes step by step, lowered for CUDA.
+
+Covers: activations x widths, weighted or not; the widths of models for CUDA; what is refused.
+"""
 
 import functools
 

@@ -1,5 +1,8 @@
 """Every kernel lowers for CUDA on a machine without a GPU: layouts are inferred, shared memory fits, over the shapes of
-models and the tiles that they take. `make check-sass` goes on to SASS, over every tile."""
+models and the tiles that they take. `make check-sass` goes on to SASS, over every tile.
+
+Covers: the kernels x the shapes of models x their tiles; every twelfth case here.
+"""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The gather and gather-sum kernels: in interpret mode against NumPy, and lowered for CUDA."""
+"""The gather and gather-sum kernels: in interpret mode against NumPy, and lowered for CUDA.
+
+Covers: dtypes x widths x numbers of terms; the widths of models for CUDA; what is refused.
+"""
 
 import functools
 

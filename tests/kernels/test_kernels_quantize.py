@@ -1,40 +1,24 @@
-"""The quantization kernels: in interpret mode against `moax.ops.quantize`, and lowered for CUDA."""
+"""The quantization kernels: in interpret mode against `moax.ops.quantize`, and lowered for CUDA.
 
-import contextlib
+Covers: rows, columns and weights x formats x widths x source dtypes; the wire; the widths of models for CUDA.
+"""
+
 import functools
-import io
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.errors import Unsupported
 from moax.groups import make_blocks
 from moax.kernels.hopper.quantize import dequantize_rows, quantize_rows, quantize_weight
 from moax.ops.quantization import dequantize_local, quantize_local
 from moax.recipe import Format
-from support import some
+from support import interpret, lower, some
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 WIDTHS = (96, 768, 1408, 2048, 2880, 4096, 7168)
-
-
-def interpret(f, *args):
-    """f(*args) in the GPU interpreter, which prints the races that it finds."""
-    printed = io.StringIO()
-    with (
-        contextlib.redirect_stdout(printed),
-        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
-    ):
-        results = jax.tree.map(np.asarray, jax.jit(f)(*args))
-    assert "RACE" not in printed.getvalue(), printed.getvalue()
-    return results
-
-
-def lower(f, *args):
-    assert "mosaic_gpu_v2" in jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def values(seed, *shape):

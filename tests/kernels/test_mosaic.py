@@ -1,5 +1,8 @@
 """The ops and the block by the Mosaic kernels, against float64: on a Hopper GPU (`make test-gpu`) every case, elsewhere
-in Pallas' interpreter a few small ones."""
+in Pallas' interpreter a few small ones.
+
+Covers: the block with fp8_block interpreted; types inside a shard_map; the choice of kernels and its reasons.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -2,6 +2,8 @@
 
 All of it is in processes of its own, compiled at XLA's lowest level (see scripts/kill_and_resume.py): only process 0
 may write JAX's compilation cache and on CPU its key is another in each process, so that every process compiles anew.
+
+Covers: an error in one process, agreement on settings, meshes over processes; a killed run in `make test-more`.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""The language model of `moax train`: what it reads, that it learns, and that it resumes exactly."""
+"""The language model of `moax train`: what it reads, that it learns, and that it resumes exactly.
+
+Covers: runs, interruptions and resumption; metrics; settings that are refused; variants of the model; its batches.
+"""
 
 import dataclasses
 import json

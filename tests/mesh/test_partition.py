@@ -1,4 +1,7 @@
-"""`find_view` for each kind of mesh, and what `Partitioned` makes of a local function, on a toy op of known results."""
+"""`find_view` for each kind of mesh, and what `Partitioned` makes of a local function, on a toy op of known results.
+
+Covers: engines x axis types x meshes; layouts of operands; vmap; gathers, scatters and maxima over the mesh.
+"""
 
 import dataclasses
 import functools

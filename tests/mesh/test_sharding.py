@@ -1,4 +1,7 @@
-"""Where arrays lie: the algebra of specs as pure functions, and the PartitionSpec of every parameter on every mesh."""
+"""Where arrays lie: the algebra of specs as pure functions, and the PartitionSpec of every parameter on every mesh.
+
+Covers: every parameter x meshes x axes x layouts; unequal orders, absent axes, shards inside a shard_map; errors.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,7 @@
-"""Balance: the bias moves by the sign of mean - tokens, computed exactly."""
+"""Balance: the bias moves by the sign of mean - tokens, computed exactly.
+
+Covers: counts below, at and above the mean, of any size; ways.
+"""
 
 from fractions import Fraction
 

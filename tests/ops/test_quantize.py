@@ -1,4 +1,7 @@
-"""Quantize and dequantize: bits and scales against NumPy's own rounding, block by block and shard by shard."""
+"""Quantize and dequantize: bits and scales against NumPy's own rounding, block by block and shard by shard.
+
+Covers: formats x shapes x blocks; values that are tiny, huge or not finite; ways x meshes x layouts; vmap; errors.
+"""
 
 import dataclasses
 import itertools

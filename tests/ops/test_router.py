@@ -1,4 +1,7 @@
-"""Router logits against float64 on every mesh: in float32 though x is bfloat16, and the gradients too."""
+"""Router logits against float64 on every mesh: in float32 though x is bfloat16, and the gradients too.
+
+Covers: ways x meshes x dtypes, with gradients; precision; errors.
+"""
 
 import jax
 import jax.numpy as jnp

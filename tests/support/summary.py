@@ -11,7 +11,7 @@ from support.meshes import MESHES, WAYS
 
 # The columns of the table: a parameter is of a column where its value, or its value and its name, say so.
 TRANSPORTS = ("all_gather", "all_to_all", "one_sided")
-COLUMNS = {"ways": {*WAYS, "none"}, "meshes": set(MESHES), "recipes": {"none", *RECIPES}, "transports": set(TRANSPORTS)}
+COLUMNS = {"ways": set(WAYS), "meshes": set(MESHES), "recipes": {"none", *RECIPES}, "transports": set(TRANSPORTS)}
 PROPERTY = "covers"
 
 
@@ -26,14 +26,12 @@ def suite_of(nodeid: str) -> str:
 
 def covered_by(item) -> list[tuple[str, str]]:
     """(column, value) of each parameter of a test that the table counts."""
-    found = []
-    for name, value in getattr(item, "callspec", None).params.items() if hasattr(item, "callspec") else ():
-        if name == "recipe":
-            value = "none" if value is None else value
-            found += [("recipes", value)] if value in COLUMNS["recipes"] else []
-            continue
-        if isinstance(value, str) and value != "none":
-            found += [(column, value) for column, known in COLUMNS.items() if value in known]
+    found, callspec = [], getattr(item, "callspec", None)
+    for name, value in {} if callspec is None else callspec.params.items():
+        value = "none" if value is None and name == "recipe" else value
+        for column, known in COLUMNS.items():
+            if isinstance(value, str) and value in known and (value != "none" or name == column[:-1]):
+                found.append((column, value))
     return found
 
 

@@ -2,6 +2,8 @@
 
 `custom_partitioning` has XLA call a Python object, whose address is in the program, and so in the key (jax issue
 21159), unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set; `engine="shard_map"` has no such address.
+
+Covers: both engines, with the flag and without.
 """
 
 import os
