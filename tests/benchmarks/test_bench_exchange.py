@@ -18,8 +18,8 @@ from benchmarks.peers import ragged, ragged_peer, wires
 from benchmarks.wires import exchange, rounds
 from moax.ops.exchange import TRANSPORTS
 from moax.tune.timing import Repeats
-from support_benchmarks import by_gather
-from support_exchange import EmulatedOneSided, registered
+from support.benchmarks import by_gather
+from support.exchange import EmulatedOneSided, registered
 
 pytestmark = pytest.mark.loose
 
