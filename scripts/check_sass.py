@@ -25,12 +25,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moax
 from moax import inspect
-from moax.kernels.hopper import activation, activation_plain, exchange, permute, quantize, tiles
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
-from moax.kernels.hopper.matmul import grouped_matmul
-from moax.kernels.hopper.matmul_fp8 import grouped_matmul_fp8
-from moax.kernels.hopper.wgrad import grouped_wgrad
-from moax.kernels.hopper.wgrad_fp8 import grouped_wgrad_fp8
+from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, quantize, tiles
+from moax.kernels.hopper.pallas.matmul import grouped_matmul
+from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
+from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
+from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 from moax.models import MODELS
 from moax.recipe import Format, get_recipe
 
@@ -153,10 +153,10 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
         act = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
         h, d_a, by_row = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
-        plain = lambda h, v, s, act=act: activation_plain.activate_rows(  # noqa: E731
+        plain = lambda h, v, s, act=act: activation_bf16.activate_rows(  # noqa: E731
             h, make_blocks(s, ROWS), act, gated=True, weights=v
         )
-        plain_grad = lambda h, d, v, s, act=act: activation_plain.activate_grad_rows(  # noqa: E731
+        plain_grad = lambda h, d, v, s, act=act: activation_bf16.activate_grad_rows(  # noqa: E731
             h, d, make_blocks(s, ROWS), act, weights=v
         )
         yield f"activate_rows {width}", plain, [h, by_row, sizes]

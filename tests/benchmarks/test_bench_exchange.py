@@ -131,7 +131,7 @@ def test_our_rows_by_number_of_multiprocessors(capsys):
 
 def test_number_of_multiprocessors_reaches_the_kernel(monkeypatch):
     """Breaks if a number that is asked for is dropped on the way, or if none is not the kernel's own."""
-    from moax.kernels.hopper import exchange as kernel
+    from moax.kernels.hopper.pallas import exchange as kernel
 
     monkeypatch.setattr(kernel, "put_rows", lambda *args, sms: sms)
     transport = TRANSPORTS["one_sided"]

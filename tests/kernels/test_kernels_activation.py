@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.activation import activate_grad_quantize, activate_quantize
 from moax.kernels.hopper.formats import make_blocks
+from moax.kernels.hopper.pallas.activation import activate_grad_quantize, activate_quantize
 from moax.kernels.xla.quantization import quantize as quantize_local
 from moax.ops.activation import activate
 from moax.recipe import Format

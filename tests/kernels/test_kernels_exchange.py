@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.exchange import coordinates, place, put_rows
+from moax.kernels.hopper.pallas.exchange import coordinates, place, put_rows
 from support import interpret
 
 ROWS, ENTRIES, OUT = 10, 40, 64

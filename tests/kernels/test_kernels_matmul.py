@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moax.kernels.hopper import pipeline
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
-from moax.kernels.hopper.matmul import grouped_matmul
-from moax.kernels.hopper.matmul_fp8 import grouped_matmul_fp8
-from moax.kernels.hopper.pipeline import TileConfig
-from moax.kernels.hopper.wgrad import grouped_wgrad
-from moax.kernels.hopper.wgrad_fp8 import grouped_wgrad_fp8
+from moax.kernels.hopper.pallas import pipeline
+from moax.kernels.hopper.pallas.matmul import grouped_matmul
+from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
+from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
+from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 from support import interpret, random, rel_error, some
 
 E4M3 = jnp.float8_e4m3fn

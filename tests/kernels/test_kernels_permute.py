@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.permute import gather_rows, gather_sum
+from moax.kernels.hopper.pallas.permute import gather_rows, gather_sum
 from support import interpret, lower, some
 
 WIDTHS = (96, 768, 1408, 2048, 2880, 4096, 7168)

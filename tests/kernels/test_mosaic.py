@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 import moax
 from moax import backend
 from moax.kernels import select_kernels
-from moax.kernels.hopper import pipeline
+from moax.kernels.hopper.pallas import pipeline
 from moax.ops import dense, grouped_matmul
 from moax.recipe import get_recipe
 from support import ON_GPU, fake_operands, interpret, make_params, random, rel_error, rel_norm, some

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from moax import backend, cli
-from moax.kernels.hopper import tiles
 from moax.kernels.hopper.formats import BLOCK
-from moax.kernels.hopper.pipeline import TileConfig
+from moax.kernels.hopper.pallas import tiles
+from moax.kernels.hopper.pallas.pipeline import TileConfig
 from moax.tune import cases
 from moax.tune import command as tune
 from moax.tune.problem import Problem, dequantize, quantize_rows, quantize_weight

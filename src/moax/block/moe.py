@@ -51,9 +51,8 @@ def find_hidden(static: BlockSpec, wi, bi, x, experts, weights) -> tuple[BlockRe
     groups = static.groups(plan)
     rows, kept_rows = local.gather_and_quantize(received.rows, plan.source, recipe, "x", groups, over)  # [N, H]
     with jax.named_scope("experts_in"):
-        h = local.matmul(rows, wi, groups, static.dtype, bi).reshape(
-            plan.source.shape[0], static.gates, -1
-        )  # [N, G, F]
+        h = local.matmul(rows, wi, groups, static.dtype, bi)  # [N, G F]
+    h = h.reshape(h.shape[0], static.gates, -1)  # [N, G, F]
     return BlockResiduals(kept_rows, h, plan, received.weights, received.slots), received.dropped + plan.dropped
 
 

@@ -65,14 +65,14 @@ def _formats(recipe: Recipe) -> tuple[Format, Format]:
 
 @typed
 def _activate(h, blocks: Blocks, act, *, gated: bool, weights):
-    from moax.kernels.hopper.activation_plain import activate_rows
+    from moax.kernels.hopper.pallas.activation_bf16 import activate_rows
 
     return activate_rows(h, blocks, act, gated=gated, weights=weights)
 
 
 @typed
 def _activate_quantize(h, blocks: Blocks, act, recipe: Recipe, *, gated: bool, weights) -> KMajorFp8:
-    from moax.kernels.hopper.activation import activate_quantize
+    from moax.kernels.hopper.pallas.activation import activate_quantize
 
     x, _ = _formats(recipe)
     options: Any = dict(dtype=DTYPES[x.dtype], pow2=is_pow2(x))
@@ -81,7 +81,7 @@ def _activate_quantize(h, blocks: Blocks, act, recipe: Recipe, *, gated: bool, w
 
 @typed
 def _activate_grad(h, d_a, blocks: Blocks, act, weights):
-    from moax.kernels.hopper.activation_plain import activate_grad_rows
+    from moax.kernels.hopper.pallas.activation_bf16 import activate_grad_rows
 
     a, d_h, inner = activate_grad_rows(h, d_a, blocks, act, weights=weights)
     return a, d_h, inner.sum(0)
@@ -89,7 +89,7 @@ def _activate_grad(h, d_a, blocks: Blocks, act, weights):
 
 @typed
 def _activate_grad_quantize(h, d_a, blocks: Blocks, act, recipe: Recipe, weights):
-    from moax.kernels.hopper.activation import activate_grad_quantize
+    from moax.kernels.hopper.pallas.activation import activate_grad_quantize
 
     x, dy = _formats(recipe)
     options: Any = dict(dtype_x=DTYPES[x.dtype], dtype_dy=DTYPES[dy.dtype], pow2=is_pow2(x))

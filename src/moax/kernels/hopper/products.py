@@ -35,7 +35,7 @@ def matmul(
 
 @typed
 def _matmul_fp8(x: KMajorFp8, w: KMajorFp8, blocks: Blocks, dtype, bias):
-    from moax.kernels.hopper.matmul_fp8 import grouped_matmul_fp8
+    from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 
     tile = _pick_tile("matmul_fp8", x.data.shape[1], w.data.shape[1], blocks)
     return grouped_matmul_fp8(x, w, blocks, tile, bias=bias, out_dtype=dtype)
@@ -43,7 +43,7 @@ def _matmul_fp8(x: KMajorFp8, w: KMajorFp8, blocks: Blocks, dtype, bias):
 
 @typed
 def _matmul(x, w, blocks: Blocks, dtype, bias, transpose: bool):
-    from moax.kernels.hopper.matmul import grouped_matmul
+    from moax.kernels.hopper.pallas.matmul import grouped_matmul
 
     columns = w.shape[1] if transpose else w.shape[2]
     tile = _pick_tile("matmul_transposed" if transpose else "matmul", x.shape[1], columns, blocks)
@@ -59,7 +59,7 @@ def wgrad(x: Any, dy: Any, groups: BlockedGroups, dtype: Any) -> Float[Array, "E
 
 @typed
 def _wgrad_fp8(x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, dtype):
-    from moax.kernels.hopper.wgrad_fp8 import grouped_wgrad_fp8
+    from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 
     tile = _pick_tile("wgrad_fp8", x.data.shape[0], dy.data.shape[0], blocks)
     return grouped_wgrad_fp8(x, dy, blocks, tile, out_dtype=dtype)
@@ -67,7 +67,7 @@ def _wgrad_fp8(x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, dtype):
 
 @typed
 def _wgrad(x, dy, blocks: Blocks, dtype):
-    from moax.kernels.hopper.wgrad import grouped_wgrad
+    from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 
     return grouped_wgrad(x, dy, blocks, _pick_tile("wgrad", x.shape[1], dy.shape[1], blocks), out_dtype=dtype)
 
@@ -87,7 +87,7 @@ def _plain(x, dtype):
 
 
 def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks):
-    from moax.kernels.hopper.tiles import pick_tile
+    from moax.kernels.hopper.pallas.tiles import pick_tile
 
     rows = blocks.group.shape[0] * BLOCK // blocks.first.shape[0]
     return pick_tile(op, contracted, columns, rows, device_kind())

@@ -68,7 +68,7 @@ def gather_and_quantize(
 
 @typed
 def _quantize_rows(x, blocks: Blocks, format: Format, *, scale=None, source=None):
-    from moax.kernels.hopper.quantize import quantize_rows
+    from moax.kernels.hopper.pallas.quantize import quantize_rows
 
     options = dict(source=source, dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
     return quantize_rows(x, blocks, **options)
@@ -115,7 +115,7 @@ def _quantize_shard(w, format: Format, contracted: Contracted, gather, amax_over
 
 @typed
 def _quantize_weight(w, format: Format, scale, turned: bool) -> KMajorFp8:
-    from moax.kernels.hopper.quantize import quantize_weight
+    from moax.kernels.hopper.pallas.quantize import quantize_weight
 
     options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
     made = quantize_weight(w, native=not turned, transposed=turned, **options)[turned]
@@ -143,7 +143,7 @@ def quantize(x: Array, format: Format, block: tuple[int | None, ...], amax_over:
 
 @typed
 def _quantize_by_row(x, format: Format) -> KMajorFp8:
-    from moax.kernels.hopper.quantize import quantize_rows
+    from moax.kernels.hopper.pallas.quantize import quantize_rows
 
     options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), columns=False, by_row=True)
     return quantize_rows(x, None, **options)[0]  # pyrefly: ignore[bad-return]
@@ -163,6 +163,6 @@ def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: F
 
 @typed
 def _dequantize_rows(data, words, ends, dtype):
-    from moax.kernels.hopper.quantize import dequantize_rows
+    from moax.kernels.hopper.pallas.quantize import dequantize_rows
 
     return dequantize_rows(data, words, ends, dtype=dtype)

@@ -20,7 +20,7 @@ from moax.mesh.collectives import typed
 @typed
 def gather_rows(x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None):
     """rows[n] = x[source[n]], 0 where source[n] >= R; rows of blocks that hold no row of `groups` may hold anything."""
-    from moax.kernels.hopper.permute import gather_rows
+    from moax.kernels.hopper.pallas.permute import gather_rows
 
     rows = source.shape[0]
     source = jnp.pad(source, (0, -rows % BLOCK), constant_values=x.shape[0])
@@ -31,7 +31,7 @@ def gather_rows(x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups
 @typed
 def gather_sum(rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: Any = None):
     """y[r] = sum_k weights[r, k] rows[position[r, k]] in float32, over the positions below N; weights None are 1."""
-    from moax.kernels.hopper.permute import gather_sum
+    from moax.kernels.hopper.pallas.permute import gather_sum
 
     return gather_sum(rows, position, weights)
 

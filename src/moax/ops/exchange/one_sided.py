@@ -108,7 +108,7 @@ class OneSided:
 
     def put_rows(self, arrays: Sequence, source, places, way: int, out_rows: int, axes, sms: int | None) -> tuple:
         """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], of each array x; see the kernel."""
-        from moax.kernels.hopper.exchange import SMS, put_rows
+        from moax.kernels.hopper.pallas.exchange import SMS, put_rows
 
         return typed(put_rows)(arrays, source, places, way, out_rows, axes, sms=sms or SMS)
 

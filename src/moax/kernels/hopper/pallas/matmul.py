@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks
-from moax.kernels.hopper.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
+from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
 
 STEP = 64  # contracted elements of a stage: 128 bytes
 PIECE = 64  # columns whose bias is in registers at a time

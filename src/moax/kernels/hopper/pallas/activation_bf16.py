@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moax.kernels.hopper.activation import (
+from moax.kernels.hopper.formats import Blocks
+from moax.kernels.hopper.pallas.activation import (
     PART,
     check_h,
     evaluate,
@@ -32,8 +33,7 @@ from moax.kernels.hopper.activation import (
     with_grads,
     zero_half,
 )
-from moax.kernels.hopper.formats import Blocks
-from moax.kernels.hopper.quantize import HALF, launch, load_tiles
+from moax.kernels.hopper.pallas.quantize import HALF, launch, load_tiles
 
 COLUMNS = (128, 64, 32)  # that a tile may have
 

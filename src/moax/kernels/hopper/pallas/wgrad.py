@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks
-from moax.kernels.hopper.pipeline import ROWS, TileConfig, run, stage, sweep, swizzle_of
+from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, run, stage, sweep, swizzle_of
 
 STEP = 64  # rows of a stage
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
-from moax.kernels.hopper.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
+from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
 
 PIECE = 64  # columns that surely share a scale of the weight
 

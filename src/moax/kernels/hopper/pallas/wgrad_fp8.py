@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
-from moax.kernels.hopper.pipeline import ROWS, TileConfig, run, stage, sweep
+from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, run, stage, sweep
 
 PIECE = 64  # columns whose scales are in registers at a time
 

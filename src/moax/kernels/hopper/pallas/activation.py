@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
-from moax.kernels.hopper.quantize import (
+from moax.kernels.hopper.pallas.quantize import (
     HALF,
     columns_of,
     launch,
