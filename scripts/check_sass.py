@@ -25,14 +25,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moax
 from moax import inspect
-from moax.groups import BLOCK, make_blocks
-from moax.kernels.hopper import activation, activation_plain, exchange, permute, quantize, tiles
-from moax.kernels.hopper.matmul import grouped_matmul
-from moax.kernels.hopper.matmul_fp8 import grouped_matmul_fp8
-from moax.kernels.hopper.wgrad import grouped_wgrad
-from moax.kernels.hopper.wgrad_fp8 import grouped_wgrad_fp8
+from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
+from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, quantize, tiles
+from moax.kernels.hopper.pallas.matmul import grouped_matmul
+from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
+from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
+from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
+from moax.models import MODELS
 from moax.recipe import Format, get_recipe
-from moax.types import Operand
 
 H200 = """
 gpu_device_info {
@@ -51,10 +51,22 @@ dnn_version_info { major: 9 minor: 12 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
 ROWS, EXPERTS = 4096, 8
-# d_model and columns of one product of models: mixtral, qwen3-30b, gpt-oss, dsv3, and one that little divides; the
-# gradient of a bias is a product of 32 columns of ones.
-SHAPES = ((4096, 14336), (2048, 1536), (768, 2048), (2880, 5760), (7168, 2048), (1408, 96), (96, 160), (32, 5760))
-WIDTHS = (96, 768, 1408, 2048, 2880, 7168)
+MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK = (
+    MODELS[name].config for name in ("mixtral-8x7b", "qwen3-30b", "gpt-oss-120b", "deepseek-v3")
+)
+# (contracted K, columns N) of products of these models, and of some that little divides; the gradient of a bias is a
+# product whose contracted dim is 32 columns of ones.
+SHAPES = (
+    (MIXTRAL.d_model, MIXTRAL.d_ff),
+    (QWEN3.d_model, 2 * QWEN3.d_ff),
+    (QWEN3.d_ff, QWEN3.d_model),
+    (GPT_OSS.d_model, 2 * GPT_OSS.d_ff),
+    (DEEPSEEK.d_model, DEEPSEEK.d_ff),
+    (1408, 96),
+    (96, 160),
+    (32, 2 * GPT_OSS.d_ff),
+)
+WIDTHS = (96, QWEN3.d_ff, 1408, QWEN3.d_model, GPT_OSS.d_model, DEEPSEEK.d_model)
 BF16, F8, F32, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32, jnp.int32
 
 
@@ -99,11 +111,11 @@ def products(op: str, k: int, n: int, bias: bool = False):
             return (lambda a, b, s, tile: grouped_wgrad(a, b, blocks(s), tile)), [x, dy, sizes]
         case "matmul_fp8":
             fp8 = lambda a, p, b, q, s, v=None, *, tile: grouped_matmul_fp8(  # noqa: E731
-                Operand(a, p), Operand(b, q), blocks(s), tile, bias=v
+                KMajorFp8(a, p), KMajorFp8(b, q), blocks(s), tile, bias=v
             )
             return fp8, [*rows(k), *weight, sizes, *biases]
         case _:
-            fp8 = lambda a, p, b, q, s, tile: grouped_wgrad_fp8(Operand(a, p), Operand(b, q), blocks(s), tile)  # noqa: E731
+            fp8 = lambda a, p, b, q, s, tile: grouped_wgrad_fp8(KMajorFp8(a, p), KMajorFp8(b, q), blocks(s), tile)  # noqa: E731
             return fp8, [*turned(k), *turned(n), sizes]
 
 
@@ -134,17 +146,17 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             back = functools.partial(quantize.dequantize_rows, dtype=dtype)
             yield f"dequantize_rows {width} {dtype.__name__}", back, wire
             both = functools.partial(quantize.quantize_weight, native=True, transposed=True)
-            yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, 2880, width), dtype)]
+            yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, GPT_OSS.d_model, width), dtype)]
         yield f"gather_rows {width}", permute.gather_rows, [x, ((ROWS,), I32), ((1,), I32)]
         stay = lambda x, places: exchange.put_rows([x, x], None, places, 0, 512, ())  # noqa: E731
         yield f"put_rows {width}", stay, [x, ((1, 2, 1), I32)]
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
         act = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
         h, d_a, by_row = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
-        plain = lambda h, v, s, act=act: activation_plain.activate_rows(  # noqa: E731
+        plain = lambda h, v, s, act=act: activation_bf16.activate_rows(  # noqa: E731
             h, make_blocks(s, ROWS), act, gated=True, weights=v
         )
-        plain_grad = lambda h, d, v, s, act=act: activation_plain.activate_grad_rows(  # noqa: E731
+        plain_grad = lambda h, d, v, s, act=act: activation_bf16.activate_grad_rows(  # noqa: E731
             h, d, make_blocks(s, ROWS), act, weights=v
         )
         yield f"activate_rows {width}", plain, [h, by_row, sizes]
@@ -216,7 +228,7 @@ def compile_one_sided() -> None:
         name = f"block one_sided {kind} engine={engine} wire={recipe is wired} chunks={chunks}"
         print(f"== {name}", flush=True)
         mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"), kind)
-        options = dict(recipe=recipe, kernels="mosaic", exchange="one_sided", engine=engine, chunks=chunks)
+        options = dict(recipe=recipe, kernels="hopper", exchange="one_sided", engine=engine, chunks=chunks)
         with jax.set_mesh(mesh):
             params, x = operands_of_block(config, moax.Axes(), mesh)
 
@@ -246,7 +258,7 @@ def compile_blocks() -> None:
                 params, x = operands_of_block(config, axes, mesh)
 
                 def loss(x, params, recipe=recipe, axes=axes):
-                    y, _ = moax.moe(x, params, config, recipe=recipe, axes=axes, kernels="mosaic")
+                    y, _ = moax.moe(x, params, config, recipe=recipe, axes=axes, kernels="hopper")
                     return jnp.sum(jnp.square(y.astype(F32)))
 
                 compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile()

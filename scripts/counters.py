@@ -1,4 +1,4 @@
-"""Kernels that quantize, each once at qwen3's sizes, for ncu to read their counters on an H200:
+"""Kernels that quantize, each once, at the sizes of one of 4 ranks of Qwen3-30B, for ncu to read their counters:
 
 ncu --clock-control none --kernel-name regex:quantize --metrics NAMES python3 scripts/counters.py
 
@@ -9,10 +9,13 @@ has the NAMES that were read, and what they said.
 import jax
 import jax.numpy as jnp
 
-from moax.groups import make_blocks
-from moax.kernels.hopper import activation, quantize
+from moax.kernels.hopper.formats import make_blocks
+from moax.kernels.hopper.pallas import activation, quantize
+from moax.models import MODELS
 
-ROWS, WIDTH, HIDDEN, GROUPS, TOP_K = 65536, 2048, 768, 32, 8
+QWEN3 = MODELS["qwen3-30b"]
+SHAPE = QWEN3.on_rank(4, tokens=8192)
+ROWS, WIDTH, HIDDEN, GROUPS, TOP_K = SHAPE.rows, SHAPE.d_model, SHAPE.d_ff, SHAPE.groups, QWEN3.config.top_k
 
 
 def main() -> None:

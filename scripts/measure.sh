@@ -9,25 +9,26 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=src PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
 python=${GPU_PYTHON:-python3} out=${OUT:-benchmarks/results} sha=${SHA:-$(git rev-parse --short HEAD)}
 moax() { "$python" -m moax "$@"; }
+measure() { "$python" -m benchmarks "$@"; }
 
 stage_test() { make test-gpu GPU_PYTHON="$python" GPU_WORKERS=12; }
-stage_gemm() { moax bench gemm --sha "$sha" --out "$out/h200_gemm.json"; }
-stage_groups() { moax bench gemm --cases groups --peers none --quick --sha "$sha" --out "$out/h200_groups.json"; }
-stage_quantize() { moax bench quantize --sha "$sha" --out "$out/h200_quantize.json"; }
-stage_permute() { moax bench permute --sha "$sha" --out "$out/h200_permute.json"; }
-stage_exchange() { moax bench exchange --quick --sha "$sha" --out "$out/h200x2_exchange.json"; }
-stage_block() { moax bench block --quick --sha "$sha" --out "$out/h200_block.json"; }
-stage_gather() { moax bench gather --sha "$sha" --out "$out/h200x2_gather.json"; }
+stage_gemm() { measure gemm --sha "$sha" --out "$out/h200_gemm.json"; }
+stage_groups() { measure gemm --cases groups --peers none --quick --sha "$sha" --out "$out/h200_groups.json"; }
+stage_quantize() { measure quantize --sha "$sha" --out "$out/h200_quantize.json"; }
+stage_permute() { measure permute --sha "$sha" --out "$out/h200_permute.json"; }
+stage_exchange() { measure exchange --quick --sha "$sha" --out "$out/h200x2_exchange.json"; }
+stage_block() { measure block --quick --sha "$sha" --out "$out/h200_block.json"; }
+stage_gather() { measure gather --sha "$sha" --out "$out/h200x2_gather.json"; }
 stage_mesh() {
-    local block=(bench block --mesh fsdp=1,ep=2 --only qwen3 --only mixtral --tokens 8192 --quick --sha "$sha")
-    moax "${block[@]}" --out "$out/h200x2_block.json"
-    moax "${block[@]}" --exchange one_sided --peers none --out "$out/h200x2_block_one_sided.json"
-    moax "${block[@]}" --exchange one_sided --peers none --chunks 2 --out "$out/h200x2_block_chunks.json"
+    local block=(block --mesh fsdp=1,ep=2 --only qwen3 --only mixtral --tokens 8192 --quick --sha "$sha")
+    measure "${block[@]}" --out "$out/h200x2_block.json"
+    measure "${block[@]}" --exchange one_sided --peers none --out "$out/h200x2_block_one_sided.json"
+    measure "${block[@]}" --exchange one_sided --peers none --chunks 2 --out "$out/h200x2_block_chunks.json"
 }
 stage_step() {
-    local step=(bench train --mesh fsdp=1,ep=2 --only medium --quick --sha "$sha")
-    moax "${step[@]}" --out "$out/h200x2_step.json"
-    moax "${step[@]}" --exchange one_sided --peers none --out "$out/h200x2_step_one_sided.json"
+    local step=(train --mesh fsdp=1,ep=2 --only medium --quick --sha "$sha")
+    measure "${step[@]}" --out "$out/h200x2_step.json"
+    measure "${step[@]}" --exchange one_sided --peers none --out "$out/h200x2_step_one_sided.json"
 }
 stage_tutorial() {
     "$python" docs/tutorial/layer.py --gpus --keep --sha "$sha"

@@ -94,7 +94,8 @@ def public() -> dict[str, str]:
 
     names = {}
     for module in (estimate, inspect, ops, moax):  # the last one wins: `moe` is moax.moe
-        for name, value in vars(module).items():
+        for name in dir(module):
+            value = getattr(module, name)
             if not name.startswith("_") and callable(value) and getattr(value, "__module__", "").startswith("moax"):
                 names[name] = names[f"{module.__name__}.{name}"] = f"{module.__name__}.{name}"
     return names

@@ -78,12 +78,11 @@ class Help(Live):
     optional_arguments = 1
 
     def node(self):
-        from moax.cli import parser
+        from moax.cli import parsers
 
         os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"  # argparse asks for both
-        found = parser()
+        found, commands = parsers()
         if self.arguments:
-            (commands,) = (a.choices for a in found._actions if isinstance(a.choices, dict))
             found = commands[self.arguments[0]]
         return literal(found.format_help().rstrip(), "text")
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 
-from moax.bench import report
-
 PAGE = Path(__file__).with_name("layer.md")
+ROOT = PAGE.parents[2]
 EMULATED = 4
 
 
@@ -27,6 +26,9 @@ def program() -> str:
 
 def origin(devices: int, sha: str | None) -> str:
     """What the output was captured on, and by what."""
+    sys.path.insert(0, str(ROOT))  # benchmarks/ is a package of the repository, not of the wheel
+    from benchmarks import report
+
     head = report.header(["python", "docs/tutorial/layer.py", *sys.argv[1:]], sha, {})
     where = f"{devices} x {head['device']}, driver {head['driver']}"
     if jax.default_backend() == "cpu":

@@ -1,35 +1,72 @@
-"""Mixture-of-Experts layers for JAX that quantize before they gather."""
+"""Mixture-of-Experts layers for JAX that quantize before they gather.
+
+`import moax` imports nothing: a public name imports its module, and JAX, when it is first asked for.
+"""
 
 import importlib
-from types import ModuleType
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-from moax import estimate as estimate
-from moax import hf as hf
-from moax import inspect as inspect
-from moax import ops as ops
-from moax.block.moe import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-from moax.block.moe import moe as moe
-from moax.config import MoEConfig as MoEConfig
-from moax.config import RouterConfig as RouterConfig
-from moax.errors import Unsupported as Unsupported
-from moax.initialize import init as init
-from moax.mesh.axes import Axes as Axes
-from moax.mesh.devices import make_mesh as make_mesh
-from moax.ops.balance import update_router_bias as update_router_bias
-from moax.ops.routing import route as route
-from moax.params import MoEParams as MoEParams
-from moax.recipe import Format as Format
-from moax.recipe import Recipe as Recipe
-from moax.sharding import param_specs as param_specs
-from moax.types import MoEStats as MoEStats
-from moax.types import QArray as QArray
-from moax.types import Routing as Routing
+if TYPE_CHECKING:
+    from moax import estimate as estimate
+    from moax import hf as hf
+    from moax import inspect as inspect
+    from moax import ops as ops
+    from moax.block.experts import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+    from moax.block.layer import moe as moe
+    from moax.config import MoEConfig as MoEConfig
+    from moax.config import RouterConfig as RouterConfig
+    from moax.errors import Unsupported as Unsupported
+    from moax.initialize import init as init
+    from moax.mesh.axes import Axes as Axes
+    from moax.mesh.devices import make_mesh as make_mesh
+    from moax.ops.balance import update_router_bias as update_router_bias
+    from moax.ops.routing import route as route
+    from moax.options import Options as Options
+    from moax.params import MoEParams as MoEParams
+    from moax.recipe import Format as Format
+    from moax.recipe import Recipe as Recipe
+    from moax.sharding import param_specs as param_specs
+    from moax.types import MoEStats as MoEStats
+    from moax.types import QArray as QArray
+    from moax.types import Routing as Routing
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "CHECKPOINT_NAMES": "moax.block.experts",
+    "moe": "moax.block.layer",
+    "MoEConfig": "moax.config",
+    "RouterConfig": "moax.config",
+    "Unsupported": "moax.errors",
+    "init": "moax.initialize",
+    "Axes": "moax.mesh.axes",
+    "make_mesh": "moax.mesh.devices",
+    "update_router_bias": "moax.ops.balance",
+    "route": "moax.ops.routing",
+    "Options": "moax.options",
+    "MoEParams": "moax.params",
+    "Format": "moax.recipe",
+    "Recipe": "moax.recipe",
+    "param_specs": "moax.sharding",
+    "MoEStats": "moax.types",
+    "QArray": "moax.types",
+    "Routing": "moax.types",
+}
+_MODULES = ("estimate", "hf", "inspect", "linen", "nnx", "ops")
 
-def __getattr__(name: str) -> ModuleType:
-    """`moax.nnx` and `moax.linen` import flax when they are first asked for."""
-    if name in ("nnx", "linen"):
+
+def __getattr__(name: str) -> Any:
+    """Imports the module of a public name; any module of moax, too, is an attribute once it is asked for."""
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and importlib.util.find_spec(f"moax.{name}") is not None:
         return importlib.import_module(f"moax.{name}")
     raise AttributeError(f"module 'moax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted({*_HOMES, *_MODULES, "__version__"})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import argparse
+import json
 import math
 import platform as python
 import re
@@ -10,17 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from moax import backend
+from moax import backend, program
 from moax.errors import Unsupported
-from moax.ops.exchange import TRANSPORTS, select_transport
+from moax.extras import EXTRAS, version
+from moax.kernels import select_kernels, takes_fp8
+from moax.ops.exchange import EXCHANGES, TRANSPORTS, select_transport
 from moax.recipe import RECIPES, get_recipe
 
-# What each extra of pyproject.toml brings.
-EXTRAS = {
-    "flax": ("flax",),
-    "train": ("matplotlib", "optax", "orbax-checkpoint", "rich"),
-    "cuda13": ("jax-cuda13-plugin",),
-}
+USAGE = "moax info [options]"
+DESCRIPTION = "Shows devices, versions, a mesh to begin with, which kernels and exchanges run here, and extras."
 EP = 4  # the most devices that `suggest_mesh` gives to experts
 
 
@@ -31,6 +30,20 @@ class Choice(NamedTuple):
     value: str
     runs: bool
     note: str
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `moax info`."""
+    parser.add_argument("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what this machine is, and what runs on it."""
+    program.start(args.cpu_devices)
+    found = describe()
+    print(json.dumps(found, indent=2) if args.json else render(found))
+    return 0
 
 
 def describe() -> dict[str, Any]:
@@ -46,16 +59,8 @@ def describe() -> dict[str, Any]:
         },
         "mesh": suggest_mesh(jax.device_count(), jax.local_device_count()),
         "choices": [choice._asdict() for choice in (*kernels(), *exchanges(), *recipes())],
-        "extras": {extra: {name: version(name) for name in names} for extra, names in EXTRAS.items()},
+        "extras": {extra: {name: version(name) for name in modules.values()} for extra, modules in EXTRAS.items()},
     }
-
-
-def version(name: str) -> str | None:
-    """Of an installed distribution; None where there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def memory() -> int | None:
@@ -81,31 +86,26 @@ def why_not(select, value: str) -> str | None:
 
 def kernels() -> list[Choice]:
     """Whether the Mosaic kernels run, for what they are made for."""
-    why = why_not(backend.select_kernels, "mosaic")
-    limits = f"for bfloat16, widths that are multiples of {backend.KERNEL_WIDTH}"
+    why = why_not(select_kernels, "hopper")
+    limits = f"for bfloat16, widths that are multiples of {32}"
     return [
         Choice("kernels", "auto", True, "xla" if why else f"mosaic {limits}; else xla"),
-        Choice("kernels", "mosaic", why is None, why or limits),
+        Choice("kernels", "hopper", why is None, why or limits),
         Choice("kernels", "xla", True, "anywhere, slower than mosaic"),
     ]
 
 
 def exchanges() -> list[Choice]:
     """Which transports run."""
-    refused = {name: why_not(select_transport, name) for name in TRANSPORTS}
-    notes = {
-        "auto": select_transport("auto"),
-        "all_gather": "drops nothing on the way",
-        "all_to_all": "bounded by capacity_factor",
-        "one_sided": "over the first GPUs of the machine, within one process",
-    }
-    return [Choice("exchange", name, why is None, why or notes.get(name, "")) for name, why in refused.items()]
+    refused = {name: why_not(select_transport, name) for name in EXCHANGES}
+    notes = {"auto": select_transport("auto")} | {name: transport.note for name, transport in TRANSPORTS.items()}
+    return [Choice("exchange", name, why is None, why or notes[name]) for name, why in refused.items()]
 
 
 def recipes() -> list[Choice]:
     """What multiplies under each recipe; weights cross the wire as one byte an element under all of them."""
-    fp8 = why_not(backend.select_kernels, "mosaic") is None
-    notes = {name: fp8 and get_recipe(name).hopper_fp8 for name in RECIPES}
+    fp8 = why_not(select_kernels, "hopper") is None
+    notes = {name: fp8 and takes_fp8("hopper", get_recipe(name)) for name in RECIPES}
     said = {True: "FP8 products, where scale blocks fit the shards", False: "dequantized before products"}
     return [Choice("recipe", name, True, said[native]) for name, native in notes.items()]
 

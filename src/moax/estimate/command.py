@@ -6,19 +6,25 @@ import argparse
 import json
 from pathlib import Path
 
+from moax.arguments import mesh_of
 from moax.config import MoEConfig
 from moax.estimate import Estimate, estimate, sweep
-from moax.estimate.hardware import HARDWARE, MODELS
+from moax.estimate.hardware import HARDWARE
 from moax.estimate.wires import WIRES
-from moax.ops.exchange import TRANSPORTS
+from moax.mesh.axes import ROLES
+from moax.models import MODELS
+from moax.ops.exchange import EXCHANGES
 from moax.recipe import RECIPES
+from moax.text import align, plural
 
+USAGE = "moax estimate [--model NAME] (--mesh AXES | --gpus N [--sweep]) [options]"
 DESCRIPTION = """\
 Estimates the MoE blocks of a model on a mesh: memory of a device, bytes on each wire in a training step, time of each
 stage and what bounds it, what quantizing before the gather saves. Needs no GPU, and compiles nothing.
 
 Bytes are those of the compiled program. Times are at the rates that kernels reach, the load balanced, nothing
-overlapped: good to compare meshes by. Attention and the rest of a model are not counted.
+overlapped: good to compare meshes by. The output says which kernels' rates they are. Attention and the rest of a model
+are not counted.
 
 With --mesh: that mesh. With --gpus: the fastest mesh that fits; with --sweep: a ranking of all.
 """
@@ -29,6 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `moax estimate`."""
     add = parser.add_argument
     models, gpus = ", ".join(MODELS), ", ".join(HARDWARE)
+    add("--mesh", type=mesh_of, metavar="AXES", help=f"as fsdp=32,ep=8, of {', '.join(ROLES)}")
     add("--model", metavar="NAME", help=f"{models}; else the sizes below")
     add("--d-model", type=int, default=2048, metavar="H", help="model width (default: %(default)s)")
     add("--d-ff", type=int, default=768, metavar="F", help="width of an expert (default: %(default)s)")
@@ -41,15 +48,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=4096, metavar="T", help="tokens of a GPU in a step (default: %(default)s)")
     add("--hardware", default="h200", metavar="NAME", help=f"{gpus} (default: %(default)s)")
     add("--recipe", choices=("none", *RECIPES), default="none", help="how products are quantized (default: none)")
-    add("--exchange", choices=TRANSPORTS, help="how tokens reach their experts (default: the faster that fits)")
+    add("--exchange", choices=EXCHANGES, help="how tokens reach their experts (default: the faster that fits)")
     add("--capacity-factor", type=float, metavar="X", help="bound a rank's rows at X times the even load")
+    add(
+        "--chunks", type=int, default=1, metavar="N", help="parts that a GPU takes its tokens in (default: %(default)s)"
+    )
+    add(
+        "--kernels",
+        choices=("auto", "hopper", "xla"),
+        default="auto",
+        help="what computes (default: the fastest)",
+    )
     add("--remat", action=argparse.BooleanOptionalAction, help="keep a layer's input alone (default: where it must)")
     add("--json", action="store_true", help="print JSON, for programs")
     add("--plot", metavar="FILE", help="draw time against mesh")
 
 
-def run(args: argparse.Namespace, mesh: tuple[tuple[str, int], ...] | None) -> int:
-    """`moax estimate`."""
+def run(args: argparse.Namespace) -> int:
+    """Prints the estimate of one mesh, or the ranking of all.
+
+    Raises:
+      ValueError: options that exclude each other, or that name nothing.
+    """
+    mesh = args.mesh
     config = args.model or MoEConfig(d_model=args.d_model, d_ff=args.d_ff, num_experts=args.experts, top_k=args.top_k)
     recipe = None if args.recipe == "none" else args.recipe
     given = (args.tokens, recipe, args.hardware, args.layers)
@@ -57,13 +78,14 @@ def run(args: argparse.Namespace, mesh: tuple[tuple[str, int], ...] | None) -> i
         raise ValueError("--mesh names one mesh; leave --gpus and --sweep out")
     if args.top < 1:
         raise ValueError(f"--top {args.top} must be at least 1")
-    factor, exchange, remat = args.capacity_factor, args.exchange, args.remat
+    options = dict(capacity_factor=args.capacity_factor, chunks=args.chunks, kernels=args.kernels)
     if mesh:
-        way = exchange or "auto"
-        found = [estimate(config, dict(mesh), *given, exchange=way, capacity_factor=factor, remat=bool(remat))]
+        found = [
+            estimate(config, dict(mesh), *given, exchange=args.exchange or "auto", remat=bool(args.remat), **options)
+        ]
     else:
         gpus = 1 if args.gpus is None else args.gpus
-        found = sweep(config, gpus, *given, exchange=exchange, capacity_factor=factor, remat=remat)
+        found = sweep(config, gpus, *given, exchange=args.exchange, remat=args.remat, **options)
     shown = found[: args.top] if args.sweep else found[:1]
     if args.plot:
         draw(shown, Path(args.plot))
@@ -88,21 +110,23 @@ def ranking(found: list[Estimate]) -> str:
             f"{e.wire_bytes() / GB:.2f}", f"{e.seconds * 1e3:.1f}", f"{e.tflops:.0f}",
             f"{slow.name}, {slow.direction} ({slow.bound})",
         ))  # fmt: skip
-    return _align(rows, right=(4, 5, 6, 7))
+    return align(rows, right=(4, 5, 6, 7))
 
 
 def details(e: Estimate) -> str:
     """One mesh in full."""
+    ways = (f", {e.chunks} chunks" if e.chunks > 1 else "") + (", remat" if e.remat else "")
     head = (
-        f"{e.model} on {e.gpus} x {e.hardware}, mesh {name(e)}: {e.layers} MoE layer{'s' * (e.layers > 1)}, "
-        f"{e.tokens} tokens a GPU, recipe {e.recipe}, exchange {e.exchange}{', remat' if e.remat else ''}"
+        f"{e.model} on {e.gpus} x {e.hardware}, mesh {name(e)}: {plural(e.layers, 'MoE layer')}, "
+        f"{e.tokens} tokens a GPU, recipe {e.recipe}, exchange {e.exchange}{ways}\n{e.rates}"
     )
     m, verdict = e.memory, "fits" if e.fits else "DOES NOT FIT"
     parts = ("weights", "gradients", "optimizer", "activations", "gathered", "exchange", "workspace")
     memory = [("memory of a device", "GB"), None, *((part, f"{getattr(m, part) / GB:.2f}") for part in parts)]
+    total = "total" if m.together else "total, the larger of gathered and workspace"
     memory += [
         None,
-        ("total, the larger of gathered and workspace", f"{m.total / GB:.2f}"),
+        (total, f"{m.total / GB:.2f}"),
         (f"of a GPU's ({verdict})", f"{e.capacity / GB:.2f}"),
     ]
     wires = [("wire, a step", "MB sent"), None]
@@ -111,8 +135,8 @@ def details(e: Estimate) -> str:
     stages = [("stage of a layer", "pass", "us", "bound by"), None]
     stages += [(s.name, s.direction, f"{s.seconds * 1e6:,.1f}", s.bound) for s in e.stages]
     stages += [None, (f"all, x {e.layers}", "", f"{e.seconds * 1e6:,.1f}", f"{e.tflops:.0f} TFLOP/s a GPU")]
-    sent = [_align(wires, right=(1,))] if e.transfers else []
-    tables = [_align(memory, right=(1,)), *sent, _align(stages, right=(2,))]
+    sent = [align(wires, right=(1,))] if e.transfers else []
+    tables = [align(memory, right=(1,)), *sent, align(stages, right=(2,))]
     spared, seconds = e.gather_saved
     if e.recipe != "none" and e.plain_gather.wire_bytes:
         plain = e.layers * e.plain_gather.wire_bytes
@@ -150,14 +174,3 @@ def draw(found: list[Estimate], path: Path) -> None:
     plot.set_title(f"{first.model}, {first.gpus} x {first.hardware}, recipe {first.recipe}, {first.tokens} tokens each")
     plot.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.12 - 1.2 / (1 + len(found))))
     figure.savefig(path)
-
-
-def _align(rows, right: tuple[int, ...]) -> str:
-    """Rows as columns, those in `right` flush right; None is a rule."""
-    widths = [max(map(len, column)) for column in zip(*(row for row in rows if row), strict=True)]
-    rule = tuple("-" * width for width in widths)
-    flush = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    return "\n".join(
-        "  ".join(f(cell, width) for f, cell, width in zip(flush, row or rule, widths, strict=True)).rstrip()
-        for row in rows
-    )

@@ -35,7 +35,7 @@ class Element:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class HloCollective:
     """One collective instruction.
 
     Attributes:
@@ -87,12 +87,12 @@ _GROUPS = re.compile(
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(([^()]*(?:\([^()]*\))?)\))?")
 
 
-def read_wires(text: str) -> list[Wire]:
+def read_collectives(text: str) -> list[HloCollective]:
     """Every collective of the program, in the order of the text; the start of an asynchronous one, not its end."""
     replicas, partitions = _count(text, "replica_count"), _count(text, "num_partitions")
     bodies, entry = _computations(text)
     callers = _callers(bodies)
-    wires = []
+    read = []
     for name, lines in bodies.items():
         for line in lines:
             found = _instruction(line)
@@ -111,10 +111,19 @@ def read_wires(text: str) -> list[Wire]:
                 elements = (dataclasses.replace(first, shape=(len(elements), *first.shape)),)
             op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', attributes)
             promoted = re.search(r"to_apply=%?[\w.\-]+_promoted\b", attributes) is not None
-            wires.append(
-                Wire(kind, elements, groups, names, times, open_loop, promoted, op_name.group(1) if op_name else "")
+            read.append(
+                HloCollective(
+                    kind=kind,
+                    elements=elements,
+                    groups=groups,
+                    names=names,
+                    times=times,
+                    open_loop=open_loop,
+                    promoted=promoted,
+                    op_name=op_name.group(1) if op_name else "",
+                )
             )
-    return wires
+    return read
 
 
 def device_count(text: str) -> int:

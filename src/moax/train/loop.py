@@ -21,12 +21,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from moax.arguments import mesh_over_devices
 from moax.train import processes
 from moax.train import run as runs
 from moax.train import step as steps
 from moax.train.checkpoint import Checkpoints
 from moax.train.data import Corpus, load
-from moax.train.mesh import check_batch, make_mesh
+from moax.train.mesh import check_batch
 from moax.train.presets import TrainConfig
 from moax.train.report import Report
 
@@ -62,7 +63,7 @@ def train(
     report = report or Report()
 
     def prepare():
-        corpus, mesh = load(config.text, config.seq), make_mesh(config.mesh)
+        corpus, mesh = load(config.text, config.seq), mesh_over_devices(config.mesh)
         check_batch(config.batch, mesh)
         return corpus, mesh, runs.reopen(config, corpus) if resume else None
 

@@ -14,6 +14,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from moax.text import plural
 from moax.train.presets import TrainConfig
 from moax.train.run import Run
 
@@ -33,7 +34,7 @@ def draw(run: Run, config: TrainConfig) -> None:
     mesh = ", ".join(f"{axis}={size}" for axis, size in config.mesh) or "one axis"
     model = config.model
     figure.suptitle(
-        f"{config.name}: {model.num_layers} layers, {model.num_experts} experts, {model.top_k} a byte; "
+        f"{config.name}: {plural(model.num_layers, 'layer')}, {model.num_experts} experts, {model.top_k} a byte; "
         f"recipe {config.recipe or 'none'}, mesh {mesh}",
         x=0.01, ha="left", fontsize=12, color=INK, weight="bold",
     )  # fmt: skip

@@ -8,14 +8,18 @@ import time
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from moax import backend
 from moax.mesh.devices import crossing
+from moax.text import plural
 from moax.train.data import Corpus
 from moax.train.model import count
 from moax.train.presets import TrainConfig
 from moax.train.processes import is_first
 from moax.train.run import Run
+
+STEP = len("step 10000/10000")  # columns that a narrow terminal leaves to the number of the step
 
 
 class Report:
@@ -73,7 +77,7 @@ class LiveReport(PlainReport):
     def __init__(self, console: Console | None = None):
         self.console = console or Console()
         self.progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
+            TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True, min_width=STEP)),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(compact=True),
@@ -113,8 +117,9 @@ def describe(config: TrainConfig, mesh, corpus: Corpus) -> list[str]:
     total, active = count(model)
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return [
-        f"model  {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M of them for a byte: {model.num_layers} layers of "
-        f"width {model.d_model}, each with {model.num_experts} experts of width {model.d_ff}, {model.top_k} a byte",
+        f"model  {total / 1e6:.1f} M parameters, of which a byte meets {active / 1e6:.1f} M: "
+        f"{plural(model.num_layers, 'layer')} of width {model.d_model}, each with {model.num_experts} experts of width "
+        f"{model.d_ff}, {model.top_k} a byte",
         f"runs   in {config.dtype}, recipe {config.recipe or 'none'}, exchange {config.exchange}, "
         f"balance {model.balance}",
         f"mesh   {axes}: {mesh.size} {backend.platform()} devices{_spread(mesh)}",

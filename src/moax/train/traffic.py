@@ -8,7 +8,7 @@ import jax
 
 import moax
 from moax import inspect
-from moax.train.mesh import make_mesh
+from moax.arguments import mesh_over_devices
 from moax.train.presets import TrainConfig
 from moax.train.step import jit_update
 
@@ -23,7 +23,7 @@ def measure(config: TrainConfig, update: jax.stages.Compiled) -> tuple[int, int]
     if config.recipe is None and config.dtype == "float32":  # which every backend moves as it is
         plain = weight_gather_bytes(update)
         return (plain, plain) if plain else None
-    mesh = make_mesh(config.mesh)
+    mesh = mesh_over_devices(config.mesh)
     with jax.set_mesh(mesh):
         step, args = jit_update(dataclasses.replace(config, recipe=None), mesh)
         plain = weight_gather_bytes(step.lower(*args))

@@ -1,0 +1,101 @@
+"""`python -m benchmarks block`: `moax.moe` on one device, forward, and forward with backward.
+
+Each model has a process of its own. All compile at once, which takes most of the time and only processors; then they
+are measured one after the other.
+
+    work   6 T K H F forward, 18 T K H F with backward (gated experts)
+
+`--mesh` measures it on a mesh, beside layers of JAX alone and of PyTorch (`mesh_block`).
+
+Layer time is the wall clock of back-to-back calls; the split by stage is kernel time (CUPTI). Memory: the peak of the
+process, and what forward leaves to backward beside what it has to: the sorted rows and the hidden activations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import limits
+from benchmarks.block.worker import Worker, answers
+from benchmarks.report import Row
+from moax import MoEConfig
+from moax.models import MODELS
+from moax.tune.timing import Repeats
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A model's block; `note`: what part of it."""
+
+    name: str
+    config: MoEConfig
+    tokens: tuple[int, ...] = (8192, 16384)
+    note: str = ""
+
+
+PERF = (
+    *(Block(name, MODELS[name].config) for name in ("qwen3-30b", "mixtral-8x7b", "gpt-oss-120b")),
+    Block(
+        "dsv3-slice",
+        MODELS["deepseek-v3"].slice(8),
+        note="32 of 256 experts, 8 a token: the rows of one rank of 8 that have as many tokens each",
+    ),
+)
+TINY = (Block("tiny", MoEConfig(d_model=64, d_ff=32, num_experts=4, top_k=2), (64,)),)
+RECIPES = ("none", "fp8_block")
+WORKER = "benchmarks.block.block_worker"
+
+
+def rows(
+    blocks: list[Block],
+    repeats: Repeats,
+    found: dict[str, Any],
+    *,
+    recipes: tuple[str, ...] = RECIPES,
+    tokens: tuple[int, ...] | None = None,
+    kernels: str = "auto",
+    chunks: int = 1,
+) -> Iterator[Row]:
+    """Rows of forward, and of forward with backward, for each block, recipe and number of tokens."""
+    asked = dict(repeats=repeats, kernels=kernels, chunks=chunks)
+    workers = [
+        ((block, recipe), Worker(WORKER, request(block, recipe, sorted(tokens or block.tokens), **asked)))
+        for block in blocks
+        for recipe in recipes
+    ]
+    for (block, recipe), answer in answers(workers):
+        yield from direction_rows(block, recipe, answer, found)
+
+
+def request(
+    block: Block, recipe: str, tokens: list[int], repeats: Repeats, kernels: str, chunks: int = 1
+) -> dict[str, Any]:
+    """What a worker is asked for."""
+    return {
+        "config": dataclasses.asdict(block.config),
+        "recipe": recipe,
+        "tokens": tokens,
+        "kernels": kernels,
+        "chunks": chunks,
+        "repeats": dataclasses.asdict(repeats),
+    }
+
+
+def direction_rows(block: Block, recipe: str, answer: dict, found: dict[str, Any]) -> Iterator[Row]:
+    """Forward, and forward with backward, of what a worker said of one number of tokens."""
+    config, tokens = block.config, answer["tokens"]
+    forward = 6 if config.gates == 2 else 4
+    work = tokens * config.top_k * config.d_model * config.d_ff
+    for direction, factor in (("fwd", forward), ("fwd+bwd", 3 * forward)):
+        row = Row("block", f"{block.name} T{tokens}", direction, recipe=recipe)
+        row.note = answer.get("note", "")
+        measured = answer.get(direction)
+        if measured:
+            row.us, row.method, row.path = measured["us"], "wall", measured["path"]
+            row.tflops = factor * work / row.us * 1e-6
+            product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 multiplies what it dequantized
+            row.limit, row.fraction = limits.fraction(found, row.us, factor * work, 0.0, product)
+            row.extra = {**measured, **answer["memory"], "block_note": block.note}
+        yield row

@@ -1,0 +1,143 @@
+"""One block in a process of its own: python3 -m benchmarks.block.block_worker REQUEST
+
+REQUEST is JSON: {"config", "recipe", "tokens": [..], "kernels", "chunks", "repeats"}. Compiles, prints READY, and once
+a line comes in measures. Prints a line of JSON for each number of tokens: {"tokens", "memory", "fwd", "fwd+bwd"}, or
+a note that says why not.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import moax
+from benchmarks.block import stages
+from benchmarks.block.worker import READY
+from benchmarks.report import HOPPER, why
+from moax import backend
+from moax.tune.timing import Repeats, call_time, kernel_time
+
+TOP = 40  # kernels that are listed
+
+
+def main(argv: list[str]) -> int:
+    """Prints what was measured of a request."""
+    request = json.loads(argv[0])
+    router = moax.RouterConfig(**request["config"].pop("router"))
+    config = moax.MoEConfig(**request["config"], router=router)
+    recipe = None if request["recipe"] == "none" else request["recipe"]
+    repeats = Repeats(**request["repeats"])
+    draw = functools.partial(moax.init, jax.random.key(0), config, dtype=jnp.bfloat16)
+    shapes = jax.eval_shape(draw)
+
+    def block(x, params):
+        how = dict(recipe=recipe, kernels=request["kernels"], chunks=request["chunks"])
+        return moax.moe(x, params, config, **how)[0]
+
+    answers: dict[int, dict[str, Any]] = {tokens: {"tokens": tokens} for tokens in request["tokens"]}
+    programs: dict[int, dict[str, Any]] = {}
+    for tokens, answer in answers.items():
+        try:
+            programs[tokens], answer["memory"] = build(block, config, recipe, shapes, tokens)
+        except Exception as error:  # one that does not compile, or does not fit, leaves those that do
+            answer["note"] = why(error)
+    print(READY, flush=True)
+    sys.stdin.readline()
+    params = draw()
+    for tokens, program in programs.items():
+        try:
+            answers[tokens]["memory"]["peak_bytes"] = peak_bytes(program, params, tokens, config.d_model)
+        except Exception as error:
+            answers[tokens]["note"] = why(error)
+    for tokens, answer in answers.items():
+        try:
+            if "note" not in answer:
+                x, dy = inputs(tokens, config.d_model)
+                answer["fwd"] = measure(programs[tokens]["fwd"], (x, params), repeats)
+                answer["fwd+bwd"] = measure(programs[tokens]["fwd+bwd"], (x, params, dy), repeats)
+        except Exception as error:
+            answer["note"] = why(error)
+        print(json.dumps(answer), flush=True)
+    return 0
+
+
+def inputs(tokens: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """x and dy."""
+    keys = jax.random.split(jax.random.key(1))
+    return tuple(jax.random.normal(key, (tokens, width), jnp.bfloat16) for key in keys)  # pyrefly: ignore[bad-return]
+
+
+def build(block, config, recipe, shapes, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """({direction: compiled program}, what is known of its memory before it runs)."""
+
+    def both(x, params, dy):
+        y, pull = jax.vjp(block, x, params)
+        return y, pull(dy)
+
+    x = jax.ShapeDtypeStruct((tokens, config.d_model), jnp.bfloat16)
+    saved = jax.eval_shape(lambda x, params: jax.vjp(block, x, params)[1], x, shapes)
+    programs = {
+        "fwd": jax.jit(block).lower(x, shapes).compile(),
+        "fwd+bwd": jax.jit(both).lower(x, shapes, x).compile(),
+    }
+    analysis: Any = programs["fwd+bwd"].memory_analysis()
+    return programs, {
+        "params_bytes": _nbytes(shapes),
+        "saved_bytes": _nbytes(saved) - _nbytes(shapes),
+        "saved_needed_bytes": saved_needed(config, recipe, tokens),
+        "compiled_bytes": {
+            name: getattr(analysis, f"{name}_size_in_bytes", None) for name in ("argument", "output", "temp")
+        },
+    }
+
+
+def peak_bytes(programs: dict[str, Any], params, tokens: int, width: int) -> int | None:
+    """Of the process, after one call with backward. Before any timing, which keeps several results at a time, and in
+    ascending order: a peak can only grow."""
+    x, dy = inputs(tokens, width)
+    jax.block_until_ready(programs["fwd+bwd"](x, params, dy))
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def measure(compiled, args: tuple, repeats: Repeats) -> dict[str, Any]:
+    """Time of a call, and on a GPU its kernels by stage."""
+    text = compiled.as_text() or ""
+    found: dict[str, Any] = {"us": call_time(compiled, args, repeats).us}
+    found["path"] = path_of(text)
+    if backend.platform() == "gpu":
+        timing = kernel_time(compiled, args, Repeats(1, 3))
+        found["kernel_us"] = timing.us if timing.kernels else None
+        found["stages_us"], listed = stages.split(text, timing.kernels)
+        found["kernels"] = listed[:TOP]
+    return found
+
+
+def path_of(text: str) -> str:
+    """Which implementation a compiled program runs."""
+    return HOPPER if "mosaic_gpu_v2" in text else "xla"
+
+
+def saved_needed(config, recipe: str | None, tokens: int) -> dict[str, int]:
+    """Bytes that backward needs of forward, without padding: the sorted rows as wgrad reads them, and h = x wi."""
+    assigned = tokens * config.top_k
+    form = moax.recipe.get_recipe(recipe).x
+    if form is None:
+        per_row = 2.0 * config.d_model
+    else:
+        per_row = config.d_model * (1 + (4 / form.block if form.block else 0))
+    hidden = assigned * config.gates * config.d_ff * 2
+    return {"rows": math.ceil(assigned * per_row), "hidden": hidden}
+
+
+def _nbytes(tree) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

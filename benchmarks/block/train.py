@@ -1,0 +1,119 @@
+"""`python -m benchmarks train --mesh fsdp=2,ep=2`: a step of the language model of `moax train` on a mesh, with each
+recipe of `moax.moe`, and with layers of JAX alone in its place.
+
+    work   6 P T + 6 L S H T    P parameters that a token meets, S places before it: attention is causal
+
+Each has a process of its own over all devices of the mesh (`train_worker`), on the same text from the same seed; as in
+`mesh_block`, those that have to compile alone come first. Tokens and work are those of a device. The experts are
+chosen by a softmax without any balance, which is what all of them compute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import limits
+from benchmarks.block.mesh_block import How, check_devices, compile_groups
+from benchmarks.block.worker import Worker, answers
+from benchmarks.report import OURS, Row
+from moax.train.model import count
+from moax.train.presets import PRESETS, ModelConfig, TrainConfig
+from moax.tune.timing import Repeats
+
+PEERS = ("native", "public")  # of benchmarks/peers
+WORKER = "benchmarks.block.train_worker"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A model, and the sequences of a step and device."""
+
+    name: str
+    model: ModelConfig
+    sequences: int
+    length: int
+    dtype: str = "bfloat16"
+
+    @property
+    def tokens(self) -> int:
+        """Of a step and device."""
+        return self.sequences * self.length
+
+    @property
+    def work(self) -> float:
+        """Operations of a step and device; what is computed again in backward does not count."""
+        _, met = count(self.model)
+        return 6.0 * self.tokens * (met + self.model.num_layers * self.length * self.model.d_model)
+
+    def config(self, how: How, recipe: str) -> TrainConfig:
+        """The settings of a step on a mesh."""
+        sizes = how.sizes
+        batch = self.sequences
+        for axis in ("dp", "fsdp", "ep"):
+            batch *= sizes.get(axis, 1)
+        return TrainConfig(
+            self.model,
+            mesh=tuple(sizes.items()),
+            batch=batch,
+            seq=self.length,
+            recipe=None if recipe == "none" else recipe,
+            exchange=how.exchange,
+            dtype=self.dtype,
+            chunks=how.chunks,
+        )
+
+
+def _unbalanced(preset: str) -> ModelConfig:
+    return dataclasses.replace(PRESETS[preset].model, balance="none")
+
+
+PERF = (Run("medium", _unbalanced("medium"), 8, 1024), Run("large", _unbalanced("large"), 4, 2048))
+TINY = (Run("tiny", _unbalanced("tiny"), 1, 32, "float32"),)
+
+
+def rows(runs: list[Run], how: How, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
+    """A row of each model and layer.
+
+    Raises:
+      ValueError: the mesh has more devices than there are GPUs.
+    """
+    check_devices(how)
+    layers = [(peer, "none") for peer in how.peers] + [(OURS, recipe) for recipe in how.recipes]
+    asked = [(run, impl, recipe) for run in runs for impl, recipe in layers]
+    times: dict[str, dict[str, float]] = {run.name: {} for run in runs}
+    for group in compile_groups(asked):
+        workers = [(one, Worker(WORKER, _request(*one, how, repeats))) for one in group]
+        for (run, impl, recipe), answer in answers(workers):
+            row = _row(run, impl, recipe, how, answer, found)
+            if row.us and impl != OURS:
+                times[run.name][impl] = row.us
+            elif row.us:
+                row.peers = {peer: us / row.us for peer, us in times[run.name].items()}
+            yield row
+
+
+def _request(run: Run, impl: str, recipe: str, how: How, repeats: Repeats) -> dict[str, Any]:
+    config = run.config(how, recipe).to_json()
+    return {"config": config, "impl": impl, "tokens": [run.tokens], "repeats": dataclasses.asdict(repeats)}
+
+
+def _row(run: Run, impl: str, recipe: str, how: How, answer: dict[str, Any], found: dict[str, Any]) -> Row:
+    row = Row(
+        op="train",
+        case=f"{run.name} T{run.tokens} {how}",
+        direction="step",
+        impl=impl,
+        recipe=recipe,
+        dtype=run.dtype,
+        note=answer.get("note", ""),
+    )
+    row.extra = {"mesh": how.sizes} | ({"exchange": how.exchange, "chunks": how.chunks} if impl == OURS else {})
+    if "us" in answer:
+        row.us, row.method, row.path = answer["us"], "wall", answer["path"]
+        row.tflops = run.work / row.us * 1e-6
+        product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 multiplies what it dequantized
+        row.limit, row.fraction = limits.fraction(found, row.us, run.work, 0.0, product)
+        row.extra |= {"tokens_per_s": run.tokens / row.us * 1e6, **answer["extra"]}
+    return row

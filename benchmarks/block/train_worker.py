@@ -1,0 +1,106 @@
+"""A step of the language model in a process of its own: python3 -m benchmarks.block.train_worker REQUEST
+
+REQUEST is JSON: {"config": of `TrainConfig`, its mesh too, "impl": `moax` or a peer, "tokens": [T of a device],
+"repeats"}. Where there is no GPU, devices are emulated. Compiles, prints READY, and once a line comes in trains. Prints
+a line of JSON: {"tokens", "us", "path", "extra"}, or a note that says why not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import moax
+from benchmarks.block.block_worker import path_of
+from benchmarks.block.mesh_worker import peak_bytes
+from benchmarks.block.worker import READY
+from benchmarks.peers import native, public
+from benchmarks.report import OURS, why
+from moax import MoEConfig, MoEParams, MoEStats
+from moax.mesh.place import named
+from moax.sharding import token_spec
+from moax.train.data import load
+from moax.train.model import MoEBlock
+from moax.train.presets import ModelConfig, TrainConfig
+from moax.train.step import init_state, jit_update, shardings
+from moax.tune.timing import Repeats
+
+TEXTS = 8  # batches that are trained on, in turn
+
+
+def main(argv: list[str]) -> int:
+    """Prints what was measured of a request."""
+    request = json.loads(argv[0])
+    config = TrainConfig.from_json(request["config"])
+    devices = math.prod(size for _, size in config.mesh)
+    jax.config.update("jax_num_cpu_devices", devices)  # of a GPU's machine, the host's
+    mesh = moax.make_mesh(dict(config.mesh), devices=jax.devices()[:devices])
+    answer: dict[str, Any] = {"tokens": request["tokens"][0]}
+    with jax.set_mesh(mesh):
+        step = None
+        try:
+            block, answer["note"] = block_of(request["impl"], config.model, mesh)
+            update, like = jit_update(config, mesh, block)
+            step = update.lower(*like).compile()
+        except Exception as error:
+            answer["note"] = why(error)
+        print(READY, flush=True)
+        sys.stdin.readline()
+        try:
+            if step is not None:
+                answer |= measure(step, config, mesh, Repeats(**request["repeats"]))
+        except Exception as error:
+            answer["note"] = why(error)
+    print(json.dumps(answer), flush=True)
+    return 0
+
+
+def block_of(impl: str, model: ModelConfig, mesh) -> tuple[MoEBlock, str]:
+    """(the layer as `moax.moe` is called, a note); statistics of peers, which count nothing, are 0.
+
+    Raises:
+      Unsupported: a peer that does not compute this model's block.
+    """
+    if impl == OURS:
+        return moax.moe, ""
+    layer, note = {"native": native, "public": public}[impl].block(model.moe(), mesh)
+
+    def block(x: jax.Array, params: MoEParams, config: MoEConfig, **_: Any) -> tuple[jax.Array, MoEStats]:
+        y = layer(x.reshape(-1, config.d_model), params).reshape(x.shape)
+        none = jnp.zeros((), jnp.float32)
+        return y, MoEStats(none, none, jnp.zeros(config.num_experts, jnp.int32), jnp.zeros((), jnp.int32))
+
+    return block, note
+
+
+def measure(step: jax.stages.Compiled, config: TrainConfig, mesh, repeats: Repeats) -> dict[str, Any]:
+    """Wall clock of a step, the median of batches of them, each awaited as a whole; and the loss that they come to."""
+    corpus, place = load(config.text, config.seq), named(mesh, token_spec(moax.Axes(), ndim=2))
+    drawn = [corpus.batch(config.seed, index, config.batch, config.seq) for index in range(TEXTS)]
+    texts = [jax.device_put(text, place) for text in drawn]
+    state = jax.jit(lambda: init_state(config), out_shardings=shardings(config, mesh))()
+    steps, times, losses = max(2, repeats.measured // 3), [], []
+    for batch in range(4):
+        start = time.perf_counter()
+        for index in range(repeats.warmups if batch == 0 else steps):
+            state, metrics = step(state, texts[index % TEXTS])
+            losses.append(metrics["loss"])
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - start) / steps)
+    extra = {
+        "losses": [float(loss) for loss in losses],
+        "peak_bytes": peak_bytes(mesh),
+        "tokens_per_expert": [int(count) for count in metrics["tokens_per_expert"].sum(0)],
+    }
+    return {"us": 1e6 * statistics.median(times[1:]), "path": path_of(step.as_text() or ""), "extra": extra}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

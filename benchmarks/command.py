@@ -1,0 +1,268 @@
+"""Options of `python -m benchmarks`, and the run: limits, rows as they come, the table, the file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import limits, peers, report, tokens
+from benchmarks.block import block, mesh_block, train
+from benchmarks.kernels import fused, gathered, gemm, permute, quantize
+from benchmarks.peers import ragged_peer
+from benchmarks.report import Row
+from benchmarks.wires import exchange, gather, wire
+from moax import backend, program
+from moax.arguments import mesh_of
+from moax.kernels import IMPLEMENTATIONS
+from moax.mesh.axes import ROLES
+from moax.ops.exchange import TRANSPORTS
+from moax.recipe import RECIPES
+from moax.tune import cases
+from moax.tune.timing import Repeats
+
+NAME = "python -m benchmarks"
+DESCRIPTION = """\
+Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
+(measured in the same run), its peers and its error against float64; the block on a mesh beside layers of JAX alone
+and of PyTorch, and a step of a language model with each; and over devices of the machine the exchange beside NCCL and
+ragged_all_to_all, and the gather of weights, each recipe beside bf16. What cannot run here is listed with the reason.
+
+wire, which must be alone, measures no time: it compiles blocks for 8 emulated devices, and writes the bytes of their
+weights to benchmarks/results/wire.json or to --out FILE.
+"""
+WHAT = ("gemm", "quantize", "permute", "block", "train", "exchange", "gather")
+PRODUCTS, MEMORY = ("bf16", "fp8"), ("memory",)
+NEEDED = {
+    "gemm": PRODUCTS + MEMORY, "quantize": MEMORY, "permute": MEMORY, "block": PRODUCTS, "train": PRODUCTS,
+}  # fmt: skip
+OTHERS: dict[str, tuple] = {
+    "quantize": (quantize.PERF + fused.PERF, quantize.TINY + fused.TINY),
+    "permute": (permute.PERF, permute.TINY),
+    "exchange": (tokens.PERF, tokens.TINY),
+    "train": (train.PERF, train.TINY),
+}
+# Options that do nothing for most of WHAT: what each is for.
+MEANT_FOR = {
+    "mesh": ("block", "train"),
+    "tokens": ("block",),
+    "kernels": ("block",),
+    "devices": ("exchange",),
+    "sms": ("exchange",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What of a run is one WHAT: its cases, its peers, and what other processes measured of it already."""
+
+    what: str
+    cases: list
+    peers: tuple[str, ...]
+    apart: Any = None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `python -m benchmarks ARGV`; returns the exit code, as `moax.program` has them."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
+    return program.run("benchmarks", lambda: run(args, argv), traceback=args.traceback)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(
+        prog="benchmarks",
+        usage=f"{NAME} WHAT [WHAT ...] [options]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = found.add_argument
+    add("what", nargs="+", choices=(*WHAT, "wire"), metavar="WHAT", help=f"what to measure, one or several: "
+        f"{', '.join(WHAT)}; or wire alone")  # fmt: skip
+    add("--mesh", type=mesh_of, metavar="AXES", help=f"block, train: on a mesh, as fsdp=2,ep=2, of {', '.join(ROLES)}, "
+        "beside layers of JAX and PyTorch; where there is no GPU devices are emulated")  # fmt: skip
+    add("--cases", default="perf", metavar="SETS", help=f"of {', '.join(cases.NAMES)}, with commas; all but gemm have "
+        "perf and tiny (default: %(default)s)")  # fmt: skip
+    add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
+    add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
+        f"block --mesh: of {', '.join(mesh_block.PEERS)}; train: of {', '.join(train.PEERS)}; quantize, permute: plain "
+        "jnp, exchange: NCCL and others, unless none (default: %(default)s)")  # fmt: skip
+    add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
+    add("--recipe", choices=("none", *RECIPES), help="block, train: one recipe (default: "
+        f"{' and '.join(block.RECIPES)})")  # fmt: skip
+    add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
+        "and 16384)")  # fmt: skip
+    add(
+        "--kernels",
+        choices=("auto", *IMPLEMENTATIONS),
+        default="auto",
+        help="block: whose kernels run (default: %(default)s)",
+    )
+    add("--exchange", choices=TRANSPORTS, default="auto", help="block --mesh, train: how tokens reach the ranks of "
+        "their experts (default: %(default)s)")  # fmt: skip
+    add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
+    add("--sms", metavar="NUMBERS", help="exchange: multiprocessors that our kernel takes, with commas, a row for each "
+        "(default: the kernel's own choice)")  # fmt: skip
+    add("--chunks", type=int, default=1, metavar="N", help="block, train: parts that a device takes its tokens in")
+    add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
+    add("--out", metavar="FILE", help="write the rows as JSON")
+    add("--json", action="store_true", help="print the rows as JSON, for programs, in the place of the table")
+    add("--sha", help="the commit that is measured (default: asked of git)")
+    add("--traceback", action="store_true", help="on an error, show where it arose")
+    return found
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Measures what `args` ask for; `argv`: the command as typed, for the file.
+
+    Raises:
+      ValueError: an option that names nothing. ModuleNotFoundError: rich, of the extra `train`, is missing.
+    """
+    if args.what == ["wire"]:
+        return wire.run(args.out, args.sha, as_json=args.json)
+    if "wire" in args.what:
+        raise ValueError("wire compiles for emulated devices and measures no time: give it alone")
+    import rich  # noqa: F401  (before anything is measured)
+
+    # Peers and blocks have processes of their own, so JAX may not take all of the GPU's memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    repeats = Repeats.quick() if args.quick else Repeats()
+    directions = _directions(args.directions)
+    parts = [_apart(args, part, repeats) for part in select(args)]
+    needed = tuple(dict.fromkeys(name for part in parts for name in NEEDED.get(part.what, ())))
+    _say(f"{', '.join(part.what for part in parts)} on {backend.device_kind()}; first the limits: {', '.join(needed)}")
+    found = limits.measure(needed, repeats)
+    rows: list[Row] = []
+    head = report.header([*NAME.split(), *argv], args.sha, found)
+    for part in parts:
+        _say(f"{part.what}: {len(part.cases)} cases; the first row comes once its program has compiled")
+        for row in _rows(args, part, directions, repeats, found):
+            rows.append(row)
+            _progress(row)
+            if args.out:  # now, so that a run that is stopped keeps what it has
+                report.save(args.out, head, rows)
+    if args.json:
+        print(report.to_json(head, rows))
+    else:
+        report.show(f"benchmarks {' '.join(part.what for part in parts)}", head, rows)
+    return 0
+
+
+def select(args: argparse.Namespace) -> list[Part]:
+    """The parts of the run, each with the cases and peers that the options name.
+
+    Raises:
+      ValueError: an option that does nothing for any part, or leaves no case of any.
+    """
+    asked = list(dict.fromkeys(args.what))
+    plain = vars(parser().parse_args(asked[:1]))
+    for option, takes in MEANT_FOR.items():
+        if getattr(args, option) != plain[option] and not set(asked) & set(takes):
+            raise ValueError(f"--{option} with {', '.join(asked)}: it is for {' and '.join(takes)} alone")
+    if "train" in asked and not args.mesh:
+        raise ValueError("train without --mesh: name the axes of its devices, as fsdp=1,ep=2")
+    possible = {what: _possible_peers(what, args.mesh) for what in asked}
+    chosen = peers.parse(args.peers, tuple(dict.fromkeys(itertools.chain(*possible.values()))))
+    parts, refused = [], []
+    for what in asked:
+        try:
+            kept = _cases(args, what)
+        except ValueError as error:
+            refused.append(error)
+            continue
+        parts.append(Part(what, kept, tuple(name for name in chosen if name in possible[what])))
+    if refused and not (parts and args.only):  # a word of --only may be that of another part
+        raise refused[0]
+    return parts
+
+
+def _cases(args: argparse.Namespace, what: str) -> list:
+    """The cases of one part."""
+    if what == "gemm":
+        return cases.select(args.cases, args.only)
+    perf, tiny = OTHERS.get(what, (mesh_block.PERF if args.mesh else block.PERF, block.TINY))
+    if args.cases not in ("perf", "tiny", "all"):
+        raise ValueError(f"--cases {args.cases}: {what} has perf and tiny")
+    return cases.pick(tiny if args.cases == "tiny" else perf, args.only, f"--cases {args.cases}")
+
+
+def _possible_peers(what: str, mesh) -> tuple[str, ...]:
+    """What may stand beside ours."""
+    if what == "train":
+        return train.PEERS
+    return mesh_block.PEERS if what == "block" and mesh else peers.NAMES
+
+
+def _apart(args: argparse.Namespace, part: Part, repeats: Repeats) -> Part:
+    """The part with what processes of their own measure of it, before this one takes memory of the GPU."""
+    if part.what == "gemm":
+        return dataclasses.replace(part, apart=gemm.torch_rows(part.cases, part.peers, repeats))
+    if part.what == "exchange":
+        sms = exchange.parse_sms(args.sms)
+        ragged = ragged_peer.answers(part.cases, args.devices, repeats) if part.peers else {}
+        return dataclasses.replace(part, apart=exchange.How(args.devices, sms, bool(part.peers), ragged))
+    return part
+
+
+def _rows(
+    args: argparse.Namespace, part: Part, directions: tuple, repeats: Repeats, found: dict[str, Any]
+) -> Iterator[Row]:
+    what, chosen, common = part.what, part.cases, (bool(part.peers), repeats, found)
+    if what == "gemm":
+        how = dict(quick=args.quick, directions=directions)
+        return gemm.rows(chosen, part.peers, repeats, found, part.apart, **how)
+    if what in ("block", "train"):
+        return _block_rows(args, part, dataclasses.replace(repeats, warmups=min(3, repeats.warmups)), found)
+    if what == "gather":
+        return gather.rows(chosen, repeats)
+    if what == "permute":
+        return itertools.chain(permute.rows(chosen, *common), gathered.rows(chosen, *common))
+    if what == "exchange":
+        return exchange.rows(chosen, part.apart, repeats)
+    plain = [case for case in chosen if isinstance(case, quantize.Source)]
+    hidden = [case for case in chosen if isinstance(case, fused.Hidden)]
+    return itertools.chain(quantize.rows(plain, *common), fused.rows(hidden, *common))
+
+
+def _block_rows(args: argparse.Namespace, part: Part, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
+    recipes = (args.recipe,) if args.recipe else block.RECIPES
+    sizes = tuple(args.tokens) if args.tokens else None
+    if not args.mesh:
+        how = dict(kernels=args.kernels, chunks=args.chunks)
+        return block.rows(part.cases, repeats, found, recipes=recipes, tokens=sizes, **how)
+    over = mesh_block.How(
+        mesh=args.mesh,
+        recipes=recipes,
+        kernels=args.kernels,
+        exchange=args.exchange,
+        peers=part.peers,
+        chunks=args.chunks,
+    )
+    if part.what == "train":
+        return train.rows(part.cases, over, repeats, found)
+    return mesh_block.rows(part.cases, over, repeats, found, sizes)
+
+
+def _directions(text: str) -> tuple:
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in cases.DIRECTIONS]
+    if unknown:
+        raise ValueError(f"--directions {text}: unknown {', '.join(unknown)}; of {', '.join(cases.DIRECTIONS)}")
+    return names
+
+
+def _say(text: str) -> None:
+    """A line for those who wait, and for a log that is cut short."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _progress(row: Row) -> None:
+    rate = f"{row.tflops:.0f} TFLOP/s" if row.op in ("gemm", "block", "train") and row.tflops else ""
+    rate = f"{row.tb_s:.2f} TB/s" if not rate and row.tb_s else rate
+    said = f"{row.us:.1f} us {rate}" if row.us else row.note
+    _say(f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl} {row.tile}: {said}")

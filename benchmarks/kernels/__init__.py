@@ -1,0 +1,1 @@
+"""Kernels on one device: grouped products, quantization, permutation."""

@@ -1,0 +1,129 @@
+"""`python -m benchmarks gemm`: grouped products beside their peers, in three directions.
+
+Each is measured in bf16, and in FP8 whose scale blocks are 1 x 128 of rows and 128 x 128 of weights. Operands are
+quantized before the clock starts, as the peers' are; only real rows count as work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks import error, limits
+from benchmarks.kernels import ours
+from benchmarks.peers import JAX_PEERS, TORCH, calls_of, torch_peer
+from benchmarks.report import Row, compare, why
+from moax.tune.cases import DIRECTIONS, Case, Direction
+from moax.tune.problem import Problem
+from moax.tune.timing import Repeats, kernel_time
+
+RECIPES = ("none", "fp8_block")
+FEW = Repeats(2, 5)  # to choose a tile
+
+
+def torch_rows(cases: list[Case], peers: tuple[str, ...], repeats: Repeats) -> list[Row]:
+    """PyTorch's rows: to be had before this process touches the GPU."""
+    return torch_peer.rows(cases, repeats) if TORCH in peers else []
+
+
+def rows(
+    cases: list[Case],
+    peers: tuple[str, ...],
+    repeats: Repeats,
+    found: dict[str, Any],
+    torch: list[Row],
+    *,
+    quick: bool = False,
+    directions: tuple[Direction, ...] = DIRECTIONS,
+) -> Iterator[Row]:
+    """A row for each case, direction and recipe, ours first, then each peer's; `found` are the limits."""
+    for case in cases:
+        problem = Problem(case)
+        for direction in directions:
+            group = [own(problem, direction, recipe, repeats, found) for recipe in RECIPES]
+            group += [
+                peer(name, problem, direction, repeats, found, quick=quick) for name in JAX_PEERS if name in peers
+            ]
+            of_torch = [row for row in torch if (row.case, row.direction) == (case.name, direction)]
+            for row in of_torch:
+                _rate(row, case, direction, found)
+            group += of_torch
+            compare(group)
+            yield from group
+        del problem
+
+
+def own(problem: Problem, direction: Direction, recipe: str, repeats: Repeats, found: dict[str, Any]) -> Row:
+    """Our kernel's row."""
+    fp8 = recipe != "none"
+    row = Row("gemm", problem.case.name, direction, recipe=recipe, dtype="e4m3" if fp8 else "bfloat16")
+
+    def measure():
+        operands = problem.quantized(direction) if fp8 else None
+        call = ours.gemm(problem, direction, operands)
+        row.path = call.path
+        _time(row, [call], problem, direction, repeats, operands=operands)
+        if fp8:
+            plain = error.measure(call.f(*call.args), error.sample(problem, direction), direction, problem)
+            row.error_unquantized = plain.total
+
+    _attempt(row, measure)
+    _rate(row, problem.case, direction, found)
+    return row
+
+
+def peer(
+    name: str, problem: Problem, direction: Direction, repeats: Repeats, found: dict[str, Any], *, quick: bool
+) -> Row:
+    """The row of a peer in this process: its fastest tile."""
+    row = Row("gemm", problem.case.name, direction, name, path="peer")
+    _attempt(
+        row,
+        lambda: _time(row, calls_of(name)(problem, direction, quick), problem, direction, repeats, packed=True),
+    )
+    _rate(row, problem.case, direction, found)
+    return row
+
+
+def _attempt(row: Row, measure: Callable[[], None]) -> None:
+    """What fails is a row that says why: a peer that is not there, a shape that a kernel refuses, or a bug."""
+    try:
+        measure()
+    except Exception as failure:
+        row.us, row.note = None, why(failure)
+
+
+def _time(row: Row, calls, problem, direction, repeats: Repeats, *, operands=None, packed: bool = False) -> None:
+    """Times each call, keeps the fastest, and takes the error of its result."""
+    best, failures = None, []
+    for call in calls:
+        try:
+            timing = kernel_time(call.f, call.args, FEW if len(calls) > 1 else repeats)
+        except Exception as failure:  # a tile that does not fit: the others may
+            failures.append(f"{call.tile}: {why(failure)}")
+            continue
+        if best is None or timing.us < best[1].us:
+            best = call, timing
+    if best is None:
+        raise RuntimeError("; ".join(failures))
+    call, timing = best
+    if len(calls) > 1:
+        timing = kernel_time(call.f, call.args, repeats)
+    row.us, row.method, row.tile, row.note = timing.us, timing.method, call.tile, "; ".join(failures)
+    found = error.measure(
+        call.f(*call.args), error.sample(problem, direction, operands), direction, problem, packed=packed
+    )
+    row.error, row.error_worst, row.error_rounding = found.total, found.worst, found.rounding
+
+
+def _rate(row: Row, case: Case, direction: Direction, found: dict[str, Any]) -> None:
+    """Rate and fraction of the limit, from the time."""
+    if row.us is None:
+        return
+    fp8 = row.recipe != "none"
+    nbytes = case.least_bytes(direction, 1 if fp8 else 2)
+    row.tflops, row.tb_s = case.flops / row.us * 1e-6, nbytes / row.us * 1e-6
+    row.limit, row.fraction = limits.fraction(found, row.us, case.flops, nbytes, "fp8" if fp8 else "bf16")
+    row.extra |= {"M": case.rows, "K": case.contracted, "N": case.columns, "G": case.groups, "sizes": case.distribution}
+    if case.note:
+        row.extra["case_note"] = case.note

@@ -1,0 +1,156 @@
+"""Our own kernels as the benchmarks call them: the one file here that knows their names and arguments.
+
+Each function returns a `Call`. On a GPU it calls the kernels for Hopper, elsewhere the XLA implementation of the same
+product. Blocks of rows are made before, as the block does: once for all six products of a layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.report import HOPPER
+from moax import backend
+from moax.errors import Unsupported
+from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
+from moax.ops import grouped_matmul
+from moax.tune.cases import Direction
+from moax.tune.problem import Problem, dequantize
+
+KERNELS = "moax.kernels.hopper"
+
+
+class Call(NamedTuple):
+    """f(*args) is what is timed; path: `hopper` or `xla`; tile: which was chosen."""
+
+    f: Callable
+    args: tuple
+    path: str
+    tile: str = ""
+
+
+def gemm(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None) -> Call:
+    """One product in bf16, or in FP8 of quantized `operands`."""
+    left, right = (
+        operands
+        or {
+            "fwd": (problem.x, problem.w),
+            "dgrad": (problem.dy, problem.w),
+            "wgrad": (problem.x, problem.dy),
+        }[direction]
+    )
+    if backend.platform() != "gpu":
+        return _xla_gemm(problem, direction, left, right)
+    op = ("wgrad" if direction == "wgrad" else "matmul") + ("_fp8" if operands else "")
+    kernel, pick = _kernel(op, f"grouped_{op}"), _kernel("tiles", "pick_tile")
+    options: dict[str, Any] = {"out_dtype": jnp.bfloat16}
+    if direction == "dgrad" and operands is None:
+        options["transpose"], op = True, "matmul_transposed"
+    case, rows = problem.case, problem.num_rows // problem.case.groups
+    contracted, columns = (case.contracted, case.columns)[:: -1 if direction == "dgrad" else 1]
+    tile = pick(op, contracted, columns, rows, backend.device_kind())
+
+    @jax.jit
+    def product(left, right, blocks):
+        return kernel(left, right, blocks, tile, **options)
+
+    name = " ".join(f"{field.name[0]}{getattr(tile, field.name)}" for field in dataclasses.fields(tile))
+    return Call(product, (left, right, problem.blocks()), HOPPER, name)
+
+
+def _xla_gemm(problem, direction, left, right) -> Call:
+    fp8 = isinstance(left, KMajorFp8)
+
+    def forward(x, w, sizes):
+        return grouped_matmul(x, w, sizes, align=BLOCK, kernels="xla")
+
+    @jax.jit
+    def product(left, right, sizes):
+        left, right = (dequantize(v, jnp.bfloat16) if fp8 else v for v in (left, right))
+        if direction == "fwd":  # an FP8 weight of forward lies transposed, [E, N, K]
+            return forward(left, right.swapaxes(1, 2) if fp8 else right, sizes)
+        if direction == "dgrad":
+            x = jnp.zeros((left.shape[0], right.shape[1]), left.dtype)
+            return jax.vjp(lambda x: forward(x, right, sizes), x)[1](left)[0]
+        left, right = (left.T, right.T) if fp8 else (left, right)
+        w = jnp.zeros((sizes.shape[0], left.shape[1], right.shape[1]), left.dtype)
+        return jax.vjp(lambda w: forward(left, w, sizes), w)[1](right)[0]
+
+    return Call(product, (left, right, problem.group_sizes), "xla")
+
+
+def quantize(blocks: Blocks | None, rows: bool, columns: bool) -> Callable:
+    """x -> (KMajorFp8 | None, KMajorFp8 | None): by rows (for forward, dgrad), by columns (for wgrad)."""
+    kernel = _kernel("quantize", "quantize_rows")
+    return jax.jit(lambda x: kernel(x, blocks, rows=rows, columns=columns))
+
+
+def quantize_weight(native: bool, transposed: bool) -> Callable:
+    """w -> Operands of 128 x 128 blocks, as it lies or transposed."""
+    kernel = _kernel("quantize", "quantize_weight")
+    return jax.jit(lambda w: kernel(w, native=native, transposed=transposed))
+
+
+def activate(blocks: Blocks) -> Callable:
+    """h [M, 2 F] -> silu(gate) up by rows."""
+    kernel = _kernel("activation", "activate_quantize")
+    fp8 = jnp.float8_e4m3fn
+    return jax.jit(lambda h: kernel(h, blocks, _swiglu, gated=True, weights=None, dtype=fp8))
+
+
+def activate_grad(blocks: Blocks) -> Callable:
+    """h [M, 2 F], d_a [M, F], weights [M] -> a by columns, d_h by rows and by columns, parts of <d_a, a>."""
+    kernel = _kernel("activation", "activate_grad_quantize")
+    formats = dict(dtype_x=jnp.float8_e4m3fn, dtype_dy=jnp.float8_e4m3fn)
+    return jax.jit(lambda h, d_a, weights: kernel(h, d_a, blocks, _swiglu, weights=weights, **formats))
+
+
+def _swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def gather_rows() -> Callable:
+    """(x, source, used) -> rows."""
+    return jax.jit(_kernel("permute", "gather_rows"))
+
+
+def gather_quantize() -> Callable:
+    """(x, source, blocks) -> Operands of x[source] by rows and by columns, by one kernel."""
+    kernel = _kernel("quantize", "quantize_rows")
+    return jax.jit(lambda x, source, blocks: kernel(x, blocks, source=source))
+
+
+def gather_then_quantize() -> Callable:
+    """The same by two kernels, the rows in memory between them."""
+    gather, quantize = _kernel("permute", "gather_rows"), _kernel("quantize", "quantize_rows")
+    return jax.jit(lambda x, source, blocks: quantize(gather(x, source, blocks.used), blocks))
+
+
+def gather_sum() -> Callable:
+    """(rows, position, weights | None) -> the weighted sum of the rows of each token."""
+    return jax.jit(_kernel("permute", "gather_sum"))
+
+
+def exchange_sms() -> int:
+    """Multiprocessors that the one-sided exchange takes."""
+    sms: Any = _kernel("exchange", "SMS")
+    return sms
+
+
+def _kernel(module: str, name: str) -> Callable:
+    """A kernel by name.
+
+    Raises:
+      Unsupported: off the GPU, or where this version has no such kernel.
+    """
+    if backend.platform() != "gpu":
+        raise Unsupported(f"{name}: kernels for Hopper need a GPU; this is {backend.platform()}")
+    try:
+        return getattr(importlib.import_module(f"{KERNELS}.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise Unsupported(f"no kernel {KERNELS}.{module}.{name}: {error}") from error

@@ -1,0 +1,38 @@
+"""Other implementations of the same products, each imported only when it is measured.
+
+A peer in this process is a function (problem, direction, quick) -> calls, one a tile, of which the fastest counts; it
+takes rows without padding between groups. PyTorch has a process of its own (`torch_peer`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+JAX_PEERS = {
+    "ragged_dot": "jax.lax.ragged_dot",
+    "pallas_mgpu": "jax.experimental.pallas.ops.gpu",
+    "tokamax": "tokamax",
+}
+TORCH = "torch"
+NAMES = (*JAX_PEERS, TORCH)
+
+
+def parse(text: str, names: tuple[str, ...] = NAMES) -> tuple[str, ...]:
+    """`all` of `names`, `none`, or some of them with commas.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if text in ("all", "none"):
+        return names if text == "all" else ()
+    chosen = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        raise ValueError(f"--peers {text}: unknown {', '.join(unknown)}; use all, none, or some of {', '.join(names)}")
+    return chosen
+
+
+def calls_of(name: str) -> Callable:
+    """The `calls` of a peer in this process."""
+    return importlib.import_module(f"benchmarks.peers.{name}").calls

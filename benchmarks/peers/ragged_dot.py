@@ -1,0 +1,41 @@
+"""`jax.lax.ragged_dot` and its transposes, as XLA lowers them: on Hopper a dense product over all groups' rows."""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+
+from benchmarks.kernels.ours import Call
+from moax.errors import Unsupported
+from moax.tune.cases import Direction
+from moax.tune.problem import Problem
+
+# (contracted dims of left and right, is the right operand one matrix a group)
+DIMENSIONS = {"fwd": (1, 1, True), "dgrad": (1, 2, True), "wgrad": (0, 0, False)}
+MOST_SECONDS, MOST_BYTES, RATE = 0.1, 40e9, 300e12
+
+
+def calls(problem: Problem, direction: Direction, quick: bool) -> list[Call]:
+    """One call: there is no tile to choose.
+
+    Raises:
+      Unsupported: the dense expansion would take too long, or too much memory.
+    """
+    case = problem.case
+    expanded = 2 * case.groups * case.rows * max(case.contracted, case.columns if direction == "dgrad" else 0)
+    seconds = case.groups * case.flops / RATE
+    if seconds > MOST_SECONDS or expanded > MOST_BYTES:
+        raise Unsupported(
+            f"not run: XLA expands it to {case.groups} times the work, about {1e3 * seconds:.0f} ms a call, "
+            f"and up to {expanded / 1e9:.0f} GB"
+        )
+    left, right, grouped = DIMENSIONS[direction]
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((left,), (right,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0] if grouped else [],
+    )
+    a = problem.packed("dy" if direction == "dgrad" else "x")
+    b = problem.w if grouped else problem.packed("dy")
+    f = jax.jit(lambda a, b, sizes: lax.ragged_dot_general(a, b, sizes, numbers))
+    return [Call(f, (a, b, problem.group_sizes), "peer")]

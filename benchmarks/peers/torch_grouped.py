@@ -1,0 +1,195 @@
+"""PyTorch's grouped products, in a process of their own: python3 -m benchmarks.peers.torch_grouped REQUEST
+
+    fwd    x [M, K] w[g(m)] [K, N]     dgrad  dy [M, N] w[g(m)]^T     wgrad  dy^T [N, M] x [M, K], rows of each group
+
+REQUEST is JSON: {"cases": [{"name", "sizes", "contracted", "columns"}], "warmups", "measured"}. Prints a line of JSON
+for each result: case, direction, recipe (`none`: bf16; `fp8_rowwise`: e4m3, a scale a row), us (CUDA events), error,
+error_worst, error_unquantized (against float64, relative), or a note that says why not; {"error"} if nothing can run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from typing import Any, NamedTuple
+
+SAMPLE = 4  # rows of a group that are compared
+COLUMNS = 32
+DEVICE = "cuda"
+
+
+class Case(NamedTuple):
+    """sizes: rows of each group; contracted K; columns N."""
+
+    name: str
+    sizes: list[int]
+    contracted: int
+    columns: int
+
+
+class Request(NamedTuple):
+    """What is asked for."""
+
+    cases: list[Case]
+    warmups: int
+    measured: int
+
+
+def parse(argv: list[str]) -> Request:
+    """The request of a command line.
+
+    Raises:
+      ValueError: not one argument, no JSON, or a field that is missing or no positive number.
+    """
+    if len(argv) != 1:
+        raise ValueError(f"{len(argv)} arguments; it takes one, the request as JSON")
+    try:
+        asked = json.loads(argv[0])
+        cases = [Case(c["name"], [int(n) for n in c["sizes"]], c["contracted"], c["columns"]) for c in asked["cases"]]
+        request = Request(cases, asked.get("warmups", 10), asked.get("measured", 20))
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"REQUEST: {type(error).__name__}: {error}") from None
+    numbers = [request.measured, *(n for c in cases for n in (c.contracted, c.columns, sum(c.sizes)))]
+    if not cases or any(not isinstance(n, int) or n < 1 for n in numbers):
+        raise ValueError("REQUEST: needs at least one case; sizes, contracted, columns and measured at least 1")
+    return request
+
+
+def main(argv: list[str]) -> int:
+    """Prints the results of a request."""
+    try:
+        request = parse(argv)
+        import torch  # pyrefly: ignore[missing-import]
+
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} sees no GPU")
+    except (ValueError, ImportError, RuntimeError) as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+        return 1
+    for case in request.cases:
+        for recipe in ("none", "fp8_rowwise"):
+            for direction in ("fwd", "dgrad", "wgrad"):
+                found: dict[str, Any] = {"case": case.name, "direction": direction, "recipe": recipe}
+                try:
+                    found |= measure(torch, case, direction, recipe, request)
+                except Exception as error:  # one that fails does not take the others with it
+                    found["note"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+                print(json.dumps(found), flush=True)
+                torch.cuda.empty_cache()
+    return 0
+
+
+def measure(torch, case: Case, direction: str, recipe: str, request: Request) -> dict[str, Any]:
+    """{us, error, error_worst, error_unquantized, note} of one product."""
+    torch.manual_seed(0)
+    fp8, sizes = recipe != "none", list(case.sizes)
+    note = ""
+    if fp8 and direction == "wgrad" and any(n % 16 for n in sizes):
+        # Rows are the contiguous dim of both operands there; the kernel wants 16 bytes.
+        rounded = [n // 16 * 16 for n in sizes]
+        rounded[rounded.index(max(rounded))] += sum(sizes) - sum(rounded)
+        sizes, note = rounded, "group sizes rounded to multiples of 16, which it needs"
+    rows, groups = sum(sizes), len(sizes)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
+    width = {"fwd": case.contracted, "dgrad": case.columns, "wgrad": case.columns}[direction]
+    left = torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
+    if direction == "wgrad":
+        left, right = left.t(), torch.randn(rows, case.contracted, device=DEVICE, dtype=torch.bfloat16)
+    else:  # w as nn.Linear has it, [G, N, K]
+        w = torch.randn(groups, case.columns, case.contracted, device=DEVICE, dtype=torch.bfloat16)
+        w *= case.contracted**-0.5
+        right = w.transpose(-2, -1) if direction == "fwd" else w
+    exact = left, right
+    if fp8:
+        a, b, scale_a, scale_b, exact_a, exact_b = quantize(torch, left, right, sizes, direction)
+        quantized = exact_a, exact_b
+
+        def product():
+            return torch._scaled_grouped_mm(
+                a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+    else:
+        quantized = exact
+
+        def product():
+            return torch._grouped_mm(left, right, offs=ends)
+
+    out = product()
+    total, worst = errors(out, quantized, sizes, direction)
+    plain = errors(out, exact, sizes, direction)[0] if fp8 else None
+    us = seconds(torch, product, request) * 1e6
+    return {"us": us, "error": total, "error_worst": worst, "error_unquantized": plain, "note": note}
+
+
+def quantize(torch, left, right, sizes: list[int], direction: str):
+    """Row-wise e4m3 operands as `_scaled_grouped_mm` takes them, their scales, and what they stand for."""
+    f8 = torch.float8_e4m3fn
+
+    def scaled(x, dim):
+        scale = x.abs().amax(dim, keepdim=True).float().clamp(min=1e-12) / 448.0
+        return (x.float() / scale).to(f8), scale
+
+    if direction != "wgrad":
+        a, scale_a = scaled(left, 1)
+        b, scale_b = scaled(right.transpose(-2, -1).contiguous(), 2)  # [G, out, contracted]
+        stands = a.float() * scale_a, (b.transpose(-2, -1), scale_b.transpose(-2, -1))
+        return a, b.transpose(-2, -1), scale_a.flatten(), scale_b[..., 0], *stands
+    stands, data, scales = [], [], []
+    for x in (left, right.t()):
+        parts = [scaled(x[:, lo:hi], 1) for lo, hi in spans(sizes) if hi > lo]
+        data.append(torch.cat([d for d, _ in parts], 1))
+        stands.append(torch.cat([d.float() * s for d, s in parts], 1))
+        ones, found = torch.ones(x.shape[0], device=x.device), iter(parts)
+        scales.append(torch.cat([next(found)[1].flatten() if n else ones for n in sizes]))
+    return data[0], data[1].t(), *scales, stands[0], stands[1].t()
+
+
+def errors(out, operands, sizes: list[int], direction: str) -> tuple[float, float]:
+    """(over all, of the worst group) relative distance to float64, on some rows and columns of each group."""
+    left, right = operands
+    columns = slice(0, None, max(1, out.shape[-1] // COLUMNS))
+    difference = norm = worst = 0.0
+    for g, (lo, hi) in enumerate(spans(sizes)):
+        if direction == "wgrad":
+            some = slice(0, None, max(1, out.shape[1] // SAMPLE))
+            want = left[some, lo:hi].double() @ right[lo:hi, columns].double()
+            got = out[g, some, columns].double()
+        elif hi > lo:
+            some = slice(lo, hi, max(1, (hi - lo) // SAMPLE))
+            if isinstance(right, tuple):  # e4m3 data and scale
+                b = right[0][g][:, columns].double() * right[1][g][:, columns].double()
+            else:
+                b = right[g][:, columns].double()
+            want, got = left[some].double() @ b, out[some, columns].double()
+        else:
+            continue
+        d, n = float(((got - want) ** 2).sum()), float((want**2).sum())
+        difference, norm = difference + d, norm + n
+        worst = max(worst, (d / n) ** 0.5 if n else (0.0 if d == 0.0 else float("inf")))
+    return (difference / norm) ** 0.5, worst
+
+
+def spans(sizes: list[int]) -> list[tuple[int, int]]:
+    """First and last-plus-one row of each group."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def seconds(torch, f, request: Request) -> float:
+    """Median of CUDA events around each call of a queue that never runs dry."""
+    for _ in range(request.warmups):
+        f()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(request.measured + 1)]
+    torch.cuda.synchronize()
+    f()
+    marks[0].record()
+    for mark in marks[1:]:
+        f()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) * 1e-3
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

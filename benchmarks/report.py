@@ -1,0 +1,230 @@
+"""Rows of results, a table of them on the terminal, and a JSON file: {"header": ..., "rows": [...]}."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from moax import backend
+
+OURS, JNP = "moax", "jnp"
+HOPPER = "hopper"  # the path of a row whose program runs moax's kernels for Hopper GPUs
+
+
+@dataclasses.dataclass
+class Row:
+    """One measurement; None is what was not measured, and `note` says why.
+
+    op, case, direction; impl: `moax` or a peer; recipe: of the operands; path: which implementation ran, `hopper`
+    or `xla`, PyTorch's `eager` or `compiled`; method: see `timing`. us: microseconds of a call; tflops, tb_s: its rate,
+    real rows only; limit: the nearest physical limit; fraction: of the rate that it allows. error: distance to float64,
+    norm over norm, of the operands as they enter the product; error_worst: of the worst expert; error_rounding: of
+    float64 rounded to bf16; error_unquantized: against the operands before quantization. peers: peer's time over ours.
+    extra: whatever else.
+    """
+
+    op: str
+    case: str
+    direction: str
+    impl: str = OURS
+    recipe: str = "none"
+    dtype: str = "bfloat16"
+    path: str = ""
+    tile: str = ""
+    method: str = ""
+    us: float | None = None
+    tflops: float | None = None
+    tb_s: float | None = None
+    limit: str = ""
+    fraction: float | None = None
+    error: float | None = None
+    error_worst: float | None = None
+    error_rounding: float | None = None
+    error_unquantized: float | None = None
+    peers: dict[str, float] = dataclasses.field(default_factory=dict)
+    note: str = ""
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def why(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(": ")
+
+
+def compare(rows: Iterable[Row]) -> None:
+    """Fills `peers` of our rows: the time of each peer's row of the same op, case and direction over ours."""
+    rows = list(rows)
+    for ours in rows:
+        for peer in rows:
+            same = (peer.op, peer.case, peer.direction) == (ours.op, ours.case, ours.direction)
+            alike = same and (peer.recipe == "none") == (ours.recipe == "none")
+            if ours.impl == OURS != peer.impl and alike and ours.us and peer.us:
+                ours.peers[peer.impl] = peer.us / ours.us
+
+
+def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[str, Any]:
+    """What the rows have in common: device, versions, commit, command, date, limits."""
+    return {
+        "device": backend.device_kind(),
+        "driver": _driver(),
+        "versions": _versions("jax", "jaxlib", "jax-cuda13-plugin", "torch", "tokamax", "nvidia-cudnn-cu13"),
+        "git_sha": sha or git_sha(),
+        "command": shlex.join(_without_folder(part) for part in command),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "limits": limits,
+    }
+
+
+def to_json(head: dict[str, Any], rows: list[Row]) -> str:
+    """The header and the rows; each row repeats what says where it comes from."""
+    origin = {
+        "device": head["device"],
+        "jax": head["versions"].get("jax"),
+        "git_sha": head["git_sha"],
+        "command": head["command"],
+    }
+    body = {"header": head, "rows": [{**dataclasses.asdict(row), **origin} for row in rows]}
+    return json.dumps(_finite(body), indent=1, allow_nan=False)
+
+
+def save(path: str, head: dict[str, Any], rows: list[Row]) -> None:
+    """Writes the JSON file."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(to_json(head, rows) + "\n")
+
+
+def show(title: str, head: dict[str, Any], rows: list[Row], stream=None) -> None:
+    """The table, a line a row, and below it what could not run."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=stream)
+    console = console if console.is_terminal else Console(file=stream, width=180)
+    limits = head["limits"]
+    said = ", ".join(f"{name} {limit['value']:.4g} {limit['unit']}" for name, limit in limits.items() if limit["value"])
+    table = Table(title=f"{title} on {head['device']}", caption=f"limits of this run: {said or 'none'}")
+    columns = ("case", "direction", "recipe", "impl", "tile", "us", "TFLOP/s", "TB/s", "of limit", "error", "peers")
+    for column in columns:
+        right = column in ("us", "TFLOP/s", "TB/s", "of limit", "error")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    before, several = None, len({row.op for row in rows}) > 1
+    for row in rows:
+        if row.us is None:
+            continue
+        if before not in (None, (row.op, row.case, row.direction)):
+            table.add_section()
+        before = (row.op, row.case, row.direction)
+        peers = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.peers.items())
+        what = f"{row.op} {row.case}" if several else row.case
+        cells = (what, row.direction, row.recipe, row.impl, row.tile or row.path)
+        numbers = (_number(row.us, ".1f"), _number(row.tflops, ".0f"), _number(row.tb_s, ".2f"))
+        rest = (_number(row.fraction, ".2f"), _number(row.error, ".1e"), peers)
+        style = "bold" if row.impl == OURS else ""
+        table.add_row(*(Text(cell) for cell in (*cells, *numbers, *rest)), style=style)
+    if table.row_count:
+        console.print(table)
+    for row in rows:
+        for line in _details(row):
+            console.print(Text(line))
+    for row in rows:
+        if row.us is None:
+            what = f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl}"
+            console.print(Text(f"not available: {what}: {row.note}"))
+
+
+def _details(row: Row) -> list[str]:
+    """Time by stage of a block, tokens of a step, memory, and what of a peer is not what its name says."""
+    said = []
+    stages = {name: us for name, us in row.extra.get("stages_us", {}).items() if us}
+    where = f"{row.case} {row.direction} {row.recipe}" + ("" if row.impl == OURS else f" {row.impl}")
+    if row.op in ("block", "train") and row.us and row.note:
+        said.append(f"{where}: {row.note}")
+    if "tokens_per_s" in row.extra:
+        peak, last = row.extra["peak_bytes"], row.extra["losses"][-1]
+        held = "" if peak is None else f", peak {peak / 1e9:.2f} GB"
+        said.append(f"{where}: {row.extra['tokens_per_s']:,.0f} tokens/s of a device{held}; loss {last:.3f} at the end")
+    if stages and row.us:
+        parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in stages.items())
+        said.append(f"{where}: ms by stage: {parts}; kernels {sum(stages.values()) / 1e3:.2f} of {row.us / 1e3:.2f}")
+    if row.us and "exposed_us" in row.extra:
+        said.append(
+            f"{where}: {row.extra['exposed_us'] / 1e3:.2f} ms in which nothing computes, exposed communication too"
+        )
+    if row.direction == "fwd+bwd" and "params_bytes" in row.extra:
+        peak = row.extra["peak_bytes"]
+        held = f"peak {'?' if peak is None else format(peak / 1e9, '.2f')} GB, parameters "
+        held += f"{row.extra['params_bytes'] / 1e9:.2f}"
+        if "saved_bytes" in row.extra:
+            needed = sum(row.extra["saved_needed_bytes"].values()) / 1e9
+            saved = row.extra["saved_bytes"] / 1e9
+            held += f", saved for backward {saved:.2f} (rows and hidden need {needed:.2f})"
+        said.append(f"{where}: {held}")
+    return said
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _finite(value):
+    """JSON has no NaN: such a number is its name."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _driver() -> str | None:
+    """Of the GPU, if JAX runs on one."""
+    if backend.platform() != "gpu":
+        return None
+    said = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return said.splitlines()[0] if said else None
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    import importlib.metadata
+
+    found = {"python": sys.version.split()[0]}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found.setdefault("jax", jax.__version__)
+    return found
+
+
+def git_sha() -> str | None:
+    """Of the clone; `-dirty` where its code differs from the commit: results may."""
+    root, code = str(Path(__file__).parent.parent), ("src", "benchmarks", ":(exclude)benchmarks/results")
+    sha = _said("git", "-C", root, "rev-parse", "HEAD")
+    return sha and sha + ("-dirty" if _said("git", "-C", root, "status", "--porcelain", "--", *code) else "")
+
+
+def _without_folder(part: str) -> str:
+    """A file's name alone: where it lay on that machine is nobody's business."""
+    return part.rsplit("/", 1)[-1] if part.startswith("/") else part
+
+
+def _said(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,1 @@
+"""What crosses between devices: tokens, weights, and the bytes of compiled programs."""

@@ -1,0 +1,100 @@
+"""`python -m benchmarks gather`: a block's weights on their way to their products, over a mesh of all devices as fsdp.
+
+    none     each shard in bf16, gathered
+    others   each shard quantized, gathered as bytes with its scales
+
+Times are wall clock of back-to-back calls; bytes are those that a device receives. The program is what forward runs,
+by `quantize_and_gather`: with the kernels FP8 weights are transposed where they are quantized.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from benchmarks.block.block import Block
+from benchmarks.report import HOPPER, Row, why
+from moax.block.spec import BlockSpec, Weights, find_layouts, quantize_and_gather
+from moax.initialize import init
+from moax.kernels import select_kernels
+from moax.mesh.axes import Axes
+from moax.mesh.devices import make_mesh
+from moax.mesh.place import named
+from moax.mesh.specs import spec
+from moax.recipe import get_recipe
+from moax.sharding import expert_specs
+from moax.tune.timing import Repeats, call_time
+
+RECIPES = ("none", "fp8_block", "mxfp8", "fp8_tensor")
+DTYPE = jnp.bfloat16
+
+
+def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
+    """For each block a row of each recipe, and how much faster than bf16 it is, where that ran.
+
+    Raises:
+      ValueError: there is one device, and nothing to gather.
+    """
+    if jax.device_count() < 2:
+        raise ValueError("gather needs two devices or more to gather over; here is one")
+    mesh = make_mesh({"fsdp": jax.device_count()})
+    for block in blocks:
+        plain = None
+        for recipe in RECIPES:
+            row = _row(block, recipe, mesh, repeats)
+            plain = row.us if recipe == "none" else plain
+            if row.us and plain:
+                row.extra["speedup"] = plain / row.us
+            yield row
+
+
+def gather_weights(block: Block, recipe: str, mesh: Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array], str]:
+    """(the jitted gather, wi and wo on their shards, which kernels quantize)."""
+    config, roles = block.config, Axes().on(mesh.shape)
+    specs = expert_specs(config, Axes(), roles)
+    kernels = select_kernels("auto", DTYPE, d_model=config.d_model, d_ff=config.d_ff)
+    form = get_recipe(None if recipe == "none" else recipe)
+    static = BlockSpec.make(
+        config, recipe=form, transport="all_gather", roles=roles, declared=specs, tokens=1, dtype=DTYPE, kernels=kernels
+    )
+    layouts = find_layouts(static, Weights(specs.wi, specs.wo, None, None))
+
+    def local(wi, wo):
+        return tuple(quantize_and_gather(static, Weights(wi, wo, None, None), layouts, "rows"))
+
+    ins = (specs.wi, specs.wo)
+    gather = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=spec(), check_vma=False))
+
+    def draw(key):
+        params = init(key, config, dtype=DTYPE)
+        return params.wi, params.wo
+
+    shards = jax.jit(draw, out_shardings=named(mesh, ins))(jax.random.key(0))
+    return gather, shards, kernels
+
+
+def received_bytes(gather: Callable, shards: tuple[jax.Array, ...], devices: int) -> int:
+    """What a device receives of data and scales: all of them but its own share."""
+    leaves = jax.tree.leaves(jax.eval_shape(gather, *shards))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) * (devices - 1) // devices
+
+
+def _row(block: Block, recipe: str, mesh: Mesh, repeats: Repeats) -> Row:
+    row = Row("gather", block.name, "forward", recipe=recipe)
+    extra: dict[str, Any] = {"devices": mesh.size, "block_note": block.note}
+    try:
+        gather, shards, kernels = gather_weights(block, recipe, mesh)
+        row.path = "xla" if kernels == "xla" else HOPPER
+        timing = call_time(gather, shards, repeats)
+        row.us, row.method = timing.us, timing.method
+        extra["received_bytes"] = received_bytes(gather, shards, mesh.size)
+        row.tb_s = extra["received_bytes"] / timing.us * 1e-6
+    except Exception as failure:
+        row.us, row.note = None, why(failure)
+    row.extra = extra
+    return row

@@ -1,0 +1,78 @@
+"""`python -m benchmarks wire`: bytes that the weights of one block put on the wire in a training step.
+
+The bytes are read from the compiled program for 8 emulated CPU devices; nothing is timed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import moax
+from benchmarks.report import git_sha
+from moax import inspect, program
+from moax.models import MODELS
+
+RESULT = Path(__file__).parent.parent / "results" / "wire.json"
+MESH, TOKENS = {"fsdp": 2, "ep": 4}, 8192
+NAMES = ("mixtral-8x7b", "qwen3-30b", "gpt-oss-120b")
+RECIPES = (None, "fp8_block", "mxfp8")
+
+
+def run(out: str | None = None, sha: str | None = None, *, as_json: bool = False) -> int:
+    """Compiles every model with every recipe, writes the file, and prints the rows.
+
+    Args:
+      out: the file; None for benchmarks/results/wire.json.
+      sha: the commit that is measured; None asks git.
+      as_json: print the file's JSON in the place of a line a row.
+
+    Raises:
+      ValueError: JAX already runs on another number of devices.
+    """
+    program.emulate(8)
+    rows = [measure(name, recipe) for name in NAMES for recipe in RECIPES]
+    result = {
+        "what": "bytes a device moves for the weights of one MoE block in one training step (forward and backward)",
+        "how": "the optimized program for 8 emulated CPU devices; bf16 activations, float32 parameters",
+        "mesh": MESH,
+        "tokens": TOKENS,
+        "versions": {"moax": moax.__version__, "jax": jax.__version__},
+        "git_sha": sha or git_sha(),
+        "date": datetime.date.today().isoformat(),
+        "command": "python -m benchmarks wire",
+        "rows": rows,
+    }
+    path = Path(out) if out else RESULT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        print(*rows, sep="\n")
+    return 0
+
+
+def measure(name: str, recipe: str | None) -> dict[str, Any]:
+    """One row: weight bytes a device receives (gathers) and sends (reduce-scatters) over fsdp, forward and backward."""
+    found = inspect.inspect_block(
+        MODELS[name].config,
+        tokens=TOKENS,
+        recipe=recipe,
+        exchange="all_gather",
+        mesh=moax.make_mesh(MESH),
+        dtype=jnp.bfloat16,
+    )
+    gathers = inspect.weight_gathers(found, axes="fsdp")
+    return {
+        "model": name,
+        "recipe": recipe,
+        "gathered": inspect.total_bytes(gathers),
+        "gathered_dtypes": sorted({c.dtype for c in gathers}),
+        "reduce_scattered": inspect.total_bytes(found, kind="reduce-scatter", axes="fsdp"),
+    }

@@ -1,0 +1,35 @@
+"""What each extra of `pip install 'moax[EXTRA]'` brings, and the error that names the extra where it is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+# {extra: {module that is imported: distribution that pyproject.toml names}}
+EXTRAS: dict[str, dict[str, str]] = {
+    "flax": {"flax": "flax"},
+    "train": {"matplotlib": "matplotlib", "optax": "optax", "orbax": "orbax-checkpoint", "rich": "rich"},
+    "cuda13": {"jax_cuda13_plugin": "jax-cuda13-plugin"},
+}
+
+
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def hint(error: ModuleNotFoundError) -> str | None:
+    """`optax is missing: pip install 'moax[train]'`; None where no extra brings the module."""
+    module = (error.name or "").split(".")[0]
+    for extra, modules in EXTRAS.items():
+        if module in modules:
+            return f"{error.name} is missing: pip install 'moax[{extra}]'"
+    return None
+
+
+def missing(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The error to raise in place of `error`: its message says which extra brings the module."""
+    said = hint(error)
+    return error if said is None else ModuleNotFoundError(said, name=error.name)

@@ -1,0 +1,29 @@
+"""Tables of plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def align(rows: Sequence[tuple[str, ...] | None], right: tuple[int, ...] = ()) -> str:
+    """Rows of cells as lines of aligned columns.
+
+    Args:
+      rows: the cells of each row, equally many in each; None draws a rule of dashes.
+      right: the columns that are flush right; the others are flush left.
+
+    Returns:
+      One line a row, without trailing spaces.
+    """
+    widths = [max(map(len, column)) for column in zip(*(row for row in rows if row), strict=True)]
+    rule = tuple("-" * width for width in widths)
+    flush = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return "\n".join(
+        "  ".join(f(cell, width) for f, cell, width in zip(flush, row or rule, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 layer`, `2 layers`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,377 @@
+"""`python -m benchmarks`: cases, timing, errors, rows, peers that are not there, and the command, all on a CPU."""
+
+import io
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+
+from benchmarks import command, error, limits, peers, report
+from benchmarks.block import block_worker, stages
+from benchmarks.kernels import fused, gathered, gemm, ours, permute, quantize
+from benchmarks.peers import torch_grouped, torch_peer
+from benchmarks.processes import environment
+from benchmarks.report import HOPPER, Row
+from benchmarks.wires import wire
+from moax import MoEConfig, backend
+from moax.errors import Unsupported
+from moax.models import Model
+from moax.tune import cases
+from moax.tune.problem import Problem
+from moax.tune.timing import Repeats
+
+pytestmark = pytest.mark.loose
+
+ONCE = Repeats(1, 1)
+L2 = 60e6
+LIMITS = {name: {"value": 1.0, "unit": "TFLOP/s"} for name in ("bf16", "fp8", "memory")}
+TINY = cases.SETS["tiny"][0]
+EVERY = [case for name in cases.SETS for case in cases.SETS[name]]
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return Problem(TINY)
+
+
+def test_cases_exceed_the_cache():
+    """Operands that stay in the L2 cache would be faster than any in training."""
+    for case in (case for case in EVERY if "tiny" not in case.name):
+        assert min(case.rows * case.contracted + case.weights, case.rows * case.columns + case.weights) > L2, case
+    assert all(2 * s.elements > L2 for s in quantize.PERF) and all(4 * s.rows * s.width > L2 for s in fused.PERF)
+    assert all(2 * t.tokens * t.width > L2 for t in permute.PERF)
+
+
+@pytest.mark.parametrize("direction", cases.DIRECTIONS)
+def test_error_sees_one_wrong_expert(problem, direction):
+    """An error over all experts alone would hide a small one that is wrong."""
+    found = error.sample(problem, direction)
+    call = ours.gemm(problem, direction, None)
+    right = call.f(*call.args)
+    assert error.measure(right, found, direction, problem).worst < 4e-3
+    start = int(problem.starts[1])
+    rows = slice(start, start + int(problem.sizes[1]))
+    wrong = right.at[1].mul(1.5) if direction == "wgrad" else right.at[rows].mul(1.5)
+    measured = error.measure(wrong, found, direction, problem)
+    assert measured.worst == pytest.approx(0.5, rel=0.02) and measured.total < measured.worst
+    assert np.isnan(error.measure(right.at[:].mul(jnp.nan), found, direction, problem).worst)
+
+
+def test_error_of_an_empty_expert():
+    """An empty expert's gradient is exactly zero, or it is wrong."""
+    zero = [np.zeros((2, 2))]
+    assert error.compare(zero, zero).worst == 0.0
+    assert error.compare([np.full((2, 2), 1e-9)], zero).worst == np.inf
+
+
+def test_gemm_rows(problem):
+    """Ours and `ragged_dot` are measured, and agree; the others are rows that say why not."""
+    torch = torch_peer.rows([TINY], ONCE)
+    rows = list(gemm.rows([TINY], peers.NAMES, ONCE, LIMITS, torch, quick=True, directions=("fwd", "wgrad")))
+    for row in rows:
+        measured = row.impl in ("moax", "ragged_dot")
+        assert (row.us is not None) == measured, row
+        assert measured or row.note, f"{row.impl} is missing without a reason"
+        if measured:
+            assert row.error_worst < 6e-3 and row.tflops > 0 and row.fraction > 0 and row.path
+    impls = {row.impl for row in rows}
+    assert impls == {"moax", *peers.JAX_PEERS, "torch_grouped_mm", "torch_scaled_grouped_mm"}
+    mine = [row for row in rows if row.impl == "moax" and row.recipe == "none"]
+    assert all(set(row.peers) == {"ragged_dot"} for row in mine)
+    (fp8,) = [row for row in rows if row.impl == "moax" and row.recipe != "none" and row.direction == "fwd"]
+    assert fp8.error < 6e-3 < fp8.error_unquantized < 0.06 and not fp8.peers
+
+
+def test_a_peer_that_fails_is_a_row(problem, monkeypatch):
+    """A bug in a peer must neither end the run nor vanish."""
+
+    def calls(*_):
+        raise RuntimeError("its kernel\nexploded")
+
+    monkeypatch.setattr(gemm, "calls_of", lambda name: calls)
+    row = gemm.peer("tokamax", problem, "fwd", ONCE, LIMITS, quick=True)
+    assert row.us is None and row.note == "RuntimeError: its kernel" and row.impl == "tokamax"
+
+
+def test_expansion_that_would_take_too_long_is_refused():
+    """XLA's dense expansion of 256 groups takes seconds a call: the row says so instead."""
+    big = next(case for case in EVERY if case.groups == 256)
+    with pytest.raises(Unsupported, match="256 times the work"):
+        peers.calls_of("ragged_dot")(type("P", (), {"case": big}), "fwd", False)
+
+
+@pytest.mark.parametrize("recipe", gemm.RECIPES)
+@pytest.mark.parametrize("direction", cases.DIRECTIONS)
+def test_our_kernels_lower_for_a_gpu(problem, direction, recipe, monkeypatch):
+    """The benchmark calls the kernels with arguments that they take."""
+    monkeypatch.setattr(backend, "platform", lambda: "gpu")
+    operands = problem.quantized(direction) if recipe != "none" else None
+    call = ours.gemm(problem, direction, operands)
+    monkeypatch.undo()
+    assert call.path == HOPPER and call.tile
+    assert "mosaic_gpu_v2" in call.f.trace(*call.args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.more
+def test_our_other_kernels_lower_for_a_gpu(problem, monkeypatch):
+    """As above, of what is no product."""
+    monkeypatch.setattr(backend, "platform", lambda: "gpu")
+    blocks, x, shape = problem.blocks(), problem.x, jax.ShapeDtypeStruct
+    position, weights = shape((64, 2), jnp.int32), shape((64, 2), jnp.float32)
+    calls = [
+        *[(ours.quantize(blocks, *wanted), (x,)) for wanted in quantize.KINDS.values()],
+        *[(ours.quantize_weight(*wanted), (problem.w,)) for wanted in quantize.WEIGHT_KINDS.values()],
+        (ours.gather_rows(), (x, shape((problem.num_rows,), jnp.int32), blocks.used)),
+        (ours.gather_sum(), (x, position, weights)),
+        (ours.gather_sum(), (x, position, None)),
+        (ours.activate(blocks), (problem.dy,)),
+        (ours.activate_grad(blocks), (problem.dy, x, shape((problem.num_rows,), jnp.float32))),
+    ]
+    monkeypatch.undo()
+    for f, args in calls:
+        assert "mosaic_gpu_v2" in f.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_parse_peers():
+    assert peers.parse("none") == () and peers.parse("all") == peers.NAMES and peers.parse("torch") == ("torch",)
+    with pytest.raises(ValueError, match="unknown cutlass; use all, none"):
+        peers.parse("torch,cutlass")
+
+
+def test_torch_request():
+    """The other process reads what this one asks, and says what is wrong with it."""
+    asked = {"cases": [{"name": "a", "sizes": [3, 0, 5], "contracted": 64, "columns": 32}], "measured": 7}
+    request = torch_grouped.parse([json.dumps(asked)])
+    assert request.cases[0].sizes == [3, 0, 5] and (request.warmups, request.measured) == (10, 7)
+    assert torch_grouped.spans([3, 0, 5]) == [(0, 3), (3, 3), (3, 8)]
+    for argv, message in (
+        ([], "0 arguments"),
+        (["{"], "JSONDecodeError"),
+        (['{"cases": [{"name": "a"}]}'], "KeyError: 'sizes'"),
+        (['{"cases": []}'], "at least one case"),
+        ([json.dumps(asked | {"measured": 0})], "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch_grouped.parse(argv)
+
+
+def test_torch_process_that_dies(monkeypatch):
+    """What it measured before it died is kept; the rest says that it died."""
+    said = json.dumps({"case": "tiny", "direction": "fwd", "recipe": "none", "us": 8.0, "error": 1e-3,
+                       "error_worst": 2e-3, "error_unquantized": None})  # fmt: skip
+    dead = subprocess.CompletedProcess([], -9, f"warming up\n{said}\n", "device-side assert")
+    monkeypatch.setattr(torch_peer.subprocess, "run", lambda *_, **__: dead)
+    first, *rest = torch_peer.rows([TINY], ONCE)
+    assert first.us == 8.0 and first.tflops == pytest.approx(TINY.flops / 8e6)
+    assert len(rest) == 5 and all("exit code -9: device-side assert" in row.note for row in rest)
+
+
+@pytest.mark.more
+def test_quantize_and_permute_rows():
+    """Off the GPU our kernels are rows that say so, and plain jnp is measured."""
+    found = [*quantize.rows(list(quantize.TINY), True, ONCE, LIMITS), *fused.rows(list(fused.TINY), True, ONCE, LIMITS)]
+    found += permute.rows(list(permute.TINY), True, ONCE, LIMITS)
+    found += gathered.rows(list(permute.TINY), True, ONCE, LIMITS)
+    for row in found:
+        if row.path == HOPPER:
+            assert row.us is None and "need a GPU" in row.note
+        else:
+            assert row.us and row.tb_s and row.error is not None and row.error < 0.04, row
+    assert {row.direction for row in found} == {
+        "rows", "columns", "both", "native", "transposed", "swiglu", "swiglu grad",
+        "gather", "gather-sum", "gather-sum plain", "gather-quantize",
+    }  # fmt: skip
+
+
+def test_limits_bind():
+    """A product with few rows a group is bound by memory, not by arithmetic."""
+    table = {"bf16": {"value": 790.0}, "memory": {"value": 4.0}, "fp8": {"value": None}}
+    assert limits.fraction(table, 2.0, 790e6, 4.0, "bf16") == ("bf16", pytest.approx(0.5))
+    assert limits.fraction(table, 2.0, 790.0, 4e6, "bf16") == ("memory", pytest.approx(0.5))
+    assert limits.fraction(table, 2.0, 1.0, 4e6, "fp8")[0] == "memory"
+    assert limits.fraction({}, 2.0, 1.0, 1.0, "fp8") == ("", None)
+
+
+def test_limits_are_measured(monkeypatch):
+    monkeypatch.setattr(limits, "_copies", lambda n: 1 / 0)
+    found = limits.measure(("bf16", "memory"), ONCE)
+    assert found["bf16"]["value"] > 0 and found["memory"]["value"] is None and "division" in found["memory"]["note"]
+
+
+def test_table_and_file(tmp_path):
+    """The file is JSON that any program reads; the table has a line a row, and names what is missing."""
+    rows = [
+        Row("gemm", "a", "fwd", us=10.0, tflops=700.0, error=float("nan"), tile="t256", fraction=0.9),
+        Row("gemm", "a", "fwd", "torch_grouped_mm", us=11.0, tflops=636.0),
+        Row("gemm", "a", "fwd", "tokamax", note="not installed"),
+    ]
+    report.compare(rows)
+    assert rows[0].peers == {"torch_grouped_mm": pytest.approx(1.1)}
+    head = report.header(["python", "-m", "benchmarks", "gemm"], "abc", {"bf16": {"value": 790.0, "unit": "TFLOP/s"}})
+    report.save(str(tmp_path / "new" / "rows.json"), head, rows)
+    read = json.loads((tmp_path / "new" / "rows.json").read_text())
+    assert read["header"]["git_sha"] == "abc" and read["header"]["versions"]["jax"] == jax.__version__
+    assert read["rows"][0]["error"] == "nan" and read["rows"][0]["command"] == "python -m benchmarks gemm"
+    assert {"device", "jax", "git_sha", "command", "tile", "us", "tflops", "fraction", "peers"} <= read["rows"][
+        0
+    ].keys()
+    stream = io.StringIO()
+    report.show("benchmarks gemm", head, rows, stream)
+    said = stream.getvalue()
+    assert "700" in said and "torch_grouped_mm 1.10x" in said and "bf16 790 TFLOP/s" in said
+    assert "not available: gemm a fwd none tokamax: not installed" in said
+
+
+HLO = """
+ENTRY %main {
+  %sort.1 = s32[8] sort(%p), metadata={op_name="jit(f)/jvp(_moe)/route/sort" scheduling_name="sort.1"}
+  %mpmd_map.2 = bf16[8] custom-call(%x), metadata={op_name="jit(f)/experts/experts_in/grouped_matmul_fp8/mpmd_map"}
+  %loop_fusion.3 = bf16[8] fusion(%x), metadata={op_name="jit(f)/experts/activate/mul"}
+  ROOT %mpmd_map.4 = bf16[8] custom-call(%x), metadata={op_name="jit(f)/experts_grad/grouped_matmul_fp8/mpmd_map"}
+}
+"""
+
+
+def test_stages():
+    """One kernel name serves forward and dgrad: the order of launches tells them apart."""
+    mosaic = "grouped_matmul_fp8_mosaic_gpu_kernel"
+    kernels = [("sort_1", 1.0), (mosaic, 2.0), ("loop_fusion_3", 3.0), (mosaic, 4.0), ("memset", 5.0)]
+    total, listed = stages.split(HLO, kernels)
+    wanted = {"route": 1.0, "gemm fwd": 2.0, "activation": 3.0, "gemm dgrad": 4.0, "other": 5.0}
+    assert {name: us for name, us in total.items() if us} == wanted
+    assert [entry["us"] for entry in listed] == [5.0, 4.0, 3.0, 2.0, 1.0]
+    for kernel, stage in (
+        ("grouped_wgrad_mosaic_gpu_kernel", "gemm wgrad"),
+        ("activate_quantize_mosaic_gpu_kernel", "activation"),
+        ("quantize_rows_mosaic_gpu_kernel", "quantize"),
+        ("gather_sum_mosaic_gpu_kernel", "unpermute"),
+        ("gather_rows_mosaic_gpu_kernel", "permute"),
+    ):
+        assert stages.stage_of(kernel, "") == stage
+    for scope, stage in (
+        ("jit(f)/jvp(_moe)/experts/jit(argsort)/sort", "plan"),
+        ("jit(f)/jvp(_moe)/experts/scatter", "plan"),
+        ("jit(f)/jvp(_moe)/dot_general", "route"),
+        ("jit(f)/transpose(jvp(_moe))/experts_grad/experts_in/dot_general", "gemm dgrad"),
+    ):
+        assert stages.stage_of("loop_fusion", scope) == stage
+
+
+def test_saved_needed():
+    """2 bytes of rows in bf16, 1 and the scales in FP8, and both halves of the hidden width."""
+    from moax import MoEConfig
+
+    config = MoEConfig(256, 128, 8, 2)
+    assert block_worker.saved_needed(config, None, 64) == {"rows": 128 * 256 * 2, "hidden": 128 * 2 * 128 * 2}
+    assert block_worker.saved_needed(config, "fp8_block", 64)["rows"] == 128 * (256 + 4 * 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gemm", "--cases", "huge"], "unknown huge"),
+        (["gemm", "--only", "zzz"], "no case of --cases perf"),
+        (["gemm", "--peers", "numpy"], "unknown numpy"),
+        (["gemm", "--directions", "up"], "unknown up; of fwd, dgrad, wgrad"),
+        (["permute", "--cases", "groups"], "permute has perf and tiny"),
+        (["gemm", "permute", "--tokens", "8"], "--tokens with gemm, permute: it is for block alone"),
+        (["gemm", "gather", "--only", "zzz"], "no case of --cases perf"),
+        (["gemm", "wire"], "give it alone"),
+    ],
+)
+def test_arguments_that_cannot_work(argv, message, capsys):
+    assert command.main([*argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command(tmp_path, capsys):
+    out = tmp_path / "f.json"
+    argv = ["gemm", "--cases", "tiny", "--only", "zipf", "--peers", "none", "--directions", "fwd"]
+    assert command.main([*argv, "--quick", "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "fp8_block" in said.out and "limits of this run: bf16" in said.out and "tiny zipf fwd" in said.err
+    found = json.loads(out.read_text())
+    assert len(found["rows"]) == 2 and all(row["us"] > 0 and row["path"] == "xla" for row in found["rows"])
+    assert found["header"]["command"].startswith("python -m benchmarks gemm --cases tiny")
+    assert found["header"]["limits"]["memory"]["value"] > 0
+    assert command.main([*argv, "--quick", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
+
+
+def test_several_at_once(tmp_path, capsys):
+    """Breaks if a part of a run is left out, or takes a word of --only that another part's case has for an error."""
+    out = tmp_path / "f.json"
+    argv = ["gemm", "permute", "--cases", "tiny", "--peers", "none", "--directions", "fwd", "--quick"]
+    assert command.main([*argv, "--only", "zipf", "--out", str(out), "--json"]) == 0
+    said = capsys.readouterr()
+    assert {row["op"] for row in json.loads(said.out)["rows"]} == {"gemm"} and "gemm: 1 cases" in said.err
+    assert command.main([*argv, "--json"]) == 0
+    assert {row["op"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"gemm", "permute"}
+
+
+def test_options_are_those_of_the_help(capsys):
+    """Breaks if `python -m benchmarks --help` does not say what there is to measure."""
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--help"])
+    said = capsys.readouterr().out
+    assert stop.value.code == 0 and all(what in said for what in (*command.WHAT, "wire", "--mesh", "--json"))
+
+
+def test_processes_find_the_code_from_any_folder(tmp_path):
+    """Breaks if a worker starts only where the clone is the working folder."""
+    code = "import benchmarks.block.worker, moax.tune.timing; print('found')"
+    run = dict(cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], **run)
+    assert done.stdout.strip() == "found", done.stderr
+
+
+def test_wire(tmp_path, monkeypatch, capsys):
+    """Breaks if the file lacks a model or recipe, or if a recipe's weights are gathered as wide as without one."""
+    small = Model(MoEConfig(d_model=64, d_ff=64, num_experts=8, top_k=2), layers=1, source="none")
+    monkeypatch.setattr(wire, "MODELS", {"small": small})
+    monkeypatch.setattr(wire, "NAMES", ("small",))
+    monkeypatch.setattr(wire, "RECIPES", (None, "fp8_block"))
+    monkeypatch.setattr(wire, "TOKENS", 64)
+    out = tmp_path / "wire.json"
+    assert command.main(["wire", "--out", str(out), "--sha", "abc"]) == 0
+    found = json.loads(out.read_text())
+    assert (
+        found["git_sha"] == "abc" and found["mesh"] == {"fsdp": 2, "ep": 4} and "fp8_block" in capsys.readouterr().out
+    )
+    plain, quantized = (row["gathered"] for row in found["rows"])
+    assert plain / 2 < quantized < 0.6 * plain
+
+
+def test_missing_rich_is_named_before_anything_runs(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert command.main(["gemm", "--cases", "tiny"]) == 1
+    assert "rich is missing: pip install 'moax[train]'" in capsys.readouterr().err
+
+
+def test_gather(capsys):
+    """Breaks if a recipe's weights cross the wire wider than one byte an element and its scales, or not at all."""
+    assert command.main(["gather", "--cases", "tiny", "--quick", "--json"]) == 0
+    found = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    received = {recipe: row["extra"]["received_bytes"] for recipe, row in found.items()}
+    weights = 4 * 3 * 64 * 32  # of the tiny block
+    assert received["none"] == 2 * weights * 7 // 8 and all(row["us"] > 0 for row in found.values())
+    # A scale of 4 bytes a block, edge blocks of 32 or 64 included; of 1 byte for each 32; of 4 bytes a matrix.
+    for recipe, bound in (("fp8_block", 1.02), ("mxfp8", 1.1), ("fp8_tensor", 1.02)):
+        assert weights * 7 // 8 < received[recipe] < bound * weights * 7 // 8, recipe
+
+
+@pytest.mark.more
+def test_block_in_its_own_process(tmp_path, capsys):
+    out = tmp_path / "f.json"
+    argv = ["block", "--cases", "tiny", "--recipe", "fp8_block", "--quick", "--out", str(out)]
+    assert command.main(argv) == 0
+    assert "saved for backward" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["direction"] for row in rows] == ["fwd", "fwd+bwd"]
+    assert all(row["us"] > 0 and row["path"] == "xla" and row["extra"]["saved_bytes"] > 0 for row in rows)

@@ -1,0 +1,646 @@
+"""moax.inspect: hand-written HLO in the forms that XLA's CPU and GPU compilers print, then programs compiled here."""
+
+import functools
+import itertools
+import math
+from textwrap import dedent
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import moax.inspect as inspect
+from moax.config import MoEConfig
+from moax.inspect import (
+    Collective,
+    assert_no_wide_weight_gather,
+    assert_reduce_scattered,
+    collectives,
+    hlo,
+    total_bytes,
+)
+from moax.mesh.axes import Axes
+
+MESHES = {
+    "2x4": {"fsdp": 2, "ep": 4},
+    "2x2x2": {"dp": 2, "fsdp": 2, "ep": 2},
+}
+
+
+def make_mesh(name: str, kind=AxisType.Auto):
+    sizes = MESHES[name]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh("2x4")
+
+
+def abstract(mesh, shape, dtype, *spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def mapped(mesh, ins, outs):
+    return functools.partial(jax.shard_map, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+def program(*lines: str, before: str = "", devices: int = 8) -> str:
+    """An HLO text whose entry holds these instructions, after the computations of `before`."""
+    body = "\n".join(f"  {line}" for line in lines)
+    header = f"HloModule jit_f, is_scheduled=true, entry_computation_layout={{()->f32[]}}, num_partitions={devices}"
+    return f"{header}\n\n{dedent(before)}\n\nENTRY %main.0_spmd (param.1: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+
+
+def read(*lines: str, mesh="2x4", **kwargs) -> list[Collective]:
+    sizes = MESHES[mesh]
+    named = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    return collectives(program(*lines, **kwargs), mesh=named)
+
+
+GATHER = "channel_id=1, dimensions={0}, use_global_device_ids=true"
+FSDP = "replica_groups=mesh['fsdp'=2,'ep'=4] {'fsdp'}"
+
+
+def test_cpu_text():
+    (c,) = read(
+        "ROOT %all_gather.3 = u8[16,8]{1,0} all-gather(%param.1), channel_id=1, replica_groups=mesh['fsdp'=2,'ep'=4] "
+        "{'fsdp'}, dimensions={0}, use_global_device_ids=true, "
+        'metadata={op_name="jit(<lambda>)/transpose(jvp())/\\"a\\"/all_gather" stack_frame_id=4}'
+    )
+    op_name = 'jit(<lambda>)/transpose(jvp())/\\"a\\"/all_gather'
+    assert c == Collective("all-gather", "uint8", (16, 8), 64, ("fsdp",), op_name, group_size=2)
+
+
+def test_gpu_combined_start_and_done():
+    """One combined gather of data and scales: an element each; the done is not counted again."""
+    types = "((u8[8,32]{1,0}, f32[8,4]{1,0:S(1)}), (u8[16,32]{1,0}, f32[16,4]{1,0}))"
+    found = read(
+        f"%all-gather-start = {types} all-gather-start(%p.2, /*index=1*/%p.3), {GATHER}, "
+        'replica_groups=[4,2]<=[2,4]T(1,0), metadata={op_name="x"}, backend_config={"is_sync":false}',
+        "%all-gather-done = (u8[16,32]{1,0}, f32[16,4]{1,0}) all-gather-done(%all-gather-start)",
+    )
+    assert [(c.dtype, c.shape, c.bytes, c.axes) for c in found] == [
+        ("uint8", (16, 32), 256, ("fsdp",)),
+        ("float32", (16, 4), 128, ("fsdp",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line, kind, shape, sent",
+    [
+        ("(bf16[4,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%p)", "all-gather", (8, 8), 64),
+        ("((bf16[4,8]{1,0}), bf16[8,8]{1,0}) all-gather-start(%p)", "all-gather", (8, 8), 64),
+        ("bf16[4,8]{1,0} all-reduce-start(%p)", "all-reduce", (4, 8), 64),
+        ("((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-reduce-start(%p)", "all-reduce", (4, 8), 64),
+        ("((bf16[8,8]{1,0}), bf16[4,8]{1,0}, u32[]) reduce-scatter-start(%p)", "reduce-scatter", (4, 8), 64),
+        ("((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-to-all-start(bf16[4,8]{1,0} %p)", "all-to-all", (4, 8), 32),
+        ("bf16[4,8]{1,0} ragged-all-to-all(%p, %o, %a, %b, %c, /*index=5*/%d)", "ragged-all-to-all", (4, 8), 32),
+        ("bf16[4,8]{1,0} collective-broadcast(%p)", "collective-broadcast", (4, 8), 64),
+    ],
+)
+def test_forms_of_a_start(line, kind, shape, sent):
+    (c,) = read(f"%x = {line}, {GATHER}, {FSDP}")
+    assert (c.kind, c.dtype, c.shape, c.bytes, c.axes) == (kind, "bfloat16", shape, sent, ("fsdp",))
+
+
+@pytest.mark.parametrize(
+    "types",
+    ["(bf16[4]{0}, bf16[4]{0}, u32[], u32[])", "((bf16[4]{0}), bf16[4]{0})", "bf16[4]{0}"],
+)
+@pytest.mark.parametrize(
+    "mesh, pairs, axes, group",
+    [
+        ("2x4", "{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", ("ep",), 4),
+        ("2x4", "{{0,4},{4,0}}", ("fsdp",), 2),
+        ("2x2x2", "{{0,0},{1,1},{2,4},{3,5},{4,2},{5,3},{6,6},{7,7}}", ("dp", "fsdp"), 2),
+        ("2x2x2", "{{0,0},{1,1}}", (), 1),
+    ],
+)
+def test_permute(types, mesh, pairs, axes, group):
+    name = "collective-permute-start" if types.startswith("(") else "collective-permute"
+    (c,) = read(f"%x = {types} {name}(%p), channel_id=1, source_target_pairs={pairs}", mesh=mesh)
+    assert (c.shape, c.axes, c.group_size, c.bytes) == ((4,), axes, group, 8 if group > 1 else 0)
+
+
+def test_async_wrapper():
+    """What GPU programs of older XLA print: a computation that holds the collective, named by start and done."""
+    before = """
+    %wrapped_reduce_scatter (p: bf16[16,8]) -> bf16[8,8] {
+      %p = bf16[16,8]{1,0} parameter(0)
+      ROOT %reduce-scatter.1 = bf16[8,8]{1,0} reduce-scatter(%p), channel_id=3, replica_groups={{0,4},{1,5},{2,6},{3,7}}, use_global_device_ids=true, dimensions={0}, to_apply=%add
+    }
+    """  # noqa: E501
+    type_ = "((bf16[16,8]{1,0}), bf16[8,8]{1,0}, u32[])"
+    for start, done in (("async-start", "async-done"), ("reduce-scatter-start", "reduce-scatter-done")):
+        (c,) = read(
+            f"%s = {type_} {start}(%x), calls=%wrapped_reduce_scatter",
+            f"%u = {type_} async-update(%s), calls=%wrapped_reduce_scatter",
+            f"ROOT %d = bf16[8,8]{{1,0}} {done}(%u), calls=%wrapped_reduce_scatter",
+            before=before,
+        )
+        assert (c.kind, c.shape, c.bytes, c.axes, c.times) == ("reduce-scatter", (8, 8), 128, ("fsdp",), 1)
+
+
+@pytest.mark.parametrize(
+    "mesh, groups, axes, size",
+    [
+        ("2x4", "{{0,1,2,3},{4,5,6,7}}", ("ep",), 4),
+        ("2x4", "{{0,4}, {1,5}, {2,6}, {3,7}}", ("fsdp",), 2),
+        ("2x4", "{{0,1,2,3,4,5,6,7}}", ("fsdp", "ep"), 8),
+        ("2x4", "{}", ("fsdp", "ep"), 8),
+        ("2x4", "[2,4]<=[8]", ("ep",), 4),
+        ("2x4", "[4,2]<=[2,4]T(1,0)", ("fsdp",), 2),
+        ("2x4", "[1,8]<=[8]", ("fsdp", "ep"), 8),
+        ("2x4", "[8,1]<=[8]", (), 1),
+        ("2x4", "{{0,1},{2,3},{4,5},{6,7}}", ("ep",), 2),
+        ("2x2x2", "[2,4]<=[2,2,2]T(1,0,2)", ("dp", "ep"), 4),
+        ("2x2x2", "[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",), 2),
+        ("2x2x2", "[4,2]<=[4,2]", ("ep",), 2),
+        ("2x4", "mesh['fsdp'=2,'ep'=4] {'ep','fsdp'}", ("fsdp", "ep"), 8),
+        ("2x4", "mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", ("ep",), 4),
+        ("2x4", "mesh['axis_0'=8] {'axis_0'}", ("fsdp", "ep"), 8),
+        ("2x4", "mesh[a=8] {a:(2)4}", ("ep",), 4),
+        ("2x2x2", "mesh['a'=8] {'a':(1)2}", ("dp",), 2),
+        ("2x2x2", "mesh['a'=8] {'a':(1)2,'a':(4)2}", ("dp", "ep"), 4),
+        ("2x2x2", "mesh['a'=8] {'a':(2)2}", ("fsdp",), 2),
+        ("2x4", "mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'y'}", ("fsdp",), 2),
+        ("2x4", "mesh['x'=4,'y'=2], device_ids=(0,4,1,5,2,6,3,7) {'x'}", ("ep",), 4),
+    ],
+)
+def test_replica_groups(mesh, groups, axes, size):
+    (c,) = read(
+        f"%a = f32[64]{{0}} all-gather(%p), channel_id=1, replica_groups={groups}, dimensions={{0}}, "
+        "use_global_device_ids=true, frontend_attributes={}",
+        mesh=mesh,
+    )
+    assert (c.axes, c.group_size, c.bytes) == (axes, size, 256 * (size - 1) // size)
+
+
+@pytest.mark.parametrize(
+    "kind, header, attributes, expected",
+    [
+        # Partition ids, of the only replica.
+        ("all-to-all", "num_partitions=4", "channel_id=1, replica_groups={{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("all-to-all", "num_partitions=4", "channel_id=1, replica_groups={}", ((0, 1, 2, 3),)),
+        # Replica ids: alone, then joined with all partitions, then of programs without partitions.
+        ("all-reduce", "num_partitions=2", "replica_groups={{0}}", ((0,), (1,))),
+        ("all-reduce", "num_partitions=2", "channel_id=1, replica_groups={{0}}", ((0, 1),)),
+        ("all-reduce", "replica_count=4", "replica_groups={{0,2},{1,3}}", ((0, 2), (1, 3))),
+        ("all-reduce", "replica_count=4", "channel_id=1", ((0, 1, 2, 3),)),
+        ("all-gather", "replica_count=2, num_partitions=2", "replica_groups={{0,1}}", ((0, 2), (1, 3))),
+        ("all-to-all", "replica_count=2, num_partitions=2", "channel_id=1", ((0, 1), (2, 3))),
+        # Flattened ids.
+        (
+            "all-gather",
+            "replica_count=2, num_partitions=2",
+            "channel_id=1, use_global_device_ids=true, replica_groups={{0,3},{1,2}}",
+            ((0, 3), (1, 2)),
+        ),
+    ],
+)
+def test_what_the_ids_of_a_group_are(kind, header, attributes, expected):
+    line = f"  %x = f32[8]{{0}} {kind}(%p), dimensions={{0}}, {attributes}"
+    (one,) = hlo.read_collectives(f"HloModule f, {header}\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n{line}\n}}\n")
+    assert one.groups == expected
+
+
+def test_unknown_form_of_groups():
+    text = "mesh{'a'} {'a'}"
+    with pytest.raises(ValueError, match="form that moax.inspect does not know"):
+        hlo._read_groups(text)
+
+
+LOOPS = """
+%region_0 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %ar = f32[8]{0} all-reduce(%g), channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true, to_apply=%add
+}
+
+%outer (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %inner = (s32[], /*index=1*/f32[8]{0}) while(%t), condition=%c, body=%region_0, backend_config={"known_trip_count":{"n":"3"}}
+}
+
+%branch (p: f32[8]) -> f32[8] {
+  ROOT %ag = f32[8]{0} all-gather(%p), channel_id=2, replica_groups=[4,2]<=[8], dimensions={0}, use_global_device_ids=true
+}
+"""  # noqa: E501
+
+
+def test_trip_counts_multiply():
+    four = 'while(%t), condition=%c, body=%outer, backend_config={"known_trip_count":{"n":"4"},"x":{}}'
+    first, second = read(
+        f"%w = (s32[], f32[8]{{0}}) {four}",
+        "%b = f32[8]{0} conditional(%i, %p, %p), branch_computations={%branch, %branch}",
+        before=LOOPS,
+    )
+    assert (first.kind, first.times, first.open_loop) == ("all-reduce", 12, False)
+    assert (second.kind, second.times, second.open_loop) == ("all-gather", 2, False)
+    assert total_bytes([first]) == 12 * 2 * 32 * 7 // 8
+
+
+def test_loops_without_a_trip_count_count_once():
+    unknown = """
+    %open (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+      %inner.1 = f32[8]{0} call(%t), to_apply=%outer
+    }
+    """
+    lines = "%w = (s32[], f32[8]{0}) while(%t), condition=%c, body=%open"
+    first, _ = read(lines, before=LOOPS + dedent(unknown))
+    assert (first.times, first.open_loop) == (3, True)
+    assert " 3+ " in inspect.table([first])
+
+
+def test_all_to_all_cut_into_pieces():
+    """XLA:CPU gives each peer's piece an operand of its own: one array of theirs, not four collectives."""
+    pieces = "(f32[2,8]{1,0}, f32[2,8]{1,0}, f32[2,8]{1,0}, /*index=3*/f32[2,8]{1,0})"
+    (c,) = read(
+        f"%x = {pieces} all-to-all(%a, %b, %c, %d), channel_id=1, replica_groups=mesh['fsdp'=2,'ep'=4] {{'ep'}}"
+    )
+    assert (c.kind, c.shape, c.bytes, c.axes) == ("all-to-all", (4, 2, 8), 192, ("ep",))
+
+
+def test_whatever_is_no_collective():
+    assert not read(
+        "%all-gather-fusion = f32[8]{0} fusion(%all-gather.1), kind=kLoop, calls=%fused",
+        '%gte = f32[8]{0} get-tuple-element(%all-reduce), index=0, metadata={op_name="all-gather(x)"}',
+        "%all-reduce-done = f32[8]{0} all-reduce-done(%all-reduce-start)",
+    )
+
+
+@pytest.mark.parametrize(
+    "text, name, bits",
+    [
+        ("pred", "bool", 8),
+        ("u8", "uint8", 8),
+        ("s4", "int4", 4),
+        ("s32", "int32", 32),
+        ("bf16", "bfloat16", 16),
+        ("f16", "float16", 16),
+        ("f32", "float32", 32),
+        ("c64", "complex64", 64),
+        ("f8e4m3fn", "float8_e4m3fn", 8),
+        ("f8e5m2", "float8_e5m2", 8),
+        ("f8e8m0fnu", "float8_e8m0fnu", 8),
+        ("f8e4m3b11fnuz", "float8_e4m3b11fnuz", 8),
+        ("f4e2m1fn", "float4_e2m1fn", 4),
+    ],
+)
+def test_dtypes(text, name, bits):
+    assert hlo.dtype_name(text) == (jnp.dtype(name).name, bits)
+    (c,) = read(f"%x = {text}[2,3]{{1,0:E(4)}} all-gather(%p), {GATHER}, {FSDP}")
+    assert (c.dtype, c.bytes) == (name, math.ceil(6 * bits / 8 / 2))
+
+
+# Programs compiled on 8 emulated devices.
+
+WIDE = [jnp.float32, jnp.bfloat16]
+SMALL = [jnp.uint8, jnp.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", WIDE + SMALL, ids=lambda d: jnp.dtype(d).name)
+def test_compiled_collectives(mesh, dtype):
+    """Known collectives of each kind, with the dtype that was asked for, also where XLA:CPU widens it."""
+    size = jnp.dtype(dtype).itemsize
+    wide = dtype in WIDE
+
+    def f(x):  # [8, 8] on a device
+        moved = [
+            lax.all_gather(x, "fsdp", axis=0, tiled=True),
+            lax.all_gather(x, ("fsdp", "ep"), axis=1, tiled=True),
+            lax.all_to_all(x, "ep", 0, 0, tiled=True),
+            lax.ppermute(x, "ep", [(i, (i + 1) % 4) for i in range(4)]),
+        ]
+        reduced = [lax.psum_scatter(x, "fsdp", tiled=True), lax.psum(x, "ep")] if wide else []
+        return moved, reduced
+
+    anywhere = P(("fsdp", "ep"))
+    outs = [anywhere] * 4, [anywhere] * (2 if wide else 0)
+    found = collectives(mapped(mesh, P("fsdp", "ep"), outs)(f), abstract(mesh, (16, 32), dtype, "fsdp", "ep"))
+    b = 64 * size
+    expected = {
+        ("all-gather", ("fsdp",)): (2 * 64, b),
+        ("all-gather", ("fsdp", "ep")): (8 * 64, 7 * b),
+        ("all-to-all", ("ep",)): (64, b * 3 // 4),
+        ("collective-permute", ("ep",)): (64, b),
+    }
+    if wide:
+        expected |= {("reduce-scatter", ("fsdp",)): (32, b // 2), ("all-reduce", ("ep",)): (64, 2 * b * 3 // 4)}
+    assert {(c.kind, c.axes): (c.size, c.bytes) for c in found} == expected
+    assert len(found) == len(expected)
+    assert {c.dtype for c in found} == {jnp.dtype(dtype).name}
+    assert all("shard_map" in c.op_name for c in found)
+
+
+def test_axes_of_every_subset():
+    mesh = make_mesh("2x2x2")
+    subsets = [s for n in (1, 2, 3) for s in itertools.combinations(mesh.axis_names, n)]
+    f = mapped(mesh, P(("dp", "fsdp", "ep")), [P()] * len(subsets))(
+        lambda x: [lax.psum(x * n, s) for n, s in enumerate(subsets)]
+    )
+    found = collectives(f, abstract(mesh, (8, 4), jnp.float32, ("dp", "fsdp", "ep")))
+    assert sorted(c.axes for c in found) == sorted(subsets[1:] + subsets[:1])
+    assert {c.group_size for c in found} == {2, 4, 8}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_what_jit_inserts(kind):
+    """Collectives of the partitioner, whose groups no longer name the user's axes."""
+    mesh = make_mesh("2x2x2", kind)
+    to = NamedSharding(mesh, P("fsdp"))
+    move = jax.sharding.reshard if kind == AxisType.Explicit else lax.with_sharding_constraint
+    f = jax.jit(lambda x: move(x, to))
+    found = collectives(f, abstract(mesh, (16, 32), jnp.float32, ("dp", "fsdp", "ep")))
+    assert [(c.kind, c.axes, c.bytes) for c in found] == [
+        ("collective-permute", ("dp", "fsdp"), 256),
+        ("all-gather", ("dp", "ep"), 768),
+    ]
+
+
+def test_reductions_of_two_dtypes_keep_theirs(mesh):
+    f = mapped(mesh, (P("fsdp"), P("fsdp")), (P(), P()))(lambda x, y: (lax.psum(x, "ep"), lax.psum(y, "ep")))
+    found = collectives(f, abstract(mesh, (4, 4), jnp.bfloat16, "fsdp"), abstract(mesh, (4, 2), jnp.float32, "fsdp"))
+    assert {c.dtype: c.shape for c in found} == {"bfloat16": (2, 4), "float32": (2, 2)}
+
+
+def test_reduction_that_xla_made_from_a_product(mesh):
+    """A bf16 all-reduce that jit inserts is one of bf16 too."""
+    x, w = abstract(mesh, (8, 16), jnp.bfloat16, None, "ep"), abstract(mesh, (16, 8), jnp.bfloat16, "ep")
+    f = jax.jit(lambda x, w: x @ w, out_shardings=NamedSharding(mesh, P()))
+    (c,) = collectives(f, x, w)
+    assert (c.kind, c.dtype, c.axes) == ("all-reduce", "bfloat16", ("ep",))
+    (c,) = collectives(f, x, w, as_run=True)
+    assert c.dtype == "float32"
+
+
+def gather(mesh):
+    return jax.jit(mapped(mesh, P("fsdp"), P())(lambda w: lax.all_gather(w, "fsdp", tiled=True)))
+
+
+def test_as_run(mesh):
+    """XLA:CPU moves bf16 as f32: that is what runs, and what a compiled program says."""
+    f, w = gather(mesh), abstract(mesh, (16, 4), jnp.bfloat16, "fsdp")
+    asked, ran = collectives(f, w), collectives(f, w, as_run=True)
+    assert [(c.dtype, c.bytes) for c in asked + ran] == [("bfloat16", 64), ("float32", 128)]
+    assert collectives(f.lower(w).compile()) == ran
+
+
+def test_what_it_reads(mesh):
+    """Functions, jitted or not, traced, lowered or compiled, and texts; arrays or their shapes."""
+    jitted, w = gather(mesh), abstract(mesh, (16, 4), jnp.float32, "fsdp")
+    array = jax.device_put(jnp.zeros(w.shape, w.dtype), w.sharding)
+    expected = collectives(jitted, w)
+    assert [(c.kind, c.axes) for c in expected] == [("all-gather", ("fsdp",))]
+    lowered = jitted.lower(w)
+    compiled = lowered.compile()
+    for made in (jitted.trace(w), lowered, compiled, compiled.as_text()):
+        assert collectives(made) == expected
+    assert collectives(lambda v: jitted(v), array)[0].axes == ("fsdp",)
+    assert collectives(lambda *, v, n: jitted(v), v=array, n=3)[0].axes == ("fsdp",)
+
+
+def test_mesh_in_force_names_the_axes():
+    mesh = make_mesh("2x4")
+    with jax.set_mesh(mesh):
+        f = jax.jit(lambda x: lax.with_sharding_constraint(lax.with_sharding_constraint(x, P("ep")), P()))
+        found = collectives(f, jax.ShapeDtypeStruct((8, 4), jnp.float32))
+    assert {c.axes for c in found} == {("ep",)}
+
+
+def test_text_without_a_mesh():
+    """Groups name the axes where XLA kept their names; else they are unknown."""
+    known = f"%a = f32[8]{{0}} all-gather(%p), {GATHER}, {FSDP}"
+    lost = f"%a = f32[8]{{0}} all-gather(%p), {GATHER}, replica_groups=mesh['axis_0'=2,'axis_1'=4] {{'axis_0'}}"
+    sharded = "%p = f32[8]{0} parameter(0), sharding={mesh['fsdp'=2,'ep'=4], [{'fsdp'}]}"
+    for lines, axes in (((known,), ("fsdp",)), ((lost,), ()), ((sharded, lost), ("fsdp",))):
+        assert [c.axes for c in collectives(program(*lines))] == [axes]
+
+
+def test_scan(mesh):
+    def f(x, ws):
+        return lax.scan(lambda c, w: (jnp.tanh(c @ lax.all_gather(w, "fsdp", tiled=True)), None), x, ws)[0]
+
+    x, ws = abstract(mesh, (8, 16), jnp.float32, ("fsdp", "ep")), abstract(mesh, (5, 16, 16), jnp.float32, None, "fsdp")
+    tokens = P(("fsdp", "ep"))
+    found = collectives(mapped(mesh, (tokens, P(None, "fsdp")), tokens)(f), x, ws)
+    assert [(c.times, c.bytes, c.open_loop) for c in found] == [(5, 16 * 16 * 4 // 2, False)]
+    assert total_bytes(found) == 5 * 512
+
+
+def test_while_loop_of_unknown_length(mesh):
+    def f(x):
+        return lax.while_loop(lambda c: c.sum() < 9, lambda c: lax.psum(c, "ep"), x)
+
+    found = collectives(mapped(mesh, P("fsdp"), P("fsdp"))(f), abstract(mesh, (4,), jnp.float32, "fsdp"))
+    assert [(c.axes, c.times, c.open_loop) for c in found] == [(("ep",), 1, True)]
+
+
+def test_nothing_to_see():
+    assert collectives(jnp.sin, jnp.ones(3)) == []
+    assert inspect.table([]) == "no collectives"
+
+
+# Sums and tables.
+
+
+def sample() -> list[Collective]:
+    return [
+        Collective("all-gather", "uint8", (16, 8), 64, ("fsdp",), "f/gather", 2),
+        Collective("all-gather", "float32", (4, 2), 16, ("fsdp",), "f/gather", 2, times=3),
+        Collective("all-gather", "bfloat16", (8, 8), 96, ("ep",), "f/dispatch", 4),
+        Collective("all-reduce", "float32", (), 7, ("fsdp", "ep"), "f/loss", 8),
+        Collective("all-gather", "uint8", (16, 8), 64, ("fsdp",), "f/gather", 2),
+    ]
+
+
+def test_total_bytes():
+    found = sample()
+    assert total_bytes(found) == 64 + 48 + 96 + 7 + 64
+    assert total_bytes(found, kind="all-reduce") == 7
+    assert total_bytes(found, axes="fsdp") == 64 + 48 + 7 + 64
+    assert total_bytes(found, "all-gather", ("fsdp", "ep")) == 64 + 48 + 96 + 64
+    assert total_bytes(found, axes=Axes(fsdp="ep", ep="fsdp")) == 96 + 7
+    assert total_bytes(found, dtype=jnp.uint8) == total_bytes(found, dtype="uint8") == 128
+    assert inspect.weight_gathers(found, "fsdp") == [found[0], found[1], found[4]]
+    assert inspect.weight_gathers(found, Axes()) == inspect.weight_gathers(found)
+
+
+def test_table():
+    expected = """\
+        kind        dtype     shape   axes     times  bytes/device  op
+        ----------  --------  ------  -------  -----  ------------  ----------
+        all-gather  uint8     16x8    fsdp         2           128  f/gather
+        all-gather  float32   4x2     fsdp         3            48  f/gather
+        all-gather  bfloat16  8x8     ep           1            96  f/dispatch
+        all-reduce  float32   scalar  fsdp,ep      1             7  f/loss
+        ----------  --------  ------  -------  -----  ------------  ----------
+        all-gather                    ep           1            96
+        all-gather                    fsdp         5           176
+        all-reduce                    fsdp,ep      1             7
+        total                                      7           279"""
+    assert inspect.table(sample()) == dedent(expected)
+
+
+# Assertions for users' tests.
+
+
+def quantized(w):
+    """[K, N] -> u8 bits of it, a scale for each row."""
+    scale = jnp.abs(w).max(1, keepdims=True).astype(jnp.float32)
+    return (w.astype(jnp.float32) / scale * 127).astype(jnp.int8), scale
+
+
+def weight_step(mesh, *, quantize: bool, scatter: bool = True):
+    """x @ w for w sharded over fsdp, and the gradient of w; the weight crosses as bytes, or not."""
+
+    def f(x, w):  # [1, 16], [8, 32]
+        parts = quantized(w) if quantize else (w,)
+        whole = [lax.all_gather(p, "fsdp", tiled=True) for p in parts]
+        y = x @ math.prod([p.astype(jnp.float32) for p in whole[1:]], start=whole[0].astype(jnp.float32))
+        dw = x.T @ y
+        if not scatter:
+            return y, lax.psum(dw, "fsdp")[:8]
+        return y, lax.psum_scatter(dw, "fsdp", tiled=True)
+
+    tokens = P(("fsdp", "ep"))
+    x, w = abstract(mesh, (8, 16), jnp.float32, ("fsdp", "ep")), abstract(mesh, (16, 32), jnp.bfloat16, "fsdp")
+    return jax.jit(mapped(mesh, (tokens, P("fsdp")), (tokens, P("fsdp")))(f)), x, w
+
+
+def test_no_wide_weight_gather(mesh):
+    f, x, w = weight_step(mesh, quantize=True)
+    found = assert_no_wide_weight_gather(f, x, w, weights={"w": w})
+    assert {c.dtype for c in inspect.weight_gathers(found)} == {"int8", "float32"}
+    assert assert_no_wide_weight_gather(found, min_elements=17) == found
+    with pytest.raises(AssertionError, match=r"float32\[16, 1\] over fsdp"):
+        assert_no_wide_weight_gather(found, min_elements=16)
+
+
+def test_wide_weight_gather_is_named(mesh):
+    f, x, w = weight_step(mesh, quantize=False)
+    message = (
+        r"1 floating-point all-gathers over fsdp of 256 elements or more:\s+"
+        r"all-gather bfloat16\[16, 32\] over fsdp from .*all_gather"
+    )
+    with pytest.raises(AssertionError, match=message):
+        assert_no_wide_weight_gather(f, x, w, weights=w)
+    assert_no_wide_weight_gather(f, x, w, axes="ep", min_elements=1)
+    assert_no_wide_weight_gather(f, x, w, axes=Axes(fsdp="data"), min_elements=1)
+    with pytest.raises(AssertionError, match="over fsdp,ep of 256"):
+        assert_no_wide_weight_gather(f, x, w, axes=("fsdp", "ep"), weights=w, mesh=mesh)
+
+
+def test_reduce_scattered(mesh):
+    f, x, w = weight_step(mesh, quantize=True)
+    assert_reduce_scattered(f, x, w, weights=w)
+    f, x, w = weight_step(mesh, quantize=True, scatter=False)
+    with pytest.raises(
+        AssertionError, match=r"1 all-reduces over fsdp of 256 floats or more:\s+all-reduce float32\[16, 32\]"
+    ):
+        assert_reduce_scattered(f, x, w, weights=w)
+    with pytest.raises(AssertionError, match="no reduce-scatter over fsdp; the collectives are\nkind"):
+        assert_reduce_scattered(f, x, w, min_elements=10**6)
+
+
+def test_smallest_shard(mesh):
+    """Of the weights that are sharded over the axes; the replicated router is no bound."""
+    weights = {
+        "router": abstract(mesh, (4, 8), jnp.float32),
+        "wi": abstract(mesh, (8, 16, 32), jnp.float32, ("ep", "fsdp")),
+        "wo": abstract(mesh, (8, 32, 8), jnp.float32, "ep", None, "fsdp"),
+        "bias": None,
+    }
+    assert inspect.program._min_elements(None, weights, ("fsdp",)) == 8 * 32 * 8 // 8
+    with pytest.raises(ValueError, match="none is sharded over fsdp"):
+        inspect.program._min_elements(None, weights["router"], ("fsdp",))
+    with pytest.raises(ValueError, match="none is sharded over fsdp"):
+        inspect.program._min_elements(None, [jnp.ones(3)], ("fsdp",))
+
+
+def test_nothing_passes_for_lack_of_a_name(mesh):
+    f, x, w = weight_step(mesh, quantize=False)
+    with pytest.raises(ValueError, match="axes='data': the mesh has no axis data; its axes are fsdp,ep"):
+        assert_no_wide_weight_gather(f, x, w, axes="data", min_elements=1)
+    with pytest.raises(ValueError, match="pass min_elements=, or weights="):
+        assert_no_wide_weight_gather(f, x, w)
+    for bad in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"min_elements={bad} must be an int of at least 1"):
+            assert_reduce_scattered(f, x, w, min_elements=bad)
+    lost = program(f"%a = f32[8]{{0}} all-gather(%p), {GATHER}, replica_groups=[4,2]<=[2,4]T(1,0)")
+    with pytest.raises(ValueError, match="mesh is not known; pass mesh="):
+        assert_no_wide_weight_gather(lost, min_elements=1)
+
+
+def test_wrong_arguments(mesh):
+    f, w = gather(mesh), abstract(mesh, (16, 4), jnp.float32, "fsdp")
+    with pytest.raises(ValueError, match="fn is a Lowered, lowered or compiled for its arguments; pass no others"):
+        collectives(f.lower(w), w)
+    with pytest.raises(ValueError, match="fn=3 must be a function"):
+        collectives(3)
+    with pytest.raises(ValueError, match="must have the program's 8 devices, in their order"):
+        collectives(f, w, mesh=AbstractMesh((2,), ("fsdp",)))
+    turned = jax.sharding.Mesh(mesh.devices.T, ("ep", "fsdp"))
+    with pytest.raises(ValueError, match="must have the program's 8 devices, in their order"):
+        collectives(f, w, mesh=turned)
+
+
+def test_what_the_cpu_cannot_compile_unwidened_is_said(mesh):
+    class Lowered:
+        asked = 0
+
+        def compile(self, compiler_options=None):
+            if compiler_options:
+                self.asked += 1
+                raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: f8")
+            return gather(mesh).lower(abstract(mesh, (16, 4), jnp.bfloat16, "fsdp")).compile()
+
+        def as_text(self):
+            raise NotImplementedError
+
+    lowered = Lowered()
+    with pytest.warns(UserWarning, match="XLA:CPU, which moves bf16 as f32"):
+        (c,) = collectives(lowered)
+    assert (c.dtype, c.axes, lowered.asked) == ("float32", ("fsdp",), 2)
+
+
+def test_arithmetic_on_f8_compiles_with_it_widened(mesh):
+    f = mapped(mesh, P("fsdp"), P())(lambda x: lax.all_gather(jnp.sin(x.astype(jnp.float8_e5m2)), "fsdp", tiled=True))
+    (c,) = collectives(f, abstract(mesh, (16, 4), jnp.bfloat16, "fsdp"))
+    assert c.dtype == "float16"
+
+
+# The block.
+
+CONFIG = MoEConfig(d_model=32, d_ff=64, num_experts=8, top_k=2)
+
+
+def test_report_of_a_block():
+    mesh = make_mesh("2x4")
+    report = inspect.report(CONFIG, recipe="fp8_block", tokens=64, mesh=mesh)
+    shard = 8 * 32 * 64 // 8
+    assert_no_wide_weight_gather(report.found, min_elements=shard)
+    assert_reduce_scattered(report.found, min_elements=shard)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        assert_no_wide_weight_gather(report.plain, min_elements=shard)
+    assert 0 < report.gathered <= 0.53 * report.plain_gathered
+    text = str(report)
+    assert f"{report.gathered:,} bytes a device, {report.plain_gathered:,} without quantization" in text
+    assert "reduce-scatter" in text
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_forward_has_no_gradient(kind):
+    with jax.set_mesh(make_mesh("2x4", kind)):
+        found = inspect.inspect_block(CONFIG, tokens=64, exchange="all_gather", backward=False)
+    assert not [c for c in found if c.kind == "reduce-scatter" and "fsdp" in c.axes]
+    assert {c.dtype for c in inspect.weight_gathers(found)} == {"bfloat16"}
+
+
+def test_a_block_needs_a_mesh_that_divides_it():
+    with pytest.raises(ValueError, match="inspect_block: no mesh"):
+        inspect.inspect_block(CONFIG, tokens=64)
+    with pytest.raises(ValueError, match="tokens: dim 0 of size 63 does not divide"):
+        inspect.inspect_block(CONFIG, tokens=63, mesh=make_mesh("2x4"))
