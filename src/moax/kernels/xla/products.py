@@ -1,14 +1,18 @@
-"""Grouped products by XLA: one product a tile of rows, in a loop over as many tiles as the groups have.
+"""Grouped products by XLA: one product a group, over the smallest of a few numbers of rows that holds the group.
 
     matmul     y[m]  = x[m] w[g(m)] + bias[g(m)]       with `transpose` dy[m] w[g(m)]^T
     wgrad      dw[g] = sum over rows m of group g: x[m]^T dy[m]
     bias_grad  db[g] = sum over rows m of group g: dy[m]
 
-The work is proportional to the rows. Quantized operands are dequantized to the dtype of the product before it.
+XLA compiles a product for a fixed number of rows, its capacity. A group of 700 rows with capacities (0, 256, 512, 768,
+1024) takes the product over 768 rows, of which the last 68 are no rows of the group. A group without rows takes none.
+The work is proportional to the rows of the groups, the memory to the rows and one matrix. Quantized operands are
+dequantized to the dtype of the product before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,12 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from moax.groups import Groups, group_starts, row_groups, zero_rows
+from moax.groups import Groups, align_up, group_starts, row_groups, zero_rows
 from moax.kernels.xla.quantization import dequantize
 from moax.mesh.collectives import vary_like
 from moax.types import QArray
 
 ROWS = (((0,), (0,)), ((), ()))  # contracts the rows of both operands
+STEP = 128  # rows: a GPU multiplies fewer in about the same time, as it reads the same weights
 
 
 def matmul(
@@ -34,19 +39,23 @@ def matmul(
     x, w = _plain(x, dtype), _plain(w, dtype)
     width, contract = w.shape[1 if transpose else 2], (((1,), (1 if transpose else 0,)), ((), ()))
     if groups.sizes is None:
-        y = _dot(x, w[0], contract).astype(dtype)
+        y = _dot(x, w[0], contract)
         return y if bias is None else y + bias.reshape(1, -1).astype(dtype)
-    tiles = _Tiles(groups, x.shape[0])
 
-    def body(i, y):
-        group, first, real = tiles.find(i)
-        rows = lax.dynamic_slice_in_dim(x, first, tiles.size)
-        part = _dot(rows, lax.dynamic_index_in_dim(w, group, keepdims=False), contract).astype(dtype)
-        before = lax.dynamic_slice_in_dim(y, first, tiles.size)
-        return lax.dynamic_update_slice_in_dim(y, jnp.where(real[:, None], part, before), first, 0)
+    def of_group(y, step):
+        matrix, index, start, size = step
 
+        def over(capacity: int):
+            first, real = _window(start, size, capacity, x.shape[0])
+            part = _dot(lax.dynamic_slice_in_dim(x, first, capacity), matrix, contract)
+            before = lax.dynamic_slice_in_dim(y, first, capacity)
+            return lax.dynamic_update_slice_in_dim(y, jnp.where(real[:, None], part, before), first, 0)
+
+        return _switch(index, over, capacities), None
+
+    capacities, steps = _plan(groups, x.shape[0])
     y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)
-    y = lax.fori_loop(0, tiles.count, body, y)
+    y = lax.scan(of_group, y, (w, *steps))[0]
     return y if bias is None else add_bias(y, bias.reshape(bias.shape[0], -1), groups)
 
 
@@ -54,17 +63,20 @@ def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: Any) -> 
     """x [M, K] and dy [M, N], whatever their padding holds -> [E, K, N], summed in float32."""
     x, dy = _plain(x, dtype), _plain(dy, dtype)
     if groups.sizes is None:
-        return _dot(x, dy, ROWS).astype(dtype)[None]
-    tiles = _Tiles(groups, x.shape[0])
+        return _dot(x, dy, ROWS)[None]
 
-    def body(i, dw):
-        group, first, real = tiles.find(i)
-        rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, tiles.size), real) for v in (x, dy))
-        part = lax.dynamic_index_in_dim(dw, group, keepdims=False) + _dot(rows, d_rows, ROWS)
-        return lax.dynamic_update_index_in_dim(dw, part, group, 0)
+    def of_group(_, step):
+        index, start, size = step
 
-    dw = jnp.zeros((groups.sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
-    return lax.fori_loop(0, tiles.count, body, vary_like(dw, x, dy, groups.sizes)).astype(dtype)
+        def over(capacity: int):
+            first, real = _window(start, size, capacity, x.shape[0])
+            rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, capacity), real) for v in (x, dy))
+            return _dot(rows, d_rows, ROWS)
+
+        return None, _switch(index, over, capacities)
+
+    capacities, steps = _plan(groups, x.shape[0])
+    return lax.scan(of_group, None, steps)[1]
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
@@ -82,37 +94,46 @@ def add_bias(y: Float[Array, "M N"], bias: Float[Array, "E N"], groups: Groups) 
     return jnp.where(groups.real[:, None], y + bias.astype(y.dtype)[group], y)
 
 
+def capacities_of(num_rows: int, num_groups: int) -> tuple[int, ...]:
+    """0, quarters of the mean group up to twice the mean, doubles of the mean, and all rows, in whole steps.
+
+    16384 rows of 4 groups give (0, 1024, 2048, ..., 8192, 16384); 300 rows of 8 groups give (0, 128, 256, 300).
+    """
+    mean = -(-num_rows // num_groups)
+    doubles = (mean << n for n in range(2, num_groups.bit_length()))
+    found = {align_up(rows, STEP) for rows in (*(mean * n // 4 for n in range(1, 9)), *doubles)}
+    return tuple(sorted({0, num_rows, *(rows for rows in found if rows < num_rows)}))
+
+
+def _plan(groups: Groups, num_rows: int):
+    """The capacities, and (index of the capacity that holds it, first row, rows) of every group.
+
+    The index of all groups is found at once: a search inside a loop over groups is a loop of small kernels itself.
+    """
+    capacities = capacities_of(num_rows, groups.sizes.shape[0])
+    index = sum(((groups.sizes > rows).astype(jnp.int32) for rows in capacities[:-1]), jnp.zeros_like(groups.sizes))
+    return capacities, (index, group_starts(groups.sizes, groups.align), groups.sizes)
+
+
+def _window(start, size, capacity: int, num_rows: int):
+    """The first of `capacity` rows that hold rows start to start + size, and which of them are those rows.
+
+    Rows 3 to 5 of 6 within 4 rows begin at row 2, and the last 3 of the 4 are real.
+    """
+    first = jnp.minimum(start, num_rows - capacity)
+    rows = first + jnp.arange(capacity, dtype=jnp.int32)
+    return first, (rows >= start) & (rows < start + size)
+
+
+def _switch(index, over: Callable, capacities: tuple[int, ...]):
+    return lax.switch(index, [lambda capacity=capacity: over(capacity) for capacity in capacities])
+
+
 def _plain(x, dtype):
     return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
 
 
 def _dot(a, b, contract):
+    """The product in the dtype of its operands, summed in float32 or wider."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
-
-
-class _Tiles:
-    """Tiles of `size` rows that cover the groups; no tile holds real rows of two groups.
-
-    With groups of 3 and 5 rows, align 1 and tiles of 4 rows, tile 0 is rows 0 to 3, of which 0 to 2 are real. Tiles 1
-    and 2 are rows 3 to 6 and 4 to 7, of which 3 to 6 and 7 are real: no tile hangs over the end of the rows.
-    """
-
-    def __init__(self, groups: Groups, num_rows: int):
-        mean = max(1, num_rows // groups.sizes.shape[0])
-        self.size = min(num_rows, max(16, min(512, 1 << (mean - 1).bit_length())))
-        of_group = -(-groups.sizes // self.size)
-        self.last = jnp.cumsum(of_group)
-        self.before = self.last - of_group
-        self.count = self.last[-1]
-        self.start = group_starts(groups.sizes, groups.align)
-        self.end = self.start + groups.sizes
-        self.num_rows = num_rows
-
-    def find(self, i):
-        """The group of tile i, its first row, and which of its rows are real."""
-        group = jnp.searchsorted(self.last, i, side="right").astype(jnp.int32)
-        begin = self.start[group] + (i - self.before[group]) * self.size
-        first = jnp.minimum(begin, self.num_rows - self.size)
-        rows = first + jnp.arange(self.size, dtype=jnp.int32)
-        return group, first, (rows >= begin) & (rows < self.end[group])
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=a.dtype)
