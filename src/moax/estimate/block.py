@@ -104,7 +104,7 @@ class Shard:
         options, w = self.options, self.options.recipe.w
         if w is None:
             return False
-        fp8 = options.kernels == "hopper" and takes_fp8(options.recipe)
+        fp8 = takes_fp8(options.kernels, options.recipe)
         return fp8 or w.weight_block(4, "rows") != w.weight_block(4, "columns")
 
     def weight(self, name: str) -> tuple[int, ...]:
