@@ -1,7 +1,8 @@
 """Directives whose content is computed when the pages are built, so that no page quotes what is no longer so.
 
 {run} moax estimate ...     the command and what it prints; `:part: N`, what is between its empty lines N and N + 1
-{cli-help} inspect          `moax inspect --help`; without a name, `moax --help`
+{cli-help} inspect          `moax inspect --help`; without a name, `moax --help`;
+                            benchmarks: `python -m benchmarks --help`
 {wire-table}                benchmarks/results/wire.json
 {layers}                    who may import whom: RANKS of tests/test_architecture.py
 {captured} FILE             what a program printed elsewhere, kept beside the page; `:missing:`, what to say without it
@@ -78,12 +79,13 @@ class Help(Live):
     optional_arguments = 1
 
     def node(self):
+        from benchmarks.command import parser
         from moax.cli import parsers
 
         os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"  # argparse asks for both
         found, commands = parsers()
         if self.arguments:
-            found = commands[self.arguments[0]]
+            found = (commands | {"benchmarks": parser()})[self.arguments[0]]
         return literal(found.format_help().rstrip(), "text")
 
 

@@ -403,7 +403,7 @@ def test_refuses_axes_that_are_no_weights():
         (((8, 4), (2, 4, 6), (2,)), dict(recipe="fp8_block", align=64), "align=64 must be a multiple of 128"),
         (((8, 4), (2, 4, 6), (2,)), dict(align=0), "align=0 must be a multiple of 1"),
         (((8, 4), (2, 4, 6), (2,)), dict(recipe="int8"), "recipe='int8' must be None, a Recipe, or one of 'fp8_block'"),
-        (((8, 4), (2, 4, 6), (2,)), dict(kernels="triton"), "kernels='triton' must be one of 'auto', 'xla', 'mosaic'"),
+        (((8, 4), (2, 4, 6), (2,)), dict(kernels="triton"), "kernels='triton' must be one of 'auto', 'hopper', 'xla'"),
         (((8, 5), (2, 4, 6), (2,)), {}, r"x \(8, 5\), w \(2, 4, 6\) and group_sizes \(2,\) do not fit each other"),
         (((8, 4), (2, 4, 6), (3,)), {}, r"group_sizes \(3,\) do not fit each other"),
         (((8, 4), (4, 6), (2,)), {}, r"they must be \[M, K\], \[E, K, \*C\], \[E\]"),
@@ -422,6 +422,6 @@ def test_kernels_by_name():
     """A choice by name that cannot run is refused, not replaced."""
     with pytest.raises(
         moax.Unsupported,
-        match="kernels='mosaic': the kernels are for NVIDIA GPUs of compute capability 9.0, this is 'cpu'",
+        match="kernels='hopper': the kernels are for NVIDIA GPUs of compute capability 9.0, this is 'cpu'",
     ):
         grouped_matmul(jnp.zeros((8, 4)), jnp.zeros((2, 4, 6)), jnp.zeros(2, jnp.int32), kernels="hopper")

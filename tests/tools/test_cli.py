@@ -129,7 +129,7 @@ def test_info_says_what_runs(capsys):
     assert "8 x cpu (platform cpu)" in said and "--mesh fsdp=2,ep=4" in said and f"jax {jax.__version__}" in said
     with pytest.raises(Unsupported, match=re.escape(backend.device_kind())) as refused:
         select_kernels("hopper")
-    assert str(refused.value).removeprefix("kernels='mosaic': ") in said
+    assert str(refused.value).removeprefix("kernels='hopper': ") in said
     assert cli.main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] | {"processes": 1} == found["devices"] and found["devices"]["count"] == 8
@@ -137,7 +137,7 @@ def test_info_says_what_runs(capsys):
     assert {value for argument, value in choices if argument == "exchange"} == set(TRANSPORTS)
     assert {value for argument, value in choices if argument == "kernels"} == set(backend.KERNELS)
     assert {value for argument, value in choices if argument == "recipe"} == set(RECIPES)
-    assert not choices["kernels", "mosaic"]["runs"] and choices["kernels", "auto"]["note"] == "xla"
+    assert not choices["kernels", "hopper"]["runs"] and choices["kernels", "auto"]["note"] == "xla"
     for (argument, _), choice in choices.items():
         assert choice["runs"] or argument != "recipe" and choice["note"], choice
 

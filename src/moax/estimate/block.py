@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from moax.config import MoEConfig
 from moax.errors import Unsupported
 from moax.estimate.hardware import Hardware, Kernels
+from moax.kernels import takes_fp8
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.specs import Layout, local_shape, spec, weight_layout
 from moax.ops.exchange import TRANSPORTS, ExchangeSpec, Transport, find_transport, refuse, slots_per_pair
@@ -95,6 +96,16 @@ class Shard:
     def again(self) -> bool:
         """Whether backward walks the experts' forward again, up to the activation."""
         return self.options.remat or self.options.chunks > 1
+
+    @property
+    def gathered_apart(self) -> bool:
+        """Whether a weight that is gathered to be contracted over its rows is another array than one to be contracted
+        over its columns. Where both are the same, XLA gathers it once for the two walks of a part in backward."""
+        options, w = self.options, self.options.recipe.w
+        if w is None:
+            return False
+        fp8 = takes_fp8(options.kernels, options.recipe)
+        return fp8 or w.weight_block(4, "rows") != w.weight_block(4, "columns")
 
     def weight(self, name: str) -> tuple[int, ...]:
         """The shape of a weight's shard as products take it, [E, K, *C]."""

@@ -116,7 +116,7 @@ def _gathered(s: Shard) -> int:
     if options.chunks == 1:
         return largest
     sums = sum(math.prod(s.whole(name)) * 4 for name in ("wi", "wo"))
-    return max(largest, 2 * taken("wi") + taken("wo") + sums)
+    return max(largest, taken("wi") * (2 if s.gathered_apart else 1) + taken("wo") + sums)
 
 
 def _exchange_bytes(s: Shard) -> int:

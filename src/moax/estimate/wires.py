@@ -46,8 +46,8 @@ def transfers(s: Shard) -> tuple[Transfer, ...]:
     """What one layer moves in a step, forward and backward.
 
     With remat the forward pass is done again before backward, but for what nothing of backward reads: the gather of wo,
-    the second product, the combine. With chunks each part does this by itself, and the router and the shared expert do
-    not.
+    the second product, the combine. With chunks each part does this by itself, from weights that were gathered once,
+    and the router and the shared expert do not.
 
     The amax of recipes that have one scale a tensor is left out: a few bytes each.
     """
@@ -59,7 +59,9 @@ def _forward(s: Shard, direction: Direction) -> Iterator[Transfer]:
     c, r, options, full = s.config, s.roles, s.options, direction == "forward"
     around = full or options.remat  # the router and the shared expert run
     for name in s.layouts:
-        if (full or name.endswith("wi")) and (around or not name.startswith("shared")):
+        shared = name.startswith("shared")
+        needed = full or (name.endswith("wi") and (shared or options.chunks == 1 or s.gathered_apart))
+        if needed and (around or not shared):
             yield from gathers(s, name, options.recipe.w, "rows", direction)
     yield from _exchanged(s, "dispatch", direction, exchange.dispatch_cost)
     if full:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from moax.backend import device_kind, on_hopper
+from moax import backend
 from moax.kernels.hopper.between import activate as activate
 from moax.kernels.hopper.between import activate_grad as activate_grad
 from moax.kernels.hopper.formats import BLOCK, KERNEL_WIDTH
@@ -37,8 +37,8 @@ __all__ = ["pack_rows"]
 
 def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
     """Why the kernels cannot run: another GPU, another dtype than bfloat16, or a width that is no multiple of 32."""
-    if not on_hopper():
-        return f"the kernels are for NVIDIA GPUs of compute capability 9.0, this is {device_kind()!r}"
+    if not backend.on_hopper():
+        return f"the kernels are for NVIDIA GPUs of compute capability 9.0, this is {backend.device_kind()!r}"
     if dtype is not None and dtype != jnp.bfloat16:
         return f"the kernels compute in bfloat16, not {jnp.dtype(dtype).name}"
     for name, size in widths.items():
