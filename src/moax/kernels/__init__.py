@@ -1,9 +1,10 @@
 """What one device computes: one table of implementations of the same local functions.
 
-| name     | runs on                                                            |
-|----------|--------------------------------------------------------------------|
-| `hopper` | NVIDIA GPUs of compute capability 9.0, bfloat16, Pallas Mosaic GPU  |
-| `xla`    | every backend and every dtype                                      |
+| name        | runs on                                                                                      |
+|-------------|----------------------------------------------------------------------------------------------|
+| `hopper`    | NVIDIA GPUs of compute capability 9.0, bfloat16, Pallas Mosaic GPU                            |
+| `xla`       | every backend and every dtype                                                                |
+| `blackwell` | NVIDIA GPUs of compute capability 10.0, by name alone: no such GPU has run it                 |
 
 `select_kernels` chooses once, from the platform, the dtype, the widths and the caller's word. After that nothing asks
 which implementation runs: `implementation(name)` is a module with the functions of `Implementation`. An implementation
@@ -27,7 +28,12 @@ from moax.mesh.axes import Names
 from moax.recipe import Contracted, Format, Recipe
 from moax.types import QArray
 
-IMPLEMENTATIONS = {"hopper": "moax.kernels.hopper", "xla": "moax.kernels.xla"}  # the first that can run is `auto`'s
+# `auto` takes the first that can run. `xla` runs anywhere, so what follows it runs by name alone.
+IMPLEMENTATIONS = {
+    "hopper": "moax.kernels.hopper",
+    "xla": "moax.kernels.xla",
+    "blackwell": "moax.kernels.blackwell",
+}
 DEFAULT = "xla"  # what runs anywhere
 
 Operand = Any  # rows or weights as one implementation's products take them
