@@ -135,7 +135,7 @@ def test_spans():
 
 @pytest.mark.parametrize("name", kernels.IMPLEMENTATIONS)
 def test_protocol(name):
-    """Breaks if an implementation lacks a function that the ops call, names its arguments otherwise, or asks for more."""
+    """Breaks if an implementation lacks a function that the ops call, names arguments otherwise, or asks for more."""
     for method, declared in vars(kernels.Implementation).items():
         if inspect.isfunction(declared) and not method.startswith("_"):
             wanted = [*inspect.signature(declared).parameters][1:]

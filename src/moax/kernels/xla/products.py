@@ -34,7 +34,7 @@ def matmul(
 ) -> Float[Array, "M N"]:
     """x [M, K] times the weight of each row's group, [E, K, N]; with `transpose` x [M, N] times [E, K, N]^T.
 
-    bias: [E, *C] or None, added after the product is rounded. Padding of the result may hold anything.
+    bias: [E, *C] or None, added after the product is rounded. Padding of the result is 0.
     """
     x, w = _plain(x, dtype), _plain(w, dtype)
     width, contract = w.shape[1 if transpose else 2], (((1,), (1 if transpose else 0,)), ((), ()))
