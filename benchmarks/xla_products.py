@@ -1,6 +1,6 @@
 """Grouped products in plain JAX, by several algorithms, beside `lax.ragged_dot`: what `kernels="xla"` should be.
 
-    PYTHONPATH=src python3 benchmarks/xla_products.py --sha SHA --out benchmarks/results/h200_xla_products.json
+    PYTHONPATH=src python3 -m benchmarks.xla_products --sha SHA --out benchmarks/results/h200_xla_products.json
 
 The algorithms are in `xla_algorithms.py`. An error is that of the worst group, relative, against float64 on a sample
 of the result.
@@ -15,13 +15,14 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xla_algorithms as algorithms
 
 import moax
+from benchmarks import xla_algorithms as algorithms
 
 CASES = {  # M, K, N, G
     "mixtral": (16384, 4096, 14336, 4),
@@ -36,13 +37,13 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 def candidates(direction: str, rows: int) -> dict[str, tuple[Callable, dict]]:
     """Name -> (function of (x or dy, w or dy, sizes), options of the compiler)."""
     fusion = {"xla_gpu_experimental_use_ragged_dot_fusion": True}
-    found = {
+    found: dict[str, tuple[Callable, dict]] = {
         "moax": (functools.partial(algorithms.own, direction=direction), {}),
         "ragged_dot": (functools.partial(algorithms.ragged_dot, direction=direction), {}),
         "ragged_dot_fusion": (functools.partial(algorithms.ragged_dot, direction=direction), fusion),
     }
 
-    def add(name: str, f: Callable, **options):
+    def add(name: str, f: Callable, **options) -> None:
         found[name] = (functools.partial(f, **options), {})
 
     if direction == "wgrad":
@@ -143,7 +144,8 @@ def measure(f: Callable, args: tuple) -> float:
     times = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
-        for _ in range(calls):
+        y = f(*args)
+        for _ in range(calls - 1):
             y = f(*args)
         jax.block_until_ready(y)
         times.append((time.perf_counter() - begin) / calls)
@@ -177,7 +179,7 @@ def bench(case: str, direction: str, arrays: tuple, only: list[str], deadline: f
     check = make_check(direction, *arrays)
     result = []
     for name, program in compiled.items():
-        row = base | {"algorithm": name, "us": None, "note": ""}
+        row: dict[str, Any] = base | {"algorithm": name, "us": None, "note": ""}
         result.append(row)
         if isinstance(program, BaseException):
             row["note"] = f"{type(program).__name__}: {str(program)[:200]}"
@@ -191,15 +193,10 @@ def bench(case: str, direction: str, arrays: tuple, only: list[str], deadline: f
                 row["temp_gb"] = program.memory_analysis().temp_size_in_bytes / 1e9
             except Exception as failure:  # one algorithm that does not run: the others may
                 row["note"] = f"{type(failure).__name__}: {str(failure)[:200]}"
-        print(
-            f"{case:8} {direction:6} {name:18} "
-            + (
-                f"{row['us']:9.0f} us {row['tflops']:6.1f} TFLOP/s {row['temp_gb']:6.2f} GB error {row['error']:.1e}"
-                if row["us"]
-                else row["note"]
-            ),
-            flush=True,
-        )
+        said = row["note"]
+        if row["us"]:
+            said = "{us:9.0f} us {tflops:6.1f} TFLOP/s {temp_gb:6.2f} GB error {error:.1e}".format(**row)
+        print(f"{case:8} {direction:6} {name:18} {said}", flush=True)
     return result
 
 
@@ -219,7 +216,7 @@ def main() -> None:
         "versions": {"moax": moax.__version__, "jax": jax.__version__, "jaxlib": jax.lib.__version__},
         "git_sha": options.sha,
         "date": datetime.date.today().isoformat(),
-        "command": f"python3 benchmarks/xla_products.py --sha {options.sha} --seconds {options.seconds:.0f}",
+        "command": f"python3 -m benchmarks.xla_products --sha {options.sha} --seconds {options.seconds:.0f}",
         "method": f"wall clock of back-to-back calls, the median of {REPEATS} after {WARMUPS} warm-ups",
         "rows": [],
     }
