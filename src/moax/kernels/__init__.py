@@ -181,12 +181,16 @@ def select_kernels(kernels: str = "auto", dtype: Any = None, **widths: int) -> s
 
 def why_not(name: str, dtype: Any = None, **widths: int) -> str | None:
     """Why the implementation of this name cannot run; None where it can."""
-    if importlib.util.find_spec(IMPLEMENTATIONS[name]) is None:
+    if not is_installed(name):
         return f"this installation has no {IMPLEMENTATIONS[name]}"
     return implementation(name).why_not(dtype, widths)
 
 
 def takes_fp8(name: str, recipe: Recipe) -> bool:
     """Whether the implementation of this name is installed and multiplies in FP8 by this recipe."""
-    found = importlib.util.find_spec(IMPLEMENTATIONS[name]) is not None
-    return found and implementation(name).takes_fp8(recipe)
+    return is_installed(name) and implementation(name).takes_fp8(recipe)
+
+
+def is_installed(name: str) -> bool:
+    """Whether this installation has the implementation of this name."""
+    return importlib.util.find_spec(IMPLEMENTATIONS[name]) is not None
