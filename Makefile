@@ -16,7 +16,7 @@ HF_PYTHON ?= python3.11
 GPU_PYTHON ?= python3
 GPU_WORKERS ?= 8
 
-.PHONY: help demo docs test lint format test-matrix test-gpu check-sass hf-parity constraints clean
+.PHONY: help demo docs test lint format test-more test-gpu check-sass hf-parity constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -29,8 +29,8 @@ docs: $(INSTALLED) ## build the documentation into docs/_build/html; a warning i
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-test: lint ## lint, then every test but the full matrix and the GPU's
-	$(BIN)/pytest -n $(WORKERS)
+test: lint ## lint, then the tests that ten minutes on two cores have time for; ends with what they covered
+	$(BIN)/pytest -n $(WORKERS) -m "not more and not gpu"
 
 lint: $(INSTALLED) ## ruff's checks, ruff's format, types
 	$(BIN)/ruff check
@@ -41,8 +41,8 @@ format: $(INSTALLED) ## rewrite the code as lint wants it
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-test-matrix: $(INSTALLED) ## every mesh x engine x exchange against the reference (long)
-	$(BIN)/pytest -n $(WORKERS) -m matrix
+test-more: $(INSTALLED) ## the tests that `make test` has no time for (half an hour on two cores)
+	$(BIN)/pytest -n $(WORKERS) -m "more and not gpu"
 
 check-sass: $(SASS_VENV)/.installed ## compile the kernels, and the block for 4 H200s, to SASS without a GPU (10 minutes)
 	PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_sass.py
@@ -56,7 +56,7 @@ $(SASS_VENV)/.installed: constraints.txt Makefile
 hf-parity: $(INSTALLED) $(HF_VENV)/.installed ## hold moax.hf against transformers, run anew on this CPU (HF_PYTHON: one that has torch)
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
 	$(HF_VENV)/bin/python scripts/hf_reference.py "$$tmp" && \
-	PYTHONPATH=src:tests $(BIN)/python tests/hf_parity.py "$$tmp" --write && \
+	PYTHONPATH=src:tests $(BIN)/python tests/support/hf_parity.py "$$tmp" --write && \
 	$(HF_VENV)/bin/python scripts/hf_reference.py "$$tmp" --check
 
 $(HF_VENV)/.installed: Makefile

@@ -18,6 +18,7 @@ from benchmarks.report import Row
 from benchmarks.wires import exchange, gather, wire
 from moax import backend, program
 from moax.arguments import mesh_of
+from moax.kernels import IMPLEMENTATIONS
 from moax.mesh.axes import ROLES
 from moax.ops.exchange import TRANSPORTS
 from moax.recipe import RECIPES
@@ -96,7 +97,12 @@ def parser() -> argparse.ArgumentParser:
         f"{' and '.join(block.RECIPES)})")  # fmt: skip
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
         "and 16384)")  # fmt: skip
-    add("--kernels", choices=backend.KERNELS, default="auto", help="block: whose kernels run (default: %(default)s)")
+    add(
+        "--kernels",
+        choices=("auto", *IMPLEMENTATIONS),
+        default="auto",
+        help="block: whose kernels run (default: %(default)s)",
+    )
     add("--exchange", choices=TRANSPORTS, default="auto", help="block --mesh, train: how tokens reach the ranks of "
         "their experts (default: %(default)s)")  # fmt: skip
     add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from moax.groups import BLOCK
+from moax.kernels.hopper.formats import BLOCK, KMajorFp8
 from moax.tune.cases import Direction
 from moax.tune.problem import Problem
-from moax.types import Operand
 
 ROWS = 4  # of each expert
 ELEMENTS = 1 << 24  # of weights brought to the host, about
@@ -37,7 +36,7 @@ class Error(NamedTuple):
     rounding: float | None = None
 
 
-def sample(problem: Problem, direction: Direction, operands: tuple[Operand, Operand] | None = None) -> Sample:
+def sample(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None = None) -> Sample:
     """Float64 products of the bf16 operands, or of FP8 `operands` as they are."""
     if operands is None:
         if direction not in problem.samples:
@@ -46,7 +45,7 @@ def sample(problem: Problem, direction: Direction, operands: tuple[Operand, Oper
     return _sample(problem, direction, operands)
 
 
-def _sample(problem: Problem, direction: Direction, operands: tuple[Operand, Operand] | None) -> Sample:
+def _sample(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None) -> Sample:
     case = problem.case
     contracted, columns = (case.contracted, case.columns)[:: -1 if direction == "dgrad" else 1]
     count = min(columns, max(8, min(32, ELEMENTS // (case.groups * contracted))))
@@ -105,12 +104,12 @@ def relative(got: list[np.ndarray], want: list[np.ndarray]) -> float:
     return float(np.sqrt(difference / norm))
 
 
-def operand_rows(operand: Operand, rows: np.ndarray) -> np.ndarray:
+def operand_rows(operand: KMajorFp8, rows: np.ndarray) -> np.ndarray:
     scale = np.repeat(double(operand.scale[:, rows]).T, BLOCK, axis=1)
     return double(operand.data[rows]) * scale[:, : operand.data.shape[1]]
 
 
-def operand_columns(operand: Operand, columns: np.ndarray) -> np.ndarray:
+def operand_columns(operand: KMajorFp8, columns: np.ndarray) -> np.ndarray:
     scale = np.repeat(double(operand.scale[:, columns // BLOCK]), BLOCK, axis=2)
     return double(operand.data[:, columns]) * scale[:, :, : operand.data.shape[2]]
 

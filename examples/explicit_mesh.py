@@ -1,6 +1,6 @@
 """A mesh of Explicit axes: shardings are part of the types of arrays, and y and the gradients have those of x and w.
 
-Nothing here runs before the types are known: they are printed while the functions are traced, and hold for the arrays.
+JAX knows all types while it traces a function, before anything runs. The program prints them then.
 Run: `python examples/explicit_mesh.py [--devices N]`; N CPU devices are emulated where there is no GPU.
 """
 

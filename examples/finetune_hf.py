@@ -1,7 +1,7 @@
 """Fine-tunes the MoE layers of a published kind of model: from safetensors onto the mesh, some steps, and back.
 
-The checkpoint is a Qwen3-MoE of random weights, less its attention, made on the spot; one from a model hub reads the
-same way. Embedding and head stay as they are; the loss is that of the next token in a fixed permutation.
+The program makes its own checkpoint, a Qwen3-MoE of random weights without attention; one from a hub is read alike.
+Embedding and head stay as they are; the loss is that of the next token in a fixed permutation.
 Run: `python examples/finetune_hf.py [--devices N]`; N CPU devices are emulated where there is no GPU.
 """
 

@@ -1,9 +1,9 @@
 """Loss-free balancing: a bias on the router's selection evens out the load of experts, without a loss term.
 
-Tokens lie around one direction, so that a fresh router sends most of them to a few experts. After each step
-`update_router_bias` raises the bias of experts with too few tokens and lowers that of the others. Weights stay as they
-are here, and every step has new tokens: what changes the load is the bias alone. In training, update it once a step,
-after the optimizer; no gradient or optimizer sees it.
+All tokens lie near one direction, so a fresh router sends most of them to a few experts. After each step
+`update_router_bias` raises the bias of experts with too few tokens and lowers the bias of the others. The weights
+stay as they are and every step has new tokens, so the bias alone changes the load. In training, update the bias once
+in each step, after the optimizer; no gradient and no optimizer changes it.
 Run: `python examples/loss_free_balancing.py [--devices N]`; N CPU devices are emulated where there is no GPU.
 """
 

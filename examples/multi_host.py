@@ -1,8 +1,8 @@
-"""One program on one machine or on many: the processes join, the rest is as ever.
+"""One program on one machine or on many: the processes join, and the rest is the same program.
 
-The mesh keeps each group of `ep` on one host's fast wires, and lets `fsdp` cross the network, where weights travel as
-bytes. Each process makes the rows of its own devices alone; losses are the same, but for the order of sums, however
-many processes there are.
+The mesh keeps each group of `ep` on the fast wires of one host, and lets `fsdp` cross the network, where weights
+travel as bytes. Each process makes the rows of its own devices. The losses do not depend on the number of processes,
+but for the order of sums.
 Run: `python examples/multi_host.py [--devices N]`; N CPU devices are emulated where there is no GPU. On a cluster, one
 process a host: add `--distributed` under Slurm, elsewhere `--coordinator HOST:PORT --num-processes N --process-id I`.
 """
@@ -22,7 +22,7 @@ ROWS, SEQ, STEPS, RATE = 16, 32, 20, 20.0
 
 
 def batch_of(step: int, index: tuple) -> np.ndarray:
-    """[rows, S, H]: those rows of the global batch that a device has; a real program reads them from files here."""
+    """[rows, S, H]: the rows of the global batch that one device has; a real program reads them from files."""
     rows = [np.random.default_rng([step, row]).standard_normal((SEQ, CONFIG.d_model)) for row in range(ROWS)[index[0]]]
     return np.stack(rows).astype(jnp.bfloat16)
 
@@ -49,7 +49,7 @@ def main(args):
     shape, losses = (ROWS, SEQ, CONFIG.d_model), []
     with jax.set_mesh(mesh):
         params = moax.init(jax.random.key(0), CONFIG)
-        # The loss on every device, so that every process can read it.
+        # The loss lies on every device, so every process can read it.
         step = jax.jit(train_step, donate_argnums=0, out_shardings=(None, jax.NamedSharding(mesh, jax.P())))
         for i in range(STEPS):
             params, loss = step(params, jax.make_array_from_callback(shape, rows, functools.partial(batch_of, i)))

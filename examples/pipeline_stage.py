@@ -1,7 +1,7 @@
 """Inside your own `shard_map` over a pipeline axis: two stages, each an MoE layer on its own half of the devices.
 
 The `shard_map` names the axis `stage` alone. The other axes stay Auto, and `moax.moe` shards over them as it does
-anywhere. Microbatches walk through the stages by `ppermute`; the results are those of one layer after the other.
+everywhere. `ppermute` sends microbatches from stage to stage; the results are those of one layer after the other.
 Run: `python examples/pipeline_stage.py [--devices N]`; N CPU devices are emulated where there is no GPU.
 """
 
@@ -27,14 +27,14 @@ def layer(params, x):
 
 @jax.shard_map(axis_names={"stage"}, in_specs=(P("stage"), P()), out_specs=P("stage"), check_vma=False)
 def pipeline(params, x):
-    """params: those of this stage, stacked once. x: [MICROBATCHES, B, S, H]. Returns [1, MICROBATCHES, B, S, H]."""
+    """params: of this stage, with a dim of 1 first. x: [MICROBATCHES, B, S, H]. Returns [1, MICROBATCHES, B, S, H]."""
     stage, params = lax.axis_index("stage"), jax.tree.map(lambda p: p[0], params)
 
     def tick(carried, entering):
         y = layer(params, jnp.where(stage == 0, entering, carried))
         return lax.ppermute(y, "stage", [(i, i + 1) for i in range(STAGES - 1)]), y
 
-    # After the last microbatch, zeros enter until it has walked through.
+    # After the last microbatch, zeros enter until that microbatch has left the last stage.
     _, y = lax.scan(tick, jnp.zeros_like(x[0]), jnp.pad(x, [(0, STAGES - 1)] + [(0, 0)] * 3))
     return y[None, STAGES - 1 :]
 

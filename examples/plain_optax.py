@@ -1,7 +1,7 @@
 """Plain functions: a dict of parameters, an optax optimizer, and one jitted step that takes its state for itself.
 
-`donate_argnums=0` lets XLA write the new weights and moments over the old ones, so that they are in memory once; the
-moments have the sharding of their weights without a word about it. Fits the outputs of a random MoE.
+`donate_argnums=0` lets XLA write the new weights and moments over the old ones, so memory holds them once. The moments
+get the sharding of their weights by themselves. The model learns the outputs of a random MoE.
 Run: `python examples/plain_optax.py [--devices N]`; N CPU devices are emulated where there is no GPU.
 """
 
@@ -21,7 +21,7 @@ BATCH, SEQ, STEPS = 4, 32, 20
 
 
 class State(NamedTuple):
-    """What a step takes and gives back."""
+    """The argument and the result of a step."""
 
     params: dict[str, Any]
     optimizer: Any

@@ -25,15 +25,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moax
 from moax import inspect
-from moax.groups import BLOCK, make_blocks
-from moax.kernels.hopper import activation, activation_plain, exchange, permute, quantize, tiles
-from moax.kernels.hopper.matmul import grouped_matmul
-from moax.kernels.hopper.matmul_fp8 import grouped_matmul_fp8
-from moax.kernels.hopper.wgrad import grouped_wgrad
-from moax.kernels.hopper.wgrad_fp8 import grouped_wgrad_fp8
+from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
+from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, quantize, tiles
+from moax.kernels.hopper.pallas.matmul import grouped_matmul
+from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
+from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
+from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 from moax.models import MODELS
 from moax.recipe import Format, get_recipe
-from moax.types import Operand
 
 H200 = """
 gpu_device_info {
@@ -112,11 +111,11 @@ def products(op: str, k: int, n: int, bias: bool = False):
             return (lambda a, b, s, tile: grouped_wgrad(a, b, blocks(s), tile)), [x, dy, sizes]
         case "matmul_fp8":
             fp8 = lambda a, p, b, q, s, v=None, *, tile: grouped_matmul_fp8(  # noqa: E731
-                Operand(a, p), Operand(b, q), blocks(s), tile, bias=v
+                KMajorFp8(a, p), KMajorFp8(b, q), blocks(s), tile, bias=v
             )
             return fp8, [*rows(k), *weight, sizes, *biases]
         case _:
-            fp8 = lambda a, p, b, q, s, tile: grouped_wgrad_fp8(Operand(a, p), Operand(b, q), blocks(s), tile)  # noqa: E731
+            fp8 = lambda a, p, b, q, s, tile: grouped_wgrad_fp8(KMajorFp8(a, p), KMajorFp8(b, q), blocks(s), tile)  # noqa: E731
             return fp8, [*turned(k), *turned(n), sizes]
 
 
@@ -154,10 +153,10 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
         act = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
         h, d_a, by_row = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
-        plain = lambda h, v, s, act=act: activation_plain.activate_rows(  # noqa: E731
+        plain = lambda h, v, s, act=act: activation_bf16.activate_rows(  # noqa: E731
             h, make_blocks(s, ROWS), act, gated=True, weights=v
         )
-        plain_grad = lambda h, d, v, s, act=act: activation_plain.activate_grad_rows(  # noqa: E731
+        plain_grad = lambda h, d, v, s, act=act: activation_bf16.activate_grad_rows(  # noqa: E731
             h, d, make_blocks(s, ROWS), act, weights=v
         )
         yield f"activate_rows {width}", plain, [h, by_row, sizes]
@@ -229,7 +228,7 @@ def compile_one_sided() -> None:
         name = f"block one_sided {kind} engine={engine} wire={recipe is wired} chunks={chunks}"
         print(f"== {name}", flush=True)
         mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"), kind)
-        options = dict(recipe=recipe, kernels="mosaic", exchange="one_sided", engine=engine, chunks=chunks)
+        options = dict(recipe=recipe, kernels="hopper", exchange="one_sided", engine=engine, chunks=chunks)
         with jax.set_mesh(mesh):
             params, x = operands_of_block(config, moax.Axes(), mesh)
 
@@ -259,7 +258,7 @@ def compile_blocks() -> None:
                 params, x = operands_of_block(config, axes, mesh)
 
                 def loss(x, params, recipe=recipe, axes=axes):
-                    y, _ = moax.moe(x, params, config, recipe=recipe, axes=axes, kernels="mosaic")
+                    y, _ = moax.moe(x, params, config, recipe=recipe, axes=axes, kernels="hopper")
                     return jnp.sum(jnp.square(y.astype(F32)))
 
                 compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile()

@@ -9,8 +9,8 @@ has the NAMES that were read, and what they said.
 import jax
 import jax.numpy as jnp
 
-from moax.groups import make_blocks
-from moax.kernels.hopper import activation, quantize
+from moax.kernels.hopper.formats import make_blocks
+from moax.kernels.hopper.pallas import activation, quantize
 from moax.models import MODELS
 
 QWEN3 = MODELS["qwen3-30b"]

@@ -4,7 +4,7 @@
 Run by any Python that has torch and transformers: scripts/hf_reference.py FOLDER. Each family gets FOLDER/NAME/ with
 config.json and model.safetensors as `save_pretrained` spells them, less what is no MoE layer, and expected.safetensors:
 x, dy, y = layer(x), dx, and grads.NAME for each parameter as transformers has it in memory. FOLDER/mxfp4.safetensors is
-what it makes of random mxfp4 weights. With --check it loads what `tests/hf_parity.py FOLDER --write` wrote there, and
+what it makes of random mxfp4 weights. With --check it loads what tests/support/hf_parity.py wrote there (--write) and
 compares it bit for bit.
 """
 

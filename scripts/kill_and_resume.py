@@ -2,7 +2,7 @@
 
     python scripts/kill_and_resume.py [--kill 0|1] [--at STEP] [--steps N] [--folder FOLDER]
 
-Each process has four emulated devices of this machine; no GPU. tests/test_multiprocess.py does the same, and more.
+Each process has four emulated devices of this machine; no GPU. tests/lm/test_multiprocess.py does the same, and more.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Every test runs on 8 emulated CPU devices or, with MOAX_TEST_GPU=1, on the machine's GPUs.
 
-JAX reads all of this when its backend starts, so it is set before anything imports jax. Code generation keeps its
-default level: a lower one compiles a third faster, but rounds differently and runs at half the speed.
+JAX reads all of this when its backend starts, so it is set before anything imports jax. LLVM optimizes nothing: most of
+a test's time is the compilation of its program, which takes half as long so; values stay within the suites' limits.
 """
 
 import os
@@ -14,13 +14,16 @@ ON_GPU = os.environ.get("MOAX_TEST_GPU") == "1"
 if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Eight devices share two cores here, and the second test worker's eight too: a rendezvous may take a while.
-    flags = ("--xla_force_host_platform_device_count=8", "--xla_cpu_collective_call_terminate_timeout_seconds=600")
+    flags = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0",
+             "--xla_cpu_collective_call_terminate_timeout_seconds=600")  # fmt: skip
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
 import hypothesis
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from support import summary
 
 CACHE = Path(__file__).parent.parent / ".jax_cache"
 
@@ -44,6 +47,22 @@ def pytest_runtest_protocol(item):
             strict.enter_context(jax.numpy_dtype_promotion("strict"))
             strict.enter_context(jax.numpy_rank_promotion("raise"))
         return (yield)
+
+
+def pytest_collection_modifyitems(items):
+    """Each test carries what the table at the end counts, from a worker to the process that prints."""
+    for item in items:
+        if covered := summary.covered_by(item):
+            item.user_properties.append((summary.PROPERTY, covered))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What was covered, by suite: the parameters of the tests that ran, nothing that is written down."""
+    stats = terminalreporter.stats
+    ran = [r for outcome in ("passed", "failed") for r in stats.get(outcome, []) if r.when == "call"]
+    if len(ran) >= 100:
+        terminalreporter.section("what was covered")
+        terminalreporter.write("\n".join(summary.table(ran)) + "\n")
 
 
 @pytest.fixture

@@ -1,63 +1,55 @@
-"""DESIGN.md section 2: who may import whom, and what only one file may do. Each "only" is one test here."""
+"""The rules of structure, one test a rule: who may import whom, and what only one place may do.
+
+Covers: every file of src/moax, and the imports of tests/. docs/design.md draws its layers from RANKS.
+"""
 
 import ast
-import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "moax"
 FILES = sorted(SRC.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_LINES = 400
 
-# A module may import those of lower rank, and of its own rank only what SIDEWAYS names. `moax` is the package itself,
+# A module may import modules of lower rank, and of its own rank only what SIDEWAYS names. `moax` is the package itself,
 # with all its public names: only the programs above it may import that.
 RANKS = {
-    **dict.fromkeys(["axes", "config", "groups", "recipe", "types", "reference", "_hlo"], 0),
-    **dict.fromkeys(["sharding", "partition", "backend", "kernels", "mesh", "mosaic"], 1),
-    "ops": 2,
-    **dict.fromkeys(["init", "block", "moe"], 3),
-    **dict.fromkeys(["nnx", "linen", "hf", "info", "inspect"], 4),
-    **dict.fromkeys(["estimate", "estimate_data", "estimate_times", "estimate_wires"], 4),
-    "moax": 5,
-    **dict.fromkeys(["cli", "train", "bench", "__main__"], 6),
+    **dict.fromkeys(["errors", "config", "recipe", "types", "groups", "models"], 0),
+    **dict.fromkeys(["params", "reference"], 1),
+    "backend": 2,
+    "mesh": 3,
+    **dict.fromkeys(["sharding", "kernels"], 4),
+    "ops": 5,
+    **dict.fromkeys(["options", "block", "initialize"], 6),
+    **dict.fromkeys(["nnx", "linen", "hf", "info", "inspect", "estimate", "tune"], 7),
+    "moax": 8,
+    **dict.fromkeys(["cli", "train", "__main__"], 9),
 }
 SIDEWAYS = {
-    "recipe": {"config"},
-    "types": {"axes", "config", "groups", "recipe"},
-    "reference": {"config", "types"},
-    "partition": {"backend", "sharding"},
-    "moe": {"block"},
-    "kernels": {"backend"},
-    "mosaic": {"backend", "kernels", "partition"},
-    "estimate_times": {"estimate_data", "estimate_wires"},
-    "estimate": {"estimate_data", "estimate_times", "estimate_wires"},
-    "bench": {"train"},
-    "cli": {"train", "bench"},
+    "types": {"config"},
+    "reference": {"params"},
+    "block": {"options"},
+    "cli": {"train"},
     "__main__": {"cli"},
 }
-# Lower, and forbidden all the same. Kernels take arrays and a TileConfig; nothing computes with the oracle.
-NEVER = {name: {"reference"} for name in RANKS if name not in ("moax", "cli", "train", "bench", "reference")}
-NEVER["kernels"] |= {"axes", "config"}
-
+# Nothing computes with the oracle, though it lies below: only the package, and programs, show it.
+SEES_REFERENCE = {"moax", "cli", "train", "reference"}
+# An op may use these other ops.
 OPS_SIDEWAYS = {
-    "grouped_matmul": {"quantize"},
-    "activation": {"quantize"},
-    "dense": {"quantize", "grouped_matmul"},
-    "exchange": {"one_sided", "quantize"},
+    "products": {"quantization"},
+    "activation": {"quantization"},
+    "linear": {"quantization", "products"},
+    "exchange": {"quantization"},
 }
-PARTS = ("bench/gather.py", "bench/rounds.py")  # measure a part of the block by itself
-# Layers and exchanges without moax, which have to bring their own.
-LAYERS = ("bench/peers/native.py", "bench/peers/public.py", "bench/peers/wires.py")
 PARTITIONING = {"PartitionSpec", "custom_partitioning", "shard_map"}
 COLLECTIVES = {
     "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmean", "pmin", "ppermute", "pshuffle",
@@ -65,6 +57,7 @@ COLLECTIVES = {
 }  # fmt: skip
 PLATFORM_CALLS = {"jax.default_backend", "jax.extend.backend.get_backend", "jax.lax.platform_dependent"}
 PLATFORM_ATTRIBUTES = {"platform", "platform_version", "device_kind", "compute_capability"}
+IMPLEMENTATIONS = {"hopper", "xla", "mosaic"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
 CORE_DEPENDENCIES = {"jax", "numpy", "jaxtyping", "moax"}
 OPTIONAL = {"flax", "optax", "orbax", "matplotlib", "rich"}
@@ -134,194 +127,214 @@ def mentions(path: Path) -> Iterator[tuple[ast.AST, str]]:
             yield node, dotted(node)
 
 
-def but(*allowed: str) -> list:
-    """The files of src/moax as parameters, less those named: paths relative to it, folders with a slash at the end."""
-    names = [(path, path.relative_to(SRC).as_posix()) for path in FILES]
-    return [pytest.param(path, id=name) for path, name in names if not name.startswith(allowed)]
+def but(*allowed: str) -> Iterator[Path]:
+    """The files of src/moax, less those named: paths relative to it, a folder with a slash at its end."""
+    return (path for path in FILES if not path.relative_to(SRC).as_posix().startswith(allowed))
+
+
+def none_of(found: Iterator[tuple[Path, ast.AST, str]], rule: str) -> None:
+    """Fails with every place that was found."""
+    bad = [f"{where(path, node)}: {what}" for path, node, what in found]
+    assert not bad, f"{rule}:\n" + "\n".join(bad)
+
+
+def mentioned(paths: Iterator[Path], asked: Callable[[str], bool]) -> Iterator[tuple[Path, ast.AST, str]]:
+    """Every mention of a name of which `asked` is true."""
+    return ((path, node, name) for path in paths for node, name in mentions(path) if asked(name))
 
 
 def test_there_is_a_source_to_check():
-    assert FILES, f"no Python file under {SRC}: every other test here would pass by checking nothing"
+    """Breaks if the other tests here pass by checking nothing."""
+    assert len(FILES) > 50 and len(TESTS) > 20
 
 
-def check(bad: list[str], breaks: str):
-    assert not bad, f"{breaks}:\n" + "\n".join(bad)
+def test_layers():
+    """Breaks if a file imports from above, from its own layer more than SIDEWAYS says, or belongs to no layer."""
+    unknown = sorted({part(module(path)) for path in FILES} - RANKS.keys())
+    assert not unknown, f"give {unknown} a rank in tests/test_architecture.py"
+
+    def refused(importer: str, target: str) -> bool:
+        if importer in (target, "moax"):
+            return False
+        if target == "reference" and importer not in SEES_REFERENCE:
+            return True
+        return RANKS[target] >= RANKS[importer] and target not in SIDEWAYS.get(importer, set())
+
+    none_of(
+        ((path, node, f"{part(module(path))} imports {name}") for path in FILES for node, name in imported_modules(path)
+         if refused(part(module(path)), part(name))),
+        "an import against the layers of docs/design.md",
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("path", but())
-def test_layers(path):
-    importer = part(module(path))
-    assert importer in RANKS, f"{path} has no layer; give `{importer}` its rank in tests/test_architecture.py"
+def test_ops_do_not_import_one_another():
+    """Breaks if ops meet anywhere but in the block; OPS_SIDEWAYS has the exceptions."""
 
-    def allowed(target: str) -> bool:
-        below = RANKS.get(target, RANKS[importer]) < RANKS[importer] or target in SIDEWAYS.get(importer, set())
-        return importer in (target, "moax") or (below and target not in NEVER.get(importer, set()))
+    def op(name: str) -> str:
+        return name.split(".")[2] if name.count(".") > 1 else ""
 
-    found = [(node, name) for node, name in imported_modules(path) if not allowed(part(name))]
-    check(
-        [f"{where(path, node)}: {importer} imports {name}" for node, name in found], "against the layers of DESIGN.md 2"
-    )
-
-
-@pytest.mark.parametrize("path", [p for p in but("ops/__init__.py") if p.id.startswith("ops/")])
-def test_ops_do_not_import_one_another(path):
-    allowed = {f"moax.ops.{name}" for name in OPS_SIDEWAYS.get(path.stem, set())} | {module(path)}
-    found = [(node, name) for node, name in imported_modules(path) if part(name) == "ops" and name not in allowed]
-    check(
-        [f"{where(path, node)}: {name}" for node, name in found], "ops meet in moe.py; OPS_SIDEWAYS has the exceptions"
-    )
+    inside = [path for path in FILES if module(path).startswith("moax.ops.")]
+    none_of(
+        ((path, node, name) for path in inside for node, name in imported_modules(path)
+         if part(name) == "ops" and op(name) not in {op(module(path)), *OPS_SIDEWAYS.get(op(module(path)), set())}),
+        "ops meet in the block",
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("path", but())
-def test_no_long_file(path):
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_LINES, f"{path} has {lines} lines; more than {MAX_LINES} is not read in one go: split it"
+def test_no_long_file():
+    """Breaks if a file is too long to be read in one go."""
+    lines = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    long = {str(path): n for path, n in lines.items() if n > MAX_LINES}
+    assert not long, f"more than {MAX_LINES} lines: {long}"
 
 
-@pytest.mark.parametrize("path", but("sharding.py", "partition.py", *PARTS, *LAYERS))
-def test_only_sharding_names_specs_and_partitioning(path):
-    found = [
-        f"{where(path, node)}: {name}"
-        for node, name in mentions(path)
-        if PARTITIONING & set(name.split(".")) or name in ("jax.P", "jax.sharding.P")
-    ]
-    check(found, "moax.sharding is the one place for specs, moax.partition for how an op is partitioned; ask them")
+def test_only_mesh_and_sharding_name_specs_and_partitioning():
+    """Breaks if specs, or how an op is partitioned, are written anywhere but in the files named here."""
+    allowed = but("mesh/specs.py", "mesh/place.py", "mesh/partition.py", "sharding.py")
+    asked = lambda name: PARTITIONING & set(name.split(".")) or name in ("jax.P", "jax.sharding.P")  # noqa: E731
+    none_of(mentioned(allowed, asked), "ask moax.sharding for specs, moax.mesh for how an op is partitioned")
 
 
-@pytest.mark.parametrize("path", but("partition.py", "ops/exchange.py", *LAYERS))
-def test_only_exchange_and_partition_call_collectives(path):
-    found = [
-        f"{where(path, node)}: {name}"
-        for node, name in mentions(path)
-        if name.startswith("jax.") and name.split(".")[-1] in COLLECTIVES
-    ]
-    check(found, "what crosses the wire is to be read in two files, ops/exchange.py and partition.py")
+def test_only_exchange_and_mesh_call_collectives():
+    """Breaks if what crosses the wire cannot be read in mesh/ and ops/exchange alone."""
+    allowed = but("mesh/collectives.py", "mesh/partition.py", "ops/exchange", "ops/one_sided.py")
+    asked = lambda name: name.startswith("jax.") and name.split(".")[-1] in COLLECTIVES  # noqa: E731
+    none_of(mentioned(allowed, asked), "collectives are called in mesh/collectives.py, mesh/partition.py, ops/exchange")
 
 
-@pytest.mark.parametrize("path", but("backend.py"))
-def test_only_backend_reads_the_platform(path):
-    found = [
-        f"{where(path, node)}: {name}"
-        for node, name in mentions(path)
-        if name in PLATFORM_CALLS
-        or ("." in name and name.split(".")[-1] in PLATFORM_ATTRIBUTES and not name.startswith("moax.backend."))
-    ]
-    check(found, "which implementation runs is decided in backend.py alone; ask it")
+def test_only_backend_reads_the_platform():
+    """Breaks if anything but backend.py asks what machine this is."""
+
+    def asked(name: str) -> bool:
+        attribute = "." in name and name.split(".")[-1] in PLATFORM_ATTRIBUTES
+        return name in PLATFORM_CALLS or (attribute and not name.startswith("moax.backend."))
+
+    none_of(mentioned(but("backend.py"), asked), "ask backend.py")
 
 
-@pytest.mark.parametrize("path", but("backend.py", "cli.py", "bench/peers/ragged_peer.py"))
-def test_no_environment_variables(path):
-    found = [f"{where(path, node)}: {name}" for node, name in mentions(path) if name in ENVIRONMENT]
-    check(found, "no environment variable changes results: pass an argument (cli.py sets up devices, a peer flags)")
+def test_only_kernels_know_the_implementations():
+    """Breaks if a file outside kernels/ asks which implementation runs, or takes one by name: a third one would have to
+    be added there too."""
+
+    def asks(node: ast.AST) -> bool:
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            parts = [node.value]
+        else:
+            return False
+        values = [v for p in parts for v in (p.elts if isinstance(p, ast.Tuple | ast.List | ast.Set) else [p])]
+        return any(isinstance(v, ast.Constant) and v.value in IMPLEMENTATIONS for v in values)
+
+    paths = list(but("kernels/", "backend.py"))
+    compared = ((path, node, ast.unparse(node)) for path in paths for node in ast.walk(tree(path)) if asks(node))
+    none_of(compared, "`kernels` was chosen once, in moax.kernels: call what was chosen")
+    taken = mentioned(iter(paths), lambda name: re.match(r"moax\.kernels\.(hopper|xla|mosaic)\b", name) is not None)
+    none_of(taken, "take an implementation from moax.kernels, not by its name")
 
 
-@pytest.mark.parametrize("path", but("nnx.py", "linen.py"))
-def test_only_the_layers_import_flax(path):
-    found = [f"{where(path, node)}: {name}" for node, name, _ in imports(path) if name.split(".")[0] == "flax"]
-    check(found, "breaks without the extra `flax`, which only nnx.py and linen.py may need")
+def test_no_environment_variables():
+    """Breaks if an environment variable changes results; the command line sets up devices by one."""
+    none_of(mentioned(but("cli.py"), ENVIRONMENT.__contains__), "pass an argument")
 
 
-@pytest.mark.parametrize("path", but("nnx.py", "linen.py", "cli.py", "train/", "bench/"))
-def test_core_dependencies(path):
+def test_only_the_layers_import_flax():
+    """Breaks if anything but nnx.py and linen.py needs the extra `flax`."""
+    found = ((p, node, name) for p in but("nnx.py", "linen.py") for node, name, _ in imports(p))
+    none_of((f for f in found if f[2].split(".")[0] == "flax"), "only nnx.py and linen.py may import flax")
+
+
+def test_core_dependencies():
+    """Breaks if the library needs more than a plain `pip install moax` brings."""
     known = sys.stdlib_module_names | CORE_DEPENDENCIES
-    found = [f"{where(path, node)}: {name}" for node, name, _ in imports(path) if name.split(".")[0] not in known]
-    check(found, "breaks after a plain `pip install moax`, which brings jax, numpy and jaxtyping")
+    found = ((p, node, name) for p in but("nnx.py", "linen.py", "cli.py", "train/") for node, name, _ in imports(p))
+    none_of((f for f in found if f[2].split(".")[0] not in known), "the core has jax, numpy and jaxtyping")
 
 
-@pytest.mark.parametrize("path", but())
-def test_no_assert_statement(path):
-    found = [where(path, node) for node in ast.walk(tree(path)) if isinstance(node, ast.Assert)]
-    check(found, "`python -O` removes asserts; raise a ValueError that names argument, value and what would do")
+def test_no_assert_statement():
+    """Breaks if a check vanishes under `python -O`; raise a ValueError that names argument, value and what would do."""
+    found = ((p, node, "assert") for p in FILES for node in ast.walk(tree(p)) if isinstance(node, ast.Assert))
+    none_of(found, "`python -O` removes asserts")
 
 
-@pytest.mark.parametrize("path", but())
-def test_nothing_left_over(path):
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    found = [f"{path}:{i}: {line.strip()}" for i, line in lines if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", line)]
-    check(found, "do it now, or file an issue")
+def test_nothing_left_over():
+    """Breaks if work that was put off is committed."""
+    lines = ((path, i, line) for path in FILES for i, line in enumerate(path.read_text().splitlines(), 1))
+    found = [f"{path}:{i}: {line.strip()}" for path, i, line in lines if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", line)]
+    assert not found, "do it now, or file an issue:\n" + "\n".join(found)
 
 
 def run(code: str, path: Path = SRC.parent) -> str:
+    """What a program prints in a process of its own, in which `path` holds moax."""
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(path)!r})\n{code}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{code}\nfailed:\n{done.stderr[-3000:]}"
     return done.stdout
 
 
-@pytest.mark.parametrize("name", sorted({"moax", "moax.cli"} & MODULES))
-def test_import_needs_no_extra(name):
-    loaded = set(run(f"import {name}\nprint(*(m for m in sys.modules if '.' not in m))").split())
-    check(sorted(loaded & OPTIONAL), f"`import {name}` loads what only an extra brings")
+def test_import_needs_no_extra():
+    """Breaks if `import moax`, or its command line, loads what only an extra brings."""
+    code = "import {0}\nprint(*(m for m in sys.modules if '.' not in m))"
+    for name in ("moax", "moax.cli"):
+        loaded = set(run(code.format(name)).split())
+        assert not loaded & OPTIONAL, f"`import {name}` loads {sorted(loaded & OPTIONAL)}"
 
 
-def test_import_starts_no_backend():
-    names = sorted(MODULES - {"moax.__main__"})
-    first = run(
-        "import importlib\n"
+def test_modules_import_alone_and_by_their_names():
+    """Breaks if an import starts JAX's backend, after which nobody can choose devices; or if a public function hides a
+    module, so that `import moax.a.b as m` gives the function."""
+    said = run(
+        "import importlib, types\n"
         "from jax._src import xla_bridge\n"
-        f"for name in {names}:\n"
+        f"for name in {sorted(MODULES - {'moax.__main__'})}:\n"
         "    importlib.import_module(name)\n"
-        "    if xla_bridge.backends_are_initialized(): sys.exit(print(name))\n"
+        "    if xla_bridge.backends_are_initialized(): sys.exit(print(name, 'starts the backend'))\n"
+        f"for name in {sorted(MODULES - {'moax.__main__'})}:\n"
+        "    found = {}\n"
+        "    exec(f'import {name} as m', found)\n"
+        "    if not isinstance(found['m'], types.ModuleType): print(name, 'is hidden by', found['m'])\n"
     ).strip()
-    assert not first, f"importing {first} starts JAX's backend; after that nobody can choose devices or platform"
+    assert not said, said
 
 
-@pytest.mark.skipif(not (SRC / "kernels").exists(), reason="there are no kernels to delete")
-def test_kernels_can_be_deleted(tmp_path):
-    shutil.copytree(SRC, tmp_path / "moax", ignore=shutil.ignore_patterns("kernels", "__pycache__"))
-    run(
-        "import jax, moax\n"
-        "config = moax.MoEConfig(d_model=8, d_ff=16, num_experts=4, top_k=2)\n"
-        "y, _ = moax.moe(jax.numpy.ones((4, 8)), moax.init(jax.random.key(0), config), config)\n"
-        "if not jax.numpy.isfinite(y).all(): sys.exit('not finite')",
-        tmp_path,
+REPRESENTATIVE = (
+    "tests/block/test_moe.py::test_one_device",
+    "tests/block/test_moe_quantized.py::test_against_rounded_operands[fp8_block]",
+    "tests/ops/test_grouped_matmul.py::test_bfloat16",
+)
+
+
+@pytest.mark.parametrize(
+    "selected",
+    [pytest.param(REPRESENTATIVE, id="some"),
+     pytest.param(("tests/ops", "tests/mesh", "tests/block"), id="ops, mesh and block", marks=pytest.mark.more)],
+)  # fmt: skip
+def test_kernels_can_be_deleted(tmp_path, selected):
+    """Breaks if a test that needs no Hopper kernel fails without the folder kernels/hopper."""
+    ignored = shutil.ignore_patterns("hopper", "__pycache__")
+    shutil.copytree(SRC, tmp_path / "moax", ignore=ignored)
+    code = "import moax; print(moax.__file__)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    here = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert str(tmp_path) in here.stdout, f"another moax than the copy was tested: {here.stdout}{here.stderr[-2000:]}"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *selected]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=1500)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_no_test_imports_another():
+    """Breaks if a helper of two test files is in one of them: it belongs to tests/support."""
+    names = {path.stem for path in TESTS if path.stem.startswith("test_")}
+    found = (
+        (path, node, name) for path in TESTS for node, name, _ in imported_names(path) if name.split(".")[0] in names
     )
+    none_of(found, "put what two test files need into tests/support")
 
 
-def declared() -> dict[str, Requirement]:
-    """What constraints.txt answers for: the core and every extra but the accelerator's, by canonical name."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {k: v for k, v in project["optional-dependencies"].items() if k != "cuda13"}
-    found = map(Requirement, [*project["dependencies"], *sum(extras.values(), [])])
-    return {canonicalize_name(r.name): r for r in found}
-
-
-def pinned() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    entries = [line for line in lines if line.strip() and not line.startswith("#")]
-    bad = [line for line in entries if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.!+]*", line)]
-    assert not bad, f"constraints.txt holds NAME==VERSION and nothing else, for every platform: {bad}"
-    return {canonicalize_name(name): version for name, version in (line.split("==") for line in entries)}
-
-
-def test_constraints_pin_each_dependency():
-    pins = pinned()
-    unpinned = sorted(declared().keys() - pins.keys())
-    assert not unpinned, f"two clones would install different versions of {unpinned}: `make constraints`"
-    outside = [str(r) for name, r in declared().items() if not r.specifier.contains(pins[name])]
-    assert not outside, f"constraints.txt pins a version that pyproject.toml does not admit: {outside}"
-
-
-def requires(name: str) -> list[str]:
-    try:
-        return importlib.metadata.requires(name) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []  # an environment without that extra; `make test` has them all
-
-
-def test_constraints_pin_what_those_need():
-    pins, todo, seen = pinned(), list(declared().values()), set()
-    while todo:
-        requirement = todo.pop()
-        name = canonicalize_name(requirement.name)
-        for extra in (requirement.extras | {""}) - {e for n, e in seen if n == name}:
-            seen.add((name, extra))
-            needs = map(Requirement, requires(name))
-            todo += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
-    unpinned = sorted({name for name, _ in seen} - pins.keys())
-    assert not unpinned, f"two clones would install different versions of {unpinned}: `make constraints`"
-
-
-def test_no_accelerator_package_in_constraints():
-    bad = [name for name in pinned() if re.match(r"nvidia-|jax-cuda|libtpu|torch$", name)]
-    assert not bad, f"a CPU machine would download {bad}"
+def imported_names(path: Path) -> Iterator[tuple[ast.stmt, str, str]]:
+    """(statement, module, name) of every import of a test file; none there is relative."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node, node.module or "", alias.name) for alias in node.names)

@@ -22,7 +22,6 @@ from benchmarks.peers import TORCH
 from benchmarks.report import OURS, Row
 from moax import MoEConfig, backend
 from moax.mesh.axes import ROLES
-from moax.ops.exchange import Transport
 from moax.tune.timing import Repeats
 
 PEERS = ("native", "public", TORCH)  # of benchmarks/peers
@@ -46,7 +45,7 @@ class How:
     mesh: tuple[tuple[str, int], ...]
     recipes: tuple[str, ...] = block.RECIPES
     kernels: str = "auto"
-    exchange: Transport = "auto"
+    exchange: str = "auto"
     peers: tuple[str, ...] = PEERS
     chunks: int = 1
 

@@ -20,7 +20,7 @@ from benchmarks import error
 from benchmarks.kernels import ours
 from benchmarks.kernels.measure import measure
 from benchmarks.report import HOPPER, JNP, OURS, Row, compare
-from moax.groups import BLOCK
+from moax.kernels.hopper.formats import BLOCK
 from moax.models import find_model
 from moax.tune.cases import Case
 from moax.tune.problem import Problem, quantize_rows

@@ -23,10 +23,9 @@ from benchmarks.kernels.measure import measure
 from benchmarks.kernels.permute import SAMPLE, expert_sorted
 from benchmarks.report import HOPPER, JNP, OURS, Row, compare
 from benchmarks.tokens import Tokens
-from moax.groups import BLOCK
+from moax.kernels.hopper.formats import BLOCK, KMajorFp8
 from moax.tune.problem import quantize_rows
 from moax.tune.timing import Repeats
-from moax.types import Operand
 
 BY_TWO = 2 + 2 * (1 + 4 / BLOCK)  # bytes of a value in bf16, and quantized twice with its share of the scales
 
@@ -61,7 +60,7 @@ def _plain(x, source, blocks):
     return quantize_rows(rows), quantize_rows(rows.T)
 
 
-def _error(case: Tokens, x: jax.Array, source: np.ndarray, out: tuple[Operand, Operand]) -> error.Error:
+def _error(case: Tokens, x: jax.Array, source: np.ndarray, out: tuple[KMajorFp8, KMajorFp8]) -> error.Error:
     """Of some rows, and of some columns of all real rows, each as it was quantized."""
     by_rows, by_columns = out
     real = np.flatnonzero(source < case.tokens)

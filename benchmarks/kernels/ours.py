@@ -17,11 +17,10 @@ import jax.numpy as jnp
 from benchmarks.report import HOPPER
 from moax import backend
 from moax.errors import Unsupported
-from moax.groups import BLOCK, Blocks
+from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 from moax.ops import grouped_matmul
 from moax.tune.cases import Direction
 from moax.tune.problem import Problem, dequantize
-from moax.types import Operand
 
 KERNELS = "moax.kernels.hopper"
 
@@ -35,7 +34,7 @@ class Call(NamedTuple):
     tile: str = ""
 
 
-def gemm(problem: Problem, direction: Direction, operands: tuple[Operand, Operand] | None) -> Call:
+def gemm(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None) -> Call:
     """One product in bf16, or in FP8 of quantized `operands`."""
     left, right = (
         operands
@@ -65,7 +64,7 @@ def gemm(problem: Problem, direction: Direction, operands: tuple[Operand, Operan
 
 
 def _xla_gemm(problem, direction, left, right) -> Call:
-    fp8 = isinstance(left, Operand)
+    fp8 = isinstance(left, KMajorFp8)
 
     def forward(x, w, sizes):
         return grouped_matmul(x, w, sizes, align=BLOCK, kernels="xla")
@@ -86,7 +85,7 @@ def _xla_gemm(problem, direction, left, right) -> Call:
 
 
 def quantize(blocks: Blocks | None, rows: bool, columns: bool) -> Callable:
-    """x -> (Operand | None, Operand | None): by rows (for forward, dgrad), by columns (for wgrad)."""
+    """x -> (KMajorFp8 | None, KMajorFp8 | None): by rows (for forward, dgrad), by columns (for wgrad)."""
     kernel = _kernel("quantize", "quantize_rows")
     return jax.jit(lambda x: kernel(x, blocks, rows=rows, columns=columns))
 

@@ -22,7 +22,7 @@ from benchmarks.kernels import ours
 from benchmarks.kernels.measure import measure
 from benchmarks.report import HOPPER, JNP, OURS, Row, compare
 from benchmarks.tokens import Tokens
-from moax.groups import BLOCK, Blocks, make_blocks
+from moax.kernels.hopper.formats import BLOCK, Blocks, make_blocks
 from moax.ops import permute
 from moax.tune.timing import Repeats
 

@@ -19,12 +19,11 @@ from benchmarks import error
 from benchmarks.kernels import ours
 from benchmarks.kernels.measure import measure
 from benchmarks.report import HOPPER, JNP, OURS, Row, compare
-from moax.groups import BLOCK
+from moax.kernels.hopper.formats import BLOCK, KMajorFp8
 from moax.models import find_model
 from moax.tune.cases import Case
 from moax.tune.problem import Problem, quantize_rows, quantize_weight
 from moax.tune.timing import Repeats
-from moax.types import Operand
 
 SAMPLE = 64  # rows, or columns, that are compared
 
@@ -131,7 +130,7 @@ def _row(source: Source, kind: str, impl: str, path: str, value) -> Row:
     return Row(**names, dtype=str(value.dtype), path=path, extra=extra)
 
 
-def _error(out: tuple[Operand | None, Operand | None], value, real, weight: bool) -> float:
+def _error(out: tuple[KMajorFp8 | None, KMajorFp8 | None], value, real, weight: bool) -> float:
     """Distance of what was quantized to what it stands for, in float64, on some rows and columns."""
     got, want = [], []
     for operand, turned in zip(out, (False, True), strict=True):

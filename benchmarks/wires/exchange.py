@@ -28,15 +28,15 @@ from benchmarks.peers import ragged_peer, wires
 from benchmarks.report import HOPPER, OURS, Row, compare, why
 from benchmarks.tokens import BLOCK, KINDS, Tokens, busiest
 from benchmarks.wires import rounds
-from moax.backend import count_sms, select_kernels
+from moax.backend import count_sms
+from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
 from moax.mesh.partition import find_view
 from moax.mesh.place import named
 from moax.ops.exchange import (
-    Chosen,
     ExchangeSpec,
-    combine_local,
-    dispatch_local,
+    combine_forward,
+    dispatch_forward,
     select_transport,
     slots_per_pair,
     wire_bytes,
@@ -45,7 +45,7 @@ from moax.recipe import Format
 from moax.tune.timing import Repeats
 
 WIRES: dict[str, Format | None] = {"none": None, "fp8": Format(block=BLOCK)}
-TRANSPORTS: dict[str, Chosen] = {OURS: "one_sided", "all_gather": "all_gather"}
+TRANSPORTS: dict[str, str] = {OURS: "one_sided", "all_gather": "all_gather"}
 NCCL = "nccl all-to-all"
 SAMPLE = 64
 
@@ -71,8 +71,8 @@ class Exchange:
 
     def __call__(self, rows, *plan):
         if self.direction == "dispatch":
-            return dispatch_local(self.static, rows, *plan)
-        return combine_local(self.static, rows, plan[0], self.tokens)
+            return dispatch_forward(self.static, rows, *plan)
+        return combine_forward(self.static, rows, plan[0], self.tokens)
 
 
 def parse_sms(text: str | None) -> tuple[int | None, ...]:
@@ -146,7 +146,7 @@ def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh:
     transport = select_transport(TRANSPORTS[impl], view, wire_bytes(args[0], WIRES[wire]))
     slots = slots_per_pair(case.tokens, case.top_k, mesh.size, None)
     kernels = select_kernels("auto", args[0].dtype, width=case.width)
-    static = ExchangeSpec(transport, case.experts, view.roles, slots, WIRES[wire], case.tokens, kernels, sms)
+    static = ExchangeSpec(transport, view.roles, slots, WIRES[wire], kernels, sms, num_experts=case.experts)
     dispatch = Exchange(static, "dispatch", case.tokens)
     if direction == "dispatch":
         return dispatch, args

@@ -4,7 +4,7 @@
     others   each shard quantized, gathered as bytes with its scales
 
 Times are wall clock of back-to-back calls; bytes are those that a device receives. The program is what forward runs,
-by `BlockSpec.weight`: with the kernels FP8 weights are transposed where they are quantized.
+by `quantize_and_gather`: with the kernels FP8 weights are transposed where they are quantized.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 
 from benchmarks.block.block import Block
 from benchmarks.report import HOPPER, Row, why
-from moax.backend import select_kernels
-from moax.block.contract import BlockSpec, Weights, weight_layouts
+from moax.block.spec import BlockSpec, Weights, find_layouts, quantize_and_gather
 from moax.initialize import init
+from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
 from moax.mesh.devices import make_mesh
 from moax.mesh.place import named
@@ -59,12 +59,13 @@ def gather_weights(block: Block, recipe: str, mesh: Mesh) -> tuple[Callable, tup
     specs = expert_specs(config, Axes(), roles)
     kernels = select_kernels("auto", DTYPE, d_model=config.d_model, d_ff=config.d_ff)
     form = get_recipe(None if recipe == "none" else recipe)
-    static = BlockSpec.make(config, form, "all_gather", roles, specs, 1, DTYPE, kernels)
-    layouts = weight_layouts(static, Weights(specs.wi, specs.wo, None, None))
+    static = BlockSpec.make(
+        config, recipe=form, transport="all_gather", roles=roles, declared=specs, tokens=1, dtype=DTYPE, kernels=kernels
+    )
+    layouts = find_layouts(static, Weights(specs.wi, specs.wo, None, None))
 
     def local(wi, wo):
-        on = static.on(layouts, Weights(wi, wo, None, None))
-        return tuple(on.weight(w, at, "rows") for w, at in zip((wi, wo), layouts, strict=True))
+        return tuple(quantize_and_gather(static, Weights(wi, wo, None, None), layouts, "rows"))
 
     ins = (specs.wi, specs.wo)
     gather = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=spec(), check_vma=False))

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from moax import hf as hf
     from moax import inspect as inspect
     from moax import ops as ops
-    from moax.block.moe import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-    from moax.block.moe import moe as moe
+    from moax.block.experts import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+    from moax.block.layer import moe as moe
     from moax.config import MoEConfig as MoEConfig
     from moax.config import RouterConfig as RouterConfig
     from moax.errors import Unsupported as Unsupported
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from moax.mesh.devices import make_mesh as make_mesh
     from moax.ops.balance import update_router_bias as update_router_bias
     from moax.ops.routing import route as route
+    from moax.options import Options as Options
     from moax.params import MoEParams as MoEParams
     from moax.recipe import Format as Format
     from moax.recipe import Recipe as Recipe
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CHECKPOINT_NAMES": "moax.block.moe",
-    "moe": "moax.block.moe",
+    "CHECKPOINT_NAMES": "moax.block.experts",
+    "moe": "moax.block.layer",
     "MoEConfig": "moax.config",
     "RouterConfig": "moax.config",
     "Unsupported": "moax.errors",
@@ -43,6 +44,7 @@ _HOMES = {
     "make_mesh": "moax.mesh.devices",
     "update_router_bias": "moax.ops.balance",
     "route": "moax.ops.routing",
+    "Options": "moax.options",
     "MoEParams": "moax.params",
     "Format": "moax.recipe",
     "Recipe": "moax.recipe",

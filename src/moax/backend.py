@@ -1,4 +1,4 @@
-"""What the machine is, and which implementation runs; the only file that reads the platform."""
+"""Facts of the machine that jit compiles for; the only file that reads the platform."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ import functools
 import importlib.util
 import itertools
 import logging
-from typing import Literal
 
 import jax
 
-from moax.errors import Unsupported
-
-Kernels = Literal["auto", "xla", "mosaic"]
-KERNELS = ("auto", "xla", "mosaic")
 H200_SMS = 132
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 COPY_BYTES = 16  # that a bulk copy moves at least, and whole multiples of them
-KERNEL_WIDTH = 32  # elements: 32 bytes of FP8, the least box that the copy engine swizzles
 logger = logging.getLogger("moax")
 
 
@@ -55,50 +49,14 @@ def count_sms() -> int:
     return jax.local_devices()[0].core_count if platform() == "gpu" else H200_SMS
 
 
-def select_kernels(kernels: Kernels, dtype=None, **widths: int) -> Literal["xla", "mosaic"]:
-    """The implementation of products and moves: every backend has `xla`, Hopper GPUs `mosaic`.
-
-    Args:
-      kernels: `xla`, `mosaic`, or `auto`: mosaic where it can run, else xla, which is logged once on a GPU.
-      dtype: that is computed in. widths: sizes of contiguous dims on one device, by name.
-
-    Raises ValueError for an unknown name, and Unsupported where `mosaic` by name cannot run.
-    """
-    if kernels not in KERNELS:
-        raise ValueError(f"kernels={kernels!r} must be one of {', '.join(map(repr, KERNELS))}")
-    if kernels == "xla":
-        return "xla"
-    why = _why_not_mosaic(dtype, widths)
-    if why is None:
-        return "mosaic"
-    if kernels == "mosaic":
-        raise Unsupported(f"kernels='mosaic': {why}; use 'auto' or 'xla'")
-    if platform() == "gpu":
-        log_once(f"kernels='auto': {why}; the XLA implementation runs, which is slower")
-    return "xla"
-
-
-def _why_not_mosaic(dtype, widths: dict[str, int]) -> str | None:
-    if importlib.util.find_spec("moax.kernels") is None:
-        return "this installation has no moax.kernels"
-    if not on_hopper():
-        return f"the kernels are for NVIDIA GPUs of compute capability 9.0, this is {device_kind()!r}"
-    if dtype is not None and dtype != jax.numpy.bfloat16:
-        return f"the kernels compute in bfloat16, not {jax.numpy.dtype(dtype).name}"
-    for name, size in widths.items():
-        if size % KERNEL_WIDTH or not size:
-            return f"{name} of {size} elements a device is no multiple of {KERNEL_WIDTH}, which the copy engine needs"
-    return None
-
-
 def why_not_peers(row_bytes: int | None = None) -> str | None:
     """Why kernels cannot write into the memory of the other devices of the mesh in force; None where they can.
 
     Args:
       row_bytes: of a row that is to travel; None asks for this machine, whatever the mesh.
     """
-    if importlib.util.find_spec("moax.kernels") is None:
-        return "this installation has no moax.kernels"
+    if importlib.util.find_spec("moax.kernels.hopper") is None:
+        return "this installation has no moax.kernels.hopper"
     if not on_hopper():
         return f"its kernels are for NVIDIA GPUs of compute capability 9.0, this is {device_kind()!r}"
     if jax.process_count() > 1:

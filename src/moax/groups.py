@@ -6,12 +6,10 @@ With sizes (3, 0, 5) and align 4 the starts are (0, 4, 4); rows 3 and 9.. are pa
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-
-BLOCK = 128  # rows of a block of the kernels
 
 
 def align_up(n, align: int):
@@ -38,54 +36,25 @@ def zero_rows(x: Float[Array, "M ..."], real: Bool[Array, " M"]) -> Float[Array,
     return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
-class Blocks(NamedTuple):
-    """The blocks of 128 rows of groups that start at multiples of 128: no block holds rows of two groups.
-
-    group: [B] i32, the group of each block; of blocks past the last, any valid one.
-    rows: [B] i32, real rows of each block, the first ones; 0 past the last block.
-    used: [1] i32, how many blocks hold rows: the first ones.
-    first: [E] i32, the first block of each group. count: [E] i32, the blocks of each group.
-    """
-
-    group: Int[Array, " B"]
-    rows: Int[Array, " B"]
-    used: Int[Array, " 1"]
-    first: Int[Array, " E"]
-    count: Int[Array, " E"]
-
-
-def make_blocks(group_sizes: Int[Array, " E"], num_rows: int) -> Blocks:
-    """The blocks of `num_rows` rows (a multiple of 128) in groups of these sizes."""
-    count = -(-group_sizes // BLOCK)
-    last = jnp.cumsum(count)
-    first = last - count
-    index = jnp.arange(num_rows // BLOCK, dtype=jnp.int32)
-    group = jnp.minimum(
-        jnp.searchsorted(last, index, side="right", method="compare_all"), group_sizes.shape[0] - 1
-    ).astype(jnp.int32)
-    rows = jnp.clip(group_sizes[group] - (index - first[group]) * BLOCK, 0, BLOCK)
-    rows = jnp.where(index < last[-1], rows, 0)
-    return Blocks(group, rows.astype(jnp.int32), last[-1:], first, count)
-
-
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """How the rows that enter a product lie, on one device.
+    """How the rows that enter a product lie, on one device; an implementation may add fields of its own.
 
     sizes: [E] i32, or None: one group, all rows. align: rows to which group starts are aligned. real: [M] bool, or None
-    where all are. blocks: the Blocks for the kernels, or None: XLA computes.
+    where all are.
     """
 
     sizes: Any
     align: int
     real: Any
-    blocks: Any = None
 
 
-def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int, *, blocks: bool = False) -> Groups:
-    """The Groups of `num_rows` rows; with `blocks`, which needs both multiples of 128, for the kernels."""
-    if group_sizes is None:
-        whole = make_blocks(jnp.full(1, num_rows, jnp.int32), num_rows) if blocks else None
-        return Groups(None, align, None, whole)
-    real = row_groups(group_sizes, align, num_rows)[1]
-    return Groups(group_sizes, align, real, make_blocks(group_sizes, num_rows) if blocks else None)
+def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Groups:
+    """The Groups of `num_rows` rows; None: one group holds all of them."""
+    real = None if group_sizes is None else row_groups(group_sizes, align, num_rows)[1]
+    return Groups(group_sizes, align, real)
+
+
+def rows_of_groups(values: Float[Array, "E C"], groups: Groups, num_rows: int) -> Float[Array, "M C"]:
+    """values[g(m)] for each of `num_rows` rows m; padding has those of any group."""
+    return values[row_groups(groups.sizes, groups.align, num_rows)[0]]

@@ -14,7 +14,8 @@ import jax
 from moax import backend, program
 from moax.errors import Unsupported
 from moax.extras import EXTRAS, version
-from moax.ops.exchange import TRANSPORTS, select_transport
+from moax.kernels import select_kernels, takes_fp8
+from moax.ops.exchange import EXCHANGES, TRANSPORTS, select_transport
 from moax.recipe import RECIPES, get_recipe
 
 USAGE = "moax info [options]"
@@ -85,31 +86,26 @@ def why_not(select, value: str) -> str | None:
 
 def kernels() -> list[Choice]:
     """Whether the Mosaic kernels run, for what they are made for."""
-    why = why_not(backend.select_kernels, "mosaic")
-    limits = f"for bfloat16, widths that are multiples of {backend.KERNEL_WIDTH}"
+    why = why_not(select_kernels, "hopper")
+    limits = f"for bfloat16, widths that are multiples of {32}"
     return [
         Choice("kernels", "auto", True, "xla" if why else f"mosaic {limits}; else xla"),
-        Choice("kernels", "mosaic", why is None, why or limits),
+        Choice("kernels", "hopper", why is None, why or limits),
         Choice("kernels", "xla", True, "anywhere, slower than mosaic"),
     ]
 
 
 def exchanges() -> list[Choice]:
     """Which transports run."""
-    refused = {name: why_not(select_transport, name) for name in TRANSPORTS}
-    notes = {
-        "auto": select_transport("auto"),
-        "all_gather": "drops nothing on the way",
-        "all_to_all": "bounded by capacity_factor",
-        "one_sided": "over the first GPUs of the machine, within one process",
-    }
-    return [Choice("exchange", name, why is None, why or notes.get(name, "")) for name, why in refused.items()]
+    refused = {name: why_not(select_transport, name) for name in EXCHANGES}
+    notes = {"auto": select_transport("auto")} | {name: transport.note for name, transport in TRANSPORTS.items()}
+    return [Choice("exchange", name, why is None, why or notes[name]) for name, why in refused.items()]
 
 
 def recipes() -> list[Choice]:
     """What multiplies under each recipe; weights cross the wire as one byte an element under all of them."""
-    fp8 = why_not(backend.select_kernels, "mosaic") is None
-    notes = {name: fp8 and get_recipe(name).hopper_fp8 for name in RECIPES}
+    fp8 = why_not(select_kernels, "hopper") is None
+    notes = {name: fp8 and takes_fp8("hopper", get_recipe(name)) for name in RECIPES}
     said = {True: "FP8 products, where scale blocks fit the shards", False: "dequantized before products"}
     return [Choice("recipe", name, True, said[native]) for name, native in notes.items()]
 

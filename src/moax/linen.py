@@ -17,16 +17,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.backend import Kernels
-from moax.block.moe import moe
+from moax.block.layer import moe
 from moax.config import MoEConfig
 from moax.extras import missing
 from moax.initialize import init
 from moax.mesh.axes import Axes
-from moax.mesh.partition import Engine
 from moax.mesh.specs import mesh_sizes
 from moax.ops.balance import update_router_bias
-from moax.ops.exchange import Transport
+from moax.options import Engine, Options
 from moax.params import MoEParams
 from moax.recipe import Recipe
 from moax.sharding import param_specs
@@ -53,7 +51,7 @@ class MoEBlock(nn.Module):
 
     Attributes:
       config: which parameters there are, and their sizes.
-      recipe, axes, exchange, kernels, engine, chunks: see `moax.moe`.
+      recipe, axes, exchange, kernels, engine, chunks: see `moax.Options`.
       dtype: x is cast to it, and the block computes in it; None: in x.dtype.
       param_dtype: of all parameters, and of the bias.
     """
@@ -61,8 +59,8 @@ class MoEBlock(nn.Module):
     config: MoEConfig
     recipe: str | Recipe | None = None
     axes: Axes = Axes()
-    exchange: Transport = "auto"
-    kernels: Kernels = "auto"
+    exchange: str = "auto"
+    kernels: str = "auto"
     engine: Engine = "auto"
     chunks: int = 1
     dtype: jax.typing.DTypeLike | None = None
@@ -82,12 +80,7 @@ class MoEBlock(nn.Module):
             x if self.dtype is None else x.astype(self.dtype),
             MoEParams(**found),
             self.config,
-            recipe=self.recipe,
-            axes=self.axes,
-            exchange=self.exchange,
-            kernels=self.kernels,
-            engine=self.engine,
-            chunks=self.chunks,
+            Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)}),
         )
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:

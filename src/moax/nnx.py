@@ -10,23 +10,20 @@ Made under `jax.set_mesh`, it holds shards, and says so in its variables' metada
 from __future__ import annotations
 
 import dataclasses
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.backend import Kernels
-from moax.block.moe import moe
+from moax.block.layer import moe
 from moax.config import MoEConfig
 from moax.extras import missing
 from moax.initialize import init
-from moax.mesh.axes import Axes
-from moax.mesh.partition import Engine
 from moax.mesh.specs import mesh_sizes
 from moax.ops.balance import update_router_bias
-from moax.ops.exchange import Transport
+from moax.options import OptionKeywords, Options
 from moax.params import MoEParams, params_of
-from moax.recipe import Recipe
 from moax.sharding import param_specs
 from moax.types import MoEStats
 
@@ -55,15 +52,11 @@ class MoE(nnx.Module):
         self,
         config: MoEConfig,
         *,
-        recipe: str | Recipe | None = None,
-        axes: Axes = Axes(),
-        exchange: Transport = "auto",
-        kernels: Kernels = "auto",
-        engine: Engine = "auto",
-        chunks: int = 1,
+        options: Options = Options(),
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
+        **keywords: Unpack[OptionKeywords],
     ):
         """Parameters are `moax.init(rngs.params(), config)`.
 
@@ -72,17 +65,17 @@ class MoE(nnx.Module):
 
         Args:
           config: which parameters there are, and their sizes.
-          recipe, axes, exchange, kernels, engine, chunks: see `moax.moe`.
+          options: how the block runs.
           dtype: x is cast to it, and the block computes in it; None: in x.dtype.
           param_dtype: of all parameters, and of the bias.
           rngs: gives one key, from its stream `params`.
+          **keywords: recipe, axes, exchange, kernels, engine, chunks: fields that replace those of `options`.
         """
-        self.config, self.recipe, self.axes = config, recipe, axes
-        self.exchange, self.kernels, self.engine, self.chunks = exchange, kernels, engine, chunks
+        self.config, self.options = config, dataclasses.replace(options, **keywords)
         self.dtype, self.param_dtype = dtype, param_dtype
 
-        values = init(rngs.params(), config, dtype=param_dtype, axes=axes)
-        specs = param_specs(config, axes) if mesh_sizes() else None
+        values = init(rngs.params(), config, dtype=param_dtype, axes=self.options.axes)
+        specs = param_specs(config, self.options.axes) if mesh_sizes() else None
         for name in NAMES:
             value, kind = getattr(values, name), RouterBias if name == "router_bias" else nnx.Param
             metadata = {} if specs is None else {"out_sharding": getattr(specs, name)}
@@ -100,12 +93,7 @@ class MoE(nnx.Module):
             x if self.dtype is None else x.astype(self.dtype),
             self.params,
             self.config,
-            recipe=self.recipe,
-            axes=self.axes,
-            exchange=self.exchange,
-            kernels=self.kernels,
-            engine=self.engine,
-            chunks=self.chunks,
+            self.options,
         )
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:

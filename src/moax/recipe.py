@@ -87,15 +87,6 @@ class Recipe:
         """Rows to which an expert's first row is aligned, so that no block of rows holds two experts."""
         return max((f.block for f in (self.x, self.dy) if f is not None and f.block is not None), default=1)
 
-    @property
-    def hopper_fp8(self) -> bool:
-        """Whether Hopper's FP8 products take these formats: a scale each 128 x 128 of a weight and each 128 of a row,
-        or one a tensor. Others are dequantized before the product."""
-        if self.x is None or self.w is None or self.dy is None:
-            return False
-        blocks = {self.x.block, self.w.block, self.dy.block}
-        return blocks == {None} or (blocks == {128} and self.w.tile == 128)
-
 
 FULL = Recipe(None, None, None)
 RECIPES: dict[str, Recipe] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,20 @@ class Routing:
 
 
 class SendPlan(NamedTuple):
-    """Which rows a rank writes into the memory of its peers, C = T min(K, ranks) at most, and where their sums return.
+    """Which rows a rank writes into the memory of its peers, and where it writes the rows that it sends back.
+
+    A rank sends at most C = T min(K, ranks) rows: the rows for rank 0 first, then the rows for rank 1, and so on; the
+    rows for one rank in order of their tokens. Rank 0 of 2, whose tokens 0, 1, 2 want ranks {0, 1}, {1}, {0}, sends
+    tokens 0 and 2 to itself, then tokens 0 and 1 to rank 1.
 
     Attributes:
-      token: [C] i32: which token each row is that is sent, in order of the ranks they go to, then of tokens; void past
-        the rows that are sent.
-      position: [T, ranks] i32: which of the rows sent is the token's to each rank; C for none.
-      places: [2, 2, ranks] i32: of the rows sent to each rank, how much further on they lie there, and where they end;
-        and the same of the rows received from each rank, on their way back.
+      token: [C] i32, the token of each row that this rank sends; undefined past the last row. Here (0, 2, 0, 1, ..).
+      position: [T, ranks] i32, the row that this rank sends of a token to a rank; C where it sends none. Here (0, 2),
+        (C, 3), (1, C).
+      places: [2, 2, ranks] i32, (shift, end) of each way. `places[0]` is the way there: for end[p - 1] <= i < end[p],
+        row i goes to rank p, where it becomes row i + shift[p]. `places[1]` says the same of the rows received, which
+        return to the ranks they came from. Here places[0] is ((0, -2), (2, 4)): rows 2 and 3 become rows 0 and 1 of
+        rank 1.
     """
 
     token: Int[Array, " C"]
@@ -63,14 +69,15 @@ class Received:
     """What a rank got from its expert-parallel peers.
 
     Attributes:
-      rows: [R, H], like the tokens in dtype. Rows whose experts are all "none" may hold anything.
-      experts: [R, K] i32, local expert ids; one past the last = none of this rank's.
-      weights: [R, K] f32; 0 where the expert is none of this rank's.
-      count: [1] i32, rows that have an expert here.
-      dropped: [1] i32, assignments (token, expert) of this rank's own tokens that found no slot.
-      slots: [ranks * slots a pair] i32: which of its tokens this rank sent in each slot, `num_tokens` for an empty
-        one; None where every token goes to every rank.
-      transport: how it travelled. num_tokens: tokens of a shard, T.
+      rows: [R, H], in the dtype of the tokens. A row whose experts are all "none" may hold anything.
+      experts: [R, K] i32, local expert ids; the number of local experts stands for none of this rank's.
+      weights: [R, K] f32, 0 where the expert is none of this rank's.
+      count: [1] i32, how many rows have an expert of this rank.
+      dropped: [1] i32, how many assignments (token, expert) of this rank's own tokens found no slot.
+      slots: what `combine` needs to know of the way there. all_gather: None. all_to_all: [ranks * slots] i32, the token
+        that this rank sent in each slot, `num_tokens` for an empty slot. one_sided: a SendPlan.
+      transport: the name of the transport.
+      num_tokens: T, tokens of a shard.
     """
 
     rows: Float[Array, "R H"]
@@ -79,7 +86,7 @@ class Received:
     count: Int[Array, " 1"]
     dropped: Int[Array, " 1"]
     slots: Int[Array, " C"] | SendPlan | None
-    transport: Literal["all_gather", "all_to_all", "one_sided"]
+    transport: str
     num_tokens: int
 
 
@@ -143,17 +150,6 @@ class MoEStats:
     z_loss: Float[Array, ""]
     tokens_per_expert: Int[Array, " E"]
     dropped: Int[Array, ""]
-
-
-class Operand(NamedTuple):
-    """An FP8 operand of a kernel, K-major: x ~ data * scale, the contracted dim last and contiguous.
-
-    Rows: data [R, K], scale [ceil(K / 128), R] f32 (R rounded up to 128 where it is no multiple): 1 x 128 blocks.
-    Weights: data [E, R, K], scale [E, ceil(R / 128), ceil(K / 128)] f32: 128 x 128 blocks.
-    """
-
-    data: Float[Array, ...]
-    scale: Float[Array, ...]
 
 
 def check_tokens(x: Any, config: MoEConfig) -> None:

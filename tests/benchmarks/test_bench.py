@@ -118,6 +118,7 @@ def test_our_kernels_lower_for_a_gpu(problem, direction, recipe, monkeypatch):
     assert "mosaic_gpu_v2" in call.f.trace(*call.args).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.more
 def test_our_other_kernels_lower_for_a_gpu(problem, monkeypatch):
     """As above, of what is no product."""
     monkeypatch.setattr(backend, "platform", lambda: "gpu")
@@ -171,6 +172,7 @@ def test_torch_process_that_dies(monkeypatch):
     assert len(rest) == 5 and all("exit code -9: device-side assert" in row.note for row in rest)
 
 
+@pytest.mark.more
 def test_quantize_and_permute_rows():
     """Off the GPU our kernels are rows that say so, and plain jnp is measured."""
     found = [*quantize.rows(list(quantize.TINY), True, ONCE, LIMITS), *fused.rows(list(fused.TINY), True, ONCE, LIMITS)]
@@ -364,7 +366,7 @@ def test_gather(capsys):
         assert weights * 7 // 8 < received[recipe] < bound * weights * 7 // 8, recipe
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_block_in_its_own_process(tmp_path, capsys):
     out = tmp_path / "f.json"
     argv = ["block", "--cases", "tiny", "--recipe", "fp8_block", "--quick", "--out", str(out)]

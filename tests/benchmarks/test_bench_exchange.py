@@ -16,10 +16,10 @@ pytest.importorskip("rich")
 from benchmarks import command, tokens
 from benchmarks.peers import ragged, ragged_peer, wires
 from benchmarks.wires import exchange, rounds
-from moax.kernels import mosaic
+from moax.ops.exchange import TRANSPORTS
 from moax.tune.timing import Repeats
-from support_benchmarks import by_gather
-from test_one_sided import emulated, put_rows  # noqa: F401
+from support.benchmarks import by_gather
+from support.exchange import EmulatedOneSided, registered
 
 pytestmark = pytest.mark.loose
 
@@ -110,16 +110,17 @@ def test_rows():
     assert sum(row.error is not None for row in made) == 1
 
 
-def test_our_rows_by_number_of_multiprocessors(emulated, capsys, monkeypatch):  # noqa: F811
+def test_our_rows_by_number_of_multiprocessors(capsys):
     """Breaks if a row's number is not the one that its kernels get, or if what one_sided delivers in it is wrong."""
     seen = set()
 
-    def counted(*args):
-        seen.add(args[-1])
-        return put_rows(*args)
+    class Counted(EmulatedOneSided):
+        def put_rows(self, arrays, source, places, way: int, out_rows: int, axes, sms: int | None):
+            seen.add(sms)
+            return super().put_rows(arrays, source, places, way, out_rows, axes, sms)
 
-    monkeypatch.setattr(mosaic, "put_rows", counted)
-    assert command.main([*BENCH, "--peers", "none", "--sms", "2,4", "--devices", "2"]) == 0
+    with registered("one_sided", Counted()):
+        assert command.main([*BENCH, "--peers", "none", "--sms", "2,4", "--devices", "2"]) == 0
     made = json.loads(capsys.readouterr().out)["rows"]
     assert seen == {2, 4} and len(made) == 6
     for row, sms in zip(made, [2, 4] * 3, strict=True):
@@ -130,10 +131,11 @@ def test_our_rows_by_number_of_multiprocessors(emulated, capsys, monkeypatch):  
 
 def test_number_of_multiprocessors_reaches_the_kernel(monkeypatch):
     """Breaks if a number that is asked for is dropped on the way, or if none is not the kernel's own."""
-    from moax.kernels.hopper import exchange as kernel
+    from moax.kernels.hopper.pallas import exchange as kernel
 
     monkeypatch.setattr(kernel, "put_rows", lambda *args, sms: sms)
-    assert [mosaic.put_rows([], None, None, 0, 1, (), sms) for sms in (None, 16)] == [kernel.SMS, 16]
+    transport = TRANSPORTS["one_sided"]
+    assert [transport.put_rows([], None, None, 0, 1, (), sms) for sms in (None, 16)] == [kernel.SMS, 16]
 
 
 @pytest.mark.parametrize(

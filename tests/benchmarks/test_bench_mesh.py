@@ -12,7 +12,7 @@ from benchmarks.block import block, mesh_block, mesh_worker
 from benchmarks.peers import native
 from benchmarks.report import Row
 from moax.tune.timing import Repeats
-from support_benchmarks import InThisProcess
+from support.benchmarks import InThisProcess
 
 KERNELS = [
     ("sort_1", 1.0), ("grouped_matmul_mosaic_gpu_kernel", 4.0), ("ncclDevKernel_AllGather_RING_LL", 2.0),
@@ -78,6 +78,7 @@ def test_native_layer_that_does_not_fit(monkeypatch):
 
 
 @pytest.mark.loose
+@pytest.mark.more
 def test_block_on_a_mesh(tmp_path, capsys, monkeypatch):
     """Breaks if a layer does not run on a mesh, if its rows do not say on which, or if what is not native is hidden."""
     monkeypatch.setattr(mesh_block, "PEERS", ("native",))

@@ -16,10 +16,11 @@ from benchmarks.block import train
 from benchmarks.block.mesh_block import How
 from moax.train.presets import ModelConfig
 from moax.tune.timing import Repeats
-from support_benchmarks import InThisProcess
+from support.benchmarks import InThisProcess
 
 
 @pytest.mark.loose
+@pytest.mark.more
 def test_all_train_alike(tmp_path, capsys, monkeypatch):
     """Breaks if a layer in the place of `moax.moe` trains another model, or if a row does not say what it measured."""
     model = ModelConfig(d_model=64, d_ff=32, num_layers=1, num_heads=2, num_experts=4, top_k=2, balance="none")

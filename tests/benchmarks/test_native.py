@@ -15,7 +15,7 @@ from benchmarks.peers import native, public
 from moax import reference
 from moax.errors import Unsupported
 from support import interpret, make_params, put, random, rel_norm
-from support_benchmarks import by_gather
+from support.benchmarks import by_gather
 
 CONFIG = moax.MoEConfig(32, 48, 8, 2)
 MESHES = ((2, 2), (4, 1))
@@ -91,6 +91,7 @@ def give_sms(monkeypatch):
     monkeypatch.setattr(kernel, "jax", FewSMs())
 
 
+@pytest.mark.more
 def test_public_kernels(monkeypatch):
     """Breaks if the kernels are given other operands, or if rows of no group reach a result or a gradient."""
     give_sms(monkeypatch)

@@ -13,7 +13,7 @@ from moax.estimate.hardware import HARDWARE
 from moax.estimate.wires import WIRES
 from moax.mesh.axes import ROLES
 from moax.models import MODELS
-from moax.ops.exchange import TRANSPORTS
+from moax.ops.exchange import EXCHANGES
 from moax.recipe import RECIPES
 from moax.text import align, plural
 
@@ -23,7 +23,8 @@ Estimates the MoE blocks of a model on a mesh: memory of a device, bytes on each
 stage and what bounds it, what quantizing before the gather saves. Needs no GPU, and compiles nothing.
 
 Bytes are those of the compiled program. Times are at the rates that kernels reach, the load balanced, nothing
-overlapped: good to compare meshes by. Attention and the rest of a model are not counted.
+overlapped: good to compare meshes by. The output says which kernels' rates they are. Attention and the rest of a model
+are not counted.
 
 With --mesh: that mesh. With --gpus: the fastest mesh that fits; with --sweep: a ranking of all.
 """
@@ -47,8 +48,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=4096, metavar="T", help="tokens of a GPU in a step (default: %(default)s)")
     add("--hardware", default="h200", metavar="NAME", help=f"{gpus} (default: %(default)s)")
     add("--recipe", choices=("none", *RECIPES), default="none", help="how products are quantized (default: none)")
-    add("--exchange", choices=TRANSPORTS, help="how tokens reach their experts (default: the faster that fits)")
+    add("--exchange", choices=EXCHANGES, help="how tokens reach their experts (default: the faster that fits)")
     add("--capacity-factor", type=float, metavar="X", help="bound a rank's rows at X times the even load")
+    add(
+        "--chunks", type=int, default=1, metavar="N", help="parts that a GPU takes its tokens in (default: %(default)s)"
+    )
+    add(
+        "--kernels",
+        choices=("auto", "hopper", "xla"),
+        default="auto",
+        help="what computes (default: the fastest)",
+    )
     add("--remat", action=argparse.BooleanOptionalAction, help="keep a layer's input alone (default: where it must)")
     add("--json", action="store_true", help="print JSON, for programs")
     add("--plot", metavar="FILE", help="draw time against mesh")
@@ -68,13 +78,14 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--mesh names one mesh; leave --gpus and --sweep out")
     if args.top < 1:
         raise ValueError(f"--top {args.top} must be at least 1")
-    factor, exchange, remat = args.capacity_factor, args.exchange, args.remat
+    options = dict(capacity_factor=args.capacity_factor, chunks=args.chunks, kernels=args.kernels)
     if mesh:
-        way = exchange or "auto"
-        found = [estimate(config, dict(mesh), *given, exchange=way, capacity_factor=factor, remat=bool(remat))]
+        found = [
+            estimate(config, dict(mesh), *given, exchange=args.exchange or "auto", remat=bool(args.remat), **options)
+        ]
     else:
         gpus = 1 if args.gpus is None else args.gpus
-        found = sweep(config, gpus, *given, exchange=exchange, capacity_factor=factor, remat=remat)
+        found = sweep(config, gpus, *given, exchange=args.exchange, remat=args.remat, **options)
     shown = found[: args.top] if args.sweep else found[:1]
     if args.plot:
         draw(shown, Path(args.plot))
@@ -104,16 +115,18 @@ def ranking(found: list[Estimate]) -> str:
 
 def details(e: Estimate) -> str:
     """One mesh in full."""
+    ways = (f", {e.chunks} chunks" if e.chunks > 1 else "") + (", remat" if e.remat else "")
     head = (
         f"{e.model} on {e.gpus} x {e.hardware}, mesh {name(e)}: {plural(e.layers, 'MoE layer')}, "
-        f"{e.tokens} tokens a GPU, recipe {e.recipe}, exchange {e.exchange}{', remat' if e.remat else ''}"
+        f"{e.tokens} tokens a GPU, recipe {e.recipe}, exchange {e.exchange}{ways}\n{e.rates}"
     )
     m, verdict = e.memory, "fits" if e.fits else "DOES NOT FIT"
     parts = ("weights", "gradients", "optimizer", "activations", "gathered", "exchange", "workspace")
     memory = [("memory of a device", "GB"), None, *((part, f"{getattr(m, part) / GB:.2f}") for part in parts)]
+    total = "total" if m.together else "total, the larger of gathered and workspace"
     memory += [
         None,
-        ("total, the larger of gathered and workspace", f"{m.total / GB:.2f}"),
+        (total, f"{m.total / GB:.2f}"),
         (f"of a GPU's ({verdict})", f"{e.capacity / GB:.2f}"),
     ]
     wires = [("wire, a step", "MB sent"), None]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
+
+Kernels = Literal["hopper", "xla"]
+Rates = tuple[float, float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,13 +14,18 @@ class Hardware:
     """One GPU and its wires: peaks from data sheets, and what programs reach.
 
     Attributes:
-      memory: bytes of a GPU. usable: the fraction of it that a program can have.
+      memory: bytes of a GPU.
       bf16_peak, fp8_peak: FLOP/s, dense. hbm_peak, nvlink_peak, network_peak: bytes/s of a GPU; the wires one way.
-      bf16, fp8: FLOP/s of a grouped product, achievable: forward, dgrad, wgrad.
+      bf16: FLOP/s of a dense product and of a grouped one by the Hopper kernels, achievable: forward, dgrad, wgrad.
+      fp8: the same in FP8; None where moax has no kernels for FP8: operands are dequantized, and multiply as bf16.
       hbm: bytes/s, read plus written, achievable.
-      nvlink: bytes/s one way, achievable, by kind of collective.
+      nvlink: bytes/s one way, achievable, by kind of collective; "put" is what a kernel writes to peers.
       network: bytes/s one way to GPUs of other hosts, achievable.
       host: GPUs of one host, all on NVLink.
+      usable: the fraction of the memory that a program can have.
+      kernels: the fastest implementation that moax has for the GPU.
+      xla: FLOP/s of a grouped product in bf16 by XLA, achievable; None: as `bf16`.
+      basis: how the rates are known, as the end of a sentence.
     """
 
     name: str
@@ -26,58 +35,66 @@ class Hardware:
     hbm_peak: float
     nvlink_peak: float
     network_peak: float
-    bf16: tuple[float, float, float]
-    fp8: tuple[float, float, float]
+    bf16: Rates
+    fp8: Rates | None
     hbm: float
     nvlink: dict[str, float]
     network: float
     host: int = 8
     usable: float = 0.92
+    kernels: Kernels = "hopper"
+    xla: Rates | None = None
+    basis: str = "as given"
 
 
 # Peaks: NVIDIA's H200 SXM data sheet (141 GB, 4.8 TB/s; dense, without sparsity), HGX with a 400 Gb/s NIC for each GPU.
 # bf16, fp8: medians of mixtral, qwen3, dsv3 of ours in benchmarks/results/h200_gemm.json (recipes none, fp8_block).
-# hbm: the copy in that file's header. nvlink: NCCL on four H200s, PERFORMANCE.md, "Limits"; an all-reduce,
-# not measured there, as a reduce-scatter. network: not measured; 0.9 of the NIC's rate is an assumption.
+# xla: medians of the same shapes in benchmarks/results/h200_xla_products.json (algorithm moax).
+# hbm: the copy in that file's header. nvlink: NCCL on four H200s, `moax bench limits`; an all-reduce,
+# not measured there, as a reduce-scatter; put: the kernel alone in h200x2_exchange.json. network: not measured; 0.9 of
+# the NIC's rate is an assumption.
 H200 = Hardware(
     "h200", memory=141 * 10**9, bf16_peak=989e12, fp8_peak=1979e12, hbm_peak=4.8e12, nvlink_peak=450e9,
     network_peak=50e9,
     bf16=(794e12, 761e12, 729e12), fp8=(1242e12, 1187e12, 988e12), hbm=4.29e12,
-    nvlink={"all-gather": 268e9, "reduce-scatter": 266e9, "all-reduce": 266e9, "all-to-all": 317e9},
-    network=45e9,
+    nvlink={"all-gather": 268e9, "reduce-scatter": 266e9, "all-reduce": 266e9, "all-to-all": 317e9, "put": 301e9},
+    network=45e9, xla=(77e12, 73e12, 52e12), basis="measured on an H200",
 )  # fmt: skip
+
+
+SCALED = "not measured but an H200's, scaled by the peaks of the data sheets"
 
 
 def _scaled(name: str, *, memory: int, bf16: float, fp8: float, hbm: float, nvlink: float, network: float) -> Hardware:
     """A GPU of these peaks that reaches the fractions of them that an H200 reaches: nothing of it is measured."""
-    part = {kind: rate / H200.nvlink_peak * nvlink for kind, rate in H200.nvlink.items()}
-    forward, dgrad, wgrad = (rate / H200.bf16_peak * bf16 for rate in H200.bf16)
-    forward8, dgrad8, wgrad8 = (rate / H200.fp8_peak * fp8 for rate in H200.fp8)
+    h = H200
     return Hardware(
-        name,
-        memory=memory,
-        bf16_peak=bf16,
-        fp8_peak=fp8,
-        hbm_peak=hbm,
-        nvlink_peak=nvlink,
-        network_peak=network,
-        bf16=(forward, dgrad, wgrad),
-        fp8=(forward8, dgrad8, wgrad8),
-        hbm=H200.hbm / H200.hbm_peak * hbm,
-        nvlink=part,
-        network=H200.network / H200.network_peak * network,
-    )
+        name, memory=memory, bf16_peak=bf16, fp8_peak=fp8, hbm_peak=hbm, nvlink_peak=nvlink, network_peak=network,
+        bf16=_fraction(h.bf16, bf16 / h.bf16_peak), fp8=None if h.fp8 is None else _fraction(h.fp8, fp8 / h.fp8_peak),
+        hbm=h.hbm / h.hbm_peak * hbm, nvlink={kind: rate / h.nvlink_peak * nvlink for kind, rate in h.nvlink.items()},
+        network=h.network / h.network_peak * network, basis=SCALED,
+        xla=None if h.xla is None else _fraction(h.xla, bf16 / h.bf16_peak),
+    )  # fmt: skip
+
+
+def _fraction(rates: Rates, ratio: float) -> Rates:
+    forward, dgrad, wgrad = rates
+    return forward * ratio, dgrad * ratio, wgrad * ratio
 
 
 HARDWARE: dict[str, Hardware] = {
-    # NVIDIA's H100 SXM data sheet: 80 GB, 3.35 TB/s, NVLink 900 GB/s both ways. Achievable: the fractions of an H200.
-    "h100": _scaled("h100", memory=80 * 10**9, bf16=989e12, fp8=1979e12, hbm=3.35e12, nvlink=450e9, network=50e9),
+    # NVIDIA's H100 SXM data sheet: 80 GB, 3.35 TB/s, NVLink 900 GB/s both ways.
+    "h100": _scaled(
+        "h100", memory=80 * 10**9, bf16=989e12, fp8=1979e12, hbm=3.35e12, nvlink=450e9, network=50e9
+    ),
     "h200": H200,
     # NVIDIA's DGX B200 data sheet, an eighth of it: 180 GB, 8 TB/s, 36 and 72 PFLOP/s of bf16 and fp8 with sparsity,
-    # NVLink 1.8 TB/s both ways, a 400 Gb/s NIC for each GPU. Achievable: the fractions of an H200, which supposes
-    # kernels as good there; moax has none for it yet.
-    "b200": _scaled("b200", memory=180 * 10**9, bf16=2250e12, fp8=4500e12, hbm=8e12, nvlink=900e9, network=50e9),
-}
+    # NVLink 1.8 TB/s both ways, a 400 Gb/s NIC for each GPU.
+    "b200": dataclasses.replace(
+        _scaled("b200", memory=180 * 10**9, bf16=2250e12, fp8=4500e12, hbm=8e12, nvlink=900e9, network=50e9),
+        kernels="xla", fp8=None,
+    ),
+}  # fmt: skip
 
 
 def find_hardware(hardware: str | Hardware) -> Hardware:

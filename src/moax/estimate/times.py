@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-import jax.numpy as jnp
-
+from moax.estimate.block import Shard
 from moax.estimate.hardware import Hardware
-from moax.estimate.wires import Shard, Transfer
+from moax.estimate.wires import Transfer
+from moax.kernels import takes_fp8
 
 Bound = Literal["compute", "memory", "nvlink", "network"]
 
@@ -52,9 +52,15 @@ class Wires:
         for (what, direction), of in groups.items():
             times = [self.seconds(t) for t in of]
             slowest = max(times)[1]
-            yield Stage(what, direction, sum(t for t, _ in times), slowest, wire_bytes=sum(t.bytes for t in of))
+            sent = sum(t.bytes * t.times for t in of)
+            yield Stage(what, direction, sum(seconds for seconds, _ in times), slowest, wire_bytes=sent)
 
     def seconds(self, t: Transfer) -> tuple[float, Bound]:
+        """The seconds of all times that it is moved, and what bounds them."""
+        once, bound = self._once(t)
+        return once * t.times, bound
+
+    def _once(self, t: Transfer) -> tuple[float, Bound]:
         """A ring runs at NVLink's rate, or at that of the NICs of its GPUs of a host where those together are slower;
         of an all-to-all the part for other hosts takes the network."""
         near, here = self.on.nvlink[t.kind], _on_host(self.sizes, t.axes, self.on.host)
@@ -79,11 +85,19 @@ def _on_host(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], host: in
     return sum(sum(place) < host for place in places)
 
 
-def work(s: Shard, on: Hardware, remat: bool) -> Iterator[Stage]:
-    """What one device computes of one layer, the load balanced."""
-    c, item, param = s.config, jnp.dtype(s.dtype).itemsize, jnp.dtype(s.param_dtype).itemsize
-    fp8, rows, received = s.recipe.hopper_fp8, s.tokens * c.top_k, s.received
-    rates, byte = (on.fp8, 1) if fp8 else (on.bf16, item)
+def work(s: Shard, on: Hardware) -> Iterator[Stage]:
+    """What one device computes of one layer, the load balanced.
+
+    Args:
+      s: the block.
+      on: the GPU.
+    """
+    c, item, options = s.config, s.item, s.options
+    fp8 = options.kernels == "hopper" and on.fp8 is not None and takes_fp8("hopper", options.recipe)
+    dense = on.fp8 if fp8 and on.fp8 is not None else on.bf16
+    rates = on.xla if options.kernels == "xla" and on.xla is not None else dense
+    byte = 1 if fp8 else item
+    rows, received = s.tokens * c.top_k, s.received * options.chunks
     experts, hidden = s.whole("wo")[:2]
     shared = s.shapes["shared_wo"][0] if c.shared_d_ff else 0
     local = sum(math.prod(s.shapes[n]) for n in s.layouts)
@@ -101,12 +115,12 @@ def work(s: Shard, on: Hardware, remat: bool) -> Iterator[Stage]:
 
     def shared_products(direction, kind):
         flops = 2.0 * s.tokens * c.d_model * (c.gates + 1) * shared
-        return stage("shared expert", direction, s.tokens * (c.d_model + 3 * shared) * item, flops, rates[kind])
+        return stage("shared expert", direction, s.tokens * (c.d_model + 3 * shared) * item, flops, dense[kind])
 
     def enter(direction, form, kept):
         """Rows sorted by expert and quantized in one read, by rows and by columns, where products are FP8 and scales
-        are of blocks; else gathered first (as where a bias wants them too), and dequantized where products are not
-        FP8."""
+        are of blocks. Otherwise rows are gathered first, as where a bias wants them too; and they are dequantized where
+        products are not FP8."""
         width, fused = c.d_model, form is not None and fp8 and form.block is not None
         if kept or not fused:
             yield stage("permute", direction, 2 * rows * width * item)
@@ -115,22 +129,26 @@ def work(s: Shard, on: Hardware, remat: bool) -> Iterator[Stage]:
             yield stage("permute, quantize" if fused else "quantize rows", direction, rows * width * moved)
 
     route = 2.0 * s.tokens * c.d_model * c.num_experts * 3
-    taken = local * (param + (1 if s.recipe.w else item)) if s.recipe.w or item != param else 0
-    for direction in ("forward", "recompute") if remat else ("forward",):
-        yield stage("route", direction, s.tokens * (c.d_model * item + 12 * c.num_experts), route, on.bf16[0])
-        yield from enter(direction, s.recipe.x, False)
+    quantized = options.recipe.w is not None
+    taken = local * (s.param_item + (1 if quantized else item)) if quantized or item != s.param_item else 0
+    take = "quantize weights" if quantized else "cast weights"
+    for direction in ("forward", "recompute") if s.again else ("forward",):
+        around = direction == "forward" or options.remat  # the router and the shared expert run
+        if around:
+            yield stage("route", direction, s.tokens * (c.d_model * item + 12 * c.num_experts), route, on.bf16[0])
+        yield from enter(direction, options.recipe.x, False)
         if taken:
-            yield stage("quantize weights" if s.recipe.w else "cast weights", direction, taken)
+            yield stage(take, direction, taken)
         yield product("product wi", direction, 0, c.d_model, c.gates * hidden)
         if direction == "forward":
             yield stage("activate", direction, rows * hidden * (c.gates * item + byte))
             yield product("product wo", direction, 0, hidden, c.d_model)
             yield stage("unpermute", direction, (rows + received) * c.d_model * item)
-        if shared:
+        if shared and around:
             yield shared_products(direction, 0)
-    yield from enter("backward", s.recipe.dy, c.use_bias)
+    yield from enter("backward", options.recipe.dy, c.use_bias)
     if taken:
-        yield stage("quantize weights" if s.recipe.w else "cast weights", "backward", taken)
+        yield stage(take, "backward", taken)
     yield product("dgrad wo", "backward", 1, c.d_model, hidden)
     yield stage("activate", "backward", rows * hidden * (item * (c.gates + 1) + (1 + c.gates) * (2 if fp8 else item)))
     yield product("wgrad wo", "backward", 2, hidden, c.d_model)
@@ -140,4 +158,5 @@ def work(s: Shard, on: Hardware, remat: bool) -> Iterator[Stage]:
     if shared:
         yield shared_products("backward", 1)
         yield shared_products("backward", 2)
-    yield stage("route", "backward", s.tokens * (2 * c.d_model * item + 12 * c.num_experts), 2 * route, on.bf16[1])
+    moved = s.tokens * (2 * c.d_model * item + 12 * c.num_experts)
+    yield stage("route", "backward", moved, 2 * route, on.bf16[1])

@@ -49,7 +49,7 @@ def inspect_block(
     Raises:
       ValueError: no mesh, or tokens that do not divide over the token axes.
     """
-    from moax.block.moe import moe
+    from moax.block.layer import moe
 
     mesh = mesh or jax.sharding.get_mesh()
     if mesh.empty:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from moax.mesh.axes import Names
-from moax.types import QArray
 
 
 def gather_weight(w, gather: Sequence[Names]):
-    """All-gathers a weight's shards along each dim, by the axes named for it; a QArray crosses as bytes."""
-    if isinstance(w, QArray):
-        return dataclasses.replace(w, data=_gather(w.data, gather), scale=_gather(w.scale, gather), pieces=tuple(
-            n * lax.axis_size(names) if names else n for n, names in zip(w.pieces, gather, strict=True)))  # fmt: skip
-    return _gather(w, gather)
-
-
-def _gather(w, gather):
+    """The whole of a weight: its shards, all-gathered along each dim by the axes named for that dim."""
     with jax.named_scope("gather_weight"):
         for dim, names in enumerate(gather):
             w = lax.all_gather(w, names, axis=dim, tiled=True) if names else w
@@ -40,7 +33,14 @@ def reduce_max(x, names: Names):
     return lax.pmax(x, names) if names else x
 
 
+def keep_on_first(x, names: Names):
+    """x on the first device along `names`, 0 on the others: their sum then counts x once."""
+    first = functools.reduce(jnp.logical_and, [lax.axis_index(name) == 0 for name in names], True)
+    return jnp.where(first, x, jnp.zeros_like(x))
+
+
 def varying(x) -> frozenset:
+    """The manual mesh axes that x is typed as varying over."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
@@ -48,3 +48,15 @@ def vary_like(x, *others):
     """`x` typed as varying over every manual axis that `others` vary over (inside `shard_map` with `check_vma`)."""
     missing = frozenset().union(*map(varying, jax.tree.leaves(others))) - varying(x)
     return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
+def typed[**P, R](call: Callable[P, R]) -> Callable[P, R]:
+    """`call` with results typed as varying like its operands, inside a `shard_map` with `check_vma`; JAX types the
+    results of a kernel as equal on every device."""
+
+    @functools.wraps(call)
+    def wrapped(*args: P.args, **options: P.kwargs) -> R:
+        operands = [v for v in jax.tree.leaves((args, options)) if isinstance(v, jax.Array)]
+        return jax.tree.map(lambda result: vary_like(result, operands), call(*args, **options))
+
+    return wrapped

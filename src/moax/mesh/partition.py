@@ -28,9 +28,7 @@ from moax.mesh.axes import Axes, Names, Roles
 from moax.mesh.collectives import reduce_max, vary_like, varying
 from moax.mesh.place import constrain
 from moax.mesh.specs import Spec, check_divides, is_explicit, mesh_of
-
-Engine = Literal["auto", "custom_partitioning", "shard_map"]
-ENGINES = ("auto", "custom_partitioning", "shard_map")
+from moax.options import ENGINES, Engine
 
 
 class View(NamedTuple):
@@ -259,3 +257,14 @@ class Partitioned:
 
         out = lax.map(one, [x for x, b in zip(leaves, in_batched, strict=True) if b])
         return out, jax.tree.map(lambda _: True, out)
+
+
+def differentiable(forward: Callable, backward: Callable) -> Callable:
+    """op(view, static, *operands) = the results of `forward`, whose gradients are those of `backward`.
+
+    forward(view, static, *operands) -> (results, saved); backward(view, static, saved, cotangents) -> a gradient for
+    each operand. Both call `Partitioned` ops, so that each direction has its own partition rule.
+    """
+    op = jax.custom_vjp(lambda *operands: forward(*operands)[0], nondiff_argnums=(0, 1))
+    op.defvjp(forward, backward)
+    return op

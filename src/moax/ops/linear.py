@@ -14,12 +14,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.backend import Kernels, select_kernels
+from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
-from moax.mesh.partition import Engine, find_view
+from moax.mesh.partition import find_view
 from moax.mesh.place import flatten_tokens, unflatten_tokens
 from moax.mesh.specs import Spec, spec
 from moax.ops.products import GroupedSpec, grouped, widths_of
+from moax.options import Engine
 from moax.recipe import Recipe, get_recipe
 from moax.sharding import dense_spec_on
 
@@ -33,7 +34,7 @@ def dense(
     w_spec: Spec | None = None,
     axes: Axes = Axes(),
     engine: Engine = "auto",
-    kernels: Kernels = "auto",
+    kernels: str = "auto",
 ) -> Float[Array, "*rows *C"]:
     """y = x w + bias.
 

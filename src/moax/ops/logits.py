@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, Partitioned, View, find_view
+from moax.mesh.partition import Contract, Partitioned, View, differentiable, find_view
 from moax.mesh.specs import spec
+from moax.options import Engine
 
 
 def router_logits(
@@ -43,20 +43,15 @@ def router_logits(
     return _logits(view, view.roles, *_forward.lay(view, view.roles, x, w))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _logits(view: View, roles: Roles, x, w):
-    return _forward(view, roles, x, w)[0]
+def _logits_forward(view: View, roles: Roles, x, w):
+    return _forward(view, roles, x, w)[0], (x, w)
 
 
-def _logits_fwd(view, roles, x, w):
-    return _logits(view, roles, x, w), (x, w)
+def _logits_backward(view: View, roles: Roles, saved, d_logits):
+    return _backward(view, roles, *saved, d_logits)
 
 
-def _logits_bwd(view, roles, residuals, d):
-    return _backward(view, roles, *residuals, d)
-
-
-_logits.defvjp(_logits_fwd, _logits_bwd)
+_logits = differentiable(_logits_forward, _logits_backward)
 
 
 def _parts(x, count: int) -> list:
@@ -78,13 +73,13 @@ def _dot(a, b, contract, precision=None):
     return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _forward_local(roles: Roles, layout, x, w):
+def logits_forward(roles: Roles, layout, x, w):
     if x.dtype != jnp.bfloat16:
         return (_dot(x.astype(jnp.float32), w.astype(jnp.float32), ((1,), (0,)), lax.Precision.HIGHEST),)
     return (_sum(_dot(x, jnp.concatenate(_parts(w, 3), axis=1), ((1,), (0,))), 3),)
 
 
-def _backward_local(roles: Roles, layout, x, w, d):
+def logits_backward(roles: Roles, layout, x, w, d):
     if x.dtype != jnp.bfloat16:
         wide, highest = w.astype(jnp.float32), lax.Precision.HIGHEST
         dx = _dot(d, wide, ((1,), (1,)), highest)
@@ -106,10 +101,10 @@ def _backward_contract(roles: Roles, operands, found):
 
 
 _forward = Partitioned(
-    _forward_local, _forward_contract, lambda roles, operands: (("t m", "h e"), ("t e",)), name="router"
+    logits_forward, _forward_contract, lambda roles, operands: (("t m", "h e"), ("t e",)), name="router"
 )
 _backward = Partitioned(
-    _backward_local,
+    logits_backward,
     _backward_contract,
     lambda roles, operands: (("t m", "h e", "t f"), ("t m", "h e")),
     name="router_grad",

@@ -15,7 +15,6 @@ hold is not read by `unpermute`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -23,21 +22,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moax.groups import Groups, align_up, group_starts
-from moax.kernels import mosaic
+from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, Partitioned, View, find_view
+from moax.mesh.partition import Contract, Partitioned, View, differentiable, find_view
 from moax.mesh.specs import spec
+from moax.options import Engine
 from moax.types import Plan
 
 
 @dataclasses.dataclass(frozen=True)
 class PermuteSpec:
-    """num_groups: experts of a rank; align: rows to which a group's start is aligned; capacity: the most rows to keep,
-    None for all."""
+    """All that is static of a permutation.
+
+    num_groups: experts of a rank. align: rows to which a group's start is aligned. capacity: the most rows to keep,
+    None for all. kernels: the name of the implementation.
+    """
 
     num_groups: int
     align: int
     capacity: int | None
+    kernels: str
     roles: Roles = Roles()
 
 
@@ -62,6 +66,7 @@ def permute(
     capacity: int | None = None,
     axes: Axes = Axes(),
     engine: Engine = "auto",
+    kernels: str = "auto",
 ) -> tuple[Float[Array, "N H"], Plan]:
     """rows[n] = x[source[n]]: the rows of x sorted by expert, once for each assignment.
 
@@ -70,7 +75,7 @@ def permute(
       num_groups: experts that each shard sorts by.
       align: group starts are multiples of it.
       capacity: the most rows a shard keeps. What exceeds it is taken from the busiest experts, last arrivals first.
-      axes, engine: see `moax.moe`.
+      axes, engine, kernels: see `moax.moe`.
 
     Returns:
       rows [N, H], 0 in padding, and the Plan; both by shard. N is static: see `sorted_rows`. Differentiable in x.
@@ -84,7 +89,8 @@ def permute(
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     view = find_view(axes, engine, x)
-    static = PermuteSpec(num_groups, align, capacity, view.roles)
+    chosen = _select(kernels, x)
+    static = PermuteSpec(num_groups, align, capacity, chosen, view.roles)
     return _permute(view, static, *_permute_op.lay(view, static, x, experts))
 
 
@@ -95,13 +101,14 @@ def unpermute(
     *,
     axes: Axes = Axes(),
     engine: Engine = "auto",
+    kernels: str = "auto",
 ) -> Float[Array, "R H"]:
     """y[r] = sum_k weights[r, k] rows[position[r, k]], summed in float32, in the dtype of rows.
 
     Args:
       rows: [N, H], sorted by `plan`; weights: [R, K] f32; both by shard.
       plan: what `permute` returned. Dropped assignments, and those of no expert here, add nothing.
-      axes, engine: see `moax.moe`.
+      axes, engine, kernels: see `moax.moe`.
 
     Differentiable in rows and weights.
     """
@@ -111,47 +118,40 @@ def unpermute(
             f"({plan.source.shape[0]}, H) and {plan.position.shape}"
         )
     view = find_view(axes, engine, rows)
-    static = PermuteSpec(0, 1, None, view.roles)
+    static = PermuteSpec(plan.group_sizes.shape[0], 1, None, _select(kernels, rows), view.roles)
     return _unpermute(view, static, *_unpermute_op.lay(view, static, rows, plan, weights))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _permute(view: View, static: PermuteSpec, x, experts):
-    return _permute_op(view, static, x, experts)
+def _select(kernels: str, rows) -> str:
+    """The implementation that moves rows [M, H]."""
+    return select_kernels(kernels, rows.dtype, **{"the rows' dim 1": rows.shape[1]})
 
 
-def _permute_fwd(view, static, x, experts):
+def _permute_forward(view: View, static: PermuteSpec, x, experts):
     rows, plan = _permute_op(view, static, x, experts)
     return (rows, plan), plan
 
 
-def _permute_bwd(view, static, plan, cotangents):
-    ones = jnp.ones(plan.position.shape, jnp.float32)
-    return _unpermute_op(view, static, cotangents[0], plan, ones)[0], None
+def _permute_backward(view: View, static: PermuteSpec, plan, cotangents):
+    return _permute_grad_op(view, static, plan, cotangents[0])[0], None
 
 
-_permute.defvjp(_permute_fwd, _permute_bwd)
+_permute = differentiable(_permute_forward, _permute_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _unpermute(view: View, static: PermuteSpec, rows, plan, weights):
-    return _unpermute_op(view, static, rows, plan, weights)[0]
+def _unpermute_forward(view: View, static: PermuteSpec, rows, plan, weights):
+    return _unpermute_op(view, static, rows, plan, weights)[0], (rows, plan, weights)
 
 
-def _unpermute_fwd(view, static, rows, plan, weights):
-    return _unpermute(view, static, rows, plan, weights), (rows, plan, weights)
-
-
-def _unpermute_bwd(view, static, residuals, dy):
-    rows, plan, weights = residuals
-    d_rows, d_weights = _unpermute_grads_op(view, static, rows, plan, weights, dy)
+def _unpermute_backward(view: View, static: PermuteSpec, saved, dy):
+    d_rows, d_weights = _unpermute_grad_op(view, static, *saved, dy)
     return d_rows, None, d_weights
 
 
-_unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
+_unpermute = differentiable(_unpermute_forward, _unpermute_backward)
 
 
-def plan_local(static: PermuteSpec, experts) -> Plan:
+def plan_rows(static: PermuteSpec, experts) -> Plan:
     """The Plan of one device's experts [R, K]."""
     received, top_k = experts.shape
     groups, rows = static.num_groups, sorted_rows(received, top_k, static.num_groups, static.align, static.capacity)
@@ -186,28 +186,30 @@ def _keep(arrived, capacity: int):
     return jnp.minimum(arrived, limit) + extra.astype(jnp.int32)
 
 
-def permute_local(x, plan: Plan, groups: Groups | None = None):
-    """`permute` of one device, by its plan. By the kernels, where `groups` has blocks for them, rows of blocks that
-    are not used may hold anything."""
+def permute_forward(static: PermuteSpec, x, plan: Plan, groups: Groups | None = None):
+    """rows [N, H] of one device, by its plan. Where `groups` is given, rows past the last group may hold anything."""
     with jax.named_scope("permute"):
-        if groups is not None and groups.blocks is not None:
-            return mosaic.gather_rows(x, plan.source, groups.blocks.used)
-        return jnp.take(x, plan.source, axis=0, mode="fill", fill_value=0)
+        return implementation(static.kernels).gather_rows(x, plan.source, groups)
 
 
-def unpermute_local(rows, plan: Plan, weights=None, groups: Groups | None = None):
-    """`unpermute` of one device; weights None are 1. By the kernels where `groups` has blocks for them."""
+def permute_backward(static: PermuteSpec, plan: Plan, d_rows):
+    """dx [R, H] of one device: the sum of the gradients of each row's copies."""
     with jax.named_scope("unpermute"):
-        if groups is not None and groups.blocks is not None:
-            return mosaic.gather_sum(rows, plan.position, weights)
-        total = jnp.zeros((), jnp.float32)
-        for k in range(plan.position.shape[1]):  # K is small; no [R, K, H] in memory
-            at = plan.position[:, k]
-            row = jnp.take(rows, at, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
-            if weights is not None:
-                row = row * jnp.where(at < rows.shape[0], weights[:, k], 0.0)[:, None]
-            total = total + row
-        return total.astype(rows.dtype)
+        return implementation(static.kernels).gather_sum(d_rows, plan.position)
+
+
+def unpermute_forward(static: PermuteSpec, rows, plan: Plan, weights):
+    """y [R, H] of one device; weights None are 1."""
+    with jax.named_scope("unpermute"):
+        return implementation(static.kernels).gather_sum(rows, plan.position, weights)
+
+
+def unpermute_backward(static: PermuteSpec, rows, plan: Plan, weights, dy):
+    """d_rows [N, H] and d_weights [R, K] of one device: dy times the weight of each row, and <dy, row>."""
+    d_rows = permute_forward(static, dy, plan)
+    inner = jnp.sum(d_rows.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
+    d_rows = d_rows.astype(jnp.float32) * weights_of_rows(plan, weights)[:, None]
+    return d_rows.astype(rows.dtype), weights_from_rows(plan, inner)
 
 
 def weights_of_rows(plan: Plan, weights):
@@ -221,16 +223,9 @@ def weights_from_rows(plan: Plan, of_rows):
     return jnp.take(of_rows, plan.position, mode="fill", fill_value=0)
 
 
-def _permute_shards(static: PermuteSpec, layout, x, experts):
-    plan = plan_local(static, experts)
-    return permute_local(x, plan), plan
-
-
-def _unpermute_grads(static: PermuteSpec, layout, rows, plan, weights, dy):
-    d_rows = permute_local(dy, plan)
-    inner = jnp.sum(d_rows.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
-    d_rows = d_rows.astype(jnp.float32) * weights_of_rows(plan, weights)[:, None]
-    return d_rows.astype(rows.dtype), weights_from_rows(plan, inner)
+def _permute_local(static: PermuteSpec, layout, x, experts):
+    plan = plan_rows(static, experts)
+    return permute_forward(static, x, plan), plan
 
 
 def _contract(results: int):
@@ -242,16 +237,22 @@ def _contract(results: int):
 
 
 _permute_op = Partitioned(
-    _permute_shards, _contract(2), lambda static, operands: (("r h", "r k"), ("n h",)), name="permute"
+    _permute_local, _contract(2), lambda static, operands: (("r h", "r k"), ("n h",)), name="permute"
+)
+_permute_grad_op = Partitioned(
+    lambda static, layout, plan, d_rows: (permute_backward(static, plan, d_rows),),
+    _contract(1),
+    lambda static, operands: (("n", "r k", "e", "o", "n h"), ("r h",)),
+    name="permute_grad",
 )
 _unpermute_op = Partitioned(
-    lambda static, layout, rows, plan, weights: (unpermute_local(rows, plan, weights),),
+    lambda static, layout, rows, plan, weights: (unpermute_forward(static, rows, plan, weights),),
     _contract(1),
     lambda static, operands: (("n h", "n", "r k", "e", "o", "r k"), ("r h",)),
     name="unpermute",
 )
-_unpermute_grads_op = Partitioned(
-    _unpermute_grads,
+_unpermute_grad_op = Partitioned(
+    lambda static, layout, *operands: unpermute_backward(static, *operands),
     _contract(2),
     lambda static, operands: (("n h", "n", "r k", "e", "o", "r k", "r h"), ("n h", "r k")),
     name="unpermute_grad",

@@ -14,7 +14,6 @@ vectors: logits never leave their shard. Everything is float32.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,9 @@ from jaxtyping import Array, Float
 
 from moax.config import RouterConfig
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, Partitioned, View, find_view
+from moax.mesh.partition import Contract, Partitioned, View, differentiable, find_view
 from moax.mesh.specs import spec
+from moax.options import Engine
 from moax.types import Routing
 
 TINY = 1e-18  # added to sums of scores that may all underflow; its square, by which gradients divide, does not
@@ -82,24 +82,19 @@ def route(
     return Routing(experts, weights, config.aux_loss * balance, config.z_loss * z_sum[0] / total, tokens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _route(view: View, static: RouteSpec, logits, bias):
-    return _forward(view, static, logits, bias)
-
-
-def _route_fwd(view, static, logits, bias):
+def _route_forward(view: View, static: RouteSpec, logits, bias):
     results = _forward(view, static, logits, bias)
     return results, (logits, bias, results[0])
 
 
-def _route_bwd(view, static, residuals, cotangents):
-    logits, bias, experts = residuals
+def _route_backward(view: View, static: RouteSpec, saved, cotangents):
+    logits, bias, experts = saved
     _, d_weights, d_score_sum, d_z_sum, _ = cotangents
     (d_logits,) = _backward(view, static, logits, experts, d_weights, d_score_sum, d_z_sum)
     return d_logits, None if bias is None else jnp.zeros_like(bias)
 
 
-_route.defvjp(_route_fwd, _route_bwd)
+_route = differentiable(_route_forward, _route_backward)
 
 
 def select_experts(logits, bias, config: RouterConfig, top_k: int):
@@ -138,14 +133,14 @@ def _weigh(logits, experts, config: RouterConfig):
     return weights * config.scale, probabilities.sum(0), z_sum
 
 
-def _forward_local(static: RouteSpec, layout, logits, bias):
+def route_forward(static: RouteSpec, layout, logits, bias):
     experts = select_experts(logits, bias, static.config, static.top_k)
     weights, score_sum, z_sum = _weigh(logits, experts, static.config)
     tokens = jnp.zeros(logits.shape[1], jnp.int32).at[experts.reshape(-1)].add(1)
     return experts, weights, score_sum, z_sum, tokens
 
 
-def _backward_local(static: RouteSpec, layout, logits, experts, d_weights, d_score_sum, d_z_sum):
+def route_backward(static: RouteSpec, layout, logits, experts, d_weights, d_score_sum, d_z_sum):
     _, pull = jax.vjp(lambda x: _weigh(x, experts, static.config), logits)
     return pull((d_weights, d_score_sum, d_z_sum))
 
@@ -162,13 +157,13 @@ def _backward_contract(static: RouteSpec, operands, found):
 
 
 _forward = Partitioned(
-    _forward_local,
+    route_forward,
     _forward_contract,
     lambda static, operands: (("t e", "e")[: 1 + (operands[1] is not None)], ("t k", "t k", "e", "o", "e")),
     name="route",
 )
 _backward = Partitioned(
-    _backward_local,
+    route_backward,
     _backward_contract,
     lambda static, operands: (("t e", "t k", "t k", "e", "o"), ("t e",)),
     name="route_grad",

@@ -17,10 +17,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import moax
 from moax import Axes, MoEParams, MoEStats, backend, ops
-from moax.mesh.partition import Engine
 from moax.mesh.place import constrain
 from moax.mesh.specs import spec as make_spec
-from moax.ops.exchange import Transport
+from moax.options import Options
 from moax.sharding import dense_spec, token_spec
 from moax.train.presets import VOCAB, ModelConfig
 
@@ -59,15 +58,11 @@ class Params:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How the model runs, not what it is: see `TrainConfig`."""
+    """How the model runs: how its blocks do, in which dtype, and what is computed again; see `TrainConfig`."""
 
-    recipe: str | None = None
-    exchange: Transport = "auto"
-    engine: Engine = "auto"
+    options: Options = Options()
     dtype: str = "float32"
     remat: str = "none"
-    chunks: int = 1
-    axes: Axes = Axes()
 
 
 def init(key: PRNGKeyArray, model: ModelConfig, axes: Axes = Axes()) -> Params:
@@ -136,11 +131,11 @@ def forward(
 
     `block` is called as `moax.moe`, which it stands for.
     """
-    dtype, axes = jnp.dtype(execution.dtype), execution.axes
+    options, dtype, axes = execution.options, jnp.dtype(execution.dtype), execution.options.axes
     rows = token_spec(axes, ndim=3)
     rotation = _rotation(tokens.shape[1], model.d_model // model.num_heads)
-    dense = partial(ops.dense, axes=axes, engine=execution.engine)
-    project = partial(dense, recipe=execution.recipe)
+    dense = partial(ops.dense, axes=axes, engine=options.engine, kernels=options.kernels)
+    project = partial(dense, recipe=options.recipe)
 
     def layer(x, stacked):
         p, bias = stacked
@@ -151,11 +146,7 @@ def forward(
             _rms_norm(x, p.norm_m),
             moe,
             model.moe(),
-            recipe=execution.recipe,
-            axes=axes,
-            exchange=execution.exchange,
-            engine=execution.engine,
-            chunks=execution.chunks,
+            options,
         )
         return x + y, stats
 

@@ -7,8 +7,7 @@ import math
 from typing import Any, Literal
 
 from moax import MoEConfig, RouterConfig
-from moax.mesh.partition import Engine
-from moax.ops.exchange import Transport
+from moax.options import Engine
 
 VOCAB = 256
 BALANCE = ("bias", "aux", "none")
@@ -107,7 +106,7 @@ class TrainConfig:
     bias_rate: float = 1e-3
     seed: int = 0
     recipe: str | None = None
-    exchange: Transport = "auto"
+    exchange: str = "auto"
     engine: Engine = "auto"
     dtype: str = "bfloat16"
     remat: Literal["none", "full", "moe"] = "none"

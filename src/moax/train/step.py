@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree, UInt8
 import moax
 from moax.mesh.place import named
 from moax.mesh.specs import spec
+from moax.options import Options
 from moax.sharding import token_spec
 from moax.train import model as lm
 from moax.train.model import Execution, Params
@@ -42,7 +43,8 @@ class TrainState:
 
 def execution(config: TrainConfig) -> Execution:
     """The part of a run's settings that the model's forward pass reads."""
-    return Execution(config.recipe, config.exchange, config.engine, config.dtype, config.remat, config.chunks)
+    options = Options(config.recipe, exchange=config.exchange, engine=config.engine, chunks=config.chunks)
+    return Execution(options, config.dtype, config.remat)
 
 
 def init_state(config: TrainConfig) -> TrainState:

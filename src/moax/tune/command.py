@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
       Unsupported: this is no GPU that the kernels run on. ValueError: an option that names
         nothing, or a table that cannot be read.
     """
-    from moax.kernels.hopper import tiles
+    from moax.kernels.hopper.pallas import tiles
 
     program.start()
     unknown = set(args.ops.split(",")) - DIRECTIONS.keys()
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
     """The fastest tile of a product, kept where it beats the heuristic's."""
-    from moax.kernels.hopper import tiles
+    from moax.kernels.hopper.pallas import tiles
 
     case = problem.case
     contracted, columns = (case.contracted, case.columns)[:: -1 if direction == "dgrad" else 1]
@@ -136,10 +136,10 @@ def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
 
 def product(problem: Problem, op: str, direction: cases.Direction, tile) -> tuple[Callable, tuple]:
     """A jitted product by the kernel of `op`, and its operands."""
-    from moax.kernels.hopper.matmul import grouped_matmul
-    from moax.kernels.hopper.matmul_fp8 import grouped_matmul_fp8
-    from moax.kernels.hopper.wgrad import grouped_wgrad
-    from moax.kernels.hopper.wgrad_fp8 import grouped_wgrad_fp8
+    from moax.kernels.hopper.pallas.matmul import grouped_matmul
+    from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
+    from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
+    from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 
     kernel: Any = {
         "matmul": grouped_matmul,

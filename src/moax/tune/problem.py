@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from moax.groups import BLOCK, Blocks, align_up, make_blocks
+from moax.groups import align_up
+from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8, make_blocks
 from moax.recipe import E4M3_MAX
 from moax.tune.cases import Case, Direction
-from moax.types import Operand
 
 
 class Problem:
@@ -46,8 +46,8 @@ class Problem:
         """x or dy without padding between groups."""
         return _take(getattr(self, name), jnp.asarray(self.index))
 
-    def quantized(self, direction: Direction) -> tuple[Operand, Operand]:
-        """Both operands of a direction in FP8, as `Operand` says, by plain jnp."""
+    def quantized(self, direction: Direction) -> tuple[KMajorFp8, KMajorFp8]:
+        """Both operands of a direction in FP8, as `KMajorFp8` says, by plain jnp."""
         if direction == "wgrad":
             return quantize_rows(self.x.T), quantize_rows(self.dy.T)
         if direction == "fwd":
@@ -79,16 +79,16 @@ def _take(x, index):
 
 
 @jax.jit
-def quantize_rows(x: Float[Array, "R K"]) -> Operand:
+def quantize_rows(x: Float[Array, "R K"]) -> KMajorFp8:
     """1 x 128 blocks: data [R, K] e4m3, scale [ceil(K / 128), R]: amax / 448, 1 where a block is all zeros."""
     blocks = _pad(x, (1,)).reshape(x.shape[0], -1, BLOCK).astype(jnp.float32)
     scale = _scale(jnp.max(jnp.abs(blocks), axis=-1))
     data = (blocks / scale[..., None]).astype(jnp.float8_e4m3fn)
-    return Operand(data.reshape(x.shape[0], -1)[:, : x.shape[1]], _pad(scale.T, (1,), 1.0))
+    return KMajorFp8(data.reshape(x.shape[0], -1)[:, : x.shape[1]], _pad(scale.T, (1,), 1.0))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def quantize_weight(w: Float[Array, "E K N"], transposed: bool) -> Operand:
+def quantize_weight(w: Float[Array, "E K N"], transposed: bool) -> KMajorFp8:
     """128 x 128 blocks: data [E, K, N], or [E, N, K] transposed; scale [E, ceil(rows / 128), ceil(columns / 128)]."""
     w = w.swapaxes(1, 2) if transposed else w
     groups, rows, columns = w.shape
@@ -96,10 +96,10 @@ def quantize_weight(w: Float[Array, "E K N"], transposed: bool) -> Operand:
     blocks = padded.reshape(groups, padded.shape[1] // BLOCK, BLOCK, -1, BLOCK).astype(jnp.float32)
     scale = _scale(jnp.max(jnp.abs(blocks), axis=(2, 4)))
     data = (blocks / scale[:, :, None, :, None]).astype(jnp.float8_e4m3fn)
-    return Operand(data.reshape(padded.shape)[:, :rows, :columns], scale)
+    return KMajorFp8(data.reshape(padded.shape)[:, :rows, :columns], scale)
 
 
-def dequantize(operand: Operand, dtype=jnp.float32) -> Float[Array, "..."]:
+def dequantize(operand: KMajorFp8, dtype=jnp.float32) -> Float[Array, "..."]:
     """data * scale, of rows or of weights."""
     data, scale = operand
     if data.ndim == 2:

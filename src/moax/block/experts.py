@@ -1,0 +1,106 @@
+"""The chain of `moe.py` on a mesh: both directions as partitioned ops, a device's tokens in chunks, one `custom_vjp`.
+
+With chunks, a device takes its tokens a part at a time, and backward walks each part forward again up to the input of
+the activation.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from moax.block.moe import find_gradients, find_hidden, find_output
+from moax.block.spec import (
+    BlockResiduals,
+    BlockSpec,
+    Weights,
+    backward_contract,
+    backward_factors,
+    forward_contract,
+    forward_factors,
+    quantize_and_gather,
+    zero_gradients,
+)
+from moax.mesh.collectives import scatter_gradient
+from moax.mesh.partition import Partitioned, View, differentiable
+
+CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
+
+
+def apply_experts(view: View, static: BlockSpec, x, experts, weights, w: Weights):
+    """Tokens [T, H] and their routing -> (y [T, H], dropped assignments [1]); differentiable in x, weights and w."""
+    return _experts(view, static, *_forward.lay(view, static, x, experts, weights, w))
+
+
+def _forward_local(static: BlockSpec, layouts, x, experts, weights, w: Weights):
+    """What one device does: y, what it dropped, and without chunks what backward needs."""
+    wi, wo = quantize_and_gather(static, w, layouts, "rows")
+
+    def part(operands):
+        saved, dropped = find_hidden(static, wi, w.bi, *operands)
+        return find_output(static, wo, w.bo, saved, operands[0].shape[0]), dropped, saved
+
+    if static.chunks == 1:
+        return part((x, experts, weights))
+    y, dropped = lax.map(lambda operands: part(operands)[:2], _split(static.chunks, (x, experts, weights)))
+    return _join(y), dropped.sum(0)
+
+
+def _backward_local(static: BlockSpec, layouts, saved, w: Weights, dy):
+    """The transpose of `_forward_local`; saved: the residuals of forward, with chunks its x, experts and weights."""
+    wi, wo = quantize_and_gather(static, w, layouts, "columns")
+    if static.chunks == 1:
+        dx, d_weights, dw = find_gradients(static, wi, wo, w, saved, dy)
+    else:
+        (wi_rows, _) = quantize_and_gather(static, w, layouts, "rows")
+
+        def part(total, operands):
+            saved, _ = find_hidden(static, wi_rows, w.bi, *operands[:3])
+            dx, d_weights, dw = find_gradients(static, wi, wo, w, saved, operands[3])
+            return jax.tree.map(lambda t, d: t + d.astype(t.dtype), total, dw), (dx, d_weights)
+
+        parts, zero = _split(static.chunks, (*saved, dy)), zero_gradients(static, w, layouts, (*saved, dy))
+        dw, gradients = lax.scan(part, zero, parts)
+        dx, d_weights = _join(gradients)
+    d_wi, d_wo = (scatter_gradient(d.astype(static.dtype), at.gather) for d, at in zip(dw[:2], layouts, strict=True))
+    return dx, d_weights, d_wi, d_wo, dw.bi, dw.bo
+
+
+def _split(chunks: int, tree):
+    """Arrays [T, ...] in so many parts [chunks, T / chunks, ...]."""
+    return jax.tree.map(lambda v: v.reshape(chunks, -1, *v.shape[1:]), tree)
+
+
+def _join(tree):
+    """The inverse of `_split`."""
+    return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), tree)
+
+
+_forward = Partitioned(_forward_local, forward_contract, forward_factors, name="experts")
+_backward = Partitioned(_backward_local, backward_contract, backward_factors, name="experts_grad")
+
+
+def _experts_forward(view: View, static: BlockSpec, x, experts, weights, w: Weights):
+    y, dropped, *saved = _forward(view, static, x, experts, weights, w)
+    return (y, dropped), (_name(saved[0]) if saved else (x, experts, weights), w)
+
+
+def _experts_backward(view: View, static: BlockSpec, residuals, cotangents):
+    saved, w = residuals
+    # Each direction gathers the weights when it needs them: XLA must not keep what forward gathered.
+    w, dy = lax.optimization_barrier((w, cotangents[0]))
+    dx, d_weights, *dw = _backward(view, static, saved, w, dy)
+    dw = [None if p is None else d.astype(p.dtype) for p, d in zip(w, dw, strict=True)]
+    return dx, None, d_weights, w._replace(wi=dw[0], wo=dw[1], bi=dw[2], bo=dw[3])
+
+
+def _name(saved: BlockResiduals) -> BlockResiduals:
+    """The residuals with the names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`."""
+    rows, hidden, *rest = saved
+    rows = jax.tree.map(lambda v: checkpoint_name(v, "moax_rows"), rows)
+    rest = jax.tree.map(lambda v: checkpoint_name(v, "moax_plan"), rest)
+    return BlockResiduals(rows, checkpoint_name(hidden, "moax_hidden"), *rest)
+
+
+_experts = differentiable(_experts_forward, _experts_backward)

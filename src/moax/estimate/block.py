@@ -1,0 +1,186 @@
+"""A block on a mesh, as one device has it: what memory, wires and times are computed from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from moax.config import MoEConfig
+from moax.errors import Unsupported
+from moax.estimate.hardware import Hardware, Kernels
+from moax.kernels import takes_fp8
+from moax.mesh.axes import Axes, Roles
+from moax.mesh.specs import Layout, local_shape, spec, weight_layout
+from moax.ops.exchange import TRANSPORTS, ExchangeSpec, Transport, find_transport, refuse, slots_per_pair
+from moax.params import param_shapes
+from moax.recipe import Recipe
+from moax.sharding import dense_spec_on, expert_specs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a block runs, and in which dtypes.
+
+    Attributes:
+      recipe: the formats of its products.
+      exchange: `auto`, or the name of a transport.
+      kernels: the implementation that computes.
+      chunks: parts that a device takes its tokens in.
+      remat: forward is done again before backward.
+      dtype: of activations. param_dtype: of parameters and their gradients.
+      axes: the roles of the mesh axes.
+    """
+
+    recipe: Recipe
+    exchange: str
+    kernels: Kernels
+    chunks: int
+    remat: bool
+    dtype: str
+    param_dtype: str
+    axes: Axes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A block on a mesh, as one device has it.
+
+    Attributes:
+      config, roles, options: of the block.
+      tokens: T of a device: of one shard over (dp, fsdp, ep), the same on all ranks of tp.
+      exchange: the spec of the exchange of one part.
+      shapes: the shape of each parameter's shard, by name.
+      layouts: of `wi` and `wo`, and of `shared_wi` and `shared_wo` where there is a shared expert.
+    """
+
+    config: MoEConfig
+    roles: Roles
+    options: Execution
+    tokens: int
+    exchange: ExchangeSpec
+    shapes: dict[str, tuple[int, ...]]
+    layouts: dict[str, Layout]
+
+    @property
+    def transport(self) -> Transport:
+        """The object of the transport."""
+        return TRANSPORTS[self.exchange.transport]
+
+    @property
+    def part(self) -> int:
+        """Tokens of one part."""
+        return self.tokens // self.options.chunks
+
+    @property
+    def load(self) -> tuple[int, int, int, int]:
+        """(tokens of a part, K, ranks, slots), as a transport takes them."""
+        return self.part, self.config.top_k, self.exchange.ranks, self.exchange.slots
+
+    @property
+    def received(self) -> int:
+        """R: rows that a device receives of one part, empty slots included."""
+        return self.transport.received_rows(self.part, self.exchange.ranks, self.exchange.slots)
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of activations."""
+        return jnp.dtype(self.options.dtype).itemsize
+
+    @property
+    def param_item(self) -> int:
+        """Bytes of an element of parameters."""
+        return jnp.dtype(self.options.param_dtype).itemsize
+
+    @property
+    def again(self) -> bool:
+        """Whether backward walks the experts' forward again, up to the activation."""
+        return self.options.remat or self.options.chunks > 1
+
+    @property
+    def gathered_apart(self) -> bool:
+        """Whether a weight that is gathered to be contracted over its rows is another array than one to be contracted
+        over its columns. Where both are the same, XLA gathers it once for the two walks of a part in backward."""
+        options, w = self.options, self.options.recipe.w
+        if w is None:
+            return False
+        fp8 = takes_fp8(options.kernels, options.recipe)
+        return fp8 or w.weight_block(4, "rows") != w.weight_block(4, "columns")
+
+    def weight(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight's shard as products take it, [E, K, *C]."""
+        shape = self.shapes[name]
+        return (1, *shape) if name.startswith("shared") else shape
+
+    def whole(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, gathered."""
+        gather = self.layouts[name].gather
+        return tuple(n * self.roles.size(names) for n, names in zip(self.weight(name), gather, strict=True))
+
+
+def make_shard(config: MoEConfig, sizes: dict[str, int], tokens: int, options: Execution, on: Hardware) -> Shard:
+    """The block on a mesh of these axis sizes.
+
+    Args:
+      config: of the block.
+      sizes: devices of each mesh axis.
+      tokens: T of a device.
+      options: how it runs.
+      on: the GPUs of the mesh.
+
+    Raises:
+      ValueError: a parameter or the tokens do not divide over the mesh or over the parts; an unknown transport.
+      Unsupported: the transport cannot run on such a mesh of such GPUs.
+    """
+    axes = options.axes
+    roles = axes.on(sizes)
+    if config.d_ff % roles.size(roles.tp):
+        raise ValueError(f"d_ff={config.d_ff} does not divide by mesh axes {roles.tp}")
+    if options.chunks < 1 or tokens % options.chunks:
+        raise ValueError(f"chunks={options.chunks} must divide the {tokens} tokens of a device")
+    specs, made = expert_specs(config, axes, roles), param_shapes(config)
+    names = [field.name for field in dataclasses.fields(made) if getattr(made, field.name) is not None]
+    shapes = {name: local_shape(getattr(made, name), getattr(specs, name), roles) for name in names}
+    layouts = {
+        "wi": weight_layout("params.wi", specs.wi, (roles.ep, (), (), roles.tp), roles),
+        "wo": weight_layout("params.wo", specs.wo, (roles.ep, roles.tp, ()), roles),
+    }
+    if config.shared_d_ff:
+        (over,) = dense_spec_on(roles, (config.d_model,))
+        everyone = dataclasses.replace(roles, fsdp=roles.fsdp + roles.ep, ep=())
+        wi, wo = spec(None, over, None, roles.tp), spec(None, roles.tp, over)
+        layouts["shared_wi"] = weight_layout("params.shared_wi", wi, ((), (), (), roles.tp), everyone)
+        layouts["shared_wo"] = weight_layout("params.shared_wo", wo, ((), roles.tp, ()), everyone)
+    return Shard(
+        config=config,
+        roles=roles,
+        options=options,
+        tokens=tokens,
+        exchange=_exchange(config, sizes, roles, tokens // options.chunks, options, on),
+        shapes=shapes,
+        layouts=layouts,
+    )
+
+
+def find_kernels(kernels: str, on: Hardware) -> Kernels:
+    """The implementation that `kernels` means on this hardware: `auto` is the fastest one.
+
+    Raises:
+      Unsupported: `hopper` on a GPU that has no such kernels.
+    """
+    if kernels == "hopper" and on.kernels != "hopper":
+        raise Unsupported(
+            f"kernels='hopper': the kernels are for NVIDIA GPUs of compute capability 9.0, not for {on.name}; use "
+            "'auto' or 'xla'"
+        )
+    return "xla" if kernels == "xla" else on.kernels
+
+
+def _exchange(config, sizes, roles: Roles, part: int, options: Execution, on: Hardware) -> ExchangeSpec:
+    name = find_transport(options.exchange, roles)
+    gpus = 1
+    for size in sizes.values():
+        gpus *= size
+    refuse(name, TRANSPORTS[name].why_not_on(gpus, on.host, on.kernels))
+    slots = slots_per_pair(part, config.top_k, roles.size(roles.ep), config.capacity_factor)
+    return ExchangeSpec(name, roles, slots, options.recipe.wire, num_experts=config.num_experts)

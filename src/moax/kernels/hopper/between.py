@@ -1,0 +1,97 @@
+"""The activation between the two products by the kernels, forward and backward, with its quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+from jaxtyping import Array, Float
+
+from moax.kernels.hopper.formats import (
+    BLOCK,
+    BlockedGroups,
+    Blocks,
+    KMajorFp8,
+    takes_fp8,
+)
+from moax.kernels.hopper.quantization import quantize_for_matmul
+from moax.kernels.scales import DTYPES, is_pow2
+from moax.mesh.axes import Names
+from moax.mesh.collectives import typed
+from moax.recipe import Format, Recipe
+
+
+def activate(
+    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *, weights: Any, amax_over: Names
+) -> Any:
+    """act(h) times each row's weight, as the next product takes it; quantized in the same kernel where blocks fit F."""
+    flat, gated = h.reshape(h.shape[0], -1), h.shape[1] == 2
+    with jax.named_scope("activate"):
+        if _fuses(recipe, h.shape[2]):
+            return _activate_quantize(flat, groups.blocks, act, recipe, gated=gated, weights=weights)
+        a = _activate(flat, groups.blocks, act, gated=gated, weights=weights)
+    return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
+
+
+def activate_grad(
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *,
+    weights: Float[Array, " N"], amax_over: Names, keep: bool,
+) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
+    """Backward of `activate`, for d_a before the weights multiply it; see `moax.kernels.Implementation`."""
+    flat = h.reshape(h.shape[0], -1)
+    with jax.named_scope("activate"):
+        if _fuses(recipe, h.shape[2]) and not keep:
+            a, d_h_rows, d_h_columns, inner = _activate_grad_quantize(flat, d_a, groups.blocks, act, recipe, weights)
+            return a, d_h_rows, d_h_columns, None, inner
+        a, d_h, inner = _activate_grad(flat, d_a, groups.blocks, act, weights)
+    _, a = quantize_for_matmul(a, recipe, "x", groups, amax_over)
+    d_h_rows, d_h_columns = quantize_for_matmul(d_h, recipe, "dy", groups, amax_over)
+    return a, d_h_rows, d_h_columns, d_h.reshape(h.shape) if keep else None, inner
+
+
+def _fuses(recipe: Recipe, width: int) -> bool:
+    """Whether one kernel activates and quantizes: blocks of 128 columns that divide F, scales of one kind."""
+    if not takes_fp8(recipe) or width % BLOCK:
+        return False
+    x, dy = _formats(recipe)
+    return x.block is not None and is_pow2(x) == is_pow2(dy)
+
+
+def _formats(recipe: Recipe) -> tuple[Format, Format]:
+    """The formats of a and of d_h, of a recipe that has both."""
+    return cast(Format, recipe.x), cast(Format, recipe.dy)
+
+
+@typed
+def _activate(h, blocks: Blocks, act, *, gated: bool, weights):
+    from moax.kernels.hopper.pallas.activation_bf16 import activate_rows
+
+    return activate_rows(h, blocks, act, gated=gated, weights=weights)
+
+
+@typed
+def _activate_quantize(h, blocks: Blocks, act, recipe: Recipe, *, gated: bool, weights) -> KMajorFp8:
+    from moax.kernels.hopper.pallas.activation import activate_quantize
+
+    x, _ = _formats(recipe)
+    options: Any = dict(dtype=DTYPES[x.dtype], pow2=is_pow2(x))
+    return activate_quantize(h, blocks, act, gated=gated, weights=weights, **options)
+
+
+@typed
+def _activate_grad(h, d_a, blocks: Blocks, act, weights):
+    from moax.kernels.hopper.pallas.activation_bf16 import activate_grad_rows
+
+    a, d_h, inner = activate_grad_rows(h, d_a, blocks, act, weights=weights)
+    return a, d_h, inner.sum(0)
+
+
+@typed
+def _activate_grad_quantize(h, d_a, blocks: Blocks, act, recipe: Recipe, weights):
+    from moax.kernels.hopper.pallas.activation import activate_grad_quantize
+
+    x, dy = _formats(recipe)
+    options: Any = dict(dtype_x=DTYPES[x.dtype], dtype_dy=DTYPES[dy.dtype], pow2=is_pow2(x))
+    a, d_h_rows, d_h_columns, inner = activate_grad_quantize(h, d_a, blocks, act, weights=weights, **options)
+    return a, d_h_rows, d_h_columns, inner.sum(0)

@@ -1,0 +1,279 @@
+"""Activation and its gradient, quantized in the same read of h.
+
+    activate_quantize        a = act(gate, up) * weight, by rows                              for the product with wo
+    activate_grad_quantize   a * weight, by columns                                           for d wo
+                             d h = (d act / d h)^T (d a * weight), by rows and by columns     for d rows and d wi
+                             inner = <d a, act(gate, up)>                                     for d weight
+
+h [N, G F] holds gate in its first F columns and up in its last (G 1: up alone). All is computed in float32 and rounded
+where `moax.moe` rounds, to bf16: a, then a * weight; d a * weight; d h. A tile is 64 or 128 rows x 128 columns of F,
+computed in place of what was loaded, and quantized from there as in `quantize`. Blocks past the used ones are not
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend import core
+from jaxtyping import Array, Float
+
+from moax.errors import Unsupported
+from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
+from moax.kernels.hopper.pallas.quantize import (
+    HALF,
+    columns_of,
+    launch,
+    load_tiles,
+    meet,
+    put,
+    rows_of,
+    tile_buffer,
+    zero_tail,
+)
+
+PART = 32  # columns that a warpgroup computes at a time, so that the registers of two blocks of threads fit an SM
+LONG = 20  # operations of a gradient above which only half of them do
+
+
+def activate_quantize(
+    h: Float[Array, "N GF"],
+    blocks: Blocks,
+    act: Callable,
+    *,
+    gated: bool,
+    weights: Float[Array, " N"] | None = None,
+    dtype=jnp.float8_e4m3fn,
+    pow2: bool = False,
+) -> KMajorFp8:
+    """a = act(gate, up) * weight, quantized by rows: data [N, F], scale [F / 128, N].
+
+    Args:
+      h: [N, G F] bf16, N and F multiples of 128.
+      blocks: which rows are real; the others are 0.
+      act: of f32 arrays, elementwise: act(gate, up), or act(up) if not gated. 0 at 0.
+      gated: whether G is 2.
+      weights: [N] f32, finite, of each row; None: 1.
+      dtype: float8_e4m3fn or float8_e5m2.
+      pow2: scales are rounded up to powers of two.
+    """
+    size, width = check_h(h, gated)
+
+    def activate_quantize(h, counts, weights, data, scale, *, tiles, buffer, loaded, met):
+        i, j = lax.axis_index("i"), lax.axis_index("j")  # i counts halves of blocks
+        count, first = counts[lax.div(i, 2)], i * HALF
+
+        @pl.when(count > 0)
+        def _():
+            load_tiles(tiles_of(h, tiles, i, j, width), loaded)
+            zero_half(tiles, count - lax.rem(i, 2) * HALF, met)
+            weight = None if weights is None else row_values(weights, first, PART)
+
+            @pl.loop(0, BLOCK // PART)  # not unrolled: that would take more registers
+            def _(step):
+                at = part_at(0, step, PART)
+                (a,) = evaluate(act, *(load_part(tile, at) for tile in tiles))
+                a = a if weight is None else rounded(a) * weight
+                tiles[-1][at] = a.astype(h.dtype)
+
+            put(rows_of(tiles[-1], 0), (data, scale, buffer), first, j, 0, pow2)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    scratch = dict(
+        tiles=[tile_buffer(h.dtype, PART, HALF)] * (1 + gated),
+        buffer=tile_buffer(dtype, BLOCK, HALF),
+        loaded=plgpu.Barrier(num_arrivals=1 + gated),
+        met=plgpu.Barrier(),
+    )
+    grid = dict(i=size // HALF, j=width // BLOCK)
+    run = launch(activate_quantize, _out((size, width), dtype), grid, scratch, approx_math=True)
+    return KMajorFp8(*run(h, blocks.rows, weights))
+
+
+def activate_grad_quantize(
+    h: Float[Array, "N GF"],
+    d_a: Float[Array, "N F"],
+    blocks: Blocks,
+    act: Callable,
+    *,
+    weights: Float[Array, " N"],
+    dtype_x=jnp.float8_e4m3fn,
+    dtype_dy=jnp.float8_e4m3fn,
+    pow2: bool = False,
+) -> tuple[KMajorFp8, KMajorFp8, KMajorFp8, Float[Array, "J N"]]:
+    """a * weight by columns; d h by rows and by columns; inner[j, n] = the sum of d_a a over the j-th 128 columns.
+
+    Args:
+      h: [N, G F] bf16, as in `activate_quantize`; G is h's width over that of d_a.
+      d_a: [N, F] bf16.
+      blocks, act, pow2: as in `activate_quantize`.
+      weights: [N] f32, finite, of each row.
+      dtype_x, dtype_dy: of a, and of d h.
+
+    Returns:
+      a: data [F, N], scale [N / 128, F]. d_h by rows: data [N, G F], scale [G F / 128, N]. d_h by columns:
+      data [G F, N], scale [N / 128, G F]. inner: [F / 128, N] f32.
+    """
+    gated = h.shape[1] == 2 * d_a.shape[1]
+    size, width = check_h(h, gated)
+    if d_a.shape != (size, width) or d_a.dtype != h.dtype:
+        raise ValueError(f"d_a is {d_a.dtype} {d_a.shape}; with h {h.dtype} {h.shape} it must be [N, F] like it")
+    steps, part = width // BLOCK, part_of(act, gated)
+
+    def activate_grad_quantize(
+        h, d_a, counts, weights, a_out, rows_out, columns_out, inner, *, tiles, shared, first, loaded, met
+    ):
+        i, j, half = (lax.axis_index(name) for name in ("i", "j", "wg"))
+        grad, later = shared
+
+        @pl.when(counts[i] > 0)
+        def _():
+            load_tiles([*tiles_of(h, tiles, i, j, width), *tiles_of(d_a, [grad], i, j, width)], loaded)
+            zero_tail([*tiles, grad], counts[i], [half], met)
+            weight = row_values(weights, i * BLOCK + half * HALF, part)
+
+            def compute(step, sums):
+                at = part_at(half, step, part)
+                d = load_part(grad, at)
+                d_weighted = rounded(d * weight)
+                a, *d_h = evaluate(with_grads(act), d_weighted, *(load_part(tile, at) for tile in tiles))
+                a = rounded(a)
+                grad[at] = (a * weight).astype(h.dtype)
+                for tile, d_tile in zip(tiles, d_h, strict=True):
+                    tile[at] = d_tile.astype(h.dtype)
+                return sums + jnp.sum(d * a, axis=1)
+
+            zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+            sums = lax.fori_loop(0, BLOCK // part, compute, zeros)
+            inner[j, pl.ds(i * BLOCK + half * HALF, HALF)] = sums
+            meet(met)  # columns are read across what both warpgroups wrote
+            put(columns_of(grad, half), (*a_out, first), j * BLOCK + half * HALF, i, half, pow2)
+            meet(met)  # `grad` is read: its memory is now `later`
+            for g, tile in enumerate(tiles):
+                column = g * steps + j
+                if g:  # the last copy may still be reading, but not from the buffer that is next
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                put(rows_of(tile, half), (*rows_out, later[0]), i * BLOCK + half * HALF, column, half, pow2)
+                if g:
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                put(columns_of(tile, half), (*columns_out, later[1]), column * BLOCK + half * HALF, i, half, pow2)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    total = h.shape[1]
+    out = (
+        _out((width, size), dtype_x),
+        _out((size, total), dtype_dy),
+        _out((total, size), dtype_dy),
+        jax.ShapeDtypeStruct((steps, size), jnp.float32),
+    )
+    scratch = dict(
+        tiles=[tile_buffer(h.dtype, part)] * (1 + gated),
+        shared=plgpu.RefUnion(tile_buffer(h.dtype, part), [tile_buffer(dtype_dy, BLOCK)] * 2),
+        first=tile_buffer(dtype_x, BLOCK),
+        loaded=plgpu.Barrier(num_arrivals=2 + gated),
+        met=plgpu.Barrier(num_arrivals=2),
+    )
+    grid = dict(i=size // BLOCK, j=steps)
+    run = launch(activate_grad_quantize, out, grid, scratch, warpgroups=2, approx_math=True)
+    a, by_row, by_column, inner = run(h, d_a, blocks.rows, weights)
+    return KMajorFp8(*a), KMajorFp8(*by_row), KMajorFp8(*by_column), inner
+
+
+def check_h(h, gated: bool, columns: int = BLOCK) -> tuple[int, int]:
+    """N and F, of which F must be a multiple of `columns`."""
+    size, width = h.shape[0], h.shape[1] // (1 + gated)
+    if h.dtype != jnp.bfloat16:
+        raise Unsupported(f"h is {h.dtype}; the kernel takes bfloat16")
+    if size % BLOCK or width % columns:
+        raise Unsupported(f"h has {size} rows and F is {width}; the kernel takes multiples of {BLOCK} and {columns}")
+    return size, width
+
+
+def _out(shape, dtype):
+    """Data, and scales of blocks along its last dim."""
+    return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((shape[1] // BLOCK, shape[0]), jnp.float32)
+
+
+def tiles_of(x, tiles, i, j, width: int):
+    """Each tile with the part of x that it is of."""
+    rows, columns = tiles[0].shape
+    at = pl.ds(i * rows, rows)
+    return [(x.at[at, pl.ds(g * width + j * columns, columns)], tile) for g, tile in enumerate(tiles)]
+
+
+def zero_half(tiles, count, barrier) -> None:
+    """Zeros the rows from `count` on of tiles of 64 rows."""
+    pl.when(count < HALF)(lambda: zero_tail(tiles, count, [0], barrier))
+
+
+def part_at(half, step, part: int):
+    """The step-th part of the columns of half of a tile's rows."""
+    return pl.ds(half * HALF, HALF), pl.ds(pl.multiple_of(step * part, part), part)
+
+
+def load_part(tile, at):
+    """That part of a tile, as f32."""
+    return plgpu.load(tile.at[at], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def rounded(x):
+    """x rounded to bf16, as f32."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+
+
+def row_values(x, first, part: int):
+    """The f32 value of each row from `first` on, as an array [64, part]."""
+    value = plgpu.load(x.at[pl.ds(first, HALF)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    return lax.broadcast_in_dim(value, (HALF, part), [0])
+
+
+def with_grads(act: Callable) -> Callable:
+    """(d, *inputs) -> (act(*inputs), *its gradients times d)."""
+
+    def run(d, *inputs):
+        a, pull = jax.vjp(act, *inputs)
+        return a, *pull(d)
+
+    return run
+
+
+def part_of(act: Callable, gated: bool) -> int:
+    """Columns of a gradient computed at a time: half of PART for a long formula."""
+
+    def length(jaxpr) -> int:
+        return sum(1 if (inner := _called(eqn)) is None else length(inner.jaxpr) for eqn in jaxpr.eqns)
+
+    value = jax.ShapeDtypeStruct((HALF, PART), jnp.float32)
+    return PART if length(jax.make_jaxpr(with_grads(act))(*[value] * (2 + gated)).jaxpr) <= LONG else PART // 2
+
+
+def _called(eqn):
+    """The closed jaxpr of a call (of jit, or of what has its own derivative), None for an operation."""
+    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+
+
+def evaluate(f: Callable, *args) -> list:
+    """f(*args), flat, in the primitives that Mosaic knows: calls are inlined, and sums of cotangents are sums."""
+    closed = jax.make_jaxpr(f)(*args)
+
+    def run(jaxpr, consts, args):
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        for eqn in jaxpr.eqns:
+            values = [v.val if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
+            if (inner := _called(eqn)) is not None:
+                results = run(inner.jaxpr, inner.consts, values)
+            elif eqn.primitive.name == "add_any":
+                results = [jnp.add(*values)]
+            else:
+                results = eqn.primitive.bind(*values, **eqn.params)
+                results = results if eqn.primitive.multiple_results else [results]
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [v.val if isinstance(v, core.Literal) else known[v] for v in jaxpr.outvars]
+
+    return run(closed.jaxpr, closed.consts, args)

@@ -1,0 +1,111 @@
+"""Grouped matmul of 16-bit operands: y[m] = x[m] w[g(m)] + bias[g(m)], or x[m] w[g(m)]^T.
+
+The weight is read as it lies in both directions: wgmma takes either order of 16-bit operands. Sums are float32.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from moax.errors import Unsupported
+from moax.kernels.hopper.formats import BLOCK, Blocks
+from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
+
+STEP = 64  # contracted elements of a stage: 128 bytes
+PIECE = 64  # columns whose bias is in registers at a time
+
+
+def grouped_matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "E K N"],
+    blocks: Blocks,
+    tile: TileConfig,
+    *,
+    transpose: bool = False,
+    bias: Float[Array, "E N"] | None = None,
+    out_dtype=None,
+) -> Float[Array, "M N"]:
+    """y[m] = x[m] w[g(m)] + bias[g(m)]; with `transpose` y[m] = x[m] w[g(m)]^T + bias, for x [M, N], w [E, K, N].
+
+    Args:
+      x: bf16 or f16, rows in blocks; padding may hold anything. w: like x in dtype.
+      blocks: of the rows. tile: see TileConfig.
+      bias: of the columns of y, added in float32.
+      out_dtype: of y; default: x's.
+
+    Returns:
+      y: rows past the real ones may hold anything.
+    """
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
+        raise Unsupported(f"x and w of {x.dtype}, {w.dtype}: this kernel takes bfloat16 or float16")
+    rows, contracted = x.shape
+    columns = w.shape[1] if transpose else w.shape[2]
+    swizzle = swizzle_of(2 * contracted, 2 * w.shape[2])
+    out = jax.ShapeDtypeStruct((rows, columns), x.dtype if out_dtype is None else out_dtype)
+    tiles_n = pl.cdiv(columns, tile.tile_n * tile.cluster)
+    n_steps = pl.cdiv(contracted, STEP)
+    w_stage = (tile.tile_n, STEP) if transpose else (STEP, tile.tile_n)
+    shared = "block" if tile.cluster > 1 else None
+
+    def locate(i, block, x, w, group, used, *bias):
+        row, column = sweep(i, used[0], tiles_n, tile.width)
+        return row, column * tile.cluster + block, group[row]
+
+    def load(place, step, slot, barrier, stages, x, w, *_):
+        row, column, g = place
+        k, n = pl.ds(step * STEP, STEP), pl.ds(column * tile.tile_n, tile.tile_n)
+        plgpu.copy_gmem_to_smem(
+            x.at[pl.ds(row * BLOCK, BLOCK), k], stages["x"].at[slot], barrier, collective_axes=shared
+        )
+        part = w.at[g, n, k] if transpose else w.at[g, k, n]
+        plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
+
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, used, *bias):
+        mine = pl.ds(warpgroup * ROWS, ROWS)
+
+        def accumulate(acc):
+            def step(k, at):
+                slot = lax.rem(at, tile.stages)
+                plgpu.barrier_wait(full.at[slot])
+                part = stages["w"].at[slot]
+                plgpu.wgmma(acc, stages["x"].at[slot, mine], part.T if transpose else part)
+                plgpu.wgmma_wait(1)  # the product before this one has read its stage
+                pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + tile.stages - 1, tile.stages)]))
+                return at + 1
+
+            end = lax.fori_loop(0, steps, step, at)
+            total = acc[...]
+            plgpu.barrier_arrive(empty.at[lax.rem(end + tile.stages - 1, tile.stages)])
+            return total
+
+        total = pl.run_scoped(accumulate, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))
+        if not bias:
+            return [total]
+        _, column, g = place
+        starts = range(0, tile.tile_n, PIECE)
+        return [add_bias(total[:, n : n + PIECE], bias[0], g, column * tile.tile_n + n) for n in starts]
+
+    def target(place, warpgroup, column, width, out):
+        row, tile_column, _ = place
+        at = tile_column * tile.tile_n + column
+        return out.at[pl.ds(row * BLOCK + warpgroup * ROWS, ROWS), pl.ds(at, width)]
+
+    biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
+    return run(
+        (x, w, blocks.group, blocks.used, *biases),
+        out,
+        tile,
+        {"x": stage(tile, BLOCK, STEP, x.dtype, swizzle), "w": stage(tile, *w_stage, x.dtype, swizzle)},
+        count=lambda x, w, group, used, *bias: used[0] * tiles_n,
+        locate=locate,
+        steps=lambda *_: n_steps,
+        load=load,
+        multiply=multiply,
+        target=target,
+        name="grouped_matmul_transposed" if transpose else "grouped_matmul",
+    )

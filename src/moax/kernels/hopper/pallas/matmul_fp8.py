@@ -1,0 +1,127 @@
+"""Grouped matmul of FP8 operands: y[m] = sum over blocks k of 128: sx[k, m] sw[g, n/128, k] (x[m, k] . w[g, n, k]).
+
+FP8 wgmma takes K-major operands only. The weight is transposed where it is quantized, on its shard, before the
+gather: forward takes w^T, dgrad w as it lies; 128 x 128 blocks have the same scales either way. Partial sums of 128
+are promoted to float32 registers, since Hopper's FP8 accumulators keep fewer bits.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from moax.errors import Unsupported
+from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
+from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
+
+PIECE = 64  # columns that surely share a scale of the weight
+
+
+def grouped_matmul_fp8(
+    x: KMajorFp8,
+    w: KMajorFp8,
+    blocks: Blocks,
+    tile: TileConfig,
+    *,
+    bias: Float[Array, "E N"] | None = None,
+    out_dtype=jnp.bfloat16,
+) -> Float[Array, "M N"]:
+    """y[m] = x[m] w[g(m)]^T + bias[g(m)], dequantized block by block.
+
+    Args:
+      x: rows [M, K] in blocks; padding may hold anything. w: weights [E, N, K].
+      blocks: of the rows. tile: tile_n a multiple of 64.
+      bias: of the columns of y, added in float32.
+      out_dtype: of y.
+
+    Returns:
+      y: [M, N]; rows past the real ones may hold anything.
+    """
+    if x.data.dtype.itemsize != 1 or w.data.dtype.itemsize != 1:
+        raise Unsupported(f"x and w of {x.data.dtype}, {w.data.dtype}: this kernel takes 8-bit floats")
+    if tile.tile_n % PIECE:
+        raise Unsupported(f"tile_n={tile.tile_n} must be a multiple of {PIECE}")
+    rows, contracted = x.data.shape
+    columns = w.data.shape[1]
+    swizzle = swizzle_of(contracted)
+    out = jax.ShapeDtypeStruct((rows, columns), out_dtype)
+    tiles_n = pl.cdiv(columns, tile.tile_n * tile.cluster)
+    n_steps, last_scale = pl.cdiv(contracted, BLOCK), w.scale.shape[1] - 1
+    shared = "block" if tile.cluster > 1 else None
+    pieces = tile.tile_n // PIECE
+
+    def locate(i, block, x, sx, w, sw, group, used, *bias):
+        row, column = sweep(i, used[0], tiles_n, tile.width)
+        return row, column * tile.cluster + block, group[row]
+
+    def load(place, step, slot, barrier, stages, x, sx, w, *_):
+        row, column, g = place
+        k, m = pl.ds(step * BLOCK, BLOCK), pl.ds(row * BLOCK, BLOCK)
+        plgpu.copy_gmem_to_smem(x.at[m, k], stages["x"].at[slot], barrier, collective_axes=shared)
+        part = w.at[g, pl.ds(column * tile.tile_n, tile.tile_n), k]
+        plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
+        plgpu.copy_gmem_to_smem(sx.at[step, m], stages["sx"].at[slot], barrier)
+
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, used, *bias):
+        _, column, g = place
+        mine = pl.ds(warpgroup * ROWS, ROWS)
+        # Which scale of the weight each piece of columns has; neighbours often share it.
+        of = [jnp.minimum(lax.div(column * tile.tile_n + i * PIECE, BLOCK), last_scale) for i in range(pieces)]
+        own = [i for i in range(pieces) if tile.tile_n % BLOCK or i % (BLOCK // PIECE) == 0]
+
+        def scales(step):
+            return tuple(sw[g, of[i], step] for i in own)
+
+        def step(k, carry):
+            totals, sw_now = carry
+            sw_next = scales(jnp.minimum(k + 1, steps - 1))  # a step early: it comes from device memory
+            slot = lax.rem(at + k, tile.stages)
+            plgpu.barrier_wait(full.at[slot])
+
+            def product(acc):
+                plgpu.wgmma(acc, stages["x"].at[slot, mine], stages["w"].at[slot].T)
+                sx_now = plgpu.load(stages["sx"].at[slot, mine], layout=plgpu.Layout.WGMMA.reduce(1))
+                return acc[...], sx_now
+
+            part, sx_now = pl.run_scoped(product, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))
+            plgpu.barrier_arrive(empty.at[slot])
+            by_row = {i: lax.broadcast_in_dim(sx_now * s, (ROWS, PIECE), [0]) for i, s in zip(own, sw_now, strict=True)}
+            totals = tuple(
+                total + part[:, i * PIECE : (i + 1) * PIECE] * by_row[max(j for j in own if j <= i)]
+                for i, total in enumerate(totals)
+            )
+            return totals, sw_next
+
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, PIECE), jnp.float32), plgpu.Layout.WGMMA)
+        totals, _ = lax.fori_loop(0, steps, step, ((zero,) * pieces, scales(0)))
+        if not bias:
+            return totals
+        return [add_bias(t, bias[0], g, column * tile.tile_n + i * PIECE) for i, t in enumerate(totals)]
+
+    def target(place, warpgroup, column, width, out):
+        row, tile_column, _ = place
+        at = tile_column * tile.tile_n + column
+        return out.at[pl.ds(row * BLOCK + warpgroup * ROWS, ROWS), pl.ds(at, width)]
+
+    biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
+    return run(
+        (x.data, x.scale, w.data, w.scale, blocks.group, blocks.used, *biases),
+        out,
+        tile,
+        {
+            "x": stage(tile, BLOCK, BLOCK, x.data.dtype, swizzle),
+            "w": stage(tile, tile.tile_n, BLOCK, w.data.dtype, swizzle),
+            "sx": plgpu.SMEM((tile.stages, BLOCK), jnp.float32),
+        },
+        count=lambda x, sx, w, sw, group, used, *bias: used[0] * tiles_n,
+        locate=locate,
+        steps=lambda *_: n_steps,
+        load=load,
+        multiply=multiply,
+        target=target,
+        name="grouped_matmul_fp8",
+    )

@@ -1,0 +1,197 @@
+"""Permute and unpermute: rows gathered, and weighted sums of gathered rows.
+
+    gather_rows   out[n] = x[source[n]]                                        0 where there is no such row
+    gather_sum    y[r]   = sum_k weights[r, k] rows[position[r, k]]            over those that exist
+
+A row is contiguous, so it moves as one bulk copy through SMEM, whatever its width; no thread touches what is only
+moved. A block of threads has several rows in flight, an SM several blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from moax.errors import Unsupported
+from moax.groups import align_up
+from moax.kernels.hopper.formats import BLOCK
+
+IN_FLIGHT = 32 * 1024  # bytes that a block of threads aims to have in flight: five or six of them fill an SM
+MOST_COPIES = 16  # of a block of threads: they are unrolled
+MOST_BYTES = 200 * 1024  # of SMEM
+THREADS = 128
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # bulk copies rather than tensor maps
+
+
+def gather_rows(
+    x: Float[Array, "R H"],
+    source: Int[Array, " N"],
+    used: Int[Array, " 1"] | None,
+    *,
+    in_flight: int = IN_FLIGHT,
+) -> Float[Array, "N H"]:
+    """out[n] = x[source[n]], 0 where source[n] >= R.
+
+    Args:
+      x: [R, H], any dtype, a row a multiple of 16 bytes.
+      source: [N] i32, not negative; N a multiple of 128.
+      used: [1] i32, blocks of 128 rows of the result that are written. None: all.
+      in_flight: bytes that a block of threads aims to have in flight.
+    """
+    received, width = x.shape
+    row = _row_bytes("x", x)
+    if source.shape[0] % BLOCK:
+        raise Unsupported(f"source has {source.shape[0]} rows; the kernel takes multiples of {BLOCK}")
+    if row > MOST_BYTES:
+        raise Unsupported(f"x has rows of {row} bytes; the kernel takes {MOST_BYTES}")
+    count = _rows_at_once(BLOCK, 1, row, in_flight)
+    vector = _vector(width, x.dtype.itemsize)
+    held = align_up(width, vector * THREADS)
+
+    def gather_rows(x, source, used, out, *, buffer, zero, arrived):
+        first = lax.axis_index("i") * count
+
+        def body():
+            at = [source[first + k] for k in range(count)]
+            for k in range(count):
+                # Branches, not a predicate: a row that does not exist must not be addressed.
+                @pl.when(at[k] < received)
+                def _(k=k):
+                    plgpu.copy_gmem_to_smem(x.at[at[k]], buffer.at[k], arrived.at[k], oob_mode=IN_BOUNDS)
+
+            @pl.when(functools.reduce(jnp.maximum, at) >= received)
+            def _():
+                layout = plgpu.Layout.WG_STRIDED((held,), vector)
+                zero[...] = plgpu.layout_cast(jnp.zeros((held,), x.dtype), layout)
+                plgpu.commit_smem()
+
+            for k in range(count):
+
+                @pl.when(at[k] < received)
+                def _(k=k):
+                    plgpu.barrier_wait(arrived.at[k])
+                    plgpu.copy_smem_to_gmem(buffer.at[k], out.at[first + k])
+
+                @pl.when(at[k] >= received)
+                def _(k=k):
+                    plgpu.copy_smem_to_gmem(zero.at[pl.ds(0, width)], out.at[first + k])
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        body() if used is None else pl.when(first < used[0] * BLOCK)(body)
+
+    scratch: dict[str, Any] = dict(
+        buffer=plgpu.SMEM((count, width), x.dtype),
+        zero=plgpu.SMEM((held,), x.dtype),
+        arrived=plgpu.Barrier(num_barriers=count),
+    )
+    return plgpu.kernel(
+        gather_rows,
+        out_type=jax.ShapeDtypeStruct((source.shape[0], width), x.dtype),
+        grid=(source.shape[0] // count,),
+        grid_names=("i",),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(x, source, used)
+
+
+def gather_sum(
+    rows: Float[Array, "N H"],
+    position: Int[Array, "R K"],
+    weights: Float[Array, "R K"] | None,
+    *,
+    in_flight: int = IN_FLIGHT,
+) -> Float[Array, "R H"]:
+    """y[r] = sum_k weights[r, k] rows[position[r, k]], in float32, in the dtype of rows.
+
+    Args:
+      rows: [N, H] bf16 or f32, a row a multiple of 16 bytes.
+      position: [R, K] i32, not negative. Those from N on add nothing; what is not referred to is not read.
+      weights: [R, K] f32; None: 1.
+      in_flight: bytes that a block of threads aims to have in flight.
+    """
+    size, width = rows.shape
+    results, terms = position.shape
+    _row_bytes("rows", rows)
+    if rows.dtype not in (jnp.bfloat16, jnp.float32):
+        raise Unsupported(f"rows are {rows.dtype}; the kernel sums bfloat16 and float32")
+    part = _part(width, rows.dtype.itemsize, terms, in_flight)
+    count = _rows_at_once(results, terms, part * rows.dtype.itemsize, in_flight)
+    vector = _vector(part, rows.dtype.itemsize)
+    held = align_up(part, vector * THREADS)  # columns past `part` hold anything, and are not copied back
+    layout = plgpu.Layout.WG_STRIDED((held,), vector)
+
+    def gather_sum(rows, position, weights, out, *, buffer, arrived):
+        first = lax.axis_index("i") * count
+        columns = pl.ds(lax.axis_index("j") * part, part)
+        at = [[position[first + r, k] for k in range(terms)] for r in range(count)]
+        for r in range(count):
+            for k in range(terms):
+
+                @pl.when(at[r][k] < size)
+                def _(r=r, k=k):
+                    to = buffer.at[r, k, pl.ds(0, part)]
+                    plgpu.copy_gmem_to_smem(rows.at[at[r][k], columns], to, arrived.at[r], oob_mode=IN_BOUNDS)
+
+                @pl.when(at[r][k] >= size)
+                def _(r=r):
+                    plgpu.barrier_arrive(arrived.at[r])
+
+        for r in range(count):
+            by = [1.0 if weights is None else weights[first + r, k] for k in range(terms)]
+            plgpu.barrier_wait(arrived.at[r])
+            total = plgpu.layout_cast(jnp.zeros((held,), jnp.float32), layout)
+            for k in range(terms):
+
+                def add(total, r=r, k=k, by=by):
+                    return total + plgpu.load(buffer.at[r, k], layout=layout).astype(jnp.float32) * by[k]
+
+                total = lax.cond(at[r][k] < size, add, lambda total: total, total)
+            buffer[r, 0] = total.astype(rows.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer.at[r, 0, pl.ds(0, part)], out.at[first + r, columns])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        gather_sum,
+        out_type=jax.ShapeDtypeStruct((results, width), rows.dtype),
+        grid=(results // count, width // part),
+        grid_names=("i", "j"),
+        scratch_types=dict(
+            buffer=plgpu.SMEM((count, terms, held), rows.dtype),
+            arrived=plgpu.Barrier(num_arrivals=terms, num_barriers=count),
+        ),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(rows, position, weights)
+
+
+def _row_bytes(name: str, x) -> int:
+    row = x.shape[1] * x.dtype.itemsize
+    if row % 16:
+        raise Unsupported(f"{name} has shape {x.shape} {x.dtype}: rows of {row} bytes, no multiple of 16")
+    return row
+
+
+def _rows_at_once(total: int, terms: int, copy: int, in_flight: int) -> int:
+    """Rows of a block of threads, a power of two that divides `total`, each of `terms` copies of so many bytes."""
+    most = min(MOST_COPIES, in_flight // copy) // terms
+    return next(n for n in (16, 8, 4, 2, 1) if total % n == 0 and n <= max(most, 1))
+
+
+def _part(width: int, size: int, terms: int, in_flight: int) -> int:
+    """Columns of a block of threads: the most that divide the width, `terms` of them in flight; whole 16 bytes."""
+    parts = [width // n for n in range(1, width + 1) if width % n == 0 and width // n * size % 16 == 0]
+    return next((p for p in parts if terms * p * size <= in_flight), parts[-1])
+
+
+def _vector(part: int, size: int) -> int:
+    """Elements of a 16-byte vector, fewer where those would leave over a quarter of the threads idle."""
+    most = 16 // size
+    return next((v for v in (most, most // 2) if align_up(part, v * THREADS) <= 1.25 * part), max(most // 4, 1))

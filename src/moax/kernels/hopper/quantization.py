@@ -1,0 +1,168 @@
+"""Quantization by the kernels: rows and weights as the FP8 products take them, and rows on the wire.
+
+XLA quantizes for recipes whose products do not multiply in FP8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moax.groups import zero_rows
+from moax.kernels.hopper.formats import (
+    BLOCK,
+    COPY_WIDTH,
+    KERNEL_WIDTH,
+    BlockedGroups,
+    Blocks,
+    KMajorFp8,
+    takes_fp8,
+)
+from moax.kernels.hopper.rows import gather_rows
+from moax.kernels.scales import DTYPES, cuts_blocks, finite, is_pow2, to_scale, weight_block
+from moax.kernels.xla import quantization as by_xla
+from moax.mesh.axes import Names
+from moax.mesh.collectives import gather_weight, reduce_max, typed
+from moax.recipe import Contracted, Format, Recipe
+from moax.types import QArray
+
+
+def quantize_for_matmul(
+    x: Array, recipe: Recipe, role: str, groups: BlockedGroups, amax_over: Names = ()
+) -> tuple[Any, Any]:
+    """Rows [M, ..., C] -> [M, C] for a product over columns and [C, M] for wgrad, in one read."""
+    if not takes_fp8(recipe):
+        return by_xla.quantize_for_matmul(x, recipe, role, groups, amax_over)
+    format: Format = getattr(recipe, role)
+    with jax.named_scope("quantize"):
+        x, scale = x.reshape(x.shape[0], -1), None
+        if format.block is None:
+            amax = jnp.max(finite(x if groups.real is None else zero_rows(x, groups.real)))
+            scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
+        return _quantize_rows(x, groups.blocks, format, scale=scale)
+
+
+def gather_and_quantize(
+    x: Float[Array, "R H"],
+    source: Int[Array, " N"],
+    recipe: Recipe,
+    role: str,
+    groups: BlockedGroups,
+    amax_over: Names = (),
+) -> tuple[Any, Any]:
+    """`quantize_for_matmul` of x[source], in one kernel where scales are of blocks: a tensor's must be known before."""
+    format: Format | None = getattr(recipe, role)
+    if takes_fp8(recipe) and format is not None and format.block is not None:
+        with jax.named_scope("quantize"):
+            return _quantize_rows(x, groups.blocks, format, source=source)
+    with jax.named_scope("permute"):
+        rows = gather_rows(x, source, groups)
+    return quantize_for_matmul(rows, recipe, role, groups, amax_over)
+
+
+@typed
+def _quantize_rows(x, blocks: Blocks, format: Format, *, scale=None, source=None):
+    from moax.kernels.hopper.pallas.quantize import quantize_rows
+
+    options = dict(source=source, dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
+    return quantize_rows(x, blocks, **options)
+
+
+def quantize_and_gather(
+    w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: Any
+) -> Any:
+    """A weight's shard [E, K, *C] -> the whole weight, K-major: [E, C, K] where rows are contracted, else [E, K, C];
+    quantized and transposed on the shard, then gathered as bytes."""
+    if recipe.w is None or not takes_fp8(recipe):
+        return by_xla.quantize_and_gather(w, recipe, contracted, gather, amax_over, dtype)
+    turned = contracted == "rows"
+    with jax.named_scope("quantize"):
+        data, scale, along = _quantize_shard(w, recipe.w, contracted, gather, amax_over)
+    data, scale = gather_weight(data, _turn(gather, turned)), gather_weight(scale, _turn(along, turned))
+    data, scale = _flatten_columns(data, turned), _flatten_columns(scale, turned)
+    blocks = (data.shape[0], -(-data.shape[1] // BLOCK), -(-data.shape[2] // BLOCK))
+    return KMajorFp8(lax.bitcast_convert_type(data, DTYPES[recipe.w.dtype]), jnp.broadcast_to(scale, blocks))
+
+
+def _quantize_shard(w, format: Format, contracted: Contracted, gather, amax_over: Names):
+    """(data, scale, mesh axes of the scale's dims), of dims (E, K, *C), or (E, *C, K) where rows are contracted.
+
+    XLA quantizes a shard that ends inside a block, by the maxima of the whole weight's blocks, and a shard whose sizes
+    the kernel does not take.
+    """
+    (experts, rows, *columns), turned, apart = w.shape, contracted == "rows", any(gather[2:])
+    cut = format.block is not None and cuts_blocks(w.shape, gather, weight_block(format, contracted))
+    if cut or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
+        data, scale, along = by_xla.quantize_weight(w, format, contracted, gather, amax_over)
+        return (jnp.moveaxis(data, 1, -1), jnp.moveaxis(scale, 1, -1), along) if turned else (data, scale, along)
+    flat, given = w.reshape(experts, rows, -1), None
+    if format.block is None:
+        given = to_scale(reduce_max(finite(flat).max((1, 2)), amax_over), format)
+    made = _quantize_weight(flat, format, given, turned)
+    data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(experts, *_turn((1, rows, *columns), turned)[1:])
+    if given is not None:
+        return data, given[:, None, None], (gather[0], (), ())
+    blocks = (*columns[:-1], columns[-1] // BLOCK) if apart else (-(-math.prod(columns) // BLOCK),)
+    scale = made.scale.reshape(experts, *_turn((1, -(-rows // BLOCK), *blocks), turned)[1:])
+    return data, scale, gather if apart else (gather[0], gather[1], ())
+
+
+@typed
+def _quantize_weight(w, format: Format, scale, turned: bool) -> KMajorFp8:
+    from moax.kernels.hopper.pallas.quantize import quantize_weight
+
+    options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
+    made = quantize_weight(w, native=not turned, transposed=turned, **options)[turned]
+    return made  # pyrefly: ignore[bad-return]
+
+
+def _turn(dims: Sequence, turned: bool) -> tuple:
+    """(e, k, *c) -> (e, *c, k) if `turned`."""
+    return (dims[0], *dims[2:], dims[1]) if turned else tuple(dims)
+
+
+def _flatten_columns(v, turned: bool):
+    """[E, *C, K] -> [E, C, K] if `turned`, else [E, K, *C] -> [E, K, C]."""
+    return v.reshape(v.shape[0], -1, v.shape[-1]) if turned else v.reshape(*v.shape[:2], -1)
+
+
+def quantize(x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = ()) -> QArray:
+    """Values and scales of any blocks: by the kernel where blocks are of 128 columns, else by XLA."""
+    if block != format.row_block(x.ndim, "columns") or not takes_wire(format, math.prod(x.shape[:-1]), x.shape[-1]):
+        return by_xla.quantize(x, format, block, amax_over)
+    made = _quantize_by_row(x.reshape(-1, x.shape[-1]), format)
+    data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(x.shape)
+    return QArray(data, made.scale.reshape(*x.shape[:-1], -1), format.dtype, block, (1,) * x.ndim)
+
+
+@typed
+def _quantize_by_row(x, format: Format) -> KMajorFp8:
+    from moax.kernels.hopper.pallas.quantize import quantize_rows
+
+    options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), columns=False, by_row=True)
+    return quantize_rows(x, None, **options)[0]  # pyrefly: ignore[bad-return]
+
+
+def takes_wire(format: Format, rows: int, width: int) -> bool:
+    """Whether the kernels quantize and dequantize so many rows of a format."""
+    return format.block == BLOCK and format.scale != "e8m0" and rows % BLOCK == 0 and width % KERNEL_WIDTH == 0
+
+
+def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: Format, dtype: Any):
+    """Rows [R, C] of bytes, and of words [R, W] that begin with their scales; rows from ends[-1] on may be garbage."""
+    if not takes_wire(format, *data.shape):
+        return by_xla.dequantize_wire(data, words, ends, format, dtype)
+    return _dequantize_rows(lax.bitcast_convert_type(data, DTYPES[format.dtype]), words, ends, dtype)
+
+
+@typed
+def _dequantize_rows(data, words, ends, dtype):
+    from moax.kernels.hopper.pallas.quantize import dequantize_rows
+
+    return dequantize_rows(data, words, ends, dtype=dtype)

@@ -1,0 +1,68 @@
+"""Rows by the kernels: gathers, weighted sums, packing to blocks of 128."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moax.groups import Groups, align_up, group_starts, row_groups, zero_rows
+from moax.groups import find_groups as find_unblocked
+from moax.kernels.hopper.formats import (
+    BLOCK,
+    BlockedGroups,
+    find_groups,
+)
+from moax.mesh.collectives import typed
+
+
+@typed
+def gather_rows(x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None):
+    """rows[n] = x[source[n]], 0 where source[n] >= R; rows of blocks that hold no row of `groups` may hold anything."""
+    from moax.kernels.hopper.pallas.permute import gather_rows
+
+    rows = source.shape[0]
+    source = jnp.pad(source, (0, -rows % BLOCK), constant_values=x.shape[0])
+    used = groups.blocks.used if isinstance(groups, BlockedGroups) else None
+    return gather_rows(x, source, used)[:rows]
+
+
+@typed
+def gather_sum(rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: Any = None):
+    """y[r] = sum_k weights[r, k] rows[position[r, k]] in float32, over the positions below N; weights None are 1."""
+    from moax.kernels.hopper.pallas.permute import gather_sum
+
+    return gather_sum(rows, position, weights)
+
+
+class Packing:
+    """Rows of groups at any rows, brought to groups at multiples of 128, and back."""
+
+    def __init__(self, group_sizes: Any, align: int, num_rows: int):
+        self.own, self.num_rows = find_unblocked(group_sizes, align, num_rows), num_rows
+        self.moves = group_sizes is not None and align % BLOCK != 0
+        rows = align_up(num_rows + (group_sizes.shape[0] * (BLOCK - 1) if self.moves else 0), BLOCK)
+        self.groups = find_groups(group_sizes, BLOCK, rows)
+        if self.moves:
+            unpacked, packed = group_starts(group_sizes, align), group_starts(group_sizes, BLOCK)
+            group, real = row_groups(group_sizes, BLOCK, rows)
+            row = unpacked[group] + jnp.arange(rows, dtype=jnp.int32) - packed[group]
+            self.source = jnp.where(real, row, num_rows)
+            group, real = row_groups(group_sizes, align, num_rows)
+            row = packed[group] + jnp.arange(num_rows, dtype=jnp.int32) - unpacked[group]
+            self.position = jnp.where(real, row, rows)
+
+    def pack(self, x: Array) -> Array:
+        """The rows of x at multiples of 128, 0 in padding, where the kernels compute."""
+        if self.moves:
+            return gather_rows(x.reshape(x.shape[0], -1), self.source).reshape(-1, *x.shape[1:])
+        x = jnp.pad(x, [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)])
+        return x if self.groups.real is None else zero_rows(x, self.groups.real)
+
+    def unpack(self, y: Array) -> Array:
+        """The rows of a product where the rows of x were, 0 in padding."""
+        if self.moves:
+            return gather_rows(y, self.position)
+        y = y[: self.num_rows]
+        return y if self.own.real is None else zero_rows(y, self.own.real)

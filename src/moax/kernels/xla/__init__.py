@@ -1,0 +1,40 @@
+"""The implementation that runs anywhere: XLA on CPUs, GPUs and whatever else JAX compiles for, in any dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moax.groups import find_groups as find_groups
+from moax.kernels.xla.products import bias_grad as bias_grad
+from moax.kernels.xla.products import matmul as matmul
+from moax.kernels.xla.products import wgrad as wgrad
+from moax.kernels.xla.quantization import dequantize_wire as dequantize_wire
+from moax.kernels.xla.quantization import quantize as quantize
+from moax.kernels.xla.quantization import quantize_and_gather as quantize_and_gather
+from moax.kernels.xla.quantization import quantize_for_matmul as quantize_for_matmul
+from moax.kernels.xla.rows import Packing as pack_rows
+from moax.kernels.xla.rows import activate as activate
+from moax.kernels.xla.rows import activate_grad as activate_grad
+from moax.kernels.xla.rows import gather_and_quantize as gather_and_quantize
+from moax.kernels.xla.rows import gather_rows as gather_rows
+from moax.kernels.xla.rows import gather_sum as gather_sum
+from moax.recipe import Recipe
+
+__all__ = ["pack_rows"]
+
+
+def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
+    """None: XLA runs everywhere."""
+    del dtype, widths
+    return None
+
+
+def takes_fp8(recipe: Recipe) -> bool:
+    """False: operands are dequantized before the product."""
+    del recipe
+    return False
+
+
+def align_rows(recipe: Recipe) -> int:
+    """The rows of the recipe's blocks: no block of rows may hold two groups."""
+    return recipe.row_alignment

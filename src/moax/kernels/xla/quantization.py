@@ -1,0 +1,168 @@
+"""Quantization by XLA: values and scales of blocks, of rows and of weights.
+
+    data = round_to_format(x / scale),     x ~ data * scale
+
+A value that is not finite becomes NaN in its own element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from moax.groups import Groups, zero_rows
+from moax.kernels.scales import (
+    DTYPES,
+    cuts_blocks,
+    find_weight_blocks,
+    finite,
+    from_exponent,
+    share_weight_maxima,
+    spread_scales,
+    to_exponent,
+    to_scale,
+    weight_block,
+)
+from moax.mesh.axes import Names
+from moax.mesh.collectives import gather_weight, reduce_max
+from moax.recipe import Contracted, Format, Recipe
+from moax.types import QArray
+
+Block = tuple[int | None, ...]
+
+
+def quantize(
+    x: Array, format: Format, block: Block, amax_over: Names = (), real: Bool[Array, " M"] | None = None
+) -> QArray:
+    """x in blocks of these lengths, None for the whole dim.
+
+    Args:
+      x: any shape. amax_over: mesh axes that split a dim of one block.
+      real: which rows of x count; the others quantize to zero and set no scale.
+    """
+    x = x.astype(jnp.float32)
+    if real is not None:
+        x = zero_rows(x, real)
+    scale = to_scale(reduce_max(_block_max(finite(x), block), amax_over), format)
+    q = QArray(x, scale, format.dtype, block, (1,) * x.ndim)
+    data = round_to_format(x / expand_scales(scale, q), x, format)
+    return dataclasses.replace(q, data=data, scale=_stored(scale, format))
+
+
+def dequantize(q: QArray, dtype: Any = jnp.float32) -> Float[Array, ...]:
+    """data * scale, rounded once to `dtype`."""
+    data = lax.bitcast_convert_type(q.data, DTYPES[q.dtype]).astype(jnp.float32)
+    scale = from_exponent(q.scale) if q.scale.dtype == jnp.uint8 else q.scale
+    return (data * expand_scales(scale, q)).astype(dtype)
+
+
+def dequantize_wire(data: Array, words: Array, ends: Any, format: Format, dtype: Any) -> Float[Array, "R C"]:
+    """Rows [R, C] of bytes, and of words [R, W] i32 that begin with their scales. `ends` saves nothing here."""
+    del ends
+    count = -(-data.shape[1] // (format.block or data.shape[1]))
+    scale = lax.bitcast_convert_type(words[:, :count], jnp.float32)
+    return dequantize(QArray(data, scale, format.dtype, format.row_block(2, "columns"), (1, 1)), dtype)
+
+
+def quantize_for_matmul(
+    x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = ()
+) -> tuple[Array | QArray, Array | QArray]:
+    """Rows [M, ..., C], columns as one dim, in blocks of columns and in blocks of rows; x twice without a format."""
+    format: Format | None = getattr(recipe, role)
+    x = x.reshape(x.shape[0], -1)
+    if format is None:
+        return x, x
+    with jax.named_scope("quantize"):
+        over = amax_over if format.block is None else ()
+        shared = format.block is None  # a scale that rows share must not see padding
+        by_columns = quantize(x, format, format.row_block(2, "columns"), over, groups.real if shared else None)
+        return by_columns, quantize(x, format, format.row_block(2, "rows"), over, groups.real)
+
+
+def quantize_and_gather(
+    w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: Any
+) -> Array | QArray:
+    """A weight's shard [E, K, *C] -> the whole weight [E, K, C], columns as one dim; in `dtype` without a format."""
+    if recipe.w is None:
+        whole = gather_weight(w.astype(dtype), gather)
+        return whole.reshape(*whole.shape[:2], -1)
+    with jax.named_scope("quantize"):
+        data, scale, along = quantize_weight(w, recipe.w, contracted, gather, amax_over)
+    data, scale = gather_weight(data, gather), gather_weight(_stored(scale, recipe.w), along)
+    data, scale = (v.reshape(*v.shape[:2], -1) for v in (data, scale))
+    return QArray(data, scale, recipe.w.dtype, recipe.w.weight_block(3, contracted), (1, 1, 1))
+
+
+def quantize_weight(
+    w: Array, format: Format, contracted: Contracted, gather: Sequence[Names], amax_over: Names
+) -> tuple[Array, Array, Sequence[Names]]:
+    """A weight's shard [E, K, *C] in the blocks of the whole weight.
+
+    Args:
+      gather: the mesh axes that shard each dim of w. amax_over: those that split a matrix of one block.
+
+    Returns:
+      data: uint8, the shape of w. scale: float32. along: the mesh axes that shard each dim of the scale. Where shards
+      end inside a block, the scale is that of the whole matrix and along has axes for the experts alone.
+    """
+    flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)
+    along = (gather[0], (), ())
+    if format.block is None:
+        scale = spread = to_scale(reduce_max(finite(flat).max((1, 2), keepdims=True), amax_over), format)
+    elif cuts_blocks(w.shape, gather, block := weight_block(format, contracted)):
+        blocks = find_weight_blocks(w.shape, gather, block)
+        names = tuple(name for names in gather[1:] for name in names)
+        scale = to_scale(share_weight_maxima(flat, blocks, names), format)
+        spread = spread_scales(scale, blocks, w.shape[1])
+    else:
+        scale = to_scale(_block_max(finite(flat), (1, *block)), format)
+        spread = expand_scales(scale, QArray(flat, scale, format.dtype, (1, *block), (1, 1, 1)))
+        along = (gather[0], gather[1], ())
+        if any(gather[2:]):  # no block lies over two of the last dim's shards: each dim of the scale has its own axes
+            scale = scale.reshape(*scale.shape[:2], *w.shape[2:-1], -1)
+            along = gather
+    return round_to_format(flat / spread, flat, format).reshape(w.shape), scale, along
+
+
+def round_to_format(scaled: Array, x: Array, format: Format) -> Array:
+    """The bits of x / scale in the format; NaN where x is not finite."""
+    data = scaled.astype(DTYPES[format.dtype])
+    if format.dtype == "e5m2":  # it has an infinity; "not finite" stays one thing
+        data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
+    # XLA on GPUs takes a cast to fewer bits and back for no cast at all; the barrier keeps the rounding.
+    return lax.optimization_barrier(lax.bitcast_convert_type(data, jnp.uint8))
+
+
+def expand_scales(scale: Array, q: QArray) -> Array:
+    """The scale of each element of q; a dim of one block stays 1 and broadcasts."""
+    for dim, (n, b, pieces) in enumerate(zip(q.shape, q.block, q.pieces, strict=True)):
+        size = n // pieces
+        if b == 1 or scale.shape[dim] == 1:
+            continue
+        b = size if b is None else b
+        blocks = -(-size // b)
+        scale = jnp.repeat(scale, b, axis=dim)
+        if blocks * b != size:  # each piece ends in an edge block
+            shape = scale.shape
+            cut = scale.reshape(shape[:dim] + (pieces, blocks * b) + shape[dim + 1 :])
+            cut = lax.slice_in_dim(cut, 0, size, axis=dim + 1)
+            scale = cut.reshape(shape[:dim] + (n,) + shape[dim + 1 :])
+    return scale
+
+
+def _stored(scale, format: Format):
+    return to_exponent(scale) if format.scale == "e8m0" else scale
+
+
+def _block_max(x, block: Block):
+    full = tuple(max(n, 1) if b is None else b for b, n in zip(block, x.shape, strict=True))
+    padding = [(0, -n % b) for n, b in zip(x.shape, full, strict=True)]
+    x = jnp.pad(x, padding) if any(p for _, p in padding) else x
+    split = [m for n, b in zip(x.shape, full, strict=True) for m in (n // b, b)]
+    return x.reshape(split).max(axis=tuple(range(1, 2 * x.ndim, 2)))

@@ -1,0 +1,90 @@
+"""Rows by XLA: gathers, weighted sums, and the activation between the products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moax.groups import Groups, find_groups, zero_rows
+from moax.kernels.xla.quantization import quantize_for_matmul
+from moax.mesh.axes import Names
+from moax.recipe import Recipe
+
+
+def gather_rows(x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None) -> Float[Array, "N H"]:
+    """rows[n] = x[source[n]], 0 where source[n] >= R."""
+    del groups
+    return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
+
+
+def gather_sum(rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: Any = None) -> Float[Array, "R H"]:
+    """y[r] = sum_k weights[r, k] rows[position[r, k]] in float32, over the positions below N; weights None are 1."""
+    total = jnp.zeros((), jnp.float32)
+    for k in range(position.shape[1]):  # K is small; no [R, K, H] is in memory
+        place = position[:, k]
+        row = jnp.take(rows, place, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
+        if weights is not None:
+            row = row * jnp.where(place < rows.shape[0], weights[:, k], 0.0)[:, None]
+        total = total + row
+    return total.astype(rows.dtype)
+
+
+def gather_and_quantize(
+    x: Float[Array, "R H"], source: Int[Array, " N"], recipe: Recipe, role: str, groups: Groups, amax_over: Names = ()
+) -> tuple[Any, Any]:
+    """The rows x[source] as a product over columns takes them, and as wgrad does."""
+    with jax.named_scope("permute"):
+        rows = gather_rows(x, source)
+    return quantize_for_matmul(rows, recipe, role, groups, amax_over)
+
+
+def activate(
+    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *, weights: Any, amax_over: Names
+) -> Any:
+    """act(h) times each row's weight, as the next product takes it."""
+    with jax.named_scope("activate"):
+        a = _call(act, h)
+        a = a if weights is None else scale_rows(a, weights, groups)
+    return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
+
+
+def activate_grad(
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe, groups: Groups, *,
+    weights: Float[Array, " N"], amax_over: Names, keep: bool,
+) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
+    """Backward of `activate`, for d_a before the weights multiply it; see `moax.kernels.Implementation`."""
+    with jax.named_scope("activate"):
+        a, pull = jax.vjp(lambda h: _call(act, h), h)
+        inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
+        (d_h,) = pull(scale_rows(d_a, weights, groups))
+        a = scale_rows(a, weights, groups)
+    _, a = quantize_for_matmul(a, recipe, "x", groups, amax_over)
+    return a, *quantize_for_matmul(d_h, recipe, "dy", groups, amax_over), d_h if keep else None, inner
+
+
+def scale_rows(x: Float[Array, "N C"], weights: Float[Array, " N"], groups: Groups) -> Float[Array, "N C"]:
+    """Each real row times its weight in float32, in the dtype of x; the others are 0."""
+    return zero_rows(x.astype(jnp.float32) * weights[:, None], groups.real).astype(x.dtype)
+
+
+class Packing:
+    """Rows as they are: XLA's products take groups at any rows."""
+
+    def __init__(self, group_sizes: Any, align: int, num_rows: int):
+        self.groups = find_groups(group_sizes, align, num_rows)
+
+    def pack(self, x: Array) -> Array:
+        """x itself: the products do not read padding."""
+        return x
+
+    def unpack(self, y: Array) -> Array:
+        """y itself, whose padding the products leave 0."""
+        return y
+
+
+def _call(act: Callable, h):
+    return act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)

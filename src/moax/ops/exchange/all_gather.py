@@ -1,0 +1,67 @@
+"""all_gather: every token goes to every rank of ep, and a reduce-scatter sums the rows back.
+
+    dispatch   rows[s T + t] = x[t] of rank s          R = T * ranks
+    combine    y[t] of rank s = sum over ranks of rows[s T + t]
+
+With 2 ranks and T = 3, token 1 of rank 1 is row 4 on both ranks. It has room for every token, so it drops nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+
+from moax.mesh.partition import View
+from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather:
+    """See `Transport`."""
+
+    note: str = "drops nothing on the way"
+    has_slots: bool = False
+    portable: bool = True
+
+    def plan(self, static: ExchangeSpec, experts):
+        del static, experts
+        return None, jnp.zeros(1, jnp.int32)
+
+    def send(self, static: CombineSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
+        del sent
+        ep = static.roles.ep
+        rows, *narrow = (lax.all_gather(v, ep, axis=0, tiled=True) if ep else v for v in (rows, *narrow))
+        return Arrived(rows, narrow)
+
+    def combine(self, static: CombineSpec, arrays: Sequence, sent: Sent, tokens: int) -> list:
+        del sent, tokens
+        ep = static.roles.ep
+        return [lax.psum_scatter(rows, ep, scatter_dimension=0, tiled=True) if ep else rows for rows in arrays]
+
+    def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
+        del view, row_bytes
+        return None
+
+    def why_not_on(self, gpus: int, host: int, kernels: str) -> str | None:
+        del gpus, host, kernels
+        return None
+
+    def received_rows(self, tokens: int, ranks: int, slots: int) -> int:
+        del slots
+        return tokens * ranks
+
+    def buffer_rows(self, tokens: int, top_k: int, ranks: int, slots: int) -> int:
+        del top_k
+        return self.received_rows(tokens, ranks, slots)
+
+    def plan_entries(self, tokens: int, top_k: int, ranks: int, slots: int) -> int:
+        del tokens, top_k, ranks, slots
+        return 0
+
+    def cost(self, static: ExchangeSpec, tokens: int, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
+        del top_k
+        kind, rows = ("reduce-scatter", tokens) if step == "combine" else ("all-gather", tokens * static.ranks)
+        return [collective(kind, dtype, (rows, width), static.roles, static.roles.ep) for width, dtype in columns]

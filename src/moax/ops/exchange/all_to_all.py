@@ -1,0 +1,82 @@
+"""all_to_all: each pair of ranks exchanges `slots` rows, the empty ones included.
+
+    dispatch   rows[s slots + n] on rank r = x[token in slot n of rank s for rank r]          R = slots * ranks
+    combine    y[t] = sum over ranks of the rows that came back from the slots of t
+
+With 2 ranks and 2 slots, a rank whose tokens 0, 1, 2 want ranks {0, 1}, {1}, {1} has the plan (0, 3, 0, 1): T = 3 marks
+an empty slot, and token 2 is dropped. `capacity_factor` sets the number of slots; without one, slots = T and nothing is
+dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+
+from moax.mesh.partition import View
+from moax.ops.exchange.plan import count_dropped, find_owners, find_slots
+from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
+
+
+@dataclasses.dataclass(frozen=True)
+class AllToAll:
+    """See `Transport`. Its plan is [ranks * slots] i32: the token in each slot, T for an empty one."""
+
+    note: str = "bounded by capacity_factor"
+    has_slots: bool = True
+    portable: bool = True
+
+    def plan(self, static: ExchangeSpec, experts):
+        tokens, ranks, slots = experts.shape[0], static.ranks, static.slots
+        owner = find_owners(experts, static.local_experts)
+        slot, _ = find_slots(owner, ranks)
+        rank, token = jnp.arange(ranks, dtype=jnp.int32), jnp.arange(tokens, dtype=jnp.int32)
+        empty = jnp.full((ranks, slots), tokens, jnp.int32)
+        sent = empty.at[rank[None], slot].set(token[:, None], mode="drop").reshape(-1)
+        return sent, count_dropped(owner, slot, slots)
+
+    def send(self, static: CombineSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
+        filled = [jnp.take(v, sent, axis=0, mode="fill", fill_value=0) for v in (rows, *narrow)]
+        rows, *narrow = (_swap(static, v) for v in filled)
+        return Arrived(rows, narrow)
+
+    def combine(self, static: CombineSpec, arrays: Sequence, sent: Sent, tokens: int) -> list:
+        def add(rows):
+            back = _swap(static, rows).astype(jnp.float32)
+            zero = jnp.zeros((tokens, rows.shape[1]), jnp.float32)
+            return zero.at[sent].add(back, mode="drop").astype(rows.dtype)
+
+        return [add(rows) for rows in arrays]
+
+    def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
+        del view, row_bytes
+        return None
+
+    def why_not_on(self, gpus: int, host: int, kernels: str) -> str | None:
+        del gpus, host, kernels
+        return None
+
+    def received_rows(self, tokens: int, ranks: int, slots: int) -> int:
+        del tokens
+        return slots * ranks
+
+    def buffer_rows(self, tokens: int, top_k: int, ranks: int, slots: int) -> int:
+        del top_k
+        return 2 * self.received_rows(tokens, ranks, slots)
+
+    def plan_entries(self, tokens: int, top_k: int, ranks: int, slots: int) -> int:
+        del tokens, top_k
+        return slots * ranks
+
+    def cost(self, static: ExchangeSpec, tokens: int, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
+        del step, top_k
+        rows, ep = self.received_rows(tokens, static.ranks, static.slots), static.roles.ep
+        return [collective("all-to-all", dtype, (rows, width), static.roles, ep) for width, dtype in columns]
+
+
+def _swap(static: CombineSpec, values):
+    """Slot n for rank r becomes slot n from rank r."""
+    return lax.all_to_all(values, static.roles.ep, 0, 0, tiled=True) if static.roles.ep else values

@@ -1,0 +1,272 @@
+"""dispatch and combine: tokens to the ranks that own their experts, and sums of what those ranks computed back.
+
+    dispatch   rows[r] = x[t] on every rank that owns one of t's experts, once
+    combine    y[t] = sum over ranks of the row that t became there
+
+With 2 ranks of 2 experts each, a token with experts (0, 3) becomes a row on both ranks. Its experts are (0, none) on
+rank 0 and (none, 1) on rank 1, and its weights are 0 where its expert is none. A token with experts (2, 3) becomes one
+row on rank 1.
+
+Each op is the transpose of the other. The gradient of a dispatch combines: dx[t] is the sum of the gradients of t's
+rows. The gradient of a combine sends: the gradient of a row of t is dy[t].
+
+Each op is a pair of functions of one device, `dispatch_forward` and `dispatch_backward`, `combine_forward` and
+`combine_backward`. The block calls these pairs, and the public ops are made of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moax.kernels import select_kernels
+from moax.mesh.axes import Axes
+from moax.mesh.partition import Contract, Partitioned, View, differentiable, find_view
+from moax.mesh.specs import spec
+from moax.ops.exchange.plan import slots_per_pair
+from moax.ops.exchange.table import TRANSPORTS, select_transport
+from moax.ops.exchange.transport import CombineSpec, ExchangeSpec, Sent, Transfer
+from moax.ops.exchange.wire import send_rows, wire_bytes, wire_columns
+from moax.options import Engine
+from moax.recipe import Format
+from moax.types import Received
+
+
+def dispatch(
+    x: Float[Array, "T H"],
+    experts: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    num_experts: int,
+    *,
+    exchange: str = "auto",
+    capacity_factor: float | None = None,
+    wire: Format | None = None,
+    axes: Axes = Axes(),
+    engine: Engine = "auto",
+) -> Received:
+    """rows[r] = x[t] on every rank that owns one of t's experts, once.
+
+    Args:
+      x: [T, H], floating point, T over (dp, fsdp, ep).
+      experts: [T, K] i32 in [0, num_experts), T over (dp, fsdp, ep). Rank i of ep owns the experts
+        [i E/ranks, (i + 1) E/ranks).
+      weights: [T, K] f32, T over (dp, fsdp, ep).
+      num_experts: E.
+      exchange: the transport; `auto` is all_gather.
+      capacity_factor: the slots of each pair of ranks, as a multiple of the balanced load T K / ranks. None has room
+        for every token. all_gather has no slots, so the factor changes nothing there.
+      wire: the format of the rows on their way; None sends them in their own dtype.
+      axes, engine: see `moax.moe`.
+
+    Returns:
+      Received, each of its fields sharded by rank on its leading dim. It is differentiable in x and weights.
+
+    Raises:
+      ValueError: a shape does not fit, no transport has this name, or ep does not divide E.
+      Unsupported: the transport cannot run on this machine and mesh.
+    """
+    if x.ndim != 2 or experts.ndim != 2 or experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"x, experts, weights have shapes {x.shape}, {experts.shape}, {weights.shape}; they must be "
+            "[T, H], [T, K], [T, K]"
+        )
+    view = find_view(axes, engine, x)
+    roles = view.roles
+    ranks = roles.size(roles.ep)
+    if num_experts % ranks:
+        raise ValueError(f"num_experts={num_experts} does not divide by mesh axes {roles.ep} of {ranks} devices")
+    tokens = x.shape[0] // (1 if view.manual else roles.size(roles.tokens))
+    transport = select_transport(exchange, view, wire_bytes(x, wire))
+    slots = slots_per_pair(tokens, experts.shape[1], ranks, capacity_factor)
+    kernels = select_kernels("auto", x.dtype, width=x.shape[1])
+    static = _Sized(ExchangeSpec(transport, roles, slots, wire, kernels, num_experts=num_experts), tokens)
+    operands = _dispatch_op.lay(view, static, x, experts, weights)
+    rows, local, arrived_weights, count, dropped, sent = _dispatch(view, static, *operands)
+    return Received(rows, local, arrived_weights, count, dropped, sent, transport, tokens)
+
+
+def combine(
+    rows: Float[Array, "R H"], received: Received, *, axes: Axes = Axes(), engine: Engine = "auto"
+) -> Float[Array, "T H"]:
+    """y[t] = the sum, over the ranks that t went to, of its row there.
+
+    Args:
+      rows: [R, H], one for each of `received.rows` and sharded like them. A row without an expert is added too, so it
+        must be 0.
+      received: what `dispatch` returned.
+      axes, engine: see `moax.moe`.
+
+    Returns:
+      y: [T, H] in the dtype of rows, T over (dp, fsdp, ep). It is differentiable in rows.
+
+    Raises:
+      Unsupported: the transport of `received` cannot run on this machine and mesh.
+    """
+    view = find_view(axes, engine, rows)
+    transport = select_transport(received.transport, view, wire_bytes(rows))
+    shards = 1 if view.manual else view.roles.size(view.roles.tokens)
+    slots = rows.shape[0] // (shards * view.roles.size(view.roles.ep))
+    static = _Sized(CombineSpec(transport, view.roles, slots), received.num_tokens)
+    return _combine(view, static, *_combine_op.lay(view, static, rows, received.slots))
+
+
+class _Sized[S: CombineSpec](NamedTuple):
+    """A spec, and T of a shard: the rows that come back do not say how many tokens they become."""
+
+    spec: S
+    tokens: int
+
+
+def dispatch_forward(static: ExchangeSpec, x, experts, weights) -> Received:
+    """`dispatch` of one device."""
+    local_experts, none = static.local_experts, static.num_experts
+    transport = TRANSPORTS[static.transport]
+    with jax.named_scope("dispatch"):
+        sent, dropped = transport.plan(static, experts)
+        # Ids travel less E: an empty slot holds 0, which then is E, the expert of no rank.
+        got = send_rows(static, x, (experts - none, weights), sent)
+        ids, weights = got.narrow
+        ids = ids + none
+        first = lax.axis_index(static.roles.ep) * local_experts if static.roles.ep else 0
+        mine = (ids >= first) & (ids < first + local_experts)
+        if got.ends is not None:
+            mine &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < got.ends[-1])[:, None]
+        local = jnp.where(mine, ids - first, local_experts).astype(jnp.int32)
+        weights = jnp.where(mine, weights, 0.0)
+        count = mine.any(-1).sum(dtype=jnp.int32) if got.ends is None else got.ends[-1]
+    return Received(got.rows, local, weights, count[None], dropped, sent, static.transport, x.shape[0])
+
+
+def dispatch_backward(static: CombineSpec, sent: Sent, d_rows, d_weights_rows, tokens: int) -> tuple[Array, Array]:
+    """The transpose of `dispatch_forward`, of one device.
+
+    Args:
+      static: the spec of the forward.
+      sent: `Received.slots` of the forward.
+      d_rows: [R, H], the gradient of `Received.rows`; 0 in empty slots.
+      d_weights_rows: [R, K] f32, the gradient of `Received.weights`; 0 where the expert is none.
+      tokens: T.
+
+    Returns:
+      (dx [T, H], d_weights [T, K] f32).
+    """
+    with jax.named_scope("combine"):
+        dx, d_weights = TRANSPORTS[static.transport].combine(static, (d_rows, d_weights_rows), sent, tokens)
+    return dx, d_weights
+
+
+def combine_forward(static: CombineSpec, rows, sent: Sent, tokens: int) -> Array:
+    """`combine` of one device: [R, H] to [T, H]. sent: `Received.slots` of the dispatch. tokens: T."""
+    with jax.named_scope("combine"):
+        return TRANSPORTS[static.transport].combine(static, (rows,), sent, tokens)[0]
+
+
+def combine_backward(static: CombineSpec, dy, sent: Sent) -> Array:
+    """The transpose of `combine_forward`, of one device: dy [T, H] to d_rows [R, H], quantized on its way where
+    `static.wire` is a format. sent: `Received.slots` of the dispatch."""
+    return send_rows(static, dy, (), sent).rows
+
+
+def dispatch_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
+    """What `dispatch_forward` moves, with T tokens of K experts: rows, ids and weights, and what makes the plan."""
+    transport = TRANSPORTS[static.transport]
+    columns = (*wire_columns(width, dtype, static.wire), (top_k, "int32"), (top_k, "float32"))
+    plan = transport.cost(static, tokens, top_k, "plan", ())
+    return plan + transport.cost(static, tokens, top_k, "send", columns)
+
+
+def dispatch_backward_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
+    """What `dispatch_backward` moves: the gradients of rows and of weights."""
+    columns = ((width, dtype), (top_k, "float32"))
+    return TRANSPORTS[static.transport].cost(static, tokens, top_k, "combine", columns)
+
+
+def combine_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
+    """What `combine_forward` moves: rows."""
+    return TRANSPORTS[static.transport].cost(static, tokens, top_k, "combine", ((width, dtype),))
+
+
+def combine_backward_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
+    """What `combine_backward` moves: gradients of tokens."""
+    columns = wire_columns(width, dtype, static.wire)
+    return TRANSPORTS[static.transport].cost(static, tokens, top_k, "send", columns)
+
+
+def _dispatch_forward(view: View, static: _Sized[ExchangeSpec], x, experts, weights):
+    results = _dispatch_op(view, static, x, experts, weights)
+    results = results if TRANSPORTS[static.spec.transport].has_slots else (*results, None)
+    mine = jnp.asarray(results[1]) < static.spec.local_experts
+    return results, (results[-1], mine)
+
+
+def _dispatch_backward(view: View, static: _Sized[ExchangeSpec], saved, cotangents):
+    sent, mine = saved
+    d_weights = jnp.where(mine, cotangents[2], 0.0)
+    dx, d_weights = _dispatch_grad_op(view, static, sent, cotangents[0], d_weights)
+    return dx, None, d_weights
+
+
+_dispatch = differentiable(_dispatch_forward, _dispatch_backward)
+
+
+def _combine_forward(view: View, static: _Sized[CombineSpec], rows, sent):
+    return _combine_op(view, static, rows, sent)[0], sent
+
+
+def _combine_backward(view: View, static: _Sized[CombineSpec], sent, dy):
+    return _combine_grad_op(view, static, dy, sent)[0], None
+
+
+_combine = differentiable(_combine_forward, _combine_backward)
+
+
+def _dispatch_shards(static: _Sized[ExchangeSpec], layout, x, experts, weights):
+    r = dispatch_forward(static.spec, x, experts, weights)
+    results = (r.rows, r.experts, r.weights, r.count, r.dropped)
+    return results if r.slots is None else (*results, r.slots)
+
+
+def _by_tokens(count):
+    """The contract of an op whose operands and `count(static)` results are all split as the tokens are."""
+
+    def contract(static, operands, found):
+        del found
+        leading, results = spec(static.spec.roles.tokens), count(static.spec)
+        return Contract(jax.tree.map(lambda _: leading, operands), (leading,) * results, ((),) * results)
+
+    return contract
+
+
+def _own_dims(sent):
+    """The entries of a Shardy rule for the plan: its dims are its own."""
+    return ("",) * len(jax.tree.leaves(sent))
+
+
+_dispatch_op = Partitioned(
+    _dispatch_shards,
+    _by_tokens(lambda spec: 5 + TRANSPORTS[spec.transport].has_slots),
+    lambda static, operands: (("t h", "t k", "t k"), ("r h", "r k", "r k")),
+    name="dispatch",
+)
+_dispatch_grad_op = Partitioned(
+    lambda static, layout, sent, rows, weights: dispatch_backward(static.spec, sent, rows, weights, static.tokens),
+    _by_tokens(lambda spec: 2),
+    lambda static, operands: ((*_own_dims(operands[0]), "r h", "r k"), ("t h", "t k")),
+    name="dispatch_grad",
+)
+_combine_op = Partitioned(
+    lambda static, layout, rows, sent: (combine_forward(static.spec, rows, sent, static.tokens),),
+    _by_tokens(lambda spec: 1),
+    lambda static, operands: (("r h", *_own_dims(operands[1])), ("t h",)),
+    name="combine",
+)
+_combine_grad_op = Partitioned(
+    lambda static, layout, dy, sent: (combine_backward(static.spec, dy, sent),),
+    _by_tokens(lambda spec: 1),
+    lambda static, operands: (("t h", *_own_dims(operands[1])), ("r h",)),
+    name="combine_grad",
+)

@@ -1,0 +1,111 @@
+"""Which token travels in which slot, and where its row lies on the rank that receives it.
+
+Each rank numbers, for every rank, the tokens that want it: the first such token has slot 0, the next one slot 1. Slots
+at or past `slots` are dropped. Two facts decide everything that follows: the slot of each token for each rank, and how
+many rows travel between each pair of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from moax.types import SendPlan
+
+
+def slots_per_pair(tokens: int, top_k: int, ranks: int, capacity_factor: float | None) -> int:
+    """slots = min(T, ceil(capacity_factor T K / ranks)): that multiple of the balanced load; T without a factor.
+
+    64 tokens of 2 experts over 4 ranks are 32 assignments a pair, so a factor of 1.01 gives 33 slots.
+    """
+    return tokens if capacity_factor is None else min(tokens, math.ceil(capacity_factor * tokens * top_k / ranks))
+
+
+def balanced_rows(tokens: int, top_k: int, ranks: int, num_experts: int) -> int:
+    """T (1 - C(E - E/ranks, K) / C(E, K)), rounded up: the tokens that want one rank where every choice of K experts is
+    equally likely.
+
+    With 4 experts, 2 ranks and K = 2, five of the six choices hold an expert of rank 0, so 6 tokens send it 5 rows.
+    """
+    others = math.comb(num_experts - num_experts // ranks, top_k)
+    every = math.comb(num_experts, top_k)
+    return -(-tokens * (every - others) // every)
+
+
+def find_owners(experts: Int[Array, "T K"], local_experts: int) -> Int[Array, "T K"]:
+    """The rank that owns each expert: rank i owns experts [i local_experts, (i + 1) local_experts)."""
+    return lax.div(experts, jnp.full_like(experts, local_experts))
+
+
+def count_dropped(owner: Int[Array, "T K"], slot: Int[Array, "T ranks"], slots: int) -> Int[Array, " 1"]:
+    """How many assignments (token, expert) go to a rank for which their token has no slot."""
+    tokens, ranks = slot.shape
+    if slots >= tokens:
+        return jnp.zeros(1, jnp.int32)
+    rank = jnp.arange(ranks, dtype=jnp.int32)
+    lost = (owner[..., None] == rank[None, None]) & (slot >= slots)[:, None]
+    return lost.sum(dtype=jnp.int32)[None]
+
+
+def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"]]:
+    """The slot of each token for each rank, and how many tokens want each rank up to the end of each 32 tokens.
+
+    Tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0} have the slots (0, 0), (T, 1), (1, T): T marks a rank that the token
+    does not want. The counts are ((2,), (2,)).
+
+    A scan along the tokens would be several kernels; this is two. One bit says whether a token wants a rank, and 32
+    tokens are a word. The slot of a token is the number of bits in the words before its own, which are few enough to
+    compare each with each, plus the number of bits below its own in its word.
+
+    Args:
+      owner: the ranks that each token wants, any of them several times. A number outside [0, ranks) wants none.
+    """
+    tokens, top_k = owner.shape
+    words = jnp.pad(owner, ((0, -tokens % 32), (0, 0)), constant_values=ranks).reshape(1, -1, 32 * top_k)
+    bit = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
+    wanted = words == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
+    bits = lax.reduce_or(jnp.where(wanted, jnp.repeat(bit, top_k)[None, None], jnp.uint32(0)), axes=(2,))
+    word = jnp.arange(bits.shape[1], dtype=jnp.int32)
+    earlier = (word[:, None] >= word[None])[None]
+    until = jnp.where(earlier, _count_bits(bits)[:, None], 0).sum(-1, dtype=jnp.int32)
+    own, bit = bits.T[:, None], bit[None, :, None]
+    slot = until.T[:, None] - _count_bits(own & ~(bit - 1))
+    return jnp.where((own & bit) != 0, slot, tokens).reshape(-1, ranks)[:tokens], until
+
+
+def _count_bits(bits):
+    return lax.population_count(bits).astype(jnp.int32)
+
+
+def plan_sends(slot: Int[Array, "T ranks"], sent, kept: Int[Array, "ranks ranks"], rank, entries: int) -> SendPlan:
+    """The SendPlan of one rank.
+
+    Rank 0 of 2 has tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0}, so its `slot` is (0, 0), (T, 1), (1, T). Rank 1
+    sends 1 row to rank 0 and none to itself, so `kept` is ((2, 2), (1, 0)). Then rank 0 sends `token` = (0, 2, 0, 1),
+    and `position` is (0, 2), (C, 3), (1, C). No rank before rank 0 sends to rank 1, so the two rows for rank 1 lie
+    there from row 0 on: rows 2 and 3 of what rank 0 sends shift by -2. Each row that comes back lies where it was sent
+    from.
+
+    Args:
+      slot: the slot of each token for each rank, as `find_slots` numbers them. A slot at or past `sent` of its rank
+        means that the token does not go there.
+      sent: [ranks] i32, how many rows this rank sends to each rank. It is `kept[rank]`, but known before the ranks have
+        told each other, so that what depends on it alone need not wait.
+      kept: how many rows go from rank (dim 0) to rank (dim 1).
+      rank: [] i32, this rank.
+      entries: C, the most rows that this rank can send.
+    """
+    end = jnp.cumsum(sent)
+    start = end - sent
+    position = jnp.where(slot < sent[None], start[None] + slot, entries)
+    which = lax.broadcasted_iota(jnp.int32, position.shape, 0)
+    token = lax.empty((entries,), jnp.int32).at[position].set(which, mode="drop")
+
+    received = kept[:, rank]
+    last, arrive, leave = jnp.cumsum(received), jnp.cumsum(kept, axis=0) - kept, jnp.cumsum(kept, axis=1) - kept
+    # The first row of a pair on the rank that it goes to, less its first row here: there, and on the way back.
+    there, back = arrive[rank] - start, leave[:, rank] - (last - received)
+    return SendPlan(token, position, jnp.stack([there, end, back, last]).reshape(2, 2, -1))

@@ -1,0 +1,192 @@
+"""What the compiled block puts on the wire, forward and backward, on 2x4: read from the optimized program.
+
+Covers: engines x recipes x layouts of weights x transports, one program for all tests of a combination.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import moax
+from moax import inspect
+from moax.kernels.xla.quantization import dequantize as dequantize_local
+from moax.kernels.xla.quantization import quantize as quantize_local
+from moax.recipe import RECIPES
+from support import TOKENS, make_mesh, some, spec
+
+CONFIG = moax.MoEConfig(d_model=256, d_ff=384, num_experts=8, top_k=2, use_bias=True)
+WAYS = ("custom_partitioning", "shard_map", "explicit")
+T = 256
+
+
+@functools.cache
+def found(way: str, recipe: str | None, fsdp_dim: str = "experts", exchange: str = "all_gather"):
+    """The collectives of loss and gradients, and the abstract parameters."""
+    mesh, axes = make_mesh("2x4", way), moax.Axes(fsdp_dim=fsdp_dim)
+    engine = "shard_map" if way == "shard_map" else "auto"
+    place = lambda v, s: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh, s))  # noqa: E731
+    shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), CONFIG))
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(place, shapes, moax.param_specs(CONFIG, axes))
+        x = place(jax.ShapeDtypeStruct((T, CONFIG.d_model), jnp.bfloat16), spec("2x4", TOKENS))
+
+        def loss(x, params):
+            y, stats = moax.moe(x, params, CONFIG, recipe=recipe, axes=axes, exchange=exchange, engine=engine)
+            return y.astype(jnp.float32).sum() + stats.aux_loss
+
+        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        return inspect.collectives(step, x, params, mesh=mesh), params
+
+
+# (way, recipe, layout of weights, transport) of the programs of `make test`; the others are left to `make test-more`.
+PROGRAMS = [
+    ("custom_partitioning", "fp8_block", "experts", "all_gather"),
+    ("explicit", "mxfp8", "experts", "all_to_all"),
+    ("shard_map", "fp8_block", "model", "all_gather"),
+]
+EVERY = [
+    (way, recipe, dim, exchange)
+    for way in WAYS for recipe in ("fp8_block", "mxfp8") for dim in ("experts", "model")
+    for exchange in ("all_gather", "all_to_all") if exchange == "all_gather" or dim == "experts"
+]  # fmt: skip
+CASES = pytest.mark.parametrize(
+    ("way", "recipe", "fsdp_dim", "exchange"),
+    some([*PROGRAMS, *(c for c in EVERY if c not in PROGRAMS)], len(PROGRAMS)),
+)
+
+
+@CASES
+def test_weights_cross_as_bytes(way, recipe, fsdp_dim, exchange):
+    """Breaks if a weight is gathered before it is quantized, or a compiler widens the bytes."""
+    collectives, params = found(way, recipe, fsdp_dim, exchange)
+    inspect.assert_no_wide_weight_gather(collectives, weights=(params.wi, params.wo))
+    gathers = inspect.weight_gathers(collectives, axes="fsdp")
+    data = [c for c in gathers if c.dtype == "uint8" and c.bytes >= params.wo.size // 8]
+    scales = [c for c in gathers if c not in data]
+    assert len(data) == 4, "wi and wo, forward and backward"
+    assert len(scales) == 4 and 16 * inspect.total_bytes(scales) < inspect.total_bytes(data)
+    # All that the gathers move: one byte for each element that a device lacks, twice, and the scales.
+    lacks = (params.wi.size + params.wo.size) // 4 // 2
+    assert inspect.total_bytes(data) == 2 * lacks
+
+
+@pytest.mark.parametrize("way", some(WAYS, 1))
+def test_gathered_bytes_are_half(way):
+    """Breaks if the scales grow past a sixteenth of the bytes, or something else is gathered beside the weights."""
+    plain = inspect.total_bytes(inspect.weight_gathers(found(way, None)[0], axes="fsdp"))
+    assert inspect.total_bytes(inspect.weight_gathers(found(way, "fp8_block")[0], axes="fsdp")) <= 0.53 * plain
+
+
+@CASES
+def test_weight_gradients_are_reduce_scattered(way, recipe, fsdp_dim, exchange):
+    """Breaks if a whole weight's gradient is all-reduced over fsdp, then sliced."""
+    collectives, params = found(way, recipe, fsdp_dim, exchange)
+    inspect.assert_reduce_scattered(collectives, weights=(params.wi, params.wo))
+
+
+@CASES
+def test_activations_cross_by_the_exchange_alone(way, recipe, fsdp_dim, exchange):
+    """Breaks if the compiler gathers tokens, logits or saved activations over any axis: over ep there are the
+    exchange's own transfers of T / 2 tokens, and over fsdp nothing of the size of a row block."""
+    collectives, params = found(way, recipe, fsdp_dim, exchange)
+    weights = inspect.weight_gathers(collectives, axes="fsdp")
+    others = [c for c in collectives if c not in weights and c.kind != "reduce-scatter"]
+    gathers = [c for c in others if c.kind == "all-gather"]
+    group = T // 2  # the tokens of one ep group
+    if exchange == "all_gather":
+        # x, its expert ids and weights in forward; dy in backward. Nothing else, nothing over another axis.
+        sizes = sorted(c.shape for c in gathers)
+        assert sizes == sorted([(group, 256), (group, 2), (group, 2), (group, 256)])
+        assert all(c.axes == ("ep",) for c in gathers)
+    else:
+        assert gathers == []
+        assert {c.kind for c in others} == {"all-to-all", "all-reduce"}
+        assert all(c.axes == ("ep",) for c in others if c.kind == "all-to-all")
+    # Sums over tokens: [E] vectors, and gradients of what is replicated (router, biases); never rows.
+    for c in collectives:
+        if c.kind == "all-reduce":
+            elements = 1
+            for n in c.shape:
+                elements *= n
+            assert elements <= max(CONFIG.d_model * CONFIG.num_experts, 2 * 384 * 2), c
+
+
+def test_quantizing_after_the_gather_is_caught():
+    """Breaks if `assert_no_wide_weight_gather` lets the mistake through that this library exists to avoid."""
+    mesh, form = make_mesh("2x4", "shard_map"), RECIPES["fp8_block"].w
+
+    def early(w):  # right: the shard's bytes cross
+        q = quantize_local(w, form, form.weight_block(3, "rows"))
+        data, scale = (lax.all_gather(v, "fsdp", axis=0, tiled=True) for v in (q.data, q.scale))
+        return dequantize_local(dataclasses.replace(q, data=data, scale=scale)).sum(0)
+
+    def late(w):  # wrong: the weight crosses, then every rank quantizes it
+        w = lax.all_gather(w, "fsdp", axis=0, tiled=True)
+        return dequantize_local(quantize_local(w, form, form.weight_block(3, "rows"))).sum(0)
+
+    at = PartitionSpec(("ep", "fsdp"))
+    w = jax.ShapeDtypeStruct((8, 256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, at))
+    with jax.set_mesh(mesh):
+        programs = [
+            jax.jit(jax.shard_map(f, in_specs=at, out_specs=PartitionSpec(), check_vma=False)) for f in (early, late)
+        ]
+        inspect.assert_no_wide_weight_gather(programs[0], w, weights=w, mesh=mesh)
+        with pytest.raises(AssertionError, match="bfloat16"):
+            inspect.assert_no_wide_weight_gather(programs[1], w, weights=w, mesh=mesh)
+
+
+def abstract_params(config, *leading):
+    """The parameters of a config as ShapeDtypeStructs on the mesh in force, with leading dims that are not sharded."""
+    shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), config))
+    mesh = make_mesh("2x4")
+
+    def place(v, s):
+        at = NamedSharding(mesh, PartitionSpec(*[None] * len(leading), *s))
+        return jax.ShapeDtypeStruct((*leading, *v.shape), v.dtype, sharding=at)
+
+    return jax.tree.map(place, shapes, moax.param_specs(config, mesh=mesh))
+
+
+def tokens():
+    at = NamedSharding(make_mesh("2x4"), spec("2x4", TOKENS))
+    return jax.ShapeDtypeStruct((T, CONFIG.d_model), jnp.bfloat16, sharding=at)
+
+
+@pytest.mark.more
+def test_layers_of_different_configs_do_not_meet():
+    """Breaks if an op keeps state between calls: two layers of two configs compile to the collectives of each."""
+    configs = [CONFIG, dataclasses.replace(CONFIG, top_k=3, d_ff=128)]
+
+    def loss(x, params):
+        for p, c in zip(params, configs, strict=True):
+            x = x + moax.moe(x, p, c, recipe="fp8_block")[0]
+        return x.astype(jnp.float32).sum()
+
+    with jax.set_mesh(make_mesh("2x4")):
+        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        collectives = inspect.collectives(step, tokens(), [abstract_params(c) for c in configs])
+    gathered = sorted(c.shape for c in collectives if c.dtype == "uint8")
+    each = [(2, 256, 2, 384), (2, 384, 256), (2, 256, 2, 128), (2, 128, 256)]
+    assert gathered == sorted(2 * each)
+
+
+def test_scanned_layers_gather_nothing_else():
+    """Breaks if what forward saves for backward is replicated in between (seen once: Shardy had no sharding for it)."""
+
+    def loss(x, params):
+        layer = lambda x, p: (x + moax.moe(x, p, CONFIG, recipe="fp8_block")[0], None)  # noqa: E731
+        return jax.lax.scan(layer, x, params)[0].astype(jnp.float32).sum()
+
+    with jax.set_mesh(make_mesh("2x4")):
+        step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        collectives = inspect.collectives(step, tokens(), abstract_params(CONFIG, 3))
+    over_fsdp = [c for c in collectives if c.kind == "all-gather" and "fsdp" in c.axes]
+    assert sum(c.dtype == "uint8" for c in over_fsdp) == 4 and all(c.times == 3 for c in over_fsdp)
+    assert all(c.dtype == "uint8" or c.bytes < 100 for c in over_fsdp), "but for scales"

@@ -1,0 +1,143 @@
+"""Parameters: the same values wherever they are made, each device making its shards alone.
+
+Covers: meshes x engines x layouts of weights; dtypes; variances; stacks of layers; keys of both kinds.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import moax
+from moax.mesh.specs import local_shape
+from support import make_mesh, some
+
+CONFIG = moax.MoEConfig(
+    32, 48, 8, 2, use_bias=True, shared_d_ff=16, router=moax.RouterConfig(bias=True, logits_bias=True)
+)
+NAMES = [f.name for f in dataclasses.fields(moax.MoEParams)]
+ON = [("2x4", "custom_partitioning"), ("2x4", "explicit"), ("tp2x2x2", "custom_partitioning"), ("dp2x2x2", "explicit")]
+DIMS = ["experts", "model", "experts", "model"]
+
+
+@functools.cache
+def alone(**options):
+    """The parameters of one device, without a mesh."""
+    return moax.init(jax.random.key(3), CONFIG, **options)
+
+
+@pytest.mark.parametrize(
+    "fsdp_dim, on", some([*zip(DIMS + DIMS[::-1], ON * 2, strict=True)][1:] + [("experts", ON[0])], 2)
+)
+def test_the_same_on_every_mesh(on, fsdp_dim):
+    """Breaks if a run depends on its mesh from the first step on, or a device holds more than its shards."""
+    mesh, axes = make_mesh(*on), moax.Axes(fsdp_dim=fsdp_dim)
+    with jax.set_mesh(mesh):
+        params, specs = moax.init(jax.random.key(3), CONFIG, axes=axes), moax.param_specs(CONFIG, axes)
+    roles = axes.on(dict(mesh.shape))
+    for name in NAMES:
+        got, want, of = getattr(params, name), getattr(alone(), name), getattr(specs, name)
+        np.testing.assert_array_equal(got, want, err_msg=name)
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, of), got.ndim), name
+        shards = got.addressable_shards
+        assert len(shards) == 8 and {s.data.shape for s in shards} == {local_shape(want.shape, of, roles)}, name
+
+
+@pytest.mark.parametrize("way", some(["custom_partitioning", "explicit"], 1))
+def test_no_device_makes_the_whole(way):
+    """Breaks if weights are made whole on every device and cut afterwards, which a large model has no memory for."""
+    with jax.set_mesh(make_mesh("2x4", way)):
+        text = jax.jit(lambda key: moax.init(key, CONFIG)).lower(jax.random.key(0)).compile().as_text()
+    assert "f32[1,32,2,48]" in text and "f32[1,48,32]" in text
+    for whole in ("[8,32,2,48]", "[8,48,32]", "[24576]", "[12288]"):
+        assert whole not in text
+
+
+@pytest.mark.parametrize("way", some(["explicit", "custom_partitioning"], 1))
+def test_a_stack_of_layers(way):
+    """Breaks if vmap over keys, by which layers for a scan are made, forgets how a layer's shards lie."""
+    mesh, keys = make_mesh("2x4", way), jax.random.split(jax.random.key(3), 3)
+    with jax.set_mesh(mesh):
+        stack, specs = jax.vmap(lambda key: moax.init(key, CONFIG))(keys), moax.param_specs(CONFIG)
+    one = moax.init(keys[1], CONFIG)
+    for name in NAMES:
+        got, of = getattr(stack, name), getattr(specs, name)
+        np.testing.assert_array_equal(got[1], getattr(one, name), err_msg=name)
+        of = type(of)(None, *of)
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, of), got.ndim), name
+
+
+def test_which_parameters():
+    """Breaks if `init` leaves out what the config asks for, or makes what it does not."""
+    bare = moax.init(jax.random.key(0), moax.MoEConfig(32, 48, 8, 2, activation="relu2"))
+    assert [n for n in NAMES if getattr(bare, n) is not None] == ["router", "wi", "wo"]
+    assert bare.wi.shape == (8, 32, 1, 48)
+    assert all(getattr(alone(), n) is not None for n in NAMES)
+
+
+@pytest.mark.parametrize("dtype", some([jnp.bfloat16, jnp.float16], 1))
+def test_dtype(dtype):
+    """Breaks if lower-precision parameters are other numbers than the float32 ones, rounded."""
+    for got, want in zip(jax.tree.leaves(alone(dtype=dtype)), jax.tree.leaves(alone()), strict=True):
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(dtype).astype(jnp.float32))
+
+
+def test_variance():
+    """Breaks if the variance is not 1 / fan-in, or a tail is not cut at two sigma of the uncut normal."""
+    config = moax.MoEConfig(96, 160, 16, 2, shared_d_ff=224)
+    params = moax.init(jax.random.key(1), config)
+    fan_in = dict(router=96, wi=96, wo=160, shared_wi=96, shared_wo=224)
+    for name, n in fan_in.items():
+        w = np.asarray(getattr(params, name), np.float64).ravel()
+        # Five standard errors: of a mean sigma / sqrt(size), of a standard deviation at most that / sqrt(2).
+        sigma, few = 1 / math.sqrt(n), 5 / math.sqrt(w.size)
+        assert abs(w.std() / sigma - 1) < few and abs(w.mean()) < few * sigma, name
+        assert np.abs(w).max() <= 2 * sigma / math.sqrt(0.7737) * 1.001, name
+
+
+def test_independent():
+    """Breaks if two parameters, two experts, or gate and up projection begin with the same numbers."""
+    p = alone()
+    rows = [p.wi[0, :, 0], p.wi[0, :, 1], p.wi[1, :, 0], p.wo[0].T, p.wo[1].T]
+    for i, a in enumerate(rows):
+        for b in rows[:i]:
+            assert abs(np.corrcoef(np.ravel(a), np.ravel(b))[0, 1]) < 0.15
+    other = moax.init(jax.random.key(4), CONFIG)
+    assert not any(np.array_equal(getattr(p, n), getattr(other, n)) for n in ("router", "wi", "wo", "shared_wi"))
+
+
+@pytest.mark.parametrize("name", ["router_bias", "logits_bias", "bi", "bo"])
+def test_biases_are_zero(name):
+    """Breaks if a bias prefers an expert before anything was learned."""
+    assert not np.asarray(getattr(alone(), name)).any()
+
+
+@pytest.mark.more
+def test_keys_of_both_kinds():
+    """Breaks if raw uint32 keys, which linen makes, are refused or give other numbers."""
+    for got, want in zip(
+        jax.tree.leaves(moax.init(jax.random.PRNGKey(3), CONFIG)), jax.tree.leaves(alone()), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_traced():
+    """Breaks if `init` cannot be jitted, or traced for its shapes alone, as checkpoints are restored."""
+    with jax.set_mesh(make_mesh("2x4")):
+        shapes = jax.eval_shape(lambda key: moax.init(key, CONFIG), jax.random.key(3))
+        params = jax.jit(lambda key: moax.init(key, CONFIG))(jax.random.key(3))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
+    np.testing.assert_array_equal(params.wi, alone().wi)
+
+
+def test_sizes_that_do_not_divide():
+    """Breaks if a mesh that cannot hold the experts is found out by XLA."""
+    with jax.set_mesh(make_mesh("1x8")):
+        with pytest.raises(ValueError, match=r"params.wi: dim 0 of size 6 does not divide by mesh axes \('ep',\) of 8"):
+            moax.init(jax.random.key(0), dataclasses.replace(CONFIG, num_experts=6))

@@ -1,0 +1,287 @@
+"""The whole block, forward and every gradient, against NumPy in float64.
+
+Covers: meshes x ways to run on them x transports x layouts of weights x recipes x configs x chunks, by pairs (`COVER`;
+`make test-more` completes the triples); every option of the config; layouts that a user may have chosen; bfloat16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import moax
+from moax.backend import log_once
+from moax.recipe import RECIPES
+from support import MESHES, TOKENS, Table, make_mesh, make_params, put, rel_norm, some, spec
+from support.block import (
+    BASE,
+    MESH,
+    ONE_DEVICE,
+    QUANTIZED,
+    block,
+    check,
+    check_gradients,
+    check_outputs,
+    cotangent,
+    expected,
+    loss_of,
+    make_x,
+)
+from support.oracle.block import block as block_by_numpy
+
+WIDE = dataclasses.replace(BASE, d_model=256, d_ff=256)  # blocks of 128 in each dim, also where tp halves F
+VARIANTS = {
+    "full": dataclasses.replace(WIDE, shared_d_ff=64),
+    "early": dataclasses.replace(WIDE, shared_d_ff=0, weights_at="hidden"),
+    "plain": dataclasses.replace(WIDE, shared_d_ff=0, use_bias=False, activation="relu2", router=moax.RouterConfig()),
+}
+COVER = Table(
+    "block",
+    {
+        "mesh": tuple(MESHES),
+        "way": ("custom_partitioning", "shard_map", "explicit", "user", "user_vma"),
+        "exchange": ("all_gather", "all_to_all"),
+        "fsdp_dim": ("experts", "model"),
+        "recipe": (None, *RECIPES),
+        "variant": tuple(VARIANTS),
+        "chunks": (1, 3),
+    },
+    [
+        ("8x1", "custom_partitioning", "all_to_all", "model", None, "early", 3),
+        ("8x1", "shard_map", "all_to_all", "experts", "mxfp8", "plain", 1),
+        ("8x1", "explicit", "all_to_all", "model", None, "full", 3),
+        ("8x1", "user", "all_gather", "model", "fp8_block", "plain", 1),
+        ("8x1", "user_vma", "all_to_all", "experts", "fp8_tensor", "full", 1),
+        ("1x8", "custom_partitioning", "all_gather", "model", "fp8_tensor", "early", 1),
+        ("1x8", "shard_map", "all_gather", "model", None, "plain", 3),
+        ("1x8", "explicit", "all_to_all", "model", "fp8_block", "full", 1),
+        ("1x8", "user", "all_gather", "experts", "mxfp8", "early", 1),
+        ("1x8", "user_vma", "all_gather", "model", "fp8_tensor", "plain", 1),
+        ("2x4", "custom_partitioning", "all_gather", "experts", "mxfp8", "full", 1),
+        ("2x4", "shard_map", "all_gather", "experts", "fp8_block", "full", 1),
+        ("2x4", "explicit", "all_to_all", "experts", "fp8_tensor", "early", 1),
+        ("2x4", "user", "all_to_all", "experts", None, "early", 1),
+        ("2x4", "user_vma", "all_to_all", "model", None, "plain", 3),
+        ("4x2", "custom_partitioning", "all_gather", "experts", None, "early", 1),
+        ("4x2", "shard_map", "all_gather", "experts", "fp8_tensor", "plain", 1),
+        ("4x2", "explicit", "all_to_all", "model", "mxfp8", "plain", 1),
+        ("4x2", "user", "all_gather", "experts", None, "full", 3),
+        ("4x2", "user_vma", "all_gather", "experts", "fp8_block", "early", 1),
+        ("dp2x2x2", "custom_partitioning", "all_gather", "experts", "fp8_tensor", "plain", 1),
+        ("dp2x2x2", "shard_map", "all_gather", "experts", "fp8_block", "plain", 1),
+        ("dp2x2x2", "explicit", "all_gather", "experts", None, "early", 3),
+        ("dp2x2x2", "user", "all_to_all", "model", "fp8_tensor", "full", 1),
+        ("dp2x2x2", "user_vma", "all_gather", "experts", "mxfp8", "early", 1),
+        ("tp2x2x2", "custom_partitioning", "all_gather", "model", "fp8_block", "full", 1),
+        ("tp2x2x2", "shard_map", "all_to_all", "model", "mxfp8", "early", 1),
+        ("tp2x2x2", "explicit", "all_gather", "experts", None, "plain", 1),
+        ("tp2x2x2", "user", "all_to_all", "model", None, "early", 3),
+        ("tp2x2x2", "user_vma", "all_gather", "experts", "fp8_tensor", "full", 1),
+    ],
+    # Blocks along rows are those of a part: in parts the gradients of weights are other numbers.
+    possible=lambda recipe, chunks, **_: chunks == 1 or recipe is None,
+)
+
+
+def test_one_device():
+    """Breaks if the block computes anything but the reference."""
+    check(block("none", "")(), expected(BASE), ONE_DEVICE)
+
+
+def test_every_pair_is_covered():
+    """Breaks if a mesh, an engine, a recipe or another option never meets some other one below."""
+    assert not COVER.missing()
+
+
+@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters())
+def test_covering(mesh, way, exchange, fsdp_dim, recipe, variant, chunks):
+    """Breaks if a mesh, a way to run on it, a transport, a layout of weights or a part changes a value or a gradient,
+    or if an operand is rounded in other blocks than its recipe says."""
+    config = VARIANTS[variant]
+    got = block(way, mesh, config, exchange=exchange, fsdp_dim=fsdp_dim, recipe=recipe, chunks=chunks)()
+    check(got, expected(config, recipe, mesh), MESH if recipe is None else QUANTIZED)
+
+
+ROUTERS = {
+    "softmax": moax.RouterConfig(aux_loss=1e-2),
+    "topk_first": moax.RouterConfig(order="topk_then_score"),
+    "sigmoid": moax.RouterConfig(score="sigmoid", scale=2.5, bias=True, aux_loss=1e-2, z_loss=1e-3),
+    "groups": moax.RouterConfig(score="sigmoid", num_groups=4, top_groups=2, group_score="top2", bias=True),
+    "max": moax.RouterConfig(num_groups=2, top_groups=1, group_score="max", normalize=False),
+    "logits_bias": moax.RouterConfig(order="topk_then_score", logits_bias=True),
+}
+OPTIONS = {
+    **{name: dict(router=router) for name, router in ROUTERS.items()},
+    **{name: dict(activation=name) for name in ("geglu", "swiglu_oai", "silu", "gelu", "relu2")},
+    "hidden": dict(weights_at="hidden"),
+    "plain": dict(use_bias=False, shared_d_ff=0, router=moax.RouterConfig()),
+    "top1": dict(top_k=1, router=moax.RouterConfig()),
+    "all": dict(top_k=8),
+    "odd": dict(d_model=20, d_ff=36, shared_d_ff=28),
+}
+
+
+# Two at a time, a router and something else.
+TOGETHER = [
+    ("softmax", "geglu"), ("topk_first", "swiglu_oai"), ("sigmoid", "silu"), ("groups", "gelu"), ("max", "relu2"),
+    ("logits_bias", "hidden"), ("top1", "odd"), ("plain",), ("all",),
+]  # fmt: skip
+
+
+def test_every_option_is_tested():
+    """Breaks if an option has no case below."""
+    assert sorted(itertools.chain(*TOGETHER)) == sorted(OPTIONS)
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids=" and ".join)
+def test_options_on_one_device(names):
+    """Breaks if an option of the config is not what the reference says it is."""
+    config = dataclasses.replace(BASE, **functools.reduce(operator.or_, (OPTIONS[name] for name in names)))
+    longer = 2 if names == ("all",) else 1  # a gradient sums the rows of every token, four times as many
+    check(block("none", "", config)(), expected(config), longer * ONE_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    some([("odd", "shard_map"), ("swiglu_oai", "user"), ("hidden", "custom_partitioning"), ("groups", "explicit")], 2),
+)
+def test_options_with_tensor_parallelism(name, way):
+    """Breaks if an option counts something once a rank of tp, or once a rank that holds the expert."""
+    config = dataclasses.replace(BASE, **OPTIONS[name])
+    check(block(way, "tp2x2x2", config)(), expected(config), MESH)
+
+
+@pytest.mark.parametrize("present", [("bi",), ("bo",)])
+def test_any_subset_of_biases(present):
+    """Breaks if one bias needs the other (a published block's AttributeError)."""
+    params = dataclasses.replace(make_params(BASE), **{n: None for n in ("bi", "bo") if n not in present})
+    x = make_x(BASE)
+    got = jax.jit(jax.grad(lambda p: sum(loss_of(*moax.moe(x, p, BASE)))))(params)
+    flat = np.asarray(x).reshape(-1, BASE.d_model)
+    want = block_by_numpy(flat, params, BASE, cotangent(flat.shape), d_losses=(1, 1))
+    check_gradients(want.dx, got, want, ONE_DEVICE)
+
+
+@pytest.mark.parametrize("layout", some(["wrong order", "tuple axis", "fsdp on F", "two dims", "replicated"], 3))
+def test_any_layout_of_the_users(layout, caplog):
+    """Breaks if an Auto mesh's own layout of weights, declared or not, is not used as it is (or brought in order)."""
+    mesh = jax.make_mesh((2, 4), ("fsdp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    axes, p = moax.Axes(), PartitionSpec
+    wi, wo = {
+        "replicated": (p(), p()),
+        "fsdp on F": (p("ep", None, None, "fsdp"), p("ep", "fsdp")),
+        "two dims": (p("ep", "fsdp"), p("ep", None, "fsdp")),
+        "wrong order": (p(("fsdp", "ep")), p("fsdp", "ep")),
+        "tuple axis": (p("expert", ("data", "zero")), p("expert", "data", "zero")),
+    }[layout]
+    if layout == "tuple axis":
+        mesh = jax.make_mesh((2, 2, 2), ("data", "zero", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+        axes = moax.Axes(fsdp=("data", "zero"), ep="expert")
+    log_once.cache_clear()
+    x, params = make_x(BASE), make_params(BASE)
+    place = lambda v, s: jax.device_put(v, NamedSharding(mesh, s))  # noqa: E731
+    params = dataclasses.replace(params, wi=place(params.wi, wi), wo=place(params.wo, wo))
+    with jax.set_mesh(mesh):
+        total = lambda x, p: (lambda out: (sum(loss_of(*out)), out))(moax.moe(x, p, BASE, axes=axes))  # noqa: E731
+        grads, outputs = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(x, params)
+    check((outputs, grads), expected(BASE), MESH)
+    moved = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "laid out as declared" in r.message]
+    in_order = layout in ("fsdp on F", "two dims", "tuple axis")
+    assert not moved if in_order else any("params.wi: dim 0 is sharded over" in m for m in moved)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "way"),
+    some([((1, 8, 1), ("fsdp", "ep", "tp"), "shard_map"), ((8,), ("elsewhere",), "custom_partitioning"),
+          ((1,), ("ep",), "shard_map"), ((1, 8, 1), ("fsdp", "ep", "tp"), "custom_partitioning"),
+          ((1,), ("ep",), "custom_partitioning"), ((8,), ("elsewhere",), "shard_map")], 2),
+)  # fmt: skip
+def test_size_one_and_absent_axes(shape, names, way):
+    """Breaks if an axis of one device, or a mesh of none of the roles, is not as good as no axis."""
+    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
+    mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[: int(np.prod(shape))])
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda x, p: moax.moe(x, p, BASE, engine=way))(make_x(BASE), make_params(BASE))
+    check_outputs(got, expected(BASE), MESH)
+
+
+def test_explicit_axes_of_one_device():
+    """Breaks if y loses the type of x where every axis has one device."""
+    mesh = jax.make_mesh((1, 1), ("fsdp", "ep"), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(make_x(BASE), NamedSharding(mesh, PartitionSpec(("fsdp", "ep"))))
+        y, stats = jax.jit(lambda x, p: (lambda y, s: (x + y, s))(*moax.moe(x, p, BASE)))(x, make_params(BASE))
+    check_outputs((np.asarray(y) - np.asarray(make_x(BASE)), stats), expected(BASE), MESH)
+
+
+@pytest.mark.parametrize(
+    "at", some([((None, None, "ep"),), (("fsdp", "ep"),), ((("fsdp", "ep"),),), (("fsdp",),), ((),)], 2)
+)
+def test_result_is_like_x(at):
+    """Breaks if y has another type than x on an Explicit mesh, so that a residual x + y would not trace."""
+    mesh = make_mesh("2x4", "explicit")
+    x = make_x(BASE, 8, 8)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*at)))
+        params = put(mesh, moax.param_specs(BASE), make_params(BASE))
+
+        def both(x, p):
+            y, pull = jax.vjp(lambda x: moax.moe(x, p, BASE)[0] + 0 * x, x)
+            return y, pull(y)[0]
+
+        y, grad = jax.jit(both)(placed, params)
+    assert y.sharding.is_equivalent_to(placed.sharding, 3) and grad.sharding.is_equivalent_to(placed.sharding, 3)
+    assert rel_norm(np.asarray(y).reshape(64, -1), by_numpy(x).y) <= MESH
+
+
+def by_numpy(x):
+    """The block of any tokens with `make_params`; gradients are of no use."""
+    flat = np.asarray(x, np.float32).reshape(-1, BASE.d_model)
+    return block_by_numpy(flat, make_params(BASE), BASE, np.zeros(flat.shape))
+
+
+@pytest.mark.parametrize("leading", some([((2, 4, 12),), ((96,),), ((1, 96),)], 1))
+def test_any_leading_dims(leading):
+    """Breaks if tokens must be [B, S, H]."""
+    x, params = make_x(BASE, *leading), make_params(BASE)
+    mesh = make_mesh("2x4")
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda x, p: moax.moe(x, p, BASE)[0])(x, put(mesh, moax.param_specs(BASE), params))
+    assert y.shape == x.shape and rel_norm(np.asarray(y).reshape(96, -1), by_numpy(x).y) <= MESH
+
+
+def test_bfloat16():
+    """Breaks if compute leaves x.dtype, or a gradient leaves its primal's dtype. The oracle has the rounded tokens:
+    what is left is the rounding of products and of their operands."""
+    x, params = make_x(BASE).astype(jnp.bfloat16), make_params(BASE)
+
+    def total(x, p):
+        out = moax.moe(x, p, BASE)
+        return sum(loss_of(*out)), out[0]
+
+    (dx, dparams), y = jax.jit(jax.grad(total, (0, 1), has_aux=True))(x, params)
+    assert y.dtype == dx.dtype == jnp.bfloat16
+    flat = np.asarray(x.astype(jnp.float32)).reshape(-1, BASE.d_model)
+    want = block_by_numpy(flat, params, BASE, cotangent(flat.shape), d_losses=(1, 1))
+    assert rel_norm(np.asarray(y, np.float32).reshape(flat.shape), want.y) < 1e-2
+    check_gradients(np.asarray(dx, np.float32), dparams, want, 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("way", "jit"),
+    some([("custom_partitioning", False), ("explicit", True), ("custom_partitioning", True), ("explicit", False)], 2),
+)
+def test_without_set_mesh(way, jit):
+    """Breaks if arrays that lie on a mesh need `jax.set_mesh` besides, or the block needs `jax.jit` around it."""
+    on = make_mesh("2x4", way)
+    x, params = put(on, (spec("2x4", TOKENS), moax.param_specs(BASE, mesh=on)), (make_x(BASE), make_params(BASE)))
+    f = lambda x, p: moax.moe(x, p, BASE)  # noqa: E731
+    check_outputs((jax.jit(f) if jit else f)(x, params), expected(BASE), MESH)

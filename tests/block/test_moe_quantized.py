@@ -1,0 +1,117 @@
+"""Quantized blocks on one device: against products of rounded operands in NumPy, which isolates the implementation,
+and against the plain float32 block, which bounds the method. tests/block/test_moe.py covers recipes on meshes.
+
+Covers: recipes x widths that no block divides; the wire's format x transports.
+
+The plain bound: rounding to e4m3 is off by at most 2^-4 of a value and by 2.6% in the root mean square (uniform
+mantissas); a product of two such operands with random signs is off by sqrt(2) times that, 3.7%. y passes two products
+in a row, gradients of x up to four, those of weights as many with one operand fresh; e5m2 (fp8_tensor's dy) doubles
+the rounding of a gradient. Hence 8% for y, 14% for gradients, 20% where dy is e5m2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+import moax
+from moax.recipe import RECIPES, Format
+from support import rel_norm, some
+from support.block import (
+    QUANTIZED,
+    block,
+    check,
+    check_gradients,
+    cotangent,
+    expected,
+    make_params,
+    make_x,
+)
+from support.oracle.block import block as block_by_numpy
+
+# 160 and 192 are no multiples of a block: of 128 each dim ends in an edge block, and of wi [160, 2, 192], whose columns
+# are one dim of 384, the second block lies over the end of the gate and the start of the up projection.
+CONFIG = moax.MoEConfig(d_model=160, d_ff=192, num_experts=4, top_k=2, use_bias=True)
+PLAIN_Y, PLAIN_GRAD = 0.08, {"fp8_block": 0.14, "mxfp8": 0.14, "fp8_tensor": 0.20}
+
+
+@functools.cache
+def run(recipe, way="none", mesh="", **options):
+    """The outputs and gradients of the block."""
+    return block(way, mesh, CONFIG, recipe=recipe, **options)()
+
+
+@functools.cache
+def plain():
+    """What full precision gives for the tokens of quantized runs."""
+    x = np.asarray(make_x(CONFIG, rows_differ=True)).reshape(-1, CONFIG.d_model)
+    return block_by_numpy(x, make_params(CONFIG), CONFIG, cotangent(x.shape), d_losses=(1, 1))
+
+
+def check_against_plain(got, limit_y, limit):
+    (y, _), (dx, dparams) = got
+    assert rel_norm(y.reshape(plain().y.shape), plain().y) < limit_y
+    # The router's gradient is a sum of differences between experts, in which half the digits cancel.
+    check_gradients(
+        dx, dataclasses.replace(dparams, router=plain().dparams["router"].astype(np.float32)), plain(), limit
+    )
+    assert rel_norm(dparams.router, plain().dparams["router"]) < 2 * limit
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_against_rounded_operands(recipe):
+    """Breaks if an operand is quantized along the wrong dim, in the wrong format, in other blocks, or not at all."""
+    check(run(recipe), expected(CONFIG, recipe), QUANTIZED)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_against_full_precision(recipe):
+    """Breaks if the method loses more than the rounding of its operands."""
+    check_against_plain(run(recipe), PLAIN_Y, PLAIN_GRAD[recipe])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mesh", "way", "fsdp_dim"),
+    some(
+        [
+            ("fp8_block", "2x4", "custom_partitioning", "model"),
+            ("fp8_tensor", "tp2x2x2", "explicit", "experts"),
+            ("fp8_block", "tp2x2x2", "shard_map", "model"),
+            ("mxfp8", "2x4", "explicit", "model"),
+            ("fp8_tensor", "dp2x2x2", "custom_partitioning", "model"),
+        ],
+        1,
+    ),
+)
+def test_a_shard_that_cuts_blocks(recipe, mesh, way, fsdp_dim):
+    """Breaks if the blocks of a weight depend on its shards (160 over 2 is 80, within the first block of 128), or if
+    the shards that hold a block do not agree on its scale."""
+    check(run(recipe, way, mesh, fsdp_dim=fsdp_dim), expected(CONFIG, recipe, mesh), QUANTIZED)
+
+
+@pytest.mark.parametrize(
+    ("way", "exchange"),
+    some([("explicit", "all_to_all"), ("custom_partitioning", "all_gather"), ("custom_partitioning", "all_to_all"),
+          ("explicit", "all_gather")], 2),
+)  # fmt: skip
+def test_quantized_wire(way, exchange):
+    """Breaks if rows that travel quantized lose more than one rounding to e4m3, or their ids or weights are touched."""
+    recipe = moax.Recipe(None, None, None, wire=Format(block=32, scale="pow2"))
+    got = run(recipe, way, "2x4", exchange=exchange)
+    assert rel_norm(got[0][0].reshape(plain().y.shape), plain().y) > 1e-3, "nothing was quantized"
+    check_against_plain(got, 0.05, PLAIN_GRAD["fp8_block"])
+
+
+@pytest.mark.parametrize("recipe", some(("fp8_block", "fp8_tensor", "mxfp8"), 1))
+def test_in_parts(recipe):
+    """Breaks if parts are quantized otherwise than rows are: y and dx of block scales are those of all tokens at once;
+    gradients of weights, whose blocks run over rows of a part, stay within the bounds of the method."""
+    (y, stats), (dx, dparams) = run(recipe, "custom_partitioning", "2x4", chunks=2)
+    check_against_plain(((y, stats), (dx, dparams)), PLAIN_Y, PLAIN_GRAD[recipe])
+    if recipe != "fp8_tensor":
+        want = expected(CONFIG, recipe, "2x4")
+        assert rel_norm(y.reshape(want.y.shape), want.y) < QUANTIZED
+        assert rel_norm(dx.reshape(want.dx.shape), want.dx) < QUANTIZED

@@ -1,0 +1,120 @@
+"""Recipes and axes: the formats behind the names, the shapes of their blocks, and what is refused.
+
+Covers: each recipe, the shape of its blocks for rows and for weights, and every error of Format, Recipe and Axes.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from moax import Format, Recipe
+from moax.recipe import FULL, RECIPES, get_recipe
+
+BLOCK, MX = Format(block=128), Format(block=32, scale="e8m0")
+TENSOR = Format(block=None)
+
+
+@pytest.mark.parametrize(
+    "name, x, w, dy, alignment",
+    [
+        ("fp8_block", BLOCK, Format(block=128, tile=128), BLOCK, 128),
+        ("mxfp8", MX, MX, MX, 32),
+        ("fp8_tensor", TENSOR, TENSOR, Format(dtype="e5m2", block=None), 1),
+        (None, None, None, None, 1),
+    ],
+)
+def test_names(name, x, w, dy, alignment):
+    """Breaks if a recipe is not what DESIGN.md section 5 says, or lets a block of rows hold two experts."""
+    recipe = get_recipe(name)
+    assert recipe == Recipe(x, w, dy) and recipe.wire is None
+    assert recipe.row_alignment == alignment
+
+
+def test_a_recipe_is_taken_as_it_is():
+    """Breaks if a user's own recipe is replaced, or if None quantizes."""
+    mine = Recipe(None, BLOCK, None, wire=MX)
+    assert get_recipe(mine) is mine and mine.row_alignment == 1
+    assert get_recipe(None) is FULL
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "", 8, [], Format()], ids=repr)
+def test_unknown_recipes(recipe):
+    """Breaks if a misspelt recipe trains unquantized, or if the message does not list the names."""
+    with pytest.raises(ValueError, match="recipe=.* must be None, a Recipe, or one of 'fp8_block', 'mxfp8', 'fp8_t"):
+        get_recipe(recipe)
+
+
+@pytest.mark.parametrize(
+    "field, value, remedy",
+    [
+        ("dtype", "e4m3fn", "'e4m3' or 'e5m2'"),
+        ("scale", "bf16", "'float32', 'pow2' or 'e8m0'"),
+        ("block", 0, "a positive int, or None"),
+        ("block", 1.5, "a positive int, or None"),
+        ("tile", 0, "a positive int"),
+        ("tile", None, "a positive int"),
+    ],
+)
+def test_formats_that_cannot_be(field, value, remedy):
+    """Breaks if a format fails only inside a jitted quantize."""
+    with pytest.raises(ValueError, match=f"Format: {field}={value!r} must be {remedy}"):
+        Format(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["x", "w", "dy", "wire"])
+def test_recipes_hold_formats(field):
+    """Breaks if a format given by name is found out when it is first used."""
+    with pytest.raises(ValueError, match=f"Recipe: {field}='e4m3' must be a Format or None"):
+        Recipe(**{**dict(x=None, w=None, dy=None), field: "e4m3"})
+
+
+def test_no_scale_ties_tokens_together():
+    """Breaks if rows travel with one scale for all: a token's result would depend on the other tokens."""
+    with pytest.raises(ValueError, match="wire must have a block"):
+        Recipe(None, None, None, wire=TENSOR)
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+def test_the_largest_value(dtype):
+    """Breaks if scales map amax to anything but the largest finite value of the type."""
+    assert Format(dtype=dtype).max == float(jnp.finfo({"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[dtype]).max)
+
+
+@pytest.mark.parametrize(
+    "format, rows_of, columns_of",
+    [
+        (BLOCK, (128, 1, 1), (1, 1, 128)),
+        (MX, (32, 1, 1), (1, 1, 32)),
+        (TENSOR, (None,) * 3, (None,) * 3),
+    ],
+)
+def test_blocks_of_rows(format, rows_of, columns_of):
+    """Breaks if a block of rows [M, G, F] does not run along the dim that the product contracts."""
+    assert format.row_block(3, "rows") == rows_of
+    assert format.row_block(3, "columns") == columns_of
+    assert format.row_block(2, "columns") == (columns_of[0], columns_of[2])
+
+
+@pytest.mark.parametrize(
+    "name, forward, dgrad",
+    [
+        ("fp8_block", (1, 128, 1, 128), (1, 128, 1, 128)),
+        ("mxfp8", (1, 32, 1, 1), (1, 1, 1, 32)),
+        ("fp8_tensor", (1, None, None, None), (1, None, None, None)),
+    ],
+)
+def test_blocks_of_weights(name, forward, dgrad):
+    """Breaks if a weight [E, H, G, F] shares a scale between experts or gates, or if 128 x 128 blocks read otherwise by
+    columns than by rows."""
+    w = RECIPES[name].w
+    assert w.weight_block(4, "rows") == forward
+    assert w.weight_block(4, "columns") == dgrad
+    assert w.weight_block(3, "rows") == (forward[0], forward[1], forward[3])
+
+
+def test_frozen_and_hashable():
+    """Breaks if a recipe cannot be a static argument of jit."""
+    assert hash(Recipe(*[Format()] * 3)) == hash(Recipe(*[Format()] * 3))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BLOCK.block = 1

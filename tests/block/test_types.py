@@ -1,0 +1,146 @@
+"""What the block says of parameters and tokens that do not fit: which, what it has, and what it needs.
+
+Covers: every parameter and every check of `check_params` and `check_tokens`.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import moax
+from moax.params import check_params, full_shapes, param_shapes
+from moax.types import check_tokens
+from support import make_mesh
+
+H, F, E, S = 32, 48, 8, 16
+FULL = moax.MoEConfig(H, F, E, 2, use_bias=True, shared_d_ff=S, router=moax.RouterConfig(bias=True, logits_bias=True))
+BARE = moax.MoEConfig(H, F, E, 2, activation="silu")
+SHAPES = dict(
+    router=(H, E), wi=(E, H, 2, F), wo=(E, F, H), router_bias=(E,), logits_bias=(E,), bi=(E, 2, F), bo=(E, H),
+    shared_wi=(H, 2, S), shared_wo=(S, H),
+)  # fmt: skip
+NAMES = tuple(SHAPES)
+
+
+def zeros(config, dtype=jnp.float32):
+    return jax.tree.map(lambda s: jnp.zeros(s, dtype), param_shapes(config), is_leaf=lambda s: isinstance(s, tuple))
+
+
+def refused(params, config, message, **options):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_params(params, config, **options)
+
+
+def test_shapes():
+    """Breaks if a parameter changes its layout, which checkpoints and the layers rely on."""
+    assert dataclasses.asdict(param_shapes(FULL)) == SHAPES
+    bare = dataclasses.asdict(param_shapes(BARE))
+    assert bare == dict.fromkeys(NAMES) | dict(router=(H, E), wi=(E, H, 1, F), wo=(E, F, H))
+    assert dataclasses.asdict(full_shapes(BARE)) == bare | dict(bi=(E, 1, F), bo=(E, H))
+
+
+@pytest.mark.parametrize("config", [FULL, BARE], ids=["full", "bare"])
+def test_parameters_that_fit(config):
+    """Breaks if `init` makes what `moe` refuses, or a dtype of the user's own is refused."""
+    check_params(moax.init(jax.random.key(0), config), config)
+    check_params(zeros(config, jnp.bfloat16), config)
+
+
+@pytest.mark.parametrize("present", [(), ("bi",), ("bo",), ("bi", "bo")])
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_any_subset_of_expert_biases(use_bias, present):
+    """Breaks if expert biases must come in pairs, or if `use_bias`, which `init` alone reads, forbids them."""
+    config = dataclasses.replace(FULL, use_bias=use_bias)
+    check_params(dataclasses.replace(zeros(FULL), **{n: None for n in {"bi", "bo"} - set(present)}), config)
+
+
+def test_not_params():
+    """Breaks if a dict of parameters fails as a missing attribute somewhere inside."""
+    refused({"wi": 0}, FULL, "params is a dict; it must be a moax.MoEParams")
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"bi", "bo"}))
+def test_missing(name):
+    """Breaks if a missing parameter is left out of the sum in silence."""
+    refused(dataclasses.replace(zeros(FULL), **{name: None}), FULL,
+            f"params.{name} is None; this config needs an array of shape {SHAPES[name]}")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["router_bias", "logits_bias", "shared_wi", "shared_wo"])
+def test_unwanted(name):
+    """Breaks if a parameter that the config does not know is ignored."""
+    params = dataclasses.replace(zeros(BARE), **{name: getattr(zeros(FULL), name)})
+    refused(params, BARE, f"params.{name} is given, but the config has no such parameter; pass None")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+@pytest.mark.parametrize("name", NAMES)
+def test_dtypes(name, dtype):
+    """Breaks if integers are multiplied as if they were weights."""
+    params = dataclasses.replace(zeros(FULL), **{name: jnp.zeros(SHAPES[name], dtype)})
+    refused(params, FULL, f"params.{name} has dtype {dtype}; it must be floating point")
+
+
+WRONG = [(n, shape) for n, s in SHAPES.items() for shape in ((*s[:-1], s[-1] + 1), (1, *s), s[::-1], s[1:])]
+
+
+@pytest.mark.parametrize("name, shape", [(name, shape) for name, shape in WRONG if shape != SHAPES[name]])
+def test_wrong_shapes(name, shape):
+    """Breaks if a wrong shape is broadcast, or fails in an einsum that names neither parameter nor shape."""
+    params = dataclasses.replace(zeros(FULL), **{name: jnp.zeros(shape)})
+    refused(params, FULL, f"params.{name} has shape {shape}; this config needs {SHAPES[name]}")
+
+
+def test_shards_may_have_any_divisor():
+    """Breaks if shards inside the user's own `shard_map` are refused, or whatever is no shard is taken."""
+    shard = dataclasses.replace(zeros(FULL), wi=jnp.zeros((E // 4, H // 2, 2, F)))
+    check_params(shard, FULL, local=True)
+    refused(shard, FULL, f"params.wi has shape {shard.wi.shape}; this config needs {SHAPES['wi']}")
+    for shape in ((3, H, 2, F), (E, 2 * H, 2, F), (0, H, 2, F), (E, H, F)):
+        params = dataclasses.replace(zeros(FULL), wi=jnp.zeros(shape))
+        refused(params, FULL, f"params.wi has shape {shape}; this config needs {SHAPES['wi']}", local=True)
+
+
+@pytest.mark.parametrize("shape", [(H,), (4, H + 1), (H, 4), ()])
+def test_shapes_of_tokens(shape):
+    """Breaks if tokens of another width are found out by a matmul, or one token alone is taken for a batch."""
+    with pytest.raises(ValueError, match=re.escape(f"x has shape {shape}; it must be [..., d_model={H}]")):
+        check_tokens(jnp.zeros(shape), FULL)
+
+
+def test_dtypes_of_tokens():
+    """Breaks if integer ids are fed to the block in place of embeddings."""
+    with pytest.raises(ValueError, match="x has dtype int32; it must be floating point"):
+        check_tokens(jnp.zeros((4, H), jnp.int32), FULL)
+    check_tokens(jnp.zeros((2, 3, H), jnp.bfloat16), FULL)
+
+
+def test_the_block_checks():
+    """Breaks if `moe` computes before it checks."""
+    x = jnp.zeros((8, H))
+    with pytest.raises(ValueError, match="params.wo is None"):
+        moax.moe(x, dataclasses.replace(zeros(FULL), wo=None), FULL)
+    with pytest.raises(ValueError, match="x has shape"):
+        moax.moe(x[:, 1:], zeros(FULL), FULL)
+
+
+@pytest.mark.parametrize("way", ["custom_partitioning", "explicit"])
+def test_rows_that_the_mesh_does_not_divide(way):
+    """Breaks if rows are padded in silence, or the message does not name the axes that are too many."""
+    with jax.set_mesh(make_mesh("2x4", way)):
+        with pytest.raises(ValueError, match=r"x: its 12 rows do not divide by mesh axes \('fsdp', 'ep'\) of 8 dev"):
+            moax.moe(jnp.zeros((3, 4, H)), zeros(FULL), FULL)
+
+
+def test_pytrees():
+    """Breaks if a value cannot cross jit, scan or a checkpoint: children are the arrays, everything else is static."""
+    leaves, tree = jax.tree.flatten(zeros(FULL))
+    assert len(leaves) == len(NAMES) and tree == jax.tree.structure(zeros(FULL))
+    q = moax.QArray(jnp.zeros((4, 4), jnp.uint8), jnp.ones((4, 1)), "e4m3", (1, None), (1, 1))
+    assert len(jax.tree.leaves(q)) == 2 and q.shape == (4, 4) and q.ndim == 2
+    assert jax.tree.structure(q) != jax.tree.structure(dataclasses.replace(q, dtype="e5m2"))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(zeros(FULL))]
+    assert paths == [f".{name}" for name in NAMES]

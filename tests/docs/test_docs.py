@@ -1,0 +1,104 @@
+"""README.md and docs/: their programs run as they stand and print what they say; the pages build, and miss nothing.
+
+Covers: two pages here, all of them in `make test-more`; commands; pictures; the public names of the reference.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import pages
+
+pytest.importorskip("flax")
+pytest.importorskip("optax")
+
+import moax
+from moax import cli, estimate, hf, inspect
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+NAMES = {path: path.relative_to(ROOT).as_posix() for path in pages.PAGES}
+COMMANDS = [block for path in NAMES for block in pages.commands(path)]
+
+
+# Two pages stand for all of them here: the README, and one whose programs need a process of their own.
+PROGRAMS = [p for p in NAMES if pages.programs(p)]
+SHORT = ("README.md", "docs/how-to/inspect.md")
+
+
+@pytest.mark.loose
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=NAMES[p], marks=() if NAMES[p] in SHORT else pytest.mark.more) for p in PROGRAMS],
+)
+def test_programs_run(path):
+    """Breaks if a reader who copies the blocks of a page in order gets an error, a warning, or other output."""
+    pages.run_page(path)
+
+
+@pytest.mark.loose
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_commands_run(block, tmp_path, monkeypatch):
+    """Breaks if a command on a page no longer parses, fails, or prints something else."""
+    monkeypatch.chdir(tmp_path)
+    pages.run_commands(block)
+
+
+@pytest.mark.parametrize("path", NAMES, ids=NAMES.get)
+def test_what_is_not_run_says_why(path):
+    """Breaks if a page opts out of these tests by a language that they do not know."""
+    for block in pages.read(path):
+        assert block.language not in ("py", "python3", "pycon", "shell"), f"{block}: call it python, console or sh"
+        assert block.not_run is None or len(block.not_run) > 10, f"{block}: say why it is not run"
+
+
+@pytest.mark.more
+def test_pages_build(tmp_path):
+    """Breaks if `make docs` fails: a dead link, a page in no table of contents, a docstring that cannot be rendered; if
+    a page is left out; or if something public has no entry in the reference."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / ".doctrees")]
+    done = subprocess.run(
+        [*command, "-b", "html", str(DOCS), str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    made = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
+    assert {path.relative_to(DOCS).with_suffix("").as_posix() for path in NAMES if DOCS in path.parents} <= made
+
+    text = "".join(path.read_text() for path in (tmp_path / "reference").rglob("*.html"))
+    documented = set(re.findall(r'<dt class="sig sig-object py" id="(moax[\w.]*)"', text))
+    assert not public() - documented, f"not in docs/reference: {sorted(public() - documented)}"
+
+
+def public() -> set[str]:
+    """Full names of what a user may call; of packages also what they re-export."""
+    names = {"moax.CHECKPOINT_NAMES", "moax.nnx.MoE", "moax.linen.MoEBlock"}
+    for module in (moax, moax.ops, hf, inspect, estimate):
+        package = module in (moax, moax.ops, hf, inspect)
+        for name in dir(module):
+            value = getattr(module, name)
+            home = getattr(value, "__module__", None) or ""
+            own = home.startswith("moax.") if package else home == module.__name__
+            if own and callable(value) and not name.startswith("_"):
+                names.add(f"{module.__name__}.{name}")
+    return names
+
+
+def test_every_command_has_its_help_on_a_page():
+    """Breaks if a command is new, and the page of the command line does not know."""
+    page = (DOCS / "reference" / "cli.md").read_text()
+    assert set(re.findall(r"^```\{cli-help\} (\w+)$", page, re.M)) == {*cli.COMMANDS, "benchmarks"}
+
+
+def test_pictures_are_current(tmp_path):
+    """Breaks if a picture shows a layout that the code no longer has, or was edited by hand."""
+    done = subprocess.run(
+        [sys.executable, str(DOCS / "_ext" / "pictures.py"), str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for path in sorted(tmp_path.glob("*.svg")):
+        committed = DOCS / "_static" / path.name
+        assert path.read_text() == committed.read_text(), f"run `python docs/_ext/pictures.py` for {committed}"

@@ -1,0 +1,59 @@
+"""docs/tutorial: its program, the code that it shows, the output that it quotes. tests/docs/test_docs.py runs the page.
+
+Covers: the code and the output that the page quotes.
+"""
+
+import importlib.util
+import inspect
+import re
+
+import jax
+import pytest
+
+from benchmarks.peers import native
+from support import pages
+
+TUTORIAL = pages.ROOT / "docs" / "tutorial"
+PAGE = TUTORIAL / "layer.md"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("layer", TUTORIAL / "layer.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("function", [native.starts, native.exchange, native.layer], ids=lambda f: f.__name__)
+def test_page_shows_the_layer_that_is_tested(function):
+    """Breaks if the native layer of the page is not the one that tests/test_native.py checks and the bench times."""
+    assert inspect.getsource(function).strip() in PAGE.read_text()
+
+
+def test_script_runs_the_page():
+    """Breaks if `python docs/tutorial/layer.py` runs anything but the blocks of the page, which tests run."""
+    assert load().program() == "\n".join(block.text + "\n" for block in pages.programs(PAGE))
+
+
+def test_script_refuses_what_is_not_there(monkeypatch):
+    """Breaks if --gpus without GPUs writes times of a CPU into the file for GPUs."""
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # this process keeps its devices
+    with pytest.raises(SystemExit, match="--gpus needs two GPUs or four; here are"):
+        load().main(gpus=True, keep=True)
+
+
+@pytest.mark.parametrize("name", ["layer_emulated.txt", "layer_gpus.txt"])
+def test_captured_output(name):
+    """Breaks if a captured file does not say where it comes from, or is that of another page than today's."""
+    if not (TUTORIAL / name).exists():
+        pytest.skip("not captured; the page says so")
+    head, printed = (TUTORIAL / name).read_text().split("\n\n", 1)
+    assert re.match(
+        r"# ([24] x|4 CPU devices emulated) .*\n# jax [\d.]+, moax \w+, \d{4}\S+: python docs/tutorial/layer.py", head
+    )
+    assert ("emulated" in head) == ("emulated" in name)
+    blocks = pages.programs(PAGE)
+    assert len(re.findall(r"^.*$", printed, re.M)) > 10 and all(b.output for b in blocks if "print(" in b.text)
+    if "emulated" in name:
+        said = "\n".join(block.output for block in blocks if block.output is not None)
+        pages.check(pages.Block(PAGE, "python", "", 1, None, said), printed)

@@ -1,0 +1,130 @@
+"""The kernels of products, in interpret mode on small cases and lowered for CUDA over the shapes of models.
+
+Covers: products and both gradients, bf16 and FP8, x tiles x clusters.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
+from moax.kernels.hopper.pallas import pipeline
+from moax.kernels.hopper.pallas.matmul import grouped_matmul
+from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
+from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
+from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
+from support import interpret, random, rel_error, some
+
+E4M3 = jnp.float8_e4m3fn
+SIZES = (130, 0, 1, 128)  # two blocks, none, one of one row, one full: 512 rows and a block past the end
+ROWS = 5 * BLOCK
+
+
+@pytest.fixture(autouse=True)
+def few_sms(monkeypatch):
+    """Several tiles for each thread block, so that stages and slots come around."""
+    monkeypatch.setattr(pipeline, "count_sms", lambda: 2)
+
+
+def layout():
+    """The group of each row, and whether it is real."""
+    blocks = make_blocks(jnp.array(SIZES, jnp.int32), ROWS)
+    group, rows = np.repeat(blocks.group, BLOCK), np.repeat(blocks.rows, BLOCK)
+    return blocks, group, np.arange(ROWS) % BLOCK < rows
+
+
+def test_blocks():
+    """A block of the wrong group multiplies rows by another expert's weight."""
+    blocks = make_blocks(jnp.array(SIZES, jnp.int32), ROWS)
+    assert blocks.group.tolist()[:4] == [0, 0, 2, 3]
+    assert blocks.rows.tolist() == [128, 2, 1, 128, 0]
+    assert blocks.used.tolist() == [4]
+    assert blocks.first.tolist() == [0, 2, 2, 3]
+    assert blocks.count.tolist() == [2, 0, 1, 1]
+
+
+@pytest.mark.parametrize("transpose, cluster", some([(False, 1), (True, 2), (False, 2), (True, 1)], 2))
+def test_grouped_matmul(transpose, cluster):
+    """Forward and dgrad of 16-bit operands, NaN in padding, a contracted dim of several trips around the stages, a bias
+    whose columns end inside a tile."""
+    blocks, group, real = layout()
+    x, w = random(0, ROWS, 192), random(1, len(SIZES), *((160, 192) if transpose else (192, 160)))
+    x[~real] = np.nan
+    x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
+    tile = TileConfig(64, 2, 2, cluster)
+    bias, options = random(2, len(SIZES), 160), dict(transpose=transpose, out_dtype=jnp.float32)
+    got = interpret(lambda x, w, b: grouped_matmul(x, w, blocks, tile, bias=b, **options), x, w, bias)
+    want = np.einsum("mk,mnk->mn" if transpose else "mk,mkn->mn", np.float64(x)[real], np.float64(w)[group[real]])
+    assert rel_error(got[real], want + bias[group[real]]) < 1e-6
+
+
+def test_odd_chunks():
+    """A tile of three chunks of columns ends with the slot that the next begins with, which may still be on its way."""
+    blocks, group, real = layout()
+    x, w = (jnp.asarray(random(i, *s), jnp.bfloat16) for i, s in enumerate([(ROWS, 64), (len(SIZES), 64, 384)]))
+    tile = TileConfig(192, 2, 2)
+    got = interpret(lambda x, w: grouped_matmul(x, w, blocks, tile), x, w)
+    want = np.einsum("mk,mkn->mn", np.float64(x)[real], np.float64(w)[group[real]])
+    assert rel_error(got[real].astype(np.float64), want) < 2**-8
+
+
+@pytest.mark.parametrize("cluster", some([1, 2], 1))
+def test_grouped_wgrad(cluster):
+    """An empty group's gradient is exactly 0, the others' the sum over their rows alone."""
+    blocks, group, real = layout()
+    x, dy = (np.where(real[:, None], random(i, ROWS, 128), 0) for i in (0, 1))
+    x[4 * BLOCK :] = np.nan  # past the last block nothing is read
+    x, dy = jnp.asarray(x, jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16)
+    tile = TileConfig(64, 2, 2, cluster)
+    got = interpret(lambda x, dy: grouped_wgrad(x, dy, blocks, tile, out_dtype=jnp.float32), x, dy)
+    want = [np.float64(x)[real & (group == g)].T @ np.float64(dy)[real & (group == g)] for g in range(len(SIZES))]
+    assert rel_error(got, np.stack(want), per=0) < 1e-6
+
+
+def quantized(seed, *shape, dtype=E4M3):
+    return jnp.asarray(random(seed, *shape) * 8).astype(dtype)
+
+
+def scales(seed, *shape):
+    return jnp.asarray(np.exp2(np.random.default_rng(seed).integers(-3, 4, shape)).astype(np.float32))
+
+
+def expand(scale, *along):
+    for dim, n in along:
+        scale = np.repeat(scale, BLOCK, axis=dim)
+        scale = np.take(scale, np.arange(n), axis=dim)
+    return np.float64(scale)
+
+
+@pytest.mark.parametrize(
+    ("tile_n", "cluster", "dtype"), some([(192, 1, E4M3), (128, 2, jnp.float8_e5m2), (128, 1, E4M3)], 1)
+)
+def test_grouped_matmul_fp8(tile_n, cluster, dtype):
+    """Each 128 x 128 block of the weight and each 1 x 128 block of a row has a scale of its own: none is mixed up."""
+    blocks, group, real = layout()
+    k, n = 256, 384
+    x, sx = quantized(0, ROWS, k, dtype=dtype), scales(1, k // BLOCK, ROWS)
+    w, sw = quantized(2, len(SIZES), n, k), scales(3, len(SIZES), n // BLOCK, k // BLOCK)
+    tile = TileConfig(tile_n, 2, 2, cluster)
+    options, bias = dict(bias=random(4, len(SIZES), n) * 1e3, out_dtype=jnp.float32), random(4, len(SIZES), n) * 1e3
+    fn = lambda x, sx, w, sw: grouped_matmul_fp8(KMajorFp8(x, sx), KMajorFp8(w, sw), blocks, tile, **options)  # noqa: E731
+    got = interpret(fn, x, sx, w, sw, races=False)
+    wide_x = np.float64(x) * expand(np.asarray(sx).T, (1, k))
+    wide_w = np.float64(w) * expand(np.asarray(sw), (1, n), (2, k))
+    want = np.einsum("mk,mnk->mn", wide_x[real], wide_w[group[real]])
+    assert rel_error(got[real], want + bias[group[real]]) < 1e-6
+
+
+@pytest.mark.parametrize(("cluster", "consumers"), some([(2, 2), (1, 2), (1, 3)], 1))
+def test_grouped_wgrad_fp8(cluster, consumers):
+    """Each 128 rows of each column have a scale of their own, in both operands."""
+    blocks, group, real = layout()
+    x, dy = (quantized(i, 128, ROWS) * jnp.asarray(real[None], E4M3) for i in (0, 1))
+    sx, sdy = scales(2, ROWS // BLOCK, 128), scales(3, ROWS // BLOCK, 128)
+    tile = TileConfig(64, 2, 2, cluster, consumers)
+    fn = lambda x, sx, y, sy: grouped_wgrad_fp8(KMajorFp8(x, sx), KMajorFp8(y, sy), blocks, tile, out_dtype=jnp.float32)  # noqa: E731
+    got = interpret(fn, x, sx, dy, sdy, races=False)
+    x, dy = (np.float64(v).T * expand(np.asarray(s), (0, ROWS)) for v, s in ((x, sx), (dy, sdy)))
+    want = [x[real & (group == g)].T @ dy[real & (group == g)] for g in range(len(SIZES))]
+    assert rel_error(got, np.stack(want), per=0) < 1e-6

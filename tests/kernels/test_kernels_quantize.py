@@ -1,0 +1,210 @@
+"""The quantization kernels: in interpret mode against `moax.ops.quantize`, and lowered for CUDA.
+
+Covers: rows, columns and weights x formats x widths x source dtypes; the wire; the widths of models for CUDA.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moax.errors import Unsupported
+from moax.kernels.hopper.formats import make_blocks
+from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
+from moax.kernels.xla.quantization import dequantize as dequantize_local
+from moax.kernels.xla.quantization import quantize as quantize_local
+from moax.recipe import Format
+from support import interpret, lower, some
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+WIDTHS = (96, 768, 1408, 2048, 2880, 4096, 7168)
+
+
+def values(seed, *shape):
+    """Normal values of many magnitudes, and what has a rule of its own: NaN, Inf, rows of zeros and of tiny values."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * np.exp2(rng.integers(-20, 20, shape[:-1] + (1,)))
+    x = x.astype(np.float32)
+    x[..., 3, 5], x[..., 7, 9], x[..., 8, 9] = np.nan, np.inf, -np.inf
+    x[..., 11, :], x[..., :, 13], x[..., 16, :] = 0, 0, 1e-38 * x[..., 16, :]
+    return x
+
+
+def expected(x, dtype, block, pow2=False, real=None):
+    """data and scale of the XLA path, the data as float32."""
+    name = "e4m3" if dtype == E4M3 else "e5m2"
+    q = quantize_local(jnp.asarray(x), Format(name, scale="pow2" if pow2 else "float32"), block, real=real)
+    return np.asarray(jax.lax.bitcast_convert_type(q.data, dtype), np.float32), np.asarray(q.scale)
+
+
+def check(got, data, scale, dtype):
+    """The same but for a value that x * (1 / scale) rounds to the other side; scales to an ulp."""
+    assert got.data.dtype == dtype
+    np.testing.assert_allclose(got.scale[tuple(map(slice, scale.shape))], scale, rtol=2e-7)
+    ours = got.data.astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(ours), np.isnan(data))
+    step = 2.0**-3 if dtype == E4M3 else 2.0**-2
+    np.testing.assert_allclose(ours, data, rtol=step, atol=2.0**-9 if dtype == E4M3 else 2.0**-16)
+    assert (ours == data)[~np.isnan(data)].mean() > 0.999
+
+
+@pytest.mark.parametrize(
+    ("source", "width", "dtype", "pow2"),
+    [
+        (jnp.bfloat16, 128, E4M3, False),
+        (jnp.bfloat16, 96, E5M2, True),
+        (jnp.float32, 160, E4M3, False),
+        (jnp.float32, 48, E5M2, False),
+    ],
+)
+def test_rows_and_columns(source, width, dtype, pow2):
+    """A wrong scale, a transposed tile, padding (NaN) or a neighbour's column in a scale, an Inf that became 448."""
+    sizes = np.array([128, 0, 70], np.int32)
+    x, real = values(0, 384, width), np.arange(384) < 198
+    x[198:] = np.nan
+    x = jnp.asarray(x, source)
+    run = functools.partial(quantize_rows, dtype=dtype, pow2=pow2)
+    by_row, by_column = interpret(lambda x, s: run(x, make_blocks(s, 384)), x, sizes)
+    used = 256
+    data, scale = expected(x[:used], dtype, (1, 128), pow2, real[:used])
+    assert by_row.data.shape == (384, width) and by_row.scale.shape == (-(-width // 128), 384)
+    check(by_row._replace(data=by_row.data[:used]), data, scale.T, dtype)
+    data, scale = expected(x[:used], dtype, (128, 1), pow2, real[:used])
+    assert by_column.data.shape == (width, 384) and by_column.scale.shape == (3, -(-width // 128) * 128)
+    check(by_column._replace(data=by_column.data[:, :used]), data.T, scale, dtype)
+    assert (by_column.scale[:2, width:] == 1).all() and (by_row.scale[:, 198:used] == 1).all()
+
+
+def test_one_scale_for_the_tensor():
+    """A given scale that is not used, or divides twice."""
+    x, scale = jnp.asarray(values(0, 128, 96), jnp.bfloat16), np.array([2.0**20], np.float32)
+    by_row, by_column = interpret(lambda x, s: quantize_rows(x, None, scale=s), x, scale)
+    want = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale[0], jnp.nan).astype(E4M3).astype(np.float32)
+    np.testing.assert_array_equal(by_row.data.astype(np.float32), want)
+    np.testing.assert_array_equal(by_column.data.astype(np.float32), want.T)
+    assert (by_row.scale == scale).all() and by_row.scale.shape == (1, 128) and by_column.scale.shape == (1, 128)
+
+
+@pytest.mark.parametrize(("dtype", "width"), some([(jnp.float32, 160), (jnp.bfloat16, 192), (jnp.bfloat16, 96)], 1))
+def test_gathered(dtype, width):
+    """The block trains on the rows of other tokens, or on what lies past the last one, where an expert is not full."""
+    sizes = np.array([128, 0, 70], np.int32)
+    x, used = jnp.asarray(values(1, 50, width), dtype), 256
+    source = np.random.default_rng(1).integers(0, 50, 384).astype(np.int32)
+    source[198:] = 50
+    got = interpret(lambda x, at, s: quantize_rows(x, make_blocks(s, 384), source=at), x, source, sizes)
+    rows = jnp.take(x, source, axis=0, mode="fill", fill_value=0)
+    want = interpret(lambda x, s: quantize_rows(x, make_blocks(s, 384)), rows, sizes)
+    for g, w in zip(got, want, strict=True):
+        axis = w.data.shape.index(384)
+        for a, b, at in ((g.data, w.data, axis), (g.scale[..., :used], w.scale[..., :used], None)):
+            a, b = (a, b) if at is None else (np.take(v, range(used), at).view(np.uint8) for v in (a, b))
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("columns", [True, False])
+def test_one_direction(columns):
+    """Outputs that change places where only one of the two is asked for."""
+    x = jnp.asarray(values(0, 128, 128), jnp.bfloat16)
+    both = interpret(lambda x: quantize_rows(x, None), x)
+    one = interpret(lambda x: quantize_rows(x, None, rows=not columns, columns=columns), x)
+    assert one[not columns] is None
+    for got, want in zip(one[columns], both[columns], strict=True):
+        np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype", "pow2"), [(jnp.bfloat16, E4M3, False), (jnp.float32, E4M3, True), (jnp.bfloat16, E5M2, True)]
+)
+def test_weight(source, dtype, pow2):
+    """A scale of half a block, of the wrong block or matrix; a transposed matrix with scales that are not."""
+    w = values(0, 2, 160, 144)
+    w[1, :128, :128] = 0
+    w = jnp.asarray(w, source)
+    run = functools.partial(quantize_weight, dtype=dtype, native=True, transposed=True, pow2=pow2)
+    native, transposed = interpret(run, w)
+    data, scale = expected(w, dtype, (1, 128, 128), pow2)
+    check(native, data, scale, dtype)
+    check(transposed, data.swapaxes(1, 2), scale.swapaxes(1, 2), dtype)
+    assert native.scale[1, 0, 0] == 1
+
+
+def test_weight_one_scale_a_matrix():
+    """The scale of another matrix."""
+    w, scale = jnp.asarray(values(0, 2, 32, 64), jnp.bfloat16), np.array([2.0**18, 2.0**21], np.float32)
+    native, none = interpret(lambda w, s: quantize_weight(w, native=True, transposed=False, scale=s), w, scale)
+    want = jnp.where(jnp.isfinite(w), w.astype(jnp.float32) / scale[:, None, None], jnp.nan).astype(E4M3)
+    np.testing.assert_array_equal(native.data.astype(np.float32), want.astype(np.float32))
+    assert none is None and (native.scale == scale[:, None, None]).all()
+
+
+@pytest.mark.parametrize("width", some(sorted(WIDTHS, key=lambda width: width not in (2880,)), 1))
+def test_lowers_for_cuda(width):
+    """A width of a model whose tiles Mosaic refuses."""
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+    for source in (jnp.bfloat16, jnp.float32):
+        x, w = (jax.ShapeDtypeStruct(shape, source) for shape in ((512, width), (2, width, 2880)))
+        for options in ({}, {"rows": False, "pow2": True}, {"columns": False, "dtype": E5M2}):
+            lower(lambda x, s, options=options: quantize_rows(x, make_blocks(s, 512), **options), x, sizes)
+        lower(lambda x, s: quantize_rows(x, None, scale=s), x, jax.ShapeDtypeStruct((1,), jnp.float32))
+        lower(functools.partial(quantize_weight, native=True, transposed=True, pow2=True), w)
+        lower(functools.partial(quantize_weight, native=False, transposed=True, dtype=E5M2), w)
+
+
+def test_refuses_what_the_kernel_cannot_take():
+    """A copy past the end of a row, or a silent cast."""
+    with pytest.raises(Unsupported, match="multiples of 16"):
+        quantize_rows(jnp.zeros((128, 24), jnp.bfloat16), None)
+    with pytest.raises(Unsupported, match="multiples of 16"):
+        quantize_weight(jnp.zeros((1, 24, 128), jnp.bfloat16), native=True, transposed=True)
+    with pytest.raises(Unsupported, match="100 rows"):
+        quantize_rows(jnp.zeros((100, 128), jnp.bfloat16), None)
+    with pytest.raises(Unsupported, match="float16"):
+        quantize_rows(jnp.zeros((128, 128), jnp.float16), None)
+    with pytest.raises(Unsupported, match="dtype=float8_e4m3b11fnuz"):
+        quantize_rows(jnp.zeros((128, 128), jnp.bfloat16), None, dtype=jnp.float8_e4m3b11fnuz)
+
+
+@pytest.mark.parametrize("width, pow2", some([(160, True), (96, False), (256, True), (256, False)], 1))
+def test_scales_by_row(width, pow2):
+    """The same values and scales, and these beside their rows."""
+    x = jnp.asarray(values(5, 256, width), jnp.bfloat16)
+    options = dict(columns=False, pow2=pow2)
+    got = interpret(lambda x: quantize_rows(x, None, **options, by_row=True)[0], x)
+    want = interpret(lambda x: quantize_rows(x, None, **options)[0], x)
+    np.testing.assert_array_equal(got.scale, want.scale.T)
+    np.testing.assert_array_equal(got.data.view(np.uint8), want.data.view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "width, dtype, out, count",
+    some([(96, E4M3, jnp.bfloat16, 129), (160, E5M2, jnp.bfloat16, 1), (256, E4M3, jnp.float32, 384),
+          (96, E4M3, jnp.bfloat16, 0), (160, E5M2, jnp.bfloat16, 128)], 2),
+)  # fmt: skip
+def test_dequantize_rows(width, dtype, out, count):
+    """To the bit what XLA makes of them, NaN where NaN was; a scale of another row or block, or a last row left out."""
+    name = "e4m3" if dtype == E4M3 else "e5m2"
+    q = quantize_local(jnp.asarray(values(6, 384, width)), Format(name), (1, 128))
+    words = jnp.concatenate([jax.lax.bitcast_convert_type(q.scale, jnp.int32), jnp.full((384, 3), -1)], axis=1)
+    run = lambda data, words, ends: dequantize_rows(data, words, ends, dtype=out)  # noqa: E731
+    got = interpret(run, jax.lax.bitcast_convert_type(q.data, dtype), words, np.array([999, count], np.int32))
+    want = np.asarray(dequantize_local(q, out), np.float32)
+    np.testing.assert_array_equal(np.float32(got)[:count], want[:count])
+
+
+@pytest.mark.parametrize("width", some(WIDTHS, 1))
+def test_wire_lowers_for_cuda(width):
+    """Widths of models, to and from."""
+    lower(lambda x: quantize_rows(x, None, columns=False, by_row=True)[0], jnp.zeros((256, width), jnp.bfloat16))
+    words = jnp.zeros((256, width // 96 + 1), jnp.int32)
+    lower(dequantize_rows, jnp.zeros((256, width), E4M3), words, jnp.zeros(8, jnp.int32))
+
+
+def test_dequantize_refuses_what_it_cannot_tile():
+    """Rows that fill no block, a width that the copy engine does not swizzle, scales that are not there."""
+    one = jnp.zeros(1, jnp.int32)
+    for shape, words in (((100, 128), 1), ((128, 48), 1), ((128, 256), 1)):
+        with pytest.raises(Unsupported, match="the kernel takes multiples of 128 rows and of 32 columns"):
+            dequantize_rows(jnp.zeros(shape, E4M3), jnp.zeros((shape[0], words), jnp.int32), one)

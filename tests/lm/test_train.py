@@ -1,0 +1,331 @@
+"""The language model of `moax train`: what it reads, that it learns, and that it resumes exactly.
+
+Covers: runs, interruptions and resumption; metrics; settings that are refused; variants of the model; its batches.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import some
+
+pytest.importorskip("optax")
+pytest.importorskip("orbax.checkpoint")
+
+from moax.arguments import mesh_over_devices, parse_mesh
+from moax.train import data, plot, report
+from moax.train import model as lm
+from moax.train import run as runs
+from moax.train.loop import train
+from moax.train.mesh import check_batch
+from moax.train.presets import PRESETS, ModelConfig, TrainConfig
+
+pytestmark = pytest.mark.loose
+
+MODEL = ModelConfig(d_model=32, d_ff=32, num_layers=2, num_heads=2, num_experts=8, top_k=2)
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def corpus_folder(tmp_path_factory):
+    """Forty small text files."""
+    root = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (root / f"part{number}.txt").write_text(f"chapter {number}: the quick brown fox jumps over the lazy dog. " * 20)
+    return root
+
+
+@pytest.fixture(scope="module")
+def config(corpus_folder, tmp_path_factory):
+    """With shard_map, whose programs come out of the compilation cache when a test builds the same one again."""
+    return TrainConfig(
+        model=MODEL, name="whole", out=str(tmp_path_factory.mktemp("runs")), text=str(corpus_folder),
+        mesh=(("fsdp", 2), ("ep", 4)), steps=STEPS, batch=8, seq=32, lr=1e-2, warmup=2, dtype="float32",
+        engine="shard_map", eval_every=3, eval_batches=1, save_every=0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(config):
+    """A run from start to end."""
+    return train(config)
+
+
+@pytest.fixture(scope="module")
+def stopped(config):
+    """The same run, stopped by Ctrl-C after half its steps."""
+
+    def ctrl_c(row):
+        if row["step"] == STEPS // 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return train(dataclasses.replace(config, name="stopped"), on_step=ctrl_c)
+
+
+def losses(run):
+    return {row["step"]: row["loss"] for row in run.rows() if "loss" in row}
+
+
+def continued(stopped, name, **changes):
+    """A copy of the stopped run, resumed."""
+    shutil.copytree(stopped.run.path, stopped.run.path.parent / name)
+    return train(dataclasses.replace(stopped.config, name=name, **changes), resume=True)
+
+
+def test_it_learns(whole):
+    held_out = [row["held_out_loss"] for row in whole.run.rows() if "held_out_loss" in row]
+    assert len(held_out) == 3 and not whole.interrupted
+    assert abs(held_out[0] - np.log(256)) < 0.2
+    assert held_out[-1] < held_out[0] - 0.5
+
+
+def test_metrics_of_a_run(whole):
+    rows = [row for row in whole.run.rows() if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(row["dropped"] == 0 and 1 / 8 <= row["busiest"] <= 1 / 2 and row["tokens_per_s"] > 0 for row in rows)
+    evaluations = [row for row in whole.run.rows() if "held_out_loss" in row]
+    routed = np.asarray(evaluations[1]["tokens_per_expert"])
+    assert routed.shape == (2, 8)
+    assert (routed.sum(1) == 3 * 8 * 32 * MODEL.top_k).all()
+
+
+def test_ctrl_c_saves_and_resuming_is_exact(whole, stopped):
+    assert stopped.interrupted and stopped.steps == STEPS // 2
+    resumed = continued(stopped, "resumed")
+    assert not resumed.interrupted
+    assert losses(resumed.run) == losses(whole.run)
+
+
+@pytest.mark.more
+def test_resuming_on_another_mesh(whole, stopped):
+    """Another order of the sums, and the same numbers but for it. (FP8 would turn a last bit into a step of 6 %.)"""
+    moved = losses(continued(stopped, "moved", mesh=(("ep", 8),)).run)
+    expected = losses(whole.run)
+    assert moved.keys() == expected.keys()
+    np.testing.assert_allclose(list(moved.values()), list(expected.values()), rtol=1e-5)
+
+
+def test_keyboard_interrupt_from_a_callback_saves_too(config):
+    def stop(row):
+        raise KeyboardInterrupt
+
+    result = train(dataclasses.replace(config, name="called"), on_step=stop)
+    assert result.interrupted and result.steps == 1
+    assert [path.name for path in result.run.checkpoints.iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1}, "seed was 0, and is now 1"),
+        ({"batch": 16}, "batch was 8, and is now 16"),
+        ({"model": dataclasses.replace(MODEL, d_ff=64)}, "model was"),
+        ({"text": None}, "the text .* is not what the run began with"),
+        ({"name": "nowhere"}, "no run 'nowhere'"),
+    ],
+)
+def test_resuming_something_else_is_refused(whole, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(dataclasses.replace(whole.config, **changes), resume=True)
+
+
+def test_no_run_is_overwritten(tmp_path):
+    config = TrainConfig(model=MODEL, name="a", out=str(tmp_path))
+    assert [runs.create(config)[1].name for _ in range(3)] == ["a", "a-2", "a-3"]
+
+
+def test_plot(whole, stopped):
+    for result in (whole, stopped):
+        plot.draw(result.run, result.config)
+        assert result.run.curves.read_bytes().startswith(b"\x89PNG")
+
+
+def test_live_report(whole):
+    from rich.console import Console
+
+    live = report.LiveReport(Console(force_terminal=True, width=120, record=True, quiet=False))
+    corpus = data.load(whole.config.text, whole.config.seq)
+    live.start(whole.config, mesh_over_devices(whole.config.mesh), corpus)
+    live.ready(whole.run, 0, 1.0)
+    for row in whole.run.rows():
+        live.held_out(row["step"], row["held_out_loss"]) if "held_out_loss" in row else live.step(row)
+    live.close()
+    said = live.console.export_text()
+    assert "held-out loss" in said and "dropped 0" in said and f"{STEPS}/{STEPS}" in said
+
+
+def test_config_survives_json(config):
+    assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    with pytest.raises(ValueError, match="ModelConfig has no field depth"):
+        TrainConfig.from_json({"model": {"depth": 3}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"dtype": "float16"}, "dtype='float16' must be one of 'float32', 'bfloat16'"),
+        ({"remat": "some"}, "remat='some'"),
+        ({"save_every": -1}, "save_every=-1"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"name": "a/b"}, "name='a/b'"),
+    ],
+)
+def test_settings_are_checked(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 3}, "d_model=32 must be a multiple of 2 \\* num_heads=6"),
+        ({"top_k": 9}, "top_k=9 must be at most num_experts=8"),
+        ({"balance": "hope"}, "balance='hope'"),
+        ({"num_layers": 0}, "num_layers=0"),
+    ],
+)
+def test_sizes_are_checked(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(MODEL, **changes)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_as_large_as_they_say(name):
+    total, active = lm.count(PRESETS[name].model)
+    said = {"tiny": (3.5e6, 1.1e6), "small": (109e6, 21e6), "medium": (655e6, 127e6), "large": (3.49e9, 673e6)}[name]
+    assert (total, active) == pytest.approx(said, rel=0.02)
+
+
+@pytest.mark.parametrize("changes", some([{"tied": True, "balance": "aux"}, {"balance": "none", "shared_d_ff": 16}], 1))
+def test_variants_of_the_model(changes, getkey):
+    """Causal: a later byte changes nothing before it. Every parameter has a gradient."""
+    model = dataclasses.replace(MODEL, **changes)
+    params = jax.jit(lm.init, static_argnums=1)(getkey(), model)
+    assert (params.predict is None) == model.tied
+    tokens = jax.random.randint(getkey(), (2, 12), 0, 256)
+    bias = jnp.zeros((2, 8)) if model.balance == "bias" else None
+
+    @jax.jit
+    def run(params, tokens):
+        logits, stats = lm.forward(params, bias, tokens, model, lm.Execution())
+        return jax.nn.log_softmax(logits)[..., 0].mean() + stats.aux_loss.sum(), logits
+
+    (_, logits), grads = jax.value_and_grad(run, has_aux=True)(params, tokens)
+    later = run(params, tokens.at[:, 8].set(7))[1]
+    np.testing.assert_allclose(later[:, :8], logits[:, :8], atol=1e-5)
+    assert not np.allclose(later[:, 8:], logits[:, 8:], atol=1e-3)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.more
+def test_remat_changes_no_gradient(getkey):
+    params = jax.jit(lm.init, static_argnums=1)(getkey(), MODEL)
+    tokens = jax.random.randint(getkey(), (2, 12), 0, 256)
+
+    def gradients(remat):
+        execution = lm.Execution(remat=remat)
+        return jax.jit(jax.grad(lambda p: lm.forward(p, jnp.zeros((2, 8)), tokens, MODEL, execution)[0].std()))(params)
+
+    for a, b in zip(jax.tree.leaves(gradients("moe")), jax.tree.leaves(gradients("none")), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_batches_are_a_function_of_seed_and_step(corpus_folder):
+    corpus = data.load(str(corpus_folder), 16)
+    batch = corpus.batch(3, 5, 4, 16)
+    assert batch.shape == (4, 17) and batch.dtype == np.uint8
+    assert (batch == data.load(str(corpus_folder), 16).batch(3, 5, 4, 16)).all()
+    assert (batch != corpus.batch(3, 6, 4, 16)).any() and (batch != corpus.batch(4, 5, 4, 16)).any()
+    held_out = np.concatenate([corpus.held_out_batch(i, 3, 2, 16) for i in range(3)])
+    assert held_out.shape == (6, 17)
+    assert all(row.tobytes() in corpus.held_out.tobytes() for row in held_out)
+
+
+def test_files_are_held_out_by_the_hash_of_their_path(corpus_folder, tmp_path):
+    corpus = data.load(str(corpus_folder), 16)
+    shutil.copytree(corpus_folder, tmp_path / "elsewhere")
+    assert data.load(str(tmp_path / "elsewhere"), 16).fingerprint == corpus.fingerprint
+    held_out = [path for path in corpus_folder.iterdir() if data.is_held_out(path.name)]
+    assert 0 < len(held_out) < 10
+    for path in corpus_folder.iterdir():
+        chapter = path.read_bytes()[:40]
+        assert (chapter in corpus.held_out.tobytes()) == (path in held_out)
+        assert (chapter in corpus.train.tobytes()) == (path not in held_out)
+
+
+def test_standard_library_is_the_default_text():
+    corpus = data.load(None, 128, limit=2**20)
+    assert corpus.train.size + corpus.held_out.size > 2**20 * 0.99
+    assert b"def " in corpus.train.tobytes() and corpus.held_out.size > 1000
+
+
+def test_one_file_is_cut_at_its_end(tmp_path):
+    (tmp_path / "book.txt").write_bytes(bytes(range(1, 201)) * 10)
+    for path in (tmp_path, tmp_path / "book.txt"):
+        corpus = data.load(str(path), 16)
+        assert (corpus.train.size, corpus.held_out.size) == (1900, 100)
+
+
+def test_binary_and_hidden_files_are_left_out(corpus_folder, tmp_path):
+    shutil.copytree(corpus_folder, tmp_path / "text")
+    (tmp_path / "text" / "picture.bin").write_bytes(b"a\0b" * 1000)
+    (tmp_path / "text" / ".secret").write_text("b" * 1000)
+    assert data.load(str(tmp_path / "text"), 16).fingerprint == data.load(str(corpus_folder), 16).fingerprint
+
+
+def test_too_little_text(tmp_path):
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(ValueError, match="too few for seq=128: give at least 2580 bytes"):
+        data.load(str(tmp_path), 128)
+    with pytest.raises(ValueError, match="nowhere: no such file"):
+        data.load(str(tmp_path / "nowhere"), 128)
+
+
+def test_parse_mesh():
+    assert parse_mesh("ep=4, fsdp=2") == (("fsdp", 2), ("ep", 4))
+    for text, message in [
+        ("pp=2", "unknown axis 'pp'; the axes are dp, fsdp, ep, tp"),
+        ("ep", "size of ep must be an int of at least 1"),
+        ("ep=0", "size of ep"),
+        ("ep=2,ep=4", "ep is given twice"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            parse_mesh(text)
+
+
+def test_mesh_that_does_not_fit_names_those_that_do():
+    with pytest.raises(ValueError, match="mesh of 6 devices, but 8 are here.*fsdp=2,ep=4"):
+        mesh_over_devices((("fsdp", 2), ("ep", 3)))
+    assert dict(mesh_over_devices(()).shape) == {"fsdp": 8}
+
+
+def test_batch_that_does_not_divide():
+    with pytest.raises(ValueError, match="--batch 12 does not divide over fsdp x ep = 8 devices; 8 or 16 would do"):
+        check_batch(12, mesh_over_devices((("fsdp", 2), ("ep", 4))))
+
+
+@pytest.mark.parametrize(
+    ("hopper", "dtype", "width", "taken"),
+    [
+        (True, "bfloat16", 64, "cudnn"),
+        (True, "bfloat16", 60, "xla"),
+        (True, "bfloat16", 256, "xla"),
+        (True, "float32", 64, "xla"),
+        (False, "bfloat16", 64, "xla"),
+    ],
+)
+def test_attention_takes_what_runs(monkeypatch, hopper, dtype, width, taken):
+    """Breaks if attention asks cuDNN for what it refuses, or holds every score where it need not."""
+    monkeypatch.setattr(lm.backend, "on_hopper", lambda: hopper)
+    assert lm._pick_attention(jnp.zeros((1, 4, 2, width), dtype)) == taken

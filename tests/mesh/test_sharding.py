@@ -1,0 +1,471 @@
+"""Where arrays lie: the algebra of specs as pure functions, and the PartitionSpec of every parameter on every mesh.
+
+Covers: every parameter x meshes x axes x layouts; unequal orders, absent axes, shards inside a shard_map; errors.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import moax
+from moax import Axes, MoEConfig, MoEParams, ops
+from moax.mesh.axes import Roles, as_names
+from moax.mesh.place import constrain, make_sharded, named
+from moax.mesh.specs import check_divides, local_shape, mesh_of, pad, spec, weight_layout
+from moax.ops.products import replicated
+from moax.recipe import RECIPES
+from moax.sharding import dense_spec, lay_out, param_specs, shard_specs, token_spec
+from support import make_mesh
+
+CONFIG = MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, router=moax.RouterConfig(bias=True, logits_bias=True))
+NAMES = [f.name for f in dataclasses.fields(MoEParams)]
+
+
+def mesh_of_sizes(**sizes: int) -> AbstractMesh:
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def roles_on(axes: Axes = Axes(), **sizes: int) -> Roles:
+    return axes.on(sizes)
+
+
+# Axes and roles.
+
+
+def test_axes_are_names_or_tuples():
+    """Breaks if one name and a tuple of it are two configs, or an Axes cannot be a static argument of jit."""
+    assert Axes(fsdp=("data", "fsdp")).fsdp == ("data", "fsdp") and Axes().ep == ("ep",) == Axes(ep=("ep",)).ep
+    assert hash(Axes(dp=["a", "b"])) == hash(Axes(dp=("a", "b"))) and Axes(tp=()).tp == ()
+    assert (as_names(None), as_names("a"), as_names(("a", "b"))) == ((), ("a",), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(fsdp="ep"), "Axes: mesh axis 'ep' is named by both fsdp and ep; name it once"),
+        (dict(dp=("a", "b"), tp="a"), "Axes: mesh axis 'a' is named by both dp and tp; name it once"),
+        (dict(ep=("x", "x")), "Axes: mesh axis 'x' is named by both ep and ep; name it once"),
+        (dict(ep=3), "Axes: ep=3 must be a mesh axis name or a tuple of them"),
+        (dict(ep=("x", 3)), "Axes: ep=('x', 3) must be a mesh axis name or a tuple of them"),
+        (dict(fsdp_dim="hidden"), "Axes: fsdp_dim='hidden' must be 'auto', 'experts' or 'model'"),
+    ],
+)
+def test_axes_that_cannot_be(fields, message):
+    """Breaks if one mesh axis plays two roles (merging ep into fsdp shards experts over both), or the message hides
+    which."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Axes(**fields)
+
+
+def test_roles_forget_axes_of_one_device():
+    """Breaks if a collective runs over an axis that the mesh lacks, or over one device."""
+    roles = roles_on(Axes(fsdp=("data", "fsdp")), data=2, fsdp=1, ep=4, elsewhere=8)
+    assert roles == Roles(fsdp=("data",), ep=("ep",), sizes=(("data", 2), ("ep", 4)))
+    assert roles_on() == Roles() and roles_on(fsdp=1, ep=1) == Roles()
+    assert Roles().size(()) == 1 and roles.size(roles.all) == 8
+
+
+def test_order_of_token_axes():
+    """Breaks if ep is not innermost: tokens that an exchange brings together would not lie together."""
+    roles = roles_on(tp=2, ep=2, fsdp=2, dp=2)
+    assert roles.tokens == ("dp", "fsdp", "ep") and roles.all == ("dp", "fsdp", "ep", "tp")
+
+
+# The algebra of specs.
+
+
+@pytest.mark.parametrize(
+    "entries, want",
+    [((), P()), ((None, ()), P(None, None)), (("a", ("b",), ("c", "d")), P("a", "b", ("c", "d"))), ((["a"],), P("a"))],
+)
+def test_spec(entries, want):
+    """Breaks if two ways to write a layout make two specs, which jit would compile twice."""
+    assert tuple(spec(*entries)) == tuple(want)
+
+
+def test_pad():
+    """Breaks if a short spec loses its missing dims, or one for another rank is cut in silence."""
+    assert pad(P("a", ("b", "c")), 3) == (("a",), ("b", "c"), ()) and pad(P(), 0) == ()
+    with pytest.raises(ValueError, match=re.escape("has 3 entries, for an array of 2 dims")):
+        pad(P(None, None, "a"), 2)
+
+
+def test_check_divides():
+    """Breaks if a size that does not divide fails inside XLA, or is named without dim or axes."""
+    roles = roles_on(fsdp=2, ep=4)
+    check_divides("w", (8, 3, 0), P(("ep", "fsdp"), None, "ep"), roles)
+    message = "params.wi: dim 1 of size 12 does not divide by mesh axes ('fsdp', 'ep') of 8 devices"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_divides("params.wi", (4, 12), P("ep", ("fsdp", "ep")), roles)
+
+
+def test_local_shape():
+    """Breaks if a shard is taken for another size than the mesh gives it."""
+    roles = roles_on(fsdp=2, ep=4)
+    assert local_shape((16, 6, 5), P(("ep", "fsdp"), "fsdp"), roles) == (2, 3, 5)
+    assert local_shape((5,), P("fsdp"), roles) == (3,)
+
+
+ROLES = roles_on(dp=2, fsdp=2, ep=2, tp=2)
+WI = (("ep",), (), (), ("tp",))
+
+
+@pytest.mark.parametrize(
+    "of, gather",
+    [
+        (P(("ep", "fsdp"), None, None, "tp"), (("fsdp",), (), (), ())),
+        (P("ep", "fsdp", None, "tp"), ((), ("fsdp",), (), ())),
+        (P("ep", None, None, ("tp", "fsdp")), ((), (), (), ("fsdp",))),
+        (P("ep", None, None, "tp"), ((), (), (), ())),
+        (P(("ep", "other"), "other", None, "tp"), ((), (), (), ())),
+    ],
+)
+def test_layout_of_a_weight(of, gather):
+    """Breaks if more is gathered than fsdp, if the expert axis is, or if an axis of no role stays in the spec."""
+    layout = weight_layout("w", of, WI, ROLES)
+    assert layout.gather == gather and "other" not in str(layout.spec)
+    assert {n for entry in pad(layout.spec, 4) for n in entry} == {"ep", "tp"} | {n for g in gather for n in g}
+
+
+@pytest.mark.parametrize(
+    "of, dim, has, first",
+    [
+        (P(("fsdp", "ep"), None, None, "tp"), 0, ("fsdp", "ep"), ("ep",)),
+        (P(None, "fsdp", None, "tp"), 0, (), ("ep",)),
+        (P("ep", "fsdp", None, None), 3, (), ("tp",)),
+        (P("ep", "tp", None, None), 1, ("tp",), ()),
+        (P("ep", "dp", None, "tp"), 1, ("dp",), ()),
+    ],
+)
+def test_conflicting_layouts(of, dim, has, first):
+    """Breaks if a layout that no gather repairs is used all the same (experts in another order than the ranks that own
+    them), or if the message does not name dim and axes."""
+    message = f"params.wi: dim {dim} is sharded over mesh axes {has}; it must be sharded over {first} first"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        weight_layout("params.wi", of, WI, ROLES)
+
+
+def test_where_no_dim_keeps_experts_ep_is_gathered_too():
+    """Breaks if a dense weight over (fsdp, ep) counts ep as a conflict, as its experts are none."""
+    kept = ((), ("tp",))
+    assert weight_layout("w", P(("fsdp", "ep"), "tp"), kept, ROLES).gather == (("fsdp", "ep"), ())
+
+
+# The layouts of section 3.3 of Transformer Engine's tests: ("expert", "fsdp"), experts over the first.
+
+EXPERT = roles_on(Axes(ep="expert"), expert=2, fsdp=2, dp=2)
+KEPT = (("expert",), (), ())
+
+
+@pytest.mark.parametrize(
+    "of, asked",
+    [
+        (P(("expert", "fsdp")), P("expert", None, None)),
+        (P("expert", None, "fsdp"), P("expert", None, None)),
+        (P("expert", "fsdp", None), P("expert", None, None)),
+    ],
+)
+def test_a_product_asks_for_weights_without_fsdp(of, asked):
+    """Breaks if a product gets its weight cut by fsdp, or the quantized weight is gathered along with its experts."""
+    layout = weight_layout("rhs", of, KEPT, EXPERT)
+    kept = [tuple(n for n in e if n not in g) for e, g in zip(pad(layout.spec, 3), layout.gather, strict=True)]
+    assert spec(*kept) == asked
+    assert pad(layout.spec, 3) == pad(of, 3), "quantizing keeps the shard"
+
+
+def test_gradients_are_reduced_over_replicas_never_over_experts():
+    """Breaks if a weight gradient is summed over ranks of other experts, or not over all that hold copies of it."""
+    by = {
+        of: replicated(EXPERT, weight_layout("w", P(*of), KEPT, EXPERT)) for of in (("expert",), (("expert", "fsdp"),))
+    }
+    assert by == {("expert",): ("dp", "fsdp"), (("expert", "fsdp"),): ("dp",)}
+
+
+def test_large_weights_keep_their_dims():
+    """Breaks if 3.2e9 elements are flattened to one dim, which no index of 32 bits reaches."""
+    w = jax.ShapeDtypeStruct((8, 20_000, 20_000), jnp.bfloat16)
+    for contracted in ("rows", "columns"):
+        format = RECIPES["mxfp8"].w
+        q = jax.eval_shape(functools.partial(ops.quantize, format=format, block=format.weight_block(3, contracted)), w)
+        assert q.data.shape == w.shape and math.prod(w.shape) > 2**31
+        assert all(dim < 2**31 for leaf in jax.tree.leaves(q) for dim in leaf.shape)
+
+
+@pytest.mark.parametrize("of", [P("expert", None, "fsdp"), P("expert", "fsdp", None)], ids=str)
+def test_grouped_dense_end_to_end(of):
+    """Transformer Engine's own scenario, 4 groups of 128 tokens, MXFP8, outside any shard_map: gradients lie like their
+    primals. Theirs checks no gradient's value; 5e-2 is its bound of the output."""
+    mesh = jax.make_mesh((2, 2), ("expert", "fsdp"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
+    axes = Axes(ep="expert")
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((512, 256), (4, 256, 256)))
+    sizes = np.full(8, 64, np.int32)  # each rank of fsdp has half the rows of each of its two experts
+
+    def loss(x, w):
+        return jnp.mean(ops.grouped_matmul(x, w, sizes, recipe="mxfp8", axes=axes) ** 2)
+
+    def full(x, w):
+        by = x.reshape(2, 2, 2, 64, 256)  # fsdp, expert rank, expert, row
+        return jnp.mean(jnp.einsum("frgmk,rgkn->frgmn", by, w.reshape(2, 2, 256, 256)) ** 2)
+
+    with jax.set_mesh(mesh):
+        place = lambda v, s: jax.device_put(v, NamedSharding(mesh, s))  # noqa: E731
+        dx, dw = jax.jit(jax.grad(loss, (0, 1)))(place(x, P(("fsdp", "expert"))), place(w, of))
+    assert dw.sharding.is_equivalent_to(NamedSharding(mesh, of), 3)
+    assert dx.sharding.is_equivalent_to(NamedSharding(mesh, P(("fsdp", "expert"))), 2)
+    for got, want in zip((dx, dw), jax.grad(full, (0, 1))(x, w), strict=True):
+        assert np.linalg.norm(got - want) <= 5e-2 * np.linalg.norm(want)
+
+
+# The spec of every parameter.
+
+
+def expected(ep, experts, model, tp, shared) -> dict:
+    return dict(
+        router=P(None, None), wi=spec(experts, model, None, tp), wo=spec(experts, tp, model), router_bias=P(None),
+        logits_bias=P(None), bi=spec(ep, None, tp), bo=spec(ep, None), shared_wi=spec(shared, None, tp),
+        shared_wo=spec(tp, shared),
+    )  # fmt: skip
+
+
+FSDP = ("data", "fsdp")
+CASES = {
+    # name: axes, sizes, (experts, what fsdp adds to experts, to H, tp, shared)
+    "experts": (Axes(), dict(fsdp=2, ep=4), ("ep", ("ep", "fsdp"), (), (), ("fsdp", "ep"))),
+    "model": (Axes(fsdp_dim="model"), dict(fsdp=2, ep=4), ("ep", "ep", "fsdp", (), ("fsdp", "ep"))),
+    "auto falls to model": (Axes(), dict(fsdp=4, ep=4), ("ep", "ep", "fsdp", (), ("fsdp", "ep"))),
+    "tp": (Axes(), dict(fsdp=2, ep=2, tp=2), ("ep", ("ep", "fsdp"), (), "tp", ("fsdp", "ep"))),
+    "tp, model": (Axes(fsdp_dim="model"), dict(fsdp=2, ep=2, tp=2), ("ep", "ep", "fsdp", "tp", ("fsdp", "ep"))),
+    "dp shards no weight": (Axes(), dict(dp=2, fsdp=2, ep=2), ("ep", ("ep", "fsdp"), (), (), ("fsdp", "ep"))),
+    "dp alone": (Axes(), dict(dp=8), ((), (), (), (), ())),
+    "size one": (Axes(), dict(dp=1, fsdp=1, ep=1, tp=1), ((), (), (), (), ())),
+    "absent": (Axes(), dict(elsewhere=8), ((), (), (), (), ())),
+    "no ep": (Axes(), dict(fsdp=8, ep=1), ((), "fsdp", (), (), "fsdp")),
+    "no fsdp": (Axes(fsdp_dim="model"), dict(ep=8), ("ep", "ep", (), (), "ep")),
+    "tuple": (Axes(fsdp=FSDP), dict(data=2, fsdp=2, ep=2), ("ep", ("ep", *FSDP), (), (), (*FSDP, "ep"))),
+    "tuple, model": (
+        Axes(fsdp=FSDP, fsdp_dim="model"),
+        dict(data=2, fsdp=2, ep=2),
+        ("ep", "ep", FSDP, (), (*FSDP, "ep")),
+    ),
+    "tuple, one absent": (Axes(fsdp=FSDP), dict(data=4), ((), "data", (), (), "data")),
+    "other names": (Axes(ep=("x", "y"), tp="z"), dict(z=2, y=2, x=2), (("x", "y"), ("x", "y"), (), "z", ("x", "y"))),
+    "shared not by ep": (Axes(), dict(fsdp=2, ep=8), ("ep", "ep", "fsdp", (), ("fsdp", "ep"))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_param_specs(name):
+    """Breaks if a weight's layout is not that of DESIGN.md section 3, on meshes with absent and size-1 axes too."""
+    axes, sizes, want = CASES[name]
+    got = dataclasses.asdict(param_specs(CONFIG, axes, mesh_of_sizes(**sizes)))
+    assert {n: tuple(s) for n, s in got.items()} == {n: tuple(s) for n, s in expected(*want).items()}
+
+
+def test_shared_experts_go_over_fsdp_alone_where_ep_does_not_divide():
+    """Breaks if a width that (fsdp, ep) does not divide leaves the shared expert whole on every device."""
+    config = dataclasses.replace(CONFIG, d_model=6)
+    got = param_specs(config, Axes(), mesh_of_sizes(fsdp=2, ep=4))
+    assert got.shared_wi == P("fsdp", None, None) and got.shared_wo == P(None, "fsdp")
+
+
+def test_only_what_init_makes():
+    """Breaks if the tree of specs is not that of the parameters, so that `jax.jit` refuses it as a sharding."""
+    config = MoEConfig(32, 48, 8, 2)
+    specs = param_specs(config, mesh=mesh_of_sizes(ep=2))
+    assert jax.tree.structure(specs) == jax.tree.structure(moax.init(jax.random.key(0), config))
+    assert [n for n in NAMES if getattr(specs, n) is not None] == ["router", "wi", "wo"]
+
+
+@pytest.mark.parametrize(
+    "axes, sizes, message",
+    [
+        (Axes(), dict(ep=3), "params.wi: dim 0 of size 8 does not divide by mesh axes ('ep',) of 3 devices"),
+        (
+            Axes(fsdp_dim="experts"),
+            dict(fsdp=4, ep=4),
+            "dim 0 of size 8 does not divide by mesh axes ('ep', 'fsdp') of 16",
+        ),
+        (
+            Axes(fsdp_dim="model"),
+            dict(fsdp=5),
+            "params.wi: dim 1 of size 32 does not divide by mesh axes ('fsdp',) of 5",
+        ),
+        (Axes(), dict(tp=5), "params.wi: dim 3 of size 48 does not divide by mesh axes ('tp',) of 5 devices"),
+        (Axes(), dict(tp=24), "params.shared_wi: dim 2 of size 16 does not divide by mesh axes ('tp',) of 24 devices"),
+    ],
+)
+def test_sizes_that_do_not_divide(axes, sizes, message):
+    """Breaks if a weight that the mesh cannot hold is padded, or refused without parameter, dim and axes."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        param_specs(CONFIG, axes, mesh_of_sizes(**sizes))
+
+
+def test_no_mesh():
+    """Breaks if specs of no mesh are all None: weights would be replicated by a program that forgot `set_mesh`."""
+    with pytest.raises(ValueError, match="param_specs: no mesh; pass mesh=, or call it under"):
+        param_specs(CONFIG)
+
+
+@pytest.mark.parametrize("way", ["custom_partitioning", "explicit"])
+def test_the_mesh_in_force(way):
+    """Breaks if `jax.set_mesh` and `mesh=` disagree."""
+    mesh = make_mesh("2x4", way)
+    with jax.set_mesh(mesh):
+        here = param_specs(CONFIG), token_spec(Axes(), 3), dense_spec(Axes(), (32, 8))
+    given = param_specs(CONFIG, mesh=mesh), token_spec(Axes(), 3, mesh), dense_spec(Axes(), (32, 8), mesh)
+    assert here == given
+    assert here[1:] == (P(("fsdp", "ep"), None, None), P(("fsdp", "ep"), None))
+
+
+@pytest.mark.parametrize(
+    "shape, sizes, want",
+    [
+        ((32, 48), dict(fsdp=2, ep=4), P(("fsdp", "ep"), None)),
+        ((12, 16, 3), dict(fsdp=2, ep=4), P(None, ("fsdp", "ep"), None)),
+        ((6, 10), dict(fsdp=2, ep=4), P("fsdp", None)),
+        ((3, 10), dict(fsdp=2, ep=4), P(None, "fsdp")),
+        ((3, 5), dict(fsdp=2, ep=4), P(None, None)),
+        ((32, 48), dict(dp=2, tp=2), P(None, None)),
+        ((32, 48), {}, P(None, None)),
+        ((), dict(fsdp=2), P()),
+    ],
+)
+def test_dense_spec(shape, sizes, want):
+    """Breaks if a dense weight lies whole on every device of ep, or is cut where it does not divide."""
+    assert tuple(dense_spec(Axes(), shape, mesh_of_sizes(**sizes))) == tuple(want)
+
+
+# Shards inside the caller's own `shard_map`.
+
+
+def shapes_of(specs, roles: Roles, config=CONFIG):
+    full = dataclasses.asdict(moax.params.param_shapes(config))
+    return MoEParams(
+        **{n: jax.ShapeDtypeStruct(local_shape(full[n], getattr(specs, n), roles), jnp.float32) for n in NAMES}
+    )
+
+
+@pytest.mark.parametrize("fsdp_dim", ["experts", "model"])
+@pytest.mark.parametrize(
+    "sizes", [dict(fsdp=2, ep=4), dict(fsdp=2, ep=2, tp=2), dict(dp=2, fsdp=4), dict(ep=8)], ids=str
+)
+def test_shards_are_found_by_shape(sizes, fsdp_dim):
+    """Breaks if shards laid out by `param_specs` are gathered along another dim than the one they were cut along."""
+    axes = Axes(fsdp_dim=fsdp_dim)
+    specs, roles = param_specs(CONFIG, axes, mesh_of_sizes(**sizes)), roles_on(**sizes)
+    for hint in (axes, Axes()):  # the shapes decide, whatever the caller says of fsdp_dim
+        found = shard_specs(shapes_of(specs, roles), CONFIG, hint, roles)
+        assert {n: tuple(getattr(found, n)) for n in NAMES} == {n: tuple(getattr(specs, n)) for n in NAMES}
+
+
+def test_shards_without_fsdp():
+    """Breaks if a caller who gathered over fsdp, or never sharded by it, gets the weights gathered again."""
+    roles = roles_on(fsdp=2, ep=4)
+    specs = param_specs(CONFIG, mesh=mesh_of_sizes(ep=4))
+    found = shard_specs(shapes_of(specs, roles), CONFIG, Axes(), roles)
+    assert found.wi == P("ep", None, None, None) and found.wo == P("ep", None, None)
+    none = dataclasses.replace(shapes_of(specs, roles), shared_wi=jax.ShapeDtypeStruct((32, 2, 16), jnp.float32))
+    assert shard_specs(none, CONFIG, Axes(), roles).shared_wi == P(None, None, None)
+
+
+@pytest.mark.parametrize(
+    "name, shape", [("wi", (8, 32, 2, 48)), ("wo", (2, 48, 16, 1)), ("bo", (8, 32)), ("wi", (1, 16, 2, 48))]
+)
+def test_no_shard_has_this_shape(name, shape):
+    """Breaks if a weight whose experts are not split is taken for a shard, or the message lists none that is."""
+    sizes = dict(fsdp=2, ep=4)
+    roles = roles_on(**sizes)
+    good = shapes_of(param_specs(CONFIG, mesh=mesh_of_sizes(**sizes)), roles)
+    bad = dataclasses.replace(good, **{name: jax.ShapeDtypeStruct(shape, jnp.float32)})
+    with pytest.raises(
+        ValueError, match=re.escape(f"params.{name} has shape {shape} inside the shard_map; a shard has (")
+    ):
+        shard_specs(bad, CONFIG, Axes(), roles)
+
+
+# Arrays and meshes.
+
+
+@pytest.mark.parametrize("way", ["custom_partitioning", "explicit"])
+def test_constrain_on_every_mesh(way):
+    """Breaks if a constraint is one of Auto axes alone, or needs a mesh."""
+    x = jnp.arange(16.0).reshape(8, 2)
+    assert constrain(x, P("fsdp")) is x
+    mesh = make_mesh("2x4", way)
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda x: constrain(2 * x, P("ep", "fsdp")))(x)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("ep", "fsdp")), 2)
+    np.testing.assert_array_equal(y, 2 * x)
+
+
+def test_mesh_of():
+    """Breaks if an array's own mesh is not found where none is set, or counts for more than the one in force."""
+    mesh, other = make_mesh("2x4", "explicit"), make_mesh("1x8", "explicit")
+    x = jax.device_put(jnp.zeros(8), NamedSharding(mesh, P("ep")))
+    assert mesh_of(jnp.zeros(8)) is None
+    assert mesh_of(jnp.zeros(8), x).shape == mesh.shape
+    with jax.set_mesh(other):
+        assert mesh_of(jnp.zeros(8)).shape == other.shape
+
+
+@pytest.mark.parametrize("way", ["custom_partitioning", "explicit"])
+def test_make_sharded(way):
+    """Breaks if results are made whole and cut afterwards, or cannot be made by vmap (a stack of layers)."""
+    mesh = make_mesh("2x4", way)
+    make = lambda n: n + jnp.arange(8.0)  # noqa: E731
+    with jax.set_mesh(mesh):
+        y = make_sharded(make, P("ep"))(jnp.float32(1))
+        stack = jax.vmap(make_sharded(make, P("ep")))(jnp.arange(3.0))
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("ep")), 1)
+    assert stack.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "ep")), 2)
+    np.testing.assert_array_equal(stack, np.arange(3.0)[:, None] + np.arange(8.0)[None])
+
+
+def test_settle():
+    """Breaks if parameters that were made before the mesh was set do not run on Explicit axes, or if a layout of the
+    user's is moved."""
+    mesh = make_mesh("2x4", "explicit")
+    params = moax.init(jax.random.key(0), CONFIG)
+    assert lay_out(params, MoEParams(*[P()] * 3)) is params
+    with jax.set_mesh(mesh):
+        declared, mine = param_specs(CONFIG), P("ep", "fsdp", None, None)
+        params = dataclasses.replace(params, wi=jax.device_put(params.wi, NamedSharding(mesh, mine)))
+        got = jax.tree.map(lambda p: jax.typeof(p).sharding.spec, lay_out(params, declared))
+    assert got == dataclasses.replace(declared, wi=mine)
+
+
+def test_named():
+    """Breaks if `jax.jit(out_shardings=named(...))` has another tree than the specs."""
+    mesh = make_mesh("2x4")
+    specs = param_specs(MoEConfig(32, 48, 8, 2), mesh=mesh)
+    shardings = named(mesh, specs)
+    assert shardings.wi == NamedSharding(mesh, specs.wi) and shardings.bi is None
+
+
+entries = st.lists(st.sampled_from(["dp", "fsdp", "ep", "tp", "elsewhere"]), unique=True, max_size=5)
+
+
+@given(names=entries, cuts=st.lists(st.integers(0, 5), min_size=2, max_size=2))
+def test_any_layout_is_gathered_to_what_is_kept_or_refused(names, cuts):
+    """Breaks if some layout is accepted whose gather does not leave exactly the kept axes, in order."""
+    first, second = sorted(cuts)
+    of = P(*(tuple(part) or None for part in (names[:first], names[first:second], names[second:])))
+    kept = (("ep",), (), ("tp",))
+    try:
+        layout = weight_layout("w", of, kept, ROLES)
+    except ValueError as error:
+        assert "is sharded over mesh axes" in str(error)
+        return
+    for entry, gathered, need in zip(pad(layout.spec, 3), layout.gather, kept, strict=True):
+        assert entry == need + gathered and set(gathered) <= {"fsdp"}

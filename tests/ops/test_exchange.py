@@ -1,0 +1,269 @@
+"""Exchange: what each rank receives and what comes back, against NumPy, by each transport that needs no GPU."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import moax
+from moax.estimate import estimate
+from moax.inspect import collectives
+from moax.ops import combine, dispatch, exchange
+from moax.ops.exchange import EXCHANGES, slots_per_pair
+from moax.ops.exchange.all_gather import AllGather
+from moax.ops.exchange.plan import balanced_rows
+from moax.recipe import Format
+from support import MESHES, TOKENS, WAYS, integers, program, put, random, spec
+from support.exchange import (
+    EXPERTS,
+    LOCAL,
+    TOP_K,
+    WIDTH,
+    check_delivery,
+    check_received,
+    check_sums,
+    check_transposes,
+    inputs,
+    registered,
+    rounded,
+    run,
+    slots_of,
+)
+
+TRANSPORTS = ("all_gather", "all_to_all")
+ON = ("2x4", "4x2", "1x8", "dp2x2x2")
+
+
+COVER = [*itertools.product(WAYS, ["2x4"], TRANSPORTS)]
+COVER += [("custom_partitioning", mesh, t) for mesh, t in zip(ON[1:], TRANSPORTS * 2, strict=False)]
+COVER += [("shard_map", "dp2x2x2", "all_to_all"), ("explicit", "4x2", "all_gather"), ("shard_map", "8x1", "all_to_all")]
+COVER += [("explicit", "tp2x2x2", "all_to_all"), ("explicit", "8x1", "all_gather")]
+FULL = [c for c in itertools.product(WAYS, MESHES, TRANSPORTS) if c not in COVER]
+
+
+@pytest.mark.parametrize("way, mesh, transport", COVER)
+def test_delivery(way, mesh, transport):
+    """Every token once on every rank that owns one of its experts, with those ids and weights; sums come back exact."""
+    assert check_delivery(way, mesh, transport) == 0
+    check_sums(way, mesh, transport)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("way, mesh, transport", FULL)
+def test_delivery_full(way, mesh, transport):
+    """The rest of ways x meshes x transports."""
+    check_delivery(way, mesh, transport, skew=0.05)
+    check_sums(way, mesh, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_device(transport):
+    """Without a mesh nothing moves: the token's own rows, all experts local."""
+    x, experts, weights = inputs("8x1")
+
+    @jax.jit
+    def there_and_back(*args):
+        r = dispatch(*args, EXPERTS, exchange=transport)
+        return r, combine(r.rows, r)
+
+    r, y = there_and_back(x, experts, weights)
+    np.testing.assert_array_equal(r.rows, x)
+    np.testing.assert_array_equal(r.experts, experts)
+    np.testing.assert_array_equal(r.weights, weights)
+    assert r.count == len(x) and r.dropped == 0
+    np.testing.assert_array_equal(y, x)
+
+
+@pytest.mark.parametrize("factor", (0.15, 0.34, 0.7, 1.0))
+@pytest.mark.parametrize("way, mesh", [("custom_partitioning", "2x4"), ("shard_map", "4x2"), ("explicit", "1x8")])
+def test_drops_are_counted(way, mesh, factor):
+    """Skewed routing and few slots: who is lost, and the count by source, are NumPy's."""
+    lost = check_delivery(way, mesh, "all_to_all", skew=0.2, capacity_factor=factor)
+    assert factor > 0.5 or lost > 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_no_factor_drops_nothing(transport):
+    """Also when every token picks the experts of one rank."""
+    assert check_delivery("shard_map", "2x4", transport, skew=10.0) == 0
+
+
+def test_all_gather_ignores_the_factor():
+    """It has room for every token by construction."""
+    assert check_delivery("shard_map", "2x4", "all_gather", skew=0.2, capacity_factor=0.1) == 0
+
+
+@pytest.mark.parametrize("transport, factor", [("all_gather", None), ("all_to_all", None), ("all_to_all", 0.34)])
+@pytest.mark.parametrize("way", WAYS)
+def test_transposes(way, transport, factor):
+    """Breaks if a gradient is summed over ranks that it does not belong to, or read from a row that is not there."""
+    check_transposes(way, "2x4", transport, factor)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("at", [P(), P("fsdp"), P(None, "ep")], ids=str)
+def test_tokens_of_another_layout(at, transport):
+    """Explicit axes: tokens that lie otherwise are moved, and gradients come back as they lay."""
+    x, experts, weights = args = inputs("2x4")
+
+    def forward(x, experts, weights, engine):
+        r = dispatch(x, experts, weights, EXPERTS, exchange=transport)
+        return combine(r.rows * r.weights.sum(1, keepdims=True), r), ()
+
+    out, dy = spec("2x4", TOKENS), integers(7, *x.shape)
+    specs = (at, out, at if at == P("fsdp") else P())
+    y, _, (d_x, d_w) = program("explicit", "2x4", forward, args, specs, out, cotangents=dy, wrt=(0, 2))()
+    np.testing.assert_array_equal(y, x * weights.sum(1, keepdims=True))
+    np.testing.assert_array_equal(d_x, dy * weights.sum(1, keepdims=True))
+    np.testing.assert_array_equal(d_w, np.broadcast_to((x * dy).sum(1, keepdims=True), weights.shape))
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ep_of_two_axes(transport, kind):
+    """Axes(ep=("a", "b")): ranks count a before b, as P(("a", "b")) does; otherwise tokens meet another rank's
+    experts."""
+    mesh = jax.make_mesh((2, 2, 2), ("fsdp", "a", "b"), axis_types=(kind,) * 3)
+    axes, at = moax.Axes(ep=("a", "b")), P(("fsdp", "a", "b"))
+    x, experts, weights = args = inputs("2x4")
+
+    def send(*args):
+        return dispatch(*args, EXPERTS, exchange=transport, axes=axes)
+
+    with jax.set_mesh(mesh):
+        received = jax.jit(send)(*put(mesh, (at,) * 3, args))
+        rows = np.asarray(received.rows) * np.asarray(received.weights).sum(1, keepdims=True)
+        y = jax.jit(lambda rows, r: combine(rows, r, axes=axes))(put(mesh, at, rows), received)
+    np.testing.assert_array_equal(y, x * weights.sum(1, keepdims=True))
+    assert np.asarray(received.count).sum() == len(np.unique(np.stack([
+        np.repeat(np.arange(len(x)), TOP_K), experts.reshape(-1) // 4]), axis=1).T)  # fmt: skip
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("wire", [Format(block=8), Format(block=128), Format(block=4, scale="e8m0")])
+def test_wire_format(transport, wire):
+    """Breaks if rows arrive otherwise than `quantize` rounds them, or if ids or weights are rounded too."""
+    mesh = "2x4"
+    x, experts, weights = inputs(mesh)
+    x = random(5, *x.shape)
+    _, received = run("custom_partitioning", mesh, (x, experts, weights), wire=wire, exchange=transport)
+    check_received(mesh, transport, received, rounded(x, wire), experts, weights, slots_of(mesh, transport))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bfloat16_rows(transport):
+    """Breaks if rows travel in another dtype than their own, or weights in another than float32."""
+    x, experts, weights = inputs("2x4")
+    args = (x.astype(ml_dtypes.bfloat16), experts, weights)
+    _, received = run("shard_map", "2x4", args, exchange=transport)
+    assert received.rows.dtype == ml_dtypes.bfloat16 and received.weights.dtype == np.float32
+    wide = dataclasses.replace(received, rows=received.rows.astype(np.float32))
+    check_received("2x4", transport, wide, x, experts, weights, slots_of("2x4", transport))
+
+
+@dataclasses.dataclass(frozen=True)
+class Summed(AllGather):
+    """A fourth transport: its combine is an all-reduce, of which each rank keeps its own tokens."""
+
+    def combine(self, static, arrays, sent, tokens):
+        ep = static.roles.ep
+        first = lax.axis_index(ep) * tokens
+        return [lax.dynamic_slice_in_dim(lax.psum(rows, ep), first, tokens) for rows in arrays]
+
+
+def test_a_fourth_transport():
+    """Breaks if anything beyond its own file and its line in the table must know of a transport."""
+    with registered("summed", Summed()):
+        check_delivery("shard_map", "2x4", "summed")
+        check_sums("custom_partitioning", "2x4", "summed")
+        moved = estimate("qwen3-30b", {"ep": 4}, 64, exchange="summed")
+    assert (moved.exchange, moved.wire_bytes("dispatch") > 0) == ("summed", True)
+
+
+def test_the_literal_names_the_table():
+    """Breaks if a transport is in the table and not among the names that a type checker knows, or the other way."""
+    assert EXCHANGES == ("auto", *exchange.TRANSPORTS)
+
+
+def routed(experts, ranks):
+    """Slots by the definition: how many earlier tokens want the rank; T where the token does not."""
+    wanted = np.stack([(experts // (EXPERTS // ranks) == rank).any(1) for rank in range(ranks)], axis=1)
+    return np.where(wanted, np.cumsum(wanted, 0) - 1, len(experts))
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_balanced_rows(ranks):
+    """Breaks if the load that costs are computed for is not the one where every choice of K experts is as likely."""
+    every = np.array(list(itertools.combinations(range(EXPERTS), TOP_K)))
+    slot = routed(every, ranks)
+    np.testing.assert_array_equal((slot < len(every)).sum(0), balanced_rows(len(every), TOP_K, ranks, EXPERTS))
+
+
+@pytest.mark.parametrize("wire", (None, Format(block=8)))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("way", WAYS[:3])
+def test_collectives(way, transport, wire, fresh_compile):
+    """Over ep alone: rows, ids and weights out, one sum back, each the other's transpose; quantized rows as bytes with
+    their scales. Anything over fsdp, or wider than asked, would be a bill paid each layer."""
+    x, experts, weights = inputs("2x4")
+    at = spec("2x4", TOKENS)
+
+    def forward(x, experts, weights, engine):
+        r = dispatch(x, experts, weights, EXPERTS, exchange=transport, wire=wire, engine=engine)
+        return combine(r.rows * r.rows, r, engine=engine), ()
+
+    args = (x.astype(ml_dtypes.bfloat16), experts, weights)
+    p = program(way, "2x4", forward, args, (at,) * 3, at, cotangents=random(6, *x.shape).astype(ml_dtypes.bfloat16))
+    found = p.under(lambda *args: collectives(p.fn, *args))
+    assert {c.axes for c in found} == {("ep",)}
+    gathers = {"all-gather", "reduce-scatter"}
+    assert {c.kind for c in found} == ({"all-to-all"} if transport == "all_to_all" else gathers)
+    rows = sorted(c.dtype for c in found if c.size in (4 * LOCAL * WIDTH, LOCAL * WIDTH))
+    assert rows == ["bfloat16"] * (4 - (wire is not None)) + ["uint8"] * (wire is not None)
+
+
+def test_one_sided_is_refused():
+    """A transport chosen by name that cannot run says so, and what to use."""
+    args = map(jnp.asarray, inputs("8x1"))
+    with pytest.raises(moax.Unsupported, match="exchange='one_sided'.*use 'all_gather' or 'all_to_all'"):
+        dispatch(*args, EXPERTS, exchange="one_sided")
+
+
+def test_errors():
+    """Names, shapes and experts that cannot work are named."""
+    x, experts, weights = map(jnp.asarray, inputs("8x1"))
+    with pytest.raises(ValueError, match="exchange='nccl' must be one of 'auto', 'all_gather', 'all_to_all'"):
+        dispatch(x, experts, weights, EXPERTS, exchange="nccl")
+    with pytest.raises(ValueError, match=r"x, experts, weights have shapes \(64, 16\), \(64, 3\), \(64, 2\)"):
+        dispatch(x, experts, weights[:, :2], EXPERTS)
+    with pytest.raises(ValueError, match=r"they must be \[T, H\], \[T, K\], \[T, K\]"):
+        dispatch(x[:32], experts, weights, EXPERTS)
+    at = spec("2x4", TOKENS)
+    send = lambda *args, engine: (dispatch(*args, 10, engine=engine), ())  # noqa: E731
+    p = program("shard_map", "2x4", send, inputs("2x4"), (at,) * 3)
+    with pytest.raises(ValueError, match=r"num_experts=10 does not divide by mesh axes \('ep',\) of 4 devices"):
+        p()
+
+
+def test_slots():
+    """The balanced load times the factor, rounded up; never more than there are tokens."""
+    assert slots_per_pair(64, 2, 4, None) == 64
+    assert slots_per_pair(64, 2, 4, 1.0) == 32
+    assert slots_per_pair(64, 2, 4, 1.01) == 33
+    assert slots_per_pair(64, 2, 4, 100.0) == 64
+
+
+def test_received_is_a_value():
+    """It crosses jit and scan with its static fields, so that any number of layers may hold one."""
+    x, experts, weights = map(jnp.asarray, inputs("8x1"))
+    received = jax.jit(lambda *args: dispatch(*args, EXPERTS))(x, experts, weights)
+    assert (received.transport, received.num_tokens) == ("all_gather", len(x))
+    other = dataclasses.replace(received, rows=2 * received.rows)
+    np.testing.assert_array_equal(jax.jit(lambda r: combine(r.rows, r))(other), 2 * x)

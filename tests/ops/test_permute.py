@@ -1,0 +1,365 @@
+"""Permute and unpermute: the order of rows against a NumPy oracle, the sums against one-hot formulas in float64.
+
+Covers: distributions of tokens x alignment; capacities; ways x meshes; gradients; NaN; vmap; every error.
+"""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from moax.inspect import collectives
+from moax.ops import permute, unpermute
+from moax.ops.permutation import capacity_rows, sorted_rows
+from moax.types import Plan
+from support import MESHES, TOKENS, WAYS, integers, program, random, rel_error, size, some, spec
+from support.oracle import ops as oracle
+
+ROWS, WIDTH, GROUPS, TOP_K = 24, 16, 6, 3
+
+
+def water_fill(arrived, capacity):
+    """Which rows fit: take from the busiest group until the rest fits; of equally busy ones, from the last."""
+    kept = list(map(int, arrived))
+    while capacity is not None and sum(kept) > capacity:
+        busiest = max(range(len(kept)), key=lambda g: (kept[g], g))
+        kept[busiest] -= 1
+    return kept
+
+
+def plan_of(experts, groups, align, capacity):
+    """source, position, group_sizes, dropped of one shard's experts [R, K]."""
+    received, top_k = experts.shape
+    rows = sorted_rows(received, top_k, groups, align, capacity)
+    kept = water_fill([(experts == g).sum() for g in range(groups)], capacity)
+    source, position = np.full(rows, received), np.full(experts.shape, rows)
+    start = dropped = 0
+    for g in range(groups):
+        arrivals = list(zip(*np.nonzero(experts == g), strict=True))  # in order of arrival
+        for i, (r, k) in enumerate(arrivals[: kept[g]]):
+            source[start + i], position[r, k] = r, start + i
+        dropped += len(arrivals) - kept[g]
+        start = math.ceil((start + kept[g]) / align) * align
+    return source, position, kept, dropped
+
+
+def choose(seed, rows, groups, top_k, none=0.2, skew=0.0):
+    """Distinct experts for each row, a fraction `none` of them replaced by none (= groups), low ids likelier by
+    skew."""
+    rng = np.random.default_rng(seed)
+    scores = rng.random((rows, groups)) - skew * np.arange(groups)
+    experts = np.argsort(-scores, axis=1)[:, :top_k]
+    return np.where(rng.random(experts.shape) < none, groups, experts).astype(np.int32)
+
+
+CASES = {
+    "mixed": choose(0, ROWS, GROUPS, TOP_K),
+    "skewed": choose(1, ROWS, GROUPS, TOP_K, skew=0.3),
+    "one expert": np.stack([np.full(ROWS, 4), *[np.full(ROWS, GROUPS)] * (TOP_K - 1)], 1).astype(np.int32),
+    "nobody": np.full((ROWS, TOP_K), GROUPS, np.int32),
+    "empty ends": np.where(choose(2, ROWS, 4, TOP_K) == 4, GROUPS, choose(2, ROWS, 4, TOP_K) + 1),
+    "one row": np.where(np.arange(ROWS)[:, None] == 5, np.array([[2, 0, 3]]), GROUPS).astype(np.int32),
+}
+
+
+def check_plan(plan: Plan, experts, groups, align, capacity):
+    source, position, kept, dropped = plan_of(experts, groups, align, capacity)
+    np.testing.assert_array_equal(plan.group_sizes, kept)
+    np.testing.assert_array_equal(plan.source, source)
+    np.testing.assert_array_equal(plan.position, position)
+    np.testing.assert_array_equal(plan.dropped, [dropped])
+
+
+def test_example_of_the_docstring():
+    """a, b, c with experts (1, 0), (1, none), (0, none)."""
+    x = jnp.asarray([[1.0], [2.0], [3.0]])
+    rows, plan = permute(x, jnp.asarray([[1, 0], [1, 2], [0, 2]], jnp.int32), 2)
+    n = rows.shape[0]
+    np.testing.assert_array_equal(rows[:4, 0], [1, 3, 1, 2])
+    np.testing.assert_array_equal(plan.group_sizes, [2, 2])
+    np.testing.assert_array_equal(plan.source[:4], [0, 2, 0, 1])
+    np.testing.assert_array_equal(plan.position, [[2, 0], [3, n], [1, n]])
+
+
+@pytest.mark.parametrize("align", (1, 8, 16, 128))
+@pytest.mark.parametrize("case", CASES)
+def test_plan(case, align):
+    """Stable order, aligned starts, padding that no one owns: exactly the oracle's, and rows are copies, 0 in
+    padding."""
+    x, experts = random(3, ROWS, WIDTH), CASES[case]
+    rows, plan = permute(jnp.asarray(x), jnp.asarray(experts), GROUPS, align=align)
+    check_plan(plan, experts, GROUPS, align, None)
+    np.testing.assert_array_equal(rows, np.concatenate([x, np.zeros((1, WIDTH), np.float32)])[plan.source])
+
+
+@pytest.mark.parametrize("capacity", (1, 7, 20, 35, 71, 72, 100))
+@pytest.mark.parametrize("case", ("mixed", "skewed", "one expert"))
+def test_capacity(case, capacity):
+    """Total kept is min(total, capacity), the busiest lose first, the last arrivals of each; the rest is counted."""
+    experts = CASES[case]
+    _, plan = permute(jnp.zeros((ROWS, 1)), jnp.asarray(experts), GROUPS, align=8, capacity=capacity)
+    check_plan(plan, experts, GROUPS, 8, capacity)
+    arrived = np.array([(experts == g).sum() for g in range(GROUPS)])
+    kept = np.asarray(plan.group_sizes)
+    assert kept.sum() == min(arrived.sum(), capacity)
+    assert plan.dropped[0] == arrived.sum() - kept.sum()
+    if (short := kept < arrived).any():
+        assert kept.max() <= kept[short].min() + 1
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=2 * 12, max_size=2 * 12),
+    st.sampled_from([(1, None), (1, 1), (1, 9), (4, 9), (4, 23), (4, None)]),
+)
+def test_any_distribution(flat, how):
+    """Any group sizes, ids of "none" (5) included, aligned or not, dropped or not; the buffer holds every kept row."""
+    align, capacity = how
+    experts = np.asarray(flat, np.int32).reshape(12, 2)
+    _, plan = _plan_of_twelve(jnp.asarray(experts), align, capacity)
+    check_plan(plan, experts, 5, align, capacity)
+
+
+@jax.jit(static_argnums=(1, 2))
+def _plan_of_twelve(experts, align, capacity):
+    return permute(jnp.zeros((12, 1)), experts, 5, align=align, capacity=capacity)
+
+
+@pytest.mark.parametrize("align, capacity", [(1, None), (16, None), (8, 30)])
+def test_round_trip(align, capacity):
+    """unpermute(permute(x)) with weights 1 is x times the experts it kept; exact on integers."""
+    x, experts = integers(4, ROWS, WIDTH), CASES["skewed"]
+    rows, plan = permute(jnp.asarray(x), jnp.asarray(experts), GROUPS, align=align, capacity=capacity)
+    back = unpermute(rows, plan, jnp.ones(experts.shape))
+    kept = (np.asarray(plan.position) < rows.shape[0]).sum(1, keepdims=True)
+    np.testing.assert_array_equal(back, x * kept)
+
+
+@pytest.mark.parametrize("tokens, experts, width, top_k", [(128, 5, 128, 3), (1024, 8, 128, 8)])
+@pytest.mark.parametrize("align", (1, 16, 128))
+def test_shapes_of_transformer_engine(tokens, experts, width, top_k, align):
+    """The shapes of Transformer Engine's permutation tests: plan, and round trip weighted by expert."""
+    chosen, x = choose(5, tokens, experts, top_k, none=0.0), integers(6, tokens, width)
+    rows, plan = permute(jnp.asarray(x), jnp.asarray(chosen), experts, align=align)
+    check_plan(plan, chosen, experts, align, None)
+    weights = integers(7, tokens, top_k)
+    np.testing.assert_array_equal(unpermute(rows, plan, jnp.asarray(weights)), x * weights.sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("align, capacity", [(1, None), (8, None), (4, 30)])
+def test_vjp_is_that_of_the_dense_formula(align, capacity):
+    """Both ops, in x, rows and weights, against one-hot sums in float64; dropped and absent rows have gradient 0."""
+    x, experts = random(8, ROWS, WIDTH), CASES["skewed"]
+    (rows, plan), pull = jax.vjp(
+        lambda x: permute(x, jnp.asarray(experts), GROUPS, align=align, capacity=capacity), jnp.asarray(x)
+    )
+    d_rows = random(9, *rows.shape)
+    zeros = jax.tree.map(lambda v: np.zeros(v.shape, jax.dtypes.float0), plan)
+    d_x = oracle.permute_grad(plan.position, d_rows)
+    assert rel_error(rows, oracle.permute(x, plan.position, len(rows))) == 0
+    assert rel_error(pull((jnp.asarray(d_rows), zeros))[0], d_x, per=0) < 1e-6
+
+    values, weights, dy = random(10, *rows.shape), random(11, ROWS, TOP_K), random(12, ROWS, WIDTH)
+    y, pull = jax.vjp(lambda v, w: unpermute(v, plan, w), jnp.asarray(values), jnp.asarray(weights))
+    want = oracle.unpermute(values, plan.position, weights)
+    d_values, d_weights = oracle.unpermute_grad(values, plan.position, weights, dy)
+    got = pull(jnp.asarray(dy))
+    assert rel_error(y, want) < 1e-6
+    assert rel_error(got[0], d_values, per=0) < 1e-6
+    assert rel_error(got[1], d_weights) < 1e-6
+
+
+def test_nan_in_padding_reaches_nothing():
+    """Rows that no assignment has, NaN: neither sums nor gradients see them; a real NaN is seen by its rows alone."""
+    experts = jnp.asarray(CASES["mixed"])
+    rows, plan = permute(jnp.asarray(random(13, ROWS, WIDTH)), experts, GROUPS, align=8)
+    padding = np.asarray(plan.source) == ROWS
+    assert padding.any()
+    weights, dy = jnp.asarray(random(14, ROWS, TOP_K)), jnp.asarray(random(15, ROWS, WIDTH))
+
+    def run(rows):
+        y, pull = jax.vjp(lambda v, w: unpermute(v, plan, w), rows, weights)
+        return y, *pull(dy)
+
+    bad = jnp.where(jnp.asarray(padding)[:, None], jnp.nan, rows)
+    for clean, dirty in zip(run(rows), run(bad), strict=True):
+        np.testing.assert_array_equal(clean, dirty)
+    np.testing.assert_array_equal(run(bad)[1][padding], 0.0)
+    real = int(np.flatnonzero(~padding)[3])
+    seen = np.isnan(run(rows.at[real].set(jnp.nan))[0]).any(1)
+    np.testing.assert_array_equal(np.flatnonzero(seen), [plan.source[real]])
+
+
+def test_nan_weights_of_absent_experts_reach_nothing():
+    """The weight of an assignment that has no row here may hold anything."""
+    experts = CASES["mixed"]
+    rows, plan = permute(jnp.asarray(random(16, ROWS, WIDTH)), jnp.asarray(experts), GROUPS)
+    weights = random(17, ROWS, TOP_K)
+    dirty = np.where(experts == GROUPS, np.nan, weights)
+    clean = np.where(experts == GROUPS, 0.0, weights)
+    y0, y1 = (unpermute(rows, plan, jnp.asarray(w.astype(np.float32))) for w in (clean, dirty))
+    np.testing.assert_array_equal(y0, y1)
+
+
+def test_bfloat16():
+    """Rows keep their dtype; sums are float32, rounded once: 256 + 8 ones, added one by one in bfloat16, stay 256."""
+    x = jnp.asarray([[256.0], *[[1.0]] * 8], jnp.bfloat16)
+    experts = jnp.zeros((9, 1), jnp.int32)
+    rows, plan = permute(x, experts, 1)
+    many = Plan(plan.source, jnp.arange(9, dtype=jnp.int32)[None], plan.group_sizes, plan.dropped)
+    y = unpermute(rows, many, jnp.ones((1, 9)))
+    assert rows.dtype == y.dtype == jnp.bfloat16
+    assert float(y[0, 0]) == 264.0
+
+
+def test_capacity_rows_rounds_up():
+    """A factor of 1 holds the balanced load exactly; a fraction of a row is a row."""
+    assert capacity_rows(10, 3, None) is None
+    assert capacity_rows(10, 3, 1.0) == 30
+    assert capacity_rows(10, 3, 1.01) == 31
+
+
+# Each way once, each mesh once; nothing of a plan depends on both.
+COVER = [
+    ("custom_partitioning", "tp2x2x2"),
+    ("shard_map", "dp2x2x2"),
+    ("explicit", "8x1"),
+    ("user", "2x4"),
+    ("user_vma", "1x8"),
+    ("user_inside", "4x2"),
+]
+FULL = [c for c in itertools.product(WAYS, MESHES) if c not in COVER]
+
+
+def check_on_mesh(way, mesh, other=None):
+    shards = size(mesh, *TOKENS)
+    rows = 12 * shards
+    x, experts = random(18, rows, WIDTH), choose(19, rows, GROUPS, TOP_K, skew=0.1)
+    weights = random(20, rows, TOP_K)
+    at = spec(mesh, TOKENS)
+    align, capacity = 4, 20
+
+    def forward(x, experts, weights, engine):
+        sorted_, plan = permute(x, experts, GROUPS, align=align, capacity=capacity, engine=engine)
+        y = unpermute(sorted_ * sorted_, plan, weights, engine=engine)
+        return (sorted_, y), plan
+
+    n = sorted_rows(12, TOP_K, GROUPS, align, capacity)
+    cotangents = (random(21, n * shards, WIDTH), random(22, rows, WIDTH))
+    run = program(
+        way,
+        mesh,
+        forward,
+        (x, experts, weights),
+        (at if other is None else other,) * 3,
+        (at, at),
+        at,
+        cotangents=cotangents,
+        wrt=(0, 2),
+    )
+    (sorted_, y), plan, (d_x, d_weights) = run()
+    for s in range(shards):
+        mine, buffer = slice(12 * s, 12 * (s + 1)), slice(n * s, n * (s + 1))
+        local = Plan(
+            plan.source[buffer], plan.position[mine], plan.group_sizes[GROUPS * s :][:GROUPS], plan.dropped[s : s + 1]
+        )
+        check_plan(local, experts[mine], GROUPS, align, capacity)
+        rows_, d_rows, dy = (
+            v.astype(np.float64) for v in (sorted_[buffer], cotangents[0][buffer], cotangents[1][mine])
+        )
+        want = oracle.permute(x[mine], local.position, n)
+        assert rel_error(rows_, want) == 0
+        assert rel_error(y[mine], oracle.unpermute(want**2, local.position, weights[mine])) < 1e-6
+        d_squares, want_weights = oracle.unpermute_grad(want**2, local.position, weights[mine], dy)
+        assert rel_error(d_x[mine], oracle.permute_grad(local.position, d_rows + 2 * want * d_squares)) < 1e-6
+        assert rel_error(d_weights[mine], want_weights) < 1e-6
+
+
+@pytest.mark.parametrize("way, mesh", COVER)
+def test_each_shard_sorts_its_own(way, mesh):
+    """Plans, drops, sums and gradients of a shard are those of its rows alone; row numbers are the shard's."""
+    check_on_mesh(way, mesh)
+
+
+@pytest.mark.parametrize("at", some([P("ep"), P(), P(("ep", "fsdp"))], 1), ids=str)
+def test_operands_of_another_layout(at):
+    """Explicit axes: rows that lie otherwise are moved, and gradients come back as they lay."""
+    check_on_mesh("explicit", "2x4", at)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("way, mesh", FULL)
+def test_each_shard_sorts_its_own_full(way, mesh):
+    """The rest of ways x meshes."""
+    check_on_mesh(way, mesh)
+
+
+@pytest.mark.parametrize("way", some(WAYS[:3], 2))
+def test_nothing_is_communicated(way, fresh_compile):
+    """Forward and backward compile to no collective at all: a global sort would gather every row."""
+    x, experts, weights = random(23, 64, WIDTH), choose(24, 64, GROUPS, TOP_K), random(25, 64, TOP_K)
+    at = spec("2x4", TOKENS)
+
+    def forward(x, experts, weights, engine):
+        rows, plan = permute(x, experts, GROUPS, align=8, engine=engine)
+        return unpermute(rows * rows, plan, weights, engine=engine), plan.group_sizes
+
+    run = program(
+        way, "2x4", forward, (x, experts, weights), (at,) * 3, at, at, cotangents=random(26, 64, WIDTH), wrt=(0, 2)
+    )
+    assert run.under(lambda *args: collectives(run.fn, *args)) == []
+
+
+@pytest.mark.parametrize("way", ("none", "custom_partitioning"))
+def test_vmap(way):
+    """A batch is each of its elements, forward and backward."""
+    x, experts = random(27, 3, 16, WIDTH), np.stack([choose(i, 16, GROUPS, TOP_K) for i in range(3)])
+    weights, dy = random(28, 3, 16, TOP_K), random(29, 3, 16, WIDTH)
+    at = P(None, ("fsdp", "ep"))
+
+    def forward(x, experts, weights, engine):
+        def one(x, experts, weights):
+            rows, plan = permute(x, experts, GROUPS, align=2, engine=engine)
+            return unpermute(rows * rows, plan, weights, engine=engine)
+
+        return jax.vmap(one)(x, experts, weights), ()
+
+    y, _, grads = program(
+        way, "2x4", forward, (x, experts, weights), (at,) * 3, at, cotangents=dy, wrt=(0, 2)
+    )()  # fmt: skip
+    present = (experts != GROUPS).astype(np.float32)
+    x, total = x.astype(np.float64), (weights * present).sum(-1, keepdims=True)
+    assert rel_error(y, total * x**2) < 1e-6
+    assert rel_error(grads[0], 2 * total * x * dy) < 1e-6
+    assert rel_error(grads[1], present * (dy * x**2).sum(-1, keepdims=True)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(experts=(5, 2)), r"x and experts have shapes \(4, 8\), \(5, 2\); they must be \[R, H\] and \[R, K\]"),
+        (dict(experts=(4,)), r"x and experts have shapes \(4, 8\), \(4,\)"),
+        (dict(num_groups=0), "num_groups=0 must be at least 1"),
+        (dict(align=0), "align=0 must be at least 1"),
+        (dict(capacity=0), "capacity=0 must be at least 1"),
+    ],
+)
+def test_permute_errors(options, message):
+    """Shapes and numbers that cannot work are named."""
+    experts = jnp.zeros(options.pop("experts", (4, 2)), jnp.int32)
+    groups = options.pop("num_groups", 3)
+    with pytest.raises(ValueError, match=message):
+        permute(jnp.zeros((4, 8)), experts, groups, **options)
+
+
+@pytest.mark.parametrize("rows, weights", [((7, 8), (4, 2)), ((8, 8), (4, 3)), ((8,), (4, 2))])
+def test_unpermute_errors(rows, weights):
+    """Rows or weights of another plan would be read where they have no meaning."""
+    _, plan = permute(jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32), 3)
+    with pytest.raises(ValueError, match=r"this plan needs \(8, H\) and \(4, 2\)"):
+        unpermute(jnp.zeros(rows), plan, jnp.zeros(weights))

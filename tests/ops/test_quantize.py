@@ -1,0 +1,359 @@
+"""Quantize and dequantize: bits and scales against NumPy's own rounding, block by block and shard by shard.
+
+Covers: formats x shapes x blocks; values that are tiny, huge or not finite; ways x meshes x layouts; vmap; errors.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from moax import inspect, recipe
+from moax.kernels.xla.quantization import dequantize as dequantize_local
+from moax.kernels.xla.quantization import quantize as quantize_local
+from moax.ops import dequantize, quantize
+from moax.recipe import Format
+from moax.types import QArray
+from support import WAYS, make_mesh, program, put, random, size, some, spec
+from support.oracle.formats import BITS, by_blocks, expand
+from support.oracle.formats import quantize as quantize_by_numpy
+
+FORMATS = {
+    "fp8_block": recipe.RECIPES["fp8_block"].w,
+    "mxfp8": recipe.RECIPES["mxfp8"].w,
+    "pow2": Format(block=128, tile=128, scale="pow2"),
+    "e5m2": Format(dtype="e5m2", block=64),
+    "tensor": recipe.RECIPES["fp8_tensor"].w,
+    "tensor_e5m2": recipe.RECIPES["fp8_tensor"].dy,
+}
+
+
+def shards_of(x, counts):
+    """Each shard of x, cut in `counts` along its dims, by index."""
+    for index in np.ndindex(*counts):
+        sizes = [n // c for n, c in zip(x.shape, counts, strict=True)]
+        yield index, x[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, sizes, strict=True))]
+
+
+def oracle_by_shard(x, format, block, counts):
+    """`quantize_by_numpy` of each shard by itself, laid side by side as a gather does; a dim of one block has one
+    scale, the mesh's."""
+    values, scales = np.empty(counts, object), np.empty(counts, object)
+    whole = tuple(1 if b is None else c for b, c in zip(block, counts, strict=True))
+    for index, shard in shards_of(x, whole):
+        v, s = quantize_by_numpy(shard, format, block)
+        for inner, part in shards_of(v, [c // w for c, w in zip(counts, whole, strict=True)]):
+            values[tuple(np.add(index, inner))] = part
+        scales[index] = s
+    scales = scales[tuple(slice(0, w) for w in whole)]
+    return np.block(values.tolist()), np.block(scales.tolist())
+
+
+def values_of(q: QArray):
+    """The values that the bits say, float64."""
+    return np.asarray(q.data).view(BITS[q.dtype][2]).astype(np.float64)
+
+
+def scales_of(q: QArray):
+    """The scales as float64, exponents as powers of two."""
+    scale = np.asarray(q.scale)
+    return 2.0 ** (scale.astype(np.float64) - 127) if scale.dtype == np.uint8 else scale.astype(np.float64)
+
+
+def check(q: QArray, want):
+    np.testing.assert_array_equal(values_of(q), want[0])
+    np.testing.assert_array_equal(scales_of(q), want[1])
+
+
+def wide_range(seed, *shape):
+    """Normals times powers of two from 2^-20 to 2^20, a zero here and there."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * 2.0 ** rng.integers(-20, 20, shape)
+    return np.where(rng.random(shape) < 0.05, 0.0, x).astype(np.float32)
+
+
+ROWS = [((5, 2880), "columns"), ((7, 200), "columns"), ((4, 1), "columns"), ((200, 3), "rows"), ((1, 9), "rows")]
+ROWS += [((6, 2, 96), "columns"), ((96, 2, 5), "rows")]
+WEIGHTS = [((2, 200, 96), "rows"), ((2, 200, 96), "columns"), ((3, 1, 130), "rows"), ((2, 96, 2, 200), "rows")]
+WEIGHTS += [((2, 96, 2, 200), "columns")]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_matches_numpy(name):
+    """Every bit and every scale, rows and weights, blocks along either dim, edge blocks of 2880, 200, 96, 1
+    included."""
+    format = FORMATS[name]
+    for kind, (shape, contracted) in [*(("row", r) for r in ROWS), *(("weight", w) for w in WEIGHTS)]:
+        block = getattr(format, f"{kind}_block")(len(shape), contracted)
+        x = wide_range(0, *shape)
+        q, narrow = jax.jit(lambda x, b=block: (q := quantize(x, format, block=b), dequantize(q)))(x)
+        want = quantize_by_numpy(x, format, block)
+        check(q, want)
+        assert q.pieces == (1,) * x.ndim and q.data.dtype == jnp.uint8
+        assert q.scale.dtype == (jnp.uint8 if format.scale == "e8m0" else jnp.float32)
+        back = values_of(q) * expand(want[1], shape, block)
+        np.testing.assert_array_equal(narrow, back.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_error_bound(name):
+    """|x - back| <= half an ulp of the format: 2^-4 |x| (e5m2: 2^-3) or half its least step times the block's scale, so
+    at most 2^-4 (2^-3) of the block's amax. A rounding to zero, or a scale too small, breaks it."""
+    format = FORMATS[name]
+    mantissa, least, _ = BITS[format.dtype]
+    for shape in ((5, 2880), (200, 96), (3, 1)):
+        x = wide_range(1, *shape)
+        q = quantize(jnp.asarray(x), format)
+        off = np.abs(np.asarray(dequantize(q), np.float64) - x)
+        scale = expand(scales_of(q), shape, q.block)
+        half = 2.0 ** -(mantissa + 1)
+        bound = np.maximum(half * np.abs(x), 2.0 ** (least - mantissa - 1) * scale)
+        assert (off <= bound * (1 + 1e-6)).all()
+        amax = expand(by_blocks(x, q.block), shape, q.block)
+        assert (off <= half * amax * (1 + 1e-6)).all()
+
+
+@given(st.lists(st.floats(-(2.0**126), 2.0**126, width=32), min_size=40, max_size=40))
+def test_error_bound_of_any_floats(values):
+    """From subnormals to 2^126, in one block: the same bound, but that a block below 448 * 2^-126 becomes zero."""
+    x = np.asarray(values, np.float32).reshape(2, 20)
+    q = _quantize_blocks_of_8(jnp.asarray(x))
+    scale = expand(scales_of(q), x.shape, q.block)
+    off = np.abs(np.asarray(dequantize(q), np.float64) - x)
+    assert np.isfinite(scale).all() and (scale > 0).all()
+    assert (off <= 2.0**-4 * np.abs(x) * (1 + 1e-6) + 2.0**-10 * scale + 2.0**-126).all()
+
+
+@jax.jit
+def _quantize_blocks_of_8(x):
+    return quantize(x, Format(block=8))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_of_the_format_are_exact(name):
+    """Powers of two times the format's own values come back to the bit, as scales are exact there."""
+    format = FORMATS[name]
+    every = np.arange(256, dtype=np.uint8).view(BITS[format.dtype][2]).astype(np.float32)
+    every = every[np.isfinite(every)]
+    x = np.stack([every * np.float32(2.0**e) for e in (-40, -1, 0, 30)])
+    format = dataclasses.replace(format, block=len(every))
+    np.testing.assert_array_equal(dequantize(quantize(jnp.asarray(x), format, block=(1, len(every)))), x)
+
+
+def test_mxfp8_is_exact_in_bfloat16():
+    """3 bits of mantissa times a power of two: what dequantizes to bfloat16 loses nothing; DESIGN.md relies on it."""
+    q = quantize(jnp.asarray(wide_range(2, 32, 200)), FORMATS["mxfp8"])
+    narrow = dequantize(q, jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(narrow.astype(jnp.float32), dequantize(q))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tiny", (0.0, 1e-38, 1e-45, -1e-40))
+def test_zero_and_tiny_blocks(name, tiny):
+    """They quantize to zero with a finite scale; a scale of 0 would make NaN of 0 / 0."""
+    q = quantize(jnp.full((3, 200), tiny, jnp.float32), FORMATS[name])
+    np.testing.assert_array_equal(scales_of(q), 1.0)
+    np.testing.assert_array_equal(dequantize(q), 0.0)
+
+
+def test_small_but_normal_blocks():
+    """1e-30 is not tiny: it keeps its precision."""
+    x = 1e-30 * random(3, 4, 128)
+    back = dequantize(quantize(jnp.asarray(x), FORMATS["fp8_block"]))
+    assert (np.abs(back - x) <= np.maximum(2.0**-4 * np.abs(x), 2.0**-10 * np.abs(x).max() / 448) * 1.001).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
+def test_not_finite_stays_where_it_is(name, value):
+    """NaN in its own element; every other element, and every scale, as if it had been 0. An Inf that set the scale
+    would turn its block to zeros, and the loss would look fine."""
+    x = wide_range(4, 6, 200)
+    holes = np.zeros(x.shape, bool)
+    holes[1, 3] = holes[1, 150] = holes[4] = True
+    q0 = quantize(jnp.asarray(np.where(holes, 0.0, x).astype(np.float32)), FORMATS[name])
+    q1 = quantize(jnp.asarray(np.where(holes, value, x).astype(np.float32)), FORMATS[name])
+    np.testing.assert_array_equal(q0.scale, q1.scale)
+    np.testing.assert_array_equal(np.isnan(dequantize(q1)), holes)
+    np.testing.assert_array_equal(np.asarray(q0.data)[~holes], np.asarray(q1.data)[~holes])
+
+
+def test_bfloat16_operand():
+    """Quantized from its float32 value, as the products of a bfloat16 model need."""
+    x = jnp.asarray(wide_range(5, 8, 200)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(quantize(x).data, quantize(x.astype(jnp.float32)).data)
+
+
+# (shape, spec, block): [E, K, N] weights by expert, by K, by N; and rows. The mesh is 2x4 (fsdp, ep) or tp2x2x2.
+LAYOUTS = {
+    "experts": ((8, 200, 96), (("ep", "fsdp"),), "weight"),
+    "model": ((4, 256, 96), ("ep", "fsdp"), "weight"),
+    "cut model": ((4, 200, 96), ("ep", "fsdp"), "weight"),
+    "cut columns": ((4, 96, 400), ("ep", "tp", "fsdp"), "weight"),
+    "rows": ((64, 200), (("dp", "fsdp", "ep"),), "row"),
+}
+NAMES = ("fp8_block", "mxfp8", "tensor")
+COVER = [*itertools.product(WAYS, ["2x4"], ["cut model"], NAMES)]
+COVER += [("custom_partitioning", "2x4", layout, name) for layout, name in itertools.product(LAYOUTS, NAMES)]
+COVER += [(way, "tp2x2x2", "cut columns", "fp8_block") for way in WAYS]
+COVER += [("custom_partitioning", "4x2", "model", "fp8_block"), ("user_vma", "8x1", "rows", "tensor")]
+COVER = sorted(set(COVER))
+
+
+def shards_on(mesh, layout):
+    """In how many shards the mesh cuts each dim of the layout; its spec."""
+    shape, entries, _ = LAYOUTS[layout]
+    at = spec(mesh, *entries, *[None] * (len(shape) - len(entries)))
+    return [1 if e is None else size(mesh, *(e if isinstance(e, tuple) else (e,))) for e in at], at
+
+
+def check_on_mesh(way, mesh, layout, name):
+    shape, _, kind = LAYOUTS[layout]
+    counts, at = shards_on(mesh, layout)
+    format = FORMATS[name]
+    block = getattr(format, f"{kind}_block")(len(shape), "rows" if kind == "weight" else "columns")
+    x = wide_range(6, *shape)
+
+    def forward(x, engine):
+        q = quantize(x, format, block=block, x_spec=at, engine=engine)
+        return (), (q.data, q.scale, dequantize(q, engine=engine))
+
+    of_scale = P(*(None if b is None else e for e, b in zip(at, block, strict=True)))
+    p = program(way, mesh, forward, (x,), (at,), (), (at, of_scale, at))
+    _, (data, scale, back) = p()
+    pieces = tuple(1 if b is None or n // c % b == 0 else c for n, b, c in zip(shape, block, counts, strict=True))
+    q = QArray(data, scale, format.dtype, block, pieces)
+    check(q, oracle_by_shard(x, format, block, counts))
+    np.testing.assert_array_equal(back, dequantize(jax.tree.map(jnp.asarray, q)))
+    if way in WAYS[:3]:
+        with jax.set_mesh(p.mesh):
+            whole = jax.eval_shape(lambda x: quantize(x, format, block=block, x_spec=at, engine="auto"), *p.args)
+        assert whole.pieces == pieces and whole.scale.shape == scale.shape
+
+
+@pytest.mark.parametrize("way, mesh, layout, name", some([*COVER[::3], *COVER[1::3], *COVER[2::3]], 16))
+def test_on_mesh(way, mesh, layout, name):
+    """Each shard is quantized by itself: its own edge blocks (`pieces`), nobody else's amax, but for a tensor's one
+    scale, which is the mesh's; the gathered whole dequantizes to the same values."""
+    check_on_mesh(way, mesh, layout, name)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    some([("tp2x2x2", "tensor"), ("8x1", "tensor_e5m2"), *itertools.product(("2x4", "dp2x2x2"), ("tensor",))], 2),
+)
+def test_amax_of_a_tensor_is_the_same_on_every_mesh(name, mesh):
+    """The scale is pmax'd before the cast: to the bit that of one device, else a run would depend on its mesh."""
+    x = jnp.asarray(wide_range(7, 64, 96))
+    one = quantize(x, FORMATS[name])
+    at = spec(mesh, ("dp", "fsdp", "ep"), "tp")
+
+    def forward(x, engine):
+        q = quantize(x, FORMATS[name], x_spec=at, engine=engine)
+        return (), (q.data, q.scale)
+
+    for way in ("custom_partitioning", "explicit"):
+        _, (data, scale) = program(way, mesh, forward, (x,), (at,))()
+        np.testing.assert_array_equal(data, one.data)
+        np.testing.assert_array_equal(scale, one.scale)
+
+
+@pytest.mark.parametrize(
+    ("way", "layout", "name"),
+    some([("custom_partitioning", "model", "fp8_block"), ("explicit", "cut model", "mxfp8"),
+          ("shard_map", "model", "tensor"), ("custom_partitioning", "experts", "tensor"),
+          *itertools.product(("explicit",), ("experts", "model"), NAMES)], 4),
+)  # fmt: skip
+def test_collectives(way, layout, name, fresh_compile):
+    """A weight's shard is quantized where it lies: nothing moves, but the amax of a tensor's scale, a number an
+    expert."""
+    shape, entries, _ = LAYOUTS[layout]
+    at, format = P(*entries), FORMATS[name]
+    block = format.weight_block(3, "rows")
+    forward = lambda x, engine: ((), quantize(x, format, block=block, x_spec=at, engine=engine).data)  # noqa: E731
+    p = program(way, "2x4", forward, (wide_range(8, *shape),), (at,))
+    found = p.under(lambda x: inspect.collectives(p.fn, x))
+    if name == "tensor" and layout != "experts":
+        assert [(c.kind, c.axes) for c in found] == [("all-reduce", ("fsdp",))]
+        assert found[0].size == shape[0] // 4
+    else:
+        assert found == []
+    data = p.placed()[1]
+    assert data.sharding.shard_shape(shape) == (shape[0] // (8 if layout == "experts" else 4), shape[1] // (
+        1 if layout == "experts" else 2), shape[2])  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ("custom_partitioning", "shard_map"))
+def test_without_a_spec_blocks_are_not_cut(way):
+    """An Auto mesh whose shards cut a block, and nobody said so (`x_spec`): the result is that of the whole array."""
+    x = wide_range(9, 4, 200, 96)
+    at = P("ep", "fsdp")
+    format, block = FORMATS["fp8_block"], (1, 128, 128)
+
+    def forward(x, engine):
+        q = quantize(x, format, block=block, engine=engine)
+        return (), (q, dequantize(q, engine=engine))
+
+    _, (q, back) = program(way, "2x4", forward, (x,), (at,))()
+    assert q.pieces == (1, 1, 1)
+    check(q, quantize_by_numpy(x, format, block))
+    np.testing.assert_array_equal(back, dequantize(quantize(jnp.asarray(x), format, block=block)))
+
+
+@pytest.mark.parametrize("way", ("none", "custom_partitioning"))
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap(way, name):
+    """A batch is each of its elements; a tensor's one scale is one an element of the batch."""
+    x = wide_range(10, 3, 64, 96)
+    at = P(None, ("fsdp", "ep"))
+
+    def forward(x, engine):
+        def one(x):
+            q = quantize(x, FORMATS[name], x_spec=P(("fsdp", "ep")), engine=engine)
+            return q, dequantize(q, engine=engine)
+
+        return (), jax.vmap(one)(x)
+
+    _, (q, back) = program(way, "2x4", forward, (x,), (at,))()
+    for i in range(3):
+        one = quantize(jnp.asarray(x[i]), FORMATS[name])
+        np.testing.assert_array_equal(q.data[i], one.data)
+        np.testing.assert_array_equal(q.scale[i], one.scale)
+        np.testing.assert_array_equal(back[i], dequantize(one))
+
+
+@pytest.mark.parametrize("block", ((1,), (1, 0), (1, 8, 8), (None, -1)))
+def test_block_errors(block):
+    """One positive entry a dim, or the scale would not line up with the data."""
+    with pytest.raises(
+        ValueError, match=r"block=.* must have one positive int \(or None\) for each of the 2 dims of x"
+    ):
+        quantize(jnp.zeros((4, 8)), block=block)
+
+
+def test_dequantize_refuses_cut_blocks():
+    """Data resharded so that two devices share a block, with its one scale: refused by dim, size and axes."""
+    mesh = make_mesh("2x4", "explicit")
+    q = quantize(jnp.asarray(wide_range(11, 96, 8)), Format(block=128), block=(128, 1))
+    with jax.set_mesh(mesh):
+        cut = dataclasses.replace(q, data=put(mesh, P("ep"), q.data), scale=put(mesh, P(), q.scale))
+        with pytest.raises(ValueError, match=r"q: dim 0 of size 96 over \('ep',\) cuts the blocks of 1 shards"):
+            jax.jit(dequantize)(cut)
+
+
+def test_rounding_is_not_undone():
+    """Breaks if a compiler may take the cast to fewer bits and back for no cast: XLA does on GPUs, and a recipe would
+    quantize nothing wherever no collective lies between."""
+
+    def round_trip(x):
+        return dequantize_local(quantize_local(x, Format(block=128), (1, 128)))
+
+    text = jax.jit(round_trip).lower(jax.ShapeDtypeStruct((4, 256), jnp.float32)).as_text()
+    assert "stablehlo.optimization_barrier" in text

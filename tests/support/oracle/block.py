@@ -1,0 +1,163 @@
+"""The block and every gradient in float64 NumPy, each product of operands rounded as a recipe says.
+
+    h = q(x) q(wi) + bi     a = act(h)     o = q(a) q(wo) + bo     y = sum over k of weight * o
+
+and backward, with q along the dim that each product contracts:
+
+    d_a  = q(d_o) q(wo)^T         d_wo = q(weight * a)^T q(d_o)         d_h = act'(h) * weight * d_a
+    d_x  = q(d_h) q(wi)^T         d_wi = q(x)^T q(d_h)                  d_weight = <d_a, a> + <d_o, bo>
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+import moax
+from moax.recipe import get_recipe
+from support.oracle import ops
+from support.oracle.formats import round_rows, round_weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What of a mesh reaches the numbers of a quantized block.
+
+    Attributes:
+      groups: token groups, dp * fsdp: a rank sorts and quantizes the rows of one group together.
+      shards: token shards, dp * fsdp * ep: the shared expert quantizes the rows of one shard together.
+      tp: parts of F, each quantized by itself.
+    """
+
+    groups: int = 1
+    shards: int = 1
+    tp: int = 1
+
+
+@dataclasses.dataclass
+class Result:
+    """y, stats, and the gradients of x and of params."""
+
+    y: np.ndarray
+    stats: dict[str, Any]
+    dx: np.ndarray
+    dparams: dict[str, np.ndarray]
+
+
+def block(x, params: moax.MoEParams, config, dy, recipe=None, *, layout=Layout(), d_losses=(0.0, 0.0), kept=None):
+    """The block of x [T, H] for the cotangents dy [T, H] and d_losses (of the aux loss and the z loss).
+
+    kept [T, K]: which assignments found room; the others add nothing and have no gradient.
+    """
+    given = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
+    p = {n: np.asarray(v, np.float64) for n, v in given.items() if v is not None}
+    x, dy = ops.wide(x, dy)
+    logits = x @ p["router"] + (p["logits_bias"][None] if "logits_bias" in p else 0.0)
+    experts = ops.choose_experts(logits, config.router, config.top_k, p.get("router_bias"))
+    weights, aux, z = ops.route_losses(logits, experts, config.router)
+    kept = np.ones(experts.shape, bool) if kept is None else np.asarray(kept)
+
+    y, dx, grads, d_weights = _experts(x, p, config, dy, get_recipe(recipe), layout, experts, weights, kept)
+    d_logits = ops.route_losses_grad(logits, experts, config.router, d_weights, *d_losses)
+    dx = dx + d_logits @ p["router"].T
+    grads |= {"router": x.T @ d_logits}
+    if "logits_bias" in p:
+        grads["logits_bias"] = d_logits.sum(0)
+    if "router_bias" in p:
+        grads["router_bias"] = np.zeros(p["router_bias"].shape)
+    if "shared_wi" in p:
+        shared_y, shared_dx, shared = _shared(x, p, config, dy, get_recipe(recipe), layout)
+        y, dx, grads = y + shared_y, dx + shared_dx, grads | shared
+    counts = np.bincount(experts.reshape(-1), minlength=config.num_experts)
+    stats = {"aux_loss": aux, "z_loss": z, "tokens_per_expert": counts, "dropped": int((~kept).sum())}
+    return Result(y, stats, dx, grads)
+
+
+def _sorted(experts, kept, num_experts: int, groups: int):
+    """(token, choice) of each sorted row, and (expert, its rows) of each expert in each token group.
+
+    2 experts and 2 groups of 2 tokens: rows of group 0 for expert 0, then for expert 1, then those of group 1.
+    """
+    size, rows, segments = len(experts) // groups, [], []
+    for group in range(groups):
+        part = slice(group * size, (group + 1) * size)
+        for e in range(num_experts):
+            found = np.argwhere((experts[part] == e) & kept[part]) + [group * size, 0]
+            start = sum(map(len, rows))
+            rows.append(found)
+            segments.append((e, slice(start, start + len(found))))
+    return np.concatenate(rows), segments
+
+
+def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
+    """y, dx, gradients of the experts' parameters, and d weights [T, K]."""
+    at, segments = _sorted(experts, kept, config.num_experts, layout.groups)
+    token, weight = at[:, 0], weights[at[:, 0], at[:, 1]]
+    spans, tp = [rows for _, rows in segments], layout.tp
+    wi, wo = p["wi"], p["wo"]
+    bi, bo = p.get("bi", np.zeros(wi.shape[:1] + wi.shape[2:])), p.get("bo", np.zeros(wo.shape[::2]))
+    w = {
+        "wi": {over: round_weight(wi, r.w, over, 3, tp) for over in ("rows", "columns")},
+        "wo": {over: round_weight(wo, r.w, over, 1, tp) for over in ("rows", "columns")},
+    }
+    rows, d_o, early = x[token], dy[token], config.weights_at == "hidden"
+
+    def multiply(v, name, over, shape):
+        out = np.zeros((len(v), *shape))
+        for e, span in segments:
+            of = w[name][over][e].reshape(w[name][over].shape[1], -1)
+            out[span] = (v[span].reshape(-1, of.shape[0 if over == "rows" else 1])
+                         @ (of if over == "rows" else of.T)).reshape(-1, *shape)  # fmt: skip
+        return out
+
+    def summed(left, right, like):
+        out = np.zeros(like.shape)
+        for e, span in segments:
+            out[e] += np.tensordot(left[span], right[span], (0, 0))
+        return out
+
+    def biases(b):
+        return np.concatenate([np.broadcast_to(b[e], (s.stop - s.start, *b.shape[1:])) for e, s in segments])
+
+    h = multiply(round_rows(rows, r.x, "columns"), "wi", "rows", wi.shape[2:]) + biases(bi)
+    a = ops.activate(h, config.activation)
+    into = a * weight[:, None] if early else a
+    o = multiply(round_rows(into, r.x, "columns", tp=tp), "wo", "rows", wo.shape[2:])
+    o = o + biases(bo) * (weight[:, None] if early else 1.0)
+    y = np.zeros(x.shape)
+    np.add.at(y, token, o if early else weight[:, None] * o)
+
+    d_a = multiply(round_rows(d_o, r.dy, "columns"), "wo", "columns", wo.shape[1:2])
+    d_wo = summed(round_rows(weight[:, None] * a, r.x, "rows", spans), round_rows(d_o, r.dy, "rows", spans), wo)
+    d_h = ops.activate_grad(h, config.activation, weight[:, None] * d_a)
+    d_wi = summed(round_rows(rows, r.x, "rows", spans), round_rows(d_h, r.dy, "rows", spans), wi)
+    d_rows = multiply(round_rows(d_h, r.dy, "columns", tp=tp), "wi", "columns", wi.shape[1:2])
+    dx = np.zeros(x.shape)
+    np.add.at(dx, token, d_rows)
+    d_weights = np.zeros(weights.shape)
+    d_weights[at[:, 0], at[:, 1]] = (d_a * a).sum(-1) + (d_o * biases(bo)).sum(-1)
+    grads = {"wi": d_wi, "wo": d_wo}
+    for name, d in (("bi", d_h), ("bo", weight[:, None] * d_o)):
+        if name in p:
+            grads[name] = np.stack([sum(d[s].sum(0) for g, s in segments if g == e) for e in range(len(wi))])
+    return y, dx, grads, d_weights
+
+
+def _shared(x, p, config, dy, r, layout: Layout):
+    """y, dx and gradients of the shared expert, whose weights are one matrix each."""
+    wi, wo, tp = p["shared_wi"], p["shared_wo"], layout.tp
+    n = len(x) // layout.shards
+    spans = [slice(i * n, (i + 1) * n) for i in range(layout.shards)]
+    by = {over: (round_weight(wi[None], r.w, over, 3, tp)[0].reshape(len(wi), -1),
+                 round_weight(wo[None], r.w, over, 1, tp)[0]) for over in ("rows", "columns")}  # fmt: skip
+    h = (round_rows(x, r.x, "columns") @ by["rows"][0]).reshape(-1, *wi.shape[1:])
+    a = ops.activate(h, config.activation)
+    y = round_rows(a, r.x, "columns", tp=tp) @ by["rows"][1]
+    d_a = round_rows(dy, r.dy, "columns") @ by["columns"][1].T
+    d_wo = round_rows(a, r.x, "rows", spans).T @ round_rows(dy, r.dy, "rows", spans)
+    d_h = ops.activate_grad(h, config.activation, d_a)
+    d_wi = np.tensordot(round_rows(x, r.x, "rows", spans), round_rows(d_h, r.dy, "rows", spans), (0, 0))
+    dx = round_rows(d_h, r.dy, "columns", tp=tp).reshape(len(x), -1) @ by["columns"][0].T
+    return y, dx, {"shared_wi": d_wi, "shared_wo": d_wo}

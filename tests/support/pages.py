@@ -1,0 +1,137 @@
+"""The programs of README.md and docs/**/*.md: what they are, and how they run as a reader would run them.
+
+A page is one session: its ```python blocks run in order in one namespace, in this process, or in one of its own where
+it configures JAX, which a running backend no longer lets it do. An ```output block after a block holds what that
+printed, with ... for any text. A block after `<!-- not run: REASON -->` is not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [path for path in PAGES if "_build" not in path.parts]
+SHELLS = ("bash", "console", "sh")
+OWN_PROCESS = re.compile(r"jax\.config\.update|os\.environ")
+END = "\x1e"  # printed between the blocks of a page in a process of its own
+
+
+@dataclass
+class Block:
+    """A fenced block: its language, text and first line; why it is not run, if so; what it must print, if said."""
+
+    path: Path
+    language: str
+    text: str
+    line: int
+    not_run: str | None
+    output: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+
+def read(path: Path) -> list[Block]:
+    """The fenced blocks of a page, each `output` block made that of the block before it."""
+    found: list[Block] = []
+    fence = language = reason = None
+    body: list[str] = []
+    adjacent = False  # nothing but blank lines since the last block
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        opened = re.match(r"(`{3,})(.*)$", line)
+        if fence is None and opened:
+            fence, language, body = opened[1], opened[2].strip(), []
+        elif fence is not None and line.rstrip() == fence:
+            text = "\n".join(body)
+            if language == "output":
+                if not (found and adjacent):
+                    raise ValueError(f"{path}:{number}: an output block must follow the block that prints it")
+                found[-1].output = text
+            else:
+                found.append(Block(path, language or "", text, number - len(body), reason))
+            fence, reason, adjacent = None, None, True
+        elif fence is not None:
+            body.append(line)
+        elif said := re.match(r"<!-- not run: (.+) -->$", line):
+            reason = said[1]
+        elif line.strip():
+            reason, adjacent = None, False
+    if fence is not None:
+        raise ValueError(f"{path}: a block is not closed")
+    return found
+
+
+def programs(path: Path) -> list[Block]:
+    return [b for b in read(path) if b.language == "python" and b.not_run is None]
+
+
+def commands(path: Path) -> list[Block]:
+    """Shell blocks with a `moax` command in them."""
+    shells = [b for b in read(path) if b.language in SHELLS]
+    return [b for b in shells if b.not_run is None and re.search(r"^(\$ )?moax ", b.text, re.M)]
+
+
+def check(block: Block, printed: str) -> None:
+    """Raises AssertionError where a block did not print what the page says."""
+    if block.output is not None:
+        want, got = (re.sub(r"[ \t]+$", "", text.strip("\n"), flags=re.M) + "\n" for text in (block.output, printed))
+        same = doctest.OutputChecker().check_output(want, got, doctest.ELLIPSIS)
+        assert same, f"{block} says it prints\n{want}\nand it prints\n{got}"
+
+
+def run_page(path: Path) -> None:
+    """Runs the programs of a page, and compares what they print."""
+    blocks = programs(path)
+    if any(OWN_PROCESS.search(block.text) for block in blocks):
+        printed = _in_a_process(path, blocks)
+    else:
+        printed = _here(blocks)
+    for block, text in zip(blocks, printed, strict=True):
+        check(block, text)
+
+
+def _here(blocks: list[Block]) -> list[str]:
+    namespace: dict = {"__name__": "__main__"}
+    printed = []
+    for block in blocks:
+        code = compile("\n" * (block.line - 1) + block.text, str(block.path), "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(code, namespace)
+        printed.append(said.getvalue())
+    return printed
+
+
+def _in_a_process(path: Path, blocks: list[Block]) -> list[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT / "src")}
+    program = f"\nprint({END!r}, end='', flush=True)\n".join(block.text for block in blocks)
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0, f"{path}\n{done.stderr[-3000:]}"
+    return done.stdout.split(END)
+
+
+def run_commands(block: Block) -> None:
+    """Runs the lines of a shell block, all of them `moax` commands, and compares what the last one printed."""
+    from moax.cli import main
+
+    said = io.StringIO()
+    for line in filter(None, map(str.strip, block.text.replace("\\\n", " ").split("\n"))):
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        if not words:
+            continue
+        assert words[0] == "moax", f"{block}: {line!r} is no moax command; put it into a block of its own"
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            code = main(words[1:])
+        assert code == 0, f"{block}: {line!r} ended with {code}"
+    check(block, said.getvalue())

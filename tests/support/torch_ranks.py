@@ -1,0 +1,98 @@
+"""One rank of tests/benchmarks/test_torch_block.py: python3 tests/support.torch_ranks.py FOLDER RANK FSDP EP PORT
+
+Runs each case of FOLDER/cases.npz on the ranks' shards, and saves what came out as FOLDER/RANK.npz.
+"""
+
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.peers import torch_block, torch_pieces, torch_worker
+from benchmarks.peers.torch_layer import Layer, Mesh, Params, dist, torch
+
+
+def scaled_grouped_mm(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum):
+    """What `torch._scaled_grouped_mm` computes on Hopper, of the operands that it takes there and no others."""
+    assert a.dtype == b.dtype == torch.float8_e4m3fn and use_fast_accum and offs.dtype == torch.int32
+    assert a.is_contiguous() and b.transpose(-2, -1).is_contiguous() and a.shape[-1] == b.shape[-2]
+    assert not any(size % 16 for size in (*a.shape[-1:], *b.shape[-2:]))
+    scales = (
+        (a.shape[0], b.shape[:1] + b.shape[2:]) if b.ndim == 3 else (len(offs) * a.shape[0], len(offs) * b.shape[1])
+    )
+    for scale, size in zip((scale_a, scale_b), scales, strict=True):
+        assert (
+            scale.dtype == torch.float32
+            and scale.is_contiguous()
+            and scale.shape == torch.Size([size] if isinstance(size, int) else size)
+        )
+    if b.ndim == 3:
+        left, right = a.float() * scale_a[:, None], b.float() * scale_b[:, None]
+        return torch._grouped_mm(left, right, offs=offs).to(out_dtype)
+    assert not (offs % 16).any()
+    out = torch._grouped_mm(a.float(), b.float().contiguous(), offs=offs)
+    return (out * scale_a.view(len(offs), -1, 1) * scale_b.view(len(offs), 1, -1)).to(out_dtype)
+
+
+def twice(product):
+    """A product that is wrong."""
+    return lambda *args: 2 * product(*args)
+
+
+def choices(layer: Layer, broken: Layer, params: Params, last: bool) -> dict[str, np.ndarray]:
+    """What the worker says of a layer beside one whose pieces are compiled, one that is wrong, and one that the last
+    rank could not compile."""
+    found = {}
+    for of in ("right", "wrong", "late"):
+        compiler = torch_pieces.Compiler(60.0, backend="eager")
+        pieces = compiler.pieces()
+        compiler.failed = "too slow" if of == "late" and last else ""
+        products = broken.products if of == "wrong" else layer.products
+        layers = {"eager": layer, "compiled": Layer(layer.config, layer.mesh, products, pieces)}
+        asked = {"recipe": "none", "repeats": {"warmups": 1, "measured": 3}}
+        found[of] = np.array(json.dumps(torch_worker.fastest(layers, params, asked, 16, compiler)))
+    return found
+
+
+def main(folder: Path, rank: int, fsdp: int, ep: int, port: int) -> None:
+    """All cases, and whether the worker sees a layer that is wrong."""
+    torch.set_num_threads(1)
+    address, limit = f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=fsdp * ep, timeout=limit)
+    mesh, cases, found = Mesh.make(fsdp, ep), np.load(folder / "cases.npz"), {}
+    pieces = torch_pieces.plain()
+    for name in json.loads(str(cases["names"])):
+        given = {key: cases[f"{name} {key}"] for key in ("x", "dy", "router", "bias", "wi", "wo")}
+        how = json.loads(str(cases[f"{name} how"]))
+        config = torch_block.config_of(how)
+        dtype = getattr(torch, how["dtype"])
+        shard = torch_worker.place(fsdp, ep).index(rank)
+        own = {
+            key: np.split(given[key], fsdp * ep)[at]
+            for key, at in (("x", rank), ("dy", rank), ("wi", shard), ("wo", shard))
+        }
+        v = {key: torch.tensor(value).to(dtype) for key, value in (given | own).items()}
+        params = Params(v["router"], v["wi"].flatten(2), v["wo"], v["bias"])
+        products = (
+            torch_pieces.bf16() if how["recipe"] == "none" else torch_pieces.fp8_rowwise(pieces, scaled_grouped_mm)
+        )
+        layer = Layer(config, mesh, products, pieces)
+        y, saved = layer.forward(v["x"], params)
+        d_x, d = layer.backward(v["dy"], saved, params)
+        for key, value in {"y": y, "dx": d_x, "router": d.router, "wi": d.wi, "wo": d.wo}.items():
+            assert value.dtype == dtype
+            found[f"{name} {key}"] = value.float().numpy()
+        if dtype == torch.bfloat16:
+            broken = Layer(config, mesh, products._replace(wgrad=twice(products.wgrad)), pieces)
+            for key, of in {"wrong": layer, "broken": broken}.items():
+                found[f"{name} {key}"] = np.array(torch_worker.wrong(of, params, how["recipe"]))
+            if name == "bf16":
+                found |= choices(layer, broken, params, last=rank == fsdp * ep - 1)
+    np.savez(folder / f"{rank}.npz", **found)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,0 +1,521 @@
+"""Published models: their configs, and the weights of their MoE layers, held against transformers' own layers.
+
+tests/data/hf/ is what scripts/hf_reference.py wrote; `make hf-parity` does it anew and compares.
+
+Covers: every model type x spellings x dtypes; parity with transformers; meshes; FP8 and MXFP4; what is refused.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import AxisType, NamedSharding
+
+import moax
+from moax import MoEConfig, RouterConfig, Unsupported, hf
+from moax.hf.files import Entry
+from moax.hf.names import DIMS, SPELLINGS, tensors_of
+from moax.hf.stored import decode_fp8
+from support import MESHES, some
+from support.hf_parity import parity
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "hf"
+BEST = RouterConfig(order="topk_then_score", normalize=False)
+SIGMOID = RouterConfig(score="sigmoid", num_groups=8, top_groups=4, scale=2.5, bias=True)
+# What config.json of a published model says of its MoE layers, and what those are.
+PUBLISHED = {
+    "Mixtral-8x7B": (
+        dict(model_type="mixtral", hidden_size=4096, intermediate_size=14336, num_local_experts=8,
+             num_experts_per_tok=2, hidden_act="silu", router_aux_loss_coef=0.02, num_hidden_layers=32),
+        MoEConfig(4096, 14336, 8, 2, router=BEST),
+    ),
+    "Qwen3-235B-A22B": (
+        dict(model_type="qwen3_moe", hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536,
+             num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, hidden_act="silu", num_hidden_layers=94,
+             decoder_sparse_step=1, mlp_only_layers=[]),
+        MoEConfig(4096, 1536, 128, 8, router=BEST),
+    ),
+    "OLMoE-1B-7B": (
+        dict(model_type="olmoe", hidden_size=2048, intermediate_size=1024, num_experts=64, num_experts_per_tok=8,
+             norm_topk_prob=False, hidden_act="silu", num_hidden_layers=16),
+        MoEConfig(2048, 1024, 64, 8, router=RouterConfig(normalize=False)),
+    ),
+    "DeepSeek-V3": (
+        dict(model_type="deepseek_v3", hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048,
+             n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8, topk_group=4,
+             norm_topk_prob=True, routed_scaling_factor=2.5, scoring_func="sigmoid", topk_method="noaux_tc",
+             moe_layer_freq=1, first_k_dense_replace=3, num_hidden_layers=61, hidden_act="silu"),
+        MoEConfig(7168, 2048, 256, 8, router=SIGMOID, shared_d_ff=2048),
+    ),
+    "gpt-oss-120b": (
+        dict(model_type="gpt_oss", hidden_size=2880, intermediate_size=2880, num_local_experts=128,
+             num_experts_per_tok=4, experts_per_token=4, swiglu_limit=7.0, hidden_act="silu", num_hidden_layers=36),
+        MoEConfig(2880, 2880, 128, 4, activation="swiglu_oai", use_bias=True,
+                  router=dataclasses.replace(BEST, logits_bias=True)),
+    ),
+}  # fmt: skip
+
+
+def tiny(family: str) -> MoEConfig:
+    return hf.config_from_hf(DATA / family)
+
+
+def bits(array) -> bytes:
+    return np.ascontiguousarray(array).view(np.uint8).tobytes()
+
+
+def assert_same(got, want):
+    """Bit for bit, NaN and -0 included, and of one dtype."""
+    assert sorted(got) == sorted(want)
+    for name in want:
+        assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape, name
+        assert bits(got[name]) == bits(want[name]), name
+
+
+def random_state(config: MoEConfig, spelling: str, dtype, prefix: str = "") -> dict[str, np.ndarray]:
+    """Random bits under the names of a spelling: NaNs, infinities and subnormals among them."""
+    generator = np.random.default_rng(0)
+    size = np.dtype(dtype).itemsize
+    shapes = {prefix + tensor.name: tensor.shape(config) for tensor in tensors_of(spelling, config)}
+    return {
+        name: np.frombuffer(generator.bytes(size * int(np.prod(shape))), dtype).reshape(shape)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_config_of_published_models(name):
+    """Breaks if a published model is read as another function than it is, or cannot be written back."""
+    values, config = PUBLISHED[name]
+    assert hf.config_from_hf(values) == config
+    written = hf.config_to_hf(config, values["model_type"])
+    assert {k: values[k] for k in written.keys() & values.keys()} == {k: written[k] for k in written.keys() & values}
+    assert hf.config_from_hf(written) == config
+
+
+def test_moe_layers():
+    """Breaks if a dense layer is taken for an MoE layer."""
+    assert hf.moe_layers(PUBLISHED["DeepSeek-V3"][0]) == tuple(range(3, 61))
+    assert hf.moe_layers(PUBLISHED["Mixtral-8x7B"][0]) == tuple(range(32))
+    sparse = PUBLISHED["Qwen3-235B-A22B"][0] | dict(num_hidden_layers=8, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert hf.moe_layers(sparse) == (1, 5, 7)
+    assert hf.moe_layers(DATA / "olmoe" / "config.json") == (0,)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "says"),
+    [
+        ("Mixtral-8x7B", dict(model_type="qwen2_moe"), Unsupported, "model_type='qwen2_moe'; moax.hf has 'mixtral'"),
+        ("Mixtral-8x7B", dict(router_jitter_noise=0.1), Unsupported, "router_jitter_noise=0.1"),
+        ("Mixtral-8x7B", dict(hidden_act="gelu"), Unsupported, "hidden_act='gelu'"),
+        ("Mixtral-8x7B", dict(hidden_size=None), ValueError, "mixtral.*has no hidden_size"),
+        ("Mixtral-8x7B", dict(num_experts_per_tok=9), ValueError, "top_k=9"),
+        ("DeepSeek-V3", dict(scoring_func="softmax"), Unsupported, "scoring_func='softmax'; moax has 'sigmoid'"),
+        ("DeepSeek-V3", dict(topk_method="greedy"), Unsupported, "topk_method='greedy'"),
+        ("DeepSeek-V3", dict(num_experts_per_tok=1), Unsupported, "norm_topk_prob with one expert"),
+        ("gpt-oss-120b", dict(swiglu_limit=10.0), Unsupported, "swiglu_limit=10.0; moax has 7.0"),
+    ],
+)
+def test_config_refuses(name, change, error, says):
+    """Breaks if an option that moax has not is dropped in silence: another function would be trained."""
+    with pytest.raises(error, match=says):
+        hf.config_from_hf(PUBLISHED[name][0] | change)
+
+
+def test_config_to_hf_knows_what_a_model_cannot_be():
+    """Breaks if a checkpoint is written whose config.json is another function than its weights were trained for."""
+    config = MoEConfig(8, 16, 4, 2)  # softmax over all, the best two over their sum: Mixtral's by another name
+    assert hf.config_from_hf(hf.config_to_hf(config, "mixtral")).router == BEST
+    trained = dataclasses.replace(config, router=RouterConfig(aux_loss=0.01), capacity_factor=1.25, weights_at="hidden")
+    assert hf.config_to_hf(trained, "olmoe") == hf.config_to_hf(config, "olmoe")
+    for change, says in (
+        (dict(activation="relu2"), "no activation='relu2'"),
+        (dict(shared_d_ff=16), "no shared_d_ff=16"),
+        (dict(router=RouterConfig(z_loss=0.1, scale=2.0)), "no router.scale=2.0"),
+        (dict(router=RouterConfig(normalize=False)), "no router.order='score_then_topk'"),
+    ):
+        with pytest.raises(Unsupported, match=says):
+            hf.config_to_hf(dataclasses.replace(config, **change), "mixtral")
+    with pytest.raises(ValueError, match="is no file"):
+        hf.config_from_hf(DATA / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    some([("gpt_oss", "2x4"), ("deepseek_v3", None), ("mixtral", None),
+          *itertools.product(hf.MODEL_TYPES, ("2x4",)), *itertools.product(hf.MODEL_TYPES, (None,))], 3),
+)  # fmt: skip
+def test_parity(family, mesh):
+    """Breaks if y or any gradient of a loaded layer is not transformers' own: a projection, a transpose, the
+    interleaving, a bias or the router taken for another."""
+    errors = parity(DATA / family, mesh)
+    assert {"y", "dx", "d_router", "d_wi", "d_wo"} <= errors.keys()
+    assert max(errors.values()) < 2e-6, errors
+
+
+@pytest.mark.parametrize(
+    ("family", "stacked", "dtype"),
+    some([(f, i % 2 == 0, (jnp.bfloat16, np.float32)[i // 2 % 2]) for i, f in enumerate(hf.MODEL_TYPES)]
+         + [(f, i % 2 == 1, np.float32) for i, f in enumerate(hf.MODEL_TYPES)], len(hf.MODEL_TYPES)),
+)  # fmt: skip
+def test_round_trip(family, stacked, dtype):
+    """Breaks if a weight comes back with one other bit, in either spelling."""
+    if family == "gpt_oss" and not stacked:
+        with pytest.raises(Unsupported, match="stacked experts alone"):
+            hf.params_to_hf(moax.init(jax.random.key(0), tiny(family)), tiny(family), family, stacked=False)
+        return
+    config = tiny(family)
+    spelling = "gpt_oss" if family == "gpt_oss" else "stacked" if stacked else "per_expert"
+    spelling = "mixtral" if family == "mixtral" and not stacked else spelling
+    prefix = f"model.layers.7.{SPELLINGS[spelling][0]}."
+    state = random_state(config, spelling, dtype, prefix)
+    params = hf.params_from_hf(state, config, layer=7)
+    moax.params.check_params(params, config)
+    assert_same(hf.params_to_hf(params, config, family, layer=7, stacked=stacked), state)
+    again = hf.params_from_hf(hf.params_to_hf(params, config, family, stacked=stacked), config)
+    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
+        assert bits(one) == bits(other)
+
+
+def test_spellings_are_the_same_layer():
+    """Breaks if the stacked spelling is read as other weights than that of one tensor an expert."""
+    config = tiny("deepseek_v3")
+    params = hf.params_from_hf(DATA / "deepseek_v3" / "model.safetensors", config, layer=0)
+    stacked = hf.params_to_hf(params, config, "deepseek_v3", stacked=True)
+    one = hf.params_to_hf(params, config, "deepseek_v3")
+    gate, up = one["experts.3.gate_proj.weight"], one["experts.3.up_proj.weight"]
+    assert bits(stacked["experts.gate_up_proj"][3]) == bits(np.concatenate([gate, up]))
+    assert bits(stacked["experts.down_proj"][3]) == bits(one["experts.3.down_proj.weight"])
+
+
+LAYOUTS = [
+    ("2x4", "experts", AxisType.Auto), ("2x4", "model", AxisType.Explicit), ("tp2x2x2", "model", AxisType.Auto),
+    ("dp2x2x2", "experts", AxisType.Explicit),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "fsdp_dim", "kind"),
+    some([("deepseek_v3", *LAYOUTS[2]), ("gpt_oss", *LAYOUTS[1]), ("gpt_oss", *LAYOUTS[3]),
+          *((family, *layout) for family in ("deepseek_v3", "gpt_oss") for layout in LAYOUTS[:2])], 2),
+)  # fmt: skip
+def test_layouts(family, mesh, fsdp_dim, kind):
+    """Breaks if a shard gets another's part, or an array another layout than `param_specs` says."""
+    config, axes = tiny(family), moax.Axes(fsdp_dim=fsdp_dim)
+    sizes = MESHES[mesh]
+    on = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+    want = hf.params_from_hf(DATA / family / "model.safetensors", config, layer=0)
+    with jax.set_mesh(on):
+        got = hf.params_from_hf(DATA / family / "model.safetensors", config, layer=0, axes=axes)
+    specs = moax.param_specs(config, axes, on)
+    for field in DIMS:
+        have, array = getattr(got, field), getattr(want, field)
+        assert (have is None) == (array is None)
+        if have is not None:
+            assert have.sharding == NamedSharding(on, getattr(specs, field)), field
+            assert bits(have) == bits(array), field
+            for shard in have.addressable_shards:
+                assert bits(shard.data) == bits(np.asarray(array)[shard.index]), (field, shard.index)
+    with jax.set_mesh(on):
+        written = hf.params_to_hf(got, config, family)
+    assert_same(written, hf.params_to_hf(want, config, family))
+
+
+@pytest.mark.parametrize("spelling", ["per_expert", "stacked"])
+def test_reads_one_expert_at_a_time(tmp_path, monkeypatch, spelling):
+    """Breaks if a layer is read whole, or an expert more than once: what a 235B model's host has no memory for."""
+    config = dataclasses.replace(tiny("qwen3_moe"), d_model=64, d_ff=32, num_experts=16)
+    state = random_state(config, spelling, jnp.bfloat16)
+    safetensors.numpy.save_file(state, tmp_path / "model.safetensors")
+    reads, real = [], Entry.read
+    monkeypatch.setattr(Entry, "read", lambda self, index=None: reads.append(real(self, index)) or reads[-1])
+    mesh = jax.make_mesh((2, 4), ("fsdp", "ep"))
+    hf.params_from_hf(tmp_path, config, mesh=mesh)
+    biggest = 2 * config.d_model * config.d_ff * (2 if spelling == "stacked" else 1)
+    assert max(array.nbytes for array in reads) == biggest
+    assert sum(array.nbytes for array in reads) == sum(array.nbytes for array in state.values())
+
+
+WORKER = """
+import sys, jax, numpy as np
+address, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(address, 2, rank)
+from moax import hf
+from moax.hf.files import Entry
+found, sizes, read = hf.Checkpoint(folder + "/model.safetensors"), [], Entry.read
+Entry.read = lambda self, index=None: sizes.append(read(self, index).nbytes) or read(self, index)
+mesh = jax.make_mesh((2, 4), ("fsdp", "ep"))
+params = hf.params_from_hf(found, hf.config_from_hf(folder), layer=0, mesh=mesh)
+print(sum(sizes), len(params.wo.addressable_shards), flush=True)
+for shard in params.wo.addressable_shards:
+    name = f"model.layers.0.mlp.experts.{shard.index[0].start}.down_proj.weight"
+    np.testing.assert_array_equal(shard.data[0], found[name].T)
+"""
+
+
+def test_two_processes():
+    """Breaks if a host reads the experts of another's devices: each would need memory and disk for the whole model."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    start = functools.partial(
+        subprocess.Popen, env={"PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    found = hf.Checkpoint(DATA / "olmoe" / "model.safetensors")
+    experts = sum(found[name].nbytes for name in found if ".experts." in name)
+    router = found["model.layers.0.mlp.gate.weight"].nbytes
+    workers = [start([sys.executable, "-c", WORKER, address, str(rank), str(DATA / "olmoe")]) for rank in range(2)]
+    try:
+        for worker in workers:
+            out, errors = worker.communicate(timeout=300)
+            assert worker.returncode == 0, errors.decode()[-3000:]
+            assert out.split() == [b"%d" % (experts // 2 + router), b"4"]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+
+
+@pytest.mark.more
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_memory_of_a_load():
+    """Breaks if loading takes memory beside the arrays: an expert's tensor is 2 MiB here, a layer 384 MiB."""
+    command = [sys.executable, str(ROOT / "scripts" / "hf_load.py"), "--gib", "0.25", "--limit", "192"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={"PYTHONPATH": str(ROOT / "src")})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal: True" in done.stdout
+
+
+def test_dtype():
+    """Breaks if `dtype` is not that of the parameters, or the selection bias loses bits to it."""
+    config = tiny("deepseek_v3")
+    params = hf.params_from_hf(DATA / "deepseek_v3" / "model.safetensors", config, layer=0, dtype=jnp.bfloat16)
+    assert params.wi.dtype == params.router.dtype == params.shared_wo.dtype == jnp.bfloat16
+    assert params.router_bias.dtype == jnp.float32
+    state = hf.params_to_hf(params, config, "deepseek_v3", dtype=np.float32)
+    assert {array.dtype for array in state.values()} == {np.dtype(np.float32)}
+    state["experts.1.up_proj.weight"] = state["experts.1.up_proj.weight"].astype(np.float16)
+    with pytest.raises(ValueError, match=r"experts.1.up_proj.weight float16; give dtype="):
+        hf.params_from_hf(state, config)
+    assert hf.params_from_hf(state, config, dtype=np.float32).wi.dtype == np.float32
+    wide = {name: array.astype(np.float64) for name, array in state.items()}
+    with pytest.raises(ValueError, match="would be float64, which JAX has with jax_enable_x64 alone"):
+        hf.params_from_hf(wide, config)
+    with pytest.raises(ValueError, match="would be float64"):
+        hf.params_from_hf(state, config, dtype=np.float64)
+    with pytest.raises(ValueError, match="dtype=int32"):
+        hf.params_from_hf(state, config, dtype=np.int32)
+
+
+def test_mxfp4(tmp_path):
+    """Breaks if GPT-OSS's published experts are not worth what transformers says, to the last bit."""
+    found = hf.Checkpoint(DATA / "mxfp4.safetensors")
+    experts, rows, groups, _ = found.entry("blocks").shape
+    config = MoEConfig(32 * groups, rows // 2, experts, 1, activation="swiglu_oai", use_bias=True,
+                       router=dataclasses.replace(BEST, logits_bias=True))  # fmt: skip
+    plain = random_state(config, "gpt_oss", jnp.bfloat16)
+    packed = {name: array for name, array in plain.items() if name != "experts.gate_up_proj"}
+    packed |= {"experts.gate_up_proj_blocks": found["blocks"], "experts.gate_up_proj_scales": found["scales"]}
+    params = hf.params_from_hf(packed, config)
+    assert params.wi.dtype == jnp.bfloat16
+    assert_same(hf.params_to_hf(params, config, "gpt_oss"), plain | {"experts.gate_up_proj": found["values"]})
+    safetensors.numpy.save_file(packed, tmp_path / "model.safetensors")
+    assert_same(hf.params_to_hf(hf.params_from_hf(tmp_path, config), config, "gpt_oss"),
+                plain | {"experts.gate_up_proj": found["values"]})  # fmt: skip
+    packed["experts.gate_up_proj_scales"] = found["scales"].repeat(2, 2)
+    with pytest.raises(Unsupported, match="experts.gate_up_proj_scales has shape"):
+        hf.params_from_hf(packed, config)
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (130, 300), (16, 24)])
+def test_fp8(shape):
+    """Breaks if a weight of DeepSeek-V3's published files gets another block's scale, edge blocks included."""
+    generator = np.random.default_rng(0)
+    data = generator.standard_normal(shape).astype(jnp.float8_e4m3fn)
+    scale = generator.random([-(-n // 128) for n in shape], np.float32)
+    want = np.array(data.astype(np.float32))
+    for i, j in np.ndindex(shape):
+        want[i, j] *= scale[i // 128, j // 128]
+    assert bits(decode_fp8(data, scale, np.dtype(np.float32))) == bits(want)
+    assert bits(decode_fp8(data, scale, np.dtype(jnp.bfloat16))) == bits(want.astype(jnp.bfloat16))
+
+
+def test_fp8_checkpoint(tmp_path):
+    """Breaks if a checkpoint whose experts are fp8 with scales is not read as their product."""
+    config = tiny("deepseek_v3")
+    state = hf.params_to_hf(
+        hf.params_from_hf(DATA / "deepseek_v3" / "model.safetensors", config, layer=0), config, "deepseek_v3"
+    )
+    name = "experts.5.down_proj.weight"
+    state[name] = state[name].astype(jnp.float8_e4m3fn)
+    with pytest.raises(Unsupported, match=rf"{name} has dtype float8_e4m3fn, and no scales"):
+        hf.params_from_hf(state, config)
+    state[f"{name}_scale_inv"] = np.full((1, 1), 0.5, np.float32)
+    safetensors.numpy.save_file(state, tmp_path / "model.safetensors")
+    for source in (state, tmp_path):
+        params = hf.params_from_hf(source, config, dtype=np.float32)
+        np.testing.assert_array_equal(params.wo[5], 0.5 * state[name].astype(np.float32).T)
+    state[f"{name}_scale_inv"] = np.full((2, 1), 0.5, np.float32)
+    with pytest.raises(Unsupported, match=rf"{name}_scale_inv has shape \(2, 1\)"):
+        hf.params_from_hf(state, config)
+
+
+def drop(name):
+    return lambda state: state.pop(name)
+
+
+def put(name, array):
+    return lambda state: state.update({name: array})
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "says"),
+    [
+        (drop("m.layers.2.mlp.experts.3.up_proj.weight"), {}, ValueError,
+         r"m.layers.2.mlp.experts.3.up_proj.weight of shape \(16, 24\) is not in the checkpoint"),
+        (drop("m.layers.2.mlp.gate.weight"), {}, ValueError, r"mlp.gate.weight of shape \(8, 24\) is not in"),
+        (put("m.layers.2.mlp.experts.3.up_proj.weight", np.ones((24, 16), np.float32)), {}, ValueError,
+         r"m.layers.2.mlp.experts.3.up_proj.weight has shape \(24, 16\); this config needs \(16, 24\)"),
+        (put("m.layers.2.mlp.experts.8.up_proj.weight", np.ones((16, 24), np.float32)), {}, ValueError,
+         r"experts.8.up_proj.weight is in the checkpoint, but this config has no such"),
+        (put("m.layers.2.mlp.gate.weight", np.ones((8, 24), np.int32)), {}, Unsupported,
+         "gate.weight has dtype int32, and no scales"),
+        (put("m.layers.2.mlp.gate.weight", [1.0]), {}, ValueError, "gate.weight is a list; it must be an array of"),
+        (put("mtp.layers.2.mlp.gate.weight", np.ones(1)), {}, ValueError,
+         "layer=2 is m.layers.2.mlp. and mtp.layers.2.mlp.; give prefix="),
+        (lambda _: None, dict(layer=3), ValueError, "layer=3 is not in the checkpoint: there are 2 to 2"),
+        (lambda _: None, dict(prefix="m."), ValueError, "layer=2 and prefix='m.': give one of them"),
+        (lambda _: None, dict(layer=None), ValueError, "no experts in a spelling that moax.hf knows"),
+        (lambda state: state.clear(), {}, ValueError, "no name has layers.N.mlp in it"),
+    ],
+)  # fmt: skip
+def test_load_refuses(change, options, error, says):
+    """Breaks if a checkpoint that is not what the config says loads all the same, or fails without a name."""
+    config = tiny("qwen3_moe")
+    state = random_state(config, "per_expert", np.float32, "m.layers.2.mlp.")
+    change(state)
+    with pytest.raises(error, match=says):
+        hf.params_from_hf(state, config, **dict(layer=2) | options)
+
+
+def test_mesh_must_divide():
+    """Breaks if a mesh that does not divide the experts is not refused by their name."""
+    config = tiny("olmoe")
+    mesh = jax.make_mesh((3,), ("ep",), devices=jax.devices()[:3])
+    with pytest.raises(ValueError, match="params.wi: dim 0 of size 8 does not divide by mesh axes"):
+        hf.params_from_hf(DATA / "olmoe" / "model.safetensors", config, layer=0, mesh=mesh)
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 5_000])
+def test_files(tmp_path, shard_bytes):
+    """Breaks if the reference implementation reads other tensors from our files than we wrote, or we from its; the
+    tensors of a model around its MoE layers must come through too."""
+    source = random_state(tiny("olmoe"), "per_expert", jnp.bfloat16, "model.layers.1.mlp.")
+    source |= {"model.norm.weight": np.ones(24, np.float32), "model.step": np.int64([7]), "flags": np.array([True])}
+    (tmp_path / "in").mkdir()
+    safetensors.numpy.save_file(source, tmp_path / "in" / "model.safetensors")
+    config, found = tiny("olmoe"), hf.Checkpoint(tmp_path / "in")
+    assert_same(dict(found), source)
+    params = hf.params_from_hf(found, config, layer=1)
+    values = json.loads((DATA / "olmoe" / "config.json").read_text())
+    out = tmp_path / "out"
+    files = hf.save_hf(out, {1: params}, config, "olmoe", others=found, hf_config=values, shard_bytes=shard_bytes)
+    assert (len(files) > 1) == (shard_bytes < 2**30) and sorted(files) == sorted(out.glob("*.safetensors"))
+    theirs = {}
+    for file in files:
+        theirs |= safetensors.numpy.load_file(file)
+    assert_same(theirs, source)
+    assert_same(dict(hf.Checkpoint(out)), source)
+    assert json.loads((out / "config.json").read_text()) == values
+    if len(files) == 1:
+        assert files[0].read_bytes() == safetensors.numpy.save(source, {"format": "pt"})
+    with pytest.raises(ValueError, match="holds safetensors files already"):
+        hf.save_hf(out, {1: params}, config, "olmoe")
+    if len(files) > 1:
+        files[-1].unlink()
+        with pytest.raises(ValueError, match=f"{files[-1].name} is not there"):
+            hf.Checkpoint(out)
+
+
+def test_save_replaces_a_layer(tmp_path):
+    """Breaks if a fine-tuned layer is written beside its old weights, or another layer is lost: stacked experts in
+    place of one tensor each, float32 weights in place of bfloat16."""
+    config, old = tiny("mixtral"), {}
+    for layer in range(2):
+        old |= random_state(config, "mixtral", jnp.bfloat16, f"model.layers.{layer}.block_sparse_moe.")
+    new = moax.init(jax.random.key(0), config)
+    hf.save_hf(tmp_path, {1: new}, config, "mixtral", others=old, stacked=True, dtype=jnp.bfloat16)
+    found = hf.Checkpoint(tmp_path)
+    assert_same({n: found[n] for n in found if ".0." in n}, {n: old[n] for n in old if "layers.0." in n})
+    assert not [name for name in found if ".1.block_sparse_moe" in name]
+    again = hf.params_from_hf(tmp_path, config, layer=1)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(new), strict=True):
+        assert bits(one) == bits(other.astype(jnp.bfloat16))
+    assert hf.config_from_hf(tmp_path) == config
+    bare = {name.removeprefix("model."): array for name, array in old.items()}  # as a model without a head is saved
+    hf.save_hf(tmp_path / "bare", {1: hf.params_from_hf(bare, config, layer=1)}, config, "mixtral", others=bare)
+    assert_same(dict(hf.Checkpoint(tmp_path / "bare")), bare)
+
+
+def test_save_refuses(tmp_path):
+    """Breaks if what a model has no place for is dropped from its checkpoint in silence."""
+    config = tiny("mixtral")
+    params = moax.init(jax.random.key(0), config)
+    biased = dataclasses.replace(params, bo=jnp.zeros((config.num_experts, config.d_model)))
+    with pytest.raises(Unsupported, match=r"params.bo of shape \(8, 24\) has no name in a mixtral model"):
+        hf.params_to_hf(biased, config, "mixtral")
+    oss = tiny("gpt_oss")
+    unbiased = dataclasses.replace(moax.init(jax.random.key(0), oss), bi=None)
+    with pytest.raises(ValueError, match="params.bi is None"):
+        hf.params_to_hf(unbiased, oss, "gpt_oss")
+    with pytest.raises(Unsupported, match="model_type='gpt_oss' has no"):
+        hf.params_to_hf(params, config, "gpt_oss")
+    with pytest.raises(ValueError, match="layer=1 and prefix='a.'"):
+        hf.params_to_hf(params, config, "mixtral", layer=1, prefix="a.")
+    with pytest.raises(ValueError, match="dtype=int8"):
+        hf.params_to_hf(params, config, "mixtral", dtype=np.int8)
+    with pytest.raises(Unsupported, match="others: a_scale_inv is quantized"):
+        hf.save_hf(tmp_path, {0: params}, config, "mixtral", others={"a_scale_inv": np.ones(1)})
+    with pytest.raises(ValueError, match="shard_bytes=0"):
+        hf.save_hf(tmp_path, {0: params}, config, "mixtral", shard_bytes=0)
+    two = {f"{stem}.layers.0.mlp.gate.weight": np.ones(1, np.float32) for stem in "ab"}
+    with pytest.raises(Unsupported, match="layers start with 'a.' and with 'b.'"):
+        hf.save_hf(tmp_path, {0: params}, config, "mixtral", others=two)
+    assert not list(tmp_path.iterdir())
+
+
+def test_broken_files(tmp_path):
+    """Breaks if a download that was cut short loads, or fails without the file's name."""
+    whole = (DATA / "olmoe" / "model.safetensors").read_bytes()
+    path = tmp_path / "model.safetensors"
+    wrong = whole.replace(b'"shape":[8,24]', b'"shape":[8,23]')
+    for content, says in (
+        (whole[:-1], "was cut short: it has"),
+        (whole[:100], "cut short"),
+        (b"no", "no safetensors"),
+        (b"\2" + bytes(7) + b"[]", "no safetensors"),
+        (wrong, r"is broken: .*gate.weight, F32 of shape \(8, 23\), has 768 bytes"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"model.safetensors .*{says}"):
+            hf.Checkpoint(tmp_path)
+    path.unlink()
+    with pytest.raises(ValueError, match="a safetensors file is not there"):
+        hf.Checkpoint(tmp_path)
+    safetensors.numpy.save_file({"a": np.ones(2, np.float32)}, path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"b": "model.safetensors"}}')
+    with pytest.raises(ValueError, match="b is in the index, but not in model.safetensors"):
+        hf.Checkpoint(tmp_path)
