@@ -141,6 +141,16 @@ class Implementation(Protocol):
         """Values and scales of any blocks, as `moax.ops.quantize` returns them."""
         ...
 
+    def put_rows(
+        self, arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any, sms: int | None
+    ) -> tuple:
+        """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x.
+
+        places[way] holds (shift, end); source None stands for 0, 1, ...; axes: (name, size) of each axis of ep; sms:
+        multiprocessors that copy, None for the implementation's own number. Rows that nobody wrote hold anything.
+        """
+        ...
+
     def dequantize_wire(self, data: Any, words: Any, ends: Any, format: Format, dtype: Any) -> Float[Array, "R H"]:
         """Rows [R, H] of bytes, and of words [R, W] i32 that begin with their scales; rows from ends[-1] on may hold
         anything."""
