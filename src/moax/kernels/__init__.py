@@ -147,6 +147,16 @@ class Implementation(Protocol):
         """Values and scales of any blocks, as `moax.ops.quantize` returns them."""
         ...
 
+    def put_rows(
+        self, arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any, sms: int | None
+    ) -> tuple:
+        """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x.
+
+        places[way] holds (shift, end); source None stands for 0, 1, ...; axes: (name, size) of each axis of ep; sms:
+        multiprocessors that copy, None for the implementation's own number. Rows that nobody wrote hold anything.
+        """
+        ...
+
     def dequantize_wire(self, data: Any, words: Any, ends: Any, format: Format, dtype: Any) -> Float[Array, "R H"]:
         """Rows [R, H] of bytes, and of words [R, W] i32 that begin with their scales; rows from ends[-1] on may hold
         anything."""
@@ -187,12 +197,16 @@ def select_kernels(kernels: str = "auto", dtype: Any = None, **widths: int) -> s
 
 def why_not(name: str, dtype: Any = None, **widths: int) -> str | None:
     """Why the implementation of this name cannot run; None where it can."""
-    if importlib.util.find_spec(IMPLEMENTATIONS[name]) is None:
+    if not is_installed(name):
         return f"this installation has no {IMPLEMENTATIONS[name]}"
     return implementation(name).why_not(dtype, widths)
 
 
 def takes_fp8(name: str, recipe: Recipe) -> bool:
     """Whether the implementation of this name is installed and multiplies in FP8 by this recipe."""
-    found = importlib.util.find_spec(IMPLEMENTATIONS[name]) is not None
-    return found and implementation(name).takes_fp8(recipe)
+    return is_installed(name) and implementation(name).takes_fp8(recipe)
+
+
+def is_installed(name: str) -> bool:
+    """Whether this installation has the implementation of this name."""
+    return importlib.util.find_spec(IMPLEMENTATIONS[name]) is not None

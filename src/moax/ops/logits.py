@@ -17,9 +17,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Partitioned, View, differentiable, find_view
+from moax.mesh.partition import Contract, Engine, Partitioned, View, differentiable, find_view
 from moax.mesh.specs import spec
-from moax.options import Engine
 
 
 def router_logits(

@@ -22,9 +22,8 @@ from jaxtyping import Array, Float
 
 from moax.config import RouterConfig
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Partitioned, View, differentiable, find_view
+from moax.mesh.partition import Contract, Engine, Partitioned, View, differentiable, find_view
 from moax.mesh.specs import spec
-from moax.options import Engine
 from moax.types import Routing
 
 TINY = 1e-18  # added to sums of scores that may all underflow; its square, by which gradients divide, does not

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moax.groups import Groups, align_up, zero_rows
+from moax.kernels.scales import dequantize
 from moax.kernels.xla import products
-from moax.kernels.xla.quantization import dequantize
 from moax.mesh.collectives import typed
 from moax.types import QArray
 
