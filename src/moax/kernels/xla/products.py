@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from moax.backend import platform
 from moax.groups import Groups, align_up, group_starts, row_groups, zero_rows
 from moax.kernels.scales import dequantize
 from moax.mesh.collectives import vary_like
@@ -134,6 +135,11 @@ def _plain(x, dtype):
 
 
 def _dot(a, b, contract):
-    """The product in the dtype of its operands, summed in float32 or wider."""
+    """The product in the dtype of its operands, summed in float32 or wider.
+
+    A GPU writes the result in that dtype at once, which halves what it writes. A CPU has products of bfloat16 with
+    results in float32 alone.
+    """
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=a.dtype)
+    result = a.dtype if platform() == "gpu" else jnp.promote_types(a.dtype, jnp.float32)
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=result).astype(a.dtype)
