@@ -141,5 +141,5 @@ def _dot(a, b, contract):
     results in float32 alone.
     """
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    result = a.dtype if platform() == "gpu" else jnp.promote_types(a.dtype, jnp.float32)
+    result = jnp.float32 if a.dtype.itemsize < 4 and platform() != "gpu" else a.dtype
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=result).astype(a.dtype)
