@@ -123,9 +123,9 @@ def largest(jaxpr):
 def test_capacities(rows, groups):
     """Breaks if no capacity holds some group, or if a group costs more than twice its rows, a quarter of the mean group
     and a step: work that grows with experts times rows."""
-    found = products.capacities_of(rows, groups)
+    found = products.pick_capacities(rows, groups)
     assert found[0] == 0 and found[-1] == rows and list(found) == sorted(set(found))
     for size in range(rows + 1):
         held = next(capacity for capacity in found if capacity >= size)
         assert held <= 2 * size + rows / (4 * groups) + products.STEP + 1
-    assert products.capacities_of(M, E) == CAPACITIES
+    assert products.pick_capacities(M, E) == CAPACITIES

@@ -6,8 +6,8 @@
 
 XLA compiles a product for a fixed number of rows, its capacity. A group of 700 rows with capacities (0, 256, 512, 768,
 1024) takes the product over 768 rows, of which the last 68 are no rows of the group. A group without rows takes none.
-The work is proportional to the rows of the groups, the memory to the rows and one matrix. Quantized operands are
-dequantized to the dtype of the product before it.
+The work is at most twice the rows of the groups and, for each group, a quarter of the mean group or 128 rows. The
+memory is that of the rows and of one matrix. Quantized operands are dequantized to the dtype of the product before it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def add_bias(y: Float[Array, "M N"], bias: Float[Array, "E N"], groups: Groups) 
     return jnp.where(groups.real[:, None], y + bias.astype(y.dtype)[group], y)
 
 
-def capacities_of(num_rows: int, num_groups: int) -> tuple[int, ...]:
+def pick_capacities(num_rows: int, num_groups: int) -> tuple[int, ...]:
     """0, quarters of the mean group up to twice the mean, doubles of the mean, and all rows, in whole steps.
 
     16384 rows of 4 groups give (0, 1024, 2048, ..., 8192, 16384); 300 rows of 8 groups give (0, 128, 256, 300).
@@ -111,7 +111,7 @@ def _plan(groups: Groups, num_rows: int):
 
     The index of all groups is found at once: a search inside a loop over groups is a loop of small kernels itself.
     """
-    capacities = capacities_of(num_rows, groups.sizes.shape[0])
+    capacities = pick_capacities(num_rows, groups.sizes.shape[0])
     index = sum(((groups.sizes > rows).astype(jnp.int32) for rows in capacities[:-1]), jnp.zeros_like(groups.sizes))
     return capacities, (index, group_starts(groups.sizes, groups.align), groups.sizes)
 
