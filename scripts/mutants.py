@@ -242,7 +242,7 @@ def plant(fault: Fault, folder: Path) -> None:
 
 
 def run_tests(source: Path, tests: tuple[str, ...]) -> tuple[int, str]:
-    """The exit code and the output of these tests of `make test`, up to the first failure, on the sources of a folder."""
+    """The exit code and the output of pytest on these tests, up to the first failure, with the sources of a folder."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
     environment = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
     try:

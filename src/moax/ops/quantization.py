@@ -1,7 +1,7 @@
 """Quantize and dequantize: x ~ data * scale, one scale a block.
 
     scale[b] = max |x| over block b / format.max        (rounded up to a power of two where the format says so)
-    data     = round_to_format(x / scale)
+    data     = round_to_format(x * (1 / scale))
 
 A NaN or Inf becomes NaN in its own element and leaves the block's scale alone, so that it stays visible and stays put;
 an all-zero block has scale 1. A last block that is not full is an edge block. Exact for powers of two times values of
@@ -50,7 +50,7 @@ def quantize(
     engine: Engine = "auto",
     kernels: str = "auto",
 ) -> QArray:
-    """data = round(x / scale), scale = amax(block) / format.max; each shard by itself, wherever it lies.
+    """data = round(x * (1 / scale)), scale = amax(block) / format.max; each shard by itself, wherever it lies.
 
     Args:
       x: any shape, floating point, any sharding over `axes`; data and scale have the same.
