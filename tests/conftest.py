@@ -22,6 +22,10 @@ import hypothesis
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jaxtyping import install_import_hook
+
+if not ON_GPU:
+    install_import_hook("moax", "annotations.checked")
 
 from support import summary
 

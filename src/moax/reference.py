@@ -91,7 +91,7 @@ def expert(x: Float[Array, "T H"], wi, wo, bi, bo, activation: str) -> Float[Arr
 
 
 def moe(
-    x: Float[Array, "*batch H"], params: MoEParams, config: MoEConfig, kept: Bool[Array, "T K"] | None = None
+    x: Float[Array, "*batch H"], params: MoEParams[Array], config: MoEConfig, kept: Bool[Array, "T K"] | None = None
 ) -> tuple[Float[Array, "*batch H"], MoEStats]:
     """y = sum over a token's experts of weight * expert(x) + shared expert(x).
 

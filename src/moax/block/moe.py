@@ -70,7 +70,7 @@ def find_output(static: BlockSpec, wo, bo, saved: BlockResiduals, tokens: int) -
     return combine_forward(static.exchange, partial, saved.sent, tokens)  # [T, H]
 
 
-def find_gradients(static: BlockSpec, wi, wo, w: Weights, saved: BlockResiduals, dy):
+def find_gradients(static: BlockSpec, wi, wo, w: Weights[Array], saved: BlockResiduals, dy):
     """The chain reversed: dx [T, H], d_weights [T, K], and the gradients of the gathered weights on this device.
 
     The gradient of a row's weight is <d_a, a>, so that o is not kept; d_o is dy before the weights multiply it.

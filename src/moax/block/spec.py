@@ -16,21 +16,23 @@ from moax.kernels import Implementation, implementation
 from moax.mesh.axes import Names, Roles
 from moax.mesh.collectives import vary_like
 from moax.mesh.partition import Contract
-from moax.mesh.specs import Layout, device_spec, spec, weight_layout
+from moax.mesh.specs import Layout, Spec, device_spec, spec, weight_layout
 from moax.ops.exchange import ExchangeSpec, slots_per_pair
 from moax.ops.permutation import PermuteSpec, capacity_rows
 from moax.ops.products import replicated
+from moax.params import MoEParams
 from moax.recipe import Contracted, Recipe
 from moax.types import Plan, SendPlan
 
 
-class Weights(NamedTuple):
-    """wi [E, H, G, F], wo [E, F, H], bi [E, G, F] | None, bo [E, H] | None."""
+class Weights[Leaf](NamedTuple):
+    """One value for each weight of the experts: arrays wi [E, H, G, F], wo [E, F, H], bi [E, G, F] or None, bo [E, H]
+    or None; or their specs."""
 
-    wi: Array
-    wo: Array
-    bi: Array | None
-    bo: Array | None
+    wi: Leaf
+    wo: Leaf
+    bi: Leaf | None
+    bo: Leaf | None
 
 
 class BlockResiduals(NamedTuple):
@@ -60,7 +62,7 @@ class BlockSpec:
     exchange: ExchangeSpec
     permute: PermuteSpec
     roles: Roles
-    declared: Any
+    declared: Weights[Spec]
     dtype: np.dtype
     kernels: str
     chunks: int
@@ -73,7 +75,7 @@ class BlockSpec:
         recipe: Recipe,
         transport: str,
         roles: Roles,
-        declared: Any,
+        declared: MoEParams[Spec],
         tokens: int,
         dtype: Any,
         kernels: str,
@@ -116,7 +118,7 @@ class BlockSpec:
         return self.local.find_groups(plan.group_sizes, self.permute.align, plan.source.shape[0])
 
 
-def quantize_and_gather(static: BlockSpec, w: Weights, layouts, contracted: Contracted) -> list:
+def quantize_and_gather(static: BlockSpec, w: Weights[Array], layouts, contracted: Contracted) -> list:
     """wi and wo as products over `contracted` take them: each quantized on its shard, then gathered as bytes."""
     gathered = []
     for scope, shard, layout in zip(("experts_in", "experts_out"), w[:2], layouts, strict=True):
@@ -129,7 +131,7 @@ def quantize_and_gather(static: BlockSpec, w: Weights, layouts, contracted: Cont
     return gathered
 
 
-def zero_gradients(static: BlockSpec, w: Weights, layouts, operands) -> Weights:
+def zero_gradients(static: BlockSpec, w: Weights[Array], layouts, operands) -> Weights[Array]:
     """Zeros in float32 to which the gradients of gathered weights are added; operands: those of backward."""
 
     def zeros(p, gather):
@@ -141,7 +143,7 @@ def zero_gradients(static: BlockSpec, w: Weights, layouts, operands) -> Weights:
     return Weights(wi, wo, bi, bo)
 
 
-def find_layouts(static: BlockSpec, found: Any) -> tuple[Layout, Layout]:
+def find_layouts(static: BlockSpec, found: Weights[Spec | None]) -> tuple[Layout, Layout]:
     """How wi and wo lie: as found, else as declared."""
     roles, declared = static.roles, static.declared
     wi, wo = (d if f is None else f for f, d in ((found.wi, declared.wi), (found.wo, declared.wo)))
@@ -151,13 +153,12 @@ def find_layouts(static: BlockSpec, found: Any) -> tuple[Layout, Layout]:
     )
 
 
-def weight_specs(static: BlockSpec, layouts, w: Weights) -> Any:
+def weight_specs(static: BlockSpec, layouts, w: Weights[Array]) -> Weights[Spec]:
     """The spec of each weight and bias that there is."""
     roles = static.roles
     bi = None if w.bi is None else spec(roles.ep, None, roles.tp)
     bo = None if w.bo is None else spec(roles.ep, None)
-    specs: Any = (layouts[0].spec, layouts[1].spec, bi, bo)
-    return Weights(*specs)
+    return Weights(layouts[0].spec, layouts[1].spec, bi, bo)
 
 
 def forward_contract(static: BlockSpec, operands, found) -> Contract:
@@ -198,6 +199,6 @@ def backward_factors(static: BlockSpec, operands):
     return (*own, *_weight_factors(w), "t m"), ("t m", "t k", *_weight_factors(w))
 
 
-def _weight_factors(w: Weights):
+def _weight_factors(w: Weights[Array]):
     """Dims of wi, wo, bi, bo: what shards a weight says nothing of its bias, which is not gathered."""
     return tuple(f for f, p in zip(("e h g f", "e f h", "be bg bf", "be bh"), w, strict=True) if p is not None)

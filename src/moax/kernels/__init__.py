@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
@@ -34,6 +34,7 @@ Operand = Any  # rows or weights as one implementation's products take them
 Role = Literal["x", "dy"]  # which format of a recipe rows have
 
 
+@runtime_checkable
 class Packed(Protocol):
     """Rows of groups at multiples of any `align`, brought to where the products of an implementation want them."""
 
@@ -48,6 +49,7 @@ class Packed(Protocol):
         ...
 
 
+@runtime_checkable
 class Implementation(Protocol):
     """The local functions of one device that each implementation has.
 

@@ -1,0 +1,36 @@
+"""The annotations of moax, executed: conftest.py has jaxtyping's import hook put `checked` on every function of moax.
+
+A call is checked when it has returned, its arguments and its result together, so that a wrong argument meets the error
+that moax itself raises first.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Generic, get_origin
+
+import jax
+from beartype import BeartypeConf, beartype
+from beartype.vale import IsInstance
+
+CONF = BeartypeConf(is_pep484_tower=True)  # an int where a float is annotated
+
+
+def checked(function: Callable) -> Callable:
+    """jaxtyping's typechecker. jaxtyping makes two functions with empty bodies of each function: one takes the arguments
+    before the call and returns Any; the other takes the arguments and the result after the call."""
+    hints = {name: _known(hint) for name, hint in function.__annotations__.items()}
+    if hints.get("return", Any) is Any or all(hint is Any for hint in hints.values()):
+        return lambda *args, **kwargs: None
+    function.__annotations__ = hints
+    check = beartype(conf=CONF)(function)
+    if function.__name__ != "__init__":
+        return check
+    # JAX rebuilds a pytree with any leaves, such as specs: the annotations of its fields do not bind `__init__`.
+    return lambda self, *args, **kwargs: check(self, *args, **kwargs) if jax.tree_util.all_leaves([self]) else None
+
+
+def _known(hint: Any) -> Any:
+    """The hint as beartype knows it: a generic NamedTuple by its class alone."""
+    kind = get_origin(hint) or hint
+    generic = inspect.isclass(kind) and issubclass(kind, Generic) and hasattr(kind, "_fields")
+    return Annotated[object, IsInstance[kind]] if generic else hint
