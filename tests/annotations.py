@@ -16,8 +16,8 @@ CONF = BeartypeConf(is_pep484_tower=True)  # an int where a float is annotated
 
 
 def checked(function: Callable) -> Callable:
-    """jaxtyping's typechecker. jaxtyping makes two functions with empty bodies of each function: one takes the arguments
-    before the call and returns Any; the other takes the arguments and the result after the call."""
+    """The typechecker of jaxtyping's hook, which makes two functions with empty bodies of each function: one takes the
+    arguments before the call and returns Any; the other takes the arguments and the result after the call."""
     hints = {name: _known(hint) for name, hint in function.__annotations__.items()}
     if hints.get("return", Any) is Any or all(hint is Any for hint in hints.values()):
         return lambda *args, **kwargs: None
