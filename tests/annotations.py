@@ -11,6 +11,7 @@ from typing import Annotated, Any, Generic, get_origin
 import jax
 from beartype import BeartypeConf, beartype
 from beartype.vale import IsInstance
+from jax.sharding import AxisType
 
 CONF = BeartypeConf(is_pep484_tower=True)  # an int where a float is annotated
 
@@ -22,11 +23,16 @@ def checked(function: Callable) -> Callable:
     if hints.get("return", Any) is Any or all(hint is Any for hint in hints.values()):
         return lambda *args, **kwargs: None
     function.__annotations__ = hints
-    check = beartype(conf=CONF)(function)
-    if function.__name__ != "__init__":
-        return check
-    # JAX rebuilds a pytree with any leaves, such as specs: the annotations of its fields do not bind `__init__`.
-    return lambda self, *args, **kwargs: check(self, *args, **kwargs) if jax.tree_util.all_leaves([self]) else None
+    check, is_init = beartype(conf=CONF)(function), function.__name__ == "__init__"
+
+    def check_call(*args, **kwargs):
+        # JAX rebuilds a pytree with any leaves, such as specs: the annotations of its fields do not bind `__init__`.
+        # Inside a `shard_map` a weight may be a shard, [E, K / 2, C], and rows [M, K] not: one name has two sizes.
+        in_shard_map = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+        if not in_shard_map and not (is_init and not jax.tree_util.all_leaves(args[:1])):
+            check(*args, **kwargs)
+
+    return check_call
 
 
 def _known(hint: Any) -> Any:

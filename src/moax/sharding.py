@@ -9,17 +9,17 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.place import constrain
-from moax.mesh.specs import check_divides, is_explicit, local_shape, mesh_of, mesh_sizes, pad, spec
+from moax.mesh.specs import AnyMesh, check_divides, is_explicit, local_shape, mesh_of, mesh_sizes, pad, spec
 from moax.params import MoEParams, full_shapes, param_shapes, params_by_name
 
 
-def token_spec(axes: Axes, ndim: int = 2, mesh: Mesh | AbstractMesh | None = None) -> PartitionSpec:
+def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> PartitionSpec:
     """Of tokens [T, ...] of `ndim` dims: the leading dim over (dp, fsdp, ep)."""
     return spec(axes.on(mesh_sizes(mesh)).tokens, *[None] * (ndim - 1))
 
@@ -33,7 +33,7 @@ def dense_spec_on(roles: Roles, shape: Sequence[int]) -> PartitionSpec:
     return spec(*[()] * len(shape))
 
 
-def dense_spec(axes: Axes, shape: Sequence[int], mesh: Mesh | AbstractMesh | None = None) -> PartitionSpec:
+def dense_spec(axes: Axes, shape: Sequence[int], mesh: AnyMesh | None = None) -> PartitionSpec:
     """Of a dense weight: over (fsdp, ep) on the first dim they divide; else over fsdp alone; else whole."""
     return dense_spec_on(axes.on(mesh_sizes(mesh)), shape)
 
@@ -90,9 +90,7 @@ def shard_specs(params: MoEParams[Array], config: MoEConfig, axes: Axes, roles: 
     return params_by_name(found)
 
 
-def param_specs(
-    config: MoEConfig, axes: Axes = Axes(), mesh: Mesh | AbstractMesh | None = None
-) -> MoEParams[PartitionSpec]:
+def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> MoEParams[PartitionSpec]:
     """The PartitionSpec of every parameter that `init` makes, on `mesh` (None: the one in force).
 
     Raises ValueError where there is no mesh, or a dim does not divide by its mesh axes.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from moax.block.moe import find_gradients, find_hidden, find_output
 from moax.block.spec import (
@@ -29,7 +29,14 @@ from moax.mesh.partition import Partitioned, View, differentiable
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 
 
-def apply_experts(view: View, static: BlockSpec, x, experts, weights, w: Weights[Array]):
+def apply_experts(
+    view: View,
+    static: BlockSpec,
+    x: Float[Array, "T H"],
+    experts: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    w: Weights[Array],
+) -> tuple[Float[Array, "T H"], Int[Array, " 1"]]:
     """Tokens [T, H] and their routing -> (y [T, H], dropped assignments [1]); differentiable in x, weights and w."""
     return _experts(view, static, *_forward.lay(view, static, x, experts, weights, w))
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
-from moax.config import GATED, MoEConfig
+from moax.config import GATED, Activation, MoEConfig
 from moax.groups import Groups
-from moax.kernels import Implementation, implementation
+from moax.kernels import Implementation, Operand, implementation
 from moax.mesh.axes import Names, Roles
 from moax.mesh.collectives import vary_like
 from moax.mesh.partition import Contract
@@ -23,6 +23,8 @@ from moax.ops.products import replicated
 from moax.params import MoEParams
 from moax.recipe import Contracted, Recipe
 from moax.types import Plan, SendPlan
+
+Layouts = tuple[Layout, Layout]  # of wi and wo
 
 
 class Weights[Leaf](NamedTuple):
@@ -42,7 +44,7 @@ class BlockResiduals(NamedTuple):
     sent: where rows lie after the permutation, and where tokens went. weights: the routing weights of received rows.
     """
 
-    rows: Any
+    rows: Operand
     hidden: Float[Array, "N G F"]
     plan: Plan
     weights: Float[Array, "R K"]
@@ -56,7 +58,7 @@ class BlockSpec:
     declared: how weights lie where their types do not say. kernels: the name of the implementation.
     """
 
-    activation: Any
+    activation: Activation
     weights_at: str
     recipe: Recipe
     exchange: ExchangeSpec
@@ -77,7 +79,7 @@ class BlockSpec:
         roles: Roles,
         declared: MoEParams[Spec],
         tokens: int,
-        dtype: Any,
+        dtype: jax.typing.DTypeLike,
         kernels: str,
         chunks: int = 1,
     ) -> BlockSpec:
@@ -118,7 +120,9 @@ class BlockSpec:
         return self.local.find_groups(plan.group_sizes, self.permute.align, plan.source.shape[0])
 
 
-def quantize_and_gather(static: BlockSpec, w: Weights[Array], layouts, contracted: Contracted) -> list:
+def quantize_and_gather(
+    static: BlockSpec, w: Weights[Array], layouts: Layouts, contracted: Contracted
+) -> list[Operand]:
     """wi and wo as products over `contracted` take them: each quantized on its shard, then gathered as bytes."""
     gathered = []
     for scope, shard, layout in zip(("experts_in", "experts_out"), w[:2], layouts, strict=True):
@@ -131,7 +135,7 @@ def quantize_and_gather(static: BlockSpec, w: Weights[Array], layouts, contracte
     return gathered
 
 
-def zero_gradients(static: BlockSpec, w: Weights[Array], layouts, operands) -> Weights[Array]:
+def zero_gradients(static: BlockSpec, w: Weights[Array], layouts: Layouts, operands: PyTree[Array]) -> Weights[Array]:
     """Zeros in float32 to which the gradients of gathered weights are added; operands: those of backward."""
 
     def zeros(p, gather):
@@ -143,7 +147,7 @@ def zero_gradients(static: BlockSpec, w: Weights[Array], layouts, operands) -> W
     return Weights(wi, wo, bi, bo)
 
 
-def find_layouts(static: BlockSpec, found: Weights[Spec | None]) -> tuple[Layout, Layout]:
+def find_layouts(static: BlockSpec, found: Weights[Spec | None]) -> Layouts:
     """How wi and wo lie: as found, else as declared."""
     roles, declared = static.roles, static.declared
     wi, wo = (d if f is None else f for f, d in ((found.wi, declared.wi), (found.wo, declared.wo)))
@@ -153,7 +157,7 @@ def find_layouts(static: BlockSpec, found: Weights[Spec | None]) -> tuple[Layout
     )
 
 
-def weight_specs(static: BlockSpec, layouts, w: Weights[Array]) -> Weights[Spec]:
+def weight_specs(static: BlockSpec, layouts: Layouts, w: Weights[Array]) -> Weights[Spec]:
     """The spec of each weight and bias that there is."""
     roles = static.roles
     bi = None if w.bi is None else spec(roles.ep, None, roles.tp)

@@ -11,7 +11,7 @@ Names = tuple[str, ...]
 ROLES = ("dp", "fsdp", "ep", "tp")
 
 
-def as_names(entry) -> Names:
+def as_names(entry: str | tuple[str, ...] | list[str] | None) -> Names:
     """The axis names of one entry of a PartitionSpec, or of one field of `Axes`."""
     if entry is None:
         return ()

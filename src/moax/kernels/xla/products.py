@@ -9,11 +9,10 @@ The work is proportional to the rows. Quantized operands are dequantized to the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moax.groups import Groups, group_starts, row_groups, zero_rows
@@ -25,7 +24,13 @@ ROWS = (((0,), (0,)), ((), ()))  # contracts the rows of both operands
 
 
 def matmul(
-    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: Any, bias: Any = None, *, transpose: bool = False
+    x: Array | QArray,
+    w: Array | QArray,
+    groups: Groups,
+    dtype: DTypeLike,
+    bias: Array | None = None,
+    *,
+    transpose: bool = False,
 ) -> Float[Array, "M N"]:
     """x [M, K] times the weight of each row's group, [E, K, N]; with `transpose` x [M, N] times [E, K, N]^T.
 
@@ -50,7 +55,7 @@ def matmul(
     return y if bias is None else add_bias(y, bias.reshape(bias.shape[0], -1), groups)
 
 
-def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: Any) -> Float[Array, "E K N"]:
+def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike) -> Float[Array, "E K N"]:
     """x [M, K] and dy [M, N], whatever their padding holds -> [E, K, N], summed in float32."""
     x, dy = _plain(x, dtype), _plain(dy, dtype)
     if groups.sizes is None:
