@@ -6,7 +6,7 @@ that moax itself raises first.
 
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, Generic, get_origin
+from typing import Annotated, Any, Generic, get_args, get_origin
 
 import jax
 from beartype import BeartypeConf, beartype
@@ -38,5 +38,7 @@ def checked(function: Callable) -> Callable:
 def _known(hint: Any) -> Any:
     """The hint as beartype knows it: a generic NamedTuple by its class alone."""
     kind = get_origin(hint) or hint
+    if kind is tuple:
+        return tuple[tuple(map(_known, get_args(hint)))]
     generic = inspect.isclass(kind) and issubclass(kind, Generic) and hasattr(kind, "_fields")
     return Annotated[object, IsInstance[kind]] if generic else hint
