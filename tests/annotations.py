@@ -6,6 +6,7 @@ that moax itself raises first.
 
 import inspect
 from collections.abc import Callable
+from types import GenericAlias
 from typing import Annotated, Any, Generic, get_args, get_origin
 
 import jax
@@ -39,6 +40,6 @@ def _known(hint: Any) -> Any:
     """The hint as beartype knows it: a generic NamedTuple by its class alone."""
     kind = get_origin(hint) or hint
     if kind is tuple:
-        return tuple[tuple(map(_known, get_args(hint)))]
+        return GenericAlias(tuple, tuple(map(_known, get_args(hint))))
     generic = inspect.isclass(kind) and issubclass(kind, Generic) and hasattr(kind, "_fields")
     return Annotated[object, IsInstance[kind]] if generic else hint
