@@ -83,8 +83,7 @@ def test_plan(routing, ranks, top_k, slots):
     slot = np.where(wanted & (slot < slots), slot, slots).astype(np.int32)
     kept, entries = (slot < slots).sum(1).astype(np.int32), tokens * min(top_k, ranks)
     plan = lambda s, rank: plan_sends(s, kept[rank], jnp.asarray(kept), rank, entries)  # noqa: E731
-    made = [plan(jnp.asarray(slot[rank]), rank) for rank in range(ranks)]
-    plans, received = [jax.tree.map(np.asarray, plan) for plan in made], [int(plan.received) for plan in made]
+    plans = [jax.tree.map(np.asarray, plan(jnp.asarray(slot[rank]), rank)) for rank in range(ranks)]
 
     def sends(plan, way):
         """(rank, row there) of each row that is sent."""
@@ -94,14 +93,14 @@ def test_plan(routing, ranks, top_k, slots):
     landed = [{} for _ in range(ranks)]
     for rank, plan in enumerate(plans):
         there = sends(plan, 0)
-        assert len(there) == kept[rank].sum() and received[rank] == kept[:, rank].sum()
+        assert len(there) == kept[rank].sum() and plan.received == kept[:, rank].sum()
         for token, (peer, row) in zip(plan.token, there, strict=False):
             assert row not in landed[peer] and 0 <= row < ranks * slots
             landed[peer][row] = (rank, token)
     returned = [{} for _ in range(ranks)]
     for rank, plan in enumerate(plans):
         want = [(s, t) for s in range(ranks) for t in range(tokens) if slot[s, t, rank] < slots]
-        assert [landed[rank][r] for r in range(received[rank])] == want
+        assert [landed[rank][r] for r in range(plan.received)] == want
         for r, (home, back) in enumerate(sends(plan, 1)):
             assert back not in returned[home] and 0 <= back < entries
             returned[home][back] = (rank, landed[rank][r])
@@ -236,9 +235,7 @@ def test_wire_of_the_kernels(wire, rows=256, width=160, count=200):
     q, back = interpret(there_and_back, x, np.full((rows, 3), -1, np.int32), np.array([7, count], np.int32))
     np.testing.assert_allclose(q.scale, want.scale, rtol=2e-7)
     assert np.abs(q.data.astype(int) - np.asarray(want.data, int)).max() <= 1 and (q.data == want.data).mean() > 0.999
-    np.testing.assert_array_equal(
-        np.float32(back)[:count], np.float32(dequantize(jax.tree.map(jnp.asarray, q), x.dtype))[:count]
-    )
+    np.testing.assert_array_equal(np.float32(back)[:count], np.float32(dequantize(q, x.dtype))[:count])
 
 
 @pytest.mark.more
