@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, ArrayLike, PyTree
+from jaxtyping import Array, PyTree
 
 from moax.mesh.axes import Names
 
@@ -40,7 +40,7 @@ def keep_on_first(x: Array, names: Names) -> Array:
     return jnp.where(first, x, jnp.zeros_like(x))
 
 
-def varying(x: ArrayLike) -> frozenset[str]:
+def varying(x: Array) -> frozenset[str]:
     """The manual mesh axes that x is typed as varying over."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
