@@ -20,8 +20,13 @@ if not ON_GPU:
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+# Every function of moax checks its annotations; see annotations.py. A GPU's environment need not have beartype.
+if not ON_GPU:
+    jaxtyping.install_import_hook("moax", "annotations.checked")
 
 from support import summary
 
@@ -70,6 +75,14 @@ def getkey(request):
     """`getkey()` is a new PRNG key at each call; the sequence is the test's own and the same in every run."""
     seed, count = zlib.crc32(request.node.nodeid.encode()), iter(range(sys.maxsize))
     return lambda: jax.random.fold_in(jax.random.key(seed), next(count))
+
+
+@pytest.fixture
+def unchecked():
+    """Annotations are not checked: a test calls plain Python so often that the checks would take most of its time."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def layer(
     return jnp.einsum("tkh,tk->th", chosen_rows, weights.astype(x.dtype))
 
 
-def block(config: MoEConfig, mesh: Mesh) -> tuple[Callable[[jax.Array, MoEParams], jax.Array], str]:
+def block(config: MoEConfig, mesh: Mesh) -> tuple[Callable[[jax.Array, MoEParams[jax.Array]], jax.Array], str]:
     """((x [T, H], params) -> y [T, H], a note that says what of it is not native here, or is empty).
 
     Raises:
@@ -106,7 +106,7 @@ def block(config: MoEConfig, mesh: Mesh) -> tuple[Callable[[jax.Array, MoEParams
     return on_mesh(local, mesh), "" if ragged or mesh.shape["ep"] == 1 else NO_RAGGED
 
 
-def on_mesh(local: Callable, mesh: Mesh) -> Callable[[jax.Array, MoEParams], jax.Array]:
+def on_mesh(local: Callable, mesh: Mesh) -> Callable[[jax.Array, MoEParams[jax.Array]], jax.Array]:
     """`local`, a layer of one device's shards, as one of global arrays."""
     tokens, experts = PartitionSpec(("fsdp", "ep")), PartitionSpec(("ep", "fsdp"))
     # Types of varying arrays are off: they would want a cast of each buffer that is made here.

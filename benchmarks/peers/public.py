@@ -107,7 +107,7 @@ def _product_bwd(saved, dy):
 kernel_product.defvjp(_product_fwd, _product_bwd)
 
 
-def block(config: MoEConfig, mesh: Mesh) -> tuple[Callable[[jax.Array, MoEParams], jax.Array], str]:
+def block(config: MoEConfig, mesh: Mesh) -> tuple[Callable[[jax.Array, MoEParams[jax.Array]], jax.Array], str]:
     """((x [T, H], params) -> y [T, H], a note that says what of it is not of those parts, or is empty).
 
     Raises:

@@ -13,13 +13,13 @@ from moax.config import MoEConfig
 from moax.mesh.axes import Axes
 from moax.mesh.place import make_sharded
 from moax.mesh.specs import mesh_sizes
-from moax.params import MoEParams, param_shapes, params_of
+from moax.params import MoEParams, param_shapes, params_by_name
 from moax.sharding import param_specs
 
 
 def init(
     key: PRNGKeyArray | Array, config: MoEConfig, *, dtype: jax.typing.DTypeLike = jnp.float32, axes: Axes = Axes()
-) -> MoEParams:
+) -> MoEParams[Array]:
     """Weights ~ truncated normal of variance 1 / fan-in; biases 0.
 
     Args:
@@ -48,6 +48,6 @@ def init(
                 values[name] = (std * jax.random.truncated_normal(keys[name], -2.0, 2.0, shape)).astype(dtype)
             else:
                 values[name] = jnp.zeros(shape, dtype)
-        return params_of(**{f.name: values.get(f.name) for f in dataclasses.fields(MoEParams)})
+        return params_by_name({f.name: values.get(f.name) for f in dataclasses.fields(MoEParams)})
 
     return make_sharded(make, param_specs(config, axes) if mesh_sizes() else None)(key)

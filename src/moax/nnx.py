@@ -23,7 +23,7 @@ from moax.initialize import init
 from moax.mesh.specs import mesh_sizes
 from moax.ops.balance import update_router_bias
 from moax.options import OptionKeywords, Options
-from moax.params import MoEParams, params_of
+from moax.params import MoEParams, params_by_name
 from moax.sharding import param_specs
 from moax.types import MoEStats
 
@@ -82,10 +82,10 @@ class MoE(nnx.Module):
             setattr(self, name, nnx.data(None) if value is None else kind(value, **metadata))
 
     @property
-    def params(self) -> MoEParams:
+    def params(self) -> MoEParams[Array]:
         """The arrays, as `moax.moe` takes them."""
         variables = {name: getattr(self, name) for name in NAMES}
-        return params_of(**{name: None if v is None else v.get_value() for name, v in variables.items()})
+        return params_by_name({name: None if v is None else v.get_value() for name, v in variables.items()})
 
     def __call__(self, x: Float[Array, "*batch H"]) -> tuple[Float[Array, "*batch H"], MoEStats]:
         """(y, stats) of `moax.moe`; y has `dtype`, or that of x."""

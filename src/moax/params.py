@@ -1,20 +1,24 @@
-"""`MoEParams`: the parameters of a block, their shapes, and the check of both."""
+"""`MoEParams`: one value for each parameter of a block; the shapes of the arrays, and the check of both."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from moax.config import MoEConfig
 from moax.types import pytree
 
 
 @pytree()
-class MoEParams:
-    """Parameters of one block; None where the config has no such parameter.
+class MoEParams[Leaf]:
+    """One value for each parameter of a block; None where the config has no such parameter.
+
+    `MoEParams[Array]` holds the parameters themselves. `MoEParams[PartitionSpec]` says how they lie on a mesh, as
+    `moax.param_specs` returns it; trees of shardings or of shapes have the same structure.
 
     Attributes:
       router: [H, E], replicated.
@@ -26,26 +30,26 @@ class MoEParams:
       shared_wi: [H, 2, S] (or [H, 1, S]); shared_wo: [S, H].
     """
 
-    router: Float[Array, "H E"]
-    wi: Float[Array, "E H G F"]
-    wo: Float[Array, "E F H"]
-    router_bias: Float[Array, " E"] | None = None
-    logits_bias: Float[Array, " E"] | None = None
-    bi: Float[Array, "E G F"] | None = None
-    bo: Float[Array, "E H"] | None = None
-    shared_wi: Float[Array, "H G S"] | None = None
-    shared_wo: Float[Array, "S H"] | None = None
+    router: Leaf
+    wi: Leaf
+    wo: Leaf
+    router_bias: Leaf | None = None
+    logits_bias: Leaf | None = None
+    bi: Leaf | None = None
+    bo: Leaf | None = None
+    shared_wi: Leaf | None = None
+    shared_wo: Leaf | None = None
 
 
-def params_of(**fields: Any) -> Any:
-    """A MoEParams whose fields are no arrays: shapes, or specs."""
-    return MoEParams(**fields)
+def params_by_name[Leaf](values: Mapping[str, Leaf | None]) -> MoEParams[Leaf]:
+    """The MoEParams whose fields have these names and values."""
+    return MoEParams(**cast(Mapping[str, Any], values))
 
 
-def param_shapes(config: MoEConfig) -> Any:
+def param_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:
     """The global shape of each parameter that `init` makes; None where the config has none."""
     c, e, h, f, s = config, config.num_experts, config.d_model, config.d_ff, config.shared_d_ff
-    return params_of(
+    return MoEParams(
         router=(h, e),
         wi=(e, h, c.gates, f),
         wo=(e, f, h),
@@ -58,12 +62,12 @@ def param_shapes(config: MoEConfig) -> Any:
     )
 
 
-def full_shapes(config: MoEConfig) -> Any:
+def full_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:
     """`param_shapes` with every bias there may be, made by `init` or not."""
     return param_shapes(dataclasses.replace(config, use_bias=True))
 
 
-def check_params(params: MoEParams, config: MoEConfig, *, local: bool = False) -> None:
+def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = False) -> None:
     """Raises ValueError naming the first parameter whose presence, rank, shape or dtype the config does not allow.
 
     `local`: the parameters are shards inside a `shard_map`; sizes may then be any divisor.

@@ -82,7 +82,14 @@ def activate(h: Float[Array, "... G F"], activation: str) -> Float[Array, "... F
     return jnp.maximum(up, 0.0) ** 2
 
 
-def expert(x: Float[Array, "T H"], wi, wo, bi, bo, activation: str) -> Float[Array, "T H"]:
+def expert(
+    x: Float[Array, "T H"],
+    wi: Float[Array, "H G F"],
+    wo: Float[Array, "F H"],
+    bi: Float[Array, "G F"] | None,
+    bo: Float[Array, " H"] | None,
+    activation: str,
+) -> Float[Array, "T H"]:
     """One expert on every token: act(x wi + bi) wo + bo."""
     h = jnp.einsum("th,hgf->tgf", x, wi, precision=HIGHEST)
     h = h if bi is None else h + bi[None]
@@ -91,7 +98,7 @@ def expert(x: Float[Array, "T H"], wi, wo, bi, bo, activation: str) -> Float[Arr
 
 
 def moe(
-    x: Float[Array, "*batch H"], params: MoEParams, config: MoEConfig, kept: Bool[Array, "T K"] | None = None
+    x: Float[Array, "*batch H"], params: MoEParams[Array], config: MoEConfig, kept: Bool[Array, "T K"] | None = None
 ) -> tuple[Float[Array, "*batch H"], MoEStats]:
     """y = sum over a token's experts of weight * expert(x) + shared expert(x).
 

@@ -121,8 +121,8 @@ class QArray:
       pieces: how many shards each dim was gathered from.
     """
 
-    data: UInt8[Array, ...]
-    scale: Float[Array, ...] | UInt8[Array, ...]
+    data: UInt8[Array, "..."]
+    scale: Float[Array, "..."] | UInt8[Array, "..."]
     dtype: str
     block: tuple[int | None, ...]
     pieces: tuple[int, ...]
@@ -152,7 +152,7 @@ class MoEStats:
     dropped: Int[Array, ""]
 
 
-def check_tokens(x: Any, config: MoEConfig) -> None:
+def check_tokens(x: Array, config: MoEConfig) -> None:
     """Raises ValueError unless x is [..., H] of a floating dtype with at least two dims."""
     if x.ndim < 2 or x.shape[-1] != config.d_model:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., d_model={config.d_model}], at least 2-D")

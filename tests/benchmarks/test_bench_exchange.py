@@ -129,6 +129,7 @@ def test_our_rows_by_number_of_multiprocessors(capsys):
         assert row["error"] == (0.0 if row["direction"] == "combine" else None)
 
 
+@pytest.mark.usefixtures("unchecked")  # its kernel returns what it was called with
 def test_number_of_multiprocessors_reaches_the_kernel(monkeypatch):
     """Breaks if a number that is asked for is dropped on the way, or if none is not the kernel's own."""
     from moax.kernels.hopper.pallas import exchange as kernel

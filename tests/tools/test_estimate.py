@@ -314,6 +314,7 @@ def test_errors(kwargs, message):
         estimate(**given)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_sweep():
     """Those that fit come first, fastest first, in the same order each time; every mesh is of the GPUs asked for."""
     found = sweep("deepseek-v3", 64, 4096, "fp8_block")
@@ -330,6 +331,7 @@ def test_sweep():
         sweep("qwen3-30b", 0, 64)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_thousands_of_gpus():
     found = sweep("kimi-k2", 4096, 4096, "fp8_block", "b200")
     assert found[0].fits and isinstance(found[0], Estimate)

@@ -588,16 +588,19 @@ def test_wrong_arguments(mesh):
 
 
 def test_what_the_cpu_cannot_compile_unwidened_is_said(mesh):
-    class Lowered:
+    class Lowered(jax.stages.Lowered):
         asked = 0
 
-        def compile(self, compiler_options=None):
+        def __init__(self):
+            pass
+
+        def compile(self, compiler_options=None, *args, **kwargs):
             if compiler_options:
                 self.asked += 1
                 raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: f8")
             return gather(mesh).lower(abstract(mesh, (16, 4), jnp.bfloat16, "fsdp")).compile()
 
-        def as_text(self):
+        def as_text(self, *args, **kwargs) -> str:
             raise NotImplementedError
 
     lowered = Lowered()

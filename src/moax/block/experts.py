@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from moax.block.moe import find_gradients, find_hidden, find_output
 from moax.block.spec import (
@@ -28,12 +29,19 @@ from moax.mesh.partition import Partitioned, View, differentiable
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 
 
-def apply_experts(view: View, static: BlockSpec, x, experts, weights, w: Weights):
+def apply_experts(
+    view: View,
+    static: BlockSpec,
+    x: Float[Array, "T H"],
+    experts: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    w: Weights[Array],
+) -> tuple[Float[Array, "T H"], Int[Array, " 1"]]:
     """Tokens [T, H] and their routing -> (y [T, H], dropped assignments [1]); differentiable in x, weights and w."""
     return _experts(view, static, *_forward.lay(view, static, x, experts, weights, w))
 
 
-def _forward_local(static: BlockSpec, layouts, x, experts, weights, w: Weights):
+def _forward_local(static: BlockSpec, layouts, x, experts, weights, w: Weights[Array]):
     """What one device does: y, what it dropped, and without chunks what backward needs."""
     wi, wo = quantize_and_gather(static, w, layouts, "rows")
 
@@ -47,7 +55,7 @@ def _forward_local(static: BlockSpec, layouts, x, experts, weights, w: Weights):
     return _join(y), dropped.sum(0)
 
 
-def _backward_local(static: BlockSpec, layouts, saved, w: Weights, dy):
+def _backward_local(static: BlockSpec, layouts, saved, w: Weights[Array], dy):
     """The transpose of `_forward_local`; saved: the residuals of forward, with chunks its x, experts and weights."""
     wi, wo = quantize_and_gather(static, w, layouts, "columns")
     if static.chunks == 1:
@@ -81,7 +89,7 @@ _forward = Partitioned(_forward_local, forward_contract, forward_factors, name="
 _backward = Partitioned(_backward_local, backward_contract, backward_factors, name="experts_grad")
 
 
-def _experts_forward(view: View, static: BlockSpec, x, experts, weights, w: Weights):
+def _experts_forward(view: View, static: BlockSpec, x, experts, weights, w: Weights[Array]):
     y, dropped, *saved = _forward(view, static, x, experts, weights, w)
     return (y, dropped), (_name(saved[0]) if saved else (x, experts, weights), w)
 

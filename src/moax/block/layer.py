@@ -31,7 +31,7 @@ from moax.types import MoEStats, check_tokens
 
 def moe(
     x: Float[Array, "*batch H"],
-    params: MoEParams,
+    params: MoEParams[Array],
     config: MoEConfig,
     options: Options = Options(),
     **keywords: Unpack[OptionKeywords],
@@ -87,7 +87,7 @@ def _moe(x, params, config: MoEConfig, options: Options):
     return like(y, x), MoEStats(routing.aux_loss, routing.z_loss, routing.tokens_per_expert, dropped)
 
 
-def _make_spec(x, params: MoEParams, config: MoEConfig, options: Options, view: View, declared) -> BlockSpec:
+def _make_spec(x, params: MoEParams[Array], config: MoEConfig, options: Options, view: View, declared) -> BlockSpec:
     roles, recipe = view.roles, get_recipe(options.recipe)
     widths = {"d_model": config.d_model, "d_ff": params.wo.shape[1] // (1 if view.manual else roles.size(roles.tp))}
     return BlockSpec.make(

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from moax.block.spec import BlockResiduals, BlockSpec, Weights
 from moax.groups import Groups, rows_of_groups, zero_rows
+from moax.kernels import Operand
 from moax.mesh.collectives import keep_on_first
 from moax.ops.activation import activation_of
 from moax.ops.exchange import combine_backward, combine_forward, dispatch_backward, dispatch_forward
@@ -43,7 +44,14 @@ from moax.ops.permutation import (
 from moax.types import Plan
 
 
-def find_hidden(static: BlockSpec, wi, bi, x, experts, weights) -> tuple[BlockResiduals, Array]:
+def find_hidden(
+    static: BlockSpec,
+    wi: Operand,
+    bi: Float[Array, "E G F"] | None,
+    x: Float[Array, "T H"],
+    experts: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+) -> tuple[BlockResiduals, Int[Array, " 1"]]:
     """Tokens [T, H] to the input of the activation [N, G, F], and how many assignments were dropped on the way."""
     local, recipe, over = static.local, static.recipe, static.amax_over
     received = dispatch_forward(static.exchange, x, experts, weights)  # [R, H]
@@ -56,7 +64,9 @@ def find_hidden(static: BlockSpec, wi, bi, x, experts, weights) -> tuple[BlockRe
     return BlockResiduals(kept_rows, h, plan, received.weights, received.slots), received.dropped + plan.dropped
 
 
-def find_output(static: BlockSpec, wo, bo, saved: BlockResiduals, tokens: int) -> Array:
+def find_output(
+    static: BlockSpec, wo: Operand, bo: Float[Array, "E H"] | None, saved: BlockResiduals, tokens: int
+) -> Float[Array, "T H"]:
     """The activation's input to this device's part of y [T, H], a partial sum where tp splits F."""
     local, recipe, over = static.local, static.recipe, static.amax_over + static.roles.tp
     plan, act, early = saved.plan, activation_of(static.activation), static.weights_at == "hidden"
@@ -70,7 +80,14 @@ def find_output(static: BlockSpec, wo, bo, saved: BlockResiduals, tokens: int) -
     return combine_forward(static.exchange, partial, saved.sent, tokens)  # [T, H]
 
 
-def find_gradients(static: BlockSpec, wi, wo, w: Weights, saved: BlockResiduals, dy):
+def find_gradients(
+    static: BlockSpec,
+    wi: Operand,
+    wo: Operand,
+    w: Weights[Array],
+    saved: BlockResiduals,
+    dy: Float[Array, "T H"],
+) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:
     """The chain reversed: dx [T, H], d_weights [T, K], and the gradients of the gathered weights on this device.
 
     The gradient of a row's weight is <d_a, a>, so that o is not kept; d_o is dy before the weights multiply it.

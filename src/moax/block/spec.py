@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
-from moax.config import GATED, MoEConfig
+from moax.config import GATED, Activation, MoEConfig
 from moax.groups import Groups
-from moax.kernels import Implementation, implementation
+from moax.kernels import Implementation, Operand, implementation
 from moax.mesh.axes import Names, Roles
 from moax.mesh.collectives import vary_like
 from moax.mesh.partition import Contract
-from moax.mesh.specs import Layout, device_spec, spec, weight_layout
+from moax.mesh.specs import Layout, Spec, device_spec, spec, weight_layout
 from moax.ops.exchange import ExchangeSpec, slots_per_pair
 from moax.ops.permutation import PermuteSpec, capacity_rows
 from moax.ops.products import replicated
+from moax.params import MoEParams
 from moax.recipe import Contracted, Recipe
 from moax.types import Plan, SendPlan
 
+Layouts = tuple[Layout, Layout]  # of wi and wo
 
-class Weights(NamedTuple):
-    """wi [E, H, G, F], wo [E, F, H], bi [E, G, F] | None, bo [E, H] | None."""
 
-    wi: Array
-    wo: Array
-    bi: Array | None
-    bo: Array | None
+class Weights[Leaf](NamedTuple):
+    """One value for each weight of the experts: arrays wi [E, H, G, F], wo [E, F, H], bi [E, G, F] or None, bo [E, H]
+    or None; or their specs."""
+
+    wi: Leaf
+    wo: Leaf
+    bi: Leaf | None
+    bo: Leaf | None
 
 
 class BlockResiduals(NamedTuple):
@@ -40,7 +44,7 @@ class BlockResiduals(NamedTuple):
     sent: where rows lie after the permutation, and where tokens went. weights: the routing weights of received rows.
     """
 
-    rows: Any
+    rows: Operand
     hidden: Float[Array, "N G F"]
     plan: Plan
     weights: Float[Array, "R K"]
@@ -54,13 +58,13 @@ class BlockSpec:
     declared: how weights lie where their types do not say. kernels: the name of the implementation.
     """
 
-    activation: Any
+    activation: Activation
     weights_at: str
     recipe: Recipe
     exchange: ExchangeSpec
     permute: PermuteSpec
     roles: Roles
-    declared: Any
+    declared: Weights[Spec]
     dtype: np.dtype
     kernels: str
     chunks: int
@@ -73,9 +77,9 @@ class BlockSpec:
         recipe: Recipe,
         transport: str,
         roles: Roles,
-        declared: Any,
+        declared: MoEParams[Spec],
         tokens: int,
-        dtype: Any,
+        dtype: jax.typing.DTypeLike,
         kernels: str,
         chunks: int = 1,
     ) -> BlockSpec:
@@ -116,7 +120,9 @@ class BlockSpec:
         return self.local.find_groups(plan.group_sizes, self.permute.align, plan.source.shape[0])
 
 
-def quantize_and_gather(static: BlockSpec, w: Weights, layouts, contracted: Contracted) -> list:
+def quantize_and_gather(
+    static: BlockSpec, w: Weights[Array], layouts: Layouts, contracted: Contracted
+) -> list[Operand]:
     """wi and wo as products over `contracted` take them: each quantized on its shard, then gathered as bytes."""
     gathered = []
     for scope, shard, layout in zip(("experts_in", "experts_out"), w[:2], layouts, strict=True):
@@ -129,7 +135,7 @@ def quantize_and_gather(static: BlockSpec, w: Weights, layouts, contracted: Cont
     return gathered
 
 
-def zero_gradients(static: BlockSpec, w: Weights, layouts, operands) -> Weights:
+def zero_gradients(static: BlockSpec, w: Weights[Array], layouts: Layouts, operands: PyTree[Array]) -> Weights[Array]:
     """Zeros in float32 to which the gradients of gathered weights are added; operands: those of backward."""
 
     def zeros(p, gather):
@@ -141,7 +147,7 @@ def zero_gradients(static: BlockSpec, w: Weights, layouts, operands) -> Weights:
     return Weights(wi, wo, bi, bo)
 
 
-def find_layouts(static: BlockSpec, found: Any) -> tuple[Layout, Layout]:
+def find_layouts(static: BlockSpec, found: Weights[Spec | None]) -> Layouts:
     """How wi and wo lie: as found, else as declared."""
     roles, declared = static.roles, static.declared
     wi, wo = (d if f is None else f for f, d in ((found.wi, declared.wi), (found.wo, declared.wo)))
@@ -151,13 +157,12 @@ def find_layouts(static: BlockSpec, found: Any) -> tuple[Layout, Layout]:
     )
 
 
-def weight_specs(static: BlockSpec, layouts, w: Weights) -> Any:
+def weight_specs(static: BlockSpec, layouts: Layouts, w: Weights[Array]) -> Weights[Spec]:
     """The spec of each weight and bias that there is."""
     roles = static.roles
     bi = None if w.bi is None else spec(roles.ep, None, roles.tp)
     bo = None if w.bo is None else spec(roles.ep, None)
-    specs: Any = (layouts[0].spec, layouts[1].spec, bi, bo)
-    return Weights(*specs)
+    return Weights(layouts[0].spec, layouts[1].spec, bi, bo)
 
 
 def forward_contract(static: BlockSpec, operands, found) -> Contract:
@@ -198,6 +203,6 @@ def backward_factors(static: BlockSpec, operands):
     return (*own, *_weight_factors(w), "t m"), ("t m", "t k", *_weight_factors(w))
 
 
-def _weight_factors(w: Weights):
+def _weight_factors(w: Weights[Array]):
     """Dims of wi, wo, bi, bo: what shards a weight says nothing of its bias, which is not gathered."""
     return tuple(f for f, p in zip(("e h g f", "e f h", "be bg bf", "be bh"), w, strict=True) if p is not None)

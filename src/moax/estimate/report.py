@@ -234,7 +234,7 @@ def sweep(
     *,
     exchange: Exchange | None = None,
     remat: bool | None = None,
-    **options,
+    **options: Any,
 ) -> list[Estimate]:
     """Every mesh (dp, fsdp, ep, tp) of `gpus` GPUs that the sizes divide over: the ones that fit first, fastest first.
 

@@ -22,7 +22,7 @@ from moax.hf.names import BLOCKS, DIMS, SPELLINGS, Tensor, tensors_of
 from moax.hf.stored import Stored, locate
 from moax.mesh.axes import Axes
 from moax.mesh.place import named
-from moax.params import MoEParams, param_shapes, params_of
+from moax.params import MoEParams, param_shapes, params_by_name
 from moax.sharding import param_specs
 
 
@@ -35,7 +35,7 @@ def params_from_hf(
     dtype: jax.typing.DTypeLike | None = None,
     mesh: jax.sharding.Mesh | None = None,
     axes: Axes = Axes(),
-) -> MoEParams:
+) -> MoEParams[jax.Array]:
     """The parameters of one MoE layer of a published model; bit for bit, where its weights are not quantized.
 
     Args:
@@ -68,7 +68,7 @@ def params_from_hf(
             to = _dtype_of(pairs, None if field == "router_bias" else dtype)
             on = getattr(shardings, field) if shardings else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             fields[field] = assemble(getattr(shapes, field), to, on, _blocks(pairs, config, to))
-    return params_of(**fields)
+    return params_by_name(fields)
 
 
 def _find_prefix(state: Mapping[str, Any], layer: int | None, prefix: str | None) -> str:

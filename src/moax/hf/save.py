@@ -28,7 +28,7 @@ SHARD_BYTES = 5 * 2**30
 
 
 def params_to_hf(
-    params: MoEParams,
+    params: MoEParams[jax.Array],
     config: MoEConfig,
     model_type: str,
     *,
@@ -71,7 +71,7 @@ def params_to_hf(
 
 def save_hf(
     folder: str | Path,
-    layers: Mapping[int, MoEParams],
+    layers: Mapping[int, MoEParams[jax.Array]],
     config: MoEConfig,
     model_type: str,
     *,
@@ -145,7 +145,7 @@ def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Ou
     return {prefix + tensor.name: _output(params, tensor, config, dtype) for tensor in tensors}
 
 
-def _output(params: MoEParams, tensor: Tensor, config: MoEConfig, dtype) -> Output:
+def _output(params: MoEParams[jax.Array], tensor: Tensor, config: MoEConfig, dtype) -> Output:
     value = getattr(params, tensor.field)
     to = np.dtype(value.dtype if dtype is None or tensor.field == "router_bias" else dtype)
     if to not in NAMES or not jnp.issubdtype(to, jnp.floating) or to.itemsize < 2:

@@ -13,7 +13,9 @@ from moax.inspect.program import Collective, collectives, table, total_bytes, we
 from moax.mesh.axes import Axes
 from moax.mesh.place import named
 from moax.mesh.specs import check_divides
+from moax.options import Engine
 from moax.params import param_shapes
+from moax.recipe import Recipe
 from moax.sharding import param_specs, token_spec
 
 
@@ -21,12 +23,12 @@ def inspect_block(
     config: MoEConfig,
     *,
     tokens: int,
-    recipe=None,
-    exchange: Any = "auto",
-    engine: Any = "auto",
-    mesh=None,
-    dtype: Any = jnp.bfloat16,
-    param_dtype: Any = jnp.float32,
+    recipe: str | Recipe | None = None,
+    exchange: str = "auto",
+    engine: Engine = "auto",
+    mesh: jax.sharding.Mesh | None = None,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    param_dtype: jax.typing.DTypeLike = jnp.float32,
     axes: Axes = Axes(),
     backward: bool = True,
 ) -> list[Collective]:
@@ -79,7 +81,7 @@ def inspect_block(
 class Report:
     """A block's collectives with a recipe, and without one (`plain`). `str()` is what `moax inspect` prints."""
 
-    recipe: Any
+    recipe: str | Recipe | None
     found: list[Collective]
     plain: list[Collective]
     axes: Axes
@@ -102,7 +104,7 @@ class Report:
         return f"{table(self.found)}\n\n{text}"
 
 
-def report(config: MoEConfig, *, recipe=None, axes: Axes = Axes(), **options) -> Report:
+def report(config: MoEConfig, *, recipe: str | Recipe | None = None, axes: Axes = Axes(), **options: Any) -> Report:
     """The collectives of the block with a recipe beside those of the block without one.
 
     Args:

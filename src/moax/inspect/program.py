@@ -6,16 +6,22 @@ import dataclasses
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from moax.backend import platform
 from moax.inspect import hlo
 from moax.mesh.axes import Axes, Names, as_names
+from moax.mesh.specs import AnyMesh
 from moax.text import align
+
+Program = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled | str
+Over = str | Names | Axes  # axes that a collective is over
 
 # XLA's CPU compiler runs bf16 collectives in f32 and f8 ones in f16, by these passes; a GPU moves them as they are.
 # The combiner would merge reductions that were widened with others that were not.
@@ -63,7 +69,9 @@ class Collective:
         return f"{self.kind} {self.dtype}{list(self.shape)} over {_join(self.axes)} from {self.op_name or '?'}"
 
 
-def collectives(fn, *args, mesh=None, as_run: bool = False, **kwargs) -> list[Collective]:
+def collectives(
+    fn: Program, *args: Any, mesh: AnyMesh | None = None, as_run: bool = False, **kwargs: Any
+) -> list[Collective]:
     """The collectives of `fn(*args, **kwargs)`, compiled for the arguments' shardings; nothing runs.
 
     Args:
@@ -84,7 +92,12 @@ def collectives(fn, *args, mesh=None, as_run: bool = False, **kwargs) -> list[Co
     return _read(fn, args, kwargs, mesh, as_run)[0]
 
 
-def total_bytes(found: Iterable[Collective], kind=None, axes=None, dtype=None) -> int:
+def total_bytes(
+    found: Iterable[Collective],
+    kind: str | None = None,
+    axes: Over | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> int:
     """The bytes that one device sends in one call of the program: the sum of `bytes * times`.
 
     Args:
@@ -107,7 +120,7 @@ def total_bytes(found: Iterable[Collective], kind=None, axes=None, dtype=None) -
     )
 
 
-def weight_gathers(found: Iterable[Collective], axes="fsdp") -> list[Collective]:
+def weight_gathers(found: Iterable[Collective], axes: Over = "fsdp") -> list[Collective]:
     """The all-gathers of weights: those whose groups vary over any of `axes`.
 
     Args:
@@ -150,7 +163,13 @@ def table(found: Iterable[Collective]) -> str:
 
 
 def assert_no_wide_weight_gather(
-    fn, *args, axes="fsdp", min_elements=None, weights=None, mesh=None, **kwargs
+    fn: Program | Sequence[Collective],
+    *args: Any,
+    axes: Over = "fsdp",
+    min_elements: int | None = None,
+    weights: PyTree | None = None,
+    mesh: AnyMesh | None = None,
+    **kwargs: Any,
 ) -> list[Collective]:
     """Weights cross `axes` as bytes: no floating-point all-gather of two or more bytes an element over them makes
     `min_elements` or more. Scales are floats too: `min_elements` tells a weight from its scales.
@@ -177,7 +196,13 @@ def assert_no_wide_weight_gather(
 
 
 def assert_reduce_scattered(
-    fn, *args, axes="fsdp", min_elements=None, weights=None, mesh=None, **kwargs
+    fn: Program | Sequence[Collective],
+    *args: Any,
+    axes: Over = "fsdp",
+    min_elements: int | None = None,
+    weights: PyTree | None = None,
+    mesh: AnyMesh | None = None,
+    **kwargs: Any,
 ) -> list[Collective]:
     """Weight gradients leave by reduce-scatter over `axes`: there is one, and no all-reduce over them of
     `min_elements` floats or more. Arguments, result and errors as for `assert_no_wide_weight_gather`.

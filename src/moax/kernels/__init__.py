@@ -17,8 +17,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moax.backend import log_once, platform
@@ -40,6 +41,7 @@ Operand = Any  # rows or weights as one implementation's products take them
 Role = Literal["x", "dy"]  # which format of a recipe rows have
 
 
+@runtime_checkable
 class Packed(Protocol):
     """Rows of groups at multiples of any `align`, brought to where the products of an implementation want them."""
 
@@ -54,6 +56,7 @@ class Packed(Protocol):
         ...
 
 
+@runtime_checkable
 class Implementation(Protocol):
     """The local functions of one device that each implementation has.
 
@@ -62,7 +65,7 @@ class Implementation(Protocol):
     maximum of a tensor of one block is agreed on.
     """
 
-    def why_not(self, dtype: Any, widths: dict[str, int]) -> str | None:
+    def why_not(self, dtype: DTypeLike | None, widths: dict[str, int]) -> str | None:
         """Why this implementation cannot run here with these sizes of contiguous dims; None where it can."""
         ...
 
@@ -89,36 +92,49 @@ class Implementation(Protocol):
         ...
 
     def gather_sum(
-        self, rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: Any = None
+        self, rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: Array | None = None
     ) -> Float[Array, "R H"]:
         """y[r] = sum_k weights[r, k] rows[position[r, k]] in float32, over the positions below N."""
         ...
 
     def quantize_for_matmul(
-        self, x: Any, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = ()
+        self, x: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = ()
     ) -> tuple[Operand, Operand]:
         """Rows [M, ..., C] as a product over columns takes them (forward, dgrad), and as wgrad does."""
         ...
 
     def gather_and_quantize(
-        self, x: Any, source: Any, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = ()
+        self, x: Array, source: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = ()
     ) -> tuple[Operand, Operand]:
         """`quantize_for_matmul` of the rows x[source], in one read where the implementation can."""
         ...
 
     def quantize_and_gather(
-        self, w: Any, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: Any
+        self,
+        w: Array,
+        recipe: Recipe,
+        contracted: Contracted,
+        gather: Sequence[Names],
+        amax_over: Names,
+        dtype: DTypeLike,
     ) -> Operand:
         """A weight's shard [E, K, *C] -> the whole weight as a product takes it: quantized, then gathered as bytes."""
         ...
 
     def matmul(
-        self, x: Operand, w: Operand, groups: Groups, dtype: Any, bias: Any = None, *, transpose: bool = False
+        self,
+        x: Operand,
+        w: Operand,
+        groups: Groups,
+        dtype: DTypeLike,
+        bias: Array | None = None,
+        *,
+        transpose: bool = False,
     ) -> Float[Array, "M N"]:
         """y[m] = x[m] w[g(m)] + bias[g(m)], or dgrad with `transpose`. Padding of y may hold anything."""
         ...
 
-    def wgrad(self, x: Operand, dy: Operand, groups: Groups, dtype: Any) -> Float[Array, "E K N"]:
+    def wgrad(self, x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike) -> Float[Array, "E K N"]:
         """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32."""
         ...
 
@@ -127,14 +143,14 @@ class Implementation(Protocol):
         ...
 
     def activate(
-        self, h: Any, act: Callable, recipe: Recipe, groups: Groups, *, weights: Any, amax_over: Names
+        self, h: Array, act: Callable, recipe: Recipe, groups: Groups, *, weights: Array | None, amax_over: Names
     ) -> Operand:
         """act(h) times each row's weight, as the next product takes it; h [N, G, F], weights [N] or None."""
         ...
 
     def activate_grad(
-        self, h: Any, d_a: Any, act: Callable, recipe: Recipe, groups: Groups, *,
-        weights: Any, amax_over: Names, keep: bool,
+        self, h: Array, d_a: Array, act: Callable, recipe: Recipe, groups: Groups, *,
+        weights: Array | None, amax_over: Names, keep: bool,
     ) -> tuple[Operand, Operand, Operand, Any, Float[Array, " N"]]:  # fmt: skip
         """Backward of `activate`, for d_a [N, F] before the weights multiply it.
 
@@ -143,7 +159,7 @@ class Implementation(Protocol):
         """
         ...
 
-    def quantize(self, x: Any, format: Format, block: tuple[int | None, ...], amax_over: Names = ()) -> QArray:
+    def quantize(self, x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = ()) -> QArray:
         """Values and scales of any blocks, as `moax.ops.quantize` returns them."""
         ...
 
@@ -157,7 +173,9 @@ class Implementation(Protocol):
         """
         ...
 
-    def dequantize_wire(self, data: Any, words: Any, ends: Any, format: Format, dtype: Any) -> Float[Array, "R H"]:
+    def dequantize_wire(
+        self, data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
+    ) -> Float[Array, "R H"]:
         """Rows [R, H] of bytes, and of words [R, W] i32 that begin with their scales; rows from ends[-1] on may hold
         anything."""
         ...
@@ -168,7 +186,7 @@ def implementation(name: str) -> Implementation:
     return cast(Implementation, importlib.import_module(IMPLEMENTATIONS[name]))
 
 
-def select_kernels(kernels: str = "auto", dtype: Any = None, **widths: int) -> str:
+def select_kernels(kernels: str = "auto", dtype: DTypeLike | None = None, **widths: int) -> str:
     """The name of the implementation that runs.
 
     Args:
@@ -195,7 +213,7 @@ def select_kernels(kernels: str = "auto", dtype: Any = None, **widths: int) -> s
     raise Unsupported(f"kernels={kernels!r}: {refused[kernels]}; use 'auto' or {DEFAULT!r}")
 
 
-def why_not(name: str, dtype: Any = None, **widths: int) -> str | None:
+def why_not(name: str, dtype: DTypeLike | None = None, **widths: int) -> str | None:
     """Why the implementation of this name cannot run; None where it can."""
     if not is_installed(name):
         return f"this installation has no {IMPLEMENTATIONS[name]}"

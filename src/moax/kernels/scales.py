@@ -30,7 +30,7 @@ DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 TINY = 2.0**-126  # the least normal float32
 
 
-def finite(x: Array) -> Float[Array, ...]:
+def finite(x: Array) -> Float[Array, "..."]:
     """|x| in float32, 0 where x is not finite."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
@@ -41,7 +41,7 @@ def is_pow2(format: Format) -> bool:
     return format.scale != "float32"
 
 
-def to_scale(amax: Float[Array, ...], format: Format) -> Float[Array, ...]:
+def to_scale(amax: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
     """The float32 scales of blocks whose maxima are `amax`."""
     scale = amax * (1.0 / format.max)  # XLA may turn a division by a constant into this product: here it always is one
     scale = jnp.where(scale < TINY, 1.0, scale)
@@ -51,12 +51,12 @@ def to_scale(amax: Float[Array, ...], format: Format) -> Float[Array, ...]:
     return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)  # up, unless it is a power of two
 
 
-def to_exponent(scale: Float[Array, ...]) -> Array:
+def to_exponent(scale: Float[Array, "..."]) -> Array:
     """Powers of two as uint8 exponents: 2**(exponent - 127)."""
     return (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
 
 
-def from_exponent(exponent: Array) -> Float[Array, ...]:
+def from_exponent(exponent: Array) -> Float[Array, "..."]:
     """2**(exponent - 127) as float32, by bits; exponent 0 (2**-127, subnormal) is never written by `to_exponent`."""
     return lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
 

@@ -11,7 +11,7 @@ Names = tuple[str, ...]
 ROLES = ("dp", "fsdp", "ep", "tp")
 
 
-def as_names(entry) -> Names:
+def as_names(entry: str | tuple[str, ...] | list[str] | None) -> Names:
     """The axis names of one entry of a PartitionSpec, or of one field of `Axes`."""
     if entry is None:
         return ()
@@ -31,10 +31,10 @@ class Axes:
         divides them, else model.
     """
 
-    dp: str | Names = "dp"
-    fsdp: str | Names = "fsdp"
-    ep: str | Names = "ep"
-    tp: str | Names = "tp"
+    dp: str | Names | list[str] = "dp"
+    fsdp: str | Names | list[str] = "fsdp"
+    ep: str | Names | list[str] = "ep"
+    tp: str | Names | list[str] = "tp"
     fsdp_dim: Literal["auto", "experts", "model"] = "auto"
 
     def __post_init__(self):

@@ -10,7 +10,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 
-def make_mesh(sizes: Mapping[str, int], *, axis_type: AxisType = AxisType.Auto, devices=None) -> Mesh:
+def make_mesh(
+    sizes: Mapping[str, int], *, axis_type: AxisType = AxisType.Auto, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """The mesh of these axes over all devices, those of a host side by side and in row-major order.
 
     Name axes from the farthest apart to the nearest: `{"dp": 4, "fsdp": 16, "ep": 8}` on hosts of 8 GPUs keeps each
@@ -38,7 +40,7 @@ def crossing(mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for dim, name in enumerate(mesh.axis_names) if np.diff(processes, axis=dim).any())
 
 
-def order(devices: Sequence) -> list:
+def order(devices: Sequence[jax.Device]) -> list[jax.Device]:
     """Devices of a host side by side: by `slice_index`, which counts hosts (or what else NVLink ties together), then by
     id. `jax.devices()` goes by process, and processes may be dealt to hosts in turn."""
     return sorted(devices, key=lambda device: (getattr(device, "slice_index", 0), device.id))

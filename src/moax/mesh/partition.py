@@ -21,6 +21,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
+from jaxtyping import Array, PyTree
 
 from moax.backend import log_once
 from moax.errors import Unsupported
@@ -45,7 +46,7 @@ class View(NamedTuple):
     manual: bool = False
     explicit: bool = False
     mesh: Any = None
-    axes: frozenset = frozenset()
+    axes: frozenset[str] = frozenset()
 
     @property
     def nested(self) -> bool:
@@ -54,25 +55,25 @@ class View(NamedTuple):
             return False
         return not self.manual or any(kind != AxisType.Manual for kind in self.mesh.axis_types)
 
-    def psum(self, x, names: Names):
+    def psum(self, x: Array, names: Names) -> Array:
         """The sum over `names` that an op left to its caller: inside a `shard_map`; elsewhere it is done."""
         names = names + self._single(x)
         return lax.psum(x, names) if self.manual and names else x
 
-    def same(self, x, names: Names):
+    def same(self, x: Array, names: Names) -> Array:
         """Inside a `shard_map`: a value that is equal over `names`, typed so."""
         return reduce_max(x, names + self._single(x)) if self.manual else x
 
-    def _single(self, x) -> Names:
+    def _single(self, x: Array) -> Names:
         """Axes of one device that x is typed as varying over, which is as good as none."""
         return tuple(n for n in sorted(varying(x)) if self.mesh.shape[n] == 1) if self.manual else ()
 
-    def vary(self, tree):
+    def vary[Tree](self, tree: Tree) -> Tree:
         """Inside a `shard_map`: operands typed as varying alike, so that their gradients are summed where they meet."""
         return jax.tree.map(lambda x: vary_like(x, tree), tree) if self.manual else tree
 
 
-def find_view(axes: Axes, engine: Engine, *operands) -> View:
+def find_view(axes: Axes, engine: Engine, *operands: PyTree[Array]) -> View:
     """The view of the mesh in force for an op on `operands`.
 
     Raises ValueError for an unknown engine and for a mesh whose axes in `axes` are Manual only in part; Unsupported
@@ -114,7 +115,7 @@ class Contract(NamedTuple):
     the specs that were found.
     """
 
-    operands: Any
+    operands: PyTree[Spec | None]
     results: Sequence[Spec]
     reduce: Sequence[Names]
     layout: Hashable = None

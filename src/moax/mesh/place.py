@@ -8,17 +8,18 @@ from typing import Any
 import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree, Shaped
 
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.specs import is_explicit, mesh_of, pad, spec
+from moax.mesh.specs import AnyMesh, is_explicit, mesh_of, pad, spec
 
 
-def named(mesh, specs: Any) -> Any:
+def named(mesh: AnyMesh, specs: PyTree[PartitionSpec]) -> Any:
     """A tree of specs as a tree of NamedShardings on `mesh`."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
 
 
-def constrain(x, to: PartitionSpec):
+def constrain(x: Array, to: PartitionSpec) -> Array:
     """`x` laid out by `to` on the mesh in force, whatever the type of its axes; `x` itself where there is none."""
     mesh = mesh_of(x)
     if mesh is None or any(t == AxisType.Manual for t in mesh.axis_types):
@@ -29,12 +30,12 @@ def constrain(x, to: PartitionSpec):
     return lax.with_sharding_constraint(x, to if in_force else NamedSharding(mesh, to))
 
 
-def keep_rows(y, roles: Roles):
+def keep_rows(y: Array, roles: Roles) -> Array:
     """Rows over the token axes of an Auto mesh, and other dims as propagation has them."""
     return constrain(y, PartitionSpec(roles.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
 
 
-def make_sharded(make: Callable, specs: Any) -> Callable:
+def make_sharded(make: Callable, specs: PyTree[PartitionSpec] | None) -> Callable:
     """`make` with its results laid out by `specs` on the mesh in force, each device making its shards alone; None: by
     no mesh."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -46,13 +47,13 @@ def make_sharded(make: Callable, specs: Any) -> Callable:
     return jax.jit(make, out_shardings=specs)
 
 
-def like(y, x):
+def like(y: Array, x: Array) -> Array:
     """`y` with the sharding that the type of `x` states; `y` itself unless mesh axes are Explicit."""
     of = jax.typeof(x).sharding
     return jax.sharding.reshard(y, of) if is_explicit(of.mesh) else y
 
 
-def check_token_axes(x, axes: Axes) -> None:
+def check_token_axes(x: Array, axes: Axes) -> None:
     """Raises ValueError where the type of x [..., H] splits its tokens over a mesh axis that has no role in `axes`."""
     of = jax.typeof(x).sharding
     for dim, names in enumerate(pad(of.spec, x.ndim)[:-1]):
@@ -64,7 +65,7 @@ def check_token_axes(x, axes: Axes) -> None:
                 )
 
 
-def flatten_tokens(x, roles: Roles):
+def flatten_tokens(x: Shaped[Array, "*batch H"], roles: Roles) -> Shaped[Array, "T H"]:
     """[..., H] -> [T, H]; on Explicit axes T typed as over `roles.tokens` where they divide it."""
     mesh = mesh_of(x)
     if mesh is None or not is_explicit(mesh):
@@ -78,7 +79,7 @@ def flatten_tokens(x, roles: Roles):
     return over_tokens(over_tokens(x).reshape(-1, x.shape[-1]))
 
 
-def unflatten_tokens(y, x, roles: Roles):
+def unflatten_tokens(y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], roles: Roles) -> Shaped[Array, "..."]:
     """[T, *C] -> [..., *C], leading dims and their sharding as those of x [..., H]."""
     columns = y.shape[1:]
     mesh = mesh_of(x)

@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jaxtyping import Array
 
 from moax.mesh.axes import Names, Roles, as_names
 
 Spec = PartitionSpec
+AnyMesh = Mesh | AbstractMesh
 
 # The algebra of specs.
 
 
-def spec(*entries) -> PartitionSpec:
+def spec(*entries: str | Names | None) -> PartitionSpec:
     """A PartitionSpec; empty tuples become None, tuples of one name that name."""
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in map(as_names, entries)))
 
@@ -67,12 +69,12 @@ def weight_layout(what: str, of: PartitionSpec, kept: Sequence[Names], roles: Ro
 # The spec of every array.
 
 
-def mesh_sizes(mesh=None) -> dict[str, int]:
+def mesh_sizes(mesh: AnyMesh | None = None) -> dict[str, int]:
     """Axis sizes of `mesh`, or of the mesh in force (`jax.set_mesh`, or an enclosing `shard_map`); {} for none."""
     return dict((mesh or jax.sharding.get_abstract_mesh()).shape)
 
 
-def mesh_of(*arrays):
+def mesh_of(*arrays: Array) -> AnyMesh | None:
     """The mesh in force, else the one in an array's type; None where there is neither."""
     meshes = [jax.sharding.get_abstract_mesh()] + [jax.typeof(a).sharding.mesh for a in arrays]
     return next((m for m in meshes if not m.empty), None)
@@ -88,6 +90,6 @@ def local_shape(shape: Sequence[int], of: PartitionSpec, roles: Roles) -> tuple[
     return tuple(-(-n // roles.size(names)) for n, names in zip(shape, pad(of, len(shape)), strict=True))
 
 
-def is_explicit(mesh) -> bool:
+def is_explicit(mesh: AnyMesh) -> bool:
     """Whether any axis of the mesh is Explicit."""
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)

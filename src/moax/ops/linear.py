@@ -34,7 +34,7 @@ def dense(
     axes: Axes = Axes(),
     engine: Engine = "auto",
     kernels: str = "auto",
-) -> Float[Array, "*rows *C"]:
+) -> Float[Array, "..."]:
     """y = x w + bias.
 
     Args:

@@ -53,7 +53,7 @@ def _logits_backward(view: View, roles: Roles, saved, d_logits):
 _logits = differentiable(_logits_forward, _logits_backward)
 
 
-def _parts(x, count: int) -> list:
+def _parts(x: Array, count: int) -> list[Array]:
     """bfloat16 arrays that sum to x, each the next 8 bits; by `reduce_precision`, which XLA does not elide."""
     parts, rest = [], x.astype(jnp.float32)
     for _ in range(count):

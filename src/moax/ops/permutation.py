@@ -150,7 +150,7 @@ def _unpermute_backward(view: View, static: PermuteSpec, saved, dy):
 _unpermute = differentiable(_unpermute_forward, _unpermute_backward)
 
 
-def plan_rows(static: PermuteSpec, experts) -> Plan:
+def plan_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Plan:
     """The Plan of one device's experts [R, K]."""
     received, top_k = experts.shape
     groups, rows = static.num_groups, sorted_rows(received, top_k, static.num_groups, static.align, static.capacity)
@@ -185,25 +185,35 @@ def _keep(arrived, capacity: int):
     return jnp.minimum(arrived, limit) + extra.astype(jnp.int32)
 
 
-def permute_forward(static: PermuteSpec, x, plan: Plan, groups: Groups | None = None):
+def permute_forward(
+    static: PermuteSpec, x: Float[Array, "R H"], plan: Plan, groups: Groups | None = None
+) -> Float[Array, "N H"]:
     """rows [N, H] of one device, by its plan. Where `groups` is given, rows past the last group may hold anything."""
     with jax.named_scope("permute"):
         return implementation(static.kernels).gather_rows(x, plan.source, groups)
 
 
-def permute_backward(static: PermuteSpec, plan: Plan, d_rows):
+def permute_backward(static: PermuteSpec, plan: Plan, d_rows: Float[Array, "N H"]) -> Float[Array, "R H"]:
     """dx [R, H] of one device: the sum of the gradients of each row's copies."""
     with jax.named_scope("unpermute"):
         return implementation(static.kernels).gather_sum(d_rows, plan.position)
 
 
-def unpermute_forward(static: PermuteSpec, rows, plan: Plan, weights):
+def unpermute_forward(
+    static: PermuteSpec, rows: Float[Array, "N H"], plan: Plan, weights: Float[Array, "R K"] | None
+) -> Float[Array, "R H"]:
     """y [R, H] of one device; weights None are 1."""
     with jax.named_scope("unpermute"):
         return implementation(static.kernels).gather_sum(rows, plan.position, weights)
 
 
-def unpermute_backward(static: PermuteSpec, rows, plan: Plan, weights, dy):
+def unpermute_backward(
+    static: PermuteSpec,
+    rows: Float[Array, "N H"],
+    plan: Plan,
+    weights: Float[Array, "R K"],
+    dy: Float[Array, "R H"],
+) -> tuple[Float[Array, "N H"], Float[Array, "R K"]]:
     """d_rows [N, H] and d_weights [R, K] of one device: dy times the weight of each row, and <dy, row>."""
     d_rows = permute_forward(static, dy, plan)
     inner = jnp.sum(d_rows.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
@@ -211,13 +221,13 @@ def unpermute_backward(static: PermuteSpec, rows, plan: Plan, weights, dy):
     return d_rows.astype(rows.dtype), weights_from_rows(plan, inner)
 
 
-def weights_of_rows(plan: Plan, weights):
+def weights_of_rows(plan: Plan, weights: Float[Array, "R K"]) -> Float[Array, " N"]:
     """The weight [N] of each sorted row, 0 in padding."""
     flat = jnp.zeros(plan.source.shape, weights.dtype)
     return flat.at[plan.position.reshape(-1)].set(weights.reshape(-1), mode="drop")
 
 
-def weights_from_rows(plan: Plan, of_rows):
+def weights_from_rows(plan: Plan, of_rows: Float[Array, " N"]) -> Float[Array, "R K"]:
     """A number of each sorted row [N] as one of each assignment [R, K]; 0 where that has no row."""
     return jnp.take(of_rows, plan.position, mode="fill", fill_value=0)
 

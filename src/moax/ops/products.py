@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -48,7 +49,7 @@ class GroupedSpec:
 def grouped_matmul(
     x: Float[Array, "M K"],
     w: Float[Array, "E K *C"],
-    group_sizes: Int[Array, " E"],
+    group_sizes: Int[Array, " groups"],
     bias: Float[Array, " E *C"] | None = None,
     *,
     recipe: str | Recipe | None = None,
@@ -100,14 +101,21 @@ def grouped_matmul(
     return grouped(view, static, x, w, group_sizes, bias)
 
 
-def widths_of(view: View, shape, declared: Spec) -> dict[str, int]:
+def widths_of(view: View, shape: Sequence[int], declared: Spec) -> dict[str, int]:
     """Columns and contracted elements of a weight [E, K, *C] on one device, by name."""
     kept = ((),) * len(shape) if view.manual else kept_axes(declared, len(shape), view.roles)
     _, rows, *columns = (n // view.roles.size(names) for n, names in zip(shape, kept, strict=True))
     return {"w's dim 1": rows, "w's columns": math.prod(columns)}
 
 
-def grouped(view: View, static: GroupedSpec, x, w, group_sizes, bias):
+def grouped(
+    view: View,
+    static: GroupedSpec,
+    x: Float[Array, "M K"],
+    w: Float[Array, "E K *C"],
+    group_sizes: Int[Array, " groups"] | None,
+    bias: Float[Array, "E *C"] | None,
+) -> Float[Array, " M *C"]:
     """`grouped_matmul` on a view of the mesh; `group_sizes` None: one group, all rows."""
     return _grouped(view, static, *_forward.lay(view, static, x, w, group_sizes, bias))
 
@@ -185,7 +193,7 @@ def _sizes_spec(static, group_sizes):
     return None if group_sizes is None else spec(static.roles.tokens)
 
 
-def replicated(roles: Roles, layout) -> Names:
+def replicated(roles: Roles, layout: Layout) -> Names:
     """The axes over which a weight's gradient is still a partial sum after `scatter_gradient`."""
     gathered = {n for names in layout.gather for n in names}
     return tuple(n for n in roles.dp + roles.fsdp if n not in gathered)

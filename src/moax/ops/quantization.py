@@ -41,7 +41,7 @@ class QuantizeSpec:
 
 
 def quantize(
-    x: Float[Array, ...],
+    x: Float[Array, "..."],
     format: Format = Format(),
     *,
     block: tuple[int | None, ...] | None = None,
@@ -81,7 +81,9 @@ def quantize(
     return QArray(data, scale, format.dtype, block, pieces)
 
 
-def dequantize(q: QArray, dtype=jnp.float32, *, axes: Axes = Axes(), engine: Engine = "auto") -> Float[Array, ...]:
+def dequantize(
+    q: QArray, dtype: jax.typing.DTypeLike = jnp.float32, *, axes: Axes = Axes(), engine: Engine = "auto"
+) -> Float[Array, "..."]:
     """data * scale, rounded once to `dtype`; sharded like `q.data`.
 
     Raises:

@@ -18,7 +18,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moax.config import RouterConfig
 from moax.mesh.axes import Axes, Roles
@@ -96,7 +96,9 @@ def _route_backward(view: View, static: RouteSpec, saved, cotangents):
 _route = differentiable(_route_forward, _route_backward)
 
 
-def select_experts(logits, bias, config: RouterConfig, top_k: int):
+def select_experts(
+    logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, config: RouterConfig, top_k: int
+) -> Int[Array, "T K"]:
     """[T, E] -> [T, K] i32, best first."""
     scores = _score(logits, config) if config.order == "score_then_topk" else logits
     scores = scores if bias is None else scores + bias[None]

@@ -42,7 +42,7 @@ class Layer:
     wqkv: Float[Array, "*L H H3"]
     wo: Float[Array, "*L H H"]
     norm_m: Float[Array, "*L H"]
-    moe: MoEParams
+    moe: MoEParams[Array]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["embed", "layers", "norm", "predict"], meta_fields=[])

@@ -23,8 +23,8 @@ class KMajorFp8(NamedTuple):
     Weights: data [E, R, K], scale [E, ceil(R / 128), ceil(K / 128)] f32: 128 x 128 blocks.
     """
 
-    data: Float[Array, ...]
-    scale: Float[Array, ...]
+    data: Float[Array, "..."]
+    scale: Float[Array, "..."]
 
 
 def takes_fp8(recipe: Recipe) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from jax.typing import DTypeLike
 
 from moax.groups import find_groups as find_groups
 from moax.kernels.xla.products import bias_grad as bias_grad
@@ -24,7 +24,7 @@ from moax.recipe import Recipe
 __all__ = ["pack_rows"]
 
 
-def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
+def why_not(dtype: DTypeLike | None, widths: dict[str, int]) -> str | None:
     """None: XLA runs everywhere."""
     del dtype, widths
     return None

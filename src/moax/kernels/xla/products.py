@@ -13,11 +13,11 @@ memory is that of the rows and of one matrix. Quantized operands are dequantized
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moax.backend import platform
@@ -31,7 +31,13 @@ STEP = 128  # rows: a GPU multiplies fewer in about the same time, as it reads t
 
 
 def matmul(
-    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: Any, bias: Any = None, *, transpose: bool = False
+    x: Array | QArray,
+    w: Array | QArray,
+    groups: Groups,
+    dtype: DTypeLike,
+    bias: Array | None = None,
+    *,
+    transpose: bool = False,
 ) -> Float[Array, "M N"]:
     """x [M, K] times the weight of each row's group, [E, K, N]; with `transpose` x [M, N] times [E, K, N]^T.
 
@@ -60,7 +66,7 @@ def matmul(
     return y if bias is None else add_bias(y, bias.reshape(bias.shape[0], -1), groups)
 
 
-def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: Any) -> Float[Array, "E K N"]:
+def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike) -> Float[Array, "E K N"]:
     """x [M, K] and dy [M, N], whatever their padding holds -> [E, K, N], summed in float32."""
     x, dy = _plain(x, dtype), _plain(dy, dtype)
     if groups.sizes is None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from moax.groups import Groups, zero_rows
@@ -58,7 +58,9 @@ def quantize(
     return dataclasses.replace(q, data=data, scale=_stored(scale, format))
 
 
-def dequantize_wire(data: Array, words: Array, ends: Any, format: Format, dtype: Any) -> Float[Array, "R C"]:
+def dequantize_wire(
+    data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
+) -> Float[Array, "R C"]:
     """Rows [R, C] of bytes, and of words [R, W] i32 that begin with their scales. `ends` saves nothing here."""
     del ends
     count = -(-data.shape[1] // (format.block or data.shape[1]))
@@ -82,7 +84,7 @@ def quantize_for_matmul(
 
 
 def quantize_and_gather(
-    w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: Any
+    w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: DTypeLike
 ) -> Array | QArray:
     """A weight's shard [E, K, *C] -> the whole weight [E, K, C], columns as one dim; in `dtype` without a format."""
     if recipe.w is None:

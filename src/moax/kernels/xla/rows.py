@@ -22,7 +22,9 @@ def gather_rows(x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups
     return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
 
 
-def gather_sum(rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: Any = None) -> Float[Array, "R H"]:
+def gather_sum(
+    rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: Array | None = None
+) -> Float[Array, "R H"]:
     """y[r] = sum_k weights[r, k] rows[position[r, k]] in float32, over the positions below N; weights None are 1."""
     total = jnp.zeros((), jnp.float32)
     for k in range(position.shape[1]):  # K is small; no [R, K, H] is in memory
@@ -49,7 +51,7 @@ def gather_and_quantize(
 
 
 def activate(
-    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *, weights: Any, amax_over: Names
+    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *, weights: Array | None, amax_over: Names
 ) -> Any:
     """act(h) times each row's weight, as the next product takes it."""
     with jax.named_scope("activate"):

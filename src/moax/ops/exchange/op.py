@@ -120,7 +120,9 @@ class _Sized[S: CombineSpec](NamedTuple):
     tokens: int
 
 
-def dispatch_forward(static: ExchangeSpec, x, experts, weights) -> Received:
+def dispatch_forward(
+    static: ExchangeSpec, x: Float[Array, "T H"], experts: Int[Array, "T K"], weights: Float[Array, "T K"]
+) -> Received:
     """`dispatch` of one device."""
     local_experts, none = static.local_experts, static.num_experts
     transport = TRANSPORTS[static.transport]
@@ -140,7 +142,9 @@ def dispatch_forward(static: ExchangeSpec, x, experts, weights) -> Received:
     return Received(got.rows, local, weights, count[None], dropped, sent, static.transport, x.shape[0])
 
 
-def dispatch_backward(static: CombineSpec, sent: Sent, d_rows, d_weights_rows, tokens: int) -> tuple[Array, Array]:
+def dispatch_backward(
+    static: CombineSpec, sent: Sent, d_rows: Float[Array, "R H"], d_weights_rows: Float[Array, "R K"], tokens: int
+) -> tuple[Float[Array, "T H"], Float[Array, "T K"]]:
     """The transpose of `dispatch_forward`, of one device.
 
     Args:
@@ -158,13 +162,13 @@ def dispatch_backward(static: CombineSpec, sent: Sent, d_rows, d_weights_rows, t
     return dx, d_weights
 
 
-def combine_forward(static: CombineSpec, rows, sent: Sent, tokens: int) -> Array:
+def combine_forward(static: CombineSpec, rows: Float[Array, "R H"], sent: Sent, tokens: int) -> Float[Array, "T H"]:
     """`combine` of one device: [R, H] to [T, H]. sent: `Received.slots` of the dispatch. tokens: T."""
     with jax.named_scope("combine"):
         return TRANSPORTS[static.transport].combine(static, (rows,), sent, tokens)[0]
 
 
-def combine_backward(static: CombineSpec, dy, sent: Sent) -> Array:
+def combine_backward(static: CombineSpec, dy: Float[Array, "T H"], sent: Sent) -> Float[Array, "R H"]:
     """The transpose of `combine_forward`, of one device: dy [T, H] to d_rows [R, H], quantized on its way where
     `static.wire` is a format. sent: `Received.slots` of the dispatch."""
     return send_rows(static, dy, (), sent).rows

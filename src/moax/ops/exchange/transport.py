@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -115,6 +115,7 @@ def collective(kind: str, dtype: str, shape: Sequence[int], roles: Roles, axes: 
     return Transfer(kind, dtype, tuple(shape), axes, group, sent)
 
 
+@runtime_checkable
 class Transport(Protocol):
     """How rows travel between the ranks of ep. Its functions of arrays are those of one device.
 

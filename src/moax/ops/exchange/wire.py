@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from moax.kernels import implementation
 from moax.kernels.scales import dequantize
@@ -18,7 +19,7 @@ from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, Sent
 from moax.recipe import Format
 
 
-def wire_bytes(x, wire: Format | None = None) -> int:
+def wire_bytes(x: Array, wire: Format | None = None) -> int:
     """Bytes of a row of x on its way, without its scales."""
     return x.shape[-1] * (1 if wire is not None else x.dtype.itemsize)
 
@@ -31,7 +32,7 @@ def wire_columns(width: int, dtype: str, wire: Format | None) -> Columns:
     return ((width, "uint8"), (blocks, "uint8" if wire.scale == "e8m0" else "float32"))
 
 
-def send_rows(static: CombineSpec, x, narrow: Sequence, sent: Sent) -> Arrived:
+def send_rows(static: CombineSpec, x: Float[Array, "T H"], narrow: Sequence[Array], sent: Sent) -> Arrived:
     """Rows x [T, H] and narrow arrays [T, W] to the ranks of the plan, the rows quantized on their way.
 
     Args:

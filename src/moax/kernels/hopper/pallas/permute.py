@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from moax.errors import Unsupported
 from moax.groups import align_up
@@ -31,12 +31,12 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # bulk copies rather than tenso
 
 
 def gather_rows(
-    x: Float[Array, "R H"],
+    x: Shaped[Array, "R H"],
     source: Int[Array, " N"],
     used: Int[Array, " 1"] | None,
     *,
     in_flight: int = IN_FLIGHT,
-) -> Float[Array, "N H"]:
+) -> Shaped[Array, "N H"]:
     """out[n] = x[source[n]], 0 where source[n] >= R.
 
     Args:

@@ -31,7 +31,7 @@ AT_ONCE = 32  # rows that are gathered between two waits for their numbers
 
 
 def quantize_rows(
-    x: Float[Array, "M C"] | Float[Array, "R C"],
+    x: Float[Array, "rows C"],
     blocks: Blocks | None,
     *,
     source: Int[Array, " M"] | None = None,
