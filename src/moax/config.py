@@ -9,6 +9,7 @@ from typing import Literal
 Activation = Literal["swiglu", "geglu", "swiglu_oai", "silu", "gelu", "relu2"]
 GATED = ("swiglu", "geglu", "swiglu_oai")
 UNGATED = ("silu", "gelu", "relu2")
+SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the clip of gate and up, and the factor inside the sigmoid
 
 
 def _is_int(value) -> bool:

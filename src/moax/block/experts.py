@@ -23,14 +23,14 @@ from moax.block.spec import (
     zero_gradients,
 )
 from moax.mesh.collectives import scatter_gradient
-from moax.mesh.partition import Partitioned, View, differentiable
+from moax.mesh.partition import MeshView, Partitioned, differentiable
 
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 
 
-def apply_experts(view: View, static: BlockSpec, x, experts, weights, w: Weights):
+def apply_experts(view: MeshView, static: BlockSpec, x, experts, weights, w: Weights):
     """Tokens [T, H] and their routing -> (y [T, H], dropped assignments [1]); differentiable in x, weights and w."""
-    return _experts(view, static, *_forward.lay(view, static, x, experts, weights, w))
+    return _experts(view, static, *_forward.lay_operands(view, static, x, experts, weights, w))
 
 
 def _forward_local(static: BlockSpec, layouts, x, experts, weights, w: Weights):
@@ -81,12 +81,12 @@ _forward = Partitioned(_forward_local, forward_contract, forward_factors, name="
 _backward = Partitioned(_backward_local, backward_contract, backward_factors, name="experts_grad")
 
 
-def _experts_forward(view: View, static: BlockSpec, x, experts, weights, w: Weights):
+def _experts_forward(view: MeshView, static: BlockSpec, x, experts, weights, w: Weights):
     y, dropped, *saved = _forward(view, static, x, experts, weights, w)
     return (y, dropped), (_name(saved[0]) if saved else (x, experts, weights), w)
 
 
-def _experts_backward(view: View, static: BlockSpec, residuals, cotangents):
+def _experts_backward(view: MeshView, static: BlockSpec, residuals, cotangents):
     saved, w = residuals
     # Each direction gathers the weights when it needs them: XLA must not keep what forward gathered.
     w, dy = lax.optimization_barrier((w, cotangents[0]))

@@ -15,8 +15,8 @@ from moax.block.spec import BlockSpec, Weights
 from moax.config import MoEConfig
 from moax.kernels import select_kernels
 from moax.mesh.axes import Roles
-from moax.mesh.partition import View, find_view
-from moax.mesh.place import check_token_axes, constrain, flatten_tokens, like, unflatten_tokens
+from moax.mesh.partition import MeshView, find_mesh_view
+from moax.mesh.place import check_token_axes, constrain, flatten_tokens, reshard_like, unflatten_tokens
 from moax.ops.activation import activate
 from moax.ops.exchange import select_transport, wire_bytes
 from moax.ops.linear import dense
@@ -65,7 +65,7 @@ def _moe(x, params, config: MoEConfig, options: Options):
     recipe, axes, engine = get_recipe(options.recipe), options.axes, options.engine
     check_tokens(x, config)
     check_token_axes(x, axes)
-    view = find_view(axes, engine, x, params)
+    view = find_mesh_view(axes, engine, x, params)
     check_params(params, config, local=view.manual)
     roles = view.roles
     declared = shard_specs(params, config, axes, roles) if view.manual else expert_specs(config, axes, roles)
@@ -83,11 +83,11 @@ def _moe(x, params, config: MoEConfig, options: Options):
         h = dense(tokens, params.shared_wi, w_spec=declared.shared_wi, **sharing)
         y = y + dense(activate(h, config.activation), params.shared_wo, w_spec=declared.shared_wo, **sharing)
     y = unflatten_tokens(view.psum(y, roles.tp), x, roles)
-    dropped = view.same(view.psum(dropped, roles.tokens), roles.tp)[0]
-    return like(y, x), MoEStats(routing.aux_loss, routing.z_loss, routing.tokens_per_expert, dropped)
+    dropped = view.typed_as_equal(view.psum(dropped, roles.tokens), roles.tp)[0]
+    return reshard_like(y, x), MoEStats(routing.aux_loss, routing.z_loss, routing.tokens_per_expert, dropped)
 
 
-def _make_spec(x, params: MoEParams, config: MoEConfig, options: Options, view: View, declared) -> BlockSpec:
+def _make_spec(x, params: MoEParams, config: MoEConfig, options: Options, view: MeshView, declared) -> BlockSpec:
     roles, recipe = view.roles, get_recipe(options.recipe)
     widths = {"d_model": config.d_model, "d_ff": params.wo.shape[1] // (1 if view.manual else roles.size(roles.tp))}
     return BlockSpec.make(

@@ -31,7 +31,7 @@ from moax.mesh.specs import Spec, check_divides, is_explicit, mesh_of
 from moax.options import ENGINES, Engine
 
 
-class View(NamedTuple):
+class MeshView(NamedTuple):
     """How ops run on the mesh in force.
 
     engine: `local` calls the local function. manual: the caller is inside a `shard_map`, where an op leaves sums over
@@ -57,7 +57,7 @@ class View(NamedTuple):
         names = names + self._single(x)
         return lax.psum(x, names) if self.manual and names else x
 
-    def same(self, x, names: Names):
+    def typed_as_equal(self, x, names: Names):
         """Inside a `shard_map`: a value that is equal over `names`, typed so."""
         return reduce_max(x, names + self._single(x)) if self.manual else x
 
@@ -70,7 +70,7 @@ class View(NamedTuple):
         return jax.tree.map(lambda x: vary_like(x, tree), tree) if self.manual else tree
 
 
-def find_view(axes: Axes, engine: Engine, *operands) -> View:
+def find_mesh_view(axes: Axes, engine: Engine, *operands) -> MeshView:
     """The view of the mesh in force for an op on `operands`.
 
     Raises ValueError for an unknown engine and for a mesh whose axes in `axes` are Manual only in part; Unsupported
@@ -80,14 +80,14 @@ def find_view(axes: Axes, engine: Engine, *operands) -> View:
         raise ValueError(f"engine={engine!r} must be one of {', '.join(map(repr, ENGINES))}")
     mesh = mesh_of(*jax.tree.leaves(operands))
     if mesh is None:
-        return View(Roles(), "local")
+        return MeshView(Roles(), "local")
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     roles = axes.on(dict(mesh.shape))
     manual = frozenset(n for n, kind in kinds.items() if kind == AxisType.Manual)
     explicit = is_explicit(mesh)
     inside = [n for n in roles.all if n in manual]
     if manual and len(inside) == len(roles.all) and (inside or not explicit):
-        return View(roles, "local", manual=True, mesh=mesh)
+        return MeshView(roles, "local", manual=True, mesh=mesh)
     if inside:
         outside = [n for n in roles.all if n not in manual]
         raise ValueError(
@@ -95,13 +95,13 @@ def find_view(axes: Axes, engine: Engine, *operands) -> View:
             "into the shard_map's axis_names"
         )
     if not roles.all and not explicit:
-        return View(roles, "local")
+        return MeshView(roles, "local")
     if engine == "custom_partitioning" and (explicit or manual):
         what = f"axes {sorted(manual)} are Manual" if manual else "axes are Explicit"
         raise Unsupported(f"engine='custom_partitioning' cannot run on this mesh: {what}; use 'auto' or 'shard_map'")
     partitioned = not explicit and not manual and engine != "shard_map"
     name = "custom_partitioning" if partitioned else "shard_map"
-    return View(roles, name, explicit=explicit, mesh=mesh, axes=frozenset(kinds) - manual)
+    return MeshView(roles, name, explicit=explicit, mesh=mesh, axes=frozenset(kinds) - manual)
 
 
 class Contract(NamedTuple):
@@ -127,7 +127,7 @@ def _dims(rule: str) -> list[str]:
 @dataclasses.dataclass(frozen=True)
 class _Call:
     static: Hashable
-    view: View
+    view: MeshView
     rule: tuple[tuple, ...]
 
 
@@ -153,7 +153,7 @@ class Partitioned:
         )
         self._partitioned.def_vmap(self._vmap)
 
-    def __call__(self, view: View, static: Hashable, *operands):
+    def __call__(self, view: MeshView, static: Hashable, *operands):
         with jax.named_scope(self.__name__):
             if view.engine == "custom_partitioning":
                 return self._partitioned(_Call(static, view, self.factors(static, operands)), *operands)
@@ -161,7 +161,7 @@ class Partitioned:
             run = self._run if traced or view.engine == "local" else self._compiled
             return run(view, static, *operands)
 
-    def lay(self, view: View, static: Hashable, *operands):
+    def lay_operands(self, view: MeshView, static: Hashable, *operands):
         """The operands as the op takes them: inside a `shard_map` typed as varying alike, on Explicit axes laid out.
 
         For outside of a `custom_vjp` around the op: its gradients then have the types of its operands.
@@ -187,7 +187,10 @@ class Partitioned:
             return self.local(static, contract.layout, *operands)
         leaves, tree = jax.tree.flatten(self._settle(view, contract, operands))
         specs = tree.flatten_up_to(contract.operands)
-        body = lambda *leaves: self._body(static, contract, *tree.unflatten(leaves))  # noqa: E731
+
+        def body(*shards):
+            return self._body(static, contract, *tree.unflatten(shards))
+
         mapped = jax.shard_map(
             body, mesh=view.mesh, in_specs=tuple(specs), out_specs=tuple(contract.results), axis_names=view.axes,
             check_vma=False,
@@ -210,13 +213,18 @@ class Partitioned:
         except ValueError as error:  # a spec that propagation may have chosen, not the caller
             log_once(f"{self.__name__}: {error}; laid out as declared instead, which may move it unquantized")
             contract = self.contract(call.static, operands, jax.tree.map(lambda x: None, operands))
-        place = lambda s: NamedSharding(mesh, s)  # noqa: E731
-        wanted = tuple(jax.tree.map(lambda _, s=s: place(s), r) for r, s in zip(results, contract.results, strict=True))
+
+        def to_sharding(spec):
+            return NamedSharding(mesh, spec)
+
+        result_shardings = tuple(
+            jax.tree.map(lambda _, s=s: to_sharding(s), r) for r, s in zip(results, contract.results, strict=True)
+        )
         return (
             mesh,
             lambda *shards: self._body(call.static, contract, *shards),
-            wanted,
-            jax.tree.map(place, contract.operands),
+            result_shardings,
+            jax.tree.map(to_sharding, contract.operands),
         )
 
     def _place(self, call, operands, results):

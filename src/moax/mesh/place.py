@@ -46,7 +46,7 @@ def make_sharded(make: Callable, specs: Any) -> Callable:
     return jax.jit(make, out_shardings=specs)
 
 
-def like(y, x):
+def reshard_like(y, x):
     """`y` with the sharding that the type of `x` states; `y` itself unless mesh axes are Explicit."""
     of = jax.typeof(x).sharding
     return jax.sharding.reshard(y, of) if is_explicit(of.mesh) else y

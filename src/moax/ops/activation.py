@@ -18,9 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.config import GATED, UNGATED, Activation
-
-OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
+from moax.config import GATED, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, UNGATED, Activation
 
 
 def activate(h: Float[Array, "*rows G F"], activation: Activation) -> Float[Array, "*rows F"]:
@@ -54,8 +52,8 @@ def _apply(gate, up, activation: Activation):
         case "geglu":
             return jax.nn.gelu(gate) * up
         case "swiglu_oai":
-            gate, up = jnp.minimum(gate, OAI_LIMIT), jnp.clip(up, -OAI_LIMIT, OAI_LIMIT)
-            return gate * jax.nn.sigmoid(OAI_ALPHA * gate) * (up + 1.0)
+            gate, up = jnp.minimum(gate, SWIGLU_OAI_LIMIT), jnp.clip(up, -SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT)
+            return gate * jax.nn.sigmoid(SWIGLU_OAI_ALPHA * gate) * (up + 1.0)
         case "silu":
             return jax.nn.silu(up)
         case "gelu":

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
-from moax.mesh.partition import find_view
+from moax.mesh.partition import find_mesh_view
 from moax.mesh.place import flatten_tokens, unflatten_tokens
 from moax.mesh.specs import Spec, spec
 from moax.ops.products import GroupedSpec, grouped, widths_of
@@ -54,7 +54,7 @@ def dense(
       ValueError: shapes; rows that the mesh does not divide; a layout of w that cannot be used.
     """
     recipe = get_recipe(recipe)
-    view = find_view(axes, engine, x, w)
+    view = find_mesh_view(axes, engine, x, w)
     if x.ndim < 2 or w.ndim < 2 or (not view.manual and x.shape[-1] != w.shape[0]):
         raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [..., K] and [K, *C]")
     if bias is not None and not view.manual and bias.shape != w.shape[1:]:

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Partitioned, View, differentiable, find_view
+from moax.mesh.partition import Contract, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
 from moax.options import Engine
 
@@ -39,15 +39,15 @@ def router_logits(
     """
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [T, H] and [H, E]")
-    view = find_view(axes, engine, x, w)
-    return _logits(view, view.roles, *_forward.lay(view, view.roles, x, w))
+    view = find_mesh_view(axes, engine, x, w)
+    return _logits(view, view.roles, *_forward.lay_operands(view, view.roles, x, w))
 
 
-def _logits_forward(view: View, roles: Roles, x, w):
+def _logits_forward(view: MeshView, roles: Roles, x, w):
     return _forward(view, roles, x, w)[0], (x, w)
 
 
-def _logits_backward(view: View, roles: Roles, saved, d_logits):
+def _logits_backward(view: MeshView, roles: Roles, saved, d_logits):
     return _backward(view, roles, *saved, d_logits)
 
 

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from moax.groups import Groups, align_up, group_starts
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Partitioned, View, differentiable, find_view
+from moax.mesh.partition import Contract, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
 from moax.options import Engine
 from moax.types import Plan
@@ -88,10 +88,10 @@ def permute(
     for name, value in (("num_groups", num_groups), ("align", align), ("capacity", capacity)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    view = find_view(axes, engine, x)
+    view = find_mesh_view(axes, engine, x)
     chosen = _select(kernels, x)
     static = PermuteSpec(num_groups, align, capacity, chosen, view.roles)
-    return _permute(view, static, *_permute_op.lay(view, static, x, experts))
+    return _permute(view, static, *_permute_op.lay_operands(view, static, x, experts))
 
 
 def unpermute(
@@ -117,9 +117,9 @@ def unpermute(
             f"rows and weights have shapes {rows.shape}, {weights.shape}; this plan needs "
             f"({plan.source.shape[0]}, H) and {plan.position.shape}"
         )
-    view = find_view(axes, engine, rows)
+    view = find_mesh_view(axes, engine, rows)
     static = PermuteSpec(plan.group_sizes.shape[0], 1, None, _select(kernels, rows), view.roles)
-    return _unpermute(view, static, *_unpermute_op.lay(view, static, rows, plan, weights))
+    return _unpermute(view, static, *_unpermute_op.lay_operands(view, static, rows, plan, weights))
 
 
 def _select(kernels: str, rows) -> str:
@@ -127,23 +127,23 @@ def _select(kernels: str, rows) -> str:
     return select_kernels(kernels, rows.dtype, **{"the rows' dim 1": rows.shape[1]})
 
 
-def _permute_forward(view: View, static: PermuteSpec, x, experts):
+def _permute_forward(view: MeshView, static: PermuteSpec, x, experts):
     rows, plan = _permute_op(view, static, x, experts)
     return (rows, plan), plan
 
 
-def _permute_backward(view: View, static: PermuteSpec, plan, cotangents):
+def _permute_backward(view: MeshView, static: PermuteSpec, plan, cotangents):
     return _permute_grad_op(view, static, plan, cotangents[0])[0], None
 
 
 _permute = differentiable(_permute_forward, _permute_backward)
 
 
-def _unpermute_forward(view: View, static: PermuteSpec, rows, plan, weights):
+def _unpermute_forward(view: MeshView, static: PermuteSpec, rows, plan, weights):
     return _unpermute_op(view, static, rows, plan, weights)[0], (rows, plan, weights)
 
 
-def _unpermute_backward(view: View, static: PermuteSpec, saved, dy):
+def _unpermute_backward(view: MeshView, static: PermuteSpec, saved, dy):
     d_rows, d_weights = _unpermute_grad_op(view, static, *saved, dy)
     return d_rows, None, d_weights
 

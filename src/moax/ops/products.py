@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Names, Roles
 from moax.mesh.collectives import keep_on_first, scatter_gradient
-from moax.mesh.partition import Contract, Partitioned, View, differentiable, find_view
+from moax.mesh.partition import Contract, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.place import keep_rows
 from moax.mesh.specs import Layout, Spec, pad, spec, weight_layout
 from moax.options import Engine
@@ -87,7 +87,7 @@ def grouped_matmul(
             f"x, w, group_sizes have shapes {x.shape}, {w.shape}, {group_sizes.shape}; they must be "
             "[M, K], [E, K, *C], [E]"
         )
-    view = find_view(axes, engine, x, w)
+    view = find_mesh_view(axes, engine, x, w)
     if view.engine != "local" or not view.manual:
         ranks = view.roles.size(view.roles.tokens) // view.roles.size(view.roles.ep)
         if x.shape[1] != w.shape[1] or group_sizes.shape[0] != w.shape[0] * ranks:
@@ -101,26 +101,26 @@ def grouped_matmul(
     return grouped(view, static, x, w, group_sizes, bias)
 
 
-def widths_of(view: View, shape, declared: Spec) -> dict[str, int]:
+def widths_of(view: MeshView, shape, declared: Spec) -> dict[str, int]:
     """Columns and contracted elements of a weight [E, K, *C] on one device, by name."""
     kept = ((),) * len(shape) if view.manual else kept_axes(declared, len(shape), view.roles)
     _, rows, *columns = (n // view.roles.size(names) for n, names in zip(shape, kept, strict=True))
     return {"w's dim 1": rows, "w's columns": math.prod(columns)}
 
 
-def grouped(view: View, static: GroupedSpec, x, w, group_sizes, bias):
+def grouped(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
     """`grouped_matmul` on a view of the mesh; `group_sizes` None: one group, all rows."""
-    return _grouped(view, static, *_forward.lay(view, static, x, w, group_sizes, bias))
+    return _grouped(view, static, *_forward.lay_operands(view, static, x, w, group_sizes, bias))
 
 
-def _grouped_forward(view: View, static: GroupedSpec, x, w, group_sizes, bias):
+def _grouped_forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
     (y,) = _forward(view, static, x, w, group_sizes, bias)
     # Columns take the sharding of w's, for tp; fsdp there must not win over the rows' own.
     y = keep_rows(y, view.roles) if view.engine == "custom_partitioning" else y
     return y, (x, w, group_sizes, bias)
 
 
-def _grouped_backward(view: View, static: GroupedSpec, saved, dy):
+def _grouped_backward(view: MeshView, static: GroupedSpec, saved, dy):
     x, w, group_sizes, bias = saved
     w, dy = lax.optimization_barrier((w, dy))  # w is gathered again: XLA must not keep what forward gathered
     dx, dw, dbias = _backward(view, static, x, w, group_sizes, dy)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from moax.kernels import implementation, select_kernels
 from moax.kernels.xla.quantization import dequantize as dequantize_local
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Partitioned, find_view
+from moax.mesh.partition import Contract, Partitioned, find_mesh_view
 from moax.mesh.specs import Spec, pad, spec
 from moax.options import Engine
 from moax.recipe import Format
@@ -68,12 +68,12 @@ def quantize(
     block = format.row_block(x.ndim, "columns") if block is None else tuple(block)
     if len(block) != x.ndim or any(b is not None and b < 1 for b in block):
         raise ValueError(f"block={block} must have one positive int (or None) for each of the {x.ndim} dims of x")
-    view = find_view(axes, engine, x)
+    view = find_mesh_view(axes, engine, x)
     declared = jax.typeof(x).sharding.spec if view.explicit else spec() if x_spec is None else x_spec
     chosen = select_kernels(kernels, None)
     static = QuantizeSpec(format, block, view.roles, declared, chosen)
     data, scale = _quantize(view, static, x)
-    scale = view.same(scale, ())
+    scale = view.typed_as_equal(scale, ())
     shards = [()] * x.ndim if view.engine == "local" else _entries(view.roles, declared, x.ndim)
     pieces = tuple(
         1 if b is None or n // view.roles.size(names) % b == 0 else view.roles.size(names)
@@ -88,7 +88,7 @@ def dequantize(q: QArray, dtype=jnp.float32, *, axes: Axes = Axes(), engine: Eng
     Raises:
       ValueError: mesh axes cut the blocks of `q` (shards other than those that were quantized).
     """
-    view = find_view(axes, engine, q)
+    view = find_mesh_view(axes, engine, q)
     static = DequantizeSpec(q.dtype, q.block, q.pieces, jnp.dtype(dtype), view.roles, q.shape)
     return _dequantize(view, static, q.data, q.scale)[0]
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from moax.config import RouterConfig
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Partitioned, View, differentiable, find_view
+from moax.mesh.partition import Contract, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
 from moax.options import Engine
 from moax.types import Routing
@@ -71,10 +71,10 @@ def route(
         raise ValueError(f"bias is {'given' if bias is not None else 'None'}, but RouterConfig.bias={config.bias}")
     if bias is not None and bias.shape != logits.shape[1:]:
         raise ValueError(f"bias has shape {bias.shape}; it must be [E]={logits.shape[1:]}")
-    view = find_view(axes, engine, logits)
+    view = find_mesh_view(axes, engine, logits)
     static = RouteSpec(config, top_k, view.roles)
     bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
-    logits, bias = _forward.lay(view, static, logits.astype(jnp.float32), bias)
+    logits, bias = _forward.lay_operands(view, static, logits.astype(jnp.float32), bias)
     experts, weights, score_sum, z_sum, tokens = _route(view, static, logits, bias)
     score_sum, z_sum, tokens = (view.psum(v, view.roles.tokens) for v in (score_sum, z_sum, tokens))
     total = logits.shape[0] * (view.roles.size(view.roles.tokens) if view.manual else 1)
@@ -82,12 +82,12 @@ def route(
     return Routing(experts, weights, config.aux_loss * balance, config.z_loss * z_sum[0] / total, tokens)
 
 
-def _route_forward(view: View, static: RouteSpec, logits, bias):
+def _route_forward(view: MeshView, static: RouteSpec, logits, bias):
     results = _forward(view, static, logits, bias)
     return results, (logits, bias, results[0])
 
 
-def _route_backward(view: View, static: RouteSpec, saved, cotangents):
+def _route_backward(view: MeshView, static: RouteSpec, saved, cotangents):
     logits, bias, experts = saved
     _, d_weights, d_score_sum, d_z_sum, _ = cotangents
     (d_logits,) = _backward(view, static, logits, experts, d_weights, d_score_sum, d_z_sum)

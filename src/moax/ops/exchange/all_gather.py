@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import lax
 
-from moax.mesh.partition import View
+from moax.mesh.partition import MeshView
 from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
 
 
@@ -41,7 +41,7 @@ class AllGather:
         ep = static.roles.ep
         return [lax.psum_scatter(rows, ep, scatter_dimension=0, tiled=True) if ep else rows for rows in arrays]
 
-    def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
+    def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
         del view, row_bytes
         return None
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import lax
 
-from moax.mesh.partition import View
+from moax.mesh.partition import MeshView
 from moax.ops.exchange.plan import count_dropped, find_owners, find_slots
 from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
 
@@ -51,7 +51,7 @@ class AllToAll:
 
         return [add(rows) for rows in arrays]
 
-    def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
+    def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
         del view, row_bytes
         return None
 

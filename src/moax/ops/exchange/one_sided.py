@@ -27,7 +27,7 @@ from jax import lax
 from moax.backend import COPY_BYTES, why_not_peers
 from moax.kernels import implementation
 from moax.mesh.collectives import typed
-from moax.mesh.partition import View
+from moax.mesh.partition import MeshView
 from moax.ops.exchange.plan import balanced_rows, count_dropped, find_owners, find_slots, plan_sends
 from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
 
@@ -68,7 +68,7 @@ class OneSided:
         with jax.named_scope("sum"):
             return [self.gather_sum(_pad(rows), sent.position)[:, : rows.shape[1]] for rows in returned]
 
-    def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
+    def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
         why = why_not_peers(row_bytes if view is None or view.roles.ep else None)
         if why is None and view is not None and view.nested:
             return "it cannot run inside a shard_map over other axes; take all axes of the mesh into it, or none"

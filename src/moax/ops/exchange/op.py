@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
-from moax.mesh.partition import Contract, Partitioned, View, differentiable, find_view
+from moax.mesh.partition import Contract, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
 from moax.ops.exchange.plan import slots_per_pair
 from moax.ops.exchange.table import TRANSPORTS, select_transport
@@ -74,7 +74,7 @@ def dispatch(
             f"x, experts, weights have shapes {x.shape}, {experts.shape}, {weights.shape}; they must be "
             "[T, H], [T, K], [T, K]"
         )
-    view = find_view(axes, engine, x)
+    view = find_mesh_view(axes, engine, x)
     roles = view.roles
     ranks = roles.size(roles.ep)
     if num_experts % ranks:
@@ -84,7 +84,7 @@ def dispatch(
     slots = slots_per_pair(tokens, experts.shape[1], ranks, capacity_factor)
     kernels = select_kernels("auto", x.dtype, width=x.shape[1])
     static = _Sized(ExchangeSpec(transport, roles, slots, wire, kernels, num_experts=num_experts), tokens)
-    operands = _dispatch_op.lay(view, static, x, experts, weights)
+    operands = _dispatch_op.lay_operands(view, static, x, experts, weights)
     rows, local, arrived_weights, count, dropped, sent = _dispatch(view, static, *operands)
     return Received(rows, local, arrived_weights, count, dropped, sent, transport, tokens)
 
@@ -106,12 +106,12 @@ def combine(
     Raises:
       Unsupported: the transport of `received` cannot run on this machine and mesh.
     """
-    view = find_view(axes, engine, rows)
+    view = find_mesh_view(axes, engine, rows)
     transport = select_transport(received.transport, view, wire_bytes(rows))
     shards = 1 if view.manual else view.roles.size(view.roles.tokens)
     slots = rows.shape[0] // (shards * view.roles.size(view.roles.ep))
     static = _Sized(CombineSpec(transport, view.roles, slots), received.num_tokens)
-    return _combine(view, static, *_combine_op.lay(view, static, rows, received.slots))
+    return _combine(view, static, *_combine_op.lay_operands(view, static, rows, received.slots))
 
 
 class _Sized[S: CombineSpec](NamedTuple):
@@ -196,14 +196,14 @@ def combine_backward_cost(static: ExchangeSpec, tokens: int, top_k: int, width: 
     return TRANSPORTS[static.transport].cost(static, tokens, top_k, "send", columns)
 
 
-def _dispatch_forward(view: View, static: _Sized[ExchangeSpec], x, experts, weights):
+def _dispatch_forward(view: MeshView, static: _Sized[ExchangeSpec], x, experts, weights):
     results = _dispatch_op(view, static, x, experts, weights)
     results = results if TRANSPORTS[static.spec.transport].has_slots else (*results, None)
     mine = jnp.asarray(results[1]) < static.spec.local_experts
     return results, (results[-1], mine)
 
 
-def _dispatch_backward(view: View, static: _Sized[ExchangeSpec], saved, cotangents):
+def _dispatch_backward(view: MeshView, static: _Sized[ExchangeSpec], saved, cotangents):
     sent, mine = saved
     d_weights = jnp.where(mine, cotangents[2], 0.0)
     dx, d_weights = _dispatch_grad_op(view, static, sent, cotangents[0], d_weights)
@@ -213,11 +213,11 @@ def _dispatch_backward(view: View, static: _Sized[ExchangeSpec], saved, cotangen
 _dispatch = differentiable(_dispatch_forward, _dispatch_backward)
 
 
-def _combine_forward(view: View, static: _Sized[CombineSpec], rows, sent):
+def _combine_forward(view: MeshView, static: _Sized[CombineSpec], rows, sent):
     return _combine_op(view, static, rows, sent)[0], sent
 
 
-def _combine_backward(view: View, static: _Sized[CombineSpec], sent, dy):
+def _combine_backward(view: MeshView, static: _Sized[CombineSpec], sent, dy):
     return _combine_grad_op(view, static, dy, sent)[0], None
 
 

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from moax.errors import Unsupported
 from moax.mesh.axes import Roles
-from moax.mesh.partition import View
+from moax.mesh.partition import MeshView
 from moax.ops.exchange.all_gather import AllGather
 from moax.ops.exchange.all_to_all import AllToAll
 from moax.ops.exchange.one_sided import OneSided
@@ -41,7 +41,7 @@ def find_transport(exchange: str, roles: Roles | None = None) -> str:
     return exchange
 
 
-def select_transport(exchange: str, view: View | None = None, row_bytes: int | None = None) -> str:
+def select_transport(exchange: str, view: MeshView | None = None, row_bytes: int | None = None) -> str:
     """The name of the transport that `exchange` means, which this machine can run.
 
     Args:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from moax.mesh.axes import Names, Roles
-from moax.mesh.partition import View
+from moax.mesh.partition import MeshView
 from moax.recipe import Format
 
 Sent = Any  # which tokens a rank sent where: `Received.slots`, of a type that only its transport knows
@@ -148,7 +148,7 @@ class Transport(Protocol):
         [R, W]."""
         ...
 
-    def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
+    def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
         """Why it cannot run on the mesh of `view` and this machine, for rows of so many bytes; None where it can. None
         for either asks this machine alone."""
         ...
