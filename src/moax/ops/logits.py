@@ -1,11 +1,12 @@
-"""Router: logits = x w in float32, on tensor cores where x is bfloat16.
+"""Router: logits = x w in float32. Tensor cores compute the product where x is bfloat16.
 
     forward  logits = x w                 x [T, H], w [H, E]
     dgrad    dx = dlogits w^T             wgrad  dw = x^T dlogits
 
-A float32 product of a bfloat16 operand is three products of bfloat16: w = w0 + w1 + w2, each part the next 8 bits of
-what the ones before leave, and a product of two bfloat16 is exact in float32. dx is rounded to bfloat16, so two parts
-of each operand do. Another dtype of x is multiplied in float32 as it is.
+Where x is bfloat16, a float32 weight is the sum of three bfloat16 parts, w = w0 + w1 + w2. w0 is w rounded to bfloat16,
+w1 is w - w0 rounded, and w2 is w - w0 - w1. The product of two bfloat16 numbers is exact in float32, so three products
+of bfloat16 make the float32 product. dx is rounded to bfloat16, so two parts of each operand suffice there. An x of
+another dtype is multiplied in float32.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ def router_logits(
     """logits = x w, in float32.
 
     Args:
-      x: [T, H], T over (dp, fsdp, ep). w: [H, E], replicated.
-      axes, engine: see `moax.moe`.
+      x: [T, H], floating point, T over (dp, fsdp, ep).
+      w: [H, E], floating point, replicated.
+      axes, engine: see `moax.Options`.
 
     Returns:
-      logits: [T, E] f32, rows like x. Differentiable in x and w; gradients in their dtypes.
+      logits: [T, E] f32, T over (dp, fsdp, ep). They are differentiable in x and w; each gradient has the dtype of its
+        array.
 
     Raises:
-      ValueError: shapes.
+      ValueError: the shapes do not fit each other, or the mesh does not divide T.
     """
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [T, H] and [H, E]")
@@ -55,7 +58,10 @@ _logits = differentiable(_logits_forward, _logits_backward)
 
 
 def _parts(x, count: int) -> list:
-    """bfloat16 arrays that sum to x, each the next 8 bits; by `reduce_precision`, which XLA does not elide."""
+    """`count` bfloat16 arrays that sum to x, the largest first; each one is the rest rounded to bfloat16.
+
+    `reduce_precision` rounds, since XLA may remove a cast to bfloat16 and back.
+    """
     parts, rest = [], x.astype(jnp.float32)
     for _ in range(count):
         part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
@@ -65,21 +71,24 @@ def _parts(x, count: int) -> list:
 
 
 def _sum(products, count: int):
-    """The sum of `count` arrays side by side, smallest first."""
+    """The sum of `count` arrays that lie side by side in `products`. The last one is the smallest and is added first."""
     return functools.reduce(jnp.add, jnp.split(products, count, axis=1)[::-1])
 
 
 def _dot(a, b, contract, precision=None):
+    """The product of a and b over the dims `contract`, summed in float32."""
     return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def logits_forward(roles: Roles, layout, x, w):
+    """logits [T, E] f32 of one device."""
     if x.dtype != jnp.bfloat16:
         return (_dot(x.astype(jnp.float32), w.astype(jnp.float32), ((1,), (0,)), lax.Precision.HIGHEST),)
     return (_sum(_dot(x, jnp.concatenate(_parts(w, 3), axis=1), ((1,), (0,))), 3),)
 
 
 def logits_backward(roles: Roles, layout, x, w, d):
+    """dx [T, H] and dw [H, E] of one device; dw is a partial sum over the axes of tokens. d: [T, E] f32."""
     if x.dtype != jnp.bfloat16:
         wide, highest = w.astype(jnp.float32), lax.Precision.HIGHEST
         dx = _dot(d, wide, ((1,), (1,)), highest)

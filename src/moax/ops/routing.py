@@ -1,14 +1,15 @@
-"""Route: logits [T, E] -> K experts and weights a token, and the balance losses.
+"""Route: logits [T, E] become K experts and K weights for each token, and the balance losses.
 
     score_then_topk:  s = score(logits);  experts = top_k(s + bias);  weights = s[experts]
     topk_then_score:  experts = top_k(logits + bias);                 weights = score(logits[experts])
-    weights = scale * weights / sum_k weights                         (the division where normalize and K > 1)
+    weights = scale * weights / sum_k weights                         (divided where normalize is set and K > 1)
 
     aux_loss = c E / (K T^2) sum_e (sum_t p[t, e]) tokens[e]          p: scores of all experts, summing to 1 a token
     z_loss   = c / T sum_t logsumexp(logits[t])^2                     T: tokens of the whole mesh
 
-Selection is not differentiated; the bias of `bias=` steers selection alone. The sums over tokens are psums of [E]
-vectors: logits never leave their shard. Everything is float32.
+With K = 2, score_then_topk and the scores (0.1, 0.4, 0.3, 0.2) of a token, experts = (1, 2) and weights = (0.4, 0.3) / 0.7.
+Selection has no gradient, and the argument `bias` changes selection alone. The sums over tokens are psums of [E] vectors,
+so logits never leave their shard. Everything is float32.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from moax.mesh.specs import spec
 from moax.options import Engine
 from moax.types import Routing
 
-TINY = 1e-18  # added to sums of scores that may all underflow; its square, by which gradients divide, does not
+# A sum of scores may underflow to 0, so this is added before a division. Gradients divide by its square, 1e-36, which is
+# still a normal float32.
+TINY = 1e-18
 
 
 @dataclasses.dataclass(frozen=True)
 class RouteSpec:
+    """The static arguments of `route`: the router, K, and the mesh axes by role."""
+
     config: RouterConfig
     top_k: int
     roles: Roles
@@ -49,20 +54,22 @@ def route(
     """The top_k experts of each token, their weights, and the balance losses over the whole mesh.
 
     Args:
-      logits: [T, E], computed in float32; T over (dp, fsdp, ep).
-      config: see `RouterConfig`. Its `logits_bias` flag is the caller's: add that bias to the logits.
-      top_k: K.
-      bias: [E], for selection only; gets no gradient. Needed where `config.bias`.
-      axes, engine: see `moax.moe`.
+      logits: [T, E], floating point, T over (dp, fsdp, ep). They are cast to float32.
+      config: see `RouterConfig`. Where `config.logits_bias` is set, the caller has added that bias to the logits.
+      top_k: K, the experts per token.
+      bias: [E], added to the scores for selection alone, without a gradient. It is given exactly where `config.bias`
+        is set.
+      axes, engine: see `moax.Options`.
 
     Returns:
-      Routing: experts [T, K] i32 and weights [T, K] f32, sharded like the logits; losses and counts replicated.
+      Routing: experts [T, K] i32 and weights [T, K] f32, sharded like the logits; losses and counts are replicated.
 
     Raises:
-      ValueError: shapes, a missing or unwanted bias, a K or groups that do not fit E, T that does not divide.
+      ValueError: a shape does not fit, `bias` and `config.bias` disagree, K or the groups do not fit E, or the mesh does
+        not divide T.
 
-    Sources: group-limited routing and the selection bias, DeepSeek-V3; aux loss, Switch Transformer (balanced value =
-    the coefficient); z-loss, ST-MoE.
+    Group-limited routing and the selection bias are those of DeepSeek-V3. The aux loss is that of Switch Transformer: a
+    balanced router pays the coefficient. The z-loss is that of ST-MoE.
     """
     if logits.ndim != 2:
         raise ValueError(f"logits has shape {logits.shape}; it must be [T, E]")
@@ -98,28 +105,30 @@ _route = differentiable(_route_forward, _route_backward)
 
 
 def select_experts(logits, bias, config: RouterConfig, top_k: int):
-    """[T, E] -> [T, K] i32, best first."""
+    """The K experts [T, K] i32 of each token, by its logits [T, E]; the best expert is first."""
     scores = _score(logits, config) if config.order == "score_then_topk" else logits
     scores = scores if bias is None else scores + bias[None]
     if config.num_groups > 1:
         grouped = scores.reshape(scores.shape[0], config.num_groups, -1)
         best = lax.top_k(grouped, min(_best_of_group(config, top_k), grouped.shape[-1]))[0].sum(-1)
-        kept = lax.top_k(best, config.top_groups)[1]
-        eligible = (kept[:, :, None] == jnp.arange(config.num_groups, dtype=kept.dtype)[None, None]).any(1)
+        groups = lax.top_k(best, config.top_groups)[1]
+        eligible = (groups[:, :, None] == jnp.arange(config.num_groups, dtype=groups.dtype)[None, None]).any(1)
         scores = jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
     return lax.top_k(scores, top_k)[1].astype(jnp.int32)
 
 
 def _best_of_group(config, top_k):
+    """How many of the best scores of a group make the score of the group."""
     return {"max": 1, "top2": 2, "sum_topk": top_k // config.top_groups}[config.group_score]
 
 
 def _score(logits, config):
+    """softmax(logits) or sigmoid(logits)."""
     return jax.nn.softmax(logits, axis=-1) if config.score == "softmax" else jax.nn.sigmoid(logits)
 
 
 def _weigh(logits, experts, config: RouterConfig):
-    """The differentiable half: weights [T, K], score sums [E], sum of squared logsumexp [1]."""
+    """The differentiable half: weights [T, K], sums of the scores over tokens [E], sum of squared logsumexp [1]."""
     probabilities = _score(logits, config)
     if config.order == "score_then_topk":
         weights = jnp.take_along_axis(probabilities, experts, axis=-1)
@@ -134,6 +143,7 @@ def _weigh(logits, experts, config: RouterConfig):
 
 
 def route_forward(static: RouteSpec, layout, logits, bias):
+    """experts, weights, score sums, the z sum and counts of one device; the last three are partial sums over tokens."""
     experts = select_experts(logits, bias, static.config, static.top_k)
     weights, score_sum, z_sum = _weigh(logits, experts, static.config)
     tokens = jnp.zeros(logits.shape[1], jnp.int32).at[experts.reshape(-1)].add(1)
@@ -141,6 +151,7 @@ def route_forward(static: RouteSpec, layout, logits, bias):
 
 
 def route_backward(static: RouteSpec, layout, logits, experts, d_weights, d_score_sum, d_z_sum):
+    """d_logits [T, E] of one device."""
     _, pull = jax.vjp(lambda x: _weigh(x, experts, static.config), logits)
     return pull((d_weights, d_score_sum, d_z_sum))
 
