@@ -3,8 +3,8 @@
     bias[e] += rate * sign(mean(tokens) - tokens[e])
 
 The bias is state and no trained parameter. A training loop updates it once a step, after the optimizer, with the counts
-of the whole global batch (`MoEStats.tokens_per_expert`). With mean 4 and tokens (6, 2, 4, 4), the bias of expert 0 falls
-by `rate`, that of expert 1 rises by `rate`, and the others stay. Source: Wang et al. 2024, used in DeepSeek-V3.
+of the whole global batch (`MoEStats.tokens_per_expert`). With mean 4 and tokens (6, 2, 4, 4), the bias of expert 0
+falls by `rate`, that of expert 1 rises by `rate`, and the others stay. Source: Wang et al. 2024, used in DeepSeek-V3.
 """
 
 from __future__ import annotations

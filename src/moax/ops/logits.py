@@ -71,7 +71,10 @@ def _parts(x, count: int) -> list:
 
 
 def _sum(products, count: int):
-    """The sum of `count` arrays that lie side by side in `products`. The last one is the smallest and is added first."""
+    """The sum of `count` arrays that lie side by side in `products`.
+
+    The last one is the smallest and is added first.
+    """
     return functools.reduce(jnp.add, jnp.split(products, count, axis=1)[::-1])
 
 

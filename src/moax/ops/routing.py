@@ -7,9 +7,9 @@
     aux_loss = c E / (K T^2) sum_e (sum_t p[t, e]) tokens[e]          p: scores of all experts, summing to 1 a token
     z_loss   = c / T sum_t logsumexp(logits[t])^2                     T: tokens of the whole mesh
 
-With K = 2, score_then_topk and the scores (0.1, 0.4, 0.3, 0.2) of a token, experts = (1, 2) and weights = (0.4, 0.3) / 0.7.
-Selection has no gradient, and the argument `bias` changes selection alone. The sums over tokens are psums of [E] vectors,
-so logits never leave their shard. Everything is float32.
+With K = 2, score_then_topk and the scores (0.1, 0.4, 0.3, 0.2) of a token, experts = (1, 2) and weights = (4/7, 3/7).
+Selection has no gradient, and the argument `bias` changes selection alone. The sums over tokens are psums of [E]
+vectors, so logits never leave their shard. Everything is float32.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from moax.mesh.specs import spec
 from moax.options import Engine
 from moax.types import Routing
 
-# A sum of scores may underflow to 0, so this is added before a division. Gradients divide by its square, 1e-36, which is
-# still a normal float32.
+# A sum of scores may underflow to 0, so this is added before a division. Gradients divide by its square, 1e-36, which
+# is still a normal float32.
 TINY = 1e-18
 
 
@@ -65,8 +65,8 @@ def route(
       Routing: experts [T, K] i32 and weights [T, K] f32, sharded like the logits; losses and counts are replicated.
 
     Raises:
-      ValueError: a shape does not fit, `bias` and `config.bias` disagree, K or the groups do not fit E, or the mesh does
-        not divide T.
+      ValueError: a shape does not fit, `bias` and `config.bias` disagree, K or the groups do not fit E, or the mesh
+        does not divide T.
 
     Group-limited routing and the selection bias are those of DeepSeek-V3. The aux loss is that of Switch Transformer: a
     balanced router pays the coefficient. The z-loss is that of ST-MoE.
