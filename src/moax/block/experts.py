@@ -1,7 +1,7 @@
-"""The chain of `moe.py` on a mesh: both directions as partitioned ops, a device's tokens in chunks, one `custom_vjp`.
+"""The chain of `moe.py` on a mesh: two partitioned ops, forward and backward, under one `custom_vjp`.
 
-With chunks, a device takes its tokens a part at a time, and backward walks each part forward again up to the input of
-the activation.
+With chunks, a device takes its tokens one part after the other. Backward then computes the forward of each part again,
+up to the input of the activation. With 4096 tokens and 4 chunks, part 1 is tokens 1024 to 2047.
 """
 
 from __future__ import annotations
@@ -29,12 +29,23 @@ CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 
 
 def apply_experts(view: MeshView, static: BlockSpec, x, experts, weights, w: Weights):
-    """Tokens [T, H] and their routing -> (y [T, H], dropped assignments [1]); differentiable in x, weights and w."""
+    """The experts' part of the block, differentiable in x, weights and w.
+
+    Args:
+      view: how ops run on the mesh in force.
+      static: the spec of the block.
+      x: [T, H], T over (dp, fsdp, ep).
+      experts: [T, K] i32, ids of the whole mesh. weights: [T, K] f32.
+      w: the weights of the experts.
+
+    Returns:
+      y: [T, H], a partial sum over tp inside a `shard_map`. dropped: [1] i32, the dropped assignments.
+    """
     return _experts(view, static, *_forward.lay_operands(view, static, x, experts, weights, w))
 
 
 def _forward_local(static: BlockSpec, layouts, x, experts, weights, w: Weights):
-    """What one device does: y, what it dropped, and without chunks what backward needs."""
+    """The forward of one device: y [T, H], its dropped assignments [1], and without chunks the residuals."""
     wi, wo = quantize_and_gather(static, w, layouts, "rows")
 
     def part(operands):
@@ -48,7 +59,7 @@ def _forward_local(static: BlockSpec, layouts, x, experts, weights, w: Weights):
 
 
 def _backward_local(static: BlockSpec, layouts, saved, w: Weights, dy):
-    """The transpose of `_forward_local`; saved: the residuals of forward, with chunks its x, experts and weights."""
+    """The transpose of `_forward_local`. `saved` is the residuals, or with chunks (x, experts, weights)."""
     wi, wo = quantize_and_gather(static, w, layouts, "columns")
     if static.chunks == 1:
         dx, d_weights, dw = find_gradients(static, wi, wo, w, saved, dy)
@@ -63,17 +74,19 @@ def _backward_local(static: BlockSpec, layouts, saved, w: Weights, dy):
         parts, zero = _split(static.chunks, (*saved, dy)), zero_gradients(static, w, layouts, (*saved, dy))
         dw, gradients = lax.scan(part, zero, parts)
         dx, d_weights = _join(gradients)
-    d_wi, d_wo = (scatter_gradient(d.astype(static.dtype), at.gather) for d, at in zip(dw[:2], layouts, strict=True))
+    d_wi, d_wo = (
+        scatter_gradient(d.astype(static.dtype), layout.gather) for d, layout in zip(dw[:2], layouts, strict=True)
+    )
     return dx, d_weights, d_wi, d_wo, dw.bi, dw.bo
 
 
 def _split(chunks: int, tree):
-    """Arrays [T, ...] in so many parts [chunks, T / chunks, ...]."""
+    """Reshapes each array [T, ...] of a tree to [chunks, T / chunks, ...]."""
     return jax.tree.map(lambda v: v.reshape(chunks, -1, *v.shape[1:]), tree)
 
 
 def _join(tree):
-    """The inverse of `_split`."""
+    """Reshapes each array [chunks, T / chunks, ...] of a tree to [T, ...]: the inverse of `_split`."""
     return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), tree)
 
 
@@ -88,7 +101,7 @@ def _experts_forward(view: MeshView, static: BlockSpec, x, experts, weights, w: 
 
 def _experts_backward(view: MeshView, static: BlockSpec, residuals, cotangents):
     saved, w = residuals
-    # Each direction gathers the weights when it needs them: XLA must not keep what forward gathered.
+    # Each direction gathers the weights when it needs them, so XLA must not keep the gathered weights of forward.
     w, dy = lax.optimization_barrier((w, cotangents[0]))
     dx, d_weights, *dw = _backward(view, static, saved, w, dy)
     dw = [None if p is None else d.astype(p.dtype) for p, d in zip(w, dw, strict=True)]

@@ -102,12 +102,12 @@ def logits_backward(roles: Roles, layout, x, w, d):
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
-def _forward_contract(roles: Roles, operands, found):
+def _forward_contract(roles: Roles, operands, found_specs):
     rows = spec(roles.tokens, None)
     return Contract((rows, spec(None, None)), (rows,), ((),))
 
 
-def _backward_contract(roles: Roles, operands, found):
+def _backward_contract(roles: Roles, operands, found_specs):
     rows, whole = spec(roles.tokens, None), spec(None, None)
     return Contract((rows, whole, rows), (rows, whole), ((), roles.tokens))
 

@@ -265,7 +265,7 @@ def _permute_local(static: PermuteSpec, layout, x, experts):
 def _contract(results: int):
     """The contract of an op whose operands and so many results are all split as the tokens are."""
 
-    def contract(static: PermuteSpec, operands, found):
+    def contract(static: PermuteSpec, operands, found_specs):
         leading = spec(static.roles.tokens)
         return Contract(jax.tree.map(lambda _: leading, operands), (leading,) * results, ((),) * results)
 

@@ -194,7 +194,7 @@ def kept_axes(w_spec: Spec, ndim: int, roles: Roles) -> tuple[Names, ...]:
 
 
 def _layout(static: GroupedSpec, found_spec, ndim):
-    """The Layout of w by the spec that was found, or else the declared one; and the axes that each dim keeps."""
+    """The Layout of w by the spec that was found, else by the declared spec; and the axes that each dim keeps."""
     w_spec = static.declared if found_spec is None else found_spec
     kept = kept_axes(w_spec, ndim, static.roles)
     return weight_layout("w", w_spec, kept, static.roles), kept
@@ -211,16 +211,16 @@ def replicated(roles: Roles, layout) -> Names:
     return tuple(n for n in roles.dp + roles.fsdp if n not in gathered)
 
 
-def _forward_contract(static: GroupedSpec, operands, found):
-    layout, kept = _layout(static, found[1], operands[1].ndim)
+def _forward_contract(static: GroupedSpec, operands, found_specs):
+    layout, kept = _layout(static, found_specs[1], operands[1].ndim)
     roles = static.roles
     bias = None if operands[3] is None else spec(roles.ep, *kept[2:])
     operand_specs = (spec(roles.tokens, kept[1]), layout.spec, _sizes_spec(static, operands[2]), bias)
     return Contract(operand_specs, (spec(roles.tokens, *kept[2:]),), (kept[1],), (layout, kept))
 
 
-def _backward_contract(static: GroupedSpec, operands, found):
-    layout, kept = _layout(static, found[1], operands[1].ndim)
+def _backward_contract(static: GroupedSpec, operands, found_specs):
+    layout, kept = _layout(static, found_specs[1], operands[1].ndim)
     roles = static.roles
     rows, columns = spec(roles.tokens, kept[1]), tuple(n for names in kept[2:] for n in names)
     return Contract(

@@ -141,8 +141,8 @@ def _local(static: QuantizeSpec, amax_over, x):
     return q.data, q.scale
 
 
-def _contract(static: QuantizeSpec, operands, found):
-    (x,), (found_spec,) = operands, found
+def _contract(static: QuantizeSpec, operands, found_specs):
+    (x,), (found_spec,) = operands, found_specs
     declared = _entries(static.roles, static.declared, x.ndim)
     entries = declared if found_spec is None else _entries(static.roles, found_spec, x.ndim)
     for dim, (n, names, b) in enumerate(zip(x.shape, entries, static.block, strict=True)):
@@ -179,8 +179,8 @@ def _dequantize_local(static: DequantizeSpec, shards, data, scale):
     return (dequantize_local(QArray(data, scale, static.dtype, static.block, pieces), static.out),)
 
 
-def _dequantize_contract(static: DequantizeSpec, operands, found):
-    entries = _entries(static.roles, found[0] or spec(), len(static.shape))
+def _dequantize_contract(static: DequantizeSpec, operands, found_specs):
+    entries = _entries(static.roles, found_specs[0] or spec(), len(static.shape))
     shards = tuple(map(static.roles.size, entries))
     for dim, (n, b, pieces, count) in enumerate(zip(static.shape, static.block, static.pieces, shards, strict=True)):
         if b is not None and (pieces % count if pieces > 1 else n // count % b and count > 1):

@@ -156,13 +156,13 @@ def route_backward(static: RouteSpec, layout, logits, experts, d_weights, d_scor
     return pull((d_weights, d_score_sum, d_z_sum))
 
 
-def _forward_contract(static: RouteSpec, operands, found):
+def _forward_contract(static: RouteSpec, operands, found_specs):
     rows, one, over = spec(static.roles.tokens, None), spec(None), static.roles.tokens
     bias = None if operands[1] is None else one
     return Contract((rows, bias), (rows, rows, one, one, one), ((), (), over, over, over))
 
 
-def _backward_contract(static: RouteSpec, operands, found):
+def _backward_contract(static: RouteSpec, operands, found_specs):
     rows, one = spec(static.roles.tokens, None), spec(None)
     return Contract((rows, rows, rows, one, one), (rows,), ((),))
 

@@ -3,7 +3,7 @@
     dispatch   rows[s T + t] = x[t] of rank s          R = T * ranks
     combine    y[t] of rank s = sum over ranks of rows[s T + t]
 
-With 2 ranks and T = 3, token 1 of rank 1 is row 4 on both ranks. It has room for every token, so it drops nothing.
+With 2 ranks and T = 3, token 1 of rank 1 is row 4 on both ranks. Every token has a row, so nothing is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeS
 
 @dataclasses.dataclass(frozen=True)
 class AllGather:
-    """See `Transport`."""
+    """The transport `all_gather`; see `Transport`. It has no slots, so its plan is None."""
 
     note: str = "drops nothing on the way"
     has_slots: bool = False

@@ -1,4 +1,4 @@
-"""all_to_all: each pair of ranks exchanges `slots` rows, the empty ones included.
+"""all_to_all: each pair of ranks exchanges `slots` rows, empty slots included.
 
     dispatch   rows[s slots + n] on rank r = x[token in slot n of rank s for rank r]          R = slots * ranks
     combine    y[t] = sum over ranks of the rows that came back from the slots of t
@@ -23,7 +23,10 @@ from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeS
 
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """See `Transport`. Its plan is [ranks * slots] i32: the token in each slot, T for an empty one."""
+    """The transport `all_to_all`; see `Transport`.
+
+    Its plan is [ranks * slots] i32: the token in each slot, T for an empty one.
+    """
 
     note: str = "bounded by capacity_factor"
     has_slots: bool = True

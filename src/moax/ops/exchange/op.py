@@ -1,4 +1,4 @@
-"""dispatch and combine: tokens to the ranks that own their experts, and sums of what those ranks computed back.
+"""dispatch and combine: tokens go to the ranks that own their experts, and sums of their results come back.
 
     dispatch   rows[r] = x[t] on every rank that owns one of t's experts, once
     combine    y[t] = sum over ranks of the row that t became there
@@ -48,7 +48,7 @@ def dispatch(
     axes: Axes = Axes(),
     engine: Engine = "auto",
 ) -> Received:
-    """rows[r] = x[t] on every rank that owns one of t's experts, once.
+    """rows[r] = x[t]: each token t becomes one row on every rank that owns one of its experts.
 
     Args:
       x: [T, H], floating point, T over (dp, fsdp, ep).
@@ -60,7 +60,7 @@ def dispatch(
       capacity_factor: the slots of each pair of ranks, as a multiple of the balanced load T K / ranks. None has room
         for every token. all_gather has no slots, so the factor changes nothing there.
       wire: the format of the rows on their way; None sends them in their own dtype.
-      axes, engine: see `moax.moe`.
+      axes, engine: see `moax.Options`.
 
     Returns:
       Received, each of its fields sharded by rank on its leading dim. It is differentiable in x and weights.
@@ -98,7 +98,7 @@ def combine(
       rows: [R, H], one for each of `received.rows` and sharded like them. A row without an expert is added too, so it
         must be 0.
       received: what `dispatch` returned.
-      axes, engine: see `moax.moe`.
+      axes, engine: see `moax.Options`.
 
     Returns:
       y: [T, H] in the dtype of rows, T over (dp, fsdp, ep). It is differentiable in rows.
@@ -115,30 +115,38 @@ def combine(
 
 
 class _Sized[S: CombineSpec](NamedTuple):
-    """A spec, and T of a shard: the rows that come back do not say how many tokens they become."""
+    """A spec, and T of a shard. The rows that come back do not say how many tokens they become, so T is static."""
 
     spec: S
     tokens: int
 
 
 def dispatch_forward(static: ExchangeSpec, x, experts, weights) -> Received:
-    """`dispatch` of one device."""
+    """`dispatch` of one device.
+
+    Args:
+      static: the spec of the exchange.
+      x: [T, H]. experts: [T, K] i32, ids of the whole mesh. weights: [T, K] f32.
+
+    Returns:
+      Received of this rank: rows [R, H], local experts [R, K], weights [R, K], and the plan for the way back.
+    """
     local_experts, none = static.local_experts, static.num_experts
     transport = TRANSPORTS[static.transport]
     with jax.named_scope("dispatch"):
         sent, dropped = transport.plan(static, experts)
-        # Ids travel less E: an empty slot holds 0, which then is E, the expert of no rank.
-        got = send_rows(static, x, (experts - none, weights), sent)
-        ids, weights = got.narrow
+        # Each id travels as id - E. An empty slot holds 0, which becomes E on arrival: the expert of no rank.
+        arrived = send_rows(static, x, (experts - none, weights), sent)
+        ids, weights = arrived.narrow
         ids = ids + none
         first = lax.axis_index(static.roles.ep) * local_experts if static.roles.ep else 0
         mine = (ids >= first) & (ids < first + local_experts)
-        if got.ends is not None:
-            mine &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < got.ends[-1])[:, None]
+        if arrived.ends is not None:
+            mine &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < arrived.ends[-1])[:, None]
         local = jnp.where(mine, ids - first, local_experts).astype(jnp.int32)
         weights = jnp.where(mine, weights, 0.0)
-        count = mine.any(-1).sum(dtype=jnp.int32) if got.ends is None else got.ends[-1]
-    return Received(got.rows, local, weights, count[None], dropped, sent, static.transport, x.shape[0])
+        count = mine.any(-1).sum(dtype=jnp.int32) if arrived.ends is None else arrived.ends[-1]
+    return Received(arrived.rows, local, weights, count[None], dropped, sent, static.transport, x.shape[0])
 
 
 def dispatch_backward(static: CombineSpec, sent: Sent, d_rows, d_weights_rows, tokens: int) -> tuple[Array, Array]:
@@ -172,7 +180,7 @@ def combine_backward(static: CombineSpec, dy, sent: Sent) -> Array:
 
 
 def dispatch_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """What `dispatch_forward` moves, with T tokens of K experts: rows, ids and weights, and what makes the plan."""
+    """The Transfers of `dispatch_forward` with T tokens of K experts: those of the plan, rows, ids and weights."""
     transport = TRANSPORTS[static.transport]
     columns = (*wire_columns(width, dtype, static.wire), (top_k, "int32"), (top_k, "float32"))
     plan = transport.cost(static, tokens, top_k, "plan", ())
@@ -180,18 +188,18 @@ def dispatch_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dty
 
 
 def dispatch_backward_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """What `dispatch_backward` moves: the gradients of rows and of weights."""
+    """The Transfers of `dispatch_backward`: the gradients of rows and of weights travel."""
     columns = ((width, dtype), (top_k, "float32"))
     return TRANSPORTS[static.transport].cost(static, tokens, top_k, "combine", columns)
 
 
 def combine_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """What `combine_forward` moves: rows."""
+    """The Transfers of `combine_forward`: rows travel."""
     return TRANSPORTS[static.transport].cost(static, tokens, top_k, "combine", ((width, dtype),))
 
 
 def combine_backward_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """What `combine_backward` moves: gradients of tokens."""
+    """The Transfers of `combine_backward`: the gradients of tokens travel."""
     columns = wire_columns(width, dtype, static.wire)
     return TRANSPORTS[static.transport].cost(static, tokens, top_k, "send", columns)
 
@@ -225,16 +233,17 @@ _combine = differentiable(_combine_forward, _combine_backward)
 
 
 def _dispatch_shards(static: _Sized[ExchangeSpec], layout, x, experts, weights):
-    r = dispatch_forward(static.spec, x, experts, weights)
-    results = (r.rows, r.experts, r.weights, r.count, r.dropped)
-    return results if r.slots is None else (*results, r.slots)
+    """The arrays of `dispatch_forward`, as a tuple."""
+    received = dispatch_forward(static.spec, x, experts, weights)
+    results = (received.rows, received.experts, received.weights, received.count, received.dropped)
+    return results if received.slots is None else (*results, received.slots)
 
 
 def _by_tokens(count):
     """The contract of an op whose operands and `count(static)` results are all split as the tokens are."""
 
-    def contract(static, operands, found):
-        del found
+    def contract(static, operands, found_specs):
+        del found_specs
         leading, results = spec(static.spec.roles.tokens), count(static.spec)
         return Contract(jax.tree.map(lambda _: leading, operands), (leading,) * results, ((),) * results)
 
@@ -242,7 +251,7 @@ def _by_tokens(count):
 
 
 def _own_dims(sent):
-    """The entries of a Shardy rule for the plan: its dims are its own."""
+    """The strings of a Shardy rule for the plan, which shares no dim with another operand."""
     return ("",) * len(jax.tree.leaves(sent))
 
 

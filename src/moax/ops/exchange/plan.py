@@ -17,16 +17,18 @@ from moax.types import SendPlan
 
 
 def slots_per_pair(tokens: int, top_k: int, ranks: int, capacity_factor: float | None) -> int:
-    """slots = min(T, ceil(capacity_factor T K / ranks)): that multiple of the balanced load; T without a factor.
+    """slots = min(T, ceil(capacity_factor T K / ranks)), a multiple of the balanced load. Without a factor slots = T.
 
-    64 tokens of 2 experts over 4 ranks are 32 assignments a pair, so a factor of 1.01 gives 33 slots.
+    With 64 tokens of 2 experts and 4 ranks, each pair of ranks has 32 assignments on average. A factor of 1.01 gives 33
+    slots.
     """
     return tokens if capacity_factor is None else min(tokens, math.ceil(capacity_factor * tokens * top_k / ranks))
 
 
 def balanced_rows(tokens: int, top_k: int, ranks: int, num_experts: int) -> int:
-    """T (1 - C(E - E/ranks, K) / C(E, K)), rounded up: the tokens that want one rank where every choice of K experts is
-    equally likely.
+    """T (1 - C(E - E/ranks, K) / C(E, K)), rounded up, with binomials C.
+
+    So many tokens want one rank, on average, if every choice of K experts is equally likely.
 
     With 4 experts, 2 ranks and K = 2, five of the six choices hold an expert of rank 0, so 6 tokens send it 5 rows.
     """
@@ -61,7 +63,9 @@ def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T rank
     compare each with each, plus the number of bits below its own in its word.
 
     Args:
-      owner: the ranks that each token wants, any of them several times. A number outside [0, ranks) wants none.
+      owner: [T, K] i32, the ranks that each token wants; one rank may appear several times. A number outside
+        [0, ranks) stands for no rank.
+      ranks: the number of ranks.
     """
     tokens, top_k = owner.shape
     words = jnp.pad(owner, ((0, -tokens % 32), (0, 0)), constant_values=ranks).reshape(1, -1, 32 * top_k)
@@ -77,6 +81,7 @@ def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T rank
 
 
 def _count_bits(bits):
+    """The number of set bits of each word, as i32."""
     return lax.population_count(bits).astype(jnp.int32)
 
 
@@ -106,6 +111,6 @@ def plan_sends(slot: Int[Array, "T ranks"], sent, kept: Int[Array, "ranks ranks"
 
     received = kept[:, rank]
     last, arrive, leave = jnp.cumsum(received), jnp.cumsum(kept, axis=0) - kept, jnp.cumsum(kept, axis=1) - kept
-    # The first row of a pair on the rank that it goes to, less its first row here: there, and on the way back.
-    there, back = arrive[rank] - start, leave[:, rank] - (last - received)
-    return SendPlan(token, position, jnp.stack([there, end, back, last]).reshape(2, 2, -1))
+    # A shift is the first row of a pair of ranks on the receiving rank, less its first row on the sending rank.
+    shift_there, shift_back = arrive[rank] - start, leave[:, rank] - (last - received)
+    return SendPlan(token, position, jnp.stack([shift_there, end, shift_back, last]).reshape(2, 2, -1))

@@ -18,7 +18,7 @@ TRANSPORTS: dict[str, Transport] = {
     "all_to_all": AllToAll(),
     "one_sided": OneSided(),
 }
-AUTO = "all_gather"  # the transport of `auto`
+AUTO = "all_gather"  # `auto` means this transport
 EXCHANGES = get_args(Exchange)
 
 
@@ -27,8 +27,8 @@ def find_transport(exchange: str, roles: Roles | None = None) -> str:
 
     Args:
       exchange: `auto`, which is all_gather, or the name of a transport.
-      roles: of a mesh. Where its ep has one rank nothing travels, and all_gather takes the place of a transport that
-        does not run everywhere.
+      roles: the mesh axes by role. Where ep has one rank nothing travels, and all_gather takes the place of a transport
+        that does not run everywhere.
 
     Raises:
       ValueError: there is no transport of this name.
@@ -46,8 +46,8 @@ def select_transport(exchange: str, view: MeshView | None = None, row_bytes: int
 
     Args:
       exchange: `auto`, which is all_gather, or the name of a transport.
-      view: of the mesh that it is for; None asks for this machine alone.
-      row_bytes: bytes of a row that is to travel; None asks for this machine alone.
+      view: the view of the mesh; None asks about this machine alone.
+      row_bytes: the bytes of a row that travels; None asks about this machine alone.
 
     Raises:
       ValueError: there is no transport of this name.
