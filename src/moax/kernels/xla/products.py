@@ -1,10 +1,11 @@
-"""Grouped products by XLA: one product a tile of rows, in a loop over as many tiles as the groups have.
+"""Grouped products by XLA: a loop over the tiles of the groups computes one product for each tile of rows.
 
     matmul     y[m]  = x[m] w[g(m)] + bias[g(m)]       with `transpose` dy[m] w[g(m)]^T
     wgrad      dw[g] = sum over rows m of group g: x[m]^T dy[m]
     bias_grad  db[g] = sum over rows m of group g: dy[m]
 
-The work is proportional to the rows. Quantized operands are dequantized to the dtype of the product before it.
+The work is proportional to the number of real rows. Quantized operands are dequantized before the product, to its
+dtype.
 """
 
 from __future__ import annotations
@@ -21,15 +22,23 @@ from moax.kernels.xla.quantization import dequantize
 from moax.mesh.collectives import vary_like
 from moax.types import QArray
 
-ROWS = (((0,), (0,)), ((), ()))  # contracts the rows of both operands
+ROWS = (((0,), (0,)), ((), ()))  # dimension numbers that contract the rows of both operands
 
 
 def matmul(
     x: Array | QArray, w: Array | QArray, groups: Groups, dtype: Any, bias: Any = None, *, transpose: bool = False
 ) -> Float[Array, "M N"]:
-    """x [M, K] times the weight of each row's group, [E, K, N]; with `transpose` x [M, N] times [E, K, N]^T.
+    """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` y[m] = x[m] w[g(m)]^T + bias[g(m)].
 
-    bias: [E, *C] or None, added after the product is rounded. Padding of the result may hold anything.
+    Args:
+      x: [M, K], or with `transpose` [M, N].
+      w: [E, K, N].
+      groups: the layout of the rows.
+      dtype: the dtype of the product.
+      bias: [E, *C] or None, added after the product is rounded.
+
+    Returns:
+      [M, N], or with `transpose` [M, K]. Padding may hold anything.
     """
     x, w = _plain(x, dtype), _plain(w, dtype)
     width, contract = w.shape[1 if transpose else 2], (((1,), (1 if transpose else 0,)), ((), ()))
@@ -51,7 +60,7 @@ def matmul(
 
 
 def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: Any) -> Float[Array, "E K N"]:
-    """x [M, K] and dy [M, N], whatever their padding holds -> [E, K, N], summed in float32."""
+    """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. Padding of x and dy may hold anything."""
     x, dy = _plain(x, dtype), _plain(dy, dtype)
     if groups.sizes is None:
         return _dot(x, dy, ROWS).astype(dtype)[None]
@@ -68,7 +77,7 @@ def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: Any) -> 
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
-    """The sum of each group's rows, in float32; padding may hold anything."""
+    """dbias[g] = sum over rows m of group g: dy[m], in float32. Padding of dy may hold anything."""
     dy = dy.astype(jnp.float32)
     if groups.sizes is None:
         return dy.sum(0, keepdims=True)
@@ -77,16 +86,18 @@ def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
 
 
 def add_bias(y: Float[Array, "M N"], bias: Float[Array, "E N"], groups: Groups) -> Float[Array, "M N"]:
-    """y[m] + bias[g(m)]; padding stays as it was."""
+    """y[m] + bias[g(m)] in the real rows; padding is not changed."""
     group = row_groups(groups.sizes, groups.align, y.shape[0])[0]
     return jnp.where(groups.real[:, None], y + bias.astype(y.dtype)[group], y)
 
 
 def _plain(x, dtype):
+    """x as an array of this dtype, dequantized if it is a QArray."""
     return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
 
 
 def _dot(a, b, contract):
+    """The product of a and b, summed in float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
 
@@ -101,16 +112,16 @@ class _Tiles:
     def __init__(self, groups: Groups, num_rows: int):
         mean = max(1, num_rows // groups.sizes.shape[0])
         self.size = min(num_rows, max(16, min(512, 1 << (mean - 1).bit_length())))
-        of_group = -(-groups.sizes // self.size)
-        self.last = jnp.cumsum(of_group)
-        self.before = self.last - of_group
+        tiles_per_group = -(-groups.sizes // self.size)
+        self.last = jnp.cumsum(tiles_per_group)
+        self.before = self.last - tiles_per_group
         self.count = self.last[-1]
         self.start = group_starts(groups.sizes, groups.align)
         self.end = self.start + groups.sizes
         self.num_rows = num_rows
 
     def find(self, i):
-        """The group of tile i, its first row, and which of its rows are real."""
+        """The group of tile i, the first row of the tile, and whether each of its rows belongs to the group [size]."""
         group = jnp.searchsorted(self.last, i, side="right").astype(jnp.int32)
         begin = self.start[group] + (i - self.before[group]) * self.size
         first = jnp.minimum(begin, self.num_rows - self.size)
