@@ -61,8 +61,9 @@ class Implementation(Protocol):
     """
 
     def why_not(self, dtype: Any, widths: dict[str, int]) -> str | None:
-        """Why this implementation cannot run here with this dtype and these sizes of contiguous dims; None where it
-        can.
+        """Why this implementation cannot run here with this dtype and these widths; None where it can.
+
+        `widths` are the sizes of contiguous dims on one device, by name.
         """
         ...
 

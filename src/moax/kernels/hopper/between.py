@@ -1,4 +1,4 @@
-"""The activation between the two products by the kernels, forward and backward, with its quantization."""
+"""The activation between the two products, forward and backward, by kernels that quantize too where they can."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moax.recipe import Format, Recipe
 def activate(
     h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *, weights: Any, amax_over: Names
 ) -> Any:
-    """act(h) times each row's weight, as the next product takes it; quantized in the same kernel where blocks fit F."""
+    """The Operand of act(h), times the weight of each row. One kernel activates and quantizes where 128 divides F."""
     flat, gated = h.reshape(h.shape[0], -1), h.shape[1] == 2
     with jax.named_scope("activate"):
         if _fuses(recipe, h.shape[2]):
@@ -38,7 +38,7 @@ def activate_grad(
     h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *,
     weights: Float[Array, " N"], amax_over: Names, keep: bool,
 ) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
-    """Backward of `activate`, for d_a before the weights multiply it; see `moax.kernels.Implementation`."""
+    """The backward of `activate`; see `moax.kernels.Implementation`."""
     flat = h.reshape(h.shape[0], -1)
     with jax.named_scope("activate"):
         if _fuses(recipe, h.shape[2]) and not keep:
@@ -51,7 +51,7 @@ def activate_grad(
 
 
 def _fuses(recipe: Recipe, width: int) -> bool:
-    """Whether one kernel activates and quantizes: blocks of 128 columns that divide F, scales of one kind."""
+    """Whether one kernel activates and quantizes: 128 divides F, and all scales are powers of two, or none is."""
     if not takes_fp8(recipe) or width % BLOCK:
         return False
     x, dy = _formats(recipe)
@@ -59,7 +59,7 @@ def _fuses(recipe: Recipe, width: int) -> bool:
 
 
 def _formats(recipe: Recipe) -> tuple[Format, Format]:
-    """The formats of a and of d_h, of a recipe that has both."""
+    """The formats of a and of d_h; the recipe has both."""
     return cast(Format, recipe.x), cast(Format, recipe.dy)
 
 

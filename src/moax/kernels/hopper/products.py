@@ -1,4 +1,4 @@
-"""Grouped products by the kernels, in bfloat16 and FP8: matmul, wgrad and the gradient of a bias."""
+"""The grouped products of Hopper, in bfloat16 and FP8: matmul, wgrad and the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -23,9 +23,17 @@ from moax.types import QArray
 def matmul(
     x: Any, w: Any, groups: BlockedGroups, dtype: Any, bias: Any = None, *, transpose: bool = False
 ) -> Float[Array, "M N"]:
-    """x [M, K] times the weight of each row's group, [E, K, N]; with `transpose` x [M, N] times [E, K, N]^T.
+    """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` y[m] = x[m] w[g(m)]^T + bias[g(m)].
 
-    bias: [E, *C] or None, added before the product is rounded. Padding of the result may hold anything.
+    Args:
+      x: [M, K], or with `transpose` [M, N].
+      w: [E, K, N]; in FP8 it lies K-major, so that `transpose` does not matter.
+      groups: the layout of the rows.
+      dtype: the dtype of the result, and of operands that are not FP8.
+      bias: [E, *C] or None, added before the product is rounded.
+
+    Returns:
+      [M, N], or with `transpose` [M, K]. Padding may hold anything.
     """
     bias = None if bias is None else bias.reshape(bias.shape[0], -1)
     if isinstance(x, KMajorFp8):
@@ -51,7 +59,10 @@ def _matmul(x, w, blocks: Blocks, dtype, bias, transpose: bool):
 
 
 def wgrad(x: Any, dy: Any, groups: BlockedGroups, dtype: Any) -> Float[Array, "E K N"]:
-    """x [M, K] and dy [M, N] (in FP8 [K, M] and [N, M]), 0 in padding -> [E, K, N], summed in float32."""
+    """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32.
+
+    x is [M, K] and dy is [M, N]; in FP8 they are transposed, [K, M] and [N, M]. Both are 0 in padding.
+    """
     if isinstance(x, KMajorFp8):
         return _wgrad_fp8(x, dy, groups.blocks, dtype)
     return _wgrad(_plain(x, dtype), _plain(dy, dtype), groups.blocks, dtype)
@@ -73,8 +84,10 @@ def _wgrad(x, dy, blocks: Blocks, dtype):
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "E *C"]:
-    """The sum of each group's rows in float32; dy is 0 in padding. A product with ones takes a fraction of the time of
-    XLA's scatter."""
+    """dbias[g] = sum over rows m of group g: dy[m], in float32. dy is 0 in padding.
+
+    A product with ones takes a fraction of the time of XLA's scatter.
+    """
     if groups.sizes is None:
         return dy.astype(jnp.float32).sum(0, keepdims=True)
     ones = jnp.ones((dy.shape[0], KERNEL_WIDTH), dy.dtype)
@@ -83,10 +96,12 @@ def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "
 
 
 def _plain(x, dtype):
+    """x as an array of this dtype, dequantized if it is a QArray."""
     return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
 
 
 def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks):
+    """The TileConfig of a product with these blocks on this device."""
     from moax.kernels.hopper.pallas.tiles import pick_tile
 
     rows = blocks.group.shape[0] * BLOCK // blocks.first.shape[0]

@@ -94,7 +94,9 @@ def quantize_for_matmul(
 def quantize_and_gather(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: Any
 ) -> Array | QArray:
-    """The whole weight [E, K, C], with the columns as one dim, from its shard [E, K, *C]; in `dtype` without a format.
+    """The whole weight [E, K, C] from its shard [E, K, *C], with the columns as one dim; in `dtype` without a format.
+
+    See `moax.kernels.Implementation`.
     """
     if recipe.w is None:
         whole = gather_weight(w.astype(dtype), gather)
