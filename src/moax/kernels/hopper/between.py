@@ -25,7 +25,7 @@ from moax.recipe import Format, Recipe
 def activate(
     h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *, weights: Any, amax_over: Names
 ) -> Any:
-    """The Operand of act(h), times the weight of each row. One kernel activates and quantizes where 128 divides F."""
+    """The Operand of act(h), times the weight of each row. One kernel also quantizes it where `_fuses` allows that."""
     flat, gated = h.reshape(h.shape[0], -1), h.shape[1] == 2
     with jax.named_scope("activate"):
         if _fuses(recipe, h.shape[2]):

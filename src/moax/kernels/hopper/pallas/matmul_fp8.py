@@ -74,16 +74,18 @@ def grouped_matmul_fp8(
     def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, used, *bias):
         _, column, g = place
         mine = pl.ds(warpgroup * ROWS, ROWS)
-        # Which scale of the weight each piece of columns has; neighbours often share it.
-        of = [jnp.minimum(lax.div(column * tile.tile_n + i * PIECE, BLOCK), last_scale) for i in range(pieces)]
+        # The block of the weight's scales that each piece of columns has. Two neighbouring pieces often share one.
+        scale_blocks = [
+            jnp.minimum(lax.div(column * tile.tile_n + i * PIECE, BLOCK), last_scale) for i in range(pieces)
+        ]
         own = [i for i in range(pieces) if tile.tile_n % BLOCK or i % (BLOCK // PIECE) == 0]
 
         def scales(step):
-            return tuple(sw[g, of[i], step] for i in own)
+            return tuple(sw[g, scale_blocks[i], step] for i in own)
 
         def step(k, carry):
             totals, sw_now = carry
-            sw_next = scales(jnp.minimum(k + 1, steps - 1))  # a step early: it comes from device memory
+            sw_next = scales(jnp.minimum(k + 1, steps - 1))  # loaded one step early, since it comes from device memory
             slot = lax.rem(at + k, tile.stages)
             plgpu.barrier_wait(full.at[slot])
 
