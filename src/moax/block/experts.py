@@ -95,11 +95,13 @@ _backward = Partitioned(_backward_local, backward_contract, backward_factors, na
 
 
 def _experts_forward(view: MeshView, static: BlockSpec, x, experts, weights, w: Weights):
+    """The forward of the `custom_vjp`: the results, and the residuals with the weights."""
     y, dropped, *saved = _forward(view, static, x, experts, weights, w)
     return (y, dropped), (_name(saved[0]) if saved else (x, experts, weights), w)
 
 
 def _experts_backward(view: MeshView, static: BlockSpec, residuals, cotangents):
+    """The backward of the `custom_vjp`: the gradients of x, weights and w."""
     saved, w = residuals
     # Each direction gathers the weights when it needs them, so XLA must not keep the gathered weights of forward.
     w, dy = lax.optimization_barrier((w, cotangents[0]))

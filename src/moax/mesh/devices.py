@@ -31,7 +31,7 @@ def make_mesh(sizes: Mapping[str, int], *, axis_type: AxisType = AxisType.Auto, 
     devices = order(jax.devices() if devices is None else devices)
     if math.prod(sizes.values()) != len(devices):
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"sizes {given}: a mesh of {math.prod(sizes.values())} devices, but {len(devices)} are here")
+        raise ValueError(f"sizes {given} make a mesh of {math.prod(sizes.values())} devices; there are {len(devices)}")
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), (axis_type,) * len(sizes))
 
 

@@ -178,6 +178,7 @@ class Partitioned:
         self._partitioned.def_vmap(self._vmap)
 
     def __call__(self, view: MeshView, static: Hashable, *operands):
+        """The results of the op on `operands`, computed by the engine of `view`. `static` is hashable."""
         with jax.named_scope(self.__name__):
             if view.engine == "custom_partitioning":
                 return self._partitioned(_Call(static, view, self.factors(static, operands)), *operands)

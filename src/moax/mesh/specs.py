@@ -24,16 +24,16 @@ def spec(*entries) -> PartitionSpec:
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in map(as_names, entries)))
 
 
-def pad(of: PartitionSpec, ndim: int) -> tuple[Names, ...]:
+def pad(array_spec: PartitionSpec, ndim: int) -> tuple[Names, ...]:
     """The axis names of each of `ndim` dims. PartitionSpec("ep") of 2 dims is (("ep",), ())."""
-    if len(of) > ndim:
-        raise ValueError(f"the spec {of} has {len(of)} entries, for an array of {ndim} dims")
-    return tuple(as_names(entry) for entry in of) + ((),) * (ndim - len(of))
+    if len(array_spec) > ndim:
+        raise ValueError(f"the spec {array_spec} has {len(array_spec)} entries, for an array of {ndim} dims")
+    return tuple(as_names(entry) for entry in array_spec) + ((),) * (ndim - len(array_spec))
 
 
-def check_divides(what: str, shape: Sequence[int], of: PartitionSpec, roles: Roles) -> None:
+def check_divides(what: str, shape: Sequence[int], array_spec: PartitionSpec, roles: Roles) -> None:
     """Raises ValueError where the mesh axes of a dim do not divide its size. `what` names the array in the message."""
-    for dim, (size, names) in enumerate(zip(shape, pad(of, len(shape)), strict=True)):
+    for dim, (size, names) in enumerate(zip(shape, pad(array_spec, len(shape)), strict=True)):
         if size % roles.size(names):
             raise ValueError(
                 f"{what}: dim {dim} of size {size} does not divide by mesh axes {names} of {roles.size(names)} devices"
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
     gather: tuple[Names, ...]
 
 
-def weight_layout(what: str, of: PartitionSpec, kept: Sequence[Names], roles: Roles) -> Layout:
+def weight_layout(what: str, weight_spec: PartitionSpec, kept: Sequence[Names], roles: Roles) -> Layout:
     """The layout of a weight whose dim i stays split over `kept[i]` in a product, and over no other axis.
 
     With the spec (("ep", "fsdp"), None, "tp") and kept (("ep",), (), ("tp",)), gather is (("fsdp",), (), ()).
@@ -63,7 +63,7 @@ def weight_layout(what: str, of: PartitionSpec, kept: Sequence[Names], roles: Ro
     """
     sizes = dict(roles.sizes)
     gatherable = roles.fsdp + (() if any(n in roles.ep for need in kept for n in need) else roles.ep)
-    entries = [tuple(n for n in entry if n in sizes) for entry in pad(of, len(kept))]
+    entries = [tuple(n for n in entry if n in sizes) for entry in pad(weight_spec, len(kept))]
     for dim, (entry, need) in enumerate(zip(entries, kept, strict=True)):
         if entry[: len(need)] != need or not set(entry[len(need) :]) <= set(gatherable):
             raise ValueError(
@@ -90,9 +90,9 @@ def device_spec(roles: Roles) -> PartitionSpec:
     return spec(roles.all)
 
 
-def local_shape(shape: Sequence[int], of: PartitionSpec, roles: Roles) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], array_spec: PartitionSpec, roles: Roles) -> tuple[int, ...]:
     """The shape of one device's shard. A size that the devices do not divide is rounded up: 10 over 4 devices is 3."""
-    return tuple(-(-n // roles.size(names)) for n, names in zip(shape, pad(of, len(shape)), strict=True))
+    return tuple(-(-n // roles.size(names)) for n, names in zip(shape, pad(array_spec, len(shape)), strict=True))
 
 
 def is_explicit(mesh) -> bool:

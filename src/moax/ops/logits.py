@@ -47,10 +47,12 @@ def router_logits(
 
 
 def _logits_forward(view: MeshView, roles: Roles, x, w):
+    """The forward of the `custom_vjp`: the logits, and (x, w)."""
     return _forward(view, roles, x, w)[0], (x, w)
 
 
 def _logits_backward(view: MeshView, roles: Roles, saved, d_logits):
+    """The backward of the `custom_vjp`: dx and dw."""
     return _backward(view, roles, *saved, d_logits)
 
 
@@ -103,11 +105,13 @@ def logits_backward(roles: Roles, layout, x, w, d):
 
 
 def _forward_contract(roles: Roles, operands, found_specs):
+    """The contract of forward: tokens are split, and w is replicated."""
     rows = spec(roles.tokens, None)
     return Contract((rows, spec(None, None)), (rows,), ((),))
 
 
 def _backward_contract(roles: Roles, operands, found_specs):
+    """The contract of backward: dw is summed over the axes of tokens."""
     rows, whole = spec(roles.tokens, None), spec(None, None)
     return Contract((rows, whole, rows), (rows, whole), ((), roles.tokens))
 

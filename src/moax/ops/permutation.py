@@ -154,11 +154,13 @@ def _select(kernels: str, rows) -> str:
 
 
 def _permute_forward(view: MeshView, static: PermuteSpec, x, experts):
+    """The forward of the `custom_vjp`: rows and plan, and the plan."""
     rows, plan = _permute_op(view, static, x, experts)
     return (rows, plan), plan
 
 
 def _permute_backward(view: MeshView, static: PermuteSpec, plan, cotangents):
+    """The backward of the `custom_vjp`: dx."""
     return _permute_grad_op(view, static, plan, cotangents[0])[0], None
 
 
@@ -166,10 +168,12 @@ _permute = differentiable(_permute_forward, _permute_backward)
 
 
 def _unpermute_forward(view: MeshView, static: PermuteSpec, rows, plan, weights):
+    """The forward of the `custom_vjp`: y, and the operands."""
     return _unpermute_op(view, static, rows, plan, weights)[0], (rows, plan, weights)
 
 
 def _unpermute_backward(view: MeshView, static: PermuteSpec, saved, dy):
+    """The backward of the `custom_vjp`: the gradients of rows and weights."""
     d_rows, d_weights = _unpermute_grad_op(view, static, *saved, dy)
     return d_rows, None, d_weights
 

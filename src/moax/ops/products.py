@@ -104,7 +104,10 @@ def grouped_matmul(
     if view.engine != "local" or not view.manual:
         ranks = view.roles.size(view.roles.tokens) // view.roles.size(view.roles.ep)
         if x.shape[1] != w.shape[1] or group_sizes.shape[0] != w.shape[0] * ranks:
-            raise ValueError(f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} do not fit each other")
+            raise ValueError(
+                f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} do not fit each other; with this w, x "
+                f"must be [M, {w.shape[1]}] and group_sizes [{w.shape[0] * ranks}]"
+            )
     if bias is not None and not view.manual and bias.shape != (w.shape[0], *w.shape[2:]):
         raise ValueError(f"bias has shape {bias.shape}; it must be {(w.shape[0], *w.shape[2:])}")
     declared = spec(view.roles.ep, *[None] * (w.ndim - 1)) if w_spec is None else w_spec
@@ -127,6 +130,7 @@ def grouped(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
 
 
 def _grouped_forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
+    """The forward of the `custom_vjp`: y, and the operands."""
     (y,) = _forward(view, static, x, w, group_sizes, bias)
     # The columns of y take the sharding of w's columns, for tp. An fsdp axis there must not displace fsdp from the
     # rows.
@@ -135,6 +139,7 @@ def _grouped_forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bia
 
 
 def _grouped_backward(view: MeshView, static: GroupedSpec, saved, dy):
+    """The backward of the `custom_vjp`: dx, dw and dbias."""
     x, w, group_sizes, bias = saved
     w, dy = lax.optimization_barrier((w, dy))  # w is gathered again, so XLA must not keep the w of forward
     dx, dw, dbias = _backward(view, static, x, w, group_sizes, dy)
@@ -212,6 +217,7 @@ def replicated(roles: Roles, layout) -> Names:
 
 
 def _forward_contract(static: GroupedSpec, operands, found_specs):
+    """The contract of forward: rows are split as tokens are, and y is summed over the axes that split K."""
     layout, kept = _layout(static, found_specs[1], operands[1].ndim)
     roles = static.roles
     bias = None if operands[3] is None else spec(roles.ep, *kept[2:])
@@ -220,6 +226,7 @@ def _forward_contract(static: GroupedSpec, operands, found_specs):
 
 
 def _backward_contract(static: GroupedSpec, operands, found_specs):
+    """The contract of backward: each gradient has the layout of its array."""
     layout, kept = _layout(static, found_specs[1], operands[1].ndim)
     roles = static.roles
     rows, columns = spec(roles.tokens, kept[1]), tuple(n for names in kept[2:] for n in names)

@@ -142,17 +142,22 @@ def _local(static: QuantizeSpec, amax_over, x):
 
 
 def _contract(static: QuantizeSpec, operands, found_specs):
+    """The contract of `quantize`: data and scale have the layout of x. Raises ValueError where shards cut blocks."""
     (x,), (found_spec,) = operands, found_specs
     declared = _entries(static.roles, static.declared, x.ndim)
     entries = declared if found_spec is None else _entries(static.roles, found_spec, x.ndim)
     for dim, (n, names, b) in enumerate(zip(x.shape, entries, static.block, strict=True)):
         if b is not None and names and n // static.roles.size(names) % b and entries != declared:
-            raise ValueError(f"x: dim {dim} of size {n} over {names} cuts blocks of {b} where x_spec does not")
+            raise ValueError(
+                f"x: dim {dim} of size {n} is sharded over mesh axes {names}, which cut its blocks of {b}; "
+                "x_spec must name these axes"
+            )
     amax_over = tuple(n for names, b in zip(entries, static.block, strict=True) if b is None for n in names)
     return Contract((spec(*entries),), (spec(*entries), _scale_spec(entries, static.block)), ((), ()), amax_over)
 
 
 def _factors(static: QuantizeSpec, operands):
+    """The Shardy rule of `quantize`."""
     entries = _entries(static.roles, static.declared, operands[0].ndim)
     data, scale, sizes = _dim_names(operands[0].shape, static.block, map(static.roles.size, entries))
     return (data,), (data, scale), sizes
@@ -180,16 +185,21 @@ def _dequantize_local(static: DequantizeSpec, shards, data, scale):
 
 
 def _dequantize_contract(static: DequantizeSpec, operands, found_specs):
+    """The contract of `dequantize`: the result has the layout of the data."""
     entries = _entries(static.roles, found_specs[0] or spec(), len(static.shape))
     shards = tuple(map(static.roles.size, entries))
     for dim, (n, b, pieces, count) in enumerate(zip(static.shape, static.block, static.pieces, shards, strict=True)):
         if b is not None and (pieces % count if pieces > 1 else n // count % b and count > 1):
-            raise ValueError(f"q: dim {dim} of size {n} over {entries[dim]} cuts the blocks of {pieces} shards")
+            raise ValueError(
+                f"q: dim {dim} of size {n} is sharded over mesh axes {entries[dim]}, which cut its blocks of {b}; "
+                f"it was quantized in {pieces} shards"
+            )
     data = spec(*entries)
     return Contract((data, _scale_spec(entries, static.block)), (data,), ((),), shards)
 
 
 def _dequantize_factors(static: DequantizeSpec, operands):
+    """The Shardy rule of `dequantize`."""
     data, scale, sizes = _dim_names(static.shape, static.block, static.pieces)
     return (data, scale), (data,), sizes
 

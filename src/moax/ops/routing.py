@@ -90,11 +90,13 @@ def route(
 
 
 def _route_forward(view: MeshView, static: RouteSpec, logits, bias):
+    """The forward of the `custom_vjp`: the results, and the residuals."""
     results = _forward(view, static, logits, bias)
     return results, (logits, bias, results[0])
 
 
 def _route_backward(view: MeshView, static: RouteSpec, saved, cotangents):
+    """The backward of the `custom_vjp`: the gradient of the logits."""
     logits, bias, experts = saved
     _, d_weights, d_score_sum, d_z_sum, _ = cotangents
     (d_logits,) = _backward(view, static, logits, experts, d_weights, d_score_sum, d_z_sum)
@@ -157,12 +159,14 @@ def route_backward(static: RouteSpec, layout, logits, experts, d_weights, d_scor
 
 
 def _forward_contract(static: RouteSpec, operands, found_specs):
+    """The contract of forward: tokens are split, and sums over tokens are reduced over their axes."""
     rows, one, over = spec(static.roles.tokens, None), spec(None), static.roles.tokens
     bias = None if operands[1] is None else one
     return Contract((rows, bias), (rows, rows, one, one, one), ((), (), over, over, over))
 
 
 def _backward_contract(static: RouteSpec, operands, found_specs):
+    """The contract of backward: the gradient of the logits has their layout."""
     rows, one = spec(static.roles.tokens, None), spec(None)
     return Contract((rows, rows, rows, one, one), (rows,), ((),))
 

@@ -65,6 +65,7 @@ def _formats(recipe: Recipe) -> tuple[Format, Format]:
 
 @typed
 def _activate(h, blocks: Blocks, act, *, gated: bool, weights):
+    """a in bfloat16, by a kernel."""
     from moax.kernels.hopper.pallas.activation_bf16 import activate_rows
 
     return activate_rows(h, blocks, act, gated=gated, weights=weights)
@@ -72,6 +73,7 @@ def _activate(h, blocks: Blocks, act, *, gated: bool, weights):
 
 @typed
 def _activate_quantize(h, blocks: Blocks, act, recipe: Recipe, *, gated: bool, weights) -> KMajorFp8:
+    """a quantized by rows, by one kernel."""
     from moax.kernels.hopper.pallas.activation import activate_quantize
 
     x, _ = _formats(recipe)
@@ -81,6 +83,7 @@ def _activate_quantize(h, blocks: Blocks, act, recipe: Recipe, *, gated: bool, w
 
 @typed
 def _activate_grad(h, d_a, blocks: Blocks, act, weights):
+    """a, d_h and inner in bfloat16, by a kernel; inner is summed over the tiles of columns."""
     from moax.kernels.hopper.pallas.activation_bf16 import activate_grad_rows
 
     a, d_h, inner = activate_grad_rows(h, d_a, blocks, act, weights=weights)
@@ -89,6 +92,7 @@ def _activate_grad(h, d_a, blocks: Blocks, act, weights):
 
 @typed
 def _activate_grad_quantize(h, d_a, blocks: Blocks, act, recipe: Recipe, weights):
+    """a by columns, d_h by rows and by columns, and inner, by one kernel; inner is summed over the tiles of columns."""
     from moax.kernels.hopper.pallas.activation import activate_grad_quantize
 
     x, dy = _formats(recipe)

@@ -43,6 +43,7 @@ def matmul(
 
 @typed
 def _matmul_fp8(x: KMajorFp8, w: KMajorFp8, blocks: Blocks, dtype, bias):
+    """The FP8 product, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 
     tile = _pick_tile("matmul_fp8", x.data.shape[1], w.data.shape[1], blocks)
@@ -51,6 +52,7 @@ def _matmul_fp8(x: KMajorFp8, w: KMajorFp8, blocks: Blocks, dtype, bias):
 
 @typed
 def _matmul(x, w, blocks: Blocks, dtype, bias, transpose: bool):
+    """The bfloat16 product, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.matmul import grouped_matmul
 
     columns = w.shape[1] if transpose else w.shape[2]
@@ -70,6 +72,7 @@ def wgrad(x: Any, dy: Any, groups: BlockedGroups, dtype: Any) -> Float[Array, "E
 
 @typed
 def _wgrad_fp8(x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, dtype):
+    """The FP8 gradient of a weight, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 
     tile = _pick_tile("wgrad_fp8", x.data.shape[0], dy.data.shape[0], blocks)
@@ -78,6 +81,7 @@ def _wgrad_fp8(x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, dtype):
 
 @typed
 def _wgrad(x, dy, blocks: Blocks, dtype):
+    """The bfloat16 gradient of a weight, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 
     return grouped_wgrad(x, dy, blocks, _pick_tile("wgrad", x.shape[1], dy.shape[1], blocks), out_dtype=dtype)

@@ -71,6 +71,7 @@ def gather_and_quantize(
 
 @typed
 def _quantize_rows(x, blocks: Blocks, format: Format, *, scale=None, source=None):
+    """Rows by rows and by columns, quantized by one kernel."""
     from moax.kernels.hopper.pallas.quantize import quantize_rows
 
     options = dict(source=source, dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
@@ -120,6 +121,7 @@ def _quantize_shard(w, format: Format, contracted: Contracted, gather, amax_over
 
 @typed
 def _quantize_weight(w, format: Format, scale, turned: bool) -> KMajorFp8:
+    """A weight's shard, quantized by a kernel, transposed if `turned`."""
     from moax.kernels.hopper.pallas.quantize import quantize_weight
 
     options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
@@ -148,6 +150,7 @@ def quantize(x: Array, format: Format, block: tuple[int | None, ...], amax_over:
 
 @typed
 def _quantize_by_row(x, format: Format) -> KMajorFp8:
+    """Rows for the wire, quantized by a kernel, with the scales of each row side by side."""
     from moax.kernels.hopper.pallas.quantize import quantize_rows
 
     options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), columns=False, by_row=True)
@@ -171,6 +174,7 @@ def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: F
 
 @typed
 def _dequantize_rows(data, words, ends, dtype):
+    """Rows from the wire, dequantized by a kernel."""
     from moax.kernels.hopper.pallas.quantize import dequantize_rows
 
     return dequantize_rows(data, words, ends, dtype=dtype)

@@ -31,7 +31,7 @@ from moax.mesh.partition import MeshView
 from moax.ops.exchange.plan import balanced_rows, count_dropped, find_owners, find_slots, plan_sends
 from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
 
-WORD = 4  # bytes
+WORD = 4  # the bytes of a word
 KERNELS = "hopper"  # the implementation whose kernels write into the memory of peers
 
 

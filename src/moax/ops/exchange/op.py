@@ -205,6 +205,7 @@ def combine_backward_cost(static: ExchangeSpec, tokens: int, top_k: int, width: 
 
 
 def _dispatch_forward(view: MeshView, static: _Sized[ExchangeSpec], x, experts, weights):
+    """The forward of the `custom_vjp`: the arrays of Received, and the residuals."""
     results = _dispatch_op(view, static, x, experts, weights)
     results = results if TRANSPORTS[static.spec.transport].has_slots else (*results, None)
     mine = jnp.asarray(results[1]) < static.spec.local_experts
@@ -212,6 +213,7 @@ def _dispatch_forward(view: MeshView, static: _Sized[ExchangeSpec], x, experts, 
 
 
 def _dispatch_backward(view: MeshView, static: _Sized[ExchangeSpec], saved, cotangents):
+    """The backward of the `custom_vjp`: the gradients of x and weights."""
     sent, mine = saved
     d_weights = jnp.where(mine, cotangents[2], 0.0)
     dx, d_weights = _dispatch_grad_op(view, static, sent, cotangents[0], d_weights)
@@ -222,10 +224,12 @@ _dispatch = differentiable(_dispatch_forward, _dispatch_backward)
 
 
 def _combine_forward(view: MeshView, static: _Sized[CombineSpec], rows, sent):
+    """The forward of the `custom_vjp`: y, and the plan."""
     return _combine_op(view, static, rows, sent)[0], sent
 
 
 def _combine_backward(view: MeshView, static: _Sized[CombineSpec], sent, dy):
+    """The backward of the `custom_vjp`: the gradient of the rows."""
     return _combine_grad_op(view, static, dy, sent)[0], None
 
 

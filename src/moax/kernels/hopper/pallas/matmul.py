@@ -49,7 +49,7 @@ def grouped_matmul(
       Unsupported: x and w have other dtypes, or a contiguous dim is no multiple of 32 bytes.
     """
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-        raise Unsupported(f"x and w of {x.dtype}, {w.dtype}: this kernel takes bfloat16 or float16")
+        raise Unsupported(f"x is {x.dtype} and w is {w.dtype}; the kernel takes bfloat16, or float16, for both")
     rows, contracted = x.shape
     columns = w.shape[1] if transpose else w.shape[2]
     swizzle = swizzle_of(2 * contracted, 2 * w.shape[2])

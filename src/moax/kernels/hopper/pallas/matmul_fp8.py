@@ -47,7 +47,7 @@ def grouped_matmul_fp8(
       Unsupported: x or w is no 8-bit float, or tile_n is no multiple of 64.
     """
     if x.data.dtype.itemsize != 1 or w.data.dtype.itemsize != 1:
-        raise Unsupported(f"x and w of {x.data.dtype}, {w.data.dtype}: this kernel takes 8-bit floats")
+        raise Unsupported(f"x is {x.data.dtype} and w is {w.data.dtype}; the kernel takes 8-bit floats")
     if tile.tile_n % PIECE:
         raise Unsupported(f"tile_n={tile.tile_n} must be a multiple of {PIECE}")
     rows, contracted = x.data.shape

@@ -61,7 +61,7 @@ def swizzle_of(*rows: int) -> int:
     """
     swizzles = [n for n in (128, 64, 32) if all(size % n == 0 for size in rows)]
     if not swizzles:
-        raise Unsupported(f"contiguous dims of {', '.join(map(str, rows))} bytes: each must be a multiple of 32")
+        raise Unsupported(f"contiguous dims have {', '.join(map(str, rows))} bytes; each must be a multiple of 32")
     return swizzles[0]
 
 

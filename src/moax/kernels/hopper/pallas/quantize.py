@@ -289,7 +289,7 @@ def gather_tile(x, source, first, column, tile, loaded) -> None:
 
 
 def meet(barrier) -> None:
-    """Waits until all warpgroups of the barrier are here."""
+    """Waits until all warpgroups have arrived at the barrier."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 

@@ -72,9 +72,9 @@ def load(path: Path) -> Table:
     try:
         table = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path}: no JSON: {error}") from None
+        raise ValueError(f"{path}: the file is no JSON: {error}") from None
     if not isinstance(table, dict) or not all(isinstance(entries, dict) for entries in table.values()):
-        raise ValueError(f"{path}: a table of tiles is {{device: {{key: numbers}}}}")
+        raise ValueError(f"{path}: the file must be a table of tiles, {{device: {{key: numbers}}}}")
     most = len(dataclasses.fields(TileConfig))
     for entries in table.values():
         for key, tile in entries.items():

@@ -36,7 +36,7 @@ def grouped_wgrad(
       Unsupported: x and dy have other dtypes, or a row is no multiple of 32 bytes.
     """
     if x.dtype != dy.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-        raise Unsupported(f"x and dy of {x.dtype}, {dy.dtype}: this kernel takes bfloat16 or float16")
+        raise Unsupported(f"x is {x.dtype} and dy is {dy.dtype}; the kernel takes bfloat16, or float16, for both")
     rows, columns = x.shape[1], dy.shape[1]
     swizzle = swizzle_of(2 * rows, 2 * columns)
     groups = blocks.first.shape[0]

@@ -37,7 +37,7 @@ def grouped_wgrad_fp8(
       Unsupported: x or dy is no 8-bit float.
     """
     if x.data.dtype.itemsize != 1 or dy.data.dtype.itemsize != 1:
-        raise Unsupported(f"x and dy of {x.data.dtype}, {dy.data.dtype}: this kernel takes 8-bit floats")
+        raise Unsupported(f"x is {x.data.dtype} and dy is {dy.data.dtype}; the kernel takes 8-bit floats")
     rows, columns = x.data.shape[0], dy.data.shape[0]
     groups = blocks.first.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
