@@ -57,7 +57,7 @@ _MODULES = ("estimate", "hf", "inspect", "linen", "nnx", "ops")
 
 
 def __getattr__(name: str) -> Any:
-    """The object of a public name, or a module of moax; its first use imports the module."""
+    """Returns the object of a public name, or a module of moax; its first use imports the module."""
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
@@ -68,5 +68,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Returns the public names."""
     return sorted({*_HOMES, *_MODULES, "__version__"})

@@ -23,12 +23,12 @@ def log_once(message: str) -> None:
 
 
 def platform() -> str:
-    """The backend that jit compiles for by default: `cpu`, `gpu` or another name of JAX."""
+    """Returns the backend that jit compiles for by default: `cpu`, `gpu` or another name of JAX."""
     return jax.default_backend()
 
 
 def device_kind() -> str:
-    """The name of the device that jit compiles for, such as "NVIDIA H200".
+    """Returns the name of the device that jit compiles for, such as "NVIDIA H200".
 
     The mesh in force may name a device; otherwise it is the first device of this process.
     """
@@ -37,7 +37,7 @@ def device_kind() -> str:
 
 
 def on_hopper() -> bool:
-    """Whether jit compiles for a GPU of compute capability 9.0."""
+    """Returns whether jit compiles for a GPU of compute capability 9.0."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         return any(name in described.device_kind for name in HOPPER)
@@ -45,7 +45,7 @@ def on_hopper() -> bool:
 
 
 def count_sms() -> int:
-    """The multiprocessors of the GPU that jit compiles for; those of an H200 where there is no GPU."""
+    """Returns the multiprocessors of the GPU that jit compiles for; those of an H200 where there is no GPU."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None and described.num_cores:
         return described.num_cores
@@ -53,7 +53,7 @@ def count_sms() -> int:
 
 
 def why_not_peers(row_bytes: int | None = None) -> str | None:
-    """Why kernels cannot write into the memory of the other devices of the mesh in force; None where they can.
+    """Returns why kernels cannot write into the memory of the other devices of the mesh in force; None where they can.
 
     Args:
       row_bytes: the bytes of a row that travels; None asks about this machine alone, without the mesh.
@@ -82,7 +82,10 @@ def why_not_peers(row_bytes: int | None = None) -> str | None:
 
 
 def _placed_mesh():
-    """The mesh of `jax.set_mesh` with its devices, even while a function is traced; None inside a `shard_map`."""
+    """Returns the mesh of `jax.set_mesh` with its devices, even while a function is traced.
+
+    None inside a `shard_map`.
+    """
     with jax.core.eval_context():
         try:
             return jax.sharding.get_mesh()
@@ -92,7 +95,7 @@ def _placed_mesh():
 
 @functools.cache
 def _reach(ordinals: tuple[int, ...]) -> bool:
-    """Whether each of these GPUs can read and write the memory of all others, by the answer of the driver."""
+    """Returns whether each of these GPUs can read and write the memory of all others, by the answer of the driver."""
     driver, can = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     handles = {n: ctypes.c_int() for n in ordinals}
     if any(driver.cuDeviceGet(ctypes.byref(handle), n) for n, handle in handles.items()):

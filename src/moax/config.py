@@ -16,7 +16,7 @@ SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the limit of gate and up, and
 
 
 def _is_int(value) -> bool:
-    """Whether value is an int and no bool."""
+    """Returns whether value is an int and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

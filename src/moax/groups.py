@@ -14,18 +14,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def align_up(n, align: int):
-    """n, rounded up to a multiple of `align`: 5 with align 4 is 8."""
+    """Returns n, rounded up to a multiple of `align`: 5 with align 4 is 8."""
     return -(-n // align) * align
 
 
 def group_starts(group_sizes: Int[Array, " G"], align: int) -> Int[Array, " G"]:
-    """The first row of each group."""
+    """Returns the first row of each group."""
     padded = align_up(group_sizes, align)
     return jnp.cumsum(padded) - padded
 
 
 def row_groups(group_sizes: Int[Array, " G"], align: int, num_rows: int) -> tuple[Int[Array, " M"], Bool[Array, " M"]]:
-    """The group of each of `num_rows` rows, and whether the row is real, that is, no padding.
+    """Returns the group of each of `num_rows` rows, and whether the row is real, that is, no padding.
 
     With sizes (3, 0, 2), align 4 and 8 rows, the groups are (0, 0, 0, 0, 2, 2, 2, 2), and all rows but 3, 6 and 7 are
     real. The group of a padding row is any valid id.
@@ -37,7 +37,7 @@ def row_groups(group_sizes: Int[Array, " G"], align: int, num_rows: int) -> tupl
 
 
 def zero_rows(x: Float[Array, "M ..."], real: Bool[Array, " M"]) -> Float[Array, "M ..."]:
-    """x, with 0 in the rows that are not real. Such a row may hold NaN."""
+    """Returns x, with 0 in the rows that are not real. Such a row may hold NaN."""
     return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
@@ -57,11 +57,11 @@ class Groups:
 
 
 def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Groups:
-    """The Groups of `num_rows` rows. With `group_sizes` None one group holds all rows."""
+    """Returns the Groups of `num_rows` rows. With `group_sizes` None one group holds all rows."""
     real = None if group_sizes is None else row_groups(group_sizes, align, num_rows)[1]
     return Groups(group_sizes, align, real)
 
 
 def rows_of_groups(values: Float[Array, "E C"], groups: Groups, num_rows: int) -> Float[Array, "M C"]:
-    """values[g(m)] for each of `num_rows` rows m of group g(m). A padding row has the values of any group."""
+    """Returns values[g(m)] for each of `num_rows` rows m of group g(m). A padding row has the values of any group."""
     return values[row_groups(groups.sizes, groups.align, num_rows)[0]]

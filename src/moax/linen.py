@@ -70,7 +70,7 @@ class MoEBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch H"]) -> tuple[Float[Array, "*batch H"], MoEStats]:
-        """(y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None."""
+        """Returns (y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None."""
         if not self.has_variable("params", "router") and self.is_mutable_collection("params"):
             for name, value in self._make().items():
                 if COLLECTIONS[name] == STATE:
@@ -86,7 +86,7 @@ class MoEBlock(nn.Module):
         )
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:
-        """router_bias += rate * sign(mean(tokens) - tokens), by `moax.update_router_bias`.
+        """Adds rate * sign(mean(tokens) - tokens) to router_bias, by `moax.update_router_bias`.
 
         Args:
           stats: the stats of the step; `stats.tokens_per_expert` counts over the whole mesh.
@@ -102,7 +102,7 @@ class MoEBlock(nn.Module):
         self.put_variable(STATE, "router_bias", nn.meta.replace_boxed(box, bias))
 
     def _make(self) -> dict[str, Array | nn.Partitioned]:
-        """The values of all variables, in boxes where there is a mesh.
+        """Returns the values of all variables, in boxes where there is a mesh.
 
         One key makes all of them, as in `moax.init`; `self.param` would give each variable a key of its own.
         """

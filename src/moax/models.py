@@ -45,7 +45,7 @@ class Model:
     source: str
 
     def on_rank(self, ranks: int, tokens: int) -> RankShape:
-        """What one rank of an `ep` axis computes.
+        """Returns what one rank of an `ep` axis computes.
 
         Args:
           ranks: size of `ep`; it must divide the model's experts.
@@ -64,7 +64,7 @@ class Model:
         )
 
     def slice(self, ranks: int) -> MoEConfig:
-        """The block with the experts of one of `ranks` ranks alone, so that one device can run it.
+        """Returns the block with the experts of one of `ranks` ranks alone, so that one device can run it.
 
         A token still takes K experts, and all of them are on this device: T tokens make T K rows, as many as the
         rank receives in the whole model when each of the ranks has T tokens. The slice has neither the shared expert,
@@ -77,7 +77,7 @@ class Model:
         return dataclasses.replace(self.config, num_experts=self._experts(ranks), router=router, shared_d_ff=0)
 
     def _experts(self, ranks: int) -> int:
-        """The experts of one rank. Raises ValueError where `ranks` does not divide the experts."""
+        """Returns the experts of one rank. Raises ValueError where `ranks` does not divide the experts."""
         experts = self.config.num_experts
         if ranks < 1 or experts % ranks:
             raise ValueError(f"ranks={ranks} must divide the {experts} experts of {self.source}")
@@ -156,7 +156,7 @@ MODELS: dict[str, Model] = {
 
 
 def find_model(name: str) -> Model:
-    """The model of a name, a key of `MODELS`.
+    """Returns the model of a name, a key of `MODELS`.
 
     Raises:
       ValueError: there is no model of this name.

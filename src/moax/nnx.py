@@ -96,7 +96,7 @@ class MoE(nnx.Module):
         return params_of(**{name: None if v is None else v.get_value() for name, v in variables.items()})
 
     def __call__(self, x: Float[Array, "*batch H"]) -> tuple[Float[Array, "*batch H"], MoEStats]:
-        """(y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None."""
+        """Returns (y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None."""
         return moe(
             x if self.dtype is None else x.astype(self.dtype),
             self.params,
@@ -105,7 +105,7 @@ class MoE(nnx.Module):
         )
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:
-        """router_bias += rate * sign(mean(tokens) - tokens), by `moax.update_router_bias`.
+        """Adds rate * sign(mean(tokens) - tokens) to router_bias, by `moax.update_router_bias`.
 
         In layers that `nnx.vmap` stacked, the bias is [L, E], and `stats` are those that `nnx.scan` stacks.
 

@@ -40,12 +40,12 @@ class MoEParams:
 
 
 def params_of(**fields: Any) -> Any:
-    """A MoEParams whose fields are shapes or specs in the place of arrays."""
+    """Returns a MoEParams whose fields are shapes or specs in the place of arrays."""
     return MoEParams(**fields)
 
 
 def param_shapes(config: MoEConfig) -> Any:
-    """The global shape of each parameter that `init` makes; None where the config has no such parameter."""
+    """Returns the global shape of each parameter that `init` makes; None where the config has no such parameter."""
     c, e, h, f, s = config, config.num_experts, config.d_model, config.d_ff, config.shared_d_ff
     return params_of(
         router=(h, e),
@@ -61,7 +61,7 @@ def param_shapes(config: MoEConfig) -> Any:
 
 
 def full_shapes(config: MoEConfig) -> Any:
-    """`param_shapes` with the shapes of both expert biases, even where `init` makes none."""
+    """Returns `param_shapes` with the shapes of both expert biases, even where `init` makes none."""
     return param_shapes(dataclasses.replace(config, use_bias=True))
 
 

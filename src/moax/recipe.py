@@ -47,9 +47,10 @@ class Format:
         return E4M3_MAX if self.dtype == "e4m3" else E5M2_MAX
 
     def row_block(self, ndim: int, contracted: Contracted) -> tuple[int | None, ...]:
-        """The block lengths of rows [M, ..., C] in a product over `columns` (forward, dgrad) or over `rows` (wgrad).
+        """Returns the block lengths of rows [M, ..., C] in a product over `columns` or over `rows`.
 
-        Blocks of 128 of rows [M, C] are (1, 128) for a product over columns and (128, 1) for a product over rows.
+        The products over columns are forward and dgrad, and the product over rows is wgrad. Blocks of 128 of rows [M,
+        C] are (1, 128) for a product over columns and (128, 1) for a product over rows.
         """
         if self.block is None:
             return (None,) * ndim
@@ -57,8 +58,7 @@ class Format:
         return ones + (self.block,) if contracted == "columns" else (self.block,) + ones
 
     def weight_block(self, ndim: int, contracted: Contracted) -> tuple[int | None, ...]:
-        """The block lengths of weights [E, K, ..., N] in a product over K (`rows`) or over the dims after K
-        (`columns`).
+        """Returns the block lengths of weights [E, K, ..., N] in a product over `rows` (K) or `columns` (..., N).
 
         With block 128 and tile 1, weights [E, K, N] have blocks (1, 128, 1) for a product over rows.
         """
@@ -114,7 +114,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def get_recipe(recipe: str | Recipe | None) -> Recipe:
-    """The recipe of a name. A `Recipe` is returned as it is, and None gives the recipe that quantizes nothing.
+    """Returns the recipe of a name. A `Recipe` is returned as it is, and None gives the recipe that quantizes nothing.
 
     Raises:
       ValueError: there is no recipe of this name.

@@ -19,7 +19,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
-    """softmax(logits) or sigmoid(logits)."""
+    """Returns softmax(logits) or sigmoid(logits)."""
     if config.score == "softmax":
         e = jnp.exp(logits - logits.max(-1, keepdims=True))
         return e / e.sum(-1, keepdims=True)
@@ -27,7 +27,10 @@ def score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "
 
 
 def eligible_experts(scores: Float[Array, "T E"], config: RouterConfig, top_k: int) -> Bool[Array, "T E"]:
-    """The experts [T, E] that group-limited routing may choose: the experts of the groups with the best group score."""
+    """Returns whether group-limited routing may choose each expert, [T, E] bool.
+
+    It may choose the experts of the groups with the best group score.
+    """
     tokens, experts = scores.shape
     by_group = jnp.sort(scores.reshape(tokens, config.num_groups, -1), axis=-1)[..., ::-1]
     best = {"max": 1, "top2": 2, "sum_topk": top_k // config.top_groups}[config.group_score]
@@ -40,7 +43,7 @@ def eligible_experts(scores: Float[Array, "T E"], config: RouterConfig, top_k: i
 def route(
     logits: Float[Array, "T E"], config: RouterConfig, top_k: int, bias: Float[Array, " E"] | None = None
 ) -> Routing:
-    """The experts and weights of each token, and the balance losses; see `moax.route` for the arguments."""
+    """Returns the experts and weights of each token, and the balance losses; see `moax.route` for the arguments."""
     tokens, experts = logits.shape
     logits = logits.astype(jnp.float32)
     selection = score(logits, config) if config.order == "score_then_topk" else logits
@@ -67,7 +70,7 @@ def route(
 
 
 def activate(h: Float[Array, "... G F"], activation: str) -> Float[Array, "... F"]:
-    """act(gate) * up, or act(up); see `moax.ops.activation`."""
+    """Returns act(gate) * up, or act(up); see `moax.ops.activation`."""
     gate, up = h[..., 0, :], h[..., -1, :]
     if activation == "swiglu":
         return gate / (1.0 + jnp.exp(-gate)) * up
@@ -84,7 +87,7 @@ def activate(h: Float[Array, "... G F"], activation: str) -> Float[Array, "... F
 
 
 def expert(x: Float[Array, "T H"], wi, wo, bi, bo, activation: str) -> Float[Array, "T H"]:
-    """One expert on every token: act(x wi + bi) wo + bo, with wi [H, G, F] and wo [F, H]."""
+    """Runs one expert on every token: act(x wi + bi) wo + bo, with wi [H, G, F] and wo [F, H]."""
     h = jnp.einsum("th,hgf->tgf", x, wi, precision=HIGHEST)
     h = h if bi is None else h + bi[None]
     y = jnp.einsum("tf,fh->th", activate(h, activation), wo, precision=HIGHEST)

@@ -20,7 +20,7 @@ from moax.params import MoEParams, full_shapes, param_shapes, params_of
 
 
 def token_spec(axes: Axes, ndim: int = 2, mesh=None) -> PartitionSpec:
-    """The spec of tokens [T, ...] of `ndim` dims: the leading dim lies over (dp, fsdp, ep).
+    """Returns the spec of tokens [T, ...] of `ndim` dims: the leading dim lies over (dp, fsdp, ep).
 
     Args:
       axes: the role of each mesh axis.
@@ -31,7 +31,7 @@ def token_spec(axes: Axes, ndim: int = 2, mesh=None) -> PartitionSpec:
 
 
 def dense_spec_on(roles: Roles, shape: Sequence[int]) -> PartitionSpec:
-    """`dense_spec` for the axes of `roles`."""
+    """Returns `dense_spec` for the axes of `roles`."""
     for names in (roles.fsdp + roles.ep, roles.fsdp):
         for dim, size in enumerate(shape):
             if names and size % roles.size(names) == 0:
@@ -40,7 +40,7 @@ def dense_spec_on(roles: Roles, shape: Sequence[int]) -> PartitionSpec:
 
 
 def dense_spec(axes: Axes, shape: Sequence[int], mesh=None) -> PartitionSpec:
-    """The spec of a dense weight of this shape.
+    """Returns the spec of a dense weight of this shape.
 
     The first dim that (fsdp, ep) divide lies over them. If they divide no dim, the first dim that fsdp divides lies
     over fsdp. If fsdp divides no dim either, the weight is replicated. With fsdp=4 and ep=2, the shape (12, 16) gives
@@ -55,7 +55,8 @@ def dense_spec(axes: Axes, shape: Sequence[int], mesh=None) -> PartitionSpec:
 
 
 def expert_specs(config: MoEConfig, axes: Axes, roles: Roles, *, checked: bool = True) -> Any:
-    """The spec of each parameter of a block, as a MoEParams. Expert biases have a spec even where `init` makes none.
+    """Returns the spec of each parameter of a block, as a MoEParams. Expert biases have a spec even where `init` makes
+    none.
 
     Args:
       config: the sizes of the block.
@@ -90,7 +91,8 @@ def expert_specs(config: MoEConfig, axes: Axes, roles: Roles, *, checked: bool =
 
 
 def shard_specs(params: MoEParams, config: MoEConfig, axes: Axes, roles: Roles) -> Any:
-    """The spec of each parameter inside a `shard_map` of the caller, where only the shapes of the shards are known.
+    """Returns the spec of each parameter inside a `shard_map` of the caller, where only the shapes of the shards are
+    known.
 
     The experts of a shard lie over ep and F lies over tp. The shape then shows whether fsdp splits the experts, H, or
     no dim. With E = 8, ep=2 and fsdp=2, a `wi` of 2 experts is split by both axes, and a `wi` of 4 experts by ep alone.
@@ -120,7 +122,7 @@ def shard_specs(params: MoEParams, config: MoEConfig, axes: Axes, roles: Roles) 
 
 
 def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh=None) -> MoEParams:
-    """The PartitionSpec of every parameter that `init` makes.
+    """Returns the PartitionSpec of every parameter that `init` makes.
 
     Args:
       config: the sizes of the block.
@@ -142,7 +144,7 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh=None) -> MoEParams:
 
 
 def lay_out(params: MoEParams, declared: MoEParams) -> MoEParams:
-    """The parameters, of which those without a layout get the declared layout where mesh axes are Explicit.
+    """Returns the parameters, with the declared layout for those without one where mesh axes are Explicit.
 
     A parameter has no layout if its type names no mesh axis: it was made without the mesh.
     """

@@ -29,7 +29,7 @@ CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 
 
 def apply_experts(view: MeshView, static: BlockSpec, x, experts, weights, w: Weights):
-    """The experts' part of the block, differentiable in x, weights and w.
+    """Computes the experts' part of the block, which is differentiable in x, weights and w.
 
     Args:
       view: how ops run on the mesh in force.
@@ -45,7 +45,10 @@ def apply_experts(view: MeshView, static: BlockSpec, x, experts, weights, w: Wei
 
 
 def _forward_local(static: BlockSpec, layouts, x, experts, weights, w: Weights):
-    """The forward of one device: y [T, H], its dropped assignments [1], and without chunks the residuals."""
+    """Runs forward on one device.
+
+    Returns y [T, H], the dropped assignments [1], and without chunks the residuals.
+    """
     wi, wo = quantize_and_gather(static, w, layouts, "rows")
 
     def part(operands):
@@ -59,7 +62,7 @@ def _forward_local(static: BlockSpec, layouts, x, experts, weights, w: Weights):
 
 
 def _backward_local(static: BlockSpec, layouts, saved, w: Weights, dy):
-    """The transpose of `_forward_local`. `saved` is the residuals, or with chunks (x, experts, weights)."""
+    """Computes the transpose of `_forward_local`. `saved` is the residuals, or with chunks (x, experts, weights)."""
     wi, wo = quantize_and_gather(static, w, layouts, "columns")
     if static.chunks == 1:
         dx, d_weights, dw = find_gradients(static, wi, wo, w, saved, dy)
@@ -95,13 +98,13 @@ _backward = Partitioned(_backward_local, backward_contract, backward_factors, na
 
 
 def _experts_forward(view: MeshView, static: BlockSpec, x, experts, weights, w: Weights):
-    """The forward of the `custom_vjp`: the results, and the residuals with the weights."""
+    """Runs the forward of the `custom_vjp` and returns the results, and the residuals with the weights."""
     y, dropped, *saved = _forward(view, static, x, experts, weights, w)
     return (y, dropped), (_name(saved[0]) if saved else (x, experts, weights), w)
 
 
 def _experts_backward(view: MeshView, static: BlockSpec, residuals, cotangents):
-    """The backward of the `custom_vjp`: the gradients of x, weights and w."""
+    """Runs the backward of the `custom_vjp` and returns the gradients of x, weights and w."""
     saved, w = residuals
     # Each direction gathers the weights when it needs them, so XLA must not keep the gathered weights of forward.
     w, dy = lax.optimization_barrier((w, cotangents[0]))
@@ -111,7 +114,7 @@ def _experts_backward(view: MeshView, static: BlockSpec, residuals, cotangents):
 
 
 def _name(saved: BlockResiduals) -> BlockResiduals:
-    """The residuals with the names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`."""
+    """Returns the residuals with the names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`."""
     rows, hidden, *rest = saved
     rows = jax.tree.map(lambda v: checkpoint_name(v, "moax_rows"), rows)
     rest = jax.tree.map(lambda v: checkpoint_name(v, "moax_plan"), rest)

@@ -63,7 +63,7 @@ def moe(
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # so that a caller who does not jit runs one program too
 def _moe(x, params, config: MoEConfig, options: Options):
-    """`moe`, with all options in one value."""
+    """Runs `moe` with all options in one value."""
     recipe, axes, engine = get_recipe(options.recipe), options.axes, options.engine
     check_tokens(x, config)
     check_token_axes(x, axes)
@@ -90,7 +90,10 @@ def _moe(x, params, config: MoEConfig, options: Options):
 
 
 def _make_spec(x, params: MoEParams, config: MoEConfig, options: Options, view: MeshView, declared) -> BlockSpec:
-    """The spec of the block, with the transport and the implementation that run. `declared`: the parameters' specs."""
+    """Returns the spec of the block, with the transport and the implementation that run.
+
+    `declared` has the spec of each parameter.
+    """
     roles, recipe = view.roles, get_recipe(options.recipe)
     widths = {"d_model": config.d_model, "d_ff": params.wo.shape[1] // (1 if view.manual else roles.size(roles.tp))}
     return BlockSpec.make(
@@ -107,7 +110,10 @@ def _make_spec(x, params: MoEParams, config: MoEConfig, options: Options, view: 
 
 
 def _tokens_of_device(x, roles: Roles, shards: int, chunks: int) -> int:
-    """The tokens of one device, of `shards` devices. Raises ValueError where shards or chunks do not divide them."""
+    """Returns the tokens of one device, of `shards` devices.
+
+    Raises ValueError where shards or chunks do not divide them.
+    """
     rows = x.size // x.shape[-1]
     if rows % shards:
         raise ValueError(f"x: its {rows} rows do not divide by mesh axes {roles.tokens} of {shards} devices")

@@ -44,7 +44,7 @@ from moax.types import Plan
 
 
 def find_hidden(static: BlockSpec, wi, bi, x, experts, weights) -> tuple[BlockResiduals, Array]:
-    """The chain from tokens x [T, H] to the input of the activation [N, G, F].
+    """Runs the chain from tokens x [T, H] to the input of the activation [N, G, F].
 
     Args:
       static: the spec of the block.
@@ -66,7 +66,7 @@ def find_hidden(static: BlockSpec, wi, bi, x, experts, weights) -> tuple[BlockRe
 
 
 def find_output(static: BlockSpec, wo, bo, saved: BlockResiduals, tokens: int) -> Array:
-    """The chain from the input of the activation to y [T, H] of this device, a partial sum where tp splits F.
+    """Runs the chain from the input of the activation to y [T, H] of this device, a partial sum where tp splits F.
 
     Args:
       static: the spec of the block.
@@ -87,7 +87,7 @@ def find_output(static: BlockSpec, wo, bo, saved: BlockResiduals, tokens: int) -
 
 
 def find_gradients(static: BlockSpec, wi, wo, w: Weights, saved: BlockResiduals, dy):
-    """The chain reversed: dx [T, H], d_weights [T, K], and the gradients of the gathered weights on this device.
+    """Runs the chain reversed, for the gradients of one device.
 
     d_o is the gradient dy of each row before the routing weight multiplies it. The gradient of a row's weight is then
     <d_a, a>, which needs a and not o, so forward does not keep o.
@@ -95,9 +95,12 @@ def find_gradients(static: BlockSpec, wi, wo, w: Weights, saved: BlockResiduals,
     Args:
       static: the spec of the block.
       wi, wo: the gathered weights for products over columns.
-      w: the weights of this device's shard, of which the biases and the presence of biases are used.
+      w: the weights of this device's shard, of which the biases are used.
       saved: the residuals of `find_hidden`.
       dy: [T, H], the gradient of y.
+
+    Returns:
+      dx [T, H], d_weights [T, K], and Weights of the gradients of the gathered weights.
     """
     local, recipe, dtype, over = static.local, static.recipe, static.dtype, static.amax_over
     rows, h, plan, weights, sent = saved
@@ -126,12 +129,15 @@ def find_gradients(static: BlockSpec, wi, wo, w: Weights, saved: BlockResiduals,
 
 
 def _bias_rows(static: BlockSpec, bo, groups: Groups, by_row) -> Array:
-    """The bias of each row's expert, times the weight of the row: [N, H], 0 in padding. `by_row`: weights [N]."""
+    """Returns the bias of each row's expert, times the weight of the row: [N, H], 0 in padding.
+
+    `by_row` has the weights [N].
+    """
     return _weigh(rows_of_groups(bo.astype(static.dtype), groups, by_row.shape[0]), by_row, groups)
 
 
 def _bias_gradients(static: BlockSpec, bo, d_partial, plan: Plan, groups: Groups, by_row) -> tuple[Array, Array]:
-    """The gradient of bo [E, H], and the bias's part of the gradient of each row's weight [N]."""
+    """Returns the gradient of bo [E, H], and the bias's part of the gradient of each row's weight [N]."""
     d_o = permute_forward(static.permute, d_partial, plan, groups)
     bias = rows_of_groups(keep_on_first(bo, static.roles.tp).astype(static.dtype), groups, d_o.shape[0])
     inner = jnp.sum(d_o.astype(jnp.float32) * bias.astype(jnp.float32), axis=-1)
@@ -140,5 +146,8 @@ def _bias_gradients(static: BlockSpec, bo, d_partial, plan: Plan, groups: Groups
 
 
 def _weigh(rows, by_row, groups: Groups) -> Array:
-    """Each real row times its weight, multiplied in float32 and returned in the dtype of the rows; padding is 0."""
+    """Returns each real row times its weight, multiplied in float32 and returned in the dtype of the rows.
+
+    Padding is 0.
+    """
     return zero_rows(rows.astype(jnp.float32) * by_row[:, None], groups.real).astype(rows.dtype)

@@ -93,7 +93,7 @@ class BlockSpec:
         kernels: str,
         chunks: int = 1,
     ) -> BlockSpec:
-        """The spec of a block whose shards have `tokens` tokens each.
+        """Returns the spec of a block whose shards have `tokens` tokens each.
 
         Args:
           config: the sizes of the block and its equations.
@@ -133,12 +133,12 @@ class BlockSpec:
         return self.roles.tokens
 
     def groups(self, plan: Plan) -> Groups:
-        """The groups of the sorted rows of a plan."""
+        """Returns the groups of the sorted rows of a plan."""
         return self.local.find_groups(plan.group_sizes, self.permute.align, plan.source.shape[0])
 
 
 def quantize_and_gather(static: BlockSpec, w: Weights, layouts, contracted: Contracted) -> list:
-    """wi and wo for products over `contracted`: each weight is quantized on its shard, then gathered as bytes.
+    """Returns wi and wo for products over `contracted`: each weight is quantized on its shard, then gathered as bytes.
 
     The products over rows are those of forward, and the products over columns those of backward.
     """
@@ -154,7 +154,7 @@ def quantize_and_gather(static: BlockSpec, w: Weights, layouts, contracted: Cont
 
 
 def zero_gradients(static: BlockSpec, w: Weights, layouts, operands) -> Weights:
-    """float32 zeros in the shapes of the gathered weights, to which the gradients of all chunks are added.
+    """Returns float32 zeros in the shapes of the gathered weights, to which the gradients of all chunks are added.
 
     Inside a `shard_map` the types of the zeros vary over the same axes as `operands`, the operands of backward.
     """
@@ -169,7 +169,7 @@ def zero_gradients(static: BlockSpec, w: Weights, layouts, operands) -> Weights:
 
 
 def find_layouts(static: BlockSpec, found_specs: Any) -> tuple[Layout, Layout]:
-    """The layouts of wi and wo, by the specs that were found (a Weights), else by the declared specs."""
+    """Returns the layouts of wi and wo, by the specs that were found (a Weights), else by the declared specs."""
     roles, declared = static.roles, static.declared
     wi, wo = (d if f is None else f for f, d in ((found_specs.wi, declared.wi), (found_specs.wo, declared.wo)))
     return (
@@ -179,7 +179,7 @@ def find_layouts(static: BlockSpec, found_specs: Any) -> tuple[Layout, Layout]:
 
 
 def weight_specs(static: BlockSpec, layouts, w: Weights) -> Any:
-    """The spec of each weight and bias; None for a bias that is None."""
+    """Returns the spec of each weight and bias; None for a bias that is None."""
     roles = static.roles
     bi = None if w.bi is None else spec(roles.ep, None, roles.tp)
     bo = None if w.bo is None else spec(roles.ep, None)
@@ -188,7 +188,7 @@ def weight_specs(static: BlockSpec, layouts, w: Weights) -> Any:
 
 
 def forward_contract(static: BlockSpec, operands, found_specs) -> Contract:
-    """The contract of forward: tokens lie over (dp, fsdp, ep).
+    """Returns the contract of forward: tokens lie over (dp, fsdp, ep).
 
     y is summed over tp, and the dropped assignments over all axes of tokens.
     """
@@ -201,7 +201,7 @@ def forward_contract(static: BlockSpec, operands, found_specs) -> Contract:
 
 
 def backward_contract(static: BlockSpec, operands, found_specs) -> Contract:
-    """The contract of backward: each gradient has the layout of its array.
+    """Returns the contract of backward: each gradient has the layout of its array.
 
     The gradient of a weight is scattered over the axes that the weight was gathered over, and summed over the other
     axes of tokens.
@@ -220,19 +220,19 @@ def backward_contract(static: BlockSpec, operands, found_specs) -> Contract:
 
 
 def forward_factors(static: BlockSpec, operands):
-    """The Shardy rule of forward: its operands and results share the dim of tokens."""
+    """Returns the Shardy rule of forward: its operands and results share the dim of tokens."""
     return ("t m", "t k", "t k", *_weight_factors(operands[3])), ("t m", "o")
 
 
 def backward_factors(static: BlockSpec, operands):
-    """The Shardy rule of backward. The dims of residuals appear in no other operand."""
+    """Returns the Shardy rule of backward. The dims of residuals appear in no other operand."""
     saved, w, _ = operands
     own = ("",) * len(jax.tree.leaves(saved)) if static.chunks == 1 else ("t m", "t k", "t k")
     return (*own, *_weight_factors(w), "t m"), ("t m", "t k", *_weight_factors(w))
 
 
 def _weight_factors(w: Weights):
-    """The dims of wi, wo, bi and bo in a Shardy rule.
+    """Returns the dims of wi, wo, bi and bo in a Shardy rule.
 
     A bias has dims of its own: fsdp may split its weight, which is gathered, but not the bias.
     """

@@ -44,11 +44,11 @@ class Packed(Protocol):
     groups: Groups
 
     def pack(self, x: Float[Array, "M ..."]) -> Float[Array, "P ..."]:
-        """The rows of x in the layout of `groups`, with 0 in the padding that a product reads."""
+        """Returns the rows of x in the layout of `groups`, with 0 in the padding that a product reads."""
         ...
 
     def unpack(self, y: Float[Array, "P N"]) -> Float[Array, "M N"]:
-        """The rows of a product in the layout of x, with 0 in padding."""
+        """Returns the rows of a product in the layout of x, with 0 in padding."""
         ...
 
 
@@ -61,26 +61,29 @@ class Implementation(Protocol):
     """
 
     def why_not(self, dtype: Any, widths: dict[str, int]) -> str | None:
-        """Why this implementation cannot run here with this dtype and these widths; None where it can.
+        """Returns why this implementation cannot run here with this dtype and these widths; None where it can.
 
         `widths` are the sizes of contiguous dims on one device, by name.
         """
         ...
 
     def takes_fp8(self, recipe: Recipe) -> bool:
-        """Whether products of this recipe multiply in FP8. Otherwise operands are dequantized before a product."""
+        """Returns whether products of this recipe multiply in FP8.
+
+        Otherwise operands are dequantized before a product.
+        """
         ...
 
     def align_rows(self, recipe: Recipe) -> int:
-        """The number of rows of which each group's first row must be a multiple."""
+        """Returns the number of rows of which each group's first row must be a multiple."""
         ...
 
     def find_groups(self, group_sizes: Int[Array, " E"], align: int, num_rows: int) -> Groups:
-        """The Groups of `num_rows` rows, with groups that start at multiples of `align`."""
+        """Returns the Groups of `num_rows` rows, with groups that start at multiples of `align`."""
         ...
 
     def pack_rows(self, group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Packed:
-        """The packing of rows whose groups start at multiples of any `align`.
+        """Returns the packing of rows whose groups start at multiples of any `align`.
 
         With `group_sizes` None one group holds all rows.
         """
@@ -107,13 +110,14 @@ class Implementation(Protocol):
     def gather_and_quantize(
         self, x: Any, source: Any, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = ()
     ) -> tuple[Operand, Operand]:
-        """`quantize_for_matmul` of the rows x[source]. An implementation may gather and quantize in one read."""
+        """Runs `quantize_for_matmul` on the rows x[source]. An implementation may gather and quantize in one read."""
         ...
 
     def quantize_and_gather(
         self, w: Any, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: Any
     ) -> Operand:
-        """The whole weight as an Operand, from its shard [E, K, *C]: quantized on the shard, then gathered as bytes.
+        """Returns the whole weight as an Operand, from its shard [E, K, *C]: quantized on the shard, then gathered as
+        bytes.
 
         `contracted` is `rows` for a product over K, and `columns` for a product over *C. `gather` has the mesh axes
         over which each dim is gathered.
@@ -140,14 +144,14 @@ class Implementation(Protocol):
     def activate(
         self, h: Any, act: Callable, recipe: Recipe, groups: Groups, *, weights: Any, amax_over: Names
     ) -> Operand:
-        """The Operand of act(h), times the weight of each row; h [N, G, F], weights [N] or None."""
+        """Returns the Operand of act(h), times the weight of each row; h [N, G, F], weights [N] or None."""
         ...
 
     def activate_grad(
         self, h: Any, d_a: Any, act: Callable, recipe: Recipe, groups: Groups, *,
         weights: Any, amax_over: Names, keep: bool,
     ) -> tuple[Operand, Operand, Operand, Any, Float[Array, " N"]]:  # fmt: skip
-        """The backward of `activate`. d_a [N, F] is the gradient before the weights multiply it.
+        """Computes the backward of `activate`. d_a [N, F] is the gradient before the weights multiply it.
 
         Returns:
           a for wgrad, times the weights; d_h for dgrad; d_h for wgrad; d_h [N, G, F] if `keep`, else None; and inner
@@ -156,7 +160,7 @@ class Implementation(Protocol):
         ...
 
     def quantize(self, x: Any, format: Format, block: tuple[int | None, ...], amax_over: Names = ()) -> QArray:
-        """The values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
+        """Returns the values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
         ...
 
     def dequantize_wire(self, data: Any, words: Any, ends: Any, format: Format, dtype: Any) -> Float[Array, "R H"]:
@@ -168,12 +172,12 @@ class Implementation(Protocol):
 
 
 def implementation(name: str) -> Implementation:
-    """The implementation of a name that `select_kernels` returned."""
+    """Returns the implementation of a name that `select_kernels` returned."""
     return cast(Implementation, importlib.import_module(IMPLEMENTATIONS[name]))
 
 
 def select_kernels(kernels: str = "auto", dtype: Any = None, **widths: int) -> str:
-    """The name of the implementation that runs.
+    """Returns the name of the implementation that runs.
 
     Args:
       kernels: a name of `IMPLEMENTATIONS`, or `auto`, which is the first implementation that can run. On a GPU the log
@@ -200,13 +204,13 @@ def select_kernels(kernels: str = "auto", dtype: Any = None, **widths: int) -> s
 
 
 def why_not(name: str, dtype: Any = None, **widths: int) -> str | None:
-    """Why the implementation of this name cannot run; None where it can."""
+    """Returns why the implementation of this name cannot run; None where it can."""
     if importlib.util.find_spec(IMPLEMENTATIONS[name]) is None:
         return f"this installation has no {IMPLEMENTATIONS[name]}"
     return implementation(name).why_not(dtype, widths)
 
 
 def takes_fp8(name: str, recipe: Recipe) -> bool:
-    """Whether the implementation of this name is installed and multiplies in FP8 by this recipe."""
+    """Returns whether the implementation of this name is installed and multiplies in FP8 by this recipe."""
     installed = importlib.util.find_spec(IMPLEMENTATIONS[name]) is not None
     return installed and implementation(name).takes_fp8(recipe)

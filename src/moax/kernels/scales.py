@@ -30,18 +30,18 @@ TINY = 2.0**-126  # the smallest normal float32
 
 
 def finite(x: Array) -> Float[Array, ...]:
-    """|x| in float32, 0 where x is not finite."""
+    """Returns |x| in float32, 0 where x is not finite."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
 
 
 def is_pow2(format: Format) -> bool:
-    """Whether the scales of a format are powers of two."""
+    """Returns whether the scales of a format are powers of two."""
     return format.scale != "float32"
 
 
 def to_scale(amax: Float[Array, ...], format: Format) -> Float[Array, ...]:
-    """The float32 scales of blocks with the maxima `amax`."""
+    """Returns the float32 scales of blocks with the maxima `amax`."""
     scale = amax * (1.0 / format.max)  # XLA may turn a division by a constant into a product
     scale = jnp.where(scale < TINY, 1.0, scale)
     if not is_pow2(format):
@@ -53,12 +53,15 @@ def to_scale(amax: Float[Array, ...], format: Format) -> Float[Array, ...]:
 
 
 def to_exponent(scale: Float[Array, ...]) -> Array:
-    """The uint8 exponents of scales that are powers of two: scale = 2**(exponent - 127)."""
+    """Returns the uint8 exponents of scales that are powers of two: scale = 2**(exponent - 127)."""
     return (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
 
 
 def from_exponent(exponent: Array) -> Float[Array, ...]:
-    """2**(exponent - 127) as float32, by bits; exponent 0 (2**-127, subnormal) is never written by `to_exponent`."""
+    """Returns 2**(exponent - 127) as float32.
+
+    `to_exponent` never writes exponent 0, which stands for the subnormal 2**-127.
+    """
     return lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
 
 
@@ -79,7 +82,7 @@ class WeightBlocks(NamedTuple):
 
 
 def weight_block(format: Format, contracted: Contracted) -> tuple[int, int]:
-    """The block lengths of a weight over K and over its columns.
+    """Returns the block lengths of a weight over K and over its columns.
 
     Raises:
       ValueError: the format has one scale for each matrix.
@@ -91,13 +94,13 @@ def weight_block(format: Format, contracted: Contracted) -> tuple[int, int]:
 
 
 def cuts_blocks(shape: Sequence[int], gather: Sequence[Names], block: tuple[int, int]) -> bool:
-    """Whether a shard [E, K, *C], gathered over these axes, may end inside a block of the whole weight."""
+    """Returns whether a shard [E, K, *C], gathered over these axes, may end inside a block of the whole weight."""
     rows = bool(gather[1]) and shape[1] % block[0] != 0
     return rows or (any(gather[2:]) and shape[-1] % block[1] != 0)
 
 
 def find_weight_blocks(shape: Sequence[int], gather: Sequence[Names], block: tuple[int, int]) -> WeightBlocks:
-    """The blocks of the whole weight over this device's shard [E, K, *C]."""
+    """Returns the blocks of the whole weight over this device's shard [E, K, *C]."""
     whole = [n * math.prod(map(lax.axis_size, names)) for n, names in zip(shape, gather, strict=True)]
     first = [_find_offset(n, names) for n, names in zip(shape, gather, strict=True)]
     column = jnp.zeros((1,), jnp.int32)
@@ -108,7 +111,7 @@ def find_weight_blocks(shape: Sequence[int], gather: Sequence[Names], block: tup
 
 
 def share_weight_maxima(w: Float[Array, "E K C"], blocks: WeightBlocks, names: Names) -> Float[Array, "E KB CB"]:
-    """The maximum of |w| in each block of the whole weight, over the shards of all devices along `names`."""
+    """Returns the maximum of |w| in each block of the whole weight, over the shards of all devices along `names`."""
     (experts, rows, width), size = w.shape, blocks.block[0]
     touched = (rows + 2 * size - 2) // size  # as many blocks as the rows may touch
     padded = vary_like(jnp.zeros((experts, touched * size, width), jnp.float32), w, blocks.first_row)
@@ -122,13 +125,16 @@ def share_weight_maxima(w: Float[Array, "E K C"], blocks: WeightBlocks, names: N
 
 
 def spread_scales(scale: Float[Array, "E KB CB"], blocks: WeightBlocks, rows: int) -> Float[Array, "E K C"]:
-    """The scale of each element of a shard of `rows` rows."""
+    """Returns the scale of each element of a shard of `rows` rows."""
     row = (blocks.first_row + jnp.arange(rows, dtype=jnp.int32)) // blocks.block[0]
     return jnp.take(jnp.take(scale, row, axis=1), blocks.columns, axis=2)
 
 
 def _find_offset(size: int, names: Names):
-    """The index at which this device's shard begins in a dim sharded over `names`, of which the first is outermost."""
+    """Returns the index at which this device's shard begins in a dim sharded over `names`.
+
+    The first name is outermost: with two names of 2 devices, the device (1, 0) has shard 2.
+    """
     index = jnp.int32(0)
     for name in names:
         index = index * lax.axis_size(name) + lax.axis_index(name)

@@ -12,7 +12,7 @@ ROLES = ("dp", "fsdp", "ep", "tp")
 
 
 def as_names(entry) -> Names:
-    """The axis names of one entry of a PartitionSpec, or of one field of `Axes`."""
+    """Returns the axis names of one entry of a PartitionSpec, or of one field of `Axes`."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
@@ -64,7 +64,7 @@ class Axes:
         return tuple(name for role in ROLES for name in getattr(self, role))
 
     def on(self, sizes: Mapping[str, int]) -> Roles:
-        """The roles of the axes that have more than one device.
+        """Returns the roles of the axes that have more than one device.
 
         On a mesh of {"fsdp": 4, "ep": 2, "tp": 1} the result has fsdp ("fsdp",), ep ("ep",), and no dp and no tp.
 
@@ -101,6 +101,6 @@ class Roles:
         return self.tokens + self.tp
 
     def size(self, names: Names) -> int:
-        """The number of devices along the axes `names`, 1 for no names."""
+        """Returns the number of devices along the axes `names`, 1 for no names."""
         sizes = dict(self.sizes)
         return math.prod(sizes[n] for n in names)

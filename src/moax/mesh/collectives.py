@@ -32,23 +32,23 @@ def scatter_gradient(dw, gather: Sequence[Names]):
 
 
 def reduce_max(x, names: Names):
-    """The maximum of x over the devices along `names`, elementwise."""
+    """Returns the maximum of x over the devices along `names`, elementwise."""
     return lax.pmax(x, names) if names else x
 
 
 def keep_on_first(x, names: Names):
-    """x on the first device along `names` and 0 on the others, so that a sum over `names` counts x once."""
+    """Returns x on the first device along `names` and 0 on the others, so that a sum over `names` counts x once."""
     first = functools.reduce(jnp.logical_and, [lax.axis_index(name) == 0 for name in names], True)
     return jnp.where(first, x, jnp.zeros_like(x))
 
 
 def varying(x) -> frozenset:
-    """The Manual mesh axes over which the type of x says that x varies."""
+    """Returns the Manual mesh axes over which the type of x says that x varies."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def vary_like(x, *others):
-    """x, with a type that varies over every Manual axis over which `others` vary.
+    """Returns x, with a type that varies over every Manual axis over which `others` vary.
 
     It matters inside a `shard_map` with `check_vma`, where JAX refuses to mix types that vary differently.
     """

@@ -36,13 +36,13 @@ def make_mesh(sizes: Mapping[str, int], *, axis_type: AxisType = AxisType.Auto, 
 
 
 def crossing(mesh: Mesh) -> tuple[str, ...]:
-    """The names of the axes along which two neighbouring devices belong to different processes."""
+    """Returns the names of the axes along which two neighbouring devices belong to different processes."""
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
     return tuple(name for dim, name in enumerate(mesh.axis_names) if np.diff(processes, axis=dim).any())
 
 
 def order(devices: Sequence) -> list:
-    """The devices sorted by `slice_index`, then by id, so that the devices of a host are side by side.
+    """Returns the devices sorted by `slice_index`, then by id, so that the devices of a host are side by side.
 
     A slice is a host, or a group of hosts that NVLink connects. `jax.devices()` sorts by process instead, and a
     launcher may put neighbouring processes on different hosts.

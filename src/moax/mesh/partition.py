@@ -64,15 +64,15 @@ class MeshView(NamedTuple):
         return lax.psum(x, names) if self.manual and names else x
 
     def typed_as_equal(self, x, names: Names):
-        """x, which is equal on all devices along `names`, with a type that says so inside a `shard_map`."""
+        """Returns x, which is equal on all devices along `names`, with a type that says so inside a `shard_map`."""
         return reduce_max(x, names + self._size_one_axes(x)) if self.manual else x
 
     def _size_one_axes(self, x) -> Names:
-        """The axes of size 1 over which the type of x varies. Only the type varies: there is one device."""
+        """Returns the axes of size 1 over which the type of x varies. Only the type varies: there is one device."""
         return tuple(n for n in sorted(varying(x)) if self.mesh.shape[n] == 1) if self.manual else ()
 
     def vary(self, tree):
-        """The arrays of a tree, whose types vary over the same axes inside a `shard_map`.
+        """Returns the arrays of a tree, whose types vary over the same axes inside a `shard_map`.
 
         The transpose of this change of type sums a gradient over the axes that the type of its array did not have.
         """
@@ -80,7 +80,7 @@ class MeshView(NamedTuple):
 
 
 def find_mesh_view(axes: Axes, engine: Engine, *operands) -> MeshView:
-    """The view of the mesh in force for an op on `operands`.
+    """Returns the view of the mesh in force for an op on `operands`.
 
     Args:
       axes: the role of each mesh axis.
@@ -136,7 +136,7 @@ class Contract(NamedTuple):
 
 
 def _dims(rule: str) -> list[str]:
-    """The dims of one operand in a Shardy rule: "t (kb ki)" has the dims "t" and "(kb ki)"."""
+    """Returns the dims of one operand in a Shardy rule: "t (kb ki)" has the dims "t" and "(kb ki)"."""
     return re.findall(r"\([^)]*\)|\S+", rule)
 
 
@@ -178,7 +178,7 @@ class Partitioned:
         self._partitioned.def_vmap(self._vmap)
 
     def __call__(self, view: MeshView, static: Hashable, *operands):
-        """The results of the op on `operands`, computed by the engine of `view`. `static` is hashable."""
+        """Returns the results of the op on `operands`, computed by the engine of `view`. `static` is hashable."""
         with jax.named_scope(self.__name__):
             if view.engine == "custom_partitioning":
                 return self._partitioned(_Call(static, view, self.factors(static, operands)), *operands)
@@ -187,7 +187,7 @@ class Partitioned:
             return run(view, static, *operands)
 
     def lay_operands(self, view: MeshView, static: Hashable, *operands):
-        """The operands with the layout and the types that the op needs.
+        """Returns the operands with the layout and the types that the op needs.
 
         On Explicit axes the operands are resharded by the contract. Inside a `shard_map` their types vary over the same
         axes. An op with a `custom_vjp` calls it on its operands first: the gradients of the `custom_vjp` then have the
@@ -199,7 +199,10 @@ class Partitioned:
         return self._reshard(view, self.contract(static, operands, found_specs), operands)
 
     def _reshard(self, view, contract, operands):
-        """The operands, resharded by the contract on Explicit axes. Raises ValueError where a size does not divide."""
+        """Returns the operands, resharded by the contract on Explicit axes.
+
+        Raises ValueError where a size does not divide.
+        """
         leaves, tree = jax.tree.flatten(operands)
         specs = tree.flatten_up_to(contract.operands)
         for i, (leaf, to) in enumerate(zip(leaves, specs, strict=True)):
@@ -227,16 +230,19 @@ class Partitioned:
         return mapped(*leaves)
 
     def _body(self, static, contract, *operands):
-        """The results of one device, summed over the axes of `contract.reduce`."""
+        """Returns the results of one device, summed over the axes of `contract.reduce`."""
         results = self.local(static, contract.layout, *operands)
         return tuple(lax.psum(r, axes) if axes else r for r, axes in zip(results, contract.reduce, strict=True))
 
     def _global(self, call, *operands):
-        """The op by `shard_map`: `custom_partitioning` needs a function of global arrays for its result types."""
+        """Runs the op by `shard_map`: `custom_partitioning` needs a function of global arrays for its result types."""
         return self(call.view._replace(engine="shard_map"), call.static, *operands)
 
     def _partition(self, call, mesh, operands, results):
-        """The callback of `custom_partitioning`: the shardings of operands and results, and the local function."""
+        """Serves as the partition callback of `custom_partitioning`.
+
+        Returns the mesh, the local function, and the shardings of results and operands.
+        """
         # JAX passes an empty mesh, and shardings without specs, where no argument of the program has a sharding.
         mesh = call.view.mesh if mesh.empty else mesh
         found_specs = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
@@ -260,7 +266,7 @@ class Partitioned:
         )
 
     def _place(self, call, operands, results):
-        """The results, with a sharding constraint on each dim that no operand names in the rule.
+        """Returns the results, with a sharding constraint on each dim that no operand names in the rule.
 
         Shardy would replicate such a dim.
         """
@@ -277,7 +283,10 @@ class Partitioned:
         return tuple(placed)
 
     def _rule(self, call, mesh, operand_types, result_types):
-        """The callback of `custom_partitioning`: the Shardy rule as one string, and the sizes of its factors."""
+        """Serves as the rule callback of `custom_partitioning`.
+
+        Returns the Shardy rule as one string, and the sizes of its factors.
+        """
         del mesh
         operands, results = (list(side) for side in call.rule[:2])
         sizes = dict(*call.rule[2:])
@@ -290,7 +299,7 @@ class Partitioned:
         return f"{', '.join(operands)} -> {', '.join(results)}", sizes
 
     def _vmap(self, size, batched, call, *operands):
-        """The rule of `jax.vmap`: one call of the op for each element of the batch."""
+        """Serves as the rule of `jax.vmap` and makes one call of the op for each element of the batch."""
         in_batched = jax.tree.leaves(batched[1:])
         leaves, tree = jax.tree.flatten(operands)
 

@@ -14,12 +14,12 @@ from moax.mesh.specs import is_explicit, mesh_of, pad, spec
 
 
 def named(mesh, specs: Any) -> Any:
-    """The NamedSharding on `mesh` of each spec in a tree."""
+    """Returns the NamedSharding on `mesh` of each spec in a tree."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
 
 
 def constrain(x, to: PartitionSpec):
-    """x, laid out by the spec `to` on the mesh in force.
+    """Returns x, laid out by the spec `to` on the mesh in force.
 
     On Explicit axes x is resharded, and on Auto axes it is constrained. Without a mesh, and where an axis is Manual,
     the result is x itself.
@@ -34,14 +34,15 @@ def constrain(x, to: PartitionSpec):
 
 
 def keep_rows(y, roles: Roles):
-    """y, with its leading dim over the token axes of an Auto mesh. XLA chooses the layout of the other dims."""
+    """Returns y, with its leading dim over the token axes of an Auto mesh. XLA chooses the layout of the other dims."""
     return constrain(y, PartitionSpec(roles.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
 
 
 def make_sharded(make: Callable, specs: Any) -> Callable:
-    """`make`, with its results laid out by `specs` on the mesh in force. Each device then makes its own shards alone.
+    """Returns `make`, with its results laid out by `specs` on the mesh in force.
 
-    Where `specs` is None, or an axis is Manual, the result is `make` itself.
+    Each device then makes its own shards alone. Where `specs` is None, or an axis is Manual, the result is `make`
+    itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if specs is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
@@ -53,7 +54,7 @@ def make_sharded(make: Callable, specs: Any) -> Callable:
 
 
 def reshard_like(y, x):
-    """y, with the sharding in the type of x where mesh axes are Explicit; elsewhere y itself."""
+    """Returns y, with the sharding in the type of x where mesh axes are Explicit; elsewhere y itself."""
     sharding = jax.typeof(x).sharding
     return jax.sharding.reshard(y, sharding) if is_explicit(sharding.mesh) else y
 

@@ -17,7 +17,8 @@ Spec = PartitionSpec
 
 
 def spec(*entries) -> PartitionSpec:
-    """The PartitionSpec of these entries. An empty tuple becomes None, and a tuple of one name becomes the name.
+    """Returns the PartitionSpec of these entries. An empty tuple becomes None, and a tuple of one name becomes the
+    name.
 
     spec(("fsdp", "ep"), (), ("tp",)) is PartitionSpec(("fsdp", "ep"), None, "tp").
     """
@@ -25,7 +26,7 @@ def spec(*entries) -> PartitionSpec:
 
 
 def pad(array_spec: PartitionSpec, ndim: int) -> tuple[Names, ...]:
-    """The axis names of each of `ndim` dims. PartitionSpec("ep") of 2 dims is (("ep",), ())."""
+    """Returns the axis names of each of `ndim` dims. PartitionSpec("ep") of 2 dims is (("ep",), ())."""
     if len(array_spec) > ndim:
         raise ValueError(f"the spec {array_spec} has {len(array_spec)} entries, for an array of {ndim} dims")
     return tuple(as_names(entry) for entry in array_spec) + ((),) * (ndim - len(array_spec))
@@ -53,7 +54,7 @@ class Layout(NamedTuple):
 
 
 def weight_layout(what: str, weight_spec: PartitionSpec, kept: Sequence[Names], roles: Roles) -> Layout:
-    """The layout of a weight whose dim i stays split over `kept[i]` in a product, and over no other axis.
+    """Returns the layout of a weight whose dim i stays split over `kept[i]` in a product, and over no other axis.
 
     With the spec (("ep", "fsdp"), None, "tp") and kept (("ep",), (), ("tp",)), gather is (("fsdp",), (), ()).
 
@@ -74,27 +75,32 @@ def weight_layout(what: str, weight_spec: PartitionSpec, kept: Sequence[Names], 
 
 
 def mesh_sizes(mesh=None) -> dict[str, int]:
-    """The axis sizes of `mesh`, by name. None means the mesh in force: that of `jax.set_mesh`, or of an enclosing
-    `shard_map`. Without a mesh the result is {}."""
+    """Returns the axis sizes of a mesh, by name; {} without a mesh.
+
+    None means the mesh in force: that of `jax.set_mesh`, or of an enclosing `shard_map`.
+    """
     return dict((mesh or jax.sharding.get_abstract_mesh()).shape)
 
 
 def mesh_of(*arrays):
-    """The mesh in force, or else the mesh in the type of an array; None if there is neither."""
+    """Returns the mesh in force, or else the mesh in the type of an array; None if there is neither."""
     meshes = [jax.sharding.get_abstract_mesh()] + [jax.typeof(a).sharding.mesh for a in arrays]
     return next((m for m in meshes if not m.empty), None)
 
 
 def device_spec(roles: Roles) -> PartitionSpec:
-    """The spec of arrays of which each device has its own: the leading dim is over every axis."""
+    """Returns the spec of arrays of which each device has its own: the leading dim is over every axis."""
     return spec(roles.all)
 
 
 def local_shape(shape: Sequence[int], array_spec: PartitionSpec, roles: Roles) -> tuple[int, ...]:
-    """The shape of one device's shard. A size that the devices do not divide is rounded up: 10 over 4 devices is 3."""
+    """Returns the shape of one device's shard.
+
+    A size that the devices do not divide is rounded up: 10 over 4 devices is 3.
+    """
     return tuple(-(-n // roles.size(names)) for n, names in zip(shape, pad(array_spec, len(shape)), strict=True))
 
 
 def is_explicit(mesh) -> bool:
-    """Whether any axis of the mesh is Explicit."""
+    """Returns whether any axis of the mesh is Explicit."""
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)

@@ -46,7 +46,7 @@ def activate(h: Float[Array, "*rows G F"], activation: Activation) -> Float[Arra
 
 @functools.cache
 def activation_of(activation: Activation) -> Callable:
-    """The function act(gate, up), or act(up), of float32 arrays.
+    """Returns the function act(gate, up), or act(up), of float32 arrays.
 
     A name always gives the same function object, because the cache of compiled kernels compares functions by identity.
     """
@@ -56,7 +56,7 @@ def activation_of(activation: Activation) -> Callable:
 
 
 def _apply(gate, up, activation: Activation):
-    """The equation of one activation, in float32."""
+    """Computes the equation of one activation, in float32."""
     match activation:
         case "swiglu":
             return jax.nn.silu(gate) * up

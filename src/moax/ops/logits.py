@@ -47,12 +47,12 @@ def router_logits(
 
 
 def _logits_forward(view: MeshView, roles: Roles, x, w):
-    """The forward of the `custom_vjp`: the logits, and (x, w)."""
+    """Runs the forward of the `custom_vjp` and returns the logits, and (x, w)."""
     return _forward(view, roles, x, w)[0], (x, w)
 
 
 def _logits_backward(view: MeshView, roles: Roles, saved, d_logits):
-    """The backward of the `custom_vjp`: dx and dw."""
+    """Runs the backward of the `custom_vjp` and returns dx and dw."""
     return _backward(view, roles, *saved, d_logits)
 
 
@@ -60,7 +60,7 @@ _logits = differentiable(_logits_forward, _logits_backward)
 
 
 def _parts(x, count: int) -> list:
-    """`count` bfloat16 arrays that sum to x, the largest first; each one is the rest rounded to bfloat16.
+    """Returns `count` bfloat16 arrays that sum to x, the largest first; each one is the rest rounded to bfloat16.
 
     `reduce_precision` rounds, since XLA may remove a cast to bfloat16 and back.
     """
@@ -73,7 +73,7 @@ def _parts(x, count: int) -> list:
 
 
 def _sum(products, count: int):
-    """The sum of `count` arrays that lie side by side in `products`.
+    """Returns the sum of `count` arrays that lie side by side in `products`.
 
     The last one is the smallest and is added first.
     """
@@ -81,19 +81,19 @@ def _sum(products, count: int):
 
 
 def _dot(a, b, contract, precision=None):
-    """The product of a and b over the dims `contract`, summed in float32."""
+    """Returns the product of a and b over the dims `contract`, summed in float32."""
     return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def logits_forward(roles: Roles, layout, x, w):
-    """logits [T, E] f32 of one device."""
+    """Returns logits [T, E] f32 of one device."""
     if x.dtype != jnp.bfloat16:
         return (_dot(x.astype(jnp.float32), w.astype(jnp.float32), ((1,), (0,)), lax.Precision.HIGHEST),)
     return (_sum(_dot(x, jnp.concatenate(_parts(w, 3), axis=1), ((1,), (0,))), 3),)
 
 
 def logits_backward(roles: Roles, layout, x, w, d):
-    """dx [T, H] and dw [H, E] of one device; dw is a partial sum over the axes of tokens. d: [T, E] f32."""
+    """Returns dx [T, H] and dw [H, E] of one device; dw is a partial sum over the axes of tokens. d: [T, E] f32."""
     if x.dtype != jnp.bfloat16:
         wide, highest = w.astype(jnp.float32), lax.Precision.HIGHEST
         dx = _dot(d, wide, ((1,), (1,)), highest)
@@ -105,13 +105,13 @@ def logits_backward(roles: Roles, layout, x, w, d):
 
 
 def _forward_contract(roles: Roles, operands, found_specs):
-    """The contract of forward: tokens are split, and w is replicated."""
+    """Returns the contract of forward: tokens are split, and w is replicated."""
     rows = spec(roles.tokens, None)
     return Contract((rows, spec(None, None)), (rows,), ((),))
 
 
 def _backward_contract(roles: Roles, operands, found_specs):
-    """The contract of backward: dw is summed over the axes of tokens."""
+    """Returns the contract of backward: dw is summed over the axes of tokens."""
     rows, whole = spec(roles.tokens, None), spec(None, None)
     return Contract((rows, whole, rows), (rows, whole), ((), roles.tokens))
 

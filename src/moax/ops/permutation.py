@@ -51,7 +51,7 @@ class PermuteSpec:
 
 
 def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity: int | None) -> int:
-    """N: as many sorted rows as any distribution of the assignments over the groups needs.
+    """Returns N, as many sorted rows as any distribution of the assignments over the groups needs.
 
     With 3 received rows of 2 assignments, 2 groups, align 4 and no capacity, there are at most 6 rows. Each of the 2
     groups adds at most 3 rows of padding, so N = 12.
@@ -69,7 +69,10 @@ def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity
 
 
 def capacity_rows(tokens: int, top_k: int, capacity_factor: float | None) -> int | None:
-    """The most sorted rows that a rank keeps: `capacity_factor` times the balanced load T K. None keeps all rows."""
+    """Returns the most sorted rows that a rank keeps: `capacity_factor` times the balanced load T K.
+
+    None keeps all rows.
+    """
     return None if capacity_factor is None else math.ceil(capacity_factor * tokens * top_k)
 
 
@@ -149,18 +152,18 @@ def unpermute(
 
 
 def _select(kernels: str, rows) -> str:
-    """The name of the implementation that moves rows [M, H]."""
+    """Returns the name of the implementation that moves rows [M, H]."""
     return select_kernels(kernels, rows.dtype, **{"the rows' dim 1": rows.shape[1]})
 
 
 def _permute_forward(view: MeshView, static: PermuteSpec, x, experts):
-    """The forward of the `custom_vjp`: rows and plan, and the plan."""
+    """Runs the forward of the `custom_vjp` and returns rows and plan, and the plan."""
     rows, plan = _permute_op(view, static, x, experts)
     return (rows, plan), plan
 
 
 def _permute_backward(view: MeshView, static: PermuteSpec, plan, cotangents):
-    """The backward of the `custom_vjp`: dx."""
+    """Runs the backward of the `custom_vjp` and returns dx."""
     return _permute_grad_op(view, static, plan, cotangents[0])[0], None
 
 
@@ -168,12 +171,12 @@ _permute = differentiable(_permute_forward, _permute_backward)
 
 
 def _unpermute_forward(view: MeshView, static: PermuteSpec, rows, plan, weights):
-    """The forward of the `custom_vjp`: y, and the operands."""
+    """Runs the forward of the `custom_vjp` and returns y, and the operands."""
     return _unpermute_op(view, static, rows, plan, weights)[0], (rows, plan, weights)
 
 
 def _unpermute_backward(view: MeshView, static: PermuteSpec, saved, dy):
-    """The backward of the `custom_vjp`: the gradients of rows and weights."""
+    """Runs the backward of the `custom_vjp` and returns the gradients of rows and weights."""
     d_rows, d_weights = _unpermute_grad_op(view, static, *saved, dy)
     return d_rows, None, d_weights
 
@@ -182,7 +185,7 @@ _unpermute = differentiable(_unpermute_forward, _unpermute_backward)
 
 
 def plan_rows(static: PermuteSpec, experts) -> Plan:
-    """The Plan of one device, from the experts [R, K] of its received rows."""
+    """Returns the Plan of one device, from the experts [R, K] of its received rows."""
     received, top_k = experts.shape
     groups, rows = static.num_groups, sorted_rows(received, top_k, static.num_groups, static.align, static.capacity)
     flat = experts.reshape(-1)
@@ -201,7 +204,7 @@ def plan_rows(static: PermuteSpec, experts) -> Plan:
 
 
 def _limit_groups(arrived, capacity: int):
-    """The rows that each group keeps, at most `capacity` in all, of the rows [E] that arrived.
+    """Returns the rows that each group keeps, at most `capacity` in all, of the rows [E] that arrived.
 
     All groups have one limit. The first groups above the limit share the rest, one row each: of (5, 1, 6) rows and a
     capacity of 10, the limit is 4, one row is left, and (5, 1, 4) rows are kept.
@@ -221,25 +224,28 @@ def _limit_groups(arrived, capacity: int):
 
 
 def permute_forward(static: PermuteSpec, x, plan: Plan, groups: Groups | None = None):
-    """rows [N, H] of one device: row n is x[source[n]]. With `groups`, rows past the last group may hold anything."""
+    """Returns rows [N, H] of one device: row n is x[source[n]].
+
+    With `groups`, rows past the last group may hold anything.
+    """
     with jax.named_scope("permute"):
         return implementation(static.kernels).gather_rows(x, plan.source, groups)
 
 
 def permute_backward(static: PermuteSpec, plan: Plan, d_rows):
-    """dx [R, H] of one device: each row sums the gradients of its copies."""
+    """Returns dx [R, H] of one device: each row sums the gradients of its copies."""
     with jax.named_scope("unpermute"):
         return implementation(static.kernels).gather_sum(d_rows, plan.position)
 
 
 def unpermute_forward(static: PermuteSpec, rows, plan: Plan, weights):
-    """y [R, H] of one device: weighted sums of sorted rows. Weights None are 1."""
+    """Returns y [R, H] of one device: weighted sums of sorted rows. Weights None are 1."""
     with jax.named_scope("unpermute"):
         return implementation(static.kernels).gather_sum(rows, plan.position, weights)
 
 
 def unpermute_backward(static: PermuteSpec, rows, plan: Plan, weights, dy):
-    """d_rows [N, H] and d_weights [R, K] of one device.
+    """Returns d_rows [N, H] and d_weights [R, K] of one device.
 
     d_rows[n] is the dy of row n's received row times the row's weight, and a weight's gradient is <dy, row>.
     """
@@ -250,24 +256,27 @@ def unpermute_backward(static: PermuteSpec, rows, plan: Plan, weights, dy):
 
 
 def weights_of_rows(plan: Plan, weights):
-    """The weight [N] of each sorted row, from weights [R, K]; 0 in padding."""
+    """Returns the weight [N] of each sorted row, from weights [R, K]; 0 in padding."""
     flat = jnp.zeros(plan.source.shape, weights.dtype)
     return flat.at[plan.position.reshape(-1)].set(weights.reshape(-1), mode="drop")
 
 
 def weights_from_rows(plan: Plan, row_values):
-    """The value [R, K] of each assignment, from the values [N] of sorted rows; 0 for an assignment without a row."""
+    """Returns the value [R, K] of each assignment, from the values [N] of sorted rows.
+
+    An assignment without a row has 0.
+    """
     return jnp.take(row_values, plan.position, mode="fill", fill_value=0)
 
 
 def _permute_local(static: PermuteSpec, layout, x, experts):
-    """`permute` of one device: the rows and the plan."""
+    """Runs `permute` on one device and returns the rows and the plan."""
     plan = plan_rows(static, experts)
     return permute_forward(static, x, plan), plan
 
 
 def _contract(results: int):
-    """The contract of an op whose operands and so many results are all split as the tokens are."""
+    """Returns the contract of an op whose operands and so many results are all split as the tokens are."""
 
     def contract(static: PermuteSpec, operands, found_specs):
         leading = spec(static.roles.tokens)

@@ -118,19 +118,22 @@ def grouped_matmul(
 
 
 def widths_of(view: MeshView, shape, declared: Spec) -> dict[str, int]:
-    """The sizes of K and of the columns of a weight [E, K, *C] on one device, by the name that errors give them."""
+    """Returns the sizes of K and of the columns of a weight [E, K, *C] on one device.
+
+    Their keys are the names that errors give them.
+    """
     kept = ((),) * len(shape) if view.manual else kept_axes(declared, len(shape), view.roles)
     _, rows, *columns = (n // view.roles.size(names) for n, names in zip(shape, kept, strict=True))
     return {"w's dim 1": rows, "w's columns": math.prod(columns)}
 
 
 def grouped(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
-    """`grouped_matmul` on a view of the mesh. With `group_sizes` None one group holds all rows."""
+    """Runs `grouped_matmul` on a view of the mesh. With `group_sizes` None one group holds all rows."""
     return _grouped(view, static, *_forward.lay_operands(view, static, x, w, group_sizes, bias))
 
 
 def _grouped_forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
-    """The forward of the `custom_vjp`: y, and the operands."""
+    """Runs the forward of the `custom_vjp` and returns y, and the operands."""
     (y,) = _forward(view, static, x, w, group_sizes, bias)
     # The columns of y take the sharding of w's columns, for tp. An fsdp axis there must not displace fsdp from the
     # rows.
@@ -139,7 +142,7 @@ def _grouped_forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bia
 
 
 def _grouped_backward(view: MeshView, static: GroupedSpec, saved, dy):
-    """The backward of the `custom_vjp`: dx, dw and dbias."""
+    """Runs the backward of the `custom_vjp` and returns dx, dw and dbias."""
     x, w, group_sizes, bias = saved
     w, dy = lax.optimization_barrier((w, dy))  # w is gathered again, so XLA must not keep the w of forward
     dx, dw, dbias = _backward(view, static, x, w, group_sizes, dy)
@@ -150,7 +153,7 @@ _grouped = differentiable(_grouped_forward, _grouped_backward)
 
 
 def matmul_forward(static: GroupedSpec, layout, x, w, group_sizes, bias):
-    """y [M, *C] of one device. It is a partial sum where K lies over tp."""
+    """Returns y [M, *C] of one device. It is a partial sum where K lies over tp."""
     (layout, kept), kernels = layout, implementation(static.kernels)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     gathered = kernels.quantize_and_gather(
@@ -165,7 +168,7 @@ def matmul_forward(static: GroupedSpec, layout, x, w, group_sizes, bias):
 
 
 def matmul_backward(static: GroupedSpec, layout, x, w, group_sizes, dy):
-    """dx [M, K], dw [E, K, *C] of the shard, and dbias [E, *C], all of one device."""
+    """Returns dx [M, K], dw [E, K, *C] of the shard, and dbias [E, *C], all of one device."""
     (layout, kept), kernels, recipe, dtype = layout, implementation(static.kernels), static.recipe, static.dtype
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups, dy = packed.groups, packed.pack(dy)
@@ -180,17 +183,17 @@ def matmul_backward(static: GroupedSpec, layout, x, w, group_sizes, dy):
 
 
 def _whole(static: GroupedSpec, w, layout: Layout) -> list[int]:
-    """The shape of the gathered weight."""
+    """Returns the shape of the gathered weight."""
     return [n * static.roles.size(names) for n, names in zip(w.shape, layout.gather, strict=True)]
 
 
 def _axes_of_matrix(layout: Layout, kept) -> Names:
-    """The axes that split the matrix of one expert, by its K or its columns."""
+    """Returns the axes that split the matrix of one expert, by its K or its columns."""
     return tuple(n for names in layout.gather[1:] + kept[1:] for n in names)
 
 
 def kept_axes(w_spec: Spec, ndim: int, roles: Roles) -> tuple[Names, ...]:
-    """For each dim of a weight [E, K, *C], the axes that stay split in a product.
+    """Returns the axes that stay split in a product, for each dim of a weight [E, K, *C].
 
     E stays split over ep, and K or a dim of *C over tp where the spec names tp there.
     """
@@ -199,25 +202,28 @@ def kept_axes(w_spec: Spec, ndim: int, roles: Roles) -> tuple[Names, ...]:
 
 
 def _layout(static: GroupedSpec, found_spec, ndim):
-    """The Layout of w by the spec that was found, else by the declared spec; and the axes that each dim keeps."""
+    """Returns the Layout of w, and the axes that each dim keeps in a product.
+
+    The spec is the one that was found, or else the declared one.
+    """
     w_spec = static.declared if found_spec is None else found_spec
     kept = kept_axes(w_spec, ndim, static.roles)
     return weight_layout("w", w_spec, kept, static.roles), kept
 
 
 def _sizes_spec(static, group_sizes):
-    """The spec of the group sizes, None where there are none."""
+    """Returns the spec of the group sizes, None where there are none."""
     return None if group_sizes is None else spec(static.roles.tokens)
 
 
 def replicated(roles: Roles, layout) -> Names:
-    """The axes over which a weight's gradient is still a partial sum after `scatter_gradient`."""
+    """Returns the axes over which a weight's gradient is still a partial sum after `scatter_gradient`."""
     gathered = {n for names in layout.gather for n in names}
     return tuple(n for n in roles.dp + roles.fsdp if n not in gathered)
 
 
 def _forward_contract(static: GroupedSpec, operands, found_specs):
-    """The contract of forward: rows are split as tokens are, and y is summed over the axes that split K."""
+    """Returns the contract of forward: rows are split as tokens are, and y is summed over the axes that split K."""
     layout, kept = _layout(static, found_specs[1], operands[1].ndim)
     roles = static.roles
     bias = None if operands[3] is None else spec(roles.ep, *kept[2:])
@@ -226,7 +232,7 @@ def _forward_contract(static: GroupedSpec, operands, found_specs):
 
 
 def _backward_contract(static: GroupedSpec, operands, found_specs):
-    """The contract of backward: each gradient has the layout of its array."""
+    """Returns the contract of backward: each gradient has the layout of its array."""
     layout, kept = _layout(static, found_specs[1], operands[1].ndim)
     roles = static.roles
     rows, columns = spec(roles.tokens, kept[1]), tuple(n for names in kept[2:] for n in names)
@@ -239,7 +245,7 @@ def _backward_contract(static: GroupedSpec, operands, found_specs):
 
 
 def _factors(operands, names: tuple[str, ...], results: tuple[str, ...]):
-    """The Shardy rule: `names` of the operands that are not None, and `results`.
+    """Returns the Shardy rule: `names` of the operands that are not None, and `results`.
 
     A `*` stands for the columns, as "c0 c1", and a `+` for columns of other names, as "d0 d1".
     """

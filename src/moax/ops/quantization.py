@@ -112,18 +112,18 @@ def dequantize(q: QArray, dtype=jnp.float32, *, axes: Axes = Axes(), engine: Eng
 
 
 def _entries(roles: Roles, x_spec: Spec, ndim: int):
-    """For each dim of an array with this spec, the axes with more than one device that split it."""
+    """Returns the axes of more than one device that split each dim of an array with this spec."""
     sizes = dict(roles.sizes)
     return [tuple(n for n in entry if n in sizes) for entry in pad(x_spec, ndim)]
 
 
 def _scale_spec(entries, block):
-    """The spec of the scales: that of the data, but a dim of one block is not split."""
+    """Returns the spec of the scales: that of the data, but a dim of one block is not split."""
     return spec(*(() if b is None else names for names, b in zip(entries, block, strict=True)))
 
 
 def _dim_names(shape, block, shards):
-    """The Shardy factors of data and scale, and the sizes of the factors inside a block.
+    """Returns the Shardy factors of data and scale, and the sizes of the factors inside a block.
 
     A dim 256 in blocks of 128 is "(b0 i0)" in data and "b0" in scale, with i0 = 128: an axis that splits the blocks
     splits both. A dim whose shards are no multiple of the block has unrelated factors in data and scale.
@@ -136,13 +136,16 @@ def _dim_names(shape, block, shards):
 
 
 def _local(static: QuantizeSpec, amax_over, x):
-    """`quantize` of one device: data and scale."""
+    """Runs `quantize` on one device and returns data and scale."""
     q = implementation(static.kernels).quantize(x, static.format, static.block, amax_over)
     return q.data, q.scale
 
 
 def _contract(static: QuantizeSpec, operands, found_specs):
-    """The contract of `quantize`: data and scale have the layout of x. Raises ValueError where shards cut blocks."""
+    """Returns the contract of `quantize`: data and scale have the layout of x.
+
+    Raises ValueError where shards cut blocks.
+    """
     (x,), (found_spec,) = operands, found_specs
     declared = _entries(static.roles, static.declared, x.ndim)
     entries = declared if found_spec is None else _entries(static.roles, found_spec, x.ndim)
@@ -157,7 +160,7 @@ def _contract(static: QuantizeSpec, operands, found_specs):
 
 
 def _factors(static: QuantizeSpec, operands):
-    """The Shardy rule of `quantize`."""
+    """Returns the Shardy rule of `quantize`."""
     entries = _entries(static.roles, static.declared, operands[0].ndim)
     data, scale, sizes = _dim_names(operands[0].shape, static.block, map(static.roles.size, entries))
     return (data,), (data, scale), sizes
@@ -179,13 +182,13 @@ class DequantizeSpec:
 
 
 def _dequantize_local(static: DequantizeSpec, shards, data, scale):
-    """`dequantize` of one device; `shards` counts the shards of each dim."""
+    """Runs `dequantize` on one device; `shards` counts the shards of each dim."""
     pieces = tuple(max(1, p // s) for p, s in zip(static.pieces, shards, strict=True))
     return (dequantize_local(QArray(data, scale, static.dtype, static.block, pieces), static.out),)
 
 
 def _dequantize_contract(static: DequantizeSpec, operands, found_specs):
-    """The contract of `dequantize`: the result has the layout of the data."""
+    """Returns the contract of `dequantize`: the result has the layout of the data."""
     entries = _entries(static.roles, found_specs[0] or spec(), len(static.shape))
     shards = tuple(map(static.roles.size, entries))
     for dim, (n, b, pieces, count) in enumerate(zip(static.shape, static.block, static.pieces, shards, strict=True)):
@@ -199,7 +202,7 @@ def _dequantize_contract(static: DequantizeSpec, operands, found_specs):
 
 
 def _dequantize_factors(static: DequantizeSpec, operands):
-    """The Shardy rule of `dequantize`."""
+    """Returns the Shardy rule of `dequantize`."""
     data, scale, sizes = _dim_names(static.shape, static.block, static.pieces)
     return (data, scale), (data,), sizes
 

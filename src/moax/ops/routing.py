@@ -51,7 +51,7 @@ def route(
     axes: Axes = Axes(),
     engine: Engine = "auto",
 ) -> Routing:
-    """The top_k experts of each token, their weights, and the balance losses over the whole mesh.
+    """Returns the top_k experts of each token, their weights, and the balance losses over the whole mesh.
 
     Args:
       logits: [T, E], floating point, T over (dp, fsdp, ep). They are cast to float32.
@@ -90,13 +90,13 @@ def route(
 
 
 def _route_forward(view: MeshView, static: RouteSpec, logits, bias):
-    """The forward of the `custom_vjp`: the results, and the residuals."""
+    """Runs the forward of the `custom_vjp` and returns the results, and the residuals."""
     results = _forward(view, static, logits, bias)
     return results, (logits, bias, results[0])
 
 
 def _route_backward(view: MeshView, static: RouteSpec, saved, cotangents):
-    """The backward of the `custom_vjp`: the gradient of the logits."""
+    """Runs the backward of the `custom_vjp` and returns the gradient of the logits."""
     logits, bias, experts = saved
     _, d_weights, d_score_sum, d_z_sum, _ = cotangents
     (d_logits,) = _backward(view, static, logits, experts, d_weights, d_score_sum, d_z_sum)
@@ -107,7 +107,7 @@ _route = differentiable(_route_forward, _route_backward)
 
 
 def select_experts(logits, bias, config: RouterConfig, top_k: int):
-    """The K experts [T, K] i32 of each token, by its logits [T, E]; the best expert is first."""
+    """Returns the K experts [T, K] i32 of each token, by its logits [T, E]; the best expert is first."""
     scores = _score(logits, config) if config.order == "score_then_topk" else logits
     scores = scores if bias is None else scores + bias[None]
     if config.num_groups > 1:
@@ -120,17 +120,20 @@ def select_experts(logits, bias, config: RouterConfig, top_k: int):
 
 
 def _best_of_group(config, top_k):
-    """How many of the best scores of a group make the score of the group."""
+    """Returns how many of the best scores of a group make the score of the group."""
     return {"max": 1, "top2": 2, "sum_topk": top_k // config.top_groups}[config.group_score]
 
 
 def _score(logits, config):
-    """softmax(logits) or sigmoid(logits)."""
+    """Returns softmax(logits) or sigmoid(logits)."""
     return jax.nn.softmax(logits, axis=-1) if config.score == "softmax" else jax.nn.sigmoid(logits)
 
 
 def _weigh(logits, experts, config: RouterConfig):
-    """The differentiable half: weights [T, K], sums of the scores over tokens [E], sum of squared logsumexp [1]."""
+    """Computes the differentiable half of the router.
+
+    Returns weights [T, K], the sums of the scores over tokens [E], and the sum of squared logsumexp [1].
+    """
     probabilities = _score(logits, config)
     if config.order == "score_then_topk":
         weights = jnp.take_along_axis(probabilities, experts, axis=-1)
@@ -145,7 +148,10 @@ def _weigh(logits, experts, config: RouterConfig):
 
 
 def route_forward(static: RouteSpec, layout, logits, bias):
-    """experts, weights, score sums, the z sum and counts of one device; the last three are partial sums over tokens."""
+    """Returns experts, weights, score sums, the z sum and counts of one device.
+
+    The last three are partial sums over the axes of tokens.
+    """
     experts = select_experts(logits, bias, static.config, static.top_k)
     weights, score_sum, z_sum = _weigh(logits, experts, static.config)
     tokens = jnp.zeros(logits.shape[1], jnp.int32).at[experts.reshape(-1)].add(1)
@@ -153,20 +159,20 @@ def route_forward(static: RouteSpec, layout, logits, bias):
 
 
 def route_backward(static: RouteSpec, layout, logits, experts, d_weights, d_score_sum, d_z_sum):
-    """d_logits [T, E] of one device."""
+    """Returns d_logits [T, E] of one device."""
     _, pull = jax.vjp(lambda x: _weigh(x, experts, static.config), logits)
     return pull((d_weights, d_score_sum, d_z_sum))
 
 
 def _forward_contract(static: RouteSpec, operands, found_specs):
-    """The contract of forward: tokens are split, and sums over tokens are reduced over their axes."""
+    """Returns the contract of forward: tokens are split, and sums over tokens are reduced over their axes."""
     rows, one, over = spec(static.roles.tokens, None), spec(None), static.roles.tokens
     bias = None if operands[1] is None else one
     return Contract((rows, bias), (rows, rows, one, one, one), ((), (), over, over, over))
 
 
 def _backward_contract(static: RouteSpec, operands, found_specs):
-    """The contract of backward: the gradient of the logits has their layout."""
+    """Returns the contract of backward: the gradient of the logits has their layout."""
     rows, one = spec(static.roles.tokens, None), spec(None)
     return Contract((rows, rows, rows, one, one), (rows,), ((),))
 

@@ -36,7 +36,7 @@ __all__ = ["pack_rows"]
 
 
 def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
-    """Why the kernels cannot run here with this dtype and these widths; None where they can.
+    """Returns why the kernels cannot run here with this dtype and these widths; None where they can.
 
     They need a GPU of compute capability 9.0, bfloat16, and widths that are multiples of 32.
     """
@@ -51,5 +51,5 @@ def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
 
 
 def align_rows(recipe: Recipe) -> int:
-    """The least common multiple of the kernels' 128 rows and the rows of the recipe's blocks."""
+    """Returns the least common multiple of the kernels' 128 rows and the rows of the recipe's blocks."""
     return math.lcm(recipe.row_alignment, BLOCK)

@@ -33,7 +33,7 @@ class KMajorFp8(NamedTuple):
 
 
 def takes_fp8(recipe: Recipe) -> bool:
-    """Whether the FP8 products of Hopper take the formats of a recipe.
+    """Returns whether the FP8 products of Hopper take the formats of a recipe.
 
     They take one scale for each 128 x 128 elements of a weight and each 128 elements of a row, or one scale for each
     tensor. Operands of other recipes are dequantized before the product.
@@ -66,7 +66,7 @@ class Blocks(NamedTuple):
 
 
 def make_blocks(group_sizes: Int[Array, " E"], num_rows: int) -> Blocks:
-    """The Blocks of `num_rows` rows, a multiple of 128, in groups of these sizes."""
+    """Returns the Blocks of `num_rows` rows, a multiple of 128, in groups of these sizes."""
     count = -(-group_sizes // BLOCK)
     last = jnp.cumsum(count)
     first = last - count
@@ -87,7 +87,7 @@ class BlockedGroups(Groups):
 
 
 def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> BlockedGroups:
-    """The BlockedGroups of `num_rows` rows. `align` and `num_rows` are multiples of 128.
+    """Returns the BlockedGroups of `num_rows` rows. `align` and `num_rows` are multiples of 128.
 
     With `group_sizes` None one group holds all rows.
     """

@@ -43,7 +43,7 @@ def matmul(
 
 @typed
 def _matmul_fp8(x: KMajorFp8, w: KMajorFp8, blocks: Blocks, dtype, bias):
-    """The FP8 product, by a kernel with the tile for these sizes."""
+    """Computes the FP8 product, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 
     tile = _pick_tile("matmul_fp8", x.data.shape[1], w.data.shape[1], blocks)
@@ -52,7 +52,7 @@ def _matmul_fp8(x: KMajorFp8, w: KMajorFp8, blocks: Blocks, dtype, bias):
 
 @typed
 def _matmul(x, w, blocks: Blocks, dtype, bias, transpose: bool):
-    """The bfloat16 product, by a kernel with the tile for these sizes."""
+    """Computes the bfloat16 product, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.matmul import grouped_matmul
 
     columns = w.shape[1] if transpose else w.shape[2]
@@ -72,7 +72,7 @@ def wgrad(x: Any, dy: Any, groups: BlockedGroups, dtype: Any) -> Float[Array, "E
 
 @typed
 def _wgrad_fp8(x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, dtype):
-    """The FP8 gradient of a weight, by a kernel with the tile for these sizes."""
+    """Computes the FP8 gradient of a weight, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 
     tile = _pick_tile("wgrad_fp8", x.data.shape[0], dy.data.shape[0], blocks)
@@ -81,7 +81,7 @@ def _wgrad_fp8(x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, dtype):
 
 @typed
 def _wgrad(x, dy, blocks: Blocks, dtype):
-    """The bfloat16 gradient of a weight, by a kernel with the tile for these sizes."""
+    """Computes the bfloat16 gradient of a weight, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 
     return grouped_wgrad(x, dy, blocks, _pick_tile("wgrad", x.shape[1], dy.shape[1], blocks), out_dtype=dtype)
@@ -100,12 +100,12 @@ def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "
 
 
 def _plain(x, dtype):
-    """x as an array of this dtype, dequantized if it is a QArray."""
+    """Returns x as an array of this dtype, dequantized if it is a QArray."""
     return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
 
 
 def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks):
-    """The TileConfig of a product with these blocks on this device."""
+    """Returns the TileConfig of a product with these blocks on this device."""
     from moax.kernels.hopper.pallas.tiles import pick_tile
 
     rows = blocks.group.shape[0] * BLOCK // blocks.first.shape[0]

@@ -56,7 +56,7 @@ def gather_and_quantize(
     groups: BlockedGroups,
     amax_over: Names = (),
 ) -> tuple[Any, Any]:
-    """`quantize_for_matmul` of the rows x[source].
+    """Runs `quantize_for_matmul` on the rows x[source].
 
     One kernel gathers and quantizes where each block has a scale. The scale of a whole tensor needs all rows first.
     """
@@ -81,9 +81,10 @@ def _quantize_rows(x, blocks: Blocks, format: Format, *, scale=None, source=None
 def quantize_and_gather(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: Any
 ) -> Any:
-    """The whole weight from its shard [E, K, *C]: [E, C, K] for a product over rows, [E, K, C] for one over columns.
+    """Returns the whole weight, K-major, from its shard [E, K, *C].
 
-    The shard is quantized and transposed, then gathered as bytes.
+    It is [E, C, K] for a product over rows and [E, K, C] for a product over columns. The shard is quantized and
+    transposed, then gathered as bytes.
     """
     if recipe.w is None or not takes_fp8(recipe):
         return by_xla.quantize_and_gather(w, recipe, contracted, gather, amax_over, dtype)
@@ -97,10 +98,11 @@ def quantize_and_gather(
 
 
 def _quantize_shard(w, format: Format, contracted: Contracted, gather, amax_over: Names):
-    """(data, scale, mesh axes of the scale's dims), with dims (E, K, *C), or (E, *C, K) for a product over rows.
+    """Quantizes a weight's shard [E, K, *C] and returns (data, scale, the mesh axes of the scale's dims).
 
-    XLA quantizes a shard that ends inside a block, since the maxima of such blocks come from several devices, and a
-    shard with sizes that the kernel does not take.
+    The results have dims (E, K, *C), or (E, *C, K) for a product over rows. XLA quantizes a shard that ends inside a
+    block, since the maxima of such blocks come from several devices, and a shard with sizes that the kernel does not
+    take.
     """
     (experts, rows, *columns), turned, apart = w.shape, contracted == "rows", any(gather[2:])
     cut = format.block is not None and cuts_blocks(w.shape, gather, weight_block(format, contracted))
@@ -121,7 +123,7 @@ def _quantize_shard(w, format: Format, contracted: Contracted, gather, amax_over
 
 @typed
 def _quantize_weight(w, format: Format, scale, turned: bool) -> KMajorFp8:
-    """A weight's shard, quantized by a kernel, transposed if `turned`."""
+    """Quantizes a weight's shard by a kernel, transposed if `turned`."""
     from moax.kernels.hopper.pallas.quantize import quantize_weight
 
     options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
@@ -130,17 +132,20 @@ def _quantize_weight(w, format: Format, scale, turned: bool) -> KMajorFp8:
 
 
 def _turn(dims: Sequence, turned: bool) -> tuple:
-    """The dims (e, k, *c) as (e, *c, k) if `turned`."""
+    """Returns the dims (e, k, *c) as (e, *c, k) if `turned`."""
     return (dims[0], *dims[2:], dims[1]) if turned else tuple(dims)
 
 
 def _flatten_columns(v, turned: bool):
-    """v with its columns as one dim: [E, *C, K] becomes [E, C, K] if `turned`, else [E, K, *C] becomes [E, K, C]."""
+    """Returns v with its columns as one dim.
+
+    [E, *C, K] becomes [E, C, K] if `turned`, else [E, K, *C] becomes [E, K, C].
+    """
     return v.reshape(v.shape[0], -1, v.shape[-1]) if turned else v.reshape(*v.shape[:2], -1)
 
 
 def quantize(x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = ()) -> QArray:
-    """The QArray of x in blocks of any lengths. The kernel takes blocks of 128 columns, and XLA all others."""
+    """Returns the QArray of x in blocks of any lengths. The kernel takes blocks of 128 columns, and XLA all others."""
     if block != format.row_block(x.ndim, "columns") or not takes_wire(format, math.prod(x.shape[:-1]), x.shape[-1]):
         return by_xla.quantize(x, format, block, amax_over)
     made = _quantize_by_row(x.reshape(-1, x.shape[-1]), format)
@@ -158,7 +163,10 @@ def _quantize_by_row(x, format: Format) -> KMajorFp8:
 
 
 def takes_wire(format: Format, rows: int, width: int) -> bool:
-    """Whether the kernels quantize and dequantize `rows` rows of `width` elements in this format for the wire."""
+    """Returns whether the kernels quantize and dequantize rows of this format for the wire.
+
+    `rows` is the number of rows, and `width` the elements of a row.
+    """
     return format.block == BLOCK and format.scale != "e8m0" and rows % BLOCK == 0 and width % KERNEL_WIDTH == 0
 
 

@@ -57,14 +57,14 @@ class Packing:
             self.position = jnp.where(real, row, rows)
 
     def pack(self, x: Array) -> Array:
-        """The rows of x in groups at multiples of 128, with 0 in padding."""
+        """Returns the rows of x in groups at multiples of 128, with 0 in padding."""
         if self.moves:
             return gather_rows(x.reshape(x.shape[0], -1), self.source).reshape(-1, *x.shape[1:])
         x = jnp.pad(x, [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)])
         return x if self.groups.real is None else zero_rows(x, self.groups.real)
 
     def unpack(self, y: Array) -> Array:
-        """The rows of a product in the layout of x, with 0 in padding."""
+        """Returns the rows of a product in the layout of x, with 0 in padding."""
         if self.moves:
             return gather_rows(y, self.position)
         y = y[: self.num_rows]

@@ -24,17 +24,17 @@ __all__ = ["pack_rows"]
 
 
 def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
-    """None, because XLA runs everywhere."""
+    """Returns None, because XLA runs everywhere."""
     del dtype, widths
     return None
 
 
 def takes_fp8(recipe: Recipe) -> bool:
-    """False, because operands are dequantized before the product."""
+    """Returns False, because operands are dequantized before the product."""
     del recipe
     return False
 
 
 def align_rows(recipe: Recipe) -> int:
-    """The rows of the recipe's blocks, so that no block of rows holds rows of two groups."""
+    """Returns the rows of the recipe's blocks, so that no block of rows holds rows of two groups."""
     return recipe.row_alignment

@@ -86,18 +86,18 @@ def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
 
 
 def add_bias(y: Float[Array, "M N"], bias: Float[Array, "E N"], groups: Groups) -> Float[Array, "M N"]:
-    """y[m] + bias[g(m)] in the real rows; padding is not changed."""
+    """Returns y[m] + bias[g(m)] in the real rows; padding is not changed."""
     group = row_groups(groups.sizes, groups.align, y.shape[0])[0]
     return jnp.where(groups.real[:, None], y + bias.astype(y.dtype)[group], y)
 
 
 def _plain(x, dtype):
-    """x as an array of this dtype, dequantized if it is a QArray."""
+    """Returns x as an array of this dtype, dequantized if it is a QArray."""
     return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
 
 
 def _dot(a, b, contract):
-    """The product of a and b, summed in float32."""
+    """Returns the product of a and b, summed in float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
 
@@ -121,7 +121,10 @@ class _Tiles:
         self.num_rows = num_rows
 
     def find(self, i):
-        """The group of tile i, the first row of the tile, and whether each of its rows belongs to the group [size]."""
+        """Returns the group of tile i, the first row of the tile, and [size] bool.
+
+        The bool says whether each row of the tile belongs to the group and is real.
+        """
         group = jnp.searchsorted(self.last, i, side="right").astype(jnp.int32)
         begin = self.start[group] + (i - self.before[group]) * self.size
         first = jnp.minimum(begin, self.num_rows - self.size)

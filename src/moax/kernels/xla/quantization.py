@@ -40,7 +40,7 @@ Block = tuple[int | None, ...]
 def quantize(
     x: Array, format: Format, block: Block, amax_over: Names = (), real: Bool[Array, " M"] | None = None
 ) -> QArray:
-    """The QArray of x in blocks of these lengths; a length None makes the whole dim one block.
+    """Returns the QArray of x in blocks of these lengths; a length None makes the whole dim one block.
 
     Args:
       x: any shape, floating point.
@@ -94,9 +94,9 @@ def quantize_for_matmul(
 def quantize_and_gather(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: Any
 ) -> Array | QArray:
-    """The whole weight [E, K, C] from its shard [E, K, *C], with the columns as one dim; in `dtype` without a format.
+    """Returns the whole weight [E, K, C] from its shard [E, K, *C], with the columns as one dim.
 
-    See `moax.kernels.Implementation`.
+    Without a format it is an array of `dtype`. See `moax.kernels.Implementation`.
     """
     if recipe.w is None:
         whole = gather_weight(w.astype(dtype), gather)
@@ -145,7 +145,7 @@ def quantize_weight(
 
 
 def round_to_format(scaled: Array, x: Array, format: Format) -> Array:
-    """The bits of `scaled`, which is x / scale, in the format; NaN where x is not finite."""
+    """Returns the bits of `scaled`, which is x / scale, in the format; NaN where x is not finite."""
     data = scaled.astype(DTYPES[format.dtype])
     if format.dtype == "e5m2":  # e5m2 has an infinity, which becomes NaN as in e4m3
         data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
@@ -154,7 +154,7 @@ def round_to_format(scaled: Array, x: Array, format: Format) -> Array:
 
 
 def expand_scales(scale: Array, q: QArray) -> Array:
-    """The scale of each element of q. A dim of one block keeps size 1, so that it broadcasts."""
+    """Returns the scale of each element of q. A dim of one block keeps size 1, so that it broadcasts."""
     for dim, (n, b, pieces) in enumerate(zip(q.shape, q.block, q.pieces, strict=True)):
         size = n // pieces
         if b == 1 or scale.shape[dim] == 1:
@@ -171,12 +171,12 @@ def expand_scales(scale: Array, q: QArray) -> Array:
 
 
 def _stored(scale, format: Format):
-    """The scales as a QArray stores them: float32, or the exponent in one byte."""
+    """Returns the scales as a QArray stores them: float32, or the exponent in one byte."""
     return to_exponent(scale) if format.scale == "e8m0" else scale
 
 
 def _block_max(x, block: Block):
-    """The maximum of each block of x, which has no negative values."""
+    """Returns the maximum of each block of x, which has no negative values."""
     full = tuple(max(n, 1) if b is None else b for b, n in zip(block, x.shape, strict=True))
     padding = [(0, -n % b) for n, b in zip(x.shape, full, strict=True)]
     x = jnp.pad(x, padding) if any(p for _, p in padding) else x

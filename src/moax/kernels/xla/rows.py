@@ -36,7 +36,7 @@ def gather_sum(rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: 
 def gather_and_quantize(
     x: Float[Array, "R H"], source: Int[Array, " N"], recipe: Recipe, role: str, groups: Groups, amax_over: Names = ()
 ) -> tuple[Any, Any]:
-    """The rows x[source] as two Operands: for a product over columns, and for wgrad."""
+    """Returns the rows x[source] as two Operands: for a product over columns, and for wgrad."""
     with jax.named_scope("permute"):
         rows = gather_rows(x, source)
     return quantize_for_matmul(rows, recipe, role, groups, amax_over)
@@ -45,7 +45,7 @@ def gather_and_quantize(
 def activate(
     h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *, weights: Any, amax_over: Names
 ) -> Any:
-    """The Operand of act(h), times the weight of each row, for the next product."""
+    """Returns the Operand of act(h), times the weight of each row, for the next product."""
     with jax.named_scope("activate"):
         a = _call(act, h)
         a = a if weights is None else scale_rows(a, weights, groups)
@@ -56,7 +56,7 @@ def activate_grad(
     h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe, groups: Groups, *,
     weights: Float[Array, " N"], amax_over: Names, keep: bool,
 ) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
-    """The backward of `activate`; see `moax.kernels.Implementation`."""
+    """Computes the backward of `activate`; see `moax.kernels.Implementation`."""
     with jax.named_scope("activate"):
         a, pull = jax.vjp(lambda h: _call(act, h), h)
         inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
@@ -67,7 +67,7 @@ def activate_grad(
 
 
 def scale_rows(x: Float[Array, "N C"], weights: Float[Array, " N"], groups: Groups) -> Float[Array, "N C"]:
-    """Each real row times its weight, multiplied in float32 and returned in the dtype of x; padding is 0."""
+    """Returns each real row times its weight, multiplied in float32 and returned in the dtype of x; padding is 0."""
     return zero_rows(x.astype(jnp.float32) * weights[:, None], groups.real).astype(x.dtype)
 
 
@@ -87,5 +87,5 @@ class Packing:
 
 
 def _call(act: Callable, h):
-    """act of the projections of h [N, G, F] in float32, in the dtype of h."""
+    """Returns the activation of h [N, G, F], computed in float32 and returned in the dtype of h."""
     return act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)

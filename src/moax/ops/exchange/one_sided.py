@@ -119,7 +119,7 @@ class OneSided:
         return implementation(KERNELS).gather_sum(rows, position)
 
     def _put(self, static: CombineSpec, arrays: Sequence, source, places, way: int, out_rows: int) -> list:
-        """`put_rows` for arrays of any width: rows are padded to whole 16 bytes, and the padding is cut off."""
+        """Runs `put_rows` for arrays of any width: rows are padded to whole 16 bytes, and the padding is cut off."""
         roles = static.roles
         axes = tuple((name, roles.size((name,))) for name in roles.ep)
         arrived = self.put_rows([_pad(v) for v in arrays], source, places, way, out_rows, axes, static.sms)
@@ -127,7 +127,8 @@ class OneSided:
 
 
 def split_words(words, like: Sequence) -> list:
-    """The narrow arrays that the words [R, V] hold side by side; the arrays of `like` have their widths and dtypes.
+    """Returns the narrow arrays that the words [R, V] hold side by side; the arrays of `like` have their widths and
+    dtypes.
 
     Three i32 ids and 5 scales of one byte are V = 3 + 2 words; the last three bytes of a row are padding.
     """
@@ -140,17 +141,17 @@ def split_words(words, like: Sequence) -> list:
 
 
 def _words(width: int, dtype) -> int:
-    """The number of words that a row of `width` elements takes."""
+    """Returns the number of words that a row of `width` elements takes."""
     return -(-width * dtype.itemsize // WORD)
 
 
 def _pad(v):
-    """v, with columns of zeros up to rows of whole 16 bytes: a bulk copy moves multiples of 16 bytes."""
+    """Returns v, with columns of zeros up to rows of whole 16 bytes: a bulk copy moves multiples of 16 bytes."""
     return jnp.pad(v, ((0, 0), (0, -v.shape[1] % (COPY_BYTES // v.dtype.itemsize))))
 
 
 def _to_words(v):
-    """The bytes of v [T, C], of 4 bytes or 1 byte an element, as words [T, V] i32."""
+    """Returns the bytes of v [T, C], of 4 bytes or 1 byte an element, as words [T, V] i32."""
     if v.dtype.itemsize == WORD:
         return lax.bitcast_convert_type(v, jnp.int32)
     v = jnp.pad(v, ((0, 0), (0, -v.shape[1] % WORD)))
@@ -158,6 +159,6 @@ def _to_words(v):
 
 
 def _from_words(words, like):
-    """The inverse of `_to_words`; `like` has the width and dtype of the result."""
+    """Returns the inverse of `_to_words`; `like` has the width and dtype of the result."""
     values = lax.bitcast_convert_type(words, like.dtype)
     return values.reshape(words.shape[0], -1)[:, : like.shape[1]]

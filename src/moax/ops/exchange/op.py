@@ -122,11 +122,13 @@ class _Sized[S: CombineSpec](NamedTuple):
 
 
 def dispatch_forward(static: ExchangeSpec, x, experts, weights) -> Received:
-    """`dispatch` of one device.
+    """Runs `dispatch` on one device.
 
     Args:
       static: the spec of the exchange.
-      x: [T, H]. experts: [T, K] i32, ids of the whole mesh. weights: [T, K] f32.
+      x: [T, H].
+      experts: [T, K] i32, ids of the whole mesh.
+      weights: [T, K] f32.
 
     Returns:
       Received of this rank: rows [R, H], local experts [R, K], weights [R, K], and the plan for the way back.
@@ -150,7 +152,7 @@ def dispatch_forward(static: ExchangeSpec, x, experts, weights) -> Received:
 
 
 def dispatch_backward(static: CombineSpec, sent: Sent, d_rows, d_weights_rows, tokens: int) -> tuple[Array, Array]:
-    """The transpose of `dispatch_forward`, of one device.
+    """Computes the transpose of `dispatch_forward`, of one device.
 
     Args:
       static: the spec of the forward.
@@ -168,19 +170,27 @@ def dispatch_backward(static: CombineSpec, sent: Sent, d_rows, d_weights_rows, t
 
 
 def combine_forward(static: CombineSpec, rows, sent: Sent, tokens: int) -> Array:
-    """`combine` of one device: [R, H] to [T, H]. sent: `Received.slots` of the dispatch. tokens: T."""
+    """Runs `combine` on one device: rows [R, H] to y [T, H].
+
+    `sent` is `Received.slots` of the dispatch, and `tokens` is T.
+    """
     with jax.named_scope("combine"):
         return TRANSPORTS[static.transport].combine(static, (rows,), sent, tokens)[0]
 
 
 def combine_backward(static: CombineSpec, dy, sent: Sent) -> Array:
-    """The transpose of `combine_forward`, of one device: dy [T, H] to d_rows [R, H], quantized on its way where
-    `static.wire` is a format. sent: `Received.slots` of the dispatch."""
+    """Computes the transpose of `combine_forward` on one device: dy [T, H] to d_rows [R, H].
+
+    dy is quantized on the wire where `static.wire` is a format. `sent` is `Received.slots` of the dispatch.
+    """
     return send_rows(static, dy, (), sent).rows
 
 
 def dispatch_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """The Transfers of `dispatch_forward` with T tokens of K experts: those of the plan, rows, ids and weights."""
+    """Returns the Transfers of `dispatch_forward` with T tokens of K experts.
+
+    They are those of the plan, of rows, ids and weights.
+    """
     transport = TRANSPORTS[static.transport]
     columns = (*wire_columns(width, dtype, static.wire), (top_k, "int32"), (top_k, "float32"))
     plan = transport.cost(static, tokens, top_k, "plan", ())
@@ -188,24 +198,24 @@ def dispatch_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dty
 
 
 def dispatch_backward_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """The Transfers of `dispatch_backward`: the gradients of rows and of weights travel."""
+    """Returns the Transfers of `dispatch_backward`: the gradients of rows and of weights travel."""
     columns = ((width, dtype), (top_k, "float32"))
     return TRANSPORTS[static.transport].cost(static, tokens, top_k, "combine", columns)
 
 
 def combine_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """The Transfers of `combine_forward`: rows travel."""
+    """Returns the Transfers of `combine_forward`: rows travel."""
     return TRANSPORTS[static.transport].cost(static, tokens, top_k, "combine", ((width, dtype),))
 
 
 def combine_backward_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """The Transfers of `combine_backward`: the gradients of tokens travel."""
+    """Returns the Transfers of `combine_backward`: the gradients of tokens travel."""
     columns = wire_columns(width, dtype, static.wire)
     return TRANSPORTS[static.transport].cost(static, tokens, top_k, "send", columns)
 
 
 def _dispatch_forward(view: MeshView, static: _Sized[ExchangeSpec], x, experts, weights):
-    """The forward of the `custom_vjp`: the arrays of Received, and the residuals."""
+    """Runs the forward of the `custom_vjp` and returns the arrays of Received, and the residuals."""
     results = _dispatch_op(view, static, x, experts, weights)
     results = results if TRANSPORTS[static.spec.transport].has_slots else (*results, None)
     mine = jnp.asarray(results[1]) < static.spec.local_experts
@@ -213,7 +223,7 @@ def _dispatch_forward(view: MeshView, static: _Sized[ExchangeSpec], x, experts, 
 
 
 def _dispatch_backward(view: MeshView, static: _Sized[ExchangeSpec], saved, cotangents):
-    """The backward of the `custom_vjp`: the gradients of x and weights."""
+    """Runs the backward of the `custom_vjp` and returns the gradients of x and weights."""
     sent, mine = saved
     d_weights = jnp.where(mine, cotangents[2], 0.0)
     dx, d_weights = _dispatch_grad_op(view, static, sent, cotangents[0], d_weights)
@@ -224,12 +234,12 @@ _dispatch = differentiable(_dispatch_forward, _dispatch_backward)
 
 
 def _combine_forward(view: MeshView, static: _Sized[CombineSpec], rows, sent):
-    """The forward of the `custom_vjp`: y, and the plan."""
+    """Runs the forward of the `custom_vjp` and returns y, and the plan."""
     return _combine_op(view, static, rows, sent)[0], sent
 
 
 def _combine_backward(view: MeshView, static: _Sized[CombineSpec], sent, dy):
-    """The backward of the `custom_vjp`: the gradient of the rows."""
+    """Runs the backward of the `custom_vjp` and returns the gradient of the rows."""
     return _combine_grad_op(view, static, dy, sent)[0], None
 
 
@@ -237,14 +247,14 @@ _combine = differentiable(_combine_forward, _combine_backward)
 
 
 def _dispatch_shards(static: _Sized[ExchangeSpec], layout, x, experts, weights):
-    """The arrays of `dispatch_forward`, as a tuple."""
+    """Returns the arrays of `dispatch_forward`, as a tuple."""
     received = dispatch_forward(static.spec, x, experts, weights)
     results = (received.rows, received.experts, received.weights, received.count, received.dropped)
     return results if received.slots is None else (*results, received.slots)
 
 
 def _by_tokens(count):
-    """The contract of an op whose operands and `count(static)` results are all split as the tokens are."""
+    """Returns the contract of an op whose operands and `count(static)` results are all split as the tokens are."""
 
     def contract(static, operands, found_specs):
         del found_specs
@@ -255,7 +265,7 @@ def _by_tokens(count):
 
 
 def _own_dims(sent):
-    """The strings of a Shardy rule for the plan, which shares no dim with another operand."""
+    """Returns the strings of a Shardy rule for the plan, which shares no dim with another operand."""
     return ("",) * len(jax.tree.leaves(sent))
 
 

@@ -26,7 +26,7 @@ def slots_per_pair(tokens: int, top_k: int, ranks: int, capacity_factor: float |
 
 
 def balanced_rows(tokens: int, top_k: int, ranks: int, num_experts: int) -> int:
-    """T (1 - C(E - E/ranks, K) / C(E, K)), rounded up, with binomials C.
+    """Returns T (1 - C(E - E/ranks, K) / C(E, K)), rounded up, with binomials C.
 
     So many tokens want one rank, on average, if every choice of K experts is equally likely.
 
@@ -38,12 +38,12 @@ def balanced_rows(tokens: int, top_k: int, ranks: int, num_experts: int) -> int:
 
 
 def find_owners(experts: Int[Array, "T K"], local_experts: int) -> Int[Array, "T K"]:
-    """The rank that owns each expert: rank i owns experts [i local_experts, (i + 1) local_experts)."""
+    """Returns the rank that owns each expert: rank i owns experts [i local_experts, (i + 1) local_experts)."""
     return lax.div(experts, jnp.full_like(experts, local_experts))
 
 
 def count_dropped(owner: Int[Array, "T K"], slot: Int[Array, "T ranks"], slots: int) -> Int[Array, " 1"]:
-    """How many assignments (token, expert) go to a rank for which their token has no slot."""
+    """Returns how many assignments (token, expert) go to a rank for which their token has no slot."""
     tokens, ranks = slot.shape
     if slots >= tokens:
         return jnp.zeros(1, jnp.int32)
@@ -53,7 +53,7 @@ def count_dropped(owner: Int[Array, "T K"], slot: Int[Array, "T ranks"], slots: 
 
 
 def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"]]:
-    """The slot of each token for each rank, and how many tokens want each rank up to the end of each 32 tokens.
+    """Returns the slot of each token for each rank, and how many tokens want each rank up to the end of each 32 tokens.
 
     Tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0} have the slots (0, 0), (T, 1), (1, T): T marks a rank that the token
     does not want. The counts are ((2,), (2,)).
@@ -81,12 +81,12 @@ def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T rank
 
 
 def _count_bits(bits):
-    """The number of set bits of each word, as i32."""
+    """Returns the number of set bits of each word, as i32."""
     return lax.population_count(bits).astype(jnp.int32)
 
 
 def plan_sends(slot: Int[Array, "T ranks"], sent, kept: Int[Array, "ranks ranks"], rank, entries: int) -> SendPlan:
-    """The SendPlan of one rank.
+    """Returns the SendPlan of one rank.
 
     Rank 0 of 2 has tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0}, so its `slot` is (0, 0), (T, 1), (1, T). Rank 1
     sends 1 row to rank 0 and none to itself, so `kept` is ((2, 2), (1, 0)). Then rank 0 sends `token` = (0, 2, 0, 1),

@@ -23,7 +23,7 @@ EXCHANGES = get_args(Exchange)
 
 
 def find_transport(exchange: str, roles: Roles | None = None) -> str:
-    """The name of the transport that `exchange` means; nothing is asked of this machine.
+    """Returns the name of the transport that `exchange` means; nothing is asked of this machine.
 
     Args:
       exchange: `auto`, which is all_gather, or the name of a transport.
@@ -42,7 +42,7 @@ def find_transport(exchange: str, roles: Roles | None = None) -> str:
 
 
 def select_transport(exchange: str, view: MeshView | None = None, row_bytes: int | None = None) -> str:
-    """The name of the transport that `exchange` means, which this machine can run.
+    """Returns the name of the transport that `exchange` means, which this machine can run.
 
     Args:
       exchange: `auto`, which is all_gather, or the name of a transport.

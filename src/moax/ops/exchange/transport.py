@@ -103,7 +103,7 @@ class Transfer:
 
 
 def collective(kind: str, dtype: str, shape: Sequence[int], roles: Roles, axes: Names) -> Transfer:
-    """The Transfer of a collective by the ring algorithm.
+    """Returns the Transfer of a collective by the ring algorithm.
 
     With b the bytes of the result and g devices, a device sends b (g-1)/g of an all-gather or all-to-all, 2 b (g-1)/g
     of an all-reduce and b (g-1) of a reduce-scatter. An all-gather to 1024 bytes in a group of 4 sends 768.
@@ -142,7 +142,7 @@ class Transport(Protocol):
     def portable(self) -> bool: ...
 
     def plan(self, static: ExchangeSpec, experts: Int[Array, "T K"]) -> tuple[Sent, Int[Array, " 1"]]:
-        """Which tokens this rank sends where, and how many of its assignments (token, expert) found no slot."""
+        """Returns which tokens this rank sends where, and how many of its assignments (token, expert) found no slot."""
         ...
 
     def send(self, static: CombineSpec, rows: Array, narrow: Sequence[Array], sent: Sent) -> Arrived:
@@ -153,14 +153,14 @@ class Transport(Protocol):
         ...
 
     def combine(self, static: CombineSpec, arrays: Sequence[Array], sent: Sent, tokens: int) -> list[Array]:
-        """The transpose of `send`: y[t] is the sum, over the ranks that t went to, of its row there.
+        """Computes the transpose of `send`: y[t] is the sum, over the ranks that t went to, of its row there.
 
         This holds for each of the arrays [R, W].
         """
         ...
 
     def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
-        """Why the transport cannot run on the mesh of `view` and this machine; None where it can.
+        """Returns why the transport cannot run on the mesh of `view` and this machine; None where it can.
 
         `row_bytes` are the bytes of a row. Where `view` or `row_bytes` is None, the question is about this machine
         alone.
@@ -168,26 +168,27 @@ class Transport(Protocol):
         ...
 
     def why_not_on(self, gpus: int, host: int, kernels: str) -> str | None:
-        """Why the transport cannot run on a mesh of `gpus` GPUs, `host` of them in each machine; None where it can.
+        """Returns why the transport cannot run on a mesh of `gpus` GPUs, `host` of them in each machine; None where it
+        can.
 
         The answer does not depend on this machine. `kernels` is the name of the implementation.
         """
         ...
 
     def received_rows(self, tokens: int, ranks: int, slots: int) -> int:
-        """R: the rows of the buffer that a rank receives into."""
+        """Returns R, the rows of the buffer that a rank receives into."""
         ...
 
     def buffer_rows(self, tokens: int, top_k: int, ranks: int, slots: int) -> int:
-        """The rows of all buffers of an exchange: the received rows, and copies that are sent or summed."""
+        """Returns the rows of all buffers of an exchange: the received rows, and copies that are sent or summed."""
         ...
 
     def plan_entries(self, tokens: int, top_k: int, ranks: int, slots: int) -> int:
-        """The number of i32 entries of the plan, which forward leaves to backward."""
+        """Returns the number of i32 entries of the plan, which forward leaves to backward."""
         ...
 
     def cost(self, static: ExchangeSpec, tokens: int, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
-        """The Transfers of one step, if each token takes K experts at random.
+        """Returns the Transfers of one step, if each token takes K experts at random.
 
         Args:
           static: the spec of the exchange.

@@ -19,14 +19,15 @@ from moax.recipe import Format
 
 
 def wire_bytes(x, wire: Format | None = None) -> int:
-    """The bytes of a row of x on the wire, without its scales."""
+    """Returns the bytes of a row of x on the wire, without its scales."""
     return x.shape[-1] * (1 if wire is not None else x.dtype.itemsize)
 
 
 def wire_columns(width: int, dtype: str, wire: Format | None) -> Columns:
-    """(width, dtype) of each array that travels for rows of `width` elements: the rows, and their scales if quantized.
+    """Returns (width, dtype) of each array that travels for rows of `width` elements.
 
-    Rows of 2048 bfloat16 in a format of 128 float32 blocks travel as ((2048, "uint8"), (16, "float32")).
+    These are the rows, and their scales if they are quantized. Rows of 2048 bfloat16 in a format of 128 float32 blocks
+    travel as ((2048, "uint8"), (16, "float32")).
     """
     if wire is None:
         return ((width, dtype),)

@@ -109,7 +109,7 @@ def activate_grad_quantize(
     dtype_dy=jnp.float8_e4m3fn,
     pow2: bool = False,
 ) -> tuple[KMajorFp8, KMajorFp8, KMajorFp8, Float[Array, "J N"]]:
-    """(a * weight by columns, d_h by rows, d_h by columns, inner), quantized but for inner.
+    """Returns (a * weight by columns, d_h by rows, d_h by columns, inner), quantized but for inner.
 
     inner[j, n] is the sum of d_a a over columns 128 j to 128 j + 127.
 
@@ -198,7 +198,7 @@ def activate_grad_quantize(
 
 
 def check_h(h, gated: bool, columns: int = BLOCK) -> tuple[int, int]:
-    """N and F of h [N, G F]. Raises Unsupported unless h is bf16, 128 divides N and `columns` divides F."""
+    """Returns N and F of h [N, G F]. Raises Unsupported unless h is bf16, 128 divides N and `columns` divides F."""
     size, width = h.shape[0], h.shape[1] // (1 + gated)
     if h.dtype != jnp.bfloat16:
         raise Unsupported(f"h is {h.dtype}; the kernel takes bfloat16")
@@ -208,12 +208,12 @@ def check_h(h, gated: bool, columns: int = BLOCK) -> tuple[int, int]:
 
 
 def _out(shape, dtype):
-    """The types of data with this shape, and of scales of blocks along its last dim."""
+    """Returns the types of data with this shape, and of scales of blocks along its last dim."""
     return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((shape[1] // BLOCK, shape[0]), jnp.float32)
 
 
 def tiles_of(x, tiles, i, j, width: int):
-    """A pair (part of x, tile) for each tile: tile g takes rows i and columns j of the g-th projection of x."""
+    """Returns a pair (part of x, tile) for each tile: tile g takes rows i and columns j of the g-th projection of x."""
     rows, columns = tiles[0].shape
     at = pl.ds(i * rows, rows)
     return [(x.at[at, pl.ds(g * width + j * columns, columns)], tile) for g, tile in enumerate(tiles)]
@@ -225,29 +225,29 @@ def zero_half(tiles, count, barrier) -> None:
 
 
 def part_at(half, step, part: int):
-    """The index of a part of a tile: half of the rows, and columns step * part to (step + 1) * part - 1."""
+    """Returns the index of a part of a tile: half of the rows, and columns step * part to (step + 1) * part - 1."""
     return pl.ds(half * HALF, HALF), pl.ds(pl.multiple_of(step * part, part), part)
 
 
 def load_part(tile, at):
-    """The part of a tile at the index `at`, as f32."""
+    """Returns the part of a tile at the index `at`, as f32."""
     return plgpu.load(tile.at[at], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
 def rounded(x):
-    """x rounded to bf16, as f32."""
+    """Returns x rounded to bf16, as f32."""
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
 
 
 def row_values(x, first, part: int):
-    """The f32 values x[first] to x[first + 63] of 64 rows, as an array [64, part] with equal columns."""
+    """Returns the f32 values x[first] to x[first + 63] of 64 rows, as an array [64, part] with equal columns."""
     value = plgpu.load(x.at[pl.ds(first, HALF)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     return lax.broadcast_in_dim(value, (HALF, part), [0])
 
 
 def with_grads(act: Callable) -> Callable:
-    """The function (d, *inputs) -> (act(*inputs), and the gradient of act by each input, times d)."""
+    """Returns the function (d, *inputs) -> (act(*inputs), and the gradient of act by each input, times d)."""
 
     def run(d, *inputs):
         a, pull = jax.vjp(act, *inputs)
@@ -257,7 +257,10 @@ def with_grads(act: Callable) -> Callable:
 
 
 def part_of(act: Callable, gated: bool) -> int:
-    """The columns of a gradient that a warpgroup computes at one time: PART, or half of it for a long formula."""
+    """Returns the columns of a gradient that a warpgroup computes at one time.
+
+    They are PART, or half of it for a long formula.
+    """
 
     def length(jaxpr) -> int:
         return sum(1 if (inner := _called(eqn)) is None else length(inner.jaxpr) for eqn in jaxpr.eqns)
@@ -267,12 +270,12 @@ def part_of(act: Callable, gated: bool) -> int:
 
 
 def _called(eqn):
-    """The closed jaxpr of a call, such as that of jit or of a custom derivative; None for an operation."""
+    """Returns the closed jaxpr of a call, such as that of jit or of a custom derivative; None for an operation."""
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
 
 
 def evaluate(f: Callable, *args) -> list:
-    """The flat results of f(*args), computed with primitives that Mosaic knows.
+    """Returns the flat results of f(*args), computed with primitives that Mosaic knows.
 
     Calls are inlined, and `add_any`, by which JAX sums cotangents, becomes an addition.
     """

@@ -98,7 +98,7 @@ def activate_grad_rows(
     *,
     weights: Float[Array, " N"],
 ) -> tuple[Float[Array, "N F"], Float[Array, "N GF"], Float[Array, "J N"]]:
-    """(a * weight, d_h, inner), with inner[j, n] the sum of d_a a over the j-th tile of columns.
+    """Returns (a * weight, d_h, inner), with inner[j, n] the sum of d_a a over the j-th tile of columns.
 
     Args:
       h: [N, G F] bf16, as in `activate_rows`. G is the width of h divided by the width of d_a.
@@ -159,12 +159,15 @@ def activate_grad_rows(
 
 
 def _columns(width: int) -> int:
-    """The columns of a tile, which divide F."""
+    """Returns the columns of a tile, which divide F."""
     return next(n for n in COLUMNS if width % n == 0)
 
 
 def _scratch(count: int, dtype, columns: int, part: int) -> dict:
-    """The shared memory of a kernel. Its tiles have boxes of `part` columns, since a kernel addresses whole boxes."""
+    """Returns the shared memory of a kernel.
+
+    Its tiles have boxes of `part` columns, since a kernel addresses whole boxes.
+    """
     transforms = (plgpu.TilingTransform((8, part)), plgpu.SwizzleTransform(part * jnp.dtype(dtype).itemsize))
     tile = plgpu.SMEM((HALF, columns), dtype, transforms=transforms)
     return dict(tiles=[tile] * count, loaded=plgpu.Barrier(num_arrivals=count), met=plgpu.Barrier())

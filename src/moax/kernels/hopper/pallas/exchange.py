@@ -138,7 +138,7 @@ def put_rows(
 
 
 def place(i, ends: Sequence, shifts: Sequence) -> tuple[Any, Any]:
-    """The rank that row i goes to, and its row on that rank."""
+    """Returns the rank that row i goes to, and its row on that rank."""
     peer, shift = jnp.int32(0), shifts[0]
     for p in range(1, len(ends)):
         peer, shift = jnp.where(i < ends[p - 1], peer, p), jnp.where(i < ends[p - 1], shift, shifts[p])
@@ -146,7 +146,10 @@ def place(i, ends: Sequence, shifts: Sequence) -> tuple[Any, Any]:
 
 
 def coordinates(rank, axes: tuple[tuple[str, int], ...]) -> Any:
-    """The index of a rank along each axis. The last axis counts fastest: rank 5 of (("a", 2), ("b", 4)) is a 1, b 1."""
+    """Returns the index of a rank along each axis. The last axis counts fastest.
+
+    Rank 5 of the axes (("a", 2), ("b", 4)) is 1 along a and 1 along b.
+    """
     indices = {}
     for name, size in reversed(axes):
         indices[name] = lax.rem(rank, jnp.int32(size))

@@ -183,7 +183,7 @@ def gather_sum(
 
 
 def _row_bytes(name: str, x) -> int:
-    """The bytes of a row of x. Raises Unsupported unless they are a multiple of 16."""
+    """Returns the bytes of a row of x. Raises Unsupported unless they are a multiple of 16."""
     row = x.shape[1] * x.dtype.itemsize
     if row % 16:
         raise Unsupported(f"{name} has shape {x.shape} {x.dtype}: rows of {row} bytes, no multiple of 16")
@@ -191,21 +191,27 @@ def _row_bytes(name: str, x) -> int:
 
 
 def _rows_at_once(total: int, terms: int, copy: int, in_flight: int) -> int:
-    """The rows of a block of threads, a power of two that divides `total`; a row is `terms` copies of `copy` bytes."""
+    """Returns the rows of a block of threads, a power of two that divides `total`.
+
+    A row is `terms` copies of `copy` bytes.
+    """
     most = min(MOST_COPIES, in_flight // copy) // terms
     return next(n for n in (16, 8, 4, 2, 1) if total % n == 0 and n <= max(most, 1))
 
 
 def _part(width: int, size: int, terms: int, in_flight: int) -> int:
-    """The columns of a block of threads: the most that divide the width and fit `in_flight` bytes `terms` times.
+    """Returns the columns of a block of threads, a multiple of 16 bytes.
 
-    They are a multiple of 16 bytes, and `size` is the bytes of an element.
+    They are the most that divide the width and fit `in_flight` bytes `terms` times. `size` is the bytes of an element.
     """
     parts = [width // n for n in range(1, width + 1) if width % n == 0 and width // n * size % 16 == 0]
     return next((p for p in parts if terms * p * size <= in_flight), parts[-1])
 
 
 def _vector(part: int, size: int) -> int:
-    """The elements of a vector: 16 bytes, or fewer where 16 bytes would leave over a quarter of the threads idle."""
+    """Returns the elements of a vector: those of 16 bytes, or fewer.
+
+    They are fewer where 16 bytes would leave over a quarter of the threads idle.
+    """
     most = 16 // size
     return next((v for v in (most, most // 2) if align_up(part, v * THREADS) <= 1.25 * part), max(most // 4, 1))

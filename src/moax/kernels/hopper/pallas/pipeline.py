@@ -51,7 +51,7 @@ class TileConfig:
 
 
 def swizzle_of(*rows: int) -> int:
-    """The swizzle, in bytes, of operands whose contiguous dims have these sizes in bytes.
+    """Returns the swizzle, in bytes, of operands whose contiguous dims have these sizes in bytes.
 
     A box of the copy engine is as wide as the swizzle and must divide each size. wgmma takes both operands in the same
     swizzle. Sizes of 256 and 192 bytes have the swizzle 64.
@@ -66,17 +66,17 @@ def swizzle_of(*rows: int) -> int:
 
 
 def swizzled(dtype, swizzle: int) -> tuple:
-    """The transforms of shared memory for wgmma and the copy engine: tiles of 8 rows by `swizzle` bytes."""
+    """Returns the transforms of shared memory for wgmma and the copy engine: tiles of 8 rows by `swizzle` bytes."""
     return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def stage(tile: TileConfig, rows: int, columns: int, dtype, swizzle: int):
-    """The shared memory of all stages of an operand; a stage is [rows, columns]."""
+    """Returns the shared memory of all stages of an operand; a stage is [rows, columns]."""
     return plgpu.SMEM((tile.stages, rows, columns), dtype, transforms=swizzled(dtype, swizzle))
 
 
 def sweep(tile, rows, columns, width: int):
-    """The (row, column) of tile number `tile` of `rows` x `columns` tiles; `rows` may be traced.
+    """Returns the (row, column) of tile number `tile` of `rows` x `columns` tiles; `rows` may be traced.
 
     `width` rows sweep all columns together, then the next `width` rows. With width 2 and 3 columns, tiles 0, 1, 2 are
     (0, 0), (1, 0), (0, 1).
@@ -87,7 +87,7 @@ def sweep(tile, rows, columns, width: int):
 
 
 def add_bias(total, bias, group, column):
-    """total [64, c] + bias[group, column : column + c], in float32."""
+    """Returns total [64, c] + bias[group, column : column + c], in float32."""
     some = bias.at[group, pl.ds(column, total.shape[1])]
     return total + lax.broadcast_in_dim(
         plgpu.load(some, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False), total.shape, [1]
@@ -95,7 +95,7 @@ def add_bias(total, bias, group, column):
 
 
 def pad_bias(bias, span: int):
-    """A bias [E, N] in float32, padded to a multiple of `span` columns, because edge tiles read past N."""
+    """Returns a bias [E, N] in float32, padded to a multiple of `span` columns, because edge tiles read past N."""
     return jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, -bias.shape[1] % span)))
 
 

@@ -251,7 +251,7 @@ def launch(kernel, out, grid: dict[str, int], scratch: dict, warpgroups: int = 1
 
 
 def tile_buffer(dtype, width: int, rows: int = BLOCK, together: int = 8):
-    """SMEM for a tile of an array of this width, with boxes of columns that divide the width, as TMA needs.
+    """Returns SMEM for a tile of an array of this width, with boxes of columns that divide the width, as TMA needs.
 
     `together` is the least number of rows that one copy brings.
     """
@@ -309,13 +309,13 @@ def zero_tail(tiles, count, halves, barrier) -> None:
 
 
 def rows_of(tile, half, optimized: bool = True):
-    """Half of the rows of a tile as f32 [64, 128]: rows 0 to 63, or 64 to 127."""
+    """Returns half of the rows of a tile as f32 [64, 128]: rows 0 to 63, or 64 to 127."""
     rows = tile.at[pl.ds(half * HALF, HALF)]
     return plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=optimized).astype(jnp.float32)
 
 
 def columns_of(tile, half, sliced: bool = True):
-    """Half of the columns of a tile, transposed, f32 [64, 128].
+    """Returns half of the columns of a tile, transposed, f32 [64, 128].
 
     `sliced` loads a slice of the tile. The swizzle counts from the beginning of the slice, which must then be a
     multiple of 1024 bytes. Otherwise the kernel loads all columns, and the compiler drops the loads of the other half.
@@ -326,7 +326,7 @@ def columns_of(tile, half, sliced: bool = True):
 
 
 def amax(value):
-    """The maximum of |value| in each row of [64, 128], over the finite elements."""
+    """Returns the maximum of |value| in each row of [64, 128], over the finite elements."""
     # The product drops the sign, and the sum wraps NaN and Inf around to the smallest numbers. These are two integer
     # instructions for each element.
     bits = lax.bitcast_convert_type(value, jnp.uint32)
@@ -335,7 +335,7 @@ def amax(value):
 
 
 def to_scale(amax, dtype, pow2: bool, of_zero: float = 1.0):
-    """The scales of blocks with these maxima; `of_zero` where a maximum is 0 or too small to divide by."""
+    """Returns the scales of blocks with these maxima; `of_zero` where a maximum is 0 or too small to divide by."""
     scale = amax * (1.0 / float(jnp.finfo(dtype).max))
     scale = jnp.where(scale < TINY, of_zero, scale)
     if not pow2:
@@ -377,7 +377,7 @@ def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool
 
 
 def _scratch(x, data, gathered: bool = False) -> dict:
-    """The shared memory of a kernel: a tile, and a buffer of half a tile through which all results leave in turn.
+    """Returns the shared memory of a kernel: a tile, and a buffer of half a tile for all results in turn.
 
     An SM then holds four blocks of threads.
     """
@@ -391,5 +391,5 @@ def _scratch(x, data, gathered: bool = False) -> dict:
 
 
 def _pad(x, dim: int):
-    """x with zeros along `dim`, up to a multiple of 32, because a row of 16 bytes has no swizzle."""
+    """Returns x with zeros along `dim`, up to a multiple of 32, because a row of 16 bytes has no swizzle."""
     return x if x.shape[dim] % 32 == 0 else jnp.pad(x, [(0, 16 if d == dim else 0) for d in range(x.ndim)])

@@ -33,7 +33,7 @@ WGRAD_FP8 = (TileConfig(128, 4, 8, 1, 3), TileConfig(128, 4, 8, 2, 3), TileConfi
 
 
 def tile_key(op: str, contracted: int, columns: int, rows_per_group: int) -> str:
-    """The key of a product's shape.
+    """Returns the key of a product's shape.
 
     The rows of a group are rounded up to a power of two: 300 rows have the key R512.
     """
@@ -41,13 +41,13 @@ def tile_key(op: str, contracted: int, columns: int, rows_per_group: int) -> str
 
 
 def user_table() -> Path:
-    """The path of the user's table, which `moax tune` writes. There may be no such file."""
+    """Returns the path of the user's table, which `moax tune` writes. There may be no such file."""
     return Path.home() / ".cache" / "moax" / "tiles.json"
 
 
 @functools.cache
 def read_table() -> Table:
-    """The packaged table, with the entries of the user's table in the place of its own.
+    """Returns the packaged table, with the entries of the user's table in the place of its own.
 
     A user's table that cannot be read is left out, and the log says so.
     """
@@ -61,7 +61,7 @@ def read_table() -> Table:
 
 
 def load(path: Path) -> Table:
-    """The table of tiles in a file; {} if there is no such file.
+    """Returns the table of tiles in a file; {} if there is no such file.
 
     Raises:
       ValueError: the file is no table of tiles.
@@ -84,7 +84,7 @@ def load(path: Path) -> Table:
 
 
 def candidates(op: str, columns: int) -> list[TileConfig]:
-    """The tiles that `moax tune` tries for a product of so many columns.
+    """Returns the tiles that `moax tune` tries for a product of so many columns.
 
     They are the tiles of the heuristic with several widths and clusters, without tiles whose last columns would mostly
     be idle.
@@ -97,13 +97,13 @@ def candidates(op: str, columns: int) -> list[TileConfig]:
 
 
 def pick_tile(op: str, contracted: int, columns: int, rows_per_group: int, device: str = "") -> TileConfig:
-    """The TileConfig of a product of these sizes on a device of this kind."""
+    """Returns the TileConfig of a product of these sizes on a device of this kind."""
     measured = read_table().get(device, {}).get(tile_key(op, contracted, columns, rows_per_group))
     if measured is not None:
         return TileConfig(*measured)
 
     def speed(tile: TileConfig) -> float:
-        """The relative speed of a tile, less the share of its columns that would be idle."""
+        """Returns the relative speed of a tile, less the share of its columns that would be idle."""
         span = tile.tile_n * tile.cluster
         return HEURISTIC[op][tile] * columns / (-(-columns // span) * span)
 
