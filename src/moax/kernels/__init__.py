@@ -104,7 +104,7 @@ class Implementation(Protocol):
     def quantize_for_matmul(
         self, x: Any, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = ()
     ) -> tuple[Operand, Operand]:
-        """Rows [M, ..., C] as two Operands: for a product over columns (forward, dgrad), and for wgrad."""
+        """Returns rows [M, ..., C] as two Operands: for a product over columns (forward, dgrad), and for wgrad."""
         ...
 
     def gather_and_quantize(
@@ -164,7 +164,7 @@ class Implementation(Protocol):
         ...
 
     def dequantize_wire(self, data: Any, words: Any, ends: Any, format: Format, dtype: Any) -> Float[Array, "R H"]:
-        """Rows [R, H] from their bytes `data` [R, H] and `words` [R, W] i32, which begin with the scales.
+        """Returns rows [R, H] from their bytes `data` [R, H] and `words` [R, W] i32, which begin with the scales.
 
         Rows from ends[-1] on may hold anything.
         """

@@ -276,7 +276,7 @@ def _permute_local(static: PermuteSpec, layout, x, experts):
 
 
 def _contract(results: int):
-    """Returns the contract of an op whose operands and so many results are all split as the tokens are."""
+    """Returns the contract of an op with so many results: tokens split all operands and results."""
 
     def contract(static: PermuteSpec, operands, found_specs):
         leading = spec(static.roles.tokens)

@@ -36,7 +36,7 @@ from moax.types import QArray
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: BlockedGroups, amax_over: Names = ()
 ) -> tuple[Any, Any]:
-    """Rows [M, ..., C] as [M, C] for a product over columns and as [C, M] for wgrad; one kernel reads the rows once."""
+    """Quantizes rows [M, ..., C] as [M, C] for a product over columns and as [C, M] for wgrad, in one read."""
     if not takes_fp8(recipe):
         return by_xla.quantize_for_matmul(x, recipe, role, groups, amax_over)
     format: Format = getattr(recipe, role)
@@ -71,7 +71,7 @@ def gather_and_quantize(
 
 @typed
 def _quantize_rows(x, blocks: Blocks, format: Format, *, scale=None, source=None):
-    """Rows by rows and by columns, quantized by one kernel."""
+    """Quantizes rows, by rows and by columns, in one kernel."""
     from moax.kernels.hopper.pallas.quantize import quantize_rows
 
     options = dict(source=source, dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
@@ -155,7 +155,7 @@ def quantize(x: Array, format: Format, block: tuple[int | None, ...], amax_over:
 
 @typed
 def _quantize_by_row(x, format: Format) -> KMajorFp8:
-    """Rows for the wire, quantized by a kernel, with the scales of each row side by side."""
+    """Quantizes rows for the wire by a kernel; the scales of a row lie side by side."""
     from moax.kernels.hopper.pallas.quantize import quantize_rows
 
     options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), columns=False, by_row=True)
@@ -171,7 +171,7 @@ def takes_wire(format: Format, rows: int, width: int) -> bool:
 
 
 def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: Format, dtype: Any):
-    """Rows [R, C] from their bytes and from words [R, W] i32, which begin with the scales.
+    """Returns rows [R, C] from their bytes and from words [R, W] i32, which begin with the scales.
 
     Rows from ends[-1] on may hold anything.
     """
@@ -182,7 +182,7 @@ def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: F
 
 @typed
 def _dequantize_rows(data, words, ends, dtype):
-    """Rows from the wire, dequantized by a kernel."""
+    """Dequantizes rows from the wire by a kernel."""
     from moax.kernels.hopper.pallas.quantize import dequantize_rows
 
     return dequantize_rows(data, words, ends, dtype=dtype)

@@ -66,7 +66,10 @@ def dequantize(q: QArray, dtype: Any = jnp.float32) -> Float[Array, ...]:
 
 
 def dequantize_wire(data: Array, words: Array, ends: Any, format: Format, dtype: Any) -> Float[Array, "R C"]:
-    """Rows [R, C] from their bytes and from words [R, W] i32, which begin with the scales. `ends` is not used."""
+    """Returns rows [R, C] from their bytes and from words [R, W] i32, which begin with the scales.
+
+    `ends` is not used.
+    """
     del ends
     count = -(-data.shape[1] // (format.block or data.shape[1]))
     scale = lax.bitcast_convert_type(words[:, :count], jnp.float32)
@@ -76,7 +79,7 @@ def dequantize_wire(data: Array, words: Array, ends: Any, format: Format, dtype:
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = ()
 ) -> tuple[Array | QArray, Array | QArray]:
-    """Rows [M, ..., C], with the columns as one dim, in blocks of columns and in blocks of rows.
+    """Returns rows [M, ..., C], with the columns as one dim, in blocks of columns and in blocks of rows.
 
     Without a format, both results are the rows in their own dtype.
     """

@@ -1,6 +1,6 @@
 """Exchange: tokens travel to the ranks that own their experts, and sums of those ranks' results travel back.
 
-| file           | what it holds                                                                   |
+| file           | contents                                                                        |
 |----------------|---------------------------------------------------------------------------------|
 | `op`           | `dispatch` and `combine`, their forward and backward of one device, their costs   |
 | `plan`         | which token travels in which slot, and where its row lies on the other rank       |
