@@ -20,7 +20,7 @@ from moax import backend, program
 from moax.arguments import mesh_of
 from moax.kernels import IMPLEMENTATIONS
 from moax.mesh.axes import ROLES
-from moax.ops.exchange import TRANSPORTS
+from moax.ops.exchange import EXCHANGES
 from moax.recipe import RECIPES
 from moax.tune import cases
 from moax.tune.timing import Repeats
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="block: whose kernels run (default: %(default)s)",
     )
-    add("--exchange", choices=TRANSPORTS, default="auto", help="block --mesh, train: how tokens reach the ranks of "
+    add("--exchange", choices=EXCHANGES, default="auto", help="block --mesh, train: how tokens reach the ranks of "
         "their experts (default: %(default)s)")  # fmt: skip
     add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
     add("--sms", metavar="NUMBERS", help="exchange: multiprocessors that our kernel takes, with commas, a row for each "

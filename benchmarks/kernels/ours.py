@@ -22,7 +22,7 @@ from moax.ops import grouped_matmul
 from moax.tune.cases import Direction
 from moax.tune.problem import Problem, dequantize
 
-KERNELS = "moax.kernels.hopper"
+KERNELS = "moax.kernels.hopper.pallas"
 
 
 class Call(NamedTuple):

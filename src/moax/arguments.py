@@ -10,7 +10,7 @@ import jax
 from moax.mesh.axes import ROLES
 from moax.mesh.devices import make_mesh
 from moax.mesh.partition import ENGINES
-from moax.ops.exchange import TRANSPORTS
+from moax.ops.exchange import EXCHANGES
 from moax.recipe import RECIPES
 
 Sizes = tuple[tuple[str, int], ...]
@@ -28,7 +28,7 @@ def add_execution(group, *, mesh: str, dtypes: tuple[str, ...]) -> None:
     add("--mesh", type=mesh_of, metavar="AXES", help=f"as fsdp=2,ep=4, of {', '.join(ROLES)} (default: {mesh})")
     add("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
     add("--recipe", choices=("none", *RECIPES), help="how products are quantized (default: none)")
-    add("--exchange", choices=TRANSPORTS, help="how tokens reach the ranks of their experts (default: auto)")
+    add("--exchange", choices=EXCHANGES, help="how tokens reach the ranks of their experts (default: auto)")
     add("--engine", choices=ENGINES, help="how ops are partitioned (default: auto)")
     add("--dtype", choices=dtypes, help="of activations")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 
 from moax import extras, program
 
@@ -101,7 +100,3 @@ class CommandParser(argparse.ArgumentParser):
         command.add_options(self)
         self.add_argument("--traceback", action="store_true", help="on an error, show where it arose")
         self.set_defaults(run=command.run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -85,13 +85,13 @@ def why_not(select, value: str) -> str | None:
 
 
 def kernels() -> list[Choice]:
-    """Whether the Mosaic kernels run, for what they are made for."""
+    """Whether the kernels for Hopper GPUs run, and for what they are made."""
     why = why_not(select_kernels, "hopper")
-    limits = f"for bfloat16, widths that are multiples of {32}"
+    limits = "for bfloat16, widths that are multiples of 32"
     return [
-        Choice("kernels", "auto", True, "xla" if why else f"mosaic {limits}; else xla"),
+        Choice("kernels", "auto", True, "xla" if why else f"hopper {limits}; else xla"),
         Choice("kernels", "hopper", why is None, why or limits),
-        Choice("kernels", "xla", True, "anywhere, slower than mosaic"),
+        Choice("kernels", "xla", True, "anywhere, slower than hopper"),
     ]
 
 

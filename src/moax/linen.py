@@ -22,9 +22,10 @@ from moax.config import MoEConfig
 from moax.extras import missing
 from moax.initialize import init
 from moax.mesh.axes import Axes
+from moax.mesh.partition import Engine
 from moax.mesh.specs import mesh_sizes
 from moax.ops.balance import update_router_bias
-from moax.options import Engine, Options
+from moax.options import Options
 from moax.params import MoEParams
 from moax.recipe import Recipe
 from moax.sharding import param_specs

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 from moax.mesh.axes import Axes
+from moax.mesh.partition import ENGINES, Engine
 from moax.recipe import Recipe, get_recipe
-
-Engine = Literal["auto", "custom_partitioning", "shard_map"]
-ENGINES = ("auto", "custom_partitioning", "shard_map")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,16 +30,16 @@ def run(name: str, act: Callable[[], int], *, traceback: bool = False) -> int:
         return code
     except BrokenPipeError:  # as in `moax info | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout when it ends
-        return _leave(141)
+        return leave(141)
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
-        return _leave(130)
+        return leave(130)
     except Exception as error:
         if traceback or (found := explain(error)) is None:
             raise
         message, code = found
         print(f"{name}: error: {message}", file=sys.stderr)
-        return _leave(code)
+        return leave(code)
 
 
 def explain(error: Exception) -> tuple[str, int] | None:
@@ -49,7 +49,7 @@ def explain(error: Exception) -> tuple[str, int] | None:
         return None if said is None else (said, 1)
     if isinstance(error, ValueError | Unsupported | OSError) or _is_of_jax(error):
         code = 2 if isinstance(error, ValueError) else 1
-        return f"{str(error).strip() or type(error).__name__}{_hint(error)}", code
+        return f"{str(error).strip() or type(error).__name__}{hint(error)}", code
     return None
 
 
@@ -93,6 +93,21 @@ def emulate(count: int) -> None:
         raise ValueError(f"--cpu-devices {count}: JAX already runs in this process, on {here} devices")
 
 
+def leave(code: int) -> int:
+    """The code to exit with. One of several processes ends here: an orderly exit waits for all processes, and a process
+    that still runs waits for this one."""
+    if _is_one_of_several():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def hint(error: Exception) -> str:
+    """What an error of JAX may mean where this is one of several processes."""
+    return "; another process may be gone: see what it said" if _is_of_jax(error) and _is_one_of_several() else ""
+
+
 def _is_of_jax(error: Exception) -> bool:
     """Whether JAX raised the error for want of memory, of a device or of a peer; no JAX, no such error."""
     if "jax" not in sys.modules:
@@ -102,19 +117,10 @@ def _is_of_jax(error: Exception) -> bool:
     return isinstance(error, JaxRuntimeError)
 
 
-def _hint(error: Exception) -> str:
-    """What an error of JAX may mean among several processes."""
-    if not _is_of_jax(error):
-        return ""
-    from moax.train import processes
-
-    return processes.hint(error)
-
-
-def _leave(code: int) -> int:
-    """The code to exit with; one of several processes ends here, for an orderly exit would wait for the others."""
+def _is_one_of_several() -> bool:
+    """Whether JAX is loaded, and connects this process to others."""
     if "jax" not in sys.modules:
-        return code
-    from moax.train import processes
+        return False
+    import jax
 
-    return processes.leave(code)
+    return jax.distributed.is_initialized()

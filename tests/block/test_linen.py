@@ -163,6 +163,7 @@ def test_computes_what_moe_does(way, options):
 
 
 @pytest.mark.parametrize("present", some([(("bi",),), (("bo",),), ((),)], 1))
+@pytest.mark.more
 def test_any_subset_of_biases(present):
     """Breaks if a user cannot take one expert bias out, as published models have one, both or none."""
     block = MoEBlock(FULL)

@@ -188,6 +188,7 @@ def test_any_subset_of_biases(present):
 @pytest.mark.parametrize(
     "dtype, param_dtype", some([("float32", "bfloat16"), ("bfloat16", "float32"), (None, "bfloat16")], 1)
 )
+@pytest.mark.more
 def test_dtypes(dtype, param_dtype):
     """Breaks if `dtype` is not what the block computes in and `param_dtype` what is stored, each by itself."""
     layer = make(dtype=dtype, param_dtype=param_dtype)
@@ -243,9 +244,8 @@ def test_no_bias_to_update():
         layer.update_router_bias(stats)
 
 
-@pytest.mark.parametrize(
-    "way", [way if way == "custom_partitioning" else pytest.param(way, marks=pytest.mark.more) for way in WAYS]
-)
+@pytest.mark.more
+@pytest.mark.parametrize("way", WAYS)
 def test_stacked_layers(way):
     """Breaks if layers made by `nnx.vmap` and run by `nnx.scan` are not layers one after the other, if their metadata
     lacks the new dim, or their biases cannot be updated together."""

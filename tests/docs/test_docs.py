@@ -1,6 +1,6 @@
 """README.md and docs/: their programs run as they stand and print what they say; the pages build, and miss nothing.
 
-Covers: two pages here, all of them in `make test-more`; commands; pictures; the public names of the reference.
+Covers: one page here, all of them in `make test-more`; commands; pictures; the public names of the reference.
 """
 
 import re
@@ -24,9 +24,9 @@ NAMES = {path: path.relative_to(ROOT).as_posix() for path in pages.PAGES}
 COMMANDS = [block for path in NAMES for block in pages.commands(path)]
 
 
-# Two pages stand for all of them here: the README, and one whose programs need a process of their own.
+# One page stands for all of them here.
 PROGRAMS = [p for p in NAMES if pages.programs(p)]
-SHORT = ("README.md", "docs/how-to/inspect.md")
+SHORT = ("README.md",)
 
 
 @pytest.mark.loose

@@ -22,7 +22,7 @@ pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 
 import moax
-from moax import cli
+from moax import cli, program
 from moax.mesh.devices import crossing, order
 from moax.train import processes
 from moax.train.data import Corpus
@@ -260,7 +260,7 @@ def test_one_process_needs_no_other():
     """Breaks if a plain run pays for, or waits on, what only several processes need."""
     assert processes.gather("a") == ["a"] and processes.together(lambda: 3) == 3 and processes.is_first()
     processes.agree(a=1)
-    assert processes.leave(5) == 5 and processes.hint(jax.errors.JaxRuntimeError("x")) == ""
+    assert program.leave(5) == 5 and program.hint(jax.errors.JaxRuntimeError("x")) == ""
     with pytest.raises(KeyError):
         processes.together(lambda: {}["x"])
 

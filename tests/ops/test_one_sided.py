@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax import backend
 from moax.kernels import hopper as by_kernels
-from moax.kernels.xla.quantization import dequantize, quantize
+from moax.kernels.scales import dequantize
+from moax.kernels.xla.quantization import quantize
 from moax.ops import combine, dispatch
 from moax.ops.exchange import select_transport
 from moax.ops.exchange.plan import find_slots, plan_sends

@@ -63,7 +63,7 @@ def key_of(cache: Path, engine: str, removed: bool, padding: int) -> str:
 
 @pytest.mark.parametrize(
     "engine, removed, same",
-    some([("shard_map", False, True), ("custom_partitioning", True, True), ("custom_partitioning", False, False)], 2),
+    some([("shard_map", False, True), ("custom_partitioning", True, True), ("custom_partitioning", False, False)], 1),
 )
 def test_two_processes(tmp_path, engine, removed, same):
     """Breaks if every start of a program compiles everything again: with shard_map, or with the flag. Without the flag

@@ -19,8 +19,8 @@ pytest.importorskip("optax")
 import moax
 from moax import arguments, backend, cli, extras, info, program
 from moax.errors import Unsupported
-from moax.kernels import select_kernels
-from moax.ops.exchange import TRANSPORTS
+from moax.kernels import IMPLEMENTATIONS, select_kernels
+from moax.ops.exchange import EXCHANGES
 from moax.recipe import RECIPES
 from moax.train.command import train_config
 from moax.train.presets import PRESETS
@@ -134,8 +134,8 @@ def test_info_says_what_runs(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] | {"processes": 1} == found["devices"] and found["devices"]["count"] == 8
     choices = {(choice["argument"], choice["value"]): choice for choice in found["choices"]}
-    assert {value for argument, value in choices if argument == "exchange"} == set(TRANSPORTS)
-    assert {value for argument, value in choices if argument == "kernels"} == set(backend.KERNELS)
+    assert {value for argument, value in choices if argument == "exchange"} == set(EXCHANGES)
+    assert {value for argument, value in choices if argument == "kernels"} == {"auto", *IMPLEMENTATIONS}
     assert {value for argument, value in choices if argument == "recipe"} == set(RECIPES)
     assert not choices["kernels", "hopper"]["runs"] and choices["kernels", "auto"]["note"] == "xla"
     for (argument, _), choice in choices.items():
@@ -146,7 +146,7 @@ def test_info_on_a_gpu_that_runs_kernels(monkeypatch):
     """Breaks if `moax info` on a Hopper GPU says that XLA runs, or that MXFP8 multiplies in FP8 there."""
     monkeypatch.setattr(backend, "on_hopper", lambda: True)
     assert all(choice.runs for choice in info.kernels())
-    assert info.kernels()[0].note.startswith("mosaic for bfloat16")
+    assert info.kernels()[0].note.startswith("hopper for bfloat16")
     assert [choice.value for choice in info.recipes() if choice.note.startswith("FP8")] == ["fp8_block", "fp8_tensor"]
 
 

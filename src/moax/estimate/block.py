@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from moax.config import MoEConfig
 from moax.errors import Unsupported
-from moax.estimate.hardware import Hardware, Kernels
-from moax.kernels import takes_fp8
+from moax.estimate.hardware import Hardware
+from moax.kernels import IMPLEMENTATIONS, is_installed, takes_fp8
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.specs import Layout, local_shape, spec, weight_layout
 from moax.ops.exchange import TRANSPORTS, ExchangeSpec, Transport, find_transport, refuse, slots_per_pair
@@ -34,7 +34,7 @@ class Execution:
 
     recipe: Recipe
     exchange: str
-    kernels: Kernels
+    kernels: str
     chunks: int
     remat: bool
     dtype: str
@@ -162,18 +162,20 @@ def make_shard(config: MoEConfig, sizes: dict[str, int], tokens: int, options: E
     )
 
 
-def find_kernels(kernels: str, on: Hardware) -> Kernels:
-    """The implementation that `kernels` means on this hardware: `auto` is the fastest one.
+def find_kernels(kernels: str, on: Hardware) -> str:
+    """The implementation that `kernels` means on this hardware: `auto` is the first of the table that runs there.
 
     Raises:
-      Unsupported: `hopper` on a GPU that has no such kernels.
+      ValueError: there is no implementation of this name.
+      Unsupported: the implementation does not run on this hardware.
     """
-    if kernels == "hopper" and on.kernels != "hopper":
-        raise Unsupported(
-            f"kernels='hopper': the kernels are for NVIDIA GPUs of compute capability 9.0, not for {on.name}; use "
-            "'auto' or 'xla'"
-        )
-    return "xla" if kernels == "xla" else on.kernels
+    if kernels not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"kernels={kernels!r} must be one of {', '.join(map(repr, ('auto', *IMPLEMENTATIONS)))}")
+    there = [name for name in IMPLEMENTATIONS if name in on.products and is_installed(name)]
+    if kernels != "auto" and kernels not in there:
+        others = " or ".join(map(repr, ("auto", *there)))
+        raise Unsupported(f"kernels={kernels!r}: moax has no such kernels for {on.name}; use {others}")
+    return there[0] if kernels == "auto" else kernels
 
 
 def _exchange(config, sizes, roles: Roles, part: int, options: Execution, on: Hardware) -> ExchangeSpec:
@@ -181,6 +183,6 @@ def _exchange(config, sizes, roles: Roles, part: int, options: Execution, on: Ha
     gpus = 1
     for size in sizes.values():
         gpus *= size
-    refuse(name, TRANSPORTS[name].why_not_on(gpus, on.host, on.kernels))
+    refuse(name, TRANSPORTS[name].why_not_on(gpus, on.host, options.kernels))
     slots = slots_per_pair(part, config.top_k, roles.size(roles.ep), config.capacity_factor)
     return ExchangeSpec(name, roles, slots, options.recipe.wire, num_experts=config.num_experts)

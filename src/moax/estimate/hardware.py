@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
-Kernels = Literal["hopper", "xla"]
-Rates = tuple[float, float, float]
+Rates = tuple[float, float, float]  # FLOP/s: forward, dgrad, wgrad
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """What the grouped products of one implementation reach: in bf16, and in FP8 (None: as operands dequantized)."""
+
+    bf16: Rates
+    fp8: Rates | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,15 +22,13 @@ class Hardware:
     Attributes:
       memory: bytes of a GPU.
       bf16_peak, fp8_peak: FLOP/s, dense. hbm_peak, nvlink_peak, network_peak: bytes/s of a GPU; the wires one way.
-      bf16: FLOP/s of a dense product and of a grouped one by the Hopper kernels, achievable: forward, dgrad, wgrad.
-      fp8: the same in FP8; None where moax has no kernels for FP8: operands are dequantized, and multiply as bf16.
+      dense: what dense products in bf16 reach. products: what grouped products reach, by implementation; the name of an
+        implementation is missing where it does not run on this GPU.
       hbm: bytes/s, read plus written, achievable.
       nvlink: bytes/s one way, achievable, by kind of collective; "put" is what a kernel writes to peers.
       network: bytes/s one way to GPUs of other hosts, achievable.
       host: GPUs of one host, all on NVLink.
       usable: the fraction of the memory that a program can have.
-      kernels: the fastest implementation that moax has for the GPU.
-      xla: FLOP/s of a grouped product in bf16 by XLA, achievable; None: as `bf16`.
       basis: how the rates are known, as the end of a sentence.
     """
 
@@ -35,20 +39,18 @@ class Hardware:
     hbm_peak: float
     nvlink_peak: float
     network_peak: float
-    bf16: Rates
-    fp8: Rates | None
+    dense: Rates
+    products: dict[str, Products]
     hbm: float
     nvlink: dict[str, float]
     network: float
     host: int = 8
     usable: float = 0.92
-    kernels: Kernels = "hopper"
-    xla: Rates | None = None
     basis: str = "as given"
 
 
 # Peaks: NVIDIA's H200 SXM data sheet (141 GB, 4.8 TB/s; dense, without sparsity), HGX with a 400 Gb/s NIC for each GPU.
-# bf16, fp8: medians of mixtral, qwen3, dsv3 of ours in benchmarks/results/h200_gemm.json (recipes none, fp8_block).
+# hopper: medians of mixtral, qwen3, dsv3 of ours in benchmarks/results/h200_gemm.json (recipes none, fp8_block).
 # xla: medians of the same shapes in benchmarks/results/h200_xla_products.json (algorithm moax).
 # hbm: the copy in that file's header. nvlink: NCCL on four H200s, `moax bench limits`; an all-reduce,
 # not measured there, as a reduce-scatter; put: the kernel alone in h200x2_exchange.json. network: not measured; 0.9 of
@@ -56,28 +58,46 @@ class Hardware:
 H200 = Hardware(
     "h200", memory=141 * 10**9, bf16_peak=989e12, fp8_peak=1979e12, hbm_peak=4.8e12, nvlink_peak=450e9,
     network_peak=50e9,
-    bf16=(794e12, 761e12, 729e12), fp8=(1242e12, 1187e12, 988e12), hbm=4.29e12,
+    dense=(794e12, 761e12, 729e12), hbm=4.29e12, products={
+        "hopper": Products((794e12, 761e12, 729e12), (1242e12, 1187e12, 988e12)),
+        "xla": Products((77e12, 73e12, 52e12)),
+    },
     nvlink={"all-gather": 268e9, "reduce-scatter": 266e9, "all-reduce": 266e9, "all-to-all": 317e9, "put": 301e9},
-    network=45e9, xla=(77e12, 73e12, 52e12), basis="measured on an H200",
+    network=45e9, basis="measured on an H200",
 )  # fmt: skip
 
 
 SCALED = "not measured but an H200's, scaled by the peaks of the data sheets"
 
 
-def _scaled(name: str, *, memory: int, bf16: float, fp8: float, hbm: float, nvlink: float, network: float) -> Hardware:
+def _scaled(
+    name: str,
+    kernels: tuple[str, ...],
+    *,
+    memory: int,
+    bf16: float,
+    fp8: float,
+    hbm: float,
+    nvlink: float,
+    network: float,
+) -> Hardware:
     """A GPU of these peaks that reaches the fractions of them that an H200 reaches: nothing of it is measured."""
     h = H200
+    of_bf16, of_fp8, of_nvlink = bf16 / h.bf16_peak, fp8 / h.fp8_peak, nvlink / h.nvlink_peak
+    reached = {kernel: h.products[kernel] for kernel in kernels}
     return Hardware(
         name, memory=memory, bf16_peak=bf16, fp8_peak=fp8, hbm_peak=hbm, nvlink_peak=nvlink, network_peak=network,
-        bf16=_fraction(h.bf16, bf16 / h.bf16_peak), fp8=None if h.fp8 is None else _fraction(h.fp8, fp8 / h.fp8_peak),
-        hbm=h.hbm / h.hbm_peak * hbm, nvlink={kind: rate / h.nvlink_peak * nvlink for kind, rate in h.nvlink.items()},
+        dense=_scale(h.dense, of_bf16), hbm=h.hbm / h.hbm_peak * hbm,
+        products={
+            kernel: Products(_scale(p.bf16, of_bf16), None if p.fp8 is None else _scale(p.fp8, of_fp8))
+            for kernel, p in reached.items()
+        },
+        nvlink={kind: rate * of_nvlink for kind, rate in h.nvlink.items()},
         network=h.network / h.network_peak * network, basis=SCALED,
-        xla=None if h.xla is None else _fraction(h.xla, bf16 / h.bf16_peak),
     )  # fmt: skip
 
 
-def _fraction(rates: Rates, ratio: float) -> Rates:
+def _scale(rates: Rates, ratio: float) -> Rates:
     forward, dgrad, wgrad = rates
     return forward * ratio, dgrad * ratio, wgrad * ratio
 
@@ -85,14 +105,13 @@ def _fraction(rates: Rates, ratio: float) -> Rates:
 HARDWARE: dict[str, Hardware] = {
     # NVIDIA's H100 SXM data sheet: 80 GB, 3.35 TB/s, NVLink 900 GB/s both ways.
     "h100": _scaled(
-        "h100", memory=80 * 10**9, bf16=989e12, fp8=1979e12, hbm=3.35e12, nvlink=450e9, network=50e9
+        "h100", ("hopper", "xla"), memory=80 * 10**9, bf16=989e12, fp8=1979e12, hbm=3.35e12, nvlink=450e9, network=50e9
     ),
     "h200": H200,
     # NVIDIA's DGX B200 data sheet, an eighth of it: 180 GB, 8 TB/s, 36 and 72 PFLOP/s of bf16 and fp8 with sparsity,
     # NVLink 1.8 TB/s both ways, a 400 Gb/s NIC for each GPU.
-    "b200": dataclasses.replace(
-        _scaled("b200", memory=180 * 10**9, bf16=2250e12, fp8=4500e12, hbm=8e12, nvlink=900e9, network=50e9),
-        kernels="xla", fp8=None,
+    "b200": _scaled(
+        "b200", ("xla",), memory=180 * 10**9, bf16=2250e12, fp8=4500e12, hbm=8e12, nvlink=900e9, network=50e9
     ),
 }  # fmt: skip
 

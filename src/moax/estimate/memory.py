@@ -6,8 +6,7 @@ import dataclasses
 import math
 
 from moax.estimate.block import Shard
-from moax.kernels import takes_fp8
-from moax.kernels.hopper.formats import BLOCK
+from moax.kernels import implementation, takes_fp8
 from moax.ops.permutation import capacity_rows, sorted_rows
 from moax.recipe import Format
 
@@ -75,7 +74,7 @@ def measure_memory(s: Shard, layers: int, optimizer_bytes: int) -> Memory:
 def _rows(s: Shard) -> int:
     """N: the expert-sorted rows of one part."""
     c, recipe = s.config, s.options.recipe
-    align = math.lcm(recipe.row_alignment, BLOCK) if s.options.kernels == "hopper" else recipe.row_alignment
+    align = implementation(s.options.kernels).align_rows(recipe)
     capacity = capacity_rows(s.part, c.top_k, c.capacity_factor)
     return sorted_rows(s.received, c.top_k, s.whole("wo")[0], align, capacity)
 
@@ -130,6 +129,6 @@ def _workspace(s: Shard, rows: int) -> int:
     """d o, d a and a in bf16, d h in the place of h; or d h by rows and by columns in FP8, once d o is not needed any
     more. Dequantized operands of products that are not FP8 live one at a time, and are not the widest."""
     width, hidden = s.config.d_model, s.whole("wo")[1]
-    if s.options.kernels == "hopper" and takes_fp8("hopper", s.options.recipe):
+    if takes_fp8(s.options.kernels, s.options.recipe):
         return rows * (2 * width + (s.item + 1) * hidden)
     return rows * (width + 2 * hidden) * s.item

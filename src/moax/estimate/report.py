@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from moax.config import MoEConfig
 from moax.estimate.block import Execution, find_kernels, make_shard
-from moax.estimate.hardware import Hardware, Kernels, find_hardware
+from moax.estimate.hardware import Hardware, find_hardware
 from moax.estimate.memory import Memory, measure_memory
 from moax.estimate.times import Stage, Wires, work
 from moax.estimate.wires import DIRECTIONS, Transfer, transfers
-from moax.kernels import takes_fp8
+from moax.kernels import IMPLEMENTATIONS, takes_fp8
 from moax.mesh.axes import ROLES, Axes
 from moax.models import find_model
 from moax.ops.exchange import TRANSPORTS, Exchange
@@ -52,7 +52,7 @@ class Estimate:
     tokens: int
     recipe: str
     hardware: str
-    kernels: Kernels
+    kernels: str
     rates: str
     layers: int
     exchange: str
@@ -213,19 +213,15 @@ def estimate(
 
 def _rates(options: Execution, on: Hardware) -> str:
     """What the times rest on."""
-    parts = options.recipe
-    quantized = any(f is not None for f in (parts.x, parts.w, parts.dy))
-    if options.kernels == "hopper":
-        what = "moax's Hopper kernels, in FP8" if takes_fp8("hopper", parts) else "moax's Hopper kernels, in bf16"
-    else:
-        what = "XLA, in bf16"
-    said = f"Products run on {what}; their rates are {on.basis}."
-    if quantized and not takes_fp8("hopper", parts):
-        said += " Operands of this recipe are dequantized before products."
-    elif quantized and options.kernels == "xla":
-        said += " Operands are dequantized before products: XLA multiplies no FP8 blocks"
-        said += f", and moax has no FP8 kernels for {on.name}." if on.fp8 is None else "."
-    return said
+    recipe, name = options.recipe, options.kernels
+    fp8, quantized = takes_fp8(name, recipe), any(f is not None for f in (recipe.x, recipe.w, recipe.dy))
+    text = f"Products run on kernels {name!r}, in {'FP8' if fp8 else 'bf16'}; their rates are {on.basis}."
+    if not quantized or fp8:
+        return text
+    text += " Operands of this recipe are dequantized before products"
+    others = [other for other in IMPLEMENTATIONS if takes_fp8(other, recipe)]
+    missing = others and not any(other in on.products for other in others)
+    return text + (f": moax has no FP8 kernels for {on.name}." if missing else ".")
 
 
 def sweep(

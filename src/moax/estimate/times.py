@@ -93,9 +93,10 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
       on: the GPU.
     """
     c, item, options = s.config, s.item, s.options
-    fp8 = options.kernels == "hopper" and on.fp8 is not None and takes_fp8("hopper", options.recipe)
-    dense = on.fp8 if fp8 and on.fp8 is not None else on.bf16
-    rates = on.xla if options.kernels == "xla" and on.xla is not None else dense
+    products = on.products[options.kernels]
+    fp8 = takes_fp8(options.kernels, options.recipe)
+    rates = products.fp8 if fp8 and products.fp8 is not None else products.bf16
+    dense = rates if fp8 else on.dense
     byte = 1 if fp8 else item
     rows, received = s.tokens * c.top_k, s.received * options.chunks
     experts, hidden = s.whole("wo")[:2]
@@ -135,7 +136,7 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
     for direction in ("forward", "recompute") if s.again else ("forward",):
         around = direction == "forward" or options.remat  # the router and the shared expert run
         if around:
-            yield stage("route", direction, s.tokens * (c.d_model * item + 12 * c.num_experts), route, on.bf16[0])
+            yield stage("route", direction, s.tokens * (c.d_model * item + 12 * c.num_experts), route, on.dense[0])
         yield from enter(direction, options.recipe.x, False)
         if taken:
             yield stage(take, direction, taken)
@@ -159,4 +160,4 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
         yield shared_products("backward", 1)
         yield shared_products("backward", 2)
     moved = s.tokens * (2 * c.d_model * item + 12 * c.num_experts)
-    yield stage("route", "backward", moved, 2 * route, on.bf16[1])
+    yield stage("route", "backward", moved, 2 * route, on.dense[1])

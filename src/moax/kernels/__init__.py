@@ -163,6 +163,17 @@ class Implementation(Protocol):
         """Returns the values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
         ...
 
+    def put_rows(
+        self, arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any, sms: int | None
+    ) -> tuple:
+        """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x.
+
+        `places[way]` has (shift, end) of each rank. A `source` of None sends row i itself. `axes` has (name, size) of
+        each axis of ep. `sms` is the number of multiprocessors that copy; None leaves it to the implementation. A row
+        that no rank wrote may hold anything.
+        """
+        ...
+
     def dequantize_wire(self, data: Any, words: Any, ends: Any, format: Format, dtype: Any) -> Float[Array, "R H"]:
         """Returns rows [R, H] from their bytes `data` [R, H] and `words` [R, W] i32, which begin with the scales.
 
@@ -205,12 +216,16 @@ def select_kernels(kernels: str = "auto", dtype: Any = None, **widths: int) -> s
 
 def why_not(name: str, dtype: Any = None, **widths: int) -> str | None:
     """Returns why the implementation of this name cannot run; None where it can."""
-    if importlib.util.find_spec(IMPLEMENTATIONS[name]) is None:
+    if not is_installed(name):
         return f"this installation has no {IMPLEMENTATIONS[name]}"
     return implementation(name).why_not(dtype, widths)
 
 
 def takes_fp8(name: str, recipe: Recipe) -> bool:
     """Returns whether the implementation of this name is installed and multiplies in FP8 by this recipe."""
-    installed = importlib.util.find_spec(IMPLEMENTATIONS[name]) is not None
-    return installed and implementation(name).takes_fp8(recipe)
+    return is_installed(name) and implementation(name).takes_fp8(recipe)
+
+
+def is_installed(name: str) -> bool:
+    """Returns whether this installation has the implementation of this name."""
+    return importlib.util.find_spec(IMPLEMENTATIONS[name]) is not None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from moax.mesh.axes import Names
 from moax.mesh.collectives import reduce_max, vary_like
 from moax.recipe import Contracted, Format
+from moax.types import QArray
 
 DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 TINY = 2.0**-126  # the smallest normal float32
@@ -63,6 +64,30 @@ def from_exponent(exponent: Array) -> Float[Array, ...]:
     `to_exponent` never writes exponent 0, which stands for the subnormal 2**-127.
     """
     return lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
+
+
+def dequantize(q: QArray, dtype: Any = jnp.float32) -> Float[Array, ...]:
+    """x = data * scale, rounded once to `dtype`."""
+    data = lax.bitcast_convert_type(q.data, DTYPES[q.dtype]).astype(jnp.float32)
+    scale = from_exponent(q.scale) if q.scale.dtype == jnp.uint8 else q.scale
+    return (data * expand_scales(scale, q)).astype(dtype)
+
+
+def expand_scales(scale: Array, q: QArray) -> Array:
+    """Returns the scale of each element of q. A dim of one block keeps size 1, so that it broadcasts."""
+    for dim, (n, b, pieces) in enumerate(zip(q.shape, q.block, q.pieces, strict=True)):
+        size = n // pieces
+        if b == 1 or scale.shape[dim] == 1:
+            continue
+        b = size if b is None else b
+        blocks = -(-size // b)
+        scale = jnp.repeat(scale, b, axis=dim)
+        if blocks * b != size:  # each piece ends in an edge block
+            shape = scale.shape
+            cut = scale.reshape(shape[:dim] + (pieces, blocks * b) + shape[dim + 1 :])
+            cut = lax.slice_in_dim(cut, 0, size, axis=dim + 1)
+            scale = cut.reshape(shape[:dim] + (n,) + shape[dim + 1 :])
+    return scale
 
 
 class WeightBlocks(NamedTuple):

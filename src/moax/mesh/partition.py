@@ -28,7 +28,9 @@ from moax.mesh.axes import Axes, Names, Roles
 from moax.mesh.collectives import reduce_max, vary_like, varying
 from moax.mesh.place import constrain
 from moax.mesh.specs import Spec, check_divides, is_explicit, mesh_of
-from moax.options import ENGINES, Engine
+
+Engine = Literal["auto", "custom_partitioning", "shard_map"]
+ENGINES = ("auto", "custom_partitioning", "shard_map")
 
 
 class MeshView(NamedTuple):

@@ -17,11 +17,10 @@ from jaxtyping import Array, Float
 
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
-from moax.mesh.partition import find_mesh_view
+from moax.mesh.partition import Engine, find_mesh_view
 from moax.mesh.place import flatten_tokens, unflatten_tokens
 from moax.mesh.specs import Spec, spec
 from moax.ops.products import GroupedSpec, grouped, widths_of
-from moax.options import Engine
 from moax.recipe import Recipe, get_recipe
 from moax.sharding import dense_spec_on
 

@@ -18,9 +18,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, MeshView, Partitioned, differentiable, find_mesh_view
+from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
-from moax.options import Engine
 
 
 def router_logits(

@@ -25,9 +25,8 @@ from jaxtyping import Array, Float, Int
 from moax.groups import Groups, align_up, group_starts
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, MeshView, Partitioned, differentiable, find_mesh_view
+from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
-from moax.options import Engine
 from moax.types import Plan
 
 

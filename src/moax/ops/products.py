@@ -24,10 +24,9 @@ from jaxtyping import Array, Float, Int
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Names, Roles
 from moax.mesh.collectives import keep_on_first, scatter_gradient
-from moax.mesh.partition import Contract, MeshView, Partitioned, differentiable, find_mesh_view
+from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.place import keep_rows
 from moax.mesh.specs import Layout, Spec, pad, spec, weight_layout
-from moax.options import Engine
 from moax.recipe import Recipe, get_recipe
 
 

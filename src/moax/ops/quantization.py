@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moax.kernels import implementation, select_kernels
-from moax.kernels.xla.quantization import dequantize as dequantize_local
+from moax.kernels.scales import dequantize as dequantize_local
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Partitioned, find_mesh_view
+from moax.mesh.partition import Contract, Engine, Partitioned, find_mesh_view
 from moax.mesh.specs import Spec, pad, spec
-from moax.options import Engine
 from moax.recipe import Format
 from moax.types import QArray
 

@@ -23,9 +23,8 @@ from jaxtyping import Array, Float
 
 from moax.config import RouterConfig
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, MeshView, Partitioned, differentiable, find_mesh_view
+from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
-from moax.options import Engine
 from moax.types import Routing
 
 # A sum of scores may underflow to 0, so this is added before a division. Gradients divide by its square, 1e-36, which

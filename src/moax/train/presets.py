@@ -7,7 +7,7 @@ import math
 from typing import Any, Literal
 
 from moax import MoEConfig, RouterConfig
-from moax.options import Engine
+from moax.mesh.partition import Engine
 
 VOCAB = 256
 BALANCE = ("bias", "aux", "none")

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
@@ -120,22 +118,6 @@ def agree(**values: Any) -> None:
         other = next((i for i, one in enumerate(said) if one[name] != said[0][name]), None)
         if other is not None:
             _end(ValueError(f"{name} is not the same in processes 0 and {other}; start all of them alike"))
-
-
-def hint(error: Exception) -> str:
-    """What an error of JAX's may mean among several processes."""
-    several = jax.distributed.is_initialized() and isinstance(error, jax.errors.JaxRuntimeError)
-    return "; another process may be gone: see what it said" if several else ""
-
-
-def leave(code: int) -> int:
-    """`code`, to exit with. Among several processes it does not return: an orderly exit waits for all of them, and
-    those that still run wait for this one."""
-    if jax.distributed.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
 
 
 def _digest(value: Any) -> str:

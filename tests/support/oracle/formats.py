@@ -12,13 +12,10 @@ BITS = {"e4m3": (3, -6, ml_dtypes.float8_e4m3fn), "e5m2": (2, -14, ml_dtypes.flo
 
 
 def round_to(y, dtype: str) -> np.ndarray:
-    """y rounded to the nearest value of the format, ties to even, in float64; Inf and NaN become NaN."""
-    mantissa, least, _ = BITS[dtype]
-    y = np.asarray(y, np.float64)
-    finite = np.where(np.isfinite(y), y, 0.0)
-    exponent = np.frexp(finite)[1] - 1
-    step = 2.0 ** (np.maximum(exponent, least) - mantissa)
-    return np.where(np.isfinite(y), np.round(finite / step) * step, np.nan)
+    """y in float32, rounded to the nearest value of the format, ties to even, as float64; Inf and NaN become NaN."""
+    y = np.asarray(y, np.float32)
+    rounded = np.where(np.isfinite(y), y, np.float32(0)).astype(BITS[dtype][2]).astype(np.float64)
+    return np.where(np.isfinite(y), rounded, np.nan)
 
 
 def by_blocks(x: np.ndarray, block: tuple) -> np.ndarray:

@@ -15,7 +15,7 @@ from moax.kernels.hopper.formats import (
     Blocks,
     KMajorFp8,
 )
-from moax.kernels.xla.quantization import dequantize
+from moax.kernels.scales import dequantize
 from moax.mesh.collectives import typed
 from moax.types import QArray
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,6 +35,14 @@ def gather_sum(rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: 
     from moax.kernels.hopper.pallas.permute import gather_sum
 
     return gather_sum(rows, position, weights)
+
+
+@typed
+def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any, sms: int | None) -> tuple:
+    """Writes rows into the memory of the ranks that own their experts; see `moax.kernels.Implementation`."""
+    from moax.kernels.hopper.pallas.exchange import SMS, put_rows
+
+    return put_rows(arrays, source, places, way, out_rows, axes, sms=sms or SMS)
 
 
 class Packing:

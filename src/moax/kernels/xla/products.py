@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moax.groups import Groups, group_starts, row_groups, zero_rows
-from moax.kernels.xla.quantization import dequantize
+from moax.kernels.scales import dequantize
 from moax.mesh.collectives import vary_like
 from moax.types import QArray
 

@@ -20,9 +20,10 @@ from moax.groups import Groups, zero_rows
 from moax.kernels.scales import (
     DTYPES,
     cuts_blocks,
+    dequantize,
+    expand_scales,
     find_weight_blocks,
     finite,
-    from_exponent,
     share_weight_maxima,
     spread_scales,
     to_exponent,
@@ -56,13 +57,6 @@ def quantize(
     q = QArray(x, scale, format.dtype, block, (1,) * x.ndim)
     data = round_to_format(x / expand_scales(scale, q), x, format)
     return dataclasses.replace(q, data=data, scale=_stored(scale, format))
-
-
-def dequantize(q: QArray, dtype: Any = jnp.float32) -> Float[Array, ...]:
-    """x = data * scale, rounded once to `dtype`."""
-    data = lax.bitcast_convert_type(q.data, DTYPES[q.dtype]).astype(jnp.float32)
-    scale = from_exponent(q.scale) if q.scale.dtype == jnp.uint8 else q.scale
-    return (data * expand_scales(scale, q)).astype(dtype)
 
 
 def dequantize_wire(data: Array, words: Array, ends: Any, format: Format, dtype: Any) -> Float[Array, "R C"]:
@@ -154,23 +148,6 @@ def round_to_format(scaled: Array, x: Array, format: Format) -> Array:
         data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
     # XLA on GPUs removes a cast to fewer bits and back; the barrier keeps the rounding.
     return lax.optimization_barrier(lax.bitcast_convert_type(data, jnp.uint8))
-
-
-def expand_scales(scale: Array, q: QArray) -> Array:
-    """Returns the scale of each element of q. A dim of one block keeps size 1, so that it broadcasts."""
-    for dim, (n, b, pieces) in enumerate(zip(q.shape, q.block, q.pieces, strict=True)):
-        size = n // pieces
-        if b == 1 or scale.shape[dim] == 1:
-            continue
-        b = size if b is None else b
-        blocks = -(-size // b)
-        scale = jnp.repeat(scale, b, axis=dim)
-        if blocks * b != size:  # each piece ends in an edge block
-            shape = scale.shape
-            cut = scale.reshape(shape[:dim] + (pieces, blocks * b) + shape[dim + 1 :])
-            cut = lax.slice_in_dim(cut, 0, size, axis=dim + 1)
-            scale = cut.reshape(shape[:dim] + (n,) + shape[dim + 1 :])
-    return scale
 
 
 def _stored(scale, format: Format):

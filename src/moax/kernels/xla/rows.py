@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moax.errors import Unsupported
 from moax.groups import Groups, find_groups, zero_rows
 from moax.kernels.xla.quantization import quantize_for_matmul
 from moax.mesh.axes import Names
@@ -31,6 +32,11 @@ def gather_sum(rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: 
             row = row * jnp.where(index < rows.shape[0], weights[:, k], 0.0)[:, None]
         total = total + row
     return total.astype(rows.dtype)
+
+
+def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any, sms: int | None) -> tuple:
+    """Raises Unsupported: a program of XLA cannot write into the memory of another device."""
+    raise Unsupported("kernels='xla' cannot write into the memory of another device; use another exchange")
 
 
 def gather_and_quantize(

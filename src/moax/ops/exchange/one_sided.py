@@ -26,7 +26,6 @@ from jax import lax
 
 from moax.backend import COPY_BYTES, why_not_peers
 from moax.kernels import implementation
-from moax.mesh.collectives import typed
 from moax.mesh.partition import MeshView
 from moax.ops.exchange.plan import balanced_rows, count_dropped, find_owners, find_slots, plan_sends
 from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
@@ -110,9 +109,7 @@ class OneSided:
 
     def put_rows(self, arrays: Sequence, source, places, way: int, out_rows: int, axes, sms: int | None) -> tuple:
         """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x; see the kernel."""
-        from moax.kernels.hopper.pallas.exchange import SMS, put_rows
-
-        return typed(put_rows)(arrays, source, places, way, out_rows, axes, sms=sms or SMS)
+        return implementation(KERNELS).put_rows(arrays, source, places, way, out_rows, axes, sms)
 
     def gather_sum(self, rows, position):
         """y[t] = sum over k of rows[position[t, k]] in float32; a position past the last row adds nothing."""

@@ -25,13 +25,12 @@ from jaxtyping import Array, Float, Int
 
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
-from moax.mesh.partition import Contract, MeshView, Partitioned, differentiable, find_mesh_view
+from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
 from moax.ops.exchange.plan import slots_per_pair
 from moax.ops.exchange.table import TRANSPORTS, select_transport
 from moax.ops.exchange.transport import CombineSpec, ExchangeSpec, Sent, Transfer
 from moax.ops.exchange.wire import send_rows, wire_bytes, wire_columns
-from moax.options import Engine
 from moax.recipe import Format
 from moax.types import Received
 

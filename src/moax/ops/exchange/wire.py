@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from moax.kernels import implementation
-from moax.kernels.xla.quantization import dequantize
+from moax.kernels.scales import dequantize
 from moax.ops.exchange.table import TRANSPORTS
 from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, Sent
 from moax.recipe import Format

@@ -1,0 +1,305 @@
+"""Plants faults in moax one by one, and shows that the tests of `make test` see each.
+
+    scripts/mutants.py                   every fault, each against the tests that are to kill it
+    scripts/mutants.py NAME [NAME ...]   these faults
+    scripts/mutants.py --suite           each fault against all of `make test`, up to the first failure (an hour)
+    scripts/mutants.py --table FILE      writes what was found as a table
+
+A fault is a text that occurs once in one file of src/moax, and what is put in its place. The tests run on a copy of the
+sources with the fault. They run on the sources themselves first: a test that fails without a fault kills nothing. The
+exit code is 1 if a fault survives, if a text does not occur exactly once, or if a test fails without a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 600  # a run of tests that takes longer has hung, which counts as seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault: `old` in the file src/moax/`path` becomes `new`; `tests` are the tests that are to see it."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MOE, PRODUCTS, DENSE = "tests/block/test_moe.py", "tests/ops/test_grouped_matmul.py", "tests/ops/test_dense.py"
+PERMUTE, QUANTIZE = "tests/ops/test_permute.py", "tests/ops/test_quantize.py"
+ROUTE, EXCHANGE = "tests/ops/test_route.py", "tests/ops/test_exchange.py"
+BEHAVIOUR = "tests/block/test_moe_behaviour.py"
+
+FAULTS = (
+    Fault(
+        "a psum over tp is dropped from the block's output",
+        "block/spec.py",
+        "results, reduce = (rows, spec(None), device_spec(roles)), (roles.tp, roles.tokens, ())",
+        "results, reduce = (rows, spec(None), device_spec(roles)), ((), roles.tokens, ())",
+        (f"{MOE}::test_covering",),
+    ),
+    Fault(
+        "the gradient of a weight is not summed over the replicas of dp",
+        "ops/products.py",
+        "return tuple(n for n in roles.dp + roles.fsdp if n not in gathered)",
+        "return tuple(n for n in roles.fsdp if n not in gathered)",
+        (f"{PRODUCTS}::test_on_mesh",),
+    ),
+    Fault(
+        "fsdp and ep change places in the specs of experts",
+        "sharding.py",
+        "experts, model = (ep + roles.fsdp, ()) if by_experts else (ep, roles.fsdp)",
+        "experts, model = (roles.fsdp + ep, ()) if by_experts else (ep, roles.fsdp)",
+        ("tests/mesh/test_sharding.py::test_param_specs",),
+    ),
+    Fault(
+        "each element takes the scale of the block before its own",
+        "kernels/scales.py",
+        "scale = jnp.repeat(scale, b, axis=dim)",
+        "scale = jnp.repeat(jnp.roll(scale, 1, axis=dim), b, axis=dim)",
+        (f"{QUANTIZE}::test_matches_numpy",),
+    ),
+    Fault(
+        "shards that share a block of a weight do not agree on its maximum",
+        "kernels/scales.py",
+        "return reduce_max(whole[:, : blocks.count[0]], names)",
+        "return whole[:, : blocks.count[0]]",
+        (f"{DENSE}::test_recipes",),
+    ),
+    Fault(
+        "the maximum of a whole tensor is each device's own",
+        "kernels/xla/quantization.py",
+        "scale = to_scale(reduce_max(_block_max(finite(x), block), amax_over), format)",
+        "scale = to_scale(_block_max(finite(x), block), format)",
+        (f"{PRODUCTS}::test_recipes_on_mesh", f"{DENSE}::test_recipes"),
+    ),
+    Fault(
+        "a value that is not finite spoils the scale of its block",
+        "kernels/scales.py",
+        "return jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)",
+        "return jnp.abs(x)",
+        (f"{QUANTIZE}::test_not_finite_stays_where_it_is",),
+    ),
+    Fault(
+        "scales that are powers of two are rounded down",
+        "kernels/scales.py",
+        "(bits + 0x7FFFFF) & ~0x7FFFFF",
+        "bits & ~0x7FFFFF",
+        (f"{QUANTIZE}::test_matches_numpy",),
+    ),
+    Fault(
+        "backward keeps the weights that forward gathered: the barrier on (w, dy) is missing",
+        "ops/products.py",
+        "    w, dy = lax.optimization_barrier((w, dy))",
+        "    w, dy = w, dy",
+        (f"{PRODUCTS}::test_collectives", f"{DENSE}::test_collectives"),
+    ),
+    Fault(
+        "a sorted row lies one row after the place that the plan says",
+        "ops/permutation.py",
+        'source = jnp.full(rows, received, jnp.int32).at[row].set(order // top_k, mode="drop")',
+        'source = jnp.full(rows, received, jnp.int32).at[row + 1].set(order // top_k, mode="drop")',
+        (f"{PERMUTE}::test_plan",),
+    ),
+    Fault(
+        "a drop by the rank's capacity is not counted",
+        "block/moe.py",
+        "received.dropped + plan.dropped",
+        "received.dropped",
+        (f"{BEHAVIOUR}::test_drops_equal_a_numpy_count",),
+    ),
+    Fault(
+        "a drop by the slots of a pair of ranks is not counted",
+        "block/moe.py",
+        "received.dropped + plan.dropped",
+        "plan.dropped",
+        (f"{BEHAVIOUR}::test_drops_equal_a_numpy_count",),
+    ),
+    Fault(
+        "the capacity is that of a rank in the place of a pair of ranks",
+        "ops/exchange/plan.py",
+        "math.ceil(capacity_factor * tokens * top_k / ranks)",
+        "math.ceil(capacity_factor * tokens * top_k)",
+        (f"{EXCHANGE}::test_drops_are_counted",),
+    ),
+    Fault(
+        "padding reaches the gradient of a weight",
+        "kernels/xla/products.py",
+        "rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, tiles.size), real) for v in (x, dy))",
+        "rows, d_rows = (lax.dynamic_slice_in_dim(v, first, tiles.size) for v in (x, dy))",
+        (f"{PRODUCTS}::test_group_sizes",),
+    ),
+    Fault(
+        "wgrad is transposed, and reshaped to the weight's shape",
+        "ops/products.py",
+        "dw = kernels.wgrad(x_columns, d_columns, groups, dtype)",
+        "dw = kernels.wgrad(d_columns, x_columns, groups, dtype)",
+        (f"{PRODUCTS}::test_group_sizes",),
+    ),
+    Fault(
+        "gradients of weights leave in float32 in the place of the activations' dtype",
+        "block/experts.py",
+        "scatter_gradient(d.astype(static.dtype), layout.gather)",
+        "scatter_gradient(d.astype(jax.numpy.float32), layout.gather)",
+        ("tests/block/test_compiled.py",),
+    ),
+    Fault(
+        "the bias of the second product is added by every rank of tp",
+        "block/moe.py",
+        "bo = None if bo is None else keep_on_first(bo, static.roles.tp)",
+        "bo = bo",
+        (f"{MOE}::test_covering",),
+    ),
+    Fault(
+        "the counts of the balance loss are those of one shard",
+        "ops/routing.py",
+        "return Contract((rows, bias), (rows, rows, one, one, one), ((), (), over, over, over))",
+        "return Contract((rows, bias), (rows, rows, one, one, one), ((), (), over, over, ()))",
+        (f"{ROUTE}::test_on_mesh",),
+    ),
+    Fault(
+        "group-limited routing chooses among all experts",
+        "ops/routing.py",
+        "scores = jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(scores.shape)",
+        "scores = jnp.where(eligible[:, :, None], grouped, grouped).reshape(scores.shape)",
+        (f"{ROUTE}::test_matches_reference",),
+    ),
+    Fault(
+        "a weight of an assignment that has no row multiplies what it reads",
+        "kernels/xla/rows.py",
+        "row = row * jnp.where(index < rows.shape[0], weights[:, k], 0.0)[:, None]",
+        "row = row * weights[:, k][:, None]",
+        (f"{PERMUTE}", f"{BEHAVIOUR}::test_nan_stays_with_its_token"),
+    ),
+    Fault(
+        "rows of two tokens overlap in the memory of a peer",
+        "ops/exchange/plan.py",
+        "shift_there, shift_back = arrive[rank] - start, leave[:, rank] - (last - received)",
+        "shift_there, shift_back = arrive[rank] - start - 1, leave[:, rank] - (last - received)",
+        ("tests/ops/test_one_sided.py::test_plan",),
+    ),
+    Fault(
+        "the last block of an expert counts one row too many",
+        "kernels/hopper/formats.py",
+        "rows = jnp.clip(group_sizes[group] - (index - first[group]) * BLOCK, 0, BLOCK)",
+        "rows = jnp.clip(group_sizes[group] - (index - first[group]) * BLOCK + 1, 0, BLOCK)",
+        ("tests/kernels/test_kernels_quantize.py::test_rows_and_columns",),
+    ),
+    Fault(
+        "the FP8 product multiplies every block by the first block's scale of the weight",
+        "kernels/hopper/pallas/matmul_fp8.py",
+        "return totals, sw_next",
+        "return totals, sw_now",
+        ("tests/kernels/test_kernels_matmul.py",),
+    ),
+    Fault(
+        "a fallback from the kernels is not said in the log",
+        "kernels/__init__.py",
+        'if refused and platform() == "gpu":',
+        "if False:",
+        ("tests/kernels/test_mosaic.py -k log",),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a fault: the first test that failed with it, or None, and how long the tests took."""
+
+    fault: Fault
+    killer: str | None
+    seconds: float
+
+
+def plant(fault: Fault, folder: Path) -> None:
+    """Copies the sources into `folder`, with the fault.
+
+    Raises:
+      ValueError: the text that is to be replaced does not occur exactly once.
+    """
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "src" / "moax" / fault.path
+    text = path.read_text()
+    if not fault.old or text.count(fault.old) != 1:
+        raise ValueError(
+            f"{fault.name}: {fault.path} has its text {text.count(fault.old)} times; it must be there once"
+        )
+    path.write_text(text.replace(fault.old, fault.new))
+
+
+def run_tests(source: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+    """Runs tests of `make test` on the sources of a folder; the exit code and the output up to the first failure."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
+    environment = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 1, "FAILED (did not end)"
+    return done.returncode, done.stdout + done.stderr
+
+
+def try_fault(fault: Fault, whole_suite: bool) -> Outcome:
+    """Runs the tests on a copy of the sources with the fault."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        plant(fault, Path(folder))
+        code, output = run_tests(Path(folder) / "src", () if whole_suite else fault.tests)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+    if code not in (0, 1, 2):
+        raise ValueError(f"{fault.name}: pytest ended with {code}:\n{output[-2000:]}")
+    killer = None if code == 0 else failed.group(1) if failed else "collection"
+    return Outcome(fault, killer, time.monotonic() - start)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """The outcomes as a table of Markdown."""
+    rows = [f"| {o.fault.name} | `{o.fault.path}` | {f'`{o.killer}`' if o.killer else '**none**'} |" for o in outcomes]
+    return "\n".join(["| fault | in | killed by |", "|---|---|---|", *rows]) + "\n"
+
+
+def main() -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="parts of the names of faults (default: all)")
+    parser.add_argument("--suite", action="store_true", help="run all of `make test` for each fault")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: %(default)s)")
+    parser.add_argument("--table", type=Path, help="write the table to this file")
+    args = parser.parse_args()
+    chosen = [fault for fault in FAULTS if not args.names or any(name in fault.name for name in args.names)]
+
+    tests = tuple(dict.fromkeys(test for fault in chosen for test in fault.tests))
+    code, output = run_tests(ROOT / "src", tests)
+    if code != 0:
+        print(f"without a fault the tests fail already:\n{output[-3000:]}")
+        return 1
+    print(f"without a fault: {output.strip().splitlines()[-1]}", flush=True)
+    outcomes = []
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        for outcome in pool.map(lambda fault: try_fault(fault, args.suite), chosen):
+            print(f"{outcome.killer or 'SURVIVED':70} {outcome.seconds:5.0f} s  {outcome.fault.name}", flush=True)
+            outcomes.append(outcome)
+    if args.table:
+        args.table.write_text(table(outcomes))
+    alive = [outcome for outcome in outcomes if outcome.killer is None]
+    print(f"{len(outcomes) - len(alive)} passed, {len(alive)} failed")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
