@@ -139,8 +139,8 @@ FAULTS = (
     Fault(
         "padding reaches the gradient of a weight",
         "kernels/xla/products.py",
-        "rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, tiles.size), real) for v in (x, dy))",
-        "rows, d_rows = (lax.dynamic_slice_in_dim(v, first, tiles.size) for v in (x, dy))",
+        "rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, capacity), real) for v in (x, dy))",
+        "rows, d_rows = (lax.dynamic_slice_in_dim(v, first, capacity) for v in (x, dy))",
         (f"{PRODUCTS}::test_group_sizes",),
     ),
     Fault(

@@ -57,7 +57,8 @@ COLLECTIVES = {
 }  # fmt: skip
 PLATFORM_CALLS = {"jax.default_backend", "jax.extend.backend.get_backend", "jax.lax.platform_dependent"}
 PLATFORM_ATTRIBUTES = {"platform", "platform_version", "device_kind", "compute_capability"}
-IMPLEMENTATIONS = {"hopper", "xla", "mosaic"}
+IMPLEMENTATIONS = {"hopper", "xla", "blackwell", "mosaic"}
+BY_NAME = rf"moax\.kernels\.({'|'.join(sorted(IMPLEMENTATIONS))})\b"
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
 CORE_DEPENDENCIES = {"jax", "numpy", "jaxtyping", "moax"}
 OPTIONAL = {"flax", "optax", "orbax", "matplotlib", "rich"}
@@ -229,7 +230,9 @@ def test_only_kernels_know_the_implementations():
     paths = list(but("kernels/", "tune/", "backend.py"))  # tune/ measures the tiles of the Hopper kernels
     compared = ((path, node, ast.unparse(node)) for path in paths for node in ast.walk(tree(path)) if asks(node))
     none_of(compared, "`kernels` was chosen once, in moax.kernels: call what was chosen")
-    taken = mentioned(iter(paths), lambda name: re.match(r"moax\.kernels\.(hopper|xla|mosaic)\b", name) is not None)
+    taken = mentioned(
+        iter(paths), lambda name: re.match(r"moax\.kernels\.(hopper|xla|blackwell|mosaic)\b", name) is not None
+    )
     none_of(taken, "take an implementation from moax.kernels, not by its name")
 
 

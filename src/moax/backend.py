@@ -12,6 +12,7 @@ import jax
 
 H200_SMS = 132
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+BLACKWELL = ("B100", "B200")
 COPY_BYTES = 16  # a bulk copy moves a multiple of so many bytes
 logger = logging.getLogger("moax")
 
@@ -38,10 +39,20 @@ def device_kind() -> str:
 
 def on_hopper() -> bool:
     """Returns whether jit compiles for a GPU of compute capability 9.0."""
+    return _compiles_for("9.0", HOPPER)
+
+
+def on_blackwell() -> bool:
+    """Returns whether jit compiles for a GPU of compute capability 10.0."""
+    return _compiles_for("10.0", BLACKWELL)
+
+
+def _compiles_for(capability: str, names: tuple[str, ...]) -> bool:
+    """Returns whether jit compiles for a GPU of this compute capability, or one that has one of these names."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
-        return any(name in described.device_kind for name in HOPPER)
-    return platform() == "gpu" and getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
+        return any(name in described.device_kind for name in names)
+    return platform() == "gpu" and getattr(jax.local_devices()[0], "compute_capability", None) == capability
 
 
 def count_sms() -> int:

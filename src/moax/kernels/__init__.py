@@ -1,9 +1,10 @@
 """The local functions of one device, and the table of their implementations.
 
-| name     | runs on                                                            |
-|----------|--------------------------------------------------------------------|
-| `hopper` | NVIDIA GPUs of compute capability 9.0, bfloat16, Pallas Mosaic GPU  |
-| `xla`    | every backend and every dtype                                      |
+| name        | runs on                                                                                      |
+|-------------|----------------------------------------------------------------------------------------------|
+| `hopper`    | NVIDIA GPUs of compute capability 9.0, bfloat16, Pallas Mosaic GPU                            |
+| `xla`       | every backend and every dtype                                                                |
+| `blackwell` | NVIDIA GPUs of compute capability 10.0, by name alone: no such GPU has run it                 |
 
 `select_kernels` chooses once, by the platform, the dtype, the widths and the caller's `kernels`. After that no code
 asks which implementation runs: `implementation(name)` is a module with the functions of `Implementation`. An
@@ -27,7 +28,12 @@ from moax.mesh.axes import Names
 from moax.recipe import Contracted, Format, Recipe
 from moax.types import QArray
 
-IMPLEMENTATIONS = {"hopper": "moax.kernels.hopper", "xla": "moax.kernels.xla"}  # `auto` takes the first that can run
+# `auto` takes the first that can run. `xla` runs everywhere, so `auto` takes no implementation after it.
+IMPLEMENTATIONS = {
+    "hopper": "moax.kernels.hopper",
+    "xla": "moax.kernels.xla",
+    "blackwell": "moax.kernels.blackwell",
+}
 DEFAULT = "xla"  # this implementation runs everywhere
 
 Operand = Any  # rows or weights in the form that one implementation's products take

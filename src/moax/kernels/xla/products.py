@@ -1,15 +1,19 @@
-"""Grouped products by XLA: a loop over the tiles of the groups computes one product for each tile of rows.
+"""Grouped products by XLA: one product for each group, over the smallest capacity that holds the rows of the group.
 
     matmul     y[m]  = x[m] w[g(m)] + bias[g(m)]       with `transpose` dy[m] w[g(m)]^T
     wgrad      dw[g] = sum over rows m of group g: x[m]^T dy[m]
     bias_grad  db[g] = sum over rows m of group g: dy[m]
 
-The work is proportional to the number of real rows. Quantized operands are dequantized before the product, to its
-dtype.
+XLA compiles a product for a fixed number of rows, its capacity. A group of 700 rows with capacities (0, 256, 512, 768,
+1024) takes the product over 768 rows, of which the last 68 are no rows of the group. A group without rows takes no
+product. The products compute at most twice the rows of the groups and, for each group, a quarter of the mean group or
+128 rows. The memory is that of the rows and of one matrix. Quantized operands are dequantized before the product, to
+its dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,12 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from moax.groups import Groups, group_starts, row_groups, zero_rows
+from moax.backend import platform
+from moax.groups import Groups, align_up, group_starts, row_groups, zero_rows
 from moax.kernels.scales import dequantize
 from moax.mesh.collectives import vary_like
 from moax.types import QArray
 
 ROWS = (((0,), (0,)), ((), ()))  # dimension numbers that contract the rows of both operands
+STEP = 128  # a GPU multiplies fewer rows in about the same time, since it reads the same weights
 
 
 def matmul(
@@ -36,26 +42,31 @@ def matmul(
       groups: the layout of the rows.
       dtype: the dtype of the product.
       bias: [E, *C] or None, added after the product is rounded.
+      transpose: whether w is transposed.
 
     Returns:
-      [M, N], or with `transpose` [M, K]. Padding may hold anything.
+      [M, N], or with `transpose` [M, K], with 0 in padding.
     """
     x, w = _plain(x, dtype), _plain(w, dtype)
     width, contract = w.shape[1 if transpose else 2], (((1,), (1 if transpose else 0,)), ((), ()))
     if groups.sizes is None:
-        y = _dot(x, w[0], contract).astype(dtype)
+        y = _dot(x, w[0], contract)
         return y if bias is None else y + bias.reshape(1, -1).astype(dtype)
-    tiles = _Tiles(groups, x.shape[0])
 
-    def body(i, y):
-        group, first, real = tiles.find(i)
-        rows = lax.dynamic_slice_in_dim(x, first, tiles.size)
-        part = _dot(rows, lax.dynamic_index_in_dim(w, group, keepdims=False), contract).astype(dtype)
-        before = lax.dynamic_slice_in_dim(y, first, tiles.size)
-        return lax.dynamic_update_slice_in_dim(y, jnp.where(real[:, None], part, before), first, 0)
+    def of_group(y, step):
+        matrix, index, start, size = step
 
+        def over(capacity: int):
+            first, real = _window(start, size, capacity, x.shape[0])
+            part = _dot(lax.dynamic_slice_in_dim(x, first, capacity), matrix, contract)
+            before = lax.dynamic_slice_in_dim(y, first, capacity)
+            return lax.dynamic_update_slice_in_dim(y, jnp.where(real[:, None], part, before), first, 0)
+
+        return _switch(index, over, capacities), None
+
+    capacities, steps = _plan(groups, x.shape[0])
     y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)
-    y = lax.fori_loop(0, tiles.count, body, y)
+    y = lax.scan(of_group, y, (w, *steps))[0]
     return y if bias is None else add_bias(y, bias.reshape(bias.shape[0], -1), groups)
 
 
@@ -63,17 +74,20 @@ def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: Any) -> 
     """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. Padding of x and dy may hold anything."""
     x, dy = _plain(x, dtype), _plain(dy, dtype)
     if groups.sizes is None:
-        return _dot(x, dy, ROWS).astype(dtype)[None]
-    tiles = _Tiles(groups, x.shape[0])
+        return _dot(x, dy, ROWS)[None]
 
-    def body(i, dw):
-        group, first, real = tiles.find(i)
-        rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, tiles.size), real) for v in (x, dy))
-        part = lax.dynamic_index_in_dim(dw, group, keepdims=False) + _dot(rows, d_rows, ROWS)
-        return lax.dynamic_update_index_in_dim(dw, part, group, 0)
+    def of_group(_, step):
+        index, start, size = step
 
-    dw = jnp.zeros((groups.sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
-    return lax.fori_loop(0, tiles.count, body, vary_like(dw, x, dy, groups.sizes)).astype(dtype)
+        def over(capacity: int):
+            first, real = _window(start, size, capacity, x.shape[0])
+            rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, capacity), real) for v in (x, dy))
+            return _dot(rows, d_rows, ROWS)
+
+        return None, _switch(index, over, capacities)
+
+    capacities, steps = _plan(groups, x.shape[0])
+    return lax.scan(of_group, None, steps)[1]
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
@@ -91,42 +105,58 @@ def add_bias(y: Float[Array, "M N"], bias: Float[Array, "E N"], groups: Groups) 
     return jnp.where(groups.real[:, None], y + bias.astype(y.dtype)[group], y)
 
 
+def pick_capacities(num_rows: int, num_groups: int) -> tuple[int, ...]:
+    """Returns the capacities: 0, quarters of the mean group up to twice the mean, doubles of the mean, and all rows.
+
+    All but the last are multiples of `STEP`.
+
+    16384 rows of 4 groups give (0, 1024, 2048, ..., 8192, 16384); 300 rows of 8 groups give (0, 128, 256, 300).
+    """
+    mean = -(-num_rows // num_groups)
+    doubles = (mean << n for n in range(2, num_groups.bit_length()))
+    capacities = {align_up(rows, STEP) for rows in (*(mean * n // 4 for n in range(1, 9)), *doubles)}
+    return tuple(sorted({0, num_rows, *(rows for rows in capacities if rows < num_rows)}))
+
+
+def _plan(groups: Groups, num_rows: int):
+    """Returns the capacities, and for every group (the index of its capacity, its first row, the number of its rows).
+
+    The indices are computed for all groups together, because a search inside the loop over groups would be a loop of
+    small kernels.
+    """
+    capacities = pick_capacities(num_rows, groups.sizes.shape[0])
+    index = sum(((groups.sizes > rows).astype(jnp.int32) for rows in capacities[:-1]), jnp.zeros_like(groups.sizes))
+    return capacities, (index, group_starts(groups.sizes, groups.align), groups.sizes)
+
+
+def _window(start, size, capacity: int, num_rows: int):
+    """Returns the first of `capacity` rows that contain a group, and whether each of them is a row of the group.
+
+    The group has the rows from `start` to `start + size`.
+
+    With 6 rows and capacity 4, the window of rows 3 to 5 begins at row 2, and its last 3 rows are real.
+    """
+    first = jnp.minimum(start, num_rows - capacity)
+    rows = first + jnp.arange(capacity, dtype=jnp.int32)
+    return first, (rows >= start) & (rows < start + size)
+
+
+def _switch(index, over: Callable, capacities: tuple[int, ...]):
+    """Returns over(capacities[index]) for a traced index."""
+    return lax.switch(index, [lambda capacity=capacity: over(capacity) for capacity in capacities])
+
+
 def _plain(x, dtype):
     """Returns x as an array of this dtype, dequantized if it is a QArray."""
     return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
 
 
 def _dot(a, b, contract):
-    """Returns the product of a and b, summed in float32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
+    """Returns the product in the dtype of its operands, summed in float32 or wider.
 
-
-class _Tiles:
-    """Tiles of `size` rows that cover the groups; no tile holds real rows of two groups.
-
-    With groups of 3 and 5 rows, align 1 and tiles of 4 rows, tile 0 is rows 0 to 3, of which 0 to 2 are real. Tiles 1
-    and 2 are rows 3 to 6 and 4 to 7, of which 3 to 6 and 7 are real: no tile hangs over the end of the rows.
+    A GPU writes bfloat16 results at once, and so half the bytes of float32 results. A CPU multiplies bfloat16 to
+    float32 results alone.
     """
-
-    def __init__(self, groups: Groups, num_rows: int):
-        mean = max(1, num_rows // groups.sizes.shape[0])
-        self.size = min(num_rows, max(16, min(512, 1 << (mean - 1).bit_length())))
-        tiles_per_group = -(-groups.sizes // self.size)
-        self.last = jnp.cumsum(tiles_per_group)
-        self.before = self.last - tiles_per_group
-        self.count = self.last[-1]
-        self.start = group_starts(groups.sizes, groups.align)
-        self.end = self.start + groups.sizes
-        self.num_rows = num_rows
-
-    def find(self, i):
-        """Returns the group of tile i, the first row of the tile, and [size] bool.
-
-        The bool says whether each row of the tile belongs to the group and is real.
-        """
-        group = jnp.searchsorted(self.last, i, side="right").astype(jnp.int32)
-        begin = self.start[group] + (i - self.before[group]) * self.size
-        first = jnp.minimum(begin, self.num_rows - self.size)
-        rows = first + jnp.arange(self.size, dtype=jnp.int32)
-        return group, first, (rows >= begin) & (rows < self.end[group])
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    result = jnp.float32 if a.dtype.itemsize < 4 and platform() != "gpu" else a.dtype
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=result).astype(a.dtype)
