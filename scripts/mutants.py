@@ -242,7 +242,7 @@ def plant(fault: Fault, folder: Path) -> None:
 
 
 def run_tests(source: Path, tests: tuple[str, ...]) -> tuple[int, str]:
-    """Runs tests of `make test` on the sources of a folder; the exit code and the output up to the first failure."""
+    """The exit code and the output of pytest on these tests, up to the first failure, with the sources of a folder."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
     environment = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
     try:

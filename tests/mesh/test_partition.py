@@ -20,10 +20,12 @@ import moax
 from moax import Axes, Unsupported
 from moax.block.layer import moe
 from moax.inspect import collectives
+from moax.kernels.xla.quantization import quantize, quantize_and_gather
 from moax.mesh.axes import Roles
 from moax.mesh.collectives import gather_weight, reduce_max, scatter_gradient, vary_like
 from moax.mesh.partition import Contract, Partitioned, find_mesh_view
 from moax.mesh.specs import spec
+from moax.recipe import Format, Recipe
 from support import ENGINES, MESHES, make_mesh, make_params, put, random, some
 from support.block import MESH, check, check_gradients, cotangent, loss_of
 from support.oracle.block import block as block_by_numpy
@@ -407,23 +409,25 @@ def test_gather_and_scatter_are_transposed(gather):
     np.testing.assert_array_equal(got, sum(range(1, DEVICES + 1)) * w)
 
 
-def test_quantized_weights_are_gathered_as_bytes(fresh_compile):
-    """Breaks if bytes widen on the wire, or the gathered weight forgets how many shards ended in an edge block."""
-    q = moax.QArray(jnp.arange(96, dtype=jnp.uint8).reshape(8, 12), rows(8, 8), "e4m3", (1, 2), (1, 4))
+def test_a_block_that_shards_share_has_one_scale(fresh_compile):
+    """Breaks if shards that end inside a block scale it by maxima of their own, or if its bytes widen on the wire: 4
+    shards of 6 rows lie over blocks of 8 rows, and each is quantized as the whole matrix is."""
+    w = random(0, 2, 24, 5)
+    recipe = Recipe(Format(block=8), Format(block=8, tile=2), Format(block=8))
 
-    def fn(data, scale):
-        whole = gather_weight(dataclasses.replace(q, data=data, scale=scale, pieces=(1, 1)), ((), ("ep",)))
-        assert whole.pieces == (1, 4) and (whole.dtype, whole.block) == ("e4m3", (1, 2))
-        return whole.data, whole.scale
+    def fn(w):
+        q = quantize_and_gather(w, recipe, "rows", ((), ("ep",), ()), (), jnp.float32)
+        return q.data, q.scale
 
     mesh = make_mesh("2x4")
     run = jax.shard_map(fn, mesh=mesh, in_specs=P(None, "ep"), out_specs=P(), check_vma=False)
-    data, scale = jax.jit(run)(q.data, q.scale)
-    np.testing.assert_array_equal(data, q.data)
-    np.testing.assert_array_equal(scale, q.scale)
+    data, scale = jax.jit(run)(w)
+    whole = quantize(jnp.asarray(w), recipe.w, (1, 8, 2))
+    np.testing.assert_array_equal(scale, whole.scale)
+    np.testing.assert_array_equal(data, whole.data)
     with jax.set_mesh(mesh):
-        found = collectives(run, q.data, q.scale)
-    assert sorted(c.dtype for c in found) == ["float32", "uint8"] and {c.kind for c in found} == {"all-gather"}
+        found = collectives(run, w)
+    assert sorted((c.kind, c.dtype) for c in found) == [("all-gather", "uint8"), ("all-reduce", "float32")]
 
 
 def test_reduce_max():

@@ -1,12 +1,12 @@
 """Quantize and dequantize: x ~ data * scale, with one scale for each block.
 
     scale[b] = max |x| over block b / format.max        (rounded up to a power of two where the format says so)
-    data     = round_to_format(x / scale)
+    data     = round_to_format(x * (1 / scale))
 
 Blocks of 128 along a dim of 300 elements are elements 0 to 127, 128 to 255, and the edge block 256 to 299. A NaN or Inf
 becomes NaN in its own element and does not enter the scale of its block. A block of zeros has scale 1. The result is
-exact where x / scale is a value of the format. Quantization has no gradient: products quantize inside their own
-`custom_vjp`.
+exact where the scale is a power of two and x / scale is a value of the format. Quantization has no gradient: products
+quantize inside their own `custom_vjp`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def quantize(
     engine: Engine = "auto",
     kernels: str = "auto",
 ) -> QArray:
-    """data = round(x / scale) with scale = amax(block) / format.max. Each shard is quantized by itself.
+    """data = round(x * (1 / scale)) with scale = amax(block) / format.max. Each shard is quantized by itself.
 
     Args:
       x: any shape, floating point, any sharding over `axes`.

@@ -46,7 +46,7 @@ def quantize(x: np.ndarray, format: Format, block: tuple) -> tuple[np.ndarray, n
     """(values of the format in float64, scales in float32) of an array that one device holds."""
     x = np.asarray(x, np.float32)
     scales = scale_of(by_blocks(np.where(np.isfinite(x), x, np.float32(0)), block), format)
-    return round_to(x / expand(scales, x.shape, block), format.dtype), scales
+    return round_to(x * expand(np.float32(1) / scales, x.shape, block), format.dtype), scales
 
 
 def round_trip(x: np.ndarray, format: Format | None, block: tuple | None) -> np.ndarray:

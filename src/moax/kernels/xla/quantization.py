@@ -1,6 +1,8 @@
 """Quantization by XLA: the values and scales of rows and of weights.
 
-    data = round_to_format(x / scale),     x ~ data * scale
+    data = round_to_format(x * (1 / scale)),     x ~ data * scale
+
+The Hopper kernels compute the product with the reciprocal too, and XLA turns a division by a broadcast into it.
 
 A NaN or Inf becomes NaN in its own element.
 """
@@ -55,7 +57,7 @@ def quantize(
         x = zero_rows(x, real)
     scale = to_scale(reduce_max(_block_max(finite(x), block), amax_over), format)
     q = QArray(x, scale, format.dtype, block, (1,) * x.ndim)
-    data = round_to_format(x / expand_scales(scale, q), x, format)
+    data = round_to_format(x * expand_scales(1.0 / scale, q), x, format)
     return dataclasses.replace(q, data=data, scale=_stored(scale, format))
 
 
@@ -125,24 +127,25 @@ def quantize_weight(
     flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)
     along = (gather[0], (), ())
     if format.block is None:
-        scale = spread = to_scale(reduce_max(finite(flat).max((1, 2), keepdims=True), amax_over), format)
+        scale = to_scale(reduce_max(finite(flat).max((1, 2), keepdims=True), amax_over), format)
+        inverse = 1.0 / scale
     elif cuts_blocks(w.shape, gather, block := weight_block(format, contracted)):
         blocks = find_weight_blocks(w.shape, gather, block)
         names = tuple(name for names in gather[1:] for name in names)
         scale = to_scale(share_weight_maxima(flat, blocks, names), format)
-        spread = spread_scales(scale, blocks, w.shape[1])
+        inverse = spread_scales(1.0 / scale, blocks, w.shape[1])
     else:
         scale = to_scale(_block_max(finite(flat), (1, *block)), format)
-        spread = expand_scales(scale, QArray(flat, scale, format.dtype, (1, *block), (1, 1, 1)))
+        inverse = expand_scales(1.0 / scale, QArray(flat, scale, format.dtype, (1, *block), (1, 1, 1)))
         along = (gather[0], gather[1], ())
         if any(gather[2:]):  # each dim of the scale has its own axes, since no block lies in two shards of the last dim
             scale = scale.reshape(*scale.shape[:2], *w.shape[2:-1], -1)
             along = gather
-    return round_to_format(flat / spread, flat, format).reshape(w.shape), scale, along
+    return round_to_format(flat * inverse, flat, format).reshape(w.shape), scale, along
 
 
 def round_to_format(scaled: Array, x: Array, format: Format) -> Array:
-    """Returns the bits of `scaled`, which is x / scale, in the format; NaN where x is not finite."""
+    """Returns the bits of `scaled`, which is x * (1 / scale), in the format; NaN where x is not finite."""
     data = scaled.astype(DTYPES[format.dtype])
     if format.dtype == "e5m2":  # e5m2 has an infinity, which becomes NaN as in e4m3
         data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
