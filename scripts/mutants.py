@@ -68,7 +68,7 @@ FAULTS = (
     ),
     Fault(
         "each element takes the scale of the block before its own",
-        "kernels/xla/quantization.py",
+        "kernels/scales.py",
         "scale = jnp.repeat(scale, b, axis=dim)",
         "scale = jnp.repeat(jnp.roll(scale, 1, axis=dim), b, axis=dim)",
         (f"{QUANTIZE}::test_matches_numpy",),
@@ -139,8 +139,8 @@ FAULTS = (
     Fault(
         "padding reaches the gradient of a weight",
         "kernels/xla/products.py",
-        "rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, tiles.size), real) for v in (x, dy))",
-        "rows, d_rows = (lax.dynamic_slice_in_dim(v, first, tiles.size) for v in (x, dy))",
+        "rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, capacity), real) for v in (x, dy))",
+        "rows, d_rows = (lax.dynamic_slice_in_dim(v, first, capacity) for v in (x, dy))",
         (f"{PRODUCTS}::test_group_sizes",),
     ),
     Fault(
@@ -153,8 +153,8 @@ FAULTS = (
     Fault(
         "gradients of weights leave in float32 in the place of the activations' dtype",
         "block/experts.py",
-        "scatter_gradient(d.astype(static.dtype), at.gather)",
-        "scatter_gradient(d.astype(jax.numpy.float32), at.gather)",
+        "scatter_gradient(d.astype(static.dtype), layout.gather)",
+        "scatter_gradient(d.astype(jax.numpy.float32), layout.gather)",
         ("tests/block/test_compiled.py",),
     ),
     Fault(
@@ -181,15 +181,15 @@ FAULTS = (
     Fault(
         "a weight of an assignment that has no row multiplies what it reads",
         "kernels/xla/rows.py",
-        "row = row * jnp.where(place < rows.shape[0], weights[:, k], 0.0)[:, None]",
+        "row = row * jnp.where(index < rows.shape[0], weights[:, k], 0.0)[:, None]",
         "row = row * weights[:, k][:, None]",
         (f"{PERMUTE}", f"{BEHAVIOUR}::test_nan_stays_with_its_token"),
     ),
     Fault(
         "rows of two tokens overlap in the memory of a peer",
         "ops/exchange/plan.py",
-        "there, back = arrive[rank] - start, leave[:, rank] - (last - received)",
-        "there, back = arrive[rank] - start - 1, leave[:, rank] - (last - received)",
+        "shift_there, shift_back = arrive[rank] - start, leave[:, rank] - (last - received)",
+        "shift_there, shift_back = arrive[rank] - start - 1, leave[:, rank] - (last - received)",
         ("tests/ops/test_one_sided.py::test_plan",),
     ),
     Fault(

@@ -31,7 +31,7 @@ from benchmarks.wires import rounds
 from moax.backend import count_sms
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
-from moax.mesh.partition import find_view
+from moax.mesh.partition import find_mesh_view
 from moax.mesh.place import named
 from moax.ops.exchange import (
     ExchangeSpec,
@@ -142,7 +142,7 @@ def _group(case: Tokens, wire: str, direction: str, args: tuple, mesh: Mesh, how
 
 def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh: Mesh, sms: int | None = None):
     """(function of one device, global operands) of an exchange of `moax.ops`."""
-    view = find_view(Axes(), "auto", args[0])
+    view = find_mesh_view(Axes(), "auto", args[0])
     transport = select_transport(TRANSPORTS[impl], view, wire_bytes(args[0], WIRES[wire]))
     slots = slots_per_pair(case.tokens, case.top_k, mesh.size, None)
     kernels = select_kernels("auto", args[0].dtype, width=case.width)

@@ -1,6 +1,6 @@
 """Mixture-of-Experts layers for JAX that quantize before they gather.
 
-`import moax` imports nothing: a public name imports its module, and JAX, when it is first asked for.
+`import moax` imports no other module. The first use of a public name imports the module of the name, and JAX.
 """
 
 import importlib
@@ -57,7 +57,7 @@ _MODULES = ("estimate", "hf", "inspect", "linen", "nnx", "ops")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the module of a public name; any module of moax, too, is an attribute once it is asked for."""
+    """Returns the object of a public name, or a module of moax; its first use imports the module."""
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
@@ -68,5 +68,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Returns the public names."""
     return sorted({*_HOMES, *_MODULES, "__version__"})

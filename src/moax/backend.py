@@ -1,4 +1,4 @@
-"""Facts of the machine that jit compiles for; the only file that reads the platform."""
+"""Facts about the machine that jit compiles for. No other file reads the platform."""
 
 from __future__ import annotations
 
@@ -13,38 +13,42 @@ import jax
 H200_SMS = 132
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 BLACKWELL = ("B100", "B200")
-COPY_BYTES = 16  # that a bulk copy moves at least, and whole multiples of them
+COPY_BYTES = 16  # a bulk copy moves a multiple of so many bytes
 logger = logging.getLogger("moax")
 
 
 @functools.cache
 def log_once(message: str) -> None:
-    """Logs a fallback, the first time it happens."""
+    """Logs a message, once in a process."""
     logger.warning(message)
 
 
 def platform() -> str:
-    """`cpu`, `gpu` or another backend that jit compiles for by default."""
+    """Returns the backend that jit compiles for by default: `cpu`, `gpu` or another name of JAX."""
     return jax.default_backend()
 
 
 def device_kind() -> str:
-    """The name of the device that jit compiles for: of the mesh in force where it has one, else of the first here."""
+    """Returns the name of the device that jit compiles for, such as "NVIDIA H200".
+
+    The mesh in force may name a device; otherwise it is the first device of this process.
+    """
     described = jax.sharding.get_abstract_mesh().abstract_device
     return described.device_kind if described is not None else jax.local_devices()[0].device_kind
 
 
 def on_hopper() -> bool:
-    """Whether jit compiles for a GPU of compute capability 9.0."""
+    """Returns whether jit compiles for a GPU of compute capability 9.0."""
     return _compiles_for("9.0", HOPPER)
 
 
 def on_blackwell() -> bool:
-    """Whether jit compiles for a GPU of compute capability 10.0."""
+    """Returns whether jit compiles for a GPU of compute capability 10.0."""
     return _compiles_for("10.0", BLACKWELL)
 
 
 def _compiles_for(capability: str, names: tuple[str, ...]) -> bool:
+    """Returns whether jit compiles for a GPU of this compute capability, or one that has one of these names."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         return any(name in described.device_kind for name in names)
@@ -52,7 +56,7 @@ def _compiles_for(capability: str, names: tuple[str, ...]) -> bool:
 
 
 def count_sms() -> int:
-    """Multiprocessors of the GPU that jit compiles for; an H200's where there is none (to compile for one)."""
+    """Returns the multiprocessors of the GPU that jit compiles for; those of an H200 where there is no GPU."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None and described.num_cores:
         return described.num_cores
@@ -60,10 +64,10 @@ def count_sms() -> int:
 
 
 def why_not_peers(row_bytes: int | None = None) -> str | None:
-    """Why kernels cannot write into the memory of the other devices of the mesh in force; None where they can.
+    """Returns why kernels cannot write into the memory of the other devices of the mesh in force; None where they can.
 
     Args:
-      row_bytes: of a row that is to travel; None asks for this machine, whatever the mesh.
+      row_bytes: the bytes of a row that travels; None asks about this machine alone, without the mesh.
     """
     if importlib.util.find_spec("moax.kernels.hopper") is None:
         return "this installation has no moax.kernels.hopper"
@@ -77,19 +81,22 @@ def why_not_peers(row_bytes: int | None = None) -> str | None:
         return f"rows of {row_bytes} bytes are no multiple of {COPY_BYTES}, which the copy engine needs"
     mesh = _placed_mesh()
     if mesh is None:
-        return None  # inside a shard_map, whose mesh JAX holds against the same rule when it lowers the kernel
+        return None  # inside a shard_map, whose mesh JAX checks by the same rule when it lowers the kernel
     if mesh.empty:
         return "no jax.set_mesh(mesh) is in force, and types of arrays do not say which devices a mesh has"
-    found = [device.id for device in mesh.devices.flat]
-    if found != list(range(len(found))):
-        return f"the mesh must be of the first {len(found)} devices of the machine in order, not of {found}"
+    ids = [device.id for device in mesh.devices.flat]
+    if ids != list(range(len(ids))):
+        return f"the mesh must be of the first {len(ids)} devices of the machine in order, not of {ids}"
     if platform() == "gpu" and not _reach(tuple(device.local_hardware_id for device in mesh.devices.flat)):
         return "the GPUs of the mesh cannot reach one another's memory"
     return None
 
 
 def _placed_mesh():
-    """The mesh of `jax.set_mesh` with its devices, also while a function is traced; None inside a `shard_map`."""
+    """Returns the mesh of `jax.set_mesh` with its devices, even while a function is traced.
+
+    None inside a `shard_map`.
+    """
     with jax.core.eval_context():
         try:
             return jax.sharding.get_mesh()
@@ -99,7 +106,7 @@ def _placed_mesh():
 
 @functools.cache
 def _reach(ordinals: tuple[int, ...]) -> bool:
-    """Whether each of these GPUs can read and write the memory of each other, as the driver says."""
+    """Returns whether each of these GPUs can read and write the memory of all others, by the answer of the driver."""
     driver, can = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     handles = {n: ctypes.c_int() for n in ordinals}
     if any(driver.cuDeviceGet(ctypes.byref(handle), n) for n, handle in handles.items()):

@@ -1,4 +1,7 @@
-"""What a Mixture-of-Experts block is: frozen, hashable, checked when built."""
+"""`MoEConfig` and `RouterConfig` say what a Mixture-of-Experts block computes.
+
+They are frozen, hashable and checked.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,36 @@ from typing import Literal
 Activation = Literal["swiglu", "geglu", "swiglu_oai", "silu", "gelu", "relu2"]
 GATED = ("swiglu", "geglu", "swiglu_oai")
 UNGATED = ("silu", "gelu", "relu2")
+SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the limit of gate and up, and the factor in the sigmoid
 
 
 def _is_int(value) -> bool:
+    """Returns whether value is an int and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_positive(owner: str, **fields) -> None:
+    """Raises ValueError for a field of `owner` that is no int of at least 1."""
     for name, value in fields.items():
         if not _is_int(value) or value < 1:
             raise ValueError(f"{owner}: {name}={value!r} must be an int of at least 1")
 
 
 def _check_choice(owner: str, name: str, value, choices: tuple[str, ...]) -> None:
+    """Raises ValueError if value is none of the choices."""
     if value not in choices:
         raise ValueError(f"{owner}: {name}={value!r} must be one of {', '.join(map(repr, choices))}")
 
 
 def _check_flag(owner: str, **fields) -> None:
+    """Raises ValueError for a field of `owner` that is no bool."""
     for name, value in fields.items():
         if not isinstance(value, bool):
             raise ValueError(f"{owner}: {name}={value!r} must be True or False")
 
 
 def _check_number(owner: str, name: str, value, *, least: float, exclusive: bool = False) -> None:
+    """Raises ValueError unless value is a finite number of at least `least`, or above it if `exclusive`."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < least or (exclusive and value == least):
         raise ValueError(f"{owner}: {name}={value!r} must be a finite number {'>' if exclusive else '>='} {least}")
@@ -40,22 +49,26 @@ def _check_number(owner: str, name: str, value, *, least: float, exclusive: bool
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """How logits [T, E] become K experts and weights a token.
+    """How logits [T, E] become K experts and K weights for each token.
 
     Attributes:
-      score: `softmax` over experts, or `sigmoid` of each.
-      order: `score_then_topk` scores all experts and keeps the best K; `topk_then_score` keeps the best K logits
-        and scores those alone (for softmax this renormalizes by itself: Mixtral, GPT-OSS).
-      normalize: divide the K weights by their sum, where K > 1.
-      num_groups, top_groups: group-limited routing (DeepSeek-V3): experts form `num_groups` equal groups, and only
-        the `top_groups` with the best group score are eligible.
-      group_score: `top2` (sum of a group's two best; DeepSeek-V3), `max`, or `sum_topk` (sum of its
-        `top_k // top_groups` best; Megatron, Transformer Engine).
-      scale: factor on the weights (DeepSeek's routed scaling factor).
-      bias: the parameters hold `router_bias` [E], added for selection only (loss-free balancing).
-      logits_bias: the parameters hold `logits_bias` [E], an ordinary trained bias of the router's logits (GPT-OSS).
-      aux_loss: coefficient of the load-balance loss; a balanced router pays the coefficient.
-      z_loss: coefficient of mean(logsumexp(logits)^2) (ST-MoE).
+      score: `softmax` over all experts of a token, or `sigmoid` of each logit.
+      order: `score_then_topk` scores all experts and keeps the best K. `topk_then_score` keeps the best K logits and
+        scores these K alone; their softmax sums to 1 by itself (Mixtral, GPT-OSS).
+      normalize: whether the K weights are divided by their sum, where K > 1.
+      num_groups, top_groups: group-limited routing (DeepSeek-V3). Experts form `num_groups` equal groups, and a token
+        may choose experts of the `top_groups` groups with the best group score. With 8 experts in 4 groups, experts 2
+        and 3 are group 1.
+      group_score: the score of a group. `top2` is the sum of its two best scores (DeepSeek-V3), `max` its best score,
+        and `sum_topk` the sum of its `top_k // top_groups` best scores (Megatron, Transformer Engine).
+      scale: a factor on the weights (DeepSeek's routed scaling factor).
+      bias: whether the parameters hold `router_bias` [E], which is added to the scores for selection alone.
+      logits_bias: whether the parameters hold `logits_bias` [E], a trained bias of the logits (GPT-OSS).
+      aux_loss: the coefficient of the load-balance loss; a balanced router pays the coefficient.
+      z_loss: the coefficient of mean(logsumexp(logits)^2) (ST-MoE).
+
+    Raises:
+      ValueError: a field has a value that it cannot have. The message names the field.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -105,21 +118,25 @@ class RouterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """Sizes and options of one block.
+    """The sizes and the equations of one block.
 
     Attributes:
-      d_model: model width H.
-      d_ff: expert width F.
-      num_experts: E.
-      top_k: experts per token, K.
-      activation: `swiglu`, `geglu`, `swiglu_oai` (gated), `silu`, `gelu`, `relu2`; see `moax.ops.activation`.
-      use_bias: `init` makes expert biases `bi`, `bo`. The block itself takes any subset of them.
+      d_model: the model width H.
+      d_ff: the expert width F.
+      num_experts: the number of experts E.
+      top_k: the experts per token K.
+      activation: `swiglu`, `geglu` or `swiglu_oai`, which have a gate, or `silu`, `gelu` or `relu2`; see
+        `moax.ops.activation`.
+      use_bias: whether `init` makes the expert biases `bi` and `bo`. The block takes either of them without the other.
       router: see `RouterConfig`.
-      shared_d_ff: width S of the expert that every token takes; 0 for none.
-      capacity_factor: None never drops. A number bounds a rank's expert-sorted rows at that multiple of the balanced
-        load; what does not fit is taken from the busiest experts and counted in `MoEStats.dropped`.
-      weights_at: where routing weights multiply: an expert's `output`, or its `hidden` activation, before the second
-        product. The same function, rounded elsewhere.
+      shared_d_ff: the width S of the shared expert, which every token takes; 0 for no shared expert.
+      capacity_factor: None drops no assignment. A number limits the expert-sorted rows of a rank to this multiple of
+        the balanced load T K. The busiest experts lose the rows beyond the limit, and `MoEStats.dropped` counts them.
+      weights_at: the place where the routing weights multiply: an expert's `output`, or its `hidden` activation before
+        the second product. Both give the same function with different rounding.
+
+    Raises:
+      ValueError: a field has a value that it cannot have, or K does not fit the router. The message names the field.
     """
 
     d_model: int
@@ -149,5 +166,5 @@ class MoEConfig:
 
     @property
     def gates(self) -> int:
-        """Columns of `wi` an expert's hidden unit takes: gate and up projection, or up alone."""
+        """G: the number of projections of a hidden unit, 2 (gate and up) or 1 (up alone)."""
         return 2 if self.activation in GATED else 1

@@ -1,5 +1,5 @@
-"""The one exception of moax's own; a caller's mistake is a ValueError."""
+"""`Unsupported` is the one exception class of moax. A mistake of the caller is a ValueError."""
 
 
 class Unsupported(NotImplementedError):
-    """An implementation that was chosen by name cannot do what is asked; the message says why."""
+    """An implementation that was chosen by name cannot do its task; the message says why."""

@@ -1,4 +1,4 @@
-"""Parameters of a block, made where they belong."""
+"""`init` makes the parameters of a block; on a mesh each device makes its own shards."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from moax.sharding import param_specs
 def init(
     key: PRNGKeyArray | Array, config: MoEConfig, *, dtype: jax.typing.DTypeLike = jnp.float32, axes: Axes = Axes()
 ) -> MoEParams[Array]:
-    """Weights ~ truncated normal of variance 1 / fan-in; biases 0.
+    """Makes the parameters of a block: weights ~ truncated normal of variance 1 / fan-in, biases 0.
 
     Args:
       key: a PRNG key.
-      config: which parameters there are, and their sizes.
-      dtype: of all of them.
-      axes: with a mesh in force (`jax.set_mesh`), each device makes only its shard, laid out by `param_specs`. The
-        values do not depend on the mesh.
+      config: the sizes of the block, which decide the parameters and their shapes; see `MoEParams`.
+      dtype: the dtype of every parameter.
+      axes: the role of each mesh axis. With a mesh in force (`jax.set_mesh`) each device makes its shards alone, laid
+        out by `param_specs`. The values do not depend on the mesh.
+
+    Returns:
+      The parameters; None where the config has no such parameter.
 
     Raises:
-      ValueError: a dim that its mesh axes do not divide.
+      ValueError: the mesh axes of a dim do not divide its size.
     """
     shapes = param_shapes(config)
     names = [f.name for f in dataclasses.fields(MoEParams) if getattr(shapes, f.name) is not None]
@@ -43,7 +46,7 @@ def init(
         for name in names:
             shape = getattr(shapes, name)
             if name in fan_in:
-                # A normal cut at two sigma has variance 0.7737.
+                # A standard normal that is cut off at two sigma has the variance 0.7737.
                 std = 1.0 / math.sqrt(fan_in[name] * 0.7737)
                 values[name] = (std * jax.random.truncated_normal(keys[name], -2.0, 2.0, shape)).astype(dtype)
             else:

@@ -1,11 +1,11 @@
-"""`MoEBlock`: the block as a flax.linen module; `moax.moe` on variables that flax holds.
+"""`MoEBlock` is the block as a flax.linen module: it calls `moax.moe` on variables that flax holds.
 
     block = MoEBlock(config)
     variables = block.init(key, x)
     y, stats = block.apply(variables, x)
     _, state = block.apply(variables, stats, method="update_router_bias", mutable="moax_state")
 
-Made under `jax.set_mesh`, the variables are shards, in boxes that say so.
+Under `jax.set_mesh` the variables are shards, boxed as `nn.Partitioned` with their specs.
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ COLLECTIONS = {f.name: STATE if f.name == "router_bias" else "params" for f in d
 
 
 class MoEBlock(nn.Module):
-    """y [..., H] = sum over a token's experts of weight * expert(x) + shared(x), of x [..., H].
+    """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]), for x [..., H].
 
-    Variables are named as in `moax.MoEParams`: the selection bias `router_bias` in the collection `moax_state`, which
-    no optimizer sees, the rest in `params`. `bi` and `bo` may each be there or not. `init(key, x)` makes the values of
-    `moax.init(key, config)`; inside another module, those of the key that flax folds the module's path into.
+    Variables have the names of the fields of `moax.MoEParams`. The selection bias `router_bias` is in the collection
+    `moax_state`, which no optimizer sees, and the other variables are in `params`. Either of `bi` and `bo` may be
+    missing. `init(key, x)` makes the values of `moax.init(key, config)`. Inside another module, flax folds the path of
+    the module into the key.
 
-    With a mesh in force (`jax.set_mesh`) each device makes its shards alone, boxed as `nn.Partitioned` by
-    `moax.param_specs`, for `nn.get_partition_spec` and `nn.get_sharding`. Without a mesh nothing is boxed.
+    With a mesh in force (`jax.set_mesh`) each device makes its shards alone. A variable is then an `nn.Partitioned` box
+    with its entry of `moax.param_specs`, for `nn.get_partition_spec` and `nn.get_sharding`. Without a mesh there are no
+    boxes.
 
     Attributes:
-      config: which parameters there are, and their sizes.
+      config: the sizes of the block and its equations.
       recipe, axes, exchange, kernels, engine, chunks: see `moax.Options`.
-      dtype: x is cast to it, and the block computes in it; None: in x.dtype.
-      param_dtype: of all parameters, and of the bias.
+      dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
+      param_dtype: the dtype of all parameters and of the selection bias.
     """
 
     config: MoEConfig
@@ -69,23 +71,27 @@ class MoEBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch H"]) -> tuple[Float[Array, "*batch H"], MoEStats]:
-        """(y, stats) of `moax.moe`; y has `dtype`, or that of x."""
+        """Returns (y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None."""
         if not self.has_variable("params", "router") and self.is_mutable_collection("params"):
             for name, value in self._make().items():
                 if COLLECTIONS[name] == STATE:
                     self.variable(STATE, name, lambda value=value: value)
                 else:
                     self.param(name, lambda _, value=value: value)
-        found = {name: nn.unbox(self.get_variable(of, name)) for name, of in COLLECTIONS.items()}
+        arrays = {name: nn.unbox(self.get_variable(collection, name)) for name, collection in COLLECTIONS.items()}
         return moe(
             x if self.dtype is None else x.astype(self.dtype),
-            MoEParams(**found),
+            MoEParams(**arrays),
             self.config,
             Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)}),
         )
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:
-        """router_bias += rate * sign(mean(tokens) - tokens), by `moax.update_router_bias`.
+        """Adds rate * sign(mean(tokens) - tokens) to router_bias, by `moax.update_router_bias`.
+
+        Args:
+          stats: the stats of the step; `stats.tokens_per_expert` counts over the whole mesh.
+          rate: the step of the bias, in units of the score.
 
         Raises:
           ValueError: the config has no router bias.
@@ -97,7 +103,10 @@ class MoEBlock(nn.Module):
         self.put_variable(STATE, "router_bias", nn.meta.replace_boxed(box, bias))
 
     def _make(self) -> dict[str, Array | nn.Partitioned]:
-        """The values, in boxes where there is a mesh. One key for all of them: `self.param` would give each its own."""
+        """Returns the values of all variables, in boxes where there is a mesh.
+
+        One key makes all of them, as in `moax.init`; `self.param` would give each variable a key of its own.
+        """
         key = cast(Any, self.scope).rngs["params"].as_jax_rng()
         values = init(key, self.config, dtype=self.param_dtype, axes=self.axes)
         specs = param_specs(self.config, self.axes) if mesh_sizes() else None

@@ -1,4 +1,4 @@
-"""The shapes of published models: the one table that estimates, benchmarks, tuning and checks take them from.
+"""The shapes of published models, in one table for estimates, benchmarks, tuning and checks.
 
 MODELS["qwen3-30b"].config                          the MoE block of one layer, as a MoEConfig
 find_model("qwen3-30b").on_rank(4, tokens=8192)     what one of 4 ranks computes: 32 experts, 65536 rows
@@ -32,7 +32,7 @@ class RankShape:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A published model's MoE block.
+    """The MoE block of a published model.
 
     Attributes:
       config: the block of one layer.
@@ -45,7 +45,7 @@ class Model:
     source: str
 
     def on_rank(self, ranks: int, tokens: int) -> RankShape:
-        """What one rank of an `ep` axis computes.
+        """Returns what one rank of an `ep` axis computes.
 
         Args:
           ranks: size of `ep`; it must divide the model's experts.
@@ -64,7 +64,7 @@ class Model:
         )
 
     def slice(self, ranks: int) -> MoEConfig:
-        """The block with the experts of one of `ranks` ranks alone, so that one device can run it.
+        """Returns the block with the experts of one of `ranks` ranks alone, so that one device can run it.
 
         A token still takes K experts, and all of them are on this device: T tokens make T K rows, as many as the
         rank receives in the whole model when each of the ranks has T tokens. The slice has neither the shared expert,
@@ -77,16 +77,17 @@ class Model:
         return dataclasses.replace(self.config, num_experts=self._experts(ranks), router=router, shared_d_ff=0)
 
     def _experts(self, ranks: int) -> int:
+        """Returns the experts of one rank. Raises ValueError where `ranks` does not divide the experts."""
         experts = self.config.num_experts
         if ranks < 1 or experts % ranks:
             raise ValueError(f"ranks={ranks} must divide the {experts} experts of {self.source}")
         return experts // ranks
 
 
-# The softmax of the chosen K logits; it sums to 1 by itself.
+# The weights are the softmax of the K chosen logits, which sums to 1 by itself.
 _LATE = RouterConfig(order="topk_then_score", normalize=False)
 
-# layers: num_hidden_layers of the source, less the leading dense ones (first_k_dense_replace).
+# `layers` is num_hidden_layers of the source, less the leading dense layers (first_k_dense_replace).
 MODELS: dict[str, Model] = {
     "qwen3-30b": Model(
         config=MoEConfig(d_model=2048, d_ff=768, num_experts=128, top_k=8, router=_LATE),
@@ -155,10 +156,10 @@ MODELS: dict[str, Model] = {
 
 
 def find_model(name: str) -> Model:
-    """The model of a name.
+    """Returns the model of a name, a key of `MODELS`.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: there is no model of this name.
     """
     if name not in MODELS:
         raise ValueError(f"model={name!r} must be one of {', '.join(map(repr, MODELS))}, or a MoEConfig")

@@ -1,10 +1,10 @@
-"""`MoE`: the block as a flax.nnx module; `moax.moe` on parameters that it holds.
+"""`MoE` is the block as a flax.nnx module: it holds the parameters and calls `moax.moe`.
 
     layer = MoE(config, rngs=nnx.Rngs(0))
     y, stats = layer(x)
     layer.update_router_bias(stats)  # once a step, after the optimizer, where config.router.bias
 
-Made under `jax.set_mesh`, it holds shards, and says so in its variables' metadata.
+Under `jax.set_mesh` the layer makes and holds shards, and the metadata of its variables names their specs.
 """
 
 from __future__ import annotations
@@ -36,16 +36,20 @@ NAMES = tuple(field.name for field in dataclasses.fields(MoEParams))
 
 
 class RouterBias(nnx.Variable):
-    """The selection bias [E]: state, no `nnx.Param`, so that no optimizer or gradient of parameters sees it."""
+    """The selection bias [E].
+
+    It is state and no `nnx.Param`, so that no optimizer and no gradient of parameters sees it.
+    """
 
 
 class MoE(nnx.Module):
-    """y [..., H] = sum over a token's experts of weight * expert(x) + shared(x), of x [..., H].
+    """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]), for x [..., H].
 
     Attributes:
-      router, wi, wo, logits_bias, bi, bo, shared_wi, shared_wo: `nnx.Param` of the shapes of `moax.MoEParams`; None
-        where the config has none. `bi` and `bo` may be set or deleted afterwards, each by itself.
-      router_bias: `RouterBias`, or None.
+      router, wi, wo, logits_bias, bi, bo, shared_wi, shared_wo: each an `nnx.Param` with the shape of the same field of
+        `moax.MoEParams`, or None where the config has no such parameter. A user may set or delete `bi` and `bo`
+        afterwards.
+      router_bias: a `RouterBias`, or None where the config has none.
     """
 
     def __init__(
@@ -58,18 +62,22 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
         **keywords: Unpack[OptionKeywords],
     ):
-        """Parameters are `moax.init(rngs.params(), config)`.
+        """Makes the parameters `moax.init(rngs.params(), config)`.
 
         With a mesh in force (`jax.set_mesh`) each device makes its shards alone, and `out_sharding` of each variable
         is its entry of `moax.param_specs`, for `nnx.get_partition_spec` and `nnx.get_named_sharding`.
 
         Args:
-          config: which parameters there are, and their sizes.
-          options: how the block runs.
-          dtype: x is cast to it, and the block computes in it; None: in x.dtype.
-          param_dtype: of all parameters, and of the bias.
-          rngs: gives one key, from its stream `params`.
-          **keywords: recipe, axes, exchange, kernels, engine, chunks: fields that replace those of `options`.
+          config: the sizes of the block and its equations.
+          options: how the block runs; see `moax.Options`.
+          dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
+          param_dtype: the dtype of all parameters and of the selection bias.
+          rngs: the stream `params` gives one key.
+          **keywords: fields of `moax.Options` (recipe, axes, exchange, kernels, engine, chunks) that replace those of
+            `options`.
+
+        Raises:
+          ValueError: an option has a value that it cannot have, or the mesh axes of a dim do not divide its size.
         """
         self.config, self.options = config, dataclasses.replace(options, **keywords)
         self.dtype, self.param_dtype = dtype, param_dtype
@@ -83,12 +91,12 @@ class MoE(nnx.Module):
 
     @property
     def params(self) -> MoEParams[Array]:
-        """The arrays, as `moax.moe` takes them."""
+        """The arrays of the parameters, as `moax.moe` takes them."""
         variables = {name: getattr(self, name) for name in NAMES}
         return params_by_name({name: None if v is None else v.get_value() for name, v in variables.items()})
 
     def __call__(self, x: Float[Array, "*batch H"]) -> tuple[Float[Array, "*batch H"], MoEStats]:
-        """(y, stats) of `moax.moe`; y has `dtype`, or that of x."""
+        """Returns (y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None."""
         return moe(
             x if self.dtype is None else x.astype(self.dtype),
             self.params,
@@ -97,9 +105,13 @@ class MoE(nnx.Module):
         )
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:
-        """router_bias += rate * sign(mean(tokens) - tokens), by `moax.update_router_bias`.
+        """Adds rate * sign(mean(tokens) - tokens) to router_bias, by `moax.update_router_bias`.
 
-        In layers stacked by `nnx.vmap` the bias is [L, E]; `stats` as `nnx.scan` stacks them fit it.
+        In layers that `nnx.vmap` stacked, the bias is [L, E], and `stats` are those that `nnx.scan` stacks.
+
+        Args:
+          stats: the stats of the step; `stats.tokens_per_expert` counts over the whole mesh.
+          rate: the step of the bias, in units of the score.
 
         Raises:
           ValueError: the config has no router bias.

@@ -1,4 +1,4 @@
-"""`Options`: how a block runs, as one value; what it computes is `MoEConfig`."""
+"""`Options` says how a block runs; `MoEConfig` says what the block computes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ class Options:
 
     Attributes:
       recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing.
-      axes: the roles of mesh axes.
-      exchange: `all_gather`, `all_to_all` or `one_sided` (Hopper GPUs of one process); `auto` is all_gather. Nothing
-        moves where ep has size 1.
-      kernels: `hopper` (Hopper GPUs, bfloat16, widths that are multiples of 32), `xla`, or `auto`: hopper where it can
-        run, else xla, which is logged once on a GPU.
-      engine: how the block is put on a mesh of Auto axes: `custom_partitioning` (the default), or `shard_map`, whose
-        compilation-cache key is the same in every process. Explicit axes always take `shard_map`.
-      chunks: parts in which a device takes its tokens, one after the other; memory is then that of one part. Backward
-        computes each part again. Weights are gathered once for all parts, wi twice in backward. `capacity_factor` holds
-        in each part, and a scale of a whole tensor is that of a part.
+      axes: the role of each mesh axis; see `moax.Axes`.
+      exchange: the transport of tokens: `all_gather`, `all_to_all`, `one_sided` (Hopper GPUs of one process), or
+        `auto`, which is all_gather. No token travels where ep has size 1.
+      kernels: the implementation: `hopper` (Hopper GPUs, bfloat16, widths that are multiples of 32), `xla`, or `auto`.
+        `auto` takes hopper where it can run, and xla elsewhere. On a GPU, the log says once why hopper cannot run.
+      engine: the way from global arrays to shards on a mesh of Auto axes: `custom_partitioning`, which is `auto`, or
+        `shard_map`, whose key in the compilation cache is the same in every process. Explicit axes always use
+        `shard_map`.
+      chunks: the number of parts in which a device takes its tokens, one part after the other. The memory of
+        activations is then that of one part, and backward computes each part again. Weights are gathered once for all
+        parts, but wi twice in backward. `capacity_factor` limits each part, and a scale of a whole tensor is that of
+        one part.
 
     Raises:
-      ValueError: a field whose value cannot be, naming the field.
+      ValueError: a field has a value that it cannot have. The message names the field.
     """
 
     recipe: str | Recipe | None = None

@@ -1,4 +1,4 @@
-"""`MoEParams`: one value for each parameter of a block; the shapes of the arrays, and the check of both."""
+"""`MoEParams` holds the parameters of a block; this file also has their shapes and checks them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from moax.types import pytree
 
 @pytree()
 class MoEParams[Leaf]:
-    """One value for each parameter of a block; None where the config has no such parameter.
-
-    `MoEParams[Array]` holds the parameters themselves. `MoEParams[PartitionSpec]` says how they lie on a mesh, as
-    `moax.param_specs` returns it; trees of shardings or of shapes have the same structure.
+    """The parameters of one block. A field is None where the config has no such parameter.
 
     Attributes:
-      router: [H, E], replicated.
-      wi: [E, H, 2, F]: `wi[:, :, 0]` is the gate, `wi[:, :, 1]` the up projection; [E, H, 1, F] without a gate.
-      wo: [E, F, H].
-      router_bias: [E], for selection only; no gradient.
+      router: [H, E], replicated over the mesh.
+      wi: [E, H, 2, F]. `wi[:, :, 0]` is the gate and `wi[:, :, 1]` the up projection. Without a gate [E, H, 1, F].
+      wo: [E, F, H], the down projection.
+      router_bias: [E], added to the scores for selection alone; it has no gradient.
       logits_bias: [E], a trained bias of the logits.
-      bi: [E, 2, F] (or [E, 1, F]); bo: [E, H]. Any subset.
-      shared_wi: [H, 2, S] (or [H, 1, S]); shared_wo: [S, H].
+      bi: [E, 2, F], or [E, 1, F] without a gate: the bias of wi. Either of bi and bo may be given alone.
+      bo: [E, H], the bias of wo.
+      shared_wi: [H, 2, S], or [H, 1, S] without a gate: the first weight of the shared expert of width S.
+      shared_wo: [S, H], the second weight of the shared expert.
     """
 
     router: Leaf
@@ -42,12 +41,12 @@ class MoEParams[Leaf]:
 
 
 def params_by_name[Leaf](values: Mapping[str, Leaf | None]) -> MoEParams[Leaf]:
-    """The MoEParams whose fields have these names and values."""
+    """Returns the MoEParams whose fields have these names and values."""
     return MoEParams(**cast(Mapping[str, Any], values))
 
 
 def param_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:
-    """The global shape of each parameter that `init` makes; None where the config has none."""
+    """Returns the global shape of each parameter that `init` makes; None where the config has no such parameter."""
     c, e, h, f, s = config, config.num_experts, config.d_model, config.d_ff, config.shared_d_ff
     return MoEParams(
         router=(h, e),
@@ -63,14 +62,20 @@ def param_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:
 
 
 def full_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:
-    """`param_shapes` with every bias there may be, made by `init` or not."""
+    """Returns `param_shapes` with the shapes of both expert biases, even where `init` makes none."""
     return param_shapes(dataclasses.replace(config, use_bias=True))
 
 
 def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = False) -> None:
-    """Raises ValueError naming the first parameter whose presence, rank, shape or dtype the config does not allow.
+    """Checks that the config allows each parameter.
 
-    `local`: the parameters are shards inside a `shard_map`; sizes may then be any divisor.
+    Args:
+      params: the parameters.
+      config: the sizes of the block.
+      local: whether the parameters are shards inside a `shard_map`; a size may then be any divisor of the whole size.
+
+    Raises:
+      ValueError: the config does not allow the presence, the shape or the dtype of a parameter. The message names it.
     """
     if not isinstance(params, MoEParams):
         raise ValueError(f"params is a {type(params).__name__}; it must be a moax.MoEParams")

@@ -1,4 +1,4 @@
-"""Recipes: in which format x, w and dy enter a product."""
+"""A recipe says in which format x, w and dy enter a product."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One-byte values `data` with `data * scale ~ x`, a scale a block.
+    """A format of one-byte values: x ~ data * scale, with one scale for each block.
 
     Attributes:
-      dtype: `e4m3` (max 448) or `e5m2` (max 57344).
-      block: length of a block along the contracted dim; None: one block holds the whole tensor (of weights: of each
-        expert).
-      tile: length of a block of a weight along its other matrix dim: 1, or 128 for blocks that read the same by rows
-        and by columns.
-      scale: `float32` (amax / max), `pow2` (that, rounded up to a power of two, as float32), `e8m0` (the same in one
-        byte).
+      dtype: `e4m3`, whose maximum is 448, or `e5m2`, whose maximum is 57344.
+      block: the length of a block along the contracted dim, in elements. None makes the whole tensor one block; of a
+        weight, the matrix of each expert.
+      tile: the length of a block of a weight along the dim that is not contracted, in elements. With block 128, a tile
+        of 128 gives square blocks, which have the same scales for products over rows and over columns.
+      scale: `float32` is amax / max. `pow2` rounds it up to a power of two and stores a float32. `e8m0` rounds it up
+        too and stores the exponent in one byte.
+
+    Raises:
+      ValueError: a field has a value that it cannot have. The message names the field.
     """
 
     dtype: Literal["e4m3", "e5m2"] = "e4m3"
@@ -44,14 +47,21 @@ class Format:
         return E4M3_MAX if self.dtype == "e4m3" else E5M2_MAX
 
     def row_block(self, ndim: int, contracted: Contracted) -> tuple[int | None, ...]:
-        """Block shape of rows [M, ..., C] that enter a product over `columns` (forward, dgrad) or `rows` (wgrad)."""
+        """Returns the block lengths of rows [M, ..., C] in a product over `columns` or over `rows`.
+
+        The products over columns are forward and dgrad, and the product over rows is wgrad. Blocks of 128 of rows [M,
+        C] are (1, 128) for a product over columns and (128, 1) for a product over rows.
+        """
         if self.block is None:
             return (None,) * ndim
         ones = (1,) * (ndim - 1)
         return ones + (self.block,) if contracted == "columns" else (self.block,) + ones
 
     def weight_block(self, ndim: int, contracted: Contracted) -> tuple[int | None, ...]:
-        """Block shape of weights [E, K, ..., N] that enter a product over K (`rows`) or over the dims after it."""
+        """Returns the block lengths of weights [E, K, ..., N] in a product over `rows` (K) or `columns` (..., N).
+
+        With block 128 and tile 1, weights [E, K, N] have blocks (1, 128, 1) for a product over rows.
+        """
         if self.block is None:
             return (1,) + (None,) * (ndim - 1)
         first, last = (self.block, self.tile) if contracted == "rows" else (self.tile, self.block)
@@ -60,13 +70,17 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The formats of one block's products; None leaves an operand in the compute dtype.
+    """The formats of the operands of products. None leaves an operand in the compute dtype.
 
     Attributes:
-      x: activations (forward and wgrad).
-      w: weights (forward and dgrad); quantized on their shard, gathered as bytes.
-      dy: gradients of activations (dgrad and wgrad).
-      wire: tokens and their gradients on their way to the ranks of their experts; must block along columns.
+      x: the format of activations, in forward and wgrad.
+      w: the format of weights, in forward and dgrad. A weight is quantized on its shard and gathered as bytes.
+      dy: the format of gradients of activations, in dgrad and wgrad.
+      wire: the format of tokens and of their gradients while they travel to the ranks of their experts. It must have
+        blocks, which lie along the columns.
+
+    Raises:
+      ValueError: a field is neither a Format nor None, or `wire` has no block.
     """
 
     x: Format | None
@@ -84,7 +98,10 @@ class Recipe:
 
     @property
     def row_alignment(self) -> int:
-        """Rows to which an expert's first row is aligned, so that no block of rows holds two experts."""
+        """The number of rows of which each expert's first row is a multiple.
+
+        No block of rows then holds rows of two experts.
+        """
         return max((f.block for f in (self.x, self.dy) if f is not None and f.block is not None), default=1)
 
 
@@ -97,7 +114,11 @@ RECIPES: dict[str, Recipe] = {
 
 
 def get_recipe(recipe: str | Recipe | None) -> Recipe:
-    """The recipe of a name; a `Recipe` as it is; None quantizes nothing."""
+    """Returns the recipe of a name. A `Recipe` is returned as it is, and None gives the recipe that quantizes nothing.
+
+    Raises:
+      ValueError: there is no recipe of this name.
+    """
     if recipe is None:
         return FULL
     if isinstance(recipe, Recipe):

@@ -1,7 +1,8 @@
-"""The whole block in plain float32 jnp, one function an op: what every other file is tested against.
+"""The whole block in plain float32 jnp, with one function for each op. The tests compare every other file with it.
 
-Read this first: it is the block without meshes, buffers, formats or speed. Every token meets every expert, and weights
-of experts it did not choose are zero. Its values are the authority; nobody optimizes it.
+A reader of moax starts here: this is the block without meshes, buffers, formats or speed. Every expert runs on every
+token, and the weight of an expert that a token did not choose is 0. Its values are right by definition, so it stays
+simple.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
-    """softmax(logits) or sigmoid(logits)."""
+    """Returns softmax(logits) or sigmoid(logits)."""
     if config.score == "softmax":
         e = jnp.exp(logits - logits.max(-1, keepdims=True))
         return e / e.sum(-1, keepdims=True)
@@ -26,7 +27,10 @@ def score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "
 
 
 def eligible_experts(scores: Float[Array, "T E"], config: RouterConfig, top_k: int) -> Bool[Array, "T E"]:
-    """Which experts group-limited routing may choose: those of the groups with the best group score."""
+    """Returns whether group-limited routing may choose each expert, [T, E] bool.
+
+    It may choose the experts of the groups with the best group score.
+    """
     tokens, experts = scores.shape
     by_group = jnp.sort(scores.reshape(tokens, config.num_groups, -1), axis=-1)[..., ::-1]
     best = {"max": 1, "top2": 2, "sum_topk": top_k // config.top_groups}[config.group_score]
@@ -39,7 +43,7 @@ def eligible_experts(scores: Float[Array, "T E"], config: RouterConfig, top_k: i
 def route(
     logits: Float[Array, "T E"], config: RouterConfig, top_k: int, bias: Float[Array, " E"] | None = None
 ) -> Routing:
-    """The experts and weights of each token, and the balance losses."""
+    """Returns the experts and weights of each token, and the balance losses; see `moax.route` for the arguments."""
     tokens, experts = logits.shape
     logits = logits.astype(jnp.float32)
     selection = score(logits, config) if config.order == "score_then_topk" else logits
@@ -66,7 +70,7 @@ def route(
 
 
 def activate(h: Float[Array, "... G F"], activation: str) -> Float[Array, "... F"]:
-    """act(gate) * up, or act(up); see `moax.ops.activation`."""
+    """Returns act(gate) * up, or act(up); see `moax.ops.activation`."""
     gate, up = h[..., 0, :], h[..., -1, :]
     if activation == "swiglu":
         return gate / (1.0 + jnp.exp(-gate)) * up
@@ -90,7 +94,7 @@ def expert(
     bo: Float[Array, " H"] | None,
     activation: str,
 ) -> Float[Array, "T H"]:
-    """One expert on every token: act(x wi + bi) wo + bo."""
+    """Runs one expert on every token: act(x wi + bi) wo + bo, with wi [H, G, F] and wo [F, H]."""
     h = jnp.einsum("th,hgf->tgf", x, wi, precision=HIGHEST)
     h = h if bi is None else h + bi[None]
     y = jnp.einsum("tf,fh->th", activate(h, activation), wo, precision=HIGHEST)
@@ -100,10 +104,16 @@ def expert(
 def moe(
     x: Float[Array, "*batch H"], params: MoEParams[Array], config: MoEConfig, kept: Bool[Array, "T K"] | None = None
 ) -> tuple[Float[Array, "*batch H"], MoEStats]:
-    """y = sum over a token's experts of weight * expert(x) + shared expert(x).
+    """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]).
 
-    `kept`: which assignments found room; the rest add nothing. Where the weights multiply (`weights_at`) makes no
-    difference without rounding.
+    Args:
+      x: [..., H], floating point.
+      params: see `MoEParams`.
+      config: see `MoEConfig`. `weights_at` makes no difference here, because nothing is rounded.
+      kept: [T, K], whether each assignment found room; the others add nothing to y. None keeps all.
+
+    Returns:
+      (y [..., H] in float32, stats).
     """
     f32 = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
@@ -113,8 +123,8 @@ def moe(
     routing = route(logits, config.router, config.top_k, f32.router_bias)
     weights = routing.weights if kept is None else jnp.where(kept, routing.weights, 0.0)
 
-    of_expert = jax.vmap(lambda wi, wo, bi, bo: expert(tokens, wi, wo, bi, bo, config.activation))
-    out = of_expert(f32.wi, f32.wo, f32.bi, f32.bo)  # [E, T, H]: every expert on every token
+    run_experts = jax.vmap(lambda wi, wo, bi, bo: expert(tokens, wi, wo, bi, bo, config.activation))
+    out = run_experts(f32.wi, f32.wo, f32.bi, f32.bo)  # [E, T, H]: every expert on every token
     chose = routing.experts[None] == jnp.arange(config.num_experts)[:, None, None]  # [E, T, K]
     weight = jnp.where(chose, weights[None], 0.0).sum(-1)
     y = jnp.where(chose.any(-1)[..., None], weight[..., None] * out, 0.0).sum(0)

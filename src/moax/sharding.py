@@ -1,6 +1,6 @@
 """The PartitionSpec of every array of a block; `mesh/specs.py` has the algebra of specs.
 
-Specs are values, computed from axis names and sizes; size-1 and absent axes have vanished in `Axes.on` before.
+Specs are computed from axis names and sizes alone. `Axes.on` has dropped axes of size 1 and absent axes before.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from moax.params import MoEParams, full_shapes, param_shapes, params_by_name
 
 
 def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> PartitionSpec:
-    """Of tokens [T, ...] of `ndim` dims: the leading dim over (dp, fsdp, ep)."""
+    """Returns the spec of tokens [T, ...] of `ndim` dims: the leading dim lies over (dp, fsdp, ep).
+
+    Args:
+      axes: the role of each mesh axis.
+      ndim: the number of dims.
+      mesh: the mesh; None means the mesh in force.
+    """
     return spec(axes.on(mesh_sizes(mesh)).tokens, *[None] * (ndim - 1))
 
 
 def dense_spec_on(roles: Roles, shape: Sequence[int]) -> PartitionSpec:
-    """`dense_spec` on a mesh of these roles."""
+    """Returns `dense_spec` for the axes of `roles`."""
     for names in (roles.fsdp + roles.ep, roles.fsdp):
         for dim, size in enumerate(shape):
             if names and size % roles.size(names) == 0:
@@ -34,12 +40,33 @@ def dense_spec_on(roles: Roles, shape: Sequence[int]) -> PartitionSpec:
 
 
 def dense_spec(axes: Axes, shape: Sequence[int], mesh: AnyMesh | None = None) -> PartitionSpec:
-    """Of a dense weight: over (fsdp, ep) on the first dim they divide; else over fsdp alone; else whole."""
+    """Returns the spec of a dense weight of this shape.
+
+    The first dim that (fsdp, ep) divide lies over them. If they divide no dim, the first dim that fsdp divides lies
+    over fsdp. If fsdp divides no dim either, the weight is replicated. With fsdp=4 and ep=2, the shape (12, 16) gives
+    PartitionSpec(None, ("fsdp", "ep")).
+
+    Args:
+      axes: the role of each mesh axis.
+      shape: the shape of the whole weight.
+      mesh: the mesh; None means the mesh in force.
+    """
     return dense_spec_on(axes.on(mesh_sizes(mesh)), shape)
 
 
 def expert_specs(config: MoEConfig, axes: Axes, roles: Roles, *, checked: bool = True) -> MoEParams[PartitionSpec]:
-    """The spec of each parameter, expert biases included whether or not `init` makes them; sizes checked."""
+    """Returns the spec of each parameter of a block, as a MoEParams. Expert biases have a spec even where `init` makes
+    none.
+
+    Args:
+      config: the sizes of the block.
+      axes: the role of each mesh axis.
+      roles: the axes of the mesh by role.
+      checked: whether to raise where a size does not divide.
+
+    Raises:
+      ValueError: `checked` is set, and the mesh axes of a dim do not divide its size.
+    """
     c, ep, tp = config, roles.ep, roles.tp
     whole = c.num_experts % roles.size(ep + roles.fsdp) == 0
     by_experts = axes.fsdp_dim == "experts" or (axes.fsdp_dim == "auto" and whole)
@@ -64,10 +91,14 @@ def expert_specs(config: MoEConfig, axes: Axes, roles: Roles, *, checked: bool =
 
 
 def shard_specs(params: MoEParams[Array], config: MoEConfig, axes: Axes, roles: Roles) -> MoEParams[PartitionSpec]:
-    """How the shards that a caller's own `shard_map` passed lie, found by their shapes: experts over ep, F over tp,
-    and fsdp on experts, on H, or on nothing.
+    """Returns the spec of each parameter inside a `shard_map` of the caller, where only the shapes of the shards are
+    known.
 
-    Raises ValueError for a shape that is none of these.
+    The experts of a shard lie over ep and F lies over tp. The shape then shows whether fsdp splits the experts, H, or
+    no dim. With E = 8, ep=2 and fsdp=2, a `wi` of 2 experts is split by both axes, and a `wi` of 4 experts by ep alone.
+
+    Raises:
+      ValueError: no such layout has shards of the shape of a parameter.
     """
     whole = dataclasses.replace(roles, fsdp=())
     layouts = [
@@ -75,25 +106,34 @@ def shard_specs(params: MoEParams[Array], config: MoEConfig, axes: Axes, roles: 
         for r in (roles, whole, dataclasses.replace(whole, ep=()))
         for dim in ("experts", "model")
     ]
-    found = {}
+    specs_by_name = {}
     for field in dataclasses.fields(MoEParams):
         name, shape = field.name, getattr(full_shapes(config), field.name)
         have = None if getattr(params, name) is None else tuple(getattr(params, name).shape)
         specs = [getattr(layout, name) for layout in layouts]
         if name.startswith("w") or name.startswith("b"):
-            specs = specs[:4]  # experts are over ep, whatever else
+            specs = specs[:4]  # the experts are over ep in the first four layouts
         fits = [s for s in specs if shape is not None and have == local_shape(shape, s, roles)]
         if have is not None and not fits:
             wanted = sorted({str(local_shape(shape, s, roles)) for s in specs})
             raise ValueError(f"params.{name} has shape {have} inside the shard_map; a shard has {' or '.join(wanted)}")
-        found[name] = fits[0] if fits else None
-    return params_by_name(found)
+        specs_by_name[name] = fits[0] if fits else None
+    return params_by_name(specs_by_name)
 
 
 def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> MoEParams[PartitionSpec]:
-    """The PartitionSpec of every parameter that `init` makes, on `mesh` (None: the one in force).
+    """Returns the PartitionSpec of every parameter that `init` makes.
 
-    Raises ValueError where there is no mesh, or a dim does not divide by its mesh axes.
+    Args:
+      config: the sizes of the block.
+      axes: the role of each mesh axis.
+      mesh: the mesh; None means the mesh in force (`jax.set_mesh`).
+
+    Returns:
+      A MoEParams of specs; None where the config has no such parameter.
+
+    Raises:
+      ValueError: there is no mesh, or the mesh axes of a dim do not divide its size.
     """
     sizes = mesh_sizes(mesh)
     if not sizes:
@@ -104,7 +144,10 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
 
 
 def lay_out(params: MoEParams[Array], declared: MoEParams[PartitionSpec]) -> MoEParams[Array]:
-    """Parameters laid out as declared where axes are Explicit and their types name none: they were made elsewhere."""
+    """Returns the parameters, with the declared layout for those without one where mesh axes are Explicit.
+
+    A parameter has no layout if its type names no mesh axis: it was made without the mesh.
+    """
     mesh = mesh_of(*jax.tree.leaves(params))
     if mesh is None or not is_explicit(mesh):
         return params

@@ -1,4 +1,4 @@
-"""The nouns: pytrees that travel between the ops, each field with shape and dtype."""
+"""The pytrees that travel between the ops, with the shape and dtype of each field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from moax.config import MoEConfig
 
 
 def pytree(*static: str):
-    """Registers a frozen dataclass as a pytree whose fields are children, but for the `static` ones."""
+    """Makes a class a frozen dataclass and a pytree.
+
+    Its fields are children of the pytree, except those of `static`.
+    """
 
     @typing.dataclass_transform(frozen_default=True)
     def register[T](cls: type[T]) -> type[T]:
@@ -27,8 +30,15 @@ def pytree(*static: str):
 
 @pytree()
 class Routing:
-    """Where tokens go. experts: [T, K] i32. weights: [T, K] f32. aux_loss, z_loss: [] f32, coefficients included, over
-    the whole mesh. tokens_per_expert: [E] i32 over the whole mesh."""
+    """The experts and weights of each token, and the balance losses.
+
+    Attributes:
+      experts: [T, K] i32, the experts of each token, in [0, E).
+      weights: [T, K] f32, the weight of each of these experts.
+      aux_loss: [] f32, the load-balance loss over the whole mesh, times its coefficient.
+      z_loss: [] f32, the z-loss over the whole mesh, times its coefficient.
+      tokens_per_expert: [E] i32, the assignments to each expert over the whole mesh.
+    """
 
     experts: Int[Array, "T K"]
     weights: Float[Array, "T K"]
@@ -66,7 +76,7 @@ class SendPlan(NamedTuple):
 
 @pytree("transport", "num_tokens")
 class Received:
-    """What a rank got from its expert-parallel peers.
+    """What a rank received from its expert-parallel peers.
 
     Attributes:
       rows: [R, H], in the dtype of the tokens. A row whose experts are all "none" may hold anything.
@@ -92,13 +102,14 @@ class Received:
 
 @pytree()
 class Plan:
-    """Where received rows lie once sorted by expert.
+    """The places of received rows after they are sorted by expert; `moax.ops.permutation` has an example.
 
     Attributes:
       source: [N] i32, the received row of each sorted row; R for padding.
-      position: [R, K] i32, the sorted row of each assignment; N for none and for dropped ones.
-      group_sizes: [E_local] i32, rows of each expert, without the padding between groups.
-      dropped: [1] i32, assignments that exceeded the capacity.
+      position: [R, K] i32, the sorted row of each assignment; N for a dropped assignment and for an expert of another
+        rank.
+      group_sizes: [E_local] i32, the rows of each expert, without padding.
+      dropped: [1] i32, the number of assignments beyond the capacity.
     """
 
     source: Int[Array, " N"]
@@ -109,16 +120,16 @@ class Plan:
 
 @pytree("dtype", "block", "pieces")
 class QArray:
-    """x ~ dequantize(data) * scale, a scale a block.
+    """x ~ data * scale, with one scale for each block.
 
     Attributes:
-      data: u8, the shape of x: the bits of `dtype`.
-      scale: rank of x; f32, or u8 exponents (value 2**(scale - 127)). Dim i has `pieces[i] * ceil(n / block[i])`
-        entries where n = x.shape[i] // pieces[i]: each piece (a shard that was quantized by itself) may end in an edge
-        block of its own.
+      data: u8, the shape of x: the bits of values of `dtype`.
+      scale: f32, or u8 exponents whose value is 2**(scale - 127). It has as many dims as x. Dim i has `pieces[i] *
+        ceil(n / block[i])` entries, with n = x.shape[i] // pieces[i]. A dim of 300 in blocks of 128 has 3 scales in one
+        piece and 4 in two pieces, since each piece of 150 ends in an edge block of its own.
       dtype: "e4m3" or "e5m2".
-      block: block length of each dim; None: one block holds the dim.
-      pieces: how many shards each dim was gathered from.
+      block: the block length of each dim; None means that one block holds the whole dim.
+      pieces: for each dim, the number of shards that were quantized separately.
     """
 
     data: UInt8[Array, "..."]
@@ -129,21 +140,23 @@ class QArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of x."""
         return self.data.shape
 
     @property
     def ndim(self) -> int:
+        """The number of dims of x."""
         return self.data.ndim
 
 
 @pytree()
 class MoEStats:
-    """What a training loop watches; over the whole mesh.
+    """The losses and counts of one block, over the whole mesh, for a training loop.
 
     Attributes:
-      aux_loss, z_loss: [] f32, coefficients included: add them to the loss.
-      tokens_per_expert: [E] i32, assignments the router made.
-      dropped: [] i32, assignments that did not fit.
+      aux_loss, z_loss: [] f32, times their coefficients; a training loop adds them to its loss.
+      tokens_per_expert: [E] i32, the assignments that the router made to each expert.
+      dropped: [] i32, the assignments that found no room.
     """
 
     aux_loss: Float[Array, ""]
@@ -153,7 +166,7 @@ class MoEStats:
 
 
 def check_tokens(x: Array, config: MoEConfig) -> None:
-    """Raises ValueError unless x is [..., H] of a floating dtype with at least two dims."""
+    """Raises ValueError unless x is [..., H], has at least two dims and a floating-point dtype."""
     if x.ndim < 2 or x.shape[-1] != config.d_model:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., d_model={config.d_model}], at least 2-D")
     if not jnp.issubdtype(x.dtype, jnp.floating):

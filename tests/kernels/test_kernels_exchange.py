@@ -100,7 +100,7 @@ def test_refuses_rows_that_it_cannot_copy():
     places = jnp.zeros((1, 2, 1), jnp.int32)
     with pytest.raises(Unsupported, match="40 bytes, no multiple of 16"):
         put_rows((jnp.zeros((4, 20), jnp.bfloat16),), None, places, 0, 4, ())
-    with pytest.raises(Unsupported, match="rows of 65536 bytes; the kernel takes 49152"):
+    with pytest.raises(Unsupported, match="rows of 65536 bytes; the kernel takes at most 49152"):
         put_rows((jnp.zeros((4, 16384), jnp.float32),), None, places, 0, 4, ())
     with pytest.raises(ValueError, match=r"places has shape \(1, 2, 1\).*must be \(ways, 2, 4\)"):
         put_rows((jnp.zeros((4, 8), jnp.float32),), None, places, 0, 4, (("ep", 4),))

@@ -244,7 +244,7 @@ def test_make_mesh():
     assert list(mesh.devices.flat) == jax.devices() and crossing(mesh) == ()
     explicit = moax.make_mesh({"ep": 8}, axis_type=jax.sharding.AxisType.Explicit)
     assert explicit.axis_types == (jax.sharding.AxisType.Explicit,)
-    with pytest.raises(ValueError, match="fsdp=2, ep=3: a mesh of 6 devices, but 8 are here"):
+    with pytest.raises(ValueError, match="fsdp=2, ep=3 make a mesh of 6 devices; there are 8"):
         moax.make_mesh({"fsdp": 2, "ep": 3})
 
 

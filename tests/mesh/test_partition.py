@@ -1,4 +1,4 @@
-"""`find_view` for each kind of mesh, and what `Partitioned` makes of a local function, on a toy op of known results.
+"""`find_mesh_view` for each kind of mesh, and what `Partitioned` makes of a local function, on a toy op.
 
 Covers: engines x axis types x meshes; layouts of operands; vmap; gathers, scatters and maxima over the mesh.
 """
@@ -23,7 +23,7 @@ from moax.inspect import collectives
 from moax.kernels.xla.quantization import quantize, quantize_and_gather
 from moax.mesh.axes import Roles
 from moax.mesh.collectives import gather_weight, reduce_max, scatter_gradient, vary_like
-from moax.mesh.partition import Contract, Partitioned, find_view
+from moax.mesh.partition import Contract, Partitioned, find_mesh_view
 from moax.mesh.specs import spec
 from moax.recipe import Format, Recipe
 from support import ENGINES, MESHES, make_mesh, make_params, put, random, some
@@ -69,7 +69,7 @@ _double = Partitioned(double_local, double_contract, double_factors, name="doubl
 
 
 def double(x, w=None, *, factor=2.0, axes=Axes(), engine="auto"):
-    view = find_view(axes, engine, x)
+    view = find_mesh_view(axes, engine, x)
     y, total, flat = _double(view, Toy(factor, view.roles), x, w)
     return y, view.psum(total, view.roles.tokens), flat
 
@@ -92,7 +92,7 @@ def view_of(mesh, engine="auto", axes=Axes(), manual=None):
     seen = []
 
     def look(x):
-        seen.append(find_view(axes, engine, x))
+        seen.append(find_mesh_view(axes, engine, x))
         return x
 
     with jax.set_mesh(mesh):
@@ -109,7 +109,7 @@ ROLES = Axes().on(SIZES)
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
 def test_no_mesh_and_axes_of_one_device(engine):
     """Breaks if one device pays for a mesh: partitioning, or a collective over one rank."""
-    assert find_view(Axes(), engine, jnp.zeros(8)).engine == "local"
+    assert find_mesh_view(Axes(), engine, jnp.zeros(8)).engine == "local"
     for mesh in (mesh_with({}, fsdp=1, ep=1), mesh_with({}, elsewhere=DEVICES), mesh_with({}, fsdp=1, other=4)):
         view = view_of(mesh, engine)
         assert view.engine == "local" and not view.manual and view.roles == Roles()
@@ -172,7 +172,7 @@ def test_the_mesh_in_an_arrays_type():
     """Breaks if sharded arrays of Explicit axes are taken for one device's because nobody called `set_mesh`."""
     mesh = make_mesh("2x4", "explicit")
     x = jax.device_put(rows(16, 4), NamedSharding(mesh, P(("fsdp", "ep"))))
-    assert find_view(Axes(), "auto", x).engine == "shard_map"
+    assert find_mesh_view(Axes(), "auto", x).engine == "shard_map"
     check_double(jax.jit(double)(x), x)
 
 
@@ -181,7 +181,7 @@ def test_unknown_engines(engine):
     """Breaks if a misspelt engine falls back to another in silence, with or without a mesh."""
     message = f"engine={engine!r} must be one of 'auto', 'custom_partitioning', 'shard_map'"
     with pytest.raises(ValueError, match=re.escape(message)):
-        find_view(Axes(), engine, jnp.zeros(8))
+        find_mesh_view(Axes(), engine, jnp.zeros(8))
     with pytest.raises(ValueError, match=re.escape(message)):
         view_of(mesh_with({}, **SIZES), engine)
 
@@ -301,7 +301,7 @@ def test_the_layout_that_an_operand_has(way, at):
     """Breaks if an operand's own layout is not what the contract is asked about, or the local function is not told."""
     mesh, w = make_mesh("2x4", way), rows(16, 4)
     with jax.set_mesh(mesh):
-        layout, total = jax.jit(lambda w: _follow(find_view(Axes(), "auto", w), 0, w))(
+        layout, total = jax.jit(lambda w: _follow(find_mesh_view(Axes(), "auto", w), 0, w))(
             jax.device_put(w, NamedSharding(mesh, at))
         )
     names = at[0] if len(at) else ()
@@ -314,7 +314,7 @@ def test_a_layout_that_the_contract_refuses(way):
     """Breaks if the type a user wrote is overruled, or a layout that propagation chose is an error."""
     mesh, w = make_mesh("2x4", way), rows(16, 4)
     with jax.set_mesh(mesh):
-        run = jax.jit(lambda w: _follow(find_view(Axes(), "auto", w), 0, w)[1])
+        run = jax.jit(lambda w: _follow(find_mesh_view(Axes(), "auto", w), 0, w)[1])
         w_at = jax.device_put(w, NamedSharding(mesh, P(None, "ep")))
         if way == "explicit":
             with pytest.raises(ValueError, match="w: dim 1 is sharded over ep"):

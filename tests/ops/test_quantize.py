@@ -344,7 +344,7 @@ def test_dequantize_refuses_cut_blocks():
     q = quantize(jnp.asarray(wide_range(11, 96, 8)), Format(block=128), block=(128, 1))
     with jax.set_mesh(mesh):
         cut = dataclasses.replace(q, data=put(mesh, P("ep"), q.data), scale=put(mesh, P(), q.scale))
-        with pytest.raises(ValueError, match=r"q: dim 0 of size 96 over \('ep',\) cuts the blocks of 1 shards"):
+        with pytest.raises(ValueError, match=r"q: dim 0 of size 96 .* mesh axes \('ep',\), which cut .* in 1 shards"):
             jax.jit(dequantize)(cut)
 
 

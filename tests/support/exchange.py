@@ -17,7 +17,7 @@ from jax import lax
 from moax.kernels.hopper import quantization as hopper
 from moax.kernels.hopper.formats import KMajorFp8
 from moax.kernels.xla.quantization import quantize
-from moax.mesh.partition import View
+from moax.mesh.partition import MeshView
 from moax.ops import combine, dispatch
 from moax.ops.exchange import TRANSPORTS, Transport, op, slots_per_pair
 from moax.ops.exchange.one_sided import OneSided
@@ -181,7 +181,7 @@ def registered(name: str, transport: Transport) -> Iterator[None]:
 class EmulatedOneSided(OneSided):
     """one_sided, XLA in the place of its kernels. What no rank wrote is NaN, and ids of experts that exist."""
 
-    def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
+    def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
         return None
 
     def put_rows(self, arrays, source, places, way: int, out_rows: int, axes, sms: int | None):

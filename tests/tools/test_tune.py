@@ -180,4 +180,7 @@ def test_tune_refuses_a_table_that_it_cannot_read(home, monkeypatch, capsys):
     path = keep(home, "{")
     monkeypatch.setattr(backend, "on_hopper", lambda: True)
     assert cli.main(["tune", "--only", "mixtral"]) == 2
-    assert capsys.readouterr().err.startswith(f"moax tune: error: {path}: no JSON: ") and path.read_text() == "{"
+    assert (
+        capsys.readouterr().err.startswith(f"moax tune: error: {path}: the file is no JSON: ")
+        and path.read_text() == "{"
+    )

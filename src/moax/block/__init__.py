@@ -1,1 +1,1 @@
-"""The block: `moe.py` has the way of the data, `contract.py` how it lies on a mesh."""
+"""The block: `moe.py` has the chain on one device, `experts.py` runs it on a mesh, and `layer.py` has `moax.moe`."""

@@ -1,7 +1,7 @@
-"""The chain of `moe.py` on a mesh: both directions as partitioned ops, a device's tokens in chunks, one `custom_vjp`.
+"""The chain of `moe.py` on a mesh: two partitioned ops, forward and backward, under one `custom_vjp`.
 
-With chunks, a device takes its tokens a part at a time, and backward walks each part forward again up to the input of
-the activation.
+With chunks, a device takes its tokens one part after the other. Backward then computes the forward of each part again,
+up to the input of the activation. With 4096 tokens and 4 chunks, part 1 is tokens 1024 to 2047.
 """
 
 from __future__ import annotations
@@ -24,25 +24,39 @@ from moax.block.spec import (
     zero_gradients,
 )
 from moax.mesh.collectives import scatter_gradient
-from moax.mesh.partition import Partitioned, View, differentiable
+from moax.mesh.partition import MeshView, Partitioned, differentiable
 
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 
 
 def apply_experts(
-    view: View,
+    view: MeshView,
     static: BlockSpec,
     x: Float[Array, "T H"],
     experts: Int[Array, "T K"],
     weights: Float[Array, "T K"],
     w: Weights[Array],
 ) -> tuple[Float[Array, "T H"], Int[Array, " 1"]]:
-    """Tokens [T, H] and their routing -> (y [T, H], dropped assignments [1]); differentiable in x, weights and w."""
-    return _experts(view, static, *_forward.lay(view, static, x, experts, weights, w))
+    """Computes the experts' part of the block, which is differentiable in x, weights and w.
+
+    Args:
+      view: how ops run on the mesh in force.
+      static: the spec of the block.
+      x: [T, H], T over (dp, fsdp, ep).
+      experts: [T, K] i32, ids of the whole mesh. weights: [T, K] f32.
+      w: the weights of the experts.
+
+    Returns:
+      y: [T, H], a partial sum over tp inside a `shard_map`. dropped: [1] i32, the dropped assignments.
+    """
+    return _experts(view, static, *_forward.lay_operands(view, static, x, experts, weights, w))
 
 
 def _forward_local(static: BlockSpec, layouts, x, experts, weights, w: Weights[Array]):
-    """What one device does: y, what it dropped, and without chunks what backward needs."""
+    """Runs forward on one device.
+
+    Returns y [T, H], the dropped assignments [1], and without chunks the residuals.
+    """
     wi, wo = quantize_and_gather(static, w, layouts, "rows")
 
     def part(operands):
@@ -56,7 +70,7 @@ def _forward_local(static: BlockSpec, layouts, x, experts, weights, w: Weights[A
 
 
 def _backward_local(static: BlockSpec, layouts, saved, w: Weights[Array], dy):
-    """The transpose of `_forward_local`; saved: the residuals of forward, with chunks its x, experts and weights."""
+    """Computes the transpose of `_forward_local`. `saved` is the residuals, or with chunks (x, experts, weights)."""
     wi, wo = quantize_and_gather(static, w, layouts, "columns")
     if static.chunks == 1:
         dx, d_weights, dw = find_gradients(static, wi, wo, w, saved, dy)
@@ -71,17 +85,19 @@ def _backward_local(static: BlockSpec, layouts, saved, w: Weights[Array], dy):
         parts, zero = _split(static.chunks, (*saved, dy)), zero_gradients(static, w, layouts, (*saved, dy))
         dw, gradients = lax.scan(part, zero, parts)
         dx, d_weights = _join(gradients)
-    d_wi, d_wo = (scatter_gradient(d.astype(static.dtype), at.gather) for d, at in zip(dw[:2], layouts, strict=True))
+    d_wi, d_wo = (
+        scatter_gradient(d.astype(static.dtype), layout.gather) for d, layout in zip(dw[:2], layouts, strict=True)
+    )
     return dx, d_weights, d_wi, d_wo, dw.bi, dw.bo
 
 
 def _split(chunks: int, tree):
-    """Arrays [T, ...] in so many parts [chunks, T / chunks, ...]."""
+    """Reshapes each array [T, ...] of a tree to [chunks, T / chunks, ...]."""
     return jax.tree.map(lambda v: v.reshape(chunks, -1, *v.shape[1:]), tree)
 
 
 def _join(tree):
-    """The inverse of `_split`."""
+    """Reshapes each array [chunks, T / chunks, ...] of a tree to [T, ...]: the inverse of `_split`."""
     return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), tree)
 
 
@@ -89,14 +105,16 @@ _forward = Partitioned(_forward_local, forward_contract, forward_factors, name="
 _backward = Partitioned(_backward_local, backward_contract, backward_factors, name="experts_grad")
 
 
-def _experts_forward(view: View, static: BlockSpec, x, experts, weights, w: Weights[Array]):
+def _experts_forward(view: MeshView, static: BlockSpec, x, experts, weights, w: Weights[Array]):
+    """Runs the forward of the `custom_vjp` and returns the results, and the residuals with the weights."""
     y, dropped, *saved = _forward(view, static, x, experts, weights, w)
     return (y, dropped), (_name(saved[0]) if saved else (x, experts, weights), w)
 
 
-def _experts_backward(view: View, static: BlockSpec, residuals, cotangents):
+def _experts_backward(view: MeshView, static: BlockSpec, residuals, cotangents):
+    """Runs the backward of the `custom_vjp` and returns the gradients of x, weights and w."""
     saved, w = residuals
-    # Each direction gathers the weights when it needs them: XLA must not keep what forward gathered.
+    # Each direction gathers the weights when it needs them, so XLA must not keep the gathered weights of forward.
     w, dy = lax.optimization_barrier((w, cotangents[0]))
     dx, d_weights, *dw = _backward(view, static, saved, w, dy)
     dw = [None if p is None else d.astype(p.dtype) for p, d in zip(w, dw, strict=True)]
@@ -104,7 +122,7 @@ def _experts_backward(view: View, static: BlockSpec, residuals, cotangents):
 
 
 def _name(saved: BlockResiduals) -> BlockResiduals:
-    """The residuals with the names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`."""
+    """Returns the residuals with the names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`."""
     rows, hidden, *rest = saved
     rows = jax.tree.map(lambda v: checkpoint_name(v, "moax_rows"), rows)
     rest = jax.tree.map(lambda v: checkpoint_name(v, "moax_plan"), rest)

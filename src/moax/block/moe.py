@@ -1,4 +1,4 @@
-"""The block: the way of the data on one screen.
+"""The block on one device: the picture of its chain, and the chain forward and reversed.
 
     x [T, H] --route--> experts [T, K], weights [T, K]
        |                        |
@@ -16,9 +16,9 @@
                   |
                combine                   y [T, H]
 
-Two names on one line are one step, which an implementation may make one kernel. `find_hidden` and `find_output` are
-this chain on one device; `find_gradients` is the chain reversed. The router stands before them, an op of its own;
-`experts.py` puts the chain on a mesh, and `layer.py` has `moax.moe`.
+Two names on one line are one step, which an implementation may compute in one kernel. `find_hidden` and `find_output`
+are this chain on one device, and `find_gradients` is the chain reversed. The router is an op of its own and runs before
+the chain. `experts.py` runs the chain on a mesh, and `layer.py` has `moax.moe`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,16 @@ def find_hidden(
     experts: Int[Array, "T K"],
     weights: Float[Array, "T K"],
 ) -> tuple[BlockResiduals, Int[Array, " 1"]]:
-    """Tokens [T, H] to the input of the activation [N, G, F], and how many assignments were dropped on the way."""
+    """Runs the chain from tokens x [T, H] to the input of the activation [N, G, F].
+
+    Args:
+      static: the spec of the block.
+      wi: the gathered weight, as `quantize_and_gather` returns it. bi: [E_local, G, F] or None.
+      x: [T, H]. experts: [T, K] i32, ids of the whole mesh. weights: [T, K] f32.
+
+    Returns:
+      The residuals, whose field `hidden` is the input of the activation; and the dropped assignments, [1] i32.
+    """
     local, recipe, over = static.local, static.recipe, static.amax_over
     received = dispatch_forward(static.exchange, x, experts, weights)  # [R, H]
     plan = plan_rows(static.permute, received.experts)
@@ -67,7 +76,14 @@ def find_hidden(
 def find_output(
     static: BlockSpec, wo: Operand, bo: Float[Array, "E H"] | None, saved: BlockResiduals, tokens: int
 ) -> Float[Array, "T H"]:
-    """The activation's input to this device's part of y [T, H], a partial sum where tp splits F."""
+    """Runs the chain from the input of the activation to y [T, H] of this device, a partial sum where tp splits F.
+
+    Args:
+      static: the spec of the block.
+      wo: the gathered weight, as `quantize_and_gather` returns it. bo: [E_local, H] or None.
+      saved: the residuals of `find_hidden`.
+      tokens: T.
+    """
     local, recipe, over = static.local, static.recipe, static.amax_over + static.roles.tp
     plan, act, early = saved.plan, activation_of(static.activation), static.weights_at == "hidden"
     groups, by_row = static.groups(plan), weights_of_rows(plan, saved.weights)
@@ -88,9 +104,20 @@ def find_gradients(
     saved: BlockResiduals,
     dy: Float[Array, "T H"],
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:
-    """The chain reversed: dx [T, H], d_weights [T, K], and the gradients of the gathered weights on this device.
+    """Runs the chain reversed, for the gradients of one device.
 
-    The gradient of a row's weight is <d_a, a>, so that o is not kept; d_o is dy before the weights multiply it.
+    d_o is the gradient dy of each row before the routing weight multiplies it. The gradient of a row's weight is then
+    <d_a, a>, which needs a and not o, so forward does not keep o.
+
+    Args:
+      static: the spec of the block.
+      wi, wo: the gathered weights for products over columns.
+      w: the weights of this device's shard, of which the biases are used.
+      saved: the residuals of `find_hidden`.
+      dy: [T, H], the gradient of y.
+
+    Returns:
+      dx [T, H], d_weights [T, K], and Weights of the gradients of the gathered weights.
     """
     local, recipe, dtype, over = static.local, static.recipe, static.dtype, static.amax_over
     rows, h, plan, weights, sent = saved
@@ -107,8 +134,8 @@ def find_gradients(
     with jax.named_scope("experts_out"):
         d_wo, d_bo = local.wgrad(a, d_o_columns, groups, dtype), None  # [E, F, H] = [N, F]^T [N, H]
         if w.bo is not None:
-            d_bo, of_bias = _bias_gradients(static, w.bo, d_partial, plan, groups, by_row)
-            inner = inner + of_bias
+            d_bo, bias_inner = _bias_gradients(static, w.bo, d_partial, plan, groups, by_row)
+            inner = inner + bias_inner
     with jax.named_scope("experts_in"):
         d_rows = local.matmul(d_h, wi, groups, dtype, transpose=True)  # [N, H] = [N, G F] [E, H, G F]^T
         d_wi = local.wgrad(rows, d_h_columns, groups, dtype)  # [E, H, G F] = [N, H]^T [N, G F]
@@ -119,19 +146,25 @@ def find_gradients(
 
 
 def _bias_rows(static: BlockSpec, bo, groups: Groups, by_row) -> Array:
-    """The bias of each row's expert times the row's weight, [N, H]; 0 in padding."""
+    """Returns the bias of each row's expert, times the weight of the row: [N, H], 0 in padding.
+
+    `by_row` has the weights [N].
+    """
     return _weigh(rows_of_groups(bo.astype(static.dtype), groups, by_row.shape[0]), by_row, groups)
 
 
 def _bias_gradients(static: BlockSpec, bo, d_partial, plan: Plan, groups: Groups, by_row) -> tuple[Array, Array]:
-    """The gradient of bo [E, H], and what the bias adds to the gradient of each row's weight [N]."""
-    first = static.roles.tp
+    """Returns the gradient of bo [E, H], and the bias's part of the gradient of each row's weight [N]."""
     d_o = permute_forward(static.permute, d_partial, plan, groups)
-    bias = rows_of_groups(keep_on_first(bo, first).astype(static.dtype), groups, d_o.shape[0])
+    bias = rows_of_groups(keep_on_first(bo, static.roles.tp).astype(static.dtype), groups, d_o.shape[0])
     inner = jnp.sum(d_o.astype(jnp.float32) * bias.astype(jnp.float32), axis=-1)
-    return static.local.bias_grad(keep_on_first(_weigh(d_o, by_row, groups), first), groups), inner
+    d_o = keep_on_first(_weigh(d_o, by_row, groups), static.roles.tp)
+    return static.local.bias_grad(d_o, groups), inner
 
 
 def _weigh(rows, by_row, groups: Groups) -> Array:
-    """Each real row times its weight in float32, in the dtype of the rows; the others are 0."""
+    """Returns each real row times its weight, multiplied in float32 and returned in the dtype of the rows.
+
+    Padding is 0.
+    """
     return zero_rows(rows.astype(jnp.float32) * by_row[:, None], groups.real).astype(rows.dtype)

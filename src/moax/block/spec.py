@@ -1,4 +1,4 @@
-"""What is static of a block, what its forward leaves to its backward, and how both lie on a mesh."""
+"""The static arguments of a block, the residuals of its forward, and the layout of both directions on a mesh."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ Layouts = tuple[Layout, Layout]  # of wi and wo
 
 
 class Weights[Leaf](NamedTuple):
-    """One value for each weight of the experts: arrays wi [E, H, G, F], wo [E, F, H], bi [E, G, F] or None, bo [E, H]
-    or None; or their specs."""
+    """The weights of the experts: wi [E, H, G, F], wo [E, F, H], and the biases bi [E, G, F] and bo [E, H] or None."""
 
     wi: Leaf
     wo: Leaf
@@ -38,10 +37,14 @@ class Weights[Leaf](NamedTuple):
 
 
 class BlockResiduals(NamedTuple):
-    """What forward leaves to backward, of one device.
+    """The arrays that forward leaves to backward, on one device.
 
-    rows: expert-sorted rows as the wgrad of the implementation takes them. hidden: the input of the activation. plan,
-    sent: where rows lie after the permutation, and where tokens went. weights: the routing weights of received rows.
+    Attributes:
+      rows: the expert-sorted rows, as the implementation's `wgrad` takes them.
+      hidden: [N, G, F], the input of the activation.
+      plan: where the received rows lie after the permutation.
+      weights: [R, K] f32, the routing weights of the received rows.
+      sent: the plan of the transport, `Received.slots`: where the tokens went.
     """
 
     rows: Operand
@@ -53,9 +56,19 @@ class BlockResiduals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """All that is static of the experts' part of a block.
+    """The static arguments of the experts' part of a block.
 
-    declared: how weights lie where their types do not say. kernels: the name of the implementation.
+    Attributes:
+      activation: the name of the activation.
+      weights_at: `output` or `hidden`: where the routing weights multiply.
+      recipe: the formats of the operands of products.
+      exchange: the spec of dispatch and combine.
+      permute: the spec of permute and unpermute.
+      roles: the mesh axes by role.
+      declared: Weights of specs, used where neither the type nor the sharding of a weight says one.
+      dtype: the dtype of the products.
+      kernels: the name of the implementation.
+      chunks: the number of parts in which a device takes its tokens.
     """
 
     activation: Activation
@@ -83,7 +96,14 @@ class BlockSpec:
         kernels: str,
         chunks: int = 1,
     ) -> BlockSpec:
-        """The spec for `tokens` tokens of a shard, in so many chunks."""
+        """Returns the spec of a block whose shards have `tokens` tokens each.
+
+        Args:
+          config: the sizes of the block and its equations.
+          transport: the name of the transport.
+          declared: the spec of each parameter, a MoEParams.
+          recipe, roles, dtype, kernels, chunks: see the attributes of this class.
+        """
         ranks, capacity, tokens = roles.size(roles.ep), config.capacity_factor, tokens // chunks
         slots = slots_per_pair(tokens, config.top_k, ranks, capacity)
         rows, align = capacity_rows(tokens, config.top_k, capacity), implementation(kernels).align_rows(recipe)
@@ -102,28 +122,31 @@ class BlockSpec:
 
     @property
     def gates(self) -> int:
-        """G: projections that the activation takes."""
+        """G: the number of projections that the activation takes, 2 with a gate and 1 without."""
         return 2 if self.activation in GATED else 1
 
     @property
     def local(self) -> Implementation:
-        """The implementation that computes."""
+        """The functions of the implementation named by `kernels`."""
         return implementation(self.kernels)
 
     @property
     def amax_over(self) -> Names:
-        """The axes that split rows, over which the maximum of a tensor of one block is agreed on."""
+        """The axes that split rows. A scale of the whole tensor needs the maximum over these axes."""
         return self.roles.tokens
 
     def groups(self, plan: Plan) -> Groups:
-        """How the sorted rows lie."""
+        """Returns the groups of the sorted rows of a plan."""
         return self.local.find_groups(plan.group_sizes, self.permute.align, plan.source.shape[0])
 
 
 def quantize_and_gather(
     static: BlockSpec, w: Weights[Array], layouts: Layouts, contracted: Contracted
 ) -> list[Operand]:
-    """wi and wo as products over `contracted` take them: each quantized on its shard, then gathered as bytes."""
+    """Returns wi and wo for products over `contracted`: each weight is quantized on its shard, then gathered as bytes.
+
+    The products over rows are those of forward, and the products over columns those of backward.
+    """
     gathered = []
     for scope, shard, layout in zip(("experts_in", "experts_out"), w[:2], layouts, strict=True):
         split = tuple(name for names in layout.gather[1:] for name in names) + static.roles.tp
@@ -136,7 +159,10 @@ def quantize_and_gather(
 
 
 def zero_gradients(static: BlockSpec, w: Weights[Array], layouts: Layouts, operands: PyTree[Array]) -> Weights[Array]:
-    """Zeros in float32 to which the gradients of gathered weights are added; operands: those of backward."""
+    """Returns float32 zeros in the shapes of the gathered weights, to which the gradients of all chunks are added.
+
+    Inside a `shard_map` the types of the zeros vary over the same axes as `operands`, the operands of backward.
+    """
 
     def zeros(p, gather):
         shape = [n * static.roles.size(names) for n, names in zip(p.shape, gather, strict=True)]
@@ -147,10 +173,10 @@ def zero_gradients(static: BlockSpec, w: Weights[Array], layouts: Layouts, opera
     return Weights(wi, wo, bi, bo)
 
 
-def find_layouts(static: BlockSpec, found: Weights[Spec | None]) -> Layouts:
-    """How wi and wo lie: as found, else as declared."""
+def find_layouts(static: BlockSpec, found_specs: Weights[Spec | None]) -> Layouts:
+    """Returns the layouts of wi and wo, by the specs that were found (a Weights), else by the declared specs."""
     roles, declared = static.roles, static.declared
-    wi, wo = (d if f is None else f for f, d in ((found.wi, declared.wi), (found.wo, declared.wo)))
+    wi, wo = (d if f is None else f for f, d in ((found_specs.wi, declared.wi), (found_specs.wo, declared.wo)))
     return (
         weight_layout("params.wi", wi, (roles.ep, (), (), roles.tp), roles),
         weight_layout("params.wo", wo, (roles.ep, roles.tp, ()), roles),
@@ -158,16 +184,19 @@ def find_layouts(static: BlockSpec, found: Weights[Spec | None]) -> Layouts:
 
 
 def weight_specs(static: BlockSpec, layouts: Layouts, w: Weights[Array]) -> Weights[Spec]:
-    """The spec of each weight and bias that there is."""
+    """Returns the spec of each weight and bias; None for a bias that is None."""
     roles = static.roles
     bi = None if w.bi is None else spec(roles.ep, None, roles.tp)
     bo = None if w.bo is None else spec(roles.ep, None)
     return Weights(layouts[0].spec, layouts[1].spec, bi, bo)
 
 
-def forward_contract(static: BlockSpec, operands, found) -> Contract:
-    """Tokens over (dp, fsdp, ep); the output is a partial sum over tp, and drops are counted over all tokens."""
-    roles, layouts = static.roles, find_layouts(static, found[3])
+def forward_contract(static: BlockSpec, operands, found_specs) -> Contract:
+    """Returns the contract of forward: tokens lie over (dp, fsdp, ep).
+
+    y is summed over tp, and the dropped assignments over all axes of tokens.
+    """
+    roles, layouts = static.roles, find_layouts(static, found_specs[3])
     rows = spec(roles.tokens, None)
     weights = weight_specs(static, layouts, operands[3])
     results, reduce = (rows, spec(None), device_spec(roles)), (roles.tp, roles.tokens, ())
@@ -175,10 +204,13 @@ def forward_contract(static: BlockSpec, operands, found) -> Contract:
     return Contract((rows, rows, rows, weights), results[:count], reduce[:count], layouts)
 
 
-def backward_contract(static: BlockSpec, operands, found) -> Contract:
-    """Gradients lie as their primals. A weight's is scattered over the axes that were gathered, and summed over the
-    other axes of tokens."""
-    roles, layouts = static.roles, find_layouts(static, found[1])
+def backward_contract(static: BlockSpec, operands, found_specs) -> Contract:
+    """Returns the contract of backward: each gradient has the layout of its array.
+
+    The gradient of a weight is scattered over the axes that the weight was gathered over, and summed over the other
+    axes of tokens.
+    """
+    roles, layouts = static.roles, find_layouts(static, found_specs[1])
     rows = spec(roles.tokens, None)
     weights = weight_specs(static, layouts, operands[1])
     replicas = roles.dp + roles.fsdp
@@ -192,17 +224,20 @@ def backward_contract(static: BlockSpec, operands, found) -> Contract:
 
 
 def forward_factors(static: BlockSpec, operands):
-    """The Shardy rule of forward."""
+    """Returns the Shardy rule of forward: its operands and results share the dim of tokens."""
     return ("t m", "t k", "t k", *_weight_factors(operands[3])), ("t m", "o")
 
 
 def backward_factors(static: BlockSpec, operands):
-    """The Shardy rule of backward; residuals have dims of their own."""
+    """Returns the Shardy rule of backward. The dims of residuals appear in no other operand."""
     saved, w, _ = operands
     own = ("",) * len(jax.tree.leaves(saved)) if static.chunks == 1 else ("t m", "t k", "t k")
     return (*own, *_weight_factors(w), "t m"), ("t m", "t k", *_weight_factors(w))
 
 
 def _weight_factors(w: Weights[Array]):
-    """Dims of wi, wo, bi, bo: what shards a weight says nothing of its bias, which is not gathered."""
+    """Returns the dims of wi, wo, bi and bo in a Shardy rule.
+
+    A bias has dims of its own: fsdp may split its weight, which is gathered, but not the bias.
+    """
     return tuple(f for f, p in zip(("e h g f", "e f h", "be bg bf", "be bh"), w, strict=True) if p is not None)

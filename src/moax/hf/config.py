@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moax.config import Activation, MoEConfig, RouterConfig
+from moax.config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, Activation, MoEConfig, RouterConfig
 from moax.errors import Unsupported
 
 MODEL_TYPES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu", "gelu
 FIXED = dict(
     mixtral={"router_jitter_noise": 0.0},
     deepseek_v3={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-    gpt_oss={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    gpt_oss={"swiglu_alpha": SWIGLU_OAI_ALPHA, "swiglu_limit": SWIGLU_OAI_LIMIT},
 )
 SOFTMAX_OF_BEST = RouterConfig(order="topk_then_score", normalize=False)
 

@@ -1,4 +1,4 @@
-"""What one device computes: one table of implementations of the same local functions.
+"""The local functions of one device, and the table of their implementations.
 
 | name        | runs on                                                                                      |
 |-------------|----------------------------------------------------------------------------------------------|
@@ -6,9 +6,9 @@
 | `xla`       | every backend and every dtype                                                                |
 | `blackwell` | NVIDIA GPUs of compute capability 10.0, by name alone: no such GPU has run it                 |
 
-`select_kernels` chooses once, from the platform, the dtype, the widths and the caller's word. After that nothing asks
-which implementation runs: `implementation(name)` is a module with the functions of `Implementation`. An implementation
-keeps its operand formats private: its `matmul` and `wgrad` take what its own `quantize_for_matmul` and
+`select_kernels` chooses once, by the platform, the dtype, the widths and the caller's `kernels`. After that no code
+asks which implementation runs: `implementation(name)` is a module with the functions of `Implementation`. An
+implementation keeps its operand formats private: its `matmul` and `wgrad` take what its own `quantize_for_matmul` and
 `quantize_and_gather` return. A further implementation is one module and one line of `IMPLEMENTATIONS`.
 """
 
@@ -29,30 +29,34 @@ from moax.mesh.axes import Names
 from moax.recipe import Contracted, Format, Recipe
 from moax.types import QArray
 
-# `auto` takes the first that can run. `xla` runs anywhere, so what follows it runs by name alone.
+# `auto` takes the first that can run. `xla` runs everywhere, so `auto` takes no implementation after it.
 IMPLEMENTATIONS = {
     "hopper": "moax.kernels.hopper",
     "xla": "moax.kernels.xla",
     "blackwell": "moax.kernels.blackwell",
 }
-DEFAULT = "xla"  # what runs anywhere
+DEFAULT = "xla"  # this implementation runs everywhere
 
-Operand = Any  # rows or weights as one implementation's products take them
-Role = Literal["x", "dy"]  # which format of a recipe rows have
+Operand = Any  # rows or weights in the form that one implementation's products take
+Role = Literal["x", "dy"]  # the field of a recipe that has the format of rows
 
 
 @runtime_checkable
 class Packed(Protocol):
-    """Rows of groups at multiples of any `align`, brought to where the products of an implementation want them."""
+    """A packing of rows: it moves them from groups at multiples of any `align` to the layout that products need.
+
+    Attributes:
+      groups: the layout of the packed rows.
+    """
 
     groups: Groups
 
     def pack(self, x: Float[Array, "M ..."]) -> Float[Array, "P ..."]:
-        """The rows of x as products take them, 0 in padding wherever a product would read it."""
+        """Returns the rows of x in the layout of `groups`, with 0 in the padding that a product reads."""
         ...
 
     def unpack(self, y: Float[Array, "P N"]) -> Float[Array, "M N"]:
-        """The rows of a product, back where the rows of x were, 0 in padding."""
+        """Returns the rows of a product in the layout of x, with 0 in padding."""
         ...
 
 
@@ -60,29 +64,38 @@ class Packed(Protocol):
 class Implementation(Protocol):
     """The local functions of one device that each implementation has.
 
-    Rows lie as `Groups` says. x, dy and h are arrays; what a product takes is an `Operand` of the implementation's own.
-    `recipe` and `role` name the format of rows: `recipe.x` or `recipe.dy`. `amax_over` names mesh axes over which the
-    maximum of a tensor of one block is agreed on.
+    x, dy and h are arrays, whose rows lie as a `Groups` says. A product takes an `Operand`, whose form only its
+    implementation knows. `recipe` and `role` give the format of rows: `recipe.x` or `recipe.dy`. If one scale holds for
+    the whole tensor, its maximum is taken over the mesh axes `amax_over` too.
     """
 
     def why_not(self, dtype: DTypeLike | None, widths: dict[str, int]) -> str | None:
-        """Why this implementation cannot run here with these sizes of contiguous dims; None where it can."""
+        """Returns why this implementation cannot run here with this dtype and these widths; None where it can.
+
+        `widths` are the sizes of contiguous dims on one device, by name.
+        """
         ...
 
     def takes_fp8(self, recipe: Recipe) -> bool:
-        """Whether products of this recipe multiply in FP8; otherwise operands are dequantized before the product."""
+        """Returns whether products of this recipe multiply in FP8.
+
+        Otherwise operands are dequantized before a product.
+        """
         ...
 
     def align_rows(self, recipe: Recipe) -> int:
-        """The multiple of rows at which each group must start."""
+        """Returns the number of rows of which each group's first row must be a multiple."""
         ...
 
     def find_groups(self, group_sizes: Int[Array, " E"], align: int, num_rows: int) -> Groups:
-        """How `num_rows` rows lie whose groups start at multiples of `align`."""
+        """Returns the Groups of `num_rows` rows, with groups that start at multiples of `align`."""
         ...
 
     def pack_rows(self, group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Packed:
-        """The packing of rows whose groups start at multiples of any `align`; None: one group holds all rows."""
+        """Returns the packing of rows whose groups start at multiples of any `align`.
+
+        With `group_sizes` None one group holds all rows.
+        """
         ...
 
     def gather_rows(
@@ -100,13 +113,13 @@ class Implementation(Protocol):
     def quantize_for_matmul(
         self, x: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = ()
     ) -> tuple[Operand, Operand]:
-        """Rows [M, ..., C] as a product over columns takes them (forward, dgrad), and as wgrad does."""
+        """Returns rows [M, ..., C] as two Operands: for a product over columns (forward, dgrad), and for wgrad."""
         ...
 
     def gather_and_quantize(
         self, x: Array, source: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = ()
     ) -> tuple[Operand, Operand]:
-        """`quantize_for_matmul` of the rows x[source], in one read where the implementation can."""
+        """Runs `quantize_for_matmul` on the rows x[source]. An implementation may gather and quantize in one read."""
         ...
 
     def quantize_and_gather(
@@ -118,7 +131,12 @@ class Implementation(Protocol):
         amax_over: Names,
         dtype: DTypeLike,
     ) -> Operand:
-        """A weight's shard [E, K, *C] -> the whole weight as a product takes it: quantized, then gathered as bytes."""
+        """Returns the whole weight as an Operand, from its shard [E, K, *C]: quantized on the shard, then gathered as
+        bytes.
+
+        `contracted` is `rows` for a product over K, and `columns` for a product over *C. `gather` has the mesh axes
+        over which each dim is gathered.
+        """
         ...
 
     def matmul(
@@ -131,7 +149,10 @@ class Implementation(Protocol):
         *,
         transpose: bool = False,
     ) -> Float[Array, "M N"]:
-        """y[m] = x[m] w[g(m)] + bias[g(m)], or dgrad with `transpose`. Padding of y may hold anything."""
+        """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` dx[m] = dy[m] w[g(m)]^T.
+
+        Padding of y may hold anything.
+        """
         ...
 
     def wgrad(self, x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike) -> Float[Array, "E K N"]:
@@ -145,22 +166,23 @@ class Implementation(Protocol):
     def activate(
         self, h: Array, act: Callable, recipe: Recipe, groups: Groups, *, weights: Array | None, amax_over: Names
     ) -> Operand:
-        """act(h) times each row's weight, as the next product takes it; h [N, G, F], weights [N] or None."""
+        """Returns the Operand of act(h), times the weight of each row; h [N, G, F], weights [N] or None."""
         ...
 
     def activate_grad(
         self, h: Array, d_a: Array, act: Callable, recipe: Recipe, groups: Groups, *,
         weights: Array | None, amax_over: Names, keep: bool,
     ) -> tuple[Operand, Operand, Operand, Any, Float[Array, " N"]]:  # fmt: skip
-        """Backward of `activate`, for d_a [N, F] before the weights multiply it.
+        """Computes the backward of `activate`. d_a [N, F] is the gradient before the weights multiply it.
 
-        Returns (a as wgrad takes it; d_h as dgrad does; d_h as wgrad does; d_h [N, G, F] if `keep`, else None;
-        <d_a, act(h)> of each row).
+        Returns:
+          a for wgrad, times the weights; d_h for dgrad; d_h for wgrad; d_h [N, G, F] if `keep`, else None; and inner
+          [N], which is <d_a, act(h)> of each row.
         """
         ...
 
     def quantize(self, x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = ()) -> QArray:
-        """Values and scales of any blocks, as `moax.ops.quantize` returns them."""
+        """Returns the values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
         ...
 
     def put_rows(
@@ -168,36 +190,39 @@ class Implementation(Protocol):
     ) -> tuple:
         """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x.
 
-        places[way] holds (shift, end); source None stands for 0, 1, ...; axes: (name, size) of each axis of ep; sms:
-        multiprocessors that copy, None for the implementation's own number. Rows that nobody wrote hold anything.
+        `places[way]` has (shift, end) of each rank. A `source` of None sends row i itself. `axes` has (name, size) of
+        each axis of ep. `sms` is the number of multiprocessors that copy; None leaves it to the implementation. A row
+        that no rank wrote may hold anything.
         """
         ...
 
     def dequantize_wire(
         self, data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
     ) -> Float[Array, "R H"]:
-        """Rows [R, H] of bytes, and of words [R, W] i32 that begin with their scales; rows from ends[-1] on may hold
-        anything."""
+        """Returns rows [R, H] from their bytes `data` [R, H] and `words` [R, W] i32, which begin with the scales.
+
+        Rows from ends[-1] on may hold anything.
+        """
         ...
 
 
 def implementation(name: str) -> Implementation:
-    """The implementation of a name that `select_kernels` returned."""
+    """Returns the implementation of a name that `select_kernels` returned."""
     return cast(Implementation, importlib.import_module(IMPLEMENTATIONS[name]))
 
 
 def select_kernels(kernels: str = "auto", dtype: DTypeLike | None = None, **widths: int) -> str:
-    """The name of the implementation that runs.
+    """Returns the name of the implementation that runs.
 
     Args:
-      kernels: a name of `IMPLEMENTATIONS`, or `auto`: the first that can run. A GPU that cannot run the very first says
-        so in the log, once.
-      dtype: of the computation; None asks about the machine alone.
-      widths: sizes of contiguous dims on one device, by name.
+      kernels: a name of `IMPLEMENTATIONS`, or `auto`, which is the first implementation that can run. On a GPU the log
+        says once why an earlier one cannot.
+      dtype: the dtype of the computation; None asks about the machine alone.
+      **widths: the sizes of contiguous dims on one device, in elements, by the name that errors give them.
 
     Raises:
-      ValueError: an unknown name.
-      Unsupported: an implementation that was chosen by name cannot run.
+      ValueError: there is no implementation of this name.
+      Unsupported: the implementation that was chosen by name cannot run.
     """
     if kernels not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"kernels={kernels!r} must be one of {', '.join(map(repr, ('auto', *IMPLEMENTATIONS)))}")
@@ -214,17 +239,17 @@ def select_kernels(kernels: str = "auto", dtype: DTypeLike | None = None, **widt
 
 
 def why_not(name: str, dtype: DTypeLike | None = None, **widths: int) -> str | None:
-    """Why the implementation of this name cannot run; None where it can."""
+    """Returns why the implementation of this name cannot run; None where it can."""
     if not is_installed(name):
         return f"this installation has no {IMPLEMENTATIONS[name]}"
     return implementation(name).why_not(dtype, widths)
 
 
 def takes_fp8(name: str, recipe: Recipe) -> bool:
-    """Whether the implementation of this name is installed and multiplies in FP8 by this recipe."""
+    """Returns whether the implementation of this name is installed and multiplies in FP8 by this recipe."""
     return is_installed(name) and implementation(name).takes_fp8(recipe)
 
 
 def is_installed(name: str) -> bool:
-    """Whether this installation has the implementation of this name."""
+    """Returns whether this installation has the implementation of this name."""
     return importlib.util.find_spec(IMPLEMENTATIONS[name]) is not None

@@ -1,8 +1,8 @@
-"""Scales of blocks: the arithmetic that every implementation shares, so that a recipe's numbers do not depend on one.
+"""The scales of blocks. All implementations share this arithmetic, so that they give the same numbers.
 
     scale[b] = max |x| over block b / format.max        (rounded up to a power of two where the format says so)
 
-A value that is not finite is no part of a maximum. A block of zeros has scale 1.
+A NaN or Inf does not enter a maximum. A block of zeros has scale 1.
 
 Blocks of a weight [E, K, *C] lie over K and over all columns *C as one dim, counted from the beginning of the whole
 matrix, whatever shard of it a device holds. With K = 320, blocks of 128 and two shards of 160 rows, the first shard has
@@ -27,49 +27,54 @@ from moax.recipe import Contracted, Format
 from moax.types import QArray
 
 DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-TINY = 2.0**-126  # the least normal float32
+TINY = 2.0**-126  # the smallest normal float32
 
 
 def finite(x: Array) -> Float[Array, "..."]:
-    """|x| in float32, 0 where x is not finite."""
+    """Returns |x| in float32, 0 where x is not finite."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
 
 
 def is_pow2(format: Format) -> bool:
-    """Whether the scales of a format are powers of two."""
+    """Returns whether the scales of a format are powers of two."""
     return format.scale != "float32"
 
 
 def to_scale(amax: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
-    """The float32 scales of blocks whose maxima are `amax`."""
-    scale = amax * (1.0 / format.max)  # XLA may turn a division by a constant into this product: here it always is one
+    """Returns the float32 scales of blocks with the maxima `amax`."""
+    scale = amax * (1.0 / format.max)  # XLA may turn a division by a constant into a product
     scale = jnp.where(scale < TINY, 1.0, scale)
     if not is_pow2(format):
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.int32)
-    return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)  # up, unless it is a power of two
+    return lax.bitcast_convert_type(
+        (bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32
+    )  # rounds up, unless scale is a power of two
 
 
 def to_exponent(scale: Float[Array, "..."]) -> Array:
-    """Powers of two as uint8 exponents: 2**(exponent - 127)."""
+    """Returns the uint8 exponents of scales that are powers of two: scale = 2**(exponent - 127)."""
     return (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
 
 
 def from_exponent(exponent: Array) -> Float[Array, "..."]:
-    """2**(exponent - 127) as float32, by bits; exponent 0 (2**-127, subnormal) is never written by `to_exponent`."""
+    """Returns 2**(exponent - 127) as float32.
+
+    `to_exponent` never writes exponent 0, which stands for the subnormal 2**-127.
+    """
     return lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
 
 
 def dequantize(q: QArray, dtype: Any = jnp.float32) -> Float[Array, ...]:
-    """data * scale, rounded once to `dtype`."""
+    """x = data * scale, rounded once to `dtype`."""
     data = lax.bitcast_convert_type(q.data, DTYPES[q.dtype]).astype(jnp.float32)
     scale = from_exponent(q.scale) if q.scale.dtype == jnp.uint8 else q.scale
     return (data * expand_scales(scale, q)).astype(dtype)
 
 
 def expand_scales(scale: Array, q: QArray) -> Array:
-    """The scale of each element of q; a dim of one block stays 1 and broadcasts."""
+    """Returns the scale of each element of q. A dim of one block keeps size 1, so that it broadcasts."""
     for dim, (n, b, pieces) in enumerate(zip(q.shape, q.block, q.pieces, strict=True)):
         size = n // pieces
         if b == 1 or scale.shape[dim] == 1:
@@ -86,10 +91,13 @@ def expand_scales(scale: Array, q: QArray) -> Array:
 
 
 class WeightBlocks(NamedTuple):
-    """How the blocks of a whole weight [E, K, *C] lie over one shard of it.
+    """The blocks of a whole weight [E, K, *C], seen from one shard of the weight.
 
-    block: block lengths over K and over the columns. count: blocks of the whole matrix over both. first_row: [] i32,
-    the row of the whole matrix that is the shard's row 0. columns: [C of the shard] i32, the block of each column.
+    Attributes:
+      block: the block lengths over K and over the columns.
+      count: the number of blocks of the whole matrix over K and over the columns.
+      first_row: [] i32, the row of the whole matrix that is row 0 of the shard.
+      columns: [C of the shard] i32, the block of each column of the shard.
     """
 
     block: tuple[int, int]
@@ -99,21 +107,25 @@ class WeightBlocks(NamedTuple):
 
 
 def weight_block(format: Format, contracted: Contracted) -> tuple[int, int]:
-    """Block lengths of a weight over K and over its columns; the format must have blocks."""
+    """Returns the block lengths of a weight over K and over its columns.
+
+    Raises:
+      ValueError: the format has one scale for each matrix.
+    """
     _, rows, columns = format.weight_block(3, contracted)
     if rows is None or columns is None:
-        raise ValueError(f"format={format} has one scale a matrix, and no blocks")
+        raise ValueError(f"format={format} has one scale for each matrix; it must have blocks")
     return rows, columns
 
 
 def cuts_blocks(shape: Sequence[int], gather: Sequence[Names], block: tuple[int, int]) -> bool:
-    """Whether a shard [E, K, *C] that is gathered along these axes may end inside a block of the whole weight."""
+    """Returns whether a shard [E, K, *C], gathered over these axes, may end inside a block of the whole weight."""
     rows = bool(gather[1]) and shape[1] % block[0] != 0
     return rows or (any(gather[2:]) and shape[-1] % block[1] != 0)
 
 
 def find_weight_blocks(shape: Sequence[int], gather: Sequence[Names], block: tuple[int, int]) -> WeightBlocks:
-    """The blocks of the whole weight over this device's shard [E, K, *C]."""
+    """Returns the blocks of the whole weight over this device's shard [E, K, *C]."""
     whole = [n * math.prod(map(lax.axis_size, names)) for n, names in zip(shape, gather, strict=True)]
     first = [_find_offset(n, names) for n, names in zip(shape, gather, strict=True)]
     column = jnp.zeros((1,), jnp.int32)
@@ -124,27 +136,30 @@ def find_weight_blocks(shape: Sequence[int], gather: Sequence[Names], block: tup
 
 
 def share_weight_maxima(w: Float[Array, "E K C"], blocks: WeightBlocks, names: Names) -> Float[Array, "E KB CB"]:
-    """The maximum of |w| in each block of the whole weight, over all shards along `names`."""
+    """Returns the maximum of |w| in each block of the whole weight, over the shards of all devices along `names`."""
     (experts, rows, width), size = w.shape, blocks.block[0]
-    touched = (rows + 2 * size - 2) // size  # the most blocks that `rows` rows lie in, wherever they begin
+    touched = (rows + 2 * size - 2) // size  # as many blocks as the rows may touch
     padded = vary_like(jnp.zeros((experts, touched * size, width), jnp.float32), w, blocks.first_row)
     padded = lax.dynamic_update_slice_in_dim(padded, finite(w), blocks.first_row % size, 1)
-    of_rows = padded.reshape(experts, touched, size, width).max(2)
-    of_both = jax.ops.segment_max(jnp.moveaxis(of_rows, 2, 0), blocks.columns, num_segments=blocks.count[1])
-    of_both = jnp.moveaxis(jnp.maximum(of_both, 0.0), 0, 2)  # segment_max gives -inf where the shard has no column
-    whole = vary_like(jnp.zeros((experts, blocks.count[0] + touched, blocks.count[1]), jnp.float32), of_both)
-    whole = lax.dynamic_update_slice_in_dim(whole, of_both, blocks.first_row // size, 1)
+    row_maxima = padded.reshape(experts, touched, size, width).max(2)
+    maxima = jax.ops.segment_max(jnp.moveaxis(row_maxima, 2, 0), blocks.columns, num_segments=blocks.count[1])
+    maxima = jnp.moveaxis(jnp.maximum(maxima, 0.0), 0, 2)  # segment_max gives -inf where the shard has no column
+    whole = vary_like(jnp.zeros((experts, blocks.count[0] + touched, blocks.count[1]), jnp.float32), maxima)
+    whole = lax.dynamic_update_slice_in_dim(whole, maxima, blocks.first_row // size, 1)
     return reduce_max(whole[:, : blocks.count[0]], names)
 
 
 def spread_scales(scale: Float[Array, "E KB CB"], blocks: WeightBlocks, rows: int) -> Float[Array, "E K C"]:
-    """The scale of each element of a shard of so many rows."""
+    """Returns the scale of each element of a shard of `rows` rows."""
     row = (blocks.first_row + jnp.arange(rows, dtype=jnp.int32)) // blocks.block[0]
     return jnp.take(jnp.take(scale, row, axis=1), blocks.columns, axis=2)
 
 
 def _find_offset(size: int, names: Names):
-    """Where the shard of this device begins in a dim that is sharded over `names`, the first name outermost."""
+    """Returns the index at which this device's shard begins in a dim sharded over `names`.
+
+    The first name is outermost: with two names of 2 devices, the device (1, 0) has shard 2.
+    """
     index = jnp.int32(0)
     for name in names:
         index = index * lax.axis_size(name) + lax.axis_index(name)

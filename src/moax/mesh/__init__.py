@@ -1,1 +1,1 @@
-"""How ops run on a mesh: roles of axes, the algebra of specs, partition rules, collectives."""
+"""This package runs ops on a mesh: it has the roles of axes, the algebra of specs, partition rules and collectives."""

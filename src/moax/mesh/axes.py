@@ -1,4 +1,4 @@
-"""The roles that mesh axes play: data, weights, experts, width."""
+"""`Axes` says which role each mesh axis plays; `Roles` is its answer for one mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROLES = ("dp", "fsdp", "ep", "tp")
 
 
 def as_names(entry: str | tuple[str, ...] | list[str] | None) -> Names:
-    """The axis names of one entry of a PartitionSpec, or of one field of `Axes`."""
+    """Returns the axis names of one entry of a PartitionSpec, or of one field of `Axes`."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
@@ -20,15 +20,19 @@ def as_names(entry: str | tuple[str, ...] | list[str] | None) -> Names:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Which mesh axes play which role: a name, or a tuple of names; one that the mesh lacks counts as size 1.
+    """Which mesh axes play which role. A field is a name or a tuple of names; a name that the mesh lacks has size 1.
 
     Attributes:
-      dp: data parallel: tokens are split, weights are not.
-      fsdp: tokens are split, and weights too; gathered (quantized, where a recipe says so) when used.
-      ep: tokens are split, and experts.
-      tp: expert width F is split.
-      fsdp_dim: what fsdp splits of expert weights: `experts`, `model` (the dim H), or `auto`: experts where the mesh
-        divides them, else model.
+      dp: data parallel. These axes split tokens; every device along them holds the same weights.
+      fsdp: these axes split tokens and weights. A block gathers the weights when it uses them, as bytes where the
+        recipe quantizes them.
+      ep: expert parallel. These axes split tokens and experts.
+      tp: tensor parallel. These axes split the expert width F.
+      fsdp_dim: the dim of expert weights that fsdp splits: `experts` (E), `model` (H), or `auto`. `auto` splits the
+        experts where ep and fsdp together divide E, and H elsewhere.
+
+    Raises:
+      ValueError: a field is not made of names, two roles have the same name, or fsdp_dim is unknown.
     """
 
     dp: str | Names | list[str] = "dp"
@@ -56,18 +60,29 @@ class Axes:
 
     @property
     def names(self) -> Names:
-        """Every mesh axis that has a role."""
+        """The names of all mesh axes that have a role."""
         return tuple(name for role in ROLES for name in getattr(self, role))
 
     def on(self, sizes: Mapping[str, int]) -> Roles:
-        """The axes of a mesh of these `sizes` that have more than one device, by role."""
-        found = {role: tuple(n for n in getattr(self, role) if sizes.get(n, 1) > 1) for role in ROLES}
-        return Roles(**found, sizes=tuple((n, sizes[n]) for names in found.values() for n in names))
+        """Returns the roles of the axes that have more than one device.
+
+        On a mesh of {"fsdp": 4, "ep": 2, "tp": 1} the result has fsdp ("fsdp",), ep ("ep",), and no dp and no tp.
+
+        Args:
+          sizes: the number of devices along each mesh axis, by name.
+        """
+        by_role = {role: tuple(n for n in getattr(self, role) if sizes.get(n, 1) > 1) for role in ROLES}
+        return Roles(**by_role, sizes=tuple((n, sizes[n]) for names in by_role.values() for n in names))
 
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Mesh axes of more than one device, by role: all that a local function needs to know of the mesh."""
+    """The mesh axes of more than one device, by role. A local function needs to know no more of the mesh.
+
+    Attributes:
+      dp, fsdp, ep, tp: the names of the axes of each role; see `Axes`.
+      sizes: (name, number of devices) of each of these axes.
+    """
 
     dp: Names = ()
     fsdp: Names = ()
@@ -77,14 +92,15 @@ class Roles:
 
     @property
     def tokens(self) -> Names:
-        """The axes that split tokens, ep innermost."""
+        """The axes that split tokens: dp, then fsdp, then ep, which is innermost."""
         return self.dp + self.fsdp + self.ep
 
     @property
     def all(self) -> Names:
+        """Every axis of more than one device: those of tokens, then tp."""
         return self.tokens + self.tp
 
     def size(self, names: Names) -> int:
-        """Devices along `names`."""
+        """Returns the number of devices along the axes `names`, 1 for no names."""
         sizes = dict(self.sizes)
         return math.prod(sizes[n] for n in names)

@@ -1,4 +1,4 @@
-"""A mesh over the devices of all processes, its last axes on the nearest wires."""
+"""`make_mesh` makes a mesh over the devices of all processes, with its last axes on the fastest wires."""
 
 from __future__ import annotations
 
@@ -13,34 +13,40 @@ from jax.sharding import AxisType, Mesh
 def make_mesh(
     sizes: Mapping[str, int], *, axis_type: AxisType = AxisType.Auto, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """The mesh of these axes over all devices, those of a host side by side and in row-major order.
+    """Makes the mesh of these axes over all devices, in row-major order, with the devices of a host side by side.
 
     Name axes from the farthest apart to the nearest: `{"dp": 4, "fsdp": 16, "ep": 8}` on hosts of 8 GPUs keeps each
-    group of ep on the NVLink of one host, and has fsdp and dp cross the network. `jax.make_mesh` does the same on one
-    host, and refuses GPUs of several.
+    group of ep on the NVLink of one host, and fsdp and dp cross the network. `jax.make_mesh` does the same on one host,
+    and refuses GPUs of several hosts.
 
     Args:
-      sizes: devices along each axis; their product is the number of devices.
-      axis_type: of all axes.
-      devices: None for all devices of all processes.
+      sizes: the number of devices along each axis, by name; the product is the number of all devices.
+      axis_type: the type of every axis.
+      devices: the devices of the mesh; None takes all devices of all processes.
+
+    Returns:
+      The mesh, for `jax.set_mesh`.
 
     Raises:
-      ValueError: the sizes are not those of the devices.
+      ValueError: the product of the sizes is not the number of devices.
     """
     devices = order(jax.devices() if devices is None else devices)
     if math.prod(sizes.values()) != len(devices):
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"sizes {given}: a mesh of {math.prod(sizes.values())} devices, but {len(devices)} are here")
+        raise ValueError(f"sizes {given} make a mesh of {math.prod(sizes.values())} devices; there are {len(devices)}")
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), (axis_type,) * len(sizes))
 
 
 def crossing(mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which some neighbours are devices of different processes."""
+    """Returns the names of the axes along which two neighbouring devices belong to different processes."""
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
     return tuple(name for dim, name in enumerate(mesh.axis_names) if np.diff(processes, axis=dim).any())
 
 
 def order(devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """Devices of a host side by side: by `slice_index`, which counts hosts (or what else NVLink ties together), then by
-    id. `jax.devices()` goes by process, and processes may be dealt to hosts in turn."""
+    """Returns the devices sorted by `slice_index`, then by id, so that the devices of a host are side by side.
+
+    A slice is a host, or a group of hosts that NVLink connects. `jax.devices()` sorts by process instead, and a
+    launcher may put neighbouring processes on different hosts.
+    """
     return sorted(devices, key=lambda device: (getattr(device, "slice_index", 0), device.id))

@@ -1,12 +1,12 @@
-"""`Partitioned`: a function of one device's shards becomes an op on every kind of mesh.
+"""`Partitioned` makes a function of one device's shards an op on every kind of mesh. The mesh decides the engine:
 
 | mesh axes are            | engine                                                                            |
 |--------------------------|-----------------------------------------------------------------------------------|
 | absent, or all of size 1 | call the local function                                                           |
 | Auto                     | `custom_partitioning` with a Shardy rule; `shard_map` where asked for by name      |
 | Explicit                 | `shard_map` (`custom_partitioning` fails there: jax issue 34811)                   |
-| Manual, all of them      | call the local function; sums over axes that do not shard a result are the caller's |
-| Manual, others           | `shard_map` over the axes that are not                                            |
+| Manual, all of them      | call the local function; the caller sums over axes that do not shard a result     |
+| Manual, others alone     | `shard_map` over the axes that are not Manual                                     |
 """
 
 from __future__ import annotations
@@ -34,11 +34,17 @@ Engine = Literal["auto", "custom_partitioning", "shard_map"]
 ENGINES = ("auto", "custom_partitioning", "shard_map")
 
 
-class View(NamedTuple):
+class MeshView(NamedTuple):
     """How ops run on the mesh in force.
 
-    engine: `local` calls the local function. manual: the caller is inside a `shard_map`, where an op leaves sums over
-    axes that do not shard its result to its caller, as `jnp.dot` does. axes: what an inner `shard_map` takes over.
+    Attributes:
+      roles: the mesh axes of more than one device, by role.
+      engine: the way from global arrays to shards; `local` calls the local function on the operands as they are.
+      manual: whether the caller is inside a `shard_map` over all axes of `roles`. Its operands are then shards, and the
+        caller sums over axes that do not shard a result, as it does for `jnp.dot`.
+      explicit: whether an axis of the mesh is Explicit.
+      mesh: the mesh in force; None without one, and where no axis has a role and more than one device.
+      axes: the mesh axes that the `shard_map` of an op makes Manual.
     """
 
     roles: Roles
@@ -50,47 +56,56 @@ class View(NamedTuple):
 
     @property
     def nested(self) -> bool:
-        """Whether ops run inside a `shard_map` over part of the mesh, the caller's or one in another."""
+        """Whether ops run inside a `shard_map` that leaves out a part of the mesh, or open one inside another."""
         if self.mesh is None or AxisType.Manual not in self.mesh.axis_types:
             return False
         return not self.manual or any(kind != AxisType.Manual for kind in self.mesh.axis_types)
 
     def psum(self, x: Array, names: Names) -> Array:
-        """The sum over `names` that an op left to its caller: inside a `shard_map`; elsewhere it is done."""
-        names = names + self._single(x)
+        """Sums x over `names` inside a `shard_map`, where an op leaves this sum to its caller; elsewhere returns x."""
+        names = names + self._size_one_axes(x)
         return lax.psum(x, names) if self.manual and names else x
 
-    def same(self, x: Array, names: Names) -> Array:
-        """Inside a `shard_map`: a value that is equal over `names`, typed so."""
-        return reduce_max(x, names + self._single(x)) if self.manual else x
+    def typed_as_equal(self, x: Array, names: Names) -> Array:
+        """Returns x, which is equal on all devices along `names`, with a type that says so inside a `shard_map`."""
+        return reduce_max(x, names + self._size_one_axes(x)) if self.manual else x
 
-    def _single(self, x: Array) -> Names:
-        """Axes of one device that x is typed as varying over, which is as good as none."""
+    def _size_one_axes(self, x) -> Names:
+        """Returns the axes of size 1 over which the type of x varies. Only the type varies: there is one device."""
         return tuple(n for n in sorted(varying(x)) if self.mesh.shape[n] == 1) if self.manual else ()
 
     def vary[Tree](self, tree: Tree) -> Tree:
-        """Inside a `shard_map`: operands typed as varying alike, so that their gradients are summed where they meet."""
+        """Returns the arrays of a tree, whose types vary over the same axes inside a `shard_map`.
+
+        The transpose of this change of type sums a gradient over the axes that the type of its array did not have.
+        """
         return jax.tree.map(lambda x: vary_like(x, tree), tree) if self.manual else tree
 
 
-def find_view(axes: Axes, engine: Engine, *operands: PyTree[Array]) -> View:
-    """The view of the mesh in force for an op on `operands`.
+def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree[Array]) -> MeshView:
+    """Returns the view of the mesh in force for an op on `operands`.
 
-    Raises ValueError for an unknown engine and for a mesh whose axes in `axes` are Manual only in part; Unsupported
-    for an engine that the mesh cannot run.
+    Args:
+      axes: the role of each mesh axis.
+      engine: see `moax.Options`.
+      *operands: trees of arrays. Their types name the mesh where none is in force.
+
+    Raises:
+      ValueError: the engine is unknown, or some axes that `axes` names are Manual and others are not.
+      Unsupported: this mesh cannot run the engine.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} must be one of {', '.join(map(repr, ENGINES))}")
     mesh = mesh_of(*jax.tree.leaves(operands))
     if mesh is None:
-        return View(Roles(), "local")
+        return MeshView(Roles(), "local")
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     roles = axes.on(dict(mesh.shape))
     manual = frozenset(n for n, kind in kinds.items() if kind == AxisType.Manual)
     explicit = is_explicit(mesh)
     inside = [n for n in roles.all if n in manual]
     if manual and len(inside) == len(roles.all) and (inside or not explicit):
-        return View(roles, "local", manual=True, mesh=mesh)
+        return MeshView(roles, "local", manual=True, mesh=mesh)
     if inside:
         outside = [n for n in roles.all if n not in manual]
         raise ValueError(
@@ -98,21 +113,23 @@ def find_view(axes: Axes, engine: Engine, *operands: PyTree[Array]) -> View:
             "into the shard_map's axis_names"
         )
     if not roles.all and not explicit:
-        return View(roles, "local")
+        return MeshView(roles, "local")
     if engine == "custom_partitioning" and (explicit or manual):
         what = f"axes {sorted(manual)} are Manual" if manual else "axes are Explicit"
         raise Unsupported(f"engine='custom_partitioning' cannot run on this mesh: {what}; use 'auto' or 'shard_map'")
     partitioned = not explicit and not manual and engine != "shard_map"
     name = "custom_partitioning" if partitioned else "shard_map"
-    return View(roles, name, explicit=explicit, mesh=mesh, axes=frozenset(kinds) - manual)
+    return MeshView(roles, name, explicit=explicit, mesh=mesh, axes=frozenset(kinds) - manual)
 
 
 class Contract(NamedTuple):
-    """What an op asks of the mesh.
+    """How the operands and results of an op lie on the mesh.
 
-    operands: a spec for each leaf of the operands. results: a spec for each result (of all its leaves). reduce: for
-    each result, the axes over which the local results are to be summed. layout: what the local function must know of
-    the specs that were found.
+    Attributes:
+      operands: a spec for each leaf of the operands.
+      results: a spec for each result, which holds for all leaves of the result.
+      reduce: for each result, the axes over which the local results are summed.
+      layout: the facts about the operands' specs that the local function needs, such as the axes to gather over.
     """
 
     operands: PyTree[Spec | None]
@@ -122,28 +139,35 @@ class Contract(NamedTuple):
 
 
 def _dims(rule: str) -> list[str]:
-    """The dims of one operand in a Shardy rule: "t (kb ki)" has two."""
+    """Returns the dims of one operand in a Shardy rule: "t (kb ki)" has the dims "t" and "(kb ki)"."""
     return re.findall(r"\([^)]*\)|\S+", rule)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Call:
+    """The static arguments of one call of an op, as one hashable value."""
+
     static: Hashable
-    view: View
+    view: MeshView
     rule: tuple[tuple, ...]
 
 
 class Partitioned:
-    """An op on global arrays, of a function on one device's shards.
+    """An op on global arrays, made of a function on one device's shards.
 
-    local(static, layout, *operands) -> tuple of results; collectives by axis name.
-    contract(static, operands, found) -> Contract; `found` holds the operands' specs, None where unknown. It raises
-      ValueError for a found spec that it cannot take.
-    name: for profiles, compiled programs and errors.
-    factors(static, operands) -> the Shardy rule: a string of dim names for each operand leaf, and for each result; a
-      result past the last string has dims of its own. A third entry has (name, size) of names that stand only inside
-      parentheses.
+    A grouped matmul has the rule (("m k", "g", "e h c"), ("m c",)): "m" of x and of y is one dim, so that the mesh axes
+    that split x's rows split y's rows.
+
+    Args:
+      local: local(static, layout, *operands) -> a tuple of results. It computes on shards and calls collectives by axis
+        name.
+      contract: contract(static, operands, found_specs) -> Contract. `found_specs` has the spec of each operand leaf,
+        None where it is unknown. It raises ValueError for a spec that the op cannot take.
+      factors: factors(static, operands) -> the Shardy rule: (strings of dim names, one for each operand leaf; strings
+        of dim names, one for each result). Results without a string share no dim with the operands. A third entry
+        lists (name, size) of the names that stand inside parentheses alone.
+      name: the name of the op in profiles, compiled programs and errors.
     """
 
     def __init__(self, local: Callable, contract: Callable, factors: Callable, name: str = "op"):
@@ -156,7 +180,8 @@ class Partitioned:
         )
         self._partitioned.def_vmap(self._vmap)
 
-    def __call__(self, view: View, static: Hashable, *operands):
+    def __call__(self, view: MeshView, static: Hashable, *operands):
+        """Returns the results of the op on `operands`, computed by the engine of `view`. `static` is hashable."""
         with jax.named_scope(self.__name__):
             if view.engine == "custom_partitioning":
                 return self._partitioned(_Call(static, view, self.factors(static, operands)), *operands)
@@ -164,17 +189,23 @@ class Partitioned:
             run = self._run if traced or view.engine == "local" else self._compiled
             return run(view, static, *operands)
 
-    def lay(self, view: View, static: Hashable, *operands):
-        """The operands as the op takes them: inside a `shard_map` typed as varying alike, on Explicit axes laid out.
+    def lay_operands(self, view: MeshView, static: Hashable, *operands):
+        """Returns the operands with the layout and the types that the op needs.
 
-        For outside of a `custom_vjp` around the op: its gradients then have the types of its operands.
+        On Explicit axes the operands are resharded by the contract. Inside a `shard_map` their types vary over the same
+        axes. An op with a `custom_vjp` calls it on its operands first: the gradients of the `custom_vjp` then have the
+        types of its operands.
         """
         if not view.explicit:
             return view.vary(operands)
-        found = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, operands)
-        return self._settle(view, self.contract(static, operands, found), operands)
+        found_specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, operands)
+        return self._reshard(view, self.contract(static, operands, found_specs), operands)
 
-    def _settle(self, view, contract, operands):
+    def _reshard(self, view, contract, operands):
+        """Returns the operands, resharded by the contract on Explicit axes.
+
+        Raises ValueError where a size does not divide.
+        """
         leaves, tree = jax.tree.flatten(operands)
         specs = tree.flatten_up_to(contract.operands)
         for i, (leaf, to) in enumerate(zip(leaves, specs, strict=True)):
@@ -184,13 +215,17 @@ class Partitioned:
         return tree.unflatten(leaves)
 
     def _run(self, view, static, *operands):
-        found = jax.tree.map(lambda x: jax.typeof(x).sharding.spec if view.explicit else None, operands)
-        contract = self.contract(static, operands, found)
+        """Runs the op by the local function or by `shard_map`."""
+        found_specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec if view.explicit else None, operands)
+        contract = self.contract(static, operands, found_specs)
         if view.engine == "local":
             return self.local(static, contract.layout, *operands)
-        leaves, tree = jax.tree.flatten(self._settle(view, contract, operands))
+        leaves, tree = jax.tree.flatten(self._reshard(view, contract, operands))
         specs = tree.flatten_up_to(contract.operands)
-        body = lambda *leaves: self._body(static, contract, *tree.unflatten(leaves))  # noqa: E731
+
+        def body(*shards):
+            return self._body(static, contract, *tree.unflatten(shards))
+
         mapped = jax.shard_map(
             body, mesh=view.mesh, in_specs=tuple(specs), out_specs=tuple(contract.results), axis_names=view.axes,
             check_vma=False,
@@ -198,45 +233,63 @@ class Partitioned:
         return mapped(*leaves)
 
     def _body(self, static, contract, *operands):
+        """Returns the results of one device, summed over the axes of `contract.reduce`."""
         results = self.local(static, contract.layout, *operands)
         return tuple(lax.psum(r, axes) if axes else r for r, axes in zip(results, contract.reduce, strict=True))
 
     def _global(self, call, *operands):
+        """Runs the op by `shard_map`: `custom_partitioning` needs a function of global arrays for its result types."""
         return self(call.view._replace(engine="shard_map"), call.static, *operands)
 
     def _partition(self, call, mesh, operands, results):
-        # Empty where no argument of the program has a place, and the shardings then are without specs.
+        """Serves as the partition callback of `custom_partitioning`.
+
+        Returns the mesh, the local function, and the shardings of results and operands.
+        """
+        # JAX passes an empty mesh, and shardings without specs, where no argument of the program has a sharding.
         mesh = call.view.mesh if mesh.empty else mesh
-        found = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
+        found_specs = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
         try:
-            contract = self.contract(call.static, operands, found)
-        except ValueError as error:  # a spec that propagation may have chosen, not the caller
-            log_once(f"{self.__name__}: {error}; laid out as declared instead, which may move it unquantized")
+            contract = self.contract(call.static, operands, found_specs)
+        except ValueError as error:  # sharding propagation may have chosen this spec, so the caller made no mistake
+            log_once(f"{self.__name__}: {error}; the declared layout is used instead, which may move it unquantized")
             contract = self.contract(call.static, operands, jax.tree.map(lambda x: None, operands))
-        place = lambda s: NamedSharding(mesh, s)  # noqa: E731
-        wanted = tuple(jax.tree.map(lambda _, s=s: place(s), r) for r, s in zip(results, contract.results, strict=True))
+
+        def to_sharding(spec):
+            return NamedSharding(mesh, spec)
+
+        result_shardings = tuple(
+            jax.tree.map(lambda _, s=s: to_sharding(s), r) for r, s in zip(results, contract.results, strict=True)
+        )
         return (
             mesh,
             lambda *shards: self._body(call.static, contract, *shards),
-            wanted,
-            jax.tree.map(place, contract.operands),
+            result_shardings,
+            jax.tree.map(to_sharding, contract.operands),
         )
 
     def _place(self, call, operands, results):
-        """Says where the dims are that the rule cannot derive from an operand; Shardy would replicate them."""
+        """Returns the results, with a sharding constraint on each dim that no operand names in the rule.
+
+        Shardy would replicate such a dim.
+        """
         known = {name for rule in call.rule[0] for dim in _dims(rule) for name in (dim, *dim.strip("()").split())}
         specs = self.contract(call.static, operands, jax.tree.map(lambda x: None, operands)).results
         names = [_dims(rule) for rule in call.rule[1]] + [None] * (len(specs) - len(call.rule[1]))
         placed = []
-        for result, of, dims in zip(results, specs, names, strict=True):
+        for result, result_spec, dims in zip(results, specs, names, strict=True):
             if dims is None or not known.issuperset(dims):
-                entries = [*of, *[None] * (len(dims or of) - len(of))]
+                entries = [*result_spec, *[None] * (len(dims or result_spec) - len(result_spec))]
                 keep = [Spec.UNCONSTRAINED if d in known else e for d, e in zip(dims or entries, entries, strict=True)]
                 result = jax.tree.map(lambda x, keep=keep: constrain(x, Spec(*keep)), result)
             placed.append(result)
         return tuple(placed)
 
     def _rule(self, call, mesh, operand_types, result_types):
+        """Serves as the rule callback of `custom_partitioning`.
+
+        Returns the Shardy rule as one string, and the sizes of its factors.
+        """
         del mesh
         operands, results = (list(side) for side in call.rule[:2])
         sizes = dict(*call.rule[2:])
@@ -249,6 +302,7 @@ class Partitioned:
         return f"{', '.join(operands)} -> {', '.join(results)}", sizes
 
     def _vmap(self, size, batched, call, *operands):
+        """Serves as the rule of `jax.vmap` and makes one call of the op for each element of the batch."""
         in_batched = jax.tree.leaves(batched[1:])
         leaves, tree = jax.tree.flatten(operands)
 
@@ -263,10 +317,13 @@ class Partitioned:
 
 
 def differentiable(forward: Callable, backward: Callable) -> Callable:
-    """op(view, static, *operands) = the results of `forward`, whose gradients are those of `backward`.
+    """Makes op(view, static, *operands), which returns the results of `forward` and has the gradients of `backward`.
 
-    forward(view, static, *operands) -> (results, saved); backward(view, static, saved, cotangents) -> a gradient for
-    each operand. Both call `Partitioned` ops, so that each direction has its own partition rule.
+    Both functions call `Partitioned` ops, so that each direction has its own partition rule.
+
+    Args:
+      forward: forward(view, static, *operands) -> (results, saved).
+      backward: backward(view, static, saved, cotangents) -> a gradient for each operand.
     """
     op = jax.custom_vjp(lambda *operands: forward(*operands)[0], nondiff_argnums=(0, 1))
     op.defvjp(forward, backward)

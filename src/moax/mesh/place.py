@@ -1,4 +1,4 @@
-"""Arrays brought to where their specs say, on the mesh in force; `specs.py` says where that is."""
+"""These functions bring arrays to the layout of a spec, on the mesh in force."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from moax.mesh.specs import AnyMesh, is_explicit, mesh_of, pad, spec
 
 
 def named(mesh: AnyMesh, specs: PyTree[PartitionSpec]) -> Any:
-    """A tree of specs as a tree of NamedShardings on `mesh`."""
+    """Returns the NamedSharding on `mesh` of each spec in a tree."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
 
 
 def constrain(x: Array, to: PartitionSpec) -> Array:
-    """`x` laid out by `to` on the mesh in force, whatever the type of its axes; `x` itself where there is none."""
+    """Returns x, laid out by the spec `to` on the mesh in force.
+
+    On Explicit axes x is resharded, and on Auto axes it is constrained. Without a mesh, and where an axis is Manual,
+    the result is x itself.
+    """
     mesh = mesh_of(x)
     if mesh is None or any(t == AxisType.Manual for t in mesh.axis_types):
         return x
@@ -31,42 +35,45 @@ def constrain(x: Array, to: PartitionSpec) -> Array:
 
 
 def keep_rows(y: Array, roles: Roles) -> Array:
-    """Rows over the token axes of an Auto mesh, and other dims as propagation has them."""
+    """Returns y, with its leading dim over the token axes of an Auto mesh. XLA chooses the layout of the other dims."""
     return constrain(y, PartitionSpec(roles.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
 
 
 def make_sharded(make: Callable, specs: PyTree[PartitionSpec] | None) -> Callable:
-    """`make` with its results laid out by `specs` on the mesh in force, each device making its shards alone; None: by
-    no mesh."""
+    """Returns `make`, with its results laid out by `specs` on the mesh in force.
+
+    Each device then makes its own shards alone. Where `specs` is None, or an axis is Manual, the result is `make`
+    itself.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if specs is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
         return make
-    # Specs, not NamedShardings on the abstract mesh: vmap adds a dim to those that replicates the whole.
+    # These are specs, and no NamedShardings on the abstract mesh: vmap would replicate a result with a NamedSharding.
     if is_explicit(mesh):
         return jax.jit(jax.sharding.auto_axes(make, out_sharding=specs))
     return jax.jit(make, out_shardings=specs)
 
 
-def like(y: Array, x: Array) -> Array:
-    """`y` with the sharding that the type of `x` states; `y` itself unless mesh axes are Explicit."""
-    of = jax.typeof(x).sharding
-    return jax.sharding.reshard(y, of) if is_explicit(of.mesh) else y
+def reshard_like(y: Array, x: Array) -> Array:
+    """Returns y, with the sharding in the type of x where mesh axes are Explicit; elsewhere y itself."""
+    sharding = jax.typeof(x).sharding
+    return jax.sharding.reshard(y, sharding) if is_explicit(sharding.mesh) else y
 
 
 def check_token_axes(x: Array, axes: Axes) -> None:
     """Raises ValueError where the type of x [..., H] splits its tokens over a mesh axis that has no role in `axes`."""
-    of = jax.typeof(x).sharding
-    for dim, names in enumerate(pad(of.spec, x.ndim)[:-1]):
+    sharding = jax.typeof(x).sharding
+    for dim, names in enumerate(pad(sharding.spec, x.ndim)[:-1]):
         for name in names:
-            if name not in axes.names and of.mesh.shape[name] > 1:
+            if name not in axes.names and sharding.mesh.shape[name] > 1:
                 raise ValueError(
                     f"x: dim {dim} is sharded over mesh axis {name!r}, which has no role in {axes}; "
-                    f"give it one, such as Axes(dp={(*axes.dp, name)})"
+                    f"give it a role, for example Axes(dp={(*axes.dp, name)})"
                 )
 
 
 def flatten_tokens(x: Shaped[Array, "*batch H"], roles: Roles) -> Shaped[Array, "T H"]:
-    """[..., H] -> [T, H]; on Explicit axes T typed as over `roles.tokens` where they divide it."""
+    """Reshapes x [..., H] to [T, H]. On Explicit axes T lies over `roles.tokens` where these divide the leading dim."""
     mesh = mesh_of(x)
     if mesh is None or not is_explicit(mesh):
         return x.reshape(-1, x.shape[-1])
@@ -80,7 +87,7 @@ def flatten_tokens(x: Shaped[Array, "*batch H"], roles: Roles) -> Shaped[Array, 
 
 
 def unflatten_tokens(y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], roles: Roles) -> Shaped[Array, "..."]:
-    """[T, *C] -> [..., *C], leading dims and their sharding as those of x [..., H]."""
+    """Reshapes y [T, *C] to [..., *C]; its leading dims and their sharding are those of x [..., H]."""
     columns = y.shape[1:]
     mesh = mesh_of(x)
     if mesh is None or not is_explicit(mesh):

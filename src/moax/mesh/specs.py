@@ -1,6 +1,6 @@
-"""Where arrays lie: the algebra of specs, and the PartitionSpec of every array. `partition.py` runs ops on them.
+"""The algebra of specs: a PartitionSpec says over which mesh axes each dim of an array is split.
 
-Specs are values, computed from axis names and sizes; size-1 and absent axes have vanished in `Axes.on` before.
+Specs are computed from axis names and sizes alone. `Axes.on` has dropped axes of size 1 and absent axes before.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from moax.mesh.axes import Names, Roles, as_names
 Spec = PartitionSpec
 AnyMesh = Mesh | AbstractMesh
 
-# The algebra of specs.
-
 
 def spec(*entries: str | Names | None) -> PartitionSpec:
-    """A PartitionSpec; empty tuples become None, tuples of one name that name."""
+    """Returns the PartitionSpec of these entries. An empty tuple becomes None, and a tuple of one name becomes the
+    name.
+
+    spec(("fsdp", "ep"), (), ("tp",)) is PartitionSpec(("fsdp", "ep"), None, "tp").
+    """
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in map(as_names, entries)))
 
 
-def pad(of: PartitionSpec, ndim: int) -> tuple[Names, ...]:
-    """The axis names of each of `ndim` dims."""
-    if len(of) > ndim:
-        raise ValueError(f"the spec {of} has {len(of)} entries, for an array of {ndim} dims")
-    return tuple(as_names(entry) for entry in of) + ((),) * (ndim - len(of))
+def pad(array_spec: PartitionSpec, ndim: int) -> tuple[Names, ...]:
+    """Returns the axis names of each of `ndim` dims. PartitionSpec("ep") of 2 dims is (("ep",), ())."""
+    if len(array_spec) > ndim:
+        raise ValueError(f"the spec {array_spec} has {len(array_spec)} entries, for an array of {ndim} dims")
+    return tuple(as_names(entry) for entry in array_spec) + ((),) * (ndim - len(array_spec))
 
 
-def check_divides(what: str, shape: Sequence[int], of: PartitionSpec, roles: Roles) -> None:
-    """Raises ValueError where a dim does not divide by its mesh axes, naming both."""
-    for dim, (size, names) in enumerate(zip(shape, pad(of, len(shape)), strict=True)):
+def check_divides(what: str, shape: Sequence[int], array_spec: PartitionSpec, roles: Roles) -> None:
+    """Raises ValueError where the mesh axes of a dim do not divide its size. `what` names the array in the message."""
+    for dim, (size, names) in enumerate(zip(shape, pad(array_spec, len(shape)), strict=True)):
         if size % roles.size(names):
             raise ValueError(
                 f"{what}: dim {dim} of size {size} does not divide by mesh axes {names} of {roles.size(names)} devices"
@@ -42,21 +44,29 @@ def check_divides(what: str, shape: Sequence[int], of: PartitionSpec, roles: Rol
 
 
 class Layout(NamedTuple):
-    """How a weight lies on the mesh. spec: its PartitionSpec. gather: for each dim, the axes to gather before use."""
+    """How a weight lies on the mesh.
+
+    Attributes:
+      spec: the PartitionSpec of the weight.
+      gather: for each dim, the axes over which a device gathers the weight before a product.
+    """
 
     spec: PartitionSpec
     gather: tuple[Names, ...]
 
 
-def weight_layout(what: str, of: PartitionSpec, kept: Sequence[Names], roles: Roles) -> Layout:
-    """The layout of a weight whose dim i a product needs split by `kept[i]` and by nothing else.
+def weight_layout(what: str, weight_spec: PartitionSpec, kept: Sequence[Names], roles: Roles) -> Layout:
+    """Returns the layout of a weight whose dim i stays split over `kept[i]` in a product, and over no other axis.
 
-    Raises ValueError unless each dim of the spec names its `kept` axes first, then axes that may be gathered: those
-    of fsdp, and of ep where no dim keeps it.
+    With the spec (("ep", "fsdp"), None, "tp") and kept (("ep",), (), ("tp",)), gather is (("fsdp",), (), ()).
+
+    Raises:
+      ValueError: a dim of the spec does not name its `kept` axes first, or names an axis that may not be gathered
+        after them. The axes of fsdp may be gathered, and those of ep where no dim keeps ep.
     """
     sizes = dict(roles.sizes)
     gatherable = roles.fsdp + (() if any(n in roles.ep for need in kept for n in need) else roles.ep)
-    entries = [tuple(n for n in entry if n in sizes) for entry in pad(of, len(kept))]
+    entries = [tuple(n for n in entry if n in sizes) for entry in pad(weight_spec, len(kept))]
     for dim, (entry, need) in enumerate(zip(entries, kept, strict=True)):
         if entry[: len(need)] != need or not set(entry[len(need) :]) <= set(gatherable):
             raise ValueError(
@@ -66,30 +76,33 @@ def weight_layout(what: str, of: PartitionSpec, kept: Sequence[Names], roles: Ro
     return Layout(spec(*entries), tuple(entry[len(need) :] for entry, need in zip(entries, kept, strict=True)))
 
 
-# The spec of every array.
-
-
 def mesh_sizes(mesh: AnyMesh | None = None) -> dict[str, int]:
-    """Axis sizes of `mesh`, or of the mesh in force (`jax.set_mesh`, or an enclosing `shard_map`); {} for none."""
+    """Returns the axis sizes of a mesh, by name; {} without a mesh.
+
+    None means the mesh in force: that of `jax.set_mesh`, or of an enclosing `shard_map`.
+    """
     return dict((mesh or jax.sharding.get_abstract_mesh()).shape)
 
 
 def mesh_of(*arrays: Array) -> AnyMesh | None:
-    """The mesh in force, else the one in an array's type; None where there is neither."""
+    """Returns the mesh in force, or else the mesh in the type of an array; None if there is neither."""
     meshes = [jax.sharding.get_abstract_mesh()] + [jax.typeof(a).sharding.mesh for a in arrays]
     return next((m for m in meshes if not m.empty), None)
 
 
 def device_spec(roles: Roles) -> PartitionSpec:
-    """Of values that belong to one device each: the leading dim over every axis."""
+    """Returns the spec of arrays of which each device has its own: the leading dim is over every axis."""
     return spec(roles.all)
 
 
-def local_shape(shape: Sequence[int], of: PartitionSpec, roles: Roles) -> tuple[int, ...]:
-    """The shape of one device's shard; a dim that does not divide is rounded up."""
-    return tuple(-(-n // roles.size(names)) for n, names in zip(shape, pad(of, len(shape)), strict=True))
+def local_shape(shape: Sequence[int], array_spec: PartitionSpec, roles: Roles) -> tuple[int, ...]:
+    """Returns the shape of one device's shard.
+
+    A size that the devices do not divide is rounded up: 10 over 4 devices is 3.
+    """
+    return tuple(-(-n // roles.size(names)) for n, names in zip(shape, pad(array_spec, len(shape)), strict=True))
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
-    """Whether any axis of the mesh is Explicit."""
+    """Returns whether any axis of the mesh is Explicit."""
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)

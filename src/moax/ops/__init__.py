@@ -1,4 +1,4 @@
-"""The ops of a block, one file each; every one runs on any mesh by its own partition rule."""
+"""The ops of a block. Each op is one file and has its own partition rule, so that it runs on any mesh."""
 
 from moax.ops.activation import activate as activate
 from moax.ops.balance import update_router_bias as update_router_bias

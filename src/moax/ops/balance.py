@@ -1,9 +1,10 @@
-"""Balance: loss-free load balancing, by a bias on the router's selection.
+"""Balance: a bias on the router's selection balances the load without a loss.
 
     bias[e] += rate * sign(mean(tokens) - tokens[e])
 
-The bias is state, not a trained parameter: update it once a step, after the optimizer, with the counts of the whole
-global batch (`MoEStats.tokens_per_expert`), in training only. Source: Wang et al. 2024, used in DeepSeek-V3.
+The bias is state and no trained parameter. A training loop updates it once a step, after the optimizer, with the counts
+of the whole global batch (`MoEStats.tokens_per_expert`). With mean 4 and tokens (6, 2, 4, 4), the bias of expert 0
+falls by `rate`, that of expert 1 rises by `rate`, and the others stay. Source: Wang et al. 2024, used in DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ def update_router_bias(
     rate: float = 1e-3,
     rule: Literal["sign"] = "sign",
 ) -> Float[Array, "*layers E"]:
-    """bias + rate * sign(mean(tokens) - tokens): experts with too few tokens are chosen more often.
+    """bias + rate * sign(mean(tokens) - tokens). The router then chooses experts with too few tokens more often.
 
     Args:
-      bias: [..., E], added to the scores for selection only.
-      tokens_per_expert: [..., E] i32, over the whole mesh.
-      rate: step of the bias, in units of the score; DeepSeek-V3 uses 1e-3.
-      rule: `sign`.
+      bias: [..., E], floating point. The router adds it to the scores for selection alone.
+      tokens_per_expert: [..., E] i32, counted over the whole mesh.
+      rate: the step of the bias, in units of the score; DeepSeek-V3 uses 1e-3.
+      rule: `sign`, the one rule that there is.
+
+    Returns:
+      The new bias, [..., E] in the dtype of bias.
 
     Raises:
-      ValueError: an unknown rule, or shapes that differ.
+      ValueError: the rule is unknown, or the shapes differ.
     """
     if rule != "sign":
         raise ValueError(f"rule={rule!r} must be 'sign'")
@@ -37,7 +41,7 @@ def update_router_bias(
         raise ValueError(
             f"tokens_per_expert has shape {tokens_per_expert.shape}; it must be that of bias, {bias.shape}"
         )
-    # tokens compared with total / E in integers: exact, and no product that could overflow.
+    # Integers compare tokens with total / E exactly, without a product that could overflow.
     quotient, rest = jnp.divmod(tokens_per_expert.sum(-1, keepdims=True), bias.shape[-1])
     excess = jnp.sign(tokens_per_expert - quotient)
     excess = jnp.where(excess == 0, -jnp.sign(rest), excess)

@@ -1,10 +1,11 @@
-"""Dense: y = x w + bias, for layers outside the experts, quantized before the gather like those.
+"""Dense: y = x w + bias, for layers outside the experts. The weight is quantized before it is gathered, as theirs is.
 
     forward  y = x w + bias        x [..., K], w [K, *C]  -> [..., *C]
     dgrad    dx = dy w^T           wgrad  dw = x^T dy      dbias = sum dy
 
-A batch sharded over (fsdp, ep) wants weights sharded over that tuple too: to a dense layer ep is one more axis of
-fsdp. It is the grouped matmul of one group that holds all rows, vjp and partition rule included.
+A batch that is split over (fsdp, ep) goes with weights that are split over the same tuple, so a dense layer treats ep
+as one more axis of fsdp. The op is the grouped matmul of one group that holds all rows, with its vjp and its partition
+rule.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float
 
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
-from moax.mesh.partition import Engine, find_view
+from moax.mesh.partition import Engine, find_mesh_view
 from moax.mesh.place import flatten_tokens, unflatten_tokens
 from moax.mesh.specs import Spec, spec
 from moax.ops.products import GroupedSpec, grouped, widths_of
@@ -38,22 +39,24 @@ def dense(
     """y = x w + bias.
 
     Args:
-      x: [..., K]; its rows, flattened, over (dp, fsdp, ep); K over tp where w's is.
-      w: [K, *C]; dims over tp stay split, and those over fsdp or ep are gathered, as bytes where the recipe says so.
-      bias: [*C], replicated but for tp.
-      recipe: a name, a Recipe, or None.
-      w_spec: how w lies on an Auto mesh with engine="shard_map", and inside a `shard_map`; elsewhere it is seen.
-        Default: `moax.sharding.dense_spec` of w's shape; inside a `shard_map` not sharded.
-      axes, engine, kernels: see `moax.moe`. Inside a `shard_map`, sums over tp are the caller's, as for `jnp.dot`.
+      x: [..., K], floating point. Its flattened rows lie over (dp, fsdp, ep); K lies over tp where K of w does.
+      w: [K, *C]. Dims over tp stay split. Dims over fsdp or ep are gathered, as bytes where the recipe quantizes w.
+      bias: [*C], split over tp where *C of w is, and replicated over the other axes.
+      recipe: the name of a recipe, a Recipe, or None to quantize nothing.
+      w_spec: the spec of w, needed on an Auto mesh with engine="shard_map" and inside a `shard_map`; elsewhere the
+        type or the sharding of w says it. The default is `moax.sharding.dense_spec` of w's shape, and inside a
+        `shard_map` a replicated w.
+      axes, engine, kernels: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as for `jnp.dot`.
 
     Returns:
-      y: [..., *C] in x.dtype. Differentiable in x, w and bias; gradients in their dtypes.
+      y: [..., *C] in x.dtype. It is differentiable in x, w and bias; each gradient has the dtype of its array.
 
     Raises:
-      ValueError: shapes; rows that the mesh does not divide; a layout of w that cannot be used.
+      ValueError: the shapes do not fit, the mesh does not divide the rows, or w has a layout that cannot be gathered.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     recipe = get_recipe(recipe)
-    view = find_view(axes, engine, x, w)
+    view = find_mesh_view(axes, engine, x, w)
     if x.ndim < 2 or w.ndim < 2 or (not view.manual and x.shape[-1] != w.shape[0]):
         raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [..., K] and [K, *C]")
     if bias is not None and not view.manual and bias.shape != w.shape[1:]:

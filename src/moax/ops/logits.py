@@ -1,11 +1,12 @@
-"""Router: logits = x w in float32, on tensor cores where x is bfloat16.
+"""Router: logits = x w in float32. Tensor cores compute the product where x is bfloat16.
 
     forward  logits = x w                 x [T, H], w [H, E]
     dgrad    dx = dlogits w^T             wgrad  dw = x^T dlogits
 
-A float32 product of a bfloat16 operand is three products of bfloat16: w = w0 + w1 + w2, each part the next 8 bits of
-what the ones before leave, and a product of two bfloat16 is exact in float32. dx is rounded to bfloat16, so two parts
-of each operand do. Another dtype of x is multiplied in float32 as it is.
+Where x is bfloat16, a float32 weight is the sum of three bfloat16 parts, w = w0 + w1 + w2. w0 is w rounded to bfloat16,
+w1 is w - w0 rounded, and w2 is w - w0 - w1. The product of two bfloat16 numbers is exact in float32, so three products
+of bfloat16 make the float32 product. dx is rounded to bfloat16, so two parts of each operand suffice there. An x of
+another dtype is multiplied in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, Partitioned, View, differentiable, find_view
+from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
 
 
@@ -27,26 +28,30 @@ def router_logits(
     """logits = x w, in float32.
 
     Args:
-      x: [T, H], T over (dp, fsdp, ep). w: [H, E], replicated.
-      axes, engine: see `moax.moe`.
+      x: [T, H], floating point, T over (dp, fsdp, ep).
+      w: [H, E], floating point, replicated.
+      axes, engine: see `moax.Options`.
 
     Returns:
-      logits: [T, E] f32, rows like x. Differentiable in x and w; gradients in their dtypes.
+      logits: [T, E] f32, T over (dp, fsdp, ep). They are differentiable in x and w; each gradient has the dtype of its
+        array.
 
     Raises:
-      ValueError: shapes.
+      ValueError: the shapes do not fit each other, or the mesh does not divide T.
     """
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [T, H] and [H, E]")
-    view = find_view(axes, engine, x, w)
-    return _logits(view, view.roles, *_forward.lay(view, view.roles, x, w))
+    view = find_mesh_view(axes, engine, x, w)
+    return _logits(view, view.roles, *_forward.lay_operands(view, view.roles, x, w))
 
 
-def _logits_forward(view: View, roles: Roles, x, w):
+def _logits_forward(view: MeshView, roles: Roles, x, w):
+    """Runs the forward of the `custom_vjp` and returns the logits, and (x, w)."""
     return _forward(view, roles, x, w)[0], (x, w)
 
 
-def _logits_backward(view: View, roles: Roles, saved, d_logits):
+def _logits_backward(view: MeshView, roles: Roles, saved, d_logits):
+    """Runs the backward of the `custom_vjp` and returns dx and dw."""
     return _backward(view, roles, *saved, d_logits)
 
 
@@ -54,7 +59,10 @@ _logits = differentiable(_logits_forward, _logits_backward)
 
 
 def _parts(x: Array, count: int) -> list[Array]:
-    """bfloat16 arrays that sum to x, each the next 8 bits; by `reduce_precision`, which XLA does not elide."""
+    """Returns `count` bfloat16 arrays that sum to x, the largest first; each one is the rest rounded to bfloat16.
+
+    `reduce_precision` rounds, since XLA may remove a cast to bfloat16 and back.
+    """
     parts, rest = [], x.astype(jnp.float32)
     for _ in range(count):
         part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
@@ -64,21 +72,27 @@ def _parts(x: Array, count: int) -> list[Array]:
 
 
 def _sum(products, count: int):
-    """The sum of `count` arrays side by side, smallest first."""
+    """Returns the sum of `count` arrays that lie side by side in `products`.
+
+    The last one is the smallest and is added first.
+    """
     return functools.reduce(jnp.add, jnp.split(products, count, axis=1)[::-1])
 
 
 def _dot(a, b, contract, precision=None):
+    """Returns the product of a and b over the dims `contract`, summed in float32."""
     return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def logits_forward(roles: Roles, layout, x, w):
+    """Returns logits [T, E] f32 of one device."""
     if x.dtype != jnp.bfloat16:
         return (_dot(x.astype(jnp.float32), w.astype(jnp.float32), ((1,), (0,)), lax.Precision.HIGHEST),)
     return (_sum(_dot(x, jnp.concatenate(_parts(w, 3), axis=1), ((1,), (0,))), 3),)
 
 
 def logits_backward(roles: Roles, layout, x, w, d):
+    """Returns dx [T, H] and dw [H, E] of one device; dw is a partial sum over the axes of tokens. d: [T, E] f32."""
     if x.dtype != jnp.bfloat16:
         wide, highest = w.astype(jnp.float32), lax.Precision.HIGHEST
         dx = _dot(d, wide, ((1,), (1,)), highest)
@@ -89,12 +103,14 @@ def logits_backward(roles: Roles, layout, x, w, d):
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
-def _forward_contract(roles: Roles, operands, found):
+def _forward_contract(roles: Roles, operands, found_specs):
+    """Returns the contract of forward: tokens are split, and w is replicated."""
     rows = spec(roles.tokens, None)
     return Contract((rows, spec(None, None)), (rows,), ((),))
 
 
-def _backward_contract(roles: Roles, operands, found):
+def _backward_contract(roles: Roles, operands, found_specs):
+    """Returns the contract of backward: dw is summed over the axes of tokens."""
     rows, whole = spec(roles.tokens, None), spec(None, None)
     return Contract((rows, whole, rows), (rows, whole), ((), roles.tokens))
 

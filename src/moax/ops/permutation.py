@@ -1,15 +1,16 @@
-"""Permute: received rows [R, H] into rows sorted by expert [N, H], and weighted sums of those back.
+"""Permute: copies of received rows [R, H], sorted by expert, and weighted sums of the sorted rows [N, H].
 
     permute:    rows[n] = x[source[n]]                        for the rows n of each group
     unpermute:  y[r]    = sum_k weights[r, k] rows[position[r, k]]
 
-With x = (a, b, c), experts = ((1, 0), (1, none), (0, none)) and align 1: rows = (a, c, a, b), group_sizes = (2, 2),
-source = (0, 2, 0, 1), position = ((2, 0), (3, N), (1, N)). The order within a group is the order of arrival. Each
-group starts at a multiple of `align`. Each shard sorts its own rows; nothing is communicated.
+With x = (a, b, c), experts = ((1, 0), (1, none), (0, none)) and align 1, rows = (a, c, a, b), group_sizes = (2, 2),
+source = (0, 2, 0, 1) and position = ((2, 0), (3, N), (1, N)). Row 0 of x goes to expert 1 as sorted row 2 and to expert
+0 as sorted row 0. Within a group the rows keep their order of arrival. Each group starts at a multiple of `align`. Each
+shard sorts its own rows, so the ops do not communicate.
 
-Each is the transpose of the other: d x = unpermute of d rows with weights 1, d rows = permute of d y times the weight
-of each row, d weights[r, k] = <d y[r], rows[position[r, k]]>. Rows of padding are 0 in `permute`, and whatever they
-hold is not read by `unpermute`.
+Each op is the transpose of the other. dx is the unpermute of d_rows with weights 1. d_rows is the permute of dy, times
+the weight of each row, and d_weights[r, k] = <dy[r], rows[position[r, k]]>. `permute` writes 0 into padding, and
+`unpermute` reads no padding.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ from jaxtyping import Array, Float, Int
 from moax.groups import Groups, align_up, group_starts
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, Partitioned, View, differentiable, find_view
+from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
 from moax.types import Plan
 
 
 @dataclasses.dataclass(frozen=True)
 class PermuteSpec:
-    """All that is static of a permutation.
+    """The static arguments of a permutation.
 
-    num_groups: experts of a rank. align: rows to which a group's start is aligned. capacity: the most rows to keep,
-    None for all. kernels: the name of the implementation.
+    Attributes:
+      num_groups: the experts of a rank; each one is a group of rows.
+      align: each group starts at a multiple of so many rows.
+      capacity: the most rows that a rank keeps; None keeps all.
+      kernels: the name of the implementation.
+      roles: the mesh axes by role.
     """
 
     num_groups: int
@@ -45,14 +50,28 @@ class PermuteSpec:
 
 
 def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity: int | None) -> int:
-    """N: rows that hold `received` rows of `top_k` assignments, or `capacity` of them, in any distribution."""
+    """Returns N, as many sorted rows as any distribution of the assignments over the groups needs.
+
+    With 3 received rows of 2 assignments, 2 groups, align 4 and no capacity, there are at most 6 rows. Each of the 2
+    groups adds at most 3 rows of padding, so N = 12.
+
+    Args:
+      received: R, the received rows of a rank.
+      top_k: K, the assignments of a row.
+      num_groups: the experts of a rank.
+      align: each group starts at a multiple of so many rows.
+      capacity: the most rows that a rank keeps; None keeps all.
+    """
     rows = received * min(top_k, num_groups)
     rows = rows if capacity is None else min(rows, capacity)
     return align_up(rows + min(num_groups, rows) * (align - 1), align)
 
 
 def capacity_rows(tokens: int, top_k: int, capacity_factor: float | None) -> int | None:
-    """The most rows a rank keeps: that multiple of the balanced load, T K."""
+    """Returns the most sorted rows that a rank keeps: `capacity_factor` times the balanced load T K.
+
+    None keeps all rows.
+    """
     return None if capacity_factor is None else math.ceil(capacity_factor * tokens * top_k)
 
 
@@ -67,30 +86,34 @@ def permute(
     engine: Engine = "auto",
     kernels: str = "auto",
 ) -> tuple[Float[Array, "N H"], Plan]:
-    """rows[n] = x[source[n]]: the rows of x sorted by expert, once for each assignment.
+    """rows[n] = x[source[n]]: the rows of x, sorted by expert. A row appears once for each of its assignments.
 
     Args:
-      x: [R, H]; experts: [R, K] i32 in [0, num_groups], `num_groups` for none. R over (dp, fsdp, ep).
-      num_groups: experts that each shard sorts by.
-      align: group starts are multiples of it.
-      capacity: the most rows a shard keeps. What exceeds it is taken from the busiest experts, last arrivals first.
-      axes, engine, kernels: see `moax.moe`.
+      x: [R, H], floating point, R over (dp, fsdp, ep).
+      experts: [R, K] i32 in [0, num_groups], R over (dp, fsdp, ep). The value `num_groups` means no expert.
+      num_groups: the number of experts by which each shard sorts.
+      align: each group starts at a multiple of so many rows.
+      capacity: the most rows that a shard keeps; None keeps all. The busiest experts lose the rows beyond it, the last
+        arrivals first.
+      axes, engine, kernels: see `moax.Options`.
 
     Returns:
-      rows [N, H], 0 in padding, and the Plan; both by shard. N is static: see `sorted_rows`. Differentiable in x.
+      rows: [N, H] in x.dtype, 0 in padding. They are differentiable in x. N is static: see `sorted_rows`.
+      plan: the Plan, for `unpermute`. Rows and plan are split by shard, as x is.
 
     Raises:
-      ValueError: shapes; num_groups, align or capacity below 1.
+      ValueError: the shapes do not fit, or num_groups, align or capacity is below 1.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     if x.ndim != 2 or experts.ndim != 2 or experts.shape[0] != x.shape[0]:
         raise ValueError(f"x and experts have shapes {x.shape}, {experts.shape}; they must be [R, H] and [R, K]")
     for name, value in (("num_groups", num_groups), ("align", align), ("capacity", capacity)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    view = find_view(axes, engine, x)
+    view = find_mesh_view(axes, engine, x)
     chosen = _select(kernels, x)
     static = PermuteSpec(num_groups, align, capacity, chosen, view.roles)
-    return _permute(view, static, *_permute_op.lay(view, static, x, experts))
+    return _permute(view, static, *_permute_op.lay_operands(view, static, x, experts))
 
 
 def unpermute(
@@ -102,47 +125,57 @@ def unpermute(
     engine: Engine = "auto",
     kernels: str = "auto",
 ) -> Float[Array, "R H"]:
-    """y[r] = sum_k weights[r, k] rows[position[r, k]], summed in float32, in the dtype of rows.
+    """y[r] = sum_k weights[r, k] rows[position[r, k]], summed in float32.
 
     Args:
-      rows: [N, H], sorted by `plan`; weights: [R, K] f32; both by shard.
-      plan: what `permute` returned. Dropped assignments, and those of no expert here, add nothing.
-      axes, engine, kernels: see `moax.moe`.
+      rows: [N, H], floating point, sorted by `plan` and split by shard.
+      plan: the Plan that `permute` returned. An assignment without a row (dropped, or of no expert) adds nothing.
+      weights: [R, K] f32, split by shard.
+      axes, engine, kernels: see `moax.Options`.
 
-    Differentiable in rows and weights.
+    Returns:
+      y: [R, H] in the dtype of rows, split by shard. It is differentiable in rows and weights.
+
+    Raises:
+      ValueError: the shapes of rows or weights do not fit the plan.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     if weights.shape != plan.position.shape or rows.ndim != 2 or rows.shape[:1] != plan.source.shape:
         raise ValueError(
             f"rows and weights have shapes {rows.shape}, {weights.shape}; this plan needs "
             f"({plan.source.shape[0]}, H) and {plan.position.shape}"
         )
-    view = find_view(axes, engine, rows)
+    view = find_mesh_view(axes, engine, rows)
     static = PermuteSpec(plan.group_sizes.shape[0], 1, None, _select(kernels, rows), view.roles)
-    return _unpermute(view, static, *_unpermute_op.lay(view, static, rows, plan, weights))
+    return _unpermute(view, static, *_unpermute_op.lay_operands(view, static, rows, plan, weights))
 
 
 def _select(kernels: str, rows) -> str:
-    """The implementation that moves rows [M, H]."""
+    """Returns the name of the implementation that moves rows [M, H]."""
     return select_kernels(kernels, rows.dtype, **{"the rows' dim 1": rows.shape[1]})
 
 
-def _permute_forward(view: View, static: PermuteSpec, x, experts):
+def _permute_forward(view: MeshView, static: PermuteSpec, x, experts):
+    """Runs the forward of the `custom_vjp` and returns rows and plan, and the plan."""
     rows, plan = _permute_op(view, static, x, experts)
     return (rows, plan), plan
 
 
-def _permute_backward(view: View, static: PermuteSpec, plan, cotangents):
+def _permute_backward(view: MeshView, static: PermuteSpec, plan, cotangents):
+    """Runs the backward of the `custom_vjp` and returns dx."""
     return _permute_grad_op(view, static, plan, cotangents[0])[0], None
 
 
 _permute = differentiable(_permute_forward, _permute_backward)
 
 
-def _unpermute_forward(view: View, static: PermuteSpec, rows, plan, weights):
+def _unpermute_forward(view: MeshView, static: PermuteSpec, rows, plan, weights):
+    """Runs the forward of the `custom_vjp` and returns y, and the operands."""
     return _unpermute_op(view, static, rows, plan, weights)[0], (rows, plan, weights)
 
 
-def _unpermute_backward(view: View, static: PermuteSpec, saved, dy):
+def _unpermute_backward(view: MeshView, static: PermuteSpec, saved, dy):
+    """Runs the backward of the `custom_vjp` and returns the gradients of rows and weights."""
     d_rows, d_weights = _unpermute_grad_op(view, static, *saved, dy)
     return d_rows, None, d_weights
 
@@ -151,14 +184,14 @@ _unpermute = differentiable(_unpermute_forward, _unpermute_backward)
 
 
 def plan_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Plan:
-    """The Plan of one device's experts [R, K]."""
+    """Returns the Plan of one device, from the experts [R, K] of its received rows."""
     received, top_k = experts.shape
     groups, rows = static.num_groups, sorted_rows(received, top_k, static.num_groups, static.align, static.capacity)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     arrived = jnp.zeros(groups + 1, jnp.int32).at[flat].add(1)[:groups]
-    kept = arrived if static.capacity is None else _keep(arrived, static.capacity)
-    # Of each assignment, in sorted order: its rank within its expert, and from that its row.
+    kept = arrived if static.capacity is None else _limit_groups(arrived, static.capacity)
+    # `order` sorts the assignments by expert. `rank` counts the assignments of one expert, and gives the row of each.
     expert = flat[order]
     first = jnp.append(jnp.cumsum(arrived) - arrived, 0)
     rank = jnp.arange(flat.shape[0], dtype=jnp.int32) - first[expert]
@@ -169,14 +202,18 @@ def plan_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Plan:
     return Plan(source, position, kept, (arrived - kept).sum(dtype=jnp.int32)[None])
 
 
-def _keep(arrived, capacity: int):
-    """At most `capacity` rows in all: a common limit on every group, the last rows to the first groups above it."""
+def _limit_groups(arrived, capacity: int):
+    """Returns the rows that each group keeps, at most `capacity` in all, of the rows [E] that arrived.
+
+    All groups have one limit. The first groups above the limit share the rest, one row each: of (5, 1, 6) rows and a
+    capacity of 10, the limit is 4, one row is left, and (5, 1, 4) rows are kept.
+    """
     size = arrived.shape[0]
     ascending = jnp.sort(arrived)
-    below = jnp.cumsum(ascending) - ascending  # rows of the smaller groups
-    above = size - jnp.arange(size, dtype=jnp.int32)  # groups that share the rest
+    below = jnp.cumsum(ascending) - ascending  # the rows of all smaller groups
+    above = size - jnp.arange(size, dtype=jnp.int32)  # the groups that share the rest of the capacity
     level = (capacity - below) // above
-    cut = jnp.argmax(ascending > level)  # the smallest group that does not fit whole
+    cut = jnp.argmax(ascending > level)  # the index of the smallest group that does not fit whole
     fits = arrived.sum() <= capacity
     limit = jnp.where(fits, ascending[-1], level[cut])
     rest = jnp.where(fits, 0, (capacity - below[cut]) % above[cut])
@@ -188,13 +225,16 @@ def _keep(arrived, capacity: int):
 def permute_forward(
     static: PermuteSpec, x: Float[Array, "R H"], plan: Plan, groups: Groups | None = None
 ) -> Float[Array, "N H"]:
-    """rows [N, H] of one device, by its plan. Where `groups` is given, rows past the last group may hold anything."""
+    """Returns rows [N, H] of one device: row n is x[source[n]].
+
+    With `groups`, rows past the last group may hold anything.
+    """
     with jax.named_scope("permute"):
         return implementation(static.kernels).gather_rows(x, plan.source, groups)
 
 
 def permute_backward(static: PermuteSpec, plan: Plan, d_rows: Float[Array, "N H"]) -> Float[Array, "R H"]:
-    """dx [R, H] of one device: the sum of the gradients of each row's copies."""
+    """Returns dx [R, H] of one device: each row sums the gradients of its copies."""
     with jax.named_scope("unpermute"):
         return implementation(static.kernels).gather_sum(d_rows, plan.position)
 
@@ -202,7 +242,7 @@ def permute_backward(static: PermuteSpec, plan: Plan, d_rows: Float[Array, "N H"
 def unpermute_forward(
     static: PermuteSpec, rows: Float[Array, "N H"], plan: Plan, weights: Float[Array, "R K"] | None
 ) -> Float[Array, "R H"]:
-    """y [R, H] of one device; weights None are 1."""
+    """Returns y [R, H] of one device: weighted sums of sorted rows. Weights None are 1."""
     with jax.named_scope("unpermute"):
         return implementation(static.kernels).gather_sum(rows, plan.position, weights)
 
@@ -214,7 +254,10 @@ def unpermute_backward(
     weights: Float[Array, "R K"],
     dy: Float[Array, "R H"],
 ) -> tuple[Float[Array, "N H"], Float[Array, "R K"]]:
-    """d_rows [N, H] and d_weights [R, K] of one device: dy times the weight of each row, and <dy, row>."""
+    """Returns d_rows [N, H] and d_weights [R, K] of one device.
+
+    d_rows[n] is the dy of row n's received row times the row's weight, and a weight's gradient is <dy, row>.
+    """
     d_rows = permute_forward(static, dy, plan)
     inner = jnp.sum(d_rows.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
     d_rows = d_rows.astype(jnp.float32) * weights_of_rows(plan, weights)[:, None]
@@ -222,23 +265,29 @@ def unpermute_backward(
 
 
 def weights_of_rows(plan: Plan, weights: Float[Array, "R K"]) -> Float[Array, " N"]:
-    """The weight [N] of each sorted row, 0 in padding."""
+    """Returns the weight [N] of each sorted row, from weights [R, K]; 0 in padding."""
     flat = jnp.zeros(plan.source.shape, weights.dtype)
     return flat.at[plan.position.reshape(-1)].set(weights.reshape(-1), mode="drop")
 
 
-def weights_from_rows(plan: Plan, of_rows: Float[Array, " N"]) -> Float[Array, "R K"]:
-    """A number of each sorted row [N] as one of each assignment [R, K]; 0 where that has no row."""
-    return jnp.take(of_rows, plan.position, mode="fill", fill_value=0)
+def weights_from_rows(plan: Plan, row_values):
+    """Returns the value [R, K] of each assignment, from the values [N] of sorted rows.
+
+    An assignment without a row has 0.
+    """
+    return jnp.take(row_values, plan.position, mode="fill", fill_value=0)
 
 
 def _permute_local(static: PermuteSpec, layout, x, experts):
+    """Runs `permute` on one device and returns the rows and the plan."""
     plan = plan_rows(static, experts)
     return permute_forward(static, x, plan), plan
 
 
 def _contract(results: int):
-    def contract(static: PermuteSpec, operands, found):
+    """Returns the contract of an op with so many results: tokens split all operands and results."""
+
+    def contract(static: PermuteSpec, operands, found_specs):
         leading = spec(static.roles.tokens)
         return Contract(jax.tree.map(lambda _: leading, operands), (leading,) * results, ((),) * results)
 

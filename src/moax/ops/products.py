@@ -1,14 +1,15 @@
-"""Grouped matmul: each group of rows times its own matrix.
+"""Grouped matmul: each group of rows is multiplied by its own matrix. g(m) is the group of row m.
 
     forward  y[m]  = x[m] w[g(m)] + bias[g(m)]       x [M, K], w [E, K, *C]  -> [M, *C]
     dgrad    dx[m] = dy[m] w[g(m)]^T                 contracts *C            -> [M, K]
     wgrad    dw[g] = sum over m of g: x[m]^T dy[m]   contracts rows          -> [E, K, *C]
     dbias[g]       = sum over m of g: dy[m]
 
-Rows lie as in `moax.groups`: group g starts at a multiple of `align`. Padding may hold anything, NaN included, and is 0
-in y and dx. With group sizes (3, 0, 2), align 4 and 8 rows, rows 0 to 2 are times w[0], rows 4 and 5 times w[2], and
-rows 3, 6 and 7 are padding. An empty group has a zero gradient. With a recipe each operand is quantized along the
-contracted dim just before its product: the weight on its shard, then gathered as bytes. Sums are float32.
+Rows lie as in `moax.groups`: each group starts at a multiple of `align`. Padding of x and dy may hold anything, NaN
+included; padding of y and dx is 0. With group sizes (3, 0, 2), align 4 and 8 rows, rows 0 to 2 are multiplied by w[0]
+and rows 4 and 5 by w[2]; rows 3, 6 and 7 are padding. An empty group has the gradient 0. With a recipe each operand is
+quantized along the contracted dim just before its product. A weight is quantized on its shard and gathered as bytes.
+Sums are float32.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Names, Roles
 from moax.mesh.collectives import keep_on_first, scatter_gradient
-from moax.mesh.partition import Contract, Engine, Partitioned, View, differentiable, find_view
+from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.place import keep_rows
 from moax.mesh.specs import Layout, Spec, pad, spec, weight_layout
 from moax.recipe import Recipe, get_recipe
@@ -32,10 +33,15 @@ from moax.recipe import Recipe, get_recipe
 
 @dataclasses.dataclass(frozen=True)
 class GroupedSpec:
-    """All that is static of a grouped matmul.
+    """The static arguments of a grouped matmul.
 
-    align: rows to which group starts are aligned. dtype: of the products. declared: how w lies where its type does not
-    say. kernels: the name of the implementation.
+    Attributes:
+      recipe: the formats of the operands.
+      align: each group starts at a multiple of so many rows.
+      dtype: the dtype of the products.
+      declared: the spec of w, used where neither its type nor its sharding says one.
+      roles: the mesh axes by role.
+      kernels: the name of the implementation.
     """
 
     recipe: Recipe
@@ -62,21 +68,28 @@ def grouped_matmul(
     """y[m] = x[m] w[g(m)] + bias[g(m)].
 
     Args:
-      x: [M, K], rows sorted by group, M over (dp, fsdp, ep): on a mesh each shard has rows of its own experts.
-      w: [E, K, *C], E over ep; K or one of *C may be over tp; any dim may be over fsdp besides, and is gathered.
-      group_sizes: [E] i32 of each shard: on a mesh shards * E / ranks of ep entries, sharded like the rows.
+      x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep). On a mesh each shard has rows of its own
+        experts alone.
+      w: [E, K, *C], E over ep. K or one of *C may lie over tp. Any dim may also lie over fsdp, and is then gathered.
+      group_sizes: [E] i32, the rows of each group of one shard. On a mesh the sizes of all shards follow one another:
+        [shards * E / ranks], sharded like the rows. With E = 4, ep = 2 and dp = 2 there are 4 shards of 2 experts, so
+        group_sizes has 8 entries.
       bias: [E, *C], E over ep.
-      recipe: a name, a Recipe, or None.
-      align: rows to which group starts are aligned; default: what the recipe needs, 1 without.
-      w_spec: how w lies on an Auto mesh with engine="shard_map", and inside a `shard_map`; elsewhere it is seen.
-        Default: E over (ep), nothing else.
-      axes, engine, kernels: see `moax.moe`. Inside a `shard_map`, sums over tp are the caller's, as for `jnp.dot`.
+      recipe: the name of a recipe, a Recipe, or None to quantize nothing.
+      align: each group starts at a multiple of so many rows. The default is the recipe's `row_alignment`, which is 1
+        without a recipe.
+      w_spec: the spec of w, needed on an Auto mesh with engine="shard_map" and inside a `shard_map`; elsewhere the
+        type or the sharding of w says it. The default splits E over ep and no other dim.
+      axes, engine, kernels: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as for `jnp.dot`.
 
     Returns:
-      y: [M, *C] in x.dtype, rows like x, *C like w. Differentiable in x, w and bias; gradients in their dtypes.
+      y: [M, *C] in x.dtype, with the rows of x and the columns of w. It is differentiable in x, w and bias; each
+        gradient has the dtype of its array.
 
     Raises:
-      ValueError: shapes; an align that the recipe's blocks of rows do not divide; a layout of w that cannot be used.
+      ValueError: the shapes do not fit, align is no multiple of the recipe's blocks of rows, or w has a layout that
+        cannot be gathered.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     recipe = get_recipe(recipe)
     align = recipe.row_alignment if align is None else align
@@ -87,11 +100,14 @@ def grouped_matmul(
             f"x, w, group_sizes have shapes {x.shape}, {w.shape}, {group_sizes.shape}; they must be "
             "[M, K], [E, K, *C], [E]"
         )
-    view = find_view(axes, engine, x, w)
+    view = find_mesh_view(axes, engine, x, w)
     if view.engine != "local" or not view.manual:
         ranks = view.roles.size(view.roles.tokens) // view.roles.size(view.roles.ep)
         if x.shape[1] != w.shape[1] or group_sizes.shape[0] != w.shape[0] * ranks:
-            raise ValueError(f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} do not fit each other")
+            raise ValueError(
+                f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} do not fit each other; with this w, x "
+                f"must be [M, {w.shape[1]}] and group_sizes [{w.shape[0] * ranks}]"
+            )
     if bias is not None and not view.manual and bias.shape != (w.shape[0], *w.shape[2:]):
         raise ValueError(f"bias has shape {bias.shape}; it must be {(w.shape[0], *w.shape[2:])}")
     declared = spec(view.roles.ep, *[None] * (w.ndim - 1)) if w_spec is None else w_spec
@@ -101,35 +117,41 @@ def grouped_matmul(
     return grouped(view, static, x, w, group_sizes, bias)
 
 
-def widths_of(view: View, shape: Sequence[int], declared: Spec) -> dict[str, int]:
-    """Columns and contracted elements of a weight [E, K, *C] on one device, by name."""
+def widths_of(view: MeshView, shape: Sequence[int], declared: Spec) -> dict[str, int]:
+    """Returns the sizes of K and of the columns of a weight [E, K, *C] on one device.
+
+    Their keys are the names that errors give them.
+    """
     kept = ((),) * len(shape) if view.manual else kept_axes(declared, len(shape), view.roles)
     _, rows, *columns = (n // view.roles.size(names) for n, names in zip(shape, kept, strict=True))
     return {"w's dim 1": rows, "w's columns": math.prod(columns)}
 
 
 def grouped(
-    view: View,
+    view: MeshView,
     static: GroupedSpec,
     x: Float[Array, "M K"],
     w: Float[Array, "E K *C"],
     group_sizes: Int[Array, " groups"] | None,
     bias: Float[Array, "E *C"] | None,
 ) -> Float[Array, " M *C"]:
-    """`grouped_matmul` on a view of the mesh; `group_sizes` None: one group, all rows."""
-    return _grouped(view, static, *_forward.lay(view, static, x, w, group_sizes, bias))
+    """Runs `grouped_matmul` on a view of the mesh. With `group_sizes` None one group holds all rows."""
+    return _grouped(view, static, *_forward.lay_operands(view, static, x, w, group_sizes, bias))
 
 
-def _grouped_forward(view: View, static: GroupedSpec, x, w, group_sizes, bias):
+def _grouped_forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
+    """Runs the forward of the `custom_vjp` and returns y, and the operands."""
     (y,) = _forward(view, static, x, w, group_sizes, bias)
-    # Columns take the sharding of w's, for tp; fsdp there must not win over the rows' own.
+    # The columns of y take the sharding of w's columns, for tp. An fsdp axis there must not displace fsdp from the
+    # rows.
     y = keep_rows(y, view.roles) if view.engine == "custom_partitioning" else y
     return y, (x, w, group_sizes, bias)
 
 
-def _grouped_backward(view: View, static: GroupedSpec, saved, dy):
+def _grouped_backward(view: MeshView, static: GroupedSpec, saved, dy):
+    """Runs the backward of the `custom_vjp` and returns dx, dw and dbias."""
     x, w, group_sizes, bias = saved
-    w, dy = lax.optimization_barrier((w, dy))  # w is gathered again: XLA must not keep what forward gathered
+    w, dy = lax.optimization_barrier((w, dy))  # w is gathered again, so XLA must not keep the w of forward
     dx, dw, dbias = _backward(view, static, x, w, group_sizes, dy)
     return dx, dw, None, None if bias is None else dbias.astype(bias.dtype)
 
@@ -138,7 +160,7 @@ _grouped = differentiable(_grouped_forward, _grouped_backward)
 
 
 def matmul_forward(static: GroupedSpec, layout, x, w, group_sizes, bias):
-    """y [M, *C] of one device, a partial sum where K is over tp."""
+    """Returns y [M, *C] of one device. It is a partial sum where K lies over tp."""
     (layout, kept), kernels = layout, implementation(static.kernels)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     gathered = kernels.quantize_and_gather(
@@ -153,7 +175,7 @@ def matmul_forward(static: GroupedSpec, layout, x, w, group_sizes, bias):
 
 
 def matmul_backward(static: GroupedSpec, layout, x, w, group_sizes, dy):
-    """dx [M, K], dw of this device's shard and dbias, all of one device."""
+    """Returns dx [M, K], dw [E, K, *C] of the shard, and dbias [E, *C], all of one device."""
     (layout, kept), kernels, recipe, dtype = layout, implementation(static.kernels), static.recipe, static.dtype
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups, dy = packed.groups, packed.pack(dy)
@@ -168,47 +190,57 @@ def matmul_backward(static: GroupedSpec, layout, x, w, group_sizes, dy):
 
 
 def _whole(static: GroupedSpec, w, layout: Layout) -> list[int]:
-    """The shape of the gathered weight."""
+    """Returns the shape of the gathered weight."""
     return [n * static.roles.size(names) for n, names in zip(w.shape, layout.gather, strict=True)]
 
 
 def _axes_of_matrix(layout: Layout, kept) -> Names:
-    """The axes that split a matrix of the weight."""
+    """Returns the axes that split the matrix of one expert, by its K or its columns."""
     return tuple(n for names in layout.gather[1:] + kept[1:] for n in names)
 
 
-def kept_axes(of: Spec, ndim: int, roles: Roles) -> tuple[Names, ...]:
-    """What a product leaves split of a weight [E, K, *C]: E over ep, and K or *C over tp where the spec has it."""
-    entries = pad(of, ndim)
+def kept_axes(w_spec: Spec, ndim: int, roles: Roles) -> tuple[Names, ...]:
+    """Returns the axes that stay split in a product, for each dim of a weight [E, K, *C].
+
+    E stays split over ep, and K or a dim of *C over tp where the spec names tp there.
+    """
+    entries = pad(w_spec, ndim)
     return (roles.ep, *(roles.tp if roles.tp and roles.tp[0] in entry else () for entry in entries[1:]))
 
 
-def _layout(static: GroupedSpec, found, ndim):
-    of = static.declared if found is None else found
-    kept = kept_axes(of, ndim, static.roles)
-    return weight_layout("w", of, kept, static.roles), kept
+def _layout(static: GroupedSpec, found_spec, ndim):
+    """Returns the Layout of w, and the axes that each dim keeps in a product.
+
+    The spec is the one that was found, or else the declared one.
+    """
+    w_spec = static.declared if found_spec is None else found_spec
+    kept = kept_axes(w_spec, ndim, static.roles)
+    return weight_layout("w", w_spec, kept, static.roles), kept
 
 
 def _sizes_spec(static, group_sizes):
+    """Returns the spec of the group sizes, None where there are none."""
     return None if group_sizes is None else spec(static.roles.tokens)
 
 
 def replicated(roles: Roles, layout: Layout) -> Names:
-    """The axes over which a weight's gradient is still a partial sum after `scatter_gradient`."""
+    """Returns the axes over which a weight's gradient is still a partial sum after `scatter_gradient`."""
     gathered = {n for names in layout.gather for n in names}
     return tuple(n for n in roles.dp + roles.fsdp if n not in gathered)
 
 
-def _forward_contract(static: GroupedSpec, operands, found):
-    layout, kept = _layout(static, found[1], operands[1].ndim)
+def _forward_contract(static: GroupedSpec, operands, found_specs):
+    """Returns the contract of forward: rows are split as tokens are, and y is summed over the axes that split K."""
+    layout, kept = _layout(static, found_specs[1], operands[1].ndim)
     roles = static.roles
     bias = None if operands[3] is None else spec(roles.ep, *kept[2:])
-    at = (spec(roles.tokens, kept[1]), layout.spec, _sizes_spec(static, operands[2]), bias)
-    return Contract(at, (spec(roles.tokens, *kept[2:]),), (kept[1],), (layout, kept))
+    operand_specs = (spec(roles.tokens, kept[1]), layout.spec, _sizes_spec(static, operands[2]), bias)
+    return Contract(operand_specs, (spec(roles.tokens, *kept[2:]),), (kept[1],), (layout, kept))
 
 
-def _backward_contract(static: GroupedSpec, operands, found):
-    layout, kept = _layout(static, found[1], operands[1].ndim)
+def _backward_contract(static: GroupedSpec, operands, found_specs):
+    """Returns the contract of backward: each gradient has the layout of its array."""
+    layout, kept = _layout(static, found_specs[1], operands[1].ndim)
     roles = static.roles
     rows, columns = spec(roles.tokens, kept[1]), tuple(n for names in kept[2:] for n in names)
     return Contract(
@@ -220,14 +252,17 @@ def _backward_contract(static: GroupedSpec, operands, found):
 
 
 def _factors(operands, names: tuple[str, ...], results: tuple[str, ...]):
-    """`names` of the operands that are given, and of the results; `*` are columns, `+` columns by other names."""
+    """Returns the Shardy rule: `names` of the operands that are not None, and `results`.
+
+    A `*` stands for the columns, as "c0 c1", and a `+` for columns of other names, as "d0 d1".
+    """
     columns = range(operands[1].ndim - 2)
     own, other = (" ".join(f"{letter}{i}" for i in columns) for letter in "cd")
     given = (n for n, operand in zip(names, operands, strict=True) if operand is not None)
     return tuple(tuple(n.replace("*", own).replace("+", other) for n in side) for side in (given, results))
 
 
-# A weight's dims have names of their own: fsdp on K, or backward on *C, must not propagate to activations.
+# The dims of a weight have names of their own, so that fsdp on K, or on *C in backward, does not move activations.
 _forward = Partitioned(
     matmul_forward,
     _forward_contract,

@@ -1,11 +1,12 @@
-"""Quantize and dequantize: x ~ data * scale, one scale a block.
+"""Quantize and dequantize: x ~ data * scale, with one scale for each block.
 
     scale[b] = max |x| over block b / format.max        (rounded up to a power of two where the format says so)
     data     = round_to_format(x * (1 / scale))
 
-A NaN or Inf becomes NaN in its own element and leaves the block's scale alone, so that it stays visible and stays put;
-an all-zero block has scale 1. A last block that is not full is an edge block. Exact for powers of two times values of
-the format. No gradient: products quantize inside their own `custom_vjp`.
+Blocks of 128 along a dim of 300 elements are elements 0 to 127, 128 to 255, and the edge block 256 to 299. A NaN or Inf
+becomes NaN in its own element and does not enter the scale of its block. A block of zeros has scale 1. The result is
+exact where the scale is a power of two and x / scale is a value of the format. Quantization has no gradient: products
+quantize inside their own `custom_vjp`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float
 from moax.kernels import implementation, select_kernels
 from moax.kernels.scales import dequantize as dequantize_local
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, Partitioned, find_view
+from moax.mesh.partition import Contract, Engine, Partitioned, find_mesh_view
 from moax.mesh.specs import Spec, pad, spec
 from moax.recipe import Format
 from moax.types import QArray
@@ -27,10 +28,14 @@ from moax.types import QArray
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSpec:
-    """All that is static of `quantize`.
+    """The static arguments of `quantize`.
 
-    block: block length of each dim, None for the whole dim. declared: how x lies where no type says it. kernels: the
-    name of the implementation.
+    Attributes:
+      format: the format of values and scales.
+      block: the block length of each dim; None makes the whole dim one block.
+      roles: the mesh axes by role.
+      declared: the spec of x, used where neither its type nor its sharding says one.
+      kernels: the name of the implementation.
     """
 
     format: Format
@@ -50,29 +55,34 @@ def quantize(
     engine: Engine = "auto",
     kernels: str = "auto",
 ) -> QArray:
-    """data = round(x * (1 / scale)), scale = amax(block) / format.max; each shard by itself, wherever it lies.
+    """data = round(x * (1 / scale)) with scale = amax(block) / format.max. Each shard is quantized by itself.
 
     Args:
-      x: any shape, floating point, any sharding over `axes`; data and scale have the same.
-      format: of the values and scales.
-      block: block length of each dim, None for one block over the dim (its amax is taken over the mesh). Default:
-        `format.block` along the last dim, 1 along the others.
-      x_spec: how x lies on an Auto mesh, or inside a `shard_map`. Needed only where its shards are no multiple of the
-        block, which then end in edge blocks of their own (`pieces`); unsaid, x is brought together there first.
-      axes, engine, kernels: see `moax.moe`.
+      x: any shape, floating point, any sharding over `axes`.
+      format: the format of values and scales.
+      block: the block length of each dim, in elements. None makes the whole dim one block, whose amax is taken over the
+        mesh. The default is `format.block` along the last dim and 1 along the others.
+      x_spec: the spec of x on an Auto mesh, or inside a `shard_map`. It matters only where the size of a shard is no
+        multiple of the block: each shard then ends in an edge block of its own (see `QArray.pieces`). Without it, such
+        a dim is gathered before it is quantized.
+      axes, engine, kernels: see `moax.Options`.
+
+    Returns:
+      The QArray. Its data have the shape of x, and data and scale have the sharding of x.
 
     Raises:
-      ValueError: `block` has not one positive entry a dim.
+      ValueError: `block` does not have one positive entry, or None, for each dim of x.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     block = format.row_block(x.ndim, "columns") if block is None else tuple(block)
     if len(block) != x.ndim or any(b is not None and b < 1 for b in block):
         raise ValueError(f"block={block} must have one positive int (or None) for each of the {x.ndim} dims of x")
-    view = find_view(axes, engine, x)
+    view = find_mesh_view(axes, engine, x)
     declared = jax.typeof(x).sharding.spec if view.explicit else spec() if x_spec is None else x_spec
     chosen = select_kernels(kernels, None)
     static = QuantizeSpec(format, block, view.roles, declared, chosen)
     data, scale = _quantize(view, static, x)
-    scale = view.same(scale, ())
+    scale = view.typed_as_equal(scale, ())
     shards = [()] * x.ndim if view.engine == "local" else _entries(view.roles, declared, x.ndim)
     pieces = tuple(
         1 if b is None or n // view.roles.size(names) % b == 0 else view.roles.size(names)
@@ -84,27 +94,41 @@ def quantize(
 def dequantize(
     q: QArray, dtype: jax.typing.DTypeLike = jnp.float32, *, axes: Axes = Axes(), engine: Engine = "auto"
 ) -> Float[Array, "..."]:
-    """data * scale, rounded once to `dtype`; sharded like `q.data`.
+    """x = data * scale, rounded once to `dtype`.
+
+    Args:
+      q: values and scales, as `quantize` returns them.
+      dtype: the dtype of the result.
+      axes, engine: see `moax.Options`.
+
+    Returns:
+      [...] in `dtype`, with the shape and the sharding of `q.data`.
 
     Raises:
-      ValueError: mesh axes cut the blocks of `q` (shards other than those that were quantized).
+      ValueError: mesh axes cut the blocks of `q`, because its shards are not the shards that were quantized.
     """
-    view = find_view(axes, engine, q)
+    view = find_mesh_view(axes, engine, q)
     static = DequantizeSpec(q.dtype, q.block, q.pieces, jnp.dtype(dtype), view.roles, q.shape)
     return _dequantize(view, static, q.data, q.scale)[0]
 
 
-def _entries(roles: Roles, of: Spec, ndim: int):
+def _entries(roles: Roles, x_spec: Spec, ndim: int):
+    """Returns the axes of more than one device that split each dim of an array with this spec."""
     sizes = dict(roles.sizes)
-    return [tuple(n for n in entry if n in sizes) for entry in pad(of, ndim)]
+    return [tuple(n for n in entry if n in sizes) for entry in pad(x_spec, ndim)]
 
 
 def _scale_spec(entries, block):
+    """Returns the spec of the scales: that of the data, but a dim of one block is not split."""
     return spec(*(() if b is None else names for names, b in zip(entries, block, strict=True)))
 
 
 def _dim_names(shape, block, shards):
-    """Shardy factors of data and scale: a dim of whole blocks is (blocks, within a block); and sizes of the latter."""
+    """Returns the Shardy factors of data and scale, and the sizes of the factors inside a block.
+
+    A dim 256 in blocks of 128 is "(b0 i0)" in data and "b0" in scale, with i0 = 128: an axis that splits the blocks
+    splits both. A dim whose shards are no multiple of the block has unrelated factors in data and scale.
+    """
     whole = [b is not None and n % (b * s) == 0 for n, b, s in zip(shape, block, shards, strict=True)]
     data = [f"(b{i} i{i})" if w and b != 1 else f"b{i}" for i, (w, b) in enumerate(zip(whole, block, strict=True))]
     scale = [f"b{i}" if w else f"s{i}" for i, w in enumerate(whole)]
@@ -113,22 +137,31 @@ def _dim_names(shape, block, shards):
 
 
 def _local(static: QuantizeSpec, amax_over, x):
+    """Runs `quantize` on one device and returns data and scale."""
     q = implementation(static.kernels).quantize(x, static.format, static.block, amax_over)
     return q.data, q.scale
 
 
-def _contract(static: QuantizeSpec, operands, found):
-    (x,), (of,) = operands, found
+def _contract(static: QuantizeSpec, operands, found_specs):
+    """Returns the contract of `quantize`: data and scale have the layout of x.
+
+    Raises ValueError where shards cut blocks.
+    """
+    (x,), (found_spec,) = operands, found_specs
     declared = _entries(static.roles, static.declared, x.ndim)
-    entries = declared if of is None else _entries(static.roles, of, x.ndim)
+    entries = declared if found_spec is None else _entries(static.roles, found_spec, x.ndim)
     for dim, (n, names, b) in enumerate(zip(x.shape, entries, static.block, strict=True)):
         if b is not None and names and n // static.roles.size(names) % b and entries != declared:
-            raise ValueError(f"x: dim {dim} of size {n} over {names} cuts blocks of {b} where x_spec does not")
+            raise ValueError(
+                f"x: dim {dim} of size {n} is sharded over mesh axes {names}, which cut its blocks of {b}; "
+                "x_spec must name these axes"
+            )
     amax_over = tuple(n for names, b in zip(entries, static.block, strict=True) if b is None for n in names)
     return Contract((spec(*entries),), (spec(*entries), _scale_spec(entries, static.block)), ((), ()), amax_over)
 
 
 def _factors(static: QuantizeSpec, operands):
+    """Returns the Shardy rule of `quantize`."""
     entries = _entries(static.roles, static.declared, operands[0].ndim)
     data, scale, sizes = _dim_names(operands[0].shape, static.block, map(static.roles.size, entries))
     return (data,), (data, scale), sizes
@@ -139,7 +172,7 @@ _quantize = Partitioned(_local, _contract, _factors, name="quantize")
 
 @dataclasses.dataclass(frozen=True)
 class DequantizeSpec:
-    """The static half of a QArray of this shape, and the dtype to make of it."""
+    """The static fields of a QArray, its shape, the mesh axes by role, and the dtype `out` of the result."""
 
     dtype: str
     block: tuple[int | None, ...]
@@ -150,21 +183,27 @@ class DequantizeSpec:
 
 
 def _dequantize_local(static: DequantizeSpec, shards, data, scale):
+    """Runs `dequantize` on one device; `shards` counts the shards of each dim."""
     pieces = tuple(max(1, p // s) for p, s in zip(static.pieces, shards, strict=True))
     return (dequantize_local(QArray(data, scale, static.dtype, static.block, pieces), static.out),)
 
 
-def _dequantize_contract(static: DequantizeSpec, operands, found):
-    entries = _entries(static.roles, found[0] or spec(), len(static.shape))
+def _dequantize_contract(static: DequantizeSpec, operands, found_specs):
+    """Returns the contract of `dequantize`: the result has the layout of the data."""
+    entries = _entries(static.roles, found_specs[0] or spec(), len(static.shape))
     shards = tuple(map(static.roles.size, entries))
     for dim, (n, b, pieces, count) in enumerate(zip(static.shape, static.block, static.pieces, shards, strict=True)):
         if b is not None and (pieces % count if pieces > 1 else n // count % b and count > 1):
-            raise ValueError(f"q: dim {dim} of size {n} over {entries[dim]} cuts the blocks of {pieces} shards")
-    at = spec(*entries)
-    return Contract((at, _scale_spec(entries, static.block)), (at,), ((),), shards)
+            raise ValueError(
+                f"q: dim {dim} of size {n} is sharded over mesh axes {entries[dim]}, which cut its blocks of {b}; "
+                f"it was quantized in {pieces} shards"
+            )
+    data = spec(*entries)
+    return Contract((data, _scale_spec(entries, static.block)), (data,), ((),), shards)
 
 
 def _dequantize_factors(static: DequantizeSpec, operands):
+    """Returns the Shardy rule of `dequantize`."""
     data, scale, sizes = _dim_names(static.shape, static.block, static.pieces)
     return (data, scale), (data,), sizes
 

@@ -1,8 +1,8 @@
 """The implementation for Blackwell GPUs: forward and dgrad by the Pallas kernel that JAX ships, the rest by XLA.
 
-No Blackwell GPU has run it: moax's tests lower and compile the kernel for one. JAX's kernel may have a race, which
-`products.py` describes. The table in `moax.kernels` therefore names this implementation after `xla`, where `auto` never
-comes, and `kernels="blackwell"` alone takes it.
+No Blackwell GPU has run this implementation: the tests of moax lower and compile the kernel for one. JAX's kernel may
+have a race, which `products.py` describes. The table in `moax.kernels` therefore lists this implementation after `xla`,
+where `auto` never arrives, and only `kernels="blackwell"` takes it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from moax.kernels.xla import wgrad as wgrad
 
 
 def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
-    """Why the kernel cannot run: another GPU, no absl, a dtype of other than 16 bits, or a width that is no multiple of
-    128."""
+    """Returns why the kernel cannot run here with this dtype and these widths; None where it can.
+
+    It needs a GPU of compute capability 10.0, absl, a dtype of 16 bits, and widths that are multiples of 128.
+    """
     if not backend.on_blackwell():
         return f"the kernel is for NVIDIA GPUs of compute capability 10.0, this is {backend.device_kind()!r}"
     if importlib.util.find_spec("absl") is None:

@@ -4,7 +4,7 @@
 
 The kernel multiplies tiles of 256 rows. A tile at the border of two groups runs once for each of them, and each run
 stores the rows of its own group: with sizes (200, 300) the first tile runs twice and stores rows 0 to 199, then rows
-200 to 255. A row of the result depends on the same row of x alone, so padding reaches nothing.
+200 to 255. A row of the result depends on the same row of x alone, so padding does not change the rows of a group.
 
 The possible race: two multiprocessors share a tile, and the first one issues the products of both. Before it overwrites
 their sums it waits until it has stored its own half (`store_done_barrier`), and does not wait for the second one. JAX's
@@ -27,23 +27,32 @@ from moax.kernels.xla import products
 from moax.mesh.collectives import typed
 from moax.types import QArray
 
-ROWS = 256  # of a tile: two multiprocessors with 128 each
-WIDTH = 128  # elements: the least columns of a tile, and a multiple of what one step contracts
-STEP = 64  # contracted elements of a step: 128 bytes, the widest swizzle
-STAGES = 6  # steps in shared memory: 32 KB each of a multiprocessor's 227
+ROWS = 256  # the rows of a tile, 128 for each of two multiprocessors
+WIDTH = 128  # the fewest columns of a tile; a step contracts a divisor of this number
+STEP = 64  # the contracted elements of a step: 128 bytes, the widest swizzle
+STAGES = 6  # the steps in shared memory, 32 KB each; a multiprocessor has 227 KB
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def matmul(
     x: Array | QArray, w: Array | QArray, groups: Groups, dtype: Any, bias: Any = None, *, transpose: bool = False
 ) -> Float[Array, "M N"]:
-    """x [M, K] times the weight of each row's group, [E, K, N]; with `transpose` x [M, N] times [E, K, N]^T.
+    """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` y[m] = x[m] w[g(m)]^T + bias[g(m)].
 
-    The kernel reads weights [E, contracted, columns] alone. Weights to be transposed are therefore transposed in memory
-    first, which reads and writes them once. Rows are padded to a multiple of 256, which copies x where M is none. XLA
-    multiplies rows of one group.
+    The kernel reads weights [E, contracted, columns] alone. `transpose` therefore transposes the weights in memory
+    first, which reads and writes them once. Rows are padded to a multiple of 256, which copies x if M is no such
+    multiple. Where one group holds all rows, XLA multiplies.
 
-    bias: [E, *C] or None, added after the product is rounded. Padding of the result is 0.
+    Args:
+      x: [M, K], or with `transpose` [M, N].
+      w: [E, K, N].
+      groups: the layout of the rows.
+      dtype: the dtype of the product.
+      bias: [E, *C] or None, added after the product is rounded.
+      transpose: whether w is transposed.
+
+    Returns:
+      [M, N], or with `transpose` [M, K], with 0 in padding.
     """
     if groups.sizes is None:
         return products.matmul(x, w, groups, dtype, bias, transpose=transpose)
@@ -55,14 +64,19 @@ def matmul(
 
 
 def find_spans(group_sizes: Int[Array, " E"], align: int) -> Int[Array, " E"]:
-    """Rows from each group's start to the next one's, and the last group's own: sizes (3, 0, 5) at multiples of 4 span
-    (4, 0, 5). The kernel takes groups that follow each other without a gap."""
+    """Returns the rows from the start of each group to the start of the next, and the rows of the last group.
+
+    Sizes (3, 0, 5) at multiples of 4 span (4, 0, 5). The kernel takes groups that follow each other without a gap.
+    """
     return align_up(group_sizes, align).at[-1].set(group_sizes[-1]).astype(jnp.int32)
 
 
 @typed
 def _multiply(x, w, spans):
-    """The kernel on whole tiles: w [E, contracted, columns]; tiles of 256 columns where 256 divides them, else 128."""
+    """Runs the kernel on whole tiles, with w [E, contracted, columns].
+
+    A tile has 256 columns where 256 divides the columns, and 128 elsewhere.
+    """
     from jax.experimental.pallas.ops.gpu import blackwell_ragged_dot_mgpu as shipped
 
     wide = w.shape[2] % (2 * WIDTH) == 0

@@ -1,9 +1,9 @@
-"""The implementation for Hopper GPUs: the local functions of `moax.kernels.Implementation` by Pallas Mosaic kernels.
+"""The implementation for Hopper GPUs: Pallas Mosaic kernels for the functions of `moax.kernels.Implementation`.
 
-A kernel is a file of this folder: arrays and a TileConfig in, arrays out, no sharding and no config. Every kernel works
-on blocks of 128 expert-sorted rows (`formats.Blocks`), and FP8 operands are K-major (`formats.KMajorFp8`). What the
-kernels do not take (recipes of other blocks, for example) is quantized by XLA and multiplied in bfloat16. The kernels'
-files are imported when they are first called, so that `moax` imports fast and without Pallas.
+Each file of the folder `pallas` has the kernels of one op, which take arrays and a TileConfig and know neither meshes
+nor configs. Every product works on blocks of 128 expert-sorted rows (`formats.Blocks`), and FP8 operands are K-major
+(`formats.KMajorFp8`). Where the kernels do not take a recipe, XLA quantizes the operands, and the products multiply
+them in bfloat16. The first call of a kernel imports its file, so that `import moax` is fast and needs no Pallas.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ __all__ = ["pack_rows"]
 
 
 def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
-    """Why the kernels cannot run: another GPU, another dtype than bfloat16, or a width that is no multiple of 32."""
+    """Returns why the kernels cannot run here with this dtype and these widths; None where they can.
+
+    They need a GPU of compute capability 9.0, bfloat16, and widths that are multiples of 32.
+    """
     if not backend.on_hopper():
         return f"the kernels are for NVIDIA GPUs of compute capability 9.0, this is {backend.device_kind()!r}"
     if dtype is not None and dtype != jnp.bfloat16:
@@ -49,5 +52,5 @@ def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
 
 
 def align_rows(recipe: Recipe) -> int:
-    """A multiple of the kernels' 128 rows and of the recipe's blocks of rows."""
+    """Returns the least common multiple of the kernels' 128 rows and the rows of the recipe's blocks."""
     return math.lcm(recipe.row_alignment, BLOCK)

@@ -1,4 +1,4 @@
-"""The activation between the two products by the kernels, forward and backward, with its quantization."""
+"""The activation between the two products, forward and backward, by kernels that quantize too where they can."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from moax.recipe import Format, Recipe
 def activate(
     h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *, weights: Any, amax_over: Names
 ) -> Any:
-    """act(h) times each row's weight, as the next product takes it; quantized in the same kernel where blocks fit F."""
+    """Returns the Operand of act(h), times the weight of each row.
+
+    One kernel also quantizes it where `_fuses` allows that.
+    """
     flat, gated = h.reshape(h.shape[0], -1), h.shape[1] == 2
     with jax.named_scope("activate"):
         if _fuses(recipe, h.shape[2]):
@@ -38,7 +41,7 @@ def activate_grad(
     h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *,
     weights: Float[Array, " N"], amax_over: Names, keep: bool,
 ) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
-    """Backward of `activate`, for d_a before the weights multiply it; see `moax.kernels.Implementation`."""
+    """Computes the backward of `activate`; see `moax.kernels.Implementation`."""
     flat = h.reshape(h.shape[0], -1)
     with jax.named_scope("activate"):
         if _fuses(recipe, h.shape[2]) and not keep:
@@ -51,7 +54,10 @@ def activate_grad(
 
 
 def _fuses(recipe: Recipe, width: int) -> bool:
-    """Whether one kernel activates and quantizes: blocks of 128 columns that divide F, scales of one kind."""
+    """Returns whether one kernel activates and quantizes.
+
+    It does where 128 divides F, and all scales are powers of two or none is.
+    """
     if not takes_fp8(recipe) or width % BLOCK:
         return False
     x, dy = _formats(recipe)
@@ -59,12 +65,13 @@ def _fuses(recipe: Recipe, width: int) -> bool:
 
 
 def _formats(recipe: Recipe) -> tuple[Format, Format]:
-    """The formats of a and of d_h, of a recipe that has both."""
+    """Returns the formats of a and of d_h; the recipe has both."""
     return cast(Format, recipe.x), cast(Format, recipe.dy)
 
 
 @typed
 def _activate(h, blocks: Blocks, act, *, gated: bool, weights):
+    """Computes a in bfloat16, by a kernel."""
     from moax.kernels.hopper.pallas.activation_bf16 import activate_rows
 
     return activate_rows(h, blocks, act, gated=gated, weights=weights)
@@ -72,6 +79,7 @@ def _activate(h, blocks: Blocks, act, *, gated: bool, weights):
 
 @typed
 def _activate_quantize(h, blocks: Blocks, act, recipe: Recipe, *, gated: bool, weights) -> KMajorFp8:
+    """Computes a, quantized by rows, by one kernel."""
     from moax.kernels.hopper.pallas.activation import activate_quantize
 
     x, _ = _formats(recipe)
@@ -81,6 +89,7 @@ def _activate_quantize(h, blocks: Blocks, act, recipe: Recipe, *, gated: bool, w
 
 @typed
 def _activate_grad(h, d_a, blocks: Blocks, act, weights):
+    """Computes a, d_h and inner in bfloat16, by a kernel; inner is summed over the tiles of columns."""
     from moax.kernels.hopper.pallas.activation_bf16 import activate_grad_rows
 
     a, d_h, inner = activate_grad_rows(h, d_a, blocks, act, weights=weights)
@@ -89,6 +98,10 @@ def _activate_grad(h, d_a, blocks: Blocks, act, weights):
 
 @typed
 def _activate_grad_quantize(h, d_a, blocks: Blocks, act, recipe: Recipe, weights):
+    """Computes a by columns, d_h by rows and by columns, and inner, by one kernel.
+
+    `inner` is summed over the tiles of columns.
+    """
     from moax.kernels.hopper.pallas.activation import activate_grad_quantize
 
     x, dy = _formats(recipe)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels take: blocks of 128 expert-sorted rows, and K-major FP8 operands."""
+"""The forms that the Hopper kernels take: blocks of 128 expert-sorted rows, and K-major FP8 operands."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from jaxtyping import Array, Float, Int
 from moax.groups import Groups, row_groups
 from moax.recipe import Recipe
 
-BLOCK = 128  # rows of a block, and elements of a block of scales
-COPY_WIDTH = 16  # elements of FP8: the least that the copy engine strides over
-KERNEL_WIDTH = 32  # elements: 32 bytes of FP8, the least box that the copy engine swizzles
+BLOCK = 128  # the rows of a block, and the elements for each scale
+COPY_WIDTH = 16  # the copy engine strides over multiples of so many FP8 elements
+KERNEL_WIDTH = 32  # the copy engine swizzles boxes of at least so many FP8 elements
 
 
 class KMajorFp8(NamedTuple):
-    """An FP8 operand, K-major: x ~ data * scale, the contracted dim last and contiguous.
+    """An FP8 operand, x ~ data * scale. It is K-major: the contracted dim K is last and contiguous.
 
-    Rows: data [R, K], scale [ceil(K / 128), R] f32 (R rounded up to 128 where it is no multiple): 1 x 128 blocks.
-    Weights: data [E, R, K], scale [E, ceil(R / 128), ceil(K / 128)] f32: 128 x 128 blocks.
+    Rows have 1 x 128 blocks: data [R, K], scale [ceil(K / 128), R] f32, where R of the scale is rounded up to 128. The
+    scale of data[5, 200] is scale[1, 5]. Weights have 128 x 128 blocks: data [E, R, K], scale [E, ceil(R / 128),
+    ceil(K / 128)] f32.
+
+    Attributes:
+      data: float8_e4m3fn or float8_e5m2.
+      scale: f32.
     """
 
     data: Float[Array, "..."]
@@ -28,8 +33,11 @@ class KMajorFp8(NamedTuple):
 
 
 def takes_fp8(recipe: Recipe) -> bool:
-    """Whether Hopper's FP8 products take the formats of a recipe: a scale for each 128 x 128 of a weight and each 128
-    of a row, or one for each tensor. Other operands are dequantized before the product."""
+    """Returns whether the FP8 products of Hopper take the formats of a recipe.
+
+    They take one scale for each 128 x 128 elements of a weight and each 128 elements of a row, or one scale for each
+    tensor. Operands of other recipes are dequantized before the product.
+    """
     if recipe.x is None or recipe.w is None or recipe.dy is None:
         return False
     blocks = {recipe.x.block, recipe.w.block, recipe.dy.block}
@@ -37,15 +45,17 @@ def takes_fp8(recipe: Recipe) -> bool:
 
 
 class Blocks(NamedTuple):
-    """The blocks of 128 rows of groups that start at multiples of 128: no block holds rows of two groups.
+    """The blocks of 128 rows of groups that start at multiples of 128, so that no block holds rows of two groups.
 
-    With group sizes (130, 0, 5) and 512 rows: group (0, 0, 2, 2), rows (128, 2, 5, 0), used 3, first (0, 2, 2),
-    count (2, 0, 1).
+    With group sizes (130, 0, 5) and 512 rows, group is (0, 0, 2, 2), rows (128, 2, 5, 0), used (3,), first (0, 2, 2)
+    and count (2, 0, 1): block 1 holds rows 128 and 129 of group 0.
 
-    group: [B] i32, the group of each block; of blocks past the last, any valid one.
-    rows: [B] i32, real rows of each block, the first ones; 0 past the last block.
-    used: [1] i32, how many blocks hold rows: the first ones.
-    first: [E] i32, the first block of each group. count: [E] i32, the blocks of each group.
+    Attributes:
+      group: [B] i32, the group of each block; any valid group for a block without rows.
+      rows: [B] i32, the number of real rows of each block, which come first in the block.
+      used: [1] i32, the number of blocks that hold rows, which come first of all blocks.
+      first: [E] i32, the first block of each group.
+      count: [E] i32, the number of blocks of each group.
     """
 
     group: Int[Array, " B"]
@@ -56,7 +66,7 @@ class Blocks(NamedTuple):
 
 
 def make_blocks(group_sizes: Int[Array, " E"], num_rows: int) -> Blocks:
-    """The blocks of `num_rows` rows (a multiple of 128) in groups of these sizes."""
+    """Returns the Blocks of `num_rows` rows, a multiple of 128, in groups of these sizes."""
     count = -(-group_sizes // BLOCK)
     last = jnp.cumsum(count)
     first = last - count
@@ -71,13 +81,16 @@ def make_blocks(group_sizes: Int[Array, " E"], num_rows: int) -> Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class BlockedGroups(Groups):
-    """Groups that start at multiples of 128, and their blocks."""
+    """The layout of groups that start at multiples of 128, with their Blocks."""
 
     blocks: Any
 
 
 def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> BlockedGroups:
-    """The groups of `num_rows` rows; align and num_rows are multiples of 128. None: one group holds all rows."""
+    """Returns the BlockedGroups of `num_rows` rows. `align` and `num_rows` are multiples of 128.
+
+    With `group_sizes` None one group holds all rows.
+    """
     if group_sizes is None:
         return BlockedGroups(None, align, None, make_blocks(jnp.full(1, num_rows, jnp.int32), num_rows))
     real = row_groups(group_sizes, align, num_rows)[1]

@@ -1,4 +1,4 @@
-"""Grouped products by the kernels, in bfloat16 and FP8: matmul, wgrad and the gradient of a bias."""
+"""The grouped products of Hopper, in bfloat16 and FP8: matmul, wgrad and the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -23,9 +23,17 @@ from moax.types import QArray
 def matmul(
     x: Any, w: Any, groups: BlockedGroups, dtype: Any, bias: Any = None, *, transpose: bool = False
 ) -> Float[Array, "M N"]:
-    """x [M, K] times the weight of each row's group, [E, K, N]; with `transpose` x [M, N] times [E, K, N]^T.
+    """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` y[m] = x[m] w[g(m)]^T + bias[g(m)].
 
-    bias: [E, *C] or None, added before the product is rounded. Padding of the result may hold anything.
+    Args:
+      x: [M, K], or with `transpose` [M, N].
+      w: [E, K, N]; in FP8 it lies K-major, so that `transpose` does not matter.
+      groups: the layout of the rows.
+      dtype: the dtype of the result, and of operands that are not FP8.
+      bias: [E, *C] or None, added before the product is rounded.
+
+    Returns:
+      [M, N], or with `transpose` [M, K]. Padding may hold anything.
     """
     bias = None if bias is None else bias.reshape(bias.shape[0], -1)
     if isinstance(x, KMajorFp8):
@@ -35,6 +43,7 @@ def matmul(
 
 @typed
 def _matmul_fp8(x: KMajorFp8, w: KMajorFp8, blocks: Blocks, dtype, bias):
+    """Computes the FP8 product, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 
     tile = _pick_tile("matmul_fp8", x.data.shape[1], w.data.shape[1], blocks)
@@ -43,6 +52,7 @@ def _matmul_fp8(x: KMajorFp8, w: KMajorFp8, blocks: Blocks, dtype, bias):
 
 @typed
 def _matmul(x, w, blocks: Blocks, dtype, bias, transpose: bool):
+    """Computes the bfloat16 product, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.matmul import grouped_matmul
 
     columns = w.shape[1] if transpose else w.shape[2]
@@ -51,7 +61,10 @@ def _matmul(x, w, blocks: Blocks, dtype, bias, transpose: bool):
 
 
 def wgrad(x: Any, dy: Any, groups: BlockedGroups, dtype: Any) -> Float[Array, "E K N"]:
-    """x [M, K] and dy [M, N] (in FP8 [K, M] and [N, M]), 0 in padding -> [E, K, N], summed in float32."""
+    """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32.
+
+    x is [M, K] and dy is [M, N]; in FP8 they are transposed, [K, M] and [N, M]. Both are 0 in padding.
+    """
     if isinstance(x, KMajorFp8):
         return _wgrad_fp8(x, dy, groups.blocks, dtype)
     return _wgrad(_plain(x, dtype), _plain(dy, dtype), groups.blocks, dtype)
@@ -59,6 +72,7 @@ def wgrad(x: Any, dy: Any, groups: BlockedGroups, dtype: Any) -> Float[Array, "E
 
 @typed
 def _wgrad_fp8(x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, dtype):
+    """Computes the FP8 gradient of a weight, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 
     tile = _pick_tile("wgrad_fp8", x.data.shape[0], dy.data.shape[0], blocks)
@@ -67,14 +81,17 @@ def _wgrad_fp8(x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, dtype):
 
 @typed
 def _wgrad(x, dy, blocks: Blocks, dtype):
+    """Computes the bfloat16 gradient of a weight, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 
     return grouped_wgrad(x, dy, blocks, _pick_tile("wgrad", x.shape[1], dy.shape[1], blocks), out_dtype=dtype)
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "E *C"]:
-    """The sum of each group's rows in float32; dy is 0 in padding. A product with ones takes a fraction of the time of
-    XLA's scatter."""
+    """dbias[g] = sum over rows m of group g: dy[m], in float32. dy is 0 in padding.
+
+    A product with ones takes a fraction of the time of XLA's scatter.
+    """
     if groups.sizes is None:
         return dy.astype(jnp.float32).sum(0, keepdims=True)
     ones = jnp.ones((dy.shape[0], KERNEL_WIDTH), dy.dtype)
@@ -83,10 +100,12 @@ def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "
 
 
 def _plain(x, dtype):
+    """Returns x as an array of this dtype, dequantized if it is a QArray."""
     return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
 
 
 def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks):
+    """Returns the TileConfig of a product with these blocks on this device."""
     from moax.kernels.hopper.pallas.tiles import pick_tile
 
     rows = blocks.group.shape[0] * BLOCK // blocks.first.shape[0]

@@ -1,6 +1,6 @@
-"""Quantization by the kernels: rows and weights as the FP8 products take them, and rows on the wire.
+"""Quantization for Hopper: rows and weights as operands of FP8 products, and rows on the wire.
 
-XLA quantizes for recipes whose products do not multiply in FP8.
+XLA quantizes where a recipe's products do not multiply in FP8.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moax.types import QArray
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: BlockedGroups, amax_over: Names = ()
 ) -> tuple[Any, Any]:
-    """Rows [M, ..., C] -> [M, C] for a product over columns and [C, M] for wgrad, in one read."""
+    """Quantizes rows [M, ..., C] as [M, C] for a product over columns and as [C, M] for wgrad, in one read."""
     if not takes_fp8(recipe):
         return by_xla.quantize_for_matmul(x, recipe, role, groups, amax_over)
     format: Format = getattr(recipe, role)
@@ -56,7 +56,10 @@ def gather_and_quantize(
     groups: BlockedGroups,
     amax_over: Names = (),
 ) -> tuple[Any, Any]:
-    """`quantize_for_matmul` of x[source], in one kernel where scales are of blocks: a tensor's must be known before."""
+    """Runs `quantize_for_matmul` on the rows x[source].
+
+    One kernel gathers and quantizes where each block has a scale. The scale of a whole tensor needs all rows first.
+    """
     format: Format | None = getattr(recipe, role)
     if takes_fp8(recipe) and format is not None and format.block is not None:
         with jax.named_scope("quantize"):
@@ -68,6 +71,7 @@ def gather_and_quantize(
 
 @typed
 def _quantize_rows(x, blocks: Blocks, format: Format, *, scale=None, source=None):
+    """Quantizes rows, by rows and by columns, in one kernel."""
     from moax.kernels.hopper.pallas.quantize import quantize_rows
 
     options = dict(source=source, dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
@@ -77,8 +81,11 @@ def _quantize_rows(x, blocks: Blocks, format: Format, *, scale=None, source=None
 def quantize_and_gather(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: Any
 ) -> Any:
-    """A weight's shard [E, K, *C] -> the whole weight, K-major: [E, C, K] where rows are contracted, else [E, K, C];
-    quantized and transposed on the shard, then gathered as bytes."""
+    """Returns the whole weight, K-major, from its shard [E, K, *C].
+
+    It is [E, C, K] for a product over rows and [E, K, C] for a product over columns. The shard is quantized and
+    transposed, then gathered as bytes.
+    """
     if recipe.w is None or not takes_fp8(recipe):
         return by_xla.quantize_and_gather(w, recipe, contracted, gather, amax_over, dtype)
     turned = contracted == "rows"
@@ -91,10 +98,11 @@ def quantize_and_gather(
 
 
 def _quantize_shard(w, format: Format, contracted: Contracted, gather, amax_over: Names):
-    """(data, scale, mesh axes of the scale's dims), of dims (E, K, *C), or (E, *C, K) where rows are contracted.
+    """Quantizes a weight's shard [E, K, *C] and returns (data, scale, the mesh axes of the scale's dims).
 
-    XLA quantizes a shard that ends inside a block, by the maxima of the whole weight's blocks, and a shard whose sizes
-    the kernel does not take.
+    The results have dims (E, K, *C), or (E, *C, K) for a product over rows. XLA quantizes a shard that ends inside a
+    block, since the maxima of such blocks come from several devices, and a shard with sizes that the kernel does not
+    take.
     """
     (experts, rows, *columns), turned, apart = w.shape, contracted == "rows", any(gather[2:])
     cut = format.block is not None and cuts_blocks(w.shape, gather, weight_block(format, contracted))
@@ -115,6 +123,7 @@ def _quantize_shard(w, format: Format, contracted: Contracted, gather, amax_over
 
 @typed
 def _quantize_weight(w, format: Format, scale, turned: bool) -> KMajorFp8:
+    """Quantizes a weight's shard by a kernel, transposed if `turned`."""
     from moax.kernels.hopper.pallas.quantize import quantize_weight
 
     options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
@@ -123,17 +132,20 @@ def _quantize_weight(w, format: Format, scale, turned: bool) -> KMajorFp8:
 
 
 def _turn(dims: Sequence, turned: bool) -> tuple:
-    """(e, k, *c) -> (e, *c, k) if `turned`."""
+    """Returns the dims (e, k, *c) as (e, *c, k) if `turned`."""
     return (dims[0], *dims[2:], dims[1]) if turned else tuple(dims)
 
 
 def _flatten_columns(v, turned: bool):
-    """[E, *C, K] -> [E, C, K] if `turned`, else [E, K, *C] -> [E, K, C]."""
+    """Returns v with its columns as one dim.
+
+    [E, *C, K] becomes [E, C, K] if `turned`, else [E, K, *C] becomes [E, K, C].
+    """
     return v.reshape(v.shape[0], -1, v.shape[-1]) if turned else v.reshape(*v.shape[:2], -1)
 
 
 def quantize(x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = ()) -> QArray:
-    """Values and scales of any blocks: by the kernel where blocks are of 128 columns, else by XLA."""
+    """Returns the QArray of x in blocks of any lengths. The kernel takes blocks of 128 columns, and XLA all others."""
     if block != format.row_block(x.ndim, "columns") or not takes_wire(format, math.prod(x.shape[:-1]), x.shape[-1]):
         return by_xla.quantize(x, format, block, amax_over)
     made = _quantize_by_row(x.reshape(-1, x.shape[-1]), format)
@@ -143,6 +155,7 @@ def quantize(x: Array, format: Format, block: tuple[int | None, ...], amax_over:
 
 @typed
 def _quantize_by_row(x, format: Format) -> KMajorFp8:
+    """Quantizes rows for the wire by a kernel; the scales of a row lie side by side."""
     from moax.kernels.hopper.pallas.quantize import quantize_rows
 
     options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), columns=False, by_row=True)
@@ -150,12 +163,18 @@ def _quantize_by_row(x, format: Format) -> KMajorFp8:
 
 
 def takes_wire(format: Format, rows: int, width: int) -> bool:
-    """Whether the kernels quantize and dequantize so many rows of a format."""
+    """Returns whether the kernels quantize and dequantize rows of this format for the wire.
+
+    `rows` is the number of rows, and `width` the elements of a row.
+    """
     return format.block == BLOCK and format.scale != "e8m0" and rows % BLOCK == 0 and width % KERNEL_WIDTH == 0
 
 
 def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: Format, dtype: Any):
-    """Rows [R, C] of bytes, and of words [R, W] that begin with their scales; rows from ends[-1] on may be garbage."""
+    """Returns rows [R, C] from their bytes and from words [R, W] i32, which begin with the scales.
+
+    Rows from ends[-1] on may hold anything.
+    """
     if not takes_wire(format, *data.shape):
         return by_xla.dequantize_wire(data, words, ends, format, dtype)
     return _dequantize_rows(lax.bitcast_convert_type(data, DTYPES[format.dtype]), words, ends, dtype)
@@ -163,6 +182,7 @@ def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: F
 
 @typed
 def _dequantize_rows(data, words, ends, dtype):
+    """Dequantizes rows from the wire by a kernel."""
     from moax.kernels.hopper.pallas.quantize import dequantize_rows
 
     return dequantize_rows(data, words, ends, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Rows by the kernels: gathers, weighted sums, packing to blocks of 128."""
+"""Operations on rows by kernels: gathers, weighted sums, and packing to blocks of 128 rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moax.mesh.collectives import typed
 
 @typed
 def gather_rows(x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None):
-    """rows[n] = x[source[n]], 0 where source[n] >= R; rows of blocks that hold no row of `groups` may hold anything."""
+    """rows[n] = x[source[n]], 0 where source[n] >= R. Blocks without a row of `groups` may hold anything."""
     from moax.kernels.hopper.pallas.permute import gather_rows
 
     rows = source.shape[0]
@@ -39,14 +39,17 @@ def gather_sum(rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: 
 
 @typed
 def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any, sms: int | None) -> tuple:
-    """Rows written into the memory of the ranks that own their experts; see `moax.kernels.Implementation`."""
+    """Writes rows into the memory of the ranks that own their experts; see `moax.kernels.Implementation`."""
     from moax.kernels.hopper.pallas.exchange import SMS, put_rows
 
     return put_rows(arrays, source, places, way, out_rows, axes, sms=sms or SMS)
 
 
 class Packing:
-    """Rows of groups at any rows, brought to groups at multiples of 128, and back."""
+    """A packing that moves rows to groups at multiples of 128, and back.
+
+    With group sizes (3, 2) and align 4, `pack` moves row 4, the first row of group 1, to row 128.
+    """
 
     def __init__(self, group_sizes: Any, align: int, num_rows: int):
         self.own, self.num_rows = find_unblocked(group_sizes, align, num_rows), num_rows
@@ -63,14 +66,14 @@ class Packing:
             self.position = jnp.where(real, row, rows)
 
     def pack(self, x: Array) -> Array:
-        """The rows of x at multiples of 128, 0 in padding, where the kernels compute."""
+        """Returns the rows of x in groups at multiples of 128, with 0 in padding."""
         if self.moves:
             return gather_rows(x.reshape(x.shape[0], -1), self.source).reshape(-1, *x.shape[1:])
         x = jnp.pad(x, [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)])
         return x if self.groups.real is None else zero_rows(x, self.groups.real)
 
     def unpack(self, y: Array) -> Array:
-        """The rows of a product where the rows of x were, 0 in padding."""
+        """Returns the rows of a product in the layout of x, with 0 in padding."""
         if self.moves:
             return gather_rows(y, self.position)
         y = y[: self.num_rows]

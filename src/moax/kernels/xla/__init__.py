@@ -1,4 +1,4 @@
-"""The implementation that runs anywhere: XLA on CPUs, GPUs and whatever else JAX compiles for, in any dtype."""
+"""The implementation that runs everywhere: XLA, on every backend of JAX and in any dtype."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = ["pack_rows"]
 
 
 def why_not(dtype: DTypeLike | None, widths: dict[str, int]) -> str | None:
-    """None: XLA runs everywhere."""
+    """Returns None, because XLA runs everywhere."""
     del dtype, widths
     return None
 
 
 def takes_fp8(recipe: Recipe) -> bool:
-    """False: operands are dequantized before the product."""
+    """Returns False, because operands are dequantized before the product."""
     del recipe
     return False
 
 
 def align_rows(recipe: Recipe) -> int:
-    """The rows of the recipe's blocks: no block of rows may hold two groups."""
+    """Returns the rows of the recipe's blocks, so that no block of rows holds rows of two groups."""
     return recipe.row_alignment

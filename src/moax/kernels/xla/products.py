@@ -1,13 +1,14 @@
-"""Grouped products by XLA: one product a group, over the smallest of a few numbers of rows that holds the group.
+"""Grouped products by XLA: one product for each group, over the smallest capacity that holds the rows of the group.
 
     matmul     y[m]  = x[m] w[g(m)] + bias[g(m)]       with `transpose` dy[m] w[g(m)]^T
     wgrad      dw[g] = sum over rows m of group g: x[m]^T dy[m]
     bias_grad  db[g] = sum over rows m of group g: dy[m]
 
 XLA compiles a product for a fixed number of rows, its capacity. A group of 700 rows with capacities (0, 256, 512, 768,
-1024) takes the product over 768 rows, of which the last 68 are no rows of the group. A group without rows takes none.
-The work is at most twice the rows of the groups and, for each group, a quarter of the mean group or 128 rows. The
-memory is that of the rows and of one matrix. Quantized operands are dequantized to the dtype of the product before it.
+1024) takes the product over 768 rows, of which the last 68 are no rows of the group. A group without rows takes no
+product. The products compute at most twice the rows of the groups and, for each group, a quarter of the mean group or
+128 rows. The memory is that of the rows and of one matrix. Quantized operands are dequantized before the product, to
+its dtype.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from moax.kernels.scales import dequantize
 from moax.mesh.collectives import vary_like
 from moax.types import QArray
 
-ROWS = (((0,), (0,)), ((), ()))  # contracts the rows of both operands
-STEP = 128  # rows: a GPU multiplies fewer in about the same time, as it reads the same weights
+ROWS = (((0,), (0,)), ((), ()))  # dimension numbers that contract the rows of both operands
+STEP = 128  # a GPU multiplies fewer rows in about the same time, since it reads the same weights
 
 
 def matmul(
@@ -39,9 +40,18 @@ def matmul(
     *,
     transpose: bool = False,
 ) -> Float[Array, "M N"]:
-    """x [M, K] times the weight of each row's group, [E, K, N]; with `transpose` x [M, N] times [E, K, N]^T.
+    """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` y[m] = x[m] w[g(m)]^T + bias[g(m)].
 
-    bias: [E, *C] or None, added after the product is rounded. Padding of the result is 0.
+    Args:
+      x: [M, K], or with `transpose` [M, N].
+      w: [E, K, N].
+      groups: the layout of the rows.
+      dtype: the dtype of the product.
+      bias: [E, *C] or None, added after the product is rounded.
+      transpose: whether w is transposed.
+
+    Returns:
+      [M, N], or with `transpose` [M, K], with 0 in padding.
     """
     x, w = _plain(x, dtype), _plain(w, dtype)
     width, contract = w.shape[1 if transpose else 2], (((1,), (1 if transpose else 0,)), ((), ()))
@@ -67,7 +77,7 @@ def matmul(
 
 
 def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike) -> Float[Array, "E K N"]:
-    """x [M, K] and dy [M, N], whatever their padding holds -> [E, K, N], summed in float32."""
+    """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. Padding of x and dy may hold anything."""
     x, dy = _plain(x, dtype), _plain(dy, dtype)
     if groups.sizes is None:
         return _dot(x, dy, ROWS)[None]
@@ -87,7 +97,7 @@ def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLik
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
-    """The sum of each group's rows, in float32; padding may hold anything."""
+    """dbias[g] = sum over rows m of group g: dy[m], in float32. Padding of dy may hold anything."""
     dy = dy.astype(jnp.float32)
     if groups.sizes is None:
         return dy.sum(0, keepdims=True)
@@ -96,26 +106,29 @@ def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
 
 
 def add_bias(y: Float[Array, "M N"], bias: Float[Array, "E N"], groups: Groups) -> Float[Array, "M N"]:
-    """y[m] + bias[g(m)]; padding stays as it was."""
+    """Returns y[m] + bias[g(m)] in the real rows; padding is not changed."""
     group = row_groups(groups.sizes, groups.align, y.shape[0])[0]
     return jnp.where(groups.real[:, None], y + bias.astype(y.dtype)[group], y)
 
 
 def pick_capacities(num_rows: int, num_groups: int) -> tuple[int, ...]:
-    """0, quarters of the mean group up to twice the mean, doubles of the mean, and all rows, in whole steps.
+    """Returns the capacities: 0, quarters of the mean group up to twice the mean, doubles of the mean, and all rows.
+
+    All but the last are multiples of `STEP`.
 
     16384 rows of 4 groups give (0, 1024, 2048, ..., 8192, 16384); 300 rows of 8 groups give (0, 128, 256, 300).
     """
     mean = -(-num_rows // num_groups)
     doubles = (mean << n for n in range(2, num_groups.bit_length()))
-    found = {align_up(rows, STEP) for rows in (*(mean * n // 4 for n in range(1, 9)), *doubles)}
-    return tuple(sorted({0, num_rows, *(rows for rows in found if rows < num_rows)}))
+    capacities = {align_up(rows, STEP) for rows in (*(mean * n // 4 for n in range(1, 9)), *doubles)}
+    return tuple(sorted({0, num_rows, *(rows for rows in capacities if rows < num_rows)}))
 
 
 def _plan(groups: Groups, num_rows: int):
-    """The capacities, and (index of the capacity that holds it, first row, rows) of every group.
+    """Returns the capacities, and for every group (the index of its capacity, its first row, the number of its rows).
 
-    The index of all groups is found at once: a search inside a loop over groups is a loop of small kernels itself.
+    The indices are computed for all groups together, because a search inside the loop over groups would be a loop of
+    small kernels.
     """
     capacities = pick_capacities(num_rows, groups.sizes.shape[0])
     index = sum(((groups.sizes > rows).astype(jnp.int32) for rows in capacities[:-1]), jnp.zeros_like(groups.sizes))
@@ -123,9 +136,11 @@ def _plan(groups: Groups, num_rows: int):
 
 
 def _window(start, size, capacity: int, num_rows: int):
-    """The first of `capacity` rows that hold rows start to start + size, and which of them are those rows.
+    """Returns the first of `capacity` rows that contain a group, and whether each of them is a row of the group.
 
-    Rows 3 to 5 of 6 within 4 rows begin at row 2, and the last 3 of the 4 are real.
+    The group has the rows from `start` to `start + size`.
+
+    With 6 rows and capacity 4, the window of rows 3 to 5 begins at row 2, and its last 3 rows are real.
     """
     first = jnp.minimum(start, num_rows - capacity)
     rows = first + jnp.arange(capacity, dtype=jnp.int32)
@@ -133,18 +148,20 @@ def _window(start, size, capacity: int, num_rows: int):
 
 
 def _switch(index, over: Callable, capacities: tuple[int, ...]):
+    """Returns over(capacities[index]) for a traced index."""
     return lax.switch(index, [lambda capacity=capacity: over(capacity) for capacity in capacities])
 
 
 def _plain(x, dtype):
+    """Returns x as an array of this dtype, dequantized if it is a QArray."""
     return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
 
 
 def _dot(a, b, contract):
-    """The product in the dtype of its operands, summed in float32 or wider.
+    """Returns the product in the dtype of its operands, summed in float32 or wider.
 
-    A GPU writes the result in that dtype at once, which halves what it writes. A CPU has products of bfloat16 with
-    results in float32 alone.
+    A GPU writes bfloat16 results at once, and so half the bytes of float32 results. A CPU multiplies bfloat16 to
+    float32 results alone.
     """
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     result = jnp.float32 if a.dtype.itemsize < 4 and platform() != "gpu" else a.dtype

@@ -1,10 +1,10 @@
-"""Quantization by XLA: values and scales of blocks, of rows and of weights.
+"""Quantization by XLA: the values and scales of rows and of weights.
 
     data = round_to_format(x * (1 / scale)),     x ~ data * scale
 
-The product with the reciprocal is what the Hopper kernels compute too, and what XLA makes of a division by a broadcast.
+The Hopper kernels compute the product with the reciprocal too, and XLA turns a division by a broadcast into it.
 
-A value that is not finite becomes NaN in its own element.
+A NaN or Inf becomes NaN in its own element.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ Block = tuple[int | None, ...]
 def quantize(
     x: Array, format: Format, block: Block, amax_over: Names = (), real: Bool[Array, " M"] | None = None
 ) -> QArray:
-    """x in blocks of these lengths, None for the whole dim.
+    """Returns the QArray of x in blocks of these lengths; a length None makes the whole dim one block.
 
     Args:
-      x: any shape. amax_over: mesh axes that split a dim of one block.
-      real: which rows of x count; the others quantize to zero and set no scale.
+      x: any shape, floating point.
+      format: the format of values and scales.
+      block: the block length of each dim.
+      amax_over: the mesh axes that split a dim of one block.
+      real: [M] bool, whether each row of x is real. Other rows are quantized to 0 and do not enter a scale.
     """
     x = x.astype(jnp.float32)
     if real is not None:
@@ -61,7 +64,10 @@ def quantize(
 def dequantize_wire(
     data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
 ) -> Float[Array, "R C"]:
-    """Rows [R, C] of bytes, and of words [R, W] i32 that begin with their scales. `ends` saves nothing here."""
+    """Returns rows [R, C] from their bytes and from words [R, W] i32, which begin with the scales.
+
+    `ends` is not used.
+    """
     del ends
     count = -(-data.shape[1] // (format.block or data.shape[1]))
     scale = lax.bitcast_convert_type(words[:, :count], jnp.float32)
@@ -71,14 +77,17 @@ def dequantize_wire(
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = ()
 ) -> tuple[Array | QArray, Array | QArray]:
-    """Rows [M, ..., C], columns as one dim, in blocks of columns and in blocks of rows; x twice without a format."""
+    """Returns rows [M, ..., C], with the columns as one dim, in blocks of columns and in blocks of rows.
+
+    Without a format, both results are the rows in their own dtype.
+    """
     format: Format | None = getattr(recipe, role)
     x = x.reshape(x.shape[0], -1)
     if format is None:
         return x, x
     with jax.named_scope("quantize"):
         over = amax_over if format.block is None else ()
-        shared = format.block is None  # a scale that rows share must not see padding
+        shared = format.block is None  # padding must not enter a scale that all rows share
         by_columns = quantize(x, format, format.row_block(2, "columns"), over, groups.real if shared else None)
         return by_columns, quantize(x, format, format.row_block(2, "rows"), over, groups.real)
 
@@ -86,7 +95,10 @@ def quantize_for_matmul(
 def quantize_and_gather(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: DTypeLike
 ) -> Array | QArray:
-    """A weight's shard [E, K, *C] -> the whole weight [E, K, C], columns as one dim; in `dtype` without a format."""
+    """Returns the whole weight [E, K, C] from its shard [E, K, *C], with the columns as one dim.
+
+    Without a format it is an array of `dtype`. See `moax.kernels.Implementation`.
+    """
     if recipe.w is None:
         whole = gather_weight(w.astype(dtype), gather)
         return whole.reshape(*whole.shape[:2], -1)
@@ -100,14 +112,19 @@ def quantize_and_gather(
 def quantize_weight(
     w: Array, format: Format, contracted: Contracted, gather: Sequence[Names], amax_over: Names
 ) -> tuple[Array, Array, Sequence[Names]]:
-    """A weight's shard [E, K, *C] in the blocks of the whole weight.
+    """Quantizes a weight's shard [E, K, *C] in the blocks of the whole weight.
 
     Args:
-      gather: the mesh axes that shard each dim of w. amax_over: those that split a matrix of one block.
+      w: the shard, [E, K, *C].
+      format: the format of values and scales.
+      contracted: `rows` for a product over K, `columns` for a product over *C.
+      gather: the mesh axes that shard each dim of w.
+      amax_over: the mesh axes that split the matrix of one expert.
 
     Returns:
-      data: uint8, the shape of w. scale: float32. along: the mesh axes that shard each dim of the scale. Where shards
-      end inside a block, the scale is that of the whole matrix and along has axes for the experts alone.
+      data: uint8, the shape of w.
+      scale: float32, one scale for each block. Where shards end inside a block, it has the blocks of the whole matrix.
+      along: the mesh axes that shard each dim of the scale. Where shards end inside a block, only E has axes.
     """
     flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)
     along = (gather[0], (), ())
@@ -123,26 +140,28 @@ def quantize_weight(
         scale = to_scale(_block_max(finite(flat), (1, *block)), format)
         inverse = expand_scales(1.0 / scale, QArray(flat, scale, format.dtype, (1, *block), (1, 1, 1)))
         along = (gather[0], gather[1], ())
-        if any(gather[2:]):  # no block lies over two of the last dim's shards: each dim of the scale has its own axes
+        if any(gather[2:]):  # each dim of the scale has its own axes, since no block lies in two shards of the last dim
             scale = scale.reshape(*scale.shape[:2], *w.shape[2:-1], -1)
             along = gather
     return round_to_format(flat * inverse, flat, format).reshape(w.shape), scale, along
 
 
 def round_to_format(scaled: Array, x: Array, format: Format) -> Array:
-    """The bits of x times the reciprocal of its scale in the format; NaN where x is not finite."""
+    """Returns the bits of `scaled`, which is x * (1 / scale), in the format; NaN where x is not finite."""
     data = scaled.astype(DTYPES[format.dtype])
-    if format.dtype == "e5m2":  # it has an infinity; "not finite" stays one thing
+    if format.dtype == "e5m2":  # e5m2 has an infinity, which becomes NaN as in e4m3
         data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
-    # XLA on GPUs takes a cast to fewer bits and back for no cast at all; the barrier keeps the rounding.
+    # XLA on GPUs removes a cast to fewer bits and back; the barrier keeps the rounding.
     return lax.optimization_barrier(lax.bitcast_convert_type(data, jnp.uint8))
 
 
 def _stored(scale, format: Format):
+    """Returns the scales as a QArray stores them: float32, or the exponent in one byte."""
     return to_exponent(scale) if format.scale == "e8m0" else scale
 
 
 def _block_max(x, block: Block):
+    """Returns the maximum of each block of x, which has no negative values."""
     full = tuple(max(n, 1) if b is None else b for b, n in zip(block, x.shape, strict=True))
     padding = [(0, -n % b) for n, b in zip(x.shape, full, strict=True)]
     x = jnp.pad(x, padding) if any(p for _, p in padding) else x

@@ -1,4 +1,4 @@
-"""Rows by XLA: gathers, weighted sums, and the activation between the products."""
+"""Operations on rows by XLA: gathers, weighted sums, and the activation between the products."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def gather_sum(
 ) -> Float[Array, "R H"]:
     """y[r] = sum_k weights[r, k] rows[position[r, k]] in float32, over the positions below N; weights None are 1."""
     total = jnp.zeros((), jnp.float32)
-    for k in range(position.shape[1]):  # K is small; no [R, K, H] is in memory
-        place = position[:, k]
-        row = jnp.take(rows, place, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
+    for k in range(position.shape[1]):  # K is small, and this way no array [R, K, H] is in memory
+        index = position[:, k]
+        row = jnp.take(rows, index, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
         if weights is not None:
-            row = row * jnp.where(place < rows.shape[0], weights[:, k], 0.0)[:, None]
+            row = row * jnp.where(index < rows.shape[0], weights[:, k], 0.0)[:, None]
         total = total + row
     return total.astype(rows.dtype)
 
@@ -44,7 +44,7 @@ def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int
 def gather_and_quantize(
     x: Float[Array, "R H"], source: Int[Array, " N"], recipe: Recipe, role: str, groups: Groups, amax_over: Names = ()
 ) -> tuple[Any, Any]:
-    """The rows x[source] as a product over columns takes them, and as wgrad does."""
+    """Returns the rows x[source] as two Operands: for a product over columns, and for wgrad."""
     with jax.named_scope("permute"):
         rows = gather_rows(x, source)
     return quantize_for_matmul(rows, recipe, role, groups, amax_over)
@@ -53,7 +53,7 @@ def gather_and_quantize(
 def activate(
     h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *, weights: Array | None, amax_over: Names
 ) -> Any:
-    """act(h) times each row's weight, as the next product takes it."""
+    """Returns the Operand of act(h), times the weight of each row, for the next product."""
     with jax.named_scope("activate"):
         a = _call(act, h)
         a = a if weights is None else scale_rows(a, weights, groups)
@@ -64,7 +64,7 @@ def activate_grad(
     h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe, groups: Groups, *,
     weights: Float[Array, " N"], amax_over: Names, keep: bool,
 ) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
-    """Backward of `activate`, for d_a before the weights multiply it; see `moax.kernels.Implementation`."""
+    """Computes the backward of `activate`; see `moax.kernels.Implementation`."""
     with jax.named_scope("activate"):
         a, pull = jax.vjp(lambda h: _call(act, h), h)
         inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
@@ -75,24 +75,25 @@ def activate_grad(
 
 
 def scale_rows(x: Float[Array, "N C"], weights: Float[Array, " N"], groups: Groups) -> Float[Array, "N C"]:
-    """Each real row times its weight in float32, in the dtype of x; the others are 0."""
+    """Returns each real row times its weight, multiplied in float32 and returned in the dtype of x; padding is 0."""
     return zero_rows(x.astype(jnp.float32) * weights[:, None], groups.real).astype(x.dtype)
 
 
 class Packing:
-    """Rows as they are: XLA's products take groups at any rows."""
+    """A packing that moves no row: XLA's products take groups that start at any row."""
 
     def __init__(self, group_sizes: Any, align: int, num_rows: int):
         self.groups = find_groups(group_sizes, align, num_rows)
 
     def pack(self, x: Array) -> Array:
-        """x itself: the products do not read padding."""
+        """Returns x itself, since the products do not read padding."""
         return x
 
     def unpack(self, y: Array) -> Array:
-        """y itself, whose padding the products leave 0."""
+        """Returns y itself, in whose padding the products left 0."""
         return y
 
 
 def _call(act: Callable, h):
+    """Returns the activation of h [N, G, F], computed in float32 and returned in the dtype of h."""
     return act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)

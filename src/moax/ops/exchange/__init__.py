@@ -1,15 +1,15 @@
-"""Exchange: tokens travel to the ranks that own their experts, and sums of what those computed travel back.
+"""Exchange: tokens travel to the ranks that own their experts, and sums of those ranks' results travel back.
 
-| file           | what it holds                                                                   |
+| file           | contents                                                                        |
 |----------------|---------------------------------------------------------------------------------|
 | `op`           | `dispatch` and `combine`, their forward and backward of one device, their costs   |
 | `plan`         | which token travels in which slot, and where its row lies on the other rank       |
-| `wire`         | rows that travel as one byte an element                                           |
-| `transport`    | what a transport is                                                               |
+| `wire`         | the quantization of rows on the wire, to one byte an element                      |
+| `transport`    | the protocol of a transport                                                       |
 | `table`        | the transports by name                                                            |
-| `all_gather`   | every token to every rank                                                         |
-| `all_to_all`   | as many slots for each pair of ranks                                              |
-| `one_sided`    | rows written by a kernel into the memory of peers                                 |
+| `all_gather`   | the transport that sends every token to every rank                                |
+| `all_to_all`   | the transport with equally many slots for each pair of ranks                      |
+| `one_sided`    | the transport whose kernel writes rows into the memory of peers                   |
 
 A new transport is one file like `all_gather.py` and one line in `table.py`.
 """

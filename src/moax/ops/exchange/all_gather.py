@@ -3,7 +3,7 @@
     dispatch   rows[s T + t] = x[t] of rank s          R = T * ranks
     combine    y[t] of rank s = sum over ranks of rows[s T + t]
 
-With 2 ranks and T = 3, token 1 of rank 1 is row 4 on both ranks. It has room for every token, so it drops nothing.
+With 2 ranks and T = 3, token 1 of rank 1 is row 4 on both ranks. Every token has a row, so nothing is dropped.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import lax
 
-from moax.mesh.partition import View
+from moax.mesh.partition import MeshView
 from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
 
 
 @dataclasses.dataclass(frozen=True)
 class AllGather:
-    """See `Transport`."""
+    """The transport `all_gather`; see `Transport`. It has no slots, so its plan is None."""
 
     note: str = "drops nothing on the way"
     has_slots: bool = False
@@ -41,7 +41,7 @@ class AllGather:
         ep = static.roles.ep
         return [lax.psum_scatter(rows, ep, scatter_dimension=0, tiled=True) if ep else rows for rows in arrays]
 
-    def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
+    def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
         del view, row_bytes
         return None
 

@@ -1,4 +1,4 @@
-"""all_to_all: each pair of ranks exchanges `slots` rows, the empty ones included.
+"""all_to_all: each pair of ranks exchanges `slots` rows, empty slots included.
 
     dispatch   rows[s slots + n] on rank r = x[token in slot n of rank s for rank r]          R = slots * ranks
     combine    y[t] = sum over ranks of the rows that came back from the slots of t
@@ -16,14 +16,17 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import lax
 
-from moax.mesh.partition import View
+from moax.mesh.partition import MeshView
 from moax.ops.exchange.plan import count_dropped, find_owners, find_slots
 from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
 
 
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """See `Transport`. Its plan is [ranks * slots] i32: the token in each slot, T for an empty one."""
+    """The transport `all_to_all`; see `Transport`.
+
+    Its plan is [ranks * slots] i32: the token in each slot, T for an empty one.
+    """
 
     note: str = "bounded by capacity_factor"
     has_slots: bool = True
@@ -51,7 +54,7 @@ class AllToAll:
 
         return [add(rows) for rows in arrays]
 
-    def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
+    def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
         del view, row_bytes
         return None
 

@@ -26,17 +26,17 @@ from jax import lax
 
 from moax.backend import COPY_BYTES, why_not_peers
 from moax.kernels import implementation
-from moax.mesh.partition import View
+from moax.mesh.partition import MeshView
 from moax.ops.exchange.plan import balanced_rows, count_dropped, find_owners, find_slots, plan_sends
 from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
 
-WORD = 4  # bytes
-KERNELS = "hopper"  # the implementation whose kernels write into peers' memory
+WORD = 4  # the bytes of a word
+KERNELS = "hopper"  # the implementation whose kernels write into the memory of peers
 
 
 @dataclasses.dataclass(frozen=True)
 class OneSided:
-    """See `Transport`. Its plan is a SendPlan."""
+    """The transport `one_sided`; see `Transport`. Its plan is a SendPlan."""
 
     note: str = "over the first GPUs of the machine, within one process"
     has_slots: bool = True
@@ -46,28 +46,30 @@ class OneSided:
         (tokens, top_k), ranks, slots, ep = experts.shape, static.ranks, static.slots, static.roles.ep
         owner = find_owners(experts, static.local_experts)
         slot, until = find_slots(owner, ranks)
-        # The ranks tell each other all of `until` and cut its last column off after: a kernel less, and the few bytes
-        # more take no longer.
+        # The ranks gather all of `until` and then take its last column. To take the column first would be one more
+        # kernel, and the additional bytes take no longer.
         kept = jnp.minimum(lax.all_gather(until, ep)[..., -1], slots)
         sent = jnp.minimum(until[:, -1], slots)
         plan = plan_sends(slot, sent, kept, lax.axis_index(ep), tokens * min(top_k, ranks))
         return plan, count_dropped(owner, slot, slots)
 
     def send(self, static: CombineSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
-        """The rows, and the narrow arrays as one row of words beside each, in one pass of one kernel."""
+        """Sends the rows in one pass of one kernel, with the narrow arrays as one row of words beside each row."""
         words = [jnp.concatenate([_to_words(v) for v in narrow], axis=1)] if narrow else []
-        got = self._put(static, [rows, *words], sent.token, sent.places, 0, static.ranks * static.slots)
+        arrived = self._put(static, [rows, *words], sent.token, sent.places, 0, static.ranks * static.slots)
         ends = sent.places.reshape(-1)
-        return Arrived(got[0], split_words(got[1], narrow), got[1], ends) if narrow else Arrived(got[0], [], None, ends)
+        if not narrow:
+            return Arrived(arrived[0], [], None, ends)
+        return Arrived(arrived[0], split_words(arrived[1], narrow), arrived[1], ends)
 
     def combine(self, static: CombineSpec, arrays: Sequence, sent: Sent, tokens: int) -> list:
-        """The sums in float32, of rows that travel in one pass of one kernel. No other row is read."""
+        """Returns the rows in one pass of one kernel and sums them in float32. It reads no other row."""
         del tokens
         returned = self._put(static, arrays, None, sent.places, 1, sent.token.shape[0])
         with jax.named_scope("sum"):
             return [self.gather_sum(_pad(rows), sent.position)[:, : rows.shape[1]] for rows in returned]
 
-    def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
+    def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
         why = why_not_peers(row_bytes if view is None or view.roles.ep else None)
         if why is None and view is not None and view.nested:
             return "it cannot run inside a shard_map over other axes; take all axes of the mesh into it, or none"
@@ -106,7 +108,7 @@ class OneSided:
         return moved
 
     def put_rows(self, arrays: Sequence, source, places, way: int, out_rows: int, axes, sms: int | None) -> tuple:
-        """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], of each array x; see the kernel."""
+        """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x; see the kernel."""
         return implementation(KERNELS).put_rows(arrays, source, places, way, out_rows, axes, sms)
 
     def gather_sum(self, rows, position):
@@ -114,14 +116,16 @@ class OneSided:
         return implementation(KERNELS).gather_sum(rows, position)
 
     def _put(self, static: CombineSpec, arrays: Sequence, source, places, way: int, out_rows: int) -> list:
+        """Runs `put_rows` for arrays of any width: rows are padded to whole 16 bytes, and the padding is cut off."""
         roles = static.roles
         axes = tuple((name, roles.size((name,))) for name in roles.ep)
-        got = self.put_rows([_pad(v) for v in arrays], source, places, way, out_rows, axes, static.sms)
-        return [g[:, : v.shape[1]] for g, v in zip(got, arrays, strict=True)]
+        arrived = self.put_rows([_pad(v) for v in arrays], source, places, way, out_rows, axes, static.sms)
+        return [rows[:, : v.shape[1]] for rows, v in zip(arrived, arrays, strict=True)]
 
 
 def split_words(words, like: Sequence) -> list:
-    """The narrow arrays that words [R, V] hold side by side; `like` has their widths and dtypes.
+    """Returns the narrow arrays that the words [R, V] hold side by side; the arrays of `like` have their widths and
+    dtypes.
 
     Three i32 ids and 5 scales of one byte are V = 3 + 2 words; the last three bytes of a row are padding.
     """
@@ -134,17 +138,17 @@ def split_words(words, like: Sequence) -> list:
 
 
 def _words(width: int, dtype) -> int:
-    """Words that a row of so many elements takes."""
+    """Returns the number of words that a row of `width` elements takes."""
     return -(-width * dtype.itemsize // WORD)
 
 
 def _pad(v):
-    """v with columns of zeros, up to rows of whole 16 bytes: a bulk copy moves no less."""
+    """Returns v, with columns of zeros up to rows of whole 16 bytes: a bulk copy moves multiples of 16 bytes."""
     return jnp.pad(v, ((0, 0), (0, -v.shape[1] % (COPY_BYTES // v.dtype.itemsize))))
 
 
 def _to_words(v):
-    """[T, C] of 4 bytes or 1 an element to [T, V] i32 of the same bytes."""
+    """Returns the bytes of v [T, C], of 4 bytes or 1 byte an element, as words [T, V] i32."""
     if v.dtype.itemsize == WORD:
         return lax.bitcast_convert_type(v, jnp.int32)
     v = jnp.pad(v, ((0, 0), (0, -v.shape[1] % WORD)))
@@ -152,6 +156,6 @@ def _to_words(v):
 
 
 def _from_words(words, like):
-    """The inverse of `_to_words`, to the width and dtype of `like`."""
+    """Returns the inverse of `_to_words`; `like` has the width and dtype of the result."""
     values = lax.bitcast_convert_type(words, like.dtype)
     return values.reshape(words.shape[0], -1)[:, : like.shape[1]]

@@ -1,4 +1,4 @@
-"""dispatch and combine: tokens to the ranks that own their experts, and sums of what those ranks computed back.
+"""dispatch and combine: tokens go to the ranks that own their experts, and sums of their results come back.
 
     dispatch   rows[r] = x[t] on every rank that owns one of t's experts, once
     combine    y[t] = sum over ranks of the row that t became there
@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
-from moax.mesh.partition import Contract, Engine, Partitioned, View, differentiable, find_view
+from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
 from moax.ops.exchange.plan import slots_per_pair
 from moax.ops.exchange.table import TRANSPORTS, select_transport
@@ -47,7 +47,7 @@ def dispatch(
     axes: Axes = Axes(),
     engine: Engine = "auto",
 ) -> Received:
-    """rows[r] = x[t] on every rank that owns one of t's experts, once.
+    """rows[r] = x[t]: each token t becomes one row on every rank that owns one of its experts.
 
     Args:
       x: [T, H], floating point, T over (dp, fsdp, ep).
@@ -59,7 +59,7 @@ def dispatch(
       capacity_factor: the slots of each pair of ranks, as a multiple of the balanced load T K / ranks. None has room
         for every token. all_gather has no slots, so the factor changes nothing there.
       wire: the format of the rows on their way; None sends them in their own dtype.
-      axes, engine: see `moax.moe`.
+      axes, engine: see `moax.Options`.
 
     Returns:
       Received, each of its fields sharded by rank on its leading dim. It is differentiable in x and weights.
@@ -73,7 +73,7 @@ def dispatch(
             f"x, experts, weights have shapes {x.shape}, {experts.shape}, {weights.shape}; they must be "
             "[T, H], [T, K], [T, K]"
         )
-    view = find_view(axes, engine, x)
+    view = find_mesh_view(axes, engine, x)
     roles = view.roles
     ranks = roles.size(roles.ep)
     if num_experts % ranks:
@@ -83,7 +83,7 @@ def dispatch(
     slots = slots_per_pair(tokens, experts.shape[1], ranks, capacity_factor)
     kernels = select_kernels("auto", x.dtype, width=x.shape[1])
     static = _Sized(ExchangeSpec(transport, roles, slots, wire, kernels, num_experts=num_experts), tokens)
-    operands = _dispatch_op.lay(view, static, x, experts, weights)
+    operands = _dispatch_op.lay_operands(view, static, x, experts, weights)
     rows, local, arrived_weights, count, dropped, sent = _dispatch(view, static, *operands)
     return Received(rows, local, arrived_weights, count, dropped, sent, transport, tokens)
 
@@ -97,7 +97,7 @@ def combine(
       rows: [R, H], one for each of `received.rows` and sharded like them. A row without an expert is added too, so it
         must be 0.
       received: what `dispatch` returned.
-      axes, engine: see `moax.moe`.
+      axes, engine: see `moax.Options`.
 
     Returns:
       y: [T, H] in the dtype of rows, T over (dp, fsdp, ep). It is differentiable in rows.
@@ -105,16 +105,16 @@ def combine(
     Raises:
       Unsupported: the transport of `received` cannot run on this machine and mesh.
     """
-    view = find_view(axes, engine, rows)
+    view = find_mesh_view(axes, engine, rows)
     transport = select_transport(received.transport, view, wire_bytes(rows))
     shards = 1 if view.manual else view.roles.size(view.roles.tokens)
     slots = rows.shape[0] // (shards * view.roles.size(view.roles.ep))
     static = _Sized(CombineSpec(transport, view.roles, slots), received.num_tokens)
-    return _combine(view, static, *_combine_op.lay(view, static, rows, received.slots))
+    return _combine(view, static, *_combine_op.lay_operands(view, static, rows, received.slots))
 
 
 class _Sized[S: CombineSpec](NamedTuple):
-    """A spec, and T of a shard: the rows that come back do not say how many tokens they become."""
+    """A spec, and T of a shard. The rows that come back do not say how many tokens they become, so T is static."""
 
     spec: S
     tokens: int
@@ -123,29 +123,39 @@ class _Sized[S: CombineSpec](NamedTuple):
 def dispatch_forward(
     static: ExchangeSpec, x: Float[Array, "T H"], experts: Int[Array, "T K"], weights: Float[Array, "T K"]
 ) -> Received:
-    """`dispatch` of one device."""
+    """Runs `dispatch` on one device.
+
+    Args:
+      static: the spec of the exchange.
+      x: [T, H].
+      experts: [T, K] i32, ids of the whole mesh.
+      weights: [T, K] f32.
+
+    Returns:
+      Received of this rank: rows [R, H], local experts [R, K], weights [R, K], and the plan for the way back.
+    """
     local_experts, none = static.local_experts, static.num_experts
     transport = TRANSPORTS[static.transport]
     with jax.named_scope("dispatch"):
         sent, dropped = transport.plan(static, experts)
-        # Ids travel less E: an empty slot holds 0, which then is E, the expert of no rank.
-        got = send_rows(static, x, (experts - none, weights), sent)
-        ids, weights = got.narrow
+        # Each id travels as id - E. An empty slot holds 0, which becomes E on arrival: the expert of no rank.
+        arrived = send_rows(static, x, (experts - none, weights), sent)
+        ids, weights = arrived.narrow
         ids = ids + none
         first = lax.axis_index(static.roles.ep) * local_experts if static.roles.ep else 0
         mine = (ids >= first) & (ids < first + local_experts)
-        if got.ends is not None:
-            mine &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < got.ends[-1])[:, None]
+        if arrived.ends is not None:
+            mine &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < arrived.ends[-1])[:, None]
         local = jnp.where(mine, ids - first, local_experts).astype(jnp.int32)
         weights = jnp.where(mine, weights, 0.0)
-        count = mine.any(-1).sum(dtype=jnp.int32) if got.ends is None else got.ends[-1]
-    return Received(got.rows, local, weights, count[None], dropped, sent, static.transport, x.shape[0])
+        count = mine.any(-1).sum(dtype=jnp.int32) if arrived.ends is None else arrived.ends[-1]
+    return Received(arrived.rows, local, weights, count[None], dropped, sent, static.transport, x.shape[0])
 
 
 def dispatch_backward(
     static: CombineSpec, sent: Sent, d_rows: Float[Array, "R H"], d_weights_rows: Float[Array, "R K"], tokens: int
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"]]:
-    """The transpose of `dispatch_forward`, of one device.
+    """Computes the transpose of `dispatch_forward`, of one device.
 
     Args:
       static: the spec of the forward.
@@ -163,19 +173,27 @@ def dispatch_backward(
 
 
 def combine_forward(static: CombineSpec, rows: Float[Array, "R H"], sent: Sent, tokens: int) -> Float[Array, "T H"]:
-    """`combine` of one device: [R, H] to [T, H]. sent: `Received.slots` of the dispatch. tokens: T."""
+    """Runs `combine` on one device: rows [R, H] to y [T, H].
+
+    `sent` is `Received.slots` of the dispatch, and `tokens` is T.
+    """
     with jax.named_scope("combine"):
         return TRANSPORTS[static.transport].combine(static, (rows,), sent, tokens)[0]
 
 
 def combine_backward(static: CombineSpec, dy: Float[Array, "T H"], sent: Sent) -> Float[Array, "R H"]:
-    """The transpose of `combine_forward`, of one device: dy [T, H] to d_rows [R, H], quantized on its way where
-    `static.wire` is a format. sent: `Received.slots` of the dispatch."""
+    """Computes the transpose of `combine_forward` on one device: dy [T, H] to d_rows [R, H].
+
+    dy is quantized on the wire where `static.wire` is a format. `sent` is `Received.slots` of the dispatch.
+    """
     return send_rows(static, dy, (), sent).rows
 
 
 def dispatch_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """What `dispatch_forward` moves, with T tokens of K experts: rows, ids and weights, and what makes the plan."""
+    """Returns the Transfers of `dispatch_forward` with T tokens of K experts.
+
+    They are those of the plan, of rows, ids and weights.
+    """
     transport = TRANSPORTS[static.transport]
     columns = (*wire_columns(width, dtype, static.wire), (top_k, "int32"), (top_k, "float32"))
     plan = transport.cost(static, tokens, top_k, "plan", ())
@@ -183,30 +201,32 @@ def dispatch_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dty
 
 
 def dispatch_backward_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """What `dispatch_backward` moves: the gradients of rows and of weights."""
+    """Returns the Transfers of `dispatch_backward`: the gradients of rows and of weights travel."""
     columns = ((width, dtype), (top_k, "float32"))
     return TRANSPORTS[static.transport].cost(static, tokens, top_k, "combine", columns)
 
 
 def combine_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """What `combine_forward` moves: rows."""
+    """Returns the Transfers of `combine_forward`: rows travel."""
     return TRANSPORTS[static.transport].cost(static, tokens, top_k, "combine", ((width, dtype),))
 
 
 def combine_backward_cost(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """What `combine_backward` moves: gradients of tokens."""
+    """Returns the Transfers of `combine_backward`: the gradients of tokens travel."""
     columns = wire_columns(width, dtype, static.wire)
     return TRANSPORTS[static.transport].cost(static, tokens, top_k, "send", columns)
 
 
-def _dispatch_forward(view: View, static: _Sized[ExchangeSpec], x, experts, weights):
+def _dispatch_forward(view: MeshView, static: _Sized[ExchangeSpec], x, experts, weights):
+    """Runs the forward of the `custom_vjp` and returns the arrays of Received, and the residuals."""
     results = _dispatch_op(view, static, x, experts, weights)
     results = results if TRANSPORTS[static.spec.transport].has_slots else (*results, None)
     mine = jnp.asarray(results[1]) < static.spec.local_experts
     return results, (results[-1], mine)
 
 
-def _dispatch_backward(view: View, static: _Sized[ExchangeSpec], saved, cotangents):
+def _dispatch_backward(view: MeshView, static: _Sized[ExchangeSpec], saved, cotangents):
+    """Runs the backward of the `custom_vjp` and returns the gradients of x and weights."""
     sent, mine = saved
     d_weights = jnp.where(mine, cotangents[2], 0.0)
     dx, d_weights = _dispatch_grad_op(view, static, sent, cotangents[0], d_weights)
@@ -216,11 +236,13 @@ def _dispatch_backward(view: View, static: _Sized[ExchangeSpec], saved, cotangen
 _dispatch = differentiable(_dispatch_forward, _dispatch_backward)
 
 
-def _combine_forward(view: View, static: _Sized[CombineSpec], rows, sent):
+def _combine_forward(view: MeshView, static: _Sized[CombineSpec], rows, sent):
+    """Runs the forward of the `custom_vjp` and returns y, and the plan."""
     return _combine_op(view, static, rows, sent)[0], sent
 
 
-def _combine_backward(view: View, static: _Sized[CombineSpec], sent, dy):
+def _combine_backward(view: MeshView, static: _Sized[CombineSpec], sent, dy):
+    """Runs the backward of the `custom_vjp` and returns the gradient of the rows."""
     return _combine_grad_op(view, static, dy, sent)[0], None
 
 
@@ -228,16 +250,17 @@ _combine = differentiable(_combine_forward, _combine_backward)
 
 
 def _dispatch_shards(static: _Sized[ExchangeSpec], layout, x, experts, weights):
-    r = dispatch_forward(static.spec, x, experts, weights)
-    results = (r.rows, r.experts, r.weights, r.count, r.dropped)
-    return results if r.slots is None else (*results, r.slots)
+    """Returns the arrays of `dispatch_forward`, as a tuple."""
+    received = dispatch_forward(static.spec, x, experts, weights)
+    results = (received.rows, received.experts, received.weights, received.count, received.dropped)
+    return results if received.slots is None else (*results, received.slots)
 
 
 def _by_tokens(count):
-    """The contract of an op whose operands and `count(static)` results are all split as the tokens are."""
+    """Returns the contract of an op whose operands and `count(static)` results are all split as the tokens are."""
 
-    def contract(static, operands, found):
-        del found
+    def contract(static, operands, found_specs):
+        del found_specs
         leading, results = spec(static.spec.roles.tokens), count(static.spec)
         return Contract(jax.tree.map(lambda _: leading, operands), (leading,) * results, ((),) * results)
 
@@ -245,7 +268,7 @@ def _by_tokens(count):
 
 
 def _own_dims(sent):
-    """The entries of a Shardy rule for the plan: its dims are its own."""
+    """Returns the strings of a Shardy rule for the plan, which shares no dim with another operand."""
     return ("",) * len(jax.tree.leaves(sent))
 
 

@@ -17,16 +17,18 @@ from moax.types import SendPlan
 
 
 def slots_per_pair(tokens: int, top_k: int, ranks: int, capacity_factor: float | None) -> int:
-    """slots = min(T, ceil(capacity_factor T K / ranks)): that multiple of the balanced load; T without a factor.
+    """slots = min(T, ceil(capacity_factor T K / ranks)), a multiple of the balanced load. Without a factor slots = T.
 
-    64 tokens of 2 experts over 4 ranks are 32 assignments a pair, so a factor of 1.01 gives 33 slots.
+    With 64 tokens of 2 experts and 4 ranks, each pair of ranks has 32 assignments on average. A factor of 1.01 gives 33
+    slots.
     """
     return tokens if capacity_factor is None else min(tokens, math.ceil(capacity_factor * tokens * top_k / ranks))
 
 
 def balanced_rows(tokens: int, top_k: int, ranks: int, num_experts: int) -> int:
-    """T (1 - C(E - E/ranks, K) / C(E, K)), rounded up: the tokens that want one rank where every choice of K experts is
-    equally likely.
+    """Returns T (1 - C(E - E/ranks, K) / C(E, K)), rounded up, with binomials C.
+
+    So many tokens want one rank, on average, if every choice of K experts is equally likely.
 
     With 4 experts, 2 ranks and K = 2, five of the six choices hold an expert of rank 0, so 6 tokens send it 5 rows.
     """
@@ -36,12 +38,12 @@ def balanced_rows(tokens: int, top_k: int, ranks: int, num_experts: int) -> int:
 
 
 def find_owners(experts: Int[Array, "T K"], local_experts: int) -> Int[Array, "T K"]:
-    """The rank that owns each expert: rank i owns experts [i local_experts, (i + 1) local_experts)."""
+    """Returns the rank that owns each expert: rank i owns experts [i local_experts, (i + 1) local_experts)."""
     return lax.div(experts, jnp.full_like(experts, local_experts))
 
 
 def count_dropped(owner: Int[Array, "T K"], slot: Int[Array, "T ranks"], slots: int) -> Int[Array, " 1"]:
-    """How many assignments (token, expert) go to a rank for which their token has no slot."""
+    """Returns how many assignments (token, expert) go to a rank for which their token has no slot."""
     tokens, ranks = slot.shape
     if slots >= tokens:
         return jnp.zeros(1, jnp.int32)
@@ -51,7 +53,7 @@ def count_dropped(owner: Int[Array, "T K"], slot: Int[Array, "T ranks"], slots: 
 
 
 def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"]]:
-    """The slot of each token for each rank, and how many tokens want each rank up to the end of each 32 tokens.
+    """Returns the slot of each token for each rank, and how many tokens want each rank up to the end of each 32 tokens.
 
     Tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0} have the slots (0, 0), (T, 1), (1, T): T marks a rank that the token
     does not want. The counts are ((2,), (2,)).
@@ -61,7 +63,9 @@ def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T rank
     compare each with each, plus the number of bits below its own in its word.
 
     Args:
-      owner: the ranks that each token wants, any of them several times. A number outside [0, ranks) wants none.
+      owner: [T, K] i32, the ranks that each token wants; one rank may appear several times. A number outside
+        [0, ranks) stands for no rank.
+      ranks: the number of ranks.
     """
     tokens, top_k = owner.shape
     words = jnp.pad(owner, ((0, -tokens % 32), (0, 0)), constant_values=ranks).reshape(1, -1, 32 * top_k)
@@ -77,11 +81,12 @@ def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T rank
 
 
 def _count_bits(bits):
+    """Returns the number of set bits of each word, as i32."""
     return lax.population_count(bits).astype(jnp.int32)
 
 
 def plan_sends(slot: Int[Array, "T ranks"], sent, kept: Int[Array, "ranks ranks"], rank, entries: int) -> SendPlan:
-    """The SendPlan of one rank.
+    """Returns the SendPlan of one rank.
 
     Rank 0 of 2 has tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0}, so its `slot` is (0, 0), (T, 1), (1, T). Rank 1
     sends 1 row to rank 0 and none to itself, so `kept` is ((2, 2), (1, 0)). Then rank 0 sends `token` = (0, 2, 0, 1),
@@ -106,6 +111,6 @@ def plan_sends(slot: Int[Array, "T ranks"], sent, kept: Int[Array, "ranks ranks"
 
     received = kept[:, rank]
     last, arrive, leave = jnp.cumsum(received), jnp.cumsum(kept, axis=0) - kept, jnp.cumsum(kept, axis=1) - kept
-    # The first row of a pair on the rank that it goes to, less its first row here: there, and on the way back.
-    there, back = arrive[rank] - start, leave[:, rank] - (last - received)
-    return SendPlan(token, position, jnp.stack([there, end, back, last]).reshape(2, 2, -1))
+    # A shift is the first row of a pair of ranks on the receiving rank, less its first row on the sending rank.
+    shift_there, shift_back = arrive[rank] - start, leave[:, rank] - (last - received)
+    return SendPlan(token, position, jnp.stack([shift_there, end, shift_back, last]).reshape(2, 2, -1))

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from moax.errors import Unsupported
 from moax.mesh.axes import Roles
-from moax.mesh.partition import View
+from moax.mesh.partition import MeshView
 from moax.ops.exchange.all_gather import AllGather
 from moax.ops.exchange.all_to_all import AllToAll
 from moax.ops.exchange.one_sided import OneSided
@@ -18,17 +18,17 @@ TRANSPORTS: dict[str, Transport] = {
     "all_to_all": AllToAll(),
     "one_sided": OneSided(),
 }
-AUTO = "all_gather"  # the transport of `auto`
+AUTO = "all_gather"  # `auto` means this transport
 EXCHANGES = get_args(Exchange)
 
 
 def find_transport(exchange: str, roles: Roles | None = None) -> str:
-    """The name of the transport that `exchange` means; nothing is asked of this machine.
+    """Returns the name of the transport that `exchange` means; nothing is asked of this machine.
 
     Args:
       exchange: `auto`, which is all_gather, or the name of a transport.
-      roles: of a mesh. Where its ep has one rank nothing travels, and all_gather takes the place of a transport that
-        does not run everywhere.
+      roles: the mesh axes by role. Where ep has one rank nothing travels, and all_gather takes the place of a transport
+        that does not run everywhere.
 
     Raises:
       ValueError: there is no transport of this name.
@@ -41,13 +41,13 @@ def find_transport(exchange: str, roles: Roles | None = None) -> str:
     return exchange
 
 
-def select_transport(exchange: str, view: View | None = None, row_bytes: int | None = None) -> str:
-    """The name of the transport that `exchange` means, which this machine can run.
+def select_transport(exchange: str, view: MeshView | None = None, row_bytes: int | None = None) -> str:
+    """Returns the name of the transport that `exchange` means, which this machine can run.
 
     Args:
       exchange: `auto`, which is all_gather, or the name of a transport.
-      view: of the mesh that it is for; None asks for this machine alone.
-      row_bytes: bytes of a row that is to travel; None asks for this machine alone.
+      view: the view of the mesh; None asks about this machine alone.
+      row_bytes: the bytes of a row that travels; None asks about this machine alone.
 
     Raises:
       ValueError: there is no transport of this name.

@@ -14,22 +14,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from moax.mesh.axes import Names, Roles
-from moax.mesh.partition import View
+from moax.mesh.partition import MeshView
 from moax.recipe import Format
 
-Sent = Any  # which tokens a rank sent where: `Received.slots`, of a type that only its transport knows
+Sent = Any  # the plan of a rank, `Received.slots`: only its transport knows the type
 Step = Literal["plan", "send", "combine"]
 Columns = Sequence[tuple[int, str]]  # (width, dtype) of each array that travels
 
 
 @dataclasses.dataclass(frozen=True)
 class CombineSpec:
-    """What is static of a combine, and of its transpose.
+    """The static arguments of a combine, and of its transpose.
 
     Attributes:
       transport: the name of the transport, a key of `TRANSPORTS`.
-      roles: the axes of the mesh.
-      slots: rows for each pair of ranks, of a transport that has slots.
+      roles: the mesh axes by role.
+      slots: the rows that each pair of ranks exchanges, if the transport has slots.
       wire: the format of rows that are sent; None sends them in their own dtype. Sums travel in their own dtype.
       kernels: the implementation that quantizes rows for the wire.
       sms: multiprocessors that copy rows to peers; None leaves the number to the kernel.
@@ -44,30 +44,35 @@ class CombineSpec:
 
     @property
     def ranks(self) -> int:
-        """Devices along ep."""
+        """The number of devices along ep."""
         return self.roles.size(self.roles.ep)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeSpec(CombineSpec):
-    """What is static of a dispatch, of its combine, and of the gradients of both. num_experts: E of the whole mesh."""
+    """The static arguments of a dispatch, of its combine, and of the gradients of both.
+
+    Attributes:
+      num_experts: E of the whole mesh.
+    """
 
     num_experts: int = dataclasses.field(kw_only=True)
 
     @property
     def local_experts(self) -> int:
-        """Experts of one rank."""
+        """The number of experts of one rank."""
         return self.num_experts // self.ranks
 
 
 class Arrived(NamedTuple):
-    """What one rank received of a send.
+    """What one rank received from a `send`.
 
     Attributes:
-      rows: [R, H].
-      narrow: an array [R, W] of each narrow one that was sent, with the bits that were sent.
-      words: [R, V] i32, the narrow arrays side by side in their order, where they travelled so; else None.
-      ends: [P] i32: rows from ends[-1] on hold anything. None: every row holds a token, or 0 in an empty slot.
+      rows: [R, H], the rows that arrived.
+      narrow: one array [R, W] for each narrow array that was sent, bit for bit.
+      words: [R, V] i32, the narrow arrays side by side in their order, if they travelled as words; else None.
+      ends: [P] i32. Rows from ends[-1] on may hold anything. None means that every row holds a token, or 0 in an empty
+        slot.
     """
 
     rows: Array
@@ -81,10 +86,12 @@ class Transfer:
     """One array that a transport moves.
 
     Attributes:
-      kind: a collective as `moax.inspect` names it, or "put": rows that a kernel writes to peers.
-      dtype: NumPy's name. shape: of the result on one device, of a put the rows that arrive.
-      axes: the mesh axes of the group. group_size: its devices.
-      bytes: what one device sends to others.
+      kind: the name of a collective, as in `moax.inspect`, or "put": a kernel writes rows to peers.
+      dtype: the name of the dtype in NumPy.
+      shape: the shape of the result on one device. Of a put it is the shape of the rows that arrive.
+      axes: the mesh axes of the group.
+      group_size: the number of devices of the group.
+      bytes: the bytes that one device sends to others.
     """
 
     kind: str
@@ -96,14 +103,14 @@ class Transfer:
 
 
 def collective(kind: str, dtype: str, shape: Sequence[int], roles: Roles, axes: Names) -> Transfer:
-    """The Transfer of a collective by the ring algorithm.
+    """Returns the Transfer of a collective by the ring algorithm.
 
     With b the bytes of the result and g devices, a device sends b (g-1)/g of an all-gather or all-to-all, 2 b (g-1)/g
     of an all-reduce and b (g-1) of a reduce-scatter. An all-gather to 1024 bytes in a group of 4 sends 768.
 
     Args:
-      kind, dtype, shape, axes: as of `Transfer`.
-      roles: the axes of the mesh.
+      kind, dtype, shape, axes: see `Transfer`.
+      roles: the mesh axes by role.
     """
     group, size = roles.size(axes), jnp.dtype(dtype).itemsize
     for n in shape:
@@ -117,13 +124,13 @@ def collective(kind: str, dtype: str, shape: Sequence[int], roles: Roles, axes: 
 
 @runtime_checkable
 class Transport(Protocol):
-    """How rows travel between the ranks of ep. Its functions of arrays are those of one device.
+    """How rows travel between the ranks of ep. Its functions take and return the arrays of one device.
 
     Attributes:
-      note: what a user must know of it, in one line of `moax info`.
-      has_slots: each pair of ranks has `slots` rows. What finds no slot is dropped, and `send` and `combine` need the
-        plan that `plan` made. Without slots the plan is None.
-      portable: it runs on every mesh and machine.
+      note: one line of `moax info`: what a user must know about the transport.
+      has_slots: whether each pair of ranks has `slots` rows. An assignment that finds no slot is dropped, and `send`
+        and `combine` need the plan that `plan` made. Without slots the plan is None.
+      portable: whether the transport runs on every mesh and machine.
     """
 
     @property
@@ -136,47 +143,59 @@ class Transport(Protocol):
     def portable(self) -> bool: ...
 
     def plan(self, static: ExchangeSpec, experts: Int[Array, "T K"]) -> tuple[Sent, Int[Array, " 1"]]:
-        """Which tokens this rank sends where, and how many of its assignments (token, expert) found no slot."""
+        """Returns which tokens this rank sends where, and how many of its assignments (token, expert) found no slot."""
         ...
 
     def send(self, static: CombineSpec, rows: Array, narrow: Sequence[Array], sent: Sent) -> Arrived:
-        """The rows [T, H] of this rank's tokens, and each narrow array [T, W] of 4 bytes or 1 an element, to the ranks
-        of the plan."""
+        """Sends the rows [T, H] of this rank's tokens to the ranks of the plan.
+
+        Each narrow array [T, W], of 4 bytes or 1 byte an element, travels with the rows.
+        """
         ...
 
     def combine(self, static: CombineSpec, arrays: Sequence[Array], sent: Sent, tokens: int) -> list[Array]:
-        """The transpose of `send`: y[t] = the sum over ranks of the row that token t became there, of each array
-        [R, W]."""
+        """Computes the transpose of `send`: y[t] is the sum, over the ranks that t went to, of its row there.
+
+        This holds for each of the arrays [R, W].
+        """
         ...
 
-    def why_not(self, view: View | None, row_bytes: int | None) -> str | None:
-        """Why it cannot run on the mesh of `view` and this machine, for rows of so many bytes; None where it can. None
-        for either asks this machine alone."""
+    def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
+        """Returns why the transport cannot run on the mesh of `view` and this machine; None where it can.
+
+        `row_bytes` are the bytes of a row. Where `view` or `row_bytes` is None, the question is about this machine
+        alone.
+        """
         ...
 
     def why_not_on(self, gpus: int, host: int, kernels: str) -> str | None:
-        """The same of a mesh of `gpus` GPUs, `host` of them in each machine, with these kernels; nothing is asked of
-        this machine."""
+        """Returns why the transport cannot run on a mesh of `gpus` GPUs, `host` of them in each machine; None where it
+        can.
+
+        The answer does not depend on this machine. `kernels` is the name of the implementation.
+        """
         ...
 
     def received_rows(self, tokens: int, ranks: int, slots: int) -> int:
-        """R: rows of the buffer that a rank receives into."""
+        """Returns R, the rows of the buffer that a rank receives into."""
         ...
 
     def buffer_rows(self, tokens: int, top_k: int, ranks: int, slots: int) -> int:
-        """Rows of all buffers of an exchange: those received, and copies made to be sent or to be summed."""
+        """Returns the rows of all buffers of an exchange: the received rows, and copies that are sent or summed."""
         ...
 
     def plan_entries(self, tokens: int, top_k: int, ranks: int, slots: int) -> int:
-        """i32 numbers of the plan that forward leaves to backward."""
+        """Returns the number of i32 entries of the plan, which forward leaves to backward."""
         ...
 
     def cost(self, static: ExchangeSpec, tokens: int, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
-        """What one step moves where each token takes K experts at random.
+        """Returns the Transfers of one step, if each token takes K experts at random.
 
         Args:
-          tokens: T. top_k: K.
+          static: the spec of the exchange.
+          tokens: T of a shard.
+          top_k: K.
           step: `plan`, `send` or `combine`.
-          columns: the arrays of a `send` or a `combine`, rows first; () of a plan.
+          columns: (width, dtype) of each array of a `send` or a `combine`, the rows first; () for a plan.
         """
         ...

@@ -1,1 +1,1 @@
-"""The kernels: a file each, arrays and a TileConfig in, arrays out, by Pallas Mosaic GPU."""
+"""The kernels of Pallas Mosaic GPU. They take arrays and a TileConfig and return arrays."""

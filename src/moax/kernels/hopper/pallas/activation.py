@@ -1,14 +1,14 @@
-"""Activation and its gradient, quantized in the same read of h.
+"""The activation and its gradient, quantized; each kernel reads h once.
 
     activate_quantize        a = act(gate, up) * weight, by rows                              for the product with wo
     activate_grad_quantize   a * weight, by columns                                           for d wo
                              d h = (d act / d h)^T (d a * weight), by rows and by columns     for d rows and d wi
                              inner = <d a, act(gate, up)>                                     for d weight
 
-h [N, G F] holds gate in its first F columns and up in its last (G 1: up alone). All is computed in float32 and rounded
-where `moax.moe` rounds, to bf16: a, then a * weight; d a * weight; d h. A tile is 64 or 128 rows x 128 columns of F,
-computed in place of what was loaded, and quantized from there as in `quantize`. Blocks past the used ones are not
-written.
+h [N, G F] holds the gate in its first F columns and up in its last F columns; with G = 1 it holds up alone. The kernels
+compute in float32. They round to bf16 where `moax.moe` rounds: a, then a * weight; d a * weight; d h. A tile is 64 or
+128 rows by 128 columns of F. A kernel writes a tile's results into the memory of its operands, and quantizes them from
+there as `quantize` does. Blocks without rows are not written.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from moax.kernels.hopper.pallas.quantize import (
     zero_tail,
 )
 
-PART = 32  # columns that a warpgroup computes at a time, so that the registers of two blocks of threads fit an SM
-LONG = 20  # operations of a gradient above which only half of them do
+PART = 32  # a warpgroup computes so many columns at one time, so that two blocks of threads fit the registers of an SM
+LONG = 20  # a gradient of more operations is computed for half as many columns at one time
 
 
 def activate_quantize(
@@ -55,12 +55,15 @@ def activate_quantize(
 
     Args:
       h: [N, G F] bf16, N and F multiples of 128.
-      blocks: which rows are real; the others are 0.
-      act: of f32 arrays, elementwise: act(gate, up), or act(up) if not gated. 0 at 0.
+      blocks: the blocks of the rows. A row of padding in a used block becomes 0.
+      act: act(gate, up), or act(up) if not gated. It works on f32 arrays elementwise, and is 0 at 0.
       gated: whether G is 2.
-      weights: [N] f32, finite, of each row; None: 1.
+      weights: [N] f32, finite, the weight of each row; None means 1.
       dtype: float8_e4m3fn or float8_e5m2.
-      pow2: scales are rounded up to powers of two.
+      pow2: whether scales are rounded up to powers of two.
+
+    Raises:
+      Unsupported: h has another dtype or shape.
     """
     size, width = check_h(h, gated)
 
@@ -74,7 +77,7 @@ def activate_quantize(
             zero_half(tiles, count - lax.rem(i, 2) * HALF, met)
             weight = None if weights is None else row_values(weights, first, PART)
 
-            @pl.loop(0, BLOCK // PART)  # not unrolled: that would take more registers
+            @pl.loop(0, BLOCK // PART)  # the loop is not unrolled, which would take more registers
             def _(step):
                 at = part_at(0, step, PART)
                 (a,) = evaluate(act, *(load_part(tile, at) for tile in tiles))
@@ -106,23 +109,33 @@ def activate_grad_quantize(
     dtype_dy=jnp.float8_e4m3fn,
     pow2: bool = False,
 ) -> tuple[KMajorFp8, KMajorFp8, KMajorFp8, Float[Array, "J N"]]:
-    """a * weight by columns; d h by rows and by columns; inner[j, n] = the sum of d_a a over the j-th 128 columns.
+    """Returns (a * weight by columns, d_h by rows, d_h by columns, inner), quantized but for inner.
+
+    inner[j, n] is the sum of d_a a over columns 128 j to 128 j + 127.
 
     Args:
-      h: [N, G F] bf16, as in `activate_quantize`; G is h's width over that of d_a.
-      d_a: [N, F] bf16.
-      blocks, act, pow2: as in `activate_quantize`.
-      weights: [N] f32, finite, of each row.
-      dtype_x, dtype_dy: of a, and of d h.
+      h: [N, G F] bf16, as in `activate_quantize`. G is the width of h divided by the width of d_a.
+      d_a: [N, F] bf16, the gradient of a before the weights multiply it.
+      blocks, act, pow2: see `activate_quantize`.
+      weights: [N] f32, finite, the weight of each row.
+      dtype_x, dtype_dy: the FP8 dtypes of a and of d_h.
 
     Returns:
-      a: data [F, N], scale [N / 128, F]. d_h by rows: data [N, G F], scale [G F / 128, N]. d_h by columns:
-      data [G F, N], scale [N / 128, G F]. inner: [F / 128, N] f32.
+      a: data [F, N], scale [N / 128, F].
+      d_h by rows: data [N, G F], scale [G F / 128, N].
+      d_h by columns: data [G F, N], scale [N / 128, G F].
+      inner: [F / 128, N] f32.
+
+    Raises:
+      ValueError: d_a has another shape or dtype than h asks for.
+      Unsupported: h has another dtype or shape.
     """
     gated = h.shape[1] == 2 * d_a.shape[1]
     size, width = check_h(h, gated)
     if d_a.shape != (size, width) or d_a.dtype != h.dtype:
-        raise ValueError(f"d_a is {d_a.dtype} {d_a.shape}; with h {h.dtype} {h.shape} it must be [N, F] like it")
+        raise ValueError(
+            f"d_a is {d_a.dtype} {d_a.shape}; with h {h.dtype} {h.shape} it must be {h.dtype} {(size, width)}"
+        )
     steps, part = width // BLOCK, part_of(act, gated)
 
     def activate_grad_quantize(
@@ -151,12 +164,12 @@ def activate_grad_quantize(
             zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
             sums = lax.fori_loop(0, BLOCK // part, compute, zeros)
             inner[j, pl.ds(i * BLOCK + half * HALF, HALF)] = sums
-            meet(met)  # columns are read across what both warpgroups wrote
+            meet(met)  # a column spans rows that both warpgroups wrote
             put(columns_of(grad, half), (*a_out, first), j * BLOCK + half * HALF, i, half, pow2)
-            meet(met)  # `grad` is read: its memory is now `later`
+            meet(met)  # `grad` has been read, and `later` takes its memory
             for g, tile in enumerate(tiles):
                 column = g * steps + j
-                if g:  # the last copy may still be reading, but not from the buffer that is next
+                if g:  # the last copy may still read its buffer, but not the next buffer
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 put(rows_of(tile, half), (*rows_out, later[0]), i * BLOCK + half * HALF, column, half, pow2)
                 if g:
@@ -185,7 +198,7 @@ def activate_grad_quantize(
 
 
 def check_h(h, gated: bool, columns: int = BLOCK) -> tuple[int, int]:
-    """N and F, of which F must be a multiple of `columns`."""
+    """Returns N and F of h [N, G F]. Raises Unsupported unless h is bf16, 128 divides N and `columns` divides F."""
     size, width = h.shape[0], h.shape[1] // (1 + gated)
     if h.dtype != jnp.bfloat16:
         raise Unsupported(f"h is {h.dtype}; the kernel takes bfloat16")
@@ -195,46 +208,46 @@ def check_h(h, gated: bool, columns: int = BLOCK) -> tuple[int, int]:
 
 
 def _out(shape, dtype):
-    """Data, and scales of blocks along its last dim."""
+    """Returns the types of data with this shape, and of scales of blocks along its last dim."""
     return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((shape[1] // BLOCK, shape[0]), jnp.float32)
 
 
 def tiles_of(x, tiles, i, j, width: int):
-    """Each tile with the part of x that it is of."""
+    """Returns a pair (part of x, tile) for each tile: tile g takes rows i and columns j of the g-th projection of x."""
     rows, columns = tiles[0].shape
     at = pl.ds(i * rows, rows)
     return [(x.at[at, pl.ds(g * width + j * columns, columns)], tile) for g, tile in enumerate(tiles)]
 
 
 def zero_half(tiles, count, barrier) -> None:
-    """Zeros the rows from `count` on of tiles of 64 rows."""
+    """Writes 0 into the rows from `count` on of tiles of 64 rows."""
     pl.when(count < HALF)(lambda: zero_tail(tiles, count, [0], barrier))
 
 
 def part_at(half, step, part: int):
-    """The step-th part of the columns of half of a tile's rows."""
+    """Returns the index of a part of a tile: half of the rows, and columns step * part to (step + 1) * part - 1."""
     return pl.ds(half * HALF, HALF), pl.ds(pl.multiple_of(step * part, part), part)
 
 
 def load_part(tile, at):
-    """That part of a tile, as f32."""
+    """Returns the part of a tile at the index `at`, as f32."""
     return plgpu.load(tile.at[at], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
 def rounded(x):
-    """x rounded to bf16, as f32."""
+    """Returns x rounded to bf16, as f32."""
     bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
 
 
 def row_values(x, first, part: int):
-    """The f32 value of each row from `first` on, as an array [64, part]."""
+    """Returns the f32 values x[first] to x[first + 63] of 64 rows, as an array [64, part] with equal columns."""
     value = plgpu.load(x.at[pl.ds(first, HALF)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     return lax.broadcast_in_dim(value, (HALF, part), [0])
 
 
 def with_grads(act: Callable) -> Callable:
-    """(d, *inputs) -> (act(*inputs), *its gradients times d)."""
+    """Returns the function (d, *inputs) -> (act(*inputs), and the gradient of act by each input, times d)."""
 
     def run(d, *inputs):
         a, pull = jax.vjp(act, *inputs)
@@ -244,7 +257,10 @@ def with_grads(act: Callable) -> Callable:
 
 
 def part_of(act: Callable, gated: bool) -> int:
-    """Columns of a gradient computed at a time: half of PART for a long formula."""
+    """Returns the columns of a gradient that a warpgroup computes at one time.
+
+    They are PART, or half of it for a long formula.
+    """
 
     def length(jaxpr) -> int:
         return sum(1 if (inner := _called(eqn)) is None else length(inner.jaxpr) for eqn in jaxpr.eqns)
@@ -254,12 +270,15 @@ def part_of(act: Callable, gated: bool) -> int:
 
 
 def _called(eqn):
-    """The closed jaxpr of a call (of jit, or of what has its own derivative), None for an operation."""
+    """Returns the closed jaxpr of a call, such as that of jit or of a custom derivative; None for an operation."""
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
 
 
 def evaluate(f: Callable, *args) -> list:
-    """f(*args), flat, in the primitives that Mosaic knows: calls are inlined, and sums of cotangents are sums."""
+    """Returns the flat results of f(*args), computed with primitives that Mosaic knows.
+
+    Calls are inlined, and `add_any`, by which JAX sums cotangents, becomes an addition.
+    """
     closed = jax.make_jaxpr(f)(*args)
 
     def run(jaxpr, consts, args):

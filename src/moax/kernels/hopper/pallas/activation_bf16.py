@@ -1,11 +1,12 @@
-"""Activation and its gradient in bf16, each in one read of h.
+"""The activation and its gradient in bf16; each kernel reads h once.
 
     activate_rows        a = act(gate, up) * weight
     activate_grad_rows   a * weight, d h = (d act / d h)^T (d a * weight), inner = <d a, act(gate, up)>
 
-Roundings are those of `activation`. A tile is 64 rows x 128, 64 or 32 columns of F: the most that cut neither gate nor
-up. It is computed in place of what was loaded and stored from there, so that an SM holds four blocks of threads, which
-load and store while others compute. Blocks past the used ones are neither read nor written.
+The kernels round where the kernels of `activation` round. A tile is 64 rows by 128, 64 or 32 columns of F, the largest
+of these numbers that divides F. A kernel writes a tile's results into the memory of its operands and stores them from
+there. An SM then holds four blocks of threads, of which some load and store while others compute. Blocks without rows
+are neither read nor written.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from moax.kernels.hopper.pallas.activation import (
 )
 from moax.kernels.hopper.pallas.quantize import HALF, launch, load_tiles
 
-COLUMNS = (128, 64, 32)  # that a tile may have
+COLUMNS = (128, 64, 32)  # the numbers of columns that a tile may have
 
 
 def activate_rows(
@@ -50,10 +51,16 @@ def activate_rows(
 
     Args:
       h: [N, G F] bf16, N a multiple of 128 and F of 32.
-      blocks: which rows are real; the others are 0.
-      act: of f32 arrays, elementwise: act(gate, up), or act(up) if not gated. 0 at 0.
+      blocks: the blocks of the rows. A row of padding in a used block becomes 0.
+      act: act(gate, up), or act(up) if not gated. It works on f32 arrays elementwise, and is 0 at 0.
       gated: whether G is 2.
-      weights: [N] f32, finite, of each row; None: 1.
+      weights: [N] f32, finite, the weight of each row; None means 1.
+
+    Returns:
+      [N, F] bf16.
+
+    Raises:
+      Unsupported: h has another dtype or shape.
     """
     size, width = check_h(h, gated, COLUMNS[-1])
     columns = _columns(width)
@@ -91,21 +98,29 @@ def activate_grad_rows(
     *,
     weights: Float[Array, " N"],
 ) -> tuple[Float[Array, "N F"], Float[Array, "N GF"], Float[Array, "J N"]]:
-    """a * weight; d h; inner[j, n] = the sum of d_a a over the j-th tile of columns.
+    """Returns (a * weight, d_h, inner), with inner[j, n] the sum of d_a a over the j-th tile of columns.
 
     Args:
-      h: [N, G F] bf16, as in `activate_rows`; G is h's width over that of d_a.
-      d_a: [N, F] bf16.
-      blocks, act: as in `activate_rows`.
-      weights: [N] f32, finite, of each row.
+      h: [N, G F] bf16, as in `activate_rows`. G is the width of h divided by the width of d_a.
+      d_a: [N, F] bf16, the gradient of a before the weights multiply it.
+      blocks, act: see `activate_rows`.
+      weights: [N] f32, finite, the weight of each row.
 
     Returns:
-      a * weight [N, F] and d h [N, G F] bf16; inner [J, N] f32, J tiles of 128, 64 or 32 columns.
+      a * weight: [N, F] bf16.
+      d_h: [N, G F] bf16.
+      inner: [J, N] f32, with J tiles of 128, 64 or 32 columns.
+
+    Raises:
+      ValueError: d_a has another shape or dtype than h asks for.
+      Unsupported: h has another dtype or shape.
     """
     gated = h.shape[1] == 2 * d_a.shape[1]
     size, width = check_h(h, gated, COLUMNS[-1])
     if d_a.shape != (size, width) or d_a.dtype != h.dtype:
-        raise ValueError(f"d_a is {d_a.dtype} {d_a.shape}; with h {h.dtype} {h.shape} it must be [N, F] like it")
+        raise ValueError(
+            f"d_a is {d_a.dtype} {d_a.shape}; with h {h.dtype} {h.shape} it must be {h.dtype} {(size, width)}"
+        )
     columns, part = _columns(width), part_of(act, gated)
 
     def activate_grad_rows(h, d_a, counts, weights, a_out, d_h, inner, *, tiles, loaded, met):
@@ -144,19 +159,22 @@ def activate_grad_rows(
 
 
 def _columns(width: int) -> int:
-    """Of a tile."""
+    """Returns the columns of a tile, which divide F."""
     return next(n for n in COLUMNS if width % n == 0)
 
 
 def _scratch(count: int, dtype, columns: int, part: int) -> dict:
-    """Tiles laid out in boxes of `part` columns: a box is the least that is addressed."""
+    """Returns the shared memory of a kernel.
+
+    Its tiles have boxes of `part` columns, since a kernel addresses whole boxes.
+    """
     transforms = (plgpu.TilingTransform((8, part)), plgpu.SwizzleTransform(part * jnp.dtype(dtype).itemsize))
     tile = plgpu.SMEM((HALF, columns), dtype, transforms=transforms)
     return dict(tiles=[tile] * count, loaded=plgpu.Barrier(num_arrivals=count), met=plgpu.Barrier())
 
 
 def _store(copies) -> None:
-    """Copies each tile to its (target, tile), and waits until all are read."""
+    """Copies each tile of the (target, tile) pairs to its target, and waits until all tiles are read."""
     plgpu.commit_smem()
     for target, tile in copies:
         plgpu.copy_smem_to_gmem(tile, target)

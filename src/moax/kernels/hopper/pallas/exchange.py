@@ -1,12 +1,14 @@
-"""Exchange: rows written straight into the memory of peers, over NVLink.
+"""The kernel of the transport `one_sided`: it writes rows into the memory of peers, over NVLink.
 
-    out[p][i + shift[p]] = x[source[i]]        end[p - 1] <= i < end[p]; what no rank writes holds anything
+    out[p][i + shift[p]] = x[source[i]]        end[p - 1] <= i < end[p]; other rows of out may hold anything
 
-A row is read from this rank's memory into SMEM and written to its peer from there, by bulk copies: there is no send
-buffer, no thread touches what is moved, and no byte crosses that is not a row's. Rows of several arrays travel in one
-pass. The devices of the mesh wait for one another before the kernel begins (XLA sees to that); each then signals each
-peer of its group when all that it wrote has arrived, and waits for as many signals, as nobody may return while rows
-are still under way to its memory.
+With ends (2, 4) and shifts (0, -2), rows 0 and 1 go to rank 0 as rows 0 and 1, and rows 2 and 3 go to rank 1 as rows 0
+and 1. One bulk copy reads a row from this rank's memory into SMEM, and another writes it to the peer. There is no send
+buffer, no thread reads a row, and the wire carries rows alone. Rows of several arrays travel in one pass.
+
+XLA makes the devices of the mesh wait for one another before the kernel begins. Each rank signals every peer of its
+group when its rows have arrived. It then waits for the signals of all peers, because no rank may return while rows are
+still on their way to its memory.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from jaxtyping import Array, Int
 
 from moax.errors import Unsupported
 
-SMS = 32  # that exchange; products of other streams have the rest
-WARPGROUPS = 4  # of a thread block, each with rows of its own
-MOST_BYTES = 192 * 1024  # of SMEM
-MOST_COPIES = 8  # rows that a warpgroup has in flight: they are unrolled
-IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # bulk copies rather than tensor maps
+SMS = 32  # the multiprocessors that exchange; products of other streams have the others
+WARPGROUPS = 4  # the warpgroups of a block of threads, each with rows of its own
+MOST_BYTES = 192 * 1024  # the most bytes of SMEM
+MOST_COPIES = 8  # the most rows that a warpgroup has in flight, in an unrolled loop
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
 
 
 def put_rows(
@@ -45,17 +47,22 @@ def put_rows(
     """out[i + shift[p]] of rank p = x[source[i]], for end[p - 1] <= i < end[p] and each array x.
 
     Args:
-      arrays: each [T, W] of any dtype, a row a multiple of 16 bytes.
-      source: [C] i32: which row to send; None: row i.
-      places: (shift, end) of each rank, counted row-major over `axes`, of each way; ends ascend, to C at most.
-      way: which of them.
-      out_rows: rows of the results.
-      axes: (name, size) of the mesh axes of the group that exchanges; none: rows stay on this device.
-      sms: multiprocessors that copy.
+      arrays: each [T, W] of any dtype, with rows of a multiple of 16 bytes.
+      source: [C] i32, the row of x that is sent as row i; None sends row i itself.
+      places: [ways, 2, ranks] i32, (shift, end) of each rank for each way; see `SendPlan`. Ranks count row-major over
+        `axes`. Ends ascend, to C at most.
+      way: the index of the way in `places`.
+      out_rows: the rows of each result.
+      axes: (name, size) of the mesh axes of the group that exchanges. Without axes, rows stay on this device.
+      sms: the multiprocessors that copy.
 
     Returns:
-      for each array [out_rows, W]: the rows that were written by any rank of the group, this one included; the others
+      [out_rows, W] for each array: the rows that the ranks of the group, this one included, wrote here. Other rows may
       hold anything. No two ranks may write the same row.
+
+    Raises:
+      ValueError: places does not fit the axes.
+      Unsupported: the rows have another size.
     """
     sizes = [x.shape[1] * x.dtype.itemsize for x in arrays]
     for x, size in zip(arrays, sizes, strict=True):
@@ -63,7 +70,7 @@ def put_rows(
             raise Unsupported(f"rows of shape {x.shape} {x.dtype} have {size} bytes, no multiple of 16")
     copies = min(MOST_COPIES, MOST_BYTES // (WARPGROUPS * sum(sizes)))
     if not copies:
-        raise Unsupported(f"rows of {sum(sizes)} bytes; the kernel takes {MOST_BYTES // WARPGROUPS}")
+        raise Unsupported(f"rows of {sum(sizes)} bytes; the kernel takes at most {MOST_BYTES // WARPGROUPS}")
     ranks, workers = math.prod(size for _, size in axes), sms * WARPGROUPS
     if places.shape[1:] != (2, ranks):
         raise ValueError(f"places has shape {places.shape}; for {axes} it must be (ways, 2, {ranks})")
@@ -72,7 +79,7 @@ def put_rows(
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("sm") * WARPGROUPS + warpgroup
         shifts, ends = ([places[way, n, p] for p in range(ranks)] for n in range(2))
-        # Neighbouring rows go to one peer: shares of them, so that all peers are written to at any time.
+        # Neighbouring rows go to one peer. Each worker takes neighbouring rows, so that all peers receive at any time.
         share = lax.div(ends[-1] + workers - 1, jnp.int32(workers))
         first = worker * share
         end = jnp.minimum(first + share, ends[-1])
@@ -82,7 +89,7 @@ def put_rows(
             sources = at if source is None else [source[jnp.minimum(i, source.shape[0] - 1)] for i in at]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for k in range(copies):
-                # Branches, not a predicate: a row that does not exist must not be addressed.
+                # This is a branch and no predicate, because the kernel must not address a row that does not exist.
                 @pl.when(at[k] < end)
                 def _(k=k):
                     for x, buffer in zip(arrays, buffers, strict=True):
@@ -97,13 +104,13 @@ def put_rows(
                     plgpu.barrier_wait(arrived.at[warpgroup * copies + k])
                     peer, row = place(at[k], ends, shifts)
                     for out, buffer in zip(outs, buffers, strict=True):
-                        there = plgpu.remote_ref(out, coordinates(peer, axes)) if axes else out
-                        plgpu.copy_smem_to_gmem(buffer.at[warpgroup, k], there.at[row])
+                        peer_out = plgpu.remote_ref(out, coordinates(peer, axes)) if axes else out
+                        plgpu.copy_smem_to_gmem(buffer.at[warpgroup, k], peer_out.at[row])
 
         lax.fori_loop(0, lax.div(jnp.maximum(end - first, 0) + copies - 1, jnp.int32(copies)), batch, None)
         plgpu.wait_smem_to_gmem(0)
         if axes:
-            # One by one: jax 0.11.2 puts the fence of signals in parallel after the first of them.
+            # The signals go one by one: of parallel signals, jax 0.11.2 puts the fence after the first signal.
             for rank in range(ranks):
                 pl.semaphore_signal(done, device_id=coordinates(jnp.int32(rank), axes))
             pl.semaphore_wait(done, ranks * WARPGROUPS, decrement=False)
@@ -114,7 +121,7 @@ def put_rows(
         done=plgpu.SemaphoreType.REGULAR if axes else None,
     )
 
-    @sequential_vmap  # blocks of threads that wait for those of peers must all be running
+    @sequential_vmap  # blocks of threads wait for the blocks of peers, so all of them must run at one time
     def launch(arrays, source, places):
         (outs,) = plgpu.kernel(
             put_rows,
@@ -131,7 +138,7 @@ def put_rows(
 
 
 def place(i, ends: Sequence, shifts: Sequence) -> tuple[Any, Any]:
-    """The rank that row i goes to, and the row there."""
+    """Returns the rank that row i goes to, and its row on that rank."""
     peer, shift = jnp.int32(0), shifts[0]
     for p in range(1, len(ends)):
         peer, shift = jnp.where(i < ends[p - 1], peer, p), jnp.where(i < ends[p - 1], shift, shifts[p])
@@ -139,9 +146,12 @@ def place(i, ends: Sequence, shifts: Sequence) -> tuple[Any, Any]:
 
 
 def coordinates(rank, axes: tuple[tuple[str, int], ...]) -> Any:
-    """The place of a rank along each axis; the last counts fastest."""
-    found = {}
+    """Returns the index of a rank along each axis. The last axis counts fastest.
+
+    Rank 5 of the axes (("a", 2), ("b", 4)) is 1 along a and 1 along b.
+    """
+    indices = {}
     for name, size in reversed(axes):
-        found[name] = lax.rem(rank, jnp.int32(size))
+        indices[name] = lax.rem(rank, jnp.int32(size))
         rank = lax.div(rank, jnp.int32(size))
-    return found
+    return indices

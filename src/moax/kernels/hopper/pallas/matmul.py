@@ -1,6 +1,7 @@
 """Grouped matmul of 16-bit operands: y[m] = x[m] w[g(m)] + bias[g(m)], or x[m] w[g(m)]^T.
 
-The weight is read as it lies in both directions: wgmma takes either order of 16-bit operands. Sums are float32.
+The kernel reads the weight as it lies for both products, since wgmma takes 16-bit operands in either order. Sums are
+float32.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks
 from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
 
-STEP = 64  # contracted elements of a stage: 128 bytes
-PIECE = 64  # columns whose bias is in registers at a time
+STEP = 64  # the contracted elements of a stage, 128 bytes
+PIECE = 64  # the columns whose bias is in registers at one time
 
 
 def grouped_matmul(
@@ -33,16 +34,22 @@ def grouped_matmul(
     """y[m] = x[m] w[g(m)] + bias[g(m)]; with `transpose` y[m] = x[m] w[g(m)]^T + bias, for x [M, N], w [E, K, N].
 
     Args:
-      x: bf16 or f16, rows in blocks; padding may hold anything. w: like x in dtype.
-      blocks: of the rows. tile: see TileConfig.
-      bias: of the columns of y, added in float32.
-      out_dtype: of y; default: x's.
+      x: [M, K], bf16 or f16, its rows in blocks; padding may hold anything.
+      w: [E, K, N] in the dtype of x.
+      blocks: the blocks of the rows.
+      tile: see TileConfig.
+      transpose: whether w is transposed; x is then [M, N] and y [M, K].
+      bias: one value for each column of y, added in float32.
+      out_dtype: the dtype of y; None means x.dtype.
 
     Returns:
-      y: rows past the real ones may hold anything.
+      y: [M, N], or [M, K] with `transpose`. Padding may hold anything.
+
+    Raises:
+      Unsupported: x and w have other dtypes, or a contiguous dim is no multiple of 32 bytes.
     """
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-        raise Unsupported(f"x and w of {x.dtype}, {w.dtype}: this kernel takes bfloat16 or float16")
+        raise Unsupported(f"x is {x.dtype} and w is {w.dtype}; the kernel takes bfloat16, or float16, for both")
     rows, contracted = x.shape
     columns = w.shape[1] if transpose else w.shape[2]
     swizzle = swizzle_of(2 * contracted, 2 * w.shape[2])

@@ -1,8 +1,8 @@
 """Grouped matmul of FP8 operands: y[m] = sum over blocks k of 128: sx[k, m] sw[g, n/128, k] (x[m, k] . w[g, n, k]).
 
-FP8 wgmma takes K-major operands only. The weight is transposed where it is quantized, on its shard, before the
-gather: forward takes w^T, dgrad w as it lies; 128 x 128 blocks have the same scales either way. Partial sums of 128
-are promoted to float32 registers, since Hopper's FP8 accumulators keep fewer bits.
+FP8 wgmma takes K-major operands alone. Forward takes w^T, so the weight is transposed when it is quantized, on its
+shard and before the gather. dgrad takes w as it lies. 128 x 128 blocks have the same scales in both. Partial sums of
+128 elements are promoted to float32 registers, since the FP8 accumulators of Hopper keep fewer bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
 
-PIECE = 64  # columns that surely share a scale of the weight
+PIECE = 64  # so many columns always share a scale of the weight
 
 
 def grouped_matmul_fp8(
@@ -33,16 +33,21 @@ def grouped_matmul_fp8(
     """y[m] = x[m] w[g(m)]^T + bias[g(m)], dequantized block by block.
 
     Args:
-      x: rows [M, K] in blocks; padding may hold anything. w: weights [E, N, K].
-      blocks: of the rows. tile: tile_n a multiple of 64.
-      bias: of the columns of y, added in float32.
-      out_dtype: of y.
+      x: data [M, K], its rows in blocks; padding may hold anything.
+      w: data [E, N, K].
+      blocks: the blocks of the rows.
+      tile: see TileConfig; tile_n is a multiple of 64.
+      bias: one value for each column of y, added in float32.
+      out_dtype: the dtype of y.
 
     Returns:
-      y: [M, N]; rows past the real ones may hold anything.
+      y: [M, N]. Padding may hold anything.
+
+    Raises:
+      Unsupported: x or w is no 8-bit float, or tile_n is no multiple of 64.
     """
     if x.data.dtype.itemsize != 1 or w.data.dtype.itemsize != 1:
-        raise Unsupported(f"x and w of {x.data.dtype}, {w.data.dtype}: this kernel takes 8-bit floats")
+        raise Unsupported(f"x is {x.data.dtype} and w is {w.data.dtype}; the kernel takes 8-bit floats")
     if tile.tile_n % PIECE:
         raise Unsupported(f"tile_n={tile.tile_n} must be a multiple of {PIECE}")
     rows, contracted = x.data.shape
@@ -69,16 +74,18 @@ def grouped_matmul_fp8(
     def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, used, *bias):
         _, column, g = place
         mine = pl.ds(warpgroup * ROWS, ROWS)
-        # Which scale of the weight each piece of columns has; neighbours often share it.
-        of = [jnp.minimum(lax.div(column * tile.tile_n + i * PIECE, BLOCK), last_scale) for i in range(pieces)]
+        # The block of the weight's scales that each piece of columns has. Two neighbouring pieces often share one.
+        scale_blocks = [
+            jnp.minimum(lax.div(column * tile.tile_n + i * PIECE, BLOCK), last_scale) for i in range(pieces)
+        ]
         own = [i for i in range(pieces) if tile.tile_n % BLOCK or i % (BLOCK // PIECE) == 0]
 
         def scales(step):
-            return tuple(sw[g, of[i], step] for i in own)
+            return tuple(sw[g, scale_blocks[i], step] for i in own)
 
         def step(k, carry):
             totals, sw_now = carry
-            sw_next = scales(jnp.minimum(k + 1, steps - 1))  # a step early: it comes from device memory
+            sw_next = scales(jnp.minimum(k + 1, steps - 1))  # loaded one step early, since it comes from device memory
             slot = lax.rem(at + k, tile.stages)
             plgpu.barrier_wait(full.at[slot])
 

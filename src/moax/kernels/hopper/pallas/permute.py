@@ -1,10 +1,11 @@
-"""Permute and unpermute: rows gathered, and weighted sums of gathered rows.
+"""The kernels of permute and unpermute: gathers of rows, and weighted sums of gathered rows.
 
-    gather_rows   out[n] = x[source[n]]                                        0 where there is no such row
-    gather_sum    y[r]   = sum_k weights[r, k] rows[position[r, k]]            over those that exist
+    gather_rows   out[n] = x[source[n]]                                        0 where source[n] >= R
+    gather_sum    y[r]   = sum_k weights[r, k] rows[position[r, k]]            over the positions below N
 
-A row is contiguous, so it moves as one bulk copy through SMEM, whatever its width; no thread touches what is only
-moved. A block of threads has several rows in flight, an SM several blocks.
+With source (2, 0) and R = 3, out[0] is x[2] and out[1] is x[0]. A row is contiguous, so one bulk copy moves it through
+SMEM, whatever its width, and no thread reads it. A block of threads has several rows in flight, and an SM has several
+blocks of threads.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from moax.errors import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.formats import BLOCK
 
-IN_FLIGHT = 32 * 1024  # bytes that a block of threads aims to have in flight: five or six of them fill an SM
-MOST_COPIES = 16  # of a block of threads: they are unrolled
-MOST_BYTES = 200 * 1024  # of SMEM
+IN_FLIGHT = 32 * 1024  # the bytes that a block of threads has in flight; five or six blocks fill an SM
+MOST_COPIES = 16  # the most copies of a block of threads, whose loop is unrolled
+MOST_BYTES = 200 * 1024  # the most bytes of SMEM
 THREADS = 128
-IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # bulk copies rather than tensor maps
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
 
 
 def gather_rows(
@@ -40,17 +41,20 @@ def gather_rows(
     """out[n] = x[source[n]], 0 where source[n] >= R.
 
     Args:
-      x: [R, H], any dtype, a row a multiple of 16 bytes.
-      source: [N] i32, not negative; N a multiple of 128.
-      used: [1] i32, blocks of 128 rows of the result that are written. None: all.
-      in_flight: bytes that a block of threads aims to have in flight.
+      x: [R, H] of any dtype, with rows of a multiple of 16 bytes.
+      source: [N] i32, not negative; N is a multiple of 128.
+      used: [1] i32, the number of blocks of 128 rows of the result that are written. None writes all.
+      in_flight: the bytes that a block of threads has in flight.
+
+    Raises:
+      Unsupported: the rows have another size, or N is no multiple of 128.
     """
     received, width = x.shape
     row = _row_bytes("x", x)
     if source.shape[0] % BLOCK:
         raise Unsupported(f"source has {source.shape[0]} rows; the kernel takes multiples of {BLOCK}")
     if row > MOST_BYTES:
-        raise Unsupported(f"x has rows of {row} bytes; the kernel takes {MOST_BYTES}")
+        raise Unsupported(f"x has rows of {row} bytes; the kernel takes at most {MOST_BYTES}")
     count = _rows_at_once(BLOCK, 1, row, in_flight)
     vector = _vector(width, x.dtype.itemsize)
     held = align_up(width, vector * THREADS)
@@ -61,7 +65,7 @@ def gather_rows(
         def body():
             at = [source[first + k] for k in range(count)]
             for k in range(count):
-                # Branches, not a predicate: a row that does not exist must not be addressed.
+                # This is a branch and no predicate, because the kernel must not address a row that does not exist.
                 @pl.when(at[k] < received)
                 def _(k=k):
                     plgpu.copy_gmem_to_smem(x.at[at[k]], buffer.at[k], arrived.at[k], oob_mode=IN_BOUNDS)
@@ -109,13 +113,19 @@ def gather_sum(
     *,
     in_flight: int = IN_FLIGHT,
 ) -> Float[Array, "R H"]:
-    """y[r] = sum_k weights[r, k] rows[position[r, k]], in float32, in the dtype of rows.
+    """y[r] = sum_k weights[r, k] rows[position[r, k]], summed in float32.
 
     Args:
-      rows: [N, H] bf16 or f32, a row a multiple of 16 bytes.
-      position: [R, K] i32, not negative. Those from N on add nothing; what is not referred to is not read.
-      weights: [R, K] f32; None: 1.
-      in_flight: bytes that a block of threads aims to have in flight.
+      rows: [N, H] bf16 or f32, with rows of a multiple of 16 bytes. A row without a position is not read.
+      position: [R, K] i32, not negative. A position from N on adds nothing.
+      weights: [R, K] f32; None means 1.
+      in_flight: the bytes that a block of threads has in flight.
+
+    Returns:
+      [R, H] in the dtype of rows.
+
+    Raises:
+      Unsupported: the rows have another dtype or another size.
     """
     size, width = rows.shape
     results, terms = position.shape
@@ -125,7 +135,7 @@ def gather_sum(
     part = _part(width, rows.dtype.itemsize, terms, in_flight)
     count = _rows_at_once(results, terms, part * rows.dtype.itemsize, in_flight)
     vector = _vector(part, rows.dtype.itemsize)
-    held = align_up(part, vector * THREADS)  # columns past `part` hold anything, and are not copied back
+    held = align_up(part, vector * THREADS)  # columns past `part` may hold anything and are not copied back
     layout = plgpu.Layout.WG_STRIDED((held,), vector)
 
     def gather_sum(rows, position, weights, out, *, buffer, arrived):
@@ -173,6 +183,7 @@ def gather_sum(
 
 
 def _row_bytes(name: str, x) -> int:
+    """Returns the bytes of a row of x. Raises Unsupported unless they are a multiple of 16."""
     row = x.shape[1] * x.dtype.itemsize
     if row % 16:
         raise Unsupported(f"{name} has shape {x.shape} {x.dtype}: rows of {row} bytes, no multiple of 16")
@@ -180,18 +191,27 @@ def _row_bytes(name: str, x) -> int:
 
 
 def _rows_at_once(total: int, terms: int, copy: int, in_flight: int) -> int:
-    """Rows of a block of threads, a power of two that divides `total`, each of `terms` copies of so many bytes."""
+    """Returns the rows of a block of threads, a power of two that divides `total`.
+
+    A row is `terms` copies of `copy` bytes.
+    """
     most = min(MOST_COPIES, in_flight // copy) // terms
     return next(n for n in (16, 8, 4, 2, 1) if total % n == 0 and n <= max(most, 1))
 
 
 def _part(width: int, size: int, terms: int, in_flight: int) -> int:
-    """Columns of a block of threads: the most that divide the width, `terms` of them in flight; whole 16 bytes."""
+    """Returns the columns of a block of threads, a multiple of 16 bytes.
+
+    They are the most that divide the width and fit `in_flight` bytes `terms` times. `size` is the bytes of an element.
+    """
     parts = [width // n for n in range(1, width + 1) if width % n == 0 and width // n * size % 16 == 0]
     return next((p for p in parts if terms * p * size <= in_flight), parts[-1])
 
 
 def _vector(part: int, size: int) -> int:
-    """Elements of a 16-byte vector, fewer where those would leave over a quarter of the threads idle."""
+    """Returns the elements of a vector: those of 16 bytes, or fewer.
+
+    They are fewer where 16 bytes would leave over a quarter of the threads idle.
+    """
     most = 16 // size
     return next((v for v in (most, most // 2) if align_up(part, v * THREADS) <= 1.25 * part), max(most // 4, 1))

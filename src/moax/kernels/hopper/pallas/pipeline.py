@@ -1,9 +1,12 @@
-"""The frame of a product's kernel: one warpgroup loads stages of operands, others multiply them, tile after tile.
+"""The frame of all product kernels: one warpgroup loads operands, and the other warpgroups multiply them.
 
-The grid is persistent: a cluster of `TileConfig.cluster` thread blocks on each of the SMs walks over tiles of the
-output, 64 rows by `tile_n` columns a consumer warpgroup. The producer runs ahead over the tiles' ends, so the next tile
-is loaded while this one is stored. Stages are guarded by a `full` barrier (the copies arrive) and an `empty` one (the
-consumers do, of every block of the cluster where a copy is shared by it).
+The warpgroup that loads is the producer, and those that multiply are the consumers. An operand is loaded in stages,
+which are parts of the contracted dim. The grid is persistent: clusters of `TileConfig.cluster` blocks of threads occupy
+all SMs, and each cluster walks over tiles of the output. A consumer has 64 rows by `tile_n` columns of a tile. The
+producer runs ahead into the next tile, so that it loads while the consumers store.
+
+Two barriers guard each stage. The copies of a stage arrive at its `full` barrier. The consumers arrive at its `empty`
+barrier, and if the cluster shares a copy, the consumers of all its blocks do.
 """
 
 from __future__ import annotations
@@ -20,16 +23,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from moax.backend import count_sms
 from moax.errors import Unsupported
 
-ROWS = 64  # of a consumer
-OUT_SLOTS = 2
-REGISTERS = {2: (40, 232), 3: (32, 160)}  # of a producer's and of a consumer's thread, by number of consumers
+ROWS = 64  # the rows of a consumer
+OUT_SLOTS = 2  # the buffers through which a consumer stores
+REGISTERS = {
+    2: (40, 232),
+    3: (32, 160),
+}  # by the number of consumers: registers of a producer's and a consumer's thread
 
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """tile_n: columns of a tile; stages: of operands in shared memory; width: row tiles that sweep the columns
-    together, so that they find the operands in L2; cluster: thread blocks, of neighbouring columns, that share rows;
-    consumers: warpgroups that multiply, 64 rows each (3 in wgrad alone: elsewhere a tile is a block of 128 rows)."""
+    """The tile of a product kernel.
+
+    Attributes:
+      tile_n: the columns of a tile.
+      stages: the stages of operands that shared memory holds.
+      width: so many row tiles sweep the columns together, so that they find the operands in L2.
+      cluster: so many blocks of threads, with neighbouring columns, share the loaded rows.
+      consumers: the warpgroups that multiply, 64 rows each. wgrad may have 3; elsewhere a tile is a block of 128 rows.
+    """
 
     tile_n: int
     stages: int
@@ -39,33 +51,43 @@ class TileConfig:
 
 
 def swizzle_of(*rows: int) -> int:
-    """The swizzle, in bytes, of operands whose contiguous dims have these sizes in bytes: the copy engine's boxes must
-    divide them, and wgmma takes both operands in one swizzle."""
-    found = [n for n in (128, 64, 32) if all(size % n == 0 for size in rows)]
-    if not found:
-        raise Unsupported(f"contiguous dims of {', '.join(map(str, rows))} bytes: each must be a multiple of 32")
-    return found[0]
+    """Returns the swizzle, in bytes, of operands whose contiguous dims have these sizes in bytes.
+
+    A box of the copy engine is as wide as the swizzle and must divide each size. wgmma takes both operands in the same
+    swizzle. Sizes of 256 and 192 bytes have the swizzle 64.
+
+    Raises:
+      Unsupported: a size is no multiple of 32 bytes.
+    """
+    swizzles = [n for n in (128, 64, 32) if all(size % n == 0 for size in rows)]
+    if not swizzles:
+        raise Unsupported(f"contiguous dims have {', '.join(map(str, rows))} bytes; each must be a multiple of 32")
+    return swizzles[0]
 
 
 def swizzled(dtype, swizzle: int) -> tuple:
-    """Shared memory as wgmma and the copy engine want it: tiles of 8 rows by `swizzle` bytes."""
+    """Returns the transforms of shared memory for wgmma and the copy engine: tiles of 8 rows by `swizzle` bytes."""
     return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def stage(tile: TileConfig, rows: int, columns: int, dtype, swizzle: int):
-    """Shared memory for every stage of an operand."""
+    """Returns the shared memory of all stages of an operand; a stage is [rows, columns]."""
     return plgpu.SMEM((tile.stages, rows, columns), dtype, transforms=swizzled(dtype, swizzle))
 
 
 def sweep(tile, rows, columns, width: int):
-    """The place of tile `tile` of `rows` (may be traced) x `columns`: `width` rows sweep all columns, then the next."""
+    """Returns the (row, column) of tile number `tile` of `rows` x `columns` tiles; `rows` may be traced.
+
+    `width` rows sweep all columns together, then the next `width` rows. With width 2 and 3 columns, tiles 0, 1, 2 are
+    (0, 0), (1, 0), (0, 1).
+    """
     panel, inside = lax.div(tile, width * columns), lax.rem(tile, width * columns)
     height = jnp.minimum(width, rows - panel * width)
     return panel * width + lax.rem(inside, height), lax.div(inside, height)
 
 
 def add_bias(total, bias, group, column):
-    """total [64, c] + bias[group, column : column + c]."""
+    """Returns total [64, c] + bias[group, column : column + c], in float32."""
     some = bias.at[group, pl.ds(column, total.shape[1])]
     return total + lax.broadcast_in_dim(
         plgpu.load(some, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False), total.shape, [1]
@@ -73,7 +95,7 @@ def add_bias(total, bias, group, column):
 
 
 def pad_bias(bias, span: int):
-    """A bias [E, N] in float32, N a multiple of the columns of all tiles together: edge tiles read past N."""
+    """Returns a bias [E, N] in float32, padded to a multiple of `span` columns, because edge tiles read past N."""
     return jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, -bias.shape[1] % span)))
 
 
@@ -91,19 +113,26 @@ def run(
     target: Callable,
     name: str,
 ):
-    """A kernel over tiles of `out_type`.
+    """Runs a kernel over the tiles of its result.
 
-    stages: shared memory of each operand by name, the stage its first dim.
-    count(*operands) -> how many clusters' tiles there are; locate(i, block, *operands) -> the place of block `block` of
-      the cluster in tile i; steps(place, *operands) -> how many stages it contracts.
-    load(place, step, slot, barrier, stages, *operands): copies one stage, arriving `len(stages)` times.
-    multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> the rows of a consumer as float32 pieces
-      [64, c] of neighbouring columns; `at` is the stage to begin with.
-    target(place, warpgroup, column, width, out) -> where a piece of an output tile goes.
+    Args:
+      operands: the arrays that the kernel reads.
+      out_type: the shape and dtype of the result.
+      tile: see TileConfig.
+      stages: the shared memory of each operand, by name. Its first dim is the stage.
+      count: count(*operands) -> the number of cluster tiles. A cluster tile has one tile for each block of the cluster.
+      locate: locate(i, block, *operands) -> the place of the tile of block `block` in cluster tile i.
+      steps: steps(place, *operands) -> the number of stages that the tile contracts.
+      load: load(place, step, slot, barrier, stages, *operands) copies one stage into `slot`. Its copies arrive
+        `len(stages)` times at the barrier.
+      multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> the rows of a consumer, as
+        float32 pieces [64, c] of neighbouring columns. `at` counts the stages of earlier tiles.
+      target: target(place, warpgroup, column, width, out) -> the part of the result that takes `width` columns.
+      name: the name of the kernel in profiles.
     """
     dtype = out_type.dtype
     swizzle = swizzle_of(out_type.shape[-1] * dtype.itemsize)
-    chunk = swizzle // dtype.itemsize  # columns that are stored at a time
+    chunk = swizzle // dtype.itemsize  # the columns of one store
     shared = tile.cluster > 1
     fewer, more = REGISTERS[tile.consumers]
     empty = dict(num_arrivals=tile.consumers, num_barriers=tile.stages)
@@ -158,7 +187,7 @@ def run(
                 for piece in pieces:
                     for start in range(0, piece.shape[1], chunk):
                         slot = column // chunk % OUT_SLOTS
-                        # The tile before may have ended with this slot.
+                        # The tile before may have ended with this slot, so the first wait is for all stores.
                         plgpu.wait_smem_to_gmem(OUT_SLOTS - 1 if column else 0, wait_read_only=True)
                         out_s[warpgroup, slot] = piece[:, start : start + chunk].astype(dtype)
                         plgpu.commit_smem()
@@ -169,7 +198,7 @@ def run(
             lax.fori_loop(0, mine, per_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-    body.__name__ = name  # what profilers show
+    body.__name__ = name  # profilers show this name
     cluster: Any = dict(cluster=(tile.cluster,), cluster_names=("block",)) if shared else {}
     kernel = plgpu.kernel(
         body,

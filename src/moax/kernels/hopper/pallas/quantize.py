@@ -1,13 +1,13 @@
-"""Quantize to FP8 in one read of the source, for products over its columns, over its rows, or both; and back.
+"""Kernels that quantize to FP8, for products over columns, over rows, or both, and a kernel that dequantizes.
 
     scale[b] = max |x| over block b / max of the format         (rounded up to a power of two with `pow2`)
     data     = round_to_format(x * (1 / scale))
 
-FP8 products take K-major operands only, so what is contracted over its rows is quantized and transposed here. A tile
-of 128 x 128 elements is loaded into SMEM once and read from there in both directions: as it lies for 1 x 128 blocks,
-transposed for 128 x 1. With `source` its rows are gathered as they are loaded, so that rows sorted by expert never lie
-in memory unquantized. As in `moax.ops.quantize`, a NaN or Inf is NaN in its own element and no part of a scale, and an
-all-zero block has scale 1.
+FP8 products take K-major operands alone, so these kernels also transpose an operand whose rows a product contracts. A
+kernel loads a tile of 128 x 128 elements into SMEM once and reads it in both directions: as it lies for 1 x 128 blocks,
+and transposed for 128 x 1 blocks. With `source` a kernel gathers the rows as it loads them, so that rows sorted by
+expert are never in memory unquantized. As in `moax.ops.quantize`, a NaN or Inf becomes NaN in its own element and does
+not enter a scale, and a block of zeros has scale 1.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from moax.errors import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 
-HALF = BLOCK // 2  # rows, or columns, that a warpgroup holds at a time: 64 x 128 values in registers
-TINY = 2.0**-126  # the least normal float32
-AT_ONCE = 32  # rows that are gathered between two waits for their numbers
+HALF = BLOCK // 2  # a warpgroup holds so many rows or columns of a tile at one time: 64 x 128 values in registers
+TINY = 2.0**-126  # the smallest normal float32
+AT_ONCE = 32  # so many rows are gathered between two waits for row numbers
 
 
 def quantize_rows(
@@ -42,22 +42,26 @@ def quantize_rows(
     scale: Float[Array, " 1"] | None = None,
     by_row: bool = False,
 ) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:
-    """Rows for products over their columns (1 x 128 blocks), and over themselves (128 x 1 blocks, transposed).
+    """Quantizes rows for products over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
 
     Args:
-      x: [M, C] bf16 or f32, M a multiple of 128, C of 16; with `source` [R, C], any R.
-      blocks: which rows are real; the others quantize to zero and set no scale. Blocks past the used ones are not
-        written. None: all rows are real.
-      source: [M] i32, not negative: row m is x[source[m]], 0 where source[m] >= R, as in rows that are not real.
+      x: [M, C] bf16 or f32, M a multiple of 128 and C of 16. With `source` it is [R, C], with any R.
+      blocks: the blocks of the rows. Rows of padding are quantized to 0 and do not enter a scale. Blocks without rows
+        are not written. None means that all rows are real.
+      source: [M] i32, not negative: row m is x[source[m]], and 0 where source[m] >= R. A row of padding needs a source
+        >= R.
       dtype: float8_e4m3fn or float8_e5m2.
-      rows, columns: which of the two to make.
-      pow2: scales are rounded up to powers of two.
-      scale: [1] f32, one for the whole tensor in the place of each block's own.
-      by_row: the scales of rows lie row by row, [M, ceil(C / 128)].
+      rows, columns: whether to make the result for products over columns (`rows`) and over rows (`columns`).
+      pow2: whether scales are rounded up to powers of two.
+      scale: [1] f32, the scale of the whole tensor; None computes a scale for each block.
+      by_row: whether the scales of `rows` lie row by row, [M, ceil(C / 128)].
 
     Returns:
-      rows: data [M, C], scale [ceil(C / 128), M]. columns: data [C, M], scale [M / 128, C rounded up to 128]. None for
-      what was not asked for.
+      rows: data [M, C], scale [ceil(C / 128), M]; None if `rows` is False.
+      columns: data [C, M], scale [M / 128, C rounded up to 128]; None if `columns` is False.
+
+    Raises:
+      Unsupported: the kernel does not take the shape or the dtype of x, or the dtype.
     """
     check_source("x", x, 1, dtype)
     width, x = x.shape[1], _pad(x, 1)
@@ -85,15 +89,15 @@ def quantize_rows(
             if counts is not None and source is None:
                 zero_tail([tile], counts[i], (0, 1), met)
             one = None if given is None else given[0]
-            # Gathered rows lie one after the other: two wavefronts a load, and no slice of columns.
+            # Gathered rows lie one after the other in SMEM. A load takes two wavefronts, and columns cannot be sliced.
             of_rows = functools.partial(rows_of, optimized=source is None)
             of_columns = functools.partial(columns_of, sliced=source is None)
             puts = [("rows", of_rows, i, j, half) for half in (0, 1)] * rows
             puts += [("columns", of_columns, j, i, half) for half in (0, 1)] * columns
-            for n, (name, of, row, column, half) in enumerate(puts):
+            for n, (name, read, row, column, half) in enumerate(puts):
                 to = data[name], scales.get(name), buffers[wanted.index(name)]
                 turned = by_row and name == "rows"
-                put(of(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, one, wait=n > 0, by_row=turned)
+                put(read(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, one, wait=n > 0, by_row=turned)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(x, data.values(), source is not None)
@@ -116,17 +120,20 @@ def quantize_weight(
     pow2: bool = False,
     scale: Float[Array, " E"] | None = None,
 ) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:
-    """Weights in 128 x 128 blocks, as they lie and transposed.
+    """Quantizes weights in 128 x 128 blocks, as they lie and transposed.
 
     Args:
       w: [E, R, C] bf16 or f32, R and C multiples of 16.
-      dtype, pow2: as in `quantize_rows`.
-      native, transposed: which of the two to make.
-      scale: [E] f32, one a matrix in the place of each block's own.
+      dtype, pow2: see `quantize_rows`.
+      native, transposed: whether to make the result as the weights lie, and the transposed result.
+      scale: [E] f32, the scale of each matrix; None computes a scale for each block.
 
     Returns:
-      native: data [E, R, C], scale [E, ceil(R / 128), ceil(C / 128)]. transposed: data [E, C, R], scale
-      [E, ceil(C / 128), ceil(R / 128)]. None for what was not asked for.
+      native: data [E, R, C], scale [E, ceil(R / 128), ceil(C / 128)]; None if `native` is False.
+      transposed: data [E, C, R], scale [E, ceil(C / 128), ceil(R / 128)]; None if `transposed` is False.
+
+    Raises:
+      Unsupported: the kernel does not take the shape or the dtype of w, or the dtype.
     """
     check_source("w", w, 2, dtype)
     (experts, rows, width), source = w.shape, _pad(_pad(w, 1), 2)
@@ -142,7 +149,7 @@ def quantize_weight(
             for half in (0, 1):
                 peaks[pl.ds(half * HALF, HALF)] = to_scale(amax(rows_of(tile, half)), dtype, pow2, 0.0)
             meet(met)
-            # In this layout each warp holds all of it, so that each takes the maximum by itself.
+            # In this layout each warp holds all peaks, so that each warp takes the maximum by itself.
             peak = jnp.max(plgpu.load(peaks, layout=plgpu.Layout.WGMMA.reduce(0)))
             fixed = jnp.where(peak > 0.0, peak, 1.0)
             scales[e, i, j] = fixed
@@ -150,9 +157,9 @@ def quantize_weight(
             fixed = given[e]
         puts = [("native", rows_of, i, j, half) for half in (0, 1)] * native
         puts += [("transposed", columns_of, j, i, half) for half in (0, 1)] * transposed
-        for n, (name, of, row, column, half) in enumerate(puts):
+        for n, (name, read, row, column, half) in enumerate(puts):
             to = data[name].at[e], None, buffers[wanted.index(name)]
-            put(of(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, fixed, wait=n > 0)
+            put(read(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, fixed, wait=n > 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     scratch = _scratch(source, data.values()) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
@@ -169,20 +176,26 @@ def quantize_weight(
 def dequantize_rows(
     data: Float[Array, "R C"], words: Int[Array, "R W"], ends: Int[Array, " N"], *, dtype=jnp.bfloat16
 ) -> Float[Array, "R C"]:
-    """data[r, c] * scale[r, c / 128], rounded once; rows from ends[-1] on may hold anything, and most are not written.
+    """x[r, c] = data[r, c] * scale[r, c / 128], rounded once. Rows from ends[-1] on may hold anything.
 
     Args:
-      data: [R, C] float8_e4m3fn or float8_e5m2, R a multiple of 128, C of 32.
-      words: [R, W] i32: in their first ceil(C / 128) columns the bits of the scales, f32; other columns are not read.
-      ends: i32, the last of which is how many rows to read.
-      dtype: of the result, bfloat16 or float32.
+      data: [R, C] float8_e4m3fn or float8_e5m2, R a multiple of 128 and C of 32.
+      words: [R, W] i32. The first ceil(C / 128) columns are the bits of the f32 scales; other columns are not read.
+      ends: [N] i32; ends[-1] is the number of rows to dequantize.
+      dtype: the dtype of the result, bfloat16 or float32.
+
+    Returns:
+      [R, C] in `dtype`.
+
+    Raises:
+      Unsupported: the kernel does not take these shapes.
     """
     size, width = data.shape
     blocks = -(-width // BLOCK)
     if size % BLOCK or width % 32 or words.shape[0] != size or words.shape[1] < blocks:
         raise Unsupported(
             f"data and words have shapes {data.shape}, {words.shape}; the kernel takes multiples of {BLOCK} rows and "
-            "of 32 columns, with a word for each 128 of these"
+            "of 32 columns, with a word for each 128 columns"
         )
 
     def dequantize_rows(data, words, ends, out, *, tile, wide, loaded):
@@ -208,17 +221,23 @@ def dequantize_rows(
 
 
 def check_source(name: str, x, dims: int, dtype) -> None:
-    """Raises Unsupported where x, its last `dims` dims, or the FP8 dtype are not what the kernels take."""
+    """Raises Unsupported where the kernels do not take x or `dtype`.
+
+    x must be bf16 or f32, its last `dims` dims multiples of 16, and `dtype` float8_e4m3fn or float8_e5m2.
+    """
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise Unsupported(f"{name} is {x.dtype}; the kernel quantizes bfloat16 and float32")
     if dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
         raise Unsupported(f"dtype={jnp.dtype(dtype).name}; the kernel quantizes to float8_e4m3fn and float8_e5m2")
-    if any(width % 16 for width in x.shape[-dims:]):  # bytes of FP8, the least that TMA strides over
+    if any(width % 16 for width in x.shape[-dims:]):  # TMA strides over multiples of 16 bytes
         raise Unsupported(f"{name} has shape {x.shape}; its last {dims} dims must be multiples of 16")
 
 
 def launch(kernel, out, grid: dict[str, int], scratch: dict, warpgroups: int = 1, **params):
-    """A kernel of warpgroups that share a tile. No SMEM for reductions over warps: warpgroups would share that too."""
+    """Makes a kernel of warpgroups that share a tile.
+
+    The kernel has no SMEM for reductions over warps, because the warpgroups would share it too.
+    """
     return plgpu.kernel(
         kernel,
         out_type=out,
@@ -232,8 +251,10 @@ def launch(kernel, out, grid: dict[str, int], scratch: dict, warpgroups: int = 1
 
 
 def tile_buffer(dtype, width: int, rows: int = BLOCK, together: int = 8):
-    """SMEM for a tile of an array of this width, laid out so that TMA's boxes of columns divide the width.
-    `together`: rows that one copy brings at least."""
+    """Returns SMEM for a tile of an array of this width, with boxes of columns that divide the width, as TMA needs.
+
+    `together` is the least number of rows that one copy brings.
+    """
     size = jnp.dtype(dtype).itemsize
     box = next(n for n in (128, 64, 32) if width * size % n == 0)
     transforms = (plgpu.TilingTransform((together, box // size)), plgpu.SwizzleTransform(box))
@@ -241,7 +262,7 @@ def tile_buffer(dtype, width: int, rows: int = BLOCK, together: int = 8):
 
 
 def load_tiles(copies, loaded) -> None:
-    """Copies each (source, tile), and waits for all. What is past the edge of the source is 0."""
+    """Copies each source to its tile and waits for all copies. Elements past the edge of a source are 0."""
 
     @pl.when(lax.axis_index("wg") == 0)
     def _():
@@ -252,7 +273,10 @@ def load_tiles(copies, loaded) -> None:
 
 
 def gather_tile(x, source, first, column, tile, loaded) -> None:
-    """Copies the rows x[source[first:][:128]], 0 past the end of x, and waits for all."""
+    """Copies the 128 rows x[source[first]], x[source[first + 1]], ... to the tile and waits for them.
+
+    A row past the end of x is 0.
+    """
 
     def some(n, _):
         at = [source[first + n * AT_ONCE + k] for k in range(AT_ONCE)]
@@ -265,13 +289,13 @@ def gather_tile(x, source, first, column, tile, loaded) -> None:
 
 
 def meet(barrier) -> None:
-    """Waits for the other warpgroup."""
+    """Waits until all warpgroups have arrived at the barrier."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 
 
 def zero_tail(tiles, count, halves, barrier) -> None:
-    """Zeros the rows of the tiles from `count` on; this warpgroup those of its halves."""
+    """Writes 0 into the rows of the tiles from `count` on. This warpgroup writes those of its `halves`."""
 
     @pl.when(count < BLOCK)
     def _():
@@ -285,16 +309,16 @@ def zero_tail(tiles, count, halves, barrier) -> None:
 
 
 def rows_of(tile, half, optimized: bool = True):
-    """Half of the rows of a tile, f32 [64, 128]."""
+    """Returns half of the rows of a tile as f32 [64, 128]: rows 0 to 63, or 64 to 127."""
     rows = tile.at[pl.ds(half * HALF, HALF)]
     return plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=optimized).astype(jnp.float32)
 
 
 def columns_of(tile, half, sliced: bool = True):
-    """Half of the columns of a tile, transposed, f32 [64, 128].
+    """Returns half of the columns of a tile, transposed, f32 [64, 128].
 
-    sliced: loads a slice of the tile. Its swizzle is reckoned from where the slice begins, so that must be a multiple
-    of 1024 bytes; otherwise all columns are named, and the compiler drops the loads of the other half.
+    `sliced` loads a slice of the tile. The swizzle counts from the beginning of the slice, which must then be a
+    multiple of 1024 bytes. Otherwise the kernel loads all columns, and the compiler drops the loads of the other half.
     """
     columns = (tile.at[:, pl.ds(half * HALF, HALF)] if sliced else tile).T
     value = plgpu.load(columns, layout=plgpu.Layout.WGMMA, optimized=False)
@@ -302,15 +326,16 @@ def columns_of(tile, half, sliced: bool = True):
 
 
 def amax(value):
-    """Of each row of [64, 128], without what is not finite."""
-    # Without the sign, and with what is not finite wrapped around to the least: two integer instructions an element.
+    """Returns the maximum of |value| in each row of [64, 128], over the finite elements."""
+    # The product drops the sign, and the sum wraps NaN and Inf around to the smallest numbers. These are two integer
+    # instructions for each element.
     bits = lax.bitcast_convert_type(value, jnp.uint32)
     most = jnp.max(bits * jnp.uint32(2) + jnp.uint32(1 << 24), axis=1)
     return lax.bitcast_convert_type((jnp.maximum(most, jnp.uint32(1 << 24)) - jnp.uint32(1 << 24)) >> 1, jnp.float32)
 
 
 def to_scale(amax, dtype, pow2: bool, of_zero: float = 1.0):
-    """The scales of blocks with these amax; `of_zero` where that is zero, or too small to divide by."""
+    """Returns the scales of blocks with these maxima; `of_zero` where a maximum is 0 or too small to divide by."""
     scale = amax * (1.0 / float(jnp.finfo(dtype).max))
     scale = jnp.where(scale < TINY, of_zero, scale)
     if not pow2:
@@ -320,11 +345,18 @@ def to_scale(amax, dtype, pow2: bool, of_zero: float = 1.0):
 
 
 def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool = False, by_row: bool = False) -> None:
-    """Quantizes half a block [64, 128] by its rows, and starts its copy to GMEM; past the end of data none is made.
+    """Quantizes half a block [64, 128] by its rows and starts its copy to GMEM, up to the end of data.
 
-    first: its first row in data. slot: which 64 rows of the buffer.
-    to: data [R, C] and scale [C / 128, R] in GMEM, the buffer in SMEM. given: the scale, which is then not written.
-    wait: whether copies that were started before may still read the buffer. by_row: the scales are [R, C / 128].
+    Args:
+      value: [64, 128] f32.
+      to: data [R, C] in GMEM, scale [C / 128, R] in GMEM, and a buffer in SMEM.
+      first: the first of the 64 rows in data.
+      column_block: the block of 128 columns in data.
+      slot: the half of the buffer that takes the values.
+      pow2: whether scales are rounded up to powers of two.
+      given: the scale, which is then not written; None computes one for each row.
+      wait: whether earlier copies may still read the buffer.
+      by_row: whether the scales are [R, C / 128].
     """
     data, scales, buffer = to
     dtype = data.dtype
@@ -334,7 +366,7 @@ def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool
         at = (column_block, pl.ds(first, HALF))
         scales[at[::-1] if by_row else at] = scale
         inverse = lax.broadcast_in_dim(inverse, value.shape, [0])
-    # The conversion would make a number of an Inf; a product with 0 makes it NaN, in one multiply-add.
+    # The conversion would turn an Inf into a number. The product with 0 turns it into NaN, in one multiply-add.
     value = (value * inverse + value * 0.0).astype(dtype)
     if wait:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -345,8 +377,11 @@ def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool
 
 
 def _scratch(x, data, gathered: bool = False) -> dict:
-    """A tile, and half of one that the results leave through, one after the other: four blocks of threads an SM."""
-    buffers = [tile_buffer(of.dtype, of.shape[-1], HALF) for of in data]
+    """Returns the shared memory of a kernel: a tile, and a buffer of half a tile for all results in turn.
+
+    An SM then holds four blocks of threads.
+    """
+    buffers = [tile_buffer(result.dtype, result.shape[-1], HALF) for result in data]
     return dict(
         tile=tile_buffer(x.dtype, x.shape[-1], together=1 if gathered else 8),
         buffers=plgpu.RefUnion(*buffers) if len(buffers) > 1 else buffers,
@@ -356,5 +391,5 @@ def _scratch(x, data, gathered: bool = False) -> dict:
 
 
 def _pad(x, dim: int):
-    """Columns of zeros up to a multiple of 32: a row of 16 bytes has no swizzle."""
+    """Returns x with zeros along `dim`, up to a multiple of 32, because a row of 16 bytes has no swizzle."""
     return x if x.shape[dim] % 32 == 0 else jnp.pad(x, [(0, 16 if d == dim else 0) for d in range(x.ndim)])

@@ -1,8 +1,8 @@
-"""Which TileConfig a product takes: the measured one of its shape, else a heuristic's.
+"""The TileConfig of a product: the measured one of its shape, or else the choice of a heuristic.
 
-Measured tiles are in two files of one form, {device: {key: the fields of a TileConfig}}: the table that moax brings,
-`tiles.json` beside this file, and the user's own, which `moax tune` writes. An entry of the user's table goes before
-the packaged one. Nothing is measured at run time.
+Measured tiles are in two files of one form, {device: {key: the fields of a TileConfig}}. One is the packaged table,
+`tiles.json` beside this file. The other is the user's table, which `moax tune` writes, and whose entries win. Nothing
+is measured at run time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ TABLE = Path(__file__).with_name("tiles.json")
 Table = dict[str, dict[str, list[int]]]
 OPS = ("matmul", "matmul_transposed", "wgrad", "matmul_fp8", "wgrad_fp8")
 
-# Each op's tiles by the share of its speed that one reaches on an H200 where its columns divide evenly.
+# The tiles of each op, with their speed relative to the fastest tile, measured on an H200 where the columns of the tile
+# divide the columns of the product.
 HEURISTIC = {
     "matmul": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.92, TileConfig(128, 6): 0.86},
     "matmul_transposed": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.92, TileConfig(128, 6): 0.86},
@@ -32,18 +33,24 @@ WGRAD_FP8 = (TileConfig(128, 4, 8, 1, 3), TileConfig(128, 4, 8, 2, 3), TileConfi
 
 
 def tile_key(op: str, contracted: int, columns: int, rows_per_group: int) -> str:
-    """The key of a product's shape: rows a group in powers of two."""
+    """Returns the key of a product's shape.
+
+    The rows of a group are rounded up to a power of two: 300 rows have the key R512.
+    """
     return f"{op} K{contracted} N{columns} R{1 << max(0, rows_per_group - 1).bit_length()}"
 
 
 def user_table() -> Path:
-    """The user's table, which `moax tune` writes; it may be missing."""
+    """Returns the path of the user's table, which `moax tune` writes. There may be no such file."""
     return Path.home() / ".cache" / "moax" / "tiles.json"
 
 
 @functools.cache
 def read_table() -> Table:
-    """The packaged table with the user's entries over it; a user's table that cannot be read is logged and left out."""
+    """Returns the packaged table, with the entries of the user's table in the place of its own.
+
+    A user's table that cannot be read is left out, and the log says so.
+    """
     table = load(TABLE)
     try:
         own = load(user_table())
@@ -54,19 +61,20 @@ def read_table() -> Table:
 
 
 def load(path: Path) -> Table:
-    """A table of tiles; {} where there is no such file.
+    """Returns the table of tiles in a file; {} if there is no such file.
 
     Raises:
-      ValueError: the file is no table of tiles. OSError: it cannot be read.
+      ValueError: the file is no table of tiles.
+      OSError: the file cannot be read.
     """
     if not path.exists():
         return {}
     try:
         table = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path}: no JSON: {error}") from None
+        raise ValueError(f"{path}: the file is no JSON: {error}") from None
     if not isinstance(table, dict) or not all(isinstance(entries, dict) for entries in table.values()):
-        raise ValueError(f"{path}: a table of tiles is {{device: {{key: numbers}}}}")
+        raise ValueError(f"{path}: the file must be a table of tiles, {{device: {{key: numbers}}}}")
     most = len(dataclasses.fields(TileConfig))
     for entries in table.values():
         for key, tile in entries.items():
@@ -76,22 +84,26 @@ def load(path: Path) -> Table:
 
 
 def candidates(op: str, columns: int) -> list[TileConfig]:
-    """The tiles that `moax tune` tries: those of the heuristic in more orders and clusters, less those whose columns
-    would stand idle."""
+    """Returns the tiles that `moax tune` tries for a product of so many columns.
+
+    They are the tiles of the heuristic with several widths and clusters, without tiles whose last columns would mostly
+    be idle.
+    """
     sizes = {tile.tile_n: tile.stages for tile in HEURISTIC[op]}
     waste = {n: -(-columns // n) * n / columns for n in sizes}
     kept = [n for n in sizes if waste[n] <= 1.15 * min(waste.values())]
-    found = [TileConfig(n, sizes[n], width) for n in kept for width in (8, 16)]
-    return found + [tile for tile in WGRAD_FP8 if op == "wgrad_fp8"]
+    tiles = [TileConfig(n, sizes[n], width) for n in kept for width in (8, 16)]
+    return tiles + [tile for tile in WGRAD_FP8 if op == "wgrad_fp8"]
 
 
 def pick_tile(op: str, contracted: int, columns: int, rows_per_group: int, device: str = "") -> TileConfig:
-    """The TileConfig of a product of these sizes on a device of this kind."""
-    found = read_table().get(device, {}).get(tile_key(op, contracted, columns, rows_per_group))
-    if found is not None:
-        return TileConfig(*found)
+    """Returns the TileConfig of a product of these sizes on a device of this kind."""
+    measured = read_table().get(device, {}).get(tile_key(op, contracted, columns, rows_per_group))
+    if measured is not None:
+        return TileConfig(*measured)
 
     def speed(tile: TileConfig) -> float:
+        """Returns the relative speed of a tile, less the share of its columns that would be idle."""
         span = tile.tile_n * tile.cluster
         return HEURISTIC[op][tile] * columns / (-(-columns // span) * span)
 

@@ -1,7 +1,7 @@
 """Grouped weight gradient of 16-bit operands: dw[g] = sum over rows m of g: x[m]^T dy[m].
 
-Both operands are read as they lie; wgmma transposes them. Sums are float32; an empty group gets exact zeros. Padding
-inside a group's last block must be 0 in both operands.
+The kernel reads both operands as they lie, and wgmma transposes them. Sums are float32. The gradient of an empty group
+is exactly 0. Padding inside the last block of a group must be 0 in both operands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks
 from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, run, stage, sweep, swizzle_of
 
-STEP = 64  # rows of a stage
+STEP = 64  # the rows of a stage
 
 
 def grouped_wgrad(
@@ -26,12 +26,17 @@ def grouped_wgrad(
     """dw[g] = sum over rows m of g: x[m]^T dy[m].
 
     Args:
-      x, dy: bf16 or f16, rows in blocks; 0 in the padding of used blocks.
-      blocks: of the rows. tile: see TileConfig.
-      out_dtype: of dw; default: x's.
+      x: [M, K], bf16 or f16, its rows in blocks; 0 in the padding of used blocks.
+      dy: [M, N], like x in dtype and padding.
+      blocks: the blocks of the rows.
+      tile: see TileConfig.
+      out_dtype: the dtype of dw; None means x.dtype.
+
+    Raises:
+      Unsupported: x and dy have other dtypes, or a row is no multiple of 32 bytes.
     """
     if x.dtype != dy.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-        raise Unsupported(f"x and dy of {x.dtype}, {dy.dtype}: this kernel takes bfloat16 or float16")
+        raise Unsupported(f"x is {x.dtype} and dy is {dy.dtype}; the kernel takes bfloat16, or float16, for both")
     rows, columns = x.shape[1], dy.shape[1]
     swizzle = swizzle_of(2 * rows, 2 * columns)
     groups = blocks.first.shape[0]

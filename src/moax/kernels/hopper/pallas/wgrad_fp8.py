@@ -1,8 +1,8 @@
 """Grouped weight gradient of FP8 operands: dw[g] = sum over blocks b of g: sx[b, k] sdy[b, n] (x[k, b] . dy[n, b]).
 
-Both operands are transposed where they are quantized, along the rows: FP8 wgmma takes K-major operands only, and
-here rows are what is contracted. Partial sums of 128 rows are promoted to float32. An empty group gets exact zeros;
-padding inside a group's last block is 0 in both operands, as quantized.
+FP8 wgmma takes K-major operands alone, and this product contracts rows, so the kernel that quantizes both operands
+transposes them too. Partial sums of 128 rows are promoted to float32. The gradient of an empty group is exactly 0.
+Padding inside the last block of a group is 0 in both operands, because the quantization writes 0 there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, run, stage, sweep
 
-PIECE = 64  # columns whose scales are in registers at a time
+PIECE = 64  # the columns whose scales are in registers at one time
 
 
 def grouped_wgrad_fp8(
@@ -27,12 +27,17 @@ def grouped_wgrad_fp8(
     """dw[g] = sum over rows m of g: x[:, m] dy[:, m]^T, dequantized block by block.
 
     Args:
-      x: columns [K, M]; dy: columns [N, M]; both with a scale for each 128 rows of the M.
-      blocks: of the rows. tile: see TileConfig.
-      out_dtype: of dw.
+      x: data [K, M], with a scale for each 128 of the M rows.
+      dy: data [N, M], with scales like those of x.
+      blocks: the blocks of the rows.
+      tile: see TileConfig.
+      out_dtype: the dtype of dw.
+
+    Raises:
+      Unsupported: x or dy is no 8-bit float.
     """
     if x.data.dtype.itemsize != 1 or dy.data.dtype.itemsize != 1:
-        raise Unsupported(f"x and dy of {x.data.dtype}, {dy.data.dtype}: this kernel takes 8-bit floats")
+        raise Unsupported(f"x is {x.data.dtype} and dy is {dy.data.dtype}; the kernel takes 8-bit floats")
     rows, columns = x.data.shape[0], dy.data.shape[0]
     groups = blocks.first.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
@@ -71,7 +76,7 @@ def grouped_wgrad_fp8(
 
             part, sx_now = pl.run_scoped(product, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))
             by_row, new = lax.broadcast_in_dim(sx_now, shape, [0]), []
-            for i, total in enumerate(totals):  # a few columns' scales at a time: all of them do not fit in registers
+            for i, total in enumerate(totals):  # the scales of all columns do not fit in registers
                 some = pl.ds(i * PIECE, PIECE)
                 sdy_now = plgpu.load(stages["sdy"].at[slot, some], layout=plgpu.Layout.WGMMA.reduce(0))
                 scaled = part[:, i * PIECE : (i + 1) * PIECE] * by_row
