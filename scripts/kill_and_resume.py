@@ -110,7 +110,9 @@ def main() -> int:
     print(f"killed process {args.kill} after step {args.at}: exit codes {[code for code, _ in killed]}; the other "
           f"ended {time.monotonic() - began:.0f} s later, saying")  # fmt: skip
     words = killed[1 - args.kill][1].splitlines()
-    print(next(f"  {line}" for line in words if "another process may be gone" in line or "another task died" in line))
+    print(
+        next(f"  {line}" for line in words if "another process may have ended" in line or "another task died" in line)
+    )
 
     resumed = ["--resume", "--name", "killed", "--out", str(folder)]
     resumed = finish(folder / "resumed-said", start(folder / "resumed-said", train(*resumed)))

@@ -35,7 +35,10 @@ def parse(*argv):
 
 def test_help_shows_what_to_type(capsys):
     for argv, wanted in [
-        (["--help"], ["info", "train", "inspect", "--cpu-devices 8", "examples:", "exit codes: 0 done, 1", "--json"]),
+        (
+            ["--help"],
+            ["info", "train", "inspect", "--cpu-devices 8", "examples:", "exit codes: 0 success, 1", "--json"],
+        ),
         (["train", "--help"], ["--preset", "tiny, small, medium, large", "--mesh", "standard library", "Ctrl-C"]),
         (["inspect", "--help"], ["--forward-only", "--json"]),
         (["estimate", "--help"], ["--model", "deepseek-v3", "--sweep", "h100, h200, b200", "--plot"]),
@@ -70,7 +73,7 @@ def test_unreadable_arguments(argv, message, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--mesh", "fsdp=2,ep=3"], "mesh of 6 devices, but 8 are here"),
+        (["--mesh", "fsdp=2,ep=3"], "mesh of 6 devices, but JAX has 8"),
         (["--mesh", "fsdp=2,ep=4", "--batch", "12"], "--batch 12 does not divide"),
         (["--cpu-devices", "3"], "--cpu-devices 3: JAX already runs"),
         (["--cpu-devices", "0"], "--cpu-devices 0 must be at least 1"),
@@ -146,7 +149,7 @@ def test_info_on_a_gpu_that_runs_kernels(monkeypatch):
     """Breaks if `moax info` on a Hopper GPU says that XLA runs, or that MXFP8 multiplies in FP8 there."""
     monkeypatch.setattr(backend, "on_hopper", lambda: True)
     assert all(choice.runs for choice in info.kernels())
-    assert info.kernels()[0].note.startswith("mosaic for bfloat16")
+    assert info.kernels()[0].note.startswith("hopper for bfloat16")
     assert [choice.value for choice in info.recipes() if choice.note.startswith("FP8")] == ["fp8_block", "fp8_tensor"]
 
 
