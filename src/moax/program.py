@@ -121,7 +121,7 @@ def _hint(error: Exception) -> str:
 
 
 def _leave(code: int) -> int:
-    """Returns the code to exit with. One of several processes ends in this call: an orderly exit waits for the others."""
+    """Returns the code to exit with; one of several processes ends in this call, see `processes.leave`."""
     if "jax" not in sys.modules:
         return code
     from moax.train import processes

@@ -1,4 +1,4 @@
-"""What `moax.estimate` knows by name of GPUs: what their data sheets promise, and what programs reach."""
+"""The GPUs that `moax.estimate` knows by name: the peaks of their data sheets, and the rates that programs reach."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ Rates = tuple[float, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One GPU and its wires: peaks from data sheets, and what programs reach.
+    """One GPU and its wires: the peaks of data sheets, and the rates that programs reach.
 
     Attributes:
+      name: the name in `HARDWARE`.
       memory: bytes of a GPU.
-      bf16_peak, fp8_peak: FLOP/s, dense. hbm_peak, nvlink_peak, network_peak: bytes/s of a GPU; the wires one way.
-      bf16: FLOP/s of a dense product and of a grouped one by the Hopper kernels, achievable: forward, dgrad, wgrad.
-      fp8: the same in FP8; None where moax has no kernels for FP8: operands are dequantized, and multiply as bf16.
-      hbm: bytes/s, read plus written, achievable.
-      nvlink: bytes/s one way, achievable, by kind of collective; "put" is what a kernel writes to peers.
-      network: bytes/s one way to GPUs of other hosts, achievable.
-      host: GPUs of one host, all on NVLink.
+      bf16_peak, fp8_peak: peak FLOP/s of a dense product.
+      hbm_peak: peak bytes/s of device memory.
+      nvlink_peak, network_peak: peak bytes/s of the wires of a GPU, one way.
+      bf16: reached FLOP/s of a dense product, and of a grouped one by the Hopper kernels: forward, dgrad, wgrad.
+      fp8: the same in FP8. None where moax has no FP8 kernels: operands are dequantized, and multiply as bf16.
+      hbm: reached bytes/s of device memory, reads plus writes.
+      nvlink: reached bytes/s one way, by kind of collective; "put" is a kernel that writes to peers.
+      network: reached bytes/s one way to GPUs of other hosts.
+      host: number of GPUs of one host, all of which NVLink connects.
       usable: the fraction of the memory that a program can have.
       kernels: the fastest implementation that moax has for the GPU.
-      xla: FLOP/s of a grouped product in bf16 by XLA, achievable; None: as `bf16`.
-      basis: how the rates are known, as the end of a sentence.
+      xla: reached FLOP/s of a grouped product in bf16 by XLA: forward, dgrad, wgrad; None takes `bf16`.
+      basis: the origin of the rates, as the end of a sentence that begins with "their rates are".
     """
 
     name: str
@@ -47,12 +50,14 @@ class Hardware:
     basis: str = "as given"
 
 
-# Peaks: NVIDIA's H200 SXM data sheet (141 GB, 4.8 TB/s; dense, without sparsity), HGX with a 400 Gb/s NIC for each GPU.
-# bf16, fp8: medians of mixtral, qwen3, dsv3 of ours in benchmarks/results/h200_gemm.json (recipes none, fp8_block).
-# xla: medians of the same shapes in benchmarks/results/h200_xla_products.json (algorithm moax).
-# hbm: the copy in that file's header. nvlink: NCCL on four H200s, `moax bench limits`; an all-reduce,
-# not measured there, as a reduce-scatter; put: the kernel alone in h200x2_exchange.json. network: not measured; 0.9 of
-# the NIC's rate is an assumption.
+# The sources of the numbers; files are in benchmarks/results/.
+# peaks      NVIDIA's H200 SXM data sheet (141 GB, 4.8 TB/s; without sparsity), HGX with a 400 Gb/s NIC for each GPU
+# bf16, fp8  medians over mixtral, qwen3 and dsv3 of moax's rows in h200_gemm.json (recipes none, fp8_block)
+# xla        medians over the same shapes in h200_xla_products.json (algorithm moax)
+# hbm        the copy in the header of h200_gemm.json
+# nvlink     NCCL on four H200s by `python -m benchmarks limits`; all-reduce takes the rate of reduce-scatter
+# put        the kernel alone in h200x2_exchange.json
+# network    an assumption: 0.9 of the rate of the NIC
 H200 = Hardware(
     "h200", memory=141 * 10**9, bf16_peak=989e12, fp8_peak=1979e12, hbm_peak=4.8e12, nvlink_peak=450e9,
     network_peak=50e9,
@@ -62,11 +67,11 @@ H200 = Hardware(
 )  # fmt: skip
 
 
-SCALED = "not measured but an H200's, scaled by the peaks of the data sheets"
+SCALED = "not measured but those of an H200, scaled by the peaks of the data sheets"
 
 
 def _scaled(name: str, *, memory: int, bf16: float, fp8: float, hbm: float, nvlink: float, network: float) -> Hardware:
-    """A GPU of these peaks that reaches the fractions of them that an H200 reaches: nothing of it is measured."""
+    """Returns a GPU of these peaks, which is assumed to reach the same fractions of its peaks as an H200."""
     h = H200
     return Hardware(
         name, memory=memory, bf16_peak=bf16, fp8_peak=fp8, hbm_peak=hbm, nvlink_peak=nvlink, network_peak=network,
@@ -98,10 +103,10 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
-    """The hardware of a name; a `Hardware` as it is.
+    """Returns the hardware of a name; a `Hardware` is returned as it is.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: `HARDWARE` has no GPU of this name.
     """
     if isinstance(hardware, Hardware):
         return hardware

@@ -35,7 +35,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState) -> None:
-        """Writes `state` as the checkpoint of `step`, unless that exists. The caller may donate the state afterwards."""
+        """Writes `state` as the checkpoint of `step`, unless that exists. The caller may then donate the state."""
         if step != self.latest():
             self._manager.save(step, args=ocp.args.StandardSave(_by_name(state)))
 

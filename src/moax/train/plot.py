@@ -101,7 +101,7 @@ def _losses(plot: Plot, steps: list[dict[str, Any]], evaluations: list[dict[str,
 
 
 def _experts(plot: Plot, figure: Figure, tokens: Float[np.ndarray, "L E"], when: str) -> None:
-    """Draws the tokens [L, E] of each expert as multiples of an even share: load[l, e] = tokens[l, e] E / sum of row l."""
+    """Draws the tokens [L, E] of each expert as multiples of an even share: tokens[l, e] * E / (sum of tokens[l])."""
     load = tokens / tokens.mean(axis=1, keepdims=True).clip(1)
     norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(load.max())))
     image = plot.imshow(load, cmap="PuOr_r", norm=norm, aspect="auto")

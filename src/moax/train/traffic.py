@@ -1,4 +1,4 @@
-"""This module counts the bytes of weights on the wire: the all-gathers over fsdp in the compiled program of an update."""
+"""This module counts the bytes of weights on the wire: the all-gathers over fsdp in the program of an update."""
 
 from __future__ import annotations
 
