@@ -78,8 +78,8 @@ def group_sizes(rows: int, groups: int, distribution: str) -> np.ndarray:
     Args:
       rows: number of rows M.
       groups: number of groups G.
-      distribution: `dirichlet` draws shares from Dirichlet(8), `zipf` takes shares 1 / rank in a random order, `uniform`
-        takes equal shares.
+      distribution: `dirichlet` draws shares from Dirichlet(8), `zipf` takes shares 1 / rank in a random order,
+        `uniform` takes equal shares.
     """
     draw = np.random.default_rng([8, rows, groups])
     if distribution == "dirichlet":

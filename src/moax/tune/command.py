@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if unknown:
         raise ValueError(f"--ops: unknown {', '.join(sorted(unknown))}; the ops are {', '.join(DIRECTIONS)}")
     if not backend.on_hopper():
-        raise Unsupported(f"moax tune needs an NVIDIA Hopper GPU; this device is {backend.device_kind()!r}")
+        raise Unsupported(f"this command needs an NVIDIA Hopper GPU, not {backend.device_kind()!r}")
     path = Path(args.out) if args.out else tiles.user_table()
     table, packaged = tiles.load(path), tiles.load(tiles.TABLE).get(backend.device_kind(), {})
     mine = table.setdefault(backend.device_kind(), {})
