@@ -142,9 +142,8 @@ def show(title: str, head: dict[str, Any], rows: list[Row], stream=None) -> None
     console = Console(file=stream)
     console = console if console.is_terminal else Console(file=stream, width=180)
     limits = head["limits"]
-    known = ", ".join(
-        f"{name} {limit['value']:.4g} {limit['unit']}" for name, limit in limits.items() if limit["value"]
-    )
+    measured = {name: limit for name, limit in limits.items() if limit["value"]}
+    known = ", ".join(f"{name} {limit['value']:.4g} {limit['unit']}" for name, limit in measured.items())
     table = Table(title=f"{title} on {head['device']}", caption=f"limits of this run: {known or 'none'}")
     columns = ("case", "direction", "recipe", "impl", "tile", "us", "TFLOP/s", "TB/s", "of limit", "error", "peers")
     for column in columns:
@@ -191,7 +190,7 @@ def _details(row: Row) -> list[str]:
         text.append(f"{where}: ms by stage: {parts}; kernels {sum(stages.values()) / 1e3:.2f} of {row.us / 1e3:.2f}")
     if row.us and "exposed_us" in row.extra:
         text.append(
-            f"{where}: {row.extra['exposed_us'] / 1e3:.2f} ms in which nothing computes (exposed communication and gaps)"
+            f"{where}: {row.extra['exposed_us'] / 1e3:.2f} ms in which nothing computes (communication and gaps)"
         )
     if row.direction == "fwd+bwd" and "params_bytes" in row.extra:
         peak = row.extra["peak_bytes"]

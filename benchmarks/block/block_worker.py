@@ -127,7 +127,7 @@ def path_of(text: str) -> str:
 
 
 def saved_needed(config, recipe: str | None, tokens: int) -> dict[str, int]:
-    """Returns the bytes that backward needs from forward, without padding: the rows as wgrad reads them, and h = x wi."""
+    """Returns the bytes that backward needs, without padding: the sorted rows as wgrad reads them, and h = x wi."""
     assigned = tokens * config.top_k
     form = moax.recipe.get_recipe(recipe).x
     if form is None:

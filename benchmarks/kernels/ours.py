@@ -115,7 +115,7 @@ def activate(blocks: Blocks) -> Callable:
 
 
 def activate_grad(blocks: Blocks) -> Callable:
-    """Returns (h [M, 2 F], d_a [M, F], weights [M]) -> (a by columns, d_h by rows, d_h by columns, parts of <d_a, a>)."""
+    """Returns (h [M, 2 F], d_a [M, F], weights [M]) -> (a by columns, d_h by rows and columns, parts of <d_a, a>)."""
     kernel = _kernel("activation", "activate_grad_quantize")
     formats = dict(dtype_x=jnp.float8_e4m3fn, dtype_dy=jnp.float8_e4m3fn)
     return jax.jit(lambda h, d_a, weights: kernel(h, d_a, blocks, _swiglu, weights=weights, **formats))

@@ -31,7 +31,7 @@ SAMPLE = 64  # rows or columns that are compared with float64
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The values to quantize: expert-sorted rows [rows, width] in `groups` groups, or a weight [groups, rows, width]."""
+    """The values to quantize: sorted rows [rows, width] of `groups` groups, or a weight [groups, rows, width]."""
 
     name: str
     rows: int

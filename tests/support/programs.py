@@ -60,7 +60,9 @@ def program(
     on = None if way == "none" else make_mesh(mesh, way)
 
     def with_gradients(forward, args, cotangents):
-        some = lambda *given: forward(*(given[wrt.index(i)] if i in wrt else a for i, a in enumerate(args)))  # noqa: E731
+        def some(*given):
+            return forward(*(given[wrt.index(i)] if i in wrt else a for i, a in enumerate(args)))
+
         floats, pull, aux = jax.vjp(some, *(args[i] for i in wrt), has_aux=True)
         if way == "explicit":  # a cotangent must have the very type of its result
             cotangents = jax.tree.map(lambda c, y: jax.sharding.reshard(c, jax.typeof(y).sharding), cotangents, floats)

@@ -384,7 +384,7 @@ def _id_lists(text: str) -> Groups:
 
 
 def _connected(pairs: Groups) -> Groups:
-    """Returns the sets of devices that the pairs (source, target) connect: (0, 1), (1, 2), (4, 5) -> (0, 1, 2), (4, 5)."""
+    """Returns the sets that (source, target) pairs connect: (0, 1), (1, 2), (4, 5) -> (0, 1, 2), (4, 5)."""
     sets: list[set[int]] = []
     for pair in pairs:
         joined = set(pair).union(*(s for s in sets if s & set(pair)))
