@@ -71,7 +71,7 @@ class How:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One direction of an exchange of `tokens` tokens a device, as a function of one device; equal ones compile once."""
+    """One direction of an exchange of `tokens` tokens a device, on one device; equal values compile once."""
 
     static: ExchangeSpec
     direction: str
