@@ -48,7 +48,7 @@ def layer(
     x, chosen, weights = (lax.all_gather(v, "ep", tiled=True) for v in (x, chosen, jax.nn.softmax(best)))
 
     expert = chosen.reshape(-1) - lax.axis_index("ep") * here
-    expert = jnp.where((expert >= 0) & (expert < here), expert, here)  # `here`: another rank's
+    expert = jnp.where((expert >= 0) & (expert < here), expert, here)  # Index `here` is an expert of another rank.
     order = jnp.argsort(expert)
     group_sizes = jnp.bincount(expert, length=here + 1)[:here]
     room = ranks * tokens * min(top_k, here)
