@@ -19,7 +19,7 @@ pytest.importorskip("optax")
 import moax
 from moax import arguments, backend, cli, extras, info, program
 from moax.errors import Unsupported
-from moax.kernels import select_kernels
+from moax.kernels import IMPLEMENTATIONS, select_kernels
 from moax.ops.exchange import TRANSPORTS
 from moax.recipe import RECIPES
 from moax.train.command import train_config
@@ -137,8 +137,8 @@ def test_info_says_what_runs(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] | {"processes": 1} == found["devices"] and found["devices"]["count"] == 8
     choices = {(choice["argument"], choice["value"]): choice for choice in found["choices"]}
-    assert {value for argument, value in choices if argument == "exchange"} == set(TRANSPORTS)
-    assert {value for argument, value in choices if argument == "kernels"} == set(backend.KERNELS)
+    assert {value for argument, value in choices if argument == "exchange"} == {"auto", *TRANSPORTS}
+    assert {value for argument, value in choices if argument == "kernels"} == {"auto", *IMPLEMENTATIONS}
     assert {value for argument, value in choices if argument == "recipe"} == set(RECIPES)
     assert not choices["kernels", "hopper"]["runs"] and choices["kernels", "auto"]["note"] == "xla"
     for (argument, _), choice in choices.items():

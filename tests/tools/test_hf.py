@@ -128,7 +128,7 @@ def test_moe_layers():
         ("Mixtral-8x7B", dict(num_experts_per_tok=9), ValueError, "top_k=9"),
         ("DeepSeek-V3", dict(scoring_func="softmax"), Unsupported, "scoring_func='softmax'; moax supports 'sigmoid'"),
         ("DeepSeek-V3", dict(topk_method="greedy"), Unsupported, "topk_method='greedy'"),
-        ("DeepSeek-V3", dict(num_experts_per_tok=1), Unsupported, "norm_topk_prob with one expert"),
+        ("DeepSeek-V3", dict(num_experts_per_tok=1), Unsupported, "norm_topk_prob with num_experts_per_tok=1"),
         ("gpt-oss-120b", dict(swiglu_limit=10.0), Unsupported, "swiglu_limit=10.0; moax supports 7.0"),
     ],
 )
