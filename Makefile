@@ -1,5 +1,5 @@
-# Each target works alone on a fresh clone: .venv is made when it is missing, and brought up to date when
-# pyproject.toml or constraints.txt have changed. PYTHON=... names the interpreter to make it with.
+# Each target works on a fresh clone. It makes .venv where it is missing, and updates it when pyproject.toml or
+# constraints.txt have changed. PYTHON=... names the interpreter of .venv.
 .DEFAULT_GOAL := help
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -29,19 +29,19 @@ docs: $(INSTALLED) ## build the documentation into docs/_build/html; a warning i
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-test: lint ## lint, then the tests that ten minutes on two cores have time for; ends with what they covered
+test: lint ## lint, then run the short suite (ten minutes on two cores); it ends with a table of what it covered
 	$(BIN)/pytest -n $(WORKERS) -m "not more and not gpu"
 
-lint: $(INSTALLED) ## ruff's checks, ruff's format, types
+lint: $(INSTALLED) ## check the code with ruff, its format, and its types with pyrefly
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyrefly check --summary=none
 
-format: $(INSTALLED) ## rewrite the code as lint wants it
+format: $(INSTALLED) ## fix what ruff can fix, and format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-test-more: $(INSTALLED) ## the tests that `make test` has no time for (half an hour on two cores)
+test-more: $(INSTALLED) ## run the tests that `make test` leaves out (half an hour on two cores)
 	$(BIN)/pytest -n $(WORKERS) -m "more and not gpu"
 
 check-sass: $(SASS_VENV)/.installed ## compile the kernels, and the block for 4 H200s, to SASS without a GPU (10 minutes)
@@ -53,7 +53,7 @@ $(SASS_VENV)/.installed: constraints.txt Makefile
 	  nvidia-cuda-runtime nvidia-nvjitlink
 	@touch $@
 
-hf-parity: $(INSTALLED) $(HF_VENV)/.installed ## hold moax.hf against transformers, run anew on this CPU (HF_PYTHON: one that has torch)
+hf-parity: $(INSTALLED) $(HF_VENV)/.installed ## compare moax.hf with transformers on this CPU (HF_PYTHON: a Python for which torch has wheels)
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
 	$(HF_VENV)/bin/python scripts/hf_reference.py "$$tmp" && \
 	PYTHONPATH=src:tests $(BIN)/python tests/support/hf_parity.py "$$tmp" --write && \
@@ -65,17 +65,17 @@ $(HF_VENV)/.installed: Makefile
 	@$(HF_VENV)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 transformers==5.23.0 safetensors numpy
 	@touch $@
 
-test-gpu: ## on a machine with Hopper GPUs: the ops and the block by the kernels; needs jax with CUDA in GPU_PYTHON
+test-gpu: ## run the tests of the kernels on Hopper GPUs; GPU_PYTHON needs jax with CUDA
 	MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) --dist loadgroup -m gpu
 
-constraints: ## raise constraints.txt to the newest versions that pyproject.toml admits
+constraints: ## update constraints.txt to the newest versions that pyproject.toml admits
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
 	scripts/venv.sh "$$tmp/venv" '.[$(EXTRAS)]' && \
 	{ sed '/^[^#]/,$$d' constraints.txt; \
 	  "$$tmp/venv/bin/python" -m pip freeze --exclude moax --disable-pip-version-check | sort -f; } > "$$tmp/new" && \
 	cp "$$tmp/new" constraints.txt
 
-clean: ## remove .venv, caches and builds; runs/ stays
+clean: ## remove .venv, caches and builds, but keep runs/
 	rm -rf $(VENV) $(SASS_VENV) $(HF_VENV) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist docs/_build
 	find src benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`."""
+"""This module runs `python -m benchmarks`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Options of `python -m benchmarks`, and the run: limits, rows as they come, the table, the file."""
+"""`python -m benchmarks`: its options, and the run, which measures the limits, then the rows, and prints a table."""
 
 from __future__ import annotations
 
@@ -22,18 +22,26 @@ from moax.kernels import IMPLEMENTATIONS
 from moax.mesh.axes import ROLES
 from moax.ops.exchange import EXCHANGES
 from moax.recipe import RECIPES
+from moax.text import plural
 from moax.tune import cases
 from moax.tune.timing import Repeats
 
 NAME = "python -m benchmarks"
 DESCRIPTION = """\
-Measures grouped products, quantization, permutation and whole blocks on this device, each beside its physical limit
-(measured in the same run), its peers and its error against float64; the block on a mesh beside layers of JAX alone
-and of PyTorch, and a step of a language model with each; and over devices of the machine the exchange beside NCCL and
-ragged_all_to_all, and the gather of weights, each recipe beside bf16. What cannot run here is listed with the reason.
+Measures the parts of moax on the devices of this machine. A row has the time, the physical limit (measured in the same
+run), the error against float64, and the times of peers.
 
-wire, which must be alone, measures no time: it compiles blocks for 8 emulated devices, and writes the bytes of their
-weights to benchmarks/results/wire.json or to --out FILE.
+gemm       grouped products, beside ragged_dot, Pallas kernels, tokamax and PyTorch
+quantize   quantization, beside plain jnp
+permute    permutation, beside plain jnp
+block      the whole block; with --mesh beside layers of JAX alone and of PyTorch
+train      a step of a language model on a mesh, beside the same layers of JAX
+exchange   the exchange between devices, beside NCCL and ragged_all_to_all
+gather     the gather of weights, each recipe beside bf16
+wire       the bytes of a block's weights on the wire, without time; it must be alone. It compiles blocks for 8
+           emulated devices, and writes benchmarks/results/wire.json or --out FILE
+
+The output lists what cannot run on this machine, with the reason. Progress goes to stderr.
 """
 WHAT = ("gemm", "quantize", "permute", "block", "train", "exchange", "gather")
 PRODUCTS, MEMORY = ("bf16", "fp8"), ("memory",)
@@ -46,7 +54,7 @@ OTHERS: dict[str, tuple] = {
     "exchange": (tokens.PERF, tokens.TINY),
     "train": (train.PERF, train.TINY),
 }
-# Options that do nothing for most of WHAT: what each is for.
+# {option: the benchmarks that read it}, for options that most benchmarks do not read
 MEANT_FOR = {
     "mesh": ("block", "train"),
     "tokens": ("block",),
@@ -58,7 +66,14 @@ MEANT_FOR = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What of a run is one WHAT: its cases, its peers, and what other processes measured of it already."""
+    """One benchmark of a run.
+
+    Attributes:
+      what: one of `WHAT`.
+      cases: its cases.
+      peers: the names of its peers.
+      apart: the results that other processes have measured already; None where there are none.
+    """
 
     what: str
     cases: list
@@ -67,32 +82,33 @@ class Part:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `python -m benchmarks ARGV`; returns the exit code, as `moax.program` has them."""
+    """Runs `python -m benchmarks ARGV`, and returns the exit code; see `moax.program`."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     return program.run("benchmarks", lambda: run(args, argv), traceback=args.traceback)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(
+    """Returns the parser of the command line."""
+    command_line = argparse.ArgumentParser(
         prog="benchmarks",
         usage=f"{NAME} WHAT [WHAT ...] [options]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = found.add_argument
+    add = command_line.add_argument
     add("what", nargs="+", choices=(*WHAT, "wire"), metavar="WHAT", help=f"what to measure, one or several: "
         f"{', '.join(WHAT)}; or wire alone")  # fmt: skip
-    add("--mesh", type=mesh_of, metavar="AXES", help=f"block, train: on a mesh, as fsdp=2,ep=2, of {', '.join(ROLES)}, "
-        "beside layers of JAX and PyTorch; where there is no GPU devices are emulated")  # fmt: skip
-    add("--cases", default="perf", metavar="SETS", help=f"of {', '.join(cases.NAMES)}, with commas; all but gemm have "
-        "perf and tiny (default: %(default)s)")  # fmt: skip
-    add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
-    add("--peers", default="all", metavar="NAMES", help=f"all, none, or some of {', '.join(peers.NAMES)}, with commas; "
-        f"block --mesh: of {', '.join(mesh_block.PEERS)}; train: of {', '.join(train.PEERS)}; quantize, permute: plain "
-        "jnp, exchange: NCCL and others, unless none (default: %(default)s)")  # fmt: skip
-    add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: of fwd, dgrad, wgrad")
+    add("--mesh", type=mesh_of, metavar="AXES", help="block, train: run on a mesh of these axis sizes, as fsdp=2,ep=2; "
+        f"axes: {', '.join(ROLES)}; without a GPU the devices are emulated")  # fmt: skip
+    add("--cases", default="perf", metavar="SETS", help=f"sets of cases, with commas: {', '.join(cases.NAMES)}; only "
+        "gemm has more than perf and tiny (default: %(default)s)")  # fmt: skip
+    add("--only", action="append", metavar="WORD", help="measure only cases whose name contains WORD; repeatable")
+    add("--peers", default="all", metavar="NAMES", help="all, none, or names with commas; gemm: "
+        f"{', '.join(peers.NAMES)}; block --mesh: {', '.join(mesh_block.PEERS)}; train: {', '.join(train.PEERS)}; the "
+        "others know all and none (default: %(default)s)")  # fmt: skip
+    add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: directions, with commas "
+        "(default: %(default)s)")  # fmt: skip
     add("--recipe", choices=("none", *RECIPES), help="block, train: one recipe (default: "
         f"{' and '.join(block.RECIPES)})")  # fmt: skip
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
@@ -101,50 +117,58 @@ def parser() -> argparse.ArgumentParser:
         "--kernels",
         choices=("auto", *IMPLEMENTATIONS),
         default="auto",
-        help="block: whose kernels run (default: %(default)s)",
+        help="block: the implementation of the kernels (default: %(default)s)",
     )
     add("--exchange", choices=EXCHANGES, default="auto", help="block --mesh, train: how tokens reach the ranks of "
         "their experts (default: %(default)s)")  # fmt: skip
     add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
-    add("--sms", metavar="NUMBERS", help="exchange: multiprocessors that our kernel takes, with commas, a row for each "
-        "(default: the kernel's own choice)")  # fmt: skip
-    add("--chunks", type=int, default=1, metavar="N", help="block, train: parts that a device takes its tokens in")
+    add("--sms", metavar="NUMBERS", help="exchange: numbers of multiprocessors for moax's kernel, with commas; each "
+        "number gives a row (default: the kernel's own choice)")  # fmt: skip
+    add("--chunks", type=int, default=1, metavar="N", help="block, train: take the tokens of a device in N parts")
     add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
     add("--out", metavar="FILE", help="write the rows as JSON")
-    add("--json", action="store_true", help="print the rows as JSON, for programs, in the place of the table")
-    add("--sha", help="the commit that is measured (default: asked of git)")
-    add("--traceback", action="store_true", help="on an error, show where it arose")
-    return found
+    add("--json", action="store_true", help="print the rows as JSON instead of the table")
+    add("--sha", help="the measured commit (default: git tells it)")
+    add("--traceback", action="store_true", help="show where an error arose")
+    return command_line
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Measures what `args` ask for; `argv`: the command as typed, for the file.
+    """Runs the benchmarks that `args` name, and prints their rows. Returns 0.
+
+    Args:
+      args: the parsed options.
+      argv: the options as the user typed them, which the result file repeats.
 
     Raises:
-      ValueError: an option that names nothing. ModuleNotFoundError: rich, of the extra `train`, is missing.
+      ValueError: an option has no such value.
+      ModuleNotFoundError: the package rich, of the extra `train`, is missing.
     """
     if args.what == ["wire"]:
         return wire.run(args.out, args.sha, as_json=args.json)
     if "wire" in args.what:
         raise ValueError("wire compiles for emulated devices and measures no time: give it alone")
-    import rich  # noqa: F401  (before anything is measured)
+    import rich  # noqa: F401  (A missing package must fail before the measurements.)
 
-    # Peers and blocks have processes of their own, so JAX may not take all of the GPU's memory.
+    # Peers and blocks have processes of their own, so that JAX must leave them memory of the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     repeats = Repeats.quick() if args.quick else Repeats()
     directions = _directions(args.directions)
-    parts = [_apart(args, part, repeats) for part in select(args)]
+    chosen = select(args)
+    names = ", ".join(part.what for part in chosen)
+    _say(f"{names}: first come the peers in processes of their own, then the limits; this can take minutes")
+    parts = [_apart(args, part, repeats) for part in chosen]
     needed = tuple(dict.fromkeys(name for part in parts for name in NEEDED.get(part.what, ())))
-    _say(f"{', '.join(part.what for part in parts)} on {backend.device_kind()}; first the limits: {', '.join(needed)}")
+    _say(f"{names} on {backend.device_kind()}: measuring the limits of this machine: {', '.join(needed) or 'none'}")
     found = limits.measure(needed, repeats)
     rows: list[Row] = []
     head = report.header([*NAME.split(), *argv], args.sha, found)
     for part in parts:
-        _say(f"{part.what}: {len(part.cases)} cases; the first row comes once its program has compiled")
+        _say(f"{part.what}: {plural(len(part.cases), 'case')}; the first row comes when its program has compiled")
         for row in _rows(args, part, directions, repeats, found):
             rows.append(row)
             _progress(row)
-            if args.out:  # now, so that a run that is stopped keeps what it has
+            if args.out:  # Each row is saved at once, so that a stopped run keeps its rows.
                 report.save(args.out, head, rows)
     if args.json:
         print(report.to_json(head, rows))
@@ -154,10 +178,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def select(args: argparse.Namespace) -> list[Part]:
-    """The parts of the run, each with the cases and peers that the options name.
+    """Returns the benchmarks of the run, each with the cases and peers that the options name.
 
     Raises:
-      ValueError: an option that does nothing for any part, or leaves no case of any.
+      ValueError: no benchmark of the run reads an option, or the options leave no case.
     """
     asked = list(dict.fromkeys(args.what))
     plain = vars(parser().parse_args(asked[:1]))
@@ -176,13 +200,13 @@ def select(args: argparse.Namespace) -> list[Part]:
             refused.append(error)
             continue
         parts.append(Part(what, kept, tuple(name for name in chosen if name in possible[what])))
-    if refused and not (parts and args.only):  # a word of --only may be that of another part
+    if refused and not (parts and args.only):  # A word of --only may belong to another benchmark.
         raise refused[0]
     return parts
 
 
 def _cases(args: argparse.Namespace, what: str) -> list:
-    """The cases of one part."""
+    """Returns the cases of the benchmark `what`."""
     if what == "gemm":
         return cases.select(args.cases, args.only)
     perf, tiny = OTHERS.get(what, (mesh_block.PERF if args.mesh else block.PERF, block.TINY))
@@ -192,14 +216,14 @@ def _cases(args: argparse.Namespace, what: str) -> list:
 
 
 def _possible_peers(what: str, mesh) -> tuple[str, ...]:
-    """What may stand beside ours."""
+    """Returns the names of the peers of the benchmark `what`."""
     if what == "train":
         return train.PEERS
     return mesh_block.PEERS if what == "block" and mesh else peers.NAMES
 
 
 def _apart(args: argparse.Namespace, part: Part, repeats: Repeats) -> Part:
-    """The part with what processes of their own measure of it, before this one takes memory of the GPU."""
+    """Returns `part` with the results of peers in other processes, which run before this one takes GPU memory."""
     if part.what == "gemm":
         return dataclasses.replace(part, apart=gemm.torch_rows(part.cases, part.peers, repeats))
     if part.what == "exchange":
@@ -212,6 +236,7 @@ def _apart(args: argparse.Namespace, part: Part, repeats: Repeats) -> Part:
 def _rows(
     args: argparse.Namespace, part: Part, directions: tuple, repeats: Repeats, found: dict[str, Any]
 ) -> Iterator[Row]:
+    """Yields the rows of one benchmark; `found` are the limits."""
     what, chosen, common = part.what, part.cases, (bool(part.peers), repeats, found)
     if what == "gemm":
         how = dict(quick=args.quick, directions=directions)
@@ -230,6 +255,7 @@ def _rows(
 
 
 def _block_rows(args: argparse.Namespace, part: Part, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
+    """Yields the rows of `block` or `train`."""
     recipes = (args.recipe,) if args.recipe else block.RECIPES
     sizes = tuple(args.tokens) if args.tokens else None
     if not args.mesh:
@@ -257,12 +283,13 @@ def _directions(text: str) -> tuple:
 
 
 def _say(text: str) -> None:
-    """A line for those who wait, and for a log that is cut short."""
+    """Prints a line of progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _progress(row: Row) -> None:
+    """Prints a row as a line of progress."""
     rate = f"{row.tflops:.0f} TFLOP/s" if row.op in ("gemm", "block", "train") and row.tflops else ""
     rate = f"{row.tb_s:.2f} TB/s" if not rate and row.tb_s else rate
-    said = f"{row.us:.1f} us {rate}" if row.us else row.note
-    _say(f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl} {row.tile}: {said}")
+    result = f"{row.us:.1f} us {rate}" if row.us else row.note
+    _say(f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl} {row.tile}: {result}")

@@ -1,7 +1,10 @@
-"""Numerical error of a product against float64: norm of the difference over the norm, on a sample of every expert.
+"""The error of a product against float64: norm of the difference over the norm, on a sample of every expert.
 
-fwd, dgrad   a few real rows of each expert by a few columns      out[m, n] = left[m] . right[g(m), n]
-wgrad        a few rows by a few columns of each expert's matrix  out[g, k, n] = left[k, g] . right[n, g]
+direction    sample                                                 result
+fwd, dgrad   a few real rows and columns of each expert             out[m, n] = left[m] . right[g(m), n]
+wgrad        a few rows and columns of each expert's matrix         out[g, k, n] = left[k, g] . right[n, g]
+
+g(m) is the expert of row m. In wgrad, left[k, g] and right[n, g] are the values of column k or n in the rows of g.
 """
 
 from __future__ import annotations
@@ -16,12 +19,18 @@ from moax.kernels.hopper.formats import BLOCK, KMajorFp8
 from moax.tune.cases import Direction
 from moax.tune.problem import Problem
 
-ROWS = 4  # of each expert
-ELEMENTS = 1 << 24  # of weights brought to the host, about
+ROWS = 4  # sampled rows of each expert
+ELEMENTS = 1 << 24  # about as many elements of weights are copied to the host
 
 
 class Sample(NamedTuple):
-    """Where to look, and what is there in float64: of each expert a block of numbers, maybe an empty one."""
+    """A sample of a product.
+
+    Attributes:
+      rows: the sampled rows of each expert; an expert without rows has none.
+      columns: the sampled columns.
+      want: the float64 values of each expert at its rows and the columns.
+    """
 
     rows: list[np.ndarray]
     columns: np.ndarray
@@ -29,7 +38,13 @@ class Sample(NamedTuple):
 
 
 class Error(NamedTuple):
-    """Over all experts, of the worst one, and of the float64 numbers rounded to bf16; None where nobody asks."""
+    """The error of a product.
+
+    Attributes:
+      total: the error over all experts.
+      worst: the error of the worst expert.
+      rounding: the error of the float64 numbers rounded to bf16.
+    """
 
     total: float
     worst: float | None = None
@@ -37,7 +52,7 @@ class Error(NamedTuple):
 
 
 def sample(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None = None) -> Sample:
-    """Float64 products of the bf16 operands, or of FP8 `operands` as they are."""
+    """Returns sampled float64 products of the bf16 operands of `problem`, or of the FP8 `operands`."""
     if operands is None:
         if direction not in problem.samples:
             problem.samples[direction] = _sample(problem, direction, None)
@@ -49,28 +64,28 @@ def _sample(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, K
     case = problem.case
     contracted, columns = (case.contracted, case.columns)[:: -1 if direction == "dgrad" else 1]
     count = min(columns, max(8, min(32, ELEMENTS // (case.groups * contracted))))
-    at = np.linspace(0, columns - 1, count).astype(np.int32)
+    some = np.linspace(0, columns - 1, count).astype(np.int32)
     sizes, starts = problem.sizes, problem.starts
     if direction == "wgrad":
         rows = np.linspace(0, contracted - 1, min(ROWS, contracted)).astype(np.int32)
         if operands is None:
-            left, right = double(problem.x[:, rows]).T, double(problem.dy[:, at]).T
+            left, right = double(problem.x[:, rows]).T, double(problem.dy[:, some]).T
         else:
-            left, right = (operand_rows(o, r) for o, r in zip(operands, (rows, at), strict=True))
+            left, right = (operand_rows(o, r) for o, r in zip(operands, (rows, some), strict=True))
         spans = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        return Sample([rows] * case.groups, at, [left[:, span] @ right[:, span].T for span in spans])
+        return Sample([rows] * case.groups, some, [left[:, span] @ right[:, span].T for span in spans])
     rows = [start + np.unique(np.linspace(0, size - 1, min(ROWS, size)).astype(np.int32)) if size else
             np.zeros(0, np.int32) for start, size in zip(starts, sizes, strict=True)]  # fmt: skip
     flat = np.concatenate(rows)
     if operands is None:
         left = double((problem.x if direction == "fwd" else problem.dy)[flat])
-        w = problem.w[:, :, at].swapaxes(1, 2) if direction == "fwd" else problem.w[:, at, :]
+        w = problem.w[:, :, some].swapaxes(1, 2) if direction == "fwd" else problem.w[:, some, :]
         right = double(w)
     else:
-        left, right = operand_rows(operands[0], flat), operand_columns(operands[1], at)
+        left, right = operand_rows(operands[0], flat), operand_columns(operands[1], some)
     ends = np.cumsum([len(r) for r in rows])
     want = [left[end - len(r) : end] @ right[g].T for g, (end, r) in enumerate(zip(ends, rows, strict=True))]
-    return Sample(rows, at, want)
+    return Sample(rows, some, want)
 
 
 def measure(out, found: Sample, direction: Direction, problem: Problem, *, packed: bool = False) -> Error:
@@ -88,7 +103,7 @@ def measure(out, found: Sample, direction: Direction, problem: Problem, *, packe
 
 
 def compare(got: list[np.ndarray], want: list[np.ndarray]) -> Error:
-    """Errors of blocks of numbers; where all is to be 0, anything else is infinitely wrong."""
+    """Returns the error of blocks of numbers; any number other than a wanted block of zeros is an infinite error."""
     worst, rounded = 0.0, [w.astype(ml_dtypes.bfloat16).astype(np.float64) for w in want]
     for g, w in zip(got, want, strict=True):
         worst = max(worst, relative([g], [w]), key=lambda e: np.inf if np.isnan(e) else e)
@@ -96,7 +111,7 @@ def compare(got: list[np.ndarray], want: list[np.ndarray]) -> Error:
 
 
 def relative(got: list[np.ndarray], want: list[np.ndarray]) -> float:
-    """Norm of the difference over the norm, of several arrays as one."""
+    """Returns the norm of the difference over the norm, of several arrays as one vector."""
     difference = sum(float(np.sum((g - w) ** 2)) for g, w in zip(got, want, strict=True))
     norm = sum(float(np.sum(w**2)) for w in want)
     if norm == 0.0:
@@ -105,14 +120,17 @@ def relative(got: list[np.ndarray], want: list[np.ndarray]) -> float:
 
 
 def operand_rows(operand: KMajorFp8, rows: np.ndarray) -> np.ndarray:
+    """Returns data[r, k] * scale[k // 128, r] of the given rows r, in float64."""
     scale = np.repeat(double(operand.scale[:, rows]).T, BLOCK, axis=1)
     return double(operand.data[rows]) * scale[:, : operand.data.shape[1]]
 
 
 def operand_columns(operand: KMajorFp8, columns: np.ndarray) -> np.ndarray:
+    """Returns data[e, n, k] * scale[e, n // 128, k // 128] of the given n, in float64."""
     scale = np.repeat(double(operand.scale[:, columns // BLOCK]), BLOCK, axis=2)
     return double(operand.data[:, columns]) * scale[:, :, : operand.data.shape[2]]
 
 
 def double(x) -> np.ndarray:
+    """Returns a JAX or NumPy array as float64 of NumPy."""
     return np.asarray(jnp.asarray(x)).astype(np.float64)

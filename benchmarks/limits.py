@@ -1,4 +1,4 @@
-"""The machine's limits, measured in the same run as what is compared with them.
+"""The limits of the machine, which every run measures before its rows.
 
 bf16, fp8   a dense product of 8192^3, operands and result in device memory
 memory      the faster of a negation and a copy of several GB, read plus written
@@ -17,11 +17,19 @@ from moax import backend
 from moax.tune.timing import STANDARD, Repeats, kernel_time
 
 SIZE = 8192
-COPY_ELEMENTS = 3 << 28  # float32: 3.2 GB read, as much written
+COPY_ELEMENTS = 3 << 28  # float32 elements: 3.2 GB are read and 3.2 GB written
 
 
 def measure(names: tuple[str, ...] = ("bf16", "fp8", "memory"), repeats: Repeats = STANDARD) -> dict[str, Any]:
-    """{name: {value, unit, how, us}}; off the GPU sizes are small, and only say that it runs."""
+    """Measures limits; without a GPU the sizes are small, and the values mean nothing.
+
+    Args:
+      names: which limits: `bf16`, `fp8` (TFLOP/s), `memory` (TB/s).
+      repeats: the number of calls.
+
+    Returns:
+      {name: {value, unit, how, us, method}}. `value` is None, and `note` says why, where a limit cannot be measured.
+    """
     on_gpu = backend.platform() == "gpu"
     size, copied = (SIZE, COPY_ELEMENTS) if on_gpu else (256, 1 << 16)
     found = {}
@@ -32,14 +40,25 @@ def measure(names: tuple[str, ...] = ("bf16", "fp8", "memory"), repeats: Repeats
             fs, args, work = _copies(copied) if name == "memory" else _product(size, name)
             timing = min((kernel_time(f, args, repeats) for f in fs), key=lambda timing: timing.us)
             entry |= {"value": work / timing.us * 1e-6, "us": timing.us, "method": timing.method}
-        except Exception as error:  # a limit that cannot be measured is none; the rows are still worth having
+        except Exception as error:  # The rows are useful without this limit.
             entry["note"] = why(error)
         found[name] = entry
     return found
 
 
 def fraction(limits: dict[str, Any], us: float, flops: float, nbytes: float, product: str) -> tuple[str, float | None]:
-    """(the limit that binds, least time by it over `us`) of work that does `flops` and moves `nbytes` at least."""
+    """Returns the binding limit of a call, and the fraction of it that the call reaches.
+
+    Args:
+      limits: the result of `measure`.
+      us: microseconds of the call.
+      flops: floating-point operations of the call.
+      nbytes: the least bytes that it moves in device memory.
+      product: the limit of its products, `bf16` or `fp8`.
+
+    Returns:
+      (name of the limit, least time by that limit over `us`), or ("", None) where no limit is known.
+    """
     rates = {product: flops, "memory": nbytes}
     known = {n: work / limits[n]["value"] * 1e-6 for n, work in rates.items() if n in limits and limits[n]["value"]}
     if not known:
@@ -49,16 +68,18 @@ def fraction(limits: dict[str, Any], us: float, flops: float, nbytes: float, pro
 
 
 def _product(size: int, name: str):
+    """Returns (functions, arguments, flops) of a dense product."""
     dtype = jnp.float8_e4m3fn if name == "fp8" else jnp.bfloat16
     a, b = (jax.random.normal(key, (size, size)).astype(dtype) for key in jax.random.split(jax.random.key(0)))
 
     @jax.jit
-    def product(a, b):  # b as FP8 tensor cores want it: the contracted dim contiguous
+    def product(a, b):  # FP8 tensor cores need the contracted dim of b contiguous.
         return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
     return (product,), (a, b), 2 * size**3
 
 
 def _copies(elements: int):
+    """Returns (functions, arguments, bytes) of a negation and a copy; the faster one counts."""
     x = jax.random.normal(jax.random.key(0), (elements,), jnp.float32)
     return (jax.jit(jnp.negative), jax.jit(jnp.copy)), (x,), 2 * x.nbytes

@@ -11,7 +11,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment with `changes`; Python finds `benchmarks` and the same moax in it from any folder."""
+    """Returns this process's environment with `changes`.
+
+    A Python process with this environment finds `benchmarks` and the same moax from any folder.
+    """
     known = os.environ | changes
     folders = [str(ROOT), str(Path(str(moax.__file__)).parent.parent), known.get("PYTHONPATH", "")]
     return known | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}

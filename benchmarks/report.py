@@ -1,4 +1,4 @@
-"""Rows of results, a table of them on the terminal, and a JSON file: {"header": ..., "rows": [...]}."""
+"""The rows of results: a table on the terminal, and a JSON file {"header": ..., "rows": [...]}."""
 
 from __future__ import annotations
 
@@ -18,19 +18,32 @@ import jax
 from moax import backend
 
 OURS, JNP = "moax", "jnp"
-HOPPER = "hopper"  # the path of a row whose program runs moax's kernels for Hopper GPUs
+HOPPER = "hopper"  # `Row.path` of a program that runs moax's kernels for Hopper GPUs
 
 
 @dataclasses.dataclass
 class Row:
-    """One measurement; None is what was not measured, and `note` says why.
+    """One measurement. A field that was not measured is None, and `note` says why.
 
-    op, case, direction; impl: `moax` or a peer; recipe: of the operands; path: which implementation ran, `hopper`
-    or `xla`, PyTorch's `eager` or `compiled`; method: see `timing`. us: microseconds of a call; tflops, tb_s: its rate,
-    real rows only; limit: the nearest physical limit; fraction: of the rate that it allows. error: distance to float64,
-    norm over norm, of the operands as they enter the product; error_worst: of the worst expert; error_rounding: of
-    float64 rounded to bf16; error_unquantized: against the operands before quantization. peers: peer's time over ours.
-    extra: whatever else.
+    Attributes:
+      op, case, direction: what was measured.
+      impl: `moax`, or the name of a peer.
+      recipe: the recipe of the operands.
+      dtype: the dtype of the operands.
+      path: the implementation that ran: `hopper` or `xla`, or PyTorch's `eager` or `compiled`.
+      tile: the tile of the kernel.
+      method: the clock; see `moax.tune.timing`.
+      us: microseconds of a call.
+      tflops, tb_s: TFLOP/s and TB/s; only real rows count.
+      limit: the binding physical limit.
+      fraction: the rate over the rate that the limit allows.
+      error: distance to the float64 result of the operands that enter the product, norm over norm.
+      error_worst: the same of the worst expert.
+      error_rounding: the same of the float64 result rounded to bf16.
+      error_unquantized: distance to the float64 result of the operands before quantization.
+      peers: {peer: its time over moax's}.
+      note: a remark, or the reason why nothing was measured.
+      extra: further values of the benchmark.
     """
 
     op: str
@@ -57,13 +70,16 @@ class Row:
 
 
 def why(error: BaseException) -> str:
-    """An error in one line."""
+    """Returns an error as one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(": ")
 
 
 def compare(rows: Iterable[Row]) -> None:
-    """Fills `peers` of our rows: the time of each peer's row of the same op, case and direction over ours."""
+    """Fills `peers` of moax's rows from the rows of peers with the same op, case and direction.
+
+    A quantized row is compared with quantized rows alone, and a bf16 row with bf16 rows.
+    """
     rows = list(rows)
     for ours in rows:
         for peer in rows:
@@ -74,7 +90,13 @@ def compare(rows: Iterable[Row]) -> None:
 
 
 def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[str, Any]:
-    """What the rows have in common: device, versions, commit, command, date, limits."""
+    """Returns what all rows share: device, driver, versions, commit, command, date and limits.
+
+    Args:
+      command: the command line.
+      sha: the measured commit; None asks git.
+      limits: the result of `limits.measure`.
+    """
     return {
         "device": backend.device_kind(),
         "driver": _driver(),
@@ -87,7 +109,7 @@ def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[
 
 
 def to_json(head: dict[str, Any], rows: list[Row]) -> str:
-    """The header and the rows; each row repeats what says where it comes from."""
+    """Returns header and rows as JSON; each row repeats the device, the JAX version, the commit and the command."""
     origin = {
         "device": head["device"],
         "jax": head["versions"].get("jax"),
@@ -99,13 +121,20 @@ def to_json(head: dict[str, Any], rows: list[Row]) -> str:
 
 
 def save(path: str, head: dict[str, Any], rows: list[Row]) -> None:
-    """Writes the JSON file."""
+    """Writes `to_json` to the file `path`."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(to_json(head, rows) + "\n")
 
 
 def show(title: str, head: dict[str, Any], rows: list[Row], stream=None) -> None:
-    """The table, a line a row, and below it what could not run."""
+    """Prints a table with a line for each row, then details, then the rows that could not run.
+
+    Args:
+      title: the title of the table.
+      head: the result of `header`.
+      rows: the rows.
+      stream: the output; None is stdout.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -113,8 +142,9 @@ def show(title: str, head: dict[str, Any], rows: list[Row], stream=None) -> None
     console = Console(file=stream)
     console = console if console.is_terminal else Console(file=stream, width=180)
     limits = head["limits"]
-    said = ", ".join(f"{name} {limit['value']:.4g} {limit['unit']}" for name, limit in limits.items() if limit["value"])
-    table = Table(title=f"{title} on {head['device']}", caption=f"limits of this run: {said or 'none'}")
+    measured = {name: limit for name, limit in limits.items() if limit["value"]}
+    known = ", ".join(f"{name} {limit['value']:.4g} {limit['unit']}" for name, limit in measured.items())
+    table = Table(title=f"{title} on {head['device']}", caption=f"limits of this run: {known or 'none'}")
     columns = ("case", "direction", "recipe", "impl", "tile", "us", "TFLOP/s", "TB/s", "of limit", "error", "peers")
     for column in columns:
         right = column in ("us", "TFLOP/s", "TB/s", "of limit", "error")
@@ -145,22 +175,22 @@ def show(title: str, head: dict[str, Any], rows: list[Row], stream=None) -> None
 
 
 def _details(row: Row) -> list[str]:
-    """Time by stage of a block, tokens of a step, memory, and what of a peer is not what its name says."""
-    said = []
+    """Returns lines of details: time by stage of a block, tokens of a step, memory, and remarks on a peer."""
+    text = []
     stages = {name: us for name, us in row.extra.get("stages_us", {}).items() if us}
     where = f"{row.case} {row.direction} {row.recipe}" + ("" if row.impl == OURS else f" {row.impl}")
     if row.op in ("block", "train") and row.us and row.note:
-        said.append(f"{where}: {row.note}")
+        text.append(f"{where}: {row.note}")
     if "tokens_per_s" in row.extra:
         peak, last = row.extra["peak_bytes"], row.extra["losses"][-1]
         held = "" if peak is None else f", peak {peak / 1e9:.2f} GB"
-        said.append(f"{where}: {row.extra['tokens_per_s']:,.0f} tokens/s of a device{held}; loss {last:.3f} at the end")
+        text.append(f"{where}: {row.extra['tokens_per_s']:,.0f} tokens/s of a device{held}; loss {last:.3f} at the end")
     if stages and row.us:
         parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in stages.items())
-        said.append(f"{where}: ms by stage: {parts}; kernels {sum(stages.values()) / 1e3:.2f} of {row.us / 1e3:.2f}")
+        text.append(f"{where}: ms by stage: {parts}; kernels {sum(stages.values()) / 1e3:.2f} of {row.us / 1e3:.2f}")
     if row.us and "exposed_us" in row.extra:
-        said.append(
-            f"{where}: {row.extra['exposed_us'] / 1e3:.2f} ms in which nothing computes, exposed communication too"
+        text.append(
+            f"{where}: {row.extra['exposed_us'] / 1e3:.2f} ms in which nothing computes (communication and gaps)"
         )
     if row.direction == "fwd+bwd" and "params_bytes" in row.extra:
         peak = row.extra["peak_bytes"]
@@ -170,8 +200,8 @@ def _details(row: Row) -> list[str]:
             needed = sum(row.extra["saved_needed_bytes"].values()) / 1e9
             saved = row.extra["saved_bytes"] / 1e9
             held += f", saved for backward {saved:.2f} (rows and hidden need {needed:.2f})"
-        said.append(f"{where}: {held}")
-    return said
+        text.append(f"{where}: {held}")
+    return text
 
 
 def _number(value: float | None, form: str) -> str:
@@ -179,7 +209,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _finite(value):
-    """JSON has no NaN: such a number is its name."""
+    """Returns `value` with NaN and infinities as strings, since JSON has no such numbers."""
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -190,14 +220,15 @@ def _finite(value):
 
 
 def _driver() -> str | None:
-    """Of the GPU, if JAX runs on one."""
+    """Returns the version of the GPU's driver; None where JAX does not run on a GPU."""
     if backend.platform() != "gpu":
         return None
-    said = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return said.splitlines()[0] if said else None
+    versions = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return versions.splitlines()[0] if versions else None
 
 
 def _versions(*packages: str) -> dict[str, str]:
+    """Returns the versions of Python, JAX and the installed ones of `packages`."""
     import importlib.metadata
 
     found = {"python": sys.version.split()[0]}
@@ -211,18 +242,19 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def git_sha() -> str | None:
-    """Of the clone; `-dirty` where its code differs from the commit: results may."""
+    """Returns the commit of this clone, with `-dirty` where its code differs from the commit; None without git."""
     root, code = str(Path(__file__).parent.parent), ("src", "benchmarks", ":(exclude)benchmarks/results")
-    sha = _said("git", "-C", root, "rev-parse", "HEAD")
-    return sha and sha + ("-dirty" if _said("git", "-C", root, "status", "--porcelain", "--", *code) else "")
+    sha = _output_of("git", "-C", root, "rev-parse", "HEAD")
+    return sha and sha + ("-dirty" if _output_of("git", "-C", root, "status", "--porcelain", "--", *code) else "")
 
 
 def _without_folder(part: str) -> str:
-    """A file's name alone: where it lay on that machine is nobody's business."""
+    """Returns the name of a file without its folder, which means nothing on another machine."""
     return part.rsplit("/", 1)[-1] if part.startswith("/") else part
 
 
-def _said(*command: str) -> str | None:
+def _output_of(*command: str) -> str | None:
+    """Returns what a command prints, or None where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What the benchmarks `permute` and `exchange` move: tokens; and their experts, rows and bytes between devices."""
+"""The tokens that the benchmarks `permute` and `exchange` move: their experts, and their rows and bytes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ import numpy as np
 
 from moax.models import find_model
 
-KINDS = (("none", "dispatch"), ("none", "combine"), ("fp8", "dispatch"))  # wire, direction; sums travel as they are
-BLOCK = 128  # elements of a row in FP8 that share a scale of 4 bytes
+KINDS = (("none", "dispatch"), ("none", "combine"), ("fp8", "dispatch"))  # (wire, direction); sums are not quantized
+BLOCK = 128  # elements of an FP8 row that share a scale of 4 bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """T tokens a device of width H, K of E experts each; routing: uniform, zipf (shares 1/rank), or all to one rank.
+    """The tokens of a device.
 
-    permute draws its own, which are uniform.
+    Attributes:
+      name: the name of the case.
+      tokens: tokens T of a device.
+      width: model width H.
+      experts: number of experts E.
+      top_k: experts K of a token.
+      routing: `uniform`; `zipf`, where expert popularity is 1 / rank; or `one`, where all tokens choose experts of one
+        rank. The benchmark `permute` draws uniform experts of its own.
     """
 
     name: str
@@ -28,12 +35,15 @@ class Tokens:
 
     @classmethod
     def of(cls, name: str, model: str, tokens: int, routing: str = "uniform") -> Tokens:
-        """The tokens of one device of a model."""
+        """Returns the tokens of one device of the model named `model`."""
         config = find_model(model).config
         return cls(name, tokens, config.d_model, config.num_experts, config.top_k, routing)
 
     def choose(self, devices: int) -> np.ndarray:
-        """Experts of the tokens of all devices [T devices, K], distinct for each token, the same in every run."""
+        """Draws the experts of the tokens of all devices, [T devices, K] i32; they are the same in every run.
+
+        The K experts of a token are distinct.
+        """
         draw = np.random.default_rng([11, self.tokens, self.experts])
         scores = draw.gumbel(size=(self.tokens * devices, self.experts)).astype(np.float32)
         if self.routing == "zipf":
@@ -43,17 +53,17 @@ class Tokens:
         return np.argsort(-scores, axis=1)[:, : self.top_k].astype(np.int32)
 
     def between(self, devices: int) -> np.ndarray:
-        """How many rows dispatch moves from device (dim 0) to device (dim 1)."""
+        """Counts rows: between[s, d] rows go from device s to device d in dispatch."""
         owner = (self.choose(devices) // (self.experts // devices)).reshape(devices, self.tokens, self.top_k)
         return np.stack([(owner == rank).any(-1).sum(-1) for rank in range(devices)], axis=1)
 
     def row_bytes(self, wire: str) -> int:
-        """Of a row on its way, scales included."""
+        """Returns the bytes of a row on the wire, scales included; `wire` is `none` or `fp8`."""
         return self.width * 2 if wire == "none" else self.width + 4 * -(-self.width // BLOCK)
 
 
 def busiest(between: np.ndarray) -> int:
-    """Rows that leave or reach the device that sends or receives most, to and from the others."""
+    """Returns the rows that the busiest device sends to, or receives from, other devices."""
     away = between * (1 - np.eye(len(between), dtype=between.dtype))
     return int(max(away.sum(0).max(), away.sum(1).max()))
 

@@ -1,9 +1,9 @@
-"""Compiles the kernels, and the whole block for 4 H200s, to SASS on a machine without a GPU: `make check-sass`.
+"""This script compiles the kernels, and the block for 4 H200s, to SASS on a machine without a GPU: `make check-sass`.
 
-Asserts that no kernel spills registers, that weights cross the wire as bytes in the optimized GPU program, that their
-gradients are reduce-scattered, and that a one-sided exchange knows its replicas and leaves no collective but that of
-its counts. Prints each kernel's registers. A check of what the compiler makes of the kernels, not of what they compute:
-for that there is `make test`, in the interpreter, and `make test-gpu`.
+It prints the registers of each kernel, and asserts four things. No kernel spills registers. Weights cross the wire as
+bytes in the optimized GPU program. Gradients of weights are reduce-scattered. A one-sided exchange knows its replicas,
+and leaves no collective but that of its counts. The script does not check what the kernels compute; `make test` does
+in the interpreter, and `make test-gpu` on a GPU.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ BF16, F8, F32, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32, jnp.int32
 
 
 def mesh_of_h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
-    """A mesh of H200s that are not there."""
+    """Returns a mesh of H200s that this machine does not have."""
     count = functools.reduce(lambda a, b: a * b, shape)
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{count}")
     devices = topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names).devices
@@ -79,49 +79,112 @@ def mesh_of_h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType
 
 
 def up(n: int) -> int:
-    """Blocks of 128 in n."""
+    """Returns the number of blocks of 128 that hold n."""
     return -(-n // BLOCK)
 
 
 def shapes_of(op: str) -> set[tuple[int, int]]:
-    """(contracted, columns) of models, and of the table's entries for this op."""
+    """Returns (contracted, columns) of models, and of the table's entries for this op."""
     keys = [key for entries in tiles.read_table().values() for key in entries if key.split()[0] == op]
     turned = {(n, k) for k, n in SHAPES} if op == "matmul_transposed" else set(SHAPES)
     return turned | {tuple(int(part[1:]) for part in key.split()[1:3]) for key in keys}
 
 
 def products(op: str, k: int, n: int, bias: bool = False):
-    """A product of this op as a function of its operands and a tile, and their shapes."""
+    """Returns a product of this op as a function of its operands and a tile, and the operands' (shape, dtype)."""
     sizes = ((EXPERTS,), I32)
-    rows = lambda k: [((ROWS, k), F8), ((up(k), ROWS), F32)]  # noqa: E731
-    turned = lambda k: [((k, ROWS), F8), ((ROWS // BLOCK, up(k) * BLOCK), F32)]  # noqa: E731
+    transpose = op == "matmul_transposed"
+    w = ((EXPERTS, n, k) if transpose else (EXPERTS, k, n), BF16)
     weight = [((EXPERTS, n, k), F8), ((EXPERTS, up(n), up(k)), F32)]
     x, dy = ((ROWS, k), BF16), ((ROWS, n), BF16)
-    blocks = lambda sizes: make_blocks(sizes, ROWS)  # noqa: E731
     biases = [((EXPERTS, n), BF16)] if bias else []
+
+    def rows(width):
+        return [((ROWS, width), F8), ((up(width), ROWS), F32)]
+
+    def columns(width):
+        return [((width, ROWS), F8), ((ROWS // BLOCK, up(width) * BLOCK), F32)]
+
+    def blocks(sizes):
+        return make_blocks(sizes, ROWS)
+
+    def matmul(a, b, sizes, bias=None, *, tile):
+        return grouped_matmul(a, b, blocks(sizes), tile, bias=bias, transpose=transpose)
+
+    def wgrad(a, b, sizes, tile):
+        return grouped_wgrad(a, b, blocks(sizes), tile)
+
+    def matmul_fp8(a, scale_a, b, scale_b, sizes, bias=None, *, tile):
+        return grouped_matmul_fp8(KMajorFp8(a, scale_a), KMajorFp8(b, scale_b), blocks(sizes), tile, bias=bias)
+
+    def wgrad_fp8(a, scale_a, b, scale_b, sizes, tile):
+        return grouped_wgrad_fp8(KMajorFp8(a, scale_a), KMajorFp8(b, scale_b), blocks(sizes), tile)
+
     match op:
         case "matmul" | "matmul_transposed":
-            turn = op == "matmul_transposed"
-            w = ((EXPERTS, n, k) if turn else (EXPERTS, k, n), BF16)
-            plain = lambda a, b, s, v=None, *, tile: grouped_matmul(  # noqa: E731
-                a, b, blocks(s), tile, bias=v, transpose=turn
-            )
-            return plain, [x, w, sizes, *biases]
+            return matmul, [x, w, sizes, *biases]
         case "wgrad":
-            return (lambda a, b, s, tile: grouped_wgrad(a, b, blocks(s), tile)), [x, dy, sizes]
+            return wgrad, [x, dy, sizes]
         case "matmul_fp8":
-            fp8 = lambda a, p, b, q, s, v=None, *, tile: grouped_matmul_fp8(  # noqa: E731
-                KMajorFp8(a, p), KMajorFp8(b, q), blocks(s), tile, bias=v
-            )
-            return fp8, [*rows(k), *weight, sizes, *biases]
+            return matmul_fp8, [*rows(k), *weight, sizes, *biases]
         case _:
-            fp8 = lambda a, p, b, q, s, tile: grouped_wgrad_fp8(KMajorFp8(a, p), KMajorFp8(b, q), blocks(s), tile)  # noqa: E731
-            return fp8, [*turned(k), *turned(n), sizes]
+            return wgrad_fp8, [*columns(k), *columns(n), sizes]
+
+
+def swiglu(gate, up):
+    """Computes the activation of the fused kernels."""
+    return jax.nn.silu(gate) * up
+
+
+def with_blocks(fn: Callable) -> Callable:
+    """Returns `fn` with the group sizes in place of its last argument, the `Blocks`."""
+
+    def call(*args):
+        return fn(*args[:-1], make_blocks(args[-1], ROWS))
+
+    return call
+
+
+def quantize_gathered(x, source, sizes):
+    """Quantizes x[source]."""
+    return quantize.quantize_rows(x, make_blocks(sizes, ROWS), source=source)
+
+
+def quantize_by_row(x):
+    """Quantizes rows with the scales of a row side by side."""
+    return quantize.quantize_rows(x, None, columns=False, by_row=True)[0]
+
+
+def put_locally(x, places):
+    """Runs the kernel of the exchange on a single device."""
+    return exchange.put_rows([x, x], None, places, 0, 512, ())
+
+
+def activate_rows(h, weights, sizes):
+    """Runs the bf16 activation."""
+    return activation_bf16.activate_rows(h, make_blocks(sizes, ROWS), swiglu, gated=True, weights=weights)
+
+
+def activate_grad_rows(h, d_a, weights, sizes):
+    """Runs the gradient of the bf16 activation."""
+    return activation_bf16.activate_grad_rows(h, d_a, make_blocks(sizes, ROWS), swiglu, weights=weights)
+
+
+def activate_quantize(h, sizes):
+    """Runs the activation that quantizes."""
+    return activation.activate_quantize(h, make_blocks(sizes, ROWS), swiglu, gated=True)
+
+
+def activate_grad_quantize(h, d_a, weights, sizes):
+    """Runs the gradient of the activation that quantizes."""
+    return activation.activate_grad_quantize(h, d_a, make_blocks(sizes, ROWS), swiglu, weights=weights)
 
 
 def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple[tuple[int, ...], Any]]]]:
-    """(name, function, (shape, dtype) of each operand) of every kernel and shape; of products with every tile that
-    `moax tune` tries, or with the one that is taken."""
+    """Yields (name, function, (shape, dtype) of each operand) of every kernel and shape.
+
+    A product comes with every tile that `moax tune` tries, or, without `every_tile`, with the tiles of the table alone.
+    """
     sizes = ((EXPERTS,), I32)
     for op in tiles.OPS:
         for k, n in sorted(shapes_of(op)):
@@ -135,12 +198,9 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
                     yield f"{op} {k}x{n} {tile} bias", functools.partial(fn, tile=tile), operands
     for width in WIDTHS:
         x = ((ROWS, width), BF16)
-        with_blocks = lambda fn: lambda *a: fn(*a[:-1], make_blocks(a[-1], ROWS))  # noqa: E731
         yield f"quantize_rows {width}", with_blocks(quantize.quantize_rows), [x, sizes]
-        gathered = lambda x, at, s: quantize.quantize_rows(x, make_blocks(s, ROWS), source=at)  # noqa: E731
-        yield f"quantize_rows {width} gathered", gathered, [((512, width), BF16), ((ROWS,), I32), sizes]
-        by_row = lambda x: quantize.quantize_rows(x, None, columns=False, by_row=True)[0]  # noqa: E731
-        yield f"quantize_rows {width} by_row", by_row, [x]
+        yield f"quantize_rows {width} gathered", quantize_gathered, [((512, width), BF16), ((ROWS,), I32), sizes]
+        yield f"quantize_rows {width} by_row", quantize_by_row, [x]
         for dtype in (BF16, F32):
             wire = [((ROWS, width), F8), ((ROWS, up(width) + 16), I32), ((8,), I32)]
             back = functools.partial(quantize.dequantize_rows, dtype=dtype)
@@ -148,30 +208,18 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             both = functools.partial(quantize.quantize_weight, native=True, transposed=True)
             yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, GPT_OSS.d_model, width), dtype)]
         yield f"gather_rows {width}", permute.gather_rows, [x, ((ROWS,), I32), ((1,), I32)]
-        stay = lambda x, places: exchange.put_rows([x, x], None, places, 0, 512, ())  # noqa: E731
-        yield f"put_rows {width}", stay, [x, ((1, 2, 1), I32)]
+        yield f"put_rows {width}", put_locally, [x, ((1, 2, 1), I32)]
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
-        act = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
-        h, d_a, by_row = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
-        plain = lambda h, v, s, act=act: activation_bf16.activate_rows(  # noqa: E731
-            h, make_blocks(s, ROWS), act, gated=True, weights=v
-        )
-        plain_grad = lambda h, d, v, s, act=act: activation_bf16.activate_grad_rows(  # noqa: E731
-            h, d, make_blocks(s, ROWS), act, weights=v
-        )
-        yield f"activate_rows {width}", plain, [h, by_row, sizes]
-        yield f"activate_grad_rows {width}", plain_grad, [h, d_a, by_row, sizes]
+        h, d_a, weights = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
+        yield f"activate_rows {width}", activate_rows, [h, weights, sizes]
+        yield f"activate_grad_rows {width}", activate_grad_rows, [h, d_a, weights, sizes]
         if width % BLOCK == 0:
-            forward = lambda h, s, act=act: activation.activate_quantize(h, make_blocks(s, ROWS), act, gated=True)  # noqa: E731
-            backward = lambda h, d, v, s, act=act: activation.activate_grad_quantize(  # noqa: E731
-                h, d, make_blocks(s, ROWS), act, weights=v
-            )
-            yield f"activate_quantize {width}", forward, [h, sizes]
-            yield f"activate_grad_quantize {width}", backward, [h, d_a, by_row, sizes]
+            yield f"activate_quantize {width}", activate_quantize, [h, sizes]
+            yield f"activate_grad_quantize {width}", activate_grad_quantize, [h, d_a, weights, sizes]
 
 
 def compile_kernels(only: str) -> None:
-    """Compiles each whose name has `only` for one H200; ptxas says what it thinks of them."""
+    """Compiles each kernel whose name contains `only` for one H200; ptxas prints their registers."""
     mesh = mesh_of_h200s((1,), ("x",))
     place = NamedSharding(mesh, PartitionSpec())
     for name, fn, operands in kernels():
@@ -182,7 +230,7 @@ def compile_kernels(only: str) -> None:
 
 
 def compile_exchange(only: str) -> None:
-    """Compiles the exchange of rows, of words beside them, over ep of (fsdp 2, ep 2) and of (a 2, b 2)."""
+    """Compiles the exchange of rows and of words beside rows, over ep of (fsdp 2, ep 2) and of (a 2, b 2)."""
     for names, axes in ((("fsdp", "ep"), (("ep", 2),)), (("a", "b"), (("a", 2), ("b", 2)))):
         mesh, places = mesh_of_h200s((2, 2), names), ((4, 2, 2 * len(axes)), I32)
         for width in WIDTHS:
@@ -191,7 +239,10 @@ def compile_exchange(only: str) -> None:
                 if only not in name:
                     continue
                 print(f"== {name}", flush=True)
-                put = lambda *a, axes=axes: exchange.put_rows(a[:2], *a[2:], 0, 512, axes)  # noqa: E731
+
+                def put(*args, axes=axes):
+                    return exchange.put_rows(args[:2], *args[2:], 0, 512, axes)
+
                 shapes = [((512, width), dtype), ((512, 24), I32), ((1024,), I32), places]
                 place = NamedSharding(mesh, PartitionSpec(names))
                 operands = (jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in shapes)
@@ -200,22 +251,25 @@ def compile_exchange(only: str) -> None:
 
 
 def check_replicas(name: str, compiled, kernels: int) -> None:
-    """Exits unless the program has at least so many kernels that write to peers, and all know the four devices."""
+    """Exits unless the program has at least that many kernels that write to peers, and all know the four devices."""
     found = re.findall(r'xla_replica_ids = "([^"]*)"', compiled.as_text())
     if len(found) < kernels or set(found) != {"0,1,2,3"}:
         sys.exit(f"{name}: {len(found)} kernels write to peers, of replicas {set(found)}")
 
 
 def operands_of_block(config: moax.MoEConfig, axes: moax.Axes, mesh: Mesh):
-    """Parameters and 1024 tokens of bfloat16 on the mesh, which is in force."""
+    """Returns parameters and 1024 tokens of bfloat16 on the mesh, which is set."""
     shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, axes=axes))
-    place = lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, s))  # noqa: E731
+
+    def place(param, spec):
+        return jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=NamedSharding(mesh, spec))
+
     params = jax.tree.map(place, shapes, moax.param_specs(config, axes))
     return params, place(jax.ShapeDtypeStruct((1024, config.d_model), BF16), PartitionSpec(("fsdp", "ep")))
 
 
 def compile_one_sided() -> None:
-    """Two layers that exchange one-sided, in a scan, rematerialized, forward and backward, each way a mesh allows."""
+    """Compiles two layers that exchange one-sided, in a rematerialized scan with backward, each way a mesh allows."""
     config = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
     wired = dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=128))
     auto, explicit = AxisType.Auto, AxisType.Explicit
@@ -246,7 +300,7 @@ def compile_one_sided() -> None:
 
 
 def compile_blocks() -> None:
-    """The block, forward and backward, on 4 H200s as (fsdp 2, ep 2), with each recipe: what crosses the wire."""
+    """Compiles the block, forward and backward, on 4 H200s as (fsdp 2, ep 2), and checks each recipe's collectives."""
     mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"))
     config = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
     for layout in ("experts", "model"):
@@ -273,7 +327,7 @@ def compile_blocks() -> None:
 
 
 def report(text: str) -> int:
-    """Prints the registers of each kernel; the number of kernels that spill, or 1 where ptxas said nothing."""
+    """Prints the registers of each kernel. Returns how many spill, or 1 where ptxas printed nothing."""
     what, seen, spilled = "", 0, []
     for line in text.splitlines():
         if line.startswith("== "):
@@ -290,7 +344,7 @@ def report(text: str) -> int:
 
 
 def main() -> int:
-    """Compiles in a process of its own, whose ptxas prints, and reads what it printed."""
+    """Compiles in a process of its own, and reads what its ptxas printed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="compile here and print what ptxas says")
     parser.add_argument(

@@ -1,9 +1,9 @@
-"""Kernels that quantize, each once, at the sizes of one of 4 ranks of Qwen3-30B, for ncu to read their counters:
+"""This script runs each quantizing kernel once, at the sizes of one of 4 ranks of Qwen3-30B. ncu reads their counters:
 
 ncu --clock-control none --kernel-name regex:quantize --metrics NAMES python3 scripts/counters.py
 
-In this order: rows, columns, both, both of gathered rows, the gradient of SwiGLU. benchmarks/results/h200_counters.json
-has the NAMES that were read, and what they said.
+The order is: rows, columns, both, both of gathered rows, the gradient of SwiGLU. The NAMES and the values that were
+read are in benchmarks/results/h200_counters.json.
 """
 
 import jax
@@ -19,7 +19,7 @@ ROWS, WIDTH, HIDDEN, GROUPS, TOP_K = SHAPE.rows, SHAPE.d_model, SHAPE.d_ff, SHAP
 
 
 def main() -> None:
-    """Runs them."""
+    """Runs the kernels."""
     keys = jax.random.split(jax.random.key(0), 5)
     x = jax.random.normal(keys[0], (ROWS, WIDTH), jnp.bfloat16)
     tokens = jax.random.normal(keys[1], (ROWS // TOP_K, WIDTH), jnp.bfloat16)

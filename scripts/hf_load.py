@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""How much host memory loading a checkpoint takes beyond the arrays: makes one, and loads it onto 8 emulated devices.
+"""This script measures how much host memory loading a checkpoint takes beyond the arrays.
 
-Run: scripts/hf_load.py [--gib 2] [--devices 8] [--limit MIB] [--keep-freed]; Linux with glibc alone.
+It makes a checkpoint, and loads it onto 8 emulated devices: scripts/hf_load.py [--gib 2] [--devices 8] [--limit MIB]
+[--keep-freed]. It runs on Linux with glibc alone.
 
-Emulated devices keep their arrays in the memory of this process, so what counts is the rise of memory during the load
-less the bytes of the arrays that it made. Memory is counted twice. VmHWM is the kernel's own peak of everything
-resident, mapped files too; where it can be set back (/proc/self/clear_refs) it is, right before the load. RssAnon is
-without mapped files; its peak is the greatest of samples every millisecond. The kernel's page cache is neither's. What
-is freed goes back to the kernel at once (mallopt), so that a peak is what was in use; --keep-freed leaves glibc alone.
+Emulated devices keep their arrays in the memory of this process. The result is therefore the rise of memory during the
+load, less the bytes of the arrays. Memory is counted in two ways. VmHWM is the kernel's peak of all resident memory,
+mapped files included; the script resets it before the load where /proc/self/clear_refs allows. RssAnon leaves mapped
+files out; its peak is the largest of samples every millisecond. Neither counts the kernel's page cache. glibc returns
+freed memory to the kernel at once (mallopt), so that a peak is memory in use; --keep-freed leaves glibc as it is.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from moax.hf.files import Output, write_files
 from moax.hf.names import tensors_of
 
 MIB, GIB = 2**20, 2**30
-M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+M_MMAP_THRESHOLD = -3  # a parameter of glibc's mallopt
 CONFIG = {
     "model_type": "qwen3_moe", "hidden_size": 1024, "moe_intermediate_size": 1024, "num_experts": 64,
     "num_experts_per_tok": 8, "norm_topk_prob": True, "hidden_act": "silu",
@@ -35,14 +36,14 @@ CONFIG = {
 
 
 def memory() -> dict[str, int]:
-    """The lines of /proc/self/status that are memory, in bytes."""
+    """Returns the sizes in /proc/self/status, in bytes."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return {line[0][:-1]: int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
 
 
 @contextlib.contextmanager
 def peaks():
-    """What memory rises to while this is open: {"VmHWM": bytes, "RssAnon": bytes}, filled at the end."""
+    """Yields {"VmHWM": bytes, "RssAnon": bytes}, which has the peaks of memory after the context has ended."""
     found, done = {"RssAnon": 0}, threading.Event()
 
     def watch():
@@ -62,7 +63,11 @@ def peaks():
 
 
 def write_checkpoint(folder: Path, size: int) -> tuple[moax.MoEConfig, int]:
-    """Random bfloat16 weights, one tensor an expert, of at least `size` bytes; how many layers that makes."""
+    """Writes random bfloat16 weights of at least `size` bytes, one tensor for each expert.
+
+    Returns:
+      The config of a layer, and the number of layers.
+    """
     config, generator = moax.hf.config_from_hf(CONFIG), np.random.default_rng(0)
     dtype = np.dtype(jax.numpy.bfloat16)
 
@@ -100,12 +105,12 @@ def main(gib: float, devices: int, limit: float | None, keep_freed: bool) -> int
     }
     expert = 2 * config.d_model * config.d_ff
     print(
-        f"checkpoint {on_disk / GIB:.2f} GiB, {layers} layers of {config.num_experts} experts, a matrix of one "
-        f"{expert / MIB:.1f} MiB; loaded in {seconds:.1f} s ({on_disk / GIB / seconds:.2f} GiB/s); equal: {same}\n"
+        f"checkpoint {on_disk / GIB:.2f} GiB, {layers} layers of {config.num_experts} experts, {expert / MIB:.1f} MiB "
+        f"a matrix; loaded in {seconds:.1f} s ({on_disk / GIB / seconds:.2f} GiB/s); equal: {same}\n"
         f"arrays on {devices} devices {arrays / GIB:.2f} GiB; {before['VmRSS'] / MIB:.0f} MiB resident before the load"
     )
     for what, size in over.items():
-        print(f"peak above both, {what}: {size / MIB:.1f} MiB")
+        print(f"peak above the start and the arrays, {what}: {size / MIB:.1f} MiB")
     return int(not same or (limit is not None and max(over.values()) > limit * MIB))
 
 
@@ -113,6 +118,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2, help="size of the checkpoint (default: %(default)s)")
     parser.add_argument("--devices", type=int, default=8, help="an even number (default: %(default)s)")
-    parser.add_argument("--limit", type=float, metavar="MIB", help="exit with 1 where a peak is above it")
-    parser.add_argument("--keep-freed", action="store_true", help="count what glibc keeps of what was freed")
+    parser.add_argument("--limit", type=float, metavar="MIB", help="exit with 1 if a peak is above this limit")
+    parser.add_argument("--keep-freed", action="store_true", help="count the freed memory that glibc keeps")
     raise SystemExit(main(**vars(parser.parse_args())))

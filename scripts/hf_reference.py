@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What transformers computes of one MoE layer of each family, in float32 on a CPU: weights, output, every gradient.
+"""This script writes what transformers computes of one MoE layer of each family, in float32 on a CPU.
 
-Run by any Python that has torch and transformers: scripts/hf_reference.py FOLDER. Each family gets FOLDER/NAME/ with
-config.json and model.safetensors as `save_pretrained` spells them, less what is no MoE layer, and expected.safetensors:
-x, dy, y = layer(x), dx, and grads.NAME for each parameter as transformers has it in memory. FOLDER/mxfp4.safetensors is
-what it makes of random mxfp4 weights. With --check it loads what tests/support/hf_parity.py wrote there (--write) and
-compares it bit for bit.
+Run it by any Python that has torch and transformers: scripts/hf_reference.py FOLDER [--check]. Each family gets a
+folder FOLDER/NAME/ with three files. config.json and model.safetensors have the names of `save_pretrained`, and only
+the tensors of the MoE layer. expected.safetensors has x, dy, y = layer(x), dx, and grads.NAME for each parameter as
+transformers holds it in memory. FOLDER/mxfp4.safetensors has random mxfp4 weights and their decoded values. --check
+loads the layers that tests/support/hf_parity.py --write wrote into FOLDER, and compares them bit for bit.
 """
 
 import shutil
@@ -38,7 +38,7 @@ FAMILIES = {
 
 
 def randomize(block: torch.nn.Module, generator: torch.Generator) -> None:
-    """Every parameter and buffer: matrices of variance 1 / fan-in or so, GPT-OSS's large enough to reach its clamp."""
+    """Draws every parameter and buffer. Matrices have a variance of about 1 / fan-in, GPT-OSS's reach its clamp."""
     for name, p in [*block.named_parameters(), *block.named_buffers()]:
         std = 0.1 if name.endswith("bias") else p.shape[-1] ** -0.5
         if "gate_up_proj" in name and block.__class__.__name__ == "GptOssMLP":
@@ -47,8 +47,10 @@ def randomize(block: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def margin(block: torch.nn.Module, x: torch.Tensor) -> float:
-    """How far the choice of any token is from another: between the last score that is taken and the first that is not,
-    of experts and of groups."""
+    """Returns the smallest gap between the last chosen and the first rejected score, over all tokens.
+
+    The gap is taken over experts, and over groups of experts where the router has them.
+    """
     router = getattr(block, "gate", None) or block.router
     scores = router(x.reshape(-1, x.shape[-1]))[0].detach()
     kept = router.top_k
@@ -67,7 +69,7 @@ def margin(block: torch.nn.Module, x: torch.Tensor) -> float:
 
 
 def write(family: str, folder: Path) -> None:
-    """One family's files."""
+    """Writes the files of one family."""
     name, sizes = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**COMMON, **sizes, experts_implementation="eager")
     model = getattr(transformers, f"{name}ForCausalLM")(config).float()
@@ -95,7 +97,7 @@ def write(family: str, folder: Path) -> None:
 
 
 def write_mxfp4(path: Path) -> None:
-    """Packed experts of GPT-OSS, every byte and the exponents that weights have, and their bfloat16 values."""
+    """Writes packed random experts of GPT-OSS, and their bfloat16 values."""
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (2, 32, 2, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(100, 135, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
@@ -104,13 +106,13 @@ def write_mxfp4(path: Path) -> None:
 
 
 def layer_of(family: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The MoE layer of a checkpoint that holds nothing else, loaded by transformers."""
+    """Returns the MoE layer of a checkpoint that holds nothing else, loaded by transformers."""
     model = getattr(transformers, f"{FAMILIES[family][0]}ForCausalLM").from_pretrained(folder)
     return model.model.layers[0].mlp.state_dict()
 
 
 def same(family: str, folder: Path) -> bool:
-    """Whether transformers gets the same layer from what moax wrote as from what it wrote itself."""
+    """Whether transformers loads the same layer from the files of moax as from its own files."""
     want = layer_of(family, folder)
     found = [layer_of(family, folder / name) for name in ("written", "stacked")]
     return all(got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want) for got in found)
@@ -118,7 +120,7 @@ def same(family: str, folder: Path) -> bool:
 
 def main(folder: Path, check: bool) -> int:
     transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()  # of what the checkpoints lack, which is no MoE layer
+    transformers.logging.set_verbosity_error()  # It would warn of the missing tensors outside the MoE layer.
     torch.set_num_threads(2)
     good = True
     for family in FAMILIES:

@@ -1,8 +1,8 @@
-"""Kill one of two training processes, resume, and compare with a run that nobody killed:
+"""This script kills one of two training processes, resumes, and compares the losses with those of an undisturbed run:
 
     python scripts/kill_and_resume.py [--kill 0|1] [--at STEP] [--steps N] [--folder FOLDER]
 
-Each process has four emulated devices of this machine; no GPU. tests/lm/test_multiprocess.py does the same, and more.
+Each process has four emulated devices of this machine; no GPU is needed. tests/lm/test_multiprocess.py uses it too.
 """
 
 import argparse
@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# Four seconds to compile instead of ten, and slower steps.
+# Level 0 compiles in four seconds instead of ten; the steps are slower.
 FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_collective_call_terminate_timeout_seconds=600"
 MODEL = ["--d-model", "32", "--d-ff", "32", "--layers", "1", "--heads", "2", "--experts", "8"]
 MODEL += ["--seq", "32", "--batch", "8", "--lr", "0.02", "--eval-every", "8", "--save-every", "3"]
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens at."""
+    """Returns a free port of this machine."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
@@ -33,8 +33,15 @@ def free_port() -> int:
 def start(
     folder: Path, command: list[str], *, processes: int = 2, devices: int | None = 4, own: tuple[list[str], ...] = ()
 ) -> list[subprocess.Popen]:
-    """The command in several processes, or in one; what process i says goes to FOLDER/said.i. `devices` are those of
-    each process, None for a program that takes no `--cpu-devices`; own[i] are further options of process i."""
+    """Starts a command in one or several processes; the output of process i goes to FOLDER/said.i.
+
+    Args:
+      folder: the folder of the outputs.
+      command: the arguments behind the Python interpreter.
+      processes: number of processes.
+      devices: emulated devices of each process; None for a program without `--cpu-devices`.
+      own: own[i] are further options of process i.
+    """
     address = f"localhost:{free_port()}"
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"XLA_FLAGS": FLAGS, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
@@ -49,12 +56,16 @@ def start(
 
 
 def train(*options: str) -> list[str]:
-    """`moax train` of a tiny model, which gives a dead process up after five seconds."""
+    """Returns the command `moax train`, whose processes notice a dead process after five seconds."""
     return ["-m", "moax", "train", *options, "--engine", "shard_map", "--heartbeat-timeout", "5"]
 
 
 def finish(folder: Path, started: list[subprocess.Popen], timeout: float = 240) -> list[tuple[int, str]]:
-    """(exit code, what it said) of each process; one that does not end is killed, and its code is -9."""
+    """Waits for the processes, and kills those that do not end in time.
+
+    Returns:
+      (exit code, output) of each process; the code of a killed process is -9.
+    """
     end = time.monotonic() + timeout
     for process in started:
         try:
@@ -66,7 +77,7 @@ def finish(folder: Path, started: list[subprocess.Popen], timeout: float = 240) 
 
 
 def losses(run: Path) -> dict[int, float]:
-    """step -> training loss, of the steps that a run's metrics.jsonl has in full."""
+    """Returns {step: training loss} of the complete lines of a run's metrics.jsonl."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -74,7 +85,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def await_step(run: Path, step: int, started: list[subprocess.Popen], timeout: float = 240) -> None:
-    """Returns when the run has done `step`; an error, and the end of all, if a process ends first."""
+    """Waits until the run has done `step`; if a process ends before, it kills all and raises RuntimeError."""
     end = time.monotonic() + timeout
     while step not in losses(run):
         if time.monotonic() > end or any(process.poll() is not None for process in started):
@@ -110,7 +121,9 @@ def main() -> int:
     print(f"killed process {args.kill} after step {args.at}: exit codes {[code for code, _ in killed]}; the other "
           f"ended {time.monotonic() - began:.0f} s later, saying")  # fmt: skip
     words = killed[1 - args.kill][1].splitlines()
-    print(next(f"  {line}" for line in words if "another process may be gone" in line or "another task died" in line))
+    print(
+        next(f"  {line}" for line in words if "another process may have ended" in line or "another task died" in line)
+    )
 
     resumed = ["--resume", "--name", "killed", "--out", str(folder)]
     resumed = finish(folder / "resumed-said", start(folder / "resumed-said", train(*resumed)))
@@ -123,7 +136,7 @@ def main() -> int:
         cells = [f"{found[step]:14.9f}" if step in found else " " * 14 for found in (want, died, got)]
         print(f"{step:>4}  {'  '.join(cells)}")
     same = want == got
-    print("the resumed run has the very losses of the uninterrupted one" if same else "the losses DIFFER")
+    print("the resumed run has exactly the losses of the uninterrupted run" if same else "the losses DIFFER")
     return 0 if same and [code for code, _ in (*whole, *resumed)] == [0] * 4 else 1
 
 

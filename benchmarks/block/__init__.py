@@ -1,1 +1,4 @@
-"""The MoE block on one device and on a mesh, and a step of the language model, each in a process of its own."""
+"""This package measures the MoE block on one device and on a mesh, and a step of the language model.
+
+Each measurement has a process of its own.
+"""

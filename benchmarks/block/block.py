@@ -1,14 +1,13 @@
 """`python -m benchmarks block`: `moax.moe` on one device, forward, and forward with backward.
 
-Each model has a process of its own. All compile at once, which takes most of the time and only processors; then they
-are measured one after the other.
+    work   6 T K H F forward, 18 T K H F forward with backward (gated experts)
 
-    work   6 T K H F forward, 18 T K H F with backward (gated experts)
+Each model and recipe has a process of its own. All processes compile at the same time, which takes most of the time
+and needs no GPU. Then they are measured one after the other. `--mesh` measures the block on a mesh (`mesh_block`).
 
-`--mesh` measures it on a mesh, beside layers of JAX alone and of PyTorch (`mesh_block`).
-
-Layer time is the wall clock of back-to-back calls; the split by stage is kernel time (CUPTI). Memory: the peak of the
-process, and what forward leaves to backward beside what it has to: the sorted rows and the hidden activations.
+The time of a layer is the wall clock of back-to-back calls; the times of stages are kernel times (CUPTI). The rows
+also have the peak memory of the process, the bytes that forward keeps for backward, and the bytes that backward needs:
+the sorted rows and the hidden activations.
 """
 
 from __future__ import annotations
@@ -27,7 +26,14 @@ from moax.tune.timing import Repeats
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A model's block; `note`: what part of it."""
+    """The block of a model.
+
+    Attributes:
+      name: the name of the case.
+      config: the block.
+      tokens: the numbers of tokens to measure.
+      note: which part of the model's block it is.
+    """
 
     name: str
     config: MoEConfig
@@ -40,7 +46,7 @@ PERF = (
     Block(
         "dsv3-slice",
         MODELS["deepseek-v3"].slice(8),
-        note="32 of 256 experts, 8 a token: the rows of one rank of 8 that have as many tokens each",
+        note="32 of 256 experts, 8 of them for a token: as many rows as one of 8 ranks receives at an even load",
     ),
 )
 TINY = (Block("tiny", MoEConfig(d_model=64, d_ff=32, num_experts=4, top_k=2), (64,)),)
@@ -58,7 +64,16 @@ def rows(
     kernels: str = "auto",
     chunks: int = 1,
 ) -> Iterator[Row]:
-    """Rows of forward, and of forward with backward, for each block, recipe and number of tokens."""
+    """Yields rows of forward, and of forward with backward, for each block, recipe and number of tokens.
+
+    Args:
+      blocks: the cases.
+      repeats: the number of calls.
+      found: the limits.
+      recipes: names of recipes, or `none`.
+      tokens: the numbers of tokens; None takes those of each block.
+      kernels, chunks: the arguments of `moax.moe`.
+    """
     asked = dict(repeats=repeats, kernels=kernels, chunks=chunks)
     workers = [
         ((block, recipe), Worker(WORKER, request(block, recipe, sorted(tokens or block.tokens), **asked)))
@@ -72,7 +87,7 @@ def rows(
 def request(
     block: Block, recipe: str, tokens: list[int], repeats: Repeats, kernels: str, chunks: int = 1
 ) -> dict[str, Any]:
-    """What a worker is asked for."""
+    """Returns the request to a worker; see `block_worker`."""
     return {
         "config": dataclasses.asdict(block.config),
         "recipe": recipe,
@@ -84,7 +99,7 @@ def request(
 
 
 def direction_rows(block: Block, recipe: str, answer: dict, found: dict[str, Any]) -> Iterator[Row]:
-    """Forward, and forward with backward, of what a worker said of one number of tokens."""
+    """Yields the rows of forward, and of forward with backward, from a worker's answer for one number of tokens."""
     config, tokens = block.config, answer["tokens"]
     forward = 6 if config.gates == 2 else 4
     work = tokens * config.top_k * config.d_model * config.d_ff
@@ -95,7 +110,7 @@ def direction_rows(block: Block, recipe: str, answer: dict, found: dict[str, Any
         if measured:
             row.us, row.method, row.path = measured["us"], "wall", measured["path"]
             row.tflops = factor * work / row.us * 1e-6
-            product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 multiplies what it dequantized
+            product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 dequantizes before products.
             row.limit, row.fraction = limits.fraction(found, row.us, factor * work, 0.0, product)
             row.extra = {**measured, **answer["memory"], "block_note": block.note}
         yield row

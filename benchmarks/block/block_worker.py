@@ -1,8 +1,8 @@
-"""One block in a process of its own: python3 -m benchmarks.block.block_worker REQUEST
+"""This program measures one block in a process of its own: python3 -m benchmarks.block.block_worker REQUEST
 
-REQUEST is JSON: {"config", "recipe", "tokens": [..], "kernels", "chunks", "repeats"}. Compiles, prints READY, and once
-a line comes in measures. Prints a line of JSON for each number of tokens: {"tokens", "memory", "fwd", "fwd+bwd"}, or
-a note that says why not.
+REQUEST is JSON: {"config", "recipe", "tokens": [..], "kernels", "chunks", "repeats"}. The program compiles, prints
+READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens: {"tokens", "memory",
+"fwd", "fwd+bwd"}, or {"tokens", "note"} with the reason of a failure.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarks.report import HOPPER, why
 from moax import backend
 from moax.tune.timing import Repeats, call_time, kernel_time
 
-TOP = 40  # kernels that are listed
+TOP = 40  # The answer lists at most this many kernels.
 
 
 def main(argv: list[str]) -> int:
-    """Prints what was measured of a request."""
+    """Measures the request `argv[0]`, and prints the answers. Returns 0."""
     request = json.loads(argv[0])
     router = moax.RouterConfig(**request["config"].pop("router"))
     config = moax.MoEConfig(**request["config"], router=router)
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     for tokens, answer in answers.items():
         try:
             programs[tokens], answer["memory"] = build(block, config, recipe, shapes, tokens)
-        except Exception as error:  # one that does not compile, or does not fit, leaves those that do
+        except Exception as error:  # The other numbers of tokens may compile and fit.
             answer["note"] = why(error)
     print(READY, flush=True)
     sys.stdin.readline()
@@ -68,13 +68,13 @@ def main(argv: list[str]) -> int:
 
 
 def inputs(tokens: int, width: int) -> tuple[jax.Array, jax.Array]:
-    """x and dy."""
+    """Returns x and dy, both [T, H] in bf16."""
     keys = jax.random.split(jax.random.key(1))
     return tuple(jax.random.normal(key, (tokens, width), jnp.bfloat16) for key in keys)  # pyrefly: ignore[bad-return]
 
 
 def build(block, config, recipe, shapes, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """({direction: compiled program}, what is known of its memory before it runs)."""
+    """Returns {direction: compiled program}, and the bytes that are known before a program runs."""
 
     def both(x, params, dy):
         y, pull = jax.vjp(block, x, params)
@@ -98,15 +98,18 @@ def build(block, config, recipe, shapes, tokens: int) -> tuple[dict[str, Any], d
 
 
 def peak_bytes(programs: dict[str, Any], params, tokens: int, width: int) -> int | None:
-    """Of the process, after one call with backward. Before any timing, which keeps several results at a time, and in
-    ascending order: a peak can only grow."""
+    """Returns the peak bytes of the process after one call with backward; None where JAX does not tell.
+
+    A peak never falls. The call must therefore come before any timing, which holds several results, and after the calls
+    with fewer tokens.
+    """
     x, dy = inputs(tokens, width)
     jax.block_until_ready(programs["fwd+bwd"](x, params, dy))
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def measure(compiled, args: tuple, repeats: Repeats) -> dict[str, Any]:
-    """Time of a call, and on a GPU its kernels by stage."""
+    """Measures the time of a call, and on a GPU its kernels by stage."""
     text = compiled.as_text() or ""
     found: dict[str, Any] = {"us": call_time(compiled, args, repeats).us}
     found["path"] = path_of(text)
@@ -119,12 +122,12 @@ def measure(compiled, args: tuple, repeats: Repeats) -> dict[str, Any]:
 
 
 def path_of(text: str) -> str:
-    """Which implementation a compiled program runs."""
+    """Returns the implementation that a compiled program runs, from its text."""
     return HOPPER if "mosaic_gpu_v2" in text else "xla"
 
 
 def saved_needed(config, recipe: str | None, tokens: int) -> dict[str, int]:
-    """Bytes that backward needs of forward, without padding: the sorted rows as wgrad reads them, and h = x wi."""
+    """Returns the bytes that backward needs, without padding: the sorted rows as wgrad reads them, and h = x wi."""
     assigned = tokens * config.top_k
     form = moax.recipe.get_recipe(recipe).x
     if form is None:

@@ -1,9 +1,9 @@
-"""One layer on a mesh in a process of its own: python3 -m benchmarks.block.mesh_worker REQUEST
+"""This program measures one layer on a mesh: python3 -m benchmarks.block.mesh_worker REQUEST
 
-REQUEST is JSON: that of `block_worker`, with {"mesh": {axis: devices}, "impl": `moax` or a peer, "exchange"}; tokens
-are those of each device. Where there is no GPU, devices are emulated. Compiles, prints READY, and once a line comes in
-measures. Prints a line of JSON for each number of tokens: {"tokens", "memory", "fwd", "fwd+bwd", "note"}; without the
-times, the note says why not.
+REQUEST is JSON: that of `block_worker`, and {"mesh": {axis: devices}, "impl": `moax` or a peer, "exchange"}. The tokens
+are those of each device. Without a GPU devices are emulated. The program compiles, prints READY, waits for a line on
+stdin, and measures. It prints a line of JSON for each number of tokens: {"tokens", "memory", "fwd", "fwd+bwd", "note"}.
+Where the times are missing, the note has the reason.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from moax.mesh.place import named
 from moax.sharding import param_specs, token_spec
 from moax.tune.timing import Repeats, call_time, kernel_time
 
-# As NVIDIA's library, XLA and moax call the kernels that move data between devices, without their underscores; an
-# all-reduce of XLA's own has the name of the sum in it.
+# These are parts of the names that NCCL, XLA and moax give to kernels that move data between devices, without
+# underscores. XLA's own all-reduce kernel has the name of its sum.
 MOVES = re.compile(r"nccl|allreduce|raggedalltoall|multigpubarrier|putrows|^psum")
 
 
 def main(argv: list[str]) -> int:
-    """Prints what was measured of a request."""
+    """Measures the request `argv[0]`, and prints the answers. Returns 0."""
     request = json.loads(argv[0])
     devices = math.prod(request["mesh"].values())
-    jax.config.update("jax_num_cpu_devices", devices)  # of a GPU's machine, the host's
+    jax.config.update("jax_num_cpu_devices", devices)  # On a machine with GPUs this sets the host's devices.
     mesh = moax.make_mesh(request["mesh"], devices=jax.devices()[:devices])
     router = moax.RouterConfig(**request["config"].pop("router"))
     config = moax.MoEConfig(**request["config"], router=router)
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
-    """`main`, with the mesh in force."""
+    """Does the work of `main` while the mesh is set."""
     repeats = Repeats(**request["repeats"])
     answers: dict[int, dict[str, Any]] = {tokens: {"tokens": tokens} for tokens in request["tokens"]}
     programs: dict[int, dict[str, Any]] = {}
@@ -58,12 +58,14 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
             layer, note = layer_of(request, config, mesh)
             programs[tokens], answer["memory"] = build(layer, config, mesh, tokens * mesh.size)
             answer["note"] = note
-        except Exception as error:  # one that does not compile, or does not fit, leaves those that do
+        except Exception as error:  # The other numbers of tokens may compile and fit.
             answer["note"] = why(error)
     print(READY, flush=True)
     sys.stdin.readline()
     params = moax.init(jax.random.key(0), config, dtype=jnp.bfloat16) if programs else None
-    for tokens, program in list(programs.items()):  # before any timing, and ascending: a peak can only grow
+    for tokens, program in list(
+        programs.items()
+    ):  # A peak never falls, so this comes before any timing, in ascending order.
         try:
             x, dy = inputs(config, mesh, tokens * mesh.size)
             jax.block_until_ready(program["fwd+bwd"](x, params, dy))
@@ -84,10 +86,10 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
 
 
 def layer_of(request: dict[str, Any], config: moax.MoEConfig, mesh) -> tuple[Callable, str]:
-    """((x, params) -> y, a note).
+    """Returns the layer of a request as a function (x, params) -> y, and a note.
 
     Raises:
-      Unsupported: a peer that does not compute this one.
+      Unsupported: the peer cannot compute this block.
     """
     if request["impl"] != OURS:
         return {"native": native, "public": public}[request["impl"]].block(config, mesh)
@@ -97,14 +99,14 @@ def layer_of(request: dict[str, Any], config: moax.MoEConfig, mesh) -> tuple[Cal
 
 
 def inputs(config: moax.MoEConfig, mesh, tokens: int) -> list[jax.Array]:
-    """x and dy [T, H], each device drawing its own tokens."""
+    """Returns x and dy [T, H]; each device draws its own tokens."""
     place = named(mesh, token_spec(moax.Axes()))
     draw = functools.partial(jax.random.normal, shape=(tokens, config.d_model), dtype=jnp.bfloat16)
     return [jax.jit(draw, out_shardings=place)(key) for key in jax.random.split(jax.random.key(1))]
 
 
 def build(layer: Callable, config: moax.MoEConfig, mesh, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """({direction: compiled program}, what is known of a device's memory before it runs)."""
+    """Returns {direction: compiled program}, and the bytes of a device that are known before a program runs."""
 
     def both(x, params, dy):
         y, pull = jax.vjp(layer, x, params)
@@ -114,7 +116,7 @@ def build(layer: Callable, config: moax.MoEConfig, mesh, tokens: int) -> tuple[d
     shapes = jax.eval_shape(functools.partial(moax.init, config=config, dtype=jnp.bfloat16), jax.random.key(0))
     places = named(mesh, param_specs(config))
     params = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, places)
-    # Gradients as a training step wants them, where their parameters are.
+    # Gradients have the sharding of their parameters, as in a training step.
     placed = jax.jit(both, out_shardings=(x.sharding, (x.sharding, places)))
     programs = {
         "fwd": jax.jit(layer, out_shardings=x.sharding).lower(x, params).compile(),
@@ -130,14 +132,14 @@ def build(layer: Callable, config: moax.MoEConfig, mesh, tokens: int) -> tuple[d
 
 
 def peak_bytes(mesh) -> int | None:
-    """Of the device that took the most so far; None where devices do not say."""
+    """Returns the peak bytes of the device with the largest peak; None where JAX does not tell."""
     stats = [device.memory_stats() or {} for device in mesh.devices.flat]
     peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
     return max(peaks) if peaks else None
 
 
 def measure(compiled, args: tuple, repeats: Repeats, devices: int) -> dict[str, Any]:
-    """Time of a call, and on GPUs its kernels by stage."""
+    """Measures the time of a call, and on GPUs its kernels by stage."""
     text = compiled.as_text() or ""
     found: dict[str, Any] = {"us": call_time(compiled, args, repeats).us, "path": path_of(text)}
     if backend.platform() == "gpu":
@@ -147,11 +149,10 @@ def measure(compiled, args: tuple, repeats: Repeats, devices: int) -> dict[str, 
 
 
 def split(hlo: str, kernels: Sequence[tuple[str, float]], devices: int, us: float) -> dict[str, Any]:
-    """{kernel_us, stages_us, exposed_us, kernels} of a device, the mean over all; {} where kernels are not those of
-    all devices, so that there is no telling whose they are.
+    """Returns {kernel_us, stages_us, exposed_us, kernels}, the means over all devices.
 
-    exposed_us: wall clock `us` less the kernels that compute. What nothing hides of the communication, and the gaps
-    between kernels: an upper bound of the first.
+    `exposed_us` is the wall clock `us` less the kernels that compute: the communication that no computation hides, plus
+    the gaps between kernels. {} is returned where the kernels are not those of all devices.
     """
     launches = Counter(name for name, _ in kernels)
     if not kernels or any(count % devices for count in launches.values()):
@@ -159,7 +160,7 @@ def split(hlo: str, kernels: Sequence[tuple[str, float]], devices: int, us: floa
     moving = [(name, time) for name, time in kernels if MOVES.search(name.lower().replace("_", ""))]
     computing = [kernel for kernel in kernels if kernel not in moving]
     total, listed = stages.split(hlo, computing)
-    # Devices launch at the same time: the order of launches, which tells forward from dgrad, is lost.
+    # Devices launch at the same time, so that the order of launches does not tell forward from dgrad.
     total["gemm fwd + dgrad"] = total.pop("gemm fwd") + total.pop("gemm dgrad")
     total["communication"] = sum(time for _, time in moving)
     of_a_device = {stage: time / devices for stage, time in total.items()}

@@ -1,4 +1,4 @@
-"""Which part of the block a GPU kernel belongs to: by the scope of the instruction that launched it, and its name."""
+"""This module assigns GPU kernels to stages of the block, by their names and the scopes of their instructions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STAGES = (
 )  # fmt: skip
 MOSAIC = "_mosaic_gpu_kernel"
 INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%([\w.\-]+) = .*?op_name="([^"]*)"', re.MULTILINE)
-# The first that matches a kernel's name and scope decides.
+# The first pattern that matches the name or the scope of a kernel decides.
 PATTERNS = tuple(
     (stage, re.compile(pattern))
     for stage, pattern in (
@@ -23,7 +23,7 @@ PATTERNS = tuple(
         ("plan", r"argsort|searchsorted"),
         ("gemm", r"grouped_matmul|mpmd_map|dot_general|gemm|nvjet|cutlass|xmma"),
         ("route", r"route|router|top_k|sort|softmax|sigmoid|cub::|radix"),
-        ("plan", r"/experts(_grad)?/"),  # what is left there: where rows go, and which blocks there are
+        ("plan", r"/experts(_grad)?/"),  # The other kernels of this scope compute the places of rows and the blocks.
     )
 )
 PRODUCTS = re.compile(r"experts_in|experts_out|grouped")
@@ -31,7 +31,7 @@ BACKWARD = re.compile(r"experts_grad|transpose\(|_transposed|dgrad")
 
 
 def stage_of(kernel: str, scope: str) -> str:
-    """The stage of a kernel by its name and the `op_name` of its instruction, empty where that is not known."""
+    """Returns the stage of a kernel by its name and the `op_name` of its instruction; "" is an unknown `op_name`."""
     text = f"{kernel} {scope}".lower()
     for stage, pattern in PATTERNS:
         if not pattern.search(text):
@@ -39,16 +39,16 @@ def stage_of(kernel: str, scope: str) -> str:
         if stage != "gemm":
             return stage
         if not PRODUCTS.search(text):
-            return "route"  # the router's own product
+            return "route"  # This is the product of the router.
         return "gemm dgrad" if BACKWARD.search(text) else "gemm fwd"
     return "other"
 
 
 def scopes(hlo: str, kernels: Iterable[str]) -> list[str]:
-    """The `op_name` of each launched kernel, in order, by the scheduled HLO text of the program.
+    """Returns the `op_name` of each launched kernel, in order, from the scheduled HLO text of the program.
 
-    XLA names a kernel after its instruction. Mosaic kernels carry the name of their body: of several with one name
-    the launches and the instructions are in the same order.
+    XLA names a kernel after its instruction. A Mosaic kernel has the name of its body; several launches with one name
+    are in the order of their instructions.
     """
     own: dict[str, str] = {}
     mosaic: dict[str, list[str]] = defaultdict(list)
@@ -69,7 +69,10 @@ def scopes(hlo: str, kernels: Iterable[str]) -> list[str]:
 
 
 def split(hlo: str, kernels: Iterable[tuple[str, float]]) -> tuple[dict[str, float], list[dict]]:
-    """({stage: us}, the kernels by time: name, scope, stage, us, launches) of the kernels of one call."""
+    """Returns {stage: us} of the kernels of one call, and a list of the kernels by time.
+
+    Each entry of the list has name, scope, stage, us and launches.
+    """
     kernels = list(kernels)
     total = dict.fromkeys(STAGES, 0.0)
     by_kernel: dict[tuple[str, str], list[float]] = defaultdict(list)

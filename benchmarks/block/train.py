@@ -1,11 +1,12 @@
-"""`python -m benchmarks train --mesh fsdp=2,ep=2`: a step of the language model of `moax train` on a mesh, with each
-recipe of `moax.moe`, and with layers of JAX alone in its place.
+"""`python -m benchmarks train --mesh fsdp=2,ep=2`: a step of the language model of `moax train` on a mesh.
 
-    work   6 P T + 6 L S H T    P parameters that a token meets, S places before it: attention is causal
+The step runs with each recipe of `moax.moe`, and with layers of JAX alone in its place.
 
-Each has a process of its own over all devices of the mesh (`train_worker`), on the same text from the same seed; as in
-`mesh_block`, those that have to compile alone come first. Tokens and work are those of a device. The experts are
-chosen by a softmax without any balance, which is what all of them compute.
+    work   6 P T + 6 L S H T    P active parameters, L layers, sequences of S tokens (attention is causal)
+
+Each run has a process of its own over all devices of the mesh (`train_worker`), with the same text and seed. As in
+`mesh_block`, the layers that must compile alone come first. Tokens and work are those of one device. A softmax without
+a balance loss chooses the experts, since all layers can compute that.
 """
 
 from __future__ import annotations
@@ -22,13 +23,21 @@ from moax.train.model import count
 from moax.train.presets import PRESETS, ModelConfig, TrainConfig
 from moax.tune.timing import Repeats
 
-PEERS = ("native", "public")  # of benchmarks/peers
+PEERS = ("native", "public")  # modules of benchmarks/peers
 WORKER = "benchmarks.block.train_worker"
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A model, and the sequences of a step and device."""
+    """A model, and the sequences of a device in a step.
+
+    Attributes:
+      name: the name of the case.
+      model: the sizes of the model.
+      sequences: sequences of a device.
+      length: bytes S of a sequence.
+      dtype: dtype of activations.
+    """
 
     name: str
     model: ModelConfig
@@ -38,17 +47,17 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of a step and device."""
+        """Tokens T of a device in a step."""
         return self.sequences * self.length
 
     @property
     def work(self) -> float:
-        """Operations of a step and device; what is computed again in backward does not count."""
-        _, met = count(self.model)
-        return 6.0 * self.tokens * (met + self.model.num_layers * self.length * self.model.d_model)
+        """Floating-point operations of a device in a step; recomputation in backward does not count."""
+        _, active = count(self.model)
+        return 6.0 * self.tokens * (active + self.model.num_layers * self.length * self.model.d_model)
 
     def config(self, how: How, recipe: str) -> TrainConfig:
-        """The settings of a step on a mesh."""
+        """Returns the settings of a step on the mesh of `how`."""
         sizes = how.sizes
         batch = self.sequences
         for axis in ("dp", "fsdp", "ep"):
@@ -74,10 +83,10 @@ TINY = (Run("tiny", _unbalanced("tiny"), 1, 32, "float32"),)
 
 
 def rows(runs: list[Run], how: How, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
-    """A row of each model and layer.
+    """Yields a row for each model and layer; `found` are the limits.
 
     Raises:
-      ValueError: the mesh has more devices than there are GPUs.
+      ValueError: the mesh has more devices than the machine has GPUs.
     """
     check_devices(how)
     layers = [(peer, "none") for peer in how.peers] + [(OURS, recipe) for recipe in how.recipes]
@@ -113,7 +122,7 @@ def _row(run: Run, impl: str, recipe: str, how: How, answer: dict[str, Any], fou
     if "us" in answer:
         row.us, row.method, row.path = answer["us"], "wall", answer["path"]
         row.tflops = run.work / row.us * 1e-6
-        product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 multiplies what it dequantized
+        product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 dequantizes before products.
         row.limit, row.fraction = limits.fraction(found, row.us, run.work, 0.0, product)
         row.extra |= {"tokens_per_s": run.tokens / row.us * 1e6, **answer["extra"]}
     return row

@@ -1,8 +1,8 @@
-"""A step of the language model in a process of its own: python3 -m benchmarks.block.train_worker REQUEST
+"""This program measures a step of the language model: python3 -m benchmarks.block.train_worker REQUEST
 
-REQUEST is JSON: {"config": of `TrainConfig`, its mesh too, "impl": `moax` or a peer, "tokens": [T of a device],
-"repeats"}. Where there is no GPU, devices are emulated. Compiles, prints READY, and once a line comes in trains. Prints
-a line of JSON: {"tokens", "us", "path", "extra"}, or a note that says why not.
+REQUEST is JSON: {"config": fields of `TrainConfig`, "impl": `moax` or a peer, "tokens": [T of a device], "repeats"}.
+Without a GPU devices are emulated. The program compiles, prints READY, waits for a line on stdin, and trains. It prints
+a line of JSON: {"tokens", "us", "path", "extra"}, or a note with the reason of a failure.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from moax.train.presets import ModelConfig, TrainConfig
 from moax.train.step import init_state, jit_update, shardings
 from moax.tune.timing import Repeats
 
-TEXTS = 8  # batches that are trained on, in turn
+TEXTS = 8  # The steps take these batches in turn.
 
 
 def main(argv: list[str]) -> int:
-    """Prints what was measured of a request."""
+    """Measures the request `argv[0]`, and prints the answer. Returns 0."""
     request = json.loads(argv[0])
     config = TrainConfig.from_json(request["config"])
     devices = math.prod(size for _, size in config.mesh)
-    jax.config.update("jax_num_cpu_devices", devices)  # of a GPU's machine, the host's
+    jax.config.update("jax_num_cpu_devices", devices)  # On a machine with GPUs this sets the host's devices.
     mesh = moax.make_mesh(dict(config.mesh), devices=jax.devices()[:devices])
     answer: dict[str, Any] = {"tokens": request["tokens"][0]}
     with jax.set_mesh(mesh):
@@ -63,10 +63,10 @@ def main(argv: list[str]) -> int:
 
 
 def block_of(impl: str, model: ModelConfig, mesh) -> tuple[MoEBlock, str]:
-    """(the layer as `moax.moe` is called, a note); statistics of peers, which count nothing, are 0.
+    """Returns a function with the arguments of `moax.moe`, and a note; the statistics of a peer are 0.
 
     Raises:
-      Unsupported: a peer that does not compute this model's block.
+      Unsupported: the peer cannot compute the block of this model.
     """
     if impl == OURS:
         return moax.moe, ""
@@ -81,7 +81,7 @@ def block_of(impl: str, model: ModelConfig, mesh) -> tuple[MoEBlock, str]:
 
 
 def measure(step: jax.stages.Compiled, config: TrainConfig, mesh, repeats: Repeats) -> dict[str, Any]:
-    """Wall clock of a step, the median of batches of them, each awaited as a whole; and the loss that they come to."""
+    """Measures the wall clock of a step, the median over batches of steps, and the losses of the steps."""
     corpus, place = load(config.text, config.seq), named(mesh, token_spec(moax.Axes(), ndim=2))
     drawn = [corpus.batch(config.seed, index, config.batch, config.seq) for index in range(TEXTS)]
     texts = [jax.device_put(text, place) for text in drawn]

@@ -1,4 +1,4 @@
-"""Programs that compile in processes of their own, all at once, and are then measured one after the other."""
+"""Workers are processes that compile at the same time, and are then measured one after the other."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from typing import Any
 from benchmarks.processes import environment
 from benchmarks.report import why
 
-READY = "ready"  # what a process prints once it has compiled
-SECONDS = 500  # for all to compile, and for one to be measured
+READY = "ready"  # A worker prints this line when it has compiled.
+SECONDS = 500  # limit of the compilation of all workers, and of the measurement of one
 
 
 class Worker:
-    """A process of `module` that compiles a block, waits, and measures it for each number of tokens, ascending."""
+    """A process that compiles a program, waits, and measures it for each number of tokens.
+
+    Args:
+      module: the module to run, such as `block_worker`.
+      request: its request; `tokens` is a list in ascending order.
+    """
 
     def __init__(self, module: str, request: dict[str, Any]):
         self.tokens, self.errors = request["tokens"], tempfile.TemporaryFile("w+")
@@ -34,27 +39,27 @@ class Worker:
         self.limit.start()
 
     def wait(self) -> None:
-        """Until it has compiled, or has ended."""
+        """Waits until the process has compiled, or has ended."""
         for line in self.process.stdout or ():
             if line.strip() == READY:
                 break
         self.limit.cancel()
 
     def measure(self) -> list[dict]:
-        """What it says of each number of tokens."""
+        """Returns the answer for each number of tokens; an answer that is missing has a note with the reason."""
         try:
-            said, _ = self.process.communicate("go\n", timeout=SECONDS)
-            answers = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+            output, _ = self.process.communicate("go\n", timeout=SECONDS)
+            answers = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
             self.errors.seek(0)
             reason = f"exit code {self.process.returncode}: {self.errors.read().strip()[-600:]}"
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            self.process.kill()  # now, not when all are done: it may hold a GPU's memory
+            self.process.kill()  # The process may hold GPU memory that the next one needs.
             answers, reason = [], why(error)
-        heard = {answer["tokens"] for answer in answers}
-        return answers + [{"tokens": size, "note": reason} for size in self.tokens if size not in heard]
+        answered = {answer["tokens"] for answer in answers}
+        return answers + [{"tokens": size, "note": reason} for size in self.tokens if size not in answered]
 
     def close(self) -> None:
-        """Ends the process, where it has not."""
+        """Ends the process if it still runs."""
         self.limit.cancel()
         self.process.kill()
         self.process.wait()
@@ -64,7 +69,7 @@ class Worker:
 
 
 def answers[Key](workers: Iterable[tuple[Key, Worker]]) -> Iterator[tuple[Key, dict[str, Any]]]:
-    """(key, answer) of each number of tokens of each worker, once all have compiled; ends them."""
+    """Yields (key, answer) for each worker and number of tokens, after all workers have compiled; it ends them."""
     workers = list(workers)
     try:
         for _, worker in workers:

@@ -1,1 +1,1 @@
-"""Kernels on one device: grouped products, quantization, permutation."""
+"""This package measures kernels on one device: grouped products, quantization and permutation."""

@@ -1,9 +1,10 @@
-"""`python -m benchmarks quantize`, fused with the activation: a = silu(gate) up of h = [gate, up], and its backward.
+"""`python -m benchmarks quantize`: quantization fused with the activation a = silu(gate) up of h = [gate, up].
 
     swiglu       h -> a by rows                                          forward
     swiglu grad  h, d_a, weights -> a by columns, d_h by rows and by columns, <d_a, a> of each row
 
-Bytes are those of real rows, each input read once, data and scales written; the peer is the same in plain jnp.
+"By rows" quantizes 1 x 128 blocks of a row, "by columns" 128 x 1 blocks of a column. The bytes are those of real rows:
+each input is read once, data and scales are written. The peer computes the same in plain jnp.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SAMPLE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """`rows` real rows of an expert's hidden width in `groups` groups."""
+    """Real rows [rows, width] in `groups` groups, where `width` is the expert width F."""
 
     name: str
     rows: int
@@ -40,7 +41,7 @@ class Hidden:
 
     @classmethod
     def of(cls, name: str, model: str, ranks: int, tokens: int) -> Hidden:
-        """The hidden rows of one rank of a model."""
+        """Returns the hidden rows of one of `ranks` ranks of a model, with `tokens` tokens a rank."""
         shape = find_model(model).on_rank(ranks, tokens)
         return cls(name, shape.rows, shape.d_ff, shape.groups)
 
@@ -52,11 +53,11 @@ PERF = (
     Hidden.of("dsv3 h", "deepseek-v3", ranks=8, tokens=8192),
 )
 TINY = (Hidden("tiny h", 200, 96, 3),)
-BY_ROW = 1 + 4 / BLOCK  # bytes of a quantized value and its share of a scale
+BY_ROW = 1 + 4 / BLOCK  # bytes of a quantized value, its share of a scale included
 
 
 def rows(sources: list[Hidden], peers: bool, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
-    """For each source and direction our row, then that of plain jnp."""
+    """Yields the row of moax, then that of plain jnp, for each source and direction; `found` are the limits."""
     for source in sources:
         problem = Problem(Case(source.name, source.rows, 2 * source.width, source.width, source.groups))
         h, d_a, index = problem.x, problem.dy, problem.index
@@ -113,7 +114,7 @@ def _backward(h, d_a, weights):
 
 
 def _reference(kind: str, args: tuple, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows to look at, a of forward or d_h of backward there, in float64)."""
+    """Returns (sampled rows, the float64 values of a in forward, or of d_h in backward, in these rows)."""
     some = index[np.linspace(0, len(index) - 1, min(len(index), SAMPLE)).astype(np.int32)]
     gate, up = np.split(error.double(args[0][some]), 2, axis=-1)
     sigmoid = 1.0 / (1.0 + np.exp(-gate))

@@ -1,9 +1,9 @@
-"""`python -m benchmarks permute`, fused with quantization: rows of tokens gathered by expert and quantized in one read.
+"""`python -m benchmarks permute`: one kernel reads the rows of tokens once, sorts them by expert and quantizes them.
 
-    gather-quantize   x[source] by rows and by columns
+    gather-quantize   rows[n] = x[source[n]], quantized by rows and by columns
 
-Beside it the gather and the quantization as two kernels, and plain jnp. Bytes are real rows, read once for each of
-their experts, and data and scales written.
+The peers are the gather and the quantization as two kernels, and plain jnp. The bytes are those of real rows: the row
+of a token is read once for each of its experts, data and scales are written.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from moax.kernels.hopper.formats import BLOCK, KMajorFp8
 from moax.tune.problem import quantize_rows
 from moax.tune.timing import Repeats
 
-BY_TWO = 2 + 2 * (1 + 4 / BLOCK)  # bytes of a value in bf16, and quantized twice with its share of the scales
+BY_TWO = 2 + 2 * (1 + 4 / BLOCK)  # bytes of a bf16 value and of its two quantized copies, shares of scales included
 
 
 def rows(cases: list[Tokens], peers: bool, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
-    """For each case the one kernel, the two, then plain jnp."""
+    """Yields the rows of the one kernel, the two kernels and plain jnp for each case; `found` are the limits."""
     for case in cases:
         x, source, blocks = expert_sorted(case)
         builds = {OURS: (HOPPER, ours.gather_quantize), f"{OURS}, apart": (HOPPER, ours.gather_then_quantize)}
@@ -61,7 +61,7 @@ def _plain(x, source, blocks):
 
 
 def _error(case: Tokens, x: jax.Array, source: np.ndarray, out: tuple[KMajorFp8, KMajorFp8]) -> error.Error:
-    """Of some rows, and of some columns of all real rows, each as it was quantized."""
+    """Returns the error of sampled rows quantized by rows, and of sampled columns quantized by columns."""
     by_rows, by_columns = out
     real = np.flatnonzero(source < case.tokens)
     some = real[np.linspace(0, len(real) - 1, min(len(real), SAMPLE)).astype(np.int64)]

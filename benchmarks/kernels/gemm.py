@@ -1,7 +1,7 @@
 """`python -m benchmarks gemm`: grouped products beside their peers, in three directions.
 
-Each is measured in bf16, and in FP8 whose scale blocks are 1 x 128 of rows and 128 x 128 of weights. Operands are
-quantized before the clock starts, as the peers' are; only real rows count as work.
+Each product is measured in bf16, and in FP8 with scale blocks of 1 x 128 for rows and 128 x 128 for weights. The
+operands of moax and of the peers are quantized before the clock starts. Only real rows count as work.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from moax.tune.problem import Problem
 from moax.tune.timing import Repeats, kernel_time
 
 RECIPES = ("none", "fp8_block")
-FEW = Repeats(2, 5)  # to choose a tile
+FEW = Repeats(2, 5)  # repeats of the choice of a tile
 
 
 def torch_rows(cases: list[Case], peers: tuple[str, ...], repeats: Repeats) -> list[Row]:
-    """PyTorch's rows: to be had before this process touches the GPU."""
+    """Returns the rows of PyTorch. The call must come before this process takes memory of the GPU."""
     return torch_peer.rows(cases, repeats) if TORCH in peers else []
 
 
@@ -36,7 +36,17 @@ def rows(
     quick: bool = False,
     directions: tuple[Direction, ...] = DIRECTIONS,
 ) -> Iterator[Row]:
-    """A row for each case, direction and recipe, ours first, then each peer's; `found` are the limits."""
+    """Yields the rows of moax, then those of the peers, for each case and direction.
+
+    Args:
+      cases: the shapes.
+      peers: the names of the peers.
+      repeats: the number of calls.
+      found: the limits.
+      torch: the result of `torch_rows`.
+      quick: try fewer tiles of peers.
+      directions: the directions to measure.
+    """
     for case in cases:
         problem = Problem(case)
         for direction in directions:
@@ -54,7 +64,7 @@ def rows(
 
 
 def own(problem: Problem, direction: Direction, recipe: str, repeats: Repeats, found: dict[str, Any]) -> Row:
-    """Our kernel's row."""
+    """Returns the row of moax's kernel."""
     fp8 = recipe != "none"
     row = Row("gemm", problem.case.name, direction, recipe=recipe, dtype="e4m3" if fp8 else "bfloat16")
 
@@ -75,7 +85,7 @@ def own(problem: Problem, direction: Direction, recipe: str, repeats: Repeats, f
 def peer(
     name: str, problem: Problem, direction: Direction, repeats: Repeats, found: dict[str, Any], *, quick: bool
 ) -> Row:
-    """The row of a peer in this process: its fastest tile."""
+    """Returns the row of a peer in this process, with its fastest tile."""
     row = Row("gemm", problem.case.name, direction, name, path="peer")
     _attempt(
         row,
@@ -86,7 +96,7 @@ def peer(
 
 
 def _attempt(row: Row, measure: Callable[[], None]) -> None:
-    """What fails is a row that says why: a peer that is not there, a shape that a kernel refuses, or a bug."""
+    """Calls `measure`; its error, such as a missing peer or a refused shape, becomes the note of the row."""
     try:
         measure()
     except Exception as failure:
@@ -94,12 +104,12 @@ def _attempt(row: Row, measure: Callable[[], None]) -> None:
 
 
 def _time(row: Row, calls, problem, direction, repeats: Repeats, *, operands=None, packed: bool = False) -> None:
-    """Times each call, keeps the fastest, and takes the error of its result."""
+    """Times each call, and fills the row with the time and the error of the fastest one."""
     best, failures = None, []
     for call in calls:
         try:
             timing = kernel_time(call.f, call.args, FEW if len(calls) > 1 else repeats)
-        except Exception as failure:  # a tile that does not fit: the others may
+        except Exception as failure:  # Another tile may fit where this one does not.
             failures.append(f"{call.tile}: {why(failure)}")
             continue
         if best is None or timing.us < best[1].us:
@@ -117,7 +127,7 @@ def _time(row: Row, calls, problem, direction, repeats: Repeats, *, operands=Non
 
 
 def _rate(row: Row, case: Case, direction: Direction, found: dict[str, Any]) -> None:
-    """Rate and fraction of the limit, from the time."""
+    """Fills the rates and the fraction of the limit from the time."""
     if row.us is None:
         return
     fp8 = row.recipe != "none"

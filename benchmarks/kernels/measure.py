@@ -1,4 +1,4 @@
-"""One row of a kernel that moves data: quantization, permutation and what is fused with them."""
+"""This module measures one row of a kernel that moves data: quantization, permutation, or a fusion with them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def measure(
     """Fills time, rate and error of `row`, or the note that says why the kernel does not run here.
 
     Args:
-      row: says what is measured.
-      build: makes the function that is timed; where there is no such kernel here, it raises.
-      args: what the function is called with.
-      nbytes: bytes that one call reads and writes at least.
-      judge: the error of what the function returns, against float64.
-      repeats: how often.
+      row: the row to fill.
+      build: returns the function to time; it raises where this machine has no such kernel.
+      args: the arguments of the function.
+      nbytes: the least bytes that one call reads and writes.
+      judge: returns the error of the function's result against float64.
+      repeats: the number of calls.
       found: the limits of this run, as `limits.measure` returns them.
 
     Returns:

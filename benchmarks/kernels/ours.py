@@ -1,7 +1,8 @@
-"""Our own kernels as the benchmarks call them: the one file here that knows their names and arguments.
+"""Moax's own kernels as the benchmarks call them. No other file of the benchmarks knows their names and arguments.
 
-Each function returns a `Call`. On a GPU it calls the kernels for Hopper, elsewhere the XLA implementation of the same
-product. Blocks of rows are made before, as the block does: once for all six products of a layer.
+`gemm` returns a `Call`, which runs the Hopper kernels on a GPU, and the XLA implementation elsewhere. The other
+functions return a jitted function, and raise Unsupported without a GPU. The `Blocks` of rows are made before the clock
+starts, since a layer makes them once for all six products.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ KERNELS = "moax.kernels.hopper.pallas"
 
 
 class Call(NamedTuple):
-    """f(*args) is what is timed; path: `hopper` or `xla`; tile: which was chosen."""
+    """A call to time.
+
+    Attributes:
+      f, args: the call is f(*args).
+      path: `hopper`, `xla` or `peer`.
+      tile: the chosen tile, as text.
+    """
 
     f: Callable
     args: tuple
@@ -35,7 +42,7 @@ class Call(NamedTuple):
 
 
 def gemm(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None) -> Call:
-    """One product in bf16, or in FP8 of quantized `operands`."""
+    """Returns the product of a direction in bf16, or in FP8 where `operands` are given."""
     left, right = (
         operands
         or {
@@ -64,6 +71,7 @@ def gemm(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMaj
 
 
 def _xla_gemm(problem, direction, left, right) -> Call:
+    """Returns the product by XLA, which dequantizes FP8 operands."""
     fp8 = isinstance(left, KMajorFp8)
 
     def forward(x, w, sizes):
@@ -72,7 +80,7 @@ def _xla_gemm(problem, direction, left, right) -> Call:
     @jax.jit
     def product(left, right, sizes):
         left, right = (dequantize(v, jnp.bfloat16) if fp8 else v for v in (left, right))
-        if direction == "fwd":  # an FP8 weight of forward lies transposed, [E, N, K]
+        if direction == "fwd":  # An FP8 weight of forward is transposed, [E, N, K].
             return forward(left, right.swapaxes(1, 2) if fp8 else right, sizes)
         if direction == "dgrad":
             x = jnp.zeros((left.shape[0], right.shape[1]), left.dtype)
@@ -85,26 +93,29 @@ def _xla_gemm(problem, direction, left, right) -> Call:
 
 
 def quantize(blocks: Blocks | None, rows: bool, columns: bool) -> Callable:
-    """x -> (KMajorFp8 | None, KMajorFp8 | None): by rows (for forward, dgrad), by columns (for wgrad)."""
+    """Returns x -> (x quantized by rows or None, x quantized by columns or None).
+
+    Forward and dgrad read the first result, wgrad the second one.
+    """
     kernel = _kernel("quantize", "quantize_rows")
     return jax.jit(lambda x: kernel(x, blocks, rows=rows, columns=columns))
 
 
 def quantize_weight(native: bool, transposed: bool) -> Callable:
-    """w -> Operands of 128 x 128 blocks, as it lies or transposed."""
+    """Returns w -> (w in 128 x 128 blocks or None, the transposed w in 128 x 128 blocks or None)."""
     kernel = _kernel("quantize", "quantize_weight")
     return jax.jit(lambda w: kernel(w, native=native, transposed=transposed))
 
 
 def activate(blocks: Blocks) -> Callable:
-    """h [M, 2 F] -> silu(gate) up by rows."""
+    """Returns h [M, 2 F] -> silu(gate) up [M, F], quantized by rows."""
     kernel = _kernel("activation", "activate_quantize")
     fp8 = jnp.float8_e4m3fn
     return jax.jit(lambda h: kernel(h, blocks, _swiglu, gated=True, weights=None, dtype=fp8))
 
 
 def activate_grad(blocks: Blocks) -> Callable:
-    """h [M, 2 F], d_a [M, F], weights [M] -> a by columns, d_h by rows and by columns, parts of <d_a, a>."""
+    """Returns (h [M, 2 F], d_a [M, F], weights [M]) -> (a by columns, d_h by rows and columns, parts of <d_a, a>)."""
     kernel = _kernel("activation", "activate_grad_quantize")
     formats = dict(dtype_x=jnp.float8_e4m3fn, dtype_dy=jnp.float8_e4m3fn)
     return jax.jit(lambda h, d_a, weights: kernel(h, d_a, blocks, _swiglu, weights=weights, **formats))
@@ -115,38 +126,38 @@ def _swiglu(gate, up):
 
 
 def gather_rows() -> Callable:
-    """(x, source, used) -> rows."""
+    """Returns (x [T, H], source [N], used) -> rows [N, H] with rows[n] = x[source[n]]; `used` rows are real."""
     return jax.jit(_kernel("permute", "gather_rows"))
 
 
 def gather_quantize() -> Callable:
-    """(x, source, blocks) -> Operands of x[source] by rows and by columns, by one kernel."""
+    """Returns (x, source, blocks) -> x[source] quantized by rows and by columns, by one kernel."""
     kernel = _kernel("quantize", "quantize_rows")
     return jax.jit(lambda x, source, blocks: kernel(x, blocks, source=source))
 
 
 def gather_then_quantize() -> Callable:
-    """The same by two kernels, the rows in memory between them."""
+    """Returns the function of `gather_quantize` as two kernels, with the rows in memory between them."""
     gather, quantize = _kernel("permute", "gather_rows"), _kernel("quantize", "quantize_rows")
     return jax.jit(lambda x, source, blocks: quantize(gather(x, source, blocks.used), blocks))
 
 
 def gather_sum() -> Callable:
-    """(rows, position, weights | None) -> the weighted sum of the rows of each token."""
+    """Returns (rows, position [T, K], weights [T, K] or None) -> y[t] = sum_k weights[t, k] rows[position[t, k]]."""
     return jax.jit(_kernel("permute", "gather_sum"))
 
 
 def exchange_sms() -> int:
-    """Multiprocessors that the one-sided exchange takes."""
+    """Returns the number of multiprocessors that the one-sided exchange takes."""
     sms: Any = _kernel("exchange", "SMS")
     return sms
 
 
 def _kernel(module: str, name: str) -> Callable:
-    """A kernel by name.
+    """Returns the kernel `name` of the module `module`.
 
     Raises:
-      Unsupported: off the GPU, or where this version has no such kernel.
+      Unsupported: this machine has no GPU, or this version of moax has no such kernel.
     """
     if backend.platform() != "gpu":
         raise Unsupported(f"{name}: kernels for Hopper need a GPU; this is {backend.platform()}")

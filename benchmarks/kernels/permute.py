@@ -1,10 +1,11 @@
-"""`python -m benchmarks permute`: rows of tokens gathered by expert, and the weighted sum of each token's rows.
+"""`python -m benchmarks permute`: gathering the rows of tokens by expert, and the weighted sum of each token's rows.
 
     gather           rows[n] = x[source[n]]                             forward, and backward of the sum
     gather-sum       y[t] = sum_k weights[t, k] rows[position[t, k]]    forward
-    gather-sum plain the same with weights 1                            backward of the gather
+    gather-sum plain y[t] = sum_k rows[position[t, k]]                  backward of the gather
 
-Bytes are real rows read plus rows written: tokens exceed the L2 cache, so a row is read once for each of its experts.
+The bytes are real rows read plus rows written. The tokens exceed the L2 cache, so that the row of a token is read once
+for each of its experts.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ TINY = (Tokens("tiny", 64, 96, 4, 2),)
 
 
 def rows(cases: list[Tokens], peers: bool, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
-    """For each case and direction our row, then that of plain jnp."""
+    """Yields the row of moax, then that of plain jnp, for each case and direction; `found` are the limits."""
     for case in cases:
         for direction, own, plain, args, want, moved in _measurements(case):
             nbytes = 2 * moved * case.width
 
             def judge(out, want=want):
-                at, exact = want
-                return error.compare([error.double(out[at])], [exact])
+                some, exact = want
+                return error.compare([error.double(out[some])], [exact])
 
             extra = dataclasses.asdict(case)
             builds = {OURS: (HOPPER, own)} | ({JNP: ("xla", lambda f=plain: jax.jit(f))} if peers else {})
@@ -67,7 +68,7 @@ def rows(cases: list[Tokens], peers: bool, repeats: Repeats, found: dict[str, An
 
 
 def _sort(case: Tokens):
-    """Tokens [T, H], and the Plan of their rows."""
+    """Returns tokens [T, H], and the Plan of their rows."""
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (case.tokens, case.width), jnp.bfloat16)
     scores = jax.random.uniform(keys[1], (case.tokens, case.experts))
@@ -76,13 +77,13 @@ def _sort(case: Tokens):
 
 
 def expert_sorted(case: Tokens) -> tuple[jax.Array, jax.Array, Blocks]:
-    """Tokens [T, H], the token of each sorted row, and the Blocks of these rows."""
+    """Returns tokens x [T, H], source [N] with the token of each expert-sorted row, and the Blocks of these rows."""
     x, plan = _sort(case)
     return x, plan.source, make_blocks(plan.group_sizes, plan.source.shape[0])
 
 
 def _measurements(case: Tokens) -> Iterator[tuple[str, Callable, Callable, tuple, tuple, int]]:
-    """(direction, our kernel, plain jnp, arguments, (rows to look at, their float64 value), rows read and written)."""
+    """Yields (direction, moax's kernel, plain jnp, arguments, (sampled rows, their float64 values), rows moved)."""
     keys = jax.random.split(jax.random.key(1))
     x, plan = _sort(case)
     used = make_blocks(plan.group_sizes, plan.source.shape[0]).used

@@ -1,7 +1,8 @@
-"""`python -m benchmarks quantize`: FP8 by rows, by columns with transpose, both in one read, and weights.
+"""`python -m benchmarks quantize`: quantizing rows to FP8 by rows, by columns, or both in one read, and weights.
 
-Scale blocks are 1 x 128 of rows and 128 x 128 of weights. Bytes are those of real rows, read once, plus data and scales
-written; the peer is the same in plain jnp under jit.
+The scale blocks are 1 x 128 for rows and 128 x 128 for weights. "By columns" transposes the rows too. The bytes are
+those of real rows, which are read once, plus the data and scales that are written. The peer computes the same in plain
+jnp under jit.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from moax.tune.cases import Case
 from moax.tune.problem import Problem, quantize_rows, quantize_weight
 from moax.tune.timing import Repeats
 
-SAMPLE = 64  # rows, or columns, that are compared
+SAMPLE = 64  # rows or columns that are compared with float64
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """rows x width values in `groups` groups of expert-sorted rows; a weight [groups, rows, width] where `weight`."""
+    """The values to quantize: sorted rows [rows, width] of `groups` groups, or a weight [groups, rows, width]."""
 
     name: str
     rows: int
@@ -40,19 +41,19 @@ class Source:
 
     @classmethod
     def of_rows(cls, name: str, model: str, ranks: int, tokens: int) -> Source:
-        """The expert-sorted rows of one rank of a model."""
+        """Returns the expert-sorted rows of one of `ranks` ranks of a model, with `tokens` tokens a rank."""
         shape = find_model(model).on_rank(ranks, tokens)
         return cls(name, shape.rows, shape.d_model, shape.groups)
 
     @classmethod
     def of_wi(cls, name: str, model: str, ranks: int) -> Source:
-        """wi of the experts of one rank of a model, gate and up projection."""
+        """Returns the gate and up projections of the experts of one of `ranks` ranks of a model."""
         shape = find_model(model).on_rank(ranks, tokens=0)
         return cls(name, shape.d_model, shape.hidden, shape.groups, weight=True)
 
     @property
     def elements(self) -> int:
-        """Real ones."""
+        """Number of real values."""
         return self.rows * self.width * (self.groups if self.weight else 1)
 
 
@@ -72,17 +73,17 @@ WEIGHT_KINDS = {"native": (True, False), "transposed": (False, True), "both": (T
 
 
 def rows(sources: list[Source], peers: bool, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
-    """For each source and kind our row, then that of plain jnp."""
+    """Yields the row of moax, then that of plain jnp, for each source and kind; `found` are the limits."""
     for source in sources:
         value, blocks, real = _values(source)
         for kind, wanted in (WEIGHT_KINDS if source.weight else KINDS).items():
             plain = _plain(source, *wanted)
-            exact = plain(value)  # what the error of ours is beside
+            exact = plain(value)  # Its error is that of rounding alone.
 
             def own(blocks=blocks, wanted=wanted, weight=source.weight):
                 return ours.quantize_weight(*wanted) if weight else ours.quantize(blocks, *wanted)
 
-            scale = 4 / BLOCK / (BLOCK if source.weight else 1)  # bytes of a scale that one quantized value has
+            scale = 4 / BLOCK / (BLOCK if source.weight else 1)  # bytes of scales for each quantized value
             nbytes = source.elements * (value.dtype.itemsize + sum(wanted) * (1 + scale))
             builds = {OURS: (HOPPER, own)} | ({JNP: ("xla", lambda f=plain: f)} if peers else {})
             group = [
@@ -102,7 +103,7 @@ def rows(sources: list[Source], peers: bool, repeats: Repeats, found: dict[str, 
 
 
 def _values(source: Source):
-    """(what to quantize, its Blocks, the indices of real rows)."""
+    """Returns (the values to quantize, their Blocks, the indices of real rows)."""
     if source.weight:
         case = Case(source.name, source.groups, source.rows, source.width, source.groups)
         return Problem(case).w, None, np.arange(source.rows)
@@ -111,7 +112,7 @@ def _values(source: Source):
 
 
 def _plain(source: Source, first: bool, second: bool) -> Callable:
-    """The same results by plain jnp."""
+    """Returns the function in plain jnp that makes the first and the second result of moax's kernel."""
     if source.weight:
         make = (lambda w: quantize_weight(w, False)), (lambda w: quantize_weight(w, True))
     else:
@@ -120,18 +121,19 @@ def _plain(source: Source, first: bool, second: bool) -> Callable:
 
 
 def _judge(exact, value, real, weight: bool, out) -> error.Error:
-    """The error of `out`, and of plain jnp's result `exact`, which rounds alone."""
+    """Returns the error of `out`, and that of plain jnp's result `exact` as the error of rounding."""
     return error.Error(_error(out, value, real, weight), rounding=_error(exact, value, real, weight))
 
 
 def _row(source: Source, kind: str, impl: str, path: str, value) -> Row:
+    """Returns an empty row."""
     extra = {"shape": list(value.shape), "real_rows": source.rows, "weight": source.weight}
     names = dict(op="quantize", case=source.name, direction=kind, impl=impl, recipe="fp8_block")
     return Row(**names, dtype=str(value.dtype), path=path, extra=extra)
 
 
 def _error(out: tuple[KMajorFp8 | None, KMajorFp8 | None], value, real, weight: bool) -> float:
-    """Distance of what was quantized to what it stands for, in float64, on some rows and columns."""
+    """Returns the distance of the dequantized `out` to `value` in float64, on sampled rows and columns."""
     got, want = [], []
     for operand, turned in zip(out, (False, True), strict=True):
         if operand is None:

@@ -1,7 +1,8 @@
-"""Other implementations of the same products, each imported only when it is measured.
+"""Peers are other implementations of the same products. A peer is imported only when it is measured.
 
-A peer in this process is a function (problem, direction, quick) -> calls, one a tile, of which the fastest counts; it
-takes rows without padding between groups. PyTorch has a process of its own (`torch_peer`).
+A peer in this process is a module with a function calls(problem, direction, quick), which returns a call for each
+tile; the fastest call counts. It takes rows without padding between groups. PyTorch has a process of its own
+(`torch_peer`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ NAMES = (*JAX_PEERS, TORCH)
 
 
 def parse(text: str, names: tuple[str, ...] = NAMES) -> tuple[str, ...]:
-    """`all` of `names`, `none`, or some of them with commas.
+    """Parses --peers: `all` of `names`, `none`, or some of them with commas.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: a name is unknown.
     """
     if text in ("all", "none"):
         return names if text == "all" else ()
@@ -34,5 +35,5 @@ def parse(text: str, names: tuple[str, ...] = NAMES) -> tuple[str, ...]:
 
 
 def calls_of(name: str) -> Callable:
-    """The `calls` of a peer in this process."""
+    """Returns the function `calls` of a peer in this process."""
     return importlib.import_module(f"benchmarks.peers.{name}").calls

@@ -95,10 +95,10 @@ def layer(
 
 
 def block(config: MoEConfig, mesh: Mesh) -> tuple[Callable[[jax.Array, MoEParams[jax.Array]], jax.Array], str]:
-    """((x [T, H], params) -> y [T, H], a note that says what of it is not native here, or is empty).
+    """Returns the layer as a function (x [T, H], params) -> y [T, H], and a note on a substitute on a CPU, or "".
 
     Raises:
-      Unsupported: a config that the layer does not compute, or a mesh that it does not lie on.
+      Unsupported: the layer cannot compute the config, or cannot run on the mesh.
     """
     check(config, mesh)
     ragged = platform() != "cpu"
@@ -107,9 +107,9 @@ def block(config: MoEConfig, mesh: Mesh) -> tuple[Callable[[jax.Array, MoEParams
 
 
 def on_mesh(local: Callable, mesh: Mesh) -> Callable[[jax.Array, MoEParams[jax.Array]], jax.Array]:
-    """`local`, a layer of one device's shards, as one of global arrays."""
+    """Returns `local`, a layer of one device's shards, as a function (x, params) -> y of global arrays."""
     tokens, experts = PartitionSpec(("fsdp", "ep")), PartitionSpec(("ep", "fsdp"))
-    # Types of varying arrays are off: they would want a cast of each buffer that is made here.
+    # check_vma is off, since it would need a cast of each buffer that `local` makes.
     specs = dict(in_specs=(tokens, PartitionSpec(), experts, experts), out_specs=tokens, check_vma=False)
     mapped = jax.shard_map(local, mesh=mesh, **specs)
     return lambda x, params: mapped(x, params.router, params.wi, params.wo)
@@ -117,13 +117,13 @@ def on_mesh(local: Callable, mesh: Mesh) -> Callable[[jax.Array, MoEParams[jax.A
 
 def check(config: MoEConfig, mesh: Mesh) -> None:
     """Raises Unsupported where `layer` would compute something else than `moax.moe`."""
-    found = differs(config, dict(mesh.shape))
-    if found:
-        raise Unsupported(f"the layers of JAX alone cannot do this: {', '.join(found)}")
+    missing = differs(config, dict(mesh.shape))
+    if missing:
+        raise Unsupported(f"the layers of JAX alone cannot do this: {', '.join(missing)}")
 
 
 def differs(config: MoEConfig, sizes: dict[str, int]) -> list[str]:
-    """What of a config, or of the sizes of a mesh, `layer` does not do."""
+    """Returns the options of a config, and the sizes of a mesh, that `layer` does not support."""
     router = config.router
     same = router.order == "topk_then_score" or (router.normalize and config.top_k > 1)
     wrong = {
@@ -135,8 +135,8 @@ def differs(config: MoEConfig, sizes: dict[str, int]) -> list[str]:
         "a bias or groups in the router": router.bias or router.logits_bias or router.num_groups > 1,
         f"a mesh of {sizes}, not of fsdp and ep": set(sizes) != {"fsdp", "ep"},
     }
-    found = [what for what, there in wrong.items() if there]
+    missing = [what for what, is_wrong in wrong.items() if is_wrong]
     devices = math.prod(sizes.values())
-    if not found and config.num_experts % devices:
-        found = [f"{config.num_experts} experts on {devices} devices"]
-    return found
+    if not missing and config.num_experts % devices:
+        missing = [f"{config.num_experts} experts on {devices} devices"]
+    return missing

@@ -1,4 +1,4 @@
-"""JAX's own Mosaic GPU kernels, `jax.experimental.pallas.ops.gpu`: a few of their tiles, the widest that divide."""
+"""The peer `jax.experimental.pallas.ops.gpu`, JAX's own Mosaic GPU kernels, with a few of their tiles."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ WIDTHS = (16, 8, 4, 2, 1)
 
 
 def calls(problem: Problem, direction: Direction, quick: bool) -> list[Call]:
-    """`ragged_dot` for forward and dgrad, `transposed_ragged_dot` for wgrad.
+    """Returns a call for each tile: `ragged_dot` for forward and dgrad, `transposed_ragged_dot` for wgrad.
 
     Raises:
-      Unsupported: no tile divides the shape. ImportError: as installed they import a test module that needs absl.
+      Unsupported: no tile divides the shape.
+      ImportError: the kernels import a test module of JAX, which needs absl.
     """
     case = problem.case
     if direction == "wgrad":

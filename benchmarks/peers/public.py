@@ -1,9 +1,8 @@
-"""The MoE layer of JAX's fastest public parts, beside `native`: tokens all-gathered over ep, and the grouped kernels of
-`jax.experimental.pallas.ops.gpu`.
+"""The MoE layer of JAX's fastest public parts: it gathers tokens, and runs `jax.experimental.pallas.ops.gpu`.
 
     router -> all_gather over ep -> sort own rows by expert -> product, silu, product -> weighted sum -> psum_scatter
 
-Weights are gathered as in `native`. One tile for all shapes, the widest that divides most of them.
+Weights are gathered as in `native`. All shapes take one tile, the widest that divides most of them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,10 @@ def layer(
     top_k: int,
     product: Callable,
 ) -> Float[Array, "T H"]:
-    """As `native.layer`; product(rows [N, K], w [G, K, M], group_sizes) -> [N, M], rows of no group anything."""
+    """Computes `native.layer` with `product`.
+
+    product(rows [N, K], w [G, K, M], group_sizes [G]) returns [N, M]; its rows of no group may have any value.
+    """
     tokens, width = x.shape
     wi, wo = (lax.all_gather(w.astype(x.dtype), "fsdp", tiled=True) for w in (wi, wo))
     here, ranks = wi.shape[0], router.shape[1] // wi.shape[0]
@@ -46,7 +48,7 @@ def layer(
     x, chosen, weights = (lax.all_gather(v, "ep", tiled=True) for v in (x, chosen, jax.nn.softmax(best)))
 
     expert = chosen.reshape(-1) - lax.axis_index("ep") * here
-    expert = jnp.where((expert >= 0) & (expert < here), expert, here)  # `here`: another rank's
+    expert = jnp.where((expert >= 0) & (expert < here), expert, here)  # Index `here` is an expert of another rank.
     order = jnp.argsort(expert)
     group_sizes = jnp.bincount(expert, length=here + 1)[:here]
     room = ranks * tokens * min(top_k, here)
@@ -65,7 +67,7 @@ def layer(
 def kernel_product(
     rows: Float[Array, "N K"], w: Float[Array, "G K M"], group_sizes: Int[Array, " G"]
 ) -> Float[Array, "N M"]:
-    """rows[i] w[group of i], by the kernels; rows of no group are 0, also in gradients."""
+    """Computes rows[i] @ w[group of i] by the kernels; rows of no group are 0, also in gradients."""
     return _product(rows, w, group_sizes, transpose=False)
 
 
@@ -80,7 +82,7 @@ def _product(rows, w, group_sizes, transpose: bool):
 
 
 def _real(rows, group_sizes):
-    """The kernels leave rows of no group as they found them."""
+    """Returns the rows with 0 in the rows of no group, which the kernels do not write."""
     return jnp.where((jnp.arange(rows.shape[0]) < group_sizes.sum())[:, None], rows, 0)
 
 
@@ -108,10 +110,10 @@ kernel_product.defvjp(_product_fwd, _product_bwd)
 
 
 def block(config: MoEConfig, mesh: Mesh) -> tuple[Callable[[jax.Array, MoEParams[jax.Array]], jax.Array], str]:
-    """((x [T, H], params) -> y [T, H], a note that says what of it is not of those parts, or is empty).
+    """Returns the layer as a function (x [T, H], params) -> y [T, H], and a note on a substitute on a CPU, or "".
 
     Raises:
-      Unsupported: a config or a mesh that the layer does not fit, or a GPU or widths that the kernels do not.
+      Unsupported: the layer does not support the config or mesh, or the kernels do not support the GPU or widths.
     """
     native.check(config, mesh)
     gpu = platform() != "cpu"

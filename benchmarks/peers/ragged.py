@@ -1,13 +1,13 @@
-"""`lax.ragged_all_to_all` in a process of its own, whose XLA flags it takes: python3 -m benchmarks.peers.ragged REQUEST
+"""This program measures `lax.ragged_all_to_all` with XLA flags of its own: python3 -m benchmarks.peers.ragged REQUEST
 
-Moves the rows of the same routing between the same devices, and nothing else of an exchange: rows lie sorted by device,
-every device knows all sizes, FP8 rows come quantized with their scales, and nothing is summed. All of this favours it.
+It moves the rows of the same routing between the same devices, and does less than an exchange: rows are sorted by
+device before, every device knows all sizes, FP8 rows are quantized before, and no rows are summed. This favours it.
 
 REQUEST is JSON: {"cases": [fields of Tokens], "devices": number or null, "repeats": fields of Repeats, "in_place":
-whether XLA writes rows into the buffer that it is given, which in rounds is then that of the results before: no round
-copies it}. Prints a line of JSON for each case, wire and direction: {"case", "wire", "direction"} with what
-`rounds.measure` found once sampled rows arrived where they should, or with a note that says why not; {"note"} if
-nothing can run.
+whether XLA writes into its output buffer in place}. In place, the buffer of a round is the result of the round before,
+so that no round copies it. The program checks sampled rows, and prints a line of JSON for each case, wire and
+direction: {"case", "wire", "direction"} with the result of `rounds.measure`, or with a note of the failure. It prints
+{"note"} where nothing can run.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from moax.errors import Unsupported
 from moax.mesh.place import named
 from moax.tune.timing import Repeats
 
-SAMPLE = 64  # rows of each pair of devices that are compared
+SAMPLE = 64  # compared rows of each pair of devices
 
 
 def main(argv: list[str]) -> int:
-    """Prints what was measured of a request."""
+    """Measures the request `argv[0]`, and prints the results. Returns 0."""
     request = json.loads(argv[0])
     try:
         if platform() == "cpu":
@@ -49,17 +49,17 @@ def main(argv: list[str]) -> int:
                 found: dict[str, Any] = {"case": case.name, "wire": wire, "direction": direction}
                 try:
                     found |= measure(case, wire, direction, mesh, Repeats(**request["repeats"]), request["in_place"])
-                except Exception as error:  # one that fails does not take the others with it
+                except Exception as error:  # The other measurements go on.
                     found["note"] = why(error)
                 print(json.dumps(found), flush=True)
     return 0
 
 
 def measure(case: Tokens, wire: str, direction: str, mesh: Mesh, repeats: Repeats, in_place: bool) -> dict[str, Any]:
-    """What `rounds.measure` finds.
+    """Checks one exchange of rows, and returns the result of `rounds.measure`.
 
     Raises:
-      ValueError: a row is not where it should be.
+      ValueError: a row arrived in a wrong place.
     """
     args, sizes = operands(case, wire, direction, mesh)
     check(rounds.single(wires.ragged, mesh)(*args), args[0], sizes)
@@ -68,14 +68,17 @@ def measure(case: Tokens, wire: str, direction: str, mesh: Mesh, repeats: Repeat
 
 
 def into_results(args: tuple, results: jax.Array) -> tuple:
-    """Operands of the next round, which writes over these results."""
+    """Returns the operands of the next round, which overwrites the results of this round."""
     return args[0], results, args[2]
 
 
 def operands(case: Tokens, wire: str, direction: str, mesh: Mesh) -> tuple[tuple[jax.Array, ...], np.ndarray]:
-    """(operands of `wires.ragged`, rows from device to device); buffers have room for the worst routing."""
+    """Returns (operands of `wires.ragged`, rows [from, to] between devices); buffers have room for any routing."""
     devices, sizes = mesh.size, case.between(mesh.size)
-    rows = case.tokens * min(case.top_k, devices), case.tokens * devices  # of tokens, and of their experts' ranks
+    rows = (
+        case.tokens * min(case.top_k, devices),
+        case.tokens * devices,
+    )  # rows that a device sends and receives at most
     if direction == "combine":
         sizes, rows = sizes.T, rows[::-1]
     dtype, width = (jnp.bfloat16, case.width) if wire == "none" else (jnp.uint8, case.row_bytes(wire))
@@ -90,19 +93,22 @@ def operands(case: Tokens, wire: str, direction: str, mesh: Mesh) -> tuple[tuple
 
 
 def check(got: jax.Array, sent: jax.Array, sizes: np.ndarray) -> None:
-    """Compares some rows of each pair of devices.
+    """Compares sampled rows of each pair of devices.
+
+    Device s sends sizes[s, d] rows to device d. They start at row sum(sizes[s, :d]) of its shard, and arrive at row
+    sum(sizes[:s, d]) of the shard of d.
 
     Raises:
-      ValueError: a row is not where it should be.
+      ValueError: a row arrived in a wrong place.
     """
-    begin, there = np.cumsum(sizes, axis=1) - sizes, np.cumsum(sizes, axis=0) - sizes
-    devices, here, at = len(sizes), [], []
+    send_starts, receive_starts = np.cumsum(sizes, axis=1) - sizes, np.cumsum(sizes, axis=0) - sizes
+    devices, sent_rows, got_rows = len(sizes), [], []
     for (source, target), count in np.ndenumerate(sizes):
         some = np.linspace(0, count - 1, min(count, SAMPLE)).astype(np.int32)
-        here.append(source * (len(sent) // devices) + begin[source, target] + some)
-        at.append(target * (len(got) // devices) + there[source, target] + some)
-    here, at = np.concatenate(here), np.concatenate(at)
-    wrong = (np.asarray(got[at]) != np.asarray(sent[here])).any(1)
+        sent_rows.append(source * (len(sent) // devices) + send_starts[source, target] + some)
+        got_rows.append(target * (len(got) // devices) + receive_starts[source, target] + some)
+    sent_rows, got_rows = np.concatenate(sent_rows), np.concatenate(got_rows)
+    wrong = (np.asarray(got[got_rows]) != np.asarray(sent[sent_rows])).any(1)
     if wrong.any():
         raise ValueError(f"{wrong.sum()} of {len(wrong)} sampled rows are not where they should be")
 

@@ -1,4 +1,4 @@
-"""`jax.lax.ragged_dot` and its transposes, as XLA lowers them: on Hopper a dense product over all groups' rows."""
+"""The peer `jax.lax.ragged_dot` and its transposes; on Hopper XLA lowers them to a dense product for each group."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from moax.errors import Unsupported
 from moax.tune.cases import Direction
 from moax.tune.problem import Problem
 
-# (contracted dims of left and right, is the right operand one matrix a group)
+# (contracted dims of left and right, whether the right operand has a matrix for each group)
 DIMENSIONS = {"fwd": (1, 1, True), "dgrad": (1, 2, True), "wgrad": (0, 0, False)}
 MOST_SECONDS, MOST_BYTES, RATE = 0.1, 40e9, 300e12
 
 
 def calls(problem: Problem, direction: Direction, quick: bool) -> list[Call]:
-    """One call: there is no tile to choose.
+    """Returns one call, since XLA offers no choice of tiles.
 
     Raises:
       Unsupported: the dense expansion would take too long, or too much memory.

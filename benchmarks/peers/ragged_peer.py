@@ -1,4 +1,7 @@
-"""`lax.ragged_all_to_all` measured in other processes, before this one takes devices: XLA reads its flags once."""
+"""This module measures `lax.ragged_all_to_all` in other processes, since a process reads the flags of XLA once.
+
+The measurement must come before this process takes the devices.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,21 @@ from benchmarks.report import why
 from benchmarks.tokens import Tokens
 from moax.tune.timing import Repeats
 
-SECONDS = 200  # for a process; its collective has been seen to hang, under other flags
+SECONDS = 200  # limit of a process, whose collective can hang under other flags
 WORKER = "benchmarks.peers.ragged"
 DECOMPOSE = "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true"
-# XLA's flags, and whether it writes in place: as installed, and as XLA makes an all-to-all of padded rows of it.
+# {peer: (XLA's flags, whether it writes in place)}. The decomposition makes an all-to-all of padded rows.
 WAYS = {"ragged_all_to_all": ("", True), "ragged_all_to_all decomposed": (DECOMPOSE, False)}
 Answers = dict[str, list[dict[str, Any]]]
 
 
 def answers(cases: list[Tokens], devices: int | None, repeats: Repeats) -> Answers:
-    """For each of WAYS what its process said, a dict a line; the last says why there is no more."""
+    """Returns the answers of the process of each peer in `WAYS`.
+
+    Returns:
+      {peer: dicts}, where each dict is an answer of `peers.ragged`. The last dict has only a note if the process ended
+      early.
+    """
     request = {
         "cases": [dataclasses.asdict(case) for case in cases],
         "devices": devices,
@@ -32,17 +40,17 @@ def answers(cases: list[Tokens], devices: int | None, repeats: Repeats) -> Answe
     return {name: _run(request | {"in_place": in_place}, flags) for name, (flags, in_place) in WAYS.items()}
 
 
-def find(said: list[dict[str, Any]], case: str, wire: str, direction: str) -> dict[str, Any]:
-    """What was said of that; else the reason that was given last."""
+def find(answers: list[dict[str, Any]], case: str, wire: str, direction: str) -> dict[str, Any]:
+    """Returns the answer for a case, wire and direction; without one, the last answer, which has the reason."""
     wanted = {"case": case, "wire": wire, "direction": direction}
-    about = [line for line in said if wanted.items() <= line.items()]
-    return (about or said[-1:] or [{"note": "it was not asked"}])[0]
+    matching = [answer for answer in answers if wanted.items() <= answer.items()]
+    return (matching or answers[-1:] or [{"note": "it was not measured"}])[0]
 
 
 def _run(request: dict[str, Any], flags: str) -> list[dict[str, Any]]:
     changed = environment(
         XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
-        XLA_PYTHON_CLIENT_PREALLOCATE="false",  # other processes may hold most of the memory
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",  # Other processes may hold most of the memory.
     )
     command, pipe = [sys.executable, "-m", WORKER, json.dumps(request)], subprocess.PIPE
     try:
@@ -50,12 +58,12 @@ def _run(request: dict[str, Any], flags: str) -> list[dict[str, Any]]:
     except OSError as error:
         return [{"note": why(error)}]
     try:
-        said, errors = process.communicate(timeout=SECONDS)
+        output, errors = process.communicate(timeout=SECONDS)
         reason = f"exit code {process.returncode}: {errors.strip()[-300:]}"
     except subprocess.TimeoutExpired:
         process.kill()
-        said, _ = process.communicate()
+        output, _ = process.communicate()
         reason = f"killed after {SECONDS} s"
-    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    whole = found and "case" not in found[-1]
-    return found if whole else [*found, {"note": reason}]
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    whole = lines and "case" not in lines[-1]
+    return lines if whole else [*lines, {"note": reason}]

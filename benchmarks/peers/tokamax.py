@@ -1,4 +1,4 @@
-"""tokamax: `ragged_dot` in its Mosaic implementation, as its heuristics tile it, and its gradients by autodiff."""
+"""The peer `tokamax.ragged_dot` in its Mosaic implementation, with heuristic tiles and gradients by autodiff."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from moax.tune.problem import Problem
 
 
 def calls(problem: Problem, direction: Direction, quick: bool) -> list[Call]:
-    """One call, with the tile that its heuristics choose.
+    """Returns one call, with the tile that tokamax's heuristics choose.
 
     Raises:
-      ImportError: it is not installed.
+      ImportError: tokamax is not installed.
     """
     import tokamax  # pyrefly: ignore[missing-import]
 
@@ -21,7 +21,7 @@ def calls(problem: Problem, direction: Direction, quick: bool) -> list[Call]:
         return tokamax.ragged_dot(x, w, sizes, implementation="mosaic")
 
     def gradient(x, w, sizes, dy):
-        # The forward product and the other gradient are dead code.
+        # XLA drops the forward product and the other gradient as dead code.
         return jax.vjp(lambda x, w: forward(x, w, sizes), x, w)[1](dy)[0 if direction == "dgrad" else 1]
 
     x, dy = problem.packed("x"), problem.packed("dy")

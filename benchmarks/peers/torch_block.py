@@ -35,7 +35,7 @@ ENVIRONMENT = ("NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
 
 
 def main(argv: list[str]) -> int:
-    """Starts the ranks of a request; REQUEST RANK is one of them."""
+    """Starts the ranks of a request; with the arguments REQUEST RANK this process is one of them."""
     request = json.loads(argv[0])
     if len(argv) == 2:
         return rank(request, int(argv[1]))
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 
 def config_of(request: dict[str, Any]) -> MoEConfig:
-    """The config of a request."""
+    """Returns the config of a request."""
     fields = dict(request["config"])
     return MoEConfig(**fields | {"router": RouterConfig(**fields["router"])})
 
@@ -68,7 +68,9 @@ def config_of(request: dict[str, Any]) -> MoEConfig:
 def check(config: MoEConfig, sizes: dict[str, int]) -> None:
     """Raises Unsupported where `torch_layer` would compute something else than `moax.moe`."""
     router = config.router
-    if router.score == "sigmoid" and router.order == "score_then_topk":  # which it computes too, scaled and biased
+    if (
+        router.score == "sigmoid" and router.order == "score_then_topk"
+    ):  # The layer computes this router too, scaled and biased.
         config = dataclasses.replace(config, router=dataclasses.replace(router, score="softmax", scale=1.0, bias=False))
     found = native.differs(config, sizes)
     if found:
@@ -76,13 +78,13 @@ def check(config: MoEConfig, sizes: dict[str, int]) -> None:
 
 
 def start(request: str, index: int) -> subprocess.Popen:
-    """A rank, which waits for a line."""
+    """Starts a rank, which waits for a line on stdin."""
     command = ["env", *ENVIRONMENT, sys.executable, "-m", "benchmarks.peers.torch_block", request, str(index)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def drive(ranks: list[subprocess.Popen]) -> int:
-    """Relays the line to all, and what the first one says back; ends all once one fails, or SECONDS are over."""
+    """Relays a line to all ranks, and the output of rank 0 back; ends all if one fails, or after SECONDS."""
     for process in ranks:
         if not process.stdout or process.stdout.readline().strip() != READY:
             return 1
@@ -92,7 +94,7 @@ def drive(ranks: list[subprocess.Popen]) -> int:
     threading.Thread(target=watch, args=(ranks, time.monotonic() + SECONDS), daemon=True).start()
     port = free_port()
     for process in ranks:
-        with contextlib.suppress(BrokenPipeError):  # of one that has failed
+        with contextlib.suppress(BrokenPipeError):  # The rank may have failed.
             print(port, file=process.stdin, flush=True)
     for line in ranks[0].stdout or ():
         print(line, end="", flush=True)
@@ -100,7 +102,7 @@ def drive(ranks: list[subprocess.Popen]) -> int:
 
 
 def watch(ranks: list[subprocess.Popen], until: float) -> None:
-    """Ends all once one has failed: the others would wait for it."""
+    """Ends all ranks when one has failed, since the others would wait for it."""
     while any(process.poll() is None for process in ranks):
         late = time.monotonic() > until
         if late:
@@ -111,20 +113,20 @@ def watch(ranks: list[subprocess.Popen], until: float) -> None:
 
 
 def end(ranks: list[subprocess.Popen]) -> None:
-    """Ends those that have not."""
+    """Ends the ranks that still run."""
     for process in ranks:
         process.kill()
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """Returns a free port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
 
 
 def rank(request: dict[str, Any], index: int) -> int:
-    """One rank: READY, a line with a port, and the answers."""
+    """Runs one rank: it prints READY, reads a line with a port, and prints the answers."""
     die_with_parent()
     try:
         from benchmarks.peers import torch_worker
@@ -135,12 +137,12 @@ def rank(request: dict[str, Any], index: int) -> int:
             torch_worker.serve(request, config_of(request), index, int(port), SECONDS)
     except Exception as error:
         print(f"rank {index}: {why(error)}", file=sys.stderr, flush=True)
-        os._exit(1)  # others are in a collective, and a communicator waits for them
+        os._exit(1)  # An orderly exit would wait for the ranks that are in a collective.
     return 0
 
 
 def die_with_parent() -> None:
-    """However that ends, where the system can say so."""
+    """Ends this process when its parent ends, on systems that can do that."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

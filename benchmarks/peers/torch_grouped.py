@@ -14,13 +14,13 @@ import statistics
 import sys
 from typing import Any, NamedTuple
 
-SAMPLE = 4  # rows of a group that are compared
+SAMPLE = 4  # compared rows of a group
 COLUMNS = 32
 DEVICE = "cuda"
 
 
 class Case(NamedTuple):
-    """sizes: rows of each group; contracted K; columns N."""
+    """A shape: `sizes` are the rows of each group, `contracted` is K, `columns` is N."""
 
     name: str
     sizes: list[int]
@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is asked for."""
+    """A request: the cases, and the number of calls."""
 
     cases: list[Case]
     warmups: int
@@ -57,7 +57,7 @@ def parse(argv: list[str]) -> Request:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the results of a request."""
+    """Measures the request of the command line, and prints the results."""
     try:
         request = parse(argv)
         import torch  # pyrefly: ignore[missing-import]
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
                 found: dict[str, Any] = {"case": case.name, "direction": direction, "recipe": recipe}
                 try:
                     found |= measure(torch, case, direction, recipe, request)
-                except Exception as error:  # one that fails does not take the others with it
+                except Exception as error:  # The other measurements go on.
                     found["note"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
                 print(json.dumps(found), flush=True)
                 torch.cuda.empty_cache()
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(torch, case: Case, direction: str, recipe: str, request: Request) -> dict[str, Any]:
-    """{us, error, error_worst, error_unquantized, note} of one product."""
+    """Returns {us, error, error_worst, error_unquantized, note} of one product."""
     torch.manual_seed(0)
     fp8, sizes = recipe != "none", list(case.sizes)
     note = ""
@@ -171,13 +171,13 @@ def errors(out, operands, sizes: list[int], direction: str) -> tuple[float, floa
 
 
 def spans(sizes: list[int]) -> list[tuple[int, int]]:
-    """First and last-plus-one row of each group."""
+    """Returns the first row, and the row after the last one, of each group."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def seconds(torch, f, request: Request) -> float:
-    """Median of CUDA events around each call of a queue that never runs dry."""
+    """Returns the median time between CUDA events around each call, in a queue that never runs dry."""
     for _ in range(request.warmups):
         f()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(request.measured + 1)]

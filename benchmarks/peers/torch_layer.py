@@ -19,20 +19,20 @@ from moax import MoEConfig
 try:
     import torch  # pyrefly: ignore[missing-import]
     import torch.distributed as dist  # pyrefly: ignore[missing-import]
-except ModuleNotFoundError:  # that of a benchmark's peer: torch_block.py says so in its place
+except ModuleNotFoundError:  # torch_block.py reports the missing module.
     torch: Any = None
     dist: Any = None
 
 
 class Mesh(NamedTuple):
-    """The groups of ranks that this one is in."""
+    """The groups of ranks that this rank is in."""
 
     fsdp: Any
     ep: Any
 
     @classmethod
     def make(cls, fsdp: int, ep: int) -> Mesh:
-        """Of all ranks, which have to call it."""
+        """Makes the groups; all ranks must call this."""
         across = [dist.new_group([f * ep + e for f in range(fsdp)]) for e in range(ep)]
         along = [dist.new_group([f * ep + e for e in range(ep)]) for f in range(fsdp)]
         f, e = divmod(dist.get_rank(), ep)
@@ -85,11 +85,11 @@ class Way(NamedTuple):
 
 
 def route(x: torch.Tensor, params: Params, config: MoEConfig) -> Routed:
-    """The experts of each token, and their order; in float32."""
+    """Chooses the experts of each token in float32, and sorts the assignments by expert."""
     logits = x.float() @ params.router.float()
     if config.router.score == "softmax":
         best, chosen = logits.topk(config.top_k)
-        weights = best.softmax(-1)  # the softmax over all experts, of those chosen, normalized
+        weights = best.softmax(-1)  # This equals the softmax over all experts, normalized over the chosen ones.
     else:
         scores = logits.sigmoid()
         chosen = (scores if params.bias is None else scores + params.bias.float()).topk(config.top_k).indices
@@ -103,7 +103,7 @@ def route(x: torch.Tensor, params: Params, config: MoEConfig) -> Routed:
 
 
 def route_backward(x: torch.Tensor, params: Params, config: MoEConfig, routed: Routed, d: torch.Tensor):
-    """(dx, drouter) of the gradient of the weights, in float32."""
+    """Returns (dx, drouter) from the gradient of the weights, in float32."""
     if config.router.score == "softmax":
         d = routed.weights * (d - (routed.weights * d).sum(-1, keepdim=True))
     else:
@@ -145,7 +145,7 @@ def plan(counts: torch.Tensor, ep, pad: int) -> Callable[[], Way]:
 
 
 def gather(w: torch.Tensor, group) -> Callable[[], torch.Tensor]:
-    """The shards of a group, one after the other; in flight until asked for."""
+    """Gathers the shards of a group; the gather goes on until the result is read."""
     if dist.get_world_size(group) == 1:
         return lambda: w
     out = w.new_empty(dist.get_world_size(group) * len(w), *w.shape[1:])
@@ -153,7 +153,7 @@ def gather(w: torch.Tensor, group) -> Callable[[], torch.Tensor]:
 
 
 def scatter(d: torch.Tensor, group) -> Callable[[], torch.Tensor]:
-    """The shard of the sum over a group; in flight until asked for."""
+    """Reduce-scatters over a group; the collective goes on until the result is read."""
     if dist.get_world_size(group) == 1:
         return lambda: d
     out = d.new_empty(len(d) // dist.get_world_size(group), *d.shape[1:])
@@ -161,7 +161,7 @@ def scatter(d: torch.Tensor, group) -> Callable[[], torch.Tensor]:
 
 
 def cross(rows: torch.Tensor, to: list[int], of: list[int], group) -> Callable[[], torch.Tensor]:
-    """Rows sorted by the rank that they go to -> by the rank that they come from; in flight until asked for."""
+    """Sends rows sorted by target rank, and receives rows sorted by source rank, until the result is read."""
     if len(to) == 1:
         return lambda: rows
     out = rows.new_empty(sum(of), rows.shape[1])
@@ -186,12 +186,12 @@ class Layer:
         self.config, self.mesh, self.products, self.pieces = config, mesh, products, pieces
 
     def forward(self, x: torch.Tensor, params: Params) -> tuple[torch.Tensor, list]:
-        """y[t] = sum_k weight[t, k] expert[t, k](x[t])."""
+        """Computes y[t] = sum_k weight[t, k] expert[t, k](x[t])."""
         pieces, products = self.pieces, self.products
         wi, wo = (gather(w, self.mesh.fsdp) for w in (params.wi, params.wo))
         routed = route(x, params, self.config)
         asked = plan(routed.counts, self.mesh.ep, products.pad)
-        rows = pieces.spread(x, routed.order, self.config.top_k)  # while the host waits
+        rows = pieces.spread(x, routed.order, self.config.top_k)  # This work overlaps with the wait of the host.
         way = asked()
         rows = self._sorted(cross(rows, way.send, way.receive, self.mesh.ep)(), way)
         h = products.forward(rows, wi(), way.ends)

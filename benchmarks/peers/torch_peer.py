@@ -1,4 +1,4 @@
-"""PyTorch's grouped products, measured in another process, before this one takes memory of the GPU."""
+"""This module measures PyTorch's grouped products in another process, before this one takes memory of the GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = {"none": "torch_grouped_mm", "fp8_rowwise": "torch_scaled_grouped_mm"}
 
 
 def rows(cases: list[Case], repeats: Repeats) -> list[Row]:
-    """A row for each case, direction and recipe; where PyTorch does not run, with the reason."""
+    """Returns a row for each case, direction and recipe; its note has the reason where PyTorch does not run."""
     request = {
         "cases": [
             {"name": c.name, "sizes": c.sizes.tolist(), "contracted": c.contracted, "columns": c.columns} for c in cases
@@ -39,7 +39,7 @@ def rows(cases: list[Case], repeats: Repeats) -> list[Row]:
 
 
 def _run(request: dict) -> tuple[list[dict], str]:
-    """(rows, why there are no more)."""
+    """Returns (the measured rows, the reason why others are missing)."""
     command = [sys.executable, "-m", "benchmarks.peers.torch_grouped", json.dumps(request)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment())
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -15,18 +15,18 @@ from typing import Any
 from benchmarks.peers.torch_layer import Products, torch
 from benchmarks.report import why
 
-COMPILE_SECONDS = 120  # in all; after that what is not compiled runs as it is
-TINY, LARGEST = 1e-12, 448.0  # of a scale, of e4m3
-ROWS = 16  # of which each group's rows are a multiple: wgrad reads along them, 16 bytes at a time
+COMPILE_SECONDS = 120  # limit of all compilations; the other pieces then run without compilation
+TINY, LARGEST = 1e-12, 448.0  # the least scale, and the largest value of e4m3
+ROWS = 16  # The rows of each group are a multiple of this: wgrad reads along rows, 16 bytes at a time.
 
 
 def spread(x: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
-    """[T, H] -> [T K, H], the token of each assignment."""
+    """Returns rows [T K, H] with the token of each assignment."""
     return x[order // top_k]
 
 
 def take(rows: torch.Tensor, source: torch.Tensor, padded: bool) -> torch.Tensor:
-    """rows[source]; where `padded`, 0 for a source past the last."""
+    """Returns rows[source]; with `padded`, a source past the last row gives 0."""
     if not padded:
         return rows[source]
     last = rows.shape[0] - 1
@@ -34,13 +34,13 @@ def take(rows: torch.Tensor, source: torch.Tensor, padded: bool) -> torch.Tensor
 
 
 def activate(h: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up."""
+    """Computes silu(gate) * up."""
     gate, up = h.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
 def activate_backward(h: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dh, silu(gate) * up)."""
+    """Returns (dh, silu(gate) * up)."""
     gate, up = (part.float() for part in h.chunk(2, -1))
     sigmoid, d = gate.sigmoid(), d.float()
     silu = gate * sigmoid
@@ -49,31 +49,31 @@ def activate_backward(h: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def combine(rows: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """y[t] = sum_k weights[t, k] rows[inverse[t, k]]."""
+    """Computes y[t] = sum_k weights[t, k] rows[inverse[t, k]]."""
     return (rows[inverse] * weights[..., None].to(rows.dtype)).sum(1)
 
 
 def combine_backward(
     dy: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the gradient of each row, that of its weight in float32)."""
+    """Returns (the gradient of each row, the gradient of its weight in float32)."""
     d = dy[order // top_k]
     return d * weights.flatten()[order][:, None].to(d.dtype), (d * rows).sum(-1, dtype=torch.float32)
 
 
 def total(rows: torch.Tensor, inverse: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """sum_k rows[inverse[t, k]] + rest[t]."""
+    """Computes sum_k rows[inverse[t, k]] + rest[t]."""
     return (rows[inverse].sum(1, dtype=torch.float32) + rest).to(rows.dtype)
 
 
 def by_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[.., R, C] -> e4m3 [.., R, C], and the scale of each row [.., R]."""
+    """Quantizes [.., R, C] by rows: e4m3 [.., R, C], and the scale of each row [.., R]."""
     scale = x.abs().amax(-1).float().clamp(min=TINY) / LARGEST
     return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
 def by_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[.., R, C] -> e4m3 [.., C, R], and the scale of each column [.., C]."""
+    """Quantizes [.., R, C] by columns: e4m3 [.., C, R], and the scale of each column [.., C]."""
     scale = x.abs().amax(-2).float().clamp(min=TINY) / LARGEST
     data = (x.float() / scale[..., None, :]).to(torch.float8_e4m3fn)
     return data.transpose(-2, -1).contiguous(), scale
@@ -83,7 +83,7 @@ PIECES = (spread, take, activate, activate_backward, combine, combine_backward, 
 
 
 def plain() -> SimpleNamespace:
-    """The pieces as they are."""
+    """The pieces without compilation."""
     return SimpleNamespace(**{piece.__name__: piece for piece in PIECES})
 
 
@@ -97,11 +97,11 @@ class Compiler:
         self.left, self.failed, self.options = seconds, "", options
 
     def pieces(self) -> SimpleNamespace:
-        """The pieces, each compiled as it is first called."""
+        """Compiles each piece at its first call."""
         signal.signal(signal.SIGALRM, self._late)
         inductor: Any = importlib.import_module("torch._inductor.config")
-        inductor.compile_threads = 1  # in this process: no helper outlives it
-        torch._dynamo.config.automatic_dynamic_shapes = False  # widths stay constants
+        inductor.compile_threads = 1  # Compilation stays in this process, so that no helper outlives it.
+        torch._dynamo.config.automatic_dynamic_shapes = False  # Widths stay constants.
         return SimpleNamespace(**{piece.__name__: self._compiled(piece) for piece in PIECES})
 
     def _compiled(self, piece: Callable) -> Callable:
@@ -112,7 +112,7 @@ class Compiler:
                 return piece(*args)
             for arg in args:
                 if isinstance(arg, torch.Tensor):
-                    torch._dynamo.maybe_mark_dynamic(arg, 0)  # as many rows as a batch has
+                    torch._dynamo.maybe_mark_dynamic(arg, 0)  # The number of rows changes with the batch.
             start = time.monotonic()
             try:
                 signal.setitimer(signal.ITIMER_REAL, max(self.left, 1e-3))
@@ -132,7 +132,7 @@ class Compiler:
 
 
 def bf16() -> Products:
-    """By `torch._grouped_mm`."""
+    """The products by `torch._grouped_mm`."""
     product = torch._grouped_mm
     return Products(
         lambda rows, w, ends: product(rows, w, offs=ends),

@@ -1,4 +1,4 @@
-"""One rank of `torch_block`: the layer held against float64, and measured, with its pieces as they are and compiled."""
+"""One rank of `torch_block`: it checks the layer against float64, and measures it with and without compilation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moax import MoEConfig
 from moax.errors import Unsupported
 from moax.tune.timing import Repeats
 
-CHECKED = 256  # tokens of a rank, on which the layer is held against float64
-LIMIT = {"none": 2e-2, "fp8_rowwise": 0.15}  # of the distance of y and of each gradient, norm over norm
+CHECKED = 256  # tokens of a rank in the check against float64
+LIMIT = {"none": 2e-2, "fp8_rowwise": 0.15}  # largest distance of y and of each gradient, norm over norm
 SHARED = "wgrad's scales are of columns, shared by all groups"
 
 
 def serve(request: dict[str, Any], config: MoEConfig, rank: int, port: int, seconds: float) -> None:
-    """Prints the answers, as rank 0."""
+    """Measures a request; rank 0 prints the answers."""
     gpu, mesh = torch.cuda.is_available(), request["mesh"]
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if gpu:
@@ -49,7 +49,7 @@ def serve(request: dict[str, Any], config: MoEConfig, rank: int, port: int, seco
 
 
 def draw(config: MoEConfig, rank: int, device) -> Params:
-    """A rank's shard of weights of variance 1 / fan-in, and the router, in bf16."""
+    """Returns a rank's shard of weights of variance 1 / fan-in, and the router, in bf16."""
     h, f, experts = config.d_model, config.d_ff, config.num_experts
 
     def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -63,20 +63,20 @@ def draw(config: MoEConfig, rank: int, device) -> Params:
 
 
 def layer(config: MoEConfig, groups: Mesh, recipe: str, pieces) -> Layer:
-    """The layer of a recipe."""
+    """Returns the layer of a recipe."""
     products = torch_pieces.bf16() if recipe == "none" else torch_pieces.fp8_rowwise(pieces)
     return Layer(config, groups, products, pieces)
 
 
 def inputs(config: MoEConfig, tokens: int, device) -> list[torch.Tensor]:
-    """x and dy of this rank."""
+    """Returns x and dy of this rank."""
     generator = torch.Generator(device).manual_seed(1000 + dist.get_rank())
     shape = tokens, config.d_model
     return [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)]
 
 
 def wrong(of: Layer, params: Params, recipe: str) -> str:
-    """What of the layer is too far from float64, on any rank; empty where nothing is."""
+    """Names the results that are too far from float64 on any rank; "" if there are none."""
     x, dy = inputs(of.config, CHECKED, params.router.device)
     y, saved = of.forward(x, params)
     d_x, d = of.backward(dy, saved, params)
@@ -84,7 +84,7 @@ def wrong(of: Layer, params: Params, recipe: str) -> str:
     wanted = expected(of, params, x, dy)
     errors = {}
     for name, value in got.items():
-        norm = wanted[name].norm().clamp(min=1e-30)  # of experts that no token chose
+        norm = wanted[name].norm().clamp(min=1e-30)  # The norm is 0 for experts that no token chose.
         errors[name] = agreed(float((value.double() - wanted[name]).norm() / norm))
     del wanted
     if x.is_cuda:
@@ -93,7 +93,7 @@ def wrong(of: Layer, params: Params, recipe: str) -> str:
 
 
 def expected(of: Layer, params: Params, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """y and the gradients of this rank in float64, an expert at a time, of the tokens and experts of all ranks."""
+    """Computes y and the gradients of this rank in float64, from the tokens and experts of all ranks."""
     config, world, rank = of.config, dist.get_world_size(), dist.get_rank()
     ep = dist.get_world_size(of.mesh.ep)
 
@@ -127,17 +127,17 @@ def expected(of: Layer, params: Params, x: torch.Tensor, dy: torch.Tensor) -> di
 
 
 def place(fsdp: int, ep: int) -> list[int]:
-    """Ranks, as experts lie over them."""
+    """Returns the ranks in the order of their experts."""
     return [f * ep + e for e in range(ep) for f in range(fsdp)]
 
 
 def fastest(
     layers: dict[str, Layer], params: Params, request: dict[str, Any], tokens: int, compiler: torch_pieces.Compiler
 ) -> dict[str, Any]:
-    """{memory, fwd, fwd+bwd, note} of the one whose forward and backward take least; a note alone if none is right."""
+    """Returns {memory, fwd, fwd+bwd, note} of the fastest correct layer; a note alone if none is correct."""
     found, said = {}, []
     for name, of in layers.items():
-        run(of, params, tokens)  # compiles, for as many rows as are timed
+        run(of, params, tokens)  # This call compiles for the timed number of rows.
         if name == "compiled" and agreed(float(bool(compiler.failed))):
             said.append(f"not compiled: {compiler.failed or 'another rank gave up'}")
         elif bad := wrong(of, params, request["recipe"]):
@@ -155,13 +155,13 @@ def fastest(
 
 
 def run(of: Layer, params: Params, tokens: int) -> None:
-    """Forward and backward once."""
+    """Runs forward and backward once."""
     x, dy = inputs(of.config, tokens, params.router.device)
     of.backward(dy, of.forward(x, params)[1], params)
 
 
 def measure(of: Layer, params: Params, tokens: int, repeats: Repeats) -> dict[str, Any]:
-    """{memory, fwd, fwd+bwd} of one layer."""
+    """Returns {memory, fwd, fwd+bwd} of one layer."""
     x, dy = inputs(of.config, tokens, params.router.device)
 
     def both():
@@ -183,7 +183,7 @@ def measure(of: Layer, params: Params, tokens: int, repeats: Repeats) -> dict[st
 
 
 def wall(f: Callable, repeats: Repeats) -> float:
-    """Microseconds of a call: the median over batches of calls back to back, of the rank that took longest."""
+    """Returns the microseconds of a call on the slowest rank: the median over batches of back-to-back calls."""
     for _ in range(repeats.warmups):
         f()
     batches = 5 if repeats.measured >= 10 else 3
@@ -191,8 +191,8 @@ def wall(f: Callable, repeats: Repeats) -> float:
 
 
 def batch(f: Callable, calls: int) -> float:
-    """Seconds of a call."""
-    agreed(0.0)  # all begin together
+    """Returns the seconds of a call."""
+    agreed(0.0)  # All ranks begin together.
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -202,13 +202,13 @@ def batch(f: Callable, calls: int) -> float:
 
 
 def synchronize() -> None:
-    """Until the GPU has nothing left to do."""
+    """Waits until the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def agreed(value: float) -> float:
-    """The greatest of all ranks."""
+    """Returns the largest value of all ranks."""
     at = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.tensor(value, device=at, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)

@@ -1,15 +1,17 @@
-"""`python -m benchmarks exchange`: tokens to the ranks of their experts and back, over devices of this machine as ep.
+"""`python -m benchmarks exchange`: the exchange of tokens between the devices of this machine, as ranks of ep.
 
-    dispatch   received rows, ids and weights of tokens
+    dispatch   sends the rows of tokens to the ranks of their experts, with ids and weights
     combine    y[t] = the sum of the rows that token t became
 
-By `one_sided`, once for each number of multiprocessors that is asked for, beside it by `all_gather`; the same bytes by
-one all-to-all of NCCL: as many rows between every two devices, neither gathered before nor summed after; and the same
-rows by `lax.ragged_all_to_all`, as installed and as XLA decomposes it (`peers.ragged`: what it favours).
+implementation       what it does
+one_sided            moax's kernel, once for each wanted number of multiprocessors
+all_gather           moax's exchange by a collective of XLA
+nccl all-to-all      as many rows between every two devices, without gathering and summing
+ragged_all_to_all    the same rows, as XLA is installed, and as XLA decomposes it (`peers.ragged`)
 
-Bytes are those of real rows, scales included, that cross from one device to another, of the device that sends or
-receives most: an exchange ends with its busiest wire. `us` is the wall clock of a round, of many in one program
-(`rounds`), and `tb_s` the rate by it; `extra` has that of single calls, which is the host's, and kernel time.
+The bytes are those of real rows and their scales that the busiest device sends to others, or receives from them: an
+exchange ends with its busiest wire. `us` is the wall clock of one of many rounds in one program (`rounds`), and `tb_s`
+is the rate by `us`. `extra` has the time of single calls, which the host limits, and the kernel time.
 """
 
 from __future__ import annotations
@@ -52,8 +54,14 @@ SAMPLE = 64
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """devices: the first so many, None for all; sms: numbers of multiprocessors of our kernel, None for its own choice;
-    peers: whether they are measured, and what those in other processes said."""
+    """How the exchange runs.
+
+    Attributes:
+      devices: number of devices; None takes all.
+      sms: numbers of multiprocessors of moax's kernel; None in it takes the kernel's own choice.
+      peers: whether to measure the peers.
+      ragged: the results of the peers in other processes.
+    """
 
     devices: int | None = None
     sms: tuple[int | None, ...] = (None,)
@@ -63,7 +71,7 @@ class How:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One direction of an exchange of T = `tokens` a device, of one device; equal ones compile once."""
+    """One direction of an exchange of `tokens` tokens a device, on one device; equal values compile once."""
 
     static: ExchangeSpec
     direction: str
@@ -76,26 +84,26 @@ class Exchange:
 
 
 def parse_sms(text: str | None) -> tuple[int | None, ...]:
-    """Numbers with commas.
+    """Parses --sms: "16,32" -> (16, 32), and None -> (None,).
 
     Raises:
-      ValueError: something else, or a number below 1.
+      ValueError: the text has anything else than numbers of at least 1.
     """
     numbers = [part.strip() for part in (text or "").split(",")]
     if text is not None and not all(number.isdecimal() and int(number) for number in numbers):
-        raise ValueError(f"--sms {text}: must be numbers of multiprocessors with commas, as 16,32")
+        raise ValueError(f"--sms {text} must be numbers of multiprocessors with commas, as 16,32")
     return (None,) if text is None else tuple(map(int, numbers))
 
 
 def rows(cases: list[Tokens], how: How, repeats: Repeats) -> Iterator[Row]:
-    """For each case, wire and direction our rows, then those of the others.
+    """Yields the rows of moax, then those of the peers, for each case, wire and direction.
 
     Raises:
-      ValueError: devices or multiprocessors that are not there.
+      ValueError: the machine has fewer devices, or a device has fewer multiprocessors.
     """
     mesh, most = rounds.mesh_of(how.devices), max(sms or 0 for sms in how.sms)
-    if most > count_sms():  # blocks of threads that wait for those of peers must all be running
-        raise ValueError(f"--sms {most}: there are {count_sms()} multiprocessors")
+    if most > count_sms():  # All thread blocks must run at once, since they wait for thread blocks of peers.
+        raise ValueError(f"--sms {most}: a device has {count_sms()} multiprocessors")
     with jax.set_mesh(mesh):
         for case in cases:
             place = named(mesh, rounds.EP)
@@ -110,6 +118,7 @@ def rows(cases: list[Tokens], how: How, repeats: Repeats) -> Iterator[Row]:
 
 
 def _group(case: Tokens, wire: str, direction: str, args: tuple, mesh: Mesh, how: How, repeats: Repeats):
+    """Yields the rows of one case, wire and direction."""
     most = busiest(case.between(mesh.size))
     nbytes = most * case.row_bytes(wire)
 
@@ -134,14 +143,14 @@ def _group(case: Tokens, wire: str, direction: str, args: tuple, mesh: Mesh, how
         yield row("all_gather", lambda: _ours(case, wire, direction, "all_gather", args, mesh))
         each = -(-most // (mesh.size - 1))
         yield row(NCCL, lambda: (wires.all_to_all, _even(each, case.row_bytes(wire), mesh)))
-    for impl, said in how.ragged.items():
+    for impl, answers in how.ragged.items():
         made = _empty(case, wire, direction, impl, nbytes, mesh)
-        _fill(made, dict(ragged_peer.find(said, case.name, wire, direction)))
+        _fill(made, dict(ragged_peer.find(answers, case.name, wire, direction)))
         yield made
 
 
 def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh: Mesh, sms: int | None = None):
-    """(function of one device, global operands) of an exchange of `moax.ops`."""
+    """Returns an exchange of `moax.ops` as (function of one device, global operands)."""
     view = find_mesh_view(Axes(), "auto", args[0])
     transport = select_transport(TRANSPORTS[impl], view, wire_bytes(args[0], WIRES[wire]))
     slots = slots_per_pair(case.tokens, case.top_k, mesh.size, None)
@@ -156,13 +165,20 @@ def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh:
 
 
 def _even(each: int, size: int, mesh: Mesh) -> tuple[jax.Array]:
-    """`each` rows of `size` bytes from every device to every device."""
-    draw = lambda: jax.random.bits(jax.random.key(1), (mesh.size**2 * each, size), jnp.uint8)  # noqa: E731
+    """Returns `each` rows of `size` bytes from every device to every device."""
+
+    def draw():
+        return jax.random.bits(jax.random.key(1), (mesh.size**2 * each, size), jnp.uint8)
+
     return (jax.jit(draw, out_shardings=named(mesh, rounds.EP))(),)
 
 
 def _error(y: jax.Array, args: tuple, experts: int) -> float:
-    """Of the sum of what a token became: as many times the token as ranks, each of so many experts, own one of its."""
+    """Returns the error of combine on sampled tokens, whose rows dispatch left unchanged.
+
+    Then y[t] is x[t] times the number of ranks that own at least one of the token's experts; `experts` is the number of
+    experts of a rank. Example: with 2 experts a rank, the experts 0, 1 and 5 of a token are on 2 ranks.
+    """
     some = np.linspace(0, len(args[0]) - 1, SAMPLE).astype(np.int64)
     ranks = np.array([len(set(row)) for row in np.asarray(args[1])[some] // experts])
     got, x = (error.double(np.asarray(v)[some]) for v in (y, args[0]))
@@ -170,6 +186,7 @@ def _error(y: jax.Array, args: tuple, experts: int) -> float:
 
 
 def _empty(case: Tokens, wire: str, direction: str, impl: str, nbytes: int, mesh: Mesh) -> Row:
+    """Returns an empty row; `nbytes` are the bytes of the busiest wire."""
     dtype = "bfloat16" if wire == "none" else "e4m3"
     row = Row(op="exchange", case=case.name, direction=direction, impl=impl, recipe=wire, dtype=dtype)
     row.path = HOPPER if impl == OURS else "xla"
@@ -178,7 +195,7 @@ def _empty(case: Tokens, wire: str, direction: str, impl: str, nbytes: int, mesh
 
 
 def _fill(row: Row, found: dict) -> None:
-    """Takes over what was measured, or the note that says why not."""
+    """Fills the row with a measurement, or with the note that says why there is none."""
     row.note, row.us = found.get("note", ""), found.pop("us", None)
     if row.us:
         row.method, row.tb_s = "wall", row.extra["remote_bytes"] / row.us * 1e-6

@@ -1,10 +1,10 @@
-"""`python -m benchmarks gather`: a block's weights on their way to their products, over a mesh of all devices as fsdp.
+"""`python -m benchmarks gather`: the gather of a block's weights, over a mesh of all devices as fsdp.
 
-    none     each shard in bf16, gathered
-    others   each shard quantized, gathered as bytes with its scales
+    none     gathers each shard in bf16
+    others   quantizes each shard, and gathers bytes and scales
 
-Times are wall clock of back-to-back calls; bytes are those that a device receives. The program is what forward runs,
-by `quantize_and_gather`: with the kernels FP8 weights are transposed where they are quantized.
+Times are the wall clock of back-to-back calls; bytes are those that a device receives. The program is
+`quantize_and_gather` of the forward pass. With the Hopper kernels, quantizing FP8 weights transposes them too.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ DTYPE = jnp.bfloat16
 
 
 def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
-    """For each block a row of each recipe, and how much faster than bf16 it is, where that ran.
+    """Yields a row for each block and recipe; `extra["speedup"]` is the time of bf16 over the time of the recipe.
 
     Raises:
-      ValueError: there is one device, and nothing to gather.
+      ValueError: the machine has one device, so that there is nothing to gather.
     """
     if jax.device_count() < 2:
-        raise ValueError("gather needs two devices or more to gather over; here is one")
+        raise ValueError("gather needs two devices or more; JAX has one")
     mesh = make_mesh({"fsdp": jax.device_count()})
     for block in blocks:
         plain = None
@@ -54,7 +54,7 @@ def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
 
 
 def gather_weights(block: Block, recipe: str, mesh: Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array], str]:
-    """(the jitted gather, wi and wo on their shards, which kernels quantize)."""
+    """Returns (the jitted gather, the sharded wi and wo, the name of the kernels that quantize)."""
     config, roles = block.config, Axes().on(mesh.shape)
     specs = expert_specs(config, Axes(), roles)
     kernels = select_kernels("auto", DTYPE, d_model=config.d_model, d_ff=config.d_ff)
@@ -79,7 +79,7 @@ def gather_weights(block: Block, recipe: str, mesh: Mesh) -> tuple[Callable, tup
 
 
 def received_bytes(gather: Callable, shards: tuple[jax.Array, ...], devices: int) -> int:
-    """What a device receives of data and scales: all of them but its own share."""
+    """Returns the bytes of data and scales that a device receives: all but its own share."""
     leaves = jax.tree.leaves(jax.eval_shape(gather, *shards))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) * (devices - 1) // devices
 

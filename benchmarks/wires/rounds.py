@@ -1,10 +1,12 @@
-"""A function of one device's shards on a mesh of `ep`: called once, and in rounds of one program.
+"""This module times a function of one device's shards on a mesh of `ep`: in single calls, and in rounds of one program.
 
-The host takes longer to launch a call than the devices to exchange some rows, so that wall clock of single calls is the
-host's. In a program of ROUNDS rounds it is the machine's. A round begins when the one before has ended and computes
-all of it: its operands and the results before it pass one optimization barrier, so that nothing is the same in every
-round and computed before the first; and one element of each result is added to what the program returns, so that no
-result is left out. Of a round that is one small kernel.
+The host takes longer to launch a call than the devices take to exchange some rows, so that the time of single calls is
+that of the host. The time of a program of ROUNDS rounds is that of the devices. Two means keep XLA from skipping work:
+
+- The operands of a round and the results of the round before pass one optimization barrier. No round can therefore
+  start early, and XLA cannot compute a part of it before the loop.
+- The program adds one element of each result to its own result, so that XLA must compute every result. This addition
+  takes one small kernel in each round.
 """
 
 from __future__ import annotations
@@ -23,36 +25,43 @@ from moax.mesh.specs import spec
 from moax.tune.timing import Repeats, call_time, kernel_time
 
 ROUNDS = 10
-EP = spec("ep")  # of all operands and results
+EP = spec("ep")  # the spec of all operands and results
 
 
 def mesh_of(devices: int | None) -> Mesh:
-    """The first `devices` of the machine as ep, or all.
+    """Returns the mesh of the first `devices` devices as ep; None takes all devices.
 
     Raises:
-      ValueError: there are fewer, or it is one.
+      ValueError: `devices` is below 2, or more than JAX has.
     """
-    here = jax.local_devices()
-    count = len(here) if devices is None else devices
-    if not 2 <= count <= len(here):
-        raise ValueError(f"--devices {count}: an exchange is between 2 devices or more; here are {len(here)}")
-    return jax.make_mesh((count,), ("ep",), axis_types=(AxisType.Auto,), devices=here[:count])
+    local = jax.local_devices()
+    count = len(local) if devices is None else devices
+    if not 2 <= count <= len(local):
+        raise ValueError(f"--devices {count}: an exchange needs 2 devices or more; JAX has {len(local)}")
+    return jax.make_mesh((count,), ("ep",), axis_types=(AxisType.Auto,), devices=local[:count])
 
 
 def keep(args: tuple, results: Any) -> tuple:
-    """Operands of the next round: those of this one."""
+    """Returns the operands of this round for the next round."""
     return args
 
 
 @functools.cache
 def single(local: Callable, mesh: Mesh) -> Callable:
-    """`local` of the shards of global arrays."""
+    """Returns `local`, a function of one device's shards, as a jitted function of global arrays."""
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=EP, out_specs=EP, check_vma=False))
 
 
 @functools.cache
 def rounds(local: Callable, mesh: Mesh, feed: Callable = keep, count: int = ROUNDS) -> Callable:
-    """`count` rounds of `local` in one program. feed: (operands, results) of a round -> operands of the next."""
+    """Returns `count` rounds of `local` as one jitted program.
+
+    Args:
+      local: a function of one device's shards.
+      mesh: a mesh of ep.
+      feed: (operands, results) of a round -> operands of the next round.
+      count: number of rounds.
+    """
 
     def one(_, carry):
         args, seen = carry
@@ -70,9 +79,19 @@ def rounds(local: Callable, mesh: Mesh, feed: Callable = keep, count: int = ROUN
 def measure(
     local: Callable, args: tuple, mesh: Mesh, nbytes: int, repeats: Repeats, feed: Callable = keep
 ) -> dict[str, Any]:
-    """us: of a round in one program; call_us: of single calls; and of such a call by kernel time, where there is one.
+    """Measures `local` in rounds and in single calls.
 
-    kernel_us: the mean of the devices; longest: its longest kernel, which is the one that moves the rows.
+    Args:
+      local: a function of one device's shards.
+      args: its global operands.
+      mesh: a mesh of ep.
+      nbytes: bytes of the busiest wire in one round.
+      repeats: the number of calls.
+      feed: see `rounds`.
+
+    Returns:
+      `us` of a round, `call_us` of a single call, and where CUPTI works: `kernel_us`, the mean kernel time of the
+      devices, and the name and time of the `longest` kernel, which moves the rows, with rates in GB/s.
     """
     call = single(local, mesh)
     found: dict[str, Any] = {"us": call_time(rounds(local, mesh, feed), args, repeats).us / ROUNDS}

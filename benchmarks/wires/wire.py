@@ -1,6 +1,6 @@
-"""`python -m benchmarks wire`: bytes that the weights of one block put on the wire in a training step.
+"""`python -m benchmarks wire` counts the bytes that the weights of one block put on the wire in a training step.
 
-The bytes are read from the compiled program for 8 emulated CPU devices; nothing is timed.
+It reads the bytes from the compiled program for 8 emulated CPU devices, and times nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def run(out: str | None = None, sha: str | None = None, *, as_json: bool = False
     """Compiles every model with every recipe, writes the file, and prints the rows.
 
     Args:
-      out: the file; None for benchmarks/results/wire.json.
-      sha: the commit that is measured; None asks git.
-      as_json: print the file's JSON in the place of a line a row.
+      out: the file; None writes benchmarks/results/wire.json.
+      sha: the measured commit; None asks git.
+      as_json: print the JSON of the file instead of one line for each row.
 
     Raises:
       ValueError: JAX already runs on another number of devices.
@@ -59,7 +59,7 @@ def run(out: str | None = None, sha: str | None = None, *, as_json: bool = False
 
 
 def measure(name: str, recipe: str | None) -> dict[str, Any]:
-    """One row: weight bytes a device receives (gathers) and sends (reduce-scatters) over fsdp, forward and backward."""
+    """Returns a row: the bytes of gathers and reduce-scatters that a device sends over fsdp, forward and backward."""
     found = inspect.inspect_block(
         MODELS[name].config,
         tokens=TOKENS,

@@ -1,13 +1,13 @@
-"""Our docstrings and signatures, for autodoc.
+"""This extension turns moax's docstrings and signatures into reStructuredText for autodoc.
 
-A docstring here is plain text: paragraphs, indented blocks of formulas, `names`, and sections of entries:
+A docstring of moax is plain text: paragraphs, indented blocks of formulas, `names`, and sections of entries:
 
     Args:
-      x, y: what they are; a second line
+      x, y: the text of an entry; its second line
         is indented further.
 
-It becomes reStructuredText, with every character that means something there escaped. Signatures are those of the
-source, since an evaluated jaxtyping annotation no longer reads as it was written.
+The extension escapes every character that has a meaning in reStructuredText. It takes signatures from the source, since
+an evaluated jaxtyping annotation reads differently.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ TITLES = {"Args": "Arguments"}
 
 
 def setup(app) -> dict[str, Any]:
+    """Connects the extension to Sphinx."""
     app.connect("autodoc-process-signature", on_signature)
     app.connect("autodoc-process-docstring", on_docstring)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
 def on_signature(app, what, name, obj, options, signature, returns):
-    """(arguments, result) as the source has them; None leaves autodoc's."""
+    """Returns (arguments, result) as the source has them; None keeps autodoc's signature."""
     del app, name, options, signature, returns
-    found = source_of(obj) if what in ("function", "method", "class") else None
-    if found is None:
+    node = source_of(obj) if what in ("function", "method", "class") else None
+    if node is None:
         return None
-    if isinstance(found, ast.ClassDef):
-        return f"({', '.join(class_arguments(found))})", None
-    return f"({ast.unparse(without_self(found.args))})", found.returns and ast.unparse(found.returns)
+    if isinstance(node, ast.ClassDef):
+        return f"({', '.join(class_arguments(node))})", None
+    return f"({ast.unparse(without_self(node.args))})", node.returns and ast.unparse(node.returns)
 
 
 def on_docstring(app, what, name, obj, options, lines: list[str]) -> None:
-    """Rewrites `lines` in place."""
+    """Rewrites the lines of a docstring in place."""
     del app, options
     types = types_of(source_of(obj)) if what in ("function", "method", "class") else {}
     lines[:] = to_rst(lines, types, resolve=functools.partial(resolve, within=name))
 
 
 def source_of(obj) -> ast.FunctionDef | ast.ClassDef | None:
-    """The definition of a function or class; None where there is no source."""
+    """Returns the definition of a function or class; None where Python finds no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(obj))))
     except (OSError, TypeError, SyntaxError):
@@ -59,13 +60,14 @@ def source_of(obj) -> ast.FunctionDef | ast.ClassDef | None:
 
 
 def without_self(arguments: ast.arguments) -> ast.arguments:
+    """Returns the arguments without a first `self` or `cls`."""
     if arguments.args and arguments.args[0].arg in ("self", "cls"):
         arguments.args = arguments.args[1:]
     return arguments
 
 
 def class_arguments(node: ast.ClassDef) -> Iterator[str]:
-    """Those of `__init__`, or the fields of a dataclass."""
+    """Yields the arguments of `__init__`, or the fields of a dataclass."""
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
             yield ast.unparse(without_self(item.args))
@@ -76,24 +78,24 @@ def class_arguments(node: ast.ClassDef) -> Iterator[str]:
 
 
 def types_of(node: ast.FunctionDef | ast.ClassDef | None) -> dict[str, str]:
-    """The type of each argument and field, as written."""
-    found = {}
+    """Returns the type of each argument and field, as the source has it."""
+    types = {}
     for item in [] if node is None else ast.walk(node):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            found[item.target.id] = ast.unparse(item.annotation)
+            types[item.target.id] = ast.unparse(item.annotation)
         elif isinstance(item, ast.arg) and item.annotation is not None:
-            found[item.arg] = ast.unparse(item.annotation)
-    return found
+            types[item.arg] = ast.unparse(item.annotation)
+    return types
 
 
 @functools.cache
 def public() -> dict[str, str]:
-    """Full names by how docstrings call them: `MoEParams` and `moax.MoEParams` are moax.MoEParams."""
+    """Returns {name in a docstring: full name}: `MoEParams` and `moax.MoEParams` both give moax.MoEParams."""
     import moax
     from moax import estimate, inspect, ops
 
     names = {}
-    for module in (estimate, inspect, ops, moax):  # the last one wins: `moe` is moax.moe
+    for module in (estimate, inspect, ops, moax):  # The last module wins: `moe` is moax.moe.
         for name in dir(module):
             value = getattr(module, name)
             if not name.startswith("_") and callable(value) and getattr(value, "__module__", "").startswith("moax"):
@@ -102,13 +104,13 @@ def public() -> dict[str, str]:
 
 
 def resolve(name: str, within: str = "") -> str | None:
-    """The documented object that `name` is, other than the one whose docstring this is."""
+    """Returns the full name of the documented object `name`; None for other names, and for `within` itself."""
     full = public().get(name)
     return None if full is None or full == within else full
 
 
 def to_rst(lines: list[str], types: dict[str, str], resolve: Callable[[str], str | None]) -> list[str]:
-    """A docstring of ours as reStructuredText."""
+    """Returns the lines of a docstring of moax as reStructuredText."""
     out: list[str] = []
     for indented, block in blocks(lines):
         head = block[0].rstrip(":")
@@ -123,7 +125,7 @@ def to_rst(lines: list[str], types: dict[str, str], resolve: Callable[[str], str
 
 
 def blocks(lines: list[str]) -> Iterator[tuple[bool, list[str]]]:
-    """(whether indented, lines): paragraphs, indented blocks, and sections whole."""
+    """Splits a docstring into (whether indented, lines) for each paragraph, indented block and whole section."""
     block: list[str] = []
     in_section = indented = False
     for line in [*lines, "end"]:
@@ -139,7 +141,7 @@ def blocks(lines: list[str]) -> Iterator[tuple[bool, list[str]]]:
 
 
 def section(lines: list[str], types: dict[str, str], resolve) -> list[str]:
-    """A definition list of entries `names: text`; text alone where there are no names."""
+    """Returns a section as a definition list of entries `names: text`; an entry without names is a paragraph."""
     out: list[str] = []
     for entry in (part for whole in entries(lines) for part in apart(whole, types)):
         names, colon, text = entry.partition(": ")
@@ -154,7 +156,7 @@ def section(lines: list[str], types: dict[str, str], resolve) -> list[str]:
 
 
 def entries(lines: list[str]) -> Iterator[str]:
-    """Lines at the least indent start one; deeper ones continue it."""
+    """Yields the entries of a section: a line at the least indent starts an entry, and deeper lines continue it."""
     entry: list[str] = []
     for line in [*textwrap.dedent("\n".join(lines)).split("\n"), ""]:
         if entry and not line.startswith(" "):
@@ -165,23 +167,27 @@ def entries(lines: list[str]) -> Iterator[str]:
 
 
 def apart(entry: str, types: dict[str, str]) -> list[str]:
-    """`x: [T, H]; w: [H, F]. More` is two entries: a line may describe several names."""
-    own = lambda name: name in types or name in ("ValueError", "Unsupported")  # noqa: E731
+    """Splits a line that describes several names: `x: [T, H]; w: [H, F]. More` is two entries."""
+
+    def own(name):
+        return name in types or name in ("ValueError", "Unsupported")
+
     cuts = [m for m in re.finditer(r"[;.] (\w+): ", entry) if own(m[1])]
     ends = [m.start() + 1 for m in cuts] + [len(entry)]
     return [entry[a:b].strip().rstrip(";") for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def paragraph(text: str, resolve) -> str:
-    """One paragraph; `names` as code, those that are documented as links."""
+    """Returns a paragraph in which `names` are code, and documented names are links."""
     parts = re.split(r"`([^`]+)`", re.sub(r"  +", "  ", text))
     for i, part in enumerate(parts):
         target = resolve(part) if i % 2 else None
         parts[i] = escape(part) if i % 2 == 0 else f":py:obj:`{part} <{target}>`" if target else f"``{part}``"
-    # Inline markup needs white space or punctuation on both sides; an escaped space is one that is not shown.
+    # Inline markup needs white space or punctuation on both sides; an escaped space does not show.
     joined = "\\ ".join(p for p in parts if p)
-    return re.sub(r"^(\(?\w*)([-+.)])(?= |$)", r"\1\\\2", joined)  # no list: "E." and "a) b" and "- c"
+    return re.sub(r"^(\(?\w*)([-+.)])(?= |$)", r"\1\\\2", joined)  # "E.", "a) b" and "- c" must start no list.
 
 
 def escape(text: str) -> str:
+    """Escapes the characters that have a meaning in reStructuredText."""
     return re.sub(r"([\\*`|_])", r"\\\1", text)

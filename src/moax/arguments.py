@@ -1,4 +1,4 @@
-"""Arguments that several commands share: the mesh, and how a block runs on it."""
+"""This module has the arguments that several commands share: the mesh, and how a block runs on it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,29 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 def add_execution(group, *, mesh: str, dtypes: tuple[str, ...]) -> None:
-    """The options of how a block runs.
+    """Adds the options that say how a block runs.
 
     Args:
       group: the parser, or one of its groups.
-      mesh: what the help says of the default mesh.
+      mesh: the default mesh, in the words of the help text.
       dtypes: the choices of --dtype.
     """
     add = group.add_argument
-    add("--mesh", type=mesh_of, metavar="AXES", help=f"as fsdp=2,ep=4, of {', '.join(ROLES)} (default: {mesh})")
+    add(
+        "--mesh",
+        type=mesh_of,
+        metavar="AXES",
+        help=f"axis sizes, as fsdp=2,ep=4; axes: {', '.join(ROLES)} (default: {mesh})",
+    )
     add("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
     add("--recipe", choices=("none", *RECIPES), help="how products are quantized (default: none)")
     add("--exchange", choices=EXCHANGES, help="how tokens reach the ranks of their experts (default: auto)")
     add("--engine", choices=ENGINES, help="how ops are partitioned (default: auto)")
-    add("--dtype", choices=dtypes, help="of activations")
+    add("--dtype", choices=dtypes, help="dtype of activations")
 
 
 def mesh_of(text: str) -> Sizes:
-    """`parse_mesh` as the type of an argument."""
+    """Parses the value of --mesh for argparse, which prints the error of an `ArgumentTypeError`."""
     try:
         return parse_mesh(text)
     except ValueError as error:
@@ -42,10 +47,12 @@ def mesh_of(text: str) -> Sizes:
 
 
 def parse_mesh(text: str) -> Sizes:
-    """`"fsdp=2,ep=4"` -> (("fsdp", 2), ("ep", 4)), in the order dp, fsdp, ep, tp: neighbours in ep are nearest.
+    """Parses axis sizes: `"ep=4,fsdp=2"` -> (("fsdp", 2), ("ep", 4)).
+
+    The axes come out in the order dp, fsdp, ep, tp, so that neighbours along tp and ep are neighbouring devices.
 
     Raises:
-      ValueError: an axis that has no role, is given twice, or has no size.
+      ValueError: an axis has no role, is given twice, or has no size of at least 1.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -63,10 +70,13 @@ def parse_mesh(text: str) -> Sizes:
 
 
 def mesh_over_devices(sizes: Sizes) -> jax.sharding.Mesh:
-    """The mesh of these axes over all devices; empty sizes put all devices on fsdp.
+    """Returns the mesh of these axes over all devices; empty sizes put all devices on fsdp.
+
+    Args:
+      sizes: (axis, devices along it) pairs, as `parse_mesh` returns them.
 
     Raises:
-      ValueError: the mesh has another number of devices; the message names meshes that would fit.
+      ValueError: the mesh has another number of devices than JAX; the message names meshes that would fit.
     """
     count = jax.device_count()
     sizes = sizes or (("fsdp", count),)
@@ -74,15 +84,18 @@ def mesh_over_devices(sizes: Sizes) -> jax.sharding.Mesh:
     if total != count:
         given = ",".join(f"{name}={size}" for name, size in sizes)
         raise ValueError(
-            f"--mesh {given} is a mesh of {total} devices, but {count} are here; "
-            f"of the same axes, {_fitting([name for name, _ in sizes], count)} would do"
-            f" (or emulate {total} on this machine's CPU: --cpu-devices {total})"
+            f"--mesh {given} is a mesh of {total} devices, but JAX has {count}; "
+            f"a mesh of the same axes that fits is {_fitting([name for name, _ in sizes], count)}"
+            f" (or emulate {total} devices on this machine's CPU: --cpu-devices {total})"
         )
     return make_mesh(dict(sizes))
 
 
 def _fitting(names: list[str], count: int, most: int = 4) -> str:
-    """A few ways to give `count` devices to these axes, the even ones first."""
+    """Returns a few ways to give `count` devices to these axes, the most even one first.
+
+    Example: names ["fsdp", "ep"] and 4 devices give "fsdp=2,ep=2 or fsdp=1,ep=4 or fsdp=4,ep=1".
+    """
     ways: list[tuple[int, ...]] = [()]
     for _ in names[1:]:
         ways = [(*way, size) for way in ways for size in range(1, count + 1) if count % (math.prod(way) * size) == 0]

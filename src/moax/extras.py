@@ -1,4 +1,4 @@
-"""What each extra of `pip install 'moax[EXTRA]'` brings, and the error that names the extra where it is missing."""
+"""This module lists what each extra of `pip install 'moax[EXTRA]'` brings, and names the extra of a missing module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXTRAS: dict[str, dict[str, str]] = {
 
 
 def version(distribution: str) -> str | None:
-    """The installed version of a distribution; None where it is not installed."""
+    """Returns the installed version of a distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -21,7 +21,7 @@ def version(distribution: str) -> str | None:
 
 
 def hint(error: ModuleNotFoundError) -> str | None:
-    """`optax is missing: pip install 'moax[train]'`; None where no extra brings the module."""
+    """Returns "optax is missing: pip install 'moax[train]'"; None where no extra brings the module."""
     module = (error.name or "").split(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:
@@ -30,6 +30,6 @@ def hint(error: ModuleNotFoundError) -> str | None:
 
 
 def missing(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error to raise in place of `error`: its message says which extra brings the module."""
-    said = hint(error)
-    return error if said is None else ModuleNotFoundError(said, name=error.name)
+    """Returns the error to raise in place of `error`: its message says which extra brings the module."""
+    message = hint(error)
+    return error if message is None else ModuleNotFoundError(message, name=error.name)

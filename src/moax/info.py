@@ -1,4 +1,4 @@
-"""`moax info`: what this machine is, which of moax's implementations run on it, and why the others do not."""
+"""`moax info` shows this machine, which of moax's implementations run on it, and why the others do not."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ from moax.ops.exchange import EXCHANGES, TRANSPORTS, select_transport
 from moax.recipe import RECIPES, get_recipe
 
 USAGE = "moax info [options]"
-DESCRIPTION = "Shows devices, versions, a mesh to begin with, which kernels and exchanges run here, and extras."
-EP = 4  # the most devices that `suggest_mesh` gives to experts
+DESCRIPTION = (
+    "Shows versions, devices, a mesh to begin with, the kernels and exchanges that run on this machine, and the extras."
+)
+EP = 4  # `suggest_mesh` gives at most this many devices to experts
 
 
 class Choice(NamedTuple):
-    """A value that an argument of `moax.moe` can take. runs: whether it does here. note: how it runs, or why not."""
+    """A value that an argument of `moax.moe` can take.
+
+    Attributes:
+      argument: the name of the argument.
+      value: the value.
+      runs: whether the value runs on this machine.
+      note: how the value runs, or why it does not.
+    """
 
     argument: str
     value: str
@@ -33,21 +42,26 @@ class Choice(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `moax info`."""
+    """Adds the options of `moax info` to `parser`."""
     parser.add_argument("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what this machine is, and what runs on it."""
+    """Prints what `describe` returns: as JSON with --json, else as text. Returns 0."""
     program.start(args.cpu_devices)
-    found = describe()
-    print(json.dumps(found, indent=2) if args.json else render(found))
+    info = describe()
+    print(json.dumps(info, indent=2) if args.json else render(info))
     return 0
 
 
 def describe() -> dict[str, Any]:
-    """Everything that `moax info` says, for JSON."""
+    """Returns everything that `moax info` prints, as values that JSON can hold.
+
+    Returns:
+      `versions`, `devices` (`memory_bytes` is of one device), `mesh` (a value of --mesh), `choices` (the fields of
+      `Choice`) and `extras`: {extra: {distribution: installed version or None}}.
+    """
     return {
         "versions": {name: version(name) for name in ("moax", "jax", "jaxlib")} | {"python": python.python_version()},
         "devices": {
@@ -64,19 +78,30 @@ def describe() -> dict[str, Any]:
 
 
 def memory() -> int | None:
-    """Bytes of one device that JAX may take; None where it does not say (CPUs)."""
+    """Returns the bytes of one device that JAX may take; None on a CPU, which states no limit."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def suggest_mesh(count: int, local: int) -> str | None:
-    """`--mesh` over `count` devices: experts within a process's `local` ones; None for one device, which needs none."""
+    """Returns a `--mesh` whose `ep` axis stays within one process.
+
+    Args:
+      count: devices of all processes.
+      local: devices of one process.
+
+    Returns:
+      For 16 devices in processes of 8: "fsdp=4,ep=4". One device needs no mesh: None.
+    """
     ep = next(n for n in range(min(EP, local), 0, -1) if math.gcd(count, local) % n == 0)
     sizes = {"fsdp": count // ep, "ep": ep}
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or None
 
 
 def why_not(select, value: str) -> str | None:
-    """The reason with which `select(value)` refuses; None where it does not."""
+    """Returns the reason with which `select(value)` refuses, or None where it accepts.
+
+    The argument's name at the head of the message is cut: "kernels='hopper': needs a GPU" -> "needs a GPU".
+    """
     try:
         select(value)
     except Unsupported as error:
@@ -85,33 +110,36 @@ def why_not(select, value: str) -> str | None:
 
 
 def kernels() -> list[Choice]:
-    """Whether the kernels for Hopper GPUs run, and for what they are made."""
+    """Returns a `Choice` for each value of `kernels`."""
     why = why_not(select_kernels, "hopper")
-    limits = "for bfloat16, widths that are multiples of 32"
+    limits = "for bfloat16 and widths that are multiples of 32"
     return [
-        Choice("kernels", "auto", True, "xla" if why else f"hopper {limits}; else xla"),
+        Choice("kernels", "auto", True, "xla" if why else f"hopper {limits}, else xla"),
         Choice("kernels", "hopper", why is None, why or limits),
-        Choice("kernels", "xla", True, "anywhere, slower than hopper"),
+        Choice("kernels", "xla", True, "runs on every device, slower than hopper on a Hopper GPU"),
     ]
 
 
 def exchanges() -> list[Choice]:
-    """Which transports run."""
+    """Returns a `Choice` for each value of `exchange`."""
     refused = {name: why_not(select_transport, name) for name in EXCHANGES}
     notes = {"auto": select_transport("auto")} | {name: transport.note for name, transport in TRANSPORTS.items()}
     return [Choice("exchange", name, why is None, why or notes[name]) for name, why in refused.items()]
 
 
 def recipes() -> list[Choice]:
-    """What multiplies under each recipe; weights cross the wire as one byte an element under all of them."""
-    fp8 = why_not(select_kernels, "hopper") is None
-    notes = {name: fp8 and takes_fp8("hopper", get_recipe(name)) for name in RECIPES}
-    said = {True: "FP8 products, where scale blocks fit the shards", False: "dequantized before products"}
-    return [Choice("recipe", name, True, said[native]) for name, native in notes.items()]
+    """Returns a `Choice` for each recipe: its note says in which dtype products multiply.
+
+    Under every recipe weights cross the wire as one byte an element.
+    """
+    hopper = why_not(select_kernels, "hopper") is None
+    multiplies_fp8 = {name: hopper and takes_fp8("hopper", get_recipe(name)) for name in RECIPES}
+    notes = {True: "FP8 products, where scale blocks fit the shards", False: "dequantized before products"}
+    return [Choice("recipe", name, True, notes[fp8]) for name, fp8 in multiplies_fp8.items()]
 
 
 def render(info: dict[str, Any]) -> str:
-    """`describe()`, for people."""
+    """Returns the text that `moax info` prints for what `describe` returned."""
     versions, devices = info["versions"], info["devices"]
     own = versions["moax"] or "(a source tree that is not installed)"
     room = f", {devices['memory_bytes'] / 2**30:.0f} GiB each for JAX" if devices["memory_bytes"] else ""
@@ -128,9 +156,9 @@ def render(info: dict[str, Any]) -> str:
         runs = "yes" if choice["runs"] else "no "
         lines.append(f"  {choice['argument']:8}  {choice['value']:{width}}  {runs}  {choice['note']}".rstrip())
     lines += ["", "extras"]
-    for extra, found in info["extras"].items():
-        missing = [name for name, have in found.items() if have is None]
-        there = ", ".join(f"{name} {have}" for name, have in found.items() if have is not None)
+    for extra, installed in info["extras"].items():
+        missing = [name for name, number in installed.items() if number is None]
+        present = ", ".join(f"{name} {number}" for name, number in installed.items() if number is not None)
         hint = f"{', '.join(missing)} missing: pip install 'moax[{extra}]'" if missing else ""
-        lines.append(f"  {extra:8}  {'; '.join(filter(None, [there, hint]))}")
+        lines.append(f"  {extra:8}  {'; '.join(filter(None, [present, hint]))}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The shapes of published models, in one table for estimates, benchmarks, tuning and checks.
 
 MODELS["qwen3-30b"].config                          the MoE block of one layer, as a MoEConfig
-find_model("qwen3-30b").on_rank(4, tokens=8192)     what one of 4 ranks computes: 32 experts, 65536 rows
+find_model("qwen3-30b").on_rank(4, tokens=8192)     the share of one of 4 ranks: 32 experts, 65536 rows
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class RankShape:
     """The grouped matmuls that one rank of a model's block computes, at an even load.
 
     Attributes:
-      rows: expert-sorted rows R of the rank: each of its tokens stands for K rows, wherever these rows come from.
+      rows: expert-sorted rows N of the rank: T K, since at an even load a rank receives as many rows as it sends.
       groups: experts of the rank, each of which is one group of rows.
       d_model: model width H.
       d_ff: expert width F.
@@ -51,6 +51,9 @@ class Model:
           ranks: size of `ep`; it must divide the model's experts.
           tokens: tokens T of each rank.
 
+        Returns:
+          The shapes at an even load.
+
         Raises:
           ValueError: `ranks` does not divide the experts.
         """
@@ -66,9 +69,9 @@ class Model:
     def slice(self, ranks: int) -> MoEConfig:
         """Returns the block with the experts of one of `ranks` ranks alone, so that one device can run it.
 
-        A token still takes K experts, and all of them are on this device: T tokens make T K rows, as many as the
-        rank receives in the whole model when each of the ranks has T tokens. The slice has neither the shared expert,
-        which every rank has, nor groups of experts, of which a rank may hold less than one.
+        A token still takes K experts, and all of them are on this device. T tokens make T K rows: a rank of the whole
+        model receives as many when each rank has T tokens. The slice has no shared expert, since every rank has that
+        one. It has no groups of experts either, since a rank may hold less than one group.
 
         Raises:
           ValueError: `ranks` does not divide the experts.

@@ -1,4 +1,4 @@
-"""Tables of plain text."""
+"""This module lays out tables of plain text."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 def align(rows: Sequence[tuple[str, ...] | None], right: tuple[int, ...] = ()) -> str:
-    """Rows of cells as lines of aligned columns.
+    """Returns rows of cells as lines of aligned columns.
 
     Args:
-      rows: the cells of each row, equally many in each; None draws a rule of dashes.
-      right: the columns that are flush right; the others are flush left.
+      rows: the cells of each row, equally many in each row; None in place of a row draws a rule of dashes.
+      right: the indices of the columns that are flush right; the others are flush left.
 
     Returns:
-      One line a row, without trailing spaces.
+      One line for each row, without trailing spaces.
     """
     widths = [max(map(len, column)) for column in zip(*(row for row in rows if row), strict=True)]
     rule = tuple("-" * width for width in widths)
@@ -25,5 +25,5 @@ def align(rows: Sequence[tuple[str, ...] | None], right: tuple[int, ...] = ()) -
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 layer`, `2 layers`."""
+    """Returns a count with its noun: `plural(1, "layer")` is "1 layer", `plural(2, "layer")` is "2 layers"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -310,7 +310,7 @@ def test_several_at_once(tmp_path, capsys):
     argv = ["gemm", "permute", "--cases", "tiny", "--peers", "none", "--directions", "fwd", "--quick"]
     assert command.main([*argv, "--only", "zipf", "--out", str(out), "--json"]) == 0
     said = capsys.readouterr()
-    assert {row["op"] for row in json.loads(said.out)["rows"]} == {"gemm"} and "gemm: 1 cases" in said.err
+    assert {row["op"] for row in json.loads(said.out)["rows"]} == {"gemm"} and "gemm: 1 case;" in said.err
     assert command.main([*argv, "--json"]) == 0
     assert {row["op"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"gemm", "permute"}
 

@@ -142,11 +142,11 @@ def test_number_of_multiprocessors_reaches_the_kernel(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sms", "8,many"], "--sms 8,many: must be numbers of multiprocessors with commas, as 16,32"),
-        (["--sms", "0"], "--sms 0: must be"),
-        (["--sms", "16,512"], "--sms 512: there are 132 multiprocessors"),
-        (["--devices", "9"], "--devices 9: an exchange is between 2 devices or more; here are 8"),
-        (["--devices", "1"], "--devices 1: an exchange is between 2"),
+        (["--sms", "8,many"], "--sms 8,many must be numbers of multiprocessors with commas, as 16,32"),
+        (["--sms", "0"], "--sms 0 must be"),
+        (["--sms", "16,512"], "--sms 512: a device has 132 multiprocessors"),
+        (["--devices", "9"], "--devices 9: an exchange needs 2 devices or more; JAX has 8"),
+        (["--devices", "1"], "--devices 1: an exchange needs 2"),
     ],
 )
 def test_arguments_that_cannot_work(options, message, capsys):

@@ -37,7 +37,7 @@ def test_mesh_that_does_not_fit(monkeypatch):
     """Breaks if a mesh of more GPUs than there are fails in eight processes, each with another error."""
     monkeypatch.setattr(mesh_block.backend, "platform", lambda: "gpu")
     how = mesh_block.How((("fsdp", 16), ("ep", 4)))
-    with pytest.raises(ValueError, match="--mesh fsdp=16,ep=4 is a mesh of 64 devices, but 8 are here"):
+    with pytest.raises(ValueError, match="--mesh fsdp=16,ep=4 is a mesh of 64 devices, but JAX has 8"):
         next(mesh_block.rows(list(block.TINY), how, Repeats(1, 1), {}))
 
 

@@ -127,8 +127,8 @@ def test_keyboard_interrupt_from_a_callback_saves_too(config):
         ({"seed": 1}, "seed was 0, and is now 1"),
         ({"batch": 16}, "batch was 8, and is now 16"),
         ({"model": dataclasses.replace(MODEL, d_ff=64)}, "model was"),
-        ({"text": None}, "the text .* is not what the run began with"),
-        ({"name": "nowhere"}, "no run 'nowhere'"),
+        ({"text": None}, "the text .* is not the text that the run began with"),
+        ({"name": "nowhere"}, "has no run 'nowhere'"),
     ],
 )
 def test_resuming_something_else_is_refused(whole, changes, message):
@@ -305,7 +305,7 @@ def test_parse_mesh():
 
 
 def test_mesh_that_does_not_fit_names_those_that_do():
-    with pytest.raises(ValueError, match="mesh of 6 devices, but 8 are here.*fsdp=2,ep=4"):
+    with pytest.raises(ValueError, match="mesh of 6 devices, but JAX has 8.*fsdp=2,ep=4"):
         mesh_over_devices((("fsdp", 2), ("ep", 3)))
     assert dict(mesh_over_devices(()).shape) == {"fsdp": 8}
 

@@ -1,4 +1,4 @@
-"""What the suites share. No test file imports another; what two of them need is here.
+"""This package has what the suites share. No test file imports another one; code of two files is here.
 
 meshes       meshes by name, the ways an op meets one
 programs     an op as a program on a mesh

@@ -23,5 +23,5 @@ GATED = {"swiglu": True, "geglu": True, "swiglu_oai": True, "silu": False, "gelu
 
 
 def grouped(h, name):
-    """h [M, G * F] as [M, G, F]."""
+    """Returns h [M, G * F] as [M, G, F]."""
     return h.reshape(h.shape[0], 1 + GATED[name], -1)

@@ -16,7 +16,7 @@ from benchmarks.block.worker import READY
 
 
 class InThisProcess:
-    """A worker without a process of its own, which costs a test a start of JAX and its compiled programs."""
+    """A worker in the process of the test: a process of its own would start JAX and compile again."""
 
     def __init__(self, module, request):
         self.main, self.request = importlib.import_module(module).main, request
@@ -28,7 +28,7 @@ class InThisProcess:
 
     def measure(self):
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
-            patch.setattr(jax.config, "update", lambda *_: None)  # this process has its devices
+            patch.setattr(jax.config, "update", lambda *_: None)  # This process has its devices already.
             patch.setattr("sys.stdin", io.StringIO("go\n"))
             assert self.main([json.dumps(self.request)]) == 0
         ready, *answers = said.getvalue().splitlines()
@@ -37,7 +37,7 @@ class InThisProcess:
 
 
 def by_gather(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """What `lax.ragged_all_to_all` is documented to return, by gathering everything: a CPU has no other."""
+    """Computes `lax.ragged_all_to_all` by gathering all rows, since XLA has no such collective on a CPU."""
     me, row = lax.axis_index(axis_name), jnp.arange(output.shape[0])
     rows, begin, size, there = (
         lax.all_gather(v, axis_name) for v in (operand, input_offsets, send_sizes, output_offsets)

@@ -87,7 +87,10 @@ class Table:
 
     def parameters(self, strength: int = 3) -> list:
         """The rows, and marked `more` those that complete the triples."""
-        name = lambda row: "-".join(map(str, row))  # noqa: E731
+
+        def name(row):
+            return "-".join(map(str, row))
+
         rest = [pytest.param(*row, id=name(row), marks=pytest.mark.more) for row in self.more(strength)]
         return [*(pytest.param(*row, id=name(row)) for row in self.rows), *rest]
 

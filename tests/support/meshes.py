@@ -43,8 +43,13 @@ def size(mesh: str, *names: str) -> int:
 
 def put(mesh: jax.sharding.Mesh, specs: Any, tree: Any) -> Any:
     """The arrays of `tree` on the mesh, laid out by `specs`, a tree prefix of it."""
-    is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
-    place = lambda s, t: jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, s)), t)  # noqa: E731
+
+    def is_spec(value):
+        return isinstance(value, PartitionSpec)
+
+    def place(spec, tree):
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), tree)
+
     return jax.tree.map(place, specs, tree, is_leaf=is_spec)
 
 

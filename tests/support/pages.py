@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [path for path in PAGES if "_build" not in path.parts]
 SHELLS = ("bash", "console", "sh")
 OWN_PROCESS = re.compile(r"jax\.config\.update|os\.environ")
-END = "\x1e"  # printed between the blocks of a page in a process of its own
+END = "\x1e"  # A page in a process of its own prints this between its blocks.
 
 
 @dataclass
@@ -42,11 +42,11 @@ class Block:
 
 
 def read(path: Path) -> list[Block]:
-    """The fenced blocks of a page, each `output` block made that of the block before it."""
+    """Returns the fenced blocks of a page; an `output` block belongs to the block before it."""
     found: list[Block] = []
     fence = language = reason = None
     body: list[str] = []
-    adjacent = False  # nothing but blank lines since the last block
+    adjacent = False  # Only blank lines stand between this line and the block before.
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         opened = re.match(r"(`{3,})(.*)$", line)
         if fence is None and opened:
@@ -76,7 +76,7 @@ def programs(path: Path) -> list[Block]:
 
 
 def commands(path: Path) -> list[Block]:
-    """Shell blocks with a `moax` command in them."""
+    """Returns the shell blocks that contain a `moax` command."""
     shells = [b for b in read(path) if b.language in SHELLS]
     return [b for b in shells if b.not_run is None and re.search(r"^(\$ )?moax ", b.text, re.M)]
 

@@ -26,8 +26,7 @@ def real_rows(sizes, align, num_rows):
 
 
 def problem(sizes, align, num_rows, width, columns, shards=1, experts=None):
-    """x, w, sizes, bias, dy; in rows of x and dy that are padding NaN, and numbers that would ruin any scale and
-    sum."""
+    """Returns x, w, sizes, bias and dy. Padding rows of x and dy hold NaN, and numbers that ruin any scale or sum."""
     experts = experts or len(sizes)
     local = len(sizes) // shards
     real = np.concatenate([real_rows(sizes[s * local :][:local], align, num_rows) for s in range(shards)])

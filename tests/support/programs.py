@@ -16,22 +16,22 @@ from support.meshes import ENGINES, make_mesh, put
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted function, its operands in place, and the mesh in force (None without one)."""
+    """A jitted function, its operands on their devices, and the mesh to set (None without one)."""
 
     fn: Any
     args: tuple
     mesh: jax.sharding.Mesh | None
 
     def __call__(self):
-        """The results, as NumPy arrays."""
+        """Returns the results as NumPy arrays."""
         return jax.tree.map(np.asarray, self.placed())
 
     def placed(self):
-        """The results where they were computed."""
+        """Returns the results on their devices."""
         return self.under(self.fn)
 
     def under(self, fn: Callable):
-        """fn(*args), the mesh in force."""
+        """Calls fn(*args) while the mesh is set."""
         if self.mesh is None:
             return fn(*self.args)
         with jax.set_mesh(self.mesh):
@@ -60,9 +60,11 @@ def program(
     on = None if way == "none" else make_mesh(mesh, way)
 
     def with_gradients(forward, args, cotangents):
-        some = lambda *given: forward(*(given[wrt.index(i)] if i in wrt else a for i, a in enumerate(args)))  # noqa: E731
+        def some(*given):
+            return forward(*(given[wrt.index(i)] if i in wrt else a for i, a in enumerate(args)))
+
         floats, pull, aux = jax.vjp(some, *(args[i] for i in wrt), has_aux=True)
-        if way == "explicit":  # a cotangent must have the very type of its result
+        if way == "explicit":  # A cotangent must have exactly the type of its result.
             cotangents = jax.tree.map(lambda c, y: jax.sharding.reshard(c, jax.typeof(y).sharding), cotangents, floats)
         return floats, aux, pull(cotangents)
 

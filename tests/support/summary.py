@@ -1,4 +1,4 @@
-"""What a run of the tests covered: a table by suite, of the parameters that its tests were collected with."""
+"""This module makes the table of what a run of the tests covered: the parameters of the tests of each suite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def suite_of(nodeid: str) -> str:
 
 
 def covered_by(item) -> list[tuple[str, str]]:
-    """(column, value) of each parameter of a test that the table counts."""
+    """Yields (column, value) for each parameter of a test that the table counts."""
     found, callspec = [], getattr(item, "callspec", None)
     for name, value in {} if callspec is None else callspec.params.items():
         value = "none" if value is None and name == "recipe" else value
@@ -36,7 +36,7 @@ def covered_by(item) -> list[tuple[str, str]]:
 
 
 def table(reports: Iterable) -> list[str]:
-    """The lines of the table: tests of each suite, and how many values of each column they were run with."""
+    """Returns the lines of the table: the tests of each suite, and the number of values of each column."""
     tests, values = Counter(), defaultdict(set)
     for report in reports:
         suite = suite_of(report.nodeid)

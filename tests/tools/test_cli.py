@@ -35,7 +35,10 @@ def parse(*argv):
 
 def test_help_shows_what_to_type(capsys):
     for argv, wanted in [
-        (["--help"], ["info", "train", "inspect", "--cpu-devices 8", "examples:", "exit codes: 0 done, 1", "--json"]),
+        (
+            ["--help"],
+            ["info", "train", "inspect", "--cpu-devices 8", "examples:", "exit codes: 0 success, 1", "--json"],
+        ),
         (["train", "--help"], ["--preset", "tiny, small, medium, large", "--mesh", "standard library", "Ctrl-C"]),
         (["inspect", "--help"], ["--forward-only", "--json"]),
         (["estimate", "--help"], ["--model", "deepseek-v3", "--sweep", "h100, h200, b200", "--plot"]),
@@ -70,7 +73,7 @@ def test_unreadable_arguments(argv, message, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--mesh", "fsdp=2,ep=3"], "mesh of 6 devices, but 8 are here"),
+        (["--mesh", "fsdp=2,ep=3"], "mesh of 6 devices, but JAX has 8"),
         (["--mesh", "fsdp=2,ep=4", "--batch", "12"], "--batch 12 does not divide"),
         (["--cpu-devices", "3"], "--cpu-devices 3: JAX already runs"),
         (["--cpu-devices", "0"], "--cpu-devices 0 must be at least 1"),

@@ -351,7 +351,7 @@ def test_command(capsys, tmp_path):
     assert answer["kernels"] == "hopper" and "measured on an H200" in answer["rates"]
     assert cli.main([*sized, "--mesh", "ep=8", "--exchange", "one_sided", "--chunks", "2", "--hardware", "h100"]) == 0
     said = capsys.readouterr().out
-    assert "exchange one_sided, 2 chunks" in said and "not measured but an H200's" in said
+    assert "exchange one_sided, 2 chunks" in said and "not measured but those of an H200" in said
     assert cli.main(["estimate", "--model", "llama"]) == 2
     assert "must be one of 'qwen3-30b'" in capsys.readouterr().err
     assert cli.main(["estimate", "--mesh", "ep=2", "--gpus", "2"]) == 2

@@ -116,15 +116,20 @@ def test_moe_layers():
 @pytest.mark.parametrize(
     ("name", "change", "error", "says"),
     [
-        ("Mixtral-8x7B", dict(model_type="qwen2_moe"), Unsupported, "model_type='qwen2_moe'; moax.hf has 'mixtral'"),
+        (
+            "Mixtral-8x7B",
+            dict(model_type="qwen2_moe"),
+            Unsupported,
+            "model_type='qwen2_moe'; moax.hf supports 'mixtral'",
+        ),
         ("Mixtral-8x7B", dict(router_jitter_noise=0.1), Unsupported, "router_jitter_noise=0.1"),
         ("Mixtral-8x7B", dict(hidden_act="gelu"), Unsupported, "hidden_act='gelu'"),
         ("Mixtral-8x7B", dict(hidden_size=None), ValueError, "mixtral.*has no hidden_size"),
         ("Mixtral-8x7B", dict(num_experts_per_tok=9), ValueError, "top_k=9"),
-        ("DeepSeek-V3", dict(scoring_func="softmax"), Unsupported, "scoring_func='softmax'; moax has 'sigmoid'"),
+        ("DeepSeek-V3", dict(scoring_func="softmax"), Unsupported, "scoring_func='softmax'; moax supports 'sigmoid'"),
         ("DeepSeek-V3", dict(topk_method="greedy"), Unsupported, "topk_method='greedy'"),
-        ("DeepSeek-V3", dict(num_experts_per_tok=1), Unsupported, "norm_topk_prob with one expert"),
-        ("gpt-oss-120b", dict(swiglu_limit=10.0), Unsupported, "swiglu_limit=10.0; moax has 7.0"),
+        ("DeepSeek-V3", dict(num_experts_per_tok=1), Unsupported, "norm_topk_prob with num_experts_per_tok=1"),
+        ("gpt-oss-120b", dict(swiglu_limit=10.0), Unsupported, "swiglu_limit=10.0; moax supports 7.0"),
     ],
 )
 def test_config_refuses(name, change, error, says):
@@ -396,10 +401,10 @@ def put(name, array):
         (put("m.layers.2.mlp.gate.weight", [1.0]), {}, ValueError, "gate.weight is a list; it must be an array of"),
         (put("mtp.layers.2.mlp.gate.weight", np.ones(1)), {}, ValueError,
          "layer=2 is m.layers.2.mlp. and mtp.layers.2.mlp.; give prefix="),
-        (lambda _: None, dict(layer=3), ValueError, "layer=3 is not in the checkpoint: there are 2 to 2"),
+        (lambda _: None, dict(layer=3), ValueError, "layer=3 is not in the checkpoint: its MoE layers are 2 to 2"),
         (lambda _: None, dict(prefix="m."), ValueError, "layer=2 and prefix='m.': give one of them"),
         (lambda _: None, dict(layer=None), ValueError, "no experts in a spelling that moax.hf knows"),
-        (lambda state: state.clear(), {}, ValueError, "no name has layers.N.mlp in it"),
+        (lambda state: state.clear(), {}, ValueError, "none of its names contains layers.N.mlp"),
     ],
 )  # fmt: skip
 def test_load_refuses(change, options, error, says):

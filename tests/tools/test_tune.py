@@ -124,7 +124,7 @@ def test_tune_needs_a_gpu_and_prints_json(monkeypatch, tmp_path, capsys):
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert found["table"] == str(table) and {p["kept"] for p in found["products"]} == {True, False}
-    assert "case matmul fwd: [64, 1] 2 us, 1.500 of the heuristic's" in said.err
+    assert "case matmul fwd: tile [64, 1] takes 2 us; the heuristic's tile takes 1.500 times" in said.err
     assert json.loads(table.read_text()) == {"cpu": {"fast": [64, 1]}}
     assert cli.main(argv) == 0
     assert "case wgrad wgrad" in capsys.readouterr().out

@@ -1,10 +1,11 @@
-"""What a block costs on a mesh: memory of a device, bytes on each wire, time of each stage; nothing is compiled.
+"""The cost of MoE blocks on a mesh: memory of a device, bytes on each wire, and time of each stage.
 
-    seconds = layers * sum over stages of max(flops / rate, bytes of device memory / rate), or of bytes / rate of a wire
+    seconds = layers * sum over stages of (max(flops / rate, bytes of device memory / rate), or bytes / rate of a wire)
 
-The bytes on wires are those of the compiled program (`moax.inspect`); of `one_sided`, whose kernel moves the rows that
-there are, they are those of the balanced load. The times are of the balanced load at rates that kernels reach, with
-nothing overlapped and without launch latency. Compare meshes by them, and measure the mesh that you choose.
+Nothing is compiled. The bytes on wires equal those of the compiled program (`moax.inspect`). The kernel of `one_sided`
+moves only the rows that exist, so that its bytes are those of the balanced load. The times assume the balanced load and
+rates that kernels reach; no stages overlap, and a launch costs nothing. Compare meshes by these times, and measure the
+mesh that you choose.
 """
 
 from moax.estimate.hardware import HARDWARE as HARDWARE

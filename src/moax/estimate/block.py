@@ -1,4 +1,4 @@
-"""A block on a mesh, as one device has it: what memory, wires and times are computed from."""
+"""The share of a block that one device of a mesh has. Memory, wires and times are computed from it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Execution:
     Attributes:
       recipe: the formats of its products.
       exchange: `auto`, or the name of a transport.
-      kernels: the implementation that computes.
-      chunks: parts that a device takes its tokens in.
-      remat: forward is done again before backward.
-      dtype: of activations. param_dtype: of parameters and their gradients.
+      kernels: the implementation of its products.
+      chunks: number of parts in which a device takes its tokens.
+      remat: whether backward recomputes the forward pass.
+      dtype: dtype of activations.
+      param_dtype: dtype of parameters and their gradients.
       axes: the roles of the mesh axes.
     """
 
@@ -44,14 +45,16 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """A block on a mesh, as one device has it.
+    """The share of a block that one device of a mesh has.
 
     Attributes:
-      config, roles, options: of the block.
-      tokens: T of a device: of one shard over (dp, fsdp, ep), the same on all ranks of tp.
+      config: the block.
+      roles: the mesh axes of each role.
+      options: how the block runs.
+      tokens: tokens T of a device, that is of one shard over (dp, fsdp, ep). The ranks of tp have the same tokens.
       exchange: the spec of the exchange of one part.
-      shapes: the shape of each parameter's shard, by name.
-      layouts: of `wi` and `wo`, and of `shared_wi` and `shared_wo` where there is a shared expert.
+      shapes: the shape of each parameter's shard, by the parameter's name.
+      layouts: the layouts of `wi` and `wo`, and of `shared_wi` and `shared_wo` where the block has a shared expert.
     """
 
     config: MoEConfig
@@ -64,7 +67,7 @@ class Shard:
 
     @property
     def transport(self) -> Transport:
-        """The object of the transport."""
+        """The transport of the exchange."""
         return TRANSPORTS[self.exchange.transport]
 
     @property
@@ -74,12 +77,12 @@ class Shard:
 
     @property
     def load(self) -> tuple[int, int, int, int]:
-        """(tokens of a part, K, ranks, slots), as a transport takes them."""
+        """(tokens of a part, K, ranks, slots), the arguments of a transport's methods."""
         return self.part, self.config.top_k, self.exchange.ranks, self.exchange.slots
 
     @property
     def received(self) -> int:
-        """R: rows that a device receives of one part, empty slots included."""
+        """Rows R that a device receives in one part, empty slots included."""
         return self.transport.received_rows(self.part, self.exchange.ranks, self.exchange.slots)
 
     @property
@@ -94,13 +97,15 @@ class Shard:
 
     @property
     def again(self) -> bool:
-        """Whether backward walks the experts' forward again, up to the activation."""
+        """Whether backward repeats the forward pass of the experts, up to the activation."""
         return self.options.remat or self.options.chunks > 1
 
     @property
     def gathered_apart(self) -> bool:
-        """Whether a weight that is gathered to be contracted over its rows is another array than one to be contracted
-        over its columns. Where both are the same, XLA gathers it once for the two walks of a part in backward."""
+        """Whether a product over the rows of a weight gathers another array than a product over its columns.
+
+        Where both gather the same array, XLA gathers it once for the two walks over a part in backward.
+        """
         options, w = self.options, self.options.recipe.w
         if w is None:
             return False
@@ -108,29 +113,29 @@ class Shard:
         return fp8 or w.weight_block(4, "rows") != w.weight_block(4, "columns")
 
     def weight(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight's shard as products take it, [E, K, *C]."""
+        """Returns the shape of a weight's shard as products take it, [E, K, *C]; E is 1 for the shared expert."""
         shape = self.shapes[name]
         return (1, *shape) if name.startswith("shared") else shape
 
     def whole(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight, gathered."""
+        """Returns the shape of a weight after its gathers: each dim times the ranks that it is gathered from."""
         gather = self.layouts[name].gather
         return tuple(n * self.roles.size(names) for n, names in zip(self.weight(name), gather, strict=True))
 
 
 def make_shard(config: MoEConfig, sizes: dict[str, int], tokens: int, options: Execution, on: Hardware) -> Shard:
-    """The block on a mesh of these axis sizes.
+    """Returns the share of a block that one device has on a mesh of these axis sizes.
 
     Args:
-      config: of the block.
-      sizes: devices of each mesh axis.
-      tokens: T of a device.
-      options: how it runs.
+      config: the block.
+      sizes: number of devices along each mesh axis.
+      tokens: tokens T of a device.
+      options: how the block runs.
       on: the GPUs of the mesh.
 
     Raises:
-      ValueError: a parameter or the tokens do not divide over the mesh or over the parts; an unknown transport.
-      Unsupported: the transport cannot run on such a mesh of such GPUs.
+      ValueError: a parameter or the tokens do not divide over the mesh or over the parts, or no transport has the name.
+      Unsupported: the transport cannot run on this mesh of these GPUs.
     """
     axes = options.axes
     roles = axes.on(sizes)
@@ -163,7 +168,7 @@ def make_shard(config: MoEConfig, sizes: dict[str, int], tokens: int, options: E
 
 
 def find_kernels(kernels: str, on: Hardware) -> str:
-    """The implementation that `kernels` means on this hardware: `auto` is the first of the table that runs there.
+    """Returns the implementation that `kernels` means on this hardware; `auto` means the first that runs there.
 
     Raises:
       ValueError: there is no implementation of this name.
@@ -179,6 +184,7 @@ def find_kernels(kernels: str, on: Hardware) -> str:
 
 
 def _exchange(config, sizes, roles: Roles, part: int, options: Execution, on: Hardware) -> ExchangeSpec:
+    """Returns the spec of the exchange of one part of `part` tokens, or raises as `make_shard`."""
     name = find_transport(options.exchange, roles)
     gpus = 1
     for size in sizes.values():

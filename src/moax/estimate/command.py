@@ -1,4 +1,4 @@
-"""`moax estimate`: what a block costs on a mesh, or which meshes fit and how fast each is; nothing is compiled."""
+"""`moax estimate` prints the cost of a model's blocks on a mesh, or ranks all meshes; it compiles nothing."""
 
 from __future__ import annotations
 
@@ -19,63 +19,66 @@ from moax.text import align, plural
 
 USAGE = "moax estimate [--model NAME] (--mesh AXES | --gpus N [--sweep]) [options]"
 DESCRIPTION = """\
-Estimates the MoE blocks of a model on a mesh: memory of a device, bytes on each wire in a training step, time of each
-stage and what bounds it, what quantizing before the gather saves. Needs no GPU, and compiles nothing.
+Estimates the MoE blocks of a model on a mesh: the memory of a device, the bytes on each wire in a training step, the
+time of each stage and its bound, and what quantizing before the gather saves. The command needs no GPU, and compiles
+nothing.
 
-Bytes are those of the compiled program. Times are at the rates that kernels reach, the load balanced, nothing
-overlapped: good to compare meshes by. The output says which kernels' rates they are. Attention and the rest of a model
-are not counted.
+The bytes equal those of the compiled program. The times assume a balanced load and the rates that kernels reach, and no
+stages overlap: compare meshes by them. The output says which kernels have these rates. Attention and the rest of the
+model are not counted.
 
-With --mesh: that mesh. With --gpus: the fastest mesh that fits; with --sweep: a ranking of all.
+--mesh estimates one mesh. --gpus finds the fastest mesh that fits. --gpus with --sweep ranks all meshes.
 """
 GB = 1e9
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `moax estimate`."""
+    """Adds the options of `moax estimate` to `parser`."""
     add = parser.add_argument
     models, gpus = ", ".join(MODELS), ", ".join(HARDWARE)
-    add("--mesh", type=mesh_of, metavar="AXES", help=f"as fsdp=32,ep=8, of {', '.join(ROLES)}")
-    add("--model", metavar="NAME", help=f"{models}; else the sizes below")
+    add("--mesh", type=mesh_of, metavar="AXES", help=f"axis sizes, as fsdp=32,ep=8; axes: {', '.join(ROLES)}")
+    add("--model", metavar="NAME", help=f"a model: {models} (default: the sizes below)")
     add("--d-model", type=int, default=2048, metavar="H", help="model width (default: %(default)s)")
     add("--d-ff", type=int, default=768, metavar="F", help="width of an expert (default: %(default)s)")
-    add("--experts", type=int, default=128, metavar="E", help="experts (default: %(default)s)")
+    add("--experts", type=int, default=128, metavar="E", help="number of experts (default: %(default)s)")
     add("--top-k", type=int, default=8, metavar="K", help="experts of a token (default: %(default)s)")
-    add("--layers", type=int, metavar="L", help="MoE blocks (default: the model's; 1 for sizes of your own)")
-    add("--gpus", type=int, metavar="N", help="GPUs of the mesh (default: 1)")
-    add("--sweep", action="store_true", help="rank every mesh of --gpus")
-    add("--top", type=int, default=10, metavar="N", help="meshes to list (default: %(default)s)")
+    add("--layers", type=int, metavar="L", help="number of MoE blocks (default: the model's; 1 without --model)")
+    add("--gpus", type=int, metavar="N", help="number of GPUs (default: 1)")
+    add("--sweep", action="store_true", help="rank every mesh of --gpus GPUs")
+    add("--top", type=int, default=10, metavar="N", help="length of the ranking (default: %(default)s)")
     add("--tokens", type=int, default=4096, metavar="T", help="tokens of a GPU in a step (default: %(default)s)")
-    add("--hardware", default="h200", metavar="NAME", help=f"{gpus} (default: %(default)s)")
+    add("--hardware", default="h200", metavar="NAME", help=f"the GPU: {gpus} (default: %(default)s)")
     add("--recipe", choices=("none", *RECIPES), default="none", help="how products are quantized (default: none)")
-    add("--exchange", choices=EXCHANGES, help="how tokens reach their experts (default: the faster that fits)")
-    add("--capacity-factor", type=float, metavar="X", help="bound a rank's rows at X times the even load")
-    add(
-        "--chunks", type=int, default=1, metavar="N", help="parts that a GPU takes its tokens in (default: %(default)s)"
-    )
+    add("--exchange", choices=EXCHANGES, help="how tokens reach their experts (default: the fastest that fits)")
+    add("--capacity-factor", type=float, metavar="X", help="bound the rows of a rank at X times the even load")
+    add("--chunks", type=int, default=1, metavar="N", help="take the tokens of a GPU in N parts (default: %(default)s)")
     add(
         "--kernels",
         choices=("auto", "hopper", "xla"),
         default="auto",
-        help="what computes (default: the fastest)",
+        help="implementation of the products (default: the fastest)",
     )
-    add("--remat", action=argparse.BooleanOptionalAction, help="keep a layer's input alone (default: where it must)")
+    add(
+        "--remat",
+        action=argparse.BooleanOptionalAction,
+        help="keep only the input of a layer, and recompute the rest (default: where the memory needs it)",
+    )
     add("--json", action="store_true", help="print JSON, for programs")
-    add("--plot", metavar="FILE", help="draw time against mesh")
+    add("--plot", metavar="FILE", help="draw the time of each mesh")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the estimate of one mesh, or the ranking of all.
+    """Prints the estimate of one mesh, or the ranking of all meshes. Returns 0.
 
     Raises:
-      ValueError: options that exclude each other, or that name nothing.
+      ValueError: two options exclude each other, or an option has no such value.
     """
     mesh = args.mesh
     config = args.model or MoEConfig(d_model=args.d_model, d_ff=args.d_ff, num_experts=args.experts, top_k=args.top_k)
     recipe = None if args.recipe == "none" else args.recipe
     given = (args.tokens, recipe, args.hardware, args.layers)
     if mesh and (args.gpus or args.sweep):
-        raise ValueError("--mesh names one mesh; leave --gpus and --sweep out")
+        raise ValueError("--mesh gives one mesh; leave --gpus and --sweep out")
     if args.top < 1:
         raise ValueError(f"--top {args.top} must be at least 1")
     options = dict(capacity_factor=args.capacity_factor, chunks=args.chunks, kernels=args.kernels)
@@ -93,15 +96,15 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([e.as_dict() for e in shown] if args.sweep else shown[0].as_dict(), indent=2))
         return 0
     if args.sweep:
-        print(f"{ranking(shown)}\n{sum(e.fits for e in found)} of {len(found)} meshes fit; the first:\n")
+        print(f"{ranking(shown)}\n{sum(e.fits for e in found)} of {len(found)} meshes fit; the first one in full:\n")
     print(details(shown[0]))
     if args.plot:
-        print(f"\nplot in {args.plot}")
+        print(f"\nthe plot is in {args.plot}")
     return 0
 
 
 def ranking(found: list[Estimate]) -> str:
-    """One line a mesh."""
+    """Returns the ranking as text, one line for each mesh."""
     rows = [("mesh", "exchange", "remat", "fits", "memory GB", "wire GB", "ms", "TFLOP/s", "longest stage")]
     for e in found:
         slow = max(e.stages, key=lambda stage: stage.seconds)
@@ -114,7 +117,7 @@ def ranking(found: list[Estimate]) -> str:
 
 
 def details(e: Estimate) -> str:
-    """One mesh in full."""
+    """Returns the estimate of one mesh as text: memory, bytes on wires, and stages."""
     ways = (f", {e.chunks} chunks" if e.chunks > 1 else "") + (", remat" if e.remat else "")
     head = (
         f"{e.model} on {e.gpus} x {e.hardware}, mesh {name(e)}: {plural(e.layers, 'MoE layer')}, "
@@ -127,9 +130,9 @@ def details(e: Estimate) -> str:
     memory += [
         None,
         (total, f"{m.total / GB:.2f}"),
-        (f"of a GPU's ({verdict})", f"{e.capacity / GB:.2f}"),
+        (f"capacity of a GPU ({verdict})", f"{e.capacity / GB:.2f}"),
     ]
-    wires = [("wire, a step", "MB sent"), None]
+    wires = [("wire, in a step", "MB sent"), None]
     wires += [(what, f"{e.wire_bytes(what) / 1e6:,.1f}") for what in WIRES if e.wire_bytes(what)]
     wires += [None, ("total", f"{e.wire_bytes() / 1e6:,.1f}")]
     stages = [("stage of a layer", "pass", "us", "bound by"), None]
@@ -141,19 +144,19 @@ def details(e: Estimate) -> str:
     if e.recipe != "none" and e.plain_gather.wire_bytes:
         plain = e.layers * e.plain_gather.wire_bytes
         tables.append(
-            f"quantized before the gather: {plain / 1e6:,.1f} MB of weights become {(plain - spared) / 1e6:,.1f} "
-            f"({(plain - spared) / plain:.3f}), {seconds * 1e3:.2f} ms less on the wire a step"
+            f"quantized before the gather: {plain / 1e6:,.1f} MB of weights become {(plain - spared) / 1e6:,.1f} MB "
+            f"(a ratio of {(plain - spared) / plain:.3f}), which saves {seconds * 1e3:.2f} ms on the wire in a step"
         )
     return "\n\n".join([head, *tables])
 
 
 def name(e: Estimate) -> str:
-    """As --mesh takes it, axes of one device left out."""
+    """Returns the mesh as --mesh takes it, without axes of one device: "fsdp=8,ep=4"."""
     return ",".join(f"{axis}={size}" for axis, size in e.mesh if size > 1) or "one GPU"
 
 
 def draw(found: list[Estimate], path: Path) -> None:
-    """Time against mesh: a bar each, its parts what bounds them."""
+    """Draws one bar for each mesh: its length is the time of a step, and its parts are the bounds of the stages."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

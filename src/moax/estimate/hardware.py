@@ -1,4 +1,4 @@
-"""What `moax.estimate` knows by name of GPUs: what their data sheets promise, and what programs reach."""
+"""The GPUs that `moax.estimate` knows by name: the peaks of their data sheets, and the rates that programs reach."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ class Products:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One GPU and its wires: peaks from data sheets, and what programs reach.
+    """One GPU and its wires: the peaks of data sheets, and the rates that programs reach.
 
     Attributes:
+      name: the name in `HARDWARE`.
       memory: bytes of a GPU.
-      bf16_peak, fp8_peak: FLOP/s, dense. hbm_peak, nvlink_peak, network_peak: bytes/s of a GPU; the wires one way.
-      dense: what dense products in bf16 reach. products: what grouped products reach, by implementation; the name of an
-        implementation is missing where it does not run on this GPU.
-      hbm: bytes/s, read plus written, achievable.
-      nvlink: bytes/s one way, achievable, by kind of collective; "put" is what a kernel writes to peers.
-      network: bytes/s one way to GPUs of other hosts, achievable.
-      host: GPUs of one host, all on NVLink.
+      bf16_peak, fp8_peak: peak FLOP/s of a dense product.
+      hbm_peak: peak bytes/s of device memory.
+      nvlink_peak, network_peak: peak bytes/s of the wires of a GPU, one way.
+      dense: reached FLOP/s of a dense product in bf16: forward, dgrad, wgrad.
+      products: reached FLOP/s of grouped products, by the name of the implementation. An implementation that does not
+        run on this GPU has no entry.
+      hbm: reached bytes/s of device memory, reads plus writes.
+      nvlink: reached bytes/s one way, by kind of collective; "put" is a kernel that writes to peers.
+      network: reached bytes/s one way to GPUs of other hosts.
+      host: number of GPUs of one host, all of which NVLink connects.
       usable: the fraction of the memory that a program can have.
-      basis: how the rates are known, as the end of a sentence.
+      basis: the origin of the rates, as the end of a sentence that begins with "their rates are".
     """
 
     name: str
@@ -49,25 +53,27 @@ class Hardware:
     basis: str = "as given"
 
 
-# Peaks: NVIDIA's H200 SXM data sheet (141 GB, 4.8 TB/s; dense, without sparsity), HGX with a 400 Gb/s NIC for each GPU.
-# hopper: medians of mixtral, qwen3, dsv3 of ours in benchmarks/results/h200_gemm.json (recipes none, fp8_block).
-# xla: medians of the same shapes in benchmarks/results/h200_xla_products.json (algorithm moax).
-# hbm: the copy in that file's header. nvlink: NCCL on four H200s, `moax bench limits`; an all-reduce,
-# not measured there, as a reduce-scatter; put: the kernel alone in h200x2_exchange.json. network: not measured; 0.9 of
-# the NIC's rate is an assumption.
+# The sources of the numbers; files are in benchmarks/results/.
+# peaks      NVIDIA's H200 SXM data sheet (141 GB, 4.8 TB/s; without sparsity), HGX with a 400 Gb/s NIC for each GPU
+# dense, hopper  medians over mixtral, qwen3 and dsv3 of moax's rows in h200_gemm.json (recipes none, fp8_block)
+# xla        medians over the same shapes in h200_xla_products.json (algorithm switch)
+# hbm        the copy in the header of h200_gemm.json
+# nvlink     NCCL on four H200s by `python -m benchmarks limits`; all-reduce takes the rate of reduce-scatter
+# put        the kernel alone in h200x2_exchange.json
+# network    an assumption: 0.9 of the rate of the NIC
 H200 = Hardware(
     "h200", memory=141 * 10**9, bf16_peak=989e12, fp8_peak=1979e12, hbm_peak=4.8e12, nvlink_peak=450e9,
     network_peak=50e9,
     dense=(794e12, 761e12, 729e12), hbm=4.29e12, products={
         "hopper": Products((794e12, 761e12, 729e12), (1242e12, 1187e12, 988e12)),
-        "xla": Products((77e12, 73e12, 52e12)),
+        "xla": Products((285e12, 251e12, 239e12)),
     },
     nvlink={"all-gather": 268e9, "reduce-scatter": 266e9, "all-reduce": 266e9, "all-to-all": 317e9, "put": 301e9},
     network=45e9, basis="measured on an H200",
 )  # fmt: skip
 
 
-SCALED = "not measured but an H200's, scaled by the peaks of the data sheets"
+SCALED = "not measured but those of an H200, scaled by the peaks of the data sheets"
 
 
 def _scaled(
@@ -81,7 +87,7 @@ def _scaled(
     nvlink: float,
     network: float,
 ) -> Hardware:
-    """A GPU of these peaks that reaches the fractions of them that an H200 reaches: nothing of it is measured."""
+    """Returns a GPU of these peaks, which is assumed to reach the same fractions of its peaks as an H200."""
     h = H200
     of_bf16, of_fp8, of_nvlink = bf16 / h.bf16_peak, fp8 / h.fp8_peak, nvlink / h.nvlink_peak
     reached = {kernel: h.products[kernel] for kernel in kernels}
@@ -117,10 +123,10 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
-    """The hardware of a name; a `Hardware` as it is.
+    """Returns the hardware of a name; a `Hardware` is returned as it is.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: `HARDWARE` has no GPU of this name.
     """
     if isinstance(hardware, Hardware):
         return hardware

@@ -1,4 +1,4 @@
-"""The memory of one device: parameters, what forward leaves to backward, and what a layer needs while it runs."""
+"""The memory of one device: parameters, the arrays that forward keeps for backward, and those of a running layer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ class Memory:
     """Bytes on one device, all layers together.
 
     Attributes:
-      weights, gradients: in the dtype of the parameters.
+      weights: the parameters, in their dtype.
+      gradients: their gradients, in the same dtype.
       optimizer: the state of the optimizer.
-      activations: what forward leaves to backward; with remat the inputs of all layers, and the rest of one layer.
-      gathered: the largest weight of a layer as products take it, with its gradient before that is scattered. One
-        weight at a time: a compiler that gathers ahead needs more. With chunks, both weights of the experts, and the
-        float32 sums of their gradients.
-      exchange: buffers of rows on their way, of one part.
-      workspace: rows alive between the products of a backward pass, of one part. With chunks also what the part's
-        forward leaves to its backward.
-      together: gathered and workspace are alive at the same time.
+      activations: the arrays that forward keeps for backward. With remat: the inputs of all layers, and the other
+        arrays of one layer.
+      gathered: the largest weight of a layer as products take it, and its gradient before the reduce-scatter. Weights
+        are gathered one at a time; a compiler that gathers ahead needs more. With chunks: both weights of the experts,
+        and the float32 sums of their gradients.
+      exchange: the buffers of the rows that the exchange moves in one part.
+      workspace: the rows that live between the products of the backward pass of one part. With chunks also the arrays
+        that the forward pass of the part keeps for its backward pass.
+      together: whether `gathered` and `workspace` live at the same time.
     """
 
     weights: int
@@ -39,14 +41,20 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The sum. Of `gathered` and `workspace` the larger counts, unless they are alive together."""
+        """The sum of all; only the larger of `gathered` and `workspace` counts, unless both live at the same time."""
         lasting = self.weights + self.gradients + self.optimizer + self.activations + self.exchange
         passing = (self.gathered, self.workspace)
         return lasting + (sum(passing) if self.together else max(passing))
 
 
 def measure_memory(s: Shard, layers: int, optimizer_bytes: int) -> Memory:
-    """The Memory of `layers` blocks. optimizer_bytes: of the optimizer's state, for each parameter."""
+    """Returns the memory of `layers` blocks.
+
+    Args:
+      s: the share of a device in one block.
+      layers: number of blocks.
+      optimizer_bytes: bytes of the optimizer's state for each parameter.
+    """
     c, item, chunked = s.config, s.item, s.options.chunks > 1
     count = sum(map(math.prod, s.shapes.values()))
     shared = s.shapes["shared_wo"][0] if c.shared_d_ff else 0
@@ -55,7 +63,7 @@ def measure_memory(s: Shard, layers: int, optimizer_bytes: int) -> Memory:
     inputs = s.tokens * c.d_model * item
     part = _plan_bytes(s, rows) + _kept_bytes(s, rows)
     layer = inputs + router + s.tokens * shared * (c.gates + 1) * item
-    if chunked:  # the ids of the experts too: without chunks they are in the plan
+    if chunked:  # A block in chunks keeps the ids of the experts; without chunks they are in the plan.
         layer += s.tokens * c.top_k * 4
     else:
         layer += part
@@ -72,7 +80,7 @@ def measure_memory(s: Shard, layers: int, optimizer_bytes: int) -> Memory:
 
 
 def _rows(s: Shard) -> int:
-    """N: the expert-sorted rows of one part."""
+    """Returns the number N of expert-sorted rows of one part."""
     c, recipe = s.config, s.options.recipe
     align = implementation(s.options.kernels).align_rows(recipe)
     capacity = capacity_rows(s.part, c.top_k, c.capacity_factor)
@@ -80,13 +88,13 @@ def _rows(s: Shard) -> int:
 
 
 def _kept_bytes(s: Shard, rows: int) -> int:
-    """The rows as wgrad takes them, and the input of the activation."""
+    """Returns the bytes that forward keeps: the rows as wgrad takes them, and the input of the activation."""
     hidden = s.whole("wo")[1]
     return rows * s.config.gates * hidden * s.item + _rows_bytes(rows, s.config.d_model, s.options.recipe.x, s.item)
 
 
 def _rows_bytes(rows: int, width: int, format: Format | None, item: int) -> int:
-    """Rows as wgrad takes them: values, and a scale for each block of rows."""
+    """Returns the bytes of rows [rows, width] as wgrad takes them: values, and a scale for each block of rows."""
     if format is None:
         return rows * width * item
     scales = 1 if format.block is None else -(-rows // format.block) * width
@@ -94,13 +102,13 @@ def _rows_bytes(rows: int, width: int, format: Format | None, item: int) -> int:
 
 
 def _plan_bytes(s: Shard, rows: int) -> int:
-    """Where rows lie: `Plan`, the ids and weights of the rows received, and the plan of the exchange."""
+    """Returns the bytes of `Plan`, of the ids and weights of the received rows, and of the plan of the exchange."""
     numbers = rows + s.whole("wo")[0] + 1 + 2 * s.received * s.config.top_k
     return 4 * (numbers + s.transport.plan_entries(*s.load))
 
 
 def _gathered(s: Shard) -> int:
-    """The weights as products take them, and their gradients before those are scattered."""
+    """Returns the bytes of `Memory.gathered`."""
     options = s.options
     cast = options.dtype != options.param_dtype
 
@@ -119,15 +127,18 @@ def _gathered(s: Shard) -> int:
 
 
 def _exchange_bytes(s: Shard) -> int:
-    """Rows on their way, with the ids and weights of their experts."""
+    """Returns the bytes of the rows that the exchange moves in a part, and of the ids and weights of their experts."""
     if not s.roles.ep:
         return 0
     return s.transport.buffer_rows(*s.load) * s.config.d_model * s.item + s.received * 8 * s.config.top_k
 
 
 def _workspace(s: Shard, rows: int) -> int:
-    """d o, d a and a in bf16, d h in the place of h; or d h by rows and by columns in FP8, once d o is not needed any
-    more. Dequantized operands of products that are not FP8 live one at a time, and are not the widest."""
+    """Returns the bytes of the widest moment of a part's backward pass.
+
+    In bf16 the arrays are do, da and a; dh takes the place of h. In FP8 they are dh by rows and by columns, after do
+    has been used. Dequantized operands live one at a time, and are not the widest.
+    """
     width, hidden = s.config.d_model, s.whole("wo")[1]
     if takes_fp8(s.options.kernels, s.options.recipe):
         return rows * (2 * width + (s.item + 1) * hidden)

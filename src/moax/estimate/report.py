@@ -1,4 +1,4 @@
-"""`estimate` of one mesh, and `sweep` over all meshes of so many GPUs."""
+"""`estimate` computes the cost of one mesh; `sweep` ranks all meshes of a number of GPUs."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What `estimate` found. Bytes and seconds are of one device and one step (forward and backward).
+    """The cost of blocks on a mesh. Bytes and seconds are of one device and one step (forward and backward).
 
     Attributes:
-      model: its name, or "config".
-      config: of the block.
-      mesh: axis sizes.
-      tokens: of a GPU, in one step.
-      recipe: its name, "custom", or "none".
-      hardware: its name.
+      model: the name of the model, or "config".
+      config: the block.
+      mesh: (axis, size) pairs.
+      tokens: tokens of a GPU in one step.
+      recipe: the name of the recipe, "custom", or "none".
+      hardware: the name of the GPU.
       kernels: the implementation whose rates the times have.
-      rates: what the times rest on, as a sentence.
-      layers: MoE blocks.
+      rates: sentences that say which rates the times have.
+      layers: number of MoE blocks.
       exchange: the name of the transport.
-      chunks: parts that a device takes its tokens in.
-      remat: forward is done again before backward.
+      chunks: number of parts in which a device takes its tokens.
+      remat: whether backward recomputes the forward pass.
       memory: see `Memory`.
       capacity: bytes of a device that a program can have.
-      stages, transfers: of one layer.
-      plain_gather: stages and bytes of its weight gathers if nothing was quantized.
+      stages: the stages of one layer.
+      transfers: the arrays that one layer moves.
+      plain_gather: the weight gathers of one layer without quantization, as one stage.
     """
 
     model: str
@@ -66,37 +67,46 @@ class Estimate:
 
     @property
     def gpus(self) -> int:
+        """Number of GPUs of the mesh."""
         return math.prod(size for _, size in self.mesh)
 
     @property
     def fits(self) -> bool:
+        """Whether the memory of a device suffices."""
         return self.memory.total <= self.capacity
 
     @property
     def seconds(self) -> float:
-        """Seconds of all layers' blocks in a step; attention and the rest of a model are not in them."""
+        """Seconds of the blocks of all layers in a step, without attention and the rest of the model."""
         return self.layers * sum(stage.seconds for stage in self.stages)
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s of a GPU over the whole step, of the experts' products alone."""
+        """TFLOP/s of a GPU over the whole step; only the products of experts count as work."""
         c = self.config
         flops = 6 * self.tokens * c.d_model * (c.gates + 1) * (c.top_k * c.d_ff + c.shared_d_ff)
         return self.layers * flops / self.seconds / 1e12
 
     def wire_bytes(self, what: str | None = None) -> int:
-        """Bytes that a device sends in a step over all layers, on one of `moax.estimate.wires.WIRES` or on all."""
+        """Returns the bytes that a device sends in a step over all layers.
+
+        Args:
+          what: one of `moax.estimate.wires.WIRES`; None counts all of them.
+        """
         return self.layers * sum(t.bytes * t.times for t in self.transfers if what in (None, t.what))
 
     @property
     def gather_saved(self) -> tuple[int, float]:
-        """(bytes, seconds) of a step that quantizing before the gather saves, the time to quantize not taken off."""
-        now = [stage for stage in self.stages if stage.name == "weight gather"]
-        spared = self.plain_gather.seconds - sum(stage.seconds for stage in now)
+        """(bytes, seconds) on the wire that quantizing before the gather saves in a step.
+
+        The seconds do not include the time to quantize.
+        """
+        gathers = [stage for stage in self.stages if stage.name == "weight gather"]
+        spared = self.plain_gather.seconds - sum(stage.seconds for stage in gathers)
         return self.layers * self.plain_gather.wire_bytes - self.wire_bytes("weight gather"), self.layers * spared
 
     def as_dict(self) -> dict[str, Any]:
-        """The estimate as JSON has it, in bytes and seconds."""
+        """Returns the estimate as values that JSON can hold, in bytes and seconds."""
         plain = (
             "model", "tokens", "recipe", "hardware", "kernels", "rates", "layers", "exchange", "chunks", "remat",
             "capacity",
@@ -133,28 +143,34 @@ def estimate(
     chunks: int = 1,
     axes: Axes = Axes(),
 ) -> Estimate:
-    """Memory, bytes and time of a training step of MoE blocks on a mesh.
+    """Estimates memory, bytes on wires and time of a training step of MoE blocks on a mesh.
 
     Args:
       config_or_name: a MoEConfig, or a name of `moax.estimate.MODELS`.
-      mesh_shape: axis sizes in the order of the devices, neighbours along the last one; {} for one GPU.
-      tokens: of a GPU in a step: the tokens of the whole mesh over its GPUs. (The ranks of tp share theirs.)
-      recipe: as of `moax.moe`.
+      mesh_shape: axis sizes in the order of the devices: neighbours along the last axis are neighbouring devices. {}
+        is one GPU.
+      tokens: tokens of a GPU in a step, that is the tokens of the whole mesh divided by its GPUs. A rank of tp works on
+        the tokens of all ranks of tp.
+      recipe: the argument of `moax.moe`.
       hardware: a name of `moax.estimate.HARDWARE`, or a Hardware.
-      layers: MoE blocks of the model. None: the layers of the named model, 1 for a config.
-      exchange: as of `moax.moe`. Nothing is asked of this machine; the mesh and the hardware decide whether it can run.
-      capacity_factor: takes the place of the config's, where given.
-      remat: a layer keeps its input alone, and does its forward again before its backward.
-      dtype: of activations.
-      param_dtype: of parameters and their gradients.
-      optimizer_bytes: of state for each parameter; 8 is two float32 moments.
-      kernels: the implementation that computes. `auto` is the fastest that moax has for the hardware. The Hopper
+      layers: number of MoE blocks. None takes the layers of the named model, and 1 for a config.
+      exchange: the argument of `moax.moe`. The mesh and the hardware decide whether it can run, not this machine.
+      capacity_factor: replaces that of the config; None keeps that of the config.
+      remat: a layer keeps only its input, and backward recomputes its forward pass.
+      dtype: dtype of activations.
+      param_dtype: dtype of parameters and their gradients.
+      optimizer_bytes: bytes of the optimizer's state for each parameter; two float32 moments have 8.
+      kernels: the implementation of the products. `auto` takes the fastest that moax has for the hardware. The Hopper
         kernels start each expert at a multiple of 128 rows.
-      chunks: as of `moax.moe`: memory is that of one part at a time, and backward walks each part forward again.
+      chunks: the argument of `moax.moe`. The memory is that of one part at a time, and backward recomputes the forward
+        pass of each part.
       axes: roles of the mesh axes.
 
+    Returns:
+      The estimate of one device and one step.
+
     Raises:
-      ValueError: an unknown name, an axis without a role, or sizes that do not divide over the mesh.
+      ValueError: a name is unknown, an axis has no role, or the sizes do not divide over the mesh.
       Unsupported: the transport or the kernels cannot run on this hardware and mesh.
     """
     model = find_model(config_or_name) if isinstance(config_or_name, str) else None
@@ -212,7 +228,7 @@ def estimate(
 
 
 def _rates(options: Execution, on: Hardware) -> str:
-    """What the times rest on."""
+    """Returns the sentences that say which rates the times have."""
     recipe, name = options.recipe, options.kernels
     fp8, quantized = takes_fp8(name, recipe), any(f is not None for f in (recipe.x, recipe.w, recipe.dy))
     text = f"Products run on kernels {name!r}, in {'FP8' if fp8 else 'bf16'}; their rates are {on.basis}."
@@ -236,20 +252,21 @@ def sweep(
     remat: bool | None = None,
     **options: Any,
 ) -> list[Estimate]:
-    """Every mesh (dp, fsdp, ep, tp) of `gpus` GPUs that the sizes divide over: the ones that fit first, fastest first.
+    """Ranks every mesh (dp, fsdp, ep, tp) of `gpus` GPUs over which the sizes divide.
 
     Args:
-      gpus: of the mesh.
-      exchange: None tries every transport that runs on any mesh, and keeps the fastest that fits, of each mesh.
-      remat: None tries both, likewise.
-      config_or_name, tokens, recipe, hardware, layers, options: as of `estimate`.
+      gpus: number of GPUs.
+      exchange: None tries every transport that runs on any mesh, and keeps the fastest that fits for each mesh.
+      remat: None tries both values, and keeps the faster that fits for each mesh.
+      config_or_name, tokens, recipe, hardware, layers, options: the arguments of `estimate`.
 
     Returns:
-      One Estimate a mesh; the meshes that do not fit come last, by memory. Ties go by memory, then by sizes.
+      One Estimate for each mesh. The meshes that fit come first, the fastest first. The meshes that do not fit follow,
+      the one of least memory first. Ties go by memory, then by axis sizes.
 
     Raises:
-      ValueError: as `estimate`; no mesh of so many GPUs divides the sizes.
-      Unsupported: as `estimate`.
+      ValueError: `estimate` raises it, or the sizes divide over no mesh of `gpus` GPUs.
+      Unsupported: `estimate` raises it.
     """
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise ValueError(f"gpus={gpus!r} must be an int of at least 1")
@@ -260,25 +277,27 @@ def sweep(
     best, refused = [], ""
     for shape in _factored(gpus):
         try:
-            found = [
+            tried = [
                 estimate(config_or_name, shape, tokens, recipe, hardware, layers, exchange=way, remat=again, **options)
                 for way, again in ways
             ]
         except ValueError as error:
             refused = str(error)
             continue
-        best.append(min(found, key=_rank))
+        best.append(min(tried, key=_rank))
     if not best:
         raise ValueError(f"gpus={gpus}: no mesh of (dp, fsdp, ep, tp) divides these sizes; the last refusal: {refused}")
     return sorted(best, key=_rank)
 
 
 def _rank(e: Estimate) -> tuple:
+    """Returns the key that sorts estimates; see `sweep`."""
     sizes = tuple(size for _, size in e.mesh)
     return (not e.fits, e.seconds if e.fits else 0.0, e.memory.total, sizes, e.exchange, e.remat)
 
 
 def _factored(gpus: int) -> Iterator[dict[str, int]]:
+    """Yields every mesh of `gpus` GPUs, as {"dp": 1, "fsdp": 2, "ep": 4, "tp": 1} for 8."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     for first in itertools.product(divisors, repeat=3):
         if gpus % math.prod(first) == 0:
@@ -286,6 +305,7 @@ def _factored(gpus: int) -> Iterator[dict[str, int]]:
 
 
 def _check(sizes: Mapping[str, int], axes: Axes, **counts) -> None:
+    """Raises ValueError for a size or a count below 1, and for a mesh axis without a role."""
     for name, size in {**sizes, **counts}.items():
         what = f"mesh_shape: {name}" if name in sizes else name
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:

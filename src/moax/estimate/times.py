@@ -1,5 +1,8 @@
-"""How long the stages of a block take: the larger of flops and bytes of device memory over their rates, and bytes sent
-over the rate of the wire they take. The load is balanced, nothing overlaps, a launch costs nothing."""
+"""The times of the stages of a block.
+
+A stage on a device takes max(flops / rate of products, bytes / rate of device memory). A transfer takes bytes / rate of
+its wire. The load is balanced, no stages overlap, and a launch costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,13 @@ class Stage:
     """One stage of one layer's step on one device.
 
     Attributes:
-      name; direction: `forward`, `backward` or `recompute`.
-      seconds: of the larger of its bounds. bound: which that is.
-      flops: of its products. memory_bytes: read and written on the device. wire_bytes: sent.
+      name: the name of the stage, such as "product wi".
+      direction: `forward`, `backward` or `recompute`.
+      seconds: the time by the larger of its bounds.
+      bound: the larger bound.
+      flops: floating-point operations of its products.
+      memory_bytes: bytes that it reads and writes in device memory.
+      wire_bytes: bytes that the device sends.
     """
 
     name: str
@@ -39,44 +46,61 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Wires:
-    """The wires of a mesh: which collectives leave a host, and how long they take."""
+    """The wires of a mesh: which collectives leave a host, and how long they take.
+
+    Attributes:
+      on: the GPUs of the mesh.
+      sizes: (axis, size) pairs of the mesh, in the order of the devices.
+    """
 
     on: Hardware
     sizes: tuple[tuple[str, int], ...]
 
     def stages(self, moved: Iterable[Transfer], merge: bool = False) -> Iterator[Stage]:
-        """One stage for each thing moved and direction; `merge`: for each thing."""
+        """Yields one stage for each kind of transfer (`Transfer.what`) and direction.
+
+        Args:
+          moved: the transfers of one layer.
+          merge: yield one stage for each kind of transfer, all directions together.
+        """
         groups: dict[tuple[str, str], list[Transfer]] = {}
         for t in moved:
             groups.setdefault((t.what, "backward" if merge else t.direction), []).append(t)
-        for (what, direction), of in groups.items():
-            times = [self.seconds(t) for t in of]
+        for (what, direction), members in groups.items():
+            times = [self.seconds(t) for t in members]
             slowest = max(times)[1]
-            sent = sum(t.bytes * t.times for t in of)
+            sent = sum(t.bytes * t.times for t in members)
             yield Stage(what, direction, sum(seconds for seconds, _ in times), slowest, wire_bytes=sent)
 
     def seconds(self, t: Transfer) -> tuple[float, Bound]:
-        """The seconds of all times that it is moved, and what bounds them."""
+        """Returns the seconds of a transfer in a step, repetitions included, and what bounds them."""
         once, bound = self._once(t)
         return once * t.times, bound
 
     def _once(self, t: Transfer) -> tuple[float, Bound]:
-        """A ring runs at NVLink's rate, or at that of the NICs of its GPUs of a host where those together are slower;
-        of an all-to-all the part for other hosts takes the network."""
-        near, here = self.on.nvlink[t.kind], _on_host(self.sizes, t.axes, self.on.host)
-        if here == t.group_size:
+        """Returns the seconds of one repetition of a transfer, and what bounds them.
+
+        A ring runs at the slower of two rates: that of NVLink, and the sum of the NICs of its GPUs on one host. An
+        all-to-all sends the part for other hosts through the network, and the rest over NVLink.
+        """
+        near, local = self.on.nvlink[t.kind], _on_host(self.sizes, t.axes, self.on.host)
+        if local == t.group_size:
             return t.bytes / near, "nvlink"
         if t.kind != "all-to-all":
-            far = here * self.on.network
+            far = local * self.on.network
             return t.bytes / min(near, far), "nvlink" if near < far else "network"
-        peers = t.group_size - 1
-        inside, outside = t.bytes * (here - 1) / peers / near, t.bytes * (t.group_size - here) / peers / self.on.network
+        peers, remote = t.group_size - 1, t.group_size - local
+        inside, outside = t.bytes * (local - 1) / peers / near, t.bytes * remote / peers / self.on.network
         return max(inside, outside), "nvlink" if inside > outside else "network"
 
 
 @functools.cache
 def _on_host(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], host: int) -> int:
-    """How many of the first device's group along `axes` are among the first `host` devices."""
+    """Returns how many devices of a group along `axes` are on one host of `host` devices.
+
+    Example: sizes (("fsdp", 4), ("ep", 4)) and hosts of 8 devices: a group along fsdp is the devices 0, 4, 8, 12, of
+    which 2 are on the first host.
+    """
     strides, stride = [], 1
     for name, size in reversed(sizes):
         strides += [(stride, size)] if name in axes else []
@@ -86,10 +110,10 @@ def _on_host(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], host: in
 
 
 def work(s: Shard, on: Hardware) -> Iterator[Stage]:
-    """What one device computes of one layer, the load balanced.
+    """Yields the stages that one device computes of one layer at a balanced load.
 
     Args:
-      s: the block.
+      s: the share of the device in the block.
       on: the GPU.
     """
     c, item, options = s.config, s.item, s.options
@@ -104,24 +128,29 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
     local = sum(math.prod(s.shapes[n]) for n in s.layouts)
 
     def stage(name, direction, moved, flops=0.0, rate=1.0):
+        """Returns a stage that moves `moved` bytes of device memory and does `flops` at `rate` FLOP/s."""
         times = (flops / rate, moved / on.hbm)
         return Stage(name, direction, max(times), "compute" if times[0] > times[1] else "memory", flops, moved)
 
     def product(name, direction, kind, width, out):
-        """Of all rows with the experts' [width, out] matrices; kind 0 is forward, 1 dgrad, 2 wgrad."""
+        """Returns the product of all rows with matrices [width, out]; kind 0 is forward, 1 dgrad, 2 wgrad."""
         moved = byte * (rows * width + experts * width * out) + item * rows * out
         if kind == 2:
             moved = byte * rows * (width + out) + item * experts * width * out
         return stage(name, direction, moved, 2.0 * rows * width * out, rates[kind])
 
     def shared_products(direction, kind):
+        """Returns both products of the shared expert; `kind` as of `product`."""
         flops = 2.0 * s.tokens * c.d_model * (c.gates + 1) * shared
         return stage("shared expert", direction, s.tokens * (c.d_model + 3 * shared) * item, flops, dense[kind])
 
     def enter(direction, form, kept):
-        """Rows sorted by expert and quantized in one read, by rows and by columns, where products are FP8 and scales
-        are of blocks. Otherwise rows are gathered first, as where a bias wants them too; and they are dequantized where
-        products are not FP8."""
+        """Yields the stages that sort rows by expert and quantize them.
+
+        Where products are FP8 and scales are of blocks, one read sorts the rows and quantizes them by rows and by
+        columns. Otherwise, and where `kept` says that a bias needs the plain rows too, a stage of its own sorts them.
+        Rows are dequantized where products are not FP8.
+        """
         width, fused = c.d_model, form is not None and fp8 and form.block is not None
         if kept or not fused:
             yield stage("permute", direction, 2 * rows * width * item)
@@ -134,7 +163,7 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
     taken = local * (s.param_item + (1 if quantized else item)) if quantized or item != s.param_item else 0
     take = "quantize weights" if quantized else "cast weights"
     for direction in ("forward", "recompute") if s.again else ("forward",):
-        around = direction == "forward" or options.remat  # the router and the shared expert run
+        around = direction == "forward" or options.remat  # whether the router and the shared expert run
         if around:
             yield stage("route", direction, s.tokens * (c.d_model * item + 12 * c.num_experts), route, on.dense[0])
         yield from enter(direction, options.recipe.x, False)

@@ -1,7 +1,7 @@
-"""What one block puts on the wires in a training step: the transfers of `moax.moe`, foretold.
+"""The arrays that one block of `moax.moe` moves between devices in a training step.
 
-The exchange says what it moves (`moax.ops.exchange`). This file says what the weights, the gradients and the statistics
-move.
+`moax.ops.exchange` knows the transfers of the exchange. This module knows those of the weights, the gradients and the
+statistics.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ WIRES = ("weight gather", "gradient scatter", "gradient reduce", "dispatch", "co
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One array that is moved in a layer's step.
+    """One array that a layer moves in a step.
 
     Attributes:
-      what: which of `WIRES` it is. direction: the pass it belongs to.
-      kind, dtype, shape, axes, group_size: as of `moax.inspect.Collective`. A kernel that writes to peers is a "put".
-      bytes: what one device sends, each time.
-      times: how often in a step: once for each part of a block in chunks.
+      what: one of `WIRES`.
+      direction: the pass that moves the array.
+      kind, dtype, shape, axes, group_size: see `moax.inspect.Collective`. A kernel that writes to peers is a "put".
+      bytes: the bytes that one device sends in one repetition.
+      times: repetitions in a step: the exchange of a block in chunks has one for each part.
     """
 
     what: str
@@ -43,21 +44,22 @@ class Transfer:
 
 
 def transfers(s: Shard) -> tuple[Transfer, ...]:
-    """What one layer moves in a step, forward and backward.
+    """Returns the transfers of one layer in a step, forward and backward.
 
-    With remat the forward pass is done again before backward, but for what nothing of backward reads: the gather of wo,
-    the second product, the combine. With chunks each part does this by itself, from weights that were gathered once,
-    and the router and the shared expert do not.
+    With remat, backward recomputes the forward pass, without the steps whose results it does not read: the gather of
+    wo, the second product, and the combine. With chunks, each part recomputes its own forward pass, from weights that
+    are gathered once; the router and the shared expert are not recomputed.
 
-    The amax of recipes that have one scale a tensor is left out: a few bytes each.
+    A recipe of one scale a tensor also reduces the amax, a few bytes, which are left out.
     """
     again = _forward(s, "recompute") if s.again else ()
     return (*_forward(s, "forward"), *again, *_backward(s))
 
 
 def _forward(s: Shard, direction: Direction) -> Iterator[Transfer]:
+    """Yields the transfers of the forward pass, or of its recomputation in backward."""
     c, r, options, full = s.config, s.roles, s.options, direction == "forward"
-    around = full or options.remat  # the router and the shared expert run
+    around = full or options.remat  # whether the router and the shared expert run
     for name in s.layouts:
         shared = name.startswith("shared")
         needed = full or (name.endswith("wi") and (shared or options.chunks == 1 or s.gathered_apart))
@@ -75,6 +77,7 @@ def _forward(s: Shard, direction: Direction) -> Iterator[Transfer]:
 
 
 def _backward(s: Shard) -> Iterator[Transfer]:
+    """Yields the transfers of the backward pass, without the recomputation."""
     c, r, options = s.config, s.roles, s.options
     for name in s.layouts:
         yield from gathers(s, name, options.recipe.w, "columns", "backward")
@@ -94,11 +97,14 @@ def _backward(s: Shard) -> Iterator[Transfer]:
 def gathers(
     s: Shard, name: str, format: Format | None, contracted: Contracted, direction: Direction
 ) -> Iterator[Transfer]:
-    """The gathers of a weight's shard: of its values, and of their scales where it has a format.
+    """Yields the gathers of a weight: those of its values, and those of its scales where the weight has a format.
 
     Args:
-      s: the block. name: of the weight. format: of its values, None for the dtype of the activations.
-      contracted: the dim of the weight that the product contracts. direction: the pass.
+      s: the share of a device in the block.
+      name: the name of the weight.
+      format: the format of its values; None gathers them in the dtype of the activations.
+      contracted: the dim of the weight that the product contracts.
+      direction: the pass of the product.
     """
     shape = s.weight(name)
     arrays = [(shape, s.options.dtype if format is None else "uint8")]
@@ -114,13 +120,14 @@ def gathers(
 
 
 def _scatters(s: Shard, name: str) -> Iterator[Transfer]:
+    """Yields the reduce-scatters of the gradient of the weight `name`, and its all-reduce over the other axes."""
     gather, sizes, options = s.layouts[name].gather, list(s.whole(name)), s.options
     for dim, names in reversed(tuple(enumerate(gather))):
         sizes[dim] //= s.roles.size(names)
         yield from _move(s, "gradient scatter", "backward", "reduce-scatter", options.dtype, sizes, names)
     shared = name.startswith("shared")
-    done = {n for names in gather for n in names}
-    left = tuple(n for n in s.roles.dp + s.roles.fsdp + (s.roles.ep if shared else ()) if n not in done)
+    scattered = {n for names in gather for n in names}
+    left = tuple(n for n in s.roles.dp + s.roles.fsdp + (s.roles.ep if shared else ()) if n not in scattered)
     dtype = options.param_dtype if shared else options.dtype
     yield from _move(s, "gradient reduce", "backward", "all-reduce", dtype, sizes, left)
 
@@ -128,7 +135,7 @@ def _scatters(s: Shard, name: str) -> Iterator[Transfer]:
 def _exchanged(
     s: Shard, what: str, direction: Direction, cost: Callable[..., list[exchange.Transfer]]
 ) -> Iterator[Transfer]:
-    """What one function of the exchange moves, once for each part."""
+    """Yields the transfers that `cost`, a function of the exchange, lists; each repeats for each part."""
     if s.roles.ep:
         for moved in cost(s.exchange, s.part, s.config.top_k, s.config.d_model, s.options.dtype):
             yield _named(moved, what, direction, s.options.chunks)
@@ -137,10 +144,11 @@ def _exchanged(
 def _move(
     s: Shard, what: str, direction: Direction, kind: str, dtype: str, shape: Sequence[int], names: Names
 ) -> Iterator[Transfer]:
-    """One collective over `names`; none where they have one device."""
+    """Yields one collective over the mesh axes `names`; () has one device, and yields none."""
     if names:
         yield _named(exchange.collective(kind, dtype, shape, s.roles, names), what, direction)
 
 
 def _named(moved: exchange.Transfer, what: str, direction: Direction, times: int = 1) -> Transfer:
+    """Returns a transfer of the exchange as a `Transfer` of this module."""
     return Transfer(what, direction, **dataclasses.asdict(moved), times=times)

@@ -1,10 +1,11 @@
-"""Published MoE models, in and out: their config.json, and the weights of their MoE layers.
+"""This package reads and writes published MoE models: their config.json, and the weights of their MoE layers.
 
     config = moax.hf.config_from_hf(folder)
-    params = moax.hf.params_from_hf(folder, config, layer=3)            one expert at a time, straight onto its devices
+    params = moax.hf.params_from_hf(folder, config, layer=3)            # reads one expert at a time
     moax.hf.save_hf(out, {3: params}, config, "mixtral", others=moax.hf.Checkpoint(folder))
 
-Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 and GPT-OSS; safetensors files of one tensor an expert, or of stacked experts.
+The models are Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 and GPT-OSS. Their safetensors files have one tensor for each
+expert, or stacked experts.
 """
 
 from moax.hf.config import MODEL_TYPES as MODEL_TYPES

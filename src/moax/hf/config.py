@@ -2,12 +2,12 @@
 
 | model_type | router | activation |
 |---|---|---|
-| mixtral | softmax over the best K logits | swiglu |
-| qwen3_moe, olmoe | softmax over all, the best K; over the best K alone where `norm_topk_prob` | swiglu |
-| deepseek_v3 | sigmoid, selection bias, groups by their two best, `routed_scaling_factor`; shared experts | swiglu |
-| gpt_oss | softmax over the best K logits, which have a bias; experts have biases | swiglu_oai |
+| mixtral | softmax over the K largest logits | swiglu |
+| qwen3_moe, olmoe | softmax over all logits, then the K largest; with `norm_topk_prob` as mixtral | swiglu |
+| deepseek_v3 | sigmoid, selection bias, groups by their two largest scores, scaling; shared experts | swiglu |
+| gpt_oss | softmax over the K largest logits; the logits and the experts have biases | swiglu_oai |
 
-A softmax over all that is divided by the sum of the best K is the softmax over those K.
+The softmax over all logits, divided by the sum of its K largest values, equals the softmax over the K largest logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moax.config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, Activation, MoEConfi
 from moax.errors import Unsupported
 
 MODEL_TYPES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
-# The key of config.json for each field; where there are several, the first is written.
+# These are the keys of config.json for each field. Reading takes the first key that exists, writing the first key.
 D_FF = dict(mixtral="intermediate_size", olmoe="intermediate_size", gpt_oss="intermediate_size")
 EXPERTS = dict(
     mixtral=("num_local_experts", "num_experts"),
@@ -33,7 +33,7 @@ EXPERTS = dict(
 )
 TOP_K = ("num_experts_per_tok", "experts_per_token")
 ACTIVATIONS: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
-# What this module reads one value of; a model with another is refused.
+# moax supports one value of these keys, and refuses a model that has another value.
 FIXED = dict(
     mixtral={"router_jitter_noise": 0.0},
     deepseek_v3={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
@@ -43,7 +43,14 @@ SOFTMAX_OF_BEST = RouterConfig(order="topk_then_score", normalize=False)
 
 
 def read_config(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """The values of a config.json: given as such, or as the path of the file or of its folder."""
+    """Returns the values of a config.json.
+
+    Args:
+      source: the values themselves, or the path of the file or of its folder.
+
+    Raises:
+      ValueError: the path is no file.
+    """
     if isinstance(source, Mapping):
         return source
     path = Path(source)
@@ -54,30 +61,30 @@ def read_config(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 
 
 def config_from_hf(source: Mapping[str, Any] | str | Path) -> MoEConfig:
-    """The MoEConfig of a published model's MoE layers.
+    """Returns the MoEConfig of the MoE layers of a published model.
+
+    The mapping follows the modeling files of transformers 5.23.
 
     Args:
-      source: the values of config.json, or the path of that file or of its folder. Options that are not there are
-        what transformers takes them for.
+      source: the values of config.json, or the path of that file or of its folder. A missing option has the default of
+        transformers.
 
     Returns:
-      MoEConfig. The balance losses are 0: transformers computes one over all layers at once, which no layer can; set
-      `router.aux_loss` yourself to train with the loss of each layer.
+      MoEConfig. The balance losses are 0, since transformers computes one loss over all layers at once, which a layer
+      cannot do. Set `router.aux_loss` yourself to train with a loss of each layer.
 
     Raises:
-      Unsupported: a `model_type` that is not in `MODEL_TYPES`, or an option of one of them that moax has not.
-      ValueError: a size that is missing, or makes no MoEConfig.
-
-    Sources: the modeling files of transformers 5.23.
+      Unsupported: the `model_type` is not in `MODEL_TYPES`, or moax does not have an option of the model.
+      ValueError: a size is missing, or the sizes make no MoEConfig.
     """
     values = read_config(source)
     family = _family(values.get("model_type"))
     for key, only in FIXED.get(family, {}).items():
         if values.get(key, only) != only:
-            raise Unsupported(f"{family}: {key}={values[key]!r}; moax has {only!r} alone")
+            raise Unsupported(f"{family}: {key}={values[key]!r}; moax supports {only!r} alone")
     act = values.get("hidden_act", "silu")
     if family != "gpt_oss" and act not in ACTIVATIONS:
-        raise Unsupported(f"{family}: hidden_act={act!r}; moax has {', '.join(map(repr, ACTIVATIONS))}")
+        raise Unsupported(f"{family}: hidden_act={act!r}; moax supports {', '.join(map(repr, ACTIVATIONS))}")
     d_ff = _size(values, D_FF.get(family, "moe_intermediate_size"))
     top_k = _size(values, *TOP_K)
     shared = d_ff * (values.get("n_shared_experts", 1) or 0) if family == "deepseek_v3" else 0
@@ -94,10 +101,14 @@ def config_from_hf(source: Mapping[str, Any] | str | Path) -> MoEConfig:
 
 
 def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
-    """The keys of config.json that `config` decides, for a model of this type; balance losses are left out.
+    """Returns the keys of config.json that `config` decides; balance losses are left out.
+
+    Args:
+      config: see `MoEConfig`.
+      model_type: one of `MODEL_TYPES`.
 
     Raises:
-      Unsupported: models of this type cannot be what `config` is; the message names the fields.
+      Unsupported: no model of this type has this config; the message names the fields that differ.
     """
     family = _family(model_type)
     router, act = config.router, {v: k for k, v in reversed(ACTIVATIONS.items())}
@@ -117,10 +128,13 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
 
 
 def moe_layers(source: Mapping[str, Any] | str | Path) -> tuple[int, ...]:
-    """The indices of the layers that are MoE layers; the others are dense.
+    """Returns the indices of the MoE layers; the other layers are dense.
 
     Args:
       source: the values of config.json, or the path of that file or of its folder.
+
+    Returns:
+      Indices from 0: (3, 4, ..., 60) for DeepSeek-V3.
 
     Raises:
       Unsupported, ValueError: as `config_from_hf`.
@@ -136,26 +150,30 @@ def moe_layers(source: Mapping[str, Any] | str | Path) -> tuple[int, ...]:
 
 
 def _family(model_type: Any) -> str:
+    """Returns `model_type`, or raises Unsupported."""
     if model_type not in MODEL_TYPES:
-        raise Unsupported(f"model_type={model_type!r}; moax.hf has {', '.join(map(repr, MODEL_TYPES))}")
+        raise Unsupported(f"model_type={model_type!r}; moax.hf supports {', '.join(map(repr, MODEL_TYPES))}")
     return model_type
 
 
 def _size(values: Mapping[str, Any], *keys: str) -> int:
-    """The first of these keys that is there."""
-    found = next((values[key] for key in keys if values.get(key) is not None), None)
-    if found is None:
+    """Returns the value of the first of these keys that exists."""
+    value = next((values[key] for key in keys if values.get(key) is not None), None)
+    if value is None:
         raise ValueError(f"config of model_type={values['model_type']!r} has no {' or '.join(keys)}")
-    return found
+    return value
 
 
 def _router(family: str, values: Mapping[str, Any], top_k: int) -> RouterConfig:
+    """Returns the router of a model; see the table of this module."""
     if family == "gpt_oss":
         return dataclasses.replace(SOFTMAX_OF_BEST, logits_bias=True)
     if family == "deepseek_v3":
         normalize = values.get("norm_topk_prob", True)
         if normalize and top_k == 1:
-            raise Unsupported("deepseek_v3: norm_topk_prob with one expert a token: a weight of 1 that never learns")
+            raise Unsupported(
+                "deepseek_v3: norm_topk_prob with num_experts_per_tok=1 makes every weight 1: the router cannot learn"
+            )
         return RouterConfig(
             score="sigmoid",
             normalize=normalize,
@@ -170,7 +188,7 @@ def _router(family: str, values: Mapping[str, Any], top_k: int) -> RouterConfig:
 
 
 def _canonical(config: MoEConfig) -> MoEConfig:
-    """One of the configs that are the same function, less what config.json says nothing about."""
+    """Returns one config for all configs of the same function, with the defaults of fields unknown to config.json."""
     router = dataclasses.replace(config.router, aux_loss=0.0, z_loss=0.0)
     if router.num_groups == 1:
         router = dataclasses.replace(router, top_groups=1, group_score="top2")
@@ -181,5 +199,6 @@ def _canonical(config: MoEConfig) -> MoEConfig:
 
 
 def _differences(given, made, owner: str = "") -> list[str]:
+    """Returns the fields of `given` that differ from those of `made`, as "router.scale=2.0"."""
     names = [f.name for f in dataclasses.fields(given) if f.name != "router"]
     return [f"{owner}{n}={getattr(given, n)!r}" for n in names if getattr(given, n) != getattr(made, n)]

@@ -1,8 +1,9 @@
-"""safetensors files, read and written one tensor at a time.
+"""This module reads and writes safetensors files, one tensor at a time.
 
-A file is the length of its header (u64), the header (JSON: dtype, shape and byte range of each tensor), and the bytes.
-They are read here with plain reads, not through `safetensors`: that maps files into memory, whose pages then count as
-this process's, and its NumPy interface has no FP8. Writing streams too: a shard is never whole in memory.
+A file is the length of its header (u64), the header (JSON: dtype, shape and byte range of each tensor), and the bytes
+of the tensors. Plain reads replace the library `safetensors`, which maps files into memory, so that their pages count
+as memory of this process; its NumPy interface has no FP8. Writing streams the tensors, so that memory never holds a
+whole file.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import numpy as np
 from moax.errors import Unsupported
 
 DTYPES = {
-    name: np.dtype(of)
-    for name, of in dict(
+    name: np.dtype(scalar)
+    for name, scalar in dict(
         F64=np.float64, F32=np.float32, F16=np.float16, BF16=jnp.bfloat16, F8_E4M3=jnp.float8_e4m3fn,
         F8_E5M2=jnp.float8_e5m2, F8_E8M0=jnp.float8_e8m0fnu, I64=np.int64, I32=np.int32, I16=np.int16, I8=np.int8,
         U64=np.uint64, U32=np.uint32, U16=np.uint16, U8=np.uint8, BOOL=np.bool_,
@@ -32,7 +33,14 @@ INDEX = "model.safetensors.index.json"
 
 
 class Entry(NamedTuple):
-    """A tensor in a file: `start` is its first byte there."""
+    """A tensor in a file.
+
+    Attributes:
+      path: the file.
+      dtype: the dtype as safetensors names it, such as "BF16".
+      shape: its shape.
+      start: the offset of its first byte in the file.
+    """
 
     path: Path
     dtype: str
@@ -40,24 +48,29 @@ class Entry(NamedTuple):
     start: int
 
     def read(self, index: int | None = None) -> np.ndarray:
-        """The whole, or entry `index` of its first dim: a copy.
+        """Reads the tensor, or its entry `index` along the first dim, as a copy.
 
-        Raises Unsupported for a dtype that NumPy has not.
+        Raises:
+          Unsupported: the dtype is not in `DTYPES`.
         """
         if self.dtype not in DTYPES:
             raise Unsupported(f"{self.path.name}: dtype {self.dtype}; moax.hf reads {', '.join(DTYPES)}")
         dtype = DTYPES[self.dtype]
         shape = self.shape if index is None else self.shape[1:]
         count = math.prod(shape) * dtype.itemsize
-        # As bytes: `fromfile` knows none of ml_dtypes' types.
-        found = np.fromfile(self.path, np.uint8, count, offset=self.start + (index or 0) * count)
-        return found.view(dtype).reshape(shape)
+        # `fromfile` knows no dtypes of ml_dtypes, so that it reads bytes.
+        data = np.fromfile(self.path, np.uint8, count, offset=self.start + (index or 0) * count)
+        return data.view(dtype).reshape(shape)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of one file.
+    """Reads the header of one file.
 
-    Raises ValueError where it is no safetensors file, or ends before its last tensor does.
+    Returns:
+      Its tensors, by name.
+
+    Raises:
+      ValueError: the file is no safetensors file, or ends before its last tensor.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -68,24 +81,25 @@ def read_header(path: Path) -> dict[str, Entry]:
             values = {name: (v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for name, v in header.items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no safetensors file, or was cut short") from error
-    found = {}
+    entries = {}
     for name, (dtype, shape, start, end) in values.items():
         if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
             raise ValueError(f"{path} is broken: {name}, {dtype} of shape {shape}, has {end - start} bytes")
         if 8 + length + end > size:
             raise ValueError(f"{path} was cut short: it has {size} bytes, and {name} ends at {8 + length + end}")
-        found[name] = Entry(path, dtype, shape, 8 + length + start)
-    return found
+        entries[name] = Entry(path, dtype, shape, 8 + length + start)
+    return entries
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
-    """The tensors of safetensors files by name, each read when it is asked for, and kept by nobody.
+    """The tensors of safetensors files, by name. Each access `checkpoint[name]` reads the tensor from its file.
 
     Args:
-      path: one file, or a folder of them: those that `model.safetensors.index.json` names, else all of it.
+      path: one file, or a folder. Of a folder it takes the files that `model.safetensors.index.json` names, and all
+        safetensors files where there is no index.
 
     Raises:
-      ValueError: no such file or folder, none in it, or one that is cut short.
+      ValueError: the path does not exist, has no safetensors file, or has one that was cut short.
     """
 
     def __init__(self, path: str | Path):
@@ -111,7 +125,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
         return self._entries[name].read()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries  # Mapping's own would read the tensor
+        return name in self._entries  # `Mapping.__contains__` would read the tensor.
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -120,12 +134,17 @@ class Checkpoint(Mapping[str, np.ndarray]):
         return len(self._entries)
 
     def entry(self, name: str) -> Entry:
-        """Its shape, dtype and place, without reading it."""
+        """Returns the shape, dtype and place of a tensor, without reading it."""
         return self._entries[name]
 
 
 class Output(NamedTuple):
-    """A tensor to be written. parts: its bytes in order, as arrays that `write_files` asks for one at a time."""
+    """A tensor to be written.
+
+    Attributes:
+      dtype, shape: of the tensor.
+      parts: yields the arrays whose bytes follow one another in the file; `write_files` takes one at a time.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -133,12 +152,21 @@ class Output(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_files(folder: Path, tensors: Mapping[str, Output], shard_bytes: int) -> list[Path]:
-    """Writes model.safetensors, or as many model-i-of-n.safetensors as it takes, and their index."""
+    """Writes model.safetensors, or several files model-i-of-n.safetensors and their index.
+
+    Args:
+      folder: an existing folder.
+      tensors: the tensors, by name.
+      shard_bytes: the most bytes of the tensors of one file; a single larger tensor has a file of its own.
+
+    Returns:
+      The paths of the files.
+    """
     shards: list[dict[str, Output]] = [{}]
     room = shard_bytes
     for name, output in tensors.items():
@@ -160,7 +188,7 @@ def write_files(folder: Path, tensors: Mapping[str, Output], shard_bytes: int) -
 
 
 def _write(path: Path, tensors: Mapping[str, Output]) -> None:
-    """One file, in the order of the reference implementation: wide dtypes first, so that each tensor is aligned."""
+    """Writes one file. As in the library `safetensors`, wide dtypes come first, so that each tensor is aligned."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0

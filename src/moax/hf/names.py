@@ -1,8 +1,10 @@
-"""Where each tensor of a checkpoint lies in MoEParams: the names and layouts of the five families, as a table.
+"""This table says where each tensor of a checkpoint lies in MoEParams, for the five families.
 
-Dims are letters: E experts, H model width, F expert width, S shared width, G gate and up projection. A tensor's dims
-on disk are groups of letters: `("E", "GF", "H")` is [E, 2F, H], all of the gate before all of the up projection, and
-`("E", "H", "FG")` is [E, H, 2F], gate and up taking turns.
+Dims are letters: E experts, H model width, F expert width, S shared width, G gate and up projection. The dims of a
+tensor on disk are groups of letters, for g = 0 (gate) and g = 1 (up):
+
+    ("E", "GF", "H")    disk[e, g F + f, h] = wi[e, h, g, f]     the whole gate comes before the whole up projection
+    ("E", "H", "FG")    disk[e, h, 2 f + g] = wi[e, h, g, f]     gate and up columns alternate
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ DIMS = dict(
 
 
 class Row(NamedTuple):
-    """A line of a table: the tensor's name in the block ({e}: one an expert), its field of MoEParams, its dims on disk,
-    and which projection it is (0 gate, 1 up) where it is one."""
+    """A line of the table.
+
+    Attributes:
+      name: the tensor's name in the block; {e} stands for the index of an expert.
+      field: the field of MoEParams that holds it.
+      disk: its dims on disk.
+      projection: 0 for a gate projection, 1 for an up projection, None for other tensors.
+    """
 
     name: str
     field: str
@@ -36,7 +44,12 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint. fixed: (dim, index) of the dims of its field that it is one entry of."""
+    """One tensor of a checkpoint.
+
+    Attributes:
+      name, field, disk: see `Row`.
+      fixed: (dim, index) pairs: the tensor is the entry `index` of its field along `dim`.
+    """
 
     name: str
     field: str
@@ -44,36 +57,36 @@ class Tensor:
     fixed: tuple[tuple[str, int], ...]
 
     def shape(self, config: MoEConfig) -> tuple[int, ...]:
-        """Its shape on disk."""
+        """Returns the shape on disk."""
         sizes = dim_sizes(config)
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.disk)
 
     def by_expert(self) -> bool:
-        """Whether it stacks the matrices of experts, and is read and written one of them at a time."""
+        """Whether the tensor stacks the matrices of experts, so that one expert at a time is read or written."""
         return self.field in ("wi", "wo") and self.disk[0] == "E"
 
     def of_expert(self, e: int) -> Tensor:
-        """The entry of expert `e`."""
+        """Returns the part of the tensor that belongs to expert `e`."""
         return dataclasses.replace(self, disk=self.disk[1:], fixed=(*self.fixed, ("E", e)))
 
     def corner(self) -> tuple[int, ...]:
-        """Where `to_params` of it starts in the field."""
+        """Returns the first index in the field of the block that `to_params` returns."""
         return tuple(dict(self.fixed).get(letter, 0) for letter in DIMS[self.field])
 
     def block(self, config: MoEConfig) -> tuple[int, ...]:
-        """The shape of `to_params` of it: of rank of the field, 1 in the fixed dims."""
+        """Returns the shape of the block that `to_params` returns: the field's rank, with 1 in fixed dims."""
         sizes = dim_sizes(config) | dict.fromkeys(dict(self.fixed), 1)
         return tuple(sizes[letter] for letter in DIMS[self.field])
 
     def to_params(self, array: np.ndarray, config: MoEConfig) -> np.ndarray:
-        """As it lies in the field: a view."""
+        """Returns `array`, which has the layout on disk, as a block of the field; the block is a view."""
         sizes, letters = dim_sizes(config), "".join(self.disk)
         wanted = [letter for letter in DIMS[self.field] if letter in letters]
         array = array.reshape([sizes[letter] for letter in letters])
         return array.transpose([letters.index(letter) for letter in wanted]).reshape(self.block(config))
 
     def to_disk(self, block: np.ndarray, config: MoEConfig) -> np.ndarray:
-        """The inverse of `to_params`, contiguous."""
+        """Returns the array on disk of a block of the field, contiguous: the inverse of `to_params`."""
         letters = "".join(self.disk)
         have = [letter for letter in DIMS[self.field] if letter in letters]
         sizes = dim_sizes(config)
@@ -90,8 +103,8 @@ AROUND = (
     Row("shared_experts.up_proj.weight", "shared_wi", ("S", "H"), 1),
     Row("shared_experts.down_proj.weight", "shared_wo", ("H", "S")),
 )
-# Spelling: (the block's name in its layer, its tensors). The first two have one tensor an expert; `stacked` is what
-# transformers 5 holds in memory of every family but GPT-OSS, which has no other spelling than its own.
+# {spelling: (the block's name in its layer, its tensors)}. The first two spellings have one tensor for each expert.
+# transformers 5 holds every family but GPT-OSS in memory as `stacked`. GPT-OSS has only its own spelling.
 SPELLINGS: dict[str, tuple[str, tuple[Row, ...]]] = {
     "mixtral": (
         "block_sparse_moe",
@@ -135,15 +148,20 @@ BLOCKS = tuple(dict.fromkeys(block for block, _ in SPELLINGS.values()))
 
 
 def dim_sizes(config: MoEConfig) -> dict[str, int]:
-    """The size of each letter."""
+    """Returns the size of each letter."""
     c = config
     return dict(E=c.num_experts, H=c.d_model, F=c.d_ff, S=c.shared_d_ff, G=c.gates)
 
 
 def spelling_of(model_type: str, stacked: bool | None) -> str:
-    """The spelling that a model of this type is written in; `stacked` None: the published one.
+    """Returns the spelling in which a model of this type is written.
 
-    Raises Unsupported for GPT-OSS with one tensor an expert.
+    Args:
+      model_type: one of `MODEL_TYPES`.
+      stacked: whether experts are stacked; None takes the published spelling.
+
+    Raises:
+      Unsupported: `stacked` is False for GPT-OSS.
     """
     if model_type == "gpt_oss":
         if stacked is False:
@@ -155,22 +173,23 @@ def spelling_of(model_type: str, stacked: bool | None) -> str:
 
 
 def tensors_of(spelling: str, config: MoEConfig) -> Iterator[Tensor]:
-    """Every tensor of a block of this config, in the order of its fields.
+    """Yields every tensor of a block of this config, in the order of `DIMS`.
 
-    Raises Unsupported where the spelling has no name for a parameter of the config.
+    Raises:
+      Unsupported: the spelling has no name for a parameter of the config.
     """
     rows, shapes = SPELLINGS[spelling][1], param_shapes(config)
     if config.gates != 2:
-        raise Unsupported(f"activation={config.activation!r}: published MoE layers have a gate")
+        raise Unsupported(f"activation={config.activation!r} has no gate, and published MoE layers have one")
     for field in DIMS:
         if getattr(shapes, field) is None:
             continue
-        found = [row for row in rows if row.field == field]
-        if not found:
+        rows_of_field = [row for row in rows if row.field == field]
+        if not rows_of_field:
             raise Unsupported(f"checkpoints in the spelling {spelling!r} have no tensor for params.{field}")
-        for row in found:
-            fixed = () if row.projection is None else (("G", row.projection),)
+        for row in rows_of_field:
+            projection = () if row.projection is None else (("G", row.projection),)
             experts = range(config.num_experts) if "{e}" in row.name else (None,)
             for e in experts:
-                at = fixed if e is None else (*fixed, ("E", e))
-                yield Tensor(row.name.format(e=e), field, row.disk, at)
+                fixed = projection if e is None else (*projection, ("E", e))
+                yield Tensor(row.name.format(e=e), field, row.disk, fixed)

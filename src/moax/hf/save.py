@@ -1,6 +1,6 @@
 """MoEParams -> tensors with the names of a published model, in memory or as safetensors files.
 
-The inverse of `load`: one expert at a time comes off the devices.
+This module is the inverse of `load`: it copies one expert at a time from the devices.
 """
 
 from __future__ import annotations
@@ -37,23 +37,25 @@ def params_to_hf(
     stacked: bool | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> dict[str, np.ndarray]:
-    """The parameters of a layer under the names of a published model; what `params_from_hf` reads, bit for bit.
+    """Returns the parameters of a layer under the names of a published model.
+
+    `params_from_hf` reads the result back bit for bit.
 
     Args:
-      params: see `MoEParams`; sharded in any way over the devices of this process.
+      params: see `MoEParams`; their arrays may have any sharding over the devices of this process.
       config: see `MoEConfig`.
       model_type: one of `MODEL_TYPES`.
-      layer: names start with `model.layers.{layer}.` and the name of the block there.
-      prefix: or with this. Neither: with the block's own.
-      stacked: experts stacked, as transformers 5 has them in memory; None: as the model is published.
-      dtype: of the tensors, but for the selection bias, which keeps its own; None: that of the parameters.
+      layer: each name starts with `model.layers.{layer}.` and the name of the block in a layer of this model.
+      prefix: each name starts with this prefix. Without `layer` and `prefix`, names start as in the block.
+      stacked: True stacks the experts, as transformers 5 holds them in memory; None does as the published model.
+      dtype: dtype of the tensors; the selection bias keeps its own. None keeps that of the parameters.
 
     Returns:
-      Contiguous arrays, of the shapes on disk.
+      Contiguous arrays by name, with the shapes on disk.
 
     Raises:
-      ValueError: params that do not fit the config, a bias that is None, arrays of other processes.
-      Unsupported: the model has no such config, or no such spelling.
+      ValueError: the params do not fit the config, a bias is None, or an array lies on devices of other processes.
+      Unsupported: the model cannot have this config, or has no such spelling.
     """
     if layer is not None and prefix is not None:
         raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
@@ -81,25 +83,26 @@ def save_hf(
     dtype: jax.typing.DTypeLike | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Writes a checkpoint: safetensors files, their index where there are several, and config.json.
+    """Writes a checkpoint: config.json, safetensors files, and their index where there are several files.
 
-    One expert is in this host's memory at a time. To write a fine-tuned model back, pass what it came from as `others`.
+    This host holds one expert in memory at a time. To write a fine-tuned model back, pass the checkpoint that it came
+    from as `others`.
 
     Args:
-      folder: made where it is missing; may hold no safetensors files yet.
-      layers: the parameters of each MoE layer, by index.
+      folder: the folder, which is made where it is missing; it must hold no safetensors files.
+      layers: the parameters of each MoE layer, by the index of the layer.
       config, model_type, stacked, dtype: as for `params_to_hf`.
-      others: further tensors by name, copied as they are: a `Checkpoint`, or arrays. Those of the blocks in `layers`
-        are left out.
-      hf_config: the values of config.json; None: those that `config` decides. Those override it either way.
-      shard_bytes: the most bytes of a file's tensors, but for a single one that is larger.
+      others: the other tensors of the model, by name: a `Checkpoint`, or arrays. They are copied as they are, without
+        those of the blocks in `layers`.
+      hf_config: further values of config.json. The values that `config` decides override them.
+      shard_bytes: the most bytes of the tensors of one file; a single larger tensor has a file of its own.
 
     Returns:
-      The safetensors files.
+      The paths of the safetensors files.
 
     Raises:
-      ValueError: a folder that holds safetensors files; and as `params_to_hf`.
-      Unsupported: as `params_to_hf`; `others` that are quantized, as one config.json cannot tell them from ours.
+      ValueError: the folder holds safetensors files, or `params_to_hf` raises it.
+      Unsupported: `params_to_hf` raises it, or `others` are quantized, since one config.json cannot describe both.
     """
     folder, outputs = Path(folder), {}
     if shard_bytes < 1:
@@ -114,23 +117,24 @@ def save_hf(
     outputs |= {name: _copy(others, name) for name in others if not name.startswith(replaced)}
     folder.mkdir(parents=True, exist_ok=True)
     values = dict(hf_config or {}) | ours
-    values.pop("quantization_config", None)  # nothing is written quantized
+    values.pop("quantization_config", None)  # The files hold no quantized tensors.
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return write_files(folder, outputs, shard_bytes)
 
 
 def _stem(others: Mapping[str, Any]) -> str:
-    """What stands before `layers.N.` in the names of MoE layers; `model.` where there are none."""
+    """Returns the part before `layers.N.` in the names of MoE layers; `model.` where `others` has no MoE layers."""
     matches = [re.match(rf"(.*?)layers\.\d+\.(?:{'|'.join(BLOCKS)})\.", name) for name in others]
-    found = sorted({m[1] for m in matches if m}) or ["model."]
-    if len(found) > 1:
-        raise Unsupported(f"others: layers start with {' and with '.join(map(repr, found))}; pass those of one model")
-    return found[0]
+    stems = sorted({m[1] for m in matches if m}) or ["model."]
+    if len(stems) > 1:
+        starts = " and with ".join(map(repr, stems))
+        raise Unsupported(f"others: layers start with {starts}; pass the tensors of one model")
+    return stems[0]
 
 
 def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Output]:
-    """Every tensor of a block, by name."""
-    config_to_hf(config, model_type)  # refuses what models of this type cannot be
+    """Returns every tensor of a block, by name; raises as `params_to_hf`."""
+    config_to_hf(config, model_type)  # It raises where no model of this type has the config.
     check_params(params, config)
     shapes, every = param_shapes(config), full_shapes(config)
     for field in DIMS:
@@ -140,12 +144,13 @@ def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Ou
         if value is not None and want is None:
             raise Unsupported(f"params.{field} of shape {getattr(every, field)} has no name in a {model_type} model")
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            raise ValueError(f"params.{field} lies on devices of other processes; bring it to this one first")
+            raise ValueError(f"params.{field} lies on devices of other processes; copy it to this process first")
     tensors = tensors_of(spelling_of(model_type, stacked), config)
     return {prefix + tensor.name: _output(params, tensor, config, dtype) for tensor in tensors}
 
 
 def _output(params: MoEParams[jax.Array], tensor: Tensor, config: MoEConfig, dtype) -> Output:
+    """Returns a tensor of `params` as it is written to disk."""
     value = getattr(params, tensor.field)
     to = np.dtype(value.dtype if dtype is None or tensor.field == "router_bias" else dtype)
     if to not in NAMES or not jnp.issubdtype(to, jnp.floating) or to.itemsize < 2:
@@ -161,7 +166,7 @@ def _output(params: MoEParams[jax.Array], tensor: Tensor, config: MoEConfig, dty
 
 
 def _copy(state: Mapping[str, Any], name: str) -> Output:
-    """A tensor as it is."""
+    """Returns the tensor `name` of `others` as it is."""
     if name.endswith(QUANTIZED):
         raise Unsupported(f"others: {name} is quantized; convert the whole model first, or pass every MoE layer")
     if isinstance(state, Checkpoint):
@@ -171,5 +176,5 @@ def _copy(state: Mapping[str, Any], name: str) -> Output:
         return Output(DTYPES[entry.dtype], entry.shape, lambda: iter([entry.read()]))
     value = np.asarray(state[name])
     if value.dtype not in NAMES:
-        raise ValueError(f"others: {name} has dtype {value.dtype}, which safetensors has not")
+        raise ValueError(f"others: {name} has dtype {value.dtype}, which safetensors does not have")
     return Output(value.dtype, value.shape, lambda: iter([value]))

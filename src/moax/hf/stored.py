@@ -1,10 +1,10 @@
-"""A tensor as a checkpoint holds it: plain, or quantized, as data and scales.
+"""A tensor of a checkpoint is plain, or quantized: then it is a pair of data and scales.
 
-    mxfp4 (GPT-OSS)       w[32 g + i, r] = e2m1(nibble i of blocks[r, g]) * 2^(scales[r, g] - 127); the low nibble first
+    mxfp4 (GPT-OSS)       w[32 g + i, r] = e2m1(nibble i of blocks[r, g]) * 2^(scales[r, g] - 127)
     fp8 (DeepSeek-V3)     w[r, c] = e4m3(data[r, c]) * scale_inv[r // 128, c // 128]
 
-mxfp4 is exact in bfloat16. A product of fp8 and a float32 scale is not: it is rounded once, to bfloat16 or to the
-dtype that is asked for.
+The low nibble of a byte comes first: nibbles 2 j and 2 j + 1 are the low and the high half of byte j. bfloat16 holds
+mxfp4 exactly. The product of an fp8 value and a float32 scale is rounded once, to bfloat16 or to the wanted dtype.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ from moax.hf.files import DTYPES, Checkpoint
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 BF16 = np.dtype(jnp.bfloat16)
 FP8_BLOCK = 128
-MXFP4, FP8 = ("_blocks", "_scales"), ("", "_scale_inv")  # what ends the names of data and scales
+MXFP4, FP8 = ("_blocks", "_scales"), ("", "_scale_inv")  # the ends of the names of data and of scales
 QUANTIZED = (*MXFP4, FP8[1])
 
 
 class Stored(NamedTuple):
-    """A tensor of `state`. scales: the name of its scales; "" where it is plain."""
+    """A tensor of a checkpoint.
+
+    Attributes:
+      state: the tensors of the checkpoint, by name.
+      name: the name of the data.
+      scales: the name of the scales; "" for a plain tensor.
+    """
 
     state: Mapping[str, Any]
     name: str
@@ -36,39 +42,48 @@ class Stored(NamedTuple):
 
     @property
     def mxfp4(self) -> bool:
-        """Whether data and scales are mxfp4's."""
+        """Whether the tensor is in mxfp4."""
         return self.scales.endswith(MXFP4[1])
 
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
+        """Returns the shape of the values: [E, 32 G, R] for mxfp4 data [E, R, G, 16]."""
         shape = _describe(self.state, self.name)[0]
         if not self.mxfp4:
             return shape
-        experts, rows, groups, _ = shape  # the contracted dim is the last here, and the middle one of the values
+        experts, rows, groups, _ = (
+            shape  # The contracted dim is the last one of the data, the middle one of the values.
+        )
         return experts, groups * 32, rows
 
     def dtype(self) -> np.dtype:
-        """Of the values, where nobody asks for another."""
+        """Returns the default dtype of the values: bfloat16 for a quantized tensor, else the dtype of the data."""
         return BF16 if self.scales else _describe(self.state, self.name)[1]
 
     def check(self) -> None:
-        """Raises Unsupported, or ValueError, where data and scales are not what this module reads."""
+        """Checks that this module reads the data and scales.
+
+        Raises:
+          Unsupported: a dtype or the block size of the scales is not supported.
+          ValueError: mxfp4 data have the wrong shape or dtype.
+        """
         shape, dtype = _describe(self.state, self.name)
         if not self.scales:
             if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-                raise Unsupported(f"{self.name} has dtype {dtype}, and no scales beside it that moax.hf knows")
+                raise Unsupported(f"{self.name} has dtype {dtype}, and no scales that moax.hf knows")
             return
         if self.mxfp4 and (len(shape) != 4 or shape[-1] != 16 or dtype != np.uint8):
             raise ValueError(f"{self.name} has shape {shape}, dtype {dtype}; it must be [E, rows, C / 32, 16] uint8")
         if not self.mxfp4 and dtype != jnp.float8_e4m3fn:
-            raise Unsupported(f"{self.name} has dtype {dtype} and scales; with scales moax.hf reads float8_e4m3fn")
+            raise Unsupported(
+                f"{self.name} has dtype {dtype} and scales; moax.hf reads scales with float8_e4m3fn alone"
+            )
         want = shape[:-1] if self.mxfp4 else (*shape[:-2], *(-(-n // FP8_BLOCK) for n in shape[-2:]))
         have = _describe(self.state, self.scales)[0]
         if have != want:
-            raise Unsupported(f"{self.scales} has shape {have}; moax.hf reads blocks whose scales are {want}")
+            raise Unsupported(f"{self.scales} has shape {have}; moax.hf reads blocks whose scales have shape {want}")
 
     def read(self, index: int | None, dtype: np.dtype) -> np.ndarray:
-        """The whole, or one entry of the first dim, in `dtype`."""
+        """Returns the values, or their entry `index` along the first dim, in `dtype`."""
         data = _load(self.state, self.name, index)
         if not self.scales:
             return data.astype(dtype, copy=False)
@@ -77,7 +92,7 @@ class Stored(NamedTuple):
 
 
 def locate(state: Mapping[str, Any], name: str) -> Stored | None:
-    """The tensor of this name, plain or quantized; None where it is not there."""
+    """Returns the tensor of this name, plain or quantized; None where the checkpoint does not have it."""
     for data, scales in (FP8, MXFP4):
         if name + data in state and name + scales in state:
             return Stored(state, name + data, name + scales)
@@ -85,7 +100,10 @@ def locate(state: Mapping[str, Any], name: str) -> Stored | None:
 
 
 def decode_mxfp4(blocks: UInt8[np.ndarray, "R B 16"], scales: UInt8[np.ndarray, "R B"]) -> BFloat16[np.ndarray, "R C"]:
-    """Exact. C = 32 B. A scale of 255 is NaN (OCP MX 1.0)."""
+    """Decodes mxfp4 exactly: values[r, 32 b + i] = e2m1(nibble i of blocks[r, b]) * 2^(scales[r, b] - 127).
+
+    C = 32 B. A scale of 255 is NaN (OCP MX 1.0).
+    """
     values = np.empty((*blocks.shape, 2), np.float32)
     values[..., 0], values[..., 1] = E2M1[blocks & 15], E2M1[blocks >> 4]
     values = values.reshape(*scales.shape, 32)
@@ -99,7 +117,10 @@ def decode_mxfp4(blocks: UInt8[np.ndarray, "R B 16"], scales: UInt8[np.ndarray, 
 def decode_fp8(
     data: Float8e4m3fn[np.ndarray, "R C"], scale_inv: Float[np.ndarray, "A B"], dtype: np.dtype
 ) -> Float[np.ndarray, "R C"]:
-    """The product in float32, then rounded to `dtype`. A = ceil(R / 128), B = ceil(C / 128)."""
+    """Computes data[r, c] * scale_inv[r // 128, c // 128] in float32, and rounds it to `dtype`.
+
+    A = ceil(R / 128), B = ceil(C / 128).
+    """
     values = data.astype(np.float32)
     for i, row in enumerate(scale_inv.astype(np.float32)):
         rows = values[i * FP8_BLOCK : (i + 1) * FP8_BLOCK]
@@ -108,7 +129,7 @@ def decode_fp8(
 
 
 def _describe(state: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype, without reading it."""
+    """Returns the shape and dtype of a tensor without reading it."""
     if isinstance(state, Checkpoint):
         entry = state.entry(name)
         if entry.dtype not in DTYPES:
@@ -121,7 +142,7 @@ def _describe(state: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], np.
 
 
 def _load(state: Mapping[str, Any], name: str, index: int | None) -> np.ndarray:
-    """The whole, or one entry of the first dim."""
+    """Reads a tensor, or its entry `index` along the first dim."""
     if isinstance(state, Checkpoint):
         return state.entry(name).read(index)
     return np.asarray(state[name] if index is None else state[name][index])

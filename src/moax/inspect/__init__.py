@@ -1,9 +1,9 @@
-"""Which collectives a jitted function compiles to: kind, dtype, shape, bytes, mesh axes, the op they come from.
+"""This package lists the collectives of a compiled function: kind, dtype, shape, bytes, mesh axes, and their op.
 
-    print(table(collectives(jitted, *args)))                               # what crosses the wire
-    assert_no_wide_weight_gather(jitted, *args, weights=(params.wi, params.wo))   # in a user's own test
+    print(table(collectives(jitted, *args)))                                      # for people
+    assert_no_wide_weight_gather(jitted, *args, weights=(params.wi, params.wo))   # for a user's own test
 
-Kernels that write into a peer's memory themselves are no collectives of XLA's, and are not seen here.
+It does not see kernels that write into the memory of a peer, since these are no collectives of XLA.
 """
 
 from moax.inspect.block import Report as Report

@@ -1,4 +1,4 @@
-"""The collectives of the MoE block on a mesh, beside those of the block without quantization."""
+"""This module lists the collectives of the MoE block on a mesh, beside those of the block without quantization."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def inspect_block(
     axes: Axes = Axes(),
     backward: bool = True,
 ) -> list[Collective]:
-    """The collectives of `y, stats = moax.moe(x, params, config)` on a mesh; the block is compiled, and nothing runs.
+    """Compiles `y, stats = moax.moe(x, params, config)` on a mesh, and lists its collectives; it runs nothing.
 
     Args:
       config: the block.
-      tokens: rows of x [tokens, H] of the whole mesh; x is split over the token axes, dp, fsdp and ep.
-      recipe, exchange, engine: as `moax.moe` takes them.
-      mesh: the mesh; None takes the one set by `jax.set_mesh`.
-      dtype: of x, and of what products see.
-      param_dtype: of the parameters, which lie as `moax.param_specs` says.
-      axes: which mesh axes play which role.
-      backward: compile forward and backward; False compiles forward alone. Gradients have the sharding of their
-        parameters, as a training step wants them.
+      tokens: rows of x [tokens, H] of the whole mesh; x is sharded over the token axes, dp, fsdp and ep.
+      recipe, exchange, engine: the arguments of `moax.moe`.
+      mesh: the mesh; None takes the mesh that `jax.set_mesh` set.
+      dtype: dtype of x, and of the operands of products.
+      param_dtype: dtype of the parameters, which lie as `moax.param_specs` says.
+      axes: the roles of the mesh axes.
+      backward: True compiles forward and backward; False compiles forward alone. Gradients have the sharding of their
+        parameters, as in a training step.
 
     Returns:
-      The collectives, whose `bytes` are what one device sends each time that the collective runs.
+      The collectives. Their `bytes` are those that one device sends in one execution.
 
     Raises:
-      ValueError: no mesh, or tokens that do not divide over the token axes.
+      ValueError: there is no mesh, or the tokens do not divide over the token axes.
     """
     from moax.block.layer import moe
 
@@ -79,7 +79,14 @@ def inspect_block(
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A block's collectives with a recipe, and without one (`plain`). `str()` is what `moax inspect` prints."""
+    """The collectives of a block with a recipe, and without one. `moax inspect` prints `str(report)`.
+
+    Attributes:
+      recipe: the recipe.
+      found: the collectives with the recipe.
+      plain: the collectives without a recipe.
+      axes: the roles of the mesh axes.
+    """
 
     recipe: str | Recipe | None
     found: list[Collective]
@@ -88,37 +95,37 @@ class Report:
 
     @property
     def gathered(self) -> int:
-        """Bytes of weights and scales that a device sends over fsdp."""
+        """Bytes of weights and scales that one device sends over fsdp in one call."""
         return total_bytes(weight_gathers(self.found, self.axes))
 
     @property
     def plain_gathered(self) -> int:
-        """The same without quantization."""
+        """Bytes of weights that one device sends over fsdp in one call without quantization."""
         return total_bytes(weight_gathers(self.plain, self.axes))
 
     def __str__(self) -> str:
-        text = f"weights gathered: {self.gathered:,} bytes a device"
+        text = f"weight gathers: a device sends {self.gathered:,} bytes"
         if self.recipe is not None and self.plain_gathered:
             ratio = self.gathered / self.plain_gathered
-            text += f", {self.plain_gathered:,} without quantization ({ratio:.3f} of it)"
+            text += f", {ratio:.3f} of the {self.plain_gathered:,} bytes without quantization"
         return f"{table(self.found)}\n\n{text}"
 
 
 def report(config: MoEConfig, *, recipe: str | Recipe | None = None, axes: Axes = Axes(), **options: Any) -> Report:
-    """The collectives of the block with a recipe beside those of the block without one.
+    """Lists the collectives of the block with a recipe beside those of the block without one.
 
     Args:
       config: the block.
-      recipe: as `moax.moe` takes it; None makes both sides the same.
-      axes: which mesh axes play which role.
+      recipe: the argument of `moax.moe`; None makes both sides the same.
+      axes: the roles of the mesh axes.
       options: the other arguments of `inspect_block`: tokens, mesh, exchange, engine, dtype, param_dtype, backward.
 
     Returns:
-      A `Report`, whose text is what `moax inspect` prints. Its `gathered` and `plain_gathered` are bytes of weights
-      and scales that one device sends over fsdp in one call, with the recipe and without.
+      A `Report`, which `moax inspect` prints. Its `gathered` and `plain_gathered` are the bytes of weights and scales
+      that one device sends over fsdp in one call, with the recipe and without.
 
     Raises:
-      ValueError: as `inspect_block`.
+      ValueError: `inspect_block` raises it.
     """
     plain = inspect_block(config, recipe=None, axes=axes, **options)
     found = plain if recipe is None else inspect_block(config, recipe=recipe, axes=axes, **options)

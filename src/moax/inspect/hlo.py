@@ -1,4 +1,4 @@
-"""The collectives in the text of an optimized HLO program, as XLA's CPU and GPU compilers print it."""
+"""This module reads the collectives from the text of an optimized HLO program of XLA's CPU or GPU compiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """One array that a collective makes. dtype: a NumPy name, such as "bfloat16". bits: of one number."""
+    """One array that a collective makes.
+
+    Attributes:
+      dtype: NumPy's name, such as "bfloat16".
+      bits: bits of one element.
+      shape: the shape on one device.
+    """
 
     dtype: str
     bits: int
@@ -31,6 +37,7 @@ class Element:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the array."""
         return -(-math.prod(self.shape) * self.bits // 8)
 
 
@@ -39,13 +46,15 @@ class HloCollective:
     """One collective instruction.
 
     Attributes:
-      elements: its results: more than one where XLA combined several collectives into one.
-      groups: the devices that exchange with one another, as positions in the program's device assignment; for a
-        permute, the sets that its source-target pairs connect.
-      names: the mesh axes that the text itself names for the groups; () where it names none of the user's.
+      kind: one of `KINDS`.
+      elements: its results; it has several where XLA combined several collectives into one.
+      groups: the groups of devices that exchange with one another, as positions in the device assignment of the
+        program. The groups of a permute are the sets that its source-target pairs connect.
+      names: the mesh axes that the text names for the groups; () where it names no axis of the user.
       times: how often the program runs it: the product of the trip counts of the loops around it.
-      open_loop: one of these loops states no trip count, and counts once in `times`.
-      promoted: XLA made this reduction from one of a narrower type.
+      open_loop: whether one of these loops states no trip count; that loop counts once in `times`.
+      promoted: whether XLA made this reduction from a reduction of a narrower type.
+      op_name: the op that it comes from, as profiles name it.
     """
 
     kind: str
@@ -59,10 +68,11 @@ class HloCollective:
 
     @property
     def group_size(self) -> int:
+        """Devices of the largest group."""
         return max(map(len, self.groups))
 
     def sent(self, result: Element) -> int:
-        """Bytes that a device sends for one of the results, by the ring algorithm."""
+        """Returns the bytes that a device sends for `result`, one of `elements`, by the ring algorithm."""
         b, g = result.bytes, self.group_size
         if self.kind in ("collective-permute", "collective-broadcast"):
             return b if g > 1 else 0
@@ -88,25 +98,28 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(([^()]*(?:\([^()]*\))?)
 
 
 def read_collectives(text: str) -> list[HloCollective]:
-    """Every collective of the program, in the order of the text; the start of an asynchronous one, not its end."""
+    """Returns every collective of an optimized HLO program, in the order of the text.
+
+    An asynchronous collective stands at its start. ValueError is raised for device groups of an unknown form.
+    """
     replicas, partitions = _count(text, "replica_count"), _count(text, "num_partitions")
     bodies, entry = _computations(text)
     callers = _callers(bodies)
     read = []
     for name, lines in bodies.items():
         for line in lines:
-            found = _instruction(line)
-            if found is None:
+            instruction = _instruction(line)
+            if instruction is None:
                 continue
-            kind, start, types, operands, attributes = found
+            kind, start, types, operands, attributes = instruction
             called = [callee for _, callee in _calls(attributes) if callee in bodies]
             if kind not in KINDS or (start and any(_holds_collective(bodies[c]) for c in called)):
-                continue  # a start that wraps a computation: the collective is the one inside it
+                continue  # This start wraps a computation; the collective is inside that computation.
             times, open_loop = _times(name, entry, callers)
             elements = _elements(types, operands, start)
             groups, names = _device_groups(kind, attributes, replicas, partitions)
             if kind == "all-to-all" and len(elements) == len(groups[0]) > 1 and "dimensions=" not in attributes:
-                # The pieces for each peer, as operands of their own: one array to the user.
+                # XLA made an operand of the piece for each peer; the user has one array.
                 first = elements[0]
                 elements = (dataclasses.replace(first, shape=(len(elements), *first.shape)),)
             op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', attributes)
@@ -127,12 +140,12 @@ def read_collectives(text: str) -> list[HloCollective]:
 
 
 def device_count(text: str) -> int:
-    """Devices that the program runs on, by its header."""
+    """Returns the number of devices that the program runs on, which its header states."""
     return _count(text, "replica_count") * _count(text, "num_partitions")
 
 
 def named_mesh(text: str) -> dict[str, int]:
-    """The first mesh of user-given axis names in the program, in row-major order of its devices; {} for none."""
+    """Returns {axis: size} of the program's first mesh with the user's axis names and row-major devices, or {}."""
     for match in _MESH.finditer(text):
         sizes = dict(_axis_sizes(match.group(1)))
         if match.group(2) is None and not any(map(_made_up, sizes)):
@@ -141,7 +154,11 @@ def named_mesh(text: str) -> dict[str, int]:
 
 
 def varying_axes(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh of these sizes over which some group varies; () where a group leaves the mesh."""
+    """Returns the axes of a mesh of these sizes over which some group varies.
+
+    Example: on the mesh {"fsdp": 2, "ep": 4} device i is (i // 4, i % 4). The groups ((0, 4), (1, 5), (2, 6), (3, 7))
+    vary over fsdp alone. () is returned where a group has a device that the mesh does not have.
+    """
     if max(map(max, groups)) >= math.prod(sizes.values()):
         return ()
     coordinates = [np.unravel_index(np.asarray(group), tuple(sizes.values())) for group in groups]
@@ -149,7 +166,7 @@ def varying_axes(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def dtype_name(hlo: str) -> tuple[str, int]:
-    """An HLO element type as NumPy's name and bits: f8e4m3fn -> ("float8_e4m3fn", 8), u8 -> ("uint8", 8)."""
+    """Returns NumPy's name and the bits of an HLO type: f8e4m3fn -> ("float8_e4m3fn", 8), u8 -> ("uint8", 8)."""
     if hlo == "pred":
         return "bool", 8
     match = re.fullmatch(r"(bf|f|s|u|c)(\d+)((?:e\d\w*)?)", hlo)
@@ -161,12 +178,13 @@ def dtype_name(hlo: str) -> tuple[str, int]:
 
 
 def _count(text: str, name: str) -> int:
+    """Returns the number `name` of the program's header; 1 where the header does not state it."""
     match = re.search(rf"^\s*HloModule\b.*\b{name}=(\d+)", text, re.MULTILINE)
     return int(match.group(1)) if match else 1
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The instructions of each computation by its name, and the entry's name."""
+    """Returns the lines of instructions of each computation, by its name, and the name of the entry computation."""
     bodies: dict[str, list[str]] = {}
     entry, current = "", None
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
@@ -180,7 +198,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _instruction(line: str) -> tuple[str, bool, str, list[str], str] | None:
-    """(opcode without -start, whether it had one, type, operands, attributes) of a line; None but for collectives."""
+    """Returns (opcode without -start, had it -start, type, operands, attributes); None for no collective's line."""
     if not any(kind in line for kind in KINDS):
         return None
     rest = line.split(" = ", 1)[1].lstrip()
@@ -195,13 +213,14 @@ def _instruction(line: str) -> tuple[str, bool, str, list[str], str] | None:
 
 
 def _holds_collective(lines: Sequence[str]) -> bool:
-    return any((found := _instruction(line)) is not None and found[0] in KINDS for line in lines)
+    """Whether one of the lines is a collective."""
+    return any((read := _instruction(line)) is not None and read[0] in KINDS for line in lines)
 
 
-def _closing(text: str, at: int) -> int:
-    """One past the parenthesis that closes the one at `at`."""
+def _closing(text: str, opening: int) -> int:
+    """Returns the index after the parenthesis that closes the one at index `opening`: 6 for "(a(b))" and 0."""
     depth = 0
-    for i in range(at, len(text)):
+    for i in range(opening, len(text)):
         depth += {"(": 1, ")": -1}.get(text[i], 0)
         if depth == 0:
             return i + 1
@@ -209,7 +228,7 @@ def _closing(text: str, at: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between the commas outside all brackets."""
+    """Splits text at the commas outside all brackets: "a, f(b, c)" -> ["a", "f(b, c)"]."""
     parts, depth = [""], 0
     for c in text:
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(c, 0)
@@ -221,13 +240,14 @@ def _split(text: str) -> list[str]:
 
 
 def _leaves(type_text: str) -> list[Element]:
-    found = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", re.sub(r"\{[^}]*\}", "", type_text))
-    arrays = [(dtype, shape) for dtype, shape in found if dtype != "token"]
+    """Returns the arrays of an HLO type: "(f32[2,3]{1,0}, u8[4])" has two."""
+    types = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", re.sub(r"\{[^}]*\}", "", type_text))
+    arrays = [(dtype, shape) for dtype, shape in types if dtype != "token"]
     return [Element(*dtype_name(d), tuple(int(n.strip(" <=")) for n in s.split(",") if n.strip())) for d, s in arrays]
 
 
 def _elements(type_text: str, operands: Sequence[str], start: bool) -> tuple[Element, ...]:
-    """The results. The type of a start is (operands, results, context ...), or for some kinds the results alone."""
+    """Returns the results. The type of a start is (operands, results, context, ...), or for some kinds the results."""
     if start and type_text.startswith("("):
         parts = _split(type_text[1:-1])
         if len(parts) > 1 and len(_leaves(parts[0])) == len(operands):
@@ -236,18 +256,19 @@ def _elements(type_text: str, operands: Sequence[str], start: bool) -> tuple[Ele
 
 
 def _calls(attributes: str) -> Iterator[tuple[str, str]]:
+    """Yields (attribute, computation) for each computation that an instruction calls, as ("body", "while_body")."""
     for match in _CALLED.finditer(attributes):
         for callee in match.group(2).strip("{}").split(","):
             yield match.group(1), callee.strip().lstrip("%")
 
 
 def _callers(bodies: Mapping[str, Sequence[str]]) -> dict[str, list[tuple[str, int, bool]]]:
-    """For each computation who calls it, how often a run of the caller does so, and whether that is unknown."""
+    """Returns {computation: [(caller, calls in one run of the caller, whether that number is unknown)]}."""
     callers: dict[str, list[tuple[str, int, bool]]] = {}
     for name, lines in bodies.items():
         for line in lines:
             if re.search(r"\s[\w\-]+-(done|update)\(", line):
-                continue  # repeats the computation that its start runs
+                continue  # This line names the computation that its start runs.
             trips = _TRIPS.search(line)
             for how, callee in _calls(line):
                 many = int(trips.group(1)) if trips and how == "body" else 1
@@ -256,7 +277,7 @@ def _callers(bodies: Mapping[str, Sequence[str]]) -> dict[str, list[tuple[str, i
 
 
 def _times(name: str, entry: str, callers: Mapping[str, Sequence[tuple[str, int, bool]]]) -> tuple[int, bool]:
-    """How often a computation runs, a branch of a conditional as if it were always taken."""
+    """Returns how often a computation runs, all branches taken, and whether a loop around it has no trip count."""
     if name == entry or name not in callers:
         return 1, False
     above = [(many, unknown, *_times(caller, entry, callers)) for caller, many, unknown in callers[name]]
@@ -264,7 +285,10 @@ def _times(name: str, entry: str, callers: Mapping[str, Sequence[tuple[str, int,
 
 
 def _device_groups(kind: str, attributes: str, replicas: int, partitions: int) -> tuple[Groups, tuple[str, ...]]:
-    """The groups of a collective as flattened device positions, and the axes that the text names for them."""
+    """Returns the groups of a collective, as positions in the device assignment, and the axes that the text names.
+
+    The position of partition p of replica r is r * partitions + p.
+    """
     if kind in ("collective-permute", "collective-broadcast"):
         pairs = re.search(r"source_target_pairs=(\{.*?\}\s*\}|\{\s*\})", attributes)
         if pairs:
@@ -274,10 +298,10 @@ def _device_groups(kind: str, attributes: str, replicas: int, partitions: int) -
     channel, flattened = "channel_id=" in attributes, "use_global_device_ids=true" in attributes
     if flattened or partitions == 1:
         return groups or (tuple(range(replicas * partitions)),), names
-    if not channel:  # ids are replicas, each partition on its own
+    if not channel:  # The ids are replicas, and each partition has groups of its own.
         of_replicas = groups or (tuple(range(replicas)),)
         return tuple(tuple(r * partitions + p for r in g) for p in range(partitions) for g in of_replicas), names
-    if kind in ("all-gather", "all-reduce", "reduce-scatter"):  # ids are replicas, all partitions together
+    if kind in ("all-gather", "all-reduce", "reduce-scatter"):  # The ids are replicas, and a group has all partitions.
         of_replicas = groups or (tuple(range(replicas)),)
         return tuple(tuple(r * partitions + p for r in g for p in range(partitions)) for g in of_replicas), names
     of_partitions = groups or (tuple(range(partitions)),)
@@ -285,7 +309,14 @@ def _device_groups(kind: str, attributes: str, replicas: int, partitions: int) -
 
 
 def _read_groups(text: str) -> tuple[Groups, tuple[str, ...]]:
-    """`{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)`, `mesh['a'=2,'b'=2] {'b'}`."""
+    """Reads the text of device groups, and the axes that it names.
+
+    text                        groups          axes
+    `{{0,1},{2,3}}`             (0,1), (2,3)    ()
+    `[2,2]<=[4]`                (0,1), (2,3)    ()
+    `[2,2]<=[2,2]T(1,0)`        (0,2), (1,3)    ()
+    `mesh['a'=2,'b'=2] {'b'}`   (0,1), (2,3)    ("b",)
+    """
     if text.startswith("{"):
         return _id_lists(text), ()
     if text.startswith("["):
@@ -302,7 +333,7 @@ def _read_groups(text: str) -> tuple[Groups, tuple[str, ...]]:
     names, varying = [], []
     wanted = [_axis_reference(a) for a in _split(text[text.rindex("{") + 1 : -1])]
     for name, size in sizes:
-        # An axis may be split: 'a':(2)4 is the 4 in the middle of 'a' seen as 2 x 4 x rest.
+        # The text may name a part of an axis: 'a':(2)4 is the middle dim of 'a' as dims 2 x 4 x rest.
         cuts = sorted({1, size, *(c for n, pre, part in wanted if n == name and part for c in (pre, pre * part))})
         for low, high in zip(cuts, cuts[1:], strict=False):
             if any(n == name and (not part or pre <= low < pre * part) for n, pre, part in wanted):
@@ -316,24 +347,25 @@ def _read_groups(text: str) -> tuple[Groups, tuple[str, ...]]:
 
 
 def _axis_sizes(text: str) -> list[tuple[str, int]]:
+    """Reads the axes of a mesh: "'a'=2,'b'=4" -> [("a", 2), ("b", 4)]."""
     pairs = (entry.rpartition("=") for entry in _split(text))
     return [(name.strip("'\" "), int(size)) for name, _, size in pairs]
 
 
 def _axis_reference(text: str) -> tuple[str, int, int]:
-    """`'a'` -> (a, 1, 0); `'a':(2)4` -> (a, 2, 4): the part of size 4 below a leading 2."""
+    """Reads an axis or a part of it: `'a'` -> (a, 1, 0); `'a':(2)4` -> (a, 2, 4), the dim of size 4 after one of 2."""
     match = re.fullmatch(r"(.*):\((\d+)\)(\d+)", text)
     name, pre, size = match.groups() if match else (text, 1, 0)
     return name.strip("'\" "), int(pre), int(size)
 
 
 def _made_up(name: str) -> bool:
-    """Whether XLA, having lost the user's axis names, made this one up."""
+    """Whether XLA made this axis name up, since it had lost the user's names."""
     return re.fullmatch(r"axis_\d+", name) is not None
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[4,2]T(1,0)` -> arange(8).reshape(4, 2).transpose(1, 0), flat."""
+    """Reads a list of ids: `[4,2]T(1,0)` -> arange(8).reshape(4, 2).transpose(1, 0), flat."""
     dims, _, order = text.rpartition("<=")[2].partition("T")
     ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
     return ids.transpose(_ints(order) or range(ids.ndim)).reshape(-1)
@@ -352,7 +384,7 @@ def _id_lists(text: str) -> Groups:
 
 
 def _connected(pairs: Groups) -> Groups:
-    """The sets of devices that the (source, target) pairs connect."""
+    """Returns the sets that (source, target) pairs connect: (0, 1), (1, 2), (4, 5) -> (0, 1, 2), (4, 5)."""
     sets: list[set[int]] = []
     for pair in pairs:
         joined = set(pair).union(*(s for s in sets if s & set(pair)))

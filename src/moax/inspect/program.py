@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, and the checks of a user's own tests on them."""
+"""This module lists the collectives of a program, and has the checks of them that a user's tests can call."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ from moax.text import align
 Program = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled | str
 Over = str | Names | Axes  # axes that a collective is over
 
-# XLA's CPU compiler runs bf16 collectives in f32 and f8 ones in f16, by these passes; a GPU moves them as they are.
-# The combiner would merge reductions that were widened with others that were not.
+# By these passes XLA's CPU compiler runs bf16 collectives in f32, and f8 collectives in f16. A GPU does not widen them.
+# The combiner is a problem too: it would merge widened reductions with others.
 _WIDENED = ("bf16",)
 _WIDENED_SMALL = ("f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f8e4m3b11fnuz", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3", "f8e3m4")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One array that a collective makes; a collective of several arrays is several of these.
+    """One array that a collective makes; a collective of several arrays is several `Collective`s.
 
     Attributes:
       kind: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
         "collective-broadcast".
       dtype: NumPy's name: "uint8", "bfloat16", "float8_e4m3fn".
-      shape: of the result on one device: gathered, reduced, scattered. An all-to-all that XLA:CPU has cut into one
-        piece for each peer is (peers, *piece).
-      bytes: what one device sends in one execution, by the ring algorithm, for b the bytes of `shape` and groups of
-        g: all-gather and all-to-all b (g-1)/g, all-reduce 2 b (g-1)/g, reduce-scatter b (g-1), permute and broadcast
-        b. A ragged all-to-all is counted as if its buffer were full.
-      axes: the mesh axes over which the group varies, in the mesh's order; () where the mesh is not known.
+      shape: the shape of the result on one device. An all-to-all that XLA:CPU cut into one piece for each peer has the
+        shape (peers, *piece).
+      bytes: the bytes that one device sends in one execution, by the ring algorithm. With b bytes of `shape` and groups
+        of g devices, an all-gather or all-to-all sends b (g-1)/g, an all-reduce 2 b (g-1)/g, a reduce-scatter b (g-1),
+        a permute or broadcast b. A ragged all-to-all counts as if its buffer were full.
+      axes: the mesh axes over which the group varies, in the order of the mesh; () where the mesh is not known.
       op_name: the op it comes from, as in a profile; `custom_partitioning` keeps no scopes from inside an op.
-      group_size: g.
-      times: executions in one call of the function: the trip counts of the scans around it, multiplied. A branch of
-        a `cond` counts as taken.
-      open_loop: it is in a loop whose trip count the program does not state (`while_loop`), counted once in `times`.
+      group_size: the devices g of a group.
+      times: executions in one call of the function: the product of the trip counts of the scans around it. A branch
+        of a `cond` counts as taken.
+      open_loop: whether it is in a loop whose trip count the program does not state, such as a `while_loop`. That loop
+        counts once in `times`.
     """
 
     kind: str
@@ -72,22 +73,22 @@ class Collective:
 def collectives(
     fn: Program, *args: Any, mesh: AnyMesh | None = None, as_run: bool = False, **kwargs: Any
 ) -> list[Collective]:
-    """The collectives of `fn(*args, **kwargs)`, compiled for the arguments' shardings; nothing runs.
+    """Lists the collectives of `fn(*args, **kwargs)`. It compiles `fn` for the arguments' shardings, and runs nothing.
 
     Args:
-      fn: a function, jitted or not; or what jit's `lower` or `compile` made of one, or an optimized HLO text, each
-        without args.
+      fn: a function, jitted or not. Without args it may also be a lowered or compiled function, or an optimized HLO
+        text.
       args, kwargs: arrays, or ShapeDtypeStructs with shardings.
-      mesh: whose axes to name; by default that of the arguments' shardings, else of the compiled program's, else the
-        one set by `jax.set_mesh`.
+      mesh: the mesh whose axes to name. The default is that of the arguments' shardings, then that of the compiled
+        program, then the mesh that `jax.set_mesh` set.
       as_run: read the program that a CPU runs, whose compiler widens bf16 and f8 collectives. By default the dtypes
-        are those the function asked for, which is what a GPU moves. What is already compiled is read as it is.
+        are those of the function, which a GPU moves. A compiled `fn` is read as it is.
 
     Returns:
       The collectives in the order of the program's text.
 
     Raises:
-      ValueError: args with a compiled program, or a mesh of another size or order of devices.
+      ValueError: a compiled program was given with args, or the mesh has another size or order of devices.
     """
     return _read(fn, args, kwargs, mesh, as_run)[0]
 
@@ -98,7 +99,7 @@ def total_bytes(
     axes: Over | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> int:
-    """The bytes that one device sends in one call of the program: the sum of `bytes * times`.
+    """Sums the bytes that one device sends in one call of the program: the sum of `bytes * times`.
 
     Args:
       found: collectives, as `collectives` returns them.
@@ -121,12 +122,12 @@ def total_bytes(
 
 
 def weight_gathers(found: Iterable[Collective], axes: Over = "fsdp") -> list[Collective]:
-    """The all-gathers of weights: those whose groups vary over any of `axes`.
+    """Selects the all-gathers of weights: those whose groups vary over any of `axes`.
 
     Args:
       found: collectives, as `collectives` returns them.
-      axes: a mesh axis, several, or a `moax.Axes`, which stands for its fsdp: the block gathers nothing but weights
-        over fsdp.
+      axes: a mesh axis, several axes, or a `moax.Axes`, which stands for its fsdp. The block gathers nothing but
+        weights over fsdp.
 
     Returns:
       The all-gathers, in the order of `found`.
@@ -135,16 +136,16 @@ def weight_gathers(found: Iterable[Collective], axes: Over = "fsdp") -> list[Col
 
 
 def table(found: Iterable[Collective]) -> str:
-    """The collectives as a table of text, for people.
+    """Returns the collectives as a table of text.
 
     Args:
       found: collectives, as `collectives` returns them.
 
     Returns:
-      A line for each collective, where equal ones share a line and `times` counts them all; then a line for each kind
-      and its axes; then the total. The column `bytes/device` has the bytes that one device sends in one call. Names of
-      ops are cut at 80 characters, for a GPU's compiler that combines collectives joins their names. Without a
-      collective: "no collectives".
+      A line for each collective, then a line for each kind and its axes, then the total. Equal collectives share a
+      line, whose `times` counts all of them. The column `bytes/device` has the bytes that one device sends in one call.
+      Names of ops are cut at 80 characters, since a GPU's compiler joins the names of collectives that it combines.
+      The text is "no collectives" where there are none.
     """
     found = list(found)
     if not found:
@@ -157,8 +158,10 @@ def table(found: Iterable[Collective]) -> str:
     totals: dict[tuple[str, Names], list[Collective]] = {}
     for c in found:
         totals.setdefault((c.kind, c.axes), []).append(c)
-    sums = [(kind, _join(axes), of) for (kind, axes), of in sorted(totals.items())] + [("total", "", found)]
-    rows += [None, *((k, "", "", a, str(sum(c.times for c in of)), f"{total_bytes(of):,}", "") for k, a, of in sums)]
+    sums = [(kind, _join(axes), equal) for (kind, axes), equal in sorted(totals.items())] + [("total", "", found)]
+    rows.append(None)
+    for kind, axes, members in sums:
+        rows.append((kind, "", "", axes, str(sum(c.times for c in members)), f"{total_bytes(members):,}", ""))
     return align(rows, right=(4, 5))
 
 
@@ -171,22 +174,24 @@ def assert_no_wide_weight_gather(
     mesh: AnyMesh | None = None,
     **kwargs: Any,
 ) -> list[Collective]:
-    """Weights cross `axes` as bytes: no floating-point all-gather of two or more bytes an element over them makes
-    `min_elements` or more. Scales are floats too: `min_elements` tells a weight from its scales.
+    """Asserts that weights cross `axes` as bytes.
+
+    No all-gather over `axes` may make `min_elements` or more floating-point elements of two or more bytes. Scales are
+    floats too; `min_elements` tells a weight from its scales.
 
     Args:
-      fn, args, kwargs, mesh: as for `collectives`; or fn is the list that it returned.
-      axes: a mesh axis, several, or a `moax.Axes`: its fsdp.
-      min_elements: by default the smallest shard of `weights`, a tree of arrays or ShapeDtypeStructs: of those
-        sharded over `axes`. Leave out biases, which are not quantized.
+      fn, args, kwargs, mesh: as for `collectives`; `fn` may also be the list that `collectives` returned.
+      axes: a mesh axis, several axes, or a `moax.Axes`, which stands for its fsdp.
+      min_elements: the default is the size of the smallest shard among the `weights` that are sharded over `axes`.
+      weights: a tree of arrays or ShapeDtypeStructs with shardings. Leave out biases, which are not quantized.
 
     Returns:
       All collectives of the program.
 
     Raises:
-      AssertionError: a floating-point weight crosses `axes`; the message lists each of them.
-      ValueError: nothing to judge by: an axis that the mesh lacks (an axis of a `moax.Axes` counts as size 1 there), or
-        an unknown mesh.
+      AssertionError: floating-point weights cross `axes`; the message lists their collectives.
+      ValueError: the mesh is not known, or does not have one of the axes (an axis of a `moax.Axes` may be missing), or
+        both `min_elements` and `weights` are missing.
     """
     found, names = _judged(fn, args, kwargs, axes, mesh)
     least = _min_elements(min_elements, weights, names)
@@ -204,11 +209,13 @@ def assert_reduce_scattered(
     mesh: AnyMesh | None = None,
     **kwargs: Any,
 ) -> list[Collective]:
-    """Weight gradients leave by reduce-scatter over `axes`: there is one, and no all-reduce over them of
-    `min_elements` floats or more. Arguments, result and errors as for `assert_no_wide_weight_gather`.
+    """Asserts that weight gradients are reduce-scattered over `axes`.
 
-    Gradients that jit's own partitioner reduces are all-reduced and sliced on CPU, where a GPU's compiler makes it one
-    reduce-scatter.
+    The program must have a reduce-scatter over `axes`, and no all-reduce over `axes` of `min_elements` floats or more.
+    Arguments, result and errors are those of `assert_no_wide_weight_gather`.
+
+    Where jit's own partitioner reduces gradients, the CPU compiler makes an all-reduce and a slice, and fails this
+    check; a GPU's compiler makes one reduce-scatter.
     """
     found, names = _judged(fn, args, kwargs, axes, mesh)
     least = _min_elements(min_elements, weights, names)
@@ -221,7 +228,7 @@ def assert_reduce_scattered(
 
 
 def _read(fn, args, kwargs, mesh, as_run) -> tuple[list[Collective], Names]:
-    """The collectives, and the names of the mesh's axes; () where there is no mesh."""
+    """Returns the collectives, and the names of the mesh axes; () where there is no mesh."""
     meshes = [m for m in map(_mesh_of, jax.tree.leaves((args, kwargs))) if m is not None]
     given = isinstance(fn, str) or hasattr(fn, "as_text")
     if given and (args or kwargs):
@@ -237,6 +244,7 @@ def _read(fn, args, kwargs, mesh, as_run) -> tuple[list[Collective], Names]:
 
 
 def _lower(fn, args, kwargs):
+    """Returns `fn` lowered for its arguments; a lowered `fn` is returned as it is."""
     if hasattr(fn, "compile"):
         return fn
     if isinstance(fn, jax.stages.Traced):
@@ -248,13 +256,13 @@ def _lower(fn, args, kwargs):
 
 
 def _compile(lowered, unwidened: bool):
-    """The compiled program, and whether its collectives have the dtypes that the function asked for."""
+    """Returns the compiled program, and whether its collectives have the dtypes that the function asked for."""
     for dtypes in (_WIDENED + _WIDENED_SMALL, _WIDENED) if unwidened else ():
         passes = [f"float-normalization-{dtype}" for dtype in dtypes] + ["cpu-all-reduce-combiner"]
         try:
             return lowered.compile(compiler_options={"xla_disable_hlo_passes": ",".join(passes)}), True
         except jax.errors.JaxRuntimeError:
-            continue  # the CPU cannot compute with these dtypes as they are
+            continue  # The CPU cannot compute with these dtypes without widening them.
     compiled = lowered.compile()
     if unwidened:
         warnings.warn("the collectives are those of XLA:CPU, which moves bf16 as f32 and f8 as f16", stacklevel=4)
@@ -262,17 +270,19 @@ def _compile(lowered, unwidened: bool):
 
 
 def _emulates(meshes) -> bool:
-    """Whether the program is for the CPU's devices: not for a mesh of another machine's, compiled for ahead of time."""
+    """Whether the program is for the devices of this CPU, and not compiled ahead of time for another machine."""
     devices = [m.devices.flat[0] for m in meshes if isinstance(m, jax.sharding.Mesh) and not m.empty]
     return platform() == "cpu" and (not devices or devices[0] in jax.devices())
 
 
 def _mesh_of(leaf):
+    """Returns the mesh of a NamedSharding, or of an array that has one; None otherwise."""
     placed = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
     return placed.mesh if isinstance(placed, NamedSharding) and not placed.mesh.empty else None
 
 
 def _shardings(compiled) -> list:
+    """Returns the shardings of a compiled program's inputs and outputs; [] where it does not tell them."""
     try:
         return [compiled.input_shardings, compiled.output_shardings]
     except (AttributeError, NotImplementedError):
@@ -280,7 +290,11 @@ def _shardings(compiled) -> list:
 
 
 def _mesh_sizes(mesh, meshes: Sequence, text: str) -> dict[str, int]:
-    """Axis sizes of the mesh whose axes to name: `mesh`, else the first of the program's that fits it."""
+    """Returns the axis sizes of the mesh whose axes to name; {} where no mesh fits.
+
+    It is `mesh`, else the first of `meshes` and of the mesh that is set that has as many devices as the program, else
+    the mesh that the program's text names.
+    """
     devices = hlo.device_count(text)
     if mesh is not None:
         own = next((list(m.devices.flat) for m in meshes if isinstance(m, jax.sharding.Mesh)), None)
@@ -295,6 +309,7 @@ def _mesh_sizes(mesh, meshes: Sequence, text: str) -> dict[str, int]:
 
 
 def _of_instruction(one: hlo.HloCollective, sizes: dict[str, int], asked: bool) -> list[Collective]:
+    """Returns a `Collective` for each array of an instruction; `asked` undoes XLA's promotion of bf16 reductions."""
     axes = hlo.varying_axes(one.groups, sizes) if sizes else one.names
     elements = one.elements
     if asked and one.promoted and [e.dtype for e in elements] == ["float32"]:
@@ -304,10 +319,12 @@ def _of_instruction(one: hlo.HloCollective, sizes: dict[str, int], asked: bool) 
 
 
 def _names(axes) -> Names:
+    """Returns the names of mesh axes; a `moax.Axes` stands for its fsdp."""
     return as_names(axes.fsdp if isinstance(axes, Axes) else axes)
 
 
 def _judged(fn, args, kwargs, axes, mesh) -> tuple[list[Collective], Names]:
+    """Returns the collectives to check, and the names of `axes`; raises ValueError where the mesh has no such axis."""
     names = _names(axes)
     if not isinstance(fn, str) and isinstance(fn, Sequence):
         return list(fn), names
@@ -321,12 +338,13 @@ def _judged(fn, args, kwargs, axes, mesh) -> tuple[list[Collective], Names]:
 
 
 def _min_elements(min_elements, weights, names: Names) -> int:
+    """Returns `min_elements`, or the size of the smallest shard of `weights` over the axes `names`."""
     if min_elements is not None:
         if isinstance(min_elements, bool) or not isinstance(min_elements, int) or min_elements < 1:
             raise ValueError(f"{min_elements=} must be an int of at least 1")
         return min_elements
     if weights is None:
-        raise ValueError("pass min_elements=, or weights= to take their smallest shard's")
+        raise ValueError("pass min_elements=, or weights=, whose smallest shard gives min_elements")
     sizes = []
     for leaf in jax.tree.leaves(weights):
         spec = leaf.sharding.spec if _mesh_of(leaf) is not None else ()
@@ -346,6 +364,7 @@ def _is_wide(c: Collective) -> bool:
 
 
 def _refuse(offenders: Sequence[Collective], what: str) -> None:
+    """Raises AssertionError that lists the offenders, if there are any."""
     if offenders:
         raise AssertionError("\n  ".join([f"{len(offenders)} {what}:", *map(str, offenders)]))
 

@@ -1,6 +1,6 @@
-"""TrainState <-> a folder of orbax checkpoints: one array per name, restored onto the shardings of any mesh.
+"""TrainState <-> a folder of orbax checkpoints. A checkpoint holds one array per name, and any mesh can restore it.
 
-Several processes save and restore together, each its own shards, in a folder that all of them share.
+Several processes save and restore together in a folder that all of them share; each handles its own shards.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ KEPT = 2
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; the newest two are kept. Saving goes on in the background, and leaving
-    the context waits for the last save."""
+    """The checkpoints of one run. The folder keeps the newest two.
+
+    A save goes on in the background. Leaving the context waits for the last save.
+
+    Args:
+      folder: the folder of the checkpoints.
+    """
 
     def __init__(self, folder: Path):
         options = ocp.CheckpointManagerOptions(max_to_keep=KEPT)
@@ -26,16 +31,23 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handler)
 
     def latest(self) -> int | None:
-        """The newest step, or None."""
+        """Returns the step of the newest checkpoint; None where there is none."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState) -> None:
-        """Writes `state` as `step`, unless it is there. The caller may donate the state right after."""
+        """Writes `state` as the checkpoint of `step`, unless that exists. The caller may then donate the state."""
         if step != self.latest():
             self._manager.save(step, args=ocp.args.StandardSave(_by_name(state)))
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state of `step`; `like` holds ShapeDtypeStructs whose shardings say where each array goes.
+        """Reads the checkpoint of `step`.
+
+        Args:
+          step: the step of a checkpoint.
+          like: the state as ShapeDtypeStructs, whose shardings say where each array goes.
+
+        Returns:
+          The state, with the shardings of `like`.
 
         Raises:
           ValueError: the checkpoint holds other names or shapes than `like`.
@@ -49,19 +61,20 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        # After an error among several processes, a save that wants all of them to finish may never do so.
+        # A save waits for all processes. After an error in one of several processes it might wait for ever.
         if kind is None or jax.process_count() == 1:
             self._manager.wait_until_finished()
             self._manager.close()
 
 
 def _by_name(state: PyTree) -> dict[str, object]:
-    """{"params.layers.wqkv": leaf}: a checkpoint is readable without moax's classes, and None costs nothing."""
+    """Returns the arrays by name, as {"params.layers.wqkv": leaf}: a reader of the file needs no class of moax."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _check_same(saved: dict, wanted: dict, step: int) -> None:
+    """Raises ValueError where a checkpoint and the model have other names, or other shapes."""
     for name in sorted(saved.keys() ^ wanted.keys()):
         where = "is not in the checkpoint" if name in wanted else "is in the checkpoint, but not in the model"
         raise ValueError(f"checkpoint of step {step}: {name} {where}; it was written by a run with another model")

@@ -1,4 +1,4 @@
-"""`moax train`: its options, the settings that they give, and the run."""
+"""`moax train`: this module has its options, turns them into the settings of a run, and runs it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ USAGE = "moax train [--preset NAME] [options]"
 DESCRIPTION = """\
 Trains a decoder-only language model on bytes: attention and an MoE in every layer.
 
-The text is the source of Python's own standard library, or yours (--text). OUT/NAME/ gets config.json,
-metrics.jsonl, checkpoints/ and curves.png. Ctrl-C saves, and prints how to resume. Settings that are not given
-are the preset's; with --resume, the run's own.
+The text is the source of Python's standard library, or your own files (--text). The run writes config.json,
+metrics.jsonl, checkpoints/ and curves.png into OUT/NAME/. Ctrl-C saves the state, and prints how to resume. Settings
+that you do not give come from the preset; with --resume, from the run.
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `moax train`."""
+    """Adds the options of `moax train` to `parser`."""
     presets = ", ".join(PRESETS)
     run = parser.add_argument_group("the run")
     add = run.add_argument
@@ -34,61 +34,61 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--out", default="runs", help="folder of all runs (default: %(default)s)")
     add("--resume", action="store_true", help="continue the run NAME (default: the newest) from its last checkpoint")
     add("--text", metavar="PATH", help="a file or folder to train on (default: Python's standard library)")
-    add("--steps", type=int, help="updates in all")
-    add("--batch", type=int, help="sequences a step, over the whole mesh")
+    add("--steps", type=int, help="number of updates")
+    add("--batch", type=int, help="sequences of a step, over the whole mesh")
     add("--seq", type=int, help="bytes of a sequence")
     add("--lr", type=float, help="peak learning rate")
-    add("--seed", type=int, help="of the weights and of the data's order")
-    add("--eval-every", type=int, metavar="STEPS", help="held-out loss every so many steps")
+    add("--seed", type=int, help="seed of the weights and of the order of the data")
+    add("--eval-every", type=int, metavar="STEPS", help="compute the held-out loss every so many steps")
     add("--json", action="store_true", help="print JSON at the end; progress goes to stderr")
-    add("--save-every", type=int, metavar="STEPS", help="checkpoint every so many steps; 0: at the end alone")
+    add("--save-every", type=int, metavar="STEPS", help="save a checkpoint every so many steps; 0: at the end alone")
     how = parser.add_argument_group("how it runs")
     add_execution(how, mesh="all devices on fsdp", dtypes=DTYPES)
-    how.add_argument("--chunks", type=int, metavar="N", help="take a device's tokens through an MoE in N parts")
-    how.add_argument("--remat", choices=REMAT, help="recompute in the backward pass: nothing, all, all but the MoE's")
+    how.add_argument("--chunks", type=int, metavar="N", help="take the tokens of a device through an MoE in N parts")
+    how.add_argument("--remat", choices=REMAT, help="recompute in backward: nothing, everything, or all but the MoE")
     processes.add_options(parser.add_argument_group("one of several processes, each started with the same options"))
     model = parser.add_argument_group("the model (default: the preset's)")
     add = model.add_argument
     add("--d-model", type=int, metavar="H", help="width of the residual stream")
     add("--d-ff", type=int, metavar="F", help="width of an expert")
-    add("--layers", type=int, dest="num_layers", metavar="L", help="layers")
-    add("--heads", type=int, dest="num_heads", metavar="N", help="attention heads")
+    add("--layers", type=int, dest="num_layers", metavar="L", help="number of layers")
+    add("--heads", type=int, dest="num_heads", metavar="N", help="number of attention heads")
     add("--experts", type=int, dest="num_experts", metavar="E", help="experts of a layer")
     add("--top-k", type=int, metavar="K", help="experts of a token")
-    add("--shared-d-ff", type=int, metavar="S", help="width of an expert that every token takes; 0: none")
-    add("--capacity-factor", type=capacity, metavar="X", help="bound a rank's rows at X times the even load, dropping "
-        "and counting the rest; none: drop nothing")  # fmt: skip
+    add("--shared-d-ff", type=int, metavar="S", help="width of an expert that every token takes; 0: no such expert")
+    add("--capacity-factor", type=capacity, metavar="X", help="bound the rows of a rank at X times the even load, drop "
+        "and count the rest; none: drop nothing")  # fmt: skip
     add("--tied", action=argparse.BooleanOptionalAction, help="one matrix embeds and predicts bytes")
     add("--balance", choices=BALANCE, help="keep experts busy by a selection bias, by a loss, or not at all")
 
 
 def capacity(text: str) -> float:
-    """--capacity-factor; infinite where there is none."""
+    """Parses the value of --capacity-factor: `none` is infinite."""
     return math.inf if text == "none" else float(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; returns 130 where Ctrl-C stopped the run, else 0."""
+    """Trains, and prints the end of the run. Returns 130 where Ctrl-C stopped the run, else 0."""
     processes.join(args)
     program.start(args.cpu_devices)
     from moax.train import loop, report, summary
 
     config = processes.together(lambda: train_config(args))
     result = loop.train(config, resume=args.resume, report=report.for_stream(json=args.json))
-    found = summary.finish(result)
+    end = summary.finish(result)
     if not processes.is_first():
         return 130 if result.interrupted else 0
-    for line in [json.dumps(found, indent=2)] if args.json else summary.lines(result, found):
+    for line in [json.dumps(end, indent=2)] if args.json else summary.lines(result, end):
         print(line)
     if not result.interrupted:
         return 0
-    hint = f"saved after step {result.steps}; continue with:\n  {to_resume(args, result.config.name)}"
+    hint = f"the run is saved after step {result.steps}; continue it with:\n  {to_resume(args, result.config.name)}"
     print(hint, file=sys.stderr if args.json else sys.stdout)
     return 130
 
 
 def to_resume(args: argparse.Namespace, name: str) -> str:
-    """The command line that continues the run `name`."""
+    """Returns the command line that continues the run `name`."""
     command = ["moax", "train", "--resume", "--name", name]
     command += ["--out", args.out] if args.out != "runs" else []
     command += ["--cpu-devices", str(args.cpu_devices)] if args.cpu_devices else []
@@ -96,10 +96,10 @@ def to_resume(args: argparse.Namespace, name: str) -> str:
 
 
 def train_config(args: argparse.Namespace) -> TrainConfig:
-    """The settings that were given, over the preset's; with --resume, over the run's own.
+    """Returns the settings of a run: the options override those of the preset, or, with --resume, those of the run.
 
     Raises:
-      ValueError: --preset with --resume, or a run that is not there.
+      ValueError: the options have both --preset and --resume, or name a run that does not exist.
     """
     from moax.train.run import newest, read_config
 

@@ -1,8 +1,8 @@
-"""Bytes to train on: files -> two streams (train, held-out) -> batches, each a pure function of (seed, step).
+"""This module reads the text: files -> two streams (train, held-out) -> batches, pure functions of (seed, step).
 
-A file is held out by the hash of its path, so that the split is the same on every machine with the same files. Files
-are joined with a zero byte between them. Nothing here depends on the mesh or the number
-of processes: resuming on others sees the same data.
+The hash of a file's path decides whether the file is held out, so that the split is the same on every machine with
+the same files. A zero byte stands between two files. The batches depend neither on the mesh nor on the number of
+processes: a run that resumes on another mesh reads the same data.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Two streams of bytes and where they come from.
+    """Two streams of bytes and their source.
 
     Attributes:
       train, held_out: [bytes] u8.
-      source: in words, for people.
-      fingerprint: a hash of both streams; a run resumes only on the text it began with.
+      source: the folder or file and the number of files, in words.
+      fingerprint: a hash of both streams; a run resumes only on the text that it began with.
     """
 
     train: UInt8[np.ndarray, " bytes"]
@@ -38,7 +38,17 @@ class Corpus:
     fingerprint: str
 
     def batch(self, seed: int, step: int, batch: int, seq: int, rows: slice = slice(None)) -> UInt8[np.ndarray, "B S1"]:
-        """[B, S + 1] bytes: B windows of the training stream at places drawn from (seed, step); of those, `rows`."""
+        """Draws B windows of the training stream; their places are a function of (seed, step).
+
+        Args:
+          seed, step: the seed of the run, and the number of updates before this one.
+          batch: number B of sequences.
+          seq: bytes S of a sequence.
+          rows: the slice of the B sequences to return.
+
+        Returns:
+          [B, S + 1] u8, or the slice of it.
+        """
         places = np.random.Generator(np.random.Philox(key=[seed, step]))
         starts = places.integers(0, self.train.size - seq, size=batch)
         return _windows(self.train, starts[rows], seq)
@@ -46,17 +56,34 @@ class Corpus:
     def held_out_batch(
         self, index: int, count: int, batch: int, seq: int, rows: slice = slice(None)
     ) -> UInt8[np.ndarray, "B S1"]:
-        """[B, S + 1] bytes: batch `index` of `count` that lie evenly over the held-out stream, for every seed; of its
-        sequences, `rows`."""
+        """Returns batch `index` of the `count` batches whose windows lie evenly over the held-out stream.
+
+        Sequence b of the batch is window b * count + index. The batches are the same for every seed.
+
+        Args:
+          index: which of the batches to return.
+          count: number of batches.
+          batch: number B of sequences.
+          seq: bytes S of a sequence.
+          rows: the slice of the B sequences to return.
+
+        Returns:
+          [B, S + 1] u8, or the slice of it.
+        """
         starts = np.linspace(0, self.held_out.size - seq - 1, count * batch).astype(np.int64)
         return _windows(self.held_out, starts.reshape(batch, count)[rows, index], seq)
 
 
 def load(text: str | None, seq: int, limit: int = LIMIT) -> Corpus:
-    """The corpus of a file or folder; None for the source files of Python's standard library. At most `limit` bytes.
+    """Reads the corpus of a file or folder.
+
+    Args:
+      text: the path; None reads the source files of Python's standard library.
+      seq: bytes S of a sequence.
+      limit: the most bytes to read.
 
     Raises:
-      ValueError: the path is missing, or has too little text for one window of seq + 1 bytes in both streams.
+      ValueError: the path does not exist, or one of the streams is shorter than one window of S + 1 bytes.
     """
     root = Path(sysconfig.get_path("stdlib") if text is None else text)
     if root.is_file():
@@ -81,12 +108,15 @@ def load(text: str | None, seq: int, limit: int = LIMIT) -> Corpus:
 
 
 def is_held_out(path: str) -> bool:
-    """One path in twenty, by its hash."""
+    """Whether a file is held out: the hash of its path picks one file in twenty."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8]) % HELD_OUT == 0
 
 
 def _split(root: Path, *, python_only: bool, limit: int) -> tuple[bytes, bytes, int]:
-    """(training bytes, held-out bytes, files) of a folder; cut at its end where all files fall on one side."""
+    """Returns (training bytes, held-out bytes, number of files) of a folder.
+
+    Where all files fall on one side, the last twentieth of their bytes is held out.
+    """
     parts: dict[bool, list[bytes]] = {True: [], False: []}
     total = 0
     for path in _files(root, python_only):
@@ -107,15 +137,19 @@ def _split(root: Path, *, python_only: bool, limit: int) -> tuple[bytes, bytes, 
 
 
 def _files(root: Path, python_only: bool) -> Iterator[Path]:
-    """Files below root in the order of their relative paths, without hidden ones and folders of tests."""
-    found = []
+    """Yields the files below `root` in the order of their relative paths; it skips hidden files.
+
+    With `python_only` it yields .py files alone, and skips `SKIPPED_FOLDERS`.
+    """
+    paths = []
     for folder, folders, names in os.walk(root):
         skipped = SKIPPED_FOLDERS if python_only else {"__pycache__"}
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         names = [name for name in names if not name.startswith(".") and (not python_only or name.endswith(".py"))]
-        found += [Path(folder, name) for name in names]
-    yield from sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+        paths += [Path(folder, name) for name in names]
+    yield from sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
 
 
 def _windows(stream: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
+    """Returns windows[b, s] = stream[starts[b] + s], [B, S + 1]."""
     return stream[starts[:, None] + np.arange(seq + 1)]

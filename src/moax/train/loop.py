@@ -1,6 +1,6 @@
-"""A run from start to end: restore or initialise, step, evaluate, save, and stop well on Ctrl-C.
+"""A run from start to end: it restores or initialises, steps, evaluates and saves, and Ctrl-C stops it in order.
 
-With several processes, all of them run this; the first writes metrics and config, and all of them checkpoints.
+Several processes all run this module. The first one writes metrics and config; all of them write checkpoints.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from moax.train.report import Report
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-      config: as it ran; its name may differ from the one asked for.
-      run: its folder.
-      steps: updates done, counted from the run's very start.
-      interrupted: stopped by Ctrl-C before `config.steps`.
+      config: the settings of the run; its name differs from the wanted name where that name was taken.
+      run: the folder of the run.
+      steps: number of updates, those before a `--resume` included.
+      interrupted: whether Ctrl-C stopped the run before `config.steps`.
       update: the compiled `train_step`.
     """
 
@@ -58,8 +58,21 @@ def train(
     report: Report | None = None,
     on_step: Callable[[dict], None] | None = None,
 ) -> Result:
-    """Trains to `config.steps`; `on_step` sees every step's row, and in a single process it may raise KeyboardInterrupt
-    to save and stop."""
+    """Trains until `config.steps` updates are done.
+
+    Args:
+      config: the settings of the run.
+      resume: continue the run `config.name` from its last checkpoint.
+      report: shows the progress; None shows nothing.
+      on_step: called with the row of metrics of each step. In a single process it may raise KeyboardInterrupt, which
+        saves the state and stops the run.
+
+    Returns:
+      The end of the run.
+
+    Raises:
+      ValueError: the text, the mesh or the batch do not fit, or the run to resume is another one.
+    """
     report = report or Report()
 
     def prepare():
@@ -68,7 +81,7 @@ def train(
         return corpus, mesh, runs.reopen(config, corpus) if resume else None
 
     corpus, mesh, run = processes.together(prepare)
-    # Each may have a copy of the text of its own; what is in it counts.
+    # Each process may read a copy of the text; the copies must have the same contents, not the same path.
     processes.agree(**(config.to_json() | {"text": corpus.fingerprint}), resume=resume)
     with jax.set_mesh(mesh), contextlib.closing(report):
         began = time.perf_counter()
@@ -87,21 +100,21 @@ def train(
 
 
 def _create(config: TrainConfig) -> tuple[runs.Run, TrainConfig]:
-    """`runs.create` by the first process, for all of them."""
+    """Makes the folder of a new run in the first process, and tells its name to the others."""
     name = processes.together(lambda: runs.create(config)[1].name if processes.is_first() else "")
     config = dataclasses.replace(config, name=processes.gather(name)[0])
     run = runs.Run(Path(config.out, config.name))
 
     def check():
         if not run.path.is_dir():
-            raise ValueError(f"--out {config.out}: {run.path} is not here; all processes must share this folder")
+            raise ValueError(f"--out {config.out}: {run.path} is missing; all processes must share this folder")
 
     processes.together(check)
     return run, config
 
 
 class _Loop:
-    """A run in progress: `state` after `done` steps, and how it advances."""
+    """A run in progress: `state` is the training state after `done` steps."""
 
     def __init__(self, config, corpus: Corpus, program: steps.Program, run: runs.Run, checkpoints, report: Report):
         self.config, self.corpus, self.program = config, corpus, program
@@ -109,16 +122,16 @@ class _Loop:
         self.routed = np.zeros((config.model.num_layers, config.model.num_experts), np.int64)
 
     def begin(self) -> None:
-        """Restores the newest checkpoint, or starts anew."""
-        # A network's file system may show each process another folder for a while: the first one's word goes.
+        """Restores the newest checkpoint, or initialises the state where there is no checkpoint."""
+        # A network file system may show each process another folder for a while, so the first process decides.
         saved = json.loads(processes.gather(json.dumps(self.checkpoints.latest()))[0])
         self.done = saved or 0
         self.state = self.program.init() if saved is None else self.checkpoints.restore(saved, self.program.like)
         if processes.is_first():
-            self.run.forget_after(self.done or -1)  # a run without steps evaluates once more
+            self.run.forget_after(self.done or -1)  # A run without steps evaluates again, so its row of step 0 goes.
 
     def go(self, on_step: Callable[[dict], None] | None) -> None:
-        """Steps until the end or Ctrl-C, then saves."""
+        """Steps until the end or Ctrl-C, then saves; `on_step` is called with the row of each step."""
         if not self.done:
             self.held_out()
         with _asked_to_stop(self.report) as asked:
@@ -128,24 +141,24 @@ class _Loop:
                     if on_step:
                         on_step(row)
             except KeyboardInterrupt:
-                # Inside an update the old state is already given away: then only the last checkpoint is left. And one
-                # of several processes cannot save alone.
+                # An update donates the old state, so that in the middle of an update only the last checkpoint is left.
+                # One of several processes cannot save alone.
                 if jax.process_count() > 1 or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
                     raise
             self.checkpoints.save(self.done, self.state)
 
     def feed(self, rows: Callable[[slice], np.ndarray]) -> jax.Array:
-        """The global batch, of which each process makes the rows of its own devices."""
+        """Returns the global batch [B, S + 1]; each process makes the sequences of its own devices by `rows(slice)`."""
         shape = (self.config.batch, self.config.seq + 1)
         return jax.make_array_from_callback(shape, self.program.rows, lambda index: rows(cast(Any, index)[0]))
 
     def log(self, **row) -> None:
-        """A row of metrics, which are the same in every process."""
+        """Writes a row of metrics in the first process; the metrics are the same in every process."""
         if processes.is_first():
             self.run.log(**row)
 
     def step(self) -> dict:
-        """One update, and what is due after it; returns the step's row of metrics."""
+        """Makes one update, then the evaluation and the checkpoint that are due; returns the step's row of metrics."""
         config, began = self.config, time.perf_counter()
         batch = self.feed(partial(self.corpus.batch, config.seed, self.done, config.batch, config.seq))
         self.state, metrics = self.program.update(self.state, batch)
@@ -166,7 +179,7 @@ class _Loop:
         return row
 
     def held_out(self) -> None:
-        """Logs the held-out loss, and the tokens that each expert had since the last time."""
+        """Logs the held-out loss, and the tokens that each expert had since the last evaluation."""
         config, total = self.config, 0.0
         for index in range(config.eval_batches):
             place = partial(self.corpus.held_out_batch, index, config.eval_batches, config.batch, config.seq)
@@ -179,10 +192,10 @@ class _Loop:
 
 @contextlib.contextmanager
 def _asked_to_stop(report: Report) -> Iterator[Callable[[int], bool]]:
-    """Whether to stop after so many steps: once after the first Ctrl-C; a second raises KeyboardInterrupt.
+    """Yields a function of the number of steps, which says whether to stop.
 
-    Several processes stop after the same step, when any of them gets Ctrl-C or SIGTERM. Outside the main thread there
-    is no Ctrl-C.
+    The first Ctrl-C makes it return True; a second Ctrl-C raises KeyboardInterrupt. Several processes stop after the
+    same step when any of them gets Ctrl-C or SIGTERM. A thread that is not the main one gets no Ctrl-C.
     """
     asked, several = threading.Event(), jax.process_count() > 1
 
@@ -190,9 +203,9 @@ def _asked_to_stop(report: Report) -> Iterator[Callable[[int], bool]]:
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()
-        with contextlib.suppress(RuntimeError):  # the signal came in the middle of a print
-            report.note("Ctrl-C: this step ends, then the state is saved. Once more stops at once.")
-        if several:  # JAX tells the others, and finds the step
+        with contextlib.suppress(RuntimeError):  # The signal may arrive in the middle of a print.
+            report.note("Ctrl-C: the run saves its state after this step. A second Ctrl-C stops it at once.")
+        if several:  # JAX tells the other processes, and agrees with them on the step.
             os.kill(os.getpid(), signal.SIGTERM)
 
     stop = multihost_utils.reached_preemption_sync_point if several else lambda done: asked.is_set()

@@ -1,4 +1,4 @@
-"""Which batches divide over a mesh."""
+"""This module checks that a batch divides over a mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ TOKEN_AXES = ("dp", "fsdp", "ep")
 
 
 def check_batch(batch: int, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError where `batch` sequences do not divide over the mesh's token axes."""
+    """Checks that `batch` sequences divide over the token axes of the mesh, dp, fsdp and ep.
+
+    Raises:
+      ValueError: they do not; the message names the nearest batches that do.
+    """
     axes = {name: size for name, size in mesh.shape.items() if name in TOKEN_AXES}
     over = math.prod(axes.values())
     if batch % over:

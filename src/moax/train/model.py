@@ -29,7 +29,9 @@ MoEBlock = Callable[..., tuple[Float[Array, "B S H"], MoEStats]]
 @partial(jax.tree_util.register_dataclass, data_fields=["norm_a", "wqkv", "wo", "norm_m", "moe"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer; in `Params` every array has a leading L. `moe.router_bias` is None: the selection bias is not trained.
+    """The parameters of one layer. In `Params` every array has a leading L.
+
+    `moe.router_bias` is None, since the optimizer does not train the selection bias; `TrainState` holds it.
 
     Attributes:
       norm_a: [H] f32, gain of the norm before attention.
@@ -48,7 +50,14 @@ class Layer:
 @partial(jax.tree_util.register_dataclass, data_fields=["embed", "layers", "norm", "predict"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """All that is trained: embed [256, H], the stacked layers, the last norm [H], predict [H, 256] or None (tied)."""
+    """All parameters that the optimizer trains.
+
+    Attributes:
+      embed: [256, H] f32.
+      layers: the L layers, stacked along a leading L.
+      norm: [H] f32, gain of the norm before the prediction.
+      predict: [H, 256] f32; None where `embed` is tied to it.
+    """
 
     embed: Float[Array, "V H"]
     layers: Layer
@@ -58,7 +67,13 @@ class Params:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How the model runs: how its blocks do, in which dtype, and what is computed again; see `TrainConfig`."""
+    """How the model runs.
+
+    Attributes:
+      options: how the MoE blocks run.
+      dtype: dtype of activations.
+      remat: what backward recomputes; see `TrainConfig`.
+    """
 
     options: Options = Options()
     dtype: str = "float32"
@@ -66,9 +81,18 @@ class Execution:
 
 
 def init(key: PRNGKeyArray, model: ModelConfig, axes: Axes = Axes()) -> Params:
-    """Float32 parameters: normal, 1 / sqrt(fan in), and smaller by sqrt(2 L) where a layer adds to the residual.
+    """Returns float32 parameters, drawn from a normal distribution of standard deviation 1 / sqrt(fan in).
 
-    Untied predictions begin near uniform.
+    The matrices whose product a layer adds to the residual stream are smaller by sqrt(2 L). Where `predict` is not
+    tied, its scale is a fifth, so that the first predictions are near uniform.
+
+    Args:
+      key: the random key.
+      model: the sizes.
+      axes: the roles of mesh axes.
+
+    Returns:
+      `Params` whose arrays lie as `specs` says on the mesh that is set.
     """
     width, shrink = model.d_model, (2 * model.num_layers) ** -0.5
 
@@ -92,7 +116,7 @@ def init(key: PRNGKeyArray, model: ModelConfig, axes: Axes = Axes()) -> Params:
 
 
 def count(model: ModelConfig) -> tuple[int, int]:
-    """(all parameters, those that one token meets)."""
+    """Returns (number of parameters, number of active parameters: those that one token is multiplied with)."""
     shapes = jax.eval_shape(partial(init, model=model), jax.random.key(0))
     total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     experts = sum(leaf.size for leaf in (shapes.layers.moe.wi, shapes.layers.moe.wo))
@@ -100,9 +124,12 @@ def count(model: ModelConfig) -> tuple[int, int]:
 
 
 def specs(model: ModelConfig, axes: Axes = Axes()) -> Params:
-    """`Params` of PartitionSpecs on the mesh that is set: dense weights over (fsdp, ep), the MoE's as it wants them."""
+    """Returns `Params` of PartitionSpecs on the mesh that is set.
+
+    Dense weights lie over (fsdp, ep), the MoE's as `moax.param_specs` says.
+    """
     width = model.d_model
-    spec: Any = make_spec  # Any: specs stand where Params has arrays
+    spec: Any = make_spec  # The type is Any, since specs stand where Params has arrays.
     dense: Any = partial(dense_spec, axes)
 
     def stacked(one) -> Any:
@@ -127,9 +154,19 @@ def forward(
     execution: Execution,
     block: MoEBlock = moax.moe,
 ) -> tuple[Float[Array, "B S V"], MoEStats]:
-    """Float32 logits of the next byte at each place, and the statistics of the L layers, each with a leading L.
+    """Computes the logits of the next byte at each place of each sequence.
 
-    `block` is called as `moax.moe`, which it stands for.
+    Args:
+      params: the parameters.
+      router_bias: [L, E] f32, the selection bias; None where the router has none.
+      tokens: [B, S] ints, the bytes.
+      model: the sizes.
+      execution: how the model runs.
+      block: the function that stands for `moax.moe`, with its arguments.
+
+    Returns:
+      logits [B, S, 256] f32: logits[b, s] predicts tokens[b, s + 1]; and the MoEStats of the L layers, each array of
+      which has a leading L.
     """
     options, dtype, axes = execution.options, jnp.dtype(execution.dtype), execution.options.axes
     rows = token_spec(axes, ndim=3)
@@ -150,8 +187,9 @@ def forward(
         )
         return x + y, stats
 
-    # A product with one-hot rows, since the transpose of a lookup in a sharded table is a scatter. Scaled to unit size:
-    # beside smaller embeddings, what attention averages would be most of every token, and all would go to one expert.
+    # The lookup is a product with one-hot rows, since the transpose of a lookup in a sharded table is a scatter. The
+    # factor gives embeddings unit size. Beside smaller embeddings the mean that attention adds would dominate every
+    # token, and the router would send all tokens to one expert.
     x = dense(jax.nn.one_hot(tokens, VOCAB, dtype=dtype), params.embed) * model.d_model**0.5
     x, stats = lax.scan(_remat(layer, execution.remat), x, (params.layers, router_bias))
     predict = params.embed.T if params.predict is None else params.predict
@@ -159,6 +197,7 @@ def forward(
 
 
 def _remat(layer, how: str):
+    """Returns `layer`, which recomputes what `TrainConfig.remat` says in backward."""
     if how == "none":
         return layer
     policy = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES) if how == "moe" else None
@@ -166,7 +205,7 @@ def _remat(layer, how: str):
 
 
 def _attention(x, p: Layer, rotation, heads: int, dense):
-    """Causal attention of N heads with rotary positions, [B, S, H] -> [B, S, H]."""
+    """Computes causal attention of N heads with rotary positions, [B, S, H] -> [B, S, H]."""
     batch, seq, width = x.shape
     qkv = dense(x, p.wqkv).reshape(batch, seq, 3, heads, width // heads)
     q, k, v = _rotate(qkv[:, :, 0], rotation), _rotate(qkv[:, :, 1], rotation), qkv[:, :, 2]
@@ -175,26 +214,26 @@ def _attention(x, p: Layer, rotation, heads: int, dense):
 
 
 def _pick_attention(q) -> Literal["cudnn", "xla"]:
-    """cuDNN's kernels, which hold no [S, S] of scores in memory, where q fits them on Hopper; elsewhere XLA."""
+    """Picks cuDNN on Hopper where q fits its kernels, which hold no [S, S] scores in memory; elsewhere XLA."""
     fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
     return "cudnn" if backend.on_hopper() and fits else "xla"
 
 
 def _rms_norm(x, gain):
-    """x / rms(x) * gain over the last dim, in float32."""
+    """Computes x / rms(x) * gain over the last dim, in float32."""
     wide = x.astype(jnp.float32)
     return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6) * gain).astype(x.dtype)
 
 
 def _rotation(seq: int, dim: int):
-    """cos, sin of place * 10000^(-i / (dim / 2)), each [S, 1, dim / 2] f32."""
+    """Returns cos and sin of angle[s, i] = s * 10000^(-i / (dim / 2)), each [S, 1, dim / 2] f32."""
     rates = 10000.0 ** (-jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
     angles = jnp.arange(seq, dtype=jnp.float32)[:, None, None] * rates
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def _rotate(x, rotation):
-    """RoPE on [B, S, N, D]: the pairs (x[i], x[i + D/2]) turn by their place's angle."""
+    """Applies RoPE to x [B, S, N, D]: the pair (x[b, s, n, i], x[b, s, n, i + D/2]) turns by angle[s, i]."""
     cos, sin = rotation
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

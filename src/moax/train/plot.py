@@ -1,4 +1,4 @@
-"""curves.png: losses, how evenly the experts are used now, and how that came to be."""
+"""This module draws curves.png: the losses, the tokens of each expert, and the share of the busiest expert by step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INK, SOFT, TRAIN, HELD_OUT = "#2b2d33", "#9aa0a8", "#2f6fb0", "#d9601a"
 
 
 def draw(run: Run, config: TrainConfig) -> None:
-    """Writes `run.curves` from the run's metrics.jsonl; without steps, nothing."""
+    """Draws `run.curves` from the metrics.jsonl of the run; a run without a step gets no plot."""
     rows = run.rows()
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "held_out_loss" in row]
@@ -34,58 +34,64 @@ def draw(run: Run, config: TrainConfig) -> None:
     mesh = ", ".join(f"{axis}={size}" for axis, size in config.mesh) or "one axis"
     model = config.model
     figure.suptitle(
-        f"{config.name}: {plural(model.num_layers, 'layer')}, {model.num_experts} experts, {model.top_k} a byte; "
+        f"{config.name}: {plural(model.num_layers, 'layer')}, {model.num_experts} experts, top-{model.top_k}; "
         f"recipe {config.recipe or 'none'}, mesh {mesh}",
         x=0.01, ha="left", fontsize=12, color=INK, weight="bold",
     )  # fmt: skip
     _losses(figure.add_subplot(grid[:, 0]), steps, evaluations)
-    used = next((row for row in reversed(evaluations) if np.any(row["tokens_per_expert"])), None)
-    if used:
-        before = max((row["step"] for row in evaluations if row["step"] < used["step"]), default=0)
-        tokens = np.asarray(used["tokens_per_expert"], float)
-        _experts(figure.add_subplot(grid[0, 1]), figure, tokens, f"steps {before + 1} to {used['step']}")
+    last = next((row for row in reversed(evaluations) if np.any(row["tokens_per_expert"])), None)
+    if last:
+        before = max((row["step"] for row in evaluations if row["step"] < last["step"]), default=0)
+        tokens = np.asarray(last["tokens_per_expert"], float)
+        _experts(figure.add_subplot(grid[0, 1]), figure, tokens, f"steps {before + 1} to {last['step']}")
     _busiest(figure.add_subplot(grid[1, 1]), steps, model.num_experts)
     figure.savefig(run.curves)
 
 
 def compare(runs: list[Run], path: Path) -> list[tuple[str, float, float]]:
-    """Draws the losses of several runs on one plot at `path`: the training loss, smoothed, and the held-out loss.
+    """Draws the losses of several runs on one plot: the training loss, smoothed, and the held-out loss.
 
-    Returns the name, last held-out loss and median tokens a second of each run.
+    Args:
+      runs: the folders of the runs.
+      path: the file of the plot.
+
+    Returns:
+      The name, the last held-out loss in nats a byte and the median tokens a second of each run.
 
     Raises:
-      ValueError: a run without a step or a held-out loss.
+      ValueError: a run has no step, or no held-out loss.
     """
     figure = Figure(figsize=(9, 5), dpi=140, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
     FigureCanvasAgg(figure)
-    plot, found = figure.add_subplot(), []
+    plot, results = figure.add_subplot(), []
     for run, color in zip(runs, itertools.cycle((TRAIN, HELD_OUT, "#3f8f5b", "#8a5fb0"))):
         steps = [row for row in run.rows() if "loss" in row]
         evaluations = [row for row in run.rows() if "held_out_loss" in row]
         if not steps or not evaluations:
             raise ValueError(f"{run.path} has no step, or no held-out loss, to draw")
-        at, loss = _series(steps, "loss")
-        plot.plot(at, loss, color=color, alpha=0.18, linewidth=1)
-        plot.plot(at, _smooth(loss), color=color, linewidth=1.6, label=f"{run.path.name}: training")
-        at, loss = _series(evaluations, "held_out_loss")
-        plot.plot(at, loss, color=color, linestyle="--", marker="o", markersize=4, label=f"{run.path.name}: held out")
-        found.append((run.path.name, float(loss[-1]), float(np.median(_series(steps, "tokens_per_s")[1]))))
+        step, loss = _series(steps, "loss")
+        plot.plot(step, loss, color=color, alpha=0.18, linewidth=1)
+        plot.plot(step, _smooth(loss), color=color, linewidth=1.6, label=f"{run.path.name}: training")
+        step, loss = _series(evaluations, "held_out_loss")
+        plot.plot(step, loss, color=color, linestyle="--", marker="o", markersize=4, label=f"{run.path.name}: held out")
+        results.append((run.path.name, float(loss[-1]), float(np.median(_series(steps, "tokens_per_s")[1]))))
     plot.legend(frameon=False, loc="upper right", fontsize=9)
     _style(plot, "Loss, nats a byte", "step")
     plot.grid(axis="y", color="#e6e8eb", linewidth=0.8)
     figure.savefig(path)
-    return found
+    return results
 
 
 def _losses(plot: Plot, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
-    at, loss = _series(steps, "loss")
-    plot.plot(at, loss, color=TRAIN, alpha=0.25, linewidth=1)
-    plot.plot(at, _smooth(loss), color=TRAIN, linewidth=1.8, label="training")
+    """Draws the training loss and the held-out loss by step."""
+    step, loss = _series(steps, "loss")
+    plot.plot(step, loss, color=TRAIN, alpha=0.25, linewidth=1)
+    plot.plot(step, _smooth(loss), color=TRAIN, linewidth=1.8, label="training")
     if evaluations:
-        at, loss = _series(evaluations, "held_out_loss")
-        plot.plot(at, loss, color=HELD_OUT, linewidth=1.4, marker="o", markersize=5, label="held out")
+        step, loss = _series(evaluations, "held_out_loss")
+        plot.plot(step, loss, color=HELD_OUT, linewidth=1.4, marker="o", markersize=5, label="held out")
         plot.annotate(
-            f"{loss[-1]:.2f}", (at[-1], loss[-1]), xytext=(9, 0), textcoords="offset points",
+            f"{loss[-1]:.2f}", (step[-1], loss[-1]), xytext=(9, 0), textcoords="offset points",
             va="center", color=HELD_OUT, weight="bold", annotation_clip=False,
         )  # fmt: skip
         plot.margins(x=0.07)
@@ -95,7 +101,7 @@ def _losses(plot: Plot, steps: list[dict[str, Any]], evaluations: list[dict[str,
 
 
 def _experts(plot: Plot, figure: Figure, tokens: Float[np.ndarray, "L E"], when: str) -> None:
-    """[L, E] tokens as multiples of an even share."""
+    """Draws the tokens [L, E] of each expert as multiples of an even share: tokens[l, e] * E / (sum of tokens[l])."""
     load = tokens / tokens.mean(axis=1, keepdims=True).clip(1)
     norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(load.max())))
     image = plot.imshow(load, cmap="PuOr_r", norm=norm, aspect="auto")
@@ -117,11 +123,12 @@ def _experts(plot: Plot, figure: Figure, tokens: Float[np.ndarray, "L E"], when:
 
 
 def _busiest(plot: Plot, steps: list[dict[str, Any]], experts: int) -> None:
-    at, share = _series(steps, "busiest")
-    plot.plot(at, 100 * share, color=TRAIN, alpha=0.25, linewidth=1)
-    plot.plot(at, 100 * _smooth(share), color=TRAIN, linewidth=1.8)
+    """Draws the share of the busiest expert of any layer by step, in percent."""
+    step, share = _series(steps, "busiest")
+    plot.plot(step, 100 * share, color=TRAIN, alpha=0.25, linewidth=1)
+    plot.plot(step, 100 * _smooth(share), color=TRAIN, linewidth=1.8)
     plot.axhline(100 / experts, color=SOFT, linestyle="--", linewidth=1)
-    plot.annotate("even", (at[0], 100 / experts), xytext=(2, 3), textcoords="offset points", fontsize=8, color=SOFT)
+    plot.annotate("even", (step[0], 100 / experts), xytext=(2, 3), textcoords="offset points", fontsize=8, color=SOFT)
     plot.set_ylim(0)
     dropped = sum(row["dropped"] for row in steps)
     _style(plot, f"Share of the busiest expert of any layer, %; {dropped:,} dropped in all", "step")
@@ -129,6 +136,7 @@ def _busiest(plot: Plot, steps: list[dict[str, Any]], experts: int) -> None:
 
 
 def _style(plot: Plot, title: str, x: str, y: str = "") -> None:
+    """Sets the title and the axis labels of a plot in moax's colours."""
     plot.set_title(title, loc="left", fontsize=10, color=INK)
     plot.set_xlabel(x, color=INK, fontsize=9)
     plot.set_ylabel(y, color=INK, fontsize=9)
@@ -139,11 +147,12 @@ def _style(plot: Plot, title: str, x: str, y: str = "") -> None:
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the steps of the rows, and the value `name` of each row."""
     return np.array([row["step"] for row in rows]), np.array([row[name] for row in rows])
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over a window of a twentieth of the run, centred, shorter at both ends."""
+    """Returns the mean over a centred window of a twentieth of the run; the window is shorter at both ends."""
     half = max(1, len(values) // 40)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     first = np.maximum(np.arange(len(values)) - half, 0)

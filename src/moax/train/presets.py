@@ -1,4 +1,4 @@
-"""What to train: the model's sizes, the run's settings, and four presets of both."""
+"""This module has the sizes of the model, the settings of a run, and four presets of both."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class ModelConfig:
     Attributes:
       d_model: width H of the residual stream.
       d_ff: width F of one expert.
-      num_layers: L.
+      num_layers: number of layers L.
       num_heads: attention heads N, each d_model // num_heads wide (even, for RoPE).
       num_experts, top_k: E experts a layer, K of them for a token.
       shared_d_ff: width of the expert that every token takes; 0 for none.
-      capacity_factor: None drops no token; a number bounds a rank's rows at that multiple of the balanced load.
+      capacity_factor: None drops no token; a number bounds the rows of a rank at that multiple of the balanced load.
       tied: one [256, H] matrix embeds bytes and predicts them.
-      balance: how experts are kept busy. `bias`: sigmoid scores and a selection bias moved after each step
-        (loss-free); `aux`: softmax scores and a load-balance loss; `none`: softmax scores alone.
+      balance: how the load of the experts is balanced. `bias` takes sigmoid scores and a selection bias that changes
+        after each step (loss-free balancing); `aux` takes softmax scores and a load-balance loss; `none` takes softmax
+        scores alone.
     """
 
     d_model: int
@@ -54,7 +55,7 @@ class ModelConfig:
         self.moe()
 
     def moe(self) -> MoEConfig:
-        """The MoE block of every layer."""
+        """Returns the config of the MoE block, which is the same in every layer."""
         router = RouterConfig(
             score="sigmoid" if self.balance == "bias" else "softmax",
             bias=self.balance == "bias",
@@ -73,22 +74,28 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """A whole run; what `config.json` holds and what `--resume` reads back.
+    """The settings of a run. `config.json` holds them, and `--resume` reads them.
 
     Attributes:
       model: the model's sizes.
       name, out: the run's files go to `out/name`.
       text: a file or folder to train on; None for the source files of Python's standard library.
-      mesh: sizes of the mesh's axes, as (("fsdp", 2), ("ep", 4)); empty for all devices on fsdp.
-      steps, batch, seq: `batch` sequences of `seq` bytes a step, over the whole mesh.
-      lr, warmup, weight_decay, clip: AdamW; linear warm-up over `warmup` steps, then cosine to a tenth; global norm.
-      bias_rate: step of the selection bias where balance is `bias`.
-      seed: of the initial weights and of the order of the data.
-      recipe, exchange, engine, chunks: see `moax.moe`; the recipe also holds for attention's projections.
-      dtype: of activations; master weights and the optimizer are float32.
-      remat: recompute nothing (`none`), everything (`full`), or all but `moax.CHECKPOINT_NAMES` (`moe`).
-      eval_every, eval_batches: held-out loss over `eval_batches` fixed batches every `eval_every` steps.
-      save_every: checkpoint every so many steps, and at the end; 0 for the end alone.
+      mesh: sizes of the mesh axes, as (("fsdp", 2), ("ep", 4)); empty for all devices on fsdp.
+      steps: number of updates.
+      batch: sequences of a step, over the whole mesh.
+      seq: bytes S of a sequence.
+      lr: peak learning rate of AdamW. It falls along a cosine to a tenth.
+      warmup: steps of the linear warm-up.
+      weight_decay: AdamW's decay of the matrices.
+      clip: bound of the global norm of the gradients.
+      bias_rate: by how much the selection bias changes in a step, where balance is `bias`.
+      seed: seed of the initial weights and of the order of the data.
+      recipe, exchange, engine, chunks: see `moax.moe`; the recipe also holds for the projections of attention.
+      dtype: dtype of activations; master weights and the optimizer are float32.
+      remat: backward recomputes nothing (`none`), everything (`full`), or all but `moax.CHECKPOINT_NAMES` (`moe`).
+      eval_every: steps between two evaluations of the held-out loss.
+      eval_batches: fixed batches of an evaluation.
+      save_every: steps between two checkpoints; 0 saves at the end alone. Every run saves at its end.
     """
 
     model: ModelConfig
@@ -138,12 +145,16 @@ class TrainConfig:
             raise ValueError(f"{owner}: name={self.name!r} must be a folder's name, without '/' or a leading '.'")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain nested dict; `from_json` is its inverse."""
+        """Returns the settings as a nested dict that JSON can hold; `from_json` is the inverse."""
         return dataclasses.asdict(self) | {"mesh": dict(self.mesh)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainConfig:
-        """Rebuilds the config; an unknown field is a ValueError."""
+        """Rebuilds the settings from what `to_json` returned.
+
+        Raises:
+          ValueError: `data` has a field that the settings do not have.
+        """
         model, run = dict(data["model"]), {key: value for key, value in data.items() if key != "model"}
         for owner, given in ((ModelConfig, model), (cls, run)):
             unknown = given.keys() - {field.name for field in dataclasses.fields(owner)}
@@ -153,18 +164,20 @@ class TrainConfig:
 
 
 def _at_least_one(owner: str, **fields) -> None:
+    """Raises ValueError for a field that is no int of at least 1."""
     for name, value in fields.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{owner}: {name}={value!r} must be an int of at least 1")
 
 
 def _one_of(owner: str, name: str, value, choices: tuple[str, ...]) -> None:
+    """Raises ValueError for a value that is none of the choices."""
     if value not in choices:
         raise ValueError(f"{owner}: {name}={value!r} must be one of {', '.join(map(repr, choices))}")
 
 
-# Parameters in all / for one byte: tiny 3.5 M / 1.1 M, small 109 M / 21 M, medium 655 M / 127 M, large 3.5 B / 673 M.
-# Training holds 16 bytes a parameter (float32 weight, gradient, two moments): large is sized for one H200 or more.
+# Parameters / active parameters: tiny 3.5 M / 1.1 M, small 109 M / 21 M, medium 655 M / 127 M, large 3.5 B / 673 M.
+# Training holds 16 bytes a parameter (float32 weight, gradient, two moments): large suits one H200 or more.
 PRESETS = {
     "tiny": TrainConfig(
         model=ModelConfig(d_model=128, d_ff=256, num_layers=4, num_heads=4, num_experts=8, top_k=2),

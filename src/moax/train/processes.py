@@ -1,7 +1,8 @@
 """Several processes of one run: how they join, agree, act as one, and leave.
 
-Each process runs the same program on the same settings, and has some of the devices. What is computed on a mesh needs
-nothing from here; what a process does by itself does: read arguments and text, name a run, print, write files.
+Each process runs the same program with the same settings, and has some of the devices. Computation on a mesh needs
+nothing from this module. The work outside the mesh does: a process reads arguments and text, names a run, prints, and
+writes files.
 """
 
 from __future__ import annotations
@@ -16,32 +17,33 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-HEARTBEAT = 100  # seconds; JAX's own default
+HEARTBEAT = 100  # seconds, as JAX's default
 
 
 def add_options(group) -> None:
-    """The flags of `join`."""
+    """Adds the flags that `join` reads to `group`."""
     add = group.add_argument
     add("--distributed", action="store_true", help="join the other processes of this Slurm or MPI job, as JAX finds it")
-    add("--coordinator", metavar="HOST:PORT", help="without such a job: where process 0 listens, the same for all")
-    add("--num-processes", type=int, metavar="N", help="how many processes there are")
-    add("--process-id", type=int, metavar="I", help="which of them this is, from 0")
-    add("--heartbeat-timeout", type=int, default=HEARTBEAT, metavar="SECONDS", help="end where another process has not "
-        "been heard of for so long (default: %(default)s)")  # fmt: skip
+    add("--coordinator", metavar="HOST:PORT", help="without such a job: the address at which process 0 listens")
+    add("--num-processes", type=int, metavar="N", help="number of processes")
+    add("--process-id", type=int, metavar="I", help="number of this process, from 0")
+    add("--heartbeat-timeout", type=int, default=HEARTBEAT, metavar="SECONDS", help="end when another process has sent "
+        "no sign of life for so long (default: %(default)s)")  # fmt: skip
 
 
 def flags(args: argparse.Namespace) -> list[str]:
-    """What to type to join again, for a hint."""
+    """Returns the flags with which to join again, for the hint how to resume."""
     if args.coordinator:
         return ["--coordinator", "HOST:PORT", "--num-processes", str(args.num_processes), "--process-id", "I"]
     return ["--distributed"] if args.distributed else []
 
 
 def join(args: argparse.Namespace) -> None:
-    """Connects to the other processes, if there are any; must come before anything starts JAX's backend.
+    """Connects to the other processes, if there are any. The call must come before JAX's backend starts.
 
     Raises:
-      ValueError: flags that do not fit together. RuntimeError: nobody answers, or JAX finds no job.
+      ValueError: the flags do not fit together, or JAX finds no Slurm or MPI job.
+      RuntimeError: the coordinator does not answer.
     """
     given = {
         f"--{name.replace('_', '-')}": getattr(args, name) for name in ("coordinator", "num_processes", "process_id")
@@ -50,7 +52,9 @@ def join(args: argparse.Namespace) -> None:
     if len(missing) == 3 and not args.distributed:
         return
     if args.distributed and len(missing) < 3:
-        raise ValueError(f"--distributed finds {', '.join(given)} itself; give it alone, or those three without it")
+        raise ValueError(
+            f"--distributed finds {', '.join(given)} itself; give --distributed alone, or the three flags without it"
+        )
     if not args.distributed and missing:
         raise ValueError(f"{', '.join(missing)} missing: one of several processes needs all of {', '.join(given)}")
     if args.heartbeat_timeout < 1:
@@ -68,23 +72,21 @@ def join(args: argparse.Namespace) -> None:
             args.coordinator,
             args.num_processes,
             args.process_id,
-            # Under Slurm the detection gives a process one GPU; where all is said, it keeps those that it sees.
+            # Under Slurm the detection gives a process one GPU. Without detection, a process keeps the GPUs it sees.
             cluster_detection_method=None if args.distributed else "deactivate",
             heartbeat_timeout_seconds=args.heartbeat_timeout,
         )
-    except ValueError as error:  # JAX's words for a job that it did not find
-        raise ValueError(
-            f"--distributed: JAX finds no Slurm or MPI job here ({error}); give {', '.join(given)}"
-        ) from error
+    except ValueError as error:  # JAX raises ValueError where it finds no job.
+        raise ValueError(f"--distributed: JAX finds no Slurm or MPI job ({error}); give {', '.join(given)}") from error
 
 
 def is_first() -> bool:
-    """Whether this is the process that prints, and writes what is written once."""
+    """Whether this is process 0, which prints, and writes the files that are written once."""
     return jax.process_index() == 0
 
 
 def gather(text: str) -> list[str]:
-    """Every process's text, on all of them."""
+    """Returns the texts of all processes, in the order of the processes, to each of them."""
     if jax.process_count() == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
@@ -96,26 +98,40 @@ def gather(text: str) -> list[str]:
 
 
 def together[T](act: Callable[[], T]) -> T:
-    """act(), an error of one process being an error of all: nobody then waits for a process that is gone."""
-    result, mine = None, None
+    """Calls `act()` in every process; an error in one process is raised in all, so that none waits for a dead one.
+
+    Args:
+      act: the work, which may differ between processes.
+
+    Returns:
+      What `act()` returned in this process.
+
+    Raises:
+      ValueError: `act()` failed in another process; its own error is raised where it failed.
+    """
+    result, own_error = None, None
     try:
         result = act()
     except Exception as error:
-        mine = error
-    failed = gather("" if mine is None else str(mine) or type(mine).__name__)
-    if mine is not None:
-        _end(mine)
-    for process, why in enumerate(failed):
-        if why:
-            _end(ValueError(f"process {process} cannot go on: {why}"))
+        own_error = error
+    messages = gather("" if own_error is None else str(own_error) or type(own_error).__name__)
+    if own_error is not None:
+        _end(own_error)
+    for process, message in enumerate(messages):
+        if message:
+            _end(ValueError(f"process {process} cannot go on: {message}"))
     return cast(T, result)
 
 
 def agree(**values: Any) -> None:
-    """Raises ValueError on every process where they were started with different values (of JSON), naming them."""
-    said = [json.loads(text) for text in gather(json.dumps({n: _digest(v) for n, v in values.items()}))]
+    """Checks that all processes were started with the same values, which JSON can hold.
+
+    Raises:
+      ValueError: two processes have different values; every process raises it, and the message names the value.
+    """
+    digests = [json.loads(text) for text in gather(json.dumps({n: _digest(v) for n, v in values.items()}))]
     for name in values:
-        other = next((i for i, one in enumerate(said) if one[name] != said[0][name]), None)
+        other = next((i for i, one in enumerate(digests) if one[name] != digests[0][name]), None)
         if other is not None:
             _end(ValueError(f"{name} is not the same in processes 0 and {other}; start all of them alike"))
 
@@ -125,7 +141,7 @@ def _digest(value: Any) -> str:
 
 
 def _end(error: Exception) -> NoReturn:
-    """Raises `error`, which all processes have, with the ties between them cut: none cuts another's last words off."""
+    """Raises `error`, which every process raises, after it has left the others, so that each can print its error."""
     if jax.process_count() > 1:
         jax.distributed.shutdown()
     raise error

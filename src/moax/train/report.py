@@ -1,4 +1,4 @@
-"""What a run says: plain lines for logs, a live bar for a terminal, and the summary at the end."""
+"""The reports of a run: plain lines for logs, and a live bar for a terminal."""
 
 from __future__ import annotations
 
@@ -19,33 +19,39 @@ from moax.train.presets import TrainConfig
 from moax.train.processes import is_first
 from moax.train.run import Run
 
-STEP = len("step 10000/10000")  # columns that a narrow terminal leaves to the number of the step
+STEP = len("step 10000/10000")  # A narrow terminal leaves at least these columns to the number of the step.
 
 
 class Report:
-    """Says nothing; the others override what they show."""
+    """The report that shows nothing. Its subclasses override the events that they show."""
 
     def start(self, config: TrainConfig, mesh, corpus: Corpus) -> None:
-        """Before compiling."""
+        """The run calls this before it compiles."""
 
     def ready(self, run: Run, done: int, seconds: float) -> None:
-        """Compiled and initialised, or restored at step `done`."""
+        """The run calls this when it has compiled, and has initialised the state or restored it at step `done`.
+
+        Args:
+          run: the folder of the run.
+          done: the updates of the restored state; 0 for a new run.
+          seconds: the time since `start`.
+        """
 
     def step(self, row: dict) -> None:
-        """After a step; `row` as in metrics.jsonl."""
+        """The run calls this after each step with the step's row of metrics.jsonl."""
 
     def held_out(self, step: int, loss: float) -> None:
-        """After an evaluation."""
+        """The run calls this after each evaluation; `loss` is in nats a byte."""
 
     def note(self, text: str) -> None:
-        """Something to tell in between."""
+        """The run calls this with a line for the user."""
 
     def close(self) -> None:
-        """At the end, also after an error."""
+        """The run calls this at the end, also after an error."""
 
 
 class PlainReport(Report):
-    """A line at the start, about twenty lines of steps, and a line for each evaluation."""
+    """The report that prints lines: the settings, about twenty steps, and each evaluation."""
 
     def __init__(self, stream=None):
         self.stream = stream or sys.stdout
@@ -72,7 +78,7 @@ class PlainReport(Report):
 
 
 class LiveReport(PlainReport):
-    """One bar that moves, with the numbers of the last step beside it; evaluations stay above it as lines."""
+    """The report that draws one bar, with the numbers of the last step beside it; evaluations are lines above it."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console()
@@ -101,8 +107,14 @@ class LiveReport(PlainReport):
 
 
 def for_stream(*, json: bool = False) -> Report:
-    """The live bar on a terminal, plain lines elsewhere (on stderr, where stdout is for JSON); nothing in any but the
-    first of several processes."""
+    """Returns the report of this process: the live bar on a terminal, and plain lines elsewhere.
+
+    Args:
+      json: stdout is for JSON, so that the lines go to stderr.
+
+    Returns:
+      A report that shows nothing in all processes but the first.
+    """
     if not is_first():
         return Report()
     if json:
@@ -112,14 +124,14 @@ def for_stream(*, json: bool = False) -> Report:
 
 
 def describe(config: TrainConfig, mesh, corpus: Corpus) -> list[str]:
-    """What will be trained, on what, where."""
+    """Returns the lines that say what a run trains, on which devices and on which text."""
     model = config.model
     total, active = count(model)
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return [
-        f"model  {total / 1e6:.1f} M parameters, of which a byte meets {active / 1e6:.1f} M: "
+        f"model  {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M of them active: "
         f"{plural(model.num_layers, 'layer')} of width {model.d_model}, each with {model.num_experts} experts of width "
-        f"{model.d_ff}, {model.top_k} a byte",
+        f"{model.d_ff}, top-{model.top_k}",
         f"runs   in {config.dtype}, recipe {config.recipe or 'none'}, exchange {config.exchange}, "
         f"balance {model.balance}",
         f"mesh   {axes}: {mesh.size} {backend.platform()} devices{_spread(mesh)}",
@@ -130,13 +142,13 @@ def describe(config: TrainConfig, mesh, corpus: Corpus) -> list[str]:
 
 
 def _spread(mesh) -> str:
-    """Which axes are between processes, so that a wrong order of them shows; nothing for one process."""
+    """Returns which mesh axes cross processes, so that a wrong order of the axes shows; "" for one process."""
     count, across = jax.process_count(), crossing(mesh)
     return f" in {count} processes, with {' and '.join(across)} across them" if count > 1 else ""
 
 
 def status(row: dict, config: TrainConfig, held_out: float | None = None) -> str:
-    """One step's numbers: the even share of an expert stands behind the busiest one's."""
+    """Returns the numbers of one step as text; the share of the busiest expert stands beside an even share."""
     even = 1 / config.model.num_experts
     last = "" if held_out is None else f"held-out {held_out:.3f}  "
     return (

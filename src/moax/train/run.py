@@ -1,4 +1,4 @@
-"""The folder of a run: config.json, metrics.jsonl, checkpoints/, curves.png."""
+"""A run's folder holds config.json, metrics.jsonl, checkpoints/ and curves.png."""
 
 from __future__ import annotations
 
@@ -15,20 +15,29 @@ FIXED = ("model", "seed", "batch", "seq")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Paths of one run, and its metrics: a row a step, and a row a held-out evaluation (which has `held_out_loss`)."""
+    """The files of one run.
+
+    A step has a row of metrics with `loss`; an evaluation has a row with `held_out_loss`.
+
+    Attributes:
+      path: the folder.
+    """
 
     path: Path
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def curves(self) -> Path:
+        """The file of the plot."""
         return self.path / "curves.png"
 
     @property
     def metrics(self) -> Path:
+        """The file of the metrics, one JSON object a line."""
         return self.path / "metrics.jsonl"
 
     def log(self, **row: Any) -> None:
@@ -37,25 +46,29 @@ class Run:
             file.write(json.dumps(row) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows of metrics.jsonl, but for one that a killed process left unfinished."""
+        """Returns all rows of metrics.jsonl, but for a last row that a killed process left unfinished."""
         if not self.metrics.exists():
             return []
         lines = self.metrics.read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def forget_after(self, step: int) -> None:
-        """Drops the rows of steps past `step`, which a resumed run will write anew."""
+        """Drops the rows of steps after `step`, which a resumed run writes again."""
         kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
         self.metrics.write_text("".join(kept))
 
     def write_config(self, config: TrainConfig, corpus: Corpus) -> None:
-        """config.json: the settings, and the fingerprint of the text."""
+        """Writes config.json: the settings, and the fingerprint of the text."""
         data = config.to_json() | {"fingerprint": corpus.fingerprint}
         (self.path / "config.json").write_text(json.dumps(data, indent=2) + "\n")
 
 
 def create(config: TrainConfig) -> tuple[Run, TrainConfig]:
-    """A new folder out/name, or name-2, name-3, ... where that is taken: no run is ever overwritten."""
+    """Makes the folder out/name, or out/name-2, out/name-3, ... where the name is taken.
+
+    Returns:
+      The run, and the settings with the name of its folder.
+    """
     name, number = config.name, 1
     while True:
         path = Path(config.out, name)
@@ -69,25 +82,31 @@ def create(config: TrainConfig) -> tuple[Run, TrainConfig]:
 
 
 def read_config(out: str, name: str) -> TrainConfig:
-    """The settings of an earlier run, for `--resume`.
+    """Reads the settings of an earlier run, for `--resume`.
+
+    Args:
+      out: the folder of all runs.
+      name: the name of the run.
 
     Raises:
-      ValueError: no such run; the message names those that are there.
+      ValueError: `out` has no such run; the message names the runs that it has.
     """
     path = Path(out, name, "config.json")
     if not path.is_file():
-        there = ", ".join(sorted(found.parent.name for found in Path(out).glob("*/config.json")))
-        raise ValueError(f"--resume: no run {name!r} in {out}/; {f'there are: {there}' if there else 'it has no runs'}")
+        names = ", ".join(sorted(file.parent.name for file in Path(out).glob("*/config.json")))
+        raise ValueError(
+            f"--resume: {out}/ has no run {name!r}; {f'its runs are {names}' if names else 'it has no runs'}"
+        )
     data = json.loads(path.read_text())
     data.pop("fingerprint", None)
     return TrainConfig.from_json(data)
 
 
 def newest(out: str) -> str:
-    """The name of the run in `out` that began or resumed last.
+    """Returns the name of the run in the folder `out` that began or resumed last.
 
     Raises:
-      ValueError: there is none.
+      ValueError: `out` has no run.
     """
     configs = sorted(Path(out).glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     if not configs:
@@ -96,10 +115,10 @@ def newest(out: str) -> str:
 
 
 def reopen(config: TrainConfig, corpus: Corpus) -> Run:
-    """The folder of an earlier run that `config` continues.
+    """Returns the earlier run that `config` continues on the text `corpus`.
 
     Raises:
-      ValueError: the model, the seed, the batches or the text are not those it began with.
+      ValueError: the run began with another model, seed, batch size, sequence length or text.
     """
     earlier = read_config(config.out, config.name)
     for field in FIXED:
@@ -109,5 +128,5 @@ def reopen(config: TrainConfig, corpus: Corpus) -> Run:
     run = Run(Path(config.out, config.name))
     fingerprint = json.loads((run.path / "config.json").read_text()).get("fingerprint")
     if fingerprint != corpus.fingerprint:
-        raise ValueError(f"--resume {config.name}: the text ({corpus.source}) is not what the run began with")
+        raise ValueError(f"--resume {config.name}: the text ({corpus.source}) is not the text that the run began with")
     return run

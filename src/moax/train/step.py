@@ -26,13 +26,13 @@ from moax.train.presets import TrainConfig
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "router_bias", "optimizer"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a checkpoint holds.
+    """The state that a checkpoint holds.
 
     Attributes:
-      step: [] i32, updates done.
-      params: what the optimizer trains.
-      router_bias: [L, E] f32, moved by `moax.update_router_bias` alone; None unless balance is `bias`.
-      optimizer: optax's state.
+      step: [] i32, the number of updates.
+      params: the parameters that the optimizer trains.
+      router_bias: [L, E] f32, which `moax.update_router_bias` alone changes; None unless balance is `bias`.
+      optimizer: the state of optax.
     """
 
     step: Int[Array, ""]
@@ -42,13 +42,13 @@ class TrainState:
 
 
 def execution(config: TrainConfig) -> Execution:
-    """The part of a run's settings that the model's forward pass reads."""
+    """Returns the part of a run's settings that the forward pass reads."""
     options = Options(config.recipe, exchange=config.exchange, engine=config.engine, chunks=config.chunks)
     return Execution(options, config.dtype, config.remat)
 
 
 def init_state(config: TrainConfig) -> TrainState:
-    """The state before the first step."""
+    """Returns the state before the first step."""
     params = lm.init(jax.random.key(config.seed), config.model)
     bias = None
     if config.model.balance == "bias":
@@ -57,7 +57,7 @@ def init_state(config: TrainConfig) -> TrainState:
 
 
 def shardings(config: TrainConfig, mesh) -> TrainState:
-    """`TrainState` of NamedShardings on `mesh`, which must be the one that is set."""
+    """Returns a `TrainState` of NamedShardings on `mesh`, which must be the mesh that is set."""
     params = jax.eval_shape(partial(lm.init, model=config.model), jax.random.key(0))
     specs, everywhere = lm.specs(config.model), cast(Any, spec())
     bias = everywhere if config.model.balance == "bias" else None
@@ -68,7 +68,18 @@ def shardings(config: TrainConfig, mesh) -> TrainState:
 def loss_fn(
     params: Params, router_bias, batch: UInt8[Array, "B S1"], config: TrainConfig, block: lm.MoEBlock = moax.moe
 ):
-    """Mean cross entropy in nats a byte plus the layers' auxiliary losses; aux is (cross entropy, MoEStats)."""
+    """Computes the training loss: mean cross entropy, plus the auxiliary losses of all layers.
+
+    Args:
+      params: the parameters.
+      router_bias: [L, E] f32 or None; see `TrainState`.
+      batch: [B, S + 1] u8; batch[b, s + 1] is the target of batch[b, s].
+      config: the settings of the run.
+      block: see `model.forward`.
+
+    Returns:
+      The loss [] f32 in nats a byte, and (cross entropy [] f32, MoEStats with a leading L).
+    """
     tokens = batch.astype(jnp.int32)
     logits, stats = lm.forward(params, router_bias, tokens[:, :-1], config.model, execution(config), block)
     entropy = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -78,7 +89,18 @@ def loss_fn(
 def train_step(
     state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig, block: lm.MoEBlock = moax.moe
 ) -> tuple[TrainState, dict[str, Any]]:
-    """One update. Metrics: loss, extra_loss, grad_norm, lr, dropped (all []), tokens_per_expert [L, E] i32."""
+    """Makes one update of the state.
+
+    Args:
+      state: the state before the update.
+      batch: [B, S + 1] u8.
+      config: the settings of the run.
+      block: see `model.forward`.
+
+    Returns:
+      The state after the update, and the metrics: loss, extra_loss, grad_norm, lr, dropped (all []), and
+      tokens_per_expert [L, E] i32.
+    """
     (total, (entropy, stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
         state.params, state.router_bias, batch, config, block
     )
@@ -99,19 +121,20 @@ def train_step(
 
 
 def eval_step(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig) -> Float[Array, ""]:
-    """Mean cross entropy of one batch, in nats a byte."""
+    """Computes the mean cross entropy of a batch [B, S + 1] u8, in nats a byte."""
     return loss_fn(state.params, state.router_bias, batch, config)[1][0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a run executes, compiled for one mesh.
+    """The functions that a run executes, compiled for one mesh.
 
     Attributes:
-      init: () -> TrainState.
-      update, evaluate: compiled `train_step` and `eval_step`; `update` donates the state, which keeps its shardings.
-      rows: NamedSharding of a batch, sequences over (dp, fsdp, ep).
-      like: the state's ShapeDtypeStructs, with shardings.
+      init: returns the `TrainState` before the first step.
+      update: the compiled `train_step`. It donates the state, and returns it with the same shardings.
+      evaluate: the compiled `eval_step`.
+      rows: NamedSharding of a batch, whose sequences lie over (dp, fsdp, ep).
+      like: the ShapeDtypeStructs of the state, with shardings.
     """
 
     init: Callable[[], TrainState]
@@ -122,7 +145,13 @@ class Program:
 
 
 def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tuple[jax.stages.Wrapped, tuple]:
-    """The jitted `train_step` on `mesh`, which must be the one that is set, and the ShapeDtypeStructs it takes."""
+    """Returns the jitted `train_step` on `mesh`, and the ShapeDtypeStructs of its arguments.
+
+    Args:
+      config: the settings of the run.
+      mesh: the mesh, which must be the one that is set.
+      block: see `model.forward`.
+    """
     states, rows = shardings(config, mesh), named(mesh, token_spec(moax.Axes(), ndim=2))
     like = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
@@ -130,14 +159,14 @@ def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tupl
         states,
     )
     batch = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.uint8, sharding=rows)
-    # Metrics on every device, so that every process can read them.
+    # The metrics lie on every device, so that every process can read them.
     metrics = named(mesh, spec())
     step = jax.jit(partial(train_step, config=config, block=block), out_shardings=(states, metrics), donate_argnums=0)
     return step, (like, batch)
 
 
 def build(config: TrainConfig, mesh) -> Program:
-    """Compiles a run's program on `mesh`, which must be the one that is set."""
+    """Compiles the program of a run on `mesh`, which must be the mesh that is set."""
     step, (like, batch) = jit_update(config, mesh)
     evaluate = jax.jit(partial(eval_step, config=config), out_shardings=named(mesh, spec()))
     return Program(

@@ -1,4 +1,4 @@
-"""The end of a run: the plot, held-out loss at start and end, and what quantizing saved on the wire."""
+"""The end of a run: it draws the plot, and reports the held-out losses and what the recipe saved on the wire."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import math
 import statistics
 from typing import Any
 
+from moax.text import plural
 from moax.train import plot, processes, traffic
 from moax.train.loop import Result
 
 
 def finish(result: Result) -> dict[str, Any]:
-    """Draws the curves and returns how the run went, as JSON holds it; None for what it did not get to. Of several
-    processes the first alone draws and reads files, but all compile what is compared: compilers work together too.
+    """Draws the curves, and returns how the run ended.
 
-    `held_out_loss` has the `first`, the `last`, and the `step` of that; `weight_gathers` the bytes of an update and
-    device, and those without a recipe.
+    The first of several processes draws and reads files. All of them compile the program without the recipe, since
+    the processes compile together.
+
+    Returns:
+      A dict that JSON can hold. A value is None where the run did not get that far. `held_out_loss` has the `first`
+      loss, the `last` one and the `step` of the last one, in nats a byte. `weight_gathers` has the `bytes` that a
+      device sends in an update, and the `unquantized_bytes` that it would send without a recipe.
     """
     config = result.config
     gathered = None if result.interrupted else traffic.measure(config, result.update)
@@ -41,19 +46,19 @@ def finish(result: Result) -> dict[str, Any]:
     }
 
 
-def lines(result: Result, found: dict[str, Any]) -> list[str]:
-    """What `finish` found, for people."""
-    said, held, gathered = [], found["held_out_loss"], found["weight_gathers"]
-    if held and held["step"]:
-        bits = held["last"] / math.log(2)
-        said.append(
-            f"held-out loss   {held['first']:.3f} -> {held['last']:.3f} nats a byte ({bits:.2f} bits) after "
-            f"{held['step']} steps"
+def lines(result: Result, end: dict[str, Any]) -> list[str]:
+    """Returns the lines that `moax train` prints for `end`, which `finish` returned."""
+    text, held_out, gathered = [], end["held_out_loss"], end["weight_gathers"]
+    if held_out and held_out["step"]:
+        bits = held_out["last"] / math.log(2)
+        text.append(
+            f"held-out loss   {held_out['first']:.3f} -> {held_out['last']:.3f} nats a byte ({bits:.2f} bits) after "
+            f"{plural(held_out['step'], 'step')}"
         )
-    if found["dropped"] is not None:
-        said.append(f"dropped         {found['dropped']} of all tokens' expert assignments")
+    if end["dropped"] is not None:
+        text.append(f"dropped         {end['dropped']} of all (token, expert) pairs")
     if gathered:
-        said.append(f"weight gathers  {traffic.describe(result.config, **gathered)}")
-    if found["curves"]:
-        said.append(f"curves          {found['curves']}")
-    return said
+        text.append(f"weight gathers  {traffic.describe(result.config, **gathered)}")
+    if end["curves"]:
+        text.append(f"curves          {end['curves']}")
+    return text

@@ -1,4 +1,4 @@
-"""Bytes that weights cost on the wire: the all-gathers over fsdp of one update, as the compiled program has them."""
+"""This module counts the bytes of weights on the wire: the all-gathers over fsdp in the program of an update."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ from moax.train.step import jit_update
 
 
 def weight_gather_bytes(program) -> int:
-    """Bytes of weights and scales that a device sends in one update; `program` is lowered or compiled."""
+    """Returns the bytes of weights and scales that a device sends in one update; `program` is lowered or compiled."""
     return inspect.total_bytes(inspect.weight_gathers(inspect.collectives(program), moax.Axes()))
 
 
 def measure(config: TrainConfig, update: jax.stages.Compiled) -> tuple[int, int] | None:
-    """Bytes of `update`, the run's own, and of the same without a recipe; None where nothing is gathered."""
-    if config.recipe is None and config.dtype == "float32":  # which every backend moves as it is
+    """Measures what the recipe of a run saves on the wire.
+
+    Args:
+      config: the settings of the run.
+      update: the compiled update of the run.
+
+    Returns:
+      (bytes of `update`, bytes of the same update without a recipe), both of one device; None where the mesh gathers
+      no weights.
+    """
+    if config.recipe is None and config.dtype == "float32":  # Every backend moves float32 as it is.
         plain = weight_gather_bytes(update)
         return (plain, plain) if plain else None
     mesh = mesh_over_devices(config.mesh)
@@ -31,9 +40,9 @@ def measure(config: TrainConfig, update: jax.stages.Compiled) -> tuple[int, int]
 
 
 def describe(config: TrainConfig, bytes: int, unquantized_bytes: int) -> str:
-    """One line of what `measure` found."""
-    line = f"{unquantized_bytes / 1e6:.2f} MB a step and device in {config.dtype}"
-    if config.recipe:
-        saved = f"without ({bytes / unquantized_bytes:.2f} of it)"
-        line = f"{bytes / 1e6:.2f} MB a step and device with {config.recipe}, {line} {saved}"
-    return line
+    """Returns what `measure` found as one line of text."""
+    plain = f"{unquantized_bytes / 1e6:.2f} MB in {config.dtype}"
+    if not config.recipe:
+        return f"a device sends {plain} in a step"
+    ratio = f"{bytes / unquantized_bytes:.2f} of the {plain} without a recipe"
+    return f"a device sends {bytes / 1e6:.2f} MB in a step with {config.recipe}, {ratio}"

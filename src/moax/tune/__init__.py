@@ -1,1 +1,1 @@
-"""The tiles of grouped matmuls: what `moax tune` measures, and how it takes the time of a call."""
+"""`moax tune` measures the tiles of grouped matmuls. This package has its shapes, its operands and its clock."""

@@ -1,7 +1,12 @@
-"""Shapes to measure: rows M in G groups, each group times its own [K, N]; group sizes from a fixed seed.
+"""The shapes to measure: M rows in G groups, each of which is multiplied with a matrix [K, N] of its own.
 
-`perf` are the shapes of the performance targets, `anchors` both projections of published models, `groups` the same
-rows in ever more groups, `tiny` what a test can run on a CPU.
+set         contents
+perf        the shapes of the performance targets
+anchors     both products of published models
+groups      the same rows in 4, 32, 128 and 256 groups
+tiny        shapes that a test can run on a CPU
+
+The group sizes come from a fixed seed.
 """
 
 from __future__ import annotations
@@ -19,7 +24,17 @@ DIRECTIONS: tuple[Direction, ...] = ("fwd", "dgrad", "wgrad")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """rows M, contracted K, columns N of `groups` groups whose sizes are drawn from `distribution`."""
+    """One shape: rows [M, K], whose `groups` groups are multiplied with matrices [K, N].
+
+    Attributes:
+      name: the name of the case.
+      rows: number of rows M.
+      contracted: contracted dim K.
+      columns: number of columns N.
+      groups: number of groups G.
+      distribution: the distribution of the group sizes, see `group_sizes`.
+      note: a remark that results repeat.
+    """
 
     name: str
     rows: int
@@ -31,16 +46,21 @@ class Case:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Rows of each group [G], the same in every run."""
+        """Rows of each group, [G] i32; they are the same in every run."""
         return group_sizes(self.rows, self.groups, self.distribution)
 
     @property
     def flops(self) -> int:
-        """Of one direction, over real rows: 2 M K N."""
+        """Floating-point operations of one direction over real rows: 2 M K N."""
         return 2 * self.rows * self.contracted * self.columns
 
     def least_bytes(self, direction: Direction, itemsize: int) -> int:
-        """What must cross device memory once: both operands of `itemsize` bytes, the result in bf16."""
+        """Returns the bytes that must cross device memory: both operands and the result, each of them once.
+
+        Args:
+          direction: the direction of the product.
+          itemsize: bytes of an element of the operands; the result is in bf16.
+        """
         x, y = self.rows * self.contracted, self.rows * self.columns
         w = int((self.sizes > 0).sum()) * self.contracted * self.columns
         read, written = {"fwd": (x + w, y), "dgrad": (y + w, x), "wgrad": (x + y, self.weights)}[direction]
@@ -48,12 +68,19 @@ class Case:
 
     @property
     def weights(self) -> int:
-        """Elements of all groups' matrices."""
+        """Elements of the matrices of all groups."""
         return self.groups * self.contracted * self.columns
 
 
 def group_sizes(rows: int, groups: int, distribution: str) -> np.ndarray:
-    """[G] sizes that sum to `rows`: shares from Dirichlet(8), equal, or 1/rank in a random order."""
+    """Draws [G] i32 group sizes that sum to `rows`.
+
+    Args:
+      rows: number of rows M.
+      groups: number of groups G.
+      distribution: `dirichlet` draws shares from Dirichlet(8), `zipf` takes shares 1 / rank in a random order,
+        `uniform` takes equal shares.
+    """
     draw = np.random.default_rng([8, rows, groups])
     if distribution == "dirichlet":
         shares = draw.dirichlet(np.full(groups, 8.0))
@@ -69,13 +96,13 @@ def group_sizes(rows: int, groups: int, distribution: str) -> np.ndarray:
 
 
 def product(name: str, model: str, ranks: int, tokens: int) -> Case:
-    """x wi of one rank, by half of wi: the gate projection alone, [H, F]."""
+    """Returns the product of x and the gate projection [H, F] on one rank."""
     shape = find_model(model).on_rank(ranks, tokens)
     return Case(name, shape.rows, shape.d_model, shape.d_ff, shape.groups)
 
 
 def both_products(name: str, model: str, ranks: int = 1, tokens: int = 16384) -> tuple[Case, Case]:
-    """x wi, gate and up projection together, and h wo of one rank."""
+    """Returns the products x wi (gate and up projection together) and h wo of one rank."""
     shape = find_model(model).on_rank(ranks, tokens)
     note = f"{shape.groups} of {shape.groups * ranks} experts, {tokens} tokens a rank" if ranks > 1 else ""
     sizes = dict(rows=shape.rows, groups=shape.groups, note=note)
@@ -117,10 +144,14 @@ NAMES = (*SETS, "all")
 
 
 def select(names: str, only: list[str] | None = None) -> list[Case]:
-    """The cases of sets named with commas; `only`: of these, those whose name contains one of the words.
+    """Returns the cases of some sets.
+
+    Args:
+      names: names of sets, with commas between them; `all` stands for all but `tiny`.
+      only: keeps the cases whose name contains one of these words; None keeps all.
 
     Raises:
-      ValueError: an unknown set, or nothing left.
+      ValueError: a set is unknown, or no case is left.
     """
     wanted = [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in NAMES]
@@ -133,8 +164,17 @@ def select(names: str, only: list[str] | None = None) -> list[Case]:
 
 
 def pick(found, only: list[str] | None, where: str) -> list:
-    """Those whose name contains one of the words `only`; all without."""
-    kept = [case for case in found if not only or any(word in case.name for word in only)]
-    if not kept:
+    """Returns the cases whose name contains one of the words `only`; all of them where `only` is None or empty.
+
+    Args:
+      found: the cases.
+      only: the words.
+      where: the option that gave the cases, for the error message.
+
+    Raises:
+      ValueError: no case is left; the message names the cases.
+    """
+    picked = [case for case in found if not only or any(word in case.name for word in only)]
+    if not picked:
         raise ValueError(f"--only {' '.join(only or [])}: no case of {where}: {', '.join(c.name for c in found)}")
-    return kept
+    return picked

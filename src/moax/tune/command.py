@@ -1,4 +1,4 @@
-"""`moax tune`: measures the tiles of each product on this GPU, and keeps the fastest in the user's table."""
+"""`moax tune` measures the tiles of each product on this GPU, and keeps the fastest in the user's table."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from moax.tune.timing import Repeats, kernel_time
 
 USAGE = "moax tune [options]"
 DESCRIPTION = """\
-Measures the tiles of every product of the cases on this GPU and keeps the fastest of each shape, where it is at least
-1 % faster than the heuristic's tile, in a table in your cache folder (~/.cache/moax/tiles.json, or --out FILE). Kernels
-read that table before the one that moax brings.
+Measures the tiles of every product of the cases on this GPU. A table in your cache folder (~/.cache/moax/tiles.json, or
+--out FILE) keeps the fastest tile of each shape, if it is at least 1 % faster than the tile of the heuristic. Kernels
+read your table before the one in the package.
 """
 GAIN = 1.01
-# Each op with the directions it runs, and whether its operands are FP8.
+# {op: (the directions that it computes, whether its operands are FP8)}
 DIRECTIONS: dict[str, tuple[tuple[cases.Direction, ...], bool]] = {
     "matmul": (("fwd",), False),
     "matmul_transposed": (("dgrad",), False),
@@ -38,7 +38,16 @@ DIRECTIONS: dict[str, tuple[tuple[cases.Direction, ...], bool]] = {
 
 
 class Tuned(NamedTuple):
-    """The fastest tile of one product. gain: the heuristic's time over `us`. kept: the table holds the tile."""
+    """The fastest tile of one product.
+
+    Attributes:
+      case, op, direction: the product.
+      key: the key of the product in the table.
+      tile: the fields of the tile, in the order of the kernel's tile class.
+      us: microseconds of a call with this tile.
+      gain: the time with the heuristic's tile over `us`.
+      kept: whether the table keeps the tile.
+    """
 
     case: str
     op: str
@@ -51,35 +60,35 @@ class Tuned(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `moax tune`."""
+    """Adds the options of `moax tune` to `parser`."""
     add = parser.add_argument
     add(
         "--cases",
         default="perf",
         metavar="SETS",
-        help=f"of {', '.join(cases.NAMES)}, with commas (default: %(default)s)",
+        help=f"sets of cases, with commas: {', '.join(cases.NAMES)} (default: %(default)s)",
     )
-    add("--only", action="append", metavar="WORD", help="of these, the cases whose name has WORD in it; repeatable")
-    add("--ops", default=",".join(DIRECTIONS), metavar="NAMES", help="of %(default)s")
-    add("--out", metavar="FILE", help="the table to bring up to date (default: the one in your cache folder)")
+    add("--only", action="append", metavar="WORD", help="measure only cases whose name contains WORD; repeatable")
+    add("--ops", default=",".join(DIRECTIONS), metavar="NAMES", help="ops, with commas (default: %(default)s)")
+    add("--out", metavar="FILE", help="the table to update (default: the one in your cache folder)")
     add("--json", action="store_true", help="print JSON at the end; progress goes to stderr")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every product of the cases, and writes the table after each case.
+    """Measures every product of the cases, and writes the table after each case. Returns 0.
 
     Raises:
-      Unsupported: this is no GPU that the kernels run on. ValueError: an option that names
-        nothing, or a table that cannot be read.
+      Unsupported: the kernels do not run on this device.
+      ValueError: an option has no such value, or the table cannot be read.
     """
     from moax.kernels.hopper.pallas import tiles
 
     program.start()
     unknown = set(args.ops.split(",")) - DIRECTIONS.keys()
     if unknown:
-        raise ValueError(f"--ops: unknown {', '.join(sorted(unknown))}; of {', '.join(DIRECTIONS)}")
+        raise ValueError(f"--ops: unknown {', '.join(sorted(unknown))}; the ops are {', '.join(DIRECTIONS)}")
     if not backend.on_hopper():
-        raise Unsupported(f"needs an NVIDIA Hopper GPU; this is {backend.device_kind()!r}")
+        raise Unsupported(f"this command needs an NVIDIA Hopper GPU, not {backend.device_kind()!r}")
     path = Path(args.out) if args.out else tiles.user_table()
     table, packaged = tiles.load(path), tiles.load(tiles.TABLE).get(backend.device_kind(), {})
     mine = table.setdefault(backend.device_kind(), {})
@@ -90,9 +99,10 @@ def run(args: argparse.Namespace) -> int:
             for direction in DIRECTIONS[op][0]:
                 best = tune(problem, op, direction)
                 found.append(best)
-                line = f"{best.case} {op} {direction}: {best.tile} {best.us:.0f} us, {best.gain:.3f} of the heuristic's"
+                line = f"{best.case} {op} {direction}: tile {best.tile} takes {best.us:.0f} us; the heuristic's tile "
+                line += f"takes {best.gain:.3f} times as long"
                 print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
-                if best.kept or best.key in packaged:  # the heuristic's tile, too, goes before a packaged one
+                if best.kept or best.key in packaged:  # The measured tile also replaces a tile of the packaged table.
                     mine[best.key] = best.tile
                 else:
                     mine.pop(best.key, None)
@@ -105,7 +115,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
-    """The fastest tile of a product, kept where it beats the heuristic's."""
+    """Measures the heuristic's tile and all candidates for one product.
+
+    Args:
+      problem: the operands.
+      op: one of `DIRECTIONS`.
+      direction: the direction of the product.
+
+    Returns:
+      The fastest tile. `kept` says whether it beats the heuristic's tile by `GAIN`.
+    """
     from moax.kernels.hopper.pallas import tiles
 
     case = problem.case
@@ -135,7 +154,7 @@ def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
 
 
 def product(problem: Problem, op: str, direction: cases.Direction, tile) -> tuple[Callable, tuple]:
-    """A jitted product by the kernel of `op`, and its operands."""
+    """Returns the product by the kernel of `op` with this tile, as a jitted function, and its operands."""
     from moax.kernels.hopper.pallas.matmul import grouped_matmul
     from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
     from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
@@ -155,7 +174,7 @@ def product(problem: Problem, op: str, direction: cases.Direction, tile) -> tupl
 
 
 def render(table: dict[str, dict[str, list[int]]]) -> str:
-    """The table as JSON, an entry a line, sorted."""
+    """Returns the table {device: {key: tile}} as JSON, sorted, with one entry a line."""
 
     def lines() -> Iterator[str]:
         for device, entries in sorted(table.items()):

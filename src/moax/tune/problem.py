@@ -1,6 +1,10 @@
-"""The operands of a case: random, expert-sorted, groups at multiples of 128 as our kernels want, or packed.
+"""The operands of a case: x [M', K], dy [M', N] and w [G, K, N] of random values, with expert-sorted rows.
 
-x [M', K], dy [M', N], w [G, K, N]     M' rows: the most that M rows in G padded groups may take; padding is 0
+Moax's kernels need groups that start at multiples of 128 rows. M' is the most rows that M rows in G padded groups may
+take, and padding is 0. For other kernels `Problem.packed` returns the M rows without padding. Groups of 3 and 2 rows:
+
+    padded row    0 1 2 3 ... 127 128 129 130 ...
+    packed row    0 1 2 -      -   3   4   -
 """
 
 from __future__ import annotations
@@ -20,18 +24,30 @@ from moax.tune.cases import Case, Direction
 
 
 class Problem:
-    """Arrays of one case, made once and shared by its directions, recipes and peers."""
+    """The arrays of one case, which its directions, recipes and peers share.
+
+    Attributes:
+      case: the shape.
+      samples: sampled float64 results by direction, which `benchmarks.error` keeps.
+      sizes: [G], rows of each group.
+      starts: [G], the first padded row of each group.
+      packed_starts: [G], the first packed row of each group.
+      num_rows: M', the padded rows.
+      index: [M] i32, the padded row of each packed row.
+      group_sizes: `sizes` as a JAX array.
+      x, dy, w: the operands in bf16.
+    """
 
     def __init__(self, case: Case, seed: int = 0):
         self.case = case
-        self.samples: dict[Direction, Any] = {}  # of what its products are in float64: see `error`
+        self.samples: dict[Direction, Any] = {}
         self.sizes = case.sizes
         padded = align_up(self.sizes, BLOCK)
-        self.starts = np.cumsum(padded) - padded  # of groups, in padded rows
+        self.starts = np.cumsum(padded) - padded
         self.packed_starts = np.cumsum(self.sizes) - self.sizes
         self.num_rows = align_up(case.rows + min(case.groups, case.rows) * (BLOCK - 1), BLOCK)
         index = np.arange(case.rows) + np.repeat(self.starts - self.packed_starts, self.sizes)
-        self.index = index.astype(np.int32)  # padded row of each packed row
+        self.index = index.astype(np.int32)
         keys = jax.random.split(jax.random.key(seed), 3)
         self.group_sizes = jnp.asarray(self.sizes)
         self.x = _rows(keys[0], self.index, self.num_rows, case.contracted)
@@ -39,15 +55,15 @@ class Problem:
         self.w = _normal(keys[2], (case.groups, case.contracted, case.columns), case.contracted**-0.5)
 
     def blocks(self) -> Blocks:
-        """What kernels are told of the rows."""
+        """Returns the groups in the form that moax's kernels take."""
         return _make_blocks(self.group_sizes, self.num_rows)
 
     def packed(self, name: str) -> Float[Array, "M C"]:
-        """x or dy without padding between groups."""
+        """Returns `x` or `dy` without padding: packed[i] = x[index[i]]."""
         return _take(getattr(self, name), jnp.asarray(self.index))
 
     def quantized(self, direction: Direction) -> tuple[KMajorFp8, KMajorFp8]:
-        """Both operands of a direction in FP8, as `KMajorFp8` says, by plain jnp."""
+        """Returns both operands of a direction in FP8 with the contracted dim last, quantized by plain jnp."""
         if direction == "wgrad":
             return quantize_rows(self.x.T), quantize_rows(self.dy.T)
         if direction == "fwd":
@@ -80,7 +96,11 @@ def _take(x, index):
 
 @jax.jit
 def quantize_rows(x: Float[Array, "R K"]) -> KMajorFp8:
-    """1 x 128 blocks: data [R, K] e4m3, scale [ceil(K / 128), R]: amax / 448, 1 where a block is all zeros."""
+    """Quantizes rows in 1 x 128 blocks: scale[k // 128, r] = amax of a block / 448, and 1 for a block of zeros.
+
+    Returns:
+      data [R, K] e4m3 with data[r, k] = x[r, k] / scale[k // 128, r], and scale [ceil(K / 128), R] f32.
+    """
     blocks = _pad(x, (1,)).reshape(x.shape[0], -1, BLOCK).astype(jnp.float32)
     scale = _scale(jnp.max(jnp.abs(blocks), axis=-1))
     data = (blocks / scale[..., None]).astype(jnp.float8_e4m3fn)
@@ -89,7 +109,11 @@ def quantize_rows(x: Float[Array, "R K"]) -> KMajorFp8:
 
 @functools.partial(jax.jit, static_argnums=1)
 def quantize_weight(w: Float[Array, "E K N"], transposed: bool) -> KMajorFp8:
-    """128 x 128 blocks: data [E, K, N], or [E, N, K] transposed; scale [E, ceil(rows / 128), ceil(columns / 128)]."""
+    """Quantizes weights in 128 x 128 blocks, as `quantize_rows` does rows.
+
+    Returns:
+      data [E, K, N] e4m3, or [E, N, K] where `transposed`, and scale [E, ceil(rows / 128), ceil(columns / 128)] f32.
+    """
     w = w.swapaxes(1, 2) if transposed else w
     groups, rows, columns = w.shape
     padded = _pad(w, (1, 2))
@@ -100,7 +124,7 @@ def quantize_weight(w: Float[Array, "E K N"], transposed: bool) -> KMajorFp8:
 
 
 def dequantize(operand: KMajorFp8, dtype=jnp.float32) -> Float[Array, "..."]:
-    """data * scale, of rows or of weights."""
+    """Computes data * scale of rows [R, K] or of weights [E, K, N], in `dtype`."""
     data, scale = operand
     if data.ndim == 2:
         by_row = jnp.repeat(scale[:, : data.shape[0]].T, BLOCK, axis=1)[:, : data.shape[1]]

@@ -1,7 +1,7 @@
-"""Time of a call: the median over repeats, after warm-ups, every output awaited.
+"""The time of a call is the median over repeats, after warm-ups; every output is awaited.
 
-kernel_time   the sum of the GPU's kernel times of one call (CUPTI), the host left out
-call_time     wall clock of back-to-back calls, divided by their number
+kernel_time   the sum of the times of one call's kernels on the GPU (CUPTI), without the host
+call_time     the wall clock of back-to-back calls, divided by their number
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import jax
 from moax import backend
 
 logger = logging.getLogger("moax")
-KEPT_BYTES = 8e9  # outputs held at a time
+KEPT_BYTES = 8e9  # the most bytes of outputs that a batch of calls holds
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeats:
-    """How often: calls before measuring, and measured calls."""
+    """The number of calls: `warmups` before the measurement, and `measured` ones."""
 
     warmups: int = 10
     measured: int = 20
 
     @classmethod
     def quick(cls) -> Repeats:
-        """For a first look."""
+        """Returns few repeats, for a first look."""
         return cls(3, 7)
 
 
@@ -40,7 +40,13 @@ STANDARD = Repeats()
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """us: of one call, the median. method: `cupti` or `wall`. kernels: (name, us) of one call in order, by CUPTI."""
+    """A measured time.
+
+    Attributes:
+      us: microseconds of one call, the median.
+      method: `cupti` or `wall`.
+      kernels: (name, microseconds) of the kernels of one call in order; () for `wall`.
+    """
 
     us: float
     method: str
@@ -48,9 +54,17 @@ class Timing:
 
 
 def kernel_time(f: Callable, args: tuple, repeats: Repeats = STANDARD) -> Timing:
-    """Median kernel time of `f(*args)`; wall clock where CUPTI is not to be had. f: jitted, or compiled.
+    """Measures the kernel time of `f(*args)`, or the wall clock where CUPTI does not work.
 
-    Arguments of benchmarks exceed the L2 cache, so a call finds little of what the one before it left there.
+    The arguments of benchmarks exceed the L2 cache, so that a call finds little of the data of the call before it.
+
+    Args:
+      f: a jitted or compiled function.
+      args: its arguments.
+      repeats: the number of calls.
+
+    Returns:
+      The median, and the kernels of the call nearest to it.
     """
     _warm(f, args, repeats)
     if backend.platform() != "gpu":
@@ -58,13 +72,13 @@ def kernel_time(f: Callable, args: tuple, repeats: Repeats = STANDARD) -> Timing
     try:
         return _cupti(f, args, repeats)
     except (RuntimeError, ImportError, AttributeError, TypeError, ValueError) as error:
-        # A program whose kernels differ from call to call, or a profiler that another one holds.
+        # The kernels of the program may differ from call to call, or another process may hold the profiler.
         logger.warning("no kernel times by CUPTI (%s); wall clock instead", error)
         return _wall(f, args, repeats)
 
 
 def call_time(f: Callable, args: tuple, repeats: Repeats = STANDARD) -> Timing:
-    """Median over batches of the wall clock of back-to-back calls."""
+    """Measures the wall clock of `f(*args)`: the median over batches of back-to-back calls; see `kernel_time`."""
     _warm(f, args, repeats)
     return _wall(f, args, repeats)
 
@@ -102,7 +116,7 @@ def _wall(f, args, repeats: Repeats) -> Timing:
 
 
 def _batch(f, args) -> int:
-    """Calls whose outputs fit in memory together."""
+    """Returns how many calls' outputs fit in `KEPT_BYTES` together."""
     made = f.out_info if isinstance(f, jax.stages.Compiled) else ()
     made = jax.eval_shape(f, *args) if isinstance(f, jax.stages.Wrapped) else made
     nbytes = sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in jax.tree.leaves(made))

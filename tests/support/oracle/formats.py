@@ -12,7 +12,7 @@ BITS = {"e4m3": (3, -6, ml_dtypes.float8_e4m3fn), "e5m2": (2, -14, ml_dtypes.flo
 
 
 def round_to(y, dtype: str) -> np.ndarray:
-    """y in float32, rounded to the nearest value of the format, ties to even, as float64; Inf and NaN become NaN."""
+    """Rounds y in float32 to the nearest value of the format, ties to even, as float64; Inf and NaN become NaN."""
     y = np.asarray(y, np.float32)
     rounded = np.where(np.isfinite(y), y, np.float32(0)).astype(BITS[dtype][2]).astype(np.float64)
     return np.where(np.isfinite(y), rounded, np.nan)
@@ -27,14 +27,14 @@ def by_blocks(x: np.ndarray, block: tuple) -> np.ndarray:
 
 
 def expand(scales: np.ndarray, shape: tuple, block: tuple) -> np.ndarray:
-    """The scale of each element of an array of that shape: `by_blocks` walked back."""
+    """Returns the scale of each element of an array of that shape: the inverse of `by_blocks`."""
     for dim, (n, b) in enumerate(zip(shape, block, strict=True)):
         scales = np.repeat(scales, n if b is None else b, axis=dim).take(np.arange(n), axis=dim)
     return scales
 
 
 def scale_of(amax: np.ndarray, format: Format) -> np.ndarray:
-    """The scale of a block whose largest |x| is amax, as float32."""
+    """Returns the float32 scale of a block whose largest |x| is amax."""
     scale = amax.astype(np.float32) * np.float32(1 / format.max)
     scale = np.where(scale < 2.0**-126, np.float32(1), scale)
     if format.scale != "float32":
@@ -50,7 +50,7 @@ def quantize(x: np.ndarray, format: Format, block: tuple) -> tuple[np.ndarray, n
 
 
 def round_trip(x: np.ndarray, format: Format | None, block: tuple | None) -> np.ndarray:
-    """x quantized and dequantized, as float64; x itself without a format."""
+    """Returns x quantized and dequantized, as float64; x itself without a format."""
     if format is None:
         return np.asarray(x, np.float64)
     values, scales = quantize(x, format, block)
@@ -65,7 +65,7 @@ def round_weight(w: np.ndarray, format: Format | None, contracted: str, tp_dim: 
     """
     if format is None:
         return np.asarray(w, np.float64)
-    if format.block is None:  # one scale an expert, whatever the shards
+    if format.block is None:  # Each expert has one scale, for any sharding.
         tp = 1
     parts = []
     for part in np.split(np.asarray(w, np.float32), tp, axis=tp_dim or 0):

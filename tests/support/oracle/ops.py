@@ -8,7 +8,7 @@ from moax.config import RouterConfig
 
 
 def wide(*arrays):
-    """Each array in float64."""
+    """Returns each array in float64."""
     return [np.asarray(a, np.float64) for a in arrays]
 
 
@@ -36,13 +36,13 @@ def gelu_grad(z):
 
 
 def silu_grad(z, slope=1.0):
-    """The derivative of z * sigmoid(slope * z)."""
+    """Computes the derivative of z * sigmoid(slope * z)."""
     s = sigmoid(slope * z)
     return s + slope * z * s * (1.0 - s)
 
 
 def activate(h, activation: str):
-    """act(gate) * up, or act(up)."""
+    """Computes act(gate) * up, or act(up)."""
     (h,) = wide(h)
     gate, up = h[..., 0, :], h[..., -1, :]
     if activation == "swiglu":
@@ -58,7 +58,7 @@ def activate(h, activation: str):
 
 
 def activate_grad(h, activation: str, d_a):
-    """d h [..., G, F] of d a [..., F]."""
+    """Computes d h [..., G, F] from d a [..., F]."""
     h, d_a = wide(h, d_a)
     gate, up = h[..., 0, :], h[..., -1, :]
     if activation == "swiglu":
@@ -83,14 +83,14 @@ def score(logits, config: RouterConfig):
 
 
 def score_grad(s, config: RouterConfig, d_s):
-    """d logits of d s, where s = score(logits)."""
+    """Computes d logits from d s, where s = score(logits)."""
     if config.score == "softmax":
         return s * (d_s - (d_s * s).sum(-1, keepdims=True))
     return d_s * s * (1.0 - s)
 
 
 def choose_experts(logits, config: RouterConfig, top_k: int, bias=None):
-    """The experts [T, K] of each token, the best first, of equals the lower first."""
+    """Returns the experts [T, K] of each token, the best first; of equal scores the lower expert comes first."""
     (logits,) = wide(logits)
     selection = score(logits, config) if config.order == "score_then_topk" else logits
     if bias is not None:
@@ -164,28 +164,28 @@ def route_losses_grad(logits, experts, config: RouterConfig, d_weights, d_aux=0.
 
 
 def one_hot(position, rows: int):
-    """Which sorted row each assignment has: [R, K, N], 0 for assignments without one."""
+    """Returns [R, K, N]: 1 where assignment (r, k) has the sorted row n, else 0."""
     return (np.asarray(position)[:, :, None] == np.arange(rows)).astype(np.float64)
 
 
 def permute(x, position, rows: int):
-    """x [R, H] -> rows [N, H]."""
+    """Computes rows [N, H] from x [R, H]."""
     return np.einsum("rkn,rh->nh", one_hot(position, rows), np.asarray(x, np.float64))
 
 
 def permute_grad(position, d_rows):
-    """d x [R, H] of d rows [N, H]."""
+    """Computes d x [R, H] from d rows [N, H]."""
     return np.einsum("rkn,nh->rh", one_hot(position, len(d_rows)), np.asarray(d_rows, np.float64))
 
 
 def unpermute(rows, position, weights):
-    """rows [N, H], weights [R, K] -> y [R, H]."""
+    """Computes y [R, H] from rows [N, H] and weights [R, K]."""
     rows, weights = wide(rows, weights)
     return np.einsum("rkn,rk,nh->rh", one_hot(position, len(rows)), weights, rows)
 
 
 def unpermute_grad(rows, position, weights, dy):
-    """d rows [N, H] and d weights [R, K] of dy [R, H]."""
+    """Computes d rows [N, H] and d weights [R, K] from dy [R, H]."""
     rows, weights, dy = wide(rows, weights, dy)
     which = one_hot(position, len(rows))
     return np.einsum("rkn,rk,rh->nh", which, weights, dy), np.einsum("rkn,rh,nh->rk", which, dy, rows)
