@@ -183,7 +183,7 @@ def forward(
             _rms_norm(x, p.norm_m),
             moe,
             model.moe(),
-            options,
+            options=options,
         )
         return x + y, stats
 
