@@ -21,6 +21,7 @@ class Options:
         `auto`, which is all_gather. No token travels where ep has size 1.
       kernels: the implementation: `hopper` (Hopper GPUs, bfloat16, widths that are multiples of 32), `xla`, or `auto`.
         `auto` takes hopper where it can run, and xla elsewhere. On a GPU, the log says once why hopper cannot run.
+        `blackwell` runs JAX's own kernel for forward and dgrad on GPUs of compute capability 10.0; no card has run it.
       engine: the way from global arrays to shards on a mesh of Auto axes: `custom_partitioning`, which is `auto`, or
         `shard_map`, whose key in the compilation cache is the same in every process. Explicit axes always use
         `shard_map`.
