@@ -226,6 +226,16 @@ def test_reasons(monkeypatch):
             select_kernels("hopper", dtype, **widths)
 
 
+def test_a_fallback_is_said_once(monkeypatch, caplog):
+    """Breaks if `auto` runs slower kernels on a GPU without a word, or says so at every call."""
+    monkeypatch.setattr("moax.kernels.platform", lambda: "gpu")
+    backend.log_once.cache_clear()
+    for _ in range(2):
+        assert select_kernels("auto", jnp.float32) == "xla"
+    (message,) = caplog.messages
+    assert message.startswith("kernels='auto': ") and "'xla' runs, which is slower" in message
+
+
 def test_no_hopper():
     """On a CPU the reason names the device."""
     if ON_GPU:
