@@ -41,8 +41,9 @@ format: $(INSTALLED) ## fix what ruff can fix, and format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-test-more: $(INSTALLED) ## run the tests that `make test` leaves out (half an hour on two cores)
+test-more: $(INSTALLED) ## run the tests that `make test` leaves out, and plant faults that it must see (half an hour on two cores)
 	$(BIN)/pytest -n $(WORKERS) -m "more and not gpu"
+	$(BIN)/python scripts/mutants.py
 
 check-sass: $(SASS_VENV)/.installed ## compile the kernels, and the block for 4 H200s, to SASS without a GPU (10 minutes)
 	PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_sass.py
