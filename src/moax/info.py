@@ -14,7 +14,7 @@ import jax
 from moax import backend, program
 from moax.errors import Unsupported
 from moax.extras import EXTRAS, version
-from moax.kernels import select_kernels, takes_fp8
+from moax.kernels import DEFAULT, IMPLEMENTATIONS, implementation, select_kernels, takes_fp8
 from moax.ops.exchange import EXCHANGES, TRANSPORTS, select_transport
 from moax.recipe import RECIPES, get_recipe
 
@@ -111,13 +111,11 @@ def why_not(select, value: str) -> str | None:
 
 def kernels() -> list[Choice]:
     """Returns a `Choice` for each value of `kernels`."""
-    why = why_not(select_kernels, "hopper")
-    limits = "for bfloat16 and widths that are multiples of 32"
-    return [
-        Choice("kernels", "auto", True, "xla" if why else f"hopper {limits}, else xla"),
-        Choice("kernels", "hopper", why is None, why or limits),
-        Choice("kernels", "xla", True, "runs on every device, slower than hopper on a Hopper GPU"),
-    ]
+    refused = {name: why_not(select_kernels, name) for name in IMPLEMENTATIONS}
+    chosen = select_kernels("auto")
+    note = chosen if chosen == DEFAULT else f"{chosen} {implementation(chosen).NOTE}, else {DEFAULT}"
+    by_name = [Choice("kernels", name, why is None, why or implementation(name).NOTE) for name, why in refused.items()]
+    return [Choice("kernels", "auto", True, note), *by_name]
 
 
 def exchanges() -> list[Choice]:

@@ -229,6 +229,7 @@ def device(number: int, process: int, host: int | None = None):
     return SimpleNamespace(id=number, process_index=process, **extra)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_order_of_devices():
     """Breaks if a group of ep leaves its host: where JAX lists devices by process, and processes are dealt to hosts in
     turn, neighbours in that list are on different hosts."""
@@ -248,6 +249,7 @@ def test_make_mesh():
         moax.make_mesh({"fsdp": 2, "ep": 3})
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_crossing():
     """Breaks if a report says that experts stay within a process where they do not."""
     two = np.array([device(i, i // 4) for i in range(8)])

@@ -630,7 +630,8 @@ def test_report_of_a_block():
         assert_no_wide_weight_gather(report.plain, min_elements=shard)
     assert 0 < report.gathered <= 0.53 * report.plain_gathered
     text = str(report)
-    assert f"{report.gathered:,} bytes a device, {report.plain_gathered:,} without quantization" in text
+    assert f"a device sends {report.gathered:,} bytes" in text
+    assert f"of the {report.plain_gathered:,} bytes without quantization" in text
     assert "reduce-scatter" in text
 
 

@@ -69,6 +69,8 @@ class Implementation(Protocol):
     the whole tensor, its maximum is taken over the mesh axes `amax_over` too.
     """
 
+    NOTE: str  # where the implementation runs, for a user who reads a list of them
+
     def why_not(self, dtype: DTypeLike | None, widths: dict[str, int]) -> str | None:
         """Returns why this implementation cannot run here with this dtype and these widths; None where it can.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 Names = tuple[str, ...]
 ROLES = ("dp", "fsdp", "ep", "tp")
 
 
-def as_names(entry: str | tuple[str, ...] | list[str] | None) -> Names:
+def as_names(entry: Any) -> tuple:
     """Returns the axis names of one entry of a PartitionSpec, or of one field of `Axes`."""
     if entry is None:
         return ()

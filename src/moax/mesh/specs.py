@@ -18,7 +18,7 @@ Spec = PartitionSpec
 AnyMesh = Mesh | AbstractMesh
 
 
-def spec(*entries: str | Names | None) -> PartitionSpec:
+def spec(*entries: str | Sequence[str] | None) -> PartitionSpec:
     """Returns the PartitionSpec of these entries. An empty tuple becomes None, and a tuple of one name becomes the
     name.
 

@@ -32,6 +32,8 @@ from moax.kernels.xla import quantize_for_matmul as quantize_for_matmul
 from moax.kernels.xla import takes_fp8 as takes_fp8
 from moax.kernels.xla import wgrad as wgrad
 
+NOTE = "JAX's own product forward and for dgrad, else XLA; no card has run it"
+
 
 def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
     """Returns why the kernel cannot run here with this dtype and these widths; None where it can.

@@ -35,6 +35,8 @@ from moax.recipe import Recipe
 
 __all__ = ["pack_rows"]
 
+NOTE = "for bfloat16 and widths that are multiples of 32"
+
 
 def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
     """Returns why the kernels cannot run here with this dtype and these widths; None where they can.

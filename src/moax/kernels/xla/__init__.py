@@ -23,6 +23,8 @@ from moax.recipe import Recipe
 
 __all__ = ["pack_rows"]
 
+NOTE = "runs on every device, slower than hopper on a Hopper GPU"
+
 
 def why_not(dtype: DTypeLike | None, widths: dict[str, int]) -> str | None:
     """Returns None, because XLA runs everywhere."""

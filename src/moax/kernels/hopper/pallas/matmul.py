@@ -23,7 +23,7 @@ PIECE = 64  # the columns whose bias is in registers at one time
 
 def grouped_matmul(
     x: Float[Array, "M K"],
-    w: Float[Array, "E K N"],
+    w: Float[Array, "E K N"] | Float[Array, "E N K"],
     blocks: Blocks,
     tile: TileConfig,
     *,
