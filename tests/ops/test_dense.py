@@ -240,7 +240,7 @@ def test_collectives(way, recipe, layout, fresh_compile):
     assert [c.dtype for c in gathers if c.size == whole] == ["uint8" if recipe else "float32"] * 2
     assert sum(c.bytes for c in gathers if c.size != whole) <= whole // 4
     assert [c.size for c in found if c.kind == "reduce-scatter"] == [whole // 8]
-    # The bias's gradient, and the maxima of the blocks that the 8 rows or 64 columns of a shard share with other shards.
+    # The bias's gradient, and the maxima of the blocks that 8 rows or 64 columns of a shard share with other shards.
     shared = {"fp8_block": 4, "mxfp8": 2 * columns if layout == "dim 0" else 0}.get(recipe or "", 0)
     assert {c.size for c in found if c.kind == "all-reduce"} <= {columns, shared}
     y, _, (dx, dw, _) = p.placed()

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import backend
-from moax.kernels import hopper as by_kernels
 from moax.kernels.scales import dequantize
 from moax.kernels.xla.quantization import quantize
 from moax.ops import combine, dispatch
@@ -225,6 +224,7 @@ def test_wire_by_kernels(emulated, monkeypatch, transport, wire, factor):
 def test_wire_of_the_kernels(wire, rows=256, width=160, count=200):
     """The kernels themselves, there and back: scales to an ulp, values to the neighbour that x * (1 / scale) rounds to,
     and from these what XLA makes of them to the bit."""
+    by_kernels = pytest.importorskip("moax.kernels.hopper")
     x = jnp.asarray(random(5, rows, width), jnp.bfloat16)
     want = quantize(x, wire, (1, 128))
 

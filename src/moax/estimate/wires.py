@@ -7,17 +7,28 @@ statistics.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from moax.estimate.block import Shard
+from moax.kernels.scales import cuts_blocks, weight_block
 from moax.mesh.axes import Names
 from moax.ops import exchange
 from moax.recipe import Contracted, Format
 
 Direction = Literal["forward", "recompute", "backward"]
 DIRECTIONS = ("forward", "recompute", "backward")
-WIRES = ("weight gather", "gradient scatter", "gradient reduce", "dispatch", "combine", "tp reduce", "statistics")
+WIRES = (
+    "weight gather",
+    "scale maxima",
+    "gradient scatter",
+    "gradient reduce",
+    "dispatch",
+    "combine",
+    "tp reduce",
+    "statistics",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +61,7 @@ def transfers(s: Shard) -> tuple[Transfer, ...]:
     wo, the second product, and the combine. With chunks, each part recomputes its own forward pass, from weights that
     are gathered once; the router and the shared expert are not recomputed.
 
-    A recipe of one scale a tensor also reduces the amax, a few bytes, which are left out.
+    A recipe of one scale a tensor also reduces the maxima, a few bytes, which are left out.
     """
     again = _forward(s, "recompute") if s.again else ()
     return (*_forward(s, "forward"), *again, *_backward(s))
@@ -106,17 +117,36 @@ def gathers(
       contracted: the dim of the weight that the product contracts.
       direction: the pass of the product.
     """
-    shape = s.weight(name)
-    arrays = [(shape, s.options.dtype if format is None else "uint8")]
+    shape, gather = s.weight(name), s.layouts[name].gather
+    arrays = [(shape, gather, s.options.dtype if format is None else "uint8")]
     if format is not None:
-        block = format.weight_block(len(shape), contracted)
-        scale = tuple(1 if b is None else -(-n // b) for n, b in zip(shape, block, strict=True))
-        arrays.append((scale, "uint8" if format.scale == "e8m0" else "float32"))
-    for local, dtype in arrays:
+        scale, along = _scales(s, name, format, contracted)
+        arrays.append((scale, along, "uint8" if format.scale == "e8m0" else "float32"))
+        if format.block is not None and cuts_blocks(shape, gather, weight_block(format, contracted)):
+            names = tuple(name for axes in gather[1:] for name in axes)  # shards agree on the maxima of their blocks
+            yield from _move(s, "scale maxima", direction, "all-reduce", "float32", scale, names)
+    for local, along, dtype in arrays:
         sizes = list(local)
-        for dim, names in enumerate(s.layouts[name].gather):
+        for dim, names in enumerate(along):
             sizes[dim] *= s.roles.size(names)
             yield from _move(s, "weight gather", direction, "all-gather", dtype, sizes, names)
+
+
+def _scales(s: Shard, name: str, format: Format, contracted: Contracted) -> tuple[tuple[int, ...], tuple[Names, ...]]:
+    """Returns the shape of the scales of a weight's shard, and the axes that gather each of their dims.
+
+    A shard that ends inside a block has the scales of the whole matrix.
+    """
+    shape, gather = s.weight(name), s.layouts[name].gather
+    if format.block is None:
+        return (shape[0], 1, 1), (gather[0], (), ())
+    rows, columns = weight_block(format, contracted)
+    if cuts_blocks(shape, gather, (rows, columns)):
+        _, width, *rest = s.whole(name)
+        return (shape[0], -(-width // rows), -(-math.prod(rest) // columns)), (gather[0], (), ())
+    if any(gather[2:]):
+        return (shape[0], -(-shape[1] // rows), *shape[2:-1], shape[-1] // columns), gather
+    return (shape[0], -(-shape[1] // rows), -(-math.prod(shape[2:]) // columns)), (gather[0], gather[1], ())
 
 
 def _scatters(s: Shard, name: str) -> Iterator[Transfer]:
