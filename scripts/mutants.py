@@ -267,7 +267,7 @@ def try_fault(fault: Fault, whole_suite: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         plant(fault, Path(folder))
         code, output = run_tests(Path(folder) / "src", () if whole_suite else fault.tests)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.M)
     if code not in (0, 1, 2):
         raise ValueError(f"{fault.name}: pytest ended with {code}:\n{output[-2000:]}")
     killer = None if code == 0 else failed.group(1) if failed else "collection"
