@@ -17,9 +17,6 @@ import flax.nnx
 
 import moax.linen
 import moax.nnx
-from benchmarks.block import block as block_bench
-from benchmarks.block import mesh_worker
-from benchmarks.report import OURS
 from moax.train import model as lm
 from moax.train.presets import ModelConfig, TrainConfig
 from moax.train.step import execution
@@ -45,6 +42,11 @@ def by_model(config, x, chunks):
 
 
 def by_bench(config, x, chunks):
+    pytest.importorskip("moax.kernels.hopper")  # the benchmarks measure its kernels
+    from benchmarks.block import block as block_bench
+    from benchmarks.block import mesh_worker
+    from benchmarks.report import OURS
+
     asked = block_bench.request(block_bench.TINY[0], "none", [B * L], Repeats(), "xla", chunks)
     layer, _ = mesh_worker.layer_of(asked | {"exchange": "auto", "impl": OURS}, config, None)
     return layer(x, make_params(config))

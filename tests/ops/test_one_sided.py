@@ -290,6 +290,7 @@ def test_scan_and_remat(emulated):
 
 
 def hopper(monkeypatch):
+    pytest.importorskip("moax.kernels.hopper")
     monkeypatch.setattr(backend, "on_hopper", lambda: True)
 
 
@@ -301,6 +302,7 @@ def refused(row_bytes=256, view=None):
 
 def test_reasons_of_the_machine(monkeypatch):
     """Each precondition that fails is named; `auto` never takes it."""
+    pytest.importorskip("moax.kernels.hopper")
     assert "compute capability 9.0, this is 'cpu'" in refused()
     hopper(monkeypatch)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
