@@ -12,14 +12,23 @@ INSTALLED := $(VENV)/.installed
 EXTRAS := dev,flax,train,docs
 WORKERS ?= 2
 HF_VENV := .venv-hf
+FRAMEWORKS := sources maxtext tunix levanter
 HF_PYTHON ?= python3.11
 GPU_PYTHON ?= python3
 GPU_WORKERS ?= 8
+# The ends of the range of jax that pyproject.toml admits, and what `make test-versions` runs on both.
+OLDEST_JAX := 0.11.0
+NEWEST_JAX := 0.12.0.1
+OLDEST_VENV := .venv-oldest
+NEWEST_VENV := .venv-newest
+VERSION_TESTS := -m "not more and not gpu" tests/block/test_compiled.py tests/block/test_nnx.py tests/block/test_linen.py \
+  tests/mesh/test_meshes_found.py tests/tools/test_cache_key.py tests/tools/test_export.py \
+  tests/kernels/test_kernels_lowering.py
 
-.PHONY: help demo docs test lint format test-more test-gpu check-sass hf-parity constraints clean
+.PHONY: help demo docs test lint format test-more test-versions test-gpu check-sass hf-parity framework-parity constraints clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 demo: $(INSTALLED) ## train a tiny MoE language model with FP8 weights on 8 emulated CPU devices (under 4 minutes)
 	@rm -rf runs/demo
@@ -44,6 +53,19 @@ format: $(INSTALLED) ## fix what ruff can fix, and format the code
 test-more: $(INSTALLED) ## run the tests that `make test` leaves out, and plant faults that it must see (half an hour on two cores)
 	$(BIN)/pytest -n $(WORKERS) -m "more and not gpu"
 	$(BIN)/python scripts/mutants.py
+	$(MAKE) test-versions
+
+test-versions: $(OLDEST_VENV)/.installed $(NEWEST_VENV)/.installed ## run some tests on the oldest and on the newest jax that moax admits (five minutes on two cores)
+	PYTHONPATH=src $(OLDEST_VENV)/bin/pytest -n $(WORKERS) $(VERSION_TESTS)
+	PYTHONPATH=src $(NEWEST_VENV)/bin/pytest -n $(WORKERS) $(VERSION_TESTS)
+
+$(OLDEST_VENV)/.installed: JAX = $(OLDEST_JAX)
+$(NEWEST_VENV)/.installed: JAX = $(NEWEST_JAX)
+# flax follows jax: its newest versions need a newer jax than the oldest here.
+$(OLDEST_VENV)/.installed $(NEWEST_VENV)/.installed: pyproject.toml constraints.txt Makefile
+	@rm -rf $(@D)
+	@scripts/venv.sh $(@D) --constraint <(grep -vE '^(jax|jaxlib|flax)==' constraints.txt) "jax==$(JAX)" --editable '.[dev,flax]'
+	@touch $@
 
 check-sass: $(SASS_VENV)/.installed ## compile the kernels, and the block for 4 H200s, to SASS without a GPU (10 minutes)
 	PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_sass.py
@@ -54,7 +76,7 @@ $(SASS_VENV)/.installed: constraints.txt Makefile
 	  nvidia-cuda-runtime nvidia-nvjitlink
 	@touch $@
 
-hf-parity: $(INSTALLED) $(HF_VENV)/.installed ## compare moax.hf with transformers on this CPU (HF_PYTHON: a Python for which torch has wheels)
+hf-parity: $(INSTALLED) $(HF_VENV)/.installed ## compare every family of moax.hf with transformers on this CPU, 15 minutes (HF_PYTHON: a Python for which torch has wheels)
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
 	$(HF_VENV)/bin/python scripts/hf_reference.py "$$tmp" && \
 	PYTHONPATH=src:tests $(BIN)/python tests/support/hf_parity.py "$$tmp" --write && \
@@ -64,6 +86,33 @@ $(HF_VENV)/.installed: Makefile
 	@rm -rf $(HF_VENV) && $(HF_PYTHON) -m venv $(HF_VENV)
 	@echo "Installing torch and transformers into $(HF_VENV)"
 	@$(HF_VENV)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 transformers==5.23.0 safetensors numpy
+	@touch $@
+
+framework-parity: $(FRAMEWORKS:%=.venv-%/.installed) ## compare examples/*_adapter.py with MaxText, tunix and Levanter (20 minutes; FRAMEWORKS=tunix for one)
+	python3 scripts/framework_parity.py $(FRAMEWORKS)
+
+# MaxText and tunix name no JAX for a CPU, and packages that their models never import: they are installed alone.
+.venv-sources/.installed: Makefile
+	@scripts/venv.sh .venv-sources --no-deps megatron-core==0.19.2 transformer-engine==2.20.2
+	@scripts/venv.sh .venv-sources jax==0.11.2
+	@touch $@
+
+.venv-maxtext/.installed: Makefile
+	@scripts/venv.sh .venv-maxtext --no-deps maxtext==0.2.5
+	@scripts/venv.sh .venv-maxtext jax==0.11.2 flax==0.12.12 optax==0.2.8 orbax-checkpoint==0.12.8 grain==0.2.18 qwix==0.1.8 \
+	  tokamax==0.0.17 aqtp==0.9.0 drjax==0.2.1 omegaconf==2.4.0 pydantic==2.14.3 jaxtyping==0.3.11 transformers==5.23.0 \
+	  datasets==5.2.0 pathwaysutils==0.1.13 ml-collections==1.1.0 tensorboardx==2.6.5 sentencepiece==0.2.3 tiktoken==0.14.0 psutil==7.2.2 requests==2.34.2 \
+	  etils==1.15.0 ml-goodput-measurement==0.2.3 absl-py safetensors jinja2 pillow sympy
+	@touch $@
+
+.venv-tunix/.installed: Makefile
+	@scripts/venv.sh .venv-tunix --no-deps google-tunix==0.1.7
+	@scripts/venv.sh .venv-tunix jax==0.11.2 flax==0.12.12 optax==0.2.8 orbax-checkpoint==0.12.8 grain==0.2.18 qwix==0.1.8 \
+	  jaxtyping==0.3.11 omegaconf==2.4.0 'safetensors<0.8' google-metrax huggingface-hub sentencepiece pillow perfetto pandas tqdm
+	@touch $@
+
+.venv-levanter/.installed: Makefile
+	@scripts/venv.sh .venv-levanter marin-levanter==0.2.227.dev40316220070 jax==0.11.2
 	@touch $@
 
 test-gpu: ## run the tests of the kernels on Hopper GPUs; GPU_PYTHON needs jax with CUDA
@@ -77,7 +126,7 @@ constraints: ## update constraints.txt to the newest versions that pyproject.tom
 	cp "$$tmp/new" constraints.txt
 
 clean: ## remove .venv, caches and builds, but keep runs/
-	rm -rf $(VENV) $(SASS_VENV) $(HF_VENV) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist docs/_build
+	rm -rf $(VENV) $(SASS_VENV) $(HF_VENV) $(OLDEST_VENV) $(NEWEST_VENV) $(FRAMEWORKS:%=.venv-%) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist docs/_build
 	find src benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

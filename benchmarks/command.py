@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from benchmarks.peers import ragged_peer
 from benchmarks.report import Row
 from benchmarks.wires import exchange, gather, wire
 from moax import backend, program
-from moax.arguments import mesh_of
+from moax.arguments import factor, mesh_of
+from moax.errors import Unsupported
 from moax.kernels import IMPLEMENTATIONS
 from moax.mesh.axes import ROLES
 from moax.ops.exchange import EXCHANGES
@@ -41,7 +43,8 @@ gather     the gather of weights, each recipe beside bf16
 wire       the bytes of a block's weights on the wire, without time; it must be alone. It compiles blocks for 8
            emulated devices, and writes benchmarks/results/wire.json or --out FILE
 
-The output lists what cannot run on this machine, with the reason. Progress goes to stderr.
+The output lists what cannot run on this machine, with the reason. Progress goes to stderr. On a CPU, --cases tiny runs,
+and cases that --only names.
 """
 WHAT = ("gemm", "quantize", "permute", "block", "train", "exchange", "gather")
 PRODUCTS, MEMORY = ("bf16", "fp8"), ("memory",)
@@ -109,8 +112,8 @@ def parser() -> argparse.ArgumentParser:
         "others know all and none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: directions, with commas "
         "(default: %(default)s)")  # fmt: skip
-    add("--recipe", choices=("none", *RECIPES), help="block, train: one recipe (default: "
-        f"{' and '.join(block.RECIPES)})")  # fmt: skip
+    add("--recipe", choices=("none", *RECIPES, *block.KEPT_RECIPES[2:]), help="block, train: one recipe (default: "
+        f"{' and '.join(block.RECIPES)}, and on one GPU {block.KEPT_RECIPES[-1]})")  # fmt: skip
     add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
         "and 16384)")  # fmt: skip
     add(
@@ -124,7 +127,8 @@ def parser() -> argparse.ArgumentParser:
     add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
     add("--sms", metavar="NUMBERS", help="exchange: numbers of multiprocessors for moax's kernel, with commas; each "
         "number gives a row (default: the kernel's own choice)")  # fmt: skip
-    add("--chunks", type=int, default=1, metavar="N", help="block, train: take the tokens of a device in N parts")
+    add("--buffer-factor", type=factor, default=1.25, metavar="X", help="block, train: the argument of moax.moe; "
+        "none: the worst case (default: %(default)s)")  # fmt: skip
     add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
     add("--out", metavar="FILE", help="write the rows as JSON")
     add("--json", action="store_true", help="print the rows as JSON instead of the table")
@@ -142,6 +146,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
     Raises:
       ValueError: an option has no such value.
+      Unsupported: the cases are too large for this machine; see `check_fits`.
       ModuleNotFoundError: the package rich, of the extra `train`, is missing.
     """
     if args.what == ["wire"]:
@@ -156,6 +161,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     directions = _directions(args.directions)
     chosen = select(args)
     names = ", ".join(part.what for part in chosen)
+    check_fits(args, names)
     _say(f"{names}: first come the peers in processes of their own, then the limits; this can take minutes")
     parts = [_apart(args, part, repeats) for part in chosen]
     needed = tuple(dict.fromkeys(name for part in parts for name in NEEDED.get(part.what, ())))
@@ -203,6 +209,15 @@ def select(args: argparse.Namespace) -> list[Part]:
     if refused and not (parts and args.only):  # A word of --only may belong to another benchmark.
         raise refused[0]
     return parts
+
+
+def check_fits(args: argparse.Namespace, names: str) -> None:
+    """Raises Unsupported on a CPU for a whole set of cases with the shapes of models, unless --only names a few."""
+    if backend.platform() == "cpu" and args.cases != "tiny" and not args.only:
+        raise Unsupported(
+            f"{names} on a CPU: --cases {args.cases} has the shapes of large models, and a row takes minutes to hours; "
+            "measure --cases tiny, name cases with --only, or run on a GPU"
+        )
 
 
 def _cases(args: argparse.Namespace, what: str) -> list:
@@ -256,10 +271,10 @@ def _rows(
 
 def _block_rows(args: argparse.Namespace, part: Part, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
     """Yields the rows of `block` or `train`."""
-    recipes = (args.recipe,) if args.recipe else block.RECIPES
+    recipes = (args.recipe,) if args.recipe else block.RECIPES if args.mesh else block.KEPT_RECIPES
     sizes = tuple(args.tokens) if args.tokens else None
     if not args.mesh:
-        how = dict(kernels=args.kernels, chunks=args.chunks)
+        how = dict(kernels=args.kernels, buffer_factor=_finite(args.buffer_factor))
         return block.rows(part.cases, repeats, found, recipes=recipes, tokens=sizes, **how)
     over = mesh_block.How(
         mesh=args.mesh,
@@ -267,7 +282,7 @@ def _block_rows(args: argparse.Namespace, part: Part, repeats: Repeats, found: d
         kernels=args.kernels,
         exchange=args.exchange,
         peers=part.peers,
-        chunks=args.chunks,
+        buffer_factor=_finite(args.buffer_factor),
     )
     if part.what == "train":
         return train.rows(part.cases, over, repeats, found)
@@ -293,3 +308,8 @@ def _progress(row: Row) -> None:
     rate = f"{row.tb_s:.2f} TB/s" if not rate and row.tb_s else rate
     result = f"{row.us:.1f} us {rate}" if row.us else row.note
     _say(f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl} {row.tile}: {result}")
+
+
+def _finite(number: float) -> float | None:
+    """Returns the value of an option that `moax.arguments.factor` parsed: None for `none`."""
+    return None if math.isinf(number) else number

@@ -19,10 +19,11 @@ import moax
 
 STAGES, MICROBATCHES = 2, 4
 CONFIG = moax.MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2)
+AXES = moax.Axes(other="stage")  # moax leaves the pipeline's axis to the pipeline
 
 
 def layer(params, x):
-    return x + moax.moe(x, params, CONFIG)[0]
+    return x + moax.moe(x, params, CONFIG, axes=AXES)[0]
 
 
 @jax.shard_map(axis_names={"stage"}, in_specs=(P("stage"), P()), out_specs=P("stage"), check_vma=False)
@@ -46,8 +47,8 @@ def main(devices: int):
     ep = math.gcd(4, count // STAGES)
     mesh = jax.make_mesh((STAGES, count // STAGES // ep, ep), ("stage", "fsdp", "ep"), (AxisType.Auto,) * 3)
     with jax.set_mesh(mesh):
-        params = jax.vmap(lambda key: moax.init(key, CONFIG))(jax.random.split(jax.random.key(0), STAGES))
-        specs = jax.tree.map(lambda of: P("stage", *of), moax.param_specs(CONFIG))
+        params = jax.vmap(lambda key: moax.init(key, CONFIG, axes=AXES))(jax.random.split(jax.random.key(0), STAGES))
+        specs = jax.tree.map(lambda of: P("stage", *of), moax.param_specs(CONFIG, AXES))
         params = jax.tree.map(lambda p, of: jax.device_put(p, NamedSharding(mesh, of)), params, specs)
         x = jax.random.normal(jax.random.key(1), (MICROBATCHES, count, 16, CONFIG.d_model))
 

@@ -273,16 +273,16 @@ def compile_one_sided() -> None:
     config = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
     wired = dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=128))
     auto, explicit = AxisType.Auto, AxisType.Explicit
-    for kind, engine, recipe, chunks in (
-        (auto, "auto", wired, 1),
-        (auto, "shard_map", None, 1),
-        (auto, "auto", "fp8_block", 2),
-        (explicit, "auto", "fp8_block", 1),
+    for kind, engine, recipe, factor in (
+        (auto, "auto", wired, None),
+        (auto, "shard_map", None, None),
+        (auto, "auto", "fp8_block", 0.5),
+        (explicit, "auto", "fp8_block", None),
     ):
-        name = f"block one_sided {kind} engine={engine} wire={recipe is wired} chunks={chunks}"
+        name = f"block one_sided {kind} engine={engine} wire={recipe is wired} buffer_factor={factor}"
         print(f"== {name}", flush=True)
         mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"), kind)
-        options = dict(recipe=recipe, kernels="hopper", exchange="one_sided", engine=engine, chunks=chunks)
+        options = dict(recipe=recipe, kernels="hopper", exchange="one_sided", engine=engine, buffer_factor=factor)
         with jax.set_mesh(mesh):
             params, x = operands_of_block(config, moax.Axes(), mesh)
 
@@ -291,9 +291,11 @@ def compile_one_sided() -> None:
                 return jnp.sum(jnp.square(jax.lax.scan(layer, x, None, length=2)[0].astype(F32)))
 
             compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile()
-        check_replicas(name, compiled, 5)  # dispatch, combine; dispatch again; their transposes
-        over_ep = {(c.kind, c.dtype, c.size) for c in inspect.collectives(compiled, mesh=mesh) if c.axes == ("ep",)}
-        counts = 2 * 2 * 1024 // 4 // 32 // chunks  # of each pair of ranks, by 32 tokens
+        # dispatch, combine; dispatch again; their transposes; and those of the loop of passes in three directions
+        check_replicas(name, compiled, 5 if factor is None else 13)
+        found = [c for c in inspect.collectives(compiled, mesh=mesh) if c.axes == ("ep",) and c.kind == "all-gather"]
+        over_ep = {(c.kind, c.dtype, c.size) for c in found}
+        counts = 2 * 2 * 1024 // 4 // 32  # of each pair of ranks, by 32 tokens
         if over_ep != {("all-gather", "int32", counts)}:
             sys.exit(f"{name}: collectives over ep: {over_ep}; there must be that of the counts alone")
         print(f"{name}: no collective over ep but that of the counts", flush=True)

@@ -1,87 +1,60 @@
 #!/usr/bin/env python3
 """This script writes what transformers computes of one MoE layer of each family, in float32 on a CPU.
 
-Run it by any Python that has torch and transformers: scripts/hf_reference.py FOLDER [--check]. Each family gets a
-folder FOLDER/NAME/ with three files. config.json and model.safetensors have the names of `save_pretrained`, and only
-the tensors of the MoE layer. expected.safetensors has x, dy, y = layer(x), dx, and grads.NAME for each parameter as
-transformers holds it in memory. FOLDER/mxfp4.safetensors has random mxfp4 weights and their decoded values. --check
-loads the layers that tests/support/hf_parity.py --write wrote into FOLDER, and compares them bit for bit.
+Run it by any Python that has torch and transformers: scripts/hf_reference.py FOLDER [--check] [FAMILY ...]. Without a
+FAMILY it takes all. Each family gets a folder FOLDER/NAME/ with three files. config.json and model.safetensors have the
+names of `save_pretrained`, and only the tensors of the MoE layer. expected.safetensors has x, dy, y = layer(x), dx, and
+grads.NAME for each parameter as transformers holds it in memory (0 for a selection bias). Where the router has an input
+of its own, it also has router_input and d_router_input. FOLDER/mxfp4.safetensors has random mxfp4 weights and their
+decoded values. FOLDER/families.json has the families of this transformers that have sparse experts, and the config and
+the tensors of each tiny model. --check loads the layers that tests/support/hf_parity.py --write wrote into FOLDER, and
+compares them bit for bit.
 """
 
+import json
+import re
 import shutil
 import sys
 import tempfile
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from hf_models import BLOCK, FAMILIES, TINY, Tiny, families_of_transformers, layer_of, model_of, recorded_margins
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-BATCH, SEQ, MARGIN = 2, 16, 1e-3
-COMMON = dict(vocab_size=8, hidden_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
-ATTENTION = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4)
-FAMILIES = {
-    "mixtral": ("Mixtral", dict(intermediate_size=16, num_local_experts=8, num_experts_per_tok=2)),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        dict(moe_intermediate_size=16, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True, head_dim=12),
-    ),
-    "olmoe": ("Olmoe", dict(intermediate_size=16, num_experts=8, num_experts_per_tok=4)),
-    "deepseek_v3": (
-        "DeepseekV3",
-        dict(moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3, n_group=4,
-             topk_group=2, first_k_dense_replace=0, **ATTENTION),
-    ),
-    "gpt_oss": ("GptOss", dict(intermediate_size=16, num_local_experts=8, num_experts_per_tok=4, head_dim=12)),
-}  # fmt: skip
+OTHERS = re.compile(r"experts\.[1-9]")  # the tensors of all experts but the first
+BATCH, SEQ, HIDDEN, MARGIN = 2, 16, 24, 1e-3
 
 
-def randomize(block: torch.nn.Module, generator: torch.Generator) -> None:
+def randomize(family: str, named: dict[str, torch.Tensor], generator: torch.Generator) -> None:
     """Draws every parameter and buffer. Matrices have a variance of about 1 / fan-in, GPT-OSS's reach its clamp."""
-    for name, p in [*block.named_parameters(), *block.named_buffers()]:
+    for name, p in named.items():
         std = 0.1 if name.endswith("bias") else p.shape[-1] ** -0.5
-        if "gate_up_proj" in name and block.__class__.__name__ == "GptOssMLP":
+        if "gate_up_proj" in name and family == "gpt_oss":
             std *= 6
-        p.data.copy_(torch.randn(p.shape, generator=generator) * std)
+        values = torch.randn(p.shape, generator=generator) * std
+        p.data.copy_(1.0 + 0.2 * values if name.endswith("per_expert_scale") else values)
 
 
-def margin(block: torch.nn.Module, x: torch.Tensor) -> float:
-    """Returns the smallest gap between the last chosen and the first rejected score, over all tokens.
-
-    The gap is taken over experts, and over groups of experts where the router has them.
-    """
-    router = getattr(block, "gate", None) or block.router
-    scores = router(x.reshape(-1, x.shape[-1]))[0].detach()
-    kept = router.top_k
-    gaps = []
-    if hasattr(router, "e_score_correction_bias"):
-        scores = scores.sigmoid() + router.e_score_correction_bias
-        groups = scores.view(len(scores), router.num_group, -1)
-        best = groups.topk(2, dim=-1)[0].sum(-1)
-        ranked = best.sort(dim=-1, descending=True)[0]
-        gaps.append(ranked[:, router.topk_group - 1] - ranked[:, router.topk_group])
-        taken = best >= ranked[:, router.topk_group - 1 : router.topk_group]
-        scores = groups.masked_fill(~taken[..., None], -1e9).reshape(scores.shape)
-    ranked = scores.sort(dim=-1, descending=True)[0]
-    gaps.append(ranked[:, kept - 1] - ranked[:, kept])
-    return min(gap.min().item() for gap in gaps)
-
-
-def write(family: str, folder: Path) -> None:
-    """Writes the files of one family."""
-    name, sizes = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**COMMON, **sizes, experts_implementation="eager")
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
-    block, generator = model.model.layers[0].mlp, torch.Generator().manual_seed(0)
-    randomize(block, generator)
-    shape = (BATCH, SEQ, COMMON["hidden_size"])
-    x, dy = (torch.randn(shape, generator=generator) for _ in range(2))
-    while margin(block, x) < MARGIN:
-        x = torch.randn(shape, generator=generator)
+def write(family: str, folder: Path) -> dict[str, Any]:
+    """Writes the files of one family, and returns its config and the shapes of its tensors on disk and in memory."""
+    model = model_of(family)
+    layer, generator = layer_of(model), torch.Generator().manual_seed(0)
+    randomize(family, layer.named, generator)
+    shape = (BATCH, SEQ, HIDDEN)
+    margin = 0.0
+    while margin < MARGIN:
+        x, router_x, dy = (torch.randn(shape, generator=generator) for _ in range(3))
+        with recorded_margins() as margins, torch.no_grad():
+            layer.run(x.clone(), router_x if layer.own_input else x.clone())
+        margin = min(margins)
     x.requires_grad_()
-    y = block(x)
-    y = y[0] if isinstance(y, tuple) else y
+    router_x.requires_grad_()
+    y = layer.run(x * 1.0, router_x if layer.own_input else x * 1.0)
     y.backward(dy)
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,11 +62,17 @@ def write(family: str, folder: Path) -> None:
         model.save_pretrained(saved)
         weights = load_file(f"{saved}/model.safetensors")
         shutil.copy(f"{saved}/config.json", folder)
-    ours = {k: v.contiguous() for k, v in weights.items() if ".mlp." in k or ".block_sparse_moe." in k}
+    number = next(part for part in next(iter(layer.named)).split(".") if part.isdigit())
+    ours = {k: v.contiguous() for k, v in weights.items() if re.search(BLOCK.format(number), k)}
     save_file(ours, folder / "model.safetensors", metadata={"format": "pt"})
-    found = {f"grads.model.layers.0.mlp.{k}": p.grad for k, p in block.named_parameters()}
+    found = {f"grads.{n}": torch.zeros_like(p) if p.grad is None else p.grad for n, p in layer.named.items()}
     found |= {"x": x.detach(), "dy": dy, "y": y.detach(), "dx": x.grad}
+    if layer.own_input:
+        found |= {"router_input": router_x.detach(), "d_router_input": router_x.grad}
     save_file({k: v.contiguous() for k, v in found.items()}, folder / "expected.safetensors")
+    shapes = [{n: list(v.shape) for n, v in t.items() if not OTHERS.search(n)} for t in (ours, layer.named)]
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {"config": values, "layer": int(number), "disk": shapes[0], "memory": shapes[1]}
 
 
 def write_mxfp4(path: Path) -> None:
@@ -105,37 +84,47 @@ def write_mxfp4(path: Path) -> None:
     save_file({"blocks": blocks, "scales": scales, "values": values.contiguous()}, path)
 
 
-def layer_of(family: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Returns the MoE layer of a checkpoint that holds nothing else, loaded by transformers."""
-    model = getattr(transformers, f"{FAMILIES[family][0]}ForCausalLM").from_pretrained(folder)
-    return model.model.layers[0].mlp.state_dict()
-
-
 def same(family: str, folder: Path) -> bool:
     """Whether transformers loads the same layer from the files of moax as from its own files."""
-    want = layer_of(family, folder)
-    found = [layer_of(family, folder / name) for name in ("written", "stacked")]
+    kind = type(model_of(family))
+
+    def load(at: Path) -> dict[str, torch.Tensor]:
+        return layer_of(kind.from_pretrained(at)).named
+
+    want = load(folder)
+    found = [load(folder / name) for name in TINY.get(family, Tiny()).loads]
     return all(got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want) for got in found)
 
 
-def main(folder: Path, check: bool) -> int:
+def main(folder: Path, check: bool, families: list[str]) -> int:
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # It would warn of the missing tensors outside the MoE layer.
+    warnings.filterwarnings("ignore")
     torch.set_num_threads(2)
-    good = True
-    for family in FAMILIES:
+    if not check:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_mxfp4(folder / "mxfp4.safetensors")
+        print(
+            f"transformers {transformers.__version__}, torch {torch.__version__}: {len(families)} families", flush=True
+        )
+    good, tiny = True, {}
+    for family in families:
         if check:
             good &= (equal := same(family, folder / family))
-            print(f"{family:12} transformers loads what moax wrote, bit for bit: {equal}", flush=True)
+            print(f"{family:22} transformers loads what moax wrote, bit for bit: {equal}", flush=True)
         else:
-            write(family, folder / family)
-            print(f"{family}: transformers {transformers.__version__}, torch {torch.__version__}", flush=True)
+            tiny[family] = write(family, folder / family)
     if not check:
-        write_mxfp4(folder / "mxfp4.safetensors")
+        lines = [f" {json.dumps(family)}: {json.dumps(values)}" for family, values in tiny.items()]
+        known = json.dumps({"transformers": transformers.__version__, "families": families_of_transformers()})
+        text = known[:-1] + ',\n"tiny": {\n' + ",\n".join(lines) + "\n}}\n"
+        (folder / "families.json").write_text(text, encoding="utf-8")
     return int(not good)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[2:] not in ([], ["--check"]):
-        sys.exit("usage: scripts/hf_reference.py FOLDER [--check]")
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:] == ["--check"]))
+    check = "--check" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--check"]
+    if not arguments or not set(arguments[1:]) <= set(FAMILIES):
+        sys.exit("usage: scripts/hf_reference.py FOLDER [--check] [FAMILY ...]")
+    sys.exit(main(Path(arguments[0]), check, arguments[1:] or FAMILIES))

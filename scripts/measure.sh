@@ -23,7 +23,6 @@ stage_mesh() {
     local block=(block --mesh fsdp=1,ep=2 --only qwen3 --only mixtral --tokens 8192 --quick --sha "$sha")
     measure "${block[@]}" --out "$out/h200x2_block.json"
     measure "${block[@]}" --exchange one_sided --peers none --out "$out/h200x2_block_one_sided.json"
-    measure "${block[@]}" --exchange one_sided --peers none --chunks 2 --out "$out/h200x2_block_chunks.json"
 }
 stage_step() {
     local step=(train --mesh fsdp=1,ep=2 --only medium --quick --sha "$sha")

@@ -10,11 +10,13 @@ from types import GenericAlias
 from typing import Annotated, Any, Generic, get_args, get_origin
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeCallHintViolation
 from beartype.vale import IsInstance
+from jax.errors import InconclusiveDimensionOperation
 from jax.sharding import AxisType
 
 CONF = BeartypeConf(is_pep484_tower=True)  # an int where a float is annotated
@@ -37,11 +39,18 @@ def checked(function: Callable) -> Callable:
             return
         try:
             check(*args, **kwargs)
-        except BeartypeCallHintViolation:
+        except (BeartypeCallHintViolation, InconclusiveDimensionOperation):
+            if any(map(_is_symbolic, jax.tree.leaves((args, kwargs)))):
+                return
             args, kwargs = jax.tree.map(_as_jax, (args, kwargs))
             check(*args, **kwargs)
 
     return check_call
+
+
+def _is_symbolic(value: Any) -> bool:
+    """Whether the value is a symbolic dimension of `jax.export`, or an array that has one: annotations say `int`."""
+    return any(jax.export.is_symbolic_dim(size) for size in (value, *getattr(value, "shape", ())))
 
 
 def _as_jax(value: Any) -> Any:

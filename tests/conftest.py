@@ -39,6 +39,8 @@ jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_compilation_cache_max_size", 2**30)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
+MORE = Path(__file__).with_name("more.txt")
+
 # No deadline: the first example compiles. Derandomized: a red run is red again.
 hypothesis.settings.register_profile("moax", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.load_profile("moax")
@@ -55,8 +57,12 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_collection_modifyitems(items):
-    """Each test carries what the table at the end counts, from a worker to the process that prints."""
+    """Each test carries what the table at the end counts, from a worker to the process that prints. Tests that more.txt
+    lists are marked `more`."""
+    more = tuple(line for line in MORE.read_text().splitlines() if not line.startswith("#"))
     for item in items:
+        if item.nodeid.startswith(more):
+            item.add_marker("more")
         if covered := summary.covered_by(item):
             item.user_properties.append((summary.PROPERTY, covered))
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import limits
-from benchmarks.block.worker import Worker, answers
+from benchmarks.block.worker import KEPT, Worker, answers
 from benchmarks.report import Row
 from moax import MoEConfig
 from moax.models import MODELS
@@ -51,6 +51,7 @@ PERF = (
 )
 TINY = (Block("tiny", MoEConfig(d_model=64, d_ff=32, num_experts=4, top_k=2), (64,)),)
 RECIPES = ("none", "fp8_block")
+KEPT_RECIPES = (*RECIPES, f"fp8_block{KEPT}")
 WORKER = "benchmarks.block.block_worker"
 
 
@@ -62,7 +63,7 @@ def rows(
     recipes: tuple[str, ...] = RECIPES,
     tokens: tuple[int, ...] | None = None,
     kernels: str = "auto",
-    chunks: int = 1,
+    buffer_factor: float | None = 1.25,
 ) -> Iterator[Row]:
     """Yields rows of forward, and of forward with backward, for each block, recipe and number of tokens.
 
@@ -72,9 +73,9 @@ def rows(
       found: the limits.
       recipes: names of recipes, or `none`.
       tokens: the numbers of tokens; None takes those of each block.
-      kernels, chunks: the arguments of `moax.moe`.
+      kernels, buffer_factor: the arguments of `moax.moe`.
     """
-    asked = dict(repeats=repeats, kernels=kernels, chunks=chunks)
+    asked = dict(repeats=repeats, kernels=kernels, buffer_factor=buffer_factor)
     workers = [
         ((block, recipe), Worker(WORKER, request(block, recipe, sorted(tokens or block.tokens), **asked)))
         for block in blocks
@@ -85,7 +86,7 @@ def rows(
 
 
 def request(
-    block: Block, recipe: str, tokens: list[int], repeats: Repeats, kernels: str, chunks: int = 1
+    block: Block, recipe: str, tokens: list[int], repeats: Repeats, kernels: str, buffer_factor: float | None = 1.25
 ) -> dict[str, Any]:
     """Returns the request to a worker; see `block_worker`."""
     return {
@@ -93,7 +94,7 @@ def request(
         "recipe": recipe,
         "tokens": tokens,
         "kernels": kernels,
-        "chunks": chunks,
+        "buffer_factor": buffer_factor,
         "repeats": dataclasses.asdict(repeats),
     }
 

@@ -1,8 +1,8 @@
 """This program measures one block in a process of its own: python3 -m benchmarks.block.block_worker REQUEST
 
-REQUEST is JSON: {"config", "recipe", "tokens": [..], "kernels", "chunks", "repeats"}. The program compiles, prints
-READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens: {"tokens", "memory",
-"fwd", "fwd+bwd"}, or {"tokens", "note"} with the reason of a failure.
+REQUEST is JSON: {"config", "recipe", "tokens": [..], "kernels", "buffer_factor", "repeats"}. The program compiles,
+prints READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens:
+{"tokens", "memory", "fwd", "fwd+bwd"}, or {"tokens", "note"} with the reason of a failure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 import moax
 from benchmarks.block import stages
-from benchmarks.block.worker import READY
+from benchmarks.block.worker import KEPT, READY
 from benchmarks.report import HOPPER, why
 from moax import backend
 from moax.tune.timing import Repeats, call_time, kernel_time
@@ -31,36 +31,41 @@ def main(argv: list[str]) -> int:
     request = json.loads(argv[0])
     router = moax.RouterConfig(**request["config"].pop("router"))
     config = moax.MoEConfig(**request["config"], router=router)
-    recipe = None if request["recipe"] == "none" else request["recipe"]
+    name, kept = request["recipe"].removesuffix(KEPT), request["recipe"].endswith(KEPT)
+    recipe = None if name == "none" else name
     repeats = Repeats(**request["repeats"])
     draw = functools.partial(moax.init, jax.random.key(0), config, dtype=jnp.bfloat16)
     shapes = jax.eval_shape(draw)
 
-    def block(x, params):
-        how = dict(recipe=recipe, kernels=request["kernels"], chunks=request["chunks"])
-        return moax.moe(x, params, config, **how)[0]
+    how = dict(recipe=recipe, kernels=request["kernels"], buffer_factor=request["buffer_factor"])
+    keep = functools.partial(moax.quantize_params, config=config, **how) if kept else lambda params: None
+    quantized_shapes = jax.eval_shape(keep, shapes)
+
+    def block(x, params, quantized):
+        return moax.moe(x, params, config, quantized=quantized, **how)[0]
 
     answers: dict[int, dict[str, Any]] = {tokens: {"tokens": tokens} for tokens in request["tokens"]}
     programs: dict[int, dict[str, Any]] = {}
     for tokens, answer in answers.items():
         try:
-            programs[tokens], answer["memory"] = build(block, config, recipe, shapes, tokens)
+            programs[tokens], answer["memory"] = build(block, config, recipe, shapes, quantized_shapes, tokens)
         except Exception as error:  # The other numbers of tokens may compile and fit.
             answer["note"] = why(error)
     print(READY, flush=True)
     sys.stdin.readline()
     params = draw()
+    quantized = keep(params)
     for tokens, program in programs.items():
         try:
-            answers[tokens]["memory"]["peak_bytes"] = peak_bytes(program, params, tokens, config.d_model)
+            answers[tokens]["memory"]["peak_bytes"] = peak_bytes(program, params, quantized, tokens, config.d_model)
         except Exception as error:
             answers[tokens]["note"] = why(error)
     for tokens, answer in answers.items():
         try:
             if "note" not in answer:
                 x, dy = inputs(tokens, config.d_model)
-                answer["fwd"] = measure(programs[tokens]["fwd"], (x, params), repeats)
-                answer["fwd+bwd"] = measure(programs[tokens]["fwd+bwd"], (x, params, dy), repeats)
+                answer["fwd"] = measure(programs[tokens]["fwd"], (x, params, quantized), repeats)
+                answer["fwd+bwd"] = measure(programs[tokens]["fwd+bwd"], (x, params, quantized, dy), repeats)
         except Exception as error:
             answer["note"] = why(error)
         print(json.dumps(answer), flush=True)
@@ -73,23 +78,25 @@ def inputs(tokens: int, width: int) -> tuple[jax.Array, jax.Array]:
     return tuple(jax.random.normal(key, (tokens, width), jnp.bfloat16) for key in keys)  # pyrefly: ignore[bad-return]
 
 
-def build(block, config, recipe, shapes, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def build(block, config, recipe, shapes, quantized, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns {direction: compiled program}, and the bytes that are known before a program runs."""
 
-    def both(x, params, dy):
-        y, pull = jax.vjp(block, x, params)
+    def both(x, params, quantized, dy):
+        y, pull = jax.vjp(functools.partial(block, quantized=quantized), x, params)
         return y, pull(dy)
 
     x = jax.ShapeDtypeStruct((tokens, config.d_model), jnp.bfloat16)
-    saved = jax.eval_shape(lambda x, params: jax.vjp(block, x, params)[1], x, shapes)
+    saved = jax.eval_shape(
+        lambda x, params, kept: jax.vjp(lambda *v: block(*v, kept), x, params)[1], x, shapes, quantized
+    )
     programs = {
-        "fwd": jax.jit(block).lower(x, shapes).compile(),
-        "fwd+bwd": jax.jit(both).lower(x, shapes, x).compile(),
+        "fwd": jax.jit(block).lower(x, shapes, quantized).compile(),
+        "fwd+bwd": jax.jit(both).lower(x, shapes, quantized, x).compile(),
     }
     analysis: Any = programs["fwd+bwd"].memory_analysis()
     return programs, {
         "params_bytes": _nbytes(shapes),
-        "saved_bytes": _nbytes(saved) - _nbytes(shapes),
+        "saved_bytes": _nbytes(saved) - _nbytes((shapes, quantized)),
         "saved_needed_bytes": saved_needed(config, recipe, tokens),
         "compiled_bytes": {
             name: getattr(analysis, f"{name}_size_in_bytes", None) for name in ("argument", "output", "temp")
@@ -97,14 +104,14 @@ def build(block, config, recipe, shapes, tokens: int) -> tuple[dict[str, Any], d
     }
 
 
-def peak_bytes(programs: dict[str, Any], params, tokens: int, width: int) -> int | None:
+def peak_bytes(programs: dict[str, Any], params, quantized, tokens: int, width: int) -> int | None:
     """Returns the peak bytes of the process after one call with backward; None where JAX does not tell.
 
     A peak never falls. The call must therefore come before any timing, which holds several results, and after the calls
     with fewer tokens.
     """
     x, dy = inputs(tokens, width)
-    jax.block_until_ready(programs["fwd+bwd"](x, params, dy))
+    jax.block_until_ready(programs["fwd+bwd"](x, params, quantized, dy))
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 

@@ -45,7 +45,7 @@ class How:
     Attributes:
       mesh: (axis, number of devices) pairs.
       recipes: the recipes of moax's layer.
-      kernels, exchange, chunks: the arguments of `moax.moe`.
+      kernels, exchange, buffer_factor: the arguments of `moax.moe`.
       peers: the names of the other layers.
     """
 
@@ -54,7 +54,7 @@ class How:
     kernels: str = "auto"
     exchange: str = "auto"
     peers: tuple[str, ...] = PEERS
-    chunks: int = 1
+    buffer_factor: float | None = 1.25
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.mesh)
@@ -92,7 +92,7 @@ def rows(
             for row in block.direction_rows(case, recipe, answer, found):
                 row.case, row.impl = f"{row.case} {how}", impl
                 row.extra |= {"mesh": how.sizes}
-                row.extra |= {"exchange": how.exchange, "chunks": how.chunks} if impl == OURS else {}
+                row.extra |= {"exchange": how.exchange, "buffer_factor": how.buffer_factor} if impl == OURS else {}
                 known = peers[row.case, row.direction]
                 if impl != OURS and row.us:
                     known[impl if recipe == "none" else f"{impl} {recipe}"] = row.us
@@ -124,7 +124,7 @@ def _answers(
     """Yields ((block, layer, recipe), the answer for one number of tokens) of layers that compile at the same time."""
     workers = []
     for case, impl, recipe in asked:
-        request = block.request(case, recipe, sorted(tokens or case.tokens), repeats, how.kernels, how.chunks)
+        request = block.request(case, recipe, sorted(tokens or case.tokens), repeats, how.kernels, how.buffer_factor)
         request |= {"mesh": how.sizes, "exchange": how.exchange, "impl": impl}
         workers.append(((case, impl, recipe), Worker(TORCH_WORKER if impl == TORCH else WORKER, request)))
     return answers(workers)

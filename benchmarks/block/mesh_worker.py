@@ -94,7 +94,10 @@ def layer_of(request: dict[str, Any], config: moax.MoEConfig, mesh) -> tuple[Cal
     if request["impl"] != OURS:
         return {"native": native, "public": public}[request["impl"]].block(config, mesh)
     recipe = None if request["recipe"] == "none" else request["recipe"]
-    options: dict[str, Any] = {"recipe": recipe, **{name: request[name] for name in ("kernels", "exchange", "chunks")}}
+    options: dict[str, Any] = {
+        "recipe": recipe,
+        **{name: request[name] for name in ("kernels", "exchange", "buffer_factor")},
+    }
     return lambda x, params: moax.moe(x, params, config, **options)[0], ""
 
 

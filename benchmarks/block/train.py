@@ -70,7 +70,7 @@ class Run:
             recipe=None if recipe == "none" else recipe,
             exchange=how.exchange,
             dtype=self.dtype,
-            chunks=how.chunks,
+            buffer_factor=how.buffer_factor,
         )
 
 
@@ -118,7 +118,9 @@ def _row(run: Run, impl: str, recipe: str, how: How, answer: dict[str, Any], fou
         dtype=run.dtype,
         note=answer.get("note", ""),
     )
-    row.extra = {"mesh": how.sizes} | ({"exchange": how.exchange, "chunks": how.chunks} if impl == OURS else {})
+    row.extra = {"mesh": how.sizes} | (
+        {"exchange": how.exchange, "buffer_factor": how.buffer_factor} if impl == OURS else {}
+    )
     if "us" in answer:
         row.us, row.method, row.path = answer["us"], "wall", answer["path"]
         row.tflops = run.work / row.us * 1e-6

@@ -74,8 +74,8 @@ def block_of(impl: str, model: ModelConfig, mesh) -> tuple[MoEBlock, str]:
 
     def block(x: jax.Array, params: MoEParams[jax.Array], config: MoEConfig, **_: Any) -> tuple[jax.Array, MoEStats]:
         y = layer(x.reshape(-1, config.d_model), params).reshape(x.shape)
-        none = jnp.zeros((), jnp.float32)
-        return y, MoEStats(none, none, jnp.zeros(config.num_experts, jnp.int32), jnp.zeros((), jnp.int32))
+        none, count = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+        return y, MoEStats(none, none, jnp.zeros(config.num_experts, jnp.int32), count, count)
 
     return block, note
 

@@ -79,7 +79,7 @@ class Exchange:
 
     def __call__(self, rows, *plan):
         if self.direction == "dispatch":
-            return dispatch_forward(self.static, rows, *plan)
+            return dispatch_forward(self.static, rows, *plan)[0]
         return combine_forward(self.static, rows, plan[0], self.tokens)
 
 
@@ -155,7 +155,9 @@ def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh:
     transport = select_transport(TRANSPORTS[impl], view, wire_bytes(args[0], WIRES[wire]))
     slots = slots_per_pair(case.tokens, case.top_k, mesh.size, None)
     kernels = select_kernels("auto", args[0].dtype, width=case.width)
-    static = ExchangeSpec(transport, view.roles, slots, WIRES[wire], kernels, sms, num_experts=case.experts)
+    static = ExchangeSpec(
+        transport, view.roles, slots, WIRES[wire], kernels, sms, num_experts=case.experts, capacity=slots
+    )
     dispatch = Exchange(static, "dispatch", case.tokens)
     if direction == "dispatch":
         return dispatch, args

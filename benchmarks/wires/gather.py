@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 
 from benchmarks.block.block import Block
 from benchmarks.report import HOPPER, Row, why
-from moax.block.spec import BlockSpec, Weights, find_layouts, quantize_and_gather
+from moax.block.spec import BlockSpec, Weights, quantize_and_gather
+from moax.block.weights import find_layouts
 from moax.initialize import init
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
@@ -60,9 +61,10 @@ def gather_weights(block: Block, recipe: str, mesh: Mesh) -> tuple[Callable, tup
     kernels = select_kernels("auto", DTYPE, d_model=config.d_model, d_ff=config.d_ff)
     form = get_recipe(None if recipe == "none" else recipe)
     static = BlockSpec.make(
-        config, recipe=form, transport="all_gather", roles=roles, declared=specs, tokens=1, dtype=DTYPE, kernels=kernels
-    )
-    layouts = find_layouts(static, Weights(specs.wi, specs.wo, None, None))
+        config, recipe=form, transport="all_gather", roles=roles, declared=specs, tokens=1, dtype=DTYPE,
+        kernels=kernels, buffer_factor=None, save_rows=True,
+    )  # fmt: skip
+    layouts = find_layouts(roles, specs.wi, specs.wo)
 
     def local(wi, wo):
         return tuple(quantize_and_gather(static, Weights(wi, wo, None, None), layouts, "rows"))

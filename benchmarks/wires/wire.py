@@ -6,7 +6,9 @@ It reads the bytes from the compiled program for 8 emulated CPU devices, and tim
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,11 @@ def run(out: str | None = None, sha: str | None = None, *, as_json: bool = False
       ValueError: JAX already runs on another number of devices.
     """
     program.emulate(8)
-    rows = [measure(name, recipe) for name in NAMES for recipe in RECIPES]
+    rows = []
+    for name, recipe in itertools.product(NAMES, RECIPES):
+        text = f"wire: compiling {name}, recipe {recipe or 'none'}: {len(rows) + 1} of {len(NAMES) * len(RECIPES)}"
+        print(text, file=sys.stderr, flush=True)
+        rows.append(measure(name, recipe))
     result = {
         "what": "bytes a device moves for the weights of one MoE block in one training step (forward and backward)",
         "how": "the optimized program for 8 emulated CPU devices; bf16 activations, float32 parameters",

@@ -13,11 +13,15 @@ if TYPE_CHECKING:
     from moax import inspect as inspect
     from moax import ops as ops
     from moax.block.experts import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+    from moax.block.kept import quantize_params as quantize_params
     from moax.block.layer import moe as moe
     from moax.config import MoEConfig as MoEConfig
     from moax.config import RouterConfig as RouterConfig
     from moax.errors import Unsupported as Unsupported
+    from moax.hashing import hash_experts as hash_experts
+    from moax.hashing import hash_table as hash_table
     from moax.initialize import init as init
+    from moax.logical import LogicalAxes as LogicalAxes
     from moax.mesh.axes import Axes as Axes
     from moax.mesh.devices import make_mesh as make_mesh
     from moax.ops.balance import update_router_bias as update_router_bias
@@ -29,17 +33,22 @@ if TYPE_CHECKING:
     from moax.sharding import param_specs as param_specs
     from moax.types import MoEStats as MoEStats
     from moax.types import QArray as QArray
+    from moax.types import QuantizedParams as QuantizedParams
     from moax.types import Routing as Routing
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CHECKPOINT_NAMES": "moax.block.experts",
+    "quantize_params": "moax.block.kept",
     "moe": "moax.block.layer",
     "MoEConfig": "moax.config",
     "RouterConfig": "moax.config",
     "Unsupported": "moax.errors",
+    "hash_experts": "moax.hashing",
+    "hash_table": "moax.hashing",
     "init": "moax.initialize",
+    "LogicalAxes": "moax.logical",
     "Axes": "moax.mesh.axes",
     "make_mesh": "moax.mesh.devices",
     "update_router_bias": "moax.ops.balance",
@@ -51,6 +60,7 @@ _HOMES = {
     "param_specs": "moax.sharding",
     "MoEStats": "moax.types",
     "QArray": "moax.types",
+    "QuantizedParams": "moax.types",
     "Routing": "moax.types",
 }
 _MODULES = ("estimate", "hf", "inspect", "linen", "nnx", "ops")

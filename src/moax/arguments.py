@@ -38,6 +38,11 @@ def add_execution(group, *, mesh: str, dtypes: tuple[str, ...]) -> None:
     add("--dtype", choices=dtypes, help="dtype of activations")
 
 
+def factor(text: str) -> float:
+    """Parses the value of --capacity-factor and --buffer-factor for argparse: `none` is infinite."""
+    return math.inf if text == "none" else float(text)
+
+
 def mesh_of(text: str) -> Sizes:
     """Parses the value of --mesh for argparse, which prints the error of an `ArgumentTypeError`."""
     try:

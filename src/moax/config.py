@@ -6,45 +6,86 @@ They are frozen, hashable and checked.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+from collections.abc import Callable
 from typing import Literal
 
-Activation = Literal["swiglu", "geglu", "swiglu_oai", "silu", "gelu", "relu2"]
-GATED = ("swiglu", "geglu", "swiglu_oai")
-UNGATED = ("silu", "gelu", "relu2")
-SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the limit of gate and up, and the factor in the sigmoid
+import numpy as np
 
+from moax.checks import is_int, is_number
 
-def _is_int(value) -> bool:
-    """Returns whether value is an int and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+Activation = str | Callable | tuple[str | Callable, str | Callable]
+GATED = ("swiglu", "geglu", "swiglu_oai", "reglu", "glu")
+UNGATED = (
+    "silu", "gelu", "relu2", "relu", "relu6", "swish", "tanh", "elu", "selu", "celu", "leaky_relu", "soft_sign",
+    "hard_tanh", "hard_silu", "hard_swish", "mish", "quick_gelu", "squared_relu", "identity", "linear",
+)  # fmt: skip
+NOT_ZERO = ("sigmoid", "log_sigmoid", "hard_sigmoid", "softplus", "squareplus", "sparse_plus")  # of a pair alone
+SCORES = ("softmax", "sigmoid", "sqrt_softplus")
+SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the default limit of gate and up, and the factor in the sigmoid
 
 
 def _check_positive(owner: str, **fields) -> None:
     """Raises ValueError for a field of `owner` that is no int of at least 1."""
     for name, value in fields.items():
-        if not _is_int(value) or value < 1:
+        if not is_int(value) or value < 1:
             raise ValueError(f"{owner}: {name}={value!r} must be an int of at least 1")
 
 
 def _check_choice(owner: str, name: str, value, choices: tuple[str, ...]) -> None:
     """Raises ValueError if value is none of the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{owner}: {name}={value!r} must be one of {', '.join(map(repr, choices))}")
 
 
 def _check_flag(owner: str, **fields) -> None:
     """Raises ValueError for a field of `owner` that is no bool."""
     for name, value in fields.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | np.bool_):
             raise ValueError(f"{owner}: {name}={value!r} must be True or False")
 
 
 def _check_number(owner: str, name: str, value, *, least: float, exclusive: bool = False) -> None:
     """Raises ValueError unless value is a finite number of at least `least`, or above it if `exclusive`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = is_number(value) and math.isfinite(value)
     if not number or value < least or (exclusive and value == least):
         raise ValueError(f"{owner}: {name}={value!r} must be a finite number {'>' if exclusive else '>='} {least}")
+
+
+def _as_python(config) -> None:
+    """Replaces numbers and flags of NumPy in a config by those of Python, so that equal configs have equal text."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, np.generic):
+            object.__setattr__(config, field.name, value.item())
+
+
+def _check_activation(owner: str, value) -> None:
+    """Raises ValueError unless value is an activation: a name, a pair, or a function of one or two arrays."""
+    if callable(value):
+        gates_of(value)
+        return
+    pair = isinstance(value, tuple) and len(value) == 2
+    for part in value if pair else (value,):
+        if pair and callable(part):
+            continue
+        _check_choice(owner, "activation", part, UNGATED + NOT_ZERO if pair else GATED + UNGATED)
+
+
+def gates_of(activation: Activation) -> int:
+    """Returns G: 2 for an activation of (gate, up), 1 for an activation of up alone.
+
+    Raises:
+      ValueError: a function takes neither one nor two arrays.
+    """
+    if not callable(activation):
+        return 2 if isinstance(activation, tuple) or activation in GATED else 1
+    named = inspect.signature(activation).parameters.values()
+    count = sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in named)
+    if count not in (1, 2):
+        raise ValueError(f"activation={activation!r} must be a function of (up) or of (gate, up); it takes {count}")
+    return count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +93,8 @@ class RouterConfig:
     """How logits [T, E] become K experts and K weights for each token.
 
     Attributes:
-      score: `softmax` over all experts of a token, or `sigmoid` of each logit.
+      score: `softmax` over all experts of a token, `sigmoid` of each logit, or `sqrt_softplus` of each logit, which is
+        sqrt(log(1 + exp(logit))) (DeepSeek-V4).
       order: `score_then_topk` scores all experts and keeps the best K. `topk_then_score` keeps the best K logits and
         scores these K alone; their softmax sums to 1 by itself (Mixtral, GPT-OSS).
       normalize: whether the K weights are divided by their sum, where K > 1.
@@ -65,13 +107,17 @@ class RouterConfig:
       bias: whether the parameters hold `router_bias` [E], which is added to the scores for selection alone.
       logits_bias: whether the parameters hold `logits_bias` [E], a trained bias of the logits (GPT-OSS).
       aux_loss: the coefficient of the load-balance loss; a balanced router pays the coefficient.
+      sequence_aux_loss: the coefficient of the same loss of each sequence, averaged over sequences (DeepSeek-V3's
+        complementary loss). `moax.moe` adds it to `aux_loss`; x must then be [..., S, H], a sequence of S tokens a row.
       z_loss: the coefficient of mean(logsumexp(logits)^2) (ST-MoE).
+      expert_scale: whether the parameters hold `expert_scale` [E], a trained factor on the final weights of each expert
+        (Gemma 4). The weight of a token for expert 3 is multiplied by expert_scale[3].
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     order: Literal["score_then_topk", "topk_then_score"] = "score_then_topk"
     normalize: bool = True
     num_groups: int = 1
@@ -82,19 +128,24 @@ class RouterConfig:
     logits_bias: bool = False
     aux_loss: float = 0.0
     z_loss: float = 0.0
+    sequence_aux_loss: float = 0.0
+    expert_scale: bool = False
 
     def __post_init__(self):
         owner = "RouterConfig"
-        _check_choice(owner, "score", self.score, ("softmax", "sigmoid"))
+        _check_choice(owner, "score", self.score, SCORES)
         _check_choice(owner, "order", self.order, ("score_then_topk", "topk_then_score"))
         _check_choice(owner, "group_score", self.group_score, ("top2", "max", "sum_topk"))
         _check_flag(owner, normalize=self.normalize, bias=self.bias, logits_bias=self.logits_bias)
+        _check_flag(owner, expert_scale=self.expert_scale)
         _check_positive(owner, num_groups=self.num_groups, top_groups=self.top_groups)
         if self.top_groups > self.num_groups:
             raise ValueError(f"{owner}: top_groups={self.top_groups} must be at most num_groups={self.num_groups}")
         _check_number(owner, "scale", self.scale, least=0.0, exclusive=True)
         _check_number(owner, "aux_loss", self.aux_loss, least=0.0)
         _check_number(owner, "z_loss", self.z_loss, least=0.0)
+        _check_number(owner, "sequence_aux_loss", self.sequence_aux_loss, least=0.0)
+        _as_python(self)
 
     def check_experts(self, num_experts: int, top_k: int) -> None:
         """Raises ValueError where this router cannot choose `top_k` of `num_experts`."""
@@ -125,15 +176,20 @@ class MoEConfig:
       d_ff: the expert width F.
       num_experts: the number of experts E.
       top_k: the experts per token K.
-      activation: `swiglu`, `geglu` or `swiglu_oai`, which have a gate, or `silu`, `gelu` or `relu2`; see
-        `moax.ops.activation`.
+      activation: a name, such as `swiglu`, or `relu` and other functions of `jax.nn`; a pair (f, g) of names or
+        functions, for f(gate) * g(up); or a function of (up) or of (gate, up). See `moax.ops.activation`.
+      activation_limit: the limit L of a gated activation, which takes min(gate, L) and min(max(up, -L), L) in place of
+        gate and up; None sets no limit, and 7 for `swiglu_oai`.
       use_bias: whether `init` makes the expert biases `bi` and `bo`. The block takes either of them without the other.
       router: see `RouterConfig`.
       shared_d_ff: the width S of the shared expert, which every token takes; 0 for no shared expert.
+      shared_gate: whether the parameters hold `shared_gate` [H]; the output of the shared expert is then multiplied by
+        sigmoid(x . shared_gate) (Qwen2-MoE).
       capacity_factor: None drops no assignment. A number limits the expert-sorted rows of a rank to this multiple of
         the balanced load T K. The busiest experts lose the rows beyond the limit, and `MoEStats.dropped` counts them.
-      weights_at: the place where the routing weights multiply: an expert's `output`, or its `hidden` activation before
-        the second product. Both give the same function with different rounding.
+      weights_at: the place where the routing weights multiply: an expert's `output`, its `hidden` activation before the
+        second product, or its `input` (Llama 4). `output` and `hidden` give the same function with different rounding.
+        `input` is another function, expert(weight x), and experts with biases cannot have it.
 
     Raises:
       ValueError: a field has a value that it cannot have, or K does not fit the router. The message names the field.
@@ -148,23 +204,36 @@ class MoEConfig:
     router: RouterConfig = RouterConfig()
     shared_d_ff: int = 0
     capacity_factor: float | None = None
-    weights_at: Literal["output", "hidden"] = "output"
+    weights_at: Literal["output", "hidden", "input"] = "output"
+    shared_gate: bool = False
+    activation_limit: float | None = None
 
     def __post_init__(self):
         owner = "MoEConfig"
         _check_positive(owner, d_model=self.d_model, d_ff=self.d_ff, num_experts=self.num_experts, top_k=self.top_k)
-        _check_choice(owner, "activation", self.activation, GATED + UNGATED)
-        _check_choice(owner, "weights_at", self.weights_at, ("output", "hidden"))
-        _check_flag(owner, use_bias=self.use_bias)
+        if isinstance(self.activation, list):
+            object.__setattr__(self, "activation", tuple(self.activation))
+        _check_activation(owner, self.activation)
+        _check_choice(owner, "weights_at", self.weights_at, ("output", "hidden", "input"))
+        _check_flag(owner, use_bias=self.use_bias, shared_gate=self.shared_gate)
+        if self.use_bias and self.weights_at == "input":
+            raise ValueError(f"{owner}: weights_at='input' needs use_bias=False")
+        if self.shared_gate and not self.shared_d_ff:
+            raise ValueError(f"{owner}: shared_gate=True needs a shared expert; set shared_d_ff")
+        if self.activation_limit is not None:
+            _check_number(owner, "activation_limit", self.activation_limit, least=0.0, exclusive=True)
+            if gates_of(self.activation) != 2:
+                raise ValueError(f"{owner}: activation_limit={self.activation_limit!r} needs an activation with a gate")
         if not isinstance(self.router, RouterConfig):
             raise ValueError(f"{owner}: router={self.router!r} must be a RouterConfig")
-        if not _is_int(self.shared_d_ff) or self.shared_d_ff < 0:
+        if not is_int(self.shared_d_ff) or self.shared_d_ff < 0:
             raise ValueError(f"{owner}: shared_d_ff={self.shared_d_ff!r} must be an int, 0 for no shared expert")
         if self.capacity_factor is not None:
             _check_number(owner, "capacity_factor", self.capacity_factor, least=0.0, exclusive=True)
         self.router.check_experts(self.num_experts, self.top_k)
+        _as_python(self)
 
     @property
     def gates(self) -> int:
         """G: the number of projections of a hidden unit, 2 (gate and up) or 1 (up alone)."""
-        return 2 if self.activation in GATED else 1
+        return gates_of(self.activation)

@@ -8,6 +8,7 @@ import importlib.metadata
 EXTRAS: dict[str, dict[str, str]] = {
     "flax": {"flax": "flax"},
     "train": {"matplotlib": "matplotlib", "optax": "optax", "orbax": "orbax-checkpoint", "rich": "rich"},
+    "cuda12": {"jax_cuda12_plugin": "jax-cuda12-plugin"},
     "cuda13": {"jax_cuda13_plugin": "jax-cuda13-plugin"},
 }
 

@@ -5,39 +5,61 @@
     y, stats = block.apply(variables, x)
     _, state = block.apply(variables, stats, method="update_router_bias", mutable="moax_state")
 
-Under `jax.set_mesh` the variables are shards, boxed as `nn.Partitioned` with their specs.
+Under `jax.set_mesh` the variables are shards, boxed as `nn.Partitioned` with their specs. With `logical_axes=` they are
+boxed as `nn.LogicallyPartitioned` with the logical names of their dims, which need no mesh.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moax.block.kept import quantize_params
 from moax.block.layer import moe
+from moax.block.routing import CallKeywords
 from moax.config import MoEConfig
 from moax.extras import missing
-from moax.initialize import init
+from moax.initialize import Initializer, init
+from moax.logical import LogicalAxes, find_layout, named_params
 from moax.mesh.axes import Axes
 from moax.mesh.partition import Engine
-from moax.mesh.specs import mesh_sizes
+from moax.mesh.specs import Spec, mesh_sizes
 from moax.ops.balance import update_router_bias
 from moax.options import Options
-from moax.params import MoEParams
+from moax.params import DIMS, MoEParams
 from moax.recipe import Recipe
-from moax.sharding import param_specs
-from moax.types import MoEStats
+from moax.types import MoEStats, QuantizedParams
 
 try:
     from flax import linen as nn
+    from flax import struct
 except ModuleNotFoundError as error:
     raise missing(error) from error
 
 STATE = "moax_state"
-COLLECTIONS = {f.name: STATE if f.name == "router_bias" else "params" for f in dataclasses.fields(MoEParams)}
+COLLECTIONS = {name: STATE if name == "router_bias" else "params" for name in DIMS}
+
+
+class MeshPartitioned(nn.Partitioned):
+    """An `nn.Partitioned` whose spec leaves out the names that are no mesh axes.
+
+    `nn.scan` over layers adds a name for the new dim of a variable: the names ("layers", "ep", None, "tp") of the box
+    are then PartitionSpec(None, "ep", None, "tp") on a mesh of the axes ep and tp.
+
+    Attributes:
+      mesh_axes: the axes of the mesh that was in force when the variable was made.
+    """
+
+    mesh_axes: tuple[str, ...] = struct.field(default=(), pytree_node=False)
+
+    def get_partition_spec(self) -> Spec:
+        """Returns the PartitionSpec of the variable."""
+        return Spec(*(n if isinstance(n, tuple) or n in self.mesh_axes else None for n in self.names))
 
 
 class MoEBlock(nn.Module):
@@ -48,15 +70,22 @@ class MoEBlock(nn.Module):
     missing. `init(key, x)` makes the values of `moax.init(key, config)`. Inside another module, flax folds the path of
     the module into the key.
 
-    With a mesh in force (`jax.set_mesh`) each device makes its shards alone. A variable is then an `nn.Partitioned` box
-    with its entry of `moax.param_specs`, for `nn.get_partition_spec` and `nn.get_sharding`. Without a mesh there are no
-    boxes.
+    With a mesh in force (`jax.set_mesh`) each device makes its shards alone.
+
+    Without `logical_axes`, a variable made under a mesh is an `nn.Partitioned` box with its entry of
+    `moax.param_specs`, for `nn.get_partition_spec` and `nn.get_sharding`. Without a mesh there are no boxes.
+
+    With `logical_axes`, a variable is an `nn.LogicallyPartitioned` box with the logical names of its dims, for
+    `nn.get_partition_spec` and `nn.logical_to_mesh_sharding`, with a mesh and without. The arrays lie by the rules of
+    `nn.logical_axis_rules`, or by `moax.param_specs` where no rule and no mesh axis has one of the names.
 
     Attributes:
       config: the sizes of the block and its equations.
-      recipe, axes, exchange, kernels, engine, chunks: see `moax.Options`.
+      recipe, axes, exchange, kernels, engine, buffer_factor, save_rows: see `moax.Options`.
       dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
       param_dtype: the dtype of all parameters and of the selection bias.
+      logical_axes: the logical name of each dim of the parameters; None for no names. See `moax.LogicalAxes`.
+      initializers: an initializer for each of some parameters, by name; see `moax.init`.
     """
 
     config: MoEConfig
@@ -65,26 +94,53 @@ class MoEBlock(nn.Module):
     exchange: str = "auto"
     kernels: str = "auto"
     engine: Engine = "auto"
-    chunks: int = 1
+    buffer_factor: float | None = 1.25
+    save_rows: bool = True
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
+    logical_axes: LogicalAxes | None = None
+    initializers: Mapping[str, Initializer] | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*batch H"]) -> tuple[Float[Array, "*batch H"], MoEStats]:
-        """Returns (y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None."""
+    def __call__(
+        self, x: Float[Array, "*batch H"], **keywords: Unpack[CallKeywords]
+    ) -> tuple[Float[Array, "*batch H"], MoEStats]:
+        """Returns (y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None.
+
+        The keywords are `router_input`, `routing`, `mask`, `return_routing` and `quantized` of `moax.moe`.
+        """
         if not self.has_variable("params", "router") and self.is_mutable_collection("params"):
             for name, value in self._make().items():
                 if COLLECTIONS[name] == STATE:
                     self.variable(STATE, name, lambda value=value: value)
                 else:
                     self.param(name, lambda _, value=value: value)
-        arrays = {name: nn.unbox(self.get_variable(collection, name)) for name, collection in COLLECTIONS.items()}
         return moe(
             x if self.dtype is None else x.astype(self.dtype),
-            MoEParams(**arrays),
+            self._params(),
             self.config,
-            Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)}),
+            self._options(),
+            **keywords,
         )
+
+    def quantize(self, dtype: jax.typing.DTypeLike | None = None) -> QuantizedParams:
+        """Returns `moax.quantize_params` of the parameters, for several calls of the layer with `quantized=`.
+
+        `layer.apply(variables, method="quantize")` calls it outside of a module.
+
+        Args:
+          dtype: the dtype of x in these calls; None is that of the layer, or bfloat16 where it has none.
+        """
+        return quantize_params(self._params(), self.config, self._options(), dtype=dtype or self.dtype or jnp.bfloat16)
+
+    def _params(self) -> MoEParams[Array]:
+        """Returns the arrays of the parameters."""
+        found = {name: self.get_variable(collection, name) for name, collection in COLLECTIONS.items()}
+        return MoEParams(**{name: nn.unbox(value) for name, value in found.items()})
+
+    def _options(self) -> Options:
+        """Returns the fields of the module that are those of `Options`."""
+        return Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)})
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:
         """Adds rate * sign(mean(tokens) - tokens) to router_bias, by `moax.update_router_bias`.
@@ -103,12 +159,22 @@ class MoEBlock(nn.Module):
         self.put_variable(STATE, "router_bias", nn.meta.replace_boxed(box, bias))
 
     def _make(self) -> dict[str, Array | nn.Partitioned]:
-        """Returns the values of all variables, in boxes where there is a mesh.
+        """Returns the values of all variables, in boxes where there is a mesh or a logical name.
 
         One key makes all of them, as in `moax.init`; `self.param` would give each variable a key of its own.
         """
         key = cast(Any, self.scope).rngs["params"].as_jax_rng()
-        values = init(key, self.config, dtype=self.param_dtype, axes=self.axes)
-        specs = param_specs(self.config, self.axes) if mesh_sizes() else None
+        specs = find_layout(
+            self.config, self.axes, self.logical_axes, nn.get_logical_axis_rules(), nn.logical_to_mesh_axes
+        )
+        values = init(
+            key, self.config, dtype=self.param_dtype, axes=self.axes, initializers=self.initializers, specs=specs
+        )
         made = {name: v for name in COLLECTIONS if (v := getattr(values, name)) is not None}
-        return made if specs is None else {n: nn.Partitioned(v, tuple(getattr(specs, n))) for n, v in made.items()}
+        if self.logical_axes is not None:
+            named = named_params(self.config, self.logical_axes)
+            return {name: nn.LogicallyPartitioned(v, getattr(named, name)) for name, v in made.items()}
+        if specs is None:
+            return made
+        mesh_axes = tuple(mesh_sizes())
+        return {n: MeshPartitioned(v, tuple(getattr(specs, n)), mesh_axes=mesh_axes) for n, v in made.items()}

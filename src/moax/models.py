@@ -77,7 +77,9 @@ class Model:
           ValueError: `ranks` does not divide the experts.
         """
         router = dataclasses.replace(self.config.router, num_groups=1, top_groups=1)
-        return dataclasses.replace(self.config, num_experts=self._experts(ranks), router=router, shared_d_ff=0)
+        return dataclasses.replace(
+            self.config, num_experts=self._experts(ranks), router=router, shared_d_ff=0, shared_gate=False
+        )
 
     def _experts(self, ranks: int) -> int:
         """Returns the experts of one rank. Raises ValueError where `ranks` does not divide the experts."""
@@ -102,9 +104,10 @@ MODELS: dict[str, Model] = {
         layers=94,
         source="Qwen/Qwen3-235B-A22B",
     ),
-    # Qwen3-Next multiplies its shared expert by a sigmoid gate, which MoEConfig cannot express.
     "qwen3-next": Model(
-        config=MoEConfig(d_model=2048, d_ff=512, num_experts=512, top_k=10, router=_LATE, shared_d_ff=512),
+        config=MoEConfig(
+            d_model=2048, d_ff=512, num_experts=512, top_k=10, router=_LATE, shared_d_ff=512, shared_gate=True
+        ),
         layers=48,
         source="Qwen/Qwen3-Next-80B-A3B-Instruct",
     ),

@@ -4,51 +4,96 @@
     y, stats = layer(x)
     layer.update_router_bias(stats)  # once a step, after the optimizer, where config.router.bias
 
-Under `jax.set_mesh` the layer makes and holds shards, and the metadata of its variables names their specs.
+Under `jax.set_mesh` the layer makes and holds shards. The metadata of its variables names their specs, or with
+`logical_axes=` the logical names of their dims, which need no mesh.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moax.block.kept import quantize_params
 from moax.block.layer import moe
+from moax.block.routing import CallKeywords
 from moax.config import MoEConfig
 from moax.extras import missing
-from moax.initialize import init
-from moax.mesh.specs import mesh_sizes
+from moax.initialize import Initializer, init
+from moax.logical import LogicalAxes, find_layout, named_params
 from moax.ops.balance import update_router_bias
 from moax.options import OptionKeywords, Options
-from moax.params import MoEParams, params_by_name
-from moax.sharding import param_specs
-from moax.types import MoEStats
+from moax.params import DIMS, MoEParams, params_by_name
+from moax.types import MoEStats, QuantizedParams
 
 try:
     from flax import nnx
+    from flax.core import meta
+    from flax.core.spmd import apply_rules
+    from flax.linen import get_logical_axis_rules, logical_to_mesh_axes
 except ModuleNotFoundError as error:
     raise missing(error) from error
 
-NAMES = tuple(field.name for field in dataclasses.fields(MoEParams))
+
+class _Laid(nnx.Variable):
+    """A variable whose metadata `out_sharding` has an entry for each dim of the value.
+
+    `nnx.vmap` without `transform_metadata` stacks the values of layers and leaves the metadata of one layer. The dims
+    that the metadata lacks are then the first ones, and no mesh axis splits them: ("exp", "embed", None, "mlp") of a
+    stacked `wi` [L, E, H, G, F] is read as (None, "exp", "embed", None, "mlp").
+    """
+
+    def get_metadata(self, *args: Any, **keywords: Any) -> Any:
+        """Returns what `nnx.Variable.get_metadata` returns, with `out_sharding` of the rank of the value."""
+        found = super().get_metadata(*args, **keywords)
+        if args[:1] == ("out_sharding",):
+            return self._padded(found)
+        if isinstance(found, dict) and "out_sharding" in found:
+            found["out_sharding"] = self._padded(found["out_sharding"])
+        return found
+
+    def _padded(self, entries: Any) -> Any:
+        """Returns the entries of `out_sharding`, after one None for each dim that they lack."""
+        lacking = getattr(self.get_value(), "ndim", 0) - len(entries or ())
+        if not entries or lacking <= 0:
+            return entries
+        padded = (*[None] * lacking, *entries)
+        return padded if isinstance(entries, tuple) else type(entries)(*padded)
 
 
-class RouterBias(nnx.Variable):
+class MoEParam(_Laid, nnx.Param):
+    """A trained parameter of the layer. It is an `nnx.Param`."""
+
+
+class RouterBias(_Laid):
     """The selection bias [E].
 
     It is state and no `nnx.Param`, so that no optimizer and no gradient of parameters sees it.
     """
 
 
+def _metadata(entries: Any, spec: Any) -> dict[str, Any]:
+    """Returns the metadata of a variable whose array has the layout `spec`.
+
+    Flax lays out an eagerly sharded variable, and an optimizer's copy of it, as `out_sharding` says. It can do so where
+    it finds a mesh, and its rules give `spec`.
+    """
+    asked = spec is not None and entries is not None and meta.global_mesh_defined()
+    same = asked and tuple(apply_rules(entries, ())) == tuple(spec)
+    return {"out_sharding": entries} | ({} if same else {"eager_sharding": False})
+
+
 class MoE(nnx.Module):
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]), for x [..., H].
 
     Attributes:
-      router, wi, wo, logits_bias, bi, bo, shared_wi, shared_wo: each an `nnx.Param` with the shape of the same field of
-        `moax.MoEParams`, or None where the config has no such parameter. A user may set or delete `bi` and `bo`
-        afterwards.
+      router, wi, wo, logits_bias, bi, bo, shared_wi, shared_wo, shared_gate, expert_scale: each a `MoEParam`, which is
+        an `nnx.Param`, with the shape of the same field of `moax.MoEParams`, or None where the config has no such
+        parameter. A user may set or delete `bi` and `bo` afterwards.
       router_bias: a `RouterBias`, or None where the config has none.
     """
 
@@ -59,50 +104,77 @@ class MoE(nnx.Module):
         options: Options = Options(),
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
+        logical_axes: LogicalAxes | None = None,
+        initializers: Mapping[str, Initializer] | None = None,
         rngs: nnx.Rngs,
         **keywords: Unpack[OptionKeywords],
     ):
-        """Makes the parameters `moax.init(rngs.params(), config)`.
+        """Makes the parameters `moax.init(rngs.params(), config, initializers=initializers)`.
 
-        With a mesh in force (`jax.set_mesh`) each device makes its shards alone, and `out_sharding` of each variable
-        is its entry of `moax.param_specs`, for `nnx.get_partition_spec` and `nnx.get_named_sharding`.
+        With a mesh in force (`jax.set_mesh`) each device makes its shards alone. `nnx.get_partition_spec` and
+        `nnx.get_named_sharding` read the metadata `out_sharding` of each variable.
+
+        Without `logical_axes`, the metadata is the entry of `moax.param_specs`, and there is none without a mesh.
+
+        With `logical_axes`, the metadata has the logical names of the dims, with a mesh and without. The arrays lie by
+        the rules of `flax.linen.logical_axis_rules`, or by `moax.param_specs` where no rule and no mesh axis has one of
+        the names.
 
         Args:
           config: the sizes of the block and its equations.
           options: how the block runs; see `moax.Options`.
           dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
           param_dtype: the dtype of all parameters and of the selection bias.
+          logical_axes: the logical name of each dim of the parameters; None for no names. See `moax.LogicalAxes`.
+          initializers: an initializer for each of some parameters, by name; see `moax.init`.
           rngs: the stream `params` gives one key.
-          **keywords: fields of `moax.Options` (recipe, axes, exchange, kernels, engine, chunks) that replace those of
-            `options`.
+          **keywords: fields of `moax.Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows)
+            that replace those of `options`.
 
         Raises:
-          ValueError: an option has a value that it cannot have, or the mesh axes of a dim do not divide its size.
+          ValueError: an option has a value that it cannot have, the mesh axes of a dim do not divide its size, a
+            logical name has no rule, or `initializers` does not fit.
         """
         self.config, self.options = config, dataclasses.replace(options, **keywords)
         self.dtype, self.param_dtype = dtype, param_dtype
 
-        values = init(rngs.params(), config, dtype=param_dtype, axes=self.options.axes)
-        specs = param_specs(config, self.options.axes) if mesh_sizes() else None
-        for name in NAMES:
-            value, kind = getattr(values, name), RouterBias if name == "router_bias" else nnx.Param
-            metadata = {} if specs is None else {"out_sharding": getattr(specs, name)}
+        axes = self.options.axes
+        specs = find_layout(config, axes, logical_axes, get_logical_axis_rules(), logical_to_mesh_axes)
+        values = init(rngs.params(), config, dtype=param_dtype, axes=axes, initializers=initializers, specs=specs)
+        entries = specs if logical_axes is None else named_params(config, logical_axes)
+        for name in DIMS:
+            value, kind = getattr(values, name), RouterBias if name == "router_bias" else MoEParam
+            metadata = {} if entries is None else _metadata(getattr(entries, name), getattr(specs, name, None))
             setattr(self, name, nnx.data(None) if value is None else kind(value, **metadata))
 
     @property
     def params(self) -> MoEParams[Array]:
         """The arrays of the parameters, as `moax.moe` takes them."""
-        variables = {name: getattr(self, name) for name in NAMES}
+        variables = {name: getattr(self, name) for name in DIMS}
         return params_by_name({name: None if v is None else v.get_value() for name, v in variables.items()})
 
-    def __call__(self, x: Float[Array, "*batch H"]) -> tuple[Float[Array, "*batch H"], MoEStats]:
-        """Returns (y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None."""
+    def __call__(
+        self, x: Float[Array, "*batch H"], **keywords: Unpack[CallKeywords]
+    ) -> tuple[Float[Array, "*batch H"], MoEStats]:
+        """Returns (y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None.
+
+        The keywords are `router_input`, `routing`, `mask`, `return_routing` and `quantized` of `moax.moe`.
+        """
         return moe(
             x if self.dtype is None else x.astype(self.dtype),
             self.params,
             self.config,
             self.options,
+            **keywords,
         )
+
+    def quantize(self, dtype: jax.typing.DTypeLike | None = None) -> QuantizedParams:
+        """Returns `moax.quantize_params` of the parameters, for several calls of the layer with `quantized=`.
+
+        Args:
+          dtype: the dtype of x in these calls; None is that of the layer, or bfloat16 where it has none.
+        """
+        return quantize_params(self.params, self.config, self.options, dtype=dtype or self.dtype or jnp.bfloat16)
 
     def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:
         """Adds rate * sign(mean(tokens) - tokens) to router_bias, by `moax.update_router_bias`.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TypedDict
 
+from moax.checks import is_number
 from moax.mesh.axes import Axes
 from moax.mesh.partition import ENGINES, Engine
 from moax.recipe import Recipe, get_recipe
@@ -18,17 +20,21 @@ class Options:
       recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing.
       axes: the role of each mesh axis; see `moax.Axes`.
       exchange: the transport of tokens: `all_gather`, `all_to_all`, `one_sided` (Hopper GPUs of one process), or
-        `auto`, which is all_gather. No token travels where ep has size 1.
+        `auto`: all_gather or all_to_all, whichever sends fewer bytes in a balanced step on the mesh at hand. With a
+        capacity factor `auto` is all_gather, which drops nothing on the way. No token travels where ep has size 1.
       kernels: the implementation: `hopper` (Hopper GPUs, bfloat16, widths that are multiples of 32), `xla`, or `auto`.
         `auto` takes hopper where it can run, and xla elsewhere. On a GPU, the log says once why hopper cannot run.
         `blackwell` runs JAX's own kernel for forward and dgrad on GPUs of compute capability 10.0; no card has run it.
-      engine: the way from global arrays to shards on a mesh of Auto axes: `custom_partitioning`, which is `auto`, or
-        `shard_map`, whose key in the compilation cache is the same in every process. Explicit axes always use
-        `shard_map`.
-      chunks: the number of parts in which a device takes its tokens, one part after the other. The memory of
-        activations is then that of one part, and backward computes each part again. Weights are gathered once for all
-        parts, but wi twice in backward. `capacity_factor` limits each part, and a scale of a whole tensor is that of
-        one part.
+      engine: the way from global arrays to shards on a mesh of Auto axes. `custom_partitioning`, which is `auto`, takes
+        weights in the layout that they have. `shard_map` takes them in the layout of `param_specs`, and is for
+        `jax.export`. Explicit axes always use `shard_map`.
+      buffer_factor: the size of every buffer whose load depends on the routing, as a multiple of the balanced load. A
+        step whose routing needs more takes further passes over the same buffers: no token is dropped, and
+        `stats.passes` counts the passes. Below 1, every step takes several passes, in less memory. A factor bounds no
+        buffer by more than the worst case, and None allots the worst case. A scale of a whole tensor is that of one
+        pass. `capacity_factor` bounds what the exchange moves already, in one pass.
+      save_rows: whether forward keeps the sorted rows for backward. Otherwise backward gathers them again, and where ep
+        has more than one rank receives them again: less memory, and a few percent more time.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
@@ -39,7 +45,8 @@ class Options:
     exchange: str = "auto"
     kernels: str = "auto"
     engine: Engine = "auto"
-    chunks: int = 1
+    buffer_factor: float | None = 1.25
+    save_rows: bool = True
 
     def __post_init__(self):
         get_recipe(self.recipe)
@@ -47,8 +54,20 @@ class Options:
             raise ValueError(f"axes={self.axes!r} must be a moax.Axes")
         if self.engine not in ENGINES:
             raise ValueError(f"engine={self.engine!r} must be one of {', '.join(map(repr, ENGINES))}")
-        if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 1:
-            raise ValueError(f"chunks={self.chunks!r} must be an int of at least 1")
+        for name in ("exchange", "kernels"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a name, such as 'auto'")
+        check_buffer_factor(self.buffer_factor)
+        if not isinstance(self.save_rows, bool):
+            raise ValueError(f"save_rows={self.save_rows!r} must be True or False")
+        if self.buffer_factor is not None:  # a number of NumPy becomes one of Python, so that equal options are equal
+            object.__setattr__(self, "buffer_factor", float(self.buffer_factor))
+
+
+def check_buffer_factor(buffer_factor: float | None) -> None:
+    """Raises ValueError unless `buffer_factor` is None or a number above 0."""
+    if buffer_factor is not None and not (is_number(buffer_factor) and 0 < buffer_factor < math.inf):
+        raise ValueError(f"buffer_factor={buffer_factor!r} must be a number above 0, or None for the worst case")
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -59,4 +78,5 @@ class OptionKeywords(TypedDict, total=False):
     exchange: str
     kernels: str
     engine: Engine
-    chunks: int
+    buffer_factor: float | None
+    save_rows: bool

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
+from moax.checks import check_float, check_kind
 from moax.config import MoEConfig
 from moax.types import pytree
 
@@ -27,6 +27,8 @@ class MoEParams[Leaf]:
       bo: [E, H], the bias of wo.
       shared_wi: [H, 2, S], or [H, 1, S] without a gate: the first weight of the shared expert of width S.
       shared_wo: [S, H], the second weight of the shared expert.
+      shared_gate: [H], whose product with x is the logit of the shared expert's gate.
+      expert_scale: [E], a trained factor on the weights of each expert.
     """
 
     router: Leaf
@@ -38,6 +40,17 @@ class MoEParams[Leaf]:
     bo: Leaf | None = None
     shared_wi: Leaf | None = None
     shared_wo: Leaf | None = None
+    shared_gate: Leaf | None = None
+    expert_scale: Leaf | None = None
+
+
+# The letters of the dims of each parameter: E experts, H model width, F expert width, G gate and up, S the width of the
+# shared expert.
+DIMS = dict(
+    router="HE", wi="EHGF", wo="EFH", router_bias="E", logits_bias="E", bi="EGF", bo="EH", shared_wi="HGS",
+    shared_wo="SH", shared_gate="H", expert_scale="E",
+)  # fmt: skip
+ROUTER = ("router", "router_bias", "logits_bias", "expert_scale")  # the parameters that belong to no single expert
 
 
 def params_by_name[Leaf](values: Mapping[str, Leaf | None]) -> MoEParams[Leaf]:
@@ -47,23 +60,33 @@ def params_by_name[Leaf](values: Mapping[str, Leaf | None]) -> MoEParams[Leaf]:
 
 def param_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:
     """Returns the global shape of each parameter that `init` makes; None where the config has no such parameter."""
-    c, e, h, f, s = config, config.num_experts, config.d_model, config.d_ff, config.shared_d_ff
-    return MoEParams(
-        router=(h, e),
-        wi=(e, h, c.gates, f),
-        wo=(e, f, h),
-        router_bias=(e,) if c.router.bias else None,
-        logits_bias=(e,) if c.router.logits_bias else None,
-        bi=(e, c.gates, f) if c.use_bias else None,
-        bo=(e, h) if c.use_bias else None,
-        shared_wi=(h, c.gates, s) if s else None,
-        shared_wo=(s, h) if s else None,
+    c = config
+    sizes = dict(E=c.num_experts, H=c.d_model, F=c.d_ff, G=c.gates, S=c.shared_d_ff)
+    made = dict(router_bias=c.router.bias, logits_bias=c.router.logits_bias, bi=c.use_bias, bo=c.use_bias)
+    made |= dict(shared_gate=c.shared_gate, expert_scale=c.router.expert_scale)
+    made |= dict.fromkeys(("shared_wi", "shared_wo"), bool(c.shared_d_ff))
+    return params_by_name(
+        {
+            name: tuple(sizes[letter] for letter in letters) if made.get(name, True) else None
+            for name, letters in DIMS.items()
+        }
     )
 
 
 def full_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:
-    """Returns `param_shapes` with the shapes of both expert biases, even where `init` makes none."""
-    return param_shapes(dataclasses.replace(config, use_bias=True))
+    """Returns `param_shapes` with the shapes of both expert biases where the config allows them.
+
+    `init` need not make them.
+    """
+    return param_shapes(dataclasses.replace(config, use_bias=config.weights_at != "input"))
+
+
+def check_leaves(params: MoEParams[Array]) -> None:
+    """Raises ValueError unless params is a MoEParams of floating-point arrays. The message names the parameter."""
+    check_kind("params", params, MoEParams)
+    for name, letters in DIMS.items():
+        if getattr(params, name) is not None:
+            check_float(f"params.{name}", getattr(params, name), f"[{', '.join(letters)}]")
 
 
 def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = False) -> None:
@@ -77,8 +100,7 @@ def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = F
     Raises:
       ValueError: the config does not allow the presence, the shape or the dtype of a parameter. The message names it.
     """
-    if not isinstance(params, MoEParams):
-        raise ValueError(f"params is a {type(params).__name__}; it must be a moax.MoEParams")
+    check_leaves(params)
     made, allowed = param_shapes(config), full_shapes(config)
     for field in dataclasses.fields(MoEParams):
         name, value = field.name, getattr(params, field.name)
@@ -89,8 +111,6 @@ def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = F
             continue
         if may is None:
             raise ValueError(f"params.{name} is given, but the config has no such parameter; pass None")
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise ValueError(f"params.{name} has dtype {value.dtype}; it must be floating point")
         shape = tuple(value.shape)
         fits = len(shape) == len(may) and all(
             n == m or (local and n > 0 and m % n == 0) for n, m in zip(shape, may, strict=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from moax.checks import is_int
+
 Contracted = Literal["rows", "columns"]
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 
@@ -32,13 +34,13 @@ class Format:
     scale: Literal["float32", "pow2", "e8m0"] = "float32"
 
     def __post_init__(self):
-        if self.dtype not in ("e4m3", "e5m2"):
+        if not isinstance(self.dtype, str) or self.dtype not in ("e4m3", "e5m2"):
             raise ValueError(f"Format: dtype={self.dtype!r} must be 'e4m3' or 'e5m2'")
-        if self.scale not in ("float32", "pow2", "e8m0"):
+        if not isinstance(self.scale, str) or self.scale not in ("float32", "pow2", "e8m0"):
             raise ValueError(f"Format: scale={self.scale!r} must be 'float32', 'pow2' or 'e8m0'")
-        if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
+        if self.block is not None and (not is_int(self.block) or self.block < 1):
             raise ValueError(f"Format: block={self.block!r} must be a positive int, or None for one block a tensor")
-        if not isinstance(self.tile, int) or self.tile < 1:
+        if not is_int(self.tile) or self.tile < 1:
             raise ValueError(f"Format: tile={self.tile!r} must be a positive int")
 
     @property

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from moax.config import MoEConfig, RouterConfig
+from moax.config import Activation, MoEConfig, RouterConfig
 from moax.params import MoEParams
 from moax.types import MoEStats, Routing
 
@@ -19,10 +19,12 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
-    """Returns softmax(logits) or sigmoid(logits)."""
+    """Returns softmax(logits), sigmoid(logits) or sqrt(softplus(logits))."""
     if config.score == "softmax":
         e = jnp.exp(logits - logits.max(-1, keepdims=True))
         return e / e.sum(-1, keepdims=True)
+    if config.score == "sqrt_softplus":
+        return jnp.sqrt(jnp.log1p(jnp.exp(logits)))
     return 1.0 / (1.0 + jnp.exp(-logits))
 
 
@@ -41,10 +43,17 @@ def eligible_experts(scores: Float[Array, "T E"], config: RouterConfig, top_k: i
 
 
 def route(
-    logits: Float[Array, "T E"], config: RouterConfig, top_k: int, bias: Float[Array, " E"] | None = None
+    logits: Float[Array, "T E"],
+    config: RouterConfig,
+    top_k: int,
+    bias: Float[Array, " E"] | None = None,
+    *,
+    experts: Int[Array, "T K"] | None = None,
+    sequences: Int[Array, " T"] | None = None,
 ) -> Routing:
     """Returns the experts and weights of each token, and the balance losses; see `moax.route` for the arguments."""
-    tokens, experts = logits.shape
+    given = experts
+    tokens, num_experts = logits.shape
     logits = logits.astype(jnp.float32)
     selection = score(logits, config) if config.order == "score_then_topk" else logits
     if bias is not None:
@@ -52,6 +61,7 @@ def route(
     if config.num_groups > 1:
         selection = jnp.where(eligible_experts(selection, config, top_k), selection, -jnp.inf)
     chosen = jnp.argsort(-jax.lax.stop_gradient(selection), axis=-1, stable=True)[:, :top_k]
+    chosen = chosen if given is None else given
 
     if config.order == "score_then_topk":
         weights = jnp.take_along_axis(score(logits, config), chosen, axis=-1)
@@ -63,27 +73,54 @@ def route(
 
     probabilities = score(logits, config)
     probabilities = probabilities / probabilities.sum(-1, keepdims=True)
-    counts = (chosen[:, :, None] == jnp.arange(experts)[None, None, :]).sum((0, 1))
-    aux = experts / (top_k * tokens**2) * jnp.sum(probabilities.sum(0) * counts.astype(jnp.float32))
+    chose = (chosen[:, :, None] == jnp.arange(num_experts)[None, None, :]).sum(1)
+    counts = chose.sum(0)
+    aux = config.aux_loss * balance(probabilities, chose, jnp.ones(tokens, bool), top_k)
+    if sequences is not None:  # every token compares its own sequence with all tokens
+        same = sequences[:, None] == sequences[None, :]
+        sizes = same.sum(1, dtype=jnp.float32)
+        each = jax.vmap(lambda real: balance(probabilities, chose, real, top_k))(same) / sizes
+        aux = aux + config.sequence_aux_loss * each.sum() / (1.0 / sizes).sum()
     z = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
-    return Routing(chosen, weights, config.aux_loss * aux, config.z_loss * z, counts)
+    return Routing(chosen, weights, aux, config.z_loss * z, counts)
 
 
-def activate(h: Float[Array, "... G F"], activation: str) -> Float[Array, "... F"]:
-    """Returns act(gate) * up, or act(up); see `moax.ops.activation`."""
+def balance(
+    probabilities: Float[Array, "T E"], chose: Int[Array, "T E"], real: Bool[Array, " T"], top_k: int
+) -> Float[Array, ""]:
+    """Returns E / (K T^2) sum_e (sum_t p[t, e]) tokens[e] over the T tokens that are real."""
+    share = jnp.where(real[:, None], probabilities, 0.0).sum(0)
+    tokens = jnp.where(real[:, None], chose, 0).sum(0).astype(jnp.float32)
+    return chose.shape[1] / (top_k * real.sum(dtype=jnp.float32) ** 2) * jnp.sum(share * tokens)
+
+
+def activate(h: Float[Array, "... G F"], activation: Activation, limit: float | None = None) -> Float[Array, "... F"]:
+    """Returns act(gate, up), or act(up); see `moax.ops.activation`."""
     gate, up = h[..., 0, :], h[..., -1, :]
+    limit = 7.0 if limit is None and activation == "swiglu_oai" else limit
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    if callable(activation):
+        return activation(gate, up) if h.shape[-2] == 2 else activation(up)
+    if isinstance(activation, tuple):
+        return activate(gate[..., None, :], activation[0]) * activate(up[..., None, :], activation[1])
     if activation == "swiglu":
         return gate / (1.0 + jnp.exp(-gate)) * up
     if activation == "geglu":
         return jax.nn.gelu(gate, approximate=True) * up
     if activation == "swiglu_oai":
-        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
         return gate / (1.0 + jnp.exp(-1.702 * gate)) * (up + 1.0)
     if activation == "silu":
         return up / (1.0 + jnp.exp(-up))
     if activation == "gelu":
         return jax.nn.gelu(up, approximate=True)
-    return jnp.maximum(up, 0.0) ** 2
+    if activation in ("relu2", "squared_relu"):
+        return jnp.maximum(up, 0.0) ** 2
+    if activation in ("reglu", "glu"):
+        return up * (jnp.maximum(gate, 0.0) if activation == "reglu" else 1.0 / (1.0 + jnp.exp(-gate)))
+    if activation == "quick_gelu":
+        return up / (1.0 + jnp.exp(-1.702 * up))
+    return up if activation == "linear" else getattr(jax.nn, activation)(up)
 
 
 def expert(
@@ -92,44 +129,63 @@ def expert(
     wo: Float[Array, "F H"],
     bi: Float[Array, "G F"] | None,
     bo: Float[Array, " H"] | None,
-    activation: str,
+    activation: Activation,
+    limit: float | None = None,
 ) -> Float[Array, "T H"]:
     """Runs one expert on every token: act(x wi + bi) wo + bo, with wi [H, G, F] and wo [F, H]."""
     h = jnp.einsum("th,hgf->tgf", x, wi, precision=HIGHEST)
     h = h if bi is None else h + bi[None]
-    y = jnp.einsum("tf,fh->th", activate(h, activation), wo, precision=HIGHEST)
+    y = jnp.einsum("tf,fh->th", activate(h, activation, limit), wo, precision=HIGHEST)
     return y if bo is None else y + bo[None]
 
 
 def moe(
-    x: Float[Array, "*batch H"], params: MoEParams[Array], config: MoEConfig, kept: Bool[Array, "T K"] | None = None
+    x: Float[Array, "*batch H"],
+    params: MoEParams[Array],
+    config: MoEConfig,
+    kept: Bool[Array, "T K"] | None = None,
+    router_input: Float[Array, "*batch H"] | None = None,
+    *,
+    experts: Int[Array, "T K"] | None = None,
+    weights: Float[Array, "T K"] | None = None,
+    sequences: Int[Array, " T"] | None = None,
 ) -> tuple[Float[Array, "*batch H"], MoEStats]:
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]).
 
     Args:
       x: [..., H], floating point.
       params: see `MoEParams`.
-      config: see `MoEConfig`. `weights_at` makes no difference here, because nothing is rounded.
+      config: see `MoEConfig`. `weights_at` of `output` and `hidden` is the same here, because nothing is rounded.
+      experts: [T, K], experts in place of the router's choice, and weights [T, K] in place of its weights.
+      sequences: [T], the sequence of each token, for `config.router.sequence_aux_loss`.
       kept: [T, K], whether each assignment found room; the others add nothing to y. None keeps all.
+      router_input: [..., H], what the router reads in place of x; None means x.
 
     Returns:
       (y [..., H] in float32, stats).
     """
     f32 = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    logits = jnp.einsum("th,he->te", tokens, f32.router, precision=HIGHEST)
+    read = tokens if router_input is None else router_input.reshape(tokens.shape).astype(jnp.float32)
+    logits = jnp.einsum("th,he->te", read, f32.router, precision=HIGHEST)
     if f32.logits_bias is not None:
         logits = logits + f32.logits_bias[None, :]
-    routing = route(logits, config.router, config.top_k, f32.router_bias)
-    weights = routing.weights if kept is None else jnp.where(kept, routing.weights, 0.0)
+    routing = route(logits, config.router, config.top_k, f32.router_bias, experts=experts, sequences=sequences)
+    weights = routing.weights if weights is None else weights
+    weights = weights if f32.expert_scale is None else weights * f32.expert_scale[routing.experts]
+    weights = weights if kept is None else jnp.where(kept, weights, 0.0)
 
-    run_experts = jax.vmap(lambda wi, wo, bi, bo: expert(tokens, wi, wo, bi, bo, config.activation))
-    out = run_experts(f32.wi, f32.wo, f32.bi, f32.bo)  # [E, T, H]: every expert on every token
+    act = config.activation, config.activation_limit
     chose = routing.experts[None] == jnp.arange(config.num_experts)[:, None, None]  # [E, T, K]
-    weight = jnp.where(chose, weights[None], 0.0).sum(-1)
-    y = jnp.where(chose.any(-1)[..., None], weight[..., None] * out, 0.0).sum(0)
+    weight = jnp.where(chose, weights[None], 0.0).sum(-1)[..., None]
+    before, after = (weight, 1.0) if config.weights_at == "input" else (jnp.ones_like(weight), weight)
+    run_experts = jax.vmap(lambda w, wi, wo, bi, bo: expert(w * tokens, wi, wo, bi, bo, *act))
+    out = run_experts(before, f32.wi, f32.wo, f32.bi, f32.bo)  # [E, T, H]: every expert on every token
+    y = jnp.where(chose.any(-1)[..., None], after * out, 0.0).sum(0)
     if f32.shared_wi is not None:
-        y = y + expert(tokens, f32.shared_wi, f32.shared_wo, None, None, config.activation)
+        shared = expert(tokens, f32.shared_wi, f32.shared_wo, None, None, *act)
+        gate = 1.0 if f32.shared_gate is None else jax.nn.sigmoid(tokens @ f32.shared_gate)[:, None]
+        y = y + gate * shared
     dropped = jnp.int32(0) if kept is None else jnp.sum(~kept)
-    stats = MoEStats(routing.aux_loss, routing.z_loss, routing.tokens_per_expert, dropped)
+    stats = MoEStats(routing.aux_loss, routing.z_loss, routing.tokens_per_expert, dropped, jnp.int32(1))
     return y.reshape(x.shape), stats

@@ -15,7 +15,17 @@ from jaxtyping import Array
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.place import constrain
-from moax.mesh.specs import AnyMesh, check_divides, is_explicit, local_shape, mesh_of, mesh_sizes, pad, spec
+from moax.mesh.specs import (
+    AnyMesh,
+    check_divides,
+    find_roles,
+    is_explicit,
+    local_shape,
+    mesh_in_force,
+    mesh_of,
+    pad,
+    spec,
+)
 from moax.params import MoEParams, full_shapes, param_shapes, params_by_name
 
 
@@ -27,7 +37,7 @@ def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> Partit
       ndim: the number of dims.
       mesh: the mesh; None means the mesh in force.
     """
-    return spec(axes.on(mesh_sizes(mesh)).tokens, *[None] * (ndim - 1))
+    return spec(find_roles(axes, mesh).tokens, *[None] * (ndim - 1))
 
 
 def dense_spec_on(roles: Roles, shape: Sequence[int]) -> PartitionSpec:
@@ -51,7 +61,7 @@ def dense_spec(axes: Axes, shape: Sequence[int], mesh: AnyMesh | None = None) ->
       shape: the shape of the whole weight.
       mesh: the mesh; None means the mesh in force.
     """
-    return dense_spec_on(axes.on(mesh_sizes(mesh)), shape)
+    return dense_spec_on(find_roles(axes, mesh), shape)
 
 
 def expert_specs(config: MoEConfig, axes: Axes, roles: Roles, *, checked: bool = True) -> MoEParams[PartitionSpec]:
@@ -82,6 +92,8 @@ def expert_specs(config: MoEConfig, axes: Axes, roles: Roles, *, checked: bool =
         bo=spec(ep, None),
         shared_wi=spec(shared, None, tp),
         shared_wo=spec(tp, shared),
+        shared_gate=spec(None),
+        expert_scale=spec(None),
     )
     for field in dataclasses.fields(MoEParams):
         shape = getattr(full_shapes(c), field.name)
@@ -133,12 +145,12 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
       A MoEParams of specs; None where the config has no such parameter.
 
     Raises:
-      ValueError: there is no mesh, or the mesh axes of a dim do not divide its size.
+      ValueError: there is no mesh, a mesh axis of more than one device has no role, or the mesh axes of a dim do not
+        divide its size.
     """
-    sizes = mesh_sizes(mesh)
-    if not sizes:
+    if mesh is None and mesh_in_force() is None:
         raise ValueError("param_specs: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
-    specs, made = expert_specs(config, axes, axes.on(sizes)), param_shapes(config)
+    specs, made = expert_specs(config, axes, find_roles(axes, mesh)), param_shapes(config)
     names = [f.name for f in dataclasses.fields(MoEParams)]
     return params_by_name({n: getattr(specs, n) if getattr(made, n) is not None else None for n in names})
 

@@ -7,10 +7,25 @@ import typing
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import jax.export
 from jaxtyping import Array, Float, Int, UInt8
 
+from moax.checks import check_float
 from moax.config import MoEConfig
+from moax.recipe import Recipe
+
+
+def exportable[T](cls: type[T]) -> type[T]:
+    """Registers a pytree class without static fields for `jax.export`, and returns the class.
+
+    A serialized function may then take and return values of the class, for example `moax.MoEParams`.
+    """
+    return jax.export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"moax.{cls.__name__}",
+        serialize_auxdata=lambda _: b"",
+        deserialize_auxdata=lambda _: (),
+    )
 
 
 def pytree(*static: str):
@@ -23,7 +38,8 @@ def pytree(*static: str):
     def register[T](cls: type[T]) -> type[T]:
         frozen: Any = dataclasses.dataclass(frozen=True)(cls)
         data = [f.name for f in dataclasses.fields(frozen) if f.name not in static]
-        return jax.tree_util.register_dataclass(frozen, data_fields=data, meta_fields=list(static))
+        jax.tree_util.register_dataclass(frozen, data_fields=data, meta_fields=list(static))
+        return frozen if static else exportable(frozen)
 
     return register
 
@@ -33,15 +49,15 @@ class Routing:
     """The experts and weights of each token, and the balance losses.
 
     Attributes:
-      experts: [T, K] i32, the experts of each token, in [0, E).
+      experts: [T, K] i32, the experts of each token, in [0, E); E stands for no expert, as padding has.
       weights: [T, K] f32, the weight of each of these experts.
       aux_loss: [] f32, the load-balance loss over the whole mesh, times its coefficient.
       z_loss: [] f32, the z-loss over the whole mesh, times its coefficient.
       tokens_per_expert: [E] i32, the assignments to each expert over the whole mesh.
     """
 
-    experts: Int[Array, "T K"]
-    weights: Float[Array, "T K"]
+    experts: Int[Array, "*T K"]
+    weights: Float[Array, "*T K"]
     aux_loss: Float[Array, ""]
     z_loss: Float[Array, ""]
     tokens_per_expert: Int[Array, " E"]
@@ -149,25 +165,81 @@ class QArray:
         return self.data.ndim
 
 
-@pytree()
-class MoEStats:
+class QShard[Leaf](NamedTuple):
+    """The shard of a weight [E, K, *C], quantized for one product: what crosses the wire.
+
+    Attributes:
+      data: u8, the bits of the values, in the dims of the weight; (E, *C, K) where the implementation turns it.
+      scale: f32, or u8 exponents as in `QArray`: the scales of the blocks, in the same order of dims.
+    """
+
+    data: Leaf
+    scale: Leaf
+
+
+@pytree("recipe", "kernels")
+class QuantizedParams[Leaf]:
+    """The weights of the experts as the products of a block take them, on their shards; see `moax.quantize_params`.
+
+    `Leaf` is an array, or what stands for one: a PartitionSpec.
+
+    Attributes:
+      wi, wo: each weight twice: for products over its rows (forward), and over its columns (dgrad).
+      recipe: the recipe that quantized them.
+      kernels: the name of the implementation whose form they have.
+    """
+
+    wi: tuple[QShard[Leaf], QShard[Leaf]]
+    wo: tuple[QShard[Leaf], QShard[Leaf]]
+    recipe: Recipe
+    kernels: str
+
+
+class MoEStats(NamedTuple):
     """The losses and counts of one block, over the whole mesh, for a training loop.
 
     Attributes:
       aux_loss, z_loss: [] f32, times their coefficients; a training loop adds them to its loss.
       tokens_per_expert: [E] i32, the assignments that the router made to each expert.
       dropped: [] i32, the assignments that found no room.
+      passes: [] i32, the passes over the buffers of the rank that made the most; see `moax.Options.buffer_factor`.
+      routing: the Routing that the block used, with experts and weights [..., K] for x [..., H]; None unless the caller
+        asked for it.
     """
 
     aux_loss: Float[Array, ""]
     z_loss: Float[Array, ""]
     tokens_per_expert: Int[Array, " E"]
     dropped: Int[Array, ""]
+    passes: Int[Array, ""]
+    routing: Routing | None = None
+
+
+class StatsKey(jax.tree_util.SequenceKey):
+    """The key of a field of `MoEStats` in the path of a leaf.
+
+    It has an index, which `nnx.tabulate` of Flax needs to print a NamedTuple, and is printed by the name of the field:
+    `jax.tree_util.keystr` gives ".dropped".
+    """
+
+    def __init__(self, index: int):
+        super().__init__(index)
+
+    def __str__(self) -> str:
+        return f".{MoEStats._fields[self.idx]}"
+
+
+jax.tree_util.register_pytree_with_keys(
+    MoEStats,
+    lambda stats: (tuple((StatsKey(i), value) for i, value in enumerate(stats)), None),
+    lambda _, values: MoEStats(*values),
+    lambda stats: (tuple(stats), None),
+)
+exportable(MoEStats)
 
 
 def check_tokens(x: Array, config: MoEConfig) -> None:
     """Raises ValueError unless x is [..., H], has at least two dims and a floating-point dtype."""
+    check_float("x", x, f"[..., d_model={config.d_model}]")
     if x.ndim < 2 or x.shape[-1] != config.d_model:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., d_model={config.d_model}], at least 2-D")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x has dtype {x.dtype}; it must be floating point")

@@ -331,6 +331,7 @@ def test_processes_find_the_code_from_any_folder(tmp_path):
     assert done.stdout.strip() == "found", done.stderr
 
 
+@pytest.mark.more
 def test_wire(tmp_path, monkeypatch, capsys):
     """Breaks if the file lacks a model or recipe, or if a recipe's weights are gathered as wide as without one."""
     small = Model(MoEConfig(d_model=64, d_ff=64, num_experts=8, top_k=2), layers=1, source="none")
@@ -346,6 +347,15 @@ def test_wire(tmp_path, monkeypatch, capsys):
     )
     plain, quantized = (row["gathered"] for row in found["rows"])
     assert plain / 2 < quantized < 0.6 * plain
+
+
+@pytest.mark.parametrize("options", [["--cases", "perf"], ["--cases", "all", "--peers", "none"]], ids=" ".join)
+@pytest.mark.parametrize("what", [["gemm"], ["block", "--mesh", "ep=2"], ["quantize", "permute"]], ids=" ".join)
+def test_a_cpu_refuses_the_shapes_of_models(what, options, capsys):
+    """Breaks if a run that would take hours on a CPU begins there in the place of one line."""
+    assert command.main([*what, *options]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "on a CPU" in said and "--cases tiny" in said
 
 
 def test_missing_rich_is_named_before_anything_runs(monkeypatch, capsys):

@@ -41,10 +41,11 @@ def test_sizes_are_counts(name, value):
 @pytest.mark.parametrize(
     "name, value, remedy",
     [
-        ("activation", "swish", "'swiglu', 'geglu', 'swiglu_oai', 'silu', 'gelu', 'relu2'"),
+        ("activation", "swishy", "'swiglu', 'geglu', 'swiglu_oai', 'reglu', 'glu', 'silu', 'gelu', 'relu2'"),
         ("activation", None, "one of"),
-        ("weights_at", "early", "'output', 'hidden'"),
-        *[("use_bias", value, "True or False") for value in NOT_FLAGS],
+        ("weights_at", "early", "'output', 'hidden', 'input'"),
+        *[(name, value, "True or False") for name in ("use_bias", "shared_gate") for value in NOT_FLAGS],
+        *[("activation_limit", value, "a finite number > 0") for value in (0, 0.0, *NOT_NUMBERS)],
         ("router", "softmax", "a RouterConfig"),
         ("router", None, "a RouterConfig"),
         *[("shared_d_ff", value, "0 for no shared expert") for value in (-1, 1.5, "0", None, True)],
@@ -59,10 +60,14 @@ def test_options_of_the_block(name, value, remedy):
 @pytest.mark.parametrize(
     "name, value, remedy",
     [
-        ("score", "relu", "'softmax', 'sigmoid'"),
+        ("score", "relu", "'softmax', 'sigmoid', 'sqrt_softplus'"),
         ("order", "topk", "'score_then_topk', 'topk_then_score'"),
         ("group_score", "top3", "'top2', 'max', 'sum_topk'"),
-        *[(name, value, "True or False") for name in ("normalize", "bias", "logits_bias") for value in NOT_FLAGS],
+        *[
+            (n, value, "True or False")
+            for n in ("normalize", "bias", "logits_bias", "expert_scale")
+            for value in NOT_FLAGS
+        ],
         *[(name, value, "an int of at least 1") for name in ("num_groups", "top_groups") for value in NOT_COUNTS],
         *[("scale", value, "a finite number > 0") for value in (0.0, None, *NOT_NUMBERS)],
         *[(name, v, "a finite number >= 0") for name in ("aux_loss", "z_loss") for v in (None, *NOT_NUMBERS)],
@@ -71,6 +76,19 @@ def test_options_of_the_block(name, value, remedy):
 def test_options_of_the_router(name, value, remedy):
     """The same of the router's options."""
     refused(RouterConfig, name, value, remedy)
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        (dict(weights_at="input", use_bias=True), "weights_at='input' needs use_bias=False"),
+        (dict(shared_gate=True), "shared_gate=True needs a shared expert; set shared_d_ff"),
+        (dict(activation="relu2", activation_limit=7.0), "activation_limit=7.0 needs an activation with a gate"),
+    ],
+)
+def test_options_that_need_each_other(fields, said):
+    """Breaks if an option that the block would ignore is taken."""
+    assert said in message(MoEConfig, **SIZES, **fields)
 
 
 @pytest.mark.parametrize(

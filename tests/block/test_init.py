@@ -18,7 +18,14 @@ from moax.mesh.specs import local_shape
 from support import make_mesh, some
 
 CONFIG = moax.MoEConfig(
-    32, 48, 8, 2, use_bias=True, shared_d_ff=16, router=moax.RouterConfig(bias=True, logits_bias=True)
+    32,
+    48,
+    8,
+    2,
+    use_bias=True,
+    shared_d_ff=16,
+    shared_gate=True,
+    router=moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True),
 )
 NAMES = [f.name for f in dataclasses.fields(moax.MoEParams)]
 ON = [("2x4", "custom_partitioning"), ("2x4", "explicit"), ("tp2x2x2", "custom_partitioning"), ("dp2x2x2", "explicit")]
@@ -141,3 +148,71 @@ def test_sizes_that_do_not_divide():
     with jax.set_mesh(make_mesh("1x8")):
         with pytest.raises(ValueError, match=r"params.wi: dim 0 of size 6 does not divide by mesh axes \('ep',\) of 8"):
             moax.init(jax.random.key(0), dataclasses.replace(CONFIG, num_experts=6))
+
+
+def test_initializers():
+    """Breaks if an initializer of JAX sees all experts as one matrix, for its fan-in is then E times too large; or if a
+    parameter that was not named changes."""
+    made = moax.init(
+        jax.random.key(3),
+        CONFIG,
+        dtype=jnp.bfloat16,
+        initializers={"wi": jax.nn.initializers.lecun_normal(), "wo": jax.nn.initializers.glorot_uniform(),
+                      "router": jax.nn.initializers.zeros, "bi": jax.nn.initializers.constant(0.5)},
+    )  # fmt: skip
+    want = {"wi": math.sqrt(1 / 32), "wo": math.sqrt(2 / (32 + 48)), "router": 0.0}
+    for name, std in want.items():
+        value = np.asarray(getattr(made, name), np.float32)
+        assert np.std(value) == pytest.approx(std, rel=0.05) and value.shape == getattr(alone(), name).shape
+    wi = np.asarray(made.wi, np.float32)
+    assert not np.array_equal(wi[0], wi[1]) and not np.array_equal(wi[:, :, 0], wi[:, :, 1])
+    assert (made.bi == 0.5).all() and made.wi.dtype == made.router.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(made.shared_wi, alone(dtype=jnp.bfloat16).shared_wi)
+
+
+def test_an_initializer_gets_the_shape_of_one_matrix():
+    """Breaks if a parameter is put together in another order of its dims."""
+    asked = []
+
+    def by_position(key, shape, dtype):
+        asked.append(shape)
+        return jnp.arange(math.prod(shape)).reshape(shape).astype(dtype)
+
+    names = ("router", "wi", "wo", "bi", "bo", "shared_wi", "router_bias")
+    made = moax.init(jax.random.key(0), CONFIG, initializers=dict.fromkeys(names, by_position))
+    assert sorted(set(asked)) == sorted([(32, 8), (32, 48), (48, 32), (48,), (32,), (32, 16), (8,)])
+    np.testing.assert_array_equal(made.wi[5, :, 1], np.arange(32 * 48).reshape(32, 48))
+    np.testing.assert_array_equal(made.bi[5, 1], np.arange(48))
+
+
+def test_initializers_on_a_mesh():
+    """Breaks if the values of an initializer depend on the mesh, or a device makes more than its shards."""
+    options = dict(initializers={"wi": jax.nn.initializers.lecun_normal()})
+    with jax.set_mesh(make_mesh("2x4", "custom_partitioning")):
+        wi = moax.init(jax.random.key(3), CONFIG, **options).wi
+        text = jax.jit(lambda key: moax.init(key, CONFIG, **options)).lower(jax.random.key(0)).compile().as_text()
+    np.testing.assert_array_equal(wi, alone_with(**options).wi)
+    assert {s.data.shape for s in wi.addressable_shards} == {(1, 32, 2, 48)}
+    assert "[8,32,2,48]" not in text and "[16,32,48]" not in text
+
+
+def alone_with(**options):
+    """The parameters of one device, made with options that cannot be hashed."""
+    return moax.init(jax.random.key(3), CONFIG, **options)
+
+
+@pytest.mark.parametrize(
+    "initializers, message",
+    [
+        (
+            {"kernel": jax.nn.initializers.zeros},
+            "initializers has 'kernel'; the parameters of this config are router, wi",
+        ),
+        ({"wi": lambda key, shape, dtype: jnp.zeros((3,), dtype)}, r"\['wi'\] returned shape \(3,\); it must return"),
+        ({"wo": lambda key, shape, dtype: "normal"}, r"\['wo'\] returned a str; it must return an array of shape"),
+    ],
+)
+def test_initializers_that_do_not_fit(initializers, message):
+    """Breaks if a misspelt name, or a wrong shape, goes unnoticed."""
+    with pytest.raises(ValueError, match=message):
+        moax.init(jax.random.key(0), CONFIG, initializers=initializers)

@@ -27,8 +27,8 @@ from support import make_mesh, rel_error, some
 
 pytestmark = pytest.mark.loose
 
-ROUTER = moax.RouterConfig(score="sigmoid", bias=True, logits_bias=True, aux_loss=1e-2)
-FULL = moax.MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, router=ROUTER)
+ROUTER = moax.RouterConfig(score="sigmoid", bias=True, logits_bias=True, expert_scale=True, aux_loss=1e-2)
+FULL = moax.MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, shared_gate=True, router=ROUTER)
 BARE = moax.MoEConfig(32, 48, 8, 2, activation="silu")
 NAMES = [f.name for f in dataclasses.fields(moax.MoEParams)]
 WAYS = ("none", "custom_partitioning", "explicit")

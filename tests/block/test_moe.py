@@ -1,7 +1,8 @@
 """The whole block, forward and every gradient, against NumPy in float64.
 
-Covers: meshes x ways to run on them x transports x layouts of weights x recipes x configs x chunks, by pairs (`COVER`;
-`make test-more` completes the triples); every option of the config; layouts that a user may have chosen; bfloat16.
+Covers: meshes x ways to run on them x transports x layouts of weights x recipes x configs x buffer factors, by pairs
+(`COVER`; `make test-more` completes the triples); every option of the config; layouts that a user may have chosen;
+bfloat16.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import moax
+from moax import reference
 from moax.backend import log_once
 from moax.recipe import RECIPES
 from support import MESHES, TOKENS, Table, make_mesh, make_params, put, rel_norm, some, spec
@@ -43,6 +45,7 @@ VARIANTS = {
     "early": dataclasses.replace(WIDE, shared_d_ff=0, weights_at="hidden"),
     "plain": dataclasses.replace(WIDE, shared_d_ff=0, use_bias=False, activation="relu2", router=moax.RouterConfig()),
 }
+SMALL = 0.05  # several passes of each kind for every routing
 COVER = Table(
     "block",
     {
@@ -52,42 +55,42 @@ COVER = Table(
         "fsdp_dim": ("experts", "model"),
         "recipe": (None, *RECIPES),
         "variant": tuple(VARIANTS),
-        "chunks": (1, 3),
+        "buffer_factor": (1.25, SMALL),
     },
     [
-        ("8x1", "custom_partitioning", "all_to_all", "model", None, "early", 3),
-        ("8x1", "shard_map", "all_to_all", "experts", "mxfp8", "plain", 1),
-        ("8x1", "explicit", "all_to_all", "model", None, "full", 3),
-        ("8x1", "user", "all_gather", "model", "fp8_block", "plain", 1),
-        ("8x1", "user_vma", "all_to_all", "experts", "fp8_tensor", "full", 1),
-        ("1x8", "custom_partitioning", "all_gather", "model", "fp8_tensor", "early", 1),
-        ("1x8", "shard_map", "all_gather", "model", None, "plain", 3),
-        ("1x8", "explicit", "all_to_all", "model", "fp8_block", "full", 1),
-        ("1x8", "user", "all_gather", "experts", "mxfp8", "early", 1),
-        ("1x8", "user_vma", "all_gather", "model", "fp8_tensor", "plain", 1),
-        ("2x4", "custom_partitioning", "all_gather", "experts", "mxfp8", "full", 1),
-        ("2x4", "shard_map", "all_gather", "experts", "fp8_block", "full", 1),
-        ("2x4", "explicit", "all_to_all", "experts", "fp8_tensor", "early", 1),
-        ("2x4", "user", "all_to_all", "experts", None, "early", 1),
-        ("2x4", "user_vma", "all_to_all", "model", None, "plain", 3),
-        ("4x2", "custom_partitioning", "all_gather", "experts", None, "early", 1),
-        ("4x2", "shard_map", "all_gather", "experts", "fp8_tensor", "plain", 1),
-        ("4x2", "explicit", "all_to_all", "model", "mxfp8", "plain", 1),
-        ("4x2", "user", "all_gather", "experts", None, "full", 3),
-        ("4x2", "user_vma", "all_gather", "experts", "fp8_block", "early", 1),
-        ("dp2x2x2", "custom_partitioning", "all_gather", "experts", "fp8_tensor", "plain", 1),
-        ("dp2x2x2", "shard_map", "all_gather", "experts", "fp8_block", "plain", 1),
-        ("dp2x2x2", "explicit", "all_gather", "experts", None, "early", 3),
-        ("dp2x2x2", "user", "all_to_all", "model", "fp8_tensor", "full", 1),
-        ("dp2x2x2", "user_vma", "all_gather", "experts", "mxfp8", "early", 1),
-        ("tp2x2x2", "custom_partitioning", "all_gather", "model", "fp8_block", "full", 1),
-        ("tp2x2x2", "shard_map", "all_to_all", "model", "mxfp8", "early", 1),
-        ("tp2x2x2", "explicit", "all_gather", "experts", None, "plain", 1),
-        ("tp2x2x2", "user", "all_to_all", "model", None, "early", 3),
-        ("tp2x2x2", "user_vma", "all_gather", "experts", "fp8_tensor", "full", 1),
+        ("8x1", "custom_partitioning", "all_to_all", "model", None, "early", SMALL),
+        ("8x1", "shard_map", "all_to_all", "experts", "mxfp8", "plain", 1.25),
+        ("8x1", "explicit", "all_to_all", "model", None, "full", SMALL),
+        ("8x1", "user", "all_gather", "model", "fp8_block", "plain", 1.25),
+        ("8x1", "user_vma", "all_to_all", "experts", "fp8_tensor", "full", 1.25),
+        ("1x8", "custom_partitioning", "all_gather", "model", "fp8_tensor", "early", 1.25),
+        ("1x8", "shard_map", "all_gather", "model", None, "plain", SMALL),
+        ("1x8", "explicit", "all_to_all", "model", "fp8_block", "full", 1.25),
+        ("1x8", "user", "all_gather", "experts", "mxfp8", "early", 1.25),
+        ("1x8", "user_vma", "all_gather", "model", "fp8_tensor", "plain", 1.25),
+        ("2x4", "custom_partitioning", "all_gather", "experts", "mxfp8", "full", 1.25),
+        ("2x4", "shard_map", "all_gather", "experts", "fp8_block", "full", 1.25),
+        ("2x4", "explicit", "all_to_all", "experts", "fp8_tensor", "early", 1.25),
+        ("2x4", "user", "all_to_all", "experts", None, "early", 1.25),
+        ("2x4", "user_vma", "all_to_all", "model", None, "plain", SMALL),
+        ("4x2", "custom_partitioning", "all_gather", "experts", None, "early", 1.25),
+        ("4x2", "shard_map", "all_gather", "experts", "fp8_tensor", "plain", 1.25),
+        ("4x2", "explicit", "all_to_all", "model", "mxfp8", "plain", 1.25),
+        ("4x2", "user", "all_gather", "experts", None, "full", SMALL),
+        ("4x2", "user_vma", "all_gather", "experts", "fp8_block", "early", 1.25),
+        ("dp2x2x2", "custom_partitioning", "all_gather", "experts", "fp8_tensor", "plain", 1.25),
+        ("dp2x2x2", "shard_map", "all_gather", "experts", "fp8_block", "plain", 1.25),
+        ("dp2x2x2", "explicit", "all_gather", "experts", None, "early", SMALL),
+        ("dp2x2x2", "user", "all_to_all", "model", "fp8_tensor", "full", 1.25),
+        ("dp2x2x2", "user_vma", "all_gather", "experts", "mxfp8", "early", 1.25),
+        ("tp2x2x2", "custom_partitioning", "all_gather", "model", "fp8_block", "full", 1.25),
+        ("tp2x2x2", "shard_map", "all_to_all", "model", "mxfp8", "early", 1.25),
+        ("tp2x2x2", "explicit", "all_gather", "experts", None, "plain", 1.25),
+        ("tp2x2x2", "user", "all_to_all", "model", None, "early", SMALL),
+        ("tp2x2x2", "user_vma", "all_gather", "experts", "fp8_tensor", "full", 1.25),
     ],
-    # Blocks along rows are those of a part: in parts the gradients of weights are other numbers.
-    possible=lambda recipe, chunks, **_: chunks == 1 or recipe is None,
+    # Blocks along rows are those of a pass: in several passes the gradients of weights are other numbers.
+    possible=lambda recipe, buffer_factor, **_: buffer_factor != SMALL or recipe is None,
 )
 
 
@@ -102,11 +105,12 @@ def test_every_pair_is_covered():
 
 
 @pytest.mark.parametrize(tuple(COVER.options), COVER.parameters())
-def test_covering(mesh, way, exchange, fsdp_dim, recipe, variant, chunks):
-    """Breaks if a mesh, a way to run on it, a transport, a layout of weights or a part changes a value or a gradient,
+def test_covering(mesh, way, exchange, fsdp_dim, recipe, variant, buffer_factor):
+    """Breaks if a mesh, a way to run on it, a transport, a layout of weights or a pass changes a value or a gradient,
     or if an operand is rounded in other blocks than its recipe says."""
     config = VARIANTS[variant]
-    got = block(way, mesh, config, exchange=exchange, fsdp_dim=fsdp_dim, recipe=recipe, chunks=chunks)()
+    got = block(way, mesh, config, exchange=exchange, fsdp_dim=fsdp_dim, recipe=recipe, buffer_factor=buffer_factor)()
+    assert (int(got[0][1].passes) > 1) == (buffer_factor == SMALL)
     check(got, expected(config, recipe, mesh), MESH if recipe is None else QUANTIZED)
 
 
@@ -117,11 +121,16 @@ ROUTERS = {
     "groups": moax.RouterConfig(score="sigmoid", num_groups=4, top_groups=2, group_score="top2", bias=True),
     "max": moax.RouterConfig(num_groups=2, top_groups=1, group_score="max", normalize=False),
     "logits_bias": moax.RouterConfig(order="topk_then_score", logits_bias=True),
+    "sqrt_softplus": moax.RouterConfig(score="sqrt_softplus", scale=1.5, bias=True, aux_loss=1e-2),
+    "expert_scale": moax.RouterConfig(expert_scale=True),
 }
 OPTIONS = {
     **{name: dict(router=router) for name, router in ROUTERS.items()},
     **{name: dict(activation=name) for name in ("geglu", "swiglu_oai", "silu", "gelu", "relu2")},
     "hidden": dict(weights_at="hidden"),
+    "input": dict(weights_at="input", use_bias=False),
+    "shared_gate": dict(shared_gate=True),
+    "limit": dict(activation_limit=0.5),
     "plain": dict(use_bias=False, shared_d_ff=0, router=moax.RouterConfig()),
     "top1": dict(top_k=1, router=moax.RouterConfig()),
     "all": dict(top_k=8),
@@ -133,6 +142,7 @@ OPTIONS = {
 TOGETHER = [
     ("softmax", "geglu"), ("topk_first", "swiglu_oai"), ("sigmoid", "silu"), ("groups", "gelu"), ("max", "relu2"),
     ("logits_bias", "hidden"), ("top1", "odd"), ("plain",), ("all",),
+    ("sqrt_softplus", "input", "limit"), ("expert_scale", "shared_gate"),
 ]  # fmt: skip
 
 
@@ -151,12 +161,40 @@ def test_options_on_one_device(names):
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    some([("odd", "shard_map"), ("swiglu_oai", "user"), ("hidden", "custom_partitioning"), ("groups", "explicit")], 2),
-)
+    some([("odd", "shard_map"), ("swiglu_oai", "user"), ("input", "explicit"), ("shared_gate", "user"),
+          ("hidden", "custom_partitioning"), ("groups", "explicit"),
+          *itertools.product(("input", "shared_gate", "expert_scale"),
+                             ("custom_partitioning", "shard_map", "user", "user_vma"))], 4),
+)  # fmt: skip
 def test_options_with_tensor_parallelism(name, way):
     """Breaks if an option counts something once a rank of tp, or once a rank that holds the expert."""
     config = dataclasses.replace(BASE, **OPTIONS[name])
     check(block(way, "tp2x2x2", config)(), expected(config), MESH)
+
+
+def swish_tanh(gate, up):
+    """An activation of a user's own, of gate and up."""
+    return jax.nn.silu(1.5 * gate) * jnp.tanh(up)
+
+
+@pytest.mark.parametrize(
+    ("activation", "way"),
+    some([(swish_tanh, "shard_map"), (("relu", "linear"), "none"), (jnp.tanh, "none"), ("mish", "explicit")], 2),
+)
+def test_any_activation(activation, way):
+    """Breaks if a function, a pair or a name of `jax.nn` is another function in the experts, or in the shared one."""
+    config = dataclasses.replace(BASE, activation=activation)
+    x, params = make_x(config), make_params(config)
+
+    def total(x, p):
+        out = reference.moe(x, p, config)
+        return sum(loss_of(*out)), out
+
+    (dx, dparams), (y, _) = jax.jit(jax.grad(total, (0, 1), has_aux=True))(x, params)
+    (got, _), (got_dx, got_dparams) = block(way, "tp2x2x2", config)()
+    assert rel_norm(got, y) <= MESH and rel_norm(got_dx, dx) <= MESH
+    for name in ("wi", "wo", "bi", "bo", "router", "shared_wi", "shared_wo"):
+        assert rel_norm(getattr(got_dparams, name), getattr(dparams, name)) <= MESH, name
 
 
 @pytest.mark.parametrize("present", [("bi",), ("bo",)])
@@ -209,11 +247,12 @@ def test_any_layout_of_the_users(layout, caplog):
           ((1,), ("ep",), "custom_partitioning"), ((8,), ("elsewhere",), "shard_map")], 2),
 )  # fmt: skip
 def test_size_one_and_absent_axes(shape, names, way):
-    """Breaks if an axis of one device, or a mesh of none of the roles, is not as good as no axis."""
+    """Breaks if an axis of one device, or a mesh whose axes are all left out, is not as good as no axis."""
     kinds = (jax.sharding.AxisType.Auto,) * len(shape)
     mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[: int(np.prod(shape))])
     with jax.set_mesh(mesh):
-        got = jax.jit(lambda x, p: moax.moe(x, p, BASE, engine=way))(make_x(BASE), make_params(BASE))
+        axes = moax.Axes(other="elsewhere")
+        got = jax.jit(lambda x, p: moax.moe(x, p, BASE, axes=axes, engine=way))(make_x(BASE), make_params(BASE))
     check_outputs(got, expected(BASE), MESH)
 
 

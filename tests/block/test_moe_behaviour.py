@@ -345,9 +345,7 @@ def test_errors_on_a_mesh():
             moax.moe(x, params, CONFIG, engine="custom_partitioning")
         wrong = NamedSharding(explicit, PartitionSpec(("fsdp", "ep")))
         bad = dataclasses.replace(params, wi=jax.device_put(params.wi, wrong))
-        with pytest.raises(
-            ValueError, match=r"params.wi: dim 0 is sharded over mesh axes \('fsdp', 'ep'\).*\('ep',\) first"
-        ):
+        with pytest.raises(ValueError, match="params.wi: dim 0 is sharded over mesh axes 'fsdp', 'ep'; .*'ep' first"):
             moax.moe(x, bad, CONFIG)
     on = make_mesh("2x4")
     specs = (PartitionSpec(("fsdp", "ep")), PartitionSpec())

@@ -27,8 +27,8 @@ from support import make_mesh, rel_error, some
 
 pytestmark = pytest.mark.loose
 
-ROUTER = moax.RouterConfig(score="sigmoid", bias=True, logits_bias=True, aux_loss=1e-2)
-FULL = moax.MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, router=ROUTER)
+ROUTER = moax.RouterConfig(score="sigmoid", bias=True, logits_bias=True, expert_scale=True, aux_loss=1e-2)
+FULL = moax.MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, shared_gate=True, router=ROUTER)
 BARE = moax.MoEConfig(32, 48, 8, 2, activation="silu")
 NAMES = [f.name for f in dataclasses.fields(moax.MoEParams)]
 WAYS = ("none", "custom_partitioning", "explicit")
@@ -249,14 +249,14 @@ def test_no_bias_to_update():
 def test_stacked_layers(way):
     """Breaks if layers made by `nnx.vmap` and run by `nnx.scan` are not layers one after the other, if their metadata
     lacks the new dim, or their biases cannot be updated together."""
-    layers, meta = 3, {nnx.PARTITION_NAME: None}
+    layers = 3
 
     @nnx.split_rngs(splits=layers)
-    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=meta)
+    @nnx.vmap(in_axes=0, out_axes=0)
     def stack(rngs):
         return MoE(FULL, rngs=rngs)
 
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0), transform_metadata=meta)
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
     def run(x, layer):
         y, stats = layer(x)
         return x + y, stats

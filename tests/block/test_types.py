@@ -16,11 +16,12 @@ from moax.types import check_tokens
 from support import make_mesh
 
 H, F, E, S = 32, 48, 8, 16
-FULL = moax.MoEConfig(H, F, E, 2, use_bias=True, shared_d_ff=S, router=moax.RouterConfig(bias=True, logits_bias=True))
+FULL = moax.MoEConfig(H, F, E, 2, use_bias=True, shared_d_ff=S, shared_gate=True,
+                      router=moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True))  # fmt: skip
 BARE = moax.MoEConfig(H, F, E, 2, activation="silu")
 SHAPES = dict(
     router=(H, E), wi=(E, H, 2, F), wo=(E, F, H), router_bias=(E,), logits_bias=(E,), bi=(E, 2, F), bo=(E, H),
-    shared_wi=(H, 2, S), shared_wo=(S, H),
+    shared_wi=(H, 2, S), shared_wo=(S, H), shared_gate=(H,), expert_scale=(E,),
 )  # fmt: skip
 NAMES = tuple(SHAPES)
 
@@ -69,7 +70,9 @@ def test_missing(name):
             f"params.{name} is None; this config needs an array of shape {SHAPES[name]}")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["router_bias", "logits_bias", "shared_wi", "shared_wo"])
+@pytest.mark.parametrize(
+    "name", ["router_bias", "logits_bias", "shared_wi", "shared_wo", "shared_gate", "expert_scale"]
+)
 def test_unwanted(name):
     """Breaks if a parameter that the config does not know is ignored."""
     params = dataclasses.replace(zeros(BARE), **{name: getattr(zeros(FULL), name)})

@@ -2,6 +2,9 @@
 
 import json
 import re
+import runpy
+import sys
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +28,19 @@ def block_times() -> dict[tuple[str, str, str], float]:
 def test_readme_is_short():
     """Breaks if the README grows beyond what a newcomer reads; what is more belongs into docs/."""
     assert len(README.splitlines()) <= 130
+
+
+def test_the_page_of_a_package_index_has_no_dead_link(monkeypatch):
+    """Breaks if a link into the repository stays in the page of a package index, or its path does not exist."""
+    interface = types.SimpleNamespace(MetadataHookInterface=object)
+    monkeypatch.setitem(sys.modules, "hatchling", types.ModuleType("hatchling"))
+    monkeypatch.setitem(sys.modules, "hatchling.metadata", types.ModuleType("hatchling.metadata"))
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin", types.ModuleType("hatchling.metadata.plugin"))
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
+    page = runpy.run_path(str(ROOT / "scripts" / "index_readme.py"))["index_readme"](README)
+    assert not re.findall(r"\]\((?!https?://)[^)]*\)", page)
+    paths = re.findall(r"\]\(((?!https?://)[^)#]+)", README)
+    assert len(paths) > 10 and all((ROOT / path).exists() and f"`{path}`" in page for path in paths)
 
 
 def test_bytes_are_committed():

@@ -189,6 +189,7 @@ def test_block(mosaic, name, recipe):
     check_block(mosaic, BLOCKS[name], 1024 if name != "oai" else 640, recipe)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", some(["fp8_block", None], 1))
 def test_types_inside_a_shard_map(recipe, monkeypatch):
     """Breaks if what a kernel makes is typed as the same on every device, inside a `shard_map` with `check_vma`:

@@ -161,6 +161,33 @@ def test_live_report(whole):
     assert "held-out loss" in said and "dropped 0" in said and f"{STEPS}/{STEPS}" in said
 
 
+def test_advice_on_many_passes():
+    """Breaks if a run of many passes is not told what to raise and by how much, is told so twice, or a rare overload is
+    taken for a habit."""
+    told = [advice for advice in map(report.Passes(1.25, many=3).advise, [1, 2, 1, 4, 2, 2, 2]) if advice]
+    assert (
+        len(told) == 1 and "3 of 5 steps took up to 4 passes" in told[0] and "--buffer-factor 5 (now 1.25)" in told[0]
+    )
+    rare, whole = report.Passes(1.25, many=3), report.Passes(None, many=1)
+    assert not any(map(rare.advise, [1] * 9 + [2, 2, 2])) and whole.advise(2) is None
+
+
+@pytest.mark.parametrize("columns", [40, 60, 120])
+def test_narrow_terminal_shows_the_step(columns):
+    """Breaks if the bar or the numbers of a step push the step out of a narrow terminal, or the line onto a second."""
+    from rich.console import Console
+
+    live = report.LiveReport(Console(width=columns))
+    live.config = TrainConfig(model=MODEL, steps=10000)
+    live.task = live.progress.add_task("", total=10000, completed=0, status="")
+    live.last = 2.345
+    live.step({"step": 1234, "loss": 2.1, "tokens_per_s": 12345.0, "dropped": 0, "passes": 1, "busiest": 0.2})
+    console = Console(width=columns, record=True, quiet=False)
+    console.print(live.progress.get_renderable())
+    (line,) = console.export_text().splitlines()
+    assert line.startswith("step 1234/10000  ") and "loss 2.100" in line and len(line) <= columns
+
+
 def test_config_survives_json(config):
     assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     with pytest.raises(ValueError, match="ModelConfig has no field depth"):

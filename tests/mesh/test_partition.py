@@ -109,10 +109,11 @@ ROLES = Axes().on(SIZES)
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
 def test_no_mesh_and_axes_of_one_device(engine):
     """Breaks if one device pays for a mesh: partitioning, or a collective over one rank."""
-    assert find_mesh_view(Axes(), engine, jnp.zeros(8)).engine == "local"
-    for mesh in (mesh_with({}, fsdp=1, ep=1), mesh_with({}, elsewhere=DEVICES), mesh_with({}, fsdp=1, other=4)):
-        view = view_of(mesh, engine)
-        assert view.engine == "local" and not view.manual and view.roles == Roles()
+    view = find_mesh_view(Axes(), engine, jnp.zeros(8))
+    assert view.engine == "local" and view.unplaced
+    for mesh in (mesh_with({}, fsdp=1, ep=1), mesh_with({}, stage=DEVICES), mesh_with({}, fsdp=1, stage=4)):
+        view = view_of(mesh, engine, axes=Axes(other="stage"))
+        assert view.engine == "local" and not view.manual and view.roles == Roles() and not view.unplaced
 
 
 def test_auto_axes():
@@ -120,21 +121,22 @@ def test_auto_axes():
     for engine, want in (("auto", ENGINES[0]), *((e, e) for e in ENGINES)):
         view = view_of(mesh_with({}, **SIZES), engine)
         assert (view.engine, view.manual, view.explicit, view.roles) == (want, False, False, ROLES)
-    assert view_of(mesh_with({}, other=2, ep=4), "shard_map").axes == {"other", "ep"}
+    view = view_of(mesh_with({}, stage=2, ep=4), "shard_map", axes=Axes(other="stage"))
+    assert view.axes == {"stage", "ep"}
 
 
-@pytest.mark.parametrize("sizes", [SIZES, dict(fsdp=1, ep=1), dict(other=4)], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES, dict(fsdp=1, ep=1), dict(stage=4)], ids=str)
 def test_explicit_axes(sizes):
     """Breaks if Explicit axes, where `custom_partitioning` fails, take it; or if results lose their types on axes of
     one device."""
     mesh = mesh_with(dict.fromkeys(sizes, EXPLICIT), **sizes)
     for engine in ("auto", "shard_map"):
-        view = view_of(mesh, engine)
+        view = view_of(mesh, engine, axes=Axes(other="stage"))
         assert (view.engine, view.manual, view.explicit) == ("shard_map", False, True)
     with pytest.raises(
         Unsupported, match="engine='custom_partitioning' cannot run on this mesh: axes are Explicit; use"
     ):
-        view_of(mesh, "custom_partitioning")
+        view_of(mesh, "custom_partitioning", axes=Axes(other="stage"))
 
 
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])

@@ -1,7 +1,11 @@
-"""Activation: all six against the reference, and their derivatives against float64.
+"""Activation: each of them against the reference, and their derivatives against float64.
 
-Covers: activations, their clamps and derivatives; ways on tp2x2x2; bfloat16; NaN; every error.
+Covers: activations, by name, as pairs and as functions, their clamps and derivatives; ways on tp2x2x2; bfloat16; NaN;
+every error.
 """
+
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +13,23 @@ import numpy as np
 import pytest
 
 from moax import reference
-from moax.config import GATED, UNGATED
+from moax.config import GATED, NOT_ZERO, UNGATED, gates_of
 from moax.inspect import collectives
 from moax.ops import activate
+from moax.ops.activation import activation_of
 from support import TOKENS, program, random, rel_error, some, spec
 from support.oracle import ops as oracle
 
 
 def hidden(activation, *rows):
     """Values on both sides of every kink, clamps of 7 and zero included, none on one."""
-    return 4.0 * random(0, *rows, 2 if activation in GATED else 1, 48)
+    return 4.0 * random(0, *rows, gates_of(activation), 48)
 
 
-@pytest.mark.parametrize("activation", GATED + UNGATED)
+SIX = ("swiglu", "geglu", "swiglu_oai", "silu", "gelu", "relu2")
+
+
+@pytest.mark.parametrize("activation", SIX)
 def test_values_and_derivatives(activation):
     """To float32's precision, in and out of the clamps; 1 - tanh^2 of gelu's derivative cancels a digit."""
     h, d_a = hidden(activation, 32), random(1, 32, 48)
@@ -41,7 +49,80 @@ def test_clamped_values_have_no_gradient():
     assert d_h[1, 0] != 0
 
 
-@pytest.mark.parametrize("activation", GATED + UNGATED)
+def steep(gate, up):
+    """An activation of the caller's own."""
+    return jnp.tanh(gate) * jnp.sin(3.0 * up)
+
+
+leaky = functools.partial(jax.nn.leaky_relu, negative_slope=0.2)
+exact = functools.partial(jax.nn.gelu, approximate=False)
+OWN = {
+    "reglu": lambda gate, up: jnp.maximum(gate, 0.0) * up,
+    "glu": lambda gate, up: up / (1.0 + jnp.exp(-gate)),
+    "quick_gelu": lambda up: up / (1.0 + jnp.exp(-1.702 * up)),
+    "squared_relu": lambda up: jnp.where(up > 0, up * up, 0.0),
+    "linear": lambda up: up,
+    **{name: getattr(jax.nn, name) for name in UNGATED if name not in SIX and hasattr(jax.nn, name)},
+    ("relu", "linear"): lambda gate, up: jnp.maximum(gate, 0.0) * up,
+    ("softplus", jnp.tanh): lambda gate, up: jnp.logaddexp(gate, 0.0) * jnp.tanh(up),
+    leaky: lambda up: jnp.where(up > 0, up, 0.2 * up),
+    exact: lambda up: 0.5 * up * (1.0 + jax.scipy.special.erf(up / np.sqrt(2.0))),
+    steep: lambda gate, up: jnp.tanh(gate) * jnp.sin(3.0 * up),
+}
+
+
+@pytest.mark.loose
+@pytest.mark.parametrize(
+    "activation", some([(name,) for name in list(OWN)[::-1]], 6), ids=lambda v: re.sub(r" at 0x\w+", "", str(v))
+)
+def test_further_activations(activation):
+    """Breaks if a name, a pair or a function is not the function that it says, or gate and up change places."""
+    h, d_a = hidden(activation, 32), random(1, 32, 48)
+    a, pull = jax.vjp(lambda h: activate(h, activation), jnp.asarray(h))
+    (d_h,) = pull(jnp.asarray(d_a))
+    with jax.enable_x64(True):
+        wide = jnp.asarray(h, jnp.float64)
+        parts = [wide[:, g] for g in range(gates_of(activation))]
+        want, back = jax.vjp(OWN[activation], *parts)
+        d_want = np.stack([np.asarray(d) for d in back(jnp.asarray(d_a, jnp.float64))], axis=1)
+    assert rel_error(a, want) < 1e-6 and rel_error(d_h, d_want) < 3e-6
+    assert rel_error(reference.activate(jnp.asarray(h), activation), want) < 1e-6
+
+
+def test_every_name_is_tested():
+    """Breaks if a name has no case, or if one is of no use alone."""
+    assert set(GATED + UNGATED) == set(SIX) | {name for name in OWN if isinstance(name, str)}
+    assert not set(NOT_ZERO) & set(OWN)
+
+
+def test_one_function_object():
+    """Breaks if the cache of compiled programs or kernels misses: an activation must be the same object each time."""
+    for activation in (*SIX, ("gelu", "linear"), leaky, steep):
+        assert activation_of(activation) is activation_of(activation)
+
+
+@pytest.mark.parametrize(
+    ("activation", "says"),
+    [
+        (jax.nn.softmax, "calls reduce_max, which mixes elements"),
+        (lambda up: up - up.mean(), "calls reduce_sum, which mixes elements"),
+        (lambda up: jnp.sort(up), "calls sort, which mixes elements"),
+        (lambda up: up[:1], "makes arrays"),
+        (lambda up: up.astype(jnp.bfloat16), "makes arrays"),
+        (lambda up: up @ up, r"fails on float32 arrays .* must be an elementwise function"),
+        (jax.nn.sigmoid, "must be 0 at 0, where padding is; it is 0.5"),
+        (("sigmoid", "sigmoid"), "must be 0 at 0, where padding is; it is 0.25"),
+        (lambda a, b, c: a, r"must be a function of \(up\) or of \(gate, up\); it takes 3"),
+        (("relu", "reluu"), "activation='reluu' must be one of"),
+    ],
+)
+def test_what_no_activation_may_be(activation, says):
+    """Breaks if a function that mixes rows or units, or that makes something of padding, is taken."""
+    with pytest.raises(ValueError, match=says):
+        activation_of(activation)
+
+
+@pytest.mark.parametrize("activation", SIX)
 def test_bfloat16(activation):
     """Computed in float32 and rounded once: no worse than half an ulp of bfloat16."""
     h = jnp.asarray(hidden(activation, 32)).astype(jnp.bfloat16)
@@ -85,8 +166,8 @@ def test_nan_stays_in_its_unit():
     [
         (
             (4, 2, 8),
-            "tanh",
-            "activation='tanh' must be one of 'swiglu', 'geglu', 'swiglu_oai', 'silu', 'gelu', 'relu2'",
+            "tan",
+            "activation='tan' must be one of 'swiglu', 'geglu', 'swiglu_oai', 'reglu', 'glu', 'silu', 'gelu', 'relu2'",
         ),
         ((4, 1, 8), "swiglu", r"h has shape \(4, 1, 8\); activation='swiglu' needs \[..., 2, F\]"),
         ((4, 2, 8), "silu", r"h has shape \(4, 2, 8\); activation='silu' needs \[..., 1, F\]"),

@@ -21,6 +21,7 @@ from support import (
     TOKENS,
     WAYS,
     Table,
+    gather_counts,
     in_user_shard_map,
     make_mesh,
     program,
@@ -237,7 +238,8 @@ def test_collectives(way, recipe, layout, fresh_compile):
     assert {c.axes for c in found} == {BOTH}
     whole = width * columns
     gathers = [c for c in found if c.kind == "all-gather"]
-    assert [c.dtype for c in gathers if c.size == whole] == ["uint8" if recipe else "float32"] * 2
+    weights = [c.dtype for c in gathers if c.size == whole]
+    assert set(weights) == {"uint8" if recipe else "float32"} and len(weights) in gather_counts(way)
     assert sum(c.bytes for c in gathers if c.size != whole) <= whole // 4
     assert [c.size for c in found if c.kind == "reduce-scatter"] == [whole // 8]
     # The bias's gradient, and the maxima of the blocks that 8 rows or 64 columns of a shard share with other shards.
@@ -345,5 +347,5 @@ def test_refuses_axes_that_are_no_weights():
     mesh = make_mesh("dp2x2x2", "explicit")
     with jax.set_mesh(mesh):
         x, w = put(mesh, (P(TOKENS), P("dp")), (np.zeros((16, 8)), np.zeros((8, 8))))
-        with pytest.raises(ValueError, match=r"w: dim 1 is sharded over mesh axes \('dp',\).*any of \('fsdp', 'ep'\)"):
+        with pytest.raises(ValueError, match="w: dim 1 is sharded over mesh axis 'dp'; .*'fsdp', 'ep' alone"):
             dense(x, w)

@@ -24,6 +24,7 @@ from support import (
     WAYS,
     Table,
     fake_operands,
+    gather_counts,
     in_user_shard_map,
     make_mesh,
     program,
@@ -285,7 +286,7 @@ def test_collectives(way, recipe, layout, fresh_compile):
     gathers = [c for c in found if c.kind == "all-gather"]
     assert {c.axes for c in gathers} == {("fsdp",)}
     weights = [c for c in gathers if c.size == whole]
-    assert [c.dtype for c in weights] == ["uint8" if recipe else "float32"] * 2
+    assert {c.dtype for c in weights} == {"uint8" if recipe else "float32"} and len(weights) in gather_counts(way)
     assert sum(c.size for c in gathers if c not in weights) <= whole // 8
     scattered = [c for c in found if c.kind == "reduce-scatter"]
     assert [(c.axes, c.size) for c in scattered] == [(("fsdp",), whole // 2)]
@@ -376,9 +377,8 @@ def test_conflicting_layouts(of_w):
     fn = lambda x, w, sizes, engine: (grouped_matmul(x, w, sizes, engine=engine), ())  # noqa: E731
     explicit = program("explicit", "2x4", fn, (x, w, sizes), (at, of_w, at))
     entry = of_w[0] if isinstance(of_w[0], tuple) else (of_w[0],) if of_w[0] else ()
-    with pytest.raises(
-        ValueError, match=f"w: dim 0 is sharded over mesh axes {entry}".replace("(", r"\(").replace(")", r"\)")
-    ):
+    has = f"is sharded over mesh ax[ei]s {', '.join(map(repr, entry))}; " if entry else "is not sharded; "
+    with pytest.raises(ValueError, match=f"w: dim 0 {has}"):
         explicit()
     auto = program("custom_partitioning", "2x4", fn, (x, w, sizes), (at, of_w, at), at, cotangents=dy, wrt=(0, 1))
     y, _, grads = auto()
@@ -393,7 +393,7 @@ def test_refuses_axes_that_are_no_weights():
         x, w, sizes = put(
             mesh, (at, P("ep", "dp"), at), (np.zeros((16, 8)), np.zeros((4, 8, 8)), np.zeros(16, np.int32))
         )
-        with pytest.raises(ValueError, match=r"w: dim 1 is sharded over mesh axes \('dp',\).*any of \('fsdp',\)"):
+        with pytest.raises(ValueError, match="w: dim 1 is sharded over mesh axis 'dp'; .* over mesh axis 'fsdp' alone"):
             grouped_matmul(x, w, sizes)
 
 
@@ -401,7 +401,7 @@ def test_refuses_axes_that_are_no_weights():
     "shapes, options, message",
     [
         (((8, 4), (2, 4, 6), (2,)), dict(recipe="fp8_block", align=64), "align=64 must be a multiple of 128"),
-        (((8, 4), (2, 4, 6), (2,)), dict(align=0), "align=0 must be a multiple of 1"),
+        (((8, 4), (2, 4, 6), (2,)), dict(align=0), "align=0 must be an int of at least 1"),
         (((8, 4), (2, 4, 6), (2,)), dict(recipe="int8"), "recipe='int8' must be None, a Recipe, or one of 'fp8_block'"),
         (((8, 4), (2, 4, 6), (2,)), dict(kernels="triton"), "kernels='triton' must be one of 'auto', 'hopper', 'xla'"),
         (((8, 5), (2, 4, 6), (2,)), {}, r"x \(8, 5\), w \(2, 4, 6\) and group_sizes \(2,\) do not fit each other"),

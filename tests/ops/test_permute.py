@@ -344,9 +344,9 @@ def test_vmap(way):
     [
         (dict(experts=(5, 2)), r"x and experts have shapes \(4, 8\), \(5, 2\); they must be \[R, H\] and \[R, K\]"),
         (dict(experts=(4,)), r"x and experts have shapes \(4, 8\), \(4,\)"),
-        (dict(num_groups=0), "num_groups=0 must be at least 1"),
-        (dict(align=0), "align=0 must be at least 1"),
-        (dict(capacity=0), "capacity=0 must be at least 1"),
+        (dict(num_groups=0), "num_groups=0 must be an int of at least 1"),
+        (dict(align=0), "align=0 must be an int of at least 1"),
+        (dict(capacity=0), "capacity=0 must be an int of at least 1"),
     ],
 )
 def test_permute_errors(options, message):

@@ -27,7 +27,7 @@ GROUPS = {
     "max": dict(num_groups=8, top_groups=3, group_score="max"),
     "sum_topk": dict(num_groups=4, top_groups=2, group_score="sum_topk"),
 }
-SCORES = ("softmax", "sigmoid")
+SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 ORDERS = ("score_then_topk", "topk_then_score")
 SCORED = list(itertools.product(SCORES, ORDERS))
 BIAS = (2.0 * random(7, EXPERTS) + np.arange(EXPERTS) / 8).astype(np.float32)

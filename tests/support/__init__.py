@@ -18,7 +18,7 @@ from support.compare import rel_error, rel_norm
 from support.covering import Table, some
 from support.inputs import integers, make_params, random
 from support.interpreter import interpret, lower
-from support.meshes import ENGINES, MESHES, TOKENS, WAYS, in_user_shard_map, make_mesh, put, size, spec
+from support.meshes import ENGINES, MESHES, TOKENS, WAYS, gather_counts, in_user_shard_map, make_mesh, put, size, spec
 from support.oracle.formats import fake_operands
 from support.programs import Program, program
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 ON_GPU = os.environ.get("MOAX_TEST_GPU") == "1"
 
 __all__ = [
-    "ENGINES", "MESHES", "ON_GPU", "ROOT", "TOKENS", "WAYS", "Program", "Table", "fake_operands", "in_user_shard_map",
-    "integers", "interpret", "lower", "make_mesh", "make_params", "program", "put", "random", "rel_error", "rel_norm",
-    "size", "some", "spec",
+    "ENGINES", "MESHES", "ON_GPU", "ROOT", "TOKENS", "WAYS", "Program", "Table", "fake_operands", "gather_counts",
+    "in_user_shard_map", "integers", "interpret", "lower", "make_mesh", "make_params", "program", "put", "random",
+    "rel_error", "rel_norm", "size", "some", "spec",
 ]  # fmt: skip

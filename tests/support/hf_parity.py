@@ -1,4 +1,4 @@
-"""Holds MoE layers against what transformers computed: `hf_parity.py FOLDER [--write]` prints a table.
+"""Holds MoE layers against what transformers computed: `hf_parity.py FOLDER [--write] [FAMILY ...]` prints a table.
 
 FOLDER is what scripts/hf_reference.py made. The error of a tensor is max |got - want| / max |want|, and of its worst
 expert where it has experts; one above 2e-6 makes the exit status 1. With --write each layer is written again, in both
@@ -7,6 +7,7 @@ spellings, for `scripts/hf_reference.py FOLDER --check` to load.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -17,61 +18,82 @@ import numpy as np
 import conftest  # noqa: F401  sets up 8 emulated devices
 import moax
 from moax import hf
-from moax.hf.names import DIMS
+from moax.hf.families import FAMILIES, types_of
+from moax.params import DIMS
 from support import make_mesh, put, rel_error, spec
 
 MESHES, LIMIT = (None, "2x4"), 2e-6
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def graded(x, router_x, dy, params, config):
+    """y and every gradient; the gradient of the router's input is None where the router reads x."""
+    y, pull = jax.vjp(lambda *operands: moax.moe(operands[0], operands[2], config, router_input=operands[1])[0],
+                      x, router_x, params)  # fmt: skip
+    dx, d_router_x, d_params = pull(dy)
+    return {"y": y, "dx": dx, "d_router_input": d_router_x} | {f"d_{f}": getattr(d_params, f) for f in DIMS}
+
+
+def expected_of(folder: Path, config: moax.MoEConfig, layer: int) -> dict[str, np.ndarray]:
+    """What transformers computed, under the names of `graded`."""
+    expected = hf.Checkpoint(folder / "expected.safetensors")
+    grads = {name.removeprefix("grads."): expected[name] for name in expected if name.startswith("grads.")}
+    model_type = hf.config.read_config(folder)["model_type"]
+    read = hf.params_from_hf(grads, config, layer=layer, model_type=model_type)
+    want = {f"d_{field}": getattr(read, field) for field in DIMS}
+    return want | {n: expected[n] for n in ("y", "dx", "d_router_input") if n in expected}
+
+
 def parity(folder: Path, mesh: str | None) -> dict[str, float]:
     """The relative errors of y and of every gradient, on one device (None) or on the mesh of this name."""
-    config, expected = hf.config_from_hf(folder), hf.Checkpoint(folder / "expected.safetensors")
-    on = None if mesh is None else make_mesh(mesh)
-    params = hf.params_from_hf(folder / "model.safetensors", config, layer=0, mesh=on)
-    grads = {name.removeprefix("grads."): expected[name] for name in expected if name.startswith("grads.")}
-    if config.router.bias:  # a buffer, which has no gradient
-        grads["model.layers.0.mlp.gate.e_score_correction_bias"] = np.zeros(config.num_experts, np.float32)
-    want = {f"d_{field}": getattr(hf.params_from_hf(grads, config, layer=0), field) for field in DIMS}
-    want |= {"y": expected["y"], "dx": expected["dx"]}
-
-    def graded(x, dy, params):
-        y, pull = jax.vjp(lambda x, params: moax.moe(x, params, config)[0], x, params)
-        dx, d_params = pull(dy)
-        return {"y": y, "dx": dx} | {f"d_{field}": getattr(d_params, field) for field in DIMS}
-
-    x, dy = expected["x"], expected["dy"]
+    config, layer, on = hf.config_from_hf(folder), hf.moe_layers(folder)[-1], mesh and make_mesh(mesh)
+    params = hf.params_from_hf(folder / "model.safetensors", config, layer=layer, mesh=on)
+    want, expected = expected_of(folder, config, layer), hf.Checkpoint(folder / "expected.safetensors")
+    tokens = [expected[n] if n in expected else None for n in ("x", "router_input", "dy")]
     if on is None:
-        got = jax.jit(graded)(x, dy, params)
+        got = graded(*tokens, params, config)
     else:
         with jax.set_mesh(on):
-            got = jax.jit(graded)(*put(on, spec(mesh, "fsdp", "ep"), (x, dy)), params)
+            tokens = [None if v is None else put(on, (spec(mesh, "fsdp", "ep"),), (v,))[0] for v in tokens]
+            got = graded(*tokens, params, config)
     per = {f"d_{field}": dims.index("E") for field, dims in DIMS.items() if "E" in dims and len(dims) > 1}
-    return {n: rel_error(got[n], want[n], per=per.get(n)) for n in sorted(want, key=len) if want[n] is not None}
+    names = sorted((n for n in want if want[n] is not None), key=len)
+    return {n: rel_error(got[n], want[n], per=per.get(n)) for n in names}
 
 
-def write(folder: Path, family: str) -> None:
+def write(folder: Path, model_type: str) -> None:
     """The layer of FOLDER/NAME as FOLDER/NAME/written and FOLDER/NAME/stacked, by way of the mesh."""
     config, values = hf.config_from_hf(folder), json.loads((folder / "config.json").read_text())
-    params = hf.params_from_hf(folder / "model.safetensors", config, layer=0, mesh=make_mesh("2x4"))
+    layer = hf.moe_layers(folder)[-1]
+    found = hf.Checkpoint(folder / "model.safetensors")
+    params = hf.params_from_hf(found, config, layer=layer, mesh=make_mesh("2x4"))
     for name, stacked in (("written", None), ("stacked", True)):
-        hf.save_hf(folder / name, {0: params}, config, family, hf_config=values, stacked=stacked, shard_bytes=20_000)
+        options = dict(hf_config=values, stacked=stacked, shard_bytes=20_000)
+        hf.save_hf(folder / name, {layer: params}, config, model_type, others=found, **options)
 
 
-def main(folder: Path, rewrite: bool) -> int:
+def main(folder: Path, rewrite: bool, families: list[str]) -> int:
     """Prints the table; 1 where an error is above the limit."""
     worst = 0.0
-    for family in hf.MODEL_TYPES:
-        version = json.loads((folder / family / "config.json").read_text())["transformers_version"]
+    for family in families:
+        values = json.loads((folder / family / "config.json").read_text())
+        assert values["model_type"] == types_of(family)[0], (values["model_type"], types_of(family))
+        shown = []
         for mesh in MESHES:
             errors = parity(folder / family, mesh)
             worst = max(worst, *errors.values())
-            shown = "  ".join(f"{name} {error:.1e}" for name, error in errors.items())
-            print(f"{family:12} transformers {version}  {mesh or 'one device':10}  {shown}", flush=True)
+            name = max(errors, key=lambda n: errors[n])
+            shown.append(
+                f"{mesh or 'one device'}: {len(errors)} arrays, y {errors['y']:.1e}, worst {name} {errors[name]:.1e}"
+            )
+        print(f"{family:22} transformers {values['transformers_version']}  {'  '.join(shown)}", flush=True)
         if rewrite:
-            write(folder / family, family)
-    print(f"worst relative error {worst:.1e}, limit {LIMIT:.0e}")
+            write(folder / family, values["model_type"])
+    print(f"{len(families)} families, worst relative error {worst:.1e}, limit {LIMIT:.0e}")
     return int(not worst <= LIMIT)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:] == ["--write"]))
+    rewrite = "--write" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--write"]
+    sys.exit(main(Path(arguments[0]), rewrite, arguments[1:] or list(FAMILIES)))

@@ -56,3 +56,12 @@ def put(mesh: jax.sharding.Mesh, specs: Any, tree: Any) -> Any:
 def in_user_shard_map() -> bool:
     """Whether the caller is inside a `shard_map`: there, sums that an op leaves to its caller are due."""
     return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
+def gather_counts(way: str) -> tuple[int, ...]:
+    """Returns how often a compiled step may gather a weight that forward and backward read: twice.
+
+    XLA of JAX 0.11.0 may see through the barrier between the two gathers of one program and keep the result of the
+    first.
+    """
+    return (1, 2) if jax.__version_info__ < (0, 11, 1) and way != "custom_partitioning" else (2,)

@@ -1,19 +1,25 @@
-"""Compilation-cache keys: two processes that are started apart must find each other's programs.
+"""The compilation cache: a program of one process is found by another process, and by no other program.
 
-`custom_partitioning` has XLA call a Python object, whose address is in the program, and so in the key (jax issue
-21159), unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set; `engine="shard_map"` has no such address.
+XLA asks a Python object for the layout of each op on Auto axes. JAX would name the object by its address, which differs
+in each process (jax issue 21159); moax names it by what it does.
 
-Covers: both engines, with the flag and without.
+Covers: three processes and one cache; the texts of static values.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from support import some
+import moax
+from moax.mesh import cache_key
+from moax.mesh.cache_key import Nameless, describe
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,25 +29,26 @@ import jax, moax
 from moax.mesh.place import named
 
 padding = [bytearray(4096) for _ in range({padding})]  # so that addresses differ, as they do between two real programs
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("cache_hits")))
 config = moax.MoEConfig(16, 16, 4, 2)
 mesh = jax.make_mesh((2, 2), ("fsdp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 with jax.set_mesh(mesh):
-    shapes = jax.eval_shape(lambda key: moax.init(key, config), jax.random.key(0))
-    specs = named(mesh, moax.param_specs(config))
-    params = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), shapes, specs)
-    tokens = named(mesh, moax.sharding.token_spec(moax.Axes()))
-    x = jax.ShapeDtypeStruct((16, 16), "float32", sharding=tokens)
+    params = moax.init(jax.random.key(0), config)
+    x = jax.device_put(jax.numpy.ones((16, 16)), named(mesh, moax.sharding.token_spec(moax.Axes())))
+    hits.clear()
 
     def the_program(x, params):
-        block = lambda x, params: moax.moe(x, params, config, recipe="fp8_block", engine="{engine}")[0].sum()
+        block = lambda x, params: moax.moe(x, params, config, recipe="fp8_block", exchange="{exchange}")[0].sum()
         return jax.grad(block, (0, 1))(x, params)
 
-    jax.jit(the_program).lower(x, params).compile()
+    dx, _ = jax.jit(the_program)(x, params)
+    print(sum(hits), abs(dx).sum())
 """
 
 
-def key_of(cache: Path, engine: str, removed: bool, padding: int) -> str:
-    """The name that a new process gives its program in a new cache."""
+def run_process(cache: Path, exchange: str, padding: int) -> tuple[int, str]:
+    """Runs the program in a new process with this cache; returns how often the cache hit, and what the program gave."""
     flags = dict(
         JAX_PLATFORMS="cpu",
         XLA_FLAGS="--xla_force_host_platform_device_count=4",
@@ -49,24 +56,62 @@ def key_of(cache: Path, engine: str, removed: bool, padding: int) -> str:
         JAX_COMPILATION_CACHE_DIR=str(cache),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
-        JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY=str(removed).lower(),
     )
-    code = PROGRAM.format(engine=engine, padding=padding)
+    code = PROGRAM.format(exchange=exchange, padding=padding)
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | flags, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    names = [path.name for path in cache.glob("jit_the_program-*-cache")]
-    assert len(names) == 1, f"one program was compiled; the cache holds {names}"
-    return names[0]
+    assert "anew" not in done.stderr, f"a key was not stable: {done.stderr}"
+    hits, value = done.stdout.split()
+    return int(hits), value
 
 
-@pytest.mark.parametrize(
-    "engine, removed, same",
-    some([("shard_map", False, True), ("custom_partitioning", True, True), ("custom_partitioning", False, False)], 1),
-)
-def test_two_processes(tmp_path, engine, removed, same):
-    """Breaks if every start of a program compiles everything again: with shard_map, or with the flag. Without the flag
-    custom_partitioning does, as documented; where it no longer did, the documentation would be wrong."""
-    first, second = (key_of(tmp_path / str(n), engine, removed, n) for n in (1, 1000))
-    assert (first == second) is same
+def test_three_processes(tmp_path):
+    """Breaks if a start of a program compiles everything again, or if a program takes the one of another transport,
+    which the rest of the key does not show."""
+    first, second, other = (
+        run_process(tmp_path, *how) for how in (("all_gather", 1), ("all_gather", 1000), ("all_to_all", 500))
+    )
+    assert first[0] == 0 and second[0] >= 1, f"cache hits: {first[0]}, then {second[0]}"
+    assert second[1] == first[1], "the program from the cache computes something else"
+    names = [path.name for path in tmp_path.glob("jit_the_program-*-cache")]
+    assert len(names) == 2, f"two programs were compiled; the cache holds {names}"
+    assert abs(float(other[1]) / float(first[1]) - 1) < 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    a: object
+
+
+DIFFERENT = (
+    1, 1.0, "1", None, True, (1,), (1, 2), ((1,), 2), np.dtype("float32"), P("a"), P(("a", "b")), P("a", "b"),
+    P(None, "a"), P(P.UNCONSTRAINED, "a"), frozenset({"a"}), {"a": 1}, {"a": 2}, Value(1), Value("1"), moax.Axes(),
+    moax.Axes(dp="x"), moax.MoEConfig(16, 16, 4, 2), moax.MoEConfig(16, 16, 4, 1), moax.moe, moax.init,
+    jax.make_mesh((1, 1), ("a", "b")), jax.make_mesh((1, 1), ("a", "c")),
+)  # fmt: skip
+
+
+def test_texts_of_static_values():
+    """Breaks if two static values have one text, so that a program takes the other's compiled code, or if a text holds
+    an address."""
+    texts = [describe(value) for value in DIFFERENT]
+    assert len(set(texts)) == len(texts)
+    assert not any(" at 0x" in text for text in texts)
+    assert describe(frozenset("abc")) == describe(frozenset("cba"))
+    for value in (lambda x: x, object(), jax.numpy.sum, Value(lambda: 0)):
+        with pytest.raises(Nameless):
+            describe(value)
+
+
+def test_a_change_of_moax_or_of_its_tiles_changes_the_key(monkeypatch, tmp_path):
+    """Breaks if a program that was compiled from other code, or with other tiles, is taken from the cache."""
+    monkeypatch.setattr(cache_key, "PACKAGE", tmp_path)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    digests = set()
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("home/.cache/moax/tiles.json", "{}")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        digests.add(cache_key.source.__wrapped__())
+    assert len(digests) == 3

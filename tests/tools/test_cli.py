@@ -235,6 +235,7 @@ def test_output_that_nobody_reads():
     assert done.returncode == 141 and not done.stderr
 
 
+@pytest.mark.more
 def test_train_runs_and_resumes(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 300)
     out = str(tmp_path / "runs")
@@ -279,6 +280,8 @@ def test_inspect_prints_a_table(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["collectives"] and {"kind", "dtype", "bytes"} <= found["collectives"][0].keys()
     assert found["weights"]["gathered"] == found["weights"]["gathered_unquantized"] > 0
+    gathers = [c for c in found["collectives"] if c["kind"] == "all-gather" and c["axes"] == ["fsdp"]]
+    assert {name for c in gathers for name in c["carries"]} == {"params.wi", "params.wo"}
 
 
 def test_compare(tmp_path, capsys):

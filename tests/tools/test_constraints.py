@@ -14,9 +14,9 @@ from support import ROOT
 
 
 def declared() -> dict[str, Requirement]:
-    """What constraints.txt answers for: the core and every extra but the accelerator's, by canonical name."""
+    """What constraints.txt answers for: the core and every extra but an accelerator's, by canonical name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {k: v for k, v in project["optional-dependencies"].items() if k != "cuda13"}
+    extras = {k: v for k, v in project["optional-dependencies"].items() if not k.startswith("cuda")}
     found = map(Requirement, [*project["dependencies"], *sum(extras.values(), [])])
     return {canonicalize_name(r.name): r for r in found}
 

@@ -19,9 +19,11 @@ from moax.inspect import (
     assert_no_wide_weight_gather,
     assert_reduce_scattered,
     collectives,
+    groups,
     hlo,
     total_bytes,
 )
+from moax.inspect.reading import read_collectives
 from moax.mesh.axes import Axes
 
 MESHES = {
@@ -204,14 +206,14 @@ def test_replica_groups(mesh, groups, axes, size):
 )
 def test_what_the_ids_of_a_group_are(kind, header, attributes, expected):
     line = f"  %x = f32[8]{{0}} {kind}(%p), dimensions={{0}}, {attributes}"
-    (one,) = hlo.read_collectives(f"HloModule f, {header}\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n{line}\n}}\n")
+    ((one,), _) = read_collectives(f"HloModule f, {header}\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n{line}\n}}\n")
     assert one.groups == expected
 
 
 def test_unknown_form_of_groups():
     text = "mesh{'a'} {'a'}"
     with pytest.raises(ValueError, match="form that moax.inspect does not know"):
-        hlo._read_groups(text)
+        groups._read_groups(text)
 
 
 LOOPS = """
@@ -522,14 +524,14 @@ def test_no_wide_weight_gather(mesh):
 def test_wide_weight_gather_is_named(mesh):
     f, x, w = weight_step(mesh, quantize=False)
     message = (
-        r"1 floating-point all-gathers over fsdp of 256 elements or more:\s+"
-        r"all-gather bfloat16\[16, 32\] over fsdp from .*all_gather"
+        r"1 collective of unquantized weights .*, or gathers over fsdp of 256 elements or more:\s+"
+        r"all-gather bfloat16\[16, 32\] over fsdp of w, 512 bytes, from .*all_gather"
     )
     with pytest.raises(AssertionError, match=message):
         assert_no_wide_weight_gather(f, x, w, weights=w)
     assert_no_wide_weight_gather(f, x, w, axes="ep", min_elements=1)
     assert_no_wide_weight_gather(f, x, w, axes=Axes(fsdp="data"), min_elements=1)
-    with pytest.raises(AssertionError, match="over fsdp,ep of 256"):
+    with pytest.raises(AssertionError, match="gathers over fsdp,ep of 256"):
         assert_no_wide_weight_gather(f, x, w, axes=("fsdp", "ep"), weights=w, mesh=mesh)
 
 
@@ -538,7 +540,7 @@ def test_reduce_scattered(mesh):
     assert_reduce_scattered(f, x, w, weights=w)
     f, x, w = weight_step(mesh, quantize=True, scatter=False)
     with pytest.raises(
-        AssertionError, match=r"1 all-reduces over fsdp of 256 floats or more:\s+all-reduce float32\[16, 32\]"
+        AssertionError, match=r"1 all-reduce over fsdp of 256 floats or more:\s+all-reduce float32\[16, 32\]"
     ):
         assert_reduce_scattered(f, x, w, weights=w)
     with pytest.raises(AssertionError, match="no reduce-scatter over fsdp; the collectives are\nkind"):
@@ -553,11 +555,11 @@ def test_smallest_shard(mesh):
         "wo": abstract(mesh, (8, 32, 8), jnp.float32, "ep", None, "fsdp"),
         "bias": None,
     }
-    assert inspect.program._min_elements(None, weights, ("fsdp",)) == 8 * 32 * 8 // 8
+    assert inspect.checks._min_elements(None, weights, ("fsdp",)) == 8 * 32 * 8 // 8
     with pytest.raises(ValueError, match="none is sharded over fsdp"):
-        inspect.program._min_elements(None, weights["router"], ("fsdp",))
+        inspect.checks._min_elements(None, weights["router"], ("fsdp",))
     with pytest.raises(ValueError, match="none is sharded over fsdp"):
-        inspect.program._min_elements(None, [jnp.ones(3)], ("fsdp",))
+        inspect.checks._min_elements(None, [jnp.ones(3)], ("fsdp",))
 
 
 def test_nothing_passes_for_lack_of_a_name(mesh):

@@ -8,25 +8,29 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Bool, Float
 
 from moax.block.experts import apply_experts
-from moax.block.spec import BlockSpec, Weights
+from moax.block.routing import Given, RoutingInput, check_routing, find_routing, like_tokens, merge_twins
+from moax.block.spec import BlockSpec, Inputs, Weights
+from moax.block.weights import local_widths
+from moax.checks import check_kind, check_mask
 from moax.config import MoEConfig
+from moax.errors import Unsupported
 from moax.kernels import select_kernels
 from moax.mesh.axes import Roles
 from moax.mesh.partition import MeshView, find_mesh_view
 from moax.mesh.place import check_token_axes, constrain, flatten_tokens, reshard_like, unflatten_tokens
 from moax.ops.activation import activate
-from moax.ops.exchange import select_transport, wire_bytes
+from moax.ops.exchange import TRANSPORTS, select_transport, wire_bytes
 from moax.ops.linear import dense
 from moax.ops.logits import router_logits
-from moax.ops.routing import route
 from moax.options import OptionKeywords, Options
-from moax.params import MoEParams, check_params
+from moax.params import MoEParams, check_leaves, check_params
 from moax.recipe import get_recipe
 from moax.sharding import expert_specs, lay_out, shard_specs
-from moax.types import MoEStats, check_tokens
+from moax.types import MoEStats, QuantizedParams, Routing, check_tokens
 
 
 def moe(
@@ -34,6 +38,12 @@ def moe(
     params: MoEParams[Array],
     config: MoEConfig,
     options: Options = Options(),
+    *,
+    router_input: Float[Array, "*batch H"] | None = None,
+    routing: RoutingInput | None = None,
+    mask: Bool[Array, "*batch"] | None = None,
+    return_routing: bool = False,
+    quantized: QuantizedParams | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> tuple[Float[Array, "*batch H"], MoEStats]:
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]),  expert(x) = act(x wi + bi) wo + bo.
@@ -44,13 +54,24 @@ def moe(
         F lies over tp, and fsdp may split any dim; the block uses every such layout without moving it.
       config: the sizes of the block and its equations; see `MoEConfig`.
       options: how the block runs; see `Options`.
-      **keywords: fields of `Options` (recipe, axes, exchange, kernels, engine, chunks) that replace those of `options`.
+      router_input: [..., H] with the leading dims of x, what the router reads in place of x (Gemma 4); None means x.
+      routing: what takes the place of the router's choice; None leaves the choice to the router. Expert ids [..., K]
+        alone have the weights of the router's scores, and a token with a negative id takes its best experts. A pair
+        (ids [..., K], weights [..., K]), or a `Routing`, has weights too, and the router does not run; the losses are
+        then those of the `Routing`. An id of E stands for no expert.
+      mask: [...] bool, False for padding. Padding is not routed, not sent and not counted, in losses, counts and
+        capacities; its y and its gradients are 0.
+      return_routing: whether `stats.routing` has the routing that was used.
+      quantized: wi and wo as `quantize_params` quantized them, with the same options. The block then quantizes no
+        weight, and the gradients flow to `params`. None: the block quantizes them, where the recipe does.
+      **keywords: fields of `Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows) that replace
+        those of `options`.
 
     Inside a `shard_map` over all of `axes` the operands are shards, laid out by `param_specs`.
 
     Returns:
-      y: [..., H], with the dtype and the sharding of x. It is differentiable in x and params; each gradient has the
-        dtype of its array.
+      y: [..., H], with the dtype and the sharding of x. It is differentiable in x, params and router_input; each
+        gradient has the dtype of its array.
       stats: losses and counts over the whole mesh; see `MoEStats`.
 
     Raises:
@@ -58,35 +79,81 @@ def moe(
       Unsupported: an exchange, an engine or kernels that were chosen by name cannot run.
       TypeError: `Options` has no field of a keyword's name.
     """
-    return _moe(x, params, config, dataclasses.replace(options, **keywords) if keywords else options)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))  # so that a caller who does not jit runs one program too
-def _moe(x, params, config: MoEConfig, options: Options):
-    """Runs `moe` with all options in one value."""
-    recipe, axes, engine = get_recipe(options.recipe), options.axes, options.engine
+    check_kind("config", config, MoEConfig)
+    check_kind("options", options, Options)
+    options = dataclasses.replace(options, **keywords) if keywords else options
     check_tokens(x, config)
+    check_leaves(params)
+    if router_input is not None and (
+        router_input.shape != x.shape or not jnp.issubdtype(router_input.dtype, jnp.floating)
+    ):
+        raise ValueError(
+            f"router_input has shape {router_input.shape}, dtype {router_input.dtype}; "
+            f"it must be floating point, of the shape {x.shape} of x"
+        )
+    given = check_routing(routing, (*x.shape[:-1], config.top_k))
+    if mask is not None:
+        check_mask("mask", mask, x.shape[:-1])
+    return _moe(x, params, quantized, router_input, config, options, given, mask, bool(return_routing))
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 8))  # so that a caller who does not jit runs one program too
+def _moe(
+    x, params, quantized, router_input, config: MoEConfig, options: Options, given: Given, mask, return_routing: bool
+):
+    """Runs `moe` with all options in one value, and with what the caller gave for the routing in another one."""
+    recipe, axes, engine = get_recipe(options.recipe), options.axes, options.engine
     check_token_axes(x, axes)
     view = find_mesh_view(axes, engine, x, params)
     check_params(params, config, local=view.manual)
     roles = view.roles
+    if x.size == 0:
+        return x, _stats_of_nothing(x, config, return_routing)
     declared = shard_specs(params, config, axes, roles) if view.manual else expert_specs(config, axes, roles)
     static = _make_spec(x, params, config, options, view, declared)
+    _check_quantized(quantized, static, params)
     params, tokens = lay_out(params, declared), flatten_tokens(x, roles)
+    real = None if mask is None else flatten_tokens(mask[..., None], roles)
+    read = tokens if router_input is None else flatten_tokens(router_input, roles)
+    if real is not None:  # padding may hold NaN
+        tokens, read = jnp.where(real, tokens, 0), jnp.where(real, read, 0)
 
-    logits = router_logits(tokens, constrain(params.router, declared.router), axes=axes, engine=engine)
-    logits = logits if params.logits_bias is None else logits + params.logits_bias.astype(jnp.float32)[None]
-    routing = route(logits, config.router, config.top_k, params.router_bias, axes=axes, engine=engine)
+    router = constrain(params.router, declared.router)
+    params = dataclasses.replace(params, router=router)
+    routing = find_routing(view, x, read, params, config, options, given, real)
+    experts, weights = (routing.experts, routing.weights) if given.experts is None else merge_twins(routing, config)
 
+    if params.expert_scale is not None:
+        chosen = experts[:, :, None] == jnp.arange(config.num_experts, dtype=jnp.int32)[None, None]
+        weights = weights * jnp.where(chosen, params.expert_scale.astype(jnp.float32)[None, None], 0.0).sum(-1)
     w = Weights(params.wi, params.wo, params.bi, params.bo)
-    y, dropped = apply_experts(view, static, tokens, routing.experts, routing.weights, w)
+    y, dropped, passes = apply_experts(view, static, Inputs(tokens, experts, weights), w, quantized)
     if params.shared_wi is not None and params.shared_wo is not None:
         how = dict(recipe=recipe, axes=axes, engine=engine, kernels=options.kernels)
         h = dense(tokens, params.shared_wi, w_spec=declared.shared_wi, **how)
-        y = y + dense(activate(h, config.activation), params.shared_wo, w_spec=declared.shared_wo, **how)
-    y = unflatten_tokens(view.psum(y, roles.tp), x, roles)
+        a = activate(h, config.activation, config.activation_limit)
+        shared = dense(a, params.shared_wo, w_spec=declared.shared_wo, **how)
+        if params.shared_gate is None:
+            y = view.psum(y + shared, roles.tp)
+        else:  # the gate multiplies the whole output, so that each rank of tp has its whole gradient
+            gate = jax.nn.sigmoid(router_logits(tokens, params.shared_gate[:, None], axes=axes, engine=engine))
+            y = view.psum(y, roles.tp) + (view.psum(shared, roles.tp).astype(jnp.float32) * gate).astype(y.dtype)
+    else:
+        y = view.psum(y, roles.tp)
+    y = unflatten_tokens(y if real is None else jnp.where(real, y, 0), x, roles)
     dropped = view.typed_as_equal(view.psum(dropped, roles.tokens), roles.tp)[0]
-    return reshard_like(y, x), MoEStats(routing.aux_loss, routing.z_loss, routing.tokens_per_expert, dropped)
+    passes = view.typed_as_equal(lax.stop_gradient(passes), roles.all)[0]  # a maximum has no derivative in JAX
+    used = like_tokens(routing, x, roles) if return_routing else None
+    losses = routing.aux_loss, routing.z_loss
+    return reshard_like(y, x), MoEStats(*losses, routing.tokens_per_expert, dropped, passes, used)
+
+
+def _stats_of_nothing(x, config: MoEConfig, return_routing: bool) -> MoEStats:
+    """Returns the stats of x without tokens: losses and counts of 0, and one pass."""
+    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    tokens, ids = jnp.zeros(config.num_experts, jnp.int32), jnp.zeros((*x.shape[:-1], config.top_k), jnp.int32)
+    used = Routing(ids, ids.astype(jnp.float32), zero, zero, tokens) if return_routing else None
+    return MoEStats(zero, zero, tokens, none, none + 1, used)
 
 
 def _make_spec(x, params: MoEParams[Array], config: MoEConfig, options: Options, view: MeshView, declared) -> BlockSpec:
@@ -94,29 +161,67 @@ def _make_spec(x, params: MoEParams[Array], config: MoEConfig, options: Options,
 
     `declared` has the spec of each parameter.
     """
+    _check_symbolic(x, config, view)
     roles, recipe = view.roles, get_recipe(options.recipe)
-    widths = {"d_model": config.d_model, "d_ff": params.wo.shape[1] // (1 if view.manual else roles.size(roles.tp))}
-    return BlockSpec.make(
-        config,
+    row_bytes = wire_bytes(x, recipe.wire)
+    arguments = dict(
         recipe=recipe,
-        transport=select_transport(options.exchange, view, wire_bytes(x, recipe.wire)),
         roles=roles,
         declared=declared,
-        tokens=_tokens_of_device(x, roles, 1 if view.manual else roles.size(roles.tokens), options.chunks),
+        tokens=_tokens_of_device(x, roles, 1 if view.manual else roles.size(roles.tokens)),
         dtype=x.dtype,
-        kernels=select_kernels(options.kernels, x.dtype, **widths),
-        chunks=options.chunks,
+        kernels=select_kernels(options.kernels, x.dtype, **local_widths(params, config, view)),
+        buffer_factor=options.buffer_factor,
+        save_rows=options.save_rows,
     )
+    if options.exchange == "auto":
+        possible = [name for name, transport in TRANSPORTS.items() if transport.why_not(view, row_bytes) is None]
+        return BlockSpec.choose(config, possible, **arguments)
+    return BlockSpec.make(config, transport=select_transport(options.exchange, view, row_bytes), **arguments)
 
 
-def _tokens_of_device(x, roles: Roles, shards: int, chunks: int) -> int:
+def _check_quantized(quantized: QuantizedParams | None, static: BlockSpec, params: MoEParams[Array]) -> None:
+    """Raises ValueError where kept weights are of another recipe, implementation or size than the block's."""
+    if quantized is None:
+        return
+    if not isinstance(quantized, QuantizedParams):
+        raise ValueError(f"quantized is a {type(quantized).__name__}; it must be what moax.quantize_params returns")
+    if quantized.recipe != static.recipe:
+        raise ValueError(f"quantized has recipe={quantized.recipe}, and this call has recipe={static.recipe}")
+    if quantized.kernels != static.kernels:
+        raise ValueError(
+            f"quantized is for kernels={quantized.kernels!r}, and this call runs {static.kernels!r}; pass the same "
+            "kernels= and the dtype of x to moax.quantize_params"
+        )
+    for name in ("wi", "wo"):
+        sizes, want = getattr(quantized, name)[1].data.shape, getattr(params, name).shape  # of columns, never turned
+        if sizes != want:
+            raise ValueError(f"quantized.{name} is of a weight {sizes}, and params.{name} has shape {want}")
+
+
+def _check_symbolic(x, config: MoEConfig, view: MeshView) -> None:
+    """Raises Unsupported where x has a symbolic number of rows, of `jax.export`, that the block cannot take."""
+    rows = x.size // x.shape[-1]
+    if isinstance(rows, int):
+        return
+    if view.engine != "local":
+        raise Unsupported(
+            f"x has {rows} rows, which is symbolic, on a mesh; JAX cannot run an exported shard_map of symbolic "
+            "shapes. Export one program for each number of rows, or export for one device"
+        )
+    if config.capacity_factor is not None:
+        raise Unsupported(
+            f"capacity_factor={config.capacity_factor} with {rows} rows of x, which is symbolic; use "
+            "capacity_factor=None, or export one program for each number of rows"
+        )
+
+
+def _tokens_of_device(x, roles: Roles, shards: int) -> int:
     """Returns the tokens of one device, of `shards` devices.
 
-    Raises ValueError where shards or chunks do not divide them.
+    Raises ValueError where shards do not divide them.
     """
     rows = x.size // x.shape[-1]
     if rows % shards:
         raise ValueError(f"x: its {rows} rows do not divide by mesh axes {roles.tokens} of {shards} devices")
-    if rows // shards % chunks:
-        raise ValueError(f"chunks={chunks} must divide the {rows // shards} tokens of a device")
     return rows // shards

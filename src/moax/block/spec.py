@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
-from moax.config import GATED, Activation, MoEConfig
-from moax.groups import Groups
+from moax.block.weights import Layouts, find_layouts, kept_specs, split_axes
+from moax.config import Activation, MoEConfig, gates_of
+from moax.groups import Groups, allot_rows
 from moax.kernels import Implementation, Operand, implementation
 from moax.mesh.axes import Names, Roles
-from moax.mesh.collectives import vary_like
 from moax.mesh.partition import Contract
-from moax.mesh.specs import Layout, Spec, device_spec, spec, weight_layout
-from moax.ops.exchange import ExchangeSpec, slots_per_pair
-from moax.ops.permutation import PermuteSpec, capacity_rows
+from moax.mesh.specs import Spec, device_spec, spec
+from moax.ops.activation import activation_of
+from moax.ops.exchange import AUTO, TRANSPORTS, ExchangeSpec, allot_slots, exchange_bytes
+from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
 from moax.ops.products import replicated
 from moax.params import MoEParams
 from moax.recipe import Contracted, Recipe
-from moax.types import Plan, SendPlan
-
-Layouts = tuple[Layout, Layout]  # of wi and wo
+from moax.types import Plan, QuantizedParams, SendPlan
 
 
 class Weights[Leaf](NamedTuple):
@@ -36,22 +35,32 @@ class Weights[Leaf](NamedTuple):
     bo: Leaf | None
 
 
+class Inputs(NamedTuple):
+    """The inputs of the experts' part: tokens x [T, H], experts [T, K] i32, routing weights [T, K] f32."""
+
+    x: Float[Array, "T H"]
+    experts: Int[Array, "T K"]
+    weights: Float[Array, "T K"]
+
+
 class BlockResiduals(NamedTuple):
-    """The arrays that forward leaves to backward, on one device.
+    """The arrays that the first pass of forward leaves to backward, on one device.
 
     Attributes:
-      rows: the expert-sorted rows, as the implementation's `wgrad` takes them.
+      rows: the expert-sorted rows, as the implementation's `wgrad` takes them; None where backward makes them again.
       hidden: [N, G, F], the input of the activation.
       plan: where the received rows lie after the permutation.
       weights: [R, K] f32, the routing weights of the received rows.
       sent: the plan of the transport, `Received.slots`: where the tokens went.
+      span: [2] i32, the passes that the loop makes; None without a loop.
     """
 
-    rows: Operand
+    rows: Operand | None
     hidden: Float[Array, "N G F"]
     plan: Plan
     weights: Float[Array, "R K"]
     sent: Int[Array, " C"] | SendPlan | None
+    span: Int[Array, " 2"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,28 +68,36 @@ class BlockSpec:
     """The static arguments of the experts' part of a block.
 
     Attributes:
-      activation: the name of the activation.
-      weights_at: `output` or `hidden`: where the routing weights multiply.
+      activation, activation_limit: the activation, as `MoEConfig` has it, and its limit or None.
+      weights_at: `output`, `hidden` or `input`: where the routing weights multiply.
       recipe: the formats of the operands of products.
       exchange: the spec of dispatch and combine.
       permute: the spec of permute and unpermute.
+      permute_more: the same of all passes but the first one. They have half the room: a pass of the loop computes the
+        input of the activation again, which the first pass keeps, and shall not need more memory than that.
       roles: the mesh axes by role.
       declared: Weights of specs, used where neither the type nor the sharding of a weight says one.
       dtype: the dtype of the products.
       kernels: the name of the implementation.
-      chunks: the number of parts in which a device takes its tokens.
+      balanced: the sorted rows of a rank at a balanced load, without padding.
+      repeats: whether a routing may need a second pass.
+      save_rows: whether forward leaves the sorted rows to backward.
     """
 
     activation: Activation
+    activation_limit: float | None
     weights_at: str
     recipe: Recipe
     exchange: ExchangeSpec
     permute: PermuteSpec
+    permute_more: PermuteSpec
     roles: Roles
     declared: Weights[Spec]
     dtype: np.dtype
     kernels: str
-    chunks: int
+    balanced: int
+    repeats: bool
+    save_rows: bool
 
     @classmethod
     def make(
@@ -94,7 +111,8 @@ class BlockSpec:
         tokens: int,
         dtype: jax.typing.DTypeLike,
         kernels: str,
-        chunks: int = 1,
+        buffer_factor: float | None,
+        save_rows: bool,
     ) -> BlockSpec:
         """Returns the spec of a block whose shards have `tokens` tokens each.
 
@@ -102,28 +120,76 @@ class BlockSpec:
           config: the sizes of the block and its equations.
           transport: the name of the transport.
           declared: the spec of each parameter, a MoEParams.
-          recipe, roles, dtype, kernels, chunks: see the attributes of this class.
+          buffer_factor, save_rows: see `moax.Options`.
+          recipe, roles, dtype, kernels: see the attributes of this class.
         """
-        ranks, capacity, tokens = roles.size(roles.ep), config.capacity_factor, tokens // chunks
-        slots = slots_per_pair(tokens, config.top_k, ranks, capacity)
-        rows, align = capacity_rows(tokens, config.top_k, capacity), implementation(kernels).align_rows(recipe)
+        ranks, load = roles.size(roles.ep), tokens * config.top_k
+        local, capacity = config.num_experts // ranks, capacity_rows(tokens, config.top_k, config.capacity_factor)
+        counts = tokens, config.top_k, ranks, config.num_experts
+        slots, most = allot_slots(*counts, config.capacity_factor, buffer_factor)
+        slots = slots if TRANSPORTS[transport].has_slots else most
+        received = TRANSPORTS[transport].received_rows(tokens, ranks, slots)
+        kept = kept_rows(received, config.top_k, local, capacity)
+        room = allot_rows(load, buffer_factor, kept)
+        align, fewer = implementation(kernels).align_rows(recipe), room is not kept and room < kept
+        wire = recipe.wire
         return cls(
             activation=config.activation,
+            activation_limit=config.activation_limit,
             weights_at=config.weights_at,
             recipe=recipe,
-            exchange=ExchangeSpec(transport, roles, slots, recipe.wire, kernels, num_experts=config.num_experts),
-            permute=PermuteSpec(config.num_experts // ranks, align, rows, kernels, roles),
+            exchange=ExchangeSpec(
+                transport, roles, slots, wire, kernels, num_experts=config.num_experts, capacity=most
+            ),
+            permute=PermuteSpec(local, align, capacity, kernels, roles, room if fewer else None),
+            permute_more=PermuteSpec(local, align, capacity, kernels, roles, -(-room // 2)),
             roles=roles,
             declared=Weights(declared.wi, declared.wo, declared.bi, declared.bo),
             dtype=np.dtype(dtype),
             kernels=kernels,
-            chunks=chunks,
+            balanced=load,
+            repeats=fewer or (slots is not most and slots < most),
+            save_rows=save_rows,
         )
+
+    @classmethod
+    def choose(cls, config: MoEConfig, possible: Iterable[str], *, tokens: int, **arguments: Any) -> BlockSpec:
+        """Returns the spec with the transport that `exchange="auto"` means, of the `possible` ones.
+
+        It is the portable transport whose balanced step sends the fewest bytes, and of equal ones the first of
+        `TRANSPORTS`.
+        With a capacity factor the transports drop other tokens, so that it is all_gather, which drops none on the way.
+
+        Args:
+          config, tokens, arguments: those of `make`.
+          possible: the names of the transports that can run.
+        """
+        portable = [name for name in possible if TRANSPORTS[name].portable]
+        specs = [cls.make(config, transport=name, tokens=tokens, **arguments) for name in portable]
+        if config.capacity_factor is not None or not specs[0].roles.ep:
+            return next(spec for spec in specs if spec.exchange.transport == AUTO)
+        width, dtype = config.d_model, specs[0].dtype.name
+        return min(specs, key=lambda spec: exchange_bytes(spec.exchange, tokens, config.top_k, width, dtype))
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether backward needs the inputs of forward."""
+        return self.repeats or not self.save_rows
+
+    @property
+    def whole_tensor(self) -> bool:
+        """Whether one scale holds for a whole tensor of rows, so that every pass has a collective of all tokens."""
+        return any(format is not None and format.block is None for format in (self.recipe.x, self.recipe.dy))
+
+    @property
+    def act(self) -> Callable:
+        """The activation, a function of gate and up, or of up alone."""
+        return activation_of(self.activation, self.activation_limit)
 
     @property
     def gates(self) -> int:
         """G: the number of projections that the activation takes, 2 with a gate and 1 without."""
-        return 2 if self.activation in GATED else 1
+        return gates_of(self.activation)
 
     @property
     def local(self) -> Implementation:
@@ -137,50 +203,41 @@ class BlockSpec:
 
     def groups(self, plan: Plan) -> Groups:
         """Returns the groups of the sorted rows of a plan."""
-        return self.local.find_groups(plan.group_sizes, self.permute.align, plan.source.shape[0])
+        groups = self.local.find_groups(plan.group_sizes, self.permute.align, plan.source.shape[0])
+        return dataclasses.replace(groups, expected=self.balanced)
 
 
 def quantize_and_gather(
-    static: BlockSpec, w: Weights[Array], layouts: Layouts, contracted: Contracted
+    static: BlockSpec,
+    w: Weights[Array],
+    layouts: Layouts,
+    contracted: Contracted,
+    quantized: QuantizedParams | None = None,
 ) -> list[Operand]:
     """Returns wi and wo for products over `contracted`: each weight is quantized on its shard, then gathered as bytes.
 
-    The products over rows are those of forward, and the products over columns those of backward.
+    The products over rows are those of forward, and the products over columns those of backward. Weights that are
+    given `quantized` are gathered alone.
     """
-    gathered = []
-    for scope, shard, layout in zip(("experts_in", "experts_out"), w[:2], layouts, strict=True):
-        split = tuple(name for names in layout.gather[1:] for name in names) + static.roles.tp
+    gathered, local = [], static.local
+    for i, (scope, shard, layout) in enumerate(zip(("experts_in", "experts_out"), w[:2], layouts, strict=True)):
         with jax.named_scope(scope):
-            whole = static.local.quantize_and_gather(
-                shard, static.recipe, contracted, layout.gather, split, static.dtype
-            )
+            if quantized is None:
+                over = split_axes(layout, static.roles)
+                whole = local.quantize_and_gather(shard, static.recipe, contracted, layout.gather, over, static.dtype)
+            else:
+                kept = (quantized.wi, quantized.wo)[i][contracted == "columns"]
+                gather = find_layouts(static.roles, static.declared.wi, static.declared.wo)[i].gather
+                whole = local.gather_shard(kept, static.recipe, contracted, gather)
         gathered.append(whole)
     return gathered
 
 
-def zero_gradients(static: BlockSpec, w: Weights[Array], layouts: Layouts, operands: PyTree[Array]) -> Weights[Array]:
-    """Returns float32 zeros in the shapes of the gathered weights, to which the gradients of all chunks are added.
-
-    Inside a `shard_map` the types of the zeros vary over the same axes as `operands`, the operands of backward.
-    """
-
-    def zeros(p, gather):
-        shape = [n * static.roles.size(names) for n, names in zip(p.shape, gather, strict=True)]
-        return vary_like(jnp.zeros(shape, jnp.float32), operands, w)
-
-    wi, wo = (zeros(p, layout.gather) for p, layout in zip((w.wi, w.wo), layouts, strict=True))
-    bi, bo = (None if p is None else zeros(p, ((),) * p.ndim) for p in (w.bi, w.bo))
-    return Weights(wi, wo, bi, bo)
-
-
-def find_layouts(static: BlockSpec, found_specs: Weights[Spec | None]) -> Layouts:
+def found_layouts(static: BlockSpec, found_specs: Weights[Spec | None]) -> Layouts:
     """Returns the layouts of wi and wo, by the specs that were found (a Weights), else by the declared specs."""
-    roles, declared = static.roles, static.declared
+    declared = static.declared
     wi, wo = (d if f is None else f for f, d in ((found_specs.wi, declared.wi), (found_specs.wo, declared.wo)))
-    return (
-        weight_layout("params.wi", wi, (roles.ep, (), (), roles.tp), roles),
-        weight_layout("params.wo", wo, (roles.ep, roles.tp, ()), roles),
-    )
+    return find_layouts(static.roles, wi, wo)
 
 
 def weight_specs(static: BlockSpec, layouts: Layouts, w: Weights[Array]) -> Weights[Spec]:
@@ -191,17 +248,27 @@ def weight_specs(static: BlockSpec, layouts: Layouts, w: Weights[Array]) -> Weig
     return Weights(layouts[0].spec, layouts[1].spec, bi, bo)
 
 
+def quantized_specs(
+    static: BlockSpec, w: Weights[Array], quantized: QuantizedParams[Array] | None
+) -> QuantizedParams[Spec] | None:
+    """Returns the specs of kept weights, which have the declared layouts of the weights w; None without them."""
+    if quantized is None:
+        return None
+    layouts = find_layouts(static.roles, static.declared.wi, static.declared.wo)
+    return kept_specs(static.recipe, static.kernels, static.roles, layouts, (w.wi.shape, w.wo.shape))
+
+
 def forward_contract(static: BlockSpec, operands, found_specs) -> Contract:
     """Returns the contract of forward: tokens lie over (dp, fsdp, ep).
 
     y is summed over tp, and the dropped assignments over all axes of tokens.
     """
-    roles, layouts = static.roles, find_layouts(static, found_specs[3])
+    inputs, w, quantized = operands
+    roles, layouts = static.roles, found_layouts(static, found_specs[1])
     rows = spec(roles.tokens, None)
-    weights = weight_specs(static, layouts, operands[3])
-    results, reduce = (rows, spec(None), device_spec(roles)), (roles.tp, roles.tokens, ())
-    count = 3 if static.chunks == 1 else 2
-    return Contract((rows, rows, rows, weights), results[:count], reduce[:count], layouts)
+    results, reduce = (rows, spec(None), spec(None), device_spec(roles)), (roles.tp, roles.tokens, (), ())
+    weights, kept = weight_specs(static, layouts, w), quantized_specs(static, w, quantized)
+    return Contract((jax.tree.map(lambda _: rows, inputs), weights, kept), results, reduce, layouts)
 
 
 def backward_contract(static: BlockSpec, operands, found_specs) -> Contract:
@@ -210,13 +277,14 @@ def backward_contract(static: BlockSpec, operands, found_specs) -> Contract:
     The gradient of a weight is scattered over the axes that the weight was gathered over, and summed over the other
     axes of tokens.
     """
-    roles, layouts = static.roles, find_layouts(static, found_specs[1])
+    saved, inputs, w, quantized, _ = operands
+    roles, layouts = static.roles, found_layouts(static, found_specs[2])
     rows = spec(roles.tokens, None)
-    weights = weight_specs(static, layouts, operands[1])
+    weights = weight_specs(static, layouts, w)
     replicas = roles.dp + roles.fsdp
-    kept = device_spec(roles) if static.chunks == 1 else rows
+    own, kept = device_spec(roles), quantized_specs(static, w, quantized)
     return Contract(
-        (jax.tree.map(lambda _: kept, operands[0]), weights, rows),
+        (jax.tree.map(lambda _: own, saved), jax.tree.map(lambda _: rows, inputs), weights, kept, rows),
         (rows, rows, *(spec() if s is None else s for s in weights)),
         (roles.tp, roles.tp, *(replicated(roles, layout) for layout in layouts), replicas, replicas + roles.tp),
         layouts,
@@ -225,14 +293,21 @@ def backward_contract(static: BlockSpec, operands, found_specs) -> Contract:
 
 def forward_factors(static: BlockSpec, operands):
     """Returns the Shardy rule of forward: its operands and results share the dim of tokens."""
-    return ("t m", "t k", "t k", *_weight_factors(operands[3])), ("t m", "o")
+    _, w, quantized = operands
+    return ("t m", "t k", "t k", *_weight_factors(w), *_own_dims(quantized)), ("t m", "o")
 
 
 def backward_factors(static: BlockSpec, operands):
     """Returns the Shardy rule of backward. The dims of residuals appear in no other operand."""
-    saved, w, _ = operands
-    own = ("",) * len(jax.tree.leaves(saved)) if static.chunks == 1 else ("t m", "t k", "t k")
-    return (*own, *_weight_factors(w), "t m"), ("t m", "t k", *_weight_factors(w))
+    saved, inputs, w, quantized, _ = operands
+    given = ("t m", "t k", "t k") if inputs is not None else ()
+    rule = (*_own_dims(saved), *given, *_weight_factors(w), *_own_dims(quantized), "t m")
+    return rule, ("t m", "t k", *_weight_factors(w))
+
+
+def _own_dims(tree) -> tuple[str, ...]:
+    """Returns the rule of operands whose dims appear in no other operand."""
+    return ("",) * len(jax.tree.leaves(tree))
 
 
 def _weight_factors(w: Weights[Array]):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import jax.numpy as jnp
 
+from moax.block.spec import BlockSpec
 from moax.config import MoEConfig
 from moax.errors import Unsupported
 from moax.estimate.hardware import Hardware
 from moax.kernels import IMPLEMENTATIONS, is_installed, takes_fp8
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.specs import Layout, local_shape, spec, weight_layout
-from moax.ops.exchange import TRANSPORTS, ExchangeSpec, Transport, find_transport, refuse, slots_per_pair
+from moax.ops.exchange import TRANSPORTS, ExchangeSpec, Transport, find_transport, refuse
+from moax.ops.exchange.plan import balanced_rows
+from moax.ops.permutation import PermuteSpec, sorted_rows
 from moax.params import param_shapes
 from moax.recipe import Recipe
 from moax.sharding import dense_spec_on, expert_specs
@@ -26,7 +31,7 @@ class Execution:
       recipe: the formats of its products.
       exchange: `auto`, or the name of a transport.
       kernels: the implementation of its products.
-      chunks: number of parts in which a device takes its tokens.
+      buffer_factor, save_rows: see `moax.Options`.
       remat: whether backward recomputes the forward pass.
       dtype: dtype of activations.
       param_dtype: dtype of parameters and their gradients.
@@ -36,7 +41,8 @@ class Execution:
     recipe: Recipe
     exchange: str
     kernels: str
-    chunks: int
+    buffer_factor: float | None
+    save_rows: bool
     remat: bool
     dtype: str
     param_dtype: str
@@ -52,7 +58,7 @@ class Shard:
       roles: the mesh axes of each role.
       options: how the block runs.
       tokens: tokens T of a device, that is of one shard over (dp, fsdp, ep). The ranks of tp have the same tokens.
-      exchange: the spec of the exchange of one part.
+      block: the spec of the experts' part, as `moax.moe` makes it.
       shapes: the shape of each parameter's shard, by the parameter's name.
       layouts: the layouts of `wi` and `wo`, and of `shared_wi` and `shared_wo` where the block has a shared expert.
     """
@@ -61,9 +67,14 @@ class Shard:
     roles: Roles
     options: Execution
     tokens: int
-    exchange: ExchangeSpec
+    block: BlockSpec
     shapes: dict[str, tuple[int, ...]]
     layouts: dict[str, Layout]
+
+    @property
+    def exchange(self) -> ExchangeSpec:
+        """The spec of the exchange."""
+        return self.block.exchange
 
     @property
     def transport(self) -> Transport:
@@ -71,19 +82,51 @@ class Shard:
         return TRANSPORTS[self.exchange.transport]
 
     @property
-    def part(self) -> int:
-        """Tokens of one part."""
-        return self.tokens // self.options.chunks
-
-    @property
     def load(self) -> tuple[int, int, int, int]:
-        """(tokens of a part, K, ranks, slots), the arguments of a transport's methods."""
-        return self.part, self.config.top_k, self.exchange.ranks, self.exchange.slots
+        """(tokens, K, ranks, slots), the arguments of a transport's methods."""
+        return self.tokens, self.config.top_k, self.exchange.ranks, self.exchange.slots
 
     @property
     def received(self) -> int:
-        """Rows R that a device receives in one part, empty slots included."""
-        return self.transport.received_rows(self.part, self.exchange.ranks, self.exchange.slots)
+        """Rows R that a device receives in one pass, empty slots included."""
+        return self.transport.received_rows(self.tokens, self.exchange.ranks, self.exchange.slots)
+
+    @property
+    def sorted(self) -> int:
+        """Expert-sorted rows N of the first pass, padding included."""
+        return self._sorted(self.block.permute)
+
+    @property
+    def sorted_more(self) -> int:
+        """Expert-sorted rows of a pass of the loop, padding included; 0 without a loop."""
+        return self._sorted(self.block.permute_more) if self.block.repeats else 0
+
+    def _sorted(self, permute: PermuteSpec) -> int:
+        """Returns the expert-sorted rows of a pass with this spec."""
+        room = permute.capacity if permute.room is None else permute.room
+        return sorted_rows(self.received, self.config.top_k, permute.num_groups, permute.align, room)
+
+    def passes_at(self, imbalance: float) -> int:
+        """Returns the passes of a step whose busiest rank of ep has `imbalance` times the balanced assignments.
+
+        A token makes K independent choices, each of which is the busiest rank with the probability imbalance / ranks.
+        The busiest rank has fewer rows than that many times the balanced ones, since a token travels there once.
+        """
+        ranks, slots, room = self.exchange.ranks, self.exchange.slots, self.block.permute.room
+        top_k, share = self.config.top_k, min(imbalance / ranks, 1.0)
+        balanced = balanced_rows(self.tokens, top_k, ranks, self.config.num_experts)
+        chosen = (1 - (1 - share) ** top_k) / (1 - (1 - 1 / ranks) ** top_k)
+        pair = min(self.exchange.capacity, math.ceil(balanced * chosen))
+        load, more, passes = share * ranks * self.tokens * top_k, self.block.permute_more.room, 0
+        for first in range(0, max(pair, 1), slots):
+            rows = load * min(slots, pair - first) / max(pair, 1)
+            if room is None or more is None:
+                passes += 1
+            elif first == 0:
+                passes += 1 + max(0, math.ceil((rows - room) / more))
+            else:
+                passes += max(1, math.ceil(rows / more))
+        return passes
 
     @property
     def item(self) -> int:
@@ -96,15 +139,10 @@ class Shard:
         return jnp.dtype(self.options.param_dtype).itemsize
 
     @property
-    def again(self) -> bool:
-        """Whether backward repeats the forward pass of the experts, up to the activation."""
-        return self.options.remat or self.options.chunks > 1
-
-    @property
     def gathered_apart(self) -> bool:
         """Whether a product over the rows of a weight gathers another array than a product over its columns.
 
-        Where both gather the same array, XLA gathers it once for the two walks over a part in backward.
+        A pass after the first one needs wi for both in backward.
         """
         options, w = self.options, self.options.recipe.w
         if w is None:
@@ -134,15 +172,13 @@ def make_shard(config: MoEConfig, sizes: dict[str, int], tokens: int, options: E
       on: the GPUs of the mesh.
 
     Raises:
-      ValueError: a parameter or the tokens do not divide over the mesh or over the parts, or no transport has the name.
+      ValueError: a parameter does not divide over the mesh, or no transport has the name.
       Unsupported: the transport cannot run on this mesh of these GPUs.
     """
     axes = options.axes
     roles = axes.on(sizes)
     if config.d_ff % roles.size(roles.tp):
         raise ValueError(f"d_ff={config.d_ff} does not divide by mesh axes {roles.tp}")
-    if options.chunks < 1 or tokens % options.chunks:
-        raise ValueError(f"chunks={options.chunks} must divide the {tokens} tokens of a device")
     specs, made = expert_specs(config, axes, roles), param_shapes(config)
     names = [field.name for field in dataclasses.fields(made) if getattr(made, field.name) is not None]
     shapes = {name: local_shape(getattr(made, name), getattr(specs, name), roles) for name in names}
@@ -161,7 +197,7 @@ def make_shard(config: MoEConfig, sizes: dict[str, int], tokens: int, options: E
         roles=roles,
         options=options,
         tokens=tokens,
-        exchange=_exchange(config, sizes, roles, tokens // options.chunks, options, on),
+        block=_block(config, sizes, roles, specs, tokens, options, on),
         shapes=shapes,
         layouts=layouts,
     )
@@ -183,12 +219,25 @@ def find_kernels(kernels: str, on: Hardware) -> str:
     return there[0] if kernels == "auto" else kernels
 
 
-def _exchange(config, sizes, roles: Roles, part: int, options: Execution, on: Hardware) -> ExchangeSpec:
-    """Returns the spec of the exchange of one part of `part` tokens, or raises as `make_shard`."""
+def _block(config, sizes, roles: Roles, declared, tokens: int, options: Execution, on: Hardware) -> BlockSpec:
+    """Returns the spec of the experts' part, or raises as `make_shard`."""
+    arguments: dict[str, Any] = dict(
+        recipe=options.recipe,
+        roles=roles,
+        declared=declared,
+        tokens=tokens,
+        dtype=options.dtype,
+        kernels=options.kernels,
+        buffer_factor=options.buffer_factor,
+        save_rows=options.save_rows,
+    )
+    gpus = math.prod(sizes.values())
+
+    def why_not(name: str) -> str | None:
+        return TRANSPORTS[name].why_not_on(gpus, on.host, options.kernels)
+
+    if options.exchange == "auto":
+        return BlockSpec.choose(config, [name for name in TRANSPORTS if why_not(name) is None], **arguments)
     name = find_transport(options.exchange, roles)
-    gpus = 1
-    for size in sizes.values():
-        gpus *= size
-    refuse(name, TRANSPORTS[name].why_not_on(gpus, on.host, options.kernels))
-    slots = slots_per_pair(part, config.top_k, roles.size(roles.ep), config.capacity_factor)
-    return ExchangeSpec(name, roles, slots, options.recipe.wire, num_experts=config.num_experts)
+    refuse(name, why_not(name))
+    return BlockSpec.make(config, transport=name, **arguments)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 
-from moax.arguments import mesh_of
+from moax.arguments import factor, mesh_of
 from moax.config import MoEConfig
 from moax.estimate import Estimate, estimate, sweep
 from moax.estimate.hardware import HARDWARE
@@ -51,7 +52,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--recipe", choices=("none", *RECIPES), default="none", help="how products are quantized (default: none)")
     add("--exchange", choices=EXCHANGES, help="how tokens reach their experts (default: the fastest that fits)")
     add("--capacity-factor", type=float, metavar="X", help="bound the rows of a rank at X times the even load")
-    add("--chunks", type=int, default=1, metavar="N", help="take the tokens of a GPU in N parts (default: %(default)s)")
+    add("--buffer-factor", type=factor, default=1.25, metavar="X", help="buffers for X times the balanced load; none: "
+        "for the worst case (default: %(default)s)")  # fmt: skip
+    add("--imbalance", type=float, default=1.0, metavar="X", help="say the passes of a step whose busiest rank has X "
+        "times the balanced load (default: %(default)s)")  # fmt: skip
+    add(
+        "--save-rows",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the sorted rows for backward (default: keep them)",
+    )
     add(
         "--kernels",
         choices=("auto", "hopper", "xla"),
@@ -81,7 +91,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--mesh gives one mesh; leave --gpus and --sweep out")
     if args.top < 1:
         raise ValueError(f"--top {args.top} must be at least 1")
-    options = dict(capacity_factor=args.capacity_factor, chunks=args.chunks, kernels=args.kernels)
+    options = dict(
+        capacity_factor=args.capacity_factor,
+        buffer_factor=None if math.isinf(args.buffer_factor) else args.buffer_factor,
+        imbalance=args.imbalance,
+        save_rows=args.save_rows,
+        kernels=args.kernels,
+    )
     if mesh:
         found = [
             estimate(config, dict(mesh), *given, exchange=args.exchange or "auto", remat=bool(args.remat), **options)
@@ -118,11 +134,17 @@ def ranking(found: list[Estimate]) -> str:
 
 def details(e: Estimate) -> str:
     """Returns the estimate of one mesh as text: memory, bytes on wires, and stages."""
-    ways = (f", {e.chunks} chunks" if e.chunks > 1 else "") + (", remat" if e.remat else "")
+    bounded = "of the worst case" if e.buffer_factor is None else f"of {e.buffer_factor:g} balanced loads"
+    ways = f", buffers {bounded}" + (", remat" if e.remat else "")
     head = (
         f"{e.model} on {e.gpus} x {e.hardware}, mesh {name(e)}: {plural(e.layers, 'MoE layer')}, "
         f"{e.tokens} tokens a GPU, recipe {e.recipe}, exchange {e.exchange}{ways}\n{e.rates}"
     )
+    if e.imbalance > 1:
+        head += (
+            f"\nA step whose busiest rank has {e.imbalance:g} times the balanced load takes "
+            f"{'one pass' if e.passes == 1 else f'{e.passes} passes'}; times and bytes are those of one pass."
+        )
     m, verdict = e.memory, "fits" if e.fits else "DOES NOT FIT"
     parts = ("weights", "gradients", "optimizer", "activations", "gathered", "exchange", "workspace")
     memory = [("memory of a device", "GB"), None, *((part, f"{getattr(m, part) / GB:.2f}") for part in parts)]
@@ -157,23 +179,22 @@ def name(e: Estimate) -> str:
 
 def draw(found: list[Estimate], path: Path) -> None:
     """Draws one bar for each mesh: its length is the time of a step, and its parts are the bounds of the stages."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from moax.figures import BLUE, ORANGE, PALE, PURPLE, make_figure, style
 
-    figure = Figure(figsize=(9, 1.6 + 0.42 * len(found)), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(9, 1.6 + 0.36 * len(found))
     plot, labels = figure.add_subplot(), [name(e) + ("" if e.fits else " (does not fit)") for e in found]
     places = list(range(len(found)))
     left = [0.0] * len(found)
-    colors = {"compute": "#2f6fb0", "memory": "#7fb2d9", "nvlink": "#d9a01a", "network": "#d9601a"}
+    colors = {"compute": BLUE, "memory": PALE, "nvlink": PURPLE, "network": ORANGE}
     for bound, color in colors.items():
         times = [1e3 * e.layers * sum(s.seconds for s in e.stages if s.bound == bound) for e in found]
-        plot.barh(places, times, left=left, color=color, label=bound)
+        plot.barh(places, times, left=left, height=0.7, color=color, label=bound)
         left = [a + b for a, b in zip(left, times, strict=True)]
     plot.set_yticks(places, labels)
     plot.invert_yaxis()
-    plot.set_xlabel("ms a step in MoE blocks, by what bounds the time")
     first = found[0]
-    plot.set_title(f"{first.model}, {first.gpus} x {first.hardware}, recipe {first.recipe}, {first.tokens} tokens each")
-    plot.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.12 - 1.2 / (1 + len(found))))
+    title = f"{first.model}, {first.gpus} x {first.hardware}, recipe {first.recipe}, {first.tokens} tokens each"
+    style(plot, title, "ms a step in MoE blocks, by what bounds the time", grid="x")
+    plot.tick_params(axis="y", length=0)
+    figure.legend(frameon=False, ncols=4, loc="outside lower center", fontsize=9)
     figure.savefig(path)

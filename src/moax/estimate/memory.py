@@ -6,8 +6,7 @@ import dataclasses
 import math
 
 from moax.estimate.block import Shard
-from moax.kernels import implementation, takes_fp8
-from moax.ops.permutation import capacity_rows, sorted_rows
+from moax.kernels import takes_fp8
 from moax.recipe import Format
 
 
@@ -22,11 +21,12 @@ class Memory:
       activations: the arrays that forward keeps for backward. With remat: the inputs of all layers, and the other
         arrays of one layer.
       gathered: the largest weight of a layer as products take it, and its gradient before the reduce-scatter. Weights
-        are gathered one at a time; a compiler that gathers ahead needs more. With chunks: both weights of the experts,
-        and the float32 sums of their gradients.
-      exchange: the buffers of the rows that the exchange moves in one part.
-      workspace: the rows that live between the products of the backward pass of one part. With chunks also the arrays
-        that the forward pass of the part keeps for its backward pass.
+        are gathered one at a time; a compiler that gathers ahead needs more. Where a loop of passes needs more than the
+        first pass: both weights of the experts, their gradients, and the gradient that a pass adds to one of them.
+      exchange: the buffers of the rows that the exchange moves in one pass.
+      workspace: the rows that live between the products of the backward pass. Where a loop of passes needs more than
+        the first pass: those of a pass of the loop, and the arrays that it computes again. A program holds the memory
+        of its loop in every step.
       together: whether `gathered` and `workspace` live at the same time.
     """
 
@@ -55,42 +55,46 @@ def measure_memory(s: Shard, layers: int, optimizer_bytes: int) -> Memory:
       layers: number of blocks.
       optimizer_bytes: bytes of the optimizer's state for each parameter.
     """
-    c, item, chunked = s.config, s.item, s.options.chunks > 1
+    c, item = s.config, s.item
     count = sum(map(math.prod, s.shapes.values()))
     shared = s.shapes["shared_wo"][0] if c.shared_d_ff else 0
-    rows = _rows(s)
     router = s.tokens * (c.num_experts * 4 + c.top_k * 4)
     inputs = s.tokens * c.d_model * item
-    part = _plan_bytes(s, rows) + _kept_bytes(s, rows)
-    layer = inputs + router + s.tokens * shared * (c.gates + 1) * item
-    if chunked:  # A block in chunks keeps the ids of the experts; without chunks they are in the plan.
-        layer += s.tokens * c.top_k * 4
-    else:
-        layer += part
+    layer = inputs + router + s.tokens * shared * (c.gates + 1) * item + kept_bytes(s)
+    if s.block.needs_inputs:
+        layer += s.tokens * c.top_k * 4  # the ids of the experts
+    gathered, workspace = _gathered(s), _workspace(s, s.sorted)
+    of_loop, again = _gathered_by_loop(s), _hidden_bytes(s, s.sorted_more) + _sorted_bytes(s, s.sorted_more)
+    again += _workspace(s, s.sorted_more)
+    together = s.block.repeats and of_loop + again > max(gathered, workspace)
     return Memory(
         weights=layers * count * s.param_item,
         gradients=layers * count * s.param_item,
         optimizer=layers * count * optimizer_bytes,
         activations=layers * inputs + layer if s.options.remat else layers * layer,
-        gathered=_gathered(s),
+        gathered=of_loop if together else gathered,
         exchange=_exchange_bytes(s),
-        workspace=_workspace(s, rows) + (part if chunked else 0),
-        together=chunked,
+        workspace=again if together else workspace,
+        together=together,
     )
 
 
-def _rows(s: Shard) -> int:
-    """Returns the number N of expert-sorted rows of one part."""
-    c, recipe = s.config, s.options.recipe
-    align = implementation(s.options.kernels).align_rows(recipe)
-    capacity = capacity_rows(s.part, c.top_k, c.capacity_factor)
-    return sorted_rows(s.received, c.top_k, s.whole("wo")[0], align, capacity)
+def kept_bytes(s: Shard) -> int:
+    """Returns the bytes that the experts of one layer leave to backward: the input of the activation, the plan, and the
+    rows as wgrad takes them where they are saved.
+    """
+    rows = _sorted_bytes(s, s.sorted) if s.block.save_rows else 0
+    return _hidden_bytes(s, s.sorted) + _plan_bytes(s) + rows
 
 
-def _kept_bytes(s: Shard, rows: int) -> int:
-    """Returns the bytes that forward keeps: the rows as wgrad takes them, and the input of the activation."""
-    hidden = s.whole("wo")[1]
-    return rows * s.config.gates * hidden * s.item + _rows_bytes(rows, s.config.d_model, s.options.recipe.x, s.item)
+def _hidden_bytes(s: Shard, rows: int) -> int:
+    """Returns the bytes of the input of the activation of so many rows."""
+    return rows * s.config.gates * s.whole("wo")[1] * s.item
+
+
+def _sorted_bytes(s: Shard, rows: int) -> int:
+    """Returns the bytes of so many sorted rows as wgrad takes them."""
+    return _rows_bytes(rows, s.config.d_model, s.options.recipe.x, s.item)
 
 
 def _rows_bytes(rows: int, width: int, format: Format | None, item: int) -> int:
@@ -101,40 +105,43 @@ def _rows_bytes(rows: int, width: int, format: Format | None, item: int) -> int:
     return rows * width + scales * (1 if format.scale == "e8m0" else 4)
 
 
-def _plan_bytes(s: Shard, rows: int) -> int:
+def _plan_bytes(s: Shard) -> int:
     """Returns the bytes of `Plan`, of the ids and weights of the received rows, and of the plan of the exchange."""
-    numbers = rows + s.whole("wo")[0] + 1 + 2 * s.received * s.config.top_k
+    numbers = s.sorted + s.whole("wo")[0] + 1 + 2 * s.received * s.config.top_k
     return 4 * (numbers + s.transport.plan_entries(*s.load))
 
 
 def _gathered(s: Shard) -> int:
-    """Returns the bytes of `Memory.gathered`."""
-    options = s.options
-    cast = options.dtype != options.param_dtype
-
-    def taken(name: str) -> int:
-        copied = options.recipe.w is not None or cast or any(s.layouts[name].gather)
-        return math.prod(s.whole(name)) * (1 if options.recipe.w else s.item) * copied
+    """Returns the bytes of `Memory.gathered` in the first pass."""
+    cast = s.options.dtype != s.options.param_dtype
 
     def unscattered(name: str) -> int:
         return math.prod(s.whole(name)) * s.item * (cast or any(s.layouts[name].gather))
 
-    largest = max(taken(name) + unscattered(name) for name in s.layouts)
-    if options.chunks == 1:
-        return largest
-    sums = sum(math.prod(s.whole(name)) * 4 for name in ("wi", "wo"))
-    return max(largest, taken("wi") * (2 if s.gathered_apart else 1) + taken("wo") + sums)
+    return max(_taken(s, name) + unscattered(name) for name in s.layouts)
+
+
+def _gathered_by_loop(s: Shard) -> int:
+    """Returns the bytes of `Memory.gathered` in a pass of the loop."""
+    gradients = [math.prod(s.whole(name)) * s.item for name in ("wi", "wo")]
+    return _taken(s, "wi") * (2 if s.gathered_apart else 1) + _taken(s, "wo") + sum(gradients) + max(gradients)
+
+
+def _taken(s: Shard, name: str) -> int:
+    """Returns the bytes of the copy of a weight that products take; 0 where they take the weight itself."""
+    copied = s.options.recipe.w is not None or s.options.dtype != s.options.param_dtype or any(s.layouts[name].gather)
+    return math.prod(s.whole(name)) * (1 if s.options.recipe.w else s.item) * copied
 
 
 def _exchange_bytes(s: Shard) -> int:
-    """Returns the bytes of the rows that the exchange moves in a part, and of the ids and weights of their experts."""
+    """Returns the bytes of the rows that the exchange moves in a pass, and of the ids and weights of their experts."""
     if not s.roles.ep:
         return 0
     return s.transport.buffer_rows(*s.load) * s.config.d_model * s.item + s.received * 8 * s.config.top_k
 
 
 def _workspace(s: Shard, rows: int) -> int:
-    """Returns the bytes of the widest moment of a part's backward pass.
+    """Returns the bytes of the widest moment of backward, of a pass of so many rows.
 
     In bf16 the arrays are do, da and a; dh takes the place of h. In FP8 they are dh by rows and by columns, after do
     has been used. Dequantized operands live one at a time, and are not the widest.

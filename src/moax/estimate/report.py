@@ -18,6 +18,7 @@ from moax.kernels import IMPLEMENTATIONS, takes_fp8
 from moax.mesh.axes import ROLES, Axes
 from moax.models import find_model
 from moax.ops.exchange import TRANSPORTS, Exchange
+from moax.options import check_buffer_factor
 from moax.recipe import Recipe, get_recipe
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -38,7 +39,9 @@ class Estimate:
       rates: sentences that say which rates the times have.
       layers: number of MoE blocks.
       exchange: the name of the transport.
-      chunks: number of parts in which a device takes its tokens.
+      buffer_factor: the buffers' size in balanced loads; None is the worst case.
+      imbalance: the assignments of the busiest rank of ep, as a multiple of the balanced load.
+      passes: the passes over the buffers that a step of this imbalance takes.
       remat: whether backward recomputes the forward pass.
       memory: see `Memory`.
       capacity: bytes of a device that a program can have.
@@ -57,7 +60,9 @@ class Estimate:
     rates: str
     layers: int
     exchange: str
-    chunks: int
+    buffer_factor: float | None
+    imbalance: float
+    passes: int
     remat: bool
     memory: Memory
     capacity: int
@@ -93,7 +98,7 @@ class Estimate:
         Args:
           what: one of `moax.estimate.wires.WIRES`; None counts all of them.
         """
-        return self.layers * sum(t.bytes * t.times for t in self.transfers if what in (None, t.what))
+        return self.layers * sum(t.bytes for t in self.transfers if what in (None, t.what))
 
     @property
     def gather_saved(self) -> tuple[int, float]:
@@ -108,8 +113,8 @@ class Estimate:
     def as_dict(self) -> dict[str, Any]:
         """Returns the estimate as values that JSON can hold, in bytes and seconds."""
         plain = (
-            "model", "tokens", "recipe", "hardware", "kernels", "rates", "layers", "exchange", "chunks", "remat",
-            "capacity",
+            "model", "tokens", "recipe", "hardware", "kernels", "rates", "layers", "exchange", "buffer_factor",
+            "imbalance", "passes", "remat", "capacity",
         )  # fmt: skip
         return {name: getattr(self, name) for name in plain} | {
             "config": dataclasses.asdict(self.config),
@@ -140,7 +145,9 @@ def estimate(
     param_dtype: str = "float32",
     optimizer_bytes: int = 8,
     kernels: Literal["auto", "hopper", "xla"] = "auto",
-    chunks: int = 1,
+    buffer_factor: float | None = 1.25,
+    save_rows: bool = True,
+    imbalance: float = 1.0,
     axes: Axes = Axes(),
 ) -> Estimate:
     """Estimates memory, bytes on wires and time of a training step of MoE blocks on a mesh.
@@ -162,8 +169,9 @@ def estimate(
       optimizer_bytes: bytes of the optimizer's state for each parameter; two float32 moments have 8.
       kernels: the implementation of the products. `auto` takes the fastest that moax has for the hardware. The Hopper
         kernels start each expert at a multiple of 128 rows.
-      chunks: the argument of `moax.moe`. The memory is that of one part at a time, and backward recomputes the forward
-        pass of each part.
+      buffer_factor, save_rows: the arguments of `moax.moe`. The memory holds the loop of passes, and the times and
+        bytes are those of one pass.
+      imbalance: the assignments of the busiest rank of ep, as a multiple of the balanced load, for `Estimate.passes`.
       axes: roles of the mesh axes.
 
     Returns:
@@ -181,7 +189,10 @@ def estimate(
         config = dataclasses.replace(config, capacity_factor=capacity_factor)
     layers = (model.layers if model else 1) if layers is None else layers
     sizes = dict(mesh_shape)
-    _check(sizes, axes, tokens=tokens, layers=layers, chunks=chunks)
+    _check(sizes, axes, tokens=tokens, layers=layers)
+    check_buffer_factor(buffer_factor)
+    if not imbalance >= 1:
+        raise ValueError(f"imbalance={imbalance!r} must be at least 1, which is the balanced load")
     if optimizer_bytes < 0:
         raise ValueError(f"optimizer_bytes={optimizer_bytes} must be at least 0")
     for name, value, choices in (
@@ -194,7 +205,8 @@ def estimate(
         recipe=get_recipe(recipe),
         exchange=exchange,
         kernels=find_kernels(kernels, on),
-        chunks=chunks,
+        buffer_factor=buffer_factor,
+        save_rows=save_rows,
         remat=remat,
         dtype=dtype,
         param_dtype=param_dtype,
@@ -217,7 +229,9 @@ def estimate(
         rates=_rates(options, on),
         layers=layers,
         exchange=shard.exchange.transport,
-        chunks=chunks,
+        buffer_factor=buffer_factor,
+        imbalance=imbalance,
+        passes=shard.passes_at(imbalance),
         remat=remat,
         memory=measure_memory(shard, layers, optimizer_bytes),
         capacity=int(on.memory * on.usable),

@@ -69,16 +69,11 @@ class Wires:
         for (what, direction), members in groups.items():
             times = [self.seconds(t) for t in members]
             slowest = max(times)[1]
-            sent = sum(t.bytes * t.times for t in members)
+            sent = sum(t.bytes for t in members)
             yield Stage(what, direction, sum(seconds for seconds, _ in times), slowest, wire_bytes=sent)
 
     def seconds(self, t: Transfer) -> tuple[float, Bound]:
-        """Returns the seconds of a transfer in a step, repetitions included, and what bounds them."""
-        once, bound = self._once(t)
-        return once * t.times, bound
-
-    def _once(self, t: Transfer) -> tuple[float, Bound]:
-        """Returns the seconds of one repetition of a transfer, and what bounds them.
+        """Returns the seconds of a transfer, and what bounds them.
 
         A ring runs at the slower of two rates: that of NVLink, and the sum of the NICs of its GPUs on one host. An
         all-to-all sends the part for other hosts through the network, and the rest over NVLink.
@@ -122,7 +117,7 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
     rates = products.fp8 if fp8 and products.fp8 is not None else products.bf16
     dense = rates if fp8 else on.dense
     byte = 1 if fp8 else item
-    rows, received = s.tokens * c.top_k, s.received * options.chunks
+    rows, received = s.tokens * c.top_k, s.received
     experts, hidden = s.whole("wo")[:2]
     shared = s.shapes["shared_wo"][0] if c.shared_d_ff else 0
     local = sum(math.prod(s.shapes[n]) for n in s.layouts)
@@ -162,10 +157,8 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
     quantized = options.recipe.w is not None
     taken = local * (s.param_item + (1 if quantized else item)) if quantized or item != s.param_item else 0
     take = "quantize weights" if quantized else "cast weights"
-    for direction in ("forward", "recompute") if s.again else ("forward",):
-        around = direction == "forward" or options.remat  # whether the router and the shared expert run
-        if around:
-            yield stage("route", direction, s.tokens * (c.d_model * item + 12 * c.num_experts), route, on.dense[0])
+    for direction in ("forward", "recompute") if options.remat else ("forward",):
+        yield stage("route", direction, s.tokens * (c.d_model * item + 12 * c.num_experts), route, on.dense[0])
         yield from enter(direction, options.recipe.x, False)
         if taken:
             yield stage(take, direction, taken)
@@ -174,8 +167,10 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
             yield stage("activate", direction, rows * hidden * (c.gates * item + byte))
             yield product("product wo", direction, 0, hidden, c.d_model)
             yield stage("unpermute", direction, (rows + received) * c.d_model * item)
-        if shared and around:
+        if shared:
             yield shared_products(direction, 0)
+    if not s.block.save_rows:
+        yield from enter("recompute", options.recipe.x, False)
     yield from enter("backward", options.recipe.dy, c.use_bias)
     if taken:
         yield stage(take, "backward", taken)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
+from moax.block import passes
 from moax.estimate.block import Shard
 from moax.kernels.scales import cuts_blocks, weight_block
 from moax.mesh.axes import Names
@@ -39,8 +40,7 @@ class Transfer:
       what: one of `WIRES`.
       direction: the pass that moves the array.
       kind, dtype, shape, axes, group_size: see `moax.inspect.Collective`. A kernel that writes to peers is a "put".
-      bytes: the bytes that one device sends in one repetition.
-      times: repetitions in a step: the exchange of a block in chunks has one for each part.
+      bytes: the bytes that one device sends.
     """
 
     what: str
@@ -51,30 +51,26 @@ class Transfer:
     axes: Names
     group_size: int
     bytes: int
-    times: int = 1
 
 
 def transfers(s: Shard) -> tuple[Transfer, ...]:
     """Returns the transfers of one layer in a step, forward and backward.
 
     With remat, backward recomputes the forward pass, without the steps whose results it does not read: the gather of
-    wo, the second product, and the combine. With chunks, each part recomputes its own forward pass, from weights that
-    are gathered once; the router and the shared expert are not recomputed.
+    wo, the second product, and the combine. Where the sorted rows are not saved, backward receives the rows again. All
+    transfers are those of one pass.
 
     A recipe of one scale a tensor also reduces the maxima, a few bytes, which are left out.
     """
-    again = _forward(s, "recompute") if s.again else ()
+    again = _forward(s, "recompute") if s.options.remat else ()
     return (*_forward(s, "forward"), *again, *_backward(s))
 
 
 def _forward(s: Shard, direction: Direction) -> Iterator[Transfer]:
     """Yields the transfers of the forward pass, or of its recomputation in backward."""
     c, r, options, full = s.config, s.roles, s.options, direction == "forward"
-    around = full or options.remat  # whether the router and the shared expert run
     for name in s.layouts:
-        shared = name.startswith("shared")
-        needed = full or (name.endswith("wi") and (shared or options.chunks == 1 or s.gathered_apart))
-        if needed and (around or not shared):
+        if full or name.endswith("wi"):
             yield from gathers(s, name, options.recipe.w, "rows", direction)
     yield from _exchanged(s, "dispatch", direction, exchange.dispatch_cost)
     if full:
@@ -83,8 +79,10 @@ def _forward(s: Shard, direction: Direction) -> Iterator[Transfer]:
             yield from _move(s, "tp reduce", direction, "all-reduce", options.dtype, (s.tokens, c.d_model), r.tp)
         yield from _move(s, "statistics", direction, "all-reduce", "float32", (c.num_experts,), r.tokens)
         yield from _move(s, "statistics", direction, "all-reduce", "float32", (1,), r.tokens)
-    if around:
-        yield from _move(s, "statistics", direction, "all-reduce", "int32", (c.num_experts,), r.tokens)
+    wi, wo = (s.layouts[name] for name in ("wi", "wo"))
+    together = passes.find_together(s.block, (wi, wo)) if s.block.repeats else ()
+    yield from _move(s, "statistics", direction, "all-reduce", "int32", (2,), together)  # the number of passes
+    yield from _move(s, "statistics", direction, "all-reduce", "int32", (c.num_experts,), r.tokens)
 
 
 def _backward(s: Shard) -> Iterator[Transfer]:
@@ -93,6 +91,8 @@ def _backward(s: Shard) -> Iterator[Transfer]:
     for name in s.layouts:
         yield from gathers(s, name, options.recipe.w, "columns", "backward")
         yield from _scatters(s, name)
+    if not s.block.save_rows:
+        yield from _exchanged(s, "dispatch", "recompute", exchange.combine_backward_cost)
     yield from _exchanged(s, "dispatch", "backward", exchange.combine_backward_cost)
     yield from _exchanged(s, "combine", "backward", exchange.dispatch_backward_cost)
     for _ in range(2 if c.shared_d_ff else 1):
@@ -165,10 +165,10 @@ def _scatters(s: Shard, name: str) -> Iterator[Transfer]:
 def _exchanged(
     s: Shard, what: str, direction: Direction, cost: Callable[..., list[exchange.Transfer]]
 ) -> Iterator[Transfer]:
-    """Yields the transfers that `cost`, a function of the exchange, lists; each repeats for each part."""
+    """Yields the transfers that `cost`, a function of the exchange, lists."""
     if s.roles.ep:
-        for moved in cost(s.exchange, s.part, s.config.top_k, s.config.d_model, s.options.dtype):
-            yield _named(moved, what, direction, s.options.chunks)
+        for moved in cost(s.exchange, s.tokens, s.config.top_k, s.config.d_model, s.options.dtype):
+            yield _named(moved, what, direction)
 
 
 def _move(
@@ -179,6 +179,6 @@ def _move(
         yield _named(exchange.collective(kind, dtype, shape, s.roles, names), what, direction)
 
 
-def _named(moved: exchange.Transfer, what: str, direction: Direction, times: int = 1) -> Transfer:
+def _named(moved: exchange.Transfer, what: str, direction: Direction) -> Transfer:
     """Returns a transfer of the exchange as a `Transfer` of this module."""
-    return Transfer(what, direction, **dataclasses.asdict(moved), times=times)
+    return Transfer(what, direction, **dataclasses.asdict(moved))

@@ -1,14 +1,4 @@
-"""config.json of a published model <-> MoEConfig of its MoE layers.
-
-| model_type | router | activation |
-|---|---|---|
-| mixtral | softmax over the K largest logits | swiglu |
-| qwen3_moe, olmoe | softmax over all logits, then the K largest; with `norm_topk_prob` as mixtral | swiglu |
-| deepseek_v3 | sigmoid, selection bias, groups by their two largest scores, scaling; shared experts | swiglu |
-| gpt_oss | softmax over the K largest logits; the logits and the experts have biases | swiglu_oai |
-
-The softmax over all logits, divided by the sum of its K largest values, equals the softmax over the K largest logits.
-"""
+"""config.json of a published model <-> MoEConfig of its MoE layers, by the table of `moax.hf.families`."""
 
 from __future__ import annotations
 
@@ -18,32 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moax.config import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, Activation, MoEConfig, RouterConfig
+from moax.config import SWIGLU_OAI_LIMIT, Activation, MoEConfig, RouterConfig
 from moax.errors import Unsupported
+from moax.hf.families import FAMILIES, FAMILY_OF, MODEL_TYPES, Family, types_of
+from moax.hf.impossible import IMPOSSIBLE
+from moax.hf.keys import Key, Values
 
-MODEL_TYPES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
-# These are the keys of config.json for each field. Reading takes the first key that exists, writing the first key.
-D_FF = dict(mixtral="intermediate_size", olmoe="intermediate_size", gpt_oss="intermediate_size")
-EXPERTS = dict(
-    mixtral=("num_local_experts", "num_experts"),
-    qwen3_moe=("num_experts", "num_local_experts"),
-    olmoe=("num_experts", "num_local_experts"),
-    deepseek_v3=("n_routed_experts", "num_local_experts"),
-    gpt_oss=("num_local_experts", "num_experts"),
-)
-TOP_K = ("num_experts_per_tok", "experts_per_token")
 ACTIVATIONS: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
-# moax supports one value of these keys, and refuses a model that has another value.
-FIXED = dict(
-    mixtral={"router_jitter_noise": 0.0},
-    deepseek_v3={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-    gpt_oss={"swiglu_alpha": SWIGLU_OAI_ALPHA, "swiglu_limit": SWIGLU_OAI_LIMIT},
-)
-SOFTMAX_OF_BEST = RouterConfig(order="topk_then_score", normalize=False)
+NESTED = ("thinker_config", "text_config")  # the part of a multimodal config.json that describes its language model
 
 
-def read_config(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """Returns the values of a config.json.
+def read_config(source: Values | str | Path) -> Values:
+    """Returns the values of a config.json, of a multimodal one those of its language model.
 
     Args:
       source: the values themselves, or the path of the file or of its folder.
@@ -51,23 +27,29 @@ def read_config(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     Raises:
       ValueError: the path is no file.
     """
-    if isinstance(source, Mapping):
-        return source
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"config {str(path)!r} is no file; give a config.json, its folder, or its values as a dict")
-    return json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(source, Mapping):
+        path = Path(source)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(
+                f"config {str(path)!r} is no file; give a config.json, its folder, or its values as a dict"
+            )
+        source = json.loads(path.read_text(encoding="utf-8"))
+    for part in NESTED:
+        inner = source.get(part)
+        if isinstance(inner, Mapping):
+            source = {"model_type": source.get("model_type"), **inner}
+    return source
 
 
-def config_from_hf(source: Mapping[str, Any] | str | Path) -> MoEConfig:
+def config_from_hf(source: Values | str | Path) -> MoEConfig:
     """Returns the MoEConfig of the MoE layers of a published model.
 
     The mapping follows the modeling files of transformers 5.23.
 
     Args:
       source: the values of config.json, or the path of that file or of its folder. A missing option has the default of
-        transformers.
+        transformers. The language model of a multimodal config is its `text_config`.
 
     Returns:
       MoEConfig. The balance losses are 0, since transformers computes one loss over all layers at once, which a layer
@@ -78,26 +60,34 @@ def config_from_hf(source: Mapping[str, Any] | str | Path) -> MoEConfig:
       ValueError: a size is missing, or the sizes make no MoEConfig.
     """
     values = read_config(source)
-    family = _family(values.get("model_type"))
-    for key, only in FIXED.get(family, {}).items():
-        if values.get(key, only) != only:
-            raise Unsupported(f"{family}: {key}={values[key]!r}; moax supports {only!r} alone")
-    act = values.get("hidden_act", "silu")
-    if family != "gpt_oss" and act not in ACTIVATIONS:
-        raise Unsupported(f"{family}: hidden_act={act!r}; moax supports {', '.join(map(repr, ACTIVATIONS))}")
-    d_ff = _size(values, D_FF.get(family, "moe_intermediate_size"))
-    top_k = _size(values, *TOP_K)
-    shared = d_ff * (values.get("n_shared_experts", 1) or 0) if family == "deepseek_v3" else 0
-    return MoEConfig(
-        d_model=_size(values, "hidden_size"),
+    name = family_of(values.get("model_type"))
+    family = FAMILIES[name]
+    for key, only in family.fixed.items():
+        value = Key(key, only).read(values)
+        if value != only:
+            raise Unsupported(f"{name}: {key}={value!r}; moax supports {only!r} alone")
+    d_ff, top_k = family.d_ff.read_size(values), family.top_k.read_size(values)
+    shared = 1 if family.shared else 0
+    for key in family.shared:
+        shared *= key.read(values) or 0
+    for key, only in family.shared_fixed if shared else ():
+        if key.read(values) != only:
+            raise Unsupported(f"{name}: {key.name}={key.read(values)!r}; moax supports {only!r} alone")
+    config = MoEConfig(
+        d_model=family.d_model.read_size(values),
         d_ff=d_ff,
-        num_experts=_size(values, *EXPERTS[family]),
+        num_experts=family.experts.read_size(values),
         top_k=top_k,
-        activation="swiglu_oai" if family == "gpt_oss" else ACTIVATIONS[act],
-        use_bias=family == "gpt_oss",
-        router=_router(family, values, top_k),
+        activation=_activation(name, family, values),
+        activation_limit=family.limit.read(values) if family.limit else None,
+        use_bias=family.use_bias,
+        router=_router(name, family, values, top_k),
         shared_d_ff=shared,
+        shared_gate=family.shared_gate and shared > 0,
+        weights_at=family.weights_at,
     )
+    standard = config.activation == "swiglu_oai" and config.activation_limit == SWIGLU_OAI_LIMIT
+    return dataclasses.replace(config, activation_limit=None) if standard else config
 
 
 def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
@@ -110,16 +100,39 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
     Raises:
       Unsupported: no model of this type has this config; the message names the fields that differ.
     """
-    family = _family(model_type)
-    router, act = config.router, {v: k for k, v in reversed(ACTIVATIONS.items())}
-    values: dict[str, Any] = {"model_type": family, "hidden_size": config.d_model}
-    values |= {D_FF.get(family, "moe_intermediate_size"): config.d_ff, EXPERTS[family][0]: config.num_experts}
-    values |= {TOP_K[0]: config.top_k, "hidden_act": act.get(config.activation, "silu")} | FIXED.get(family, {})
-    if family in ("qwen3_moe", "olmoe"):
-        values["norm_topk_prob"] = _canonical(config).router.order == "topk_then_score"
-    if family == "deepseek_v3":
-        values |= {"n_group": router.num_groups, "topk_group": router.top_groups, "norm_topk_prob": router.normalize}
-        values |= {"routed_scaling_factor": router.scale, "n_shared_experts": config.shared_d_ff // config.d_ff}
+    name = family_of(model_type)
+    family, router = FAMILIES[name], config.router
+    values: dict[str, Any] = {"model_type": model_type}
+    for key, only in family.fixed.items():
+        Key(key).write(values, only)
+    if family.shared:
+        width, *count = family.shared
+        if count:
+            counted = width.name == family.d_ff.name and config.shared_d_ff % config.d_ff == 0
+            count[0].write(values, config.shared_d_ff // config.d_ff if counted else 1)
+        width.write(values, config.shared_d_ff)
+    for key, only in family.shared_fixed:
+        key.write(values, only)
+    family.d_model.write(values, config.d_model)
+    family.d_ff.write(values, config.d_ff)
+    family.experts.write(values, config.num_experts)
+    family.top_k.write(values, config.top_k)
+    if family.act:
+        names = {v: k for k, v in reversed(ACTIVATIONS.items())}
+        family.act.write(values, names.get(config.activation, "silu"))
+    if family.limit:
+        family.limit.write(values, config.activation_limit or SWIGLU_OAI_LIMIT)
+    if isinstance(family.normalize, Key):
+        plain = family.score == "softmax" and not family.bias and router.num_groups == 1
+        best = _canonical(config).router.order == "topk_then_score"
+        family.normalize.write(values, best if plain else router.normalize)
+    if family.groups:
+        family.groups[0].write(values, router.num_groups)
+        family.groups[1].write(values, router.top_groups)
+        if family.group_method:
+            values["topk_method"] = family.group_method if router.num_groups > 1 else "greedy"
+    if family.scale:
+        family.scale.write(values, router.scale)
     made, given = _canonical(config_from_hf(values)), _canonical(config)
     differ = _differences(given, made) + _differences(given.router, made.router, "router.")
     if differ:
@@ -127,78 +140,99 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
     return values
 
 
-def moe_layers(source: Mapping[str, Any] | str | Path) -> tuple[int, ...]:
+def moe_layers(source: Values | str | Path) -> tuple[int, ...]:
     """Returns the indices of the MoE layers; the other layers are dense.
 
     Args:
       source: the values of config.json, or the path of that file or of its folder.
 
     Returns:
-      Indices from 0: (3, 4, ..., 60) for DeepSeek-V3.
+      Indices from 0: (3, 4, ..., 60) for DeepSeek-V3. The layers of DeepSeek-V4 that choose experts by the id of a
+      token, without a router, are left out.
 
     Raises:
       Unsupported, ValueError: as `config_from_hf`.
     """
     values = read_config(source)
-    family, layers = _family(values.get("model_type")), range(_size(values, "num_hidden_layers"))
-    if family == "deepseek_v3":
-        return tuple(layers[values.get("first_k_dense_replace", 3) or 0 :])
-    if family == "qwen3_moe":
-        dense, step = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step", 1)
-        return tuple(i for i in layers if i not in dense and (i + 1) % step == 0)
-    return tuple(layers)
+    family = FAMILIES[family_of(values.get("model_type"))]
+    return family.layers(values, family.num_layers.read_size(values))
 
 
-def _family(model_type: Any) -> str:
-    """Returns `model_type`, or raises Unsupported."""
-    if model_type not in MODEL_TYPES:
+def family_of(model_type: Any) -> str:
+    """Returns the family of a `model_type`.
+
+    Raises:
+      Unsupported: moax.hf does not know it, or its layer is none that moax computes.
+    """
+    if model_type in IMPOSSIBLE:
+        raise Unsupported(f"model_type={model_type!r}: {IMPOSSIBLE[model_type]}")
+    if model_type not in FAMILY_OF:
         raise Unsupported(f"model_type={model_type!r}; moax.hf supports {', '.join(map(repr, MODEL_TYPES))}")
-    return model_type
+    return FAMILY_OF[model_type]
 
 
-def _size(values: Mapping[str, Any], *keys: str) -> int:
-    """Returns the value of the first of these keys that exists."""
-    value = next((values[key] for key in keys if values.get(key) is not None), None)
-    if value is None:
-        raise ValueError(f"config of model_type={values['model_type']!r} has no {' or '.join(keys)}")
-    return value
+def _activation(name: str, family: Family, values: Values) -> Activation:
+    """Returns the activation of a model."""
+    if family.act is None:
+        return family.activation
+    act = family.act.read(values) or family.act.default
+    if act not in ACTIVATIONS:
+        raise Unsupported(f"{name}: {family.act.name}={act!r}; moax supports {', '.join(map(repr, ACTIVATIONS))}")
+    return ACTIVATIONS[act]
 
 
-def _router(family: str, values: Mapping[str, Any], top_k: int) -> RouterConfig:
-    """Returns the router of a model; see the table of this module."""
-    if family == "gpt_oss":
-        return dataclasses.replace(SOFTMAX_OF_BEST, logits_bias=True)
-    if family == "deepseek_v3":
-        normalize = values.get("norm_topk_prob", True)
-        if normalize and top_k == 1:
-            raise Unsupported(
-                "deepseek_v3: norm_topk_prob with num_experts_per_tok=1 makes every weight 1: the router cannot learn"
-            )
-        return RouterConfig(
-            score="sigmoid",
-            normalize=normalize,
-            num_groups=values.get("n_group", 8) or 1,
-            top_groups=values.get("topk_group", 4) or 1,
-            scale=float(values.get("routed_scaling_factor", 2.5)),
-            bias=True,
+def _router(name: str, family: Family, values: Values, top_k: int) -> RouterConfig:
+    """Returns the router of a model."""
+    normalize = family.normalize
+    if isinstance(normalize, Key):
+        normalize = bool(normalize.read(values))
+    num_groups, top_groups = (key.read(values) or 1 for key in family.groups) if family.groups else (1, 1)
+    method = values.get("topk_method", "greedy")
+    if family.group_method and method not in ("greedy", family.group_method):
+        raise Unsupported(f"{name}: topk_method={method!r}; moax supports 'greedy' and {family.group_method!r}")
+    if num_groups == 1 or (family.group_method and method == "greedy"):
+        num_groups = top_groups = 1
+    scale = 1.0 if family.scale is None else float(family.scale.read(values) or 1.0)
+    order, group_score = family.order, family.group_score if num_groups > 1 else "top2"
+    plain = family.score == "softmax" and num_groups == 1 and not family.bias
+    if plain and normalize:  # The softmax over all logits, divided by the sum of its K largest values.
+        order, normalize = "topk_then_score", False
+    if normalize and top_k == 1:
+        raise Unsupported(
+            f"{name}: norm_topk_prob with num_experts_per_tok=1 makes every weight 1: the router cannot learn"
         )
-    if family == "mixtral" or values.get("norm_topk_prob", False):
-        return SOFTMAX_OF_BEST
-    return RouterConfig(normalize=False)
+    return RouterConfig(
+        score=family.score,
+        order=order,
+        normalize=normalize,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_score=group_score,
+        scale=scale,
+        bias=family.bias,
+        logits_bias=family.logits_bias,
+        expert_scale=family.expert_scale,
+    )
 
 
 def _canonical(config: MoEConfig) -> MoEConfig:
     """Returns one config for all configs of the same function, with the defaults of fields unknown to config.json."""
     router = dataclasses.replace(config.router, aux_loss=0.0, z_loss=0.0)
     if router.num_groups == 1:
-        router = dataclasses.replace(router, top_groups=1, group_score="top2")
+        router = dataclasses.replace(router, group_score="top2")
     if router.score == "softmax" and router.num_groups == 1 and not router.bias:
         best = router.order == "topk_then_score" or (router.normalize and config.top_k > 1)
         router = dataclasses.replace(router, normalize=False, order="topk_then_score" if best else "score_then_topk")
-    return dataclasses.replace(config, router=router, capacity_factor=None, weights_at="output")
+    limit, at = config.activation_limit, "input" if config.weights_at == "input" else "output"
+    if config.activation == "swiglu_oai" and limit == SWIGLU_OAI_LIMIT:
+        limit = None
+    return dataclasses.replace(config, router=router, capacity_factor=None, weights_at=at, activation_limit=limit)
 
 
 def _differences(given, made, owner: str = "") -> list[str]:
     """Returns the fields of `given` that differ from those of `made`, as "router.scale=2.0"."""
     names = [f.name for f in dataclasses.fields(given) if f.name != "router"]
     return [f"{owner}{n}={getattr(given, n)!r}" for n in names if getattr(given, n) != getattr(made, n)]
+
+
+__all__ = ["MODEL_TYPES", "config_from_hf", "config_to_hf", "moe_layers", "types_of"]

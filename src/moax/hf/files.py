@@ -47,8 +47,10 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     start: int
 
-    def read(self, index: int | None = None) -> np.ndarray:
-        """Reads the tensor, or its entry `index` along the first dim, as a copy.
+    def read(self, index: int | None = None, size: int = 1) -> np.ndarray:
+        """Reads the tensor, or the part `index` of its parts of `size` entries along the first dim, as a copy.
+
+        A part of one entry loses that dim.
 
         Raises:
           Unsupported: the dtype is not in `DTYPES`.
@@ -56,7 +58,7 @@ class Entry(NamedTuple):
         if self.dtype not in DTYPES:
             raise Unsupported(f"{self.path.name}: dtype {self.dtype}; moax.hf reads {', '.join(DTYPES)}")
         dtype = DTYPES[self.dtype]
-        shape = self.shape if index is None else self.shape[1:]
+        shape = self.shape if index is None else (*(() if size == 1 else (size,)), *self.shape[1:])
         count = math.prod(shape) * dtype.itemsize
         # `fromfile` knows no dtypes of ml_dtypes, so that it reads bytes.
         data = np.fromfile(self.path, np.uint8, count, offset=self.start + (index or 0) * count)

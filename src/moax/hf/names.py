@@ -1,45 +1,22 @@
-"""This table says where each tensor of a checkpoint lies in MoEParams, for the five families.
-
-Dims are letters: E experts, H model width, F expert width, S shared width, G gate and up projection. The dims of a
-tensor on disk are groups of letters, for g = 0 (gate) and g = 1 (up):
-
-    ("E", "GF", "H")    disk[e, g F + f, h] = wi[e, h, g, f]     the whole gate comes before the whole up projection
-    ("E", "H", "FG")    disk[e, h, 2 f + g] = wi[e, h, g, f]     gate and up columns alternate
-"""
+"""The tensors of an MoE layer: which ones a spelling has for a config, and where each one lies in MoEParams."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from moax.config import MoEConfig
 from moax.errors import Unsupported
-from moax.params import param_shapes
+from moax.hf.config import family_of
+from moax.hf.families import FAMILIES
+from moax.hf.spellings import Spelling
+from moax.params import DIMS, param_shapes
 
-DIMS = dict(
-    router="HE", wi="EHGF", wo="EFH", router_bias="E", logits_bias="E", bi="EGF", bo="EH", shared_wi="HGS",
-    shared_wo="SH",
-)  # fmt: skip
-
-
-class Row(NamedTuple):
-    """A line of the table.
-
-    Attributes:
-      name: the tensor's name in the block; {e} stands for the index of an expert.
-      field: the field of MoEParams that holds it.
-      disk: its dims on disk.
-      projection: 0 for a gate projection, 1 for an up projection, None for other tensors.
-    """
-
-    name: str
-    field: str
-    disk: tuple[str, ...]
-    projection: int | None = None
+LAYER = re.compile(r"(?:.*?\.)??(?:layers|blocks)\.(\d+)\.")  # the start of a name, up to the number of its layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +40,17 @@ class Tensor:
 
     def by_expert(self) -> bool:
         """Whether the tensor stacks the matrices of experts, so that one expert at a time is read or written."""
-        return self.field in ("wi", "wo") and self.disk[0] == "E"
+        return self.field in ("wi", "wo") and self.disk[0].startswith("E")
 
     def of_expert(self, e: int) -> Tensor:
-        """Returns the part of the tensor that belongs to expert `e`."""
-        return dataclasses.replace(self, disk=self.disk[1:], fixed=(*self.fixed, ("E", e)))
+        """Returns the part of the tensor that belongs to expert `e`.
+
+        Its dims are ("F", "H") where those of the tensor are ("E", "F", "H") or ("EF", "H").
+        """
+        rest = self.disk[0][1:]
+        return dataclasses.replace(
+            self, disk=((rest, *self.disk[1:]) if rest else self.disk[1:]), fixed=(*self.fixed, ("E", e))
+        )
 
     def corner(self) -> tuple[int, ...]:
         """Returns the first index in the field of the block that `to_params` returns."""
@@ -95,101 +78,81 @@ class Tensor:
         return np.ascontiguousarray(block.reshape(self.shape(config)))
 
 
-ROUTER = Row("gate.weight", "router", ("E", "H"))
-AROUND = (
-    ROUTER,
-    Row("gate.e_score_correction_bias", "router_bias", ("E",)),
-    Row("shared_experts.gate_proj.weight", "shared_wi", ("S", "H"), 0),
-    Row("shared_experts.up_proj.weight", "shared_wi", ("S", "H"), 1),
-    Row("shared_experts.down_proj.weight", "shared_wo", ("H", "S")),
-)
-# {spelling: (the block's name in its layer, its tensors)}. The first two spellings have one tensor for each expert.
-# transformers 5 holds every family but GPT-OSS in memory as `stacked`. GPT-OSS has only its own spelling.
-SPELLINGS: dict[str, tuple[str, tuple[Row, ...]]] = {
-    "mixtral": (
-        "block_sparse_moe",
-        (
-            ROUTER,
-            Row("experts.{e}.w1.weight", "wi", ("F", "H"), 0),
-            Row("experts.{e}.w3.weight", "wi", ("F", "H"), 1),
-            Row("experts.{e}.w2.weight", "wo", ("H", "F")),
-        ),
-    ),
-    "per_expert": (
-        "mlp",
-        (
-            *AROUND,
-            Row("experts.{e}.gate_proj.weight", "wi", ("F", "H"), 0),
-            Row("experts.{e}.up_proj.weight", "wi", ("F", "H"), 1),
-            Row("experts.{e}.down_proj.weight", "wo", ("H", "F")),
-        ),
-    ),
-    "stacked": (
-        "mlp",
-        (
-            *AROUND,
-            Row("experts.gate_up_proj", "wi", ("E", "GF", "H")),
-            Row("experts.down_proj", "wo", ("E", "H", "F")),
-        ),
-    ),
-    "gpt_oss": (
-        "mlp",
-        (
-            Row("router.weight", "router", ("E", "H")),
-            Row("router.bias", "logits_bias", ("E",)),
-            Row("experts.gate_up_proj", "wi", ("E", "H", "FG")),
-            Row("experts.gate_up_proj_bias", "bi", ("E", "FG")),
-            Row("experts.down_proj", "wo", ("E", "F", "H")),
-            Row("experts.down_proj_bias", "bo", ("E", "H")),
-        ),
-    ),
-}
-BLOCKS = tuple(dict.fromkeys(block for block, _ in SPELLINGS.values()))
-
-
 def dim_sizes(config: MoEConfig) -> dict[str, int]:
     """Returns the size of each letter."""
     c = config
     return dict(E=c.num_experts, H=c.d_model, F=c.d_ff, S=c.shared_d_ff, G=c.gates)
 
 
-def spelling_of(model_type: str, stacked: bool | None) -> str:
+def spelling_of(model_type: str, stacked: bool | None) -> Spelling:
     """Returns the spelling in which a model of this type is written.
 
     Args:
       model_type: one of `MODEL_TYPES`.
-      stacked: whether experts are stacked; None takes the published spelling.
+      stacked: whether the experts are stacked; None takes the published spelling.
 
     Raises:
-      Unsupported: `stacked` is False for GPT-OSS.
+      Unsupported: `stacked` is False, and the published spelling of the family has stacked experts alone.
     """
-    if model_type == "gpt_oss":
-        if stacked is False:
-            raise Unsupported("stacked=False: GPT-OSS has stacked experts alone")
-        return "gpt_oss"
+    family = FAMILIES[family_of(model_type)]
     if stacked:
-        return "stacked"
-    return "mixtral" if model_type == "mixtral" else "per_expert"
+        return family.memory or family.published
+    if stacked is False and not any("{e}" in row.name for row in family.published.rows):
+        raise Unsupported(f"stacked=False: a {model_type} model has stacked experts alone")
+    return family.published
 
 
-def tensors_of(spelling: str, config: MoEConfig) -> Iterator[Tensor]:
+def spellings_of(model_type: str | None) -> tuple[Spelling, ...]:
+    """Returns the spellings in which a model of this type may be read; every spelling for None."""
+    families = FAMILIES.values() if model_type is None else (FAMILIES[family_of(model_type)],)
+    both = [spelling for family in families for spelling in (family.published, family.memory) if spelling]
+    return tuple(dict.fromkeys(both))
+
+
+def resolve(prefix: str, name: str) -> str:
+    """Returns the whole name of a tensor: "../a" in the block `layers.3.moe.` is `layers.3.a`."""
+    if not name.startswith("../"):
+        return prefix + name
+    parent = prefix.rstrip(".").rpartition(".")[0]
+    return f"{parent}.{name[3:]}" if parent else name[3:]
+
+
+def tensors_of(spelling: Spelling, config: MoEConfig) -> Iterator[Tensor]:
     """Yields every tensor of a block of this config, in the order of `DIMS`.
 
     Raises:
       Unsupported: the spelling has no name for a parameter of the config.
     """
-    rows, shapes = SPELLINGS[spelling][1], param_shapes(config)
-    if config.gates != 2:
-        raise Unsupported(f"activation={config.activation!r} has no gate, and published MoE layers have one")
+    shapes = param_shapes(config)
     for field in DIMS:
         if getattr(shapes, field) is None:
             continue
-        rows_of_field = [row for row in rows if row.field == field]
-        if not rows_of_field:
-            raise Unsupported(f"checkpoints in the spelling {spelling!r} have no tensor for params.{field}")
-        for row in rows_of_field:
+        rows = [row for row in spelling.rows if row.field == field]
+        if not rows:
+            raise Unsupported(f"the names of this family have no tensor for params.{field}")
+        parts = {row.projection for row in rows}
+        if parts not in ({None}, set(range(config.gates))):
+            raise Unsupported(f"activation={config.activation!r} does not have the projections of this family")
+        for row in rows:
             projection = () if row.projection is None else (("G", row.projection),)
             experts = range(config.num_experts) if "{e}" in row.name else (None,)
             for e in experts:
                 fixed = projection if e is None else (*projection, ("E", e))
                 yield Tensor(row.name.format(e=e), field, row.disk, fixed)
+
+
+def block_prefix(stem: str, layer: int, spelling: Spelling) -> str:
+    """Returns the start of the names of a block: `model.layers.3.mlp.` for the stem `model.layers.`."""
+    return f"{stem}{layer}." + (f"{spelling.block}." if spelling.block else "")
+
+
+def block_test(prefix: str, spelling: Spelling) -> Callable[[str], bool]:
+    """Returns the test whether a tensor of this name belongs to the block of this prefix.
+
+    Where the block is the layer itself, the names in the block begin as those of its rows do: `router.`, `experts.`.
+    """
+    beside = {resolve(prefix, row.name) for row in spelling.rows if row.name.startswith("../")}
+    heads = () if spelling.block or not prefix else {row.name.partition(".")[0] for row in spelling.rows}
+    starts = tuple(f"{prefix}{head}." for head in heads) or (prefix,)
+    outside = {prefix + name for name in spelling.outside}
+    return lambda name: name in beside or (name.startswith(starts) and name not in outside)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,18 @@ from moax.errors import Unsupported
 from moax.hf.blocks import to_host
 from moax.hf.config import config_to_hf
 from moax.hf.files import DTYPES, NAMES, Checkpoint, Output, write_files
-from moax.hf.names import BLOCKS, DIMS, SPELLINGS, Tensor, spelling_of, tensors_of
+from moax.hf.names import (
+    LAYER,
+    Tensor,
+    block_prefix,
+    block_test,
+    resolve,
+    spelling_of,
+    spellings_of,
+    tensors_of,
+)
 from moax.hf.stored import QUANTIZED
-from moax.params import MoEParams, check_params, full_shapes, param_shapes
+from moax.params import DIMS, MoEParams, check_params, full_shapes, param_shapes
 
 SHARD_BYTES = 5 * 2**30
 
@@ -45,7 +54,7 @@ def params_to_hf(
       params: see `MoEParams`; their arrays may have any sharding over the devices of this process.
       config: see `MoEConfig`.
       model_type: one of `MODEL_TYPES`.
-      layer: each name starts with `model.layers.{layer}.` and the name of the block in a layer of this model.
+      layer: each name starts as in a published model of this type: `model.layers.{layer}.` and the name of the block.
       prefix: each name starts with this prefix. Without `layer` and `prefix`, names start as in the block.
       stacked: True stacks the experts, as transformers 5 holds them in memory; None does as the published model.
       dtype: dtype of the tensors; the selection bias keeps its own. None keeps that of the parameters.
@@ -60,7 +69,8 @@ def params_to_hf(
     if layer is not None and prefix is not None:
         raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
     if layer is not None:
-        prefix = f"model.layers.{layer}.{SPELLINGS[spelling_of(model_type, stacked)][0]}."
+        spelling = spelling_of(model_type, stacked)
+        prefix = block_prefix(spelling.stem, layer, spelling)
     outputs = _outputs(params, config, model_type, prefix or "", stacked, dtype)
     arrays = {name: np.empty(output.shape, output.dtype) for name, output in outputs.items()}
     for name, output in outputs.items():
@@ -110,11 +120,14 @@ def save_hf(
     if any(folder.glob("*.safetensors")):
         raise ValueError(f"folder {str(folder)!r} holds safetensors files already; give a new one")
     ours, others = config_to_hf(config, model_type), others or {}
-    stem, block = _stem(others), SPELLINGS[spelling_of(model_type, stacked)][0]
+    stem, spelling = _stem(others, model_type), spelling_of(model_type, stacked)
     for layer, params in layers.items():
-        outputs |= _outputs(params, config, model_type, f"{stem}layers.{layer}.{block}.", stacked, dtype)
-    replaced = tuple(f"{stem}layers.{layer}.{name}." for layer in layers for name in BLOCKS)
-    outputs |= {name: _copy(others, name) for name in others if not name.startswith(replaced)}
+        outputs |= _outputs(params, config, model_type, block_prefix(stem, layer, spelling), stacked, dtype)
+    tests = {f"{stem}{layer}.": _replaced(stem, layer, model_type) for layer in layers}
+    for name in others:
+        match = LAYER.match(name)
+        if not (match and match[0] in tests and any(test(name) for test in tests[match[0]])):
+            outputs[name] = _copy(others, name)
     folder.mkdir(parents=True, exist_ok=True)
     values = dict(hf_config or {}) | ours
     values.pop("quantization_config", None)  # The files hold no quantized tensors.
@@ -122,10 +135,19 @@ def save_hf(
     return write_files(folder, outputs, shard_bytes)
 
 
-def _stem(others: Mapping[str, Any]) -> str:
-    """Returns the part before `layers.N.` in the names of MoE layers; `model.` where `others` has no MoE layers."""
-    matches = [re.match(rf"(.*?)layers\.\d+\.(?:{'|'.join(BLOCKS)})\.", name) for name in others]
-    stems = sorted({m[1] for m in matches if m}) or ["model."]
+def _replaced(stem: str, layer: int, model_type: str) -> list[Callable[[str], bool]]:
+    """Returns the tests whether a tensor belongs to the MoE block of a layer, one for each spelling of the family."""
+    return [block_test(block_prefix(stem, layer, s), s) for s in spellings_of(model_type)]
+
+
+def _stem(others: Mapping[str, Any], model_type: str) -> str:
+    """Returns the part before the number of a layer in the names of MoE layers.
+
+    It is that of the published names where `others` has no MoE layers.
+    """
+    heads = {s.block or row.name.partition(".")[0] for s in spellings_of(model_type) for row in s.rows}
+    pattern = re.compile(rf"(.*?(?:layers|blocks)\.)\d+\.(?:{'|'.join(sorted(heads - {'..'}))})\.")
+    stems = sorted({m[1] for m in map(pattern.match, others) if m}) or [spelling_of(model_type, None).stem]
     if len(stems) > 1:
         starts = " and with ".join(map(repr, stems))
         raise Unsupported(f"others: layers start with {starts}; pass the tensors of one model")
@@ -146,7 +168,7 @@ def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Ou
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             raise ValueError(f"params.{field} lies on devices of other processes; copy it to this process first")
     tensors = tensors_of(spelling_of(model_type, stacked), config)
-    return {prefix + tensor.name: _output(params, tensor, config, dtype) for tensor in tensors}
+    return {resolve(prefix, tensor.name): _output(params, tensor, config, dtype) for tensor in tensors}
 
 
 def _output(params: MoEParams[jax.Array], tensor: Tensor, config: MoEConfig, dtype) -> Output:

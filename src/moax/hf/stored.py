@@ -82,12 +82,23 @@ class Stored(NamedTuple):
         if have != want:
             raise Unsupported(f"{self.scales} has shape {have}; moax.hf reads blocks whose scales have shape {want}")
 
-    def read(self, index: int | None, dtype: np.dtype) -> np.ndarray:
-        """Returns the values, or their entry `index` along the first dim, in `dtype`."""
-        data = _load(self.state, self.name, index)
+    def readable(self) -> bool:
+        """Whether `check` raises nothing."""
+        try:
+            self.check()
+        except (Unsupported, ValueError):
+            return False
+        return True
+
+    def read(self, index: int | None, dtype: np.dtype, parts: int = 1) -> np.ndarray:
+        """Returns the values, or the part `index` of `parts` equal parts along the first dim, in `dtype`.
+
+        A part of one entry loses that dim: part 3 of 8 of [8, 4, 2] is [4, 2], and of [16, 2] the rows 6 and 7.
+        """
+        data = _load(self.state, self.name, index, parts)
         if not self.scales:
             return data.astype(dtype, copy=False)
-        scales = _load(self.state, self.scales, index)
+        scales = _load(self.state, self.scales, index, parts)
         return decode_mxfp4(data, scales).T.astype(dtype) if self.mxfp4 else decode_fp8(data, scales, dtype)
 
 
@@ -141,8 +152,11 @@ def _describe(state: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], np.
     return tuple(value.shape), np.dtype(value.dtype)
 
 
-def _load(state: Mapping[str, Any], name: str, index: int | None) -> np.ndarray:
-    """Reads a tensor, or its entry `index` along the first dim."""
+def _load(state: Mapping[str, Any], name: str, index: int | None, parts: int) -> np.ndarray:
+    """Reads a tensor, or the part `index` of `parts` along the first dim."""
+    size = _describe(state, name)[0][0] // parts
     if isinstance(state, Checkpoint):
-        return state.entry(name).read(index)
-    return np.asarray(state[name] if index is None else state[name][index])
+        return state.entry(name).read(index, size)
+    if index is None:
+        return np.asarray(state[name])
+    return np.asarray(state[name][index] if size == 1 else state[name][index * size : (index + 1) * size])

@@ -3,15 +3,17 @@
     print(table(collectives(jitted, *args)))                                      # for people
     assert_no_wide_weight_gather(jitted, *args, weights=(params.wi, params.wo))   # for a user's own test
 
-It does not see kernels that write into the memory of a peer, since these are no collectives of XLA.
+It does not see kernels that write into the memory of a peer, nor pairs of send and receive, since these are no
+collectives of XLA.
 """
 
 from moax.inspect.block import Report as Report
 from moax.inspect.block import inspect_block as inspect_block
 from moax.inspect.block import report as report
+from moax.inspect.checks import assert_no_wide_weight_gather as assert_no_wide_weight_gather
+from moax.inspect.checks import assert_reduce_scattered as assert_reduce_scattered
+from moax.inspect.flow import Value as Value
 from moax.inspect.program import Collective as Collective
-from moax.inspect.program import assert_no_wide_weight_gather as assert_no_wide_weight_gather
-from moax.inspect.program import assert_reduce_scattered as assert_reduce_scattered
 from moax.inspect.program import collectives as collectives
 from moax.inspect.program import table as table
 from moax.inspect.program import total_bytes as total_bytes

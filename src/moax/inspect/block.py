@@ -34,6 +34,8 @@ def inspect_block(
 ) -> list[Collective]:
     """Compiles `y, stats = moax.moe(x, params, config)` on a mesh, and lists its collectives; it runs nothing.
 
+    They are those of a step that takes one pass over the buffers; see `moax.Options.buffer_factor`.
+
     Args:
       config: the block.
       tokens: rows of x [tokens, H] of the whole mesh; x is sharded over the token axes, dp, fsdp and ep.
@@ -74,7 +76,7 @@ def inspect_block(
     step = jax.value_and_grad(loss, argnums=(0, 1))
     with jax.set_mesh(mesh):
         jitted = jax.jit(step, out_shardings=(None, (laid_out, x.sharding))) if backward else jax.jit(forward)
-        return collectives(jitted, params, x, mesh=mesh)
+        return [c for c in collectives(jitted, params, x, mesh=mesh) if not c.open_loop]
 
 
 @dataclasses.dataclass(frozen=True)

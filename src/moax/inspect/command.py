@@ -49,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
         backward=not args.forward_only,
     )
     if args.json:
-        listed = [dataclasses.asdict(collective) for collective in block_report.found]
+        listed = [
+            {**dataclasses.asdict(c), "carries": [v.name for v in c.carries], "reaches": [v.name for v in c.reaches]}
+            for c in block_report.found
+        ]
         weights = {"gathered": block_report.gathered, "gathered_unquantized": block_report.plain_gathered}
         print(json.dumps({"collectives": listed, "weights": weights}, indent=2))
     else:

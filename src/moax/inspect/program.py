@@ -1,4 +1,4 @@
-"""This module lists the collectives of a program, and has the checks of them that a user's tests can call."""
+"""This module lists the collectives of a program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import PyTree
 
 from moax.backend import platform
-from moax.inspect import hlo
+from moax.inspect.flow import Value
+from moax.inspect.groups import named_mesh, varying_axes
+from moax.inspect.hlo import Element, device_count
+from moax.inspect.reading import HloCollective, read_collectives
 from moax.mesh.axes import Axes, Names, as_names
 from moax.mesh.specs import AnyMesh
 from moax.text import align
@@ -49,6 +51,11 @@ class Collective:
         of a `cond` counts as taken.
       open_loop: whether it is in a loop whose trip count the program does not state, such as a `while_loop`. That loop
         counts once in `times`.
+      carries: the parameters of the program that the array is made of without a product or a reduction in between, such
+        as a weight that was cast, quantized or cut. `Value.name` is the name of the argument, as in "params.wi".
+      reaches: the results of the program that are made of the array in the same way, such as the gradient that comes of
+        a reduce-scatter. `Value.name` is "result" and the place in the tree of results, as in "result[1].wi". Neither
+        `carries` nor `reaches` takes part in `==`.
     """
 
     kind: str
@@ -60,6 +67,8 @@ class Collective:
     group_size: int = 1
     times: int = 1
     open_loop: bool = False
+    carries: tuple[Value, ...] = dataclasses.field(default=(), compare=False)
+    reaches: tuple[Value, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def size(self) -> int:
@@ -67,7 +76,10 @@ class Collective:
         return math.prod(self.shape)
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.dtype}{list(self.shape)} over {_join(self.axes)} from {self.op_name or '?'}"
+        what = f"{self.kind} {self.dtype}{list(self.shape)} over {join(self.axes)}"
+        of = f" of {_name(self.carries)}" if self.carries else ""
+        into = f" into {_name(self.reaches)}" if self.reaches else ""
+        return f"{what}{of}{into}, {self.bytes:,} bytes, from {self.op_name or '?'}"
 
 
 def collectives(
@@ -90,7 +102,7 @@ def collectives(
     Raises:
       ValueError: a compiled program was given with args, or the mesh has another size or order of devices.
     """
-    return _read(fn, args, kwargs, mesh, as_run)[0]
+    return read(fn, args, kwargs, mesh, as_run)[0]
 
 
 def total_bytes(
@@ -111,7 +123,7 @@ def total_bytes(
     Returns:
       Bytes of one device, an int.
     """
-    names = None if axes is None else _names(axes)
+    names = None if axes is None else axis_names(axes)
     return sum(
         c.bytes * c.times
         for c in found
@@ -132,7 +144,7 @@ def weight_gathers(found: Iterable[Collective], axes: Over = "fsdp") -> list[Col
     Returns:
       The all-gathers, in the order of `found`.
     """
-    return [c for c in found if c.kind == "all-gather" and set(_names(axes)) & set(c.axes)]
+    return [c for c in found if c.kind == "all-gather" and set(axis_names(axes)) & set(c.axes)]
 
 
 def table(found: Iterable[Collective]) -> str:
@@ -154,82 +166,20 @@ def table(found: Iterable[Collective]) -> str:
     for c, count in Counter(found).items():
         times, shape = c.times * count, "x".join(map(str, c.shape)) or "scalar"
         often = f"{times}+" if c.open_loop else str(times)
-        rows.append((c.kind, c.dtype, shape, _join(c.axes), often, f"{c.bytes * times:,}", c.op_name[:80]))
+        rows.append((c.kind, c.dtype, shape, join(c.axes), often, f"{c.bytes * times:,}", c.op_name[:80]))
     totals: dict[tuple[str, Names], list[Collective]] = {}
     for c in found:
         totals.setdefault((c.kind, c.axes), []).append(c)
-    sums = [(kind, _join(axes), equal) for (kind, axes), equal in sorted(totals.items())] + [("total", "", found)]
+    sums = [(kind, join(axes), equal) for (kind, axes), equal in sorted(totals.items())] + [("total", "", found)]
     rows.append(None)
     for kind, axes, members in sums:
         rows.append((kind, "", "", axes, str(sum(c.times for c in members)), f"{total_bytes(members):,}", ""))
     return align(rows, right=(4, 5))
 
 
-def assert_no_wide_weight_gather(
-    fn: Program | Sequence[Collective],
-    *args: Any,
-    axes: Over = "fsdp",
-    min_elements: int | None = None,
-    weights: PyTree | None = None,
-    mesh: AnyMesh | None = None,
-    **kwargs: Any,
-) -> list[Collective]:
-    """Asserts that weights cross `axes` as bytes.
-
-    No all-gather over `axes` may make `min_elements` or more floating-point elements of two or more bytes. Scales are
-    floats too; `min_elements` tells a weight from its scales.
-
-    Args:
-      fn, args, kwargs, mesh: as for `collectives`; `fn` may also be the list that `collectives` returned.
-      axes: a mesh axis, several axes, or a `moax.Axes`, which stands for its fsdp.
-      min_elements: the default is the size of the smallest shard among the `weights` that are sharded over `axes`.
-      weights: a tree of arrays or ShapeDtypeStructs with shardings. Leave out biases, which are not quantized.
-
-    Returns:
-      All collectives of the program.
-
-    Raises:
-      AssertionError: floating-point weights cross `axes`; the message lists their collectives.
-      ValueError: the mesh is not known, or does not have one of the axes (an axis of a `moax.Axes` may be missing), or
-        both `min_elements` and `weights` are missing.
-    """
-    found, names = _judged(fn, args, kwargs, axes, mesh)
-    least = _min_elements(min_elements, weights, names)
-    offenders = [c for c in weight_gathers(found, names) if _is_wide(c) and c.size >= least]
-    _refuse(offenders, f"floating-point all-gathers over {_join(names)} of {least} elements or more")
-    return found
-
-
-def assert_reduce_scattered(
-    fn: Program | Sequence[Collective],
-    *args: Any,
-    axes: Over = "fsdp",
-    min_elements: int | None = None,
-    weights: PyTree | None = None,
-    mesh: AnyMesh | None = None,
-    **kwargs: Any,
-) -> list[Collective]:
-    """Asserts that weight gradients are reduce-scattered over `axes`.
-
-    The program must have a reduce-scatter over `axes`, and no all-reduce over `axes` of `min_elements` floats or more.
-    Arguments, result and errors are those of `assert_no_wide_weight_gather`.
-
-    Where jit's own partitioner reduces gradients, the CPU compiler makes an all-reduce and a slice, and fails this
-    check; a GPU's compiler makes one reduce-scatter.
-    """
-    found, names = _judged(fn, args, kwargs, axes, mesh)
-    least = _min_elements(min_elements, weights, names)
-    over = [c for c in found if set(names) & set(c.axes)]
-    offenders = [c for c in over if c.kind == "all-reduce" and _is_float(c) and c.size >= least]
-    _refuse(offenders, f"all-reduces over {_join(names)} of {least} floats or more")
-    if not any(c.kind == "reduce-scatter" for c in over):
-        raise AssertionError(f"no reduce-scatter over {_join(names)}; the collectives are\n{table(found)}")
-    return found
-
-
-def _read(fn, args, kwargs, mesh, as_run) -> tuple[list[Collective], Names]:
+def read(fn, args, kwargs, mesh, as_run) -> tuple[list[Collective], Names]:
     """Returns the collectives, and the names of the mesh axes; () where there is no mesh."""
-    meshes = [m for m in map(_mesh_of, jax.tree.leaves((args, kwargs))) if m is not None]
+    meshes = [m for m in map(named_mesh_of, jax.tree.leaves((args, kwargs))) if m is not None]
     given = isinstance(fn, str) or hasattr(fn, "as_text")
     if given and (args or kwargs):
         raise ValueError(f"fn is a {type(fn).__name__}, lowered or compiled for its arguments; pass no others")
@@ -238,9 +188,11 @@ def _read(fn, args, kwargs, mesh, as_run) -> tuple[list[Collective], Names]:
         fn, asked = _compile(_lower(fn, args, kwargs), not as_run and _emulates([mesh, *meshes]))
     text = fn if isinstance(fn, str) else fn.as_text()
     if not isinstance(fn, str):
-        meshes += [m for m in map(_mesh_of, jax.tree.leaves(_shardings(fn))) if m is not None]
+        meshes += [m for m in map(named_mesh_of, jax.tree.leaves(_shardings(fn))) if m is not None]
     sizes = _mesh_sizes(mesh, meshes, text)
-    return [c for one in hlo.read_collectives(text) for c in _of_instruction(one, sizes, asked)], tuple(sizes)
+    instructions, results = read_collectives(text)
+    results = results if isinstance(fn, str) else _name_results(fn, results)
+    return [c for one in instructions for c in _of_instruction(one, results, sizes, asked)], tuple(sizes)
 
 
 def _lower(fn, args, kwargs):
@@ -275,7 +227,7 @@ def _emulates(meshes) -> bool:
     return platform() == "cpu" and (not devices or devices[0] in jax.devices())
 
 
-def _mesh_of(leaf):
+def named_mesh_of(leaf):
     """Returns the mesh of a NamedSharding, or of an array that has one; None otherwise."""
     placed = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
     return placed.mesh if isinstance(placed, NamedSharding) and not placed.mesh.empty else None
@@ -295,7 +247,7 @@ def _mesh_sizes(mesh, meshes: Sequence, text: str) -> dict[str, int]:
     It is `mesh`, else the first of `meshes` and of the mesh that is set that has as many devices as the program, else
     the mesh that the program's text names.
     """
-    devices = hlo.device_count(text)
+    devices = device_count(text)
     if mesh is not None:
         own = next((list(m.devices.flat) for m in meshes if isinstance(m, jax.sharding.Mesh)), None)
         reordered = own and isinstance(mesh, jax.sharding.Mesh) and list(mesh.devices.flat) != own
@@ -304,70 +256,52 @@ def _mesh_sizes(mesh, meshes: Sequence, text: str) -> dict[str, int]:
         return dict(mesh.shape)
     current = jax.sharding.get_abstract_mesh()
     fitting = [dict(m.shape) for m in [*meshes, current] if not m.empty and m.size == devices]
-    named = hlo.named_mesh(text)
+    named = named_mesh(text)
     return fitting[0] if fitting else named if math.prod(named.values()) == devices else {}
 
 
-def _of_instruction(one: hlo.HloCollective, sizes: dict[str, int], asked: bool) -> list[Collective]:
+def _name_results(compiled, results: Sequence[Value]) -> list[Value]:
+    """Returns the results with their places in the tree of results, and their shapes on all devices, where known."""
+    try:
+        known = jax.tree_util.tree_flatten_with_path(compiled.out_info)[0]
+    except (AttributeError, NotImplementedError):
+        return list(results)
+    if len(known) != len(results):
+        return list(results)
+    return [
+        value._replace(name=f"result{jax.tree_util.keystr(path)}", whole=tuple(leaf.shape))
+        for value, (path, leaf) in zip(results, known, strict=True)
+    ]
+
+
+def _of_instruction(
+    one: HloCollective, results: Sequence[Value], sizes: dict[str, int], asked: bool
+) -> list[Collective]:
     """Returns a `Collective` for each array of an instruction; `asked` undoes XLA's promotion of bf16 reductions."""
-    axes = hlo.varying_axes(one.groups, sizes) if sizes else one.names
+    axes = varying_axes(one.groups, sizes) if sizes else one.names
     elements = one.elements
     if asked and one.promoted and [e.dtype for e in elements] == ["float32"]:
-        elements = (hlo.Element("bfloat16", 16, elements[0].shape),)
+        elements = (Element("bfloat16", 16, elements[0].shape),)
     ran = (one.op_name, one.group_size, one.times, one.open_loop)
-    return [Collective(one.kind, e.dtype, e.shape, one.sent(e), axes, *ran) for e in elements]
+    return [
+        Collective(
+            one.kind, e.dtype, e.shape, one.sent(e), axes, *ran, flow.carries, tuple(results[i] for i in flow.reaches)
+        )
+        for e, flow in zip(elements, one.flows, strict=True)
+    ]
 
 
-def _names(axes) -> Names:
+def axis_names(axes: Over) -> Names:
     """Returns the names of mesh axes; a `moax.Axes` stands for its fsdp."""
     return as_names(axes.fsdp if isinstance(axes, Axes) else axes)
 
 
-def _judged(fn, args, kwargs, axes, mesh) -> tuple[list[Collective], Names]:
-    """Returns the collectives to check, and the names of `axes`; raises ValueError where the mesh has no such axis."""
-    names = _names(axes)
-    if not isinstance(fn, str) and isinstance(fn, Sequence):
-        return list(fn), names
-    found, known = _read(fn, args, kwargs, mesh, as_run=False)
-    if not known and any(c.group_size > 1 and not c.axes for c in found):
-        raise ValueError(f"{axes=}: the program's mesh is not known; pass mesh=")
-    missing = [] if isinstance(axes, Axes) else [n for n in names if known and n not in known]
-    if missing:
-        raise ValueError(f"{axes=}: the mesh has no axis {_join(missing)}; its axes are {_join(known)}")
-    return found, names
+def _name(values: Sequence[Value], most: int = 3) -> str:
+    """Returns the names of the first values, with commas between them, and the number of the others."""
+    others = f" and {len(values) - most} more" if len(values) > most else ""
+    return join([value.name for value in values[:most]]) + others
 
 
-def _min_elements(min_elements, weights, names: Names) -> int:
-    """Returns `min_elements`, or the size of the smallest shard of `weights` over the axes `names`."""
-    if min_elements is not None:
-        if isinstance(min_elements, bool) or not isinstance(min_elements, int) or min_elements < 1:
-            raise ValueError(f"{min_elements=} must be an int of at least 1")
-        return min_elements
-    if weights is None:
-        raise ValueError("pass min_elements=, or weights=, whose smallest shard gives min_elements")
-    sizes = []
-    for leaf in jax.tree.leaves(weights):
-        spec = leaf.sharding.spec if _mesh_of(leaf) is not None else ()
-        if any(set(as_names(entry)) & set(names) for entry in spec):
-            sizes.append(math.prod(leaf.sharding.shard_shape(leaf.shape)))
-    if not sizes:
-        raise ValueError(f"weights: none is sharded over {_join(names)}; pass min_elements=")
-    return min(sizes)
-
-
-def _is_float(c: Collective) -> bool:
-    return c.dtype.startswith(("float", "bfloat", "complex"))
-
-
-def _is_wide(c: Collective) -> bool:
-    return _is_float(c) and not c.dtype.startswith(("float8", "float4"))
-
-
-def _refuse(offenders: Sequence[Collective], what: str) -> None:
-    """Raises AssertionError that lists the offenders, if there are any."""
-    if offenders:
-        raise AssertionError("\n  ".join([f"{len(offenders)} {what}:", *map(str, offenders)]))
-
-
-def _join(names: Sequence[str]) -> str:
+def join(names: Sequence[str]) -> str:
+    """Returns the names with commas between them; "-" for no names."""
     return ",".join(names) or "-"

@@ -27,7 +27,7 @@ from moax.errors import Unsupported
 from moax.groups import Groups
 from moax.mesh.axes import Names
 from moax.recipe import Contracted, Format, Recipe
-from moax.types import QArray
+from moax.types import QArray, QShard
 
 # `auto` takes the first that can run. `xla` runs everywhere, so `auto` takes no implementation after it.
 IMPLEMENTATIONS = {
@@ -139,6 +139,20 @@ class Implementation(Protocol):
         `contracted` is `rows` for a product over K, and `columns` for a product over *C. `gather` has the mesh axes
         over which each dim is gathered.
         """
+        ...
+
+    def turns_weight(self, recipe: Recipe, contracted: Contracted) -> bool:
+        """Returns whether a quantized shard of a weight [E, K, *C] has the dims (E, *C, K)."""
+        ...
+
+    def quantize_shard(
+        self, w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
+    ) -> QShard:
+        """Returns the bytes and scales of a weight's shard [E, K, *C]: the first half of `quantize_and_gather`."""
+        ...
+
+    def gather_shard(self, shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> Operand:
+        """Returns the whole weight as an Operand from a quantized shard: the second half of `quantize_and_gather`."""
         ...
 
     def matmul(

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from moax.mesh.axes import Names
 from moax.mesh.collectives import reduce_max, vary_like
-from moax.recipe import Contracted, Format
+from moax.recipe import Contracted, Format, Recipe
 from moax.types import QArray
 
 DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -122,6 +122,27 @@ def cuts_blocks(shape: Sequence[int], gather: Sequence[Names], block: tuple[int,
     """Returns whether a shard [E, K, *C], gathered over these axes, may end inside a block of the whole weight."""
     rows = bool(gather[1]) and shape[1] % block[0] != 0
     return rows or (any(gather[2:]) and shape[-1] % block[1] != 0)
+
+
+def weight_format(recipe: Recipe) -> Format:
+    """Returns the format of weights. Raises ValueError where the recipe quantizes no weight."""
+    if recipe.w is None:
+        raise ValueError(f"recipe={recipe} quantizes no weight; its field w must be a Format")
+    return recipe.w
+
+
+def find_scale_axes(
+    shape: Sequence[int], format: Format, contracted: Contracted, gather: Sequence[Names]
+) -> tuple[Names, ...]:
+    """Returns the mesh axes over which each dim of a weight's scales is gathered, as `gather` has those of its data.
+
+    Where a shard [E, K, *C] ends inside a block, every shard has the scales of the whole matrix, and E alone is
+    gathered; so it is where one scale holds for a matrix. The columns of the scales are one dim, unless columns are
+    gathered: then each of them has its own axes, and no block lies in two shards of the last one.
+    """
+    if format.block is None or cuts_blocks(shape, gather, weight_block(format, contracted)):
+        return (gather[0], (), ())
+    return tuple(gather) if any(gather[2:]) else (gather[0], gather[1], ())
 
 
 def find_weight_blocks(shape: Sequence[int], gather: Sequence[Names], block: tuple[int, int]) -> WeightBlocks:

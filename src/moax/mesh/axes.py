@@ -28,6 +28,9 @@ class Axes:
         recipe quantizes them.
       ep: expert parallel. These axes split tokens and experts.
       tp: tensor parallel. These axes split the expert width F.
+      other: axes that moax leaves out: every device along them does the same work on the same weights, unless
+        `jax.vmap(spmd_axis_name=...)` or the caller's own `shard_map` splits a batch over them. A pipeline's "stage" is
+        one. A mesh axis of more than one device that no field names is an error.
       fsdp_dim: the dim of expert weights that fsdp splits: `experts` (E), `model` (H), or `auto`. `auto` splits the
         experts where ep and fsdp together divide E, and H elsewhere.
 
@@ -39,11 +42,12 @@ class Axes:
     fsdp: str | Names | list[str] = "fsdp"
     ep: str | Names | list[str] = "ep"
     tp: str | Names | list[str] = "tp"
+    other: str | Names | list[str] = ()
     fsdp_dim: Literal["auto", "experts", "model"] = "auto"
 
     def __post_init__(self):
         owner: dict[str, str] = {}
-        for role in ROLES:
+        for role in (*ROLES, "other"):
             value = getattr(self, role)
             names = as_names(value)
             if not all(isinstance(name, str) for name in names):
@@ -70,7 +74,18 @@ class Axes:
 
         Args:
           sizes: the number of devices along each mesh axis, by name.
+
+        Raises:
+          ValueError: an axis of more than one device has no role and is not in `other`.
         """
+        nameless = [n for n, size in sizes.items() if size > 1 and n not in (*self.names, *as_names(self.other))]
+        if nameless:
+            name = nameless[0]
+            raise ValueError(
+                f"mesh axis {name!r} of {sizes[name]} devices has no role in {self}; name it in dp (it splits tokens), "
+                "fsdp (tokens and weights), ep (tokens and experts) or tp (the expert width), for example "
+                f"Axes(fsdp={name!r}), or in other=({name!r},) where moax is to leave the axis out"
+            )
         by_role = {role: tuple(n for n in getattr(self, role) if sizes.get(n, 1) > 1) for role in ROLES}
         return Roles(**by_role, sizes=tuple((n, sizes[n]) for names in by_role.values() for n in names))
 

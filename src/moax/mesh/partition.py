@@ -3,7 +3,7 @@
 | mesh axes are            | engine                                                                            |
 |--------------------------|-----------------------------------------------------------------------------------|
 | absent, or all of size 1 | call the local function                                                           |
-| Auto                     | `custom_partitioning` with a Shardy rule; `shard_map` where asked for by name      |
+| Auto                     | `custom_partitioning` (auto_call.py); `shard_map` where asked for by name          |
 | Explicit                 | `shard_map` (`custom_partitioning` fails there: jax issue 34811)                   |
 | Manual, all of them      | call the local function; the caller sums over axes that do not shard a result     |
 | Manual, others alone     | `shard_map` over the axes that are not Manual                                     |
@@ -11,24 +11,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
-from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, PyTree
 
-from moax.backend import log_once
+from moax.checks import check_kind
 from moax.errors import Unsupported
+from moax.mesh.auto_call import AutoCall, bind
 from moax.mesh.axes import Axes, Names, Roles
 from moax.mesh.collectives import reduce_max, vary_like, varying
-from moax.mesh.place import constrain
-from moax.mesh.specs import Spec, check_divides, is_explicit, mesh_of
+from moax.mesh.one_device import refuse_many_devices
+from moax.mesh.specs import Spec, check_divides, find_roles, is_explicit, mesh_of
 
 Engine = Literal["auto", "custom_partitioning", "shard_map"]
 ENGINES = ("auto", "custom_partitioning", "shard_map")
@@ -45,6 +42,7 @@ class MeshView(NamedTuple):
       explicit: whether an axis of the mesh is Explicit.
       mesh: the mesh in force; None without one, and where no axis has a role and more than one device.
       axes: the mesh axes that the `shard_map` of an op makes Manual.
+      unplaced: whether nothing names a mesh, neither a mesh in force nor the type of an operand.
     """
 
     roles: Roles
@@ -53,6 +51,7 @@ class MeshView(NamedTuple):
     explicit: bool = False
     mesh: Any = None
     axes: frozenset[str] = frozenset()
+    unplaced: bool = False
 
     @property
     def nested(self) -> bool:
@@ -91,16 +90,18 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree[Array]) -> Mesh
       *operands: trees of arrays. Their types name the mesh where none is in force.
 
     Raises:
-      ValueError: the engine is unknown, or some axes that `axes` names are Manual and others are not.
+      ValueError: the engine is unknown, a mesh axis of more than one device has no role, some axes are Auto and others
+        Explicit, or some axes that `axes` names are Manual and others are not.
       Unsupported: this mesh cannot run the engine.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} must be one of {', '.join(map(repr, ENGINES))}")
+    check_kind("axes", axes, Axes)
     mesh = mesh_of(*jax.tree.leaves(operands))
     if mesh is None:
-        return MeshView(Roles(), "local")
+        return MeshView(Roles(), "local", unplaced=True)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    roles = axes.on(dict(mesh.shape))
+    roles = find_roles(axes, mesh)
     manual = frozenset(n for n, kind in kinds.items() if kind == AxisType.Manual)
     explicit = is_explicit(mesh)
     inside = [n for n in roles.all if n in manual]
@@ -138,21 +139,6 @@ class Contract(NamedTuple):
     layout: Hashable = None
 
 
-def _dims(rule: str) -> list[str]:
-    """Returns the dims of one operand in a Shardy rule: "t (kb ki)" has the dims "t" and "(kb ki)"."""
-    return re.findall(r"\([^)]*\)|\S+", rule)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The static arguments of one call of an op, as one hashable value."""
-
-    static: Hashable
-    view: MeshView
-    rule: tuple[tuple, ...]
-
-
 class Partitioned:
     """An op on global arrays, made of a function on one device's shards.
 
@@ -173,19 +159,15 @@ class Partitioned:
     def __init__(self, local: Callable, contract: Callable, factors: Callable, name: str = "op"):
         self.local, self.contract, self.factors, self.__name__ = local, contract, factors, name
         self._compiled = jax.jit(self._run, static_argnums=(0, 1))
-        partitioned = custom_partitioning(self._global, static_argnums=(0,))
-        partitioned.def_partition(self._partition, sharding_rule=self._rule)
-        self._partitioned = custom_vmap(
-            lambda call, *operands: self._place(call, operands, partitioned(call, *operands))
-        )
-        self._partitioned.def_vmap(self._vmap)
 
     def __call__(self, view: MeshView, static: Hashable, *operands):
         """Returns the results of the op on `operands`, computed by the engine of `view`. `static` is hashable."""
         with jax.named_scope(self.__name__):
             if view.engine == "custom_partitioning":
-                return self._partitioned(_Call(static, view, self.factors(static, operands)), *operands)
+                return bind(AutoCall(self, view, static, self.factors(static, operands)))(*operands)
             traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
+            if traced and view.unplaced:
+                operands = refuse_many_devices(self.__name__, operands)
             run = self._run if traced or view.engine == "local" else self._compiled
             return run(view, static, *operands)
 
@@ -224,7 +206,7 @@ class Partitioned:
         specs = tree.flatten_up_to(contract.operands)
 
         def body(*shards):
-            return self._body(static, contract, *tree.unflatten(shards))
+            return self.compute_shards(static, contract, *tree.unflatten(shards))
 
         mapped = jax.shard_map(
             body, mesh=view.mesh, in_specs=tuple(specs), out_specs=tuple(contract.results), axis_names=view.axes,
@@ -232,91 +214,13 @@ class Partitioned:
         )  # fmt: skip
         return mapped(*leaves)
 
-    def _body(self, static, contract, *operands):
+    def compute_shards(self, static, contract, *operands):
         """Returns the results of one device, summed over the axes of `contract.reduce`."""
         results = self.local(static, contract.layout, *operands)
         return tuple(lax.psum(r, axes) if axes else r for r, axes in zip(results, contract.reduce, strict=True))
 
-    def _global(self, call, *operands):
-        """Runs the op by `shard_map`: `custom_partitioning` needs a function of global arrays for its result types."""
-        return self(call.view._replace(engine="shard_map"), call.static, *operands)
 
-    def _partition(self, call, mesh, operands, results):
-        """Serves as the partition callback of `custom_partitioning`.
-
-        Returns the mesh, the local function, and the shardings of results and operands.
-        """
-        # JAX passes an empty mesh, and shardings without specs, where no argument of the program has a sharding.
-        mesh = call.view.mesh if mesh.empty else mesh
-        found_specs = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
-        try:
-            contract = self.contract(call.static, operands, found_specs)
-        except ValueError as error:  # sharding propagation may have chosen this spec, so the caller made no mistake
-            log_once(f"{self.__name__}: {error}; the declared layout is used instead, which may move it unquantized")
-            contract = self.contract(call.static, operands, jax.tree.map(lambda x: None, operands))
-
-        def to_sharding(spec):
-            return NamedSharding(mesh, spec)
-
-        result_shardings = tuple(
-            jax.tree.map(lambda _, s=s: to_sharding(s), r) for r, s in zip(results, contract.results, strict=True)
-        )
-        return (
-            mesh,
-            lambda *shards: self._body(call.static, contract, *shards),
-            result_shardings,
-            jax.tree.map(to_sharding, contract.operands),
-        )
-
-    def _place(self, call, operands, results):
-        """Returns the results, with a sharding constraint on each dim that no operand names in the rule.
-
-        Shardy would replicate such a dim.
-        """
-        known = {name for rule in call.rule[0] for dim in _dims(rule) for name in (dim, *dim.strip("()").split())}
-        specs = self.contract(call.static, operands, jax.tree.map(lambda x: None, operands)).results
-        names = [_dims(rule) for rule in call.rule[1]] + [None] * (len(specs) - len(call.rule[1]))
-        placed = []
-        for result, result_spec, dims in zip(results, specs, names, strict=True):
-            if dims is None or not known.issuperset(dims):
-                entries = [*result_spec, *[None] * (len(dims or result_spec) - len(result_spec))]
-                keep = [Spec.UNCONSTRAINED if d in known else e for d, e in zip(dims or entries, entries, strict=True)]
-                result = jax.tree.map(lambda x, keep=keep: constrain(x, Spec(*keep)), result)
-            placed.append(result)
-        return tuple(placed)
-
-    def _rule(self, call, mesh, operand_types, result_types):
-        """Serves as the rule callback of `custom_partitioning`.
-
-        Returns the Shardy rule as one string, and the sizes of its factors.
-        """
-        del mesh
-        operands, results = (list(side) for side in call.rule[:2])
-        sizes = dict(*call.rule[2:])
-        fresh = iter(range(10**6))
-        ranks = [len(t.shape) for t in result_types]
-        results += [" ".join(f"z{next(fresh)}" for _ in range(n)) for n in ranks[len(results) :]]
-        operands = [
-            o or " ".join(f"z{next(fresh)}" for _ in t.shape) for o, t in zip(operands, operand_types, strict=True)
-        ]
-        return f"{', '.join(operands)} -> {', '.join(results)}", sizes
-
-    def _vmap(self, size, batched, call, *operands):
-        """Serves as the rule of `jax.vmap` and makes one call of the op for each element of the batch."""
-        in_batched = jax.tree.leaves(batched[1:])
-        leaves, tree = jax.tree.flatten(operands)
-
-        def one(rows):
-            rows = iter(rows)
-            return self._partitioned(
-                call, *tree.unflatten(next(rows) if b else x for x, b in zip(leaves, in_batched, strict=True))
-            )
-
-        out = lax.map(one, [x for x, b in zip(leaves, in_batched, strict=True) if b])
-        return out, jax.tree.map(lambda _: True, out)
-
-
-def differentiable(forward: Callable, backward: Callable) -> Callable:
+def differentiable(forward: Callable, backward: Callable, once: str | None = None) -> Callable:
     """Makes op(view, static, *operands), which returns the results of `forward` and has the gradients of `backward`.
 
     Both functions call `Partitioned` ops, so that each direction has its own partition rule.
@@ -324,7 +228,29 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     Args:
       forward: forward(view, static, *operands) -> (results, saved).
       backward: backward(view, static, saved, cotangents) -> a gradient for each operand.
+      once: the name of an op that has first derivatives alone; a second derivative then raises Unsupported. None lets
+        JAX differentiate both functions again, which must be plain JAX on one device and `Partitioned` ops on a mesh.
     """
     op = jax.custom_vjp(lambda *operands: forward(*operands)[0], nondiff_argnums=(0, 1))
-    op.defvjp(forward, backward)
+    if once is None:
+        op.defvjp(forward, backward)
+        return op
+    refuse = _refused_derivative(once)
+
+    def forward_once(view, static, *operands):
+        results, saved = forward(view, static, *operands)
+        return refuse(results), saved
+
+    op.defvjp(forward_once, lambda *args: refuse(backward(*args)))
     return op
+
+
+def _refused_derivative(name: str) -> Callable:
+    """Returns the identity of a tree, whose derivative raises Unsupported in the name of an op."""
+    same = jax.custom_jvp(lambda tree: tree)
+
+    def rule(primals, tangents):
+        raise Unsupported(f"moax: {name} has first derivatives and no second ones; moax.route and the losses have both")
+
+    same.defjvp(rule)
+    return same

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
 
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.specs import AnyMesh, is_explicit, mesh_of, pad, spec
+from moax.mesh.specs import AnyMesh, is_explicit, mesh_in_force, mesh_of, pad, spec
 
 
 def named(mesh: AnyMesh, specs: PyTree[PartitionSpec]) -> Any:
@@ -39,15 +40,26 @@ def keep_rows(y: Array, roles: Roles) -> Array:
     return constrain(y, PartitionSpec(roles.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
 
 
+def gather_entries(table: Array, ids: Array, missing: int) -> Array:
+    """Returns table[ids], sharded as ids are; `missing` for an id outside of the table, also for a negative one."""
+    ids = jnp.where(ids < 0, table.shape[0], ids)
+    mesh = mesh_of(ids)
+    explicit = mesh is not None and is_explicit(mesh)
+    to = NamedSharding(mesh, spec(*pad(jax.typeof(ids).sharding.spec, ids.ndim), None)) if explicit else None
+    return table.at[ids].get(mode="fill", fill_value=missing, out_sharding=to)
+
+
 def make_sharded(make: Callable, specs: PyTree[PartitionSpec] | None) -> Callable:
     """Returns `make`, with its results laid out by `specs` on the mesh in force.
 
     Each device then makes its own shards alone. Where `specs` is None, or an axis is Manual, the result is `make`
     itself.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if specs is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
+    mesh = mesh_in_force()
+    if specs is None or mesh is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
         return make
+    if isinstance(mesh, Mesh):  # the mesh of `with mesh:`
+        return jax.jit(make, out_shardings=named(mesh, specs))
     # These are specs, and no NamedShardings on the abstract mesh: vmap would replicate a result with a NamedSharding.
     if is_explicit(mesh):
         return jax.jit(jax.sharding.auto_axes(make, out_sharding=specs))

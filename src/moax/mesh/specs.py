@@ -6,16 +6,17 @@ Specs are computed from axis names and sizes alone. `Axes.on` has dropped axes o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
-from moax.mesh.axes import Names, Roles, as_names
+from moax.mesh.axes import Axes, Names, Roles, as_names
 
 Spec = PartitionSpec
 AnyMesh = Mesh | AbstractMesh
+BOTH = (AxisType.Auto, AxisType.Explicit)
 
 
 def spec(*entries: str | Sequence[str] | None) -> PartitionSpec:
@@ -41,6 +42,17 @@ def check_divides(what: str, shape: Sequence[int], array_spec: PartitionSpec, ro
             raise ValueError(
                 f"{what}: dim {dim} of size {size} does not divide by mesh axes {names} of {roles.size(names)} devices"
             )
+
+
+def check_spec(name: str, value: Any, ndim: int) -> PartitionSpec:
+    """Returns `value`, which must be a PartitionSpec of at most `ndim` entries.
+
+    Raises:
+      ValueError: it is not. The message names the argument.
+    """
+    if not isinstance(value, PartitionSpec) or len(value) > ndim:
+        raise ValueError(f"{name}={value!r} must be a jax.sharding.PartitionSpec of at most {ndim} entries")
+    return value
 
 
 class Layout(NamedTuple):
@@ -69,25 +81,69 @@ def weight_layout(what: str, weight_spec: PartitionSpec, kept: Sequence[Names], 
     entries = [tuple(n for n in entry if n in sizes) for entry in pad(weight_spec, len(kept))]
     for dim, (entry, need) in enumerate(zip(entries, kept, strict=True)):
         if entry[: len(need)] != need or not set(entry[len(need) :]) <= set(gatherable):
-            raise ValueError(
-                f"{what}: dim {dim} is sharded over mesh axes {entry}; it must be sharded over {need} first, then over "
-                f"any of {gatherable}"
-            )
+            has = f"is sharded over {_listed(entry)}" if entry else "is not sharded"
+            raise ValueError(f"{what}: dim {dim} {has}; {_allowed(need, gatherable)}")
     return Layout(spec(*entries), tuple(entry[len(need) :] for entry, need in zip(entries, kept, strict=True)))
 
 
-def mesh_sizes(mesh: AnyMesh | None = None) -> dict[str, int]:
-    """Returns the axis sizes of a mesh, by name; {} without a mesh.
+def _allowed(need: Names, gatherable: Names) -> str:
+    """Returns what the spec of a weight's dim may be: ("ep",) and ("fsdp",) -> "it must be sharded over mesh axis 'ep'
+    first, and may then be sharded over mesh axis 'fsdp'"."""
+    if not need:
+        return f"it may be sharded over {_listed(gatherable)} alone" if gatherable else "it must not be sharded"
+    first = f"it must be sharded over {_listed(need)}"
+    return f"{first} first, and may then be sharded over {_listed(gatherable)}" if gatherable else f"{first} alone"
 
-    None means the mesh in force: that of `jax.set_mesh`, or of an enclosing `shard_map`.
-    """
-    return dict((mesh or jax.sharding.get_abstract_mesh()).shape)
+
+def _listed(names: Names) -> str:
+    """Returns the names of mesh axes in words: "mesh axis 'ep'", or "mesh axes 'ep', 'fsdp'"."""
+    return f"mesh {'axis' if len(names) == 1 else 'axes'} {', '.join(map(repr, names))}"
+
+
+def mesh_in_force() -> AnyMesh | None:
+    """Returns the mesh of `jax.set_mesh`, of an enclosing `shard_map`, or of `with mesh:`; None without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return mesh
+    try:  # `with mesh:` is deprecated, and JAX has no other name for its mesh; large trainers still use it
+        from jax._src.mesh import thread_resources
+    except ImportError:
+        return None
+    physical = thread_resources.env.physical_mesh
+    return None if physical.empty else physical
+
+
+def mesh_sizes(mesh: AnyMesh | None = None) -> dict[str, int]:
+    """Returns the axis sizes of a mesh, by name; {} without a mesh. None means the mesh in force."""
+    mesh = mesh or mesh_in_force()
+    return {} if mesh is None else dict(mesh.shape)
 
 
 def mesh_of(*arrays: Array) -> AnyMesh | None:
     """Returns the mesh in force, or else the mesh in the type of an array; None if there is neither."""
-    meshes = [jax.sharding.get_abstract_mesh()] + [jax.typeof(a).sharding.mesh for a in arrays]
-    return next((m for m in meshes if not m.empty), None)
+    typed = (jax.typeof(a).sharding.mesh for a in arrays)
+    return mesh_in_force() or next((m for m in typed if not m.empty), None)
+
+
+def find_roles(axes: Axes, mesh: AnyMesh | None = None) -> Roles:
+    """Returns the roles of the axes of a mesh; None means the mesh in force. Manual axes need no role.
+
+    Raises:
+      ValueError: an axis of more than one device has no role and is not in `axes.other`, or some axes are Auto and
+        others Explicit.
+    """
+    mesh = mesh or mesh_in_force()
+    if mesh is None:
+        return Roles()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    auto, explicit = ([n for n, kind in kinds.items() if kind == which] for which in BOTH)
+    if auto and explicit:
+        raise ValueError(
+            f"mesh axes {auto} are Auto and {explicit} are Explicit; moax works on meshes whose axes are all of one "
+            "kind: pass axis_types=(AxisType.Auto,) * n, or Explicit for all, to jax.make_mesh"
+        )
+    manual = [n for n, kind in kinds.items() if kind == AxisType.Manual and n not in axes.names]
+    return axes.on({n: size for n, size in mesh.shape.items() if n not in manual})
 
 
 def device_spec(roles: Roles) -> PartitionSpec:

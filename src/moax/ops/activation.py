@@ -3,10 +3,20 @@
     swiglu      silu(gate) * up
     geglu       gelu(gate) * up                                        gelu: the tanh form, as in jax.nn.gelu
     swiglu_oai  min(gate, 7) sigmoid(1.702 min(gate, 7)) (clip(up, -7, 7) + 1)         GPT-OSS
-    silu, gelu, relu2                                                  of up alone; relu2 = max(up, 0)^2
+    a limit L   min(gate, L) and clip(up, -L, L) come in place of gate and up; 7 above is the default L of swiglu_oai
+    reglu, glu  relu(gate) * up, sigmoid(gate) * up
+    (f, g)      f(gate) * g(up), for names or functions f and g        ("gelu", "linear") is geglu
+    silu, gelu, relu2, quick_gelu, ...                                 of up alone; relu2 = max(up, 0)^2
 
-`gate` is h[..., 0, :] and `up` is h[..., 1, :]; without a gate G is 1 and `up` is h[..., 0, :]. The op is
-plain jnp, so that JAX differentiates it and shardings pass through it.
+`gate` is h[..., 0, :] and `up` is h[..., 1, :]; without a gate G is 1 and `up` is h[..., 0, :]. Further names without a
+gate are those of functions of `jax.nn`: relu, relu6, swish, tanh, elu, selu, celu, leaky_relu, soft_sign, hard_tanh,
+hard_silu, hard_swish, mish, identity (also called linear). quick_gelu is up sigmoid(1.702 up), and squared_relu is
+relu2. Any function of (up) or of (gate, up) will do that is elementwise and 0 at 0, such as
+`functools.partial(jax.nn.leaky_relu, negative_slope=0.2)`. A program is compiled anew for each function object, so make
+the object once.
+
+The op is plain jnp, so that JAX differentiates it and shardings pass through it. The kernels compute the same function,
+from its jaxpr.
 """
 
 from __future__ import annotations
@@ -18,56 +28,107 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.config import GATED, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, UNGATED, Activation
+from moax.checks import check_float
+from moax.config import GATED, NOT_ZERO, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, UNGATED, Activation, gates_of
+from moax.jaxprs import operations
+
+NO_MESH = jax.sharding.AbstractMesh((), ())
+SHAPE = (3, 5)  # of the arrays on which an activation is traced; no two of its sizes are equal
+# Primitives that keep the shape of their operand and mix its elements.
+MIXING = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "fft", "iota", "scan", "while"}
 
 
-def activate(h: Float[Array, "*rows G F"], activation: Activation) -> Float[Array, "*rows F"]:
-    """a = act(gate) * up, or act(up).
+def activate(
+    h: Float[Array, "*rows G F"], activation: Activation, limit: float | None = None
+) -> Float[Array, "*rows F"]:
+    """a = act(gate, up), or act(up).
 
     Args:
       h: [..., G, F], floating point. Its dim G holds gate and up, or up alone.
-      activation: the name of the function; see the equations of this module.
+      activation: the function, as `MoEConfig` has it; see the equations of this module.
+      limit: the limit of gate and up; None for none, and for 7 with `swiglu_oai`.
 
     Returns:
       a: [..., F] in h.dtype, with the leading dims and the sharding of h. It is differentiable in h.
 
     Raises:
-      ValueError: the activation is unknown, or h has fewer than two dims or another G than the activation takes.
+      ValueError: the activation is unknown, not elementwise or not 0 at 0, or h has fewer than two dims or another G
+        than the activation takes.
     """
-    if activation not in GATED + UNGATED:
+    if not (callable(activation) or isinstance(activation, tuple)) and activation not in GATED + UNGATED:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, GATED + UNGATED))}")
-    if h.ndim < 2 or h.shape[-2] != (2 if activation in GATED else 1):
-        raise ValueError(
-            f"h has shape {h.shape}; activation={activation!r} needs [..., {2 if activation in GATED else 1}, F]"
-        )
-    gate, up = h[..., 0, :].astype(jnp.float32), h[..., -1, :].astype(jnp.float32)
-    return _apply(gate, up, activation).astype(h.dtype)
+    act, gates = activation_of(activation, limit), gates_of(activation)
+    check_float("h", h, "[..., G, F]")
+    if h.ndim < 2 or h.shape[-2] != gates:
+        raise ValueError(f"h has shape {h.shape}; activation={activation!r} needs [..., {gates}, F]")
+    return act(*(h[..., g, :].astype(jnp.float32) for g in range(gates))).astype(h.dtype)
 
 
 @functools.cache
-def activation_of(activation: Activation) -> Callable:
+def activation_of(activation: Activation, limit: float | None = None) -> Callable:
     """Returns the function act(gate, up), or act(up), of float32 arrays.
 
-    A name always gives the same function object, because the cache of compiled kernels compares functions by identity.
+    An activation and a limit always give the same function object, because the cache of compiled kernels compares
+    functions by identity.
+
+    Raises:
+      ValueError: a name is unknown, or the function is not elementwise, or not 0 at 0.
     """
-    if activation in GATED:
-        return lambda gate, up: _apply(gate, up, activation)
-    return lambda up: _apply(up, up, activation)
+    act = _find_function(activation)
+    if not (isinstance(activation, str) and activation in GATED + UNGATED):
+        _check_elementwise(activation, act)
+        with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):  # also inside a `shard_map`
+            at_zero = float(act(*[jnp.zeros((1, 1), jnp.float32)] * gates_of(activation))[0, 0])
+        if at_zero != 0.0:
+            raise ValueError(f"activation={activation!r} must be 0 at 0, where padding is; it is {at_zero}")
+    limit = SWIGLU_OAI_LIMIT if limit is None and activation == "swiglu_oai" else limit
+    if limit is None:
+        return act
+    return lambda gate, up: act(jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
 
 
-def _apply(gate, up, activation: Activation):
-    """Computes the equation of one activation, in float32."""
+def _find_function(activation: Activation) -> Callable:
+    """Returns the function of an activation, unchecked and without a limit."""
+    if callable(activation):
+        return activation
+    if isinstance(activation, tuple):
+        of_gate, of_up = (_find_function(part) for part in activation)
+        return lambda gate, up: of_gate(gate) * of_up(up)
     match activation:
         case "swiglu":
-            return jax.nn.silu(gate) * up
+            return lambda gate, up: jax.nn.silu(gate) * up
         case "geglu":
-            return jax.nn.gelu(gate) * up
+            return lambda gate, up: jax.nn.gelu(gate) * up
+        case "reglu":
+            return lambda gate, up: jax.nn.relu(gate) * up
+        case "glu":
+            return lambda gate, up: jax.nn.sigmoid(gate) * up
         case "swiglu_oai":
-            gate, up = jnp.minimum(gate, SWIGLU_OAI_LIMIT), jnp.clip(up, -SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT)
-            return gate * jax.nn.sigmoid(SWIGLU_OAI_ALPHA * gate) * (up + 1.0)
-        case "silu":
-            return jax.nn.silu(up)
-        case "gelu":
-            return jax.nn.gelu(up)
-        case "relu2":
-            return jnp.square(jax.nn.relu(up))
+            return lambda gate, up: gate * jax.nn.sigmoid(SWIGLU_OAI_ALPHA * gate) * (up + 1.0)
+        case "relu2" | "squared_relu":
+            return lambda up: jnp.square(jax.nn.relu(up))
+        case "quick_gelu":
+            return lambda up: up * jax.nn.sigmoid(1.702 * up)
+        case "linear" | "identity":
+            return lambda up: up
+        case _ if activation in UNGATED + NOT_ZERO:
+            return getattr(jax.nn, activation)
+        case _:
+            raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, UNGATED + NOT_ZERO))}")
+
+
+def _check_elementwise(activation: Activation, act: Callable) -> None:
+    """Raises ValueError unless each element of act(..) is a function of the same element of its arguments."""
+    rule = "it must be an elementwise function of float32 arrays"
+    value = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+    try:
+        closed = jax.make_jaxpr(act)(*[value] * gates_of(activation))
+    except Exception as error:
+        raise ValueError(f"activation={activation!r} fails on float32 arrays ({error}); {rule}") from error
+    made = [(v.shape, v.dtype) for v in jax.tree.leaves(jax.eval_shape(act, *[value] * gates_of(activation)))]
+    if made != [(SHAPE, jnp.float32)]:
+        raise ValueError(f"activation={activation!r} makes arrays {made} of arrays {SHAPE}; {rule}")
+    for eqn in operations(closed.jaxpr):
+        taken, made = ({getattr(v.aval, "shape", ()) for v in side} for side in (eqn.invars, eqn.outvars))
+        if eqn.primitive.name in MIXING or not made <= {(), SHAPE} or (SHAPE in taken and () in made):
+            raise ValueError(f"activation={activation!r} calls {eqn.primitive.name}, which mixes elements; {rule}")

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from moax.checks import check_float, check_int, is_number
 
 
 def update_router_bias(
@@ -37,10 +40,15 @@ def update_router_bias(
     """
     if rule != "sign":
         raise ValueError(f"rule={rule!r} must be 'sign'")
+    check_float("bias", bias, "[..., E]")
+    check_int("tokens_per_expert", tokens_per_expert, "[..., E]")
+    if not is_number(rate) and not isinstance(rate, jax.Array):
+        raise ValueError(f"rate={rate!r} must be a number")
     if bias.shape != tokens_per_expert.shape:
         raise ValueError(
             f"tokens_per_expert has shape {tokens_per_expert.shape}; it must be that of bias, {bias.shape}"
         )
+    tokens_per_expert = tokens_per_expert.astype(jnp.int32)
     # Integers compare tokens with total / E exactly, without a product that could overflow.
     quotient, rest = jnp.divmod(tokens_per_expert.sum(-1, keepdims=True), bias.shape[-1])
     excess = jnp.sign(tokens_per_expert - quotient)

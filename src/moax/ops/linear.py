@@ -15,11 +15,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moax.checks import check_float
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
 from moax.mesh.partition import Engine, find_mesh_view
 from moax.mesh.place import flatten_tokens, unflatten_tokens
-from moax.mesh.specs import Spec, spec
+from moax.mesh.specs import Spec, check_spec, spec
 from moax.ops.products import GroupedSpec, grouped, widths_of
 from moax.recipe import Recipe, get_recipe
 from moax.sharding import dense_spec_on
@@ -55,6 +56,10 @@ def dense(
       ValueError: the shapes do not fit, the mesh does not divide the rows, or w has a layout that cannot be gathered.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
+    check_float("x", x, "[..., K]")
+    check_float("w", w, "[K, *C]")
+    if bias is not None:
+        check_float("bias", bias, "[*C]")
     recipe = get_recipe(recipe)
     view = find_mesh_view(axes, engine, x, w)
     if x.ndim < 2 or w.ndim < 2 or (not view.manual and x.shape[-1] != w.shape[0]):
@@ -66,7 +71,7 @@ def dense(
     view = view._replace(roles=roles)
     if w_spec is None:
         w_spec = spec() if view.manual else dense_spec_on(roles, w.shape)
-    declared = spec(None, *w_spec)
+    declared = spec(None, *check_spec("w_spec", w_spec, w.ndim))
     chosen = select_kernels(kernels, x.dtype, **widths_of(view, (1, *w.shape), declared))
     static = GroupedSpec(recipe, recipe.row_alignment, jnp.dtype(x.dtype), declared, roles, chosen)
     rows = flatten_tokens(x, roles)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from moax.checks import check_float
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
@@ -39,10 +40,17 @@ def router_logits(
     Raises:
       ValueError: the shapes do not fit each other, or the mesh does not divide T.
     """
+    check_float("x", x, "[T, H]")
+    check_float("w", w, "[H, E]")
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [T, H] and [H, E]")
     view = find_mesh_view(axes, engine, x, w)
-    return _logits(view, view.roles, *_forward.lay_operands(view, view.roles, x, w))
+    # The gradient of w is a float32 array until all devices have been summed; the transpose of this cast rounds it.
+    w = w.astype(jnp.float32)
+    x, w = _forward.lay_operands(view, view.roles, x, w)
+    if x.shape[0] == 0:  # XLA compiles no product of a shard without rows
+        return jnp.dot(x.astype(jnp.float32), w)
+    return _logits(view, view.roles, x, w)
 
 
 def _logits_forward(view: MeshView, roles: Roles, x, w):
@@ -85,22 +93,21 @@ def _dot(a, b, contract, precision=None):
 
 
 def logits_forward(roles: Roles, layout, x, w):
-    """Returns logits [T, E] f32 of one device."""
+    """Returns logits [T, E] f32 of one device. w: [H, E] f32."""
     if x.dtype != jnp.bfloat16:
-        return (_dot(x.astype(jnp.float32), w.astype(jnp.float32), ((1,), (0,)), lax.Precision.HIGHEST),)
+        return (_dot(x.astype(jnp.float32), w, ((1,), (0,)), lax.Precision.HIGHEST),)
     return (_sum(_dot(x, jnp.concatenate(_parts(w, 3), axis=1), ((1,), (0,))), 3),)
 
 
 def logits_backward(roles: Roles, layout, x, w, d):
-    """Returns dx [T, H] and dw [H, E] of one device; dw is a partial sum over the axes of tokens. d: [T, E] f32."""
+    """Returns dx [T, H] and dw [H, E] f32 of one device; dw is a partial sum over the axes of tokens. d: [T, E] f32."""
     if x.dtype != jnp.bfloat16:
-        wide, highest = w.astype(jnp.float32), lax.Precision.HIGHEST
-        dx = _dot(d, wide, ((1,), (1,)), highest)
-        return dx.astype(x.dtype), _dot(x.astype(jnp.float32), d, ((0,), (0,)), highest).astype(w.dtype)
+        dx = _dot(d, w, ((1,), (1,)), lax.Precision.HIGHEST)
+        return dx.astype(x.dtype), _dot(x.astype(jnp.float32), d, ((0,), (0,)), lax.Precision.HIGHEST)
     dw = _sum(_dot(x, jnp.concatenate(_parts(d, 3), axis=1), ((0,), (0,))), 3)
     (d0, d1), (w0, w1) = _parts(d, 2), _parts(w, 2)
     dx = _dot(jnp.concatenate([d0, d0, d1], axis=1), jnp.concatenate([w0, w1, w0], axis=1), ((1,), (1,)))
-    return dx.astype(x.dtype), dw.astype(w.dtype)
+    return dx.astype(x.dtype), dw
 
 
 def _forward_contract(roles: Roles, operands, found_specs):

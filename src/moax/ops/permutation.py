@@ -20,10 +20,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
-from moax.groups import Groups, align_up, group_starts
-from moax.kernels import implementation, select_kernels
+from moax.checks import check_count, check_float, check_int, check_kind
+from moax.groups import Groups, align_up, group_starts, least
+from moax.kernels import DEFAULT, implementation, select_kernels
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
@@ -40,6 +41,7 @@ class PermuteSpec:
       capacity: the most rows that a rank keeps; None keeps all.
       kernels: the name of the implementation.
       roles: the mesh axes by role.
+      room: the most rows of one pass; None sorts all rows in one pass.
     """
 
     num_groups: int
@@ -47,6 +49,13 @@ class PermuteSpec:
     capacity: int | None
     kernels: str
     roles: Roles = Roles()
+    room: int | None = None
+
+
+def kept_rows(received: int, top_k: int, num_groups: int, capacity: int | None) -> int:
+    """Returns the most rows that a rank keeps, without padding; for the arguments see `sorted_rows`."""
+    rows = received * min(top_k, num_groups)
+    return rows if capacity is None else least(rows, capacity)
 
 
 def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity: int | None) -> int:
@@ -62,9 +71,8 @@ def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity
       align: each group starts at a multiple of so many rows.
       capacity: the most rows that a rank keeps; None keeps all.
     """
-    rows = received * min(top_k, num_groups)
-    rows = rows if capacity is None else min(rows, capacity)
-    return align_up(rows + min(num_groups, rows) * (align - 1), align)
+    rows = kept_rows(received, top_k, num_groups, capacity)
+    return align_up(rows + least(num_groups, rows) * (align - 1), align)
 
 
 def capacity_rows(tokens: int, top_k: int, capacity_factor: float | None) -> int | None:
@@ -77,7 +85,7 @@ def capacity_rows(tokens: int, top_k: int, capacity_factor: float | None) -> int
 
 def permute(
     x: Float[Array, "R H"],
-    experts: Int[Array, "R K"],
+    experts: Integer[Array, "R K"],
     num_groups: int,
     *,
     align: int = 1,
@@ -90,7 +98,7 @@ def permute(
 
     Args:
       x: [R, H], floating point, R over (dp, fsdp, ep).
-      experts: [R, K] i32 in [0, num_groups], R over (dp, fsdp, ep). The value `num_groups` means no expert.
+      experts: [R, K], integers in [0, num_groups], R over (dp, fsdp, ep). The value `num_groups` means no expert.
       num_groups: the number of experts by which each shard sorts.
       align: each group starts at a multiple of so many rows.
       capacity: the most rows that a shard keeps; None keeps all. The busiest experts lose the rows beyond it, the last
@@ -102,18 +110,20 @@ def permute(
       plan: the Plan, for `unpermute`. Rows and plan are split by shard, as x is.
 
     Raises:
-      ValueError: the shapes do not fit, or num_groups, align or capacity is below 1.
+      ValueError: the shapes do not fit, or num_groups, align or capacity is no int of at least 1.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
+    check_float("x", x, "[R, H]")
+    check_int("experts", experts, "[R, K]")
     if x.ndim != 2 or experts.ndim != 2 or experts.shape[0] != x.shape[0]:
         raise ValueError(f"x and experts have shapes {x.shape}, {experts.shape}; they must be [R, H] and [R, K]")
     for name, value in (("num_groups", num_groups), ("align", align), ("capacity", capacity)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+        if name != "capacity" or value is not None:
+            check_count(name, value)
     view = find_mesh_view(axes, engine, x)
     chosen = _select(kernels, x)
     static = PermuteSpec(num_groups, align, capacity, chosen, view.roles)
-    return _permute(view, static, *_permute_op.lay_operands(view, static, x, experts))
+    return _permute(view, static, *_permute_op.lay_operands(view, static, x, experts.astype(jnp.int32)))
 
 
 def unpermute(
@@ -140,6 +150,9 @@ def unpermute(
       ValueError: the shapes of rows or weights do not fit the plan.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
+    check_float("rows", rows, "[N, H]")
+    check_kind("plan", plan, Plan, "moax.ops.permute")
+    check_float("weights", weights, "[R, K]")
     if weights.shape != plan.position.shape or rows.ndim != 2 or rows.shape[:1] != plan.source.shape:
         raise ValueError(
             f"rows and weights have shapes {rows.shape}, {weights.shape}; this plan needs "
@@ -151,8 +164,9 @@ def unpermute(
 
 
 def _select(kernels: str, rows) -> str:
-    """Returns the name of the implementation that moves rows [M, H]."""
-    return select_kernels(kernels, rows.dtype, **{"the rows' dim 1": rows.shape[1]})
+    """Returns the name of the implementation that moves rows [M, H]. It is `xla` where there are no rows to move."""
+    chosen = select_kernels(kernels, rows.dtype, **{"the rows' dim 1": rows.shape[1]})
+    return chosen if rows.shape[0] else DEFAULT
 
 
 def _permute_forward(view: MeshView, static: PermuteSpec, x, experts):
@@ -166,7 +180,7 @@ def _permute_backward(view: MeshView, static: PermuteSpec, plan, cotangents):
     return _permute_grad_op(view, static, plan, cotangents[0])[0], None
 
 
-_permute = differentiable(_permute_forward, _permute_backward)
+_permute = differentiable(_permute_forward, _permute_backward, once="permute")
 
 
 def _unpermute_forward(view: MeshView, static: PermuteSpec, rows, plan, weights):
@@ -180,13 +194,18 @@ def _unpermute_backward(view: MeshView, static: PermuteSpec, saved, dy):
     return d_rows, None, d_weights
 
 
-_unpermute = differentiable(_unpermute_forward, _unpermute_backward)
+_unpermute = differentiable(_unpermute_forward, _unpermute_backward, once="unpermute")
 
 
-def plan_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Plan:
-    """Returns the Plan of one device, from the experts [R, K] of its received rows."""
+def plan_rows(static: PermuteSpec, experts: Int[Array, "R K"], start: int | Int[Array, ""] = 0) -> Plan:
+    """Returns the Plan of one pass of one device, from the experts [R, K] of its received rows.
+
+    The pass has the sorted rows from `start` on, counted without padding, as many as there is room for. With a room of
+    4, groups of 3 and 5 rows become the groups (3, 1) of the pass from row 0 on, and (0, 4) of the pass from row 4 on.
+    """
     received, top_k = experts.shape
-    groups, rows = static.num_groups, sorted_rows(received, top_k, static.num_groups, static.align, static.capacity)
+    groups, room = static.num_groups, static.room
+    rows = sorted_rows(received, top_k, groups, static.align, static.capacity if room is None else room)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     arrived = jnp.zeros(groups + 1, jnp.int32).at[flat].add(1)[:groups]
@@ -195,11 +214,32 @@ def plan_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Plan:
     expert = flat[order]
     first = jnp.append(jnp.cumsum(arrived) - arrived, 0)
     rank = jnp.arange(flat.shape[0], dtype=jnp.int32) - first[expert]
-    start, limit = jnp.append(group_starts(kept, static.align), rows), jnp.append(kept, 0)
-    row = jnp.where(rank < limit[expert], start[expert] + rank, rows)
+    sizes = kept
+    if room is not None:
+        begin, sizes = _cut_groups(kept, start, room)
+        rank = rank - jnp.append(begin, 0)[expert]
+    place, limit = jnp.append(group_starts(sizes, static.align), rows), jnp.append(sizes, 0)
+    row = jnp.where((rank >= 0) & (rank < limit[expert]), place[expert] + rank, rows)
     source = jnp.full(rows, received, jnp.int32).at[row].set(order // top_k, mode="drop")
     position = jnp.zeros(flat.shape, jnp.int32).at[order].set(row, unique_indices=True).reshape(experts.shape)
-    return Plan(source, position, kept, (arrived - kept).sum(dtype=jnp.int32)[None])
+    return Plan(source, position, sizes, (arrived - kept).sum(dtype=jnp.int32)[None])
+
+
+def count_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Int[Array, ""]:
+    """Returns how many sorted rows a rank keeps of its received rows in all passes, without padding."""
+    rows = jnp.sum(experts < static.num_groups, dtype=jnp.int32)
+    return rows if static.capacity is None else jnp.minimum(rows, static.capacity)
+
+
+def _cut_groups(kept, start, room: int):
+    """Returns, of groups that keep `kept` [E] rows, the first row and the number of rows in a pass.
+
+    The pass has `room` rows of all groups together, from row `start` on. Of groups of 3 and 5 rows, the pass of 4 rows
+    from row 4 on has rows 3 (none) of the first group and 1 to 4 of the second one: (3, 1) and (0, 4).
+    """
+    before = jnp.cumsum(kept) - kept
+    begin, end = (jnp.clip(edge - before, 0, kept) for edge in (start, start + room))
+    return begin, end - begin
 
 
 def _limit_groups(arrived, capacity: int):

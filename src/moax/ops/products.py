@@ -20,14 +20,15 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
+from moax.checks import check_count, check_float, check_int
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Names, Roles
 from moax.mesh.collectives import keep_on_first, scatter_gradient
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.place import keep_rows
-from moax.mesh.specs import Layout, Spec, pad, spec, weight_layout
+from moax.mesh.specs import Layout, Spec, check_spec, pad, spec, weight_layout
 from moax.recipe import Recipe, get_recipe
 
 
@@ -55,7 +56,7 @@ class GroupedSpec:
 def grouped_matmul(
     x: Float[Array, "M K"],
     w: Float[Array, "E K *C"],
-    group_sizes: Int[Array, " groups"],
+    group_sizes: Integer[Array, " groups"],
     bias: Float[Array, " E *C"] | None = None,
     *,
     recipe: str | Recipe | None = None,
@@ -71,9 +72,9 @@ def grouped_matmul(
       x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep). On a mesh each shard has rows of its own
         experts alone.
       w: [E, K, *C], E over ep. K or one of *C may lie over tp. Any dim may also lie over fsdp, and is then gathered.
-      group_sizes: [E] i32, the rows of each group of one shard. On a mesh the sizes of all shards follow one another:
-        [shards * E / ranks], sharded like the rows. With E = 4, ep = 2 and dp = 2 there are 4 shards of 2 experts, so
-        group_sizes has 8 entries.
+      group_sizes: [E], integers, the rows of each group of one shard. On a mesh the sizes of all shards follow one
+        another: [shards * E / ranks], sharded like the rows. With E = 4, ep = 2 and dp = 2 there are 4 shards of 2
+        experts, so group_sizes has 8 entries.
       bias: [E, *C], E over ep.
       recipe: the name of a recipe, a Recipe, or None to quantize nothing.
       align: each group starts at a multiple of so many rows. The default is the recipe's `row_alignment`, which is 1
@@ -91,9 +92,15 @@ def grouped_matmul(
         cannot be gathered.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
+    check_float("x", x, "[M, K]")
+    check_float("w", w, "[E, K, *C]")
+    check_int("group_sizes", group_sizes, "[E]")
+    if bias is not None:
+        check_float("bias", bias, "[E, *C]")
     recipe = get_recipe(recipe)
     align = recipe.row_alignment if align is None else align
-    if align < 1 or align % recipe.row_alignment:
+    check_count("align", align)
+    if align % recipe.row_alignment:
         raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
     if x.ndim != 2 or w.ndim < 3 or group_sizes.ndim != 1:
         raise ValueError(
@@ -110,11 +117,11 @@ def grouped_matmul(
             )
     if bias is not None and not view.manual and bias.shape != (w.shape[0], *w.shape[2:]):
         raise ValueError(f"bias has shape {bias.shape}; it must be {(w.shape[0], *w.shape[2:])}")
-    declared = spec(view.roles.ep, *[None] * (w.ndim - 1)) if w_spec is None else w_spec
+    declared = spec(view.roles.ep, *[None] * (w.ndim - 1)) if w_spec is None else check_spec("w_spec", w_spec, w.ndim)
     widths = widths_of(view, w.shape, declared)
     chosen = select_kernels(kernels, x.dtype, **widths)
     static = GroupedSpec(recipe, align, jnp.dtype(x.dtype), declared, view.roles, chosen)
-    return grouped(view, static, x, w, group_sizes, bias)
+    return grouped(view, static, x, w, group_sizes.astype(jnp.int32), bias)
 
 
 def widths_of(view: MeshView, shape: Sequence[int], declared: Spec) -> dict[str, int]:
@@ -136,6 +143,8 @@ def grouped(
     bias: Float[Array, "E *C"] | None,
 ) -> Float[Array, " M *C"]:
     """Runs `grouped_matmul` on a view of the mesh. With `group_sizes` None one group holds all rows."""
+    if x.shape[0] == 0:  # y has no rows, and the gradient of each operand is 0
+        return jnp.broadcast_to(x.sum(1).reshape(0, *[1] * (w.ndim - 2)), (0, *w.shape[2:]))
     return _grouped(view, static, *_forward.lay_operands(view, static, x, w, group_sizes, bias))
 
 
@@ -156,7 +165,7 @@ def _grouped_backward(view: MeshView, static: GroupedSpec, saved, dy):
     return dx, dw, None, None if bias is None else dbias.astype(bias.dtype)
 
 
-_grouped = differentiable(_grouped_forward, _grouped_backward)
+_grouped = differentiable(_grouped_forward, _grouped_backward, once="grouped_matmul")
 
 
 def matmul_forward(static: GroupedSpec, layout, x, w, group_sizes, bias):

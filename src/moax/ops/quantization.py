@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moax.checks import check_float, check_float_dtype, check_kind, is_int
 from moax.kernels import implementation, select_kernels
 from moax.kernels.scales import dequantize as dequantize_local
+from moax.kernels.scales import to_exponent, to_scale
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.partition import Contract, Engine, Partitioned, find_mesh_view
-from moax.mesh.specs import Spec, pad, spec
+from moax.mesh.specs import Spec, check_spec, pad, spec
 from moax.recipe import Format
 from moax.types import QArray
 
@@ -74,13 +76,20 @@ def quantize(
       ValueError: `block` does not have one positive entry, or None, for each dim of x.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
-    block = format.row_block(x.ndim, "columns") if block is None else tuple(block)
-    if len(block) != x.ndim or any(b is not None and b < 1 for b in block):
+    check_float("x", x, "[...]")
+    check_kind("format", format, Format)
+    block = format.row_block(x.ndim, "columns") if block is None else block
+    block = tuple(block) if isinstance(block, list | tuple) else (block,)
+    if len(block) != x.ndim or any(b is not None and (not is_int(b) or b < 1) for b in block):
         raise ValueError(f"block={block} must have one positive int (or None) for each of the {x.ndim} dims of x")
     view = find_mesh_view(axes, engine, x)
-    declared = jax.typeof(x).sharding.spec if view.explicit else spec() if x_spec is None else x_spec
+    declared = jax.typeof(x).sharding.spec if view.explicit else spec()
+    if x_spec is not None:
+        declared = check_spec("x_spec", x_spec, x.ndim) if not view.explicit else declared
     chosen = select_kernels(kernels, None)
     static = QuantizeSpec(format, block, view.roles, declared, chosen)
+    if x.size == 0:
+        return _quantize_nothing(x.shape, format, block)
     data, scale = _quantize(view, static, x)
     scale = view.typed_as_equal(scale, ())
     shards = [()] * x.ndim if view.engine == "local" else _entries(view.roles, declared, x.ndim)
@@ -89,6 +98,14 @@ def quantize(
         for n, names, b in zip(x.shape, shards, block, strict=True)
     )
     return QArray(data, scale, format.dtype, block, pieces)
+
+
+def _quantize_nothing(shape: tuple[int, ...], format: Format, block: tuple[int | None, ...]) -> QArray:
+    """Returns the QArray of an array without elements. Its scales, if it has any, are 1."""
+    counts = tuple(1 if b is None else -(-n // b) for n, b in zip(shape, block, strict=True))
+    scale = to_scale(jnp.zeros(counts, jnp.float32), format)
+    scale = to_exponent(scale) if format.scale == "e8m0" else scale
+    return QArray(jnp.zeros(shape, jnp.uint8), scale, format.dtype, block, (1,) * len(shape))
 
 
 def dequantize(
@@ -107,6 +124,8 @@ def dequantize(
     Raises:
       ValueError: mesh axes cut the blocks of `q`, because its shards are not the shards that were quantized.
     """
+    check_kind("q", q, QArray)
+    check_float_dtype("dtype", dtype)
     view = find_mesh_view(axes, engine, q)
     static = DequantizeSpec(q.dtype, q.block, q.pieces, jnp.dtype(dtype), view.roles, q.shape)
     return _dequantize(view, static, q.data, q.scale)[0]

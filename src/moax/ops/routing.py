@@ -4,41 +4,93 @@
     topk_then_score:  experts = top_k(logits + bias);                 weights = score(logits[experts])
     weights = scale * weights / sum_k weights                         (divided where normalize is set and K > 1)
 
+The division is that of exp(log score): weights whose scores all underflow to 0 still sum to the scale.
+
     aux_loss = c E / (K T^2) sum_e (sum_t p[t, e]) tokens[e]          p: scores of all experts, summing to 1 a token
+             + c' mean over sequences of the same, with the T and the tokens of one sequence
     z_loss   = c / T sum_t logsumexp(logits[t])^2                     T: tokens of the whole mesh
 
 With K = 2, score_then_topk and the scores (0.1, 0.4, 0.3, 0.2) of a token, experts = (1, 2) and weights = (4/7, 3/7).
 Selection has no gradient, and the argument `bias` changes selection alone. The sums over tokens are psums of [E]
 vectors, so logits never leave their shard. Everything is float32.
+
+A caller may choose the experts, and the weights are then those of the router's scores: `experts` (1, 3) in the example
+have the weights (4/6, 2/6). A token that `mask` leaves out has the experts (E, E), which stand for no expert, and the
+weights (0, 0). T and tokens[e] do not count it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
+from moax.checks import check_count, check_float, check_int, check_kind, check_mask
 from moax.config import RouterConfig
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
+from moax.ops.scores import score, share
 from moax.types import Routing
 
-# A sum of scores may underflow to 0, so this is added before a division. Gradients divide by its square, 1e-36, which
-# is still a normal float32.
-TINY = 1e-18
+HIGHEST = lax.Precision.HIGHEST
+NO_EXPERT = -1e30  # the logit of no expert: its share is 0, and so is every gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class RouteSpec:
-    """The static arguments of `route`: the router, K, and the mesh axes by role."""
+    """The static arguments of `route`: the router, K, the number of sequences, and the mesh axes by role."""
 
     config: RouterConfig
     top_k: int
+    num_sequences: int
     roles: Roles
+
+
+class Choice(NamedTuple):
+    """What a caller of `route` has decided for its tokens; None where it has decided nothing.
+
+    Attributes:
+      experts: [T, K] i32, the experts to take.
+      mask: [T] bool, whether each token is real.
+      sequences: [T] i32, the sequence of each token.
+    """
+
+    experts: Int[Array, "T K"] | None = None
+    mask: Bool[Array, " T"] | None = None
+    sequences: Int[Array, " T"] | None = None
+
+
+class Sums(NamedTuple):
+    """Sums over the real tokens, which are differentiable in the logits.
+
+    Attributes:
+      share: [E], of the scores of each token, which sum to 1.
+      z: [1], of logsumexp(logits)^2.
+      by_sequence: [S, E], `share` of each sequence; None without sequences.
+    """
+
+    share: Float[Array, " E"]
+    z: Float[Array, " 1"]
+    by_sequence: Float[Array, "S E"] | None
+
+
+class Counts(NamedTuple):
+    """Counts of the real tokens.
+
+    Attributes:
+      tokens: [E] i32, the assignments to each expert.
+      real: [1] i32, the tokens; None without a mask.
+      by_sequence: [S, E + 1] f32, the assignments to each expert and the tokens, of each sequence; None without any.
+    """
+
+    tokens: Int[Array, " E"]
+    real: Int[Array, " 1"] | None
+    by_sequence: Float[Array, "S E+1"] | None
 
 
 def route(
@@ -47,6 +99,10 @@ def route(
     top_k: int,
     bias: Float[Array, " E"] | None = None,
     *,
+    experts: Integer[Array, "T K"] | None = None,
+    mask: Bool[Array, " T"] | None = None,
+    sequences: Integer[Array, " T"] | None = None,
+    num_sequences: int = 0,
     axes: Axes = Axes(),
     engine: Engine = "auto",
 ) -> Routing:
@@ -58,48 +114,110 @@ def route(
       top_k: K, the experts per token.
       bias: [E], added to the scores for selection alone, without a gradient. It is given exactly where `config.bias`
         is set.
+      experts: [T, K], integers in [0, E]: experts to take in place of the best ones; E stands for no expert. Their
+        weights are those of the scores. A token with a negative id takes its best experts.
+      mask: [T] bool, False for padding. Padding has the experts E and the weights 0, and enters no loss and no count.
+      sequences: [T], integers in [0, num_sequences): the sequence of each token, for `config.sequence_aux_loss`. Inside
+        a `shard_map` they count the sequences of one shard.
+      num_sequences: the number of sequences, over the whole mesh.
       axes, engine: see `moax.Options`.
 
     Returns:
       Routing: experts [T, K] i32 and weights [T, K] f32, sharded like the logits; losses and counts are replicated.
 
     Raises:
-      ValueError: a shape does not fit, `bias` and `config.bias` disagree, K or the groups do not fit E, or the mesh
-        does not divide T.
+      ValueError: a shape does not fit, `bias` and `config.bias` disagree, K or the groups do not fit E, sequences are
+        missing, or the mesh does not divide T.
 
-    Group-limited routing and the selection bias are those of DeepSeek-V3. The aux loss is that of Switch Transformer: a
-    balanced router pays the coefficient. The z-loss is that of ST-MoE.
+    Group-limited routing and the selection bias are those of DeepSeek-V3, and so is the loss of a sequence. The aux
+    loss is that of Switch Transformer: a balanced router pays the coefficient. The z-loss is that of ST-MoE.
     """
+    check_float("logits", logits, "[T, E]")
+    check_kind("config", config, RouterConfig)
     if logits.ndim != 2:
         raise ValueError(f"logits has shape {logits.shape}; it must be [T, E]")
     config.check_experts(logits.shape[1], top_k)
+    _check_bias(bias, config, logits.shape[1:])
+    choice = _check_choice(experts, mask, sequences, num_sequences, config, (logits.shape[0], top_k))
+    view = find_mesh_view(axes, engine, logits)
+    if logits.shape[0] == 0:
+        return _route_nothing(logits, top_k)
+    static = RouteSpec(config, top_k, num_sequences, view.roles)
+    bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
+    operands = _forward.lay_operands(view, static, logits.astype(jnp.float32), bias, choice)
+    chosen, weights, sums, counts = _route(view, static, *operands)
+    shards = view.roles.size(view.roles.tokens) if view.manual else 1
+    return Routing(chosen, weights, *_find_losses(view, static, sums, counts, logits.shape[0] * shards))
+
+
+def _check_bias(bias, config: RouterConfig, shape) -> None:
+    """Raises ValueError where `bias` and `config.bias` disagree, or the bias has another shape than [E]."""
     if (bias is not None) != config.bias:
         raise ValueError(f"bias is {'given' if bias is not None else 'None'}, but RouterConfig.bias={config.bias}")
-    if bias is not None and bias.shape != logits.shape[1:]:
-        raise ValueError(f"bias has shape {bias.shape}; it must be [E]={logits.shape[1:]}")
-    view = find_mesh_view(axes, engine, logits)
-    static = RouteSpec(config, top_k, view.roles)
-    bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
-    logits, bias = _forward.lay_operands(view, static, logits.astype(jnp.float32), bias)
-    experts, weights, score_sum, z_sum, tokens = _route(view, static, logits, bias)
-    score_sum, z_sum, tokens = (view.psum(v, view.roles.tokens) for v in (score_sum, z_sum, tokens))
-    total = logits.shape[0] * (view.roles.size(view.roles.tokens) if view.manual else 1)
-    balance = jnp.sum(score_sum * tokens.astype(jnp.float32)) * (logits.shape[1] / (top_k * total**2))
-    return Routing(experts, weights, config.aux_loss * balance, config.z_loss * z_sum[0] / total, tokens)
+    if bias is not None:
+        check_float("bias", bias, "[E]")
+        if bias.shape != shape:
+            raise ValueError(f"bias has shape {bias.shape}; it must be [E]={shape}")
 
 
-def _route_forward(view: MeshView, static: RouteSpec, logits, bias):
+def _check_choice(experts, mask, sequences, num_sequences: int, config: RouterConfig, shape) -> Choice:
+    """Returns the Choice of these arguments. Raises ValueError where one has another kind or shape than it must."""
+    if experts is not None:
+        check_int("experts", experts, "[T, K]")
+        if experts.shape != shape:
+            raise ValueError(f"experts has shape {experts.shape}; it must be [T, K]={shape}")
+        experts = experts.astype(jnp.int32)
+    if mask is not None:
+        check_mask("mask", mask, shape[:1])
+    if not config.sequence_aux_loss:
+        return Choice(experts, mask)
+    if sequences is None:
+        raise ValueError(
+            f"sequences is None; it must be given, with num_sequences, for sequence_aux_loss={config.sequence_aux_loss}"
+        )
+    check_int("sequences", sequences, "[T]")
+    check_count("num_sequences", num_sequences)
+    if sequences.shape != shape[:1]:
+        raise ValueError(f"sequences has shape {sequences.shape}; it must be [T]={shape[:1]}")
+    return Choice(experts, mask, sequences.astype(jnp.int32))
+
+
+def _find_losses(view: MeshView, static: RouteSpec, sums: Sums, counts: Counts, total: int):
+    """Returns the aux loss, the z loss, and the assignments to each expert, of `total` tokens less those masked."""
+    config, over = static.config, view.roles.tokens
+    shares, z, tokens = view.psum(sums.share, over), view.psum(sums.z, over), view.psum(counts.tokens, over)
+    real = total
+    if counts.real is not None:
+        real = jnp.maximum(view.psum(counts.real, over)[0], 1).astype(jnp.float32)
+    factor = tokens.shape[0] / static.top_k
+    aux = config.aux_loss * jnp.sum(shares * tokens.astype(jnp.float32)) * (factor / real**2)
+    if sums.by_sequence is not None and counts.by_sequence is not None:
+        sizes = counts.by_sequence[:, -1]
+        by_sequence = jnp.sum(sums.by_sequence * counts.by_sequence[:, :-1], axis=1)
+        total_loss = view.psum(jnp.sum(by_sequence * (factor / jnp.maximum(sizes, 1.0) ** 2)), over)
+        present = view.psum(jnp.sum((sizes > 0).astype(jnp.float32)), over)
+        aux = aux + config.sequence_aux_loss * total_loss / jnp.maximum(present, 1.0)
+    return aux, config.z_loss * z[0] / real, tokens
+
+
+def _route_nothing(logits, top_k: int) -> Routing:
+    """Returns the Routing of no tokens: logits [0, E]. Its losses and counts are 0."""
+    weights, zero = logits[:, :top_k].astype(jnp.float32), jnp.zeros((), jnp.float32)
+    return Routing(weights.astype(jnp.int32), weights, zero, zero, jnp.zeros(logits.shape[1], jnp.int32))
+
+
+def _route_forward(view: MeshView, static: RouteSpec, logits, bias, choice: Choice):
     """Runs the forward of the `custom_vjp` and returns the results, and the residuals."""
-    results = _forward(view, static, logits, bias)
-    return results, (logits, bias, results[0])
+    results = _forward(view, static, logits, bias, choice)
+    return results, (logits, bias, choice, results[0])
 
 
 def _route_backward(view: MeshView, static: RouteSpec, saved, cotangents):
     """Runs the backward of the `custom_vjp` and returns the gradient of the logits."""
-    logits, bias, experts = saved
-    _, d_weights, d_score_sum, d_z_sum, _ = cotangents
-    (d_logits,) = _backward(view, static, logits, experts, d_weights, d_score_sum, d_z_sum)
-    return d_logits, None if bias is None else jnp.zeros_like(bias)
+    logits, bias, choice, experts = saved
+    _, d_weights, d_sums, _ = cotangents
+    (d_logits,) = _backward(view, static, logits, experts, choice._replace(experts=None), d_weights, d_sums)
+    return d_logits, None if bias is None else jnp.zeros_like(bias), None
 
 
 _route = differentiable(_route_forward, _route_backward)
@@ -109,7 +227,9 @@ def select_experts(
     logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, config: RouterConfig, top_k: int
 ) -> Int[Array, "T K"]:
     """Returns the K experts [T, K] i32 of each token, by its logits [T, E]; the best expert is first."""
-    scores = _score(logits, config) if config.order == "score_then_topk" else logits
+    # Scores grow with logits, so logits choose the same experts, also where scores underflow to 0.
+    of_logits = config.order == "topk_then_score" or (bias is None and config.num_groups == 1)
+    scores = logits if of_logits else score(logits, config)
     scores = scores if bias is None else scores + bias[None]
     if config.num_groups > 1:
         grouped = scores.reshape(scores.shape[0], config.num_groups, -1)
@@ -125,68 +245,107 @@ def _best_of_group(config, top_k):
     return {"max": 1, "top2": 2, "sum_topk": top_k // config.top_groups}[config.group_score]
 
 
-def _score(logits, config):
-    """Returns softmax(logits) or sigmoid(logits)."""
-    return jax.nn.softmax(logits, axis=-1) if config.score == "softmax" else jax.nn.sigmoid(logits)
+def _weigh(logits, experts, choice: Choice, static: RouteSpec) -> tuple[Float[Array, "T K"], Sums]:
+    """Computes the differentiable half of the router: weights [T, K], and the sums of one device.
 
-
-def _weigh(logits, experts, config: RouterConfig):
-    """Computes the differentiable half of the router.
-
-    Returns weights [T, K], the sums of the scores over tokens [E], and the sum of squared logsumexp [1].
+    `experts` are those that the tokens take, and E stands for none.
     """
-    probabilities = _score(logits, config)
-    if config.order == "score_then_topk":
-        weights = jnp.take_along_axis(probabilities, experts, axis=-1)
-    else:
-        weights = _score(jnp.take_along_axis(logits, experts, axis=-1), config)
+    config, mask = static.config, choice.mask
+    num_experts, some = logits.shape[1], experts < logits.shape[1]
+    if mask is not None:  # padding may hold NaN
+        logits = jnp.where(mask[:, None], logits, 0.0)
+    chosen = jnp.take_along_axis(logits, jnp.minimum(experts, num_experts - 1), axis=-1)
     if config.normalize and experts.shape[-1] > 1:
-        weights = weights / (weights.sum(-1, keepdims=True) + TINY)
-    if config.score == "sigmoid":
-        probabilities = probabilities / (probabilities.sum(-1, keepdims=True) + TINY)
-    z_sum = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)[None]
-    return weights * config.scale, probabilities.sum(0), z_sum
+        weights = share(jnp.where(some, chosen, NO_EXPERT), config)
+        weights = weights / weights.sum(-1, keepdims=True)  # their sum is 1 but for rounding, and so is the gradient's
+    elif config.order == "score_then_topk":
+        weights = jnp.take_along_axis(score(logits, config), jnp.minimum(experts, num_experts - 1), axis=-1)
+    else:
+        weights = score(jnp.where(some, chosen, NO_EXPERT), config)
+    weights = jnp.where(some, weights * config.scale, 0.0)
+    shares, z = share(logits, config), jax.nn.logsumexp(logits, axis=-1) ** 2
+    if mask is not None:
+        shares, z = jnp.where(mask[:, None], shares, 0.0), jnp.where(mask, z, 0.0)
+    by_sequence = None
+    if choice.sequences is not None:
+        by_sequence = _sum_by_sequence(shares, choice.sequences, static.num_sequences)
+    return weights, Sums(shares.sum(0), z.sum()[None], by_sequence)
 
 
-def route_forward(static: RouteSpec, layout, logits, bias):
-    """Returns experts, weights, score sums, the z sum and counts of one device.
+def _sum_by_sequence(values: Float[Array, "T C"], sequences: Int[Array, " T"], count: int) -> Float[Array, "S C"]:
+    """Returns the sum of the rows of each sequence. A product adds them in one order, and a scatter may not."""
+    rows = sequences[:, None] == jnp.arange(count, dtype=jnp.int32)[None]
+    return lax.dot_general(rows.astype(jnp.float32), values, (((0,), (0,)), ((), ())), precision=HIGHEST)
 
-    The last three are partial sums over the axes of tokens.
-    """
+
+def _count(experts, choice: Choice, static: RouteSpec, num_experts: int) -> Counts:
+    """Returns the Counts of one device."""
+    tokens = jnp.zeros(num_experts, jnp.int32).at[experts.reshape(-1)].add(1, mode="drop")
+    real = None if choice.mask is None else choice.mask.sum(dtype=jnp.int32)[None]
+    by_sequence = None
+    if choice.sequences is not None:
+        chose = (experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]).sum(1)
+        one = jnp.ones(experts.shape[:1], bool) if choice.mask is None else choice.mask
+        columns = jnp.concatenate([chose, one[:, None].astype(chose.dtype)], axis=1).astype(jnp.float32)
+        by_sequence = _sum_by_sequence(columns, choice.sequences, static.num_sequences)
+    return Counts(tokens, real, by_sequence)
+
+
+def route_forward(static: RouteSpec, layout, logits, bias, choice: Choice):
+    """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
+    num_experts = logits.shape[1]
     experts = select_experts(logits, bias, static.config, static.top_k)
-    weights, score_sum, z_sum = _weigh(logits, experts, static.config)
-    tokens = jnp.zeros(logits.shape[1], jnp.int32).at[experts.reshape(-1)].add(1)
-    return experts, weights, score_sum, z_sum, tokens
+    if choice.experts is not None:
+        own = (choice.experts < 0).any(-1, keepdims=True)
+        experts = jnp.where(own, experts, jnp.minimum(choice.experts, num_experts))
+    if choice.mask is not None:
+        experts = jnp.where(choice.mask[:, None], experts, num_experts)
+    weights, sums = _weigh(logits, experts, choice, static)
+    return experts, weights, sums, _count(experts, choice, static, num_experts)
 
 
-def route_backward(static: RouteSpec, layout, logits, experts, d_weights, d_score_sum, d_z_sum):
-    """Returns d_logits [T, E] of one device."""
-    _, pull = jax.vjp(lambda x: _weigh(x, experts, static.config), logits)
-    return pull((d_weights, d_score_sum, d_z_sum))
+def route_backward(static: RouteSpec, layout, logits, experts, choice: Choice, d_weights, d_sums: Sums):
+    """Returns d_logits [T, E] of one device. `experts` are those that forward returned."""
+    _, pull = jax.vjp(lambda x: _weigh(x, experts, choice, static), logits)
+    return pull((d_weights, d_sums))
+
+
+def _choice_specs(static: RouteSpec, choice: Choice) -> Choice:
+    """Returns the spec of each field of a Choice: tokens are split."""
+    rows = spec(static.roles.tokens)
+    return jax.tree.map(lambda _: rows, choice)
 
 
 def _forward_contract(static: RouteSpec, operands, found_specs):
     """Returns the contract of forward: tokens are split, and sums over tokens are reduced over their axes."""
     rows, one, over = spec(static.roles.tokens, None), spec(None), static.roles.tokens
     bias = None if operands[1] is None else one
-    return Contract((rows, bias), (rows, rows, one, one, one), ((), (), over, over, over))
+    return Contract((rows, bias, _choice_specs(static, operands[2])), (rows, rows, one, one), ((), (), over, over))
 
 
 def _backward_contract(static: RouteSpec, operands, found_specs):
     """Returns the contract of backward: the gradient of the logits has their layout."""
     rows, one = spec(static.roles.tokens, None), spec(None)
-    return Contract((rows, rows, rows, one, one), (rows,), ((),))
+    sums = jax.tree.map(lambda _: one, operands[4])
+    return Contract((rows, rows, _choice_specs(static, operands[2]), rows, sums), (rows,), ((),))
 
 
-_forward = Partitioned(
-    route_forward,
-    _forward_contract,
-    lambda static, operands: (("t e", "e")[: 1 + (operands[1] is not None)], ("t k", "t k", "e", "o", "e")),
-    name="route",
-)
-_backward = Partitioned(
-    route_backward,
-    _backward_contract,
-    lambda static, operands: (("t e", "t k", "t k", "e", "o"), ("t e",)),
-    name="route_grad",
-)
+def _choice_factors(choice: Choice) -> tuple[str, ...]:
+    """Returns the dims of the fields of a Choice in a Shardy rule."""
+    return tuple(dims for dims, value in zip(("t k", "t", "t"), choice, strict=True) if value is not None)
+
+
+def _forward_factors(static: RouteSpec, operands):
+    """Returns the Shardy rule of forward."""
+    bias = () if operands[1] is None else ("e",)
+    return ("t e", *bias, *_choice_factors(operands[2])), ("t k", "t k")
+
+
+def _backward_factors(static: RouteSpec, operands):
+    """Returns the Shardy rule of backward. Sums are replicated, and share no dim with the logits."""
+    own = [""] * len(jax.tree.leaves(operands[4]))
+    return ("t e", "t k", *_choice_factors(operands[2]), "t k", *own), ("t e",)
+
+
+_forward = Partitioned(route_forward, _forward_contract, _forward_factors, name="route")
+_backward = Partitioned(route_backward, _backward_contract, _backward_factors, name="route_grad")

@@ -10,7 +10,8 @@ import shlex
 import sys
 
 from moax import program
-from moax.arguments import add_execution
+from moax.arguments import add_execution, factor
+from moax.config import GATED, UNGATED
 from moax.train import processes
 from moax.train.presets import BALANCE, DTYPES, PRESETS, REMAT, ModelConfig, TrainConfig
 
@@ -44,7 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--save-every", type=int, metavar="STEPS", help="save a checkpoint every so many steps; 0: at the end alone")
     how = parser.add_argument_group("how it runs")
     add_execution(how, mesh="all devices on fsdp", dtypes=DTYPES)
-    how.add_argument("--chunks", type=int, metavar="N", help="take the tokens of a device through an MoE in N parts")
+    how.add_argument("--buffer-factor", type=factor, metavar="X", help="buffers for X times the balanced load, in more "
+        "passes where a step needs more; none: buffers for the worst case")  # fmt: skip
     how.add_argument("--remat", choices=REMAT, help="recompute in backward: nothing, everything, or all but the MoE")
     processes.add_options(parser.add_argument_group("one of several processes, each started with the same options"))
     model = parser.add_argument_group("the model (default: the preset's)")
@@ -56,15 +58,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--experts", type=int, dest="num_experts", metavar="E", help="experts of a layer")
     add("--top-k", type=int, metavar="K", help="experts of a token")
     add("--shared-d-ff", type=int, metavar="S", help="width of an expert that every token takes; 0: no such expert")
-    add("--capacity-factor", type=capacity, metavar="X", help="bound the rows of a rank at X times the even load, drop "
+    add("--capacity-factor", type=factor, metavar="X", help="bound the rows of a rank at X times the even load, drop "
         "and count the rest; none: drop nothing")  # fmt: skip
     add("--tied", action=argparse.BooleanOptionalAction, help="one matrix embeds and predicts bytes")
-    add("--balance", choices=BALANCE, help="keep experts busy by a selection bias, by a loss, or not at all")
-
-
-def capacity(text: str) -> float:
-    """Parses the value of --capacity-factor: `none` is infinite."""
-    return math.inf if text == "none" else float(text)
+    add("--balance", choices=BALANCE, help="keep experts busy by a selection bias, by a loss of the batch or of "
+        "each sequence, or not at all")  # fmt: skip
+    add("--activation", choices=GATED + UNGATED, help="the activation of the experts (default: swiglu)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,8 +112,9 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
         base = dataclasses.replace(PRESETS[preset], name=preset)
     if "recipe" in given:
         given["recipe"] = None if given["recipe"] == "none" else given["recipe"]
-    if "capacity_factor" in given and math.isinf(given["capacity_factor"]):
-        given["capacity_factor"] = None
+    for name in ("capacity_factor", "buffer_factor"):
+        if name in given and math.isinf(given[name]):
+            given[name] = None
     model = {f.name: given[f.name] for f in dataclasses.fields(ModelConfig) if f.name in given}
     run = {f.name: given[f.name] for f in dataclasses.fields(TrainConfig) if f.name in given}
     return dataclasses.replace(base, model=dataclasses.replace(base.model, **model), **run)

@@ -29,7 +29,7 @@ from moax.train.checkpoint import Checkpoints
 from moax.train.data import Corpus, load
 from moax.train.mesh import check_batch
 from moax.train.presets import TrainConfig
-from moax.train.report import Report
+from moax.train.report import Passes, Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +120,7 @@ class _Loop:
         self.config, self.corpus, self.program = config, corpus, program
         self.run, self.checkpoints, self.report = run, checkpoints, report
         self.routed = np.zeros((config.model.num_layers, config.model.num_experts), np.int64)
+        self.passes = Passes(config.buffer_factor)
 
     def begin(self) -> None:
         """Restores the newest checkpoint, or initialises the state where there is no checkpoint."""
@@ -172,6 +173,8 @@ class _Loop:
         row["tokens_per_s"] = config.batch * config.seq / seconds
         self.log(**row)
         self.report.step(row)
+        if advice := self.passes.advise(row["passes"]):
+            self.report.note(advice)
         if self.done % config.eval_every == 0 or self.done == config.steps:
             self.held_out()
         if config.save_every and self.done % config.save_every == 0:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes as Plot
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from moax.figures import BLUE, GREEN, INK, ORANGE, PURPLE, SOFT, make_figure, style
 from moax.text import plural
 from moax.train.presets import TrainConfig
 from moax.train.run import Run
 
-INK, SOFT, TRAIN, HELD_OUT = "#2b2d33", "#9aa0a8", "#2f6fb0", "#d9601a"
+TRAIN, HELD_OUT = BLUE, ORANGE
 
 
 def draw(run: Run, config: TrainConfig) -> None:
@@ -28,8 +26,7 @@ def draw(run: Run, config: TrainConfig) -> None:
     evaluations = [row for row in rows if "held_out_loss" in row]
     if not steps:
         return
-    figure = Figure(figsize=(11, 5.6), dpi=140, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-    FigureCanvasAgg(figure)
+    figure = make_figure(11, 5.6)
     grid = figure.add_gridspec(2, 2, width_ratios=(1.35, 1), height_ratios=(1.15, 1))
     mesh = ", ".join(f"{axis}={size}" for axis, size in config.mesh) or "one axis"
     model = config.model
@@ -49,7 +46,10 @@ def draw(run: Run, config: TrainConfig) -> None:
 
 
 def compare(runs: list[Run], path: Path) -> list[tuple[str, float, float]]:
-    """Draws the losses of several runs on one plot: the training loss, smoothed, and the held-out loss.
+    """Draws the losses of several runs on one plot and, below it, by how much each run differs from the first.
+
+    A line is the training loss, smoothed; a dot is a held-out loss. Lines of later runs are thinner, so that a run
+    which lies on another one hides nothing.
 
     Args:
       runs: the folders of the runs.
@@ -61,25 +61,33 @@ def compare(runs: list[Run], path: Path) -> list[tuple[str, float, float]]:
     Raises:
       ValueError: a run has no step, or no held-out loss.
     """
-    figure = Figure(figsize=(9, 5), dpi=140, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-    FigureCanvasAgg(figure)
-    plot, results = figure.add_subplot(), []
-    for run, color in zip(runs, itertools.cycle((TRAIN, HELD_OUT, "#3f8f5b", "#8a5fb0"))):
-        steps = [row for row in run.rows() if "loss" in row]
-        evaluations = [row for row in run.rows() if "held_out_loss" in row]
-        if not steps or not evaluations:
+    losses = [(_series(run.rows(), "loss"), _series(run.rows(), "held_out_loss")) for run in runs]
+    for run, series in zip(runs, losses, strict=True):
+        if any(len(steps) == 0 for steps, _ in series):
             raise ValueError(f"{run.path} has no step, or no held-out loss, to draw")
-        step, loss = _series(steps, "loss")
-        plot.plot(step, loss, color=color, alpha=0.18, linewidth=1)
-        plot.plot(step, _smooth(loss), color=color, linewidth=1.6, label=f"{run.path.name}: training")
-        step, loss = _series(evaluations, "held_out_loss")
-        plot.plot(step, loss, color=color, linestyle="--", marker="o", markersize=4, label=f"{run.path.name}: held out")
-        results.append((run.path.name, float(loss[-1]), float(np.median(_series(steps, "tokens_per_s")[1]))))
-    plot.legend(frameon=False, loc="upper right", fontsize=9)
-    _style(plot, "Loss, nats a byte", "step")
-    plot.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    figure = make_figure(9, 5.6 if len(runs) > 1 else 4)
+    plots = figure.subplots(2, sharex=True, height_ratios=(2, 1)) if len(runs) > 1 else [figure.add_subplot()]
+    (first_steps, first_loss), (first_dots, first_held) = losses[0]
+    for i, (run, ((steps, loss), (dots, held))) in enumerate(zip(runs, losses, strict=True)):
+        color, width = (TRAIN, HELD_OUT, GREEN, PURPLE)[i % 4], max(1.4, 4.2 - 1.4 * i)
+        plots[0].plot(steps, loss, color=color, alpha=0.15, linewidth=1)
+        plots[0].plot(steps, _smooth(loss), color=color, linewidth=width, label=run.path.name)
+        plots[0].plot(dots, held, "o", color=color, markersize=3 + width, markeredgecolor="white")
+        if i > 0:
+            common, here, there = np.intersect1d(steps, first_steps, return_indices=True)
+            plots[1].plot(common, _smooth(loss)[here] - _smooth(first_loss)[there], color=color, linewidth=1.6)
+            common, here, there = np.intersect1d(dots, first_dots, return_indices=True)
+            gaps = held[here] - first_held[there]
+            plots[1].plot(common, gaps, "o", color=color, markersize=6, markeredgecolor="white")
+    plots[0].legend(frameon=False, loc="upper right", fontsize=9)
+    title = "Loss, nats a byte; a line is training, smoothed, and a dot is held out"
+    style(plots[0], title, "" if len(runs) > 1 else "step", grid="y")
+    if len(runs) > 1:
+        plots[1].axhline(0, color=TRAIN, linewidth=1.6)
+        style(plots[1], f"By how much a loss exceeds that of {runs[0].path.name}", "step", grid="y")
     figure.savefig(path)
-    return results
+    rates = [float(np.median(_series(run.rows(), "tokens_per_s")[1])) for run in runs]
+    return [(run.path.name, float(held[1][-1]), rate) for run, (_, held), rate in zip(runs, losses, rates, strict=True)]
 
 
 def _losses(plot: Plot, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
@@ -96,8 +104,7 @@ def _losses(plot: Plot, steps: list[dict[str, Any]], evaluations: list[dict[str,
         )  # fmt: skip
         plot.margins(x=0.07)
     plot.legend(frameon=False, loc="upper right")
-    _style(plot, "Loss, nats a byte", "step")
-    plot.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    style(plot, "Loss, nats a byte", "step", grid="y")
 
 
 def _experts(plot: Plot, figure: Figure, tokens: Float[np.ndarray, "L E"], when: str) -> None:
@@ -117,7 +124,7 @@ def _experts(plot: Plot, figure: Figure, tokens: Float[np.ndarray, "L E"], when:
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8, colors=INK, length=0)
     bar.ax.set_yscale("linear")
-    _style(plot, f"Tokens of each expert, {when}; 1 = an even share", "expert", "layer")
+    style(plot, f"Tokens of each expert, {when}; 1 = an even share", "expert", "layer")
     plot.spines[:].set_visible(False)
     plot.tick_params(length=0)
 
@@ -131,24 +138,13 @@ def _busiest(plot: Plot, steps: list[dict[str, Any]], experts: int) -> None:
     plot.annotate("even", (step[0], 100 / experts), xytext=(2, 3), textcoords="offset points", fontsize=8, color=SOFT)
     plot.set_ylim(0)
     dropped = sum(row["dropped"] for row in steps)
-    _style(plot, f"Share of the busiest expert of any layer, %; {dropped:,} dropped in all", "step")
-    plot.grid(axis="y", color="#e6e8eb", linewidth=0.8)
-
-
-def _style(plot: Plot, title: str, x: str, y: str = "") -> None:
-    """Sets the title and the axis labels of a plot in moax's colours."""
-    plot.set_title(title, loc="left", fontsize=10, color=INK)
-    plot.set_xlabel(x, color=INK, fontsize=9)
-    plot.set_ylabel(y, color=INK, fontsize=9)
-    plot.tick_params(colors=INK, labelsize=8)
-    plot.spines[["top", "right"]].set_visible(False)
-    plot.spines[["left", "bottom"]].set_color(SOFT)
-    plot.set_axisbelow(True)
+    style(plot, f"Share of the busiest expert of any layer, %; {dropped:,} dropped in all", "step", grid="y")
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps of the rows, and the value `name` of each row."""
-    return np.array([row["step"] for row in rows]), np.array([row[name] for row in rows])
+    """Returns the steps of the rows that hold `name`, and that value of each of them."""
+    held = [row for row in rows if name in row]
+    return np.array([row["step"] for row in held]), np.array([row[name] for row in held])
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from moax import MoEConfig, RouterConfig
 from moax.mesh.partition import Engine
+from moax.options import check_buffer_factor
 
 VOCAB = 256
-BALANCE = ("bias", "aux", "none")
+BALANCE = ("bias", "aux", "sequence", "none")
 REMAT = ("none", "full", "moe")
 DTYPES = ("float32", "bfloat16")
 AUX_COEFFICIENT = 0.01
@@ -30,8 +31,9 @@ class ModelConfig:
       capacity_factor: None drops no token; a number bounds the rows of a rank at that multiple of the balanced load.
       tied: one [256, H] matrix embeds bytes and predicts them.
       balance: how the load of the experts is balanced. `bias` takes sigmoid scores and a selection bias that changes
-        after each step (loss-free balancing); `aux` takes softmax scores and a load-balance loss; `none` takes softmax
-        scores alone.
+        after each step (loss-free balancing); `aux` takes softmax scores and a load-balance loss of the batch;
+        `sequence` takes softmax scores and a load-balance loss of each sequence; `none` takes softmax scores alone.
+      activation: the activation of the experts, by name; see `moax.ops.activation`.
     """
 
     d_model: int
@@ -43,7 +45,8 @@ class ModelConfig:
     shared_d_ff: int = 0
     capacity_factor: float | None = None
     tied: bool = False
-    balance: Literal["bias", "aux", "none"] = "bias"
+    balance: Literal["bias", "aux", "sequence", "none"] = "bias"
+    activation: str = "swiglu"
 
     def __post_init__(self):
         _at_least_one("ModelConfig", num_layers=self.num_layers, num_heads=self.num_heads)
@@ -60,6 +63,7 @@ class ModelConfig:
             score="sigmoid" if self.balance == "bias" else "softmax",
             bias=self.balance == "bias",
             aux_loss=AUX_COEFFICIENT if self.balance == "aux" else 0.0,
+            sequence_aux_loss=AUX_COEFFICIENT if self.balance == "sequence" else 0.0,
         )
         return MoEConfig(
             d_model=self.d_model,
@@ -67,6 +71,7 @@ class ModelConfig:
             num_experts=self.num_experts,
             top_k=self.top_k,
             router=router,
+            activation=self.activation,
             shared_d_ff=self.shared_d_ff,
             capacity_factor=self.capacity_factor,
         )
@@ -90,7 +95,8 @@ class TrainConfig:
       clip: bound of the global norm of the gradients.
       bias_rate: by how much the selection bias changes in a step, where balance is `bias`.
       seed: seed of the initial weights and of the order of the data.
-      recipe, exchange, engine, chunks: see `moax.moe`; the recipe also holds for the projections of attention.
+      recipe, exchange, engine, buffer_factor: see `moax.Options`; the recipe also holds for the projections
+        of attention.
       dtype: dtype of activations; master weights and the optimizer are float32.
       remat: backward recomputes nothing (`none`), everything (`full`), or all but `moax.CHECKPOINT_NAMES` (`moe`).
       eval_every: steps between two evaluations of the held-out loss.
@@ -117,7 +123,7 @@ class TrainConfig:
     engine: Engine = "auto"
     dtype: str = "bfloat16"
     remat: Literal["none", "full", "moe"] = "none"
-    chunks: int = 1
+    buffer_factor: float | None = 1.25
     eval_every: int = 100
     eval_batches: int = 8
     save_every: int = 500
@@ -125,7 +131,7 @@ class TrainConfig:
     def __post_init__(self):
         owner = "TrainConfig"
         _at_least_one(owner, steps=self.steps, batch=self.batch, seq=self.seq, warmup=self.warmup)
-        _at_least_one(owner, chunks=self.chunks)
+        check_buffer_factor(self.buffer_factor)
         _at_least_one(owner, eval_every=self.eval_every, eval_batches=self.eval_batches)
         _one_of(owner, "dtype", self.dtype, DTYPES)
         _one_of(owner, "remat", self.remat, REMAT)

@@ -106,6 +106,34 @@ class LiveReport(PlainReport):
         self.progress.stop()
 
 
+class Passes:
+    """The steps of a run that took more than one pass over the buffers of the experts.
+
+    Args:
+      buffer_factor: the argument of the run.
+      many: the number of such steps that is worth a word.
+    """
+
+    def __init__(self, buffer_factor: float | None, many: int = 20):
+        self.buffer_factor, self.many = buffer_factor, many
+        self.steps, self.repeated, self.most = 0, 0, 1
+
+    def advise(self, passes: int) -> str | None:
+        """Counts a step of so many passes, and returns once which argument a user may raise and to what value.
+
+        It does when `many` steps, and at least half of all, took more than one pass; else it returns None.
+        """
+        self.steps, self.repeated, self.most = self.steps + 1, self.repeated + (passes > 1), max(self.most, passes)
+        if self.repeated != self.many or 2 * self.repeated < self.steps or self.buffer_factor is None:
+            return None
+        enough = self.buffer_factor * self.most
+        return (
+            f"{self.repeated} of {self.steps} steps took up to {self.most} passes over the buffers of the experts: "
+            f"--buffer-factor {enough:g} (now {self.buffer_factor:g}) makes one pass of each, in {self.most} times the "
+            "memory of these buffers"
+        )
+
+
 def for_stream(*, json: bool = False) -> Report:
     """Returns the report of this process: the live bar on a terminal, and plain lines elsewhere.
 
@@ -153,5 +181,5 @@ def status(row: dict, config: TrainConfig, held_out: float | None = None) -> str
     last = "" if held_out is None else f"held-out {held_out:.3f}  "
     return (
         f"loss {row['loss']:.3f}  {last}{row['tokens_per_s']:,.0f} tok/s  dropped {row['dropped']}  "
-        f"busiest {row['busiest']:.1%} (even {even:.1%})"
+        f"passes {row['passes']}  busiest {row['busiest']:.1%} (even {even:.1%})"
     )

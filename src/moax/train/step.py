@@ -43,7 +43,7 @@ class TrainState:
 
 def execution(config: TrainConfig) -> Execution:
     """Returns the part of a run's settings that the forward pass reads."""
-    options = Options(config.recipe, exchange=config.exchange, engine=config.engine, chunks=config.chunks)
+    options = Options(config.recipe, exchange=config.exchange, engine=config.engine, buffer_factor=config.buffer_factor)
     return Execution(options, config.dtype, config.remat)
 
 
@@ -98,7 +98,7 @@ def train_step(
       block: see `model.forward`.
 
     Returns:
-      The state after the update, and the metrics: loss, extra_loss, grad_norm, lr, dropped (all []), and
+      The state after the update, and the metrics: loss, extra_loss, grad_norm, lr, dropped, passes (all []), and
       tokens_per_expert [L, E] i32.
     """
     (total, (entropy, stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
@@ -114,6 +114,7 @@ def train_step(
         "grad_norm": optax.tree.norm(grads),
         "lr": schedule(config)(state.step),
         "dropped": stats.dropped.sum(),
+        "passes": stats.passes.max(),
         "tokens_per_expert": stats.tokens_per_expert,
     }
     params = jax.tree.map(jnp.add, state.params, updates)

@@ -40,6 +40,7 @@ def finish(result: Result) -> dict[str, Any]:
         and last
         and {"first": first["held_out_loss"], "last": last["held_out_loss"], "step": last["step"]},
         "dropped": sum(row["dropped"] for row in steps) if steps else None,
+        "passes": max(row["passes"] for row in steps) if steps else None,
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in steps) if steps else None,
         "weight_gathers": gathered and {"bytes": gathered[0], "unquantized_bytes": gathered[1]},
         "curves": str(result.run.curves) if steps else None,
@@ -57,6 +58,8 @@ def lines(result: Result, end: dict[str, Any]) -> list[str]:
         )
     if end["dropped"] is not None:
         text.append(f"dropped         {end['dropped']} of all (token, expert) pairs")
+    if end["passes"] is not None and end["passes"] > 1:
+        text.append(f"passes          up to {end['passes']} in a step over the buffers of the experts")
     if gathered:
         text.append(f"weight gathers  {traffic.describe(result.config, **gathered)}")
     if end["curves"]:

@@ -14,8 +14,12 @@ from moax.train.step import jit_update
 
 
 def weight_gather_bytes(program) -> int:
-    """Returns the bytes of weights and scales that a device sends in one update; `program` is lowered or compiled."""
-    return inspect.total_bytes(inspect.weight_gathers(inspect.collectives(program), moax.Axes()))
+    """Returns the bytes of weights and scales that a device sends in one update, with one pass over the buffers.
+
+    `program` is lowered or compiled.
+    """
+    found = [c for c in inspect.collectives(program) if not c.open_loop]
+    return inspect.total_bytes(inspect.weight_gathers(found, moax.Axes()))
 
 
 def measure(config: TrainConfig, update: jax.stages.Compiled) -> tuple[int, int] | None:

@@ -6,6 +6,8 @@ and backward, with q along the dim that each product contracts:
 
     d_a  = q(d_o) q(wo)^T         d_wo = q(weight * a)^T q(d_o)         d_h = act'(h) * weight * d_a
     d_x  = q(d_h) q(wi)^T         d_wi = q(x)^T q(d_h)                  d_weight = <d_a, a> + <d_o, bo>
+
+With weights_at="input", a = act(weight h). With d = act'(weight h) d_a, then d_h = weight d and d_weight = <d, h>.
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ def block(x, params: moax.MoEParams, config, dy, recipe=None, *, layout=Layout()
     weights, aux, z = ops.route_losses(logits, experts, config.router)
     kept = np.ones(experts.shape, bool) if kept is None else np.asarray(kept)
 
-    y, dx, grads, d_weights = _experts(x, p, config, dy, get_recipe(recipe), layout, experts, weights, kept)
+    scale = p.get("expert_scale", np.ones(config.num_experts))[experts]
+    y, dx, grads, d_weights = _experts(x, p, config, dy, get_recipe(recipe), layout, experts, scale * weights, kept)
+    if "expert_scale" in p:
+        grads["expert_scale"] = np.bincount(experts.ravel(), (d_weights * weights).ravel(), config.num_experts)
+    d_weights = d_weights * scale
     d_logits = ops.route_losses_grad(logits, experts, config.router, d_weights, *d_losses)
     dx = dx + d_logits @ p["router"].T
     grads |= {"router": x.T @ d_logits}
@@ -68,8 +74,12 @@ def block(x, params: moax.MoEParams, config, dy, recipe=None, *, layout=Layout()
     if "router_bias" in p:
         grads["router_bias"] = np.zeros(p["router_bias"].shape)
     if "shared_wi" in p:
-        shared_y, shared_dx, shared = _shared(x, p, config, dy, get_recipe(recipe), layout)
-        y, dx, grads = y + shared_y, dx + shared_dx, grads | shared
+        gate = ops.sigmoid(x @ p["shared_gate"])[:, None] if "shared_gate" in p else 1.0
+        shared_y, shared_dx, shared = _shared(x, p, config, dy * gate, get_recipe(recipe), layout)
+        y, dx, grads = y + gate * shared_y, dx + shared_dx, grads | shared
+        if "shared_gate" in p:
+            d_gate = ((dy * shared_y).sum(-1, keepdims=True) * gate * (1.0 - gate))[:, 0]
+            dx, grads["shared_gate"] = dx + d_gate[:, None] * p["shared_gate"], x.T @ d_gate
     counts = np.bincount(experts.reshape(-1), minlength=config.num_experts)
     stats = {"aux_loss": aux, "z_loss": z, "tokens_per_expert": counts, "dropped": int((~kept).sum())}
     return Result(y, stats, dx, grads)
@@ -93,8 +103,8 @@ def _sorted(experts, kept, num_experts: int, groups: int):
 
 def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
     """y, dx, gradients of the experts' parameters, and d weights [T, K]."""
-    at, segments = _sorted(experts, kept, config.num_experts, layout.groups)
-    token, weight = at[:, 0], weights[at[:, 0], at[:, 1]]
+    where, segments = _sorted(experts, kept, config.num_experts, layout.groups)
+    token, weight = where[:, 0], weights[where[:, 0], where[:, 1]]
     spans, tp = [rows for _, rows in segments], layout.tp
     wi, wo = p["wi"], p["wo"]
     bi, bo = p.get("bi", np.zeros(wi.shape[:1] + wi.shape[2:])), p.get("bo", np.zeros(wo.shape[::2]))
@@ -102,7 +112,10 @@ def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
         "wi": {over: round_weight(wi, r.w, over, 3, tp) for over in ("rows", "columns")},
         "wo": {over: round_weight(wo, r.w, over, 1, tp) for over in ("rows", "columns")},
     }
-    rows, d_o, early = x[token], dy[token], config.weights_at == "hidden"
+    rows, d_o, at = x[token], dy[token], config.weights_at
+    act, column = (config.activation, config.activation_limit), weight[:, None]
+    before, hidden, after = (column if at == place else 1.0 for place in ("input", "hidden", "output"))
+    inside = 1.0 if at == "input" else column  # the weight between h and o
 
     def multiply(v, name, over, shape):
         out = np.zeros((len(v), *shape))
@@ -122,22 +135,24 @@ def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
         return np.concatenate([np.broadcast_to(b[e], (s.stop - s.start, *b.shape[1:])) for e, s in segments])
 
     h = multiply(round_rows(rows, r.x, "columns"), "wi", "rows", wi.shape[2:]) + biases(bi)
-    a = ops.activate(h, config.activation)
-    into = a * weight[:, None] if early else a
-    o = multiply(round_rows(into, r.x, "columns", tp=tp), "wo", "rows", wo.shape[2:])
-    o = o + biases(bo) * (weight[:, None] if early else 1.0)
+    weighted = h * np.reshape(before, (-1, 1, 1))
+    a = ops.activate(weighted, *act)
+    o = multiply(round_rows(a * hidden, r.x, "columns", tp=tp), "wo", "rows", wo.shape[2:])
+    o = o + biases(bo) * hidden
     y = np.zeros(x.shape)
-    np.add.at(y, token, o if early else weight[:, None] * o)
+    np.add.at(y, token, after * o)
 
     d_a = multiply(round_rows(d_o, r.dy, "columns"), "wo", "columns", wo.shape[1:2])
-    d_wo = summed(round_rows(weight[:, None] * a, r.x, "rows", spans), round_rows(d_o, r.dy, "rows", spans), wo)
-    d_h = ops.activate_grad(h, config.activation, weight[:, None] * d_a)
+    d_wo = summed(round_rows(inside * a, r.x, "rows", spans), round_rows(d_o, r.dy, "rows", spans), wo)
+    d_weighted = ops.activate_grad(weighted, act[0], inside * d_a, act[1])
+    d_h = d_weighted * np.reshape(before, (-1, 1, 1))
     d_wi = summed(round_rows(rows, r.x, "rows", spans), round_rows(d_h, r.dy, "rows", spans), wi)
     d_rows = multiply(round_rows(d_h, r.dy, "columns", tp=tp), "wi", "columns", wi.shape[1:2])
     dx = np.zeros(x.shape)
     np.add.at(dx, token, d_rows)
     d_weights = np.zeros(weights.shape)
-    d_weights[at[:, 0], at[:, 1]] = (d_a * a).sum(-1) + (d_o * biases(bo)).sum(-1)
+    inner = (d_weighted * h).sum((-2, -1)) if at == "input" else (d_a * a).sum(-1) + (d_o * biases(bo)).sum(-1)
+    d_weights[where[:, 0], where[:, 1]] = inner
     grads = {"wi": d_wi, "wo": d_wo}
     for name, d in (("bi", d_h), ("bo", weight[:, None] * d_o)):
         if name in p:
@@ -153,11 +168,11 @@ def _shared(x, p, config, dy, r, layout: Layout):
     by = {over: (round_weight(wi[None], r.w, over, 3, tp)[0].reshape(len(wi), -1),
                  round_weight(wo[None], r.w, over, 1, tp)[0]) for over in ("rows", "columns")}  # fmt: skip
     h = (round_rows(x, r.x, "columns") @ by["rows"][0]).reshape(-1, *wi.shape[1:])
-    a = ops.activate(h, config.activation)
+    a = ops.activate(h, config.activation, config.activation_limit)
     y = round_rows(a, r.x, "columns", tp=tp) @ by["rows"][1]
     d_a = round_rows(dy, r.dy, "columns") @ by["columns"][1].T
     d_wo = round_rows(a, r.x, "rows", spans).T @ round_rows(dy, r.dy, "rows", spans)
-    d_h = ops.activate_grad(h, config.activation, d_a)
+    d_h = ops.activate_grad(h, config.activation, d_a, config.activation_limit)
     d_wi = np.tensordot(round_rows(x, r.x, "rows", spans), round_rows(d_h, r.dy, "rows", spans), (0, 0))
     dx = round_rows(d_h, r.dy, "columns", tp=tp).reshape(len(x), -1) @ by["columns"][0].T
     return y, dx, {"shared_wi": d_wi, "shared_wo": d_wo}

@@ -41,37 +41,43 @@ def silu_grad(z, slope=1.0):
     return s + slope * z * s * (1.0 - s)
 
 
-def activate(h, activation: str):
+def limit_of(activation: str, limit):
+    """The limit of gate and up; infinity where there is none."""
+    return limit or (7.0 if activation == "swiglu_oai" else np.inf)
+
+
+def activate(h, activation: str, limit=None):
     """Computes act(gate) * up, or act(up)."""
     (h,) = wide(h)
-    gate, up = h[..., 0, :], h[..., -1, :]
+    limit = limit_of(activation, limit)
+    gate, up = np.minimum(h[..., 0, :], limit), np.clip(h[..., -1, :], -limit, limit)
     if activation == "swiglu":
         return gate * sigmoid(gate) * up
     if activation == "geglu":
         return gelu(gate) * up
     if activation == "swiglu_oai":
-        gate = np.minimum(gate, 7.0)
-        return gate * sigmoid(1.702 * gate) * (np.clip(up, -7.0, 7.0) + 1.0)
+        return gate * sigmoid(1.702 * gate) * (up + 1.0)
     return {"silu": lambda: up * sigmoid(up), "gelu": lambda: gelu(up), "relu2": lambda: np.maximum(up, 0) ** 2}[
         activation
     ]()
 
 
-def activate_grad(h, activation: str, d_a):
-    """Computes d h [..., G, F] from d a [..., F]."""
+def activate_grad(h, activation: str, d_a, limit=None):
+    """Computes d h [..., G, F] from d a [..., F]; a value beyond the limit has no gradient."""
     h, d_a = wide(h, d_a)
-    gate, up = h[..., 0, :], h[..., -1, :]
+    limit = limit_of(activation, limit)
+    gate, up = np.minimum(h[..., 0, :], limit), np.clip(h[..., -1, :], -limit, limit)
     if activation == "swiglu":
         parts = [d_a * up * silu_grad(gate), d_a * gate * sigmoid(gate)]
     elif activation == "geglu":
         parts = [d_a * up * gelu_grad(gate), d_a * gelu(gate)]
     elif activation == "swiglu_oai":
-        low, mid = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
-        d_gate = np.where(gate < 7.0, silu_grad(low, 1.702), 0.0) * (mid + 1.0)
-        parts = [d_a * d_gate, d_a * low * sigmoid(1.702 * low) * (np.abs(up) < 7.0)]
+        parts = [d_a * silu_grad(gate, 1.702) * (up + 1.0), d_a * gate * sigmoid(1.702 * gate)]
     else:
         one = {"silu": silu_grad, "gelu": gelu_grad, "relu2": lambda z: 2 * np.maximum(z, 0)}[activation]
         parts = [d_a * one(up)]
+    if len(parts) == 2:
+        parts = [parts[0] * (h[..., 0, :] < limit), parts[1] * (np.abs(h[..., 1, :]) < limit)]
     return np.stack(parts, axis=-2)
 
 
@@ -79,6 +85,8 @@ def activate_grad(h, activation: str, d_a):
 
 
 def score(logits, config: RouterConfig):
+    if config.score == "sqrt_softplus":
+        return np.sqrt(np.logaddexp(0.0, logits))
     return softmax(logits) if config.score == "softmax" else sigmoid(logits)
 
 
@@ -86,6 +94,8 @@ def score_grad(s, config: RouterConfig, d_s):
     """Computes d logits from d s, where s = score(logits)."""
     if config.score == "softmax":
         return s * (d_s - (d_s * s).sum(-1, keepdims=True))
+    if config.score == "sqrt_softplus":  # s^2 = log(1 + exp(l)), so that 1 - exp(-s^2) is sigmoid(l)
+        return d_s * -np.expm1(-(s**2)) / (2.0 * s)
     return d_s * s * (1.0 - s)
 
 

@@ -23,13 +23,16 @@ from moax.kernels.xla import dequantize_wire as dequantize_wire
 from moax.kernels.xla import find_groups as find_groups
 from moax.kernels.xla import gather_and_quantize as gather_and_quantize
 from moax.kernels.xla import gather_rows as gather_rows
+from moax.kernels.xla import gather_shard as gather_shard
 from moax.kernels.xla import gather_sum as gather_sum
 from moax.kernels.xla import pack_rows as pack_rows
 from moax.kernels.xla import put_rows as put_rows
 from moax.kernels.xla import quantize as quantize
 from moax.kernels.xla import quantize_and_gather as quantize_and_gather
 from moax.kernels.xla import quantize_for_matmul as quantize_for_matmul
+from moax.kernels.xla import quantize_shard as quantize_shard
 from moax.kernels.xla import takes_fp8 as takes_fp8
+from moax.kernels.xla import turns_weight as turns_weight
 from moax.kernels.xla import wgrad as wgrad
 
 NOTE = "JAX's own product forward and for dgrad, else XLA; no card has run it"

@@ -24,9 +24,12 @@ from moax.kernels.hopper.products import matmul as matmul
 from moax.kernels.hopper.products import wgrad as wgrad
 from moax.kernels.hopper.quantization import dequantize_wire as dequantize_wire
 from moax.kernels.hopper.quantization import gather_and_quantize as gather_and_quantize
+from moax.kernels.hopper.quantization import gather_shard as gather_shard
 from moax.kernels.hopper.quantization import quantize as quantize
 from moax.kernels.hopper.quantization import quantize_and_gather as quantize_and_gather
 from moax.kernels.hopper.quantization import quantize_for_matmul as quantize_for_matmul
+from moax.kernels.hopper.quantization import quantize_shard as quantize_shard
+from moax.kernels.hopper.quantization import turns_weight as turns_weight
 from moax.kernels.hopper.rows import Packing as pack_rows
 from moax.kernels.hopper.rows import gather_rows as gather_rows
 from moax.kernels.hopper.rows import gather_sum as gather_sum

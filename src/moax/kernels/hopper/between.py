@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moax.backend import log_once
+from moax.groups import zero_rows
 from moax.kernels.hopper.formats import (
     BLOCK,
     BlockedGroups,
@@ -17,6 +20,7 @@ from moax.kernels.hopper.formats import (
 )
 from moax.kernels.hopper.quantization import quantize_for_matmul
 from moax.kernels.scales import DTYPES, is_pow2
+from moax.kernels.xla import rows as by_xla
 from moax.mesh.axes import Names
 from moax.mesh.collectives import typed
 from moax.recipe import Format, Recipe
@@ -27,10 +31,14 @@ def activate(
 ) -> Any:
     """Returns the Operand of act(h), times the weight of each row.
 
-    One kernel also quantizes it where `_fuses` allows that.
+    One kernel also quantizes it where `_fuses` allows that. XLA computes an activation that the kernels cannot.
     """
     flat, gated = h.reshape(h.shape[0], -1), h.shape[1] == 2
     with jax.named_scope("activate"):
+        if not _takes(act, gated):
+            ones = jnp.ones(h.shape[0], jnp.float32) if weights is None else weights
+            a = by_xla.activate_rows(h, act, groups, ones)
+            return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
         if _fuses(recipe, h.shape[2]):
             return _activate_quantize(flat, groups.blocks, act, recipe, gated=gated, weights=weights)
         a = _activate(flat, groups.blocks, act, gated=gated, weights=weights)
@@ -42,15 +50,29 @@ def activate_grad(
     weights: Float[Array, " N"], amax_over: Names, keep: bool,
 ) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
     """Computes the backward of `activate`; see `moax.kernels.Implementation`."""
-    flat = h.reshape(h.shape[0], -1)
+    flat, takes = h.reshape(h.shape[0], -1), _takes(act, h.shape[1] == 2)
     with jax.named_scope("activate"):
-        if _fuses(recipe, h.shape[2]) and not keep:
+        if takes and _fuses(recipe, h.shape[2]) and not keep:
             a, d_h_rows, d_h_columns, inner = _activate_grad_quantize(flat, d_a, groups.blocks, act, recipe, weights)
             return a, d_h_rows, d_h_columns, None, inner
-        a, d_h, inner = _activate_grad(flat, d_a, groups.blocks, act, weights)
+        if takes:
+            a, d_h, inner = _activate_grad(flat, d_a, groups.blocks, act, weights)
+        else:
+            a, d_h, inner = by_xla.activate_grad_rows(h, d_a, act, groups, weights)
+            d_h = zero_rows(d_h.reshape(flat.shape), groups.real)  # padding of h may hold NaN, which 0 does not undo
     _, a = quantize_for_matmul(a, recipe, "x", groups, amax_over)
     d_h_rows, d_h_columns = quantize_for_matmul(d_h, recipe, "dy", groups, amax_over)
     return a, d_h_rows, d_h_columns, d_h.reshape(h.shape) if keep else None, inner
+
+
+def _takes(act: Callable, gated: bool) -> bool:
+    """Returns whether the kernels can compute an activation; where they cannot, the log says once why."""
+    from moax.kernels.hopper.pallas.activation import why_not_in_kernels
+
+    why = why_not_in_kernels(act, gated)
+    if why is not None:
+        log_once(f"kernels='hopper': the kernels do not know {why} of the activation; XLA computes it, which is slower")
+    return why is None
 
 
 def _fuses(recipe: Recipe, width: int) -> bool:

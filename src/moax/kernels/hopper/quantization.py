@@ -25,12 +25,21 @@ from moax.kernels.hopper.formats import (
     takes_fp8,
 )
 from moax.kernels.hopper.rows import gather_rows
-from moax.kernels.scales import DTYPES, cuts_blocks, finite, is_pow2, to_scale, weight_block
+from moax.kernels.scales import (
+    DTYPES,
+    cuts_blocks,
+    find_scale_axes,
+    finite,
+    is_pow2,
+    to_scale,
+    weight_block,
+    weight_format,
+)
 from moax.kernels.xla import quantization as by_xla
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, reduce_max, typed
 from moax.recipe import Contracted, Format, Recipe
-from moax.types import QArray
+from moax.types import QArray, QShard
 
 
 def quantize_for_matmul(
@@ -88,37 +97,54 @@ def quantize_and_gather(
     """
     if recipe.w is None or not takes_fp8(recipe):
         return by_xla.quantize_and_gather(w, recipe, contracted, gather, amax_over, dtype)
-    turned = contracted == "rows"
-    with jax.named_scope("quantize"):
-        data, scale, along = _quantize_shard(w, recipe.w, contracted, gather, amax_over)
-    data, scale = gather_weight(data, _turn(gather, turned)), gather_weight(scale, _turn(along, turned))
+    return gather_shard(quantize_shard(w, recipe, contracted, gather, amax_over), recipe, contracted, gather)
+
+
+def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> Any:
+    """Returns the whole weight, K-major, from a quantized shard of it: [E, C, K] for a product over rows."""
+    if not takes_fp8(recipe):
+        return by_xla.gather_shard(shard, recipe, contracted, gather)
+    format, turned, shape = weight_format(recipe), turns_weight(recipe, contracted), shard.data.shape
+    shape = (shape[0], shape[-1], *shape[1:-1]) if turned else shape
+    along = find_scale_axes(shape, format, contracted, gather)
+    data, scale = gather_weight(shard.data, _turn(gather, turned)), gather_weight(shard.scale, _turn(along, turned))
     data, scale = _flatten_columns(data, turned), _flatten_columns(scale, turned)
     blocks = (data.shape[0], -(-data.shape[1] // BLOCK), -(-data.shape[2] // BLOCK))
-    return KMajorFp8(lax.bitcast_convert_type(data, DTYPES[recipe.w.dtype]), jnp.broadcast_to(scale, blocks))
+    return KMajorFp8(lax.bitcast_convert_type(data, DTYPES[format.dtype]), jnp.broadcast_to(scale, blocks))
 
 
-def _quantize_shard(w, format: Format, contracted: Contracted, gather, amax_over: Names):
-    """Quantizes a weight's shard [E, K, *C] and returns (data, scale, the mesh axes of the scale's dims).
+def turns_weight(recipe: Recipe, contracted: Contracted) -> bool:
+    """Returns whether a quantized shard has the dims (E, *C, K): FP8 products read both operands along K."""
+    return takes_fp8(recipe) and contracted == "rows"
 
-    The results have dims (E, K, *C), or (E, *C, K) for a product over rows. XLA quantizes a shard that ends inside a
-    block, since the maxima of such blocks come from several devices, and a shard with sizes that the kernel does not
-    take.
+
+@jax.named_scope("quantize")
+def quantize_shard(
+    w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
+) -> QShard:
+    """Quantizes a weight's shard [E, K, *C], and turns it for a product over rows.
+
+    XLA quantizes a shard that ends inside a block, since the maxima of such blocks come from several devices, and a
+    shard with sizes that the kernel does not take.
     """
-    (experts, rows, *columns), turned, apart = w.shape, contracted == "rows", any(gather[2:])
+    if not takes_fp8(recipe):
+        return by_xla.quantize_shard(w, recipe, contracted, gather, amax_over)
+    format, turned = weight_format(recipe), turns_weight(recipe, contracted)
+    (experts, rows, *columns), apart = w.shape, any(gather[2:])
     cut = format.block is not None and cuts_blocks(w.shape, gather, weight_block(format, contracted))
     if cut or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
-        data, scale, along = by_xla.quantize_weight(w, format, contracted, gather, amax_over)
-        return (jnp.moveaxis(data, 1, -1), jnp.moveaxis(scale, 1, -1), along) if turned else (data, scale, along)
+        made = by_xla.quantize_weight(w, format, contracted, gather, amax_over)
+        return QShard(*(jnp.moveaxis(v, 1, -1) if turned else v for v in made))
     flat, given = w.reshape(experts, rows, -1), None
     if format.block is None:
         given = to_scale(reduce_max(finite(flat).max((1, 2)), amax_over), format)
     made = _quantize_weight(flat, format, given, turned)
     data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(experts, *_turn((1, rows, *columns), turned)[1:])
     if given is not None:
-        return data, given[:, None, None], (gather[0], (), ())
+        return QShard(data, given[:, None, None])
     blocks = (*columns[:-1], columns[-1] // BLOCK) if apart else (-(-math.prod(columns) // BLOCK),)
     scale = made.scale.reshape(experts, *_turn((1, -(-rows // BLOCK), *blocks), turned)[1:])
-    return data, scale, gather if apart else (gather[0], gather[1], ())
+    return QShard(data, scale)
 
 
 @typed

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moax.backend import platform
-from moax.groups import Groups, align_up, group_starts, row_groups, zero_rows
+from moax.groups import Groups, align_up, group_starts, least, row_groups, zero_rows
 from moax.kernels.scales import dequantize
 from moax.mesh.collectives import vary_like
 from moax.types import QArray
@@ -111,16 +111,18 @@ def add_bias(y: Float[Array, "M N"], bias: Float[Array, "E N"], groups: Groups) 
     return jnp.where(groups.real[:, None], y + bias.astype(y.dtype)[group], y)
 
 
-def pick_capacities(num_rows: int, num_groups: int) -> tuple[int, ...]:
+def pick_capacities(num_rows: int, num_groups: int, expected: int | None = None) -> tuple[int, ...]:
     """Returns the capacities: 0, quarters of the mean group up to twice the mean, doubles of the mean, and all rows.
 
-    All but the last are multiples of `STEP`.
+    All but the last are multiples of `STEP`. The mean is that of the `expected` rows; None expects `num_rows`.
 
     16384 rows of 4 groups give (0, 1024, 2048, ..., 8192, 16384); 300 rows of 8 groups give (0, 128, 256, 300).
     """
-    mean = -(-num_rows // num_groups)
-    doubles = (mean << n for n in range(2, num_groups.bit_length()))
-    capacities = {align_up(rows, STEP) for rows in (*(mean * n // 4 for n in range(1, 9)), *doubles)}
+    mean = -(-(expected or num_rows) // num_groups)
+    doubles = (mean * 2**n for n in range(2, num_groups.bit_length()))
+    capacities = [align_up(rows, STEP) for rows in (*(mean * n // 4 for n in range(1, 9)), *doubles)]
+    if not isinstance(num_rows, int):  # a symbolic number of rows, of which nobody knows whether it is larger
+        return (0, *(least(rows, num_rows) for rows in capacities), num_rows)
     return tuple(sorted({0, num_rows, *(rows for rows in capacities if rows < num_rows)}))
 
 
@@ -130,7 +132,7 @@ def _plan(groups: Groups, num_rows: int):
     The indices are computed for all groups together, because a search inside the loop over groups would be a loop of
     small kernels.
     """
-    capacities = pick_capacities(num_rows, groups.sizes.shape[0])
+    capacities = pick_capacities(num_rows, groups.sizes.shape[0], groups.expected)
     index = sum(((groups.sizes > rows).astype(jnp.int32) for rows in capacities[:-1]), jnp.zeros_like(groups.sizes))
     return capacities, (index, group_starts(groups.sizes, groups.align), groups.sizes)
 

@@ -24,6 +24,7 @@ from moax.kernels.scales import (
     cuts_blocks,
     dequantize,
     expand_scales,
+    find_scale_axes,
     find_weight_blocks,
     finite,
     share_weight_maxima,
@@ -31,11 +32,12 @@ from moax.kernels.scales import (
     to_exponent,
     to_scale,
     weight_block,
+    weight_format,
 )
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, reduce_max
 from moax.recipe import Contracted, Format, Recipe
-from moax.types import QArray
+from moax.types import QArray, QShard
 
 Block = tuple[int | None, ...]
 
@@ -102,16 +104,31 @@ def quantize_and_gather(
     if recipe.w is None:
         whole = gather_weight(w.astype(dtype), gather)
         return whole.reshape(*whole.shape[:2], -1)
+    return gather_shard(quantize_shard(w, recipe, contracted, gather, amax_over), recipe, contracted, gather)
+
+
+def quantize_shard(
+    w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
+) -> QShard:
+    """Returns the bytes and the scales of a weight's shard [E, K, *C]. See `moax.kernels.Implementation`."""
+    format = weight_format(recipe)
     with jax.named_scope("quantize"):
-        data, scale, along = quantize_weight(w, recipe.w, contracted, gather, amax_over)
-    data, scale = gather_weight(data, gather), gather_weight(_stored(scale, recipe.w), along)
-    data, scale = (v.reshape(*v.shape[:2], -1) for v in (data, scale))
-    return QArray(data, scale, recipe.w.dtype, recipe.w.weight_block(3, contracted), (1, 1, 1))
+        data, scale = quantize_weight(w, format, contracted, gather, amax_over)
+    return QShard(data, _stored(scale, format))
+
+
+def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> QArray:
+    """Returns the whole weight [E, K, C] from a quantized shard of it. See `moax.kernels.Implementation`."""
+    format = weight_format(recipe)
+    along = find_scale_axes(shard.data.shape, format, contracted, gather)
+    whole = gather_weight(shard.data, gather), gather_weight(shard.scale, along)
+    data, scale = (v.reshape(*v.shape[:2], -1) for v in whole)
+    return QArray(data, scale, format.dtype, format.weight_block(3, contracted), (1, 1, 1))
 
 
 def quantize_weight(
     w: Array, format: Format, contracted: Contracted, gather: Sequence[Names], amax_over: Names
-) -> tuple[Array, Array, Sequence[Names]]:
+) -> tuple[Array, Array]:
     """Quantizes a weight's shard [E, K, *C] in the blocks of the whole weight.
 
     Args:
@@ -123,11 +140,10 @@ def quantize_weight(
 
     Returns:
       data: uint8, the shape of w.
-      scale: float32, one scale for each block. Where shards end inside a block, it has the blocks of the whole matrix.
-      along: the mesh axes that shard each dim of the scale. Where shards end inside a block, only E has axes.
+      scale: float32, one scale for each block, with the dims that `find_scale_axes` gives. Where shards end inside a
+        block, it has the blocks of the whole matrix.
     """
     flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)
-    along = (gather[0], (), ())
     if format.block is None:
         scale = to_scale(reduce_max(finite(flat).max((1, 2), keepdims=True), amax_over), format)
         inverse = 1.0 / scale
@@ -139,11 +155,9 @@ def quantize_weight(
     else:
         scale = to_scale(_block_max(finite(flat), (1, *block)), format)
         inverse = expand_scales(1.0 / scale, QArray(flat, scale, format.dtype, (1, *block), (1, 1, 1)))
-        along = (gather[0], gather[1], ())
         if any(gather[2:]):  # each dim of the scale has its own axes, since no block lies in two shards of the last dim
             scale = scale.reshape(*scale.shape[:2], *w.shape[2:-1], -1)
-            along = gather
-    return round_to_format(flat * inverse, flat, format).reshape(w.shape), scale, along
+    return round_to_format(flat * inverse, flat, format).reshape(w.shape), scale
 
 
 def round_to_format(scaled: Array, x: Array, format: Format) -> Array:

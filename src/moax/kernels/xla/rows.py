@@ -55,8 +55,7 @@ def activate(
 ) -> Any:
     """Returns the Operand of act(h), times the weight of each row, for the next product."""
     with jax.named_scope("activate"):
-        a = _call(act, h)
-        a = a if weights is None else scale_rows(a, weights, groups)
+        a = activate_rows(h, act, groups, weights)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
 
 
@@ -66,12 +65,25 @@ def activate_grad(
 ) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
     """Computes the backward of `activate`; see `moax.kernels.Implementation`."""
     with jax.named_scope("activate"):
-        a, pull = jax.vjp(lambda h: _call(act, h), h)
-        inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
-        (d_h,) = pull(scale_rows(d_a, weights, groups))
-        a = scale_rows(a, weights, groups)
+        a, d_h, inner = activate_grad_rows(h, d_a, act, groups, weights)
     _, a = quantize_for_matmul(a, recipe, "x", groups, amax_over)
     return a, *quantize_for_matmul(d_h, recipe, "dy", groups, amax_over), d_h if keep else None, inner
+
+
+def activate_rows(h: Float[Array, "N G F"], act: Callable, groups: Groups, weights: Any) -> Float[Array, "N F"]:
+    """Returns act(h), times the weight of each row; weights None are 1."""
+    a = _call(act, h)
+    return a if weights is None else scale_rows(a, weights, groups)
+
+
+def activate_grad_rows(
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups, weights: Float[Array, " N"]
+) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:
+    """Returns act(h) times the weights, d_h, and inner [N], which is <d_a, act(h)> of each row."""
+    a, pull = jax.vjp(lambda h: _call(act, h), h)
+    inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
+    (d_h,) = pull(scale_rows(d_a, weights, groups))
+    return scale_rows(a, weights, groups), d_h, inner
 
 
 def scale_rows(x: Float[Array, "N C"], weights: Float[Array, " N"], groups: Groups) -> Float[Array, "N C"]:

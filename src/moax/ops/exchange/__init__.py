@@ -24,7 +24,10 @@ from moax.ops.exchange.op import dispatch_backward as dispatch_backward
 from moax.ops.exchange.op import dispatch_backward_cost as dispatch_backward_cost
 from moax.ops.exchange.op import dispatch_cost as dispatch_cost
 from moax.ops.exchange.op import dispatch_forward as dispatch_forward
+from moax.ops.exchange.op import exchange_bytes as exchange_bytes
+from moax.ops.exchange.plan import allot_slots as allot_slots
 from moax.ops.exchange.plan import slots_per_pair as slots_per_pair
+from moax.ops.exchange.table import AUTO as AUTO
 from moax.ops.exchange.table import EXCHANGES as EXCHANGES
 from moax.ops.exchange.table import TRANSPORTS as TRANSPORTS
 from moax.ops.exchange.table import Exchange as Exchange

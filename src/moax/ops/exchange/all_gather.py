@@ -15,7 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from moax.mesh.partition import MeshView
-from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
+from moax.ops.exchange.transport import (
+    Arrived,
+    Columns,
+    CombineSpec,
+    ExchangeSpec,
+    Planned,
+    Sent,
+    Step,
+    Transfer,
+    collective,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +36,20 @@ class AllGather:
     has_slots: bool = False
     portable: bool = True
 
-    def plan(self, static: ExchangeSpec, experts):
-        del static, experts
-        return None, jnp.zeros(1, jnp.int32)
+    def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
+        del static, experts, index
+        return Planned(None, jnp.zeros(1, jnp.int32), jnp.ones((), jnp.int32))
 
     def send(self, static: CombineSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
         del sent
         ep = static.roles.ep
+        ep = ep if rows.shape[0] else ()  # XLA gathers no array of no rows
         rows, *narrow = (lax.all_gather(v, ep, axis=0, tiled=True) if ep else v for v in (rows, *narrow))
         return Arrived(rows, narrow)
 
     def combine(self, static: CombineSpec, arrays: Sequence, sent: Sent, tokens: int) -> list:
-        del sent, tokens
-        ep = static.roles.ep
+        del sent
+        ep = static.roles.ep if tokens else ()
         return [lax.psum_scatter(rows, ep, scatter_dimension=0, tiled=True) if ep else rows for rows in arrays]
 
     def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:

@@ -4,8 +4,8 @@
     combine    y[t] = sum over ranks of the rows that came back from the slots of t
 
 With 2 ranks and 2 slots, a rank whose tokens 0, 1, 2 want ranks {0, 1}, {1}, {1} has the plan (0, 3, 0, 1): T = 3 marks
-an empty slot, and token 2 is dropped. `capacity_factor` sets the number of slots; without one, slots = T and nothing is
-dropped.
+an empty slot, and token 2 has no slot. `capacity_factor` sets the number of slots and drops token 2. Without a factor
+nothing is dropped: in the block token 2 travels in the next pass, and `dispatch` has slots = T.
 """
 
 from __future__ import annotations
@@ -17,8 +17,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from moax.mesh.partition import MeshView
-from moax.ops.exchange.plan import count_dropped, find_owners, find_slots
-from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
+from moax.ops.exchange.plan import count_dropped, find_owners, find_slots, passes_of_pairs, slots_of_pass
+from moax.ops.exchange.transport import (
+    Arrived,
+    Columns,
+    CombineSpec,
+    ExchangeSpec,
+    Planned,
+    Sent,
+    Step,
+    Transfer,
+    collective,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +38,19 @@ class AllToAll:
     Its plan is [ranks * slots] i32: the token in each slot, T for an empty one.
     """
 
-    note: str = "bounded by capacity_factor"
+    note: str = "bounded by buffer_factor and capacity_factor"
     has_slots: bool = True
     portable: bool = True
 
-    def plan(self, static: ExchangeSpec, experts):
+    def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
         tokens, ranks, slots = experts.shape[0], static.ranks, static.slots
         owner = find_owners(experts, static.local_experts)
-        slot, _ = find_slots(owner, ranks)
+        slot, until = find_slots(owner, ranks)
         rank, token = jnp.arange(ranks, dtype=jnp.int32), jnp.arange(tokens, dtype=jnp.int32)
         empty = jnp.full((ranks, slots), tokens, jnp.int32)
-        sent = empty.at[rank[None], slot].set(token[:, None], mode="drop").reshape(-1)
-        return sent, count_dropped(owner, slot, slots)
+        now = slots_of_pass(slot, index, slots)
+        sent = empty.at[rank[None], now].set(token[:, None], mode="drop").reshape(-1)
+        return Planned(sent, count_dropped(owner, slot, static.capacity), passes_of_pairs(until[:, -1], static))
 
     def send(self, static: CombineSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
         filled = [jnp.take(v, sent, axis=0, mode="fill", fill_value=0) for v in (rows, *narrow)]

@@ -27,8 +27,27 @@ from jax import lax
 from moax.backend import COPY_BYTES, why_not_peers
 from moax.kernels import implementation
 from moax.mesh.partition import MeshView
-from moax.ops.exchange.plan import balanced_rows, count_dropped, find_owners, find_slots, plan_sends
-from moax.ops.exchange.transport import Arrived, Columns, CombineSpec, ExchangeSpec, Sent, Step, Transfer, collective
+from moax.ops.exchange.plan import (
+    balanced_rows,
+    count_dropped,
+    find_owners,
+    find_slots,
+    passes_of_pairs,
+    plan_sends,
+    rows_of_pass,
+    slots_of_pass,
+)
+from moax.ops.exchange.transport import (
+    Arrived,
+    Columns,
+    CombineSpec,
+    ExchangeSpec,
+    Planned,
+    Sent,
+    Step,
+    Transfer,
+    collective,
+)
 
 WORD = 4  # the bytes of a word
 KERNELS = "hopper"  # the implementation whose kernels write into the memory of peers
@@ -42,16 +61,17 @@ class OneSided:
     has_slots: bool = True
     portable: bool = False
 
-    def plan(self, static: ExchangeSpec, experts):
+    def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
         (tokens, top_k), ranks, slots, ep = experts.shape, static.ranks, static.slots, static.roles.ep
         owner = find_owners(experts, static.local_experts)
         slot, until = find_slots(owner, ranks)
         # The ranks gather all of `until` and then take its last column. To take the column first would be one more
         # kernel, and the additional bytes take no longer.
-        kept = jnp.minimum(lax.all_gather(until, ep)[..., -1], slots)
-        sent = jnp.minimum(until[:, -1], slots)
-        plan = plan_sends(slot, sent, kept, lax.axis_index(ep), tokens * min(top_k, ranks))
-        return plan, count_dropped(owner, slot, slots)
+        wanted = lax.all_gather(until, ep)[..., -1]
+        sent, kept = (rows_of_pass(rows, static, index) for rows in (until[:, -1], wanted))
+        now = slots_of_pass(slot, index, slots)
+        plan = plan_sends(now, sent, kept, lax.axis_index(ep), tokens * min(top_k, ranks))
+        return Planned(plan, count_dropped(owner, slot, static.capacity), passes_of_pairs(wanted, static))
 
     def send(self, static: CombineSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
         """Sends the rows in one pass of one kernel, with the narrow arrays as one row of words beside each row."""

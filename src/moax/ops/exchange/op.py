@@ -16,13 +16,15 @@ Each op is a pair of functions of one device, `dispatch_forward` and `dispatch_b
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
+from moax.checks import check_count, check_float, check_int, check_kind, is_number
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
@@ -37,7 +39,7 @@ from moax.types import Received
 
 def dispatch(
     x: Float[Array, "T H"],
-    experts: Int[Array, "T K"],
+    experts: Integer[Array, "T K"],
     weights: Float[Array, "T K"],
     num_experts: int,
     *,
@@ -51,7 +53,7 @@ def dispatch(
 
     Args:
       x: [T, H], floating point, T over (dp, fsdp, ep).
-      experts: [T, K] i32 in [0, num_experts), T over (dp, fsdp, ep). Rank i of ep owns the experts
+      experts: [T, K], integers in [0, num_experts), T over (dp, fsdp, ep). Rank i of ep owns the experts
         [i E/ranks, (i + 1) E/ranks).
       weights: [T, K] f32, T over (dp, fsdp, ep).
       num_experts: E.
@@ -68,6 +70,14 @@ def dispatch(
       ValueError: a shape does not fit, no transport has this name, or ep does not divide E.
       Unsupported: the transport cannot run on this machine and mesh.
     """
+    check_float("x", x, "[T, H]")
+    check_int("experts", experts, "[T, K]")
+    check_float("weights", weights, "[T, K]")
+    check_count("num_experts", num_experts)
+    if capacity_factor is not None and not (is_number(capacity_factor) and 0 < capacity_factor < math.inf):
+        raise ValueError(f"capacity_factor={capacity_factor!r} must be a finite number > 0, or None")
+    if wire is not None:
+        check_kind("wire", wire, Format)
     if x.ndim != 2 or experts.ndim != 2 or experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
         raise ValueError(
             f"x, experts, weights have shapes {x.shape}, {experts.shape}, {weights.shape}; they must be "
@@ -82,8 +92,9 @@ def dispatch(
     transport = select_transport(exchange, view, wire_bytes(x, wire))
     slots = slots_per_pair(tokens, experts.shape[1], ranks, capacity_factor)
     kernels = select_kernels("auto", x.dtype, width=x.shape[1])
-    static = _Sized(ExchangeSpec(transport, roles, slots, wire, kernels, num_experts=num_experts), tokens)
-    operands = _dispatch_op.lay_operands(view, static, x, experts, weights)
+    whole = ExchangeSpec(transport, roles, slots, wire, kernels, num_experts=num_experts, capacity=slots)
+    static = _Sized(whole, tokens)
+    operands = _dispatch_op.lay_operands(view, static, x, experts.astype(jnp.int32), weights)
     rows, local, arrived_weights, count, dropped, sent = _dispatch(view, static, *operands)
     return Received(rows, local, arrived_weights, count, dropped, sent, transport, tokens)
 
@@ -103,8 +114,13 @@ def combine(
       y: [T, H] in the dtype of rows, T over (dp, fsdp, ep). It is differentiable in rows.
 
     Raises:
+      ValueError: `received` is not what `dispatch` returns, or rows has another shape than its rows.
       Unsupported: the transport of `received` cannot run on this machine and mesh.
     """
+    check_float("rows", rows, "[R, H]")
+    check_kind("received", received, Received, "moax.ops.dispatch")
+    if rows.ndim != 2 or rows.shape[0] != received.rows.shape[0]:
+        raise ValueError(f"rows has shape {rows.shape}; it must be [R={received.rows.shape[0]}, H]")
     view = find_mesh_view(axes, engine, rows)
     transport = select_transport(received.transport, view, wire_bytes(rows))
     shards = 1 if view.manual else view.roles.size(view.roles.tokens)
@@ -121,23 +137,30 @@ class _Sized[S: CombineSpec](NamedTuple):
 
 
 def dispatch_forward(
-    static: ExchangeSpec, x: Float[Array, "T H"], experts: Int[Array, "T K"], weights: Float[Array, "T K"]
-) -> Received:
-    """Runs `dispatch` on one device.
+    static: ExchangeSpec,
+    x: Float[Array, "T H"],
+    experts: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    index: int | Int[Array, ""] = 0,
+) -> tuple[Received, Int[Array, ""]]:
+    """Runs `dispatch` on one device, or one pass of it.
 
     Args:
       static: the spec of the exchange.
       x: [T, H].
       experts: [T, K] i32, ids of the whole mesh.
       weights: [T, K] f32.
+      index: the pass, which moves the slots of each pair of ranks from index * slots on.
 
     Returns:
-      Received of this rank: rows [R, H], local experts [R, K], weights [R, K], and the plan for the way back.
+      received: Received of this rank: rows [R, H], local experts [R, K], weights [R, K], and the plan for the way back.
+        `dropped` counts the assignments that find no slot in any pass.
+      passes: [] i32, the passes that this rank knows to be needed; the most of all ranks of ep are needed.
     """
     local_experts, none = static.local_experts, static.num_experts
     transport = TRANSPORTS[static.transport]
     with jax.named_scope("dispatch"):
-        sent, dropped = transport.plan(static, experts)
+        sent, dropped, passes = transport.plan(static, experts, index)
         # Each id travels as id - E. An empty slot holds 0, which becomes E on arrival: the expert of no rank.
         arrived = send_rows(static, x, (experts - none, weights), sent)
         ids, weights = arrived.narrow
@@ -149,7 +172,8 @@ def dispatch_forward(
         local = jnp.where(mine, ids - first, local_experts).astype(jnp.int32)
         weights = jnp.where(mine, weights, 0.0)
         count = mine.any(-1).sum(dtype=jnp.int32) if arrived.ends is None else arrived.ends[-1]
-    return Received(arrived.rows, local, weights, count[None], dropped, sent, static.transport, x.shape[0])
+    received = Received(arrived.rows, local, weights, count[None], dropped, sent, static.transport, x.shape[0])
+    return received, passes
 
 
 def dispatch_backward(
@@ -217,6 +241,12 @@ def combine_backward_cost(static: ExchangeSpec, tokens: int, top_k: int, width: 
     return TRANSPORTS[static.transport].cost(static, tokens, top_k, "send", columns)
 
 
+def exchange_bytes(static: ExchangeSpec, tokens: int, top_k: int, width: int, dtype: str) -> int:
+    """Returns the bytes that a device sends in both directions of one pass, forward and backward."""
+    costs = (dispatch_cost, combine_cost, combine_backward_cost, dispatch_backward_cost)
+    return sum(moved.bytes for cost in costs for moved in cost(static, tokens, top_k, width, dtype))
+
+
 def _dispatch_forward(view: MeshView, static: _Sized[ExchangeSpec], x, experts, weights):
     """Runs the forward of the `custom_vjp` and returns the arrays of Received, and the residuals."""
     results = _dispatch_op(view, static, x, experts, weights)
@@ -233,7 +263,7 @@ def _dispatch_backward(view: MeshView, static: _Sized[ExchangeSpec], saved, cota
     return dx, None, d_weights
 
 
-_dispatch = differentiable(_dispatch_forward, _dispatch_backward)
+_dispatch = differentiable(_dispatch_forward, _dispatch_backward, once="dispatch")
 
 
 def _combine_forward(view: MeshView, static: _Sized[CombineSpec], rows, sent):
@@ -246,12 +276,12 @@ def _combine_backward(view: MeshView, static: _Sized[CombineSpec], sent, dy):
     return _combine_grad_op(view, static, dy, sent)[0], None
 
 
-_combine = differentiable(_combine_forward, _combine_backward)
+_combine = differentiable(_combine_forward, _combine_backward, once="combine")
 
 
 def _dispatch_shards(static: _Sized[ExchangeSpec], layout, x, experts, weights):
     """Returns the arrays of `dispatch_forward`, as a tuple."""
-    received = dispatch_forward(static.spec, x, experts, weights)
+    received, _ = dispatch_forward(static.spec, x, experts, weights)
     results = (received.rows, received.experts, received.weights, received.count, received.dropped)
     return results if received.slots is None else (*results, received.slots)
 

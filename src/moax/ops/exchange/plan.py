@@ -1,7 +1,8 @@
 """Which token travels in which slot, and where its row lies on the rank that receives it.
 
 Each rank numbers, for every rank, the tokens that want it: the first such token has slot 0, the next one slot 1. Slots
-at or past `slots` are dropped. Two facts decide everything that follows: the slot of each token for each rank, and how
+at or past the capacity are dropped. Pass i moves the slots from i * slots on: with 4 slots, slot 5 of a pair of ranks
+travels in pass 1, as slot 1. Two facts decide everything that follows: the slot of each token for each rank, and how
 many rows travel between each pair of ranks.
 """
 
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from moax.groups import allot_rows
+from moax.ops.exchange.transport import ExchangeSpec
 from moax.types import SendPlan
 
 
@@ -37,19 +40,53 @@ def balanced_rows(tokens: int, top_k: int, ranks: int, num_experts: int) -> int:
     return -(-tokens * (every - others) // every)
 
 
+def allot_slots(
+    tokens: int, top_k: int, ranks: int, num_experts: int, capacity_factor: float | None, buffer_factor: float | None
+) -> tuple[int, int]:
+    """Returns the slots of a pair of ranks in one pass, and its capacity: the slots of all passes together.
+
+    A capacity factor bounds the rows of a pair already, so that one pass has slots for all of them.
+    """
+    capacity = slots_per_pair(tokens, top_k, ranks, capacity_factor)
+    if capacity_factor is not None:
+        return capacity, capacity
+    return allot_rows(balanced_rows(tokens, top_k, ranks, num_experts), buffer_factor, capacity), capacity
+
+
 def find_owners(experts: Int[Array, "T K"], local_experts: int) -> Int[Array, "T K"]:
     """Returns the rank that owns each expert: rank i owns experts [i local_experts, (i + 1) local_experts)."""
     return lax.div(experts, jnp.full_like(experts, local_experts))
 
 
-def count_dropped(owner: Int[Array, "T K"], slot: Int[Array, "T ranks"], slots: int) -> Int[Array, " 1"]:
+def count_dropped(owner: Int[Array, "T K"], slot: Int[Array, "T ranks"], capacity: int) -> Int[Array, " 1"]:
     """Returns how many assignments (token, expert) go to a rank for which their token has no slot."""
     tokens, ranks = slot.shape
-    if slots >= tokens:
+    if capacity >= tokens:
         return jnp.zeros(1, jnp.int32)
     rank = jnp.arange(ranks, dtype=jnp.int32)
-    lost = (owner[..., None] == rank[None, None]) & (slot >= slots)[:, None]
+    lost = (owner[..., None] == rank[None, None]) & (slot >= capacity)[:, None]
     return lost.sum(dtype=jnp.int32)[None]
+
+
+def slots_of_pass(slot: Int[Array, "T ranks"], index: int | Int[Array, ""], slots: int) -> Int[Array, "T ranks"]:
+    """Returns the slots of the tokens in pass `index`; T for a token of an earlier pass, and for one of no pass.
+
+    A slot at or past `slots` is of a later pass. With 4 slots, pass 1 has (0, 3, T, 4) of the slots (4, 7, 2, 8).
+    """
+    if isinstance(index, int) and index == 0:
+        return slot
+    tokens, moved = slot.shape[0], slot - index * slots
+    return jnp.where((moved < 0) | (slot >= tokens), tokens, moved)
+
+
+def rows_of_pass(rows: Int[Array, "..."], static: ExchangeSpec, index: int | Int[Array, ""]) -> Int[Array, "..."]:
+    """Returns how many of a pair's `rows`, in all passes and before the capacity, travel in pass `index`."""
+    return jnp.clip(jnp.minimum(rows, static.capacity) - index * static.slots, 0, static.slots)
+
+
+def passes_of_pairs(rows: Int[Array, "..."], static: ExchangeSpec) -> Int[Array, ""]:
+    """Returns the passes, at least 1, that pairs of ranks with so many `rows` need."""
+    return jnp.maximum(1, -(-jnp.minimum(rows, static.capacity).max() // static.slots))
 
 
 def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"]]:

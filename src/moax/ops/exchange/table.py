@@ -18,7 +18,7 @@ TRANSPORTS: dict[str, Transport] = {
     "all_to_all": AllToAll(),
     "one_sided": OneSided(),
 }
-AUTO = "all_gather"  # `auto` means this transport
+AUTO = "all_gather"  # `auto` means this transport, except in the block: see `BlockSpec.choose`
 EXCHANGES = get_args(Exchange)
 
 

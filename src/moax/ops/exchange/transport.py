@@ -29,7 +29,7 @@ class CombineSpec:
     Attributes:
       transport: the name of the transport, a key of `TRANSPORTS`.
       roles: the mesh axes by role.
-      slots: the rows that each pair of ranks exchanges, if the transport has slots.
+      slots: the rows that each pair of ranks exchanges in one pass, if the transport has slots.
       wire: the format of rows that are sent; None sends them in their own dtype. Sums travel in their own dtype.
       kernels: the implementation that quantizes rows for the wire.
       sms: multiprocessors that copy rows to peers; None leaves the number to the kernel.
@@ -54,14 +54,31 @@ class ExchangeSpec(CombineSpec):
 
     Attributes:
       num_experts: E of the whole mesh.
+      capacity: the most rows that each pair of ranks exchanges in all passes; a token past them is dropped.
     """
 
     num_experts: int = dataclasses.field(kw_only=True)
+    capacity: int = dataclasses.field(kw_only=True)
 
     @property
     def local_experts(self) -> int:
         """The number of experts of one rank."""
         return self.num_experts // self.ranks
+
+
+class Planned(NamedTuple):
+    """What one rank sends in one pass.
+
+    Attributes:
+      sent: the plan of the transport, which `send` and `combine` take.
+      dropped: [1] i32, the rank's assignments (token, expert) that find no slot in any pass.
+      passes: [] i32, the passes of the exchange that this rank knows to be needed. The most of all ranks of ep are
+        needed.
+    """
+
+    sent: Sent
+    dropped: Int[Array, " 1"]
+    passes: Int[Array, ""]
 
 
 class Arrived(NamedTuple):
@@ -142,8 +159,8 @@ class Transport(Protocol):
     @property
     def portable(self) -> bool: ...
 
-    def plan(self, static: ExchangeSpec, experts: Int[Array, "T K"]) -> tuple[Sent, Int[Array, " 1"]]:
-        """Returns which tokens this rank sends where, and how many of its assignments (token, expert) found no slot."""
+    def plan(self, static: ExchangeSpec, experts: Int[Array, "T K"], index: int | Int[Array, ""] = 0) -> Planned:
+        """Returns which tokens this rank sends where in pass `index`. A transport without slots has one pass."""
         ...
 
     def send(self, static: CombineSpec, rows: Array, narrow: Sequence[Array], sent: Sent) -> Arrived:

@@ -13,6 +13,7 @@ there as `quantize` does. Blocks without rows are not written.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -24,6 +25,7 @@ from jax.extend import core
 from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
+from moax.jaxprs import called, operations
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.quantize import (
     HALF,
@@ -38,6 +40,12 @@ from moax.kernels.hopper.pallas.quantize import (
 )
 
 PART = 32  # a warpgroup computes so many columns at one time, so that two blocks of threads fit the registers of an SM
+# The elementwise primitives that Mosaic lowers for Hopper GPUs; `evaluate` makes an addition of add_any.
+KNOWN = {
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "cos", "div", "eq", "erf",
+    "exp", "exp2", "ge", "gt", "integer_pow", "le", "log", "log2", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "not", "one_minus_square", "or", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh", "xor",
+}  # fmt: skip
 LONG = 20  # a gradient of more operations is computed for half as many columns at one time
 
 
@@ -261,23 +269,28 @@ def part_of(act: Callable, gated: bool) -> int:
 
     They are PART, or half of it for a long formula.
     """
+    length = sum(1 for _ in operations(gradient_jaxpr(act, gated).jaxpr))
+    return PART if length <= LONG else PART // 2
 
-    def length(jaxpr) -> int:
-        return sum(1 if (inner := _called(eqn)) is None else length(inner.jaxpr) for eqn in jaxpr.eqns)
 
+def gradient_jaxpr(act: Callable, gated: bool) -> core.ClosedJaxpr:
+    """Returns the jaxpr of `with_grads(act)`, over as many elements as a warpgroup computes at one time."""
     value = jax.ShapeDtypeStruct((HALF, PART), jnp.float32)
-    return PART if length(jax.make_jaxpr(with_grads(act))(*[value] * (2 + gated)).jaxpr) <= LONG else PART // 2
+    return jax.make_jaxpr(with_grads(act))(*[value] * (2 + gated))
 
 
-def _called(eqn):
-    """Returns the closed jaxpr of a call, such as that of jit or of a custom derivative; None for an operation."""
-    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+@functools.cache
+def why_not_in_kernels(act: Callable, gated: bool) -> str | None:
+    """Returns the operation of `act`, or of its gradient, that Mosaic does not know; None if it knows all of them."""
+    closed = gradient_jaxpr(act, gated)
+    unknown = sorted({eqn.primitive.name for eqn in operations(closed.jaxpr)} - KNOWN)
+    return "a constant array" if closed.consts else unknown[0] if unknown else None
 
 
 def evaluate(f: Callable, *args) -> list:
     """Returns the flat results of f(*args), computed with primitives that Mosaic knows.
 
-    Calls are inlined, and `add_any`, by which JAX sums cotangents, becomes an addition.
+    Calls are inlined, `add_any`, by which JAX sums cotangents, becomes an addition, and x^-2 becomes 1 / x^2.
     """
     closed = jax.make_jaxpr(f)(*args)
 
@@ -285,10 +298,12 @@ def evaluate(f: Callable, *args) -> list:
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:
             values = [v.val if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
-            if (inner := _called(eqn)) is not None:
+            if (inner := called(eqn)) is not None:
                 results = run(inner.jaxpr, inner.consts, values)
             elif eqn.primitive.name == "add_any":
                 results = [jnp.add(*values)]
+            elif eqn.primitive.name == "integer_pow" and eqn.params["y"] < -1:
+                results = [1.0 / lax.integer_pow(values[0], -eqn.params["y"])]
             else:
                 results = eqn.primitive.bind(*values, **eqn.params)
                 results = results if eqn.primitive.multiple_results else [results]

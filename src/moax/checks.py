@@ -1,0 +1,96 @@
+"""Checks of arguments. Each check raises a ValueError that names the argument, its value and what would be right."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def is_int(value: Any) -> bool:
+    """Returns whether value is an int of Python or NumPy, and no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether value is a real number of Python or NumPy, and no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, *, least: int = 1) -> None:
+    """Raises ValueError unless value is an int of at least `least`."""
+    if not is_int(value) or value < least:
+        raise ValueError(f"{name}={value!r} must be an int of at least {least}")
+
+
+def check_float(name: str, value: Any, dims: str) -> None:
+    """Raises ValueError unless value is an array of float32, bfloat16 or float16.
+
+    Args:
+      name: the name of the argument.
+      value: what the caller gave.
+      dims: the dims that the argument must have, for the message, such as `[T, H]`.
+    """
+    check_float_dtype(name, _dtype(name, value, dims))
+
+
+def check_float_dtype(name: str, dtype: Any) -> None:
+    """Raises ValueError unless dtype is float32, bfloat16 or float16, or a name of one of them."""
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise ValueError(f"{name}={dtype!r} must be a dtype: float32, bfloat16 or float16") from None
+    if dtype == np.float64:
+        raise ValueError(f"{name} has dtype float64; moax computes in float32 at most; {name} must be float32 or less")
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"{name} has dtype {dtype}; it must be floating point: float32, bfloat16 or float16")
+
+
+def check_int(name: str, value: Any, dims: str) -> None:
+    """Raises ValueError unless value is an array of integers, signed or unsigned; `dims` is as in `check_float`."""
+    dtype = _dtype(name, value, dims)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {dtype}; it must be an array of integers {dims}")
+
+
+def check_mask(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless value is an array of bool of this shape."""
+    dtype = _dtype(name, value, f"of bool, {shape}")
+    if dtype != jnp.bool_:
+        raise ValueError(f"{name} has dtype {dtype}; it must be bool, such as segment_ids > 0")
+    if value.shape != shape:
+        raise ValueError(f"{name} has shape {value.shape}; it must be {shape}")
+
+
+def check_key(name: str, value: Any) -> None:
+    """Raises ValueError unless value is a key of `jax.random`, typed or of unsigned integers."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
+        raise ValueError(f"{name} is {_describe(value)}; it must be a PRNG key, such as jax.random.key(0)")
+
+
+def check_kind(name: str, value: Any, kind: type, source: str = "") -> None:
+    """Raises ValueError unless value is an instance of `kind`, a public class of moax, or of what `source` returns."""
+    if not isinstance(value, kind):
+        wanted = f"a {kind.__name__}, as {source} returns it" if source else f"a moax.{kind.__name__}"
+        raise ValueError(f"{name} is {_describe(value)}; it must be {wanted}")
+
+
+def _dtype(name: str, value: Any, dims: str) -> np.dtype:
+    """Returns the dtype that JAX gives to an array: float64 of NumPy is float32 unless `jax_enable_x64` is set.
+
+    Raises ValueError where value is no array.
+    """
+    dtype = getattr(value, "dtype", None)
+    if not isinstance(dtype, np.dtype) or not hasattr(value, "shape"):
+        raise ValueError(f"{name} is {_describe(value)}; it must be an array {dims}")
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _describe(value: Any) -> str:
+    """Returns what a value is, in the words of a message: `None`, or the name of its class after an article."""
+    kind = type(value).__name__
+    return "None" if value is None else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

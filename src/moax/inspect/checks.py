@@ -1,0 +1,187 @@
+"""These functions check a program's collectives. A user's own tests call them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from moax.inspect.flow import Value
+from moax.inspect.program import Collective, Over, Program, axis_names, join, named_mesh_of, read, table, weight_gathers
+from moax.mesh.axes import Axes, Names, as_names
+from moax.mesh.specs import AnyMesh
+from moax.text import plural
+
+_WHY = (
+    "A weight crosses unquantized where the recipe does not quantize it, and where the program moves it to another "
+    "layout first. Lay weights out as moax.param_specs says, and give the step their shardings as out_shardings: on "
+    "Auto axes a shard_map (engine='shard_map') moves weights of another layout, and no line in the log says so."
+)
+
+
+def assert_no_wide_weight_gather(
+    fn: Program | Sequence[Collective],
+    *args: Any,
+    axes: Over = "fsdp",
+    min_elements: int | None = None,
+    weights: PyTree | None = None,
+    mesh: AnyMesh | None = None,
+    **kwargs: Any,
+) -> list[Collective]:
+    """Asserts that weights cross the mesh as bytes, and that their gradients leave by reduce-scatter.
+
+    The assertion fails for each of these collectives, if its elements are floats of two or more bytes:
+
+    - an all-gather over `axes` of `min_elements` or more elements, whatever it carries;
+    - any all-gather, all-to-all, permute or broadcast, over any axis, that carries one of `weights`, or whose result
+      becomes a result of the program that has the shape of one of `weights`, such as its gradient;
+    - an all-reduce that does the same over an axis that splits this weight: it moves the weight, or sums a gradient of
+      which each device keeps a part, so that a reduce-scatter would do.
+
+    It passes an all-to-all of activations, a reduce-scatter, and an all-reduce of the gradient of a weight over axes
+    that do not split the weight, such as dp. `Collective.carries` and `Collective.reaches` say how values are followed.
+
+    Args:
+      fn, args, kwargs, mesh: as for `collectives`; `fn` may also be the list that `collectives` returned.
+      axes: a mesh axis, several axes, or a `moax.Axes`, which stands for its fsdp.
+      min_elements: collectives of fewer elements pass. The default is the size of the smallest shard among those
+        `weights` that `axes` split. It holds for all-gathers over `axes` alone, and tells a weight from its scales.
+      weights: a tree of arrays or ShapeDtypeStructs with shardings. Leave out biases, which are not quantized. A
+        parameter or result of the program is a weight where it has the shape of one of these. Where there are no
+        `weights`, or none is found, each parameter that crosses `axes` counts as a weight.
+
+    Returns:
+      All collectives of the program.
+
+    Raises:
+      AssertionError: weights or their gradients cross unquantized. The message lists the collectives with dtype, shape,
+        axes, bytes, and the names of the parameters and results.
+      ValueError: the mesh is not known, or does not have one of the axes (an axis of a `moax.Axes` may be missing), or
+        both `min_elements` and `weights` are missing.
+    """
+    found, names = _judged(fn, args, kwargs, axes, mesh)
+    least = _min_elements(min_elements, weights, names)
+    leaves = [] if weights is None else jax.tree.leaves(weights)
+    of_weights = [leaf for leaf in leaves if any(_is_of(v, leaf) for c in found for v in (*c.carries, *c.reaches))]
+    gathers = weight_gathers(found, names)
+    offenders = []
+    for c in found:
+        wide = c.bytes > 0 and c.kind != "reduce-scatter" and _is_wide(c)
+        if not wide or c.size < (min_elements or 0):
+            continue
+        if of_weights:
+            moves = any(_moves(c, leaf) for leaf in of_weights)
+        else:
+            moves = c.size >= least and _moves_any(c, names, least)
+        if moves or (c in gathers and c.size >= least):
+            offenders.append(c)
+    what = f"of unquantized weights or their gradients, or gathers over {join(names)} of {least} elements or more"
+    _refuse(offenders, "collective", f"{what}:", _WHY)
+    return found
+
+
+def assert_reduce_scattered(
+    fn: Program | Sequence[Collective],
+    *args: Any,
+    axes: Over = "fsdp",
+    min_elements: int | None = None,
+    weights: PyTree | None = None,
+    mesh: AnyMesh | None = None,
+    **kwargs: Any,
+) -> list[Collective]:
+    """Asserts that weight gradients are reduce-scattered over `axes`.
+
+    The program must have a reduce-scatter over `axes`, and no all-reduce over `axes` of `min_elements` floats or more.
+    Arguments, result and errors are those of `assert_no_wide_weight_gather`.
+
+    Where jit's own partitioner reduces gradients, the CPU compiler makes an all-reduce and a slice, and fails this
+    check; a GPU's compiler makes one reduce-scatter.
+    """
+    found, names = _judged(fn, args, kwargs, axes, mesh)
+    least = _min_elements(min_elements, weights, names)
+    over = [c for c in found if set(names) & set(c.axes)]
+    offenders = [c for c in over if c.kind == "all-reduce" and _is_float(c) and c.size >= least]
+    _refuse(offenders, "all-reduce", f"over {join(names)} of {least} floats or more:")
+    if not any(c.kind == "reduce-scatter" for c in over):
+        raise AssertionError(f"no reduce-scatter over {join(names)}; the collectives are\n{table(found)}")
+    return found
+
+
+def _judged(fn, args, kwargs, axes, mesh) -> tuple[list[Collective], Names]:
+    """Returns the collectives to check, and the names of `axes`; raises ValueError where the mesh has no such axis."""
+    names = axis_names(axes)
+    if not isinstance(fn, str) and isinstance(fn, Sequence):
+        return list(fn), names
+    found, known = read(fn, args, kwargs, mesh, as_run=False)
+    if not known and any(c.group_size > 1 and not c.axes for c in found):
+        raise ValueError(f"{axes=}: the program's mesh is not known; pass mesh=")
+    missing = [] if isinstance(axes, Axes) else [n for n in names if known and n not in known]
+    if missing:
+        raise ValueError(f"{axes=}: the mesh has no axis {join(missing)}; its axes are {join(known)}")
+    return found, names
+
+
+def _min_elements(min_elements, weights, names: Names) -> int:
+    """Returns `min_elements`, or the size of the smallest shard of `weights` over the axes `names`."""
+    if min_elements is not None:
+        if isinstance(min_elements, bool) or not isinstance(min_elements, int) or min_elements < 1:
+            raise ValueError(f"{min_elements=} must be an int of at least 1")
+        return min_elements
+    if weights is None:
+        raise ValueError("pass min_elements=, or weights=, whose smallest shard gives min_elements")
+    sizes = [math.prod(_shard(leaf)) for leaf in jax.tree.leaves(weights) if _split_over(leaf) & set(names)]
+    if not sizes:
+        raise ValueError(f"weights: none is sharded over {join(names)}; pass min_elements=")
+    return min(sizes)
+
+
+def _split_over(leaf) -> set[str]:
+    """Returns the mesh axes that split an array."""
+    spec = leaf.sharding.spec if named_mesh_of(leaf) is not None else ()
+    return {name for entry in spec for name in as_names(entry)}
+
+
+def _shard(leaf) -> tuple[int, ...]:
+    """Returns the shape of an array on one device."""
+    return leaf.sharding.shard_shape(leaf.shape) if named_mesh_of(leaf) is not None else tuple(leaf.shape)
+
+
+def _is_of(value: Value, leaf) -> bool:
+    """Returns whether a parameter or result of the program has the shape of a weight."""
+    if value.whole is not None:
+        return value.whole == tuple(leaf.shape)
+    return value.shape in (tuple(leaf.shape), _shard(leaf))
+
+
+def _moves(c: Collective, leaf) -> bool:
+    """Returns whether a collective moves a weight, or its gradient, where it ought not to cross unquantized."""
+    if not any(_is_of(value, leaf) for value in (*c.carries, *c.reaches)):
+        return False
+    return c.kind != "all-reduce" or bool(_split_over(leaf) & set(c.axes))
+
+
+def _moves_any(c: Collective, names: Names, least: int) -> bool:
+    """Returns whether a collective over `names` moves a parameter of `least` elements, or sums what it then cuts."""
+    if not set(names) & set(c.axes):
+        return False
+    if any(math.prod(value.shape) >= least for value in c.carries):
+        return True
+    return c.kind == "all-reduce" and any(least <= math.prod(value.shape) < c.size for value in c.reaches)
+
+
+def _is_float(c: Collective) -> bool:
+    return c.dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _is_wide(c: Collective) -> bool:
+    return _is_float(c) and not c.dtype.startswith(("float8", "float4"))
+
+
+def _refuse(offenders: Sequence[Collective], noun: str, what: str, why: str = "") -> None:
+    """Raises AssertionError that lists the offenders, if there are any."""
+    if offenders:
+        listed = "\n  ".join([f"{plural(len(offenders), noun)} {what}", *map(str, offenders)])
+        raise AssertionError(f"{listed}\n{why}".rstrip())

@@ -1,0 +1,140 @@
+"""Kept weights: a block that takes wi and wo from `quantize_params` equals one that quantizes them itself.
+
+Covers: kinds of meshes x recipes x layouts, forward and backward, bit by bit; what a block gathers then; microbatches
+in a scan; wrong arguments.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moax
+from moax import Axes, inspect
+from support import make_mesh, make_params, put, random, some
+
+CONFIG = moax.MoEConfig(256, 384, 8, 2, use_bias=True)
+PARAMS = make_params(CONFIG)
+X = random(1, 64, 256)
+CASES = [
+    ("2x4", "custom_partitioning", "fp8_block", "experts"),
+    ("2x4", "explicit", "mxfp8", "experts"),
+    ("tp2x2x2", "custom_partitioning", "fp8_tensor", "model"),
+    ("tp2x2x2", "explicit", "fp8_block", "model"),
+    ("8x1", "shard_map", "fp8_block", "model"),
+    ("none", "none", "fp8_block", "auto"),
+]
+
+
+def run(x, params, quantized=None, **options):
+    """y, and the gradients of x and of the parameters."""
+
+    def loss(x, params):
+        y, _ = moax.moe(x, params, CONFIG, quantized=quantized, **options)
+        return jnp.sum(y**2), y
+
+    (dx, dparams), y = jax.grad(loss, (0, 1), has_aux=True)(x, params)
+    return y, dx, dparams
+
+
+@pytest.mark.parametrize(("mesh", "way", "recipe", "dim"), some(CASES, 1))
+def test_bits_are_those_of_a_block_that_quantizes(mesh, way, recipe, dim):
+    """Breaks if kept weights are other bytes or scales than the block's own, lie elsewhere, or take the place of the
+    parameters that gradients belong to."""
+    axes = Axes(fsdp_dim=dim)
+    options = dict(recipe=recipe, axes=axes, engine=way if way == "shard_map" else "auto")
+    with jax.set_mesh(make_mesh(mesh, way) if mesh != "none" else jax.make_mesh((1,), ("fsdp",))):
+        params, x = PARAMS, X
+        if mesh != "none":
+            params = put(make_mesh(mesh, way), moax.param_specs(CONFIG, axes), params)
+            x = put(make_mesh(mesh, way), moax.sharding.token_spec(axes), x)
+        quantized = moax.quantize_params(params, CONFIG, dtype=jnp.float32, **options)
+        want = jax.jit(functools.partial(run, **options))(x, params)
+        got = jax.jit(functools.partial(run, **options))(x, params, quantized)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_block_reads_kept_weights_alone():
+    """Breaks if a block with kept weights quantizes the parameters once more: it would see their NaN."""
+    quantized = moax.quantize_params(PARAMS, CONFIG, recipe="fp8_block", dtype=jnp.float32)
+    assert all(v.dtype == jnp.uint8 for w in (quantized.wi, quantized.wo) for v, _ in w)
+    nan = jax.tree.map(lambda v: jnp.full_like(v, jnp.nan), (PARAMS.wi, PARAMS.wo))
+    spoilt = moax.MoEParams(PARAMS.router, *nan, bi=PARAMS.bi, bo=PARAMS.bo)
+    step = jax.jit(functools.partial(run, recipe="fp8_block"))
+    got, want = step(X, spoilt, quantized), step(X, PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.more
+def test_what_crosses(fresh_compile):
+    """Breaks if kept weights are gathered in more than a byte an element, or weights of the step beside them."""
+    mesh = make_mesh("2x4")
+    with jax.set_mesh(mesh):
+        params, x = put(mesh, moax.param_specs(CONFIG), PARAMS), put(mesh, moax.sharding.token_spec(Axes()), X)
+        quantized = moax.quantize_params(params, CONFIG, recipe="fp8_block", dtype=jnp.float32)
+        step = jax.jit(functools.partial(run, recipe="fp8_block"))
+        kept, own = (step.lower(x, params, q).compile() for q in (quantized, None))
+    gathers = [[(c.shape, c.dtype) for c in inspect.weight_gathers(inspect.collectives(p))] for p in (kept, own)]
+    assert sorted(gathers[0]) == sorted(gathers[1]) and len(gathers[0]) >= 4
+    to_fp8 = [len(re.findall(r"f8e4m3fn\[\S* convert", program.as_text())) for program in (kept, own)]
+    assert to_fp8[0] < to_fp8[1], f"casts to FP8 with kept weights and without: {to_fp8}"
+
+
+@pytest.mark.more
+def test_microbatches():
+    """Breaks if the gradients of a step in microbatches, over weights that were quantized once, are not their sum."""
+    parts = X.reshape(4, 16, 256)
+    quantized = moax.quantize_params(PARAMS, CONFIG, recipe="fp8_block", dtype=jnp.float32)
+
+    @jax.jit
+    def step(params):
+        def one(total, x):
+            return jax.tree.map(jnp.add, total, run(x, params, quantized, recipe="fp8_block")[2]), None
+
+        return jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), parts)[0]
+
+    want = functools.reduce(
+        lambda a, b: jax.tree.map(jnp.add, a, b), [run(x, PARAMS, recipe="fp8_block")[2] for x in parts]
+    )
+    for got, sums in zip(jax.tree.leaves(step(PARAMS)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, sums, atol=1e-5 * float(np.abs(sums).max()))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layer", ["nnx", "linen"])
+def test_layers(layer):
+    """Breaks if the weights that a layer quantizes are not those of its call."""
+    how = dict(recipe="fp8_block", dtype=jnp.float32)
+    if layer == "nnx":
+        from flax import nnx
+
+        module = moax.nnx.MoE(CONFIG, rngs=nnx.Rngs(0), **how)
+        kept, plain = module(X, quantized=module.quantize()), module(X)
+    else:
+        module = moax.linen.MoEBlock(CONFIG, **how)
+        variables = module.init(jax.random.key(0), X)
+        quantized = module.apply(variables, method="quantize")
+        kept, plain = (module.apply(variables, X, quantized=q) for q in (quantized, None))
+    jax.tree.map(np.testing.assert_array_equal, kept, plain)
+
+
+WRONG = {
+    "no recipe": (dict(), dict(), "quantizes no weight"),
+    "another recipe": (dict(recipe="fp8_block"), dict(recipe="mxfp8"), "quantized has recipe="),
+    "another size": (dict(recipe="fp8_block"), dict(recipe="fp8_block"), "quantized.wi is of a weight"),
+    "no kept weights": (None, dict(recipe="fp8_block"), "it must be what moax.quantize_params returns"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    """Breaks if weights that were quantized otherwise are multiplied as if they were the block's."""
+    made, called, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        quantized = PARAMS if made is None else moax.quantize_params(PARAMS, CONFIG, dtype=jnp.float32, **made)
+        config = dataclasses.replace(CONFIG, d_ff=128) if name == "another size" else CONFIG
+        jax.eval_shape(lambda: moax.moe(X, make_params(config), config, quantized=quantized, **called))

@@ -1,0 +1,211 @@
+"""Padding: a block with a mask is the block of the real tokens alone; and the balance of sequences.
+
+Covers: ways x transports x recipes with NaN in padding; capacity; the loss of a sequence, with and without padding, on
+meshes that cut sequences; every error.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import moax
+from moax import reference
+from support import ENGINES, TOKENS, make_mesh, make_params, put, random, rel_error, rel_norm, some, spec
+from support.block import BASE, MESH, ONE_DEVICE, cotangent, make_x
+
+SEQUENCES = moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3, sequence_aux_loss=0.5)
+CONFIG = dataclasses.replace(BASE, router=SEQUENCES)
+PARAMS = make_params(CONFIG)
+LEADING, WIDTH = (16, 6), CONFIG.d_model
+REAL = np.random.default_rng(0).random(LEADING) < 0.6  # rows with holes, as packed sequences have them
+REAL[3] = False  # a row of padding alone
+CLEAN = np.asarray(make_x(CONFIG))
+X = np.where(REAL[..., None], CLEAN, np.nan).astype(np.float32)
+ROWS = np.broadcast_to(np.arange(16)[:, None], LEADING)
+
+
+def loss_of(y, stats):
+    """A loss that gives each element of y a weight of its own, and padding one that is not finite in y's gradient."""
+    return jnp.sum(y * jnp.asarray(cotangent(y.shape))) + stats.aux_loss + stats.z_loss
+
+
+def expected(config):
+    """y, stats and the gradients of the reference, of the real tokens alone."""
+    weight = jnp.asarray(cotangent(X.shape)[REAL])
+
+    def total(x, params):
+        y, stats = reference.moe(x, params, config, sequences=jnp.asarray(ROWS[REAL]))
+        return jnp.sum(y * weight) + stats.aux_loss + stats.z_loss, (y, stats)
+
+    grads, out = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(jnp.asarray(CLEAN[REAL]), PARAMS)
+    return out, grads
+
+
+def found(way, config, **options):
+    """The same of `moax.moe` on all tokens with the mask."""
+
+    def call(x, params, mask):
+        return moax.moe(x, params, config, mask=mask, engine=way if way in ENGINES else "auto", **options)
+
+    mesh, f = make_mesh("2x4", way), call
+    at, whole = spec("2x4", TOKENS), moax.param_specs(config, mesh=mesh)
+    if way.startswith("user"):
+        f = jax.shard_map(call, mesh=mesh, in_specs=(at, whole, at), out_specs=(at, P()), check_vma=way == "user_vma")
+
+    def total(x, params, mask):
+        out = f(x, params, mask)
+        return loss_of(*out), out
+
+    run = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+    if way == "none":
+        return run(jnp.asarray(X), PARAMS, jnp.asarray(REAL))[::-1]
+    with jax.set_mesh(mesh):
+        return run(*put(mesh, (at, whole, at), (jnp.asarray(X), PARAMS, jnp.asarray(REAL))))[::-1]
+
+
+WAYS = [
+    ("none", {}), ("custom_partitioning", dict(exchange="all_to_all")), ("explicit", dict(exchange="all_to_all")),
+    ("user_vma", dict(exchange="all_to_all", buffer_factor=0.3)), ("shard_map", dict(buffer_factor=0.3)), ("user", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "options"), some(WAYS, 3))
+def test_padding_is_not_there(way, options):
+    """Breaks if padding is routed, counted or summed anywhere, if its NaN reaches a real token or a parameter, if its y
+    or its gradient is not 0, or if the loss of a sequence counts padding or sees another sequence."""
+    (y, stats), (dx, dparams) = found(way, CONFIG, **options)
+    (y_want, want), (dx_want, dparams_want) = expected(CONFIG)
+    limit = ONE_DEVICE if way == "none" else MESH
+    assert rel_norm(np.asarray(y)[REAL], y_want) <= limit and not np.asarray(y)[~REAL].any()
+    assert rel_norm(np.asarray(dx)[REAL], dx_want) <= limit and not np.asarray(dx)[~REAL].any()
+    for d, d_want in zip(jax.tree.leaves(dparams), jax.tree.leaves(dparams_want), strict=True):
+        assert rel_norm(d, d_want) <= limit
+    np.testing.assert_array_equal(stats.tokens_per_expert, want.tokens_per_expert)
+    assert stats.tokens_per_expert.sum() == 2 * REAL.sum() and stats.dropped == 0
+    for name in ("aux_loss", "z_loss"):
+        np.testing.assert_allclose(getattr(stats, name), getattr(want, name), rtol=5e-6)
+
+
+@pytest.mark.parametrize("recipe", ("fp8_block", "fp8_tensor"))
+def test_padding_enters_no_scale(recipe):
+    """Breaks if quantized real tokens depend on what padding holds."""
+    run = jax.jit(lambda x: moax.moe(x, PARAMS, CONFIG, mask=jnp.asarray(REAL), recipe=recipe)[0])
+    np.testing.assert_array_equal(run(X), run(CLEAN))
+
+
+@pytest.mark.parametrize("exchange", ("all_gather", "all_to_all"))
+def test_padding_takes_no_capacity(exchange):
+    """Breaks if padding takes rows or slots: 128 equal tokens want one rank, which has room for the real half."""
+    config = dataclasses.replace(BASE, capacity_factor=1.0, router=moax.RouterConfig())
+    x, params = np.tile(random(1, 1, WIDTH), (128, 1)), make_params(config)
+    mesh, mask = make_mesh("1x8"), np.arange(128) % 16 < 4
+    with jax.set_mesh(mesh):
+        at = spec("1x8", TOKENS)
+        args = put(mesh, (at, moax.param_specs(config), at), (jnp.asarray(x), params, jnp.asarray(mask)))
+        run = jax.jit(lambda x, p, m: moax.moe(x, p, config, mask=m, exchange=exchange))
+        stats, full = run(*args)[1], run(*args[:2], jnp.ones_like(args[2]))[1]
+    assert stats.dropped == 0 < full.dropped and stats.tokens_per_expert.sum() == 2 * mask.sum()
+
+
+def test_no_real_token():
+    """Breaks if a batch of padding alone divides by the number of its tokens."""
+    run = jax.value_and_grad(lambda x, p, m: loss_of(*moax.moe(x, p, CONFIG, mask=m)), argnums=(0, 1))
+    loss, grads = jax.jit(run)(X, PARAMS, np.zeros(LEADING, bool))
+    assert loss == 0 and not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
+
+
+def test_every_token_real():
+    """Breaks if a mask that leaves nothing out changes a bit."""
+    y, stats = jax.jit(lambda x: moax.moe(x, PARAMS, CONFIG))(CLEAN)
+    masked, same = jax.jit(lambda x, m: moax.moe(x, PARAMS, CONFIG, mask=m))(CLEAN, np.ones(LEADING, bool))
+    np.testing.assert_array_equal(masked, y)
+    np.testing.assert_array_equal(same.tokens_per_expert, stats.tokens_per_expert)
+
+
+def by_hand(logits, config, top_k, rows):
+    """DeepSeek-V3's loss of a sequence: c sum_e f_e P_e, f_e = E / (K T) tokens[e], P_e = mean of the shares."""
+    shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    losses = []
+    for row in np.unique(rows):
+        mine = rows == row
+        tokens = np.bincount(np.argsort(-logits[mine], 1, kind="stable")[:, :top_k].reshape(-1), minlength=8)
+        losses.append(np.sum(8 / (top_k * mine.sum()) * tokens * shares[mine].mean(0)))
+    return config.sequence_aux_loss * np.mean(losses)
+
+
+@pytest.mark.parametrize("way", ("none", "custom_partitioning", "explicit"))
+def test_loss_of_sequences(way):
+    """Breaks if the loss is not DeepSeek-V3's, of sequences of any lengths in any order, or if a mesh that cuts a
+    sequence gives another loss."""
+    config, logits = moax.RouterConfig(sequence_aux_loss=0.25), random(2, 64, 8)
+    rows = np.random.default_rng(3).integers(0, 5, 64).astype(np.int32)
+
+    def loss(logits, rows):
+        engine = way if way in ENGINES else "auto"
+        return moax.route(logits, config, 2, sequences=rows, num_sequences=7, engine=engine).aux_loss
+
+    run = jax.jit(jax.value_and_grad(loss))
+    if way == "none":
+        got, d = run(logits, rows)
+    else:
+        mesh, at = make_mesh("2x4", way), spec("2x4", TOKENS)
+        with jax.set_mesh(mesh):
+            got, d = run(*put(mesh, (at, at), (jnp.asarray(logits), jnp.asarray(rows))))
+    wide = logits.astype(np.float64)
+    np.testing.assert_allclose(got, by_hand(wide, config, 2, rows), rtol=2e-6)
+    want = jax.jit(jax.grad(lambda v: reference.route(v, config, 2, sequences=jnp.asarray(rows)).aux_loss))(logits)
+    assert rel_error(d, want) < 2e-6
+
+
+def test_balanced_sequences_pay_the_coefficient():
+    """Breaks if the coefficient of sequences has another scale than that of the batch, or adds to the wrong loss."""
+    logits = 20 * np.tile(2 * np.eye(8) + np.roll(np.eye(8), 1, 1), (4, 1)).astype(np.float32)
+    rows = np.repeat(np.arange(4), 8).astype(np.int32)
+    r = moax.route(logits, moax.RouterConfig(sequence_aux_loss=0.125), 1, sequences=rows, num_sequences=4)
+    np.testing.assert_allclose(r.aux_loss, 0.125, rtol=1e-6)
+    assert r.z_loss == 0
+
+
+@pytest.mark.loose
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (dict(mask=np.ones(LEADING, np.int32)), "mask has dtype int32; it must be bool, such as segment_ids > 0"),
+        (dict(mask=np.ones((16,), bool)), r"mask has shape \(16,\); it must be \(16, 6\)"),
+        (dict(mask=[[True]]), "mask is a list; it must be an array"),
+        (dict(x=CLEAN[0]), r"x has shape \(6, 32\); it must be \[..., S, H\] for RouterConfig.sequence_aux_loss"),
+    ],
+)
+def test_errors(changes, says):
+    """Breaks if a mask of another shape is broadcast, or segment ids are taken for a mask."""
+    given = dict(x=CLEAN) | changes
+    with pytest.raises(ValueError, match=says):
+        moax.moe(given.pop("x"), PARAMS, CONFIG, **given)
+    with pytest.raises(ValueError, match="sequences is None; it must be given, with num_sequences"):
+        moax.route(np.ones((4, 8), np.float32), SEQUENCES, 2)
+    with pytest.raises(ValueError, match="num_sequences=0 must be an int of at least 1"):
+        moax.route(np.ones((4, 8), np.float32), SEQUENCES, 2, sequences=np.zeros(4, np.int32))
+
+
+@pytest.mark.parametrize("kind", ("nnx", "linen"))
+def test_layers_take_the_keywords(kind):
+    """Breaks if a layer has no way to say which tokens are padding, or to replay a routing."""
+    pytest.importorskip("flax")
+    from flax import nnx
+
+    import moax.linen
+    import moax.nnx
+
+    given = dict(mask=jnp.asarray(REAL), return_routing=True)
+    if kind == "nnx":
+        layer = moax.nnx.MoE(CONFIG, rngs=nnx.Rngs(0))
+        _, stats = layer(jnp.asarray(CLEAN), **given)
+    else:
+        block = moax.linen.MoEBlock(CONFIG)
+        variables = block.init(jax.random.key(0), jnp.asarray(CLEAN))
+        _, stats = block.apply(variables, jnp.asarray(CLEAN), **given)
+    assert stats.tokens_per_expert.sum() == 2 * REAL.sum() and (np.asarray(stats.routing.experts)[~REAL] == 8).all()

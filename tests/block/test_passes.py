@@ -1,0 +1,249 @@
+"""The block in several passes over its buffers: exact for every routing, counted, and not compiled where one suffices.
+
+Covers: transports x meshes x ways x routings, forward and every gradient and the number of passes against NumPy; bits
+where one pass suffices; capacities; biases in bfloat16; remat and scan; memory; refused factors. Passes of balanced
+routings are also rows of tests/block/test_moe.py, and passes of each recipe are in tests/block/test_moe_quantized.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moax
+from moax.groups import allot_rows
+from moax.ops.exchange import allot_slots
+from support import TOKENS, make_mesh, make_params, put, rel_norm, size, spec
+from support.block import BASE, MESH, ONE_DEVICE, block, check, cotangent, expected, make_x
+from support.exchange import EmulatedOneSided, registered
+from support.oracle.block import block as block_by_numpy
+from support.oracle.ops import choose_experts
+
+ROUTED = dataclasses.replace(BASE, shared_d_ff=0, router=moax.RouterConfig(score="sigmoid", bias=True, aux_loss=1e-2))
+FACTOR = 0.4
+FAR = 10.0  # a bias of the selection that no score outweighs
+
+
+def biases(ranks: int) -> dict[str, np.ndarray]:
+    """The bias that makes each routing, on a mesh with so many ranks of ep; it chooses experts and weighs none."""
+    experts = np.arange(ROUTED.num_experts)
+    rank = experts // (ROUTED.num_experts // ranks)
+    hot = {f"all to rank {r}": FAR * (rank == r) for r in sorted({0, ranks - 1})}
+    return {
+        "balanced": 0.0 * experts,
+        "zipf": -0.15 * np.log1p(experts),
+        "all to one expert": FAR * (experts == 5),
+        **hot,
+        "none to a rank": -FAR * (rank == ranks // 2),
+    }
+
+
+def passes_of(mesh: str, exchange: str, experts: np.ndarray, factor: float) -> int:
+    """NumPy's word on the most passes of a rank, of the experts [tokens, K] of all shards."""
+    ranks, shards, top_k = size(mesh, "ep"), size(mesh, *TOKENS), experts.shape[1]
+    local, each = len(experts) // shards, ROUTED.num_experts // ranks
+    slots, _ = allot_slots(local, top_k, ranks, ROUTED.num_experts, None, factor)
+    slots = local if exchange == "all_gather" else slots
+    room = allot_rows(local * top_k, factor, slots * ranks * min(top_k, each))
+    owner = experts.reshape(shards // ranks, ranks, local, top_k) // each  # [group, source, token, K]
+    most = 0
+    for group in owner:
+        wanted = np.stack([(group == rank).sum(-1) for rank in range(ranks)])  # [rank, source, token]
+        parts = [[row[row > 0] for row in sources] for sources in wanted]  # of each rank, what each source sends
+        ends = max(1, *(math.ceil(len(row) / slots) for sources in parts for row in sources))
+        loads = [
+            max(sum(int(row[p * slots : (p + 1) * slots].sum()) for row in sources) for sources in parts)
+            for p in range(ends)
+        ]
+        later, rest = -(-room // 2), loads[0] - room
+        most = max(most, 1 + max(0, math.ceil(rest / later)) + sum(max(1, math.ceil(n / later)) for n in loads[1:]))
+    return most
+
+
+def check_routings(way: str, mesh: str, exchange: str, config=ROUTED, factor: float = FACTOR) -> set[int]:
+    """Compiles one program and gives it every routing; returns the numbers of passes that they took."""
+    program, x = block(way, mesh, config, exchange=exchange, buffer_factor=factor), make_x(config)
+    flat, found = np.asarray(x).reshape(-1, config.d_model), set()
+    for name, bias in biases(size(mesh, "ep")).items():
+        params = dataclasses.replace(make_params(config), router_bias=jnp.asarray(bias, jnp.float32))
+        at = program.args[1].router_bias.sharding
+        placed = dataclasses.replace(program.args[1], router_bias=jax.device_put(params.router_bias, at))
+        got = dataclasses.replace(program, args=(program.args[0], placed))()
+        want = block_by_numpy(flat, params, config, cotangent(flat.shape), d_losses=(1, 1))
+        assert int(got[0][1].dropped) == 0
+        check(got, want, 2 * MESH)
+        logits = flat.astype(np.float64) @ np.asarray(params.router, np.float64)
+        experts = choose_experts(logits, config.router, config.top_k, bias)
+        passes = int(got[0][1].passes)
+        assert passes == passes_of(mesh, exchange, experts, factor), name
+        found.add(passes)
+    return found
+
+
+@contextlib.contextmanager
+def emulated(exchange: str):
+    """one_sided by XLA, where a test asks for it."""
+    with registered(exchange, EmulatedOneSided()) if exchange == "one_sided" else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("mesh", "way", "exchange"),
+    [
+        ("2x4", "custom_partitioning", "all_to_all"),
+        *(
+            pytest.param(*row, marks=pytest.mark.more)
+            for row in (
+                ("dp2x2x2", "shard_map", "all_gather"),
+                ("1x8", "explicit", "one_sided"),
+                ("1x8", "custom_partitioning", "all_gather"),
+                ("tp2x2x2", "explicit", "all_to_all"),
+                ("tp2x2x2", "custom_partitioning", "one_sided"),
+                ("2x4", "user_vma", "one_sided"),
+                ("4x2", "user", "all_to_all"),
+                ("4x2", "shard_map", "one_sided"),
+                ("8x1", "custom_partitioning", "all_to_all"),
+            )
+        ),
+    ],
+)
+def test_every_routing_is_exact(mesh, way, exchange):
+    """Breaks if a pass loses or repeats a row, a gradient of a later pass is lost, ranks disagree on their passes, or
+    `stats.passes` is not the most of any rank."""
+    with emulated(exchange):
+        found = check_routings(way, mesh, exchange)
+    assert len(found) > 1 or mesh == "8x1", found
+
+
+def trained(x, params, mesh, config, **options):
+    """y, stats and gradients of one step on the mesh."""
+
+    def loss(x, params):
+        y, stats = moax.moe(x, params, config, **options)
+        return jnp.vdot(y, jnp.asarray(cotangent(y.shape))), (y, stats)
+
+    with jax.set_mesh(mesh):
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, params)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "exchange", ["all_to_all", *(pytest.param(e, marks=pytest.mark.more) for e in ("all_gather", "one_sided"))]
+)
+def test_bits_of_one_pass_do_not_depend_on_the_factor(exchange):
+    """Breaks if the size of a buffer, or the mere possibility of a second pass, changes a bit of a balanced step."""
+    config, mesh = dataclasses.replace(BASE, shared_d_ff=0), make_mesh("2x4")
+    args = put(
+        mesh, (spec("2x4", TOKENS), moax.param_specs(config, mesh=mesh)), (make_x(config, 1024), make_params(config))
+    )
+    with emulated(exchange):
+        got = [trained(*args, mesh, config, exchange=exchange, buffer_factor=factor) for factor in (1.25, 2.0, None)]
+    assert [int(value[0][1][1].passes) for value in got] == [1, 1, 1]
+    for other in got[:2]:
+        jax.tree.map(np.testing.assert_array_equal, other, got[2])
+
+
+def test_a_worst_case_that_fits_compiles_no_loop():
+    """Breaks if one device, whose rows are T K by any routing, or a buffer of the worst case pays for passes."""
+    x, params = make_x(BASE), make_params(BASE)
+    for factor in (1.0, 1.25, None):
+        assert "while[" not in str(jax.make_jaxpr(lambda x, f=factor: moax.moe(x, params, BASE, buffer_factor=f))(x))
+
+
+@pytest.mark.more
+def test_without_biases_weighted_early():
+    """Breaks if what a config leaves out has a gradient to sum."""
+    config = dataclasses.replace(BASE, use_bias=False, weights_at="hidden")
+    check(block("none", "", config, buffer_factor=0.1)(), expected(config), ONE_DEVICE)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "one_sided"])
+@pytest.mark.parametrize("save_rows", [True, False])
+def test_saved_rows_change_nothing(exchange, save_rows):
+    """Breaks if the rows that backward makes again are not those of forward."""
+    with emulated(exchange):
+        check(block("shard_map", "2x4", exchange=exchange, save_rows=save_rows)(), expected(BASE), MESH)
+
+
+@pytest.mark.more
+def test_bias_gradients_are_not_rounded():
+    """Breaks if sums in float32 of a bias's gradient pass the dtype of the activations on their way to its own."""
+    x, params = make_x(BASE).astype(jnp.bfloat16), make_params(BASE)
+
+    def loss(params, factor):
+        y = moax.moe(x, params, BASE, buffer_factor=factor)[0].astype(jnp.float32)
+        return jnp.vdot(y, jnp.asarray(cotangent(y.shape)))
+
+    got, want = (jax.jit(jax.grad(loss), static_argnums=1)(params, factor) for factor in (0.3, None))
+    assert rel_norm(got.bi, want.bi) < 2.0**-10 and rel_norm(got.bo, want.bo) < 2.0**-10
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+def test_drops_are_those_of_the_capacity(exchange):
+    """Breaks if passes change which assignments a capacity drops, or what they leave."""
+    config = dataclasses.replace(BASE, shared_d_ff=0, capacity_factor=0.7)
+    mesh = make_mesh("2x4")
+    args = put(mesh, (spec("2x4", TOKENS), moax.param_specs(config, mesh=mesh)), (make_x(config), make_params(config)))
+    small, whole = (trained(*args, mesh, config, exchange=exchange, buffer_factor=f) for f in (0.1, None))
+    assert int(small[0][1][1].dropped) == int(whole[0][1][1].dropped) > 0
+    assert int(small[0][1][1].passes) > 1 == int(whole[0][1][1].passes)
+    assert rel_norm(small[0][1][0], whole[0][1][0]) < MESH
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: rel_norm(a, b) < 2 * MESH, small[1], whole[1])))
+
+
+@pytest.mark.more
+def test_in_a_rematerialized_scan():
+    """Breaks if passes, whose backward computes forward again, do not nest in a user's own remat and scan."""
+    x, params = make_x(BASE), make_params(BASE)
+
+    def loss(x, factor):
+        layer = jax.checkpoint(lambda x, _: (x + moax.moe(x, params, BASE, buffer_factor=factor)[0], None))
+        return jnp.sum(jax.lax.scan(layer, x, None, length=2)[0] ** 2)
+
+    got, want = (jax.jit(jax.grad(loss), static_argnums=1)(x, factor) for factor in (0.1, None))
+    assert rel_norm(got, want) < ONE_DEVICE
+
+
+@pytest.mark.more
+def test_memory_is_that_of_the_buffers():
+    """Breaks if a buffer of the worst case is left: with 8 ranks the program of the balanced load takes a third of the
+    memory at most."""
+    config, mesh = moax.MoEConfig(64, 64, 64, 4), make_mesh("1x8")
+    args = put(mesh, (spec("1x8", TOKENS), moax.param_specs(config, mesh=mesh)),
+               (make_x(config, 32768), make_params(config)))  # fmt: skip
+
+    def loss(x, params, factor):
+        return jnp.sum(moax.moe(x, params, config, exchange="all_to_all", buffer_factor=factor)[0] ** 2)
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+        used = {f: step.lower(*args, f).compile().memory_analysis().temp_size_in_bytes for f in (1.25, None)}
+    assert used[1.25] < used[None] / 3, used
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, math.inf, math.nan, "1.25", True])
+def test_refuses_what_is_no_factor(factor):
+    """Breaks if a factor without a meaning is taken."""
+    with pytest.raises(ValueError, match="buffer_factor=.* must be a number above 0, or None"):
+        moax.Options(buffer_factor=factor)
+
+
+@functools.cache
+def _allotted() -> tuple[int, ...]:
+    return tuple(allot_rows(balanced, 1.25, 10**6) for balanced in (0, 5, 24, 100, 1000, 65536))
+
+
+def test_allotted_rows():
+    """Breaks if small buffers have no room for chance, large ones are not the factor's, or the worst case is passed."""
+    assert _allotted() == (64, 81, 113, 214, 1250, 81920)
+    assert allot_rows(100, 0.5, 10**6) == 107 and allot_rows(100, 1.25, 96) == 96 == allot_rows(9.0, None, 96)
+    assert allot_rows(0.01, 0.001, 50) == 1

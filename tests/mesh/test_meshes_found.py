@@ -1,0 +1,177 @@
+"""Where a block finds its mesh, which meshes it refuses, and that a `jax.vmap` over a mesh axis keeps the axis split.
+
+Covers: the mesh of `jax.set_mesh`, of `with mesh:`, of arrays and of shapes; none; mixed axis types; axes of no role;
+batches over a mesh axis.
+"""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import moax
+from moax import Axes, inspect, ops
+from moax.mesh.place import named
+from support import make_mesh, make_params, put, random, some
+from support.block import MESH, check_gradients
+from support.oracle.block import block as block_by_numpy
+
+CONFIG = moax.MoEConfig(32, 64, 8, 2, router=moax.RouterConfig(aux_loss=0.1))
+PARAMS = make_params(CONFIG)
+X = random(1, 64, 32)
+pytestmark = pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")  # of `with mesh:`
+
+
+def loss(x, params, axes=Axes(), engine="auto"):
+    y, stats = moax.moe(x, params, CONFIG, recipe="fp8_block", axes=axes, engine=engine)
+    return jnp.sum(y.astype(jnp.float32) ** 2) + stats.aux_loss
+
+
+GRADIENTS = jax.grad(loss, (0, 1))
+
+
+def shapes_of(tree, shardings=None):
+    """The shapes of the arrays of a tree, with these shardings if there are any."""
+    if shardings is None:
+        return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), tree)
+    return jax.tree.map(lambda v, s: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=s), tree, shardings)
+
+
+@pytest.mark.parametrize("found", ["jax.set_mesh", *some(["with mesh", "shapes"], 0)])
+def test_weights_cross_as_bytes_however_the_mesh_is_found(found, fresh_compile):
+    """Breaks if a block under `with mesh:`, or whose operands alone name the mesh, runs as on no mesh: every device
+    would then gather all experts in float32 and keep the whole gradient."""
+    mesh = make_mesh("2x4")
+    at = named(mesh, (P(("fsdp", "ep")), moax.param_specs(CONFIG, mesh=mesh)))
+    force = {"jax.set_mesh": jax.set_mesh, "with mesh": lambda mesh: mesh}.get(found, contextlib.nullcontext)
+    with force(mesh):
+        if found == "shapes":
+            compiled = jax.jit(GRADIENTS).lower(*shapes_of((X, PARAMS), at)).compile()
+        else:
+            step = jax.jit(GRADIENTS, in_shardings=at, out_shardings=at)
+            compiled = step.lower(*shapes_of((X, PARAMS))).compile()
+    inspect.assert_no_wide_weight_gather(compiled, min_elements=2048)
+    text = compiled.as_text()
+    assert re.search(r"u8\[[\d,]*\]\S* all-gather", text), "no bytes are gathered"
+    assert "reduce-scatter" in text, "the gradient is whole on each device"
+
+
+def test_no_mesh_is_refused():
+    """Breaks if `jax.jit(in_shardings=...)` on shapes, with no mesh in force, gathers all weights in full precision in
+    silence; or if the same trace for one device is refused."""
+    mesh = make_mesh("2x4")
+    at = named(mesh, (P(("fsdp", "ep")), moax.param_specs(CONFIG, mesh=mesh)))
+    step = jax.jit(GRADIENTS, in_shardings=at, out_shardings=at)
+    with pytest.raises(ValueError, match=r"more than one device \(mesh axes {'fsdp': 2, 'ep': 4}\).*jax\.set_mesh"):
+        step.lower(*shapes_of((X, PARAMS)))
+    product = jax.jit(ops.grouped_matmul, in_shardings=(at[0], at[1].wi, None))
+    with pytest.raises(ValueError, match="grouped_matmul: this program is for more than one device"):
+        product.lower(*shapes_of((X, PARAMS.wi, np.full(8, 8, np.int32))))
+    jax.jit(GRADIENTS).lower(*shapes_of((X, PARAMS)))
+
+
+def test_no_mesh_allows_what_one_device_can_do():
+    """Breaks if the guard of programs without a mesh keeps jax from differentiating twice, batching or exporting."""
+    logits = random(2, 16, 8)
+
+    def balance(v):
+        return ops.route(v, moax.RouterConfig(aux_loss=1.0, z_loss=1.0), 2).z_loss
+
+    second = jax.jit(jax.hessian(balance))(logits)
+    assert second.shape == (16, 8, 16, 8) and np.isfinite(second).all() and np.any(second)
+    assert jax.vmap(balance)(jnp.stack([logits, logits])).shape == (2,)
+
+
+def test_init_under_a_mesh_context():
+    """Breaks if `init` under `with mesh:` makes every parameter on one device."""
+    mesh = make_mesh("2x4")
+    with mesh:
+        made = moax.init(jax.random.key(0), CONFIG)
+    want = named(mesh, moax.param_specs(CONFIG, mesh=mesh))
+    jax.tree.map(lambda v, s: v.sharding.is_equivalent_to(s, v.ndim) or pytest.fail(f"{v.sharding}"), made, want)
+
+
+CALLS = {
+    "init": lambda axes: jax.eval_shape(lambda: moax.init(jax.random.key(0), CONFIG, axes=axes)),
+    "param_specs": lambda axes: moax.param_specs(CONFIG, axes),
+    "token_spec": lambda axes: moax.sharding.token_spec(axes),
+    "moe": lambda axes: jax.eval_shape(lambda: moax.moe(X, PARAMS, CONFIG, axes=axes)),
+    "route": lambda axes: jax.eval_shape(lambda: ops.route(random(2, 16, 8), moax.RouterConfig(), 2, axes=axes)),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_axis_without_a_role_is_refused(name, kind):
+    """Breaks if a mesh with names of the user's own replicates weights and gathers them in silence."""
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(kind,) * 2)):
+        with pytest.raises(ValueError, match=r"mesh axis 'data' of 4 devices has no role .* or in other=\('data',\)"):
+            CALLS[name](Axes())
+        for axes in (Axes(dp="data"), Axes(other="data"), Axes(fsdp=("data", "fsdp"))):
+            CALLS[name](axes)
+
+
+def test_mixed_axis_types_are_refused():
+    """Breaks if a mesh of Auto and Explicit axes ends in an error of JAX's that names nothing of the caller's."""
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("fsdp", "ep"), axis_types=kinds)):
+        for call in CALLS.values():
+            with pytest.raises(ValueError, match=r"mesh axes \['fsdp'\] are Auto and \['ep'\] are Explicit"):
+                call(Axes())
+
+
+STAGES = Axes(other="stage")
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("engine", ["auto", "shard_map"])
+def test_vmap_over_a_mesh_axis(engine, fresh_compile):
+    """Breaks if a batch of blocks that a mesh axis splits, as the stages of a pipeline are, is gathered over that axis:
+    each device would then hold the weights of all stages, and do the work of all."""
+    mesh = jax.make_mesh((2, 2, 2), ("stage", "fsdp", "ep"), axis_types=(AxisType.Auto,) * 3)
+    specs = jax.tree.map(lambda s: P("stage", *s), moax.param_specs(CONFIG, STAGES, mesh=mesh))
+    at = named(mesh, (P("stage", ("fsdp", "ep")), specs))
+    params = jax.tree.map(lambda *v: jnp.stack(v), PARAMS, make_params(CONFIG, 1))
+    x = np.stack([X, random(3, 64, 32)])
+
+    def step(x, params):
+        return jax.vmap(lambda x, p: jax.grad(loss, (0, 1))(x, p, STAGES, engine), spmd_axis_name="stage")(x, params)
+
+    with jax.set_mesh(mesh):
+        run = jax.jit(step, in_shardings=at).lower(*shapes_of((x, params))).compile()
+        over_stage = [c for c in inspect.collectives(run) if "stage" in c.axes]
+        assert not over_stage, f"over stage: {over_stage}"
+        found = jax.tree.leaves(run.output_shardings)
+        assert all(s.spec[0] == "stage" for s in found), f"gradients lie over {[s.spec for s in found]}"
+        got = jax.device_get(run(*put(mesh, (P("stage", ("fsdp", "ep")), specs), (x, params))))
+    params = jax.device_get(params)
+    one = jax.make_mesh((2, 2), ("fsdp", "ep"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(one):  # the devices of one stage
+        for i in range(2):
+            of = jax.tree.map(lambda v, i=i: v[i], params)
+            want = jax.jit(GRADIENTS)(x[i], of)
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                assert np.linalg.norm(a[i] - b) <= 1e-6 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("over", [None, *some(["fsdp"], 0)])
+def test_a_batch_that_no_free_axis_splits(over):
+    """Breaks if a batch whose dim lies over an axis that the block itself uses is taken apart by that axis."""
+    mesh = make_mesh("2x4")
+    params = jax.tree.map(lambda *v: jnp.stack(v), PARAMS, make_params(CONFIG, 1))
+    x = jax.device_put(jnp.stack([X, X]), NamedSharding(mesh, P(over)))
+
+    def step(x, p):
+        return jax.grad(lambda x, p: jnp.sum(moax.moe(x, p, CONFIG)[0] ** 2), (0, 1))(x, p)
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.vmap(step))(x, params)
+    for i in range(2):
+        of = jax.tree.map(lambda v, i=i: np.asarray(v)[i], params)
+        dy = 2 * block_by_numpy(X, of, CONFIG, np.zeros(X.shape)).y
+        check_gradients(*jax.tree.map(lambda v, i=i: v[i], got), block_by_numpy(X, of, CONFIG, dy), MESH)

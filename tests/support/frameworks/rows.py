@@ -1,0 +1,66 @@
+"""What the parity runs of all frameworks share: the comparison of two results, and the row that a run prints.
+
+A run of a framework prints one line of JSON for each row; `scripts/framework_parity.py` makes the table. A row is right
+where each of its errors is at most the limit of the row. The modules of this folder run in the virtual environment of
+their framework, with moax on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import jax
+from compare import rel_error, rel_norm
+
+DEVICES = 8
+EXACT, FP8 = 5e-6, 0.12  # the limits of float32, and of fp8_block against unquantized float32
+MARK = "ROW "
+
+
+def emulate(devices: int = DEVICES) -> None:
+    """Makes CPU devices, before JAX starts, and has XLA compile fast."""
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def perturb(tree, seed: int = 7):
+    """Adds noise to every floating-point leaf, since a bias or a scale that is the same everywhere hides a mistake."""
+    leaves, treedef = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    noise = [0.1 * jax.random.normal(key, v.shape, v.dtype) for key, v in zip(keys, leaves, strict=True)]
+    return treedef.unflatten([v + n for v, n in zip(leaves, noise, strict=True)])
+
+
+def worst(got, want, measure=rel_error) -> float:
+    """Returns the greatest error of all leaves."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max((measure(g, w) for g, w in pairs), default=0.0)
+
+
+def row(framework: str, what: str, mesh: str, recipe: str | None, limit: float | None = None, **errors: float) -> None:
+    """Prints a row. Without a limit, it is that of the recipe."""
+    limit = (EXACT if recipe is None else FP8) if limit is None else limit
+    right = bool(errors) and all(value <= limit for value in errors.values())  # a NaN is at most no limit
+    found = dict(
+        framework=framework, what=what, mesh=mesh, recipe=recipe or "-", limit=limit, right=right, errors=errors
+    )
+    print(MARK + json.dumps(found), flush=True)
+
+
+def compare(framework, what, mesh, recipe, got, want) -> None:
+    """Prints the row of two pairs (result, gradients).
+
+    Quantized results are compared in the Euclidean norm, since a largest difference is that of one unlucky element.
+    """
+    measure = rel_error if recipe is None else rel_norm
+    row(
+        framework, what, mesh, recipe, logits=worst(got[0], want[0], measure), gradients=worst(got[1], want[1], measure)
+    )
+
+
+def shape_of(mesh) -> str:
+    """Returns the axes of more than one device, as in `fsdp2 expert4`."""
+    return " ".join(f"{name}{size}" for name, size in mesh.shape.items() if size > 1) or "one device"

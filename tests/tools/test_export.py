@@ -1,0 +1,109 @@
+"""`jax.export` of the block: what is serialized and called again computes the same; what cannot be says what can.
+
+Covers: one device, with a number of tokens and without; a mesh; gradients; recipes; the other engine.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("flatbuffers")  # `jax.export` serializes with it
+
+import moax
+from support import make_mesh
+
+ROUTER = moax.RouterConfig(score="sigmoid", bias=True, logits_bias=True, aux_loss=0.1)
+FULL = moax.MoEConfig(16, 16, 8, 2, use_bias=True, shared_d_ff=8, router=ROUTER)
+BARE = moax.MoEConfig(16, 16, 8, 2)
+
+
+def x_of(rows: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(rows), (rows, 16))
+
+
+def back(exported: export.Exported) -> export.Exported:
+    """The program, as another process reads it."""
+    return export.deserialize(exported.serialize(vjp_order=exported.fun_name == "loss"))
+
+
+@pytest.mark.more
+def test_a_symbolic_number_of_tokens():
+    """Breaks if a served program must be compiled for each number of tokens, or is wrong for one that is no multiple of
+    anything; or if `MoEParams` and `MoEStats` are not known to `jax.export`."""
+    params, (tokens,) = moax.init(jax.random.key(0), FULL), export.symbolic_shape("t")
+    block = jax.jit(lambda x, p: moax.moe(x, p, FULL, recipe="fp8_block"))
+    program = back(export.export(block)(jax.ShapeDtypeStruct((tokens, 16), jnp.float32), params))
+    for rows in (1, 301):
+        got, want = program.call(x_of(rows), params), block(x_of(rows), params)
+        assert type(got[1]) is moax.MoEStats
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.more
+def test_gradients_of_a_symbolic_number_of_tokens():
+    """Breaks if an exported loss has no gradient."""
+    params, (batch, seq) = moax.init(jax.random.key(0), FULL), export.symbolic_shape("b, s")
+
+    @jax.jit
+    def loss(x, p):
+        y, stats = moax.moe(x, p, FULL)
+        return jnp.square(y).mean() + stats.aux_loss
+
+    program = back(export.export(loss)(jax.ShapeDtypeStruct((batch, seq, 16), jnp.float32), params))
+    x = x_of(12).reshape(3, 4, 16)
+    got, want = jax.grad(program.call, (0, 1))(x, params), jax.grad(loss, (0, 1))(x, params)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["shard_map", pytest.param("explicit", marks=pytest.mark.more)])
+def test_on_a_mesh(way):
+    """Breaks if the program of a mesh cannot be written to a file and run by another process on such a mesh."""
+    mesh, tokens = make_mesh("2x4", way), P(("fsdp", "ep"))
+    with jax.set_mesh(mesh):
+        params = moax.init(jax.random.key(0), BARE)
+        x = jax.device_put(x_of(16), NamedSharding(mesh, tokens))
+        block = jax.jit(lambda x, p: moax.moe(x, p, BARE, engine="shard_map", recipe="fp8_block"))
+        program = back(export.export(block)(x, params))
+        got, want = jax.jit(program.call)(x, params), block(x, params)
+    assert program.nr_devices == 8
+    np.testing.assert_array_equal(got[0], want[0])
+    assert got[1].tokens_per_expert.sum() == 32
+
+
+def test_the_engine_that_cannot():
+    """Breaks if a user is not told which engine can be exported: JAX names host callbacks alone."""
+    with jax.set_mesh(make_mesh("2x4", "custom_partitioning")):
+        params = moax.init(jax.random.key(0), BARE)
+        block = jax.jit(lambda x, p: moax.moe(x, p, BARE)[0])
+        block.lower(x_of(16), params)
+        with pytest.raises(
+            moax.Unsupported, match="cannot serialize engine='custom_partitioning'.*use engine='shard_map'"
+        ):
+            export.export(block)(x_of(16), params)
+
+
+@pytest.mark.parametrize(
+    "way, config, message",
+    [
+        ("shard_map", BARE, "x has 8.t rows, which is symbolic, on a mesh.*export for one device"),
+        (None, moax.MoEConfig(16, 16, 8, 2, capacity_factor=1.25), "use capacity_factor=None"),
+    ],
+)
+def test_symbolic_tokens_that_cannot_be(way, config, message):
+    """Breaks if a program is exported that ends its process when it is called, or JAX fails in the guts."""
+    (tokens,) = export.symbolic_shape("t")
+    x = jax.ShapeDtypeStruct((8 * tokens, 16), jnp.float32)
+    params = moax.init(jax.random.key(0), config)
+
+    def block(x, p):
+        return moax.moe(x, p, config, engine="auto" if way is None else way)[0]
+
+    with jax.set_mesh(make_mesh("2x4", way)) if way else jax.disable_jit(False):
+        with pytest.raises(moax.Unsupported, match=message):
+            export.export(jax.jit(block))(x, params)

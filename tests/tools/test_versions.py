@@ -1,0 +1,67 @@
+"""The versions of JAX that moax runs on: pyproject.toml, the Makefile and the pages say the same range.
+
+Covers: both ends of the range; the extras of JAX's CUDA wheels. `make test-versions` runs tests on both ends.
+"""
+
+import re
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from moax.extras import EXTRAS
+from support import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+PAGES = ("README.md", "docs/index.md")
+
+
+def admitted() -> SpecifierSet:
+    """What pyproject.toml says of jax."""
+    return next(r.specifier for r in map(Requirement, PROJECT["dependencies"]) if r.name == "jax")
+
+
+def end_of_range(end: str) -> Version:
+    """The version of jax that `make test-versions` installs for that end of the range."""
+    found = re.search(rf"^{end}_JAX := (\S+)$", MAKEFILE, re.M)
+    assert found, f"the Makefile no longer says {end}_JAX"
+    return Version(found[1])
+
+
+def test_oldest_is_the_lower_bound():
+    """Breaks if pyproject.toml admits a jax that is older than what `make test-versions` runs, or the reverse."""
+    assert [Version(s.version) for s in admitted() if s.operator == ">="] == [end_of_range("OLDEST")]
+
+
+def test_newest_is_below_the_upper_bound():
+    """Breaks if the newest minor version that pyproject.toml admits is not the one that `make test-versions` runs."""
+    (bound,) = [Version(s.version) for s in admitted() if s.operator == "<"]
+    newest = end_of_range("NEWEST")
+    assert newest in admitted() and bound.release == (newest.major, newest.minor + 1)
+
+
+def test_test_more_runs_both_ends():
+    """Breaks if `make test-more`, which guards every submission, leaves the ends of the range out."""
+    recipe = re.search(r"^test-more:.*\n((?:\t.*\n)+)", MAKEFILE, re.M)
+    assert recipe and "$(MAKE) test-versions" in recipe[1]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_say_the_range(page):
+    """Breaks if a page promises a version of JAX that is not tested, or leaves out an extra for GPUs."""
+    text = (ROOT / page).read_text()
+    newest = end_of_range("NEWEST")
+    assert f"JAX {end_of_range('OLDEST')} to {newest.major}.{newest.minor}" in " ".join(text.split())
+    for extra in ("cuda12", "cuda13"):
+        assert extra in text, f"{page} does not name the extra {extra}"
+
+
+@pytest.mark.parametrize("extra", ("cuda12", "cuda13"))
+def test_extra_brings_the_cuda_wheels(extra):
+    """Breaks if an extra installs the wheels of another CUDA, or `moax info` looks for another package."""
+    (requirement,) = map(Requirement, PROJECT["optional-dependencies"][extra])
+    assert requirement.name == "jax" and requirement.extras == {extra}
+    assert list(EXTRAS[extra].values()) == [f"jax-{extra}-plugin"]
