@@ -25,7 +25,7 @@ import numpy as np
 
 import moax
 from moax.hf.files import Output, write_files
-from moax.hf.names import tensors_of
+from moax.hf.names import spelling_of, tensors_of
 
 MIB, GIB = 2**20, 2**30
 M_MMAP_THRESHOLD = -3  # a parameter of glibc's mallopt
@@ -74,10 +74,11 @@ def write_checkpoint(folder: Path, size: int) -> tuple[moax.MoEConfig, int]:
     def output(shape: tuple[int, ...]) -> Output:
         return Output(dtype, shape, lambda: iter([generator.standard_normal(shape, np.float32).astype(dtype)]))
 
-    layer = {tensor.name: output(tensor.shape(config)) for tensor in tensors_of("per_expert", config)}
+    tensors = tensors_of(spelling_of(CONFIG["model_type"], None), config)
+    layer = {tensor.name: output(tensor.shape(config)) for tensor in tensors}
     layers = -(-size // sum(tensor.size for tensor in layer.values()))
-    tensors = {f"model.layers.{i}.mlp.{name}": tensor for i in range(layers) for name, tensor in layer.items()}
-    write_files(folder, tensors, shard_bytes=512 * MIB)
+    stacked = {f"model.layers.{i}.mlp.{name}": tensor for i in range(layers) for name, tensor in layer.items()}
+    write_files(folder, stacked, shard_bytes=512 * MIB)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
     return config, layers
 

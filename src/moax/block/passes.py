@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from moax.backend import platform
 from moax.block.moe import find_gradients, find_hidden, find_partial, find_rows
 from moax.block.spec import BlockResiduals, BlockSpec, Inputs, Weights, quantize_and_gather
 from moax.block.weights import Layouts, find_layouts
@@ -70,6 +71,7 @@ def run_forward(
         return received, (y, made + 1)
 
     y, made = _repeat(static, layouts, span, one_pass, (y, jnp.ones((), jnp.int32)), inputs, w)
+    saved = saved._replace(span=_after(made, span))
     return y, dropped, reduce_max(made, static.roles.tokens)[None], saved
 
 
@@ -93,6 +95,8 @@ def run_backward(
     Returns:
       dx [T, H], d_weights [T, K], and Weights of the gradients of the gathered weights.
     """
+    if saved.span is not None:
+        dy = _after(saved.span[1], dy)
     wi, wo = quantize_and_gather(static, w, layouts, "columns", quantized)
     if saved.rows is None and inputs is not None:
         received = combine_backward(static.exchange, inputs.x, saved.sent)  # the rows that dispatch delivered
@@ -115,6 +119,16 @@ def run_backward(
         return received, jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (*gradients, dw))
 
     return _repeat(static, layouts, saved.span, one_pass, (dx, d_weights, dw), inputs, w)
+
+
+def _after(count: Int[Array, ""], x: Array) -> Array:
+    """Returns x, on a CPU not before `count`, which is never negative, is known.
+
+    XLA for CPUs runs a collective of the loop of forward and one of backward at once where no data goes from one to the
+    other, and pairs one device's first with another device's second. A gradient that depends on y keeps them apart; a
+    constant dy does not.
+    """
+    return jnp.where(count >= 0, x, 0) if platform() == "cpu" else x
 
 
 def _agree(static: BlockSpec, layouts: Layouts, received: Received, needed: Int[Array, ""]) -> Int[Array, " 2"]:
