@@ -322,7 +322,7 @@ def test_too_little_text(tmp_path):
 def test_parse_mesh():
     assert parse_mesh("ep=4, fsdp=2") == (("fsdp", 2), ("ep", 4))
     for text, message in [
-        ("pp=2", "unknown axis 'pp'; the axes are dp, fsdp, ep, tp"),
+        ("pp=2", "unknown axis 'pp'; the axes are dp, fsdp, cp, ep, tp"),
         ("ep", "size of ep must be an int of at least 1"),
         ("ep=0", "size of ep"),
         ("ep=2,ep=4", "ep is given twice"),
