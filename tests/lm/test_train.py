@@ -339,7 +339,9 @@ def test_mesh_that_does_not_fit_names_those_that_do():
 
 def test_batch_that_does_not_divide():
     with pytest.raises(ValueError, match="--batch 12 does not divide over fsdp x ep = 8 devices; 8 or 16 would do"):
-        check_batch(12, mesh_over_devices((("fsdp", 2), ("ep", 4))))
+        check_batch(12, 64, mesh_over_devices((("fsdp", 2), ("ep", 4))))
+    with pytest.raises(ValueError, match="--seq 63 does not divide over cp = 4 devices; 60 or 64 would do"):
+        check_batch(8, 63, mesh_over_devices((("fsdp", 2), ("cp", 4))))
 
 
 @pytest.mark.parametrize(
