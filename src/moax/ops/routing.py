@@ -194,6 +194,7 @@ def _find_losses(view: MeshView, static: RouteSpec, sums: Sums, counts: Counts, 
     if sums.by_sequence is not None and counts.by_sequence is not None:
         along = view.roles.sequence  # a shard has some tokens of each of its sequences
         whole, counted = view.psum(sums.by_sequence, along), view.psum(counts.by_sequence, along)
+        counted = lax.stop_gradient(counted)  # JAX cannot batch the derivative of a maximum on Explicit axes
         sizes, across = counted[:, -1], tuple(name for name in over if name not in along)
         by_sequence = jnp.sum(whole * counted[:, :-1], axis=1)
         total_loss = view.psum(jnp.sum(by_sequence * (factor / jnp.maximum(sizes, 1.0) ** 2)), across)
