@@ -1,10 +1,11 @@
 """Activations [B, S, H] whose S lies over a mesh axis: context parallel, sequence parallel, and S over an axis of ep.
 
 Covers: values, every gradient and the stats against `moax.reference`; the collectives of the compiled step, on Auto,
-Explicit and Manual axes; `moe` and `dense`.
+Explicit and Manual axes; `moe` and `dense`; a mask and a given routing; rows of any shape; what the log says.
 """
 
 import functools
+import logging
 import math
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import Axes, inspect, ops, reference
+from moax.backend import log_once
 from moax.mesh.place import named
 from moax.mesh.tokens import flatten_tokens, unflatten_tokens
 from support import make_params, put, random, rel_norm, some
@@ -191,6 +193,19 @@ def test_each_token_keeps_its_own(kind):
     np.testing.assert_array_equal(stats.routing.experts, np.where(mask[..., None], ids, 8))
     np.testing.assert_array_equal(stats.routing.weights, np.where(mask[..., None], by, 0))
     np.testing.assert_array_equal(stats.tokens_per_expert, np.bincount(ids[mask].ravel(), minlength=8))
+
+
+def test_another_order_is_said_once(caplog, fresh_compile):
+    """Breaks if a batch over (ep, fsdp) on Auto axes is moved into the order (fsdp, ep), and nothing says so."""
+    mesh, x_spec = mesh_of({"fsdp": 2, "ep": 4}, "auto"), P(("ep", "fsdp"))
+    operands = put(mesh, (x_spec, P()), (X, random(2, CONFIG.d_model, 24)))
+    log_once.cache_clear()
+    with jax.set_mesh(mesh), caplog.at_level(logging.WARNING):
+        jax.jit(ops.dense).lower(*operands).compile()
+        assert len(caplog.messages) == 1 and "over mesh axes ('ep', 'fsdp')" in caplog.messages[0]
+        log_once.cache_clear()
+        jax.jit(lambda x, w: ops.dense(x, w, axes=EP_FIRST)).lower(*operands).compile()
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("shape", [(8, 5), (3, 16), (3, 5), (2, 4, 4)])

@@ -104,9 +104,10 @@ def test_ctrl_c_saves_and_resuming_is_exact(whole, stopped):
 
 
 @pytest.mark.more
-def test_resuming_on_another_mesh(whole, stopped):
+@pytest.mark.parametrize("mesh", [(("ep", 8),), (("fsdp", 2), ("cp", 2), ("ep", 2))], ids=["ep", "cp"])
+def test_resuming_on_another_mesh(mesh, whole, stopped):
     """Another order of the sums, and the same numbers but for it. (FP8 would turn a last bit into a step of 6 %.)"""
-    moved = losses(continued(stopped, "moved", mesh=(("ep", 8),)).run)
+    moved = losses(continued(stopped, f"moved{len(mesh)}", mesh=mesh).run)
     expected = losses(whole.run)
     assert moved.keys() == expected.keys()
     np.testing.assert_allclose(list(moved.values()), list(expected.values()), rtol=1e-5)
