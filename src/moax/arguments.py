@@ -54,7 +54,7 @@ def mesh_of(text: str) -> Sizes:
 def parse_mesh(text: str) -> Sizes:
     """Parses axis sizes: `"ep=4,fsdp=2"` -> (("fsdp", 2), ("ep", 4)).
 
-    The axes come out in the order dp, fsdp, ep, tp, so that neighbours along tp and ep are neighbouring devices.
+    The axes come out in the order dp, fsdp, cp, ep, tp, so that neighbours along tp and ep are neighbouring devices.
 
     Raises:
       ValueError: an axis has no role, is given twice, or has no size of at least 1.

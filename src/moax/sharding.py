@@ -30,14 +30,16 @@ from moax.params import MoEParams, full_shapes, param_shapes, params_by_name
 
 
 def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> PartitionSpec:
-    """Returns the spec of tokens [T, ...] of `ndim` dims: the leading dim lies over (dp, fsdp, ep).
+    """Returns the spec of tokens [T, ...] of `ndim` dims: T lies over (dp, fsdp, ep, cp).
+
+    Tokens [B, ..., S, H] have B over (dp, fsdp, ep) and S over cp, or as `axes.tokens` says.
 
     Args:
       axes: the role of each mesh axis.
       ndim: the number of dims.
       mesh: the mesh; None means the mesh in force.
     """
-    return spec(find_roles(axes, mesh).tokens, *[None] * (ndim - 1))
+    return spec(*find_roles(axes, mesh).over(max(1, ndim - 1)), *[None] * min(1, ndim - 1))
 
 
 def dense_spec_on(roles: Roles, shape: Sequence[int]) -> PartitionSpec:

@@ -104,9 +104,10 @@ def test_ctrl_c_saves_and_resuming_is_exact(whole, stopped):
 
 
 @pytest.mark.more
-def test_resuming_on_another_mesh(whole, stopped):
+@pytest.mark.parametrize("mesh", [(("ep", 8),), (("fsdp", 2), ("cp", 2), ("ep", 2))], ids=["ep", "cp"])
+def test_resuming_on_another_mesh(mesh, whole, stopped):
     """Another order of the sums, and the same numbers but for it. (FP8 would turn a last bit into a step of 6 %.)"""
-    moved = losses(continued(stopped, "moved", mesh=(("ep", 8),)).run)
+    moved = losses(continued(stopped, f"moved{len(mesh)}", mesh=mesh).run)
     expected = losses(whole.run)
     assert moved.keys() == expected.keys()
     np.testing.assert_allclose(list(moved.values()), list(expected.values()), rtol=1e-5)
@@ -322,7 +323,7 @@ def test_too_little_text(tmp_path):
 def test_parse_mesh():
     assert parse_mesh("ep=4, fsdp=2") == (("fsdp", 2), ("ep", 4))
     for text, message in [
-        ("pp=2", "unknown axis 'pp'; the axes are dp, fsdp, ep, tp"),
+        ("pp=2", "unknown axis 'pp'; the axes are dp, fsdp, cp, ep, tp"),
         ("ep", "size of ep must be an int of at least 1"),
         ("ep=0", "size of ep"),
         ("ep=2,ep=4", "ep is given twice"),
@@ -339,7 +340,9 @@ def test_mesh_that_does_not_fit_names_those_that_do():
 
 def test_batch_that_does_not_divide():
     with pytest.raises(ValueError, match="--batch 12 does not divide over fsdp x ep = 8 devices; 8 or 16 would do"):
-        check_batch(12, mesh_over_devices((("fsdp", 2), ("ep", 4))))
+        check_batch(12, 64, mesh_over_devices((("fsdp", 2), ("ep", 4))))
+    with pytest.raises(ValueError, match="--seq 63 does not divide over cp = 4 devices; 60 or 64 would do"):
+        check_batch(8, 63, mesh_over_devices((("fsdp", 2), ("cp", 4))))
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,13 @@ def test_axes_are_names_or_tuples():
         (dict(ep=3), "Axes: ep=3 must be a mesh axis name or a tuple of them"),
         (dict(ep=("x", 3)), "Axes: ep=('x', 3) must be a mesh axis name or a tuple of them"),
         (dict(fsdp_dim="hidden"), "Axes: fsdp_dim='hidden' must be 'auto', 'experts' or 'model'"),
+        (dict(cp=("dp", "cp")), "Axes: mesh axis 'dp' is named by both dp and cp; name it once"),
+        (dict(tokens="ep"), "Axes: tokens='ep'; it must be the mesh axes over each leading dim of x"),
+        (
+            dict(tokens=("fsdp", "tp")),
+            "Axes: tokens=('fsdp', 'tp') names 'tp', which is in none of dp, fsdp, ep and cp",
+        ),
+        (dict(tokens=("ep", ("fsdp", "ep"))), "Axes: tokens=('ep', ('fsdp', 'ep')) names a mesh axis twice"),
     ],
 )
 def test_axes_that_cannot_be(fields, message):
@@ -80,6 +87,24 @@ def test_order_of_token_axes():
     """Breaks if ep is not innermost: tokens that an exchange brings together would not lie together."""
     roles = roles_on(tp=2, ep=2, fsdp=2, dp=2)
     assert roles.tokens == ("dp", "fsdp", "ep") and roles.all == ("dp", "fsdp", "ep", "tp")
+
+
+def test_dims_of_token_axes():
+    """Breaks if S is not over cp, if an order of the caller's is lost, or if an axis that it leaves out splits nothing:
+    two devices would then compute the same tokens and count them twice."""
+    roles = roles_on(dp=2, ep=2, cp=2)
+    assert [roles.over(n) for n in (1, 2, 3)] == [
+        (("dp", "ep", "cp"),), (("dp", "ep"), ("cp",)), (("dp", "ep"), (), ("cp",)),
+    ]  # fmt: skip
+    assert roles.sequence == ("cp",) and roles.same_experts == ("dp", "cp")
+    ordered = roles_on(Axes(tokens=P(("ep", "fsdp"), "cp")), fsdp=2, ep=2, cp=2)
+    assert ordered.over(2) == (("ep", "fsdp"), ("cp",)) and ordered.tokens == ("ep", "fsdp", "cp")
+    more = roles_on(Axes(tokens=("ep",)), dp=2, fsdp=1, ep=2, cp=2)
+    assert more.over(2) == (("dp", "ep"), ("cp",))
+    inner = roles_on(Axes(tokens=("fsdp", "ep")), fsdp=2, ep=2)
+    assert inner.sequence == ("ep",) and inner.same_experts == ("fsdp",)
+    with pytest.raises(ValueError, match=re.escape("x has 2 dims before H, and Axes.tokens has 3 entries")):
+        roles_on(Axes(tokens=("fsdp", "ep", "cp")), fsdp=2).over(2)
 
 
 # The algebra of specs.

@@ -55,7 +55,7 @@ def test_help_shows_what_to_type(capsys):
     [
         ([], "COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
-        (["train", "--mesh", "pp=2"], "unknown axis 'pp'; the axes are dp, fsdp, ep, tp"),
+        (["train", "--mesh", "pp=2"], "unknown axis 'pp'; the axes are dp, fsdp, cp, ep, tp"),
         (["train", "--recipe", "fp4"], "invalid choice: 'fp4'"),
         (["train", "--steps", "many"], "invalid int value: 'many'"),
         (["train", "--preset", "huge"], "choose from"),

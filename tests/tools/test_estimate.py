@@ -328,7 +328,7 @@ def test_network_is_slower_than_nvlink():
         ({"hardware": "tpu"}, "hardware='tpu' must be one of 'h100', 'h200', 'b200'"),
         ({"recipe": "fp4"}, "recipe='fp4'"),
         ({"exchange": "pigeon"}, "exchange='pigeon'"),
-        ({"mesh_shape": {"pp": 2}}, "axis 'pp' has no role; the axes are dp, fsdp, ep, tp"),
+        ({"mesh_shape": {"pp": 2}}, "axis 'pp' has no role; the axes are dp, fsdp, cp, ep, tp"),
         ({"mesh_shape": {"ep": 0}}, "ep=0 must be an int of at least 1"),
         ({"mesh_shape": {"ep": 3}}, "does not divide"),
         ({"tokens": 0}, "tokens=0"),

@@ -39,7 +39,7 @@ def apply_experts(
     Args:
       view: how ops run on the mesh in force.
       static: the spec of the block.
-      inputs: tokens, experts and routing weights, T over (dp, fsdp, ep).
+      inputs: tokens, experts and routing weights, T over (dp, fsdp, ep, cp).
       w: the weights of the experts.
       quantized: wi and wo as `quantize_params` returns them. The gradients are those of w.
 

@@ -21,7 +21,8 @@ from moax.errors import Unsupported
 from moax.kernels import select_kernels
 from moax.mesh.axes import Roles
 from moax.mesh.partition import MeshView, find_mesh_view
-from moax.mesh.place import check_token_axes, constrain, flatten_tokens, reshard_like, unflatten_tokens
+from moax.mesh.place import constrain, reshard_like
+from moax.mesh.tokens import check_token_axes, find_token_dims, flatten_tokens, unflatten_tokens
 from moax.ops.activation import activate
 from moax.ops.exchange import TRANSPORTS, select_transport, wire_bytes
 from moax.ops.linear import dense
@@ -49,7 +50,7 @@ def moe(
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]),  expert(x) = act(x wi + bi) wo + bo.
 
     Args:
-      x: [..., H], floating point. Its leading dims, flattened to T, lie over (dp, fsdp, ep).
+      x: [..., H], floating point. Its tokens lie over (dp, fsdp, ep), and S of [..., S, H] over cp; see `Axes`.
       params: see `MoEParams`. The router is cast to float32, and the other parameters to x.dtype. Experts lie over ep,
         F lies over tp, and fsdp may split any dim; the block uses every such layout without moving it.
       config: the sizes of the block and its equations; see `MoEConfig`.
@@ -105,6 +106,8 @@ def _moe(
     recipe, axes, engine = get_recipe(options.recipe), options.axes, options.engine
     check_token_axes(x, axes)
     view = find_mesh_view(axes, engine, x, params)
+    axes = find_token_dims(x, axes, view.roles)
+    view, options = view.on(axes), dataclasses.replace(options, axes=axes)
     check_params(params, config, local=view.manual)
     roles = view.roles
     if x.size == 0:

@@ -10,6 +10,7 @@ weight 1.0, and the second place is (4, 0.0): no expert.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, TypedDict
 
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from moax.checks import check_float, check_int
 from moax.config import MoEConfig
 from moax.mesh.axes import Roles
 from moax.mesh.partition import MeshView
-from moax.mesh.place import flatten_tokens, unflatten_tokens
+from moax.mesh.tokens import flatten_tokens, unflatten_tokens
 from moax.ops.logits import router_logits
 from moax.ops.routing import route
 from moax.options import Options
@@ -153,7 +154,7 @@ def _find_sequences(x: Float[Array, "*batch H"], roles: Roles) -> tuple[Int[Arra
     """
     if x.ndim < 3:
         raise ValueError(f"x has shape {x.shape}; it must be [..., S, H] for RouterConfig.sequence_aux_loss")
-    count = x[..., 0, 0].size
+    count = math.prod(x.shape[:-2])
     of_row = jnp.arange(count, dtype=jnp.int32).reshape(*x.shape[:-2], 1, 1)
     return flatten_tokens(jnp.broadcast_to(of_row, (*x.shape[:-1], 1)), roles)[:, 0], count
 

@@ -259,7 +259,7 @@ def quantized_specs(
 
 
 def forward_contract(static: BlockSpec, operands, found_specs) -> Contract:
-    """Returns the contract of forward: tokens lie over (dp, fsdp, ep).
+    """Returns the contract of forward: tokens lie over (dp, fsdp, ep, cp).
 
     y is summed over tp, and the dropped assignments over all axes of tokens.
     """
@@ -281,7 +281,7 @@ def backward_contract(static: BlockSpec, operands, found_specs) -> Contract:
     roles, layouts = static.roles, found_layouts(static, found_specs[2])
     rows = spec(roles.tokens, None)
     weights = weight_specs(static, layouts, w)
-    replicas = roles.dp + roles.fsdp
+    replicas = roles.same_experts
     own, kept = device_spec(roles), quantized_specs(static, w, quantized)
     return Contract(
         (jax.tree.map(lambda _: own, saved), jax.tree.map(lambda _: rows, inputs), weights, kept, rows),

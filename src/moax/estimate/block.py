@@ -57,7 +57,7 @@ class Shard:
       config: the block.
       roles: the mesh axes of each role.
       options: how the block runs.
-      tokens: tokens T of a device, that is of one shard over (dp, fsdp, ep). The ranks of tp have the same tokens.
+      tokens: tokens T of a device, that is of one shard over (dp, fsdp, ep, cp). The ranks of tp have the same tokens.
       block: the spec of the experts' part, as `moax.moe` makes it.
       shapes: the shape of each parameter's shard, by the parameter's name.
       layouts: the layouts of `wi` and `wo`, and of `shared_wi` and `shared_wo` where the block has a shared expert.

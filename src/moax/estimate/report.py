@@ -15,7 +15,7 @@ from moax.estimate.memory import Memory, measure_memory
 from moax.estimate.times import Stage, Wires, work
 from moax.estimate.wires import DIRECTIONS, Transfer, transfers
 from moax.kernels import IMPLEMENTATIONS, takes_fp8
-from moax.mesh.axes import ROLES, Axes
+from moax.mesh.axes import Axes
 from moax.models import find_model
 from moax.ops.exchange import TRANSPORTS, Exchange
 from moax.options import check_buffer_factor
@@ -266,7 +266,7 @@ def sweep(
     remat: bool | None = None,
     **options: Any,
 ) -> list[Estimate]:
-    """Ranks every mesh (dp, fsdp, ep, tp) of `gpus` GPUs over which the sizes divide.
+    """Ranks every mesh (dp, fsdp, ep, tp) of `gpus` GPUs over which the sizes divide; to the blocks cp is as dp.
 
     Args:
       gpus: number of GPUs.
@@ -315,7 +315,7 @@ def _factored(gpus: int) -> Iterator[dict[str, int]]:
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     for first in itertools.product(divisors, repeat=3):
         if gpus % math.prod(first) == 0:
-            yield dict(zip(ROLES, (*first, gpus // math.prod(first)), strict=True))
+            yield dict(zip(("dp", "fsdp", "ep", "tp"), (*first, gpus // math.prod(first)), strict=True))
 
 
 def _check(sizes: Mapping[str, int], axes: Axes, **counts) -> None:

@@ -98,7 +98,7 @@ def _backward(s: Shard) -> Iterator[Transfer]:
     for _ in range(2 if c.shared_d_ff else 1):
         yield from _move(s, "tp reduce", "backward", "all-reduce", options.dtype, (s.tokens, c.d_model), r.tp)
     yield from _move(s, "tp reduce", "backward", "all-reduce", "float32", (s.tokens, c.top_k), r.tp)
-    reduced = {"router": r.tokens, "logits_bias": r.tokens, "bi": r.dp + r.fsdp, "bo": r.dp + r.fsdp + r.tp}
+    reduced = {"router": r.tokens, "logits_bias": r.tokens, "bi": r.same_experts, "bo": r.same_experts + r.tp}
     for name, names in reduced.items():
         if name in s.shapes:
             dtype = options.param_dtype if name == "router" else "float32"
@@ -157,7 +157,7 @@ def _scatters(s: Shard, name: str) -> Iterator[Transfer]:
         yield from _move(s, "gradient scatter", "backward", "reduce-scatter", options.dtype, sizes, names)
     shared = name.startswith("shared")
     scattered = {n for names in gather for n in names}
-    left = tuple(n for n in s.roles.dp + s.roles.fsdp + (s.roles.ep if shared else ()) if n not in scattered)
+    left = tuple(n for n in (s.roles.tokens if shared else s.roles.same_experts) if n not in scattered)
     dtype = options.param_dtype if shared else options.dtype
     yield from _move(s, "gradient reduce", "backward", "all-reduce", dtype, sizes, left)
 

@@ -38,7 +38,7 @@ def inspect_block(
 
     Args:
       config: the block.
-      tokens: rows of x [tokens, H] of the whole mesh; x is sharded over the token axes, dp, fsdp and ep.
+      tokens: rows of x [tokens, H] of the whole mesh; x is sharded over the token axes, dp, fsdp, ep and cp.
       recipe, exchange, engine: the arguments of `moax.moe`.
       mesh: the mesh; None takes the mesh that `jax.set_mesh` set.
       dtype: dtype of x, and of the operands of products.

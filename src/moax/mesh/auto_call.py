@@ -20,7 +20,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 
 from moax.backend import log_once
-from moax.mesh.axes import Names
+from moax.mesh.axes import Names, as_names
 from moax.mesh.cache_key import name_by_content
 from moax.mesh.export import refuse_export
 from moax.mesh.place import constrain
@@ -94,6 +94,7 @@ class AutoCall:
         except ValueError as error:  # sharding propagation may have chosen this spec, so the caller made no mistake
             log_once(f"{self.op.__name__}: {error}; the declared layout is used instead, which may move it unquantized")
             contract = self.op.contract(self.static, one, tree.unflatten([None] * len(leaves)))
+        self._tell_of_moves(specs, tree.flatten_up_to(contract.operands))
 
         def sharding(of: Spec, levels: Sequence[bool]) -> NamedSharding:
             lead = spec(*[names for names, batched in zip(over, levels, strict=True) if batched])
@@ -113,6 +114,17 @@ class AutoCall:
             result_shardings,
             tree.unflatten(operand_shardings),
         )
+
+    def _tell_of_moves(self, found: Sequence[Spec | None], wanted: Sequence[Spec]) -> None:
+        """Logs where operands lie over the token axes in another order than the one that the op needs."""
+        tokens = set(self.view.roles.tokens)
+        for here, there in zip(found, wanted, strict=True):
+            names, rows = (as_names(next(iter(of or ()), None)) for of in (here, there))
+            if names != rows and set(names) == set(rows) == tokens:
+                log_once(
+                    f"moax moves tokens from their order over mesh axes {names} into that over {rows}; "
+                    "moax.Axes(tokens=...) can say how they lie"
+                )
 
     def _compute_shards(self, contract, shards):
         """Returns the results of one device: one element of the batch after the other."""

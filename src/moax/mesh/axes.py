@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 Names = tuple[str, ...]
-ROLES = ("dp", "fsdp", "ep", "tp")
+Entry = str | Names | list[str] | None
+ROLES = ("dp", "fsdp", "cp", "ep", "tp")
 
 
 def as_names(entry: Any) -> tuple:
@@ -33,9 +34,15 @@ class Axes:
         one. A mesh axis of more than one device that no field names is an error.
       fsdp_dim: the dim of expert weights that fsdp splits: `experts` (E), `model` (H), or `auto`. `auto` splits the
         experts where ep and fsdp together divide E, and H elsewhere.
+      cp: context parallel. These axes split tokens as dp does, but along S of x [B, S, H]. They split no weight.
+      tokens: the axes over each leading dim of x [..., H], as a PartitionSpec of them: `(("ep", "fsdp"), "cp")`. Its
+        last entry is of S, and the others are of the first dims. () is ((dp, fsdp, ep), cp). An axis that it leaves
+        out splits the first dim before the others, or S after the others if it is of cp. Where axes are Explicit, the
+        type of x decides.
 
     Raises:
-      ValueError: a field is not made of names, two roles have the same name, or fsdp_dim is unknown.
+      ValueError: a field is not made of names, two roles have the same name, fsdp_dim is unknown, or `tokens` names an
+        axis twice or one whose role splits no tokens.
     """
 
     dp: str | Names | list[str] = "dp"
@@ -44,6 +51,8 @@ class Axes:
     tp: str | Names | list[str] = "tp"
     other: str | Names | list[str] = ()
     fsdp_dim: Literal["auto", "experts", "model"] = "auto"
+    cp: str | Names | list[str] = "cp"
+    tokens: Iterable[Entry] = ()
 
     def __post_init__(self):
         owner: dict[str, str] = {}
@@ -61,6 +70,23 @@ class Axes:
                 owner[name] = role
         if self.fsdp_dim not in ("auto", "experts", "model"):
             raise ValueError(f"Axes: fsdp_dim={self.fsdp_dim!r} must be 'auto', 'experts' or 'model'")
+        object.__setattr__(self, "tokens", self._check_tokens())
+
+    def _check_tokens(self) -> tuple[Names, ...]:
+        """Returns the field `tokens` as a tuple of names for each dim, or raises ValueError."""
+        value = self.tokens
+        example = 'it must be the mesh axes over each leading dim of x, such as (("ep", "fsdp"), "cp")'
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError(f"Axes: tokens={value!r}; {example}")
+        dims = tuple(as_names(entry) for entry in value)
+        names = [name for entry in dims for name in entry]
+        of_tokens = (*self.dp, *self.fsdp, *self.ep, *self.cp)
+        for name in names:
+            if name not in of_tokens:
+                raise ValueError(f"Axes: tokens={value!r} names {name!r}, which is in none of dp, fsdp, ep and cp")
+        if len(set(names)) < len(names):
+            raise ValueError(f"Axes: tokens={value!r} names a mesh axis twice; {example}")
+        return dims
 
     @property
     def names(self) -> Names:
@@ -83,11 +109,23 @@ class Axes:
             name = nameless[0]
             raise ValueError(
                 f"mesh axis {name!r} of {sizes[name]} devices has no role in {self}; name it in dp (it splits tokens), "
-                "fsdp (tokens and weights), ep (tokens and experts) or tp (the expert width), for example "
+                "fsdp (tokens and weights), cp (tokens along S), ep (tokens and experts) or tp (the expert width), for "
+                "example "
                 f"Axes(fsdp={name!r}), or in other=({name!r},) where moax is to leave the axis out"
             )
         by_role = {role: tuple(n for n in getattr(self, role) if sizes.get(n, 1) > 1) for role in ROLES}
-        return Roles(**by_role, sizes=tuple((n, sizes[n]) for names in by_role.values() for n in names))
+        dims = self._dims_on(by_role) if self.tokens else ()
+        return Roles(**by_role, sizes=tuple((n, sizes[n]) for names in by_role.values() for n in names), dims=dims)
+
+    def _dims_on(self, by_role: Mapping[str, Names]) -> tuple[Names, ...]:
+        """Returns `tokens`, at least two entries, with each axis of `by_role` that splits tokens and with no other."""
+        batch, cp = by_role["dp"] + by_role["fsdp"] + by_role["ep"], by_role["cp"]
+        dims = [tuple(n for n in as_names(entry) if n in batch + cp) for entry in self.tokens]
+        dims = dims if len(dims) > 1 else [*dims, ()]
+        listed = {name for entry in dims for name in entry}
+        dims[0] = tuple(n for n in batch if n not in listed) + dims[0]
+        dims[-1] = dims[-1] + tuple(n for n in cp if n not in listed)
+        return tuple(dims)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +133,10 @@ class Roles:
     """The mesh axes of more than one device, by role. A local function needs to know no more of the mesh.
 
     Attributes:
-      dp, fsdp, ep, tp: the names of the axes of each role; see `Axes`.
+      dp, fsdp, ep, tp, cp: the names of the axes of each role; see `Axes`.
       sizes: (name, number of devices) of each of these axes.
+      dims: the axes of tokens over each leading dim of x [..., H], of which the last is S; () stands for
+        ((dp, fsdp, ep), cp).
     """
 
     dp: Names = ()
@@ -104,16 +144,44 @@ class Roles:
     ep: Names = ()
     tp: Names = ()
     sizes: tuple[tuple[str, int], ...] = ()
+    cp: Names = ()
+    dims: tuple[Names, ...] = ()
 
     @property
     def tokens(self) -> Names:
-        """The axes that split tokens: dp, then fsdp, then ep, which is innermost."""
-        return self.dp + self.fsdp + self.ep
+        """The axes that split flattened tokens: dp, fsdp, ep, cp where `dims` is (), and else those of all dims."""
+        return tuple(name for entry in self._dims for name in entry)
+
+    @property
+    def sequence(self) -> Names:
+        """The axes of tokens that split S of x [..., S, H]."""
+        return self._dims[-1]
+
+    @property
+    def same_experts(self) -> Names:
+        """The axes of tokens along which devices compute with the same experts: all but ep."""
+        return tuple(name for name in self.tokens if name not in self.ep)
+
+    @property
+    def _dims(self) -> tuple[Names, ...]:
+        return self.dims or (self.dp + self.fsdp + self.ep, self.cp)
 
     @property
     def all(self) -> Names:
         """Every axis of more than one device: those of tokens, then tp."""
         return self.tokens + self.tp
+
+    def over(self, count: int) -> tuple[Names, ...]:
+        """Returns the axes of tokens over each of the `count` leading dims of x. The one dim of x [T, H] has them all.
+
+        Raises ValueError where x has fewer dims than `Axes.tokens` has entries.
+        """
+        if count == 1:
+            return (self.tokens,)
+        *first, last = self._dims
+        if count <= len(first):
+            raise ValueError(f"x has {count} dims before H, and Axes.tokens has {len(first) + 1} entries: {self._dims}")
+        return (*first, *[()] * (count - len(first) - 1), last)
 
     def size(self, names: Names) -> int:
         """Returns the number of devices along the axes `names`, 1 for no names."""

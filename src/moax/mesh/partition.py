@@ -60,6 +60,10 @@ class MeshView(NamedTuple):
             return False
         return not self.manual or any(kind != AxisType.Manual for kind in self.mesh.axis_types)
 
+    def on(self, axes: Axes) -> MeshView:
+        """Returns the view whose roles are those of `axes`, which names the same axes."""
+        return self._replace(roles=axes.on(dict(self.roles.sizes)))
+
     def psum(self, x: Array, names: Names) -> Array:
         """Sums x over `names` inside a `shard_map`, where an op leaves this sum to its caller; elsewhere returns x."""
         names = names + self._size_one_axes(x)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, PyTree
 
-from moax.mesh.axes import Axes, Roles
+from moax.mesh.axes import Roles
 from moax.mesh.specs import AnyMesh, is_explicit, mesh_in_force, mesh_of, pad, spec
 
 
@@ -70,42 +70,3 @@ def reshard_like(y: Array, x: Array) -> Array:
     """Returns y, with the sharding in the type of x where mesh axes are Explicit; elsewhere y itself."""
     sharding = jax.typeof(x).sharding
     return jax.sharding.reshard(y, sharding) if is_explicit(sharding.mesh) else y
-
-
-def check_token_axes(x: Array, axes: Axes) -> None:
-    """Raises ValueError where the type of x [..., H] splits its tokens over a mesh axis that has no role in `axes`."""
-    sharding = jax.typeof(x).sharding
-    for dim, names in enumerate(pad(sharding.spec, x.ndim)[:-1]):
-        for name in names:
-            if name not in axes.names and sharding.mesh.shape[name] > 1:
-                raise ValueError(
-                    f"x: dim {dim} is sharded over mesh axis {name!r}, which has no role in {axes}; "
-                    f"give it a role, for example Axes(dp={(*axes.dp, name)})"
-                )
-
-
-def flatten_tokens(x: Shaped[Array, "*batch H"], roles: Roles) -> Shaped[Array, "T H"]:
-    """Reshapes x [..., H] to [T, H]. On Explicit axes T lies over `roles.tokens` where these divide the leading dim."""
-    mesh = mesh_of(x)
-    if mesh is None or not is_explicit(mesh):
-        return x.reshape(-1, x.shape[-1])
-    columns = tuple(n for n in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if n not in roles.tokens)
-
-    def over_tokens(x):
-        rows = roles.tokens if x.shape[0] % roles.size(roles.tokens) == 0 else ()
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec(rows, *[None] * (x.ndim - 2), columns)))
-
-    return over_tokens(over_tokens(x).reshape(-1, x.shape[-1]))
-
-
-def unflatten_tokens(y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], roles: Roles) -> Shaped[Array, "..."]:
-    """Reshapes y [T, *C] to [..., *C]; its leading dims and their sharding are those of x [..., H]."""
-    columns = y.shape[1:]
-    mesh = mesh_of(x)
-    if mesh is None or not is_explicit(mesh):
-        return y.reshape(*x.shape[:-1], *columns)
-    over = tuple(jax.typeof(y).sharding.spec)
-    divides = x.ndim == 2 or x.shape[0] % roles.size(roles.tokens) == 0
-    y = y if divides else jax.sharding.reshard(y, NamedSharding(mesh, spec(None, *over[1:])))
-    leading = tuple(jax.typeof(x).sharding.spec)[: x.ndim - 1]
-    return jax.sharding.reshard(y.reshape(*x.shape[:-1], *columns), NamedSharding(mesh, spec(*leading, *over[1:])))

@@ -19,8 +19,8 @@ from moax.checks import check_float
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
 from moax.mesh.partition import Engine, find_mesh_view
-from moax.mesh.place import flatten_tokens, unflatten_tokens
 from moax.mesh.specs import Spec, check_spec, spec
+from moax.mesh.tokens import find_token_dims, flatten_tokens, unflatten_tokens
 from moax.ops.products import GroupedSpec, grouped, widths_of
 from moax.recipe import Recipe, get_recipe
 from moax.sharding import dense_spec_on
@@ -40,7 +40,8 @@ def dense(
     """y = x w + bias.
 
     Args:
-      x: [..., K], floating point. Its flattened rows lie over (dp, fsdp, ep); K lies over tp where K of w does.
+      x: [..., K], floating point. Its rows lie over (dp, fsdp, ep), and S of [..., S, K] over cp; see `Axes`. K lies
+        over tp where K of w does.
       w: [K, *C]. Dims over tp stay split. Dims over fsdp or ep are gathered, as bytes where the recipe quantizes w.
       bias: [*C], split over tp where *C of w is, and replicated over the other axes.
       recipe: the name of a recipe, a Recipe, or None to quantize nothing.
@@ -66,7 +67,7 @@ def dense(
         raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [..., K] and [K, *C]")
     if bias is not None and not view.manual and bias.shape != w.shape[1:]:
         raise ValueError(f"bias has shape {bias.shape}; it must be {w.shape[1:]}")
-    roles = view.roles
+    roles = view.on(find_token_dims(x, axes, view.roles)).roles
     roles = dataclasses.replace(roles, fsdp=roles.fsdp + roles.ep, ep=())
     view = view._replace(roles=roles)
     if w_spec is None:

@@ -29,13 +29,13 @@ def router_logits(
     """logits = x w, in float32.
 
     Args:
-      x: [T, H], floating point, T over (dp, fsdp, ep).
+      x: [T, H], floating point, T over (dp, fsdp, ep, cp).
       w: [H, E], floating point, replicated.
       axes, engine: see `moax.Options`.
 
     Returns:
-      logits: [T, E] f32, T over (dp, fsdp, ep). They are differentiable in x and w; each gradient has the dtype of its
-        array.
+      logits: [T, E] f32, T over (dp, fsdp, ep, cp). They are differentiable in x and w; each gradient has the dtype of
+        its array.
 
     Raises:
       ValueError: the shapes do not fit each other, or the mesh does not divide T.

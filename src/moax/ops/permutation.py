@@ -97,8 +97,8 @@ def permute(
     """rows[n] = x[source[n]]: the rows of x, sorted by expert. A row appears once for each of its assignments.
 
     Args:
-      x: [R, H], floating point, R over (dp, fsdp, ep).
-      experts: [R, K], integers in [0, num_groups], R over (dp, fsdp, ep). The value `num_groups` means no expert.
+      x: [R, H], floating point, R over (dp, fsdp, ep, cp).
+      experts: [R, K], integers in [0, num_groups], R over (dp, fsdp, ep, cp). The value `num_groups` means no expert.
       num_groups: the number of experts by which each shard sorts.
       align: each group starts at a multiple of so many rows.
       capacity: the most rows that a shard keeps; None keeps all. The busiest experts lose the rows beyond it, the last

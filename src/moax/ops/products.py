@@ -69,8 +69,8 @@ def grouped_matmul(
     """y[m] = x[m] w[g(m)] + bias[g(m)].
 
     Args:
-      x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep). On a mesh each shard has rows of its own
-        experts alone.
+      x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep, cp). On a mesh each shard has rows of its
+        own experts alone.
       w: [E, K, *C], E over ep. K or one of *C may lie over tp. Any dim may also lie over fsdp, and is then gathered.
       group_sizes: [E], integers, the rows of each group of one shard. On a mesh the sizes of all shards follow one
         another: [shards * E / ranks], sharded like the rows. With E = 4, ep = 2 and dp = 2 there are 4 shards of 2
@@ -235,7 +235,7 @@ def _sizes_spec(static, group_sizes):
 def replicated(roles: Roles, layout: Layout) -> Names:
     """Returns the axes over which a weight's gradient is still a partial sum after `scatter_gradient`."""
     gathered = {n for names in layout.gather for n in names}
-    return tuple(n for n in roles.dp + roles.fsdp if n not in gathered)
+    return tuple(n for n in roles.same_experts if n not in gathered)
 
 
 def _forward_contract(static: GroupedSpec, operands, found_specs):
@@ -255,7 +255,7 @@ def _backward_contract(static: GroupedSpec, operands, found_specs):
     return Contract(
         (rows, layout.spec, _sizes_spec(static, operands[2]), spec(roles.tokens, *kept[2:])),
         (rows, layout.spec, spec(roles.ep, *kept[2:])),
-        (columns, replicated(roles, layout), roles.dp + roles.fsdp + kept[1]),
+        (columns, replicated(roles, layout), roles.same_experts + kept[1]),
         (layout, kept),
     )
 

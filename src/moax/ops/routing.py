@@ -109,7 +109,7 @@ def route(
     """Returns the top_k experts of each token, their weights, and the balance losses over the whole mesh.
 
     Args:
-      logits: [T, E], floating point, T over (dp, fsdp, ep). They are cast to float32.
+      logits: [T, E], floating point, T over (dp, fsdp, ep, cp). They are cast to float32.
       config: see `RouterConfig`. Where `config.logits_bias` is set, the caller has added that bias to the logits.
       top_k: K, the experts per token.
       bias: [E], added to the scores for selection alone, without a gradient. It is given exactly where `config.bias`
@@ -118,7 +118,7 @@ def route(
         weights are those of the scores. A token with a negative id takes its best experts.
       mask: [T] bool, False for padding. Padding has the experts E and the weights 0, and enters no loss and no count.
       sequences: [T], integers in [0, num_sequences): the sequence of each token, for `config.sequence_aux_loss`. Inside
-        a `shard_map` they count the sequences of one shard.
+        a `shard_map` they count the sequences of one shard, each of which lies over the axes of cp.
       num_sequences: the number of sequences, over the whole mesh.
       axes, engine: see `moax.Options`.
 
@@ -192,10 +192,13 @@ def _find_losses(view: MeshView, static: RouteSpec, sums: Sums, counts: Counts, 
     factor = tokens.shape[0] / static.top_k
     aux = config.aux_loss * jnp.sum(shares * tokens.astype(jnp.float32)) * (factor / real**2)
     if sums.by_sequence is not None and counts.by_sequence is not None:
-        sizes = counts.by_sequence[:, -1]
-        by_sequence = jnp.sum(sums.by_sequence * counts.by_sequence[:, :-1], axis=1)
-        total_loss = view.psum(jnp.sum(by_sequence * (factor / jnp.maximum(sizes, 1.0) ** 2)), over)
-        present = view.psum(jnp.sum((sizes > 0).astype(jnp.float32)), over)
+        along = view.roles.sequence  # a shard has some tokens of each of its sequences
+        whole, counted = view.psum(sums.by_sequence, along), view.psum(counts.by_sequence, along)
+        counted = lax.stop_gradient(counted)  # JAX cannot batch the derivative of a maximum on Explicit axes
+        sizes, across = counted[:, -1], tuple(name for name in over if name not in along)
+        by_sequence = jnp.sum(whole * counted[:, :-1], axis=1)
+        total_loss = view.psum(jnp.sum(by_sequence * (factor / jnp.maximum(sizes, 1.0) ** 2)), across)
+        present = view.psum(jnp.sum((sizes > 0).astype(jnp.float32)), across)
         aux = aux + config.sequence_aux_loss * total_loss / jnp.maximum(present, 1.0)
     return aux, config.z_loss * z[0] / real, tokens
 

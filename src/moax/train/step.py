@@ -153,7 +153,7 @@ def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tupl
       mesh: the mesh, which must be the one that is set.
       block: see `model.forward`.
     """
-    states, rows = shardings(config, mesh), named(mesh, token_spec(moax.Axes(), ndim=2))
+    states, rows = shardings(config, mesh), named(mesh, spec(token_spec(moax.Axes(), ndim=3)[0]))
     like = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         jax.eval_shape(partial(init_state, config)),

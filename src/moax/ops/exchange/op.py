@@ -52,10 +52,10 @@ def dispatch(
     """rows[r] = x[t]: each token t becomes one row on every rank that owns one of its experts.
 
     Args:
-      x: [T, H], floating point, T over (dp, fsdp, ep).
-      experts: [T, K], integers in [0, num_experts), T over (dp, fsdp, ep). Rank i of ep owns the experts
+      x: [T, H], floating point, T over (dp, fsdp, ep, cp).
+      experts: [T, K], integers in [0, num_experts), T over (dp, fsdp, ep, cp). Rank i of ep owns the experts
         [i E/ranks, (i + 1) E/ranks).
-      weights: [T, K] f32, T over (dp, fsdp, ep).
+      weights: [T, K] f32, T over (dp, fsdp, ep, cp).
       num_experts: E.
       exchange: the transport; `auto` is all_gather.
       capacity_factor: the slots of each pair of ranks, as a multiple of the balanced load T K / ranks. None has room
@@ -111,7 +111,7 @@ def combine(
       axes, engine: see `moax.Options`.
 
     Returns:
-      y: [T, H] in the dtype of rows, T over (dp, fsdp, ep). It is differentiable in rows.
+      y: [T, H] in the dtype of rows, T over (dp, fsdp, ep, cp). It is differentiable in rows.
 
     Raises:
       ValueError: `received` is not what `dispatch` returns, or rows has another shape than its rows.

@@ -1,0 +1,224 @@
+"""Activations [B, S, H] whose S lies over a mesh axis: context parallel, sequence parallel, and S over an axis of ep.
+
+Covers: values, every gradient and the stats against `moax.reference`; the collectives of the compiled step, on Auto,
+Explicit and Manual axes; `moe` and `dense`; a mask and a given routing; rows of any shape; what the log says.
+"""
+
+import functools
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import moax
+from moax import Axes, inspect, ops, reference
+from moax.backend import log_once
+from moax.mesh.place import named
+from moax.mesh.tokens import flatten_tokens, unflatten_tokens
+from support import make_params, put, random, rel_norm, some
+
+ROUTER = moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3, sequence_aux_loss=1e-1)
+CONFIG = moax.MoEConfig(32, 48, 8, 2, use_bias=True, router=ROUTER)
+PARAMS = make_params(CONFIG)
+B, S = 8, 20
+X = random(1, B, S, CONFIG.d_model)
+WEIGHT = np.cos(np.arange(X.size, dtype=np.float32)).reshape(X.shape)
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Auto, "manual_vma": AxisType.Auto}
+
+# The mesh, how x lies on it, and the axes that say so where no type does.
+EP_FIRST = Axes(tokens=(("ep", "fsdp"), "cp"))
+CASES = {
+    "cp x ep": ({"cp": 2, "ep": 4}, P("ep", "cp"), Axes()),
+    "cp x fsdp": ({"cp": 2, "fsdp": 4}, P("fsdp", "cp"), Axes()),
+    "dp x cp": ({"dp": 2, "cp": 4}, P("dp", "cp"), Axes()),
+    "fsdp, ep": ({"fsdp": 2, "ep": 4}, P(("fsdp", "ep")), Axes()),
+    "ep, fsdp": ({"fsdp": 2, "ep": 4}, P(("ep", "fsdp")), EP_FIRST),
+    "ep, fsdp x cp": ({"fsdp": 2, "ep": 2, "cp": 2}, P(("ep", "fsdp"), "cp"), EP_FIRST),
+    "S over ep": ({"fsdp": 4, "ep": 2}, P("fsdp", "ep"), Axes(tokens=("fsdp", "ep"))),
+    "cp x tp": ({"dp": 2, "cp": 2, "tp": 2}, P("dp", "cp"), Axes()),
+}
+
+
+def loss_of(y, stats):
+    return jnp.vdot(y, jnp.asarray(WEIGHT)) + stats.aux_loss + stats.z_loss
+
+
+@functools.cache
+def expected():
+    """The outputs and gradients of the oracle."""
+    sequences = jnp.repeat(jnp.arange(B), S)
+
+    def total(x, params):
+        out = reference.moe(x, params, CONFIG, sequences=sequences)
+        return loss_of(*out), out
+
+    return jax.jit(jax.grad(total, (0, 1), has_aux=True))(X, PARAMS)
+
+
+def step_of(run, x_spec, weights, mesh, kind, constant):
+    """grad of a loss of run(x, weights) and its outputs, jitted for x and weights on a mesh of this kind of axes."""
+    if kind.startswith("manual"):
+        run = jax.shard_map(
+            run, mesh=mesh, in_specs=(x_spec, weights), out_specs=(x_spec, P()), check_vma=kind == "manual_vma"
+        )
+
+    def total(x, weights):
+        y, stats = run(x, weights)
+        weight = jnp.asarray(constant) if kind != "explicit" else jax.sharding.reshard(constant, jax.typeof(y).sharding)
+        losses = 0.0 if stats is None else stats.aux_loss + stats.z_loss
+        return jnp.sum(y * weight) + losses, (y, stats)
+
+    at = named(mesh, (x_spec, weights))
+    return jax.jit(jax.grad(total, (0, 1), has_aux=True), in_shardings=at, out_shardings=(at, None))
+
+
+def moved(compiled, mesh, *columns):
+    """The (kind, axes) of each collective of a balanced step that moves tokens of these numbers of columns."""
+    sizes = {B * S * n // devices for n in columns for devices in (1, 2, 4, 8)}
+    found = [c for c in inspect.collectives(compiled, mesh=mesh) if not c.open_loop]
+    kinds = ("all-gather", "all-to-all", "collective-permute", "ragged-all-to-all", "collective-broadcast")
+    return sorted((c.kind, c.axes) for c in found if c.kind in kinds and math.prod(c.shape) in sizes)
+
+
+def case_of(name, kind):
+    """A case, with axes that say nothing of x where its type says it."""
+    sizes, x_spec, axes = CASES[name]
+    return sizes, x_spec, Axes() if kind == "explicit" else axes
+
+
+def mesh_of(sizes, kind):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(KINDS[kind],) * len(sizes))
+
+
+def check(got, want, stats, want_stats, limit=5e-6):
+    """Arrays by their relative error; counts exactly and losses closely."""
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert rel_norm(one, other) <= limit
+    for name in ("aux_loss", "z_loss"):
+        np.testing.assert_allclose(getattr(stats, name), getattr(want_stats, name), rtol=5e-6, err_msg=name)
+    np.testing.assert_array_equal(stats.tokens_per_expert, want_stats.tokens_per_expert)
+    assert (int(stats.dropped), int(stats.passes)) == (0, 1)
+
+
+FIRST = [("ep, fsdp x cp", "auto"), ("ep, fsdp x cp", "explicit"), ("cp x ep", "manual")]
+REST = [(name, kind) for name in CASES for kind in ("auto", "explicit") if (name, kind) not in FIRST]
+REST += [("dp x cp", "manual"), ("S over ep", "manual"), ("ep, fsdp x cp", "manual_vma"), ("cp x tp", "manual_vma")]
+
+
+@pytest.mark.parametrize("name, kind", some(FIRST + REST, len(FIRST)))
+def test_moe(name, kind):
+    """Breaks if a mesh axis over S changes a number or a loss, is left out of a sum, or if tokens leave their device
+    for more than the exchange: a flattening [B, S, H] -> [B S, H] that gathers or permutes the batch."""
+    sizes, x_spec, axes = case_of(name, kind)
+    mesh = mesh_of(sizes, kind)
+    weights = moax.param_specs(CONFIG, axes, mesh=mesh)
+    step = step_of(lambda x, p: moax.moe(x, p, CONFIG, axes=axes), x_spec, weights, mesh, kind, WEIGHT)
+    with jax.set_mesh(mesh):
+        operands = put(mesh, (x_spec, weights), (X, PARAMS))
+        compiled = step.lower(*operands).compile()
+        gradients, (y, stats) = compiled(*operands)
+    want, (want_y, want_stats) = expected()
+    check((gradients, y), (want, want_y), stats, want_stats)
+    tokens = [("all-gather", ("ep",))] * 4 if "ep" in sizes else []  # x, experts and weights; dy
+    assert moved(compiled, mesh, CONFIG.d_model, CONFIG.top_k) == tokens
+
+
+DENSE = [(name, kind) for name in ("ep, fsdp x cp", "S over ep", "cp x tp") for kind in ("auto", "explicit", "manual")]
+
+
+@pytest.mark.parametrize("name, kind", some(DENSE, 2))
+def test_dense(name, kind):
+    """Breaks if a dense layer moves rows whose S lies over a mesh axis, or sums a gradient over too few axes."""
+    sizes, x_spec, axes = case_of(name, kind)
+    mesh, w = mesh_of(sizes, kind), random(2, CONFIG.d_model, 24)
+    whole = moax.sharding.dense_spec(axes, w.shape, mesh)
+    weight = np.cos(np.arange(B * S * 24, dtype=np.float32)).reshape(B, S, 24)
+
+    def layer(x, w):
+        return ops.dense(x, w, axes=axes, w_spec=whole), None
+
+    step = step_of(layer, x_spec, whole, mesh, kind, weight)
+    with jax.set_mesh(mesh):
+        operands = put(mesh, (x_spec, whole), (X, w))
+        compiled = step.lower(*operands).compile()
+        (dx, dw), (y, _) = compiled(*operands)
+    rows, d = X.reshape(-1, 32).astype(np.float64), weight.reshape(-1, 24)
+    assert rel_norm(np.reshape(y, d.shape), rows @ w) <= 5e-6
+    assert rel_norm(np.reshape(dx, rows.shape), d @ w.T) <= 5e-6
+    assert rel_norm(dw, rows.T @ d) <= 5e-6
+    assert moved(compiled, mesh, 32, 24) == []
+
+
+@pytest.mark.parametrize("kind", some(["auto", "explicit"], 1))
+def test_sequence_parallel_of_tp(kind):
+    """Breaks if S over tp, as Megatron has it between blocks, is wrong, or x and dy cross more than tp and ep."""
+    sizes, x_spec = {"fsdp": 2, "ep": 2, "tp": 2}, P(("fsdp", "ep"), "tp")
+    mesh = mesh_of(sizes, kind)
+    weights = moax.param_specs(CONFIG, mesh=mesh)
+    step = step_of(lambda x, p: moax.moe(x, p, CONFIG), x_spec, weights, mesh, kind, WEIGHT)
+    with jax.set_mesh(mesh):
+        operands = put(mesh, (x_spec, weights), (X, PARAMS))
+        compiled = step.lower(*operands).compile()
+        gradients, (y, stats) = compiled(*operands)
+    want, (want_y, want_stats) = expected()
+    check((gradients, y), (want, want_y), stats, want_stats)
+    crossed = moved(compiled, mesh, CONFIG.d_model)
+    assert set(crossed) == {("all-gather", ("tp",)), ("all-gather", ("ep",))}
+    assert crossed.count(("all-gather", ("ep",))) == 2 and crossed.count(("all-gather", ("tp",))) <= 2
+
+
+@pytest.mark.parametrize("kind", some(["auto", "explicit"], 1))
+def test_each_token_keeps_its_own(kind):
+    """Breaks if a mask, ids of experts, weights, or the routing that is returned go to another token than theirs."""
+    sizes, x_spec, axes = case_of("ep, fsdp x cp", kind)
+    mesh = mesh_of(sizes, kind)
+    mask = random(3, B, S) > -0.5
+    ids = np.argsort(random(4, B, S, 8), axis=-1)[..., :2].astype(np.int32)
+    by = np.abs(random(5, B, S, 2))
+
+    def run(x, params, ids, by, mask):
+        return moax.moe(x, params, CONFIG, axes=axes, routing=(ids, by), mask=mask, return_routing=True)
+
+    specs = (x_spec, moax.param_specs(CONFIG, axes, mesh=mesh), x_spec, x_spec, x_spec)
+    with jax.set_mesh(mesh):
+        y, stats = jax.jit(run)(*put(mesh, specs, (X, PARAMS, ids, by, mask)))
+    flat = ids.reshape(-1, 2), by.reshape(-1, 2)
+    want, _ = jax.jit(lambda x, p: reference.moe(x, p, CONFIG, experts=flat[0], weights=flat[1]))(X, PARAMS)
+    assert rel_norm(y, np.where(mask[..., None], want, 0)) <= 5e-6
+    np.testing.assert_array_equal(stats.routing.experts, np.where(mask[..., None], ids, 8))
+    np.testing.assert_array_equal(stats.routing.weights, np.where(mask[..., None], by, 0))
+    np.testing.assert_array_equal(stats.tokens_per_expert, np.bincount(ids[mask].ravel(), minlength=8))
+
+
+def test_another_order_is_said_once(caplog, fresh_compile):
+    """Breaks if a batch over (ep, fsdp) on Auto axes is moved into the order (fsdp, ep), and nothing says so."""
+    mesh, x_spec = mesh_of({"fsdp": 2, "ep": 4}, "auto"), P(("ep", "fsdp"))
+    operands = put(mesh, (x_spec, P()), (X, random(2, CONFIG.d_model, 24)))
+    log_once.cache_clear()
+    with jax.set_mesh(mesh), caplog.at_level(logging.WARNING):
+        jax.jit(ops.dense).lower(*operands).compile()
+        assert len(caplog.messages) == 1 and "over mesh axes ('ep', 'fsdp')" in caplog.messages[0]
+        log_once.cache_clear()
+        jax.jit(lambda x, w: ops.dense(x, w, axes=EP_FIRST)).lower(*operands).compile()
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("shape", [(8, 5), (3, 16), (3, 5), (2, 4, 4)])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_rows_of_any_shape(shape, kind):
+    """Breaks if flattening and its inverse disagree where S lies over an axis, an axis does not divide a dim, or x has
+    more dims than [B, S, H]."""
+    mesh = mesh_of({"fsdp": 2, "ep": 2, "cp": 2}, kind)
+    x = random(6, *shape, 4)
+    with jax.set_mesh(mesh):
+        roles = Axes(tokens=(("ep", "fsdp"), "cp")).on(dict(mesh.shape))
+        x = put(mesh, P(), x)
+        there = jax.jit(lambda x: flatten_tokens(x, roles))(x)
+        back = jax.jit(lambda r, x: unflatten_tokens(r[:, :3], x, roles))(there, x)
+    np.testing.assert_array_equal(np.sort(there, axis=0), np.sort(np.reshape(x, (-1, 4)), axis=0))
+    np.testing.assert_array_equal(back, x[..., :3])
