@@ -69,9 +69,7 @@ class MeshView(NamedTuple):
         """Returns x, which is equal on all devices along `names`, with a type that says so inside a `shard_map`."""
         if not self.manual:
             return x
-        names = names + self._size_one_axes(
-            x
-        )  # JAX refuses to reduce over axes that vary together with some that do not
+        names = names + self._size_one_axes(x)  # JAX refuses to reduce over axes that vary together with some that do not
         return reduce_max(x, tuple(n for n in names if n in varying(x)) or names)
 
     def _size_one_axes(self, x) -> Names:
