@@ -137,18 +137,35 @@ def _entries(roles: Roles, x_spec: Spec, ndim: int):
     return [tuple(n for n in entry if n in sizes) for entry in pad(x_spec, ndim)]
 
 
-def _scale_spec(entries, block):
+def scale_spec(entries, block):
     """Returns the spec of the scales: that of the data, but a dim of one block is not split."""
     return spec(*(() if b is None else names for names, b in zip(entries, block, strict=True)))
+
+
+def check_cuts(name: str, q: QArray, entries, roles: Roles) -> None:
+    """Raises ValueError where the axes `entries` of the dims of a QArray cut its blocks. `name` is for the message.
+
+    Shards of q may be those that were quantized, or have whole blocks.
+    """
+    for dim, (n, b, pieces, names) in enumerate(zip(q.shape, q.block, q.pieces, entries, strict=True)):
+        count = roles.size(names)
+        if b is not None and (pieces % count if pieces > 1 else n // count % b and count > 1):
+            raise ValueError(
+                f"{name}: dim {dim} of size {n} is sharded over mesh axes {names}, which cut its blocks of {b}; "
+                f"it was quantized in {pieces} shards"
+            )
 
 
 def _dim_names(shape, block, shards):
     """Returns the Shardy factors of data and scale, and the sizes of the factors inside a block.
 
     A dim 256 in blocks of 128 is "(b0 i0)" in data and "b0" in scale, with i0 = 128: an axis that splits the blocks
-    splits both. A dim whose shards are no multiple of the block has unrelated factors in data and scale.
+    splits both. A dim whose shards are no multiple of the block, or that is one block, has unrelated factors in data
+    and scale: Shardy refuses a factor of size 1 inside parentheses.
     """
-    whole = [b is not None and n % (b * s) == 0 for n, b, s in zip(shape, block, shards, strict=True)]
+    whole = [
+        b is not None and n % (b * s) == 0 and (b == 1 or n > b) for n, b, s in zip(shape, block, shards, strict=True)
+    ]
     data = [f"(b{i} i{i})" if w and b != 1 else f"b{i}" for i, (w, b) in enumerate(zip(whole, block, strict=True))]
     scale = [f"b{i}" if w else f"s{i}" for i, w in enumerate(whole)]
     sizes = tuple((f"i{i}", b) for i, b in enumerate(block) if data[i].startswith("("))
@@ -176,7 +193,7 @@ def _contract(static: QuantizeSpec, operands, found_specs):
                 "x_spec must name these axes"
             )
     amax_over = tuple(n for names, b in zip(entries, static.block, strict=True) if b is None for n in names)
-    return Contract((spec(*entries),), (spec(*entries), _scale_spec(entries, static.block)), ((), ()), amax_over)
+    return Contract((spec(*entries),), (spec(*entries), scale_spec(entries, static.block)), ((), ()), amax_over)
 
 
 def _factors(static: QuantizeSpec, operands):
@@ -211,14 +228,10 @@ def _dequantize_contract(static: DequantizeSpec, operands, found_specs):
     """Returns the contract of `dequantize`: the result has the layout of the data."""
     entries = _entries(static.roles, found_specs[0] or spec(), len(static.shape))
     shards = tuple(map(static.roles.size, entries))
-    for dim, (n, b, pieces, count) in enumerate(zip(static.shape, static.block, static.pieces, shards, strict=True)):
-        if b is not None and (pieces % count if pieces > 1 else n // count % b and count > 1):
-            raise ValueError(
-                f"q: dim {dim} of size {n} is sharded over mesh axes {entries[dim]}, which cut its blocks of {b}; "
-                f"it was quantized in {pieces} shards"
-            )
+    q = QArray(operands[0], operands[1], static.dtype, static.block, static.pieces)
+    check_cuts("q", q, entries, static.roles)
     data = spec(*entries)
-    return Contract((data, _scale_spec(entries, static.block)), (data,), ((),), shards)
+    return Contract((data, scale_spec(entries, static.block)), (data,), ((),), shards)
 
 
 def _dequantize_factors(static: DequantizeSpec, operands):
