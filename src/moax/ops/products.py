@@ -119,10 +119,7 @@ def grouped_matmul(
     if bias is not None:
         check_float("bias", bias, "[E, *C]")
     recipe = get_recipe(recipe)
-    align = recipe.row_alignment if align is None else align
-    check_count("align", align)
-    if align % recipe.row_alignment:
-        raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
+    align = check_align(align, recipe)
     if x.ndim != 2 or w.ndim < 3 or group_sizes.ndim != 1:
         raise ValueError(
             f"x, w, group_sizes have shapes {x.shape}, {w.shape}, {group_sizes.shape}; they must be "
@@ -147,6 +144,15 @@ def grouped_matmul(
     chosen = pick_kernels(kernels, wider(dtype, out), (x, w, quantized), **widths)
     static = GroupedSpec(recipe, align, dtype, out, declared, view.roles, chosen, rows, view.manual)
     return grouped(view, static, x, w, quantized, jnp.asarray(group_sizes).astype(jnp.int32), bias)
+
+
+def check_align(align: int | None, recipe: Recipe) -> int:
+    """Returns align, or the recipe's `row_alignment` for None. Raises ValueError unless it is a multiple of that."""
+    align = recipe.row_alignment if align is None else align
+    check_count("align", align)
+    if align % recipe.row_alignment:
+        raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
+    return align
 
 
 def check_quantized(w: Array | QArray, quantized: QArray | None) -> None:
