@@ -50,6 +50,7 @@ SEES_REFERENCE = {"moax", "cli", "train", "reference"}
 OPS_SIDEWAYS = {
     "routing": {"scores"},
     "operands": {"quantization"},
+    "permutation": {"maps"},
     "products": {"quantization", "operands"},
     "wgrad": {"products"},
     "activation": {"quantization"},
