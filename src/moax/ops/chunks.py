@@ -130,7 +130,15 @@ def _factors(static: ChunksSpec, operands):
     return (rows, "n", "o"), (rows,)
 
 
-_op = Partitioned(lambda static, layout, *of: (sort_forward(static, *of),), _contract, _factors, name="sort_chunks")
-_grad_op = Partitioned(
-    lambda static, layout, *of: (sort_backward(static, *of),), _contract, _factors, name="sort_chunks_grad"
-)
+def _local(static: ChunksSpec, layout, x, sizes, order):
+    """Runs `sort_chunks` on one device."""
+    return (sort_forward(static, x, sizes, order),)
+
+
+def _grad_local(static: ChunksSpec, layout, d_rows, sizes, order):
+    """Runs the backward of `sort_chunks` on one device."""
+    return (sort_backward(static, d_rows, sizes, order),)
+
+
+_op = Partitioned(_local, _contract, _factors, name="sort_chunks")
+_grad_op = Partitioned(_grad_local, _contract, _factors, name="sort_chunks_grad")

@@ -107,43 +107,56 @@ def weights_from_rows(plan: Plan, row_values):
     return jnp.take(row_values, plan.position, mode="fill", fill_value=0)
 
 
-def _contract(results: int):
-    """Returns the contract of an op with so many results: tokens split all operands and results."""
-
-    def contract(static: MapSpec, operands, found_specs):
-        leading = spec(static.roles.tokens)
-        return Contract(jax.tree.map(lambda _: leading, operands), (leading,) * results, ((),) * results)
-
-    return contract
+def one_result(static, operands, found_specs):
+    """Returns the contract of an op of one result: the axes of `static.roles.tokens` split all operands and it."""
+    leading = spec(static.roles.tokens)
+    return Contract(jax.tree.map(lambda _: leading, operands), (leading,), ((),))
 
 
-_list_op = Partitioned(
-    lambda static, layout, routing_map: list_of_map(routing_map, static.top_k),
-    _contract(2),
-    lambda static, operands: (("r e",), ("r k",)),
-    name="list_experts",
-)
+def two_results(static, operands, found_specs):
+    """Returns the contract of an op of two results, as `one_result` does."""
+    operand_specs, leading, none, _ = one_result(static, operands, found_specs)
+    return Contract(operand_specs, (*leading, *leading), (*none, *none))
+
+
+def _list_local(static: MapSpec, layout, routing_map):
+    """Runs `list_experts` on one device."""
+    return list_of_map(routing_map, static.top_k)
+
+
+def _pick_local(static: MapSpec, layout, weights, ids):
+    """Runs `pick_weights` on one device."""
+    return (pick_forward(weights, ids),)
+
+
+def _pick_grad_local(static: MapSpec, layout, weights, ids, d_picked):
+    """Runs the backward of `pick_weights` on one device."""
+    return (pick_backward(weights, ids, d_picked),)
+
+
+def _carry_local(static: MapSpec, layout, weights, plan):
+    """Runs `permute_weights` on one device."""
+    return (weights_of_rows(plan, weights),)
+
+
+def _carry_grad_local(static: MapSpec, layout, plan, d_rows):
+    """Runs the backward of `permute_weights` on one device."""
+    return (weights_from_rows(plan, d_rows),)
+
+
+_list_op = Partitioned(_list_local, two_results, lambda static, operands: (("r e",), ("r k",)), name="list_experts")
 _pick_op = Partitioned(
-    lambda static, layout, *operands: (pick_forward(*operands),),
-    _contract(1),
-    lambda static, operands: (("r e", "r k"), ("r k",)),
-    name="pick_weights",
+    _pick_local, one_result, lambda static, operands: (("r e", "r k"), ("r k",)), name="pick_weights"
 )
 _pick_grad_op = Partitioned(
-    lambda static, layout, *operands: (pick_backward(*operands),),
-    _contract(1),
-    lambda static, operands: (("r e", "r k", "r k"), ("r e",)),
-    name="pick_weights_grad",
+    _pick_grad_local, one_result, lambda static, operands: (("r e", "r k", "r k"), ("r e",)), name="pick_weights_grad"
 )
 _carry_op = Partitioned(
-    lambda static, layout, weights, plan: (weights_of_rows(plan, weights),),
-    _contract(1),
-    lambda static, operands: (("r k", "n", "r k", "e", "o"), ("n",)),
-    name="permute_weights",
+    _carry_local, one_result, lambda static, operands: (("r k", "n", "r k", "e", "o"), ("n",)), name="permute_weights"
 )
 _carry_grad_op = Partitioned(
-    lambda static, layout, plan, d_rows: (weights_from_rows(plan, d_rows),),
-    _contract(1),
+    _carry_grad_local,
+    one_result,
     lambda static, operands: (("n", "r k", "e", "o", "n"), ("r k",)),
     name="permute_weights_grad",
 )

@@ -29,9 +29,16 @@ from moax.checks import check_count, check_float, check_int, check_kind, check_m
 from moax.groups import Groups, align_up, group_starts, least
 from moax.kernels import DEFAULT, implementation, select_kernels
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
-from moax.mesh.specs import spec
-from moax.ops.maps import list_experts, permute_weights, pick_weights, weights_from_rows, weights_of_rows
+from moax.mesh.partition import Engine, MeshView, Partitioned, differentiable, find_mesh_view
+from moax.ops.maps import (
+    list_experts,
+    one_result,
+    permute_weights,
+    pick_weights,
+    two_results,
+    weights_from_rows,
+    weights_of_rows,
+)
 from moax.types import Plan
 
 
@@ -350,34 +357,39 @@ def _permute_local(static: PermuteSpec, layout, x, experts):
     return permute_forward(static, x, plan), plan
 
 
-def _contract(results: int):
-    """Returns the contract of an op with so many results: tokens split all operands and results."""
+def _permute_grad_local(static: PermuteSpec, layout, plan, d_rows):
+    """Runs the backward of `permute` on one device."""
+    return (permute_backward(static, plan, d_rows),)
 
-    def contract(static: PermuteSpec, operands, found_specs):
-        leading = spec(static.roles.tokens)
-        return Contract(jax.tree.map(lambda _: leading, operands), (leading,) * results, ((),) * results)
 
-    return contract
+def _unpermute_local(static: PermuteSpec, layout, rows, plan, weights):
+    """Runs `unpermute` on one device."""
+    return (unpermute_forward(static, rows, plan, weights),)
+
+
+def _unpermute_grad_local(static: PermuteSpec, layout, rows, plan, weights, dy):
+    """Runs the backward of `unpermute` on one device."""
+    return unpermute_backward(static, rows, plan, weights, dy)
 
 
 _permute_op = Partitioned(
-    _permute_local, _contract(2), lambda static, operands: (("r h", "r k"), ("n h",)), name="permute"
+    _permute_local, two_results, lambda static, operands: (("r h", "r k"), ("n h",)), name="permute"
 )
 _permute_grad_op = Partitioned(
-    lambda static, layout, plan, d_rows: (permute_backward(static, plan, d_rows),),
-    _contract(1),
+    _permute_grad_local,
+    one_result,
     lambda static, operands: (("n", "r k", "e", "o", "n h"), ("r h",)),
     name="permute_grad",
 )
 _unpermute_op = Partitioned(
-    lambda static, layout, rows, plan, weights: (unpermute_forward(static, rows, plan, weights),),
-    _contract(1),
+    _unpermute_local,
+    one_result,
     lambda static, operands: (("n h", "n", "r k", "e", "o", "r k"), ("r h",)),
     name="unpermute",
 )
 _unpermute_grad_op = Partitioned(
-    lambda static, layout, *operands: unpermute_backward(static, *operands),
-    _contract(2),
+    _unpermute_grad_local,
+    two_results,
     lambda static, operands: (("n h", "n", "r k", "e", "o", "r k", "r h"), ("n h", "r k")),
     name="unpermute_grad",
 )
