@@ -105,7 +105,7 @@ def test_errors():
     x, sizes = jnp.zeros((8, 4)), jnp.asarray([3, 5])
     with pytest.raises(ValueError, match=r"align=2 must be a multiple of 4, the rows of a block of block=\(4, 1\)"):
         quantize(x, block=(4, 1), group_sizes=sizes, align=2)
-    with pytest.raises(ValueError, match="align=4 is that of groups; group_sizes must then be given"):
+    with pytest.raises(ValueError, match="align=4 is that of groups; it must be None without group_sizes"):
         quantize(x, align=4)
     with pytest.raises(ValueError, match="group_sizes has dtype float32; it must be an array of integers"):
         quantize(x, group_sizes=jnp.zeros(2))

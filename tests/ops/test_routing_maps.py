@@ -97,7 +97,7 @@ def test_errors():
     x, ids = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
     with pytest.raises(ValueError, match=r"experts has shape \(4, 2\); it must be \(4, 3\)"):
         permute(x, ids > 0, 3)
-    with pytest.raises(ValueError, match="top_k=2 is that of a map of bool; experts has dtype int32"):
+    with pytest.raises(ValueError, match="top_k=2 must be None beside ids; experts is no map of bool, but int32"):
         permute(x, ids, 3, top_k=2)
     with pytest.raises(ValueError, match=r"weights has shape \(4, 3\); it must be that of experts, \(4, 2\)"):
         permute(x, ids, 3, weights=jnp.zeros((4, 3)))

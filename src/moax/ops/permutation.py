@@ -153,7 +153,7 @@ def permute(
         if name not in ("capacity", "top_k") or value is not None:
             check_count(name, value)
     if top_k is not None and not mapped:
-        raise ValueError(f"top_k={top_k} is that of a map of bool; experts has dtype {experts.dtype}")
+        raise ValueError(f"top_k={top_k} must be None beside ids; experts is no map of bool, but {experts.dtype}")
     if mapped:
         check_mask("experts", experts, (x.shape[0], num_groups))
     if weights is not None:

@@ -124,7 +124,7 @@ def _check_groups(x: Array, block: tuple[int | None, ...], group_sizes: Array | 
     """Returns at how many rows groups start, from the arguments of `quantize`; None where it has no groups."""
     if group_sizes is None:
         if align is not None:
-            raise ValueError(f"align={align} is that of groups; group_sizes must then be given")
+            raise ValueError(f"align={align} is that of groups; it must be None without group_sizes")
         return None
     check_int("group_sizes", group_sizes, "[groups]")
     if group_sizes.ndim != 1 or x.ndim < 1:
