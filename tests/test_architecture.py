@@ -49,9 +49,12 @@ SEES_REFERENCE = {"moax", "cli", "train", "reference"}
 # An op may use these other ops.
 OPS_SIDEWAYS = {
     "routing": {"scores"},
-    "products": {"quantization"},
+    "operands": {"quantization"},
+    "permutation": {"maps"},
+    "products": {"quantization", "operands"},
+    "wgrad": {"products"},
     "activation": {"quantization"},
-    "linear": {"quantization", "products"},
+    "linear": {"quantization", "operands", "products"},
     "exchange": {"quantization"},
 }
 PARTITIONING = {"PartitionSpec", "custom_partitioning", "shard_map"}

@@ -1,4 +1,5 @@
-"""`MoEBlock` is the block as a flax.linen module: it calls `moax.moe` on variables that flax holds.
+"""`MoEBlock` is the block as a flax.linen module: it calls `moax.moe` on variables that flax holds. `Dense` is
+`moax.ops.dense`.
 
     block = MoEBlock(config)
     variables = block.init(key, x)
@@ -25,11 +26,13 @@ from moax.block.routing import CallKeywords
 from moax.config import MoEConfig
 from moax.extras import missing
 from moax.initialize import Initializer, init
-from moax.logical import LogicalAxes, find_layout, named_params
+from moax.logical import LogicalAxes, check_dense_names, find_dense_layout, find_layout, named_params
 from moax.mesh.axes import Axes
 from moax.mesh.partition import Engine
+from moax.mesh.place import make_sharded
 from moax.mesh.specs import Spec, mesh_sizes
 from moax.ops.balance import update_router_bias
+from moax.ops.linear import dense
 from moax.options import Options
 from moax.params import DIMS, MoEParams
 from moax.recipe import Recipe
@@ -178,3 +181,65 @@ class MoEBlock(nn.Module):
             return made
         mesh_axes = tuple(mesh_sizes())
         return {n: MeshPartitioned(v, tuple(getattr(specs, n)), mesh_axes=mesh_axes) for n, v in made.items()}
+
+
+class Dense(nn.Module):
+    """y = x kernel + bias, for x [..., K]; the kernel is quantized on its shard and gathered as bytes.
+
+    Without a recipe it computes what `flax.linen.Dense` computes, and `init` makes the same variables `kernel` [K,
+    features] and `bias` [features] from the same key.
+
+    With a mesh in force (`jax.set_mesh`) each device makes its shard alone, and the variables are boxed as those of
+    `MoEBlock`: `nn.Partitioned`, or `nn.LogicallyPartitioned` with `logical_axes`. The kernel lies by
+    `moax.sharding.dense_spec`, or by the rules of `nn.logical_axis_rules` where one has a name of `logical_axes`. A dim
+    over tp stays split in the product.
+
+    Attributes:
+      features: the number of columns of y.
+      recipe: the name of a recipe, a Recipe, or None to quantize nothing.
+      use_bias: whether there is a bias.
+      dtype: x is cast to this dtype, and the layer computes in it. None takes the wider one of x.dtype and that of the
+        kernel, as Flax does.
+      param_dtype: the dtype of kernel and bias.
+      kernel_init, bias_init: callables (key, shape, dtype) -> array.
+      logical_axes: the logical names of the kernel's two dims; the bias has the second one. None gives no names.
+      axes, engine, kernels: see `moax.Options`.
+    """
+
+    features: int
+    recipe: str | Recipe | None = None
+    use_bias: bool = True
+    dtype: jax.typing.DTypeLike | None = None
+    param_dtype: jax.typing.DTypeLike = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+    logical_axes: tuple[str | None, str | None] | None = None
+    axes: Axes = Axes()
+    engine: Engine = "auto"
+    kernels: str = "auto"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows C"]:
+        """Returns y [..., features] of x [..., K]; see `moax.ops.dense`."""
+        check_dense_names(self.logical_axes)
+        names, shape = self.logical_axes, (x.shape[-1], self.features)
+        specs = find_dense_layout(shape, self.axes, names, nn.get_logical_axis_rules(), nn.logical_to_mesh_axes)
+
+        def make(key, initializer: Initializer, shape: tuple[int, ...], i: int) -> Any:
+            made = make_sharded(lambda key: initializer(key, shape, self.param_dtype), specs and specs[i])(key)
+            if names is not None:
+                return nn.LogicallyPartitioned(made, names[i:])
+            return made if specs is None else MeshPartitioned(made, tuple(specs[i]), mesh_axes=tuple(mesh_sizes()))
+
+        kernel = self.param("kernel", make, self.kernel_init, shape, 0)
+        bias = self.param("bias", make, self.bias_init, shape[1:], 1) if self.use_bias else None
+        return dense(
+            x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype)),
+            kernel,
+            bias,
+            recipe=self.recipe,
+            w_spec=None if specs is None else specs[0],
+            axes=self.axes,
+            engine=self.engine,
+            kernels=self.kernels,
+        )

@@ -10,11 +10,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.sharding import AxisType
+
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes
-from moax.mesh.specs import mesh_sizes
+from moax.mesh.specs import Spec, mesh_in_force, mesh_sizes, spec
 from moax.params import DIMS, ROUTER, MoEParams, param_shapes, params_by_name
-from moax.sharding import param_specs
+from moax.sharding import dense_spec, param_specs
 
 Names = tuple[str | None, ...]
 
@@ -98,15 +100,62 @@ def find_layout(
     default, ruled = param_specs(config, axes), {rule[0] for rule in rules}
     if logical is None or not any(name in ruled or name in mesh for name in dataclasses.astuple(logical)):
         return default
-    rules = (*rules, *((name, name) for name in mesh if name not in ruled))
-    named, specs = named_params(config, logical), {}
-    for param in DIMS:
-        names = getattr(named, param)
-        for name in names or ():
-            if name is not None and name not in ruled and name not in mesh:
-                raise ValueError(
-                    f"logical_axes: {name!r} of params.{param} has no rule, and is no axis of the mesh {tuple(mesh)}; "
-                    f"add a rule, for example ({name!r}, None), or name the dim None"
-                )
-        specs[param] = None if names is None else to_mesh_axes(names, rules)
+    named = named_params(config, logical)
+    specs = {name: _find_spec(f"params.{name}", getattr(named, name), rules, to_mesh_axes) for name in DIMS}
     return params_by_name(specs)
+
+
+def find_dense_layout(
+    shape: Sequence[int], axes: Axes, logical: Names | None, rules: Sequence[Any], to_mesh_axes: Callable
+) -> tuple[Spec, Spec] | None:
+    """Returns the specs of the kernel [K, C] and the bias [C] of a dense layer; None without a mesh, and inside a
+    `shard_map`.
+
+    Logical names decide where a rule maps one of them, or where one of them is a mesh axis by itself. The kernel lies
+    by `moax.sharding.dense_spec` otherwise, and the bias is replicated.
+
+    Args:
+      shape: the shape of the whole kernel.
+      axes: the role of each mesh axis.
+      logical: the names of the two dims of the kernel; None for none.
+      rules, to_mesh_axes: see `find_layout`.
+
+    Raises:
+      ValueError: logical names decide, and one of them has no rule and is no mesh axis.
+    """
+    mesh = mesh_in_force()
+    if mesh is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
+        return None
+    known = {rule[0] for rule in rules} | set(mesh.axis_names)
+    if logical is None or not any(name in known for name in logical):
+        return dense_spec(axes, shape), spec(None)
+    kernel = _find_spec("kernel", logical, rules, to_mesh_axes)
+    return kernel, _find_spec("bias", logical[1:], rules, to_mesh_axes)
+
+
+def check_dense_names(logical: Any) -> None:
+    """Raises ValueError unless `logical` is None or two logical names, each a string or None."""
+    if logical is None:
+        return
+    if not isinstance(logical, tuple) or len(logical) != 2 or any(not isinstance(n, str | None) for n in logical):
+        raise ValueError(f"logical_axes={logical!r} must be the names of two dims, such as ('embed', 'mlp'), or None")
+
+
+def _find_spec(what: str, names: Names | None, rules: Sequence[Any], to_mesh_axes: Callable) -> Any:
+    """Returns the PartitionSpec of an array with these logical names; None where there is no such array.
+
+    A name without a rule that is a mesh axis maps to this axis. `what` names the array in the message.
+
+    Raises:
+      ValueError: a name has no rule and is no mesh axis.
+    """
+    if names is None:
+        return None
+    mesh, ruled = mesh_sizes(), {rule[0] for rule in rules}
+    for name in names:
+        if name is not None and name not in ruled and name not in mesh:
+            raise ValueError(
+                f"logical_axes: {name!r} of {what} has no rule, and is no axis of the mesh {tuple(mesh)}; "
+                f"add a rule, for example ({name!r}, None), or name the dim None"
+            )
+    return to_mesh_axes(names, (*rules, *((name, name) for name in mesh if name not in ruled)))

@@ -1,10 +1,13 @@
-"""`MoE` is the block as a flax.nnx module: it holds the parameters and calls `moax.moe`.
+"""`MoE` is the block as a flax.nnx module: it holds the parameters and calls `moax.moe`. `Dense` is `moax.ops.dense`.
 
     layer = MoE(config, rngs=nnx.Rngs(0))
     y, stats = layer(x)
     layer.update_router_bias(stats)  # once a step, after the optimizer, where config.router.bias
 
-Under `jax.set_mesh` the layer makes and holds shards. The metadata of its variables names their specs, or with
+    up = Dense(1024, 4096, recipe="fp8_block", rngs=nnx.Rngs(0))
+    h = up(x)
+
+Under `jax.set_mesh` a layer makes and holds shards. The metadata of its variables names their specs, or with
 `logical_axes=` the logical names of their dims, which need no mesh.
 """
 
@@ -24,10 +27,15 @@ from moax.block.routing import CallKeywords
 from moax.config import MoEConfig
 from moax.extras import missing
 from moax.initialize import Initializer, init
-from moax.logical import LogicalAxes, find_layout, named_params
+from moax.logical import LogicalAxes, check_dense_names, find_dense_layout, find_layout, named_params
+from moax.mesh.axes import Axes
+from moax.mesh.partition import Engine
+from moax.mesh.place import make_sharded
 from moax.ops.balance import update_router_bias
+from moax.ops.linear import dense
 from moax.options import OptionKeywords, Options
 from moax.params import DIMS, MoEParams, params_by_name
+from moax.recipe import Recipe
 from moax.types import MoEStats, QuantizedParams
 
 try:
@@ -35,6 +43,7 @@ try:
     from flax.core import meta
     from flax.core.spmd import apply_rules
     from flax.linen import get_logical_axis_rules, logical_to_mesh_axes
+    from flax.nnx.nn.linear import default_kernel_init
 except ModuleNotFoundError as error:
     raise missing(error) from error
 
@@ -192,3 +201,89 @@ class MoE(nnx.Module):
         if bias is None:
             raise ValueError("update_router_bias: config.router.bias=False; it must be True for a bias to update")
         bias.set_value(update_router_bias(bias.get_value(), stats.tokens_per_expert, rate))
+
+
+class Dense(nnx.Module):
+    """y = x kernel + bias, for x [..., K]; the kernel is quantized on its shard and gathered as bytes.
+
+    Without a recipe it computes what `nnx.Linear` computes, and makes the same parameters from the same `rngs`.
+
+    Attributes:
+      kernel: a `MoEParam` [in_features, out_features].
+      bias: a `MoEParam` [out_features], or None.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: str | Recipe | None = None,
+        use_bias: bool = True,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = jax.nn.initializers.zeros,
+        logical_axes: tuple[str | None, str | None] | None = None,
+        axes: Axes = Axes(),
+        engine: Engine = "auto",
+        kernels: str = "auto",
+        rngs: nnx.Rngs,
+    ):
+        """Makes the kernel and the bias.
+
+        With a mesh in force (`jax.set_mesh`) each device makes its shard alone. The kernel lies by
+        `moax.sharding.dense_spec`, or by the rules of `flax.linen.logical_axis_rules` where one has a name of
+        `logical_axes`. A dim over tp stays split in the product: `logical_axes=("embed", "mlp")` with a rule ("mlp",
+        "tp") splits the columns of y.
+
+        Args:
+          in_features: K.
+          out_features: the number of columns of y.
+          recipe: the name of a recipe, a Recipe, or None to quantize nothing.
+          use_bias: whether there is a bias.
+          dtype: x is cast to this dtype, and the layer computes in it. None takes the wider one of x.dtype and
+            `param_dtype`, as Flax does.
+          param_dtype: the dtype of kernel and bias.
+          kernel_init, bias_init: callables (key, shape, dtype) -> array.
+          logical_axes: the logical names of the kernel's two dims, which the metadata `out_sharding` then has; the bias
+            has the second one. None gives no names.
+          axes, engine, kernels: see `moax.Options`.
+          rngs: the stream `params` gives a key to the kernel and then one to the bias.
+
+        Raises:
+          ValueError: `logical_axes` is not two names, or one of them has no rule.
+        """
+        check_dense_names(logical_axes)
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, use_bias
+        self.dtype, self.param_dtype, self.logical_axes = dtype, param_dtype, logical_axes
+        self.recipe, self.axes, self.engine, self.kernels = recipe, axes, engine, kernels
+
+        specs = self._layout() or (None, None)
+        entries = specs if logical_axes is None else (logical_axes, logical_axes[1:])
+
+        def make(initializer: Initializer, shape: tuple[int, ...], i: int) -> MoEParam:
+            made = make_sharded(lambda key: initializer(key, shape, param_dtype), specs[i])(rngs.params())
+            return MoEParam(made, **({} if entries[i] is None else _metadata(entries[i], specs[i])))
+
+        self.kernel = make(kernel_init, (in_features, out_features), 0)
+        self.bias = make(bias_init, (out_features,), 1) if use_bias else nnx.data(None)
+
+    def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows C"]:
+        """Returns y [..., out_features] of x [..., in_features]; see `moax.ops.dense`."""
+        kernel, specs = self.kernel.get_value(), self._layout()
+        return dense(
+            x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype)),
+            kernel,
+            None if self.bias is None else self.bias.get_value(),
+            recipe=self.recipe,
+            w_spec=None if specs is None else specs[0],
+            axes=self.axes,
+            engine=self.engine,
+            kernels=self.kernels,
+        )
+
+    def _layout(self) -> Any:
+        """Returns the specs of kernel and bias on the mesh in force, or None."""
+        shape = self.in_features, self.out_features
+        return find_dense_layout(shape, self.axes, self.logical_axes, get_logical_axis_rules(), logical_to_mesh_axes)

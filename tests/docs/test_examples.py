@@ -21,6 +21,7 @@ EXAMPLES = [path for path in ALL if not path.stem.endswith("_adapter")]
 ADAPTERS = [path for path in ALL if path.stem.endswith("_adapter")]  # `make framework-parity` runs them
 # What the last line must say, in numbers that can be wrong: a name, and the values that it may have.
 SHOWS = {
+    "compose_ops": [r"by [0-9]e(\+00|-0[6-9]), and the gradients of 4 arrays by at most [0-9]e-0[6-9]$"],
     "explicit_mesh": ["y has the type of x; 3 of 3 gradients"],
     "finetune_hf": [r"-> 0\.\d\d\d in", r"holds \(1, 64, 2, 128\) of wi", "wrote 52 tensors, 2 as they were"],
     "linen_model": [r"-> 0\.\d\d in", r"P\(\('ep', 'fsdp'\), None, None, None\)", " 0 dropped"],

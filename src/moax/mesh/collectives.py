@@ -32,6 +32,18 @@ def scatter_gradient(dw: Array, gather: Sequence[Names]) -> Array:
     return dw
 
 
+def take_shard(x: Array, gather: Sequence[Names]) -> Array:
+    """Returns this device's shard of x, which is equal on all devices along `gather`: dim i is split over `gather[i]`.
+
+    It is `scatter_gradient` where the sum has been made on every device.
+    """
+    for dim, names in enumerate(gather):
+        if names:
+            size = x.shape[dim] // lax.axis_size(names)
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)
+    return x
+
+
 def reduce_max(x: Array, names: Names) -> Array:
     """Returns the maximum of x over the devices along `names`, elementwise."""
     return lax.pmax(x, names) if names else x

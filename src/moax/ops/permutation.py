@@ -10,24 +10,35 @@ shard sorts its own rows, so the ops do not communicate.
 
 Each op is the transpose of the other. dx is the unpermute of d_rows with weights 1. d_rows is the permute of dy, times
 the weight of each row, and d_weights[r, k] = <dy[r], rows[position[r, k]]>. `permute` writes 0 into padding, and
-`unpermute` reads no padding.
+`unpermute` reads no padding. `permute` takes a routing map in place of expert ids, and carries weights; see
+`moax.ops.maps`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moax.checks import check_count, check_float, check_int, check_kind
+from moax.checks import check_count, check_float, check_int, check_kind, check_mask
 from moax.groups import Groups, align_up, group_starts, least
 from moax.kernels import DEFAULT, implementation, select_kernels
 from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
-from moax.mesh.specs import spec
+from moax.mesh.partition import Engine, MeshView, Partitioned, differentiable, find_mesh_view
+from moax.ops.maps import (
+    list_experts,
+    one_result,
+    permute_weights,
+    pick_weights,
+    two_results,
+    weights_from_rows,
+    weights_of_rows,
+)
 from moax.types import Plan
 
 
@@ -83,23 +94,41 @@ def capacity_rows(tokens: int, top_k: int, capacity_factor: float | None) -> int
     return None if capacity_factor is None else math.ceil(capacity_factor * tokens * top_k)
 
 
+@typing.overload
+def permute(  # pyrefly: ignore[inconsistent-overload]
+    x: Array, experts: Array, num_groups: int, *, weights: None = None, **keywords: Any
+) -> tuple[Array, Plan]: ...
+
+
+@typing.overload
+def permute(  # pyrefly: ignore[inconsistent-overload]
+    x: Array, experts: Array, num_groups: int, *, weights: Array, **keywords: Any
+) -> tuple[Array, Array, Plan]: ...
+
+
 def permute(
     x: Float[Array, "R H"],
-    experts: Integer[Array, "R K"],
+    experts: Integer[Array, "R K"] | Bool[Array, "R E"],
     num_groups: int,
     *,
+    weights: Float[Array, "R _"] | None = None,
+    top_k: int | None = None,
     align: int = 1,
     capacity: int | None = None,
     axes: Axes = Axes(),
     engine: Engine = "auto",
     kernels: str = "auto",
-) -> tuple[Float[Array, "N H"], Plan]:
+) -> tuple[Float[Array, "N H"], Plan] | tuple[Float[Array, "N H"], Float[Array, " N"], Plan]:
     """rows[n] = x[source[n]]: the rows of x, sorted by expert. A row appears once for each of its assignments.
 
     Args:
       x: [R, H], floating point, R over (dp, fsdp, ep, cp).
       experts: [R, K], integers in [0, num_groups], R over (dp, fsdp, ep, cp). The value `num_groups` means no expert.
+        Or a routing map [R, num_groups] of bool: whether each expert has a row of x.
       num_groups: the number of experts by which each shard sorts.
+      weights: a weight of each assignment, floating point, in the shape of `experts`, or None.
+      top_k: K of a map, the most experts of a row; None is `num_groups`. Buffers have room for K copies of each row.
+        Experts beyond K, the last ones of a row, are dropped and counted.
       align: each group starts at a multiple of so many rows.
       capacity: the most rows that a shard keeps; None keeps all. The busiest experts lose the rows beyond it, the last
         arrivals first.
@@ -107,6 +136,7 @@ def permute(
 
     Returns:
       rows: [N, H] in x.dtype, 0 in padding. They are differentiable in x. N is static: see `sorted_rows`.
+      row_weights: [N], only where `weights` are given: the weight of each row, 0 in padding; differentiable in weights.
       plan: the Plan, for `unpermute`. Rows and plan are split by shard, as x is.
 
     Raises:
@@ -114,22 +144,38 @@ def permute(
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     check_float("x", x, "[R, H]")
-    check_int("experts", experts, "[R, K]")
+    mapped = getattr(experts, "dtype", None) == jnp.bool_
+    if not mapped:
+        check_int("experts", experts, "[R, K]")
     if x.ndim != 2 or experts.ndim != 2 or experts.shape[0] != x.shape[0]:
         raise ValueError(f"x and experts have shapes {x.shape}, {experts.shape}; they must be [R, H] and [R, K]")
-    for name, value in (("num_groups", num_groups), ("align", align), ("capacity", capacity)):
-        if name != "capacity" or value is not None:
+    for name, value in (("num_groups", num_groups), ("align", align), ("capacity", capacity), ("top_k", top_k)):
+        if name not in ("capacity", "top_k") or value is not None:
             check_count(name, value)
+    if top_k is not None and not mapped:
+        raise ValueError(f"top_k={top_k} must be None beside ids; experts is no map of bool, but {experts.dtype}")
+    if mapped:
+        check_mask("experts", experts, (x.shape[0], num_groups))
+    if weights is not None:
+        check_float("weights", weights, str(experts.shape))
+        if weights.shape != experts.shape:
+            raise ValueError(f"weights has shape {weights.shape}; it must be that of experts, {experts.shape}")
     view = find_mesh_view(axes, engine, x)
     chosen = _select(kernels, x)
-    static = PermuteSpec(num_groups, align, capacity, chosen, view.roles)
-    return _permute(view, static, *_permute_op.lay_operands(view, static, x, experts.astype(jnp.int32)))
+    static, over = PermuteSpec(num_groups, align, capacity, chosen, view.roles), None
+    if mapped:
+        experts, over = list_experts(view, experts, min(top_k or num_groups, num_groups))
+        weights = None if weights is None else pick_weights(view, weights, experts)
+    rows, plan = _permute(view, static, *_permute_op.lay_operands(view, static, x, experts.astype(jnp.int32)))
+    if over is not None:
+        plan = dataclasses.replace(plan, dropped=plan.dropped + over)
+    return (rows, plan) if weights is None else (rows, permute_weights(view, weights, plan), plan)
 
 
 def unpermute(
     rows: Float[Array, "N H"],
     plan: Plan,
-    weights: Float[Array, "R K"],
+    weights: Float[Array, "R K"] | None = None,
     *,
     axes: Axes = Axes(),
     engine: Engine = "auto",
@@ -140,7 +186,7 @@ def unpermute(
     Args:
       rows: [N, H], floating point, sorted by `plan` and split by shard.
       plan: the Plan that `permute` returned. An assignment without a row (dropped, or of no expert) adds nothing.
-      weights: [R, K] f32, split by shard.
+      weights: [R, K] f32, split by shard; None is 1 for each assignment.
       axes, engine, kernels: see `moax.Options`.
 
     Returns:
@@ -152,6 +198,7 @@ def unpermute(
     """
     check_float("rows", rows, "[N, H]")
     check_kind("plan", plan, Plan, "moax.ops.permute")
+    weights = jnp.ones_like(plan.position, jnp.float32) if weights is None else weights
     check_float("weights", weights, "[R, K]")
     if weights.shape != plan.position.shape or rows.ndim != 2 or rows.shape[:1] != plan.source.shape:
         raise ValueError(
@@ -304,54 +351,45 @@ def unpermute_backward(
     return d_rows.astype(rows.dtype), weights_from_rows(plan, inner)
 
 
-def weights_of_rows(plan: Plan, weights: Float[Array, "R K"]) -> Float[Array, " N"]:
-    """Returns the weight [N] of each sorted row, from weights [R, K]; 0 in padding."""
-    flat = jnp.zeros(plan.source.shape, weights.dtype)
-    return flat.at[plan.position.reshape(-1)].set(weights.reshape(-1), mode="drop")
-
-
-def weights_from_rows(plan: Plan, row_values):
-    """Returns the value [R, K] of each assignment, from the values [N] of sorted rows.
-
-    An assignment without a row has 0.
-    """
-    return jnp.take(row_values, plan.position, mode="fill", fill_value=0)
-
-
 def _permute_local(static: PermuteSpec, layout, x, experts):
     """Runs `permute` on one device and returns the rows and the plan."""
     plan = plan_rows(static, experts)
     return permute_forward(static, x, plan), plan
 
 
-def _contract(results: int):
-    """Returns the contract of an op with so many results: tokens split all operands and results."""
+def _permute_grad_local(static: PermuteSpec, layout, plan, d_rows):
+    """Runs the backward of `permute` on one device."""
+    return (permute_backward(static, plan, d_rows),)
 
-    def contract(static: PermuteSpec, operands, found_specs):
-        leading = spec(static.roles.tokens)
-        return Contract(jax.tree.map(lambda _: leading, operands), (leading,) * results, ((),) * results)
 
-    return contract
+def _unpermute_local(static: PermuteSpec, layout, rows, plan, weights):
+    """Runs `unpermute` on one device."""
+    return (unpermute_forward(static, rows, plan, weights),)
+
+
+def _unpermute_grad_local(static: PermuteSpec, layout, rows, plan, weights, dy):
+    """Runs the backward of `unpermute` on one device."""
+    return unpermute_backward(static, rows, plan, weights, dy)
 
 
 _permute_op = Partitioned(
-    _permute_local, _contract(2), lambda static, operands: (("r h", "r k"), ("n h",)), name="permute"
+    _permute_local, two_results, lambda static, operands: (("r h", "r k"), ("n h",)), name="permute"
 )
 _permute_grad_op = Partitioned(
-    lambda static, layout, plan, d_rows: (permute_backward(static, plan, d_rows),),
-    _contract(1),
+    _permute_grad_local,
+    one_result,
     lambda static, operands: (("n", "r k", "e", "o", "n h"), ("r h",)),
     name="permute_grad",
 )
 _unpermute_op = Partitioned(
-    lambda static, layout, rows, plan, weights: (unpermute_forward(static, rows, plan, weights),),
-    _contract(1),
+    _unpermute_local,
+    one_result,
     lambda static, operands: (("n h", "n", "r k", "e", "o", "r k"), ("r h",)),
     name="unpermute",
 )
 _unpermute_grad_op = Partitioned(
-    lambda static, layout, *operands: unpermute_backward(static, *operands),
-    _contract(2),
+    _unpermute_grad_local,
+    two_results,
     lambda static, operands: (("n h", "n", "r k", "e", "o", "r k", "r h"), ("n h", "r k")),
     name="unpermute_grad",
 )

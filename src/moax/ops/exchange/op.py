@@ -286,15 +286,40 @@ def _dispatch_shards(static: _Sized[ExchangeSpec], layout, x, experts, weights):
     return results if received.slots is None else (*results, received.slots)
 
 
-def _by_tokens(count):
-    """Returns the contract of an op whose operands and `count(static)` results are all split as the tokens are."""
+def _dispatch_grad_shards(static: _Sized, layout, sent, rows, weights):
+    """Runs the backward of `dispatch` on one device."""
+    return dispatch_backward(static.spec, sent, rows, weights, static.tokens)
 
-    def contract(static, operands, found_specs):
-        del found_specs
-        leading, results = spec(static.spec.roles.tokens), count(static.spec)
-        return Contract(jax.tree.map(lambda _: leading, operands), (leading,) * results, ((),) * results)
 
-    return contract
+def _combine_shards(static: _Sized, layout, rows, sent):
+    """Runs `combine` on one device."""
+    return (combine_forward(static.spec, rows, sent, static.tokens),)
+
+
+def _combine_grad_shards(static: _Sized, layout, dy, sent):
+    """Runs the backward of `combine` on one device."""
+    return (combine_backward(static.spec, dy, sent),)
+
+
+def _by_tokens(static: _Sized, operands, results: int) -> Contract:
+    """Returns the contract of an op whose operands and results are all split as the tokens are."""
+    leading = spec(static.spec.roles.tokens)
+    return Contract(jax.tree.map(lambda _: leading, operands), (leading,) * results, ((),) * results)
+
+
+def _dispatch_contract(static: _Sized, operands, found_specs):
+    """Returns the contract of `dispatch`; the slots are a result of transports that have some."""
+    return _by_tokens(static, operands, 5 + TRANSPORTS[static.spec.transport].has_slots)
+
+
+def _dispatch_grad_contract(static: _Sized, operands, found_specs):
+    """Returns the contract of the backward of `dispatch`."""
+    return _by_tokens(static, operands, 2)
+
+
+def _combine_contract(static: _Sized, operands, found_specs):
+    """Returns the contract of `combine` and of its backward."""
+    return _by_tokens(static, operands, 1)
 
 
 def _own_dims(sent):
@@ -304,25 +329,25 @@ def _own_dims(sent):
 
 _dispatch_op = Partitioned(
     _dispatch_shards,
-    _by_tokens(lambda spec: 5 + TRANSPORTS[spec.transport].has_slots),
+    _dispatch_contract,
     lambda static, operands: (("t h", "t k", "t k"), ("r h", "r k", "r k")),
     name="dispatch",
 )
 _dispatch_grad_op = Partitioned(
-    lambda static, layout, sent, rows, weights: dispatch_backward(static.spec, sent, rows, weights, static.tokens),
-    _by_tokens(lambda spec: 2),
+    _dispatch_grad_shards,
+    _dispatch_grad_contract,
     lambda static, operands: ((*_own_dims(operands[0]), "r h", "r k"), ("t h", "t k")),
     name="dispatch_grad",
 )
 _combine_op = Partitioned(
-    lambda static, layout, rows, sent: (combine_forward(static.spec, rows, sent, static.tokens),),
-    _by_tokens(lambda spec: 1),
+    _combine_shards,
+    _combine_contract,
     lambda static, operands: (("r h", *_own_dims(operands[1])), ("t h",)),
     name="combine",
 )
 _combine_grad_op = Partitioned(
-    lambda static, layout, dy, sent: (combine_backward(static.spec, dy, sent),),
-    _by_tokens(lambda spec: 1),
+    _combine_grad_shards,
+    _combine_contract,
     lambda static, operands: (("t h", *_own_dims(operands[1])), ("r h",)),
     name="combine_grad",
 )

@@ -1,0 +1,144 @@
+"""Sort chunks: rows come in chunks that follow one another, and leave in another order of chunks.
+
+    rows[n] = x[m]        chunk j of the result is chunk order[j] of x
+
+With x = (a, b, c, d, -), sizes = (1, 0, 3) and order = (2, 0, 1) the result is (b, c, d, a, 0). After an exchange the
+rows of a rank come in chunks by (source rank, expert); the order (expert, source rank) groups them by expert. Rows past
+the last chunk may hold anything, NaN included, and are 0 in the result. The gradient returns each row to where it came
+from. Each shard sorts its own chunks, so the op does not communicate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Integer
+
+from moax.checks import check_float, check_int
+from moax.kernels import DEFAULT, implementation, select_kernels
+from moax.mesh.axes import Axes, Roles
+from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
+from moax.mesh.specs import spec
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunksSpec:
+    """The static arguments of `sort_chunks`: the name of the implementation, and the mesh axes by role."""
+
+    kernels: str
+    roles: Roles
+
+
+def sort_chunks(
+    x: Float[Array, "M *C"],
+    sizes: Integer[Array, " chunks"],
+    order: Integer[Array, " chunks"],
+    *,
+    axes: Axes = Axes(),
+    engine: Engine = "auto",
+    kernels: str = "auto",
+) -> Float[Array, "M *C"]:
+    """Returns the chunks of x in another order: chunk j of the result is chunk order[j] of x.
+
+    Args:
+      x: [M, *C], floating point, M over (dp, fsdp, ep, cp). Weights [M] of the rows are sorted by a second call.
+      sizes: [chunks], integers, the rows of each chunk of x. On a mesh those of all shards follow one another:
+        [shards * chunks], sharded like the rows.
+      order: [chunks], integers, each of [0, chunks) once, sharded like `sizes`; each shard counts its own chunks.
+      axes, engine, kernels: see `moax.Options`.
+
+    Returns:
+      [M, *C] in x.dtype, 0 past the last chunk. It is differentiable in x.
+
+    Raises:
+      ValueError: the shapes do not fit.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
+
+    Transformer Engine calls it `sort_chunks_by_index`.
+    """
+    check_float("x", x, "[M, *C]")
+    check_int("sizes", sizes, "[chunks]")
+    check_int("order", order, "[chunks]")
+    if x.ndim < 1 or sizes.ndim != 1 or sizes.shape != order.shape:
+        raise ValueError(
+            f"x, sizes, order have shapes {x.shape}, {sizes.shape}, {order.shape}; they must be [M, *C], [chunks], "
+            "[chunks]"
+        )
+    view = find_mesh_view(axes, engine, x)
+    chosen = select_kernels(kernels, x.dtype, **{"the rows' width": math.prod(x.shape[1:])})
+    static = ChunksSpec(chosen if x.size else DEFAULT, view.roles)
+    sizes, order = (jnp.asarray(v).astype(jnp.int32) for v in (sizes, order))
+    return _sort(view, static, *_op.lay_operands(view, static, x, sizes, order))
+
+
+def _sort_forward(view: MeshView, static: ChunksSpec, x, sizes, order):
+    """Runs the forward of the `custom_vjp` and returns the sorted rows, and the chunks."""
+    return _op(view, static, x, sizes, order)[0], (sizes, order)
+
+
+def _sort_backward(view: MeshView, static: ChunksSpec, saved, d_rows):
+    """Runs the backward of the `custom_vjp` and returns dx."""
+    return _grad_op(view, static, d_rows, *saved)[0], None, None
+
+
+_sort = differentiable(_sort_forward, _sort_backward, once="sort_chunks")
+
+
+def sort_forward(
+    static: ChunksSpec, x: Float[Array, "M *C"], sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]
+) -> Float[Array, "M *C"]:
+    """Returns the sorted rows of one device."""
+    return _move(static, x, sizes[order], (jnp.cumsum(sizes) - sizes)[order])
+
+
+def sort_backward(
+    static: ChunksSpec, d_rows: Float[Array, "M *C"], sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]
+) -> Float[Array, "M *C"]:
+    """Returns dx of one device: each chunk of d_rows, where it was in x."""
+    placed = sizes[order]
+    starts = jnp.zeros_like(sizes).at[order].set(jnp.cumsum(placed) - placed, unique_indices=True)
+    return _move(static, d_rows, sizes, starts)
+
+
+def _move(static: ChunksSpec, x, sizes, starts):
+    """Returns chunks of these sizes, one after the other, of which each starts at its row `starts` of x.
+
+    With sizes (3, 1) and starts (1, 0) the rows are x[1], x[2], x[3], x[0].
+    """
+    num_rows, ends = x.shape[0], jnp.cumsum(sizes)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    chunk = jnp.minimum(jnp.searchsorted(ends, rows, side="right").astype(jnp.int32), max(sizes.shape[0] - 1, 0))
+    source = jnp.take(starts + sizes - ends, chunk, mode="clip") + rows if sizes.shape[0] else rows
+    source = jnp.where(rows < (ends[-1] if sizes.shape[0] else 0), source, num_rows)
+    with jax.named_scope("sort_chunks"):
+        moved = implementation(static.kernels).gather_rows(x.reshape(num_rows, math.prod(x.shape[1:])), source)
+    return moved.reshape(x.shape)
+
+
+def _contract(static: ChunksSpec, operands, found_specs):
+    """Returns the contract of both directions: tokens split all operands and the result."""
+    leading = spec(static.roles.tokens)
+    return Contract((leading,) * 3, (leading,), ((),))
+
+
+def _factors(static: ChunksSpec, operands):
+    """Returns the Shardy rule of both directions."""
+    rows = " ".join(["m", *(f"c{i}" for i in range(operands[0].ndim - 1))])
+    return (rows, "n", "o"), (rows,)
+
+
+def _local(static: ChunksSpec, layout, x, sizes, order):
+    """Runs `sort_chunks` on one device."""
+    return (sort_forward(static, x, sizes, order),)
+
+
+def _grad_local(static: ChunksSpec, layout, d_rows, sizes, order):
+    """Runs the backward of `sort_chunks` on one device."""
+    return (sort_backward(static, d_rows, sizes, order),)
+
+
+_op = Partitioned(_local, _contract, _factors, name="sort_chunks")
+_grad_op = Partitioned(_grad_local, _contract, _factors, name="sort_chunks_grad")
