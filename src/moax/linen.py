@@ -32,7 +32,7 @@ from moax.mesh.specs import Spec, mesh_sizes
 from moax.ops.balance import update_router_bias
 from moax.options import Options
 from moax.params import DIMS, MoEParams
-from moax.recipe import Recipe
+from moax.recipe import Recipe, Recipes
 from moax.types import MoEStats, QuantizedParams
 
 try:
@@ -89,7 +89,7 @@ class MoEBlock(nn.Module):
     """
 
     config: MoEConfig
-    recipe: str | Recipe | None = None
+    recipe: str | Recipe | Recipes | None = None
     axes: Axes = Axes()
     exchange: str = "auto"
     kernels: str = "auto"

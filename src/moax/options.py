@@ -9,7 +9,7 @@ from typing import TypedDict
 from moax.checks import is_number
 from moax.mesh.axes import Axes
 from moax.mesh.partition import ENGINES, Engine
-from moax.recipe import Recipe, get_recipe
+from moax.recipe import Recipe, Recipes, get_recipes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Options:
     """How a block runs. `moax.moe` takes an `Options`, or its fields as keywords.
 
     Attributes:
-      recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing.
+      recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing; or a `Recipes`, which has one
+        of these for wi and one for wo.
       axes: the role of each mesh axis; see `moax.Axes`.
       exchange: the transport of tokens: `all_gather`, `all_to_all`, `one_sided` (Hopper GPUs of one process), or
         `auto`: all_gather or all_to_all, whichever sends fewer bytes in a balanced step on the mesh at hand. With a
@@ -40,7 +41,7 @@ class Options:
       ValueError: a field has a value that it cannot have. The message names the field.
     """
 
-    recipe: str | Recipe | None = None
+    recipe: str | Recipe | Recipes | None = None
     axes: Axes = Axes()
     exchange: str = "auto"
     kernels: str = "auto"
@@ -49,7 +50,7 @@ class Options:
     save_rows: bool = True
 
     def __post_init__(self):
-        get_recipe(self.recipe)
+        get_recipes(self.recipe)
         if not isinstance(self.axes, Axes):
             raise ValueError(f"axes={self.axes!r} must be a moax.Axes")
         if self.engine not in ENGINES:
@@ -73,7 +74,7 @@ def check_buffer_factor(buffer_factor: float | None) -> None:
 class OptionKeywords(TypedDict, total=False):
     """The fields of `Options` as keywords of a function."""
 
-    recipe: str | Recipe | None
+    recipe: str | Recipe | Recipes | None
     axes: Axes
     exchange: str
     kernels: str

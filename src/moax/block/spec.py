@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from moax.ops.exchange import AUTO, TRANSPORTS, ExchangeSpec, allot_slots, excha
 from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
 from moax.ops.products import replicated
 from moax.params import MoEParams
-from moax.recipe import Contracted, Recipe
+from moax.recipe import Contracted, Recipes
 from moax.types import Plan, QuantizedParams, SendPlan
 
 
@@ -70,7 +71,7 @@ class BlockSpec:
     Attributes:
       activation, activation_limit: the activation, as `MoEConfig` has it, and its limit or None.
       weights_at: `output`, `hidden` or `input`: where the routing weights multiply.
-      recipe: the formats of the operands of products.
+      recipe: the formats of the operands of the products with wi and with wo.
       exchange: the spec of dispatch and combine.
       permute: the spec of permute and unpermute.
       permute_more: the same of all passes but the first one. They have half the room: a pass of the loop computes the
@@ -87,7 +88,7 @@ class BlockSpec:
     activation: Activation
     activation_limit: float | None
     weights_at: str
-    recipe: Recipe
+    recipe: Recipes
     exchange: ExchangeSpec
     permute: PermuteSpec
     permute_more: PermuteSpec
@@ -104,7 +105,7 @@ class BlockSpec:
         cls,
         config: MoEConfig,
         *,
-        recipe: Recipe,
+        recipe: Recipes,
         transport: str,
         roles: Roles,
         declared: MoEParams[Spec],
@@ -131,7 +132,8 @@ class BlockSpec:
         received = TRANSPORTS[transport].received_rows(tokens, ranks, slots)
         kept = kept_rows(received, config.top_k, local, capacity)
         room = allot_rows(load, buffer_factor, kept)
-        align, fewer = implementation(kernels).align_rows(recipe), room is not kept and room < kept
+        align = math.lcm(*map(implementation(kernels).align_rows, recipe.both))
+        fewer = room is not kept and room < kept
         wire = recipe.wire
         return cls(
             activation=config.activation,
@@ -179,7 +181,8 @@ class BlockSpec:
     @property
     def whole_tensor(self) -> bool:
         """Whether one scale holds for a whole tensor of rows, so that every pass has a collective of all tokens."""
-        return any(format is not None and format.block is None for format in (self.recipe.x, self.recipe.dy))
+        formats = [format for recipe in self.recipe.both for format in (recipe.x, recipe.dy)]
+        return any(format is not None and format.block is None for format in formats)
 
     @property
     def act(self) -> Callable:
@@ -220,15 +223,15 @@ def quantize_and_gather(
     given `quantized` are gathered alone.
     """
     gathered, local = [], static.local
-    for i, (scope, shard, layout) in enumerate(zip(("experts_in", "experts_out"), w[:2], layouts, strict=True)):
-        with jax.named_scope(scope):
-            if quantized is None:
-                over = split_axes(layout, static.roles)
-                whole = local.quantize_and_gather(shard, static.recipe, contracted, layout.gather, over, static.dtype)
+    given = (None, None) if quantized is None else (quantized.wi, quantized.wo)
+    declared = find_layouts(static.roles, static.declared.wi, static.declared.wo)
+    for i, (shard, kept, recipe) in enumerate(zip((w.wi, w.wo), given, static.recipe.both, strict=True)):
+        with jax.named_scope(("experts_in", "experts_out")[i]):
+            if kept is None:
+                gather, over = layouts[i].gather, split_axes(layouts[i], static.roles)
+                whole = local.quantize_and_gather(shard, recipe, contracted, gather, over, static.dtype)
             else:
-                kept = (quantized.wi, quantized.wo)[i][contracted == "columns"]
-                gather = find_layouts(static.roles, static.declared.wi, static.declared.wo)[i].gather
-                whole = local.gather_shard(kept, static.recipe, contracted, gather)
+                whole = local.gather_shard(kept[contracted == "columns"], recipe, contracted, declared[i].gather)
         gathered.append(whole)
     return gathered
 

@@ -19,7 +19,7 @@ from moax.ops.exchange import TRANSPORTS, ExchangeSpec, Transport, find_transpor
 from moax.ops.exchange.plan import balanced_rows
 from moax.ops.permutation import PermuteSpec, sorted_rows
 from moax.params import param_shapes
-from moax.recipe import Recipe
+from moax.recipe import Recipe, Recipes
 from moax.sharding import dense_spec_on, expert_specs
 
 
@@ -28,7 +28,7 @@ class Execution:
     """How a block runs, and in which dtypes.
 
     Attributes:
-      recipe: the formats of its products.
+      recipe: the formats of its products with wi and with wo.
       exchange: `auto`, or the name of a transport.
       kernels: the implementation of its products.
       buffer_factor, save_rows: see `moax.Options`.
@@ -38,7 +38,7 @@ class Execution:
       axes: the roles of the mesh axes.
     """
 
-    recipe: Recipe
+    recipe: Recipes
     exchange: str
     kernels: str
     buffer_factor: float | None
@@ -47,6 +47,10 @@ class Execution:
     dtype: str
     param_dtype: str
     axes: Axes
+
+    def recipe_of(self, name: str) -> Recipe:
+        """Returns the recipe of the weight `name`, such as "wi" or "shared_wi"."""
+        return self.recipe.wi if name.endswith("wi") else self.recipe.wo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,10 +148,10 @@ class Shard:
 
         A pass after the first one needs wi for both in backward.
         """
-        options, w = self.options, self.options.recipe.w
+        options, w = self.options, self.options.recipe.wi.w
         if w is None:
             return False
-        fp8 = takes_fp8(options.kernels, options.recipe)
+        fp8 = takes_fp8(options.kernels, options.recipe.wi)
         return fp8 or w.weight_block(4, "rows") != w.weight_block(4, "columns")
 
     def weight(self, name: str) -> tuple[int, ...]:

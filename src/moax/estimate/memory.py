@@ -94,7 +94,7 @@ def _hidden_bytes(s: Shard, rows: int) -> int:
 
 def _sorted_bytes(s: Shard, rows: int) -> int:
     """Returns the bytes of so many sorted rows as wgrad takes them."""
-    return _rows_bytes(rows, s.config.d_model, s.options.recipe.x, s.item)
+    return _rows_bytes(rows, s.config.d_model, s.options.recipe.wi.x, s.item)
 
 
 def _rows_bytes(rows: int, width: int, format: Format | None, item: int) -> int:
@@ -129,8 +129,9 @@ def _gathered_by_loop(s: Shard) -> int:
 
 def _taken(s: Shard, name: str) -> int:
     """Returns the bytes of the copy of a weight that products take; 0 where they take the weight itself."""
-    copied = s.options.recipe.w is not None or s.options.dtype != s.options.param_dtype or any(s.layouts[name].gather)
-    return math.prod(s.whole(name)) * (1 if s.options.recipe.w else s.item) * copied
+    quantized = s.options.recipe_of(name).w is not None
+    copied = quantized or s.options.dtype != s.options.param_dtype or any(s.layouts[name].gather)
+    return math.prod(s.whole(name)) * (1 if quantized else s.item) * copied
 
 
 def _exchange_bytes(s: Shard) -> int:
@@ -147,6 +148,6 @@ def _workspace(s: Shard, rows: int) -> int:
     has been used. Dequantized operands live one at a time, and are not the widest.
     """
     width, hidden = s.config.d_model, s.whole("wo")[1]
-    if takes_fp8(s.options.kernels, s.options.recipe):
+    if all(takes_fp8(s.options.kernels, recipe) for recipe in s.options.recipe.both):
         return rows * (2 * width + (s.item + 1) * hidden)
     return rows * (width + 2 * hidden) * s.item

@@ -19,7 +19,7 @@ from moax.mesh.axes import ROLES, Axes
 from moax.models import find_model
 from moax.ops.exchange import TRANSPORTS, Exchange
 from moax.options import check_buffer_factor
-from moax.recipe import Recipe, get_recipe
+from moax.recipe import Recipe, Recipes, get_recipes
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -134,7 +134,7 @@ def estimate(
     config_or_name: MoEConfig | str,
     mesh_shape: Mapping[str, int],
     tokens: int,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | Recipes | None = None,
     hardware: str | Hardware = "h200",
     layers: int | None = None,
     *,
@@ -202,7 +202,7 @@ def estimate(
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
     on = find_hardware(hardware)
     options = Execution(
-        recipe=get_recipe(recipe),
+        recipe=get_recipes(recipe),
         exchange=exchange,
         kernels=find_kernels(kernels, on),
         buffer_factor=buffer_factor,
@@ -214,7 +214,7 @@ def estimate(
     )
     of_shard = tokens * math.prod(sizes.get(name, 1) for name in axes.tp)
     shard = make_shard(config, sizes, of_shard, options, on)
-    plain = dataclasses.replace(shard, options=dataclasses.replace(options, recipe=get_recipe(None)))
+    plain = dataclasses.replace(shard, options=dataclasses.replace(options, recipe=get_recipes(None)))
     moved, wires = transfers(shard), Wires(on, tuple(sizes.items()))
     stages = [*work(shard, on), *wires.stages(moved)]
     gathers = [t for t in transfers(plain) if t.what == "weight gather"]
@@ -244,12 +244,15 @@ def estimate(
 def _rates(options: Execution, on: Hardware) -> str:
     """Returns the sentences that say which rates the times have."""
     recipe, name = options.recipe, options.kernels
-    fp8, quantized = takes_fp8(name, recipe), any(f is not None for f in (recipe.x, recipe.w, recipe.dy))
-    text = f"Products run on kernels {name!r}, in {'FP8' if fp8 else 'bf16'}; their rates are {on.basis}."
-    if not quantized or fp8:
+    fast = [takes_fp8(name, one) for one in recipe.both]
+    slow = [one for one in recipe.both if any((one.x, one.w, one.dy)) and not takes_fp8(name, one)]
+    of_wi, of_wo = ("FP8" if one else "bf16" for one in fast)
+    dtypes = of_wi if of_wi == of_wo else f"{of_wi} with wi and {of_wo} with wo"
+    text = f"Products run on kernels {name!r}, in {dtypes}; their rates are {on.basis}."
+    if not slow:
         return text
     text += " Operands of this recipe are dequantized before products"
-    others = [other for other in IMPLEMENTATIONS if takes_fp8(other, recipe)]
+    others = [other for other in IMPLEMENTATIONS if all(takes_fp8(other, one) for one in slow)]
     missing = others and not any(other in on.products for other in others)
     return text + (f": moax has no FP8 kernels for {on.name}." if missing else ".")
 
@@ -258,7 +261,7 @@ def sweep(
     config_or_name: MoEConfig | str,
     gpus: int,
     tokens: int,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | Recipes | None = None,
     hardware: str | Hardware = "h200",
     layers: int | None = None,
     *,

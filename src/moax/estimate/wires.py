@@ -71,7 +71,7 @@ def _forward(s: Shard, direction: Direction) -> Iterator[Transfer]:
     c, r, options, full = s.config, s.roles, s.options, direction == "forward"
     for name in s.layouts:
         if full or name.endswith("wi"):
-            yield from gathers(s, name, options.recipe.w, "rows", direction)
+            yield from gathers(s, name, options.recipe_of(name).w, "rows", direction)
     yield from _exchanged(s, "dispatch", direction, exchange.dispatch_cost)
     if full:
         yield from _exchanged(s, "combine", direction, exchange.combine_cost)
@@ -89,7 +89,7 @@ def _backward(s: Shard) -> Iterator[Transfer]:
     """Yields the transfers of the backward pass, without the recomputation."""
     c, r, options = s.config, s.roles, s.options
     for name in s.layouts:
-        yield from gathers(s, name, options.recipe.w, "columns", "backward")
+        yield from gathers(s, name, options.recipe_of(name).w, "columns", "backward")
         yield from _scatters(s, name)
     if not s.block.save_rows:
         yield from _exchanged(s, "dispatch", "recompute", exchange.combine_backward_cost)

@@ -15,7 +15,7 @@ from moax.mesh.place import named
 from moax.mesh.specs import check_divides
 from moax.options import Engine
 from moax.params import param_shapes
-from moax.recipe import Recipe
+from moax.recipe import Recipe, Recipes
 from moax.sharding import param_specs, token_spec
 
 
@@ -23,7 +23,7 @@ def inspect_block(
     config: MoEConfig,
     *,
     tokens: int,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | Recipes | None = None,
     exchange: str = "auto",
     engine: Engine = "auto",
     mesh: jax.sharding.Mesh | None = None,
@@ -90,7 +90,7 @@ class Report:
       axes: the roles of the mesh axes.
     """
 
-    recipe: str | Recipe | None
+    recipe: str | Recipe | Recipes | None
     found: list[Collective]
     plain: list[Collective]
     axes: Axes
@@ -113,7 +113,9 @@ class Report:
         return f"{table(self.found)}\n\n{text}"
 
 
-def report(config: MoEConfig, *, recipe: str | Recipe | None = None, axes: Axes = Axes(), **options: Any) -> Report:
+def report(
+    config: MoEConfig, *, recipe: str | Recipe | Recipes | None = None, axes: Axes = Axes(), **options: Any
+) -> Report:
     """Lists the collectives of the block with a recipe beside those of the block without one.
 
     Args:

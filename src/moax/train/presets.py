@@ -95,8 +95,9 @@ class TrainConfig:
       clip: bound of the global norm of the gradients.
       bias_rate: by how much the selection bias changes in a step, where balance is `bias`.
       seed: seed of the initial weights and of the order of the data.
-      recipe, exchange, engine, buffer_factor: see `moax.Options`; the recipe also holds for the projections
-        of attention.
+      recipe, exchange, engine, buffer_factor: see `moax.Options`. The recipe also holds for the projections of
+        attention. A text names one for each projection, as "wi=fp8_block,wo=none"; the projections into attention then
+        take that of wi, and the one out of it that of wo.
       dtype: dtype of activations; master weights and the optimizer are float32.
       remat: backward recomputes nothing (`none`), everything (`full`), or all but `moax.CHECKPOINT_NAMES` (`moe`).
       eval_every: steps between two evaluations of the held-out loss.
