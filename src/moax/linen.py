@@ -81,7 +81,7 @@ class MoEBlock(nn.Module):
 
     Attributes:
       config: the sizes of the block and its equations.
-      recipe, axes, exchange, kernels, engine, buffer_factor, save_rows: see `moax.Options`.
+      recipe, axes, exchange, kernels, engine, buffer_factor, save_rows, grad_reduce_dtype: see `moax.Options`.
       dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
       param_dtype: the dtype of all parameters and of the selection bias.
       logical_axes: the logical name of each dim of the parameters; None for no names. See `moax.LogicalAxes`.
@@ -96,6 +96,7 @@ class MoEBlock(nn.Module):
     engine: Engine = "auto"
     buffer_factor: float | None = 1.25
     save_rows: bool = True
+    grad_reduce_dtype: jax.typing.DTypeLike | None = None
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
     logical_axes: LogicalAxes | None = None

@@ -6,8 +6,11 @@ import dataclasses
 import math
 from typing import TypedDict
 
+from jax.typing import DTypeLike
+
 from moax.checks import is_number
 from moax.mesh.axes import Axes
+from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.partition import ENGINES, Engine
 from moax.recipe import Recipe, Recipes, get_recipes
 
@@ -36,6 +39,11 @@ class Options:
         pass. `capacity_factor` bounds what the exchange moves already, in one pass.
       save_rows: whether forward keeps the sorted rows for backward. Otherwise backward gathers them again, and where ep
         has more than one rank receives them again: less memory, and a few percent more time.
+      grad_reduce_dtype: how the gradients of weights are summed over fsdp and dp, before they are cast to the dtype of
+        their parameters. None sums them in the dtype of x. `float32` and `bfloat16` compute, send and sum them in this
+        dtype. `bfloat16_sum_float32` sends each term in bfloat16 by an all-to-all over fsdp, so that it is rounded
+        once, and sums in float32; over dp it is `float32`. Where the caller's own `shard_map` sums over dp, that sum
+        has the dtype of the parameter.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
@@ -48,6 +56,7 @@ class Options:
     engine: Engine = "auto"
     buffer_factor: float | None = 1.25
     save_rows: bool = True
+    grad_reduce_dtype: DTypeLike | None = None
 
     def __post_init__(self):
         get_recipes(self.recipe)
@@ -61,6 +70,7 @@ class Options:
         check_buffer_factor(self.buffer_factor)
         if not isinstance(self.save_rows, bool):
             raise ValueError(f"save_rows={self.save_rows!r} must be True or False")
+        object.__setattr__(self, "grad_reduce_dtype", get_grad_reduce(self.grad_reduce_dtype))
         if self.buffer_factor is not None:  # a number of NumPy becomes one of Python, so that equal options are equal
             object.__setattr__(self, "buffer_factor", float(self.buffer_factor))
 
@@ -81,3 +91,4 @@ class OptionKeywords(TypedDict, total=False):
     engine: Engine
     buffer_factor: float | None
     save_rows: bool
+    grad_reduce_dtype: DTypeLike | None

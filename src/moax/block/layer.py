@@ -20,6 +20,7 @@ from moax.config import MoEConfig
 from moax.errors import Unsupported
 from moax.kernels import select_kernels
 from moax.mesh.axes import Roles
+from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.partition import MeshView, find_mesh_view
 from moax.mesh.place import check_token_axes, constrain, flatten_tokens, reshard_like, unflatten_tokens
 from moax.ops.activation import activate
@@ -64,8 +65,8 @@ def moe(
       return_routing: whether `stats.routing` has the routing that was used.
       quantized: wi and wo as `quantize_params` quantized them, with the same options. The block then quantizes no
         weight, and the gradients flow to `params`. None: the block quantizes them, where the recipe does.
-      **keywords: fields of `Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows) that replace
-        those of `options`.
+      **keywords: fields of `Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows,
+        grad_reduce_dtype) that replace those of `options`.
 
     Inside a `shard_map` over all of `axes` the operands are shards, laid out by `param_specs`.
 
@@ -129,7 +130,7 @@ def _moe(
     w = Weights(params.wi, params.wo, params.bi, params.bo)
     y, dropped, passes = apply_experts(view, static, Inputs(tokens, experts, weights), w, quantized)
     if params.shared_wi is not None and params.shared_wo is not None:
-        how = dict(axes=axes, engine=engine, kernels=options.kernels)
+        how = dict(axes=axes, engine=engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
         h = dense(tokens, params.shared_wi, recipe=recipe.wi, w_spec=declared.shared_wi, **how)
         a = activate(h, config.activation, config.activation_limit)
         shared = dense(a, params.shared_wo, recipe=recipe.wo, w_spec=declared.shared_wo, **how)
@@ -173,6 +174,7 @@ def _make_spec(x, params: MoEParams[Array], config: MoEConfig, options: Options,
         kernels=select_kernels(options.kernels, x.dtype, **local_widths(params, config, view)),
         buffer_factor=options.buffer_factor,
         save_rows=options.save_rows,
+        grad_reduce=get_grad_reduce(options.grad_reduce_dtype),
     )
     if options.exchange == "auto":
         possible = [name for name, transport in TRANSPORTS.items() if transport.why_not(view, row_bytes) is None]

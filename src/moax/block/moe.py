@@ -141,13 +141,13 @@ def find_gradients(
             d_h_plain.reshape(len(every), -1), every, recipe.wi, "dy", groups, over + static.roles.tp
         )
     with jax.named_scope("experts_out"):
-        d_wo, d_bo = local.wgrad(a, d_o_columns, groups, dtype), None  # [E, F, H] = [N, F]^T [N, H]
+        d_wo, d_bo = local.wgrad(a, d_o_columns, groups, dtype, static.grad_dtype), None  # [E, F, H] = [N, F]^T [N, H]
         if w.bo is not None:
             d_bo, bias_inner = _bias_gradients(static, w.bo, d_partial, plan, groups, by_row)
             inner = inner + bias_inner
     with jax.named_scope("experts_in"):
         d_rows = local.matmul(d_h, wi, groups, dtype, transpose=True)  # [N, H] = [N, G F] [E, H, G F]^T
-        d_wi = local.wgrad(rows, d_h_columns, groups, dtype)  # [E, H, G F] = [N, H]^T [N, G F]
+        d_wi = local.wgrad(rows, d_h_columns, groups, dtype, static.grad_dtype)  # [E, H, G F] = [N, H]^T [N, G F]
         d_bi = None if w.bi is None else local.bias_grad(d_h_plain, groups)
     d_received = permute_backward(static.permute, plan, d_rows)  # [R, H]
     d_weights = weights_from_rows(plan, inner)  # [R, K]

@@ -16,6 +16,7 @@ from moax.config import Activation, MoEConfig, gates_of
 from moax.groups import Groups, allot_rows
 from moax.kernels import Implementation, Operand, implementation
 from moax.mesh.axes import Names, Roles
+from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.partition import Contract
 from moax.mesh.specs import Spec, device_spec, spec
 from moax.ops.activation import activation_of
@@ -83,6 +84,7 @@ class BlockSpec:
       balanced: the sorted rows of a rank at a balanced load, without padding.
       repeats: whether a routing may need a second pass.
       save_rows: whether forward leaves the sorted rows to backward.
+      grad_reduce: how the gradients of weights are summed; see `moax.Options.grad_reduce_dtype`.
     """
 
     activation: Activation
@@ -99,6 +101,7 @@ class BlockSpec:
     balanced: int
     repeats: bool
     save_rows: bool
+    grad_reduce: GradReduce | None = None
 
     @classmethod
     def make(
@@ -114,6 +117,7 @@ class BlockSpec:
         kernels: str,
         buffer_factor: float | None,
         save_rows: bool,
+        grad_reduce: GradReduce | None = None,
     ) -> BlockSpec:
         """Returns the spec of a block whose shards have `tokens` tokens each.
 
@@ -121,7 +125,7 @@ class BlockSpec:
           config: the sizes of the block and its equations.
           transport: the name of the transport.
           declared: the spec of each parameter, a MoEParams.
-          buffer_factor, save_rows: see `moax.Options`.
+          buffer_factor, save_rows, grad_reduce: see `moax.Options`.
           recipe, roles, dtype, kernels: see the attributes of this class.
         """
         ranks, load = roles.size(roles.ep), tokens * config.top_k
@@ -152,6 +156,7 @@ class BlockSpec:
             balanced=load,
             repeats=fewer or (slots is not most and slots < most),
             save_rows=save_rows,
+            grad_reduce=grad_reduce,
         )
 
     @classmethod
@@ -183,6 +188,11 @@ class BlockSpec:
         """Whether one scale holds for a whole tensor of rows, so that every pass has a collective of all tokens."""
         formats = [format for recipe in self.recipe.both for format in (recipe.x, recipe.dy)]
         return any(format is not None and format.block is None for format in formats)
+
+    @property
+    def grad_dtype(self) -> np.dtype:
+        """The dtype in which the gradients of weights are computed and summed."""
+        return sum_dtype(self.grad_reduce, self.dtype)
 
     @property
     def act(self) -> Callable:

@@ -171,8 +171,13 @@ class Implementation(Protocol):
         """
         ...
 
-    def wgrad(self, x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike) -> Float[Array, "E K N"]:
-        """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32."""
+    def wgrad(
+        self, x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None
+    ) -> Float[Array, "E K N"]:
+        """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32.
+
+        `dtype` is that of operands that are not FP8. `out_dtype` is that of dw; None means `dtype`.
+        """
         ...
 
     def bias_grad(self, dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:

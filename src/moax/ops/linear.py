@@ -13,11 +13,13 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moax.checks import check_float
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
+from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.partition import Engine, find_mesh_view
 from moax.mesh.place import flatten_tokens, unflatten_tokens
 from moax.mesh.specs import Spec, check_spec, spec
@@ -36,6 +38,7 @@ def dense(
     axes: Axes = Axes(),
     engine: Engine = "auto",
     kernels: str = "auto",
+    grad_reduce_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
     """y = x w + bias.
 
@@ -47,7 +50,8 @@ def dense(
       w_spec: the spec of w, needed on an Auto mesh with engine="shard_map" and inside a `shard_map`; elsewhere the
         type or the sharding of w says it. The default is `moax.sharding.dense_spec` of w's shape, and inside a
         `shard_map` a replicated w.
-      axes, engine, kernels: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as for `jnp.dot`.
+      axes, engine, kernels, grad_reduce_dtype: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as
+        for `jnp.dot`.
 
     Returns:
       y: [..., *C] in x.dtype. It is differentiable in x, w and bias; each gradient has the dtype of its array.
@@ -60,7 +64,7 @@ def dense(
     check_float("w", w, "[K, *C]")
     if bias is not None:
         check_float("bias", bias, "[*C]")
-    recipe = get_recipe(recipe)
+    recipe, reduce = get_recipe(recipe), get_grad_reduce(grad_reduce_dtype)
     view = find_mesh_view(axes, engine, x, w)
     if x.ndim < 2 or w.ndim < 2 or (not view.manual and x.shape[-1] != w.shape[0]):
         raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [..., K] and [K, *C]")
@@ -73,7 +77,7 @@ def dense(
         w_spec = spec() if view.manual else dense_spec_on(roles, w.shape)
     declared = spec(None, *check_spec("w_spec", w_spec, w.ndim))
     chosen = select_kernels(kernels, x.dtype, **widths_of(view, (1, *w.shape), declared))
-    static = GroupedSpec(recipe, recipe.row_alignment, jnp.dtype(x.dtype), declared, roles, chosen)
+    static = GroupedSpec(recipe, recipe.row_alignment, jnp.dtype(x.dtype), declared, roles, chosen, reduce)
     rows = flatten_tokens(x, roles)
     y = grouped(view, static, rows, w[None], None, None if bias is None else bias[None])
     return unflatten_tokens(y, x, roles)

@@ -20,12 +20,13 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_count, check_float, check_int
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Names, Roles
-from moax.mesh.collectives import keep_on_first, scatter_gradient
+from moax.mesh.collectives import GradReduce, get_grad_reduce, keep_on_first, scatter_gradient, sum_dtype
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.place import keep_rows
 from moax.mesh.specs import Layout, Spec, check_spec, pad, spec, weight_layout
@@ -43,6 +44,7 @@ class GroupedSpec:
       declared: the spec of w, used where neither its type nor its sharding says one.
       roles: the mesh axes by role.
       kernels: the name of the implementation.
+      grad_reduce: how the gradient of w is summed; see `moax.Options.grad_reduce_dtype`.
     """
 
     recipe: Recipe
@@ -51,6 +53,7 @@ class GroupedSpec:
     declared: Spec
     roles: Roles
     kernels: str
+    grad_reduce: GradReduce | None = None
 
 
 def grouped_matmul(
@@ -65,6 +68,7 @@ def grouped_matmul(
     axes: Axes = Axes(),
     engine: Engine = "auto",
     kernels: str = "auto",
+    grad_reduce_dtype: DTypeLike | None = None,
 ) -> Float[Array, " M *C"]:
     """y[m] = x[m] w[g(m)] + bias[g(m)].
 
@@ -81,7 +85,8 @@ def grouped_matmul(
         without a recipe.
       w_spec: the spec of w, needed on an Auto mesh with engine="shard_map" and inside a `shard_map`; elsewhere the
         type or the sharding of w says it. The default splits E over ep and no other dim.
-      axes, engine, kernels: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as for `jnp.dot`.
+      axes, engine, kernels, grad_reduce_dtype: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as
+        for `jnp.dot`.
 
     Returns:
       y: [M, *C] in x.dtype, with the rows of x and the columns of w. It is differentiable in x, w and bias; each
@@ -97,7 +102,7 @@ def grouped_matmul(
     check_int("group_sizes", group_sizes, "[E]")
     if bias is not None:
         check_float("bias", bias, "[E, *C]")
-    recipe = get_recipe(recipe)
+    recipe, reduce = get_recipe(recipe), get_grad_reduce(grad_reduce_dtype)
     align = recipe.row_alignment if align is None else align
     check_count("align", align)
     if align % recipe.row_alignment:
@@ -120,7 +125,7 @@ def grouped_matmul(
     declared = spec(view.roles.ep, *[None] * (w.ndim - 1)) if w_spec is None else check_spec("w_spec", w_spec, w.ndim)
     widths = widths_of(view, w.shape, declared)
     chosen = select_kernels(kernels, x.dtype, **widths)
-    static = GroupedSpec(recipe, align, jnp.dtype(x.dtype), declared, view.roles, chosen)
+    static = GroupedSpec(recipe, align, jnp.dtype(x.dtype), declared, view.roles, chosen, reduce)
     return grouped(view, static, x, w, group_sizes.astype(jnp.int32), bias)
 
 
@@ -162,7 +167,7 @@ def _grouped_backward(view: MeshView, static: GroupedSpec, saved, dy):
     x, w, group_sizes, bias = saved
     w, dy = lax.optimization_barrier((w, dy))  # w is gathered again, so XLA must not keep the w of forward
     dx, dw, dbias = _backward(view, static, x, w, group_sizes, dy)
-    return dx, dw, None, None if bias is None else dbias.astype(bias.dtype)
+    return dx, dw.astype(w.dtype), None, None if bias is None else dbias.astype(bias.dtype)
 
 
 _grouped = differentiable(_grouped_forward, _grouped_backward, once="grouped_matmul")
@@ -193,8 +198,10 @@ def matmul_backward(static: GroupedSpec, layout, x, w, group_sizes, dy):
     d_rows, d_columns = kernels.quantize_for_matmul(dy, recipe, "dy", groups, tokens + columns)
     _, x_columns = kernels.quantize_for_matmul(packed.pack(x), recipe, "x", groups, tokens + kept[1])
     dx = packed.unpack(kernels.matmul(d_rows, gathered, groups, dtype, transpose=True))  # [M, K] = [M, C] [E, K, C]^T
-    dw = kernels.wgrad(x_columns, d_columns, groups, dtype)  #                             [E, K, C] = [M, K]^T [M, C]
-    dw = scatter_gradient(dw.reshape(_whole(static, w, layout)), layout.gather).astype(w.dtype)
+    total = sum_dtype(static.grad_reduce, dtype)
+    dw = kernels.wgrad(x_columns, d_columns, groups, dtype, total)  #                      [E, K, C] = [M, K]^T [M, C]
+    dw = scatter_gradient(dw.reshape(_whole(static, w, layout)), layout.gather, static.grad_reduce)
+    dw = dw.astype(w.dtype) if static.grad_reduce is None else dw  # the others are cast after the sum over dp
     return dx, dw, keep_on_first(kernels.bias_grad(dy, groups), kept[1])
 
 

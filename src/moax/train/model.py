@@ -172,7 +172,8 @@ def forward(
     options, dtype, axes = execution.options, jnp.dtype(execution.dtype), execution.options.axes
     rows = token_spec(axes, ndim=3)
     rotation = _rotation(tokens.shape[1], model.d_model // model.num_heads)
-    dense = partial(ops.dense, axes=axes, engine=options.engine, kernels=options.kernels)
+    how = dict(engine=options.engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
+    dense = partial(ops.dense, axes=axes, **how)
     recipes = get_recipes(options.recipe)
     project = partial(dense, recipe=recipes.wi), partial(dense, recipe=recipes.wo)
 
