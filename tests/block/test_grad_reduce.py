@@ -93,11 +93,9 @@ def test_the_error_of_each_choice(mesh, way, fsdp_dim):
     for name, want in exact.items():
         wide = want.astype(np.float64)
         assert np.any(bf16(want) != want), f"the gradient of {name} was rounded to bfloat16"
-        errors = {
-            reduce: error(gradients(reduce, mesh, way, fsdp_dim)[name], wide) for reduce in (None, "bfloat16", PIECES)
-        }
+        errors = {reduce: error(gradients(reduce, mesh, way, fsdp_dim)[name], wide) for reduce in (None, PIECES)}
         assert errors[PIECES] < HALF, f"{name}: {errors}"
-        assert errors[PIECES] < 0.8 * min(errors[None], errors["bfloat16"]), f"{name}: {errors}"
+        assert errors[PIECES] < 0.8 * errors[None], f"{name}: {errors}"
 
 
 @pytest.mark.more
@@ -144,7 +142,7 @@ SENT = {None: ("reduce-scatter", "bfloat16", 2), "float32": ("reduce-scatter", "
         "bfloat16": ("reduce-scatter", "bfloat16", 2), PIECES: ("all-to-all", "uint16", 2)}  # fmt: skip
 
 
-@pytest.mark.parametrize("reduce", some((PIECES, "float32", None, "bfloat16"), 2))
+@pytest.mark.parametrize("reduce", some((PIECES, "float32", None, "bfloat16"), 1))
 def test_bytes_on_the_wire(reduce, fresh_compile):
     """Breaks if a sum sends another dtype than it says, or `moax.inspect` does not count it."""
     mesh, config = make_mesh("dp2x2x2"), moax.MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2)
