@@ -24,6 +24,9 @@ class Format:
         of 128 gives square blocks, which have the same scales for products over rows and over columns.
       scale: `float32` is amax / max. `pow2` rounds it up to a power of two and stores a float32. `e8m0` rounds it up
         too and stores the exponent in one byte.
+      by_group: whether, with block None, each group of rows on a device has a scale, that is the rows of an expert.
+        Otherwise one scale holds for the rows of all experts on all devices, which agree on it. Where there are no
+        groups, as in `moax.ops.quantize`, it changes nothing.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
@@ -33,6 +36,7 @@ class Format:
     block: int | None = 128
     tile: int = 1
     scale: Literal["float32", "pow2", "e8m0"] = "float32"
+    by_group: bool = False
 
     def __post_init__(self):
         if not isinstance(self.dtype, str) or self.dtype not in ("e4m3", "e5m2"):
@@ -43,6 +47,13 @@ class Format:
             raise ValueError(f"Format: block={self.block!r} must be a positive int, or None for one block a tensor")
         if not is_int(self.tile) or self.tile < 1:
             raise ValueError(f"Format: tile={self.tile!r} must be a positive int")
+        if not isinstance(self.by_group, bool) or (self.by_group and self.block is not None):
+            raise ValueError(f"Format: by_group={self.by_group!r} must be False, or True with block=None")
+
+    @property
+    def shared(self) -> bool:
+        """Whether one scale holds for the rows of all experts on all devices."""
+        return self.block is None and not self.by_group
 
     @property
     def max(self) -> float:

@@ -187,7 +187,7 @@ class BlockSpec:
     def whole_tensor(self) -> bool:
         """Whether one scale holds for a whole tensor of rows, so that every pass has a collective of all tokens."""
         formats = [format for recipe in self.recipe.both for format in (recipe.x, recipe.dy)]
-        return any(format is not None and format.block is None for format in formats)
+        return any(format is not None and format.shared for format in formats)
 
     @property
     def grad_dtype(self) -> np.dtype:

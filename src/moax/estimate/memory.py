@@ -101,7 +101,7 @@ def _rows_bytes(rows: int, width: int, format: Format | None, item: int) -> int:
     """Returns the bytes of rows [rows, width] as wgrad takes them: values, and a scale for each block of rows."""
     if format is None:
         return rows * width * item
-    scales = 1 if format.block is None else -(-rows // format.block) * width
+    scales = rows if format.by_group else 1 if format.block is None else -(-rows // format.block) * width
     return rows * width + scales * (1 if format.scale == "e8m0" else 4)
 
 
