@@ -8,11 +8,15 @@ import math
 import jax
 
 from moax.mesh.axes import ROLES
+from moax.mesh.collectives import GRAD_REDUCE
 from moax.mesh.devices import make_mesh
 from moax.mesh.partition import ENGINES
 from moax.ops.exchange import EXCHANGES
 from moax.recipe import RECIPES, get_recipes
 
+GRAD_REDUCE_HELP = (
+    "the dtype in which gradients of weights are summed; bfloat16_sum_float32 sends 2 bytes and sums in float32"
+)
 Sizes = tuple[tuple[str, int], ...]
 RECIPE_NAMES = f"none, {', '.join(RECIPES)}, or one for each projection, as wi=fp8_block,wo=none"
 
@@ -37,6 +41,7 @@ def add_execution(group, *, mesh: str, dtypes: tuple[str, ...]) -> None:
     add("--exchange", choices=EXCHANGES, help="how tokens reach the ranks of their experts (default: auto)")
     add("--engine", choices=ENGINES, help="how ops are partitioned (default: auto)")
     add("--dtype", choices=dtypes, help="dtype of activations")
+    add("--grad-reduce-dtype", choices=GRAD_REDUCE, help=f"{GRAD_REDUCE_HELP} (default: that of activations)")
 
 
 def factor(text: str) -> float:

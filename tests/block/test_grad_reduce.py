@@ -4,7 +4,10 @@ Covers: `grad_reduce_dtype` x meshes x engines of the block, the dense layer and
 alone over every order of axes; what the compiled programs send.
 """
 
+import argparse
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +18,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import moax
-from moax import Axes, inspect, ops
+from moax import Axes, estimate, inspect, ops
 from moax.mesh.collectives import GRAD_REDUCE, scatter_gradient
+from moax.recipe import get_recipes
+from moax.train import command
+from moax.train.step import execution
 from support import make_mesh, make_params, put, random, some, spec
 from support.block import cotangent
 from support.meshes import TOKENS
@@ -158,6 +164,12 @@ def test_bytes_on_the_wire(reduce, fresh_compile):
     assert {(c.kind, c.dtype, c.axes) for c in over_dp} == {("all-reduce", wide, ("dp",))}
     assert inspect.total_bytes(over_dp) == of_device // 2 * jnp.dtype(wide).itemsize
     assert f"weight gradients: a device sends {inspect.total_bytes(report.summed):,} bytes" in str(report)
+    options = dict(kernels="xla", grad_reduce_dtype=reduce)
+    made = estimate.estimate(config, {"dp": 2, "fsdp": 2, "ep": 2}, 8, **options)
+    of_gradients = [t for t in made.transfers if t.what in ("gradient scatter", "gradient reduce")]
+    foretold = [t for t in of_gradients if math.prod(t.shape) > 1000]
+    moved = lambda listed: sorted((c.kind, c.dtype, c.axes, c.bytes) for c in listed)  # noqa: E731
+    assert moved(foretold) == moved(report.summed)
     inspect.assert_reduce_scattered(report.found, axes="fsdp", min_elements=64 * 128)
     inspect.assert_no_wide_weight_gather(report.found, axes="fsdp", min_elements=64 * 128)
 
@@ -190,6 +202,19 @@ def test_wrong_names(wrong):
     ):
         with pytest.raises(ValueError, match="grad_reduce_dtype=.* must be one of 'float32', 'bfloat16', 'bfloat16_s"):
             call()
+
+
+def test_a_trainer_asks_for_it():
+    """Breaks if `moax train` loses an option on its way to the block, or a run does not resume with it."""
+    parser = argparse.ArgumentParser()
+    command.add_options(parser)
+    given = parser.parse_args(["--grad-reduce-dtype", PIECES, "--recipe", "wo=none,wi=fp8_block"])
+    config = command.train_config(given)
+    config = type(config).from_json(config.to_json())
+    options = execution(config).options
+    assert options.grad_reduce_dtype == PIECES and get_recipes(options.recipe) == moax.Recipes(wi="fp8_block")
+    with pytest.raises(ValueError, match="grad_reduce_dtype='fp32' must be one of"):
+        dataclasses.replace(config, grad_reduce_dtype="fp32")
 
 
 def test_dtypes_are_names():

@@ -14,6 +14,7 @@ from moax.errors import Unsupported
 from moax.estimate.hardware import Hardware
 from moax.kernels import IMPLEMENTATIONS, is_installed, takes_fp8
 from moax.mesh.axes import Axes, Roles
+from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.specs import Layout, local_shape, spec, weight_layout
 from moax.ops.exchange import TRANSPORTS, ExchangeSpec, Transport, find_transport, refuse
 from moax.ops.exchange.plan import balanced_rows
@@ -32,6 +33,7 @@ class Execution:
       exchange: `auto`, or the name of a transport.
       kernels: the implementation of its products.
       buffer_factor, save_rows: see `moax.Options`.
+      grad_reduce: how gradients of weights are summed; see `moax.Options.grad_reduce_dtype`.
       remat: whether backward recomputes the forward pass.
       dtype: dtype of activations.
       param_dtype: dtype of parameters and their gradients.
@@ -43,10 +45,16 @@ class Execution:
     kernels: str
     buffer_factor: float | None
     save_rows: bool
+    grad_reduce: GradReduce | None
     remat: bool
     dtype: str
     param_dtype: str
     axes: Axes
+
+    @property
+    def grad_dtype(self) -> str:
+        """The dtype in which gradients of weights are computed and summed."""
+        return sum_dtype(self.grad_reduce, self.dtype).name
 
     def recipe_of(self, name: str) -> Recipe:
         """Returns the recipe of the weight `name`, such as "wi" or "shared_wi"."""

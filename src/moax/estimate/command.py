@@ -7,12 +7,13 @@ import json
 import math
 from pathlib import Path
 
-from moax.arguments import RECIPE_NAMES, factor, mesh_of, recipe_of
+from moax.arguments import GRAD_REDUCE_HELP, RECIPE_NAMES, factor, mesh_of, recipe_of
 from moax.config import MoEConfig
 from moax.estimate import Estimate, estimate, sweep
 from moax.estimate.hardware import HARDWARE
 from moax.estimate.wires import WIRES
 from moax.mesh.axes import ROLES
+from moax.mesh.collectives import GRAD_REDUCE
 from moax.models import MODELS
 from moax.ops.exchange import EXCHANGES
 from moax.text import align, plural
@@ -62,6 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="keep the sorted rows for backward (default: keep them)",
     )
+    add("--grad-reduce-dtype", choices=GRAD_REDUCE, help=f"{GRAD_REDUCE_HELP} (default: that of activations)")
     add(
         "--kernels",
         choices=("auto", "hopper", "xla"),
@@ -96,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         buffer_factor=None if math.isinf(args.buffer_factor) else args.buffer_factor,
         imbalance=args.imbalance,
         save_rows=args.save_rows,
+        grad_reduce_dtype=args.grad_reduce_dtype,
         kernels=args.kernels,
     )
     if mesh:

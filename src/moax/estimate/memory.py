@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
+
 from moax.estimate.block import Shard
 from moax.kernels import takes_fp8
 from moax.recipe import Format
@@ -113,18 +115,23 @@ def _plan_bytes(s: Shard) -> int:
 
 def _gathered(s: Shard) -> int:
     """Returns the bytes of `Memory.gathered` in the first pass."""
-    cast = s.options.dtype != s.options.param_dtype
+    cast = s.options.grad_dtype != s.options.param_dtype
 
     def unscattered(name: str) -> int:
-        return math.prod(s.whole(name)) * s.item * (cast or any(s.layouts[name].gather))
+        return math.prod(s.whole(name)) * _gradient_item(s) * (cast or any(s.layouts[name].gather))
 
     return max(_taken(s, name) + unscattered(name) for name in s.layouts)
 
 
 def _gathered_by_loop(s: Shard) -> int:
     """Returns the bytes of `Memory.gathered` in a pass of the loop."""
-    gradients = [math.prod(s.whole(name)) * s.item for name in ("wi", "wo")]
+    gradients = [math.prod(s.whole(name)) * _gradient_item(s) for name in ("wi", "wo")]
     return _taken(s, "wi") * (2 if s.gathered_apart else 1) + _taken(s, "wo") + sum(gradients) + max(gradients)
+
+
+def _gradient_item(s: Shard) -> int:
+    """Returns the bytes of an element of the gradient of a weight before it is summed."""
+    return np.dtype(s.options.grad_dtype).itemsize
 
 
 def _taken(s: Shard, name: str) -> int:

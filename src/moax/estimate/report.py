@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from jax.typing import DTypeLike
+
 from moax.config import MoEConfig
 from moax.estimate.block import Execution, find_kernels, make_shard
 from moax.estimate.hardware import Hardware, find_hardware
@@ -16,6 +18,7 @@ from moax.estimate.times import Stage, Wires, work
 from moax.estimate.wires import DIRECTIONS, Transfer, transfers
 from moax.kernels import IMPLEMENTATIONS, takes_fp8
 from moax.mesh.axes import ROLES, Axes
+from moax.mesh.collectives import get_grad_reduce
 from moax.models import find_model
 from moax.ops.exchange import TRANSPORTS, Exchange
 from moax.options import check_buffer_factor
@@ -147,6 +150,7 @@ def estimate(
     kernels: Literal["auto", "hopper", "xla"] = "auto",
     buffer_factor: float | None = 1.25,
     save_rows: bool = True,
+    grad_reduce_dtype: DTypeLike | None = None,
     imbalance: float = 1.0,
     axes: Axes = Axes(),
 ) -> Estimate:
@@ -169,8 +173,8 @@ def estimate(
       optimizer_bytes: bytes of the optimizer's state for each parameter; two float32 moments have 8.
       kernels: the implementation of the products. `auto` takes the fastest that moax has for the hardware. The Hopper
         kernels start each expert at a multiple of 128 rows.
-      buffer_factor, save_rows: the arguments of `moax.moe`. The memory holds the loop of passes, and the times and
-        bytes are those of one pass.
+      buffer_factor, save_rows, grad_reduce_dtype: the arguments of `moax.moe`. The memory holds the loop of passes, and
+        the times and bytes are those of one pass.
       imbalance: the assignments of the busiest rank of ep, as a multiple of the balanced load, for `Estimate.passes`.
       axes: roles of the mesh axes.
 
@@ -207,6 +211,7 @@ def estimate(
         kernels=find_kernels(kernels, on),
         buffer_factor=buffer_factor,
         save_rows=save_rows,
+        grad_reduce=get_grad_reduce(grad_reduce_dtype),
         remat=remat,
         dtype=dtype,
         param_dtype=param_dtype,

@@ -12,7 +12,6 @@ import sys
 from moax import program
 from moax.arguments import add_execution, factor
 from moax.config import GATED, UNGATED
-from moax.mesh.collectives import GRAD_REDUCE
 from moax.train import processes
 from moax.train.presets import BALANCE, DTYPES, PRESETS, REMAT, ModelConfig, TrainConfig
 
@@ -48,8 +47,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_execution(how, mesh="all devices on fsdp", dtypes=DTYPES)
     how.add_argument("--buffer-factor", type=factor, metavar="X", help="buffers for X times the balanced load, in more "
         "passes where a step needs more; none: buffers for the worst case")  # fmt: skip
-    how.add_argument("--grad-reduce-dtype", choices=GRAD_REDUCE, help="the dtype in which gradients of weights are "
-        "summed; bfloat16_sum_float32 sends 2 bytes and sums in float32 (default: that of activations)")  # fmt: skip
     how.add_argument("--remat", choices=REMAT, help="recompute in backward: nothing, everything, or all but the MoE")
     processes.add_options(parser.add_argument_group("one of several processes, each started with the same options"))
     model = parser.add_argument_group("the model (default: the preset's)")
