@@ -16,7 +16,7 @@ from benchmarks.block import block, mesh_block, train
 from benchmarks.kernels import fused, gathered, gemm, permute, quantize
 from benchmarks.peers import ragged_peer
 from benchmarks.report import Row
-from benchmarks.wires import exchange, gather, wire
+from benchmarks.wires import exchange, gather, scatter, wire
 from moax import backend, program
 from moax.arguments import factor, mesh_of
 from moax.errors import Unsupported
@@ -40,13 +40,14 @@ block      the whole block; with --mesh beside layers of JAX alone and of PyTorc
 train      a step of a language model on a mesh, beside the same layers of JAX
 exchange   the exchange between devices, beside NCCL and ragged_all_to_all
 gather     the gather of weights, each recipe beside bf16
+scatter    the sum of weight gradients, each grad_reduce_dtype beside the ring in bf16
 wire       the bytes of a block's weights on the wire, without time; it must be alone. It compiles blocks for 8
            emulated devices, and writes benchmarks/results/wire.json or --out FILE
 
 The output lists what cannot run on this machine, with the reason. Progress goes to stderr. On a CPU, --cases tiny runs,
 and cases that --only names.
 """
-WHAT = ("gemm", "quantize", "permute", "block", "train", "exchange", "gather")
+WHAT = ("gemm", "quantize", "permute", "block", "train", "exchange", "gather", "scatter")
 PRODUCTS, MEMORY = ("bf16", "fp8"), ("memory",)
 NEEDED = {
     "gemm": PRODUCTS + MEMORY, "quantize": MEMORY, "permute": MEMORY, "block": PRODUCTS, "train": PRODUCTS,
@@ -258,8 +259,8 @@ def _rows(
         return gemm.rows(chosen, part.peers, repeats, found, part.apart, **how)
     if what in ("block", "train"):
         return _block_rows(args, part, dataclasses.replace(repeats, warmups=min(3, repeats.warmups)), found)
-    if what == "gather":
-        return gather.rows(chosen, repeats)
+    if what in ("gather", "scatter"):
+        return (gather if what == "gather" else scatter).rows(chosen, repeats)
     if what == "permute":
         return itertools.chain(permute.rows(chosen, *common), gathered.rows(chosen, *common))
     if what == "exchange":

@@ -175,15 +175,15 @@ FAULTS = (
     Fault(
         "wgrad is transposed, and reshaped to the weight's shape",
         "ops/products.py",
-        "dw = kernels.wgrad(x_columns, d_columns, groups, dtype)",
-        "dw = kernels.wgrad(d_columns, x_columns, groups, dtype)",
+        "dw = kernels.wgrad(x_columns, d_columns, groups, dtype, total)",
+        "dw = kernels.wgrad(d_columns, x_columns, groups, dtype, total)",
         (f"{PRODUCTS}::test_group_sizes[nothing divides-1-(24,)]",),
     ),
     Fault(
         "gradients of weights leave in float32 in the place of the activations' dtype",
         "block/experts.py",
-        "scatter_gradient(d.astype(static.dtype), layout.gather)",
-        "scatter_gradient(d.astype(jax.numpy.float32), layout.gather)",
+        "scatter_gradient(d.astype(static.grad_dtype), layout.gather, static.grad_reduce)",
+        "scatter_gradient(d.astype(jax.numpy.float32), layout.gather, static.grad_reduce)",
         ("tests/tools/test_estimate.py::test_bytes_are_those_of_the_program[dp-fsdp-ep]",),
     ),
     Fault(

@@ -27,7 +27,7 @@ from moax.mesh.axes import Axes
 from moax.mesh.devices import make_mesh
 from moax.mesh.place import named
 from moax.mesh.specs import spec
-from moax.recipe import get_recipe
+from moax.recipe import get_recipes
 from moax.sharding import expert_specs
 from moax.tune.timing import Repeats, call_time
 
@@ -59,7 +59,7 @@ def gather_weights(block: Block, recipe: str, mesh: Mesh) -> tuple[Callable, tup
     config, roles = block.config, Axes().on(mesh.shape)
     specs = expert_specs(config, Axes(), roles)
     kernels = select_kernels("auto", DTYPE, d_model=config.d_model, d_ff=config.d_ff)
-    form = get_recipe(None if recipe == "none" else recipe)
+    form = get_recipes(None if recipe == "none" else recipe)
     static = BlockSpec.make(
         config, recipe=form, transport="all_gather", roles=roles, declared=specs, tokens=1, dtype=DTYPE,
         kernels=kernels, buffer_factor=None, save_rows=True,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from moax.params import MoEParams as MoEParams
     from moax.recipe import Format as Format
     from moax.recipe import Recipe as Recipe
+    from moax.recipe import Recipes as Recipes
     from moax.sharding import param_specs as param_specs
     from moax.types import MoEStats as MoEStats
     from moax.types import QArray as QArray
@@ -57,6 +58,7 @@ _HOMES = {
     "MoEParams": "moax.params",
     "Format": "moax.recipe",
     "Recipe": "moax.recipe",
+    "Recipes": "moax.recipe",
     "param_specs": "moax.sharding",
     "MoEStats": "moax.types",
     "QArray": "moax.types",

@@ -8,12 +8,17 @@ import math
 import jax
 
 from moax.mesh.axes import ROLES
+from moax.mesh.collectives import GRAD_REDUCE
 from moax.mesh.devices import make_mesh
 from moax.mesh.partition import ENGINES
 from moax.ops.exchange import EXCHANGES
-from moax.recipe import RECIPES
+from moax.recipe import RECIPES, get_recipes
 
+GRAD_REDUCE_HELP = (
+    "the dtype in which gradients of weights are summed; bfloat16_sum_float32 sends 2 bytes and sums in float32"
+)
 Sizes = tuple[tuple[str, int], ...]
+RECIPE_NAMES = f"none, {', '.join(RECIPES)}, or one for each projection, as wi=fp8_block,wo=none"
 
 
 def add_execution(group, *, mesh: str, dtypes: tuple[str, ...]) -> None:
@@ -32,10 +37,11 @@ def add_execution(group, *, mesh: str, dtypes: tuple[str, ...]) -> None:
         help=f"axis sizes, as fsdp=2,ep=4; axes: {', '.join(ROLES)} (default: {mesh})",
     )
     add("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
-    add("--recipe", choices=("none", *RECIPES), help="how products are quantized (default: none)")
+    add("--recipe", type=recipe_of, metavar="NAME", help=f"how products are quantized: {RECIPE_NAMES} (default: none)")
     add("--exchange", choices=EXCHANGES, help="how tokens reach the ranks of their experts (default: auto)")
     add("--engine", choices=ENGINES, help="how ops are partitioned (default: auto)")
     add("--dtype", choices=dtypes, help="dtype of activations")
+    add("--grad-reduce-dtype", choices=GRAD_REDUCE, help=f"{GRAD_REDUCE_HELP} (default: that of activations)")
 
 
 def factor(text: str) -> float:
@@ -49,6 +55,15 @@ def mesh_of(text: str) -> Sizes:
         return parse_mesh(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def recipe_of(text: str) -> str:
+    """Checks the value of --recipe for argparse, which prints the error of an `ArgumentTypeError`."""
+    try:
+        get_recipes(None if text == "none" else text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be {RECIPE_NAMES}") from None
+    return text
 
 
 def parse_mesh(text: str) -> Sizes:

@@ -35,7 +35,7 @@ from moax.ops.balance import update_router_bias
 from moax.ops.linear import dense
 from moax.options import Options
 from moax.params import DIMS, MoEParams
-from moax.recipe import Recipe
+from moax.recipe import Recipe, Recipes
 from moax.types import MoEStats, QuantizedParams
 
 try:
@@ -84,7 +84,7 @@ class MoEBlock(nn.Module):
 
     Attributes:
       config: the sizes of the block and its equations.
-      recipe, axes, exchange, kernels, engine, buffer_factor, save_rows: see `moax.Options`.
+      recipe, axes, exchange, kernels, engine, buffer_factor, save_rows, grad_reduce_dtype: see `moax.Options`.
       dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
       param_dtype: the dtype of all parameters and of the selection bias.
       logical_axes: the logical name of each dim of the parameters; None for no names. See `moax.LogicalAxes`.
@@ -92,13 +92,14 @@ class MoEBlock(nn.Module):
     """
 
     config: MoEConfig
-    recipe: str | Recipe | None = None
+    recipe: str | Recipe | Recipes | None = None
     axes: Axes = Axes()
     exchange: str = "auto"
     kernels: str = "auto"
     engine: Engine = "auto"
     buffer_factor: float | None = 1.25
     save_rows: bool = True
+    grad_reduce_dtype: jax.typing.DTypeLike | None = None
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
     logical_axes: LogicalAxes | None = None

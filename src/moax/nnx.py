@@ -137,8 +137,8 @@ class MoE(nnx.Module):
           logical_axes: the logical name of each dim of the parameters; None for no names. See `moax.LogicalAxes`.
           initializers: an initializer for each of some parameters, by name; see `moax.init`.
           rngs: the stream `params` gives one key.
-          **keywords: fields of `moax.Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows)
-            that replace those of `options`.
+          **keywords: fields of `moax.Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows,
+            grad_reduce_dtype) that replace those of `options`.
 
         Raises:
           ValueError: an option has a value that it cannot have, the mesh axes of a dim do not divide its size, a

@@ -6,10 +6,13 @@ import dataclasses
 import math
 from typing import TypedDict
 
+from jax.typing import DTypeLike
+
 from moax.checks import is_number
 from moax.mesh.axes import Axes
+from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.partition import ENGINES, Engine
-from moax.recipe import Recipe, get_recipe
+from moax.recipe import Recipe, Recipes, get_recipes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +20,8 @@ class Options:
     """How a block runs. `moax.moe` takes an `Options`, or its fields as keywords.
 
     Attributes:
-      recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing.
+      recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing; or a `Recipes`, which has one
+        of these for wi and one for wo.
       axes: the role of each mesh axis; see `moax.Axes`.
       exchange: the transport of tokens: `all_gather`, `all_to_all`, `one_sided` (Hopper GPUs of one process), or
         `auto`: all_gather or all_to_all, whichever sends fewer bytes in a balanced step on the mesh at hand. With a
@@ -35,21 +39,27 @@ class Options:
         pass. `capacity_factor` bounds what the exchange moves already, in one pass.
       save_rows: whether forward keeps the sorted rows for backward. Otherwise backward gathers them again, and where ep
         has more than one rank receives them again: less memory, and a few percent more time.
+      grad_reduce_dtype: how the gradients of weights are summed over fsdp and dp, before they are cast to the dtype of
+        their parameters. None sums them in the dtype of x. `float32` and `bfloat16` compute, send and sum them in this
+        dtype. `bfloat16_sum_float32` sends each term in bfloat16 by an all-to-all over fsdp, so that it is rounded
+        once, and sums in float32; over dp it is `float32`. Where the caller's own `shard_map` sums over dp, that sum
+        has the dtype of the parameter.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
     """
 
-    recipe: str | Recipe | None = None
+    recipe: str | Recipe | Recipes | None = None
     axes: Axes = Axes()
     exchange: str = "auto"
     kernels: str = "auto"
     engine: Engine = "auto"
     buffer_factor: float | None = 1.25
     save_rows: bool = True
+    grad_reduce_dtype: DTypeLike | None = None
 
     def __post_init__(self):
-        get_recipe(self.recipe)
+        get_recipes(self.recipe)
         if not isinstance(self.axes, Axes):
             raise ValueError(f"axes={self.axes!r} must be a moax.Axes")
         if self.engine not in ENGINES:
@@ -60,6 +70,7 @@ class Options:
         check_buffer_factor(self.buffer_factor)
         if not isinstance(self.save_rows, bool):
             raise ValueError(f"save_rows={self.save_rows!r} must be True or False")
+        object.__setattr__(self, "grad_reduce_dtype", get_grad_reduce(self.grad_reduce_dtype))
         if self.buffer_factor is not None:  # a number of NumPy becomes one of Python, so that equal options are equal
             object.__setattr__(self, "buffer_factor", float(self.buffer_factor))
 
@@ -73,10 +84,11 @@ def check_buffer_factor(buffer_factor: float | None) -> None:
 class OptionKeywords(TypedDict, total=False):
     """The fields of `Options` as keywords of a function."""
 
-    recipe: str | Recipe | None
+    recipe: str | Recipe | Recipes | None
     axes: Axes
     exchange: str
     kernels: str
     engine: Engine
     buffer_factor: float | None
     save_rows: bool
+    grad_reduce_dtype: DTypeLike | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from moax.checks import is_int
@@ -23,6 +24,9 @@ class Format:
         of 128 gives square blocks, which have the same scales for products over rows and over columns.
       scale: `float32` is amax / max. `pow2` rounds it up to a power of two and stores a float32. `e8m0` rounds it up
         too and stores the exponent in one byte.
+      by_group: whether, with block None, each group of rows on a device has a scale, that is the rows of an expert.
+        Otherwise one scale holds for the rows of all experts on all devices, which agree on it. Where there are no
+        groups, as in `moax.ops.quantize`, it changes nothing.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
@@ -32,6 +36,7 @@ class Format:
     block: int | None = 128
     tile: int = 1
     scale: Literal["float32", "pow2", "e8m0"] = "float32"
+    by_group: bool = False
 
     def __post_init__(self):
         if not isinstance(self.dtype, str) or self.dtype not in ("e4m3", "e5m2"):
@@ -42,6 +47,13 @@ class Format:
             raise ValueError(f"Format: block={self.block!r} must be a positive int, or None for one block a tensor")
         if not is_int(self.tile) or self.tile < 1:
             raise ValueError(f"Format: tile={self.tile!r} must be a positive int")
+        if not isinstance(self.by_group, bool) or (self.by_group and self.block is not None):
+            raise ValueError(f"Format: by_group={self.by_group!r} must be False, or True with block=None")
+
+    @property
+    def shared(self) -> bool:
+        """Whether one scale holds for the rows of all experts on all devices."""
+        return self.block is None and not self.by_group
 
     @property
     def max(self) -> float:
@@ -115,6 +127,46 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Recipes:
+    """A recipe for each projection of a block.
+
+    Attributes:
+      wi: the recipe of the product with wi: of x, wi and the gradient of the input of the activation. Its `wire` is the
+        format of tokens on their way.
+      wo: the recipe of the product with wo: of the activations, wo and the gradient of y.
+
+    Both take the name of a recipe, a Recipe, or None to quantize nothing; a `Recipes` holds a Recipe for each of them.
+
+    Raises:
+      ValueError: there is no recipe of a name, or the recipe of wo has another `wire` than that of wi.
+    """
+
+    wi: Recipe
+    wo: Recipe
+
+    def __init__(self, wi: str | Recipe | None = None, wo: str | Recipe | None = None):
+        object.__setattr__(self, "wi", get_recipe(wi))
+        object.__setattr__(self, "wo", get_recipe(wo))
+        if self.wo.wire not in (None, self.wi.wire):
+            raise ValueError(f"Recipes: wo has wire={self.wo.wire}; tokens travel by the wire of wi, {self.wi.wire}")
+
+    @property
+    def both(self) -> tuple[Recipe, Recipe]:
+        """The recipes of wi and wo."""
+        return self.wi, self.wo
+
+    @property
+    def wire(self) -> Format | None:
+        """The format of tokens on their way."""
+        return self.wi.wire
+
+    @property
+    def row_alignment(self) -> int:
+        """The number of rows of which each expert's first row is a multiple."""
+        return math.lcm(self.wi.row_alignment, self.wo.row_alignment)
+
+
 def get_recipe(recipe: str | Recipe | None) -> Recipe:
     """Returns the recipe of a name. A `Recipe` is returned as it is, and None gives the recipe that quantizes nothing.
 
@@ -128,3 +180,26 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe:
     if not isinstance(recipe, str) or recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} must be None, a Recipe, or one of {', '.join(map(repr, RECIPES))}")
     return RECIPES[recipe]
+
+
+def get_recipes(recipe: str | Recipe | Recipes | None) -> Recipes:
+    """Returns the recipes of wi and wo. A `Recipes` is returned as it is; one recipe, or its name, holds for both.
+
+    A text such as "wi=fp8_block,wo=none", of a command line, names both; the projection that it leaves out is not
+    quantized.
+
+    Raises:
+      ValueError: there is no recipe of a name, or no projection.
+    """
+    if isinstance(recipe, Recipes):
+        return recipe
+    if not isinstance(recipe, str) or "=" not in recipe:
+        one = get_recipe(recipe)
+        return Recipes(one, one)
+    given: dict[str, str | None] = {}
+    for part in recipe.split(","):
+        projection, _, name = (piece.strip() for piece in part.partition("="))
+        if projection not in ("wi", "wo") or projection in given:
+            raise ValueError(f"recipe={recipe!r} must name wi and wo once each, as in 'wi=fp8_block,wo=none'")
+        given[projection] = None if name == "none" else name
+    return Recipes(**given)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from moax.checks import check_float
 from moax.config import MoEConfig
-from moax.recipe import Recipe
+from moax.recipe import Recipes
 
 
 def exportable[T](cls: type[T]) -> type[T]:
@@ -184,14 +184,15 @@ class QuantizedParams[Leaf]:
     `Leaf` is an array, or what stands for one: a PartitionSpec.
 
     Attributes:
-      wi, wo: each weight twice: for products over its rows (forward), and over its columns (dgrad).
-      recipe: the recipe that quantized them.
+      wi, wo: each weight twice: for products over its rows (forward), and over its columns (dgrad). None stands for a
+        weight that its recipe does not quantize.
+      recipe: the recipes that quantized them.
       kernels: the name of the implementation whose form they have.
     """
 
-    wi: tuple[QShard[Leaf], QShard[Leaf]]
-    wo: tuple[QShard[Leaf], QShard[Leaf]]
-    recipe: Recipe
+    wi: tuple[QShard[Leaf], ...] | None
+    wo: tuple[QShard[Leaf], ...] | None
+    recipe: Recipes
     kernels: str
 
 

@@ -54,6 +54,8 @@ def test_unknown_recipes(recipe):
         ("block", 1.5, "a positive int, or None"),
         ("tile", 0, "a positive int"),
         ("tile", None, "a positive int"),
+        ("by_group", True, "False, or True with block=None"),
+        ("by_group", 1, "False, or True with block=None"),
     ],
 )
 def test_formats_that_cannot_be(field, value, remedy):

@@ -18,7 +18,7 @@ from moax.kernels.hopper.formats import find_groups, make_blocks
 from moax.kernels.hopper.pallas.activation import why_not_in_kernels
 from moax.kernels.hopper.pallas.activation_bf16 import activate_grad_rows
 from moax.ops.activation import activation_of
-from moax.recipe import FULL
+from moax.recipe import FULL, Recipes
 from support import lower, some
 
 FALLS_BACK = {"elu", "selu", "celu", "mish"}
@@ -52,7 +52,9 @@ def test_fall_back_to_xla(caplog):
     log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         a = activate(h, act, FULL, groups, weights=weights, amax_over=())
-        back, d_h, _, kept, inner = activate_grad(h, d_a, act, FULL, groups, weights=weights, amax_over=(), keep=True)
+        back, d_h, _, kept, inner = activate_grad(
+            h, d_a, act, Recipes(), groups, weights=weights, amax_over=(), keep=True
+        )
     wide, d_wide = (zero_rows(v, groups.real).astype(jnp.float32) for v in (h[:, 0], d_a))
     want, pull = jax.vjp(jax.nn.mish, wide)
     for got, wanted in ((a, want / 2), (back, want / 2), (d_h, pull(d_wide / 2)[0]), (kept[:, 0], pull(d_wide / 2)[0])):

@@ -87,6 +87,21 @@ def test_one_scale_for_the_tensor():
     assert (by_row.scale == scale).all() and by_row.scale.shape == (1, 128) and by_column.scale.shape == (1, 128)
 
 
+def test_one_scale_for_each_group():
+    """Breaks if a block of rows is scaled, forward or in wgrad, by the scale of another expert's rows."""
+    sizes, scale = jnp.array([70, 0, 128], jnp.int32), np.array([2.0**20, 2.0, 1.0], np.float32)
+    x = jnp.asarray(values(0, 384, 96), jnp.bfloat16)
+    how = lambda x, sizes, s: quantize_rows(x, make_blocks(sizes, 384), scale=s)  # noqa: E731
+    by_row, by_column = interpret(how, x, sizes, scale)
+    of_rows = np.repeat(scale, 128)
+    real = np.arange(256) % 128 < np.repeat([70, 128], 128)
+    want = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / of_rows[:, None], jnp.nan)[:256].astype(E4M3)
+    want = np.where(real[:, None], want.astype(np.float32), 0.0)
+    np.testing.assert_array_equal(by_row.data[:256].astype(np.float32), want)
+    np.testing.assert_array_equal(by_column.data[:, :256].astype(np.float32), want.T)
+    assert (by_row.scale == of_rows[None]).all() and (by_column.scale == scale[:, None]).all()
+
+
 @pytest.mark.parametrize(("dtype", "width"), some([(jnp.float32, 160), (jnp.bfloat16, 192), (jnp.bfloat16, 96)], 1))
 def test_gathered(dtype, width):
     """The block trains on the rows of other tokens, or on what lies past the last one, where an expert is not full."""
@@ -148,7 +163,8 @@ def test_lowers_for_cuda(width):
         x, w = (jax.ShapeDtypeStruct(shape, source) for shape in ((512, width), (2, width, 2880)))
         for options in ({}, {"rows": False, "pow2": True}, {"columns": False, "dtype": E5M2}):
             lower(lambda x, s, options=options: quantize_rows(x, make_blocks(s, 512), **options), x, sizes)
-        lower(lambda x, s: quantize_rows(x, None, scale=s), x, jax.ShapeDtypeStruct((1,), jnp.float32))
+        for blocks in (1, 4):
+            lower(lambda x, s: quantize_rows(x, None, scale=s), x, jax.ShapeDtypeStruct((blocks,), jnp.float32))
         lower(functools.partial(quantize_weight, native=True, transposed=True, pow2=True), w)
         lower(functools.partial(quantize_weight, native=False, transposed=True, dtype=E5M2), w)
 

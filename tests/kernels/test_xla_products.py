@@ -90,8 +90,8 @@ def test_work_is_proportional_to_rows(case, monkeypatch):
     product: every product is counted, the loop over groups unrolled."""
     rows = []
 
-    def counting(a, b, contract, plain=products._dot):
-        y = plain(a, b, contract)
+    def counting(a, b, contract, *dtype, plain=products._dot):
+        y = plain(a, b, contract, *dtype)
         rows.append(y.size * a.shape[contract[0][0][0]] / (K * N))
         return y
 

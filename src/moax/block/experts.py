@@ -54,7 +54,8 @@ def _backward_local(static: BlockSpec, layouts, saved, inputs, w: Weights[Array]
     """Runs backward on one device and returns the gradients of x, the routing weights, and each weight's shard."""
     dx, d_weights, dw = run_backward(static, layouts, saved, inputs, w, quantized, dy)
     d_wi, d_wo = (
-        scatter_gradient(d.astype(static.dtype), layout.gather) for d, layout in zip(dw[:2], layouts, strict=True)
+        scatter_gradient(d.astype(static.grad_dtype), layout.gather, static.grad_reduce)
+        for d, layout in zip(dw[:2], layouts, strict=True)
     )
     return dx, d_weights, d_wi, d_wo, dw.bi, dw.bo
 

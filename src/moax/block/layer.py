@@ -20,6 +20,7 @@ from moax.config import MoEConfig
 from moax.errors import Unsupported
 from moax.kernels import select_kernels
 from moax.mesh.axes import Roles
+from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.partition import MeshView, find_mesh_view
 from moax.mesh.place import constrain, reshard_like
 from moax.mesh.tokens import check_token_axes, find_token_dims, flatten_tokens, unflatten_tokens
@@ -29,7 +30,7 @@ from moax.ops.linear import dense
 from moax.ops.logits import router_logits
 from moax.options import OptionKeywords, Options
 from moax.params import MoEParams, check_leaves, check_params
-from moax.recipe import get_recipe
+from moax.recipe import get_recipes
 from moax.sharding import expert_specs, lay_out, shard_specs
 from moax.types import MoEStats, QuantizedParams, Routing, check_tokens
 
@@ -65,8 +66,8 @@ def moe(
       return_routing: whether `stats.routing` has the routing that was used.
       quantized: wi and wo as `quantize_params` quantized them, with the same options. The block then quantizes no
         weight, and the gradients flow to `params`. None: the block quantizes them, where the recipe does.
-      **keywords: fields of `Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows) that replace
-        those of `options`.
+      **keywords: fields of `Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows,
+        grad_reduce_dtype) that replace those of `options`.
 
     Inside a `shard_map` over all of `axes` the operands are shards, laid out by `param_specs`.
 
@@ -103,7 +104,7 @@ def _moe(
     x, params, quantized, router_input, config: MoEConfig, options: Options, given: Given, mask, return_routing: bool
 ):
     """Runs `moe` with all options in one value, and with what the caller gave for the routing in another one."""
-    recipe, axes, engine = get_recipe(options.recipe), options.axes, options.engine
+    recipe, axes, engine = get_recipes(options.recipe), options.axes, options.engine
     check_token_axes(x, axes)
     view = find_mesh_view(axes, engine, x, params)
     axes = find_token_dims(x, axes, view.roles)
@@ -132,10 +133,10 @@ def _moe(
     w = Weights(params.wi, params.wo, params.bi, params.bo)
     y, dropped, passes = apply_experts(view, static, Inputs(tokens, experts, weights), w, quantized)
     if params.shared_wi is not None and params.shared_wo is not None:
-        how = dict(recipe=recipe, axes=axes, engine=engine, kernels=options.kernels)
-        h = dense(tokens, params.shared_wi, w_spec=declared.shared_wi, **how)
+        how = dict(axes=axes, engine=engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
+        h = dense(tokens, params.shared_wi, recipe=recipe.wi, w_spec=declared.shared_wi, **how)
         a = activate(h, config.activation, config.activation_limit)
-        shared = dense(a, params.shared_wo, w_spec=declared.shared_wo, **how)
+        shared = dense(a, params.shared_wo, recipe=recipe.wo, w_spec=declared.shared_wo, **how)
         if params.shared_gate is None:
             y = view.psum(y + shared, roles.tp)
         else:  # the gate multiplies the whole output, so that each rank of tp has its whole gradient
@@ -165,7 +166,7 @@ def _make_spec(x, params: MoEParams[Array], config: MoEConfig, options: Options,
     `declared` has the spec of each parameter.
     """
     _check_symbolic(x, config, view)
-    roles, recipe = view.roles, get_recipe(options.recipe)
+    roles, recipe = view.roles, get_recipes(options.recipe)
     row_bytes = wire_bytes(x, recipe.wire)
     arguments = dict(
         recipe=recipe,
@@ -176,6 +177,7 @@ def _make_spec(x, params: MoEParams[Array], config: MoEConfig, options: Options,
         kernels=select_kernels(options.kernels, x.dtype, **local_widths(params, config, view)),
         buffer_factor=options.buffer_factor,
         save_rows=options.save_rows,
+        grad_reduce=get_grad_reduce(options.grad_reduce_dtype),
     )
     if options.exchange == "auto":
         possible = [name for name, transport in TRANSPORTS.items() if transport.why_not(view, row_bytes) is None]
@@ -197,8 +199,8 @@ def _check_quantized(quantized: QuantizedParams | None, static: BlockSpec, param
             "kernels= and the dtype of x to moax.quantize_params"
         )
     for name in ("wi", "wo"):
-        sizes, want = getattr(quantized, name)[1].data.shape, getattr(params, name).shape  # of columns, never turned
-        if sizes != want:
+        kept, want = getattr(quantized, name), getattr(params, name).shape
+        if kept is not None and (sizes := kept[1].data.shape) != want:  # of columns, never turned
             raise ValueError(f"quantized.{name} is of a weight {sizes}, and params.{name} has shape {want}")
 
 

@@ -70,7 +70,7 @@ def find_hidden(
 def find_rows(static: BlockSpec, received: Float[Array, "R H"], plan: Plan) -> tuple[Operand, Operand]:
     """Returns the sorted rows [N, H] of received rows [R, H], for the product with wi and for the gradient of wi."""
     groups = static.groups(plan)
-    return static.local.gather_and_quantize(received, plan.source, static.recipe, "x", groups, static.amax_over)
+    return static.local.gather_and_quantize(received, plan.source, static.recipe.wi, "x", groups, static.amax_over)
 
 
 def find_partial(
@@ -85,7 +85,7 @@ def find_partial(
       wo: the gathered weight, as `quantize_and_gather` returns it. bo: [E_local, H] or None.
       saved: the residuals of `find_hidden`.
     """
-    local, recipe, over = static.local, static.recipe, static.amax_over + static.roles.tp
+    local, recipe, over = static.local, static.recipe.wo, static.amax_over + static.roles.tp
     plan, at = saved.plan, static.weights_at
     groups, by_row = static.groups(plan), weights_of_rows(plan, saved.weights)
     early, h = at == "hidden", _weigh(saved.hidden, by_row, groups) if at == "input" else saved.hidden
@@ -125,7 +125,7 @@ def find_gradients(
     rows, h, plan, weights = saved.rows, saved.hidden, saved.plan, saved.weights
     groups, by_row, at_input = static.groups(plan), weights_of_rows(plan, weights), static.weights_at == "input"
 
-    d_o, d_o_columns = local.gather_and_quantize(d_partial, plan.source, recipe, "dy", groups, over)  # [N, H]
+    d_o, d_o_columns = local.gather_and_quantize(d_partial, plan.source, recipe.wo, "dy", groups, over)  # [N, H]
     with jax.named_scope("experts_out"):
         d_a = local.matmul(d_o, wo, groups, dtype, transpose=True)  # [N, F] = [N, H] [E, F, H]^T
     a, d_h, d_h_columns, d_h_plain, inner = local.activate_grad(  # [N, F], [N, G F], [N]
@@ -138,16 +138,16 @@ def find_gradients(
         d_h_plain = _weigh(d_h_plain, by_row, groups)
         every = jnp.arange(d_h_plain.shape[0], dtype=jnp.int32)
         d_h, d_h_columns = local.gather_and_quantize(
-            d_h_plain.reshape(len(every), -1), every, recipe, "dy", groups, over + static.roles.tp
+            d_h_plain.reshape(len(every), -1), every, recipe.wi, "dy", groups, over + static.roles.tp
         )
     with jax.named_scope("experts_out"):
-        d_wo, d_bo = local.wgrad(a, d_o_columns, groups, dtype), None  # [E, F, H] = [N, F]^T [N, H]
+        d_wo, d_bo = local.wgrad(a, d_o_columns, groups, dtype, static.grad_dtype), None  # [E, F, H] = [N, F]^T [N, H]
         if w.bo is not None:
             d_bo, bias_inner = _bias_gradients(static, w.bo, d_partial, plan, groups, by_row)
             inner = inner + bias_inner
     with jax.named_scope("experts_in"):
         d_rows = local.matmul(d_h, wi, groups, dtype, transpose=True)  # [N, H] = [N, G F] [E, H, G F]^T
-        d_wi = local.wgrad(rows, d_h_columns, groups, dtype)  # [E, H, G F] = [N, H]^T [N, G F]
+        d_wi = local.wgrad(rows, d_h_columns, groups, dtype, static.grad_dtype)  # [E, H, G F] = [N, H]^T [N, G F]
         d_bi = None if w.bi is None else local.bias_grad(d_h_plain, groups)
     d_received = permute_backward(static.permute, plan, d_rows)  # [R, H]
     d_weights = weights_from_rows(plan, inner)  # [R, K]

@@ -148,18 +148,18 @@ def find_together(static: BlockSpec, layouts: Layouts) -> Names:
     axes of tokens if one scale holds for a whole tensor. A wi that the caller keeps quantized has the declared layout,
     whatever the layout of the parameter is.
     """
-    roles, recipe = static.roles, static.recipe
+    roles = static.roles
     if static.whole_tensor:
         return roles.tokens
     declared = find_layouts(roles, static.declared.wi, static.declared.wo)
-    both = (*layouts[0].gather, *declared[0].gather) if recipe.w is not None else ()
+    both = (*layouts[0].gather, *declared[0].gather) if static.recipe.wi.w is not None else ()
     gathered = {name for names in both for name in names}
     return tuple(name for name in roles.tokens if name in gathered.union(roles.ep))
 
 
 def _weight_of_rows(static: BlockSpec, layouts: Layouts, w: Weights[Array], wi: Operand, quantized) -> Operand:
     """Returns wi for products over rows in backward, which has it for products over columns."""
-    return wi if static.recipe.w is None else quantize_and_gather(static, w, layouts, "rows", quantized)[0]
+    return wi if static.recipe.wi.w is None else quantize_and_gather(static, w, layouts, "rows", quantized)[0]
 
 
 def _repeat[State](

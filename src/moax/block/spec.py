@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from moax.config import Activation, MoEConfig, gates_of
 from moax.groups import Groups, allot_rows
 from moax.kernels import Implementation, Operand, implementation
 from moax.mesh.axes import Names, Roles
+from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.partition import Contract
 from moax.mesh.specs import Spec, device_spec, spec
 from moax.ops.activation import activation_of
@@ -22,7 +24,7 @@ from moax.ops.exchange import AUTO, TRANSPORTS, ExchangeSpec, allot_slots, excha
 from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
 from moax.ops.products import replicated
 from moax.params import MoEParams
-from moax.recipe import Contracted, Recipe
+from moax.recipe import Contracted, Recipes
 from moax.types import Plan, QuantizedParams, SendPlan
 
 
@@ -70,7 +72,7 @@ class BlockSpec:
     Attributes:
       activation, activation_limit: the activation, as `MoEConfig` has it, and its limit or None.
       weights_at: `output`, `hidden` or `input`: where the routing weights multiply.
-      recipe: the formats of the operands of products.
+      recipe: the formats of the operands of the products with wi and with wo.
       exchange: the spec of dispatch and combine.
       permute: the spec of permute and unpermute.
       permute_more: the same of all passes but the first one. They have half the room: a pass of the loop computes the
@@ -82,12 +84,13 @@ class BlockSpec:
       balanced: the sorted rows of a rank at a balanced load, without padding.
       repeats: whether a routing may need a second pass.
       save_rows: whether forward leaves the sorted rows to backward.
+      grad_reduce: how the gradients of weights are summed; see `moax.Options.grad_reduce_dtype`.
     """
 
     activation: Activation
     activation_limit: float | None
     weights_at: str
-    recipe: Recipe
+    recipe: Recipes
     exchange: ExchangeSpec
     permute: PermuteSpec
     permute_more: PermuteSpec
@@ -98,13 +101,14 @@ class BlockSpec:
     balanced: int
     repeats: bool
     save_rows: bool
+    grad_reduce: GradReduce | None = None
 
     @classmethod
     def make(
         cls,
         config: MoEConfig,
         *,
-        recipe: Recipe,
+        recipe: Recipes,
         transport: str,
         roles: Roles,
         declared: MoEParams[Spec],
@@ -113,6 +117,7 @@ class BlockSpec:
         kernels: str,
         buffer_factor: float | None,
         save_rows: bool,
+        grad_reduce: GradReduce | None = None,
     ) -> BlockSpec:
         """Returns the spec of a block whose shards have `tokens` tokens each.
 
@@ -120,7 +125,7 @@ class BlockSpec:
           config: the sizes of the block and its equations.
           transport: the name of the transport.
           declared: the spec of each parameter, a MoEParams.
-          buffer_factor, save_rows: see `moax.Options`.
+          buffer_factor, save_rows, grad_reduce: see `moax.Options`.
           recipe, roles, dtype, kernels: see the attributes of this class.
         """
         ranks, load = roles.size(roles.ep), tokens * config.top_k
@@ -131,7 +136,8 @@ class BlockSpec:
         received = TRANSPORTS[transport].received_rows(tokens, ranks, slots)
         kept = kept_rows(received, config.top_k, local, capacity)
         room = allot_rows(load, buffer_factor, kept)
-        align, fewer = implementation(kernels).align_rows(recipe), room is not kept and room < kept
+        align = math.lcm(*map(implementation(kernels).align_rows, recipe.both))
+        fewer = room is not kept and room < kept
         wire = recipe.wire
         return cls(
             activation=config.activation,
@@ -150,6 +156,7 @@ class BlockSpec:
             balanced=load,
             repeats=fewer or (slots is not most and slots < most),
             save_rows=save_rows,
+            grad_reduce=grad_reduce,
         )
 
     @classmethod
@@ -179,7 +186,13 @@ class BlockSpec:
     @property
     def whole_tensor(self) -> bool:
         """Whether one scale holds for a whole tensor of rows, so that every pass has a collective of all tokens."""
-        return any(format is not None and format.block is None for format in (self.recipe.x, self.recipe.dy))
+        formats = [format for recipe in self.recipe.both for format in (recipe.x, recipe.dy)]
+        return any(format is not None and format.shared for format in formats)
+
+    @property
+    def grad_dtype(self) -> np.dtype:
+        """The dtype in which the gradients of weights are computed and summed."""
+        return sum_dtype(self.grad_reduce, self.dtype)
 
     @property
     def act(self) -> Callable:
@@ -220,15 +233,15 @@ def quantize_and_gather(
     given `quantized` are gathered alone.
     """
     gathered, local = [], static.local
-    for i, (scope, shard, layout) in enumerate(zip(("experts_in", "experts_out"), w[:2], layouts, strict=True)):
-        with jax.named_scope(scope):
-            if quantized is None:
-                over = split_axes(layout, static.roles)
-                whole = local.quantize_and_gather(shard, static.recipe, contracted, layout.gather, over, static.dtype)
+    given = (None, None) if quantized is None else (quantized.wi, quantized.wo)
+    declared = find_layouts(static.roles, static.declared.wi, static.declared.wo)
+    for i, (shard, kept, recipe) in enumerate(zip((w.wi, w.wo), given, static.recipe.both, strict=True)):
+        with jax.named_scope(("experts_in", "experts_out")[i]):
+            if kept is None:
+                gather, over = layouts[i].gather, split_axes(layouts[i], static.roles)
+                whole = local.quantize_and_gather(shard, recipe, contracted, gather, over, static.dtype)
             else:
-                kept = (quantized.wi, quantized.wo)[i][contracted == "columns"]
-                gather = find_layouts(static.roles, static.declared.wi, static.declared.wo)[i].gather
-                whole = local.gather_shard(kept, static.recipe, contracted, gather)
+                whole = local.gather_shard(kept[contracted == "columns"], recipe, contracted, declared[i].gather)
         gathered.append(whole)
     return gathered
 

@@ -11,7 +11,7 @@ from moax.mesh.axes import Names, Roles
 from moax.mesh.partition import MeshView
 from moax.mesh.specs import Layout, Spec, local_shape, spec, weight_layout
 from moax.params import MoEParams
-from moax.recipe import Recipe
+from moax.recipe import Recipes
 from moax.types import QShard, QuantizedParams
 
 Layouts = tuple[Layout, Layout]  # of wi and wo
@@ -36,8 +36,8 @@ def local_widths(params: MoEParams[Array], config: MoEConfig, view: MeshView) ->
     return {"d_model": config.d_model, "d_ff": params.wo.shape[1] // tp}
 
 
-def kept_specs(recipe: Recipe, kernels: str, roles: Roles, layouts: Layouts, shapes) -> QuantizedParams[Spec]:
-    """Returns a QuantizedParams of specs.
+def kept_specs(recipe: Recipes, kernels: str, roles: Roles, layouts: Layouts, shapes) -> QuantizedParams[Spec]:
+    """Returns a QuantizedParams of specs; None for a weight that its recipe does not quantize.
 
     Args:
       recipe, kernels: those of the quantized weights.
@@ -47,8 +47,10 @@ def kept_specs(recipe: Recipe, kernels: str, roles: Roles, layouts: Layouts, sha
     """
     kept = (roles.ep, (), (), roles.tp), (roles.ep, roles.tp, ())
     wi, wo = (
-        (_shard_specs(recipe, kernels, roles, *of, "rows"), _shard_specs(recipe, kernels, roles, *of, "columns"))
-        for of in zip(layouts, kept, shapes, strict=True)
+        tuple(_shard_specs(own, kernels, roles, layout, axes, shape, over) for over in ("rows", "columns"))
+        if own.w is not None
+        else None
+        for own, layout, axes, shape in zip(recipe.both, layouts, kept, shapes, strict=True)
     )
     return QuantizedParams(wi, wo, recipe, kernels)
 

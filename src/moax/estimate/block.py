@@ -14,12 +14,13 @@ from moax.errors import Unsupported
 from moax.estimate.hardware import Hardware
 from moax.kernels import IMPLEMENTATIONS, is_installed, takes_fp8
 from moax.mesh.axes import Axes, Roles
+from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.specs import Layout, local_shape, spec, weight_layout
 from moax.ops.exchange import TRANSPORTS, ExchangeSpec, Transport, find_transport, refuse
 from moax.ops.exchange.plan import balanced_rows
 from moax.ops.permutation import PermuteSpec, sorted_rows
 from moax.params import param_shapes
-from moax.recipe import Recipe
+from moax.recipe import Recipe, Recipes
 from moax.sharding import dense_spec_on, expert_specs
 
 
@@ -28,25 +29,36 @@ class Execution:
     """How a block runs, and in which dtypes.
 
     Attributes:
-      recipe: the formats of its products.
+      recipe: the formats of its products with wi and with wo.
       exchange: `auto`, or the name of a transport.
       kernels: the implementation of its products.
       buffer_factor, save_rows: see `moax.Options`.
+      grad_reduce: how gradients of weights are summed; see `moax.Options.grad_reduce_dtype`.
       remat: whether backward recomputes the forward pass.
       dtype: dtype of activations.
       param_dtype: dtype of parameters and their gradients.
       axes: the roles of the mesh axes.
     """
 
-    recipe: Recipe
+    recipe: Recipes
     exchange: str
     kernels: str
     buffer_factor: float | None
     save_rows: bool
+    grad_reduce: GradReduce | None
     remat: bool
     dtype: str
     param_dtype: str
     axes: Axes
+
+    @property
+    def grad_dtype(self) -> str:
+        """The dtype in which gradients of weights are computed and summed."""
+        return sum_dtype(self.grad_reduce, self.dtype).name
+
+    def recipe_of(self, name: str) -> Recipe:
+        """Returns the recipe of the weight `name`, such as "wi" or "shared_wi"."""
+        return self.recipe.wi if name.endswith("wi") else self.recipe.wo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,10 +156,10 @@ class Shard:
 
         A pass after the first one needs wi for both in backward.
         """
-        options, w = self.options, self.options.recipe.w
+        options, w = self.options, self.options.recipe.wi.w
         if w is None:
             return False
-        fp8 = takes_fp8(options.kernels, options.recipe)
+        fp8 = takes_fp8(options.kernels, options.recipe.wi)
         return fp8 or w.weight_block(4, "rows") != w.weight_block(4, "columns")
 
     def weight(self, name: str) -> tuple[int, ...]:

@@ -7,15 +7,15 @@ import json
 import math
 from pathlib import Path
 
-from moax.arguments import factor, mesh_of
+from moax.arguments import GRAD_REDUCE_HELP, RECIPE_NAMES, factor, mesh_of, recipe_of
 from moax.config import MoEConfig
 from moax.estimate import Estimate, estimate, sweep
 from moax.estimate.hardware import HARDWARE
 from moax.estimate.wires import WIRES
 from moax.mesh.axes import ROLES
+from moax.mesh.collectives import GRAD_REDUCE
 from moax.models import MODELS
 from moax.ops.exchange import EXCHANGES
-from moax.recipe import RECIPES
 from moax.text import align, plural
 
 USAGE = "moax estimate [--model NAME] (--mesh AXES | --gpus N [--sweep]) [options]"
@@ -49,7 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--top", type=int, default=10, metavar="N", help="length of the ranking (default: %(default)s)")
     add("--tokens", type=int, default=4096, metavar="T", help="tokens of a GPU in a step (default: %(default)s)")
     add("--hardware", default="h200", metavar="NAME", help=f"the GPU: {gpus} (default: %(default)s)")
-    add("--recipe", choices=("none", *RECIPES), default="none", help="how products are quantized (default: none)")
+    add("--recipe", type=recipe_of, default="none", metavar="NAME", help=f"how products are quantized: {RECIPE_NAMES} "
+        "(default: none)")  # fmt: skip
     add("--exchange", choices=EXCHANGES, help="how tokens reach their experts (default: the fastest that fits)")
     add("--capacity-factor", type=float, metavar="X", help="bound the rows of a rank at X times the even load")
     add("--buffer-factor", type=factor, default=1.25, metavar="X", help="buffers for X times the balanced load; none: "
@@ -62,6 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="keep the sorted rows for backward (default: keep them)",
     )
+    add("--grad-reduce-dtype", choices=GRAD_REDUCE, help=f"{GRAD_REDUCE_HELP} (default: that of activations)")
     add(
         "--kernels",
         choices=("auto", "hopper", "xla"),
@@ -96,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         buffer_factor=None if math.isinf(args.buffer_factor) else args.buffer_factor,
         imbalance=args.imbalance,
         save_rows=args.save_rows,
+        grad_reduce_dtype=args.grad_reduce_dtype,
         kernels=args.kernels,
     )
     if mesh:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
+
 from moax.estimate.block import Shard
 from moax.kernels import takes_fp8
 from moax.recipe import Format
@@ -94,14 +96,14 @@ def _hidden_bytes(s: Shard, rows: int) -> int:
 
 def _sorted_bytes(s: Shard, rows: int) -> int:
     """Returns the bytes of so many sorted rows as wgrad takes them."""
-    return _rows_bytes(rows, s.config.d_model, s.options.recipe.x, s.item)
+    return _rows_bytes(rows, s.config.d_model, s.options.recipe.wi.x, s.item)
 
 
 def _rows_bytes(rows: int, width: int, format: Format | None, item: int) -> int:
     """Returns the bytes of rows [rows, width] as wgrad takes them: values, and a scale for each block of rows."""
     if format is None:
         return rows * width * item
-    scales = 1 if format.block is None else -(-rows // format.block) * width
+    scales = rows if format.by_group else 1 if format.block is None else -(-rows // format.block) * width
     return rows * width + scales * (1 if format.scale == "e8m0" else 4)
 
 
@@ -113,24 +115,30 @@ def _plan_bytes(s: Shard) -> int:
 
 def _gathered(s: Shard) -> int:
     """Returns the bytes of `Memory.gathered` in the first pass."""
-    cast = s.options.dtype != s.options.param_dtype
+    cast = s.options.grad_dtype != s.options.param_dtype
 
     def unscattered(name: str) -> int:
-        return math.prod(s.whole(name)) * s.item * (cast or any(s.layouts[name].gather))
+        return math.prod(s.whole(name)) * _gradient_item(s) * (cast or any(s.layouts[name].gather))
 
     return max(_taken(s, name) + unscattered(name) for name in s.layouts)
 
 
 def _gathered_by_loop(s: Shard) -> int:
     """Returns the bytes of `Memory.gathered` in a pass of the loop."""
-    gradients = [math.prod(s.whole(name)) * s.item for name in ("wi", "wo")]
+    gradients = [math.prod(s.whole(name)) * _gradient_item(s) for name in ("wi", "wo")]
     return _taken(s, "wi") * (2 if s.gathered_apart else 1) + _taken(s, "wo") + sum(gradients) + max(gradients)
+
+
+def _gradient_item(s: Shard) -> int:
+    """Returns the bytes of an element of the gradient of a weight before it is summed."""
+    return np.dtype(s.options.grad_dtype).itemsize
 
 
 def _taken(s: Shard, name: str) -> int:
     """Returns the bytes of the copy of a weight that products take; 0 where they take the weight itself."""
-    copied = s.options.recipe.w is not None or s.options.dtype != s.options.param_dtype or any(s.layouts[name].gather)
-    return math.prod(s.whole(name)) * (1 if s.options.recipe.w else s.item) * copied
+    quantized = s.options.recipe_of(name).w is not None
+    copied = quantized or s.options.dtype != s.options.param_dtype or any(s.layouts[name].gather)
+    return math.prod(s.whole(name)) * (1 if quantized else s.item) * copied
 
 
 def _exchange_bytes(s: Shard) -> int:
@@ -147,6 +155,6 @@ def _workspace(s: Shard, rows: int) -> int:
     has been used. Dequantized operands live one at a time, and are not the widest.
     """
     width, hidden = s.config.d_model, s.whole("wo")[1]
-    if takes_fp8(s.options.kernels, s.options.recipe):
+    if all(takes_fp8(s.options.kernels, recipe) for recipe in s.options.recipe.both):
         return rows * (2 * width + (s.item + 1) * hidden)
     return rows * (width + 2 * hidden) * s.item

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from jax.typing import DTypeLike
+
 from moax.config import MoEConfig
 from moax.estimate.block import Execution, find_kernels, make_shard
 from moax.estimate.hardware import Hardware, find_hardware
@@ -16,10 +18,11 @@ from moax.estimate.times import Stage, Wires, work
 from moax.estimate.wires import DIRECTIONS, Transfer, transfers
 from moax.kernels import IMPLEMENTATIONS, takes_fp8
 from moax.mesh.axes import Axes
+from moax.mesh.collectives import get_grad_reduce
 from moax.models import find_model
 from moax.ops.exchange import TRANSPORTS, Exchange
 from moax.options import check_buffer_factor
-from moax.recipe import Recipe, get_recipe
+from moax.recipe import Recipe, Recipes, get_recipes
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -134,7 +137,7 @@ def estimate(
     config_or_name: MoEConfig | str,
     mesh_shape: Mapping[str, int],
     tokens: int,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | Recipes | None = None,
     hardware: str | Hardware = "h200",
     layers: int | None = None,
     *,
@@ -147,6 +150,7 @@ def estimate(
     kernels: Literal["auto", "hopper", "xla"] = "auto",
     buffer_factor: float | None = 1.25,
     save_rows: bool = True,
+    grad_reduce_dtype: DTypeLike | None = None,
     imbalance: float = 1.0,
     axes: Axes = Axes(),
 ) -> Estimate:
@@ -169,8 +173,8 @@ def estimate(
       optimizer_bytes: bytes of the optimizer's state for each parameter; two float32 moments have 8.
       kernels: the implementation of the products. `auto` takes the fastest that moax has for the hardware. The Hopper
         kernels start each expert at a multiple of 128 rows.
-      buffer_factor, save_rows: the arguments of `moax.moe`. The memory holds the loop of passes, and the times and
-        bytes are those of one pass.
+      buffer_factor, save_rows, grad_reduce_dtype: the arguments of `moax.moe`. The memory holds the loop of passes, and
+        the times and bytes are those of one pass.
       imbalance: the assignments of the busiest rank of ep, as a multiple of the balanced load, for `Estimate.passes`.
       axes: roles of the mesh axes.
 
@@ -202,11 +206,12 @@ def estimate(
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
     on = find_hardware(hardware)
     options = Execution(
-        recipe=get_recipe(recipe),
+        recipe=get_recipes(recipe),
         exchange=exchange,
         kernels=find_kernels(kernels, on),
         buffer_factor=buffer_factor,
         save_rows=save_rows,
+        grad_reduce=get_grad_reduce(grad_reduce_dtype),
         remat=remat,
         dtype=dtype,
         param_dtype=param_dtype,
@@ -214,7 +219,7 @@ def estimate(
     )
     of_shard = tokens * math.prod(sizes.get(name, 1) for name in axes.tp)
     shard = make_shard(config, sizes, of_shard, options, on)
-    plain = dataclasses.replace(shard, options=dataclasses.replace(options, recipe=get_recipe(None)))
+    plain = dataclasses.replace(shard, options=dataclasses.replace(options, recipe=get_recipes(None)))
     moved, wires = transfers(shard), Wires(on, tuple(sizes.items()))
     stages = [*work(shard, on), *wires.stages(moved)]
     gathers = [t for t in transfers(plain) if t.what == "weight gather"]
@@ -244,12 +249,15 @@ def estimate(
 def _rates(options: Execution, on: Hardware) -> str:
     """Returns the sentences that say which rates the times have."""
     recipe, name = options.recipe, options.kernels
-    fp8, quantized = takes_fp8(name, recipe), any(f is not None for f in (recipe.x, recipe.w, recipe.dy))
-    text = f"Products run on kernels {name!r}, in {'FP8' if fp8 else 'bf16'}; their rates are {on.basis}."
-    if not quantized or fp8:
+    fast = [takes_fp8(name, one) for one in recipe.both]
+    slow = [one for one in recipe.both if any((one.x, one.w, one.dy)) and not takes_fp8(name, one)]
+    of_wi, of_wo = ("FP8" if one else "bf16" for one in fast)
+    dtypes = of_wi if of_wi == of_wo else f"{of_wi} with wi and {of_wo} with wo"
+    text = f"Products run on kernels {name!r}, in {dtypes}; their rates are {on.basis}."
+    if not slow:
         return text
     text += " Operands of this recipe are dequantized before products"
-    others = [other for other in IMPLEMENTATIONS if takes_fp8(other, recipe)]
+    others = [other for other in IMPLEMENTATIONS if all(takes_fp8(other, one) for one in slow)]
     missing = others and not any(other in on.products for other in others)
     return text + (f": moax has no FP8 kernels for {on.name}." if missing else ".")
 
@@ -258,7 +266,7 @@ def sweep(
     config_or_name: MoEConfig | str,
     gpus: int,
     tokens: int,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | Recipes | None = None,
     hardware: str | Hardware = "h200",
     layers: int | None = None,
     *,

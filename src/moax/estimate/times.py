@@ -112,15 +112,14 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
       on: the GPU.
     """
     c, item, options = s.config, s.item, s.options
-    products = on.products[options.kernels]
-    fp8 = takes_fp8(options.kernels, options.recipe)
-    rates = products.fp8 if fp8 and products.fp8 is not None else products.bf16
-    dense = rates if fp8 else on.dense
-    byte = 1 if fp8 else item
+    products, both = on.products[options.kernels], ("wi", "wo")
+    fp8 = {w: takes_fp8(options.kernels, options.recipe_of(w)) for w in both}
+    rates = {w: products.fp8 if fp8[w] and products.fp8 is not None else products.bf16 for w in both}
+    dense = {w: rates[w] if fp8[w] else on.dense for w in both}
+    byte = {w: 1 if fp8[w] else item for w in both}
     rows, received = s.tokens * c.top_k, s.received
     experts, hidden = s.whole("wo")[:2]
     shared = s.shapes["shared_wo"][0] if c.shared_d_ff else 0
-    local = sum(math.prod(s.shapes[n]) for n in s.layouts)
 
     def stage(name, direction, moved, flops=0.0, rate=1.0):
         """Returns a stage that moves `moved` bytes of device memory and does `flops` at `rate` FLOP/s."""
@@ -128,54 +127,65 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
         return Stage(name, direction, max(times), "compute" if times[0] > times[1] else "memory", flops, moved)
 
     def product(name, direction, kind, width, out):
-        """Returns the product of all rows with matrices [width, out]; kind 0 is forward, 1 dgrad, 2 wgrad."""
-        moved = byte * (rows * width + experts * width * out) + item * rows * out
+        """Returns the product of all rows with matrices [width, out]; kind 0 is forward, 1 dgrad, 2 wgrad.
+
+        The name ends in that of the weight.
+        """
+        w = name[-2:]
+        moved = byte[w] * (rows * width + experts * width * out) + item * rows * out
         if kind == 2:
-            moved = byte * rows * (width + out) + item * experts * width * out
-        return stage(name, direction, moved, 2.0 * rows * width * out, rates[kind])
+            moved = byte[w] * rows * (width + out) + item * experts * width * out
+        return stage(name, direction, moved, 2.0 * rows * width * out, rates[w][kind])
 
     def shared_products(direction, kind):
         """Returns both products of the shared expert; `kind` as of `product`."""
-        flops = 2.0 * s.tokens * c.d_model * (c.gates + 1) * shared
-        return stage("shared expert", direction, s.tokens * (c.d_model + 3 * shared) * item, flops, dense[kind])
+        one = 2.0 * s.tokens * c.d_model * shared  # wi has `gates` of these, and wo one
+        flops, seconds = one * (c.gates + 1), one * (c.gates / dense["wi"][kind] + 1 / dense["wo"][kind])
+        moved = s.tokens * (c.d_model + 3 * shared) * item
+        return stage("shared expert", direction, moved, flops, flops / seconds)
 
-    def enter(direction, form, kept):
+    def enter(direction, form, w, kept):
         """Yields the stages that sort rows by expert and quantize them.
 
-        Where products are FP8 and scales are of blocks, one read sorts the rows and quantizes them by rows and by
-        columns. Otherwise, and where `kept` says that a bias needs the plain rows too, a stage of its own sorts them.
-        Rows are dequantized where products are not FP8.
+        Where the product with the weight `w` is FP8 and scales are of blocks, one read sorts the rows and quantizes
+        them by rows and by columns. Otherwise, and where `kept` says that a bias needs the plain rows too, a stage of
+        its own sorts them. Rows are dequantized where products are not FP8.
         """
-        width, fused = c.d_model, form is not None and fp8 and form.block is not None
+        width, fused = c.d_model, form is not None and fp8[w] and form.block is not None
         if kept or not fused:
             yield stage("permute", direction, 2 * rows * width * item)
         if form is not None:
-            moved = item + 2 + (0 if fp8 else 2 * (1 + item))
+            moved = item + 2 + (0 if fp8[w] else 2 * (1 + item))
             yield stage("permute, quantize" if fused else "quantize rows", direction, rows * width * moved)
 
     route = 2.0 * s.tokens * c.d_model * c.num_experts * 3
-    quantized = options.recipe.w is not None
-    taken = local * (s.param_item + (1 if quantized else item)) if quantized or item != s.param_item else 0
-    take = "quantize weights" if quantized else "cast weights"
+    quantized = {name: options.recipe_of(name).w is not None for name in s.layouts}
+    taken = sum(
+        math.prod(s.shapes[name]) * (s.param_item + (1 if q else item))
+        for name, q in quantized.items()
+        if q or item != s.param_item
+    )
+    take = "quantize weights" if any(quantized.values()) else "cast weights"
     for direction in ("forward", "recompute") if options.remat else ("forward",):
         yield stage("route", direction, s.tokens * (c.d_model * item + 12 * c.num_experts), route, on.dense[0])
-        yield from enter(direction, options.recipe.x, False)
+        yield from enter(direction, options.recipe.wi.x, "wi", False)
         if taken:
             yield stage(take, direction, taken)
         yield product("product wi", direction, 0, c.d_model, c.gates * hidden)
         if direction == "forward":
-            yield stage("activate", direction, rows * hidden * (c.gates * item + byte))
+            yield stage("activate", direction, rows * hidden * (c.gates * item + byte["wo"]))
             yield product("product wo", direction, 0, hidden, c.d_model)
             yield stage("unpermute", direction, (rows + received) * c.d_model * item)
         if shared:
             yield shared_products(direction, 0)
     if not s.block.save_rows:
-        yield from enter("recompute", options.recipe.x, False)
-    yield from enter("backward", options.recipe.dy, c.use_bias)
+        yield from enter("recompute", options.recipe.wi.x, "wi", False)
+    yield from enter("backward", options.recipe.wo.dy, "wo", c.use_bias)
     if taken:
         yield stage(take, "backward", taken)
     yield product("dgrad wo", "backward", 1, c.d_model, hidden)
-    yield stage("activate", "backward", rows * hidden * (item * (c.gates + 1) + (1 + c.gates) * (2 if fp8 else item)))
+    made = (2 if fp8["wo"] else item) + c.gates * (2 if fp8["wi"] else item)
+    yield stage("activate", "backward", rows * hidden * (item * (c.gates + 1) + made))
     yield product("wgrad wo", "backward", 2, hidden, c.d_model)
     yield product("dgrad wi", "backward", 1, c.gates * hidden, c.d_model)
     yield product("wgrad wi", "backward", 2, c.d_model, c.gates * hidden)

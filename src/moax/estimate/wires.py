@@ -71,7 +71,7 @@ def _forward(s: Shard, direction: Direction) -> Iterator[Transfer]:
     c, r, options, full = s.config, s.roles, s.options, direction == "forward"
     for name in s.layouts:
         if full or name.endswith("wi"):
-            yield from gathers(s, name, options.recipe.w, "rows", direction)
+            yield from gathers(s, name, options.recipe_of(name).w, "rows", direction)
     yield from _exchanged(s, "dispatch", direction, exchange.dispatch_cost)
     if full:
         yield from _exchanged(s, "combine", direction, exchange.combine_cost)
@@ -89,7 +89,7 @@ def _backward(s: Shard) -> Iterator[Transfer]:
     """Yields the transfers of the backward pass, without the recomputation."""
     c, r, options = s.config, s.roles, s.options
     for name in s.layouts:
-        yield from gathers(s, name, options.recipe.w, "columns", "backward")
+        yield from gathers(s, name, options.recipe_of(name).w, "columns", "backward")
         yield from _scatters(s, name)
     if not s.block.save_rows:
         yield from _exchanged(s, "dispatch", "recompute", exchange.combine_backward_cost)
@@ -152,13 +152,18 @@ def _scales(s: Shard, name: str, format: Format, contracted: Contracted) -> tupl
 def _scatters(s: Shard, name: str) -> Iterator[Transfer]:
     """Yields the reduce-scatters of the gradient of the weight `name`, and its all-reduce over the other axes."""
     gather, sizes, options = s.layouts[name].gather, list(s.whole(name)), s.options
+    scattered = tuple(n for names in gather for n in names)
+    in_pieces = options.grad_reduce == "bfloat16_sum_float32"
     for dim, names in reversed(tuple(enumerate(gather))):
         sizes[dim] //= s.roles.size(names)
-        yield from _move(s, "gradient scatter", "backward", "reduce-scatter", options.dtype, sizes, names)
+        if not in_pieces:
+            yield from _move(s, "gradient scatter", "backward", "reduce-scatter", options.grad_dtype, sizes, names)
+    if in_pieces:
+        pieces = (s.roles.size(scattered), *sizes)
+        yield from _move(s, "gradient scatter", "backward", "all-to-all", "uint16", pieces, scattered)
     shared = name.startswith("shared")
-    scattered = {n for names in gather for n in names}
     left = tuple(n for n in (s.roles.tokens if shared else s.roles.same_experts) if n not in scattered)
-    dtype = options.param_dtype if shared else options.dtype
+    dtype = options.param_dtype if shared and options.grad_reduce is None else options.grad_dtype
     yield from _move(s, "gradient reduce", "backward", "all-reduce", dtype, sizes, left)
 
 

@@ -18,3 +18,4 @@ from moax.inspect.program import collectives as collectives
 from moax.inspect.program import table as table
 from moax.inspect.program import total_bytes as total_bytes
 from moax.inspect.program import weight_gathers as weight_gathers
+from moax.inspect.program import weight_scatters as weight_scatters

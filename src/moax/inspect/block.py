@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from moax.config import MoEConfig
-from moax.inspect.program import Collective, collectives, table, total_bytes, weight_gathers
+from moax.inspect.program import Collective, collectives, table, total_bytes, weight_gathers, weight_scatters
 from moax.mesh.axes import Axes
 from moax.mesh.place import named
 from moax.mesh.specs import check_divides
-from moax.options import Engine
+from moax.options import Engine, Options
 from moax.params import param_shapes
-from moax.recipe import Recipe
+from moax.recipe import Recipe, Recipes
 from moax.sharding import param_specs, token_spec
 
 
@@ -23,7 +23,7 @@ def inspect_block(
     config: MoEConfig,
     *,
     tokens: int,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | Recipes | None = None,
     exchange: str = "auto",
     engine: Engine = "auto",
     mesh: jax.sharding.Mesh | None = None,
@@ -31,6 +31,7 @@ def inspect_block(
     param_dtype: jax.typing.DTypeLike = jnp.float32,
     axes: Axes = Axes(),
     backward: bool = True,
+    grad_reduce_dtype: jax.typing.DTypeLike | None = None,
 ) -> list[Collective]:
     """Compiles `y, stats = moax.moe(x, params, config)` on a mesh, and lists its collectives; it runs nothing.
 
@@ -39,7 +40,7 @@ def inspect_block(
     Args:
       config: the block.
       tokens: rows of x [tokens, H] of the whole mesh; x is sharded over the token axes, dp, fsdp, ep and cp.
-      recipe, exchange, engine: the arguments of `moax.moe`.
+      recipe, exchange, engine, grad_reduce_dtype: the arguments of `moax.moe`.
       mesh: the mesh; None takes the mesh that `jax.set_mesh` set.
       dtype: dtype of x, and of the operands of products.
       param_dtype: dtype of the parameters, which lie as `moax.param_specs` says.
@@ -67,7 +68,8 @@ def inspect_block(
     )
 
     def forward(params, x):
-        return moe(x, params, config, recipe=recipe, axes=axes, exchange=exchange, engine=engine)
+        options = Options(recipe, axes, exchange, engine=engine, grad_reduce_dtype=grad_reduce_dtype)
+        return moe(x, params, config, options)
 
     def loss(params, x):
         y, stats = forward(params, x)
@@ -90,7 +92,7 @@ class Report:
       axes: the roles of the mesh axes.
     """
 
-    recipe: str | Recipe | None
+    recipe: str | Recipe | Recipes | None
     found: list[Collective]
     plain: list[Collective]
     axes: Axes
@@ -105,22 +107,38 @@ class Report:
         """Bytes of weights that one device sends over fsdp in one call without quantization."""
         return total_bytes(weight_gathers(self.plain, self.axes))
 
+    @property
+    def summed(self) -> list[Collective]:
+        """The collectives that sum gradients of weights: `weight_scatters`, and the all-reduces over other axes."""
+        names = (".wi", ".wo", ".shared_wi", ".shared_wo")
+        rest = [c for c in self.found if c.kind == "all-reduce" and any(v.name.endswith(names) for v in c.reaches)]
+        return [*weight_scatters(self.found, self.axes), *rest]
+
     def __str__(self) -> str:
         text = f"weight gathers: a device sends {self.gathered:,} bytes"
         if self.recipe is not None and self.plain_gathered:
             ratio = self.gathered / self.plain_gathered
             text += f", {ratio:.3f} of the {self.plain_gathered:,} bytes without quantization"
+        if self.summed:
+            kinds: dict[str, list[Collective]] = {}
+            for c in self.summed:
+                kinds.setdefault(f"{c.kind} {c.dtype}", []).append(c)
+            parts = ", ".join(f"{total_bytes(members):,} by {kind}" for kind, members in kinds.items())
+            text += f"\nweight gradients: a device sends {total_bytes(self.summed):,} bytes: {parts}"
         return f"{table(self.found)}\n\n{text}"
 
 
-def report(config: MoEConfig, *, recipe: str | Recipe | None = None, axes: Axes = Axes(), **options: Any) -> Report:
+def report(
+    config: MoEConfig, *, recipe: str | Recipe | Recipes | None = None, axes: Axes = Axes(), **options: Any
+) -> Report:
     """Lists the collectives of the block with a recipe beside those of the block without one.
 
     Args:
       config: the block.
       recipe: the argument of `moax.moe`; None makes both sides the same.
       axes: the roles of the mesh axes.
-      options: the other arguments of `inspect_block`: tokens, mesh, exchange, engine, dtype, param_dtype, backward.
+      options: the other arguments of `inspect_block`: tokens, mesh, exchange, engine, dtype, param_dtype, backward,
+        grad_reduce_dtype.
 
     Returns:
       A `Report`, which `moax inspect` prints. Its `gathered` and `plain_gathered` are the bytes of weights and scales

@@ -10,7 +10,18 @@ import jax
 from jaxtyping import PyTree
 
 from moax.inspect.flow import Value
-from moax.inspect.program import Collective, Over, Program, axis_names, join, named_mesh_of, read, table, weight_gathers
+from moax.inspect.program import (
+    Collective,
+    Over,
+    Program,
+    axis_names,
+    join,
+    named_mesh_of,
+    read,
+    table,
+    weight_gathers,
+    weight_scatters,
+)
 from moax.mesh.axes import Axes, Names, as_names
 from moax.mesh.specs import AnyMesh
 from moax.text import plural
@@ -94,8 +105,8 @@ def assert_reduce_scattered(
 ) -> list[Collective]:
     """Asserts that weight gradients are reduce-scattered over `axes`.
 
-    The program must have a reduce-scatter over `axes`, and no all-reduce over `axes` of `min_elements` floats or more.
-    Arguments, result and errors are those of `assert_no_wide_weight_gather`.
+    The program must have one of `moax.inspect.weight_scatters` over `axes`, and no all-reduce over `axes` of
+    `min_elements` floats or more. Arguments, result and errors are those of `assert_no_wide_weight_gather`.
 
     Where jit's own partitioner reduces gradients, the CPU compiler makes an all-reduce and a slice, and fails this
     check; a GPU's compiler makes one reduce-scatter.
@@ -105,7 +116,7 @@ def assert_reduce_scattered(
     over = [c for c in found if set(names) & set(c.axes)]
     offenders = [c for c in over if c.kind == "all-reduce" and _is_float(c) and c.size >= least]
     _refuse(offenders, "all-reduce", f"over {join(names)} of {least} floats or more:")
-    if not any(c.kind == "reduce-scatter" for c in over):
+    if not weight_scatters(over, names):
         raise AssertionError(f"no reduce-scatter over {join(names)}; the collectives are\n{table(found)}")
     return found
 

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         mesh=mesh_over_devices(sizes),
         dtype=args.dtype or "bfloat16",
         backward=not args.forward_only,
+        grad_reduce_dtype=args.grad_reduce_dtype,
     )
     if args.json:
         listed = [

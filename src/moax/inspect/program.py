@@ -147,6 +147,23 @@ def weight_gathers(found: Iterable[Collective], axes: Over = "fsdp") -> list[Col
     return [c for c in found if c.kind == "all-gather" and set(axis_names(axes)) & set(c.axes)]
 
 
+def weight_scatters(found: Iterable[Collective], axes: Over = "fsdp") -> list[Collective]:
+    """Selects the collectives that sum gradients of weights over any of `axes`, and leave each device its shard.
+
+    They are reduce-scatters, and the all-to-alls of `grad_reduce_dtype="bfloat16_sum_float32"`, whose elements are
+    uint16.
+
+    Args:
+      found, axes: as for `weight_gathers`.
+
+    Returns:
+      The collectives, in the order of `found`.
+    """
+    names = set(axis_names(axes))
+    over = [c for c in found if names & set(c.axes)]
+    return [c for c in over if c.kind == "reduce-scatter" or (c.kind, c.dtype) == ("all-to-all", "uint16")]
+
+
 def table(found: Iterable[Collective]) -> str:
     """Returns the collectives as a table of text.
 

@@ -26,7 +26,7 @@ from moax.backend import log_once, platform
 from moax.errors import Unsupported
 from moax.groups import Groups
 from moax.mesh.axes import Names
-from moax.recipe import Contracted, Format, Recipe
+from moax.recipe import Contracted, Format, Recipe, Recipes
 from moax.types import QArray, QShard
 
 # `auto` takes the first that can run. `xla` runs everywhere, so `auto` takes no implementation after it.
@@ -171,8 +171,13 @@ class Implementation(Protocol):
         """
         ...
 
-    def wgrad(self, x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike) -> Float[Array, "E K N"]:
-        """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32."""
+    def wgrad(
+        self, x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None
+    ) -> Float[Array, "E K N"]:
+        """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32.
+
+        `dtype` is that of operands that are not FP8. `out_dtype` is that of dw; None means `dtype`.
+        """
         ...
 
     def bias_grad(self, dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
@@ -186,10 +191,12 @@ class Implementation(Protocol):
         ...
 
     def activate_grad(
-        self, h: Array, d_a: Array, act: Callable, recipe: Recipe, groups: Groups, *,
+        self, h: Array, d_a: Array, act: Callable, recipes: Recipes, groups: Groups, *,
         weights: Array | None, amax_over: Names, keep: bool,
     ) -> tuple[Operand, Operand, Operand, Any, Float[Array, " N"]]:  # fmt: skip
         """Computes the backward of `activate`. d_a [N, F] is the gradient before the weights multiply it.
+
+        The product with wo takes a, and the product with wi takes d_h, each by its own recipe.
 
         Returns:
           a for wgrad, times the weights; d_h for dgrad; d_h for wgrad; d_h [N, G, F] if `keep`, else None; and inner

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
+from typing import Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from moax.mesh.axes import Names
+
+GradReduce = Literal["float32", "bfloat16", "bfloat16_sum_float32"]
+GRAD_REDUCE: tuple[GradReduce, ...] = get_args(GradReduce)
 
 
 def gather_weight(w: Array, gather: Sequence[Names]) -> Array:
@@ -24,9 +31,21 @@ def gather_weight(w: Array, gather: Sequence[Names]) -> Array:
     return w
 
 
-def scatter_gradient(dw: Array, gather: Sequence[Names]) -> Array:
-    """Reduce-scatters a gradient: the transpose of `gather_weight`. It sums over the axes and returns one shard."""
+def scatter_gradient(dw: Array, gather: Sequence[Names], reduce: GradReduce | None = None) -> Array:
+    """Reduce-scatters a gradient: the transpose of `gather_weight`. It sums over the axes and returns one shard.
+
+    Args:
+      dw: this device's part of the gradient of the whole weight.
+      gather: the axes that gathered each dim of the weight.
+      reduce: None sums in the dtype of dw; for the others see `moax.Options.grad_reduce_dtype`.
+
+    Returns:
+      The shard, in `sum_dtype(reduce, dw.dtype)`.
+    """
     with jax.named_scope("scatter_gradient"):
+        dw = dw.astype(sum_dtype(reduce, dw.dtype))
+        if reduce == "bfloat16_sum_float32":
+            return _sum_pieces(dw, gather)
         for dim, names in reversed(tuple(enumerate(gather))):
             dw = lax.psum_scatter(dw, names, scatter_dimension=dim, tiled=True) if names else dw
     return dw
@@ -42,6 +61,47 @@ def take_shard(x: Array, gather: Sequence[Names]) -> Array:
             size = x.shape[dim] // lax.axis_size(names)
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)
     return x
+
+
+def sum_dtype(reduce: GradReduce | None, dtype: DTypeLike) -> np.dtype:
+    """Returns the dtype in which gradients of weights are summed; `dtype` is that of None."""
+    return np.dtype(dtype if reduce is None else "bfloat16" if reduce == "bfloat16" else "float32")
+
+
+def get_grad_reduce(reduce: DTypeLike | None) -> GradReduce | None:
+    """Returns the name of a `grad_reduce_dtype`, which is None, one of `GRAD_REDUCE`, or a dtype such as jnp.float32.
+
+    Raises:
+      ValueError: it is none of them.
+    """
+    if reduce is None:
+        return None
+    try:
+        name = reduce if isinstance(reduce, str) else np.dtype(reduce).name
+    except TypeError:
+        name = None
+    if name not in GRAD_REDUCE:
+        names = ", ".join(map(repr, GRAD_REDUCE))
+        raise ValueError(f"grad_reduce_dtype={reduce!r} must be one of {names}, or None for the dtype of x")
+    return cast(GradReduce, name)
+
+
+def _sum_pieces(dw: Array, gather: Sequence[Names]) -> Array:
+    """Returns the shard of a sum whose terms travel in bfloat16: each device sends each other device its piece once.
+
+    A term is rounded once, on the device that computed it, and the sum is float32. The pieces travel as uint16: a
+    compiler may widen bfloat16.
+    """
+    names = tuple(name for axes in gather for name in axes)
+    if not names:
+        return dw
+    counts = [math.prod(map(lax.axis_size, axes)) for axes in gather]
+    split = [m for size, count in zip(dw.shape, counts, strict=True) for m in (count, size // count)]
+    dims = range(2 * dw.ndim)
+    pieces = dw.astype(jnp.bfloat16).reshape(split).transpose(*dims[::2], *dims[1::2])  # [c0, c1, ..., s0, s1, ...]
+    bits = lax.bitcast_convert_type(pieces.reshape(-1, *pieces.shape[dw.ndim :]), jnp.uint16)
+    bits = lax.all_to_all(bits, names, split_axis=0, concat_axis=0, tiled=True)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32).sum(0)
 
 
 def reduce_max(x: Array, names: Names) -> Array:

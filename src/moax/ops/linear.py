@@ -17,11 +17,20 @@ from jaxtyping import Array, Float
 
 from moax.checks import check_float
 from moax.mesh.axes import Axes
+from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.partition import Engine, find_mesh_view
 from moax.mesh.specs import Spec, check_spec, spec
 from moax.mesh.tokens import find_token_dims, unflatten_tokens
-from moax.ops.operands import check_operand, flatten_rows, pick_kernels, stack_one
-from moax.ops.products import GroupedSpec, check_quantized, grouped, product_dtypes, wider, widths_of
+from moax.ops.operands import (
+    check_operand,
+    check_quantized,
+    flatten_rows,
+    pick_kernels,
+    product_dtypes,
+    stack_one,
+    wider,
+)
+from moax.ops.products import GroupedSpec, grouped, widths_of
 from moax.recipe import Recipe, get_recipe
 from moax.sharding import dense_spec_on
 from moax.types import QArray
@@ -39,6 +48,7 @@ def dense(
     axes: Axes = Axes(),
     engine: Engine = "auto",
     kernels: str = "auto",
+    grad_reduce_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
     """y = x w + bias.
 
@@ -53,7 +63,8 @@ def dense(
       w_spec: the spec of w, needed on an Auto mesh with engine="shard_map" and inside a `shard_map`; elsewhere the
         type or the sharding of w says it. The default is `moax.sharding.dense_spec` of w's shape, and inside a
         `shard_map` a replicated w.
-      axes, engine, kernels: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as for `jnp.dot`.
+      axes, engine, kernels, grad_reduce_dtype: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as
+        for `jnp.dot`.
 
     Returns:
       y: [..., *C]. It is differentiable in x, w and bias; each gradient has the dtype of its array. A QArray has no
@@ -68,7 +79,7 @@ def dense(
     check_quantized(w, quantized)
     if bias is not None:
         check_float("bias", bias, "[*C]")
-    recipe = get_recipe(recipe)
+    recipe, reduce = get_recipe(recipe), get_grad_reduce(grad_reduce_dtype)
     view = find_mesh_view(axes, engine, x, w)
     if x.ndim < 2 or w.ndim < 2 or (not view.manual and x.shape[-1] != w.shape[0]):
         raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [..., K] and [K, *C]")
@@ -84,7 +95,8 @@ def dense(
     dtype, out = product_dtypes(x, preferred_element_type)
     widths = widths_of(view, (1, *w.shape), declared)
     chosen = pick_kernels(kernels, wider(dtype, out), (x, w, quantized), **widths)
-    static = GroupedSpec(recipe, recipe.row_alignment, dtype, out, declared, roles, chosen, roles.tokens, view.manual)
+    align, rows = recipe.row_alignment, roles.tokens
+    static = GroupedSpec(recipe, align, dtype, out, declared, roles, chosen, rows, view.manual, reduce)
     rows, kept = flatten_rows(x, roles), None if quantized is None else stack_one(quantized)
     one = stack_one(w) if isinstance(w, QArray) else w[None]
     y = grouped(view, static, rows, one, kept, None, None if bias is None else bias[None])

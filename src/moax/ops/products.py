@@ -23,14 +23,30 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from moax.checks import check_count, check_float, check_float_dtype, check_int, check_kind
+from moax.checks import check_count, check_float, check_int
 from moax.kernels import Packed, Role, implementation
 from moax.mesh.axes import Axes, Names, Roles
-from moax.mesh.collectives import keep_on_first, scatter_gradient, take_shard
+from moax.mesh.collectives import (
+    GradReduce,
+    get_grad_reduce,
+    keep_on_first,
+    scatter_gradient,
+    sum_dtype,
+    take_shard,
+)
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.place import keep_rows
 from moax.mesh.specs import Layout, Spec, check_spec, pad, spec, weight_layout
-from moax.ops.operands import check_operand, dequantize_shard, gather_quantized, operand_spec, pick_kernels
+from moax.ops.operands import (
+    check_operand,
+    check_quantized,
+    dequantize_shard,
+    gather_quantized,
+    operand_spec,
+    pick_kernels,
+    product_dtypes,
+    wider,
+)
 from moax.recipe import Contracted, Recipe, get_recipe
 from moax.types import QArray
 
@@ -49,6 +65,7 @@ class GroupedSpec:
       kernels: the name of the implementation.
       rows: the mesh axes over which the rows lie: those of tokens, or ep alone.
       shards: whether operands come as shards, as inside a `shard_map` of the caller.
+      grad_reduce: how the gradient of w is summed; see `moax.Options.grad_reduce_dtype`.
     """
 
     recipe: Recipe
@@ -60,6 +77,7 @@ class GroupedSpec:
     kernels: str
     rows: Names
     shards: bool
+    grad_reduce: GradReduce | None = None
 
 
 def grouped_matmul(
@@ -76,6 +94,7 @@ def grouped_matmul(
     axes: Axes = Axes(),
     engine: Engine = "auto",
     kernels: str = "auto",
+    grad_reduce_dtype: DTypeLike | None = None,
 ) -> Float[Array, " M *C"]:
     """y[m] = x[m] w[g(m)] + bias[g(m)].
 
@@ -99,7 +118,8 @@ def grouped_matmul(
         the dtype of y. A QArray x needs it, and enters the products in this dtype.
       w_spec: the spec of w, needed on an Auto mesh with engine="shard_map" and inside a `shard_map`; elsewhere the
         type or the sharding of w says it. The default splits E over ep and no other dim.
-      axes, engine, kernels: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as for `jnp.dot`.
+      axes, engine, kernels, grad_reduce_dtype: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as
+        for `jnp.dot`.
 
     Returns:
       y: [M, *C], with the rows of x and the columns of w. It is differentiable in x, w and bias; each gradient has the
@@ -118,7 +138,7 @@ def grouped_matmul(
     check_int("group_sizes", group_sizes, "[E]")
     if bias is not None:
         check_float("bias", bias, "[E, *C]")
-    recipe = get_recipe(recipe)
+    recipe, reduce = get_recipe(recipe), get_grad_reduce(grad_reduce_dtype)
     align = check_align(align, recipe)
     if x.ndim != 2 or w.ndim < 3 or group_sizes.ndim != 1:
         raise ValueError(
@@ -142,7 +162,7 @@ def grouped_matmul(
     widths = widths_of(view, w.shape, declared)
     dtype, out = product_dtypes(x, preferred_element_type)
     chosen = pick_kernels(kernels, wider(dtype, out), (x, w, quantized), **widths)
-    static = GroupedSpec(recipe, align, dtype, out, declared, view.roles, chosen, rows, view.manual)
+    static = GroupedSpec(recipe, align, dtype, out, declared, view.roles, chosen, rows, view.manual, reduce)
     return grouped(view, static, x, w, quantized, jnp.asarray(group_sizes).astype(jnp.int32), bias)
 
 
@@ -153,36 +173,6 @@ def check_align(align: int | None, recipe: Recipe) -> int:
     if align % recipe.row_alignment:
         raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
     return align
-
-
-def check_quantized(w: Array | QArray, quantized: QArray | None) -> None:
-    """Raises ValueError unless `quantized` is None or fits w."""
-    if quantized is None:
-        return
-    check_kind("quantized", quantized, QArray, "moax.ops.quantize")
-    if isinstance(w, QArray):
-        raise ValueError("quantized was given with a QArray w; w must then be the weight in floating point")
-    if quantized.shape != w.shape:
-        raise ValueError(f"quantized has shape {quantized.shape}; it must be that of w, {w.shape}")
-
-
-def product_dtypes(x: Array | QArray, preferred: DTypeLike | None) -> tuple[jnp.dtype, jnp.dtype]:
-    """Returns the dtype in which operands enter a product, and the dtype of its result.
-
-    Raises:
-      ValueError: `preferred` is no floating-point dtype, or None where x is a QArray.
-    """
-    if preferred is not None:
-        check_float_dtype("preferred_element_type", preferred)
-    elif isinstance(x, QArray):
-        raise ValueError("preferred_element_type=None, and x is a QArray, which has no dtype; it must be that of y")
-    dtype = jnp.dtype(preferred if isinstance(x, QArray) else x.dtype)
-    return dtype, jnp.dtype(dtype if preferred is None else preferred)
-
-
-def wider(dtype: jnp.dtype, out: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype of a product of operands of `dtype` that is rounded to `out`: float32 unless they are equal."""
-    return dtype if dtype == out else jnp.dtype(jnp.float32)
 
 
 def widths_of(view: MeshView, shape: Sequence[int], declared: Spec) -> dict[str, int]:
@@ -229,7 +219,7 @@ def _grouped_backward(view: MeshView, static: GroupedSpec, saved, dy):
     w, quantized, dy = lax.optimization_barrier((w, quantized, dy))
     results = iter(_backward(view, static, x, w, quantized, group_sizes, dy.astype(static.dtype)))
     dx = None if isinstance(x, QArray) else next(results)
-    dw = None if w is None else next(results)
+    dw = None if w is None else next(results).astype(w.dtype)
     return dx, dw, None, None, None if bias is None else next(results).astype(bias.dtype)
 
 
@@ -262,10 +252,12 @@ def matmul_backward(static: GroupedSpec, layout, x, w, quantized, group_sizes, d
         results += (packed.unpack(kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)),)
     if w is not None:
         _, x_columns = _quantize_rows(static, packed, x, "x", kept[1])
-        dw = kernels.wgrad(x_columns, d_columns, groups, dtype)  # [E, K, C] = [M, K]^T [M, C]
+        reduce = static.grad_reduce
+        dw = kernels.wgrad(x_columns, d_columns, groups, dtype, sum_dtype(reduce, dtype))  # [M, K]^T [M, C]
         dw = dw.reshape(whole_shape(static, w, layout))
-        scatter = scatter_gradient if static.rows == static.roles.tokens else take_shard
-        results += (scatter(dw, layout.gather).astype(w.dtype),)
+        alone = static.rows != static.roles.tokens
+        dw = take_shard(dw, layout.gather) if alone else scatter_gradient(dw, layout.gather, reduce)
+        results += (dw.astype(w.dtype) if reduce is None else dw,)  # the others are cast after the sum over dp
     return *results, keep_on_first(kernels.bias_grad(packed.pack(dy), groups), kept[1])
 
 

@@ -20,6 +20,7 @@ from moax import Axes, MoEParams, MoEStats, backend, ops
 from moax.mesh.place import constrain
 from moax.mesh.specs import spec as make_spec
 from moax.options import Options
+from moax.recipe import get_recipes
 from moax.sharding import dense_spec, token_spec
 from moax.train.presets import VOCAB, ModelConfig
 
@@ -171,8 +172,10 @@ def forward(
     options, dtype, axes = execution.options, jnp.dtype(execution.dtype), execution.options.axes
     rows = token_spec(axes, ndim=3)
     rotation = _rotation(tokens.shape[1], model.d_model // model.num_heads)
-    dense = partial(ops.dense, axes=axes, engine=options.engine, kernels=options.kernels)
-    project = partial(dense, recipe=options.recipe)
+    how = dict(engine=options.engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
+    dense = partial(ops.dense, axes=axes, **how)
+    recipes = get_recipes(options.recipe)
+    project = partial(dense, recipe=recipes.wi), partial(dense, recipe=recipes.wo)
 
     def layer(x, stacked):
         p, bias = stacked
@@ -204,13 +207,16 @@ def _remat(layer, how: str):
     return jax.checkpoint(layer, policy=policy)
 
 
-def _attention(x, p: Layer, rotation, heads: int, dense):
-    """Computes causal attention of N heads with rotary positions, [B, S, H] -> [B, S, H]."""
+def _attention(x, p: Layer, rotation, heads: int, project):
+    """Computes causal attention of N heads with rotary positions, [B, S, H] -> [B, S, H].
+
+    `project` has the dense layer into attention and the one out of it.
+    """
     batch, seq, width = x.shape
-    qkv = dense(x, p.wqkv).reshape(batch, seq, 3, heads, width // heads)
+    qkv = project[0](x, p.wqkv).reshape(batch, seq, 3, heads, width // heads)
     q, k, v = _rotate(qkv[:, :, 0], rotation), _rotate(qkv[:, :, 1], rotation), qkv[:, :, 2]
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=_pick_attention(q))
-    return dense(y.reshape(batch, seq, width), p.wo)
+    return project[1](y.reshape(batch, seq, width), p.wo)
 
 
 def _pick_attention(q) -> Literal["cudnn", "xla"]:

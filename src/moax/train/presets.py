@@ -7,6 +7,7 @@ import math
 from typing import Any, Literal
 
 from moax import MoEConfig, RouterConfig
+from moax.mesh.collectives import GRAD_REDUCE, GradReduce
 from moax.mesh.partition import Engine
 from moax.options import check_buffer_factor
 
@@ -95,8 +96,10 @@ class TrainConfig:
       clip: bound of the global norm of the gradients.
       bias_rate: by how much the selection bias changes in a step, where balance is `bias`.
       seed: seed of the initial weights and of the order of the data.
-      recipe, exchange, engine, buffer_factor: see `moax.Options`; the recipe also holds for the projections
-        of attention.
+      recipe, exchange, engine, buffer_factor: see `moax.Options`. The recipe also holds for the projections of
+        attention. A text names one for each projection, as "wi=fp8_block,wo=none"; the projections into attention then
+        take that of wi, and the one out of it that of wo.
+      grad_reduce_dtype: see `moax.Options`; it also holds for the dense layers.
       dtype: dtype of activations; master weights and the optimizer are float32.
       remat: backward recomputes nothing (`none`), everything (`full`), or all but `moax.CHECKPOINT_NAMES` (`moe`).
       eval_every: steps between two evaluations of the held-out loss.
@@ -124,6 +127,7 @@ class TrainConfig:
     dtype: str = "bfloat16"
     remat: Literal["none", "full", "moe"] = "none"
     buffer_factor: float | None = 1.25
+    grad_reduce_dtype: GradReduce | None = None
     eval_every: int = 100
     eval_batches: int = 8
     save_every: int = 500
@@ -132,6 +136,7 @@ class TrainConfig:
         owner = "TrainConfig"
         _at_least_one(owner, steps=self.steps, batch=self.batch, seq=self.seq, warmup=self.warmup)
         check_buffer_factor(self.buffer_factor)
+        _one_of(owner, "grad_reduce_dtype", self.grad_reduce_dtype, (None, *GRAD_REDUCE))
         _at_least_one(owner, eval_every=self.eval_every, eval_batches=self.eval_batches)
         _one_of(owner, "dtype", self.dtype, DTYPES)
         _one_of(owner, "remat", self.remat, REMAT)
@@ -176,7 +181,7 @@ def _at_least_one(owner: str, **fields) -> None:
             raise ValueError(f"{owner}: {name}={value!r} must be an int of at least 1")
 
 
-def _one_of(owner: str, name: str, value, choices: tuple[str, ...]) -> None:
+def _one_of(owner: str, name: str, value, choices: tuple) -> None:
     """Raises ValueError for a value that is none of the choices."""
     if value not in choices:
         raise ValueError(f"{owner}: {name}={value!r} must be one of {', '.join(map(repr, choices))}")

@@ -43,7 +43,8 @@ class TrainState:
 
 def execution(config: TrainConfig) -> Execution:
     """Returns the part of a run's settings that the forward pass reads."""
-    options = Options(config.recipe, exchange=config.exchange, engine=config.engine, buffer_factor=config.buffer_factor)
+    fields = ("recipe", "exchange", "engine", "buffer_factor", "grad_reduce_dtype")
+    options = Options(**{name: getattr(config, name) for name in fields})
     return Execution(options, config.dtype, config.remat)
 
 

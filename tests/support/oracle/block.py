@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import moax
-from moax.recipe import get_recipe
+from moax.recipe import get_recipes
 from support.oracle import ops
 from support.oracle.formats import round_rows, round_weight
 
@@ -62,7 +62,7 @@ def block(x, params: moax.MoEParams, config, dy, recipe=None, *, layout=Layout()
     kept = np.ones(experts.shape, bool) if kept is None else np.asarray(kept)
 
     scale = p.get("expert_scale", np.ones(config.num_experts))[experts]
-    y, dx, grads, d_weights = _experts(x, p, config, dy, get_recipe(recipe), layout, experts, scale * weights, kept)
+    y, dx, grads, d_weights = _experts(x, p, config, dy, get_recipes(recipe), layout, experts, scale * weights, kept)
     if "expert_scale" in p:
         grads["expert_scale"] = np.bincount(experts.ravel(), (d_weights * weights).ravel(), config.num_experts)
     d_weights = d_weights * scale
@@ -75,7 +75,7 @@ def block(x, params: moax.MoEParams, config, dy, recipe=None, *, layout=Layout()
         grads["router_bias"] = np.zeros(p["router_bias"].shape)
     if "shared_wi" in p:
         gate = ops.sigmoid(x @ p["shared_gate"])[:, None] if "shared_gate" in p else 1.0
-        shared_y, shared_dx, shared = _shared(x, p, config, dy * gate, get_recipe(recipe), layout)
+        shared_y, shared_dx, shared = _shared(x, p, config, dy * gate, get_recipes(recipe), layout)
         y, dx, grads = y + gate * shared_y, dx + shared_dx, grads | shared
         if "shared_gate" in p:
             d_gate = ((dy * shared_y).sum(-1, keepdims=True) * gate * (1.0 - gate))[:, 0]
@@ -109,8 +109,8 @@ def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
     wi, wo = p["wi"], p["wo"]
     bi, bo = p.get("bi", np.zeros(wi.shape[:1] + wi.shape[2:])), p.get("bo", np.zeros(wo.shape[::2]))
     w = {
-        "wi": {over: round_weight(wi, r.w, over, 3, tp) for over in ("rows", "columns")},
-        "wo": {over: round_weight(wo, r.w, over, 1, tp) for over in ("rows", "columns")},
+        "wi": {over: round_weight(wi, r.wi.w, over, 3, tp) for over in ("rows", "columns")},
+        "wo": {over: round_weight(wo, r.wo.w, over, 1, tp) for over in ("rows", "columns")},
     }
     rows, d_o, at = x[token], dy[token], config.weights_at
     act, column = (config.activation, config.activation_limit), weight[:, None]
@@ -134,20 +134,20 @@ def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
     def biases(b):
         return np.concatenate([np.broadcast_to(b[e], (s.stop - s.start, *b.shape[1:])) for e, s in segments])
 
-    h = multiply(round_rows(rows, r.x, "columns"), "wi", "rows", wi.shape[2:]) + biases(bi)
+    h = multiply(round_rows(rows, r.wi.x, "columns", spans), "wi", "rows", wi.shape[2:]) + biases(bi)
     weighted = h * np.reshape(before, (-1, 1, 1))
     a = ops.activate(weighted, *act)
-    o = multiply(round_rows(a * hidden, r.x, "columns", tp=tp), "wo", "rows", wo.shape[2:])
+    o = multiply(round_rows(a * hidden, r.wo.x, "columns", spans, tp), "wo", "rows", wo.shape[2:])
     o = o + biases(bo) * hidden
     y = np.zeros(x.shape)
     np.add.at(y, token, after * o)
 
-    d_a = multiply(round_rows(d_o, r.dy, "columns"), "wo", "columns", wo.shape[1:2])
-    d_wo = summed(round_rows(inside * a, r.x, "rows", spans), round_rows(d_o, r.dy, "rows", spans), wo)
+    d_a = multiply(round_rows(d_o, r.wo.dy, "columns", spans), "wo", "columns", wo.shape[1:2])
+    d_wo = summed(round_rows(inside * a, r.wo.x, "rows", spans, tp), round_rows(d_o, r.wo.dy, "rows", spans), wo)
     d_weighted = ops.activate_grad(weighted, act[0], inside * d_a, act[1])
     d_h = d_weighted * np.reshape(before, (-1, 1, 1))
-    d_wi = summed(round_rows(rows, r.x, "rows", spans), round_rows(d_h, r.dy, "rows", spans), wi)
-    d_rows = multiply(round_rows(d_h, r.dy, "columns", tp=tp), "wi", "columns", wi.shape[1:2])
+    d_wi = summed(round_rows(rows, r.wi.x, "rows", spans), round_rows(d_h, r.wi.dy, "rows", spans, tp), wi)
+    d_rows = multiply(round_rows(d_h, r.wi.dy, "columns", spans, tp), "wi", "columns", wi.shape[1:2])
     dx = np.zeros(x.shape)
     np.add.at(dx, token, d_rows)
     d_weights = np.zeros(weights.shape)
@@ -165,14 +165,14 @@ def _shared(x, p, config, dy, r, layout: Layout):
     wi, wo, tp = p["shared_wi"], p["shared_wo"], layout.tp
     n = len(x) // layout.shards
     spans = [slice(i * n, (i + 1) * n) for i in range(layout.shards)]
-    by = {over: (round_weight(wi[None], r.w, over, 3, tp)[0].reshape(len(wi), -1),
-                 round_weight(wo[None], r.w, over, 1, tp)[0]) for over in ("rows", "columns")}  # fmt: skip
-    h = (round_rows(x, r.x, "columns") @ by["rows"][0]).reshape(-1, *wi.shape[1:])
+    by = {over: (round_weight(wi[None], r.wi.w, over, 3, tp)[0].reshape(len(wi), -1),
+                 round_weight(wo[None], r.wo.w, over, 1, tp)[0]) for over in ("rows", "columns")}  # fmt: skip
+    h = (round_rows(x, r.wi.x, "columns", spans) @ by["rows"][0]).reshape(-1, *wi.shape[1:])
     a = ops.activate(h, config.activation, config.activation_limit)
-    y = round_rows(a, r.x, "columns", tp=tp) @ by["rows"][1]
-    d_a = round_rows(dy, r.dy, "columns") @ by["columns"][1].T
-    d_wo = round_rows(a, r.x, "rows", spans).T @ round_rows(dy, r.dy, "rows", spans)
+    y = round_rows(a, r.wo.x, "columns", spans, tp) @ by["rows"][1]
+    d_a = round_rows(dy, r.wo.dy, "columns", spans) @ by["columns"][1].T
+    d_wo = round_rows(a, r.wo.x, "rows", spans, tp).T @ round_rows(dy, r.wo.dy, "rows", spans)
     d_h = ops.activate_grad(h, config.activation, d_a, config.activation_limit)
-    d_wi = np.tensordot(round_rows(x, r.x, "rows", spans), round_rows(d_h, r.dy, "rows", spans), (0, 0))
-    dx = round_rows(d_h, r.dy, "columns", tp=tp).reshape(len(x), -1) @ by["columns"][0].T
+    d_wi = np.tensordot(round_rows(x, r.wi.x, "rows", spans), round_rows(d_h, r.wi.dy, "rows", spans, tp), (0, 0))
+    dx = round_rows(d_h, r.wi.dy, "columns", spans, tp).reshape(len(x), -1) @ by["columns"][0].T
     return y, dx, {"shared_wi": d_wi, "shared_wo": d_wo}

@@ -23,7 +23,7 @@ from moax.kernels.scales import DTYPES, is_pow2
 from moax.kernels.xla import rows as by_xla
 from moax.mesh.axes import Names
 from moax.mesh.collectives import typed
-from moax.recipe import Format, Recipe
+from moax.recipe import Format, Recipe, Recipes
 
 
 def activate(
@@ -39,29 +39,29 @@ def activate(
             ones = jnp.ones(h.shape[0], jnp.float32) if weights is None else weights
             a = by_xla.activate_rows(h, act, groups, ones)
             return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
-        if _fuses(recipe, h.shape[2]):
+        if _fuses(recipe, recipe, h.shape[2]):
             return _activate_quantize(flat, groups.blocks, act, recipe, gated=gated, weights=weights)
         a = _activate(flat, groups.blocks, act, gated=gated, weights=weights)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
 
 
 def activate_grad(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *,
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes, groups: BlockedGroups, *,
     weights: Float[Array, " N"], amax_over: Names, keep: bool,
 ) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
     """Computes the backward of `activate`; see `moax.kernels.Implementation`."""
     flat, takes = h.reshape(h.shape[0], -1), _takes(act, h.shape[1] == 2)
     with jax.named_scope("activate"):
-        if takes and _fuses(recipe, h.shape[2]) and not keep:
-            a, d_h_rows, d_h_columns, inner = _activate_grad_quantize(flat, d_a, groups.blocks, act, recipe, weights)
+        if takes and _fuses(recipes.wo, recipes.wi, h.shape[2]) and not keep:
+            a, d_h_rows, d_h_columns, inner = _activate_grad_quantize(flat, d_a, groups.blocks, act, recipes, weights)
             return a, d_h_rows, d_h_columns, None, inner
         if takes:
             a, d_h, inner = _activate_grad(flat, d_a, groups.blocks, act, weights)
         else:
             a, d_h, inner = by_xla.activate_grad_rows(h, d_a, act, groups, weights)
             d_h = zero_rows(d_h.reshape(flat.shape), groups.real)  # padding of h may hold NaN, which 0 does not undo
-    _, a = quantize_for_matmul(a, recipe, "x", groups, amax_over)
-    d_h_rows, d_h_columns = quantize_for_matmul(d_h, recipe, "dy", groups, amax_over)
+    _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over)
+    d_h_rows, d_h_columns = quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over)
     return a, d_h_rows, d_h_columns, d_h.reshape(h.shape) if keep else None, inner
 
 
@@ -75,20 +75,20 @@ def _takes(act: Callable, gated: bool) -> bool:
     return why is None
 
 
-def _fuses(recipe: Recipe, width: int) -> bool:
-    """Returns whether one kernel activates and quantizes.
+def _fuses(of_a: Recipe, of_h: Recipe, width: int) -> bool:
+    """Returns whether one kernel activates and quantizes: a by one recipe, and d_h by another.
 
     It does where 128 divides F, and all scales are powers of two or none is.
     """
-    if not takes_fp8(recipe) or width % BLOCK:
+    if not takes_fp8(of_a) or not takes_fp8(of_h) or width % BLOCK:
         return False
-    x, dy = _formats(recipe)
-    return x.block is not None and is_pow2(x) == is_pow2(dy)
+    x, dy = _formats(of_a, of_h)
+    return x.block is not None and dy.block is not None and is_pow2(x) == is_pow2(dy)
 
 
-def _formats(recipe: Recipe) -> tuple[Format, Format]:
-    """Returns the formats of a and of d_h; the recipe has both."""
-    return cast(Format, recipe.x), cast(Format, recipe.dy)
+def _formats(of_a: Recipe, of_h: Recipe) -> tuple[Format, Format]:
+    """Returns the formats of a and of d_h; the recipes have both."""
+    return cast(Format, of_a.x), cast(Format, of_h.dy)
 
 
 @typed
@@ -104,7 +104,7 @@ def _activate_quantize(h, blocks: Blocks, act, recipe: Recipe, *, gated: bool, w
     """Computes a, quantized by rows, by one kernel."""
     from moax.kernels.hopper.pallas.activation import activate_quantize
 
-    x, _ = _formats(recipe)
+    x, _ = _formats(recipe, recipe)
     options: Any = dict(dtype=DTYPES[x.dtype], pow2=is_pow2(x))
     return activate_quantize(h, blocks, act, gated=gated, weights=weights, **options)
 
@@ -119,14 +119,14 @@ def _activate_grad(h, d_a, blocks: Blocks, act, weights):
 
 
 @typed
-def _activate_grad_quantize(h, d_a, blocks: Blocks, act, recipe: Recipe, weights):
+def _activate_grad_quantize(h, d_a, blocks: Blocks, act, recipes: Recipes, weights):
     """Computes a by columns, d_h by rows and by columns, and inner, by one kernel.
 
     `inner` is summed over the tiles of columns.
     """
     from moax.kernels.hopper.pallas.activation import activate_grad_quantize
 
-    x, dy = _formats(recipe)
+    x, dy = _formats(recipes.wo, recipes.wi)
     options: Any = dict(dtype_x=DTYPES[x.dtype], dtype_dy=DTYPES[dy.dtype], pow2=is_pow2(x))
     a, d_h_rows, d_h_columns, inner = activate_grad_quantize(h, d_a, blocks, act, weights=weights, **options)
     return a, d_h_rows, d_h_columns, inner.sum(0)

@@ -60,14 +60,15 @@ def _matmul(x, w, blocks: Blocks, dtype, bias, transpose: bool):
     return grouped_matmul(x, w, blocks, tile, transpose=transpose, bias=bias, out_dtype=dtype)
 
 
-def wgrad(x: Any, dy: Any, groups: BlockedGroups, dtype: Any) -> Float[Array, "E K N"]:
-    """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32.
+def wgrad(x: Any, dy: Any, groups: BlockedGroups, dtype: Any, out_dtype: Any = None) -> Float[Array, "E K N"]:
+    """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. `out_dtype` None means `dtype`.
 
     x is [M, K] and dy is [M, N]; in FP8 they are transposed, [K, M] and [N, M]. Both are 0 in padding.
     """
+    out_dtype = dtype if out_dtype is None else out_dtype
     if isinstance(x, KMajorFp8):
-        return _wgrad_fp8(x, dy, groups.blocks, dtype)
-    return _wgrad(_plain(x, dtype), _plain(dy, dtype), groups.blocks, dtype)
+        return _wgrad_fp8(x, dy, groups.blocks, out_dtype)
+    return _wgrad(_plain(x, dtype), _plain(dy, dtype), groups.blocks, out_dtype)
 
 
 @typed

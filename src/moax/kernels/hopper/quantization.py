@@ -51,9 +51,11 @@ def quantize_for_matmul(
     format: Format = getattr(recipe, role)
     with jax.named_scope("quantize"):
         x, scale = x.reshape(x.shape[0], -1), None
-        if format.block is None:
-            amax = jnp.max(finite(x if groups.real is None else zero_rows(x, groups.real)))
-            scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
+        real = x if groups.real is None or format.block is not None else zero_rows(x, groups.real)
+        if format.by_group:  # a block of 128 rows lies in one group
+            scale = to_scale(by_xla.max_of_groups(finite(real).max(1), groups)[::BLOCK], format)
+        elif format.shared:
+            scale = to_scale(reduce_max(jnp.max(finite(real)), amax_over), format).reshape(1)
         return _quantize_rows(x, groups.blocks, format, scale=scale)
 
 

@@ -76,11 +76,16 @@ def matmul(
     return y if bias is None else add_bias(y, bias.reshape(bias.shape[0], -1), groups)
 
 
-def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike) -> Float[Array, "E K N"]:
-    """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. Padding of x and dy may hold anything."""
+def wgrad(
+    x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None
+) -> Float[Array, "E K N"]:
+    """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. Padding of x and dy may hold anything.
+
+    `dtype` is that of the operands, and `out_dtype` that of dw; None means `dtype`.
+    """
     x, dy = _plain(x, dtype), _plain(dy, dtype)
     if groups.sizes is None:
-        return _dot(x, dy, ROWS)[None]
+        return _dot(x, dy, ROWS, out_dtype)[None]
 
     def of_group(_, step):
         index, start, size = step
@@ -88,7 +93,7 @@ def wgrad(x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLik
         def over(capacity: int):
             first, real = _window(start, size, capacity, x.shape[0])
             rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, capacity), real) for v in (x, dy))
-            return _dot(rows, d_rows, ROWS)
+            return _dot(rows, d_rows, ROWS, out_dtype)
 
         return None, _switch(index, over, capacities)
 
@@ -159,12 +164,13 @@ def _plain(x, dtype):
     return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
 
 
-def _dot(a, b, contract):
-    """Returns the product in the dtype of its operands, summed in float32 or wider.
+def _dot(a, b, contract, dtype: DTypeLike | None = None):
+    """Returns the product in this dtype, or None in that of its operands, summed in float32 or wider.
 
     A GPU writes bfloat16 results at once, and so half the bytes of float32 results. A CPU multiplies bfloat16 to
     float32 results alone.
     """
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    result = jnp.float32 if a.dtype.itemsize < 4 and platform() != "gpu" else a.dtype
-    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=result).astype(a.dtype)
+    dtype = a.dtype if dtype is None else jnp.dtype(dtype)
+    result = jnp.float32 if a.dtype.itemsize < 4 and platform() != "gpu" else dtype
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=result).astype(dtype)

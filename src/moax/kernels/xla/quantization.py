@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from moax.groups import Groups, zero_rows
+from moax.groups import Groups, row_groups, zero_rows
 from moax.kernels.scales import (
     DTYPES,
     cuts_blocks,
@@ -88,10 +88,29 @@ def quantize_for_matmul(
     if format is None:
         return x, x
     with jax.named_scope("quantize"):
-        over = amax_over if format.block is None else ()
-        shared = format.block is None  # padding must not enter a scale that all rows share
-        by_columns = quantize(x, format, format.row_block(2, "columns"), over, groups.real if shared else None)
+        if format.by_group:
+            return (quantize_groups(x, format, groups),) * 2
+        over = amax_over if format.shared else ()
+        real = groups.real if format.shared else None  # padding must not enter a scale that all rows share
+        by_columns = quantize(x, format, format.row_block(2, "columns"), over, real)
         return by_columns, quantize(x, format, format.row_block(2, "rows"), over, groups.real)
+
+
+def quantize_groups(x: Float[Array, "M C"], format: Format, groups: Groups) -> QArray:
+    """Returns the QArray of rows with a scale for each group, which each of its rows carries: the scales are [M, 1]."""
+    x = x.astype(jnp.float32)
+    x = x if groups.real is None else zero_rows(x, groups.real)
+    scale = to_scale(max_of_groups(finite(x).max(1), groups), format)[:, None]
+    data = round_to_format(x * (1.0 / scale), x, format)
+    return QArray(data, _stored(scale, format), format.dtype, (1, None), (1, 1))
+
+
+def max_of_groups(values: Float[Array, " M"], groups: Groups) -> Float[Array, " M"]:
+    """Returns for each row the maximum of `values`, which are not negative, over the rows of its group."""
+    if groups.sizes is None:
+        return jnp.broadcast_to(values.max(), values.shape)
+    group = row_groups(groups.sizes, groups.align, values.shape[0])[0]
+    return jax.ops.segment_max(values, group, num_segments=groups.sizes.shape[0])[group]
 
 
 def quantize_and_gather(

@@ -13,7 +13,7 @@ from moax.errors import Unsupported
 from moax.groups import Groups, find_groups, zero_rows
 from moax.kernels.xla.quantization import quantize_for_matmul
 from moax.mesh.axes import Names
-from moax.recipe import Recipe
+from moax.recipe import Recipe, Recipes
 
 
 def gather_rows(x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None) -> Float[Array, "N H"]:
@@ -60,14 +60,14 @@ def activate(
 
 
 def activate_grad(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipe: Recipe, groups: Groups, *,
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes, groups: Groups, *,
     weights: Float[Array, " N"], amax_over: Names, keep: bool,
 ) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
     """Computes the backward of `activate`; see `moax.kernels.Implementation`."""
     with jax.named_scope("activate"):
         a, d_h, inner = activate_grad_rows(h, d_a, act, groups, weights)
-    _, a = quantize_for_matmul(a, recipe, "x", groups, amax_over)
-    return a, *quantize_for_matmul(d_h, recipe, "dy", groups, amax_over), d_h if keep else None, inner
+    _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over)
+    return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), d_h if keep else None, inner
 
 
 def activate_rows(h: Float[Array, "N G F"], act: Callable, groups: Groups, weights: Any) -> Float[Array, "N F"]:

@@ -39,7 +39,7 @@ def quantize_rows(
     rows: bool = True,
     columns: bool = True,
     pow2: bool = False,
-    scale: Float[Array, " 1"] | None = None,
+    scale: Float[Array, " B"] | None = None,
     by_row: bool = False,
 ) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:
     """Quantizes rows for products over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
@@ -53,7 +53,8 @@ def quantize_rows(
       dtype: float8_e4m3fn or float8_e5m2.
       rows, columns: whether to make the result for products over columns (`rows`) and over rows (`columns`).
       pow2: whether scales are rounded up to powers of two.
-      scale: [1] f32, the scale of the whole tensor; None computes a scale for each block.
+      scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes a scale for
+        each block.
       by_row: whether the scales of `rows` lie row by row, [M, ceil(C / 128)].
 
     Returns:
@@ -88,7 +89,7 @@ def quantize_rows(
                 gather_tile(x, source, i * BLOCK, j * BLOCK, tile, loaded)
             if counts is not None and source is None:
                 zero_tail([tile], counts[i], (0, 1), met)
-            one = None if given is None else given[0]
+            one = None if given is None else given[0 if given.shape[0] == 1 else i]
             # Gathered rows lie one after the other in SMEM. A load takes two wavefronts, and columns cannot be sliced.
             of_rows = functools.partial(rows_of, optimized=source is None)
             of_columns = functools.partial(columns_of, sliced=source is None)
@@ -104,7 +105,9 @@ def quantize_rows(
     run = launch(quantize_rows, (data, scales), grid, scratch)
     data, scales = run(x, source, None if blocks is None else blocks.rows, scale)
     if scale is not None:
-        scales = {name: jnp.broadcast_to(scale, shapes[name][1]) for name in wanted}
+        of_rows = scale if scale.shape[0] == 1 else jnp.repeat(scale, BLOCK)
+        given = {"rows": of_rows[:, None] if by_row else of_rows, "columns": scale[:, None]}
+        scales = {name: jnp.broadcast_to(given[name], shapes[name][1]) for name in wanted}
     return (
         KMajorFp8(data["rows"][:, :width], scales["rows"]) if rows else None,
         KMajorFp8(data["columns"][:width], scales["columns"]) if columns else None,

@@ -1,0 +1,102 @@
+"""`python -m benchmarks scatter`: the sum of a block's weight gradients, over a mesh of all devices as fsdp.
+
+    bfloat16              a ring of reduce-scatters, whose sums are bfloat16
+    float32               the same in float32: twice the bytes
+    bfloat16_sum_float32  an all-to-all of terms in bfloat16, which each device sums in float32
+
+The program is `scatter_gradient` of the backward pass on gradients in float32, as its products make them; that of
+bfloat16 starts from gradients in bfloat16. Times are the wall clock of back-to-back calls; bytes are those that a
+device sends by the ring algorithm. `error` is relative to the sum of the program's operands in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from benchmarks.block.block import Block
+from benchmarks.report import Row, why
+from moax.block.weights import find_layouts
+from moax.inspect import collectives, total_bytes
+from moax.mesh.axes import Axes
+from moax.mesh.collectives import GRAD_REDUCE, GradReduce, scatter_gradient, sum_dtype
+from moax.mesh.devices import make_mesh
+from moax.mesh.place import named
+from moax.mesh.specs import spec
+from moax.params import param_shapes
+from moax.sharding import expert_specs
+from moax.tune.timing import Repeats, call_time
+
+CHOICES: tuple[GradReduce, ...] = ("bfloat16", *(name for name in GRAD_REDUCE if name != "bfloat16"))
+
+
+def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
+    """Yields a row for each block and choice; `extra["speedup"]` is the time of bfloat16 over the time of the choice.
+
+    Raises:
+      ValueError: the machine has one device, so that there is nothing to sum.
+    """
+    if jax.device_count() < 2:
+        raise ValueError("scatter needs two devices or more; JAX has one")
+    mesh = make_mesh({"fsdp": jax.device_count()})
+    for block in blocks:
+        ring = None
+        for choice in CHOICES:
+            row = _row(block, choice, mesh, repeats)
+            ring = row.us if choice == "bfloat16" else ring
+            if row.us and ring:
+                row.extra["speedup"] = ring / row.us
+            yield row
+
+
+def scatter_gradients(block: Block, choice: GradReduce, mesh: Mesh) -> tuple[Callable, tuple[jax.Array, ...]]:
+    """Returns (the jitted sum, the gradients of wi and wo): each device has its own term of the whole weight."""
+    config, roles, shapes = block.config, Axes().on(mesh.shape), param_shapes(block.config)
+    specs = expert_specs(config, Axes(), roles)
+    layouts, whole = find_layouts(roles, specs.wi, specs.wo), (shapes.wi, shapes.wo)
+
+    def local(*terms):
+        pairs = zip(terms, layouts, strict=True)
+        return tuple(scatter_gradient(term[0], layout.gather, choice) for term, layout in pairs)
+
+    of_device, results = spec("fsdp"), (specs.wi, specs.wo)
+    scatter = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=of_device, out_specs=results, check_vma=False),
+        out_shardings=named(mesh, results),
+    )
+
+    def draw(key):
+        keys = jax.random.split(key)
+        terms = (jax.random.normal(k, (mesh.size, *shape)) for k, shape in zip(keys, whole, strict=True))
+        return tuple(term.astype(sum_dtype(choice, "float32")) for term in terms)
+
+    return scatter, jax.jit(draw, out_shardings=named(mesh, of_device))(jax.random.key(0))
+
+
+def find_error(scatter: Callable, terms: tuple[jax.Array, ...], experts: int = 1) -> float:
+    """Returns the relative error of the first experts of wo against the sum in float64."""
+    got = np.asarray(scatter(*terms)[1][:experts], np.float64)
+    want = np.asarray(terms[1][:, :experts].astype(jnp.float32), np.float64).sum(0)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def _row(block: Block, choice: GradReduce, mesh: Mesh, repeats: Repeats) -> Row:
+    row = Row("scatter", block.name, "backward", recipe=choice, path="xla")
+    extra: dict[str, Any] = {"devices": mesh.size, "block_note": block.note}
+    try:
+        scatter, terms = scatter_gradients(block, choice, mesh)
+        timing = call_time(scatter, terms, repeats)
+        row.us, row.method, row.error = timing.us, timing.method, find_error(scatter, terms)
+        extra["sent_bytes"] = total_bytes(collectives(scatter, *terms))
+        extra["elements"] = sum(math.prod(term.shape[1:]) for term in terms)
+        row.tb_s = extra["sent_bytes"] / timing.us * 1e-6
+    except Exception as failure:
+        row.us, row.note = None, why(failure)
+    row.extra = extra
+    return row

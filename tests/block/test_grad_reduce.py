@@ -1,0 +1,224 @@
+"""How gradients of weights are summed over devices: in which dtype, by how many roundings, and by how many bytes.
+
+Covers: `grad_reduce_dtype` x meshes x engines of the block, the dense layer and the grouped matmul; the collective
+alone over every order of axes; what the compiled programs send.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import moax
+from moax import Axes, estimate, inspect, ops
+from moax.mesh.collectives import GRAD_REDUCE, scatter_gradient
+from moax.recipe import get_recipes
+from moax.train import command
+from moax.train.step import execution
+from support import make_mesh, make_params, put, random, some, spec
+from support.block import cotangent
+from support.meshes import TOKENS
+
+PIECES = "bfloat16_sum_float32"
+EVERY = (None, *GRAD_REDUCE)
+CONFIG = moax.MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2, shared_d_ff=32, use_bias=True)
+HALF = 2.0**-8  # the largest relative error of one rounding to bfloat16
+
+
+def bf16(v):
+    return np.asarray(v, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def error(got, want):
+    return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    "gather", [(("fsdp",), ()), ((), ("ep",)), (("fsdp", "ep"), ()), (("ep", "fsdp"), ()), (("ep",), ("fsdp",))]
+)
+def test_the_sum_of_pieces(gather):
+    """Breaks if a device sums the pieces of another shard, or if a term is rounded other than once, to bfloat16."""
+    mesh = make_mesh("2x4")
+    terms = np.random.default_rng(0).normal(size=(2, 4, 8, 16)).astype(np.float32)
+    others = tuple(n for n in ("fsdp", "ep") if n not in sum(gather, ()))
+
+    def scatter(terms):
+        shard = scatter_gradient(terms[0, 0], gather, PIECES)
+        return lax.psum(shard, others) if others else shard
+
+    at = P(*(names or None for names in gather))
+    mapped = jax.shard_map(scatter, mesh=mesh, in_specs=P("fsdp", "ep"), out_specs=at, check_vma=False)
+    got = jax.jit(mapped)(terms)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, bf16(terms).sum((0, 1)), rtol=1e-6, atol=1e-6)
+    assert np.all(np.abs(got - terms.astype(np.float64).sum((0, 1))) <= HALF * np.abs(terms).sum((0, 1)) + 1e-6)
+
+
+def block_step(reduce, mesh: str, way: str, fsdp_dim: str = "auto", params_in=jnp.float32):
+    """(the jitted gradients of wi and wo, its arguments) of a block in bfloat16, and its mesh."""
+    on, axes = make_mesh(mesh, way), Axes(fsdp_dim=fsdp_dim)
+    options = dict(axes=axes, engine=way if way == "shard_map" else "auto", grad_reduce_dtype=reduce)
+    params = jax.tree.map(lambda v: jnp.asarray(v, params_in), make_params(CONFIG))
+    with jax.set_mesh(on):
+        where = moax.param_specs(CONFIG, axes)
+        params = put(on, where, params)
+        x = put(on, spec(mesh, TOKENS), random(1, 512, CONFIG.d_model).astype(jnp.bfloat16))
+
+    def loss(params, x):
+        return jnp.sum(moax.moe(x, params, CONFIG, **options)[0].astype(jnp.float32) ** 2)
+
+    return jax.jit(jax.grad(loss), out_shardings=jax.tree.map(lambda v: v.sharding, params)), (params, x), on
+
+
+@functools.cache
+def gradients(*case):
+    """The gradients of a block as NumPy arrays."""
+    step, args, on = block_step(*case)
+    with jax.set_mesh(on):
+        return {n: np.asarray(getattr(step(*args), n)) for n in ("wi", "wo", "shared_wi", "shared_wo")}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "way", "fsdp_dim"),
+    some(
+        [("8x1", "custom_partitioning", "auto"), ("dp2x2x2", "explicit", "model"), ("tp2x2x2", "shard_map", "model")], 1
+    ),
+)
+def test_the_error_of_each_choice(mesh, way, fsdp_dim):
+    """Breaks if float32 sums are rounded before they are summed, if a term that travels in bfloat16 is rounded more
+    than once, or if the gradient of a float32 parameter passes bfloat16 at its end."""
+    exact = gradients("float32", mesh, way, fsdp_dim)
+    for name, want in exact.items():
+        wide = want.astype(np.float64)
+        assert np.any(bf16(want) != want), f"the gradient of {name} was rounded to bfloat16"
+        errors = {reduce: error(gradients(reduce, mesh, way, fsdp_dim)[name], wide) for reduce in (None, PIECES)}
+        assert errors[PIECES] < HALF, f"{name}: {errors}"
+        assert errors[PIECES] < 0.8 * errors[None], f"{name}: {errors}"
+
+
+@pytest.mark.more
+def test_float32_is_the_sum_of_what_devices_compute():
+    """Breaks if a float32 sum is not that of one device, which has no sum: tokens of 8 devices, one product."""
+    one = gradients("float32", "8x1", "custom_partitioning", "auto")
+    params, x = make_params(CONFIG), random(1, 512, CONFIG.d_model).astype(jnp.bfloat16)
+
+    def loss(p):
+        return jnp.sum(moax.moe(x, p, CONFIG, grad_reduce_dtype="float32")[0].astype(jnp.float32) ** 2)
+
+    for name, got in one.items():
+        assert error(got, np.asarray(getattr(jax.jit(jax.grad(loss))(params), name), np.float64)) < 1e-5, name
+
+
+@pytest.mark.parametrize("reduce", some(("float32", PIECES, "bfloat16", None), 2))
+def test_bfloat16_parameters(reduce):
+    """Breaks if a gradient does not have the dtype of its parameter, whatever it was summed in."""
+    step, args, on = block_step(reduce, "8x1", "custom_partitioning", params_in=jnp.bfloat16)
+    with jax.set_mesh(on):
+        assert {v.dtype for v in jax.tree.leaves(jax.eval_shape(step, *args))} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.more
+def test_passes_sum_in_float32():
+    """Breaks if the gradients of a step in several passes are added in bfloat16."""
+    params, x = make_params(CONFIG), random(1, 256, CONFIG.d_model).astype(jnp.bfloat16)
+    dy = cotangent(x.shape)
+
+    def of(factor, reduce):
+        options = moax.Options(buffer_factor=factor, grad_reduce_dtype=reduce, exchange="all_to_all")
+
+        def loss(p):
+            return jnp.vdot(moax.moe(x, p, CONFIG, options)[0].astype(jnp.float32), dy)
+
+        with jax.set_mesh(make_mesh("2x4")):
+            return np.asarray(jax.jit(jax.grad(loss))(params).wi, np.float64)
+
+    assert error(of(0.2, "float32"), of(None, "float32")) < 1e-5
+    assert error(of(0.2, None), of(None, "float32")) > 1e-3
+
+
+SENT = {None: ("reduce-scatter", "bfloat16", 2), "float32": ("reduce-scatter", "float32", 4),
+        "bfloat16": ("reduce-scatter", "bfloat16", 2), PIECES: ("all-to-all", "uint16", 2)}  # fmt: skip
+
+
+@pytest.mark.parametrize("reduce", some((PIECES, "float32", None, "bfloat16"), 1))
+def test_bytes_on_the_wire(reduce, fresh_compile):
+    """Breaks if a sum sends another dtype than it says, or `moax.inspect` does not count it."""
+    mesh, config = make_mesh("dp2x2x2"), moax.MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2)
+    found = inspect.inspect_block(config, tokens=64, mesh=mesh, recipe="fp8_block", grad_reduce_dtype=reduce)
+    report = inspect.Report("fp8_block", found, [], Axes())
+    kind, dtype, item = SENT[reduce]
+    scattered = inspect.weight_scatters(report.found)
+    assert {(c.kind, c.dtype) for c in scattered} == {(kind, dtype)}
+    of_device = 4 * 3 * 64 * 128  # elements of the 4 experts of a rank
+    assert inspect.total_bytes(scattered) == of_device // 2 * item
+    over_dp = [c for c in report.summed if c not in scattered]
+    wide = dtype if kind == "reduce-scatter" else "float32"
+    assert {(c.kind, c.dtype, c.axes) for c in over_dp} == {("all-reduce", wide, ("dp",))}
+    assert inspect.total_bytes(over_dp) == of_device // 2 * jnp.dtype(wide).itemsize
+    assert f"weight gradients: a device sends {inspect.total_bytes(report.summed):,} bytes" in str(report)
+    options = dict(kernels="xla", grad_reduce_dtype=reduce)
+    made = estimate.estimate(config, {"dp": 2, "fsdp": 2, "ep": 2}, 8, **options)
+    of_gradients = [t for t in made.transfers if t.what in ("gradient scatter", "gradient reduce")]
+    foretold = [t for t in of_gradients if math.prod(t.shape) > 1000]
+    moved = lambda listed: sorted((c.kind, c.dtype, c.axes, c.bytes) for c in listed)  # noqa: E731
+    assert moved(foretold) == moved(report.summed)
+    inspect.assert_reduce_scattered(report.found, axes="fsdp", min_elements=64 * 128)
+    inspect.assert_no_wide_weight_gather(report.found, axes="fsdp", min_elements=64 * 128)
+
+
+@pytest.mark.parametrize("reduce", some((PIECES, "float32"), 1))
+def test_ops(reduce):
+    """Breaks if the dense layer or the grouped matmul sums otherwise than the block."""
+    mesh = make_mesh("8x1")
+    x, w = random(2, 64, 32).astype(jnp.bfloat16), random(3, 32, 48)
+    for op in (ops.dense, lambda x, w, **how: ops.grouped_matmul(x, w[None], jnp.full(8, 8), **how)):
+        with jax.set_mesh(mesh):
+            args = put(mesh, (P("fsdp"), P("fsdp")), (x, w))
+
+            def loss(w, x, reduce, op=op):
+                return jnp.sum(op(x, w, grad_reduce_dtype=reduce).astype(jnp.float32) ** 2)
+
+            dw = {r: np.asarray(jax.jit(jax.grad(loss), static_argnums=2)(args[1], args[0], r)) for r in (reduce, None)}
+        y = bf16(np.asarray(x, np.float64) @ bf16(w))
+        want = np.asarray(x, np.float64).T @ bf16(2 * y)
+        assert error(dw[reduce], want) < error(dw[None], want)
+        assert error(dw[reduce], want) < (1e-4 if reduce == "float32" else HALF)
+
+
+@pytest.mark.parametrize("wrong", ["fp32", jnp.float16, jnp.int32, 1, True, ["float32"]], ids=repr)
+def test_wrong_names(wrong):
+    """Breaks if a misspelt dtype sums in the dtype of x without a word."""
+    for call in (
+        lambda: moax.Options(grad_reduce_dtype=wrong),
+        lambda: ops.dense(jnp.ones((2, 4)), jnp.ones((4, 2)), grad_reduce_dtype=wrong),
+    ):
+        with pytest.raises(ValueError, match="grad_reduce_dtype=.* must be one of 'float32', 'bfloat16', 'bfloat16_s"):
+            call()
+
+
+def test_a_trainer_asks_for_it():
+    """Breaks if `moax train` loses an option on its way to the block, or a run does not resume with it."""
+    parser = argparse.ArgumentParser()
+    command.add_options(parser)
+    given = parser.parse_args(["--grad-reduce-dtype", PIECES, "--recipe", "wo=none,wi=fp8_block"])
+    config = command.train_config(given)
+    config = type(config).from_json(config.to_json())
+    options = execution(config).options
+    assert options.grad_reduce_dtype == PIECES and get_recipes(options.recipe) == moax.Recipes(wi="fp8_block")
+    with pytest.raises(ValueError, match="grad_reduce_dtype='fp32' must be one of"):
+        dataclasses.replace(config, grad_reduce_dtype="fp32")
+
+
+def test_dtypes_are_names():
+    """Breaks if jnp.float32 and "float32" are different options, which would compile twice."""
+    for given in (jnp.float32, np.float32, np.dtype("float32"), "float32"):
+        assert moax.Options(grad_reduce_dtype=given) == moax.Options(grad_reduce_dtype="float32")
+    assert moax.Options(grad_reduce_dtype=jnp.bfloat16).grad_reduce_dtype == "bfloat16"
