@@ -5,7 +5,8 @@
     moax.hf.save_hf(out, {3: params}, config, "mixtral", others=moax.hf.Checkpoint(folder))
 
 `MODEL_TYPES` has the values of `model_type` that it knows, and `IMPOSSIBLE` says of the other MoE models of
-transformers why it does not. The safetensors files have one tensor for each expert, or stacked experts.
+transformers why it does not. The safetensors files have one tensor for each expert, or stacked experts. `upcycle` makes
+an MoE layer from the FFN of a dense model.
 """
 
 from moax.hf.config import MODEL_TYPES as MODEL_TYPES
@@ -17,3 +18,4 @@ from moax.hf.impossible import IMPOSSIBLE as IMPOSSIBLE
 from moax.hf.load import params_from_hf as params_from_hf
 from moax.hf.save import params_to_hf as params_to_hf
 from moax.hf.save import save_hf as save_hf
+from moax.hf.upcycle import upcycle as upcycle
