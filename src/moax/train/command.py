@@ -37,6 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--text", metavar="PATH", help="a file or folder to train on (default: Python's standard library)")
     add("--steps", type=int, help="number of updates")
     add("--batch", type=int, help="sequences of a step, over the whole mesh")
+    add("--microbatches", type=int, metavar="N", help="compute a step's batch in N parts, one after the other, with "
+        "the experts' weights quantized once (default: 1)")  # fmt: skip
     add("--seq", type=int, help="bytes of a sequence")
     add("--lr", type=float, help="peak learning rate")
     add("--seed", type=int, help="seed of the weights and of the order of the data")

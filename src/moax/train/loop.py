@@ -77,7 +77,7 @@ def train(
 
     def prepare():
         corpus, mesh = load(config.text, config.seq), mesh_over_devices(config.mesh)
-        check_batch(config.batch, mesh)
+        check_batch(config.batch, mesh, config.microbatches)
         return corpus, mesh, runs.reopen(config, corpus) if resume else None
 
     corpus, mesh, run = processes.together(prepare)

@@ -16,10 +16,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import moax
-from moax import Axes, MoEParams, MoEStats, backend, ops
+from moax import Axes, MoEParams, MoEStats, QuantizedParams, backend, ops
 from moax.mesh.place import constrain
 from moax.mesh.specs import spec as make_spec
 from moax.options import Options
+from moax.recipe import get_recipe
 from moax.sharding import dense_spec, token_spec
 from moax.train.presets import VOCAB, ModelConfig
 
@@ -153,6 +154,7 @@ def forward(
     model: ModelConfig,
     execution: Execution,
     block: MoEBlock = moax.moe,
+    quantized: QuantizedParams[Array] | None = None,
 ) -> tuple[Float[Array, "B S V"], MoEStats]:
     """Computes the logits of the next byte at each place of each sequence.
 
@@ -163,6 +165,7 @@ def forward(
       model: the sizes.
       execution: how the model runs.
       block: the function that stands for `moax.moe`, with its arguments.
+      quantized: the experts' weights as `quantize` returns them; None: each block quantizes its own.
 
     Returns:
       logits [B, S, 256] f32: logits[b, s] predicts tokens[b, s + 1]; and the MoEStats of the L layers, each array of
@@ -175,7 +178,7 @@ def forward(
     project = partial(dense, recipe=options.recipe)
 
     def layer(x, stacked):
-        p, bias = stacked
+        p, bias, kept = stacked
         x = constrain(x, rows)
         x = x + _attention(_rms_norm(x, p.norm_a), p, rotation, model.num_heads, project)
         moe = dataclasses.replace(p.moe, router_bias=bias)
@@ -184,6 +187,7 @@ def forward(
             moe,
             model.moe(),
             options=options,
+            **({} if kept is None else {"quantized": kept}),
         )
         return x + y, stats
 
@@ -191,9 +195,25 @@ def forward(
     # factor gives embeddings unit size. Beside smaller embeddings the mean that attention adds would dominate every
     # token, and the router would send all tokens to one expert.
     x = dense(jax.nn.one_hot(tokens, VOCAB, dtype=dtype), params.embed) * model.d_model**0.5
-    x, stats = lax.scan(_remat(layer, execution.remat), x, (params.layers, router_bias))
+    x, stats = lax.scan(_remat(layer, execution.remat), x, (params.layers, router_bias, quantized))
     predict = params.embed.T if params.predict is None else params.predict
     return dense(_rms_norm(x, params.norm), predict).astype(jnp.float32), stats
+
+
+def quantize(params: Params, model: ModelConfig, execution: Execution) -> QuantizedParams[Array] | None:
+    """Returns the weights of the experts of all layers, quantized, each array with a leading L.
+
+    It is None where the recipe quantizes no weight.
+    """
+    if get_recipe(execution.options.recipe).w is None:
+        return None
+    how: Any = dict(options=execution.options, dtype=execution.dtype)
+
+    def one(moe: MoEParams[Array]) -> QuantizedParams[Array]:
+        bias = jnp.zeros(model.num_experts, jnp.float32) if model.balance == "bias" else None
+        return moax.quantize_params(dataclasses.replace(moe, router_bias=bias), model.moe(), **how)
+
+    return lax.map(one, params.layers.moe)
 
 
 def _remat(layer, how: str):
