@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import moax
-from moax import Axes, MoEParams, MoEStats, QuantizedParams, backend, ops
+from moax import Axes, MoEParams, QuantizedParams, backend, ops
 from moax.mesh.place import constrain
 from moax.mesh.specs import spec as make_spec
 from moax.options import Options
@@ -24,7 +24,7 @@ from moax.recipe import get_recipe
 from moax.sharding import dense_spec, token_spec
 from moax.train.presets import VOCAB, ModelConfig
 
-MoEBlock = Callable[..., tuple[Float[Array, "B S H"], MoEStats]]
+MoEBlock = Callable[..., tuple[Float[Array, "B S H"], Any]]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["norm_a", "wqkv", "wo", "norm_m", "moe"], meta_fields=[])
@@ -155,7 +155,8 @@ def forward(
     execution: Execution,
     block: MoEBlock = moax.moe,
     quantized: QuantizedParams[Array] | None = None,
-) -> tuple[Float[Array, "B S V"], MoEStats]:
+    added: Float[Array, "L B S H"] | None = None,
+) -> tuple[Float[Array, "B S V"], Any]:
     """Computes the logits of the next byte at each place of each sequence.
 
     Args:
@@ -166,10 +167,11 @@ def forward(
       execution: how the model runs.
       block: the function that stands for `moax.moe`, with its arguments.
       quantized: the experts' weights as `quantize` returns them; None: each block quantizes its own.
+      added: [L, B, S, H], added to the output of each MoE; its gradient is that of the outputs.
 
     Returns:
       logits [B, S, 256] f32: logits[b, s] predicts tokens[b, s + 1]; and the MoEStats of the L layers, each array of
-      which has a leading L.
+      which has a leading L. Where `block` returns something else beside y, that takes the place of MoEStats.
     """
     options, dtype, axes = execution.options, jnp.dtype(execution.dtype), execution.options.axes
     rows = token_spec(axes, ndim=3)
@@ -178,7 +180,7 @@ def forward(
     project = partial(dense, recipe=options.recipe)
 
     def layer(x, stacked):
-        p, bias, kept = stacked
+        p, bias, kept, extra = stacked
         x = constrain(x, rows)
         x = x + _attention(_rms_norm(x, p.norm_a), p, rotation, model.num_heads, project)
         moe = dataclasses.replace(p.moe, router_bias=bias)
@@ -189,13 +191,13 @@ def forward(
             options=options,
             **({} if kept is None else {"quantized": kept}),
         )
-        return x + y, stats
+        return x + (y if extra is None else y + extra), stats
 
     # The lookup is a product with one-hot rows, since the transpose of a lookup in a sharded table is a scatter. The
     # factor gives embeddings unit size. Beside smaller embeddings the mean that attention adds would dominate every
     # token, and the router would send all tokens to one expert.
     x = dense(jax.nn.one_hot(tokens, VOCAB, dtype=dtype), params.embed) * model.d_model**0.5
-    x, stats = lax.scan(_remat(layer, execution.remat), x, (params.layers, router_bias, quantized))
+    x, stats = lax.scan(_remat(layer, execution.remat), x, (params.layers, router_bias, quantized, added))
     predict = params.embed.T if params.predict is None else params.predict
     return dense(_rms_norm(x, params.norm), predict).astype(jnp.float32), stats
 

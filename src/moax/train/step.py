@@ -202,12 +202,17 @@ def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tupl
     return step, (like, batch)
 
 
+def jit_init(config: TrainConfig, mesh) -> Callable[[], TrainState]:
+    """Returns the jitted `init_state` on `mesh`, which must be the mesh that is set."""
+    return jax.jit(partial(init_state, config), out_shardings=shardings(config, mesh))
+
+
 def build(config: TrainConfig, mesh) -> Program:
     """Compiles the program of a run on `mesh`, which must be the mesh that is set."""
     step, (like, batch) = jit_update(config, mesh)
     evaluate = jax.jit(partial(eval_step, config=config), out_shardings=named(mesh, spec()))
     return Program(
-        init=jax.jit(partial(init_state, config), out_shardings=shardings(config, mesh)),
+        init=jit_init(config, mesh),
         update=step.lower(like, batch).compile(),
         evaluate=evaluate.lower(like, batch).compile(),
         rows=batch.sharding,
