@@ -29,7 +29,7 @@ RANKS = {
     "backend": 2,
     "mesh": 3,
     **dict.fromkeys(["sharding", "kernels"], 4),
-    "ops": 5,
+    **dict.fromkeys(["ops", "lora"], 5),
     **dict.fromkeys(["options", "block", "initialize", "hashing", "logical", "arguments"], 6),
     **dict.fromkeys(["nnx", "linen", "hf", "info", "inspect", "estimate", "tune"], 7),
     "moax": 8,

@@ -65,7 +65,7 @@ _HOMES = {
     "QuantizedParams": "moax.types",
     "Routing": "moax.types",
 }
-_MODULES = ("estimate", "hf", "inspect", "linen", "nnx", "ops")
+_MODULES = ("estimate", "hf", "inspect", "linen", "lora", "nnx", "ops")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 Covers: runs, interruptions and resumption; metrics; settings that are refused; variants of the model; its batches.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support import some
+from support import rel_norm, some
 
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
@@ -23,6 +24,7 @@ from moax.arguments import mesh_over_devices, parse_mesh
 from moax.train import data, plot, report
 from moax.train import model as lm
 from moax.train import run as runs
+from moax.train import step as steps
 from moax.train.loop import train
 from moax.train.mesh import check_batch
 from moax.train.presets import PRESETS, ModelConfig, TrainConfig
@@ -254,6 +256,39 @@ def test_variants_of_the_model(changes, getkey):
     np.testing.assert_allclose(later[:, :8], logits[:, :8], atol=1e-5)
     assert not np.allclose(later[:, 8:], logits[:, 8:], atol=1e-3)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("recipe", [None, "fp8_block"])
+def test_microbatches_are_one_batch(config, recipe):
+    """Breaks if a part of a batch is left out, counted twice or weighed wrongly, or kept weights are not those of the
+    step: the gradients of four parts would not be those of the whole. (FP8 on a mesh; a part has blocks of other rows.)
+    """
+    config = dataclasses.replace(config, recipe=recipe, batch=32)
+    rounding, mesh = (5e-6, None) if recipe is None else (5e-2, mesh_over_devices(config.mesh))
+    batch = jnp.asarray(data.load(config.text, config.seq).batch(0, 0, 32, config.seq))
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        where = steps.shardings(config, mesh) if mesh else None
+        state, found = jax.jit(lambda: steps.init_state(config), out_shardings=where)(), []
+        for count in (1, 4):
+            parts = dataclasses.replace(config, microbatches=count)
+            found.append(jax.jit(lambda state, batch, c=parts: steps.gradients(state, batch, c))(state, batch))
+    ((want, (want_entropy, want_stats)), want_grads), ((total, (entropy, stats)), grads) = found
+    np.testing.assert_allclose([total, entropy], [want, want_entropy], rtol=min(rounding, 2e-3))
+    assert np.abs(stats.tokens_per_expert - want_stats.tokens_per_expert).sum() <= (0 if recipe is None else 8)
+    assert stats.dropped.sum() == want_stats.dropped.sum() == 0
+    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+        assert rel_norm(got, wanted) < rounding
+
+
+def test_microbatches_that_do_not_divide(config):
+    """Breaks if parts of a batch are of unequal size, or are spread over a part of the devices."""
+    with pytest.raises(ValueError, match="microbatches=3 must divide batch=8"):
+        dataclasses.replace(config, microbatches=3)
+    with pytest.raises(
+        ValueError, match="--batch 16 does not divide in 4 microbatches over fsdp = 8 devices; 32 would"
+    ):
+        check_batch(16, 64, mesh_over_devices(()), 4)
 
 
 @pytest.mark.more

@@ -54,10 +54,10 @@ def _backward_local(static: BlockSpec, layouts, saved, inputs, w: Weights[Array]
     """Runs backward on one device and returns the gradients of x, the routing weights, and each weight's shard."""
     dx, d_weights, dw = run_backward(static, layouts, saved, inputs, w, quantized, dy)
     d_wi, d_wo = (
-        scatter_gradient(d.astype(static.grad_dtype), layout.gather, static.grad_reduce)
+        None if d is None else scatter_gradient(d.astype(static.grad_dtype), layout.gather, static.grad_reduce)
         for d, layout in zip(dw[:2], layouts, strict=True)
     )
-    return dx, d_weights, d_wi, d_wo, dw.bi, dw.bo
+    return dx, d_weights, d_wi, d_wo, *dw[2:]
 
 
 _forward = Partitioned(run_forward, forward_contract, forward_factors, name="experts")
@@ -77,8 +77,7 @@ def _experts_backward(view: MeshView, static: BlockSpec, residuals, cotangents):
     # the rows that backward makes again.
     inputs, w, quantized, dy = lax.optimization_barrier((inputs, w, quantized, cotangents[0]))
     dx, d_weights, *dw = _backward(view, static, saved, inputs, w, quantized, dy)
-    dw = [None if p is None else d.astype(p.dtype) for p, d in zip(w, dw, strict=True)]
-    gradients = w._replace(wi=dw[0], wo=dw[1], bi=dw[2], bo=dw[3])
+    gradients = Weights(*(None if p is None or d is None else d.astype(p.dtype) for p, d in zip(w, dw, strict=True)))
     return Inputs(dx, cast(Any, None), d_weights), gradients, None
 
 

@@ -19,6 +19,7 @@ from moax.checks import check_kind, check_mask
 from moax.config import MoEConfig
 from moax.errors import Unsupported
 from moax.kernels import select_kernels
+from moax.lora import Adapters, check_adapters, scaled
 from moax.mesh.axes import Roles
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.partition import MeshView, find_mesh_view
@@ -46,6 +47,7 @@ def moe(
     mask: Bool[Array, "*batch"] | None = None,
     return_routing: bool = False,
     quantized: QuantizedParams | None = None,
+    adapters: Adapters[Array] | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> tuple[Float[Array, "*batch H"], MoEStats]:
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]),  expert(x) = act(x wi + bi) wo + bo.
@@ -65,7 +67,10 @@ def moe(
         capacities; its y and its gradients are 0.
       return_routing: whether `stats.routing` has the routing that was used.
       quantized: wi and wo as `quantize_params` quantized them, with the same options. The block then quantizes no
-        weight, and the gradients flow to `params`. None: the block quantizes them, where the recipe does.
+        weight, and the gradients flow to `params`. `params.wi` and `params.wo` may both be None then; they have no
+        gradient. None: the block quantizes them, where the recipe does.
+      adapters: low-rank adapters of wi and wo, as `moax.lora.init` makes them, in the layout of
+        `moax.lora.adapter_specs`. wi and wo are then frozen: their gradients are 0, and are not computed.
       **keywords: fields of `Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows,
         grad_reduce_dtype) that replace those of `options`.
 
@@ -93,28 +98,37 @@ def moe(
             f"router_input has shape {router_input.shape}, dtype {router_input.dtype}; "
             f"it must be floating point, of the shape {x.shape} of x"
         )
+    if adapters is not None:
+        check_kind("adapters", adapters, Adapters, "moax.lora.init")
     given = check_routing(routing, (*x.shape[:-1], config.top_k))
     if mask is not None:
         check_mask("mask", mask, x.shape[:-1])
-    return _moe(x, params, quantized, router_input, config, options, given, mask, bool(return_routing))
+    return _moe(x, params, quantized, router_input, config, options, given, mask, bool(return_routing), adapters)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 8))  # so that a caller who does not jit runs one program too
 def _moe(
-    x, params, quantized, router_input, config: MoEConfig, options: Options, given: Given, mask, return_routing: bool
-):
+    x, params, quantized, router_input, config: MoEConfig, options: Options, given: Given, mask, return_routing: bool,
+    adapters,
+):  # fmt: skip
     """Runs `moe` with all options in one value, and with what the caller gave for the routing in another one."""
+    absent = quantized is not None and params.wi is None and params.wo is None
+    params = _fill(params, quantized, x.dtype) if absent else params
     recipe, axes, engine = get_recipes(options.recipe), options.axes, options.engine
     check_token_axes(x, axes)
     view = find_mesh_view(axes, engine, x, params)
     axes = find_token_dims(x, axes, view.roles)
     view, options = view.on(axes), dataclasses.replace(options, axes=axes)
     check_params(params, config, local=view.manual)
+    if adapters is not None:
+        check_adapters(adapters, config, local=view.manual)
     roles = view.roles
     if x.size == 0:
         return x, _stats_of_nothing(x, config, return_routing)
     declared = shard_specs(params, config, axes, roles) if view.manual else expert_specs(config, axes, roles)
-    static = _make_spec(x, params, config, options, view, declared)
+    static = dataclasses.replace(
+        _make_spec(x, params, config, options, view, declared), frozen=absent or adapters is not None
+    )
     _check_quantized(quantized, static, params)
     params, tokens = lay_out(params, declared), flatten_tokens(x, roles)
     real = None if mask is None else flatten_tokens(mask[..., None], roles)
@@ -124,13 +138,16 @@ def _moe(
 
     router = constrain(params.router, declared.router)
     params = dataclasses.replace(params, router=router)
+    if absent:
+        wi, wo = constrain(params.wi, declared.wi), constrain(params.wo, declared.wo)
+        params = dataclasses.replace(params, wi=wi, wo=wo)
     routing = find_routing(view, x, read, params, config, options, given, real)
     experts, weights = (routing.experts, routing.weights) if given.experts is None else merge_twins(routing, config)
 
     if params.expert_scale is not None:
         chosen = experts[:, :, None] == jnp.arange(config.num_experts, dtype=jnp.int32)[None, None]
         weights = weights * jnp.where(chosen, params.expert_scale.astype(jnp.float32)[None, None], 0.0).sum(-1)
-    w = Weights(params.wi, params.wo, params.bi, params.bo)
+    w = Weights(params.wi, params.wo, params.bi, params.bo, *scaled(adapters))
     y, dropped, passes = apply_experts(view, static, Inputs(tokens, experts, weights), w, quantized)
     if params.shared_wi is not None and params.shared_wo is not None:
         how = dict(axes=axes, engine=engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
@@ -150,6 +167,12 @@ def _moe(
     used = like_tokens(routing, x, roles) if return_routing else None
     losses = routing.aux_loss, routing.z_loss
     return reshard_like(y, x), MoEStats(*losses, routing.tokens_per_expert, dropped, passes, used)
+
+
+def _fill(params: MoEParams[Array], quantized: QuantizedParams, dtype) -> MoEParams[Array]:
+    """Returns the parameters, with zeros for wi and wo, which nothing reads beside kept weights."""
+    wi, wo = (jnp.zeros(of[1].data.shape, dtype) for of in (quantized.wi, quantized.wo))  # of columns, never turned
+    return dataclasses.replace(params, wi=wi, wo=wo)
 
 
 def _stats_of_nothing(x, config: MoEConfig, return_routing: bool) -> MoEStats:

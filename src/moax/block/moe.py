@@ -24,10 +24,13 @@ needs it. `experts.py` runs this on a mesh, and `layer.py` has `moax.moe`.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moax.block.adapters import low_rank, low_rank_gradients, plain_hidden
 from moax.block.spec import BlockResiduals, BlockSpec, Weights
 from moax.groups import Groups, rows_of_groups, zero_rows
 from moax.kernels import Operand
@@ -45,7 +48,7 @@ from moax.types import Plan, Received
 def find_hidden(
     static: BlockSpec,
     wi: Operand,
-    bi: Float[Array, "E G F"] | None,
+    w: Weights[Array],
     received: Received,
     plan: Plan,
 ) -> BlockResiduals:
@@ -53,7 +56,8 @@ def find_hidden(
 
     Args:
       static: the spec of the block.
-      wi: the gathered weight, as `quantize_and_gather` returns it. bi: [E_local, G, F] or None.
+      wi: the gathered weight, as `quantize_and_gather` returns it.
+      w: the weights of this device's shard, of which the bias and the adapters of wi are used.
       received: the rows of a pass of the exchange, with their experts and weights.
       plan: the plan of a pass over the sorted rows of `received`.
 
@@ -62,38 +66,44 @@ def find_hidden(
     """
     rows, kept_rows = find_rows(static, received.rows, plan)  # [N, H]
     with jax.named_scope("experts_in"):
-        h = static.local.matmul(rows, wi, static.groups(plan), static.dtype, bi)  # [N, G F]
+        h = static.local.matmul(rows, wi, static.groups(plan), static.dtype, w.bi)  # [N, G F]
+        h = h if w.wi_a is None else h + low_rank(static, kept_rows, w.wi_a, w.wi_b, static.groups(plan))
     h = h.reshape(h.shape[0], static.gates, -1)  # [N, G, F]
     return BlockResiduals(kept_rows, h, plan, received.weights, received.slots, None)
 
 
 def find_rows(static: BlockSpec, received: Float[Array, "R H"], plan: Plan) -> tuple[Operand, Operand]:
-    """Returns the sorted rows [N, H] of received rows [R, H], for the product with wi and for the gradient of wi."""
+    """Returns the sorted rows [N, H] of received rows [R, H], for the product with wi and for the gradient of wi.
+
+    Where wi is frozen, the latter are not quantized: adapters multiply them.
+    """
     groups = static.groups(plan)
-    return static.local.gather_and_quantize(received, plan.source, static.recipe.wi, "x", groups, static.amax_over)
+    rows = static.local.gather_and_quantize(received, plan.source, static.recipe.wi, "x", groups, static.amax_over)
+    return (rows[0], permute_forward(static.permute, received, plan, groups)) if static.frozen else rows
 
 
-def find_partial(
-    static: BlockSpec, wo: Operand, bo: Float[Array, "E H"] | None, saved: BlockResiduals
-) -> Float[Array, "R H"]:
+def find_partial(static: BlockSpec, wo: Operand, w: Weights[Array], saved: BlockResiduals) -> Float[Array, "R H"]:
     """Runs the chain from the input of the activation to the weighted sums [R, H] over the experts of this rank.
 
     They are partial sums also where tp splits F.
 
     Args:
       static: the spec of the block.
-      wo: the gathered weight, as `quantize_and_gather` returns it. bo: [E_local, H] or None.
+      wo: the gathered weight, as `quantize_and_gather` returns it.
+      w: the weights of this device's shard, of which the bias and the adapters of wo are used.
       saved: the residuals of `find_hidden`.
     """
     local, recipe, over = static.local, static.recipe.wo, static.amax_over + static.roles.tp
     plan, at = saved.plan, static.weights_at
     groups, by_row = static.groups(plan), weights_of_rows(plan, saved.weights)
     early, h = at == "hidden", _weigh(saved.hidden, by_row, groups) if at == "input" else saved.hidden
-    bo = None if bo is None else keep_on_first(bo, static.roles.tp)
+    bo = None if w.bo is None else keep_on_first(w.bo, static.roles.tp)
     a = local.activate(h, static.act, recipe, groups, weights=by_row if early else None, amax_over=over)  # [N, F]
     with jax.named_scope("experts_out"):
         o = local.matmul(a, wo, groups, static.dtype, None if early else bo)  # [N, H]
         o = o + _bias_rows(static, bo, groups, by_row) if early and bo is not None else o
+        if w.wo_a is not None:
+            o = o + low_rank(static, plain_hidden(static, h, groups, by_row if early else None), w.wo_a, w.wo_b, groups)
     return unpermute_forward(static.permute, o, plan, saved.weights if at == "output" else None)  # [R, H]
 
 
@@ -122,16 +132,25 @@ def find_gradients(
       gathered weights.
     """
     local, recipe, dtype, over = static.local, static.recipe, static.dtype, static.amax_over
-    rows, h, plan, weights = saved.rows, saved.hidden, saved.plan, saved.weights
+    rows: Any = saved.rows
+    h, plan, weights = saved.hidden, saved.plan, saved.weights
     groups, by_row, at_input = static.groups(plan), weights_of_rows(plan, weights), static.weights_at == "input"
 
     d_o, d_o_columns = local.gather_and_quantize(d_partial, plan.source, recipe.wo, "dy", groups, over)  # [N, H]
     with jax.named_scope("experts_out"):
         d_a = local.matmul(d_o, wo, groups, dtype, transpose=True)  # [N, F] = [N, H] [E, F, H]^T
+        d_wo_a = d_wo_b = d_wi_a = d_wi_b = None
+        if w.wo_a is not None:
+            plain = permute_forward(static.permute, d_partial, plan, groups)
+            weighted = plain_hidden(
+                static, _weigh(h, by_row, groups) if at_input else h, groups, None if at_input else by_row
+            )
+            d_low, d_wo_a, d_wo_b = low_rank_gradients(static, weighted, w.wo_a, w.wo_b, plain, groups)
+            d_a = d_a + d_low
     a, d_h, d_h_columns, d_h_plain, inner = local.activate_grad(  # [N, F], [N, G F], [N]
         _weigh(h, by_row, groups) if at_input else h, d_a, static.act, recipe, groups,
         weights=jnp.ones_like(by_row) if at_input else by_row, amax_over=over + static.roles.tp,
-        keep=at_input or w.bi is not None,
+        keep=at_input or w.bi is not None or w.wi_a is not None,
     )  # fmt: skip
     if at_input:  # d_h_plain is the gradient of the weighted h
         inner = jnp.sum(d_h_plain.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
@@ -141,17 +160,27 @@ def find_gradients(
             d_h_plain.reshape(len(every), -1), every, recipe.wi, "dy", groups, over + static.roles.tp
         )
     with jax.named_scope("experts_out"):
-        d_wo, d_bo = local.wgrad(a, d_o_columns, groups, dtype, static.grad_dtype), None  # [E, F, H] = [N, F]^T [N, H]
+        d_wo = d_bo = None
+        if not static.frozen:
+            d_wo = local.wgrad(a, d_o_columns, groups, dtype, static.grad_dtype)  # [E, F, H] = [N, F]^T [N, H]
         if w.bo is not None:
             d_bo, bias_inner = _bias_gradients(static, w.bo, d_partial, plan, groups, by_row)
             inner = inner + bias_inner
     with jax.named_scope("experts_in"):
         d_rows = local.matmul(d_h, wi, groups, dtype, transpose=True)  # [N, H] = [N, G F] [E, H, G F]^T
-        d_wi = local.wgrad(rows, d_h_columns, groups, dtype, static.grad_dtype)  # [E, H, G F] = [N, H]^T [N, G F]
+        d_wi = None
+        if not static.frozen:
+            d_wi = local.wgrad(rows, d_h_columns, groups, dtype, static.grad_dtype)  # [E, H, G F] = [N, H]^T [N, G F]
+            d_wi = d_wi.reshape(*d_wi.shape[:2], static.gates, -1)
+        if w.wi_a is not None:
+            d_h_rows = d_h_plain.reshape(len(d_h_plain), -1)
+            d_low, d_wi_a, d_wi_b = low_rank_gradients(static, rows, w.wi_a, w.wi_b, d_h_rows, groups)
+            d_rows = d_rows + d_low
         d_bi = None if w.bi is None else local.bias_grad(d_h_plain, groups)
     d_received = permute_backward(static.permute, plan, d_rows)  # [R, H]
     d_weights = weights_from_rows(plan, inner)  # [R, K]
-    return d_received, d_weights, Weights(d_wi.reshape(*d_wi.shape[:2], static.gates, -1), d_wo, d_bi, d_bo)
+    gradients = Weights(cast(Array, d_wi), cast(Array, d_wo), d_bi, d_bo, d_wi_a, d_wi_b, d_wo_a, d_wo_b)
+    return d_received, d_weights, gradients
 
 
 def _bias_rows(static: BlockSpec, bo, groups: Groups, by_row) -> Array:

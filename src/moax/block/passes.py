@@ -51,10 +51,10 @@ def run_forward(
     """
     wi, wo = quantize_and_gather(static, w, layouts, "rows", quantized)
     received, needed = dispatch_forward(static.exchange, *inputs)
-    saved = find_hidden(static, wi, w.bi, received, plan_rows(static.permute, received.experts))
+    saved = find_hidden(static, wi, w, received, plan_rows(static.permute, received.experts))
     dropped = received.dropped + saved.plan.dropped
     span = _agree(static, layouts, received, needed) if static.repeats else None
-    y = combine_forward(static.exchange, find_partial(static, wo, w.bo, saved), received.slots, inputs.x.shape[0])
+    y = combine_forward(static.exchange, find_partial(static, wo, w, saved), received.slots, inputs.x.shape[0])
     # XLA would merge the sum of returned rows with a sum of the caller, in another order, where no loop follows.
     y = lax.optimization_barrier(y)
     saved = saved._replace(rows=saved.rows if static.save_rows else None, span=span)
@@ -66,7 +66,7 @@ def run_forward(
         p, again, wi_, wo_, w_ = lax.optimization_barrier((p, inputs, wi, wo, w))
         received, _ = dispatch_forward(static.exchange, again.x, again.experts, again.weights, p)
         plan = plan_rows(static.permute_more, received.experts, first)
-        partial = find_partial(static, wo_, w_.bo, find_hidden(static, wi_, w_.bi, received, plan))
+        partial = find_partial(static, wo_, w_, find_hidden(static, wi_, w_, received, plan))
         y = y + combine_forward(static.exchange, partial, received.slots, y.shape[0])
         return received, (y, made + 1)
 
@@ -112,7 +112,7 @@ def run_backward(
         p, again, wi_, wo_, w_, kept, dy_ = lax.optimization_barrier((p, inputs, wi, wo, w, quantized, dy))
         received, _ = dispatch_forward(static.exchange, again.x, again.experts, again.weights, p)
         plan = plan_rows(static.permute_more, received.experts, first)
-        saved = find_hidden(static, _weight_of_rows(static, layouts, w_, wi_, kept), w_.bi, received, plan)
+        saved = find_hidden(static, _weight_of_rows(static, layouts, w_, wi_, kept), w_, received, plan)
         d_partial = combine_backward(static.exchange, dy_, saved.sent)
         d_received, d_rows, dw = find_gradients(static, wi_, wo_, w_, saved, d_partial)
         gradients = dispatch_backward(static.exchange, saved.sent, d_received, d_rows, dy.shape[0])

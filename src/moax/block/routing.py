@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.checks import check_float, check_int
 from moax.config import MoEConfig
+from moax.lora import Adapters
 from moax.mesh.axes import Roles
 from moax.mesh.partition import MeshView
 from moax.mesh.tokens import flatten_tokens, unflatten_tokens
@@ -36,6 +37,7 @@ class CallKeywords(TypedDict, total=False):
 
     router_input: Float[Array, "*batch H"] | None
     quantized: QuantizedParams | None
+    adapters: Adapters[Array] | None
     routing: RoutingInput | None
     mask: Bool[Array, "*batch"] | None
     return_routing: bool

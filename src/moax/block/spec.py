@@ -15,6 +15,7 @@ from moax.block.weights import Layouts, find_layouts, kept_specs, split_axes
 from moax.config import Activation, MoEConfig, gates_of
 from moax.groups import Groups, allot_rows
 from moax.kernels import Implementation, Operand, implementation
+from moax.lora import NAMES, specs_on
 from moax.mesh.axes import Names, Roles
 from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.partition import Contract
@@ -29,12 +30,19 @@ from moax.types import Plan, QuantizedParams, SendPlan
 
 
 class Weights[Leaf](NamedTuple):
-    """The weights of the experts: wi [E, H, G, F], wo [E, F, H], and the biases bi [E, G, F] and bo [E, H] or None."""
+    """The weights of the experts: wi [E, H, G, F], wo [E, F, H], and the biases bi [E, G, F] and bo [E, H] or None.
+
+    The adapters are those of `moax.lora.Adapters`, or None. Of gradients, wi and wo are None where they are frozen.
+    """
 
     wi: Leaf
     wo: Leaf
     bi: Leaf | None
     bo: Leaf | None
+    wi_a: Any = None
+    wi_b: Any = None
+    wo_a: Any = None
+    wo_b: Any = None
 
 
 class Inputs(NamedTuple):
@@ -85,6 +93,7 @@ class BlockSpec:
       repeats: whether a routing may need a second pass.
       save_rows: whether forward leaves the sorted rows to backward.
       grad_reduce: how the gradients of weights are summed; see `moax.Options.grad_reduce_dtype`.
+      frozen: whether wi and wo have no gradient. The sorted rows that forward leaves are then not quantized.
     """
 
     activation: Activation
@@ -102,6 +111,7 @@ class BlockSpec:
     repeats: bool
     save_rows: bool
     grad_reduce: GradReduce | None = None
+    frozen: bool = False
 
     @classmethod
     def make(
@@ -258,7 +268,9 @@ def weight_specs(static: BlockSpec, layouts: Layouts, w: Weights[Array]) -> Weig
     roles = static.roles
     bi = None if w.bi is None else spec(roles.ep, None, roles.tp)
     bo = None if w.bo is None else spec(roles.ep, None)
-    return Weights(layouts[0].spec, layouts[1].spec, bi, bo)
+    adapters = (getattr(specs_on(roles), name) for name in NAMES)
+    low_rank = (None if value is None else own for value, own in zip(w[4:], adapters, strict=True))
+    return Weights(layouts[0].spec, layouts[1].spec, bi, bo, *low_rank)
 
 
 def quantized_specs(
@@ -299,7 +311,8 @@ def backward_contract(static: BlockSpec, operands, found_specs) -> Contract:
     return Contract(
         (jax.tree.map(lambda _: own, saved), jax.tree.map(lambda _: rows, inputs), weights, kept, rows),
         (rows, rows, *(spec() if s is None else s for s in weights)),
-        (roles.tp, roles.tp, *(replicated(roles, layout) for layout in layouts), replicas, replicas + roles.tp),
+        (roles.tp, roles.tp, *(replicated(roles, layout) for layout in layouts), replicas, replicas + roles.tp)
+        + (replicas + roles.tp, replicas, replicas, replicas + roles.tp),
         layouts,
     )
 
@@ -315,7 +328,7 @@ def backward_factors(static: BlockSpec, operands):
     saved, inputs, w, quantized, _ = operands
     given = ("t m", "t k", "t k") if inputs is not None else ()
     rule = (*_own_dims(saved), *given, *_weight_factors(w), *_own_dims(quantized), "t m")
-    return rule, ("t m", "t k", *_weight_factors(w))
+    return rule, ("t m", "t k", *_weight_factors(w)[2 if static.frozen else 0 :])
 
 
 def _own_dims(tree) -> tuple[str, ...]:
@@ -324,8 +337,10 @@ def _own_dims(tree) -> tuple[str, ...]:
 
 
 def _weight_factors(w: Weights[Array]):
-    """Returns the dims of wi, wo, bi and bo in a Shardy rule.
+    """Returns the dims of the weights in a Shardy rule.
 
-    A bias has dims of its own: fsdp may split its weight, which is gathered, but not the bias.
+    A bias and an adapter have dims of their own: fsdp may split a weight, which is gathered, but not these.
     """
-    return tuple(f for f, p in zip(("e h g f", "e f h", "be bg bf", "be bh"), w, strict=True) if p is not None)
+    low_rank = "ie ih ir", "je jr jg jf", "ke kf kr", "le lr lh"
+    dims = ("e h g f", "e f h", "be bg bf", "be bh", *low_rank)
+    return tuple(f for f, p in zip(dims, w, strict=True) if p is not None)

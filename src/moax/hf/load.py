@@ -78,7 +78,7 @@ def params_from_hf(
     for field in DIMS:
         pairs = [(tensor, stored) for tensor, stored in tensors if tensor.field == field]
         if pairs:
-            to = _dtype_of(pairs, None if field == "router_bias" else dtype)
+            to = find_dtype(pairs, None if field == "router_bias" else dtype)
             on = getattr(shardings, field) if shardings else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             fields[field] = assemble(getattr(shapes, field), to, on, _blocks(pairs, config, to))
     return params_by_name(fields)
@@ -180,7 +180,7 @@ def _find_tensors(
     return pairs
 
 
-def _dtype_of(pairs: Sequence[tuple[Tensor, Stored]], dtype: jax.typing.DTypeLike | None) -> np.dtype:
+def find_dtype(pairs: Sequence[tuple[Any, Stored]], dtype: jax.typing.DTypeLike | None) -> np.dtype:
     """Returns the dtype of a parameter: `dtype`, or, where it is None, the one dtype of all its tensors."""
     first = pairs[0][1]
     to = np.dtype(first.dtype() if dtype is None else dtype)

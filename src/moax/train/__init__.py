@@ -11,6 +11,8 @@ checkpoint          saving and restoring the training state
 loop                a run from start to end
 report, plot        the lines and the curves of a run
 traffic, summary    the bytes of weight gathers, and the end of a run
+arms, plot_arms     runs that differ in recipe or seed, compared
+probe               the errors of gradients, and the values that quantization loses
 
 All modules but presets, mesh and processes need the extra `moax[train]` (optax, orbax-checkpoint, matplotlib, rich).
 """

@@ -37,12 +37,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--text", metavar="PATH", help="a file or folder to train on (default: Python's standard library)")
     add("--steps", type=int, help="number of updates")
     add("--batch", type=int, help="sequences of a step, over the whole mesh")
+    add("--microbatches", type=int, metavar="N", help="compute a step's batch in N parts, one after the other, with "
+        "the experts' weights quantized once (default: 1)")  # fmt: skip
     add("--seq", type=int, help="bytes of a sequence")
     add("--lr", type=float, help="peak learning rate")
     add("--seed", type=int, help="seed of the weights and of the order of the data")
     add("--eval-every", type=int, metavar="STEPS", help="compute the held-out loss every so many steps")
     add("--json", action="store_true", help="print JSON at the end; progress goes to stderr")
     add("--save-every", type=int, metavar="STEPS", help="save a checkpoint every so many steps; 0: at the end alone")
+    several = parser.add_argument_group("several runs, to compare recipes (results.json and arms.png in OUT/NAME/)")
+    add = several.add_argument
+    add("--recipes", type=lambda text: tuple(text.split(",")), metavar="A,B", help="train a run with each recipe on "
+        "the same data, as none,fp8_block; the others are compared with the first")  # fmt: skip
+    add("--seeds", type=int, metavar="N", help="do so for N seeds, from --seed on (default: 1)")
     how = parser.add_argument_group("how it runs")
     add_execution(how, mesh="all devices on fsdp", dtypes=DTYPES)
     how.add_argument("--buffer-factor", type=factor, metavar="X", help="buffers for X times the balanced load, in more "
@@ -70,8 +77,12 @@ def run(args: argparse.Namespace) -> int:
     """Trains, and prints the end of the run. Returns 130 where Ctrl-C stopped the run, else 0."""
     processes.join(args)
     program.start(args.cpu_devices)
-    from moax.train import loop, report, summary
+    from moax.train import arms, loop, report, summary
 
+    if args.recipes or (args.resume and args.name and arms.find(args.out, args.name)):
+        return run_arms(args)
+    if args.seeds:
+        raise ValueError(f"--seeds {args.seeds} without --recipes; give the recipes to compare, as none,fp8_block")
     config = processes.together(lambda: train_config(args))
     result = loop.train(config, resume=args.resume, report=report.for_stream(json=args.json))
     end = summary.finish(result)
@@ -86,6 +97,35 @@ def run(args: argparse.Namespace) -> int:
     return 130
 
 
+def run_arms(args: argparse.Namespace) -> int:
+    """Trains a run for each recipe and seed, and prints how they compare. Returns 130 where Ctrl-C stopped it, else 0.
+
+    Raises:
+      ValueError: the options have --recipe, or --resume finds no such runs.
+    """
+    from moax.train import arms, report
+
+    if args.recipe:
+        raise ValueError(f"--recipe {args.recipe} with several runs; give --recipes alone")
+    if args.resume:
+        found = arms.find(args.out, args.name)
+        if found is None:
+            raise ValueError(f"--resume: {args.out}/{args.name or '*'} has no arms.json; start with --recipes A,B")
+        before = arms.read(found)
+        config = train_config(args, before.config)
+        settings = arms.Arms(config, args.recipes or before.recipes, args.seeds or before.seeds)
+    else:
+        settings = arms.Arms(train_config(args), args.recipes, args.seeds or 1)
+    results = arms.train(settings, resume=args.resume, report=lambda: report.for_stream(json=args.json))
+    for line in [json.dumps(results, indent=2)] if args.json else arms.lines(results):
+        print(line)
+    if not results["interrupted"]:
+        return 0
+    hint = f"the runs are saved; continue them with:\n  {to_resume(args, results['name'])}"
+    print(hint, file=sys.stderr if args.json else sys.stdout)
+    return 130
+
+
 def to_resume(args: argparse.Namespace, name: str) -> str:
     """Returns the command line that continues the run `name`."""
     command = ["moax", "train", "--resume", "--name", name]
@@ -94,8 +134,10 @@ def to_resume(args: argparse.Namespace, name: str) -> str:
     return shlex.join(command + processes.flags(args))
 
 
-def train_config(args: argparse.Namespace) -> TrainConfig:
+def train_config(args: argparse.Namespace, before: TrainConfig | None = None) -> TrainConfig:
     """Returns the settings of a run: the options override those of the preset, or, with --resume, those of the run.
+
+    `before` are the settings to override; None looks for them.
 
     Raises:
       ValueError: the options have both --preset and --resume, or name a run that does not exist.
@@ -103,7 +145,9 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     from moax.train.run import newest, read_config
 
     given = {name: value for name, value in vars(args).items() if value is not None}
-    if args.resume:
+    if before is not None:
+        base = before
+    elif args.resume:
         if args.preset:
             raise ValueError(f"--preset {args.preset} with --resume: the run has its sizes already; leave --preset out")
         base = read_config(args.out, args.name or newest(args.out))

@@ -57,6 +57,7 @@ def train(
     resume: bool = False,
     report: Report | None = None,
     on_step: Callable[[dict], None] | None = None,
+    build: Callable[..., steps.Program] = steps.build,
 ) -> Result:
     """Trains until `config.steps` updates are done.
 
@@ -66,6 +67,7 @@ def train(
       report: shows the progress; None shows nothing.
       on_step: called with the row of metrics of each step. In a single process it may raise KeyboardInterrupt, which
         saves the state and stops the run.
+      build: stands for `step.build`.
 
     Returns:
       The end of the run.
@@ -77,7 +79,7 @@ def train(
 
     def prepare():
         corpus, mesh = load(config.text, config.seq), mesh_over_devices(config.mesh)
-        check_batch(config.batch, config.seq, mesh)
+        check_batch(config.batch, config.seq, mesh, config.microbatches)
         return corpus, mesh, runs.reopen(config, corpus) if resume else None
 
     corpus, mesh, run = processes.together(prepare)
@@ -86,7 +88,7 @@ def train(
     with jax.set_mesh(mesh), contextlib.closing(report):
         began = time.perf_counter()
         report.start(config, mesh, corpus)
-        program = steps.build(config, mesh)
+        program = build(config, mesh)
         if run is None:
             run, config = _create(config)
         if processes.is_first():

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import moax
-from moax import Axes, MoEParams, MoEStats, backend, ops
+from moax import Axes, MoEParams, QuantizedParams, backend, ops
 from moax.mesh.place import constrain
 from moax.mesh.specs import spec as make_spec
 from moax.options import Options
@@ -24,7 +24,7 @@ from moax.recipe import get_recipes
 from moax.sharding import dense_spec, token_spec
 from moax.train.presets import VOCAB, ModelConfig
 
-MoEBlock = Callable[..., tuple[Float[Array, "B S H"], MoEStats]]
+MoEBlock = Callable[..., tuple[Float[Array, "B S H"], Any]]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["norm_a", "wqkv", "wo", "norm_m", "moe"], meta_fields=[])
@@ -154,7 +154,9 @@ def forward(
     model: ModelConfig,
     execution: Execution,
     block: MoEBlock = moax.moe,
-) -> tuple[Float[Array, "B S V"], MoEStats]:
+    quantized: QuantizedParams[Array] | None = None,
+    added: Float[Array, "L B S H"] | None = None,
+) -> tuple[Float[Array, "B S V"], Any]:
     """Computes the logits of the next byte at each place of each sequence.
 
     Args:
@@ -164,10 +166,12 @@ def forward(
       model: the sizes.
       execution: how the model runs.
       block: the function that stands for `moax.moe`, with its arguments.
+      quantized: the experts' weights as `quantize` returns them; None: each block quantizes its own.
+      added: [L, B, S, H], added to the output of each MoE; its gradient is that of the outputs.
 
     Returns:
       logits [B, S, 256] f32: logits[b, s] predicts tokens[b, s + 1]; and the MoEStats of the L layers, each array of
-      which has a leading L.
+      which has a leading L. Where `block` returns something else beside y, that takes the place of MoEStats.
     """
     options, dtype, axes = execution.options, jnp.dtype(execution.dtype), execution.options.axes
     rows = token_spec(axes, ndim=3)
@@ -178,7 +182,7 @@ def forward(
     project = partial(dense, recipe=recipes.wi), partial(dense, recipe=recipes.wo)
 
     def layer(x, stacked):
-        p, bias = stacked
+        p, bias, kept, extra = stacked
         x = constrain(x, rows)
         x = x + _attention(_rms_norm(x, p.norm_a), p, rotation, model.num_heads, project)
         moe = dataclasses.replace(p.moe, router_bias=bias)
@@ -187,16 +191,33 @@ def forward(
             moe,
             model.moe(),
             options=options,
+            **({} if kept is None else {"quantized": kept}),
         )
-        return x + y, stats
+        return x + (y if extra is None else y + extra), stats
 
     # The lookup is a product with one-hot rows, since the transpose of a lookup in a sharded table is a scatter. The
     # factor gives embeddings unit size. Beside smaller embeddings the mean that attention adds would dominate every
     # token, and the router would send all tokens to one expert.
     x = dense(jax.nn.one_hot(tokens, VOCAB, dtype=dtype), params.embed) * model.d_model**0.5
-    x, stats = lax.scan(_remat(layer, execution.remat), x, (params.layers, router_bias))
+    x, stats = lax.scan(_remat(layer, execution.remat), x, (params.layers, router_bias, quantized, added))
     predict = params.embed.T if params.predict is None else params.predict
     return dense(_rms_norm(x, params.norm), predict).astype(jnp.float32), stats
+
+
+def quantize(params: Params, model: ModelConfig, execution: Execution) -> QuantizedParams[Array] | None:
+    """Returns the weights of the experts of all layers, quantized, each array with a leading L.
+
+    It is None where the recipe quantizes no weight.
+    """
+    if get_recipe(execution.options.recipe).w is None:
+        return None
+    how: Any = dict(options=execution.options, dtype=execution.dtype)
+
+    def one(moe: MoEParams[Array]) -> QuantizedParams[Array]:
+        bias = jnp.zeros(model.num_experts, jnp.float32) if model.balance == "bias" else None
+        return moax.quantize_params(dataclasses.replace(moe, router_bias=bias), model.moe(), **how)
+
+    return lax.map(one, params.layers.moe)
 
 
 def _remat(layer, how: str):

@@ -90,6 +90,8 @@ class TrainConfig:
       steps: number of updates.
       batch: sequences of a step, over the whole mesh.
       seq: bytes S of a sequence.
+      microbatches: a step computes its batch in so many equal parts, one after the other, and adds up their gradients:
+        less memory for activations. The experts' weights are quantized once a step.
       lr: peak learning rate of AdamW. It falls along a cosine to a tenth.
       warmup: steps of the linear warm-up.
       weight_decay: AdamW's decay of the matrices.
@@ -115,6 +117,7 @@ class TrainConfig:
     steps: int = 1000
     batch: int = 16
     seq: int = 128
+    microbatches: int = 1
     lr: float = 1e-3
     warmup: int = 20
     weight_decay: float = 0.1
@@ -135,11 +138,14 @@ class TrainConfig:
     def __post_init__(self):
         owner = "TrainConfig"
         _at_least_one(owner, steps=self.steps, batch=self.batch, seq=self.seq, warmup=self.warmup)
+        _at_least_one(owner, microbatches=self.microbatches)
         check_buffer_factor(self.buffer_factor)
         _one_of(owner, "grad_reduce_dtype", self.grad_reduce_dtype, (None, *GRAD_REDUCE))
         _at_least_one(owner, eval_every=self.eval_every, eval_batches=self.eval_batches)
         _one_of(owner, "dtype", self.dtype, DTYPES)
         _one_of(owner, "remat", self.remat, REMAT)
+        if self.batch % self.microbatches:
+            raise ValueError(f"{owner}: microbatches={self.microbatches} must divide batch={self.batch}")
         if self.save_every < 0:
             raise ValueError(f"{owner}: save_every={self.save_every!r} must be at least 0, 0 for the end alone")
         for name in ("lr", "clip"):

@@ -10,10 +10,12 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, UInt8
 
 import moax
-from moax.mesh.place import named
+from moax import MoEStats, QuantizedParams
+from moax.mesh.place import constrain, named
 from moax.mesh.specs import spec
 from moax.options import Options
 from moax.sharding import token_spec
@@ -67,7 +69,12 @@ def shardings(config: TrainConfig, mesh) -> TrainState:
 
 
 def loss_fn(
-    params: Params, router_bias, batch: UInt8[Array, "B S1"], config: TrainConfig, block: lm.MoEBlock = moax.moe
+    params: Params,
+    router_bias,
+    batch: UInt8[Array, "B S1"],
+    config: TrainConfig,
+    block: lm.MoEBlock = moax.moe,
+    quantized: QuantizedParams[Array] | None = None,
 ):
     """Computes the training loss: mean cross entropy, plus the auxiliary losses of all layers.
 
@@ -76,13 +83,13 @@ def loss_fn(
       router_bias: [L, E] f32 or None; see `TrainState`.
       batch: [B, S + 1] u8; batch[b, s + 1] is the target of batch[b, s].
       config: the settings of the run.
-      block: see `model.forward`.
+      block, quantized: see `model.forward`.
 
     Returns:
       The loss [] f32 in nats a byte, and (cross entropy [] f32, MoEStats with a leading L).
     """
     tokens = batch.astype(jnp.int32)
-    logits, stats = lm.forward(params, router_bias, tokens[:, :-1], config.model, execution(config), block)
+    logits, stats = lm.forward(params, router_bias, tokens[:, :-1], config.model, execution(config), block, quantized)
     entropy = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
     return entropy + stats.aux_loss.sum() + stats.z_loss.sum(), (entropy, stats)
 
@@ -102,9 +109,7 @@ def train_step(
       The state after the update, and the metrics: loss, extra_loss, grad_norm, lr, dropped, passes (all []), and
       tokens_per_expert [L, E] i32.
     """
-    (total, (entropy, stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-        state.params, state.router_bias, batch, config, block
-    )
+    (total, (entropy, stats)), grads = gradients(state, batch, config, block)
     updates, opt_state = optimizer(config).update(grads, state.optimizer, state.params)
     bias = state.router_bias
     if bias is not None:
@@ -120,6 +125,37 @@ def train_step(
     }
     params = jax.tree.map(jnp.add, state.params, updates)
     return TrainState(state.step + 1, params, bias, opt_state), metrics
+
+
+def gradients(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig, block: lm.MoEBlock = moax.moe):
+    """Computes what `jax.value_and_grad` of `loss_fn` returns, in `config.microbatches` parts of the batch.
+
+    Losses and gradients are means over the parts, counts are sums, and `passes` is the most of any part. Microbatch n
+    has the sequences n, n + N, n + 2 N, ..., so that no sequence leaves its device.
+    """
+    grad = jax.value_and_grad(loss_fn, has_aux=True)
+    count = config.microbatches
+    if count == 1:
+        return grad(state.params, state.router_bias, batch, config, block)
+    parts = batch.reshape(batch.shape[0] // count, count, -1).swapaxes(0, 1)
+    parts = constrain(parts, spec(None, *token_spec(moax.Axes(), ndim=2)))
+    kept = lm.quantize(state.params, config.model, execution(config)) if block is moax.moe else None
+
+    def add(sums, part):
+        (total, (entropy, stats)), grads = grad(state.params, state.router_bias, part, config, block, kept)
+        return jax.tree.map(jnp.add, sums, (total, entropy, grads)), stats
+
+    zero = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.params)
+    sums, stats = lax.scan(add, zero, parts)
+    total, entropy, grads = jax.tree.map(lambda v: v / count, sums)
+    stats = MoEStats(
+        stats.aux_loss.mean(0),
+        stats.z_loss.mean(0),
+        stats.tokens_per_expert.sum(0),
+        stats.dropped.sum(0),
+        stats.passes.max(0),
+    )
+    return (total, (entropy, stats)), grads
 
 
 def eval_step(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig) -> Float[Array, ""]:
@@ -167,12 +203,17 @@ def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tupl
     return step, (like, batch)
 
 
+def jit_init(config: TrainConfig, mesh) -> Callable[[], TrainState]:
+    """Returns the jitted `init_state` on `mesh`, which must be the mesh that is set."""
+    return jax.jit(partial(init_state, config), out_shardings=shardings(config, mesh))
+
+
 def build(config: TrainConfig, mesh) -> Program:
     """Compiles the program of a run on `mesh`, which must be the mesh that is set."""
     step, (like, batch) = jit_update(config, mesh)
     evaluate = jax.jit(partial(eval_step, config=config), out_shardings=named(mesh, spec()))
     return Program(
-        init=jax.jit(partial(init_state, config), out_shardings=shardings(config, mesh)),
+        init=jit_init(config, mesh),
         update=step.lower(like, batch).compile(),
         evaluate=evaluate.lower(like, batch).compile(),
         rows=batch.sharding,

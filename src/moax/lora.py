@@ -1,0 +1,173 @@
+"""Low-rank adapters of frozen experts (LoRA; Hu et al., 2021), one pair of matrices for each expert and product.
+
+    h[n] = x[n] wi[e] + scale (x[n] wi_a[e]) wi_b[e]        a = act(h)
+    o[n] = a[n] wo[e] + scale (a[n] wo_a[e]) wo_b[e]        e is the expert of row n
+
+`moax.moe(..., adapters=adapters)` computes it. `wi` and `wo` have no gradient then, and the block computes none; with
+`quantized=moax.quantize_params(...)` it reads their bytes alone, and `params.wi` and `params.wo` may be None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+from moax.checks import check_count, check_float, check_float_dtype, check_key, check_kind, is_number
+from moax.config import MoEConfig
+from moax.mesh.axes import Axes, Roles
+from moax.mesh.place import make_sharded
+from moax.mesh.specs import AnyMesh, Spec, check_divides, find_roles, mesh_in_force, spec
+from moax.params import MoEParams
+from moax.types import pytree
+
+NAMES = ("wi_a", "wi_b", "wo_a", "wo_b")
+
+
+@pytree("scale")
+class Adapters[Leaf]:
+    """The adapters of a block, of rank r. The pair of wi or that of wo may be None.
+
+    Attributes:
+      wi_a: [E, H, r]. wi_b: [E, r, G, F].
+      wo_a: [E, F, r]. wo_b: [E, r, H].
+      scale: the factor of both products, a number; alpha / r in the words of the paper.
+    """
+
+    wi_a: Leaf | None
+    wi_b: Leaf | None
+    wo_a: Leaf | None
+    wo_b: Leaf | None
+    scale: float = 1.0
+
+
+def init(
+    key: PRNGKeyArray | Array,
+    config: MoEConfig,
+    rank: int,
+    *,
+    scale: float = 1.0,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    axes: Axes = Axes(),
+) -> Adapters[Array]:
+    """Makes adapters that change nothing yet: wi_a and wo_a ~ normal of variance 1 / fan-in, wi_b and wo_b 0.
+
+    Args:
+      key: a PRNG key.
+      config: the sizes of the block.
+      rank: r, at least 1.
+      scale: the factor of both products, a finite number.
+      dtype: the dtype of the adapters.
+      axes: the role of each mesh axis. With a mesh in force the adapters lie as `adapter_specs` says.
+
+    Raises:
+      ValueError: an argument is of the wrong kind, or the mesh axes of a dim do not divide its size.
+    """
+    check_kind("config", config, MoEConfig)
+    check_key("key", key)
+    check_count("rank", rank)
+    check_float_dtype("dtype", dtype)
+    if not is_number(scale) or not math.isfinite(scale):
+        raise ValueError(f"scale={scale!r} must be a finite number")
+    shapes = adapter_shapes(config, rank)
+
+    def make(key):
+        keys = dict(zip(("wi_a", "wo_a"), jax.random.split(key), strict=True))
+        values = {name: jnp.zeros(getattr(shapes, name), dtype) for name in ("wi_b", "wo_b")}
+        for name, key in keys.items():
+            shape = getattr(shapes, name)
+            values[name] = (jax.random.normal(key, shape) / math.sqrt(shape[1])).astype(dtype)
+        return Adapters(**values, scale=float(scale))
+
+    specs = None if mesh_in_force() is None else adapter_specs(config, axes)
+    return make_sharded(make, None if specs is None else dataclasses.replace(specs, scale=float(scale)))(key)
+
+
+def adapter_shapes(config: MoEConfig, rank: int) -> Adapters[tuple[int, ...]]:
+    """Returns the shape of each adapter of this rank."""
+    e, h, f = config.num_experts, config.d_model, config.d_ff
+    return Adapters((e, h, rank), (e, rank, config.gates, f), (e, f, rank), (e, rank, h))
+
+
+def specs_on(roles: Roles) -> Adapters[Spec]:
+    """Returns the spec of each adapter for the axes of `roles`: experts lie over ep, F over tp."""
+    ep, tp = roles.ep, roles.tp
+    return Adapters(spec(ep, None, None), spec(ep, None, None, tp), spec(ep, tp, None), spec(ep, None, None))
+
+
+def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> Adapters[Spec]:
+    """Returns the PartitionSpec of each adapter: experts over ep, F over tp; fsdp and dp replicate them.
+
+    Args:
+      config: the sizes of the block.
+      axes: the role of each mesh axis.
+      mesh: the mesh; None means the mesh in force.
+
+    Raises:
+      ValueError: a mesh axis of more than one device has no role, or the mesh axes of a dim do not divide its size.
+    """
+    roles = find_roles(axes, mesh)
+    specs, shapes = specs_on(roles), adapter_shapes(config, 1)
+    for name in NAMES:
+        check_divides(f"adapters.{name}", getattr(shapes, name), getattr(specs, name), roles)
+    return specs
+
+
+def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Array]:
+    """Returns parameters of plain experts: wi + scale wi_a wi_b and wo + scale wo_a wo_b, rounded to their dtypes.
+
+    Args:
+      params: see `MoEParams`.
+      adapters: the adapters of these parameters.
+    """
+
+    def add(w, a, b, rule):
+        if a is None:
+            return w
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        change = jnp.einsum(rule, a, b, precision="highest")
+        return (w.astype(jnp.float32) + adapters.scale * change).astype(w.dtype)
+
+    wi = add(params.wi, adapters.wi_a, adapters.wi_b, "ehr,ergf->ehgf")
+    wo = add(params.wo, adapters.wo_a, adapters.wo_b, "efr,erh->efh")
+    return dataclasses.replace(params, wi=wi, wo=wo)
+
+
+def scaled(adapters: Adapters[Array] | None) -> tuple[Array | None, ...]:
+    """Returns the four matrices, of which the first ones are times `scale`; four times None without adapters."""
+    if adapters is None:
+        return (None,) * 4
+    values = zip(NAMES, _leaves(adapters), strict=True)
+    return tuple(v * adapters.scale if v is not None and name.endswith("_a") else v for name, v in values)
+
+
+def check_adapters(adapters: Adapters[Array], config: MoEConfig, *, local: bool = False) -> None:
+    """Raises ValueError unless `adapters` are those of a block of this config.
+
+    Args:
+      adapters: what the caller gave.
+      config: the sizes of the block.
+      local: whether they are shards inside a `shard_map`; a size may then be any divisor of the whole size.
+    """
+    for a, b in (NAMES[:2], NAMES[2:]):
+        pair = getattr(adapters, a), getattr(adapters, b)
+        if (pair[0] is None) != (pair[1] is None):
+            raise ValueError(f"adapters.{a} and adapters.{b} must both be given, or both be None")
+        if pair[0] is None:
+            continue
+        check_float(f"adapters.{a}", pair[0], "[E, rows, r]")
+        check_float(f"adapters.{b}", pair[1], "[E, r, columns]")
+        shapes = adapter_shapes(config, pair[0].shape[-1])
+        for name, value in zip((a, b), pair, strict=True):
+            have, want = tuple(value.shape), getattr(shapes, name)
+            divides = len(have) == len(want) and all(n and m % n == 0 for n, m in zip(have, want, strict=True))
+            if have != want and not (local and divides):
+                raise ValueError(f"adapters.{name} has shape {have}; this config needs {want}")
+
+
+def _leaves(adapters: Adapters) -> tuple:
+    """Returns the four matrices."""
+    return tuple(getattr(adapters, name) for name in NAMES)

@@ -1,0 +1,116 @@
+"""`moax train --recipes`: runs that differ in recipe or seed, and what tells them apart.
+
+Covers: a comparison that stops and goes on; gaps, gradient errors and lost values; settings that are refused.
+"""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("optax")
+pytest.importorskip("orbax.checkpoint")
+
+from moax.recipe import Format
+from moax.train import arms as compared
+from moax.train import plot_arms, probe
+from moax.train import run as runs
+from moax.train.arms import Arms
+from moax.train.presets import ModelConfig, TrainConfig
+
+pytestmark = pytest.mark.loose
+
+MODEL = ModelConfig(d_model=32, d_ff=32, num_layers=2, num_heads=2, num_experts=8, top_k=2)
+
+
+def make_config(folder, **changes):
+    return TrainConfig(
+        model=MODEL, name="both", out=str(folder), mesh=(("fsdp", 2), ("ep", 4)), steps=4, batch=8, seq=32, lr=1e-2,
+        warmup=2, dtype="float32", engine="shard_map", eval_every=2, eval_batches=1, save_every=0, **changes,
+    )  # fmt: skip
+
+
+def test_gaps(tmp_path):
+    """Breaks if a recipe is compared with another seed, at another step, or the spread of seeds is that of a recipe."""
+    arms = Arms(make_config(tmp_path), ("none", "fp8_block"), 2)
+    held_out = {("none", 0): [5, 3, 2], ("fp8_block", 0): [5, 3.5, 2.25], ("none", 1): [6, 3.25], ("fp8_block", 1): [6]}
+    for (recipe, seed), losses in held_out.items():
+        run = runs.Run(tmp_path / "both" / f"{recipe}-seed{seed}")
+        run.path.mkdir(parents=True)
+        for i, loss in enumerate(losses):
+            run.log(step=2 * i, held_out_loss=loss)
+    results = compared.compare(arms)
+    rows = [(row["step"], row["gaps"], row["mean"], row["between_seeds"]) for row in results["gaps"]]
+    assert rows == [(0, [0, 0], 0, 1), (2, [0.5], 0.5, 0.25), (4, [0.25], 0.25, None)]
+    assert results["gradients"] == results["quantization"] == []
+    assert "fp8_block less none at step 4: +0.2500" in compared.lines(results)
+    plot_arms.draw(results, tmp_path / "arms.png")
+    assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")
+    json.dumps(results)
+
+
+@pytest.mark.parametrize(("rows", "scale"), [(True, "float32"), (False, "pow2")])
+def test_lost_values(rows, scale):
+    """Breaks if a value that becomes 0 is not counted, or one that was 0 is."""
+    x = np.zeros((2, 8), np.float32)
+    x[0, :4] = 448, 448 * 2.0**-20, 0, 1  # the second is below half of the least value of the block's format
+    x[1, 4:] = -3, 3, 1e-7, 1e-7
+    format = Format(block=4, scale=scale)
+    found = probe._lost(jnp.asarray(x if rows else x.T[None]), format)
+    assert {n: int(v) for n, v in found.items()} == dict(
+        values=7, underflow=3, saturated=3 if scale == "float32" else 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipes", "seeds", "message"),
+    [
+        (("none", "fp4"), 1, "--recipes has 'fp4'"),
+        (("none", "none"), 1, "once"),
+        (("none",), 0, "at least one of each"),
+    ],
+)
+def test_settings_are_checked(tmp_path, recipes, seeds, message):
+    """Breaks if a run is trained twice into one folder, or a typing error is found after the first run."""
+    with pytest.raises(ValueError, match=message):
+        Arms(make_config(tmp_path), recipes, seeds)
+
+
+@pytest.mark.more
+def test_a_comparison_goes_on_where_it_stopped(tmp_path):
+    """Breaks if runs of a seed begin or read otherwise, a run is trained again or not at all after a stop, or the
+    gradients of a recipe are compared with those of another state."""
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"part{i}.txt").write_text(
+            f"chapter {i}: the quick brown fox jumps over the lazy dog. " * 20
+        )
+    arms = Arms(make_config(tmp_path / "runs", text=str(tmp_path / "text")), ("none", "fp8_block"), 2)
+    steps = []
+
+    def stop(row):
+        steps.append(row["step"])
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+
+    first = compared.train(arms, on_step=stop)
+    assert first["interrupted"] and steps == [1, 2, 3, 4, 1, 2]
+    assert [run["steps"] for run in first["held_out"]] == [[0, 2, 4], [0, 2], [], []]
+    results = compared.train(compared.read(tmp_path / "runs" / "both" / "arms.json"), resume=True, on_step=stop)
+    assert not results["interrupted"] and steps[6:] == [3, 4, 1, 2, 3, 4, 1, 2, 3, 4]
+    assert [run["steps"] for run in results["held_out"]] == [[0, 2, 4]] * 4
+    assert first["held_out"][0] == results["held_out"][0]
+    assert all(abs(gap) < 0.02 and row["between_seeds"] > 0 for row in results["gaps"] for gap in row["gaps"])
+    none, fp8 = ({n: p["by_expert"] for n, p in found["projections"].items()} for found in results["gradients"])
+    for name in ("gate", "up", "down"):
+        assert np.shape(none[name]) == np.shape(fp8[name]) == (2, 8)
+        assert np.max(none[name]) < 1e-4 and 0.01 < np.median(fp8[name]) < 0.5
+    (lost,) = results["quantization"]
+    tokens = 8 * 32 * 2
+    assert set(lost["operands"]) == {"x", "a", "dy", "dh", "wi", "wo"}
+    assert lost["operands"]["wi"]["values"] == [8 * 32 * 2 * 32] * 2
+    assert all(0.99 * tokens * 32 <= values <= tokens * 32 for values in lost["operands"]["x"]["values"])
+    assert all(0 <= max(of["underflow"]) < 0.1 * min(of["values"]) for of in lost["operands"].values())
+    assert dataclasses.asdict(compared.read(tmp_path / "runs" / "both" / "arms.json")) == dataclasses.asdict(arms)
