@@ -112,8 +112,7 @@ def _moe(
     adapters,
 ):  # fmt: skip
     """Runs `moe` with all options in one value, and with what the caller gave for the routing in another one."""
-    absent = quantized is not None and params.wi is None and params.wo is None
-    params = _fill(params, quantized, x.dtype) if absent else params
+    params, absent = _fill(params, quantized, x.dtype)
     recipe, axes, engine = get_recipes(options.recipe), options.axes, options.engine
     check_token_axes(x, axes)
     view = find_mesh_view(axes, engine, x, params)
@@ -169,10 +168,13 @@ def _moe(
     return reshard_like(y, x), MoEStats(*losses, routing.tokens_per_expert, dropped, passes, used)
 
 
-def _fill(params: MoEParams[Array], quantized: QuantizedParams, dtype) -> MoEParams[Array]:
-    """Returns the parameters, with zeros for wi and wo, which nothing reads beside kept weights."""
-    wi, wo = (jnp.zeros(of[1].data.shape, dtype) for of in (quantized.wi, quantized.wo))  # of columns, never turned
-    return dataclasses.replace(params, wi=wi, wo=wo)
+def _fill(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) -> tuple[MoEParams[Array], bool]:
+    """Returns the parameters, and whether wi and wo are kept quantized alone; they are then zeros, never read."""
+    wi, wo = (quantized.wi, quantized.wo) if isinstance(quantized, QuantizedParams) else (None, None)
+    if params.wi is not None or params.wo is not None or wi is None or wo is None:
+        return params, False
+    zeros = (jnp.zeros(of[1].data.shape, dtype) for of in (wi, wo))  # of columns, never turned
+    return dataclasses.replace(params, **dict(zip(("wi", "wo"), zeros, strict=True))), True
 
 
 def _stats_of_nothing(x, config: MoEConfig, return_routing: bool) -> MoEStats:

@@ -209,7 +209,7 @@ def quantize(params: Params, model: ModelConfig, execution: Execution) -> Quanti
 
     It is None where the recipe quantizes no weight.
     """
-    if get_recipe(execution.options.recipe).w is None:
+    if all(recipe.w is None for recipe in get_recipes(execution.options.recipe).both):
         return None
     how: Any = dict(options=execution.options, dtype=execution.dtype)
 
