@@ -27,7 +27,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize(("pair", "way", "mesh"), some([("two", "none", ""), ("wi", "custom_partitioning", "2x4"),
-    ("wo", "explicit", "tp2x2x2"), ("tensor", "custom_partitioning", "dp2x2x2"), ("wi", "none", "")], 2))  # fmt: skip
+    ("wo", "explicit", "tp2x2x2"), ("tensor", "custom_partitioning", "dp2x2x2"), ("wi", "none", "")], 1))  # fmt: skip
 def test_each_product_has_its_own_recipe(pair, way, mesh):
     """Breaks if an operand of one product is quantized by the recipe of the other one."""
     check(block(way, mesh, CONFIG, recipe=PAIRS[pair])(), expected(CONFIG, PAIRS[pair], mesh), QUANTIZED)
