@@ -3,6 +3,9 @@
 Covers: products and both gradients, bf16 and FP8, x tiles x clusters.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,9 +15,10 @@ from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
 from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.hopper.pallas.tiles import HEURISTIC
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
-from support import interpret, random, rel_error, some
+from support import interpret, lower, random, rel_error, some
 
 E4M3 = jnp.float8_e4m3fn
 SIZES = (130, 0, 1, 128)  # two blocks, none, one of one row, one full: 512 rows and a block past the end
@@ -128,3 +132,23 @@ def test_grouped_wgrad_fp8(cluster, consumers):
     x, dy = (np.float64(v).T * expand(np.asarray(s), (0, ROWS)) for v, s in ((x, sx), (dy, sdy)))
     want = [x[real & (group == g)].T @ dy[real & (group == g)] for g in range(len(SIZES))]
     assert rel_error(got, np.stack(want), per=0) < 1e-6
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("op", ["wgrad", "wgrad_fp8"])
+def test_gradients_in_float32_lower_for_cuda(op):
+    """Breaks if `grad_reduce_dtype="float32"` asks a tile for more shared memory than a multiprocessor has."""
+    k, n, rows, sizes = 2880, 1536, 1024, jax.ShapeDtypeStruct((4,), jnp.int32)
+    shapes = [jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for width in (k, n)]
+    if op == "wgrad_fp8":
+        scales = [jax.ShapeDtypeStruct((rows // 128, -(-width // 128) * 128), jnp.float32) for width in (k, n)]
+        shapes = [jax.ShapeDtypeStruct((width, rows), jnp.float8_e4m3fn) for width in (k, n)] + scales
+
+    def wgrad(sizes, x, dy, *scales, tile):
+        how = dict(tile=tile, out_dtype=jnp.float32)
+        if not scales:
+            return grouped_wgrad(x, dy, make_blocks(sizes, rows), **how)
+        return grouped_wgrad_fp8(KMajorFp8(x, scales[0]), KMajorFp8(dy, scales[1]), make_blocks(sizes, rows), **how)
+
+    for tile in HEURISTIC[op]:
+        lower(functools.partial(wgrad, tile=tile), sizes, *shapes)
