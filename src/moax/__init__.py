@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from moax import estimate as estimate
     from moax import hf as hf
     from moax import inspect as inspect
+    from moax import lora as lora
     from moax import ops as ops
     from moax.block.experts import CHECKPOINT_NAMES as CHECKPOINT_NAMES
     from moax.block.kept import quantize_params as quantize_params
