@@ -20,8 +20,16 @@ from moax.mesh.axes import Axes
 from moax.mesh.partition import Engine, find_mesh_view
 from moax.mesh.place import unflatten_tokens
 from moax.mesh.specs import Spec, check_spec, spec
-from moax.ops.operands import check_operand, flatten_rows, pick_kernels, stack_one
-from moax.ops.products import GroupedSpec, check_quantized, grouped, product_dtypes, wider, widths_of
+from moax.ops.operands import (
+    check_operand,
+    check_quantized,
+    flatten_rows,
+    pick_kernels,
+    product_dtypes,
+    stack_one,
+    wider,
+)
+from moax.ops.products import GroupedSpec, grouped, widths_of
 from moax.recipe import Recipe, get_recipe
 from moax.sharding import dense_spec_on
 from moax.types import QArray

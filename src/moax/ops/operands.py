@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moax.checks import check_float
+from moax.checks import check_count, check_float, check_float_dtype, check_kind
 from moax.errors import Unsupported
 from moax.kernels import DEFAULT, select_kernels
 from moax.kernels.scales import dequantize
@@ -23,6 +24,7 @@ from moax.mesh.collectives import gather_weight
 from moax.mesh.place import flatten_tokens
 from moax.mesh.specs import spec
 from moax.ops.quantization import check_cuts, scale_spec
+from moax.recipe import Recipe
 from moax.types import QArray
 
 
@@ -30,6 +32,45 @@ def check_operand(name: str, value: Array | QArray, dims: str) -> None:
     """Raises ValueError unless value is a QArray, or an array of floating point; `dims` is as in `check_float`."""
     if not isinstance(value, QArray):
         check_float(name, value, dims)
+
+
+def check_align(align: int | None, recipe: Recipe) -> int:
+    """Returns align, or the recipe's `row_alignment` for None. Raises ValueError unless it is a multiple of that."""
+    align = recipe.row_alignment if align is None else align
+    check_count("align", align)
+    if align % recipe.row_alignment:
+        raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
+    return align
+
+
+def check_quantized(w: Array | QArray, quantized: QArray | None) -> None:
+    """Raises ValueError unless `quantized` is None or fits w."""
+    if quantized is None:
+        return
+    check_kind("quantized", quantized, QArray, "moax.ops.quantize")
+    if isinstance(w, QArray):
+        raise ValueError("quantized was given with a QArray w; w must then be the weight in floating point")
+    if quantized.shape != w.shape:
+        raise ValueError(f"quantized has shape {quantized.shape}; it must be that of w, {w.shape}")
+
+
+def product_dtypes(x: Array | QArray, preferred: DTypeLike | None) -> tuple[jnp.dtype, jnp.dtype]:
+    """Returns the dtype in which operands enter a product, and the dtype of its result.
+
+    Raises:
+      ValueError: `preferred` is no floating-point dtype, or None where x is a QArray.
+    """
+    if preferred is not None:
+        check_float_dtype("preferred_element_type", preferred)
+    elif isinstance(x, QArray):
+        raise ValueError("preferred_element_type=None, and x is a QArray, which has no dtype; it must be that of y")
+    dtype = jnp.dtype(preferred if isinstance(x, QArray) else x.dtype)
+    return dtype, jnp.dtype(dtype if preferred is None else preferred)
+
+
+def wider(dtype: jnp.dtype, out: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype of a product of operands of `dtype` that is rounded to `out`: float32 unless they are equal."""
+    return dtype if dtype == out else jnp.dtype(jnp.float32)
 
 
 def pick_kernels(kernels: str, dtype: DTypeLike, operands: Sequence[Array | QArray | None], **widths: int) -> str:

@@ -23,14 +23,24 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from moax.checks import check_count, check_float, check_float_dtype, check_int, check_kind
+from moax.checks import check_float, check_int
 from moax.kernels import Packed, Role, implementation
 from moax.mesh.axes import Axes, Names, Roles
 from moax.mesh.collectives import keep_on_first, scatter_gradient, take_shard
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.place import keep_rows
 from moax.mesh.specs import Layout, Spec, check_spec, pad, spec, weight_layout
-from moax.ops.operands import check_operand, dequantize_shard, gather_quantized, operand_spec, pick_kernels
+from moax.ops.operands import (
+    check_align,
+    check_operand,
+    check_quantized,
+    dequantize_shard,
+    gather_quantized,
+    operand_spec,
+    pick_kernels,
+    product_dtypes,
+    wider,
+)
 from moax.recipe import Contracted, Recipe, get_recipe
 from moax.types import QArray
 
@@ -144,45 +154,6 @@ def grouped_matmul(
     chosen = pick_kernels(kernels, wider(dtype, out), (x, w, quantized), **widths)
     static = GroupedSpec(recipe, align, dtype, out, declared, view.roles, chosen, rows, view.manual)
     return grouped(view, static, x, w, quantized, jnp.asarray(group_sizes).astype(jnp.int32), bias)
-
-
-def check_align(align: int | None, recipe: Recipe) -> int:
-    """Returns align, or the recipe's `row_alignment` for None. Raises ValueError unless it is a multiple of that."""
-    align = recipe.row_alignment if align is None else align
-    check_count("align", align)
-    if align % recipe.row_alignment:
-        raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
-    return align
-
-
-def check_quantized(w: Array | QArray, quantized: QArray | None) -> None:
-    """Raises ValueError unless `quantized` is None or fits w."""
-    if quantized is None:
-        return
-    check_kind("quantized", quantized, QArray, "moax.ops.quantize")
-    if isinstance(w, QArray):
-        raise ValueError("quantized was given with a QArray w; w must then be the weight in floating point")
-    if quantized.shape != w.shape:
-        raise ValueError(f"quantized has shape {quantized.shape}; it must be that of w, {w.shape}")
-
-
-def product_dtypes(x: Array | QArray, preferred: DTypeLike | None) -> tuple[jnp.dtype, jnp.dtype]:
-    """Returns the dtype in which operands enter a product, and the dtype of its result.
-
-    Raises:
-      ValueError: `preferred` is no floating-point dtype, or None where x is a QArray.
-    """
-    if preferred is not None:
-        check_float_dtype("preferred_element_type", preferred)
-    elif isinstance(x, QArray):
-        raise ValueError("preferred_element_type=None, and x is a QArray, which has no dtype; it must be that of y")
-    dtype = jnp.dtype(preferred if isinstance(x, QArray) else x.dtype)
-    return dtype, jnp.dtype(dtype if preferred is None else preferred)
-
-
-def wider(dtype: jnp.dtype, out: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype of a product of operands of `dtype` that is rounded to `out`: float32 unless they are equal."""
-    return dtype if dtype == out else jnp.dtype(jnp.float32)
 
 
 def widths_of(view: MeshView, shape: Sequence[int], declared: Spec) -> dict[str, int]:
