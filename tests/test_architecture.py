@@ -52,7 +52,7 @@ OPS_SIDEWAYS = {
     "operands": {"quantization"},
     "permutation": {"maps"},
     "products": {"quantization", "operands"},
-    "wgrad": {"products"},
+    "wgrad": {"operands", "products"},
     "activation": {"quantization"},
     "linear": {"quantization", "operands", "products"},
     "exchange": {"quantization"},

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moax.checks import check_float, check_float_dtype, check_kind
+from moax.checks import check_count, check_float, check_float_dtype, check_kind
 from moax.errors import Unsupported
 from moax.kernels import DEFAULT, select_kernels
 from moax.kernels.scales import dequantize
@@ -24,6 +24,7 @@ from moax.mesh.collectives import gather_weight
 from moax.mesh.specs import spec
 from moax.mesh.tokens import flatten_tokens
 from moax.ops.quantization import check_cuts, scale_spec
+from moax.recipe import Recipe
 from moax.types import QArray
 
 
@@ -31,6 +32,15 @@ def check_operand(name: str, value: Array | QArray, dims: str) -> None:
     """Raises ValueError unless value is a QArray, or an array of floating point; `dims` is as in `check_float`."""
     if not isinstance(value, QArray):
         check_float(name, value, dims)
+
+
+def check_align(align: int | None, recipe: Recipe) -> int:
+    """Returns align, or the recipe's `row_alignment` for None. Raises ValueError unless it is a multiple of that."""
+    align = recipe.row_alignment if align is None else align
+    check_count("align", align)
+    if align % recipe.row_alignment:
+        raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
+    return align
 
 
 def check_quantized(w: Array | QArray, quantized: QArray | None) -> None:

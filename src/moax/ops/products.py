@@ -23,7 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from moax.checks import check_count, check_float, check_int
+from moax.checks import check_float, check_int
 from moax.kernels import Packed, Role, implementation
 from moax.mesh.axes import Axes, Names, Roles
 from moax.mesh.collectives import (
@@ -38,6 +38,7 @@ from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differe
 from moax.mesh.place import keep_rows
 from moax.mesh.specs import Layout, Spec, check_spec, pad, spec, weight_layout
 from moax.ops.operands import (
+    check_align,
     check_operand,
     check_quantized,
     dequantize_shard,
@@ -164,15 +165,6 @@ def grouped_matmul(
     chosen = pick_kernels(kernels, wider(dtype, out), (x, w, quantized), **widths)
     static = GroupedSpec(recipe, align, dtype, out, declared, view.roles, chosen, rows, view.manual, reduce)
     return grouped(view, static, x, w, quantized, jnp.asarray(group_sizes).astype(jnp.int32), bias)
-
-
-def check_align(align: int | None, recipe: Recipe) -> int:
-    """Returns align, or the recipe's `row_alignment` for None. Raises ValueError unless it is a multiple of that."""
-    align = recipe.row_alignment if align is None else align
-    check_count("align", align)
-    if align % recipe.row_alignment:
-        raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
-    return align
 
 
 def widths_of(view: MeshView, shape: Sequence[int], declared: Spec) -> dict[str, int]:
