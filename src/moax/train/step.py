@@ -138,7 +138,7 @@ def gradients(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfi
     if count == 1:
         return grad(state.params, state.router_bias, batch, config, block)
     parts = batch.reshape(batch.shape[0] // count, count, -1).swapaxes(0, 1)
-    parts = constrain(parts, spec(None, *token_spec(moax.Axes(), ndim=2)))
+    parts = constrain(parts, spec(None, token_spec(moax.Axes(), ndim=3)[0]))
     kept = lm.quantize(state.params, config.model, execution(config)) if block is moax.moe else None
 
     def add(sums, part):
