@@ -77,7 +77,7 @@ FAULTS = (
     Fault(
         "the gradient of a weight is not summed over the replicas of dp",
         "ops/products.py",
-        "return tuple(n for n in roles.dp + roles.fsdp if n not in gathered)",
+        "return tuple(n for n in roles.same_experts if n not in gathered)",
         "return tuple(n for n in roles.fsdp if n not in gathered)",
         (f"{PRODUCTS}::test_on_mesh[explicit-dp2x2x2-model-None]",),
     ),
@@ -133,7 +133,7 @@ FAULTS = (
     Fault(
         "the block's backward keeps the weights that forward gathered",
         "block/experts.py",
-        "inputs, w, dy = lax.optimization_barrier((inputs, w, cotangents[0]))",
+        "inputs, w, quantized, dy = lax.optimization_barrier((inputs, w, quantized, cotangents[0]))",
         "dy = cotangents[0]",
         ("tests/block/test_compiled.py",),
     ),
@@ -175,8 +175,8 @@ FAULTS = (
     Fault(
         "wgrad is transposed, and reshaped to the weight's shape",
         "ops/products.py",
-        "dw = kernels.wgrad(x_columns, d_columns, groups, dtype, total)",
-        "dw = kernels.wgrad(d_columns, x_columns, groups, dtype, total)",
+        "dw = kernels.wgrad(x_columns, d_columns, groups, dtype, sum_dtype(reduce, dtype))",
+        "dw = kernels.wgrad(d_columns, x_columns, groups, dtype, sum_dtype(reduce, dtype))",
         (f"{PRODUCTS}::test_group_sizes[nothing divides-1-(24,)]",),
     ),
     Fault(
@@ -189,8 +189,8 @@ FAULTS = (
     Fault(
         "the bias of the second product is added by every rank of tp",
         "block/moe.py",
-        "bo = None if bo is None else keep_on_first(bo, static.roles.tp)",
-        "bo = bo",
+        "bo = None if w.bo is None else keep_on_first(w.bo, static.roles.tp)",
+        "bo = w.bo",
         (f"{MOE}::test_covering[tp2x2x2-custom_partitioning-all_gather-model-fp8_block-full-1.25]",),
     ),
     Fault(

@@ -22,7 +22,7 @@ from moax import MoEParams, ops
 from moax.hf.blocks import NO_MESH
 from moax.kernels.scales import DTYPES
 from moax.ops.permutation import weights_of_rows
-from moax.recipe import Format, Recipe, get_recipe
+from moax.recipe import Format, Recipes, get_recipes
 from moax.train import model as lm
 from moax.train import step as steps
 from moax.train.presets import ModelConfig, TrainConfig
@@ -75,7 +75,7 @@ def lost_values(
       For each operand that the recipe quantizes, the counts `values` (those that are not 0), `underflow` and
       `saturated`, each a list over layers.
     """
-    recipe = get_recipe(config.recipe)
+    recipe = get_recipes(config.recipe)
     xs, dys = jax.device_get(jax.jit(partial(_around_blocks, config=config))(state, batch))
     moe, bias = jax.device_get((state.params.layers.moe, state.router_bias))
     count, found = jax.jit(partial(_count, model=config.model, recipe=recipe)), []
@@ -109,7 +109,7 @@ def _around_blocks(state: steps.TrainState, batch, config: TrainConfig):
     return xs, dys
 
 
-def _count(moe: MoEParams[Array], x, dy, bias, model: ModelConfig, recipe: Recipe) -> dict[str, dict[str, Any]]:
+def _count(moe: MoEParams[Array], x, dy, bias, model: ModelConfig, recipe: Recipes) -> dict[str, dict[str, Any]]:
     """Returns the counts of one layer, for its inputs x and the gradients dy of its outputs, both [B, S, H]."""
     config, rows_of = model.moe(), partial(ops.permute, num_groups=model.num_experts)
     x, dy = (v.reshape(-1, model.d_model).astype(jnp.float32) for v in (x, dy))
@@ -120,8 +120,9 @@ def _count(moe: MoEParams[Array], x, dy, bias, model: ModelConfig, recipe: Recip
     a, pull = jax.vjp(lambda h: ops.activate(h, config.activation, config.activation_limit), h)
     d_a = ops.grouped_matmul(d_rows, moe.wo.swapaxes(1, 2), plan.group_sizes)
     (d_h,) = pull(d_a * weights_of_rows(plan, chosen.weights)[:, None])
-    operands = dict(x=(rows, recipe.x), a=(a, recipe.x), dy=(d_rows, recipe.dy), dh=(d_h, recipe.dy))
-    operands |= dict(wi=(moe.wi.reshape(*moe.wi.shape[:2], -1), recipe.w), wo=(moe.wo, recipe.w))
+    first, last = recipe.both
+    operands = dict(x=(rows, first.x), a=(a, last.x), dy=(d_rows, last.dy), dh=(d_h, first.dy))
+    operands |= dict(wi=(moe.wi.reshape(*moe.wi.shape[:2], -1), first.w), wo=(moe.wo, last.w))
     return {
         name: _lost(value.reshape(len(value), -1) if name[0] != "w" else value, format)
         for name, (value, format) in operands.items()
