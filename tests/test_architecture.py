@@ -307,6 +307,17 @@ def test_modules_import_alone_and_by_their_names():
     assert not said, said
 
 
+EACH_ROOM = (
+    "tests/ops/test_quantize.py",
+    "tests/ops/test_permute.py",
+    "tests/ops/test_exchange.py",
+    "tests/ops/test_grouped_wgrad.py",
+    "tests/mesh/test_partition.py",
+    "tests/block/test_moe_behaviour.py",
+    "tests/block/test_moe_quantized.py",
+    "tests/block/test_kept.py",
+    "tests/block/test_lora.py",
+)
 REPRESENTATIVE = (
     "tests/block/test_moe.py::test_one_device",
     "tests/block/test_moe_quantized.py::test_against_rounded_operands[fp8_block]",
@@ -317,7 +328,7 @@ REPRESENTATIVE = (
 @pytest.mark.parametrize(
     "selected",
     [pytest.param(REPRESENTATIVE, id="some"),
-     pytest.param(("tests/ops", "tests/mesh", "tests/block"), id="ops, mesh and block", marks=pytest.mark.more)],
+     pytest.param(EACH_ROOM, id="each room", marks=pytest.mark.more)],
 )  # fmt: skip
 def test_kernels_can_be_deleted(tmp_path, selected):
     """Breaks if a test that needs no Hopper kernel fails without the folder kernels/hopper."""
