@@ -168,7 +168,7 @@ def _moe(
     return reshard_like(y, x), MoEStats(*losses, routing.tokens_per_expert, dropped, passes, used)
 
 
-def _fill(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) -> tuple[MoEParams[Array], bool]:
+def _fill(params: MoEParams[Array], quantized, dtype) -> tuple[MoEParams[Array], bool]:
     """Returns the parameters, and whether wi and wo are kept quantized alone; they are then zeros, never read."""
     wi, wo = (quantized.wi, quantized.wo) if isinstance(quantized, QuantizedParams) else (None, None)
     if params.wi is not None or params.wo is not None or wi is None or wo is None:
