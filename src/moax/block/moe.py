@@ -17,9 +17,10 @@
                combine                   y [T, H]
 
 Two names on one line are one step, which an implementation may compute in one kernel. `find_hidden` and `find_partial`
-are this chain on one device between dispatch and combine, and `find_gradients` is the chain reversed. The router is an
-op of its own and runs before the chain. `passes.py` puts the exchange around the chain and repeats both where a routing
-needs it. `experts.py` runs this on a mesh, and `layer.py` has `moax.moe`.
+are this chain on one device between dispatch and combine, and `find_gradients` is the chain reversed. Adapters, where
+a caller has them, add a low-rank product beside each matmul (`adapters.py`). The router is an op of its own and runs
+before the chain. `passes.py` puts the exchange around the chain and repeats both where a routing needs it. `experts.py`
+runs this on a mesh, and `layer.py` has `moax.moe`.
 """
 
 from __future__ import annotations
