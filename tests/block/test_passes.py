@@ -1,8 +1,9 @@
 """The block in several passes over its buffers: exact for every routing, counted, and not compiled where one suffices.
 
 Covers: transports x meshes x ways x routings, forward and every gradient and the number of passes against NumPy; bits
-where one pass suffices; capacities; biases in bfloat16; remat and scan; memory; refused factors. Passes of balanced
-routings are also rows of tests/block/test_moe.py, and passes of each recipe are in tests/block/test_moe_quantized.py.
+where one pass suffices; the order of both directions on a CPU; capacities; biases in bfloat16; remat and scan; memory;
+refused factors. Passes of balanced routings are also rows of tests/block/test_moe.py, and passes of each recipe are in
+tests/block/test_moe_quantized.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 import moax
+from moax import inspect
 from moax.groups import allot_rows
 from moax.ops.exchange import allot_slots
 from support import TOKENS, make_mesh, make_params, put, rel_norm, size, spec
@@ -198,6 +200,22 @@ def test_drops_are_those_of_the_capacity(exchange):
     assert int(small[0][1][1].passes) > 1 == int(whole[0][1][1].passes)
     assert rel_norm(small[0][1][0], whole[0][1][0]) < MESH
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: rel_norm(a, b) < 2 * MESH, small[1], whole[1])))
+
+
+def test_backward_waits_for_the_passes_of_forward():
+    """Breaks if XLA for CPUs may run a collective of backward beside one of forward's loop, where dy does not depend on
+    y: it pairs one device's first with another's second. Nobody reads y here, so only backward can keep the loop."""
+    config, mesh = dataclasses.replace(BASE, shared_d_ff=0), make_mesh("2x4")
+    args = put(mesh, (spec("2x4", TOKENS), moax.param_specs(config, mesh=mesh)), (make_x(config), make_params(config)))
+
+    def loss(x, params):
+        y = moax.moe(x, params, config, buffer_factor=0.1)[0]
+        return jnp.vdot(y, jnp.asarray(cotangent(y.shape)))
+
+    with jax.set_mesh(mesh):
+        found = inspect.collectives(jax.jit(jax.grad(loss, argnums=(0, 1))), *args, mesh=mesh)
+    agreements = [c for c in found if c.open_loop and c.kind == "all-reduce"]  # one in each loop
+    assert len(agreements) == 2
 
 
 @pytest.mark.more

@@ -124,7 +124,7 @@ def find_gradients(
     Args:
       static: the spec of the block.
       wi, wo: the gathered weights for products over columns.
-      w: the weights of this device's shard, of which the biases are used.
+      w: the weights of this device's shard, of which the biases and the adapters are used.
       saved: the residuals of `find_hidden`.
       d_partial: [R, H], the gradient of the result of `find_partial`.
 
