@@ -119,7 +119,7 @@ framework-parity: $(FRAMEWORKS:%=.venv-%/.installed) ## compare examples/*_adapt
 	@touch $@
 
 test-gpu: ## run the tests of the kernels on Hopper GPUs; GPU_PYTHON needs jax with CUDA
-	MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) --dist loadgroup -m gpu
+	MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) --dist worksteal -m gpu
 
 constraints: ## update constraints.txt to the newest versions that pyproject.toml admits
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \

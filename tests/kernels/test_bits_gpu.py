@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 import moax
 from support import make_params, random
 from support.bits import differing
+from support.gpus import alone, dirty
 
-# One process at a time: kernels that wait for those of other devices would wait for other tests' time slices too.
-pytestmark = [pytest.mark.gpu, pytest.mark.loose, pytest.mark.xdist_group("all devices")]
+pytestmark = [pytest.mark.gpu, pytest.mark.loose]
 MESHES = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}
 WHERE = [
     *[(mesh, "all_gather") for mesh in MESHES],
@@ -64,11 +64,6 @@ def test_of_the_block(mesh, exchange, kernels, recipe, buffer_factor):
         tokens = random(1, 1024 * on.size, 512) + 0.5 * random(2, 1, 512)  # a common part, so that experts are busier
         x = jax.device_put(jnp.asarray(tokens, jnp.bfloat16), NamedSharding(on, P(("fsdp", "ep"))))
         options = dict(exchange=exchange, recipe=recipe, kernels=kernels, buffer_factor=buffer_factor)
-        step = jax.jit(functools.partial(gradients, **options))
-        assert not differing(lambda: step(x, params), 8, dirty)
-
-
-def dirty():
-    """Leaves NaN in the memory that arrays to come are made of."""
-    for device in jax.local_devices():
-        jax.block_until_ready(jax.device_put(jnp.full(1 << 26, jnp.nan), device)).delete()
+        step = jax.jit(functools.partial(gradients, **options)).lower(x, params).compile()
+        with alone():
+            assert not differing(lambda: step(x, params), 8, dirty)

@@ -16,9 +16,9 @@ from moax.ops import combine, dispatch
 from moax.ops.exchange import select_transport
 from moax.recipe import Format, Recipe, get_recipe
 from support import integers, random, rel_norm
+from support.gpus import alone, dirty
 
-# One process at a time: kernels that wait for those of other devices would wait for other tests' time slices too.
-pytestmark = [pytest.mark.gpu, pytest.mark.loose, pytest.mark.xdist_group("all devices")]
+pytestmark = [pytest.mark.gpu, pytest.mark.loose]
 MESHES = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}
 ROUTINGS = {"uniform": 0.0, "skewed": 0.1, "all to the first": 10.0, "all to the last": -10.0}
 EXPERTS, TOP_K = 16, 3
@@ -37,12 +37,6 @@ def mesh_of(name, kind=AxisType.Auto):
 def place(mesh, *arrays):
     """Arrays over all devices by their leading dim."""
     return [jax.device_put(v, NamedSharding(mesh, P(("fsdp", "ep")))) for v in arrays]
-
-
-def dirty():
-    """Leaves NaN in the memory that arrays to come are made of."""
-    for device in jax.local_devices():
-        jax.block_until_ready(jax.device_put(jnp.full(1 << 28, jnp.nan), device)).delete()
 
 
 def choose(key, tokens, skew):
@@ -78,13 +72,18 @@ def test_exchange(mesh, routing, wire):
     per_rank = EXPERTS // on.shape["ep"]
     for engine in ("custom_partitioning", "shard_map"):
         for factor in (None, 0.7):
-            dirty()
             with jax.set_mesh(on):
-                run = jax.jit(exchanged, static_argnums=(0, 1, 2, 3))
-                got, want = (
-                    jax.tree.map(np.asarray, run(t, engine, wire, factor, *args)) for t in ("one_sided", "all_to_all")
-                )
+                got, want = by_both(engine, wire, factor, *args)
             compare(got, want, per_rank, on.size)
+
+
+def by_both(*args):
+    """What `exchanged` returns by one_sided and by all_to_all, for its further arguments."""
+    run = jax.jit(exchanged, static_argnums=(0, 1, 2, 3))
+    programs = [run.lower(transport, *args).compile() for transport in ("one_sided", "all_to_all")]
+    with alone():
+        dirty(1 << 28)
+        return [jax.tree.map(np.asarray, program(*args[3:])) for program in programs]
 
 
 def compare(got, want, per_rank, shards):
@@ -113,8 +112,7 @@ def test_widths(width, dtype):
     weights = np.ones((rows, TOP_K), np.float32)
     args = place(on, jnp.asarray(integers(1, rows, width), dtype), experts, weights)
     with jax.set_mesh(on):
-        run = jax.jit(exchanged, static_argnums=(0, 1, 2, 3))
-        got, want = (jax.tree.map(np.asarray, run(t, "auto", None, None, *args)) for t in ("one_sided", "all_to_all"))
+        got, want = by_both("auto", None, None, *args)
     compare(got, want, EXPERTS // 2, on.size)
 
 
@@ -141,10 +139,12 @@ def test_soak(mesh, rounds=10_000, tokens=512, width=1024):
         want = turned * (weights * (experts + 1)).sum(1, keepdims=True)
         return wrong + (y != want).any(1).sum(), r.dropped.sum()
 
-    dirty()
     with jax.set_mesh(on):
         keys = jax.random.split(jax.random.key(0), rounds)
-        wrong, dropped = jax.jit(lambda keys: lax.scan(one, jnp.int32(0), keys))(keys)
+        program = jax.jit(lambda keys: lax.scan(one, jnp.int32(0), keys)).lower(keys).compile()
+        with alone():
+            dirty(1 << 28)
+            wrong, dropped = jax.block_until_ready(program(keys))
     assert int(wrong) == 0 and not np.asarray(dropped).any()
 
 
@@ -161,7 +161,6 @@ def test_block(mesh, recipe, kind):
     on = mesh_of(mesh, kind)
     at = NamedSharding(on, P(None, ("fsdp", "ep")))
     x, dy = (jax.device_put(jnp.asarray(random(s, 2, 640 * on.size, 1024), jnp.bfloat16), at) for s in (0, 1))
-    dirty()
 
     @functools.partial(jax.jit, static_argnums=3)
     def step(x, params, dy, transport):
@@ -172,9 +171,48 @@ def test_block(mesh, recipe, kind):
 
     with jax.set_mesh(on):
         params = moax.init(jax.random.key(0), CONFIG)
-        got, want = (jax.tree.map(np.asarray, step(x, params, dy, t)) for t in ("one_sided", "all_gather"))
+        programs = [step.lower(x, params, dy, t).compile() for t in ("one_sided", "all_gather")]
+        with alone():
+            dirty(1 << 28)
+            got, want = (jax.tree.map(np.asarray, program(x, params, dy)) for program in programs)
     for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert rel_norm(np.float32(g), np.float32(w)) <= 2.0**-7, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("exchange", ("one_sided", "all_gather", "all_to_all"))
+def test_soak_of_passes(exchange, rounds=200, tokens=384):
+    """Rounds of a block in one program, forward and backward, with new routing in each: a pass that reads the rows of
+    another pass, or that ranks do not agree about, shows as an error in some round, or never ends."""
+    on, config = mesh_of("1x2"), moax.MoEConfig(d_model=256, d_ff=128, num_experts=EXPERTS, top_k=TOP_K)
+
+    def step(x, params, routing, exchange, buffer_factor):
+        def loss(x, params):
+            options = dict(exchange=exchange, buffer_factor=buffer_factor)
+            y, stats = moax.moe(x, params, config, routing=routing, **options)
+            return jnp.sum(jnp.sin(y.astype(jnp.float32))), (y, stats.passes)
+
+        return jax.grad(loss, (0, 1), has_aux=True)(x, params)
+
+    def one(x, params, key):
+        skew = jax.random.uniform(key, (), maxval=0.5) * jax.random.choice(key, jnp.array([-1, 1]))
+        routing = choose(key, tokens * on.size, skew), jax.random.uniform(key, (tokens * on.size, TOP_K))
+        x = jnp.roll(x, jax.random.randint(key, (), 0, x.shape[1]), axis=1)
+        grads, (y, passes) = step(x, params, routing, exchange, 0.4)
+        want, (want_y, _) = step(x, params, routing, "all_gather", None)
+        pairs = zip(jax.tree.leaves((y, grads)), jax.tree.leaves((want_y, want)), strict=True)
+        norm = lambda v: jnp.linalg.norm(v.astype(jnp.float32).ravel())  # noqa: E731
+        return jnp.stack([norm(g - w) / jnp.maximum(norm(w), 1e-6) for g, w in pairs]).max(), passes
+
+    with jax.set_mesh(on):
+        params = moax.init(jax.random.key(0), config, dtype=jnp.bfloat16)
+        x = place(on, jnp.asarray(random(0, tokens * on.size, 256), jnp.bfloat16))[0]
+        run = jax.jit(lambda x, params, keys: lax.map(functools.partial(one, x, params), keys))
+        keys = jax.random.split(jax.random.key(0), rounds)
+        program = run.lower(x, params, keys).compile()
+        with alone():
+            dirty(1 << 28)
+            errors, passes = jax.tree.map(np.asarray, program(x, params, keys))
+    assert errors.max() <= 2.0**-7 and passes.min() < passes.max(), (errors, passes)
 
 
 def test_refuses_devices_out_of_order():

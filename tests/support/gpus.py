@@ -1,0 +1,30 @@
+"""All GPUs of the machine, for one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Waits until no other test of this machine runs a program of several GPUs.
+
+    Kernels that wait for those of other devices would wait for the time slices of other processes too. Tests compile
+    before they enter, so that compilations run side by side.
+    """
+    with open(Path(tempfile.gettempdir()) / "moax-gpus.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def dirty(elements: int = 1 << 26) -> None:
+    """Leaves NaN in the memory that arrays to come are made of."""
+    for device in jax.local_devices():
+        jax.block_until_ready(jax.device_put(jnp.full(elements, jnp.nan), device)).delete()
