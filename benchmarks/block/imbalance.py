@@ -101,6 +101,7 @@ def _row(case: Block, recipe: str, how: How, answer: dict[str, Any], stands_for:
         row.extra |= {name: answer[name] for name in ("passes", "dropped", "devices")} | answer["memory"]
         row.extra |= {"wall_us": row.us, "busiest_compute_us": busiest and busiest["compute_us"]}
         row.extra |= {"busiest_kernel_us": busiest and sum(busiest.values())}
+        row.extra |= {name: answer[name] for name in ("profile_note",) if name in answer}
     return row
 
 

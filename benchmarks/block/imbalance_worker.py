@@ -167,10 +167,17 @@ def measure(program, args: tuple, repeats: Repeats) -> dict[str, Any]:
     found: dict[str, Any] = {"us": call_time(program, args, repeats).us, "path": path_of(program.as_text() or "")}
     found |= {"passes": passes, "dropped": dropped, "devices": []}
     if backend.platform() == "gpu":
-        for kernels in kernels_by_device(program, args):
-            moving = sum(us for name, us in kernels if MOVES.search(name.lower().replace("_", "")))
-            found["devices"].append({"compute_us": sum(us for _, us in kernels) - moving, "moving_us": moving})
+        try:
+            found["devices"] = [split_moving(kernels) for kernels in kernels_by_device(program, args)]
+        except Exception as error:  # Another process may hold the profiler; the wall clock is measured.
+            found["profile_note"] = why(error)
     return found
+
+
+def split_moving(kernels: list[tuple[str, float]]) -> dict[str, float]:
+    """Returns the microseconds of the kernels that compute and of those that move data between devices."""
+    moving = sum(us for name, us in kernels if MOVES.search(name.lower().replace("_", "")))
+    return {"compute_us": sum(us for _, us in kernels) - moving, "moving_us": moving}
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def _draw_memory(plot: Plot, found: list[dict[str, Any]]) -> None:
         for name, form, what in (("temp_bytes", "o-", "temporaries"), ("saved_bytes", "s:", "saved for backward")):
             gigabytes = [row[name] / 1e9 for row in some]
             plot.plot(at, gigabytes, form, color=color, linewidth=1.6, markersize=4, label=f"{label}, {what}")
-    plot.set_ylim(0)
-    plot.legend(frameon=False, fontsize=8, loc="lower right")
+    plot.set_ylim(0, 1.6 * max(row["temp_bytes"] for row in found) / 1e9)  # room for the legend
+    plot.legend(frameon=False, fontsize=8, loc="upper left")
     style(plot, "GB of a device", "load of the busiest rank X, in balanced loads", grid="y")
 
 
