@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import limits, peers, report, tokens
-from benchmarks.block import block, mesh_block, train
+from benchmarks.block import block, imbalance, mesh_block, train
 from benchmarks.kernels import fused, gathered, gemm, permute, quantize
 from benchmarks.peers import ragged_peer
 from benchmarks.report import Row
@@ -38,6 +38,7 @@ quantize   quantization, beside plain jnp
 permute    permutation, beside plain jnp
 block      the whole block; with --mesh beside layers of JAX alone and of PyTorch
 train      a step of a language model on a mesh, beside the same layers of JAX
+imbalance  the block on a mesh by the load of its busiest rank: time, passes, memory
 exchange   the exchange between devices, beside NCCL and ragged_all_to_all
 gather     the gather of weights, each recipe beside bf16
 scatter    the sum of weight gradients, each grad_reduce_dtype beside the ring in bf16
@@ -47,7 +48,7 @@ wire       the bytes of a block's weights on the wire, without time; it must be 
 The output lists what cannot run on this machine, with the reason. Progress goes to stderr. On a CPU, --cases tiny runs,
 and cases that --only names.
 """
-WHAT = ("gemm", "quantize", "permute", "block", "train", "exchange", "gather", "scatter")
+WHAT = ("gemm", "quantize", "permute", "block", "train", "imbalance", "exchange", "gather", "scatter")
 PRODUCTS, MEMORY = ("bf16", "fp8"), ("memory",)
 NEEDED = {
     "gemm": PRODUCTS + MEMORY, "quantize": MEMORY, "permute": MEMORY, "block": PRODUCTS, "train": PRODUCTS,
@@ -58,11 +59,12 @@ OTHERS: dict[str, tuple] = {
     "exchange": (tokens.PERF, tokens.TINY),
     "train": (train.PERF, train.TINY),
 }
+IMBALANCE_RECIPE = "fp8_block"
 # {option: the benchmarks that read it}, for options that most benchmarks do not read
 MEANT_FOR = {
-    "mesh": ("block", "train"),
-    "tokens": ("block",),
-    "kernels": ("block",),
+    "mesh": ("block", "train", "imbalance"),
+    "tokens": ("block", "imbalance"),
+    "kernels": ("block", "imbalance"),
     "devices": ("exchange",),
     "sms": ("exchange",),
 }
@@ -103,8 +105,8 @@ def parser() -> argparse.ArgumentParser:
     add = command_line.add_argument
     add("what", nargs="+", choices=(*WHAT, "wire"), metavar="WHAT", help=f"what to measure, one or several: "
         f"{', '.join(WHAT)}; or wire alone")  # fmt: skip
-    add("--mesh", type=mesh_of, metavar="AXES", help="block, train: run on a mesh of these axis sizes, as fsdp=2,ep=2; "
-        f"axes: {', '.join(ROLES)}; without a GPU the devices are emulated")  # fmt: skip
+    add("--mesh", type=mesh_of, metavar="AXES", help="block, train, imbalance: run on a mesh of these axis "
+        f"sizes, as fsdp=2,ep=2; axes: {', '.join(ROLES)}; without a GPU the devices are emulated")  # fmt: skip
     add("--cases", default="perf", metavar="SETS", help=f"sets of cases, with commas: {', '.join(cases.NAMES)}; only "
         "gemm has more than perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="measure only cases whose name contains WORD; repeatable")
@@ -113,23 +115,24 @@ def parser() -> argparse.ArgumentParser:
         "others know all and none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: directions, with commas "
         "(default: %(default)s)")  # fmt: skip
-    add("--recipe", choices=("none", *RECIPES, *block.KEPT_RECIPES[2:]), help="block, train: one recipe (default: "
-        f"{' and '.join(block.RECIPES)}, and on one GPU {block.KEPT_RECIPES[-1]})")  # fmt: skip
-    add("--tokens", type=int, action="append", metavar="T", help="block: tokens of a device; repeatable (default: 8192 "
-        "and 16384)")  # fmt: skip
+    add("--recipe", choices=("none", *RECIPES, *block.KEPT_RECIPES[2:]), help="block, train, imbalance: one recipe "
+        f"(default: {' and '.join(block.RECIPES)}, and on one GPU {block.KEPT_RECIPES[-1]}; imbalance: "
+        f"{IMBALANCE_RECIPE})")  # fmt: skip
+    add("--tokens", type=int, action="append", metavar="T", help="block, imbalance: tokens of a device; repeatable "
+        "(default: 8192 and 16384; imbalance: 8192)")  # fmt: skip
     add(
         "--kernels",
         choices=("auto", *IMPLEMENTATIONS),
         default="auto",
-        help="block: the implementation of the kernels (default: %(default)s)",
+        help="block, imbalance: the implementation of the kernels (default: %(default)s)",
     )
-    add("--exchange", choices=EXCHANGES, default="auto", help="block --mesh, train: how tokens reach the ranks of "
-        "their experts (default: %(default)s)")  # fmt: skip
+    add("--exchange", choices=EXCHANGES, default="auto", help="block --mesh, train, imbalance: how tokens reach "
+        "the ranks of their experts (default: %(default)s)")  # fmt: skip
     add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
     add("--sms", metavar="NUMBERS", help="exchange: numbers of multiprocessors for moax's kernel, with commas; each "
         "number gives a row (default: the kernel's own choice)")  # fmt: skip
-    add("--buffer-factor", type=factor, default=1.25, metavar="X", help="block, train: the argument of moax.moe; "
-        "none: the worst case (default: %(default)s)")  # fmt: skip
+    add("--buffer-factor", type=factor, default=1.25, metavar="X", help="block, train, imbalance: the argument of "
+        "moax.moe; none: the worst case (default: %(default)s)")  # fmt: skip
     add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
     add("--out", metavar="FILE", help="write the rows as JSON")
     add("--json", action="store_true", help="print the rows as JSON instead of the table")
@@ -195,8 +198,9 @@ def select(args: argparse.Namespace) -> list[Part]:
     for option, takes in MEANT_FOR.items():
         if getattr(args, option) != plain[option] and not set(asked) & set(takes):
             raise ValueError(f"--{option} with {', '.join(asked)}: it is for {' and '.join(takes)} alone")
-    if "train" in asked and not args.mesh:
-        raise ValueError("train without --mesh: name the axes of its devices, as fsdp=1,ep=2")
+    for what in asked:
+        if what in ("train", "imbalance") and not args.mesh:
+            raise ValueError(f"{what} without --mesh: name the axes of its devices, as fsdp=1,ep=2")
     possible = {what: _possible_peers(what, args.mesh) for what in asked}
     chosen = peers.parse(args.peers, tuple(dict.fromkeys(itertools.chain(*possible.values()))))
     parts, refused = [], []
@@ -257,7 +261,7 @@ def _rows(
     if what == "gemm":
         how = dict(quick=args.quick, directions=directions)
         return gemm.rows(chosen, part.peers, repeats, found, part.apart, **how)
-    if what in ("block", "train"):
+    if what in ("block", "train", "imbalance"):
         return _block_rows(args, part, dataclasses.replace(repeats, warmups=min(3, repeats.warmups)), found)
     if what in ("gather", "scatter"):
         return (gather if what == "gather" else scatter).rows(chosen, repeats)
@@ -271,7 +275,7 @@ def _rows(
 
 
 def _block_rows(args: argparse.Namespace, part: Part, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
-    """Yields the rows of `block` or `train`."""
+    """Yields the rows of `block`, `train` or `imbalance`."""
     recipes = (args.recipe,) if args.recipe else block.RECIPES if args.mesh else block.KEPT_RECIPES
     sizes = tuple(args.tokens) if args.tokens else None
     if not args.mesh:
@@ -285,6 +289,9 @@ def _block_rows(args: argparse.Namespace, part: Part, repeats: Repeats, found: d
         peers=part.peers,
         buffer_factor=_finite(args.buffer_factor),
     )
+    if part.what == "imbalance":
+        over = dataclasses.replace(over, recipes=(args.recipe or IMBALANCE_RECIPE,), peers=())
+        return imbalance.rows(part.cases, over, repeats, sizes)
     if part.what == "train":
         return train.rows(part.cases, over, repeats, found)
     return mesh_block.rows(part.cases, over, repeats, found, sizes)

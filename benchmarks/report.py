@@ -179,7 +179,7 @@ def _details(row: Row) -> list[str]:
     text = []
     stages = {name: us for name, us in row.extra.get("stages_us", {}).items() if us}
     where = f"{row.case} {row.direction} {row.recipe}" + ("" if row.impl == OURS else f" {row.impl}")
-    if row.op in ("block", "train") and row.us and row.note:
+    if row.op in ("block", "train", "imbalance") and row.us and row.note:
         text.append(f"{where}: {row.note}")
     if "tokens_per_s" in row.extra:
         peak, last = row.extra["peak_bytes"], row.extra["losses"][-1]

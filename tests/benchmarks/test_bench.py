@@ -280,7 +280,7 @@ def test_saved_needed():
         (["gemm", "--peers", "numpy"], "unknown numpy"),
         (["gemm", "--directions", "up"], "unknown up; of fwd, dgrad, wgrad"),
         (["permute", "--cases", "groups"], "permute has perf and tiny"),
-        (["gemm", "permute", "--tokens", "8"], "--tokens with gemm, permute: it is for block alone"),
+        (["gemm", "permute", "--tokens", "8"], "--tokens with gemm, permute: it is for block and imbalance alone"),
         (["gemm", "gather", "--only", "zzz"], "no case of --cases perf"),
         (["gemm", "wire"], "give it alone"),
     ],

@@ -57,8 +57,8 @@ def test_layer_that_does_not_fit(monkeypatch):
     ("options", "said"),
     [
         ([], "train without --mesh"),
-        (["--mesh", "ep=2", "--tokens", "64"], "--tokens with train: it is for block alone"),
-        (["--mesh", "ep=2", "--kernels", "xla"], "--kernels with train: it is for block alone"),
+        (["--mesh", "ep=2", "--tokens", "64"], "--tokens with train: it is for block and imbalance alone"),
+        (["--mesh", "ep=2", "--kernels", "xla"], "--kernels with train: it is for block and imbalance alone"),
         (["--mesh", "ep=2", "--peers", "torch"], "unknown torch; use all, none, or some of native, public"),
     ],
 )

@@ -1,0 +1,184 @@
+"""This program measures one layer by imbalance: python3 -m benchmarks.block.imbalance_worker REQUEST
+
+REQUEST is JSON: that of `mesh_worker` without `impl`, and {"pairs": [[imbalance, buffer_factor], ..]}. Without a GPU
+devices are emulated. The routing is an operand, so one compiled program serves all imbalances of a buffer_factor. The
+process compiles, prints READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of
+tokens and each pair: {"tokens", "pair", "memory", "us", "path", "passes", "dropped", "devices"}, or a note with the
+reason of a failure. `devices` has the times of the kernels of each GPU, the computing and the moving ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
+from jaxtyping import Int
+
+import moax
+from benchmarks.block.block_worker import path_of
+from benchmarks.block.devices import kernels_by_device
+from benchmarks.block.mesh_worker import MOVES, inputs, peak_bytes
+from benchmarks.block.worker import READY
+from benchmarks.report import why
+from moax import backend
+from moax.mesh.place import named
+from moax.sharding import param_specs, token_spec
+from moax.tune.timing import Repeats, call_time
+
+
+def main(argv: list[str]) -> int:
+    """Measures the request `argv[0]`, and prints the answers. Returns 0."""
+    request = json.loads(argv[0])
+    devices = math.prod(request["mesh"].values())
+    jax.config.update("jax_num_cpu_devices", devices)  # On a machine with GPUs this sets the host's devices.
+    mesh = moax.make_mesh(request["mesh"], devices=jax.devices()[:devices])
+    router = moax.RouterConfig(**request["config"].pop("router"))
+    config = moax.MoEConfig(**request["config"], router=router)
+    with jax.set_mesh(mesh):
+        return serve(request, config, mesh)
+
+
+def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
+    """Does the work of `main` while the mesh is set."""
+    repeats = Repeats(**request["repeats"])
+    factors = list(dict.fromkeys(factor for _, factor in request["pairs"]))
+    keys = [(tokens, factor) for tokens in request["tokens"] for factor in factors]
+    programs: dict[Any, Any] = {}
+    notes: dict[Any, str] = {}
+    with ThreadPoolExecutor() as threads:
+        compiling = {}
+        for key in keys:
+            try:
+                lowered, saved = lower(request, config, mesh, *key)
+                compiling[key] = (threads.submit(lowered.compile), saved)
+            except Exception as error:
+                notes[key] = why(error)
+        for key, (program, saved) in compiling.items():
+            try:
+                programs[key] = (program.result(), {"saved_bytes": saved})
+            except Exception as error:  # The other programs may compile and fit.
+                notes[key] = why(error)
+    print(READY, flush=True)
+    sys.stdin.readline()
+    params = moax.init(jax.random.key(0), config, dtype=jnp.bfloat16)
+    params = jax.device_put(params, named(mesh, param_specs(config)))
+    temporary = {key: program.memory_analysis().temp_size_in_bytes for key, (program, _) in programs.items()}
+    for key in sorted(programs, key=lambda key: temporary[key]):  # A peak never falls.
+        try:
+            program, memory = programs[key]
+            jax.block_until_ready(program(*operands(config, mesh, params, key[0], 1.0)))
+            memory |= {"temp_bytes": temporary[key], "peak_bytes": peak_bytes(mesh)}
+        except Exception as error:
+            notes[key] = why(error)
+    for tokens in request["tokens"]:
+        for imbalance, factor in request["pairs"]:
+            answer: dict[str, Any] = {"tokens": tokens, "pair": [imbalance, factor]}
+            try:
+                if (tokens, factor) in notes:
+                    answer["note"] = notes[tokens, factor]
+                else:
+                    program, memory = programs[tokens, factor]
+                    args = operands(config, mesh, params, tokens, imbalance)
+                    answer |= measure(program, args, repeats) | {"memory": memory}
+            except Exception as error:
+                answer["note"] = why(error)
+            print(json.dumps(answer), flush=True)
+    return 0
+
+
+def lower(request: dict[str, Any], config: moax.MoEConfig, mesh, tokens: int, factor: float | None) -> tuple[Any, int]:
+    """Returns the lowered program of forward and backward for T tokens of a device, and the saved bytes of a device.
+
+    The saved bytes are those of the arrays that forward leaves to backward, without the arguments of the layer.
+    """
+    recipe = None if request["recipe"] == "none" else request["recipe"]
+    options: dict[str, Any] = dict(recipe=recipe, buffer_factor=factor)
+    options |= {name: request[name] for name in ("kernels", "exchange")}
+
+    def forward(x, params, experts):
+        def layer(x, params):
+            y, stats = moax.moe(x, params, config, routing=experts, **options)
+            return y, (stats.passes, stats.dropped)
+
+        return jax.vjp(layer, x, params, has_aux=True)
+
+    def both(x, params, experts, dy):
+        y, pull, counts = forward(x, params, experts)
+        return y, pull(dy), counts
+
+    over = named(mesh, token_spec(moax.Axes()))
+    total = tokens * mesh.size
+    x = jax.ShapeDtypeStruct((total, config.d_model), jnp.bfloat16, sharding=over)
+    experts = jax.ShapeDtypeStruct((total, config.top_k), jnp.int32, sharding=over)
+    shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=jnp.bfloat16))
+    places = named(mesh, param_specs(config))
+    params = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, places)
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(forward(*args)[1]))(x, params, experts).jaxpr
+    kept: dict[Any, Any] = {var: var.aval for var in jaxpr.outvars if isinstance(var, Var) and var not in jaxpr.invars}
+    saved = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept.values())
+    # Gradients have the sharding of their parameters, as in a training step.
+    placed = jax.jit(both, out_shardings=(over, (over, places), None))
+    return placed.lower(x, params, experts, x), saved // mesh.size
+
+
+def operands(config: moax.MoEConfig, mesh, params, tokens: int, imbalance: float) -> tuple:
+    """Returns the operands of a program of `lower`; each device has T tokens of the same experts."""
+    x, dy = inputs(config, mesh, tokens * mesh.size)
+    experts = np.tile(choose_experts(config, dict(mesh.shape)["ep"], tokens, imbalance), (mesh.size, 1))
+    return x, params, jax.device_put(experts, named(mesh, token_spec(moax.Axes()))), dy
+
+
+def choose_experts(config: moax.MoEConfig, ranks: int, tokens: int, imbalance: float) -> Int[np.ndarray, "T K"]:
+    """Returns experts that give rank 0 `imbalance` times the balanced load, T K / ranks, and the others equal parts.
+
+    Within a rank the experts have equally many tokens. With 4 experts, K = 2, 2 ranks, 4 tokens and an imbalance of
+    1.5, rank 0 has 6 of 8 assignments: the tokens choose (0, 2), (1, 0), (1, 3) and (0, 1).
+
+    Raises:
+      ValueError: a rank has too few experts for its part of a token.
+    """
+    of_rank, total = config.num_experts // ranks, tokens * config.top_k
+    load = round(imbalance * total / ranks)
+    if load > tokens * min(config.top_k, of_rank):
+        raise ValueError(
+            f"imbalance {imbalance} on {ranks} ranks: one rank has {of_rank} experts, and a token chooses "
+            f"{config.top_k}; it must be at most {ranks * min(config.top_k, of_rank) / config.top_k:g}"
+        )
+    ends = np.arange(1, tokens + 1) * load // tokens  # assignments of rank 0 up to each token
+    begins = np.concatenate([[0], ends[:-1]])
+    other_experts = np.arange(of_rank, config.num_experts).reshape(-1, of_rank).T.reshape(-1)  # rank by rank in turn
+    experts = np.empty((tokens, config.top_k), np.int32)
+    for token, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        there = np.arange(token * config.top_k - begin, (token + 1) * config.top_k - end)
+        experts[token] = [*(np.arange(begin, end) % of_rank), *other_experts[there % max(1, len(other_experts))]]
+    return experts
+
+
+def measure(program, args: tuple, repeats: Repeats) -> dict[str, Any]:
+    """Measures the time of a call, its passes, and on GPUs the kernels of each device."""
+    passes, dropped = (int(count) for count in program(*args)[2])
+    found: dict[str, Any] = {"us": call_time(program, args, repeats).us, "path": path_of(program.as_text() or "")}
+    found |= {"passes": passes, "dropped": dropped, "devices": []}
+    if backend.platform() == "gpu":
+        try:
+            found["devices"] = [split_moving(kernels) for kernels in kernels_by_device(program, args)]
+        except Exception as error:  # Another process may hold the profiler; the wall clock is measured.
+            found["profile_note"] = why(error)
+    return found
+
+
+def split_moving(kernels: list[tuple[str, float]]) -> dict[str, float]:
+    """Returns the microseconds of the kernels that compute and of those that move data between devices."""
+    moving = sum(us for name, us in kernels if MOVES.search(name.lower().replace("_", "")))
+    return {"compute_us": sum(us for _, us in kernels) - moving, "moving_us": moving}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
