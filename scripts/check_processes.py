@@ -35,6 +35,7 @@ TRAIN = {
     "quick": ["--preset", "small", "--batch", "16", "--steps", "30", "--eval-every", "30"],
     "tiny": [*MODEL[:-4], "--steps", "6", "--eval-every", "6", "--engine", "shard_map"],
 }
+TRAIN = {size: [*options, "--recipe", "none" if size == "tiny" else "fp8_block"] for size, options in TRAIN.items()}
 PARTS = ("blocks", "times", "train")
 
 
@@ -58,9 +59,7 @@ def main() -> int:
         if set(args.parts) & {"blocks", "times"}:
             found = run_worker(args, Path(folder), gpus[:devices], devices)
         if "train" in args.parts:
-            found["rows"] += run_train(args, Path(folder), gpus[:devices], devices)
-    for row in found["rows"]:
-        print(line(row), flush=True)
+            found["rows"] += show(run_train(args, Path(folder), gpus[:devices], devices))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -145,16 +144,28 @@ def run_worker(args: argparse.Namespace, folder: Path, gpus: list[str], devices:
         commands = [["scripts/processes_worker.py", json.dumps(request | {"process": i})] for i in range(count)]
         groups[at] = start(at, commands, gpus)
     with ended(groups):
-        for at in groups:
-            wait(groups, at, "blocks", args.limit)
-        head = json.loads((one / "blocks.0.json").read_text())["header"]
-        found = {"header": head | {"devices": devices}, "rows": compare_blocks(one, several, devices)}
-        if "times" in parts:
+        found: dict[str, Any] = {"header": {}, "rows": []}
+        try:
             for at in groups:
-                (at / "go").touch()
-                wait(groups, at, "times", args.limit)
-            found["rows"] += compare_times(one, several, devices)
+                wait(groups, at, "blocks", args.limit)
+            head = json.loads((one / "blocks.0.json").read_text())["header"]
+            found = {"header": head | {"devices": devices}, "rows": show(compare_blocks(one, several, devices))}
+            if "times" in parts:
+                for at in groups:
+                    (at / "go").touch()
+                    wait(groups, at, "times", args.limit)
+                found["rows"] += show(compare_times(one, several, devices))
+        except RuntimeError as error:  # What was found before stays.
+            found["rows"] += show([{"part": "time" if found["rows"] else "block", "name": "all", "ok": False,
+                                    "note": str(error)}])  # fmt: skip
     return found
+
+
+def show(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Prints the rows, and returns them."""
+    for row in rows:
+        print(line(row), flush=True)
+    return rows
 
 
 def read(folder: Path, name: str, processes: int) -> list[Any]:
@@ -177,9 +188,11 @@ def compare_blocks(one: Path, several: Path, devices: int) -> list[dict[str, Any
         note = row.get("note") or next((twin["note"] for twin in twins if "note" in twin), "")
         same = all((twin.get("path"), twin.get("bytes")) == (row.get("path"), row.get("bytes")) for twin in twins)
         note = note or ("" if same else "several processes run other kernels, or send other bytes")
+        unequal = [key for key, error in errors.items() if error == float("inf")]
+        note = note or (f"missing, of another shape or not finite: {unequal[0]}" if unequal else "")
         ok = bool(keys) and not note and errors[worst] <= BLOCK_LIMIT
         ok = ok and all(errors[key] <= limits.get(key, 0.0) for key in stats)
-        rows.append({"part": "block", **row, "note": note, "error": errors.get(worst), "ok": ok})
+        rows.append({"part": "block", **row, "note": note, "error": None if unequal else errors.get(worst), "ok": ok})
         rows[-1] |= {"worst": worst.split("|")[1] if worst and errors[worst] else "", "tensors": len(keys)}
     return rows
 
@@ -221,7 +234,7 @@ def run_train(args: argparse.Namespace, folder: Path, gpus: list[str], devices: 
     if missing:
         print(f"skipped moax train: {', '.join(missing)} missing (pip install 'moax[train]')", flush=True)
         return []
-    options = [*TRAIN[args.size], "--save-every", "0", "--recipe", "fp8_block", "--mesh", f"fsdp=1,ep={devices}"]
+    options = [*TRAIN[args.size], "--save-every", "0", "--mesh", f"fsdp=1,ep={devices}"]
     groups = {}
     for name, count in (("one", 1), ("several", devices)):
         command = ["-m", "moax", "train", *options, "--out", str(folder / "runs"), "--name", name]
