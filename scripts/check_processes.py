@@ -46,7 +46,10 @@ def main() -> int:
     parser.add_argument("--tiny", dest="size", action="store_const", const="tiny", help="short for --size tiny")
     parser.add_argument("--devices", type=int, help="N (default: the GPUs of this machine, or 2)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument("--limit", type=float, default=240, help="seconds of a part (default: %(default)s)")
+    parser.add_argument(
+        "--shares", type=int, help="groups of programs, each with its own processes (default: by cores)"
+    )
+    parser.add_argument("--limit", type=float, default=300, help="seconds of a part (default: %(default)s)")
     parser.add_argument("--sha", help="the measured commit (default: git's)")
     parser.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
     args = parser.parse_args()
@@ -134,30 +137,39 @@ def wait(groups: dict[Path, list[subprocess.Popen]], folder: Path, name: str, li
 
 
 def run_worker(args: argparse.Namespace, folder: Path, gpus: list[str], devices: int) -> dict[str, Any]:
-    """Returns {"header", "rows"} of blocks and times. All programs compile at once; times are measured alone."""
+    """Returns {"header", "rows"} of blocks and times.
+
+    A program takes seconds of one core in JAX's lowering, so that the programs are dealt to several pairs of groups, as
+    the cores allow. All compile at once; the times of each group are measured alone.
+    """
     parts = [part for part in args.parts if part != "train"]
-    one, several = folder / "one", folder / "several"
-    groups = {}
-    for at, count in ((one, 1), (several, devices)):
-        request = {"folder": str(at), "size": args.size, "parts": parts, "devices": devices, "processes": count}
-        request |= {"coordinator": f"localhost:{free_port()}", "sha": args.sha, "command": ["python", *sys.argv]}
-        commands = [["scripts/processes_worker.py", json.dumps(request | {"process": i})] for i in range(count)]
-        groups[at] = start(at, commands, gpus)
+    shares = args.shares or max(1, min(5, (os.cpu_count() or 1) // (devices + 1) // 2))
+    groups: dict[Path, list[subprocess.Popen]] = {}
+    pairs = [(folder / f"one-{share}", folder / f"several-{share}") for share in range(shares)]
+    for share, pair in enumerate(pairs):
+        for at, count in zip(pair, (1, devices), strict=True):
+            request = {"folder": str(at), "size": args.size, "parts": parts, "devices": devices, "processes": count}
+            request |= {"coordinator": f"localhost:{free_port()}", "sha": args.sha, "command": ["python", *sys.argv]}
+            request |= {"share": [share, shares]}
+            commands = [["scripts/processes_worker.py", json.dumps(request | {"process": i})] for i in range(count)]
+            groups[at] = start(at, commands, gpus)
     with ended(groups):
         found: dict[str, Any] = {"header": {}, "rows": []}
         try:
             for at in groups:
                 wait(groups, at, "blocks", args.limit)
-            head = json.loads((one / "blocks.0.json").read_text())["header"]
-            found = {"header": head | {"devices": devices}, "rows": show(compare_blocks(one, several, devices))}
-            if "times" in parts:
-                for at in groups:
+            head = json.loads((pairs[0][0] / "blocks.0.json").read_text())["header"]
+            found["header"] = head | {"devices": devices}
+            for one, several in pairs:
+                found["rows"] += show(compare_blocks(one, several, devices))
+            for pair in pairs if "times" in parts else ():
+                for at in pair:
                     (at / "go").touch()
                     wait(groups, at, "times", args.limit)
-                found["rows"] += show(compare_times(one, several, devices))
+                found["rows"] += show(compare_times(*pair, devices))
         except RuntimeError as error:  # What was found before stays.
-            found["rows"] += show([{"part": "time" if found["rows"] else "block", "name": "all", "ok": False,
-                                    "note": str(error)}])  # fmt: skip
+            failed = {"part": "time" if found["rows"] else "block", "name": "all", "ok": False, "note": str(error)}
+            found["rows"] += show([failed])
     return found
 
 

@@ -3,10 +3,11 @@
     python scripts/processes_worker.py REQUEST
 
 REQUEST is JSON: {"folder", "size", "parts", "devices" of the mesh, "processes", "process", "coordinator", "command",
-"sha"}. The
-program writes, into the folder, `values.I.npz` with this process's shards of the values and gradients of each block,
-and `blocks.I.json` with what their programs are. It then waits until the file `go` is there, so that nothing else runs
-beside the measurement, and writes `times.I.json`. I is the number of the process.
+"sha", "share"}; a share (i, n) is every nth program from the ith on.
+The program writes into the folder `values.I.npz`
+with this process's shards of the values and gradients of each block, and `blocks.I.json` with what their programs are.
+It then waits until the file `go` is there, so that nothing else runs beside the measurement, and writes `times.I.json`.
+I is the number of the process.
 """
 
 from __future__ import annotations
@@ -121,8 +122,10 @@ def main(argv: list[str]) -> int:
             request["coordinator"], request["processes"], process, cluster_detection_method="deactivate"
         )
     devices, size = request["devices"], SIZES[request["size"]]
+    first, step = request["share"]
+    size = dataclasses.replace(size, cases=size.cases[first::step])
     blocks = lower_blocks(size, devices) if "blocks" in request["parts"] else {}
-    layers = lower_layers(size, devices) if "times" in request["parts"] else {}
+    layers = lower_layers(size, devices, first, step) if "times" in request["parts"] else {}
     # As many threads as programs: a process that tunes a program waits for the other processes to tune it too.
     with concurrent.futures.ThreadPoolExecutor(max(1, len(blocks) + len(layers))) as pool:
         options = SAME_PRODUCTS if backend.platform() == "gpu" else None
@@ -130,8 +133,6 @@ def main(argv: list[str]) -> int:
         measured = {case: pool.submit(lowered.compile) for case, lowered in layers.items()}
     head = header(request["command"], request["sha"], {})
     run_blocks(size, devices, compiling, folder, process, head)
-    if not measured:
-        return 0
     while not (folder / "go").exists():
         time.sleep(0.05)
     write(folder / f"times.{process}.json", measure(size, devices, measured))
@@ -182,14 +183,14 @@ def lower_blocks(size: Size, devices: int) -> dict[Case, jax.stages.Lowered]:
     return programs
 
 
-def lower_layers(size: Size, devices: int) -> dict[Case, jax.stages.Lowered]:
-    """Returns the lowered program of the layer by each exchange and recipe."""
+def lower_layers(size: Size, devices: int, first: int, step: int) -> dict[Case, jax.stages.Lowered]:
+    """Returns the lowered program of the layer by each exchange and recipe, of which every `step`th from `first` on."""
     programs, mesh = {}, mesh_of("ep", "Auto", devices)
     with jax.set_mesh(mesh):
-        for recipe in size.recipes:
-            for exchange in ("all_gather", "all_to_all"):
-                case = Case("ep", exchange, recipe)
-                programs[case] = lower(size.layer, size.layer_tokens, mesh, exchange=exchange, recipe=recipe)
+        cases = [Case("ep", exchange, recipe) for recipe in size.recipes for exchange in ("all_gather", "all_to_all")]
+        for case in cases[first::step]:
+            options = dict(exchange=case.exchange, recipe=case.recipe)
+            programs[case] = lower(size.layer, size.layer_tokens, mesh, **options)
     return programs
 
 
@@ -257,6 +258,8 @@ def about(compiled, mesh) -> dict[str, Any]:
 def measure(size: Size, devices: int, programs: dict) -> list[dict[str, Any]]:
     """Returns a row for each layer: the wall clock of forward and backward, and the bytes on the wire."""
     rows, mesh = [], mesh_of("ep", "Auto", devices)
+    if not programs:
+        return rows
     with jax.set_mesh(mesh):
         params = moax.init(jax.random.key(0), size.layer, dtype=jnp.bfloat16)
         x, dy = inputs(size.layer, mesh, size.layer_tokens * devices)
