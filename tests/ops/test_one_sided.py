@@ -307,6 +307,7 @@ def test_reasons_of_the_machine(monkeypatch):
     hopper(monkeypatch)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert "within one process, this is one of 2" in refused()
+    assert select_transport("auto", None, 256) == "all_gather"
     monkeypatch.setattr(jax, "process_count", lambda: 1)
     assert "rows of 40 bytes are no multiple of 16" in refused(40)
     assert "no jax.set_mesh(mesh) is in force" in refused()
