@@ -12,7 +12,8 @@ from jax.profiler import ProfileData
 from moax.inspect.hlo import KINDS
 
 COMPUTE, COPY, EXCHANGE = "compute", "copy", "moax exchange"
-OF_OP = re.compile(rf"({'|'.join(KINDS)})(-start|-done)?(\.[\w.]+)?$")
+# An op has the name of XLA's instruction, all-gather-start.3, or that of JAX's function, all_gather.3 and ppermute.1.
+OF_OP = re.compile(rf"({'|'.join(KINDS)}|ppermute)(-start|-done)?(\.[\w.]+)?$")
 # (a pattern of a kernel's name, its kind), for kernels whose op does not name a collective. NCCL sends an all-to-all
 # and a permute with one kernel, which only the op tells apart. XLA makes GPUs wait for one another before a kernel that
 # writes to peers.
@@ -51,8 +52,8 @@ class Kernel(NamedTuple):
     @property
     def kind(self) -> str:
         """The kind of collective, such as `all-gather`, or `moax exchange`, `copy` or `compute`."""
-        if found := OF_OP.match(self.op):
-            return found[1]
+        if found := OF_OP.match(self.op.replace("_", "-")):
+            return "collective-permute" if found[1] == "ppermute" else found[1]
         return next((kind for pattern, kind in OF_KERNEL if pattern.search(self.name)), COMPUTE)
 
 
