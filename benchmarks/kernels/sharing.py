@@ -21,8 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def plan(case: Case, dtype: str) -> tuple[int, int]:
     return count, int(1.5 * count * seconds * WIRE) // 4 // 1024 * 1024
 
 
-def program(products: Sequence[Callable], count: int, mesh: Mesh) -> Callable:
+def program(products: Sequence[Callable], count: int, mesh: Mesh) -> jax.stages.Wrapped:
     """Returns the jitted program: (left, right, blocks, wire) -> (a result of each product, mark, wire).
 
     Barriers put the products into one chain, so that their order is known. A collective depends on the products before
@@ -112,26 +113,44 @@ def read(kernels: Sequence[Kernel], waves: Sequence[int], count: int) -> list[di
     return rows
 
 
-def measure(problem: Problem, direction: Direction, dtype: str, waves: Sequence[int], mesh: Mesh) -> list[dict]:
-    """Runs the program of one product three times, and returns the rows of the last run on the first GPU."""
+class Prepared(NamedTuple):
+    """The program of one product, lowered and not yet compiled, and its operands on the GPUs of `mesh`."""
+
+    direction: Direction
+    dtype: str
+    count: int
+    elements: int
+    args: tuple
+    lowered: jax.stages.Lowered
+
+
+def prepare(problem: Problem, direction: Direction, dtype: str, waves: Sequence[int], mesh: Mesh) -> Prepared:
+    """Returns the program of one product with kernels of so many waves."""
     count, elements = plan(problem.case, dtype)
     operands = problem.quantized(direction) if dtype == "fp8" else None
     calls = [ours.gemm(problem, direction, operands, wave) for wave in waves]
     args = jax.device_put(calls[0].args, NamedSharding(mesh, PartitionSpec()))
-    ones = functools.partial(jnp.ones, mesh.size * elements, jnp.float32)
+    place = NamedSharding(mesh, PartitionSpec("x"))
+    wire = jax.ShapeDtypeStruct((mesh.size * elements,), jnp.float32, sharding=place)
+    lowered = program([call.f for call in calls], count, mesh).lower(*args, wire)
+    return Prepared(direction, dtype, count, elements, args, lowered)
+
+
+def measure(problem: Problem, made: Prepared, compiled: Callable, waves: Sequence[int], mesh: Mesh) -> list[dict]:
+    """Runs the program of one product three times, and returns the rows of the last run on the first GPU."""
+    ones = functools.partial(jnp.ones, mesh.size * made.elements, jnp.float32)
     wire = jax.jit(ones, out_shardings=NamedSharding(mesh, PartitionSpec("x")))()
-    run = program([call.f for call in calls], count, mesh)
     for _ in range(2):
-        results, *_ = jax.block_until_ready(run(*args, wire))
-    same = _same_bits([result.addressable_data(0) for result in results], problem, direction)
+        results, *_ = jax.block_until_ready(compiled(*made.args, wire))
+    same = _same_bits([result.addressable_data(0) for result in results], problem, made.direction)
     del results
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            jax.block_until_ready(run(*args, wire))
+            jax.block_until_ready(compiled(*made.args, wire))
         kernels = read_profile(folder)
     name = min(kernel.device for kernel in kernels)
-    found = read([kernel for kernel in kernels if kernel.device == name], waves, count)
-    shape = {"case": problem.case.name, "direction": direction, "dtype": dtype, "count": count}
+    found = read([kernel for kernel in kernels if kernel.device == name], waves, made.count)
+    shape = {"case": problem.case.name, "direction": made.direction, "dtype": made.dtype, "count": made.count}
     return [{**shape, **row, "same_bits": bits} for row, bits in zip(found, same, strict=True)]
 
 
@@ -155,20 +174,24 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for case in (case for case in CASES if args.only in case.name):
         problem = Problem(case)
-        for direction, dtype in itertools.product(DIRECTIONS, FLOPS):
+        products = [prepare(problem, *product, waves, mesh) for product in itertools.product(DIRECTIONS, FLOPS)]
+        with ThreadPoolExecutor() as pool:
+            compiling = [pool.submit(made.lowered.compile) for made in products]
+        for made, compiled in zip(products, compiling, strict=True):
+            what = f"{case.name} {made.direction} {made.dtype}"
             if time.perf_counter() - began > args.seconds:
-                print(f"{case.name} {direction} {dtype}: no time left", file=sys.stderr)
+                print(f"{what}: no time left", file=sys.stderr)
                 continue
             try:
-                rows += (found := measure(problem, direction, dtype, waves, mesh))
+                rows += (found := measure(problem, made, compiled.result(), waves, mesh))
             except Exception as error:  # The other products are measured all the same.
-                print(f"{case.name} {direction} {dtype}: {why(error)}", flush=True)
+                print(f"{what}: {why(error)}", flush=True)
                 continue
             for row in found:
                 print(json.dumps(row), flush=True)
             if args.out:
                 args.out.write_text(json.dumps({"device": jax.devices()[0].device_kind, "rows": rows}, indent=1))
-        del problem
+        del problem, products, compiling
     return 0
 
 

@@ -17,6 +17,7 @@ barrier, and if the cluster shares a copy, the consumers of all its blocks do.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +47,8 @@ class TileConfig:
       width: so many row tiles sweep the columns together, so that they find the operands in L2.
       cluster: so many blocks of threads, with neighbouring columns, share the loaded rows.
       consumers: the warpgroups that multiply, 64 rows each. wgrad may have 3; elsewhere a tile is a block of 128 rows.
-      waves: the clusters for each SM, one after another; see `first_round`. The result has the same bits for any
-        number.
+      waves: the most clusters for each SM, one after another; see `first_round`. The result has the same bits for
+        any number.
     """
 
     tile_n: int
@@ -162,6 +163,9 @@ def run(
         empty=plgpu.ClusterBarrier(collective_axes=("block",), **empty) if shared else plgpu.Barrier(**empty),
     )
     clusters = count_sms() // tile.cluster
+    # A result of few tiles has fewer waves, since a wave without tiles would cost its start.
+    elements = clusters * tile.cluster * tile.consumers * ROWS * tile.tile_n  # of a round
+    waves = min(tile.waves, max(1, -(-math.prod(out_type.shape) // elements)))
 
     def body(*refs, stages, out_s, full, empty):
         *inputs, out = refs
@@ -170,8 +174,8 @@ def run(
         wave, first = lax.div(index, clusters), lax.rem(index, clusters)
         tiles = count(*inputs)
         rounds = lax.div(tiles + clusters - 1, clusters)
-        start = first_round(wave, tile.waves, rounds)
-        stop = jnp.minimum(first_round(wave + 1, tile.waves, rounds), lax.div(tiles - first + clusters - 1, clusters))
+        start = first_round(wave, waves, rounds)
+        stop = jnp.minimum(first_round(wave + 1, waves, rounds), lax.div(tiles - first + clusters - 1, clusters))
         mine = stop - start
 
         def place_of(i):
@@ -227,7 +231,7 @@ def run(
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
-        grid=(clusters * tile.waves,),
+        grid=(clusters * waves,),
         grid_names=("cluster",),
         **cluster,
         num_threads=tile.consumers + 1,
