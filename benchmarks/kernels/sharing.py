@@ -95,9 +95,12 @@ def read(kernels: Sequence[Kernel], waves: Sequence[int], count: int) -> list[di
     """
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     products = [kernel for kernel in ordered if "grouped_" in kernel.name]
-    wires = [kernel for kernel in ordered if kernel.kind in WIRES]
+    parts = itertools.groupby((k for k in ordered if k.kind in WIRES), key=lambda kernel: kernel.kind)
+    # A collective may be several kernels or copies, one after another.
+    wires = [max(group, key=lambda k: k.end)._replace(start=group[0].start) for _, (*group,) in parts]
     if len(products) != 3 * count * len(waves) or [w.kind for w in wires] != [*WIRES] * (1 + len(waves)):
-        raise ValueError(f"the profile has {len(products)} products and collectives {[w.kind for w in wires]}")
+        names = sorted({kernel.name[:30] for kernel in kernels})
+        raise ValueError(f"the profile has {len(products)} products, {len(wires)} collectives, and in all {names}")
     rows = []
     for i, wave in enumerate(waves):
         mine = products[3 * count * i : 3 * count * (i + 1)]
