@@ -41,8 +41,13 @@ class Call(NamedTuple):
     tile: str = ""
 
 
-def gemm(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None) -> Call:
-    """Returns the product of a direction in bf16, or in FP8 where `operands` are given."""
+def gemm(
+    problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None, waves: int | None = None
+) -> Call:
+    """Returns the product of a direction in bf16, or in FP8 where `operands` are given.
+
+    `waves` replaces those of the kernel's tile.
+    """
     left, right = (
         operands
         or {
@@ -61,6 +66,7 @@ def gemm(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMaj
     case, rows = problem.case, problem.num_rows // problem.case.groups
     contracted, columns = (case.contracted, case.columns)[:: -1 if direction == "dgrad" else 1]
     tile = pick(op, contracted, columns, rows, backend.device_kind())
+    tile = tile if waves is None else dataclasses.replace(tile, waves=waves)
 
     @jax.jit
     def product(left, right, blocks):

@@ -17,6 +17,10 @@ COMMANDS = {
     "info": ("moax.info", "show this machine's devices, and which of moax's implementations run on them"),
     "train": ("moax.train.command", "train a byte-level language model with an MoE in every layer"),
     "inspect": ("moax.inspect.command", "show which collectives an MoE block compiles to"),
+    "overlap": (
+        "moax.inspect.overlap_command",
+        "show how much of each collective's time is hidden",
+    ),
     "estimate": (
         "moax.estimate.command",
         "estimate memory, bytes on the wires and time of a model's blocks on any mesh",
@@ -36,6 +40,8 @@ examples:
       continue a run; the --mesh may be another one
   moax inspect --mesh fsdp=2,ep=4 --recipe fp8_block
       list the collectives that an MoE block runs, and the bytes that each of them moves
+  moax overlap profile/ --steps 5
+      read a profile of five steps on GPUs, and list how long collectives run with nothing computing beside them
   moax estimate --model deepseek-v3 --gpus 256 --recipe fp8_block --sweep
       rank every mesh of 256 GPUs by the estimated time, with memory and bytes on the wires; runs nothing
   moax tune --only qwen3

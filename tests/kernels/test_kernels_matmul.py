@@ -63,6 +63,35 @@ def test_grouped_matmul(transpose, cluster):
     assert rel_error(got[real], want + bias[group[real]]) < 1e-6
 
 
+@pytest.mark.parametrize("waves", [1, 2, 3, 4, 8])
+def test_waves_take_each_round_once(waves):
+    """Breaks if two waves compute one tile or none does, or if a later wave has more tiles than an earlier one."""
+    for rounds in (*range(20), 54, 1000):
+        edges = [int(pipeline.first_round(jnp.int32(wave), waves, jnp.int32(rounds))) for wave in range(waves + 1)]
+        shares = np.diff(edges)
+        assert edges[0] == 0 and edges[-1] == rounds
+        assert (shares >= 0).all() and (np.diff(shares) <= 1).all(), (rounds, shares)  # 1 is that of rounding
+
+
+@pytest.mark.parametrize("op, waves, cluster", some([("wgrad", 3, 1), ("matmul", 3, 2), ("wgrad_fp8", 2, 2)], 1))
+def test_waves_leave_the_bits(op, waves, cluster):
+    """Breaks if a product differs in a bit, or a tile is left out, where its tiles are handed out in several waves."""
+    blocks, _, real = layout()
+
+    def product(waves):
+        tile = TileConfig(64, 2, 2, cluster, waves=waves)
+        if op == "matmul":
+            x, w = jnp.asarray(random(0, ROWS, 64), jnp.bfloat16), jnp.asarray(random(1, 4, 64, 384), jnp.bfloat16)
+            return interpret(lambda x, w: grouped_matmul(x, w, blocks, tile), x, w)[real]
+        if op == "wgrad":
+            x, dy = (jnp.asarray(np.where(real[:, None], random(i, ROWS, 128), 0), jnp.bfloat16) for i in (0, 1))
+            return interpret(lambda x, dy: grouped_wgrad(x, dy, blocks, tile), x, dy)
+        x, dy = (KMajorFp8(quantized(i, 128, ROWS), scales(i, ROWS // BLOCK, 128)) for i in (0, 1))
+        return interpret(lambda x, dy: grouped_wgrad_fp8(x, dy, blocks, tile), x, dy, races=False)
+
+    np.testing.assert_array_equal(product(waves), product(1))
+
+
 def test_odd_chunks():
     """A tile of three chunks of columns ends with the slot that the next begins with, which may still be on its way."""
     blocks, group, real = layout()

@@ -1,9 +1,14 @@
 """The frame of all product kernels: one warpgroup loads operands, and the other warpgroups multiply them.
 
 The warpgroup that loads is the producer, and those that multiply are the consumers. An operand is loaded in stages,
-which are parts of the contracted dim. The grid is persistent: clusters of `TileConfig.cluster` blocks of threads occupy
-all SMs, and each cluster walks over tiles of the output. A consumer has 64 rows by `tile_n` columns of a tile. The
-producer runs ahead into the next tile, so that it loads while the consumers store.
+which are parts of the contracted dim. Clusters of `TileConfig.cluster` blocks of threads occupy all SMs, and each
+cluster walks over tiles of the output. A consumer has 64 rows by `tile_n` columns of a tile. The producer runs ahead
+into the next tile, so that it loads while the consumers store.
+
+The GPU gives the clusters of a wave to SMs as these come free. With one wave, the clusters whose SMs a collective holds
+begin when the others end, and the product takes twice as long. With several waves, whose shares of the tiles decrease,
+the other SMs take over what the held ones cannot do, and a collective that comes late gets SMs between two waves. A
+wave costs each SM some microseconds, since a cluster loads its first tile while nothing multiplies.
 
 Two barriers guard each stage. The copies of a stage arrive at its `full` barrier. The consumers arrive at its `empty`
 barrier, and if the cluster shares a copy, the consumers of all its blocks do.
@@ -12,6 +17,7 @@ barrier, and if the cluster shares a copy, the consumers of all its blocks do.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +47,8 @@ class TileConfig:
       width: so many row tiles sweep the columns together, so that they find the operands in L2.
       cluster: so many blocks of threads, with neighbouring columns, share the loaded rows.
       consumers: the warpgroups that multiply, 64 rows each. wgrad may have 3; elsewhere a tile is a block of 128 rows.
+      waves: the most clusters for each SM, one after another; see `first_round`. The result has the same bits for
+        any number.
     """
 
     tile_n: int
@@ -48,6 +56,7 @@ class TileConfig:
     width: int = 8
     cluster: int = 1
     consumers: int = 2
+    waves: int = 1
 
 
 def swizzle_of(*rows: int) -> int:
@@ -84,6 +93,17 @@ def sweep(tile, rows, columns, width: int):
     panel, inside = lax.div(tile, width * columns), lax.rem(tile, width * columns)
     height = jnp.minimum(width, rows - panel * width)
     return panel * width + lax.rem(inside, height), lax.div(inside, height)
+
+
+def first_round(wave, waves: int, rounds):
+    """Returns the first round of a wave; `wave` and `rounds` may be traced.
+
+    A round is one cluster tile for each cluster that runs at one time. What is left before a wave is the square of the
+    part of waves that is left. With 32 rounds, 4 waves begin at 0, 14, 24 and 30: the last one has 2 rounds, so that
+    SMs end at nearly the same time, however late some of them came free.
+    """
+    left = waves - wave
+    return rounds - lax.div(rounds * left * left, waves * waves)
 
 
 def add_bias(total, bias, group, column):
@@ -143,15 +163,23 @@ def run(
         empty=plgpu.ClusterBarrier(collective_axes=("block",), **empty) if shared else plgpu.Barrier(**empty),
     )
     clusters = count_sms() // tile.cluster
+    # A result of few tiles has fewer waves, since a wave without tiles would cost its start.
+    elements = clusters * tile.cluster * tile.consumers * ROWS * tile.tile_n  # of a round
+    waves = min(tile.waves, max(1, -(-math.prod(out_type.shape) // elements)))
 
     def body(*refs, stages, out_s, full, empty):
         *inputs, out = refs
         block = lax.axis_index("block") if shared else 0
-        first, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
-        mine = lax.div(count(*inputs) - first + clusters - 1, clusters)
+        index, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+        wave, first = lax.div(index, clusters), lax.rem(index, clusters)
+        tiles = count(*inputs)
+        rounds = lax.div(tiles + clusters - 1, clusters)
+        start = first_round(wave, waves, rounds)
+        stop = jnp.minimum(first_round(wave + 1, waves, rounds), lax.div(tiles - first + clusters - 1, clusters))
+        mine = stop - start
 
         def place_of(i):
-            return locate(first + i * clusters, block, *inputs)
+            return locate((start + i) * clusters + first, block, *inputs)
 
         @pl.when(warpgroup == tile.consumers)
         def _():
@@ -203,7 +231,7 @@ def run(
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
-        grid=(clusters,),
+        grid=(clusters * waves,),
         grid_names=("cluster",),
         **cluster,
         num_threads=tile.consumers + 1,
