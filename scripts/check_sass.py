@@ -145,9 +145,9 @@ def with_blocks(fn: Callable) -> Callable:
     return call
 
 
-def quantize_gathered(x, source, sizes):
+def quantize_gathered(x, source, sizes, **wanted):
     """Quantizes x[source]."""
-    return quantize.quantize_rows(x, make_blocks(sizes, ROWS), source=source)
+    return quantize.quantize_rows(x, make_blocks(sizes, ROWS), source=source, **wanted)
 
 
 def quantize_by_row(x):
@@ -199,7 +199,9 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
     for width in WIDTHS:
         x = ((ROWS, width), BF16)
         yield f"quantize_rows {width}", with_blocks(quantize.quantize_rows), [x, sizes]
-        yield f"quantize_rows {width} gathered", quantize_gathered, [((512, width), BF16), ((ROWS,), I32), sizes]
+        for wanted in ({}, {"rows": False}, {"columns": False}):
+            gathered = [((512, width), BF16), ((ROWS,), I32), sizes]
+            yield f"quantize_rows {width} gathered {wanted}", functools.partial(quantize_gathered, **wanted), gathered
         yield f"quantize_rows {width} by_row", quantize_by_row, [x]
         for dtype in (BF16, F32):
             wire = [((ROWS, width), F8), ((ROWS, up(width) + 16), I32), ((8,), I32)]

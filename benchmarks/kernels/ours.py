@@ -136,16 +136,17 @@ def gather_rows() -> Callable:
     return jax.jit(_kernel("permute", "gather_rows"))
 
 
-def gather_quantize() -> Callable:
-    """Returns (x, source, blocks) -> x[source] quantized by rows and by columns, by one kernel."""
+def gather_quantize(rows: bool = True, columns: bool = True) -> Callable:
+    """Returns (x, source, blocks) -> x[source] quantized by rows and by columns, as asked for, by one kernel."""
     kernel = _kernel("quantize", "quantize_rows")
-    return jax.jit(lambda x, source, blocks: kernel(x, blocks, source=source))
+    return jax.jit(lambda x, source, blocks: kernel(x, blocks, source=source, rows=rows, columns=columns))
 
 
-def gather_then_quantize() -> Callable:
+def gather_then_quantize(rows: bool = True, columns: bool = True) -> Callable:
     """Returns the function of `gather_quantize` as two kernels, with the rows in memory between them."""
     gather, quantize = _kernel("permute", "gather_rows"), _kernel("quantize", "quantize_rows")
-    return jax.jit(lambda x, source, blocks: quantize(gather(x, source, blocks.used), blocks))
+    options = {"rows": rows, "columns": columns}
+    return jax.jit(lambda x, source, blocks: quantize(gather(x, source, blocks.used), blocks, **options))
 
 
 def gather_sum() -> Callable:

@@ -185,7 +185,7 @@ def test_quantize_and_permute_rows():
             assert row.us and row.tb_s and row.error is not None and row.error < 0.04, row
     assert {row.direction for row in found} == {
         "rows", "columns", "both", "native", "transposed", "swiglu", "swiglu grad",
-        "gather", "gather-sum", "gather-sum plain", "gather-quantize",
+        "gather", "gather-sum", "gather-sum plain", *gathered.KINDS,
     }  # fmt: skip
 
 

@@ -119,12 +119,13 @@ def test_gathered(dtype, width):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("columns", [True, False])
-def test_one_direction(columns):
+@pytest.mark.parametrize(("columns", "gathered"), [(True, False), (False, True), (True, True)])
+def test_one_direction(columns, gathered):
     """Outputs that change places where only one of the two is asked for."""
     x = jnp.asarray(values(0, 128, 128), jnp.bfloat16)
-    both = interpret(lambda x: quantize_rows(x, None), x)
-    one = interpret(lambda x: quantize_rows(x, None, rows=not columns, columns=columns), x)
+    source = np.random.default_rng(0).integers(0, 128, 128).astype(np.int32) if gathered else None
+    both = interpret(lambda x: quantize_rows(x, None, source=source), x)
+    one = interpret(lambda x: quantize_rows(x, None, source=source, rows=not columns, columns=columns), x)
     assert one[not columns] is None
     for got, want in zip(one[columns], both[columns], strict=True):
         np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))

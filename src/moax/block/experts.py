@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import jax
@@ -70,6 +71,11 @@ def _experts_forward(view: MeshView, static: BlockSpec, inputs: Inputs, w: Weigh
     return (y, dropped, passes), (_name(saved), inputs if static.needs_inputs else None, w, quantized)
 
 
+def _experts_plain(view: MeshView, static: BlockSpec, *operands):
+    """Returns the results of the forward without a backward: it makes no rows for one."""
+    return _experts_forward(view, dataclasses.replace(static, save_rows=False), *operands)[0]
+
+
 def _experts_backward(view: MeshView, static: BlockSpec, residuals, cotangents):
     """Runs the backward of the `custom_vjp` and returns the gradients of the inputs and of w."""
     saved, inputs, w, quantized = residuals
@@ -89,4 +95,4 @@ def _name(saved: BlockResiduals) -> BlockResiduals:
     return BlockResiduals(rows, checkpoint_name(hidden, "moax_hidden"), *rest)
 
 
-_experts = differentiable(_experts_forward, _experts_backward, once="moe")
+_experts = differentiable(_experts_forward, _experts_backward, once="moe", plain=_experts_plain)

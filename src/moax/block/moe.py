@@ -52,6 +52,7 @@ def find_hidden(
     w: Weights[Array],
     received: Received,
     plan: Plan,
+    keep: bool = True,
 ) -> BlockResiduals:
     """Runs the chain from received rows [R, H] to the input of the activation [N, G, F].
 
@@ -61,11 +62,12 @@ def find_hidden(
       w: the weights of this device's shard, of which the bias and the adapters of wi are used.
       received: the rows of a pass of the exchange, with their experts and weights.
       plan: the plan of a pass over the sorted rows of `received`.
+      keep: whether the residuals have the sorted rows for the gradient of wi; otherwise their `rows` may be None.
 
     Returns:
       The residuals, whose field `hidden` is the input of the activation.
     """
-    rows, kept_rows = find_rows(static, received.rows, plan)  # [N, H]
+    rows, kept_rows = find_rows(static, received.rows, plan, keep=keep)  # [N, H]
     with jax.named_scope("experts_in"):
         h = static.local.matmul(rows, wi, static.groups(plan), static.dtype, w.bi)  # [N, G F]
         h = h if w.wi_a is None else h + low_rank(static, kept_rows, w.wi_a, w.wi_b, static.groups(plan))
@@ -73,14 +75,26 @@ def find_hidden(
     return BlockResiduals(kept_rows, h, plan, received.weights, received.slots, None)
 
 
-def find_rows(static: BlockSpec, received: Float[Array, "R H"], plan: Plan) -> tuple[Operand, Operand]:
+def find_rows(
+    static: BlockSpec, received: Float[Array, "R H"], plan: Plan, *, multiply: bool = True, keep: bool = True
+) -> tuple[Operand, Operand]:
     """Returns the sorted rows [N, H] of received rows [R, H], for the product with wi and for the gradient of wi.
 
     Where wi is frozen, the latter are not quantized: adapters multiply them.
+
+    Args:
+      static: the spec of the block.
+      received: the rows of a pass of the exchange.
+      plan: the plan of a pass over the sorted rows of `received`.
+      multiply, keep: whether the caller takes the rows for the product and the rows for the gradient. Rows that it does
+        not take may be None.
     """
     groups = static.groups(plan)
-    rows = static.local.gather_and_quantize(received, plan.source, static.recipe.wi, "x", groups, static.amax_over)
-    return (rows[0], permute_forward(static.permute, received, plan, groups)) if static.frozen else rows
+    rows, columns = static.local.gather_and_quantize(
+        received, plan.source, static.recipe.wi, "x", groups, static.amax_over,
+        rows=multiply, columns=keep and not static.frozen,
+    )  # fmt: skip
+    return rows, permute_forward(static.permute, received, plan, groups) if static.frozen else columns
 
 
 def find_partial(static: BlockSpec, wo: Operand, w: Weights[Array], saved: BlockResiduals) -> Float[Array, "R H"]:
@@ -137,7 +151,9 @@ def find_gradients(
     h, plan, weights = saved.hidden, saved.plan, saved.weights
     groups, by_row, at_input = static.groups(plan), weights_of_rows(plan, weights), static.weights_at == "input"
 
-    d_o, d_o_columns = local.gather_and_quantize(d_partial, plan.source, recipe.wo, "dy", groups, over)  # [N, H]
+    d_o, d_o_columns = local.gather_and_quantize(  # [N, H]
+        d_partial, plan.source, recipe.wo, "dy", groups, over, columns=not static.frozen
+    )
     with jax.named_scope("experts_out"):
         d_a = local.matmul(d_o, wo, groups, dtype, transpose=True)  # [N, F] = [N, H] [E, F, H]^T
         d_wo_a = d_wo_b = d_wi_a = d_wi_b = None
@@ -158,8 +174,9 @@ def find_gradients(
         d_h_plain = _weigh(d_h_plain, by_row, groups)
         every = jnp.arange(d_h_plain.shape[0], dtype=jnp.int32)
         d_h, d_h_columns = local.gather_and_quantize(
-            d_h_plain.reshape(len(every), -1), every, recipe.wi, "dy", groups, over + static.roles.tp
-        )
+            d_h_plain.reshape(len(every), -1), every, recipe.wi, "dy", groups, over + static.roles.tp,
+            columns=not static.frozen,
+        )  # fmt: skip
     with jax.named_scope("experts_out"):
         d_wo = d_bo = None
         if not static.frozen:

@@ -51,7 +51,7 @@ def run_forward(
     """
     wi, wo = quantize_and_gather(static, w, layouts, "rows", quantized)
     received, needed = dispatch_forward(static.exchange, *inputs)
-    saved = find_hidden(static, wi, w, received, plan_rows(static.permute, received.experts))
+    saved = find_hidden(static, wi, w, received, plan_rows(static.permute, received.experts), keep=static.save_rows)
     dropped = received.dropped + saved.plan.dropped
     span = _agree(static, layouts, received, needed) if static.repeats else None
     y = combine_forward(static.exchange, find_partial(static, wo, w, saved), received.slots, inputs.x.shape[0])
@@ -66,7 +66,7 @@ def run_forward(
         p, again, wi_, wo_, w_ = lax.optimization_barrier((p, inputs, wi, wo, w))
         received, _ = dispatch_forward(static.exchange, again.x, again.experts, again.weights, p)
         plan = plan_rows(static.permute_more, received.experts, first)
-        partial = find_partial(static, wo_, w_, find_hidden(static, wi_, w_, received, plan))
+        partial = find_partial(static, wo_, w_, find_hidden(static, wi_, w_, received, plan, keep=False))
         y = y + combine_forward(static.exchange, partial, received.slots, y.shape[0])
         return received, (y, made + 1)
 
@@ -100,7 +100,7 @@ def run_backward(
     wi, wo = quantize_and_gather(static, w, layouts, "columns", quantized)
     if saved.rows is None and inputs is not None:
         received = combine_backward(static.exchange, inputs.x, saved.sent)  # the rows that dispatch delivered
-        saved = saved._replace(rows=find_rows(static, received, saved.plan)[1])
+        saved = saved._replace(rows=find_rows(static, received, saved.plan, multiply=False)[1])
     d_partial = combine_backward(static.exchange, dy, saved.sent)  # [R, H]
     d_received, d_weights, dw = find_gradients(static, wi, wo, w, saved, d_partial)
     dx, d_weights = dispatch_backward(static.exchange, saved.sent, d_received, d_weights, dy.shape[0])

@@ -144,18 +144,18 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
         moved = s.tokens * (c.d_model + 3 * shared) * item
         return stage("shared expert", direction, moved, flops, flops / seconds)
 
-    def enter(direction, form, w, kept):
+    def enter(direction, form, w, kept, made=2):
         """Yields the stages that sort rows by expert and quantize them.
 
         Where the product with the weight `w` is FP8 and scales are of blocks, one read sorts the rows and quantizes
         them by rows and by columns. Otherwise, and where `kept` says that a bias needs the plain rows too, a stage of
-        its own sorts them. Rows are dequantized where products are not FP8.
+        its own sorts them. Rows are dequantized where products are not FP8. `made` counts the directions.
         """
         width, fused = c.d_model, form is not None and fp8[w] and form.block is not None
         if kept or not fused:
             yield stage("permute", direction, 2 * rows * width * item)
         if form is not None:
-            moved = item + 2 + (0 if fp8[w] else 2 * (1 + item))
+            moved = item + made * (1 if fp8[w] else 2 + item)
             yield stage("permute, quantize" if fused else "quantize rows", direction, rows * width * moved)
 
     route = 2.0 * s.tokens * c.d_model * c.num_experts * 3
@@ -168,7 +168,7 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
     take = "quantize weights" if any(quantized.values()) else "cast weights"
     for direction in ("forward", "recompute") if options.remat else ("forward",):
         yield stage("route", direction, s.tokens * (c.d_model * item + 12 * c.num_experts), route, on.dense[0])
-        yield from enter(direction, options.recipe.wi.x, "wi", False)
+        yield from enter(direction, options.recipe.wi.x, "wi", False, 2 if s.block.save_rows else 1)
         if taken:
             yield stage(take, direction, taken)
         yield product("product wi", direction, 0, c.d_model, c.gates * hidden)
@@ -179,7 +179,7 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
         if shared:
             yield shared_products(direction, 0)
     if not s.block.save_rows:
-        yield from enter("recompute", options.recipe.wi.x, "wi", False)
+        yield from enter("recompute", options.recipe.wi.x, "wi", False, 1)
     yield from enter("backward", options.recipe.wo.dy, "wo", c.use_bias)
     if taken:
         yield stage(take, "backward", taken)

@@ -113,14 +113,19 @@ class Implementation(Protocol):
         ...
 
     def quantize_for_matmul(
-        self, x: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = ()
-    ) -> tuple[Operand, Operand]:
-        """Returns rows [M, ..., C] as two Operands: for a product over columns (forward, dgrad), and for wgrad."""
+        self, x: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = (),
+        *, rows: bool = True, columns: bool = True,
+    ) -> tuple[Operand, Operand]:  # fmt: skip
+        """Returns rows [M, ..., C] as two Operands: for a product over columns (forward, dgrad), and for wgrad.
+
+        `rows` and `columns` say whether the caller takes the first and the second. What it does not take may be None.
+        """
         ...
 
     def gather_and_quantize(
-        self, x: Array, source: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = ()
-    ) -> tuple[Operand, Operand]:
+        self, x: Array, source: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = (),
+        *, rows: bool = True, columns: bool = True,
+    ) -> tuple[Operand, Operand]:  # fmt: skip
         """Runs `quantize_for_matmul` on the rows x[source]. An implementation may gather and quantize in one read."""
         ...
 

@@ -227,7 +227,9 @@ class Partitioned:
         return tuple(lax.psum(r, axes) if axes else r for r, axes in zip(results, contract.reduce, strict=True))
 
 
-def differentiable(forward: Callable, backward: Callable, once: str | None = None) -> Callable:
+def differentiable(
+    forward: Callable, backward: Callable, once: str | None = None, plain: Callable | None = None
+) -> Callable:
     """Makes op(view, static, *operands), which returns the results of `forward` and has the gradients of `backward`.
 
     Both functions call `Partitioned` ops, so that each direction has its own partition rule.
@@ -237,8 +239,9 @@ def differentiable(forward: Callable, backward: Callable, once: str | None = Non
       backward: backward(view, static, saved, cotangents) -> a gradient for each operand.
       once: the name of an op that has first derivatives alone; a second derivative then raises Unsupported. None lets
         JAX differentiate both functions again, which must be plain JAX on one device and `Partitioned` ops on a mesh.
+      plain: plain(view, static, *operands) -> results, which runs where nothing is differentiated; None runs `forward`.
     """
-    op = jax.custom_vjp(lambda *operands: forward(*operands)[0], nondiff_argnums=(0, 1))
+    op = jax.custom_vjp(plain or (lambda *operands: forward(*operands)[0]), nondiff_argnums=(0, 1))
     if once is None:
         op.defvjp(forward, backward)
         return op

@@ -223,7 +223,7 @@ def matmul_forward(static: GroupedSpec, layout, x, w, quantized, group_sizes, bi
     (layout, kept), kernels = layout, implementation(static.kernels)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     gathered = _gather(static, layout, kept, w, quantized, "rows")
-    rows, _ = _quantize_rows(static, packed, x, "x", kept[1])
+    rows, _ = _quantize_rows(static, packed, x, "x", kept[1], columns=False)
     bias = None if bias is None else keep_on_first(bias, kept[1])
     y = kernels.matmul(rows, gathered, packed.groups, wider(static.dtype, static.out), bias)
     return (packed.unpack(y).astype(static.out).reshape(-1, *whole_shape(static, weight(w, quantized), layout)[2:]),)
@@ -237,13 +237,14 @@ def matmul_backward(static: GroupedSpec, layout, x, w, quantized, group_sizes, d
     (layout, kept), kernels, dtype, results = layout, implementation(static.kernels), static.dtype, ()
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups, columns = packed.groups, tuple(n for names in kept[2:] for n in names)
-    d_rows, d_columns = _quantize_rows(static, packed, dy, "dy", columns)
+    wanted = {"rows": not isinstance(x, QArray), "columns": w is not None}
+    d_rows, d_columns = _quantize_rows(static, packed, dy, "dy", columns, **wanted)
     if not isinstance(x, QArray):
         gathered = _gather(static, layout, kept, w, quantized, "columns")
         # [M, K] = [M, C] [E, K, C]^T
         results += (packed.unpack(kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)),)
     if w is not None:
-        _, x_columns = _quantize_rows(static, packed, x, "x", kept[1])
+        _, x_columns = _quantize_rows(static, packed, x, "x", kept[1], rows=False)
         reduce = static.grad_reduce
         dw = kernels.wgrad(x_columns, d_columns, groups, dtype, sum_dtype(reduce, dtype))  # [M, K]^T [M, C]
         dw = dw.reshape(whole_shape(static, w, layout))
@@ -253,13 +254,17 @@ def matmul_backward(static: GroupedSpec, layout, x, w, quantized, group_sizes, d
     return *results, keep_on_first(kernels.bias_grad(packed.pack(dy), groups), kept[1])
 
 
-def _quantize_rows(static: GroupedSpec, packed: Packed, x, role: Role, split: Names):
-    """Returns rows [M, ...] as operands of a product over columns and of wgrad; `split` are the axes of the columns."""
+def _quantize_rows(static: GroupedSpec, packed: Packed, x, role: Role, split: Names, **wanted: bool):
+    """Returns rows [M, ...] as operands of a product over columns and of wgrad; `split` are the axes of the columns.
+
+    `wanted` are the keywords of `quantize_for_matmul`.
+    """
     if isinstance(x, QArray):
         values = packed.pack(dequantize_shard(x, _entries(static, (static.rows, split)), static.roles, static.dtype))
         return values, values
     kernels = implementation(static.kernels)
-    return kernels.quantize_for_matmul(packed.pack(x), static.recipe, role, packed.groups, static.rows + split)
+    over = static.rows + split
+    return kernels.quantize_for_matmul(packed.pack(x), static.recipe, role, packed.groups, over, **wanted)
 
 
 def _gather(static: GroupedSpec, layout: Layout, kept, w, quantized, contracted: Contracted):

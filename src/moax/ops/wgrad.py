@@ -9,6 +9,8 @@ are quantized along their rows, in its formats `x` and `dy`. Sums are float32.
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
@@ -106,8 +108,9 @@ def wgrad_forward(static: GroupedSpec, layout, x, dy, group_sizes):
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     columns, tokens = tuple(n for names in kept[2:] for n in names), static.rows
     dtype, groups = static.dtype, packed.groups
-    _, x_columns = kernels.quantize_for_matmul(packed.pack(x), recipe, "x", groups, tokens + kept[1])
-    _, d_columns = kernels.quantize_for_matmul(packed.pack(dy.astype(dtype)), recipe, "dy", groups, tokens + columns)
+    quantize = functools.partial(kernels.quantize_for_matmul, rows=False)
+    _, x_columns = quantize(packed.pack(x), recipe, "x", groups, tokens + kept[1])
+    _, d_columns = quantize(packed.pack(dy.astype(dtype)), recipe, "dy", groups, tokens + columns)
     dw = kernels.wgrad(x_columns, d_columns, groups, wider(dtype, static.out)).astype(static.out)
     return (scatter_gradient(dw.reshape(-1, x.shape[1], *dy.shape[1:]), layout.gather),)
 
@@ -122,8 +125,9 @@ def wgrad_backward(static: GroupedSpec, layout, x, dy, group_sizes, d_dw):
         kernels.quantize_and_gather(d_dw, recipe, contracted, layout.gather, over, dtype)
         for contracted in ("rows", "columns")
     )
-    x_rows, _ = kernels.quantize_for_matmul(packed.pack(x), recipe, "x", groups, tokens + kept[1])
-    d_rows, _ = kernels.quantize_for_matmul(packed.pack(dy.astype(dtype)), recipe, "dy", groups, tokens + columns)
+    quantize = functools.partial(kernels.quantize_for_matmul, columns=False)
+    x_rows, _ = quantize(packed.pack(x), recipe, "x", groups, tokens + kept[1])
+    d_rows, _ = quantize(packed.pack(dy.astype(dtype)), recipe, "dy", groups, tokens + columns)
     d_x = packed.unpack(kernels.matmul(d_rows, by_columns, groups, dtype, transpose=True))
     d_dy = packed.unpack(kernels.matmul(x_rows, by_rows, groups, dtype))
     return d_x.astype(x.dtype), d_dy.astype(dy.dtype).reshape(dy.shape)

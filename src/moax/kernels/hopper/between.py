@@ -38,11 +38,11 @@ def activate(
         if not _takes(act, gated):
             ones = jnp.ones(h.shape[0], jnp.float32) if weights is None else weights
             a = by_xla.activate_rows(h, act, groups, ones)
-            return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
+            return quantize_for_matmul(a, recipe, "x", groups, amax_over, columns=False)[0]
         if _fuses(recipe, recipe, h.shape[2]):
             return _activate_quantize(flat, groups.blocks, act, recipe, gated=gated, weights=weights)
         a = _activate(flat, groups.blocks, act, gated=gated, weights=weights)
-    return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
+    return quantize_for_matmul(a, recipe, "x", groups, amax_over, columns=False)[0]
 
 
 def activate_grad(
@@ -60,7 +60,7 @@ def activate_grad(
         else:
             a, d_h, inner = by_xla.activate_grad_rows(h, d_a, act, groups, weights)
             d_h = zero_rows(d_h.reshape(flat.shape), groups.real)  # padding of h may hold NaN, which 0 does not undo
-    _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over)
+    _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over, rows=False)
     d_h_rows, d_h_columns = quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over)
     return a, d_h_rows, d_h_columns, d_h.reshape(h.shape) if keep else None, inner
 

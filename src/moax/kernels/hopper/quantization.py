@@ -43,9 +43,13 @@ from moax.types import QArray, QShard
 
 
 def quantize_for_matmul(
-    x: Array, recipe: Recipe, role: str, groups: BlockedGroups, amax_over: Names = ()
-) -> tuple[Any, Any]:
-    """Quantizes rows [M, ..., C] as [M, C] for a product over columns and as [C, M] for wgrad, in one read."""
+    x: Array, recipe: Recipe, role: str, groups: BlockedGroups, amax_over: Names = (),
+    *, rows: bool = True, columns: bool = True,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Quantizes rows [M, ..., C] as [M, C] for a product over columns and as [C, M] for wgrad, in one read.
+
+    A result that is not wanted is None; see `moax.kernels.Implementation`.
+    """
     if not takes_fp8(recipe):
         return by_xla.quantize_for_matmul(x, recipe, role, groups, amax_over)
     format: Format = getattr(recipe, role)
@@ -56,7 +60,7 @@ def quantize_for_matmul(
             scale = to_scale(by_xla.max_of_groups(finite(real).max(1), groups)[::BLOCK], format)
         elif format.shared:
             scale = to_scale(reduce_max(jnp.max(finite(real)), amax_over), format).reshape(1)
-        return _quantize_rows(x, groups.blocks, format, scale=scale)
+        return _quantize_rows(x, groups.blocks, format, scale=scale, rows=rows, columns=columns)
 
 
 def gather_and_quantize(
@@ -66,27 +70,33 @@ def gather_and_quantize(
     role: str,
     groups: BlockedGroups,
     amax_over: Names = (),
+    *,
+    rows: bool = True,
+    columns: bool = True,
 ) -> tuple[Any, Any]:
-    """Runs `quantize_for_matmul` on the rows x[source].
+    """Runs `quantize_for_matmul` on the rows x[source]. See `moax.kernels.Implementation`.
 
-    One kernel gathers and quantizes where each block has a scale. The scale of a whole tensor needs all rows first.
+    One kernel gathers and quantizes where each block has a scale, and leaves out the result that is not wanted. The
+    scale of a whole tensor needs all rows first.
     """
     format: Format | None = getattr(recipe, role)
     if takes_fp8(recipe) and format is not None and format.block is not None:
         with jax.named_scope("quantize"):
-            return _quantize_rows(x, groups.blocks, format, source=source)
+            return _quantize_rows(x, groups.blocks, format, source=source, rows=rows, columns=columns)
     with jax.named_scope("permute"):
-        rows = gather_rows(x, source, groups)
-    return quantize_for_matmul(rows, recipe, role, groups, amax_over)
+        gathered = gather_rows(x, source, groups)
+    return quantize_for_matmul(gathered, recipe, role, groups, amax_over, rows=rows, columns=columns)
 
 
 @typed
-def _quantize_rows(x, blocks: Blocks, format: Format, *, scale=None, source=None):
-    """Quantizes rows, by rows and by columns, in one kernel."""
+def _quantize_rows(x, blocks: Blocks, format: Format, *, scale=None, source=None, rows=True, columns=True):
+    """Quantizes rows, by rows and by columns, in one kernel, or by one of them."""
     from moax.kernels.hopper.pallas.quantize import quantize_rows
 
+    if not (rows or columns):
+        return None, None
     options = dict(source=source, dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
-    return quantize_rows(x, blocks, **options)
+    return quantize_rows(x, blocks, rows=rows, columns=columns, **options)
 
 
 def quantize_and_gather(

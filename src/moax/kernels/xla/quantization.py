@@ -77,12 +77,15 @@ def dequantize_wire(
 
 
 def quantize_for_matmul(
-    x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = ()
-) -> tuple[Array | QArray, Array | QArray]:
+    x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (),
+    *, rows: bool = True, columns: bool = True,
+) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
     """Returns rows [M, ..., C], with the columns as one dim, in blocks of columns and in blocks of rows.
 
-    Without a format, both results are the rows in their own dtype.
+    Without a format, both results are the rows in their own dtype. It returns both whatever the caller takes, because
+    XLA drops what is not used.
     """
+    del rows, columns
     format: Format | None = getattr(recipe, role)
     x = x.reshape(x.shape[0], -1)
     if format is None:

@@ -42,12 +42,17 @@ def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int
 
 
 def gather_and_quantize(
-    x: Float[Array, "R H"], source: Int[Array, " N"], recipe: Recipe, role: str, groups: Groups, amax_over: Names = ()
-) -> tuple[Any, Any]:
-    """Returns the rows x[source] as two Operands: for a product over columns, and for wgrad."""
+    x: Float[Array, "R H"], source: Int[Array, " N"], recipe: Recipe, role: str, groups: Groups, amax_over: Names = (),
+    *, rows: bool = True, columns: bool = True,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Returns the rows x[source] as two Operands: for a product over columns, and for wgrad.
+
+    It returns both whatever the caller takes, because XLA drops what is not used.
+    """
+    del rows, columns
     with jax.named_scope("permute"):
-        rows = gather_rows(x, source)
-    return quantize_for_matmul(rows, recipe, role, groups, amax_over)
+        gathered = gather_rows(x, source)
+    return quantize_for_matmul(gathered, recipe, role, groups, amax_over)
 
 
 def activate(

@@ -27,7 +27,7 @@ from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 
 HALF = BLOCK // 2  # a warpgroup holds so many rows or columns of a tile at one time: 64 x 128 values in registers
 TINY = 2.0**-126  # the smallest normal float32
-AT_ONCE = 32  # so many rows are gathered between two waits for row numbers
+AT_ONCE = BLOCK // 4  # the rows that each of the four warps of a warpgroup gathers
 
 
 def quantize_rows(
@@ -278,16 +278,18 @@ def load_tiles(copies, loaded) -> None:
 def gather_tile(x, source, first, column, tile, loaded) -> None:
     """Copies the 128 rows x[source[first]], x[source[first + 1]], ... to the tile and waits for them.
 
-    A row past the end of x is 0.
+    A row past the end of x is 0. Each of the four warps copies a fourth of the rows: a warpgroup that copies a row
+    issues the instructions of the copy in all of its warps, though one thread copies.
     """
 
-    def some(n, _):
-        at = [source[first + n * AT_ONCE + k] for k in range(AT_ONCE)]
+    @plgpu.warp_map
+    def _(warp):
+        start = warp * AT_ONCE
+        at = [source[first + start + k] for k in range(AT_ONCE)]
         for k in range(AT_ONCE):
-            row = tile.at[pl.ds(n * AT_ONCE + k, 1)]
+            row = tile.at[pl.ds(start + k, 1)]
             plgpu.copy_gmem_to_smem(x.at[pl.ds(at[k], 1), pl.ds(column, BLOCK)], row, loaded)
 
-    lax.fori_loop(0, BLOCK // AT_ONCE, some, None)
     plgpu.barrier_wait(loaded)
 
 
