@@ -49,8 +49,8 @@ FAULTS = (
     Fault(
         "backward does not wait for the passes of forward on a CPU",
         "block/passes.py",
-        'return jnp.where(count >= 0, x, 0) if platform() == "cpu" else x',
-        "return x",
+        'if platform() != "cpu" or first is None:',
+        "if True:",
         ("tests/block/test_passes.py::test_backward_waits_for_the_passes_of_forward",),
     ),
     Fault(

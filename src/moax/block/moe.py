@@ -17,15 +17,15 @@
                combine                   y [T, H]
 
 Two names on one line are one step, which an implementation may compute in one kernel. `find_hidden` and `find_partial`
-are this chain on one device between dispatch and combine, and `find_gradients` is the chain reversed. Adapters, where
-a caller has them, add a low-rank product beside each matmul (`adapters.py`). The router is an op of its own and runs
-before the chain. `passes.py` puts the exchange around the chain and repeats both where a routing needs it. `experts.py`
-runs this on a mesh, and `layer.py` has `moax.moe`.
+are this chain on one device between dispatch and combine. `find_weight_gradients` and `find_input_gradient` are the
+chain reversed. Adapters, where a caller has them, add a low-rank product beside each matmul (`adapters.py`). The router
+is an op of its own and runs before the chain. `passes.py` puts the exchange around the chain and repeats both where a
+routing needs it. `experts.py` runs this on a mesh, and `layer.py` has `moax.moe`.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,18 @@ from moax.ops.permutation import (
     weights_of_rows,
 )
 from moax.types import Plan, Received
+
+
+class HiddenGradient(NamedTuple):
+    """The gradient of the input of the activation, on its way to the gradient of the sorted rows.
+
+    Attributes:
+      quantized: [N, G F], the Operand for the product with wi.
+      of_adapters: [N, H], the part of the gradient of the sorted rows that the adapters of wi give; None without them.
+    """
+
+    quantized: Operand
+    of_adapters: Float[Array, "N H"] | None
 
 
 def find_hidden(
@@ -122,29 +134,28 @@ def find_partial(static: BlockSpec, wo: Operand, w: Weights[Array], saved: Block
     return unpermute_forward(static.permute, o, plan, saved.weights if at == "output" else None)  # [R, H]
 
 
-def find_gradients(
+def find_weight_gradients(
     static: BlockSpec,
-    wi: Operand,
     wo: Operand,
     w: Weights[Array],
     saved: BlockResiduals,
     d_partial: Float[Array, "R H"],
-) -> tuple[Float[Array, "R H"], Float[Array, "R K"], Weights[Array]]:
-    """Runs the chain reversed, between the exchanges, for the gradients of one device.
+) -> tuple[HiddenGradient, Float[Array, "R K"], Weights[Array]]:
+    """Runs the chain reversed to the gradient of the input of the activation, with the gradients of all weights.
 
     d_o is the gradient of each row before the routing weight multiplies it. The gradient of a row's weight is then
     <d_a, a>, which needs a and not o, so forward does not keep o.
 
     Args:
       static: the spec of the block.
-      wi, wo: the gathered weights for products over columns.
+      wo: the gathered weight for products over columns.
       w: the weights of this device's shard, of which the biases and the adapters are used.
       saved: the residuals of `find_hidden`.
       d_partial: [R, H], the gradient of the result of `find_partial`.
 
     Returns:
-      The gradients of the received rows [R, H] and of their routing weights [R, K], and Weights of the gradients of the
-      gathered weights.
+      What `find_input_gradient` takes, the gradients of the routing weights of the received rows [R, K], and Weights of
+      the gradients of the gathered weights.
     """
     local, recipe, dtype, over = static.local, static.recipe, static.dtype, static.amax_over
     rows: Any = saved.rows
@@ -185,20 +196,28 @@ def find_gradients(
             d_bo, bias_inner = _bias_gradients(static, w.bo, d_partial, plan, groups, by_row)
             inner = inner + bias_inner
     with jax.named_scope("experts_in"):
-        d_rows = local.matmul(d_h, wi, groups, dtype, transpose=True)  # [N, H] = [N, G F] [E, H, G F]^T
-        d_wi = None
+        d_wi = d_low = None
         if not static.frozen:
             d_wi = local.wgrad(rows, d_h_columns, groups, dtype, static.grad_dtype)  # [E, H, G F] = [N, H]^T [N, G F]
             d_wi = d_wi.reshape(*d_wi.shape[:2], static.gates, -1)
         if w.wi_a is not None:
             d_h_rows = d_h_plain.reshape(len(d_h_plain), -1)
             d_low, d_wi_a, d_wi_b = low_rank_gradients(static, rows, w.wi_a, w.wi_b, d_h_rows, groups)
-            d_rows = d_rows + d_low
         d_bi = None if w.bi is None else local.bias_grad(d_h_plain, groups)
-    d_received = permute_backward(static.permute, plan, d_rows)  # [R, H]
-    d_weights = weights_from_rows(plan, inner)  # [R, K]
     gradients = Weights(cast(Array, d_wi), cast(Array, d_wo), d_bi, d_bo, d_wi_a, d_wi_b, d_wo_a, d_wo_b)
-    return d_received, d_weights, gradients
+    return HiddenGradient(d_h, d_low), weights_from_rows(plan, inner), gradients
+
+
+def find_input_gradient(static: BlockSpec, wi: Operand, d_hidden: HiddenGradient, plan: Plan) -> Float[Array, "R H"]:
+    """Runs the end of the chain reversed, and returns the gradient of the received rows [R, H].
+
+    `wi` is the gathered weight for products over columns.
+    """
+    groups = static.groups(plan)
+    with jax.named_scope("experts_in"):
+        d_rows = static.local.matmul(d_hidden.quantized, wi, groups, static.dtype, transpose=True)
+        d_rows = d_rows if d_hidden.of_adapters is None else d_rows + d_hidden.of_adapters  # [N, H]
+    return permute_backward(static.permute, plan, d_rows)  # [R, H]
 
 
 def _bias_rows(static: BlockSpec, bo, groups: Groups, by_row) -> Array:

@@ -11,13 +11,15 @@ tokens 0 to 3, pass (0, 6) has their others, and pass (1, 0) has those of token 
 
 Pass (0, 0) stands outside of the loop. It leaves the residuals, and a step that needs no more runs nothing else. What
 later passes need is exchanged and computed again in backward, and nothing lasts from one pass to the next but the sums.
+The loop stands in the middle of pass (0, 0), before its last product: a GPU waits for its host where a loop may begin,
+and the host then launches what follows while that product runs.
 Each pass holds collectives: the ranks of ep make equally many passes, as many as the busiest of them needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from moax.backend import platform
-from moax.block.moe import find_gradients, find_hidden, find_partial, find_rows
+from moax.block.moe import find_hidden, find_input_gradient, find_partial, find_rows, find_weight_gradients
 from moax.block.spec import BlockResiduals, BlockSpec, Inputs, Weights, quantize_and_gather
 from moax.block.weights import Layouts, find_layouts
 from moax.kernels import Operand
@@ -52,14 +54,7 @@ def run_forward(
     wi, wo = quantize_and_gather(static, w, layouts, "rows", quantized)
     received, needed = dispatch_forward(static.exchange, *inputs)
     saved = find_hidden(static, wi, w, received, plan_rows(static.permute, received.experts), keep=static.save_rows)
-    dropped = received.dropped + saved.plan.dropped
-    span = _agree(static, layouts, received, needed) if static.repeats else None
-    y = combine_forward(static.exchange, find_partial(static, wo, w, saved), received.slots, inputs.x.shape[0])
-    # XLA would merge the sum of returned rows with a sum of the caller, in another order, where no loop follows.
-    y = lax.optimization_barrier(y)
-    saved = saved._replace(rows=saved.rows if static.save_rows else None, span=span)
-    if span is None:
-        return y, dropped, jnp.ones(1, jnp.int32), saved
+    hidden, more, made, span = saved.hidden, None, jnp.ones((), jnp.int32), None
 
     def one_pass(p, first, total):
         y, made = total
@@ -70,9 +65,20 @@ def run_forward(
         y = y + combine_forward(static.exchange, partial, received.slots, y.shape[0])
         return received, (y, made + 1)
 
-    y, made = _repeat(static, layouts, span, one_pass, (y, jnp.ones((), jnp.int32)), inputs, w)
-    saved = saved._replace(span=_after(made, span))
-    return y, dropped, reduce_max(made, static.roles.tokens)[None], saved
+    if static.repeats:
+        span = _agree(static, layouts, received, needed)
+        nothing = jnp.zeros(inputs.x.shape, static.dtype)
+        hidden, nothing, begin = lax.optimization_barrier((hidden, nothing, _after((hidden, received), span)))
+        more, made = _repeat(static, layouts, begin, one_pass, (nothing, made), inputs, w)
+        hidden, more = lax.optimization_barrier((hidden, more))
+    partial = _after(more, find_partial(static, wo, w, saved._replace(hidden=hidden)))
+    # XLA would merge the sum of returned rows with a sum of the caller, in another order.
+    y = lax.optimization_barrier(combine_forward(static.exchange, partial, received.slots, inputs.x.shape[0]))
+    y = y if more is None else y + more
+    span = None if span is None else _after(y, span)
+    saved = saved._replace(rows=saved.rows if static.save_rows else None, span=span)
+    dropped = received.dropped + saved.plan.dropped
+    return y, dropped, reduce_max(made, static.roles.tokens if static.repeats else ())[None], saved
 
 
 def run_backward(
@@ -96,17 +102,14 @@ def run_backward(
       dx [T, H], d_weights [T, K], and Weights of the gradients of the gathered weights.
     """
     if saved.span is not None:
-        dy = _after(saved.span[1], dy)
+        dy = _after(saved.span, dy)
     wi, wo = quantize_and_gather(static, w, layouts, "columns", quantized)
     if saved.rows is None and inputs is not None:
         received = combine_backward(static.exchange, inputs.x, saved.sent)  # the rows that dispatch delivered
         saved = saved._replace(rows=find_rows(static, received, saved.plan, multiply=False)[1])
     d_partial = combine_backward(static.exchange, dy, saved.sent)  # [R, H]
-    d_received, d_weights, dw = find_gradients(static, wi, wo, w, saved, d_partial)
-    dx, d_weights = dispatch_backward(static.exchange, saved.sent, d_received, d_weights, dy.shape[0])
-    dx = lax.optimization_barrier(dx)  # as y in forward
-    if saved.span is None:
-        return dx, d_weights, dw
+    d_hidden, d_weights, dw = find_weight_gradients(static, wo, w, saved, d_partial)
+    more = None
 
     def one_pass(p, first, total):
         p, again, wi_, wo_, w_, kept, dy_ = lax.optimization_barrier((p, inputs, wi, wo, w, quantized, dy))
@@ -114,21 +117,34 @@ def run_backward(
         plan = plan_rows(static.permute_more, received.experts, first)
         saved = find_hidden(static, _weight_of_rows(static, layouts, w_, wi_, kept), w_, received, plan)
         d_partial = combine_backward(static.exchange, dy_, saved.sent)
-        d_received, d_rows, dw = find_gradients(static, wi_, wo_, w_, saved, d_partial)
-        gradients = dispatch_backward(static.exchange, saved.sent, d_received, d_rows, dy.shape[0])
+        d_hidden, d_weights, dw = find_weight_gradients(static, wo_, w_, saved, d_partial)
+        d_received = find_input_gradient(static, wi_, d_hidden, plan)
+        gradients = dispatch_backward(static.exchange, saved.sent, d_received, d_weights, dy.shape[0])
         return received, jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (*gradients, dw))
 
-    return _repeat(static, layouts, saved.span, one_pass, (dx, d_weights, dw), inputs, w)
+    if saved.span is not None:
+        nothing = jnp.zeros_like(dy), jnp.zeros(cast(Inputs, inputs).weights.shape, d_weights.dtype)
+        d_hidden, total = lax.optimization_barrier((d_hidden, (*nothing, dw)))
+        *more, dw = _repeat(static, layouts, saved.span, one_pass, total, inputs, w)
+        d_hidden, more = lax.optimization_barrier((d_hidden, more))
+    d_received = _after(more, find_input_gradient(static, wi, d_hidden, saved.plan))
+    gradients = dispatch_backward(static.exchange, saved.sent, d_received, d_weights, dy.shape[0])
+    dx, d_weights = lax.optimization_barrier(gradients)  # as y in forward
+    return (dx, d_weights, dw) if more is None else (dx + more[0], d_weights + more[1], dw)
 
 
-def _after(count: Int[Array, ""], x: Array) -> Array:
-    """Returns x, on a CPU not before `count`, which is never negative, is known.
+def _after[T](first: PyTree, then: T) -> T:
+    """Returns the array or None `then`, on a CPU not before all arrays of `first` are known.
 
-    XLA for CPUs runs a collective of the loop of forward and one of backward at once where no data goes from one to the
-    other, and pairs one device's first with another device's second. A gradient that depends on y keeps them apart; a
-    constant dy does not.
+    XLA for CPUs runs collectives at once where no data goes from one to the other, and pairs one device's first with
+    another device's second. So the collectives of the loop and of the first pass, and of forward and of backward, need
+    such data where dy is a constant or rows are dropped.
     """
-    return jnp.where(count >= 0, x, 0) if platform() == "cpu" else x
+    if platform() != "cpu" or first is None:
+        return then
+    some = [jnp.clip(leaf.ravel()[:1].astype(jnp.float32), -1, 1).sum() for leaf in jax.tree.leaves(first)]
+    never = sum(some) < -2 * len(some)  # which XLA does not know
+    return jax.tree.map(lambda v: jnp.where(never, jnp.zeros_like(v), v), then)
 
 
 def _agree(static: BlockSpec, layouts: Layouts, received: Received, needed: Int[Array, ""]) -> Int[Array, " 2"]:
