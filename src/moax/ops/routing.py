@@ -284,14 +284,15 @@ def _sum_by_sequence(values: Float[Array, "T C"], sequences: Int[Array, " T"], c
 
 def _count(experts, choice: Choice, static: RouteSpec, num_experts: int) -> Counts:
     """Returns the Counts of one device."""
-    tokens = jnp.zeros(num_experts, jnp.int32).at[experts.reshape(-1)].add(1, mode="drop")
+    # Comparisons are one kernel of a GPU; a scatter waits where tokens agree on an expert.
+    chose = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
+    tokens = chose.sum((0, 1), dtype=jnp.int32)
     real = None if choice.mask is None else choice.mask.sum(dtype=jnp.int32)[None]
     by_sequence = None
     if choice.sequences is not None:
-        chose = (experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]).sum(1)
         one = jnp.ones(experts.shape[:1], bool) if choice.mask is None else choice.mask
-        columns = jnp.concatenate([chose, one[:, None].astype(chose.dtype)], axis=1).astype(jnp.float32)
-        by_sequence = _sum_by_sequence(columns, choice.sequences, static.num_sequences)
+        columns = jnp.concatenate([chose.sum(1, dtype=jnp.int32), one[:, None].astype(jnp.int32)], axis=1)
+        by_sequence = _sum_by_sequence(columns.astype(jnp.float32), choice.sequences, static.num_sequences)
     return Counts(tokens, real, by_sequence)
 
 
