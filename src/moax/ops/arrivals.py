@@ -31,7 +31,8 @@ def count_arrivals(flat: Int[Array, " A"], groups: int) -> tuple[Int[Array, "B G
       earlier: [A] i32, how many assignments before this one in its block have the same expert.
     """
     count = flat.shape[0]
-    blocks = jnp.pad(flat, (0, -count % COUNTED), constant_values=groups).reshape(-1, COUNTED)
+    num_blocks = (count + COUNTED - 1) // COUNTED  # either may be a symbolic dimension of `jax.export`
+    blocks = jnp.pad(flat, (0, num_blocks * COUNTED - count), constant_values=groups).reshape(num_blocks, COUNTED)
     own = (blocks[:, :, None] == jnp.arange(groups, dtype=jnp.int32)[None, None]).sum(1, dtype=jnp.int32)
     index = jnp.arange(blocks.shape[0] + 1, dtype=jnp.int32)
     before = jnp.where((index[None, :-1] < index[:, None])[:, :, None], own[None], 0).sum(1, dtype=jnp.int32)
