@@ -25,7 +25,7 @@ VERSION_TESTS := -m "not more and not gpu" tests/block/test_compiled.py tests/bl
   tests/mesh/test_meshes_found.py tests/tools/test_cache_key.py tests/tools/test_export.py \
   tests/kernels/test_kernels_lowering.py
 
-.PHONY: help demo docs test lint format test-more test-versions test-gpu check-sass check-memory hf-parity framework-parity constraints clean
+.PHONY: help demo docs test lint format test-more test-versions test-gpu check-sass check-launches check-memory hf-parity framework-parity constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ $(OLDEST_VENV)/.installed $(NEWEST_VENV)/.installed: pyproject.toml constraints.
 
 check-sass: $(SASS_VENV)/.installed ## compile the kernels, and the block for 4 H200s, to SASS without a GPU (10 minutes)
 	PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_sass.py
+
+check-launches: $(SASS_VENV)/.installed ## compile a layer of Qwen3-30B for an H200 without a GPU, and count the kernels that it starts (1 minute)
+	PYTHONPATH=src:scripts $(SASS_VENV)/bin/python scripts/count_launches.py
 
 check-memory: $(SASS_VENV)/.installed ## compile layers for 8 and 64 H200s without a GPU, and read the memory that they take (10 minutes)
 	JAX_PLATFORMS=cpu PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_memory.py

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import moax
 from moax import inspect
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
-from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, quantize, tiles
+from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, quantize, tiles, topk
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
 from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
@@ -196,6 +196,9 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
                 fn, operands = products(op, k, n, bias=True)
                 for tile in taken:
                     yield f"{op} {k}x{n} {tile} bias", functools.partial(fn, tile=tile), operands
+    for config in (MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK):
+        choose = functools.partial(topk.top_k_rows, top_k=config.top_k)
+        yield f"top_k_rows {config.num_experts}", choose, [((ROWS, config.num_experts), F32)]
     for width in WIDTHS:
         x = ((ROWS, width), BF16)
         yield f"quantize_rows {width}", with_blocks(quantize.quantize_rows), [x, sizes]

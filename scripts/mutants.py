@@ -147,8 +147,8 @@ FAULTS = (
     Fault(
         "a sorted row lies one row after the place that the plan says",
         "ops/permutation.py",
-        'source = jnp.full(rows, received, jnp.int32).at[row].set(order // top_k, mode="drop")',
-        'source = jnp.full(rows, received, jnp.int32).at[row + 1].set(order // top_k, mode="drop")',
+        'source = jnp.full(rows, received, jnp.int32).at[position].set(which, mode="drop")',
+        'source = jnp.full(rows, received, jnp.int32).at[position + 1].set(which, mode="drop")',
         (f"{PERMUTE}::test_plan",),
     ),
     Fault(
@@ -245,8 +245,8 @@ FAULTS = (
     Fault(
         "the last block of an expert counts one row too many",
         "kernels/hopper/formats.py",
-        "rows = jnp.clip(group_sizes[group] - (index - first[group]) * BLOCK, 0, BLOCK)",
-        "rows = jnp.clip(group_sizes[group] - (index - first[group]) * BLOCK + 1, 0, BLOCK)",
+        "jnp.clip(group_sizes[None] - after * BLOCK, 0, BLOCK)",
+        "jnp.clip(group_sizes[None] - after * BLOCK + 1, 0, BLOCK)",
         ("tests/kernels/test_kernels_quantize.py::test_rows_and_columns",),
     ),
     Fault(

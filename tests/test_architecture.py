@@ -50,7 +50,7 @@ SEES_REFERENCE = {"moax", "cli", "train", "reference"}
 OPS_SIDEWAYS = {
     "routing": {"scores"},
     "operands": {"quantization"},
-    "permutation": {"maps"},
+    "permutation": {"arrivals", "maps"},
     "products": {"quantization", "operands"},
     "wgrad": {"operands", "products"},
     "activation": {"quantization"},

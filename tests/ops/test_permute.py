@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from moax.inspect import collectives
 from moax.ops import permute, unpermute
-from moax.ops.permutation import capacity_rows, sorted_rows
+from moax.ops.permutation import PermuteSpec, capacity_rows, plan_rows, sorted_rows
 from moax.types import Plan
 from support import MESHES, TOKENS, WAYS, integers, program, random, rel_error, size, some, spec
 from support.oracle import ops as oracle
@@ -66,6 +66,30 @@ CASES = {
     "empty ends": np.where(choose(2, ROWS, 4, TOP_K) == 4, GROUPS, choose(2, ROWS, 4, TOP_K) + 1),
     "one row": np.where(np.arange(ROWS)[:, None] == 5, np.array([[2, 0, 3]]), GROUPS).astype(np.int32),
 }
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "top_k", "room"), [(300, 512, 8, None), (700, 3, 2, None), (500, 5, 2, 400)]
+)
+def test_plan_of_many_assignments(rows, groups, top_k, room):
+    """Counts that forget the blocks of assignments before, or an expert that a row names twice."""
+    rng = np.random.default_rng(0)
+    experts = rng.integers(0, groups + 1, (rows, top_k)).astype(np.int32)
+    source, position, sizes, _ = plan_of(experts, groups, 4, None)
+    static = PermuteSpec(groups, 4, None, "xla", room=room)
+    if room is None:
+        plan = jax.jit(lambda e: plan_rows(static, e))(experts)
+        for got, want in zip((plan.source, plan.position, plan.group_sizes), (source, position, sizes), strict=True):
+            np.testing.assert_array_equal(got, want)
+        return
+    seen = np.zeros_like(experts)
+    for start in range(0, rows * top_k, room):
+        plan = jax.jit(lambda e, start: plan_rows(static, e, start))(experts, np.int32(start))
+        here = np.asarray(plan.position) < plan.source.shape[0]
+        np.testing.assert_array_equal(np.asarray(plan.source)[np.asarray(plan.position)[here]], np.nonzero(here)[0])
+        assert plan.group_sizes.sum() == here.sum() <= room
+        seen += here
+    np.testing.assert_array_equal(seen, experts < groups)
 
 
 def check_plan(plan: Plan, experts, groups, align, capacity):

@@ -117,7 +117,8 @@ def find_routing(
     sequences, count = _find_sequences(x, roles) if router.sequence_aux_loss else (None, 0)
     return route(
         logits, router, config.top_k, params.router_bias,
-        experts=experts, mask=mask, sequences=sequences, num_sequences=count, **how,
+        experts=experts, mask=mask, sequences=sequences, num_sequences=count,
+        kernels=options.kernels, **how,
     )  # fmt: skip
 
 

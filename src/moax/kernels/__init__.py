@@ -100,6 +100,10 @@ class Implementation(Protocol):
         """
         ...
 
+    def top_k(self, x: Float[Array, "T E"], k: int) -> Int[Array, "T K"]:
+        """Returns the indices i32 of the k largest of each row of x, as `lax.top_k` orders them."""
+        ...
+
     def gather_rows(
         self, x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None
     ) -> Float[Array, "N H"]:

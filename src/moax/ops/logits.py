@@ -79,6 +79,19 @@ def _parts(x: Array, count: int) -> list[Array]:
     return parts
 
 
+def _lay_parts(x: Float[Array, "A E"], order: tuple[int, ...]) -> Float[Array, "A C"]:
+    """Returns the parts of x, in this order, side by side: (x0, x0, x1) for the order (0, 0, 1).
+
+    It selects, since XLA writes the operands of a concatenation to memory first.
+    """
+    parts = [part[:, None, :] for part in _parts(x, max(order) + 1)]
+    which = lax.broadcasted_iota(jnp.int32, (x.shape[0], len(order), x.shape[1]), 1)
+    laid = jnp.broadcast_to(parts[order[0]], which.shape)
+    for place, part in enumerate(order[1:], 1):
+        laid = jnp.where(which == place, parts[part], laid)
+    return laid.reshape(x.shape[0], -1)
+
+
 def _sum(products, count: int):
     """Returns the sum of `count` arrays that lie side by side in `products`.
 
@@ -96,7 +109,7 @@ def logits_forward(roles: Roles, layout, x, w):
     """Returns logits [T, E] f32 of one device. w: [H, E] f32."""
     if x.dtype != jnp.bfloat16:
         return (_dot(x.astype(jnp.float32), w, ((1,), (0,)), lax.Precision.HIGHEST),)
-    return (_sum(_dot(x, jnp.concatenate(_parts(w, 3), axis=1), ((1,), (0,))), 3),)
+    return (_sum(_dot(x, _lay_parts(w, (0, 1, 2)), ((1,), (0,))), 3),)
 
 
 def logits_backward(roles: Roles, layout, x, w, d):
@@ -104,9 +117,8 @@ def logits_backward(roles: Roles, layout, x, w, d):
     if x.dtype != jnp.bfloat16:
         dx = _dot(d, w, ((1,), (1,)), lax.Precision.HIGHEST)
         return dx.astype(x.dtype), _dot(x.astype(jnp.float32), d, ((0,), (0,)), lax.Precision.HIGHEST)
-    dw = _sum(_dot(x, jnp.concatenate(_parts(d, 3), axis=1), ((0,), (0,))), 3)
-    (d0, d1), (w0, w1) = _parts(d, 2), _parts(w, 2)
-    dx = _dot(jnp.concatenate([d0, d0, d1], axis=1), jnp.concatenate([w0, w1, w0], axis=1), ((1,), (1,)))
+    dw = _sum(_dot(x, _lay_parts(d, (0, 1, 2)), ((0,), (0,))), 3)
+    dx = _dot(_lay_parts(d, (0, 0, 1)), _lay_parts(w, (0, 1, 0)), ((1,), (1,)))
     return dx.astype(x.dtype), dw
 
 

@@ -95,8 +95,10 @@ def pick_backward(weights: Float[Array, "R E"], ids: Int[Array, "R K"], d_picked
 
 def weights_of_rows(plan: Plan, weights: Float[Array, "R K"]) -> Float[Array, " N"]:
     """Returns the weight [N] of each sorted row, from weights [R, K]; 0 in padding."""
-    flat = jnp.zeros(plan.source.shape, weights.dtype)
-    return flat.at[plan.position.reshape(-1)].set(weights.reshape(-1), mode="drop")
+    row = jnp.arange(plan.source.shape[0], dtype=jnp.int32)
+    at = jnp.take(plan.position, plan.source, axis=0, mode="fill", fill_value=row.shape[0])  # [N, K]
+    own = jnp.take(weights, plan.source, axis=0, mode="clip")
+    return jnp.where(at == row[:, None], own, jnp.zeros((), weights.dtype)).sum(1)
 
 
 def weights_from_rows(plan: Plan, row_values):

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.checks import check_count, check_float, check_int, check_kind, check_mask
@@ -30,6 +31,7 @@ from moax.groups import Groups, align_up, group_starts, least
 from moax.kernels import DEFAULT, implementation, select_kernels
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.partition import Engine, MeshView, Partitioned, differentiable, find_mesh_view
+from moax.ops.arrivals import COUNTED, count_arrivals, cut_groups, limit_groups
 from moax.ops.maps import (
     list_experts,
     one_result,
@@ -254,21 +256,22 @@ def plan_rows(static: PermuteSpec, experts: Int[Array, "R K"], start: int | Int[
     groups, room = static.num_groups, static.room
     rows = sorted_rows(received, top_k, groups, static.align, static.capacity if room is None else room)
     flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    arrived = jnp.zeros(groups + 1, jnp.int32).at[flat].add(1)[:groups]
-    kept = arrived if static.capacity is None else _limit_groups(arrived, static.capacity)
-    # `order` sorts the assignments by expert. `rank` counts the assignments of one expert, and gives the row of each.
-    expert = flat[order]
-    first = jnp.append(jnp.cumsum(arrived) - arrived, 0)
-    rank = jnp.arange(flat.shape[0], dtype=jnp.int32) - first[expert]
+    before, arrived, earlier = count_arrivals(flat, groups)
+    kept = arrived if static.capacity is None else limit_groups(arrived, static.capacity)
     sizes = kept
     if room is not None:
-        begin, sizes = _cut_groups(kept, start, room)
-        rank = rank - jnp.append(begin, 0)[expert]
-    place, limit = jnp.append(group_starts(sizes, static.align), rows), jnp.append(sizes, 0)
-    row = jnp.where((rank >= 0) & (rank < limit[expert]), place[expert] + rank, rows)
-    source = jnp.full(rows, received, jnp.int32).at[row].set(order // top_k, mode="drop")
-    position = jnp.zeros(flat.shape, jnp.int32).at[order].set(row, unique_indices=True).reshape(experts.shape)
+        begin, sizes = cut_groups(kept, start, room)
+        before = before - begin[None]
+    # The row of an assignment is that of its group's first assignment in its block, plus the earlier ones in the block.
+    starts = group_starts(sizes, static.align)
+    some, group = flat < groups, jnp.minimum(flat, groups - 1)
+    block = lax.div(lax.iota(jnp.int32, flat.shape[0]), jnp.int32(COUNTED))
+    row = (before + starts[None]).reshape(-1)[block * groups + group] + earlier
+    if room is not None or static.capacity is not None:
+        some &= (row >= starts[group]) & (row < (starts + sizes)[group])
+    position = jnp.where(some, row, rows).reshape(experts.shape)
+    which = lax.broadcasted_iota(jnp.int32, experts.shape, 0)
+    source = jnp.full(rows, received, jnp.int32).at[position].set(which, mode="drop")
     return Plan(source, position, sizes, (arrived - kept).sum(dtype=jnp.int32)[None])
 
 
@@ -276,37 +279,6 @@ def count_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Int[Array, ""
     """Returns how many sorted rows a rank keeps of its received rows in all passes, without padding."""
     rows = jnp.sum(experts < static.num_groups, dtype=jnp.int32)
     return rows if static.capacity is None else jnp.minimum(rows, static.capacity)
-
-
-def _cut_groups(kept, start, room: int):
-    """Returns, of groups that keep `kept` [E] rows, the first row and the number of rows in a pass.
-
-    The pass has `room` rows of all groups together, from row `start` on. Of groups of 3 and 5 rows, the pass of 4 rows
-    from row 4 on has rows 3 (none) of the first group and 1 to 4 of the second one: (3, 1) and (0, 4).
-    """
-    before = jnp.cumsum(kept) - kept
-    begin, end = (jnp.clip(edge - before, 0, kept) for edge in (start, start + room))
-    return begin, end - begin
-
-
-def _limit_groups(arrived, capacity: int):
-    """Returns the rows that each group keeps, at most `capacity` in all, of the rows [E] that arrived.
-
-    All groups have one limit. The first groups above the limit share the rest, one row each: of (5, 1, 6) rows and a
-    capacity of 10, the limit is 4, one row is left, and (5, 1, 4) rows are kept.
-    """
-    size = arrived.shape[0]
-    ascending = jnp.sort(arrived)
-    below = jnp.cumsum(ascending) - ascending  # the rows of all smaller groups
-    above = size - jnp.arange(size, dtype=jnp.int32)  # the groups that share the rest of the capacity
-    level = (capacity - below) // above
-    cut = jnp.argmax(ascending > level)  # the index of the smallest group that does not fit whole
-    fits = arrived.sum() <= capacity
-    limit = jnp.where(fits, ascending[-1], level[cut])
-    rest = jnp.where(fits, 0, (capacity - below[cut]) % above[cut])
-    over = arrived > limit
-    extra = over & (jnp.cumsum(over.astype(jnp.int32)) <= rest)
-    return jnp.minimum(arrived, limit) + extra.astype(jnp.int32)
 
 
 def permute_forward(

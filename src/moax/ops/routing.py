@@ -31,24 +31,27 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.checks import check_count, check_float, check_int, check_kind, check_mask
 from moax.config import RouterConfig
+from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
-from moax.ops.scores import score, share
+from moax.ops.scores import score, share, weigh, weigh_backward
 from moax.types import Routing
 
 HIGHEST = lax.Precision.HIGHEST
-NO_EXPERT = -1e30  # the logit of no expert: its share is 0, and so is every gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class RouteSpec:
-    """The static arguments of `route`: the router, K, the number of sequences, and the mesh axes by role."""
+    """The static arguments of `route`: the router, K, the number of sequences, the mesh axes by role, and the name of
+    the implementation that finds the best experts.
+    """
 
     config: RouterConfig
     top_k: int
     num_sequences: int
     roles: Roles
+    kernels: str
 
 
 class Choice(NamedTuple):
@@ -66,7 +69,7 @@ class Choice(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the real tokens, which are differentiable in the logits.
+    """Sums over the real tokens, which are differentiable in the logits; None where no loss needs one.
 
     Attributes:
       share: [E], of the scores of each token, which sum to 1.
@@ -74,8 +77,8 @@ class Sums(NamedTuple):
       by_sequence: [S, E], `share` of each sequence; None without sequences.
     """
 
-    share: Float[Array, " E"]
-    z: Float[Array, " 1"]
+    share: Float[Array, " E"] | None
+    z: Float[Array, " 1"] | None
     by_sequence: Float[Array, "S E"] | None
 
 
@@ -105,6 +108,7 @@ def route(
     num_sequences: int = 0,
     axes: Axes = Axes(),
     engine: Engine = "auto",
+    kernels: str = "auto",
 ) -> Routing:
     """Returns the top_k experts of each token, their weights, and the balance losses over the whole mesh.
 
@@ -120,7 +124,7 @@ def route(
       sequences: [T], integers in [0, num_sequences): the sequence of each token, for `config.sequence_aux_loss`. Inside
         a `shard_map` they count the sequences of one shard, each of which lies over the axes of cp.
       num_sequences: the number of sequences, over the whole mesh.
-      axes, engine: see `moax.Options`.
+      axes, engine, kernels: see `moax.Options`.
 
     Returns:
       Routing: experts [T, K] i32 and weights [T, K] f32, sharded like the logits; losses and counts are replicated.
@@ -128,6 +132,7 @@ def route(
     Raises:
       ValueError: a shape does not fit, `bias` and `config.bias` disagree, K or the groups do not fit E, sequences are
         missing, or the mesh does not divide T.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
 
     Group-limited routing and the selection bias are those of DeepSeek-V3, and so is the loss of a sequence. The aux
     loss is that of Switch Transformer: a balanced router pays the coefficient. The z-loss is that of ST-MoE.
@@ -142,7 +147,7 @@ def route(
     view = find_mesh_view(axes, engine, logits)
     if logits.shape[0] == 0:
         return _route_nothing(logits, top_k)
-    static = RouteSpec(config, top_k, num_sequences, view.roles)
+    static = RouteSpec(config, top_k, num_sequences, view.roles, select_kernels(kernels))
     bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
     operands = _forward.lay_operands(view, static, logits.astype(jnp.float32), bias, choice)
     chosen, weights, sums, counts = _route(view, static, *operands)
@@ -185,12 +190,14 @@ def _check_choice(experts, mask, sequences, num_sequences: int, config: RouterCo
 def _find_losses(view: MeshView, static: RouteSpec, sums: Sums, counts: Counts, total: int):
     """Returns the aux loss, the z loss, and the assignments to each expert, of `total` tokens less those masked."""
     config, over = static.config, view.roles.tokens
-    shares, z, tokens = view.psum(sums.share, over), view.psum(sums.z, over), view.psum(counts.tokens, over)
-    real = total
+    tokens, real = view.psum(counts.tokens, over), total
     if counts.real is not None:
         real = jnp.maximum(view.psum(counts.real, over)[0], 1).astype(jnp.float32)
     factor = tokens.shape[0] / static.top_k
-    aux = config.aux_loss * jnp.sum(shares * tokens.astype(jnp.float32)) * (factor / real**2)
+    aux = z = jnp.zeros((), jnp.float32)
+    if sums.share is not None:
+        shares = view.psum(sums.share, over)
+        aux = config.aux_loss * jnp.sum(shares * tokens.astype(jnp.float32)) * (factor / real**2)
     if sums.by_sequence is not None and counts.by_sequence is not None:
         along = view.roles.sequence  # a shard has some tokens of each of its sequences
         whole, counted = view.psum(sums.by_sequence, along), view.psum(counts.by_sequence, along)
@@ -200,7 +207,9 @@ def _find_losses(view: MeshView, static: RouteSpec, sums: Sums, counts: Counts, 
         total_loss = view.psum(jnp.sum(by_sequence * (factor / jnp.maximum(sizes, 1.0) ** 2)), across)
         present = view.psum(jnp.sum((sizes > 0).astype(jnp.float32)), across)
         aux = aux + config.sequence_aux_loss * total_loss / jnp.maximum(present, 1.0)
-    return aux, config.z_loss * z[0] / real, tokens
+    if sums.z is not None:
+        z = config.z_loss * view.psum(sums.z, over)[0] / real
+    return aux, z, tokens
 
 
 def _route_nothing(logits, top_k: int) -> Routing:
@@ -227,9 +236,12 @@ _route = differentiable(_route_forward, _route_backward)
 
 
 def select_experts(
-    logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, config: RouterConfig, top_k: int
+    logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, config: RouterConfig, top_k: int, kernels: str
 ) -> Int[Array, "T K"]:
-    """Returns the K experts [T, K] i32 of each token, by its logits [T, E]; the best expert is first."""
+    """Returns the K experts [T, K] i32 of each token, by its logits [T, E]; the best expert is first.
+
+    `kernels` is the name of the implementation.
+    """
     # Scores grow with logits, so logits choose the same experts, also where scores underflow to 0.
     of_logits = config.order == "topk_then_score" or (bias is None and config.num_groups == 1)
     scores = logits if of_logits else score(logits, config)
@@ -240,7 +252,7 @@ def select_experts(
         groups = lax.top_k(best, config.top_groups)[1]
         eligible = (groups[:, :, None] == jnp.arange(config.num_groups, dtype=groups.dtype)[None, None]).any(1)
         scores = jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
-    return lax.top_k(scores, top_k)[1].astype(jnp.int32)
+    return implementation(kernels).top_k(scores, top_k)
 
 
 def _best_of_group(config, top_k):
@@ -248,31 +260,20 @@ def _best_of_group(config, top_k):
     return {"max": 1, "top2": 2, "sum_topk": top_k // config.top_groups}[config.group_score]
 
 
-def _weigh(logits, experts, choice: Choice, static: RouteSpec) -> tuple[Float[Array, "T K"], Sums]:
-    """Computes the differentiable half of the router: weights [T, K], and the sums of one device.
-
-    `experts` are those that the tokens take, and E stands for none.
-    """
+def _sum(logits, choice: Choice, static: RouteSpec) -> Sums:
+    """Returns the Sums of one device."""
     config, mask = static.config, choice.mask
-    num_experts, some = logits.shape[1], experts < logits.shape[1]
-    if mask is not None:  # padding may hold NaN
-        logits = jnp.where(mask[:, None], logits, 0.0)
-    chosen = jnp.take_along_axis(logits, jnp.minimum(experts, num_experts - 1), axis=-1)
-    if config.normalize and experts.shape[-1] > 1:
-        weights = share(jnp.where(some, chosen, NO_EXPERT), config)
-        weights = weights / weights.sum(-1, keepdims=True)  # their sum is 1 but for rounding, and so is the gradient's
-    elif config.order == "score_then_topk":
-        weights = jnp.take_along_axis(score(logits, config), jnp.minimum(experts, num_experts - 1), axis=-1)
-    else:
-        weights = score(jnp.where(some, chosen, NO_EXPERT), config)
-    weights = jnp.where(some, weights * config.scale, 0.0)
-    shares, z = share(logits, config), jax.nn.logsumexp(logits, axis=-1) ** 2
-    if mask is not None:
-        shares, z = jnp.where(mask[:, None], shares, 0.0), jnp.where(mask, z, 0.0)
-    by_sequence = None
-    if choice.sequences is not None:
-        by_sequence = _sum_by_sequence(shares, choice.sequences, static.num_sequences)
-    return weights, Sums(shares.sum(0), z.sum()[None], by_sequence)
+    total = z = by_sequence = None
+    if config.aux_loss or config.sequence_aux_loss:
+        shares = share(logits, config)
+        shares = shares if mask is None else jnp.where(mask[:, None], shares, 0.0)
+        total = shares.sum(0) if config.aux_loss else None
+        if choice.sequences is not None:
+            by_sequence = _sum_by_sequence(shares, choice.sequences, static.num_sequences)
+    if config.z_loss:
+        z = jax.nn.logsumexp(logits, axis=-1) ** 2
+        z = (z if mask is None else jnp.where(mask, z, 0.0)).sum()[None]
+    return Sums(total, z, by_sequence)
 
 
 def _sum_by_sequence(values: Float[Array, "T C"], sequences: Int[Array, " T"], count: int) -> Float[Array, "S C"]:
@@ -283,34 +284,44 @@ def _sum_by_sequence(values: Float[Array, "T C"], sequences: Int[Array, " T"], c
 
 def _count(experts, choice: Choice, static: RouteSpec, num_experts: int) -> Counts:
     """Returns the Counts of one device."""
-    tokens = jnp.zeros(num_experts, jnp.int32).at[experts.reshape(-1)].add(1, mode="drop")
+    # Comparisons are one kernel of a GPU; a scatter waits where tokens agree on an expert.
+    chose = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
+    tokens = chose.sum((0, 1), dtype=jnp.int32)
     real = None if choice.mask is None else choice.mask.sum(dtype=jnp.int32)[None]
     by_sequence = None
     if choice.sequences is not None:
-        chose = (experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]).sum(1)
         one = jnp.ones(experts.shape[:1], bool) if choice.mask is None else choice.mask
-        columns = jnp.concatenate([chose, one[:, None].astype(chose.dtype)], axis=1).astype(jnp.float32)
-        by_sequence = _sum_by_sequence(columns, choice.sequences, static.num_sequences)
+        columns = jnp.concatenate([chose.sum(1, dtype=jnp.int32), one[:, None].astype(jnp.int32)], axis=1)
+        by_sequence = _sum_by_sequence(columns.astype(jnp.float32), choice.sequences, static.num_sequences)
     return Counts(tokens, real, by_sequence)
 
 
 def route_forward(static: RouteSpec, layout, logits, bias, choice: Choice):
     """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
     num_experts = logits.shape[1]
-    experts = select_experts(logits, bias, static.config, static.top_k)
+    experts = select_experts(logits, bias, static.config, static.top_k, static.kernels)
     if choice.experts is not None:
         own = (choice.experts < 0).any(-1, keepdims=True)
         experts = jnp.where(own, experts, jnp.minimum(choice.experts, num_experts))
     if choice.mask is not None:
         experts = jnp.where(choice.mask[:, None], experts, num_experts)
-    weights, sums = _weigh(logits, experts, choice, static)
+    logits = _without_padding(logits, choice)
+    weights, sums = weigh(logits, experts, static.config), _sum(logits, choice, static)
     return experts, weights, sums, _count(experts, choice, static, num_experts)
 
 
 def route_backward(static: RouteSpec, layout, logits, experts, choice: Choice, d_weights, d_sums: Sums):
     """Returns d_logits [T, E] of one device. `experts` are those that forward returned."""
-    _, pull = jax.vjp(lambda x: _weigh(x, experts, choice, static), logits)
-    return pull((d_weights, d_sums))
+    logits = _without_padding(logits, choice)
+    d_logits = weigh_backward(logits, experts, static.config, d_weights)
+    if jax.tree.leaves(d_sums):
+        d_logits = d_logits + jax.vjp(lambda x: _sum(x, choice, static), logits)[1](d_sums)[0]
+    return (d_logits if choice.mask is None else jnp.where(choice.mask[:, None], d_logits, 0.0),)
+
+
+def _without_padding(logits, choice: Choice):
+    """Returns the logits [T, E] with 0 in the rows of padding, which may hold NaN."""
+    return logits if choice.mask is None else jnp.where(choice.mask[:, None], logits, 0.0)
 
 
 def _choice_specs(static: RouteSpec, choice: Choice) -> Choice:

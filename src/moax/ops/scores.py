@@ -10,12 +10,17 @@ float32, and both shares are 1/2.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from moax.config import RouterConfig
 
+NO_EXPERT = -1e30  # the logit of no expert: its share is 0, and so is every gradient
 LOW = -16.0  # below, softplus(l) is exp(l) to the last bit of float32
 
 
@@ -35,6 +40,24 @@ def share(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "
     return jax.nn.softmax(log_score(logits, config), axis=-1)
 
 
+def share_few(logits: Float[Array, "T K"], config: RouterConfig) -> Float[Array, "T K"]:
+    """Returns `share` of few logits a row. It goes column by column, so that one kernel of a GPU computes it."""
+    logs = log_score(logits, config)
+    shares = jnp.exp(logs - lax.stop_gradient(_fold(jnp.maximum, logs)))
+    shares = shares / sum_few(shares)
+    return shares / sum_few(shares)  # their sum is 1 but for rounding, and so is the gradient's
+
+
+def sum_few(x: Float[Array, "T K"]) -> Float[Array, "T 1"]:
+    """Returns the sum of each row, column by column."""
+    return _fold(jnp.add, x)
+
+
+def _fold(combine: Callable, x: Float[Array, "T K"]) -> Float[Array, "T 1"]:
+    """Returns the columns of x, combined two by two."""
+    return functools.reduce(combine, [x[:, k : k + 1] for k in range(x.shape[1])])
+
+
 def log_score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
     """Returns the logarithm of each score; of softmax, but for a constant of each row."""
     match config.score:
@@ -45,3 +68,63 @@ def log_score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Arra
         case _:
             softplus = jax.nn.softplus(jnp.maximum(logits, LOW))
             return 0.5 * jnp.where(logits < LOW, logits, jnp.log(softplus))
+
+
+def weigh(logits: Float[Array, "T E"], experts: Int[Array, "T K"], config: RouterConfig) -> Float[Array, "T K"]:
+    """Returns the weights [T, K] of the experts that the tokens take. E stands for none, whose weight is 0."""
+    if _scores_all(config, experts.shape[1]):
+        weights = _take(score(logits, config), experts)
+    else:
+        weights = _score_few(_choose(logits, experts), config)
+    return jnp.where(experts < logits.shape[1], weights * config.scale, 0.0)
+
+
+def weigh_backward(
+    logits: Float[Array, "T E"], experts: Int[Array, "T K"], config: RouterConfig, d_weights: Float[Array, "T K"]
+) -> Float[Array, "T E"]:
+    """Returns the gradient of the logits from that of the weights."""
+    num_experts, top_k = logits.shape[1], experts.shape[1]
+    d_weights = jnp.where(experts < num_experts, d_weights * config.scale, 0.0)
+    if _scores_all(config, top_k):
+        return jax.vjp(lambda x: _take(score(x, config), experts), logits)[1](d_weights)[0]
+    chosen = _choose(logits, experts)
+    if _sums_to_one(config, top_k):
+        weights = share_few(chosen, config)
+        d_logs = weights * (d_weights - sum_few(weights * d_weights))
+        (d_chosen,) = jax.vjp(lambda x: log_score(x, config), chosen)[1](d_logs)
+    else:
+        (d_chosen,) = jax.vjp(lambda x: score(x, config), chosen)[1](d_weights)
+    # A sum over K of selected columns is part of the kernel that reads it; a scatter is a kernel, and zeros another.
+    ids = jnp.arange(num_experts, dtype=jnp.int32)[None]
+    columns = [jnp.where(experts[:, k : k + 1] == ids, d_chosen[:, k : k + 1], 0.0) for k in range(top_k)]
+    return functools.reduce(jnp.add, columns)
+
+
+def _scores_all(config: RouterConfig, top_k: int) -> bool:
+    """Returns whether a weight depends on the logits of all experts."""
+    return config.score == "softmax" and config.order == "score_then_topk" and not _normalizes(config, top_k)
+
+
+def _sums_to_one(config: RouterConfig, top_k: int) -> bool:
+    """Returns whether the weights of a token, before the scale, sum to 1."""
+    return _normalizes(config, top_k) or (config.score == "softmax" and config.order == "topk_then_score")
+
+
+def _normalizes(config: RouterConfig, top_k: int) -> bool:
+    """Returns whether the scores of a token's experts are divided by their sum."""
+    return config.normalize and top_k > 1
+
+
+def _choose(logits, experts):
+    """Returns the logits [T, K] of the experts, `NO_EXPERT` for none."""
+    return jnp.where(experts < logits.shape[1], _take(logits, experts), NO_EXPERT)
+
+
+def _take(values, experts):
+    """Returns the values [T, K] of the experts, of values [T, E]; that of any expert for none."""
+    return jnp.take_along_axis(values, jnp.minimum(experts, values.shape[1] - 1), axis=-1)
+
+
+def _score_few(chosen, config: RouterConfig):
+    """Returns the scores [T, K] of the chosen logits [T, K], divided by their sum where they sum to 1."""
+    return share_few(chosen, config) if _sums_to_one(config, chosen.shape[1]) else score(chosen, config)

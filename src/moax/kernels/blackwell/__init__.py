@@ -32,6 +32,7 @@ from moax.kernels.xla import quantize_and_gather as quantize_and_gather
 from moax.kernels.xla import quantize_for_matmul as quantize_for_matmul
 from moax.kernels.xla import quantize_shard as quantize_shard
 from moax.kernels.xla import takes_fp8 as takes_fp8
+from moax.kernels.xla import top_k as top_k
 from moax.kernels.xla import turns_weight as turns_weight
 from moax.kernels.xla import wgrad as wgrad
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moax.groups import Groups, row_groups
+from moax.groups import Groups, blocks_before, row_groups
 from moax.recipe import Recipe
 
 BLOCK = 128  # the rows of a block, and the elements for each scale
@@ -68,15 +68,14 @@ class Blocks(NamedTuple):
 def make_blocks(group_sizes: Int[Array, " E"], num_rows: int) -> Blocks:
     """Returns the Blocks of `num_rows` rows, a multiple of 128, in groups of these sizes."""
     count = -(-group_sizes // BLOCK)
-    last = jnp.cumsum(count)
-    first = last - count
-    index = jnp.arange(num_rows // BLOCK, dtype=jnp.int32)
-    group = jnp.minimum(
-        jnp.searchsorted(last, index, side="right", method="compare_all"), group_sizes.shape[0] - 1
-    ).astype(jnp.int32)
-    rows = jnp.clip(group_sizes[group] - (index - first[group]) * BLOCK, 0, BLOCK)
-    rows = jnp.where(index < last[-1], rows, 0)
-    return Blocks(group, rows.astype(jnp.int32), last[-1:], first, count)
+    first = blocks_before(group_sizes, BLOCK)
+    # These sums over groups, of one shape, become one kernel; a search and gathers would be several.
+    index = jnp.arange(num_rows // BLOCK, dtype=jnp.int32)[:, None]
+    after = index - first[None]  # [B, E], how many blocks a block lies after the first one of a group
+    own = (after >= 0) & (after < count[None])
+    group = jnp.where(own, jnp.arange(count.shape[0], dtype=jnp.int32)[None], 0).sum(1)
+    rows = jnp.where(own, jnp.clip(group_sizes[None] - after * BLOCK, 0, BLOCK), 0).sum(1)
+    return Blocks(group, rows, count.sum(keepdims=True), first, count)
 
 
 @dataclasses.dataclass(frozen=True)

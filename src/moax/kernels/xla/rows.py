@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
@@ -14,6 +15,11 @@ from moax.groups import Groups, find_groups, zero_rows
 from moax.kernels.xla.quantization import quantize_for_matmul
 from moax.mesh.axes import Names
 from moax.recipe import Recipe, Recipes
+
+
+def top_k(x: Float[Array, "T E"], k: int) -> Int[Array, "T K"]:
+    """Returns the indices i32 of the k largest of each row of x; of equal ones the lowest is first."""
+    return lax.top_k(x, k)[1].astype(jnp.int32)
 
 
 def gather_rows(x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None) -> Float[Array, "N H"]:

@@ -1,0 +1,63 @@
+"""The kernel of top-k: in interpret mode against `lax.top_k`, and lowered for CUDA.
+
+Covers: random logits, ties, NaN, infinities and signed zeros; rows that 64 does not divide; what is refused.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from moax.errors import Unsupported
+from moax.kernels.hopper.pallas.topk import top_k_rows
+from support import interpret, lower, some
+
+
+def logits_of(kind, rows, experts):
+    """Logits [T, E] of a kind."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, experts)).astype(np.float32)
+    if kind == "tied":
+        return np.round(x)
+    if kind == "odd":
+        odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, 3.0], np.float32)
+        return odd[rng.integers(0, len(odd), x.shape)]
+    return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "experts", "top_k"),
+    [("odd", 64, 16, 16), ("tied", 100, 32, 4), *some([("random", 128, 128, 8), ("tied", 64, 256, 8)], 0)],
+)
+def test_top_k_is_that_of_lax(kind, rows, experts, top_k):
+    """Ties that go to the higher expert, a NaN that sorts elsewhere, an expert taken twice, or rows left out."""
+    x = logits_of(kind, rows, experts)
+    # Where 64 does not divide the rows, two blocks write the same to some of them, which the interpreter calls a race.
+    got = interpret(functools.partial(top_k_rows, top_k=top_k), x, races=rows % 64 == 0)
+    np.testing.assert_array_equal(got, lax.top_k(x, top_k)[1])
+
+
+@pytest.mark.parametrize(("experts", "top_k"), some([(128, 8), (256, 8), (8, 2), (64, 6), (32, 4)], 2))
+def test_lowers_for_cuda(experts, top_k):
+    """A number of experts whose tile Mosaic refuses."""
+    lower(functools.partial(top_k_rows, top_k=top_k), jax.ShapeDtypeStruct((8191, experts), jnp.float32))
+
+
+@pytest.mark.parametrize(("shape", "top_k"), [((63, 64), 2), ((64, 60), 2), ((64, 512), 2), ((64, 8), 9)])
+def test_refuses(shape, top_k):
+    """A kernel that reads logits past the end of the array, or more than its registers hold."""
+    with pytest.raises(Unsupported, match="logits are float32"):
+        top_k_rows(jnp.zeros(shape, jnp.float32), top_k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["random", "tied", "odd"])
+@pytest.mark.parametrize(("rows", "experts", "top_k"), [(8192, 128, 8), (4000, 256, 8), (65, 64, 6), (8192, 8, 2)])
+def test_top_k_on_a_card(kind, rows, experts, top_k):
+    """A row that two warpgroups write apart, or a comparison that only the hardware does otherwise."""
+    x = logits_of(kind, rows, experts)
+    got = jax.jit(functools.partial(top_k_rows, top_k=top_k))(x)
+    np.testing.assert_array_equal(got, lax.top_k(x, top_k)[1])
