@@ -53,8 +53,11 @@ def run_forward(
     """
     wi, wo = quantize_and_gather(static, w, layouts, "rows", quantized)
     received, needed = dispatch_forward(static.exchange, *inputs)
+    more, made, span = None, jnp.ones((), jnp.int32), None
+    if static.repeats:  # The exchange has just brought the ranks together, so here they agree without a wait.
+        received, span = lax.optimization_barrier((received, _agree(static, layouts, received, needed)))
     saved = find_hidden(static, wi, w, received, plan_rows(static.permute, received.experts), keep=static.save_rows)
-    hidden, more, made, span = saved.hidden, None, jnp.ones((), jnp.int32), None
+    hidden = saved.hidden
 
     def one_pass(p, first, total):
         y, made = total
@@ -65,8 +68,7 @@ def run_forward(
         y = y + combine_forward(static.exchange, partial, received.slots, y.shape[0])
         return received, (y, made + 1)
 
-    if static.repeats:
-        span = _agree(static, layouts, received, needed)
+    if span is not None:
         nothing = jnp.zeros(inputs.x.shape, static.dtype)
         hidden, nothing, begin = lax.optimization_barrier((hidden, nothing, _after((hidden, received), span)))
         more, made = _repeat(static, layouts, begin, one_pass, (nothing, made), inputs, w)
@@ -78,7 +80,7 @@ def run_forward(
     span = None if span is None else _after(y, span)
     saved = saved._replace(rows=saved.rows if static.save_rows else None, span=span)
     dropped = received.dropped + saved.plan.dropped
-    return y, dropped, reduce_max(made, static.roles.tokens if static.repeats else ())[None], saved
+    return y, dropped, reduce_max(made, () if span is None else static.roles.tokens)[None], saved
 
 
 def run_backward(
