@@ -91,6 +91,14 @@ def test_performance_is_committed():
     assert {label: tuple(cells) for label, cells in shown.items()} == want
 
 
+def test_imbalance_is_committed():
+    """Breaks if the README shows times of an uneven load that were not measured."""
+    rows = [row["extra"] | row for row in read_rows("h200x2_imbalance.json") if row["case"].startswith("qwen3-30b")]
+    times = {(row["imbalance"], row["buffer_factor"]): f"{row['us'] / 1e3:.2f}" for row in rows}
+    shown = re.search(r"`h200x2_imbalance.json`\) \| (\d+\.\d\d), (\d+\.\d\d) \|", README)
+    assert shown and list(shown.groups()) == [times[1.0, 1.25], times[2.0, 1.25]]
+
+
 def test_products_are_committed():
     """Breaks if benchmarks/README.md shows a speed that was not measured, or leaves a slower row of ours out."""
     measured = {

@@ -104,6 +104,12 @@ def _sum_pieces(dw: Array, gather: Sequence[Names]) -> Array:
     return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32).sum(0)
 
 
+def is_alone() -> bool:
+    """Returns whether the program that JAX traces names a mesh of one device, or none: it then has no collectives."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or mesh.size == 1
+
+
 def reduce_max(x: Array, names: Names) -> Array:
     """Returns the maximum of x over the devices along `names`, elementwise."""
     return lax.pmax(x, names) if names else x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import sys
@@ -146,7 +145,7 @@ def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
         op=op,
         direction=direction,
         key=key,
-        tile=list(dataclasses.astuple(best)),
+        tile=tiles.to_numbers(best),
         us=times[best],
         gain=gain,
         kept=gain >= GAIN,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ from moax.kernels.hopper.formats import (
     KMajorFp8,
 )
 from moax.kernels.scales import dequantize
-from moax.mesh.collectives import typed
+from moax.mesh.collectives import is_alone, typed
 from moax.types import QArray
+
+WAVES = 4  # On one device nothing else wants the SMs, and one wave is 1 to 3 % faster.
 
 
 def matmul(
@@ -110,4 +113,5 @@ def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks):
     from moax.kernels.hopper.pallas.tiles import pick_tile
 
     rows = blocks.group.shape[0] * BLOCK // blocks.first.shape[0]
-    return pick_tile(op, contracted, columns, rows, device_kind())
+    tile = pick_tile(op, contracted, columns, rows, device_kind())
+    return tile if is_alone() else dataclasses.replace(tile, waves=WAVES)

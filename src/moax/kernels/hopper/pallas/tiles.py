@@ -1,8 +1,8 @@
 """The TileConfig of a product: the measured one of its shape, or else the choice of a heuristic.
 
-Measured tiles are in two files of one form, {device: {key: the fields of a TileConfig}}. One is the packaged table,
-`tiles.json` beside this file. The other is the user's table, which `moax tune` writes, and whose entries win. Nothing
-is measured at run time.
+Measured tiles are in two files of one form, {device: {key: the fields of a TileConfig but its waves}}. One is the
+packaged table, `tiles.json` beside this file. The other is the user's table, which `moax tune` writes, and whose
+entries win. Nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -75,12 +75,17 @@ def load(path: Path) -> Table:
         raise ValueError(f"{path}: the file is no JSON: {error}") from None
     if not isinstance(table, dict) or not all(isinstance(entries, dict) for entries in table.values()):
         raise ValueError(f"{path}: the file must be a table of tiles, {{device: {{key: numbers}}}}")
-    most = len(dataclasses.fields(TileConfig))
+    most = len(dataclasses.fields(TileConfig)) - 1
     for entries in table.values():
         for key, tile in entries.items():
             if not isinstance(tile, list) or not 2 <= len(tile) <= most or not all(type(n) is int for n in tile):
                 raise ValueError(f"{path}: {key}: {tile!r} must be a list of 2 to {most} ints")
     return table
+
+
+def to_numbers(tile: TileConfig) -> list[int]:
+    """Returns the fields of a tile as a table has them: all but `waves`, which the products choose."""
+    return list(dataclasses.astuple(tile)[:-1])
 
 
 def candidates(op: str, columns: int) -> list[TileConfig]:
