@@ -33,7 +33,7 @@ def scan(
     policy: Callable[..., bool] | None = None,
     unroll: int = 1,
 ) -> tuple[PyTree[Array], PyTree[Array]]:
-    """Runs `jax.lax.scan(jax.checkpoint(layer, policy=policy), carry, stack)`, with the wire of weights beside the work.
+    """Runs `jax.lax.scan(jax.checkpoint(layer, policy=policy), carry, stack)`, the wire of weights beside the work.
 
     The weights of `moax.moe` and of `moax.ops.dense` in the layer take part where they depend on `stack` and on values
     that the layer closes over, and not on the carry. They cross as they do elsewhere: as bytes where the recipe
@@ -74,7 +74,9 @@ def _count(stack: PyTree[Array], unroll: int) -> int:
     """Returns the number of layers, or raises ValueError."""
     sizes = {v.shape[:1] for v in jax.tree.leaves(stack)}
     if len(sizes) != 1 or sizes == {()} or sizes == {(0,)}:
-        raise ValueError(f"stack: its leaves must be arrays [L, ...] of one L >= 1; their leading dims are {sorted(sizes)}")
+        raise ValueError(
+            f"stack: its leaves must be arrays [L, ...] of one L >= 1; their leading dims are {sorted(sizes)}"
+        )
     if not is_int(unroll) or unroll < 1:
         raise ValueError(f"unroll={unroll!r} must be an int of at least 1")
     return next(iter(sizes))[0]
@@ -190,7 +192,7 @@ def _pairs(keys: Sequence[core.Var], values: Sequence[Any]) -> dict[core.Var, An
 
 
 def _layer(plan: _Plan, fixed: Sequence[Array], stack: Sequence[Array], i: Any) -> dict[core.Var, Any]:
-    """Returns the values of what layer i has: its weights, and what is fixed. An i of no layer means the nearest one."""
+    """Returns the values of what layer i has: its weights, and what is fixed. No layer i means the nearest one."""
     i = jnp.clip(i, 0, plan.count - 1)
     rows = [lax.dynamic_index_in_dim(v, i, keepdims=False) for v in stack]
     return _pairs(plan.fixed, fixed) | _pairs(plan.weights, rows)

@@ -145,9 +145,7 @@ def trace(layer: Callable[..., tuple[Any, Any]], policy: Callable | None, *argum
     results, others, residuals, cotangents, gradients = _cut(outputs, map(len, shapes))
     rows = _cut(inputs, (len(jax.tree.leaves(a)) for a in arguments))
     (result_tree, result_flags), *_ = found
-    traced = Traced(
-        eqns, constants, rows, _merge(result_flags, results, others), residuals, cotangents, gradients
-    )
+    traced = Traced(eqns, constants, rows, _merge(result_flags, results, others), residuals, cotangents, gradients)
     return traced.without_ties({*rows[0], *rows[-1], *constants}), result_tree
 
 
@@ -169,14 +167,14 @@ def _part(flags: Sequence[bool], values: Sequence) -> tuple[list, list]:
 
 def _merge(flags: Sequence[bool], one: Iterable, other: Iterable) -> list:
     """Returns the values that `_part` parted."""
-    one, other = iter(one), iter(other)
-    return [next(one if flag else other) for flag in flags]
+    set_ones, others = iter(one), iter(other)
+    return [next(set_ones if flag else others) for flag in flags]
 
 
 def _cut(values: Sequence, counts: Iterable[int]) -> list[list]:
     """Returns the values in lists of these lengths."""
-    values = iter(values)
-    return [[next(values) for _ in range(count)] for count in counts]
+    rest = iter(values)
+    return [[next(rest) for _ in range(count)] for count in counts]
 
 
 def _inline(closed: core.ClosedJaxpr) -> tuple[list[core.JaxprEqn], dict[core.Var, Any], list[core.Var], list[Any]]:

@@ -22,6 +22,7 @@ from moax.mesh.partition import Contract
 from moax.mesh.specs import Spec, device_spec, spec
 from moax.ops.activation import activation_of
 from moax.ops.exchange import AUTO, TRANSPORTS, ExchangeSpec, allot_slots, exchange_bytes
+from moax.ops.grouped import own_dims
 from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
 from moax.params import MoEParams
 from moax.recipe import Contracted, Recipes
@@ -329,11 +330,6 @@ def backward_factors(static: BlockSpec, operands):
     given = ("t m", "t k", "t k") if inputs is not None else ()
     rule = (*own_dims(saved), *given, *weight_factors(w), *own_dims(own), "t m")
     return rule, ("t m", "t k", *weight_factors(Weights(None, None, *w[2:])))
-
-
-def own_dims(tree) -> tuple[str, ...]:
-    """Returns the rule of operands whose dims appear in no other operand."""
-    return ("",) * len(jax.tree.leaves(tree))
 
 
 def weight_factors(w: Weights):

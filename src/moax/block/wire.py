@@ -15,7 +15,6 @@ from moax.block.spec import (
     BlockSpec,
     Weights,
     found_layouts,
-    own_dims,
     quantize_and_gather,
     quantized_specs,
     weight_factors,
@@ -26,7 +25,7 @@ from moax.mesh.collectives import scatter_gradient
 from moax.mesh.marks import mark_gathered, mark_terms
 from moax.mesh.partition import Contract, MeshView, Partitioned
 from moax.mesh.specs import device_spec
-from moax.ops.products import replicated
+from moax.ops.grouped import own_dims, replicated
 from moax.recipe import Contracted
 from moax.types import QuantizedParams
 
@@ -35,7 +34,11 @@ Terms = tuple[Any, Any]  # the gradients of the gathered wi and wo on one device
 
 
 def gather_weights(
-    view: MeshView, static: BlockSpec, w: Weights[Array], quantized: QuantizedParams[Array] | None, contracted: Contracted
+    view: MeshView,
+    static: BlockSpec,
+    w: Weights[Array],
+    quantized: QuantizedParams[Array] | None,
+    contracted: Contracted,
 ) -> Gathered:
     """Returns the gathered wi and wo for products over `contracted`; see `quantize_and_gather`."""
     gathered = _gather(view, (static, contracted), Weights(w.wi, w.wo, None, None), quantized)
