@@ -21,6 +21,7 @@ from jaxtyping import Array, PyTree
 
 from moax.checks import is_int
 from moax.mesh.marks import GATHERED, TERM
+from moax.mesh.partition import differentiable
 from moax.mesh.place import zeros_of
 from moax.stages import Stage, Traced, is_smooth, trace, variables
 
@@ -67,7 +68,7 @@ def scan(
     if plan is None:
         return lax.scan(jax.checkpoint(layer, policy=policy, prevent_cse=False), carry, stack, unroll=unroll)
     fixed = [*closed, *traced.constants.values()]
-    return jax.tree.unflatten(tree, _run(plan, fixed, jax.tree.leaves(carry), jax.tree.leaves(stack)))
+    return jax.tree.unflatten(tree, _run(plan, None, fixed, jax.tree.leaves(carry), jax.tree.leaves(stack)))
 
 
 def _count(stack: PyTree[Array], unroll: int) -> int:
@@ -198,7 +199,7 @@ def _layer(plan: _Plan, fixed: Sequence[Array], stack: Sequence[Array], i: Any) 
     return _pairs(plan.fixed, fixed) | _pairs(plan.weights, rows)
 
 
-def _forward(plan: _Plan, fixed, carry, stack) -> tuple[list[Array], tuple]:
+def _forward(plan: _Plan, _, fixed, carry, stack) -> tuple[list[Array], tuple]:
     """Returns the last carry with the stacked outputs, and what backward needs."""
 
     def turn(state, i):
@@ -214,7 +215,7 @@ def _forward(plan: _Plan, fixed, carry, stack) -> tuple[list[Array], tuple]:
     return [*carry, *outputs], (fixed, stack, saved)
 
 
-def _backward(plan: _Plan, residuals, cotangents) -> tuple[list, list, list]:
+def _backward(plan: _Plan, _, residuals, cotangents) -> tuple[list, list, list]:
     """Returns the gradients of fixed, carry and stack; None for an array that has none."""
     fixed, stack, saved = residuals
     carry, closed, at_once = (plan.at_once(part) for part in (plan.carry, plan.fixed, plan.weights))
@@ -252,5 +253,4 @@ def _backward(plan: _Plan, residuals, cotangents) -> tuple[list, list, list]:
     return d_fixed, d_carry, d_stack
 
 
-_run = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(0,))
-_run.defvjp(_forward, _backward)
+_run = differentiable(_forward, _backward, once="scan")

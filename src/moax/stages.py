@@ -19,10 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jaxtyping import Array
 
-from moax.jaxprs import called, operations
-from moax.mesh.marks import GATHERED, TERM
+from moax.jaxprs import called
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint", "custom_jvp_call")
 
 
 Values = Mapping[core.Var, Any]
@@ -45,9 +44,10 @@ class Stage(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """The jaxpr of a layer's forward and backward, without calls around a mark, and the roles of its variables.
+    """The jaxpr of a layer's forward and backward, without calls, and the roles of its variables.
 
     Attributes:
+      names: what JAX calls the layer in its errors.
       eqns: its operations.
       constants: the values of its constant variables.
       arguments: its inputs, a list for each argument of `trace`.
@@ -57,6 +57,7 @@ class Traced(NamedTuple):
       gradients: those of the floating-point inputs, in their order.
     """
 
+    names: core.DebugInfo
     eqns: list[core.JaxprEqn]
     constants: dict[core.Var, Any]
     arguments: list[list[core.Var]]
@@ -74,7 +75,7 @@ class Traced(NamedTuple):
                 read.update(variables(eqn.invars))
         used = [v for v in dict.fromkeys(inputs) if v in read]
         happen = frozenset().union(*(eqn.effects for eqn in kept))
-        jaxpr = core.Jaxpr([], used, list(outputs), kept[::-1], happen)
+        jaxpr = core.Jaxpr([], used, list(outputs), kept[::-1], happen, self.names)
         return Stage(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, [])), used)
 
     def after(self, roots: Iterable[core.Var]) -> set[core.Var]:
@@ -112,12 +113,12 @@ class Traced(NamedTuple):
                 free.update(eqn.outvars)
             if eqn.outvars or eqn.effects:
                 eqns.append(eqn)
-        renamed = [[read(v) for v in part] for part in self[3:]]
-        return Traced(eqns, self.constants, self.arguments, *renamed)
+        renamed = [[read(v) for v in part] for part in self[4:]]
+        return Traced(self.names, eqns, self.constants, self.arguments, *renamed)
 
     def marked(self, name: str) -> list[core.Var]:
         """Returns the variables that have a name."""
-        return [eqn.outvars[0] for eqn in self.eqns if _is_mark(eqn, (name,))]
+        return [e.outvars[0] for e in self.eqns if e.primitive.name == "name" and e.params["name"] == name]
 
 
 def trace(layer: Callable[..., tuple[Any, Any]], policy: Callable | None, *arguments: Any) -> tuple[Traced, Any]:
@@ -145,7 +146,10 @@ def trace(layer: Callable[..., tuple[Any, Any]], policy: Callable | None, *argum
     results, others, residuals, cotangents, gradients = _cut(outputs, map(len, shapes))
     rows = _cut(inputs, (len(jax.tree.leaves(a)) for a in arguments))
     (result_tree, result_flags), *_ = found
-    traced = Traced(eqns, constants, rows, _merge(result_flags, results, others), residuals, cotangents, gradients)
+    names = getattr(closed, "jaxpr", closed).debug_info.with_unknown_names()
+    traced = Traced(
+        names, eqns, constants, rows, _merge(result_flags, results, others), residuals, cotangents, gradients
+    )
     return traced.without_ties({*rows[0], *rows[-1], *constants}), result_tree
 
 
@@ -178,7 +182,7 @@ def _cut(values: Sequence, counts: Iterable[int]) -> list[list]:
 
 
 def _inline(closed: core.ClosedJaxpr) -> tuple[list[core.JaxprEqn], dict[core.Var, Any], list[core.Var], list[Any]]:
-    """Returns the operations of a jaxpr, with those of calls that hold a mark in their place.
+    """Returns the operations of a jaxpr; in the place of a call, those of its body.
 
     Returns: the operations, the values of constants, the inputs, and the outputs.
     """
@@ -199,7 +203,7 @@ def _inline(closed: core.ClosedJaxpr) -> tuple[list[core.JaxprEqn], dict[core.Va
             given, info = [read(v) for v in eqn.invars], eqn.source_info
             info = info if stack is None else info.replace(name_stack=stack + info.name_stack)
             inner = called(eqn) if eqn.primitive.name in CALLS else None
-            if inner is not None and any(_is_mark(e) for e in operations(getattr(inner, "jaxpr", inner))):
+            if inner is not None and not _places(eqn):
                 made = copy(inner, given, info.name_stack)
             else:
                 made = [core.Var(v.aval) for v in eqn.outvars]
@@ -211,6 +215,7 @@ def _inline(closed: core.ClosedJaxpr) -> tuple[list[core.JaxprEqn], dict[core.Va
     return eqns, constants, inputs, copy(closed, inputs, None)
 
 
-def _is_mark(eqn: core.JaxprEqn, names: Sequence[str] = (GATHERED, TERM)) -> bool:
-    """Returns whether an operation gives its operand one of `names`."""
-    return eqn.primitive.name == "name" and eqn.params["name"] in names
+def _places(eqn: core.JaxprEqn) -> bool:
+    """Returns whether a call names a sharding of an operand or a result."""
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(isinstance(s, jax.sharding.Sharding) for s in shardings)

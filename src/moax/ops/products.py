@@ -143,7 +143,8 @@ def grouped(
         sums = jnp.zeros(0, static.out) if isinstance(x, QArray) else x.sum(1).astype(static.out)
         return jnp.broadcast_to(sums.reshape(0, *[1] * (w.ndim - 2)), (0, *w.shape[2:]))
     weights = (None, w) if isinstance(w, QArray) else (w, quantized)
-    return _grouped(view, static, *_forward.lay_operands(view, static, x, *weights, group_sizes, bias))
+    *operands, _ = _forward.lay_operands(view, static, x, *weights, group_sizes, bias, None)
+    return _grouped(view, static, *operands)
 
 
 def _grouped_forward(view: MeshView, static: GroupedSpec, x, w, quantized, group_sizes, bias):
