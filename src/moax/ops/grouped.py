@@ -33,6 +33,7 @@ class GroupedSpec:
       rows: the mesh axes over which the rows lie: those of tokens, or ep alone.
       shards: whether operands come as shards, as inside a `shard_map` of the caller.
       grad_reduce: how the gradient of w is summed; see `moax.Options.grad_reduce_dtype`.
+      apart: whether the gather of w and the scatter of its gradient are ops of their own; see `wire.py`.
     """
 
     recipe: Recipe
@@ -45,6 +46,7 @@ class GroupedSpec:
     rows: Names
     shards: bool
     grad_reduce: GradReduce | None = None
+    apart: bool = True
 
     @property
     def grad_dtype(self) -> np.dtype:

@@ -27,7 +27,7 @@ from moax.mesh.collectives import get_grad_reduce, keep_on_first
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.place import keep_rows
 from moax.mesh.specs import Spec, check_spec, device_spec, spec
-from moax.ops.grouped import GroupedSpec, entries_of, factors, own_dims, weight, whole_shape, widths_of
+from moax.ops.grouped import GroupedSpec, entries_of, factors, own_dims, replicated, weight, whole_shape, widths_of
 from moax.ops.operands import (
     check_align,
     check_operand,
@@ -38,7 +38,7 @@ from moax.ops.operands import (
     product_dtypes,
     wider,
 )
-from moax.ops.wire import gather_matrix, scatter_matrix, weight_operands
+from moax.ops.wire import gather_local, gather_matrix, scatter_local, scatter_matrix, set_apart, weight_operands
 from moax.recipe import Recipe, get_recipe
 from moax.types import QArray
 
@@ -139,6 +139,7 @@ def grouped(
     bias: Float[Array, "E *C"] | None,
 ) -> Float[Array, " M *C"]:
     """Runs `grouped_matmul` on a view of the mesh. With `group_sizes` None one group holds all rows."""
+    static = set_apart(view, static)
     if x.shape[0] == 0:  # y has no rows, and the gradient of each operand is 0
         sums = jnp.zeros(0, static.out) if isinstance(x, QArray) else x.sum(1).astype(static.out)
         return jnp.broadcast_to(sums.reshape(0, *[1] * (w.ndim - 2)), (0, *w.shape[2:]))
@@ -165,7 +166,7 @@ def _grouped_backward(view: MeshView, static: GroupedSpec, saved, dy):
     w, quantized, dy = lax.optimization_barrier((w, quantized, dy))
     gathered = None if isinstance(x, QArray) else gather_matrix(view, static, w, quantized, "columns")
     results = iter(_backward(view, static, x, w, quantized, group_sizes, dy.astype(static.dtype), gathered))
-    dx, d_bias = None if gathered is None else next(results), next(results)
+    dx, d_bias = None if isinstance(x, QArray) else next(results), next(results)
     dw = None if w is None else scatter_matrix(view, static, next(results), w).astype(w.dtype)
     return dx, dw, None, None, None if bias is None else d_bias.astype(bias.dtype)
 
@@ -174,7 +175,12 @@ _grouped = differentiable(_grouped_forward, _grouped_backward, once="grouped_mat
 
 
 def matmul_forward(static: GroupedSpec, layout, x, w, quantized, group_sizes, bias, gathered):
-    """Returns y [M, *C] of one device, from the `gathered` weight. It is a partial sum where K lies over tp."""
+    """Returns y [M, *C] of one device, a partial sum where K lies over tp.
+
+    `gathered` is the weight for products over rows; with None it is gathered here.
+    """
+    if gathered is None:
+        (gathered,) = gather_local((static, "rows"), layout, w, quantized)
     (layout, kept), kernels = layout, implementation(static.kernels)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     rows, _ = _quantize_rows(static, packed, x, "x", kept[1])
@@ -184,11 +190,13 @@ def matmul_forward(static: GroupedSpec, layout, x, w, quantized, group_sizes, bi
 
 
 def matmul_backward(static: GroupedSpec, layout, x, w, quantized, group_sizes, dy, gathered):
-    """Returns dx [M, K], dbias [E, *C] and the term of dw [E, K, *C], of the whole weight, all of one device.
+    """Returns dx [M, K], dbias [E, *C] and dw [E, K, *C], all of one device.
 
-    dx is left out where `gathered`, the weight for products over columns, is None, and dw where w is None.
+    dx is left out where x is a QArray, and dw where w is None. `gathered` is the weight for products over columns; dw
+    is then a term of the gradient of the whole weight, and with None the gradient of the shard.
     """
-    del quantized
+    if gathered is None and not isinstance(x, QArray):
+        (gathered,) = gather_local((static, "columns"), layout, w, quantized)
     (layout, kept), kernels, dtype, results = layout, implementation(static.kernels), static.dtype, ()
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups, columns = packed.groups, tuple(n for names in kept[2:] for n in names)
@@ -200,7 +208,8 @@ def matmul_backward(static: GroupedSpec, layout, x, w, quantized, group_sizes, d
     if w is not None:
         _, x_columns = _quantize_rows(static, packed, x, "x", kept[1])
         term = kernels.wgrad(x_columns, d_columns, groups, dtype, static.grad_dtype)  # [M, K]^T [M, C]
-        results += (term.reshape(whole_shape(static, w, layout)),)
+        term = term.reshape(whole_shape(static, w, layout))
+        results += (term,) if static.apart else scatter_local(static, layout, term, w)
     return results
 
 
@@ -240,10 +249,11 @@ def _backward_contract(static: GroupedSpec, operands, found_specs):
     alone = static.rows != static.roles.tokens  # along dp and fsdp all devices have the same rows
     over_rows = () if alone else static.roles.same_experts
     results = [(spec(static.roles.ep, *kept[2:]), over_rows + kept[1])]
-    if operands[-1] is not None:
+    if not isinstance(operands[0], QArray):
         results.insert(0, (operand_specs[0], columns))
     if operands[1] is not None:
-        results.append((device_spec(static.roles), ()))
+        summed = layout.spec, () if alone else replicated(static.roles, layout)
+        results.append((device_spec(static.roles), ()) if static.apart else summed)
     specs, reduce = zip(*results, strict=True)
     return Contract((*operand_specs, spec(static.rows, *kept[2:]), whole), specs, reduce, (layout, kept))
 
@@ -258,7 +268,11 @@ def _forward_factors(static: GroupedSpec, operands):
 def _backward_factors(static: GroupedSpec, operands):
     """Returns the Shardy rule of backward."""
     *given, gathered = operands
-    results = *(["m k"] if gathered is not None else []), "b *"
+    results = (
+        *([] if isinstance(given[0], QArray) else ["m k"]),
+        "b *",
+        *([] if given[1] is None or static.apart else ["e h +"]),
+    )
     rule, results = factors(given, ("m k", "e h +", "e h +", "g", "m *"), results, weight(*given[1:3]).ndim)
     return (*rule, *own_dims(gathered)), results
 

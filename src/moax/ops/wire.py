@@ -2,10 +2,14 @@
 
 Both are partitioned ops of their own. What they make, and what they take, each device has for itself: the leading dim
 lies over every axis. Nothing of the rows enters the gather, so that `moax.scan` runs it a layer ahead.
+
+On Auto axes with tp the compiler alone knows which dims of w lie over tp, and so the shape of what a device gathers.
+There both stay inside the ops of the products.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxtyping import Array
@@ -21,16 +25,31 @@ from moax.recipe import Contracted
 from moax.types import QArray
 
 
+def set_apart(view: MeshView, static: GroupedSpec) -> GroupedSpec:
+    """Returns the static arguments, which say whether the two ops are apart from the products on a mesh."""
+    return dataclasses.replace(static, apart=view.engine != "custom_partitioning" or not view.roles.tp)
+
+
 def gather_matrix(
     view: MeshView, static: GroupedSpec, w: Array | None, quantized: QArray | None, contracted: Contracted
-) -> Operand:
-    """Returns the whole weight as an operand of a product over `contracted`, from w or from `quantized`."""
+) -> Operand | None:
+    """Returns the whole weight as an operand of a product over `contracted`, from w or from `quantized`.
+
+    It is None where the op of the product gathers.
+    """
+    if not static.apart:
+        return None
     (whole,) = _gather(view, (static, contracted), w, quantized)
     return mark_gathered(whole, view.roles)
 
 
 def scatter_matrix(view: MeshView, static: GroupedSpec, term: Array, w: Array) -> Array:
-    """Returns the gradient of w, summed and laid out as w is, from each device's term of it."""
+    """Returns the gradient of w, summed and laid out as w is, from each device's term of it.
+
+    Where the op of the product scatters, `term` is the gradient.
+    """
+    if not static.apart:
+        return term
     (dw,) = _scatter(view, static, mark_terms(term, view.roles), w)
     return dw
 
@@ -44,7 +63,8 @@ def weight_operands(static: GroupedSpec, w: Any, quantized: Any, found_spec: Any
     return layout, kept, (None if w is None else layout.spec, own)
 
 
-def _gather_local(static: tuple[GroupedSpec, Contracted], layout, w, quantized) -> tuple[Operand]:
+def gather_local(static: tuple[GroupedSpec, Contracted], layout, w, quantized) -> tuple[Operand]:
+    """Returns the gathered weight of one device."""
     (own, contracted), (layout, kept) = static, layout
     if quantized is not None:
         entries = entries_of(own, pad(layout.spec, quantized.ndim))
@@ -65,7 +85,7 @@ def _gather_factors(static, operands):
     return factors(operands, ("e h *", "e h *"), (), weight(*operands).ndim)
 
 
-def _scatter_local(static: GroupedSpec, layout, term, w) -> tuple[Array]:
+def scatter_local(static: GroupedSpec, layout, term, w) -> tuple[Array]:
     """Returns the shard of the gradient. Where all devices have the same rows, each takes its own."""
     alone, reduce = static.rows != static.roles.tokens, static.grad_reduce
     dw = take_shard(term, layout.gather) if alone else scatter_gradient(term, layout.gather, reduce)
@@ -85,5 +105,5 @@ def _scatter_factors(static: GroupedSpec, operands):
     return factors(operands, ("", "e h *"), ("e h *",), operands[1].ndim)
 
 
-_gather = Partitioned(_gather_local, _gather_contract, _gather_factors, name="grouped_gather")
-_scatter = Partitioned(_scatter_local, _scatter_contract, _scatter_factors, name="grouped_scatter")
+_gather = Partitioned(gather_local, _gather_contract, _gather_factors, name="grouped_gather")
+_scatter = Partitioned(scatter_local, _scatter_contract, _scatter_factors, name="grouped_scatter")
