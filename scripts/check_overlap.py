@@ -1,9 +1,9 @@
-"""This script compiles a scan of layers for H200s that this machine does not have, and reads its schedule.
+"""This script compiles a scan of layers for H200s that this machine does not have, and reads the schedule of its loops.
 
-`make check-overlap` runs it. Layers are four dense products, a norm, and qwen3-30b's block, with remat by
-`moax.CHECKPOINT_NAMES`. For `jax.lax.scan` and for `moax.scan`, forward and backward, it prints each collective of
-weights in the body of a loop with the products that stand between its start and its done, and the memory of the
-program. It exits with 1 where a collective of `moax.scan` has no product beside it.
+`make check-overlap` runs it. A layer is a norm, a dense product, and qwen3-30b's block; remat is by
+`moax.CHECKPOINT_NAMES`. For each collective of weights in the bodies of forward and backward it prints the products
+between its start and its done, and the memory of the program beside that of `jax.lax.scan`. It exits with 1 where a
+collective of `moax.scan` has no product beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 import moax
 from moax.models import MODELS
 
-CONFIG, TOKENS, DENSE = MODELS["qwen3-30b"].config, 8192, 4
+CONFIG, TOKENS = MODELS["qwen3-30b"].config, 8192
 POLICY = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES)
-LARGE = 2**20  # bytes: a collective of weights, and no scale, count or loss
+LARGE = 2**24  # bytes: a collective of the experts' weights
+OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+BYTES = {"u8": 1, "f8e4m3fn": 1, "bf16": 2, "f32": 4}
+COLLECTIVE = re.compile(r"%([\w.\-]+) = (.*?) (all-gather|reduce-scatter)(-start)?\(")
 
 
 def norm(x):
@@ -34,18 +36,15 @@ def norm(x):
     return x * jax.lax.rsqrt(mean + 1e-6).astype(x.dtype)
 
 
-def compiled(ours: bool, gpus: int, layers: int, recipe: str | None, unroll: int):
-    """Returns the compiled loss and gradients of a scan of layers over fsdp."""
+def lower(ours: bool, gpus: int, layers: int, recipe: str | None, unroll: int):
+    """Returns the lowered loss and gradients of a scan of layers over fsdp."""
     mesh = mesh_of_h200s((gpus,), ("fsdp",))
 
     def place(shape, dtype, *spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
     def layer(x, weights):
-        h = norm(x)
-        for w in weights["dense"]:
-            h = jax.nn.relu(moax.ops.dense(h, w, recipe=recipe, kernels="hopper"))
-        x = x + h
+        x = x + jax.nn.relu(moax.ops.dense(norm(x), weights["dense"], recipe=recipe, kernels="hopper"))
         y, stats = moax.moe(norm(x), weights["moe"], CONFIG, recipe=recipe, kernels="hopper")
         return x + y, stats.aux_loss
 
@@ -58,20 +57,101 @@ def compiled(ours: bool, gpus: int, layers: int, recipe: str | None, unroll: int
 
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), CONFIG, dtype=jnp.bfloat16))
-        specs = moax.param_specs(CONFIG)
+        specs, width = moax.param_specs(CONFIG), CONFIG.d_model
         params = jax.tree.map(lambda p, s: place((layers, *p.shape), p.dtype, None, *s), shapes, specs)
-        width = CONFIG.d_model
-        dense = [place((layers, width, width), jnp.bfloat16, None, "fsdp") for _ in range(DENSE)]
+        stack = {"dense": place((layers, width, width), jnp.bfloat16, None, "fsdp"), "moe": params}
         x = place((gpus * TOKENS, width), jnp.bfloat16, "fsdp")
-        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-        return step.lower({"dense": dense, "moe": params}, x).compile()
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(stack, x)
+
+
+def size(types: str) -> int:
+    """Returns the bytes of the largest array in the text of a type."""
+    sizes = [0]
+    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", types):
+        count = BYTES.get(dtype, 0)
+        for n in filter(None, dims.split(",")):
+            count *= int(n)
+        sizes.append(count)
+    return max(sizes)
+
+
+def read_bodies(text: str) -> dict[str, list[str]]:
+    """Returns the instructions of the body of each loop in a scheduled program, in order."""
+    blocks = re.split(r"\n(?=%|ENTRY)", text)
+    found = {name[1]: block.splitlines()[1:] for block in blocks if (name := re.match(r"%([\w.\-]+) ", block))}
+    bodies = dict.fromkeys(re.findall(r"body=%([\w.\-]+)", text))
+    return {name: found[name] for name in bodies if any(is_product(line, text) for line in found[name])}
+
+
+def is_product(line: str, text: str) -> bool:
+    """Returns whether an instruction is a kernel of moax, alone or in a fusion, that multiplies."""
+    called = re.search(r"calls=%([\w.\-]+)", line)
+    name = re.search(r'op_name="([^"]*)"', line)
+    kernel = "custom-call(" in line or (
+        called is not None and f"%{called[1]} " in text and "dynamic_slice_fusion" in line
+    )
+    return (
+        kernel
+        and name is not None
+        and re.search(r"(experts|experts_grad|grouped_matmul(_grad)?)\)*/", name[1]) is not None
+    )
+
+
+def read(text: str) -> list[dict]:
+    """Returns a row for each collective of the experts' weights in the body of a loop."""
+    rows = []
+    for body, lines in read_bodies(text).items():
+        for i, line in enumerate(lines):
+            found = COLLECTIVE.search(line)
+            if not found or size(found[2]) < LARGE:
+                continue
+            done = i
+            if found[4]:
+                ends = (
+                    j
+                    for j, other in enumerate(lines)
+                    if f"{found[3]}-done(%{found[1]})" in re.sub(r"\([^()]*\[[^()]*\) ", "", other)
+                    or f"-done(" in other
+                    and f"%{found[1]})" in other
+                )
+                done = next(ends)
+            beside = sum(is_product(other, text) for other in lines[i:done])
+            rows.append({"body": body, "collective": found[3], "bytes": size(found[2]), "products_beside": beside})
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--recipes", default="fp8_block,none")
+    parser.add_argument("--unroll", type=int, default=2)
+    parser.add_argument("--read", type=Path, help="read this scheduled program, and compile none")
+    parser.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
+    args = parser.parse_args()
+    if args.read:
+        rows = read(args.read.read_text())
+        print(*rows, sep="\n")
+        return int(not rows or any(row["products_beside"] == 0 for row in rows))
+    report, failed = [], 0
+    for recipe in args.recipes.split(","):
+        for ours in (True, False):
+            program = lower(
+                ours, args.gpus, args.layers, None if recipe == "none" else recipe, args.unroll if ours else 1
+            )
+            compiled = program.compile(compiler_options=OPTIONS)
+            rows, temporary = read(compiled.as_text()), compiled.memory_analysis().temp_size_in_bytes
+            scan = "moax.scan" if ours else "jax.lax.scan"
+            report.append({"scan": scan, "recipe": recipe, "temporary_bytes": temporary, "collectives": rows})
+            print(f"{scan}, {recipe}: {temporary / 1e9:.2f} GB beside arguments and results", flush=True)
+            for row in rows:
+                print("  {collective:14} of {bytes:>11,} bytes: {products_beside} products beside it".format(**row))
+            failed += ours and (not rows or any(row["products_beside"] == 0 for row in rows))
+    if args.out:
+        about = {"gpus": args.gpus, "layers": args.layers, "jax": jax.__version__, "options": OPTIONS}
+        args.out.write_text(json.dumps(about | {"programs": report}, indent=2) + "\n")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
-    import time
-    t = time.time()
-    ours, gpus, layers, recipe, unroll = eval(sys.argv[1])
-    c = compiled(ours, gpus, layers, recipe, unroll)
-    m = c.memory_analysis()
-    print(sys.argv[1], "seconds", time.time() - t, "temp", m.temp_size_in_bytes / 1e9, "args", m.argument_size_in_bytes / 1e9, "out", m.output_size_in_bytes/1e9)
-    Path(sys.argv[2]).write_text(c.as_text())
+    sys.exit(main())

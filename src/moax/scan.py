@@ -4,7 +4,8 @@
     backward, turn i      gather the weights of layer i - 1    run layer i backward    scatter the gradients of i + 1
 
 The steps of one turn need nothing of each other, so that XLA runs the collectives beside the products. One gathered
-layer, and in backward the terms of one layer's gradients, take memory beyond that of `jax.lax.scan`.
+layer, and in backward the terms of one layer's gradients, take memory beyond that of `jax.lax.scan`. A barrier ties the
+number of a turn to the carry that enters it: of turns that are unrolled, none gathers before the one before has ended.
 """
 
 from __future__ import annotations
@@ -204,6 +205,7 @@ def _forward(plan: _Plan, _, fixed, carry, stack) -> tuple[list[Array], tuple]:
 
     def turn(state, i):
         carry, gathered = state
+        i, carry = lax.optimization_barrier((i, carry))
         following = plan.forward_ahead(_layer(plan, fixed, stack, i + 1))
         values = _layer(plan, fixed, stack, i) | _pairs(plan.carry, carry) | _pairs(plan.gathered, gathered)
         made = plan.forward(values)
@@ -232,6 +234,7 @@ def _backward(plan: _Plan, _, residuals, cotangents) -> tuple[list, list, list]:
 
     def turn(state, inputs):
         (d_carry, d_closed, d_late, gathered, kept), (i, saved, d_outputs) = state, inputs
+        i, d_carry = lax.optimization_barrier((i, d_carry))
         following = plan.backward_ahead(_layer(plan, fixed, stack, i - 1))
         values = _layer(plan, fixed, stack, i) | _pairs(plan.saved, saved) | _pairs(plan.gathered_back, gathered)
         made = plan.backward(values | _pairs(plan.cotangents, [*d_carry, *d_outputs]))
