@@ -1,9 +1,9 @@
 """This script compiles a scan of layers for H200s that this machine does not have, and reads the schedule of its loops.
 
 `make check-overlap` runs it. A layer is a norm, a dense product, and qwen3-30b's block; remat is by
-`moax.CHECKPOINT_NAMES`. For each collective of weights in the bodies of forward and backward it prints the products
-between its start and its done, and the memory of the program beside that of `jax.lax.scan`. It exits with 1 where a
-collective of `moax.scan` has no product beside it.
+`moax.CHECKPOINT_NAMES`. For each collective of the experts' weights in the loops of forward and backward it prints how
+many kernels of the layer stand between its start and its done, and the memory of the program beside that of
+`jax.lax.scan`. It exits with 1 where a collective of `moax.scan` has no kernel beside it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ CONFIG, TOKENS = MODELS["qwen3-30b"].config, 8192
 POLICY = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES)
 LARGE = 2**24  # bytes: a collective of the experts' weights
 OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+KERNEL = re.compile(r"(experts|experts_grad|grouped_matmul|grouped_matmul_grad)\)*/")
 BYTES = {"u8": 1, "f8e4m3fn": 1, "bf16": 2, "f32": 4}
 COLLECTIVE = re.compile(r"%([\w.\-]+) = (.*?) (all-gather|reduce-scatter)(-start)?\(")
 
@@ -75,48 +76,29 @@ def size(types: str) -> int:
     return max(sizes)
 
 
-def read_bodies(text: str) -> dict[str, list[str]]:
-    """Returns the instructions of the body of each loop in a scheduled program, in order."""
-    blocks = re.split(r"\n(?=%|ENTRY)", text)
-    found = {name[1]: block.splitlines()[1:] for block in blocks if (name := re.match(r"%([\w.\-]+) ", block))}
-    bodies = dict.fromkeys(re.findall(r"body=%([\w.\-]+)", text))
-    return {name: found[name] for name in bodies if any(is_product(line, text) for line in found[name])}
-
-
-def is_product(line: str, text: str) -> bool:
-    """Returns whether an instruction is a kernel of moax, alone or in a fusion, that multiplies."""
-    called = re.search(r"calls=%([\w.\-]+)", line)
+def is_kernel(line: str) -> bool:
+    """Returns whether an instruction is a kernel of a layer's products, and none of a gather or a scatter."""
     name = re.search(r'op_name="([^"]*)"', line)
-    kernel = "custom-call(" in line or (
-        called is not None and f"%{called[1]} " in text and "dynamic_slice_fusion" in line
-    )
-    return (
-        kernel
-        and name is not None
-        and re.search(r"(experts|experts_grad|grouped_matmul(_grad)?)\)*/", name[1]) is not None
-    )
+    is_call = "custom-call(" in line or line.strip().startswith("%dynamic_slice_fusion")  # a kernel that reads a slice
+    return is_call and name is not None and KERNEL.search(name[1]) is not None
 
 
 def read(text: str) -> list[dict]:
-    """Returns a row for each collective of the experts' weights in the body of a loop."""
-    rows = []
-    for body, lines in read_bodies(text).items():
+    """Returns a row for each collective of the experts' weights in the body of a loop of a scheduled program."""
+    bodies, rows = set(re.findall(r"body=%([\w.\-]+)", text)), []
+    for block in re.split(r"\n(?=%|ENTRY)", text):
+        name, *lines = block.splitlines()
+        if name.split()[0].strip("%") not in bodies:
+            continue
         for i, line in enumerate(lines):
             found = COLLECTIVE.search(line)
-            if not found or size(found[2]) < LARGE:
-                continue
-            done = i
-            if found[4]:
-                ends = (
-                    j
-                    for j, other in enumerate(lines)
-                    if f"{found[3]}-done(%{found[1]})" in re.sub(r"\([^()]*\[[^()]*\) ", "", other)
-                    or f"-done(" in other
-                    and f"%{found[1]})" in other
-                )
-                done = next(ends)
-            beside = sum(is_product(other, text) for other in lines[i:done])
-            rows.append({"body": body, "collective": found[3], "bytes": size(found[2]), "products_beside": beside})
+            if found and size(found[2]) >= LARGE:
+                done = i
+                if found[4]:  # otherwise nothing runs beside it
+                    ends = re.compile(rf"{found[3]}-done\(.*%{re.escape(found[1])}\)")
+                    done = next(j for j, other in enumerate(lines) if ends.search(other))
+                beside = sum(map(is_kernel, lines[i:done]))
+                rows.append({"collective": found[3], "bytes": size(found[2]), "kernels_beside": beside})
     return rows
 
 
@@ -125,14 +107,14 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--recipes", default="fp8_block,none")
-    parser.add_argument("--unroll", type=int, default=2)
+    parser.add_argument("--unroll", type=int, default=1)
     parser.add_argument("--read", type=Path, help="read this scheduled program, and compile none")
     parser.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
     args = parser.parse_args()
     if args.read:
         rows = read(args.read.read_text())
         print(*rows, sep="\n")
-        return int(not rows or any(row["products_beside"] == 0 for row in rows))
+        return int(not rows or any(row["kernels_beside"] == 0 for row in rows))
     report, failed = [], 0
     for recipe in args.recipes.split(","):
         for ours in (True, False):
@@ -145,8 +127,8 @@ def main() -> int:
             report.append({"scan": scan, "recipe": recipe, "temporary_bytes": temporary, "collectives": rows})
             print(f"{scan}, {recipe}: {temporary / 1e9:.2f} GB beside arguments and results", flush=True)
             for row in rows:
-                print("  {collective:14} of {bytes:>11,} bytes: {products_beside} products beside it".format(**row))
-            failed += ours and (not rows or any(row["products_beside"] == 0 for row in rows))
+                print("  {collective:14} of {bytes:>11,} bytes: {kernels_beside} kernels beside it".format(**row))
+            failed += ours and (not rows or any(row["kernels_beside"] == 0 for row in rows))
     if args.out:
         about = {"gpus": args.gpus, "layers": args.layers, "jax": jax.__version__, "options": OPTIONS}
         args.out.write_text(json.dumps(about | {"programs": report}, indent=2) + "\n")

@@ -111,7 +111,7 @@ def run(model: str, fsdp: int, layers: int, tokens: int, recipes, unrolls) -> li
                     "recipe": recipe,
                     "scan": "jax.lax.scan" if unroll is None else f"moax.scan, unroll {unroll}",
                     "ms_a_layer": round(seconds / layers * 1e3, 3),
-                    "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
+                    "temporary_bytes": getattr(program.memory_analysis(), "temp_size_in_bytes", None),
                     "compile_seconds": round(compiled, 1),
                     "difference": None if plain is None else difference(result, plain),
                 })  # fmt: skip
@@ -130,7 +130,7 @@ def main() -> int:
     add("--layers", type=int, default=4, metavar="L", help="layers of a scan (default: %(default)s)")
     add("--tokens", type=int, default=8192, metavar="T", help="tokens of a device (default: %(default)s)")
     add("--recipes", default="none,fp8_block", metavar="NAMES", help="recipes, with commas (default: %(default)s)")
-    add("--unrolls", default="2", metavar="NUMBERS", help="`unroll` of moax.scan, with commas (default: %(default)s)")
+    add("--unrolls", default="1,2", metavar="NUMBERS", help="`unroll` of moax.scan, with commas (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="write the rows to this file, as JSON")
     args = parser.parse_args()
     unrolls, rows = [int(n) for n in args.unrolls.split(",")], []

@@ -194,8 +194,8 @@ def test_wrong_arguments_are_named(wrong, message):
 def test_it_takes_the_state_of_a_module():
     """Breaks if the layers of nnx, which `nnx.split` makes a tree of arrays, have other gradients in it."""
     with jax.set_mesh(make_mesh("8x1")):
-        layers = nnx.vmap(lambda rngs: MoE(CONFIG, rngs=rngs))(nnx.Rngs(0).fork(split=LAYERS))
-        graph, state = nnx.split(layers)
+        make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(lambda rngs: MoE(CONFIG, rngs=rngs)))
+        graph, state = nnx.split(make(nnx.Rngs(0)))
 
         def loss(scan, state, x):
             def layer(x, state):

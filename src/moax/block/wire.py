@@ -21,7 +21,7 @@ from moax.block.spec import (
     weight_specs,
 )
 from moax.kernels import Operand
-from moax.mesh.collectives import scatter_gradient
+from moax.mesh.collectives import apart, scatter_gradient
 from moax.mesh.marks import mark_gathered, mark_terms
 from moax.mesh.partition import Contract, MeshView, Partitioned
 from moax.mesh.specs import device_spec
@@ -53,7 +53,7 @@ def scatter_gradients(view: MeshView, static: BlockSpec, terms: Terms, w: Weight
 
 
 def _gather_local(static: tuple[BlockSpec, Contracted], layouts, w: Weights[Array], quantized) -> Gathered:
-    wi, wo = quantize_and_gather(static[0], w, layouts, static[1], quantized)
+    wi, wo = apart(quantize_and_gather(static[0], w, layouts, static[1], quantized))
     return wi, wo
 
 
@@ -77,7 +77,7 @@ def _scatter_local(static: BlockSpec, layouts, terms: Terms, w: Weights[Array]) 
     d_wi, d_wo = (
         scatter_gradient(term, layout.gather, static.grad_reduce) for term, layout in zip(terms, layouts, strict=True)
     )
-    return d_wi, d_wo
+    return apart((d_wi, d_wo))
 
 
 def _scatter_contract(static: BlockSpec, operands, found_specs) -> Contract:

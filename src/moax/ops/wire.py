@@ -15,7 +15,7 @@ from typing import Any
 from jaxtyping import Array
 
 from moax.kernels import Operand, implementation
-from moax.mesh.collectives import scatter_gradient, take_shard
+from moax.mesh.collectives import apart, scatter_gradient, take_shard
 from moax.mesh.marks import mark_gathered, mark_terms
 from moax.mesh.partition import Contract, MeshView, Partitioned
 from moax.mesh.specs import device_spec, pad
@@ -68,9 +68,9 @@ def gather_local(static: tuple[GroupedSpec, Contracted], layout, w, quantized) -
     (own, contracted), (layout, kept) = static, layout
     if quantized is not None:
         entries = entries_of(own, pad(layout.spec, quantized.ndim))
-        return (gather_quantized(quantized, entries, layout.gather, own.roles, own.dtype),)
+        return (apart(gather_quantized(quantized, entries, layout.gather, own.roles, own.dtype)),)
     over, kernels = axes_of_matrix(layout, kept), implementation(own.kernels)
-    return (kernels.quantize_and_gather(w, own.recipe, contracted, layout.gather, over, own.dtype),)
+    return (apart(kernels.quantize_and_gather(w, own.recipe, contracted, layout.gather, over, own.dtype)),)
 
 
 def _gather_contract(static: tuple[GroupedSpec, Contracted], operands, found_specs) -> Contract:
@@ -89,7 +89,7 @@ def scatter_local(static: GroupedSpec, layout, term, w) -> tuple[Array]:
     """Returns the shard of the gradient. Where all devices have the same rows, each takes its own."""
     alone, reduce = static.rows != static.roles.tokens, static.grad_reduce
     dw = take_shard(term, layout.gather) if alone else scatter_gradient(term, layout.gather, reduce)
-    return (dw.astype(w.dtype) if reduce is None else dw,)  # the others are cast after the sum over dp
+    return (apart(dw.astype(w.dtype) if reduce is None else dw),)  # the others are cast after the sum over dp
 
 
 def _scatter_contract(static: GroupedSpec, operands, found_specs) -> Contract:
