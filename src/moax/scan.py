@@ -87,9 +87,8 @@ def _count(stack: PyTree[Array], unroll: int) -> int:
 def _check_carry(traced: Traced, tree, carry: PyTree[Array]) -> None:
     """Raises ValueError where a layer changes the tree, a shape or a dtype of its carry."""
     leaves, was = jax.tree.flatten(carry)
-    is_pair = tree.num_leaves == len(traced.outputs) and len(tree.children()) == 2
-    now = tree.children()[0] if is_pair else None
-    if now != was:
+    parts = tree.children()
+    if len(parts) != 2 or parts[0] != was:
         raise ValueError(f"layer must return (carry, outputs), with a carry of the tree {was}; it returns {tree}")
     for before, after in zip(leaves, traced.outputs, strict=False):
         if (before.shape, before.dtype) != (after.aval.shape, after.aval.dtype):

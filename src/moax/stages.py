@@ -67,10 +67,13 @@ class Traced(NamedTuple):
     gradients: list[Any]
 
     def stage(self, inputs: Iterable[core.Var], outputs: Sequence[Any], effects: bool = False) -> Stage:
-        """Returns the operations that `outputs` need beside `inputs`, and with `effects` those that have effects."""
+        """Returns the operations that `outputs` need beside `inputs`, and with `effects` those of forward that have
+        effects."""
         given, kept, read = set(inputs), [], set(variables(outputs))
-        for eqn in reversed(self.eqns):
-            if not (read - given).isdisjoint(eqn.outvars) or (effects and eqn.effects):
+        backward = set(self.cotangents)
+        count = next((i for i, eqn in enumerate(self.eqns) if not backward.isdisjoint(eqn.outvars)), len(self.eqns))
+        for i, eqn in reversed(list(enumerate(self.eqns))):
+            if not (read - given).isdisjoint(eqn.outvars) or (effects and eqn.effects and i < count):
                 kept.append(eqn)
                 read.update(variables(eqn.invars))
         used = [v for v in dict.fromkeys(inputs) if v in read]
