@@ -25,7 +25,7 @@ VERSION_TESTS := -m "not more and not gpu" tests/block/test_compiled.py tests/bl
   tests/mesh/test_meshes_found.py tests/tools/test_cache_key.py tests/tools/test_export.py \
   tests/kernels/test_kernels_lowering.py
 
-.PHONY: help demo docs test lint format test-more test-versions test-gpu check-sass check-launches check-memory hf-parity framework-parity constraints clean
+.PHONY: help demo docs test lint format test-more test-versions test-gpu check-sass check-launches check-memory check-overlap hf-parity framework-parity constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -75,6 +75,9 @@ check-launches: $(SASS_VENV)/.installed ## compile a layer of Qwen3-30B for an H
 
 check-memory: $(SASS_VENV)/.installed ## compile layers for 8 and 64 H200s without a GPU, and read the memory that they take (10 minutes)
 	JAX_PLATFORMS=cpu PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_memory.py
+
+check-overlap: $(SASS_VENV)/.installed ## compile a scan of layers for 8 H200s without a GPU, and read which kernels stand beside its collectives (10 minutes)
+	JAX_PLATFORMS=cpu PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_overlap.py
 
 $(SASS_VENV)/.installed: constraints.txt Makefile
 	@jax=$$(sed -n 's/^jax==//p' constraints.txt) && scripts/venv.sh $(SASS_VENV) --constraint constraints.txt \

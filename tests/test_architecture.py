@@ -31,6 +31,7 @@ RANKS = {
     **dict.fromkeys(["sharding", "kernels"], 4),
     **dict.fromkeys(["ops", "lora"], 5),
     **dict.fromkeys(["options", "block", "initialize", "hashing", "logical", "arguments"], 6),
+    **dict.fromkeys(["stages", "scan"], 6),
     **dict.fromkeys(["nnx", "linen", "hf", "info", "inspect", "estimate", "tune"], 7),
     "moax": 8,
     **dict.fromkeys(["cli", "train", "__main__"], 9),
@@ -42,6 +43,7 @@ SIDEWAYS = {
     "models": {"config"},
     "reference": {"params"},
     "block": {"options"},
+    "scan": {"stages"},
     "__main__": {"cli"},
 }
 # Nothing computes with the oracle, though it lies below: only the package, and programs, show it.
@@ -51,10 +53,11 @@ OPS_SIDEWAYS = {
     "routing": {"scores"},
     "operands": {"quantization"},
     "permutation": {"arrivals", "maps"},
-    "products": {"quantization", "operands"},
-    "wgrad": {"operands", "products"},
+    "wire": {"grouped", "operands"},
+    "products": {"quantization", "operands", "grouped", "wire"},
+    "wgrad": {"operands", "grouped"},
     "activation": {"quantization"},
-    "linear": {"quantization", "operands", "products"},
+    "linear": {"quantization", "operands", "grouped", "products"},
     "exchange": {"quantization"},
 }
 PARTITIONING = {"PartitionSpec", "custom_partitioning", "shard_map"}

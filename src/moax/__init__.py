@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moax.recipe import Format as Format
     from moax.recipe import Recipe as Recipe
     from moax.recipe import Recipes as Recipes
+    from moax.scan import scan as scan
     from moax.sharding import param_specs as param_specs
     from moax.types import MoEStats as MoEStats
     from moax.types import QArray as QArray
@@ -60,6 +61,7 @@ _HOMES = {
     "Format": "moax.recipe",
     "Recipe": "moax.recipe",
     "Recipes": "moax.recipe",
+    "scan": "moax.scan",
     "param_specs": "moax.sharding",
     "MoEStats": "moax.types",
     "QArray": "moax.types",

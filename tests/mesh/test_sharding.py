@@ -22,7 +22,7 @@ from moax import Axes, MoEConfig, MoEParams, ops
 from moax.mesh.axes import Roles, as_names
 from moax.mesh.place import constrain, make_sharded, named
 from moax.mesh.specs import check_divides, local_shape, mesh_of, pad, spec, weight_layout
-from moax.ops.products import replicated
+from moax.ops.grouped import replicated
 from moax.recipe import RECIPES
 from moax.sharding import dense_spec, lay_out, param_specs, shard_specs, token_spec
 from support import make_mesh

@@ -1,4 +1,10 @@
-"""The passes of `passes.py` on a mesh: two partitioned ops, forward and backward, under one `custom_vjp`."""
+"""The passes of `passes.py` on a mesh, under one `custom_vjp`: each direction gathers the weights, and runs its passes.
+
+    forward    gather wi, wo for products over rows      run the passes
+    backward   gather wi, wo for products over columns   run the passes    scatter the gradients of wi, wo
+
+Each of these steps is a partitioned op of its own; `wire.py` has the gather and the scatter.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ from moax.block.spec import (
     forward_contract,
     forward_factors,
 )
-from moax.mesh.collectives import scatter_gradient
+from moax.block.wire import gather_weights, scatter_gradients
 from moax.mesh.partition import MeshView, Partitioned, differentiable
 from moax.types import QuantizedParams
 
@@ -48,17 +54,18 @@ def apply_experts(
       y: [T, H], a partial sum over tp inside a `shard_map`. dropped: [1] i32, the dropped assignments. passes: [1] i32,
       the most passes of any rank of the mesh.
     """
-    return _experts(view, static, *_forward.lay_operands(view, static, inputs, w, quantized))
+    inputs, w, quantized, _ = _forward.lay_operands(view, static, inputs, w, quantized, None)
+    return _experts(view, static, inputs, w, quantized)
 
 
-def _backward_local(static: BlockSpec, layouts, saved, inputs, w: Weights[Array], quantized, dy):
-    """Runs backward on one device and returns the gradients of x, the routing weights, and each weight's shard."""
-    dx, d_weights, dw = run_backward(static, layouts, saved, inputs, w, quantized, dy)
-    d_wi, d_wo = (
-        None if d is None else scatter_gradient(d.astype(static.grad_dtype), layout.gather, static.grad_reduce)
-        for d, layout in zip(dw[:2], layouts, strict=True)
-    )
-    return dx, d_weights, d_wi, d_wo, *dw[2:]
+def _backward_local(static: BlockSpec, layouts, saved, inputs, w: Weights[Array], quantized, gathered, dy):
+    """Runs backward on one device.
+
+    Returns the gradients of x, of the routing weights, of the biases and the adapters, and of the gathered wi and wo.
+    """
+    dx, d_weights, dw = run_backward(static, layouts, saved, inputs, w, quantized, gathered, dy)
+    terms = (None if d is None else d.astype(static.grad_dtype) for d in dw[:2])
+    return dx, d_weights, *dw[2:], *terms
 
 
 _forward = Partitioned(run_forward, forward_contract, forward_factors, name="experts")
@@ -67,7 +74,8 @@ _backward = Partitioned(_backward_local, backward_contract, backward_factors, na
 
 def _experts_forward(view: MeshView, static: BlockSpec, inputs: Inputs, w: Weights[Array], quantized):
     """Runs the forward of the `custom_vjp` and returns the results, and the residuals with the weights."""
-    y, dropped, passes, saved = _forward(view, static, inputs, w, quantized)
+    gathered = gather_weights(view, static, w, quantized, "rows")
+    y, dropped, passes, saved = _forward(view, static, inputs, w, quantized, gathered)
     return (y, dropped, passes), (_name(saved), inputs if static.needs_inputs else None, w, quantized)
 
 
@@ -82,7 +90,9 @@ def _experts_backward(view: MeshView, static: BlockSpec, residuals, cotangents):
     # Each direction gathers the weights when it needs them, so XLA must not keep the gathered weights of forward, nor
     # the rows that backward makes again.
     inputs, w, quantized, dy = lax.optimization_barrier((inputs, w, quantized, cotangents[0]))
-    dx, d_weights, *dw = _backward(view, static, saved, inputs, w, quantized, dy)
+    gathered = gather_weights(view, static, w, quantized, "columns")
+    dx, d_weights, *others, d_wi, d_wo = _backward(view, static, saved, inputs, w, quantized, gathered, dy)
+    dw = *scatter_gradients(view, static, (d_wi, d_wo), w), *others
     gradients = Weights(*(None if p is None or d is None else d.astype(p.dtype) for p, d in zip(w, dw, strict=True)))
     return Inputs(dx, cast(Any, None), d_weights), gradients, None
 

@@ -43,15 +43,17 @@ def run_forward(
     layouts: Layouts,
     inputs: Inputs,
     w: Weights[Array],
-    quantized: QuantizedParams[Array] | None = None,
+    quantized: QuantizedParams[Array] | None,
+    gathered: tuple[Operand, Operand],
 ) -> tuple[Float[Array, "T H"], Int[Array, " 1"], Int[Array, " 1"], BlockResiduals]:
-    """Runs all passes of forward. Weights that are given `quantized` are not quantized here.
+    """Runs all passes of forward, with wi and wo `gathered` for products over rows.
 
     Returns:
       y [T, H], a partial sum where tp splits F; the dropped assignments [1]; the most passes of any rank [1]; and the
       residuals of the first pass.
     """
-    wi, wo = quantize_and_gather(static, w, layouts, "rows", quantized)
+    del quantized
+    wi, wo = gathered
     received, needed = dispatch_forward(static.exchange, *inputs)
     more, made, span = None, jnp.ones((), jnp.int32), None
     if static.repeats:  # The exchange has just brought the ranks together, so here they agree without a wait.
@@ -90,14 +92,17 @@ def run_backward(
     inputs: Inputs | None,
     w: Weights[Array],
     quantized: QuantizedParams | None,
+    gathered: tuple[Operand, Operand],
     dy: Float[Array, "T H"],
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:
     """Runs all passes of backward.
 
     Args:
-      static, layouts, w, quantized: as in forward.
+      static, layouts, w: as in forward.
       saved: the residuals.
       inputs: the inputs of forward; None where `static.needs_inputs` is False.
+      quantized: wi and wo as the caller keeps them, or None; later passes gather wi for products over rows.
+      gathered: wi and wo for products over columns.
       dy: [T, H], the gradient of y.
 
     Returns:
@@ -105,7 +110,7 @@ def run_backward(
     """
     if saved.span is not None:
         dy = _after(saved.span, dy)
-    wi, wo = quantize_and_gather(static, w, layouts, "columns", quantized)
+    wi, wo = gathered
     if saved.rows is None and inputs is not None:
         received = combine_backward(static.exchange, inputs.x, saved.sent)  # the rows that dispatch delivered
         saved = saved._replace(rows=find_rows(static, received, saved.plan, multiply=False)[1])

@@ -22,8 +22,8 @@ from moax.mesh.partition import Contract
 from moax.mesh.specs import Spec, device_spec, spec
 from moax.ops.activation import activation_of
 from moax.ops.exchange import AUTO, TRANSPORTS, ExchangeSpec, allot_slots, exchange_bytes
+from moax.ops.grouped import own_dims
 from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
-from moax.ops.products import replicated
 from moax.params import MoEParams
 from moax.recipe import Contracted, Recipes
 from moax.types import Plan, QuantizedParams, SendPlan
@@ -288,56 +288,52 @@ def forward_contract(static: BlockSpec, operands, found_specs) -> Contract:
 
     y is summed over tp, and the dropped assignments over all axes of tokens.
     """
-    inputs, w, quantized = operands
+    inputs, w, _, gathered = operands
     roles, layouts = static.roles, found_layouts(static, found_specs[1])
-    rows = spec(roles.tokens, None)
-    results, reduce = (rows, spec(None), spec(None), device_spec(roles)), (roles.tp, roles.tokens, (), ())
-    weights, kept = weight_specs(static, layouts, w), quantized_specs(static, w, quantized)
-    return Contract((jax.tree.map(lambda _: rows, inputs), weights, kept), results, reduce, layouts)
+    rows, own = spec(roles.tokens, None), device_spec(roles)
+    results, reduce = (rows, spec(None), spec(None), own), (roles.tp, roles.tokens, (), ())
+    weights, kept = weight_specs(static, layouts, w), quantized_specs(static, *operands[1:3])
+    whole = jax.tree.map(lambda _: own, gathered)
+    return Contract((jax.tree.map(lambda _: rows, inputs), weights, kept, whole), results, reduce, layouts)
 
 
 def backward_contract(static: BlockSpec, operands, found_specs) -> Contract:
     """Returns the contract of backward: each gradient has the layout of its array.
 
-    The gradient of a weight is scattered over the axes that the weight was gathered over, and summed over the other
-    axes of tokens.
+    The gradients of wi and wo are the terms of each device, which `wire.py` scatters.
     """
-    saved, inputs, w, quantized, _ = operands
+    saved, inputs, w, quantized, gathered, _ = operands
     roles, layouts = static.roles, found_layouts(static, found_specs[2])
     rows = spec(roles.tokens, None)
     weights = weight_specs(static, layouts, w)
     replicas = roles.same_experts
     own, kept = device_spec(roles), quantized_specs(static, w, quantized)
+    saved, whole = jax.tree.map(lambda _: own, (saved, gathered))
     return Contract(
-        (jax.tree.map(lambda _: own, saved), jax.tree.map(lambda _: rows, inputs), weights, kept, rows),
-        (rows, rows, *(spec() if s is None else s for s in weights)),
-        (roles.tp, roles.tp, *(replicated(roles, layout) for layout in layouts), replicas, replicas + roles.tp)
-        + (replicas + roles.tp, replicas, replicas, replicas + roles.tp),
+        (saved, jax.tree.map(lambda _: rows, inputs), weights, kept, whole, rows),
+        (rows, rows, *(spec() if s is None else s for s in weights[2:]), own, own),
+        (roles.tp, roles.tp, replicas, replicas + roles.tp)
+        + (replicas + roles.tp, replicas, replicas, replicas + roles.tp, (), ()),
         layouts,
     )
 
 
 def forward_factors(static: BlockSpec, operands):
     """Returns the Shardy rule of forward: its operands and results share the dim of tokens."""
-    _, w, quantized = operands
-    return ("t m", "t k", "t k", *_weight_factors(w), *_own_dims(quantized)), ("t m", "o")
+    _, w, *own = operands
+    return ("t m", "t k", "t k", *weight_factors(w), *own_dims(own)), ("t m", "o")
 
 
 def backward_factors(static: BlockSpec, operands):
     """Returns the Shardy rule of backward. The dims of residuals appear in no other operand."""
-    saved, inputs, w, quantized, _ = operands
+    saved, inputs, w, *own, _ = operands
     given = ("t m", "t k", "t k") if inputs is not None else ()
-    rule = (*_own_dims(saved), *given, *_weight_factors(w), *_own_dims(quantized), "t m")
-    return rule, ("t m", "t k", *_weight_factors(w)[2 if static.frozen else 0 :])
+    rule = (*own_dims(saved), *given, *weight_factors(w), *own_dims(own), "t m")
+    return rule, ("t m", "t k", *weight_factors(Weights(None, None, *w[2:])))
 
 
-def _own_dims(tree) -> tuple[str, ...]:
-    """Returns the rule of operands whose dims appear in no other operand."""
-    return ("",) * len(jax.tree.leaves(tree))
-
-
-def _weight_factors(w: Weights[Array]):
-    """Returns the dims of the weights in a Shardy rule.
+def weight_factors(w: Weights):
+    """Returns the dims of the weights that are not None in a Shardy rule.
 
     A bias and an adapter have dims of their own: fsdp may split a weight, which is gathered, but not these.
     """

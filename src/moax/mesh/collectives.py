@@ -51,6 +51,15 @@ def scatter_gradient(dw: Array, gather: Sequence[Names], reduce: GradReduce | No
     return dw
 
 
+def apart[Tree: PyTree](tree: Tree) -> Tree:
+    """Returns the arrays of a tree, as other values of a program than those that they are made of.
+
+    XLA's partitioner mistakes the result of a partitioned function that returns an operand as it is, in another layout,
+    for the operand.
+    """
+    return lax.optimization_barrier(tree)
+
+
 def take_shard(x: Array, gather: Sequence[Names]) -> Array:
     """Returns this device's shard of x, which is equal on all devices along `gather`: dim i is split over `gather[i]`.
 

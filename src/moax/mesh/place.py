@@ -66,6 +66,15 @@ def make_sharded(make: Callable, specs: PyTree[PartitionSpec] | None) -> Callabl
     return jax.jit(make, out_shardings=specs)
 
 
+def zeros_of(of: Any) -> Array:
+    """Returns zeros of an array's type: with its sharding where mesh axes are Explicit, and varying over its Manual
+    axes."""
+    explicit = is_explicit(of.sharding.mesh)
+    zeros = jnp.zeros(of.shape, of.dtype, out_sharding=of.sharding if explicit else None)
+    names = tuple(of.manual_axis_type.varying)
+    return lax.pcast(zeros, names, to="varying") if names else zeros
+
+
 def reshard_like(y: Array, x: Array) -> Array:
     """Returns y, with the sharding in the type of x where mesh axes are Explicit; elsewhere y itself."""
     sharding = jax.typeof(x).sharding

@@ -21,6 +21,7 @@ from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.partition import Engine, find_mesh_view
 from moax.mesh.specs import Spec, check_spec, spec
 from moax.mesh.tokens import find_token_dims, unflatten_tokens
+from moax.ops.grouped import GroupedSpec, widths_of
 from moax.ops.operands import (
     check_operand,
     check_quantized,
@@ -30,7 +31,7 @@ from moax.ops.operands import (
     stack_one,
     wider,
 )
-from moax.ops.products import GroupedSpec, grouped, widths_of
+from moax.ops.products import grouped
 from moax.recipe import Recipe, get_recipe
 from moax.sharding import dense_spec_on
 from moax.types import QArray

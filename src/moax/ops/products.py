@@ -14,10 +14,7 @@ An operand that is a QArray was quantized before. Sums are float32.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Sequence
-
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -25,60 +22,25 @@ from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_float, check_int
 from moax.kernels import Packed, Role, implementation
-from moax.mesh.axes import Axes, Names, Roles
-from moax.mesh.collectives import (
-    GradReduce,
-    get_grad_reduce,
-    keep_on_first,
-    scatter_gradient,
-    sum_dtype,
-    take_shard,
-)
+from moax.mesh.axes import Axes, Names
+from moax.mesh.collectives import get_grad_reduce, keep_on_first
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.place import keep_rows
-from moax.mesh.specs import Layout, Spec, check_spec, pad, spec, weight_layout
+from moax.mesh.specs import Spec, check_spec, device_spec, spec
+from moax.ops.grouped import GroupedSpec, entries_of, factors, own_dims, replicated, weight, whole_shape, widths_of
 from moax.ops.operands import (
     check_align,
     check_operand,
     check_quantized,
     dequantize_shard,
-    gather_quantized,
     operand_spec,
     pick_kernels,
     product_dtypes,
     wider,
 )
-from moax.recipe import Contracted, Recipe, get_recipe
+from moax.ops.wire import gather_local, gather_matrix, scatter_local, scatter_matrix, set_apart, weight_operands
+from moax.recipe import Recipe, get_recipe
 from moax.types import QArray
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedSpec:
-    """The static arguments of a grouped matmul.
-
-    Attributes:
-      recipe: the formats of the operands.
-      align: each group starts at a multiple of so many rows.
-      dtype: the dtype in which operands enter the products.
-      out: the dtype of y.
-      declared: the spec of w, used where neither its type nor its sharding says one.
-      roles: the mesh axes by role.
-      kernels: the name of the implementation.
-      rows: the mesh axes over which the rows lie: those of tokens, or ep alone.
-      shards: whether operands come as shards, as inside a `shard_map` of the caller.
-      grad_reduce: how the gradient of w is summed; see `moax.Options.grad_reduce_dtype`.
-    """
-
-    recipe: Recipe
-    align: int
-    dtype: jnp.dtype
-    out: jnp.dtype
-    declared: Spec
-    roles: Roles
-    kernels: str
-    rows: Names
-    shards: bool
-    grad_reduce: GradReduce | None = None
 
 
 def grouped_matmul(
@@ -167,16 +129,6 @@ def grouped_matmul(
     return grouped(view, static, x, w, quantized, jnp.asarray(group_sizes).astype(jnp.int32), bias)
 
 
-def widths_of(view: MeshView, shape: Sequence[int], declared: Spec) -> dict[str, int]:
-    """Returns the sizes of K and of the columns of a weight [E, K, *C] on one device.
-
-    Their keys are the names that errors give them.
-    """
-    kept = ((),) * len(shape) if view.manual else kept_axes(declared, len(shape), view.roles)
-    _, rows, *columns = (n // view.roles.size(names) for n, names in zip(shape, kept, strict=True))
-    return {"w's dim 1": rows, "w's columns": math.prod(columns)}
-
-
 def grouped(
     view: MeshView,
     static: GroupedSpec,
@@ -187,16 +139,19 @@ def grouped(
     bias: Float[Array, "E *C"] | None,
 ) -> Float[Array, " M *C"]:
     """Runs `grouped_matmul` on a view of the mesh. With `group_sizes` None one group holds all rows."""
+    static = set_apart(view, static)
     if x.shape[0] == 0:  # y has no rows, and the gradient of each operand is 0
         sums = jnp.zeros(0, static.out) if isinstance(x, QArray) else x.sum(1).astype(static.out)
         return jnp.broadcast_to(sums.reshape(0, *[1] * (w.ndim - 2)), (0, *w.shape[2:]))
     weights = (None, w) if isinstance(w, QArray) else (w, quantized)
-    return _grouped(view, static, *_forward.lay_operands(view, static, x, *weights, group_sizes, bias))
+    *operands, _ = _forward.lay_operands(view, static, x, *weights, group_sizes, bias, None)
+    return _grouped(view, static, *operands)
 
 
 def _grouped_forward(view: MeshView, static: GroupedSpec, x, w, quantized, group_sizes, bias):
     """Runs the forward of the `custom_vjp` and returns y, and the operands."""
-    (y,) = _forward(view, static, x, w, quantized, group_sizes, bias)
+    gathered = gather_matrix(view, static, w, quantized, "rows")
+    (y,) = _forward(view, static, x, w, quantized, group_sizes, bias, gathered)
     # The columns of y take the sharding of w's columns, for tp. An fsdp axis there must not displace fsdp from the
     # rows.
     if view.engine == "custom_partitioning" and static.rows == view.roles.tokens:
@@ -209,49 +164,54 @@ def _grouped_backward(view: MeshView, static: GroupedSpec, saved, dy):
     x, w, quantized, group_sizes, bias = saved
     # w is gathered again, so XLA must not keep the w of forward
     w, quantized, dy = lax.optimization_barrier((w, quantized, dy))
-    results = iter(_backward(view, static, x, w, quantized, group_sizes, dy.astype(static.dtype)))
-    dx = None if isinstance(x, QArray) else next(results)
-    dw = None if w is None else next(results).astype(w.dtype)
-    return dx, dw, None, None, None if bias is None else next(results).astype(bias.dtype)
+    gathered = None if isinstance(x, QArray) else gather_matrix(view, static, w, quantized, "columns")
+    results = iter(_backward(view, static, x, w, quantized, group_sizes, dy.astype(static.dtype), gathered))
+    dx, d_bias = None if isinstance(x, QArray) else next(results), next(results)
+    dw = None if w is None else scatter_matrix(view, static, next(results), w).astype(w.dtype)
+    return dx, dw, None, None, None if bias is None else d_bias.astype(bias.dtype)
 
 
 _grouped = differentiable(_grouped_forward, _grouped_backward, once="grouped_matmul")
 
 
-def matmul_forward(static: GroupedSpec, layout, x, w, quantized, group_sizes, bias):
-    """Returns y [M, *C] of one device. It is a partial sum where K lies over tp."""
+def matmul_forward(static: GroupedSpec, layout, x, w, quantized, group_sizes, bias, gathered):
+    """Returns y [M, *C] of one device, a partial sum where K lies over tp.
+
+    `gathered` is the weight for products over rows; with None it is gathered here.
+    """
+    if gathered is None:
+        (gathered,) = gather_local((static, "rows"), layout, w, quantized)
     (layout, kept), kernels = layout, implementation(static.kernels)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
-    gathered = _gather(static, layout, kept, w, quantized, "rows")
     rows, _ = _quantize_rows(static, packed, x, "x", kept[1], columns=False)
     bias = None if bias is None else keep_on_first(bias, kept[1])
     y = kernels.matmul(rows, gathered, packed.groups, wider(static.dtype, static.out), bias)
     return (packed.unpack(y).astype(static.out).reshape(-1, *whole_shape(static, weight(w, quantized), layout)[2:]),)
 
 
-def matmul_backward(static: GroupedSpec, layout, x, w, quantized, group_sizes, dy):
-    """Returns dx [M, K], dw [E, K, *C] of the shard, and dbias [E, *C], all of one device.
+def matmul_backward(static: GroupedSpec, layout, x, w, quantized, group_sizes, dy, gathered):
+    """Returns dx [M, K], dbias [E, *C] and dw [E, K, *C], all of one device.
 
-    dx is left out where x is a QArray, and dw where w is None.
+    dx is left out where x is a QArray, and dw where w is None. `gathered` is the weight for products over columns; dw
+    is then a term of the gradient of the whole weight, and with None the gradient of the shard.
     """
+    if gathered is None and not isinstance(x, QArray):
+        (gathered,) = gather_local((static, "columns"), layout, w, quantized)
     (layout, kept), kernels, dtype, results = layout, implementation(static.kernels), static.dtype, ()
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups, columns = packed.groups, tuple(n for names in kept[2:] for n in names)
-    wanted = {"rows": not isinstance(x, QArray), "columns": w is not None}
+    wanted = {"rows": gathered is not None, "columns": w is not None}
     d_rows, d_columns = _quantize_rows(static, packed, dy, "dy", columns, **wanted)
-    if not isinstance(x, QArray):
-        gathered = _gather(static, layout, kept, w, quantized, "columns")
+    if gathered is not None:
         # [M, K] = [M, C] [E, K, C]^T
         results += (packed.unpack(kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)),)
+    results += (keep_on_first(kernels.bias_grad(packed.pack(dy), groups), kept[1]),)
     if w is not None:
         _, x_columns = _quantize_rows(static, packed, x, "x", kept[1], rows=False)
-        reduce = static.grad_reduce
-        dw = kernels.wgrad(x_columns, d_columns, groups, dtype, sum_dtype(reduce, dtype))  # [M, K]^T [M, C]
-        dw = dw.reshape(whole_shape(static, w, layout))
-        alone = static.rows != static.roles.tokens
-        dw = take_shard(dw, layout.gather) if alone else scatter_gradient(dw, layout.gather, reduce)
-        results += (dw.astype(w.dtype) if reduce is None else dw,)  # the others are cast after the sum over dp
-    return *results, keep_on_first(kernels.bias_grad(packed.pack(dy), groups), kept[1])
+        term = kernels.wgrad(x_columns, d_columns, groups, dtype, static.grad_dtype)  # [M, K]^T [M, C]
+        term = term.reshape(whole_shape(static, w, layout))
+        results += (term,) if static.apart else scatter_local(static, layout, term, w)
+    return results
 
 
 def _quantize_rows(static: GroupedSpec, packed: Packed, x, role: Role, split: Names, **wanted: bool):
@@ -260,127 +220,66 @@ def _quantize_rows(static: GroupedSpec, packed: Packed, x, role: Role, split: Na
     `wanted` are the keywords of `quantize_for_matmul`.
     """
     if isinstance(x, QArray):
-        values = packed.pack(dequantize_shard(x, _entries(static, (static.rows, split)), static.roles, static.dtype))
+        values = packed.pack(dequantize_shard(x, entries_of(static, (static.rows, split)), static.roles, static.dtype))
         return values, values
     kernels = implementation(static.kernels)
     over = static.rows + split
     return kernels.quantize_for_matmul(packed.pack(x), static.recipe, role, packed.groups, over, **wanted)
 
 
-def _gather(static: GroupedSpec, layout: Layout, kept, w, quantized, contracted: Contracted):
-    """Returns the whole weight as an operand of a product over `contracted`."""
-    if quantized is not None:
-        entries = _entries(static, pad(layout.spec, quantized.ndim))
-        return gather_quantized(quantized, entries, layout.gather, static.roles, static.dtype)
-    over, kernels = axes_of_matrix(layout, kept), implementation(static.kernels)
-    return kernels.quantize_and_gather(w, static.recipe, contracted, layout.gather, over, static.dtype)
-
-
-def _entries(static: GroupedSpec, entries: Sequence[Names]) -> Sequence[Names]:
-    """Returns the axes that split each dim of a QArray that the caller gave; none where the caller gave a shard."""
-    return ((),) * len(entries) if static.shards else entries
-
-
-def weight(w, quantized):
-    """Returns the array that has the shape of the weight: w, or else the bytes of `quantized`."""
-    return quantized.data if w is None else w
-
-
-def whole_shape(static: GroupedSpec, w, layout: Layout) -> list[int]:
-    """Returns the shape of the gathered weight."""
-    return [n * static.roles.size(names) for n, names in zip(w.shape, layout.gather, strict=True)]
-
-
-def axes_of_matrix(layout: Layout, kept) -> Names:
-    """Returns the axes that split the matrix of one expert, by its K or its columns."""
-    return tuple(n for names in layout.gather[1:] + kept[1:] for n in names)
-
-
-def kept_axes(w_spec: Spec, ndim: int, roles: Roles) -> tuple[Names, ...]:
-    """Returns the axes that stay split in a product, for each dim of a weight [E, K, *C].
-
-    E stays split over ep, and K or a dim of *C over tp where the spec names tp there.
-    """
-    entries = pad(w_spec, ndim)
-    return (roles.ep, *(roles.tp if roles.tp and roles.tp[0] in entry else () for entry in entries[1:]))
-
-
-def find_layout(static: GroupedSpec, found_spec, ndim):
-    """Returns the Layout of w, and the axes that each dim keeps in a product.
-
-    The spec is the one that was found, or else the declared one.
-    """
-    w_spec = static.declared if found_spec is None else found_spec
-    kept = kept_axes(w_spec, ndim, static.roles)
-    return weight_layout("w", w_spec, kept, static.roles), kept
-
-
-def replicated(roles: Roles, layout: Layout) -> Names:
-    """Returns the axes over which a weight's gradient is still a partial sum after `scatter_gradient`."""
-    gathered = {n for names in layout.gather for n in names}
-    return tuple(n for n in roles.same_experts if n not in gathered)
-
-
 def _operand_specs(static: GroupedSpec, operands, found_specs):
-    """Returns the Layout of w and the axes that its dims keep, and the specs of x, w, `quantized` and the sizes."""
-    x, w, quantized, group_sizes = operands[:4]
+    """Returns the Layout of w, the axes that its dims keep, and the specs of x, w, `quantized` and the sizes.
+
+    The last result has the specs of the gathered weight.
+    """
+    x, w, quantized, group_sizes, _, gathered = operands
     found = found_specs[2].data if w is None else found_specs[1]
-    layout, kept = find_layout(static, found, weight(w, quantized).ndim)
-    kept_too = None
-    if quantized is not None:
-        kept_too = operand_spec(
-            "quantized", quantized, _entries(static, pad(layout.spec, quantized.ndim)), static.roles
-        )
-    rows = operand_spec("x", x, _entries(static, (static.rows, kept[1])), static.roles)
+    layout, kept, weights = weight_operands(static, w, quantized, found)
+    rows = operand_spec("x", x, entries_of(static, (static.rows, kept[1])), static.roles)
     sizes = None if group_sizes is None else spec(static.rows)
-    return layout, kept, (rows, None if w is None else layout.spec, kept_too, sizes)
+    return layout, kept, (rows, *weights, sizes), jax.tree.map(lambda _: device_spec(static.roles), gathered)
 
 
 def _forward_contract(static: GroupedSpec, operands, found_specs):
     """Returns the contract of forward: rows are split as tokens are, and y is summed over the axes that split K."""
-    layout, kept, operand_specs = _operand_specs(static, operands, found_specs)
+    layout, kept, operand_specs, whole = _operand_specs(static, operands, found_specs)
     bias = None if operands[4] is None else spec(static.roles.ep, *kept[2:])
-    return Contract((*operand_specs, bias), (spec(static.rows, *kept[2:]),), (kept[1],), (layout, kept))
+    return Contract((*operand_specs, bias, whole), (spec(static.rows, *kept[2:]),), (kept[1],), (layout, kept))
 
 
 def _backward_contract(static: GroupedSpec, operands, found_specs):
-    """Returns the contract of backward: each gradient has the layout of its array."""
-    layout, kept, operand_specs = _operand_specs(static, operands, found_specs)
+    """Returns the contract of backward. The gradient of w is the term of each device, which `wire.py` scatters."""
+    layout, kept, operand_specs, whole = _operand_specs(static, operands, found_specs)
     columns = tuple(n for names in kept[2:] for n in names)
     alone = static.rows != static.roles.tokens  # along dp and fsdp all devices have the same rows
     over_rows = () if alone else static.roles.same_experts
     results = [(spec(static.roles.ep, *kept[2:]), over_rows + kept[1])]
-    if operands[1] is not None:
-        results.insert(0, (layout.spec, () if alone else replicated(static.roles, layout)))
     if not isinstance(operands[0], QArray):
         results.insert(0, (operand_specs[0], columns))
+    if operands[1] is not None:
+        summed = layout.spec, () if alone else replicated(static.roles, layout)
+        results.append((device_spec(static.roles), ()) if static.apart else summed)
     specs, reduce = zip(*results, strict=True)
-    return Contract((*operand_specs, spec(static.rows, *kept[2:])), specs, reduce, (layout, kept))
-
-
-def factors(operands, names: Sequence[str], results: Sequence[str], ndim: int):
-    """Returns the Shardy rule: `names` of the operands that are not None, and `results`.
-
-    A `*` stands for the columns of a weight of `ndim` dims, as "c0 c1", and a `+` for columns of other names, as
-    "d0 d1". The scales of a QArray share no dim with anything.
-    """
-    own, other = (" ".join(f"{letter}{i}" for i in range(ndim - 2)) for letter in "cd")
-    given = []
-    for name, operand in zip(names, operands, strict=True):
-        given += [] if operand is None else [name, ""] if isinstance(operand, QArray) else [name]
-    return tuple(tuple(n.replace("*", own).replace("+", other) for n in side) for side in (given, results))
+    return Contract((*operand_specs, spec(static.rows, *kept[2:]), whole), specs, reduce, (layout, kept))
 
 
 def _forward_factors(static: GroupedSpec, operands):
     """Returns the Shardy rule of forward."""
-    return factors(operands, ("m k", "e h *", "e h *", "g", "b *"), ("m *",), weight(*operands[1:3]).ndim)
+    *given, gathered = operands
+    rule, results = factors(given, ("m k", "e h *", "e h *", "g", "b *"), ("m *",), weight(*given[1:3]).ndim)
+    return (*rule, *own_dims(gathered)), results
 
 
 def _backward_factors(static: GroupedSpec, operands):
     """Returns the Shardy rule of backward."""
-    results = (*([] if isinstance(operands[0], QArray) else ["m k"]), *([] if operands[1] is None else ["e h +"]))
-    names = ("m k", "e h +", "e h +", "g", "m *")
-    return factors(operands, names, (*results, "b *"), weight(*operands[1:3]).ndim)
+    *given, gathered = operands
+    results = (
+        *([] if isinstance(given[0], QArray) else ["m k"]),
+        "b *",
+        *([] if given[1] is None or static.apart else ["e h +"]),
+    )
+    rule, results = factors(given, ("m k", "e h +", "e h +", "g", "m *"), results, weight(*given[1:3]).ndim)
+    return (*rule, *own_dims(gathered)), results
 
 
 # The dims of a weight have names of their own, so that fsdp on K, or on *C in backward, does not move activations.

@@ -21,8 +21,8 @@ from moax.mesh.axes import Axes
 from moax.mesh.collectives import scatter_gradient
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import Spec, check_spec, spec
+from moax.ops.grouped import GroupedSpec, axes_of_matrix, factors, find_layout, replicated, widths_of
 from moax.ops.operands import check_align, product_dtypes, wider
-from moax.ops.products import GroupedSpec, axes_of_matrix, factors, find_layout, replicated, widths_of
 from moax.recipe import Recipe, get_recipe
 
 
