@@ -23,8 +23,8 @@ CONFIG = moax.MoEConfig(WIDTH, 96, 8, 2, router=moax.RouterConfig(aux_loss=0.01)
 NAMES = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES)
 EVERYTHING = jax.checkpoint_policies.everything_saveable
 CASES = [
-    ("2x4", "custom_partitioning", "fp8_block", NAMES),
     ("dp2x2x2", "explicit", None, None),
+    ("2x4", "custom_partitioning", "fp8_block", NAMES),
     ("8x1", "custom_partitioning", None, NAMES),
     ("4x2", "shard_map", "fp8_block", None),
     ("dp2x2x2", "custom_partitioning", "mxfp8", EVERYTHING),
@@ -148,6 +148,7 @@ def test_no_collective_of_weights_waits_for_a_product(recipe, policy, scan, free
     assert all((alone == wire) == free for wire, alone in counts), counts
 
 
+@pytest.mark.more
 def test_it_moves_the_bytes_of_one_layer_more():
     """Breaks if a loop gathers a weight twice in a turn, or unquantized."""
     with jax.set_mesh(make_mesh("2x4")):
