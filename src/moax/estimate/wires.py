@@ -77,8 +77,9 @@ def _forward(s: Shard, direction: Direction) -> Iterator[Transfer]:
         yield from _exchanged(s, "combine", direction, exchange.combine_cost)
         for _ in range(2 if c.shared_d_ff else 1):
             yield from _move(s, "tp reduce", direction, "all-reduce", options.dtype, (s.tokens, c.d_model), r.tp)
-        yield from _move(s, "statistics", direction, "all-reduce", "float32", (c.num_experts,), r.tokens)
-        yield from _move(s, "statistics", direction, "all-reduce", "float32", (1,), r.tokens)
+        sums = {c.num_experts: c.router.aux_loss, 1: c.router.z_loss}  # a loss without a coefficient sums nothing
+        for size in (size for size, coefficient in sums.items() if coefficient):
+            yield from _move(s, "statistics", direction, "all-reduce", "float32", (size,), r.tokens)
     wi, wo = (s.layouts[name] for name in ("wi", "wo"))
     together = passes.find_together(s.block, (wi, wo)) if s.block.repeats else ()
     yield from _move(s, "statistics", direction, "all-reduce", "int32", (2,), together)  # the number of passes

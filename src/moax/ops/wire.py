@@ -105,5 +105,5 @@ def _scatter_factors(static: GroupedSpec, operands):
     return factors(operands, ("", "e h *"), ("e h *",), operands[1].ndim)
 
 
-_gather = Partitioned(gather_local, _gather_contract, _gather_factors, name="grouped_gather")
-_scatter = Partitioned(scatter_local, _scatter_contract, _scatter_factors, name="grouped_scatter")
+_gather = Partitioned(gather_local, _gather_contract, _gather_factors, name="grouped_matmul_gather")
+_scatter = Partitioned(scatter_local, _scatter_contract, _scatter_factors, name="grouped_matmul_scatter")
