@@ -276,20 +276,20 @@ def load_tiles(copies, loaded) -> None:
 
 
 def gather_tile(x, source, first, column, tile, loaded) -> None:
-    """Copies the 128 rows x[source[first]], x[source[first + 1]], ... to the tile and waits for them.
+    """Copies the 128 rows x[source[first]], x[source[first + 1]], ... to the tile and waits; a row past x's end is 0.
 
-    A row past the end of x is 0. Each of the four warps copies a fourth of the rows: a warpgroup that copies a row
-    issues the instructions of the copy in all of its warps, though one thread copies.
+    A warpgroup issues the instructions of a copy in all of its four warps, so each warp copies a fourth of the rows.
+    JAX admits no map over warps where a user's `shard_map` types x as varying.
     """
 
-    @plgpu.warp_map
-    def _(warp):
-        start = warp * AT_ONCE
-        at = [source[first + start + k] for k in range(AT_ONCE)]
-        for k in range(AT_ONCE):
-            row = tile.at[pl.ds(start + k, 1)]
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(at[k], 1), pl.ds(column, BLOCK)], row, loaded)
+    def copy(warp):
+        at = [source[first + warp * AT_ONCE + k] for k in range(AT_ONCE)]
+        for k, n in enumerate(at):
+            row = tile.at[pl.ds(warp * AT_ONCE + k, 1)]
+            plgpu.copy_gmem_to_smem(x.at[pl.ds(n, 1), pl.ds(column, BLOCK)], row, loaded)
 
+    alike = jax.typeof(x).manual_axis_type.empty
+    plgpu.warp_map(copy) if alike else lax.fori_loop(0, BLOCK // AT_ONCE, lambda warp, _: copy(warp), None)
     plgpu.barrier_wait(loaded)
 
 
