@@ -41,11 +41,11 @@ def problem():
 
 
 def test_cases_exceed_the_cache():
-    """Operands that stay in the L2 cache would be faster than any in training."""
+    """Operands that stay in the L2 cache would be faster than any in training. The tokens of one case stay there."""
     for case in (case for case in EVERY if "tiny" not in case.name):
         assert min(case.rows * case.contracted + case.weights, case.rows * case.columns + case.weights) > L2, case
     assert all(2 * s.elements > L2 for s in quantize.PERF) and all(4 * s.rows * s.width > L2 for s in fused.PERF)
-    assert all(2 * t.tokens * t.width > L2 for t in permute.PERF)
+    assert [t.name for t in permute.PERF if 2 * t.tokens * t.width <= L2] == ["qwen3 8192"]
 
 
 @pytest.mark.parametrize("direction", cases.DIRECTIONS)
