@@ -192,14 +192,14 @@ def _pairs(keys: Sequence[core.Var], values: Sequence[Any]) -> dict[core.Var, An
     return dict(zip(keys, values, strict=True))
 
 
-def _layer(plan: _Plan, fixed: Sequence[Array], stack: Sequence[Array], i: Any) -> dict[core.Var, Any]:
+def _layer(plan: _Plan, fixed: Sequence[Any], stack: Sequence[Array], i: Any) -> dict[core.Var, Any]:
     """Returns the values of what layer i has: its weights, and what is fixed. No layer i means the nearest one."""
     i = jnp.clip(i, 0, plan.count - 1)
     rows = [lax.dynamic_index_in_dim(v, i, keepdims=False) for v in stack]
     return _pairs(plan.fixed, fixed) | _pairs(plan.weights, rows)
 
 
-def _forward(plan: _Plan, _, fixed, carry, stack) -> tuple[list[Array], tuple]:
+def _forward(plan: _Plan, _, fixed, carry, stack) -> tuple[list[Any], tuple]:
     """Returns the last carry with the stacked outputs, and what backward needs."""
 
     def turn(state, i):

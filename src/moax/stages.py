@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
-from jaxtyping import Array
 
 from moax.jaxprs import called
 
@@ -35,11 +34,11 @@ class Stage(NamedTuple):
       inputs: the variables that it reads.
     """
 
-    run: Callable[..., list[Array]]
+    run: Callable[..., list[Any]]
     inputs: list[core.Var]
 
-    def __call__(self, values: Values) -> list[Array]:
-        """Returns the values of the outputs, from those of all inputs at least."""
+    def __call__(self, values: Values) -> list[Any]:
+        """Returns the values of the outputs, from those of all inputs at least; a constant is no jax.Array."""
         return self.run(*(values[v] for v in self.inputs))
 
 
