@@ -27,7 +27,7 @@ from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 
 HALF = BLOCK // 2  # a warpgroup holds so many rows or columns of a tile at one time: 64 x 128 values in registers
 TINY = 2.0**-126  # the smallest normal float32
-AT_ONCE = BLOCK // 4  # the rows that each of the four warps of a warpgroup gathers
+store = getattr(plgpu, "store", lambda to, value, optimized: to.__setitem__(..., value))  # new in jax 0.12
 
 
 def quantize_rows(
@@ -283,13 +283,13 @@ def gather_tile(x, source, first, column, tile, loaded) -> None:
     """
 
     def copy(warp):
-        at = [source[first + warp * AT_ONCE + k] for k in range(AT_ONCE)]
+        at = [source[first + warp * (BLOCK // 4) + k] for k in range(BLOCK // 4)]
         for k, n in enumerate(at):
-            row = tile.at[pl.ds(warp * AT_ONCE + k, 1)]
+            row = tile.at[pl.ds(warp * (BLOCK // 4) + k, 1)]
             plgpu.copy_gmem_to_smem(x.at[pl.ds(n, 1), pl.ds(column, BLOCK)], row, loaded)
 
     alike = jax.typeof(x).manual_axis_type.empty
-    plgpu.warp_map(copy) if alike else lax.fori_loop(0, BLOCK // AT_ONCE, lambda warp, _: copy(warp), None)
+    plgpu.warp_map(copy) if alike else lax.fori_loop(0, 4, lambda warp, _: copy(warp), None)
     plgpu.barrier_wait(loaded)
 
 
@@ -368,8 +368,8 @@ def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool
     scale = to_scale(amax(value), dtype, pow2) if given is None else given
     inverse = 1.0 / scale
     if given is None:
-        at = (column_block, pl.ds(first, HALF))
-        scales[at[::-1] if by_row else at] = scale
+        at = (pl.ds(first, HALF), column_block) if by_row else (column_block, pl.ds(first, HALF))
+        store(scales.at[at], scale, optimized=not by_row)
         inverse = lax.broadcast_in_dim(inverse, value.shape, [0])
     # The conversion would turn an Inf into a number. The product with 0 turns it into NaN, in one multiply-add.
     value = (value * inverse + value * 0.0).astype(dtype)
