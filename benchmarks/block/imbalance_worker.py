@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,26 +24,22 @@ from jaxtyping import Int
 
 import moax
 from benchmarks.block.block_worker import path_of
-from benchmarks.block.devices import kernels_by_device
-from benchmarks.block.mesh_worker import MOVES, inputs, peak_bytes
+from benchmarks.block.mesh_worker import inputs, on_mesh, peak_bytes
 from benchmarks.block.worker import READY
 from benchmarks.report import why
 from moax import backend
+from moax.inspect import Kernel
+from moax.inspect.profiles import COMPUTE, COPY, profile_kernels
 from moax.mesh.place import named
 from moax.sharding import param_specs, token_spec
 from moax.tune.timing import Repeats, call_time
 
+PROFILED = 3  # calls
+
 
 def main(argv: list[str]) -> int:
     """Measures the request `argv[0]`, and prints the answers. Returns 0."""
-    request = json.loads(argv[0])
-    devices = math.prod(request["mesh"].values())
-    jax.config.update("jax_num_cpu_devices", devices)  # On a machine with GPUs this sets the host's devices.
-    mesh = moax.make_mesh(request["mesh"], devices=jax.devices()[:devices])
-    router = moax.RouterConfig(**request["config"].pop("router"))
-    config = moax.MoEConfig(**request["config"], router=router)
-    with jax.set_mesh(mesh):
-        return serve(request, config, mesh)
+    return on_mesh(json.loads(argv[0]), serve)
 
 
 def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
@@ -168,16 +165,23 @@ def measure(program, args: tuple, repeats: Repeats) -> dict[str, Any]:
     found |= {"passes": passes, "dropped": dropped, "devices": []}
     if backend.platform() == "gpu":
         try:
-            found["devices"] = [split_moving(kernels) for kernels in kernels_by_device(program, args)]
+            found["devices"] = split_moving(profile_kernels(program, *args, steps=PROFILED), PROFILED)
         except Exception as error:  # Another process may hold the profiler; the wall clock is measured.
             found["profile_note"] = why(error)
     return found
 
 
-def split_moving(kernels: list[tuple[str, float]]) -> dict[str, float]:
-    """Returns the microseconds of the kernels that compute and of those that move data between devices."""
-    moving = sum(us for name, us in kernels if MOVES.search(name.lower().replace("_", "")))
-    return {"compute_us": sum(us for _, us in kernels) - moving, "moving_us": moving}
+def split_moving(kernels: Iterable[Kernel], steps: int) -> list[dict[str, float]]:
+    """Returns, for each GPU, the microseconds a step of kernels that compute and of those that move data between GPUs.
+
+    Copies within a GPU count as neither.
+    """
+    devices: dict[str, dict[str, float]] = {}
+    for kernel in kernels:
+        times = devices.setdefault(kernel.device, {"compute_us": 0.0, "moving_us": 0.0})
+        if kernel.kind != COPY:
+            times["compute_us" if kernel.kind == COMPUTE else "moving_us"] += (kernel.end - kernel.start) / 1e3 / steps
+    return list(devices.values())
 
 
 if __name__ == "__main__":

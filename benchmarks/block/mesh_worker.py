@@ -33,12 +33,16 @@ from moax.tune.timing import Repeats, call_time, kernel_time
 
 # These are parts of the names that NCCL, XLA and moax give to kernels that move data between devices, without
 # underscores. XLA's own all-reduce kernel has the name of its sum.
-MOVES = re.compile(r"nccl|allreduce|raggedalltoall|multigpubarrier|putrows|^psum")
+MOVES = re.compile(r"nccl|allreduce|raggedalltoall|multigpubarrier|putrows|^p(sum|max|min)")
 
 
 def main(argv: list[str]) -> int:
     """Measures the request `argv[0]`, and prints the answers. Returns 0."""
-    request = json.loads(argv[0])
+    return on_mesh(json.loads(argv[0]), serve)
+
+
+def on_mesh(request: dict[str, Any], serve: Callable[[dict[str, Any], moax.MoEConfig, Any], int]) -> int:
+    """Returns serve(request, config, mesh), called while the mesh of the request is set."""
     devices = math.prod(request["mesh"].values())
     jax.config.update("jax_num_cpu_devices", devices)  # On a machine with GPUs this sets the host's devices.
     mesh = moax.make_mesh(request["mesh"], devices=jax.devices()[:devices])

@@ -18,7 +18,6 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.kernels import ours
 from benchmarks.report import why
-from moax.inspect import Kernel, read_profile
+from moax.inspect import Kernel
+from moax.inspect.profiles import profile_kernels
 from moax.tune.cases import DIRECTIONS, Case, Direction, both_products
 from moax.tune.problem import Problem
 
@@ -143,14 +143,10 @@ def measure(problem: Problem, made: Prepared, compiled: Callable, waves: Sequenc
     """Runs the program of one product three times, and returns the rows of the last run on the first GPU."""
     ones = functools.partial(jnp.ones, mesh.size * made.elements, jnp.float32)
     wire = jax.jit(ones, out_shardings=NamedSharding(mesh, PartitionSpec("x")))()
-    for _ in range(2):
-        results, *_ = jax.block_until_ready(compiled(*made.args, wire))
+    results, *_ = jax.block_until_ready(compiled(*made.args, wire))
     same = _same_bits([result.addressable_data(0) for result in results], problem, made.direction)
     del results
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(compiled(*made.args, wire))
-        kernels = read_profile(folder)
+    kernels = profile_kernels(compiled, *made.args, wire, steps=1)
     name = min(kernel.device for kernel in kernels)
     found = read([kernel for kernel in kernels if kernel.device == name], waves, made.count)
     shape = {"case": problem.case.name, "direction": made.direction, "dtype": made.dtype, "count": made.count}

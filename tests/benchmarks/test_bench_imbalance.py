@@ -5,15 +5,15 @@ import json
 import jax
 import numpy as np
 import pytest
-from jax.profiler import ProfileData
 
 pytest.importorskip("rich")
 
 import moax
 from benchmarks import command
-from benchmarks.block import block, devices, imbalance, imbalance_worker
+from benchmarks.block import block, imbalance, imbalance_worker
 from benchmarks.block.imbalance_worker import choose_experts
 from benchmarks.block.mesh_block import How
+from moax.inspect import Kernel
 from moax.models import MODELS
 from moax.tune.timing import Repeats
 from support.benchmarks import InThisProcess
@@ -105,19 +105,12 @@ def test_ratio_is_of_the_busiest(monkeypatch, tmp_path):
     assert plot_imbalance.main([str(file), "--out", str(plot)]) == 2
 
 
-PLANE = """planes {{ name: "/device:GPU:{0}"
- event_metadata {{ key: 1 value {{ id: 1 name: "gemm" }} }} event_metadata {{ key: 2 value {{ id: 2 name: "MemcpyD2D" }} }}
- lines {{ id: 1 name: "Stream #7(Compute)" events {{ metadata_id: 1 duration_ps: {1} }} events {{ metadata_id: 2 duration_ps: 9 }} }}
- lines {{ id: 2 name: "XLA Ops" events {{ metadata_id: 1 duration_ps: 5000000 }} }} }}
-"""  # noqa: E501
-
-
 def test_kernels_of_each_gpu():
-    """Breaks if kernels of two GPUs are taken for one's, or if copies and lines that repeat kernels count."""
-    text = PLANE.format(0, 3_000_000) + PLANE.format(1, 1_000_000) + 'planes { name: "/host:CPU" }'
-    assert devices.kernels_of(ProfileData.from_text_proto(text)) == [[("gemm", 3.0)], [("gemm", 1.0)]]
-    assert devices.kernels_by_device(jax.jit(lambda x: x + 1), (np.ones(3, np.float32),), 1) == [], "a CPU has none"
-    assert imbalance_worker.split_moving([("gemm", 3.0), ("nccl_x", 2.0)]) == {"compute_us": 3.0, "moving_us": 2.0}
+    """Breaks if kernels of two GPUs are taken for one's, if copies count, or if a time is not that of one step."""
+    names = [("GPU:0", "gemm", 3000), ("GPU:1", "gemm", 1000), ("GPU:0", "MemcpyD2D", 9000)]
+    names += [("GPU:0", "ncclDevKernel_AllGather", 500), ("GPU:1", "pmax_16_0_fusion_1", 2000)]
+    found = imbalance_worker.split_moving([Kernel(gpu, name, "", 1000, 1000 + ns) for gpu, name, ns in names], 2)
+    assert found == [{"compute_us": 1.5, "moving_us": 0.25}, {"compute_us": 0.5, "moving_us": 1.0}]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moax.inspect import collectives
-from moax.ops import permute, unpermute
+from moax.ops import arrivals, permute, unpermute
 from moax.ops.permutation import PermuteSpec, capacity_rows, plan_rows, sorted_rows
 from moax.types import Plan
 from support import MESHES, TOKENS, WAYS, integers, program, random, rel_error, size, some, spec
@@ -90,6 +90,16 @@ def test_plan_of_many_assignments(rows, groups, top_k, room):
         assert plan.group_sizes.sum() == here.sum() <= room
         seen += here
     np.testing.assert_array_equal(seen, experts < groups)
+
+
+def test_counts_of_many_blocks(monkeypatch):
+    """Breaks if the cumulative sum, which takes the place of comparisons where blocks are many, counts otherwise."""
+    flat = jnp.asarray(np.random.default_rng(1).integers(0, 8, 3000), jnp.int32)
+    compared = arrivals.count_arrivals(flat, 7)
+    monkeypatch.setattr(arrivals, "COMPARED", 0)
+    for got, want in zip(arrivals.count_arrivals(flat, 7), compared, strict=True):
+        np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(compared[1], np.bincount(flat, minlength=8)[:7])
 
 
 def check_plan(plan: Plan, experts, groups, align, capacity):

@@ -118,6 +118,8 @@ def test_intersection_and_not_sums():
         ("ncclDevKernel_SendRecv", "collective-permute-start", "collective-permute"),
         ("ncclDevKernel_SendRecv", "all_to_all.3", "all-to-all"),
         ("ncclDevKernel_SendRecv", "ppermute.1", "collective-permute"),
+        ("pmax_16_0_fusion_1", "", "all-reduce"),
+        ("ncclDevKernel_Unknown_Kernel", "psum.3", "all-reduce"),
         ("ncclDevKernel_Broadcast_RING_LL", "", "other collective"),
         ("stream_executor::gpu::RaggedAllToAllKernelImpl", "", "ragged-all-to-all"),
         ("void stream_executor::gpu::MultiGpuBarrierKernelImpl<8>", "custom-call.4", "moax exchange"),

@@ -6,14 +6,11 @@ intervals. Where two collectives run at once, the sum of their rows is more than
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from moax.inspect.intervals import intersect, length, union
-from moax.inspect.profiles import COMPUTE, COPY, Kernel, read_profile
+from moax.inspect.profiles import COMPUTE, COPY, Kernel, profile_kernels
 from moax.text import align
 
 ALL = "all collectives"
@@ -102,12 +99,7 @@ def measure_overlap(f: Callable, *args: Any, steps: int = 5) -> tuple[Overlap, .
       ValueError: steps is less than 1, or nothing ran on a GPU.
     """
     _check(steps)
-    jax.block_until_ready(f(*args))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(steps):
-                jax.block_until_ready(f(*args))
-        return overlaps(read_profile(folder), steps)
+    return overlaps(profile_kernels(f, *args, steps=steps), steps)
 
 
 def overlap_table(found: Sequence[Overlap]) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from jax.profiler import ProfileData
 
 from moax.inspect.hlo import KINDS
 
 COMPUTE, COPY, EXCHANGE = "compute", "copy", "moax exchange"
 # An op has the name of XLA's instruction, all-gather-start.3, or that of JAX's function, all_gather.3 and ppermute.1.
-OF_OP = re.compile(rf"({'|'.join(KINDS)}|ppermute)(-start|-done)?(\.[\w.]+)?$")
+OF_JAX = {"ppermute": "collective-permute", **dict.fromkeys(("psum", "pmax", "pmin"), "all-reduce")}
+OF_OP = re.compile(rf"({'|'.join((*KINDS, *OF_JAX))})(-start|-done)?(\.[\w.]+)?$")
 # (a pattern of a kernel's name, its kind), for kernels whose op does not name a collective. NCCL sends an all-to-all
 # and a permute with one kernel, which only the op tells apart. XLA makes GPUs wait for one another before a kernel that
 # writes to peers.
@@ -22,7 +25,7 @@ OF_KERNEL = tuple(
     for pattern, kind in (
         (r"nccl\w*AllGather", "all-gather"),
         (r"nccl\w*ReduceScatter", "reduce-scatter"),
-        (r"nccl\w*AllReduce|^AllReduceKernel|::AllReduceKernel", "all-reduce"),
+        (r"nccl\w*AllReduce|^AllReduceKernel|::AllReduceKernel|^p(sum|max|min)_", "all-reduce"),
         (r"nccl\w*(AllToAll|AlltoAll)", "all-to-all"),
         (r"RaggedAllToAll", "ragged-all-to-all"),
         (r"nccl\w*SendRecv", "send-receive"),
@@ -53,8 +56,29 @@ class Kernel(NamedTuple):
     def kind(self) -> str:
         """The kind of collective, such as `all-gather`, or `moax exchange`, `copy` or `compute`."""
         if found := OF_OP.match(self.op.replace("_", "-")):
-            return "collective-permute" if found[1] == "ppermute" else found[1]
+            return OF_JAX.get(found[1], found[1])
         return next((kind for pattern, kind in OF_KERNEL if pattern.search(self.name)), COMPUTE)
+
+
+def profile_kernels(f: Callable, *args: Any, steps: int) -> list[Kernel]:
+    """Runs `f(*args)` under JAX's profiler, and returns what ran on the GPUs.
+
+    The first call is made before the profile, so that the profile holds no compilation.
+
+    Args:
+      f: a jitted or compiled function, which leaves its arguments alive.
+      args: its arguments.
+      steps: the number of profiled calls, one after another.
+
+    Raises:
+      ValueError: nothing ran on a GPU.
+    """
+    jax.block_until_ready(f(*args))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                jax.block_until_ready(f(*args))
+        return read_profile(folder)
 
 
 def read_profile(path: str | Path) -> list[Kernel]:

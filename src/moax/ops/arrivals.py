@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 COUNTED = 256  # the assignments of a block, each of which is compared with each
+COMPARED = 1 << 26  # the most comparisons of blocks; a cumulative sum is several kernels, and few additions
 
 
 def count_arrivals(flat: Int[Array, " A"], groups: int) -> tuple[Int[Array, "B G"], Int[Array, " G"], Int[Array, " A"]]:
@@ -34,8 +35,11 @@ def count_arrivals(flat: Int[Array, " A"], groups: int) -> tuple[Int[Array, "B G
     num_blocks = (count + COUNTED - 1) // COUNTED  # either may be a symbolic dimension of `jax.export`
     blocks = jnp.pad(flat, (0, num_blocks * COUNTED - count), constant_values=groups).reshape(num_blocks, COUNTED)
     own = (blocks[:, :, None] == jnp.arange(groups, dtype=jnp.int32)[None, None]).sum(1, dtype=jnp.int32)
-    index = jnp.arange(blocks.shape[0] + 1, dtype=jnp.int32)
-    before = jnp.where((index[None, :-1] < index[:, None])[:, :, None], own[None], 0).sum(1, dtype=jnp.int32)
+    if isinstance(num_blocks, int) and num_blocks**2 * groups <= COMPARED:
+        index = jnp.arange(num_blocks + 1, dtype=jnp.int32)
+        before = jnp.where((index[None, :-1] < index[:, None])[:, :, None], own[None], 0).sum(1, dtype=jnp.int32)
+    else:
+        before = jnp.cumsum(jnp.pad(own, ((1, 0), (0, 0))), axis=0)
     place = jnp.arange(COUNTED, dtype=jnp.int32)
     same = (blocks[:, :, None] == blocks[:, None, :]) & (place[None, :] < place[:, None])[None]
     return before[:-1], before[-1], same.sum(2, dtype=jnp.int32).reshape(-1)[:count]
