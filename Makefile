@@ -77,7 +77,7 @@ check-memory: $(SASS_VENV)/.installed ## compile layers for 8 and 64 H200s witho
 	JAX_PLATFORMS=cpu PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_memory.py
 
 check-overlap: $(SASS_VENV)/.installed ## compile a scan of layers for 8 H200s without a GPU, and read which kernels stand beside its collectives (10 minutes)
-	JAX_PLATFORMS=cpu PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_overlap.py
+	JAX_PLATFORMS=cpu PYTHONPATH=src:. $(SASS_VENV)/bin/python scripts/check_overlap.py
 
 $(SASS_VENV)/.installed: constraints.txt Makefile
 	@jax=$$(sed -n 's/^jax==//p' constraints.txt) && scripts/venv.sh $(SASS_VENV) --constraint constraints.txt \

@@ -20,21 +20,14 @@ from check_sass import mesh_of_h200s
 from jax.sharding import NamedSharding, PartitionSpec
 
 import moax
+from benchmarks.block.overlap import OPTIONS, POLICY, norm
 from moax.models import MODELS
 
 CONFIG, TOKENS = MODELS["qwen3-30b"].config, 8192
-POLICY = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES)
 LARGE = 2**24  # bytes: a collective of the experts' weights
-OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
 KERNEL = re.compile(r"(experts|experts_grad|grouped_matmul|grouped_matmul_grad)\)*/")
 BYTES = {"u8": 1, "f8e4m3fn": 1, "bf16": 2, "f32": 4}
 COLLECTIVE = re.compile(r"%([\w.\-]+) = (.*?) (all-gather|reduce-scatter)(-start)?\(")
-
-
-def norm(x):
-    """Divides each row by its root mean square."""
-    mean = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
-    return x * jax.lax.rsqrt(mean + 1e-6).astype(x.dtype)
 
 
 def lower(ours: bool, gpus: int, layers: int, recipe: str | None, unroll: int):

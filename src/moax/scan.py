@@ -22,7 +22,7 @@ from jaxtyping import Array, PyTree
 
 from moax.checks import is_int
 from moax.mesh.marks import GATHERED, TERM
-from moax.mesh.partition import differentiable
+from moax.mesh.partition import differentiable, refuse_derivative
 from moax.mesh.place import zeros_of
 from moax.stages import Stage, Traced, is_smooth, trace, variables
 
@@ -58,6 +58,7 @@ def scan(
     Raises:
       ValueError: the leaves of `stack` have no common leading dim, `unroll` is no positive int, or the layer changes
         the tree, a shape or a dtype of the carry.
+      Unsupported: a second derivative was asked for.
     """
     count = _count(stack, unroll)
     carry = jax.tree.map(jnp.asarray, carry)
@@ -201,6 +202,9 @@ def _layer(plan: _Plan, fixed: Sequence[Any], stack: Sequence[Array], i: Any) ->
 
 def _forward(plan: _Plan, _, fixed, carry, stack) -> tuple[list[Any], tuple]:
     """Returns the last carry with the stacked outputs, and what backward needs."""
+
+    # The ops of the layer refuse a second derivative, but their refusals are not among the operations of a stage.
+    fixed, carry, stack = refuse_derivative("scan")((fixed, carry, stack))
 
     def turn(state, i):
         carry, gathered = state

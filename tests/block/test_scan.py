@@ -172,6 +172,16 @@ def test_without_fsdp_it_is_a_plain_scan():
     assert len(loop.outvars) == 1, "x alone, and no gathered weight"
 
 
+def test_second_derivatives_are_refused():
+    """Breaks if a second derivative is wrong, or fails in the guts of a partitioned op."""
+    with jax.set_mesh(make_mesh("8x1")):
+        stack, x, _ = model("8x1", "auto")
+        layer = lambda x, p: (x + moax.moe(x, p, CONFIG)[0], None)  # noqa: E731
+        norm = lambda x: (our_scan(layer, x, stack["moe"], None)[0] ** 2).sum()  # noqa: E731
+        with pytest.raises(moax.Unsupported, match="scan has first derivatives"):
+            jax.make_jaxpr(jax.grad(lambda x: (jax.grad(norm)(x) ** 2).sum()))(x)
+
+
 WRONG = [
     (dict(stack={"a": np.ones((2, 3)), "b": np.ones((3, 3))}), "leading dims"),
     (dict(stack={}), "leading dims"),

@@ -245,7 +245,7 @@ def differentiable(
     if once is None:
         op.defvjp(forward, backward)
         return op
-    refuse = _refused_derivative(once)
+    refuse = refuse_derivative(once)
 
     def forward_once(view, static, *operands):
         results, saved = forward(view, static, *operands)
@@ -255,7 +255,7 @@ def differentiable(
     return op
 
 
-def _refused_derivative(name: str) -> Callable:
+def refuse_derivative(name: str) -> Callable:
     """Returns the identity of a tree, whose derivative raises Unsupported in the name of an op."""
     same = jax.custom_jvp(lambda tree: tree)
 
