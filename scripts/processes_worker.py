@@ -3,8 +3,7 @@
     python scripts/processes_worker.py REQUEST
 
 REQUEST is JSON: {"folder", "size", "parts", "devices" of the mesh, "processes", "process", "coordinator", "command",
-"sha", "share"}; a share (i, n) is every nth program from the ith on.
-The program writes into the folder `values.I.npz`
+"sha", "share"}; a share (i, n) is every nth program from the ith on. The program writes into the folder `values.I.npz`
 with this process's shards of the values and gradients of each block, and `blocks.I.json` with what their programs are.
 It then waits until the file `go` is there, so that nothing else runs beside the measurement, and writes `times.I.json`.
 I is the number of the process.

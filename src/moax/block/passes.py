@@ -12,8 +12,8 @@ tokens 0 to 3, pass (0, 6) has their others, and pass (1, 0) has those of token 
 Pass (0, 0) stands outside of the loop. It leaves the residuals, and a step that needs no more runs nothing else. What
 later passes need is exchanged and computed again in backward, and nothing lasts from one pass to the next but the sums.
 The loop stands in the middle of pass (0, 0), before its last product: a GPU waits for its host where a loop may begin,
-and the host then launches what follows while that product runs.
-Each pass holds collectives: the ranks of ep make equally many passes, as many as the busiest of them needs.
+and the host then launches what follows while that product runs. Each pass holds collectives: the ranks of ep make
+equally many passes, as many as the busiest of them needs.
 """
 
 from __future__ import annotations
