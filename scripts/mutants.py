@@ -291,9 +291,9 @@ def plant(fault: Fault, folder: Path) -> None:
     path.write_text(text.replace(fault.old, fault.new))
 
 
-def run_tests(source: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+def run_tests(source: Path, tests: tuple[str, ...], *options: str) -> tuple[int, str]:
     """The exit code and the output of pytest on these tests, up to the first failure, with the sources of a folder."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *options, *tests]
     environment = os.environ | {"PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
@@ -334,7 +334,7 @@ def main() -> int:
     chosen = [fault for fault in FAULTS if not args.names or any(name in fault.name for name in args.names)]
 
     tests = tuple(dict.fromkeys(test for fault in chosen for test in fault.tests))
-    code, output = run_tests(ROOT / "src", tests)
+    code, output = run_tests(ROOT / "src", tests, "-n", str(args.jobs))
     if code != 0:
         print(f"without a fault the tests fail already:\n{output[-3000:]}")
         return 1

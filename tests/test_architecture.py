@@ -311,15 +311,17 @@ def test_modules_import_alone_and_by_their_names():
 
 
 EACH_ROOM = (
-    "tests/ops/test_quantize.py",
-    "tests/ops/test_permute.py",
-    "tests/ops/test_exchange.py",
-    "tests/ops/test_grouped_wgrad.py",
-    "tests/mesh/test_partition.py",
-    "tests/block/test_moe_behaviour.py",
-    "tests/block/test_moe_quantized.py",
-    "tests/block/test_kept.py",
-    "tests/block/test_lora.py",
+    "tests/ops/test_quantize.py::test_matches_numpy",
+    "tests/ops/test_permute.py::test_round_trip",
+    "tests/ops/test_exchange.py::test_one_device",
+    "tests/ops/test_activation.py::test_values_and_derivatives",
+    "tests/ops/test_grouped_wgrad.py::test_recipes",
+    "tests/ops/test_dense.py::test_batches",
+    "tests/mesh/test_partition.py::test_auto_axes",
+    "tests/block/test_moe_behaviour.py::test_everything_on_one_expert_drops_nothing",
+    "tests/block/test_moe_quantized.py::test_quantized_wire",
+    "tests/block/test_kept.py::test_bits_are_those_of_a_block_that_quantizes",
+    "tests/block/test_lora.py::test_is_the_merged_block",
 )
 REPRESENTATIVE = (
     "tests/block/test_moe.py::test_one_device",

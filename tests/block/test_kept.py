@@ -24,7 +24,6 @@ CASES = [
     ("2x4", "custom_partitioning", "fp8_block", "experts"),
     ("2x4", "explicit", "mxfp8", "experts"),
     ("tp2x2x2", "custom_partitioning", "fp8_tensor", "model"),
-    ("tp2x2x2", "explicit", "fp8_block", "model"),
     ("8x1", "shard_map", "fp8_block", "model"),
     ("none", "none", "fp8_block", "auto"),
 ]

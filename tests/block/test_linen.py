@@ -126,7 +126,6 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "way, options",
     [
-        pytest.param("none", "plain", marks=pytest.mark.more),
         ("custom_partitioning", "plain"),
         pytest.param("explicit", "fp8_block", marks=pytest.mark.more),
         pytest.param("shard_map", "all_to_all", marks=pytest.mark.more),
@@ -264,9 +263,7 @@ class Stack(nn.Module):
         return scan(MoEBlock(FULL, name="moe"), x, None)
 
 
-@pytest.mark.parametrize(
-    "way", [way if way == "explicit" else pytest.param(way, marks=pytest.mark.more) for way in WAYS]
-)
+@pytest.mark.parametrize("way", WAYS[1:])
 @pytest.mark.more
 def test_stacked_layers(way):
     """Breaks if blocks scanned over are not blocks one after the other with parameters of their own, or their boxes

@@ -32,9 +32,7 @@ ADAPTERS = lora.Adapters(
 PLAIN = dataclasses.replace(BASE, use_bias=False, weights_at="input")
 CASES = [
     ("2x4", "custom_partitioning", True, BASE, {}),
-    ("2x4", "explicit", True, BASE, {}),
     ("tp2x2x2", "explicit", False, BASE, {}),
-    ("tp2x2x2", "custom_partitioning", False, BASE, dict(exchange="all_to_all")),
     ("2x4", "custom_partitioning", True, BASE, dict(buffer_factor=0.3, exchange="all_to_all")),
     ("none", "none", True, dataclasses.replace(BASE, weights_at="hidden"), dict(save_rows=False)),
     ("none", "none", False, PLAIN, dict(buffer_factor=0.4)),

@@ -1,7 +1,7 @@
 """The whole block, forward and every gradient, against NumPy in float64.
 
 Covers: meshes x ways to run on them x transports x layouts of weights x recipes x configs x buffer factors, by pairs
-(`COVER`; `make test-more` completes the triples); every option of the config; layouts that a user may have chosen;
+(`COVER`; `make test-more` holds most triples); every option of the config; layouts that a user may have chosen;
 bfloat16.
 """
 
@@ -104,7 +104,7 @@ def test_every_pair_is_covered():
     assert not COVER.missing()
 
 
-@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters())
+@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters(24))
 def test_covering(mesh, way, exchange, fsdp_dim, recipe, variant, buffer_factor):
     """Breaks if a mesh, a way to run on it, a transport, a layout of weights or a pass changes a value or a gradient,
     or if an operand is rounded in other blocks than its recipe says."""
@@ -163,8 +163,8 @@ def test_options_on_one_device(names):
     ("name", "way"),
     some([("odd", "shard_map"), ("swiglu_oai", "user"), ("input", "explicit"), ("shared_gate", "user"),
           ("hidden", "custom_partitioning"), ("groups", "explicit"),
-          *itertools.product(("input", "shared_gate", "expert_scale"),
-                             ("custom_partitioning", "shard_map", "user", "user_vma"))], 4),
+          ("expert_scale", "custom_partitioning"), ("expert_scale", "user_vma"), ("shared_gate", "shard_map"),
+          ("input", "user_vma")], 4),
 )  # fmt: skip
 def test_options_with_tensor_parallelism(name, way):
     """Breaks if an option counts something once a rank of tp, or once a rank that holds the expert."""

@@ -81,7 +81,6 @@ def test_against_full_precision(recipe):
             ("fp8_tensor", "tp2x2x2", "explicit", "experts"),
             ("fp8_block", "tp2x2x2", "shard_map", "model"),
             ("mxfp8", "2x4", "explicit", "model"),
-            ("fp8_tensor", "dp2x2x2", "custom_partitioning", "model"),
         ],
         1,
     ),

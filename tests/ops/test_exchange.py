@@ -45,7 +45,7 @@ COVER = [*itertools.product(WAYS, ["2x4"], TRANSPORTS)]
 COVER += [("custom_partitioning", mesh, t) for mesh, t in zip(ON[1:], TRANSPORTS * 2, strict=False)]
 COVER += [("shard_map", "dp2x2x2", "all_to_all"), ("explicit", "4x2", "all_gather"), ("shard_map", "8x1", "all_to_all")]
 COVER += [("explicit", "tp2x2x2", "all_to_all"), ("explicit", "8x1", "all_gather")]
-FULL = [c for c in itertools.product(WAYS, MESHES, TRANSPORTS) if c not in COVER]
+FULL = [c for c in itertools.product(WAYS, MESHES, TRANSPORTS) if c not in COVER][::2]
 
 
 @pytest.mark.parametrize("way, mesh, transport", COVER)
@@ -58,7 +58,7 @@ def test_delivery(way, mesh, transport):
 @pytest.mark.more
 @pytest.mark.parametrize("way, mesh, transport", FULL)
 def test_delivery_full(way, mesh, transport):
-    """The rest of ways x meshes x transports."""
+    """Every other one of the rest of ways x meshes x transports."""
     check_delivery(way, mesh, transport, skew=0.05)
     check_sums(way, mesh, transport)
 

@@ -4,8 +4,9 @@
     rows = [("2x4", "shard_map", None), ("2x4", "explicit", "fp8_block"),
             ("8x1", "shard_map", "fp8_block"), ("8x1", "explicit", None)]
 
-These four rows hold all 12 pairs; the full product has 8 rows. `PYTHONPATH=src:tests python -m support.covering FILE`
-prints the tables of a test file: after each row, the pairs that no row above it holds.
+These four rows hold all 12 pairs; the full product has 8 rows. `make test-more` adds rows for triples, but few enough
+for its time. `PYTHONPATH=src:tests python -m support.covering FILE` prints the tables of a test file: after each row,
+the pairs that no row above it holds.
 """
 
 from __future__ import annotations
@@ -74,24 +75,24 @@ class Table:
             if self.possible(**dict(zip(self.options, row, strict=True))):
                 yield row
 
-    def more(self, strength: int = 3) -> list[tuple]:
-        """Further rows, with which every triple is held: at each step the case that holds most of those missing."""
+    def more(self, count: int, strength: int = 3) -> list[tuple]:
+        """At most `count` further rows for the missing triples: at each step the case that holds most of them."""
         missing, rows, rng = self.missing(strength), [], random.Random(0)
         cases = [(row, set(self.sets(row, strength))) for row in self.cases()]
-        while missing:
+        while missing and len(rows) < count:
             some = [case for case in rng.sample(cases, min(len(cases), 200)) if case[1] & missing]
             row, held = max(some or cases, key=lambda case: len(case[1] & missing))
             rows.append(row)
             missing -= held
         return rows
 
-    def parameters(self, strength: int = 3) -> list:
-        """The rows, and marked `more` those that complete the triples."""
+    def parameters(self, more: int = 16, strength: int = 3) -> list:
+        """The rows, and marked `more` the further rows that hold most of the missing triples, as many as said."""
 
         def name(row):
             return "-".join(map(str, row))
 
-        rest = [pytest.param(*row, id=name(row), marks=pytest.mark.more) for row in self.more(strength)]
+        rest = [pytest.param(*row, id=name(row), marks=pytest.mark.more) for row in self.more(more, strength)]
         return [*(pytest.param(*row, id=name(row)) for row in self.rows), *rest]
 
     def report(self) -> str:

@@ -39,7 +39,6 @@ CASES = {
     "fsdp-on-model-fp8_block-capacity-wire": (BIASED, {"fsdp": 4, "ep": 2}, WIRE, "all_to_all", 1.25),
     "fp8_tensor": (SHARED, {"fsdp": 2, "ep": 4}, "fp8_tensor", "all_gather", 1.25),
     "passes-fp8_block-wire": (SHARED, {"fsdp": 2, "ep": 4}, WIRE, "all_to_all", 0.1),
-    "passes-mxfp8": (SHARED, {"fsdp": 2, "ep": 4}, "mxfp8", "all_gather", 0.1),
     "passes-rows-again": (SHARED, {"fsdp": 2, "ep": 4}, None, "all_to_all", 0.1),
 }
 
