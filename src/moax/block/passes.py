@@ -136,7 +136,7 @@ def run_backward(
         d_hidden, more = lax.optimization_barrier((d_hidden, more))
     d_received = _after(more, find_input_gradient(static, wi, d_hidden, saved.plan))
     gradients = dispatch_backward(static.exchange, saved.sent, d_received, d_weights, dy.shape[0])
-    dx, d_weights = lax.optimization_barrier(gradients)  # as y in forward
+    dx, d_weights = lax.optimization_barrier(gradients[0]), gradients[1]  # as y in forward
     return (dx, d_weights, dw) if more is None else (dx + more[0], d_weights + more[1], dw)
 
 
