@@ -90,14 +90,18 @@ def shapes_of(op: str) -> set[tuple[int, int]]:
     return turned | {tuple(int(part[1:]) for part in key.split()[1:3]) for key in keys}
 
 
-def products(op: str, k: int, n: int, bias: bool = False):
-    """Returns a product of this op as a function of its operands and a tile, and the operands' (shape, dtype)."""
+def products(op: str, k: int, n: int, bias: bool = False, total=None):
+    """Returns a product of this op as a function of its operands and a tile, and the operands' (shape, dtype).
+
+    A wgrad adds to a total of the dtype `total`, if there is one.
+    """
     sizes = ((EXPERTS,), I32)
     transpose = op == "matmul_transposed"
     w = ((EXPERTS, n, k) if transpose else (EXPERTS, k, n), BF16)
     weight = [((EXPERTS, n, k), F8), ((EXPERTS, up(n), up(k)), F32)]
     x, dy = ((ROWS, k), BF16), ((ROWS, n), BF16)
     biases = [((EXPERTS, n), BF16)] if bias else []
+    totals = [] if total is None else [((EXPERTS, k, n), total)]
 
     def rows(width):
         return [((ROWS, width), F8), ((up(width), ROWS), F32)]
@@ -111,24 +115,25 @@ def products(op: str, k: int, n: int, bias: bool = False):
     def matmul(a, b, sizes, bias=None, *, tile):
         return grouped_matmul(a, b, blocks(sizes), tile, bias=bias, transpose=transpose)
 
-    def wgrad(a, b, sizes, tile):
-        return grouped_wgrad(a, b, blocks(sizes), tile)
+    def wgrad(a, b, sizes, total=None, *, tile):
+        return grouped_wgrad(a, b, blocks(sizes), tile, out_dtype=None if total is None else total.dtype, total=total)
 
     def matmul_fp8(a, scale_a, b, scale_b, sizes, bias=None, *, tile):
         return grouped_matmul_fp8(KMajorFp8(a, scale_a), KMajorFp8(b, scale_b), blocks(sizes), tile, bias=bias)
 
-    def wgrad_fp8(a, scale_a, b, scale_b, sizes, tile):
-        return grouped_wgrad_fp8(KMajorFp8(a, scale_a), KMajorFp8(b, scale_b), blocks(sizes), tile)
+    def wgrad_fp8(a, scale_a, b, scale_b, sizes, total=None, *, tile):
+        operands, out = (KMajorFp8(a, scale_a), KMajorFp8(b, scale_b)), BF16 if total is None else total.dtype
+        return grouped_wgrad_fp8(*operands, blocks(sizes), tile, out_dtype=out, total=total)
 
     match op:
         case "matmul" | "matmul_transposed":
             return matmul, [x, w, sizes, *biases]
         case "wgrad":
-            return wgrad, [x, dy, sizes]
+            return wgrad, [x, dy, sizes, *totals]
         case "matmul_fp8":
             return matmul_fp8, [*rows(k), *weight, sizes, *biases]
         case _:
-            return wgrad_fp8, [*columns(k), *columns(n), sizes]
+            return wgrad_fp8, [*columns(k), *columns(n), sizes, *totals]
 
 
 def swiglu(gate, up):
@@ -196,6 +201,10 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
                 fn, operands = products(op, k, n, bias=True)
                 for tile in taken:
                     yield f"{op} {k}x{n} {tile} bias", functools.partial(fn, tile=tile), operands
+            for total in (BF16, F32) if every_tile and op.startswith("wgrad") else ():
+                fn, operands = products(op, k, n, total=total)
+                for tile in taken:
+                    yield f"{op} {k}x{n} {tile} total {total.__name__}", functools.partial(fn, tile=tile), operands
     for config in (MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK):
         choose = functools.partial(topk.top_k_rows, top_k=config.top_k)
         yield f"top_k_rows {config.num_experts}", choose, [((ROWS, config.num_experts), F32)]

@@ -76,6 +76,31 @@ def gemm(
     return Call(product, (left, right, problem.blocks()), HOPPER, name)
 
 
+def add_wgrad(problem: Problem, operands: tuple[KMajorFp8, KMajorFp8] | None, times: int, in_kernel: bool) -> Call:
+    """Returns `times` additions of the wgrad of bf16 operands, or of `operands` in FP8, to a total.
+
+    The kernel of wgrad adds, or XLA adds what the kernel returns. The last argument is the total.
+    """
+    if backend.platform() != "gpu":
+        raise Unsupported("the kernels run on a GPU")
+    op = "wgrad_fp8" if operands else "wgrad"
+    kernel, case = _kernel(op, f"grouped_{op}"), problem.case
+    rows = problem.num_rows // case.groups
+    tile = _kernel("tiles", "pick_tile")(op, case.contracted, case.columns, rows, backend.device_kind())
+
+    @jax.jit
+    def added(left, right, blocks, total):
+        def once(_, total):
+            some, total = jax.lax.optimization_barrier((left, total))  # else XLA takes wgrad out of the loop
+            if in_kernel:
+                return kernel(some, right, blocks, tile, out_dtype=total.dtype, total=total)
+            return total + kernel(some, right, blocks, tile, out_dtype=total.dtype)
+
+        return jax.lax.fori_loop(0, times, once, total)
+
+    return Call(added, (*(operands or (problem.x, problem.dy)), problem.blocks()), HOPPER)
+
+
 def _xla_gemm(problem, direction, left, right) -> Call:
     """Returns the product by XLA, which dequantizes FP8 operands."""
     fp8 = isinstance(left, KMajorFp8)

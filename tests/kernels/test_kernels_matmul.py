@@ -4,6 +4,7 @@ Covers: products and both gradients, bf16 and FP8, x tiles x clusters.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -102,17 +103,24 @@ def test_odd_chunks():
     assert rel_error(got[real].astype(np.float64), want) < 2**-8
 
 
-@pytest.mark.parametrize("cluster", some([1, 2], 1))
-def test_grouped_wgrad(cluster):
-    """An empty group's gradient is exactly 0, the others' the sum over their rows alone."""
+def total_of(add: bool, dtype=np.float32):
+    """The array to which a wgrad of [128, 128] matrices adds, or None. Columns of a tile end inside a consumer."""
+    return random(7, len(SIZES), 128, 128).astype(dtype) if add else None
+
+
+@pytest.mark.parametrize(("cluster", "add"), some([(1, False), (1, True), (2, False), (2, True)], 2))
+def test_grouped_wgrad(cluster, add):
+    """An empty group's gradient is exactly 0, the others' the sum over their rows alone, added to a total."""
     blocks, group, real = layout()
     x, dy = (np.where(real[:, None], random(i, ROWS, 128), 0) for i in (0, 1))
     x[4 * BLOCK :] = np.nan  # past the last block nothing is read
     x, dy = jnp.asarray(x, jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16)
     tile = TileConfig(64, 2, 2, cluster)
-    got = interpret(lambda x, dy: grouped_wgrad(x, dy, blocks, tile, out_dtype=jnp.float32), x, dy)
+    total = total_of(add)
+    fn = lambda x, dy, total: grouped_wgrad(x, dy, blocks, tile, out_dtype=jnp.float32, total=total)  # noqa: E731
+    got = interpret(fn, x, dy, total)
     want = [np.float64(x)[real & (group == g)].T @ np.float64(dy)[real & (group == g)] for g in range(len(SIZES))]
-    assert rel_error(got, np.stack(want), per=0) < 1e-6
+    assert rel_error(got, np.stack(want) + (total if add else 0), per=0) < 1e-6
 
 
 def quantized(seed, *shape, dtype=E4M3):
@@ -149,35 +157,40 @@ def test_grouped_matmul_fp8(tile_n, cluster, dtype):
     assert rel_error(got[real], want + bias[group[real]]) < 1e-6
 
 
-@pytest.mark.parametrize(("cluster", "consumers"), some([(2, 2), (1, 2), (1, 3)], 1))
-def test_grouped_wgrad_fp8(cluster, consumers):
-    """Each 128 rows of each column have a scale of their own, in both operands."""
+@pytest.mark.parametrize(
+    ("cluster", "consumers", "add"), some([(2, 2, False), (1, 3, True), (1, 2, True), (1, 3, False)], 2)
+)
+def test_grouped_wgrad_fp8(cluster, consumers, add):
+    """Each 128 rows of each column have a scale of their own, in both operands; the sum is added to a total."""
     blocks, group, real = layout()
     x, dy = (quantized(i, 128, ROWS) * jnp.asarray(real[None], E4M3) for i in (0, 1))
     sx, sdy = scales(2, ROWS // BLOCK, 128), scales(3, ROWS // BLOCK, 128)
     tile = TileConfig(64, 2, 2, cluster, consumers)
-    fn = lambda x, sx, y, sy: grouped_wgrad_fp8(KMajorFp8(x, sx), KMajorFp8(y, sy), blocks, tile, out_dtype=jnp.float32)  # noqa: E731
-    got = interpret(fn, x, sx, dy, sdy, races=False)
+    total, options = total_of(add), dict(out_dtype=jnp.float32)
+    fn = lambda x, sx, y, sy, t: grouped_wgrad_fp8(KMajorFp8(x, sx), KMajorFp8(y, sy), blocks, tile, **options, total=t)  # noqa: E731
+    got = interpret(fn, x, sx, dy, sdy, total, races=False)
     x, dy = (np.float64(v).T * expand(np.asarray(s), (0, ROWS)) for v, s in ((x, sx), (dy, sdy)))
     want = [x[real & (group == g)].T @ dy[real & (group == g)] for g in range(len(SIZES))]
-    assert rel_error(got, np.stack(want), per=0) < 1e-6
+    assert rel_error(got, np.stack(want) + (total if add else 0), per=0) < 1e-6
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("op", ["wgrad", "wgrad_fp8"])
 def test_gradients_in_float32_lower_for_cuda(op):
-    """Breaks if `grad_reduce_dtype="float32"` asks a tile for more shared memory than a multiprocessor has."""
+    """Breaks if `grad_reduce_dtype="float32"`, or the total of several passes in any dtype, asks a tile for more shared
+    memory than a multiprocessor has."""
     k, n, rows, sizes = 2880, 1536, 1024, jax.ShapeDtypeStruct((4,), jnp.int32)
     shapes = [jax.ShapeDtypeStruct((rows, width), jnp.bfloat16) for width in (k, n)]
     if op == "wgrad_fp8":
         scales = [jax.ShapeDtypeStruct((rows // 128, -(-width // 128) * 128), jnp.float32) for width in (k, n)]
         shapes = [jax.ShapeDtypeStruct((width, rows), jnp.float8_e4m3fn) for width in (k, n)] + scales
 
-    def wgrad(sizes, x, dy, *scales, tile):
-        how = dict(tile=tile, out_dtype=jnp.float32)
+    def wgrad(total, sizes, x, dy, *scales, tile):
+        how = dict(tile=tile, out_dtype=jnp.float32 if total is None else total.dtype, total=total)
         if not scales:
             return grouped_wgrad(x, dy, make_blocks(sizes, rows), **how)
         return grouped_wgrad_fp8(KMajorFp8(x, scales[0]), KMajorFp8(dy, scales[1]), make_blocks(sizes, rows), **how)
 
-    for tile in HEURISTIC[op]:
-        lower(functools.partial(wgrad, tile=tile), sizes, *shapes)
+    totals = [None, *(jax.ShapeDtypeStruct((4, k, n), dtype) for dtype in (jnp.float32, jnp.bfloat16))]
+    for tile, total in itertools.product(HEURISTIC[op], totals):
+        lower(functools.partial(wgrad, tile=tile), total, sizes, *shapes)

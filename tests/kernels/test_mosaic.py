@@ -12,7 +12,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import moax
 from moax import backend
-from moax.kernels import select_kernels
+from moax.groups import zero_rows
+from moax.kernels import implementation, select_kernels
 from moax.kernels.hopper.pallas import pipeline
 from moax.ops import dense, grouped_matmul
 from moax.recipe import get_recipe
@@ -107,6 +108,34 @@ def test_many_groups(mosaic, groups):
     """As many experts as any model has, most of them with few rows."""
     sizes = np.random.default_rng(groups).integers(0, 5, groups) ** 3
     check_grouped(mosaic, tuple(int(n) for n in sizes), 1, 256, (256,), None, bias=False)
+
+
+@gpu
+@pytest.mark.parametrize("recipe", (None, "fp8_block"))
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float32), ids=str)
+@pytest.mark.parametrize("widths", ((768, 2048), (160, 288), (2880, 1536)), ids=str)
+def test_wgrad_adds_to_a_total(widths, dtype, recipe):
+    """Breaks if a sum over passes loses a tile, rounds twice in one pass, or takes a tile of the pass before: with and
+    without vmap, the bits are those of the gradient in float32 that is added and rounded in each pass."""
+    local, recipe, sizes = implementation("hopper"), get_recipe(recipe), jnp.asarray((300, 0, 1, 129, 257), jnp.int32)
+    align = local.align_rows(recipe)
+    groups = local.find_groups(sizes, align, first_rows(np.asarray(sizes), align)[1])
+    rows = groups.real.shape[0]
+    x, dy = (jnp.asarray(random(i, rows, w), jnp.bfloat16) for i, w in enumerate(widths))
+    start = jnp.asarray(random(2, 2, len(sizes), *widths), dtype)
+
+    def columns(rows, role):
+        return local.quantize_for_matmul(zero_rows(rows, groups.real), recipe, role, groups)[1]
+
+    def add_twice(total):
+        added = lambda _, total: local.wgrad(columns(x, "x"), columns(dy, "dy"), groups, jnp.bfloat16, total=total)  # noqa: E731
+        return jax.lax.fori_loop(0, 2, added, total)
+
+    alone = jax.jit(lambda: local.wgrad(columns(x, "x"), columns(dy, "dy"), groups, jnp.bfloat16, jnp.float32))()
+    once = (start.astype(jnp.float32) + alone).astype(dtype).astype(jnp.float32)
+    want = np.asarray((once + alone).astype(dtype).astype(jnp.float32))
+    np.testing.assert_array_equal(np.asarray(jax.jit(add_twice)(start[0]).astype(jnp.float32)), want[0])
+    np.testing.assert_array_equal(np.asarray(jax.jit(jax.vmap(add_twice))(start).astype(jnp.float32)), want)
 
 
 @gpu

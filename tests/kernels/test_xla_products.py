@@ -34,6 +34,7 @@ def run(x, w, dy, bias, sizes, align, dtype):
         "biased": products.matmul(x, w, groups, dtype, bias),
         "dgrad": products.matmul(dy, w, groups, dtype, transpose=True),
         "wgrad": products.wgrad(x, dy, groups, dtype),
+        "total": products.wgrad(x, dy, groups, dtype, total=jnp.full((*w.shape[:2], dy.shape[1]), 2, dtype)),
         "bias_grad": products.bias_grad(dy, groups),
     }
 
@@ -52,7 +53,7 @@ def test_products(case, align, dtype):
     )
     real = np.zeros(M, bool)
     expected = {"matmul": np.zeros((M, N)), "biased": np.zeros((M, N)), "dgrad": np.zeros((M, K))}
-    expected |= {"wgrad": np.zeros((E, K, N)), "bias_grad": np.zeros((E, N))}
+    expected |= {"wgrad": np.zeros((E, K, N)), "total": np.zeros((E, K, N)), "bias_grad": np.zeros((E, N))}
     for g, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         rows = slice(start, start + size)
         real[rows] = True
@@ -60,6 +61,7 @@ def test_products(case, align, dtype):
         expected["biased"][rows] = expected["matmul"][rows] + bias[g]
         expected["dgrad"][rows] = dy[rows].astype(float) @ w[g].T
         expected["wgrad"][g] = x[rows].astype(float).T @ dy[rows]
+        expected["total"][g] = 2 + expected["wgrad"][g]
         expected["bias_grad"][g] = dy[rows].astype(float).sum(0)
     x[~real] = dy[~real] = w[sizes == 0] = np.nan
     operands = (jnp.asarray(v, dtype) for v in (x, w, dy, bias))
@@ -79,6 +81,7 @@ def test_one_group():
     np.testing.assert_allclose(found["biased"], x @ w[0] + bias, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found["dgrad"], dy @ w[0].T, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found["wgrad"], (x.T @ dy)[None], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found["total"], 2 + (x.T @ dy)[None], rtol=1e-5, atol=1e-5)
 
 
 SHAPES = ((6, 4), (1, 4, 3), (6, 3), (1, 3))
@@ -104,6 +107,7 @@ def test_work_is_proportional_to_rows(case, monkeypatch):
         lambda: products.matmul(x, w, groups, jnp.float32),
         lambda: products.matmul(dy, w, groups, jnp.float32, transpose=True),
         lambda: products.wgrad(x, dy, groups, jnp.float32),
+        lambda: products.wgrad(x, dy, groups, jnp.float32, total=jnp.zeros((E, K, N))),
     ):
         rows.clear()
         with jax.disable_jit():

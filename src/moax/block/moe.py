@@ -45,6 +45,8 @@ from moax.ops.permutation import (
 )
 from moax.types import Plan, Received
 
+NOTHING: Weights[Any] = Weights(None, None, None, None)
+
 
 class HiddenGradient(NamedTuple):
     """The gradient of the input of the activation, on its way to the gradient of the sorted rows.
@@ -140,6 +142,7 @@ def find_weight_gradients(
     w: Weights[Array],
     saved: BlockResiduals,
     d_partial: Float[Array, "R H"],
+    total: Weights[Any] = NOTHING,
 ) -> tuple[HiddenGradient, Float[Array, "R K"], Weights[Array]]:
     """Runs the chain reversed to the gradient of the input of the activation, with the gradients of all weights.
 
@@ -152,10 +155,11 @@ def find_weight_gradients(
       w: the weights of this device's shard, of which the biases and the adapters are used.
       saved: the residuals of `find_hidden`.
       d_partial: [R, H], the gradient of the result of `find_partial`.
+      total: gradients of the weights to which those of these rows are added; `NOTHING` returns the latter alone.
 
     Returns:
       What `find_input_gradient` takes, the gradients of the routing weights of the received rows [R, K], and Weights of
-      the gradients of the gathered weights.
+      the gradients of the gathered weights, or of `total` with them.
     """
     local, recipe, dtype, over = static.local, static.recipe, static.dtype, static.amax_over
     rows: Any = saved.rows
@@ -191,20 +195,22 @@ def find_weight_gradients(
     with jax.named_scope("experts_out"):
         d_wo = d_bo = None
         if not static.frozen:
-            d_wo = local.wgrad(a, d_o_columns, groups, dtype, static.grad_dtype)  # [E, F, H] = [N, F]^T [N, H]
+            d_wo = local.wgrad(a, d_o_columns, groups, dtype, static.grad_dtype, total.wo)  # [N, F]^T [N, H]
         if w.bo is not None:
             d_bo, bias_inner = _bias_gradients(static, w.bo, d_partial, plan, groups, by_row)
             inner = inner + bias_inner
     with jax.named_scope("experts_in"):
         d_wi = d_low = None
         if not static.frozen:
-            d_wi = local.wgrad(rows, d_h_columns, groups, dtype, static.grad_dtype)  # [E, H, G F] = [N, H]^T [N, G F]
-            d_wi = d_wi.reshape(*d_wi.shape[:2], static.gates, -1)
+            so_far = None if total.wi is None else total.wi.reshape(*total.wi.shape[:2], -1)
+            d_wi = local.wgrad(rows, d_h_columns, groups, dtype, static.grad_dtype, so_far)  # [N, H]^T [N, G F]
+            d_wi = d_wi.reshape(*d_wi.shape[:2], static.gates, -1)  # [E, H, G, F]
         if w.wi_a is not None:
             d_h_rows = d_h_plain.reshape(len(d_h_plain), -1)
             d_low, d_wi_a, d_wi_b = low_rank_gradients(static, rows, w.wi_a, w.wi_b, d_h_rows, groups)
         d_bi = None if w.bi is None else local.bias_grad(d_h_plain, groups)
-    gradients = Weights(cast(Array, d_wi), cast(Array, d_wo), d_bi, d_bo, d_wi_a, d_wi_b, d_wo_a, d_wo_b)
+    small = map(_add, total[2:], (d_bi, d_bo, d_wi_a, d_wi_b, d_wo_a, d_wo_b))
+    gradients = Weights(cast(Array, d_wi), cast(Array, d_wo), *small)
     return HiddenGradient(d_h, d_low), weights_from_rows(plan, inner), gradients
 
 
@@ -218,6 +224,11 @@ def find_input_gradient(static: BlockSpec, wi: Operand, d_hidden: HiddenGradient
         d_rows = static.local.matmul(d_hidden.quantized, wi, groups, static.dtype, transpose=True)
         d_rows = d_rows if d_hidden.of_adapters is None else d_rows + d_hidden.of_adapters  # [N, H]
     return permute_backward(static.permute, plan, d_rows)  # [R, H]
+
+
+def _add(total: Array | None, more: Array | None) -> Array | None:
+    """Returns the sum in the dtype of `total`, or `more` where there is no total."""
+    return more if total is None or more is None else total + more.astype(total.dtype)
 
 
 def _bias_rows(static: BlockSpec, bo, groups: Groups, by_row) -> Array:

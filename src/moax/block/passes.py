@@ -123,11 +123,15 @@ def run_backward(
         received, _ = dispatch_forward(static.exchange, again.x, again.experts, again.weights, p)
         plan = plan_rows(static.permute_more, received.experts, first)
         saved = find_hidden(static, _weight_of_rows(static, layouts, w_, wi_, kept), w_, received, plan)
+        hidden, dy_ = lax.optimization_barrier((saved.hidden, dy_))  # one exchange's buffers at a time
+        saved = saved._replace(hidden=hidden)
         d_partial = combine_backward(static.exchange, dy_, saved.sent)
-        d_hidden, d_weights, dw = find_weight_gradients(static, wo_, w_, saved, d_partial)
+        *sums, dw = total
+        d_hidden, d_weights, dw = find_weight_gradients(static, wo_, w_, saved, d_partial, dw)
+        d_hidden, dw = lax.optimization_barrier((d_hidden, dw))  # wgrad's operands have gone before dx comes
         d_received = find_input_gradient(static, wi_, d_hidden, plan)
         gradients = dispatch_backward(static.exchange, saved.sent, d_received, d_weights, dy.shape[0])
-        return received, jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (*gradients, dw))
+        return received, (*(a + b.astype(a.dtype) for a, b in zip(sums, gradients, strict=True)), dw)
 
     if saved.span is not None:
         nothing = jnp.zeros_like(dy), jnp.zeros(cast(Inputs, inputs).weights.shape, d_weights.dtype)

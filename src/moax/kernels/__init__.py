@@ -181,11 +181,14 @@ class Implementation(Protocol):
         ...
 
     def wgrad(
-        self, x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None
-    ) -> Float[Array, "E K N"]:
+        self, x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None,
+        total: Array | None = None,
+    ) -> Float[Array, "E K N"]:  # fmt: skip
         """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32.
 
-        `dtype` is that of operands that are not FP8. `out_dtype` is that of dw; None means `dtype`.
+        `dtype` is that of operands that are not FP8. `out_dtype` is that of dw; None means `dtype`. With `total`
+        [E, K, N] it returns total + dw in the dtype of `total`, rounded once. The sum needs no second array of this
+        size.
         """
         ...
 

@@ -63,32 +63,36 @@ def _matmul(x, w, blocks: Blocks, dtype, bias, transpose: bool):
     return grouped_matmul(x, w, blocks, tile, transpose=transpose, bias=bias, out_dtype=dtype)
 
 
-def wgrad(x: Any, dy: Any, groups: BlockedGroups, dtype: Any, out_dtype: Any = None) -> Float[Array, "E K N"]:
+def wgrad(
+    x: Any, dy: Any, groups: BlockedGroups, dtype: Any, out_dtype: Any = None, total: Any = None
+) -> Float[Array, "E K N"]:
     """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. `out_dtype` None means `dtype`.
 
-    x is [M, K] and dy is [M, N]; in FP8 they are transposed, [K, M] and [N, M]. Both are 0 in padding.
+    x is [M, K] and dy is [M, N]; in FP8 they are transposed, [K, M] and [N, M]. Both are 0 in padding. With `total`
+    [E, K, N] it returns total + dw in the dtype of `total`, and in its memory.
     """
-    out_dtype = dtype if out_dtype is None else out_dtype
+    out_dtype = total.dtype if total is not None else dtype if out_dtype is None else out_dtype
     if isinstance(x, KMajorFp8):
-        return _wgrad_fp8(x, dy, groups.blocks, out_dtype)
-    return _wgrad(_plain(x, dtype), _plain(dy, dtype), groups.blocks, out_dtype)
+        return _wgrad_fp8(x, dy, groups.blocks, out_dtype, total)
+    return _wgrad(_plain(x, dtype), _plain(dy, dtype), groups.blocks, out_dtype, total)
 
 
 @typed
-def _wgrad_fp8(x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, dtype):
+def _wgrad_fp8(x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, dtype, total):
     """Computes the FP8 gradient of a weight, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 
     tile = _pick_tile("wgrad_fp8", x.data.shape[0], dy.data.shape[0], blocks)
-    return grouped_wgrad_fp8(x, dy, blocks, tile, out_dtype=dtype)
+    return grouped_wgrad_fp8(x, dy, blocks, tile, out_dtype=dtype, total=total)
 
 
 @typed
-def _wgrad(x, dy, blocks: Blocks, dtype):
+def _wgrad(x, dy, blocks: Blocks, dtype, total=None):
     """Computes the bfloat16 gradient of a weight, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 
-    return grouped_wgrad(x, dy, blocks, _pick_tile("wgrad", x.shape[1], dy.shape[1], blocks), out_dtype=dtype)
+    tile = _pick_tile("wgrad", x.shape[1], dy.shape[1], blocks)
+    return grouped_wgrad(x, dy, blocks, tile, out_dtype=dtype, total=total)
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "E *C"]:

@@ -77,17 +77,26 @@ def matmul(
 
 
 def wgrad(
-    x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None
+    x: Array | QArray,
+    dy: Array | QArray,
+    groups: Groups,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike | None = None,
+    total: Array | None = None,
 ) -> Float[Array, "E K N"]:
     """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. Padding of x and dy may hold anything.
 
-    `dtype` is that of the operands, and `out_dtype` that of dw; None means `dtype`.
+    `dtype` is that of the operands, and `out_dtype` that of dw; None means `dtype`. With `total` [E, K, N] it returns
+    total + dw in the dtype of `total`, group by group in the memory of `total`.
     """
     x, dy = _plain(x, dtype), _plain(dy, dtype)
+    if total is not None:
+        out_dtype = jnp.float32 if total.dtype.itemsize < 4 else total.dtype
     if groups.sizes is None:
-        return _dot(x, dy, ROWS, out_dtype)[None]
+        whole = _dot(x, dy, ROWS, out_dtype)[None]
+        return whole if total is None else _add(total, whole)
 
-    def of_group(_, step):
+    def of_group(step):
         index, start, size = step
 
         def over(capacity: int):
@@ -95,10 +104,22 @@ def wgrad(
             rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, capacity), real) for v in (x, dy))
             return _dot(rows, d_rows, ROWS, out_dtype)
 
-        return None, _switch(index, over, capacities)
+        return _switch(index, over, capacities)
+
+    def add(total, step):
+        group, *step = step
+        return lax.dynamic_update_index_in_dim(total, _add(total[group], of_group(step)), group, 0), None
 
     capacities, steps = _plan(groups, x.shape[0])
-    return lax.scan(of_group, None, steps)[1]
+    if total is None:
+        return lax.scan(lambda _, step: (None, of_group(step)), None, steps)[1]
+    total = vary_like(total, x, dy, groups.sizes)
+    return lax.scan(add, total, (jnp.arange(groups.sizes.shape[0], dtype=jnp.int32), *steps))[0]
+
+
+def _add(total, more):
+    """Returns the sum in the dtype of `total`, of which `more` has the same or a wider one."""
+    return (total.astype(more.dtype) + more).astype(total.dtype)
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:

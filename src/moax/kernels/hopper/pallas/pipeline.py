@@ -17,10 +17,12 @@ barrier, and if the cluster shares a copy, the consumers of all its blocks do.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -31,6 +33,7 @@ from moax.errors import Unsupported
 
 ROWS = 64  # the rows of a consumer
 OUT_SLOTS = 2  # the buffers through which a consumer stores
+SHARED_BYTES = 225 * 1024  # the shared memory of a block of threads, less what barriers take
 REGISTERS = {
     2: (40, 232),
     3: (32, 160),
@@ -84,6 +87,14 @@ def stage(tile: TileConfig, rows: int, columns: int, dtype, swizzle: int):
     return plgpu.SMEM((tile.stages, rows, columns), dtype, transforms=swizzled(dtype, swizzle))
 
 
+def leave_room(tile: TileConfig, stage_bytes: int, total) -> TileConfig:
+    """Returns the tile with as many stages as there is room for beside a tile of `total`; None takes no room."""
+    if total is None:
+        return tile
+    taken = tile.consumers * ROWS * tile.tile_n * total.dtype.itemsize
+    return dataclasses.replace(tile, stages=max(2, min(tile.stages, (SHARED_BYTES - taken) // stage_bytes)))
+
+
 def sweep(tile, rows, columns, width: int):
     """Returns the (row, column) of tile number `tile` of `rows` x `columns` tiles; `rows` may be traced.
 
@@ -132,6 +143,7 @@ def run(
     multiply: Callable,
     target: Callable,
     name: str,
+    total=None,
 ):
     """Runs a kernel over the tiles of its result.
 
@@ -149,6 +161,8 @@ def run(
         float32 pieces [64, c] of neighbouring columns. `at` counts the stages of earlier tiles.
       target: target(place, warpgroup, column, width, out) -> the part of the result that takes `width` columns.
       name: the name of the kernel in profiles.
+      total: None, or an array like the result, to which the kernel adds in float32. The sum takes the memory of
+        `total` where nothing else needs `total`.
     """
     dtype = out_type.dtype
     swizzle = swizzle_of(out_type.shape[-1] * dtype.itemsize)
@@ -156,9 +170,12 @@ def run(
     shared = tile.cluster > 1
     fewer, more = REGISTERS[tile.consumers]
     empty = dict(num_arrivals=tile.consumers, num_barriers=tile.stages)
-    scratch = dict(
+    # All slots of a tile hold its part of `total` before they hold the sum.
+    slots = OUT_SLOTS if total is None else pl.cdiv(tile.tile_n, chunk)
+    before = {} if total is None else dict(before=plgpu.Barrier(num_arrivals=slots, num_barriers=tile.consumers))
+    scratch = before | dict(
         stages=stages,
-        out_s=plgpu.SMEM((tile.consumers, OUT_SLOTS, ROWS, chunk), dtype, transforms=swizzled(dtype, swizzle)),
+        out_s=plgpu.SMEM((tile.consumers, slots, ROWS, chunk), dtype, transforms=swizzled(dtype, swizzle)),
         full=plgpu.Barrier(num_arrivals=len(stages), num_barriers=tile.stages),
         empty=plgpu.ClusterBarrier(collective_axes=("block",), **empty) if shared else plgpu.Barrier(**empty),
     )
@@ -167,7 +184,7 @@ def run(
     elements = clusters * tile.cluster * tile.consumers * ROWS * tile.tile_n  # of a round
     waves = min(tile.waves, max(1, -(-math.prod(out_type.shape) // elements)))
 
-    def body(*refs, stages, out_s, full, empty):
+    def body(*refs, stages, out_s, full, empty, before=None):
         *inputs, out = refs
         block = lax.axis_index("block") if shared else 0
         index, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
@@ -210,14 +227,24 @@ def run(
             def per_tile(i, at):
                 place = place_of(i)
                 n = steps(place, *inputs)
+                if before is not None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the tile before read the slots
+                    for slot in range(slots):
+                        part = target(place, warpgroup, slot * chunk, chunk, out)
+                        plgpu.copy_gmem_to_smem(part, out_s.at[warpgroup, slot], before.at[warpgroup])
                 pieces = multiply(place, n, at, warpgroup, stages, full, empty, *inputs)
+                if before is not None:
+                    plgpu.barrier_wait(before.at[warpgroup])
                 column = 0
                 for piece in pieces:
                     for start in range(0, piece.shape[1], chunk):
-                        slot = column // chunk % OUT_SLOTS
-                        # The tile before may have ended with this slot, so the first wait is for all stores.
-                        plgpu.wait_smem_to_gmem(OUT_SLOTS - 1 if column else 0, wait_read_only=True)
-                        out_s[warpgroup, slot] = piece[:, start : start + chunk].astype(dtype)
+                        slot, part = column // chunk % slots, piece[:, start : start + chunk]
+                        if before is not None:
+                            held = plgpu.load(out_s.at[warpgroup, slot], layout=plgpu.Layout.WGMMA)
+                            part = part + held.astype(jnp.float32)
+                        else:  # The tile before may have ended with this slot, so the first wait is for all stores.
+                            plgpu.wait_smem_to_gmem(OUT_SLOTS - 1 if column else 0, wait_read_only=True)
+                        out_s[warpgroup, slot] = part.astype(dtype)
                         plgpu.commit_smem()
                         plgpu.copy_smem_to_gmem(out_s.at[warpgroup, slot], target(place, warpgroup, column, chunk, out))
                         column += chunk
@@ -228,15 +255,37 @@ def run(
 
     body.__name__ = name  # profilers show this name
     cluster: Any = dict(cluster=(tile.cluster,), cluster_names=("block",)) if shared else {}
-    kernel = plgpu.kernel(
-        body,
-        out_type=out_type,
+    mesh: Any = dict(
         grid=(clusters * waves,),
         grid_names=("cluster",),
         **cluster,
         num_threads=tile.consumers + 1,
         thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
     )
-    return kernel(*operands)
+    params = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
+    if total is not None:
+        return _add_in_place(body, total, operands, plgpu.Mesh(**mesh), scratch, params)
+    return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, compiler_params=params, **mesh)(*operands)
+
+
+def _add_in_place(body: Callable, total, operands: tuple, mesh, scratch: dict[str, Any], params):
+    """Returns `total` after the kernel body(*operands, total) has changed it in its memory."""
+
+    def scoped(*refs):
+        pl.run_scoped(functools.partial(body, *refs), collective_axes=mesh.thread_name, **scratch)
+
+    @jax.custom_batching.custom_vmap
+    def add(total, *operands):
+        run_kernel: Callable = pl.kernel(scoped, mesh=mesh, compiler_params=params, name=body.__name__)
+
+        def change(ref) -> None:
+            run_kernel(*operands, ref)
+
+        return pl.run_state(change)(total)
+
+    @add.def_vmap
+    def add_each(size, batched, *arrays):
+        whole = [v if b else jnp.broadcast_to(v, (size, *v.shape)) for v, b in zip(arrays, batched, strict=True)]
+        return lax.map(lambda each: add(*each), tuple(whole)), True
+
+    return add(total, *operands)

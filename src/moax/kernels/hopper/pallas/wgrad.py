@@ -15,13 +15,13 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks
-from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, run, stage, sweep, swizzle_of
+from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep, swizzle_of
 
 STEP = 64  # the rows of a stage
 
 
 def grouped_wgrad(
-    x: Float[Array, "M K"], dy: Float[Array, "M N"], blocks: Blocks, tile: TileConfig, *, out_dtype=None
+    x: Float[Array, "M K"], dy: Float[Array, "M N"], blocks: Blocks, tile: TileConfig, *, out_dtype=None, total=None
 ) -> Float[Array, "E K N"]:
     """dw[g] = sum over rows m of g: x[m]^T dy[m].
 
@@ -31,6 +31,7 @@ def grouped_wgrad(
       blocks: the blocks of the rows.
       tile: see TileConfig.
       out_dtype: the dtype of dw; None means x.dtype.
+      total: [E, K, N] in `out_dtype`, to which the kernel adds, or None. The sum is returned, in the memory of `total`.
 
     Raises:
       Unsupported: x and dy have other dtypes, or a row is no multiple of 32 bytes.
@@ -42,6 +43,7 @@ def grouped_wgrad(
     groups = blocks.first.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), x.dtype if out_dtype is None else out_dtype)
     tile_m = ROWS * tile.consumers
+    tile = leave_room(tile, STEP * (tile_m + tile.tile_n) * x.dtype.itemsize, total)
     tiles_m, tiles_n = pl.cdiv(rows, tile_m), pl.cdiv(columns, tile.tile_n * tile.cluster)
     shared = "block" if tile.cluster > 1 else None
 
@@ -96,4 +98,5 @@ def grouped_wgrad(
         multiply=multiply,
         target=target,
         name="grouped_wgrad",
+        total=total,
     )

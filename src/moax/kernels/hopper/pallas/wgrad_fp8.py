@@ -16,13 +16,13 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, run, stage, sweep
+from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep
 
 PIECE = 64  # the columns whose scales are in registers at one time
 
 
 def grouped_wgrad_fp8(
-    x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, tile: TileConfig, *, out_dtype=jnp.bfloat16
+    x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, tile: TileConfig, *, out_dtype=jnp.bfloat16, total=None
 ) -> Float[Array, "E K N"]:
     """dw[g] = sum over rows m of g: x[:, m] dy[:, m]^T, dequantized block by block.
 
@@ -32,6 +32,7 @@ def grouped_wgrad_fp8(
       blocks: the blocks of the rows.
       tile: see TileConfig.
       out_dtype: the dtype of dw.
+      total: [E, K, N] in `out_dtype`, to which the kernel adds, or None. The sum is returned, in the memory of `total`.
 
     Raises:
       Unsupported: x or dy is no 8-bit float.
@@ -42,6 +43,7 @@ def grouped_wgrad_fp8(
     groups = blocks.first.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     tile_m = ROWS * tile.consumers
+    tile = leave_room(tile, (BLOCK + 4) * (tile_m + tile.tile_n), total)  # with the scales, of 4 bytes
     tiles_m, tiles_n = pl.cdiv(rows, tile_m), pl.cdiv(columns, tile.tile_n * tile.cluster)
     shared = "block" if tile.cluster > 1 else None
 
@@ -109,4 +111,5 @@ def grouped_wgrad_fp8(
         multiply=multiply,
         target=target,
         name="grouped_wgrad_fp8",
+        total=total,
     )
