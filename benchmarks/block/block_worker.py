@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import moax
-from benchmarks.block import stages
+from benchmarks.block import idle, stages
 from benchmarks.block.worker import KEPT, READY
 from benchmarks.report import HOPPER, why
 from moax import backend
@@ -116,7 +116,7 @@ def peak_bytes(programs: dict[str, Any], params, quantized, tokens: int, width: 
 
 
 def measure(compiled, args: tuple, repeats: Repeats) -> dict[str, Any]:
-    """Measures the time of a call, and on a GPU its kernels by stage."""
+    """Measures the time of a call, and on a GPU its kernels by stage, and its idle time in back-to-back calls."""
     text = compiled.as_text() or ""
     found: dict[str, Any] = {"us": call_time(compiled, args, repeats).us}
     found["path"] = path_of(text)
@@ -125,6 +125,7 @@ def measure(compiled, args: tuple, repeats: Repeats) -> dict[str, Any]:
         found["kernel_us"] = timing.us if timing.kernels else None
         found["stages_us"], listed = stages.split(text, timing.kernels)
         found["kernels"] = listed[:TOP]
+        found["back_to_back"] = idle.back_to_back(compiled, args)
     return found
 
 

@@ -5,6 +5,7 @@ Covers: a comparison that stops and goes on; gaps, gradient errors and lost valu
 
 import dataclasses
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -114,3 +115,7 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path):
     assert all(0.99 * tokens * 32 <= values <= tokens * 32 for values in lost["operands"]["x"]["values"])
     assert all(0 <= max(of["underflow"]) < 0.1 * min(of["values"]) for of in lost["operands"].values())
     assert dataclasses.asdict(compared.read(tmp_path / "runs" / "both" / "arms.json")) == dataclasses.asdict(arms)
+    for checkpoints in (tmp_path / "runs").glob("*/*/checkpoints"):
+        shutil.rmtree(checkpoints)
+    again = compared.train(arms, resume=True, on_step=stop)
+    assert steps[16:] == [] and again == results  # as on another machine, where the checkpoints did not come along

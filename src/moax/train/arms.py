@@ -2,7 +2,8 @@
 
 Runs of one seed begin with the same weights and read the same batches. They train one after the other, all recipes of a
 seed before the next seed. Every run is a folder OUT/NAME/RECIPE-seedS with checkpoints of its own, so that the whole
-can stop at any step and go on later. OUT/NAME/arms.json has the settings, results.json and arms.png the results.
+can stop at any step and go on later. A run whose metrics reach its last step needs its checkpoints no more.
+OUT/NAME/arms.json has the settings, results.json and arms.png the results.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def train(
     for recipe, seed in arms.every():
         config = arms.arm(recipe, seed)
         run = runs.Run(Path(config.out, config.name))
-        if _last_step(run) >= config.steps:
+        if _has_ended(run, config.steps):
             continue
         begun = (run.path / "config.json").is_file()
         if run.path.is_dir() and not begun:  # It ended while it made its folder.
@@ -126,7 +127,7 @@ def train(
         if interrupted:
             break
     results = compare(arms) | {"interrupted": interrupted}
-    (arms.folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    _results(arms).write_text(json.dumps(results, indent=2) + "\n")
     plot_arms.draw(results, arms.folder / "arms.png")
     return results
 
@@ -144,6 +145,16 @@ def _build_once() -> Callable[..., steps.Program]:
     return build
 
 
+def _results(arms: Arms) -> Path:
+    """Returns the path of the results."""
+    return arms.folder / "results.json"
+
+
+def _has_ended(run: runs.Run, steps: int) -> bool:
+    """Returns whether a run has made all its steps, by its checkpoints or by its metrics."""
+    return max([_last_step(run), *(row["step"] for row in run.rows() if "held_out_loss" in row)]) >= steps
+
+
 def _last_step(run: runs.Run) -> int:
     """Returns the number of updates of a run's newest checkpoint; -1 where it has none."""
     names = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
@@ -156,7 +167,7 @@ def compare(arms: Arms) -> dict[str, Any]:
     `held_out` has the losses of each run. `gaps` has, for each recipe but the first and each step, by how much its loss
     exceeds that of the first recipe (`gaps` by seed, and their mean), beside `between_seeds`, the largest loss of the
     first recipe less the smallest. `gradients` and `quantization` are those of `probe`, for the last checkpoint of each
-    recipe's first seed and the batch that comes next.
+    recipe's first seed and the batch that comes next. Where that checkpoint is gone, they are those of results.json.
     """
     losses = {}
     for recipe, seed in arms.every():
@@ -202,7 +213,7 @@ def _probe(arms: Arms, recipe: str) -> dict[str, Any] | None:
     run = runs.Run(Path(config.out, config.name))
     step = _last_step(run)
     if step < 0:
-        return None
+        return _earlier_probe(arms, recipe)
     corpus, mesh = load(config.text, config.seq), mesh_over_devices(config.mesh)
     with jax.set_mesh(mesh), Checkpoints(run.checkpoints) as checkpoints:
         like, batch = steps.jit_update(config, mesh)[1]
@@ -216,6 +227,17 @@ def _probe(arms: Arms, recipe: str) -> dict[str, Any] | None:
         for name, e in errors.items()
     }
     return {"gradients": of | {"projections": projections}, "quantization": of | {"operands": lost}}
+
+
+def _earlier_probe(arms: Arms, recipe: str) -> dict[str, Any] | None:
+    """Returns what results.json has of the gradients and the lost values of a recipe; None where it has nothing."""
+    if not _results(arms).is_file():
+        return None
+    earlier = json.loads(_results(arms).read_text())
+    gradients, lost = (
+        [found for found in earlier[name] if found["recipe"] == recipe] for name in ("gradients", "quantization")
+    )
+    return {"gradients": gradients[0], "quantization": (lost or [{"operands": {}}])[0]} if gradients else None
 
 
 def _as_list(errors: np.ndarray) -> list[list[float | None]]:

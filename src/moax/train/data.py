@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 HELD_OUT = 20
-LIMIT = 64 * 2**20
+LIMIT = 256 * 2**20
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "node_modules"}
 
 
