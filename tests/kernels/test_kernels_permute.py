@@ -90,3 +90,23 @@ def test_refuses_rows_of_no_whole_16_bytes():
         gather_rows(x, at[:, 0], None)
     with pytest.raises(Unsupported, match="40 bytes"):
         gather_sum(x, at, None)
+
+
+def test_sums_into_many_rows():
+    """Breaks if the blocks for a million tokens lie along a dim of the grid of which CUDA takes 65535 at most: all but
+    the last, since Mosaic reverses them."""
+    shapes = [(1024, 512), (1 << 20, 8)]
+    rows, position = (jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, (jnp.bfloat16, jnp.int32), strict=True))
+    jaxpr = jax.make_jaxpr(lambda rows, position: gather_sum(rows, position, None))(rows, position)
+    (mesh,) = next(eqn.params["meshes"] for eqn in eqns_of(jaxpr.jaxpr) if eqn.primitive.name == "mpmd_map")
+    assert max(mesh.grid) > 65535 >= max(mesh.grid[:-1], default=1)
+
+
+def eqns_of(jaxpr):
+    """All equations of a jaxpr, those inside of others included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from eqns_of(inner)

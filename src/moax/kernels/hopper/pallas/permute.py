@@ -133,14 +133,15 @@ def gather_sum(
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         raise Unsupported(f"rows are {rows.dtype}; the kernel sums bfloat16 and float32")
     part = _part(width, rows.dtype.itemsize, terms, in_flight)
-    count = _rows_at_once(results, terms, part * rows.dtype.itemsize, in_flight)
+    parts, count = width // part, _rows_at_once(results, terms, part * rows.dtype.itemsize, in_flight)
     vector = _vector(part, rows.dtype.itemsize)
     held = align_up(part, vector * THREADS)  # columns past `part` may hold anything and are not copied back
     layout = plgpu.Layout.WG_STRIDED((held,), vector)
 
     def gather_sum(rows, position, weights, out, *, buffer, arrived):
-        first = lax.axis_index("i") * count
-        columns = pl.ds(lax.axis_index("j") * part, part)
+        block = lax.axis_index("block")
+        first = lax.div(block, parts) * count
+        columns = pl.ds(lax.rem(block, parts) * part, part)
         at = [[position[first + r, k] for k in range(terms)] for r in range(count)]
         for r in range(count):
             for k in range(terms):
@@ -172,8 +173,8 @@ def gather_sum(
     return plgpu.kernel(
         gather_sum,
         out_type=jax.ShapeDtypeStruct((results, width), rows.dtype),
-        grid=(results // count, width // part),
-        grid_names=("i", "j"),
+        grid=(results // count * parts,),  # CUDA takes 65535 blocks at most along a second dim
+        grid_names=("block",),
         scratch_types=dict(
             buffer=plgpu.SMEM((count, terms, held), rows.dtype),
             arrived=plgpu.Barrier(num_arrivals=terms, num_barriers=count),

@@ -34,6 +34,7 @@ from moax.errors import Unsupported
 ROWS = 64  # the rows of a consumer
 OUT_SLOTS = 2  # the buffers through which a consumer stores
 SHARED_BYTES = 225 * 1024  # the shared memory of a block of threads, less what barriers take
+LEAST_STAGES, NARROW = 3, 128  # with two stages a wgrad in bf16 that adds to a float32 total takes 1.5 times the time
 REGISTERS = {
     2: (40, 232),
     3: (32, 160),
@@ -87,12 +88,18 @@ def stage(tile: TileConfig, rows: int, columns: int, dtype, swizzle: int):
     return plgpu.SMEM((tile.stages, rows, columns), dtype, transforms=swizzled(dtype, swizzle))
 
 
-def leave_room(tile: TileConfig, stage_bytes: int, total) -> TileConfig:
-    """Returns the tile with as many stages as there is room for beside a tile of `total`; None takes no room."""
+def leave_room(tile: TileConfig, stage_bytes: Callable[[int], int], total) -> TileConfig:
+    """Returns the tile with as many stages as there is room for beside a tile of `total`; None takes no room.
+
+    `stage_bytes(tile_n)` are the bytes of a stage. A tile with room for fewer than `LEAST_STAGES` has 128 columns.
+    """
     if total is None:
         return tile
-    taken = tile.consumers * ROWS * tile.tile_n * total.dtype.itemsize
-    return dataclasses.replace(tile, stages=max(2, min(tile.stages, (SHARED_BYTES - taken) // stage_bytes)))
+    room = SHARED_BYTES - tile.consumers * ROWS * tile.tile_n * total.dtype.itemsize
+    stages = room // stage_bytes(tile.tile_n)
+    if stages < LEAST_STAGES and tile.tile_n > NARROW:
+        return leave_room(dataclasses.replace(tile, tile_n=NARROW), stage_bytes, total)
+    return dataclasses.replace(tile, stages=max(2, min(tile.stages, stages)))
 
 
 def sweep(tile, rows, columns, width: int):

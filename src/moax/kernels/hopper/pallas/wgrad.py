@@ -43,7 +43,7 @@ def grouped_wgrad(
     groups = blocks.first.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), x.dtype if out_dtype is None else out_dtype)
     tile_m = ROWS * tile.consumers
-    tile = leave_room(tile, STEP * (tile_m + tile.tile_n) * x.dtype.itemsize, total)
+    tile = leave_room(tile, lambda tile_n: STEP * (tile_m + tile_n) * x.dtype.itemsize, total)
     tiles_m, tiles_n = pl.cdiv(rows, tile_m), pl.cdiv(columns, tile.tile_n * tile.cluster)
     shared = "block" if tile.cluster > 1 else None
 
