@@ -115,8 +115,9 @@ def test_many_groups(mosaic, groups):
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float32), ids=str)
 @pytest.mark.parametrize("widths", ((768, 2048), (160, 288), (2880, 1536)), ids=str)
 def test_wgrad_adds_to_a_total(widths, dtype, recipe):
-    """Breaks if a sum over passes loses a tile, rounds twice in one pass, or takes a tile of the pass before: with and
-    without vmap, the bits are those of the gradient in float32 that is added and rounded in each pass."""
+    """Breaks if a sum over passes loses a tile, rounds twice in one pass, takes a tile of the pass before, or lands in
+    the slice that it was read from: alone, under vmap and in a scan over totals, the bits are those of the gradient in
+    float32 that is added and rounded in each pass."""
     local, recipe, sizes = implementation("hopper"), get_recipe(recipe), jnp.asarray((300, 0, 1, 129, 257), jnp.int32)
     align = local.align_rows(recipe)
     groups = local.find_groups(sizes, align, first_rows(np.asarray(sizes), align)[1])
@@ -127,15 +128,21 @@ def test_wgrad_adds_to_a_total(widths, dtype, recipe):
     def columns(rows, role):
         return local.quantize_for_matmul(zero_rows(rows, groups.real), recipe, role, groups)[1]
 
+    def add(total):
+        return local.wgrad(columns(x, "x"), columns(dy, "dy"), groups, jnp.bfloat16, total=total)
+
     def add_twice(total):
-        added = lambda _, total: local.wgrad(columns(x, "x"), columns(dy, "dy"), groups, jnp.bfloat16, total=total)  # noqa: E731
-        return jax.lax.fori_loop(0, 2, added, total)
+        return jax.lax.fori_loop(0, 2, lambda _, total: add(total), total)
+
+    def check(got, want):
+        np.testing.assert_array_equal(np.asarray(got.astype(jnp.float32)), want)
 
     alone = jax.jit(lambda: local.wgrad(columns(x, "x"), columns(dy, "dy"), groups, jnp.bfloat16, jnp.float32))()
     once = (start.astype(jnp.float32) + alone).astype(dtype).astype(jnp.float32)
     want = np.asarray((once + alone).astype(dtype).astype(jnp.float32))
-    np.testing.assert_array_equal(np.asarray(jax.jit(add_twice)(start[0]).astype(jnp.float32)), want[0])
-    np.testing.assert_array_equal(np.asarray(jax.jit(jax.vmap(add_twice))(start).astype(jnp.float32)), want)
+    check(jax.jit(add_twice)(start[0]), want[0])
+    check(jax.jit(jax.vmap(add_twice))(start), want)
+    check(jax.jit(lambda start: jax.lax.map(add, start))(start), np.asarray(once))
 
 
 @gpu

@@ -271,12 +271,21 @@ def run(
     )
     params = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
     if total is not None:
-        return _add_in_place(body, total, operands, plgpu.Mesh(**mesh), scratch, params)
+
+        def add_apart(total, *operands):
+            wide = jax.ShapeDtypeStruct(out_type.shape, jnp.float32)
+            how = dict(count=count, locate=locate, steps=steps, load=load, multiply=multiply, target=target, name=name)
+            return (total + run(operands, wide, tile, stages, **how)).astype(dtype)
+
+        return _add_in_place(body, total, operands, plgpu.Mesh(**mesh), scratch, params, add_apart)
     return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, compiler_params=params, **mesh)(*operands)
 
 
-def _add_in_place(body: Callable, total, operands: tuple, mesh, scratch: dict[str, Any], params):
-    """Returns `total` after the kernel body(*operands, total) has changed it in its memory."""
+def _add_in_place(body: Callable, total, operands: tuple, mesh, scratch: dict[str, Any], params, add_apart: Callable):
+    """Returns `total` after the kernel body(*operands, total) has changed it in its memory.
+
+    Under `vmap` it is add_apart(total, *operands), a sum in new memory with the same bits.
+    """
 
     def scoped(*refs):
         pl.run_scoped(functools.partial(body, *refs), collective_axes=mesh.thread_name, **scratch)
@@ -292,7 +301,7 @@ def _add_in_place(body: Callable, total, operands: tuple, mesh, scratch: dict[st
 
     @add.def_vmap
     def add_each(size, batched, *arrays):
-        whole = [v if b else jnp.broadcast_to(v, (size, *v.shape)) for v, b in zip(arrays, batched, strict=True)]
-        return lax.map(lambda each: add(*each), tuple(whole)), True
+        return jax.vmap(add_apart, [0 if b else None for b in batched], axis_size=size)(*arrays), True
 
-    return add(total, *operands)
+    # XLA gives a kernel beside a dynamic slice the slice's place in the whole array, but then two places for a total.
+    return lax.optimization_barrier(add(lax.optimization_barrier(total), *operands))
