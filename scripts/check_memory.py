@@ -28,7 +28,7 @@ from moax.models import MODELS
 
 CONFIG, TOKENS, FACTOR = MODELS["qwen3-30b"].config, 8192, 1.25
 X_BYTES = TOKENS * CONFIG.d_model * 2
-SAVED_LIMIT, TEMPORARY_LIMIT = 0.55e9, 1.5e9
+SAVED_LIMIT, TEMPORARY_LIMIT = 0.55e9, 1.4e9
 CASES = ((8, None, True), (8, FACTOR, True), (8, FACTOR, False), (64, FACTOR, True))
 
 

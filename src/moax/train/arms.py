@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from moax.train import run as runs
 from moax.train import step as steps
 from moax.train.checkpoint import Checkpoints
 from moax.train.data import load
-from moax.train.mesh import check_batch
+from moax.train.mesh import TOKEN_AXES, check_batch
 from moax.train.presets import TrainConfig
 from moax.train.report import Report
+
+PROBED = 1 << 14  # the most tokens of the batch whose gradients are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +170,8 @@ def compare(arms: Arms) -> dict[str, Any]:
     `held_out` has the losses of each run. `gaps` has, for each recipe but the first and each step, by how much its loss
     exceeds that of the first recipe (`gaps` by seed, and their mean), beside `between_seeds`, the largest loss of the
     first recipe less the smallest. `gradients` and `quantization` are those of `probe`, for the last checkpoint of each
-    recipe's first seed and the batch that comes next. Where that checkpoint is gone, they are those of results.json.
+    recipe's first seed and at most `PROBED` tokens of the batch that comes next. Where that checkpoint is gone, they
+    are those of results.json.
     """
     losses = {}
     for recipe, seed in arms.every():
@@ -215,6 +219,7 @@ def _probe(arms: Arms, recipe: str) -> dict[str, Any] | None:
     if step < 0:
         return _earlier_probe(arms, recipe)
     corpus, mesh = load(config.text, config.seq), mesh_over_devices(config.mesh)
+    config = _with_few_tokens(config, mesh)
     with jax.set_mesh(mesh), Checkpoints(run.checkpoints) as checkpoints:
         like, batch = steps.jit_update(config, mesh)[1]
         state = checkpoints.restore(step, like)
@@ -227,6 +232,21 @@ def _probe(arms: Arms, recipe: str) -> dict[str, Any] | None:
         for name, e in errors.items()
     }
     return {"gradients": of | {"projections": projections}, "quantization": of | {"operands": lost}}
+
+
+def _with_few_tokens(config: TrainConfig, mesh: jax.sharding.Mesh) -> TrainConfig:
+    """Returns the settings with the largest part of the batch that has at most `PROBED` tokens, in one microbatch.
+
+    The probe computes gradients in float32, for which no kernel runs. Where no such part divides over the mesh, the
+    batch is whole.
+    """
+    devices = math.prod(mesh.shape.get(name, 1) for name in TOKEN_AXES)
+    fits = [
+        part
+        for part in range(1, config.batch + 1)
+        if config.batch % part == 0 and part % devices == 0 and part * config.seq <= PROBED
+    ]
+    return dataclasses.replace(config, batch=max(fits), microbatches=1) if fits else config
 
 
 def _earlier_probe(arms: Arms, recipe: str) -> dict[str, Any] | None:

@@ -11,23 +11,29 @@ from matplotlib.axes import Axes as Plot
 from moax.figures import BLUE, GREEN, INK, ORANGE, PURPLE, SOFT, make_figure, style
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE)
+LOSSES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5)  # the ticks of a logarithmic axis
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draws what `arms.compare` returned to `path`; nothing where no run was evaluated."""
+    """Draws what `arms.compare` returned to `path`; nothing where no run was evaluated.
+
+    The gradients and the lost values have panels where there are some.
+    """
     if not any(run["steps"] for run in results["held_out"]):
         return
     color = {recipe: COLORS[i % len(COLORS)] for i, recipe in enumerate(results["recipes"])}
-    figure = make_figure(11, 7.2)
-    grid = figure.add_gridspec(2, 2)
+    rows = 2 if results["gradients"] else 1
+    figure = make_figure(11, 3.6 * rows)
+    grid = figure.add_gridspec(rows, 2)
     figure.suptitle(
         f"{results['name']}: {', '.join(results['recipes'])} in {results['dtype']}, seeds: {results['seeds']}",
         x=0.01, ha="left", fontsize=12, color=INK, weight="bold",
     )  # fmt: skip
     _losses(figure.add_subplot(grid[0, 0]), results, color)
     _gaps(figure.add_subplot(grid[0, 1]), results, color)
-    _errors(figure.add_subplot(grid[1, 0]), results, color)
-    _lost(figure.add_subplot(grid[1, 1]), results, color)
+    if results["gradients"]:
+        _errors(figure.add_subplot(grid[1, 0]), results, color)
+        _lost(figure.add_subplot(grid[1, 1]), results, color)
     figure.savefig(path)
 
 
@@ -41,6 +47,11 @@ def _losses(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
         plot.plot(run["steps"], run["losses"], color=color[recipe], linewidth=width, alpha=0.7, label=label)
         named.add(recipe)
     plot.legend(frameon=False, loc="upper right", fontsize=9)
+    plot.set_yscale("log")
+    losses = [loss for run in results["held_out"] for loss in run["losses"]]
+    ticks = [tick for tick in LOSSES if min(losses) <= tick <= max(losses)]
+    plot.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    plot.minorticks_off()
     style(plot, "Held-out loss, nats a byte; a line is a seed", "step", grid="y")
 
 
@@ -63,8 +74,7 @@ def _gaps(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
 
 def _errors(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
     """Draws the gradient error of every expert as a dot, by projection, and the median as a bar."""
-    names = list(results["gradients"][0]["projections"]) if results["gradients"] else []
-    count = max(1, len(results["gradients"]))
+    names, count = list(results["gradients"][0]["projections"]), len(results["gradients"])
     for i, found in enumerate(results["gradients"]):
         for j, name in enumerate(names):
             errors = [e for row in found["projections"][name]["by_expert"] for e in row if e is not None]
