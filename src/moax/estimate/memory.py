@@ -24,7 +24,7 @@ class Memory:
         arrays of one layer.
       gathered: the largest weight of a layer as products take it, and its gradient before the reduce-scatter. Weights
         are gathered one at a time; a compiler that gathers ahead needs more. Where a loop of passes needs more than the
-        first pass: both weights of the experts, their gradients, and the gradient that a pass adds to one of them.
+        first pass: both weights of the experts and their gradients, to which a pass adds in place.
       exchange: the buffers of the rows that the exchange moves in one pass.
       workspace: the rows that live between the products of the backward pass. Where a loop of passes needs more than
         the first pass: those of a pass of the loop, and the arrays that it computes again. A program holds the memory
@@ -126,7 +126,7 @@ def _gathered(s: Shard) -> int:
 def _gathered_by_loop(s: Shard) -> int:
     """Returns the bytes of `Memory.gathered` in a pass of the loop."""
     gradients = [math.prod(s.whole(name)) * _gradient_item(s) for name in ("wi", "wo")]
-    return _taken(s, "wi") * (2 if s.gathered_apart else 1) + _taken(s, "wo") + sum(gradients) + max(gradients)
+    return _taken(s, "wi") * (2 if s.gathered_apart else 1) + _taken(s, "wo") + sum(gradients)
 
 
 def _gradient_item(s: Shard) -> int:
