@@ -275,7 +275,7 @@ def run(
         def add_apart(total, *operands):
             wide = jax.ShapeDtypeStruct(out_type.shape, jnp.float32)
             how = dict(count=count, locate=locate, steps=steps, load=load, multiply=multiply, target=target, name=name)
-            return (total + run(operands, wide, tile, stages, **how)).astype(dtype)
+            return (total.astype(jnp.float32) + run(operands, wide, tile, stages, **how)).astype(dtype)
 
         return _add_in_place(body, total, operands, plgpu.Mesh(**mesh), scratch, params, add_apart)
     return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, compiler_params=params, **mesh)(*operands)
