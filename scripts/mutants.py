@@ -63,8 +63,15 @@ FAULTS = (
     Fault(
         "the gradients of a later pass replace those before it",
         "block/passes.py",
-        "lambda a, b: a + b.astype(a.dtype)",
-        "lambda a, b: b.astype(a.dtype)",
+        "(*(a + b.astype(a.dtype)",
+        "(*(b.astype(a.dtype)",
+        (PASSES,),
+    ),
+    Fault(
+        "the gradients of weights of a later pass replace those before it",
+        "block/passes.py",
+        "saved, d_partial, dw)",
+        "saved, d_partial)",
         (PASSES,),
     ),
     Fault(
