@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 
+from moax.arguments import mesh_over_devices
 from moax.recipe import Format
 from moax.train import arms as compared
 from moax.train import plot_arms, probe
@@ -50,6 +51,17 @@ def test_gaps(tmp_path):
     plot_arms.draw(results, tmp_path / "arms.png")
     assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")
     json.dumps(results)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq", "want"),
+    [(128, 1024, (16, 1)), (8, 32, (8, 1)), (24, 1024, (8, 1)), (16, 4096, (16, 2))],  # 8 devices have tokens
+)
+def test_the_probe_reads_few_tokens(tmp_path, batch, seq, want):
+    """Breaks if gradients in float32 are computed for a whole large batch, or for a part that no mesh can divide."""
+    config = dataclasses.replace(make_config(tmp_path), batch=batch, seq=seq, microbatches=2)
+    probed = compared._with_few_tokens(config, mesh_over_devices(config.mesh))
+    assert (probed.batch, probed.microbatches) == want
 
 
 @pytest.mark.parametrize(("rows", "scale"), [(True, "float32"), (False, "pow2")])
