@@ -188,7 +188,8 @@ def activate_grad_quantize(h, d_a, weights, sizes):
 def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple[tuple[int, ...], Any]]]]:
     """Yields (name, function, (shape, dtype) of each operand) of every kernel and shape.
 
-    A product comes with every tile that `moax tune` tries, or, without `every_tile`, with the tiles of the table alone.
+    A product comes with every tile that `moax tune` tries, or, without `every_tile`, with the tiles of the table alone,
+    and for one shape with a total.
     """
     sizes = ((EXPERTS,), I32)
     for op in tiles.OPS:
@@ -201,10 +202,12 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
                 fn, operands = products(op, k, n, bias=True)
                 for tile in taken:
                     yield f"{op} {k}x{n} {tile} bias", functools.partial(fn, tile=tile), operands
-            for total in (BF16, F32) if every_tile and op.startswith("wgrad") else ():
+            with_total = op.startswith("wgrad") and (every_tile or (k, n) == (QWEN3.d_model, 2 * QWEN3.d_ff))
+            for total in (BF16, F32) if with_total else ():
                 fn, operands = products(op, k, n, total=total)
                 for tile in taken:
-                    yield f"{op} {k}x{n} {tile} total {total.__name__}", functools.partial(fn, tile=tile), operands
+                    name = f"{op} {k}x{n} {tiles.to_numbers(tile)} total {total.__name__}"
+                    yield name, functools.partial(fn, tile=tile), operands
     for config in (MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK):
         choose = functools.partial(topk.top_k_rows, top_k=config.top_k)
         yield f"top_k_rows {config.num_experts}", choose, [((ROWS, config.num_experts), F32)]
