@@ -228,14 +228,17 @@ def test_block(mosaic, name, recipe):
 @pytest.mark.more
 def test_types_inside_a_shard_map(monkeypatch):
     """Breaks if what a kernel makes is typed as the same on every device, inside a `shard_map` with `check_vma`:
-    gradients are then refused, or not summed where they should be."""
+    gradients are then refused, or not summed where they should be, in the first pass or in the loop of the others."""
     monkeypatch.setattr(backend, "on_hopper", lambda: True)
     mesh = jax.make_mesh((2, 2), ("fsdp", "ep"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     config = moax.MoEConfig(d_model=256, d_ff=128, num_experts=4, top_k=2, use_bias=True)
     specs, tokens = moax.param_specs(config, mesh=mesh), PartitionSpec(("fsdp", "ep"))
 
     def local(x, params):
-        loss = lambda x, p: moax.moe(x, p, config, recipe="fp8_block", kernels="hopper")[0].astype(jnp.float32).sum()  # noqa: E731
+        def loss(x, p):
+            y = moax.moe(x, p, config, recipe="fp8_block", kernels="hopper", buffer_factor=0.5)[0]
+            return y.astype(jnp.float32).sum()
+
         return jax.grad(loss, (0, 1))(x, params)
 
     params = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=jnp.bfloat16))

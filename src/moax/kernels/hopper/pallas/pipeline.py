@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.backend import count_sms
 from moax.errors import Unsupported
+from moax.mesh.collectives import varying
 
 ROWS = 64  # the rows of a consumer
 OUT_SLOTS = 2  # the buffers through which a consumer stores
@@ -169,7 +170,7 @@ def run(
       target: target(place, warpgroup, column, width, out) -> the part of the result that takes `width` columns.
       name: the name of the kernel in profiles.
       total: None, or an array like the result, to which the kernel adds in float32. The sum takes the memory of
-        `total` where nothing else needs `total`.
+        `total` where nothing else needs `total`. Inside a `shard_map` with `check_vma` it takes new memory.
     """
     dtype = out_type.dtype
     swizzle = swizzle_of(out_type.shape[-1] * dtype.itemsize)
@@ -277,6 +278,8 @@ def run(
             how = dict(count=count, locate=locate, steps=steps, load=load, multiply=multiply, target=target, name=name)
             return (total.astype(jnp.float32) + run(operands, wide, tile, stages, **how)).astype(dtype)
 
+        if any(map(varying, (total, *operands))):  # JAX has no reference to an array whose type varies
+            return add_apart(total, *operands)
         return _add_in_place(body, total, operands, plgpu.Mesh(**mesh), scratch, params, add_apart)
     return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, compiler_params=params, **mesh)(*operands)
 
