@@ -9,7 +9,7 @@ import pytest
 
 import moax
 from moax import backend
-from support import some
+from support import kernels_of, some
 
 CONFIG = moax.MoEConfig(256, 384, 4, 2)
 TOKENS, SORTED = 256, 1024  # 512 assignments, and the padding of 4 experts to multiples of 128
@@ -18,14 +18,7 @@ HOW = {"recipe": "fp8_block", "kernels": "hopper"}
 
 def results(jaxpr):
     """The shapes of the FP8 results of all kernels of a jaxpr."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "mpmd_map":  # a kernel
-            yield from (v.aval.shape for v in eqn.outvars if v.aval.dtype == jnp.float8_e4m3fn)
-            continue
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from results(inner)
+    return [v.aval.shape for eqn in kernels_of(jaxpr) for v in eqn.outvars if v.aval.dtype == jnp.float8_e4m3fn]
 
 
 @pytest.mark.parametrize(
@@ -52,5 +45,5 @@ def test_makes_what_is_taken(monkeypatch, what, want):
         "again": jax.grad(lambda x, params: forward(x, params, save_rows=False), (0, 1)),
         "frozen": jax.grad(frozen),
     }[what]
-    shapes = list(results(jax.make_jaxpr(run)(x, params).jaxpr))
+    shapes = results(jax.make_jaxpr(run)(x, params).jaxpr)
     assert (shapes.count((SORTED, CONFIG.d_model)), shapes.count((CONFIG.d_model, SORTED))) == want

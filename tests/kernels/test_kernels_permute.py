@@ -12,7 +12,7 @@ import pytest
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.pallas.permute import gather_rows, gather_sum
-from support import interpret, lower, some
+from support import interpret, kernels_of, lower, some
 
 WIDTHS = (96, 768, 1408, 2048, 2880, 4096, 7168)
 
@@ -98,15 +98,5 @@ def test_sums_into_many_rows():
     shapes = [(1024, 512), (1 << 20, 8)]
     rows, position = (jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, (jnp.bfloat16, jnp.int32), strict=True))
     jaxpr = jax.make_jaxpr(lambda rows, position: gather_sum(rows, position, None))(rows, position)
-    (mesh,) = next(eqn.params["meshes"] for eqn in eqns_of(jaxpr.jaxpr) if eqn.primitive.name == "mpmd_map")
+    ((mesh,),) = (eqn.params["meshes"] for eqn in kernels_of(jaxpr.jaxpr))
     assert max(mesh.grid) > 65535 >= max(mesh.grid[:-1], default=1)
-
-
-def eqns_of(jaxpr):
-    """All equations of a jaxpr, those inside of others included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from eqns_of(inner)

@@ -18,7 +18,7 @@ from pathlib import Path
 from support.compare import rel_error, rel_norm
 from support.covering import Table, some
 from support.inputs import integers, make_params, random
-from support.interpreter import interpret, lower
+from support.interpreter import interpret, kernels_of, lower
 from support.meshes import ENGINES, MESHES, TOKENS, WAYS, gather_counts, in_user_shard_map, make_mesh, put, size, spec
 from support.oracle.formats import fake_operands
 from support.programs import Program, program
@@ -28,6 +28,6 @@ ON_GPU = os.environ.get("MOAX_TEST_GPU") == "1"
 
 __all__ = [
     "ENGINES", "MESHES", "ON_GPU", "ROOT", "TOKENS", "WAYS", "Program", "Table", "fake_operands", "gather_counts",
-    "in_user_shard_map", "integers", "interpret", "lower", "make_mesh", "make_params", "program", "put", "random",
-    "rel_error", "rel_norm", "size", "some", "spec",
+    "in_user_shard_map", "integers", "interpret", "kernels_of", "lower", "make_mesh", "make_params", "program", "put",
+    "random", "rel_error", "rel_norm", "size", "some", "spec",
 ]  # fmt: skip

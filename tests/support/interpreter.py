@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -30,3 +30,15 @@ def lower(fn: Callable, *args) -> None:
     """Lowers fn(*args) for CUDA; raises where Mosaic refuses it, or where no kernel is in it."""
     if "mosaic_gpu_v2" not in jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text():
         raise AssertionError("no kernel was lowered")
+
+
+def kernels_of(jaxpr) -> Iterator:
+    """The equations of a jaxpr that call a kernel, those inside of other equations included."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "mpmd_map":
+            yield eqn
+            continue
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from kernels_of(inner)

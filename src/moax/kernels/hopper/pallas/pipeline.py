@@ -35,7 +35,7 @@ from moax.mesh.collectives import varying
 ROWS = 64  # the rows of a consumer
 OUT_SLOTS = 2  # the buffers through which a consumer stores
 SHARED_BYTES = 225 * 1024  # the shared memory of a block of threads, less what barriers take
-LEAST_STAGES, NARROW = 3, 128  # with two stages a wgrad in bf16 that adds to a float32 total takes 1.5 times the time
+LEAST_STAGES, NARROW = 3, 128  # with two stages of wide tiles, a product waits for its operands
 REGISTERS = {
     2: (40, 232),
     3: (32, 160),
