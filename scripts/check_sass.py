@@ -90,10 +90,10 @@ def shapes_of(op: str) -> set[tuple[int, int]]:
     return turned | {tuple(int(part[1:]) for part in key.split()[1:3]) for key in keys}
 
 
-def products(op: str, k: int, n: int, bias: bool = False, total=None):
+def products(op: str, k: int, n: int, bias: bool = False, total=None, gathers: str = ""):
     """Returns a product of this op as a function of its operands and a tile, and the operands' (shape, dtype).
 
-    A wgrad adds to a total of the dtype `total`, if there is one.
+    A wgrad adds to a total of the dtype `total`, if there is one. A product gathers the rows of the operand `gathers`.
     """
     sizes = ((EXPERTS,), I32)
     transpose = op == "matmul_transposed"
@@ -101,6 +101,7 @@ def products(op: str, k: int, n: int, bias: bool = False, total=None):
     weight = [((EXPERTS, n, k), F8), ((EXPERTS, up(n), up(k)), F32)]
     x, dy = ((ROWS, k), BF16), ((ROWS, n), BF16)
     biases = [((EXPERTS, n), BF16)] if bias else []
+    sources = [((ROWS,), I32)] if gathers else []
     totals = [] if total is None else [((EXPERTS, k, n), total)]
 
     def rows(width):
@@ -115,6 +116,13 @@ def products(op: str, k: int, n: int, bias: bool = False, total=None):
     def matmul(a, b, sizes, bias=None, *, tile):
         return grouped_matmul(a, b, blocks(sizes), tile, bias=bias, transpose=transpose)
 
+    def gather_matmul(a, b, sizes, source, *, tile):
+        return grouped_matmul(a[:512], b, blocks(sizes), tile, source=source, transpose=transpose)
+
+    def gather_wgrad(a, b, sizes, source, *, tile):
+        a, b = (v[:512] if name == gathers else v for name, v in (("x", a), ("dy", b)))
+        return grouped_wgrad(a, b, blocks(sizes), tile, source=source, gathers=gathers)
+
     def wgrad(a, b, sizes, total=None, *, tile):
         return grouped_wgrad(a, b, blocks(sizes), tile, out_dtype=None if total is None else total.dtype, total=total)
 
@@ -127,9 +135,9 @@ def products(op: str, k: int, n: int, bias: bool = False, total=None):
 
     match op:
         case "matmul" | "matmul_transposed":
-            return matmul, [x, w, sizes, *biases]
+            return gather_matmul if gathers else matmul, [x, w, sizes, *biases, *sources]
         case "wgrad":
-            return wgrad, [x, dy, sizes, *totals]
+            return gather_wgrad if gathers else wgrad, [x, dy, sizes, *totals, *sources]
         case "matmul_fp8":
             return matmul_fp8, [*rows(k), *weight, sizes, *biases]
         case _:
@@ -202,6 +210,11 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
                 fn, operands = products(op, k, n, bias=True)
                 for tile in taken:
                     yield f"{op} {k}x{n} {tile} bias", functools.partial(fn, tile=tile), operands
+            sixteen_bit = {"wgrad": ("x", "dy")}.get(op, () if op.endswith("fp8") else ("x",))
+            for gathers in sixteen_bit if k % 64 == 0 == n % 64 else ():
+                fn, operands = products(op, k, n, gathers=gathers)
+                for tile in taken:
+                    yield f"{op} {k}x{n} {tile} gathers {gathers}", functools.partial(fn, tile=tile), operands
             with_total = op.startswith("wgrad") and (every_tile or (k, n) == (QWEN3.d_model, 2 * QWEN3.d_ff))
             for total in (BF16, F32) if with_total else ():
                 fn, operands = products(op, k, n, total=total)

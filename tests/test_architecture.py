@@ -70,7 +70,7 @@ PLATFORM_ATTRIBUTES = {"platform", "platform_version", "device_kind", "compute_c
 IMPLEMENTATIONS = {"hopper", "xla", "blackwell", "mosaic"}
 BY_NAME = rf"moax\.kernels\.({'|'.join(sorted(IMPLEMENTATIONS))})\b"
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
-CORE_DEPENDENCIES = {"jax", "numpy", "jaxtyping", "moax"}
+CORE_DEPENDENCIES = {"jax", "jaxlib", "numpy", "jaxtyping", "moax"}
 OPTIONAL = {"flax", "optax", "orbax", "matplotlib", "rich"}
 
 
@@ -261,7 +261,7 @@ def test_core_dependencies():
     """Breaks if the library needs more than a plain `pip install moax` brings."""
     known = sys.stdlib_module_names | CORE_DEPENDENCIES
     found = ((p, node, name) for p in but("nnx.py", "linen.py", "figures.py", "train/") for node, name, _ in imports(p))
-    none_of((f for f in found if f[2].split(".")[0] not in known), "the core has jax, numpy and jaxtyping")
+    none_of((f for f in found if f[2].split(".")[0] not in known), "the core has jax, jaxlib, numpy and jaxtyping")
 
 
 def test_no_assert_statement():

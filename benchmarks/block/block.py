@@ -48,6 +48,7 @@ PERF = (
         MODELS["deepseek-v3"].slice(8),
         note="32 of 256 experts, 8 of them for a token: as many rows as one of 8 ranks receives at an even load",
     ),
+    Block("sonic-7b", MoEConfig(d_model=1536, d_ff=256, num_experts=128, top_k=8), (24576,), "SonicMoE's 7B model"),
 )
 TINY = (Block("tiny", MoEConfig(d_model=64, d_ff=32, num_experts=4, top_k=2), (64,)),)
 RECIPES = ("none", "fp8_block")

@@ -38,7 +38,8 @@ class Options:
         buffer by more than the worst case, and None allots the worst case. A scale of a whole tensor is that of one
         pass. `capacity_factor` bounds what the exchange moves already, in one pass.
       save_rows: whether forward keeps the sorted rows for backward. Otherwise backward gathers them again, and where ep
-        has more than one rank receives them again: less memory, and a few percent more time.
+        has more than one rank receives them again: less memory, and a few percent more time. Where products gather
+        rows of x themselves, and no rows travel, forward keeps none in any case.
       grad_reduce_dtype: how the gradients of weights are summed over fsdp and dp, before they are cast to the dtype of
         their parameters. None sums them in the dtype of x. `float32` and `bfloat16` compute, send and sum them in this
         dtype. `bfloat16_sum_float32` sends each term in bfloat16 by an all-to-all over fsdp, so that it is rounded

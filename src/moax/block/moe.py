@@ -106,7 +106,7 @@ def find_rows(
     groups = static.groups(plan)
     rows, columns = static.local.gather_and_quantize(
         received, plan.source, static.recipe.wi, "x", groups, static.amax_over,
-        rows=multiply, columns=keep and not static.frozen,
+        rows=multiply, columns=keep and not static.frozen, in_products=static.gathers_rows(static.recipe.wi.x),
     )  # fmt: skip
     return rows, permute_forward(static.permute, received, plan, groups) if static.frozen else columns
 
@@ -167,8 +167,9 @@ def find_weight_gradients(
     groups, by_row, at_input = static.groups(plan), weights_of_rows(plan, weights), static.weights_at == "input"
 
     d_o, d_o_columns = local.gather_and_quantize(  # [N, H]
-        d_partial, plan.source, recipe.wo, "dy", groups, over, columns=not static.frozen
-    )
+        d_partial, plan.source, recipe.wo, "dy", groups, over, columns=not static.frozen,
+        in_products=static.gathers_rows(recipe.wo.dy),
+    )  # fmt: skip
     with jax.named_scope("experts_out"):
         d_a = local.matmul(d_o, wo, groups, dtype, transpose=True)  # [N, F] = [N, H] [E, F, H]^T
         d_wo_a = d_wo_b = d_wi_a = d_wi_b = None
@@ -187,11 +188,9 @@ def find_weight_gradients(
     if at_input:  # d_h_plain is the gradient of the weighted h
         inner = jnp.sum(d_h_plain.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
         d_h_plain = _weigh(d_h_plain, by_row, groups)
-        every = jnp.arange(d_h_plain.shape[0], dtype=jnp.int32)
-        d_h, d_h_columns = local.gather_and_quantize(
-            d_h_plain.reshape(len(every), -1), every, recipe.wi, "dy", groups, over + static.roles.tp,
-            columns=not static.frozen,
-        )  # fmt: skip
+        d_h, d_h_columns = local.quantize_for_matmul(
+            d_h_plain, recipe.wi, "dy", groups, over + static.roles.tp, columns=not static.frozen
+        )
     with jax.named_scope("experts_out"):
         d_wo = d_bo = None
         if not static.frozen:

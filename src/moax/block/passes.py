@@ -58,7 +58,7 @@ def run_forward(
     more, made, span = None, jnp.ones((), jnp.int32), None
     if static.repeats:  # The exchange has just brought the ranks together, so here they agree without a wait.
         received, span = lax.optimization_barrier((received, _agree(static, layouts, received, needed)))
-    saved = find_hidden(static, wi, w, received, plan_rows(static.permute, received.experts), keep=static.save_rows)
+    saved = find_hidden(static, wi, w, received, plan_rows(static.permute, received.experts), keep=static.keeps_rows)
     hidden = saved.hidden
 
     def one_pass(p, first, total):
@@ -80,7 +80,7 @@ def run_forward(
     y = lax.optimization_barrier(combine_forward(static.exchange, partial, received.slots, inputs.x.shape[0]))
     y = y if more is None else y + more
     span = None if span is None else _after(y, span)
-    saved = saved._replace(rows=saved.rows if static.save_rows else None, span=span)
+    saved = saved._replace(rows=saved.rows if static.keeps_rows else None, span=span)
     dropped = received.dropped + saved.plan.dropped
     return y, dropped, reduce_max(made, () if span is None else static.roles.tokens)[None], saved
 

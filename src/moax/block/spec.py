@@ -25,7 +25,7 @@ from moax.ops.exchange import AUTO, TRANSPORTS, ExchangeSpec, allot_slots, excha
 from moax.ops.grouped import own_dims
 from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
 from moax.params import MoEParams
-from moax.recipe import Contracted, Recipes
+from moax.recipe import Contracted, Format, Recipes
 from moax.types import Plan, QuantizedParams, SendPlan
 
 
@@ -86,12 +86,13 @@ class BlockSpec:
       permute_more: the same of all passes but the first one. They have half the room: a pass of the loop computes the
         input of the activation again, which the first pass keeps, and shall not need more memory than that.
       roles: the mesh axes by role.
+      widths: H, and F on one device.
       declared: Weights of specs, used where neither the type nor the sharding of a weight says one.
       dtype: the dtype of the products.
       kernels: the name of the implementation.
       balanced: the sorted rows of a rank at a balanced load, without padding.
       repeats: whether a routing may need a second pass.
-      save_rows: whether forward leaves the sorted rows to backward.
+      save_rows: whether forward may leave the sorted rows to backward; see `keeps_rows`.
       grad_reduce: how the gradients of weights are summed; see `moax.Options.grad_reduce_dtype`.
       frozen: whether wi and wo have no gradient. The sorted rows that forward leaves are then not quantized.
     """
@@ -104,6 +105,7 @@ class BlockSpec:
     permute: PermuteSpec
     permute_more: PermuteSpec
     roles: Roles
+    widths: tuple[int, int]
     declared: Weights[Spec]
     dtype: np.dtype
     kernels: str
@@ -160,6 +162,7 @@ class BlockSpec:
             permute=PermuteSpec(local, align, capacity, kernels, roles, room if fewer else None),
             permute_more=PermuteSpec(local, align, capacity, kernels, roles, -(-room // 2)),
             roles=roles,
+            widths=(config.d_model, config.d_ff // roles.size(roles.tp)),
             declared=Weights(declared.wi, declared.wo, declared.bi, declared.bo),
             dtype=np.dtype(dtype),
             kernels=kernels,
@@ -191,7 +194,19 @@ class BlockSpec:
     @property
     def needs_inputs(self) -> bool:
         """Whether backward needs the inputs of forward."""
-        return self.repeats or not self.save_rows
+        return self.repeats or not self.keeps_rows
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether forward leaves rows to backward: those that arrived where products gather them, else the sorted ones.
+
+        Where products gather them and no rows travel, the rows that arrived are x, which the caller keeps.
+        """
+        return self.save_rows and (bool(self.roles.ep) or self.frozen or not self.gathers_rows(self.recipe.wi.x))
+
+    def gathers_rows(self, format: Format | None) -> bool:
+        """Returns whether products gather rows of this format from those that arrived."""
+        return self.local.gathers_rows(format, *self.widths)
 
     @property
     def whole_tensor(self) -> bool:

@@ -83,9 +83,9 @@ def measure_memory(s: Shard, layers: int, optimizer_bytes: int) -> Memory:
 
 def kept_bytes(s: Shard) -> int:
     """Returns the bytes that the experts of one layer leave to backward: the input of the activation, the plan, and the
-    rows as wgrad takes them where they are saved.
+    rows as wgrad takes them where they are kept.
     """
-    rows = _sorted_bytes(s, s.sorted) if s.block.save_rows else 0
+    rows = _sorted_bytes(s, s.sorted) if s.block.keeps_rows else 0
     return _hidden_bytes(s, s.sorted) + _plan_bytes(s) + rows
 
 
@@ -95,7 +95,8 @@ def _hidden_bytes(s: Shard, rows: int) -> int:
 
 
 def _sorted_bytes(s: Shard, rows: int) -> int:
-    """Returns the bytes of so many sorted rows as wgrad takes them."""
+    """Returns the bytes of so many sorted rows as wgrad takes them: of the rows that arrived, where it gathers them."""
+    rows = s.received if s.block.gathers_rows(s.options.recipe.wi.x) else rows
     return _rows_bytes(rows, s.config.d_model, s.options.recipe.wi.x, s.item)
 
 
@@ -151,10 +152,12 @@ def _exchange_bytes(s: Shard) -> int:
 def _workspace(s: Shard, rows: int) -> int:
     """Returns the bytes of the widest moment of backward, of a pass of so many rows.
 
-    In bf16 the arrays are do, da and a; dh takes the place of h. In FP8 they are dh by rows and by columns, after do
-    has been used. Dequantized operands live one at a time, and are not the widest.
+    In bf16 the arrays are do, da and a; dh takes the place of h. Where products gather do, they are da and a, or dx by
+    rows. In FP8 they are dh by rows and by columns, after do has been used. Dequantized operands live one at a time,
+    and are not the widest.
     """
     width, hidden = s.config.d_model, s.whole("wo")[1]
     if all(takes_fp8(s.options.kernels, recipe) for recipe in s.options.recipe.both):
         return rows * (2 * width + (s.item + 1) * hidden)
-    return rows * (width + 2 * hidden) * s.item
+    gathers = s.block.gathers_rows(s.options.recipe.wo.dy)
+    return rows * (max(width, 2 * hidden) if gathers else width + 2 * hidden) * s.item

@@ -148,11 +148,12 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
         """Yields the stages that sort rows by expert and quantize them.
 
         Where the product with the weight `w` is FP8 and scales are of blocks, one read sorts the rows and quantizes
-        them by rows and by columns. Otherwise, and where `kept` says that a bias needs the plain rows too, a stage of
-        its own sorts them. Rows are dequantized where products are not FP8. `made` counts the directions.
+        them by rows and by columns. Products may also gather rows without a format. Otherwise, and where `kept` says
+        that a bias needs the plain rows too, a stage of its own sorts them. Rows are dequantized where products are not
+        FP8. `made` counts the directions.
         """
         width, fused = c.d_model, form is not None and fp8[w] and form.block is not None
-        if kept or not fused:
+        if kept or not (fused or s.block.gathers_rows(form)):
             yield stage("permute", direction, 2 * rows * width * item)
         if form is not None:
             moved = item + made * (1 if fp8[w] else 2 + item)
@@ -168,7 +169,7 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
     take = "quantize weights" if any(quantized.values()) else "cast weights"
     for direction in ("forward", "recompute") if options.remat else ("forward",):
         yield stage("route", direction, s.tokens * (c.d_model * item + 12 * c.num_experts), route, on.dense[0])
-        yield from enter(direction, options.recipe.wi.x, "wi", False, 2 if s.block.save_rows else 1)
+        yield from enter(direction, options.recipe.wi.x, "wi", False, 2 if s.block.keeps_rows else 1)
         if taken:
             yield stage(take, direction, taken)
         yield product("product wi", direction, 0, c.d_model, c.gates * hidden)
@@ -178,7 +179,7 @@ def work(s: Shard, on: Hardware) -> Iterator[Stage]:
             yield stage("unpermute", direction, (rows + received) * c.d_model * item)
         if shared:
             yield shared_products(direction, 0)
-    if not s.block.save_rows:
+    if not s.block.keeps_rows:
         yield from enter("recompute", options.recipe.wi.x, "wi", False, 1)
     yield from enter("backward", options.recipe.wo.dy, "wo", c.use_bias)
     if taken:

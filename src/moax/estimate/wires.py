@@ -92,7 +92,7 @@ def _backward(s: Shard) -> Iterator[Transfer]:
     for name in s.layouts:
         yield from gathers(s, name, options.recipe_of(name).w, "columns", "backward")
         yield from _scatters(s, name)
-    if not s.block.save_rows:
+    if not s.block.keeps_rows:
         yield from _exchanged(s, "dispatch", "recompute", exchange.combine_backward_cost)
     yield from _exchanged(s, "dispatch", "backward", exchange.combine_backward_cost)
     yield from _exchanged(s, "combine", "backward", exchange.dispatch_backward_cost)

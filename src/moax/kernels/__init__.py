@@ -116,6 +116,13 @@ class Implementation(Protocol):
         """y[r] = sum_k weights[r, k] rows[position[r, k]] in float32, over the positions below N."""
         ...
 
+    def gathers_rows(self, format: Format | None, width: int, hidden: int) -> bool:
+        """Returns whether products shall gather rows of this format from those that arrived.
+
+        `width` is the number of elements of a row, and `hidden` the width F of an expert on this device.
+        """
+        ...
+
     def quantize_for_matmul(
         self, x: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = (),
         *, rows: bool = True, columns: bool = True,
@@ -128,9 +135,12 @@ class Implementation(Protocol):
 
     def gather_and_quantize(
         self, x: Array, source: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = (),
-        *, rows: bool = True, columns: bool = True,
+        *, rows: bool = True, columns: bool = True, in_products: bool = False,
     ) -> tuple[Operand, Operand]:  # fmt: skip
-        """Runs `quantize_for_matmul` on the rows x[source]. An implementation may gather and quantize in one read."""
+        """Runs `quantize_for_matmul` on the rows x[source]. An implementation may gather and quantize in one read.
+
+        With `in_products`, where `gathers_rows` says so, the Operands are no new rows: the products gather them from x.
+        """
         ...
 
     def quantize_and_gather(

@@ -29,7 +29,7 @@ from moax.train.mesh import TOKEN_AXES, check_batch
 from moax.train.presets import TrainConfig
 from moax.train.report import Report
 
-PROBED = 1 << 14  # the most tokens of the batch whose gradients are compared
+PROBED = 1 << 12  # the most tokens of the batch whose gradients are compared
 
 
 @dataclasses.dataclass(frozen=True)

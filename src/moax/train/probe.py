@@ -28,6 +28,8 @@ from moax.train import step as steps
 from moax.train.presets import ModelConfig, TrainConfig
 
 PROJECTIONS = ("gate", "up", "down")
+# These programs run once. On a GPU, XLA would time every way to compute each of their wide products in float32.
+jit_once = partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 
 
 def gradient_errors(
@@ -43,7 +45,7 @@ def gradient_errors(
     exact = dataclasses.replace(config, recipe=None, dtype="float32")
 
     def experts(config):
-        grads = jax.jit(lambda state, batch: steps.gradients(state, batch, config)[1].layers.moe)(state, batch)
+        grads = jit_once(lambda state, batch: steps.gradients(state, batch, config)[1].layers.moe)(state, batch)
         return grads.wi, grads.wo
 
     @jax.jit
@@ -76,9 +78,9 @@ def lost_values(
       `saturated`, each a list over layers.
     """
     recipe = get_recipes(config.recipe)
-    xs, dys = jax.device_get(jax.jit(partial(_around_blocks, config=config))(state, batch))
+    xs, dys = jax.device_get(jit_once(partial(_around_blocks, config=config))(state, batch))
     moe, bias = jax.device_get((state.params.layers.moe, state.router_bias))
-    count, found = jax.jit(partial(_count, model=config.model, recipe=recipe)), []
+    count, found = jit_once(partial(_count, model=config.model, recipe=recipe)), []
     with jax.set_mesh(NO_MESH):
         for layer in range(config.model.num_layers):
             of = jax.tree.map(lambda v, i=layer: jnp.asarray(v[i]), (moe, xs, dys))

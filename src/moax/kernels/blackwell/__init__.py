@@ -25,6 +25,7 @@ from moax.kernels.xla import gather_and_quantize as gather_and_quantize
 from moax.kernels.xla import gather_rows as gather_rows
 from moax.kernels.xla import gather_shard as gather_shard
 from moax.kernels.xla import gather_sum as gather_sum
+from moax.kernels.xla import gathers_rows as gathers_rows
 from moax.kernels.xla import pack_rows as pack_rows
 from moax.kernels.xla import put_rows as put_rows
 from moax.kernels.xla import quantize as quantize

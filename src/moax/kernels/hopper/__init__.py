@@ -18,6 +18,7 @@ from moax.kernels.hopper.between import activate as activate
 from moax.kernels.hopper.between import activate_grad as activate_grad
 from moax.kernels.hopper.formats import BLOCK, KERNEL_WIDTH
 from moax.kernels.hopper.formats import find_groups as find_groups
+from moax.kernels.hopper.formats import gathers_rows as gathers_rows
 from moax.kernels.hopper.formats import takes_fp8 as takes_fp8
 from moax.kernels.hopper.products import bias_grad as bias_grad
 from moax.kernels.hopper.products import matmul as matmul

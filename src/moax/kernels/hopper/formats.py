@@ -1,4 +1,4 @@
-"""The forms that the Hopper kernels take: blocks of 128 expert-sorted rows, and K-major FP8 operands."""
+"""The forms that the Hopper kernels take: blocks of 128 expert-sorted rows, gathered rows, and K-major FP8 operands."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moax.groups import Groups, blocks_before, row_groups
-from moax.recipe import Recipe
+from moax.recipe import Format, Recipe
 
 BLOCK = 128  # the rows of a block, and the elements for each scale
 COPY_WIDTH = 16  # the copy engine strides over multiples of so many FP8 elements
+GATHER_WIDTH = 64  # the producer of a product gathers lines of so many bf16 elements
+GATHER_HIDDEN = 1024  # for wider experts it is faster to sort the rows first (benchmarks/results/h200_gather.json)
 KERNEL_WIDTH = 32  # the copy engine swizzles boxes of at least so many FP8 elements
 
 
@@ -30,6 +32,27 @@ class KMajorFp8(NamedTuple):
 
     data: Float[Array, "..."]
     scale: Float[Array, "..."]
+
+
+class GatheredRows(NamedTuple):
+    """An operand of 16 bits whose rows a product gathers itself: row n is x[source[n]], or 0 where source[n] >= R.
+
+    Attributes:
+      x: [R, H], the rows as they arrived; H is a multiple of 64.
+      source: [N] i32, the source of each sorted row.
+    """
+
+    x: Float[Array, "R H"]
+    source: Int[Array, " N"]
+
+
+def gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
+    """Returns whether products shall gather rows of this format themselves; see `moax.kernels.Implementation`.
+
+    A product that gathers takes 2 to 20 % longer. Where experts are narrow, a kernel that sorts the rows first takes
+    longer than that.
+    """
+    return format is None and width % GATHER_WIDTH == 0 == hidden % GATHER_WIDTH and hidden <= GATHER_HIDDEN
 
 
 def takes_fp8(recipe: Recipe) -> bool:

@@ -14,6 +14,7 @@ from moax.kernels.hopper.formats import (
     KERNEL_WIDTH,
     BlockedGroups,
     Blocks,
+    GatheredRows,
     KMajorFp8,
 )
 from moax.kernels.scales import dequantize
@@ -29,7 +30,7 @@ def matmul(
     """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` y[m] = x[m] w[g(m)]^T + bias[g(m)].
 
     Args:
-      x: [M, K], or with `transpose` [M, N].
+      x: [M, K], or with `transpose` [M, N]; or GatheredRows of these.
       w: [E, K, N]; in FP8 it lies K-major, so that `transpose` does not matter.
       groups: the layout of the rows.
       dtype: the dtype of the result, and of operands that are not FP8.
@@ -41,7 +42,8 @@ def matmul(
     bias = None if bias is None else bias.reshape(bias.shape[0], -1)
     if isinstance(x, KMajorFp8):
         return _matmul_fp8(x, w, groups.blocks, dtype, bias)
-    return _matmul(_plain(x, dtype), _plain(w, dtype), groups.blocks, dtype, bias, transpose)
+    x, source = _with_source(x, dtype)
+    return _matmul(x, _plain(w, dtype), groups.blocks, dtype, bias, transpose, source)
 
 
 @typed
@@ -54,13 +56,14 @@ def _matmul_fp8(x: KMajorFp8, w: KMajorFp8, blocks: Blocks, dtype, bias):
 
 
 @typed
-def _matmul(x, w, blocks: Blocks, dtype, bias, transpose: bool):
-    """Computes the bfloat16 product, by a kernel with the tile for these sizes."""
+def _matmul(x, w, blocks: Blocks, dtype, bias, transpose: bool, source):
+    """Computes the bfloat16 product, by a kernel with the tile for these sizes. With a `source` it gathers x."""
     from moax.kernels.hopper.pallas.matmul import grouped_matmul
 
     columns = w.shape[1] if transpose else w.shape[2]
     tile = _pick_tile("matmul_transposed" if transpose else "matmul", x.shape[1], columns, blocks)
-    return grouped_matmul(x, w, blocks, tile, transpose=transpose, bias=bias, out_dtype=dtype)
+    tile = tile if source is None else dataclasses.replace(tile, cluster=1)
+    return grouped_matmul(x, w, blocks, tile, transpose=transpose, bias=bias, source=source, out_dtype=dtype)
 
 
 def wgrad(
@@ -68,13 +71,15 @@ def wgrad(
 ) -> Float[Array, "E K N"]:
     """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. `out_dtype` None means `dtype`.
 
-    x is [M, K] and dy is [M, N]; in FP8 they are transposed, [K, M] and [N, M]. Both are 0 in padding. With `total`
-    [E, K, N] it returns total + dw in the dtype of `total`, and in its memory.
+    x is [M, K] and dy is [M, N]; in FP8 they are transposed, [K, M] and [N, M]. Both are 0 in padding. One of them may
+    be GatheredRows. With `total` [E, K, N] it returns total + dw in the dtype of `total`, and in its memory.
     """
     out_dtype = total.dtype if total is not None else dtype if out_dtype is None else out_dtype
     if isinstance(x, KMajorFp8):
         return _wgrad_fp8(x, dy, groups.blocks, out_dtype, total)
-    return _wgrad(_plain(x, dtype), _plain(dy, dtype), groups.blocks, out_dtype, total)
+    (x, source), (dy, source_dy) = (_with_source(v, dtype) for v in (x, dy))
+    sources = (source, "x") if source_dy is None else (source_dy, "dy")
+    return _wgrad(x, dy, groups.blocks, out_dtype, total, *sources)
 
 
 @typed
@@ -87,12 +92,16 @@ def _wgrad_fp8(x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, dtype, total):
 
 
 @typed
-def _wgrad(x, dy, blocks: Blocks, dtype, total=None):
-    """Computes the bfloat16 gradient of a weight, by a kernel with the tile for these sizes."""
+def _wgrad(x, dy, blocks: Blocks, dtype, total=None, source=None, gathers: str = "x"):
+    """Computes the bfloat16 gradient of a weight, by a kernel with the tile for these sizes.
+
+    With a `source` it gathers the operand that `gathers` names.
+    """
     from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 
     tile = _pick_tile("wgrad", x.shape[1], dy.shape[1], blocks)
-    return grouped_wgrad(x, dy, blocks, tile, out_dtype=dtype, total=total)
+    tile = tile if source is None else dataclasses.replace(tile, cluster=1)
+    return grouped_wgrad(x, dy, blocks, tile, source=source, gathers=gathers, out_dtype=dtype, total=total)
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "E *C"]:
@@ -105,6 +114,11 @@ def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "
     ones = jnp.ones((dy.shape[0], KERNEL_WIDTH), dy.dtype)
     sums = _wgrad(ones, dy.reshape(dy.shape[0], -1), groups.blocks, jnp.float32)
     return sums[:, 0].reshape(groups.sizes.shape[0], *dy.shape[1:])
+
+
+def _with_source(x, dtype):
+    """Returns the rows of an operand in this dtype, and their source where the product gathers them, else None."""
+    return (x.x.astype(dtype), x.source) if isinstance(x, GatheredRows) else (_plain(x, dtype), None)
 
 
 def _plain(x, dtype):

@@ -21,6 +21,7 @@ from moax.kernels.hopper.formats import (
     KERNEL_WIDTH,
     BlockedGroups,
     Blocks,
+    GatheredRows,
     KMajorFp8,
     takes_fp8,
 )
@@ -73,13 +74,16 @@ def gather_and_quantize(
     *,
     rows: bool = True,
     columns: bool = True,
+    in_products: bool = False,
 ) -> tuple[Any, Any]:
     """Runs `quantize_for_matmul` on the rows x[source]. See `moax.kernels.Implementation`.
 
     One kernel gathers and quantizes where each block has a scale, and leaves out the result that is not wanted. The
-    scale of a whole tensor needs all rows first.
+    scale of a whole tensor needs all rows first. With `in_products` the products gather.
     """
     format: Format | None = getattr(recipe, role)
+    if in_products:
+        return (GatheredRows(x, source),) * 2
     if takes_fp8(recipe) and format is not None and format.block is not None:
         with jax.named_scope("quantize"):
             return _quantize_rows(x, groups.blocks, format, source=source, rows=rows, columns=columns)

@@ -20,6 +20,7 @@ from moax.kernels.xla.rows import activate_grad as activate_grad
 from moax.kernels.xla.rows import gather_and_quantize as gather_and_quantize
 from moax.kernels.xla.rows import gather_rows as gather_rows
 from moax.kernels.xla.rows import gather_sum as gather_sum
+from moax.kernels.xla.rows import gathers_rows as gathers_rows
 from moax.kernels.xla.rows import put_rows as put_rows
 from moax.kernels.xla.rows import top_k as top_k
 from moax.recipe import Contracted, Recipe

@@ -14,7 +14,7 @@ from moax.errors import Unsupported
 from moax.groups import Groups, find_groups, zero_rows
 from moax.kernels.xla.quantization import quantize_for_matmul
 from moax.mesh.axes import Names
-from moax.recipe import Recipe, Recipes
+from moax.recipe import Format, Recipe, Recipes
 
 
 def top_k(x: Float[Array, "T E"], k: int) -> Int[Array, "T K"]:
@@ -47,15 +47,20 @@ def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int
     raise Unsupported("kernels='xla' cannot write into the memory of another device; use another exchange")
 
 
+def gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
+    """Returns False: no product of XLA gathers its rows."""
+    return False
+
+
 def gather_and_quantize(
     x: Float[Array, "R H"], source: Int[Array, " N"], recipe: Recipe, role: str, groups: Groups, amax_over: Names = (),
-    *, rows: bool = True, columns: bool = True,
+    *, rows: bool = True, columns: bool = True, in_products: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Returns the rows x[source] as two Operands: for a product over columns, and for wgrad.
 
     It returns both whatever the caller takes, because XLA drops what is not used.
     """
-    del rows, columns
+    del rows, columns, in_products
     with jax.named_scope("permute"):
         gathered = gather_rows(x, source)
     return quantize_for_matmul(gathered, recipe, role, groups, amax_over)

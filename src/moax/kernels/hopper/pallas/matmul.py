@@ -11,46 +11,59 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks
-from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
+from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
+from moax.kernels.hopper.pallas.pipeline import (
+    ROWS,
+    TileConfig,
+    add_bias,
+    pad_bias,
+    run,
+    stage,
+    sweep,
+    swizzle_of,
+    swizzled,
+)
 
 STEP = 64  # the contracted elements of a stage, 128 bytes
 PIECE = 64  # the columns whose bias is in registers at one time
 
 
 def grouped_matmul(
-    x: Float[Array, "M K"],
+    x: Float[Array, "R K"],
     w: Float[Array, "E K N"] | Float[Array, "E N K"],
     blocks: Blocks,
     tile: TileConfig,
     *,
     transpose: bool = False,
     bias: Float[Array, "E N"] | None = None,
+    source: Int[Array, " M"] | None = None,
     out_dtype=None,
 ) -> Float[Array, "M N"]:
     """y[m] = x[m] w[g(m)] + bias[g(m)]; with `transpose` y[m] = x[m] w[g(m)]^T + bias, for x [M, N], w [E, K, N].
 
     Args:
-      x: [M, K], bf16 or f16, its rows in blocks; padding may hold anything.
+      x: [M, K], bf16 or f16, its rows in blocks; padding may hold anything. With `source` it is [R, K], in any order.
       w: [E, K, N] in the dtype of x.
       blocks: the blocks of the rows.
       tile: see TileConfig.
       transpose: whether w is transposed; x is then [M, N] and y [M, K].
       bias: one value for each column of y, added in float32.
+      source: row m of the product is x[source[m]], or 0 where source[m] >= R. None means row m itself.
       out_dtype: the dtype of y; None means x.dtype.
 
     Returns:
       y: [M, N], or [M, K] with `transpose`. Padding may hold anything.
 
     Raises:
-      Unsupported: x and w have other dtypes, or a contiguous dim is no multiple of 32 bytes.
+      Unsupported: x and w have other dtypes, or a contiguous dim is no multiple of 32 bytes, with `source` of 128.
     """
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(f"x is {x.dtype} and w is {w.dtype}; the kernel takes bfloat16, or float16, for both")
-    rows, contracted = x.shape
+    rows, contracted = blocks.group.shape[0] * BLOCK, x.shape[1]
     columns = w.shape[1] if transpose else w.shape[2]
     swizzle = swizzle_of(2 * contracted, 2 * w.shape[2])
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype if out_dtype is None else out_dtype)
@@ -58,21 +71,29 @@ def grouped_matmul(
     n_steps = pl.cdiv(contracted, STEP)
     w_stage = (tile.tile_n, STEP) if transpose else (STEP, tile.tile_n)
     shared = "block" if tile.cluster > 1 else None
+    if source is not None:
+        check_gather(swizzle, tile)
+    gathered = () if source is None else (source,)
 
-    def locate(i, block, x, w, group, used, *bias):
+    def locate(i, block, x, w, group, used, *_):
         row, column = sweep(i, used[0], tiles_n, tile.width)
         return row, column * tile.cluster + block, group[row]
 
-    def load(place, step, slot, barrier, stages, x, w, *_):
+    def load(place, step, slot, barrier, stages, x, w, *_, held=None):
         row, column, g = place
         k, n = pl.ds(step * STEP, STEP), pl.ds(column * tile.tile_n, tile.tile_n)
-        plgpu.copy_gmem_to_smem(
-            x.at[pl.ds(row * BLOCK, BLOCK), k], stages["x"].at[slot], barrier, collective_axes=shared
-        )
+        if held is not None:
+            copy_rows(x, step * STEP, held, stages["x"].at[slot], swizzled(x.dtype, swizzle))
+        else:
+            rows = x.at[pl.ds(row * BLOCK, BLOCK), k]
+            plgpu.copy_gmem_to_smem(rows, stages["x"].at[slot], barrier, collective_axes=shared)
         part = w.at[g, n, k] if transpose else w.at[g, k, n]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, used, *bias):
+    def load_ahead(place, step, *operands):
+        return load_sources(operands[-1], place[0] * BLOCK, BLOCK)
+
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, used, *biases):
         mine = pl.ds(warpgroup * ROWS, ROWS)
 
         def accumulate(acc):
@@ -91,11 +112,11 @@ def grouped_matmul(
             return total
 
         total = pl.run_scoped(accumulate, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))
-        if not bias:
+        if bias is None:
             return [total]
         _, column, g = place
         starts = range(0, tile.tile_n, PIECE)
-        return [add_bias(total[:, n : n + PIECE], bias[0], g, column * tile.tile_n + n) for n in starts]
+        return [add_bias(total[:, n : n + PIECE], biases[0], g, column * tile.tile_n + n) for n in starts]
 
     def target(place, warpgroup, column, width, out):
         row, tile_column, _ = place
@@ -104,15 +125,16 @@ def grouped_matmul(
 
     biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
     return run(
-        (x, w, blocks.group, blocks.used, *biases),
+        (x, w, blocks.group, blocks.used, *biases, *gathered),
         out,
         tile,
         {"x": stage(tile, BLOCK, STEP, x.dtype, swizzle), "w": stage(tile, *w_stage, x.dtype, swizzle)},
-        count=lambda x, w, group, used, *bias: used[0] * tiles_n,
+        count=lambda x, w, group, used, *_: used[0] * tiles_n,
         locate=locate,
         steps=lambda *_: n_steps,
         load=load,
         multiply=multiply,
         target=target,
         name="grouped_matmul_transposed" if transpose else "grouped_matmul",
+        sources=None if source is None else load_ahead,
     )

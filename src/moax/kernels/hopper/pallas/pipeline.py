@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.backend import count_sms
 from moax.errors import Unsupported
+from moax.kernels.hopper.pallas.gather import gather_stages
 from moax.mesh.collectives import varying
 
 ROWS = 64  # the rows of a consumer
@@ -152,6 +153,7 @@ def run(
     target: Callable,
     name: str,
     total=None,
+    sources: Callable | None = None,
 ):
     """Runs a kernel over the tiles of its result.
 
@@ -164,13 +166,15 @@ def run(
       locate: locate(i, block, *operands) -> the place of the tile of block `block` in cluster tile i.
       steps: steps(place, *operands) -> the number of stages that the tile contracts.
       load: load(place, step, slot, barrier, stages, *operands) copies one stage into `slot`. Its copies arrive
-        `len(stages)` times at the barrier.
+        `len(stages)` times at the barrier; gathered rows arrive by `gather_stages`.
       multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> the rows of a consumer, as
         float32 pieces [64, c] of neighbouring columns. `at` counts the stages of earlier tiles.
       target: target(place, warpgroup, column, width, out) -> the part of the result that takes `width` columns.
       name: the name of the kernel in profiles.
       total: None, or an array like the result, to which the kernel adds in float32. The sum takes the memory of
         `total` where nothing else needs `total`. Inside a `shard_map` with `check_vma` it takes new memory.
+      sources: None, or sources(place, step, *operands) -> the rows of one operand that a step gathers, or any rows
+        after the last step of a tile. `load` then takes them as its keyword `held`.
     """
     dtype = out_type.dtype
     swizzle = swizzle_of(out_type.shape[-1] * dtype.itemsize)
@@ -206,27 +210,29 @@ def run(
         def place_of(i):
             return locate((start + i) * clusters + first, block, *inputs)
 
-        @pl.when(warpgroup == tile.consumers)
-        def _():
-            plgpu.set_max_registers(fewer, action="decrease")
+        def produce():
+            def fill(place, step, at, **held):
+                slot = lax.rem(at, tile.stages)
+                pl.when(at >= tile.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                load(place, step, slot, full.at[slot], stages, *inputs, **held)
 
-            def per_tile(i, at):
-                place = place_of(i)
+            def steps_of(place):
+                return steps(place, *inputs)
 
-                def per_step(step, at):
-                    slot = lax.rem(at, tile.stages)
-                    pl.when(at >= tile.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                    load(place, step, slot, full.at[slot], stages, *inputs)
-                    return at + 1
-
-                return lax.fori_loop(0, steps(place, *inputs), per_step, at)
-
-            end = lax.fori_loop(0, mine, per_tile, jnp.int32(0))
+            if sources is None:
+                end = fill_stages(mine, place_of, steps_of, fill)
+            else:
+                end = gather_stages(mine, place_of, steps_of, fill, lambda *at: sources(*at, *inputs), full)
 
             def drain(at, _):
                 plgpu.barrier_wait(empty.at[lax.rem(at, tile.stages)])
 
             lax.fori_loop(jnp.maximum(end - tile.stages, 0), end, drain, None)
+
+        @pl.when(warpgroup == tile.consumers)
+        def _():
+            plgpu.set_max_registers(fewer, action="decrease")
+            pl.when(mine > 0)(produce)
 
         @pl.when(warpgroup < tile.consumers)
         def _():
@@ -276,12 +282,27 @@ def run(
         def add_apart(total, *operands):
             wide = jax.ShapeDtypeStruct(out_type.shape, jnp.float32)
             how = dict(count=count, locate=locate, steps=steps, load=load, multiply=multiply, target=target, name=name)
-            return (total.astype(jnp.float32) + run(operands, wide, tile, stages, **how)).astype(dtype)
+            return (total.astype(jnp.float32) + run(operands, wide, tile, stages, sources=sources, **how)).astype(dtype)
 
         if any(map(varying, (total, *operands))):  # JAX has no reference to an array whose type varies
             return add_apart(total, *operands)
         return _add_in_place(body, total, operands, plgpu.Mesh(**mesh), scratch, params, add_apart)
     return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, compiler_params=params, **mesh)(*operands)
+
+
+def fill_stages(mine, place_of: Callable, steps: Callable, fill: Callable):
+    """Fills the stages of a producer's `mine` tiles, one after another, and returns their number."""
+
+    def per_tile(i, at):
+        place = place_of(i)
+
+        def per_step(step, at):
+            fill(place, step, at)
+            return at + 1
+
+        return lax.fori_loop(0, steps(place), per_step, at)
+
+    return lax.fori_loop(0, mine, per_tile, jnp.int32(0))
 
 
 def _add_in_place(body: Callable, total, operands: tuple, mesh, scratch: dict[str, Any], params, add_apart: Callable):

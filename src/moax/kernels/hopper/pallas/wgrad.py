@@ -11,17 +11,26 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks
-from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep, swizzle_of
+from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
+from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep, swizzle_of, swizzled
 
 STEP = 64  # the rows of a stage
 
 
 def grouped_wgrad(
-    x: Float[Array, "M K"], dy: Float[Array, "M N"], blocks: Blocks, tile: TileConfig, *, out_dtype=None, total=None
+    x: Float[Array, "R K"],
+    dy: Float[Array, "S N"],
+    blocks: Blocks,
+    tile: TileConfig,
+    *,
+    source: Int[Array, " M"] | None = None,
+    gathers: str = "x",
+    out_dtype=None,
+    total=None,
 ) -> Float[Array, "E K N"]:
     """dw[g] = sum over rows m of g: x[m]^T dy[m].
 
@@ -30,11 +39,13 @@ def grouped_wgrad(
       dy: [M, N], like x in dtype and padding.
       blocks: the blocks of the rows.
       tile: see TileConfig.
+      source: row m of the operand that `gathers` names, "x" or "dy", is its row source[m], or 0 where there is none: it
+        is then [R, K] or [R, N], in any order. None means row m itself.
       out_dtype: the dtype of dw; None means x.dtype.
       total: [E, K, N] in `out_dtype`, to which the kernel adds, or None. The sum is returned, in the memory of `total`.
 
     Raises:
-      Unsupported: x and dy have other dtypes, or a row is no multiple of 32 bytes.
+      Unsupported: x and dy have other dtypes, or a row is no multiple of 32 bytes, with `source` of 128.
     """
     if x.dtype != dy.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(f"x is {x.dtype} and dy is {dy.dtype}; the kernel takes bfloat16, or float16, for both")
@@ -44,22 +55,28 @@ def grouped_wgrad(
     out = jax.ShapeDtypeStruct((groups, rows, columns), x.dtype if out_dtype is None else out_dtype)
     tile_m = ROWS * tile.consumers
     tile = leave_room(tile, lambda tile_n: STEP * (tile_m + tile_n) * x.dtype.itemsize, total)
+    if source is not None:
+        check_gather(swizzle, tile)
     tiles_m, tiles_n = pl.cdiv(rows, tile_m), pl.cdiv(columns, tile.tile_n * tile.cluster)
     shared = "block" if tile.cluster > 1 else None
 
-    def locate(i, block, x, dy, first, count):
+    def locate(i, block, x, dy, first, count, *_):
         g, inside = lax.div(i, tiles_m * tiles_n), lax.rem(i, tiles_m * tiles_n)
         row, column = sweep(inside, tiles_m, tiles_n, tile.width)
-        return g, row, column * tile.cluster + block, first[g] * BLOCK
+        return g, row, column * tile.cluster + block, first[g]
 
-    def load(place, step, slot, barrier, stages, x, dy, first, count):
-        _, row, column, start = place
-        tokens = pl.ds(start + step * STEP, STEP)
-        plgpu.copy_gmem_to_smem(
-            x.at[tokens, pl.ds(row * tile_m, tile_m)], stages["x"].at[slot], barrier, collective_axes=shared
-        )
-        part = dy.at[tokens, pl.ds(column * tile.tile_n, tile.tile_n)]
-        plgpu.copy_gmem_to_smem(part, stages["dy"].at[slot], barrier)
+    def load(place, step, slot, barrier, stages, x, dy, *_, held=None):
+        _, row, column, block = place
+        tokens = pl.ds(block * BLOCK + step * STEP, STEP)
+        for name, ref, first, width in (("x", x, row * tile_m, tile_m), ("dy", dy, column * tile.tile_n, tile.tile_n)):
+            if held is not None and name == gathers:
+                copy_rows(ref, first, held, stages[name].at[slot], swizzled(ref.dtype, swizzle))
+            else:
+                axes, part = shared if name == "x" else None, ref.at[tokens, pl.ds(first, width)]
+                plgpu.copy_gmem_to_smem(part, stages[name].at[slot], barrier, collective_axes=axes)
+
+    def load_ahead(place, step, *operands):
+        return load_sources(operands[-1], place[-1] * BLOCK + step * STEP, STEP)
 
     def multiply(place, steps, at, warpgroup, stages, full, empty, *_):
         mine = pl.ds(warpgroup * ROWS, ROWS)
@@ -87,16 +104,17 @@ def grouped_wgrad(
         return out.at[g, pl.ds(row * tile_m + warpgroup * ROWS, ROWS), pl.ds(at, width)]
 
     return run(
-        (x, dy, blocks.first, blocks.count),
+        (x, dy, blocks.first, blocks.count, *(() if source is None else (source,))),
         out,
         tile,
         {"x": stage(tile, STEP, tile_m, x.dtype, swizzle), "dy": stage(tile, STEP, tile.tile_n, x.dtype, swizzle)},
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
-        steps=lambda place, x, dy, first, count: count[place[0]] * (BLOCK // STEP),
+        steps=lambda place, x, dy, first, count, *_: count[place[0]] * (BLOCK // STEP),
         load=load,
         multiply=multiply,
         target=target,
         name="grouped_wgrad",
         total=total,
+        sources=None if source is None else load_ahead,
     )

@@ -1,0 +1,213 @@
+"""Copies of gathered rows into a stage of a product, so that rows sorted by expert are never in memory.
+
+The copy engine of Hopper gathers no rows. The four warps of the producer do, in copies of 16 bytes (`cp.async`), for
+which no thread waits: eight lanes copy a line of 128 bytes, and a warp copies four lines at one time. The lines lie
+where the copy engine would have put them for the swizzle of 128 bytes. Each warp copies a quarter of the rows of a
+stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from moax.errors import Unsupported
+
+LINE = 128  # the bytes of a line, and of the swizzle
+WARPS, LANES, CHUNK = 4, 32, 16  # the warps of a warpgroup, the lanes of a warp, and the bytes of a lane's copy
+BOX = 8  # so many lanes copy a line, and so many rows repeat the swizzle
+EACH = plgpu.Layout.WG_STRIDED((WARPS * LANES,), 1)  # a thread holds one value
+ONE = plgpu.Layout.WG_SPLAT(())
+BEHIND = 1  # so many further stages are begun before a stage is waited for; with 2, products take as long
+
+
+def check_gather(swizzle: int, tile: Any) -> None:
+    """Raises Unsupported unless stages with this swizzle, of this TileConfig, can hold gathered rows."""
+    if swizzle != LINE or tile.cluster > 1 or tile.stages < BEHIND + 2:
+        raise Unsupported(
+            f"a gather has swizzle={swizzle}, cluster={tile.cluster} and stages={tile.stages}; it needs contiguous "
+            f"dims of multiples of {LINE} bytes, one block a cluster, and at least {BEHIND + 2} stages"
+        )
+
+
+def gather_stages(mine, place_of: Callable, steps: Callable, fill: Callable, sources: Callable, full):
+    """Fills the stages of a producer's tiles with gathered rows, as `pipeline.fill_stages`, and returns their number.
+
+    The sources of a step are loaded during the step before. The producer arrives at the barrier of a stage, for its
+    gathered rows, after it has begun the copies of `BEHIND` further stages.
+
+    Args:
+      mine: the number of tiles, at least 1.
+      place_of: place_of(i) -> the place of tile i.
+      steps: steps(place) -> the number of stages of a tile.
+      fill: fill(place, step, at, held=...) starts to copy into stage `at`, which counts the stages of earlier tiles,
+        the rows that `held` names.
+      sources: sources(place, step) -> the result of `load_sources` for a step.
+      full: the barriers of the stages.
+    """
+
+    def arrive(at) -> None:
+        pl.when(at >= 0)(lambda: plgpu.barrier_arrive(full.at[lax.rem(at, full.shape[0])]))
+
+    def per_tile(i, carry):
+        at, place, held = carry
+        after = place_of(lax.min(i + 1, mine - 1))
+
+        def per_step(step, carry):
+            at, held = carry
+            fill(place, step, at, held=held)
+            held = sources(place, step + 1)
+            _wait_rows(BEHIND)
+            arrive(at - BEHIND)
+            return at + 1, held
+
+        at, _ = lax.fori_loop(0, steps(place), per_step, (at, held))
+        return at, after, sources(after, 0)
+
+    place = place_of(0)
+    end = lax.fori_loop(0, mine, per_tile, (jnp.int32(0), place, sources(place, 0)))[0]
+    _wait_rows(0)
+    for late in reversed(range(BEHIND)):
+        arrive(end - 1 - late)
+    return end
+
+
+def load_sources(source, start, rows: int):
+    """Returns the rows of x that `copy_rows` copies to a stage of `rows` rows: source[start : start + rows].
+
+    Lane l of warp w holds source[start + w q + l % q], where q = rows / 4. Rows past the end of `source` are its last
+    ones, for a caller that loads ahead.
+    """
+    code = _PLACE.format(each=rows // WARPS, start=2) + "ld.global.b32 $0, [at];\n}"
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), ONE),
+        return_type=plgpu.ShapeDtypeStruct((WARPS * LANES,), jnp.int32, layout=EACH),
+    )
+    def load(ctx, source, start):
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        found = _run(code, utils.memref_ptr(source), start.registers.item(), result=i32)
+        register = vector.broadcast(ir.VectorType.get((1,), i32), found)
+        registers = np.array([register], dtype=object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=EACH.to_mgpu(), _is_signed=True)
+
+    return load(source, lax.min(jnp.int32(start), jnp.int32(source.shape[0] - rows)))
+
+
+def copy_rows(x, column, sources, stage, transforms) -> None:
+    """Starts to copy x[sources[i], column : column + C] to row i of a stage, and 0 where sources[i] >= R or x ends.
+
+    Args:
+      x: [R, W] in GMEM, 16-bit, with W a multiple of 64.
+      column: the first column, a multiple of 64.
+      sources: the result of `load_sources` for the rows of the stage.
+      stage: [64 or 128, C] in SMEM, with C a multiple of 64.
+      transforms: those of the stage: tiles of 8 rows by 128 bytes, in the swizzle of 128 bytes.
+    """
+    rows, width = stage.shape
+    code = _copies(rows // WARPS, width * x.dtype.itemsize // LINE, x.shape, x.dtype.itemsize)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ONE, EACH, plgpu.RefType(transforms)))
+    def copy(ctx, x, column, sources, stage):
+        del ctx
+        source = vector.extract(sources.registers.item(), dynamic_position=[], static_position=[0])
+        _run(code, utils.memref_ptr(x), source, utils.memref_ptr(stage), column.registers.item())
+
+    copy(x, jnp.int32(column), sources, stage)
+
+
+def _wait_rows(later: int) -> None:
+    """Waits until the rows of all calls of `copy_rows` but the last `later` are there for wgmma to read.
+
+    One call of `_wait_rows` follows each call of `copy_rows`.
+    """
+
+    @plgpu.inline_mgpu()
+    def wait(ctx):
+        del ctx
+        _run(f"cp.async.commit_group;\ncp.async.wait_group {later};\nfence.proxy.async.shared::cta;")
+
+    wait()
+
+
+# Leaves in `at` where this thread finds its source; the operands are the result, `source` and the first row.
+_PLACE = """{{
+.reg .b32 lane, warp, place;
+.reg .b64 at;
+mov.u32 lane, %tid.x;
+shr.u32 warp, lane, 5;
+and.b32 warp, warp, 3;
+and.b32 lane, lane, {each} - 1;
+mad.lo.u32 place, warp, {each}, lane;
+add.u32 place, place, ${start};
+mad.wide.u32 at, place, 4, $1;
+"""
+
+
+def _copies(each: int, lines: int, shape: tuple[int, int], size: int) -> str:
+    """Returns the PTX of `copy_rows`, where a warp copies `each` rows of so many lines from x of this shape.
+
+    An element has `size` bytes. The operands are x, the source of this thread, the stage and the column.
+    """
+    limit, width = shape
+    code = f"""{{
+.reg .b32 lane, warp, sub, chunk, place, row, bytes, left, to0, to1;
+.reg .b64 from, at;
+.reg .pred real, inside<{lines}>;
+mov.u32 lane, %tid.x;
+shr.u32 warp, lane, 5;
+and.b32 warp, warp, {WARPS - 1};
+and.b32 lane, lane, {LANES - 1};
+shr.u32 sub, lane, 3;
+and.b32 chunk, lane, {BOX - 1};
+mad.wide.u32 from, chunk, {CHUNK}, $0;
+mad.wide.u32 from, $3, {size}, from;
+xor.b32 place, chunk, sub;
+mul.lo.u32 place, place, {CHUNK};
+mad.lo.u32 place, sub, {LINE}, place;
+mad.lo.u32 warp, warp, {each * lines * LINE}, $2;
+add.u32 to0, place, warp;
+xor.b32 place, place, {LINE // 2};
+add.u32 to1, place, warp;
+add.u32 to1, to1, {BOX // 2 * LINE};
+sub.u32 left, {width}, $3;
+"""
+    edge = width * size % (lines * LINE) != 0
+    for line in range(lines) if edge else ():
+        code += f"setp.gt.s32 inside{line}, left, {line * LINE // size};\n"
+    for step in range(each // 4):  # rows 4 * step + sub of the warp
+        code += f"""add.u32 place, sub, {4 * step};
+shfl.sync.idx.b32 row, $1, place, {LANES - 1}, 0xffffffff;
+setp.lt.u32 real, row, {limit};
+selp.b32 row, row, 0, real;
+mad.wide.u32 at, row, {width * size}, from;
+selp.b32 bytes, {CHUNK}, 0, real;
+"""
+        for line in range(lines):
+            to = (step // 2 * lines + line) * BOX * LINE
+            some = "bytes"
+            if edge:
+                some, code = "left", code + f"selp.b32 left, bytes, 0, inside{line};\n"
+            copy = f"cp.async.cg.shared.global.L2::128B [to{step % 2} + {to}], [at + {line * LINE}], {CHUNK}, {some};\n"
+            code += copy
+    return code + "}"
+
+
+def _run(code: str, *operands: Any, result: Any = None) -> Any:
+    """Inlines PTX whose operands are pointers and integers, after the result if there is one. Returns the result."""
+    kinds = ["l" if str(operand.type) == "!llvm.ptr" else "r" for operand in operands]
+    outs = [] if result is None else ["=r"]
+    result = ir.Type.parse("!llvm.void") if result is None else result
+    constraints = ",".join([*outs, *kinds, "~{memory}"])
+    return llvm.inline_asm(result, list(operands), code, constraints, has_side_effects=True)
