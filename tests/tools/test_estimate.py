@@ -157,15 +157,17 @@ def rows_of(name: str) -> list[dict]:
 
 
 def sorted_first(row: dict) -> bool:
-    """Whether a row was measured before products gathered rows: those of bf16 and narrow experts."""
+    """Whether a row of an older file was measured before products gathered rows: those of bf16 and narrow experts."""
     return row["recipe"] == "none" and row["case"].startswith("qwen3")
 
 
 MEASURED = dict(buffer_factor=None, save_rows=True)  # how the committed blocks ran
 BLOCKS = [
     row
-    for row in rows_of("h200_block.json")
-    if row["direction"] == "fwd+bwd" and row["us"] and "T" in row["case"] and not sorted_first(row)
+    for name in ("h200_block.json", "h200_gathers_after.json")
+    for row in rows_of(name)
+    if row["direction"] == "fwd+bwd" and row["us"] and "T" in row["case"]
+    if sorted_first(row) == (name == "h200_gathers_after.json")
 ]
 
 

@@ -14,7 +14,7 @@ from moax.recipe import Format, Recipe
 BLOCK = 128  # the rows of a block, and the elements for each scale
 COPY_WIDTH = 16  # the copy engine strides over multiples of so many FP8 elements
 GATHER_WIDTH = 64  # the producer of a product gathers lines of so many bf16 elements
-GATHER_HIDDEN = 1024  # for wider experts it is faster to sort the rows first (benchmarks/results/h200_gather.json)
+GATHER_HIDDEN = 1536  # for wider experts it is faster to sort the rows first (benchmarks/results/h200_gathers.json)
 KERNEL_WIDTH = 32  # the copy engine swizzles boxes of at least so many FP8 elements
 
 
