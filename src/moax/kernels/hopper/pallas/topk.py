@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
+from moax.kernels.hopper.pallas.quantize import store
 
 ROWS = 64  # the rows of a warpgroup
 MOST = 256  # the most experts: a thread holds half as many logits in registers
@@ -61,7 +62,7 @@ def top_k_rows(logits: Float[Array, "T E"], top_k: int) -> Int[Array, "T K"]:
         for k in range(top_k):
             most = lax.broadcast_in_dim(jnp.max(keys, axis=1), keys.shape, [0])
             best = jnp.max(jnp.where(keys == most, below, jnp.uint32(0)), axis=1)
-            out[pl.ds(first, ROWS), k] = (jnp.uint32(experts) - best).astype(jnp.int32)
+            store(out.at[pl.ds(first, ROWS), k], (jnp.uint32(experts) - best).astype(jnp.int32), optimized=False)
             if k + 1 < top_k:
                 keys = jnp.where(below == lax.broadcast_in_dim(best, keys.shape, [0]), jnp.uint32(0), keys)
 
