@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Checks and measures on a machine with a Hopper GPU: scripts/measure.sh STAGE...
 # Stages, with what each takes on an H200 with 16 cores: test (3 minutes), gemm (2.5), groups (2), quantize (2.5),
-# permute (1), block (2), train (5); of two GPUs gather (1), exchange (4), mesh (6, beside layers of JAX and PyTorch),
-# step (4, of the language model, beside layers of JAX), mesh_train (4) and tutorial (3). Results go to $OUT (default
-# benchmarks/results), as JSON with the commit SHA=... One call can hold several.
+# permute (1), gathers (2), block (3), train (5); of two GPUs gather (1), exchange (4), mesh (6, beside layers of JAX and
+# PyTorch), step (4, of the language model, beside layers of JAX), mesh_train (4) and tutorial (3). Results go to $OUT
+# (default benchmarks/results), as JSON with the commit SHA=... One call can hold several.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=src PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -16,6 +16,7 @@ stage_gemm() { measure gemm --sha "$sha" --out "$out/h200_gemm.json"; }
 stage_groups() { measure gemm --cases groups --peers none --quick --sha "$sha" --out "$out/h200_groups.json"; }
 stage_quantize() { measure quantize --sha "$sha" --out "$out/h200_quantize.json"; }
 stage_permute() { measure permute --sha "$sha" --out "$out/h200_permute.json"; }
+stage_gathers() { "$python" -m benchmarks.kernels.gathers --sha "$sha" --out "$out/h200_gathers.json"; }
 stage_exchange() { measure exchange --quick --sha "$sha" --out "$out/h200x2_exchange.json"; }
 stage_block() { measure block --quick --sha "$sha" --out "$out/h200_block.json"; }
 stage_gather() { measure gather --sha "$sha" --out "$out/h200x2_gather.json"; }

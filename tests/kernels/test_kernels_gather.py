@@ -122,8 +122,18 @@ GROUPS = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("widths", [(768, 1408), (2880, 192), (64, 64), (192, 960)], ids=str)
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        ("some", (768, 1408)),
+        ("some", (2880, 192)),
+        ("one", (2048, 1536)),
+        ("one", (64, 64)),
+        ("none", (64, 64)),
+        ("many", (192, 960)),
+    ],
+    ids=str,
+)
 def test_products_that_gather(name, widths):
     """Breaks if a product that gathers has other bits than one of rows that lie sorted: a source of another step, tile
     or group, a stage that is read before its rows are there or written before they are used, padding or rows without a
