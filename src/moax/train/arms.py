@@ -237,16 +237,13 @@ def _probe(arms: Arms, recipe: str) -> dict[str, Any] | None:
 def _with_few_tokens(config: TrainConfig, mesh: jax.sharding.Mesh) -> TrainConfig:
     """Returns the settings with the largest part of the batch that has at most `PROBED` tokens, in one microbatch.
 
-    The probe computes gradients in float32, for which no kernel runs. Where no such part divides over the mesh, the
-    batch is whole.
+    The probe computes gradients in float32, for which no kernel runs. Where each part that divides over the mesh has
+    more tokens, it is the smallest; where there is none, the batch is whole.
     """
     devices = math.prod(mesh.shape.get(name, 1) for name in TOKEN_AXES)
-    fits = [
-        part
-        for part in range(1, config.batch + 1)
-        if config.batch % part == 0 and part % devices == 0 and part * config.seq <= PROBED
-    ]
-    return dataclasses.replace(config, batch=max(fits), microbatches=1) if fits else config
+    parts = [part for part in range(devices, config.batch + 1, devices) if config.batch % part == 0]
+    fits = [part for part in parts if part * config.seq <= PROBED] or parts[:1]
+    return dataclasses.replace(config, batch=fits[-1], microbatches=1) if fits else config
 
 
 def _earlier_probe(arms: Arms, recipe: str) -> dict[str, Any] | None:
