@@ -1,7 +1,10 @@
-"""The directions in which the block quantizes rows with the kernels, read from its traced program.
+"""The rows that the block makes with the kernels, read from its traced program: in which directions it quantizes them,
+and whether it sorts them.
 
-Covers: forward alone, with a gradient, with rows that backward makes again, and frozen weights.
+Covers: forward alone, with a gradient, with rows that backward makes again, frozen weights; narrow and wide experts.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -47,3 +50,21 @@ def test_makes_what_is_taken(monkeypatch, what, want):
     }[what]
     shapes = results(jax.make_jaxpr(run)(x, params).jaxpr)
     assert (shapes.count((SORTED, CONFIG.d_model)), shapes.count((CONFIG.d_model, SORTED))) == want
+
+
+@pytest.mark.parametrize(("d_ff", "sorts"), [(1536, False), (1600, True), (96, True)])
+def test_sorts_rows_where_products_do_not_gather(monkeypatch, d_ff, sorts):
+    """Breaks if the products of narrow experts get rows that lie sorted, which is slower, or if forward keeps sorted
+    rows for backward; or if those of wide experts, or of a width that is no multiple of 64, gather."""
+    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    config = dataclasses.replace(CONFIG, d_ff=d_ff)
+    params = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=jnp.bfloat16))
+    x, rows = jax.ShapeDtypeStruct((TOKENS, config.d_model), jnp.bfloat16), (SORTED, config.d_model)
+
+    def run(x, params):
+        return jnp.sum(moax.moe(x, params, config, kernels="hopper")[0].astype(jnp.float32))
+
+    made = [v.aval.shape for eqn in kernels_of(jax.make_jaxpr(jax.grad(run))(x, params).jaxpr) for v in eqn.outvars]
+    assert made.count(rows) == 2 + 2 * sorts  # results of products: o, and the gradient of the sorted rows
+    kept = jax.tree.leaves(jax.eval_shape(lambda x, params: jax.vjp(run, x, params)[1], x, params))
+    assert [v.shape for v in kept].count(rows) == sorts

@@ -100,7 +100,7 @@ def test_stages_that_hold_no_gathered_rows(swizzle, cluster):
 
 
 def sorted_rows(sizes, tokens):
-    """The groups of these sizes, the source of each of their rows among so many tokens, and which rows are real.
+    """The groups of these sizes, and the source of each of their rows among so many tokens.
 
     Token 0 is in no group, and one real row of the first group that has rows has no source.
     """

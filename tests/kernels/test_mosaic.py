@@ -210,10 +210,14 @@ def check_block(mosaic, config, tokens, recipe):
             assert rel_norm(g, w) < 2 * bound, name
 
 
-@pytest.mark.parametrize(("d_ff", "recipe"), some([(128, "fp8_block"), (96, None)], 1))
-def test_block_interpreted(mosaic, d_ff, recipe):
+@pytest.mark.parametrize(
+    ("d_ff", "recipe", "weights_at"),
+    some([(128, "fp8_block", "output"), (96, None, "output"), (128, "fp8_block", "input")], 1),
+)
+def test_block_interpreted(mosaic, d_ff, recipe, weights_at):
     """The whole way of the data through the kernels: permuted, quantized both ways, multiplied, activated."""
-    check_block(mosaic, dict(d_model=128, d_ff=d_ff, num_experts=2, top_k=1, use_bias=recipe is None), 24, recipe)
+    config = dict(d_model=128, d_ff=d_ff, num_experts=2, top_k=1, use_bias=recipe is None, weights_at=weights_at)
+    check_block(mosaic, config, 24, recipe)
 
 
 @gpu

@@ -82,7 +82,7 @@ def gather_and_quantize(
     scale of a whole tensor needs all rows first. With `in_products` the products gather.
     """
     format: Format | None = getattr(recipe, role)
-    if in_products:
+    if in_products and format is None:
         return (GatheredRows(x, source),) * 2
     if takes_fp8(recipe) and format is not None and format.block is not None:
         with jax.named_scope("quantize"):

@@ -63,7 +63,7 @@ def grouped_matmul(
     """
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
         raise Unsupported(f"x is {x.dtype} and w is {w.dtype}; the kernel takes bfloat16, or float16, for both")
-    rows, contracted = blocks.group.shape[0] * BLOCK, x.shape[1]
+    rows, contracted = (x if source is None else source).shape[0], x.shape[1]
     columns = w.shape[1] if transpose else w.shape[2]
     swizzle = swizzle_of(2 * contracted, 2 * w.shape[2])
     out = jax.ShapeDtypeStruct((rows, columns), x.dtype if out_dtype is None else out_dtype)

@@ -24,10 +24,10 @@ from jaxtyping import Array, Float, Int
 from moax.errors import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
+from moax.kernels.hopper.pallas.compat import store
 
 HALF = BLOCK // 2  # a warpgroup holds so many rows or columns of a tile at one time: 64 x 128 values in registers
 TINY = 2.0**-126  # the smallest normal float32
-store = getattr(plgpu, "store", lambda to, value, optimized: to.__setitem__(..., value))  # new in jax 0.12
 
 
 def quantize_rows(

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.pallas.quantize import store
+from moax.kernels.hopper.pallas.compat import store
 
 ROWS = 64  # the rows of a warpgroup
 MOST = 256  # the most experts: a thread holds half as many logits in registers
