@@ -237,7 +237,7 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             yield f"dequantize_rows {width} {dtype.__name__}", back, wire
             both = functools.partial(quantize.quantize_weight, native=True, transposed=True)
             yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, GPT_OSS.d_model, width), dtype)]
-        yield f"gather_rows {width}", permute.gather_rows, [x, ((ROWS,), I32), ((1,), I32)]
+        yield f"gather_rows {width}", with_blocks(permute.gather_rows), [x, ((ROWS,), I32), sizes]
         yield f"put_rows {width}", put_locally, [x, ((1, 2, 1), I32)]
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
         h, d_a, weights = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)

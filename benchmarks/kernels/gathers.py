@@ -27,7 +27,7 @@ from benchmarks import report
 from moax import MoEConfig, ops
 from moax.groups import zero_rows
 from moax.kernels import implementation
-from moax.kernels.hopper.formats import BLOCK, GatheredRows
+from moax.kernels.hopper.formats import HALF, GatheredRows
 from moax.models import MODELS
 from moax.tune.timing import Repeats, kernel_time
 
@@ -57,9 +57,9 @@ def measure(name: str) -> dict[str, Any]:
 
     x, dy = normal(next(keys), (tokens, width)), normal(next(keys), (tokens, width))
     chosen = jax.lax.top_k(jax.random.uniform(next(keys), (tokens, experts)), config.top_k)[1]
-    plan = jax.jit(lambda x, chosen: ops.permute(x, chosen, experts, align=BLOCK)[1])(x, chosen)
+    plan = jax.jit(lambda x, chosen: ops.permute(x, chosen, experts, align=HALF)[1])(x, chosen)
     source, sizes = plan.source, plan.group_sizes
-    groups_of = lambda sizes: local.find_groups(sizes, BLOCK, len(source))  # noqa: E731
+    groups_of = lambda sizes: local.find_groups(sizes, HALF, len(source))  # noqa: E731
     real = groups_of(sizes).real[:, None]
     d_h = jnp.where(real, normal(next(keys), (len(source), 2 * hidden)), 0)
     a = jnp.where(real, normal(next(keys), (len(source), hidden)), 0)

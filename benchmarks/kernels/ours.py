@@ -157,7 +157,7 @@ def _swiglu(gate, up):
 
 
 def gather_rows() -> Callable:
-    """Returns (x [T, H], source [N], used) -> rows [N, H] with rows[n] = x[source[n]]; `used` rows are real."""
+    """Returns (x [T, H], source [N], blocks) -> rows [N, H] with rows[n] = x[source[n]], up to the last group's."""
     return jax.jit(_kernel("permute", "gather_rows"))
 
 
@@ -171,7 +171,7 @@ def gather_then_quantize(rows: bool = True, columns: bool = True) -> Callable:
     """Returns the function of `gather_quantize` as two kernels, with the rows in memory between them."""
     gather, quantize = _kernel("permute", "gather_rows"), _kernel("quantize", "quantize_rows")
     options = {"rows": rows, "columns": columns}
-    return jax.jit(lambda x, source, blocks: quantize(gather(x, source, blocks.used), blocks, **options))
+    return jax.jit(lambda x, source, blocks: quantize(gather(x, source, blocks), blocks, **options))
 
 
 def gather_sum() -> Callable:

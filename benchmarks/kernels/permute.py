@@ -88,17 +88,17 @@ def _measurements(case: Tokens) -> Iterator[tuple[str, Callable, Callable, tuple
     """Yields (direction, moax's kernel, plain jnp, arguments, (sampled rows, their float64 values), rows moved)."""
     keys = jax.random.split(jax.random.key(1))
     x, plan = _sort(case)
-    used = make_blocks(plan.group_sizes, plan.source.shape[0]).used
+    blocks = make_blocks(plan.group_sizes, plan.source.shape[0])
     assigned = case.tokens * case.top_k
     source, position = np.asarray(plan.source), np.asarray(plan.position)
     real = np.flatnonzero(source < case.tokens)
     some = real[np.linspace(0, len(real) - 1, min(len(real), SAMPLE)).astype(np.int64)]
     want = some, error.double(x[source[some]])
 
-    def take(x, source, used):
+    def take(x, source, blocks):
         return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
 
-    yield "gather", ours.gather_rows, take, (x, plan.source, used), want, 2 * assigned
+    yield "gather", ours.gather_rows, take, (x, plan.source, blocks), want, 2 * assigned
 
     sorted_rows = jax.random.normal(keys[0], (plan.source.shape[0], case.width), jnp.bfloat16)
     weights = jax.random.uniform(keys[1], (case.tokens, case.top_k), jnp.float32)

@@ -127,7 +127,7 @@ def test_our_other_kernels_lower_for_a_gpu(problem, monkeypatch):
     calls = [
         *[(ours.quantize(blocks, *wanted), (x,)) for wanted in quantize.KINDS.values()],
         *[(ours.quantize_weight(*wanted), (problem.w,)) for wanted in quantize.WEIGHT_KINDS.values()],
-        (ours.gather_rows(), (x, shape((problem.num_rows,), jnp.int32), blocks.used)),
+        (ours.gather_rows(), (x, shape((problem.num_rows,), jnp.int32), blocks)),
         (ours.gather_sum(), (x, position, weights)),
         (ours.gather_sum(), (x, position, None)),
         (ours.activate(blocks), (problem.dy,)),

@@ -19,9 +19,10 @@ from moax.ops.activation import activate
 from support import interpret, lower, some
 from support.activations import ACTS, GATED, grouped
 
-# Blocks of 70, 128 and 20 rows: padding in its second half, none, all of the second half. The last is not used.
-SIZES, ROWS, USED = np.array([70, 0, 128, 20], np.int32), 512, 384
-GROUPS = find_groups(jnp.asarray(SIZES), 128, ROWS)
+# Blocks of 70, 128 and 20 rows, at rows 0, 128 and 256: padding in its second half, none, no second half. The last half
+# of the rows is not used.
+SIZES, ROWS, USED = np.array([70, 0, 128, 20], np.int32), 384, 320
+GROUPS = find_groups(jnp.asarray(SIZES), 64, ROWS)
 REAL = np.asarray(GROUPS.real)
 
 
@@ -56,7 +57,7 @@ def test_activate_rows(name, width, weighted):
 
     def run(h, sizes, weights):
         weights = weights if weighted else None
-        return activate_rows(h, make_blocks(sizes, ROWS), ACTS[name], gated=GATED[name], weights=weights)
+        return activate_rows(h, make_blocks(sizes, ROWS, 64), ACTS[name], gated=GATED[name], weights=weights)
 
     a = activate(grouped(h, name), name)
     check(interpret(run, h, SIZES, weights), scale_rows(a, weights, GROUPS) if weighted else zero_rows(a, REAL))
@@ -70,7 +71,7 @@ def test_activate_grad_rows(name, width, tiles):
     h, d_a, weights = inputs(name, width)
 
     def run(h, d_a, sizes, weights):
-        return activate_grad_rows(h, d_a, make_blocks(sizes, ROWS), ACTS[name], weights=weights)
+        return activate_grad_rows(h, d_a, make_blocks(sizes, ROWS, 64), ACTS[name], weights=weights)
 
     got_a, got_d_h, inner = interpret(run, h, d_a, SIZES, weights)
     a, pull = jax.vjp(lambda h: activate(grouped(h, name), name), h)

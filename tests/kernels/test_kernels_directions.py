@@ -16,6 +16,7 @@ from support import kernels_of, some
 
 CONFIG = moax.MoEConfig(256, 384, 4, 2)
 TOKENS, SORTED = 256, 1024  # 512 assignments, and the padding of 4 experts to multiples of 128
+SORTED_BF16 = 768  # to multiples of 64
 HOW = {"recipe": "fp8_block", "kernels": "hopper"}
 
 
@@ -59,7 +60,7 @@ def test_sorts_rows_where_products_do_not_gather(monkeypatch, d_ff, sorts):
     monkeypatch.setattr(backend, "on_hopper", lambda: True)
     config = dataclasses.replace(CONFIG, d_ff=d_ff)
     params = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=jnp.bfloat16))
-    x, rows = jax.ShapeDtypeStruct((TOKENS, config.d_model), jnp.bfloat16), (SORTED, config.d_model)
+    x, rows = jax.ShapeDtypeStruct((TOKENS, config.d_model), jnp.bfloat16), (SORTED_BF16, config.d_model)
 
     def run(x, params):
         return jnp.sum(moax.moe(x, params, config, kernels="hopper")[0].astype(jnp.float32))

@@ -13,7 +13,7 @@ import pytest
 from moax.errors import Unsupported
 from moax.groups import group_starts, zero_rows
 from moax.kernels import implementation
-from moax.kernels.hopper.formats import BLOCK, GatheredRows
+from moax.kernels.hopper.formats import HALF, GatheredRows
 from moax.kernels.hopper.pallas import gather
 from moax.kernels.hopper.pallas.pipeline import TileConfig
 from support import random
@@ -32,6 +32,7 @@ def run_ptx(code, operands, on_load=None, on_copy=None):
         line = line.strip()
         if not line or line.startswith(".reg"):
             continue
+        where, line = (held[line[1:].split()[0]], line.split(maxsplit=1)[1]) if line[0] == "@" else (True, line)
         op, *args = re.split(r",\s*|\s+", re.sub(r"\s*([-+])\s*", r"\1", line))
         if op.startswith("cp.async"):
             to, start, chunk, size = args
@@ -40,9 +41,10 @@ def run_ptx(code, operands, on_load=None, on_copy=None):
             continue
         into, values = args[0], args[1:]
         if op.startswith("ld."):
-            held[into] = on_load(held[values[0].strip("[]")])
+            at = held[values[0].strip("[]")]
+            held[into] = np.where(where, on_load(np.where(where, at, 0)), held[into])
             continue
-        a, *others = map(read, values)
+        a, *others = (v % 2**32 if op.startswith("setp") and ".u32" in op else v for v in map(read, values))
         b, c = (*others, None, None)[:2]
         match op.split(".")[0]:
             case "mov":
@@ -52,7 +54,7 @@ def run_ptx(code, operands, on_load=None, on_copy=None):
             case "selp":
                 held[into] = np.where(c, a, b)
             case "setp":
-                held[into] = a < b if ".lt" in op else a > b
+                held[into] = (a < b if ".lt" in op else a > b) & (c if ".and" in op else True)
             case "mad":
                 held[into] = a * b + c
             case name:
@@ -66,16 +68,17 @@ def run_ptx(code, operands, on_load=None, on_copy=None):
 )
 def test_copies(rows, columns, width, column):
     """Breaks if a chunk of a row is copied from or to another place than its own in the swizzle, if a row without a
-    source or a column past the end is not 0, or if a warp takes the sources of another."""
+    source, a column past the end, or a row past the real ones or past the last source is not 0, or if a warp takes the
+    sources of another."""
     x = np.random.default_rng(0).integers(1, 1 << 15, (9, width)).astype(np.uint16)
     source = np.random.default_rng(1).integers(0, 9, 3 * rows).astype(np.int32)
-    source[[rows, rows + 5, 2 * rows - 1]] = (9, 1000, 9)
+    source[[rows, rows + 5]] = (9, 1000)
 
     def load(at):
         return source[at // 4]
 
-    place = gather._PLACE.format(each=rows // 4, start=2) + "ld.global.b32 $0, [at];}"
-    taken = run_ptx(place, (0, 0, rows), on_load=load)["$0"]
+    real, code = rows - 9, gather._SOURCE.format(each=rows // 4, end=2 * rows - 5)
+    taken = run_ptx(code, (0, 0, rows, real), on_load=load)["$0"]
     stage, given = np.full(2 * rows * columns, 255, np.uint8), x.view(np.uint8).ravel()
 
     def copy(to, start, chunk, size):
@@ -88,7 +91,8 @@ def test_copies(rows, columns, width, column):
     inside = np.arange(8)
     plain = tiles[:, :, inside[:, None], inside[None] ^ inside[:, None]]  # chunk c of row r lies at c ^ (r % 8)
     got = plain.transpose(0, 2, 1, 3, 4).reshape(rows, 2 * columns).view(np.uint16)
-    whole = np.pad(x, ((0, 1), (0, columns)))[np.minimum(source[rows : 2 * rows], 9)]
+    taken_rows = np.where(np.arange(rows) < real, np.minimum(source[rows : 2 * rows], 9), 9)
+    whole = np.pad(x, ((0, 1), (0, columns)))[taken_rows]
     np.testing.assert_array_equal(got, whole[:, column : column + columns])
 
 
@@ -102,12 +106,13 @@ def test_stages_that_hold_no_gathered_rows(swizzle, cluster):
 def sorted_rows(sizes, tokens):
     """The groups of these sizes, and the source of each of their rows among so many tokens.
 
-    Token 0 is in no group, and one real row of the first group that has rows has no source.
+    Token 0 is in no group, and one real row of the first group that has rows has no source. The last group ends where
+    the rows end.
     """
-    local, rows = implementation("hopper"), sum(-(-n // BLOCK) * BLOCK for n in sizes) + 2 * BLOCK
-    groups = local.find_groups(jnp.asarray(sizes, jnp.int32), BLOCK, rows)
+    local, rows = implementation("hopper"), max(HALF, sum(-(-n // HALF) * HALF for n in sizes))
+    groups = local.find_groups(jnp.asarray(sizes, jnp.int32), HALF, rows)
     source = np.full(rows, tokens, np.int32)
-    for first, n in zip(np.asarray(group_starts(jnp.asarray(sizes), BLOCK)), sizes, strict=True):
+    for first, n in zip(np.asarray(group_starts(jnp.asarray(sizes), HALF)), sizes, strict=True):
         source[first : first + n] = np.random.default_rng(n).integers(1, tokens, n)
     source[np.flatnonzero(source < tokens)[:1]] = tokens + 7
     return groups, jnp.asarray(source)

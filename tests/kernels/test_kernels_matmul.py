@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moax.groups import row_groups
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
@@ -32,29 +33,49 @@ def few_sms(monkeypatch):
     monkeypatch.setattr(pipeline, "count_sms", lambda: 2)
 
 
-def layout():
-    """The group of each row, and whether it is real."""
-    blocks = make_blocks(jnp.array(SIZES, jnp.int32), ROWS)
-    group, rows = np.repeat(blocks.group, BLOCK), np.repeat(blocks.rows, BLOCK)
-    return blocks, group, np.arange(ROWS) % BLOCK < rows
+def layout(align=BLOCK):
+    """The blocks, the group of each row, and whether it is real. Rows are as few as groups at multiples of 64 need."""
+    rows = ROWS if align == BLOCK else 192 + 64 + 128
+    group, real = row_groups(jnp.array(SIZES, jnp.int32), align, rows)
+    return make_blocks(jnp.array(SIZES, jnp.int32), rows, align), np.asarray(group), np.asarray(real)
 
 
-def test_blocks():
-    """A block of the wrong group multiplies rows by another expert's weight."""
-    blocks = make_blocks(jnp.array(SIZES, jnp.int32), ROWS)
+@pytest.mark.parametrize("align, start, first", [(64, [0, 2, 3, 4], [0, 3, 3, 4]), (128, [0, 2, 4, 6], [0, 4, 4, 6])])
+def test_blocks(align, start, first):
+    """A block of the wrong group multiplies rows by another expert's weight, and one of a wrong start other rows."""
+    blocks = layout(align)[0]
     assert blocks.group.tolist()[:4] == [0, 0, 2, 3]
+    assert blocks.start.tolist()[:4] == start
     assert blocks.rows.tolist() == [128, 2, 1, 128, 0]
     assert blocks.used.tolist() == [4]
-    assert blocks.first.tolist() == [0, 2, 2, 3]
-    assert blocks.count.tolist() == [2, 0, 1, 1]
+    assert blocks.first.tolist() == first
+    assert blocks.count.tolist() == [3, 0, 1, 2]
 
 
-@pytest.mark.parametrize("transpose, cluster", some([(False, 1), (True, 2), (False, 2), (True, 1)], 2))
-def test_grouped_matmul(transpose, cluster):
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (65, 129, 0, 192), (0, 0), (64,), (128, 63, 127)])
+@pytest.mark.parametrize("align", [64, 128, 256])
+def test_blocks_hold_every_row_once(sizes, align):
+    """Breaks if a row is in no block or in two, in a buffer as small as the groups need, or blocks end early."""
+    rows = sum(-(-n // align) * align for n in sizes)
+    blocks = make_blocks(jnp.array(sizes, jnp.int32), rows, align)
+    group, real = (np.asarray(v) for v in row_groups(jnp.array(sizes, jnp.int32), align, rows))
+    held = np.zeros(rows, int)
+    for i in range(int(blocks.used[0])):
+        part = slice(int(blocks.start[i]) * 64, int(blocks.start[i]) * 64 + int(blocks.rows[i]))
+        assert 0 < blocks.rows[i] <= BLOCK and (group[part] == int(blocks.group[i])).all()
+        held[part] += 1
+    np.testing.assert_array_equal(held, real)
+
+
+@pytest.mark.parametrize(
+    "transpose, cluster, align", some([(False, 1, 64), (True, 2, 128), (False, 2, 64), (True, 1, 64)], 2)
+)
+def test_grouped_matmul(transpose, cluster, align):
     """Forward and dgrad of 16-bit operands, NaN in padding, a contracted dim of several trips around the stages, a bias
-    whose columns end inside a tile."""
-    blocks, group, real = layout()
-    x, w = random(0, ROWS, 192), random(1, len(SIZES), *((160, 192) if transpose else (192, 160)))
+    whose columns end inside a tile; groups at multiples of 64, whose last blocks reach into the next group, or of 128.
+    A consumer without rows stores nothing."""
+    blocks, group, real = layout(align)
+    x, w = random(0, len(real), 192), random(1, len(SIZES), *((160, 192) if transpose else (192, 160)))
     x[~real] = np.nan
     x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
     tile = TileConfig(64, 2, 2, cluster)
@@ -108,12 +129,15 @@ def total_of(add: bool):
     return random(7, len(SIZES), 128, 128) if add else None
 
 
-@pytest.mark.parametrize(("cluster", "add"), some([(1, False), (1, True), (2, False), (2, True)], 2))
-def test_grouped_wgrad(cluster, add):
-    """An empty group's gradient is exactly 0, the others' the sum over their rows alone, added to a total."""
-    blocks, group, real = layout()
-    x, dy = (np.where(real[:, None], random(i, ROWS, 128), 0) for i in (0, 1))
-    x[4 * BLOCK :] = np.nan  # past the last block nothing is read
+@pytest.mark.parametrize(
+    ("cluster", "add", "align"), some([(1, False, 64), (1, True, 128), (2, False, 128), (2, True, 64)], 2)
+)
+def test_grouped_wgrad(cluster, add, align):
+    """An empty group's gradient is exactly 0, the others' the sum over their rows alone, added to a total. Halves of
+    blocks without a real row, and blocks past the last group, hold NaN, and nothing reads them."""
+    blocks, group, real = layout(align)
+    x, dy = (np.where(real[:, None], random(i, len(real), 128), 0) for i in (0, 1))
+    x[~real.reshape(-1, 64).any(1).repeat(64)] = np.nan
     x, dy = jnp.asarray(x, jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16)
     tile = TileConfig(64, 2, 2, cluster)
     total = total_of(add)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moax.errors import Unsupported
+from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.pallas.permute import gather_rows, gather_sum
 from support import interpret, kernels_of, lower, some
 
@@ -30,8 +31,8 @@ def test_gather_rows_copies_each_row_and_zeros_those_without_a_source(width, dty
     want = np.append(np.asarray(x), np.zeros((1, width), x.dtype), 0)[np.minimum(source, 9)]
     full = interpret(lambda x, s: gather_rows(x, s, None), x, source)
     np.testing.assert_array_equal(full, want)
-    part = interpret(gather_rows, x, source, np.array([1], np.int32))
-    np.testing.assert_array_equal(part[:128], want[:128])
+    part = interpret(lambda x, s, n: gather_rows(x, s, make_blocks(n, 256, 64)), x, source, np.array([5, 70], np.int32))
+    np.testing.assert_array_equal(part[:192], want[:192])
 
 
 def test_gather_rows_one_row_at_a_time():
@@ -76,7 +77,8 @@ def test_lowers_for_cuda(width):
     """A width of a model whose tiles Mosaic refuses."""
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     for dtype in (jnp.bfloat16, jnp.float32, jnp.uint8):
-        lower(gather_rows, jax.ShapeDtypeStruct((640, width), dtype), i32((1024,)), i32((1,)))
+        x = jax.ShapeDtypeStruct((640, width), dtype)
+        lower(lambda x, s, n: gather_rows(x, s, make_blocks(n, 1024)), x, i32((1024,)), i32((3,)))
     for terms in (1, 8, 16):
         weights = jax.ShapeDtypeStruct((300, terms), jnp.float32)
         lower(gather_sum, jax.ShapeDtypeStruct((640, width), jnp.bfloat16), i32((300, terms)), weights)

@@ -172,7 +172,7 @@ def estimate(
       param_dtype: dtype of parameters and their gradients.
       optimizer_bytes: bytes of the optimizer's state for each parameter; two float32 moments have 8.
       kernels: the implementation of the products. `auto` takes the fastest that moax has for the hardware. The Hopper
-        kernels start each expert at a multiple of 128 rows.
+        kernels start each expert at a multiple of 64 rows, in FP8 of 128.
       buffer_factor, save_rows, grad_reduce_dtype: the arguments of `moax.moe`. The memory holds the loop of passes, and
         the times and bytes are those of one pass.
       imbalance: the assignments of the busiest rank of ep, as a multiple of the balanced load, for `Estimate.passes`.

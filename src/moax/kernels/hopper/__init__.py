@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from moax import backend
 from moax.kernels.hopper.between import activate as activate
 from moax.kernels.hopper.between import activate_grad as activate_grad
-from moax.kernels.hopper.formats import BLOCK, KERNEL_WIDTH
+from moax.kernels.hopper.formats import BLOCK, HALF, KERNEL_WIDTH
 from moax.kernels.hopper.formats import find_groups as find_groups
 from moax.kernels.hopper.formats import gathers_rows as gathers_rows
 from moax.kernels.hopper.formats import takes_fp8 as takes_fp8
@@ -59,5 +59,8 @@ def why_not(dtype: Any, widths: dict[str, int]) -> str | None:
 
 
 def align_rows(recipe: Recipe) -> int:
-    """Returns the least common multiple of the kernels' 128 rows and the rows of the recipe's blocks."""
-    return math.lcm(recipe.row_alignment, BLOCK)
+    """Returns the least common multiple of the rows of the recipe's blocks and of the kernels' rows.
+
+    These are 128 where products multiply in FP8, since 128 rows share a scale, and else 64.
+    """
+    return math.lcm(recipe.row_alignment, BLOCK if takes_fp8(recipe) else HALF)

@@ -1,4 +1,4 @@
-"""The forms that the Hopper kernels take: blocks of 128 expert-sorted rows, gathered rows, and K-major FP8 operands."""
+"""The forms that the Hopper kernels take: blocks of expert-sorted rows, gathered rows, and K-major FP8 operands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from moax.groups import Groups, blocks_before, row_groups
 from moax.recipe import Format, Recipe
 
-BLOCK = 128  # the rows of a block, and the elements for each scale
+BLOCK = 128  # the most rows of a block, and the elements for each scale
+HALF = 64  # the rows of half a block, which a warpgroup multiplies; groups in bf16 start at multiples of it
 COPY_WIDTH = 16  # the copy engine strides over multiples of so many FP8 elements
 GATHER_WIDTH = 64  # the producer of a product gathers lines of so many bf16 elements
 GATHER_HIDDEN = 1536  # for wider experts it is faster to sort the rows first (benchmarks/results/h200_gathers.json)
@@ -68,52 +69,61 @@ def takes_fp8(recipe: Recipe) -> bool:
 
 
 class Blocks(NamedTuple):
-    """The blocks of 128 rows of groups that start at multiples of 128, so that no block holds rows of two groups.
+    """The blocks of at most 128 rows of groups that start at multiples of 64: no block holds rows of two groups.
 
-    With group sizes (130, 0, 5) and 512 rows, group is (0, 0, 2, 2), rows (128, 2, 5, 0), used (3,), first (0, 2, 2)
-    and count (2, 0, 1): block 1 holds rows 128 and 129 of group 0.
+    With group sizes (130, 0, 5), groups at multiples of 64 and 256 rows, halves 0 to 2 belong to group 0 and half 3 to
+    group 2: group is (0, 0, 2), start (0, 2, 3), rows (128, 2, 5), used (3,), first (0, 3, 3) and count (3, 0, 1). FP8
+    products take groups at multiples of 128, which start at even halves.
 
     Attributes:
       group: [B] i32, the group of each block; any valid group for a block without rows.
+      start: [B] i32, the half of all rows at which each block begins: its first row over 64.
       rows: [B] i32, the number of real rows of each block, which come first in the block.
       used: [1] i32, the number of blocks that hold rows, which come first of all blocks.
-      first: [E] i32, the first block of each group.
-      count: [E] i32, the number of blocks of each group.
+      first: [E] i32, the half at which each group begins.
+      count: [E] i32, the number of halves of each group that hold rows.
     """
 
     group: Int[Array, " B"]
+    start: Int[Array, " B"]
     rows: Int[Array, " B"]
     used: Int[Array, " 1"]
     first: Int[Array, " E"]
     count: Int[Array, " E"]
 
 
-def make_blocks(group_sizes: Int[Array, " E"], num_rows: int) -> Blocks:
-    """Returns the Blocks of `num_rows` rows, a multiple of 128, in groups of these sizes."""
-    count = -(-group_sizes // BLOCK)
-    first = blocks_before(group_sizes, BLOCK)
+def make_blocks(group_sizes: Int[Array, " E"], num_rows: int, align: int = BLOCK) -> Blocks:
+    """Returns the Blocks of `num_rows` rows, in groups of these sizes that start at multiples of `align`.
+
+    `align` and `num_rows` are multiples of 64, and `num_rows` has room for all groups.
+    """
+    groups = group_sizes.shape[0]
+    most = -(-num_rows // BLOCK) if align % BLOCK == 0 else (num_rows // HALF + groups) // 2
+    first, before = blocks_before(group_sizes, align) * (align // HALF), blocks_before(group_sizes, BLOCK)
+    blocks = -(-group_sizes // BLOCK)
     # These sums over groups, of one shape, become one kernel; a search and gathers would be several.
-    index = jnp.arange(num_rows // BLOCK, dtype=jnp.int32)[:, None]
-    after = index - first[None]  # [B, E], how many blocks a block lies after the first one of a group
-    own = (after >= 0) & (after < count[None])
-    group = jnp.where(own, jnp.arange(count.shape[0], dtype=jnp.int32)[None], 0).sum(1)
+    index = jnp.arange(most, dtype=jnp.int32)[:, None]
+    after = index - before[None]  # [B, E], how many blocks a block lies after the first one of a group
+    own = (after >= 0) & (after < blocks[None])
+    group = jnp.where(own, jnp.arange(groups, dtype=jnp.int32)[None], 0).sum(1)
+    start = jnp.where(own, first[None] + after * (BLOCK // HALF), 0).sum(1)
     rows = jnp.where(own, jnp.clip(group_sizes[None] - after * BLOCK, 0, BLOCK), 0).sum(1)
-    return Blocks(group, rows, count.sum(keepdims=True), first, count)
+    return Blocks(group, start, rows, blocks.sum(keepdims=True), first, -(-group_sizes // HALF))
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockedGroups(Groups):
-    """The layout of groups that start at multiples of 128, with their Blocks."""
+    """The layout of groups that start at multiples of 64, with their Blocks."""
 
     blocks: Any
 
 
 def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> BlockedGroups:
-    """Returns the BlockedGroups of `num_rows` rows. `align` and `num_rows` are multiples of 128.
+    """Returns the BlockedGroups of `num_rows` rows. `align` and `num_rows` are multiples of 64.
 
     With `group_sizes` None one group holds all rows.
     """
     if group_sizes is None:
         return BlockedGroups(None, align, None, make_blocks(jnp.full(1, num_rows, jnp.int32), num_rows))
     real = row_groups(group_sizes, align, num_rows)[1]
-    return BlockedGroups(group_sizes, align, real, make_blocks(group_sizes, num_rows))
+    return BlockedGroups(group_sizes, align, real, make_blocks(group_sizes, num_rows, align))

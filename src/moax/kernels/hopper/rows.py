@@ -12,6 +12,7 @@ from moax.groups import Groups, align_up, group_starts, row_groups, zero_rows
 from moax.groups import find_groups as find_unblocked
 from moax.kernels.hopper.formats import (
     BLOCK,
+    HALF,
     BlockedGroups,
     find_groups,
 )
@@ -29,13 +30,12 @@ def top_k(x: Float[Array, "T E"], k: int):
 
 @typed
 def gather_rows(x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None):
-    """rows[n] = x[source[n]], 0 where source[n] >= R. Blocks without a row of `groups` may hold anything."""
+    """rows[n] = x[source[n]], 0 where source[n] >= R. Rows past the last group of `groups` may hold anything."""
     from moax.kernels.hopper.pallas.permute import gather_rows
 
     rows = source.shape[0]
-    source = jnp.pad(source, (0, -rows % BLOCK), constant_values=x.shape[0])
-    used = groups.blocks.used if isinstance(groups, BlockedGroups) else None
-    return gather_rows(x, source, used)[:rows]
+    source = jnp.pad(source, (0, -rows % HALF), constant_values=x.shape[0])
+    return gather_rows(x, source, groups.blocks if isinstance(groups, BlockedGroups) else None)[:rows]
 
 
 @typed
@@ -62,7 +62,7 @@ class Packing:
 
     def __init__(self, group_sizes: Any, align: int, num_rows: int):
         self.own, self.num_rows = find_unblocked(group_sizes, align, num_rows), num_rows
-        self.moves = group_sizes is not None and align % BLOCK != 0
+        self.moves = group_sizes is not None and align != BLOCK
         rows = align_up(num_rows + (group_sizes.shape[0] * (BLOCK - 1) if self.moves else 0), BLOCK)
         self.groups = find_groups(group_sizes, BLOCK, rows)
         if self.moves:

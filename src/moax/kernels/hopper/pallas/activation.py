@@ -8,7 +8,7 @@
 h [N, G F] holds the gate in its first F columns and up in its last F columns; with G = 1 it holds up alone. The kernels
 compute in float32. They round to bf16 where `moax.moe` rounds: a, then a * weight; d a * weight; d h. A tile is 64 or
 128 rows by 128 columns of F. A kernel writes a tile's results into the memory of its operands, and quantizes them from
-there as `quantize` does. Blocks without rows are not written.
+there as `quantize` does. Blocks, and of a by rows halves of blocks, that have no real rows are not written.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def activate_quantize(
 
     Args:
       h: [N, G F] bf16, N and F multiples of 128.
-      blocks: the blocks of the rows. A row of padding in a used block becomes 0.
+      blocks: the blocks of the rows. A row of padding in a half of a block that has real rows becomes 0.
       act: act(gate, up), or act(up) if not gated. It works on f32 arrays elementwise, and is 0 at 0.
       gated: whether G is 2.
       weights: [N] f32, finite, the weight of each row; None means 1.
@@ -75,14 +75,14 @@ def activate_quantize(
     """
     size, width = check_h(h, gated)
 
-    def activate_quantize(h, counts, weights, data, scale, *, tiles, buffer, loaded, met):
-        i, j = lax.axis_index("i"), lax.axis_index("j")  # i counts halves of blocks
-        count, first = counts[lax.div(i, 2)], i * HALF
+    def activate_quantize(h, start, rows, weights, data, scale, *, tiles, buffer, loaded, met):
+        (i, count), j = locate_half(start, rows), lax.axis_index("j")
+        first = i * HALF
 
         @pl.when(count > 0)
         def _():
             load_tiles(tiles_of(h, tiles, i, j, width), loaded)
-            zero_half(tiles, count - lax.rem(i, 2) * HALF, met)
+            zero_half(tiles, count, met)
             weight = None if weights is None else row_values(weights, first, PART)
 
             @pl.loop(0, BLOCK // PART)  # the loop is not unrolled, which would take more registers
@@ -101,9 +101,9 @@ def activate_quantize(
         loaded=plgpu.Barrier(num_arrivals=1 + gated),
         met=plgpu.Barrier(),
     )
-    grid = dict(i=size // HALF, j=width // BLOCK)
+    grid = dict(i=halves_of(blocks), j=width // BLOCK)
     run = launch(activate_quantize, _out((size, width), dtype), grid, scratch, approx_math=True)
-    return KMajorFp8(*run(h, blocks.rows, weights))
+    return KMajorFp8(*run(h, blocks.start, blocks.rows, weights))
 
 
 def activate_grad_quantize(
@@ -124,7 +124,8 @@ def activate_grad_quantize(
     Args:
       h: [N, G F] bf16, as in `activate_quantize`. G is the width of h divided by the width of d_a.
       d_a: [N, F] bf16, the gradient of a before the weights multiply it.
-      blocks, act, pow2: see `activate_quantize`.
+      blocks: the blocks of the rows. A row of padding in a block that has real rows becomes 0.
+      act, pow2: see `activate_quantize`.
       weights: [N] f32, finite, the weight of each row.
       dtype_x, dtype_dy: the FP8 dtypes of a and of d_h.
 
@@ -147,15 +148,16 @@ def activate_grad_quantize(
     steps, part = width // BLOCK, part_of(act, gated)
 
     def activate_grad_quantize(
-        h, d_a, counts, weights, a_out, rows_out, columns_out, inner, *, tiles, shared, first, loaded, met
+        h, d_a, starts, counts, weights, a_out, rows_out, columns_out, inner, *, tiles, shared, first, loaded, met
     ):
-        i, j, half = (lax.axis_index(name) for name in ("i", "j", "wg"))
+        block, j, half = (lax.axis_index(name) for name in ("i", "j", "wg"))
         grad, later = shared
 
-        @pl.when(counts[i] > 0)
+        @pl.when(counts[block] > 0)
         def _():
+            i = lax.div(starts[block], BLOCK // HALF)
             load_tiles([*tiles_of(h, tiles, i, j, width), *tiles_of(d_a, [grad], i, j, width)], loaded)
-            zero_tail([*tiles, grad], counts[i], [half], met)
+            zero_tail([*tiles, grad], counts[block], [half], met)
             weight = row_values(weights, i * BLOCK + half * HALF, part)
 
             def compute(step, sums):
@@ -201,17 +203,17 @@ def activate_grad_quantize(
     )
     grid = dict(i=size // BLOCK, j=steps)
     run = launch(activate_grad_quantize, out, grid, scratch, warpgroups=2, approx_math=True)
-    a, by_row, by_column, inner = run(h, d_a, blocks.rows, weights)
+    a, by_row, by_column, inner = run(h, d_a, blocks.start, blocks.rows, weights)
     return KMajorFp8(*a), KMajorFp8(*by_row), KMajorFp8(*by_column), inner
 
 
-def check_h(h, gated: bool, columns: int = BLOCK) -> tuple[int, int]:
-    """Returns N and F of h [N, G F]. Raises Unsupported unless h is bf16, 128 divides N and `columns` divides F."""
+def check_h(h, gated: bool, rows: int = BLOCK, columns: int = BLOCK) -> tuple[int, int]:
+    """Returns N and F of h [N, G F]. Raises Unsupported unless h is bf16, `rows` divides N and `columns` divides F."""
     size, width = h.shape[0], h.shape[1] // (1 + gated)
     if h.dtype != jnp.bfloat16:
         raise Unsupported(f"h is {h.dtype}; the kernel takes bfloat16")
-    if size % BLOCK or width % columns:
-        raise Unsupported(f"h has {size} rows and F is {width}; the kernel takes multiples of {BLOCK} and {columns}")
+    if size % rows or width % columns:
+        raise Unsupported(f"h has {size} rows and F is {width}; the kernel takes multiples of {rows} and {columns}")
     return size, width
 
 
@@ -225,6 +227,22 @@ def tiles_of(x, tiles, i, j, width: int):
     rows, columns = tiles[0].shape
     at = pl.ds(i * rows, rows)
     return [(x.at[at, pl.ds(g * width + j * columns, columns)], tile) for g, tile in enumerate(tiles)]
+
+
+def halves_of(blocks: Blocks) -> int:
+    """Returns how many halves the blocks have, real or not."""
+    return blocks.group.shape[0] * (BLOCK // HALF)
+
+
+def locate_half(start, rows):
+    """Returns the half of all rows that this block of threads takes, and how many real rows it has, below 1 for none.
+
+    The axis `i` of the grid counts halves of blocks: with start (0, 2) and rows (128, 5), i = 2 has the half 2, which
+    are rows 128 to 191, with 5 real rows, and i = 3 has the half 3 with -59.
+    """
+    i = lax.axis_index("i")
+    block, half = lax.div(i, BLOCK // HALF), lax.rem(i, BLOCK // HALF)
+    return start[block] + half, rows[block] - half * HALF
 
 
 def zero_half(tiles, count, barrier) -> None:

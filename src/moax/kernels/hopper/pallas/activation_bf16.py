@@ -5,8 +5,8 @@
 
 The kernels round where the kernels of `activation` round. A tile is 64 rows by 128, 64 or 32 columns of F, the largest
 of these numbers that divides F. A kernel writes a tile's results into the memory of its operands and stores them from
-there. An SM then holds four blocks of threads, of which some load and store while others compute. Blocks without rows
-are neither read nor written.
+there. An SM then holds four blocks of threads, of which some load and store while others compute. Halves of blocks
+without rows are neither read nor written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from moax.kernels.hopper.pallas.activation import (
     PART,
     check_h,
     evaluate,
+    halves_of,
     load_part,
+    locate_half,
     part_at,
     part_of,
     rounded,
@@ -50,8 +52,8 @@ def activate_rows(
     """a = act(gate, up) * weight.
 
     Args:
-      h: [N, G F] bf16, N a multiple of 128 and F of 32.
-      blocks: the blocks of the rows. A row of padding in a used block becomes 0.
+      h: [N, G F] bf16, N a multiple of 64 and F of 32.
+      blocks: the blocks of the rows. A row of padding in a half of a block that has real rows becomes 0.
       act: act(gate, up), or act(up) if not gated. It works on f32 arrays elementwise, and is 0 at 0.
       gated: whether G is 2.
       weights: [N] f32, finite, the weight of each row; None means 1.
@@ -62,18 +64,17 @@ def activate_rows(
     Raises:
       Unsupported: h has another dtype or shape.
     """
-    size, width = check_h(h, gated, COLUMNS[-1])
+    size, width = check_h(h, gated, HALF, COLUMNS[-1])
     columns = _columns(width)
 
-    def activate_rows(h, counts, weights, out, *, tiles, loaded, met):
-        i, j = lax.axis_index("i"), lax.axis_index("j")  # i counts halves of blocks
-        count = counts[lax.div(i, 2)]
+    def activate_rows(h, start, rows, weights, out, *, tiles, loaded, met):
+        (i, count), j = locate_half(start, rows), lax.axis_index("j")
 
         @pl.when(count > 0)
         def _():
             weight = None if weights is None else row_values(weights, i * HALF, PART)
             load_tiles(tiles_of(h, tiles, i, j, width), loaded)
-            zero_half(tiles, count - lax.rem(i, 2) * HALF, met)
+            zero_half(tiles, count, met)
 
             @pl.loop(0, columns // PART)
             def _(step):
@@ -84,10 +85,10 @@ def activate_rows(
 
             _store(tiles_of(out, tiles[:1], i, j, width))
 
-    grid = dict(i=size // HALF, j=width // columns)
+    grid = dict(i=halves_of(blocks), j=width // columns)
     out = jax.ShapeDtypeStruct((size, width), h.dtype)
     run = launch(activate_rows, out, grid, _scratch(1 + gated, h.dtype, columns, PART), approx_math=True)
-    return run(h, blocks.rows, weights)
+    return run(h, blocks.start, blocks.rows, weights)
 
 
 def activate_grad_rows(
@@ -116,22 +117,21 @@ def activate_grad_rows(
       Unsupported: h has another dtype or shape.
     """
     gated = h.shape[1] == 2 * d_a.shape[1]
-    size, width = check_h(h, gated, COLUMNS[-1])
+    size, width = check_h(h, gated, HALF, COLUMNS[-1])
     if d_a.shape != (size, width) or d_a.dtype != h.dtype:
         raise ValueError(
             f"d_a is {d_a.dtype} {d_a.shape}; with h {h.dtype} {h.shape} it must be {h.dtype} {(size, width)}"
         )
     columns, part = _columns(width), part_of(act, gated)
 
-    def activate_grad_rows(h, d_a, counts, weights, a_out, d_h, inner, *, tiles, loaded, met):
-        i, j = lax.axis_index("i"), lax.axis_index("j")  # i counts halves of blocks
-        count, (grad, *of_h) = counts[lax.div(i, 2)], tiles
+    def activate_grad_rows(h, d_a, start, rows, weights, a_out, d_h, inner, *, tiles, loaded, met):
+        (i, count), j, (grad, *of_h) = locate_half(start, rows), lax.axis_index("j"), tiles
 
         @pl.when(count > 0)
         def _():
             weight = row_values(weights, i * HALF, part)
             load_tiles([*tiles_of(h, of_h, i, j, width), *tiles_of(d_a, [grad], i, j, width)], loaded)
-            zero_half(tiles, count - lax.rem(i, 2) * HALF, met)
+            zero_half(tiles, count, met)
 
             def compute(step, sums):
                 at = part_at(0, step, part)
@@ -154,8 +154,8 @@ def activate_grad_rows(
         jax.ShapeDtypeStruct((steps, size), jnp.float32),
     )
     scratch = _scratch(2 + gated, h.dtype, columns, part)
-    run = launch(activate_grad_rows, out, dict(i=size // HALF, j=steps), scratch, approx_math=True)
-    return run(h, d_a, blocks.rows, weights)
+    run = launch(activate_grad_rows, out, dict(i=halves_of(blocks), j=steps), scratch, approx_math=True)
+    return run(h, d_a, blocks.start, blocks.rows, weights)
 
 
 def _columns(width: int) -> int:

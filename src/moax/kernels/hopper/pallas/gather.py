@@ -82,27 +82,27 @@ def gather_stages(mine, place_of: Callable, steps: Callable, fill: Callable, sou
     return end
 
 
-def load_sources(source, start, rows: int):
+def load_sources(source, start, rows: int, real=None):
     """Returns the rows of x that `copy_rows` copies to a stage of `rows` rows: source[start : start + rows].
 
-    Lane l of warp w holds source[start + w q + l % q], where q = rows / 4. Rows past the end of `source` are its last
-    ones, for a caller that loads ahead.
+    Lane l of warp w holds source[start + w q + l % q], where q = rows / 4. From the row number `real` of the stage on,
+    and past the end of `source`, there is no row of x: `copy_rows` writes 0. `real` None is `rows`.
     """
-    code = _PLACE.format(each=rows // WARPS, start=2) + "ld.global.b32 $0, [at];\n}"
+    code, real = _SOURCE.format(each=rows // WARPS, end=source.shape[0]), jnp.int32(rows if real is None else real)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), ONE),
+        arg_types=(plgpu.RefType(), ONE, ONE),
         return_type=plgpu.ShapeDtypeStruct((WARPS * LANES,), jnp.int32, layout=EACH),
     )
-    def load(ctx, source, start):
+    def load(ctx, source, start, real):
         del ctx
         i32 = ir.IntegerType.get_signless(32)
-        found = _run(code, utils.memref_ptr(source), start.registers.item(), result=i32)
+        found = _run(code, utils.memref_ptr(source), start.registers.item(), real.registers.item(), result=i32)
         register = vector.broadcast(ir.VectorType.get((1,), i32), found)
         registers = np.array([register], dtype=object)
         return mgpu.FragmentedArray(_registers=registers, _layout=EACH.to_mgpu(), _is_signed=True)
 
-    return load(source, lax.min(jnp.int32(start), jnp.int32(source.shape[0] - rows)))
+    return load(source, jnp.int32(start), real)
 
 
 def copy_rows(x, column, sources, stage, transforms) -> None:
@@ -141,18 +141,23 @@ def _wait_rows(later: int) -> None:
     wait()
 
 
-# Leaves in `at` where this thread finds its source; the operands are the result, `source` and the first row.
-_PLACE = """{{
+# The PTX of `load_sources`. The operands are the result, `source`, the first row and the number of real rows.
+_SOURCE = """{{
 .reg .b32 lane, warp, place;
 .reg .b64 at;
+.reg .pred inside;
 mov.u32 lane, %tid.x;
 shr.u32 warp, lane, 5;
 and.b32 warp, warp, 3;
 and.b32 lane, lane, {each} - 1;
 mad.lo.u32 place, warp, {each}, lane;
-add.u32 place, place, ${start};
+setp.lt.s32 inside, place, $3;
+add.u32 place, place, $2;
+setp.lt.and.s32 inside, place, {end}, inside;
 mad.wide.u32 at, place, 4, $1;
-"""
+mov.b32 $0, -1;
+@inside ld.global.b32 $0, [at];
+}}"""
 
 
 def _copies(each: int, lines: int, shape: tuple[int, int], size: int) -> str:

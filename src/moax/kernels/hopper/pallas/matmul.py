@@ -6,6 +6,8 @@ float32.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,16 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.formats import BLOCK, Blocks
+from moax.kernels.hopper.formats import BLOCK, HALF, Blocks
+from moax.kernels.hopper.pallas.blocks import find_target, has_rows, load_rows, locate, operands_of
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
 from moax.kernels.hopper.pallas.pipeline import (
-    ROWS,
     TileConfig,
     add_bias,
     pad_bias,
     run,
     stage,
-    sweep,
     swizzle_of,
     swizzled,
 )
@@ -75,26 +76,20 @@ def grouped_matmul(
         check_gather(swizzle, tile)
     gathered = () if source is None else (source,)
 
-    def locate(i, block, x, w, group, used, *_):
-        row, column = sweep(i, used[0], tiles_n, tile.width)
-        return row, column * tile.cluster + block, group[row]
-
     def load(place, step, slot, barrier, stages, x, w, *_, held=None):
-        row, column, g = place
-        k, n = pl.ds(step * STEP, STEP), pl.ds(column * tile.tile_n, tile.tile_n)
+        k, n = pl.ds(step * STEP, STEP), pl.ds(place.column * tile.tile_n, tile.tile_n)
         if held is not None:
             copy_rows(x, step * STEP, held, stages["x"].at[slot], swizzled(x.dtype, swizzle))
         else:
-            rows = x.at[pl.ds(row * BLOCK, BLOCK), k]
-            plgpu.copy_gmem_to_smem(rows, stages["x"].at[slot], barrier, collective_axes=shared)
-        part = w.at[g, n, k] if transpose else w.at[g, k, n]
+            load_rows(x, place, k, stages["x"].at[slot], barrier, shared)
+        part = w.at[place.group, n, k] if transpose else w.at[place.group, k, n]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
 
     def load_ahead(place, step, *operands):
-        return load_sources(operands[-1], place[0] * BLOCK, BLOCK)
+        return load_sources(operands[-1], place.row, BLOCK, place.rows)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, used, *biases):
-        mine = pl.ds(warpgroup * ROWS, ROWS)
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, start, rows, used, *biases):
+        mine = pl.ds(warpgroup * HALF, HALF)
 
         def accumulate(acc):
             def step(k, at):
@@ -111,30 +106,26 @@ def grouped_matmul(
             plgpu.barrier_arrive(empty.at[lax.rem(end + tile.stages - 1, tile.stages)])
             return total
 
-        total = pl.run_scoped(accumulate, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))
+        total = pl.run_scoped(accumulate, plgpu.ACC((HALF, tile.tile_n), jnp.float32))
         if bias is None:
             return [total]
-        _, column, g = place
         starts = range(0, tile.tile_n, PIECE)
-        return [add_bias(total[:, n : n + PIECE], biases[0], g, column * tile.tile_n + n) for n in starts]
-
-    def target(place, warpgroup, column, width, out):
-        row, tile_column, _ = place
-        at = tile_column * tile.tile_n + column
-        return out.at[pl.ds(row * BLOCK + warpgroup * ROWS, ROWS), pl.ds(at, width)]
+        first = place.column * tile.tile_n
+        return [add_bias(total[:, n : n + PIECE], biases[0], place.group, first + n) for n in starts]
 
     biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
     return run(
-        (x, w, blocks.group, blocks.used, *biases, *gathered),
+        (x, w, *operands_of(blocks), *biases, *gathered),
         out,
         tile,
         {"x": stage(tile, BLOCK, STEP, x.dtype, swizzle), "w": stage(tile, *w_stage, x.dtype, swizzle)},
-        count=lambda x, w, group, used, *_: used[0] * tiles_n,
-        locate=locate,
+        count=lambda x, w, group, start, rows, used, *_: used[0] * tiles_n,
+        locate=lambda i, block, x, w, *of: locate(i, block, tile, tiles_n, *of[:4]),
         steps=lambda *_: n_steps,
         load=load,
         multiply=multiply,
-        target=target,
+        target=functools.partial(find_target, tile.tile_n),
+        has_rows=has_rows,
         name="grouped_matmul_transposed" if transpose else "grouped_matmul",
         sources=None if source is None else load_ahead,
     )

@@ -7,6 +7,8 @@ shard and before the gather. dgrad takes w as it lies. 128 x 128 blocks have the
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,8 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, add_bias, pad_bias, run, stage, sweep, swizzle_of
+from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
+from moax.kernels.hopper.pallas.blocks import find_target, has_rows, load_rows, locate, operands_of
+from moax.kernels.hopper.pallas.pipeline import TileConfig, add_bias, pad_bias, run, stage, swizzle_of
 
 PIECE = 64  # so many columns always share a scale of the weight
 
@@ -59,21 +62,16 @@ def grouped_matmul_fp8(
     shared = "block" if tile.cluster > 1 else None
     pieces = tile.tile_n // PIECE
 
-    def locate(i, block, x, sx, w, sw, group, used, *bias):
-        row, column = sweep(i, used[0], tiles_n, tile.width)
-        return row, column * tile.cluster + block, group[row]
-
     def load(place, step, slot, barrier, stages, x, sx, w, *_):
-        row, column, g = place
-        k, m = pl.ds(step * BLOCK, BLOCK), pl.ds(row * BLOCK, BLOCK)
-        plgpu.copy_gmem_to_smem(x.at[m, k], stages["x"].at[slot], barrier, collective_axes=shared)
-        part = w.at[g, pl.ds(column * tile.tile_n, tile.tile_n), k]
+        k = pl.ds(step * BLOCK, BLOCK)
+        load_rows(x, place, k, stages["x"].at[slot], barrier, shared)
+        part = w.at[place.group, pl.ds(place.column * tile.tile_n, tile.tile_n), k]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
-        plgpu.copy_gmem_to_smem(sx.at[step, m], stages["sx"].at[slot], barrier)
+        plgpu.copy_gmem_to_smem(sx.at[step, pl.ds(place.row, BLOCK)], stages["sx"].at[slot], barrier)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, used, *bias):
-        _, column, g = place
-        mine = pl.ds(warpgroup * ROWS, ROWS)
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, start, rows, used, *bias):
+        column, g = place.column, place.group
+        mine = pl.ds(warpgroup * HALF, HALF)
         # The block of the weight's scales that each piece of columns has. Two neighbouring pieces often share one.
         scale_blocks = [
             jnp.minimum(lax.div(column * tile.tile_n + i * PIECE, BLOCK), last_scale) for i in range(pieces)
@@ -94,29 +92,24 @@ def grouped_matmul_fp8(
                 sx_now = plgpu.load(stages["sx"].at[slot, mine], layout=plgpu.Layout.WGMMA.reduce(1))
                 return acc[...], sx_now
 
-            part, sx_now = pl.run_scoped(product, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))
+            part, sx_now = pl.run_scoped(product, plgpu.ACC((HALF, tile.tile_n), jnp.float32))
             plgpu.barrier_arrive(empty.at[slot])
-            by_row = {i: lax.broadcast_in_dim(sx_now * s, (ROWS, PIECE), [0]) for i, s in zip(own, sw_now, strict=True)}
+            by_row = {i: lax.broadcast_in_dim(sx_now * s, (HALF, PIECE), [0]) for i, s in zip(own, sw_now, strict=True)}
             totals = tuple(
                 total + part[:, i * PIECE : (i + 1) * PIECE] * by_row[max(j for j in own if j <= i)]
                 for i, total in enumerate(totals)
             )
             return totals, sw_next
 
-        zero = plgpu.layout_cast(jnp.zeros((ROWS, PIECE), jnp.float32), plgpu.Layout.WGMMA)
+        zero = plgpu.layout_cast(jnp.zeros((HALF, PIECE), jnp.float32), plgpu.Layout.WGMMA)
         totals, _ = lax.fori_loop(0, steps, step, ((zero,) * pieces, scales(0)))
         if not bias:
             return totals
         return [add_bias(t, bias[0], g, column * tile.tile_n + i * PIECE) for i, t in enumerate(totals)]
 
-    def target(place, warpgroup, column, width, out):
-        row, tile_column, _ = place
-        at = tile_column * tile.tile_n + column
-        return out.at[pl.ds(row * BLOCK + warpgroup * ROWS, ROWS), pl.ds(at, width)]
-
     biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
     return run(
-        (x.data, x.scale, w.data, w.scale, blocks.group, blocks.used, *biases),
+        (x.data, x.scale, w.data, w.scale, *operands_of(blocks), *biases),
         out,
         tile,
         {
@@ -124,11 +117,12 @@ def grouped_matmul_fp8(
             "w": stage(tile, tile.tile_n, BLOCK, w.data.dtype, swizzle),
             "sx": plgpu.SMEM((tile.stages, BLOCK), jnp.float32),
         },
-        count=lambda x, sx, w, sw, group, used, *bias: used[0] * tiles_n,
-        locate=locate,
+        count=lambda x, sx, w, sw, group, start, rows, used, *bias: used[0] * tiles_n,
+        locate=lambda i, block, x, sx, w, sw, *of: locate(i, block, tile, tiles_n, *of[:4]),
         steps=lambda *_: n_steps,
         load=load,
         multiply=multiply,
-        target=target,
+        target=functools.partial(find_target, tile.tile_n),
+        has_rows=has_rows,
         name="grouped_matmul_fp8",
     )

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from moax.errors import Unsupported
 from moax.groups import align_up
-from moax.kernels.hopper.formats import BLOCK
+from moax.kernels.hopper.formats import HALF, Blocks
 
 IN_FLIGHT = 32 * 1024  # the bytes that a block of threads has in flight; five or six blocks fill an SM
 MOST_COPIES = 16  # the most copies of a block of threads, whose loop is unrolled
@@ -34,7 +34,7 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, 
 def gather_rows(
     x: Shaped[Array, "R H"],
     source: Int[Array, " N"],
-    used: Int[Array, " 1"] | None,
+    blocks: Blocks | None,
     *,
     in_flight: int = IN_FLIGHT,
 ) -> Shaped[Array, "N H"]:
@@ -42,24 +42,24 @@ def gather_rows(
 
     Args:
       x: [R, H] of any dtype, with rows of a multiple of 16 bytes.
-      source: [N] i32, not negative; N is a multiple of 128.
-      used: [1] i32, the number of blocks of 128 rows of the result that are written. None writes all.
+      source: [N] i32, not negative; N is a multiple of 64.
+      blocks: the blocks of the result. Rows past the last group are not written. None writes all rows.
       in_flight: the bytes that a block of threads has in flight.
 
     Raises:
-      Unsupported: the rows have another size, or N is no multiple of 128.
+      Unsupported: the rows have another size, or N is no multiple of 64.
     """
     received, width = x.shape
     row = _row_bytes("x", x)
-    if source.shape[0] % BLOCK:
-        raise Unsupported(f"source has {source.shape[0]} rows; the kernel takes multiples of {BLOCK}")
+    if source.shape[0] % HALF:
+        raise Unsupported(f"source has {source.shape[0]} rows; the kernel takes multiples of {HALF}")
     if row > MOST_BYTES:
         raise Unsupported(f"x has rows of {row} bytes; the kernel takes at most {MOST_BYTES}")
-    count = _rows_at_once(BLOCK, 1, row, in_flight)
+    count = _rows_at_once(HALF, 1, row, in_flight)
     vector = _vector(width, x.dtype.itemsize)
     held = align_up(width, vector * THREADS)
 
-    def gather_rows(x, source, used, out, *, buffer, zero, arrived):
+    def gather_rows(x, source, starts, halves, out, *, buffer, zero, arrived):
         first = lax.axis_index("i") * count
 
         def body():
@@ -89,7 +89,10 @@ def gather_rows(
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        body() if used is None else pl.when(first < used[0] * BLOCK)(body)
+        if starts is None:
+            return body()
+        last = starts.shape[0] - 1
+        pl.when(first < (starts[last] + halves[last]) * HALF)(body)
 
     scratch: dict[str, Any] = dict(
         buffer=plgpu.SMEM((count, width), x.dtype),
@@ -103,7 +106,7 @@ def gather_rows(
         grid_names=("i",),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(x, source, used)
+    )(x, source, *((None, None) if blocks is None else (blocks.first, blocks.count)))
 
 
 def gather_sum(

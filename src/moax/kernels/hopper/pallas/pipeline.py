@@ -152,6 +152,7 @@ def run(
     multiply: Callable,
     target: Callable,
     name: str,
+    has_rows: Callable | None = None,
     total=None,
     sources: Callable | None = None,
 ):
@@ -171,6 +172,8 @@ def run(
         float32 pieces [64, c] of neighbouring columns. `at` counts the stages of earlier tiles.
       target: target(place, warpgroup, column, width, out) -> the part of the result that takes `width` columns.
       name: the name of the kernel in profiles.
+      has_rows: None, or has_rows(place, warpgroup) -> whether a consumer has rows of the tile. One without rows frees
+        the stages, and neither multiplies nor stores.
       total: None, or an array like the result, to which the kernel adds in float32. The sum takes the memory of
         `total` where nothing else needs `total`. Inside a `shard_map` with `check_vma` it takes new memory.
       sources: None, or sources(place, step, *operands) -> the rows of one operand that a step gathers, or any rows
@@ -238,9 +241,7 @@ def run(
         def _():
             plgpu.set_max_registers(more, action="increase")
 
-            def per_tile(i, at):
-                place = place_of(i)
-                n = steps(place, *inputs)
+            def compute(place, n, at):
                 if before is not None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the tile before read the slots
                     for slot in range(slots):
@@ -262,6 +263,24 @@ def run(
                         plgpu.commit_smem()
                         plgpu.copy_smem_to_gmem(out_s.at[warpgroup, slot], target(place, warpgroup, column, chunk, out))
                         column += chunk
+
+            def free(n, at):
+                def step(k, _):
+                    slot = lax.rem(at + k, tile.stages)
+                    plgpu.barrier_wait(full.at[slot])  # without it the barrier could count two arrivals of one step
+                    plgpu.barrier_arrive(empty.at[slot])
+
+                lax.fori_loop(0, n, step, None)
+
+            def per_tile(i, at):
+                place = place_of(i)
+                n = steps(place, *inputs)
+                if has_rows is None:
+                    compute(place, n, at)
+                else:
+                    has = has_rows(place, warpgroup)
+                    pl.when(has)(lambda: compute(place, n, at))
+                    pl.when(jnp.logical_not(has))(lambda: free(n, at))
                 return at + n
 
             lax.fori_loop(0, mine, per_tile, jnp.int32(0))
@@ -282,7 +301,8 @@ def run(
         def add_apart(total, *operands):
             wide = jax.ShapeDtypeStruct(out_type.shape, jnp.float32)
             how = dict(count=count, locate=locate, steps=steps, load=load, multiply=multiply, target=target, name=name)
-            return (total.astype(jnp.float32) + run(operands, wide, tile, stages, sources=sources, **how)).astype(dtype)
+            added = run(operands, wide, tile, stages, has_rows=has_rows, sources=sources, **how)
+            return (total.astype(jnp.float32) + added).astype(dtype)
 
         if any(map(varying, (total, *operands))):  # JAX has no reference to an array whose type varies
             return add_apart(total, *operands)

@@ -4,10 +4,10 @@
     data     = round_to_format(x * (1 / scale))
 
 FP8 products take K-major operands alone, so these kernels also transpose an operand whose rows a product contracts. A
-kernel loads a tile of 128 x 128 elements into SMEM once and reads it in both directions: as it lies for 1 x 128 blocks,
-and transposed for 128 x 1 blocks. With `source` a kernel gathers the rows as it loads them, so that rows sorted by
-expert are never in memory unquantized. As in `moax.ops.quantize`, a NaN or Inf becomes NaN in its own element and does
-not enter a scale, and a block of zeros has scale 1.
+kernel loads a tile of 128 x 128 elements into SMEM once and reads it in both directions, half of it at one time: as it
+lies for 1 x 128 blocks, and transposed for 128 x 1 blocks. With `source` a kernel gathers the rows as it loads them, so
+that sorted rows are never in memory unquantized. As in `moax.ops.quantize`, a NaN or Inf becomes NaN in its own element
+and does not enter a scale, and a block of zeros has scale 1.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
 from moax.groups import align_up
-from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
+from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.compat import store
 
-HALF = BLOCK // 2  # a warpgroup holds so many rows or columns of a tile at one time: 64 x 128 values in registers
 TINY = 2.0**-126  # the smallest normal float32
 
 
@@ -78,17 +77,18 @@ def quantize_rows(
     data = {name: jax.ShapeDtypeStruct(shapes[name][0], dtype) for name in wanted}
     scales = {name: jax.ShapeDtypeStruct(shapes[name][1], jnp.float32) for name in wanted if scale is None}
 
-    def quantize_rows(x, source, counts, given, data, scales, *, tile, buffers, loaded, met):
-        i, j = lax.axis_index("i"), lax.axis_index("j")
+    def quantize_rows(x, source, starts, counts, given, data, scales, *, tile, buffers, loaded, met):
+        block, j = lax.axis_index("i"), lax.axis_index("j")
 
-        @pl.when(counts is None or counts[i] > 0)
+        @pl.when(counts is None or counts[block] > 0)
         def _():
+            i = block if starts is None else lax.div(starts[block], BLOCK // HALF)
             if source is None:
                 load_tiles([(x.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
             else:
                 gather_tile(x, source, i * BLOCK, j * BLOCK, tile, loaded)
             if counts is not None and source is None:
-                zero_tail([tile], counts[i], (0, 1), met)
+                zero_tail([tile], counts[block], (0, 1), met)
             one = None if given is None else given[0 if given.shape[0] == 1 else i]
             # Gathered rows lie one after the other in SMEM. A load takes two wavefronts, and columns cannot be sliced.
             of_rows = functools.partial(rows_of, optimized=source is None)
@@ -103,7 +103,7 @@ def quantize_rows(
 
     grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(x, data.values(), source is not None)
     run = launch(quantize_rows, (data, scales), grid, scratch)
-    data, scales = run(x, source, None if blocks is None else blocks.rows, scale)
+    data, scales = run(x, source, *((None, None) if blocks is None else (blocks.start, blocks.rows)), scale)
     if scale is not None:
         of_rows = scale if scale.shape[0] == 1 else jnp.repeat(scale, BLOCK)
         given = {"rows": of_rows[:, None] if by_row else of_rows, "columns": scale[:, None]}

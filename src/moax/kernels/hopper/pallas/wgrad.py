@@ -1,7 +1,7 @@
 """Grouped weight gradient of 16-bit operands: dw[g] = sum over rows m of g: x[m]^T dy[m].
 
 The kernel reads both operands as they lie, and wgmma transposes them. Sums are float32. The gradient of an empty group
-is exactly 0. Padding inside the last block of a group must be 0 in both operands.
+is exactly 0. Padding inside the last half of a group, its last 64 rows, must be 0 in both operands.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.formats import BLOCK, Blocks
+from moax.kernels.hopper.formats import HALF, Blocks
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
 from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep, swizzle_of, swizzled
 
-STEP = 64  # the rows of a stage
+STEP = HALF  # the rows of a stage
 
 
 def grouped_wgrad(
@@ -35,7 +35,7 @@ def grouped_wgrad(
     """dw[g] = sum over rows m of g: x[m]^T dy[m].
 
     Args:
-      x: [M, K], bf16 or f16, its rows in blocks; 0 in the padding of used blocks.
+      x: [M, K], bf16 or f16, its rows in blocks; 0 in the padding of each group's last half.
       dy: [M, N], like x in dtype and padding.
       blocks: the blocks of the rows.
       tile: see TileConfig.
@@ -66,8 +66,8 @@ def grouped_wgrad(
         return g, row, column * tile.cluster + block, first[g]
 
     def load(place, step, slot, barrier, stages, x, dy, *_, held=None):
-        _, row, column, block = place
-        tokens = pl.ds(block * BLOCK + step * STEP, STEP)
+        _, row, column, half = place
+        tokens = pl.ds((half + step) * STEP, STEP)
         for name, ref, first, width in (("x", x, row * tile_m, tile_m), ("dy", dy, column * tile.tile_n, tile.tile_n)):
             if held is not None and name == gathers:
                 copy_rows(ref, first, held, stages[name].at[slot], swizzled(ref.dtype, swizzle))
@@ -76,7 +76,7 @@ def grouped_wgrad(
                 plgpu.copy_gmem_to_smem(part, stages[name].at[slot], barrier, collective_axes=axes)
 
     def load_ahead(place, step, *operands):
-        return load_sources(operands[-1], place[-1] * BLOCK + step * STEP, STEP)
+        return load_sources(operands[-1], (place[-1] + step) * STEP, STEP)
 
     def multiply(place, steps, at, warpgroup, stages, full, empty, *_):
         mine = pl.ds(warpgroup * ROWS, ROWS)
@@ -110,7 +110,7 @@ def grouped_wgrad(
         {"x": stage(tile, STEP, tile_m, x.dtype, swizzle), "dy": stage(tile, STEP, tile.tile_n, x.dtype, swizzle)},
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
-        steps=lambda place, x, dy, first, count, *_: count[place[0]] * (BLOCK // STEP),
+        steps=lambda place, x, dy, first, count, *_: count[place[0]],
         load=load,
         multiply=multiply,
         target=target,

@@ -15,10 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
+from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep
 
 PIECE = 64  # the columns whose scales are in registers at one time
+HALVES = BLOCK // HALF  # `Blocks` counts halves, and a step contracts a block
 
 
 def grouped_wgrad_fp8(
@@ -50,7 +51,7 @@ def grouped_wgrad_fp8(
     def locate(i, block, x, sx, dy, sdy, first, count):
         g, inside = lax.div(i, tiles_m * tiles_n), lax.rem(i, tiles_m * tiles_n)
         row, column = sweep(inside, tiles_m, tiles_n, tile.width)
-        return g, row, column * tile.cluster + block, first[g]
+        return g, row, column * tile.cluster + block, lax.div(first[g], HALVES)
 
     def load(place, step, slot, barrier, stages, x, sx, dy, sdy, first, count):
         _, row, column, start = place
@@ -106,7 +107,7 @@ def grouped_wgrad_fp8(
         },
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
-        steps=lambda place, x, sx, dy, sdy, first, count: count[place[0]],
+        steps=lambda place, x, sx, dy, sdy, first, count: lax.div(count[place[0]] + HALVES - 1, HALVES),
         load=load,
         multiply=multiply,
         target=target,

@@ -1,0 +1,67 @@
+"""The tiles of a product over blocks of rows: 128 rows of one group by the columns of a tile, 64 rows a consumer.
+
+The last block of a group may have at most 64 real rows. Its second consumer then has no rows: it multiplies nothing and
+stores nothing, and the tensor cores compute the rows of the first consumer in half of the time. With group sizes
+(130, 5), the blocks have 128, 2 and 5 rows, and four of their six halves are computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
+
+from moax.kernels.hopper.formats import BLOCK, HALF, Blocks
+from moax.kernels.hopper.pallas.pipeline import TileConfig, sweep
+
+
+class BlockTile(NamedTuple):
+    """The place of a tile.
+
+    Attributes:
+      group: [] i32, the group of its rows.
+      row: [] i32, its first row.
+      rows: [] i32, the number of its real rows, which come first.
+      column: [] i32, the number of its tile of columns.
+    """
+
+    group: Int[Array, ""]
+    row: Int[Array, ""]
+    rows: Int[Array, ""]
+    column: Int[Array, ""]
+
+
+def operands_of(blocks: Blocks) -> tuple[jax.Array, ...]:
+    """Returns the arrays of which `locate` reads places: group, start, rows and used."""
+    return blocks.group, blocks.start, blocks.rows, blocks.used
+
+
+def locate(i, block, tile: TileConfig, tiles_n: int, group, start, rows, used) -> BlockTile:
+    """Returns the place of the tile of a cluster's block `block` in cluster tile i, of `tiles_n` a block of rows."""
+    at, column = sweep(i, used[0], tiles_n, tile.width)
+    return BlockTile(group[at], start[at] * HALF, rows[at], column * tile.cluster + block)
+
+
+def load_rows(x, place: BlockTile, columns, stage, barrier, shared: Any = None) -> None:
+    """Copies the rows of a tile, and these columns of x, to a stage. Of at most 64 real rows it copies 64."""
+
+    def copy(rows: int) -> None:
+        part, to = x.at[pl.ds(place.row, rows), columns], stage.at[pl.ds(0, rows)]
+        plgpu.copy_gmem_to_smem(part, to, barrier, collective_axes=shared)
+
+    pl.when(place.rows > HALF)(lambda: copy(BLOCK))
+    pl.when(place.rows <= HALF)(lambda: copy(HALF))
+
+
+def has_rows(place: BlockTile, warpgroup):
+    """Returns whether a consumer has real rows of a tile."""
+    return warpgroup * HALF < place.rows
+
+
+def find_target(tile_n: int, place: BlockTile, warpgroup, column: int, width: int, out):
+    """Returns the part of the result that takes `width` columns of a consumer, from column `column` of its tile on."""
+    rows = pl.ds(place.row + warpgroup * HALF, HALF)
+    return out.at[rows, pl.ds(place.column * tile_n + column, width)]
