@@ -213,7 +213,7 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             sixteen_bit = {"wgrad": ("x", "dy")}.get(op, () if op.endswith("fp8") else ("x",))
             for gathers in sixteen_bit if k % 64 == 0 == n % 64 else ():
                 fn, operands = products(op, k, n, gathers=gathers)
-                for tile in taken:
+                for tile in {tiles.turn_tile(tile, k) for tile in taken} if gathers == "dy" else taken:
                     yield f"{op} {k}x{n} {tile} gathers {gathers}", functools.partial(fn, tile=tile), operands
             with_total = op.startswith("wgrad") and (every_tile or (k, n) == (QWEN3.d_model, 2 * QWEN3.d_ff))
             for total in (BF16, F32) if with_total else ():

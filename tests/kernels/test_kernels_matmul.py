@@ -124,23 +124,33 @@ def test_odd_chunks():
     assert rel_error(got[real].astype(np.float64), want) < 2**-8
 
 
-def total_of(add: bool):
-    """The array to which a wgrad of [128, 128] matrices adds, or None. The third consumer of a tile has no rows."""
-    return random(7, len(SIZES), 128, 128) if add else None
+def total_of(add: bool, rows: int = 128):
+    """The array to which a wgrad of [rows, 128] matrices adds, or None. The last consumer of a tile lacks rows."""
+    return random(7, len(SIZES), rows, 128) if add else None
 
 
 @pytest.mark.parametrize(
-    ("cluster", "add", "align"), some([(1, False, 64), (1, True, 128), (2, False, 128), (2, True, 64)], 2)
+    ("tile", "add", "align"),
+    some(
+        [
+            (TileConfig(64, 2, 2), False, 64),
+            (TileConfig(64, 2, 2, cluster=2), True, 64),
+            (TileConfig(64, 2, 2, products=2), True, 128),
+            (TileConfig(64, 2, 2, cluster=2), False, 128),
+            (TileConfig(64, 2, 2, products=2), False, 64),
+        ],
+        2,
+    ),
+    ids=str,
 )
-def test_grouped_wgrad(cluster, add, align):
+def test_grouped_wgrad(tile, add, align):
     """An empty group's gradient is exactly 0, the others' the sum over their rows alone, added to a total. Halves of
     blocks without a real row, and blocks past the last group, hold NaN, and nothing reads them."""
     blocks, group, real = layout(align)
-    x, dy = (np.where(real[:, None], random(i, len(real), 128), 0) for i in (0, 1))
+    x, dy = (np.where(real[:, None], random(i, len(real), width), 0) for i, width in enumerate((192, 128)))
     x[~real.reshape(-1, 64).any(1).repeat(64)] = np.nan
     x, dy = jnp.asarray(x, jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16)
-    tile = TileConfig(64, 2, 2, cluster)
-    total = total_of(add)
+    total = total_of(add, 192)
     fn = lambda x, dy, total: grouped_wgrad(x, dy, blocks, tile, out_dtype=jnp.float32, total=total)  # noqa: E731
     got = interpret(fn, x, dy, total)
     want = [np.float64(x)[real & (group == g)].T @ np.float64(dy)[real & (group == g)] for g in range(len(SIZES))]

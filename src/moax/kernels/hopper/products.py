@@ -97,10 +97,12 @@ def _wgrad(x, dy, blocks: Blocks, dtype, total=None, source=None, gathers: str =
 
     With a `source` it gathers the operand that `gathers` names.
     """
+    from moax.kernels.hopper.pallas.tiles import turn_tile
     from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 
     tile = _pick_tile("wgrad", x.shape[1], dy.shape[1], blocks)
     tile = tile if source is None else dataclasses.replace(tile, cluster=1)
+    tile = turn_tile(tile, x.shape[1]) if source is not None and gathers == "dy" else tile
     return grouped_wgrad(x, dy, blocks, tile, source=source, gathers=gathers, out_dtype=dtype, total=total)
 
 

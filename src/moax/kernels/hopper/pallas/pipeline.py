@@ -2,8 +2,8 @@
 
 The warpgroup that loads is the producer, and those that multiply are the consumers. An operand is loaded in stages,
 which are parts of the contracted dim. Clusters of `TileConfig.cluster` blocks of threads occupy all SMs, and each
-cluster walks over tiles of the output. A consumer has 64 rows by `tile_n` columns of a tile. The producer runs ahead
-into the next tile, so that it loads while the consumers store.
+cluster walks over tiles of the output. A consumer has 64 or 128 rows of a tile. The producer runs ahead into the next
+tile, so that it loads while the consumers store.
 
 The GPU gives the clusters of a wave to SMs as these come free. With one wave, the clusters whose SMs a collective holds
 begin when the others end, and the product takes twice as long. With several waves, whose shares of the tiles decrease,
@@ -33,7 +33,7 @@ from moax.errors import Unsupported
 from moax.kernels.hopper.pallas.gather import gather_stages
 from moax.mesh.collectives import varying
 
-ROWS = 64  # the rows of a consumer
+ROWS = 64  # the rows of a product of a consumer
 OUT_SLOTS = 2  # the buffers through which a consumer stores
 SHARED_BYTES = 225 * 1024  # the shared memory of a block of threads, less what barriers take
 LEAST_STAGES, NARROW = 3, 128  # with two stages of wide tiles, a product waits for its operands
@@ -52,7 +52,8 @@ class TileConfig:
       stages: the stages of operands that shared memory holds.
       width: so many row tiles sweep the columns together, so that they find the operands in L2.
       cluster: so many blocks of threads, with neighbouring columns, share the loaded rows.
-      consumers: the warpgroups that multiply, 64 rows each. wgrad may have 3; elsewhere a tile is a block of 128 rows.
+      consumers: the warpgroups that multiply. wgrad may have 3; elsewhere a tile is a block of 128 rows.
+      products: so many times 64 rows of a tile belong to each consumer. wgrad may have 2.
       waves: the most clusters for each SM, one after another; see `first_round`. The result has the same bits for
         any number.
     """
@@ -62,7 +63,13 @@ class TileConfig:
     width: int = 8
     cluster: int = 1
     consumers: int = 2
+    products: int = 1
     waves: int = 1
+
+    @property
+    def rows(self) -> int:
+        """The rows of a tile."""
+        return ROWS * self.consumers * self.products
 
 
 def swizzle_of(*rows: int) -> int:
@@ -90,17 +97,18 @@ def stage(tile: TileConfig, rows: int, columns: int, dtype, swizzle: int):
     return plgpu.SMEM((tile.stages, rows, columns), dtype, transforms=swizzled(dtype, swizzle))
 
 
-def leave_room(tile: TileConfig, stage_bytes: Callable[[int], int], total) -> TileConfig:
+def leave_room(tile: TileConfig, stage_bytes: Callable[[TileConfig], int], total) -> TileConfig:
     """Returns the tile with as many stages as there is room for beside a tile of `total`; None takes no room.
 
-    `stage_bytes(tile_n)` are the bytes of a stage. A tile with room for fewer than `LEAST_STAGES` has 128 columns.
+    `stage_bytes(tile)` are the bytes of a stage. A tile with room for fewer than `LEAST_STAGES` becomes one of 128
+    columns and one product a consumer.
     """
     if total is None:
         return tile
-    room = SHARED_BYTES - tile.consumers * ROWS * tile.tile_n * total.dtype.itemsize
-    stages = room // stage_bytes(tile.tile_n)
-    if stages < LEAST_STAGES and tile.tile_n > NARROW:
-        return leave_room(dataclasses.replace(tile, tile_n=NARROW), stage_bytes, total)
+    room = SHARED_BYTES - tile.rows * tile.tile_n * total.dtype.itemsize
+    stages, smaller = room // stage_bytes(tile), dataclasses.replace(tile, tile_n=NARROW, products=1)
+    if stages < LEAST_STAGES and smaller.rows * smaller.tile_n < tile.rows * tile.tile_n:
+        return leave_room(smaller, stage_bytes, total)
     return dataclasses.replace(tile, stages=max(2, min(tile.stages, stages)))
 
 
@@ -168,9 +176,11 @@ def run(
       steps: steps(place, *operands) -> the number of stages that the tile contracts.
       load: load(place, step, slot, barrier, stages, *operands) copies one stage into `slot`. Its copies arrive
         `len(stages)` times at the barrier; gathered rows arrive by `gather_stages`.
-      multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> the rows of a consumer, as
-        float32 pieces [64, c] of neighbouring columns. `at` counts the stages of earlier tiles.
-      target: target(place, warpgroup, column, width, out) -> the part of the result that takes `width` columns.
+      multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> what a consumer has of a tile,
+        as float32 pieces [64, c]: neighbouring columns of its first 64 rows, then those of its next 64 rows. `at`
+        counts the stages of earlier tiles.
+      target: target(place, warpgroup, column, width, out) -> the part of the result that takes `width` columns of the
+        pieces from `column` on. Of two products, the columns of the second one come after those of the first.
       name: the name of the kernel in profiles.
       has_rows: None, or has_rows(place, warpgroup) -> whether a consumer has rows of the tile. One without rows frees
         the stages, and neither multiplies nor stores.
@@ -186,7 +196,7 @@ def run(
     fewer, more = REGISTERS[tile.consumers]
     empty = dict(num_arrivals=tile.consumers, num_barriers=tile.stages)
     # All slots of a tile hold its part of `total` before they hold the sum.
-    slots = OUT_SLOTS if total is None else pl.cdiv(tile.tile_n, chunk)
+    slots = OUT_SLOTS if total is None else pl.cdiv(tile.products * tile.tile_n, chunk)
     before = {} if total is None else dict(before=plgpu.Barrier(num_arrivals=slots, num_barriers=tile.consumers))
     scratch = before | dict(
         stages=stages,
@@ -196,7 +206,7 @@ def run(
     )
     clusters = count_sms() // tile.cluster
     # A result of few tiles has fewer waves, since a wave without tiles would cost its start.
-    elements = clusters * tile.cluster * tile.consumers * ROWS * tile.tile_n  # of a round
+    elements = clusters * tile.cluster * tile.rows * tile.tile_n  # of a round
     waves = min(tile.waves, max(1, -(-math.prod(out_type.shape) // elements)))
 
     def body(*refs, stages, out_s, full, empty, before=None):

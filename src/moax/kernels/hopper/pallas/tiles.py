@@ -83,6 +83,17 @@ def load(path: Path) -> Table:
     return table
 
 
+def turn_tile(tile: TileConfig, rows: int) -> TileConfig:
+    """Returns a tile of twice the rows and half the columns, for a wgrad [rows, N] that gathers its columns.
+
+    The producer's warps copy each gathered column of a tile, which takes longer than copies of the copy engine. It is
+    the tile itself where it is no tile of 256 columns, or where the turned one would have a tenth more idle rows.
+    """
+    turned = dataclasses.replace(tile, tile_n=tile.tile_n // 2, products=2)
+    more = -(-rows // turned.rows) * turned.rows > 1.1 * -(-rows // tile.rows) * tile.rows
+    return tile if tile.tile_n != 256 or more else turned
+
+
 def to_numbers(tile: TileConfig) -> list[int]:
     """Returns the fields of a tile as a table has them: all but `waves`, which the products choose."""
     return list(dataclasses.astuple(tile)[:-1])

@@ -53,8 +53,8 @@ def grouped_wgrad(
     swizzle = swizzle_of(2 * rows, 2 * columns)
     groups = blocks.first.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), x.dtype if out_dtype is None else out_dtype)
-    tile_m = ROWS * tile.consumers
-    tile = leave_room(tile, lambda tile_n: STEP * (tile_m + tile_n) * x.dtype.itemsize, total)
+    tile = leave_room(tile, lambda tile: STEP * (tile.rows + tile.tile_n) * x.dtype.itemsize, total)
+    tile_m, each = tile.rows, tile.products
     if source is not None:
         check_gather(swizzle, tile)
     tiles_m, tiles_n = pl.cdiv(rows, tile_m), pl.cdiv(columns, tile.tile_n * tile.cluster)
@@ -79,29 +79,31 @@ def grouped_wgrad(
         return load_sources(operands[-1], (place[-1] + step) * STEP, STEP)
 
     def multiply(place, steps, at, warpgroup, stages, full, empty, *_):
-        mine = pl.ds(warpgroup * ROWS, ROWS)
+        mine = [pl.ds((warpgroup * each + i) * ROWS, ROWS) for i in range(each)]
 
-        def accumulate(acc):
+        def accumulate(*accs):
             def step(k, at):
                 slot = lax.rem(at, tile.stages)
                 plgpu.barrier_wait(full.at[slot])
-                plgpu.wgmma(acc, stages["x"].at[slot, :, mine].T, stages["dy"].at[slot])
-                plgpu.wgmma_wait(1)  # the product before this one has read its stage
+                for acc, rows in zip(accs, mine, strict=True):
+                    plgpu.wgmma(acc, stages["x"].at[slot, :, rows].T, stages["dy"].at[slot])
+                plgpu.wgmma_wait(each)  # the products before these have read their stage
                 pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + tile.stages - 1, tile.stages)]))
                 return at + 1
 
             end = lax.fori_loop(0, steps, step, at)
-            total = acc[...]
+            totals = [acc[...] for acc in accs]
             last = lax.rem(end + tile.stages - 1, tile.stages)
             pl.when(steps > 0)(lambda: plgpu.barrier_arrive(empty.at[last]))
-            return total
+            return totals
 
-        return [pl.run_scoped(accumulate, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))]
+        return pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, tile.tile_n), jnp.float32)] * each)
 
     def target(place, warpgroup, column, width, out):
         g, row, tile_column, _ = place
-        at = tile_column * tile.tile_n + column
-        return out.at[g, pl.ds(row * tile_m + warpgroup * ROWS, ROWS), pl.ds(at, width)]
+        product, inside = divmod(column, tile.tile_n)
+        first = row * tile_m + (warpgroup * each + product) * ROWS
+        return out.at[g, pl.ds(first, ROWS), pl.ds(tile_column * tile.tile_n + inside, width)]
 
     return run(
         (x, dy, blocks.first, blocks.count, *(() if source is None else (source,))),

@@ -43,8 +43,8 @@ def grouped_wgrad_fp8(
     rows, columns = x.data.shape[0], dy.data.shape[0]
     groups = blocks.first.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
-    tile_m = ROWS * tile.consumers
-    tile = leave_room(tile, lambda tile_n: (BLOCK + 4) * (tile_m + tile_n), total)  # with the scales, of 4 bytes
+    tile = leave_room(tile, lambda tile: (BLOCK + 4) * (tile.rows + tile.tile_n), total)  # with the scales, of 4 bytes
+    tile_m = tile.rows
     tiles_m, tiles_n = pl.cdiv(rows, tile_m), pl.cdiv(columns, tile.tile_n * tile.cluster)
     shared = "block" if tile.cluster > 1 else None
 
