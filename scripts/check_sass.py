@@ -28,7 +28,9 @@ from moax import inspect
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, quantize, tiles, topk
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
+from moax.kernels.hopper.pallas.matmul_activate import matmul_activate
 from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
+from moax.kernels.hopper.pallas.pipeline import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 from moax.models import MODELS
@@ -149,6 +151,17 @@ def swiglu(gate, up):
     return jax.nn.silu(gate) * up
 
 
+def relu2(up):
+    """Computes the activation of fused kernels without a gate."""
+    return jnp.square(jax.nn.relu(up))
+
+
+def multiply_activate(x, w, sizes, source=None, *, act, tile):
+    """Runs the product with the activation in its epilogue, of x [M, K] or of x[source]."""
+    x = x if source is None else x[:512]
+    return matmul_activate(x, w, make_blocks(sizes, ROWS), tile, act, source=source)
+
+
 def with_blocks(fn: Callable) -> Callable:
     """Returns `fn` with the group sizes in place of its last argument, the `Blocks`."""
 
@@ -221,6 +234,13 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
                 for tile in taken:
                     name = f"{op} {k}x{n} {tiles.to_numbers(tile)} total {total.__name__}"
                     yield name, functools.partial(fn, tile=tile), operands
+    for k, hidden, tile in ((QWEN3.d_model, QWEN3.d_ff, 256), (DEEPSEEK.d_model, 1408, 256), (1536, 192, 128)):
+        for gates, act in ((2, swiglu), (1, relu2)):
+            weight = ((EXPERTS, k, gates, hidden), BF16)
+            for sources in ([], [((ROWS,), I32)]):
+                product = functools.partial(multiply_activate, act=act, tile=TileConfig(tile, 4 if tile == 256 else 6))
+                name = f"matmul_activate {k}x{gates}x{hidden} {tile} {'gathers' if sources else ''}"
+                yield name, product, [((ROWS, k), BF16), weight, sizes, *sources]
     for config in (MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK):
         choose = functools.partial(topk.top_k_rows, top_k=config.top_k)
         yield f"top_k_rows {config.num_experts}", choose, [((ROWS, config.num_experts), F32)]

@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import utils as interpret_utils
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -24,6 +28,30 @@ def interpret(fn: Callable, *args, races: bool = True):
     if "RACE" in printed.getvalue():
         raise AssertionError(printed.getvalue()[:4000])
     return results
+
+
+@contextlib.contextmanager
+def flattened_operands() -> Iterator[None]:
+    """Lets the interpreter multiply by an operand whose trailing dims the kernel flattens, which it does not know.
+
+    It then reads the whole operand [K, G, C], and the product takes it as [K, G C].
+    """
+    to_access, matmul = interpret_utils.to_access, np.matmul
+
+    def without_reshape(transforms, shape):
+        return to_access(tuple(t for t in transforms if not isinstance(t, state_types.ReshapeTransform)), shape)
+
+    class Flattening:
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+        def matmul(self, a, b, **keywords):
+            return matmul(a, b.reshape(b.shape[0], -1), **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpret_utils, "to_access", without_reshape)
+        patch.setattr(gpu_callbacks, "np", Flattening())
+        yield
 
 
 def lower(fn: Callable, *args) -> None:

@@ -66,8 +66,10 @@ def find_hidden(
     w: Weights[Array],
     received: Received,
     plan: Plan,
+    *,
     keep: bool = True,
-) -> BlockResiduals:
+    activate: bool = False,
+) -> tuple[BlockResiduals, Operand | None]:
     """Runs the chain from received rows [R, H] to the input of the activation [N, G, F].
 
     Args:
@@ -77,16 +79,22 @@ def find_hidden(
       received: the rows of a pass of the exchange, with their experts and weights.
       plan: the plan of a pass over the sorted rows of `received`.
       keep: whether the residuals have the sorted rows for the gradient of wi; otherwise their `rows` may be None.
+      activate: whether `find_partial` follows, so that the product may activate.
 
     Returns:
-      The residuals, whose field `hidden` is the input of the activation.
+      The residuals, whose field `hidden` is the input of the activation; and the activation [N, F] where the product
+      computed it too, else None.
     """
     rows, kept_rows = find_rows(static, received.rows, plan, keep=keep)  # [N, H]
+    groups, a = static.groups(plan), None
     with jax.named_scope("experts_in"):
-        h = static.local.matmul(rows, wi, static.groups(plan), static.dtype, w.bi)  # [N, G F]
-        h = h if w.wi_a is None else h + low_rank(static, kept_rows, w.wi_a, w.wi_b, static.groups(plan))
+        if activate and static.activates_h and w.wi_a is None:
+            h, a = static.local.matmul_activate(rows, wi, groups, static.dtype, static.act, static.gates, w.bi)
+        else:
+            h = static.local.matmul(rows, wi, groups, static.dtype, w.bi)  # [N, G F]
+            h = h if w.wi_a is None else h + low_rank(static, kept_rows, w.wi_a, w.wi_b, groups)
     h = h.reshape(h.shape[0], static.gates, -1)  # [N, G, F]
-    return BlockResiduals(kept_rows, h, plan, received.weights, received.slots, None)
+    return BlockResiduals(kept_rows, h, plan, received.weights, received.slots, None), a
 
 
 def find_rows(
@@ -111,7 +119,9 @@ def find_rows(
     return rows, permute_forward(static.permute, received, plan, groups) if static.frozen else columns
 
 
-def find_partial(static: BlockSpec, wo: Operand, w: Weights[Array], saved: BlockResiduals) -> Float[Array, "R H"]:
+def find_partial(
+    static: BlockSpec, wo: Operand, w: Weights[Array], saved: BlockResiduals, a: Operand | None = None
+) -> Float[Array, "R H"]:
     """Runs the chain from the input of the activation to the weighted sums [R, H] over the experts of this rank.
 
     They are partial sums also where tp splits F.
@@ -120,14 +130,15 @@ def find_partial(static: BlockSpec, wo: Operand, w: Weights[Array], saved: Block
       static: the spec of the block.
       wo: the gathered weight, as `quantize_and_gather` returns it.
       w: the weights of this device's shard, of which the bias and the adapters of wo are used.
-      saved: the residuals of `find_hidden`.
+      saved, a: the results of `find_hidden`.
     """
     local, recipe, over = static.local, static.recipe.wo, static.amax_over + static.roles.tp
     plan, at = saved.plan, static.weights_at
     groups, by_row = static.groups(plan), weights_of_rows(plan, saved.weights)
     early, h = at == "hidden", _weigh(saved.hidden, by_row, groups) if at == "input" else saved.hidden
     bo = None if w.bo is None else keep_on_first(w.bo, static.roles.tp)
-    a = local.activate(h, static.act, recipe, groups, weights=by_row if early else None, amax_over=over)  # [N, F]
+    if a is None:
+        a = local.activate(h, static.act, recipe, groups, weights=by_row if early else None, amax_over=over)  # [N, F]
     with jax.named_scope("experts_out"):
         o = local.matmul(a, wo, groups, static.dtype, None if early else bo)  # [N, H]
         o = o + _bias_rows(static, bo, groups, by_row) if early and bo is not None else o

@@ -58,7 +58,8 @@ def run_forward(
     more, made, span = None, jnp.ones((), jnp.int32), None
     if static.repeats:  # The exchange has just brought the ranks together, so here they agree without a wait.
         received, span = lax.optimization_barrier((received, _agree(static, layouts, received, needed)))
-    saved = find_hidden(static, wi, w, received, plan_rows(static.permute, received.experts), keep=static.keeps_rows)
+    plan = plan_rows(static.permute, received.experts)
+    saved, a = find_hidden(static, wi, w, received, plan, keep=static.keeps_rows, activate=True)
     hidden = saved.hidden
 
     def one_pass(p, first, total):
@@ -66,16 +67,19 @@ def run_forward(
         p, again, wi_, wo_, w_ = lax.optimization_barrier((p, inputs, wi, wo, w))
         received, _ = dispatch_forward(static.exchange, again.x, again.experts, again.weights, p)
         plan = plan_rows(static.permute_more, received.experts, first)
-        partial = find_partial(static, wo_, w_, find_hidden(static, wi_, w_, received, plan, keep=False))
+        partial = find_partial(
+            static, wo_, w_, *find_hidden(static, wi_, w_, received, plan, keep=False, activate=True)
+        )
         y = y + combine_forward(static.exchange, partial, received.slots, y.shape[0])
         return received, (y, made + 1)
 
     if span is not None:
         nothing = jnp.zeros(inputs.x.shape, static.dtype)
-        hidden, nothing, begin = lax.optimization_barrier((hidden, nothing, _after((hidden, received), span)))
+        begin = _after((hidden, received), span)
+        (hidden, a), nothing, begin = lax.optimization_barrier(((hidden, a), nothing, begin))
         more, made = _repeat(static, layouts, begin, one_pass, (nothing, made), inputs, w)
-        hidden, more = lax.optimization_barrier((hidden, more))
-    partial = _after(more, find_partial(static, wo, w, saved._replace(hidden=hidden)))
+        hidden, a, more = lax.optimization_barrier((hidden, a, more))
+    partial = _after(more, find_partial(static, wo, w, saved._replace(hidden=hidden), a))
     # XLA would merge the sum of returned rows with a sum of the caller, in another order.
     y = lax.optimization_barrier(combine_forward(static.exchange, partial, received.slots, inputs.x.shape[0]))
     y = y if more is None else y + more
@@ -122,7 +126,7 @@ def run_backward(
         p, again, wi_, wo_, w_, kept, dy_ = lax.optimization_barrier((p, inputs, wi, wo, w, quantized, dy))
         received, _ = dispatch_forward(static.exchange, again.x, again.experts, again.weights, p)
         plan = plan_rows(static.permute_more, received.experts, first)
-        saved = find_hidden(static, _weight_of_rows(static, layouts, w_, wi_, kept), w_, received, plan)
+        saved, _ = find_hidden(static, _weight_of_rows(static, layouts, w_, wi_, kept), w_, received, plan)
         hidden, dy_ = lax.optimization_barrier((saved.hidden, dy_))  # one exchange's buffers at a time
         saved = saved._replace(hidden=hidden)
         d_partial = combine_backward(static.exchange, dy_, saved.sent)

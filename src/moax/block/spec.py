@@ -209,6 +209,14 @@ class BlockSpec:
         return self.local.gathers_rows(format, *self.widths)
 
     @property
+    def activates_h(self) -> bool:
+        """Whether the product with wo takes act(h) as it is: neither weights nor a format come between.
+
+        The product with wi may then activate.
+        """
+        return self.weights_at == "output" and self.recipe.wo.x is None
+
+    @property
     def whole_tensor(self) -> bool:
         """Whether one scale holds for a whole tensor of rows, so that every pass has a collective of all tokens."""
         formats = [format for recipe in self.recipe.both for format in (recipe.x, recipe.dy)]

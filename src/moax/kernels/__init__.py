@@ -190,6 +190,16 @@ class Implementation(Protocol):
         """
         ...
 
+    def matmul_activate(
+        self, x: Operand, w: Operand, groups: Groups, dtype: DTypeLike, act: Callable, gates: int,
+        bias: Array | None = None,
+    ) -> tuple[Float[Array, "M GF"], Any]:  # fmt: skip
+        """h[m] = x[m] w[g(m)] + bias[g(m)], with a = act(h) [M, F] where one kernel computes both, else with None.
+
+        `gates` is G. Padding of both may hold anything. a is an Operand for a product over columns.
+        """
+        ...
+
     def wgrad(
         self, x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None,
         total: Array | None = None,

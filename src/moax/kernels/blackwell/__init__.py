@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from moax import backend
 from moax.kernels.blackwell.products import DTYPES, WIDTH
 from moax.kernels.blackwell.products import matmul as matmul
+from moax.kernels.blackwell.products import matmul_activate as matmul_activate
 from moax.kernels.xla import activate as activate
 from moax.kernels.xla import activate_grad as activate_grad
 from moax.kernels.xla import align_rows as align_rows

@@ -16,6 +16,7 @@ which compute capability 9.0 alone has.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -61,6 +62,14 @@ def matmul(
     padded = jnp.pad(x, ((0, -x.shape[0] % ROWS), (0, 0)))
     y = zero_rows(_multiply(padded, w, find_spans(groups.sizes, groups.align))[: x.shape[0]], groups.real)
     return y if bias is None else products.add_bias(y, bias.reshape(bias.shape[0], -1), groups)
+
+
+def matmul_activate(
+    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: Any, act: Callable, gates: int, bias: Any = None
+) -> tuple[Float[Array, "M GF"], None]:
+    """Returns the product h and None, because the kernel does not activate."""
+    del act, gates
+    return matmul(x, w, groups, dtype, bias), None
 
 
 def find_spans(group_sizes: Int[Array, " E"], align: int) -> Int[Array, " E"]:

@@ -22,6 +22,7 @@ from moax.kernels.hopper.formats import gathers_rows as gathers_rows
 from moax.kernels.hopper.formats import takes_fp8 as takes_fp8
 from moax.kernels.hopper.products import bias_grad as bias_grad
 from moax.kernels.hopper.products import matmul as matmul
+from moax.kernels.hopper.products import matmul_activate as matmul_activate
 from moax.kernels.hopper.products import wgrad as wgrad
 from moax.kernels.hopper.quantization import dequantize_wire as dequantize_wire
 from moax.kernels.hopper.quantization import gather_and_quantize as gather_and_quantize

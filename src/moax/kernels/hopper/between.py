@@ -35,7 +35,7 @@ def activate(
     """
     flat, gated = h.reshape(h.shape[0], -1), h.shape[1] == 2
     with jax.named_scope("activate"):
-        if not _takes(act, gated):
+        if not takes_activation(act, gated):
             ones = jnp.ones(h.shape[0], jnp.float32) if weights is None else weights
             a = by_xla.activate_rows(h, act, groups, ones)
             return quantize_for_matmul(a, recipe, "x", groups, amax_over, columns=False)[0]
@@ -50,7 +50,7 @@ def activate_grad(
     weights: Float[Array, " N"], amax_over: Names, keep: bool,
 ) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
     """Computes the backward of `activate`; see `moax.kernels.Implementation`."""
-    flat, takes = h.reshape(h.shape[0], -1), _takes(act, h.shape[1] == 2)
+    flat, takes = h.reshape(h.shape[0], -1), takes_activation(act, h.shape[1] == 2)
     with jax.named_scope("activate"):
         if takes and _fuses(recipes.wo, recipes.wi, h.shape[2]) and not keep:
             a, d_h_rows, d_h_columns, inner = _activate_grad_quantize(flat, d_a, groups.blocks, act, recipes, weights)
@@ -65,7 +65,7 @@ def activate_grad(
     return a, d_h_rows, d_h_columns, d_h.reshape(h.shape) if keep else None, inner
 
 
-def _takes(act: Callable, gated: bool) -> bool:
+def takes_activation(act: Callable, gated: bool) -> bool:
     """Returns whether the kernels can compute an activation; where they cannot, the log says once why."""
     from moax.kernels.hopper.pallas.activation import why_not_in_kernels
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moax.backend import device_kind
+from moax.kernels.hopper.between import takes_activation
 from moax.kernels.hopper.formats import (
     BLOCK,
+    GATHER_WIDTH,
     KERNEL_WIDTH,
     BlockedGroups,
     Blocks,
@@ -64,6 +67,34 @@ def _matmul(x, w, blocks: Blocks, dtype, bias, transpose: bool, source):
     tile = _pick_tile("matmul_transposed" if transpose else "matmul", x.shape[1], columns, blocks)
     tile = tile if source is None else dataclasses.replace(tile, cluster=1)
     return grouped_matmul(x, w, blocks, tile, transpose=transpose, bias=bias, source=source, out_dtype=dtype)
+
+
+def matmul_activate(
+    x: Any, w: Any, groups: BlockedGroups, dtype: Any, act: Callable, gates: int, bias: Any = None
+) -> tuple[Float[Array, "M GF"], Any]:
+    """h[m] = x[m] w[g(m)] + bias[g(m)], with a = act(h) [M, F] from one kernel where that takes it, else with None.
+
+    The kernel takes 16-bit operands without a bias, 64 | K and 64 | F, and activations that Mosaic knows. In FP8 the
+    scale of a row of a has 128 columns of gate and of up, for whose sums a consumer lacks registers.
+    """
+    if isinstance(x, KMajorFp8) or bias is not None or not takes_activation(act, gates == 2):
+        return matmul(x, w, groups, dtype, bias), None
+    (x, source), w = _with_source(x, dtype), _plain(w, dtype)
+    if w.shape[1] % GATHER_WIDTH or w.shape[2] % (gates * GATHER_WIDTH):
+        return _matmul(x, w, groups.blocks, dtype, None, False, source), None
+    h, a = _matmul_activate(x, w.reshape(*w.shape[:2], gates, -1), groups.blocks, act, source)
+    return h.reshape(h.shape[0], -1), a
+
+
+@typed
+def _matmul_activate(x, w, blocks: Blocks, act: Callable, source):
+    """Computes the product and its activation, by a kernel with the tile for these sizes."""
+    from moax.kernels.hopper.pallas.matmul_activate import matmul_activate
+    from moax.kernels.hopper.pallas.tiles import with_projections
+
+    gates, hidden = w.shape[2:]
+    tile = with_projections(_pick_tile("matmul", w.shape[1], gates * hidden, blocks), gates, hidden)
+    return matmul_activate(x, w, blocks, tile, act, source=source)
 
 
 def wgrad(

@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from moax.groups import find_groups as find_groups
 from moax.kernels.xla.products import bias_grad as bias_grad
 from moax.kernels.xla.products import matmul as matmul
+from moax.kernels.xla.products import matmul_activate as matmul_activate
 from moax.kernels.xla.products import wgrad as wgrad
 from moax.kernels.xla.quantization import dequantize_wire as dequantize_wire
 from moax.kernels.xla.quantization import gather_shard as gather_shard

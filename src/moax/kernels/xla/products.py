@@ -76,6 +76,20 @@ def matmul(
     return y if bias is None else add_bias(y, bias.reshape(bias.shape[0], -1), groups)
 
 
+def matmul_activate(
+    x: Array | QArray,
+    w: Array | QArray,
+    groups: Groups,
+    dtype: DTypeLike,
+    act: Callable,
+    gates: int,
+    bias: Array | None = None,
+) -> tuple[Float[Array, "M GF"], None]:
+    """Returns the product h and None, because a product of XLA does not activate."""
+    del act, gates
+    return matmul(x, w, groups, dtype, bias), None
+
+
 def wgrad(
     x: Array | QArray,
     dy: Array | QArray,

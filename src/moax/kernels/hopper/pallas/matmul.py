@@ -89,24 +89,7 @@ def grouped_matmul(
         return load_sources(operands[-1], place.row, BLOCK, place.rows)
 
     def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, start, rows, used, *biases):
-        mine = pl.ds(warpgroup * HALF, HALF)
-
-        def accumulate(acc):
-            def step(k, at):
-                slot = lax.rem(at, tile.stages)
-                plgpu.barrier_wait(full.at[slot])
-                part = stages["w"].at[slot]
-                plgpu.wgmma(acc, stages["x"].at[slot, mine], part.T if transpose else part)
-                plgpu.wgmma_wait(1)  # the product before this one has read its stage
-                pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + tile.stages - 1, tile.stages)]))
-                return at + 1
-
-            end = lax.fori_loop(0, steps, step, at)
-            total = acc[...]
-            plgpu.barrier_arrive(empty.at[lax.rem(end + tile.stages - 1, tile.stages)])
-            return total
-
-        total = pl.run_scoped(accumulate, plgpu.ACC((HALF, tile.tile_n), jnp.float32))
+        total = contract(tile, steps, at, warpgroup, stages, full, empty, transpose)
         if bias is None:
             return [total]
         starts = range(0, tile.tile_n, PIECE)
@@ -129,3 +112,29 @@ def grouped_matmul(
         name="grouped_matmul_transposed" if transpose else "grouped_matmul",
         sources=None if source is None else load_ahead,
     )
+
+
+def contract(tile: TileConfig, steps, at, warpgroup, stages, full, empty, transpose: bool = False):
+    """Returns the product [64, tile_n] f32 of a consumer's rows of the stages `x` and the stages `w`, as `run` asks.
+
+    A stage of `w` is [64, tile_n], or [64, G, tile_n / G], or with `transpose` [tile_n, 64].
+    """
+    mine = pl.ds(warpgroup * HALF, HALF)
+
+    def accumulate(acc):
+        def step(k, at):
+            slot = lax.rem(at, tile.stages)
+            plgpu.barrier_wait(full.at[slot])
+            part = stages["w"].at[slot]
+            part = part.reshape(STEP, tile.tile_n) if len(part.shape) == 3 else part
+            plgpu.wgmma(acc, stages["x"].at[slot, mine], part.T if transpose else part)
+            plgpu.wgmma_wait(1)  # the product before this one has read its stage
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + tile.stages - 1, tile.stages)]))
+            return at + 1
+
+        end = lax.fori_loop(0, steps, step, at)
+        total = acc[...]
+        plgpu.barrier_arrive(empty.at[lax.rem(end + tile.stages - 1, tile.stages)])
+        return total
+
+    return pl.run_scoped(accumulate, plgpu.ACC((HALF, tile.tile_n), jnp.float32))

@@ -160,6 +160,7 @@ def run(
     multiply: Callable,
     target: Callable,
     name: str,
+    copies: int | None = None,
     has_rows: Callable | None = None,
     total=None,
     sources: Callable | None = None,
@@ -168,20 +169,21 @@ def run(
 
     Args:
       operands: the arrays that the kernel reads.
-      out_type: the shape and dtype of the result.
+      out_type: the shape and dtype of the result, or a tuple of those of several results, of one dtype.
       tile: see TileConfig.
       stages: the shared memory of each operand, by name. Its first dim is the stage.
       count: count(*operands) -> the number of cluster tiles. A cluster tile has one tile for each block of the cluster.
       locate: locate(i, block, *operands) -> the place of the tile of block `block` in cluster tile i.
       steps: steps(place, *operands) -> the number of stages that the tile contracts.
-      load: load(place, step, slot, barrier, stages, *operands) copies one stage into `slot`. Its copies arrive
-        `len(stages)` times at the barrier; gathered rows arrive by `gather_stages`.
+      load: load(place, step, slot, barrier, stages, *operands) copies one stage into `slot`. Its copies arrive `copies`
+        times at the barrier; gathered rows arrive by `gather_stages`.
       multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> what a consumer has of a tile,
         as float32 pieces [64, c]: neighbouring columns of its first 64 rows, then those of its next 64 rows. `at`
         counts the stages of earlier tiles.
-      target: target(place, warpgroup, column, width, out) -> the part of the result that takes `width` columns of the
-        pieces from `column` on. Of two products, the columns of the second one come after those of the first.
+      target: target(place, warpgroup, column, width, *results) -> the part of a result that takes `width` columns of
+        the pieces from `column` on. Of two products, the columns of the second one come after those of the first.
       name: the name of the kernel in profiles.
+      copies: the copies of a stage; None is one for each operand of `stages`.
       has_rows: None, or has_rows(place, warpgroup) -> whether a consumer has rows of the tile. One without rows frees
         the stages, and neither multiplies nor stores.
       total: None, or an array like the result, to which the kernel adds in float32. The sum takes the memory of
@@ -189,8 +191,9 @@ def run(
       sources: None, or sources(place, step, *operands) -> the rows of one operand that a step gathers, or any rows
         after the last step of a tile. `load` then takes them as its keyword `held`.
     """
-    dtype = out_type.dtype
-    swizzle = swizzle_of(out_type.shape[-1] * dtype.itemsize)
+    types = out_type if isinstance(out_type, tuple) else (out_type,)
+    dtype = types[0].dtype
+    swizzle = swizzle_of(*(each.shape[-1] * dtype.itemsize for each in types))
     chunk = swizzle // dtype.itemsize  # the columns of one store
     shared = tile.cluster > 1
     fewer, more = REGISTERS[tile.consumers]
@@ -201,16 +204,16 @@ def run(
     scratch = before | dict(
         stages=stages,
         out_s=plgpu.SMEM((tile.consumers, slots, ROWS, chunk), dtype, transforms=swizzled(dtype, swizzle)),
-        full=plgpu.Barrier(num_arrivals=len(stages), num_barriers=tile.stages),
+        full=plgpu.Barrier(num_arrivals=copies or len(stages), num_barriers=tile.stages),
         empty=plgpu.ClusterBarrier(collective_axes=("block",), **empty) if shared else plgpu.Barrier(**empty),
     )
     clusters = count_sms() // tile.cluster
     # A result of few tiles has fewer waves, since a wave without tiles would cost its start.
     elements = clusters * tile.cluster * tile.rows * tile.tile_n  # of a round
-    waves = min(tile.waves, max(1, -(-math.prod(out_type.shape) // elements)))
+    waves = min(tile.waves, max(1, -(-math.prod(types[0].shape) // elements)))
 
     def body(*refs, stages, out_s, full, empty, before=None):
-        *inputs, out = refs
+        inputs, results = refs[: -len(types)], refs[-len(types) :]
         block = lax.axis_index("block") if shared else 0
         index, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
         wave, first = lax.div(index, clusters), lax.rem(index, clusters)
@@ -255,7 +258,7 @@ def run(
                 if before is not None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the tile before read the slots
                     for slot in range(slots):
-                        part = target(place, warpgroup, slot * chunk, chunk, out)
+                        part = target(place, warpgroup, slot * chunk, chunk, *results)
                         plgpu.copy_gmem_to_smem(part, out_s.at[warpgroup, slot], before.at[warpgroup])
                 pieces = multiply(place, n, at, warpgroup, stages, full, empty, *inputs)
                 if before is not None:
@@ -271,7 +274,8 @@ def run(
                             plgpu.wait_smem_to_gmem(OUT_SLOTS - 1 if column else 0, wait_read_only=True)
                         out_s[warpgroup, slot] = part.astype(dtype)
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(out_s.at[warpgroup, slot], target(place, warpgroup, column, chunk, out))
+                        to = target(place, warpgroup, column, chunk, *results)
+                        plgpu.copy_smem_to_gmem(out_s.at[warpgroup, slot], to)
                         column += chunk
 
             def free(n, at):
@@ -309,7 +313,7 @@ def run(
     if total is not None:
 
         def add_apart(total, *operands):
-            wide = jax.ShapeDtypeStruct(out_type.shape, jnp.float32)
+            wide = jax.ShapeDtypeStruct(total.shape, jnp.float32)
             how = dict(count=count, locate=locate, steps=steps, load=load, multiply=multiply, target=target, name=name)
             added = run(operands, wide, tile, stages, has_rows=has_rows, sources=sources, **how)
             return (total.astype(jnp.float32) + added).astype(dtype)

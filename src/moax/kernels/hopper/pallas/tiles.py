@@ -83,6 +83,22 @@ def load(path: Path) -> Table:
     return table
 
 
+def with_projections(tile: TileConfig, gates: int, hidden: int) -> TileConfig:
+    """Returns a tile for a product whose epilogue activates `gates` projections of `hidden` columns.
+
+    It has 256 columns, or 128 where fewer idle ones make up for the lower speed, and one block a cluster. With 192
+    columns of gate and of up, two tiles of 256 columns leave 64 of 256 columns of each idle, and three of 128 none.
+    """
+    sizes = {size.tile_n: size for size in HEURISTIC["matmul"] if size.tile_n != 192}
+
+    def speed(size: TileConfig) -> float:
+        part = size.tile_n // gates
+        return HEURISTIC["matmul"][size] * hidden / (-(-hidden // part) * part)
+
+    best = max(sizes.values(), key=speed)
+    return dataclasses.replace(tile, tile_n=best.tile_n, stages=best.stages, cluster=1)
+
+
 def turn_tile(tile: TileConfig, rows: int) -> TileConfig:
     """Returns a tile of twice the rows and half the columns, for a wgrad [rows, N] that gathers its columns.
 

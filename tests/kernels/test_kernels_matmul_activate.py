@@ -1,0 +1,97 @@
+"""The product with the activation in its epilogue, in interpret mode and on a Hopper GPU.
+
+Covers: gated and not, columns that end inside a tile, groups at multiples of 64 rows, waves; on a GPU, the bits of a
+product and of the activation's kernel, gathered and sorted rows.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moax.errors import Unsupported
+from moax.groups import row_groups, zero_rows
+from moax.kernels import implementation
+from moax.kernels.hopper.formats import GatheredRows, make_blocks
+from moax.kernels.hopper.pallas import pipeline
+from moax.kernels.hopper.pallas.matmul_activate import matmul_activate
+from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.ops.activation import activate
+from moax.recipe import get_recipe
+from support import interpret, random, rel_error, some
+from support.activations import ACTS, GATED
+from support.interpreter import flattened_operands
+
+SIZES, ROWS = (130, 0, 1, 128), 384
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "tile"),
+    some([("swiglu", 160, TileConfig(256, 2, 2)), ("relu2", 96, TileConfig(64, 2, 2, waves=2))], 2),
+    ids=str,
+)
+def test_matmul_activate(monkeypatch, name, hidden, tile):
+    """Breaks if gate and up change places, a tile takes columns of another projection, a consumer activates rows of
+    another one, or a is computed from h before h is rounded."""
+    monkeypatch.setattr(pipeline, "count_sms", lambda: 2)
+    gates = 1 + GATED[name]
+    sizes = jnp.array(SIZES, jnp.int32)
+    group, real = (np.asarray(v) for v in row_groups(sizes, 64, ROWS))
+    x, w = random(0, ROWS, 128), random(1, len(SIZES), 128, gates, hidden) / 4
+    x[~real] = np.nan
+    x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
+    run = lambda x, w, sizes: matmul_activate(x, w, make_blocks(sizes, ROWS, 64), tile, ACTS[name])  # noqa: E731
+    with flattened_operands():
+        h, a = interpret(run, x, w, sizes)
+    want = np.einsum("mk,mkgf->mgf", np.float64(x)[real], np.float64(w)[group[real]])
+    assert h.shape == (ROWS, gates, hidden) and a.shape == (ROWS, hidden)
+    assert rel_error(np.float64(h)[real], want) < 2.0**-8
+    wide = jnp.asarray(h[real]).astype(jnp.float32)
+    exact = activate(wide, name)
+    np.testing.assert_allclose(np.float64(a)[real], np.float64(exact), rtol=2.0**-7, atol=1e-6)
+
+
+def test_refuses_other_tiles():
+    """Breaks if a tile straddles gate and up, or a cluster shares rows that each block would activate."""
+    x, w = jnp.zeros((128, 64), jnp.bfloat16), jnp.zeros((1, 64, 2, 128), jnp.bfloat16)
+    blocks = make_blocks(jnp.array([128]), 128)
+    for tile in (TileConfig(192, 4), TileConfig(256, 4, cluster=2)):
+        with pytest.raises(Unsupported, match="tile_n="):
+            matmul_activate(x, w, blocks, tile, ACTS["swiglu"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("swiglu", "swiglu_oai", "relu2"))
+@pytest.mark.parametrize("widths", ((2048, 768), (768, 1408), (256, 192), (7168, 2048)), ids=str)
+def test_bits_are_those_of_two_kernels(name, widths):
+    """Breaks if the epilogue rounds h or a in another place than the product and the activation's kernel do, or a race
+    between its stores shows: on rows that lie sorted, on gathered rows, and under vmap."""
+    local, (width, hidden), act, gates = implementation("hopper"), widths, ACTS[name], 1 + GATED[name]
+    sizes, tokens = jnp.array((300, 0, 1, 129, 257, 64), jnp.int32), 512
+    rows = sum(-(-int(n) // 64) * 64 for n in sizes)
+    groups = local.find_groups(sizes, 64, rows)
+    source = jnp.asarray(np.where(groups.real, np.random.default_rng(0).integers(0, tokens, rows), tokens), jnp.int32)
+    x = jnp.asarray(random(0, tokens, width), jnp.bfloat16)
+    w = jnp.asarray(random(1, len(sizes), width, gates * hidden) * width**-0.5, jnp.bfloat16)
+
+    def apart(x, w):
+        h = local.matmul(local.gather_rows(x, source, groups), w, groups, jnp.bfloat16).reshape(rows, gates, hidden)
+        return h, local.activate(h, act, get_recipe(None), groups, weights=None, amax_over=())
+
+    def fused(x, w, gathers):
+        rows_in = GatheredRows(x, source) if gathers else local.gather_rows(x, source, groups)
+        return local.matmul_activate(rows_in, w, groups, jnp.bfloat16, act, gates)
+
+    def check(got, want):
+        for g, v in zip(got, want, strict=True):
+            g, v = (np.asarray(zero_rows(u, groups.real), np.float32) for u in (g, v))
+            np.testing.assert_array_equal(g, v)
+
+    want = jax.jit(apart)(x, w)
+    for gathers in (False, True):
+        for _ in range(3):
+            check(jax.jit(functools.partial(fused, gathers=gathers))(x, w), want)
+    two = jax.jit(jax.vmap(functools.partial(fused, gathers=True)))(jnp.stack([x, -x]), jnp.stack([w, -w]))
+    check(jax.tree.map(lambda v: v[0], two), want)
