@@ -45,15 +45,15 @@ def least(a, b):
 
 
 def group_starts(group_sizes: Int[Array, " G"], align: int) -> Int[Array, " G"]:
-    """Returns the first row of each group."""
-    return blocks_before(group_sizes, align) * align
+    """Returns the first row of each group: (0, 4, 4) for sizes (3, 0, 5) and align 4."""
+    return sum_before(align_up(group_sizes, align))
 
 
-def blocks_before(group_sizes: Int[Array, " G"], align: int) -> Int[Array, " G"]:
-    """Returns how many blocks of `align` rows lie before each group: (0, 1, 1) for sizes (3, 0, 5) and align 4."""
+def sum_before(values: Int[Array, " G"]) -> Int[Array, " G"]:
+    """Returns the sum of the values before each one: (0, 3, 3) for (3, 0, 5)."""
     # Each index is compared with each, which is one kernel on a GPU; a cumulative sum is several.
-    count, index = -(-group_sizes // align), jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
-    return jnp.where(index[None] < index[:, None], count[None], 0).sum(1, dtype=jnp.int32)
+    index = jnp.arange(values.shape[0], dtype=jnp.int32)
+    return jnp.where(index[None] < index[:, None], values[None], 0).sum(1, dtype=jnp.int32)
 
 
 def row_groups(group_sizes: Int[Array, " G"], align: int, num_rows: int) -> tuple[Int[Array, " M"], Bool[Array, " M"]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moax.groups import Groups, blocks_before, row_groups
+from moax.groups import Groups, align_up, row_groups, sum_before
 from moax.recipe import Format, Recipe
 
 BLOCK = 128  # the most rows of a block, and the elements for each scale
@@ -99,8 +99,8 @@ def make_blocks(group_sizes: Int[Array, " E"], num_rows: int, align: int = BLOCK
     """
     groups = group_sizes.shape[0]
     most = -(-num_rows // BLOCK) if align % BLOCK == 0 else (num_rows // HALF + groups) // 2
-    first, before = blocks_before(group_sizes, align) * (align // HALF), blocks_before(group_sizes, BLOCK)
     blocks = -(-group_sizes // BLOCK)
+    first, before = sum_before(align_up(group_sizes, align) // HALF), sum_before(blocks)
     # These sums over groups, of one shape, become one kernel; a search and gathers would be several.
     index = jnp.arange(most, dtype=jnp.int32)[:, None]
     after = index - before[None]  # [B, E], how many blocks a block lies after the first one of a group
