@@ -41,7 +41,7 @@ def activate(
             return quantize_for_matmul(a, recipe, "x", groups, amax_over, columns=False)[0]
         if _fuses(recipe, recipe, h.shape[2]):
             return _activate_quantize(flat, groups.blocks, act, recipe, gated=gated, weights=weights)
-        a = _activate(flat, groups.blocks, act, gated=gated, weights=weights)
+        a = activate_rows(flat, groups.blocks, act, h.shape[1], weights)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over, columns=False)[0]
 
 
@@ -92,11 +92,11 @@ def _formats(of_a: Recipe, of_h: Recipe) -> tuple[Format, Format]:
 
 
 @typed
-def _activate(h, blocks: Blocks, act, *, gated: bool, weights):
-    """Computes a in bfloat16, by a kernel."""
+def activate_rows(h: Float[Array, "N GF"], blocks: Blocks, act: Callable, gates: int, weights: Any = None):
+    """Returns act(h), times the weight of each row, in bfloat16, by a kernel."""
     from moax.kernels.hopper.pallas.activation_bf16 import activate_rows
 
-    return activate_rows(h, blocks, act, gated=gated, weights=weights)
+    return activate_rows(h, blocks, act, gated=gates == 2, weights=weights)
 
 
 @typed

@@ -1,8 +1,9 @@
-"""The tiles of a product over blocks of rows: 128 rows of one group by the columns of a tile, 64 rows a consumer.
+"""The tiles of a product over blocks of rows: at most 128 rows of one group, by the columns of a tile.
 
-The last block of a group may have at most 64 real rows. Its second consumer then has no rows: it multiplies nothing and
-stores nothing, and the tensor cores compute the rows of the first consumer in half of the time. With group sizes
-(130, 5), the blocks have 128, 2 and 5 rows, and four of their six halves are computed.
+The two consumers have 64 rows each. The last block of a group may have at most 64 real rows. Each consumer then has
+all of them and half of the columns, so that the tile takes half of the time: with group sizes (130, 5), the blocks have
+128, 2 and 5 rows, and four of their six halves are computed. Where half of the columns do not fit the boxes of the copy
+engine, the second consumer does nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks
-from moax.kernels.hopper.pallas.pipeline import TileConfig, sweep
+from moax.kernels.hopper.pallas.pipeline import Case, TileConfig, sweep
+
+BOX = 64  # so many 16-bit elements are contiguous in a stage
 
 
 class BlockTile(NamedTuple):
@@ -56,12 +59,34 @@ def load_rows(x, place: BlockTile, columns, stage, barrier, shared: Any = None) 
     pl.when(place.rows <= HALF)(lambda: copy(HALF))
 
 
+def is_half(place: BlockTile, warpgroup=None):
+    """Returns whether a tile has at most 64 real rows."""
+    return place.rows <= HALF
+
+
+def is_whole(place: BlockTile, warpgroup=None):
+    """Returns whether a tile has more than 64 real rows."""
+    return place.rows > HALF
+
+
 def has_rows(place: BlockTile, warpgroup):
-    """Returns whether a consumer has real rows of a tile."""
+    """Returns whether the 64 rows of a consumer have a real one."""
     return warpgroup * HALF < place.rows
 
 
-def find_target(tile_n: int, place: BlockTile, warpgroup, column: int, width: int, out):
-    """Returns the part of the result that takes `width` columns of a consumer, from column `column` of its tile on."""
-    rows = pl.ds(place.row + warpgroup * HALF, HALF)
-    return out.at[rows, pl.ds(place.column * tile_n + column, width)]
+def has_none(place: BlockTile, warpgroup):
+    """Returns whether the 64 rows of a consumer are all padding, or of another group."""
+    return warpgroup * HALF >= place.rows
+
+
+def splits_columns(columns: int) -> bool:
+    """Returns whether two consumers may have half of so many columns of a stage each."""
+    return columns % (2 * BOX) == 0
+
+
+def rows_of(place: BlockTile, warpgroup, half: bool):
+    """Returns the rows of all rows that a consumer has: all of a tile if `half`, else its own 64."""
+    return pl.ds(place.row if half else place.row + warpgroup * HALF, HALF)
+
+
+IDLE = Case(None, None, has_none)  # of a consumer without real rows

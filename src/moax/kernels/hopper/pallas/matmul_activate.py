@@ -17,12 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.formats import BLOCK, HALF, Blocks
+from moax.kernels.hopper.formats import BLOCK, Blocks
 from moax.kernels.hopper.pallas.activation import evaluate, rounded
-from moax.kernels.hopper.pallas.blocks import has_rows, load_rows, locate, operands_of
+from moax.kernels.hopper.pallas.blocks import IDLE, has_rows, load_rows, locate, operands_of, rows_of
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
 from moax.kernels.hopper.pallas.matmul import STEP, contract
-from moax.kernels.hopper.pallas.pipeline import TileConfig, run, stage, swizzle_of, swizzled
+from moax.kernels.hopper.pallas.pipeline import Case, TileConfig, run, stage, swizzle_of, swizzled
 
 PIECE = 64  # the columns of a projection that are activated and stored at one time
 
@@ -63,12 +63,13 @@ def matmul_activate(
             f"{PIECE} columns of a tile, and cluster must be 1"
         )
     rows, contracted = (x if source is None else source).shape[0], x.shape[1]
+    if contracted % STEP:  # the rows of all experts are one dim, so that a last stage would end in the next expert
+        raise Unsupported(f"w has shape {w.shape}; the kernel takes multiples of {STEP} for K")
     swizzle = swizzle_of(2 * contracted, 2 * hidden)
     if source is not None:
         check_gather(swizzle, tile)
     tiles_n, n_steps = pl.cdiv(hidden, part), pl.cdiv(contracted, STEP)
-    rows_of_box, columns_of_box = swizzled(x.dtype, swizzle)[0].tiling
-    beside = plgpu.TilingTransform((rows_of_box, 1, columns_of_box)), plgpu.SwizzleTransform(swizzle)
+    beside = plgpu.TilingTransform((8, 1, swizzle // x.dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
 
     def load(place, step, slot, barrier, stages, x, w, *_, held=None):
         k, columns = pl.ds(step * STEP, STEP), pl.ds(place.column * part, part)
@@ -92,7 +93,7 @@ def matmul_activate(
     def target(place, warpgroup, column, width, h, a):
         piece, inside = divmod(column, PIECE)
         n, which = divmod(piece, gates + 1)
-        mine = pl.ds(place.row + warpgroup * HALF, HALF)
+        mine = rows_of(place, warpgroup, False)
         columns = pl.ds(place.column * part + n * PIECE + inside, width)
         return a.at[mine, columns] if which == gates else h.at[mine, which, columns]
 
@@ -108,9 +109,7 @@ def matmul_activate(
         locate=lambda i, block, x, w, *of: locate(i, block, tile, tiles_n, *of[:4]),
         steps=lambda *_: n_steps,
         load=load,
-        multiply=multiply,
-        target=target,
+        cases=[Case(multiply, target, has_rows), IDLE],
         name="grouped_matmul_activate",
-        has_rows=has_rows,
         sources=None if source is None else load_ahead,
     )

@@ -7,8 +7,6 @@ shard and before the gather. dgrad takes w as it lies. 128 x 128 blocks have the
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,8 +16,8 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.blocks import find_target, has_rows, load_rows, locate, operands_of
-from moax.kernels.hopper.pallas.pipeline import TileConfig, add_bias, pad_bias, run, stage, swizzle_of
+from moax.kernels.hopper.pallas.blocks import IDLE, has_rows, load_rows, locate, operands_of, rows_of
+from moax.kernels.hopper.pallas.pipeline import Case, TileConfig, add_bias, pad_bias, run, stage, swizzle_of
 
 PIECE = 64  # so many columns always share a scale of the weight
 
@@ -107,6 +105,9 @@ def grouped_matmul_fp8(
             return totals
         return [add_bias(t, bias[0], g, column * tile.tile_n + i * PIECE) for i, t in enumerate(totals)]
 
+    def target(place, warpgroup, column, width, out):
+        return out.at[rows_of(place, warpgroup, False), pl.ds(place.column * tile.tile_n + column, width)]
+
     biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
     return run(
         (x.data, x.scale, w.data, w.scale, *operands_of(blocks), *biases),
@@ -121,8 +122,6 @@ def grouped_matmul_fp8(
         locate=lambda i, block, x, sx, w, sw, *of: locate(i, block, tile, tiles_n, *of[:4]),
         steps=lambda *_: n_steps,
         load=load,
-        multiply=multiply,
-        target=functools.partial(find_target, tile.tile_n),
-        has_rows=has_rows,
+        cases=[Case(multiply, target, has_rows), IDLE],
         name="grouped_matmul_fp8",
     )

@@ -19,8 +19,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,23 @@ class TileConfig:
     def rows(self) -> int:
         """The rows of a tile."""
         return ROWS * self.consumers * self.products
+
+
+class Case(NamedTuple):
+    """What a consumer does with a tile.
+
+    Attributes:
+      multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> what the consumer has of the
+        tile, as float32 pieces [64, c]: neighbouring columns of its first 64 rows, then those of its next 64 rows. `at`
+        counts the stages of earlier tiles. None: the consumer has nothing of the tile, and frees the stages alone.
+      target: target(place, warpgroup, column, width, *results) -> the part of a result that takes `width` columns of
+        the pieces from `column` on.
+      holds: holds(place, warpgroup) -> whether this case is that of the tile; None where there is no other case.
+    """
+
+    multiply: Callable | None
+    target: Callable | None
+    holds: Callable | None = None
 
 
 def swizzle_of(*rows: int) -> int:
@@ -157,11 +174,8 @@ def run(
     locate: Callable,
     steps: Callable,
     load: Callable,
-    multiply: Callable,
-    target: Callable,
+    cases: Sequence[Case],
     name: str,
-    copies: int | None = None,
-    has_rows: Callable | None = None,
     total=None,
     sources: Callable | None = None,
 ):
@@ -175,17 +189,10 @@ def run(
       count: count(*operands) -> the number of cluster tiles. A cluster tile has one tile for each block of the cluster.
       locate: locate(i, block, *operands) -> the place of the tile of block `block` in cluster tile i.
       steps: steps(place, *operands) -> the number of stages that the tile contracts.
-      load: load(place, step, slot, barrier, stages, *operands) copies one stage into `slot`. Its copies arrive `copies`
-        times at the barrier; gathered rows arrive by `gather_stages`.
-      multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> what a consumer has of a tile,
-        as float32 pieces [64, c]: neighbouring columns of its first 64 rows, then those of its next 64 rows. `at`
-        counts the stages of earlier tiles.
-      target: target(place, warpgroup, column, width, *results) -> the part of a result that takes `width` columns of
-        the pieces from `column` on. Of two products, the columns of the second one come after those of the first.
+      load: load(place, step, slot, barrier, stages, *operands) copies one stage into `slot`. Its copies arrive
+        `len(stages)` times at the barrier; gathered rows arrive by `gather_stages`.
+      cases: what a consumer does with a tile: one of these Cases holds for each tile and consumer.
       name: the name of the kernel in profiles.
-      copies: the copies of a stage; None is one for each operand of `stages`.
-      has_rows: None, or has_rows(place, warpgroup) -> whether a consumer has rows of the tile. One without rows frees
-        the stages, and neither multiplies nor stores.
       total: None, or an array like the result, to which the kernel adds in float32. The sum takes the memory of
         `total` where nothing else needs `total`. Inside a `shard_map` with `check_vma` it takes new memory.
       sources: None, or sources(place, step, *operands) -> the rows of one operand that a step gathers, or any rows
@@ -204,7 +211,7 @@ def run(
     scratch = before | dict(
         stages=stages,
         out_s=plgpu.SMEM((tile.consumers, slots, ROWS, chunk), dtype, transforms=swizzled(dtype, swizzle)),
-        full=plgpu.Barrier(num_arrivals=copies or len(stages), num_barriers=tile.stages),
+        full=plgpu.Barrier(num_arrivals=len(stages), num_barriers=tile.stages),
         empty=plgpu.ClusterBarrier(collective_axes=("block",), **empty) if shared else plgpu.Barrier(**empty),
     )
     clusters = count_sms() // tile.cluster
@@ -254,7 +261,7 @@ def run(
         def _():
             plgpu.set_max_registers(more, action="increase")
 
-            def compute(place, n, at):
+            def compute(place, n, at, multiply, target):
                 if before is not None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the tile before read the slots
                     for slot in range(slots):
@@ -278,7 +285,7 @@ def run(
                         plgpu.copy_smem_to_gmem(out_s.at[warpgroup, slot], to)
                         column += chunk
 
-            def free(n, at):
+            def free(place, n, at):
                 def step(k, _):
                     slot = lax.rem(at + k, tile.stages)
                     plgpu.barrier_wait(full.at[slot])  # without it the barrier could count two arrivals of one step
@@ -289,12 +296,11 @@ def run(
             def per_tile(i, at):
                 place = place_of(i)
                 n = steps(place, *inputs)
-                if has_rows is None:
-                    compute(place, n, at)
-                else:
-                    has = has_rows(place, warpgroup)
-                    pl.when(has)(lambda: compute(place, n, at))
-                    pl.when(jnp.logical_not(has))(lambda: free(n, at))
+                for case in cases:
+                    how = dict(multiply=case.multiply, target=case.target)
+                    work = free if case.multiply is None else functools.partial(compute, **how)
+                    holds = True if case.holds is None else case.holds(place, warpgroup)
+                    pl.when(holds)(functools.partial(work, place, n, at))
                 return at + n
 
             lax.fori_loop(0, mine, per_tile, jnp.int32(0))
@@ -314,8 +320,8 @@ def run(
 
         def add_apart(total, *operands):
             wide = jax.ShapeDtypeStruct(total.shape, jnp.float32)
-            how = dict(count=count, locate=locate, steps=steps, load=load, multiply=multiply, target=target, name=name)
-            added = run(operands, wide, tile, stages, has_rows=has_rows, sources=sources, **how)
+            how = dict(count=count, locate=locate, steps=steps, load=load, sources=sources)
+            added = run(operands, wide, tile, stages, cases=cases, name=name, **how)
             return (total.astype(jnp.float32) + added).astype(dtype)
 
         if any(map(varying, (total, *operands))):  # JAX has no reference to an array whose type varies

@@ -16,7 +16,17 @@ from jaxtyping import Array, Float, Int
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import HALF, Blocks
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
-from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep, swizzle_of, swizzled
+from moax.kernels.hopper.pallas.pipeline import (
+    ROWS,
+    Case,
+    TileConfig,
+    leave_room,
+    run,
+    stage,
+    sweep,
+    swizzle_of,
+    swizzled,
+)
 
 STEP = HALF  # the rows of a stage
 
@@ -114,8 +124,7 @@ def grouped_wgrad(
         locate=locate,
         steps=lambda place, x, dy, first, count, *_: count[place[0]],
         load=load,
-        multiply=multiply,
-        target=target,
+        cases=[Case(multiply, target)],
         name="grouped_wgrad",
         total=total,
         sources=None if source is None else load_ahead,
