@@ -89,10 +89,10 @@ def test_layer_is_the_reference(fsdp, ep, tmp_path):
     """Breaks if what moax is timed beside computes something else, has other gradients, or gives the fp8 kernel other
     operands than it takes; or if the worker would time a layer whose gradients are wrong."""
     save_cases(tmp_path)
-    script, port = ROOT / "tests" / "support.torch_ranks.py", torch_block.free_port()
-    ranks = range(fsdp * ep)
-    commands = [[sys.executable, script, tmp_path, *map(str, (rank, fsdp, ep, port))] for rank in ranks]
-    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) for command in commands]
+    program, port = (sys.executable, "-m", "support.torch_ranks", tmp_path), torch_block.free_port()
+    ranks, env = range(fsdp * ep), environment(PYTHONPATH=str(ROOT / "tests"))
+    commands = [[*program, *map(str, (rank, fsdp, ep, port))] for rank in ranks]
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) for command in commands]
     for process in started:
         _, said = process.communicate(timeout=300)
         assert process.returncode == 0, said[-3000:]

@@ -1,4 +1,4 @@
-"""One rank of tests/benchmarks/test_torch_block.py: python3 tests/support.torch_ranks.py FOLDER RANK FSDP EP PORT
+"""One rank of tests/benchmarks/test_torch_block.py: python3 -m support.torch_ranks FOLDER RANK FSDP EP PORT
 
 Runs each case of FOLDER/cases.npz on the ranks' shards, and saves what came out as FOLDER/RANK.npz.
 """
