@@ -36,7 +36,7 @@ run), the error against float64, and the times of peers.
 gemm       grouped products, beside ragged_dot, Pallas kernels, tokamax and PyTorch
 quantize   quantization, beside plain jnp
 permute    permutation, beside plain jnp
-block      the whole block; with --mesh beside layers of JAX alone and of PyTorch
+block      the whole block, beside SonicMoE's; with --mesh beside layers of JAX alone and of PyTorch
 train      a step of a language model on a mesh, beside the same layers of JAX
 imbalance  the block on a mesh by the load of its busiest rank: time, passes, memory
 exchange   the exchange between devices, beside NCCL and ragged_all_to_all
@@ -111,8 +111,8 @@ def parser() -> argparse.ArgumentParser:
         "gemm has more than perf and tiny (default: %(default)s)")  # fmt: skip
     add("--only", action="append", metavar="WORD", help="measure only cases whose name contains WORD; repeatable")
     add("--peers", default="all", metavar="NAMES", help="all, none, or names with commas; gemm: "
-        f"{', '.join(peers.NAMES)}; block --mesh: {', '.join(mesh_block.PEERS)}; train: {', '.join(train.PEERS)}; the "
-        "others know all and none (default: %(default)s)")  # fmt: skip
+        f"{', '.join(peers.NAMES)}; block: {', '.join(block.PEERS)}, and with --mesh {', '.join(mesh_block.PEERS)}; "
+        f"train: {', '.join(train.PEERS)}; the others know all and none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: directions, with commas "
         "(default: %(default)s)")  # fmt: skip
     add("--recipe", choices=("none", *RECIPES, *block.KEPT_RECIPES[2:]), help="block, train, imbalance: one recipe "
@@ -239,7 +239,9 @@ def _possible_peers(what: str, mesh) -> tuple[str, ...]:
     """Returns the names of the peers of the benchmark `what`."""
     if what == "train":
         return train.PEERS
-    return mesh_block.PEERS if what == "block" and mesh else peers.NAMES
+    if what == "block":
+        return mesh_block.PEERS if mesh else block.PEERS
+    return peers.NAMES
 
 
 def _apart(args: argparse.Namespace, part: Part, repeats: Repeats) -> Part:
@@ -279,7 +281,7 @@ def _block_rows(args: argparse.Namespace, part: Part, repeats: Repeats, found: d
     recipes = (args.recipe,) if args.recipe else block.RECIPES if args.mesh else block.KEPT_RECIPES
     sizes = tuple(args.tokens) if args.tokens else None
     if not args.mesh:
-        how = dict(kernels=args.kernels, buffer_factor=_finite(args.buffer_factor))
+        how = dict(kernels=args.kernels, buffer_factor=_finite(args.buffer_factor), peers=part.peers)
         return block.rows(part.cases, repeats, found, recipes=recipes, tokens=sizes, **how)
     over = mesh_block.How(
         mesh=args.mesh,

@@ -30,7 +30,7 @@ class Row:
       impl: `moax`, or the name of a peer.
       recipe: the recipe of the operands.
       dtype: the dtype of the operands.
-      path: the implementation that ran: `hopper` or `xla`, or PyTorch's `eager` or `compiled`.
+      path: the implementation that ran: `hopper` or `xla`, PyTorch's `eager` or `compiled`, or the version of QuACK.
       tile: the tile of the kernel.
       method: the clock; see `moax.tune.timing`.
       us: microseconds of a call.

@@ -2,8 +2,9 @@
 
     work   6 T K H F forward, 18 T K H F forward with backward (gated experts)
 
-Each model and recipe has a process of its own. All processes compile at the same time, which takes most of the time
-and needs no GPU. Then they are measured one after the other. `--mesh` measures the block on a mesh (`mesh_block`).
+Each model and recipe has a process of its own, and so has SonicMoE's layer of each model (`peers.sonic`). All processes
+compile at the same time, which takes most of the time and hardly needs the GPU. Then they are measured one after the
+other, the peer first. `--mesh` measures the block on a mesh (`mesh_block`).
 
 The time of a layer is the wall clock of back-to-back calls; the times of stages are kernel times (CUPTI). The rows
 also have the peak memory of the process, the bytes that forward keeps for backward, and the bytes that backward needs:
@@ -13,12 +14,13 @@ the sorted rows and the hidden activations.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import limits
 from benchmarks.block.worker import KEPT, Worker, answers
-from benchmarks.report import Row
+from benchmarks.report import OURS, Row
 from moax import MoEConfig
 from moax.models import MODELS
 from moax.tune.timing import Repeats
@@ -53,7 +55,8 @@ PERF = (
 TINY = (Block("tiny", MoEConfig(d_model=64, d_ff=32, num_experts=4, top_k=2), (64,)),)
 RECIPES = ("none", "fp8_block")
 KEPT_RECIPES = (*RECIPES, f"fp8_block{KEPT}")
-WORKER = "benchmarks.block.block_worker"
+PEERS = ("sonic",)
+WORKERS = {OURS: "benchmarks.block.block_worker", "sonic": "benchmarks.peers.sonic"}
 
 
 def rows(
@@ -65,8 +68,9 @@ def rows(
     tokens: tuple[int, ...] | None = None,
     kernels: str = "auto",
     buffer_factor: float | None = 1.25,
+    peers: tuple[str, ...] = (),
 ) -> Iterator[Row]:
-    """Yields rows of forward, and of forward with backward, for each block, recipe and number of tokens.
+    """Yields rows of forward, and of forward with backward, for each block, layer and number of tokens.
 
     Args:
       blocks: the cases.
@@ -75,15 +79,35 @@ def rows(
       recipes: names of recipes, or `none`.
       tokens: the numbers of tokens; None takes those of each block.
       kernels, buffer_factor: the arguments of `moax.moe`.
+      peers: the names of the other layers, some of `PEERS`; they are in bf16.
     """
     asked = dict(repeats=repeats, kernels=kernels, buffer_factor=buffer_factor)
+    layers = [(peer, "none") for peer in peers] + [(OURS, recipe) for recipe in recipes]
     workers = [
-        ((block, recipe), Worker(WORKER, request(block, recipe, sorted(tokens or block.tokens), **asked)))
+        ((block, impl, recipe), Worker(WORKERS[impl], request(block, recipe, sorted(tokens or block.tokens), **asked)))
         for block in blocks
-        for recipe in recipes
+        for impl, recipe in layers
     ]
-    for (block, recipe), answer in answers(workers):
-        yield from direction_rows(block, recipe, answer, found)
+    known: dict[tuple[str, str], dict[tuple[str, str], float]] = defaultdict(dict)
+    for (block, impl, recipe), answer in answers(workers):
+        for row in direction_rows(block, recipe, answer, found):
+            row.impl = answer.get("impl", impl)
+            beside(row, known[row.case, row.direction])
+            yield row
+
+
+def beside(row: Row, known: dict[tuple[str, str], float]) -> None:
+    """Compares a row of moax with the times of peers, or adds the time of a peer's row to them.
+
+    Args:
+      row: a row with its impl and recipe. A bf16 row is compared with bf16 rows alone, a quantized row with all rows.
+      known: {(peer, recipe): microseconds} of the same case and direction.
+    """
+    if row.us and row.impl != OURS:
+        known[row.impl, row.recipe] = row.us
+    elif row.us:
+        alike = [of for of in known if row.recipe != "none" or of[1] == "none"]
+        row.peers = {of[0] if of[1] == "none" else " ".join(of): known[of] / row.us for of in alike}
 
 
 def request(

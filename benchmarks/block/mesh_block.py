@@ -86,19 +86,14 @@ def rows(
     layers = [(peer, "none") for peer in how.peers] + ([(TORCH, ROWWISE)] if quantized else [])
     layers += [(OURS, recipe) for recipe in how.recipes]
     asked = [(case, impl, recipe) for case in blocks for impl, recipe in layers]
-    peers: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    known: dict[tuple[str, str], dict[tuple[str, str], float]] = defaultdict(dict)
     for group in compile_groups(asked):
         for (case, impl, recipe), answer in _answers(group, how, repeats, tokens):
             for row in block.direction_rows(case, recipe, answer, found):
                 row.case, row.impl = f"{row.case} {how}", impl
                 row.extra |= {"mesh": how.sizes}
                 row.extra |= {"exchange": how.exchange, "buffer_factor": how.buffer_factor} if impl == OURS else {}
-                known = peers[row.case, row.direction]
-                if impl != OURS and row.us:
-                    known[impl if recipe == "none" else f"{impl} {recipe}"] = row.us
-                elif row.us:  # A bf16 row is compared with bf16 rows alone, a quantized row with all rows.
-                    alike = {peer: us for peer, us in known.items() if recipe != "none" or peer in how.peers}
-                    row.peers = {peer: us / row.us for peer, us in alike.items()}
+                block.beside(row, known[row.case, row.direction])
                 yield row
 
 

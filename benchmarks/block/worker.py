@@ -18,6 +18,15 @@ KEPT = "+kept"  # A recipe of this ending quantizes the weights once, before the
 SECONDS = 500  # limit of the compilation of all workers, and of the measurement of one
 
 
+def refuse(tokens: list[int], error: Exception) -> int:
+    """Answers each number of tokens with the reason why a worker cannot measure it. Returns 0."""
+    print(READY, flush=True)
+    sys.stdin.readline()
+    for size in tokens:
+        print(json.dumps({"tokens": size, "note": why(error)}), flush=True)
+    return 0
+
+
 class Worker:
     """A process that compiles a program, waits, and measures it for each number of tokens.
 

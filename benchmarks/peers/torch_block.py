@@ -23,7 +23,7 @@ import threading
 import time
 from typing import Any
 
-from benchmarks.block.worker import READY
+from benchmarks.block.worker import READY, refuse
 from benchmarks.peers import native
 from benchmarks.report import why
 from moax import MoEConfig, RouterConfig
@@ -44,11 +44,7 @@ def main(argv: list[str]) -> int:
         if importlib.util.find_spec("torch") is None:
             raise Unsupported("PyTorch is not installed")
     except Unsupported as error:
-        print(READY, flush=True)
-        sys.stdin.readline()
-        for tokens in request["tokens"]:
-            print(json.dumps({"tokens": tokens, "note": why(error)}), flush=True)
-        return 0
+        return refuse(request["tokens"], error)
     ranks = [start(argv[0], index) for index in range(math.prod(request["mesh"].values()))]
     try:
         return drive(ranks)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.peers import torch_pieces
+from benchmarks.peers import torch_exact, torch_pieces
 from benchmarks.peers.torch_layer import Layer, Mesh, Params, dist, torch
 from moax import MoEConfig
 from moax.errors import Unsupported
@@ -82,10 +82,7 @@ def wrong(of: Layer, params: Params, recipe: str) -> str:
     d_x, d = of.backward(dy, saved, params)
     got = {"y": y, "dx": d_x, "router": d.router, "wi": d.wi, "wo": d.wo}
     wanted = expected(of, params, x, dy)
-    errors = {}
-    for name, value in got.items():
-        norm = wanted[name].norm().clamp(min=1e-30)  # The norm is 0 for experts that no token chose.
-        errors[name] = agreed(float((value.double() - wanted[name]).norm() / norm))
+    errors = {name: agreed(torch_exact.distance(value, wanted[name])) for name, value in got.items()}
     del wanted
     if x.is_cuda:
         torch.cuda.empty_cache()
@@ -106,24 +103,10 @@ def expected(of: Layer, params: Params, x: torch.Tensor, dy: torch.Tensor) -> di
     at = places.index(rank)
     x_all, wi, wo = (whole(v) for v in (x, params.wi, params.wo))
     wi, wo = (w.unflatten(0, (world, -1))[places].flatten(0, 1) for w in (wi, wo))
-    leaves = [v.requires_grad_() for v in (x_all, params.router.double(), wi, wo)]
-    logits = x_all @ leaves[1]
-    if config.router.score == "softmax":
-        best, chosen = logits.topk(config.top_k)
-        weights = best.softmax(-1)
-    else:
-        scores = logits.sigmoid()
-        chosen = (scores if params.bias is None else scores + params.bias.double()).topk(config.top_k).indices
-        weights = scores.gather(1, chosen)
-        weights = config.router.scale * weights / weights.sum(-1, keepdim=True)
-    y = torch.zeros_like(x_all)
-    for e, (wi_e, wo_e) in enumerate(zip(wi.unbind(), wo.unbind(), strict=True)):
-        token, slot = (chosen == e).nonzero(as_tuple=True)
-        gate, up = (x_all[token] @ wi_e).chunk(2, -1)
-        y = y.index_add(0, token, weights[token, slot, None] * ((torch.nn.functional.silu(gate) * up) @ wo_e))
-    d_x, d_router, d_wi, d_wo = torch.autograd.grad(y, leaves, whole(dy))
+    found = torch_exact.layer(config, x_all, whole(dy), params.router.double(), wi, wo, params.bias)
     tokens, shard = (slice(i * n, (i + 1) * n) for i, n in ((rank, len(x)), (at, len(params.wi))))
-    return {"y": y[tokens].detach(), "dx": d_x[tokens], "router": d_router, "wi": d_wi[shard], "wo": d_wo[shard]}
+    own = {"y": tokens, "dx": tokens, "wi": shard, "wo": shard}
+    return {name: of[own.get(name, ...)] for name, of in found.items()}
 
 
 def place(fsdp: int, ep: int) -> list[int]:
@@ -168,18 +151,21 @@ def measure(of: Layer, params: Params, tokens: int, repeats: Repeats) -> dict[st
         y, saved = of.forward(x, params)
         return y, of.backward(dy, saved, params)
 
-    peak = None
-    if x.is_cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        both()
-        peak = int(agreed(float(torch.cuda.max_memory_allocated())))
+    peak = peak_bytes(both) if x.is_cuda else None
     held = sum(v.numel() * v.element_size() for v in params if v is not None)
     return {
         "memory": {"params_bytes": held, "peak_bytes": peak},
         "fwd": {"us": wall(lambda: of.forward(x, params)[0], repeats)},
         "fwd+bwd": {"us": wall(both, repeats)},
     }
+
+
+def peak_bytes(f: Callable) -> int:
+    """Returns the most bytes that tensors take on a GPU of any rank during a call."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    f()
+    return int(agreed(float(torch.cuda.max_memory_allocated())))
 
 
 def wall(f: Callable, repeats: Repeats) -> float:
@@ -208,7 +194,9 @@ def synchronize() -> None:
 
 
 def agreed(value: float) -> float:
-    """Returns the largest value of all ranks."""
+    """Returns the largest value of all ranks; the value itself in a process without ranks."""
+    if not dist.is_initialized():
+        return value
     at = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.tensor(value, device=at, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)

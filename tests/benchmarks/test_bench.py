@@ -280,6 +280,7 @@ def test_saved_needed():
         (["gemm", "--peers", "numpy"], "unknown numpy"),
         (["gemm", "--directions", "up"], "unknown up; of fwd, dgrad, wgrad"),
         (["permute", "--cases", "groups"], "permute has perf and tiny"),
+        (["block", "--peers", "torch", "--cases", "tiny"], "unknown torch; use all, none, or some of sonic"),
         (["gemm", "permute", "--tokens", "8"], "--tokens with gemm, permute: it is for block and imbalance alone"),
         (["gemm", "gather", "--only", "zzz"], "no case of --cases perf"),
         (["gemm", "wire"], "give it alone"),
@@ -381,7 +382,9 @@ def test_block_in_its_own_process(tmp_path, capsys):
     out = tmp_path / "f.json"
     argv = ["block", "--cases", "tiny", "--recipe", "fp8_block", "--quick", "--out", str(out)]
     assert command.main(argv) == 0
-    assert "saved for backward" in capsys.readouterr().out
-    rows = json.loads(out.read_text())["rows"]
+    said = capsys.readouterr().out
+    assert "saved for backward" in said and "not available: block tiny T64 fwd none sonic: Unsupported" in said
+    peer, rows = (json.loads(out.read_text())["rows"][at] for at in (slice(2), slice(2, None)))
+    assert all(row["impl"] == "sonic" and row["us"] is None and row["note"] for row in peer)
     assert [row["direction"] for row in rows] == ["fwd", "fwd+bwd"]
     assert all(row["us"] > 0 and row["path"] == "xla" and row["extra"]["saved_bytes"] > 0 for row in rows)

@@ -1,0 +1,201 @@
+"""SonicMoE's layer on one GPU, a peer of `moax.moe` in bf16: python3 -m benchmarks.peers.sonic REQUEST
+
+REQUEST is that of `block_worker`, its recipe `none`. The program compiles the kernels by a layer of few tokens, and
+holds y and the gradients of these tokens against float64. It prints READY, waits for a line on stdin, and measures. The
+first call with a number of tokens times SonicMoE's kernels by every tile, and takes the fastest: this comes after that
+line, so that the GPU does nothing else. The program prints what `block_worker` prints.
+
+Forward alone is SonicMoE's inference, which does not store h. `saved_bytes` are the arrays that forward keeps for
+backward: x, h, the logits and the places of rows, without the weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks.block.block_worker import TOP, saved_needed
+from benchmarks.block.worker import READY, refuse
+from benchmarks.peers import native, torch_block, torch_exact, torch_worker
+from benchmarks.peers.torch_layer import torch
+from benchmarks.report import why
+from moax import MoEConfig
+from moax.errors import Unsupported
+from moax.tune.timing import Repeats
+
+CHECKED = 256  # tokens in the check against float64
+LIMIT = 2e-2  # largest distance of y and of each gradient, norm over norm; SonicMoE rounds logits, h and a to bf16
+MARGIN = 2.0**-4  # tokens of the check whose choice of experts rounding cannot change; logits to 4 are off by 2^-7
+PROFILED = 3  # calls whose kernels are profiled
+
+
+class Params(NamedTuple):
+    """SonicMoE's weights: router [E, H], w1 [E, 2 F, H] with rows of gate and up in turn, w2 [E, H, F]."""
+
+    router: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+
+
+def main(argv: list[str]) -> int:
+    """Measures the request `argv[0]`, and prints the answers. Returns 0."""
+    request = json.loads(argv[0])
+    config = torch_block.config_of(request)
+    try:
+        check(config)
+    except Unsupported as error:
+        return refuse(request["tokens"], error)
+    serve(config, request["tokens"], Repeats(**request["repeats"]), torch.device("cuda"))
+    return 0
+
+
+def check(config: MoEConfig) -> None:
+    """Raises Unsupported where SonicMoE computes another layer than `moax.moe`, or cannot run."""
+    found = native.differs(config, {"fsdp": 1, "ep": 1})
+    if found:
+        raise Unsupported(f"SonicMoE's layer cannot do this: {', '.join(found)}")
+    for module, name in (("torch", "PyTorch"), ("sonicmoe", "SonicMoE")):
+        if importlib.util.find_spec(module) is None:
+            raise Unsupported(f"{name} is not installed")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        raise Unsupported("SonicMoE is measured on a Hopper GPU")
+
+
+def serve(config: MoEConfig, sizes: list[int], repeats: Repeats, device: torch.device) -> None:
+    """Compiles and checks the layer, waits for a line, and prints an answer for each number of tokens."""
+    import quack  # pyrefly: ignore[missing-import]
+    import sonicmoe  # pyrefly: ignore[missing-import]
+
+    params = draw(config, device)
+    layer = functools.partial(forward, sonicmoe.moe_TC_softmax_topk_layer, config.top_k)
+    errors = distances(layer, config, params)
+    wrong = ", ".join(f"{name} off by {error:.1e}" for name, error in errors.items() if not error <= LIMIT)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # Others are measured before this process, and may need the memory.
+    print(READY, flush=True)
+    sys.stdin.readline()
+    for tokens in sizes:
+        answer: dict[str, Any] = {"tokens": tokens, "impl": f"sonic-moe {sonicmoe.__version__}"}
+        try:
+            if wrong:
+                raise ArithmeticError(f"SonicMoE's layer is not the block: {wrong}")
+            answer |= measure(layer, config, params, tokens, repeats)
+            for direction in ("fwd", "fwd+bwd"):
+                answer[direction] |= {"path": f"quack {quack.__version__}", "errors": errors}
+        except Exception as error:  # The other numbers of tokens may fit.
+            answer["note"] = why(error)
+        print(json.dumps(answer), flush=True)
+
+
+def draw(config: MoEConfig, device: torch.device) -> Params:
+    """Returns weights of variance 1 / fan-in in bf16."""
+    h, f, experts = config.d_model, config.d_ff, config.num_experts
+
+    def normal(seed: int, *shape: int) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(seed)
+        values = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return values.mul_(shape[-1] ** -0.5).requires_grad_()
+
+    return Params(normal(0, experts, h), normal(1, experts, 2 * f, h), normal(2, experts, h, f))
+
+
+def inputs(config: MoEConfig, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns x and dy, both [T, H] in bf16."""
+    generator = torch.Generator(device).manual_seed(3)
+    shape = (2, tokens, config.d_model)
+    x, dy = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+    return x.clone().requires_grad_(), dy.clone()
+
+
+def forward(layer: Callable, top_k: int, x: torch.Tensor, params: Params, inference: bool) -> torch.Tensor:
+    """Returns y [T, H] of SonicMoE's layer: router, softmax of the K best logits, SwiGLU experts, weighted sum."""
+    stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
+    w1, w2 = (w.permute(1, 2, 0) for w in (params.w1, params.w2))
+    return layer(x, params.router, w1, None, w2, None, top_k, stream, "swiglu", inference)[0]
+
+
+def distances(layer: Callable, config: MoEConfig, params: Params) -> dict[str, float]:
+    """Returns the distances of y and of each gradient from float64, for few tokens."""
+    x, dy = inputs(config, 8 * CHECKED, params.router.device)
+    wi = torch.cat([params.w1[:, 0::2], params.w1[:, 1::2]], 1).mT
+    exact = [v.detach().double() for v in (params.router.mT, wi, params.w2.mT)]
+    best = (x.detach().double() @ exact[0]).topk(min(config.top_k + 1, config.num_experts)).values
+    clear = (best[:, config.top_k - 1] - best[:, -1] > MARGIN) | (config.top_k == config.num_experts)
+    x, dy = x.detach()[clear][:CHECKED].requires_grad_(), dy[clear][:CHECKED]
+    wanted = torch_exact.layer(config, x.double(), dy.double(), *exact)
+    y = layer(x, params, inference=False)
+    d_x, d_router, d_w1, d_w2 = torch.autograd.grad(y, (x, *params), dy)
+    d_wi = torch.cat([d_w1[:, 0::2], d_w1[:, 1::2]], 1).mT
+    got = {"y": y, "dx": d_x, "router": d_router.mT, "wi": d_wi, "wo": d_w2.mT}
+    with torch.no_grad():
+        got["y of inference"], wanted["y of inference"] = layer(x, params, inference=True), wanted["y"]
+    return {name: torch_exact.distance(value.detach(), wanted[name]) for name, value in got.items()}
+
+
+def measure(layer: Callable, config: MoEConfig, params: Params, tokens: int, repeats: Repeats) -> dict[str, Any]:
+    """Returns {memory, fwd, fwd+bwd} of one number of tokens."""
+    x, dy = inputs(config, tokens, params.router.device)
+
+    def fwd():
+        with torch.no_grad():
+            return layer(x, params, inference=True)
+
+    def both():
+        y = layer(x, params, inference=False)
+        return y, torch.autograd.grad(y, (x, *params), dy)
+
+    both()  # This call and the next choose tiles.
+    fwd()
+    memory = {
+        "params_bytes": sum(v.nbytes for v in params),
+        "saved_bytes": saved_bytes(lambda: layer(x, params, inference=False), params),
+        "saved_needed_bytes": saved_needed(config, None, tokens),
+        "peak_bytes": torch_worker.peak_bytes(both) if x.is_cuda else None,
+    }
+    timed = {name: {"us": torch_worker.wall(f, repeats)} for name, f in (("fwd", fwd), ("fwd+bwd", both))}
+    if x.is_cuda:
+        timed["fwd"] |= kernels(fwd)
+        timed["fwd+bwd"] |= kernels(both)
+    return {"memory": memory, **timed}
+
+
+def saved_bytes(f: Callable, params: Params) -> int:
+    """Returns the bytes that a forward pass keeps for backward, without the parameters."""
+    kept: list[torch.Tensor] = []
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        kept.append(value)  # No storage that is listed is freed, and then used again.
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        f()
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (value.untyped_storage() for value in kept)}
+    held = {v.untyped_storage().data_ptr() for v in params}
+    return sum(nbytes for place, nbytes in storages.items() if place not in held)
+
+
+def kernels(f: Callable) -> dict[str, Any]:
+    """Returns the time of the kernels of a call, and a list of them by time; nothing where they cannot be profiled."""
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(PROFILED):
+                f()
+            torch.cuda.synchronize()
+        found = [
+            {"kernel": of.key, "us": of.self_device_time_total / PROFILED, "launches": of.count / PROFILED}
+            for of in profiler.key_averages()
+            if of.self_device_time_total
+        ]
+    except Exception as error:
+        return {"profile_note": why(error)}
+    listed = sorted(found, key=lambda entry: -entry["us"])
+    return {"kernel_us": math.fsum(entry["us"] for entry in listed), "kernels": listed[:TOP]}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
