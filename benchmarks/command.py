@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import limits, peers, report, tokens
-from benchmarks.block import block, imbalance, mesh_block, train
+from benchmarks.block import block, errors, imbalance, mesh_block, recipes, train
 from benchmarks.kernels import fused, gathered, gemm, permute, quantize
 from benchmarks.peers import ragged_peer
 from benchmarks.report import Row
@@ -23,7 +23,6 @@ from moax.errors import Unsupported
 from moax.kernels import IMPLEMENTATIONS
 from moax.mesh.axes import ROLES
 from moax.ops.exchange import EXCHANGES
-from moax.recipe import RECIPES
 from moax.text import plural
 from moax.tune import cases
 from moax.tune.timing import Repeats
@@ -65,6 +64,8 @@ MEANT_FOR = {
     "mesh": ("block", "train", "imbalance"),
     "tokens": ("block", "imbalance"),
     "kernels": ("block", "imbalance"),
+    "recipe": ("block", "train", "imbalance"),
+    "errors": ("block",),
     "devices": ("exchange",),
     "sms": ("exchange",),
 }
@@ -115,9 +116,11 @@ def parser() -> argparse.ArgumentParser:
         f"train: {', '.join(train.PEERS)}; the others know all and none (default: %(default)s)")  # fmt: skip
     add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: directions, with commas "
         "(default: %(default)s)")  # fmt: skip
-    add("--recipe", choices=("none", *RECIPES, *block.KEPT_RECIPES[2:]), help="block, train, imbalance: one recipe "
-        f"(default: {' and '.join(block.RECIPES)}, and on one GPU {block.KEPT_RECIPES[-1]}; imbalance: "
-        f"{IMBALANCE_RECIPE})")  # fmt: skip
+    add("--recipe", action="append", choices=recipes.NAMES, metavar="NAME", help="block, train, imbalance: a recipe; "
+        f"repeatable; {', '.join(recipes.NAMES)} (default: {' and '.join(recipes.PLAIN)}, and on one GPU "
+        f"{recipes.ONE_DEVICE[-1]}; imbalance: {IMBALANCE_RECIPE})")  # fmt: skip
+    add("--errors", action="store_true", help="block: the errors of y and of each gradient against float32 too, of "
+        f"{errors.TOKENS} tokens")  # fmt: skip
     add("--tokens", type=int, action="append", metavar="T", help="block, imbalance: tokens of a device; repeatable "
         "(default: 8192 and 16384; imbalance: 8192)")  # fmt: skip
     add(
@@ -198,6 +201,9 @@ def select(args: argparse.Namespace) -> list[Part]:
     for option, takes in MEANT_FOR.items():
         if getattr(args, option) != plain[option] and not set(asked) & set(takes):
             raise ValueError(f"--{option} with {', '.join(asked)}: it is for {' and '.join(takes)} alone")
+    alone = [name for name in args.recipe or () if name not in recipes.ON_MESHES]
+    if args.mesh and (alone or args.errors):
+        raise ValueError(f"{'--errors' if args.errors else f'--recipe {alone[0]}'} with --mesh: it is for one device")
     for what in asked:
         if what in ("train", "imbalance") and not args.mesh:
             raise ValueError(f"{what} without --mesh: name the axes of its devices, as fsdp=1,ep=2")
@@ -278,21 +284,21 @@ def _rows(
 
 def _block_rows(args: argparse.Namespace, part: Part, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
     """Yields the rows of `block`, `train` or `imbalance`."""
-    recipes = (args.recipe,) if args.recipe else block.RECIPES if args.mesh else block.KEPT_RECIPES
+    chosen = tuple(dict.fromkeys(args.recipe or (recipes.PLAIN if args.mesh else recipes.ONE_DEVICE)))
     sizes = tuple(args.tokens) if args.tokens else None
     if not args.mesh:
         how = dict(kernels=args.kernels, buffer_factor=_finite(args.buffer_factor), peers=part.peers)
-        return block.rows(part.cases, repeats, found, recipes=recipes, tokens=sizes, **how)
+        return block.rows(part.cases, repeats, found, recipes=chosen, tokens=sizes, errors=args.errors, **how)
     over = mesh_block.How(
         mesh=args.mesh,
-        recipes=recipes,
+        recipes=chosen,
         kernels=args.kernels,
         exchange=args.exchange,
         peers=part.peers,
         buffer_factor=_finite(args.buffer_factor),
     )
     if part.what == "imbalance":
-        over = dataclasses.replace(over, recipes=(args.recipe or IMBALANCE_RECIPE,), peers=())
+        over = dataclasses.replace(over, recipes=chosen if args.recipe else (IMBALANCE_RECIPE,), peers=())
         return imbalance.rows(part.cases, over, repeats, sizes)
     if part.what == "train":
         return train.rows(part.cases, over, repeats, found)

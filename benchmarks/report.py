@@ -192,6 +192,11 @@ def _details(row: Row) -> list[str]:
         text.append(
             f"{where}: {row.extra['exposed_us'] / 1e3:.2f} ms in which nothing computes (communication and gaps)"
         )
+    errors = row.extra.get("errors", {})
+    if errors:
+        worst = {name: f" ({of['worst']:.1e})" for name, of in errors.items() if "worst" in of}
+        said = errors.get("note") or ", ".join(f"{n} {of['error']:.1e}{worst.get(n, '')}" for n, of in errors.items())
+        text.append(f"{where}: errors against float32 (of the worst expert): {said}")
     if row.direction == "fwd+bwd" and "params_bytes" in row.extra:
         peak = row.extra["peak_bytes"]
         held = f"peak {'?' if peak is None else format(peak / 1e9, '.2f')} GB, parameters "

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import limits
-from benchmarks.block.worker import KEPT, Worker, answers
+from benchmarks.block.recipes import PLAIN
+from benchmarks.block.worker import Worker, answers
 from benchmarks.report import OURS, Row
 from moax import MoEConfig
 from moax.models import MODELS
@@ -53,8 +54,6 @@ PERF = (
     Block("sonic-7b", MoEConfig(d_model=1536, d_ff=256, num_experts=128, top_k=8), (24576,), "SonicMoE's 7B model"),
 )
 TINY = (Block("tiny", MoEConfig(d_model=64, d_ff=32, num_experts=4, top_k=2), (64,)),)
-RECIPES = ("none", "fp8_block")
-KEPT_RECIPES = (*RECIPES, f"fp8_block{KEPT}")
 PEERS = ("sonic",)
 WORKERS = {OURS: "benchmarks.block.block_worker", "sonic": "benchmarks.peers.sonic"}
 
@@ -64,11 +63,12 @@ def rows(
     repeats: Repeats,
     found: dict[str, Any],
     *,
-    recipes: tuple[str, ...] = RECIPES,
+    recipes: tuple[str, ...] = PLAIN,
     tokens: tuple[int, ...] | None = None,
     kernels: str = "auto",
     buffer_factor: float | None = 1.25,
     peers: tuple[str, ...] = (),
+    errors: bool = False,
 ) -> Iterator[Row]:
     """Yields rows of forward, and of forward with backward, for each block, layer and number of tokens.
 
@@ -76,12 +76,13 @@ def rows(
       blocks: the cases.
       repeats: the number of calls.
       found: the limits.
-      recipes: names of recipes, or `none`.
+      recipes: names of `recipes.find`.
       tokens: the numbers of tokens; None takes those of each block.
       kernels, buffer_factor: the arguments of `moax.moe`.
       peers: the names of the other layers, some of `PEERS`; they are in bf16.
+      errors: whether the rows have the errors of y and of the gradients against float32.
     """
-    asked = dict(repeats=repeats, kernels=kernels, buffer_factor=buffer_factor)
+    asked = dict(repeats=repeats, kernels=kernels, buffer_factor=buffer_factor, errors=errors)
     layers = [(peer, "none") for peer in peers] + [(OURS, recipe) for recipe in recipes]
     workers = [
         ((block, impl, recipe), Worker(WORKERS[impl], request(block, recipe, sorted(tokens or block.tokens), **asked)))
@@ -111,7 +112,13 @@ def beside(row: Row, known: dict[tuple[str, str], float]) -> None:
 
 
 def request(
-    block: Block, recipe: str, tokens: list[int], repeats: Repeats, kernels: str, buffer_factor: float | None = 1.25
+    block: Block,
+    recipe: str,
+    tokens: list[int],
+    repeats: Repeats,
+    kernels: str,
+    buffer_factor: float | None = 1.25,
+    errors: bool = False,
 ) -> dict[str, Any]:
     """Returns the request to a worker; see `block_worker`."""
     return {
@@ -121,6 +128,7 @@ def request(
         "kernels": kernels,
         "buffer_factor": buffer_factor,
         "repeats": dataclasses.asdict(repeats),
+        "errors": errors,
     }
 
 

@@ -1,8 +1,9 @@
 """This program measures one block in a process of its own: python3 -m benchmarks.block.block_worker REQUEST
 
-REQUEST is JSON: {"config", "recipe", "tokens": [..], "kernels", "buffer_factor", "repeats"}. The program compiles,
-prints READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens:
-{"tokens", "memory", "fwd", "fwd+bwd"}, or {"tokens", "note"} with the reason of a failure.
+REQUEST is JSON: {"config", "recipe", "tokens": [..], "kernels", "buffer_factor", "repeats", "errors"}. The program
+compiles, prints READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens:
+{"tokens", "memory", "fwd", "fwd+bwd"}, or {"tokens", "note"} with the reason of a failure. With `errors` each fwd+bwd
+has the errors of the block against float32.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 import moax
-from benchmarks.block import idle, stages
-from benchmarks.block.worker import KEPT, READY
+from benchmarks.block import errors, idle, recipes, stages
+from benchmarks.block.worker import READY
 from benchmarks.report import HOPPER, why
 from moax import backend
 from moax.tune.timing import Repeats, call_time, kernel_time
@@ -31,8 +32,7 @@ def main(argv: list[str]) -> int:
     request = json.loads(argv[0])
     router = moax.RouterConfig(**request["config"].pop("router"))
     config = moax.MoEConfig(**request["config"], router=router)
-    name, kept = request["recipe"].removesuffix(KEPT), request["recipe"].endswith(KEPT)
-    recipe = None if name == "none" else name
+    recipe, kept = recipes.find(request["recipe"])
     repeats = Repeats(**request["repeats"])
     draw = functools.partial(moax.init, jax.random.key(0), config, dtype=jnp.bfloat16)
     shapes = jax.eval_shape(draw)
@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
             programs[tokens], answer["memory"] = build(block, config, recipe, shapes, quantized_shapes, tokens)
         except Exception as error:  # The other numbers of tokens may compile and fit.
             answer["note"] = why(error)
+    compare = errors.build(block, config, shapes, quantized_shapes) if request["errors"] else None
     print(READY, flush=True)
     sys.stdin.readline()
     params = draw()
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
             answers[tokens]["memory"]["peak_bytes"] = peak_bytes(program, params, quantized, tokens, config.d_model)
         except Exception as error:
             answers[tokens]["note"] = why(error)
+    found = compare(*inputs(errors.TOKENS, config.d_model), params, quantized) if compare else None
     for tokens, answer in answers.items():
         last = tokens == max(answers)  # CUPTI by itself does not work after JAX's profiler
         try:
@@ -70,6 +72,7 @@ def main(argv: list[str]) -> int:
                     answer[name] = measure(programs[tokens][name], operands, repeats)
                 for name, operands in args.items() if last and backend.platform() == "gpu" else ():
                     answer[name]["back_to_back"] = idle.back_to_back(programs[tokens][name], operands)
+                answer["fwd+bwd"] |= {"errors": found} if found else {}
         except Exception as error:
             answer["note"] = why(error)
         print(json.dumps(answer), flush=True)
@@ -137,7 +140,7 @@ def path_of(text: str) -> str:
     return HOPPER if "mosaic_gpu_v2" in text else "xla"
 
 
-def saved_needed(config, recipe: str | None, tokens: int) -> dict[str, int]:
+def saved_needed(config, recipe: str | moax.Recipe | None, tokens: int) -> dict[str, int]:
     """Returns the bytes that backward needs, without padding: the sorted rows as wgrad reads them, and h = x wi."""
     assigned = tokens * config.top_k
     form = moax.recipe.get_recipe(recipe).x

@@ -18,6 +18,7 @@ import jax
 
 from benchmarks.block import block
 from benchmarks.block.block import Block
+from benchmarks.block.recipes import PLAIN
 from benchmarks.block.worker import Worker, answers
 from benchmarks.peers import TORCH
 from benchmarks.report import OURS, Row
@@ -50,7 +51,7 @@ class How:
     """
 
     mesh: tuple[tuple[str, int], ...]
-    recipes: tuple[str, ...] = block.RECIPES
+    recipes: tuple[str, ...] = PLAIN
     kernels: str = "auto"
     exchange: str = "auto"
     peers: tuple[str, ...] = PEERS

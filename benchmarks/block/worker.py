@@ -14,7 +14,6 @@ from benchmarks.processes import environment
 from benchmarks.report import why
 
 READY = "ready"  # A worker prints this line when it has compiled.
-KEPT = "+kept"  # A recipe of this ending quantizes the weights once, before the calls that are measured.
 SECONDS = 500  # limit of the compilation of all workers, and of the measurement of one
 
 

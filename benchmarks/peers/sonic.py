@@ -86,7 +86,7 @@ def serve(config: MoEConfig, sizes: list[int], repeats: Repeats, device: torch.d
                 raise ArithmeticError(f"SonicMoE's layer is not the block: {wrong}")
             answer |= measure(layer, config, params, tokens, repeats)
             for direction in ("fwd", "fwd+bwd"):
-                answer[direction] |= {"path": f"quack {quack.__version__}", "errors": errors}
+                answer[direction] |= {"path": f"quack {quack.__version__}", "distances": errors}
         except Exception as error:  # The other numbers of tokens may fit.
             answer["note"] = why(error)
         print(json.dumps(answer), flush=True)

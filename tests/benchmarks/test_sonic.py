@@ -113,8 +113,8 @@ def test_the_layer_is_checked_and_measured(monkeypatch, capsys):
     for tokens, answer in zip((32, 64), said_by(monkeypatch, capsys, plain), strict=True):
         assert answer["tokens"] == tokens and answer["impl"] == "sonic-moe 0.1" and "note" not in answer
         assert answer["fwd+bwd"]["us"] > 0 < answer["fwd"]["us"] and answer["fwd"]["path"] == "quack 1"
-        assert set(answer["fwd"]["errors"]) == {"y", "dx", "router", "wi", "wo", "y of inference"}
-        assert all(0 < error < sonic.LIMIT for error in answer["fwd"]["errors"].values())
+        assert set(answer["fwd"]["distances"]) == {"y", "dx", "router", "wi", "wo", "y of inference"}
+        assert all(0 < error < sonic.LIMIT for error in answer["fwd"]["distances"].values())
         memory = answer["memory"]
         assert memory["params_bytes"] == 2 * 8 * (32 + 3 * 16 * 32) and memory["peak_bytes"] is None
         # `plain` keeps h of all experts, and what softmax and sums need; x alone has 64 bytes a token.
