@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from moax.recipe import Format
 from moax.train import arms as compared
 from moax.train import plot_arms, probe
 from moax.train import run as runs
+from moax.train import step as steps
 from moax.train.arms import Arms
 from moax.train.presets import ModelConfig, TrainConfig
 
@@ -91,10 +93,29 @@ def test_settings_are_checked(tmp_path, recipes, seeds, message):
         Arms(make_config(tmp_path), recipes, seeds)
 
 
+def test_gradients_are_compared_with_float32(tmp_path):
+    """Breaks if a GPU computes the gradients that others are compared with in TF32, which errs by as much as bfloat16
+    may, or compiles them anew for each recipe."""
+    configs = [
+        dataclasses.replace(make_config(tmp_path), mesh=(), engine="auto", recipe=recipe, name=name, dtype=dtype)
+        for recipe, name, dtype in ((None, "a", "bfloat16"), ("fp8_block", "b", "bfloat16"), (None, "a", "float32"))
+    ]
+    exact = {probe._in_float32(config) for config in configs}
+    (config,) = exact
+    state = jax.eval_shape(lambda: steps.init_state(config))
+    batch = jax.ShapeDtypeStruct((2, 33), jnp.uint8)
+    products = [
+        [line for line in probe._gradients.lower(state, batch, of).as_text().splitlines() if "dot_general" in line]
+        for of in (config, configs[0])
+    ]
+    assert products[0] and all("precision = [HIGHEST, HIGHEST]" in line for line in products[0])
+    assert not all("HIGHEST" in line for line in products[1])
+
+
 @pytest.mark.more
-def test_a_comparison_goes_on_where_it_stopped(tmp_path):
-    """Breaks if runs of a seed begin or read otherwise, a run is trained again or not at all after a stop, or the
-    gradients of a recipe are compared with those of another state."""
+def test_a_comparison_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """Breaks if runs of a seed begin or read otherwise, a run is trained again or not at all after a stop, the
+    gradients of a recipe are compared with those of another state, or losses are lost with gradients that fail."""
     (tmp_path / "text").mkdir()
     for i in range(40):
         (tmp_path / "text" / f"part{i}.txt").write_text(
@@ -108,7 +129,10 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path):
         if len(steps) == 6:
             raise KeyboardInterrupt
 
-    first = compared.train(arms, on_step=stop)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(probe, "measure", lambda *_: 1 / 0)
+        compared.train(arms, on_step=stop)
+    first = json.loads((tmp_path / "runs" / "both" / "results.json").read_text())
     assert first["interrupted"] and steps == [1, 2, 3, 4, 1, 2]
     assert [run["steps"] for run in first["held_out"]] == [[0, 2, 4], [0, 2], [], []]
     results = compared.train(compared.read(tmp_path / "runs" / "both" / "arms.json"), resume=True, on_step=stop)

@@ -129,9 +129,11 @@ def train(
         interrupted = result.interrupted
         if interrupted:
             break
-    results = compare(arms) | {"interrupted": interrupted}
-    _results(arms).write_text(json.dumps(results, indent=2) + "\n")
-    plot_arms.draw(results, arms.folder / "arms.png")
+    results = {}
+    for probed in (False, True):  # The losses are safe before gradients are computed.
+        results = compare(arms, probed=probed) | {"interrupted": interrupted}
+        _results(arms).write_text(json.dumps(results, indent=2) + "\n")
+        plot_arms.draw(results, arms.folder / "arms.png")
     return results
 
 
@@ -164,14 +166,14 @@ def _last_step(run: runs.Run) -> int:
     return max((int(path.name) for path in names if path.name.isdecimal()), default=-1)
 
 
-def compare(arms: Arms) -> dict[str, Any]:
+def compare(arms: Arms, *, probed: bool = True) -> dict[str, Any]:
     """Returns what is known of the runs, as a dict that JSON can hold.
 
     `held_out` has the losses of each run. `gaps` has, for each recipe but the first and each step, by how much its loss
     exceeds that of the first recipe (`gaps` by seed, and their mean), beside `between_seeds`, the largest loss of the
     first recipe less the smallest. `gradients` and `quantization` are those of `probe`, for the last checkpoint of each
-    recipe's first seed and at most `PROBED` tokens of the batch that comes next. Where that checkpoint is gone, they
-    are those of results.json.
+    recipe's first seed and at most `PROBED` tokens of the batch that comes next. Where that checkpoint is gone, and
+    with `probed=False`, they are those of results.json.
     """
     losses = {}
     for recipe, seed in arms.every():
@@ -183,7 +185,8 @@ def compare(arms: Arms) -> dict[str, Any]:
         for (recipe, seed), found in losses.items()
     ]
     gaps = [gap for recipe in arms.recipes[1:] for gap in _gaps(arms, recipe, losses)]
-    probes = [found for recipe in arms.recipes if (found := _probe(arms, recipe))]
+    look = _probe if probed else _earlier_probe
+    probes = [found for recipe in arms.recipes if (found := look(arms, recipe))]
     return {
         "name": arms.config.name,
         "folder": str(arms.folder),
@@ -224,8 +227,7 @@ def _probe(arms: Arms, recipe: str) -> dict[str, Any] | None:
         like, batch = steps.jit_update(config, mesh)[1]
         state = checkpoints.restore(step, like)
         data = jax.device_put(corpus.batch(config.seed, step, config.batch, config.seq), batch.sharding)
-        errors = probe.gradient_errors(state, data, config)
-        lost = probe.lost_values(state, data, config) if config.recipe else {}
+        errors, lost = probe.measure(state, data, config)
     of = {"recipe": recipe, "seed": config.seed, "step": step}
     projections = {
         name: {"median": float(np.nanmedian(e)), "most": float(np.nanmax(e)), "by_expert": _as_list(e)}

@@ -22,65 +22,77 @@ from moax import MoEParams, ops
 from moax.hf.blocks import NO_MESH
 from moax.kernels.scales import DTYPES
 from moax.ops.permutation import weights_of_rows
-from moax.recipe import Format, Recipes, get_recipes
+from moax.recipe import FULL, Format, Recipes, get_recipes
 from moax.train import model as lm
 from moax.train import step as steps
 from moax.train.presets import ModelConfig, TrainConfig
 
 PROJECTIONS = ("gate", "up", "down")
-# These programs run once. On a GPU, XLA would time every way to compute each of their wide products in float32.
-jit_once = partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+# These programs run once. XLA would compile and time many kernels of its own for each of their products in float32, of
+# which `kernels/xla` has one for each number of rows; cuBLAS has a kernel for each already.
+ONCE = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
-def gradient_errors(
+def measure(
     state: steps.TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig
-) -> dict[str, Float[np.ndarray, "L E"]]:
-    """Returns the error of the gradient of each projection, by layer and expert; NaN for an expert without a token.
+) -> tuple[dict[str, Float[np.ndarray, "L E"]], dict[str, dict[str, list[int]]]]:
+    """Returns the errors of the gradients of a state, and the values that its recipe loses.
 
     Args:
       state: the state of a run, on the mesh that is set.
-      batch: [B, S + 1] u8, the batch of both gradients.
+      batch: [B, S + 1] u8, the batch of all gradients, which is one microbatch.
       config: the settings of the run.
-    """
-    exact = dataclasses.replace(config, recipe=None, dtype="float32")
 
-    def experts(config):
-        grads = jit_once(lambda state, batch: steps.gradients(state, batch, config)[1].layers.moe)(state, batch)
-        return grads.wi, grads.wo
+    Returns:
+      The errors of `errors`, and the counts of `lost_values`.
+    """
+    wi, wo, xs, dys = _gradients(state, batch, config)
+    found = errors((wi, wo), _gradients(state, batch, _in_float32(config))[:2])
+    return found, lost_values(state, xs, dys, config)
+
+
+def errors(got: tuple[Array, Array], want: tuple[Array, Array]) -> dict[str, Float[np.ndarray, "L E"]]:
+    """Returns the errors of gradients of wi and wo, by projection, layer and expert; NaN for an expert without a token.
+
+    Args:
+      got, want: gradients of wi [L, E, H, G, F] and wo [L, E, F, H].
+    """
 
     @jax.jit
-    def compare(got, want):
+    def squares(got, want):
         off = [jnp.square(a - b) for a, b in zip(got, want, strict=True)]
         return [[v[0].sum((2, 4)), v[1].sum((2, 3))] for v in (off, [jnp.square(b) for b in want])]
 
-    (wi, wo), (wi_all, wo_all) = jax.device_get(compare(experts(config), experts(exact)))
+    (wi, wo), (wi_all, wo_all) = jax.device_get(squares(got, want))
     with np.errstate(invalid="ignore", divide="ignore"):
         first, last = np.sqrt(wi / wi_all), np.sqrt(wo / wo_all)
     names = PROJECTIONS[-1 - first.shape[-1] :]  # without a gate: up and down
-    errors = {name: first[..., g] for g, name in enumerate(names[:-1])} | {names[-1]: last}
-    return {name: np.where(np.isfinite(e), e, np.nan) for name, e in errors.items()}
+    found = {name: first[..., g] for g, name in enumerate(names[:-1])} | {names[-1]: last}
+    return {name: np.where(np.isfinite(e), e, np.nan) for name, e in found.items()}
 
 
 def lost_values(
-    state: steps.TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig
+    state: steps.TrainState, xs: Float[Array, "L B S H"], dys: Float[Array, "L B S H"], config: TrainConfig
 ) -> dict[str, dict[str, list[int]]]:
     """Counts the values of each operand that the recipe of a run loses, by layer.
 
     The operands are x and a (the rows of both products), dy and dh (their gradients), wi and wo, in the blocks of
-    forward and dgrad. They are computed from the inputs of each MoE and the gradients of its outputs, in float32 and on
-    one device.
+    forward and dgrad. They are computed in float32 and on one device.
 
     Args:
-      state, batch, config: as in `gradient_errors`.
+      state, config: as in `measure`.
+      xs, dys: the inputs of the MoE of each layer, and the gradients of its outputs.
 
     Returns:
       For each operand that the recipe quantizes, the counts `values` (those that are not 0), `underflow` and
       `saturated`, each a list over layers.
     """
     recipe = get_recipes(config.recipe)
-    xs, dys = jax.device_get(jit_once(partial(_around_blocks, config=config))(state, batch))
-    moe, bias = jax.device_get((state.params.layers.moe, state.router_bias))
-    count, found = jit_once(partial(_count, model=config.model, recipe=recipe)), []
+    if all(of == FULL for of in recipe.both):
+        return {}
+    xs, dys, moe, bias = jax.device_get((xs, dys, state.params.layers.moe, state.router_bias))
+    count = jax.jit(partial(_count, model=config.model, recipe=recipe), compiler_options=ONCE)
+    found = []
     with jax.set_mesh(NO_MESH):
         for layer in range(config.model.num_layers):
             of = jax.tree.map(lambda v, i=layer: jnp.asarray(v[i]), (moe, xs, dys))
@@ -91,24 +103,35 @@ def lost_values(
     }
 
 
-def _around_blocks(state: steps.TrainState, batch, config: TrainConfig):
-    """Returns the inputs of the MoE of each layer and the gradients of its outputs, both [L, B, S, H]."""
+def _in_float32(config: TrainConfig) -> TrainConfig:
+    """Returns the settings of the gradients to compare with, which are one program for all recipes."""
+    return dataclasses.replace(config, recipe=None, dtype="float32", name="float32")
+
+
+@partial(jax.jit, static_argnames="config", compiler_options=ONCE)
+def _gradients(state: steps.TrainState, batch, config: TrainConfig):
+    """Returns the gradients of wi and wo, the inputs of the MoE of each layer and the gradients of its outputs.
+
+    Those of wi and wo are [L, E, ...], the others [L, B, S, H]. In float32, products are no TF32.
+    """
     tokens, execution = batch.astype(jnp.int32), steps.execution(config)
 
     def block(x, *args, **keywords):
         y, stats = moax.moe(x, *args, **keywords)
         return y, (stats, x)
 
-    def loss(added):
+    def loss(moe: MoEParams[Array], added):
+        params = dataclasses.replace(state.params, layers=dataclasses.replace(state.params.layers, moe=moe))
         logits, (stats, xs) = lm.forward(
-            state.params, state.router_bias, tokens[:, :-1], config.model, execution, block, added=added
+            params, state.router_bias, tokens[:, :-1], config.model, execution, block, added=added
         )
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
         return entropy + stats.aux_loss.sum() + stats.z_loss.sum(), xs
 
     shape = (config.model.num_layers, batch.shape[0], batch.shape[1] - 1, config.model.d_model)
-    dys, xs = jax.grad(loss, has_aux=True)(jnp.zeros(shape, config.dtype))
-    return xs, dys
+    with jax.default_matmul_precision("highest" if config.dtype == "float32" else "default"):
+        grads, xs = jax.grad(loss, (0, 1), has_aux=True)(state.params.layers.moe, jnp.zeros(shape, config.dtype))
+    return grads[0].wi, grads[0].wo, xs, grads[1]
 
 
 def _count(moe: MoEParams[Array], x, dy, bias, model: ModelConfig, recipe: Recipes) -> dict[str, dict[str, Any]]:
