@@ -18,6 +18,7 @@ import jax
 from moax import backend
 
 OURS, JNP = "moax", "jnp"
+SONIC = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")  # the packages of SonicMoE's kernels
 HOPPER = "hopper"  # `Row.path` of a program that runs moax's kernels for Hopper GPUs
 
 
@@ -100,7 +101,7 @@ def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[
     return {
         "device": backend.device_kind(),
         "driver": _driver(),
-        "versions": _versions("jax", "jaxlib", "jax-cuda13-plugin", "torch", "tokamax", "nvidia-cudnn-cu13"),
+        "versions": _versions("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "tokamax", *SONIC),
         "git_sha": sha or git_sha(),
         "command": shlex.join(_without_folder(part) for part in command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
