@@ -32,6 +32,7 @@ CHECKED = 256  # tokens in the check against float64
 LIMIT = 2e-2  # largest distance of y and of each gradient, norm over norm; SonicMoE rounds logits, h and a to bf16
 MARGIN = 2.0**-4  # tokens of the check whose choice of experts rounding cannot change; logits to 4 are off by 2^-7
 PROFILED = 3  # calls whose kernels are profiled
+LETTERS = 160  # of a kernel's name, which in CuTe also spells the layouts of all operands
 
 
 class Params(NamedTuple):
@@ -187,7 +188,7 @@ def kernels(f: Callable) -> dict[str, Any]:
                 f()
             torch.cuda.synchronize()
         found = [
-            {"kernel": of.key, "us": of.self_device_time_total / PROFILED, "launches": of.count / PROFILED}
+            {"kernel": of.key[:LETTERS], "us": of.self_device_time_total / PROFILED, "launches": of.count / PROFILED}
             for of in profiler.key_averages()
             if of.self_device_time_total
         ]
