@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import moax
 from moax import inspect
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
-from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, quantize, tiles, topk
+from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, plan, quantize, tiles, topk
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
 from moax.kernels.hopper.pallas.matmul_activate import matmul_activate
 from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
@@ -181,6 +181,11 @@ def quantize_by_row(x):
     return quantize.quantize_rows(x, None, columns=False, by_row=True)[0]
 
 
+def place_assignments(experts, *part, groups):
+    """Sorts assignments by group, in two kernels."""
+    return plan.place_rows(experts, plan.count_groups(experts, groups), groups, BLOCK, 2 * experts.size, part or None)
+
+
 def put_locally(x, places):
     """Runs the kernel of the exchange on a single device."""
     return exchange.put_rows([x, x], None, places, 0, 512, ())
@@ -244,6 +249,10 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
     for config in (MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK):
         choose = functools.partial(topk.top_k_rows, top_k=config.top_k)
         yield f"top_k_rows {config.num_experts}", choose, [((ROWS, config.num_experts), F32)]
+        place = functools.partial(place_assignments, groups=config.num_experts)
+        for part in ([], [((config.num_experts,), I32)] * 2):
+            name = f"place_rows {config.num_experts}{' of a part' if part else ''}"
+            yield name, place, [((2 * ROWS, config.top_k), I32), *part]
     for width in WIDTHS:
         x = ((ROWS, width), BF16)
         yield f"quantize_rows {width}", with_blocks(quantize.quantize_rows), [x, sizes]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moax.inspect import collectives
-from moax.ops import arrivals, permute, unpermute
+from moax.kernels.xla import plan as arrivals
+from moax.ops import permute, unpermute
 from moax.ops.permutation import PermuteSpec, capacity_rows, plan_rows, sorted_rows
 from moax.types import Plan
 from support import MESHES, TOKENS, WAYS, integers, program, random, rel_error, size, some, spec

@@ -7,6 +7,7 @@ oracle       the numbers, in NumPy and float64
 compare      relative errors
 inputs       arrays and parameters
 interpreter  kernels without a GPU
+ptx          PTX without a GPU
 gpus         all GPUs, for one test at a time
 covering     which pairs of options the rows of a table hold
 pages        the programs of the documentation

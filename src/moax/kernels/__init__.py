@@ -104,6 +104,16 @@ class Implementation(Protocol):
         """Returns the indices i32 of the k largest of each row of x, as `lax.top_k` orders them."""
         ...
 
+    def place_rows(
+        self, experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int, keep: Callable | None = None
+    ) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"]]:
+        """Returns `source` and `position` of a `Plan`, and its group sizes, from experts in [0, num_groups].
+
+        `num_rows` is N. keep(arrived) -> (begin, sizes) takes and returns arrays [G]: the arrivals begin[g] to
+        begin[g] + sizes[g] - 1 of group g become rows. None keeps all that arrived.
+        """
+        ...
+
     def gather_rows(
         self, x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None
     ) -> Float[Array, "N H"]:

@@ -1,48 +1,9 @@
-"""How many assignments of each expert arrive, and how many of them a rank or a pass keeps.
-
-    earlier[a] = how many assignments before a, in a's block of assignments, have the expert of a
-    before[b, e] = how many assignments of the blocks before b have the expert e
-
-An assignment a of block b to expert e is therefore arrival before[b, e] + earlier[a] of its expert. A sort would find
-the same in many kernels, and these sums are three.
-"""
+"""How many of the assignments that arrive a rank keeps, and which of them are in a pass."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
-
-COUNTED = 256  # the assignments of a block, each of which is compared with each
-COMPARED = 1 << 26  # the most comparisons of blocks; a cumulative sum is several kernels, and few additions
-
-
-def count_arrivals(flat: Int[Array, " A"], groups: int) -> tuple[Int[Array, "B G"], Int[Array, " G"], Int[Array, " A"]]:
-    """Counts the assignments of each group, in blocks of `COUNTED` assignments.
-
-    Blocks of 3 assignments, in place of `COUNTED`, and the experts (1, 0, 1, 1, 2, 1) of 3 groups have `before`
-    ((0, 0, 0), (1, 2, 0)), `arrived` (1, 4, 1) and `earlier` (0, 0, 1, 0, 0, 1).
-
-    Args:
-      flat: [A] i32, the expert of each assignment; `groups` stands for none.
-      groups: the number of groups.
-
-    Returns:
-      before: [B, groups] i32, how many assignments each group has in the blocks before.
-      arrived: [groups] i32, how many assignments each group has.
-      earlier: [A] i32, how many assignments before this one in its block have the same expert.
-    """
-    count = flat.shape[0]
-    num_blocks = (count + COUNTED - 1) // COUNTED  # either may be a symbolic dimension of `jax.export`
-    blocks = jnp.pad(flat, (0, num_blocks * COUNTED - count), constant_values=groups).reshape(num_blocks, COUNTED)
-    own = (blocks[:, :, None] == jnp.arange(groups, dtype=jnp.int32)[None, None]).sum(1, dtype=jnp.int32)
-    if isinstance(num_blocks, int) and num_blocks**2 * groups <= COMPARED:
-        index = jnp.arange(num_blocks + 1, dtype=jnp.int32)
-        before = jnp.where((index[None, :-1] < index[:, None])[:, :, None], own[None], 0).sum(1, dtype=jnp.int32)
-    else:
-        before = jnp.cumsum(jnp.pad(own, ((1, 0), (0, 0))), axis=0)
-    place = jnp.arange(COUNTED, dtype=jnp.int32)
-    same = (blocks[:, :, None] == blocks[:, None, :]) & (place[None, :] < place[:, None])[None]
-    return before[:-1], before[-1], same.sum(2, dtype=jnp.int32).reshape(-1)[:count]
 
 
 def cut_groups(

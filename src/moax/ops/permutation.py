@@ -23,15 +23,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.checks import check_count, check_float, check_int, check_kind, check_mask
-from moax.groups import Groups, align_up, group_starts, least
+from moax.groups import Groups, align_up, least
 from moax.kernels import DEFAULT, implementation, select_kernels
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.partition import Engine, MeshView, Partitioned, differentiable, find_mesh_view
-from moax.ops.arrivals import COUNTED, count_arrivals, cut_groups, limit_groups
+from moax.ops.arrivals import cut_groups, limit_groups
 from moax.ops.maps import (
     list_experts,
     one_result,
@@ -253,26 +252,20 @@ def plan_rows(static: PermuteSpec, experts: Int[Array, "R K"], start: int | Int[
     4, groups of 3 and 5 rows become the groups (3, 1) of the pass from row 0 on, and (0, 4) of the pass from row 4 on.
     """
     received, top_k = experts.shape
-    groups, room = static.num_groups, static.room
-    rows = sorted_rows(received, top_k, groups, static.align, static.capacity if room is None else room)
-    flat = experts.reshape(-1)
-    before, arrived, earlier = count_arrivals(flat, groups)
-    kept = arrived if static.capacity is None else limit_groups(arrived, static.capacity)
-    sizes = kept
-    if room is not None:
-        begin, sizes = cut_groups(kept, start, room)
-        before = before - begin[None]
-    # The row of an assignment is that of its group's first assignment in its block, plus the earlier ones in the block.
-    starts = group_starts(sizes, static.align)
-    some, group = flat < groups, jnp.minimum(flat, groups - 1)
-    block = lax.div(lax.iota(jnp.int32, flat.shape[0]), jnp.int32(COUNTED))
-    row = (before + starts[None]).reshape(-1)[block * groups + group] + earlier
-    if room is not None or static.capacity is not None:
-        some &= (row >= starts[group]) & (row < (starts + sizes)[group])
-    position = jnp.where(some, row, rows).reshape(experts.shape)
-    which = lax.broadcasted_iota(jnp.int32, experts.shape, 0)
-    source = jnp.full(rows, received, jnp.int32).at[position].set(which, mode="drop")
-    return Plan(source, position, sizes, (arrived - kept).sum(dtype=jnp.int32)[None])
+    groups, room, capacity = static.num_groups, static.room, static.capacity
+    rows = sorted_rows(received, top_k, groups, static.align, capacity if room is None else room)
+
+    def keep(arrived):
+        kept = arrived if capacity is None else limit_groups(arrived, capacity)
+        return (jnp.zeros_like(kept), kept) if room is None else cut_groups(kept, start, room)
+
+    every = room is None and capacity is None
+    place = implementation(static.kernels).place_rows
+    source, position, sizes = place(experts, groups, static.align, rows, None if every else keep)
+    dropped = jnp.zeros((), jnp.int32)
+    if capacity is not None:
+        dropped = jnp.maximum(jnp.sum(experts < groups, dtype=jnp.int32) - capacity, 0)
+    return Plan(source, position, sizes, dropped[None])
 
 
 def count_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Int[Array, ""]:

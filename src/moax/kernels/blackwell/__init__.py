@@ -28,6 +28,7 @@ from moax.kernels.xla import gather_shard as gather_shard
 from moax.kernels.xla import gather_sum as gather_sum
 from moax.kernels.xla import gathers_rows as gathers_rows
 from moax.kernels.xla import pack_rows as pack_rows
+from moax.kernels.xla import place_rows as place_rows
 from moax.kernels.xla import put_rows as put_rows
 from moax.kernels.xla import quantize as quantize
 from moax.kernels.xla import quantize_and_gather as quantize_and_gather

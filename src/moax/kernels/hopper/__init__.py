@@ -35,6 +35,7 @@ from moax.kernels.hopper.quantization import turns_weight as turns_weight
 from moax.kernels.hopper.rows import Packing as pack_rows
 from moax.kernels.hopper.rows import gather_rows as gather_rows
 from moax.kernels.hopper.rows import gather_sum as gather_sum
+from moax.kernels.hopper.rows import place_rows as place_rows
 from moax.kernels.hopper.rows import put_rows as put_rows
 from moax.kernels.hopper.rows import top_k as top_k
 from moax.recipe import Recipe

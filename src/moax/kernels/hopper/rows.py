@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from moax.kernels.hopper.formats import (
     BlockedGroups,
     find_groups,
 )
+from moax.kernels.xla import place_rows as xla_place_rows
 from moax.kernels.xla import top_k as xla_top_k
 from moax.mesh.collectives import typed
 
@@ -26,6 +27,18 @@ def top_k(x: Float[Array, "T E"], k: int):
     from moax.kernels.hopper.pallas.topk import takes, top_k_rows
 
     return top_k_rows(x, k) if takes(x.shape, k) else xla_top_k(x, k)
+
+
+@typed
+def place_rows(experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int, keep: Callable | None = None):
+    """Returns source, position and group sizes of a plan; XLA finds them where the kernels do not take the experts."""
+    from moax.kernels.hopper.pallas.plan import count_groups, place_rows, takes
+
+    if not takes(experts.shape, num_groups):
+        return xla_place_rows(experts, num_groups, align, num_rows, keep)
+    counted = count_groups(experts, num_groups)
+    part = None if keep is None else keep(counted.counts.sum(0)[:num_groups])
+    return place_rows(experts, counted, num_groups, align, num_rows, part)
 
 
 @typed

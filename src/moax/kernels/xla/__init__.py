@@ -5,6 +5,7 @@ from __future__ import annotations
 from jax.typing import DTypeLike
 
 from moax.groups import find_groups as find_groups
+from moax.kernels.xla.plan import place_rows as place_rows
 from moax.kernels.xla.products import bias_grad as bias_grad
 from moax.kernels.xla.products import matmul as matmul
 from moax.kernels.xla.products import matmul_activate as matmul_activate

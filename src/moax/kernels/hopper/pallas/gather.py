@@ -19,9 +19,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import vector
 
 from moax.errors import Unsupported
+from moax.kernels.hopper.pallas.ptx import run_ptx
 
 LINE = 128  # the bytes of a line, and of the swizzle
 WARPS, LANES, CHUNK = 4, 32, 16  # the warps of a warpgroup, the lanes of a warp, and the bytes of a lane's copy
@@ -97,7 +98,7 @@ def load_sources(source, start, rows: int, real=None):
     def load(ctx, source, start, real):
         del ctx
         i32 = ir.IntegerType.get_signless(32)
-        found = _run(code, utils.memref_ptr(source), start.registers.item(), real.registers.item(), result=i32)
+        found = run_ptx(code, utils.memref_ptr(source), start.registers.item(), real.registers.item(), result=i32)
         register = vector.broadcast(ir.VectorType.get((1,), i32), found)
         registers = np.array([register], dtype=object)
         return mgpu.FragmentedArray(_registers=registers, _layout=EACH.to_mgpu(), _is_signed=True)
@@ -122,7 +123,7 @@ def copy_rows(x, column, sources, stage, transforms) -> None:
     def copy(ctx, x, column, sources, stage):
         del ctx
         source = vector.extract(sources.registers.item(), dynamic_position=[], static_position=[0])
-        _run(code, utils.memref_ptr(x), source, utils.memref_ptr(stage), column.registers.item())
+        run_ptx(code, utils.memref_ptr(x), source, utils.memref_ptr(stage), column.registers.item())
 
     copy(x, jnp.int32(column), sources, stage)
 
@@ -136,7 +137,7 @@ def _wait_rows(later: int) -> None:
     @plgpu.inline_mgpu()
     def wait(ctx):
         del ctx
-        _run(f"cp.async.commit_group;\ncp.async.wait_group {later};\nfence.proxy.async.shared::cta;")
+        run_ptx(f"cp.async.commit_group;\ncp.async.wait_group {later};\nfence.proxy.async.shared::cta;")
 
     wait()
 
@@ -207,12 +208,3 @@ selp.b32 bytes, {CHUNK}, 0, real;
             copy = f"cp.async.cg.shared.global.L2::128B [to{step % 2} + {to}], [at + {line * LINE}], {CHUNK}, {some};\n"
             code += copy
     return code + "}"
-
-
-def _run(code: str, *operands: Any, result: Any = None) -> Any:
-    """Inlines PTX whose operands are pointers and integers, after the result if there is one. Returns the result."""
-    kinds = ["l" if str(operand.type) == "!llvm.ptr" else "r" for operand in operands]
-    outs = [] if result is None else ["=r"]
-    result = ir.Type.parse("!llvm.void") if result is None else result
-    constraints = ",".join([*outs, *kinds, "~{memory}"])
-    return llvm.inline_asm(result, list(operands), code, constraints, has_side_effects=True)

@@ -1,0 +1,265 @@
+"""The kernels of the plan: a counting sort of assignments by group, in two launches.
+
+    count_groups   counts[b, g] and inside[b, s, g]: how many assignments of group g are in block b, and in the steps of
+                   block b before its step s
+    place_rows     position[a] = starts[g] + sum of counts[b', g] over b' < b + inside[b, s, g] + earlier[a]
+                   source[position[a]] = a // K
+
+Assignment a is in step s of block b and goes to group g. `earlier[a]` counts the assignments of g before a in the step.
+A step has 64 assignments, which a warpgroup compares with 64 groups, or with each other, in one tile of registers.
+
+With 3 assignments a step, 2 steps a block, 2 groups, align 1 and the groups (1, 0, 1, 0, 0, 1; 0), counts are (3, 3)
+and (1, 0), and inside[0] is ((0, 0), (1, 2)). Assignment 4 is in step 1 of block 0, whose assignment 3 has its group
+too: it becomes row 0 + 0 + 1 + 1 = 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
+
+from moax.errors import Unsupported
+from moax.groups import align_up
+from moax.kernels.hopper.pallas import ptx
+from moax.kernels.hopper.pallas.compat import store
+from moax.kernels.hopper.pallas.ptx import THREADS, layout_of
+
+STEP = 64  # the assignments of a step, and the groups that are compared at one time
+BLOCKS = 128  # the most blocks, one a multiprocessor: each block adds the counts of all blocks
+AHEAD = 32  # so many counts are loaded before the first one is added
+MOST_GROUPS = 1024  # a thread holds eight counts
+MOST_BYTES = 200 * 1024  # the most bytes of SMEM
+ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
+
+
+class Counts(NamedTuple):
+    """The counts of B blocks of S steps.
+
+    Attributes:
+      ids: [B S 64] i32, the group of each assignment; those past the last one have no group.
+      counts: [B, C] i32, the assignments of each group in a block. C is the number of groups, rounded up to 128.
+      inside: [B, S C] i32, the assignments of each group in the steps of the block before each step.
+    """
+
+    ids: Int[Array, " A"]
+    counts: Int[Array, "B C"]
+    inside: Int[Array, "B SC"]
+
+
+def takes(shape: tuple[int, ...], groups: int) -> bool:
+    """Returns whether the kernels take so many groups of experts [R, K] of this shape."""
+    if not isinstance(shape[0], int) or groups > MOST_GROUPS:
+        return False
+    steps, held = _split(shape[0] * shape[1])[1], align_up(groups, THREADS)
+    return 4 * (steps * held + 3 * held + 3 * steps * STEP) <= MOST_BYTES
+
+
+def count_groups(experts: Int[Array, "R K"], groups: int) -> Counts:
+    """Returns the Counts of experts [R, K] i32 in [0, groups]; `groups` stands for no group.
+
+    Raises:
+      Unsupported: R is symbolic, or there are more groups or assignments than SMEM holds.
+    """
+    if not takes(experts.shape, groups):
+        raise Unsupported(f"experts have shape {experts.shape} and {groups} groups, more than the kernels hold in SMEM")
+    blocks, steps = _split(experts.size)
+    held, size = align_up(groups, THREADS), steps * STEP
+    ids = jnp.pad(experts.reshape(-1), (0, blocks * size - experts.size), constant_values=groups)
+
+    def count_groups(ids, counts, inside, *, here, loaded):
+        block = lax.axis_index("block")
+        plgpu.copy_gmem_to_smem(ids.at[pl.ds(block * size, size)], here, loaded, oob_mode=IN_BOUNDS)
+        group = _index(0)
+        plgpu.barrier_wait(loaded)
+
+        def step(s, running):
+            of = _load(here, s * STEP, COLUMN)
+            of = lax.broadcast_in_dim(jnp.where(of < groups, of, -1), (STEP, STEP), [1])
+            for c, before in enumerate(running):
+                _store(inside.at[block], s * held + c * STEP, before)
+            return tuple(before + _count(of - c * STEP == group) for c, before in enumerate(running))
+
+        nothing = plgpu.layout_cast(jnp.zeros(STEP, jnp.int32), ROW)
+        for c, total in enumerate(lax.fori_loop(0, steps, step, (nothing,) * (held // STEP))):
+            _store(counts.at[block], c * STEP, total)
+
+    scratch: Any = dict(here=plgpu.SMEM((size,), jnp.int32), loaded=plgpu.Barrier())
+    out = [_i32(blocks, held), _i32(blocks, steps * held)]
+    return Counts(ids, *_launch(count_groups, out, blocks, scratch)(ids))
+
+
+def place_rows(
+    experts: Int[Array, "R K"],
+    counted: Counts,
+    groups: int,
+    align: int,
+    num_rows: int,
+    part: tuple[Int[Array, " G"], Int[Array, " G"]] | None = None,
+) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"]]:
+    """Returns source [N], position [R, K] and sizes [G], as `moax.kernels.Implementation.place_rows` does.
+
+    Args:
+      experts: [R, K] i32, as `count_groups` takes them.
+      counted: the Counts of the experts.
+      groups: G, the number of groups.
+      align: each group starts at a multiple of so many rows.
+      num_rows: N, as many rows as the groups need.
+      part: (begin, sizes) [G] i32: the assignments begin[g] to begin[g] + sizes[g] - 1 of group g become rows. None
+        gives each assignment a row.
+    """
+    (received, top_k), (blocks, held) = experts.shape, counted.counts.shape
+    size = counted.ids.shape[0] // blocks
+    steps = size // STEP
+    every = plgpu.Layout.WG_STRIDED((held,), held // THREADS)
+
+    def place_rows(
+        ids, counts, inside, begin, kept, source, position, sizes,
+        *, starts, ends, first, within, rows, columns, earlier, loaded,
+    ):  # fmt: skip
+        block = lax.axis_index("block")
+        mine = pl.ds(block * size, size)
+        for to, of in ((rows, ids.at[mine]), (columns, ids.at[mine]), (within, inside.at[block])):
+            plgpu.copy_gmem_to_smem(of, to, loaded, oob_mode=IN_BOUNDS)
+
+        def add(b, sums):
+            total, before = sums
+            count = plgpu.load(counts.at[b], layout=every)
+            return total + count, before + count * (b < block).astype(jnp.int32)
+
+        def add_some(i, sums):
+            for b in range(AHEAD):
+                sums = add(i * AHEAD + b, sums)
+            return sums
+
+        nothing = plgpu.layout_cast(jnp.zeros(held, jnp.int32), every)
+        sums = lax.fori_loop(0, blocks // AHEAD, add_some, (nothing, nothing))
+        for b in range(blocks // AHEAD * AHEAD, blocks):
+            sums = add(b, sums)
+        total, before = sums
+        if part is not None:
+            total, before = plgpu.load(kept, layout=every), before - plgpu.load(begin, layout=every)
+        ends[...] = total
+        plgpu.commit_smem()
+
+        # The first row of each group, 64 groups at a time. `used` has the rows of the groups before in each element.
+        below = _index(1) < _index(0)
+        used = plgpu.layout_cast(jnp.zeros(STEP, jnp.int32), ROW)
+        for c in range(0, held, STEP):
+            aligned = lax.div(_load(ends, c, COLUMN) + (align - 1), jnp.int32(align)) * align
+            aligned = lax.broadcast_in_dim(aligned, (STEP, STEP), [1])
+            _store(starts, c, used + jnp.sum(jnp.where(below, aligned, 0), axis=1))
+            used = used + jnp.sum(aligned, axis=1)
+        _store(starts, held, used)
+        plgpu.commit_smem()
+        start = plgpu.load(starts.at[pl.ds(0, held)], layout=every)
+        ends[...] = start + total
+        first[...] = start + before
+
+        plgpu.barrier_wait(loaded)
+
+        def rank(s, _):
+            row = lax.broadcast_in_dim(_load(rows, s * STEP, ROW), (STEP, STEP), [0])
+            column = lax.broadcast_in_dim(_load(columns, s * STEP, COLUMN), (STEP, STEP), [1])
+            _store(earlier, s * STEP, _count((row == column) & below))
+
+        lax.fori_loop(0, steps, rank, None)
+        plgpu.commit_smem()
+
+        each = layout_of(size)
+        group, index = plgpu.load(rows, layout=each), _iota(size)
+        some, valid = group < groups, jnp.minimum(group, groups - 1)
+        row = ptx.take(first, valid) + ptx.take(within, lax.div(index, jnp.int32(STEP)) * held + valid)
+        row = row + plgpu.load(earlier, layout=each)
+        if part is not None:
+            some = some & (row >= ptx.take(starts, valid)) & (row < ptx.take(ends, valid))
+        row, index = jnp.where(some, row, num_rows), index + block * size
+        ptx.put(position, index, row)
+        ptx.put(source, row, lax.div(index, jnp.int32(top_k)))
+
+        # Each block fills the padding of some groups, and its share of the rows after the last group.
+        def fill(begin, end):
+            def fill_some(i, _):
+                row = _iota(THREADS) + (begin + i * THREADS)
+                ptx.put(source, jnp.where(row < end, row, num_rows), jnp.full_like(row, received))
+
+            lax.fori_loop(0, lax.div(end - begin + (THREADS - 1), THREADS), fill_some, None)
+
+        def fill_group(i, _):
+            g = block + i * blocks
+            fill(ends[g], starts[g + 1])
+
+        lax.fori_loop(0, lax.div(groups - block + (blocks - 1), blocks), fill_group, None)
+        last = starts[held]
+        share = lax.div(num_rows - last + (blocks - 1), blocks)
+        fill(last + block * share, lax.min(last + (block + 1) * share, num_rows))
+
+        @pl.when(block == 0)
+        def _():
+            each = layout_of(held)
+            got = plgpu.load(ends, layout=each) - plgpu.load(starts.at[pl.ds(0, held)], layout=each)
+            ptx.put(sizes, _iota(held), got)
+
+    shapes: Any = dict(
+        starts=held + STEP, ends=held, first=held, within=steps * held, rows=size, columns=size, earlier=size
+    )
+    scratch: Any = {name: plgpu.SMEM((n,), jnp.int32) for name, n in shapes.items()}
+    scratch["loaded"] = plgpu.Barrier(num_arrivals=3)
+    out = [_i32(num_rows), _i32(received * top_k), _i32(groups)]
+    begin, kept = (None, None) if part is None else (jnp.pad(v, (0, held - groups)) for v in part)
+    source, position, sizes = _launch(place_rows, out, blocks, scratch)(*counted, begin, kept)
+    return source, position.reshape(experts.shape), sizes
+
+
+def _split(count: int) -> tuple[int, int]:
+    """Returns the number of blocks and of steps a block, which is even, of so many assignments."""
+    pairs = -(-count // (2 * STEP * BLOCKS))
+    return -(-count // (2 * STEP * pairs)), 2 * pairs
+
+
+def _launch(kernel, out, blocks: int, scratch):
+    """Makes a kernel of so many blocks of one warpgroup each."""
+    return plgpu.kernel(
+        kernel,
+        out_type=out,
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+
+
+def _i32(*shape: int) -> jax.ShapeDtypeStruct:
+    """Returns the type of an array of i32."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _index(dim: int) -> Int[Array, "64 64"]:
+    """Returns the index along a dim of a tile of 64 x 64."""
+    return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (STEP, STEP), dim), plgpu.Layout.WGMMA)
+
+
+def _iota(size: int) -> Int[Array, " I"]:
+    """Returns 0, 1, ... in the layout of indices."""
+    return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (size,), 0), layout_of(size))
+
+
+def _count(mask) -> Int[Array, " 64"]:
+    """Returns how many elements of each row of a tile are True."""
+    return jnp.sum(jnp.where(mask, 1, 0), axis=1)
+
+
+def _load(ref: Any, start, layout) -> Int[Array, " 64"]:
+    """Loads 64 elements as a row or a column of a tile."""
+    return plgpu.load(ref.at[pl.ds(start, STEP)], layout=layout, optimized=False)
+
+
+def _store(ref: Any, start, values: Int[Array, " 64"]) -> None:
+    """Stores 64 elements of a row of a tile."""
+    store(ref.at[pl.ds(start, STEP)], values, optimized=False)

@@ -1,0 +1,91 @@
+"""Inlined PTX, and what Pallas lacks and PTX has: loads and stores where each thread has an index of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+from jaxtyping import Array, Int
+
+THREADS = 128  # the threads of a warpgroup
+# The operands are the result, the array in SMEM and the index.
+TAKE = """{
+.reg .b32 at;
+mad.lo.u32 at, $2, 4, $1;
+ld.shared.b32 $0, [at];
+}"""
+# The operands are the array in GMEM, the index and the value.
+PUT = """{{
+.reg .b64 at;
+.reg .pred inside;
+setp.lt.u32 inside, $1, {size};
+mad.wide.u32 at, $1, 4, $0;
+@inside st.global.b32 [at], $2;
+}}"""
+
+
+def layout_of(size: int) -> Any:
+    """Returns the layout of the arrays [size] of indices: element i is in thread i % 128. 128 divides `size`."""
+    return plgpu.Layout.WG_STRIDED((size,), 1)
+
+
+def take(ref: Any, index: Int[Array, " I"]) -> Int[Array, " I"]:
+    """Returns ref[index[i]] for each i.
+
+    Args:
+      ref: [S] i32 in SMEM.
+      index: [I] i32 in the layout of `layout_of`, each below S and not negative.
+    """
+    layout = layout_of(index.shape[0])
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout),
+        return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=layout),
+    )
+    def load(ctx, ref, index):
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        found = [run_ptx(TAKE, utils.memref_ptr(ref), at, result=i32) for at in _values(index)]
+        registers = np.array([vector.broadcast(ir.VectorType.get((1,), i32), v) for v in found], dtype=object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+
+    return load(ref, index)
+
+
+def put(ref: Any, index: Int[Array, " I"], values: Int[Array, " I"]) -> None:
+    """Writes values[i] to ref[index[i]] for each i whose index is below S and not negative.
+
+    Args:
+      ref: [S] i32 in GMEM.
+      index: [I] i32 in the layout of `layout_of`.
+      values: [I] i32 in this layout, or one value in all places.
+    """
+    layout, code = layout_of(index.shape[0]), PUT.format(size=ref.shape[0])
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def write(ctx, ref, index, values):
+        del ctx
+        for at, value in zip(_values(index), _values(values), strict=True):
+            run_ptx(code, utils.memref_ptr(ref), at, value)
+
+    write(ref, index, plgpu.layout_cast(values, layout))
+
+
+def _values(x: mgpu.FragmentedArray) -> list[Any]:
+    """Returns the elements of this thread."""
+    return [vector.extract(register, dynamic_position=[], static_position=[0]) for register in x.registers.flat]
+
+
+def run_ptx(code: str, *operands: Any, result: Any = None) -> Any:
+    """Inlines PTX whose operands are pointers and integers, after the result if there is one. Returns the result."""
+    kinds = ["l" if str(operand.type) == "!llvm.ptr" else "r" for operand in operands]
+    outs = [] if result is None else ["=r"]
+    result = ir.Type.parse("!llvm.void") if result is None else result
+    constraints = ",".join([*outs, *kinds, "~{memory}"])
+    return llvm.inline_asm(result, list(operands), code, constraints, has_side_effects=True)

@@ -1,0 +1,159 @@
+"""The kernels of the plan: interpreted against a NumPy oracle, their PTX in NumPy, and on a card against XLA.
+
+Covers: groups that are empty, one, many; assignments that divide nothing, of no group, all of one group; parts of the
+arrivals of each group; several steps and rounds; on a Hopper GPU, the shapes of models, skewed, in passes, under vmap.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moax.errors import Unsupported
+from moax.groups import align_up
+from moax.kernels import implementation
+from moax.kernels.hopper.pallas import plan, ptx
+from moax.ops.permutation import PermuteSpec, plan_rows
+from support import interpret, lower, some
+from support.ptx import run_ptx
+
+
+def place(experts, part=None, *, groups, align, num_rows):
+    """The plan by both kernels."""
+    return plan.place_rows(experts, plan.count_groups(experts, groups), groups, align, num_rows, part)
+
+
+def oracle(experts, part=None, *, groups, align, num_rows):
+    """source, position and sizes, one assignment after the other."""
+    received, top_k = experts.shape
+    begin, sizes = (np.zeros(groups, int), np.bincount(experts.ravel(), minlength=groups)[:groups])
+    begin, sizes = (begin, sizes) if part is None else part
+    padded = align_up(np.asarray(sizes), align)
+    starts, arrived = np.cumsum(padded) - padded, np.zeros(groups, int)
+    source, position = np.full(num_rows, received), np.full(experts.size, num_rows)
+    for a, g in enumerate(experts.ravel()):
+        if g < groups:
+            if 0 <= arrived[g] - begin[g] < sizes[g]:
+                position[a] = starts[g] + arrived[g] - begin[g]
+                source[position[a]] = a // top_k
+            arrived[g] += 1
+    return source, position.reshape(experts.shape), sizes
+
+
+def choose(kind, rows, top_k, groups):
+    """Experts [R, K] in [0, groups], of a kind."""
+    rng = np.random.default_rng(0)
+    if kind == "one group":
+        return np.full((rows, top_k), groups - 1, np.int32)
+    if kind == "nobody":
+        return np.full((rows, top_k), groups, np.int32)
+    experts = rng.integers(0, groups + 1, (2, rows, top_k)).astype(np.int32)
+    return experts.min(0) if kind == "skewed" else experts[0]
+
+
+CASES = [
+    ("skewed", 117, 5, 7, 4, True),  # 585 assignments in two blocks of six steps
+    ("one group", 33, 2, 3, 16, False),
+    ("random", 70, 1, 130, 2, False),
+    ("random", 150, 2, 300, 1, True),
+    ("nobody", 50, 3, 5, 8, False),
+    ("skewed", 64, 8, 64, 2, False),
+    ("one group", 300, 1, 1, 1, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "rows", "top_k", "groups", "align", "parted"), some(CASES, 3))
+def test_each_assignment_has_its_row(monkeypatch, kind, rows, top_k, groups, align, parted):
+    """Breaks if counts of another block, step or group are added, if rows of a group leave their order of arrival, if
+    an assignment without a group is counted, or if padding is left unwritten."""
+    monkeypatch.setattr(plan, "BLOCKS", 2)
+    monkeypatch.setattr(plan, "AHEAD", 1)
+    experts = choose(kind, rows, top_k, groups)
+    arrived = np.bincount(experts.ravel(), minlength=groups)[:groups]
+    part = (arrived // 3, arrived // 2) if parted else None
+    sizes = arrived if part is None else part[1]
+    sizes_of = dict(groups=groups, align=align, num_rows=int(align_up(sizes, align).sum()) + 21)
+    part = part if part is None else tuple(jnp.asarray(v, jnp.int32) for v in part)
+    got = interpret(functools.partial(place, **sizes_of), experts, part)
+    for value, want in zip(got, oracle(experts, part, **sizes_of), strict=True):
+        np.testing.assert_array_equal(value, want)
+
+
+def test_take_and_put():
+    """Breaks if a thread loads or stores another element than its own, or stores outside of the array."""
+    rng = np.random.default_rng(0)
+    held, index = rng.integers(0, 99, 300), rng.integers(0, 300, 128)
+    taken = run_ptx(ptx.TAKE, (0, 64, index), on_load=lambda at: held[(at - 64) // 4])["$0"]
+    np.testing.assert_array_equal(taken, held[index])
+
+    index = np.concatenate([rng.permutation(300)[:124], [-1, -(2**31), 300, 2**31 - 1]])
+    written, values = np.zeros(300, int), rng.integers(1, 99, 128)
+
+    def store(at, value, stored):
+        written[(at[stored] - 64) // 4] = value[stored]
+
+    run_ptx(ptx.PUT.format(size=300), (64, index, values), on_store=store)
+    want = np.zeros(300, int)
+    want[index[:124]] = values[:124]
+    np.testing.assert_array_equal(written, want)
+
+
+@pytest.mark.parametrize("parted", [False, True])
+@pytest.mark.parametrize(("rows", "top_k", "groups"), some([(8191, 8, 128), (65536, 8, 16), (64, 2, 8)], 1))
+def test_lowers_for_cuda(rows, top_k, groups, parted):
+    """A number of groups or of assignments whose arrays Mosaic refuses."""
+    of_groups = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    fn = functools.partial(place, groups=groups, align=128, num_rows=rows * top_k)
+    lower(fn, jax.ShapeDtypeStruct((rows, top_k), jnp.int32), (of_groups, of_groups) if parted else None)
+
+
+def test_refuses():
+    """A kernel that has more groups or steps than shared memory holds; XLA takes those."""
+    assert plan.takes((1 << 20, 1), 64) and not plan.takes((1 << 23, 8), 128) and not plan.takes((64, 1), 1025)
+    with pytest.raises(Unsupported, match="more than the kernels hold"):
+        plan.count_groups(jnp.zeros((64, 1), jnp.int32), 1025)
+    sizes = implementation("hopper").place_rows(jnp.zeros((64, 1), jnp.int32), 1025, 1, 64)[2]
+    np.testing.assert_array_equal(sizes, np.eye(1, 1025, dtype=int)[0] * 64)
+
+
+SHAPES = [
+    (8192, 8, 128, 1),
+    (16384, 8, 128, 128),
+    (8192, 8, 256, 128),
+    (24576, 8, 128, 64),
+    (8192, 2, 8, 128),
+    (32768, 10, 512, 128),
+    (65536, 8, 16, 128),
+    (777, 3, 5, 1),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parted", [False, True])
+@pytest.mark.parametrize(("rows", "top_k", "groups", "align"), SHAPES)
+def test_plans_on_a_card(rows, top_k, groups, align, parted):
+    """Breaks if a count is read before it is written, or where the hardware does otherwise than the interpreter: plans
+    have the bits of XLA's, alone and under vmap, also with a capacity and in each pass."""
+    load = rows * top_k
+    capacity, room = (load // 2, load // 5) if parted else (None, None)
+
+    def plan_by(kernels, experts, start):
+        return plan_rows(PermuteSpec(groups, align, capacity, kernels, room=room), experts, start)
+
+    def both(experts, start):
+        return plan_by("hopper", experts, start), jax.vmap(lambda e: plan_by("hopper", e, start))(two(experts))
+
+    def two(experts):
+        return jnp.stack([groups - experts, experts])
+
+    by_kernels = jax.jit(both)
+    by_xla = jax.jit(lambda experts, start: jax.vmap(lambda e: plan_by("xla", e, start))(two(experts)))
+    for kind in ("random", "skewed", "one group", "nobody"):
+        experts = jnp.asarray(choose(kind, rows, top_k, groups))
+        for start in range(0, load // 2, load // 5) if parted else (0,):
+            alone, got = by_kernels(experts, start)
+            for one, value, bits in zip(*map(jax.tree.leaves, (alone, got, by_xla(experts, start))), strict=True):
+                np.testing.assert_array_equal(value, bits)
+                np.testing.assert_array_equal(one, bits[1])
