@@ -3,29 +3,34 @@
 Covers: stages of 64 and 128 rows x widths; on a Hopper GPU, products x groups x widths, with a total, under vmap.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import moax
 from moax.errors import Unsupported
 from moax.groups import group_starts, zero_rows
 from moax.kernels import implementation
-from moax.kernels.hopper.formats import HALF, GatheredRows
+from moax.kernels.hopper.formats import BLOCK, HALF, GatheredRows
 from moax.kernels.hopper.pallas import gather
 from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.recipe import Format
 from support import random
 from support.ptx import run_ptx
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "width", "column"), [(128, 64, 192, 64), (64, 256, 320, 256), (64, 128, 128, 0)]
+    ("rows", "columns", "width", "column", "dtype"),
+    [(128, 64, 192, 64, np.uint16), (64, 256, 320, 256, np.uint16), (128, 128, 384, 128, np.uint8)],
 )
-def test_copies(rows, columns, width, column):
+def test_copies(rows, columns, width, column, dtype):
     """Breaks if a chunk of a row is copied from or to another place than its own in the swizzle, if a row without a
     source, a column past the end, or a row past the real ones or past the last source is not 0, or if a warp takes the
     sources of another."""
-    x = np.random.default_rng(0).integers(1, 1 << 15, (9, width)).astype(np.uint16)
+    x, size = np.random.default_rng(0).integers(1, 1 << 7 * dtype(0).nbytes, (9, width)).astype(dtype), dtype(0).nbytes
     source = np.random.default_rng(1).integers(0, 9, 3 * rows).astype(np.int32)
     source[[rows, rows + 5]] = (9, 1000)
 
@@ -34,21 +39,39 @@ def test_copies(rows, columns, width, column):
 
     real, code = rows - 9, gather._SOURCE.format(each=rows // 4, end=2 * rows - 5)
     taken = run_ptx(code, (0, 0, rows, real), on_load=load)["$0"]
-    stage, given = np.full(2 * rows * columns, 255, np.uint8), x.view(np.uint8).ravel()
+    stage, given = np.full(size * rows * columns, 255, np.uint8), x.view(np.uint8).ravel()
 
     def copy(to, start, chunk, size):
         for to_, start_, size_ in zip(to, start, size, strict=True):
             stage[to_ : to_ + chunk] = 0
             stage[to_ : to_ + size_] = given[start_ : start_ + size_]
 
-    run_ptx(gather._copies(rows // 4, columns // 64, x.shape, 2), (0, taken, 0, column), on_copy=copy)
-    tiles = stage.reshape(rows // 8, columns // 64, 8, 8, 16)
+    lines = columns * size // 128
+    run_ptx(gather._copies(rows // 4, lines, x.shape, size), (0, taken, 0, column), on_copy=copy)
+    tiles = stage.reshape(rows // 8, lines, 8, 8, 16)
     inside = np.arange(8)
     plain = tiles[:, :, inside[:, None], inside[None] ^ inside[:, None]]  # chunk c of row r lies at c ^ (r % 8)
-    got = plain.transpose(0, 2, 1, 3, 4).reshape(rows, 2 * columns).view(np.uint16)
+    got = plain.transpose(0, 2, 1, 3, 4).reshape(rows, size * columns).view(dtype)
     taken_rows = np.where(np.arange(rows) < real, np.minimum(source[rows : 2 * rows], 9), 9)
     whole = np.pad(x, ((0, 1), (0, columns)))[taken_rows]
     np.testing.assert_array_equal(got, whole[:, column : column + columns])
+
+
+def test_copies_of_scales():
+    """Breaks if a row has the scale of another row or of other columns, or a row without a source one that is not 0."""
+    scale = np.random.default_rng(0).uniform(1, 2, (9, 6)).astype(np.float32)
+    source = np.random.default_rng(1).integers(0, 9, 128).astype(np.int32)
+    source[[3, 127]] = (9, -1)
+    stage = np.full(512, 255, np.uint8)
+
+    def copy(to, start, chunk, size):
+        for to_, start_, size_ in zip(to, start, size, strict=True):
+            stage[to_ : to_ + chunk] = 0
+            stage[to_ : to_ + size_] = scale.view(np.uint8).ravel()[start_ : start_ + size_]
+
+    run_ptx(gather._SCALES.format(limit=9, width=6), (0, source, 0, 4), on_copy=copy)
+    want = np.where((source >= 0) & (source < 9), scale[np.clip(source, 0, 8), 4], 0)
+    np.testing.assert_array_equal(stage.view(np.float32), want)
 
 
 @pytest.mark.parametrize(("swizzle", "cluster"), [(64, 1), (128, 2)])
@@ -58,16 +81,16 @@ def test_stages_that_hold_no_gathered_rows(swizzle, cluster):
         gather.check_gather(swizzle, TileConfig(256, 4, cluster=cluster))
 
 
-def sorted_rows(sizes, tokens):
+def sorted_rows(sizes, tokens, align=HALF):
     """The groups of these sizes, and the source of each of their rows among so many tokens.
 
     Token 0 is in no group, and one real row of the first group that has rows has no source. The last group ends where
     the rows end.
     """
-    local, rows = implementation("hopper"), max(HALF, sum(-(-n // HALF) * HALF for n in sizes))
-    groups = local.find_groups(jnp.asarray(sizes, jnp.int32), HALF, rows)
+    local, rows = implementation("hopper"), max(align, sum(-(-n // align) * align for n in sizes))
+    groups = local.find_groups(jnp.asarray(sizes, jnp.int32), align, rows)
     source = np.full(rows, tokens, np.int32)
-    for first, n in zip(np.asarray(group_starts(jnp.asarray(sizes), HALF)), sizes, strict=True):
+    for first, n in zip(np.asarray(group_starts(jnp.asarray(sizes), align)), sizes, strict=True):
         source[first : first + n] = np.random.default_rng(n).integers(1, tokens, n)
     source[np.flatnonzero(source < tokens)[:1]] = tokens + 7
     return groups, jnp.asarray(source)
@@ -129,3 +152,32 @@ def test_products_that_gather(name, widths):
     two = [jnp.stack([v, -v]) for v in (x, *others)]
     for got, bits in zip(jax.jit(jax.vmap(gather))(*two), want, strict=True):
         np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(bits, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", ["float32", "pow2"])
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [("some", (768, 1408)), ("one", (2048, 1536)), ("none", (128, 64)), ("many", (256, 960))],
+    ids=str,
+)
+def test_fp8_products_that_gather(name, widths, scale):
+    """Breaks if an FP8 product that gathers has other bits than one of rows that lie sorted: a row or a scale of
+    another source, or a scale that is read before it is there."""
+    local, (width, columns), tokens = implementation("hopper"), widths, 500
+    recipe = moax.Recipe(*(Format(scale=scale, tile=tile) for tile in (1, 128, 1)))
+    groups, source = sorted_rows(GROUPS[name], tokens, BLOCK)
+    x = jnp.asarray(random(0, tokens, width), jnp.bfloat16).at[0].set(jnp.nan)
+    w = jnp.asarray(random(1, len(GROUPS[name]), width, columns), jnp.bfloat16)
+
+    def product(x, w, gathers):
+        rows, by_column = local.gather_and_quantize(x, source, recipe, "x", groups, in_products=gathers)
+        weight = local.quantize_and_gather(w, recipe, "rows", ((),) * 3, (), jnp.bfloat16)
+        return zero_rows(local.matmul(rows, weight, groups, jnp.bfloat16), groups.real), by_column
+
+    want = jax.jit(functools.partial(product, gathers=False))(x, w)
+    for _ in range(3):  # a race need not show at once
+        got = jax.jit(functools.partial(product, gathers=True))(x, w)
+        jax.tree.map(
+            lambda g, v: np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(v, np.float32)), got, want
+        )

@@ -22,7 +22,6 @@ from moax.ops.activation import activate
 from moax.recipe import get_recipe
 from support import interpret, random, rel_error, some
 from support.activations import ACTS, GATED
-from support.interpreter import flattened_operands
 
 SIZES, ROWS = (130, 0, 1, 128), 384
 
@@ -43,8 +42,7 @@ def test_matmul_activate(monkeypatch, name, hidden, tile):
     x[~real] = np.nan
     x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
     run = lambda x, w, sizes: matmul_activate(x, w, make_blocks(sizes, ROWS, 64), tile, ACTS[name])  # noqa: E731
-    with flattened_operands():
-        h, a = interpret(run, x, w, sizes)
+    h, a = interpret(run, x, w, sizes)
     want = np.einsum("mk,mkgf->mgf", np.float64(x)[real], np.float64(w)[group[real]])
     assert h.shape == (ROWS, gates, hidden) and a.shape == (ROWS, hidden)
     assert rel_error(np.float64(h)[real], want) < 2.0**-8

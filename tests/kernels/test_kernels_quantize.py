@@ -12,7 +12,8 @@ import pytest
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import make_blocks
-from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
+from moax.kernels.hopper.pallas.dequantize import dequantize_rows
+from moax.kernels.hopper.pallas.quantize import quantize_rows, quantize_weight
 from moax.kernels.scales import dequantize as dequantize_local
 from moax.kernels.xla.quantization import quantize as quantize_local
 from moax.recipe import Format

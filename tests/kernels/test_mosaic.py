@@ -212,11 +212,15 @@ def check_block(mosaic, config, tokens, recipe):
 
 @pytest.mark.parametrize(
     ("d_ff", "recipe", "weights_at"),
-    some([(128, "fp8_block", "output"), (96, None, "output"), (128, "fp8_block", "input")], 1),
+    some(
+        [(128, "fp8_block", "output"), (128, None, "output"), (96, None, "output"), (128, "fp8_block", "input")],
+        1,
+    ),
 )
 def test_block_interpreted(mosaic, d_ff, recipe, weights_at):
-    """The whole way of the data through the kernels: permuted, quantized both ways, multiplied, activated."""
-    config = dict(d_model=128, d_ff=d_ff, num_experts=2, top_k=1, use_bias=recipe is None, weights_at=weights_at)
+    """The whole way of the data through the kernels: permuted or gathered, quantized both ways, multiplied, activated
+    by the product or after it. Narrow widths have a bias."""
+    config = dict(d_model=128, d_ff=d_ff, num_experts=2, top_k=1, use_bias=d_ff == 96, weights_at=weights_at)
     check_block(mosaic, config, 24, recipe)
 
 

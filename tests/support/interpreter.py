@@ -34,17 +34,60 @@ def put(ref, index, values):
     lax.fori_loop(0, inside.sum(), store, None)
 
 
+def load_sources(source, start, rows, real=None):
+    """What `gather.load_sources` does, for the interpreter."""
+    thread = jnp.arange(128, dtype=jnp.int32)
+    row = thread // 32 * (rows // 4) + thread % 32 % (rows // 4)
+    inside = (row < (rows if real is None else real)) & (start + row < source.shape[0])
+    return jnp.where(inside, jnp.take(source[...], start + row, mode="clip"), -1)
+
+
+def copy_rows(x, column, sources, stage, transforms):
+    """What `gather.copy_rows` does, for the interpreter, at once."""
+    rows, width = stage.shape
+    row = jnp.arange(rows, dtype=jnp.int32)
+    source = sources[row // (rows // 4) * 32 + row % (rows // 4)]
+    whole = jnp.pad(x[...], ((0, 0), (0, width)))
+    part = lax.dynamic_slice_in_dim(whole, column, width, axis=1)
+    found = jnp.take(part, jnp.where(source < 0, x.shape[0], source), axis=0, mode="fill", fill_value=0)
+    stage[...] = found
+
+
+def copy_scales(scale, column, sources, stage):
+    """What `gather.copy_scales` does, for the interpreter, at once."""
+    of_column = lax.dynamic_index_in_dim(scale[...], column, axis=1, keepdims=False)
+    found = jnp.take(of_column, jnp.where(sources < 0, scale.shape[0], sources), mode="fill", fill_value=0)
+    stage[...] = found
+
+
+@contextlib.contextmanager
+def without_ptx() -> Iterator[None]:
+    """Puts functions that the interpreter knows in the place of those that inline PTX."""
+    from moax.kernels.hopper.pallas import gather, matmul, matmul_activate, matmul_fp8, ptx, wgrad
+
+    copies = dict(load_sources=load_sources, copy_rows=copy_rows)
+    with contextlib.ExitStack() as stack:
+        for module, names in (
+            (ptx, dict(take=take, put=put)),
+            (gather, dict(_wait_rows=lambda later: None)),
+            (matmul, copies),
+            (matmul_activate, copies),
+            (matmul_fp8, copies | dict(copy_scales=copy_scales)),
+            (wgrad, copies),
+        ):
+            stack.enter_context(mock.patch.multiple(module, **names))
+        yield
+
+
 def interpret(fn: Callable, *args, races: bool = True):
     """fn(*args) in Pallas' GPU interpreter, which prints the races that it finds: none may be there.
 
     races=False for kernels whose two consumers both read a stage into registers and both release it: the interpreter
     orders a wait after one of the arrivals it waited for, and takes the other's reads for a race.
     """
-    from moax.kernels.hopper.pallas import ptx  # an installation may have no kernels
-
     printed = io.StringIO()
     mode = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=races))
-    with contextlib.redirect_stdout(printed), mode, mock.patch.multiple(ptx, take=take, put=put):
+    with contextlib.redirect_stdout(printed), mode, without_ptx(), flattened_operands():
         results = jax.tree.map(np.asarray, jax.jit(fn)(*args))
     if "RACE" in printed.getvalue():
         raise AssertionError(printed.getvalue()[:4000])
@@ -67,7 +110,7 @@ def flattened_operands() -> Iterator[None]:
             return getattr(np, name)
 
         def matmul(self, a, b, **keywords):
-            return matmul(a, b.reshape(b.shape[0], -1), **keywords)
+            return matmul(a, b.reshape(b.shape[0], -1) if b.ndim == 3 else b, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpret_utils, "to_access", without_reshape)

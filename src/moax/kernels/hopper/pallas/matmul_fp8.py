@@ -15,15 +15,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
+from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, GatheredFp8, KMajorFp8
 from moax.kernels.hopper.pallas.blocks import IDLE, has_rows, load_rows, locate, operands_of, rows_of
-from moax.kernels.hopper.pallas.pipeline import Case, TileConfig, add_bias, pad_bias, run, stage, swizzle_of
+from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, copy_scales, load_sources
+from moax.kernels.hopper.pallas.pipeline import Case, TileConfig, add_bias, pad_bias, run, stage, swizzle_of, swizzled
 
 PIECE = 64  # so many columns always share a scale of the weight
 
 
 def grouped_matmul_fp8(
-    x: KMajorFp8,
+    x: KMajorFp8 | GatheredFp8,
     w: KMajorFp8,
     blocks: Blocks,
     tile: TileConfig,
@@ -34,7 +35,7 @@ def grouped_matmul_fp8(
     """y[m] = x[m] w[g(m)]^T + bias[g(m)], dequantized block by block.
 
     Args:
-      x: data [M, K], its rows in blocks; padding may hold anything.
+      x: data [M, K], its rows in blocks; padding may hold anything. Of GatheredFp8, row m is that of source[m].
       w: data [E, N, K].
       blocks: the blocks of the rows.
       tile: see TileConfig; tile_n is a multiple of 64.
@@ -51,23 +52,32 @@ def grouped_matmul_fp8(
         raise Unsupported(f"x is {x.data.dtype} and w is {w.data.dtype}; the kernel takes 8-bit floats")
     if tile.tile_n % PIECE:
         raise Unsupported(f"tile_n={tile.tile_n} must be a multiple of {PIECE}")
-    rows, contracted = x.data.shape
-    columns = w.data.shape[1]
-    swizzle = swizzle_of(contracted)
+    contracted, columns = x.data.shape[1], w.data.shape[1]
+    gathered = (x.source,) if isinstance(x, GatheredFp8) else ()
+    rows, swizzle = (*gathered, x.data)[0].shape[0], swizzle_of(contracted)
+    if gathered:
+        check_gather(swizzle, tile)
     out = jax.ShapeDtypeStruct((rows, columns), out_dtype)
     tiles_n = pl.cdiv(columns, tile.tile_n * tile.cluster)
     n_steps, last_scale = pl.cdiv(contracted, BLOCK), w.scale.shape[1] - 1
     shared = "block" if tile.cluster > 1 else None
     pieces = tile.tile_n // PIECE
 
-    def load(place, step, slot, barrier, stages, x, sx, w, *_):
+    def load(place, step, slot, barrier, stages, x, sx, w, *_, held=None):
         k = pl.ds(step * BLOCK, BLOCK)
-        load_rows(x, place, k, stages["x"].at[slot], barrier, shared)
+        if held is not None:
+            copy_rows(x, step * BLOCK, held, stages["x"].at[slot], swizzled(x.dtype, swizzle))
+            copy_scales(sx, step, held, stages["sx"].at[slot])
+        else:
+            load_rows(x, place, k, stages["x"].at[slot], barrier, shared)
+            plgpu.copy_gmem_to_smem(sx.at[step, pl.ds(place.row, BLOCK)], stages["sx"].at[slot], barrier)
         part = w.at[place.group, pl.ds(place.column * tile.tile_n, tile.tile_n), k]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
-        plgpu.copy_gmem_to_smem(sx.at[step, pl.ds(place.row, BLOCK)], stages["sx"].at[slot], barrier)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, start, rows, used, *bias):
+    def load_ahead(place, step, *operands):
+        return load_sources(operands[-1], place.row, BLOCK, place.rows)
+
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, start, rows, used, *biases):
         column, g = place.column, place.group
         mine = pl.ds(warpgroup * HALF, HALF)
         # The block of the weight's scales that each piece of columns has. Two neighbouring pieces often share one.
@@ -101,16 +111,16 @@ def grouped_matmul_fp8(
 
         zero = plgpu.layout_cast(jnp.zeros((HALF, PIECE), jnp.float32), plgpu.Layout.WGMMA)
         totals, _ = lax.fori_loop(0, steps, step, ((zero,) * pieces, scales(0)))
-        if not bias:
+        if bias is None:
             return totals
-        return [add_bias(t, bias[0], g, column * tile.tile_n + i * PIECE) for i, t in enumerate(totals)]
+        return [add_bias(t, biases[0], g, column * tile.tile_n + i * PIECE) for i, t in enumerate(totals)]
 
     def target(place, warpgroup, column, width, out):
         return out.at[rows_of(place, warpgroup, False), pl.ds(place.column * tile.tile_n + column, width)]
 
     biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
     return run(
-        (x.data, x.scale, w.data, w.scale, *operands_of(blocks), *biases),
+        (x.data, x.scale, w.data, w.scale, *operands_of(blocks), *biases, *gathered),
         out,
         tile,
         {
@@ -118,10 +128,12 @@ def grouped_matmul_fp8(
             "w": stage(tile, tile.tile_n, BLOCK, w.data.dtype, swizzle),
             "sx": plgpu.SMEM((tile.stages, BLOCK), jnp.float32),
         },
-        count=lambda x, sx, w, sw, group, start, rows, used, *bias: used[0] * tiles_n,
+        count=lambda x, sx, w, sw, group, start, rows, used, *_: used[0] * tiles_n,
         locate=lambda i, block, x, sx, w, sw, *of: locate(i, block, tile, tiles_n, *of[:4]),
         steps=lambda *_: n_steps,
         load=load,
         cases=[Case(multiply, target, has_rows), IDLE],
         name="grouped_matmul_fp8",
+        sources=load_ahead if gathered else None,
+        arrivals=2 if gathered else None,
     )

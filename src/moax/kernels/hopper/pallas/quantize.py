@@ -1,4 +1,4 @@
-"""Kernels that quantize to FP8, for products over columns, over rows, or both, and a kernel that dequantizes.
+"""Kernels that quantize to FP8, for products over columns, over rows, or both.
 
     scale[b] = max |x| over block b / max of the format         (rounded up to a power of two with `pow2`)
     data     = round_to_format(x * (1 / scale))
@@ -44,7 +44,8 @@ def quantize_rows(
     """Quantizes rows for products over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
 
     Args:
-      x: [M, C] bf16 or f32, M a multiple of 128 and C of 16. With `source` it is [R, C], with any R.
+      x: [M, C] bf16 or f32, M a multiple of 128, or any M for `rows` alone with `by_row`, and C of 16. With `source` it
+        is [R, C], with any R.
       blocks: the blocks of the rows. Rows of padding are quantized to 0 and do not enter a scale. Blocks without rows
         are not written. None means that all rows are real.
       source: [M] i32, not negative: row m is x[source[m]], and 0 where source[m] >= R. A row of padding needs a source
@@ -54,7 +55,7 @@ def quantize_rows(
       pow2: whether scales are rounded up to powers of two.
       scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes a scale for
         each block.
-      by_row: whether the scales of `rows` lie row by row, [M, ceil(C / 128)].
+      by_row: whether the scales of `rows` lie row by row, [M rounded up to 128, ceil(C / 128)].
 
     Returns:
       rows: data [M, C], scale [ceil(C / 128), M]; None if `rows` is False.
@@ -66,11 +67,11 @@ def quantize_rows(
     check_source("x", x, 1, dtype)
     width, x = x.shape[1], _pad(x, 1)
     size = x.shape[0] if source is None else source.shape[0]
-    if size % BLOCK:
+    if size % BLOCK and (columns or not by_row):
         raise Unsupported(f"x has {size} rows; the kernel takes multiples of {BLOCK}")
-    padded = align_up(width, BLOCK)
+    padded, blocks_of_rows = align_up(width, BLOCK), -(-size // BLOCK)
     shapes = {
-        "rows": ((size, x.shape[1]), (size, padded // BLOCK) if by_row else (padded // BLOCK, size)),
+        "rows": ((size, x.shape[1]), (blocks_of_rows * BLOCK, padded // BLOCK) if by_row else (padded // BLOCK, size)),
         "columns": ((x.shape[1], size), (size // BLOCK, padded)),
     }
     wanted = [name for name, on in (("rows", rows), ("columns", columns)) if on]
@@ -101,7 +102,7 @@ def quantize_rows(
                 put(read(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, one, wait=n > 0, by_row=turned)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(x, data.values(), source is not None)
+    grid, scratch = dict(i=blocks_of_rows, j=padded // BLOCK), _scratch(x, data.values(), source is not None)
     run = launch(quantize_rows, (data, scales), grid, scratch)
     data, scales = run(x, source, *((None, None) if blocks is None else (blocks.start, blocks.rows)), scale)
     if scale is not None:
@@ -174,53 +175,6 @@ def quantize_weight(
         KMajorFp8(data["native"][:, :rows, :width], scales) if native else None,
         KMajorFp8(data["transposed"][:, :width, :rows], jnp.swapaxes(scales, 1, 2)) if transposed else None,
     )
-
-
-def dequantize_rows(
-    data: Float[Array, "R C"], words: Int[Array, "R W"], ends: Int[Array, " N"], *, dtype=jnp.bfloat16
-) -> Float[Array, "R C"]:
-    """x[r, c] = data[r, c] * scale[r, c / 128], rounded once. Rows from ends[-1] on may hold anything.
-
-    Args:
-      data: [R, C] float8_e4m3fn or float8_e5m2, R a multiple of 128 and C of 32.
-      words: [R, W] i32. The first ceil(C / 128) columns are the bits of the f32 scales; other columns are not read.
-      ends: [N] i32; ends[-1] is the number of rows to dequantize.
-      dtype: the dtype of the result, bfloat16 or float32.
-
-    Returns:
-      [R, C] in `dtype`.
-
-    Raises:
-      Unsupported: the kernel does not take these shapes.
-    """
-    size, width = data.shape
-    blocks = -(-width // BLOCK)
-    if size % BLOCK or width % 32 or words.shape[0] != size or words.shape[1] < blocks:
-        raise Unsupported(
-            f"data and words have shapes {data.shape}, {words.shape}; the kernel takes multiples of {BLOCK} rows and "
-            "of 32 columns, with a word for each 128 columns"
-        )
-
-    def dequantize_rows(data, words, ends, out, *, tile, wide, loaded):
-        i, j = lax.axis_index("i"), lax.axis_index("j")
-
-        @pl.when(i * BLOCK < ends[ends.shape[0] - 1])
-        def _():
-            load_tiles([(data.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
-            for half in (0, 1):
-                scale = words.at[pl.ds(i * BLOCK + half * HALF, HALF), j]
-                scale = plgpu.load(scale, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-                scale = lax.bitcast_convert_type(scale, jnp.float32)
-                value = rows_of(tile, half, optimized=False)
-                value = value * lax.broadcast_in_dim(scale, value.shape, [0])
-                wide[pl.ds(half * HALF, HALF)] = value.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(wide, out.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    scratch = dict(tile=tile_buffer(data.dtype, width), wide=tile_buffer(dtype, width), loaded=plgpu.Barrier())
-    out = jax.ShapeDtypeStruct((size, width), dtype)
-    return launch(dequantize_rows, out, dict(i=size // BLOCK, j=blocks), scratch)(data, words, ends)
 
 
 def check_source(name: str, x, dims: int, dtype) -> None:
