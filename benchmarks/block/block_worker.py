@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import moax
-from benchmarks.block import errors, idle, recipes, stages
+from benchmarks.block import bits, errors, idle, recipes, stages
 from benchmarks.block.worker import READY
 from benchmarks.report import HOPPER, why
 from moax import backend
@@ -70,6 +70,7 @@ def main(argv: list[str]) -> int:
                 args = {"fwd": (x, params, quantized), "fwd+bwd": (x, params, quantized, dy)}
                 for name, operands in args.items():
                     answer[name] = measure(programs[tokens][name], operands, repeats)
+                    answer[name]["bits"] = bits.compare_runs(programs[tokens][name], operands)
                 for name, operands in args.items() if last and backend.platform() == "gpu" else ():
                     answer[name]["back_to_back"] = idle.back_to_back(programs[tokens][name], operands)
                 answer["fwd+bwd"] |= {"errors": found} if found else {}
