@@ -148,6 +148,15 @@ def test_weight(source, dtype, pow2):
     assert native.scale[1, 0, 0] == 1
 
 
+def test_weight_transposed_alone():
+    """Scales that lie as the weight does, where only the transposed one is asked for."""
+    w = jnp.asarray(values(0, 1, 32, 272), jnp.bfloat16)
+    none, transposed = interpret(functools.partial(quantize_weight, native=False, transposed=True), w)
+    data, scale = expected(w, E4M3, (1, 128, 128))
+    check(transposed, data.swapaxes(1, 2), scale.swapaxes(1, 2), E4M3)
+    assert none is None
+
+
 def test_weight_one_scale_a_matrix():
     """The scale of another matrix."""
     w, scale = jnp.asarray(values(0, 2, 32, 64), jnp.bfloat16), np.array([2.0**18, 2.0**21], np.float32)

@@ -143,7 +143,7 @@ def quantize_weight(
     (experts, rows, width), source = w.shape, _pad(_pad(w, 1), 2)
     grid = dict(e=experts, i=-(-rows // BLOCK), j=-(-width // BLOCK))
     shapes = {"native": source.shape, "transposed": (experts, *source.shape[:0:-1])}
-    wanted = [name for name, on in (("native", native), ("transposed", transposed)) if on]
+    wanted = ["native"] * native + ["transposed"] * transposed
     data = {name: jax.ShapeDtypeStruct(shapes[name], dtype) for name in wanted}
 
     def quantize_weight(w, given, data, scales, *, tile, buffers, loaded, met, peaks):
@@ -156,7 +156,7 @@ def quantize_weight(
             # In this layout each warp holds all peaks, so that each warp takes the maximum by itself.
             peak = jnp.max(plgpu.load(peaks, layout=plgpu.Layout.WGMMA.reduce(0)))
             fixed = jnp.where(peak > 0.0, peak, 1.0)
-            scales[e, i, j] = fixed
+            scales[(e, i, j) if native else (e, j, i)] = fixed
         else:
             fixed = given[e]
         puts = [("native", rows_of, i, j, half) for half in (0, 1)] * native
@@ -167,13 +167,13 @@ def quantize_weight(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     scratch = _scratch(source, data.values()) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
-    out = (data, jax.ShapeDtypeStruct(tuple(grid.values()), jnp.float32) if scale is None else None)
-    run = launch(quantize_weight, out, grid, scratch)
-    data, scales = run(source, scale)
-    scales = scales if scale is None else jnp.broadcast_to(scale[:, None, None], tuple(grid.values()))
+    of_blocks = jax.ShapeDtypeStruct([grid[name] for name in ("eij" if native else "eji")], jnp.float32)
+    data, scales = launch(quantize_weight, (data, of_blocks if scale is None else None), grid, scratch)(source, scale)
+    scales = scales if scale is None else jnp.broadcast_to(scale[:, None, None], of_blocks.shape)
+    turned = jnp.swapaxes(scales, 1, 2) if native else scales
     return (
         KMajorFp8(data["native"][:, :rows, :width], scales) if native else None,
-        KMajorFp8(data["transposed"][:, :width, :rows], jnp.swapaxes(scales, 1, 2)) if transposed else None,
+        KMajorFp8(data["transposed"][:, :width, :rows], turned) if transposed else None,
     )
 
 
