@@ -5,12 +5,13 @@
 
 Where x is bfloat16, a float32 weight is the sum of three bfloat16 parts, w = w0 + w1 + w2. w0 is w rounded to bfloat16,
 w1 is w - w0 rounded, and w2 is w - w0 - w1. The product of two bfloat16 numbers is exact in float32, so three products
-of bfloat16 make the float32 product. dx is rounded to bfloat16, so two parts of each operand suffice there. An x of
-another dtype is multiplied in float32.
+of bfloat16 make the float32 product. Two parts of each operand suffice for a gradient that is rounded to bfloat16. A
+bfloat16 weight is its own only part. An x of another dtype is multiplied in float32.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -21,6 +22,14 @@ from moax.checks import check_float
 from moax.mesh.axes import Axes, Roles
 from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
 from moax.mesh.specs import spec
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitsSpec:
+    """The static arguments: the mesh axes by role, and whether the float32 weight holds values of bfloat16."""
+
+    roles: Roles
+    narrow: bool
 
 
 def router_logits(
@@ -46,21 +55,21 @@ def router_logits(
         raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [T, H] and [H, E]")
     view = find_mesh_view(axes, engine, x, w)
     # The gradient of w is a float32 array until all devices have been summed; the transpose of this cast rounds it.
-    w = w.astype(jnp.float32)
-    x, w = _forward.lay_operands(view, view.roles, x, w)
+    static, w = LogitsSpec(view.roles, w.dtype == jnp.bfloat16), w.astype(jnp.float32)
+    x, w = _forward.lay_operands(view, static, x, w)
     if x.shape[0] == 0:  # XLA compiles no product of a shard without rows
         return jnp.dot(x.astype(jnp.float32), w)
-    return _logits(view, view.roles, x, w)
+    return _logits(view, static, x, w)
 
 
-def _logits_forward(view: MeshView, roles: Roles, x, w):
+def _logits_forward(view: MeshView, static: LogitsSpec, x, w):
     """Runs the forward of the `custom_vjp` and returns the logits, and (x, w)."""
-    return _forward(view, roles, x, w)[0], (x, w)
+    return _forward(view, static, x, w)[0], (x, w)
 
 
-def _logits_backward(view: MeshView, roles: Roles, saved, d_logits):
+def _logits_backward(view: MeshView, static: LogitsSpec, saved, d_logits):
     """Runs the backward of the `custom_vjp` and returns dx and dw."""
-    return _backward(view, roles, *saved, d_logits)
+    return _backward(view, static, *saved, d_logits)
 
 
 _logits = differentiable(_logits_forward, _logits_backward)
@@ -105,41 +114,47 @@ def _dot(a, b, contract, precision=None):
     return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-def logits_forward(roles: Roles, layout, x, w):
+def logits_forward(static: LogitsSpec, layout, x, w):
     """Returns logits [T, E] f32 of one device. w: [H, E] f32."""
     if x.dtype != jnp.bfloat16:
         return (_dot(x.astype(jnp.float32), w, ((1,), (0,)), lax.Precision.HIGHEST),)
+    if static.narrow:
+        return (_dot(x, w.astype(jnp.bfloat16), ((1,), (0,))),)
     return (_sum(_dot(x, _lay_parts(w, (0, 1, 2)), ((1,), (0,))), 3),)
 
 
-def logits_backward(roles: Roles, layout, x, w, d):
+def logits_backward(static: LogitsSpec, layout, x, w, d):
     """Returns dx [T, H] and dw [H, E] f32 of one device; dw is a partial sum over the axes of tokens. d: [T, E] f32."""
     if x.dtype != jnp.bfloat16:
         dx = _dot(d, w, ((1,), (1,)), lax.Precision.HIGHEST)
         return dx.astype(x.dtype), _dot(x.astype(jnp.float32), d, ((0,), (0,)), lax.Precision.HIGHEST)
+    if static.narrow:
+        d = jnp.stack(_parts(d, 2), axis=1).reshape(len(d), -1)  # XLA stacks one array where it computes the parts
+        dx = _dot(d, jnp.tile(w.astype(jnp.bfloat16), 2), ((1,), (1,)))
+        return dx.astype(x.dtype), _sum(_dot(x, d, ((0,), (0,))), 2)
     dw = _sum(_dot(x, _lay_parts(d, (0, 1, 2)), ((0,), (0,))), 3)
     dx = _dot(_lay_parts(d, (0, 0, 1)), _lay_parts(w, (0, 1, 0)), ((1,), (1,)))
     return dx.astype(x.dtype), dw
 
 
-def _forward_contract(roles: Roles, operands, found_specs):
+def _forward_contract(static: LogitsSpec, operands, found_specs):
     """Returns the contract of forward: tokens are split, and w is replicated."""
-    rows = spec(roles.tokens, None)
+    rows = spec(static.roles.tokens, None)
     return Contract((rows, spec(None, None)), (rows,), ((),))
 
 
-def _backward_contract(roles: Roles, operands, found_specs):
+def _backward_contract(static: LogitsSpec, operands, found_specs):
     """Returns the contract of backward: dw is summed over the axes of tokens."""
-    rows, whole = spec(roles.tokens, None), spec(None, None)
-    return Contract((rows, whole, rows), (rows, whole), ((), roles.tokens))
+    rows, whole = spec(static.roles.tokens, None), spec(None, None)
+    return Contract((rows, whole, rows), (rows, whole), ((), static.roles.tokens))
 
 
 _forward = Partitioned(
-    logits_forward, _forward_contract, lambda roles, operands: (("t m", "h e"), ("t e",)), name="router"
+    logits_forward, _forward_contract, lambda static, operands: (("t m", "h e"), ("t e",)), name="router"
 )
 _backward = Partitioned(
     logits_backward,
     _backward_contract,
-    lambda roles, operands: (("t m", "h e", "t f"), ("t m", "h e")),
+    lambda static, operands: (("t m", "h e", "t f"), ("t m", "h e")),
     name="router_grad",
 )
