@@ -1,4 +1,4 @@
-"""The kernel of top-k: in interpret mode against `lax.top_k`, and lowered for CUDA.
+"""The kernel of top-k: in interpret mode against `lax.top_k`, its derivative, and lowered for CUDA.
 
 Covers: random logits, ties, NaN, infinities and signed zeros; rows that 64 does not divide; what is refused.
 """
@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 from moax.errors import Unsupported
+from moax.kernels import implementation
 from moax.kernels.hopper.pallas.topk import top_k_rows
 from support import interpret, lower, some
 
@@ -28,6 +29,12 @@ def logits_of(kind, rows, experts):
     return x
 
 
+def check(got, x, top_k):
+    """The bits of values and the indices are those of `lax.top_k`."""
+    for value, want in zip(got, lax.top_k(x, top_k), strict=True):
+        np.testing.assert_array_equal(np.asarray(value).view(np.int32), np.asarray(want).view(np.int32))
+
+
 @pytest.mark.parametrize(
     ("kind", "rows", "experts", "top_k"),
     [("odd", 64, 16, 16), ("tied", 100, 32, 4), *some([("random", 128, 128, 8), ("tied", 64, 256, 8)], 0)],
@@ -36,8 +43,7 @@ def test_top_k_is_that_of_lax(kind, rows, experts, top_k):
     """Ties that go to the higher expert, a NaN that sorts elsewhere, an expert taken twice, or rows left out."""
     x = logits_of(kind, rows, experts)
     # Where 64 does not divide the rows, two blocks write the same to some of them, which the interpreter calls a race.
-    got = interpret(functools.partial(top_k_rows, top_k=top_k), x, races=rows % 64 == 0)
-    np.testing.assert_array_equal(got, lax.top_k(x, top_k)[1])
+    check(interpret(functools.partial(top_k_rows, top_k=top_k), x, races=rows % 64 == 0), x, top_k)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), some([(128, 8), (256, 8), (8, 2), (64, 6), (32, 4)], 2))
@@ -53,11 +59,19 @@ def test_refuses(shape, top_k):
         top_k_rows(jnp.zeros(shape, jnp.float32), top_k)
 
 
+def test_values_have_a_derivative():
+    """Breaks if a second derivative of the routing fails where kernels run, or leaves out what chose the weights."""
+    x, dx = (jnp.asarray(np.random.default_rng(i).normal(size=(5, 9)), jnp.float32) for i in range(2))
+    got, want = (
+        jax.jvp(lambda x, top=top: top(x, 3)[0], (x,), (dx,)) for top in (implementation("hopper").top_k, lax.top_k)
+    )
+    np.testing.assert_array_equal(np.stack(got), np.stack(want))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["random", "tied", "odd"])
 @pytest.mark.parametrize(("rows", "experts", "top_k"), [(8192, 128, 8), (4000, 256, 8), (65, 64, 6), (8192, 8, 2)])
 def test_top_k_on_a_card(kind, rows, experts, top_k):
     """A row that two warpgroups write apart, or a comparison that only the hardware does otherwise."""
     x = logits_of(kind, rows, experts)
-    got = jax.jit(functools.partial(top_k_rows, top_k=top_k))(x)
-    np.testing.assert_array_equal(got, lax.top_k(x, top_k)[1])
+    check(jax.jit(functools.partial(top_k_rows, top_k=top_k))(x), x, top_k)

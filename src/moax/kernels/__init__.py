@@ -100,8 +100,8 @@ class Implementation(Protocol):
         """
         ...
 
-    def top_k(self, x: Float[Array, "T E"], k: int) -> Int[Array, "T K"]:
-        """Returns the indices i32 of the k largest of each row of x, as `lax.top_k` orders them."""
+    def top_k(self, x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+        """Returns the k largest of each row of x, and their indices i32, as `lax.top_k` does."""
         ...
 
     def place_rows(

@@ -221,14 +221,15 @@ def _route_nothing(logits, top_k: int) -> Routing:
 def _route_forward(view: MeshView, static: RouteSpec, logits, bias, choice: Choice):
     """Runs the forward of the `custom_vjp` and returns the results, and the residuals."""
     results = _forward(view, static, logits, bias, choice)
-    return results, (logits, bias, choice, results[0])
+    return results, (logits, bias, choice, *results[:2])
 
 
 def _route_backward(view: MeshView, static: RouteSpec, saved, cotangents):
     """Runs the backward of the `custom_vjp` and returns the gradient of the logits."""
-    logits, bias, choice, experts = saved
+    logits, bias, choice, experts, weights = saved
     _, d_weights, d_sums, _ = cotangents
-    (d_logits,) = _backward(view, static, logits, experts, choice._replace(experts=None), d_weights, d_sums)
+    choice = choice._replace(experts=None)
+    (d_logits,) = _backward(view, static, logits, experts, choice, weights, d_weights, d_sums)
     return d_logits, None if bias is None else jnp.zeros_like(bias), None
 
 
@@ -237,10 +238,11 @@ _route = differentiable(_route_forward, _route_backward)
 
 def select_experts(
     logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, config: RouterConfig, top_k: int, kernels: str
-) -> Int[Array, "T K"]:
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"] | None]:
     """Returns the K experts [T, K] i32 of each token, by its logits [T, E]; the best expert is first.
 
-    `kernels` is the name of the implementation.
+    It also returns the logits of these experts [T, K], or None where it chose them by other scores. `kernels` is the
+    name of the implementation.
     """
     # Scores grow with logits, so logits choose the same experts, also where scores underflow to 0.
     of_logits = config.order == "topk_then_score" or (bias is None and config.num_groups == 1)
@@ -252,7 +254,8 @@ def select_experts(
         groups = lax.top_k(best, config.top_groups)[1]
         eligible = (groups[:, :, None] == jnp.arange(config.num_groups, dtype=groups.dtype)[None, None]).any(1)
         scores = jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
-    return implementation(kernels).top_k(scores, top_k)
+    values, experts = implementation(kernels).top_k(scores, top_k)
+    return experts, values if scores is logits else None
 
 
 def _best_of_group(config, top_k):
@@ -299,21 +302,22 @@ def _count(experts, choice: Choice, static: RouteSpec, num_experts: int) -> Coun
 def route_forward(static: RouteSpec, layout, logits, bias, choice: Choice):
     """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
     num_experts = logits.shape[1]
-    experts = select_experts(logits, bias, static.config, static.top_k, static.kernels)
+    experts, chosen = select_experts(logits, bias, static.config, static.top_k, static.kernels)
     if choice.experts is not None:
+        chosen = None
         own = (choice.experts < 0).any(-1, keepdims=True)
         experts = jnp.where(own, experts, jnp.minimum(choice.experts, num_experts))
     if choice.mask is not None:
         experts = jnp.where(choice.mask[:, None], experts, num_experts)
     logits = _without_padding(logits, choice)
-    weights, sums = weigh(logits, experts, static.config), _sum(logits, choice, static)
-    return experts, weights, sums, _count(experts, choice, static, num_experts)
+    weights = weigh(logits, experts, static.config, chosen)
+    return experts, weights, _sum(logits, choice, static), _count(experts, choice, static, num_experts)
 
 
-def route_backward(static: RouteSpec, layout, logits, experts, choice: Choice, d_weights, d_sums: Sums):
-    """Returns d_logits [T, E] of one device. `experts` are those that forward returned."""
+def route_backward(static: RouteSpec, layout, logits, experts, choice: Choice, weights, d_weights, d_sums: Sums):
+    """Returns d_logits [T, E] of one device. `experts` and `weights` are those that forward returned."""
     logits = _without_padding(logits, choice)
-    d_logits = weigh_backward(logits, experts, static.config, d_weights)
+    d_logits = weigh_backward(logits, experts, static.config, weights, d_weights)
     if jax.tree.leaves(d_sums):
         d_logits = d_logits + jax.vjp(lambda x: _sum(x, choice, static), logits)[1](d_sums)[0]
     return (d_logits if choice.mask is None else jnp.where(choice.mask[:, None], d_logits, 0.0),)
@@ -340,8 +344,8 @@ def _forward_contract(static: RouteSpec, operands, found_specs):
 def _backward_contract(static: RouteSpec, operands, found_specs):
     """Returns the contract of backward: the gradient of the logits has their layout."""
     rows, one = spec(static.roles.tokens, None), spec(None)
-    sums = jax.tree.map(lambda _: one, operands[4])
-    return Contract((rows, rows, _choice_specs(static, operands[2]), rows, sums), (rows,), ((),))
+    sums = jax.tree.map(lambda _: one, operands[5])
+    return Contract((rows, rows, _choice_specs(static, operands[2]), rows, rows, sums), (rows,), ((),))
 
 
 def _choice_factors(choice: Choice) -> tuple[str, ...]:
@@ -357,8 +361,8 @@ def _forward_factors(static: RouteSpec, operands):
 
 def _backward_factors(static: RouteSpec, operands):
     """Returns the Shardy rule of backward. Sums are replicated, and share no dim with the logits."""
-    own = [""] * len(jax.tree.leaves(operands[4]))
-    return ("t e", "t k", *_choice_factors(operands[2]), "t k", *own), ("t e",)
+    own = [""] * len(jax.tree.leaves(operands[5]))
+    return ("t e", "t k", *_choice_factors(operands[2]), "t k", "t k", *own), ("t e",)
 
 
 _forward = Partitioned(route_forward, _forward_contract, _forward_factors, name="route")

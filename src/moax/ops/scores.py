@@ -11,7 +11,6 @@ float32, and both shares are 1/2.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,20 +41,18 @@ def share(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "
 
 def share_few(logits: Float[Array, "T K"], config: RouterConfig) -> Float[Array, "T K"]:
     """Returns `share` of few logits a row. It goes column by column, so that one kernel of a GPU computes it."""
-    logs = log_score(logits, config)
-    shares = jnp.exp(logs - lax.stop_gradient(_fold(jnp.maximum, logs)))
-    shares = shares / sum_few(shares)
-    return shares / sum_few(shares)  # their sum is 1 but for rounding, and so is the gradient's
+    logs = _columns(log_score(logits, config))
+    most = lax.stop_gradient(functools.reduce(jnp.maximum, logs))
+    shares = [jnp.exp(log - most) for log in logs]
+    for _ in range(2):  # after the second time their sum is 1 but for rounding, and so is the gradient's
+        total = functools.reduce(jnp.add, shares)
+        shares = [value / total for value in shares]
+    return jnp.stack(shares, axis=1)
 
 
-def sum_few(x: Float[Array, "T K"]) -> Float[Array, "T 1"]:
-    """Returns the sum of each row, column by column."""
-    return _fold(jnp.add, x)
-
-
-def _fold(combine: Callable, x: Float[Array, "T K"]) -> Float[Array, "T 1"]:
-    """Returns the columns of x, combined two by two."""
-    return functools.reduce(combine, [x[:, k : k + 1] for k in range(x.shape[1])])
+def _columns(x: Float[Array, "T K"]) -> list[Float[Array, " T"]]:
+    """Returns the columns of x."""
+    return [x[:, k] for k in range(x.shape[1])]
 
 
 def log_score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
@@ -70,30 +67,42 @@ def log_score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Arra
             return 0.5 * jnp.where(logits < LOW, logits, jnp.log(softplus))
 
 
-def weigh(logits: Float[Array, "T E"], experts: Int[Array, "T K"], config: RouterConfig) -> Float[Array, "T K"]:
-    """Returns the weights [T, K] of the experts that the tokens take. E stands for none, whose weight is 0."""
+def weigh(
+    logits: Float[Array, "T E"],
+    experts: Int[Array, "T K"],
+    config: RouterConfig,
+    chosen: Float[Array, "T K"] | None = None,
+) -> Float[Array, "T K"]:
+    """Returns the weights [T, K] of the experts that the tokens take. E stands for none, whose weight is 0.
+
+    `chosen` are the logits of the experts [T, K], where the caller has them.
+    """
     if _scores_all(config, experts.shape[1]):
         weights = _take(score(logits, config), experts)
     else:
-        weights = _score_few(_choose(logits, experts), config)
+        weights = _score_few(_choose(logits, experts, chosen), config)
     return jnp.where(experts < logits.shape[1], weights * config.scale, 0.0)
 
 
 def weigh_backward(
-    logits: Float[Array, "T E"], experts: Int[Array, "T K"], config: RouterConfig, d_weights: Float[Array, "T K"]
+    logits: Float[Array, "T E"],
+    experts: Int[Array, "T K"],
+    config: RouterConfig,
+    weights: Float[Array, "T K"],
+    d_weights: Float[Array, "T K"],
 ) -> Float[Array, "T E"]:
-    """Returns the gradient of the logits from that of the weights."""
+    """Returns the gradient of the logits from the weights and their gradient."""
     num_experts, top_k = logits.shape[1], experts.shape[1]
-    d_weights = jnp.where(experts < num_experts, d_weights * config.scale, 0.0)
+    d_weights = jnp.where(experts < num_experts, d_weights, 0.0)
     if _scores_all(config, top_k):
-        return jax.vjp(lambda x: _take(score(x, config), experts), logits)[1](d_weights)[0]
-    chosen = _choose(logits, experts)
+        return jax.vjp(lambda x: _take(score(x, config), experts), logits)[1](d_weights * config.scale)[0]
     if _sums_to_one(config, top_k):
-        weights = share_few(chosen, config)
-        d_logs = weights * (d_weights - sum_few(weights * d_weights))
-        (d_chosen,) = jax.vjp(lambda x: log_score(x, config), chosen)[1](d_logs)
+        along = functools.reduce(jnp.add, _columns(weights * d_weights)) / config.scale
+        d_logs = weights * (d_weights - along[:, None])
+        (d_chosen,) = jax.vjp(lambda x: log_score(x, config), _choose(logits, experts))[1](d_logs)
     else:
-        (d_chosen,) = jax.vjp(lambda x: score(x, config), chosen)[1](d_weights)
+        d_scores = d_weights * config.scale
+        (d_chosen,) = jax.vjp(lambda x: score(x, config), _choose(logits, experts))[1](d_scores)
     # A sum over K of selected columns is part of the kernel that reads it; a scatter is a kernel, and zeros another.
     ids = jnp.arange(num_experts, dtype=jnp.int32)[None]
     columns = [jnp.where(experts[:, k : k + 1] == ids, d_chosen[:, k : k + 1], 0.0) for k in range(top_k)]
@@ -115,9 +124,9 @@ def _normalizes(config: RouterConfig, top_k: int) -> bool:
     return config.normalize and top_k > 1
 
 
-def _choose(logits, experts):
-    """Returns the logits [T, K] of the experts, `NO_EXPERT` for none."""
-    return jnp.where(experts < logits.shape[1], _take(logits, experts), NO_EXPERT)
+def _choose(logits, experts, chosen=None):
+    """Returns the logits [T, K] of the experts, which may be `chosen`, and `NO_EXPERT` for none."""
+    return jnp.where(experts < logits.shape[1], _take(logits, experts) if chosen is None else chosen, NO_EXPERT)
 
 
 def _take(values, experts):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moax.groups import Groups, align_up, group_starts, row_groups, zero_rows
@@ -21,12 +24,21 @@ from moax.kernels.xla import top_k as xla_top_k
 from moax.mesh.collectives import typed
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 @typed
 def top_k(x: Float[Array, "T E"], k: int):
-    """Returns the indices i32 of the k largest of each row of x; XLA finds them where the kernel does not take x."""
+    """Returns the k largest of each row of x and their indices i32; XLA finds them where the kernel does not take x."""
     from moax.kernels.hopper.pallas.topk import takes, top_k_rows
 
     return top_k_rows(x, k) if takes(x.shape, k) else xla_top_k(x, k)
+
+
+@top_k.defjvp
+def _top_k_jvp(k: int, primals, tangents):
+    """Returns the results of `top_k` and their tangents, as JAX has them for `lax.top_k`."""
+    values, indices = top_k(*primals, k)
+    tangent = jnp.take_along_axis(tangents[0], indices, axis=1)
+    return (values, indices), (tangent, np.zeros(indices.shape, jax.dtypes.float0))
 
 
 @typed

@@ -17,9 +17,10 @@ from moax.mesh.axes import Names
 from moax.recipe import Format, Recipe, Recipes
 
 
-def top_k(x: Float[Array, "T E"], k: int) -> Int[Array, "T K"]:
-    """Returns the indices i32 of the k largest of each row of x; of equal ones the lowest is first."""
-    return lax.top_k(x, k)[1].astype(jnp.int32)
+def top_k(x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+    """Returns the k largest of each row of x and their indices i32; of equal ones the lowest index is first."""
+    values, indices = lax.top_k(x, k)
+    return values, indices.astype(jnp.int32)
 
 
 def gather_rows(x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None) -> Float[Array, "N H"]:

@@ -1,6 +1,6 @@
 """The kernel of the router's choice: the K largest of each row of logits.
 
-    experts[t] = lax.top_k(logits[t], K)[1]
+    chosen[t], experts[t] = lax.top_k(logits[t], K)
 
 With the logits (0.1, 0.4, 0.3, 0.4) and K = 2, the experts are (1, 3): of equal logits the lower expert comes first. A
 warpgroup holds 64 rows in registers and takes the largest one K times. Logits compare as unsigned integers in the total
@@ -30,15 +30,16 @@ def takes(shape: tuple[int, ...], top_k: int) -> bool:
     return isinstance(rows, int) and rows >= ROWS and experts % STEP == 0 and top_k <= experts <= MOST
 
 
-def top_k_rows(logits: Float[Array, "T E"], top_k: int) -> Int[Array, "T K"]:
-    """experts[t] = lax.top_k(logits[t], K)[1].
+def top_k_rows(logits: Float[Array, "T E"], top_k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+    """chosen[t], experts[t] = lax.top_k(logits[t], K).
 
     Args:
       logits: [T, E] f32, T at least 64, E a multiple of 8 and at most 256.
       top_k: K, at most E.
 
     Returns:
-      experts: [T, K] i32, the largest first. All are below E, whatever the logits hold.
+      chosen: [T, K] f32, the largest first.
+      experts: [T, K] i32, where they are. All are below E, whatever the logits hold.
 
     Raises:
       Unsupported: the logits have another shape or another dtype.
@@ -50,25 +51,28 @@ def top_k_rows(logits: Float[Array, "T E"], top_k: int) -> Int[Array, "T K"]:
             f"and experts in multiples of {STEP} up to {MOST}"
         )
 
-    def top_k_rows(logits, out):
+    def top_k_rows(logits, chosen, out):
         # The last rows are those of the block before too, where 64 does not divide T: both write the same.
         first = jnp.minimum(lax.axis_index("i") * ROWS, rows - ROWS)
         values = plgpu.load(logits.at[pl.ds(first, ROWS)], layout=plgpu.Layout.WGMMA, optimized=False)
         bits = lax.bitcast_convert_type(values, jnp.uint32)
-        negative = bits >= jnp.uint32(1 << 31)
-        keys = bits ^ jnp.where(negative, jnp.uint32(0xFFFFFFFF), jnp.uint32(1 << 31))
+        sign = jnp.uint32(1 << 31)
+        keys = bits ^ jnp.where(bits >= sign, jnp.uint32(0xFFFFFFFF), sign)
         below = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, keys.shape, 1), plgpu.Layout.WGMMA)
         below = jnp.uint32(experts) - below  # it is largest for the lowest expert, and never 0
         for k in range(top_k):
-            most = lax.broadcast_in_dim(jnp.max(keys, axis=1), keys.shape, [0])
-            best = jnp.max(jnp.where(keys == most, below, jnp.uint32(0)), axis=1)
+            most = jnp.max(keys, axis=1)
+            value = lax.bitcast_convert_type(most ^ jnp.where(most >= sign, sign, jnp.uint32(0xFFFFFFFF)), jnp.float32)
+            store(chosen.at[pl.ds(first, ROWS), k], value, optimized=False)
+            here = keys == lax.broadcast_in_dim(most, keys.shape, [0])
+            best = jnp.max(jnp.where(here, below, jnp.uint32(0)), axis=1)
             store(out.at[pl.ds(first, ROWS), k], (jnp.uint32(experts) - best).astype(jnp.int32), optimized=False)
             if k + 1 < top_k:
                 keys = jnp.where(below == lax.broadcast_in_dim(best, keys.shape, [0]), jnp.uint32(0), keys)
 
     return plgpu.kernel(
         top_k_rows,
-        out_type=jax.ShapeDtypeStruct((rows, top_k), jnp.int32),
+        out_type=tuple(jax.ShapeDtypeStruct((rows, top_k), dtype) for dtype in (jnp.float32, jnp.int32)),
         grid=(-(-rows // ROWS),),
         grid_names=("i",),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
