@@ -97,7 +97,7 @@ def weigh_backward(
     if _scores_all(config, top_k):
         return jax.vjp(lambda x: _take(score(x, config), experts), logits)[1](d_weights * config.scale)[0]
     if _sums_to_one(config, top_k):
-        along = functools.reduce(jnp.add, _columns(weights * d_weights)) / config.scale
+        along = jnp.sum(weights * d_weights, axis=1) / config.scale
         d_logs = weights * (d_weights - along[:, None])
         (d_chosen,) = jax.vjp(lambda x: log_score(x, config), _choose(logits, experts))[1](d_logs)
     else:
