@@ -1,9 +1,7 @@
-"""The tiles of a product over blocks of rows: at most 128 rows of one group, by the columns of a tile.
+"""The tiles of a product over blocks of rows: at most 128 rows of one group, 64 a consumer, by the columns of a tile.
 
-The two consumers have 64 rows each. The last block of a group may have at most 64 real rows. Each consumer then has
-all of them and half of the columns, so that the tile takes half of the time: with group sizes (130, 5), the blocks have
-128, 2 and 5 rows, and four of their six halves are computed. Where half of the columns do not fit the boxes of the copy
-engine, the second consumer does nothing.
+The last block of a group may have at most 64 real rows. The second consumer then neither multiplies nor stores: with
+group sizes (130, 5), the blocks have 128, 2 and 5 rows, and four of their six halves are computed.
 """
 
 from __future__ import annotations
@@ -16,9 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks
-from moax.kernels.hopper.pallas.pipeline import Case, TileConfig, sweep
-
-BOX = 64  # so many 16-bit elements are contiguous in a stage
+from moax.kernels.hopper.pallas.pipeline import TileConfig, sweep
 
 
 class BlockTile(NamedTuple):
@@ -59,34 +55,11 @@ def load_rows(x, place: BlockTile, columns, stage, barrier, shared: Any = None) 
     pl.when(place.rows <= HALF)(lambda: copy(HALF))
 
 
-def is_half(place: BlockTile, warpgroup=None):
-    """Returns whether a tile has at most 64 real rows."""
-    return place.rows <= HALF
-
-
-def is_whole(place: BlockTile, warpgroup=None):
-    """Returns whether a tile has more than 64 real rows."""
-    return place.rows > HALF
-
-
 def has_rows(place: BlockTile, warpgroup):
     """Returns whether the 64 rows of a consumer have a real one."""
     return warpgroup * HALF < place.rows
 
 
-def has_none(place: BlockTile, warpgroup):
-    """Returns whether the 64 rows of a consumer are all padding, or of another group."""
-    return warpgroup * HALF >= place.rows
-
-
-def splits_columns(columns: int) -> bool:
-    """Returns whether two consumers may have half of so many columns of a stage each."""
-    return columns % (2 * BOX) == 0
-
-
-def rows_of(place: BlockTile, warpgroup, half: bool):
-    """Returns the rows of all rows that a consumer has: all of a tile if `half`, else its own 64."""
-    return pl.ds(place.row if half else place.row + warpgroup * HALF, HALF)
-
-
-IDLE = Case(None, None, has_none)  # of a consumer without real rows
+def rows_of(place: BlockTile, warpgroup):
+    """Returns the rows of all rows that a consumer has."""
+    return pl.ds(place.row + warpgroup * HALF, HALF)

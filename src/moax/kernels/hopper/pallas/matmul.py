@@ -15,20 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks
-from moax.kernels.hopper.pallas.blocks import (
-    IDLE,
-    has_rows,
-    is_half,
-    is_whole,
-    load_rows,
-    locate,
-    operands_of,
-    rows_of,
-    splits_columns,
-)
+from moax.kernels.hopper.pallas.blocks import has_rows, load_rows, locate, operands_of, rows_of
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
 from moax.kernels.hopper.pallas.pipeline import (
-    Case,
     TileConfig,
     add_bias,
     pad_bias,
@@ -97,27 +86,16 @@ def grouped_matmul(
     def load_ahead(place, step, *operands):
         return load_sources(operands[-1], place.row, BLOCK, place.rows)
 
-    def case(half: bool, holds) -> Case:
-        span = tile.tile_n // 2 if half else tile.tile_n
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, start, rows, used, *biases):
+        total = contract(tile, steps, at, warpgroup, stages, full, empty, transpose)
+        if bias is None:
+            return [total]
+        first, pieces = place.column * tile.tile_n, range(0, tile.tile_n, PIECE)
+        return [add_bias(total[:, n : n + PIECE], biases[0], place.group, first + n) for n in pieces]
 
-        def first_column(place, warpgroup):
-            return place.column * tile.tile_n + (warpgroup * span if half else 0)
+    def target(place, warpgroup, column, width, out):
+        return out.at[rows_of(place, warpgroup), pl.ds(place.column * tile.tile_n + column, width)]
 
-        def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, start, rows, used, *biases):
-            total = contract(tile, steps, at, warpgroup, stages, full, empty, transpose=transpose, half=half)
-            if bias is None:
-                return [total]
-            first, pieces = first_column(place, warpgroup), range(0, span, PIECE)
-            return [add_bias(total[:, n : n + PIECE], biases[0], place.group, first + n) for n in pieces]
-
-        def target(place, warpgroup, column, width, out):
-            columns = pl.ds(first_column(place, warpgroup) + column, width)
-            return out.at[rows_of(place, warpgroup, half), columns]
-
-        return Case(multiply, target, holds)
-
-    splits = splits_columns(tile.tile_n)
-    cases = [case(False, is_whole), case(True, is_half)] if splits else [case(False, has_rows), IDLE]
     biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
     return run(
         (x, w, *operands_of(blocks), *biases, *gathered),
@@ -128,36 +106,28 @@ def grouped_matmul(
         locate=lambda i, block, x, w, *of: locate(i, block, tile, tiles_n, *of[:4]),
         steps=lambda *_: n_steps,
         load=load,
-        cases=cases,
+        multiply=multiply,
+        target=target,
+        has_rows=has_rows,
         name="grouped_matmul_transposed" if transpose else "grouped_matmul",
         sources=None if source is None else load_ahead,
     )
 
 
-def contract(
-    tile: TileConfig, steps, at, warpgroup, stages, full, empty, *, transpose: bool = False, half: bool = False
-):
-    """Returns the product f32 of a consumer's rows of the stages `x` and of the stages `w`, as `run` asks.
+def contract(tile: TileConfig, steps, at, warpgroup, stages, full, empty, transpose: bool = False):
+    """Returns the product [64, tile_n] f32 of a consumer's rows of the stages `x` and the stages `w`, as `run` asks.
 
-    It is [64, tile_n], of the consumer's own rows; or with `half` [64, tile_n / 2], of the first 64 rows and the
-    consumer's half of the columns. A stage of `w` is [64, tile_n], or [64, G, tile_n / G] without `half`, or with
-    `transpose` [tile_n, 64].
+    A stage of `w` is [64, tile_n], or [64, G, tile_n / G], or with `transpose` [tile_n, 64].
     """
-    rows = pl.ds(0, HALF) if half else pl.ds(warpgroup * HALF, HALF)
-    columns = tile.tile_n // 2 if half else tile.tile_n
-
-    def columns_of(part):
-        if half:
-            mine = pl.ds(warpgroup * columns, columns)
-            part = part.at[mine] if transpose else part.at[:, mine]
-        part = part.reshape(STEP, columns) if len(part.shape) > 2 else part
-        return part.T if transpose else part
+    mine = pl.ds(warpgroup * HALF, HALF)
 
     def accumulate(acc):
         def step(k, at):
             slot = lax.rem(at, tile.stages)
             plgpu.barrier_wait(full.at[slot])
-            plgpu.wgmma(acc, stages["x"].at[slot, rows], columns_of(stages["w"].at[slot]))
+            part = stages["w"].at[slot]
+            part = part.reshape(STEP, tile.tile_n) if len(part.shape) == 3 else part
+            plgpu.wgmma(acc, stages["x"].at[slot, mine], part.T if transpose else part)
             plgpu.wgmma_wait(1)  # the product before this one has read its stage
             pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + tile.stages - 1, tile.stages)]))
             return at + 1
@@ -167,4 +137,4 @@ def contract(
         plgpu.barrier_arrive(empty.at[lax.rem(end + tile.stages - 1, tile.stages)])
         return total
 
-    return pl.run_scoped(accumulate, plgpu.ACC((HALF, columns), jnp.float32))
+    return pl.run_scoped(accumulate, plgpu.ACC((HALF, tile.tile_n), jnp.float32))

@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Int
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks
 from moax.kernels.hopper.pallas.activation import evaluate, rounded
-from moax.kernels.hopper.pallas.blocks import IDLE, has_rows, load_rows, locate, operands_of, rows_of
+from moax.kernels.hopper.pallas.blocks import has_rows, load_rows, locate, operands_of, rows_of
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
 from moax.kernels.hopper.pallas.matmul import STEP, contract
-from moax.kernels.hopper.pallas.pipeline import Case, TileConfig, run, stage, swizzle_of, swizzled
+from moax.kernels.hopper.pallas.pipeline import TileConfig, run, stage, swizzle_of, swizzled
 
 PIECE = 64  # the columns of a projection that are activated and stored at one time
 
@@ -93,7 +93,7 @@ def matmul_activate(
     def target(place, warpgroup, column, width, h, a):
         piece, inside = divmod(column, PIECE)
         n, which = divmod(piece, gates + 1)
-        mine = rows_of(place, warpgroup, False)
+        mine = rows_of(place, warpgroup)
         columns = pl.ds(place.column * part + n * PIECE + inside, width)
         return a.at[mine, columns] if which == gates else h.at[mine, which, columns]
 
@@ -109,7 +109,9 @@ def matmul_activate(
         locate=lambda i, block, x, w, *of: locate(i, block, tile, tiles_n, *of[:4]),
         steps=lambda *_: n_steps,
         load=load,
-        cases=[Case(multiply, target, has_rows), IDLE],
+        multiply=multiply,
+        target=target,
+        has_rows=has_rows,
         name="grouped_matmul_activate",
         sources=None if source is None else load_ahead,
     )

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, GatheredFp8, KMajorFp8
-from moax.kernels.hopper.pallas.blocks import IDLE, has_rows, load_rows, locate, operands_of, rows_of
+from moax.kernels.hopper.pallas.blocks import has_rows, load_rows, locate, operands_of, rows_of
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, copy_scales, load_sources
-from moax.kernels.hopper.pallas.pipeline import Case, TileConfig, add_bias, pad_bias, run, stage, swizzle_of, swizzled
+from moax.kernels.hopper.pallas.pipeline import TileConfig, add_bias, pad_bias, run, stage, swizzle_of, swizzled
 
 PIECE = 64  # so many columns always share a scale of the weight
 
@@ -116,7 +116,7 @@ def grouped_matmul_fp8(
         return [add_bias(t, biases[0], g, column * tile.tile_n + i * PIECE) for i, t in enumerate(totals)]
 
     def target(place, warpgroup, column, width, out):
-        return out.at[rows_of(place, warpgroup, False), pl.ds(place.column * tile.tile_n + column, width)]
+        return out.at[rows_of(place, warpgroup), pl.ds(place.column * tile.tile_n + column, width)]
 
     biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
     return run(
@@ -132,7 +132,9 @@ def grouped_matmul_fp8(
         locate=lambda i, block, x, sx, w, sw, *of: locate(i, block, tile, tiles_n, *of[:4]),
         steps=lambda *_: n_steps,
         load=load,
-        cases=[Case(multiply, target, has_rows), IDLE],
+        multiply=multiply,
+        target=target,
+        has_rows=has_rows,
         name="grouped_matmul_fp8",
         sources=load_ahead if gathered else None,
         arrivals=2 if gathered else None,

@@ -19,8 +19,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,23 +70,6 @@ class TileConfig:
     def rows(self) -> int:
         """The rows of a tile."""
         return ROWS * self.consumers * self.products
-
-
-class Case(NamedTuple):
-    """What a consumer does with a tile.
-
-    Attributes:
-      multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> what the consumer has of the
-        tile, as float32 pieces [64, c]: neighbouring columns of its first 64 rows, then those of its next 64 rows. `at`
-        counts the stages of earlier tiles. None: the consumer has nothing of the tile, and frees the stages alone.
-      target: target(place, warpgroup, column, width, *results) -> the part of a result that takes `width` columns of
-        the pieces from `column` on.
-      holds: holds(place, warpgroup) -> whether this case is that of the tile; None where there is no other case.
-    """
-
-    multiply: Callable | None
-    target: Callable | None
-    holds: Callable | None = None
 
 
 def swizzle_of(*rows: int) -> int:
@@ -174,8 +157,10 @@ def run(
     locate: Callable,
     steps: Callable,
     load: Callable,
-    cases: Sequence[Case],
+    multiply: Callable,
+    target: Callable,
     name: str,
+    has_rows: Callable | None = None,
     total=None,
     sources: Callable | None = None,
     arrivals: int | None = None,
@@ -192,8 +177,14 @@ def run(
       steps: steps(place, *operands) -> the number of stages that the tile contracts.
       load: load(place, step, slot, barrier, stages, *operands) copies one stage into `slot`. Its copies arrive
         `arrivals` times at the barrier; those of gathered rows arrive once, by `gather_stages`.
-      cases: what a consumer does with a tile: one of these Cases holds for each tile and consumer.
+      multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> what a consumer has of a tile,
+        as float32 pieces [64, c]: neighbouring columns of its first 64 rows, then those of its next 64 rows. `at`
+        counts the stages of earlier tiles.
+      target: target(place, warpgroup, column, width, *results) -> the part of a result that takes `width` columns of
+        the pieces from `column` on.
       name: the name of the kernel in profiles.
+      has_rows: None, or has_rows(place, warpgroup) -> whether a consumer has rows of the tile. One without rows frees
+        the stages, and neither multiplies nor stores.
       total: None, or an array like the result, to which the kernel adds in float32. The sum takes the memory of
         `total` where nothing else needs `total`. Inside a `shard_map` with `check_vma` it takes new memory.
       sources: None, or sources(place, step, *operands) -> the rows of one operand that a step gathers, or any rows
@@ -263,7 +254,7 @@ def run(
         def _():
             plgpu.set_max_registers(more, action="increase")
 
-            def compute(place, n, at, multiply, target):
+            def compute(place, n, at):
                 if before is not None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the tile before read the slots
                     for slot in range(slots):
@@ -287,7 +278,7 @@ def run(
                         plgpu.copy_smem_to_gmem(out_s.at[warpgroup, slot], to)
                         column += chunk
 
-            def free(place, n, at):
+            def free(n, at):
                 def step(k, _):
                     slot = lax.rem(at + k, tile.stages)
                     plgpu.barrier_wait(full.at[slot])  # without it the barrier could count two arrivals of one step
@@ -298,11 +289,10 @@ def run(
             def per_tile(i, at):
                 place = place_of(i)
                 n = steps(place, *inputs)
-                for case in cases:
-                    how = dict(multiply=case.multiply, target=case.target)
-                    work = free if case.multiply is None else functools.partial(compute, **how)
-                    holds = True if case.holds is None else case.holds(place, warpgroup)
-                    pl.when(holds)(functools.partial(work, place, n, at))
+                has = True if has_rows is None else has_rows(place, warpgroup)
+                pl.when(has)(lambda: compute(place, n, at))
+                if has_rows is not None:
+                    pl.when(jnp.logical_not(has))(lambda: free(n, at))
                 return at + n
 
             lax.fori_loop(0, mine, per_tile, jnp.int32(0))
@@ -322,8 +312,8 @@ def run(
 
         def add_apart(total, *operands):
             wide = jax.ShapeDtypeStruct(total.shape, jnp.float32)
-            how = dict(count=count, locate=locate, steps=steps, load=load, sources=sources)
-            added = run(operands, wide, tile, stages, cases=cases, name=name, **how)
+            how = dict(count=count, locate=locate, steps=steps, load=load, multiply=multiply, target=target, name=name)
+            added = run(operands, wide, tile, stages, has_rows=has_rows, sources=sources, **how)
             return (total.astype(jnp.float32) + added).astype(dtype)
 
         if any(map(varying, (total, *operands))):  # JAX has no reference to an array whose type varies

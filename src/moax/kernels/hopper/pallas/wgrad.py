@@ -18,7 +18,6 @@ from moax.kernels.hopper.formats import HALF, Blocks
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
 from moax.kernels.hopper.pallas.pipeline import (
     ROWS,
-    Case,
     TileConfig,
     leave_room,
     run,
@@ -124,7 +123,8 @@ def grouped_wgrad(
         locate=locate,
         steps=lambda place, x, dy, first, count, *_: count[place[0]],
         load=load,
-        cases=[Case(multiply, target)],
+        multiply=multiply,
+        target=target,
         name="grouped_wgrad",
         total=total,
         sources=None if source is None else load_ahead,

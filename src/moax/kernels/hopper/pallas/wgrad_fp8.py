@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.pipeline import ROWS, Case, TileConfig, leave_room, run, stage, sweep
+from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep
 
 PIECE = 64  # the columns whose scales are in registers at one time
 HALVES = BLOCK // HALF  # `Blocks` counts halves, and a step contracts a block
@@ -109,7 +109,8 @@ def grouped_wgrad_fp8(
         locate=locate,
         steps=lambda place, x, sx, dy, sdy, first, count: lax.div(count[place[0]] + HALVES - 1, HALVES),
         load=load,
-        cases=[Case(multiply, target)],
+        multiply=multiply,
+        target=target,
         name="grouped_wgrad_fp8",
         total=total,
     )
