@@ -186,9 +186,10 @@ def quantize_by_row(x):
     return quantize.quantize_rows(x, None, columns=False, by_row=True)[0]
 
 
-def place_assignments(experts, *part, groups):
+def place_assignments(experts, weights, *part, groups):
     """Sorts assignments by group, in two kernels."""
-    return plan.place_rows(experts, plan.count_groups(experts, groups), groups, BLOCK, 2 * experts.size, part or None)
+    counted, rows = plan.count_groups(experts, groups), 2 * experts.size
+    return plan.place_rows(experts, counted, groups, BLOCK, rows, weights, part or None)
 
 
 def put_locally(x, places):
@@ -258,7 +259,7 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         place = functools.partial(place_assignments, groups=config.num_experts)
         for part in ([], [((config.num_experts,), I32)] * 2):
             name = f"place_rows {config.num_experts}{' of a part' if part else ''}"
-            yield name, place, [((2 * ROWS, config.top_k), I32), *part]
+            yield name, place, [*(((2 * ROWS, config.top_k), dtype) for dtype in (I32, F32)), *part]
     for width in WIDTHS:
         x = ((ROWS, width), BF16)
         yield f"quantize_rows {width}", with_blocks(quantize.quantize_rows), [x, sizes]

@@ -153,9 +153,9 @@ FAULTS = (
     ),
     Fault(
         "a sorted row lies one row after the place that the plan says",
-        "ops/permutation.py",
-        'source = jnp.full(rows, received, jnp.int32).at[position].set(which, mode="drop")',
-        'source = jnp.full(rows, received, jnp.int32).at[position + 1].set(which, mode="drop")',
+        "kernels/xla/plan.py",
+        'source = jnp.full(num_rows, received, jnp.int32).at[position].set(which, mode="drop")',
+        'source = jnp.full(num_rows, received, jnp.int32).at[position + 1].set(which, mode="drop")',
         (f"{PERMUTE}::test_plan",),
     ),
     Fault(

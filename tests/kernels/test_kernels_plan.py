@@ -16,30 +16,30 @@ from moax.groups import align_up
 from moax.kernels import implementation
 from moax.kernels.hopper.pallas import plan, ptx
 from moax.ops.permutation import PermuteSpec, plan_rows
-from support import interpret, lower, some
+from support import interpret, lower, random, some
 from support.ptx import run_ptx
 
 
-def place(experts, part=None, *, groups, align, num_rows):
+def place(experts, weights, part=None, *, groups, align, num_rows):
     """The plan by both kernels."""
-    return plan.place_rows(experts, plan.count_groups(experts, groups), groups, align, num_rows, part)
+    return plan.place_rows(experts, plan.count_groups(experts, groups), groups, align, num_rows, weights, part)
 
 
-def oracle(experts, part=None, *, groups, align, num_rows):
-    """source, position and sizes, one assignment after the other."""
+def oracle(experts, weights, part=None, *, groups, align, num_rows):
+    """source, position, sizes and by_row, one assignment after the other."""
     received, top_k = experts.shape
     begin, sizes = (np.zeros(groups, int), np.bincount(experts.ravel(), minlength=groups)[:groups])
     begin, sizes = (begin, sizes) if part is None else part
     padded = align_up(np.asarray(sizes), align)
     starts, arrived = np.cumsum(padded) - padded, np.zeros(groups, int)
-    source, position = np.full(num_rows, received), np.full(experts.size, num_rows)
+    source, position, by_row = np.full(num_rows, received), np.full(experts.size, num_rows), np.zeros(num_rows)
     for a, g in enumerate(experts.ravel()):
         if g < groups:
             if 0 <= arrived[g] - begin[g] < sizes[g]:
                 position[a] = starts[g] + arrived[g] - begin[g]
-                source[position[a]] = a // top_k
+                source[position[a]], by_row[position[a]] = a // top_k, weights.ravel()[a]
             arrived[g] += 1
-    return source, position.reshape(experts.shape), sizes
+    return source, position.reshape(experts.shape), sizes, by_row
 
 
 def choose(kind, rows, top_k, groups):
@@ -67,17 +67,18 @@ CASES = [
 @pytest.mark.parametrize(("kind", "rows", "top_k", "groups", "align", "parted"), some(CASES, 3))
 def test_each_assignment_has_its_row(monkeypatch, kind, rows, top_k, groups, align, parted):
     """Breaks if counts of another block, step or group are added, if rows of a group leave their order of arrival, if
-    an assignment without a group is counted, or if padding is left unwritten."""
+    an assignment without a group is counted, if a row has the weight of another one, or if padding is left
+    unwritten."""
     monkeypatch.setattr(plan, "BLOCKS", 2)
     monkeypatch.setattr(plan, "AHEAD", 1)
-    experts = choose(kind, rows, top_k, groups)
+    experts, weights = choose(kind, rows, top_k, groups), random(0, rows, top_k)
     arrived = np.bincount(experts.ravel(), minlength=groups)[:groups]
     part = (arrived // 3, arrived // 2) if parted else None
     sizes = arrived if part is None else part[1]
     sizes_of = dict(groups=groups, align=align, num_rows=int(align_up(sizes, align).sum()) + 21)
     part = part if part is None else tuple(jnp.asarray(v, jnp.int32) for v in part)
-    got = interpret(functools.partial(place, **sizes_of), experts, part)
-    for value, want in zip(got, oracle(experts, part, **sizes_of), strict=True):
+    got = interpret(functools.partial(place, **sizes_of), experts, weights, part)
+    for value, want in zip(got, oracle(experts, weights, part, **sizes_of), strict=True):
         np.testing.assert_array_equal(value, want)
 
 
@@ -106,7 +107,8 @@ def test_lowers_for_cuda(rows, top_k, groups, parted):
     """A number of groups or of assignments whose arrays Mosaic refuses."""
     of_groups = jax.ShapeDtypeStruct((groups,), jnp.int32)
     fn = functools.partial(place, groups=groups, align=128, num_rows=rows * top_k)
-    lower(fn, jax.ShapeDtypeStruct((rows, top_k), jnp.int32), (of_groups, of_groups) if parted else None)
+    experts, weights = (jax.ShapeDtypeStruct((rows, top_k), dtype) for dtype in (jnp.int32, jnp.float32))
+    lower(fn, experts, None if parted else weights, (of_groups, of_groups) if parted else None)
 
 
 def test_refuses():
@@ -140,7 +142,8 @@ def test_plans_on_a_card(rows, top_k, groups, align, parted):
     capacity, room = (load // 2, load // 5) if parted else (None, None)
 
     def plan_by(kernels, experts, start):
-        return plan_rows(PermuteSpec(groups, align, capacity, kernels, room=room), experts, start)
+        weights = jnp.sin(1.0 + jnp.arange(experts.size, dtype=jnp.float32)).reshape(experts.shape)
+        return plan_rows(PermuteSpec(groups, align, capacity, kernels, room=room), experts, weights, start)
 
     def both(experts, start):
         return plan_by("hopper", experts, start), jax.vmap(lambda e: plan_by("hopper", e, start))(two(experts))

@@ -73,19 +73,23 @@ CASES = {
     ("rows", "groups", "top_k", "room"), [(300, 512, 8, None), (700, 3, 2, None), (500, 5, 2, 400)]
 )
 def test_plan_of_many_assignments(rows, groups, top_k, room):
-    """Counts that forget the blocks of assignments before, or an expert that a row names twice."""
+    """Counts that forget the blocks of assignments before, an expert that a row names twice, or a weight that another
+    row or padding has."""
     rng = np.random.default_rng(0)
-    experts = rng.integers(0, groups + 1, (rows, top_k)).astype(np.int32)
+    experts, weights = rng.integers(0, groups + 1, (rows, top_k)).astype(np.int32), random(0, rows, top_k)
     source, position, sizes, _ = plan_of(experts, groups, 4, None)
     static = PermuteSpec(groups, 4, None, "xla", room=room)
     if room is None:
-        plan = jax.jit(lambda e: plan_rows(static, e))(experts)
+        plan, by_row = jax.jit(lambda e, w: plan_rows(static, e, w))(experts, weights)
         for got, want in zip((plan.source, plan.position, plan.group_sizes), (source, position, sizes), strict=True):
             np.testing.assert_array_equal(got, want)
+        want = np.zeros(len(source) + 1, np.float32)
+        want[position] = weights
+        np.testing.assert_array_equal(by_row, want[:-1])
         return
     seen = np.zeros_like(experts)
     for start in range(0, rows * top_k, room):
-        plan = jax.jit(lambda e, start: plan_rows(static, e, start))(experts, np.int32(start))
+        plan, _ = jax.jit(lambda e, start: plan_rows(static, e, start=start))(experts, np.int32(start))
         here = np.asarray(plan.position) < plan.source.shape[0]
         np.testing.assert_array_equal(np.asarray(plan.source)[np.asarray(plan.position)[here]], np.nonzero(here)[0])
         assert plan.group_sizes.sum() == here.sum() <= room

@@ -41,7 +41,6 @@ from moax.ops.permutation import (
     permute_forward,
     unpermute_forward,
     weights_from_rows,
-    weights_of_rows,
 )
 from moax.types import Plan, Received
 
@@ -66,6 +65,7 @@ def find_hidden(
     w: Weights[Array],
     received: Received,
     plan: Plan,
+    by_row: Float[Array, " N"],
     *,
     keep: bool = True,
     activate: bool = False,
@@ -78,6 +78,7 @@ def find_hidden(
       w: the weights of this device's shard, of which the bias and the adapters of wi are used.
       received: the rows of a pass of the exchange, with their experts and weights.
       plan: the plan of a pass over the sorted rows of `received`.
+      by_row: [N] f32, the routing weight of each sorted row.
       keep: whether the residuals have the sorted rows for the gradient of wi; otherwise their `rows` may be None.
       activate: whether `find_partial` follows, so that the product may activate.
 
@@ -94,7 +95,7 @@ def find_hidden(
             h = static.local.matmul(rows, wi, groups, static.dtype, w.bi)  # [N, G F]
             h = h if w.wi_a is None else h + low_rank(static, kept_rows, w.wi_a, w.wi_b, groups)
     h = h.reshape(h.shape[0], static.gates, -1)  # [N, G, F]
-    return BlockResiduals(kept_rows, h, plan, received.weights, received.slots, None), a
+    return BlockResiduals(kept_rows, h, plan, by_row, received.slots, None), a
 
 
 def find_rows(
@@ -120,7 +121,12 @@ def find_rows(
 
 
 def find_partial(
-    static: BlockSpec, wo: Operand, w: Weights[Array], saved: BlockResiduals, a: Operand | None = None
+    static: BlockSpec,
+    wo: Operand,
+    w: Weights[Array],
+    saved: BlockResiduals,
+    a: Operand | None,
+    weights: Float[Array, "R K"],
 ) -> Float[Array, "R H"]:
     """Runs the chain from the input of the activation to the weighted sums [R, H] over the experts of this rank.
 
@@ -131,10 +137,11 @@ def find_partial(
       wo: the gathered weight, as `quantize_and_gather` returns it.
       w: the weights of this device's shard, of which the bias and the adapters of wo are used.
       saved, a: the results of `find_hidden`.
+      weights: [R, K] f32, the routing weights of the received rows.
     """
     local, recipe, over = static.local, static.recipe.wo, static.amax_over + static.roles.tp
     plan, at = saved.plan, static.weights_at
-    groups, by_row = static.groups(plan), weights_of_rows(plan, saved.weights)
+    groups, by_row = static.groups(plan), saved.by_row
     early, h = at == "hidden", _weigh(saved.hidden, by_row, groups) if at == "input" else saved.hidden
     bo = None if w.bo is None else keep_on_first(w.bo, static.roles.tp)
     if a is None:
@@ -144,7 +151,7 @@ def find_partial(
         o = o + _bias_rows(static, bo, groups, by_row) if early and bo is not None else o
         if w.wo_a is not None:
             o = o + low_rank(static, plain_hidden(static, h, groups, by_row if early else None), w.wo_a, w.wo_b, groups)
-    return unpermute_forward(static.permute, o, plan, saved.weights if at == "output" else None)  # [R, H]
+    return unpermute_forward(static.permute, o, plan, weights if at == "output" else None)  # [R, H]
 
 
 def find_weight_gradients(
@@ -174,8 +181,8 @@ def find_weight_gradients(
     """
     local, recipe, dtype, over = static.local, static.recipe, static.dtype, static.amax_over
     rows: Any = saved.rows
-    h, plan, weights = saved.hidden, saved.plan, saved.weights
-    groups, by_row, at_input = static.groups(plan), weights_of_rows(plan, weights), static.weights_at == "input"
+    h, plan, by_row = saved.hidden, saved.plan, saved.by_row
+    groups, at_input = static.groups(plan), static.weights_at == "input"
 
     d_o, d_o_columns = local.gather_and_quantize(  # [N, H]
         d_partial, plan.source, recipe.wo, "dy", groups, over, columns=not static.frozen,

@@ -58,18 +58,17 @@ def run_forward(
     more, made, span = None, jnp.ones((), jnp.int32), None
     if static.repeats:  # The exchange has just brought the ranks together, so here they agree without a wait.
         received, span = lax.optimization_barrier((received, _agree(static, layouts, received, needed)))
-    plan = plan_rows(static.permute, received.experts)
-    saved, a = find_hidden(static, wi, w, received, plan, keep=static.keeps_rows, activate=True)
+    planned = plan_rows(static.permute, received.experts, received.weights)
+    saved, a = find_hidden(static, wi, w, received, *planned, keep=static.keeps_rows, activate=True)
     hidden = saved.hidden
 
     def one_pass(p, first, total):
         y, made = total
         p, again, wi_, wo_, w_ = lax.optimization_barrier((p, inputs, wi, wo, w))
         received, _ = dispatch_forward(static.exchange, again.x, again.experts, again.weights, p)
-        plan = plan_rows(static.permute_more, received.experts, first)
-        partial = find_partial(
-            static, wo_, w_, *find_hidden(static, wi_, w_, received, plan, keep=False, activate=True)
-        )
+        planned = plan_rows(static.permute_more, received.experts, received.weights, first)
+        found = find_hidden(static, wi_, w_, received, *planned, keep=False, activate=True)
+        partial = find_partial(static, wo_, w_, *found, received.weights)
         y = y + combine_forward(static.exchange, partial, received.slots, y.shape[0])
         return received, (y, made + 1)
 
@@ -79,7 +78,7 @@ def run_forward(
         (hidden, a), nothing, begin = lax.optimization_barrier(((hidden, a), nothing, begin))
         more, made = _repeat(static, layouts, begin, one_pass, (nothing, made), inputs, w)
         hidden, a, more = lax.optimization_barrier((hidden, a, more))
-    partial = _after(more, find_partial(static, wo, w, saved._replace(hidden=hidden), a))
+    partial = _after(more, find_partial(static, wo, w, saved._replace(hidden=hidden), a, received.weights))
     # XLA would merge the sum of returned rows with a sum of the caller, in another order.
     y = lax.optimization_barrier(combine_forward(static.exchange, partial, received.slots, inputs.x.shape[0]))
     y = y if more is None else y + more
@@ -125,15 +124,15 @@ def run_backward(
     def one_pass(p, first, total):
         p, again, wi_, wo_, w_, kept, dy_ = lax.optimization_barrier((p, inputs, wi, wo, w, quantized, dy))
         received, _ = dispatch_forward(static.exchange, again.x, again.experts, again.weights, p)
-        plan = plan_rows(static.permute_more, received.experts, first)
-        saved, _ = find_hidden(static, _weight_of_rows(static, layouts, w_, wi_, kept), w_, received, plan)
+        planned = plan_rows(static.permute_more, received.experts, received.weights, first)
+        saved, _ = find_hidden(static, _weight_of_rows(static, layouts, w_, wi_, kept), w_, received, *planned)
         hidden, dy_ = lax.optimization_barrier((saved.hidden, dy_))  # one exchange's buffers at a time
         saved = saved._replace(hidden=hidden)
         d_partial = combine_backward(static.exchange, dy_, saved.sent)
         *sums, dw = total
         d_hidden, d_weights, dw = find_weight_gradients(static, wo_, w_, saved, d_partial, dw)
         d_hidden, dw = lax.optimization_barrier((d_hidden, dw))  # wgrad's operands have gone before dx comes
-        d_received = find_input_gradient(static, wi_, d_hidden, plan)
+        d_received = find_input_gradient(static, wi_, d_hidden, saved.plan)
         gradients = dispatch_backward(static.exchange, saved.sent, d_received, d_weights, dy.shape[0])
         return received, (*(a + b.astype(a.dtype) for a, b in zip(sums, gradients, strict=True)), dw)
 

@@ -60,7 +60,7 @@ class BlockResiduals(NamedTuple):
       rows: the expert-sorted rows, as the implementation's `wgrad` takes them; None where backward makes them again.
       hidden: [N, G, F], the input of the activation.
       plan: where the received rows lie after the permutation.
-      weights: [R, K] f32, the routing weights of the received rows.
+      by_row: [N] f32, the routing weight of each sorted row, 0 in padding.
       sent: the plan of the transport, `Received.slots`: where the tokens went.
       span: [2] i32, the passes that the loop makes; None without a loop.
     """
@@ -68,7 +68,7 @@ class BlockResiduals(NamedTuple):
     rows: Operand | None
     hidden: Float[Array, "N G F"]
     plan: Plan
-    weights: Float[Array, "R K"]
+    by_row: Float[Array, " N"]
     sent: Int[Array, " C"] | SendPlan | None
     span: Int[Array, " 2"] | None
 

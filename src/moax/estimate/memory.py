@@ -60,7 +60,7 @@ def measure_memory(s: Shard, layers: int, optimizer_bytes: int) -> Memory:
     c, item = s.config, s.item
     count = sum(map(math.prod, s.shapes.values()))
     shared = s.shapes["shared_wo"][0] if c.shared_d_ff else 0
-    router = s.tokens * (c.num_experts * 4 + c.top_k * 4)
+    router = s.tokens * 4 * (c.num_experts + 2 * c.top_k)
     inputs = s.tokens * c.d_model * item
     layer = inputs + router + s.tokens * shared * (c.gates + 1) * item + kept_bytes(s)
     if s.block.needs_inputs:
@@ -109,8 +109,8 @@ def _rows_bytes(rows: int, width: int, format: Format | None, item: int) -> int:
 
 
 def _plan_bytes(s: Shard) -> int:
-    """Returns the bytes of `Plan`, of the ids and weights of the received rows, and of the plan of the exchange."""
-    numbers = s.sorted + s.whole("wo")[0] + 1 + 2 * s.received * s.config.top_k
+    """Returns the bytes of `Plan`, of the weights of the sorted rows, and of the plan of the exchange."""
+    numbers = 2 * s.sorted + s.whole("wo")[0] + 1 + s.received * s.config.top_k
     return 4 * (numbers + s.transport.plan_entries(*s.load))
 
 

@@ -105,12 +105,14 @@ class Implementation(Protocol):
         ...
 
     def place_rows(
-        self, experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int, keep: Callable | None = None
-    ) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"]]:
-        """Returns `source` and `position` of a `Plan`, and its group sizes, from experts in [0, num_groups].
+        self, experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int,
+        weights: Float[Array, "R K"] | None = None, keep: Callable | None = None,
+    ) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:  # fmt: skip
+        """Returns `source`, `position` and group sizes of a `Plan`, and the weight of each sorted row, 0 in padding.
 
-        `num_rows` is N. keep(arrived) -> (begin, sizes) takes and returns arrays [G]: the arrivals begin[g] to
-        begin[g] + sizes[g] - 1 of group g become rows. None keeps all that arrived.
+        Experts lie in [0, num_groups], and `num_rows` is N. Without `weights` f32, the last result is None.
+        keep(arrived) -> (begin, sizes) takes and returns arrays [G]: the arrivals begin[g] to begin[g] + sizes[g] - 1
+        of group g become rows. None keeps all that arrived.
         """
         ...
 

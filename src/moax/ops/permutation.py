@@ -245,8 +245,15 @@ def _unpermute_backward(view: MeshView, static: PermuteSpec, saved, dy):
 _unpermute = differentiable(_unpermute_forward, _unpermute_backward, once="unpermute")
 
 
-def plan_rows(static: PermuteSpec, experts: Int[Array, "R K"], start: int | Int[Array, ""] = 0) -> Plan:
+def plan_rows(
+    static: PermuteSpec,
+    experts: Int[Array, "R K"],
+    weights: Float[Array, "R K"] | None = None,
+    start: int | Int[Array, ""] = 0,
+) -> tuple[Plan, Any]:
     """Returns the Plan of one pass of one device, from the experts [R, K] of its received rows.
+
+    With weights [R, K] f32 it also returns the weight [N] of each sorted row, 0 in padding; None without them.
 
     The pass has the sorted rows from `start` on, counted without padding, as many as there is room for. With a room of
     4, groups of 3 and 5 rows become the groups (3, 1) of the pass from row 0 on, and (0, 4) of the pass from row 4 on.
@@ -261,11 +268,11 @@ def plan_rows(static: PermuteSpec, experts: Int[Array, "R K"], start: int | Int[
 
     every = room is None and capacity is None
     place = implementation(static.kernels).place_rows
-    source, position, sizes = place(experts, groups, static.align, rows, None if every else keep)
+    source, position, sizes, by_row = place(experts, groups, static.align, rows, weights, None if every else keep)
     dropped = jnp.zeros((), jnp.int32)
     if capacity is not None:
         dropped = jnp.maximum(jnp.sum(experts < groups, dtype=jnp.int32) - capacity, 0)
-    return Plan(source, position, sizes, dropped[None])
+    return Plan(source, position, sizes, dropped[None]), by_row
 
 
 def count_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Int[Array, ""]:
@@ -318,7 +325,7 @@ def unpermute_backward(
 
 def _permute_local(static: PermuteSpec, layout, x, experts):
     """Runs `permute` on one device and returns the rows and the plan."""
-    plan = plan_rows(static, experts)
+    plan, _ = plan_rows(static, experts)
     return permute_forward(static, x, plan), plan
 
 

@@ -42,15 +42,18 @@ def _top_k_jvp(k: int, primals, tangents):
 
 
 @typed
-def place_rows(experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int, keep: Callable | None = None):
-    """Returns source, position and group sizes of a plan; XLA finds them where the kernels do not take the experts."""
+def place_rows(
+    experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int, weights: Any = None,
+    keep: Callable | None = None,
+):  # fmt: skip
+    """Returns source, position, group sizes and by_row; XLA finds them where the kernels do not take the experts."""
     from moax.kernels.hopper.pallas.plan import count_groups, place_rows, takes
 
     if not takes(experts.shape, num_groups):
-        return xla_place_rows(experts, num_groups, align, num_rows, keep)
+        return xla_place_rows(experts, num_groups, align, num_rows, weights, keep)
     counted = count_groups(experts, num_groups)
     part = None if keep is None else keep(counted.counts.sum(0)[:num_groups])
-    return place_rows(experts, counted, num_groups, align, num_rows, part)
+    return place_rows(experts, counted, num_groups, align, num_rows, weights, part)
 
 
 @typed

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from moax.groups import group_starts
 
@@ -22,9 +22,10 @@ COMPARED = 1 << 26  # the most comparisons of blocks; a cumulative sum is severa
 
 
 def place_rows(
-    experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int, keep: Callable | None = None
-) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"]]:
-    """Returns source [N], position [R, K] and group sizes [G]; see `moax.kernels.Implementation`."""
+    experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int,
+    weights: Float[Array, "R K"] | None = None, keep: Callable | None = None,
+) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:  # fmt: skip
+    """Returns source, position, group sizes and by_row; see `moax.kernels.Implementation`."""
     flat, received = experts.reshape(-1), experts.shape[0]
     before, sizes, earlier = count_arrivals(flat, num_groups)
     if keep is not None:
@@ -40,7 +41,10 @@ def place_rows(
     position = jnp.where(some, row, num_rows).reshape(experts.shape)
     which = lax.broadcasted_iota(jnp.int32, experts.shape, 0)
     source = jnp.full(num_rows, received, jnp.int32).at[position].set(which, mode="drop")
-    return source, position, sizes
+    by_row = None
+    if weights is not None:
+        by_row = jnp.zeros(num_rows, jnp.float32).at[position].set(weights, mode="drop")
+    return source, position, sizes, by_row
 
 
 def count_arrivals(flat: Int[Array, " A"], groups: int) -> tuple[Int[Array, "B G"], Int[Array, " G"], Int[Array, " A"]]:

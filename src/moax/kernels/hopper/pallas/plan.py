@@ -3,7 +3,7 @@
     count_groups   counts[b, g] and inside[b, s, g]: how many assignments of group g are in block b, and in the steps of
                    block b before its step s
     place_rows     position[a] = starts[g] + sum of counts[b', g] over b' < b + inside[b, s, g] + earlier[a]
-                   source[position[a]] = a // K
+                   source[position[a]] = a // K, by_row[position[a]] = weights[a]
 
 Assignment a is in step s of block b and goes to group g. `earlier[a]` counts the assignments of g before a in the step.
 A step has 64 assignments, which a warpgroup compares with 64 groups, or with each other, in one tile of registers.
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
 from moax.groups import align_up
@@ -101,9 +101,10 @@ def place_rows(
     groups: int,
     align: int,
     num_rows: int,
+    weights: Float[Array, "R K"] | None = None,
     part: tuple[Int[Array, " G"], Int[Array, " G"]] | None = None,
-) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"]]:
-    """Returns source [N], position [R, K] and sizes [G], as `moax.kernels.Implementation.place_rows` does.
+) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:
+    """Returns source, position, sizes and by_row, as `moax.kernels.Implementation.place_rows` does.
 
     Args:
       experts: [R, K] i32, as `count_groups` takes them.
@@ -111,6 +112,7 @@ def place_rows(
       groups: G, the number of groups.
       align: each group starts at a multiple of so many rows.
       num_rows: N, as many rows as the groups need.
+      weights: [R, K] f32, the weight of each assignment, or None.
       part: (begin, sizes) [G] i32: the assignments begin[g] to begin[g] + sizes[g] - 1 of group g become rows. None
         gives each assignment a row.
     """
@@ -120,11 +122,12 @@ def place_rows(
     every = plgpu.Layout.WG_STRIDED((held,), held // THREADS)
 
     def place_rows(
-        ids, counts, inside, begin, kept, source, position, sizes,
-        *, starts, ends, first, within, rows, columns, earlier, loaded,
+        ids, counts, inside, begin, kept, weights, source, position, sizes, *by_row,
+        starts, ends, first, within, rows, columns, earlier, loaded,
     ):  # fmt: skip
         block = lax.axis_index("block")
         mine = pl.ds(block * size, size)
+        # The ids are in SMEM twice: the compiler merges two loads of one array, which then has no layout.
         for to, of in ((rows, ids.at[mine]), (columns, ids.at[mine]), (within, inside.at[block])):
             plgpu.copy_gmem_to_smem(of, to, loaded, oob_mode=IN_BOUNDS)
 
@@ -174,7 +177,7 @@ def place_rows(
 
         each = layout_of(size)
         group, index = plgpu.load(rows, layout=each), _iota(size)
-        some, valid = group < groups, jnp.minimum(group, groups - 1)
+        some, valid = group < groups, jnp.clip(group, 0, groups - 1)  # no id makes a thread read past an array
         row = ptx.take(first, valid) + ptx.take(within, lax.div(index, jnp.int32(STEP)) * held + valid)
         row = row + plgpu.load(earlier, layout=each)
         if part is not None:
@@ -182,12 +185,17 @@ def place_rows(
         row, index = jnp.where(some, row, num_rows), index + block * size
         ptx.put(position, index, row)
         ptx.put(source, row, lax.div(index, jnp.int32(top_k)))
+        for to in by_row:
+            ptx.put(to, row, plgpu.load(weights.at[mine], layout=each))
 
         # Each block fills the padding of some groups, and its share of the rows after the last group.
         def fill(begin, end):
             def fill_some(i, _):
                 row = _iota(THREADS) + (begin + i * THREADS)
-                ptx.put(source, jnp.where(row < end, row, num_rows), jnp.full_like(row, received))
+                row = jnp.where(row < end, row, num_rows)
+                ptx.put(source, row, jnp.full_like(row, received))
+                for to in by_row:
+                    ptx.put(to, row, jnp.zeros(THREADS, jnp.float32))
 
             lax.fori_loop(0, lax.div(end - begin + (THREADS - 1), THREADS), fill_some, None)
 
@@ -213,8 +221,12 @@ def place_rows(
     scratch["loaded"] = plgpu.Barrier(num_arrivals=3)
     out = [_i32(num_rows), _i32(received * top_k), _i32(groups)]
     begin, kept = (None, None) if part is None else (jnp.pad(v, (0, held - groups)) for v in part)
-    source, position, sizes = _launch(place_rows, out, blocks, scratch)(*counted, begin, kept)
-    return source, position.reshape(experts.shape), sizes
+    if weights is not None:
+        out.append(jax.ShapeDtypeStruct((num_rows,), jnp.float32))
+        weights = jnp.pad(weights.reshape(-1), (0, blocks * size - experts.size))
+    found = _launch(place_rows, out, blocks, scratch)(*counted, begin, kept, weights)
+    source, position, sizes, by_row = found if weights is not None else (*found, None)
+    return source, position.reshape(experts.shape), sizes, by_row
 
 
 def _split(count: int) -> tuple[int, int]:

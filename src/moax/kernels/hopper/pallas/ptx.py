@@ -10,8 +10,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
-from jaxtyping import Array, Int
+from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxtyping import Array, Int, Num
 
 THREADS = 128  # the threads of a warpgroup
 # The operands are the result, the array in SMEM and the index.
@@ -58,13 +58,13 @@ def take(ref: Any, index: Int[Array, " I"]) -> Int[Array, " I"]:
     return load(ref, index)
 
 
-def put(ref: Any, index: Int[Array, " I"], values: Int[Array, " I"]) -> None:
+def put(ref: Any, index: Int[Array, " I"], values: Num[Array, " I"]) -> None:
     """Writes values[i] to ref[index[i]] for each i whose index is below S and not negative.
 
     Args:
-      ref: [S] i32 in GMEM.
+      ref: [S] i32 or f32 in GMEM.
       index: [I] i32 in the layout of `layout_of`.
-      values: [I] i32 in this layout, or one value in all places.
+      values: [I], in the dtype of `ref` and in this layout, or one value in all places.
     """
     layout, code = layout_of(index.shape[0]), PUT.format(size=ref.shape[0])
 
@@ -72,7 +72,7 @@ def put(ref: Any, index: Int[Array, " I"], values: Int[Array, " I"]) -> None:
     def write(ctx, ref, index, values):
         del ctx
         for at, value in zip(_values(index), _values(values), strict=True):
-            run_ptx(code, utils.memref_ptr(ref), at, value)
+            run_ptx(code, utils.memref_ptr(ref), at, arith.bitcast(ir.IntegerType.get_signless(32), value))
 
     write(ref, index, plgpu.layout_cast(values, layout))
 
