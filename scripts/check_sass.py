@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moax
 from moax import inspect
-from moax.kernels.hopper.formats import BLOCK, GatheredFp8, KMajorFp8, make_blocks
+from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, plan, quantize, tiles, topk
 from moax.kernels.hopper.pallas.dequantize import dequantize_rows
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
@@ -129,10 +129,6 @@ def products(op: str, k: int, n: int, bias: bool = False, total=None, gathers: s
     def wgrad(a, b, sizes, total=None, *, tile):
         return grouped_wgrad(a, b, blocks(sizes), tile, out_dtype=None if total is None else total.dtype, total=total)
 
-    def gather_matmul_fp8(a, scale_a, b, scale_b, sizes, source, *, tile):
-        rows = GatheredFp8(a[:512], scale_a.reshape(ROWS, -1)[:512], source)
-        return grouped_matmul_fp8(rows, KMajorFp8(b, scale_b), blocks(sizes), tile)
-
     def matmul_fp8(a, scale_a, b, scale_b, sizes, bias=None, *, tile):
         return grouped_matmul_fp8(KMajorFp8(a, scale_a), KMajorFp8(b, scale_b), blocks(sizes), tile, bias=bias)
 
@@ -146,7 +142,7 @@ def products(op: str, k: int, n: int, bias: bool = False, total=None, gathers: s
         case "wgrad":
             return gather_wgrad if gathers else wgrad, [x, dy, sizes, *totals, *sources]
         case "matmul_fp8":
-            return gather_matmul_fp8 if gathers else matmul_fp8, [*rows(k), *weight, sizes, *biases, *sources]
+            return matmul_fp8, [*rows(k), *weight, sizes, *biases]
         case _:
             return wgrad_fp8, [*columns(k), *columns(n), sizes, *totals]
 
@@ -234,9 +230,8 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
                 fn, operands = products(op, k, n, bias=True)
                 for tile in taken:
                     yield f"{op} {k}x{n} {tile} bias", functools.partial(fn, tile=tile), operands
-            gathered = {"wgrad": ("x", "dy"), "wgrad_fp8": ()}.get(op, ("x",))
-            multiple = BLOCK if op == "matmul_fp8" else BLOCK // 2
-            for gathers in gathered if k % multiple == 0 == n % (BLOCK // 2) else ():
+            sixteen_bit = {"wgrad": ("x", "dy")}.get(op, () if op.endswith("fp8") else ("x",))
+            for gathers in sixteen_bit if k % 64 == 0 == n % 64 else ():
                 fn, operands = products(op, k, n, gathers=gathers)
                 for tile in {tiles.turn_tile(tile, k) for tile in taken} if gathers == "dy" else taken:
                     yield f"{op} {k}x{n} {tile} gathers {gathers}", functools.partial(fn, tile=tile), operands

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import moax
 from moax.models import MODELS
 
-LIMITS = {None: 26, "fp8_block": 34}
+LIMITS = {None: 26, "fp8_block": 32}
 TOKENS = 8192
 # These operations name memory, or are part of another one.
 FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "partition-id"}

@@ -3,21 +3,17 @@
 Covers: stages of 64 and 128 rows x widths; on a Hopper GPU, products x groups x widths, with a total, under vmap.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import moax
 from moax.errors import Unsupported
 from moax.groups import group_starts, zero_rows
 from moax.kernels import implementation
-from moax.kernels.hopper.formats import BLOCK, HALF, GatheredRows
+from moax.kernels.hopper.formats import HALF, GatheredRows
 from moax.kernels.hopper.pallas import gather
 from moax.kernels.hopper.pallas.pipeline import TileConfig
-from moax.recipe import Format
 from support import random
 from support.ptx import run_ptx
 
@@ -55,23 +51,6 @@ def test_copies(rows, columns, width, column, dtype):
     taken_rows = np.where(np.arange(rows) < real, np.minimum(source[rows : 2 * rows], 9), 9)
     whole = np.pad(x, ((0, 1), (0, columns)))[taken_rows]
     np.testing.assert_array_equal(got, whole[:, column : column + columns])
-
-
-def test_copies_of_scales():
-    """Breaks if a row has the scale of another row or of other columns, or a row without a source one that is not 0."""
-    scale = np.random.default_rng(0).uniform(1, 2, (9, 6)).astype(np.float32)
-    source = np.random.default_rng(1).integers(0, 9, 128).astype(np.int32)
-    source[[3, 127]] = (9, -1)
-    stage = np.full(512, 255, np.uint8)
-
-    def copy(to, start, chunk, size):
-        for to_, start_, size_ in zip(to, start, size, strict=True):
-            stage[to_ : to_ + chunk] = 0
-            stage[to_ : to_ + size_] = scale.view(np.uint8).ravel()[start_ : start_ + size_]
-
-    run_ptx(gather._SCALES.format(limit=9, width=6), (0, source, 0, 4), on_copy=copy)
-    want = np.where((source >= 0) & (source < 9), scale[np.clip(source, 0, 8), 4], 0)
-    np.testing.assert_array_equal(stage.view(np.float32), want)
 
 
 @pytest.mark.parametrize(("swizzle", "cluster"), [(64, 1), (128, 2)])
@@ -152,32 +131,3 @@ def test_products_that_gather(name, widths):
     two = [jnp.stack([v, -v]) for v in (x, *others)]
     for got, bits in zip(jax.jit(jax.vmap(gather))(*two), want, strict=True):
         np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(bits, np.float32))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scale", ["float32", "pow2"])
-@pytest.mark.parametrize(
-    ("name", "widths"),
-    [("some", (768, 1408)), ("one", (2048, 1536)), ("none", (128, 64)), ("many", (256, 960))],
-    ids=str,
-)
-def test_fp8_products_that_gather(name, widths, scale):
-    """Breaks if an FP8 product that gathers has other bits than one of rows that lie sorted: a row or a scale of
-    another source, or a scale that is read before it is there."""
-    local, (width, columns), tokens = implementation("hopper"), widths, 500
-    recipe = moax.Recipe(*(Format(scale=scale, tile=tile) for tile in (1, 128, 1)))
-    groups, source = sorted_rows(GROUPS[name], tokens, BLOCK)
-    x = jnp.asarray(random(0, tokens, width), jnp.bfloat16).at[0].set(jnp.nan)
-    w = jnp.asarray(random(1, len(GROUPS[name]), width, columns), jnp.bfloat16)
-
-    def product(x, w, gathers):
-        rows, by_column = local.gather_and_quantize(x, source, recipe, "x", groups, in_products=gathers)
-        weight = local.quantize_and_gather(w, recipe, "rows", ((),) * 3, (), jnp.bfloat16)
-        return zero_rows(local.matmul(rows, weight, groups, jnp.bfloat16), groups.real), by_column
-
-    want = jax.jit(functools.partial(product, gathers=False))(x, w)
-    for _ in range(3):  # a race need not show at once
-        got = jax.jit(functools.partial(product, gathers=True))(x, w)
-        jax.tree.map(
-            lambda g, v: np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(v, np.float32)), got, want
-        )

@@ -53,17 +53,10 @@ def copy_rows(x, column, sources, stage, transforms):
     stage[...] = found
 
 
-def copy_scales(scale, column, sources, stage):
-    """What `gather.copy_scales` does, for the interpreter, at once."""
-    of_column = lax.dynamic_index_in_dim(scale[...], column, axis=1, keepdims=False)
-    found = jnp.take(of_column, jnp.where(sources < 0, scale.shape[0], sources), mode="fill", fill_value=0)
-    stage[...] = found
-
-
 @contextlib.contextmanager
 def without_ptx() -> Iterator[None]:
     """Puts functions that the interpreter knows in the place of those that inline PTX."""
-    from moax.kernels.hopper.pallas import gather, matmul, matmul_activate, matmul_fp8, ptx, wgrad
+    from moax.kernels.hopper.pallas import gather, matmul, matmul_activate, ptx, wgrad
 
     copies = dict(load_sources=load_sources, copy_rows=copy_rows)
     with contextlib.ExitStack() as stack:
@@ -72,7 +65,6 @@ def without_ptx() -> Iterator[None]:
             (gather, dict(_wait_rows=lambda later: None)),
             (matmul, copies),
             (matmul_activate, copies),
-            (matmul_fp8, copies | dict(copy_scales=copy_scales)),
             (wgrad, copies),
         ):
             stack.enter_context(mock.patch.multiple(module, **names))

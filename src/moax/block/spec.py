@@ -198,16 +198,15 @@ class BlockSpec:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether forward leaves rows to backward: those that arrived where wgrad gathers them, else the sorted ones.
+        """Whether forward leaves rows to backward: those that arrived where products gather them, else the sorted ones.
 
-        Where wgrad gathers them and no rows travel, the rows that arrived are x, which the caller keeps.
+        Where products gather them and no rows travel, the rows that arrived are x, which the caller keeps.
         """
-        gathered = self.gathers_rows(self.recipe.wi.x, wgrad=True)
-        return self.save_rows and (bool(self.roles.ep) or self.frozen or not gathered)
+        return self.save_rows and (bool(self.roles.ep) or self.frozen or not self.gathers_rows(self.recipe.wi.x))
 
-    def gathers_rows(self, format: Format | None, *, wgrad: bool = False) -> bool:
-        """Returns whether products over columns, or wgrad, gather rows of this format from those that arrived."""
-        return self.local.gathers_rows(format, *self.widths, wgrad=wgrad)
+    def gathers_rows(self, format: Format | None) -> bool:
+        """Returns whether products gather rows of this format from those that arrived."""
+        return self.local.gathers_rows(format, *self.widths)
 
     @property
     def activates_h(self) -> bool:

@@ -128,11 +128,10 @@ class Implementation(Protocol):
         """y[r] = sum_k weights[r, k] rows[position[r, k]] in float32, over the positions below N."""
         ...
 
-    def gathers_rows(self, format: Format | None, width: int, hidden: int, *, wgrad: bool = False) -> bool:
-        """Returns whether products over columns, or with `wgrad` wgrad, shall gather rows from those that arrived.
+    def gathers_rows(self, format: Format | None, width: int, hidden: int) -> bool:
+        """Returns whether products shall gather rows of this format from those that arrived.
 
-        `format` is that of the rows, `width` the number of elements of a row, and `hidden` the width F of an expert on
-        this device.
+        `width` is the number of elements of a row, and `hidden` the width F of an expert on this device.
         """
         ...
 
@@ -152,7 +151,7 @@ class Implementation(Protocol):
     ) -> tuple[Operand, Operand]:  # fmt: skip
         """Runs `quantize_for_matmul` on the rows x[source]. An implementation may gather and quantize in one read.
 
-        With `in_products`, where `gathers_rows` says so, an Operand is no new rows: its products gather them from x.
+        With `in_products`, where `gathers_rows` says so, the Operands are no new rows: the products gather them from x.
         """
         ...
 

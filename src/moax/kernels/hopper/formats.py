@@ -47,31 +47,13 @@ class GatheredRows(NamedTuple):
     source: Int[Array, " N"]
 
 
-class GatheredFp8(NamedTuple):
-    """An FP8 operand whose rows a product over columns gathers itself: row n is that of source[n], 0 where it is >= R.
-
-    Attributes:
-      data: [R, K] float8_e4m3fn or float8_e5m2, the rows as they arrived; K is a multiple of 128.
-      scale: [R or more, K / 128] f32, the scale of each 128 elements of a row.
-      source: [N] i32, the source of each sorted row.
-    """
-
-    data: Float[Array, "R K"]
-    scale: Float[Array, "S B"]
-    source: Int[Array, " N"]
-
-
-def gathers_rows(format: Format | None, width: int, hidden: int, *, wgrad: bool = False) -> bool:
+def gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
     """Returns whether products shall gather rows of this format themselves; see `moax.kernels.Implementation`.
 
     A product that gathers takes up to 29 % longer. Where experts are narrow, a kernel that sorts the rows first takes
-    longer than that. In FP8 the scales of wgrad's operands belong to 128 sorted rows.
+    longer than that. In FP8 that kernel quantizes rows for wgrad too.
     """
-    if hidden > GATHER_HIDDEN:
-        return False
-    if format is None:
-        return width % GATHER_WIDTH == 0 == hidden % GATHER_WIDTH
-    return not wgrad and format.block == BLOCK and width % BLOCK == 0
+    return format is None and width % GATHER_WIDTH == 0 == hidden % GATHER_WIDTH and hidden <= GATHER_HIDDEN
 
 
 def takes_fp8(recipe: Recipe) -> bool:

@@ -18,7 +18,6 @@ from moax.kernels.hopper.formats import (
     KERNEL_WIDTH,
     BlockedGroups,
     Blocks,
-    GatheredFp8,
     GatheredRows,
     KMajorFp8,
 )
@@ -38,7 +37,7 @@ def matmul(
     """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` y[m] = x[m] w[g(m)]^T + bias[g(m)].
 
     Args:
-      x: [M, K], or with `transpose` [M, N]; or GatheredRows or GatheredFp8 of these.
+      x: [M, K], or with `transpose` [M, N]; or GatheredRows of these.
       w: [E, K, N]; in FP8 it lies K-major, so that `transpose` does not matter.
       groups: the layout of the rows.
       dtype: the dtype of the result, and of operands that are not FP8.
@@ -48,19 +47,18 @@ def matmul(
       [M, N], or with `transpose` [M, K]. Padding may hold anything.
     """
     bias = None if bias is None else bias.reshape(bias.shape[0], -1)
-    if isinstance(x, KMajorFp8 | GatheredFp8):
+    if isinstance(x, KMajorFp8):
         return _matmul_fp8(x, w, groups.blocks, dtype, bias)
     x, source = _with_source(x, dtype)
     return _matmul(x, _plain(w, dtype), groups.blocks, dtype, bias, transpose, source)
 
 
 @typed
-def _matmul_fp8(x: KMajorFp8 | GatheredFp8, w: KMajorFp8, blocks: Blocks, dtype, bias):
+def _matmul_fp8(x: KMajorFp8, w: KMajorFp8, blocks: Blocks, dtype, bias):
     """Computes the FP8 product, by a kernel with the tile for these sizes."""
     from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 
     tile = _pick_tile("matmul_fp8", x.data.shape[1], w.data.shape[1], blocks)
-    tile = dataclasses.replace(tile, cluster=1) if isinstance(x, GatheredFp8) else tile
     return grouped_matmul_fp8(x, w, blocks, tile, bias=bias, out_dtype=dtype)
 
 
@@ -83,7 +81,7 @@ def matmul_activate(
     The kernel takes 16-bit operands without a bias, 64 | K and 64 | F, and activations that Mosaic knows. In FP8 the
     scale of a row of a has 128 columns of gate and of up, for whose sums a consumer lacks registers.
     """
-    if isinstance(x, KMajorFp8 | GatheredFp8) or bias is not None or not takes_activation(act, gates == 2):
+    if isinstance(x, KMajorFp8) or bias is not None or not takes_activation(act, gates == 2):
         return matmul(x, w, groups, dtype, bias), None
     (x, source), w = _with_source(x, dtype), _plain(w, dtype)
     if w.shape[1] % GATHER_WIDTH or w.shape[2] % (gates * GATHER_WIDTH):

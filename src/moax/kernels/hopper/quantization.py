@@ -21,7 +21,6 @@ from moax.kernels.hopper.formats import (
     KERNEL_WIDTH,
     BlockedGroups,
     Blocks,
-    GatheredFp8,
     GatheredRows,
     KMajorFp8,
     takes_fp8,
@@ -80,18 +79,14 @@ def gather_and_quantize(
     """Runs `quantize_for_matmul` on the rows x[source]. See `moax.kernels.Implementation`.
 
     One kernel gathers and quantizes where each block has a scale, and leaves out the result that is not wanted. The
-    scale of a whole tensor needs all rows first. With `in_products` the products gather: in FP8 those over columns do,
-    since the scales of a row do not depend on its place.
+    scale of a whole tensor needs all rows first. With `in_products` the products gather.
     """
     format: Format | None = getattr(recipe, role)
     if in_products and format is None:
         return (GatheredRows(x, source),) * 2
     if takes_fp8(recipe) and format is not None and format.block is not None:
         with jax.named_scope("quantize"):
-            if not (rows and in_products):
-                return _quantize_rows(x, groups.blocks, format, source=source, rows=rows, columns=columns)
-            made = _quantize_rows(x, groups.blocks, format, source=source, rows=False, columns=columns)[1]
-            return GatheredFp8(*_quantize_by_row(x, format), source), made
+            return _quantize_rows(x, groups.blocks, format, source=source, rows=rows, columns=columns)
     with jax.named_scope("permute"):
         gathered = gather_rows(x, source, groups)
     return quantize_for_matmul(gathered, recipe, role, groups, amax_over, rows=rows, columns=columns)

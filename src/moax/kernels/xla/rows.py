@@ -48,7 +48,7 @@ def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int
     raise Unsupported("kernels='xla' cannot write into the memory of another device; use another exchange")
 
 
-def gathers_rows(format: Format | None, width: int, hidden: int, *, wgrad: bool = False) -> bool:
+def gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
     """Returns False: no product of XLA gathers its rows."""
     return False
 

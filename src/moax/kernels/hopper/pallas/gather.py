@@ -3,7 +3,7 @@
 The copy engine of Hopper gathers no rows. The four warps of the producer do, in copies of 16 bytes (`cp.async`), for
 which no thread waits: eight lanes copy a line of 128 bytes, and a warp copies four lines at one time. The lines lie
 where the copy engine would have put them for the swizzle of 128 bytes. Each warp copies a quarter of the rows of a
-stage, and of FP8 rows each lane copies the scale of one.
+stage.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def copy_rows(x, column, sources, stage, transforms) -> None:
     """Starts to copy x[sources[i], column : column + C] to row i of a stage, and 0 where sources[i] >= R or x ends.
 
     Args:
-      x: [R, W] in GMEM, of 8 or 16 bits, with rows of a multiple of 128 bytes.
-      column: the first column, at a multiple of 128 bytes.
+      x: [R, W] in GMEM, 16-bit, with W a multiple of 64.
+      column: the first column, a multiple of 64.
       sources: the result of `load_sources` for the rows of the stage.
-      stage: [64 or 128, C] in SMEM, with rows of a multiple of 128 bytes.
+      stage: [64 or 128, C] in SMEM, with C a multiple of 64.
       transforms: those of the stage: tiles of 8 rows by 128 bytes, in the swizzle of 128 bytes.
     """
     rows, width = stage.shape
@@ -128,30 +128,10 @@ def copy_rows(x, column, sources, stage, transforms) -> None:
     copy(x, jnp.int32(column), sources, stage)
 
 
-def copy_scales(scale, column, sources, stage) -> None:
-    """Starts to copy scale[sources[i], column] to element i of a stage, and 0 where sources[i] >= R.
-
-    Args:
-      scale: [R, B] f32 in GMEM.
-      column: the column.
-      sources: the result of `load_sources` for 128 rows.
-      stage: [128] f32 in SMEM.
-    """
-    code = _SCALES.format(limit=scale.shape[0], width=scale.shape[1])
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ONE, EACH, plgpu.RefType()))
-    def copy(ctx, scale, column, sources, stage):
-        del ctx
-        source = vector.extract(sources.registers.item(), dynamic_position=[], static_position=[0])
-        run_ptx(code, utils.memref_ptr(scale), source, utils.memref_ptr(stage), column.registers.item())
-
-    copy(scale, jnp.int32(column), sources, stage)
-
-
 def _wait_rows(later: int) -> None:
-    """Waits until the copies of all steps but the last `later` are there to be read.
+    """Waits until the rows of all calls of `copy_rows` but the last `later` are there for wgmma to read.
 
-    One call of `_wait_rows` follows the calls of `copy_rows` and `copy_scales` of a step.
+    One call of `_wait_rows` follows each call of `copy_rows`.
     """
 
     @plgpu.inline_mgpu()
@@ -178,23 +158,6 @@ setp.lt.and.s32 inside, place, {end}, inside;
 mad.wide.u32 at, place, 4, $1;
 mov.b32 $0, -1;
 @inside ld.global.b32 $0, [at];
-}}"""
-
-
-# The PTX of `copy_scales`. The operands are `scale`, the source of this thread, the stage and the column.
-_SCALES = """{{
-.reg .b32 place, row, bytes, to;
-.reg .b64 at;
-.reg .pred real;
-mov.u32 place, %tid.x;
-and.b32 place, place, 127;
-mad.lo.u32 to, place, 4, $2;
-setp.lt.u32 real, $1, {limit};
-selp.b32 row, $1, 0, real;
-mad.lo.u32 place, row, {width}, $3;
-mad.wide.u32 at, place, 4, $0;
-selp.b32 bytes, 4, 0, real;
-cp.async.ca.shared.global [to + 0], [at + 0], 4, bytes;
 }}"""
 
 

@@ -15,16 +15,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, GatheredFp8, KMajorFp8
+from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.blocks import has_rows, load_rows, locate, operands_of, rows_of
-from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, copy_scales, load_sources
-from moax.kernels.hopper.pallas.pipeline import TileConfig, add_bias, pad_bias, run, stage, swizzle_of, swizzled
+from moax.kernels.hopper.pallas.pipeline import TileConfig, add_bias, pad_bias, run, stage, swizzle_of
 
 PIECE = 64  # so many columns always share a scale of the weight
 
 
 def grouped_matmul_fp8(
-    x: KMajorFp8 | GatheredFp8,
+    x: KMajorFp8,
     w: KMajorFp8,
     blocks: Blocks,
     tile: TileConfig,
@@ -35,7 +34,7 @@ def grouped_matmul_fp8(
     """y[m] = x[m] w[g(m)]^T + bias[g(m)], dequantized block by block.
 
     Args:
-      x: data [M, K], its rows in blocks; padding may hold anything. Of GatheredFp8, row m is that of source[m].
+      x: data [M, K], its rows in blocks; padding may hold anything.
       w: data [E, N, K].
       blocks: the blocks of the rows.
       tile: see TileConfig; tile_n is a multiple of 64.
@@ -52,30 +51,21 @@ def grouped_matmul_fp8(
         raise Unsupported(f"x is {x.data.dtype} and w is {w.data.dtype}; the kernel takes 8-bit floats")
     if tile.tile_n % PIECE:
         raise Unsupported(f"tile_n={tile.tile_n} must be a multiple of {PIECE}")
-    contracted, columns = x.data.shape[1], w.data.shape[1]
-    gathered = (x.source,) if isinstance(x, GatheredFp8) else ()
-    rows, swizzle = (*gathered, x.data)[0].shape[0], swizzle_of(contracted)
-    if gathered:
-        check_gather(swizzle, tile)
+    rows, contracted = x.data.shape
+    columns = w.data.shape[1]
+    swizzle = swizzle_of(contracted)
     out = jax.ShapeDtypeStruct((rows, columns), out_dtype)
     tiles_n = pl.cdiv(columns, tile.tile_n * tile.cluster)
     n_steps, last_scale = pl.cdiv(contracted, BLOCK), w.scale.shape[1] - 1
     shared = "block" if tile.cluster > 1 else None
     pieces = tile.tile_n // PIECE
 
-    def load(place, step, slot, barrier, stages, x, sx, w, *_, held=None):
+    def load(place, step, slot, barrier, stages, x, sx, w, *_):
         k = pl.ds(step * BLOCK, BLOCK)
-        if held is not None:
-            copy_rows(x, step * BLOCK, held, stages["x"].at[slot], swizzled(x.dtype, swizzle))
-            copy_scales(sx, step, held, stages["sx"].at[slot])
-        else:
-            load_rows(x, place, k, stages["x"].at[slot], barrier, shared)
-            plgpu.copy_gmem_to_smem(sx.at[step, pl.ds(place.row, BLOCK)], stages["sx"].at[slot], barrier)
+        load_rows(x, place, k, stages["x"].at[slot], barrier, shared)
+        plgpu.copy_gmem_to_smem(sx.at[step, pl.ds(place.row, BLOCK)], stages["sx"].at[slot], barrier)
         part = w.at[place.group, pl.ds(place.column * tile.tile_n, tile.tile_n), k]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
-
-    def load_ahead(place, step, *operands):
-        return load_sources(operands[-1], place.row, BLOCK, place.rows)
 
     def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, start, rows, used, *biases):
         column, g = place.column, place.group
@@ -120,7 +110,7 @@ def grouped_matmul_fp8(
 
     biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
     return run(
-        (x.data, x.scale, w.data, w.scale, *operands_of(blocks), *biases, *gathered),
+        (x.data, x.scale, w.data, w.scale, *operands_of(blocks), *biases),
         out,
         tile,
         {
@@ -136,6 +126,4 @@ def grouped_matmul_fp8(
         target=target,
         has_rows=has_rows,
         name="grouped_matmul_fp8",
-        sources=load_ahead if gathered else None,
-        arrivals=2 if gathered else None,
     )

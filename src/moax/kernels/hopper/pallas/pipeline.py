@@ -163,7 +163,6 @@ def run(
     has_rows: Callable | None = None,
     total=None,
     sources: Callable | None = None,
-    arrivals: int | None = None,
 ):
     """Runs a kernel over the tiles of its result.
 
@@ -176,7 +175,7 @@ def run(
       locate: locate(i, block, *operands) -> the place of the tile of block `block` in cluster tile i.
       steps: steps(place, *operands) -> the number of stages that the tile contracts.
       load: load(place, step, slot, barrier, stages, *operands) copies one stage into `slot`. Its copies arrive
-        `arrivals` times at the barrier; those of gathered rows arrive once, by `gather_stages`.
+        `len(stages)` times at the barrier; gathered rows arrive by `gather_stages`.
       multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> what a consumer has of a tile,
         as float32 pieces [64, c]: neighbouring columns of its first 64 rows, then those of its next 64 rows. `at`
         counts the stages of earlier tiles.
@@ -189,7 +188,6 @@ def run(
         `total` where nothing else needs `total`. Inside a `shard_map` with `check_vma` it takes new memory.
       sources: None, or sources(place, step, *operands) -> the rows of one operand that a step gathers, or any rows
         after the last step of a tile. `load` then takes them as its keyword `held`.
-      arrivals: None is one for each operand of `stages`.
     """
     types = out_type if isinstance(out_type, tuple) else (out_type,)
     dtype = types[0].dtype
@@ -204,7 +202,7 @@ def run(
     scratch = before | dict(
         stages=stages,
         out_s=plgpu.SMEM((tile.consumers, slots, ROWS, chunk), dtype, transforms=swizzled(dtype, swizzle)),
-        full=plgpu.Barrier(num_arrivals=arrivals or len(stages), num_barriers=tile.stages),
+        full=plgpu.Barrier(num_arrivals=len(stages), num_barriers=tile.stages),
         empty=plgpu.ClusterBarrier(collective_axes=("block",), **empty) if shared else plgpu.Barrier(**empty),
     )
     clusters = count_sms() // tile.cluster

@@ -44,8 +44,7 @@ def quantize_rows(
     """Quantizes rows for products over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
 
     Args:
-      x: [M, C] bf16 or f32, M a multiple of 128, or any M for `rows` alone with `by_row`, and C of 16. With `source` it
-        is [R, C], with any R.
+      x: [M, C] bf16 or f32, M a multiple of 128 and C of 16. With `source` it is [R, C], with any R.
       blocks: the blocks of the rows. Rows of padding are quantized to 0 and do not enter a scale. Blocks without rows
         are not written. None means that all rows are real.
       source: [M] i32, not negative: row m is x[source[m]], and 0 where source[m] >= R. A row of padding needs a source
@@ -55,7 +54,7 @@ def quantize_rows(
       pow2: whether scales are rounded up to powers of two.
       scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes a scale for
         each block.
-      by_row: whether the scales of `rows` lie row by row, [M rounded up to 128, ceil(C / 128)].
+      by_row: whether the scales of `rows` lie row by row, [M, ceil(C / 128)].
 
     Returns:
       rows: data [M, C], scale [ceil(C / 128), M]; None if `rows` is False.
@@ -67,11 +66,11 @@ def quantize_rows(
     check_source("x", x, 1, dtype)
     width, x = x.shape[1], _pad(x, 1)
     size = x.shape[0] if source is None else source.shape[0]
-    if size % BLOCK and (columns or not by_row):
+    if size % BLOCK:
         raise Unsupported(f"x has {size} rows; the kernel takes multiples of {BLOCK}")
-    padded, blocks_of_rows = align_up(width, BLOCK), -(-size // BLOCK)
+    padded = align_up(width, BLOCK)
     shapes = {
-        "rows": ((size, x.shape[1]), (blocks_of_rows * BLOCK, padded // BLOCK) if by_row else (padded // BLOCK, size)),
+        "rows": ((size, x.shape[1]), (size, padded // BLOCK) if by_row else (padded // BLOCK, size)),
         "columns": ((x.shape[1], size), (size // BLOCK, padded)),
     }
     wanted = [name for name, on in (("rows", rows), ("columns", columns)) if on]
@@ -102,7 +101,7 @@ def quantize_rows(
                 put(read(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, one, wait=n > 0, by_row=turned)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    grid, scratch = dict(i=blocks_of_rows, j=padded // BLOCK), _scratch(x, data.values(), source is not None)
+    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(x, data.values(), source is not None)
     run = launch(quantize_rows, (data, scales), grid, scratch)
     data, scales = run(x, source, *((None, None) if blocks is None else (blocks.start, blocks.rows)), scale)
     if scale is not None:
