@@ -72,24 +72,25 @@ class Blocks(NamedTuple):
     """The blocks of at most 128 rows of groups that start at multiples of 64: no block holds rows of two groups.
 
     With group sizes (130, 0, 5), groups at multiples of 64 and 256 rows, halves 0 to 2 belong to group 0 and half 3 to
-    group 2: group is (0, 0, 2), start (0, 2, 3), rows (128, 2, 5), used (3,), first (0, 3, 3) and count (3, 0, 1). FP8
+    group 2: group is (0, 0, 2), start (0, 2, 3), rows (128, 2, 5), first (0, 3, 3, 4) and before (0, 2, 2, 3). FP8
     products take groups at multiples of 128, which start at even halves.
 
     Attributes:
       group: [B] i32, the group of each block; any valid group for a block without rows.
       start: [B] i32, the half of all rows at which each block begins: its first row over 64.
       rows: [B] i32, the number of real rows of each block, which come first in the block.
-      used: [1] i32, the number of blocks that hold rows, which come first of all blocks.
-      first: [E] i32, the half at which each group begins.
-      count: [E] i32, the number of halves of each group that hold rows.
+      first: [E + 1] i32, the half at which each group begins; last, the half after the last group.
+      before: [E + 1] i32, the number of blocks before each group; last, the number of blocks that hold rows, which come
+        first of all blocks.
+      sizes: [E] i32, the number of real rows of each group.
     """
 
     group: Int[Array, " B"]
     start: Int[Array, " B"]
     rows: Int[Array, " B"]
-    used: Int[Array, " 1"]
-    first: Int[Array, " E"]
-    count: Int[Array, " E"]
+    first: Int[Array, " E+1"]
+    before: Int[Array, " E+1"]
+    sizes: Int[Array, " E"]
 
 
 def make_blocks(group_sizes: Int[Array, " E"], num_rows: int, align: int = BLOCK) -> Blocks:
@@ -100,15 +101,15 @@ def make_blocks(group_sizes: Int[Array, " E"], num_rows: int, align: int = BLOCK
     groups = group_sizes.shape[0]
     most = -(-num_rows // BLOCK) if align % BLOCK == 0 else (num_rows // HALF + groups) // 2
     blocks = -(-group_sizes // BLOCK)
-    first, before = sum_before(align_up(group_sizes, align) // HALF), sum_before(blocks)
+    first, before = (sum_before(jnp.pad(v, (0, 1))) for v in (align_up(group_sizes, align) // HALF, blocks))
     # These sums over groups, of one shape, become one kernel; a search and gathers would be several.
     index = jnp.arange(most, dtype=jnp.int32)[:, None]
-    after = index - before[None]  # [B, E], how many blocks a block lies after the first one of a group
+    after = index - before[None, :-1]  # [B, E], how many blocks a block lies after the first one of a group
     own = (after >= 0) & (after < blocks[None])
     group = jnp.where(own, jnp.arange(groups, dtype=jnp.int32)[None], 0).sum(1)
-    start = jnp.where(own, first[None] + after * (BLOCK // HALF), 0).sum(1)
+    start = jnp.where(own, first[None, :-1] + after * (BLOCK // HALF), 0).sum(1)
     rows = jnp.where(own, jnp.clip(group_sizes[None] - after * BLOCK, 0, BLOCK), 0).sum(1)
-    return Blocks(group, start, rows, blocks.sum(keepdims=True), first, -(-group_sizes // HALF))
+    return Blocks(group, start, rows, first, before, group_sizes)
 
 
 @dataclasses.dataclass(frozen=True)

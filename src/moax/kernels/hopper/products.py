@@ -181,6 +181,6 @@ def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks):
     """Returns the TileConfig of a product with these blocks on this device."""
     from moax.kernels.hopper.pallas.tiles import pick_tile
 
-    rows = blocks.group.shape[0] * BLOCK // blocks.first.shape[0]
+    rows = blocks.group.shape[0] * BLOCK // blocks.sizes.shape[0]
     tile = pick_tile(op, contracted, columns, rows, device_kind())
     return tile if is_alone() and op not in HALVES else dataclasses.replace(tile, waves=WAVES)

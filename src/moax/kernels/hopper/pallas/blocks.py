@@ -34,13 +34,18 @@ class BlockTile(NamedTuple):
 
 
 def operands_of(blocks: Blocks) -> tuple[jax.Array, ...]:
-    """Returns the arrays of which `locate` reads places: group, start, rows and used."""
-    return blocks.group, blocks.start, blocks.rows, blocks.used
+    """Returns the arrays of which `locate` reads places: group, start, rows and before."""
+    return blocks.group, blocks.start, blocks.rows, blocks.before
 
 
-def locate(i, block, tile: TileConfig, tiles_n: int, group, start, rows, used) -> BlockTile:
+def count_used(before):
+    """Returns the number of blocks that hold rows."""
+    return before[before.shape[0] - 1]
+
+
+def locate(i, block, tile: TileConfig, tiles_n: int, group, start, rows, before) -> BlockTile:
     """Returns the place of the tile of a cluster's block `block` in cluster tile i, of `tiles_n` a block of rows."""
-    at, column = sweep(i, used[0], tiles_n, tile.width)
+    at, column = sweep(i, count_used(before), tiles_n, tile.width)
     return BlockTile(group[at], start[at] * HALF, rows[at], column * tile.cluster + block)
 
 

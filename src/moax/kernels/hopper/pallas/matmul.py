@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks
-from moax.kernels.hopper.pallas.blocks import has_rows, load_rows, locate, operands_of, rows_of
+from moax.kernels.hopper.pallas.blocks import count_used, has_rows, load_rows, locate, operands_of, rows_of
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
 from moax.kernels.hopper.pallas.pipeline import (
     TileConfig,
@@ -86,7 +86,7 @@ def grouped_matmul(
     def load_ahead(place, step, *operands):
         return load_sources(operands[-1], place.row, BLOCK, place.rows)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, start, rows, used, *biases):
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, start, rows, before, *biases):
         total = contract(tile, steps, at, warpgroup, stages, full, empty, transpose)
         if bias is None:
             return [total]
@@ -102,7 +102,7 @@ def grouped_matmul(
         out,
         tile,
         {"x": stage(tile, BLOCK, STEP, x.dtype, swizzle), "w": stage(tile, *w_stage, x.dtype, swizzle)},
-        count=lambda x, w, group, start, rows, used, *_: used[0] * tiles_n,
+        count=lambda x, w, group, start, rows, before, *_: count_used(before) * tiles_n,
         locate=lambda i, block, x, w, *of: locate(i, block, tile, tiles_n, *of[:4]),
         steps=lambda *_: n_steps,
         load=load,

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, Blocks
 from moax.kernels.hopper.pallas.activation import evaluate, rounded
-from moax.kernels.hopper.pallas.blocks import has_rows, load_rows, locate, operands_of, rows_of
+from moax.kernels.hopper.pallas.blocks import count_used, has_rows, load_rows, locate, operands_of, rows_of
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
 from moax.kernels.hopper.pallas.matmul import STEP, contract
 from moax.kernels.hopper.pallas.pipeline import TileConfig, run, stage, swizzle_of, swizzled
@@ -105,7 +105,7 @@ def matmul_activate(
             "x": stage(tile, BLOCK, STEP, x.dtype, swizzle),
             "w": plgpu.SMEM((tile.stages, STEP, gates, part), x.dtype, transforms=beside),
         },
-        count=lambda x, w, group, start, rows, used, *_: used[0] * tiles_n,
+        count=lambda x, w, group, start, rows, before, *_: count_used(before) * tiles_n,
         locate=lambda i, block, x, w, *of: locate(i, block, tile, tiles_n, *of[:4]),
         steps=lambda *_: n_steps,
         load=load,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.blocks import has_rows, load_rows, locate, operands_of, rows_of
+from moax.kernels.hopper.pallas.blocks import count_used, has_rows, load_rows, locate, operands_of, rows_of
 from moax.kernels.hopper.pallas.pipeline import TileConfig, add_bias, pad_bias, run, stage, swizzle_of
 
 PIECE = 64  # so many columns always share a scale of the weight
@@ -67,7 +67,7 @@ def grouped_matmul_fp8(
         part = w.at[place.group, pl.ds(place.column * tile.tile_n, tile.tile_n), k]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, start, rows, used, *biases):
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, sx, w, sw, group, start, rows, before, *biases):
         column, g = place.column, place.group
         mine = pl.ds(warpgroup * HALF, HALF)
         # The block of the weight's scales that each piece of columns has. Two neighbouring pieces often share one.
@@ -118,7 +118,7 @@ def grouped_matmul_fp8(
             "w": stage(tile, tile.tile_n, BLOCK, w.data.dtype, swizzle),
             "sx": plgpu.SMEM((tile.stages, BLOCK), jnp.float32),
         },
-        count=lambda x, sx, w, sw, group, start, rows, used, *_: used[0] * tiles_n,
+        count=lambda x, sx, w, sw, group, start, rows, before, *_: count_used(before) * tiles_n,
         locate=lambda i, block, x, sx, w, sw, *of: locate(i, block, tile, tiles_n, *of[:4]),
         steps=lambda *_: n_steps,
         load=load,

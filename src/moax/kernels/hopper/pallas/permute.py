@@ -59,7 +59,7 @@ def gather_rows(
     vector = _vector(width, x.dtype.itemsize)
     held = align_up(width, vector * THREADS)
 
-    def gather_rows(x, source, starts, halves, out, *, buffer, zero, arrived):
+    def gather_rows(x, source, starts, out, *, buffer, zero, arrived):
         first = lax.axis_index("i") * count
 
         def body():
@@ -91,8 +91,7 @@ def gather_rows(
 
         if starts is None:
             return body()
-        last = starts.shape[0] - 1
-        pl.when(first < (starts[last] + halves[last]) * HALF)(body)
+        pl.when(first < starts[starts.shape[0] - 1] * HALF)(body)
 
     scratch: dict[str, Any] = dict(
         buffer=plgpu.SMEM((count, width), x.dtype),
@@ -106,7 +105,7 @@ def gather_rows(
         grid_names=("i",),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(x, source, *((None, None) if blocks is None else (blocks.first, blocks.count)))
+    )(x, source, None if blocks is None else blocks.first)
 
 
 def gather_sum(

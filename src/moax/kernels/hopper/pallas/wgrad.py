@@ -60,7 +60,7 @@ def grouped_wgrad(
         raise Unsupported(f"x is {x.dtype} and dy is {dy.dtype}; the kernel takes bfloat16, or float16, for both")
     rows, columns = x.shape[1], dy.shape[1]
     swizzle = swizzle_of(2 * rows, 2 * columns)
-    groups = blocks.first.shape[0]
+    groups = blocks.sizes.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), x.dtype if out_dtype is None else out_dtype)
     tile = leave_room(tile, lambda tile: STEP * (tile.rows + tile.tile_n) * x.dtype.itemsize, total)
     tile_m, each = tile.rows, tile.products
@@ -69,7 +69,7 @@ def grouped_wgrad(
     tiles_m, tiles_n = pl.cdiv(rows, tile_m), pl.cdiv(columns, tile.tile_n * tile.cluster)
     shared = "block" if tile.cluster > 1 else None
 
-    def locate(i, block, x, dy, first, count, *_):
+    def locate(i, block, x, dy, first, *_):
         g, inside = lax.div(i, tiles_m * tiles_n), lax.rem(i, tiles_m * tiles_n)
         row, column = sweep(inside, tiles_m, tiles_n, tile.width)
         return g, row, column * tile.cluster + block, first[g]
@@ -115,13 +115,13 @@ def grouped_wgrad(
         return out.at[g, pl.ds(first, ROWS), pl.ds(tile_column * tile.tile_n + inside, width)]
 
     return run(
-        (x, dy, blocks.first, blocks.count, *(() if source is None else (source,))),
+        (x, dy, blocks.first, blocks.sizes, *(() if source is None else (source,))),
         out,
         tile,
         {"x": stage(tile, STEP, tile_m, x.dtype, swizzle), "dy": stage(tile, STEP, tile.tile_n, x.dtype, swizzle)},
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
-        steps=lambda place, x, dy, first, count, *_: count[place[0]],
+        steps=lambda place, x, dy, first, sizes, *_: lax.div(sizes[place[0]] + STEP - 1, STEP),
         load=load,
         multiply=multiply,
         target=target,

@@ -19,7 +19,7 @@ from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep
 
 PIECE = 64  # the columns whose scales are in registers at one time
-HALVES = BLOCK // HALF  # `Blocks` counts halves, and a step contracts a block
+HALVES = BLOCK // HALF  # `Blocks` has first halves, and a step contracts a block
 
 
 def grouped_wgrad_fp8(
@@ -41,19 +41,19 @@ def grouped_wgrad_fp8(
     if x.data.dtype.itemsize != 1 or dy.data.dtype.itemsize != 1:
         raise Unsupported(f"x is {x.data.dtype} and dy is {dy.data.dtype}; the kernel takes 8-bit floats")
     rows, columns = x.data.shape[0], dy.data.shape[0]
-    groups = blocks.first.shape[0]
+    groups = blocks.sizes.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     tile = leave_room(tile, lambda tile: (BLOCK + 4) * (tile.rows + tile.tile_n), total)  # with the scales, of 4 bytes
     tile_m = tile.rows
     tiles_m, tiles_n = pl.cdiv(rows, tile_m), pl.cdiv(columns, tile.tile_n * tile.cluster)
     shared = "block" if tile.cluster > 1 else None
 
-    def locate(i, block, x, sx, dy, sdy, first, count):
+    def locate(i, block, x, sx, dy, sdy, first, sizes):
         g, inside = lax.div(i, tiles_m * tiles_n), lax.rem(i, tiles_m * tiles_n)
         row, column = sweep(inside, tiles_m, tiles_n, tile.width)
         return g, row, column * tile.cluster + block, lax.div(first[g], HALVES)
 
-    def load(place, step, slot, barrier, stages, x, sx, dy, sdy, first, count):
+    def load(place, step, slot, barrier, stages, x, sx, dy, sdy, first, sizes):
         _, row, column, start = place
         tokens, k, n = (
             pl.ds((start + step) * BLOCK, BLOCK),
@@ -96,7 +96,7 @@ def grouped_wgrad_fp8(
         return out.at[g, pl.ds(row * tile_m + warpgroup * ROWS, ROWS), pl.ds(at, width)]
 
     return run(
-        (x.data, x.scale, dy.data, dy.scale, blocks.first, blocks.count),
+        (x.data, x.scale, dy.data, dy.scale, blocks.first, blocks.sizes),
         out,
         tile,
         {
@@ -107,7 +107,7 @@ def grouped_wgrad_fp8(
         },
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
-        steps=lambda place, x, sx, dy, sdy, first, count: lax.div(count[place[0]] + HALVES - 1, HALVES),
+        steps=lambda place, x, sx, dy, sdy, first, sizes: lax.div(sizes[place[0]] + BLOCK - 1, BLOCK),
         load=load,
         multiply=multiply,
         target=target,
