@@ -24,8 +24,12 @@ def log_once(message: str) -> None:
 
 
 def platform() -> str:
-    """Returns the backend that jit compiles for by default: `cpu`, `gpu` or another name of JAX."""
-    return jax.default_backend()
+    """Returns the backend that jit compiles for: `cpu`, `gpu` or another name of JAX.
+
+    The mesh in force may name a device; otherwise it is the default backend of this process.
+    """
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if described is None else described.platform
 
 
 def device_kind() -> str:
@@ -87,7 +91,7 @@ def why_not_peers(row_bytes: int | None = None) -> str | None:
     ids = [device.id for device in mesh.devices.flat]
     if ids != list(range(len(ids))):
         return f"the mesh must be of the first {len(ids)} devices of the machine in order, not of {ids}"
-    if platform() == "gpu" and not _reach(tuple(device.local_hardware_id for device in mesh.devices.flat)):
+    if jax.default_backend() == "gpu" and not _reach(tuple(device.local_hardware_id for device in mesh.devices.flat)):
         return "the GPUs of the mesh cannot reach one another's memory"
     return None
 

@@ -1,7 +1,7 @@
 """Where a block finds its mesh, which meshes it refuses, and that a `jax.vmap` over a mesh axis keeps the axis split.
 
 Covers: the mesh of `jax.set_mesh`, of `with mesh:`, of arrays and of shapes; none; mixed axis types; axes of no role;
-batches over a mesh axis.
+batches over a mesh axis; a mesh of devices that this machine does not have.
 """
 
 import contextlib
@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moax
-from moax import Axes, inspect, ops
+from moax import Axes, backend, inspect, ops
 from moax.mesh.place import named
 from support import make_mesh, make_params, put, random, some
 from support.block import MESH, check_gradients
@@ -175,3 +175,11 @@ def test_a_batch_that_no_free_axis_splits(over):
         of = jax.tree.map(lambda v, i=i: np.asarray(v)[i], params)
         dy = 2 * block_by_numpy(X, of, CONFIG, np.zeros(X.shape)).y
         check_gradients(*jax.tree.map(lambda v, i=i: v[i], got), block_by_numpy(X, of, CONFIG, dy), MESH)
+
+
+def test_the_mesh_in_force_says_what_jit_compiles_for():
+    """Breaks if a program that a CPU compiles for GPUs has the operations that only a CPU needs."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("ep",), abstract_device=device)):
+        assert backend.platform() == "gpu" and backend.on_hopper()
+    assert backend.platform() == jax.default_backend()
