@@ -60,7 +60,7 @@ def run_forward(
         received, span = lax.optimization_barrier((received, _agree(static, layouts, received, needed)))
     planned = plan_rows(static.permute, received.experts, received.weights)
     saved, a = find_hidden(static, wi, w, received, *planned, keep=static.keeps_rows, activate=True)
-    hidden = saved.hidden
+    hidden = lax.optimization_barrier(saved.hidden)  # XLA would run a kernel twice whose result a scan stores
 
     def one_pass(p, first, total):
         y, made = total
@@ -78,7 +78,8 @@ def run_forward(
         (hidden, a), nothing, begin = lax.optimization_barrier(((hidden, a), nothing, begin))
         more, made = _repeat(static, layouts, begin, one_pass, (nothing, made), inputs, w)
         hidden, a, more = lax.optimization_barrier((hidden, a, more))
-    partial = _after(more, find_partial(static, wo, w, saved._replace(hidden=hidden), a, received.weights))
+    saved = saved._replace(hidden=hidden)
+    partial = _after(more, find_partial(static, wo, w, saved, a, received.weights))
     # XLA would merge the sum of returned rows with a sum of the caller, in another order.
     y = lax.optimization_barrier(combine_forward(static.exchange, partial, received.slots, inputs.x.shape[0]))
     y = y if more is None else y + more

@@ -302,7 +302,8 @@ def _count(experts, choice: Choice, static: RouteSpec, num_experts: int) -> Coun
 def route_forward(static: RouteSpec, layout, logits, bias, choice: Choice):
     """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
     num_experts = logits.shape[1]
-    experts, chosen = select_experts(logits, bias, static.config, static.top_k, static.kernels)
+    found = select_experts(logits, bias, static.config, static.top_k, static.kernels)
+    experts, chosen = lax.optimization_barrier(found)  # XLA would run a kernel twice whose result a scan stores
     if choice.experts is not None:
         chosen = None
         own = (choice.experts < 0).any(-1, keepdims=True)
