@@ -29,7 +29,7 @@ from moax.models import MODELS
 
 CONFIG, TOKENS, FACTOR = MODELS["qwen3-30b"].config, 8192, 1.25
 X_BYTES = TOKENS * CONFIG.d_model * 2
-SAVED_LIMIT, TEMPORARY_LIMIT = 0.55e9, 1.4e9
+SAVED_LIMIT, TEMPORARY_LIMIT = 0.55e9, 1.2e9
 RECIPE = "fp8_block"
 CASES = (
     (RECIPE, 8, None, True),

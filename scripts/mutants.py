@@ -70,15 +70,22 @@ FAULTS = (
     Fault(
         "the gradients of weights of a later pass replace those before it",
         "block/passes.py",
-        "saved, d_partial, dw)",
-        "saved, d_partial)",
+        "found, d_partial, dw)",
+        "found, d_partial)",
         (PASSES,),
     ),
     Fault(
         "sorted rows of the first exchange that do not fit are lost",
         "block/passes.py",
-        "return reduce_max(jnp.stack([more, needed]), find_together(static, layouts))",
-        "return jnp.stack([jnp.minimum(more, 0), reduce_max(needed, find_together(static, layouts))])",
+        "position < num_rows",
+        "position <= num_rows",
+        (PASSES,),
+    ),
+    Fault(
+        "a later pass computes again what the first one computed",
+        "block/passes.py",
+        "jnp.where(done > 0,",
+        "jnp.where(done > 1,",
         (PASSES,),
     ),
     Fault(

@@ -54,18 +54,21 @@ def passes_of(mesh: str, exchange: str, experts: np.ndarray, factor: float) -> i
     slots, _ = allot_slots(local, top_k, ranks, ROUTED.num_experts, None, factor)
     slots = local if exchange == "all_gather" else slots
     room = allot_rows(local * top_k, factor, slots * ranks * min(top_k, each))
-    owner = experts.reshape(shards // ranks, ranks, local, top_k) // each  # [group, source, token, K]
-    most = 0
-    for group in owner:
-        wanted = np.stack([(group == rank).sum(-1) for rank in range(ranks)])  # [rank, source, token]
-        parts = [[row[row > 0] for row in sources] for sources in wanted]  # of each rank, what each source sends
-        ends = max(1, *(math.ceil(len(row) / slots) for sources in parts for row in sources))
-        loads = [
-            max(sum(int(row[p * slots : (p + 1) * slots].sum()) for row in sources) for sources in parts)
-            for p in range(ends)
-        ]
-        later, rest = -(-room // 2), loads[0] - room
-        most = max(most, 1 + max(0, math.ceil(rest / later)) + sum(max(1, math.ceil(n / later)) for n in loads[1:]))
+    later, rows = local if exchange == "all_gather" else math.ceil(slots / 2), math.ceil(room * 9 / 20)
+    most = 1
+    for group in experts.reshape(shards // ranks, ranks * local, top_k):  # the tokens of all ranks of ep
+        loads = np.zeros((ranks, local), int)  # what is left for each rank, by pass of the exchange
+        for rank in range(ranks):
+            mine = group // each == rank
+            slot = np.cumsum(mine.any(-1).reshape(ranks, local), axis=1).reshape(-1) - 1
+            left = mine.copy()
+            first = np.argwhere(mine & (slot < slots)[:, None])  # in the order of arrival
+            by_expert = first[np.argsort(group[tuple(first.T)], kind="stable")]
+            left[tuple(by_expert[:room].T)] = False
+            again = np.cumsum(left.any(-1).reshape(ranks, local), axis=1).reshape(-1) - 1
+            np.add.at(loads[rank], again // later, left.sum(-1) * left.any(-1))
+        ends = np.flatnonzero(loads.any(0))
+        most = max(most, 1 + sum(max(1, math.ceil(n / rows)) for n in loads.max(0)[: ends.max(initial=-1) + 1]))
     return most
 
 

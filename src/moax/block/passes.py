@@ -1,19 +1,25 @@
 """The block on one device with its exchange, in as many passes as the routing needs.
 
 The buffers hold `buffer_factor` times the balanced load. A routing that needs more takes further passes, so that
-nothing is dropped. Pass (p, n) has
+nothing is dropped. The first pass has
 
-    the slots [p S, (p + 1) S) of each pair of ranks, which travel             S slots a pair
-    of what they bring, the rows from n on, sorted by expert                   M rows in pass (0, 0), M / 2 in others
+    the slots below S of each pair of ranks, which travel            S slots a pair
+    of what they bring, the first rows in the order of experts       M rows
 
-With S = 4, M = 6, and 5 tokens for a rank that want 10 assignments there, pass (0, 0) has the first 6 assignments of
-tokens 0 to 3, pass (0, 6) has their others, and pass (1, 0) has those of token 4.
+Each rank then tells the others which assignments it has computed, and the tokens that are left for a rank have slots
+anew. Pass (p, n) of the loop has
 
-Pass (0, 0) stands outside of the loop. It leaves the residuals, and a step that needs no more runs nothing else. What
-later passes need is exchanged and computed again in backward, and nothing lasts from one pass to the next but the sums.
-The loop stands in the middle of pass (0, 0), before its last product: a GPU waits for its host where a loop may begin,
-and the host then launches what follows while that product runs. Each pass holds collectives: the ranks of ep make
-equally many passes, as many as the busiest of them needs.
+    the slots [p S / 2, (p + 1) S / 2) of each pair                  S / 2 slots a pair
+    of what they bring, the rows from n on                           0.45 M rows, for tokens have fewer rows left
+
+With S = 4 and M = 6, let 5 tokens want experts 0 and 1 of a rank. The first pass has expert 0 of tokens 0 to 3 and
+expert 1 of tokens 0 and 1. Pass (0, 0) has expert 1 of tokens 2 and 3, and pass (1, 0) has both of token 4.
+
+The first pass stands outside of the loop. It leaves the residuals, and a step that needs no more runs nothing else.
+What later passes need is exchanged and computed again in backward, and nothing lasts from one pass to the next but the
+sums. The loop stands in the middle of the first pass, before its last product: a GPU waits for its host where a loop
+may begin, and the host then launches what follows while that product runs. Each pass holds collectives: the ranks of ep
+make equally many passes, as many as the busiest of them needs.
 """
 
 from __future__ import annotations
@@ -28,14 +34,14 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from moax.backend import platform
 from moax.block.moe import find_hidden, find_input_gradient, find_partial, find_rows, find_weight_gradients
-from moax.block.spec import BlockResiduals, BlockSpec, Inputs, Weights, quantize_and_gather
+from moax.block.spec import BlockResiduals, BlockSpec, Inputs, Weights, gather_one
 from moax.block.weights import Layouts, find_layouts
 from moax.kernels import Operand
 from moax.mesh.axes import Names
 from moax.mesh.collectives import reduce_max, vary_like
 from moax.ops.exchange import combine_backward, combine_forward, dispatch_backward, dispatch_forward
 from moax.ops.permutation import count_rows, plan_rows
-from moax.types import QuantizedParams, Received
+from moax.types import Plan, QuantizedParams, Received
 
 
 def run_forward(
@@ -64,19 +70,18 @@ def run_forward(
 
     def one_pass(p, first, total):
         y, made = total
-        p, again, wi_, wo_, w_ = lax.optimization_barrier((p, inputs, wi, wo, w))
-        received, _ = dispatch_forward(static.exchange, again.x, again.experts, again.weights, p)
-        planned = plan_rows(static.permute_more, received.experts, received.weights, first)
+        p, again, wi_, wo_, w_ = lax.optimization_barrier((p, inputs, wi, wo, _without_matrices(w)))
+        received, planned, end = _send_left(static, again, saved, p, first)
         found = find_hidden(static, wi_, w_, received, *planned, keep=False, activate=True)
         partial = find_partial(static, wo_, w_, *found, received.weights)
-        y = y + combine_forward(static.exchange, partial, received.slots, y.shape[0])
-        return received, (y, made + 1)
+        y = y + combine_forward(static.exchange_more, partial, received.slots, y.shape[0])
+        return received, end, (y, made + 1)
 
     if span is not None:
         nothing = jnp.zeros(inputs.x.shape, static.dtype)
-        begin = _after((hidden, received), span)
-        (hidden, a), nothing, begin = lax.optimization_barrier(((hidden, a), nothing, begin))
-        more, made = _repeat(static, layouts, begin, one_pass, (nothing, made), inputs, w)
+        at = _after((hidden, received), span)
+        (hidden, a), nothing, at = lax.optimization_barrier(((hidden, a), nothing, at))
+        more, made = _repeat(static, layouts, at, one_pass, (nothing, made), inputs, w)
         hidden, a, more = lax.optimization_barrier((hidden, a, more))
     saved = saved._replace(hidden=hidden)
     partial = _after(more, find_partial(static, wo, w, saved, a, received.weights))
@@ -120,22 +125,24 @@ def run_backward(
         saved = saved._replace(rows=find_rows(static, received, saved.plan, multiply=False)[1])
     d_partial = combine_backward(static.exchange, dy, saved.sent)  # [R, H]
     d_hidden, d_weights, dw = find_weight_gradients(static, wo, w, saved, d_partial)
-    more = None
+    more, shard = None, w.wi if quantized is None else quantized.wi
+    shard = None if static.recipe.wi.w is None else shard  # products over rows take wi quantized in another way
 
     def one_pass(p, first, total):
-        p, again, wi_, wo_, w_, kept, dy_ = lax.optimization_barrier((p, inputs, wi, wo, w, quantized, dy))
-        received, _ = dispatch_forward(static.exchange, again.x, again.experts, again.weights, p)
-        planned = plan_rows(static.permute_more, received.experts, received.weights, first)
-        saved, _ = find_hidden(static, _weight_of_rows(static, layouts, w_, wi_, kept), w_, received, *planned)
-        hidden, dy_ = lax.optimization_barrier((saved.hidden, dy_))  # one exchange's buffers at a time
-        saved = saved._replace(hidden=hidden)
-        d_partial = combine_backward(static.exchange, dy_, saved.sent)
+        others = _without_matrices(w)
+        p, again, wi_, wo_, w_, given, dy_ = lax.optimization_barrier((p, inputs, wi, wo, others, shard, dy))
+        received, planned, end = _send_left(static, again, saved, p, first)
+        of_rows = wi_ if given is None else gather_one(static, 0, given, layouts, "rows")
+        found, _ = find_hidden(static, of_rows, w_, received, *planned)
+        hidden, dy_ = lax.optimization_barrier((found.hidden, dy_))  # one exchange's buffers at a time
+        d_partial = combine_backward(static.exchange_more, dy_, received.slots)
         *sums, dw = total
-        d_hidden, d_weights, dw = find_weight_gradients(static, wo_, w_, saved, d_partial, dw)
+        found = found._replace(hidden=hidden)
+        d_hidden, d_weights, dw = find_weight_gradients(static, wo_, w_, found, d_partial, dw)
         d_hidden, dw = lax.optimization_barrier((d_hidden, dw))  # wgrad's operands have gone before dx comes
-        d_received = find_input_gradient(static, wi_, d_hidden, saved.plan)
-        gradients = dispatch_backward(static.exchange, saved.sent, d_received, d_weights, dy.shape[0])
-        return received, (*(a + b.astype(a.dtype) for a, b in zip(sums, gradients, strict=True)), dw)
+        d_received = find_input_gradient(static, wi_, d_hidden, planned[0])
+        gradients = dispatch_backward(static.exchange_more, received.slots, d_received, d_weights, dy.shape[0])
+        return received, end, (*(a + b.astype(a.dtype) for a, b in zip(sums, gradients, strict=True)), dw)
 
     if saved.span is not None:
         nothing = jnp.zeros_like(dy), jnp.zeros(cast(Inputs, inputs).weights.shape, d_weights.dtype)
@@ -162,14 +169,18 @@ def _after[T](first: PyTree, then: T) -> T:
     return jax.tree.map(lambda v: jnp.where(never, jnp.zeros_like(v), v), then)
 
 
-def _agree(static: BlockSpec, layouts: Layouts, received: Received, needed: Int[Array, ""]) -> Int[Array, " 2"]:
-    """Returns whether pass 0 of the exchange brought more rows than fit, 0 or 1, and the first p that is not needed.
+def _agree(static: BlockSpec, layouts: Layouts, received: Received, needed: Int[Array, ""]) -> Int[Array, " 3"]:
+    """Returns the pass (p, n) with which the loop begins, and the first p that is not needed as far as is known here.
 
-    Both are the same on all ranks that hold a collective of a pass together. (0, 1) needs no pass of the loop.
+    The latter is 1 where a rank needs a further pass, else 0, which is p. All three are the same on all ranks that hold
+    a collective of a pass together. With a capacity the slots are those of the first pass, whose rows come first.
     """
-    room = static.permute.room
-    more = needed * 0 if room is None else (count_rows(static.permute, received.experts) > room).astype(jnp.int32)
-    return reduce_max(jnp.stack([more, needed]), find_together(static, layouts))
+    room, more = static.permute.room, needed > 1
+    if room is not None:
+        more |= count_rows(static.permute, received.experts) > room
+    first = 0 if static.permute.capacity is None else room or 0
+    start = jnp.stack([jnp.int32(0), jnp.int32(first), more.astype(jnp.int32)])
+    return reduce_max(start, find_together(static, layouts))
 
 
 def find_together(static: BlockSpec, layouts: Layouts) -> Names:
@@ -188,38 +199,57 @@ def find_together(static: BlockSpec, layouts: Layouts) -> Names:
     return tuple(name for name in roles.tokens if name in gathered.union(roles.ep))
 
 
-def _weight_of_rows(static: BlockSpec, layouts: Layouts, w: Weights[Array], wi: Operand, quantized) -> Operand:
-    """Returns wi for products over rows in backward, which has it for products over columns."""
-    return wi if static.recipe.wi.w is None else quantize_and_gather(static, w, layouts, "rows", quantized)[0]
+def _without_matrices(w: Weights[Any]) -> Weights[Any]:
+    """Returns the biases and the adapters: a loop holds all that it is given."""
+    return w._replace(wi=None, wo=None)
+
+
+def _send_left(
+    static: BlockSpec, inputs: Inputs, saved: BlockResiduals, p: Int[Array, ""], first: Int[Array, ""]
+) -> tuple[Received, tuple[Plan, Any], Int[Array, ""]]:
+    """Sends what the first pass left, and returns what pass (p, first) of the loop received, its plan, and an end.
+
+    The plan is the result of `plan_rows`. The end is the first p that this rank knows not to be needed. An assignment
+    that the first pass computed becomes one of no expert: the rank that computed it sends 1 back, on the way of its row.
+    """
+    experts, num_rows = inputs.experts, saved.plan.source.shape[0]
+    if static.permute.capacity is None:
+        # XLA would move what is the same in all passes out of the loop, and then every step would pay for it.
+        first, position, sent = lax.optimization_barrier((first, saved.plan.position, saved.sent))
+        done = combine_forward(static.exchange, (position < num_rows).astype(jnp.float32), sent, inputs.x.shape[0])
+        experts = jnp.where(done > 0, static.exchange.num_experts, experts)
+    received, end = dispatch_forward(static.exchange_more, inputs.x, experts, inputs.weights, p)
+    return received, plan_rows(static.permute_more, received.experts, received.weights, first), end
 
 
 def _repeat[State](
     static: BlockSpec,
     layouts: Layouts,
-    span: Int[Array, " 2"],
-    one_pass: Callable[[Array, Array, State], tuple[Received, State]],
+    span: Int[Array, " 3"],
+    one_pass: Callable[[Array, Array, State], tuple[Received, Array, State]],
     total: State,
     *operands: PyTree,
 ) -> State:
-    """Runs received, total = one_pass(p, first, total) for each pass after (0, 0), and returns the last total.
+    """Runs received, end, total = one_pass(p, first, total) for each pass of the loop, and returns the last total.
 
     Args:
       static, layouts: as in forward.
       span: the result of `_agree`.
-      one_pass: computes one pass and adds it to the total. `received` is what pass p of the exchange brought.
-      total: the sums of pass (0, 0).
+      one_pass: computes one pass and adds it to the total. `received` is what pass p of the exchange brought, and `end`
+        the first p that this rank knows not to be needed.
+      total: the sums before the loop.
       *operands: inside a `shard_map` the types of the sums vary over the same axes as these arrays.
     """
-
+    permute, together = static.permute, find_together(static, layouts)
     room: Any = static.permute_more.room
 
     def again(state):
-        p, first, end, total = state
-        received, total = one_pass(p, first, total)
-        rows = reduce_max(count_rows(static.permute, received.experts), find_together(static, layouts))
+        (p, first, _), total = state
+        received, end, total = one_pass(p, first, total)
+        most = reduce_max(jnp.stack([count_rows(permute, received.experts), end]), together)
+        rows, end = vary_like(most, *operands)
         last = first + room >= rows
-        return jnp.where(last, p + 1, p), jnp.where(last, 0, first + room), end, total
+        return jnp.stack([jnp.where(last, p + 1, p), jnp.where(last, 0, first + room), end]), total
 
-    state = (1 - span[0], span[0] * (static.permute.room or 0), span[1], total)
-    state = jax.tree.map(lambda v: vary_like(v, *operands), state)
-    return lax.while_loop(lambda state: state[0] < state[2], again, state)[-1]
+    state = jax.tree.map(lambda v: vary_like(v, *operands), (span, total))
+    return lax.while_loop(lambda state: state[0][0] < state[0][2], again, state)[-1]

@@ -26,7 +26,7 @@ from moax.ops.grouped import own_dims
 from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
 from moax.params import MoEParams
 from moax.recipe import Contracted, Format, Recipes
-from moax.types import Plan, QuantizedParams, SendPlan
+from moax.types import Plan, QShard, QuantizedParams, SendPlan
 
 
 class Weights[Leaf](NamedTuple):
@@ -62,7 +62,8 @@ class BlockResiduals(NamedTuple):
       plan: where the received rows lie after the permutation.
       by_row: [N] f32, the routing weight of each sorted row, 0 in padding.
       sent: the plan of the transport, `Received.slots`: where the tokens went.
-      span: [2] i32, the passes that the loop makes; None without a loop.
+      span: [3] i32, the pass (p, n) with which the loop begins, and a p with which it ends if p is not below; None
+        without a loop.
     """
 
     rows: Operand | None
@@ -70,7 +71,7 @@ class BlockResiduals(NamedTuple):
     plan: Plan
     by_row: Float[Array, " N"]
     sent: Int[Array, " C"] | SendPlan | None
-    span: Int[Array, " 2"] | None
+    span: Int[Array, " 3"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,8 +84,9 @@ class BlockSpec:
       recipe: the formats of the operands of the products with wi and with wo.
       exchange: the spec of dispatch and combine.
       permute: the spec of permute and unpermute.
-      permute_more: the same of all passes but the first one. They have half the room: a pass of the loop computes the
-        input of the activation again, which the first pass keeps, and shall not need more memory than that.
+      exchange_more, permute_more: the same of all passes but the first one. They have half the slots and 0.45 of the
+        room, for a pass of the loop also computes what the first pass keeps, and a token has fewer rows left than it
+        had. A capacity decides over all slots at once; with one the slots are those of the first pass.
       roles: the mesh axes by role.
       widths: H, and F on one device.
       declared: Weights of specs, used where neither the type nor the sharding of a weight says one.
@@ -103,6 +105,7 @@ class BlockSpec:
     recipe: Recipes
     exchange: ExchangeSpec
     permute: PermuteSpec
+    exchange_more: ExchangeSpec
     permute_more: PermuteSpec
     roles: Roles
     widths: tuple[int, int]
@@ -150,17 +153,19 @@ class BlockSpec:
         room = allot_rows(load, buffer_factor, kept)
         align = math.lcm(*map(implementation(kernels).align_rows, recipe.both))
         fewer = room is not kept and room < kept
-        wire = recipe.wire
+        exchange = ExchangeSpec(
+            transport, roles, slots, recipe.wire, kernels, num_experts=config.num_experts, capacity=most
+        )
+        more = slots if config.capacity_factor is not None else -(-slots // 2)
         return cls(
             activation=config.activation,
             activation_limit=config.activation_limit,
             weights_at=config.weights_at,
             recipe=recipe,
-            exchange=ExchangeSpec(
-                transport, roles, slots, wire, kernels, num_experts=config.num_experts, capacity=most
-            ),
+            exchange=exchange,
             permute=PermuteSpec(local, align, capacity, kernels, roles, room if fewer else None),
-            permute_more=PermuteSpec(local, align, capacity, kernels, roles, -(-room // 2)),
+            exchange_more=dataclasses.replace(exchange, slots=more),
+            permute_more=PermuteSpec(local, align, capacity, kernels, roles, -(-room * 9 // 20)),
             roles=roles,
             widths=(config.d_model, config.d_ff // roles.size(roles.tp)),
             declared=Weights(declared.wi, declared.wo, declared.bi, declared.bo),
@@ -265,18 +270,25 @@ def quantize_and_gather(
     The products over rows are those of forward, and the products over columns those of backward. Weights that are
     given `quantized` are gathered alone.
     """
-    gathered, local = [], static.local
-    given = (None, None) if quantized is None else (quantized.wi, quantized.wo)
-    declared = find_layouts(static.roles, static.declared.wi, static.declared.wo)
-    for i, (shard, kept, recipe) in enumerate(zip((w.wi, w.wo), given, static.recipe.both, strict=True)):
-        with jax.named_scope(("experts_in", "experts_out")[i]):
-            if kept is None:
-                gather, over = layouts[i].gather, split_axes(layouts[i], static.roles)
-                whole = local.quantize_and_gather(shard, recipe, contracted, gather, over, static.dtype)
-            else:
-                whole = local.gather_shard(kept[contracted == "columns"], recipe, contracted, declared[i].gather)
-        gathered.append(whole)
-    return gathered
+    kept = (None, None) if quantized is None else (quantized.wi, quantized.wo)
+    given = (shard if q is None else q for shard, q in zip((w.wi, w.wo), kept, strict=True))
+    return [gather_one(static, i, shard, layouts, contracted) for i, shard in enumerate(given)]
+
+
+def gather_one(
+    static: BlockSpec, i: int, shard: Array | tuple[QShard[Array], ...], layouts: Layouts, contracted: Contracted
+) -> Operand:
+    """Returns wi (i = 0) or wo (i = 1) for products over `contracted`, from its shard.
+
+    A shard that is kept quantized is a tuple: one for products over rows, then one for products over columns.
+    """
+    local, recipe = static.local, static.recipe.both[i]
+    with jax.named_scope(("experts_in", "experts_out")[i]):
+        if isinstance(shard, tuple):
+            declared = find_layouts(static.roles, static.declared.wi, static.declared.wo)[i]
+            return local.gather_shard(shard[contracted == "columns"], recipe, contracted, declared.gather)
+        over = split_axes(layouts[i], static.roles)
+        return local.quantize_and_gather(shard, recipe, contracted, layouts[i].gather, over, static.dtype)
 
 
 def found_layouts(static: BlockSpec, found_specs: Weights[Spec | None]) -> Layouts:

@@ -101,44 +101,54 @@ class Shard:
     @property
     def received(self) -> int:
         """Rows R that a device receives in one pass, empty slots included."""
-        return self.transport.received_rows(self.tokens, self.exchange.ranks, self.exchange.slots)
+        return self._received(self.exchange)
+
+    @property
+    def received_more(self) -> int:
+        """The same in a pass of the loop."""
+        return self._received(self.block.exchange_more)
 
     @property
     def sorted(self) -> int:
         """Expert-sorted rows N of the first pass, padding included."""
-        return self._sorted(self.block.permute)
+        return self._sorted(self.received, self.block.permute)
 
     @property
     def sorted_more(self) -> int:
         """Expert-sorted rows of a pass of the loop, padding included; 0 without a loop."""
-        return self._sorted(self.block.permute_more) if self.block.repeats else 0
+        return self._sorted(self.received_more, self.block.permute_more) if self.block.repeats else 0
 
-    def _sorted(self, permute: PermuteSpec) -> int:
+    def _received(self, exchange: ExchangeSpec) -> int:
+        """Returns the rows that a device receives in a pass with this spec."""
+        return self.transport.received_rows(self.tokens, exchange.ranks, exchange.slots)
+
+    def _sorted(self, received: int, permute: PermuteSpec) -> int:
         """Returns the expert-sorted rows of a pass with this spec."""
         room = permute.capacity if permute.room is None else permute.room
-        return sorted_rows(self.received, self.config.top_k, permute.num_groups, permute.align, room)
+        return sorted_rows(received, self.config.top_k, permute.num_groups, permute.align, room)
 
     def passes_at(self, imbalance: float) -> int:
         """Returns the passes of a step whose busiest rank of ep has `imbalance` times the balanced assignments.
 
         A token makes K independent choices, each of which is the busiest rank with the probability imbalance / ranks.
-        The busiest rank has fewer rows than that many times the balanced ones, since a token travels there once.
+        The busiest rank has fewer rows than that many times the balanced ones, since a token travels there once. A
+        token is left if one of its assignments is: with 2 of them and a quarter of the rows left, 7 tokens of 16 are.
         """
         ranks, slots, room = self.exchange.ranks, self.exchange.slots, self.block.permute.room
         top_k, share = self.config.top_k, min(imbalance / ranks, 1.0)
         balanced = balanced_rows(self.tokens, top_k, ranks, self.config.num_experts)
         chosen = (1 - (1 - share) ** top_k) / (1 - (1 - 1 / ranks) ** top_k)
-        pair = min(self.exchange.capacity, math.ceil(balanced * chosen))
-        load, more, passes = share * ranks * self.tokens * top_k, self.block.permute_more.room, 0
-        for first in range(0, max(pair, 1), slots):
-            rows = load * min(slots, pair - first) / max(pair, 1)
-            if room is None or more is None:
-                passes += 1
-            elif first == 0:
-                passes += 1 + max(0, math.ceil((rows - room) / more))
-            else:
-                passes += max(1, math.ceil(rows / more))
-        return passes
+        pair = max(1, min(self.exchange.capacity, math.ceil(balanced * chosen)))
+        load, more = share * ranks * self.tokens * top_k, self.block.permute_more.room
+        first = load * min(slots, pair) / pair
+        left = 0.0 if room is None else max(0.0, 1 - room / first)
+        if not self.block.repeats or more is None or (pair <= slots and not left):
+            return 1
+        rows = load - first * (1 - left)
+        again = pair - min(slots, pair) * (1 - left) ** (load / (ranks * pair))
+        window = self.block.exchange_more.slots if self.transport.has_slots else pair
+        parts = (min(window, again - p * window) / again for p in range(math.ceil(again / window)))
+        return 1 + sum(max(1, math.ceil(rows * part / more)) for part in parts)
 
     @property
     def item(self) -> int:

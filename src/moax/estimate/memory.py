@@ -9,6 +9,7 @@ import numpy as np
 
 from moax.estimate.block import Shard
 from moax.kernels import takes_fp8
+from moax.ops.exchange import ExchangeSpec
 from moax.recipe import Format
 
 
@@ -27,8 +28,8 @@ class Memory:
         first pass: both weights of the experts and their gradients, to which a pass adds in place.
       exchange: the buffers of the rows that the exchange moves in one pass.
       workspace: the rows that live between the products of the backward pass. Where a loop of passes needs more than
-        the first pass: those of a pass of the loop, and the arrays that it computes again. A program holds the memory
-        of its loop in every step.
+        the first pass: those of a pass of the loop, the arrays that it computes again, and the gradient of the first
+        pass that waits for the loop. A program holds the memory of its loop in every step.
       together: whether `gathered` and `workspace` live at the same time.
     """
 
@@ -65,18 +66,18 @@ def measure_memory(s: Shard, layers: int, optimizer_bytes: int) -> Memory:
     layer = inputs + router + s.tokens * shared * (c.gates + 1) * item + kept_bytes(s)
     if s.block.needs_inputs:
         layer += s.tokens * c.top_k * 4  # the ids of the experts
-    gathered, workspace = _gathered(s), _workspace(s, s.sorted)
-    of_loop, again = _gathered_by_loop(s), _hidden_bytes(s, s.sorted_more) + _sorted_bytes(s, s.sorted_more)
-    again += _workspace(s, s.sorted_more)
-    together = s.block.repeats and of_loop + again > max(gathered, workspace)
+    exchange, gathered, workspace = _exchange_bytes(s, s.exchange), _gathered(s), _workspace(s, s.sorted)
+    loop = _exchange_bytes(s, s.block.exchange_more), _gathered_by_loop(s), _workspace_of_loop(s)
+    together = s.block.repeats and sum(loop) > exchange + max(gathered, workspace)
+    exchange, gathered, workspace = loop if together else (exchange, gathered, workspace)
     return Memory(
         weights=layers * count * s.param_item,
         gradients=layers * count * s.param_item,
         optimizer=layers * count * optimizer_bytes,
         activations=layers * inputs + layer if s.options.remat else layers * layer,
-        gathered=of_loop if together else gathered,
-        exchange=_exchange_bytes(s),
-        workspace=again if together else workspace,
+        gathered=gathered,
+        exchange=exchange,
+        workspace=workspace,
         together=together,
     )
 
@@ -85,7 +86,7 @@ def kept_bytes(s: Shard) -> int:
     """Returns the bytes that the experts of one layer leave to backward: the input of the activation, the plan, and the
     rows as wgrad takes them where they are kept.
     """
-    rows = _sorted_bytes(s, s.sorted) if s.block.keeps_rows else 0
+    rows = _sorted_bytes(s, s.sorted, s.received) if s.block.keeps_rows else 0
     return _hidden_bytes(s, s.sorted) + _plan_bytes(s) + rows
 
 
@@ -94,9 +95,9 @@ def _hidden_bytes(s: Shard, rows: int) -> int:
     return rows * s.config.gates * s.whole("wo")[1] * s.item
 
 
-def _sorted_bytes(s: Shard, rows: int) -> int:
+def _sorted_bytes(s: Shard, rows: int, received: int) -> int:
     """Returns the bytes of so many sorted rows as wgrad takes them: of the rows that arrived, where it gathers them."""
-    rows = s.received if s.block.gathers_rows(s.options.recipe.wi.x) else rows
+    rows = received if s.block.gathers_rows(s.options.recipe.wi.x) else rows
     return _rows_bytes(rows, s.config.d_model, s.options.recipe.wi.x, s.item)
 
 
@@ -142,11 +143,13 @@ def _taken(s: Shard, name: str) -> int:
     return math.prod(s.whole(name)) * (1 if quantized else s.item) * copied
 
 
-def _exchange_bytes(s: Shard) -> int:
-    """Returns the bytes of the rows that the exchange moves in a pass, and of the ids and weights of their experts."""
+def _exchange_bytes(s: Shard, exchange: ExchangeSpec) -> int:
+    """Returns the bytes of the rows that a pass with this spec moves, and of the ids and weights of their experts."""
     if not s.roles.ep:
         return 0
-    return s.transport.buffer_rows(*s.load) * s.config.d_model * s.item + s.received * 8 * s.config.top_k
+    load = s.tokens, s.config.top_k, exchange.ranks, exchange.slots
+    received = s.transport.received_rows(s.tokens, exchange.ranks, exchange.slots)
+    return s.transport.buffer_rows(*load) * s.config.d_model * s.item + received * 8 * s.config.top_k
 
 
 def _workspace(s: Shard, rows: int) -> int:
@@ -161,3 +164,12 @@ def _workspace(s: Shard, rows: int) -> int:
         return rows * (2 * width + (s.item + 1) * hidden)
     gathers = s.block.gathers_rows(s.options.recipe.wo.dy)
     return rows * (max(width, 2 * hidden) if gathers else width + 2 * hidden) * s.item
+
+
+def _workspace_of_loop(s: Shard) -> int:
+    """Returns the bytes of `Memory.workspace` in a pass of the loop."""
+    if not s.block.repeats:
+        return 0
+    again = _hidden_bytes(s, s.sorted_more) + _sorted_bytes(s, s.sorted_more, s.received_more)
+    width = s.config.gates * s.whole("wo")[1]
+    return again + _workspace(s, s.sorted_more) + _rows_bytes(s.sorted, width, s.options.recipe.wi.dy, s.item)

@@ -82,7 +82,7 @@ def _forward(s: Shard, direction: Direction) -> Iterator[Transfer]:
             yield from _move(s, "statistics", direction, "all-reduce", "float32", (size,), r.tokens)
     wi, wo = (s.layouts[name] for name in ("wi", "wo"))
     together = passes.find_together(s.block, (wi, wo)) if s.block.repeats else ()
-    yield from _move(s, "statistics", direction, "all-reduce", "int32", (2,), together)  # the number of passes
+    yield from _move(s, "statistics", direction, "all-reduce", "int32", (3,), together)  # where the loop begins
     yield from _move(s, "statistics", direction, "all-reduce", "int32", (c.num_experts,), r.tokens)
 
 
