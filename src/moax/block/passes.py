@@ -210,7 +210,7 @@ def _send_left(
     """Sends what the first pass left, and returns what pass (p, first) of the loop received, its plan, and an end.
 
     The plan is the result of `plan_rows`. The end is the first p that this rank knows not to be needed. An assignment
-    that the first pass computed becomes one of no expert: the rank that computed it sends 1 back, on the way of its row.
+    that the first pass computed becomes one of no expert: its rank sends 1 back, on the way of the row.
     """
     experts, num_rows = inputs.experts, saved.plan.source.shape[0]
     if static.permute.capacity is None:
