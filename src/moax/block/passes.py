@@ -64,9 +64,10 @@ def run_forward(
     more, made, span = None, jnp.ones((), jnp.int32), None
     if static.repeats:  # The exchange has just brought the ranks together, so here they agree without a wait.
         received, span = lax.optimization_barrier((received, _agree(static, layouts, received, needed)))
-    planned = plan_rows(static.permute, received.experts, received.weights)
+    # XLA would run a kernel twice whose result a scan stores.
+    planned = lax.optimization_barrier(plan_rows(static.permute, received.experts, received.weights))
     saved, a = find_hidden(static, wi, w, received, *planned, keep=static.keeps_rows, activate=True)
-    hidden = lax.optimization_barrier(saved.hidden)  # XLA would run a kernel twice whose result a scan stores
+    hidden = lax.optimization_barrier(saved.hidden)
 
     def one_pass(p, first, total):
         y, made = total
