@@ -329,7 +329,7 @@ def test_reasons_of_the_mesh(monkeypatch):
                 jax.jit(lambda x: (select_transport("one_sided", None, 256), x)[1])(jnp.ones(8))
     with jax.set_mesh(make_mesh("2x4")):
         assert select_transport("one_sided", None, 256) == "one_sided"
-        monkeypatch.setattr(backend, "platform", lambda: "gpu")
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(backend, "_reach", lambda ordinals: False)
         assert "cannot reach one another's memory" in refused()
 
