@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from moax.kernels.hopper.pallas.compat import MERGES_DIMS
 from support import some
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_sass.py"
@@ -32,6 +33,8 @@ SHORT = len(TOTALS) + len(CASES) // 12
 @pytest.mark.parametrize("name", some([*TOTALS, *OTHERS], SHORT))
 def test_lowers(name):
     """A kernel that some width or tile breaks fails on the user's GPU, at the first step."""
+    if name.startswith("matmul_activate") and not MERGES_DIMS:
+        pytest.skip("products and activations are two kernels on this version of JAX")
     fn, operands = CASES[name]
     traced = jax.jit(fn).trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands))
     assert "mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -15,7 +15,7 @@ from moax.errors import Unsupported
 from moax.groups import row_groups, zero_rows
 from moax.kernels import implementation
 from moax.kernels.hopper.formats import GatheredRows, make_blocks
-from moax.kernels.hopper.pallas import pipeline
+from moax.kernels.hopper.pallas import compat, pipeline
 from moax.kernels.hopper.pallas.matmul_activate import matmul_activate
 from moax.kernels.hopper.pallas.pipeline import TileConfig
 from moax.ops.activation import activate
@@ -58,6 +58,21 @@ def test_refuses_other_tiles():
     for tile in (TileConfig(192, 4), TileConfig(256, 4, cluster=2)):
         with pytest.raises(Unsupported, match="tile_n="):
             matmul_activate(x, w, blocks, tile, ACTS["swiglu"])
+
+
+def test_without_merged_dims_the_product_is_alone(monkeypatch):
+    """Breaks if a version of JAX whose Mosaic cannot compile the kernel gets it."""
+    local, sizes = implementation("hopper"), jnp.array([100, 28], jnp.int32)
+    groups = local.find_groups(sizes, 64, 192)
+    operands = jnp.zeros((192, 128), jnp.bfloat16), jnp.zeros((2, 128, 256), jnp.bfloat16)
+
+    def names():
+        product = lambda x, w: local.matmul_activate(x, w, groups, jnp.bfloat16, ACTS["swiglu"], 2)  # noqa: E731
+        return str(jax.make_jaxpr(product)(*operands))
+
+    assert compat.MERGES_DIMS == ("grouped_matmul_activate" in names())
+    monkeypatch.setattr(compat, "MERGES_DIMS", False)
+    assert "grouped_matmul_activate" not in names() and "grouped_matmul" in names()
 
 
 @pytest.mark.gpu

@@ -78,10 +78,12 @@ def matmul_activate(
 ) -> tuple[Float[Array, "M GF"], Any]:
     """h[m] = x[m] w[g(m)] + bias[g(m)], with a = act(h) [M, F] from one kernel where that takes it, else with None.
 
-    The kernel takes 16-bit operands without a bias, 64 | K and 64 | F, and activations that Mosaic knows. In FP8 the
-    scale of a row of a has 128 columns of gate and of up, for whose sums a consumer lacks registers.
+    The kernel takes 16-bit operands without a bias, 64 | K and 64 | F, and activations that Mosaic knows. It needs jax
+    0.11.2. In FP8 the scale of a row of a has 128 columns of gate and of up, for whose sums a consumer lacks registers.
     """
-    if isinstance(x, KMajorFp8) or bias is not None or not takes_activation(act, gates == 2):
+    from moax.kernels.hopper.pallas.compat import MERGES_DIMS
+
+    if isinstance(x, KMajorFp8) or bias is not None or not MERGES_DIMS or not takes_activation(act, gates == 2):
         return matmul(x, w, groups, dtype, bias), None
     (x, source), w = _with_source(x, dtype), _plain(w, dtype)
     if w.shape[1] % GATHER_WIDTH or w.shape[2] % (gates * GATHER_WIDTH):
