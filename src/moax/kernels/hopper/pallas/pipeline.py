@@ -87,6 +87,22 @@ def swizzle_of(*rows: int) -> int:
     return swizzles[0]
 
 
+def store_swizzle_of(*rows: int) -> int:
+    """Returns the swizzle, in bytes, of results whose contiguous dims have these sizes in bytes.
+
+    A tile may end past the last column, where a store must write nothing. Each dim therefore has two boxes at least:
+    Mosaic drops a dim of one box together with its index (`LaunchContext._prepare_tma`), so that a store past the end
+    of such a dim would overwrite its only box. Rows of 64 bf16 elements, 128 bytes, have the swizzle 64.
+
+    Raises:
+      Unsupported: a size is no multiple of 32 bytes, or is 32.
+    """
+    swizzles = [n for n in (128, 64, 32) if all(size % n == 0 and size > n for size in rows)]
+    if not swizzles:
+        raise Unsupported(f"rows of the result have {', '.join(map(str, rows))} bytes; each must be a multiple of 32 above 32")
+    return swizzles[0]
+
+
 def swizzled(dtype, swizzle: int) -> tuple:
     """Returns the transforms of shared memory for wgmma and the copy engine: tiles of 8 rows by `swizzle` bytes."""
     return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
@@ -191,7 +207,7 @@ def run(
     """
     types = out_type if isinstance(out_type, tuple) else (out_type,)
     dtype = types[0].dtype
-    swizzle = swizzle_of(*(each.shape[-1] * dtype.itemsize for each in types))
+    swizzle = store_swizzle_of(*(each.shape[-1] * dtype.itemsize for each in types))
     chunk = swizzle // dtype.itemsize  # the columns of one store
     shared = tile.cluster > 1
     fewer, more = REGISTERS[tile.consumers]
