@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from benchmarks.block.errors import ONCE
 from benchmarks.report import header
 from moax import reference
 from moax.config import GATED, UNGATED
+from moax.params import param_shapes
 
 RECIPES = (None, "fp8_block", "mxfp8", "fp8_tensor")
 WIDE = (640, 768, 1024, 1408, 1536, 2048, 2880, 4096)
@@ -140,12 +141,16 @@ def make_inputs(case: Case) -> dict[str, Any]:
     They are params, x, dy, ids and weights (None where the router decides), and mask (None where all tokens are real).
     """
     c, rng, layers = case.config, np.random.default_rng([case.seed, 1]), 1 if case.way == "plain" else LEADING
-    made = [moax.init(jax.random.key(case.seed + i), c, dtype=jnp.bfloat16) for i in range(layers)]
-    params = jax.tree.map(lambda *v: jnp.stack(v), *made)
-    if c.use_bias:  # init makes zeros
-        biases = {n: jnp.asarray(rng.normal(size=getattr(params, n).shape), jnp.bfloat16) for n in ("bi", "bo")}
-        params = dataclasses.replace(params, **biases)
-    x, dy = (jnp.asarray(rng.normal(size=(layers, case.tokens, c.d_model)), jnp.bfloat16) for _ in range(2))
+
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return (scale * rng.standard_normal((layers, *shape), np.float32)).astype(jnp.bfloat16)
+
+    # Arrays of NumPy: each operation of JAX outside of `jax.jit` would be a program to compile.
+    scales = dict(router=c.d_model**-0.5, wi=c.d_model**-0.5, wo=c.d_ff**-0.5)
+    shapes = param_shapes(c)
+    made = {n: normal(*shape, scale=scales.get(n, 1.0)) for n, shape in vars(shapes).items() if shape is not None}
+    params = moax.MoEParams(**made)
+    x, dy = (normal(case.tokens, c.d_model) for _ in range(2))
     ids = weights = mask = None
     if case.given:
         load = np.arange(1, c.num_experts + 1) ** -case.skew
@@ -154,10 +159,9 @@ def make_inputs(case: Case) -> dict[str, Any]:
         if case.given == "weights":
             nobody = rng.random(ids.shape) < 0.1
             ids = np.where(nobody, c.num_experts, ids).astype(np.int32)
-            weights = jnp.asarray(rng.uniform(0.1, 1.0, ids.shape), jnp.float32)
-        ids = jnp.asarray(ids)
+            weights = rng.uniform(0.1, 1.0, ids.shape).astype(np.float32)
     if case.masked:
-        mask = jnp.asarray(rng.random((layers, case.tokens)) < 0.67)
+        mask = rng.random((layers, case.tokens)) < 0.67
     return dict(params=params, x=x, dy=dy, ids=ids, weights=weights, mask=mask)
 
 
@@ -183,7 +187,7 @@ def by_moax(case: Case, kernels: str) -> Callable[[dict], dict]:
             routing = ids if weights is None else (ids, weights)
             how = dict(mask=inputs["mask"], routing=routing, quantized=quantized, return_routing=True)
             y, stats = moax.moe(x, params, case.config, options, **how)
-            return y, stats.routing.experts
+            return y, cast(moax.Routing, stats.routing).experts
 
         block = jax.checkpoint(block) if case.remat else block
         x = inputs["x"]
@@ -197,7 +201,7 @@ def by_moax(case: Case, kernels: str) -> Callable[[dict], dict]:
             return jax.vmap(one)(inputs)
         return jax.lax.scan(lambda _, inputs: (None, one(inputs)), None, inputs)[1]
 
-    return jax.jit(run)
+    return program(run)
 
 
 def by_reference(case: Case) -> Callable[[dict, Any], dict]:
@@ -212,8 +216,13 @@ def by_reference(case: Case) -> Callable[[dict, Any], dict]:
             return reference.moe(x, params, case.config, **args)[0] * real[:, None], experts
 
         wide = jax.tree.map(lambda v: v.astype(jnp.float32), (inputs["params"], inputs["x"]))
-        return gradients(block, *wide, inputs["weights"], inputs["dy"])
+        return gradients(block, wide[0], wide[1], inputs["weights"], inputs["dy"])
 
+    return program(run)
+
+
+def program(run: Callable) -> Callable:
+    """Returns `run` as a program that XLA compiles without timing kernels of its own: it runs once or twice."""
     return jax.jit(run, compiler_options=ONCE if jax.default_backend() == "gpu" else None)
 
 

@@ -268,12 +268,36 @@ FIRST_ONLY = {
 }
 
 
+@pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("name", FIRST_ONLY)
-def test_other_second_derivatives_are_refused(name):
+def test_other_second_derivatives_are_refused(name, loop):
     """Breaks if a second derivative is silently 0 where values are rounded, or fails inside a loop or a kernel."""
-    first = jax.grad(lambda x: jnp.sum(FIRST_ONLY[name](x) ** 2))
+
+    def loss(x):
+        if not loop:
+            return jnp.sum(FIRST_ONLY[name](x) ** 2)
+        return jax.lax.scan(lambda total, _: (total + jnp.sum(FIRST_ONLY[name](x * total) ** 2), None), 1.0, None, 2)[0]
+
     with pytest.raises(moax.Unsupported, match=f"{name} has first derivatives and no second ones"):
-        jax.grad(lambda x: jnp.sum(first(x) ** 2))(jnp.asarray(X))
+        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(jnp.asarray(X))
+
+
+def test_second_derivatives_in_a_loop_on_a_mesh():
+    """Breaks if JAX's own error about `custom_partitioning` is all that a user reads."""
+
+    def loss(x):
+        return jax.lax.scan(lambda x, _: (moax.moe(x, PARAMS, CONFIG)[0], None), x, None, 2)[0].sum()
+
+    with jax.set_mesh(make_mesh("2x4")), pytest.raises(moax.Unsupported, match="first derivatives and no second ones"):
+        jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))).trace(jnp.zeros((16, 16)))
+
+
+def test_misspelt_keywords():
+    """Breaks if the message names the constructor of a class that the caller has not called."""
+    with pytest.raises(TypeError, match=r"moe\(\) got an unexpected keyword argument 'recpie'; did you mean 'recipe'"):
+        moax.moe(X, PARAMS, CONFIG, recpie="fp8_block")
+    with pytest.raises(TypeError, match=r"quantize_params\(\) .*'seed'; the fields of moax.Options are recipe, axes"):
+        moax.quantize_params(PARAMS, CONFIG, seed=1)
 
 
 def test_float64_is_refused():

@@ -13,7 +13,6 @@ Under `jax.set_mesh` a layer makes and holds shards. The metadata of its variabl
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -33,7 +32,7 @@ from moax.mesh.partition import Engine
 from moax.mesh.place import make_sharded
 from moax.ops.balance import update_router_bias
 from moax.ops.linear import dense
-from moax.options import OptionKeywords, Options
+from moax.options import OptionKeywords, Options, replace_options
 from moax.params import DIMS, MoEParams, params_by_name
 from moax.recipe import Recipe
 from moax.types import MoEStats, QuantizedParams
@@ -144,7 +143,7 @@ class MoE(nnx.Module):
           ValueError: an option has a value that it cannot have, the mesh axes of a dim do not divide its size, a
             logical name has no rule, or `initializers` does not fit.
         """
-        self.config, self.options = config, dataclasses.replace(options, **keywords)
+        self.config, self.options = config, replace_options("MoE", options, keywords)
         self.dtype, self.param_dtype = dtype, param_dtype
 
         axes = self.options.axes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from typing import TypedDict
 
@@ -74,6 +75,21 @@ class Options:
         object.__setattr__(self, "grad_reduce_dtype", get_grad_reduce(self.grad_reduce_dtype))
         if self.buffer_factor is not None:  # a number of NumPy becomes one of Python, so that equal options are equal
             object.__setattr__(self, "buffer_factor", float(self.buffer_factor))
+
+
+def replace_options(caller: str, options: Options, keywords: OptionKeywords) -> Options:
+    """Returns the options with these fields in the place of their own.
+
+    Raises:
+      TypeError: `Options` has no field of a keyword's name. The message names the caller.
+    """
+    fields = [field.name for field in dataclasses.fields(Options)]
+    for name in keywords:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; the fields of moax.Options are {', '.join(fields)}"
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
+    return dataclasses.replace(options, **keywords) if keywords else options
 
 
 def check_buffer_factor(buffer_factor: float | None) -> None:

@@ -21,8 +21,9 @@ from jax.extend import core
 from jaxtyping import Array, PyTree
 
 from moax.checks import is_int
+from moax.mesh.guards import refuse_derivative
 from moax.mesh.marks import GATHERED, TERM
-from moax.mesh.partition import differentiable, refuse_derivative
+from moax.mesh.partition import differentiable
 from moax.mesh.place import zeros_of
 from moax.stages import Stage, Traced, is_smooth, trace, variables
 
@@ -204,7 +205,7 @@ def _forward(plan: _Plan, _, fixed, carry, stack) -> tuple[list[Any], tuple]:
     """Returns the last carry with the stacked outputs, and what backward needs."""
 
     # The ops of the layer refuse a second derivative, but their refusals are not among the operations of a stage.
-    fixed, carry, stack = refuse_derivative("scan")((fixed, carry, stack))
+    fixed, carry, stack = refuse_derivative("scan", (fixed, carry, stack))
 
     def turn(state, i):
         carry, gathered = state

@@ -121,6 +121,21 @@ def test_layers(layer):
     jax.tree.map(np.testing.assert_array_equal, kept, plain)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "absent", "message"),
+    [
+        ("wi=fp8_block,wo=none", ("wi",), "quantized.wo too, since no recipe quantizes wo; pass both"),
+        ("fp8_block", ("wo",), "either both are None, and have no gradient, or neither is"),
+    ],
+)
+def test_one_weight_alone(recipe, absent, message):
+    """Breaks if the message asks for a weight that is there quantized, and does not say why."""
+    quantized = moax.quantize_params(PARAMS, CONFIG, recipe=recipe, dtype=jnp.float32)
+    params = dataclasses.replace(PARAMS, **dict.fromkeys(absent))
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: moax.moe(X, params, CONFIG, quantized=quantized, recipe=recipe))
+
+
 WRONG = {
     "no recipe": (dict(), dict(), "quantizes no weight"),
     "another recipe": (dict(recipe="fp8_block"), dict(recipe="mxfp8"), "quantized has recipe="),

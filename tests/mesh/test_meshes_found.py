@@ -67,10 +67,10 @@ def test_no_mesh_is_refused():
     mesh = make_mesh("2x4")
     at = named(mesh, (P(("fsdp", "ep")), moax.param_specs(CONFIG, mesh=mesh)))
     step = jax.jit(GRADIENTS, in_shardings=at, out_shardings=at)
-    with pytest.raises(ValueError, match=r"more than one device \(mesh axes {'fsdp': 2, 'ep': 4}\).*jax\.set_mesh"):
+    with pytest.raises(ValueError, match=r"this program is for 8 devices.*jax\.set_mesh"):
         step.lower(*shapes_of((X, PARAMS)))
     product = jax.jit(ops.grouped_matmul, in_shardings=(at[0], at[1].wi, None))
-    with pytest.raises(ValueError, match="grouped_matmul_gather: this program is for more than one device"):
+    with pytest.raises(ValueError, match="grouped_matmul_gather: this program is for 8 devices"):
         product.lower(*shapes_of((X, PARAMS.wi, np.full(8, 8, np.int32))))
     jax.jit(GRADIENTS).lower(*shapes_of((X, PARAMS)))
 

@@ -26,7 +26,7 @@ from moax.mesh.collectives import gather_weight, reduce_max, scatter_gradient, v
 from moax.mesh.partition import Contract, Partitioned, find_mesh_view
 from moax.mesh.specs import spec
 from moax.recipe import Format, Recipe
-from support import ENGINES, MESHES, make_mesh, make_params, put, random, some
+from support import ENGINES, MESHES, make_mesh, make_params, put, random, rel_norm, some
 from support.block import MESH, check, check_gradients, cotangent, loss_of
 from support.oracle.block import block as block_by_numpy
 
@@ -162,6 +162,39 @@ def test_some_of_the_axes_manual():
     message = "mesh axes ['fsdp'] are Manual (inside a shard_map) but ['ep'] are not; take all of them, or none"
     with pytest.raises(ValueError, match=re.escape(message)):
         view_of(mesh_with({}, **SIZES), manual=["fsdp"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "engine"),
+    some([("fp8_block", "auto"), (None, "auto"), (None, "shard_map"), ("fp8_block", "shard_map")], 2),
+)
+def test_inside_a_shard_map_over_another_axis(recipe, engine):
+    """Breaks if the result of one stage is taken for that of all, or a weight of all has the gradient of one stage."""
+    mesh = jax.make_mesh((2, 2, 2), ("stage", "fsdp", "ep"), (AxisType.Auto,) * 3)
+    config = moax.MoEConfig(32, 64, 4, 2, use_bias=True)
+    params, x = moax.init(jax.random.key(0), config), jnp.asarray(random(1, 2, 16, 32))
+    how = dict(recipe=recipe, engine=engine)
+
+    def stage(params, x):
+        return moax.moe(x[0], params, config, **how)[0][None]
+
+    def mapped(out):
+        return jax.shard_map(stage, mesh=mesh, in_specs=(P(), P("stage")), out_specs=out, axis_names={"stage"})
+
+    def loss(params, x):
+        return jnp.sum(mapped(P("stage"))(params, x) ** 2)
+
+    def want(params, x):
+        return sum(jnp.sum(moax.moe(part, params, config, recipe=recipe)[0] ** 2) for part in x)
+
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match="require replication"):
+            jax.eval_shape(mapped(P()), params, x)
+        got = jax.device_get(jax.jit(jax.grad(loss, (0, 1)))(params, x))
+    limit = 5e-6 if recipe is None else 0.1  # a stage quantizes rows of its own
+    jax.tree.map(
+        lambda g, w: rel_norm(g, w) < limit or pytest.fail(f"{rel_norm(g, w)}"), got, jax.grad(want, (0, 1))(params, x)
+    )
 
 
 def test_axes_of_one_device_do_not_count_as_left_out():

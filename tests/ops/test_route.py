@@ -284,6 +284,16 @@ def test_one_expert_is_not_divided_by_itself():
     assert rel_error(r.weights[:, 0], jax.nn.softmax(logits).max(1)) < 1e-6
 
 
+def test_the_only_weight_has_no_gradient():
+    """Breaks if a weight that is the scale whatever the logits are gives the router rounding errors for a gradient, of
+    which Adam makes full steps."""
+    logits, d = jnp.asarray(random(13, TOKENS_, EXPERTS)), jnp.asarray(random(14, TOKENS_, 1))
+    for score in ("softmax", "sigmoid"):
+        config = RouterConfig(score=score, order="topk_then_score", scale=2.5)
+        found = jax.grad(lambda v, config=config: jnp.vdot(d, moax.route(v, config, 1).weights))(logits)
+        assert np.any(found) == (score == "sigmoid")
+
+
 def test_every_expert():
     """K = E: each token takes all of them, its weights sum to the scale."""
     r = moax.route(jnp.asarray(random(14, 8, 4)), RouterConfig(scale=3.0), 4)

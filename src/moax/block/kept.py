@@ -25,7 +25,7 @@ from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Roles
 from moax.mesh.partition import Contract, Partitioned, find_mesh_view
 from moax.mesh.specs import Spec
-from moax.options import OptionKeywords, Options
+from moax.options import OptionKeywords, Options, replace_options
 from moax.params import MoEParams, check_leaves, check_params
 from moax.recipe import Contracted, Recipes, get_recipes
 from moax.sharding import expert_specs, lay_out, shard_specs
@@ -75,7 +75,7 @@ def quantize_params(
     check_kind("config", config, MoEConfig)
     check_kind("options", options, Options)
     check_leaves(params)
-    options = dataclasses.replace(options, **keywords) if keywords else options
+    options = replace_options("quantize_params", options, keywords)
     recipe = get_recipes(options.recipe)
     if all(own.w is None for own in recipe.both):
         raise ValueError(f"recipe={options.recipe!r} quantizes no weight; its field w must be a Format")

@@ -29,7 +29,7 @@ from moax.ops.activation import activate
 from moax.ops.exchange import TRANSPORTS, select_transport, wire_bytes
 from moax.ops.linear import dense
 from moax.ops.logits import router_logits
-from moax.options import OptionKeywords, Options
+from moax.options import OptionKeywords, Options, replace_options
 from moax.params import MoEParams, check_leaves, check_params
 from moax.recipe import get_recipes
 from moax.sharding import expert_specs, lay_out, shard_specs
@@ -88,7 +88,7 @@ def moe(
     """
     check_kind("config", config, MoEConfig)
     check_kind("options", options, Options)
-    options = dataclasses.replace(options, **keywords) if keywords else options
+    options = replace_options("moe", options, keywords)
     check_tokens(x, config)
     check_leaves(params)
     if router_input is not None and (
@@ -170,9 +170,20 @@ def _moe(
 
 def _fill(params: MoEParams[Array], quantized, dtype) -> tuple[MoEParams[Array], bool]:
     """Returns the parameters, and whether wi and wo are kept quantized alone; they are then zeros, never read."""
-    wi, wo = (quantized.wi, quantized.wo) if isinstance(quantized, QuantizedParams) else (None, None)
-    if params.wi is not None or params.wo is not None or wi is None or wo is None:
+    if not isinstance(quantized, QuantizedParams) or (params.wi is not None and params.wo is not None):
         return params, False
+    wi, wo = quantized.wi, quantized.wo
+    if wi is None or wo is None:
+        name = "wi" if wi is None else "wo"
+        raise ValueError(
+            f"one of params.wi and params.wo is None, and quantized.{name} too, since no recipe quantizes {name}; "
+            "pass both parameters"
+        )
+    if params.wi is not None or params.wo is not None:
+        raise ValueError(
+            "one of params.wi and params.wo is None; with quantized= either both are None, and have no gradient, or "
+            "neither is"
+        )
     zeros = (jnp.zeros(of[1].data.shape, dtype) for of in (wi, wo))  # of columns, never turned
     return dataclasses.replace(params, **dict(zip(("wi", "wo"), zeros, strict=True))), True
 

@@ -23,6 +23,7 @@ from moax.backend import log_once
 from moax.mesh.axes import Names, as_names
 from moax.mesh.cache_key import name_by_content
 from moax.mesh.export import refuse_export
+from moax.mesh.guards import refuse_derivative
 from moax.mesh.place import constrain
 from moax.mesh.specs import Spec, pad, spec
 
@@ -34,7 +35,12 @@ def bind(call: AutoCall) -> Callable:
     """Returns the function of global operands that makes the call. Equal calls have the same function."""
     partitioned = custom_partitioning(call.compute)
     partitioned.def_partition(call.partition, sharding_rule=call.make_rule)
-    function = custom_vmap(lambda *operands: call.place(operands, partitioned(*operands)))
+    name = call.op.__name__
+
+    @custom_vmap
+    def function(*operands):
+        return call.place(operands, partitioned(*refuse_derivative(name, operands)))
+
     function.def_vmap(call.batch)
     # `custom_partitioning` has no derivatives, so those of the call run by `shard_map`, as they do on Explicit axes.
     with_derivatives = jax.custom_jvp(function)

@@ -24,7 +24,7 @@ from moax.errors import Unsupported
 from moax.mesh.auto_call import AutoCall, bind
 from moax.mesh.axes import Axes, Names, Roles
 from moax.mesh.collectives import reduce_max, vary_like, varying
-from moax.mesh.one_device import refuse_many_devices
+from moax.mesh.guards import refuse_derivative, refuse_many_devices
 from moax.mesh.specs import Spec, check_divides, find_roles, is_explicit, mesh_of
 
 Engine = Literal["auto", "custom_partitioning", "shard_map"]
@@ -85,7 +85,7 @@ class MeshView(NamedTuple):
 
         The transpose of this change of type sums a gradient over the axes that the type of its array did not have.
         """
-        return jax.tree.map(lambda x: vary_like(x, tree), tree) if self.manual else tree
+        return jax.tree.map(lambda x: vary_like(x, tree), tree)
 
 
 def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree[Array]) -> MeshView:
@@ -217,7 +217,7 @@ class Partitioned:
 
         mapped = jax.shard_map(
             body, mesh=view.mesh, in_specs=tuple(specs), out_specs=tuple(contract.results), axis_names=view.axes,
-            check_vma=False,
+            check_vma=any(map(varying, leaves)),
         )  # fmt: skip
         return mapped(*leaves)
 
@@ -245,22 +245,13 @@ def differentiable(
     if once is None:
         op.defvjp(forward, backward)
         return op
-    refuse = refuse_derivative(once)
 
+    # The operands are what refuses: a derivative of a result would first differentiate the op.
     def forward_once(view, static, *operands):
-        results, saved = forward(view, static, *operands)
-        return refuse(results), saved
+        return forward(view, static, *refuse_derivative(once, operands))
 
-    op.defvjp(forward_once, lambda *args: refuse(backward(*args)))
+    def backward_once(view, static, saved, cotangents):
+        return backward(view, static, *refuse_derivative(once, (saved, cotangents)))
+
+    op.defvjp(forward_once, backward_once)
     return op
-
-
-def refuse_derivative(name: str) -> Callable:
-    """Returns the identity of a tree, whose derivative raises Unsupported in the name of an op."""
-    same = jax.custom_jvp(lambda tree: tree)
-
-    def rule(primals, tangents):
-        raise Unsupported(f"moax: {name} has first derivatives and no second ones; moax.route and the losses have both")
-
-    same.defjvp(rule)
-    return same

@@ -93,6 +93,8 @@ def weigh_backward(
 ) -> Float[Array, "T E"]:
     """Returns the gradient of the logits from the weights and their gradient."""
     num_experts, top_k = logits.shape[1], experts.shape[1]
+    if top_k == 1 and _sums_to_one(config, top_k):  # the weight is the scale, whatever the logits are
+        return jnp.zeros_like(logits)
     d_weights = jnp.where(experts < num_experts, d_weights, 0.0)
     if _scores_all(config, top_k):
         return jax.vjp(lambda x: _take(score(x, config), experts), logits)[1](d_weights * config.scale)[0]

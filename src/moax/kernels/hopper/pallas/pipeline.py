@@ -99,7 +99,8 @@ def store_swizzle_of(*rows: int) -> int:
     """
     swizzles = [n for n in (128, 64, 32) if all(size % n == 0 and size > n for size in rows)]
     if not swizzles:
-        raise Unsupported(f"rows of the result have {', '.join(map(str, rows))} bytes; each must be a multiple of 32 above 32")
+        sizes = ", ".join(map(str, rows))
+        raise Unsupported(f"rows of the result have {sizes} bytes; each must be a multiple of 32, and more than 32")
     return swizzles[0]
 
 

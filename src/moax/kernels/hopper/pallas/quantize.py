@@ -25,6 +25,7 @@ from moax.errors import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.compat import store
+from moax.mesh.collectives import varying
 
 TINY = 2.0**-126  # the smallest normal float32
 
@@ -64,8 +65,10 @@ def quantize_rows(
       Unsupported: the kernel does not take the shape or the dtype of x, or the dtype.
     """
     check_source("x", x, 1, dtype)
-    width, x = x.shape[1], _pad(x, 1)
+    width, x, alike = x.shape[1], _pad(x, 1), not varying(x)
     size = x.shape[0] if source is None else source.shape[0]
+    if source is not None and x.shape[0] == 1:  # Mosaic drops a dim of one row, and a row past its end would be row 0
+        x = jnp.pad(x, ((0, 1), (0, 0)))
     if size % BLOCK:
         raise Unsupported(f"x has {size} rows; the kernel takes multiples of {BLOCK}")
     padded = align_up(width, BLOCK)
@@ -86,7 +89,7 @@ def quantize_rows(
             if source is None:
                 load_tiles([(x.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
             else:
-                gather_tile(x, source, i * BLOCK, j * BLOCK, tile, loaded)
+                gather_tile(x, source, i * BLOCK, j * BLOCK, tile, loaded, alike)
             if counts is not None and source is None:
                 zero_tail([tile], counts[block], (0, 1), met)
             one = None if given is None else given[0 if given.shape[0] == 1 else i]
@@ -228,11 +231,11 @@ def load_tiles(copies, loaded) -> None:
     plgpu.barrier_wait(loaded)
 
 
-def gather_tile(x, source, first, column, tile, loaded) -> None:
+def gather_tile(x, source, first, column, tile, loaded, alike: bool) -> None:
     """Copies the 128 rows x[source[first]], x[source[first + 1]], ... to the tile and waits; a row past x's end is 0.
 
     A warpgroup issues the instructions of a copy in all of its four warps, so each warp copies a fourth of the rows.
-    JAX admits no map over warps where a user's `shard_map` types x as varying.
+    JAX admits no map over warps where a user's `shard_map` types x as varying; `alike` says that none does.
     """
 
     def copy(warp):
@@ -241,7 +244,6 @@ def gather_tile(x, source, first, column, tile, loaded) -> None:
             row = tile.at[pl.ds(warp * (BLOCK // 4) + k, 1)]
             plgpu.copy_gmem_to_smem(x.at[pl.ds(n, 1), pl.ds(column, BLOCK)], row, loaded)
 
-    alike = jax.typeof(x).manual_axis_type.empty
     plgpu.warp_map(copy) if alike else lax.fori_loop(0, 4, lambda warp, _: copy(warp), None)
     plgpu.barrier_wait(loaded)
 

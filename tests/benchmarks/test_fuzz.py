@@ -1,0 +1,43 @@
+"""`python -m benchmarks.fuzz`: its cases are those of their seeds, and it says which results are wrong.
+
+Covers: the draw of cases; the comparison, with XLA in the place of the kernels, right and planted wrong.
+"""
+
+import pytest
+
+from benchmarks import fuzz
+
+SEEDS = range(300)
+
+
+def test_cases_are_of_every_kind():
+    """Breaks if a seed names another case in another process, or a kind of block is never drawn."""
+    cases = [fuzz.draw(seed) for seed in SEEDS]
+    assert cases == [fuzz.draw(seed) for seed in SEEDS]
+    for name, kinds in (("recipe", 4), ("way", 3), ("given", 3), ("buffer_factor", 6), ("quantized", 2), ("remat", 2)):
+        assert len({getattr(case, name) for case in cases}) == kinds, name
+    configs = [case.config for case in cases]
+    assert len({c.activation for c in configs}) == len((*fuzz.GATED, *fuzz.UNGATED))
+    assert {c.weights_at for c in configs} == {"output", "hidden", "input"}
+    widths = {width for c in configs for width in (c.d_model, c.d_ff)}
+    assert widths >= {32 * n for n in range(1, 17)} and max(widths) == 4096
+    assert max(c.num_experts for c in configs) > 200 and max(case.tokens for case in cases) > 3000
+
+
+@pytest.mark.loose
+@pytest.mark.parametrize("seed", [9, 4])
+def test_a_wrong_gradient_is_seen(seed, monkeypatch):
+    """Breaks if a gradient of zeros passes, or a right one does not: seed 9 is in bf16, and seed 4 is a vmap in FP8."""
+    case = fuzz.draw(seed, tiny=True)
+    right, errors = fuzz.check(case, "xla")
+    assert right, errors
+
+    by_moax = fuzz.by_moax
+
+    def without_gradient(case, kernels):
+        run = by_moax(case, kernels)
+        return lambda inputs: (found := run(inputs)) | dict(wi=0 * found["wi"])
+
+    monkeypatch.setattr(fuzz, "by_moax", without_gradient)
+    wrong, errors = fuzz.check(case, "xla")
+    assert not wrong and errors["wi"][0] == 1.0
