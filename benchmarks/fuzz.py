@@ -79,8 +79,10 @@ class Case:
 
     def __str__(self) -> str:
         c = self.config
-        words = [f"{self.recipe or 'bf16'} T{self.tokens} H{c.d_model} F{c.d_ff} E{c.num_experts} K{c.top_k}"]
-        words += [c.activation, f"weights_at={c.weights_at}", f"{c.router.score}/{c.router.order}", self.way]
+        words: list[str] = [
+            f"{self.recipe or 'bf16'} T{self.tokens} H{c.d_model} F{c.d_ff} E{c.num_experts} K{c.top_k}"
+        ]
+        words += [str(c.activation), f"weights_at={c.weights_at}", f"{c.router.score}/{c.router.order}", self.way]
         words += [f"buffer={self.buffer_factor}"] * (self.buffer_factor != 1.25)
         words += [f"given={self.given}/{self.skew:.1f}"] * (self.given is not None)
         flags = dict(bias=c.use_bias, mask=self.masked, quantized=self.quantized, remat=self.remat)
@@ -110,9 +112,10 @@ def draw(seed: int, tiny: bool = False) -> Case:
         tokens, experts = 1 + tokens % 96, 1 + experts % 16
     top_k = int(rng.integers(1, min(8, experts) + 1))
     activation = str(rng.choice(GATED if chance(0.6) else UNGATED))
-    weights_at = str(rng.choice(["output", "hidden", "input"], p=[0.5, 0.25, 0.25]))
+    weights_at: Any = str(rng.choice(["output", "hidden", "input"], p=[0.5, 0.25, 0.25]))
+    score: Any = str(rng.choice(["softmax", "sigmoid", "sqrt_softplus"]))
     router = moax.RouterConfig(
-        score=str(rng.choice(["softmax", "sigmoid", "sqrt_softplus"])),
+        score=score,
         order="topk_then_score" if top_k > 1 and chance(0.3) else "score_then_topk",
     )
     use_bias = chance(0.3) and weights_at != "input"
