@@ -9,7 +9,7 @@ VENV := .venv
 SASS_VENV := .venv-sass
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-EXTRAS := dev,flax,train,docs
+EXTRAS := dev,flax,docs
 WORKERS ?= 2
 HF_VENV := .venv-hf
 FRAMEWORKS := sources maxtext tunix levanter
@@ -23,23 +23,29 @@ OLDEST_VENV := .venv-oldest
 NEWEST_VENV := .venv-newest
 VERSION_TESTS := -m "not more and not gpu" tests/block/test_compiled.py tests/block/test_nnx.py tests/block/test_linen.py \
   tests/mesh/test_meshes_found.py tests/tools/test_cache_key.py tests/tools/test_export.py
-# `make test-versions` runs this file whole, so `make test-more` leaves it out.
+# JAX's next implementations of checkpoint and of custom derivatives; `make test-next` runs the block and scans by them.
+NEXT := JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1
+NEXT_TESTS := tests/block/test_moe_behaviour.py tests/block/test_scan.py tests/block/test_kept.py
+# A line for each test as it ends.
+ON_GPU = MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest \
+  -p no:benchmark -v -n $(GPU_WORKERS) --dist worksteal
+# `make test-versions` runs this file whole on the newest jax, so `make test-more` leaves it out.
 LOWERING := tests/kernels/test_kernels_lowering.py
 
-.PHONY: help demo docs test lint format test-more test-versions test-gpu check-sass check-launches check-memory check-overlap hf-parity framework-parity constraints clean
+.PHONY: help demo docs test lint format test-more test-versions test-next test-gpu test-gpu-more check-sass check-launches check-memory check-overlap hf-parity framework-parity constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 demo: $(INSTALLED) ## train a tiny MoE language model with FP8 weights on 8 emulated CPU devices (under 4 minutes)
 	@rm -rf runs/demo
-	$(BIN)/moax train --preset tiny --mesh fsdp=2,ep=4 --recipe fp8_block --name demo --cpu-devices 8
+	$(BIN)/python -m lm train --preset tiny --mesh fsdp=2,ep=4 --recipe fp8_block --name demo --cpu-devices 8
 
 docs: $(INSTALLED) ## build the documentation into docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-test: lint ## lint, then run the short suite (10 to 12 minutes on two cores); it ends with a table of what it covered
+test: lint ## lint, then run the short suite (8 minutes on two cores); it ends with a table of what it covered
 	$(BIN)/pytest -n $(WORKERS) -m "not more and not gpu"
 
 lint: $(INSTALLED) ## check the code with ruff, its format, and its types with pyrefly
@@ -57,10 +63,13 @@ test-more: $(INSTALLED) ## run the tests that `make test` leaves out, and plant 
 	$(MAKE) test-versions
 
 test-versions: $(OLDEST_VENV)/.installed $(NEWEST_VENV)/.installed ## run some tests on the oldest and on the newest jax that moax admits (six minutes on two cores)
-	PYTHONPATH=src $(OLDEST_VENV)/bin/pytest -n $(WORKERS) $(VERSION_TESTS)
-	PYTHONPATH=src $(OLDEST_VENV)/bin/pytest -n $(WORKERS) -m "not gpu" $(LOWERING)
+	PYTHONPATH=src $(OLDEST_VENV)/bin/pytest -n $(WORKERS) $(VERSION_TESTS) $(LOWERING)
 	PYTHONPATH=src $(NEWEST_VENV)/bin/pytest -n $(WORKERS) $(VERSION_TESTS)
 	PYTHONPATH=src $(NEWEST_VENV)/bin/pytest -n $(WORKERS) -m "not gpu" $(LOWERING)
+	$(MAKE) test-next
+
+test-next: $(NEWEST_VENV)/.installed ## run the block, checkpoint and scans by JAX's next autodiff, on the newest jax
+	$(NEXT) PYTHONPATH=src $(NEWEST_VENV)/bin/pytest -n $(WORKERS) -m "not more and not gpu" $(NEXT_TESTS)
 
 $(OLDEST_VENV)/.installed: JAX = $(OLDEST_JAX)
 $(NEWEST_VENV)/.installed: JAX = $(NEWEST_JAX)
@@ -127,8 +136,11 @@ framework-parity: $(FRAMEWORKS:%=.venv-%/.installed) ## compare examples/*_adapt
 	@scripts/venv.sh .venv-levanter marin-levanter==0.2.227.dev40316220070 jax==0.11.2
 	@touch $@
 
-test-gpu: ## run the tests of the kernels on Hopper GPUs; GPU_PYTHON needs jax with CUDA
-	MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) --dist worksteal -m gpu
+test-gpu: ## run every kernel and the block on Hopper GPUs (8 minutes on one H200); GPU_PYTHON needs jax with CUDA
+	$(ON_GPU) -m "gpu and not more"
+
+test-gpu-more: ## run the GPU tests that `make test-gpu` leaves out
+	$(ON_GPU) -m "gpu and more"
 
 constraints: ## update constraints.txt to the newest versions that pyproject.toml admits
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
@@ -139,7 +151,7 @@ constraints: ## update constraints.txt to the newest versions that pyproject.tom
 
 clean: ## remove .venv, caches and builds, but keep runs/
 	rm -rf $(VENV) $(SASS_VENV) $(HF_VENV) $(OLDEST_VENV) $(NEWEST_VENV) $(FRAMEWORKS:%=.venv-%) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist docs/_build
-	find src benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src lm benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@scripts/venv.sh $(VENV) --constraint constraints.txt --editable '.[$(EXTRAS)]'

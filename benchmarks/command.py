@@ -11,34 +11,30 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import limits, peers, report, tokens
-from benchmarks.block import block, errors, imbalance, mesh_block, recipes, train
-from benchmarks.kernels import fused, gathered, gemm, permute, quantize
-from benchmarks.peers import ragged_peer
+from benchmarks import cases, limits, peers, report, tokens
+from benchmarks.block import block, errors, imbalance, mesh_block, train
+from benchmarks.kernels import gemm
 from benchmarks.report import Row
+from benchmarks.timing import Repeats
 from benchmarks.wires import exchange, gather, scatter, wire
 from moax import backend, program
-from moax.arguments import factor, mesh_of
 from moax.errors import Unsupported
+from moax.exchange import EXCHANGES
 from moax.kernels import IMPLEMENTATIONS
 from moax.mesh.axes import ROLES
-from moax.ops.exchange import EXCHANGES
+from moax.program import factor, mesh_of
 from moax.text import plural
-from moax.tune import cases
-from moax.tune.timing import Repeats
 
 NAME = "python -m benchmarks"
 DESCRIPTION = """\
 Measures the parts of moax on the devices of this machine. A row has the time, the physical limit (measured in the same
 run), the error against float64, and the times of peers.
 
-gemm       grouped products, beside ragged_dot, Pallas kernels, tokamax and PyTorch
-quantize   quantization, beside plain jnp
-permute    permutation, beside plain jnp
+gemm       grouped matmuls, beside ragged_dot, Pallas kernels and PyTorch
 block      the whole block, beside SonicMoE's; with --mesh beside layers of JAX alone and of PyTorch
 train      a step of a language model on a mesh, beside the same layers of JAX
-imbalance  the block on a mesh by the load of its busiest rank: time, passes, memory
-exchange   the exchange between devices, beside NCCL and ragged_all_to_all
+imbalance  the block on a mesh by the load of its busiest rank: time, overflow rounds, memory
+exchange   the exchange between devices, beside NCCL
 gather     the gather of weights, each recipe beside bf16
 scatter    the sum of weight gradients, each grad_reduce_dtype beside the ring in bf16
 wire       the bytes of a block's weights on the wire, without time; it must be alone. It compiles blocks for 8
@@ -47,17 +43,9 @@ wire       the bytes of a block's weights on the wire, without time; it must be 
 The output lists what cannot run on this machine, with the reason. Progress goes to stderr. On a CPU, --cases tiny runs,
 and cases that --only names.
 """
-WHAT = ("gemm", "quantize", "permute", "block", "train", "imbalance", "exchange", "gather", "scatter")
-PRODUCTS, MEMORY = ("bf16", "fp8"), ("memory",)
-NEEDED = {
-    "gemm": PRODUCTS + MEMORY, "quantize": MEMORY, "permute": MEMORY, "block": PRODUCTS, "train": PRODUCTS,
-}  # fmt: skip
-OTHERS: dict[str, tuple] = {
-    "quantize": (quantize.PERF + fused.PERF, quantize.TINY + fused.TINY),
-    "permute": (permute.PERF, permute.TINY),
-    "exchange": (tokens.PERF, tokens.TINY),
-    "train": (train.PERF, train.TINY),
-}
+WHAT = ("gemm", "block", "train", "imbalance", "exchange", "gather", "scatter")
+NEEDED = {"gemm": ("bf16", "fp8", "memory"), "block": ("bf16", "fp8"), "train": ("bf16", "fp8")}
+OTHERS: dict[str, tuple] = {"exchange": (tokens.PERF, tokens.TINY), "train": (train.PERF, train.TINY)}
 IMBALANCE_RECIPE = "fp8_block"
 # {option: the benchmarks that read it}, for options that most benchmarks do not read
 MEANT_FOR = {
@@ -67,25 +55,17 @@ MEANT_FOR = {
     "recipe": ("block", "train", "imbalance"),
     "errors": ("block",),
     "devices": ("exchange",),
-    "sms": ("exchange",),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One benchmark of a run.
-
-    Attributes:
-      what: one of `WHAT`.
-      cases: its cases.
-      peers: the names of its peers.
-      apart: the results that other processes have measured already; None where there are none.
-    """
+    """One benchmark of a run: one of `WHAT`, its cases and its peers, and the rows of PyTorch, measured before."""
 
     what: str
     cases: list
     peers: tuple[str, ...]
-    apart: Any = None
+    torch: tuple[Row, ...] = ()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,39 +83,33 @@ def parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    # fmt: off
     add = command_line.add_argument
     add("what", nargs="+", choices=(*WHAT, "wire"), metavar="WHAT", help=f"what to measure, one or several: "
-        f"{', '.join(WHAT)}; or wire alone")  # fmt: skip
+        f"{', '.join(WHAT)}; or wire alone")
     add("--mesh", type=mesh_of, metavar="AXES", help="block, train, imbalance: run on a mesh of these axis "
-        f"sizes, as fsdp=2,ep=2; axes: {', '.join(ROLES)}; without a GPU the devices are emulated")  # fmt: skip
+        f"sizes, as fsdp=2,ep=2; axes: {', '.join(ROLES)}; without a GPU the devices are emulated")
     add("--cases", default="perf", metavar="SETS", help=f"sets of cases, with commas: {', '.join(cases.NAMES)}; only "
-        "gemm has more than perf and tiny (default: %(default)s)")  # fmt: skip
+        "gemm has more than perf and tiny (default: %(default)s)")
     add("--only", action="append", metavar="WORD", help="measure only cases whose name contains WORD; repeatable")
     add("--peers", default="all", metavar="NAMES", help="all, none, or names with commas; gemm: "
         f"{', '.join(peers.NAMES)}; block: {', '.join(block.PEERS)}, and with --mesh {', '.join(mesh_block.PEERS)}; "
-        f"train: {', '.join(train.PEERS)}; the others know all and none (default: %(default)s)")  # fmt: skip
-    add("--directions", default=",".join(cases.DIRECTIONS), metavar="NAMES", help="gemm: directions, with commas "
-        "(default: %(default)s)")  # fmt: skip
-    add("--recipe", action="append", choices=recipes.NAMES, metavar="NAME", help="block, train, imbalance: a recipe; "
-        f"repeatable; {', '.join(recipes.NAMES)} (default: {' and '.join(recipes.PLAIN)}, and on one GPU "
-        f"{recipes.ONE_DEVICE[-1]}; imbalance: {IMBALANCE_RECIPE})")  # fmt: skip
+        f"train: {', '.join(train.PEERS)}; the others know all and none (default: %(default)s)")
+    add("--recipe", action="append", choices=block.RECIPES, metavar="NAME", help="block, train, imbalance: a recipe; "
+        f"repeatable; {', '.join(block.RECIPES)} (default: {' and '.join(block.PLAIN)}, and on one GPU {block.KEPT}; "
+        f"imbalance: {IMBALANCE_RECIPE})")
     add("--errors", action="store_true", help="block: the errors of y and of each gradient against float32 too, of "
-        f"{errors.TOKENS} tokens")  # fmt: skip
+        f"{errors.TOKENS} tokens")
     add("--tokens", type=int, action="append", metavar="T", help="block, imbalance: tokens of a device; repeatable "
-        "(default: 8192 and 16384; imbalance: 8192)")  # fmt: skip
-    add(
-        "--kernels",
-        choices=("auto", *IMPLEMENTATIONS),
-        default="auto",
-        help="block, imbalance: the implementation of the kernels (default: %(default)s)",
-    )
+        "(default: 8192 and 16384; imbalance: 8192)")
+    add("--kernels", choices=("auto", *IMPLEMENTATIONS), default="auto", help="block, imbalance: the implementation "
+        "of the kernels (default: %(default)s)")
     add("--exchange", choices=EXCHANGES, default="auto", help="block --mesh, train, imbalance: how tokens reach "
-        "the ranks of their experts (default: %(default)s)")  # fmt: skip
+        "the ranks of their experts (default: %(default)s)")
     add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
-    add("--sms", metavar="NUMBERS", help="exchange: numbers of multiprocessors for moax's kernel, with commas; each "
-        "number gives a row (default: the kernel's own choice)")  # fmt: skip
     add("--buffer-factor", type=factor, default=1.25, metavar="X", help="block, train, imbalance: the argument of "
-        "moax.moe; none: the worst case (default: %(default)s)")  # fmt: skip
+        "moax.moe; none: the worst case (default: %(default)s)")
+    # fmt: on
     add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
     add("--out", metavar="FILE", help="write the rows as JSON")
     add("--json", action="store_true", help="print the rows as JSON instead of the table")
@@ -145,17 +119,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Runs the benchmarks that `args` name, and prints their rows. Returns 0.
-
-    Args:
-      args: the parsed options.
-      argv: the options as the user typed them, which the result file repeats.
-
-    Raises:
-      ValueError: an option has no such value.
-      Unsupported: the cases are too large for this machine; see `check_fits`.
-      ModuleNotFoundError: the package rich, of the extra `train`, is missing.
-    """
+    """Runs the benchmarks that `args` name, and prints their rows. Returns 0."""
     if args.what == ["wire"]:
         return wire.run(args.out, args.sha, as_json=args.json)
     if "wire" in args.what:
@@ -165,12 +129,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     # Peers and blocks have processes of their own, so that JAX must leave them memory of the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     repeats = Repeats.quick() if args.quick else Repeats()
-    directions = _directions(args.directions)
-    chosen = select(args)
-    names = ", ".join(part.what for part in chosen)
+    parts = select(args)
+    names = ", ".join(part.what for part in parts)
     check_fits(args, names)
     _say(f"{names}: first come the peers in processes of their own, then the limits; this can take minutes")
-    parts = [_apart(args, part, repeats) for part in chosen]
+    parts = [dataclasses.replace(part, torch=_torch_rows(part, repeats)) for part in parts]
     needed = tuple(dict.fromkeys(name for part in parts for name in NEEDED.get(part.what, ())))
     _say(f"{names} on {backend.device_kind()}: measuring the limits of this machine: {', '.join(needed) or 'none'}")
     found = limits.measure(needed, repeats)
@@ -178,7 +141,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     head = report.header([*NAME.split(), *argv], args.sha, found)
     for part in parts:
         _say(f"{part.what}: {plural(len(part.cases), 'case')}; the first row comes when its program has compiled")
-        for row in _rows(args, part, directions, repeats, found):
+        for row in _rows(args, part, repeats, found):
             rows.append(row)
             _progress(row)
             if args.out:  # Each row is saved at once, so that a stopped run keeps its rows.
@@ -191,19 +154,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def select(args: argparse.Namespace) -> list[Part]:
-    """Returns the benchmarks of the run, each with the cases and peers that the options name.
-
-    Raises:
-      ValueError: no benchmark of the run reads an option, or the options leave no case.
-    """
+    """Returns the benchmarks of the run, each with the cases and peers that the options name."""
     asked = list(dict.fromkeys(args.what))
     plain = vars(parser().parse_args(asked[:1]))
     for option, takes in MEANT_FOR.items():
         if getattr(args, option) != plain[option] and not set(asked) & set(takes):
             raise ValueError(f"--{option} with {', '.join(asked)}: it is for {' and '.join(takes)} alone")
-    alone = [name for name in args.recipe or () if name not in recipes.ON_MESHES]
-    if args.mesh and (alone or args.errors):
-        raise ValueError(f"{'--errors' if args.errors else f'--recipe {alone[0]}'} with --mesh: it is for one device")
+    if args.mesh and (args.errors or block.KEPT in (args.recipe or ())):
+        raise ValueError(f"{'--errors' if args.errors else f'--recipe {block.KEPT}'} with --mesh: it is for one device")
     for what in asked:
         if what in ("train", "imbalance") and not args.mesh:
             raise ValueError(f"{what} without --mesh: name the axes of its devices, as fsdp=1,ep=2")
@@ -232,7 +190,6 @@ def check_fits(args: argparse.Namespace, names: str) -> None:
 
 
 def _cases(args: argparse.Namespace, what: str) -> list:
-    """Returns the cases of the benchmark `what`."""
     if what == "gemm":
         return cases.select(args.cases, args.only)
     perf, tiny = OTHERS.get(what, (mesh_block.PERF if args.mesh else block.PERF, block.TINY))
@@ -242,7 +199,6 @@ def _cases(args: argparse.Namespace, what: str) -> list:
 
 
 def _possible_peers(what: str, mesh) -> tuple[str, ...]:
-    """Returns the names of the peers of the benchmark `what`."""
     if what == "train":
         return train.PEERS
     if what == "block":
@@ -250,71 +206,37 @@ def _possible_peers(what: str, mesh) -> tuple[str, ...]:
     return peers.NAMES
 
 
-def _apart(args: argparse.Namespace, part: Part, repeats: Repeats) -> Part:
-    """Returns `part` with the results of peers in other processes, which run before this one takes GPU memory."""
-    if part.what == "gemm":
-        return dataclasses.replace(part, apart=gemm.torch_rows(part.cases, part.peers, repeats))
-    if part.what == "exchange":
-        sms = exchange.parse_sms(args.sms)
-        ragged = ragged_peer.answers(part.cases, args.devices, repeats) if part.peers else {}
-        return dataclasses.replace(part, apart=exchange.How(args.devices, sms, bool(part.peers), ragged))
-    return part
+def _torch_rows(part: Part, repeats: Repeats) -> tuple[Row, ...]:
+    """Returns the rows of PyTorch's grouped matmuls, measured before this process takes memory of the GPU."""
+    return tuple(gemm.torch_rows(part.cases, part.peers, repeats)) if part.what == "gemm" else ()
 
 
-def _rows(
-    args: argparse.Namespace, part: Part, directions: tuple, repeats: Repeats, found: dict[str, Any]
-) -> Iterator[Row]:
+def _rows(args: argparse.Namespace, part: Part, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
     """Yields the rows of one benchmark; `found` are the limits."""
-    what, chosen, common = part.what, part.cases, (bool(part.peers), repeats, found)
+    what, chosen = part.what, part.cases
     if what == "gemm":
-        how = dict(quick=args.quick, directions=directions)
-        return gemm.rows(chosen, part.peers, repeats, found, part.apart, **how)
-    if what in ("block", "train", "imbalance"):
-        return _block_rows(args, part, dataclasses.replace(repeats, warmups=min(3, repeats.warmups)), found)
+        return gemm.rows(chosen, part.peers, repeats, found, part.torch, quick=args.quick)
+    if what == "exchange":
+        return exchange.rows(chosen, args.devices, bool(part.peers), repeats)
     if what in ("gather", "scatter"):
         return (gather if what == "gather" else scatter).rows(chosen, repeats)
-    if what == "permute":
-        return itertools.chain(permute.rows(chosen, *common), gathered.rows(chosen, *common))
-    if what == "exchange":
-        return exchange.rows(chosen, part.apart, repeats)
-    plain = [case for case in chosen if isinstance(case, quantize.Source)]
-    hidden = [case for case in chosen if isinstance(case, fused.Hidden)]
-    return itertools.chain(quantize.rows(plain, *common), fused.rows(hidden, *common))
-
-
-def _block_rows(args: argparse.Namespace, part: Part, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
-    """Yields the rows of `block`, `train` or `imbalance`."""
-    chosen = tuple(dict.fromkeys(args.recipe or (recipes.PLAIN if args.mesh else recipes.ONE_DEVICE)))
+    repeats = dataclasses.replace(repeats, warmups=min(3, repeats.warmups))
+    recipes = tuple(dict.fromkeys(args.recipe or (block.PLAIN if args.mesh else (*block.PLAIN, block.KEPT))))
     sizes = tuple(args.tokens) if args.tokens else None
+    how: dict[str, Any] = dict(recipes=recipes, kernels=args.kernels, peers=part.peers)
+    how["buffer_factor"] = None if math.isinf(args.buffer_factor) else args.buffer_factor
     if not args.mesh:
-        how = dict(kernels=args.kernels, buffer_factor=_finite(args.buffer_factor), peers=part.peers)
-        return block.rows(part.cases, repeats, found, recipes=chosen, tokens=sizes, errors=args.errors, **how)
-    over = mesh_block.How(
-        mesh=args.mesh,
-        recipes=chosen,
-        kernels=args.kernels,
-        exchange=args.exchange,
-        peers=part.peers,
-        buffer_factor=_finite(args.buffer_factor),
-    )
-    if part.what == "imbalance":
-        over = dataclasses.replace(over, recipes=chosen if args.recipe else (IMBALANCE_RECIPE,), peers=())
-        return imbalance.rows(part.cases, over, repeats, sizes)
-    if part.what == "train":
-        return train.rows(part.cases, over, repeats, found)
-    return mesh_block.rows(part.cases, over, repeats, found, sizes)
-
-
-def _directions(text: str) -> tuple:
-    names = tuple(name.strip() for name in text.split(","))
-    unknown = [name for name in names if name not in cases.DIRECTIONS]
-    if unknown:
-        raise ValueError(f"--directions {text}: unknown {', '.join(unknown)}; of {', '.join(cases.DIRECTIONS)}")
-    return names
+        return block.rows(chosen, repeats, found, tokens=sizes, errors=args.errors, **how)
+    over = mesh_block.How(mesh=args.mesh, exchange=args.exchange, **how)
+    if what == "imbalance":
+        over = dataclasses.replace(over, recipes=recipes if args.recipe else (IMBALANCE_RECIPE,), peers=())
+        return imbalance.rows(chosen, over, repeats, sizes)
+    if what == "train":
+        return train.rows(chosen, over, repeats, found)
+    return mesh_block.rows(chosen, over, repeats, found, sizes)
 
 
 def _say(text: str) -> None:
-    """Prints a line of progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -324,8 +246,3 @@ def _progress(row: Row) -> None:
     rate = f"{row.tb_s:.2f} TB/s" if not rate and row.tb_s else rate
     result = f"{row.us:.1f} us {rate}" if row.us else row.note
     _say(f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl} {row.tile}: {result}")
-
-
-def _finite(number: float) -> float | None:
-    """Returns the value of an option that `moax.arguments.factor` parsed: None for `none`."""
-    return None if math.isinf(number) else number

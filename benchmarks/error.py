@@ -15,22 +15,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from benchmarks.cases import Direction
+from benchmarks.problem import Problem
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8
-from moax.tune.cases import Direction
-from moax.tune.problem import Problem
 
 ROWS = 4  # sampled rows of each expert
 ELEMENTS = 1 << 24  # about as many elements of weights are copied to the host
 
 
 class Sample(NamedTuple):
-    """A sample of a product.
-
-    Attributes:
-      rows: the sampled rows of each expert; an expert without rows has none.
-      columns: the sampled columns.
-      want: the float64 values of each expert at its rows and the columns.
-    """
+    """A sample of a product."""
 
     rows: list[np.ndarray]
     columns: np.ndarray
@@ -38,13 +32,7 @@ class Sample(NamedTuple):
 
 
 class Error(NamedTuple):
-    """The error of a product.
-
-    Attributes:
-      total: the error over all experts.
-      worst: the error of the worst expert.
-      rounding: the error of the float64 numbers rounded to bf16.
-    """
+    """The error of a product."""
 
     total: float
     worst: float | None = None

@@ -13,23 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.report import why
+from benchmarks.timing import STANDARD, Repeats, kernel_time
 from moax import backend
-from moax.tune.timing import STANDARD, Repeats, kernel_time
 
 SIZE = 8192
 COPY_ELEMENTS = 3 << 28  # float32 elements: 3.2 GB are read and 3.2 GB written
 
 
 def measure(names: tuple[str, ...] = ("bf16", "fp8", "memory"), repeats: Repeats = STANDARD) -> dict[str, Any]:
-    """Measures limits; without a GPU the sizes are small, and the values mean nothing.
-
-    Args:
-      names: which limits: `bf16`, `fp8` (TFLOP/s), `memory` (TB/s).
-      repeats: the number of calls.
-
-    Returns:
-      {name: {value, unit, how, us, method}}. `value` is None, and `note` says why, where a limit cannot be measured.
-    """
+    """Measures limits; without a GPU the sizes are small, and the values mean nothing."""
     on_gpu = backend.platform() == "gpu"
     size, copied = (SIZE, COPY_ELEMENTS) if on_gpu else (256, 1 << 16)
     found = {}
@@ -47,18 +39,7 @@ def measure(names: tuple[str, ...] = ("bf16", "fp8", "memory"), repeats: Repeats
 
 
 def fraction(limits: dict[str, Any], us: float, flops: float, nbytes: float, product: str) -> tuple[str, float | None]:
-    """Returns the binding limit of a call, and the fraction of it that the call reaches.
-
-    Args:
-      limits: the result of `measure`.
-      us: microseconds of the call.
-      flops: floating-point operations of the call.
-      nbytes: the least bytes that it moves in device memory.
-      product: the limit of its products, `bf16` or `fp8`.
-
-    Returns:
-      (name of the limit, least time by that limit over `us`), or ("", None) where no limit is known.
-    """
+    """Returns the binding limit of a call, and the fraction of it that the call reaches."""
     rates = {product: flops, "memory": nbytes}
     known = {n: work / limits[n]["value"] * 1e-6 for n, work in rates.items() if n in limits and limits[n]["value"]}
     if not known:

@@ -33,7 +33,7 @@ class Row:
       dtype: the dtype of the operands.
       path: the implementation that ran: `hopper` or `xla`, PyTorch's `eager` or `compiled`, or the version of QuACK.
       tile: the tile of the kernel.
-      method: the clock; see `moax.tune.timing`.
+      method: the clock; see `benchmarks.timing`.
       us: microseconds of a call.
       tflops, tb_s: TFLOP/s and TB/s; only real rows count.
       limit: the binding physical limit.
@@ -91,17 +91,11 @@ def compare(rows: Iterable[Row]) -> None:
 
 
 def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[str, Any]:
-    """Returns what all rows share: device, driver, versions, commit, command, date and limits.
-
-    Args:
-      command: the command line.
-      sha: the measured commit; None asks git.
-      limits: the result of `limits.measure`.
-    """
+    """Returns what all rows share: device, driver, versions, commit, command, date and limits."""
     return {
         "device": backend.device_kind(),
         "driver": _driver(),
-        "versions": _versions("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "tokamax", *SONIC),
+        "versions": _versions("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", *SONIC),
         "git_sha": sha or git_sha(),
         "command": shlex.join(_without_folder(part) for part in command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -121,21 +115,26 @@ def to_json(head: dict[str, Any], rows: list[Row]) -> str:
     return json.dumps(_finite(body), indent=1, allow_nan=False)
 
 
-def save(path: str, head: dict[str, Any], rows: list[Row]) -> None:
-    """Writes `to_json` to the file `path`."""
+def save(path: str | Path, head: dict[str, Any], rows: list[Row] | list[dict[str, Any]]) -> None:
+    """Writes header and rows to the file `path` as JSON, a line a row.
+
+    Empty fields are left out, and so is the list of a row's kernels, which `--json` prints.
+    """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(to_json(head, rows) + "\n")
+    written = [json.dumps(_finite(_measured(row)), allow_nan=False) for row in rows]
+    text = json.dumps({"header": _finite(head)}, indent=1)[:-2] + ',\n "rows": [\n  '
+    Path(path).write_text(text + ",\n  ".join(written) + "\n ]\n}\n")
+
+
+def _measured(row: Row | dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a row that hold something, and `us`, which is None where nothing ran."""
+    fields = row if isinstance(row, dict) else dataclasses.asdict(row)
+    fields = fields | {"extra": {k: v for k, v in fields.get("extra", {}).items() if k != "kernels"}}
+    return {name: value for name, value in fields.items() if name == "us" or value not in (None, "", {})}
 
 
 def show(title: str, head: dict[str, Any], rows: list[Row], stream=None) -> None:
-    """Prints a table with a line for each row, then details, then the rows that could not run.
-
-    Args:
-      title: the title of the table.
-      head: the result of `header`.
-      rows: the rows.
-      stream: the output; None is stdout.
-    """
+    """Prints a table with a line for each row, then details, then the rows that could not run."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

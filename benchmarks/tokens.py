@@ -1,4 +1,4 @@
-"""The tokens that the benchmarks `permute` and `exchange` move: their experts, and their rows and bytes."""
+"""The tokens that the benchmark `exchange` moves: their experts, and their rows and bytes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,9 @@ BLOCK = 128  # elements of an FP8 row that share a scale of 4 bytes
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The tokens of a device.
+    """T tokens of a device, of width H, each for K of E experts.
 
-    Attributes:
-      name: the name of the case.
-      tokens: tokens T of a device.
-      width: model width H.
-      experts: number of experts E.
-      top_k: experts K of a token.
-      routing: `uniform`; `zipf`, where expert popularity is 1 / rank; or `one`, where all tokens choose experts of one
-        rank. The benchmark `permute` draws uniform experts of its own.
+    `routing` is `uniform`; `zipf`, where expert popularity is 1 / rank; or `one`: all experts are of one rank.
     """
 
     name: str

@@ -26,10 +26,9 @@ def config_of(layer: RoutedMoE) -> moax.MoEConfig:
         router |= dict(num_groups=abs(c.n_routing_groups), top_groups=abs(c.topk_routing_group))  # -1 is one group
     elif score or block in ("llama4", "gemma4"):
         raise moax.Unsupported(f"decoder_block={block!r}, routed_score_func={score!r}: moax has no such router")
-    activation = "swiglu_oai" if block == "gpt_oss" else {"silu": "swiglu", "gelu": "geglu"}[c.mlp_activations[0]]
-    router = moax.RouterConfig(aux_loss=c.load_balance_loss_weight, **router)
+    act = "swiglu_oai" if block == "gpt_oss" else {"silu": "swiglu", "gelu": "geglu"}[c.mlp_activations[0]]
     sizes = layer.moe_expert_input_dim, layer.intermediate_dim, layer.num_experts, layer.num_experts_per_tok
-    return moax.MoEConfig(*sizes, activation, c.mlp_bias, router)
+    return moax.MoEConfig(*sizes, act, c.mlp_bias, moax.RouterConfig(**router, aux_loss=c.load_balance_loss_weight))
 
 
 def pair(layer: RoutedMoE, name: str = ""):
@@ -40,13 +39,14 @@ def install(**options) -> None:
     """Replaces the call of MaxText's layer; `options` are those of `moax.moe`."""
 
     def call(layer, x, input_ids=None, gate_inputs=None, out_sharding=None, forced_routed_experts=None):
-        if gate_inputs is not None or forced_routed_experts is not None:
-            raise moax.Unsupported("gate_inputs and forced_routed_experts: moax routes by the logits of x")
-        c, config, bias = layer.config, config_of(layer), layer.gate.bias
+        c, config, bias, x = layer.config, config_of(layer), layer.gate.bias, x.astype(layer.config.dtype)
+        if (forced := forced_routed_experts) is not None and c.decoder_block.value == "deepseek":
+            raise moax.Unsupported("forced_routed_experts in DeepSeek's block: MaxText adds the bias to their weights")
+        routing = forced if forced is None else jnp.where(forced < 0, config.num_experts, forced)  # E is no expert
         biases = dict(bi=pair(layer, "_bias"), bo=layer.wo_bias[...]) if c.mlp_bias else {}
         biases |= {} if bias is None else {"router_bias" if config.router.bias else "logits_bias": bias[...]}
         params = moax.MoEParams(layer.gate.kernel[...], pair(layer), layer.wo[...], **biases)
-        y, stats = moax.moe(x.astype(c.dtype), params, config, **{"axes": AXES} | options)
+        y, stats = moax.moe(x, params, config, router_input=gate_inputs, routing=routing, **{"axes": AXES} | options)
         update = moax.update_router_bias(0.0 * (n := stats.tokens_per_expert), n, c.routed_bias_update_rate)
         return y, stats.aux_loss, update if layer.should_update_load_balance() else None
 

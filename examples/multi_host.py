@@ -49,7 +49,7 @@ def main(args):
     shape, losses = (ROWS, SEQ, CONFIG.d_model), []
     with jax.set_mesh(mesh):
         params = moax.init(jax.random.key(0), CONFIG)
-        # The loss lies on every device, so every process can read it.
+        # The loss is replicated, so every process can read it.
         step = jax.jit(train_step, donate_argnums=0, out_shardings=(None, jax.NamedSharding(mesh, jax.P())))
         for i in range(STEPS):
             params, loss = step(params, jax.make_array_from_callback(shape, rows, functools.partial(batch_of, i)))

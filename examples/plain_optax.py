@@ -1,7 +1,7 @@
 """Plain functions: a dict of parameters, an optax optimizer, and one jitted step that takes its state for itself.
 
-`donate_argnums=0` lets XLA write the new weights and moments over the old ones, so memory holds them once. The moments
-get the sharding of their weights by themselves. The model learns the outputs of a random MoE.
+`donate_argnums=0` lets XLA write the new weights and moments over the old ones, so memory holds them once. `init` of
+optax runs without jit, so that a moment has the sharding of its weight. The model learns the outputs of a random MoE.
 Run: `python examples/plain_optax.py [--devices N]`; N CPU devices are emulated where there is no GPU.
 """
 
@@ -35,7 +35,7 @@ def apply(params, x):
 
 def init(key) -> State:
     params = {"scale": jnp.ones(CONFIG.d_model), "moe": moax.init(key, CONFIG)}
-    return State(params, jax.jit(OPTIMIZER.init)(params))
+    return State(params, OPTIMIZER.init(params))
 
 
 def train_step(state: State, x, target):
@@ -64,7 +64,7 @@ def main(devices: int):
     print(
         f"plain optax on {count} devices: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {STEPS} steps; "
         f"first weights donated: {first.params['moe'].wi.is_deleted()}; "
-        f"moments lie like weights: {moment.sharding.is_equivalent_to(weight.sharding, weight.ndim)}"
+        f"moments sharded like weights: {moment.sharding.is_equivalent_to(weight.sharding, weight.ndim)}"
     )
 
 

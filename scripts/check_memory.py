@@ -89,7 +89,7 @@ def measure(recipe: str | None, ep: int, factor: float | None, save_rows: bool) 
     return {
         "case": f"{recipe or 'bf16'}, ep {ep}, buffer_factor {factor}, save_rows {save_rows}",
         "saved_bytes": round(saved),
-        "estimated_bytes": guess.memory.activations - X_BYTES,
+        "estimated_bytes": guess.memory.saved - X_BYTES,
         "temporary_bytes": round(four - 4 * (saved + X_BYTES)),
         "saved_bytes_of_48_layers": round(48 * (saved + X_BYTES)),
         "kernels_run_twice": count_repeated(programs[0].as_text()),

@@ -101,13 +101,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--recipes", default="fp8_block,none")
     parser.add_argument("--unroll", type=int, default=1)
-    parser.add_argument("--read", type=Path, help="read this scheduled program, and compile none")
     parser.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
     args = parser.parse_args()
-    if args.read:
-        rows = read(args.read.read_text())
-        print(*rows, sep="\n")
-        return int(not rows or any(row["kernels_beside"] == 0 for row in rows))
     report, failed = [], 0
     for recipe in args.recipes.split(","):
         for ours in (True, False):

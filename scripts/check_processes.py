@@ -1,287 +1,211 @@
 """This script compares one process of N devices with N processes of one device each: the same mesh, the same values.
 
-    PYTHONPATH=src python scripts/check_processes.py [--size quick|tiny] [--out FILE]
+    PYTHONPATH=src python scripts/check_processes.py [--tiny] [--out FILE]
 
-Blocks are compared by values, gradients and stats, `moax train` by its losses. A layer of Qwen3-30B is timed by
-`all_gather` and by `all_to_all`, and the bytes of both are read from the programs. The script exits with 1 where
-something differs by more than the limits below. It needs N GPUs; without GPUs, N devices are emulated, on which `--size
-tiny` takes a minute and the other sizes very long.
+Blocks are compared by values, gradients and stats, and a layer of Qwen3-30B is timed by `all_gather` and `all_to_all`.
+The script exits with 1 where a value differs by more than BLOCK_LIMIT, or an integer differs at all. It needs N GPUs;
+without GPUs, N devices are emulated, on which `--tiny` takes a minute.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from kill_and_resume import FLAGS, MODEL, ROOT, finish, free_port, losses
+from jax.sharding import AxisType, NamedSharding
+from kill_and_resume import FLAGS, ROOT, free_port
+
+import moax
+from moax.models import MODELS
+from moax.params import param_shapes
+from moax.sharding import param_specs, token_spec
 
 BLOCK_LIMIT = 2.0**-7  # a rounding of bfloat16, of the largest value of a tensor
-LOSS_LIMIT = 2.0**-5  # sums in another order change a token's experts in the course of a run
-FLOAT_STATS_LIMIT = 1e-6
-TRAIN = {
-    "full": ["--preset", "small", "--batch", "16", "--steps", "100", "--eval-every", "100"],
-    "quick": ["--preset", "small", "--batch", "16", "--steps", "30", "--eval-every", "30"],
-    "tiny": [*MODEL[:-4], "--steps", "6", "--eval-every", "6", "--engine", "shard_map"],
-}
-TRAIN = {size: [*options, "--recipe", "none" if size == "tiny" else "fp8_block"] for size, options in TRAIN.items()}
-PARTS = ("blocks", "times", "train")
+SECONDS = 500
+# Autotuning by the clock may take another algorithm, and so another order of sums, in each process.
+SAME_PRODUCTS = {"xla_gpu_autotune_level": 0}
+ROUTER = moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3)
+BLOCK = moax.MoEConfig(320, 192, 16, 4, use_bias=True, shared_d_ff=128, router=ROUTER)
+SMALL = moax.MoEConfig(64, 32, 4, 2, router=ROUTER)
+# (the axis with all devices, exchange, recipe, buffer_factor, whether all tokens go to one rank, type of the axes)
+CASES = (
+    ("ep", "all_to_all", "fp8_block", 0.5, True, "Auto"),
+    ("ep", "all_gather", None, 0.5, True, "Explicit"),
+    ("fsdp", "auto", "fp8_block", 1.25, False, "Auto"),
+    ("fsdp", "auto", None, 1.25, False, "Explicit"),
+    ("ep", "all_to_all", "mxfp8", 0.5, True, "Auto"),
+    ("ep", "all_gather", "fp8_tensor", 1.25, False, "Auto"),
+)
+TIMED = tuple(
+    ("ep", by, recipe, 1.25, False, "Auto") for recipe in (None, "fp8_block") for by in ("all_gather", "all_to_all")
+)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=TRAIN, default="full", help="default: %(default)s")
-    parser.add_argument("--quick", dest="size", action="store_const", const="quick", help="short for --size quick")
-    parser.add_argument("--tiny", dest="size", action="store_const", const="tiny", help="short for --size tiny")
-    parser.add_argument("--devices", type=int, help="N (default: the GPUs of this machine, or 2)")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument(
-        "--shares", type=int, help="groups of programs, each with its own processes (default: by cores)"
-    )
-    parser.add_argument("--limit", type=float, default=300, help="seconds of a part (default: %(default)s)")
-    parser.add_argument("--sha", help="the measured commit (default: git's)")
-    parser.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
-    args = parser.parse_args()
-    gpus = find_gpus()
-    devices = args.devices or len(gpus) or 2
-    if gpus and devices > len(gpus):
-        parser.error(f"--devices {devices} must be at most {len(gpus)}, the GPUs of this machine")
-    found: dict[str, Any] = {"rows": []}
-    with tempfile.TemporaryDirectory(prefix="check_processes_") as folder:
-        if set(args.parts) & {"blocks", "times"}:
-            found = run_worker(args, Path(folder), gpus[:devices], devices)
-        if "train" in args.parts:
-            found["rows"] += show(run_train(args, Path(folder), gpus[:devices], devices))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    bad = [row for row in found["rows"] if not row["ok"]]
-    print(f"{len(bad)} of {len(found['rows'])} rows differ or failed" if bad else "one process and several agree")
-    return int(bool(bad))
+def lower(case: tuple, config: moax.MoEConfig, tokens: int, devices: int) -> jax.stages.Lowered:
+    """Returns the lowered program (x, params, dy) -> {y, stats, dx, d} of a block."""
+    axis, exchange, recipe, buffer_factor, _, kind = case
+    mesh = moax.make_mesh({"fsdp": 1, "ep": 1} | {axis: devices}, axis_type=AxisType[kind])
+
+    def both(x, params, dy):
+        def block(x, params):
+            options = dict(exchange=exchange, recipe=recipe, buffer_factor=buffer_factor)
+            y, stats = moax.moe(x, params, config, **options)
+            return (y, stats.aux_loss + stats.z_loss), stats
+
+        (y, loss), pull, stats = jax.vjp(block, x, params, has_aux=True)
+        dx, d = pull((dy, jnp.ones_like(loss)))
+        return {"y": y, "stats": stats, "dx": dx, "d": d}
+
+    def shape(of, spec):
+        return jax.ShapeDtypeStruct(of, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        x = shape((tokens * devices, config.d_model), token_spec(moax.Axes()))
+        shapes, specs = vars(param_shapes(config)), vars(param_specs(config))
+        params = moax.MoEParams(**{n: shape(of, specs[n]) for n, of in shapes.items() if of is not None})
+        return jax.jit(both).lower(x, params, x)
 
 
-def find_gpus() -> list[str]:
-    """Returns the GPUs as CUDA_VISIBLE_DEVICES names them; none where JAX_PLATFORMS is `cpu`."""
-    if os.environ.get("JAX_PLATFORMS") == "cpu" or not shutil.which("nvidia-smi"):
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    every = [str(i) for i, _ in enumerate(re.findall(r"^GPU \d+", listed, re.MULTILINE))]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return every if visible is None else [name for name in visible.split(",") if name]
+def draw(compiled: jax.stages.Compiled, config: moax.MoEConfig, skewed: bool) -> tuple:
+    """Returns (x, params, dy) with the shardings of a program; the values depend on shapes and `skewed` alone.
 
-
-def start(folder: Path, commands: list[list[str]], gpus: list[str]) -> list[subprocess.Popen]:
-    """Starts a process for each command; the output of process i goes to FOLDER/said.i.
-
-    Args:
-      folder: the folder of the outputs.
-      commands: the arguments behind the Python interpreter.
-      gpus: a command alone gets all of these GPUs, and of several commands each gets one; [] for emulated devices.
+    The first element of each token is 1. The first row of the router is thus added to the logits of all tokens.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    favoured = np.arange(config.num_experts) < config.num_experts // 2
+    seeds = iter(range(100))
+
+    def make(path, of, place):
+        name = jax.tree_util.keystr(path)
+        values = np.random.default_rng(next(seeds)).standard_normal(of.shape, np.float32)
+        values *= config.d_model**-0.5 if "." in name else 1
+        if name == "[0]":
+            values[:, 0] = 1
+        if name.endswith(".router"):
+            values[0] = 20 * (favoured & skewed)
+        values = values.astype(jnp.bfloat16)
+        return jax.make_array_from_callback(of.shape, place, lambda index: values[index])
+
+    return jax.tree_util.tree_map_with_path(make, compiled.in_avals[0], compiled.input_shardings[0])
+
+
+def work(request: dict[str, Any]) -> int:
+    """Runs the blocks in one process, or as one of several, and writes the values and the times. Returns 0."""
+    from benchmarks.report import header
+    from benchmarks.timing import Repeats, call_time
+
+    several, process, devices, folder = (request[name] for name in ("several", "process", "devices", "folder"))
+    jax.config.update("jax_num_cpu_devices", 1 if several else devices)  # the host's, where GPUs are
+    if several:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(request["address"], devices, process, cluster_detection_method="deactivate")
+    tiny, gpu = request["tiny"], jax.default_backend() == "gpu"
+    config, tokens = (SMALL, 61) if tiny else (BLOCK, 487)  # prime numbers of tokens
+    values: dict[str, np.ndarray] = {}
+    for case in CASES[: 2 if tiny else None]:
+        compiled = lower(case, config, tokens, devices).compile(SAME_PRODUCTS if gpu else None)
+        out = compiled(*draw(compiled, config, case[4]))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(out):
+            places = {device: i for i, device in enumerate(leaf.sharding.mesh.devices.flat)}
+            for shard in leaf.addressable_shards:
+                key = f"{case}|{jax.tree_util.keystr(path)}|{places[shard.device]}"
+                values[key] = np.asarray(shard.data if leaf.dtype != jnp.bfloat16 else shard.data.astype(jnp.float32))
+    np.savez(Path(folder) / f"values.{process}.npz", **values)
+    config, tokens = (SMALL, 64) if tiny else (MODELS["qwen3-30b"].config, 8192)
+    times = {}
+    for case in TIMED[: 2 if tiny else None]:
+        compiled = lower(case, config, tokens, devices).compile()
+        args = draw(compiled, config, False)
+        times[str(case)] = call_time(compiled, args, Repeats(1, 2) if tiny else Repeats(5, 30)).us
+    found = {"header": header(["scripts/check_processes.py"], request["sha"], {}), "us": times}
+    (Path(folder) / f"times.{process}.json").write_text(json.dumps(found))
+    return 0
+
+
+def run(request: dict[str, Any], gpus: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Runs the worker in one process or in several, and returns the values of all shards, and header and times."""
+    devices, folder = request["devices"], Path(request["folder"])
+    folder.mkdir()
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
-    shared = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    shared |= {"NCCL_NVLS_ENABLE": "0"} if gpus else {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
+    shared = {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"}
+    shared |= {} if gpus else {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
+    request |= {"address": f"localhost:{free_port()}"}
     started = []
-    for i, command in enumerate(commands):
-        own = {"CUDA_VISIBLE_DEVICES": gpus[i] if len(commands) > 1 else ",".join(gpus)} if gpus else {}
+    for i in range(devices if request["several"] else 1):
+        own = {"CUDA_VISIBLE_DEVICES": str(i)} if gpus and request["several"] else {}
+        command = [sys.executable, __file__, "--work", json.dumps(request | {"process": i})]
         with (folder / f"said.{i}").open("w") as said:
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, *command],
-                    stdout=said,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | shared | own,
-                    cwd=ROOT,
-                )
-            )
-    return started
-
-
-@contextlib.contextmanager
-def ended(groups: dict[Path, list[subprocess.Popen]]):
-    """Ends all processes of the groups at the end of the context."""
+            started.append(subprocess.Popen(command, stdout=said, stderr=said, env=os.environ | shared | own))
     try:
-        yield
+        for i, process in enumerate(started):
+            if process.wait(SECONDS):
+                raise RuntimeError(f"process {i} of {len(started)}:\n{(folder / f'said.{i}').read_text()[-3000:]}")
     finally:
-        for process in (process for started in groups.values() for process in started):
+        for process in started:
             process.kill()
-            process.wait()
-
-
-def wait(groups: dict[Path, list[subprocess.Popen]], folder: Path, name: str, limit: float) -> None:
-    """Waits until each process of the group of `folder` has written the file FOLDER/NAME.I.json.
-
-    Raises:
-      RuntimeError: a process of any group ended with an error, or `limit` seconds passed.
-    """
-    end = time.monotonic() + limit
-    while any(not (folder / f"{name}.{i}.json").exists() for i, _ in enumerate(groups[folder])):
-        for at, started in groups.items():
-            for i, process in enumerate(started):
-                if process.poll() or time.monotonic() > end:
-                    why = f"exit code {process.poll()}" if process.poll() else f"no {name} after {limit:.0f} s"
-                    raise RuntimeError(f"{at.name}, process {i}: {why}:\n{(at / f'said.{i}').read_text()[-3000:]}")
-        time.sleep(0.05)
-
-
-def run_worker(args: argparse.Namespace, folder: Path, gpus: list[str], devices: int) -> dict[str, Any]:
-    """Returns {"header", "rows"} of blocks and times.
-
-    A program takes seconds of one core in JAX's lowering, so that the programs are dealt to several pairs of groups, as
-    the cores allow. All compile at once; the times of each group are measured alone.
-    """
-    parts = [part for part in args.parts if part != "train"]
-    shares = args.shares or max(1, min(5, (os.cpu_count() or 1) // (devices + 1) // 2))
-    groups: dict[Path, list[subprocess.Popen]] = {}
-    pairs = [(folder / f"one-{share}", folder / f"several-{share}") for share in range(shares)]
-    for share, pair in enumerate(pairs):
-        for at, count in zip(pair, (1, devices), strict=True):
-            request = {"folder": str(at), "size": args.size, "parts": parts, "devices": devices, "processes": count}
-            request |= {"coordinator": f"localhost:{free_port()}", "sha": args.sha, "command": ["python", *sys.argv]}
-            request |= {"share": [share, shares]}
-            commands = [["scripts/processes_worker.py", json.dumps(request | {"process": i})] for i in range(count)]
-            groups[at] = start(at, commands, gpus)
-    with ended(groups):
-        found: dict[str, Any] = {"header": {}, "rows": []}
-        try:
-            for at in groups:
-                wait(groups, at, "blocks", args.limit)
-            head = json.loads((pairs[0][0] / "blocks.0.json").read_text())["header"]
-            found["header"] = head | {"devices": devices}
-            for one, several in pairs:
-                found["rows"] += show(compare_blocks(one, several, devices))
-            for pair in pairs if "times" in parts else ():
-                for at in pair:
-                    (at / "go").touch()
-                    wait(groups, at, "times", args.limit)
-                found["rows"] += show(compare_times(*pair, devices))
-        except RuntimeError as error:  # What was found before stays.
-            failed = {"part": "time" if found["rows"] else "block", "name": "all", "ok": False, "note": str(error)}
-            found["rows"] += show([failed])
-    return found
-
-
-def show(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Prints the rows, and returns them."""
-    for row in rows:
-        print(line(row), flush=True)
-    return rows
-
-
-def read(folder: Path, name: str, processes: int) -> list[Any]:
-    """Returns what each process wrote into FOLDER/NAME.I.json."""
-    return [json.loads((folder / f"{name}.{i}.json").read_text()) for i in range(processes)]
-
-
-def compare_blocks(one: Path, several: Path, devices: int) -> list[dict[str, Any]]:
-    """Returns a row for each block: the largest relative error of a tensor, and which tensor has it."""
-    want, got = load(one, 1), load(several, devices)
-    (alone,), others = read(one, "blocks", 1), read(several, "blocks", devices)
-    rows = []
-    for i, row in enumerate(alone["rows"]):
-        twins = [other["rows"][i] for other in others]
-        keys = {key for key in want.keys() | got.keys() if key.startswith(row["name"] + "|")}
-        errors = {key: error_of(got.get(key), want.get(key)) for key in keys}
-        stats = {key: error for key, error in errors.items() if "['stats']" in key}
-        worst = max(errors, key=lambda key: errors[key], default="")
-        limits = {key: 0.0 if want[key].dtype.kind in "iu" else FLOAT_STATS_LIMIT for key in stats if key in want}
-        note = row.get("note") or next((twin["note"] for twin in twins if "note" in twin), "")
-        same = all((twin.get("path"), twin.get("bytes")) == (row.get("path"), row.get("bytes")) for twin in twins)
-        note = note or ("" if same else "several processes run other kernels, or send other bytes")
-        unequal = [key for key, error in errors.items() if error == float("inf")]
-        note = note or (f"missing, of another shape or not finite: {unequal[0]}" if unequal else "")
-        ok = bool(keys) and not note and errors[worst] <= BLOCK_LIMIT
-        ok = ok and all(errors[key] <= limits.get(key, 0.0) for key in stats)
-        rows.append({"part": "block", **row, "note": note, "error": None if unequal else errors.get(worst), "ok": ok})
-        rows[-1] |= {"worst": worst.split("|")[1] if worst and errors[worst] else "", "tensors": len(keys)}
-    return rows
-
-
-def load(folder: Path, processes: int) -> dict[str, np.ndarray]:
-    """Returns the shards that all processes wrote, by block, tensor and device."""
-    values = {}
-    for i in range(processes):
+    values: dict[str, np.ndarray] = {}
+    for i in range(len(started)):
         with np.load(folder / f"values.{i}.npz") as file:
             values |= dict(file)
-    return values
+    return values, json.loads((folder / "times.0.json").read_text())
 
 
 def error_of(got: np.ndarray | None, want: np.ndarray | None) -> float:
-    """Returns max |got - want| / max |want|; infinity for a shard that is missing, and where a value is not finite."""
+    """Returns max |got - want| / max |want|; infinity for a missing shard, and where a value is not finite."""
     if got is None or want is None or got.shape != want.shape or not (np.isfinite(got) & np.isfinite(want)).all():
         return float("inf")
     off, scale = (float(np.max(np.abs(v), initial=0)) for v in (got.astype(np.float64) - want, want))
     return 0.0 if off == 0 else off / scale if scale else float("inf")
 
 
-def compare_times(one: Path, several: Path, devices: int) -> list[dict[str, Any]]:
-    """Returns a row for each layer; the time of several processes is that of the slowest."""
-    (alone,), others = read(one, "times", 1), read(several, "times", devices)
+def compare(one: dict[str, np.ndarray], several: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Returns a row for each block: the largest relative error of a tensor, and whether it is small enough."""
     rows = []
-    for i, row in enumerate(alone):
-        twins = [other[i] for other in others]
-        note = row.get("note") or next((twin["note"] for twin in twins if "note" in twin), "")
-        rows.append({"part": "time", **row, "ok": not note})
-        if not note:
-            rows[-1] |= {"us_of_several": max(t["us"] for t in twins), "bytes_of_several": twins[0]["bytes"]}
-        rows[-1] |= {"note": note}
+    for name in dict.fromkeys(key.split("|")[0] for key in one):
+        keys = {key for key in one.keys() | several.keys() if key.startswith(f"{name}|")}
+        errors = {key: error_of(several.get(key), one.get(key)) for key in keys}
+        limits = {key: 0.0 if key in one and one[key].dtype.kind in "iu" else BLOCK_LIMIT for key in keys}
+        worst = max(errors, key=lambda key: errors[key])
+        ok = all(errors[key] <= limits[key] for key in keys)
+        rows.append({"name": name, "error": errors[worst], "worst": worst.split("|")[1], "ok": ok})
     return rows
 
 
-def run_train(args: argparse.Namespace, folder: Path, gpus: list[str], devices: int) -> list[dict[str, Any]]:
-    """Returns a row that compares the losses of `moax train`, step by step; no row where its extra is missing."""
-    missing = [name for name in ("optax", "orbax", "matplotlib", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"skipped moax train: {', '.join(missing)} missing (pip install 'moax[train]')", flush=True)
-        return []
-    options = [*TRAIN[args.size], "--save-every", "0", "--mesh", f"fsdp=1,ep={devices}"]
-    groups = {}
-    for name, count in (("one", 1), ("several", devices)):
-        command = ["-m", "moax", "train", *options, "--out", str(folder / "runs"), "--name", name]
-        command += [] if gpus else ["--cpu-devices", str(devices // count)]
-        joined = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(count), "--process-id"]
-        commands = [[*command, *([*joined, str(i)] if count > 1 else [])] for i in range(count)]
-        groups[folder / f"train-{name}"] = start(folder / f"train-{name}", commands, gpus)
-    with ended(groups):
-        said = {at.name: finish(at, started, args.limit) for at, started in groups.items()}
-    want, got = losses(folder / "runs" / "one"), losses(folder / "runs" / "several")
-    failed = [f"{name}, process {i}: exit code {code}:\n{words[-2000:]}"
-              for name, found in said.items() for i, (code, words) in enumerate(found) if code]  # fmt: skip
-    errors = {step: abs(got[step] / want[step] - 1) for step in want.keys() & got.keys()}
-    first = min((step for step, error in errors.items() if error), default=None)
-    ok = not failed and bool(want) and want.keys() == got.keys() and max(errors.values()) <= LOSS_LIMIT
-    row = {"part": "train", "name": " ".join(options), "steps": len(errors), "note": "\n".join(failed), "ok": ok}
-    row |= {"error": max(errors.values(), default=None), "first_step_that_differs": first}
-    return [row | {"losses": list(want.values()), "losses_of_several": list(got.values())}]
-
-
-def line(row: dict[str, Any]) -> str:
-    """Returns a row as a line of text."""
-    state = "ok    " if row["ok"] else "FAILED"
-    if row.get("note"):
-        return f"{state} {row['part']:5} {row['name']}: {row['note']}"
-    if row["part"] == "block":
-        where = f" ({row['worst']})" if row["worst"] else ""
-        return f"{state} block {row['name']:42} {row['path']:6} passes {row['passes']}, error {row['error']:.1e}{where}"
-    if row["part"] == "time":
-        sent = ", ".join(f"{kind} {count / 1e6:.2f}" for kind, count in row["bytes"].items())
-        same = "the same" if row["bytes_of_several"] == row["bytes"] else f"{row['bytes_of_several']}"
-        us = f"{row['us']:8.0f} us in one process, {row['us_of_several']:8.0f} in several"
-        return f"{state} time  {row['name']:42} {row['path']:6} {us}; MB sent: {sent}; in several {same}"
-    differs = f", first at step {row['first_step_that_differs']}" if row["error"] else ""
-    return f"{state} train {row['steps']} steps, largest relative error of a loss {row['error']:.1e}{differs}"
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small blocks, for emulated devices")
+    parser.add_argument("--devices", type=int, help="N (default: the GPUs of this machine, or 2)")
+    parser.add_argument("--sha", help="the measured commit (default: git's)")
+    parser.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        return work(json.loads(args.work))
+    gpus = 0
+    if shutil.which("nvidia-smi") and os.environ.get("JAX_PLATFORMS") != "cpu":
+        gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.count("GPU ")
+    devices = args.devices or gpus or 2
+    with tempfile.TemporaryDirectory(prefix="check_processes_") as folder:
+        request = {"devices": devices, "tiny": args.tiny, "sha": args.sha}
+        one, of_one = run(request | {"several": False, "folder": f"{folder}/one"}, gpus)
+        several, of_several = run(request | {"several": True, "folder": f"{folder}/several"}, gpus)
+    rows = compare(one, several)
+    times = [{"name": name, "us": us, "us_of_several": of_several["us"][name]} for name, us in of_one["us"].items()]
+    print(*rows, *times, sep="\n")
+    if args.out:
+        args.out.write_text(json.dumps({"header": of_one["header"], "blocks": rows, "times": times}, indent=1) + "\n")
+    bad = sum(not row["ok"] for row in rows)
+    print(f"{bad} of {len(rows)} blocks differ" if bad else "one process and several agree")
+    return int(bad > 0)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 It prints the registers of each kernel, and asserts four things. No kernel spills registers. Weights cross the wire as
 bytes in the optimized GPU program. Gradients of weights are reduce-scattered. A one-sided exchange knows its replicas,
-and leaves no collective but that of its counts. The script does not check what the kernels compute; `make test` does
-in the interpreter, and `make test-gpu` on a GPU.
+and leaves only the collective of its counts.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ import moax
 from moax import inspect
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, plan, quantize, tiles, topk
-from moax.kernels.hopper.pallas.dequantize import dequantize_rows
-from moax.kernels.hopper.pallas.matmul import grouped_matmul
-from moax.kernels.hopper.pallas.matmul_activate import matmul_activate
+from moax.kernels.hopper.pallas.matmul import grouped_matmul, grouped_matmul_activate
 from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.hopper.pallas.quantize import dequantize_rows
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 from moax.models import MODELS
@@ -57,8 +55,7 @@ ROWS, EXPERTS = 4096, 8
 MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK = (
     MODELS[name].config for name in ("mixtral-8x7b", "qwen3-30b", "gpt-oss-120b", "deepseek-v3")
 )
-# (contracted K, columns N) of products of these models, and of some that little divides; the gradient of a bias is a
-# product whose contracted dim is 32 columns of ones.
+# (contracted K, columns N) of these models, and of shapes that little divides; 32 columns make the gradient of a bias.
 SHAPES = (
     (MIXTRAL.d_model, MIXTRAL.d_ff),
     (QWEN3.d_model, 2 * QWEN3.d_ff),
@@ -74,30 +71,23 @@ BF16, F8, F32, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32, jnp.int32
 
 
 def mesh_of_h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
-    """Returns a mesh of H200s that this machine does not have."""
     count = functools.reduce(lambda a, b: a * b, shape)
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{count}")
     devices = topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names).devices
     return Mesh(devices, names, axis_types=(kind,) * len(names))
 
 
-def up(n: int) -> int:
-    """Returns the number of blocks of 128 that hold n."""
-    return -(-n // BLOCK)
+up = lambda n: -(-n // BLOCK)  # noqa: E731
 
 
 def shapes_of(op: str) -> set[tuple[int, int]]:
-    """Returns (contracted, columns) of models, and of the table's entries for this op."""
     keys = [key for entries in tiles.read_table().values() for key in entries if key.split()[0] == op]
     turned = {(n, k) for k, n in SHAPES} if op == "matmul_transposed" else set(SHAPES)
     return turned | {tuple(int(part[1:]) for part in key.split()[1:3]) for key in keys}
 
 
 def products(op: str, k: int, n: int, bias: bool = False, total=None, gathers: str = ""):
-    """Returns a product of this op as a function of its operands and a tile, and the operands' (shape, dtype).
-
-    A wgrad adds to a total of the dtype `total`, if there is one. A product gathers the rows of the operand `gathers`.
-    """
+    """Returns a product of this op as a function of its operands and a tile, and the operands' (shape, dtype)."""
     sizes = ((EXPERTS,), I32)
     transpose = op == "matmul_transposed"
     w = ((EXPERTS, n, k) if transpose else (EXPERTS, k, n), BF16)
@@ -148,76 +138,49 @@ def products(op: str, k: int, n: int, bias: bool = False, total=None, gathers: s
 
 
 def swiglu(gate, up):
-    """Computes the activation of the fused kernels."""
     return jax.nn.silu(gate) * up
 
 
 def relu2(up):
-    """Computes the activation of fused kernels without a gate."""
     return jnp.square(jax.nn.relu(up))
 
 
 def multiply_activate(x, w, sizes, source=None, *, act, tile):
-    """Runs the product with the activation in its epilogue, of x [M, K] or of x[source]."""
     x = x if source is None else x[:512]
-    return matmul_activate(x, w, make_blocks(sizes, ROWS), tile, act, source=source)
+    return grouped_matmul_activate(x, w, make_blocks(sizes, ROWS), tile, act, source=source)
 
 
-def with_blocks(fn: Callable) -> Callable:
-    """Returns `fn` with the group sizes in place of its last argument, the `Blocks`."""
+def with_blocks(fn: Callable, *more, **options) -> Callable:
+    """Returns `fn` with the group sizes in place of its argument after the operands, the `Blocks`."""
+    return lambda *args: fn(*args[:-1], make_blocks(args[-1], ROWS), *more, **options)
 
-    def call(*args):
-        return fn(*args[:-1], make_blocks(args[-1], ROWS))
 
-    return call
+def with_weights(fn: Callable, **options) -> Callable:
+    """Returns a kernel of SwiGLU as a function of its operands, the weights of rows, and the group sizes."""
+    return lambda *args: fn(*args[:-2], make_blocks(args[-1], ROWS), swiglu, weights=args[-2], **options)
 
 
 def quantize_gathered(x, source, sizes, **wanted):
-    """Quantizes x[source]."""
     return quantize.quantize_rows(x, make_blocks(sizes, ROWS), source=source, **wanted)
 
 
 def quantize_by_row(x):
-    """Quantizes rows with the scales of a row side by side."""
     return quantize.quantize_rows(x, None, columns=False, by_row=True)[0]
 
 
 def place_assignments(experts, weights, *part, groups):
-    """Sorts assignments by group, in two kernels."""
     counted, rows = plan.count_groups(experts, groups), 2 * experts.size
-    return plan.place_rows(experts, counted, groups, BLOCK, rows, weights, part or None)
+    return plan.build_permutation(experts, counted, groups, BLOCK, rows, weights, part or None)
 
 
 def put_locally(x, places):
-    """Runs the kernel of the exchange on a single device."""
     return exchange.put_rows([x, x], None, places, 0, 512, ())
-
-
-def activate_rows(h, weights, sizes):
-    """Runs the bf16 activation."""
-    return activation_bf16.activate_rows(h, make_blocks(sizes, ROWS), swiglu, gated=True, weights=weights)
-
-
-def activate_grad_rows(h, d_a, weights, sizes):
-    """Runs the gradient of the bf16 activation."""
-    return activation_bf16.activate_grad_rows(h, d_a, make_blocks(sizes, ROWS), swiglu, weights=weights)
-
-
-def activate_quantize(h, sizes):
-    """Runs the activation that quantizes."""
-    return activation.activate_quantize(h, make_blocks(sizes, ROWS), swiglu, gated=True)
-
-
-def activate_grad_quantize(h, d_a, weights, sizes):
-    """Runs the gradient of the activation that quantizes."""
-    return activation.activate_grad_quantize(h, d_a, make_blocks(sizes, ROWS), swiglu, weights=weights)
 
 
 def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple[tuple[int, ...], Any]]]]:
     """Yields (name, function, (shape, dtype) of each operand) of every kernel and shape.
 
-    A product comes with every tile that `moax tune` tries, or, without `every_tile`, with the tiles of the table alone,
-    and for one shape with a total.
+    Without `every_tile` a product has the tiles of the table alone, and adds to a total for one shape.
     """
     sizes = ((EXPERTS,), I32)
     for op in tiles.OPS:
@@ -239,8 +202,8 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             for total in (BF16, F32) if with_total else ():
                 fn, operands = products(op, k, n, total=total)
                 for tile in taken:
-                    name = f"{op} {k}x{n} {tiles.to_numbers(tile)} total {total.__name__}"
-                    yield name, functools.partial(fn, tile=tile), operands
+                    numbers = f"{tiles.to_numbers(tile)} total {total.__name__}"
+                    yield f"{op} {k}x{n} {numbers}", functools.partial(fn, tile=tile), operands
     for k, hidden, tile in ((QWEN3.d_model, QWEN3.d_ff, 256), (DEEPSEEK.d_model, 1408, 256), (1536, 192, 128)):
         for gates, act in ((2, swiglu), (1, relu2)):
             weight = ((EXPERTS, k, gates, hidden), BF16)
@@ -253,7 +216,7 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         yield f"top_k_rows {config.num_experts}", choose, [((ROWS, config.num_experts), F32)]
         place = functools.partial(place_assignments, groups=config.num_experts)
         for part in ([], [((config.num_experts,), I32)] * 2):
-            name = f"place_rows {config.num_experts}{' of a part' if part else ''}"
+            name = f"build_permutation {config.num_experts}{' of a part' if part else ''}"
             yield name, place, [*(((2 * ROWS, config.top_k), dtype) for dtype in (I32, F32)), *part]
     for width in WIDTHS:
         x = ((ROWS, width), BF16)
@@ -272,11 +235,16 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         yield f"put_rows {width}", put_locally, [x, ((1, 2, 1), I32)]
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
         h, d_a, weights = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
-        yield f"activate_rows {width}", activate_rows, [h, weights, sizes]
-        yield f"activate_grad_rows {width}", activate_grad_rows, [h, d_a, weights, sizes]
+        yield f"activate_rows {width}", with_weights(activation_bf16.activate_rows, gated=True), [h, weights, sizes]
+        yield f"activate_grad_rows {width}", with_weights(activation_bf16.activate_grad_rows), [h, d_a, weights, sizes]
         if width % BLOCK == 0:
-            yield f"activate_quantize {width}", activate_quantize, [h, sizes]
-            yield f"activate_grad_quantize {width}", activate_grad_quantize, [h, d_a, weights, sizes]
+            yield (
+                f"activate_quantize {width}",
+                with_blocks(activation.activate_quantize, swiglu, gated=True),
+                [h, sizes],
+            )
+            grad = with_weights(activation.activate_grad_quantize)
+            yield f"activate_grad_quantize {width}", grad, [h, d_a, weights, sizes]
 
 
 def compile_kernels(only: str) -> None:
@@ -319,7 +287,6 @@ def check_replicas(name: str, compiled, kernels: int) -> None:
 
 
 def operands_of_block(config: moax.MoEConfig, axes: moax.Axes, mesh: Mesh):
-    """Returns parameters and 1024 tokens of bfloat16 on the mesh, which is set."""
     shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, axes=axes))
 
     def place(param, spec):
@@ -352,8 +319,7 @@ def compile_one_sided() -> None:
                 return jnp.sum(jnp.square(jax.lax.scan(layer, x, None, length=2)[0].astype(F32)))
 
             compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile()
-        # dispatch, combine; dispatch again; their transposes; and of the loop of passes, what is computed, dispatch and
-        # combine; then what is computed, dispatch, and both transposes
+        # dispatch, combine, dispatch again and both transposes; the loop of overflow rounds has seven more
         check_replicas(name, compiled, 5 if factor is None else 12)
         found = [c for c in inspect.collectives(compiled, mesh=mesh) if c.axes == ("ep",) and c.kind == "all-gather"]
         over_ep = {(c.kind, c.dtype, c.size) for c in found}
@@ -364,7 +330,7 @@ def compile_one_sided() -> None:
 
 
 def compile_blocks() -> None:
-    """Compiles the block, forward and backward, on 4 H200s as (fsdp 2, ep 2), and checks each recipe's collectives."""
+    """Compiles the block on 4 H200s as (fsdp 2, ep 2), and checks the collectives of each recipe."""
     mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"))
     config = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
     for layout in ("experts", "model"):
@@ -408,32 +374,21 @@ def report(text: str) -> int:
 
 
 def main() -> int:
-    """Compiles in a process of its own, and reads what its ptxas printed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--compile", action="store_true", help="compile here and print what ptxas says")
-    parser.add_argument(
-        "--only",
-        default="",
-        metavar="TEXT",
-        help="kernels that have this in their name, and no block but with `one_sided` those that exchange so",
-    )
+    about = "kernels with this in their name; `one_sided` means the blocks that exchange so, and `block` all others"
+    parser.add_argument("--only", default="", metavar="TEXT", help=about)
     args = parser.parse_args()
     if args.compile:
         compile_kernels(args.only)
         compile_exchange(args.only)
-        if not args.only or args.only == "one_sided":
-            compile_one_sided()
-        if not args.only:
-            compile_blocks()
+        for name, compile_them in (("one_sided", compile_one_sided), ("block", compile_blocks)):
+            if args.only in ("", name):
+                compile_them()
         return 0
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    done = subprocess.run(
-        [sys.executable, __file__, "--compile", "--only", args.only],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    command, pipe = [sys.executable, __file__, "--compile", "--only", args.only], subprocess.PIPE
+    done = subprocess.run(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         print(done.stdout[-4000:])
         return done.returncode

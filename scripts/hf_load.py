@@ -1,14 +1,10 @@
 #!/usr/bin/env python3
 """This script measures how much host memory loading a checkpoint takes beyond the arrays.
 
-It makes a checkpoint, and loads it onto 8 emulated devices: scripts/hf_load.py [--gib 2] [--devices 8] [--limit MIB]
-[--keep-freed]. It runs on Linux with glibc alone.
-
-Emulated devices keep their arrays in the memory of this process. The result is therefore the rise of memory during the
-load, less the bytes of the arrays. Memory is counted in two ways. VmHWM is the kernel's peak of all resident memory,
-mapped files included; the script resets it before the load where /proc/self/clear_refs allows. RssAnon leaves mapped
-files out; its peak is the largest of samples every millisecond. Neither counts the kernel's page cache. glibc returns
-freed memory to the kernel at once (mallopt), so that a peak is memory in use; --keep-freed leaves glibc as it is.
+It makes a checkpoint, and loads it onto 8 emulated devices: scripts/hf_load.py [--gib 2] [--limit MIB]. It runs on
+Linux with glibc alone. Emulated devices keep their arrays in the memory of this process, so the result is the rise of
+memory during the load, less the bytes of the arrays: once by VmHWM, the kernel's peak of all resident memory, and once
+by samples of RssAnon, which leaves mapped files out. glibc returns freed memory at once (mallopt).
 """
 
 import argparse
@@ -24,8 +20,9 @@ import jax
 import numpy as np
 
 import moax
+from moax.hf.families import layout_of
 from moax.hf.files import Output, write_files
-from moax.hf.names import spelling_of, tensors_of
+from moax.hf.tensor_layouts import tensors_of
 
 MIB, GIB = 2**20, 2**30
 M_MMAP_THRESHOLD = -3  # a parameter of glibc's mallopt
@@ -63,19 +60,15 @@ def peaks():
 
 
 def write_checkpoint(folder: Path, size: int) -> tuple[moax.MoEConfig, int]:
-    """Writes random bfloat16 weights of at least `size` bytes, one tensor for each expert.
-
-    Returns:
-      The config of a layer, and the number of layers.
-    """
+    """Writes random bfloat16 weights of at least `size` bytes, one tensor for each expert."""
     config, generator = moax.hf.config_from_hf(CONFIG), np.random.default_rng(0)
     dtype = np.dtype(jax.numpy.bfloat16)
 
     def output(shape: tuple[int, ...]) -> Output:
         return Output(dtype, shape, lambda: iter([generator.standard_normal(shape, np.float32).astype(dtype)]))
 
-    tensors = tensors_of(spelling_of(CONFIG["model_type"], None), config)
-    layer = {tensor.name: output(tensor.shape(config)) for tensor in tensors}
+    tensors = tensors_of(layout_of(CONFIG["model_type"], None), config)
+    layer = {tensor.name: output(tensor.shape) for tensor in tensors}
     layers = -(-size // sum(tensor.size for tensor in layer.values()))
     stacked = {f"model.layers.{i}.mlp.{name}": tensor for i in range(layers) for name, tensor in layer.items()}
     write_files(folder, stacked, shard_bytes=512 * MIB)
@@ -83,9 +76,8 @@ def write_checkpoint(folder: Path, size: int) -> tuple[moax.MoEConfig, int]:
     return config, layers
 
 
-def main(gib: float, devices: int, limit: float | None, keep_freed: bool) -> int:
-    if not keep_freed:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
+def main(gib: float, limit: float | None, devices: int = 8) -> int:
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     mesh = jax.make_mesh((2, devices // 2), ("fsdp", "ep"))
@@ -118,7 +110,5 @@ def main(gib: float, devices: int, limit: float | None, keep_freed: bool) -> int
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2, help="size of the checkpoint (default: %(default)s)")
-    parser.add_argument("--devices", type=int, default=8, help="an even number (default: %(default)s)")
     parser.add_argument("--limit", type=float, metavar="MIB", help="exit with 1 if a peak is above this limit")
-    parser.add_argument("--keep-freed", action="store_true", help="count the freed memory that glibc keeps")
     raise SystemExit(main(**vars(parser.parse_args())))

@@ -30,7 +30,7 @@ class Tiny(NamedTuple):
       changes: values of its config; those of None keep the default of transformers.
       model: the class of the model; "" takes the one that the auto classes know.
       config: the class of its config; "" takes that of the language model.
-      loads: the spellings of moax that this class loads; a multimodal class would load the other one too.
+      loads: the layouts of moax that this class loads; a multimodal class would load the other one too.
     """
 
     changes: dict[str, Any] = {}
@@ -78,7 +78,7 @@ TINY = {
     "mistral_large4": Tiny(model="MistralLarge4TextModel"),
     "nemotron_h": Tiny(
         dict(num_hidden_layers=None, layers_block_type=["full_attention", "moe"],
-             moe_shared_expert_intermediate_size=12),
+             moe_shared_expert_intermediate_size=12, moe_latent_size=16),
     ),
     "qwen3_omni_moe": Tiny(model="Qwen3OmniMoeThinkerTextModel", loads=("stacked",)),
     "qwen3_vl_moe": TEXT_ALONE,

@@ -33,15 +33,7 @@ def free_port() -> int:
 def start(
     folder: Path, command: list[str], *, processes: int = 2, devices: int | None = 4, own: tuple[list[str], ...] = ()
 ) -> list[subprocess.Popen]:
-    """Starts a command in one or several processes; the output of process i goes to FOLDER/said.i.
-
-    Args:
-      folder: the folder of the outputs.
-      command: the arguments behind the Python interpreter.
-      processes: number of processes.
-      devices: emulated devices of each process; None for a program without `--cpu-devices`.
-      own: own[i] are further options of process i.
-    """
+    """Starts a command in one or several processes; the output of process i goes to FOLDER/said.i."""
     address = f"localhost:{free_port()}"
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"XLA_FLAGS": FLAGS, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
@@ -56,16 +48,12 @@ def start(
 
 
 def train(*options: str) -> list[str]:
-    """Returns the command `moax train`, whose processes notice a dead process after five seconds."""
-    return ["-m", "moax", "train", *options, "--engine", "shard_map", "--heartbeat-timeout", "5"]
+    """Returns the command `python -m lm train`, whose processes notice a dead process after five seconds."""
+    return ["-m", "lm", "train", *options, "--engine", "shard_map", "--heartbeat-timeout", "5"]
 
 
 def finish(folder: Path, started: list[subprocess.Popen], timeout: float = 240) -> list[tuple[int, str]]:
-    """Waits for the processes, and kills those that do not end in time.
-
-    Returns:
-      (exit code, output) of each process; the code of a killed process is -9.
-    """
+    """Waits for the processes, and kills those that do not end in time."""
     end = time.monotonic() + timeout
     for process in started:
         try:

@@ -1,22 +1,18 @@
 #!/usr/bin/env bash
 # Checks and measures on a machine with a Hopper GPU: scripts/measure.sh STAGE...
-# Stages, with what each takes on an H200 with 16 cores: test (3 minutes), gemm (2.5), groups (2), quantize (2.5),
-# permute (1), gathers (2), block (3), train (5); of two GPUs gather (1), exchange (4), mesh (6, beside layers of JAX and
-# PyTorch), step (4, of the language model, beside layers of JAX), mesh_train (4) and tutorial (3). Results go to $OUT
-# (default benchmarks/results), as JSON with the commit SHA=... One call can hold several.
+# Stages, with the minutes of an H200 with 16 cores: test (3), gemm (2.5), groups (2), block (3), train (5); on two GPUs
+# gather (1), exchange (4), mesh (6), step (4), mesh_train (4) and tutorial (3). Results go to $OUT (default runs/results),
+# as JSON with the commit SHA=...; copy a file that a page prints to benchmarks/results. One call can hold several stages.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=src PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
-python=${GPU_PYTHON:-python3} out=${OUT:-benchmarks/results} sha=${SHA:-$(git rev-parse --short HEAD)}
-moax() { "$python" -m moax "$@"; }
+python=${GPU_PYTHON:-python3} out=${OUT:-runs/results} sha=${SHA:-$(git rev-parse --short HEAD)}
+mkdir -p "$out"
 measure() { "$python" -m benchmarks "$@"; }
 
 stage_test() { make test-gpu GPU_PYTHON="$python" GPU_WORKERS=12; }
 stage_gemm() { measure gemm --sha "$sha" --out "$out/h200_gemm.json"; }
 stage_groups() { measure gemm --cases groups --peers none --quick --sha "$sha" --out "$out/h200_groups.json"; }
-stage_quantize() { measure quantize --sha "$sha" --out "$out/h200_quantize.json"; }
-stage_permute() { measure permute --sha "$sha" --out "$out/h200_permute.json"; }
-stage_gathers() { "$python" -m benchmarks.kernels.gathers --sha "$sha" --out "$out/h200_gathers.json"; }
 stage_exchange() { measure exchange --quick --sha "$sha" --out "$out/h200x2_exchange.json"; }
 stage_block() { measure block --quick --sha "$sha" --out "$out/h200_block.json"; }
 stage_gather() { measure gather --sha "$sha" --out "$out/h200x2_gather.json"; }
@@ -32,11 +28,11 @@ stage_step() {
 }
 stage_tutorial() {
     "$python" docs/tutorial/layer.py --gpus --keep --sha "$sha"
-    [ "$out" = benchmarks/results ] || cp docs/tutorial/layer_gpus.txt "$out"
+    cp docs/tutorial/layer_gpus.txt "$out"
 }
 stage_mesh_train() {
     for exchange in all_gather one_sided; do
-        moax train --preset medium --batch 32 --steps 200 --eval-every 50 --save-every 0 --recipe fp8_block \
+        "$python" -m lm train --preset medium --batch 32 --steps 200 --eval-every 50 --save-every 0 --recipe fp8_block \
             --mesh fsdp=1,ep=2 --exchange "$exchange" --out "$out/train" --name "$exchange"
         cp "$out/train/$exchange/metrics.jsonl" "$out/h200x2_train_$exchange.jsonl"
     done
@@ -44,11 +40,11 @@ stage_mesh_train() {
 }
 stage_train() {
     for recipe in none fp8_block; do
-        moax train --preset medium --batch 32 --steps 300 --eval-every 50 --save-every 0 --recipe "$recipe" \
+        "$python" -m lm train --preset medium --batch 32 --steps 300 --eval-every 50 --save-every 0 --recipe "$recipe" \
             --out "$out/train" --name "$recipe"
         cp "$out/train/$recipe/metrics.jsonl" "$out/h200_train_$recipe.jsonl"
     done
-    moax compare "$out/train/none" "$out/train/fp8_block" --out "$out/h200_train.png"
+    "$python" -m lm compare "$out/train/none" "$out/train/fp8_block" --out "$out/h200_train.png"
     rm -rf "$out/train"
 }
 

@@ -24,9 +24,9 @@ import jaxtyping
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-# Every function of moax checks its annotations; see annotations.py. A GPU's environment need not have beartype.
+# Every function of moax and lm checks its annotations; see annotations.py. A GPU's environment need not have beartype.
 if not ON_GPU:
-    jaxtyping.install_import_hook("moax", "annotations.checked")
+    jaxtyping.install_import_hook(["moax", "lm"], "annotations.checked")
 
 from support import summary
 
@@ -38,8 +38,6 @@ if not ON_GPU:
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_compilation_cache_max_size", 2**30)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-
-MORE = Path(__file__).with_name("more.txt")
 
 # No deadline: the first example compiles. Derandomized: a red run is red again.
 hypothesis.settings.register_profile("moax", deadline=None, derandomize=True, max_examples=40)
@@ -57,12 +55,8 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_collection_modifyitems(items):
-    """Each test carries what the table at the end counts, from a worker to the process that prints. Tests that more.txt
-    lists are marked `more`."""
-    more = tuple(line for line in MORE.read_text().splitlines() if not line.startswith("#"))
+    """Each test carries what the table at the end counts, from a worker to the process that prints."""
     for item in items:
-        if item.nodeid.startswith(more):
-            item.add_marker("more")
         if covered := summary.covered_by(item):
             item.user_properties.append((summary.PROPERTY, covered))
 

@@ -19,24 +19,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import limits
-from benchmarks.block.recipes import PLAIN
 from benchmarks.block.worker import Worker, answers
 from benchmarks.report import OURS, Row
+from benchmarks.timing import Repeats
 from moax import MoEConfig
 from moax.models import MODELS
-from moax.tune.timing import Repeats
+from moax.recipe import RECIPES as NAMED
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The block of a model.
-
-    Attributes:
-      name: the name of the case.
-      config: the block.
-      tokens: the numbers of tokens to measure.
-      note: which part of the model's block it is.
-    """
+    """The block of a model."""
 
     name: str
     config: MoEConfig
@@ -55,6 +48,9 @@ PERF = (
 )
 TINY = (Block("tiny", MoEConfig(d_model=64, d_ff=32, num_experts=4, top_k=2), (64,)),)
 PEERS = ("sonic",)
+PLAIN = ("none", "fp8_block")
+KEPT = "fp8_block+kept"  # with weights that are quantized once, before the measured calls
+RECIPES = ("none", *NAMED, KEPT)
 WORKERS = {OURS: "benchmarks.block.block_worker", "sonic": "benchmarks.peers.sonic"}
 
 
@@ -70,18 +66,7 @@ def rows(
     peers: tuple[str, ...] = (),
     errors: bool = False,
 ) -> Iterator[Row]:
-    """Yields rows of forward, and of forward with backward, for each block, layer and number of tokens.
-
-    Args:
-      blocks: the cases.
-      repeats: the number of calls.
-      found: the limits.
-      recipes: names of `recipes.find`.
-      tokens: the numbers of tokens; None takes those of each block.
-      kernels, buffer_factor: the arguments of `moax.moe`.
-      peers: the names of the other layers, some of `PEERS`; they are in bf16.
-      errors: whether the rows have the errors of y and of the gradients against float32.
-    """
+    """Yields rows of forward, and of forward with backward, for each block, layer and number of tokens."""
     asked = dict(repeats=repeats, kernels=kernels, buffer_factor=buffer_factor, errors=errors)
     layers = [(peer, "none") for peer in peers] + [(OURS, recipe) for recipe in recipes]
     workers = [
@@ -98,12 +83,7 @@ def rows(
 
 
 def beside(row: Row, known: dict[tuple[str, str], float]) -> None:
-    """Compares a row of moax with the times of peers, or adds the time of a peer's row to them.
-
-    Args:
-      row: a row with its impl and recipe. A bf16 row is compared with bf16 rows alone, a quantized row with all rows.
-      known: {(peer, recipe): microseconds} of the same case and direction.
-    """
+    """Compares a row of moax with the times of peers, or adds the time of a peer's row to them."""
     if row.us and row.impl != OURS:
         known[row.impl, row.recipe] = row.us
     elif row.us:

@@ -31,12 +31,6 @@ def build(block: Callable, config: moax.MoEConfig, shapes, quantized) -> Callabl
     """Compiles the comparison, and returns it as a function (x, dy, params, quantized) -> {name: {error, worst}}.
 
     Where it does not compile, or does not fit, the function returns {"note": the reason}.
-
-    Args:
-      block: computes y from (x, params, quantized).
-      config: the block.
-      shapes: the ShapeDtypeStructs of the parameters.
-      quantized: those of the quantized weights, or None.
     """
 
     def gradients(f, x, params, dy):

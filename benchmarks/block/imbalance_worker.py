@@ -1,10 +1,9 @@
 """This program measures one layer by imbalance: python3 -m benchmarks.block.imbalance_worker REQUEST
 
-REQUEST is JSON: that of `mesh_worker` without `impl`, and {"pairs": [[imbalance, buffer_factor], ..]}. Without a GPU
-devices are emulated. The routing is an operand, so one compiled program serves all imbalances of a buffer_factor. The
-process compiles, prints READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of
-tokens and each pair: {"tokens", "pair", "memory", "us", "path", "passes", "dropped", "devices"}, or a note with the
-reason of a failure. `devices` has the times of the kernels of each GPU, the computing and the moving ones.
+REQUEST is JSON: the request of `block_worker` with a mesh, and {"pairs": [[imbalance, buffer_factor], ..]}. The routing
+is an operand, so one compiled program serves all imbalances of a buffer_factor. The program compiles, prints READY,
+waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens and each pair: {"tokens",
+"pair", "memory", "us", "path", "rounds", "dropped"}, or a note with the reason of a failure.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,18 +21,12 @@ from jax.extend.core import Var
 from jaxtyping import Int
 
 import moax
-from benchmarks.block.block_worker import path_of
-from benchmarks.block.mesh_worker import inputs, on_mesh, peak_bytes
+from benchmarks.block.block_worker import inputs, on_mesh, options_of, param_shapes, path_of, peak_bytes
 from benchmarks.block.worker import READY
 from benchmarks.report import why
-from moax import backend
-from moax.inspect import Kernel
-from moax.inspect.profiles import COMPUTE, COPY, profile_kernels
+from benchmarks.timing import Repeats, call_time
 from moax.mesh.place import named
 from moax.sharding import param_specs, token_spec
-from moax.tune.timing import Repeats, call_time
-
-PROFILED = 3  # calls
 
 
 def main(argv: list[str]) -> int:
@@ -95,14 +87,12 @@ def lower(request: dict[str, Any], config: moax.MoEConfig, mesh, tokens: int, fa
 
     The saved bytes are those of the arrays that forward leaves to backward, without the arguments of the layer.
     """
-    recipe = None if request["recipe"] == "none" else request["recipe"]
-    options: dict[str, Any] = dict(recipe=recipe, buffer_factor=factor)
-    options |= {name: request[name] for name in ("kernels", "exchange")}
+    options = options_of(request) | {"buffer_factor": factor}
 
     def forward(x, params, experts):
         def layer(x, params):
             y, stats = moax.moe(x, params, config, routing=experts, **options)
-            return y, (stats.passes, stats.dropped)
+            return y, (stats.rounds, stats.dropped)
 
         return jax.vjp(layer, x, params, has_aux=True)
 
@@ -114,9 +104,7 @@ def lower(request: dict[str, Any], config: moax.MoEConfig, mesh, tokens: int, fa
     total = tokens * mesh.size
     x = jax.ShapeDtypeStruct((total, config.d_model), jnp.bfloat16, sharding=over)
     experts = jax.ShapeDtypeStruct((total, config.top_k), jnp.int32, sharding=over)
-    shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=jnp.bfloat16))
-    places = named(mesh, param_specs(config))
-    params = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, places)
+    params, places = param_shapes(config, mesh), named(mesh, param_specs(config))
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(forward(*args)[1]))(x, params, experts).jaxpr
     kept: dict[Any, Any] = {var: var.aval for var in jaxpr.outvars if isinstance(var, Var) and var not in jaxpr.invars}
     saved = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept.values())
@@ -137,9 +125,6 @@ def choose_experts(config: moax.MoEConfig, ranks: int, tokens: int, imbalance: f
 
     Within a rank the experts have equally many tokens. With 4 experts, K = 2, 2 ranks, 4 tokens and an imbalance of
     1.5, rank 0 has 6 of 8 assignments: the tokens choose (0, 2), (1, 0), (1, 3) and (0, 1).
-
-    Raises:
-      ValueError: a rank has too few experts for its part of a token.
     """
     of_rank, total = config.num_experts // ranks, tokens * config.top_k
     load = round(imbalance * total / ranks)
@@ -159,29 +144,10 @@ def choose_experts(config: moax.MoEConfig, ranks: int, tokens: int, imbalance: f
 
 
 def measure(program, args: tuple, repeats: Repeats) -> dict[str, Any]:
-    """Measures the time of a call, its passes, and on GPUs the kernels of each device."""
-    passes, dropped = (int(count) for count in program(*args)[2])
-    found: dict[str, Any] = {"us": call_time(program, args, repeats).us, "path": path_of(program.as_text() or "")}
-    found |= {"passes": passes, "dropped": dropped, "devices": []}
-    if backend.platform() == "gpu":
-        try:
-            found["devices"] = split_moving(profile_kernels(program, *args, steps=PROFILED), PROFILED)
-        except Exception as error:  # Another process may hold the profiler; the wall clock is measured.
-            found["profile_note"] = why(error)
-    return found
-
-
-def split_moving(kernels: Iterable[Kernel], steps: int) -> list[dict[str, float]]:
-    """Returns, for each GPU, the microseconds a step of kernels that compute and of those that move data between GPUs.
-
-    Copies within a GPU count as neither.
-    """
-    devices: dict[str, dict[str, float]] = {}
-    for kernel in kernels:
-        times = devices.setdefault(kernel.device, {"compute_us": 0.0, "moving_us": 0.0})
-        if kernel.kind != COPY:
-            times["compute_us" if kernel.kind == COMPUTE else "moving_us"] += (kernel.end - kernel.start) / 1e3 / steps
-    return list(devices.values())
+    """Measures the time of a call, and returns its rounds and dropped assignments."""
+    rounds, dropped = (int(count) for count in program(*args)[2])
+    us, path = call_time(program, args, repeats).us, path_of(program.as_text() or "")
+    return {"us": us, "path": path, "rounds": rounds, "dropped": dropped}
 
 
 if __name__ == "__main__":

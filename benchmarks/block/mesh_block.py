@@ -1,6 +1,6 @@
-"""`python -m benchmarks block --mesh fsdp=2,ep=2`: the block on a mesh, beside layers of JAX alone and of PyTorch.
+"""`python -m benchmarks block --mesh fsdp=2,ep=2`: the block on a mesh, beside a layer of JAX alone and one of PyTorch.
 
-A layer of JAX has one process over all devices of the mesh (`mesh_worker`). The layer of PyTorch has one process for
+A layer of JAX has one process over all devices of the mesh (`block_worker`). The layer of PyTorch has one process for
 each device (`peers.torch_block`). The layers in `ALONE` compile and run first, each by itself. The others compile at
 the same time, and are then measured one after the other, moax last. Tokens, rates and memory are those of one device;
 times are wall clock.
@@ -17,19 +17,18 @@ from typing import Any
 import jax
 
 from benchmarks.block import block
-from benchmarks.block.block import Block
-from benchmarks.block.recipes import PLAIN
+from benchmarks.block.block import PLAIN, Block
 from benchmarks.block.worker import Worker, answers
 from benchmarks.peers import TORCH
 from benchmarks.report import OURS, Row
+from benchmarks.timing import Repeats
 from moax import MoEConfig, backend
 from moax.mesh.axes import ROLES
-from moax.tune.timing import Repeats
 
-PEERS = ("native", "public", TORCH)  # modules of benchmarks/peers
+PEERS = ("native", TORCH)
 ALONE = ("native",)  # XLA expands ragged_dot, and tunes it on expanded operands, which fill the memory of a GPU.
 ROWWISE = "fp8_rowwise"  # PyTorch has this format and bf16.
-WORKER, TORCH_WORKER = "benchmarks.block.mesh_worker", "benchmarks.peers.torch_block"
+WORKER, TORCH_WORKER = "benchmarks.block.block_worker", "benchmarks.peers.torch_block"
 TUTORIAL = Block(
     "tutorial",
     MoEConfig(d_model=1024, d_ff=4096, num_experts=8, top_k=2),
@@ -41,14 +40,7 @@ PERF = (TUTORIAL, *block.PERF)
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """How the layers run.
-
-    Attributes:
-      mesh: (axis, number of devices) pairs.
-      recipes: the recipes of moax's layer.
-      kernels, exchange, buffer_factor: the arguments of `moax.moe`.
-      peers: the names of the other layers.
-    """
+    """How the layers run."""
 
     mesh: tuple[tuple[str, int], ...]
     recipes: tuple[str, ...] = PLAIN
@@ -70,18 +62,7 @@ class How:
 def rows(
     blocks: list[Block], how: How, repeats: Repeats, found: dict[str, Any], tokens: tuple[int, ...] | None = None
 ) -> Iterator[Row]:
-    """Yields rows of forward, and of forward with backward, for each block and layer.
-
-    Args:
-      blocks: the cases.
-      how: how the layers run.
-      repeats: the number of calls.
-      found: the limits.
-      tokens: the numbers of tokens of a device; None takes those of each block.
-
-    Raises:
-      ValueError: the mesh has more devices than the machine has GPUs.
-    """
+    """Yields rows of forward, and of forward with backward, for each block and layer."""
     check_devices(how)
     quantized = TORCH in how.peers and any(recipe != "none" for recipe in how.recipes)
     layers = [(peer, "none") for peer in how.peers] + ([(TORCH, ROWWISE)] if quantized else [])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moax
+from benchmarks import report
 from moax.models import MODELS
 
 POLICY = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES)
@@ -137,8 +137,7 @@ def main() -> int:
     for fsdp in map(int, args.fsdp.split(",")):
         rows += run(args.model, fsdp, args.layers, args.tokens, args.recipes.split(","), unrolls)
     if args.out:
-        head = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "command": sys.argv, "options": OPTIONS}
-        args.out.write_text(json.dumps(head | {"rows": rows}, indent=2) + "\n")
+        report.save(args.out, report.header(sys.argv, None, {}) | {"options": OPTIONS}, rows)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks train --mesh fsdp=2,ep=2`: a step of the language model of `moax train` on a mesh.
+"""`python -m benchmarks train --mesh fsdp=2,ep=2`: a step of the language model of `lm/` on a mesh.
 
 The step runs with each recipe of `moax.moe`, and with layers of JAX alone in its place.
 
@@ -19,25 +19,17 @@ from benchmarks import limits
 from benchmarks.block.mesh_block import How, check_devices, compile_groups
 from benchmarks.block.worker import Worker, answers
 from benchmarks.report import OURS, Row
-from moax.train.model import count
-from moax.train.presets import PRESETS, ModelConfig, TrainConfig
-from moax.tune.timing import Repeats
+from benchmarks.timing import Repeats
+from lm.config import PRESETS, ModelConfig, TrainConfig
+from lm.model import count
 
-PEERS = ("native", "public")  # modules of benchmarks/peers
+PEERS = ("native",)
 WORKER = "benchmarks.block.train_worker"
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A model, and the sequences of a device in a step.
-
-    Attributes:
-      name: the name of the case.
-      model: the sizes of the model.
-      sequences: sequences of a device.
-      length: bytes S of a sequence.
-      dtype: dtype of activations.
-    """
+    """A model, and the sequences of a device in a step."""
 
     name: str
     model: ModelConfig
@@ -83,11 +75,7 @@ TINY = (Run("tiny", _unbalanced("tiny"), 1, 32, "float32"),)
 
 
 def rows(runs: list[Run], how: How, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
-    """Yields a row for each model and layer; `found` are the limits.
-
-    Raises:
-      ValueError: the mesh has more devices than the machine has GPUs.
-    """
+    """Yields a row for each model and layer; `found` are the limits."""
     check_devices(how)
     layers = [(peer, "none") for peer in how.peers] + [(OURS, recipe) for recipe in how.recipes]
     asked = [(run, impl, recipe) for run in runs for impl, recipe in layers]

@@ -18,19 +18,18 @@ import jax
 import jax.numpy as jnp
 
 import moax
-from benchmarks.block.block_worker import path_of
-from benchmarks.block.mesh_worker import peak_bytes
+from benchmarks.block.block_worker import path_of, peak_bytes
 from benchmarks.block.worker import READY
-from benchmarks.peers import native, public
+from benchmarks.peers import native
 from benchmarks.report import OURS, why
+from benchmarks.timing import Repeats
+from lm.config import ModelConfig, TrainConfig
+from lm.data import load
+from lm.model import MoEBlock
+from lm.step import jit_init, jit_update
 from moax import MoEConfig, MoEParams, MoEStats
 from moax.mesh.place import named
 from moax.sharding import token_spec
-from moax.train.data import load
-from moax.train.model import MoEBlock
-from moax.train.presets import ModelConfig, TrainConfig
-from moax.train.step import init_state, jit_update, shardings
-from moax.tune.timing import Repeats
 
 TEXTS = 8  # The steps take these batches in turn.
 
@@ -63,14 +62,10 @@ def main(argv: list[str]) -> int:
 
 
 def block_of(impl: str, model: ModelConfig, mesh) -> tuple[MoEBlock, str]:
-    """Returns a function with the arguments of `moax.moe`, and a note; the statistics of a peer are 0.
-
-    Raises:
-      Unsupported: the peer cannot compute the block of this model.
-    """
+    """Returns a function with the arguments of `moax.moe`, and a note; the statistics of a peer are 0."""
     if impl == OURS:
         return moax.moe, ""
-    layer, note = {"native": native, "public": public}[impl].block(model.moe(), mesh)
+    layer, note = native.block(model.moe(), mesh)
 
     def block(x: jax.Array, params: MoEParams[jax.Array], config: MoEConfig, **_: Any) -> tuple[jax.Array, MoEStats]:
         y = layer(x.reshape(-1, config.d_model), params).reshape(x.shape)
@@ -85,7 +80,7 @@ def measure(step: jax.stages.Compiled, config: TrainConfig, mesh, repeats: Repea
     corpus, place = load(config.text, config.seq), named(mesh, token_spec(moax.Axes(), ndim=2))
     drawn = [corpus.batch(config.seed, index, config.batch, config.seq) for index in range(TEXTS)]
     texts = [jax.device_put(text, place) for text in drawn]
-    state = jax.jit(lambda: init_state(config), out_shardings=shardings(config, mesh))()
+    state = jit_init(config, mesh)()
     steps, times, losses = max(2, repeats.measured // 3), [], []
     for batch in range(4):
         start = time.perf_counter()

@@ -1,1 +1,1 @@
-"""This package measures kernels on one device: grouped products, quantization and permutation."""
+"""This package measures the grouped matmuls on one device."""

@@ -6,16 +6,16 @@ operands of moax and of the peers are quantized before the clock starts. Only re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import error, limits
+from benchmarks.cases import DIRECTIONS, Case, Direction
 from benchmarks.kernels import ours
-from benchmarks.peers import JAX_PEERS, TORCH, calls_of, torch_peer
+from benchmarks.peers import JAX_PEERS, TORCH, calls_of, torch_grouped
+from benchmarks.problem import Problem
 from benchmarks.report import Row, compare, why
-from moax.tune.cases import DIRECTIONS, Case, Direction
-from moax.tune.problem import Problem
-from moax.tune.timing import Repeats, kernel_time
+from benchmarks.timing import Repeats, kernel_time
 
 RECIPES = ("none", "fp8_block")
 FEW = Repeats(2, 5)  # repeats of the choice of a tile
@@ -23,7 +23,7 @@ FEW = Repeats(2, 5)  # repeats of the choice of a tile
 
 def torch_rows(cases: list[Case], peers: tuple[str, ...], repeats: Repeats) -> list[Row]:
     """Returns the rows of PyTorch. The call must come before this process takes memory of the GPU."""
-    return torch_peer.rows(cases, repeats) if TORCH in peers else []
+    return torch_grouped.rows(cases, repeats) if TORCH in peers else []
 
 
 def rows(
@@ -31,25 +31,14 @@ def rows(
     peers: tuple[str, ...],
     repeats: Repeats,
     found: dict[str, Any],
-    torch: list[Row],
+    torch: Sequence[Row],
     *,
     quick: bool = False,
-    directions: tuple[Direction, ...] = DIRECTIONS,
 ) -> Iterator[Row]:
-    """Yields the rows of moax, then those of the peers, for each case and direction.
-
-    Args:
-      cases: the shapes.
-      peers: the names of the peers.
-      repeats: the number of calls.
-      found: the limits.
-      torch: the result of `torch_rows`.
-      quick: try fewer tiles of peers.
-      directions: the directions to measure.
-    """
+    """Yields the rows of moax, then those of the peers, for each case and direction."""
     for case in cases:
         problem = Problem(case)
-        for direction in directions:
+        for direction in DIRECTIONS:
             group = [own(problem, direction, recipe, repeats, found) for recipe in RECIPES]
             group += [
                 peer(name, problem, direction, repeats, found, quick=quick) for name in JAX_PEERS if name in peers

@@ -1,8 +1,7 @@
 """Moax's own kernels as the benchmarks call them. No other file of the benchmarks knows their names and arguments.
 
-`gemm` returns a `Call`, which runs the Hopper kernels on a GPU, and the XLA implementation elsewhere. The other
-functions return a jitted function, and raise Unsupported without a GPU. The `Blocks` of rows are made before the clock
-starts, since a layer makes them once for all six products.
+`gemm` returns a `Call`, which runs the Hopper kernels on a GPU, and the XLA implementation elsewhere. The `Blocks` of
+rows are made before the clock starts, since a layer makes them once for all six matmuls.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.cases import Direction
+from benchmarks.problem import Problem, dequantize
 from benchmarks.report import HOPPER
 from moax import backend
 from moax.errors import Unsupported
-from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
+from moax.kernels.hopper.formats import BLOCK, KMajorFp8
 from moax.ops import grouped_matmul
-from moax.tune.cases import Direction
-from moax.tune.problem import Problem, dequantize
 
 KERNELS = "moax.kernels.hopper.pallas"
 
@@ -41,13 +40,8 @@ class Call(NamedTuple):
     tile: str = ""
 
 
-def gemm(
-    problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None, waves: int | None = None
-) -> Call:
-    """Returns the product of a direction in bf16, or in FP8 where `operands` are given.
-
-    `waves` replaces those of the kernel's tile.
-    """
+def gemm(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None) -> Call:
+    """Returns the matmul of a direction in bf16, or in FP8 where `operands` are given."""
     left, right = (
         operands
         or {
@@ -66,7 +60,6 @@ def gemm(
     case, rows = problem.case, problem.num_rows // problem.case.groups
     contracted, columns = (case.contracted, case.columns)[:: -1 if direction == "dgrad" else 1]
     tile = pick(op, contracted, columns, rows, backend.device_kind())
-    tile = tile if waves is None else dataclasses.replace(tile, waves=waves)
 
     @jax.jit
     def product(left, right, blocks):
@@ -74,31 +67,6 @@ def gemm(
 
     name = " ".join(f"{field.name[0]}{getattr(tile, field.name)}" for field in dataclasses.fields(tile))
     return Call(product, (left, right, problem.blocks()), HOPPER, name)
-
-
-def add_wgrad(problem: Problem, operands: tuple[KMajorFp8, KMajorFp8] | None, times: int, in_kernel: bool) -> Call:
-    """Returns `times` additions of the wgrad of bf16 operands, or of `operands` in FP8, to a total.
-
-    The kernel of wgrad adds, or XLA adds what the kernel returns. The last argument is the total.
-    """
-    if backend.platform() != "gpu":
-        raise Unsupported("the kernels run on a GPU")
-    op = "wgrad_fp8" if operands else "wgrad"
-    kernel, case = _kernel(op, f"grouped_{op}"), problem.case
-    rows = problem.num_rows // case.groups
-    tile = _kernel("tiles", "pick_tile")(op, case.contracted, case.columns, rows, backend.device_kind())
-
-    @jax.jit
-    def added(left, right, blocks, total):
-        def once(_, total):
-            some, total = jax.lax.optimization_barrier((left, total))  # else XLA takes wgrad out of the loop
-            if in_kernel:
-                return kernel(some, right, blocks, tile, out_dtype=total.dtype, total=total)
-            return total + kernel(some, right, blocks, tile, out_dtype=total.dtype)
-
-        return jax.lax.fori_loop(0, times, once, total)
-
-    return Call(added, (*(operands or (problem.x, problem.dy)), problem.blocks()), HOPPER)
 
 
 def _xla_gemm(problem, direction, left, right) -> Call:
@@ -123,74 +91,8 @@ def _xla_gemm(problem, direction, left, right) -> Call:
     return Call(product, (left, right, problem.group_sizes), "xla")
 
 
-def quantize(blocks: Blocks | None, rows: bool, columns: bool) -> Callable:
-    """Returns x -> (x quantized by rows or None, x quantized by columns or None).
-
-    Forward and dgrad read the first result, wgrad the second one.
-    """
-    kernel = _kernel("quantize", "quantize_rows")
-    return jax.jit(lambda x: kernel(x, blocks, rows=rows, columns=columns))
-
-
-def quantize_weight(native: bool, transposed: bool) -> Callable:
-    """Returns w -> (w in 128 x 128 blocks or None, the transposed w in 128 x 128 blocks or None)."""
-    kernel = _kernel("quantize", "quantize_weight")
-    return jax.jit(lambda w: kernel(w, native=native, transposed=transposed))
-
-
-def activate(blocks: Blocks) -> Callable:
-    """Returns h [M, 2 F] -> silu(gate) up [M, F], quantized by rows."""
-    kernel = _kernel("activation", "activate_quantize")
-    fp8 = jnp.float8_e4m3fn
-    return jax.jit(lambda h: kernel(h, blocks, _swiglu, gated=True, weights=None, dtype=fp8))
-
-
-def activate_grad(blocks: Blocks) -> Callable:
-    """Returns (h [M, 2 F], d_a [M, F], weights [M]) -> (a by columns, d_h by rows and columns, parts of <d_a, a>)."""
-    kernel = _kernel("activation", "activate_grad_quantize")
-    formats = dict(dtype_x=jnp.float8_e4m3fn, dtype_dy=jnp.float8_e4m3fn)
-    return jax.jit(lambda h, d_a, weights: kernel(h, d_a, blocks, _swiglu, weights=weights, **formats))
-
-
-def _swiglu(gate, up):
-    return jax.nn.silu(gate) * up
-
-
-def gather_rows() -> Callable:
-    """Returns (x [T, H], source [N], blocks) -> rows [N, H] with rows[n] = x[source[n]], up to the last group's."""
-    return jax.jit(_kernel("permute", "gather_rows"))
-
-
-def gather_quantize(rows: bool = True, columns: bool = True) -> Callable:
-    """Returns (x, source, blocks) -> x[source] quantized by rows and by columns, as asked for, by one kernel."""
-    kernel = _kernel("quantize", "quantize_rows")
-    return jax.jit(lambda x, source, blocks: kernel(x, blocks, source=source, rows=rows, columns=columns))
-
-
-def gather_then_quantize(rows: bool = True, columns: bool = True) -> Callable:
-    """Returns the function of `gather_quantize` as two kernels, with the rows in memory between them."""
-    gather, quantize = _kernel("permute", "gather_rows"), _kernel("quantize", "quantize_rows")
-    options = {"rows": rows, "columns": columns}
-    return jax.jit(lambda x, source, blocks: quantize(gather(x, source, blocks), blocks, **options))
-
-
-def gather_sum() -> Callable:
-    """Returns (rows, position [T, K], weights [T, K] or None) -> y[t] = sum_k weights[t, k] rows[position[t, k]]."""
-    return jax.jit(_kernel("permute", "gather_sum"))
-
-
-def exchange_sms() -> int:
-    """Returns the number of multiprocessors that the one-sided exchange takes."""
-    sms: Any = _kernel("exchange", "SMS")
-    return sms
-
-
 def _kernel(module: str, name: str) -> Callable:
-    """Returns the kernel `name` of the module `module`.
-
-    Raises:
-      Unsupported: this machine has no GPU, or this version of moax has no such kernel.
-    """
+    """Returns the kernel `name` of the module `module`."""
     if backend.platform() != "gpu":
         raise Unsupported(f"{name}: kernels for Hopper need a GPU; this is {backend.platform()}")
     try:

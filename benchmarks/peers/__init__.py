@@ -2,7 +2,7 @@
 
 A peer in this process is a module with a function calls(problem, direction, quick), which returns a call for each
 tile; the fastest call counts. It takes rows without padding between groups. PyTorch has a process of its own
-(`torch_peer`).
+(`torch_grouped`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from collections.abc import Callable
 JAX_PEERS = {
     "ragged_dot": "jax.lax.ragged_dot",
     "pallas_mgpu": "jax.experimental.pallas.ops.gpu",
-    "tokamax": "tokamax",
 }
 TORCH = "torch"
 NAMES = (*JAX_PEERS, TORCH)
 
 
 def parse(text: str, names: tuple[str, ...] = NAMES) -> tuple[str, ...]:
-    """Parses --peers: `all` of `names`, `none`, or some of them with commas.
-
-    Raises:
-      ValueError: a name is unknown.
-    """
+    """Parses --peers: `all` of `names`, `none`, or some of them with commas."""
     if text in ("all", "none"):
         return names if text == "all" else ()
     chosen = tuple(name.strip() for name in text.split(","))

@@ -95,11 +95,7 @@ def layer(
 
 
 def block(config: MoEConfig, mesh: Mesh) -> tuple[Callable[[jax.Array, MoEParams[jax.Array]], jax.Array], str]:
-    """Returns the layer as a function (x [T, H], params) -> y [T, H], and a note on a substitute on a CPU, or "".
-
-    Raises:
-      Unsupported: the layer cannot compute the config, or cannot run on the mesh.
-    """
+    """Returns the layer as a function (x [T, H], params) -> y [T, H], and a note on a substitute on a CPU, or ""."""
     check(config, mesh)
     ragged = platform() != "cpu"
     local = functools.partial(layer, top_k=config.top_k, ragged=ragged)

@@ -6,10 +6,10 @@ import functools
 
 import jax
 
+from benchmarks.cases import Direction
 from benchmarks.kernels.ours import Call
+from benchmarks.problem import Problem
 from moax.errors import Unsupported
-from moax.tune.cases import Direction
-from moax.tune.problem import Problem
 
 # (block_m, block_n, block_k, max_concurrent_steps), the likely best first
 PRODUCT = ((128, 128, 64, 4), (128, 192, 64, 4), (128, 128, 64, 6), (192, 128, 64, 4), (64, 256, 64, 4))
@@ -18,12 +18,7 @@ WIDTHS = (16, 8, 4, 2, 1)
 
 
 def calls(problem: Problem, direction: Direction, quick: bool) -> list[Call]:
-    """Returns a call for each tile: `ragged_dot` for forward and dgrad, `transposed_ragged_dot` for wgrad.
-
-    Raises:
-      Unsupported: no tile divides the shape.
-      ImportError: the kernels import a test module of JAX, which needs absl.
-    """
+    """Returns a call for each tile: `ragged_dot` for forward and dgrad, `transposed_ragged_dot` for wgrad."""
     case = problem.case
     if direction == "wgrad":
         from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot as kernel

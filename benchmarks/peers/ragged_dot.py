@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 from jax import lax
 
+from benchmarks.cases import Direction
 from benchmarks.kernels.ours import Call
+from benchmarks.problem import Problem
 from moax.errors import Unsupported
-from moax.tune.cases import Direction
-from moax.tune.problem import Problem
 
 # (contracted dims of left and right, whether the right operand has a matrix for each group)
 DIMENSIONS = {"fwd": (1, 1, True), "dgrad": (1, 2, True), "wgrad": (0, 0, False)}
@@ -16,11 +16,7 @@ MOST_SECONDS, MOST_BYTES, RATE = 0.1, 40e9, 300e12
 
 
 def calls(problem: Problem, direction: Direction, quick: bool) -> list[Call]:
-    """Returns one call, since XLA offers no choice of tiles.
-
-    Raises:
-      Unsupported: the dense expansion would take too long, or too much memory.
-    """
+    """Returns one call, since XLA offers no choice of tiles."""
     case = problem.case
     expanded = 2 * case.groups * case.rows * max(case.contracted, case.columns if direction == "dgrad" else 0)
     seconds = case.groups * case.flops / RATE

@@ -1,6 +1,6 @@
 """SonicMoE's layer on one GPU, a peer of `moax.moe` in bf16: python3 -m benchmarks.peers.sonic REQUEST
 
-REQUEST is that of `block_worker`, its recipe `none`. The program compiles the kernels by a layer of few tokens, and
+REQUEST is the request of `block_worker` without a mesh. The program compiles the kernels by a layer of few tokens, and
 holds y and the gradients of these tokens against float64. It prints READY, waits for a line on stdin, and measures. The
 first call with a number of tokens times SonicMoE's kernels by every tile, and takes the fastest: this comes after that
 line, so that the GPU does nothing else. The program prints what `block_worker` prints.
@@ -14,25 +14,22 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import math
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks.block.block_worker import TOP, saved_needed
+from benchmarks.block.block_worker import saved_needed
 from benchmarks.block.worker import READY, refuse
-from benchmarks.peers import native, torch_block, torch_exact, torch_worker
+from benchmarks.peers import native, torch_block, torch_layer
 from benchmarks.peers.torch_layer import torch
 from benchmarks.report import why
+from benchmarks.timing import Repeats
 from moax import MoEConfig
 from moax.errors import Unsupported
-from moax.tune.timing import Repeats
 
 CHECKED = 256  # tokens in the check against float64
 LIMIT = 2e-2  # largest distance of y and of each gradient, norm over norm; SonicMoE rounds logits, h and a to bf16
 MARGIN = 2.0**-4  # tokens of the check whose choice of experts rounding cannot change; logits to 4 are off by 2^-7
-PROFILED = 3  # calls whose kernels are profiled
-LETTERS = 160  # of a kernel's name, which in CuTe also spells the layouts of all operands
 
 
 class Params(NamedTuple):
@@ -128,14 +125,14 @@ def distances(layer: Callable, config: MoEConfig, params: Params) -> dict[str, f
     best = (x.detach().double() @ exact[0]).topk(min(config.top_k + 1, config.num_experts)).values
     clear = (best[:, config.top_k - 1] - best[:, -1] > MARGIN) | (config.top_k == config.num_experts)
     x, dy = x.detach()[clear][:CHECKED].requires_grad_(), dy[clear][:CHECKED]
-    wanted = torch_exact.layer(config, x.double(), dy.double(), *exact)
+    wanted = torch_layer.exact_layer(config, x.double(), dy.double(), *exact)
     y = layer(x, params, inference=False)
     d_x, d_router, d_w1, d_w2 = torch.autograd.grad(y, (x, *params), dy)
     d_wi = torch.cat([d_w1[:, 0::2], d_w1[:, 1::2]], 1).mT
     got = {"y": y, "dx": d_x, "router": d_router.mT, "wi": d_wi, "wo": d_w2.mT}
     with torch.no_grad():
         got["y of inference"], wanted["y of inference"] = layer(x, params, inference=True), wanted["y"]
-    return {name: torch_exact.distance(value.detach(), wanted[name]) for name, value in got.items()}
+    return {name: torch_layer.distance(value.detach(), wanted[name]) for name, value in got.items()}
 
 
 def measure(layer: Callable, config: MoEConfig, params: Params, tokens: int, repeats: Repeats) -> dict[str, Any]:
@@ -156,12 +153,9 @@ def measure(layer: Callable, config: MoEConfig, params: Params, tokens: int, rep
         "params_bytes": sum(v.nbytes for v in params),
         "saved_bytes": saved_bytes(lambda: layer(x, params, inference=False), params),
         "saved_needed_bytes": saved_needed(config, None, tokens),
-        "peak_bytes": torch_worker.peak_bytes(both) if x.is_cuda else None,
+        "peak_bytes": torch_block.peak_bytes(both) if x.is_cuda else None,
     }
-    timed = {name: {"us": torch_worker.wall(f, repeats)} for name, f in (("fwd", fwd), ("fwd+bwd", both))}
-    if x.is_cuda:
-        timed["fwd"] |= kernels(fwd)
-        timed["fwd+bwd"] |= kernels(both)
+    timed = {name: {"us": torch_block.wall(f, repeats)} for name, f in (("fwd", fwd), ("fwd+bwd", both))}
     return {"memory": memory, **timed}
 
 
@@ -178,24 +172,6 @@ def saved_bytes(f: Callable, params: Params) -> int:
     storages = {storage.data_ptr(): storage.nbytes() for storage in (value.untyped_storage() for value in kept)}
     held = {v.untyped_storage().data_ptr() for v in params}
     return sum(nbytes for place, nbytes in storages.items() if place not in held)
-
-
-def kernels(f: Callable) -> dict[str, Any]:
-    """Returns the time of the kernels of a call, and a list of them by time; nothing where they cannot be profiled."""
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            for _ in range(PROFILED):
-                f()
-            torch.cuda.synchronize()
-        found = [
-            {"kernel": of.key[:LETTERS], "us": of.self_device_time_total / PROFILED, "launches": of.count / PROFILED}
-            for of in profiler.key_averages()
-            if of.self_device_time_total
-        ]
-    except Exception as error:
-        return {"profile_note": why(error)}
-    listed = sorted(found, key=lambda entry: -entry["us"])
-    return {"kernel_us": math.fsum(entry["us"] for entry in listed), "kernels": listed[:TOP]}
 
 
 if __name__ == "__main__":

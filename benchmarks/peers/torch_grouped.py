@@ -1,19 +1,29 @@
-"""PyTorch's grouped products, in a process of their own: python3 -m benchmarks.peers.torch_grouped REQUEST
+"""PyTorch's grouped matmuls, in a process of their own: python3 -m benchmarks.peers.torch_grouped REQUEST
 
     fwd    x [M, K] w[g(m)] [K, N]     dgrad  dy [M, N] w[g(m)]^T     wgrad  dy^T [N, M] x [M, K], rows of each group
 
-REQUEST is JSON: {"cases": [{"name", "sizes", "contracted", "columns"}], "warmups", "measured"}. Prints a line of JSON
-for each result: case, direction, recipe (`none`: bf16; `fp8_rowwise`: e4m3, a scale a row), us (CUDA events), error,
-error_worst, error_unquantized (against float64, relative), or a note that says why not; {"error"} if nothing can run.
+REQUEST is JSON: {"cases": [{"name", "sizes", "contracted", "columns"}], "warmups", "measured"}. The program prints a
+line of JSON for each result: case, direction, recipe (`none`: bf16; `fp8_rowwise`: e4m3, a scale for each row), us
+(CUDA events), error, error_worst, error_unquantized (against float64, relative), or a note with the reason.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.cases import DIRECTIONS
+from benchmarks.cases import Case as Shape
+from benchmarks.processes import environment
+from benchmarks.report import Row, why
+from benchmarks.timing import Repeats
+
+SECONDS = 400
+NAME = {"none": "torch_grouped_mm", "fp8_rowwise": "torch_scaled_grouped_mm"}
 SAMPLE = 4  # compared rows of a group
 COLUMNS = 32
 DEVICE = "cuda"
@@ -28,60 +38,57 @@ class Case(NamedTuple):
     columns: int
 
 
-class Request(NamedTuple):
-    """A request: the cases, and the number of calls."""
-
-    cases: list[Case]
-    warmups: int
-    measured: int
-
-
-def parse(argv: list[str]) -> Request:
-    """The request of a command line.
-
-    Raises:
-      ValueError: not one argument, no JSON, or a field that is missing or no positive number.
-    """
-    if len(argv) != 1:
-        raise ValueError(f"{len(argv)} arguments; it takes one, the request as JSON")
+def rows(cases: Sequence[Shape], repeats: Repeats) -> list[Row]:
+    """Returns a row for each case, direction and recipe; its note has the reason where PyTorch does not run."""
+    shapes = [Case(c.name, c.sizes.tolist(), c.contracted, c.columns)._asdict() for c in cases]
+    request = {"cases": shapes, "warmups": repeats.warmups, "measured": repeats.measured}
+    command = [sys.executable, "-m", "benchmarks.peers.torch_grouped", json.dumps(request)]
     try:
-        asked = json.loads(argv[0])
-        cases = [Case(c["name"], [int(n) for n in c["sizes"]], c["contracted"], c["columns"]) for c in asked["cases"]]
-        request = Request(cases, asked.get("warmups", 10), asked.get("measured", 20))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"REQUEST: {type(error).__name__}: {error}") from None
-    numbers = [request.measured, *(n for c in cases for n in (c.contracted, c.columns, sum(c.sizes)))]
-    if not cases or any(not isinstance(n, int) or n < 1 for n in numbers):
-        raise ValueError("REQUEST: needs at least one case; sizes, contracted, columns and measured at least 1")
-    return request
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment())
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        reason = f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        lines, reason = [], why(error)
+    measured = {(line["case"], line["direction"], line["recipe"]): line for line in lines}
+    return [
+        _row(case, direction, recipe, measured.get((case.name, direction, recipe), {"note": reason}))
+        for case in cases
+        for direction in DIRECTIONS
+        for recipe in NAME
+    ]
+
+
+def _row(case: Shape, direction: str, recipe: str, found: dict) -> Row:
+    dtype = "bfloat16" if recipe == "none" else "e4m3"
+    row = Row("gemm", case.name, direction, NAME[recipe], recipe, dtype, "peer", note=found.get("note", ""))
+    if found.get("us"):
+        row.us, row.method = found["us"], "events"
+        row.tflops = case.flops / row.us * 1e-6
+        row.error, row.error_worst = found["error"], found["error_worst"]
+        row.error_unquantized = found["error_unquantized"]
+    return row
 
 
 def main(argv: list[str]) -> int:
-    """Measures the request of the command line, and prints the results."""
-    try:
-        request = parse(argv)
-        import torch  # pyrefly: ignore[missing-import]
-
-        if not torch.cuda.is_available():
-            raise RuntimeError(f"torch {torch.__version__} sees no GPU")
-    except (ValueError, ImportError, RuntimeError) as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
-        return 1
-    for case in request.cases:
-        for recipe in ("none", "fp8_rowwise"):
-            for direction in ("fwd", "dgrad", "wgrad"):
+    """Measures the request `argv[0]`, and prints the results. Returns 0."""
+    request = json.loads(argv[0])
+    for case in (Case(**fields) for fields in request["cases"]):
+        for recipe in NAME:
+            for direction in DIRECTIONS:
                 found: dict[str, Any] = {"case": case.name, "direction": direction, "recipe": recipe}
                 try:
-                    found |= measure(torch, case, direction, recipe, request)
+                    found |= measure(case, direction, recipe, request["warmups"], request["measured"])
                 except Exception as error:  # The other measurements go on.
-                    found["note"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+                    found["note"] = why(error)
                 print(json.dumps(found), flush=True)
-                torch.cuda.empty_cache()
     return 0
 
 
-def measure(torch, case: Case, direction: str, recipe: str, request: Request) -> dict[str, Any]:
-    """Returns {us, error, error_worst, error_unquantized, note} of one product."""
+def measure(case: Case, direction: str, recipe: str, warmups: int, measured: int) -> dict[str, Any]:
+    """Returns {us, error, error_worst, error_unquantized, note} of one matmul."""
+    import torch  # pyrefly: ignore[missing-import]
+
+    torch.cuda.empty_cache()
     torch.manual_seed(0)
     fp8, sizes = recipe != "none", list(case.sizes)
     note = ""
@@ -118,7 +125,7 @@ def measure(torch, case: Case, direction: str, recipe: str, request: Request) ->
     out = product()
     total, worst = errors(out, quantized, sizes, direction)
     plain = errors(out, exact, sizes, direction)[0] if fp8 else None
-    us = seconds(torch, product, request) * 1e6
+    us = seconds(torch, product, warmups, measured) * 1e6
     return {"us": us, "error": total, "error_worst": worst, "error_unquantized": plain, "note": note}
 
 
@@ -176,11 +183,11 @@ def spans(sizes: list[int]) -> list[tuple[int, int]]:
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def seconds(torch, f, request: Request) -> float:
+def seconds(torch, f, warmups: int, measured: int) -> float:
     """Returns the median time between CUDA events around each call, in a queue that never runs dry."""
-    for _ in range(request.warmups):
+    for _ in range(warmups):
         f()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(request.measured + 1)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(measured + 1)]
     torch.cuda.synchronize()
     f()
     marks[0].record()

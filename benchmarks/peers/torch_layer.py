@@ -10,6 +10,7 @@ over (ep, fsdp), as `moax.param_specs` has them. Backward is written out, so tha
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +23,10 @@ try:
 except ModuleNotFoundError:  # torch_block.py reports the missing module.
     torch: Any = None
     dist: Any = None
+
+
+TINY, LARGEST = 1e-12, 448.0  # the least scale, and the largest value of e4m3
+ROWS = 16  # The rows of each group are a multiple of this: wgrad reads along rows, 16 bytes at a time.
 
 
 class Mesh(NamedTuple):
@@ -40,12 +45,11 @@ class Mesh(NamedTuple):
 
 
 class Params(NamedTuple):
-    """router [H, E], wi [shard, H, 2 F], wo [shard, F, H]; bias [E], of a sigmoid router's selection."""
+    """router [H, E], wi [shard, H, 2 F], wo [shard, F, H]."""
 
     router: torch.Tensor
     wi: torch.Tensor
     wo: torch.Tensor
-    bias: torch.Tensor | None = None
 
 
 class Products(NamedTuple):
@@ -62,12 +66,11 @@ class Products(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """chosen, weights [T, K]; best [T, K], the logits or scores chosen; counts [E]; order [T K], which assignment each
-    sorted one is; inverse [T, K], where each assignment went."""
+    """chosen, weights [T, K]; counts [E]; order [T K], which assignment each sorted one is; inverse [T, K], where each
+    assignment went."""
 
     chosen: torch.Tensor
     weights: torch.Tensor
-    best: torch.Tensor
     counts: torch.Tensor
     order: torch.Tensor
     inverse: torch.Tensor
@@ -87,29 +90,18 @@ class Way(NamedTuple):
 def route(x: torch.Tensor, params: Params, config: MoEConfig) -> Routed:
     """Chooses the experts of each token in float32, and sorts the assignments by expert."""
     logits = x.float() @ params.router.float()
-    if config.router.score == "softmax":
-        best, chosen = logits.topk(config.top_k)
-        weights = best.softmax(-1)  # This equals the softmax over all experts, normalized over the chosen ones.
-    else:
-        scores = logits.sigmoid()
-        chosen = (scores if params.bias is None else scores + params.bias.float()).topk(config.top_k).indices
-        best = scores.gather(1, chosen)
-        weights = config.router.scale * best / best.sum(-1, keepdim=True)
+    best, chosen = logits.topk(config.top_k)
+    weights = best.softmax(-1)  # This equals the softmax over all experts, normalized over the chosen ones.
     expert, order = chosen.flatten().sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=x.device)
     edges = torch.searchsorted(expert, torch.arange(config.num_experts + 1, device=x.device))
-    return Routed(chosen, weights, best, edges.diff(), order, inverse.view_as(chosen))
+    return Routed(chosen, weights, edges.diff(), order, inverse.view_as(chosen))
 
 
 def route_backward(x: torch.Tensor, params: Params, config: MoEConfig, routed: Routed, d: torch.Tensor):
     """Returns (dx, drouter) from the gradient of the weights, in float32."""
-    if config.router.score == "softmax":
-        d = routed.weights * (d - (routed.weights * d).sum(-1, keepdim=True))
-    else:
-        share, d = routed.weights / config.router.scale, config.router.scale * d
-        d = (d - (share * d).sum(-1, keepdim=True)) / routed.best.sum(-1, keepdim=True)
-        d = d * routed.best * (1 - routed.best)
+    d = routed.weights * (d - (routed.weights * d).sum(-1, keepdim=True))
     logits = d.new_zeros(len(x), config.num_experts).scatter_(1, routed.chosen, d)
     return logits @ params.router.float().t(), x.float().t() @ logits
 
@@ -179,7 +171,7 @@ def _flight(out: torch.Tensor, work) -> Callable[[], torch.Tensor]:
 class Layer:
     """forward(x [T, H], params) -> (y, what backward needs); backward(dy, that, params) -> (dx, gradients).
 
-    pieces: what does not communicate, `torch_pieces.PIECES` as they are, or compiled.
+    pieces: the functions that do not communicate, `plain()` or `compiled()`.
     """
 
     def __init__(self, config: MoEConfig, mesh: Mesh, products: Products, pieces: SimpleNamespace):
@@ -229,3 +221,152 @@ class Layer:
     def _unsorted(self, rows: torch.Tensor, way: Way) -> torch.Tensor:
         alone = len(way.send) == 1 and self.products.pad == 1
         return rows if alone else self.pieces.take(rows, way.dest, False)
+
+
+def spread(x: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Returns rows [T K, H] with the token of each assignment."""
+    return x[order // top_k]
+
+
+def take(rows: torch.Tensor, source: torch.Tensor, padded: bool) -> torch.Tensor:
+    """Returns rows[source]; with `padded`, a source past the last row gives 0."""
+    if not padded:
+        return rows[source]
+    last = rows.shape[0] - 1
+    return torch.where((source <= last)[:, None], rows[source.clamp(max=last)], 0)
+
+
+def activate(h: torch.Tensor) -> torch.Tensor:
+    """Computes silu(gate) * up."""
+    gate, up = h.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def activate_backward(h: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (dh, silu(gate) * up)."""
+    gate, up = (part.float() for part in h.chunk(2, -1))
+    sigmoid, d = gate.sigmoid(), d.float()
+    silu = gate * sigmoid
+    d_gate = d * up * (sigmoid + silu * (1 - sigmoid))
+    return torch.cat([d_gate, d * silu], -1).to(h.dtype), (silu * up).to(h.dtype)
+
+
+def combine(rows: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Computes y[t] = sum_k weights[t, k] rows[inverse[t, k]]."""
+    return (rows[inverse] * weights[..., None].to(rows.dtype)).sum(1)
+
+
+def combine_backward(
+    dy: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (the gradient of each row, the gradient of its weight in float32)."""
+    d = dy[order // top_k]
+    return d * weights.flatten()[order][:, None].to(d.dtype), (d * rows).sum(-1, dtype=torch.float32)
+
+
+def total(rows: torch.Tensor, inverse: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Computes sum_k rows[inverse[t, k]] + rest[t]."""
+    return (rows[inverse].sum(1, dtype=torch.float32) + rest).to(rows.dtype)
+
+
+def by_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes [.., R, C] by rows: e4m3 [.., R, C], and the scale of each row [.., R]."""
+    scale = x.abs().amax(-1).float().clamp(min=TINY) / LARGEST
+    return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+def by_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes [.., R, C] by columns: e4m3 [.., C, R], and the scale of each column [.., C]."""
+    scale = x.abs().amax(-2).float().clamp(min=TINY) / LARGEST
+    data = (x.float() / scale[..., None, :]).to(torch.float8_e4m3fn)
+    return data.transpose(-2, -1).contiguous(), scale
+
+
+PIECES = (spread, take, activate, activate_backward, combine, combine_backward, total, by_rows, by_columns)
+
+
+def plain() -> SimpleNamespace:
+    """Returns the pieces without compilation."""
+    return SimpleNamespace(**{piece.__name__: piece for piece in PIECES})
+
+
+def compiled(**options) -> SimpleNamespace:
+    """Returns the pieces, each of which torch.compile compiles at its first call."""
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    inductor.compile_threads = 1  # Compilation stays in this process, so that no helper outlives it.
+    torch._dynamo.config.automatic_dynamic_shapes = False  # Widths stay constants.
+
+    def compile_piece(piece: Callable) -> Callable:
+        fast = torch.compile(piece, fullgraph=True, **options)
+
+        def call(*args):
+            for arg in args:
+                if isinstance(arg, torch.Tensor):
+                    torch._dynamo.maybe_mark_dynamic(arg, 0)  # The number of rows changes with the batch.
+            return fast(*args)
+
+        return call
+
+    return SimpleNamespace(**{piece.__name__: compile_piece(piece) for piece in PIECES})
+
+
+def bf16() -> Products:
+    """The products by `torch._grouped_mm`."""
+    product = torch._grouped_mm
+    return Products(
+        lambda rows, w, ends: product(rows, w, offs=ends),
+        lambda d, w, ends: product(d, w.transpose(-2, -1), offs=ends),
+        lambda rows, d, ends: product(rows.t(), d, offs=ends),
+    )
+
+
+def fp8_rowwise(pieces: SimpleNamespace, product: Callable | None = None) -> Products:
+    """The matmuls by `torch._scaled_grouped_mm`, or by `product`, of operands quantized along the contracted dim.
+
+    wgrad quantizes columns of all rows, so that the groups share a scale.
+    """
+    product = product or torch._scaled_grouped_mm
+
+    def multiply(a, b, ends):
+        (a, scale_a), (b, scale_b) = a, b
+        options = dict(offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return product(a, b.transpose(-2, -1), scale_a, scale_b, **options)
+
+    def wgrad(rows, d, ends):
+        (a, scale_a), (b, scale_b) = pieces.by_columns(rows), pieces.by_columns(d)
+        return multiply((a, scale_a.repeat(len(ends))), (b, scale_b.repeat(len(ends))), ends)
+
+    return Products(
+        lambda rows, w, ends: multiply(pieces.by_rows(rows), pieces.by_columns(w), ends),
+        lambda d, w, ends: multiply(pieces.by_rows(d), pieces.by_rows(w), ends),
+        wgrad,
+        ROWS,
+    )
+
+
+def exact_layer(
+    config: MoEConfig,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    router: torch.Tensor,
+    wi: torch.Tensor,
+    wo: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Computes y and the gradients of x, router, wi and wo, as {y, dx, router, wi, wo}."""
+    leaves = [v.detach().requires_grad_() for v in (x, router, wi, wo)]
+    x, router, wi, wo = leaves
+    logits = x @ router
+    best, chosen = logits.topk(config.top_k)
+    weights = best.softmax(-1)
+    y = torch.zeros_like(x)
+    for e, (wi_e, wo_e) in enumerate(zip(wi.unbind(), wo.unbind(), strict=True)):
+        token, slot = (chosen == e).nonzero(as_tuple=True)
+        gate, up = (x[token] @ wi_e).chunk(2, -1)
+        y = y.index_add(0, token, weights[token, slot, None] * ((torch.nn.functional.silu(gate) * up) @ wo_e))
+    return dict(zip(("y", "dx", "router", "wi", "wo"), (y.detach(), *torch.autograd.grad(y, leaves, dy)), strict=True))
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Returns the norm of the difference over the norm of `want`, in float64."""
+    norm = want.norm().clamp(min=1e-30)  # The norm is 0 for experts that no token chose.
+    return float((got.double() - want).norm() / norm)

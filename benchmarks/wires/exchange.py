@@ -3,11 +3,10 @@
     dispatch   sends the rows of tokens to the ranks of their experts, with ids and weights
     combine    y[t] = the sum of the rows that token t became
 
-implementation       what it does
-one_sided            moax's kernel, once for each wanted number of multiprocessors
-all_gather           moax's exchange by a collective of XLA
-nccl all-to-all      as many rows between every two devices, without gathering and summing
-ragged_all_to_all    the same rows, as XLA is installed, and as XLA decomposes it (`peers.ragged`)
+implementation     what it does
+one_sided          moax's kernel
+all_gather         moax's exchange by a collective of XLA
+nccl all-to-all    as many rows between every two devices, without gathering and summing
 
 The bytes are those of real rows and their scales that the busiest device sends to others, or receives from them: an
 exchange ends with its busiest wire. `us` is the wall clock of one of many rounds in one program (`rounds`), and `tb_s`
@@ -22,29 +21,24 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from benchmarks import error
-from benchmarks.kernels import ours
-from benchmarks.peers import ragged_peer, wires
 from benchmarks.report import HOPPER, OURS, Row, compare, why
+from benchmarks.timing import Repeats
 from benchmarks.tokens import BLOCK, KINDS, Tokens, busiest
 from benchmarks.wires import rounds
-from moax.backend import count_sms
+from moax.exchange import select_transport
+from moax.exchange.slots import slots_per_pair
+from moax.exchange.transport import ExchangeSpec
 from moax.kernels import select_kernels
+from moax.kernels.hopper.pallas.exchange import SMS
 from moax.mesh.axes import Axes
-from moax.mesh.partition import find_mesh_view
 from moax.mesh.place import named
-from moax.ops.exchange import (
-    ExchangeSpec,
-    combine_forward,
-    dispatch_forward,
-    select_transport,
-    slots_per_pair,
-    wire_bytes,
-)
+from moax.mesh.view import find_mesh_view
+from moax.ops.dispatch_combine import combine_forward, dispatch_forward, wire_bytes
 from moax.recipe import Format
-from moax.tune.timing import Repeats
 
 WIRES: dict[str, Format | None] = {"none": None, "fp8": Format(block=BLOCK)}
 TRANSPORTS: dict[str, str] = {OURS: "one_sided", "all_gather": "all_gather"}
@@ -53,57 +47,21 @@ SAMPLE = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
-    """How the exchange runs.
-
-    Attributes:
-      devices: number of devices; None takes all.
-      sms: numbers of multiprocessors of moax's kernel; None in it takes the kernel's own choice.
-      peers: whether to measure the peers.
-      ragged: the results of the peers in other processes.
-    """
-
-    devices: int | None = None
-    sms: tuple[int | None, ...] = (None,)
-    peers: bool = True
-    ragged: ragged_peer.Answers = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One direction of an exchange of `tokens` tokens a device, on one device; equal values compile once."""
+    """One direction of an exchange, on one device; equal values compile once."""
 
     static: ExchangeSpec
     direction: str
-    tokens: int
 
     def __call__(self, rows, *plan):
         if self.direction == "dispatch":
             return dispatch_forward(self.static, rows, *plan)[0]
-        return combine_forward(self.static, rows, plan[0], self.tokens)
+        return combine_forward(self.static, rows, plan[0])
 
 
-def parse_sms(text: str | None) -> tuple[int | None, ...]:
-    """Parses --sms: "16,32" -> (16, 32), and None -> (None,).
-
-    Raises:
-      ValueError: the text has anything else than numbers of at least 1.
-    """
-    numbers = [part.strip() for part in (text or "").split(",")]
-    if text is not None and not all(number.isdecimal() and int(number) for number in numbers):
-        raise ValueError(f"--sms {text} must be numbers of multiprocessors with commas, as 16,32")
-    return (None,) if text is None else tuple(map(int, numbers))
-
-
-def rows(cases: list[Tokens], how: How, repeats: Repeats) -> Iterator[Row]:
-    """Yields the rows of moax, then those of the peers, for each case, wire and direction.
-
-    Raises:
-      ValueError: the machine has fewer devices, or a device has fewer multiprocessors.
-    """
-    mesh, most = rounds.mesh_of(how.devices), max(sms or 0 for sms in how.sms)
-    if most > count_sms():  # All thread blocks must run at once, since they wait for thread blocks of peers.
-        raise ValueError(f"--sms {most}: a device has {count_sms()} multiprocessors")
+def rows(cases: list[Tokens], devices: int | None, peers: bool, repeats: Repeats) -> Iterator[Row]:
+    """Yields the rows of moax, then the rows of the peers, for each case, wire and direction."""
+    mesh = rounds.mesh_of(devices)
     with jax.set_mesh(mesh):
         for case in cases:
             place = named(mesh, rounds.EP)
@@ -112,24 +70,29 @@ def rows(cases: list[Tokens], how: How, repeats: Repeats) -> Iterator[Row]:
             weights = jnp.ones(experts.shape, jnp.float32)
             args = tuple(jax.device_put(v, place) for v in (x, experts, weights))
             for wire, direction in KINDS:
-                group = list(_group(case, wire, direction, args, mesh, how, repeats))
+                group = list(_group(case, wire, direction, args, mesh, peers, repeats))
                 compare(group)
                 yield from group
 
 
-def _group(case: Tokens, wire: str, direction: str, args: tuple, mesh: Mesh, how: How, repeats: Repeats):
+def _group(case: Tokens, wire: str, direction: str, args: tuple, mesh: Mesh, peers: bool, repeats: Repeats):
     """Yields the rows of one case, wire and direction."""
     most = busiest(case.between(mesh.size))
     nbytes = most * case.row_bytes(wire)
 
-    def row(impl: str, build: Callable, sms: int | None = None) -> Row:
-        made = _empty(case, wire, direction, impl, nbytes, mesh)
+    def row(impl: str, build: Callable) -> Row:
+        dtype = "bfloat16" if wire == "none" else "e4m3"
+        path = HOPPER if impl == OURS else "xla"
+        made = Row("exchange", case.name, direction, impl, wire, dtype, path)
+        made.extra = dataclasses.asdict(case) | {"devices": mesh.size, "remote_bytes": nbytes}
         try:
             if impl == OURS:
-                made.extra["sms"] = sms or ours.exchange_sms()
-                made.tile = f"sms={made.extra['sms']}"
+                made.extra["sms"], made.tile = SMS, f"sms={SMS}"
             local, operands = build()
-            _fill(made, rounds.measure(local, operands, mesh, nbytes, repeats))
+            found = rounds.measure(local, operands, mesh, nbytes, repeats)
+            made.us, made.method = found.pop("us"), "wall"
+            made.tb_s = nbytes / made.us * 1e-6
+            made.extra |= found
             if direction == "combine" and impl in TRANSPORTS:
                 y = rounds.single(local, mesh)(*operands)
                 made.error = _error(y, args, case.experts // mesh.size)
@@ -137,33 +100,31 @@ def _group(case: Tokens, wire: str, direction: str, args: tuple, mesh: Mesh, how
             made.us, made.note = None, why(failure)
         return made
 
-    for sms in how.sms:
-        yield row(OURS, lambda sms=sms: _ours(case, wire, direction, OURS, args, mesh, sms), sms)
-    if how.peers:
+    yield row(OURS, lambda: _ours(case, wire, direction, OURS, args, mesh))
+    if peers:
         yield row("all_gather", lambda: _ours(case, wire, direction, "all_gather", args, mesh))
         each = -(-most // (mesh.size - 1))
-        yield row(NCCL, lambda: (wires.all_to_all, _even(each, case.row_bytes(wire), mesh)))
-    for impl, answers in how.ragged.items():
-        made = _empty(case, wire, direction, impl, nbytes, mesh)
-        _fill(made, dict(ragged_peer.find(answers, case.name, wire, direction)))
-        yield made
+        yield row(NCCL, lambda: (all_to_all, _even(each, case.row_bytes(wire), mesh)))
 
 
-def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh: Mesh, sms: int | None = None):
+def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh: Mesh):
     """Returns an exchange of `moax.ops` as (function of one device, global operands)."""
     view = find_mesh_view(Axes(), "auto", args[0])
-    transport = select_transport(TRANSPORTS[impl], view, wire_bytes(args[0], WIRES[wire]))
+    transport = select_transport(TRANSPORTS[impl], view, wire_bytes(args[0].shape[-1], args[0].dtype, WIRES[wire]))
     slots = slots_per_pair(case.tokens, case.top_k, mesh.size, None)
     kernels = select_kernels("auto", args[0].dtype, width=case.width)
-    static = ExchangeSpec(
-        transport, view.roles, slots, WIRES[wire], kernels, sms, num_experts=case.experts, capacity=slots
-    )
-    dispatch = Exchange(static, "dispatch", case.tokens)
+    static = ExchangeSpec(transport, view.axes, case.tokens, slots, WIRES[wire], kernels, case.experts, slots)
+    dispatch = Exchange(static, "dispatch")
     if direction == "dispatch":
         return dispatch, args
     received = rounds.single(dispatch, mesh)(*args)
     real = (received.experts < case.experts // mesh.size).any(-1, keepdims=True)
-    return Exchange(static, "combine", case.tokens), (jnp.where(real, received.rows, 0), received.slots)
+    return Exchange(static, "combine"), (jnp.where(real, received.rows, 0), received.slots)
+
+
+def all_to_all(rows: jax.Array) -> jax.Array:
+    """Sends the d-th equal part of one device's rows to device d."""
+    return lax.all_to_all(rows, "ep", 0, 0, tiled=True)
 
 
 def _even(each: int, size: int, mesh: Mesh) -> tuple[jax.Array]:
@@ -185,20 +146,3 @@ def _error(y: jax.Array, args: tuple, experts: int) -> float:
     ranks = np.array([len(set(row)) for row in np.asarray(args[1])[some] // experts])
     got, x = (error.double(np.asarray(v)[some]) for v in (y, args[0]))
     return error.relative([got], [x * ranks[:, None]])
-
-
-def _empty(case: Tokens, wire: str, direction: str, impl: str, nbytes: int, mesh: Mesh) -> Row:
-    """Returns an empty row; `nbytes` are the bytes of the busiest wire."""
-    dtype = "bfloat16" if wire == "none" else "e4m3"
-    row = Row(op="exchange", case=case.name, direction=direction, impl=impl, recipe=wire, dtype=dtype)
-    row.path = HOPPER if impl == OURS else "xla"
-    row.extra = dataclasses.asdict(case) | {"devices": mesh.size, "remote_bytes": nbytes}
-    return row
-
-
-def _fill(row: Row, found: dict) -> None:
-    """Fills the row with a measurement, or with the note that says why there is none."""
-    row.note, row.us = found.get("note", ""), found.pop("us", None)
-    if row.us:
-        row.method, row.tb_s = "wall", row.extra["remote_bytes"] / row.us * 1e-6
-        row.extra |= {name: value for name, value in found.items() if name not in ("case", "wire", "direction", "note")}

@@ -4,7 +4,7 @@
     others   quantizes each shard, and gathers bytes and scales
 
 Times are the wall clock of back-to-back calls; bytes are those that a device receives. The program is
-`quantize_and_gather` of the forward pass. With the Hopper kernels, quantizing FP8 weights transposes them too.
+`gather_weight` of the forward pass. With the Hopper kernels, quantizing FP8 weights transposes them too.
 """
 
 from __future__ import annotations
@@ -19,28 +19,24 @@ from jax.sharding import Mesh
 
 from benchmarks.block.block import Block
 from benchmarks.report import HOPPER, Row, why
-from moax.block.spec import BlockSpec, Weights, quantize_and_gather
-from moax.block.weights import find_layouts
+from benchmarks.timing import Repeats, call_time
+from moax.block.plan import weight_specs
 from moax.initialize import init
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
 from moax.mesh.devices import make_mesh
 from moax.mesh.place import named
 from moax.mesh.specs import spec
+from moax.ops.weights import find_layout, gather_shard
 from moax.recipe import get_recipes
 from moax.sharding import expert_specs
-from moax.tune.timing import Repeats, call_time
 
 RECIPES = ("none", "fp8_block", "mxfp8", "fp8_tensor")
 DTYPE = jnp.bfloat16
 
 
 def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
-    """Yields a row for each block and recipe; `extra["speedup"]` is the time of bf16 over the time of the recipe.
-
-    Raises:
-      ValueError: the machine has one device, so that there is nothing to gather.
-    """
+    """Yields a row for each block and recipe; `extra["speedup"]` is the time of bf16 over the time of the recipe."""
     if jax.device_count() < 2:
         raise ValueError("gather needs two devices or more; JAX has one")
     mesh = make_mesh({"fsdp": jax.device_count()})
@@ -56,18 +52,15 @@ def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
 
 def gather_weights(block: Block, recipe: str, mesh: Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array], str]:
     """Returns (the jitted gather, the sharded wi and wo, the name of the kernels that quantize)."""
-    config, roles = block.config, Axes().on(mesh.shape)
-    specs = expert_specs(config, Axes(), roles)
+    config, axes = block.config, Axes().resolve(mesh.shape)
+    specs = expert_specs(config, Axes(), axes)
     kernels = select_kernels("auto", DTYPE, d_model=config.d_model, d_ff=config.d_ff)
     form = get_recipes(None if recipe == "none" else recipe)
-    static = BlockSpec.make(
-        config, recipe=form, transport="all_gather", roles=roles, declared=specs, tokens=1, dtype=DTYPE,
-        kernels=kernels, buffer_factor=None, save_rows=True,
-    )  # fmt: skip
-    layouts = find_layouts(roles, specs.wi, specs.wo)
+    weights = weight_specs(specs, axes, form, kernels, DTYPE)
 
-    def local(wi, wo):
-        return tuple(quantize_and_gather(static, Weights(wi, wo, None, None), layouts, "rows"))
+    def local(*shards):
+        pairs = zip(weights, shards, strict=True)
+        return tuple(gather_shard(weight, find_layout(weight), w, None, "rows") for weight, w in pairs)
 
     ins = (specs.wi, specs.wo)
     gather = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=spec(), check_vma=False))

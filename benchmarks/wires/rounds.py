@@ -21,29 +21,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
+from benchmarks.timing import Repeats, call_time, kernel_time
 from moax.mesh.specs import spec
-from moax.tune.timing import Repeats, call_time, kernel_time
 
 ROUNDS = 10
 EP = spec("ep")  # the spec of all operands and results
 
 
 def mesh_of(devices: int | None) -> Mesh:
-    """Returns the mesh of the first `devices` devices as ep; None takes all devices.
-
-    Raises:
-      ValueError: `devices` is below 2, or more than JAX has.
-    """
+    """Returns the mesh of the first `devices` devices as ep; None takes all devices."""
     local = jax.local_devices()
     count = len(local) if devices is None else devices
     if not 2 <= count <= len(local):
         raise ValueError(f"--devices {count}: an exchange needs 2 devices or more; JAX has {len(local)}")
     return jax.make_mesh((count,), ("ep",), axis_types=(AxisType.Auto,), devices=local[:count])
-
-
-def keep(args: tuple, results: Any) -> tuple:
-    """Returns the operands of this round for the next round."""
-    return args
 
 
 @functools.cache
@@ -53,20 +44,12 @@ def single(local: Callable, mesh: Mesh) -> Callable:
 
 
 @functools.cache
-def rounds(local: Callable, mesh: Mesh, feed: Callable = keep, count: int = ROUNDS) -> Callable:
-    """Returns `count` rounds of `local` as one jitted program.
-
-    Args:
-      local: a function of one device's shards.
-      mesh: a mesh of ep.
-      feed: (operands, results) of a round -> operands of the next round.
-      count: number of rounds.
-    """
+def rounds(local: Callable, mesh: Mesh, count: int = ROUNDS) -> Callable:
+    """Returns `count` rounds of `local`, a function of one device's shards, as one jitted program."""
 
     def one(_, carry):
         args, seen = carry
-        results = local(*args)
-        args, results = lax.optimization_barrier((feed(args, results), results))
+        args, results = lax.optimization_barrier((args, local(*args)))
         first = [lax.slice(v, (0,) * v.ndim, (1,) * v.ndim).reshape(1) for v in jax.tree.leaves(results)]
         return args, sum((v.astype(jnp.float32) for v in first), seen)
 
@@ -76,25 +59,10 @@ def rounds(local: Callable, mesh: Mesh, feed: Callable = keep, count: int = ROUN
     return single(loop, mesh)
 
 
-def measure(
-    local: Callable, args: tuple, mesh: Mesh, nbytes: int, repeats: Repeats, feed: Callable = keep
-) -> dict[str, Any]:
-    """Measures `local` in rounds and in single calls.
-
-    Args:
-      local: a function of one device's shards.
-      args: its global operands.
-      mesh: a mesh of ep.
-      nbytes: bytes of the busiest wire in one round.
-      repeats: the number of calls.
-      feed: see `rounds`.
-
-    Returns:
-      `us` of a round, `call_us` of a single call, and where CUPTI works: `kernel_us`, the mean kernel time of the
-      devices, and the name and time of the `longest` kernel, which moves the rows, with rates in GB/s.
-    """
+def measure(local: Callable, args: tuple, mesh: Mesh, nbytes: int, repeats: Repeats) -> dict[str, Any]:
+    """Measures `local` in rounds and in single calls."""
     call = single(local, mesh)
-    found: dict[str, Any] = {"us": call_time(rounds(local, mesh, feed), args, repeats).us / ROUNDS}
+    found: dict[str, Any] = {"us": call_time(rounds(local, mesh), args, repeats).us / ROUNDS}
     found["call_us"] = call_time(call, args, repeats).us
     timing = kernel_time(call, args, dataclasses.replace(repeats, warmups=1))
     if not timing.kernels:

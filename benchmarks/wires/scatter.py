@@ -22,26 +22,24 @@ from jax.sharding import Mesh
 
 from benchmarks.block.block import Block
 from benchmarks.report import Row, why
-from moax.block.weights import find_layouts
+from benchmarks.timing import Repeats, call_time
+from moax.block.plan import weight_specs
 from moax.inspect import collectives, total_bytes
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import GRAD_REDUCE, GradReduce, scatter_gradient, sum_dtype
 from moax.mesh.devices import make_mesh
 from moax.mesh.place import named
 from moax.mesh.specs import spec
+from moax.ops.weights import find_layout
 from moax.params import param_shapes
+from moax.recipe import get_recipes
 from moax.sharding import expert_specs
-from moax.tune.timing import Repeats, call_time
 
 CHOICES: tuple[GradReduce, ...] = ("bfloat16", *(name for name in GRAD_REDUCE if name != "bfloat16"))
 
 
 def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
-    """Yields a row for each block and choice; `extra["speedup"]` is the time of bfloat16 over the time of the choice.
-
-    Raises:
-      ValueError: the machine has one device, so that there is nothing to sum.
-    """
+    """Yields a row for each block and choice; `extra["speedup"]` is the time of bfloat16 over its own."""
     if jax.device_count() < 2:
         raise ValueError("scatter needs two devices or more; JAX has one")
     mesh = make_mesh({"fsdp": jax.device_count()})
@@ -57,9 +55,10 @@ def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
 
 def scatter_gradients(block: Block, choice: GradReduce, mesh: Mesh) -> tuple[Callable, tuple[jax.Array, ...]]:
     """Returns (the jitted sum, the gradients of wi and wo): each device has its own term of the whole weight."""
-    config, roles, shapes = block.config, Axes().on(mesh.shape), param_shapes(block.config)
-    specs = expert_specs(config, Axes(), roles)
-    layouts, whole = find_layouts(roles, specs.wi, specs.wo), (shapes.wi, shapes.wo)
+    config, axes, shapes = block.config, Axes().resolve(mesh.shape), param_shapes(block.config)
+    specs = expert_specs(config, Axes(), axes)
+    layouts = [find_layout(weight) for weight in weight_specs(specs, axes, get_recipes(None), "xla", "float32")]
+    whole = shapes.wi, shapes.wo
 
     def local(*terms):
         pairs = zip(terms, layouts, strict=True)

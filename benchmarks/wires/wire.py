@@ -27,16 +27,7 @@ RECIPES = (None, "fp8_block", "mxfp8")
 
 
 def run(out: str | None = None, sha: str | None = None, *, as_json: bool = False) -> int:
-    """Compiles every model with every recipe, writes the file, and prints the rows.
-
-    Args:
-      out: the file; None writes benchmarks/results/wire.json.
-      sha: the measured commit; None asks git.
-      as_json: print the JSON of the file instead of one line for each row.
-
-    Raises:
-      ValueError: JAX already runs on another number of devices.
-    """
+    """Compiles every model with every recipe, writes the file, and prints the rows."""
     program.emulate(8)
     rows = []
     for name, recipe in itertools.product(NAMES, RECIPES):

@@ -2,7 +2,7 @@
 
 {run} moax estimate ...     the command and what it prints; `:part: N`, what is between its empty lines N and N + 1
 {cli-help} inspect          `moax inspect --help`; without a name, `moax --help`;
-                            benchmarks: `python -m benchmarks --help`
+                            benchmarks: `python -m benchmarks --help`; lm-train: `python -m lm train --help`
 {wire-table}                benchmarks/results/wire.json
 {layers}                    who may import whom: RANKS of tests/test_architecture.py
 {captured} FILE             what a program printed elsewhere, kept beside the page; `:missing:`, what to say without it
@@ -80,12 +80,14 @@ class Help(Live):
 
     def node(self):
         from benchmarks.command import parser
+        from lm import command
         from moax.cli import parsers
 
         os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"  # argparse asks for both
         found, commands = parsers()
         if self.arguments:
-            found = (commands | {"benchmarks": parser()})[self.arguments[0]]
+            others = {"benchmarks": parser()} | {f"lm-{name}": of for name, of in command.parsers()[1].items()}
+            found = (commands | others)[self.arguments[0]]
         return literal(found.format_help().rstrip(), "text")
 
 

@@ -14,17 +14,16 @@ if TYPE_CHECKING:
     from moax import lora as lora
     from moax import ops as ops
     from moax.block.experts import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-    from moax.block.kept import quantize_params as quantize_params
     from moax.block.layer import moe as moe
+    from moax.block.layer import quantize_params as quantize_params
     from moax.config import MoEConfig as MoEConfig
     from moax.config import RouterConfig as RouterConfig
     from moax.errors import Unsupported as Unsupported
-    from moax.hashing import hash_experts as hash_experts
-    from moax.hashing import hash_table as hash_table
     from moax.initialize import init as init
     from moax.logical import LogicalAxes as LogicalAxes
     from moax.mesh.axes import Axes as Axes
     from moax.mesh.devices import make_mesh as make_mesh
+    from moax.ops.balance import load_metrics as load_metrics
     from moax.ops.balance import update_router_bias as update_router_bias
     from moax.ops.routing import route as route
     from moax.options import Options as Options
@@ -43,17 +42,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CHECKPOINT_NAMES": "moax.block.experts",
-    "quantize_params": "moax.block.kept",
+    "quantize_params": "moax.block.layer",
     "moe": "moax.block.layer",
     "MoEConfig": "moax.config",
     "RouterConfig": "moax.config",
     "Unsupported": "moax.errors",
-    "hash_experts": "moax.hashing",
-    "hash_table": "moax.hashing",
     "init": "moax.initialize",
     "LogicalAxes": "moax.logical",
     "Axes": "moax.mesh.axes",
     "make_mesh": "moax.mesh.devices",
+    "load_metrics": "moax.ops.balance",
     "update_router_bias": "moax.ops.balance",
     "route": "moax.ops.routing",
     "Options": "moax.options",

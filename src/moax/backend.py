@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import itertools
 import logging
 
@@ -12,7 +11,6 @@ import jax
 
 H200_SMS = 132
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-BLACKWELL = ("B100", "B200")
 COPY_BYTES = 16  # a bulk copy moves a multiple of so many bytes
 logger = logging.getLogger("moax")
 
@@ -24,39 +22,23 @@ def log_once(message: str) -> None:
 
 
 def platform() -> str:
-    """Returns the backend that jit compiles for: `cpu`, `gpu` or another name of JAX.
-
-    The mesh in force may name a device; otherwise it is the default backend of this process.
-    """
+    """Returns the backend of the device that the mesh in force names, else of this process: `cpu`, `gpu` or another."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if described is None else described.platform
 
 
 def device_kind() -> str:
-    """Returns the name of the device that jit compiles for, such as "NVIDIA H200".
-
-    The mesh in force may name a device; otherwise it is the first device of this process.
-    """
+    """Returns the name of the device of the mesh in force, else of this process, such as "NVIDIA H200"."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     return described.device_kind if described is not None else jax.local_devices()[0].device_kind
 
 
 def on_hopper() -> bool:
     """Returns whether jit compiles for a GPU of compute capability 9.0."""
-    return _compiles_for("9.0", HOPPER)
-
-
-def on_blackwell() -> bool:
-    """Returns whether jit compiles for a GPU of compute capability 10.0."""
-    return _compiles_for("10.0", BLACKWELL)
-
-
-def _compiles_for(capability: str, names: tuple[str, ...]) -> bool:
-    """Returns whether jit compiles for a GPU of this compute capability, or one that has one of these names."""
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
-        return any(name in described.device_kind for name in names)
-    return platform() == "gpu" and getattr(jax.local_devices()[0], "compute_capability", None) == capability
+        return any(name in described.device_kind for name in HOPPER)
+    return platform() == "gpu" and getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
 
 
 def count_sms() -> int:
@@ -70,11 +52,8 @@ def count_sms() -> int:
 def why_not_peers(row_bytes: int | None = None) -> str | None:
     """Returns why kernels cannot write into the memory of the other devices of the mesh in force; None where they can.
 
-    Args:
-      row_bytes: the bytes of a row that travels; None asks about this machine alone, without the mesh.
+    Where `row_bytes`, the bytes of a row that travels, is None, the question is about this machine alone.
     """
-    if importlib.util.find_spec("moax.kernels.hopper") is None:
-        return "this installation has no moax.kernels.hopper"
     if not on_hopper():
         return f"its kernels are for NVIDIA GPUs of compute capability 9.0, this is {device_kind()!r}"
     if jax.process_count() > 1:
@@ -97,10 +76,7 @@ def why_not_peers(row_bytes: int | None = None) -> str | None:
 
 
 def _placed_mesh():
-    """Returns the mesh of `jax.set_mesh` with its devices, even while a function is traced.
-
-    None inside a `shard_map`.
-    """
+    """Returns the mesh of `jax.set_mesh` with its devices, even while a function is traced; None in a `shard_map`."""
     with jax.core.eval_context():
         try:
             return jax.sharding.get_mesh()

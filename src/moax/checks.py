@@ -27,13 +27,7 @@ def check_count(name: str, value: Any, *, least: int = 1) -> None:
 
 
 def check_float(name: str, value: Any, dims: str) -> None:
-    """Raises ValueError unless value is an array of float32, bfloat16 or float16.
-
-    Args:
-      name: the name of the argument.
-      value: what the caller gave.
-      dims: the dims that the argument must have, for the message, such as `[T, H]`.
-    """
+    """Raises ValueError unless value is an array of float32, bfloat16 or float16; `dims` such as `[T, H]` are said."""
     check_float_dtype(name, _dtype(name, value, dims))
 
 
@@ -80,10 +74,7 @@ def check_kind(name: str, value: Any, kind: type, source: str = "") -> None:
 
 
 def _dtype(name: str, value: Any, dims: str) -> np.dtype:
-    """Returns the dtype that JAX gives to an array: float64 of NumPy is float32 unless `jax_enable_x64` is set.
-
-    Raises ValueError where value is no array.
-    """
+    """Returns the dtype that JAX gives to an array, float32 for NumPy's float64 without `jax_enable_x64`."""
     dtype = getattr(value, "dtype", None)
     if not isinstance(dtype, np.dtype) or not hasattr(value, "shape"):
         raise ValueError(f"{name} is {_describe(value)}; it must be an array {dims}")
@@ -91,6 +82,6 @@ def _dtype(name: str, value: Any, dims: str) -> np.dtype:
 
 
 def _describe(value: Any) -> str:
-    """Returns what a value is, in the words of a message: `None`, or the name of its class after an article."""
+    """Returns `None`, or the name of the value's class after an article."""
     kind = type(value).__name__
     return "None" if value is None else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

@@ -105,10 +105,13 @@ class RouterConfig:
         and `sum_topk` the sum of its `top_k // top_groups` best scores (Megatron, Transformer Engine).
       scale: a factor on the weights (DeepSeek's routed scaling factor).
       bias: whether the parameters hold `router_bias` [E], which is added to the scores for selection alone.
+      histogram: whether the stats have the histogram of `moax.update_router_bias(rule="quantile")`, which training
+        needs; with `bias`, and without groups.
       logits_bias: whether the parameters hold `logits_bias` [E], a trained bias of the logits (GPT-OSS).
       aux_loss: the coefficient of the load-balance loss; a balanced router pays the coefficient.
       sequence_aux_loss: the coefficient of the same loss of each sequence, averaged over sequences (DeepSeek-V3's
-        complementary loss). `moax.moe` adds it to `aux_loss`; x must then be [..., S, H], a sequence of S tokens a row.
+        complementary loss). `moax.moe` adds it to `aux_loss`; x must then be [..., S, H]. A row of S tokens is a
+        sequence, or several by `segment_ids`.
       z_loss: the coefficient of mean(logsumexp(logits)^2) (ST-MoE).
       expert_scale: whether the parameters hold `expert_scale` [E], a trained factor on the final weights of each expert
         (Gemma 4). The weight of a token for expert 3 is multiplied by expert_scale[3].
@@ -130,6 +133,7 @@ class RouterConfig:
     z_loss: float = 0.0
     sequence_aux_loss: float = 0.0
     expert_scale: bool = False
+    histogram: bool = False
 
     def __post_init__(self):
         owner = "RouterConfig"
@@ -137,10 +141,14 @@ class RouterConfig:
         _check_choice(owner, "order", self.order, ("score_then_topk", "topk_then_score"))
         _check_choice(owner, "group_score", self.group_score, ("top2", "max", "sum_topk"))
         _check_flag(owner, normalize=self.normalize, bias=self.bias, logits_bias=self.logits_bias)
-        _check_flag(owner, expert_scale=self.expert_scale)
+        _check_flag(owner, expert_scale=self.expert_scale, histogram=self.histogram)
         _check_positive(owner, num_groups=self.num_groups, top_groups=self.top_groups)
         if self.top_groups > self.num_groups:
             raise ValueError(f"{owner}: top_groups={self.top_groups} must be at most num_groups={self.num_groups}")
+        if self.histogram and (not self.bias or self.num_groups > 1):
+            raise ValueError(
+                f"{owner}: histogram=True needs bias=True and num_groups=1; they are {self.bias} and {self.num_groups}"
+            )
         _check_number(owner, "scale", self.scale, least=0.0, exclusive=True)
         _check_number(owner, "aux_loss", self.aux_loss, least=0.0)
         _check_number(owner, "z_loss", self.z_loss, least=0.0)
@@ -185,6 +193,8 @@ class MoEConfig:
       shared_d_ff: the width S of the shared expert, which every token takes; 0 for no shared expert.
       shared_gate: whether the parameters hold `shared_gate` [H]; the output of the shared expert is then multiplied by
         sigmoid(x . shared_gate) (Qwen2-MoE).
+      d_latent: the width L of latent experts (Nemotron 3): they read a projection of x to L, and one more projects the
+        sum of their outputs back to H. The router and the shared expert read x itself. None: experts read x.
       capacity_factor: None drops no assignment. A number limits the expert-sorted rows of a rank to this multiple of
         the balanced load T K. The busiest experts lose the rows beyond the limit, and `MoEStats.dropped` counts them.
       weights_at: the place where the routing weights multiply: an expert's `output`, its `hidden` activation before the
@@ -207,10 +217,12 @@ class MoEConfig:
     weights_at: Literal["output", "hidden", "input"] = "output"
     shared_gate: bool = False
     activation_limit: float | None = None
+    d_latent: int | None = None
 
     def __post_init__(self):
         owner = "MoEConfig"
         _check_positive(owner, d_model=self.d_model, d_ff=self.d_ff, num_experts=self.num_experts, top_k=self.top_k)
+        _check_positive(owner, d_latent=1 if self.d_latent is None else self.d_latent)
         if isinstance(self.activation, list):
             object.__setattr__(self, "activation", tuple(self.activation))
         _check_activation(owner, self.activation)
@@ -237,3 +249,8 @@ class MoEConfig:
     def gates(self) -> int:
         """G: the number of projections of a hidden unit, 2 (gate and up) or 1 (up alone)."""
         return gates_of(self.activation)
+
+    @property
+    def d_rows(self) -> int:
+        """The width of the rows that experts read and write: L of latent experts, and H of others."""
+        return self.d_model if self.d_latent is None else self.d_latent

@@ -7,7 +7,6 @@ import importlib.metadata
 # {extra: {module that is imported: distribution that pyproject.toml names}}
 EXTRAS: dict[str, dict[str, str]] = {
     "flax": {"flax": "flax"},
-    "train": {"matplotlib": "matplotlib", "optax": "optax", "orbax": "orbax-checkpoint", "rich": "rich"},
     "cuda12": {"jax_cuda12_plugin": "jax-cuda12-plugin"},
     "cuda13": {"jax_cuda13_plugin": "jax-cuda13-plugin"},
 }
@@ -22,7 +21,7 @@ def version(distribution: str) -> str | None:
 
 
 def hint(error: ModuleNotFoundError) -> str | None:
-    """Returns "optax is missing: pip install 'moax[train]'"; None where no extra brings the module."""
+    """Returns "flax is missing: pip install 'moax[flax]'"; None where no extra brings the module."""
     module = (error.name or "").split(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:

@@ -21,17 +21,11 @@ def align_up(n, align: int):
 
 
 def allot_rows(balanced: float, buffer_factor: float | None, worst: int) -> int:
-    """Returns the rows of a buffer whose load depends on the routing: `buffer_factor` times the balanced load, at most
-    the worst case.
+    """Returns the rows of a buffer for a load that depends on the routing: `buffer_factor` times the balanced load.
 
-    Random routing alone needs more than its mean where the mean is small, so the buffer has at least the mean, five
-    times its square root and 64 rows; with a factor below 1 that part of them. 10000 balanced rows and a factor of 1.25
-    give 12500 rows, 100 give 214 rows, and with a factor of 0.5 they give 107.
-
-    Args:
-      balanced: the rows of the balanced load.
-      buffer_factor: the size of the buffer in balanced loads; None is the worst case.
-      worst: the rows of the worst case; a symbolic number is returned as it is.
+    The buffer has at least the mean, five times its square root and 64 rows, since random routing alone needs more than
+    a small mean; with a factor below 1 that part of them. 10000 balanced rows and a factor of 1.25 give 12500 rows, 100
+    give 214 rows, and with a factor of 0.5 they give 107. It has at most the `worst` case, which None allots.
     """
     if buffer_factor is None or not isinstance(balanced, int | float):  # of a symbolic size nobody knows the noise
         return worst
@@ -57,10 +51,10 @@ def sum_before(values: Int[Array, " G"]) -> Int[Array, " G"]:
 
 
 def row_groups(group_sizes: Int[Array, " G"], align: int, num_rows: int) -> tuple[Int[Array, " M"], Bool[Array, " M"]]:
-    """Returns the group of each of `num_rows` rows, and whether the row is real, that is, no padding.
+    """Returns the group of each of `num_rows` rows, any group for padding, and whether the row is real, that is no
+    padding.
 
-    With sizes (3, 0, 2), align 4 and 8 rows, the groups are (0, 0, 0, 0, 2, 2, 2, 2), and all rows but 3, 6 and 7 are
-    real. The group of a padding row is any valid id.
+    With sizes (3, 0, 2), align 4 and 8 rows, the groups are (0, 0, 0, 0, 2, 2, 2, 2), and rows 3, 6 and 7 are padding.
     """
     starts = group_starts(group_sizes, align)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
@@ -98,5 +92,5 @@ def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int)
 
 
 def rows_of_groups(values: Float[Array, "E C"], groups: Groups, num_rows: int) -> Float[Array, "M C"]:
-    """Returns values[g(m)] for each of `num_rows` rows m of group g(m). A padding row has the values of any group."""
+    """Returns values[g(m)] for each of `num_rows` rows m; a padding row has the values of any group."""
     return values[row_groups(groups.sizes, groups.align, num_rows)[0]]

@@ -13,12 +13,11 @@ import jax
 
 from moax import backend, program
 from moax.errors import Unsupported
+from moax.exchange import EXCHANGES, TRANSPORTS, select_transport
 from moax.extras import EXTRAS, version
-from moax.kernels import DEFAULT, IMPLEMENTATIONS, implementation, select_kernels, takes_fp8
-from moax.ops.exchange import EXCHANGES, TRANSPORTS, select_transport
+from moax.kernels import DEFAULT, IMPLEMENTATIONS, find_note, select_kernels, supports_fp8
 from moax.recipe import RECIPES, get_recipe
 
-USAGE = "moax info [options]"
 DESCRIPTION = (
     "Shows versions, devices, a mesh to begin with, the kernels and exchanges that run on this machine, and the extras."
 )
@@ -26,14 +25,7 @@ EP = 4  # `suggest_mesh` gives at most this many devices to experts
 
 
 class Choice(NamedTuple):
-    """A value that an argument of `moax.moe` can take.
-
-    Attributes:
-      argument: the name of the argument.
-      value: the value.
-      runs: whether the value runs on this machine.
-      note: how the value runs, or why it does not.
-    """
+    """A value that an argument of `moax.moe` can take: whether it runs on this machine, and how, or why it does not."""
 
     argument: str
     value: str
@@ -56,12 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe() -> dict[str, Any]:
-    """Returns everything that `moax info` prints, as values that JSON can hold.
-
-    Returns:
-      `versions`, `devices` (`memory_bytes` is of one device), `mesh` (a value of --mesh), `choices` (the fields of
-      `Choice`) and `extras`: {extra: {distribution: installed version or None}}.
-    """
+    """Returns everything that `moax info` prints, as values that JSON can hold."""
     return {
         "versions": {name: version(name) for name in ("moax", "jax", "jaxlib")} | {"python": python.python_version()},
         "devices": {
@@ -69,7 +56,7 @@ def describe() -> dict[str, Any]:
             "kind": backend.device_kind(),
             "platform": backend.platform(),
             "processes": jax.process_count(),
-            "memory_bytes": memory(),
+            "memory_bytes": (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),  # None on a CPU
         },
         "mesh": suggest_mesh(jax.device_count(), jax.local_device_count()),
         "choices": [choice._asdict() for choice in (*kernels(), *exchanges(), *recipes())],
@@ -77,20 +64,10 @@ def describe() -> dict[str, Any]:
     }
 
 
-def memory() -> int | None:
-    """Returns the bytes of one device that JAX may take; None on a CPU, which states no limit."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-
-
 def suggest_mesh(count: int, local: int) -> str | None:
-    """Returns a `--mesh` whose `ep` axis stays within one process.
+    """Returns a `--mesh` whose `ep` axis stays within one process: "fsdp=4,ep=4" for 16 devices in processes of 8.
 
-    Args:
-      count: devices of all processes.
-      local: devices of one process.
-
-    Returns:
-      For 16 devices in processes of 8: "fsdp=4,ep=4". One device needs no mesh: None.
+    One device needs no mesh: None.
     """
     ep = next(n for n in range(min(EP, local), 0, -1) if math.gcd(count, local) % n == 0)
     sizes = {"fsdp": count // ep, "ep": ep}
@@ -98,10 +75,7 @@ def suggest_mesh(count: int, local: int) -> str | None:
 
 
 def why_not(select, value: str) -> str | None:
-    """Returns the reason with which `select(value)` refuses, or None where it accepts.
-
-    The argument's name at the head of the message is cut: "kernels='hopper': needs a GPU" -> "needs a GPU".
-    """
+    """Returns the reason with which `select(value)` refuses, without "kernels='hopper': "; None where it accepts."""
     try:
         select(value)
     except Unsupported as error:
@@ -113,8 +87,8 @@ def kernels() -> list[Choice]:
     """Returns a `Choice` for each value of `kernels`."""
     refused = {name: why_not(select_kernels, name) for name in IMPLEMENTATIONS}
     chosen = select_kernels("auto")
-    note = chosen if chosen == DEFAULT else f"{chosen} {implementation(chosen).NOTE}, else {DEFAULT}"
-    by_name = [Choice("kernels", name, why is None, why or implementation(name).NOTE) for name, why in refused.items()]
+    note = chosen if chosen == DEFAULT else f"{chosen} {find_note(chosen)}, else {DEFAULT}"
+    by_name = [Choice("kernels", name, why is None, why or find_note(name)) for name, why in refused.items()]
     return [Choice("kernels", "auto", True, note), *by_name]
 
 
@@ -126,14 +100,11 @@ def exchanges() -> list[Choice]:
 
 
 def recipes() -> list[Choice]:
-    """Returns a `Choice` for each recipe: its note says in which dtype products multiply.
-
-    Under every recipe weights cross the wire as one byte an element.
-    """
-    hopper = why_not(select_kernels, "hopper") is None
-    multiplies_fp8 = {name: hopper and takes_fp8("hopper", get_recipe(name)) for name in RECIPES}
+    """Returns a `Choice` for each recipe: its note says in which dtype products multiply."""
+    ready = [name for name in IMPLEMENTATIONS if why_not(select_kernels, name) is None]
     notes = {True: "FP8 products, where scale blocks fit the shards", False: "dequantized before products"}
-    return [Choice("recipe", name, True, notes[fp8]) for name, fp8 in multiplies_fp8.items()]
+    fp8 = {name: any(supports_fp8(kernels, get_recipe(name)) for kernels in ready) for name in RECIPES}
+    return [Choice("recipe", name, True, notes[multiplies]) for name, multiplies in fp8.items()]
 
 
 def render(info: dict[str, Any]) -> str:

@@ -59,8 +59,9 @@ def init(
     for name in given:
         if name not in names:
             raise ValueError(f"initializers has {name!r}; the parameters of this config are {', '.join(names)}")
-    fan_in = dict(router=config.d_model, wi=config.d_model, wo=config.d_ff)
-    fan_in |= dict(shared_wi=config.d_model, shared_wo=config.shared_d_ff, shared_gate=config.d_model)
+    c, fan_in = config, dict(router=config.d_model, wi=config.d_rows, wo=config.d_ff)
+    fan_in |= dict(shared_wi=c.d_model, shared_wo=c.shared_d_ff, shared_gate=c.d_model)
+    fan_in |= dict(latent_down=c.d_model, latent_up=c.d_rows)
 
     def make(key):
         keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
@@ -83,10 +84,7 @@ def init(
 
 
 def _make_with(initializer: Initializer, key, name: str, shape: tuple[int, ...], dtype) -> Array:
-    """Returns a parameter whose matrices, or biases, are each one call of the initializer.
-
-    `wi` [E, H, G, F] is E G calls with (H, F), whose results [E, G, H, F] are transposed.
-    """
+    """Makes each matrix or bias by one call: `wi` [E, H, G, F] by E G calls of (H, F), transposed from [E, G, H, F]."""
     letters = DIMS[name]
     stacked = [dim for dim, letter in enumerate(letters) if letter in "EG" and name not in ROUTER]
     core = [dim for dim in range(len(letters)) if dim not in stacked]

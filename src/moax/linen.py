@@ -20,19 +20,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.block.kept import quantize_params
-from moax.block.layer import moe
-from moax.block.routing import CallKeywords
+from moax.block.layer import CallKeywords, moe, quantize_params
 from moax.config import MoEConfig
 from moax.extras import missing
 from moax.initialize import Initializer, init
 from moax.logical import LogicalAxes, check_dense_names, find_dense_layout, find_layout, named_params
 from moax.mesh.axes import Axes
-from moax.mesh.partition import Engine
 from moax.mesh.place import make_sharded
 from moax.mesh.specs import Spec, mesh_sizes
-from moax.ops.balance import update_router_bias
-from moax.ops.linear import dense
+from moax.mesh.view import Engine
+from moax.ops.balance import Rule, update_router_bias
+from moax.ops.matmul import dense
 from moax.options import Options
 from moax.params import DIMS, MoEParams
 from moax.recipe import Recipe, Recipes
@@ -111,7 +109,8 @@ class MoEBlock(nn.Module):
     ) -> tuple[Float[Array, "*batch H"], MoEStats]:
         """Returns (y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None.
 
-        The keywords are `router_input`, `routing`, `mask`, `return_routing` and `quantized` of `moax.moe`.
+        The keywords are `router_input`, `routing`, `mask`, `segment_ids`, `return_routing`, `quantized` and `adapters`
+        of `moax.moe`.
         """
         if not self.has_variable("params", "router") and self.is_mutable_collection("params"):
             for name, value in self._make().items():
@@ -132,8 +131,7 @@ class MoEBlock(nn.Module):
 
         `layer.apply(variables, method="quantize")` calls it outside of a module.
 
-        Args:
-          dtype: the dtype of x in these calls; None is that of the layer, or bfloat16 where it has none.
+        `dtype` is the dtype of x in these calls; None means that of the layer, or bfloat16 where it has none.
         """
         return quantize_params(self._params(), self.config, self._options(), dtype=dtype or self.dtype or jnp.bfloat16)
 
@@ -143,23 +141,23 @@ class MoEBlock(nn.Module):
         return MoEParams(**{name: nn.unbox(value) for name, value in found.items()})
 
     def _options(self) -> Options:
-        """Returns the fields of the module that are those of `Options`."""
+        """Returns the options, from the fields of the module."""
         return Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)})
 
-    def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:
-        """Adds rate * sign(mean(tokens) - tokens) to router_bias, by `moax.update_router_bias`.
+    def update_router_bias(self, stats: MoEStats, rate: float | None = None, rule: Rule = "sign") -> None:
+        """Updates router_bias by `moax.update_router_bias`.
 
         Args:
-          stats: the stats of the step; `stats.tokens_per_expert` counts over the whole mesh.
-          rate: the step of the bias, in units of the score.
+          stats: the stats of the step; its counts are over the whole mesh.
+          rate, rule: see `moax.update_router_bias`.
 
         Raises:
-          ValueError: the config has no router bias.
+          ValueError: the config has no router bias, or no histogram for the rule.
         """
         if not self.config.router.bias:
             raise ValueError("update_router_bias: config.router.bias=False; it must be True for a bias to update")
         box = self.get_variable(STATE, "router_bias")
-        bias = update_router_bias(nn.unbox(box), stats.tokens_per_expert, rate)
+        bias = update_router_bias(nn.unbox(box), stats.tokens_per_expert, rate, rule, histogram=stats.histogram)
         self.put_variable(STATE, "router_bias", nn.meta.replace_boxed(box, bias))
 
     def _make(self) -> dict[str, Array | nn.Partitioned]:

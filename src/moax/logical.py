@@ -1,7 +1,7 @@
 """`LogicalAxes` names the dims of the parameters for the logical axis rules of Flax.
 
 A rule maps a logical name to mesh axes: with the rules (("exp", "expert"), ("embed", "fsdp"), ("mlp", "tensor")) `wi`,
-whose dims have the names ("exp", "embed", None, "mlp"), lies by PartitionSpec("expert", "fsdp", None, "tensor").
+whose dims have the names ("exp", "embed", None, "mlp"), has PartitionSpec("expert", "fsdp", None, "tensor").
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ class LogicalAxes:
         shared_wi                   H G S      ("embed", None, "mlp")
         shared_wo                   S H        ("mlp", "embed")
         shared_gate                 H          ("embed",)
+        latent_down                 H L        ("embed", None)
+        latent_up                   L H        (None, "embed")
 
     Attributes:
       E: the experts. The E of the router, of its biases and scales has no name, because every device needs all logits.
-      H: the model width.
+      H: the model width. The rows of latent experts, whose wi, wo and bo have L for H, have its name too.
       F: the expert width.
       G: gate and up, a dim of size 2 or 1.
       S: the width of the shared expert.
+      L: the width of latent experts, in their two projections.
 
     Raises:
       ValueError: a field is neither a name nor None, or two dims of one parameter have the same name.
@@ -54,6 +57,7 @@ class LogicalAxes:
     F: str | None = "mlp"
     G: str | None = None
     S: str | None = "mlp"
+    L: str | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -81,18 +85,8 @@ def find_layout(
 ) -> MoEParams[Any] | None:
     """Returns the PartitionSpec of every parameter that a layer makes; None where no mesh is in force.
 
-    Logical names decide where a rule maps one of them, or where one of them is a mesh axis by itself. The layout is
-    that of `param_specs` otherwise.
-
-    Args:
-      config: the sizes of the block.
-      axes: the role of each mesh axis.
-      logical: the logical names; None for none.
-      rules: the rules in force, pairs (logical name, mesh axes).
-      to_mesh_axes: to_mesh_axes(names, rules) -> PartitionSpec, which is `flax.linen.logical_to_mesh_axes`.
-
-    Raises:
-      ValueError: as `param_specs`; or logical names decide, and one of them has no rule and is no mesh axis.
+    Logical names decide if one of them has a rule (logical name, mesh axes) or is a mesh axis; else `param_specs` does.
+    `to_mesh_axes` is `flax.linen.logical_to_mesh_axes`.
     """
     mesh = mesh_sizes()
     if not mesh:
@@ -108,20 +102,9 @@ def find_layout(
 def find_dense_layout(
     shape: Sequence[int], axes: Axes, logical: Names | None, rules: Sequence[Any], to_mesh_axes: Callable
 ) -> tuple[Spec, Spec] | None:
-    """Returns the specs of the kernel [K, C] and the bias [C] of a dense layer; None without a mesh, and inside a
-    `shard_map`.
+    """Returns the specs of the kernel [K, C] and the bias [C] of a dense layer; None without mesh or in a `shard_map`.
 
-    Logical names decide where a rule maps one of them, or where one of them is a mesh axis by itself. The kernel lies
-    by `moax.sharding.dense_spec` otherwise, and the bias is replicated.
-
-    Args:
-      shape: the shape of the whole kernel.
-      axes: the role of each mesh axis.
-      logical: the names of the two dims of the kernel; None for none.
-      rules, to_mesh_axes: see `find_layout`.
-
-    Raises:
-      ValueError: logical names decide, and one of them has no rule and is no mesh axis.
+    Logical names decide as in `find_layout`; else the kernel has `dense_spec`, and the bias is replicated.
     """
     mesh = mesh_in_force()
     if mesh is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
@@ -142,13 +125,7 @@ def check_dense_names(logical: Any) -> None:
 
 
 def _find_spec(what: str, names: Names | None, rules: Sequence[Any], to_mesh_axes: Callable) -> Any:
-    """Returns the PartitionSpec of an array with these logical names; None where there is no such array.
-
-    A name without a rule that is a mesh axis maps to this axis. `what` names the array in the message.
-
-    Raises:
-      ValueError: a name has no rule and is no mesh axis.
-    """
+    """Returns the PartitionSpec of the array `what`; a name without a rule maps to the mesh axis of this name."""
     if names is None:
         return None
     mesh, ruled = mesh_sizes(), {rule[0] for rule in rules}

@@ -18,9 +18,9 @@ from jaxtyping import Array, PRNGKeyArray
 
 from moax.checks import check_count, check_float, check_float_dtype, check_key, check_kind, is_number
 from moax.config import MoEConfig
-from moax.mesh.axes import Axes, Roles
+from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.place import make_sharded
-from moax.mesh.specs import AnyMesh, Spec, check_divides, find_roles, mesh_in_force, spec
+from moax.mesh.specs import AnyMesh, Spec, check_divides, mesh_in_force, resolve_axes, spec
 from moax.params import MoEParams
 from moax.types import pytree
 
@@ -32,7 +32,7 @@ class Adapters[Leaf]:
     """The adapters of a block, of rank r. The pair of wi or that of wo may be None.
 
     Attributes:
-      wi_a: [E, H, r]. wi_b: [E, r, G, F].
+      wi_a: [E, H, r]. wi_b: [E, r, G, F]. Latent experts have L in the place of H.
       wo_a: [E, F, r]. wo_b: [E, r, H].
       scale: the factor of both products, a number; alpha / r in the words of the paper.
     """
@@ -88,41 +88,30 @@ def init(
 
 def adapter_shapes(config: MoEConfig, rank: int) -> Adapters[tuple[int, ...]]:
     """Returns the shape of each adapter of this rank."""
-    e, h, f = config.num_experts, config.d_model, config.d_ff
+    e, h, f = config.num_experts, config.d_rows, config.d_ff
     return Adapters((e, h, rank), (e, rank, config.gates, f), (e, f, rank), (e, rank, h))
 
 
-def specs_on(roles: Roles) -> Adapters[Spec]:
-    """Returns the spec of each adapter for the axes of `roles`: experts lie over ep, F over tp."""
-    ep, tp = roles.ep, roles.tp
+def specs_on(axes: ResolvedAxes) -> Adapters[Spec]:
+    """Returns the spec of each adapter on resolved axes: experts are split over ep, F over tp."""
+    ep, tp = axes.ep, axes.tp
     return Adapters(spec(ep, None, None), spec(ep, None, None, tp), spec(ep, tp, None), spec(ep, None, None))
 
 
 def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> Adapters[Spec]:
     """Returns the PartitionSpec of each adapter: experts over ep, F over tp; fsdp and dp replicate them.
 
-    Args:
-      config: the sizes of the block.
-      axes: the role of each mesh axis.
-      mesh: the mesh; None means the mesh in force.
-
-    Raises:
-      ValueError: a mesh axis of more than one device has no role, or the mesh axes of a dim do not divide its size.
+    For arguments and errors see `moax.param_specs`.
     """
-    roles = find_roles(axes, mesh)
-    specs, shapes = specs_on(roles), adapter_shapes(config, 1)
+    resolved = resolve_axes(axes, mesh)
+    specs, shapes = specs_on(resolved), adapter_shapes(config, 1)
     for name in NAMES:
-        check_divides(f"adapters.{name}", getattr(shapes, name), getattr(specs, name), roles)
+        check_divides(f"adapters.{name}", getattr(shapes, name), getattr(specs, name), resolved)
     return specs
 
 
 def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Array]:
-    """Returns parameters of plain experts: wi + scale wi_a wi_b and wo + scale wo_a wo_b, rounded to their dtypes.
-
-    Args:
-      params: see `MoEParams`.
-      adapters: the adapters of these parameters.
-    """
+    """Returns parameters of plain experts: wi + scale wi_a wi_b and wo + scale wo_a wo_b, rounded to their dtypes."""
 
     def add(w, a, b, rule):
         if a is None:
@@ -137,37 +126,26 @@ def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Arra
 
 
 def scaled(adapters: Adapters[Array] | None) -> tuple[Array | None, ...]:
-    """Returns the four matrices, of which the first ones are times `scale`; four times None without adapters."""
+    """Returns wi_a scale, wi_b, wo_a scale and wo_b; four times None without adapters."""
     if adapters is None:
         return (None,) * 4
-    values = zip(NAMES, _leaves(adapters), strict=True)
-    return tuple(v * adapters.scale if v is not None and name.endswith("_a") else v for name, v in values)
+    wi_a, wo_a = (None if a is None else a * adapters.scale for a in (adapters.wi_a, adapters.wo_a))
+    return wi_a, adapters.wi_b, wo_a, adapters.wo_b
 
 
 def check_adapters(adapters: Adapters[Array], config: MoEConfig, *, local: bool = False) -> None:
-    """Raises ValueError unless `adapters` are those of a block of this config.
-
-    Args:
-      adapters: what the caller gave.
-      config: the sizes of the block.
-      local: whether they are shards inside a `shard_map`; a size may then be any divisor of the whole size.
-    """
+    """Raises ValueError unless `adapters` fit a block of this config; `local` ones may be shards in a `shard_map`."""
     for a, b in (NAMES[:2], NAMES[2:]):
-        pair = getattr(adapters, a), getattr(adapters, b)
-        if (pair[0] is None) != (pair[1] is None):
+        first, second = getattr(adapters, a), getattr(adapters, b)
+        if (first is None) != (second is None):
             raise ValueError(f"adapters.{a} and adapters.{b} must both be given, or both be None")
-        if pair[0] is None:
+        if first is None or second is None:
             continue
-        check_float(f"adapters.{a}", pair[0], "[E, rows, r]")
-        check_float(f"adapters.{b}", pair[1], "[E, r, columns]")
-        shapes = adapter_shapes(config, pair[0].shape[-1])
-        for name, value in zip((a, b), pair, strict=True):
+        check_float(f"adapters.{a}", first, "[E, rows, r]")
+        check_float(f"adapters.{b}", second, "[E, r, columns]")
+        shapes = adapter_shapes(config, first.shape[-1])
+        for name, value in ((a, first), (b, second)):
             have, want = tuple(value.shape), getattr(shapes, name)
             divides = len(have) == len(want) and all(n and m % n == 0 for n, m in zip(have, want, strict=True))
             if have != want and not (local and divides):
                 raise ValueError(f"adapters.{name} has shape {have}; this config needs {want}")
-
-
-def _leaves(adapters: Adapters) -> tuple:
-    """Returns the four matrices."""
-    return tuple(getattr(adapters, name) for name in NAMES)

@@ -7,21 +7,14 @@ find_model("qwen3-30b").on_rank(4, tokens=8192)     the share of one of 4 ranks:
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 from moax.config import MoEConfig, RouterConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class RankShape:
-    """The grouped matmuls that one rank of a model's block computes, at an even load.
-
-    Attributes:
-      rows: expert-sorted rows N of the rank: T K, since at an even load a rank receives as many rows as it sends.
-      groups: experts of the rank, each of which is one group of rows.
-      d_model: model width H.
-      d_ff: expert width F.
-      hidden: columns of the first matmul: 2 F for gated experts (gate and up projection side by side), else F.
-    """
+class RankShape(NamedTuple):
+    """The grouped matmuls of one rank at an even load: [rows, d_model] x [d_model, hidden] and [rows, d_ff] x
+    [d_ff, d_model] in `groups` groups; `hidden` counts the gate too."""
 
     rows: int
     groups: int
@@ -32,57 +25,29 @@ class RankShape:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The MoE block of a published model.
-
-    Attributes:
-      config: the block of one layer.
-      layers: how many of the model's layers are such blocks.
-      source: the published `config.json` that the sizes were read from.
-    """
+    """The MoE block of a published model: the config of one layer, the number of MoE layers, and the repository whose
+    `config.json` has the sizes."""
 
     config: MoEConfig
     layers: int
     source: str
 
     def on_rank(self, ranks: int, tokens: int) -> RankShape:
-        """Returns what one rank of an `ep` axis computes.
-
-        Args:
-          ranks: size of `ep`; it must divide the model's experts.
-          tokens: tokens T of each rank.
-
-        Returns:
-          The shapes at an even load.
-
-        Raises:
-          ValueError: `ranks` does not divide the experts.
-        """
-        config = self.config
-        return RankShape(
-            rows=tokens * config.top_k,
-            groups=self._experts(ranks),
-            d_model=config.d_model,
-            d_ff=config.d_ff,
-            hidden=config.gates * config.d_ff,
-        )
+        """Returns the matmuls of one of `ranks` ranks of ep with `tokens` tokens each; `ranks` divides the experts."""
+        c = self.config
+        return RankShape(tokens * c.top_k, self._experts(ranks), c.d_rows, c.d_ff, c.gates * c.d_ff)
 
     def slice(self, ranks: int) -> MoEConfig:
         """Returns the block with the experts of one of `ranks` ranks alone, so that one device can run it.
 
-        A token still takes K experts, and all of them are on this device. T tokens make T K rows: a rank of the whole
-        model receives as many when each rank has T tokens. The slice has no shared expert, since every rank has that
-        one. It has no groups of experts either, since a rank may hold less than one group.
-
-        Raises:
-          ValueError: `ranks` does not divide the experts.
+        T tokens make T K rows, as many as a rank of the whole model receives. The slice has no shared expert, and no
+        groups of experts, since a rank may hold less than one group.
         """
-        router = dataclasses.replace(self.config.router, num_groups=1, top_groups=1)
-        return dataclasses.replace(
-            self.config, num_experts=self._experts(ranks), router=router, shared_d_ff=0, shared_gate=False
-        )
+        c, router = self.config, dataclasses.replace(self.config.router, num_groups=1, top_groups=1)
+        experts = self._experts(ranks)
+        return dataclasses.replace(c, num_experts=experts, router=router, shared_d_ff=0, shared_gate=False)
 
     def _experts(self, ranks: int) -> int:
-        """Returns the experts of one rank. Raises ValueError where `ranks` does not divide the experts."""
         experts = self.config.num_experts
         if ranks < 1 or experts % ranks:
             raise ValueError(f"ranks={ranks} must divide the {experts} experts of {self.source}")
@@ -91,82 +56,31 @@ class Model:
 
 # The weights are the softmax of the K chosen logits, which sums to 1 by itself.
 _LATE = RouterConfig(order="topk_then_score", normalize=False)
+_SIGMOID = RouterConfig(score="sigmoid", bias=True, scale=2.827)
+_GROUPED = dataclasses.replace(_SIGMOID, num_groups=8, top_groups=4, scale=2.5)
+_GPT_OSS = {"activation": "swiglu_oai", "use_bias": True, "router": dataclasses.replace(_LATE, logits_bias=True)}
+_SHARED = {"router": _LATE, "shared_d_ff": 512, "shared_gate": True}
 
-# `layers` is num_hidden_layers of the source, less the leading dense layers (first_k_dense_replace).
+
+def _model(source: str, layers: int, d_model: int, d_ff: int, num_experts: int, top_k: int, **config: Any) -> Model:
+    return Model(MoEConfig(d_model, d_ff, num_experts, top_k, **config), layers, source)
+
+
+# Leading dense layers (first_k_dense_replace) are no MoE layers.
 MODELS: dict[str, Model] = {
-    "qwen3-30b": Model(
-        config=MoEConfig(d_model=2048, d_ff=768, num_experts=128, top_k=8, router=_LATE),
-        layers=48,
-        source="Qwen/Qwen3-30B-A3B",
-    ),
-    "qwen3-235b": Model(
-        config=MoEConfig(d_model=4096, d_ff=1536, num_experts=128, top_k=8, router=_LATE),
-        layers=94,
-        source="Qwen/Qwen3-235B-A22B",
-    ),
-    "qwen3-next": Model(
-        config=MoEConfig(
-            d_model=2048, d_ff=512, num_experts=512, top_k=10, router=_LATE, shared_d_ff=512, shared_gate=True
-        ),
-        layers=48,
-        source="Qwen/Qwen3-Next-80B-A3B-Instruct",
-    ),
-    "olmoe": Model(
-        config=MoEConfig(d_model=2048, d_ff=1024, num_experts=64, top_k=8, router=RouterConfig(normalize=False)),
-        layers=16,
-        source="allenai/OLMoE-1B-7B-0924",
-    ),
-    "mixtral-8x7b": Model(
-        config=MoEConfig(d_model=4096, d_ff=14336, num_experts=8, top_k=2, router=_LATE),
-        layers=32,
-        source="mistralai/Mixtral-8x7B-v0.1",
-    ),
-    "deepseek-v3": Model(
-        config=MoEConfig(
-            d_model=7168,
-            d_ff=2048,
-            num_experts=256,
-            top_k=8,
-            router=RouterConfig(score="sigmoid", bias=True, num_groups=8, top_groups=4, scale=2.5),
-            shared_d_ff=2048,
-        ),
-        layers=58,
-        source="deepseek-ai/DeepSeek-V3",
-    ),
-    "kimi-k2": Model(
-        config=MoEConfig(
-            d_model=7168,
-            d_ff=2048,
-            num_experts=384,
-            top_k=8,
-            router=RouterConfig(score="sigmoid", bias=True, scale=2.827),
-            shared_d_ff=2048,
-        ),
-        layers=60,
-        source="moonshotai/Kimi-K2-Instruct",
-    ),
-    "gpt-oss-120b": Model(
-        config=MoEConfig(
-            d_model=2880,
-            d_ff=2880,
-            num_experts=128,
-            top_k=4,
-            activation="swiglu_oai",
-            use_bias=True,
-            router=dataclasses.replace(_LATE, logits_bias=True),
-        ),
-        layers=36,
-        source="openai/gpt-oss-120b",
-    ),
+    "qwen3-30b": _model("Qwen/Qwen3-30B-A3B", 48, 2048, 768, 128, 8, router=_LATE),
+    "qwen3-235b": _model("Qwen/Qwen3-235B-A22B", 94, 4096, 1536, 128, 8, router=_LATE),
+    "qwen3-next": _model("Qwen/Qwen3-Next-80B-A3B-Instruct", 48, 2048, 512, 512, 10, **_SHARED),
+    "olmoe": _model("allenai/OLMoE-1B-7B-0924", 16, 2048, 1024, 64, 8, router=RouterConfig(normalize=False)),
+    "mixtral-8x7b": _model("mistralai/Mixtral-8x7B-v0.1", 32, 4096, 14336, 8, 2, router=_LATE),
+    "deepseek-v3": _model("deepseek-ai/DeepSeek-V3", 58, 7168, 2048, 256, 8, router=_GROUPED, shared_d_ff=2048),
+    "kimi-k2": _model("moonshotai/Kimi-K2-Instruct", 60, 7168, 2048, 384, 8, router=_SIGMOID, shared_d_ff=2048),
+    "gpt-oss-120b": _model("openai/gpt-oss-120b", 36, 2880, 2880, 128, 4, **_GPT_OSS),
 }
 
 
 def find_model(name: str) -> Model:
-    """Returns the model of a name, a key of `MODELS`.
-
-    Raises:
-      ValueError: there is no model of this name.
-    """
+    """Returns the model of a name, a key of `MODELS`; ValueError where there is none."""
     if name not in MODELS:
         raise ValueError(f"model={name!r} must be one of {', '.join(map(repr, MODELS))}, or a MoEConfig")
     return MODELS[name]

@@ -20,18 +20,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.block.kept import quantize_params
-from moax.block.layer import moe
-from moax.block.routing import CallKeywords
+from moax.block.layer import CallKeywords, moe, quantize_params
 from moax.config import MoEConfig
 from moax.extras import missing
 from moax.initialize import Initializer, init
 from moax.logical import LogicalAxes, check_dense_names, find_dense_layout, find_layout, named_params
 from moax.mesh.axes import Axes
-from moax.mesh.partition import Engine
 from moax.mesh.place import make_sharded
-from moax.ops.balance import update_router_bias
-from moax.ops.linear import dense
+from moax.mesh.view import Engine
+from moax.ops.balance import Rule, update_router_bias
+from moax.ops.matmul import dense
 from moax.options import OptionKeywords, Options, replace_options
 from moax.params import DIMS, MoEParams, params_by_name
 from moax.recipe import Recipe
@@ -99,9 +97,9 @@ class MoE(nnx.Module):
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]), for x [..., H].
 
     Attributes:
-      router, wi, wo, logits_bias, bi, bo, shared_wi, shared_wo, shared_gate, expert_scale: each a `MoEParam`, which is
-        an `nnx.Param`, with the shape of the same field of `moax.MoEParams`, or None where the config has no such
-        parameter. A user may set or delete `bi` and `bo` afterwards.
+      router, wi, wo, logits_bias, bi, bo, shared_wi, shared_wo, shared_gate, expert_scale, latent_down, latent_up: each
+        a `MoEParam`, which is an `nnx.Param`, with the shape of the same field of `moax.MoEParams`, or None where the
+        config has no such parameter. A user may set or delete `bi` and `bo` afterwards.
       router_bias: a `RouterBias`, or None where the config has none.
     """
 
@@ -166,7 +164,8 @@ class MoE(nnx.Module):
     ) -> tuple[Float[Array, "*batch H"], MoEStats]:
         """Returns (y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None.
 
-        The keywords are `router_input`, `routing`, `mask`, `return_routing` and `quantized` of `moax.moe`.
+        The keywords are `router_input`, `routing`, `mask`, `segment_ids`, `return_routing`, `quantized` and `adapters`
+        of `moax.moe`.
         """
         return moe(
             x if self.dtype is None else x.astype(self.dtype),
@@ -179,27 +178,27 @@ class MoE(nnx.Module):
     def quantize(self, dtype: jax.typing.DTypeLike | None = None) -> QuantizedParams:
         """Returns `moax.quantize_params` of the parameters, for several calls of the layer with `quantized=`.
 
-        Args:
-          dtype: the dtype of x in these calls; None is that of the layer, or bfloat16 where it has none.
+        `dtype` is the dtype of x in these calls; None means that of the layer, or bfloat16 where it has none.
         """
         return quantize_params(self.params, self.config, self.options, dtype=dtype or self.dtype or jnp.bfloat16)
 
-    def update_router_bias(self, stats: MoEStats, rate: float = 1e-3) -> None:
-        """Adds rate * sign(mean(tokens) - tokens) to router_bias, by `moax.update_router_bias`.
+    def update_router_bias(self, stats: MoEStats, rate: float | None = None, rule: Rule = "sign") -> None:
+        """Updates router_bias by `moax.update_router_bias`.
 
         In layers that `nnx.vmap` stacked, the bias is [L, E], and `stats` are those that `nnx.scan` stacks.
 
         Args:
-          stats: the stats of the step; `stats.tokens_per_expert` counts over the whole mesh.
-          rate: the step of the bias, in units of the score.
+          stats: the stats of the step; its counts are over the whole mesh.
+          rate, rule: see `moax.update_router_bias`.
 
         Raises:
-          ValueError: the config has no router bias.
+          ValueError: the config has no router bias, or no histogram for the rule.
         """
         bias: RouterBias | None = getattr(self, "router_bias")  # noqa: B009 (set by name in __init__)
         if bias is None:
             raise ValueError("update_router_bias: config.router.bias=False; it must be True for a bias to update")
-        bias.set_value(update_router_bias(bias.get_value(), stats.tokens_per_expert, rate))
+        of = bias.get_value(), stats.tokens_per_expert
+        bias.set_value(update_router_bias(*of, rate, rule, histogram=stats.histogram))
 
 
 class Dense(nnx.Module):

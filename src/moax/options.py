@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from moax.checks import is_number
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import get_grad_reduce
-from moax.mesh.partition import ENGINES, Engine
+from moax.mesh.view import ENGINES, Engine
 from moax.recipe import Recipe, Recipes, get_recipes
 
 
@@ -29,15 +29,14 @@ class Options:
         capacity factor `auto` is all_gather, which drops nothing on the way. No token travels where ep has size 1.
       kernels: the implementation: `hopper` (Hopper GPUs, bfloat16, widths that are multiples of 32), `xla`, or `auto`.
         `auto` takes hopper where it can run, and xla elsewhere. On a GPU, the log says once why hopper cannot run.
-        `blackwell` runs JAX's own kernel for forward and dgrad on GPUs of compute capability 10.0; no card has run it.
       engine: the way from global arrays to shards on a mesh of Auto axes. `custom_partitioning`, which is `auto`, takes
         weights in the layout that they have. `shard_map` takes them in the layout of `param_specs`, and is for
         `jax.export`. Explicit axes always use `shard_map`.
       buffer_factor: the size of every buffer whose load depends on the routing, as a multiple of the balanced load. A
-        step whose routing needs more takes further passes over the same buffers: no token is dropped, and
-        `stats.passes` counts the passes. Below 1, every step takes several passes, in less memory. A factor bounds no
-        buffer by more than the worst case, and None allots the worst case. A scale of a whole tensor is that of one
-        pass. `capacity_factor` bounds what the exchange moves already, in one pass.
+        step whose routing needs more runs further overflow rounds in the same buffers: no token is dropped, and
+        `stats.rounds` counts the rounds. Below 1, every step takes several rounds, in less memory. Buffers never exceed
+        the worst case, and None allocates it. With `fp8_tensor` each round computes its own scale. `capacity_factor`
+        bounds the rows that the exchange moves already, in one round.
       save_rows: whether forward keeps the sorted rows for backward. Otherwise backward gathers them again, and where ep
         has more than one rank receives them again: less memory, and a few percent more time. Where products gather
         rows of x themselves, and no rows travel, forward keeps none in any case.
@@ -69,20 +68,18 @@ class Options:
         for name in ("exchange", "kernels"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a name, such as 'auto'")
-        check_buffer_factor(self.buffer_factor)
+        factor = self.buffer_factor
+        if factor is not None and not (is_number(factor) and 0 < factor < math.inf):
+            raise ValueError(f"buffer_factor={factor!r} must be a number above 0, or None for the worst case")
         if not isinstance(self.save_rows, bool):
             raise ValueError(f"save_rows={self.save_rows!r} must be True or False")
         object.__setattr__(self, "grad_reduce_dtype", get_grad_reduce(self.grad_reduce_dtype))
-        if self.buffer_factor is not None:  # a number of NumPy becomes one of Python, so that equal options are equal
-            object.__setattr__(self, "buffer_factor", float(self.buffer_factor))
+        if factor is not None:  # a number of NumPy becomes one of Python, so that equal options are equal
+            object.__setattr__(self, "buffer_factor", float(factor))
 
 
 def replace_options(caller: str, options: Options, keywords: OptionKeywords) -> Options:
-    """Returns the options with these fields in the place of their own.
-
-    Raises:
-      TypeError: `Options` has no field of a keyword's name. The message names the caller.
-    """
+    """Returns the options with these fields; TypeError, which names the caller, where `Options` lacks a keyword's."""
     fields = [field.name for field in dataclasses.fields(Options)]
     for name in keywords:
         if name not in fields:
@@ -90,12 +87,6 @@ def replace_options(caller: str, options: Options, keywords: OptionKeywords) -> 
             hint = f"; did you mean {near[0]!r}?" if near else f"; the fields of moax.Options are {', '.join(fields)}"
             raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
     return dataclasses.replace(options, **keywords) if keywords else options
-
-
-def check_buffer_factor(buffer_factor: float | None) -> None:
-    """Raises ValueError unless `buffer_factor` is None or a number above 0."""
-    if buffer_factor is not None and not (is_number(buffer_factor) and 0 < buffer_factor < math.inf):
-        raise ValueError(f"buffer_factor={buffer_factor!r} must be a number above 0, or None for the worst case")
 
 
 class OptionKeywords(TypedDict, total=False):

@@ -29,6 +29,8 @@ class MoEParams[Leaf]:
       shared_wo: [S, H], the second weight of the shared expert.
       shared_gate: [H], whose product with x is the logit of the shared expert's gate.
       expert_scale: [E], a trained factor on the weights of each expert.
+      latent_down: [H, L], the projection of x that latent experts read. Their wi, wo and bo have L in the place of H.
+      latent_up: [L, H], the projection of the sum of their outputs.
     """
 
     router: Leaf
@@ -42,14 +44,17 @@ class MoEParams[Leaf]:
     shared_wo: Leaf | None = None
     shared_gate: Leaf | None = None
     expert_scale: Leaf | None = None
+    latent_down: Leaf | None = None
+    latent_up: Leaf | None = None
 
 
 # The letters of the dims of each parameter: E experts, H model width, F expert width, G gate and up, S the width of the
-# shared expert.
+# shared expert, L the width of latent experts. The H of `BY_EXPERT` is L in latent experts.
 DIMS = dict(
     router="HE", wi="EHGF", wo="EFH", router_bias="E", logits_bias="E", bi="EGF", bo="EH", shared_wi="HGS",
-    shared_wo="SH", shared_gate="H", expert_scale="E",
+    shared_wo="SH", shared_gate="H", expert_scale="E", latent_down="HL", latent_up="LH",
 )  # fmt: skip
+BY_EXPERT = ("wi", "wo", "bi", "bo")
 ROUTER = ("router", "router_bias", "logits_bias", "expert_scale")  # the parameters that belong to no single expert
 
 
@@ -61,16 +66,22 @@ def params_by_name[Leaf](values: Mapping[str, Leaf | None]) -> MoEParams[Leaf]:
 def param_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:
     """Returns the global shape of each parameter that `init` makes; None where the config has no such parameter."""
     c = config
-    sizes = dict(E=c.num_experts, H=c.d_model, F=c.d_ff, G=c.gates, S=c.shared_d_ff)
     made = dict(router_bias=c.router.bias, logits_bias=c.router.logits_bias, bi=c.use_bias, bo=c.use_bias)
     made |= dict(shared_gate=c.shared_gate, expert_scale=c.router.expert_scale)
     made |= dict.fromkeys(("shared_wi", "shared_wo"), bool(c.shared_d_ff))
+    made |= dict.fromkeys(("latent_down", "latent_up"), bool(c.d_latent))
     return params_by_name(
         {
-            name: tuple(sizes[letter] for letter in letters) if made.get(name, True) else None
+            name: tuple(dim_sizes(c, name)[letter] for letter in letters) if made.get(name, True) else None
             for name, letters in DIMS.items()
         }
     )
+
+
+def dim_sizes(config: MoEConfig, name: str) -> dict[str, int]:
+    """Returns the size of each letter of `DIMS` in the parameter of this name."""
+    c, width = config, config.d_rows if name in BY_EXPERT else config.d_model
+    return dict(E=c.num_experts, H=width, F=c.d_ff, G=c.gates, S=c.shared_d_ff, L=c.d_rows)
 
 
 def full_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:

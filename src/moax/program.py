@@ -1,4 +1,4 @@
-"""How a program of moax runs: which devices JAX starts on, what an error prints, and with which code it exits.
+"""The commands share this module: how they read a mesh, start JAX, print an error, and exit.
 
 exit code   meaning
 0           The program succeeded.
@@ -10,24 +10,35 @@ exit code   meaning
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import math
 import os
 import sys
 from collections.abc import Callable
 
+import jax
+
 from moax import extras
 from moax.errors import Unsupported
+from moax.exchange import EXCHANGES
+from moax.mesh.axes import ROLES
+from moax.mesh.collectives import GRAD_REDUCE
+from moax.mesh.devices import make_mesh
+from moax.mesh.view import ENGINES
+from moax.recipe import RECIPES, get_recipes
+
+Sizes = tuple[tuple[str, int], ...]  # (axis, devices along it)
+RECIPE_NAMES = f"none, {', '.join(RECIPES)}, or one for each projection, as wi=fp8_block,wo=none"
+GRAD_REDUCE_HELP = (
+    "the dtype in which gradients of weights are summed; bfloat16_sum_float32 sends 2 bytes and sums in float32"
+)
 
 
 def run(name: str, act: Callable[[], int], *, traceback: bool = False) -> int:
-    """Calls `act()`, and prints an expected error in one line as `NAME: error: MESSAGE`.
+    """Returns the exit code of `act()`, or of an expected error, which it prints as `NAME: error: MESSAGE`.
 
-    Args:
-      name: the program as the user typed it, such as `moax train`.
-      act: does the work and returns the exit code.
-      traceback: raise an expected error, so that Python shows where it arose.
-
-    Returns:
-      The exit code.
+    `name` is the program as the user typed it. With `traceback` it raises the error, so that Python shows its place.
     """
     try:
         code = act()
@@ -49,27 +60,32 @@ def run(name: str, act: Callable[[], int], *, traceback: bool = False) -> int:
 
 def explain(error: Exception) -> tuple[str, int] | None:
     """Returns (message, exit code) of an error that the user can mend; None for a bug, which keeps its traceback."""
-    if isinstance(error, ModuleNotFoundError):
-        message = extras.hint(error)
-        return None if message is None else (message, 1)
-    if isinstance(error, ValueError | Unsupported | OSError) or _is_of_jax(error):
+    if isinstance(error, ModuleNotFoundError) and (message := extras.hint(error)):
+        return message, 1
+    if isinstance(error, ValueError | Unsupported | OSError | jax.errors.JaxRuntimeError):
         code = 2 if isinstance(error, ValueError) else 1
         return f"{str(error).strip() or type(error).__name__}{hint(error)}", code
     return None
 
 
+def hint(error: Exception) -> str:
+    """Returns the end of the message of a JAX runtime error among several processes; "" for other errors."""
+    several = isinstance(error, jax.errors.JaxRuntimeError) and jax.distributed.is_initialized()
+    return "; another process may have ended: see its output" if several else ""
+
+
+def leave(code: int) -> int:
+    """Returns `code` to exit with in a single process; among several processes it ends this one at once."""
+    # An orderly exit would wait for all processes, and those that still run would wait for this one.
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
 def start(cpu_devices: int | None = None) -> None:
-    """Starts JAX.
-
-    Args:
-      cpu_devices: JAX runs on this many emulated CPU devices; None leaves the choice of devices to JAX.
-
-    Raises:
-      Unsupported: JAX has no device to run on.
-      ValueError: `emulate` refuses the number.
-    """
-    import jax
-
+    """Starts JAX on this many emulated CPU devices, or with None on its own choice; Unsupported where it has none."""
     if cpu_devices is not None:
         emulate(cpu_devices)
     try:
@@ -80,13 +96,7 @@ def start(cpu_devices: int | None = None) -> None:
 
 
 def emulate(count: int) -> None:
-    """Makes JAX run on `count` emulated CPU devices. The call must come before JAX runs anything.
-
-    Raises:
-      ValueError: `count` is below 1, or JAX already runs on another number of devices.
-    """
-    import jax
-
+    """Makes JAX run on `count` emulated CPU devices; ValueError where it already runs on another number."""
     if count < 1:
         raise ValueError(f"--cpu-devices {count} must be at least 1")
     # With many devices on few cores, a rendezvous may take longer than the 40 seconds after which XLA gives up.
@@ -102,37 +112,79 @@ def emulate(count: int) -> None:
         raise ValueError(f"--cpu-devices {count}: JAX already runs in this process, on {running} devices")
 
 
-def leave(code: int) -> int:
-    """Returns `code` to exit with in a single process; among several processes it ends this one at once.
+def add_execution(group, *, mesh: str, dtypes: tuple[str, ...]) -> None:
+    """Adds the options that say how a block runs to a parser; `mesh` is the default mesh in words."""
+    add = group.add_argument
+    axes = f"axis sizes, as fsdp=2,ep=4; axes: {', '.join(ROLES)} (default: {mesh})"
+    add("--mesh", type=mesh_of, metavar="AXES", help=axes)
+    add("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
+    add("--recipe", type=recipe_of, metavar="NAME", help=f"how products are quantized: {RECIPE_NAMES} (default: none)")
+    add("--exchange", choices=EXCHANGES, help="how tokens reach the ranks of their experts (default: auto)")
+    add("--engine", choices=ENGINES, help="how ops are partitioned (default: auto)")
+    add("--dtype", choices=dtypes, help="dtype of activations")
+    add("--grad-reduce-dtype", choices=GRAD_REDUCE, help=f"{GRAD_REDUCE_HELP} (default: that of activations)")
 
-    An orderly exit would wait for all processes, and those that still run would wait for this one.
+
+def factor(text: str) -> float:
+    """Parses the value of --capacity-factor and --buffer-factor for argparse: `none` is infinite."""
+    return math.inf if text == "none" else float(text)
+
+
+def recipe_of(text: str) -> str:
+    """Checks the value of --recipe for argparse, which prints the error of an `ArgumentTypeError`."""
+    try:
+        get_recipes(None if text == "none" else text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be {RECIPE_NAMES}") from None
+    return text
+
+
+def mesh_of(text: str) -> Sizes:
+    """Parses the value of --mesh for argparse, which prints the error of an `ArgumentTypeError`."""
+    try:
+        return parse_mesh(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parse_mesh(text: str) -> Sizes:
+    """Parses axis sizes: `"ep=4,fsdp=2"` -> (("fsdp", 2), ("ep", 4)); ValueError where an axis has no role or no size.
+
+    The axes come out in the order dp, fsdp, cp, ep, tp, so that neighbours along tp and ep are neighbouring devices.
     """
-    if _is_one_of_several():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (piece.strip() for piece in part.partition("="))
+        if name not in ROLES:
+            raise ValueError(
+                f"--mesh {text}: unknown axis {name!r}; the axes are {', '.join(ROLES)}, as in fsdp=2,ep=4"
+            )
+        if not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"--mesh {text}: the size of {name} must be an int of at least 1, as in {name}=2")
+        if name in sizes:
+            raise ValueError(f"--mesh {text}: {name} is given twice")
+        sizes[name] = int(size)
+    return tuple((name, sizes[name]) for name in ROLES if name in sizes)
 
 
-def hint(error: Exception) -> str:
-    """Returns the end of the message of a JAX runtime error among several processes; "" for other errors."""
-    several = _is_of_jax(error) and _is_one_of_several()
-    return "; another process may have ended: see its output" if several else ""
+def mesh_over_devices(sizes: Sizes) -> jax.sharding.Mesh:
+    """Returns the mesh of these axes over all devices; empty sizes put all devices on fsdp.
 
-
-def _is_of_jax(error: Exception) -> bool:
-    """Returns whether the JAX runtime raised the error, for want of memory, of a device or of a peer."""
-    if "jax" not in sys.modules:
-        return False
-    from jax.errors import JaxRuntimeError
-
-    return isinstance(error, JaxRuntimeError)
-
-
-def _is_one_of_several() -> bool:
-    """Returns whether this process is one of several of a JAX program."""
-    if "jax" not in sys.modules:
-        return False
-    import jax
-
-    return jax.distributed.is_initialized()
+    Where the mesh has another number of devices, ValueError names meshes that would fit, the most even ones first.
+    """
+    count = jax.device_count()
+    sizes = sizes or (("fsdp", count),)
+    total = math.prod(size for _, size in sizes)
+    if total != count:
+        divisors = [n for n in range(1, count + 1) if count % n == 0]
+        ways = [w for w in itertools.product(divisors, repeat=len(sizes)) if math.prod(w) == count]
+        even = sorted(ways, key=lambda way: max(way) - min(way))[:4]
+        given, *fitting = (
+            ",".join(f"{name}={size}" for (name, _), size in zip(sizes, way, strict=True))
+            for way in (tuple(size for _, size in sizes), *even)
+        )
+        raise ValueError(
+            f"--mesh {given} is a mesh of {total} devices, but JAX has {count}; a mesh of the same axes that fits is "
+            f"{' or '.join(fitting)} (or emulate {total} devices on this machine's CPU: --cpu-devices {total})"
+        )
+    return make_mesh(dict(sizes))

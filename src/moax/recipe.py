@@ -112,10 +112,7 @@ class Recipe:
 
     @property
     def row_alignment(self) -> int:
-        """The number of rows of which each expert's first row is a multiple.
-
-        No block of rows then holds rows of two experts.
-        """
+        """The multiple at which each expert begins, so that no block of rows holds rows of two experts."""
         return max((f.block for f in (self.x, self.dy) if f is not None and f.block is not None), default=1)
 
 

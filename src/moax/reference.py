@@ -152,6 +152,8 @@ def moe(
 ) -> tuple[Float[Array, "*batch H"], MoEStats]:
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]).
 
+    Latent experts are sum_k weights[t, k] expert[experts[t, k]](x[t] latent_down) latent_up.
+
     Args:
       x: [..., H], floating point.
       params: see `MoEParams`.
@@ -179,9 +181,11 @@ def moe(
     chose = routing.experts[None] == jnp.arange(config.num_experts)[:, None, None]  # [E, T, K]
     weight = jnp.where(chose, weights[None], 0.0).sum(-1)[..., None]
     before, after = (weight, 1.0) if config.weights_at == "input" else (jnp.ones_like(weight), weight)
-    run_experts = jax.vmap(lambda w, wi, wo, bi, bo: expert(w * tokens, wi, wo, bi, bo, *act))
-    out = run_experts(before, f32.wi, f32.wo, f32.bi, f32.bo)  # [E, T, H]: every expert on every token
+    rows = tokens if f32.latent_down is None else jnp.einsum("th,hl->tl", tokens, f32.latent_down, precision=HIGHEST)
+    run_experts = jax.vmap(lambda w, wi, wo, bi, bo: expert(w * rows, wi, wo, bi, bo, *act))
+    out = run_experts(before, f32.wi, f32.wo, f32.bi, f32.bo)  # [E, T, H or L]: every expert on every token
     y = jnp.where(chose.any(-1)[..., None], after * out, 0.0).sum(0)
+    y = y if f32.latent_up is None else jnp.einsum("tl,lh->th", y, f32.latent_up, precision=HIGHEST)
     if f32.shared_wi is not None:
         shared = expert(tokens, f32.shared_wi, f32.shared_wo, None, None, *act)
         gate = 1.0 if f32.shared_gate is None else jax.nn.sigmoid(tokens @ f32.shared_gate)[:, None]

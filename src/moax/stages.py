@@ -1,4 +1,4 @@
-"""The stages of one layer's forward and backward, cut out of its jaxpr at the names of `moax.mesh.marks`.
+"""The stages of one layer's forward and backward, cut out of its jaxpr at the names of `moax.mesh.collectives`.
 
     forward    ahead(weights) -> gathered     main(carry, weights, gathered) -> carry, outputs, residuals
     backward   ahead(weights) -> gathered     main(residuals, weights, gathered, cotangents) -> cotangents, terms
@@ -21,18 +21,11 @@ from jax.extend import core
 from moax.jaxprs import called
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint", "custom_jvp_call")
-
-
 Values = Mapping[core.Var, Any]
 
 
 class Stage(NamedTuple):
-    """A part of a program.
-
-    Attributes:
-      run: run(*values of `inputs`) -> the values of the outputs.
-      inputs: the variables that it reads.
-    """
+    """A part of a program: run(*values of `inputs`) -> the values of the outputs."""
 
     run: Callable[..., list[Any]]
     inputs: list[core.Var]
@@ -43,31 +36,19 @@ class Stage(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """The jaxpr of a layer's forward and backward, without calls, and the roles of its variables.
-
-    Attributes:
-      names: what JAX calls the layer in its errors.
-      eqns: its operations.
-      constants: the values of its constant variables.
-      arguments: its inputs, a list for each argument of `trace`.
-      outputs: the results of forward.
-      residuals: what forward leaves to backward; inputs of forward are among them.
-      cotangents: the variables of the cotangents of the floating-point outputs.
-      gradients: those of the floating-point inputs, in their order.
-    """
+    """The jaxpr of a layer's forward and backward, without calls, and the roles of its variables."""
 
     names: core.DebugInfo
     eqns: list[core.JaxprEqn]
     constants: dict[core.Var, Any]
-    arguments: list[list[core.Var]]
+    arguments: list[list[core.Var]]  # a list for each argument of `trace`
     outputs: list[Any]
-    residuals: list[Any]
-    cotangents: list[core.Var]
-    gradients: list[Any]
+    residuals: list[Any]  # inputs of forward are among them
+    cotangents: list[core.Var]  # of the floating-point outputs
+    gradients: list[Any]  # of the floating-point inputs, in their order
 
     def stage(self, inputs: Iterable[core.Var], outputs: Sequence[Any], effects: bool = False) -> Stage:
-        """Returns the operations that `outputs` need beside `inputs`, and with `effects` those of forward that have
-        effects."""
+        """Returns the operations from `inputs` to `outputs`, and with `effects` those of forward that have effects."""
         given, kept, read = set(inputs), [], set(variables(outputs))
         backward = set(self.cotangents)
         count = next((i for i, eqn in enumerate(self.eqns) if not backward.isdisjoint(eqn.outvars)), len(self.eqns))
@@ -124,10 +105,7 @@ class Traced(NamedTuple):
 
 
 def trace(layer: Callable[..., tuple[Any, Any]], policy: Callable | None, *arguments: Any) -> tuple[Traced, Any]:
-    """Returns the forward and the backward of layer(*arguments), and the tree of its result.
-
-    The first and the last of `arguments` hold weights. Backward computes again what `policy` does not save.
-    """
+    """Returns the forward and the backward of layer(weights, ..., weights), and the tree of its result."""
     leaves, tree = jax.tree.flatten(arguments)
     flags, found = [is_smooth(v) for v in leaves], []
 
@@ -148,10 +126,11 @@ def trace(layer: Callable[..., tuple[Any, Any]], policy: Callable | None, *argum
     results, others, residuals, cotangents, gradients = _cut(outputs, map(len, shapes))
     rows = _cut(inputs, (len(jax.tree.leaves(a)) for a in arguments))
     (result_tree, result_flags), *_ = found
-    names = getattr(closed, "jaxpr", closed).debug_info.with_unknown_names()
-    traced = Traced(
-        names, eqns, constants, rows, _merge(result_flags, results, others), residuals, cotangents, gradients
+    names, made = (
+        getattr(closed, "jaxpr", closed).debug_info.with_unknown_names(),
+        _merge(result_flags, results, others),
     )
+    traced = Traced(names, eqns, constants, rows, made, residuals, cotangents, gradients)
     return traced.without_ties({*rows[0], *rows[-1], *constants}), result_tree
 
 
@@ -184,10 +163,7 @@ def _cut(values: Sequence, counts: Iterable[int]) -> list[list]:
 
 
 def _inline(closed: core.ClosedJaxpr) -> tuple[list[core.JaxprEqn], dict[core.Var, Any], list[core.Var], list[Any]]:
-    """Returns the operations of a jaxpr; in the place of a call, those of its body.
-
-    Returns: the operations, the values of constants, the inputs, and the outputs.
-    """
+    """Returns the operations of a jaxpr with calls replaced by their bodies, its constants, inputs and outputs."""
     eqns: list[core.JaxprEqn] = []
     constants: dict[core.Var, Any] = {}
 

@@ -6,14 +6,9 @@ from collections.abc import Sequence
 
 
 def align(rows: Sequence[tuple[str, ...] | None], right: tuple[int, ...] = ()) -> str:
-    """Returns rows of cells as lines of aligned columns.
+    """Returns rows of cells as lines of aligned columns; None in place of a row draws a rule of dashes.
 
-    Args:
-      rows: the cells of each row, equally many in each row; None in place of a row draws a rule of dashes.
-      right: the indices of the columns that are flush right; the others are flush left.
-
-    Returns:
-      One line for each row, without trailing spaces.
+    The columns of the indices `right` are flush right, and the others flush left.
     """
     widths = [max(map(len, column)) for column in zip(*(row for row in rows if row), strict=True)]
     rule = tuple("-" * width for width in widths)

@@ -21,18 +21,12 @@ def exportable[T](cls: type[T]) -> type[T]:
     A serialized function may then take and return values of the class, for example `moax.MoEParams`.
     """
     return jax.export.register_pytree_node_serialization(
-        cls,
-        serialized_name=f"moax.{cls.__name__}",
-        serialize_auxdata=lambda _: b"",
-        deserialize_auxdata=lambda _: (),
+        cls, serialized_name=f"moax.{cls.__name__}", serialize_auxdata=lambda _: b"", deserialize_auxdata=lambda _: ()
     )
 
 
 def pytree(*static: str):
-    """Makes a class a frozen dataclass and a pytree.
-
-    Its fields are children of the pytree, except those of `static`.
-    """
+    """Makes a class a frozen dataclass and a pytree, whose children are its fields but those of `static`."""
 
     @typing.dataclass_transform(frozen_default=True)
     def register[T](cls: type[T]) -> type[T]:
@@ -54,6 +48,8 @@ class Routing:
       aux_loss: [] f32, the load-balance loss over the whole mesh, times its coefficient.
       z_loss: [] f32, the z-loss over the whole mesh, times its coefficient.
       tokens_per_expert: [E] i32, the assignments to each expert over the whole mesh.
+      histogram: [E, 1000] i32, over the whole mesh, for `moax.update_router_bias`; None unless
+        `RouterConfig.histogram` asks for it.
     """
 
     experts: Int[Array, "*T K"]
@@ -61,6 +57,7 @@ class Routing:
     aux_loss: Float[Array, ""]
     z_loss: Float[Array, ""]
     tokens_per_expert: Int[Array, " E"]
+    histogram: Int[Array, "E 1000"] | None = None
 
 
 class SendPlan(NamedTuple):
@@ -121,38 +118,35 @@ class Plan:
     """The places of received rows after they are sorted by expert; `moax.ops.permutation` has an example.
 
     Attributes:
-      source: [N] i32, the received row of each sorted row; R for padding.
-      position: [R, K] i32, the sorted row of each assignment; N for a dropped assignment and for an expert of another
-        rank.
+      gather_idx: [N] i32, the received row of each sorted row; R for padding.
+      scatter_idx: [R, K] i32, the sorted row of each assignment; N for a dropped assignment and for an expert of
+        another rank.
       group_sizes: [E_local] i32, the rows of each expert, without padding.
       dropped: [1] i32, the number of assignments beyond the capacity.
     """
 
-    source: Int[Array, " N"]
-    position: Int[Array, "R K"]
+    gather_idx: Int[Array, " N"]
+    scatter_idx: Int[Array, "R K"]
     group_sizes: Int[Array, " E"]
     dropped: Int[Array, " 1"]
 
 
-@pytree("dtype", "block", "pieces")
+@pytree("dtype", "block")
 class QArray:
     """x ~ data * scale, with one scale for each block.
 
     Attributes:
       data: u8, the shape of x: the bits of values of `dtype`.
-      scale: f32, or u8 exponents whose value is 2**(scale - 127). It has as many dims as x. Dim i has `pieces[i] *
-        ceil(n / block[i])` entries, with n = x.shape[i] // pieces[i]. A dim of 300 in blocks of 128 has 3 scales in one
-        piece and 4 in two pieces, since each piece of 150 ends in an edge block of its own.
+      scale: f32, or u8 exponents whose value is 2**(scale - 127). It has as many dims as x, and ceil(n / block[i])
+        entries along dim i of n elements: a dim of 300 in blocks of 128 has 3 scales.
       dtype: "e4m3" or "e5m2".
       block: the block length of each dim; None means that one block holds the whole dim.
-      pieces: for each dim, the number of shards that were quantized separately.
     """
 
     data: UInt8[Array, "..."]
     scale: Float[Array, "..."] | UInt8[Array, "..."]
     dtype: str
     block: tuple[int | None, ...]
-    pieces: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -203,17 +197,20 @@ class MoEStats(NamedTuple):
       aux_loss, z_loss: [] f32, times their coefficients; a training loop adds them to its loss.
       tokens_per_expert: [E] i32, the assignments that the router made to each expert.
       dropped: [] i32, the assignments that found no room.
-      passes: [] i32, the passes over the buffers of the rank that made the most; see `moax.Options.buffer_factor`.
+      rounds: [] i32, the rounds of the rank that made the most, 1 where every buffer has room; see
+      `moax.Options.buffer_factor`.
       routing: the Routing that the block used, with experts and weights [..., K] for x [..., H]; None unless the caller
         asked for it.
+      histogram: [E, 1000] i32, the histogram of the Routing. The histograms of microbatches with one bias add up.
     """
 
     aux_loss: Float[Array, ""]
     z_loss: Float[Array, ""]
     tokens_per_expert: Int[Array, " E"]
     dropped: Int[Array, ""]
-    passes: Int[Array, ""]
+    rounds: Int[Array, ""]
     routing: Routing | None = None
+    histogram: Int[Array, "E 1000"] | None = None
 
 
 class StatsKey(jax.tree_util.SequenceKey):

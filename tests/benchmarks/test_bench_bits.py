@@ -4,8 +4,11 @@ import itertools
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks.block import bits
+
+pytestmark = pytest.mark.more
 
 
 def test_names_what_differs():

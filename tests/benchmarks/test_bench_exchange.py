@@ -1,9 +1,8 @@
-"""The benchmark `exchange`: routings, rounds in one program, our rows by emulation, and peers in other processes."""
+"""The benchmark `exchange`: routings, rounds in one program, our rows by emulation, and the peers."""
 
 import dataclasses
 import json
 import re
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,11 @@ pytest.importorskip("rich")
 
 
 from benchmarks import command, tokens
-from benchmarks.peers import ragged, ragged_peer, wires
+from benchmarks.timing import Repeats
 from benchmarks.wires import exchange, rounds
-from moax.ops.exchange import TRANSPORTS
-from moax.tune.timing import Repeats
-from support.benchmarks import by_gather
 from support.exchange import EmulatedOneSided, registered
 
-pytestmark = pytest.mark.loose
+pytestmark = [pytest.mark.more, pytest.mark.loose]
 
 ONCE = Repeats(1, 1)
 UNIFORM = tokens.TINY[0]
@@ -44,12 +40,9 @@ def test_routings(case):
 
 
 def test_rounds_are_rounds():
-    """Breaks if a round is left out, or if its operands are not those that the round before hands on."""
-    mesh = rounds.mesh_of(2)
+    """Breaks if a round is left out."""
     x = jnp.zeros((4, 3), jnp.int32)
-    seen = rounds.rounds(lambda x: x + 1, mesh, lambda args, results: (results,), 4)(x)
-    np.testing.assert_array_equal(seen, [1 + 2 + 3 + 4] * 2)
-    np.testing.assert_array_equal(rounds.rounds(lambda x: x + 1, mesh, count=4)(x), [4, 4])
+    np.testing.assert_array_equal(rounds.rounds(lambda x: x + 1, rounds.mesh_of(2), count=4)(x), [4, 4])
 
 
 def in_loop(text: str, what: str) -> tuple[int, int]:
@@ -80,71 +73,27 @@ def test_nccl_is_an_all_to_all():
     mesh = rounds.mesh_of(None)
     (x,) = exchange._even(2, 16, mesh)
     assert x.shape == (8 * 8 * 2, 16) and not x.sharding.is_fully_replicated
-    got = rounds.single(wires.all_to_all, mesh)(x)
+    got = rounds.single(exchange.all_to_all, mesh)(x)
     np.testing.assert_array_equal(got, np.asarray(x).reshape(8, 8, 32).swapaxes(0, 1).reshape(x.shape))
-    text = rounds.rounds(wires.all_to_all, mesh).lower(x).compile().as_text()
+    text = rounds.rounds(exchange.all_to_all, mesh).lower(x).compile().as_text()
     assert in_loop(text, r" all-to-all\(") == (1, 1) and "all-gather" not in text
 
 
-def test_rows():
-    """Beside what a CPU refuses, each peer's time and the bytes that cross; sums right; other processes quoted."""
-    said = [
-        {"case": UNIFORM.name, "wire": "none", "direction": "dispatch", "us": 2.0, "call_us": 5.0},
-        {"note": "killed after 9 s"},
-    ]
-    how = exchange.How(devices=2, ragged={"ragged_all_to_all": said})
-    made = list(exchange.rows([UNIFORM], how, ONCE))
-    assert len(made) == 12 and {row.extra["devices"] for row in made} == {2}
-    for row in made:
-        if row.impl == "moax":
-            assert row.us is None and row.note.startswith("Unsupported")
-        elif row.impl == "ragged_all_to_all":
-            first = (row.direction, row.recipe) == ("dispatch", "none")
-            assert (row.us, row.note) == ((2.0, "") if first else (None, "killed after 9 s"))
-            assert not first or (
-                row.extra["call_us"] == 5.0 and row.tb_s == pytest.approx(row.extra["remote_bytes"] / 2e6)
-            )
-        else:
-            assert row.us and row.tb_s and row.extra["call_us"], row
-        assert row.error is None or row.error == 0.0
-    assert sum(row.error is not None for row in made) == 1
-
-
-def test_our_rows_by_number_of_multiprocessors(capsys):
-    """Breaks if a row's number is not the one that its kernels get, or if what one_sided delivers in it is wrong."""
-    seen = set()
-
-    class Counted(EmulatedOneSided):
-        def put_rows(self, arrays, source, places, way: int, out_rows: int, axes, sms: int | None):
-            seen.add(sms)
-            return super().put_rows(arrays, source, places, way, out_rows, axes, sms)
-
-    with registered("one_sided", Counted()):
-        assert command.main([*BENCH, "--peers", "none", "--sms", "2,4", "--devices", "2"]) == 0
+def test_our_rows(capsys):
+    """Breaks if what one_sided delivers is wrong, or the row does not say how many multiprocessors it takes."""
+    with registered("one_sided", EmulatedOneSided()):
+        assert command.main([*BENCH, "--peers", "none", "--devices", "2"]) == 0
     made = json.loads(capsys.readouterr().out)["rows"]
-    assert seen == {2, 4} and len(made) == 6
-    for row, sms in zip(made, [2, 4] * 3, strict=True):
+    assert len(made) == 3
+    for row in made:
         assert row["us"] > 0 and row["extra"]["call_us"] > 0, row["note"]
-        assert (row["tile"], row["extra"]["sms"], row["extra"]["devices"]) == (f"sms={sms}", sms, 2)
+        assert row["tile"] == f"sms={row['extra']['sms']}" and row["extra"]["devices"] == 2
         assert row["error"] == (0.0 if row["direction"] == "combine" else None)
-
-
-@pytest.mark.usefixtures("unchecked")  # its kernel returns what it was called with
-def test_number_of_multiprocessors_reaches_the_kernel(monkeypatch):
-    """Breaks if a number that is asked for is dropped on the way, or if none is not the kernel's own."""
-    from moax.kernels.hopper.pallas import exchange as kernel
-
-    monkeypatch.setattr(kernel, "put_rows", lambda *args, sms: sms)
-    transport = TRANSPORTS["one_sided"]
-    assert [transport.put_rows([], None, None, 0, 1, (), sms) for sms in (None, 16)] == [kernel.SMS, 16]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sms", "8,many"], "--sms 8,many must be numbers of multiprocessors with commas, as 16,32"),
-        (["--sms", "0"], "--sms 0 must be"),
-        (["--sms", "16,512"], "--sms 512: a device has 132 multiprocessors"),
         (["--devices", "9"], "--devices 9: an exchange needs 2 devices or more; JAX has 8"),
         (["--devices", "1"], "--devices 1: an exchange needs 2"),
     ],
@@ -154,100 +103,12 @@ def test_arguments_that_cannot_work(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_options_of_the_exchange_alone(capsys):
-    """Breaks if an option is taken and does nothing."""
-    assert command.main(["gemm", "--cases", "tiny", "--sms", "8"]) == 2
-    assert "--sms with gemm: it is for exchange alone" in capsys.readouterr().err
-
-
-def request(**changes) -> dict:
-    return {"cases": [dataclasses.asdict(UNIFORM)], "devices": 4, "repeats": {"warmups": 1, "measured": 1}} | changes
-
-
-def answers(capsys) -> list[dict]:
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
-def test_ragged_where_there_is_none(capsys):
-    """Breaks if a CPU's answer is an error of XLA in another process, and not the reason."""
-    assert ragged.main([json.dumps(request(in_place=True))]) == 1
-    assert answers(capsys) == [{"note": "Unsupported: XLA has no ragged_all_to_all on this platform, cpu"}]
-
-
-@pytest.fixture
-def gathered(monkeypatch):
-    """`ragged_all_to_all` runs here, by gathering; programs made so do not outlive the test."""
-    jax.clear_caches()
-    monkeypatch.setattr(ragged, "platform", lambda: "gpu")
-    monkeypatch.setattr(wires.lax, "ragged_all_to_all", by_gather)
-    yield
-    jax.clear_caches()
-
-
-@pytest.mark.parametrize("in_place", (True, False))
-def test_ragged_rows(gathered, in_place, capsys):
-    """Breaks if it is told to send other rows than the exchange beside it, or if its check cannot fail."""
-    assert ragged.main([json.dumps(request(in_place=in_place))]) == 0
-    found = answers(capsys)
-    assert [(line["wire"], line["direction"]) for line in found] == list(tokens.KINDS)
-    assert all(line["us"] > 0 and line["call_us"] > 0 and line["case"] == UNIFORM.name for line in found), found
-
-    mesh = rounds.mesh_of(4)
-    args, sizes = ragged.operands(UNIFORM, "none", "combine", mesh)
-    got = rounds.single(wires.ragged, mesh)(*args)
-    ragged.check(got, args[0], sizes)
-    with pytest.raises(ValueError, match="sampled rows are not where they should be"):
-        ragged.check(got[::-1], args[0], sizes)
-
-
-def test_ragged_lowers_for_gpus():
-    """Breaks if what is timed on GPUs is not the collective that its row names."""
-    mesh = rounds.mesh_of(2)
-    with jax.set_mesh(mesh):
-        args, _ = ragged.operands(UNIFORM, "fp8", "dispatch", mesh)
-        loop = rounds.rounds(wires.ragged, mesh, ragged.into_results)
-        text = loop.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@ragged_all_to_all") == 1 and "stablehlo.while" in text
-
-
-def test_ragged_in_its_own_process(monkeypatch):
-    """Breaks if the process does not start, or does not understand what it is asked."""
-    monkeypatch.setattr(ragged_peer, "WAYS", {"one": ragged_peer.WAYS["ragged_all_to_all"]})
-    found = ragged_peer.answers([UNIFORM], 2, ONCE)
-    assert found == {"one": [{"note": "Unsupported: XLA has no ragged_all_to_all on this platform, cpu"}]}
-
-
-def test_process_that_hangs(tmp_path, monkeypatch):
-    """Breaks if a collective that hangs takes the benchmark, or what was measured before it, with it."""
-    line = {"case": "a", "wire": "none", "direction": "dispatch", "us": 1.0}
-    (tmp_path / "stuck.py").write_text(f"import time\nprint('''{json.dumps(line)}''', flush=True)\ntime.sleep(99)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(ragged_peer, "WORKER", "stuck")
-    monkeypatch.setattr(ragged_peer, "SECONDS", 3)
-    monkeypatch.setattr(ragged_peer, "WAYS", {"one": ("", True)})
-    said = ragged_peer.answers([], None, ONCE)["one"]
-    assert said == [line, {"note": "killed after 3 s"}]
-    assert ragged_peer.find(said, "a", "none", "dispatch") == line
-    assert ragged_peer.find(said, "a", "none", "combine") == {"note": "killed after 3 s"}
-
-
-def test_process_that_dies(monkeypatch):
-    """Breaks if its flags are not XLA's, replace those that are set, or if it takes the GPUs' whole memory."""
-    environments = []
-
-    class Dead:
-        returncode = -6
-
-        def __init__(self, command, env, **options):
-            environments.append(env)
-
-        def communicate(self, timeout):
-            return "", "a collective exploded"
-
-    monkeypatch.setenv("XLA_FLAGS", "--mine")
-    monkeypatch.setattr(subprocess, "Popen", Dead)
-    said = ragged_peer.answers([UNIFORM], None, ONCE)
-    assert set(said) == {"ragged_all_to_all", "ragged_all_to_all decomposed"}
-    assert all(lines == [{"note": "exit code -6: a collective exploded"}] for lines in said.values())
-    assert [env["XLA_FLAGS"] for env in environments] == ["--mine", f"--mine {ragged_peer.DECOMPOSE}"]
-    assert {env["XLA_PYTHON_CLIENT_PREALLOCATE"] for env in environments} == {"false"}
+def test_rows():
+    """Breaks if a peer has no time, if a sum is wrong, or if a part that a CPU refuses has no reason."""
+    made = list(exchange.rows([UNIFORM], 2, True, ONCE))
+    assert len(made) == 9 and {row.extra["devices"] for row in made} == {2}
+    for row in made:
+        assert (
+            row.note.startswith("Unsupported") if row.impl == "moax" else row.us and row.tb_s and row.extra["call_us"]
+        )
+    assert [row.error for row in made if row.error is not None] == [0.0]

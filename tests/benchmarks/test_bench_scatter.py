@@ -7,7 +7,7 @@ import pytest
 from benchmarks import command
 from moax.mesh.collectives import GRAD_REDUCE
 
-pytestmark = pytest.mark.loose
+pytestmark = [pytest.mark.more, pytest.mark.loose]
 
 
 def test_scatter(capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import numpy as np
@@ -11,12 +10,12 @@ import pytest
 pytest.importorskip("rich")
 
 
-from benchmarks import command, report
+from benchmarks import command
 from benchmarks.block import train
-from benchmarks.block.mesh_block import How
-from moax.train.presets import ModelConfig
-from moax.tune.timing import Repeats
+from lm.config import ModelConfig
 from support.benchmarks import InThisProcess
+
+pytestmark = pytest.mark.more
 
 
 @pytest.mark.loose
@@ -43,23 +42,13 @@ def test_all_train_alike(tmp_path, capsys, monkeypatch):
     assert f"{ours['tokens_per_s']:,.0f} tokens/s of a device; loss" in capsys.readouterr().out
 
 
-def test_layer_that_does_not_fit(monkeypatch):
-    """Breaks if a layer that does not compute a model ends the run, or is a row without a reason."""
-    model = ModelConfig(d_model=64, d_ff=32, num_layers=1, num_heads=2, num_experts=4, top_k=2, shared_d_ff=32)
-    monkeypatch.setattr(train, "Worker", InThisProcess)
-    runs = [train.Run("shared", model, 1, 16)]
-    (row,) = train.rows(runs, How((("ep", 2),), recipes=(), peers=("native",)), Repeats(1, 1), {})
-    assert row.us is None and "shared_d_ff=32" in row.note
-    report.show("benchmarks train", {"limits": {}, "device": "cpu"}, [row])
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ([], "train without --mesh"),
         (["--mesh", "ep=2", "--tokens", "64"], "--tokens with train: it is for block and imbalance alone"),
         (["--mesh", "ep=2", "--kernels", "xla"], "--kernels with train: it is for block and imbalance alone"),
-        (["--mesh", "ep=2", "--peers", "torch"], "unknown torch; use all, none, or some of native, public"),
+        (["--mesh", "ep=2", "--peers", "torch"], "unknown torch; use all, none, or some of native"),
     ],
 )
 def test_options_that_do_nothing(capsys, options, said):
@@ -78,10 +67,3 @@ def test_work():
     attention = 3 * 2 * 2 * m.num_layers * m.d_model * sum(range(run.length)) / run.length  # without itself
     itself = 12 * m.num_layers * m.d_model
     assert run.tokens * (6 * met + attention) <= run.work <= run.tokens * (6 * met + attention + itself)
-
-
-def test_presets_are_measured():
-    """Breaks if what is measured is another model than the preset of its name."""
-    for run in train.PERF:
-        assert dataclasses.replace(run.model, balance="bias") == train.PRESETS[run.name].model
-        assert run.config(How((("dp", 2), ("fsdp", 2), ("ep", 2), ("tp", 2))), "none").batch == 8 * run.sequences

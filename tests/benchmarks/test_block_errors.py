@@ -1,7 +1,6 @@
-"""The recipes that the block's benchmarks know, and the errors of a block against float32."""
+"""The errors of a block against float32, as `python -m benchmarks block --errors` measures them."""
 
 import dataclasses
-import json
 from functools import partial
 
 import jax
@@ -12,10 +11,9 @@ pytest.importorskip("rich")
 
 import moax
 from benchmarks import command
-from benchmarks.block import block_worker, errors, recipes
-from moax.recipe import RECIPES, Format
+from benchmarks.block import block, block_worker, errors
 
-pytestmark = pytest.mark.loose
+pytestmark = [pytest.mark.more, pytest.mark.loose]
 
 CONFIG = moax.MoEConfig(d_model=128, d_ff=128, num_experts=4, top_k=2)
 
@@ -24,40 +22,28 @@ CONFIG = moax.MoEConfig(d_model=128, d_ff=128, num_experts=4, top_k=2)
 def measured():
     """Returns a function: the errors of the block by the name of a recipe, or of `block` in the place of `moax.moe`."""
     draw = partial(moax.init, jax.random.key(0), CONFIG, dtype=jnp.bfloat16)
-    x, dy = block_worker.inputs(errors.TOKENS, CONFIG.d_model)
+    x, dy = block_worker.inputs(CONFIG, None, errors.TOKENS)
 
-    def of(name: str, block=None) -> dict:
-        recipe, kept = recipes.find(name)
+    def of(name: str, layer_of=None) -> dict:
+        kept, recipe = name == block.KEPT, block_worker.options_of({"recipe": name})["recipe"]
 
         def layer(x, params, quantized):
             return moax.moe(x, params, CONFIG, recipe=recipe, quantized=quantized)[0]
 
         keep = partial(moax.quantize_params, config=CONFIG, recipe=recipe) if kept else lambda params: None
         shapes = jax.eval_shape(draw)
-        compare = errors.build(block or layer, CONFIG, shapes, jax.eval_shape(keep, shapes))
+        compare = errors.build(layer_of or layer, CONFIG, shapes, jax.eval_shape(keep, shapes))
         return compare(x, dy, draw(), keep(draw()))
 
     return of
 
 
-def test_recipes():
-    """Breaks if a variant differs from its recipe in anything but the scales, or if a name has no recipe."""
-    assert recipes.find("none") == (None, False) and recipes.find("mxfp8") == ("mxfp8", False)
-    assert recipes.find("fp8_block+kept") == ("fp8_block", True)
-    pow2, kept = recipes.find("fp8_block_pow2+kept")
-    assert kept and isinstance(pow2, moax.Recipe) and pow2 == recipes.find("fp8_block_pow2")[0]
-    formats = [(getattr(pow2, name), getattr(RECIPES["fp8_block"], name)) for name in ("x", "w", "dy")]
-    for changed, plain in formats:
-        assert isinstance(plain, Format) and changed == dataclasses.replace(plain, scale="pow2") != plain
-    assert set(recipes.ONE_DEVICE) <= set(recipes.NAMES) and set(recipes.ON_MESHES) < set(recipes.NAMES)
-
-
 def test_errors_of_recipes(measured):
     """Breaks if the errors of bf16 are more than rounding, if those of FP8 are not larger, or if an expert is lost."""
-    plain, fp8, pow2 = (measured(name) for name in ("none", "fp8_block", "fp8_block_pow2+kept"))
+    plain, fp8, kept = (measured(name) for name in ("none", "fp8_block", block.KEPT))
     for name in errors.NAMES:
         assert 0 < plain[name]["error"] < 8e-3 < fp8[name]["error"] < 0.1, name
-        assert 8e-3 < pow2[name]["error"] < 0.1 and pow2[name] != fp8[name]
+        assert 8e-3 < kept[name]["error"] < 0.1
         assert ("worst" in fp8[name]) == (name in ("router", "wi", "wo"))
         assert fp8[name].get("worst", 1.0) >= fp8[name]["error"]
 
@@ -88,20 +74,10 @@ def test_a_comparison_that_fails_says_why(measured):
     ("argv", "message"),
     [
         (["block", "--errors", "--mesh", "ep=2"], "--errors with --mesh: it is for one device"),
-        (["block", "--recipe", "fp8_block_pow2+kept", "--mesh", "ep=2"], "--recipe fp8_block_pow2\\+kept with --mesh"),
+        (["block", "--recipe", "fp8_block+kept", "--mesh", "ep=2"], "--recipe fp8_block\\+kept with --mesh"),
         (["gemm", "--errors"], "--errors with gemm: it is for block alone"),
     ],
 )
 def test_options_for_one_device(argv, message):
     with pytest.raises(ValueError, match=message):
         command.select(command.parser().parse_args([*argv, "--cases", "tiny"]))
-
-
-def test_one_file_has_times_and_errors(tmp_path, capsys):
-    """Breaks if one run does not measure several recipes, or leaves out what they cost in error."""
-    argv = ["block", "--cases", "tiny", "--quick", "--peers", "none", "--errors", "--out", str(tmp_path / "f.json")]
-    assert command.main([*argv, "--recipe", "fp8_block", "--recipe", "fp8_block_pow2+kept"]) == 0
-    assert "errors against float32 (of the worst expert): y " in capsys.readouterr().out
-    rows = [row for row in json.loads((tmp_path / "f.json").read_text())["rows"] if row["direction"] == "fwd+bwd"]
-    assert [row["recipe"] for row in rows] == ["fp8_block", "fp8_block_pow2+kept"] and all(row["us"] for row in rows)
-    assert all(8e-3 < row["extra"]["errors"][name]["error"] < 0.1 for row in rows for name in errors.NAMES)

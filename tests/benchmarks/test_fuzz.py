@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks import fuzz
 
+pytestmark = pytest.mark.more
+
 SEEDS = range(300)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
 

@@ -16,7 +16,9 @@ from benchmarks.block import block
 from benchmarks.block.worker import READY
 from benchmarks.peers import sonic
 from benchmarks.peers.torch_layer import torch
-from moax.tune.timing import Repeats
+from benchmarks.timing import Repeats
+
+pytestmark = pytest.mark.more
 
 TORCH = pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
 CONFIG = moax.MoEConfig(32, 16, 8, 2)

@@ -90,7 +90,7 @@ def test_without_a_recipe_it_is_flax(library, options):
         assert one.dtype == other.dtype and rel_error(one, other) < tolerance
 
 
-@pytest.mark.parametrize("way", some(("explicit", "custom_partitioning", "shard_map", "none"), 2))
+@pytest.mark.parametrize("way", some(("explicit", "custom_partitioning", "shard_map", "none"), 1))
 @pytest.mark.parametrize("library", ("nnx", "linen"))
 def test_on_mesh(library, way):
     """Breaks if an option is not passed on, a layer made under a mesh has other values or another layout than

@@ -57,6 +57,7 @@ def test_bits_are_those_of_a_block_that_quantizes(mesh, way, recipe, dim):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.more
 def test_a_block_reads_kept_weights_alone():
     """Breaks if a block with kept weights quantizes the parameters once more: it would see their NaN."""
     quantized = moax.quantize_params(PARAMS, CONFIG, recipe="fp8_block", dtype=jnp.float32)

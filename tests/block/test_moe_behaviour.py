@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import moax
 from support import TOKENS, make_mesh, make_params, put, random, rel_norm, size, some, spec
-from support.block import MESH, check, cotangent
+from support.block import BASE, MESH, check, cotangent, make_x
 from support.oracle.block import block as block_by_numpy
 from support.oracle.ops import choose_experts
 
@@ -68,15 +68,15 @@ def kept_by_numpy(experts: np.ndarray, config, mesh: str, exchange: str) -> np.n
 DROPS = [
     ("2x4", "custom_partitioning", "all_to_all", 1.0),
     ("4x2", "explicit", "all_to_all", 0.6),
+    ("8x1", "custom_partitioning", "all_gather", 0.6),
     ("1x8", "custom_partitioning", "all_to_all", 0.3),
     ("dp2x2x2", "shard_map", "all_gather", 0.6),
-    ("8x1", "custom_partitioning", "all_gather", 0.6),
     ("2x4", "custom_partitioning", "all_gather", 0.6),
     ("4x2", "explicit", "all_gather", 1.0),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "way", "exchange", "factor"), some(DROPS, 4))
+@pytest.mark.parametrize(("mesh", "way", "exchange", "factor"), some(DROPS, 2))
 def test_drops_equal_a_numpy_count(mesh, way, exchange, factor):
     """Breaks if an assignment is dropped and not counted, or counted twice, or the wrong one is dropped; or if a
     dropped assignment still trains its router weight or its expert."""
@@ -118,16 +118,18 @@ def test_everything_on_one_expert_drops_nothing(exchange):
 
 # Each recipe, one device and the mesh, both transports.
 NAN = [
+    ("mxfp8", None, "all_gather"),
+    ("fp8_tensor", None, "all_gather"),
     (None, "2x4", "all_to_all"),
     ("fp8_block", "2x4", "all_gather"),
-    ("mxfp8", None, "all_gather"),
     ("fp8_tensor", "2x4", "all_to_all"),
+    (None, "2x4", "all_gather"),
+    ("fp8_block", "2x4", "all_to_all"),
+    ("mxfp8", "2x4", "all_to_all"),
 ]
-REST = [(None, "2x4", "all_gather"), ("fp8_block", "2x4", "all_to_all"), ("fp8_tensor", None, "all_gather")]
-REST += [("mxfp8", "2x4", "all_to_all")]
 
 
-@pytest.mark.parametrize(("recipe", "mesh", "exchange"), some([*NAN, *REST], len(NAN)))
+@pytest.mark.parametrize(("recipe", "mesh", "exchange"), some(NAN, 1))
 def test_nan_stays_with_its_token(recipe, mesh, exchange):
     """Breaks if a NaN reaches another token by a shared scale, a slot, a mask by value or a sum; or is swallowed."""
     params = make_params(CONFIG)
@@ -178,8 +180,8 @@ def layers_by_numpy(x, params, layers):
 
 @pytest.mark.parametrize(
     ("way", "policy"),
-    some([("custom_partitioning", "names"), ("explicit", "remat"), ("custom_partitioning", "saved"),
-          ("custom_partitioning", "remat"), ("explicit", "saved"), ("explicit", "names")], 2),
+    some([("explicit", "remat"), ("custom_partitioning", "names"), ("custom_partitioning", "saved"),
+          ("custom_partitioning", "remat"), ("explicit", "saved"), ("explicit", "names")], 1),
 )  # fmt: skip
 def test_scan_remat_and_names(way, policy):
     """Breaks if what backward needs is not a value: recomputed, or saved by name, it must give the same gradients."""
@@ -249,7 +251,8 @@ UPSTREAM = {
 }
 
 
-@pytest.mark.parametrize("name", some([*UPSTREAM][::-1], 1))
+@pytest.mark.more
+@pytest.mark.parametrize("name", UPSTREAM)
 def test_upstream_configurations(name):
     """Transformer Engine's MoE tests (fsdp 4, ep 2; bf16; B 16, S 32, H 64, F 128, E 8, K 2; loss = mean(out^2)) with
     its tolerances divided by ten or more: outputs 5e-2, gradients of weights and tokens 1e-1, of the router 5e-1,
@@ -369,3 +372,14 @@ def test_unknown_axis_of_explicit_tokens():
             moax.moe(x, make_params(CONFIG), CONFIG)
         y, _ = moax.moe(x, make_params(CONFIG), CONFIG, axes=moax.Axes(dp="data"))
     assert y.shape == x.shape
+
+
+@pytest.mark.parametrize("recipe", (None, "fp8_block"))
+def test_backward_reads_the_parameters_themselves(recipe):
+    """Breaks if forward leaves a copy of the weights to backward, of which a scan of layers would hold one a layer."""
+    config = dataclasses.replace(BASE, shared_d_ff=0)
+    args = make_x(config), make_params(config)
+    layer = lambda x, params: moax.moe(x, params, config, recipe=recipe)[0]  # noqa: E731
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(layer, *args)[1]))(*args).jaxpr
+    inputs, weights = set(jaxpr.invars), {args[1].wi.shape, args[1].wo.shape}
+    assert not [v.aval for v in jaxpr.outvars if v not in inputs and v.aval.shape in weights]

@@ -28,7 +28,7 @@ from support import make_mesh, rel_error, some
 pytestmark = pytest.mark.loose
 
 ROUTER = moax.RouterConfig(score="sigmoid", bias=True, logits_bias=True, expert_scale=True, aux_loss=1e-2)
-FULL = moax.MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, shared_gate=True, router=ROUTER)
+FULL = moax.MoEConfig(32, 48, 8, 2, use_bias=True, shared_d_ff=16, shared_gate=True, router=ROUTER, d_latent=24)
 BARE = moax.MoEConfig(32, 48, 8, 2, activation="silu")
 NAMES = [f.name for f in dataclasses.fields(moax.MoEParams)]
 WAYS = ("none", "custom_partitioning", "explicit")
@@ -59,7 +59,7 @@ def arrays(state) -> dict:
 
 
 @pytest.mark.parametrize(
-    "way, config", some([("explicit", FULL), ("none", BARE), ("custom_partitioning", FULL), ("none", FULL)], 2)
+    "way, config", some([("none", BARE), ("explicit", FULL), ("custom_partitioning", FULL), ("none", FULL)], 1)
 )
 def test_parameters_are_those_of_init(config, way):
     """Breaks if a checkpoint of one is none of the other: names, shapes, values, and which there are."""
@@ -130,14 +130,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way, options",
-    [
-        pytest.param("none", "fp8_block", marks=pytest.mark.more),
-        ("explicit", "plain"),
-        pytest.param("shard_map", "all_to_all", marks=pytest.mark.more),
-    ],
-)
+@pytest.mark.more
+@pytest.mark.parametrize("way, options", [("none", "fp8_block"), ("explicit", "plain"), ("shard_map", "all_to_all")])
 def test_computes_what_moe_does(way, options):
     """Breaks if the layer passes on an option wrongly, or forgets one: values and gradients are those of `moax.moe`."""
     given = OPTIONS[options] | (dict(engine=way) if way == "shard_map" else {})
@@ -277,7 +271,7 @@ def test_stacked_layers(way):
     np.testing.assert_array_equal(
         model.router_bias.get_value(), moax.update_router_bias(jnp.zeros((3, 8)), jnp.stack(counts), 0.1)
     )
-    assert model.wi.shape == grads["wi"].get_value().shape == (layers, 8, 32, 2, 48)
+    assert model.wi.shape == grads["wi"].get_value().shape == (layers, 8, FULL.d_rows, 2, 48)
     if specs is not None:
         for name, value in arrays(nnx.state(model)).items():
             stacked = P(None, *getattr(specs, name))

@@ -20,8 +20,8 @@ import pytest
 
 import moax
 from moax import inspect
+from moax.exchange.slots import allot_slots
 from moax.groups import allot_rows
-from moax.ops.exchange import allot_slots
 from support import TOKENS, make_mesh, make_params, put, rel_norm, size, spec
 from support.block import BASE, MESH, ONE_DEVICE, block, check, cotangent, expected, make_x
 from support.exchange import EmulatedOneSided, registered
@@ -86,7 +86,7 @@ def check_routings(way: str, mesh: str, exchange: str, config=ROUTED, factor: fl
         check(got, want, 2 * MESH)
         logits = flat.astype(np.float64) @ np.asarray(params.router, np.float64)
         experts = choose_experts(logits, config.router, config.top_k, bias)
-        passes = int(got[0][1].passes)
+        passes = int(got[0][1].rounds)
         assert passes == passes_of(mesh, exchange, experts, factor), name
         found.add(passes)
     return found
@@ -118,7 +118,7 @@ def emulated(exchange: str):
 )
 def test_every_routing_is_exact(mesh, way, exchange):
     """Breaks if a pass loses or repeats a row, a gradient of a later pass is lost, ranks disagree on their passes, or
-    `stats.passes` is not the most of any rank."""
+    `stats.rounds` is not the most of any rank."""
     with emulated(exchange):
         found = check_routings(way, mesh, exchange)
     assert len(found) > 1 or mesh == "8x1", found
@@ -143,7 +143,7 @@ def test_bits_of_one_pass_do_not_depend_on_the_factor():
         mesh, (spec("2x4", TOKENS), moax.param_specs(config, mesh=mesh)), (make_x(config, 1024), make_params(config))
     )
     got = [trained(*args, mesh, config, exchange="all_to_all", buffer_factor=factor) for factor in (1.25, 2.0, None)]
-    assert [int(value[0][1][1].passes) for value in got] == [1, 1, 1]
+    assert [int(value[0][1][1].rounds) for value in got] == [1, 1, 1]
     for other in got[:2]:
         jax.tree.map(np.testing.assert_array_equal, other, got[2])
 
@@ -191,7 +191,7 @@ def test_drops_are_those_of_the_capacity():
     args = put(mesh, (spec("2x4", TOKENS), moax.param_specs(config, mesh=mesh)), (make_x(config), make_params(config)))
     small, whole = (trained(*args, mesh, config, exchange="all_to_all", buffer_factor=f) for f in (0.1, None))
     assert int(small[0][1][1].dropped) == int(whole[0][1][1].dropped) > 0
-    assert int(small[0][1][1].passes) > 1 == int(whole[0][1][1].passes)
+    assert int(small[0][1][1].rounds) > 1 == int(whole[0][1][1].rounds)
     assert rel_norm(small[0][1][0], whole[0][1][0]) < MESH
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: rel_norm(a, b) < 2 * MESH, small[1], whole[1])))
 

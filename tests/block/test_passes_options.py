@@ -17,10 +17,9 @@ import flax.nnx
 
 import moax.linen
 import moax.nnx
-from moax.train import model as lm
-from moax.train.presets import ModelConfig, TrainConfig
-from moax.train.step import execution
-from moax.tune.timing import Repeats
+from benchmarks.timing import Repeats
+from lm import model as lm
+from lm.config import ModelConfig, TrainConfig
 from support import make_params
 from support.block import BASE, B, L, make_x
 
@@ -36,20 +35,18 @@ def by_linen(config, x, buffer_factor):
 def by_model(config, x, buffer_factor):
     sizes = dict(d_model=config.d_model, d_ff=config.d_ff, num_experts=config.num_experts, top_k=config.top_k)
     run = TrainConfig(ModelConfig(**sizes, num_layers=1, num_heads=2, balance="none"), buffer_factor=buffer_factor)
-    return lm.forward(
-        lm.init(jax.random.key(0), run.model), None, jnp.zeros((B, L), jnp.int32), run.model, execution(run)
-    )
+    return lm.forward(lm.init(jax.random.key(0), run.model), None, jnp.zeros((B, L), jnp.int32), run)
 
 
 def by_bench(config, x, buffer_factor):
     pytest.importorskip("moax.kernels.hopper")  # the benchmarks measure its kernels
     from benchmarks.block import block as block_bench
-    from benchmarks.block import mesh_worker
+    from benchmarks.block import block_worker
     from benchmarks.report import OURS
 
     asked = block_bench.request(block_bench.TINY[0], "none", [B * L], Repeats(), "xla", buffer_factor)
-    layer, _ = mesh_worker.layer_of(asked | {"exchange": "auto", "impl": OURS}, config, None)
-    return layer(x, make_params(config))
+    layer, _ = block_worker.layer_of(asked | {"exchange": "auto", "impl": OURS}, config, None)
+    return layer(x, make_params(config), None)
 
 
 @pytest.mark.loose

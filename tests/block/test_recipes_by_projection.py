@@ -67,7 +67,7 @@ def test_in_passes():
     """Breaks if a pass of the loop computes the input of the activation by the recipe of wo."""
     (y, stats), _ = block("custom_partitioning", "2x4", CONFIG, recipe=HALF, buffer_factor=0.1, exchange="all_to_all")()
     want = expected(CONFIG, HALF, "2x4")
-    assert int(stats.passes) > 2
+    assert int(stats.rounds) > 2
     np.testing.assert_allclose(y.reshape(want.y.shape), want.y, atol=QUANTIZED * float(np.abs(want.y).max()))
 
 
@@ -90,13 +90,11 @@ def test_what_crosses(fresh_compile):
         ("uint8", 2 * 256 * 768),
         ("bfloat16", 2 * 384 * 256),
     }
-    made = estimate.estimate(config, {"fsdp": 2, "ep": 4}, 8, HALF, layers=1)
-    moved = [t for t in made.transfers if t.what == "weight gather" and t.direction == "forward"]
-    assert sum(t.bytes for t in moved) == inspect.total_bytes(found)
-    one = {name: estimate.estimate("qwen3-30b", {"fsdp": 8}, 4096, name, layers=1) for name in (None, "fp8_block")}
-    half = estimate.estimate("qwen3-30b", {"fsdp": 8}, 4096, Recipes(wo="fp8_block"), layers=1)
-    assert one["fp8_block"].seconds < half.seconds < one[None].seconds
-    assert "bf16 with wi and FP8 with wo" in half.rates and half.recipe == "custom"
+    made = estimate.estimate(config, {"fsdp": 2, "ep": 4}, 8, recipe=HALF, kernels="xla")
+    assert made.wire_bytes("gather_weight") == 2 * inspect.total_bytes(found)  # backward gathers again
+    both = (None, Recipes(wo="fp8_block"), "fp8_block")
+    slow, half, fast = (estimate.estimate(config, {"fsdp": 8}, 512, recipe=r).times["products"] for r in both)
+    assert fast < half < slow
 
 
 @pytest.mark.more

@@ -1,7 +1,7 @@
 """The routing of a block as an input: replay, hash routing, a router of one's own; and what comes back.
 
 Covers: experts alone and with weights, against the reference; ways x transports; negative ids, twins, E for none; the
-table of hash routing; every error.
+weights of hash routing; every error.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import moax
@@ -79,12 +80,12 @@ def check(got, want, limit):
 
 
 WAYS = [
-    ("none", {}), ("custom_partitioning", dict(exchange="all_to_all")), ("shard_map", {}),
+    ("custom_partitioning", dict(exchange="all_to_all")), ("none", {}), ("shard_map", {}),
     ("explicit", dict(exchange="all_to_all", buffer_factor=0.3)), ("user_vma", {}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "options"), some(WAYS, 2))
+@pytest.mark.parametrize(("way", "options"), some(WAYS, 1))
 def test_experts_alone(way, options):
     """Breaks if experts that the caller gave do not have the weights, the losses and the gradients of the router's live
     scores: replay would train another policy than the one that acted."""
@@ -95,7 +96,7 @@ def test_experts_alone(way, options):
     np.testing.assert_allclose(np.asarray(routing.weights).sum(-1), 1.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("way", "options"), some(WAYS[::-1], 2))
+@pytest.mark.parametrize(("way", "options"), some(WAYS[::-1], 1))
 def test_experts_and_weights(way, options):
     """Breaks if a router of the caller's own is not used as it is, gets no gradient, or the router runs besides."""
     got = found(way, (IDS.reshape(*LEADING, 2), WEIGHTS.reshape(*LEADING, 2)), **options)
@@ -109,6 +110,7 @@ def test_experts_and_weights(way, options):
     np.testing.assert_array_equal(stats.tokens_per_expert, np.bincount(IDS.reshape(-1), minlength=8))
 
 
+@pytest.mark.more
 def test_replay_gives_the_same_bits():
     """Breaks if what `return_routing` returns is not what the block used, or does not serve as `routing`."""
     run = jax.jit(lambda x, p, r: moax.moe(x, p, CONFIG, routing=r, return_routing=True))
@@ -149,24 +151,14 @@ def test_twins_and_no_expert():
 
 
 def test_hash_routing():
-    """Breaks if equal token ids take different experts, an expert appears twice in a row of the table, or an id outside
-    of it takes another's row. DeepSeek-V4: weights are the live scores, square roots of softplus, normalized."""
-    table = moax.hash_table(jax.random.key(0), 64, 8, 2)
-    assert table.shape == (64, 2) and (np.asarray(table[:, 0]) != np.asarray(table[:, 1])).all()
-    assert np.bincount(np.asarray(table).reshape(-1), minlength=8).min() > 4
-    ids = np.arange(TOKENS_).reshape(LEADING) % 64
-    experts = moax.hash_experts(ids, table)
-    np.testing.assert_array_equal(experts, np.asarray(table)[ids])
-    np.testing.assert_array_equal(moax.hash_experts(np.array([-1, 64, 3]), table)[:2], -1)
+    """Breaks if the weights of given experts are not the live scores: DeepSeek-V4's, square roots of softplus,
+    normalized."""
+    experts = lax.top_k(jax.random.uniform(jax.random.key(0), (64, 8)), 2)[1][np.arange(TOKENS_).reshape(LEADING) % 64]
     _, stats = moax.moe(X, PARAMS, CONFIG, routing=experts, return_routing=True)
     logits = np.asarray(X, np.float64).reshape(TOKENS_, -1) @ np.asarray(PARAMS.router, np.float64)
     scores = np.take_along_axis(np.sqrt(np.log1p(np.exp(logits))), np.asarray(experts).reshape(TOKENS_, 2), 1)
     want = 1.5 * scores / scores.sum(1, keepdims=True)
     np.testing.assert_allclose(np.asarray(stats.routing.weights).reshape(TOKENS_, 2), want, rtol=2e-6)
-    mesh = make_mesh("2x4", "explicit")
-    with jax.set_mesh(mesh):
-        on = moax.hash_experts(put(mesh, spec("2x4", TOKENS), jnp.asarray(ids)), table)
-    np.testing.assert_array_equal(on, experts)
 
 
 @pytest.mark.loose
@@ -187,5 +179,3 @@ def test_errors(routing, says):
     """Breaks if a routing of another shape or kind is broadcast, or fails in the guts."""
     with pytest.raises(ValueError, match=says):
         moax.moe(X, PARAMS, CONFIG, routing=routing)
-    with pytest.raises(ValueError, match="table has shape|ids has dtype|top_k=9 must be at most"):
-        moax.hash_experts(IDS, IDS[0])

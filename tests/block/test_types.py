@@ -15,13 +15,13 @@ from moax.params import check_params, full_shapes, param_shapes
 from moax.types import check_tokens
 from support import make_mesh
 
-H, F, E, S = 32, 48, 8, 16
+H, F, E, S, L = 32, 48, 8, 16, 24
 FULL = moax.MoEConfig(H, F, E, 2, use_bias=True, shared_d_ff=S, shared_gate=True,
-                      router=moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True))  # fmt: skip
+                      d_latent=L, router=moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True))  # fmt: skip
 BARE = moax.MoEConfig(H, F, E, 2, activation="silu")
 SHAPES = dict(
-    router=(H, E), wi=(E, H, 2, F), wo=(E, F, H), router_bias=(E,), logits_bias=(E,), bi=(E, 2, F), bo=(E, H),
-    shared_wi=(H, 2, S), shared_wo=(S, H), shared_gate=(H,), expert_scale=(E,),
+    router=(H, E), wi=(E, L, 2, F), wo=(E, F, L), router_bias=(E,), logits_bias=(E,), bi=(E, 2, F), bo=(E, L),
+    shared_wi=(H, 2, S), shared_wo=(S, H), shared_gate=(H,), expert_scale=(E,), latent_down=(H, L), latent_up=(L, H),
 )  # fmt: skip
 NAMES = tuple(SHAPES)
 
@@ -71,7 +71,7 @@ def test_missing(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["router_bias", "logits_bias", "shared_wi", "shared_wo", "shared_gate", "expert_scale"]
+    "name", ["router_bias", "logits_bias", "shared_wi", "shared_wo", "shared_gate", "expert_scale", "latent_up"]
 )
 def test_unwanted(name):
     """Breaks if a parameter that the config does not know is ignored."""
@@ -99,10 +99,10 @@ def test_wrong_shapes(name, shape):
 
 def test_shards_may_have_any_divisor():
     """Breaks if shards inside the user's own `shard_map` are refused, or whatever is no shard is taken."""
-    shard = dataclasses.replace(zeros(FULL), wi=jnp.zeros((E // 4, H // 2, 2, F)))
+    shard = dataclasses.replace(zeros(FULL), wi=jnp.zeros((E // 4, L // 2, 2, F)))
     check_params(shard, FULL, local=True)
     refused(shard, FULL, f"params.wi has shape {shard.wi.shape}; this config needs {SHAPES['wi']}")
-    for shape in ((3, H, 2, F), (E, 2 * H, 2, F), (0, H, 2, F), (E, H, F)):
+    for shape in ((3, L, 2, F), (E, 2 * L, 2, F), (0, L, 2, F), (E, L, F)):
         params = dataclasses.replace(zeros(FULL), wi=jnp.zeros(shape))
         refused(params, FULL, f"params.wi has shape {shape}; this config needs {SHAPES['wi']}", local=True)
 
@@ -142,7 +142,7 @@ def test_pytrees():
     """Breaks if a value cannot cross jit, scan or a checkpoint: children are the arrays, everything else is static."""
     leaves, tree = jax.tree.flatten(zeros(FULL))
     assert len(leaves) == len(NAMES) and tree == jax.tree.structure(zeros(FULL))
-    q = moax.QArray(jnp.zeros((4, 4), jnp.uint8), jnp.ones((4, 1)), "e4m3", (1, None), (1, 1))
+    q = moax.QArray(jnp.zeros((4, 4), jnp.uint8), jnp.ones((4, 1)), "e4m3", (1, None))
     assert len(jax.tree.leaves(q)) == 2 and q.shape == (4, 4) and q.ndim == 2
     assert jax.tree.structure(q) != jax.tree.structure(dataclasses.replace(q, dtype="e5m2"))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(zeros(FULL))]

@@ -46,10 +46,8 @@ def test_there_are_examples():
     assert set(SHOWS) <= {path.stem for path in EXAMPLES}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, id=p.stem, marks=() if p.stem == "explicit_mesh" else pytest.mark.more) for p in EXAMPLES],
-)
+@pytest.mark.more
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path):
     """Breaks if a reader's copy of it fails, warns, falls back to another layout, or shows something else."""
     done = run(path)

@@ -1,11 +1,21 @@
-"""The README: its numbers are those of committed results, and it stays short. Its programs are run by test_docs.py."""
+"""README.md and benchmarks/README.md: their numbers are those of committed results, and each says how old it is.
+
+Covers: the length and the links of the README; the numbers and their files; commit and date beside a number that is
+older than the last change of the code that it measures. Its programs are run by test_docs.py.
+"""
 
 import json
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -13,16 +23,82 @@ README = (ROOT / "README.md").read_text()
 PROSE = " ".join(README.split())  # sentences without their line ends
 BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
+MEASURED = [f"src/moax/{folder}" for folder in ("kernels", "block", "ops", "exchange")]  # what a result measures
+PEERS = {"torch", "torch_grouped_mm", "torch_scaled_grouped_mm", "pallas_mgpu", "ragged_dot", "public", "native"}
+
+
+class Origin(NamedTuple):
+    """The commit and the day of a result file."""
+
+    sha: str
+    date: str
+
+
+def read(name: str) -> dict:
+    return json.loads((RESULTS / name).read_text())
 
 
 def read_rows(name: str) -> list[dict]:
-    return json.loads((RESULTS / name).read_text())["rows"]
+    return read(name)["rows"]
+
+
+def origin(name: str) -> Origin:
+    body = read(name)
+    head = body.get("header", body)
+    return Origin(head["git_sha"][:7], head["date"][:10])
 
 
 def block_times() -> dict[tuple[str, str, str], float]:
     """ms of forward and backward, by model, implementation and recipe, of what ran on two H200s."""
     rows = [row for row in read_rows("h200x2_block.json") if row["direction"] == "fwd+bwd" and row["us"]]
     return {(row["case"].split()[0], row["impl"], row["recipe"]): row["us"] / 1e3 for row in rows}
+
+
+def is_current(sha: str) -> bool:
+    """Whether the commit is the last one that changed `MEASURED`, or a later one; False for a commit of no history."""
+    last = git("log", "-1", "--format=%H", "--", *MEASURED).stdout.strip()
+    return git("merge-base", "--is-ancestor", last, sha).returncode == 0
+
+
+def git(*command: str) -> subprocess.CompletedProcess:
+    """What git says; it fails where this tree has no repository of its own, and where there is no git."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        return subprocess.CompletedProcess(command, 1, "", "")
+    return subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True)
+
+
+def complete_history() -> bool:
+    return git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs of a page: a list item is one, and so is a table together with the paragraph before it."""
+    before = ""
+    for part in re.split(r"\n\s*\n", text):
+        if part.startswith("|"):
+            before += "\n" + part
+            continue
+        yield from filter(None, [before])
+        *items, before = re.split(r"\n(?=- )", part)
+        yield from items
+    yield before
+
+
+def undated(text: str, origin: Callable[[str], Origin], current: Callable[[str], bool]) -> list[str]:
+    """Returns the result files of `text` that are old, or unknown, and whose commit and date do not stand beside them.
+
+    Args:
+      text: the page.
+      origin: file name -> its commit and date.
+      current: commit -> whether it measured the code of today.
+    """
+    found = []
+    for part in paragraphs(text):
+        for name in dict.fromkeys(re.findall(r"`(?:[\w/]*/)?(\w+\.json)`", part)):
+            sha, date = origin(name)
+            if not current(sha) and not (sha in part and date in part):
+                found.append(f"{name} is of {sha}, {date}: write both beside it, or measure again")
+    return found
 
 
 def test_readme_is_short():
@@ -43,6 +119,46 @@ def test_the_page_of_a_package_index_has_no_dead_link(monkeypatch):
     assert len(paths) > 10 and all((ROOT / path).exists() and f"`{path}`" in page for path in paths)
 
 
+@pytest.mark.parametrize("page", [README, BENCHMARKS], ids=["README.md", "benchmarks/README.md"])
+def test_old_numbers_say_their_commit_and_date(page):
+    """Breaks if a number comes from a file that is older than the last change of the kernels, the block, the ops or the
+    exchange, or whose commit is of no history, while its commit and date do not stand beside it."""
+    if not complete_history():
+        pytest.skip("this tree has no git history, or a part of it, which cannot say what is older")
+    assert not undated(page, origin, is_current)
+
+
+def test_an_old_number_without_its_date_is_found():
+    """Breaks if the check of old numbers misses a date or a wrong commit, or asks for the date of a new number."""
+    files = {"old.json": Origin("aaaaaaa", "2026-01-02"), "new.json": Origin("bbbbbbb", "2026-03-04")}
+
+    def names(text: str) -> list[str]:
+        return [line.split()[0] for line in undated(text, files.__getitem__, lambda sha: sha == "bbbbbbb")]
+
+    assert names("It takes 4 ms (`old.json`).") == ["old.json"]
+    assert names("It takes 4 ms (`benchmarks/results/old.json`, aaaaaaa, 2026-01-02).") == []
+    assert names("It takes 4 ms (`old.json`, 2026-01-02).") == names("4 ms (`old.json`, aaaaaaa).") == ["old.json"]
+    assert names("It takes 4 ms (`old.json`, ccccccc, 2026-01-02).") == ["old.json"]
+    assert names("It takes 4 ms (`new.json`).") == []
+    assert names("- 4 ms (`old.json`)\n- 5 ms (`old.json`, aaaaaaa, 2026-01-02)") == ["old.json"]
+    assert names("Times (`old.json`, aaaaaaa, 2026-01-02):\n\n| a |\n|---|\n| 4 |") == []
+    assert names("Of aaaaaaa, 2026-01-02.\n\nTimes:\n\n| a |\n|---|\n| 4, `old.json` |") == ["old.json"]
+
+
+def test_a_commit_of_no_history_is_old():
+    """Breaks if a result whose commit cannot be found passes as one of today, or the newest commit does not."""
+    assert not is_current("0" * 40)
+    assert is_current("HEAD") or not complete_history()
+
+
+def test_every_result_is_printed():
+    """Breaks if a result file is kept that no page shows, or has lists of samples."""
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "".join(page.read_text() for page in pages)
+    assert not [path.name for path in RESULTS.iterdir() if path.name not in text]
+    assert max(len(path.read_text()) for path in RESULTS.glob("*.json")) < 30_000
+
+
 def test_bytes_are_committed():
     """Breaks if the first number is not the bytes that wire.json holds, or is no longer half of bf16."""
     gathered = {(r["model"], r["recipe"]): r["gathered"] for r in read_rows("wire.json")}
@@ -54,24 +170,26 @@ def test_bytes_are_committed():
 
 
 def test_speedup_is_committed():
-    """Breaks if the second number is not the quotient of two measured times, or PyTorch has a faster layer."""
+    """Breaks if the second number is not the quotients of measured times of like precision, with the worst of them."""
     times = block_times()
-    ours, theirs = times["qwen3-30b", "moax", "fp8_block"], times["qwen3-30b", "torch", "none"]
-    assert theirs == min(time for (model, impl, _), time in times.items() if (model, impl) == ("qwen3-30b", "torch"))
-    assert f"**{theirs / ours:.2f} times as fast as PyTorch.**" in PROSE
-    assert f"takes {ours:.2f} ms forward and backward" in PROSE and f"takes {theirs:.2f} ms in bf16" in PROSE
+
+    def ratios(ours: str, theirs: str) -> list[str]:
+        return sorted(
+            f"{times[model, 'torch', theirs] / times[model, 'moax', ours]:.2f}"
+            for model in ("qwen3-30b", "mixtral-8x7b")
+        )
+
+    (low8, high8), (low16, high16) = ratios("fp8_block", "fp8_rowwise"), ratios("none", "none")
+    assert f"**{low8} to {high8} times PyTorch's speed in FP8, {low16} to {high16} in bf16.**" in PROSE
 
 
 def test_loss_is_committed():
-    """Breaks if the third number is not the last held-out loss of the two runs."""
-    last = {}
-    for recipe in ("fp8_block", "none"):
-        lines = (RESULTS / f"h200_train_{recipe}.jsonl").read_text().splitlines()
-        evaluated = [row for row in map(json.loads, lines) if "held_out_loss" in row]
-        assert evaluated[-1]["step"] == 300
-        last[recipe] = f"{evaluated[-1]['held_out_loss']:.3f}"
-    shown = re.search(r"held-out loss of ([\d.]+) nats a byte in FP8 and of ([\d.]+) without", PROSE)
-    assert shown and shown.groups() == (last["fp8_block"], last["none"])
+    """Breaks if the third number is not the last gap of the three seeds, beside the distance of the seeds."""
+    body = read("h200_arms.json")
+    last = body["gaps"][-1]
+    assert last["step"] == body["config"]["steps"] and len(last["gaps"]) == body["seeds"] == 3
+    shown = re.search(r"held-out loss is ([\d.]+) nats a byte above .*?seeds of bf16 differ by ([\d.]+)", PROSE)
+    assert shown and shown.groups() == (f"{last['mean']:.4f}", f"{last['between_seeds']:.3f}")
 
 
 def test_performance_is_committed():
@@ -79,9 +197,9 @@ def test_performance_is_committed():
     times = block_times()
     rows = {
         "moax, `fp8_block`": ("moax", "fp8_block"),
+        "PyTorch, row-wise FP8": ("torch", "fp8_rowwise"),
         "moax, bf16": ("moax", "none"),
-        "PyTorch, NCCL and `_grouped_mm`, bf16": ("torch", "none"),
-        "PyTorch, the same in row-wise FP8": ("torch", "fp8_rowwise"),
+        "PyTorch, bf16": ("torch", "none"),
     }
     want = {
         label: tuple(f"{times[model, *row]:.2f}" for model in ("qwen3-30b", "mixtral-8x7b"))
@@ -95,23 +213,70 @@ def test_imbalance_is_committed():
     """Breaks if the README shows times of an uneven load that were not measured."""
     rows = [row["extra"] | row for row in read_rows("h200x2_imbalance.json") if row["case"].startswith("qwen3-30b")]
     times = {(row["imbalance"], row["buffer_factor"]): f"{row['us'] / 1e3:.2f}" for row in rows}
-    shown = re.search(r"`h200x2_imbalance.json`\) \| (\d+\.\d\d), (\d+\.\d\d) \|", README)
+    shown = re.search(r"takes (\d+\.\d\d) ms when the load is balanced and (\d+\.\d\d) ms when all tokens", PROSE)
     assert shown and list(shown.groups()) == [times[1.0, 1.25], times[2.0, 1.25]]
 
 
-def test_products_are_committed():
-    """Breaks if benchmarks/README.md shows a speed that was not measured, or leaves a slower row of ours out."""
-    measured = {
-        (r["case"], r["direction"], r["impl"], r["recipe"]): f"{r['tflops']:.0f}"
-        for r in read_rows("h200_gemm.json")
-        if r["us"]
-    }
-    columns = (
-        ("moax", "none"), ("torch_grouped_mm", "none"), ("pallas_mgpu", "none"), ("ragged_dot", "none"),
-        ("moax", "fp8_block"), ("torch_scaled_grouped_mm", "fp8_rowwise"),
-    )  # fmt: skip
-    lines = re.findall(r"^\| (\w+) \| (fwd|dgrad|wgrad) \| (.*) \|$", BENCHMARKS, re.M)
-    assert {(case, direction) for case, direction, _ in lines} == {key[:2] for key in measured}
-    for case, direction, cells in lines:
-        want = [measured[case, direction, *column] for column in columns]
-        assert cells.split(" | ") == want, (case, direction)
+def benchmark_table() -> list[str]:
+    """The rows of the table of benchmarks/README.md: bf16 of moax and of its fastest peer, then FP8 of both."""
+    lines = []
+
+    def add(what: str, name: str, best, *columns: list[float]) -> None:
+        cells = [f"{best(values):.{0 if best(values) > 100 else 2}f}" if values else "" for values in columns]
+        lines.append(f"| {what} | {' | '.join(cells)} | `{name}`, {', '.join(origin(name))} |")
+
+    def pick(name: str, field: str, scale: float, **want) -> tuple[list[float], ...]:
+        """Values of bf16 and FP8, each of moax and of its peers."""
+        rows = [row for row in read_rows(name) if row["us"] and not row["recipe"].endswith("+kept")]
+        rows = [row for row in rows if all(row[key] == value for key, value in want.items())]
+        return tuple(
+            [row[field] / scale for row in rows if (row["recipe"] != "none") == quantized and row["impl"] in impls]
+            for quantized in (False, True)
+            for impls in ({"moax"}, PEERS)
+        )
+
+    for case in ("mixtral", "qwen3", "dsv3"):
+        for direction in ("fwd", "dgrad", "wgrad"):
+            values = pick("h200_gemm.json", "tflops", 1, case=case, direction=direction)
+            add(f"matmul {case} {direction}, TFLOP/s", "h200_gemm.json", max, *values)
+    for case in ("mixtral", "qwen3", "dsv3"):
+        rates = {r["algorithm"]: r["tflops"] for r in read_rows("h200_xla_products.json")
+                 if (r["case"], r["direction"]) == (case, "fwd")}  # fmt: skip
+        add(f'matmul {case} fwd, `kernels="xla"`, TFLOP/s', "h200_xla_products.json", max,
+            [rates["switch"]], [rates["ragged_dot"]], [], [])  # fmt: skip
+    qwen = "h200_block_qwen3.json"
+    for name in (qwen, "h200_block.json"):
+        for case in dict.fromkeys(row["case"] for row in read_rows(name)):
+            if name == qwen or case != "qwen3-30b T8192":
+                bf16, _, fp8, _ = pick(name, "us", 1e3, case=case, direction="fwd+bwd")
+                add(f"block {case}, one GPU, ms", name, min, bf16, [], fp8, [])
+    both = [row for row in read_rows(qwen) if row["direction"] == "fwd+bwd"]
+    kept = [row["us"] / 1e3 for row in both if row["recipe"] == "fp8_block+kept"]
+    add("block qwen3-30b T8192, pre-quantized weights, one GPU, ms", qwen, min, [], [], kept, [])
+    for model in ("qwen3-30b", "mixtral-8x7b"):
+        for name, how in (("h200x2_block.json", "all_gather"), ("h200x2_block_one_sided.json", "one_sided")):
+            values = pick(name, "us", 1e3, case=f"{model} T8192 fsdp=1,ep=2", direction="fwd+bwd")
+            add(f"block {model} T8192, ep 2, `{how}`, ms", name, min, *values)
+    for row in read_rows("h200x2_imbalance.json"):
+        if row["extra"]["buffer_factor"] == 1.25 and row["extra"]["imbalance"] in (1.0, 1.5, 2.0):
+            what = f"block qwen3-30b T8192, ep 2, {row['extra']['imbalance']:g} x the balanced load, ms"
+            add(what, "h200x2_imbalance.json", min, [], [], [row["us"] / 1e3], [])
+    exchange = [(r["direction"], r["impl"], r["recipe"], r["us"]) for r in read_rows("h200x2_exchange.json") if r["us"]]
+    for direction in ("dispatch", "combine"):
+        columns = [
+            [us for d, i, r, us in exchange if (d, i, r) == (direction, impl, recipe)]
+            for recipe in ("none", "fp8") for impl in ("moax", "nccl all-to-all")
+        ]  # fmt: skip
+        add(f"{direction} of qwen3-30b, `one_sided` beside NCCL, us", "h200x2_exchange.json", min, *columns)
+    for row in read_rows("h200x2_scatter.json"):
+        if row["case"] == "qwen3-30b":
+            what = f'sum of gradients of qwen3-30b, fsdp 2, `"{row["recipe"]}"`, ms'
+            add(what, "h200x2_scatter.json", min, [row["us"] / 1e3], [], [], [])
+    return lines
+
+
+def test_benchmarks_are_committed():
+    """Breaks if benchmarks/README.md shows a number that was not measured, or leaves out a row of ours."""
+    shown = [line for line in BENCHMARKS.splitlines() if re.search(r"\.json`, [0-9a-f]{7}, [\d-]{10} \|$", line)]
+    assert shown == benchmark_table()
+    assert len(BENCHMARKS.splitlines()) <= 150

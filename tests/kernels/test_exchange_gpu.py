@@ -2,6 +2,7 @@
 all_gather, and many rounds of random routing in one program."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +13,21 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moax
+from moax.exchange import select_transport
 from moax.ops import combine, dispatch
-from moax.ops.exchange import select_transport
 from moax.recipe import Format, Recipe, get_recipe
-from support import integers, random, rel_norm
+from support import integers, random, rel_norm, some, spread
 from support.gpus import alone, dirty
 
 pytestmark = [pytest.mark.gpu, pytest.mark.loose]
 MESHES = {"2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}
 ROUTINGS = {"uniform": 0.0, "skewed": 0.1, "all to the first": 10.0, "all to the last": -10.0}
 EXPERTS, TOP_K = 16, 3
+WIRES = (None, Format(block=128), Format(block=32, scale="e8m0"))
+EXCHANGES = [
+    *spread(4, ["1x2"], ROUTINGS, WIRES),
+    *some(itertools.product(("2x2", "1x4"), ROUTINGS, WIRES), 0),
+]
 
 
 def mesh_of(name, kind=AxisType.Auto):
@@ -58,9 +64,7 @@ def exchanged(transport, engine, wire, factor, x, experts, weights):
     return y, pull(y), r
 
 
-@pytest.mark.parametrize("wire", (None, Format(block=128), Format(block=32, scale="e8m0")), ids=str)
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("mesh", ("1x2", "2x2", "1x4"))
+@pytest.mark.parametrize(("mesh", "routing", "wire"), EXCHANGES, ids=str)
 def test_exchange(mesh, routing, wire):
     """A row in another's place, one that is missing, or one that arrived after it was read."""
     # Whole blocks of the wire that the kernels take: these quantize it and, where nothing is dropped, dequantize it.
@@ -100,8 +104,7 @@ def compare(got, want, per_rank, shards):
             np.testing.assert_array_equal(np.float32(g), np.float32(w), err_msg=field)
 
 
-@pytest.mark.parametrize("width", (8, 96, 7168, 16384))
-@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float32))
+@pytest.mark.parametrize(("width", "dtype"), spread(4, (8, 96, 7168, 16384), (jnp.bfloat16, jnp.float32)), ids=str)
 def test_widths(width, dtype):
     """Rows of 16 bytes, and rows of which one fills a warpgroup's memory."""
     on = mesh_of("1x2")
@@ -116,7 +119,7 @@ def test_widths(width, dtype):
     compare(got, want, EXPERTS // 2, on.size)
 
 
-@pytest.mark.parametrize("mesh", ("1x2", "2x2", "1x4"))
+@pytest.mark.parametrize("mesh", some(("1x2", "2x2", "1x4"), 1))
 def test_soak(mesh, rounds=10_000, tokens=512, width=1024):
     """Rounds of new routing, from even to all on one rank, in one program without a stop between them: a signal that is
     early, or a buffer that is still in use, shows as a wrong sum in some round."""
@@ -152,9 +155,15 @@ WIRED = Recipe(*(getattr(get_recipe("fp8_block"), n) for n in ("x", "w", "dy")),
 CONFIG = moax.MoEConfig(d_model=1024, d_ff=512, num_experts=EXPERTS, top_k=TOP_K)
 
 
-@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)
-@pytest.mark.parametrize("recipe", (None, "fp8_block", WIRED), ids=("bf16", "fp8_block", "wire"))
-@pytest.mark.parametrize("mesh", MESHES)
+RECIPES = {"bf16": None, "fp8_block": "fp8_block", "wire": WIRED}
+KINDS = (AxisType.Auto, AxisType.Explicit)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recipe", "kind"),
+    [*spread(4, ("1x2", "2x1"), RECIPES, KINDS), *some(itertools.product(("2x2", "1x4"), RECIPES, KINDS), 0)],
+    ids=str,
+)
 def test_block(mesh, recipe, kind):
     """Twice in a scan, rematerialized: output and gradients are all_gather's, but for the rounding of sums. Not one
     after the other: a last bit would tip which experts the second takes."""
@@ -164,7 +173,9 @@ def test_block(mesh, recipe, kind):
 
     @functools.partial(jax.jit, static_argnums=3)
     def step(x, params, dy, transport):
-        layer = jax.checkpoint(lambda x, params: moax.moe(x, params, CONFIG, recipe=recipe, exchange=transport))
+        layer = jax.checkpoint(
+            lambda x, params: moax.moe(x, params, CONFIG, recipe=RECIPES[recipe], exchange=transport)
+        )
         both = lambda x, params: lax.scan(lambda _, x: (None, layer(x, params)), None, x)[1]  # noqa: E731
         y, pull, stats = jax.vjp(both, x, params, has_aux=True)
         return y, pull(dy), stats.tokens_per_expert
@@ -179,7 +190,7 @@ def test_block(mesh, recipe, kind):
         assert rel_norm(np.float32(g), np.float32(w)) <= 2.0**-7, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("exchange", ("one_sided", "all_gather", "all_to_all"))
+@pytest.mark.parametrize("exchange", some(("one_sided", "all_gather", "all_to_all"), 1))
 def test_soak_of_passes(exchange, rounds=200, tokens=384):
     """Rounds of a block in one program, forward and backward, with new routing in each: a pass that reads the rows of
     another pass, or that ranks do not agree about, shows as an error in some round, or never ends."""
@@ -189,7 +200,7 @@ def test_soak_of_passes(exchange, rounds=200, tokens=384):
         def loss(x, params):
             options = dict(exchange=exchange, buffer_factor=buffer_factor)
             y, stats = moax.moe(x, params, config, routing=routing, **options)
-            return jnp.sum(jnp.sin(y.astype(jnp.float32))), (y, stats.passes)
+            return jnp.sum(jnp.sin(y.astype(jnp.float32))), (y, stats.rounds)
 
         return jax.grad(loss, (0, 1), has_aux=True)(x, params)
 

@@ -14,13 +14,14 @@ import pytest
 from moax.errors import Unsupported
 from moax.groups import row_groups, zero_rows
 from moax.kernels import implementation
+from moax.kernels.hopper import products
 from moax.kernels.hopper.formats import GatheredRows, make_blocks
-from moax.kernels.hopper.pallas import compat, pipeline
-from moax.kernels.hopper.pallas.matmul_activate import matmul_activate
+from moax.kernels.hopper.pallas import pipeline
+from moax.kernels.hopper.pallas.matmul import grouped_matmul_activate
 from moax.kernels.hopper.pallas.pipeline import TileConfig
 from moax.ops.activation import activate
 from moax.recipe import get_recipe
-from support import interpret, random, rel_error, some
+from support import interpret, random, rel_error, some, spread
 from support.activations import ACTS, GATED
 
 SIZES, ROWS = (130, 0, 1, 128), 384
@@ -28,7 +29,7 @@ SIZES, ROWS = (130, 0, 1, 128), 384
 
 @pytest.mark.parametrize(
     ("name", "hidden", "tile"),
-    some([("swiglu", 160, TileConfig(256, 2, 2)), ("relu2", 96, TileConfig(64, 2, 2, waves=2))], 2),
+    some([("swiglu", 160, TileConfig(256, 2, 1)), ("relu2", 96, TileConfig(64, 2, 2, waves=2))], 1),
     ids=str,
 )
 def test_matmul_activate(monkeypatch, name, hidden, tile):
@@ -41,7 +42,7 @@ def test_matmul_activate(monkeypatch, name, hidden, tile):
     x, w = random(0, ROWS, 128), random(1, len(SIZES), 128, gates, hidden) / 4
     x[~real] = np.nan
     x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
-    run = lambda x, w, sizes: matmul_activate(x, w, make_blocks(sizes, ROWS, 64), tile, ACTS[name])  # noqa: E731
+    run = lambda x, w, sizes: grouped_matmul_activate(x, w, make_blocks(sizes, ROWS, 64), tile, ACTS[name])  # noqa: E731
     h, a = interpret(run, x, w, sizes)
     want = np.einsum("mk,mkgf->mgf", np.float64(x)[real], np.float64(w)[group[real]])
     assert h.shape == (ROWS, gates, hidden) and a.shape == (ROWS, hidden)
@@ -57,7 +58,7 @@ def test_refuses_other_tiles():
     blocks = make_blocks(jnp.array([128]), 128)
     for tile in (TileConfig(192, 4), TileConfig(256, 4, cluster=2)):
         with pytest.raises(Unsupported, match="tile_n="):
-            matmul_activate(x, w, blocks, tile, ACTS["swiglu"])
+            grouped_matmul_activate(x, w, blocks, tile, ACTS["swiglu"])
 
 
 def test_without_merged_dims_the_product_is_alone(monkeypatch):
@@ -70,14 +71,17 @@ def test_without_merged_dims_the_product_is_alone(monkeypatch):
         product = lambda x, w: local.matmul_activate(x, w, groups, jnp.bfloat16, ACTS["swiglu"], 2)  # noqa: E731
         return str(jax.make_jaxpr(product)(*operands))
 
-    assert compat.MERGES_DIMS == ("grouped_matmul_activate" in names())
-    monkeypatch.setattr(compat, "MERGES_DIMS", False)
+    assert products.MERGES_DIMS == ("grouped_matmul_activate" in names())
+    monkeypatch.setattr(products, "MERGES_DIMS", False)
     assert "grouped_matmul_activate" not in names() and "grouped_matmul" in names()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ("swiglu", "swiglu_oai", "relu2"))
-@pytest.mark.parametrize("widths", ((2048, 768), (768, 1408), (256, 192), (7168, 2048)), ids=str)
+@pytest.mark.parametrize(
+    ("widths", "name"),
+    spread(4, ((2048, 768), (768, 1408), (256, 192), (7168, 2048)), ("swiglu", "swiglu_oai", "relu2")),
+    ids=str,
+)
 def test_bits_are_those_of_two_kernels(name, widths):
     """Breaks if the epilogue rounds h or a in another place than the product and the activation's kernel do, or a race
     between its stores shows: on rows that lie sorted, on gathered rows, and under vmap."""

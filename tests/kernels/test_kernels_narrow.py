@@ -15,8 +15,7 @@ from jaxlib.mlir import ir
 
 from moax.kernels.hopper.formats import KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import pipeline
-from moax.kernels.hopper.pallas.matmul import grouped_matmul
-from moax.kernels.hopper.pallas.matmul_activate import matmul_activate
+from moax.kernels.hopper.pallas.matmul import grouped_matmul, grouped_matmul_activate
 from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pallas.quantize import quantize_rows
 from moax.kernels.hopper.pallas.tiles import pick_tile, with_projections
@@ -92,7 +91,7 @@ def products(k: int, n: int):
 
     def activate(x, w, sizes):
         tile = with_projections(pick_tile("matmul", k, n, M), w.shape[2], w.shape[3])
-        return matmul_activate(x, w, blocks(sizes), tile, lambda *h: sum(h))
+        return grouped_matmul_activate(x, w, blocks(sizes), tile, lambda *h: sum(h))
 
     def matmul(x, w, sizes, op="matmul"):
         return grouped_matmul(x, w, blocks(sizes), pick_tile(op, k, n, M), transpose=op != "matmul")

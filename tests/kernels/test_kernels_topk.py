@@ -14,7 +14,7 @@ from jax import lax
 from moax.errors import Unsupported
 from moax.kernels import implementation
 from moax.kernels.hopper.pallas.topk import top_k_rows
-from support import interpret, lower, some
+from support import interpret, lower, some, spread
 
 
 def logits_of(kind, rows, experts):
@@ -69,9 +69,13 @@ def test_values_have_a_derivative():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["random", "tied", "odd"])
-@pytest.mark.parametrize(("rows", "experts", "top_k"), [(8192, 128, 8), (4000, 256, 8), (65, 64, 6), (8192, 8, 2)])
-def test_top_k_on_a_card(kind, rows, experts, top_k):
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    spread(4, [(8192, 128, 8), (4000, 256, 8), (65, 64, 6), (8192, 8, 2)], ["random", "tied", "odd"]),
+    ids=str,
+)
+def test_top_k_on_a_card(shape, kind):
     """A row that two warpgroups write apart, or a comparison that only the hardware does otherwise."""
+    rows, experts, top_k = shape
     x = logits_of(kind, rows, experts)
     check(jax.jit(functools.partial(top_k_rows, top_k=top_k))(x), x, top_k)

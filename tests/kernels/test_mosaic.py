@@ -17,7 +17,9 @@ from moax.kernels import implementation, select_kernels
 from moax.kernels.hopper.pallas import pipeline
 from moax.ops import dense, grouped_matmul
 from moax.recipe import get_recipe
-from support import ON_GPU, fake_operands, interpret, make_params, random, rel_error, rel_norm, some
+from support import ON_GPU, fake_operands, interpret, make_params, random, rel_error, rel_norm, some, spread
+from support.bits import differing
+from support.gpus import dirty
 from support.oracle.ops import first_rows, grouped_matmul_vjp
 from support.products import PATTERNS, problem
 
@@ -29,11 +31,13 @@ BF16_ULP = 2.0**-8
 
 @pytest.fixture
 def mosaic(monkeypatch):
-    """Runs fn(*args) by the kernels: as they are on a GPU, in the interpreter elsewhere."""
+    """Runs fn(*args) by the kernels: twice on a GPU, to the same bits; in the interpreter elsewhere."""
 
     def run(fn, *args):
         if ON_GPU:
-            return jax.tree.map(np.asarray, jax.jit(fn)(*args))
+            step = jax.jit(fn)
+            assert not differing(lambda: step(*args), 1, dirty)
+            return jax.tree.map(np.asarray, step(*args))
         monkeypatch.setattr(backend, "on_hopper", lambda: True)
         monkeypatch.setattr(pipeline, "count_sms", lambda: 2)  # several tiles for each thread block
         return interpret(fn, *args, races=False)
@@ -84,17 +88,14 @@ def test_grouped_matmul_interpreted(mosaic):
 
 
 @gpu
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("columns", [(160,), (2, 96)], ids=str)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("pattern", "columns", "recipe"), spread(14, PATTERNS, [(160,), (2, 96)], RECIPES), ids=str)
 def test_group_sizes(mosaic, pattern, columns, recipe):
     """Every degenerate size by the kernels, rows of padding full of NaN and 1e30."""
     check_grouped(mosaic, PATTERNS[pattern], get_recipe(recipe).row_alignment, 160, columns, recipe)
 
 
 @gpu
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("width", (96, 768, 1408, 2880, 7168))
+@pytest.mark.parametrize(("width", "recipe"), spread(6, (96, 768, 1408, 2880, 7168), RECIPES))
 def test_widths(mosaic, width, recipe):
     """Contracted dims and columns that are no multiple of a tile, a stage or a block of scales."""
     align = get_recipe(recipe).row_alignment
@@ -103,7 +104,7 @@ def test_widths(mosaic, width, recipe):
 
 
 @gpu
-@pytest.mark.parametrize("groups", (1, 64, 512))
+@pytest.mark.parametrize("groups", some((512, 1, 64), 1))
 def test_many_groups(mosaic, groups):
     """As many experts as any model has, most of them with few rows."""
     sizes = np.random.default_rng(groups).integers(0, 5, groups) ** 3
@@ -111,9 +112,11 @@ def test_many_groups(mosaic, groups):
 
 
 @gpu
-@pytest.mark.parametrize("recipe", (None, "fp8_block"))
-@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float32), ids=str)
-@pytest.mark.parametrize("widths", ((768, 2048), (160, 288), (2880, 1536)), ids=str)
+@pytest.mark.parametrize(
+    ("widths", "dtype", "recipe"),
+    spread(4, ((768, 2048), (160, 288), (2880, 1536)), (jnp.bfloat16, jnp.float32), (None, "fp8_block")),
+    ids=str,
+)
 def test_wgrad_adds_to_a_total(widths, dtype, recipe):
     """Breaks if a sum over passes loses a tile, rounds twice in one pass, takes a tile of the pass before, or lands in
     the slice that it was read from: alone, under vmap and in a scan over totals, the bits are those of the gradient in
@@ -146,8 +149,7 @@ def test_wgrad_adds_to_a_total(widths, dtype, recipe):
 
 
 @gpu
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rows", (1, 100, 1024))
+@pytest.mark.parametrize(("rows", "recipe"), spread(4, (1, 100, 1024), RECIPES))
 def test_dense(mosaic, rows, recipe):
     """One group of all rows, whose number need be no multiple of anything."""
     (x, w, dy), (fx, fw, fdy) = narrow(random(0, rows, 256), random(1, 256, 384) / 16, random(2, rows, 384))
@@ -173,6 +175,10 @@ BLOCKS = {
     "oai": dict(d_model=2880, d_ff=2880, num_experts=16, top_k=4, activation="swiglu_oai", use_bias=True),
     "narrow": dict(d_model=768, d_ff=96, num_experts=128, top_k=8),
 }
+SHORT_BLOCKS = [
+    *[("swiglu", recipe) for recipe in RECIPES],
+    *[("hidden", None), ("relu2", "fp8_block"), ("capacity", None), ("narrow", "fp8_block")],
+]
 # Error of a block against the same in float32, by norm: bounds on the method, measured on CPU and GPU.
 BOUNDS = {None: 0.012, "fp8_block": 0.09, "mxfp8": 0.09, "fp8_tensor": 0.2}
 
@@ -210,12 +216,10 @@ def check_block(mosaic, config, tokens, recipe):
             assert rel_norm(g, w) < 2 * bound, name
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("d_ff", "recipe", "weights_at"),
-    some(
-        [(128, "fp8_block", "output"), (128, None, "output"), (96, None, "output"), (128, "fp8_block", "input")],
-        1,
-    ),
+    [(128, "fp8_block", "output"), (128, None, "output"), (96, None, "output"), (128, "fp8_block", "input")],
 )
 def test_block_interpreted(mosaic, d_ff, recipe, weights_at):
     """The whole way of the data through the kernels: permuted or gathered, quantized both ways, multiplied, activated
@@ -226,7 +230,8 @@ def test_block_interpreted(mosaic, d_ff, recipe, weights_at):
 
 @gpu
 @pytest.mark.parametrize(
-    ("name", "recipe"), [(n, r) for n in BLOCKS for r in RECIPES if n == "swiglu" or r in (None, "fp8_block")]
+    ("name", "recipe"),
+    some([*SHORT_BLOCKS, *((n, r) for n in BLOCKS for r in (None, "fp8_block") if (n, r) not in SHORT_BLOCKS)], 8),
 )
 def test_block(mosaic, name, recipe):
     """Each kind of block by the kernels: no more than rounding away from float32, routing and drops the same."""

@@ -1,4 +1,4 @@
-"""`moax train --recipes`: runs that differ in recipe or seed, and what tells them apart.
+"""`python -m lm train --recipes`: runs that differ in recipe or seed, and what tells them apart.
 
 Covers: a comparison that stops and goes on; gaps, gradient errors and lost values; settings that are refused.
 """
@@ -15,14 +15,13 @@ import pytest
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 
-from moax.arguments import mesh_over_devices
-from moax.recipe import Format
-from moax.train import arms as compared
-from moax.train import plot_arms, probe
-from moax.train import run as runs
-from moax.train import step as steps
-from moax.train.arms import Arms
-from moax.train.presets import ModelConfig, TrainConfig
+from lm import experiments, plots
+from lm import run as runs
+from lm import step as steps
+from lm.config import ModelConfig, TrainConfig
+from lm.experiments import Arms
+from moax import Format
+from moax.program import mesh_over_devices
 
 pytestmark = pytest.mark.loose
 
@@ -45,12 +44,12 @@ def test_gaps(tmp_path):
         run.path.mkdir(parents=True)
         for i, loss in enumerate(losses):
             run.log(step=2 * i, held_out_loss=loss)
-    results = compared.compare(arms)
+    results = experiments.compare(arms)
     rows = [(row["step"], row["gaps"], row["mean"], row["between_seeds"]) for row in results["gaps"]]
     assert rows == [(0, [0, 0], 0, 1), (2, [0.5], 0.5, 0.25), (4, [0.25], 0.25, None)]
     assert results["gradients"] == results["quantization"] == []
-    assert "fp8_block less none at step 4: +0.2500" in compared.lines(results)
-    plot_arms.draw(results, tmp_path / "arms.png")
+    assert "fp8_block less none at step 4: +0.2500" in experiments.lines(results)
+    plots.draw_experiment(results, tmp_path / "arms.png")
     assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")
     json.dumps(results)
 
@@ -62,7 +61,7 @@ def test_gaps(tmp_path):
 def test_the_probe_reads_few_tokens(tmp_path, batch, seq, want):
     """Breaks if gradients in float32 are computed for a whole large batch, or for a part that no mesh can divide."""
     config = dataclasses.replace(make_config(tmp_path), batch=batch, seq=seq, microbatches=2)
-    probed = compared._with_few_tokens(config, mesh_over_devices(config.mesh))
+    probed = experiments._with_few_tokens(config, mesh_over_devices(config.mesh))
     assert (probed.batch, probed.microbatches) == want
 
 
@@ -73,7 +72,7 @@ def test_lost_values(rows, scale):
     x[0, :4] = 448, 448 * 2.0**-20, 0, 1  # the second is below half of the least value of the block's format
     x[1, 4:] = -3, 3, 1e-7, 1e-7
     format = Format(block=4, scale=scale)
-    found = probe._lost(jnp.asarray(x if rows else x.T[None]), format)
+    found = experiments._lost(jnp.asarray(x if rows else x.T[None]), format)
     assert {n: int(v) for n, v in found.items()} == dict(
         values=7, underflow=3, saturated=3 if scale == "float32" else 1
     )
@@ -100,12 +99,16 @@ def test_gradients_are_compared_with_float32(tmp_path):
         dataclasses.replace(make_config(tmp_path), mesh=(), engine="auto", recipe=recipe, name=name, dtype=dtype)
         for recipe, name, dtype in ((None, "a", "bfloat16"), ("fp8_block", "b", "bfloat16"), (None, "a", "float32"))
     ]
-    exact = {probe._in_float32(config) for config in configs}
+    exact = {experiments._in_float32(config) for config in configs}
     (config,) = exact
     state = jax.eval_shape(lambda: steps.init_state(config))
     batch = jax.ShapeDtypeStruct((2, 33), jnp.uint8)
     products = [
-        [line for line in probe._gradients.lower(state, batch, of).as_text().splitlines() if "dot_general" in line]
+        [
+            line
+            for line in experiments._gradients.lower(state, batch, of).as_text().splitlines()
+            if "dot_general" in line
+        ]
         for of in (config, configs[0])
     ]
     assert products[0] and all("precision = [HIGHEST, HIGHEST]" in line for line in products[0])
@@ -130,12 +133,12 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(probe, "measure", lambda *_: 1 / 0)
-        compared.train(arms, on_step=stop)
+        patch.setattr(experiments, "probe", lambda *_: 1 / 0)
+        experiments.train(arms, on_step=stop)
     first = json.loads((tmp_path / "runs" / "both" / "results.json").read_text())
     assert first["interrupted"] and steps == [1, 2, 3, 4, 1, 2]
     assert [run["steps"] for run in first["held_out"]] == [[0, 2, 4], [0, 2], [], []]
-    results = compared.train(compared.read(tmp_path / "runs" / "both" / "arms.json"), resume=True, on_step=stop)
+    results = experiments.train(experiments.read(tmp_path / "runs" / "both" / "arms.json"), resume=True, on_step=stop)
     assert not results["interrupted"] and steps[6:] == [3, 4, 1, 2, 3, 4, 1, 2, 3, 4]
     assert [run["steps"] for run in results["held_out"]] == [[0, 2, 4]] * 4
     assert first["held_out"][0] == results["held_out"][0]
@@ -150,8 +153,8 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert lost["operands"]["wi"]["values"] == [8 * 32 * 2 * 32]
     assert all(0.99 * tokens * 32 <= values <= tokens * 32 for values in lost["operands"]["x"]["values"])
     assert all(0 <= max(of["underflow"]) < 0.1 * min(of["values"]) for of in lost["operands"].values())
-    assert dataclasses.asdict(compared.read(tmp_path / "runs" / "both" / "arms.json")) == dataclasses.asdict(arms)
+    assert dataclasses.asdict(experiments.read(tmp_path / "runs" / "both" / "arms.json")) == dataclasses.asdict(arms)
     for checkpoints in (tmp_path / "runs").glob("*/*/checkpoints"):
         shutil.rmtree(checkpoints)
-    again = compared.train(arms, resume=True, on_step=stop)
+    again = experiments.train(arms, resume=True, on_step=stop)
     assert steps[16:] == [] and again == results  # as on another machine, where the checkpoints did not come along

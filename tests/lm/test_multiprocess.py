@@ -22,11 +22,12 @@ pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 
 import moax
-from moax import cli, program
-from moax.mesh.devices import crossing, order
-from moax.train import processes
-from moax.train.data import Corpus
-from moax.train.run import Run
+from lm import command, processes
+from lm.data import Corpus
+from lm.report import crossing
+from lm.run import Run
+from moax import program
+from moax.mesh.devices import order
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24
@@ -45,7 +46,7 @@ tool = load("kill_and_resume")
 
 @dataclasses.dataclass
 class Runs:
-    """Runs of `moax train` in one folder, all on the same text."""
+    """Runs of `python -m lm train` in one folder, all on the same text."""
 
     folder: Path
     text: Path
@@ -166,8 +167,8 @@ def test_an_error_of_one_process_is_an_error_of_all(runs):
     (first, words), (second, cause) = tool.finish(said, started, timeout=60)
     assert (first, second) == (2, 2)
     message = "--text nowhere: no such file or folder"
-    assert cause.splitlines()[-1] == f"moax train: error: {message}"
-    assert words.splitlines()[-1] == f"moax train: error: process 1 cannot go on: {message}"
+    assert cause.splitlines()[-1] == f"python -m lm train: error: {message}"
+    assert words.splitlines()[-1] == f"python -m lm train: error: process 1 cannot go on: {message}"
     assert not (runs.folder / "wrong").exists(), "an error left a run behind"
 
 
@@ -188,15 +189,14 @@ def test_slurm_is_found(tmp_path, monkeypatch):
     for i in ("0", "1"):
         monkeypatch.setenv("SLURM_PROCID", i)
         monkeypatch.setenv("SLURM_LOCALID", i)
-        command = tool.train("--distributed", "--steps", "0")
-        started += tool.start(tmp_path / i, command, processes=1, devices=1)
+        argv = tool.train("--distributed", "--steps", "0")
+        started += tool.start(tmp_path / i, argv, processes=1, devices=1)
     for i, process in enumerate(started):
         assert process.wait(120) == 2
         said = (tmp_path / str(i) / "said.0").read_text()
         assert "Gloo" in said and said.splitlines()[-1].endswith("steps=0 must be an int of at least 1"), said
 
 
-@pytest.mark.more
 @pytest.mark.more
 def test_example_in_two_processes(tmp_path):
     """Breaks if the library alone (`moax.make_mesh`, `moax.init`, `moax.moe`, custom_partitioning, FP8) needs one
@@ -219,9 +219,9 @@ def test_example_in_two_processes(tmp_path):
 )
 def test_flags_that_do_not_fit(argv, message, capsys):
     """Breaks if a process starts alone, or waits five minutes for others, for want of a flag."""
-    assert cli.main(["train", *argv]) == 2
+    assert command.main(["train", *argv]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("moax train: error: ") and message in said and len(said.splitlines()) == 1
+    assert said.startswith("python -m lm train: error: ") and message in said and len(said.splitlines()) == 1
 
 
 def device(number: int, process: int, host: int | None = None):

@@ -1,8 +1,10 @@
-"""Balance: the bias moves by the sign of mean - tokens, computed exactly.
+"""Balance: the bias moves by the sign of mean - tokens, computed exactly, or to the quantiles of a histogram.
 
-Covers: counts below, at and above the mean, of any size; ways.
+Covers: counts below, at and above the mean, of any size; quantiles against a sort; scores, masks and microbatches;
+ways; metrics of the load.
 """
 
+import dataclasses
 from fractions import Fraction
 
 import jax
@@ -16,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax.config import RouterConfig
 from support import TOKENS, WAYS, program, random, spec
+from support.oracle.ops import softmax
 
 
 def tokens(*counts):
@@ -107,7 +110,146 @@ def test_balances_a_skewed_router():
 
 def test_errors():
     """A rule or shapes that cannot work are named."""
-    with pytest.raises(ValueError, match="rule='mean' must be 'sign'"):
+    with pytest.raises(ValueError, match="rule='mean' must be 'sign' or 'quantile'"):
         moax.update_router_bias(jnp.zeros(4), tokens(1, 2, 3, 4), rule="mean")
     with pytest.raises(ValueError, match=r"tokens_per_expert has shape \(3,\); it must be that of bias, \(4,\)"):
         moax.update_router_bias(jnp.zeros(4), tokens(1, 2, 3))
+    with pytest.raises(ValueError, match=r"histogram has shape \(4, 10\); it must be \(4, 1000\)"):
+        moax.update_router_bias(jnp.zeros(4), tokens(1, 2, 3, 4), rule="quantile", histogram=jnp.zeros((4, 10), int))
+    for changes in (dict(bias=False), dict(num_groups=2, top_groups=1)):
+        with pytest.raises(ValueError, match="histogram=True needs bias=True and num_groups=1"):
+            RouterConfig(**{"bias": True, "histogram": True} | changes)
+
+
+QUANTILE = RouterConfig("sigmoid", bias=True, histogram=True)
+SKEW = np.float32(2.0) * (np.arange(8) < 2)[None]
+SKEWED = random(5, 512, 8) + SKEW
+
+
+def quantiles(logits, bias, config, top_k, real=slice(None)):
+    """The biases of the paper's equations in float64, by a sort, and the width of a bin."""
+    wide = logits[real].astype(np.float64)
+    scores = {"sigmoid": lambda: 1 / (1 + np.exp(-wide)), "softmax": lambda: softmax(wide)}[config.score]()
+    cutoff = np.sort(scores + bias, axis=1)[:, -top_k - 1]
+    needed = np.sort(cutoff[:, None] - scores, axis=0)
+    found = needed[-(-len(wide) * top_k // wide.shape[1]) - 1]
+    return found - found.mean(), (np.ptp(bias) + 2) / 1000
+
+
+@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize(("score", "top_k"), [("sigmoid", 2), ("softmax", 3), ("sigmoid", 1)])
+def test_quantiles_of_a_sort(score, top_k, masked):
+    """Breaks if a bias is another than the quantile that a sort gives, or padding is counted: to the width of a bin."""
+    config = dataclasses.replace(QUANTILE, score=score)
+    bias, real = random(6, 8) / 4, random(7, 512) > -0.3
+    logits = np.where(real[:, None], SKEWED, np.nan) if masked else SKEWED
+    r = moax.route(jnp.asarray(logits), config, top_k, jnp.asarray(bias), mask=jnp.asarray(real) if masked else None)
+    np.testing.assert_array_equal(r.histogram.sum(1), real.sum() if masked else 512)
+    got = moax.update_router_bias(jnp.asarray(bias), r.tokens_per_expert, rule="quantile", histogram=r.histogram)
+    want, width = quantiles(logits, bias, config, top_k, real if masked else slice(None))
+    np.testing.assert_allclose(got, want, atol=2 * width)  # a bin of the quantile, and one of the mean
+    half = moax.update_router_bias(jnp.asarray(bias), r.tokens_per_expert, 0.5, "quantile", histogram=r.histogram)
+    np.testing.assert_allclose(half, (bias + got) / 2, atol=1e-6)
+
+
+@pytest.mark.parametrize(("score", "order", "updates"), [
+    ("sigmoid", "score_then_topk", 4), ("softmax", "score_then_topk", 4), ("softmax", "topk_then_score", 12)
+])  # fmt: skip
+def test_quantiles_balance_a_skewed_router(score, order, updates):
+    """Breaks if a few updates, each on new tokens, leave experts overloaded; logits of +-4 need more of them than
+    scores in [0, 1], because the end bins hold what exceeds the range."""
+    config = dataclasses.replace(QUANTILE, score=score, order=order)
+
+    @jax.jit
+    def step(bias, key):
+        logits = jax.random.normal(key, (4096, 8)) + jnp.asarray(SKEW)
+        r = moax.route(logits, config, 2, bias)
+        new = moax.update_router_bias(bias, r.tokens_per_expert, rule="quantile", histogram=r.histogram)
+        return new, moax.load_metrics(r.tokens_per_expert).max_violation
+
+    bias, found = jnp.zeros(8), []
+    for i in range(updates + 1):
+        bias, violation = step(bias, jax.random.key(i))
+        found.append(float(violation))
+    assert found[0] > 2.0 and found[-1] < 0.1, found
+    assert abs(float(bias.mean())) < 1e-5
+
+
+@pytest.mark.parametrize(("way", "mesh"), [(WAYS[0], "tp2x2x2"), (WAYS[2], "2x4"), ("user_vma", "tp2x2x2")])
+def test_histogram_of_the_whole_batch(way, mesh):
+    """Breaks if the histogram is that of a shard, tp counts a token twice, or microbatches do not add up."""
+    bias = random(3, 8) / 8
+
+    def step(logits, bias, engine):
+        r = moax.route(logits, QUANTILE, 2, bias, engine=engine)
+        return (), (r.histogram, r.tokens_per_expert)
+
+    at = (spec(mesh, TOKENS, None), P())
+    (_, want), (_, got) = (program(w, mesh, step, (SKEWED, bias), at, (), P())() for w in ("none", way))
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[1], want[1])
+    parts = [moax.route(part, QUANTILE, 2, bias).histogram for part in jnp.split(SKEWED, 4)]
+    np.testing.assert_array_equal(sum(parts), want[0])
+
+
+def test_quantiles_of_stacked_layers_and_no_tokens():
+    """Breaks if layers share a range or a mean, or if a step without tokens moves the bias."""
+    bias = jnp.asarray(random(8, 3, 8) / 4)
+    runs = [moax.route(SKEWED[i::3], QUANTILE, 2, b) for i, b in enumerate(bias)]
+    counts, histograms = (jnp.stack([getattr(r, n) for r in runs]) for n in ("tokens_per_expert", "histogram"))
+    got = moax.update_router_bias(bias, counts, rule="quantile", histogram=histograms)
+    for layer in range(3):
+        one = moax.update_router_bias(bias[layer], counts[layer], rule="quantile", histogram=histograms[layer])
+        np.testing.assert_allclose(got[layer], one, atol=1e-6)
+    none = moax.route(jnp.zeros((0, 8)), QUANTILE, 2, bias[0])
+    same = moax.update_router_bias(bias[0], none.tokens_per_expert, rule="quantile", histogram=none.histogram)
+    np.testing.assert_array_equal(same, bias[0])
+
+
+def test_what_a_token_chooses_by_itself_is_counted():
+    """Breaks if replayed experts enter the histogram, whose cutoffs are those of the router's own choice."""
+    replayed = moax.route(SKEWED, QUANTILE, 2, jnp.zeros(8), experts=jnp.zeros((512, 2), jnp.int32))
+    own = moax.route(SKEWED, QUANTILE, 2, jnp.zeros(8))
+    np.testing.assert_array_equal(replayed.histogram, own.histogram)
+
+
+def test_no_histogram_unless_asked():
+    """Breaks if a router that only has a bias pays for a histogram."""
+    plain = dataclasses.replace(QUANTILE, histogram=False)
+    text = str(jax.make_jaxpr(lambda x: moax.route(x, plain, 2, jnp.zeros(8)))(SKEWED))
+    assert "1000" not in text and "scatter" not in text
+    assert moax.route(SKEWED, plain, 2, jnp.zeros(8)).histogram is None
+
+
+def test_load_metrics():
+    """Breaks if MaxVio is not (max - mean) / mean, the entropy is not that of the shares, or no token divides by 0."""
+    got = moax.load_metrics(jnp.asarray([[4, 4, 4, 4], [10, 2, 4, 0], [0, 0, 0, 0]], jnp.int32))
+    share = np.array([10, 2, 4]) / 16
+    np.testing.assert_allclose(got.max_violation, [0.0, 1.5, 0.0], atol=1e-6)
+    np.testing.assert_allclose(got.entropy, [np.log(4), -(share * np.log(share)).sum(), 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ("nnx", "linen"))
+def test_layers_take_the_rule(kind):
+    """Breaks if a layer drops the rule or the histogram of its stats, or its bias is another than the function's."""
+    pytest.importorskip("flax")
+    from flax import nnx
+
+    import moax.linen
+    import moax.nnx
+
+    config, x = moax.MoEConfig(16, 8, 8, 2, router=QUANTILE), jnp.asarray(random(9, 4, 8, 16))
+    if kind == "nnx":
+        layer = moax.nnx.MoE(config, rngs=nnx.Rngs(0))
+        stats = layer(x)[1]
+        layer.update_router_bias(stats, rule="quantile")
+        got = layer.params.router_bias
+    else:
+        block = moax.linen.MoEBlock(config)
+        variables = block.init(jax.random.key(0), x)
+        stats = block.apply(variables, x)[1]
+        how = dict(rule="quantile", method="update_router_bias", mutable="moax_state")
+        got = block.apply(variables, stats, **how)[1]["moax_state"]["router_bias"]
+    of = jnp.zeros(8), stats.tokens_per_expert
+    np.testing.assert_array_equal(got, moax.update_router_bias(*of, rule="quantile", histogram=stats.histogram))
+    assert got.any()

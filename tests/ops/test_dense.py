@@ -104,53 +104,53 @@ COVER = Table(
     },
     [
         ("custom_partitioning", "8x1", "dim 0", "fp8_tensor"),
-        ("custom_partitioning", "8x1", "dim 1", None),
-        ("custom_partitioning", "2x4", "fsdp alone", "fp8_tensor"),
-        ("custom_partitioning", "2x4", "one each", "fp8_block"),
-        ("custom_partitioning", "dp2x2x2", "one each", "mxfp8"),
-        ("custom_partitioning", "dp2x2x2", "whole", "fp8_tensor"),
-        ("custom_partitioning", "tp2x2x2", "tp columns", None),
-        ("custom_partitioning", "tp2x2x2", "tp columns and fsdp", None),
-        ("custom_partitioning", "tp2x2x2", "tp rows", "mxfp8"),
-        ("custom_partitioning", "tp2x2x2", "tp rows and fsdp", None),
-        ("custom_partitioning", "tp2x2x2", "tp rows and fsdp", "fp8_block"),
-        ("shard_map", "8x1", "dim 0", "fp8_block"),
-        ("shard_map", "8x1", "fsdp alone", "fp8_block"),
-        ("shard_map", "8x1", "whole", "mxfp8"),
         ("shard_map", "2x4", "one each", None),
+        ("explicit", "dp2x2x2", "fsdp alone", "mxfp8"),
+        ("user", "tp2x2x2", "tp columns", "fp8_block"),
+        ("user_vma", "tp2x2x2", "tp rows", "mxfp8"),
+        ("custom_partitioning", "tp2x2x2", "tp columns and fsdp", None),
+        ("shard_map", "8x1", "whole", "mxfp8"),
         ("shard_map", "dp2x2x2", "dim 1", "fp8_block"),
+        ("shard_map", "tp2x2x2", "tp rows and fsdp", "fp8_tensor"),
+        ("user_inside", "2x4", "dim 0", "mxfp8"),
+        ("explicit", "2x4", "dim 1", "fp8_tensor"),
+        ("custom_partitioning", "2x4", "one each", "fp8_block"),
+        ("custom_partitioning", "dp2x2x2", "whole", "fp8_tensor"),
+        ("custom_partitioning", "8x1", "dim 1", None),
+        ("shard_map", "8x1", "fsdp alone", "fp8_block"),
+        ("explicit", "8x1", "one each", "fp8_tensor"),
+        ("explicit", "2x4", "whole", "fp8_block"),
+        ("explicit", "tp2x2x2", "tp rows", None),
+        ("user", "2x4", "dim 0", None),
+        ("user_vma", "2x4", "dim 0", "fp8_block"),
+        ("user_inside", "tp2x2x2", "tp columns", "fp8_tensor"),
+        ("custom_partitioning", "2x4", "fsdp alone", "fp8_tensor"),
+        ("custom_partitioning", "dp2x2x2", "one each", "mxfp8"),
+        ("user", "dp2x2x2", "dim 0", "mxfp8"),
+        ("user", "tp2x2x2", "tp rows", "fp8_tensor"),
+        ("user_vma", "tp2x2x2", "tp columns", None),
+        ("custom_partitioning", "tp2x2x2", "tp rows and fsdp", None),
         ("shard_map", "dp2x2x2", "whole", None),
         ("shard_map", "tp2x2x2", "tp columns", "mxfp8"),
         ("shard_map", "tp2x2x2", "tp columns and fsdp", "fp8_block"),
-        ("shard_map", "tp2x2x2", "tp columns and fsdp", "fp8_tensor"),
         ("shard_map", "tp2x2x2", "tp rows", "fp8_block"),
-        ("shard_map", "tp2x2x2", "tp rows and fsdp", "fp8_tensor"),
-        ("explicit", "8x1", "one each", "fp8_tensor"),
+        ("explicit", "tp2x2x2", "tp columns and fsdp", "mxfp8"),
+        ("explicit", "tp2x2x2", "tp rows and fsdp", "mxfp8"),
+        ("user_vma", "dp2x2x2", "dim 0", "fp8_tensor"),
+        ("user_inside", "8x1", "dim 0", "fp8_block"),
+        ("user_inside", "tp2x2x2", "tp rows", None),
+        ("custom_partitioning", "tp2x2x2", "tp columns", None),
+        ("custom_partitioning", "tp2x2x2", "tp rows", "mxfp8"),
+        ("custom_partitioning", "tp2x2x2", "tp rows and fsdp", "fp8_block"),
+        ("shard_map", "8x1", "dim 0", "fp8_block"),
+        ("shard_map", "tp2x2x2", "tp columns and fsdp", "fp8_tensor"),
         ("explicit", "2x4", "dim 0", None),
         ("explicit", "2x4", "dim 1", "mxfp8"),
-        ("explicit", "2x4", "dim 1", "fp8_tensor"),
-        ("explicit", "2x4", "whole", "fp8_block"),
         ("explicit", "dp2x2x2", "fsdp alone", None),
-        ("explicit", "dp2x2x2", "fsdp alone", "mxfp8"),
         ("explicit", "tp2x2x2", "tp columns", "mxfp8"),
-        ("explicit", "tp2x2x2", "tp columns and fsdp", "mxfp8"),
-        ("explicit", "tp2x2x2", "tp rows", None),
-        ("explicit", "tp2x2x2", "tp rows and fsdp", "mxfp8"),
         ("user", "8x1", "dim 0", "fp8_tensor"),
-        ("user", "2x4", "dim 0", None),
-        ("user", "dp2x2x2", "dim 0", "mxfp8"),
-        ("user", "tp2x2x2", "tp columns", "fp8_block"),
-        ("user", "tp2x2x2", "tp rows", "fp8_tensor"),
         ("user_vma", "8x1", "dim 0", "mxfp8"),
-        ("user_vma", "2x4", "dim 0", "fp8_block"),
-        ("user_vma", "dp2x2x2", "dim 0", "fp8_tensor"),
-        ("user_vma", "tp2x2x2", "tp columns", None),
-        ("user_vma", "tp2x2x2", "tp rows", "mxfp8"),
-        ("user_inside", "8x1", "dim 0", "fp8_block"),
-        ("user_inside", "2x4", "dim 0", "mxfp8"),
         ("user_inside", "dp2x2x2", "dim 0", "mxfp8"),
-        ("user_inside", "tp2x2x2", "tp columns", "fp8_tensor"),
-        ("user_inside", "tp2x2x2", "tp rows", None),
     ],
     # In a shard_map of the user's, weights lie as `param_specs` says.
     possible=lambda way, mesh, layout, **_: (
@@ -165,7 +165,7 @@ def test_every_pair_is_covered():
     assert not COVER.missing()
 
 
-@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters())
+@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters(4, short=12))
 def test_on_mesh(way, mesh, layout, recipe):
     """To a dense layer ep is one more axis of fsdp: weights over both, on either dim, width over tp on either side.
     Products are those of operands rounded along each contracted dim: blocks of rows are a device's own, blocks of a
@@ -207,7 +207,7 @@ def test_batches(way, rows, of_x):
         assert y.sharding.shard_shape(y.shape)[:2] == x.sharding.shard_shape(x.shape)[:2]
 
 
-@pytest.mark.parametrize("recipe", some(("fp8_block", None, "mxfp8", "fp8_tensor"), 2))
+@pytest.mark.parametrize("recipe", some(("fp8_block", None, "mxfp8", "fp8_tensor"), 1))
 def test_bfloat16(recipe):
     """y and dx in bfloat16, gradients of float32 weights in float32; within 1% of float32's (operands are rounded once
     to bfloat16 and quantized from there), each term of it half an ulp of 2^-8."""
@@ -228,7 +228,7 @@ EVERY = [("custom_partitioning", "fp8_block", "dim 0"), ("explicit", "mxfp8", "d
 EVERY += [c for c in itertools.product(WAYS[:3], (None, "fp8_block", "mxfp8"), ("dim 0", "dim 1")) if c not in EVERY]
 
 
-@pytest.mark.parametrize("way, recipe, layout", some(EVERY, 3))
+@pytest.mark.parametrize("way, recipe, layout", some(EVERY, 2))
 def test_collectives(way, recipe, layout, fresh_compile):
     """The weight crosses (fsdp, ep) as bytes, forward and again backward; its gradient leaves by reduce-scatter and
     lies like it; nothing else of its size moves, and no activation, however much smaller than the weight."""
@@ -266,7 +266,7 @@ def test_quantizing_halves_what_is_gathered(way):
     assert sent["fp8_block"] <= 0.53 * sent[None]
 
 
-@pytest.mark.parametrize("shape", some([((12, 64),), ((7, 9),), ((32, 48),), ((12, 20),)], 2))
+@pytest.mark.parametrize("shape", some([((12, 64),), ((7, 9),), ((32, 48),), ((12, 20),)], 1))
 def test_default_layout(shape):
     """Without `w_spec`, on the shard_map engine: what `dense_spec` says, on whichever dim divides, or whole."""
     with jax.set_mesh(make_mesh("2x4")):

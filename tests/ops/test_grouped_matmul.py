@@ -153,49 +153,49 @@ COVER = Table(
         "recipe": (None, *RECIPES),
     },
     [
-        ("custom_partitioning", "8x1", "experts", None),
-        ("custom_partitioning", "2x4", "columns", None),
-        ("custom_partitioning", "2x4", "whole", "fp8_tensor"),
-        ("custom_partitioning", "dp2x2x2", "model", "fp8_tensor"),
-        ("custom_partitioning", "dp2x2x2", "whole", "mxfp8"),
-        ("custom_partitioning", "tp2x2x2", "tp columns", None),
-        ("custom_partitioning", "tp2x2x2", "tp columns and fsdp", "mxfp8"),
-        ("custom_partitioning", "tp2x2x2", "tp rows", None),
-        ("custom_partitioning", "tp2x2x2", "tp rows and fsdp", "fp8_block"),
-        ("custom_partitioning", "tp2x2x2", "tp rows and fsdp", "fp8_tensor"),
-        ("shard_map", "8x1", "experts", "mxfp8"),
-        ("shard_map", "8x1", "columns", "fp8_tensor"),
-        ("shard_map", "2x4", "whole", "fp8_block"),
-        ("shard_map", "dp2x2x2", "model", "fp8_block"),
-        ("shard_map", "tp2x2x2", "tp columns", "mxfp8"),
-        ("shard_map", "tp2x2x2", "tp columns and fsdp", None),
-        ("shard_map", "tp2x2x2", "tp columns and fsdp", "fp8_block"),
-        ("shard_map", "tp2x2x2", "tp rows", "fp8_block"),
-        ("shard_map", "tp2x2x2", "tp rows and fsdp", None),
-        ("explicit", "8x1", "whole", None),
         ("explicit", "2x4", "experts", "fp8_tensor"),
         ("explicit", "dp2x2x2", "model", None),
-        ("explicit", "dp2x2x2", "columns", "fp8_block"),
-        ("explicit", "dp2x2x2", "columns", "mxfp8"),
-        ("explicit", "tp2x2x2", "tp columns", None),
-        ("explicit", "tp2x2x2", "tp columns and fsdp", "fp8_tensor"),
-        ("explicit", "tp2x2x2", "tp rows", "fp8_tensor"),
-        ("explicit", "tp2x2x2", "tp rows and fsdp", "mxfp8"),
-        ("user", "8x1", "model", "fp8_block"),
-        ("user", "2x4", "experts", "fp8_tensor"),
-        ("user", "dp2x2x2", "experts", None),
-        ("user", "tp2x2x2", "tp columns", "mxfp8"),
-        ("user", "tp2x2x2", "tp rows", "fp8_tensor"),
-        ("user_vma", "8x1", "experts", "mxfp8"),
-        ("user_vma", "2x4", "experts", "fp8_tensor"),
-        ("user_vma", "dp2x2x2", "model", None),
+        ("custom_partitioning", "tp2x2x2", "tp columns and fsdp", "mxfp8"),
+        ("shard_map", "8x1", "columns", "fp8_tensor"),
         ("user_vma", "tp2x2x2", "tp columns", "fp8_block"),
-        ("user_vma", "tp2x2x2", "tp rows", "mxfp8"),
-        ("user_inside", "8x1", "experts", "fp8_tensor"),
+        ("user", "tp2x2x2", "tp rows", "fp8_tensor"),
+        ("shard_map", "2x4", "whole", "fp8_block"),
+        ("shard_map", "tp2x2x2", "tp rows and fsdp", None),
         ("user_inside", "2x4", "model", "mxfp8"),
+        ("custom_partitioning", "8x1", "experts", None),
+        ("user", "8x1", "model", "fp8_block"),
         ("user_inside", "dp2x2x2", "experts", "fp8_block"),
+        ("custom_partitioning", "2x4", "columns", None),
+        ("custom_partitioning", "dp2x2x2", "model", "fp8_tensor"),
+        ("explicit", "dp2x2x2", "columns", "mxfp8"),
+        ("user_vma", "8x1", "experts", "mxfp8"),
+        ("explicit", "8x1", "whole", None),
         ("user_inside", "tp2x2x2", "tp columns", "fp8_tensor"),
+        ("custom_partitioning", "dp2x2x2", "whole", "mxfp8"),
+        ("custom_partitioning", "tp2x2x2", "tp rows and fsdp", "fp8_block"),
+        ("shard_map", "tp2x2x2", "tp columns", "mxfp8"),
+        ("explicit", "tp2x2x2", "tp columns", None),
+        ("user", "dp2x2x2", "experts", None),
+        ("user_vma", "dp2x2x2", "model", None),
         ("user_inside", "tp2x2x2", "tp rows", None),
+        ("shard_map", "dp2x2x2", "model", "fp8_block"),
+        ("shard_map", "tp2x2x2", "tp columns and fsdp", None),
+        ("shard_map", "tp2x2x2", "tp rows", "fp8_block"),
+        ("explicit", "dp2x2x2", "columns", "fp8_block"),
+        ("explicit", "tp2x2x2", "tp columns and fsdp", "fp8_tensor"),
+        ("explicit", "tp2x2x2", "tp rows and fsdp", "mxfp8"),
+        ("user", "tp2x2x2", "tp columns", "mxfp8"),
+        ("user_vma", "2x4", "experts", "fp8_tensor"),
+        ("user_vma", "tp2x2x2", "tp rows", "mxfp8"),
+        ("custom_partitioning", "2x4", "whole", "fp8_tensor"),
+        ("custom_partitioning", "tp2x2x2", "tp columns", None),
+        ("custom_partitioning", "tp2x2x2", "tp rows", None),
+        ("custom_partitioning", "tp2x2x2", "tp rows and fsdp", "fp8_tensor"),
+        ("shard_map", "8x1", "experts", "mxfp8"),
+        ("shard_map", "tp2x2x2", "tp columns and fsdp", "fp8_block"),
+        ("explicit", "tp2x2x2", "tp rows", "fp8_tensor"),
+        ("user", "2x4", "experts", "fp8_tensor"),
+        ("user_inside", "8x1", "experts", "fp8_tensor"),
     ],
     # In a shard_map of the user's, weights lie as `param_specs` says.
     possible=lambda way, mesh, layout, **_: (
@@ -252,7 +252,7 @@ def test_every_pair_is_covered():
     assert not COVER.missing()
 
 
-@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters())
+@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters(4, short=14))
 def test_on_mesh(way, mesh, layout, recipe):
     """Experts over ep, width over tp on either side, fsdp on any dim: the rows are each shard's own, a weight's
     gradient the sum over every shard that used it. Blocks of a weight are those of the whole matrix (K = 256 over 8
@@ -266,16 +266,14 @@ def test_on_mesh(way, mesh, layout, recipe):
 
 
 COLLECTIVES = [
-    ("custom_partitioning", "model", "fp8_block"),
-    ("explicit", "columns", "fp8_block"),
     ("shard_map", "experts", "fp8_block"),
     ("custom_partitioning", "columns", None),
-    ("shard_map", "model", "fp8_tensor"),
+    ("explicit", "columns", "fp8_block"),
 ]
 COLLECTIVES += [c for c in itertools.product(WAYS[:3], ["model"], (None, *RECIPES)) if c not in COLLECTIVES]
 
 
-@pytest.mark.parametrize("way, layout, recipe", some(COLLECTIVES, 5))
+@pytest.mark.parametrize("way, layout, recipe", some(COLLECTIVES, 2))
 def test_collectives(way, recipe, layout, fresh_compile):
     """Weights cross fsdp as bytes, twice (forward, dgrad), in whatever order; the gradient leaves by one reduce-scatter
     and lies like the weight; no row of an activation moves, nor does the layout of a weight propagate to one."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moax.inspect import collectives
-from moax.kernels.xla import plan as arrivals
+from moax.kernels.xla import permutation as arrivals
 from moax.ops import permute, unpermute
 from moax.ops.permutation import PermuteSpec, capacity_rows, plan_rows, sorted_rows
 from moax.types import Plan
@@ -78,10 +78,12 @@ def test_plan_of_many_assignments(rows, groups, top_k, room):
     rng = np.random.default_rng(0)
     experts, weights = rng.integers(0, groups + 1, (rows, top_k)).astype(np.int32), random(0, rows, top_k)
     source, position, sizes, _ = plan_of(experts, groups, 4, None)
-    static = PermuteSpec(groups, 4, None, "xla", room=room)
+    static = PermuteSpec(groups, 4, None, "xla", max_rows=room)
     if room is None:
         plan, by_row = jax.jit(lambda e, w: plan_rows(static, e, w))(experts, weights)
-        for got, want in zip((plan.source, plan.position, plan.group_sizes), (source, position, sizes), strict=True):
+        for got, want in zip(
+            (plan.gather_idx, plan.scatter_idx, plan.group_sizes), (source, position, sizes), strict=True
+        ):
             np.testing.assert_array_equal(got, want)
         want = np.zeros(len(source) + 1, np.float32)
         want[position] = weights
@@ -90,8 +92,10 @@ def test_plan_of_many_assignments(rows, groups, top_k, room):
     seen = np.zeros_like(experts)
     for start in range(0, rows * top_k, room):
         plan, _ = jax.jit(lambda e, start: plan_rows(static, e, start=start))(experts, np.int32(start))
-        here = np.asarray(plan.position) < plan.source.shape[0]
-        np.testing.assert_array_equal(np.asarray(plan.source)[np.asarray(plan.position)[here]], np.nonzero(here)[0])
+        here = np.asarray(plan.scatter_idx) < plan.gather_idx.shape[0]
+        np.testing.assert_array_equal(
+            np.asarray(plan.gather_idx)[np.asarray(plan.scatter_idx)[here]], np.nonzero(here)[0]
+        )
         assert plan.group_sizes.sum() == here.sum() <= room
         seen += here
     np.testing.assert_array_equal(seen, experts < groups)
@@ -110,8 +114,8 @@ def test_counts_of_many_blocks(monkeypatch):
 def check_plan(plan: Plan, experts, groups, align, capacity):
     source, position, kept, dropped = plan_of(experts, groups, align, capacity)
     np.testing.assert_array_equal(plan.group_sizes, kept)
-    np.testing.assert_array_equal(plan.source, source)
-    np.testing.assert_array_equal(plan.position, position)
+    np.testing.assert_array_equal(plan.gather_idx, source)
+    np.testing.assert_array_equal(plan.scatter_idx, position)
     np.testing.assert_array_equal(plan.dropped, [dropped])
 
 
@@ -122,8 +126,8 @@ def test_example_of_the_docstring():
     n = rows.shape[0]
     np.testing.assert_array_equal(rows[:4, 0], [1, 3, 1, 2])
     np.testing.assert_array_equal(plan.group_sizes, [2, 2])
-    np.testing.assert_array_equal(plan.source[:4], [0, 2, 0, 1])
-    np.testing.assert_array_equal(plan.position, [[2, 0], [3, n], [1, n]])
+    np.testing.assert_array_equal(plan.gather_idx[:4], [0, 2, 0, 1])
+    np.testing.assert_array_equal(plan.scatter_idx, [[2, 0], [3, n], [1, n]])
 
 
 @pytest.mark.parametrize("align", (1, 8, 16, 128))
@@ -134,7 +138,7 @@ def test_plan(case, align):
     x, experts = random(3, ROWS, WIDTH), CASES[case]
     rows, plan = permute(jnp.asarray(x), jnp.asarray(experts), GROUPS, align=align)
     check_plan(plan, experts, GROUPS, align, None)
-    np.testing.assert_array_equal(rows, np.concatenate([x, np.zeros((1, WIDTH), np.float32)])[plan.source])
+    np.testing.assert_array_equal(rows, np.concatenate([x, np.zeros((1, WIDTH), np.float32)])[plan.gather_idx])
 
 
 @pytest.mark.parametrize("capacity", (1, 7, 20, 35, 71, 72, 100))
@@ -175,7 +179,7 @@ def test_round_trip(align, capacity):
     x, experts = integers(4, ROWS, WIDTH), CASES["skewed"]
     rows, plan = permute(jnp.asarray(x), jnp.asarray(experts), GROUPS, align=align, capacity=capacity)
     back = unpermute(rows, plan, jnp.ones(experts.shape))
-    kept = (np.asarray(plan.position) < rows.shape[0]).sum(1, keepdims=True)
+    kept = (np.asarray(plan.scatter_idx) < rows.shape[0]).sum(1, keepdims=True)
     np.testing.assert_array_equal(back, x * kept)
 
 
@@ -199,14 +203,14 @@ def test_vjp_is_that_of_the_dense_formula(align, capacity):
     )
     d_rows = random(9, *rows.shape)
     zeros = jax.tree.map(lambda v: np.zeros(v.shape, jax.dtypes.float0), plan)
-    d_x = oracle.permute_grad(plan.position, d_rows)
-    assert rel_error(rows, oracle.permute(x, plan.position, len(rows))) == 0
+    d_x = oracle.permute_grad(plan.scatter_idx, d_rows)
+    assert rel_error(rows, oracle.permute(x, plan.scatter_idx, len(rows))) == 0
     assert rel_error(pull((jnp.asarray(d_rows), zeros))[0], d_x, per=0) < 1e-6
 
     values, weights, dy = random(10, *rows.shape), random(11, ROWS, TOP_K), random(12, ROWS, WIDTH)
     y, pull = jax.vjp(lambda v, w: unpermute(v, plan, w), jnp.asarray(values), jnp.asarray(weights))
-    want = oracle.unpermute(values, plan.position, weights)
-    d_values, d_weights = oracle.unpermute_grad(values, plan.position, weights, dy)
+    want = oracle.unpermute(values, plan.scatter_idx, weights)
+    d_values, d_weights = oracle.unpermute_grad(values, plan.scatter_idx, weights, dy)
     got = pull(jnp.asarray(dy))
     assert rel_error(y, want) < 1e-6
     assert rel_error(got[0], d_values, per=0) < 1e-6
@@ -217,7 +221,7 @@ def test_nan_in_padding_reaches_nothing():
     """Rows that no assignment has, NaN: neither sums nor gradients see them; a real NaN is seen by its rows alone."""
     experts = jnp.asarray(CASES["mixed"])
     rows, plan = permute(jnp.asarray(random(13, ROWS, WIDTH)), experts, GROUPS, align=8)
-    padding = np.asarray(plan.source) == ROWS
+    padding = np.asarray(plan.gather_idx) == ROWS
     assert padding.any()
     weights, dy = jnp.asarray(random(14, ROWS, TOP_K)), jnp.asarray(random(15, ROWS, WIDTH))
 
@@ -231,7 +235,7 @@ def test_nan_in_padding_reaches_nothing():
     np.testing.assert_array_equal(run(bad)[1][padding], 0.0)
     real = int(np.flatnonzero(~padding)[3])
     seen = np.isnan(run(rows.at[real].set(jnp.nan))[0]).any(1)
-    np.testing.assert_array_equal(np.flatnonzero(seen), [plan.source[real]])
+    np.testing.assert_array_equal(np.flatnonzero(seen), [plan.gather_idx[real]])
 
 
 def test_nan_weights_of_absent_experts_reach_nothing():
@@ -250,7 +254,7 @@ def test_bfloat16():
     x = jnp.asarray([[256.0], *[[1.0]] * 8], jnp.bfloat16)
     experts = jnp.zeros((9, 1), jnp.int32)
     rows, plan = permute(x, experts, 1)
-    many = Plan(plan.source, jnp.arange(9, dtype=jnp.int32)[None], plan.group_sizes, plan.dropped)
+    many = Plan(plan.gather_idx, jnp.arange(9, dtype=jnp.int32)[None], plan.group_sizes, plan.dropped)
     y = unpermute(rows, many, jnp.ones((1, 9)))
     assert rows.dtype == y.dtype == jnp.bfloat16
     assert float(y[0, 0]) == 264.0
@@ -305,17 +309,20 @@ def check_on_mesh(way, mesh, other=None):
     for s in range(shards):
         mine, buffer = slice(12 * s, 12 * (s + 1)), slice(n * s, n * (s + 1))
         local = Plan(
-            plan.source[buffer], plan.position[mine], plan.group_sizes[GROUPS * s :][:GROUPS], plan.dropped[s : s + 1]
+            plan.gather_idx[buffer],
+            plan.scatter_idx[mine],
+            plan.group_sizes[GROUPS * s :][:GROUPS],
+            plan.dropped[s : s + 1],
         )
         check_plan(local, experts[mine], GROUPS, align, capacity)
         rows_, d_rows, dy = (
             v.astype(np.float64) for v in (sorted_[buffer], cotangents[0][buffer], cotangents[1][mine])
         )
-        want = oracle.permute(x[mine], local.position, n)
+        want = oracle.permute(x[mine], local.scatter_idx, n)
         assert rel_error(rows_, want) == 0
-        assert rel_error(y[mine], oracle.unpermute(want**2, local.position, weights[mine])) < 1e-6
-        d_squares, want_weights = oracle.unpermute_grad(want**2, local.position, weights[mine], dy)
-        assert rel_error(d_x[mine], oracle.permute_grad(local.position, d_rows + 2 * want * d_squares)) < 1e-6
+        assert rel_error(y[mine], oracle.unpermute(want**2, local.scatter_idx, weights[mine])) < 1e-6
+        d_squares, want_weights = oracle.unpermute_grad(want**2, local.scatter_idx, weights[mine], dy)
+        assert rel_error(d_x[mine], oracle.permute_grad(local.scatter_idx, d_rows + 2 * want * d_squares)) < 1e-6
         assert rel_error(d_weights[mine], want_weights) < 1e-6
 
 

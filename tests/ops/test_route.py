@@ -17,7 +17,7 @@ import moax
 from moax import reference
 from moax.config import RouterConfig
 from moax.inspect import collectives
-from support import TOKENS, WAYS, Table, integers, program, random, rel_error, some, spec
+from support import TOKENS, WAYS, Table, integers, program, random, rel_error, some, spec, spread
 from support.oracle.ops import choose_experts, route_losses, route_losses_grad
 
 TOKENS_, EXPERTS, TOP_K = 64, 16, 4
@@ -82,8 +82,7 @@ def test_shapes_of_transformer_engine(tokens, experts, top_k, score):
     check(limited, logits, top_k, jnp.asarray(random(2, experts)))
 
 
-@pytest.mark.parametrize("normalize", (True, False))
-@pytest.mark.parametrize("score, order", SCORED)
+@pytest.mark.parametrize("score, order, normalize", spread(4, SCORES, ORDERS, (True, False)))
 def test_gradients(score, order, normalize):
     """Of weights, aux loss and z loss, together and the losses alone, against float64 autodiff, token by token."""
     config = RouterConfig(score, order, normalize, scale=2.5, aux_loss=0.3, z_loss=0.2)

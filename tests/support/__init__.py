@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 
 from support.compare import rel_error, rel_norm
-from support.covering import Table, some
+from support.covering import Table, some, spread
 from support.inputs import integers, make_params, random
 from support.interpreter import interpret, kernels_of, lower
 from support.meshes import ENGINES, MESHES, TOKENS, WAYS, gather_counts, in_user_shard_map, make_mesh, put, size, spec
@@ -30,5 +30,5 @@ ON_GPU = os.environ.get("MOAX_TEST_GPU") == "1"
 __all__ = [
     "ENGINES", "MESHES", "ON_GPU", "ROOT", "TOKENS", "WAYS", "Program", "Table", "fake_operands", "gather_counts",
     "in_user_shard_map", "integers", "interpret", "kernels_of", "lower", "make_mesh", "make_params", "program", "put",
-    "random", "rel_error", "rel_norm", "size", "some", "spec",
+    "random", "rel_error", "rel_norm", "size", "some", "spec", "spread",
 ]  # fmt: skip

@@ -4,9 +4,9 @@
     rows = [("2x4", "shard_map", None), ("2x4", "explicit", "fp8_block"),
             ("8x1", "shard_map", "fp8_block"), ("8x1", "explicit", None)]
 
-These four rows hold all 12 pairs; the full product has 8 rows. `make test-more` adds rows for triples, but few enough
-for its time. `PYTHONPATH=src:tests python -m support.covering FILE` prints the tables of a test file: after each row,
-the pairs that no row above it holds.
+These four rows hold all 12 pairs; the full product has 8 rows. `make test` may run the first rows alone. `make
+test-more` runs the others, and adds rows for triples, but few enough for its time. `PYTHONPATH=src:tests python -m
+support.covering FILE` prints the tables of a test file: after each row, the pairs that no row above it holds.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ def some(cases: Iterable, count: int) -> list:
     return [pytest.param(*case, marks=() if i < count else pytest.mark.more) for i, case in enumerate(cases)]
 
 
+def spread(count: int, *options: Iterable) -> list:
+    """Every combination as parameters: first the `count` that hold most pairs, the others for `make test-more`."""
+    table = Table("", {str(i): tuple(values) for i, values in enumerate(options)}, [])
+    first = table.more(count, min(2, len(table.options)))
+    return some([*first, *(case for case in table.cases() if case not in first)], len(first))
+
+
 def _everything(**_) -> bool:
     return True
 
@@ -39,7 +46,7 @@ class Table:
     Attributes:
       name: of the suite.
       options: the values of each column.
-      rows: the cases of `make test`, a value of each column.
+      rows: the cases that hold every pair, a value of each column.
       possible: whether values can be in one case; called with every column by name.
     """
 
@@ -86,14 +93,12 @@ class Table:
             missing -= held
         return rows
 
-    def parameters(self, more: int = 16, strength: int = 3) -> list:
-        """The rows, and marked `more` the further rows that hold most of the missing triples, as many as said."""
-
-        def name(row):
-            return "-".join(map(str, row))
-
-        rest = [pytest.param(*row, id=name(row), marks=pytest.mark.more) for row in self.more(more, strength)]
-        return [*(pytest.param(*row, id=name(row)) for row in self.rows), *rest]
+    def parameters(self, more: int = 16, strength: int = 3, short: int | None = None) -> list:
+        """The rows, those after the first `short` marked `more`, as are the rows that hold most missing triples."""
+        rows = [*self.rows, *self.more(more, strength)]
+        late = len(self.rows) if short is None else short
+        marks = [() if i < late else pytest.mark.more for i in range(len(rows))]
+        return [pytest.param(*r, id="-".join(map(str, r)), marks=m) for r, m in zip(rows, marks, strict=True)]
 
     def report(self) -> str:
         """The rows, after each the pairs that it is the first to hold."""

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from jax import lax
 
+from moax.exchange import TRANSPORTS, Transport
+from moax.exchange.one_sided import OneSided
+from moax.exchange.slots import slots_per_pair
 from moax.kernels.xla.quantization import quantize
-from moax.mesh.partition import MeshView
-from moax.ops import combine, dispatch
-from moax.ops.exchange import TRANSPORTS, Transport, op, slots_per_pair
-from moax.ops.exchange.one_sided import OneSided
+from moax.mesh.view import MeshView
+from moax.ops import combine, dispatch, dispatch_combine
 from moax.recipe import Format
 from support import TOKENS, integers, program, size, spec
 
@@ -183,7 +184,7 @@ class EmulatedOneSided(OneSided):
     def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
         return None
 
-    def put_rows(self, arrays, source, places, way: int, out_rows: int, axes, sms: int | None):
+    def put_rows(self, arrays, source, places, way: int, out_rows: int, axes):
         """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], by an all-gather."""
         names = tuple(name for name, _ in axes)
         shift, end = places[way]
@@ -210,16 +211,16 @@ def poison(shape, dtype):
     return -1 - lax.broadcasted_iota(dtype, shape, 0) % EXPERTS
 
 
-def quantize_by_row(x, format: Format):
+def quantize_by_row(x, blocks, *, dtype, pow2, **_):
     """The kernel that quantizes rows for the wire, as XLA computes it."""
     from moax.kernels.hopper.formats import KMajorFp8
 
-    q = quantize(x, format, (1, 128))
-    dtype = jnp.float8_e4m3fn if format.dtype == "e4m3" else jnp.float8_e5m2
-    return KMajorFp8(lax.bitcast_convert_type(q.data, dtype), q.scale)
+    name = "e4m3" if dtype == jnp.float8_e4m3fn else "e5m2"
+    q = quantize(x, Format(name, scale="pow2" if pow2 else "float32"), (1, 128))
+    return KMajorFp8(lax.bitcast_convert_type(q.data, dtype), q.scale), None
 
 
-def dequantize_rows(data, words, ends, dtype):
+def dequantize_rows(data, words, ends, *, dtype):
     """The kernel that dequantizes rows of the wire; NaN in the rows that it need not write."""
     scale = lax.bitcast_convert_type(words[:, : -(-data.shape[1] // 128)], jnp.float32)
     values = data.astype(jnp.float32) * jnp.repeat(scale, 128, axis=1)[:, : data.shape[1]]
@@ -230,12 +231,15 @@ def wire_kernels(monkeypatch) -> set[str]:
     """Rows are quantized for the wire as if the Hopper kernels ran here; returns which of them were asked."""
     hopper = pytest.importorskip("moax.kernels.hopper.quantization")
     called = set()
-    for fn in (quantize_by_row, dequantize_rows):
 
-        def asked(*args, fn=fn, **options):
+    def counted(fn):
+        def asked(*args, **options):
             called.add(fn.__name__)
             return fn(*args, **options)
 
-        monkeypatch.setattr(hopper, f"_{fn.__name__}", asked)
-    monkeypatch.setattr(op, "select_kernels", lambda *_, **widths: "hopper")
+        return asked
+
+    monkeypatch.setattr(hopper.kernels, "quantize_rows", counted(quantize_by_row))
+    monkeypatch.setattr(hopper.kernels, "dequantize_rows", counted(dequantize_rows))
+    monkeypatch.setattr(dispatch_combine, "select_kernels", lambda *_, **widths: "hopper")
     return called

@@ -2,7 +2,7 @@
 
 FOLDER is what scripts/hf_reference.py made. The error of a tensor is max |got - want| / max |want|, and of its worst
 expert where it has experts; one above 2e-6 makes the exit status 1. With --write each layer is written again, in both
-spellings, for `scripts/hf_reference.py FOLDER --check` to load.
+layouts, for `scripts/hf_reference.py FOLDER --check` to load.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def make_params(config: moax.MoEConfig, seed: int = 0, bias: float = 0.3) -> moa
     """Weights of the size that `moax.init` gives them, and biases that are not 0, by NumPy: each shape that jax.random
     draws costs a compilation."""
     contracted = {"router": 0, "wi": 1, "wo": 1, "shared_wi": 0, "shared_wo": 0, "shared_gate": 0}
+    contracted |= {"latent_down": 0, "latent_up": 0}
 
     def draw(index, name, shape):
         scale = shape[contracted[name]] ** -0.5 if name in contracted else bias

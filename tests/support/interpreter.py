@@ -56,7 +56,7 @@ def copy_rows(x, column, sources, stage, transforms):
 @contextlib.contextmanager
 def without_ptx() -> Iterator[None]:
     """Puts functions that the interpreter knows in the place of those that inline PTX."""
-    from moax.kernels.hopper.pallas import gather, matmul, matmul_activate, ptx, wgrad
+    from moax.kernels.hopper.pallas import gather, matmul, ptx, wgrad
 
     copies = dict(load_sources=load_sources, copy_rows=copy_rows)
     with contextlib.ExitStack() as stack:
@@ -64,7 +64,6 @@ def without_ptx() -> Iterator[None]:
             (ptx, dict(take=take, put=put)),
             (gather, dict(_wait_rows=lambda later: None)),
             (matmul, copies),
-            (matmul_activate, copies),
             (wgrad, copies),
         ):
             stack.enter_context(mock.patch.multiple(module, **names))

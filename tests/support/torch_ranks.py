@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.peers import torch_block, torch_pieces, torch_worker
+from benchmarks.peers import torch_block, torch_layer
 from benchmarks.peers.torch_layer import Layer, Mesh, Params, dist, torch
 
 
@@ -41,43 +41,45 @@ def twice(product):
     return lambda *args: 2 * product(*args)
 
 
-def choices(layer: Layer, broken: Layer, params: Params, last: bool) -> dict[str, np.ndarray]:
-    """What the worker says of a layer beside one whose pieces are compiled, one that is wrong, and one that the last
-    rank could not compile."""
+def choices(layer: Layer, broken: Layer, params: Params) -> dict[str, np.ndarray]:
+    """What the worker says of a layer beside one whose pieces are compiled, one that is wrong, and one that
+    does not compile."""
     found = {}
-    for of in ("right", "wrong", "late"):
-        compiler = torch_pieces.Compiler(60.0, backend="eager")
-        pieces = compiler.pieces()
-        compiler.failed = "too slow" if of == "late" and last else ""
+    for of in ("right", "wrong", "fails"):
+        pieces = torch_layer.compiled(backend=fail if of == "fails" else "eager")
         products = broken.products if of == "wrong" else layer.products
         layers = {"eager": layer, "compiled": Layer(layer.config, layer.mesh, products, pieces)}
+        torch._dynamo.reset()
         asked = {"recipe": "none", "repeats": {"warmups": 1, "measured": 3}}
-        found[of] = np.array(json.dumps(torch_worker.fastest(layers, params, asked, 16, compiler)))
+        found[of] = np.array(json.dumps(torch_block.fastest(layers, params, asked, 16)))
     return found
 
 
+def fail(graph, _):
+    """A backend of torch.compile that has no compiler."""
+    raise RuntimeError("no compiler")
+
+
 def main(folder: Path, rank: int, fsdp: int, ep: int, port: int) -> None:
-    """All cases, and whether the worker sees a layer that is wrong."""
+    """Runs all cases, and says whether the worker sees a layer that is wrong."""
     torch.set_num_threads(1)
     address, limit = f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=fsdp * ep, timeout=limit)
     mesh, cases, found = Mesh.make(fsdp, ep), np.load(folder / "cases.npz"), {}
-    pieces = torch_pieces.plain()
+    pieces = torch_layer.plain()
     for name in json.loads(str(cases["names"])):
-        given = {key: cases[f"{name} {key}"] for key in ("x", "dy", "router", "bias", "wi", "wo")}
+        given = {key: cases[f"{name} {key}"] for key in ("x", "dy", "router", "wi", "wo")}
         how = json.loads(str(cases[f"{name} how"]))
         config = torch_block.config_of(how)
         dtype = getattr(torch, how["dtype"])
-        shard = torch_worker.place(fsdp, ep).index(rank)
+        shard = torch_block.place(fsdp, ep).index(rank)
         own = {
             key: np.split(given[key], fsdp * ep)[at]
             for key, at in (("x", rank), ("dy", rank), ("wi", shard), ("wo", shard))
         }
         v = {key: torch.tensor(value).to(dtype) for key, value in (given | own).items()}
-        params = Params(v["router"], v["wi"].flatten(2), v["wo"], v["bias"])
-        products = (
-            torch_pieces.bf16() if how["recipe"] == "none" else torch_pieces.fp8_rowwise(pieces, scaled_grouped_mm)
-        )
+        params = Params(v["router"], v["wi"].flatten(2), v["wo"])
+        products = torch_layer.bf16() if how["recipe"] == "none" else torch_layer.fp8_rowwise(pieces, scaled_grouped_mm)
         layer = Layer(config, mesh, products, pieces)
         y, saved = layer.forward(v["x"], params)
         d_x, d = layer.backward(v["dy"], saved, params)
@@ -87,9 +89,9 @@ def main(folder: Path, rank: int, fsdp: int, ep: int, port: int) -> None:
         if dtype == torch.bfloat16:
             broken = Layer(config, mesh, products._replace(wgrad=twice(products.wgrad)), pieces)
             for key, of in {"wrong": layer, "broken": broken}.items():
-                found[f"{name} {key}"] = np.array(torch_worker.wrong(of, params, how["recipe"]))
+                found[f"{name} {key}"] = np.array(torch_block.wrong(of, params, how["recipe"]))
             if name == "bf16":
-                found |= choices(layer, broken, params, last=rank == fsdp * ep - 1)
+                found |= choices(layer, broken, params)
     np.savez(folder / f"{rank}.npz", **found)
     dist.destroy_process_group()
 

@@ -18,8 +18,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import moax
-from moax.mesh import cache_key
-from moax.mesh.cache_key import Nameless, describe
+from moax.mesh import lowering as cache_key
+from moax.mesh.lowering import Nameless, describe
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,9 +23,10 @@ from jax.sharding import AxisType, NamedSharding
 
 import moax
 from moax import MoEConfig, RouterConfig, Unsupported, hf
+from moax.hf.dequantize import decode_fp8
+from moax.hf.families import layout_of
 from moax.hf.files import Entry
-from moax.hf.names import spelling_of, tensors_of
-from moax.hf.stored import decode_fp8
+from moax.hf.tensor_layouts import tensors_of
 from moax.params import DIMS
 from support import MESHES, some
 from support.hf_parity import parity
@@ -33,9 +34,9 @@ from support.hf_parity import parity
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"
 RECORDED = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
-SPELLINGS = {
-    "mixtral": spelling_of("mixtral", None), "per_expert": spelling_of("deepseek_v3", None),
-    "stacked": spelling_of("deepseek_v3", True), "gpt_oss": spelling_of("gpt_oss", None),
+LAYOUTS_ON_DISK = {
+    "mixtral": layout_of("mixtral", None), "per_expert": layout_of("deepseek_v3", None),
+    "stacked": layout_of("deepseek_v3", True), "gpt_oss": layout_of("gpt_oss", None),
 }  # fmt: skip
 BEST = RouterConfig(order="topk_then_score", normalize=False)
 SIGMOID = RouterConfig(score="sigmoid", num_groups=8, top_groups=4, scale=2.5, bias=True)
@@ -93,7 +94,7 @@ def random_state(config: MoEConfig, spelling: str, dtype, prefix: str = "") -> d
     """Random bits under the names of a spelling: NaNs, infinities and subnormals among them."""
     generator = np.random.default_rng(0)
     size = np.dtype(dtype).itemsize
-    shapes = {prefix + tensor.name: tensor.shape(config) for tensor in tensors_of(SPELLINGS[spelling], config)}
+    shapes = {prefix + tensor.name: tensor.shape for tensor in tensors_of(LAYOUTS_ON_DISK[spelling], config)}
     return {
         name: np.frombuffer(generator.bytes(size * int(np.prod(shape))), dtype).reshape(shape)
         for name, shape in shapes.items()
@@ -190,7 +191,7 @@ def test_round_trip(family, stacked, dtype):
     config = tiny(family)
     spelling = "gpt_oss" if family == "gpt_oss" else "stacked" if stacked else "per_expert"
     spelling = "mixtral" if family == "mixtral" and not stacked else spelling
-    prefix = f"model.layers.7.{SPELLINGS[spelling].block}."
+    prefix = f"model.layers.7.{LAYOUTS_ON_DISK[spelling].block}."
     state = random_state(config, spelling, dtype, prefix)
     params = hf.params_from_hf(state, config, layer=7)
     moax.params.check_params(params, config)
@@ -410,7 +411,7 @@ def put(name, array):
          "layer=2 is m.layers.2.mlp. and mtp.layers.2.mlp.; give prefix="),
         (lambda _: None, dict(layer=3), ValueError, "layer=3 is not in the checkpoint: its MoE layers are 2 to 2"),
         (lambda _: None, dict(prefix="m."), ValueError, "layer=2 and prefix='m.': give one of them"),
-        (lambda _: None, dict(layer=None), ValueError, "no experts in a spelling that moax.hf knows"),
+        (lambda _: None, dict(layer=None), ValueError, "no experts in a layout that moax.hf knows"),
         (lambda state: state.clear(), {}, ValueError, "no layers.N has experts"),
     ],
 )  # fmt: skip

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from moax import Unsupported, hf
-from moax.hf.families import FAMILIES, types_of
-from moax.hf.names import block_prefix, block_test, resolve, spelling_of, tensors_of
+from moax.hf.config_keys import parse_key
+from moax.hf.families import FAMILIES, layout_of, types_of
+from moax.hf.tensor_layouts import block_test, resolve, tensors_of
 from support import some
 from support.hf_parity import LIMIT, parity
 
@@ -61,15 +62,16 @@ def test_config(family):
     written = hf.config_to_hf(config, model_type)
     assert hf.config_from_hf(written) == config == hf.config_from_hf(values | written)
     both = {key: (values[key], written[key]) for key in written.keys() & values if not isinstance(values[key], dict)}
-    width = {key.name for key in FAMILIES[family].shared}  # another width times another number may be the same width
+    # Another width times another number may be the same width.
+    width = {parse_key(key)[0][0] for key in FAMILIES[family].shared_keys}
     assert not {key: pair for key, pair in both.items() if pair[0] != pair[1] and key not in width}
     assert hf.config_from_hf({"model_type": model_type, "text_config": values}) == config
 
 
 def shapes_of(family: str, stacked: bool | None, prefix: str) -> dict[str, list[int]]:
-    """The shapes of a family's tensors in a spelling, those of the first expert for all."""
-    config, spelling = hf.config_from_hf(TINY[family]["config"]), spelling_of(types_of(family)[0], stacked)
-    tensors = {resolve(prefix, t.name): list(t.shape(config)) for t in tensors_of(spelling, config)}
+    """The shapes of a family's tensors in a layout, those of the first expert for all."""
+    config, layout = hf.config_from_hf(TINY[family]["config"]), layout_of(types_of(family)[0], stacked)
+    tensors = {resolve(prefix, t.name): list(t.shape) for t in tensors_of(layout, config)}
     return {name: shape for name, shape in tensors.items() if not re.search(r"experts\.[1-9]", name)}
 
 
@@ -79,16 +81,16 @@ def test_names(family):
 
     The text model of a multimodal family is saved as it is in memory, and the whole model as it is published.
     """
-    tiny, spellings = TINY[family], {}
+    tiny, layouts = TINY[family], {}
     for at, stacked in (("memory", True), ("disk", None)):
-        spelling = spelling_of(types_of(family)[0], stacked)
+        layout = layout_of(types_of(family)[0], stacked)
         stem = next(m[1] for m in (re.match(r"(.*?(?:layers|blocks)\.)\d+\.", n) for n in tiny[at]) if m)
-        prefix = block_prefix(stem, tiny["layer"], spelling)
-        inside = block_test(prefix, spelling)
+        prefix = layout.prefix(f"{stem}{tiny['layer']}.")
+        inside = block_test(prefix, layout)
         got = {name: shape for name, shape in tiny[at].items() if inside(name)}
-        spellings[at] = got == shapes_of(family, stacked, prefix)
-    assert spellings["memory"]
-    assert spellings["disk"] or tiny["disk"] == tiny["memory"]
+        layouts[at] = got == shapes_of(family, stacked, prefix)
+    assert layouts["memory"]
+    assert layouts["disk"] or tiny["disk"] == tiny["memory"]
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -96,9 +98,9 @@ def test_round_trip(family):
     """Breaks if a tensor of a family comes back with one other bit from MoEParams."""
     config, model_type = hf.config_from_hf(TINY[family]["config"]), types_of(family)[0]
     generator = np.random.default_rng(0)
-    tensors = tensors_of(spelling_of(model_type, None), config)
+    tensors = tensors_of(layout_of(model_type, None), config)
     prefix = "m.layers.3.block."
-    state = {resolve(prefix, t.name): generator.standard_normal(t.shape(config)).astype(np.float32) for t in tensors}
+    state = {resolve(prefix, t.name): generator.standard_normal(t.shape).astype(np.float32) for t in tensors}
     params = hf.params_from_hf(state, config, prefix=prefix, model_type=model_type)
     written = hf.params_to_hf(params, config, model_type, prefix=prefix)
     assert written.keys() == state.keys()
@@ -122,8 +124,8 @@ def test_parity(family, mesh):
 def test_the_same_names_in_two_families():
     """Breaks if `model_type` does not say how gate and up lie where names and shapes do not."""
     config = hf.config_from_hf(TINY["gpt_oss"]["config"])
-    tensors = list(tensors_of(spelling_of("gpt_oss", None), config))
-    state = {t.name: np.random.default_rng(1).standard_normal(t.shape(config)).astype(np.float32) for t in tensors}
+    tensors = list(tensors_of(layout_of("gpt_oss", None), config))
+    state = {t.name: np.random.default_rng(1).standard_normal(t.shape).astype(np.float32) for t in tensors}
     plain = hf.params_from_hf(state, config)
     apart = hf.params_from_hf(state, config, model_type="openai_privacy_filter")
     np.testing.assert_array_equal(plain.wi[:, :, 0], state["experts.gate_up_proj"][:, :, 0::2])
@@ -138,7 +140,7 @@ def test_the_same_names_in_two_families():
         ("deepseek_v2", dict(norm_topk_prob=True), "norm_topk_prob=True"),
         ("laguna", dict(moe_router_logit_softcapping=30.0), "moe_router_logit_softcapping=30.0"),
         ("step3p7", dict(swiglu_limits=[None, 7.0]), r"swiglu_limits=\[None, 7.0\]"),
-        ("nemotron_h", dict(moe_latent_size=8), "moe_latent_size=8"),
+        ("nemotron_h", dict(mlp_bias=True), "mlp_bias=True"),
         ("dbrx", dict(ffn_config=dict(moe_normalize_expert_weights=2.0)), "moe_normalize_expert_weights=2.0"),
         ("hunyuan_v1_moe", dict(moe_topk=[1, 2]), r"moe_topk=\[1, 2\] differs from layer to layer"),
         ("gemma4", dict(enable_moe_block=False), "enable_moe_block=False"),

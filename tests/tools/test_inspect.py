@@ -19,11 +19,9 @@ from moax.inspect import (
     assert_no_wide_weight_gather,
     assert_reduce_scattered,
     collectives,
-    groups,
     hlo,
     total_bytes,
 )
-from moax.inspect.reading import read_collectives
 from moax.mesh.axes import Axes
 
 MESHES = {
@@ -182,38 +180,24 @@ def test_replica_groups(mesh, groups, axes, size):
     assert (c.axes, c.group_size, c.bytes) == (axes, size, 256 * (size - 1) // size)
 
 
-@pytest.mark.parametrize(
-    "kind, header, attributes, expected",
-    [
-        # Partition ids, of the only replica.
-        ("all-to-all", "num_partitions=4", "channel_id=1, replica_groups={{0,1},{2,3}}", ((0, 1), (2, 3))),
-        ("all-to-all", "num_partitions=4", "channel_id=1, replica_groups={}", ((0, 1, 2, 3),)),
-        # Replica ids: alone, then joined with all partitions, then of programs without partitions.
-        ("all-reduce", "num_partitions=2", "replica_groups={{0}}", ((0,), (1,))),
-        ("all-reduce", "num_partitions=2", "channel_id=1, replica_groups={{0}}", ((0, 1),)),
-        ("all-reduce", "replica_count=4", "replica_groups={{0,2},{1,3}}", ((0, 2), (1, 3))),
-        ("all-reduce", "replica_count=4", "channel_id=1", ((0, 1, 2, 3),)),
-        ("all-gather", "replica_count=2, num_partitions=2", "replica_groups={{0,1}}", ((0, 2), (1, 3))),
-        ("all-to-all", "replica_count=2, num_partitions=2", "channel_id=1", ((0, 1), (2, 3))),
-        # Flattened ids.
-        (
-            "all-gather",
-            "replica_count=2, num_partitions=2",
-            "channel_id=1, use_global_device_ids=true, replica_groups={{0,3},{1,2}}",
-            ((0, 3), (1, 2)),
-        ),
-    ],
-)
-def test_what_the_ids_of_a_group_are(kind, header, attributes, expected):
-    line = f"  %x = f32[8]{{0}} {kind}(%p), dimensions={{0}}, {attributes}"
-    ((one,), _) = read_collectives(f"HloModule f, {header}\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n{line}\n}}\n")
-    assert one.groups == expected
+@pytest.mark.parametrize("groups, expected", [("{{0,1},{2,3}}", ((0, 1), (2, 3))), ("{}", ((0, 1, 2, 3),))])
+def test_ids_of_an_all_to_all_are_partitions(groups, expected):
+    """Breaks if the groups of an all-to-all, whose text has no use_global_device_ids, are not read."""
+    one = hlo.read_hlo(program(f"%x = f32[8]{{0}} all-to-all(%p), channel_id=1, replica_groups={groups}"))
+    assert hlo.device_groups(one.computations["main.0_spmd"]["x"], 4) == expected
 
 
-def test_unknown_form_of_groups():
-    text = "mesh{'a'} {'a'}"
+def test_replicas_are_refused():
+    """Breaks if ids of replicas are read as ids of partitions."""
+    with pytest.raises(ValueError, match="the program has replicas"):
+        collectives("HloModule f, replica_count=4\n\nENTRY %main (p: f32[8]) -> f32[8] {\n}\n")
+
+
+@pytest.mark.parametrize("groups", ["mesh{'a'} {'a'}, use_global_device_ids=true", "{{0}}"])
+def test_unknown_form_of_groups(groups):
+    """Breaks if groups of an unknown form, or ids of replicas, are read as if all devices took part."""
     with pytest.raises(ValueError, match="form that moax.inspect does not know"):
-        groups._read_groups(text)
+        read(f"%x = f32[8]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}")
 
 
 LOOPS = """
@@ -622,6 +606,7 @@ def test_arithmetic_on_f8_compiles_with_it_widened(mesh):
 CONFIG = MoEConfig(d_model=32, d_ff=64, num_experts=8, top_k=2)
 
 
+@pytest.mark.more
 def test_report_of_a_block():
     mesh = make_mesh("2x4")
     report = inspect.report(CONFIG, recipe="fp8_block", tokens=64, mesh=mesh)

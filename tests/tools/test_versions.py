@@ -16,7 +16,7 @@ from support import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
-PAGES = ("README.md", "docs/index.md")
+PAGES = ("README.md",)
 
 
 def admitted() -> SpecifierSet:

@@ -359,12 +359,13 @@ def test_a_block_passes(mesh, options):
     assert {value.name for c in given for value in c.reaches} == {"result.wi", "result.wo"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "given, wanted, kind, options",
     [
         pytest.param(ON_FSDP, None, "all-to-all", {"engine": "shard_map"}, id="shard_map, weights on fsdp"),
-        pytest.param(TURNED, None, "collective-permute", {"engine": "shard_map"}, id="turned", marks=pytest.mark.more),
-        pytest.param({}, {"wi": P(), "wo": P()}, "all-gather", {}, id="whole gradient", marks=pytest.mark.more),
+        pytest.param(TURNED, None, "collective-permute", {"engine": "shard_map"}, id="turned"),
+        pytest.param({}, {"wi": P(), "wo": P()}, "all-gather", {}, id="whole gradient"),
     ],
 )
 def test_a_block_with_moved_weights(mesh, given, wanted, kind, options):

@@ -1,9 +1,9 @@
-"""The passes of `passes.py` on a mesh, under one `custom_vjp`: each direction gathers the weights, and runs its passes.
+"""The experts of a block on a mesh, under one `custom_vjp`: each direction gathers the weights and runs its rounds.
 
-    forward    gather wi, wo for products over rows      run the passes
-    backward   gather wi, wo for products over columns   run the passes    scatter the gradients of wi, wo
+    forward    gather wi, wo for products over rows       rounds of forward
+    backward   gather wi, wo for products over columns    rounds of backward    scatter the gradients of wi, wo
 
-Each of these steps is a partitioned op of its own; `wire.py` has the gather and the scatter.
+Each of these steps is an op of its own; `ops/weights.py` has the gather and the scatter.
 """
 
 from __future__ import annotations
@@ -16,93 +16,137 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moax.block.passes import run_backward, run_forward
-from moax.block.spec import (
-    BlockResiduals,
-    BlockSpec,
-    Inputs,
-    Weights,
-    backward_contract,
-    backward_factors,
-    forward_contract,
-    forward_factors,
-)
-from moax.block.wire import gather_weights, scatter_gradients
-from moax.mesh.partition import MeshView, Partitioned, differentiable
-from moax.types import QuantizedParams
+from moax.block.moe import BlockPlan, Inputs, Residuals, Weights
+from moax.block.overflow import run_backward, run_forward
+from moax.lora import NAMES, specs_on
+from moax.mesh.op import Op, OpSharding, differentiable
+from moax.mesh.specs import device_spec, spec
+from moax.mesh.view import MeshView
+from moax.ops.weights import QuantizedWeight, find_layout, gather_weight, quantized_specs, scatter_gradient
 
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
+Quantized = tuple[QuantizedWeight | None, QuantizedWeight | None]  # of wi and wo
 
 
 def apply_experts(
-    view: MeshView,
-    static: BlockSpec,
-    inputs: Inputs,
-    w: Weights[Array],
-    quantized: QuantizedParams | None = None,
+    view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized
 ) -> tuple[Float[Array, "T H"], Int[Array, " 1"], Int[Array, " 1"]]:
-    """Computes the experts' part of the block, which is differentiable in the tokens, the routing weights and w.
+    """Computes the experts of a block; the result is differentiable in the tokens, the routing weights and w.
 
     Args:
       view: how ops run on the mesh in force.
-      static: the spec of the block.
+      p: the static facts of the experts.
       inputs: tokens, experts and routing weights, T over (dp, fsdp, ep, cp).
       w: the weights of the experts.
-      quantized: wi and wo as `quantize_params` returns them. The gradients are those of w.
+      quantized: wi and wo as `moax.quantize_params` returns them, or None. They have no gradient; w has.
 
     Returns:
-      y: [T, H], a partial sum over tp inside a `shard_map`. dropped: [1] i32, the dropped assignments. passes: [1] i32,
-      the most passes of any rank of the mesh.
+      y: [T, H], a partial sum over tp inside a `shard_map`. dropped: [1] i32, the dropped assignments. rounds: [1] i32,
+      the most rounds of any rank of the mesh.
     """
-    inputs, w, quantized, _ = _forward.lay_operands(view, static, inputs, w, quantized, None)
-    return _experts(view, static, inputs, w, quantized)
+    *tokens, w, quantized, _ = _forward_op.reshard(view, p, *inputs, w, quantized, None)
+    return _experts(view, p, Inputs(*tokens), w, quantized)
 
 
-def _backward_local(static: BlockSpec, layouts, saved, inputs, w: Weights[Array], quantized, gathered, dy):
-    """Runs backward on one device.
-
-    Returns the gradients of x, of the routing weights, of the biases and the adapters, and of the gathered wi and wo.
-    """
-    dx, d_weights, dw = run_backward(static, layouts, saved, inputs, w, quantized, gathered, dy)
-    terms = (None if d is None else d.astype(static.grad_dtype) for d in dw[:2])
-    return dx, d_weights, *dw[2:], *terms
+def _gather(view: MeshView, p: BlockPlan, w: Weights[Array], quantized: Quantized, contracted):
+    pairs = zip((p.wi, p.wo), (w.wi, w.wo), quantized, strict=True)
+    return tuple(gather_weight(view, weight, shard, given, contracted) for weight, shard, given in pairs)
 
 
-_forward = Partitioned(run_forward, forward_contract, forward_factors, name="experts")
-_backward = Partitioned(_backward_local, backward_contract, backward_factors, name="experts_grad")
+def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
+    gathered = _gather(view, p, w, quantized, "rows")
+    y, dropped, rounds, saved = _forward_op(view, p, *inputs, w, quantized, gathered)
+    needs_inputs = p.overflows or not p.save_rows
+    return (y, dropped, rounds), (_name(saved), inputs if needs_inputs else None, w, quantized)
 
 
-def _experts_forward(view: MeshView, static: BlockSpec, inputs: Inputs, w: Weights[Array], quantized):
-    """Runs the forward of the `custom_vjp` and returns the results, and the residuals with the weights."""
-    gathered = gather_weights(view, static, w, quantized, "rows")
-    y, dropped, passes, saved = _forward(view, static, inputs, w, quantized, gathered)
-    return (y, dropped, passes), (_name(saved), inputs if static.needs_inputs else None, w, quantized)
+def _plain(view: MeshView, p: BlockPlan, *operands):
+    """Runs forward without a backward, which leaves no rows for one."""
+    return _forward(view, dataclasses.replace(p, save_rows=False), *operands)[0]
 
 
-def _experts_plain(view: MeshView, static: BlockSpec, *operands):
-    """Returns the results of the forward without a backward: it makes no rows for one."""
-    return _experts_forward(view, dataclasses.replace(static, save_rows=False), *operands)[0]
-
-
-def _experts_backward(view: MeshView, static: BlockSpec, residuals, cotangents):
-    """Runs the backward of the `custom_vjp` and returns the gradients of the inputs and of w."""
+def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     saved, inputs, w, quantized = residuals
     # Each direction gathers the weights when it needs them, so XLA must not keep the gathered weights of forward, nor
     # the rows that backward makes again.
     inputs, w, quantized, dy = lax.optimization_barrier((inputs, w, quantized, cotangents[0]))
-    gathered = gather_weights(view, static, w, quantized, "columns")
-    dx, d_weights, *others, d_wi, d_wo = _backward(view, static, saved, inputs, w, quantized, gathered, dy)
-    dw = *scatter_gradients(view, static, (d_wi, d_wo), w), *others
-    gradients = Weights(*(None if p is None or d is None else d.astype(p.dtype) for p, d in zip(w, dw, strict=True)))
-    return Inputs(dx, cast(Any, None), d_weights), gradients, None
+    gathered = _gather(view, p, w, quantized, "columns")
+    given = (None, None, None) if inputs is None else inputs
+    dx, d_weights, *small, partial = _backward_op(view, p, saved, *given, w, quantized, gathered, dy)
+    dw = (
+        *(
+            None if d is None else scatter_gradient(view, weight, d, shard)
+            for weight, d, shard in zip((p.wi, p.wo), partial, w, strict=False)
+        ),
+        *small,
+    )
+    gradients = (None if v is None or d is None else d.astype(v.dtype) for v, d in zip(w, dw, strict=True))
+    return Inputs(dx, cast(Any, None), d_weights), Weights(*gradients), None
 
 
-def _name(saved: BlockResiduals) -> BlockResiduals:
+_experts = differentiable(_forward, _backward, once="moe", plain=_plain)
+
+
+def _name(saved: Residuals) -> Residuals:
     """Returns the residuals with the names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`."""
-    rows, hidden, *rest = saved
+    rows, h, *rest = saved
     rows = jax.tree.map(lambda v: checkpoint_name(v, "moax_rows"), rows)
     rest = jax.tree.map(lambda v: checkpoint_name(v, "moax_plan"), rest)
-    return BlockResiduals(rows, checkpoint_name(hidden, "moax_hidden"), *rest)
+    return Residuals(rows, checkpoint_name(h, "moax_hidden"), *rest)
 
 
-_experts = differentiable(_experts_forward, _experts_backward, once="moe", plain=_experts_plain)
+def _forward_shards(p: BlockPlan, layouts, x, experts, weights, w, quantized, gathered):
+    return run_forward(p, layouts, Inputs(x, experts, weights), w, quantized, gathered)
+
+
+def _backward_shards(p: BlockPlan, layouts, saved, x, experts, weights, w: Weights[Array], quantized, gathered, dy):
+    inputs = None if x is None else Inputs(x, experts, weights)
+    dx, d_weights, dw = run_backward(p, layouts, saved, inputs, w, quantized, gathered, dy)
+    return dx, d_weights, *dw[2:], tuple(None if d is None else d.astype(p.grad_dtype) for d in dw[:2])
+
+
+def _specs(p: BlockPlan, w: Weights[Array], quantized: Quantized, found: Weights[Any]):
+    """Returns the layouts of wi and wo, the specs of all weights, and those of quantized ones."""
+    ep, tp = p.axes.ep, p.axes.tp
+    layouts = find_layout(p.wi, found.wi, w.wi.ndim), find_layout(p.wo, found.wo, w.wo.ndim)
+    small = spec(ep, None, tp), spec(ep, None), *(getattr(specs_on(p.axes), name) for name in NAMES)
+    small = (None if v is None else of for of, v in zip(small, w[2:], strict=True))
+    pairs = zip((p.wi, p.wo), (w.wi, w.wo), quantized, strict=True)
+    of_quantized = tuple(None if given is None else quantized_specs(weight, v.shape) for weight, v, given in pairs)
+    return layouts, Weights(layouts[0].spec, layouts[1].spec, *small), of_quantized
+
+
+def _forward_sharding(p: BlockPlan, operands, found) -> OpSharding:
+    """Returns the layout of forward: tokens are split, y is summed over tp, and dropped assignments over all tokens."""
+    *_, w, quantized, gathered = operands
+    rows, own, tokens = spec(p.axes.tokens, None), device_spec(p.axes), p.axes.tokens
+    layouts, weights, of_quantized = _specs(p, w, quantized, found[3])
+    whole = jax.tree.map(lambda _: own, gathered)
+    results = rows, spec(None), spec(None), own
+    return OpSharding((rows,) * 3 + (weights, of_quantized, whole), results, (p.axes.tp, tokens, (), ()), layouts)
+
+
+def _backward_sharding(p: BlockPlan, operands, found) -> OpSharding:
+    """Returns the layout of backward: each gradient has the layout of its array; those of wi and wo are partial."""
+    saved, *inputs, w, quantized, gathered, _ = operands
+    rows, own, tp, replicas = spec(p.axes.tokens, None), device_spec(p.axes), p.axes.tp, p.axes.replica_axes
+    layouts, weights, of_quantized = _specs(p, w, quantized, found[4])
+    saved, whole = jax.tree.map(lambda _: own, (saved, gathered))
+    given = (None if v is None else rows for v in inputs)
+    # tp splits the columns of bi and of wi_b, and the rows of wo_a.
+    over = (replicas, replicas + tp, replicas + tp, replicas, replicas, replicas + tp)
+    return OpSharding(
+        (saved, *given, weights, of_quantized, whole, rows),
+        (rows, rows, *(spec() if s is None else s for s in weights[2:]), own),
+        (tp, tp, *over, ()),
+        layouts,
+    )
+
+
+_forward_op = Op("experts", _forward_shards, "t h, t k, t k, @, @, @ -> t h, =, =, @", sharding=_forward_sharding)
+_backward_op = Op(
+    "experts_grad",
+    _backward_shards,
+    "@, t h, t k, t k, @, @, @, t h -> t h, t k, @, @, @, @, @, @, @",
+    sharding=_backward_sharding,
+)

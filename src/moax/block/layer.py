@@ -1,39 +1,66 @@
-"""`moax.moe` is the whole block: the router, the experts, and the shared expert."""
+"""`moax.moe` is the whole block: the router, the experts, and the shared expert.
+
+routing = route(x router)                                          or the routing that the caller gives
+y[t]    = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t])
+
+Latent experts read x[t] latent_down, and their sum is multiplied by latent_up.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Unpack
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Integer
 
-from moax.block.experts import apply_experts
-from moax.block.routing import Given, RoutingInput, check_routing, find_routing, like_tokens, merge_twins
-from moax.block.spec import BlockSpec, Inputs, Weights
-from moax.block.weights import local_widths
-from moax.checks import check_kind, check_mask
+from moax.block.experts import Quantized, apply_experts
+from moax.block.moe import BlockPlan, Inputs, Weights
+from moax.block.plan import make_plan, weight_specs
+from moax.block.routing_override import (
+    RoutingInput,
+    RoutingOverride,
+    check_routing,
+    find_routing,
+    merge_duplicate_experts,
+)
+from moax.checks import check_int, check_kind, check_mask
 from moax.config import MoEConfig
 from moax.errors import Unsupported
+from moax.exchange import TRANSPORTS, select_transport
 from moax.kernels import select_kernels
 from moax.lora import Adapters, check_adapters, scaled
-from moax.mesh.axes import Roles
 from moax.mesh.collectives import get_grad_reduce
-from moax.mesh.partition import MeshView, find_mesh_view
 from moax.mesh.place import constrain, reshard_like
 from moax.mesh.tokens import check_token_axes, find_token_dims, flatten_tokens, unflatten_tokens
+from moax.mesh.view import MeshView, find_mesh_view
 from moax.ops.activation import activate
-from moax.ops.exchange import TRANSPORTS, select_transport, wire_bytes
-from moax.ops.linear import dense
-from moax.ops.logits import router_logits
+from moax.ops.balance import BINS
+from moax.ops.dispatch_combine import wire_bytes
+from moax.ops.matmul import dense
+from moax.ops.router import router_logits
+from moax.ops.weights import quantize_weight
 from moax.options import OptionKeywords, Options, replace_options
 from moax.params import MoEParams, check_leaves, check_params
 from moax.recipe import get_recipes
-from moax.sharding import expert_specs, lay_out, shard_specs
+from moax.sharding import expert_specs, reshard_params, shard_specs
 from moax.types import MoEStats, QuantizedParams, Routing, check_tokens
+
+
+class CallKeywords(TypedDict, total=False):
+    """The keywords of `moax.moe` that belong to one call and its tokens, as a layer's call takes them."""
+
+    router_input: Float[Array, "*batch H"] | None
+    quantized: QuantizedParams | None
+    adapters: Adapters[Array] | None
+    routing: RoutingInput | None
+    mask: Bool[Array, "*batch"] | None
+    segment_ids: Integer[Array, "*batch"] | None
+    return_routing: bool
 
 
 def moe(
@@ -45,6 +72,7 @@ def moe(
     router_input: Float[Array, "*batch H"] | None = None,
     routing: RoutingInput | None = None,
     mask: Bool[Array, "*batch"] | None = None,
+    segment_ids: Integer[Array, "*batch"] | None = None,
     return_routing: bool = False,
     quantized: QuantizedParams | None = None,
     adapters: Adapters[Array] | None = None,
@@ -52,10 +80,12 @@ def moe(
 ) -> tuple[Float[Array, "*batch H"], MoEStats]:
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]),  expert(x) = act(x wi + bi) wo + bo.
 
+    With `config.d_latent` the sum over k is (sum_k weights[t, k] expert[experts[t, k]](x[t] latent_down)) latent_up.
+
     Args:
-      x: [..., H], floating point. Its tokens lie over (dp, fsdp, ep), and S of [..., S, H] over cp; see `Axes`.
-      params: see `MoEParams`. The router is cast to float32, and the other parameters to x.dtype. Experts lie over ep,
-        F lies over tp, and fsdp may split any dim; the block uses every such layout without moving it.
+      x: [..., H], floating point. Its tokens are split over (dp, fsdp, ep), and S of [..., S, H] over cp; see `Axes`.
+      params: see `MoEParams`. The router is cast to float32, and the other parameters to x.dtype. Experts are split
+        over ep, F over tp, and fsdp may split any dim; the block uses every such layout without moving it.
       config: the sizes of the block and its equations; see `MoEConfig`.
       options: how the block runs; see `Options`.
       router_input: [..., H] with the leading dims of x, what the router reads in place of x (Gemma 4); None means x.
@@ -65,6 +95,8 @@ def moe(
         then those of the `Routing`. An id of E stands for no expert.
       mask: [...] bool, False for padding. Padding is not routed, not sent and not counted, in losses, counts and
         capacities; its y and its gradients are 0.
+      segment_ids: [..., S] for x [..., S, H], integers up to S: the sequence of each token of a packed row, for
+        `RouterConfig.sequence_aux_loss`. A negative id is padding, as False of `mask` is. None: a row is one sequence.
       return_routing: whether `stats.routing` has the routing that was used.
       quantized: wi and wo as `quantize_params` quantized them, with the same options. The block then quantizes no
         weight, and the gradients flow to `params`. `params.wi` and `params.wo` may both be None then; they have no
@@ -103,35 +135,92 @@ def moe(
     given = check_routing(routing, (*x.shape[:-1], config.top_k))
     if mask is not None:
         check_mask("mask", mask, x.shape[:-1])
-    return _moe(x, params, quantized, router_input, config, options, given, mask, bool(return_routing), adapters)
+    if segment_ids is not None:
+        check_int("segment_ids", segment_ids, "[..., S]")
+        if segment_ids.shape != x.shape[:-1]:
+            raise ValueError(f"segment_ids has shape {segment_ids.shape}; it must be {x.shape[:-1]}")
+    rest = bool(return_routing), adapters, segment_ids
+    return _moe(x, params, quantized, router_input, config, options, given, mask, *rest)
+
+
+def quantize_params(
+    params: MoEParams[Array],
+    config: MoEConfig,
+    options: Options = Options(),
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    **keywords: Unpack[OptionKeywords],
+) -> QuantizedParams:
+    """Quantizes wi and wo once for several calls of a block, each for products over its rows and over its columns.
+
+    The block then gathers bytes and quantizes no weight. Its gradients flow to `params`, as if it had quantized them.
+    Quantized weights serve the microbatches of a step, the stages of a pipeline, and experts that are frozen.
+
+    Args:
+      params: see `MoEParams`. A weight whose layout is not that of `param_specs` is moved there first, unquantized.
+      config: the sizes of the block.
+      options: those of the `moe` that takes the result; `recipe`, `axes`, `kernels` and `engine` count.
+      dtype: the dtype of x in these calls, by which `kernels="auto"` chooses an implementation.
+      **keywords: fields of `Options` that replace those of `options`.
+
+    Returns:
+      The quantized weights, on their shards: one byte an element and the scales, twice; None for a weight that its
+      recipe does not quantize. They have no gradient; that of `moe` flows to its `params`.
+
+    Raises:
+      ValueError: no recipe quantizes its weight, a shape does not fit, or an option has a value that it cannot have.
+      Unsupported: an engine or kernels that were chosen by name cannot run.
+    """
+    check_kind("config", config, MoEConfig)
+    check_kind("options", options, Options)
+    check_leaves(params)
+    options = replace_options("quantize_params", options, keywords)
+    recipe = get_recipes(options.recipe)
+    if all(own.w is None for own in recipe.both):
+        raise ValueError(f"recipe={options.recipe!r} quantizes no weight; its field w must be a Format")
+    return _quantize_params(jax.lax.stop_gradient(params), config, options, np.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _quantize_params(params: MoEParams[Array], config: MoEConfig, options: Options, dtype: np.dtype) -> QuantizedParams:
+    """Runs `quantize_params` with all options in one value."""
+    view, recipe = find_mesh_view(options.axes, options.engine, params), get_recipes(options.recipe)
+    check_params(params, config, local=view.manual)
+    find_specs = functools.partial(shard_specs, params) if view.manual else expert_specs
+    declared = find_specs(config, options.axes, view.axes)
+    params = reshard_params(params, declared)
+    kernels = _select_kernels(options, dtype, params, config, view)
+    pairs = zip(weight_specs(declared, view.axes, recipe, kernels, dtype), (params.wi, params.wo), strict=True)
+    wi, wo = (None if weight.recipe.w is None else quantize_weight(view, weight, w) for weight, w in pairs)
+    return QuantizedParams(wi, wo, recipe, kernels)
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 8))  # so that a caller who does not jit runs one program too
 def _moe(
-    x, params, quantized, router_input, config: MoEConfig, options: Options, given: Given, mask, return_routing: bool,
-    adapters,
+    x, params, quantized, router_input, config: MoEConfig, options: Options, given: RoutingOverride, mask,
+    return_routing: bool, adapters, segments,
 ):  # fmt: skip
-    """Runs `moe` with all options in one value, and with what the caller gave for the routing in another one."""
     params, absent = _fill(params, quantized, x.dtype)
     recipe, axes, engine = get_recipes(options.recipe), options.axes, options.engine
     check_token_axes(x, axes)
     view = find_mesh_view(axes, engine, x, params)
-    axes = find_token_dims(x, axes, view.roles)
-    view, options = view.on(axes), dataclasses.replace(options, axes=axes)
+    axes = find_token_dims(x, axes, view.axes)
+    resolved = axes.resolve(dict(view.axes.sizes))
+    view, options = view._replace(axes=resolved), dataclasses.replace(options, axes=axes)
     check_params(params, config, local=view.manual)
     if adapters is not None:
         check_adapters(adapters, config, local=view.manual)
-    roles = view.roles
     if x.size == 0:
         return x, _stats_of_nothing(x, config, return_routing)
-    declared = shard_specs(params, config, axes, roles) if view.manual else expert_specs(config, axes, roles)
-    static = dataclasses.replace(
-        _make_spec(x, params, config, options, view, declared), frozen=absent or adapters is not None
-    )
-    _check_quantized(quantized, static, params)
-    params, tokens = lay_out(params, declared), flatten_tokens(x, roles)
-    real = None if mask is None else flatten_tokens(mask[..., None], roles)
-    read = tokens if router_input is None else flatten_tokens(router_input, roles)
+    declared = shard_specs(params, config, axes, resolved) if view.manual else expert_specs(config, axes, resolved)
+    plan = _plan(x, params, config, options, view, declared, frozen=absent or adapters is not None)
+    _check_quantized(quantized, plan, params)
+    params, tokens = reshard_params(params, declared), flatten_tokens(x, resolved)
+    if segments is not None:
+        segments = segments.astype(jnp.int32)
+        mask = segments >= 0 if mask is None else mask & (segments >= 0)
+    real = None if mask is None else flatten_tokens(mask[..., None], resolved)
+    read = tokens if router_input is None else flatten_tokens(router_input, resolved)
     if real is not None:  # padding may hold NaN
         tokens, read = jnp.where(real, tokens, 0), jnp.where(real, read, 0)
 
@@ -140,36 +229,85 @@ def _moe(
     if absent:
         wi, wo = constrain(params.wi, declared.wi), constrain(params.wo, declared.wo)
         params = dataclasses.replace(params, wi=wi, wo=wo)
-    routing = find_routing(view, x, read, params, config, options, given, real)
-    experts, weights = (routing.experts, routing.weights) if given.experts is None else merge_twins(routing, config)
+    routing = find_routing(view, x, read, params, config, options, given, real, segments)
+    experts, weights = (
+        (routing.experts, routing.weights) if given.experts is None else merge_duplicate_experts(routing, config)
+    )
 
     if params.expert_scale is not None:
         chosen = experts[:, :, None] == jnp.arange(config.num_experts, dtype=jnp.int32)[None, None]
         weights = weights * jnp.where(chosen, params.expert_scale.astype(jnp.float32)[None, None], 0.0).sum(-1)
+    how = dict(axes=axes, engine=engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
+    rows = tokens
+    if params.latent_down is not None:
+        rows = dense(tokens, params.latent_down, recipe=recipe.wi, w_spec=declared.latent_down, **how)
     w = Weights(params.wi, params.wo, params.bi, params.bo, *scaled(adapters))
-    y, dropped, passes = apply_experts(view, static, Inputs(tokens, experts, weights), w, quantized)
+    kept: Quantized = (None, None) if quantized is None else (quantized.wi, quantized.wo)
+    y, dropped, rounds = apply_experts(view, plan, Inputs(rows, experts, weights), w, kept)
+    latent = params.latent_up is not None
+    if params.latent_up is not None:  # the product quantizes whole sums
+        y = dense(view.psum(y, resolved.tp), params.latent_up, recipe=recipe.wo, w_spec=declared.latent_up, **how)
     if params.shared_wi is not None and params.shared_wo is not None:
-        how = dict(axes=axes, engine=engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
         h = dense(tokens, params.shared_wi, recipe=recipe.wi, w_spec=declared.shared_wi, **how)
         a = activate(h, config.activation, config.activation_limit)
         shared = dense(a, params.shared_wo, recipe=recipe.wo, w_spec=declared.shared_wo, **how)
-        if params.shared_gate is None:
-            y = view.psum(y + shared, roles.tp)
-        else:  # the gate multiplies the whole output, so that each rank of tp has its whole gradient
+        if params.shared_gate is not None:  # it multiplies whole sums, so each rank of tp has its whole gradient
             gate = jax.nn.sigmoid(router_logits(tokens, params.shared_gate[:, None], axes=axes, engine=engine))
-            y = view.psum(y, roles.tp) + (view.psum(shared, roles.tp).astype(jnp.float32) * gate).astype(y.dtype)
+            y = y if latent else view.psum(y, resolved.tp)
+            y += (view.psum(shared, resolved.tp).astype(jnp.float32) * gate).astype(y.dtype)
+        elif latent:
+            y += view.psum(shared, resolved.tp)
+        else:
+            y = view.psum(y + shared, resolved.tp)
+    elif not latent:
+        y = view.psum(y, resolved.tp)
+    y = unflatten_tokens(y if real is None else jnp.where(real, y, 0), x, resolved)
+    dropped = view.assume_replicated(view.psum(dropped, resolved.tokens), resolved.tp)[0]
+    rounds = view.assume_replicated(lax.stop_gradient(rounds), resolved.all)[0]  # a maximum has no derivative in JAX
+    used = None
+    if return_routing:
+        shaped = {name: unflatten_tokens(getattr(routing, name), x, resolved) for name in ("experts", "weights")}
+        used = dataclasses.replace(routing, **shaped)
+    counts = routing.aux_loss, routing.z_loss, routing.tokens_per_expert
+    return reshard_like(y, x), MoEStats(*counts, dropped, rounds, used, routing.histogram)
+
+
+def _plan(x, params: MoEParams[Array], config: MoEConfig, options: Options, view: MeshView, declared, *, frozen: bool):
+    """Returns the plan of the experts, with the transport and the implementation that run."""
+    _check_symbolic(x, config, view)
+    recipe, rows, shards = get_recipes(options.recipe), x.size // x.shape[-1], 1
+    if not view.manual:
+        shards = view.axes.size(view.axes.tokens)
+        if rows % shards:
+            raise ValueError(f"x: its {rows} rows do not divide by mesh axes {view.axes.tokens} of {shards} devices")
+    row_bytes = wire_bytes(config.d_rows, x.dtype, recipe.wire)
+    if options.exchange == "auto":
+        transports = [name for name, transport in TRANSPORTS.items() if transport.why_not(view, row_bytes) is None]
     else:
-        y = view.psum(y, roles.tp)
-    y = unflatten_tokens(y if real is None else jnp.where(real, y, 0), x, roles)
-    dropped = view.typed_as_equal(view.psum(dropped, roles.tokens), roles.tp)[0]
-    passes = view.typed_as_equal(lax.stop_gradient(passes), roles.all)[0]  # a maximum has no derivative in JAX
-    used = like_tokens(routing, x, roles) if return_routing else None
-    losses = routing.aux_loss, routing.z_loss
-    return reshard_like(y, x), MoEStats(*losses, routing.tokens_per_expert, dropped, passes, used)
+        transports = [select_transport(options.exchange, view, row_bytes)]
+    return make_plan(
+        config,
+        transports,
+        recipe=recipe,
+        axes=view.axes,
+        declared=declared,
+        tokens=rows // shards,
+        dtype=x.dtype,
+        kernels=_select_kernels(options, x.dtype, params, config, view),
+        buffer_factor=options.buffer_factor,
+        save_rows=options.save_rows,
+        grad_reduce=get_grad_reduce(options.grad_reduce_dtype),
+        frozen=frozen,
+    )
+
+
+def _select_kernels(options: Options, dtype, params: MoEParams[Array], config: MoEConfig, view: MeshView) -> str:
+    tp = 1 if view.manual else view.axes.size(view.axes.tp)
+    return select_kernels(options.kernels, dtype, d_model=config.d_rows, d_ff=params.wo.shape[1] // tp)
 
 
 def _fill(params: MoEParams[Array], quantized, dtype) -> tuple[MoEParams[Array], bool]:
-    """Returns the parameters, and whether wi and wo are kept quantized alone; they are then zeros, never read."""
+    """Returns the parameters, and whether the caller has wi and wo quantized alone; they are then zeros, never read."""
     if not isinstance(quantized, QuantizedParams) or (params.wi is not None and params.wo is not None):
         return params, False
     wi, wo = quantized.wi, quantized.wo
@@ -189,49 +327,25 @@ def _fill(params: MoEParams[Array], quantized, dtype) -> tuple[MoEParams[Array],
 
 
 def _stats_of_nothing(x, config: MoEConfig, return_routing: bool) -> MoEStats:
-    """Returns the stats of x without tokens: losses and counts of 0, and one pass."""
+    """Returns the stats of x without tokens: losses and counts of 0, and one round."""
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     tokens, ids = jnp.zeros(config.num_experts, jnp.int32), jnp.zeros((*x.shape[:-1], config.top_k), jnp.int32)
-    used = Routing(ids, ids.astype(jnp.float32), zero, zero, tokens) if return_routing else None
-    return MoEStats(zero, zero, tokens, none, none + 1, used)
+    histogram = jnp.zeros((config.num_experts, BINS), jnp.int32) if config.router.histogram else None
+    used = Routing(ids, ids.astype(jnp.float32), zero, zero, tokens, histogram) if return_routing else None
+    return MoEStats(zero, zero, tokens, none, none + 1, used, histogram)
 
 
-def _make_spec(x, params: MoEParams[Array], config: MoEConfig, options: Options, view: MeshView, declared) -> BlockSpec:
-    """Returns the spec of the block, with the transport and the implementation that run.
-
-    `declared` has the spec of each parameter.
-    """
-    _check_symbolic(x, config, view)
-    roles, recipe = view.roles, get_recipes(options.recipe)
-    row_bytes = wire_bytes(x, recipe.wire)
-    arguments = dict(
-        recipe=recipe,
-        roles=roles,
-        declared=declared,
-        tokens=_tokens_of_device(x, roles, 1 if view.manual else roles.size(roles.tokens)),
-        dtype=x.dtype,
-        kernels=select_kernels(options.kernels, x.dtype, **local_widths(params, config, view)),
-        buffer_factor=options.buffer_factor,
-        save_rows=options.save_rows,
-        grad_reduce=get_grad_reduce(options.grad_reduce_dtype),
-    )
-    if options.exchange == "auto":
-        possible = [name for name, transport in TRANSPORTS.items() if transport.why_not(view, row_bytes) is None]
-        return BlockSpec.choose(config, possible, **arguments)
-    return BlockSpec.make(config, transport=select_transport(options.exchange, view, row_bytes), **arguments)
-
-
-def _check_quantized(quantized: QuantizedParams | None, static: BlockSpec, params: MoEParams[Array]) -> None:
-    """Raises ValueError where kept weights are of another recipe, implementation or size than the block's."""
+def _check_quantized(quantized: QuantizedParams | None, plan: BlockPlan, params: MoEParams[Array]) -> None:
+    """Raises ValueError where quantized weights are of another recipe, implementation or size than the block's."""
     if quantized is None:
         return
     if not isinstance(quantized, QuantizedParams):
         raise ValueError(f"quantized is a {type(quantized).__name__}; it must be what moax.quantize_params returns")
-    if quantized.recipe != static.recipe:
-        raise ValueError(f"quantized has recipe={quantized.recipe}, and this call has recipe={static.recipe}")
-    if quantized.kernels != static.kernels:
+    if quantized.recipe != plan.recipe:
+        raise ValueError(f"quantized has recipe={quantized.recipe}, and this call has recipe={plan.recipe}")
+    if quantized.kernels != plan.kernels:
         raise ValueError(
-            f"quantized is for kernels={quantized.kernels!r}, and this call runs {static.kernels!r}; pass the same "
+            f"quantized is for kernels={quantized.kernels!r}, and this call runs {plan.kernels!r}; pass the same "
             "kernels= and the dtype of x to moax.quantize_params"
         )
     for name in ("wi", "wo"):
@@ -255,14 +369,3 @@ def _check_symbolic(x, config: MoEConfig, view: MeshView) -> None:
             f"capacity_factor={config.capacity_factor} with {rows} rows of x, which is symbolic; use "
             "capacity_factor=None, or export one program for each number of rows"
         )
-
-
-def _tokens_of_device(x, roles: Roles, shards: int) -> int:
-    """Returns the tokens of one device, of `shards` devices.
-
-    Raises ValueError where shards do not divide them.
-    """
-    rows = x.size // x.shape[-1]
-    if rows % shards:
-        raise ValueError(f"x: its {rows} rows do not divide by mesh axes {roles.tokens} of {shards} devices")
-    return rows // shards

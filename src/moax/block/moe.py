@@ -1,4 +1,4 @@
-"""The block on one device: the picture of its chain, and the chain forward and reversed.
+"""The experts of a block on one device: `forward` and `backward`, each a chain of steps.
 
     x [T, H] --route--> experts [T, K], weights [T, K]
        |                        |
@@ -6,269 +6,395 @@
                   |
           permute, quantize              rows sorted by expert [N, H]
                   |
-              matmul(wi)                 h [N, G, F]
+              expert_up                  h [N, G, F] = rows wi
                   |
           activate, quantize             a [N, F]
                   |
-              matmul(wo)                 o [N, H]
+             expert_down                 o [N, H] = a wo
                   |
               unpermute                  partial y [R, H], weighted
                   |
                combine                   y [T, H]
 
-Two names on one line are one step, which an implementation may compute in one kernel. `find_hidden` and `find_partial`
-are this chain on one device between dispatch and combine. `find_weight_gradients` and `find_input_gradient` are the
-chain reversed. Adapters, where a caller has them, add a low-rank product beside each matmul (`adapters.py`). The router
-is an op of its own and runs before the chain. `passes.py` puts the exchange around the chain and repeats both where a
-routing needs it. `experts.py` runs this on a mesh, and `layer.py` has `moax.moe`.
+Two names on one line are one step, which an implementation may compute in one kernel. The router runs before the chain.
+`overflow.py` runs further rounds for tokens that find no room in the buffers, `experts.py` runs the rounds on a mesh,
+and `layer.py` has `moax.moe`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
 
-from moax.block.adapters import low_rank, low_rank_gradients, plain_hidden
-from moax.block.spec import BlockResiduals, BlockSpec, Weights
+from moax.config import Activation, gates_of
+from moax.exchange.transport import ExchangeSpec
 from moax.groups import Groups, rows_of_groups, zero_rows
-from moax.kernels import Operand
-from moax.mesh.collectives import keep_on_first
+from moax.kernels import DEFAULT, Operand, Role, implementation
+from moax.mesh.axes import ResolvedAxes
+from moax.mesh.collectives import mask_to_first_rank
+from moax.ops.activation import activation_of
+from moax.ops.dispatch_combine import combine_backward, combine_forward, dispatch_backward, dispatch_forward
 from moax.ops.permutation import (
+    PermuteSpec,
     permute_backward,
     permute_forward,
+    plan_rows,
     unpermute_forward,
     weights_from_rows,
 )
-from moax.types import Plan, Received
+from moax.ops.weights import WeightSpec
+from moax.recipe import FULL, Recipes
+from moax.types import Plan, Received, SendPlan
 
-NOTHING: Weights[Any] = Weights(None, None, None, None)
+
+class Inputs(NamedTuple):
+    """The inputs of the experts: tokens x [T, H], experts [T, K] i32, routing weights [T, K] f32."""
+
+    x: Float[Array, "T H"]
+    experts: Int[Array, "T K"]
+    weights: Float[Array, "T K"]
 
 
-class HiddenGradient(NamedTuple):
-    """The gradient of the input of the activation, on its way to the gradient of the sorted rows.
+class Weights[Leaf](NamedTuple):
+    """The weights of the experts: wi [E, H, G, F], wo [E, F, H], and the biases bi [E, G, F] and bo [E, H] or None.
+
+    The other fields come from `moax.lora.Adapters`, or are None. Gradients of frozen wi and wo are None.
+    """
+
+    wi: Leaf
+    wo: Leaf
+    bi: Leaf | None = None
+    bo: Leaf | None = None
+    wi_a: Any = None
+    wi_b: Any = None
+    wo_a: Any = None
+    wo_b: Any = None
+
+
+class Residuals(NamedTuple):
+    """The arrays that forward leaves to backward, on one device.
 
     Attributes:
-      quantized: [N, G F], the Operand for the product with wi.
-      of_adapters: [N, H], the part of the gradient of the sorted rows that the adapters of wi give; None without them.
+      rows: the sorted rows, as the implementation's `wgrad` takes them; None where backward sorts them again.
+      h: [N, G, F], the input of the activation.
+      plan: the permutation of the received rows.
+      row_weights: [N] f32, the routing weight of each sorted row, 0 in padding.
+      sent: the plan of the transport, `Received.slots`.
+      overflow: [3] i32, the rounds that are left, see `overflow.py`; None where there are none by any routing.
     """
 
-    quantized: Operand
-    of_adapters: Float[Array, "N H"] | None
+    rows: Operand | None
+    h: Float[Array, "N G F"]
+    plan: Plan
+    row_weights: Float[Array, " N"]
+    sent: Int[Array, " C"] | SendPlan | None
+    overflow: Int[Array, " 3"] | None = None
 
 
-def find_hidden(
-    static: BlockSpec,
-    wi: Operand,
-    w: Weights[Array],
-    received: Received,
-    plan: Plan,
-    by_row: Float[Array, " N"],
-    *,
-    keep: bool = True,
-    activate: bool = False,
-) -> tuple[BlockResiduals, Operand | None]:
-    """Runs the chain from received rows [R, H] to the input of the activation [N, G, F].
+class Round(NamedTuple):
+    """The buffers of a round, and the first of its slots and of its sorted rows.
+
+    Attributes:
+      exchange, permute: the specs of dispatch and combine, and of permute and unpermute.
+      index: the round of the exchange.
+      start: the first sorted row.
+    """
+
+    exchange: ExchangeSpec
+    permute: PermuteSpec
+    index: int | Int[Array, ""] = 0
+    start: int | Int[Array, ""] = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """The static facts of the experts of a block.
+
+    Attributes:
+      activation, activation_limit, weights_at: see `MoEConfig`.
+      recipe: the formats of the operands of the products with wi and with wo.
+      axes: the mesh axes by role.
+      wi, wo: the static facts of both weights.
+      dtype, grad_dtype, kernels: the dtypes of products and of gradients of weights; the implementation's name.
+      first, later, overflows: the buffers of the first round, and of all others; whether a routing may need others.
+      balanced: the sorted rows of a rank at a balanced load, without padding.
+      save_rows: whether forward leaves rows to backward: the received rows where products gather them, else the sorted
+        ones. If the products gather them and ep is 1, the received rows are x, so nothing is saved.
+      frozen: whether wi and wo have no gradient. The sorted rows that forward leaves are then not quantized.
+      gathers_x, gathers_dy: whether products gather received rows, and gradients of partial sums, by themselves.
+      activates: whether the product with wi may activate: neither weights nor a format come between h and a.
+    """
+
+    activation: Activation
+    activation_limit: float | None
+    weights_at: str
+    recipe: Recipes
+    axes: ResolvedAxes
+    wi: WeightSpec
+    wo: WeightSpec
+    dtype: np.dtype
+    grad_dtype: np.dtype
+    kernels: str
+    first: Round
+    later: Round
+    overflows: bool
+    balanced: int
+    save_rows: bool
+    frozen: bool
+    gathers_x: bool
+    gathers_dy: bool
+    activates: bool
+
+
+class Hooks(NamedTuple):
+    """What runs between the steps of a chain. Each hook takes and returns the values that pass by.
+
+    Attributes:
+      received: (Received, rounds) after dispatch.
+      between: the values between the two products: (residuals, a) in forward, (d_h, gradients of weights) in backward.
+      result: the rows before they travel back: partial y in forward, dx of the received rows in backward.
+    """
+
+    received: Callable[[Received, Array], Received] = lambda received, rounds: received
+    between: Callable[[Any, Any], tuple[Any, Any]] = lambda first, second: (first, second)
+    result: Callable[[Array], Array] = lambda rows: rows
+
+
+NO_HOOKS, NO_TOTAL = Hooks(), Weights(None, None)
+
+
+def forward_up(
+    p: BlockPlan, at: Round, inputs: Inputs, w: Weights[Array], wi: Operand, hooks: Hooks = NO_HOOKS, *, keep: bool
+) -> tuple[Received, Residuals, Operand | None]:
+    """Runs `forward` up to h, and to a if one kernel computes both; `keep` saves rows for the gradient of wi."""
+    received, rounds = dispatch_forward(at.exchange, *inputs, at.index)  # rows [R, H]
+    received = hooks.received(received, rounds)
+    # The barriers keep XLA from running a kernel twice whose result a scan stores.
+    plan, row_weights = lax.optimization_barrier(plan_rows(at.permute, received.experts, received.weights, at.start))
+    groups = find_groups(p, plan)
+    rows, columns = permute_quantize(p, received.rows, plan, groups, "x", columns=keep)  # [N, H]
+    h, a = expert_up(p, rows, columns, wi, w, groups)  # [N, G, F]
+    saved = Residuals(columns if keep else None, lax.optimization_barrier(h), plan, row_weights, received.slots)
+    return received, saved, a
+
+
+def forward(
+    p: BlockPlan, at: Round, inputs: Inputs, w: Weights[Array], wi: Operand, wo: Operand, hooks: Hooks = NO_HOOKS
+) -> tuple[Float[Array, "T H"], Int[Array, " 1"], Residuals]:
+    """Runs one round of forward.
 
     Args:
-      static: the spec of the block.
-      wi: the gathered weight, as `quantize_and_gather` returns it.
-      w: the weights of this device's shard, of which the bias and the adapters of wi are used.
-      received: the rows of a pass of the exchange, with their experts and weights.
-      plan: the plan of a pass over the sorted rows of `received`.
-      by_row: [N] f32, the routing weight of each sorted row.
-      keep: whether the residuals have the sorted rows for the gradient of wi; otherwise their `rows` may be None.
-      activate: whether `find_partial` follows, so that the product may activate.
+      p, at, inputs, hooks: the static facts, the round, see `Inputs`, and see `Hooks`.
+      w: the weights of this device's shard, of which the biases and the adapters are used.
+      wi, wo: the gathered weights for products over rows.
 
     Returns:
-      The residuals, whose field `hidden` is the input of the activation; and the activation [N, F] where the product
-      computed it too, else None.
+      y [T, H], a partial sum where tp splits F; the assignments that found no room in any round [1]; the residuals.
     """
-    rows, kept_rows = find_rows(static, received.rows, plan, keep=keep)  # [N, H]
-    groups, a = static.groups(plan), None
-    with jax.named_scope("experts_in"):
-        if activate and static.activates_h and w.wi_a is None:
-            h, a = static.local.matmul_activate(rows, wi, groups, static.dtype, static.act, static.gates, w.bi)
-        else:
-            h = static.local.matmul(rows, wi, groups, static.dtype, w.bi)  # [N, G F]
-            h = h if w.wi_a is None else h + low_rank(static, kept_rows, w.wi_a, w.wi_b, groups)
-    h = h.reshape(h.shape[0], static.gates, -1)  # [N, G, F]
-    return BlockResiduals(kept_rows, h, plan, by_row, received.slots, None), a
+    received, saved, a = forward_up(p, at, inputs, w, wi, hooks, keep=p.save_rows)
+    saved, a = hooks.between(saved, a)
+    groups = find_groups(p, saved.plan)
+    a = activate(p, saved.h, saved.row_weights, groups) if a is None else a  # [N, F]
+    o = expert_down(p, a, saved.h, saved.row_weights, wo, w, groups)  # [N, H]
+    weights = received.weights if p.weights_at == "output" else None
+    partial = hooks.result(unpermute_forward(at.permute, o, saved.plan, weights))  # [R, H]
+    y = combine_forward(at.exchange, partial, received.slots)  # [T, H]
+    # XLA would merge the sum of returned rows with a sum of the caller, in another order.
+    return lax.optimization_barrier(y), received.dropped + saved.plan.dropped, saved
 
 
-def find_rows(
-    static: BlockSpec, received: Float[Array, "R H"], plan: Plan, *, multiply: bool = True, keep: bool = True
-) -> tuple[Operand, Operand]:
-    """Returns the sorted rows [N, H] of received rows [R, H], for the product with wi and for the gradient of wi.
-
-    Where wi is frozen, the latter are not quantized: adapters multiply them.
-
-    Args:
-      static: the spec of the block.
-      received: the rows of a pass of the exchange.
-      plan: the plan of a pass over the sorted rows of `received`.
-      multiply, keep: whether the caller takes the rows for the product and the rows for the gradient. Rows that it does
-        not take may be None.
-    """
-    groups = static.groups(plan)
-    rows, columns = static.local.gather_and_quantize(
-        received, plan.source, static.recipe.wi, "x", groups, static.amax_over,
-        rows=multiply, columns=keep and not static.frozen, in_products=static.gathers_rows(static.recipe.wi.x),
-    )  # fmt: skip
-    return rows, permute_forward(static.permute, received, plan, groups) if static.frozen else columns
-
-
-def find_partial(
-    static: BlockSpec,
-    wo: Operand,
-    w: Weights[Array],
-    saved: BlockResiduals,
-    a: Operand | None,
-    weights: Float[Array, "R K"],
-) -> Float[Array, "R H"]:
-    """Runs the chain from the input of the activation to the weighted sums [R, H] over the experts of this rank.
-
-    They are partial sums also where tp splits F.
-
-    Args:
-      static: the spec of the block.
-      wo: the gathered weight, as `quantize_and_gather` returns it.
-      w: the weights of this device's shard, of which the bias and the adapters of wo are used.
-      saved, a: the results of `find_hidden`.
-      weights: [R, K] f32, the routing weights of the received rows.
-    """
-    local, recipe, over = static.local, static.recipe.wo, static.amax_over + static.roles.tp
-    plan, at = saved.plan, static.weights_at
-    groups, by_row = static.groups(plan), saved.by_row
-    early, h = at == "hidden", _weigh(saved.hidden, by_row, groups) if at == "input" else saved.hidden
-    bo = None if w.bo is None else keep_on_first(w.bo, static.roles.tp)
-    if a is None:
-        a = local.activate(h, static.act, recipe, groups, weights=by_row if early else None, amax_over=over)  # [N, F]
-    with jax.named_scope("experts_out"):
-        o = local.matmul(a, wo, groups, static.dtype, None if early else bo)  # [N, H]
-        o = o + _bias_rows(static, bo, groups, by_row) if early and bo is not None else o
-        if w.wo_a is not None:
-            o = o + low_rank(static, plain_hidden(static, h, groups, by_row if early else None), w.wo_a, w.wo_b, groups)
-    return unpermute_forward(static.permute, o, plan, weights if at == "output" else None)  # [R, H]
-
-
-def find_weight_gradients(
-    static: BlockSpec,
-    wo: Operand,
-    w: Weights[Array],
-    saved: BlockResiduals,
-    d_partial: Float[Array, "R H"],
-    total: Weights[Any] = NOTHING,
-) -> tuple[HiddenGradient, Float[Array, "R K"], Weights[Array]]:
-    """Runs the chain reversed to the gradient of the input of the activation, with the gradients of all weights.
+def backward(
+    p: BlockPlan, at: Round, saved: Residuals, x: Array | None, w: Weights[Array], wi: Operand, wo: Operand,
+    dy: Float[Array, "T H"], hooks: Hooks = NO_HOOKS, total: Weights[Any] = NO_TOTAL,
+) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:  # fmt: skip
+    """Runs the chain of `forward` reversed.
 
     d_o is the gradient of each row before the routing weight multiplies it. The gradient of a row's weight is then
-    <d_a, a>, which needs a and not o, so forward does not keep o.
+    <d_a, a>, which needs a and not o, so forward does not save o.
 
     Args:
-      static: the spec of the block.
-      wo: the gathered weight for products over columns.
-      w: the weights of this device's shard, of which the biases and the adapters are used.
-      saved: the residuals of `find_hidden`.
-      d_partial: [R, H], the gradient of the result of `find_partial`.
-      total: gradients of the weights to which those of these rows are added; `NOTHING` returns the latter alone.
+      p, at, w, hooks: as in `forward`.
+      saved: the residuals of `forward`.
+      x: [T, H], the tokens; read where the residuals have no rows.
+      wi, wo: the gathered weights for products over columns.
+      dy: [T, H], the gradient of y.
+      total: gradients of the weights to which those of this round are added.
 
     Returns:
-      What `find_input_gradient` takes, the gradients of the routing weights of the received rows [R, K], and Weights of
-      the gradients of the gathered weights, or of `total` with them.
+      dx [T, H]; the gradient of the routing weights [T, K]; Weights of the gradients of the gathered weights.
     """
-    local, recipe, dtype, over = static.local, static.recipe, static.dtype, static.amax_over
-    rows: Any = saved.rows
-    h, plan, by_row = saved.hidden, saved.plan, saved.by_row
-    groups, at_input = static.groups(plan), static.weights_at == "input"
+    columns, h, plan, row_weights, sent, _ = saved
+    groups = find_groups(p, plan)
+    if columns is None and x is not None:
+        received = combine_backward(at.exchange, x, sent)  # the rows that dispatch delivered
+        columns = permute_quantize(p, received, plan, groups, "x", rows=False)[1]  # [N, H]
+    d_partial = combine_backward(at.exchange, dy, sent)  # [R, H]
+    d_o, d_o_columns = permute_quantize(p, d_partial, plan, groups, "dy", columns=not p.frozen)  # [N, H]
+    d_a, *d_wo_ab = expert_down_grad(p, d_o, d_partial, saved, wo, w, groups)  # [N, F]
+    a, d_h, d_h_columns, d_h_plain, inner = activate_grad(p, saved, d_a, w, groups)  # [N, F], [N, G F], [N]
+    d_bo, inner = down_bias_grad(p, d_partial, saved, inner, w, groups)
+    d_wo = weight_grad(p, "expert_down", a, d_o_columns, groups, total.wo)  # [N, F]^T [N, H]
+    d_wi = weight_grad(p, "expert_up", columns, d_h_columns, groups, total.wi)  # [N, H]^T [N, G F]
+    d_bi = None if w.bi is None or d_h_plain is None else implementation(p.kernels).bias_grad(d_h_plain, groups)
+    d_low, *d_wi_ab = low_rank_grad(p, columns, w.wi_a, w.wi_b, d_h_plain, groups)
+    small = map(_add, total[2:], (d_bi, d_bo, *d_wi_ab, *d_wo_ab))
+    (d_h, d_low), dw = hooks.between((d_h, d_low), Weights(d_wi, d_wo, *small))
+    d_rows = expert_up_grad(p, d_h, d_low, wi, groups)  # [N, H]
+    d_received = hooks.result(permute_backward(at.permute, plan, d_rows))  # [R, H]
+    dx, d_weights = dispatch_backward(at.exchange, sent, d_received, weights_from_rows(plan, inner))
+    return lax.optimization_barrier(dx), d_weights, dw
 
-    d_o, d_o_columns = local.gather_and_quantize(  # [N, H]
-        d_partial, plan.source, recipe.wo, "dy", groups, over, columns=not static.frozen,
-        in_products=static.gathers_rows(recipe.wo.dy),
-    )  # fmt: skip
-    with jax.named_scope("experts_out"):
-        d_a = local.matmul(d_o, wo, groups, dtype, transpose=True)  # [N, F] = [N, H] [E, F, H]^T
-        d_wo_a = d_wo_b = d_wi_a = d_wi_b = None
-        if w.wo_a is not None:
-            plain = permute_forward(static.permute, d_partial, plan, groups)
-            weighted = plain_hidden(
-                static, _weigh(h, by_row, groups) if at_input else h, groups, None if at_input else by_row
-            )
-            d_low, d_wo_a, d_wo_b = low_rank_gradients(static, weighted, w.wo_a, w.wo_b, plain, groups)
-            d_a = d_a + d_low
-    a, d_h, d_h_columns, d_h_plain, inner = local.activate_grad(  # [N, F], [N, G F], [N]
-        _weigh(h, by_row, groups) if at_input else h, d_a, static.act, recipe, groups,
-        weights=jnp.ones_like(by_row) if at_input else by_row, amax_over=over + static.roles.tp,
-        keep=at_input or w.bi is not None or w.wi_a is not None,
-    )  # fmt: skip
-    if at_input:  # d_h_plain is the gradient of the weighted h
-        inner = jnp.sum(d_h_plain.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
-        d_h_plain = _weigh(d_h_plain, by_row, groups)
-        d_h, d_h_columns = local.quantize_for_matmul(
-            d_h_plain, recipe.wi, "dy", groups, over + static.roles.tp, columns=not static.frozen
+
+def find_groups(p: BlockPlan, plan: Plan) -> Groups:
+    """Returns the groups of the sorted rows of a plan."""
+    groups = implementation(p.kernels).find_groups(plan.group_sizes, p.first.permute.align, plan.gather_idx.shape[0])
+    return dataclasses.replace(groups, expected=p.balanced)
+
+
+def permute_quantize(
+    p: BlockPlan, received: Float[Array, "R H"], plan: Plan, groups: Groups, role: Role, **wanted: bool
+) -> tuple[Operand, Operand]:
+    """Returns the sorted rows for a product over columns and for wgrad; `wanted` says which the caller takes."""
+    recipe, gathers = (p.recipe.wi, p.gathers_x) if role == "x" else (p.recipe.wo, p.gathers_dy)
+    plain = p.frozen and role == "x"  # adapters multiply these rows, and no gradient of wi does
+    wanted = wanted | {"columns": False} if plain else wanted
+    rows, columns = implementation(p.kernels).gather_and_quantize(
+        received, plan.gather_idx, recipe, role, groups, p.axes.tokens, in_products=gathers, **wanted
+    )
+    return rows, permute_forward(p.first.permute, received, plan, groups) if plain else columns
+
+
+def expert_up(p: BlockPlan, rows: Operand, columns: Operand, wi: Operand, w: Weights[Array], groups: Groups):
+    """Returns h = rows wi + bi [N, G, F], and a = act(h) where the product computes it too, else None."""
+    local, gates, a = implementation(p.kernels), gates_of(p.activation), None
+    with jax.named_scope("expert_up"):
+        if p.activates and w.wi_a is None:
+            act = activation_of(p.activation, p.activation_limit)
+            h, a = local.matmul_activate(rows, wi, groups, p.dtype, act, gates, w.bi)
+        else:
+            h = local.matmul(rows, wi, groups, p.dtype, w.bi)
+            h = h if w.wi_a is None else h + low_rank(p, columns, w.wi_a, w.wi_b, groups)
+    return h.reshape(h.shape[0], gates, -1), a
+
+
+def activate(p: BlockPlan, h: Float[Array, "N G F"], row_weights: Float[Array, " N"], groups: Groups) -> Operand:
+    """Returns the Operand [N, F] of act(h), times the weight of each row where weights multiply before the product."""
+    h = _weigh(h, row_weights, groups) if p.weights_at == "input" else h
+    weights, over = row_weights if p.weights_at == "hidden" else None, p.axes.tokens + p.axes.tp
+    act = activation_of(p.activation, p.activation_limit)
+    return implementation(p.kernels).activate(h, act, p.recipe.wo, groups, weights=weights, amax_over=over)
+
+
+def expert_down(p: BlockPlan, a: Operand, h, row_weights, wo: Operand, w: Weights[Array], groups: Groups) -> Array:
+    """Returns o = a wo + bo [N, H], a partial sum where tp splits F."""
+    early = p.weights_at == "hidden"
+    bo = None if w.bo is None else mask_to_first_rank(w.bo, p.axes.tp)
+    with jax.named_scope("expert_down"):
+        o = implementation(p.kernels).matmul(a, wo, groups, p.dtype, None if early else bo)
+        if early and bo is not None:
+            o = o + _weigh(rows_of_groups(bo.astype(p.dtype), groups, len(o)), row_weights, groups)
+        return o if w.wo_a is None else o + low_rank(p, _plain_a(p, h, row_weights, groups), w.wo_a, w.wo_b, groups)
+
+
+def expert_down_grad(p: BlockPlan, d_o: Operand, d_partial, saved: Residuals, wo: Operand, w: Weights, groups: Groups):
+    """Returns d_a = d_o wo^T [N, F] before the weight of a row multiplies it, and the gradients of wo's adapters."""
+    with jax.named_scope("expert_down"):
+        d_a = implementation(p.kernels).matmul(d_o, wo, groups, p.dtype, transpose=True)  # [N, H] [E, F, H]^T
+        if w.wo_a is None:
+            return d_a, None, None
+        a = _plain_a(p, saved.h, saved.row_weights, groups, weighted=True)
+        plain = permute_forward(p.first.permute, d_partial, saved.plan, groups)
+        d_low, *d_ab = low_rank_grad(p, a, w.wo_a, w.wo_b, plain, groups)
+        return d_a if d_low is None else d_a + d_low.astype(d_a.dtype), *d_ab
+
+
+def activate_grad(p: BlockPlan, saved: Residuals, d_a: Float[Array, "N F"], w: Weights[Array], groups: Groups):
+    """Returns a for wgrad, d_h for dgrad and for wgrad, d_h unquantized or None, and inner [N] = <d_a, a>."""
+    local, over = implementation(p.kernels), p.axes.tokens + p.axes.tp
+    act = activation_of(p.activation, p.activation_limit)
+    h, row_weights, recipe = saved.h, saved.row_weights, p.recipe
+    if p.weights_at != "input" and w.bi is None and w.wi_a is None:
+        a, d_rows, d_columns, inner = local.activate_grad_quantize(
+            h, d_a, act, recipe, groups, weights=row_weights, amax_over=over
         )
-    with jax.named_scope("experts_out"):
-        d_wo = d_bo = None
-        if not static.frozen:
-            d_wo = local.wgrad(a, d_o_columns, groups, dtype, static.grad_dtype, total.wo)  # [N, F]^T [N, H]
-        if w.bo is not None:
-            d_bo, bias_inner = _bias_gradients(static, w.bo, d_partial, plan, groups, by_row)
-            inner = inner + bias_inner
-    with jax.named_scope("experts_in"):
-        d_wi = d_low = None
-        if not static.frozen:
-            so_far = None if total.wi is None else total.wi.reshape(*total.wi.shape[:2], -1)
-            d_wi = local.wgrad(rows, d_h_columns, groups, dtype, static.grad_dtype, so_far)  # [N, H]^T [N, G F]
-            d_wi = d_wi.reshape(*d_wi.shape[:2], static.gates, -1)  # [E, H, G, F]
-        if w.wi_a is not None:
-            d_h_rows = d_h_plain.reshape(len(d_h_plain), -1)
-            d_low, d_wi_a, d_wi_b = low_rank_gradients(static, rows, w.wi_a, w.wi_b, d_h_rows, groups)
-        d_bi = None if w.bi is None else local.bias_grad(d_h_plain, groups)
-    small = map(_add, total[2:], (d_bi, d_bo, d_wi_a, d_wi_b, d_wo_a, d_wo_b))
-    gradients = Weights(cast(Array, d_wi), cast(Array, d_wo), *small)
-    return HiddenGradient(d_h, d_low), weights_from_rows(plan, inner), gradients
+        return a, d_rows, d_columns, None, inner
+    if p.weights_at == "input":
+        a, d_h, _ = local.activate_grad(_weigh(h, row_weights, groups), d_a, act, groups, jnp.ones_like(row_weights))
+        inner = jnp.sum(d_h.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
+        d_h = _weigh(d_h, row_weights, groups)
+    else:
+        a, d_h, inner = local.activate_grad(h, d_a, act, groups, row_weights)
+    _, a = local.quantize_for_matmul(a, recipe.wo, "x", groups, over, rows=False)
+    d_rows, d_columns = local.quantize_for_matmul(d_h, recipe.wi, "dy", groups, over, columns=not p.frozen)
+    return a, d_rows, d_columns, d_h, inner
 
 
-def find_input_gradient(static: BlockSpec, wi: Operand, d_hidden: HiddenGradient, plan: Plan) -> Float[Array, "R H"]:
-    """Runs the end of the chain reversed, and returns the gradient of the received rows [R, H].
+def weight_grad(p: BlockPlan, scope: str, x: Operand, dy: Operand, groups: Groups, total: Array | None):
+    """Returns x^T dy for each expert, added to `total`; None where the weight is frozen."""
+    if p.frozen:
+        return None
+    with jax.named_scope(scope):
+        so_far = None if total is None else total.reshape(*total.shape[:2], -1)
+        dw = implementation(p.kernels).wgrad(x, dy, groups, p.dtype, p.grad_dtype, so_far)
+        gates = gates_of(p.activation)
+        return dw.reshape(*dw.shape[:2], gates, -1) if scope == "expert_up" else dw
 
-    `wi` is the gathered weight for products over columns.
-    """
-    groups = static.groups(plan)
-    with jax.named_scope("experts_in"):
-        d_rows = static.local.matmul(d_hidden.quantized, wi, groups, static.dtype, transpose=True)
-        d_rows = d_rows if d_hidden.of_adapters is None else d_rows + d_hidden.of_adapters  # [N, H]
-    return permute_backward(static.permute, plan, d_rows)  # [R, H]
+
+def expert_up_grad(p: BlockPlan, d_h: Operand, d_low: Array | None, wi: Operand, groups: Groups) -> Array:
+    """Returns the gradient of the sorted rows [N, H] = [N, G F] [E, H, G F]^T."""
+    with jax.named_scope("expert_up"):
+        d_rows = implementation(p.kernels).matmul(d_h, wi, groups, p.dtype, transpose=True)
+        return d_rows if d_low is None else d_rows + d_low
+
+
+def down_bias_grad(p: BlockPlan, d_partial, saved: Residuals, inner, w: Weights[Array], groups: Groups):
+    """Returns the gradient of bo [E, H], and `inner` with the bias's part of the gradient of each row's weight."""
+    if w.bo is None:
+        return None, inner
+    d_o = permute_forward(p.first.permute, d_partial, saved.plan, groups)
+    bias = rows_of_groups(mask_to_first_rank(w.bo, p.axes.tp).astype(p.dtype), groups, d_o.shape[0])
+    inner = inner + jnp.sum(d_o.astype(jnp.float32) * bias.astype(jnp.float32), axis=-1)
+    d_o = mask_to_first_rank(_weigh(d_o, saved.row_weights, groups), p.axes.tp)
+    return implementation(p.kernels).bias_grad(d_o, groups), inner
+
+
+def low_rank(p: BlockPlan, x: Float[Array, "N K"], a: Array, b: Array, groups: Groups) -> Float[Array, "N C"]:
+    """Returns (x a) b of an adapter, a partial sum where mesh axes split K; a rank is small, so XLA multiplies."""
+    local = implementation(DEFAULT)
+    return local.matmul(local.matmul(x, a, groups, p.dtype), b.reshape(*b.shape[:2], -1), groups, p.dtype)
+
+
+def low_rank_grad(p: BlockPlan, x: Any, a: Array | None, b: Array | None, dy: Any, groups: Groups):
+    """Returns dx, d_a and d_b of an adapter: (dy b^T) a^T, x^T (dy b^T) and (x a)^T dy; None without one."""
+    if a is None or b is None:
+        return None, None, None
+    local, flat, dy = implementation(DEFAULT), b.reshape(*b.shape[:2], -1), dy.reshape(len(dy), -1)
+    low, d_low = local.matmul(x, a, groups, p.dtype), local.matmul(dy, flat, groups, p.dtype, transpose=True)
+    d_b = local.wgrad(low, dy, groups, p.dtype).reshape(b.shape)
+    return local.matmul(d_low, a, groups, p.dtype, transpose=True), local.wgrad(x, d_low, groups, p.dtype), d_b
+
+
+def _plain_a(p: BlockPlan, h, row_weights, groups: Groups, *, weighted: bool = False) -> Float[Array, "N F"]:
+    """Returns act(h) unquantized, times the weight of each row where it multiplies before wo, or if `weighted`."""
+    at_input = p.weights_at == "input"
+    h = _weigh(h, row_weights, groups) if at_input else h
+    weights = row_weights if not at_input and (weighted or p.weights_at == "hidden") else None
+    act = activation_of(p.activation, p.activation_limit)
+    return implementation(DEFAULT).activate(h, act, FULL, groups, weights=weights, amax_over=())
 
 
 def _add(total: Array | None, more: Array | None) -> Array | None:
-    """Returns the sum in the dtype of `total`, or `more` where there is no total."""
     return more if total is None or more is None else total + more.astype(total.dtype)
 
 
-def _bias_rows(static: BlockSpec, bo, groups: Groups, by_row) -> Array:
-    """Returns the bias of each row's expert, times the weight of the row: [N, H], 0 in padding.
-
-    `by_row` has the weights [N].
-    """
-    return _weigh(rows_of_groups(bo.astype(static.dtype), groups, by_row.shape[0]), by_row, groups)
-
-
-def _bias_gradients(static: BlockSpec, bo, d_partial, plan: Plan, groups: Groups, by_row) -> tuple[Array, Array]:
-    """Returns the gradient of bo [E, H], and the bias's part of the gradient of each row's weight [N]."""
-    d_o = permute_forward(static.permute, d_partial, plan, groups)
-    bias = rows_of_groups(keep_on_first(bo, static.roles.tp).astype(static.dtype), groups, d_o.shape[0])
-    inner = jnp.sum(d_o.astype(jnp.float32) * bias.astype(jnp.float32), axis=-1)
-    d_o = keep_on_first(_weigh(d_o, by_row, groups), static.roles.tp)
-    return static.local.bias_grad(d_o, groups), inner
-
-
-def _weigh(rows, by_row, groups: Groups) -> Array:
-    """Returns each real row [N, ...] times its weight, multiplied in float32 and returned in the dtype of the rows.
-
-    Padding is 0.
-    """
-    weights = jnp.expand_dims(by_row, tuple(range(1, rows.ndim)))
+def _weigh(rows: Array, row_weights: Float[Array, " N"], groups: Groups) -> Array:
+    """Returns each real row [N, ...] times its weight, multiplied in float32; padding is 0."""
+    weights = jnp.expand_dims(row_weights, tuple(range(1, rows.ndim)))
     return zero_rows(rows.astype(jnp.float32) * weights, groups.real).astype(rows.dtype)

@@ -1,19 +1,305 @@
-"""The cost of MoE blocks on a mesh: memory of a device, bytes on each wire, and time of each stage.
+"""The cost of MoE blocks on a mesh: the memory of a device, the bytes of each collective, and the time.
 
-    seconds = layers * sum over stages of (max(flops / rate, bytes of device memory / rate), or bytes / rate of a wire)
+    seconds = operations / rate of products + bytes of device memory / its rate + bytes of collectives / rate of a link
 
-Nothing is compiled. The bytes on wires equal those of the compiled program (`moax.inspect`). The kernel of `one_sided`
-moves only the rows that exist, so that its bytes are those of the balanced load. The times assume the balanced load and
-rates that kernels reach; no stages overlap, and a launch costs nothing. Compare meshes by these times, and measure the
-mesh that you choose.
+`estimate` traces `moax.moe` and its gradient on a mesh of described GPUs. It needs no GPU, and compiles nothing. The
+bytes are those of the block itself. The times assume a balanced load and no overlap: compare meshes by them.
 """
 
-from moax.estimate.hardware import HARDWARE as HARDWARE
-from moax.estimate.hardware import Hardware as Hardware
-from moax.estimate.memory import Memory as Memory
-from moax.estimate.report import Estimate as Estimate
-from moax.estimate.report import estimate as estimate
-from moax.estimate.report import sweep as sweep
-from moax.estimate.times import Stage as Stage
-from moax.estimate.wires import Transfer as Transfer
-from moax.models import MODELS as MODELS
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import jax
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+
+from moax.block.layer import moe
+from moax.block.moe import BlockPlan
+from moax.block.plan import make_plan
+from moax.checks import check_count
+from moax.config import MoEConfig
+from moax.errors import Unsupported
+from moax.estimate.tracing import trace
+from moax.exchange import TRANSPORTS, find_transport
+from moax.exchange.transport import Transfer
+from moax.kernels import select_kernels, supports_fp8
+from moax.mesh.axes import Names, ResolvedAxes
+from moax.mesh.collectives import get_grad_reduce
+from moax.models import find_model
+from moax.ops import dispatch_combine
+from moax.options import OptionKeywords, Options, replace_options
+from moax.params import param_shapes
+from moax.recipe import get_recipes
+from moax.sharding import expert_specs, param_specs, token_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """A GPU and its links, with the rates that programs reach on it.
+
+    Attributes:
+      kind: its name in JAX, by which moax chooses its kernels.
+      memory: the bytes of a GPU.
+      bf16, fp8: operations/s of grouped products.
+      xla: operations/s of the grouped products of `kernels="xla"`.
+      hbm: bytes/s of device memory, reads plus writes.
+      nvlink, network: bytes/s that a GPU sends to GPUs of its host, and through its NIC.
+      host: the GPUs of one host.
+      cores: the multiprocessors of a GPU.
+    """
+
+    kind: str
+    memory: float
+    bf16: float
+    fp8: float
+    xla: float
+    hbm: float
+    nvlink: float
+    network: float
+    host: int = 8
+    cores: int = 132
+
+
+# H200: means over forward, dgrad and wgrad of the medians in benchmarks/results/h200_gemm.json and
+# h200_xla_products.json; a copy; NCCL between four. H100: its memory is slower by the data sheets. A NIC has 400 Gb/s.
+HARDWARE: dict[str, Hardware] = {
+    "h100": Hardware("NVIDIA H100", 80e9, 760e12, 1130e12, 257e12, 2.99e12, 280e9, 45e9),
+    "h200": Hardware("NVIDIA H200", 141e9, 760e12, 1130e12, 257e12, 4.29e12, 280e9, 45e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, all layers together.
+
+    Attributes:
+      weights, gradients: the parameters and their gradients, in the dtype of the parameters.
+      optimizer: the state of the optimizer.
+      saved: the arrays that forward keeps for backward, with the input of each layer.
+      temporary: the most bytes of other arrays that live at once in one layer. XLA's schedule may need a third more.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    saved: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all."""
+        return self.weights + self.gradients + self.optimizer + self.saved + self.temporary
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The cost of blocks on a mesh. Bytes, operations and seconds are of one device and one step, forward and backward.
+
+    Attributes:
+      config: the block.
+      mesh: the number of devices along each mesh axis.
+      tokens: the tokens of a GPU.
+      layers: the number of blocks.
+      hardware: the GPU.
+      plan: how the experts run: transport, implementation, and the sizes of all buffers.
+      memory: see `Memory`.
+      transfers: the arrays that one layer sends, by the name of their scope in a profile; `sum` has those of none.
+      operations: (wi, wo), the floating-point operations of one layer's products with each of them; those of the shared
+        expert, latent_down and latent_up are among them.
+      traffic: the bytes of device memory that one layer reads and writes.
+    """
+
+    config: MoEConfig
+    mesh: Mapping[str, int]
+    tokens: int
+    layers: int
+    hardware: Hardware
+    plan: BlockPlan
+    memory: Memory
+    transfers: Mapping[str, list[Transfer]]
+    operations: tuple[int, int]
+    traffic: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the blocks alone fit into the memory of a GPU."""
+        return self.memory.total <= self.hardware.memory
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all layers."""
+        return sum(self.times.values())
+
+    @property
+    def times(self) -> dict[str, float]:
+        """The seconds of the products, of device memory, and of the collectives of each scope, all layers together."""
+        plan, on = self.plan, self.hardware
+        rates = [
+            on.xla if plan.kernels == "xla" else on.fp8 if supports_fp8(plan.kernels, recipe) else on.bf16
+            for recipe in plan.recipe.both
+        ]
+        products = sum(n / rate for n, rate in zip(self.operations, rates, strict=True))
+        times = {"products": products, "device memory": self.traffic / on.hbm}
+        times |= {scope: sum(t.bytes / self.link(t.axes) for t in moved) for scope, moved in self.transfers.items()}
+        return {name: self.layers * seconds for name, seconds in times.items()}
+
+    def link(self, axes: Names) -> float:
+        """Returns the bytes/s of a device in a ring along `axes`: of NVLink, or of all NICs of the ring on one host."""
+        stride, local, group = 1, 1, 1
+        for name, size in reversed(tuple(self.mesh.items())):
+            if name in axes:
+                group *= size
+                local *= min(size, max(1, self.hardware.host // stride))
+            stride *= size
+        on = self.hardware
+        return on.nvlink if local == group else min(on.nvlink, local * on.network)
+
+    def wire_bytes(self, scope: str | None = None) -> int:
+        """Returns the bytes that a device sends in a step over all layers, of one scope of `transfers` or of all."""
+        return self.layers * sum(t.bytes for at, moved in self.transfers.items() if scope in (None, at) for t in moved)
+
+
+def estimate(
+    model: MoEConfig | str,
+    mesh: Mapping[str, int],
+    tokens: int,
+    options: Options = Options(),
+    *,
+    hardware: Hardware | str = "h200",
+    layers: int | None = None,
+    dtype: str = "bfloat16",
+    param_dtype: str = "float32",
+    optimizer_bytes: int = 8,
+    remat: bool = False,
+    **keywords: Unpack[OptionKeywords],
+) -> Estimate:
+    """Computes the cost of a model's MoE blocks on a mesh.
+
+    Args:
+      model: the sizes of a block, or the name of a model in `moax.models.MODELS`.
+      mesh: the number of devices along each mesh axis, {"fsdp": 4, "ep": 8}. Neighbours along the last axis are
+        neighbouring devices.
+      tokens: the tokens of a GPU in a step.
+      options: how a block runs.
+      hardware: the GPU: a name in `HARDWARE`, or a `Hardware` with rates of your own.
+      layers: the number of blocks; None means that of the model, and 1 for a config.
+      dtype, param_dtype: the dtypes of activations and of parameters.
+      optimizer_bytes: the bytes of the optimizer's state for each parameter.
+      remat: whether `jax.checkpoint` is around each block.
+      **keywords: fields of `Options` that replace those of `options`.
+
+    Raises:
+      ValueError: a name is unknown, or the sizes do not divide over the mesh.
+      Unsupported: the transport or the kernels cannot run on this hardware and mesh.
+    """
+    config, default = model, 1
+    if isinstance(model, str):
+        config, default = find_model(model).config, find_model(model).layers
+    if not isinstance(config, MoEConfig):
+        raise ValueError(f"model={model!r} must be a MoEConfig or the name of a model")
+    options = replace_options("estimate", options, keywords)
+    if isinstance(hardware, str) and hardware not in HARDWARE:
+        raise ValueError(f"hardware={hardware!r} must be one of {', '.join(map(repr, HARDWARE))}, or a Hardware")
+    on = HARDWARE[hardware] if isinstance(hardware, str) else hardware
+    layers = default if layers is None else layers
+    for name, value in {**mesh, "tokens": tokens, "layers": layers}.items():
+        check_count(name, value)
+    axes = options.axes.resolve(mesh)
+    tokens_of_shard = tokens * axes.size(axes.tp)
+
+    described = AbstractDevice(on.kind, on.cores, "gpu")
+    sizes = dict(mesh) or {"dp": 1}
+    kinds = (AxisType.Explicit,) * len(sizes)
+    whole = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=described)
+    with jax.sharding.use_abstract_mesh(whole):
+        plan = _plan(config, axes, tokens_of_shard, options, np.dtype(dtype), on)
+        transport = plan.first.exchange.transport
+        runs = transport if TRANSPORTS[transport].portable else "all_to_all"  # which has the same buffers
+        options = dataclasses.replace(options, exchange=runs)
+        specs = param_specs(config, options.axes, whole)
+        params = jax.tree.map(
+            lambda spec, shape: jax.ShapeDtypeStruct(shape, np.dtype(param_dtype), sharding=NamedSharding(whole, spec)),
+            specs,
+            param_shapes(config),
+        )
+        split = NamedSharding(whole, token_spec(options.axes, 2, whole))
+        rows = tokens_of_shard * axes.size(axes.tokens)
+        x = jax.ShapeDtypeStruct((rows, config.d_model), np.dtype(dtype), sharding=split)
+        saved: list[Any] = []
+
+        def block(params, x):
+            y, stats = moe(x, params, config, options)
+            return y, stats.aux_loss + stats.z_loss
+
+        def step(params, x, dy):
+            (y, loss), pull = jax.vjp(jax.checkpoint(block) if remat else block, params, x)
+            saved[:] = jax.tree.leaves(pull)
+            return saved, y, loss, pull((dy, jax.numpy.ones_like(loss)))
+
+        steps = trace(step, params, x, x)
+    kept = {array for array in steps.outputs[: len(saved)] if array not in steps.inputs}
+    *of_params, of_x, _ = steps.inputs
+    weights, elements = steps.total(of_params), sum(steps.bytes[a] for a in of_params) // np.dtype(param_dtype).itemsize
+    memory = Memory(
+        weights=layers * weights,
+        gradients=layers * weights,
+        optimizer=layers * elements * optimizer_bytes,
+        saved=layers * (steps.bytes[of_x] + steps.total(kept)),
+        temporary=steps.peak(kept),
+    )
+    transfers = steps.transfers(axes)
+    if runs != transport:
+        transfers |= _puts(plan, config, transfers)
+    tp, latent = axes.size(axes.tp), 2 * tokens_of_shard * config.d_model * (config.d_latent or 0)
+    width = config.d_rows * config.top_k * (config.d_ff // tp) + config.d_model * (config.shared_d_ff // tp)
+    once, again = 2 * tokens_of_shard * width, remat and latent > 0  # backward reads the second product for latent_up
+    return Estimate(
+        config=config,
+        mesh=dict(mesh),
+        tokens=tokens,
+        layers=layers,
+        hardware=on,
+        plan=plan,
+        memory=memory,
+        transfers=transfers,
+        operations=((3 + remat) * (config.gates * once + latent), (3 + again) * once + 3 * latent),
+        traffic=steps.traffic(),
+    )
+
+
+def _plan(
+    config: MoEConfig, axes: ResolvedAxes, tokens: int, options: Options, dtype: np.dtype, on: Hardware
+) -> BlockPlan:
+    """Returns the plan of the experts on the mesh in force."""
+    name, gpus = find_transport(options.exchange, axes), axes.size(axes.all)
+    if not TRANSPORTS[name].portable and gpus > on.host:
+        raise Unsupported(f"exchange={name!r} runs on the {on.host} GPUs of one host, and the mesh has {gpus}")
+    if (why := None if TRANSPORTS[name].portable else TRANSPORTS[name].why_not(None, None)) is not None:
+        raise Unsupported(f"exchange={name!r}: {why}")
+    portable = [name for name, transport in TRANSPORTS.items() if transport.portable]
+    return make_plan(
+        config,
+        portable if options.exchange == "auto" else [name],
+        recipe=get_recipes(options.recipe),
+        axes=axes,
+        declared=expert_specs(config, options.axes, axes),
+        tokens=tokens,
+        dtype=dtype,
+        kernels=select_kernels(options.kernels, dtype, d_model=config.d_rows, d_ff=config.d_ff // axes.size(axes.tp)),
+        buffer_factor=options.buffer_factor,
+        save_rows=options.save_rows,
+        grad_reduce=get_grad_reduce(options.grad_reduce_dtype),
+    )
+
+
+def _puts(plan: BlockPlan, config: MoEConfig, traced: Mapping[str, list[Transfer]]) -> dict[str, list[Transfer]]:
+    """Returns the transfers of the plan's transport, whose kernels are no collectives, in the place of all_to_all's."""
+    own, other, made = plan.first.exchange, dataclasses.replace(plan.first.exchange, transport="all_to_all"), {}
+    for scope in traced.keys() & {*dispatch_combine.STEPS}:
+        sizes = config.top_k, config.d_rows, plan.dtype.name
+        costs = [dispatch_combine.exchange_cost(scope, static, *sizes) for static in (own, other)]
+        made[scope] = costs[0] * (len(traced[scope]) // len(costs[1]))
+    return made

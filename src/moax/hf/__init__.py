@@ -5,17 +5,15 @@
     moax.hf.save_hf(out, {3: params}, config, "mixtral", others=moax.hf.Checkpoint(folder))
 
 `MODEL_TYPES` has the values of `model_type` that it knows, and `IMPOSSIBLE` says of the other MoE models of
-transformers why it does not. The safetensors files have one tensor for each expert, or stacked experts. `upcycle` makes
-an MoE layer from the FFN of a dense model.
+transformers why it does not. The safetensors files have one tensor for each expert, or stacked experts.
 """
 
-from moax.hf.config import MODEL_TYPES as MODEL_TYPES
 from moax.hf.config import config_from_hf as config_from_hf
 from moax.hf.config import config_to_hf as config_to_hf
 from moax.hf.config import moe_layers as moe_layers
-from moax.hf.dense import upcycle as upcycle
+from moax.hf.families import IMPOSSIBLE as IMPOSSIBLE
+from moax.hf.families import MODEL_TYPES as MODEL_TYPES
 from moax.hf.files import Checkpoint as Checkpoint
-from moax.hf.impossible import IMPOSSIBLE as IMPOSSIBLE
 from moax.hf.load import params_from_hf as params_from_hf
 from moax.hf.save import params_to_hf as params_to_hf
 from moax.hf.save import save_hf as save_hf

@@ -1,9 +1,8 @@
-"""This module reads and writes safetensors files, one tensor at a time.
+"""Reads and writes safetensors files, one tensor at a time.
 
 A file is the length of its header (u64), the header (JSON: dtype, shape and byte range of each tensor), and the bytes
-of the tensors. Plain reads replace the library `safetensors`, which maps files into memory, so that their pages count
-as memory of this process; its NumPy interface has no FP8. Writing streams the tensors, so that memory never holds a
-whole file.
+of the tensors. The library `safetensors` maps files into memory, so that their pages count as memory of this process,
+and its NumPy interface has no FP8; plain reads have neither limit. Writing streams the tensors.
 """
 
 from __future__ import annotations
@@ -33,14 +32,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Entry(NamedTuple):
-    """A tensor in a file.
-
-    Attributes:
-      path: the file.
-      dtype: the dtype as safetensors names it, such as "BF16".
-      shape: its shape.
-      start: the offset of its first byte in the file.
-    """
+    """A tensor in a file: its dtype as safetensors names it, and the offset of its first byte."""
 
     path: Path
     dtype: str
@@ -48,32 +40,22 @@ class Entry(NamedTuple):
     start: int
 
     def read(self, index: int | None = None, size: int = 1) -> np.ndarray:
-        """Reads the tensor, or the part `index` of its parts of `size` entries along the first dim, as a copy.
+        """Reads the tensor, or part `index` of its parts of `size` entries along the first dim, as a copy.
 
         A part of one entry loses that dim.
-
-        Raises:
-          Unsupported: the dtype is not in `DTYPES`.
         """
         if self.dtype not in DTYPES:
             raise Unsupported(f"{self.path.name}: dtype {self.dtype}; moax.hf reads {', '.join(DTYPES)}")
         dtype = DTYPES[self.dtype]
         shape = self.shape if index is None else (*(() if size == 1 else (size,)), *self.shape[1:])
         count = math.prod(shape) * dtype.itemsize
-        # `fromfile` knows no dtypes of ml_dtypes, so that it reads bytes.
+        # `fromfile` reads bytes, because it does not know the dtypes of ml_dtypes.
         data = np.fromfile(self.path, np.uint8, count, offset=self.start + (index or 0) * count)
         return data.view(dtype).reshape(shape)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Reads the header of one file.
-
-    Returns:
-      Its tensors, by name.
-
-    Raises:
-      ValueError: the file is no safetensors file, or ends before its last tensor.
-    """
+    """Reads the tensors of one file, by name; ValueError for a file that is broken or was cut short."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -83,41 +65,37 @@ def read_header(path: Path) -> dict[str, Entry]:
             values = {name: (v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for name, v in header.items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no safetensors file, or was cut short") from error
-    entries = {}
     for name, (dtype, shape, start, end) in values.items():
         if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
             raise ValueError(f"{path} is broken: {name}, {dtype} of shape {shape}, has {end - start} bytes")
         if 8 + length + end > size:
             raise ValueError(f"{path} was cut short: it has {size} bytes, and {name} ends at {8 + length + end}")
-        entries[name] = Entry(path, dtype, shape, 8 + length + start)
-    return entries
+    return {name: Entry(path, dtype, shape, 8 + length + start) for name, (dtype, shape, start, _) in values.items()}
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
     """The tensors of safetensors files, by name. Each access `checkpoint[name]` reads the tensor from its file.
 
     Args:
-      path: one file, or a folder. Of a folder it takes the files that `model.safetensors.index.json` names, and all
-        safetensors files where there is no index.
+      path: one file, or a folder. A folder has the files that `model.safetensors.index.json` names; without an index,
+        it has all of its safetensors files.
 
     Raises:
       ValueError: the path does not exist, has no safetensors file, or has one that was cut short.
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path, named = Path(path), {}
         if self.path.is_file():
-            files, named = [self.path], {}
+            files = [self.path]
         elif (self.path / INDEX).is_file():
             named = json.loads((self.path / INDEX).read_text(encoding="utf-8"))["weight_map"]
             files = [self.path / name for name in sorted(set(named.values()))]
         else:
-            files, named = sorted(self.path.glob("*.safetensors")), {}
-        missing = [str(file) for file in files if not file.is_file()]
-        if not files or missing:
-            raise ValueError(
-                f"checkpoint {str(path)!r}: {missing[0] if missing else 'a safetensors file'} is not there"
-            )
+            files = sorted(self.path.glob("*.safetensors"))
+        missing = [str(file) for file in files if not file.is_file()] if files else ["a safetensors file"]
+        if missing:
+            raise ValueError(f"checkpoint {str(path)!r}: {missing[0]} is not there")
         self._entries = {name: entry for file in files for name, entry in read_header(file).items()}
         lacking = sorted(named.keys() - self._entries.keys())
         if lacking:
@@ -141,12 +119,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
 
 class Output(NamedTuple):
-    """A tensor to be written.
-
-    Attributes:
-      dtype, shape: of the tensor.
-      parts: yields the arrays whose bytes follow one another in the file; `write_files` takes one at a time.
-    """
+    """A tensor to be written; `parts()` yields arrays whose bytes follow one another in the file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -159,15 +132,9 @@ class Output(NamedTuple):
 
 
 def write_files(folder: Path, tensors: Mapping[str, Output], shard_bytes: int) -> list[Path]:
-    """Writes model.safetensors, or several files model-i-of-n.safetensors and their index.
+    """Writes model.safetensors, or files model-i-of-n.safetensors of at most `shard_bytes` and their index.
 
-    Args:
-      folder: an existing folder.
-      tensors: the tensors, by name.
-      shard_bytes: the most bytes of the tensors of one file; a single larger tensor has a file of its own.
-
-    Returns:
-      The paths of the files.
+    A larger tensor has a file of its own. Returns the paths of the files.
     """
     shards: list[dict[str, Output]] = [{}]
     room = shard_bytes
@@ -195,10 +162,9 @@ def _write(path: Path, tensors: Mapping[str, Output]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, output in ordered:
-        header[name] = dict(
-            dtype=NAMES[output.dtype], shape=list(output.shape), data_offsets=[start, start + output.size]
-        )
-        start += output.size
+        end = start + output.size
+        header[name] = dict(dtype=NAMES[output.dtype], shape=list(output.shape), data_offsets=[start, end])
+        start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     part = path.with_suffix(".part")

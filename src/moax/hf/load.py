@@ -1,32 +1,35 @@
 """The MoE layer of a checkpoint -> MoEParams, one expert at a time.
 
-A host reads each expert that its own devices hold once, and has one matrix of one expert in memory. It cuts the matrix
-as the mesh shards it, and writes the parts into buffers that lie on the devices. Each write donates the buffer of the
-write before.
+A host reads each expert that its own devices hold once, cuts its matrix as the mesh shards it, and writes the parts
+into donated buffers on the devices. It has one matrix of one expert in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from moax.config import MoEConfig
 from moax.errors import Unsupported
-from moax.hf.blocks import Block, assemble
-from moax.hf.config import MODEL_TYPES, read_config
+from moax.hf.config import read_config
+from moax.hf.dequantize import Stored, locate
+from moax.hf.families import MODEL_TYPES, layouts_of
 from moax.hf.files import Checkpoint
-from moax.hf.names import LAYER, Tensor, block_test, resolve, spellings_of, tensors_of
-from moax.hf.spellings import Spelling
-from moax.hf.stored import Stored, locate
+from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
 from moax.mesh.axes import Axes
 from moax.mesh.place import named
 from moax.params import DIMS, MoEParams, param_shapes, params_by_name
 from moax.sharding import param_specs
+
+NO_MESH = jax.sharding.Mesh(np.empty((), object), ())  # jit refuses arrays of one device while another mesh is set
+_write = jax.jit(lax.dynamic_update_slice, donate_argnums=0)
+Block = tuple[str, BlockLayout]  # the prefix of the names of an MoE block, and how its tensors are named and laid out
 
 
 def params_from_hf(
@@ -70,142 +73,151 @@ def params_from_hf(
         model type.
     """
     state = Checkpoint(source) if isinstance(source, str | Path) else source
-    model_type = _model_type_of(state) if model_type is None else model_type
-    tensors = _find_tensors(state, *_find_block(state, layer, prefix, config, model_type), config)
+    if layer is not None and prefix is not None:
+        raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
+    layouts = layouts_of(_model_type_of(state) if model_type is None else model_type)
+    blocks = _at_prefix(state, prefix or "", layouts) if layer is None else _at_layer(state, layer, layouts)
+    # Layouts may share the names of the experts; the other names and the shapes tell them apart.
+    block = min(blocks, key=lambda block: _mismatches(state, *block, config))
+    pairs = _find_tensors(state, *block, config)
     mesh = mesh or jax.sharding.get_mesh()
     shardings = None if mesh.empty else named(mesh, param_specs(config, axes, mesh))
     shapes, fields = param_shapes(config), dict.fromkeys(DIMS)
-    for field in DIMS:
-        pairs = [(tensor, stored) for tensor, stored in tensors if tensor.field == field]
-        if pairs:
-            to = find_dtype(pairs, None if field == "router_bias" else dtype)
-            on = getattr(shardings, field) if shardings else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            fields[field] = assemble(getattr(shapes, field), to, on, _blocks(pairs, config, to))
+    for field in {tensor.field: None for tensor, _ in pairs}:
+        of_field = [(tensor, stored) for tensor, stored in pairs if tensor.field == field]
+        to = _find_dtype([stored for _, stored in of_field], None if field == "router_bias" else dtype)
+        on = getattr(shardings, field) if shardings else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        fields[field] = _assemble(getattr(shapes, field), to, on, of_field)
     return params_by_name(fields)
+
+
+def overlap(
+    shard: Sequence[slice], whole: Sequence[int], corner: Sequence[int], shape: Sequence[int]
+) -> tuple[tuple[np.int32, ...], tuple[slice, ...]] | None:
+    """Returns the start in a shard, and the slices of the block [corner, corner + shape), of their common part."""
+    start, in_block = [], []
+    for cut, size, first, length in zip(shard, whole, corner, shape, strict=True):
+        begin, end, _ = cut.indices(size)
+        low, high = max(begin, first), min(end, first + length)
+        if low >= high:
+            return None
+        start.append(np.int32(low - begin))
+        in_block.append(slice(low - first, high - first))
+    return tuple(start), tuple(in_block)
+
+
+def _assemble(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, pairs: Iterable[tuple[Tensor, Stored]]
+) -> jax.Array:
+    """Returns the array of a field, whose tensors are read one after the other, if this host holds a part of them."""
+    slices = {d: index or () for d, index in sharding.addressable_devices_indices_map(shape).items()}
+    with jax.set_mesh(NO_MESH):
+        shards = {device: jnp.zeros(sharding.shard_shape(shape), dtype, device=device) for device in slices}
+        for whole, stored in pairs:
+            parts = whole.by_expert()
+            for i, tensor in enumerate(parts):
+                found = {device: overlap(at, shape, tensor.corner, tensor.block) for device, at in slices.items()}
+                cuts = {device: common for device, common in found.items() if common is not None}
+                if not cuts:
+                    continue
+                values = tensor.to_params(stored.read(dtype, *((i, len(parts)) if tensor is not whole else ())))
+                for device, (start, in_block) in cuts.items():
+                    shards[device] = _write(shards[device], jax.device_put(values[in_block], device), start)
+                jax.block_until_ready([shards[device] for device in cuts])
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards.values()))
 
 
 def _model_type_of(source: Any) -> str | None:
     """Returns the model type of the config.json beside a checkpoint; None where there is none that moax.hf knows."""
-    path = source.path if isinstance(source, Checkpoint) else None
-    file = None if path is None else (path if path.is_dir() else path.parent) / "config.json"
-    if file is None or not file.is_file():
+    if not isinstance(source, Checkpoint):
         return None
-    model_type = read_config(file).get("model_type")
+    file = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
+    model_type = read_config(file).get("model_type") if file.is_file() else None
     return model_type if model_type in MODEL_TYPES else None
 
 
-def _has_experts(state: Mapping[str, Any], prefix: str, spelling: Spelling) -> bool:
+def _has_experts(state: Mapping[str, Any], prefix: str, layout: BlockLayout) -> bool:
     """Whether the checkpoint has the down projection of an expert at this prefix."""
-    return any(locate(state, prefix + row.name.format(e=0)) for row in spelling.rows if row.field == "wo")
+    return any(locate(state, prefix + row.name.format(e=0)) for row in layout.rows if row.field == "wo")
 
 
-def _find_block(
-    state: Mapping[str, Any], layer: int | None, prefix: str | None, config: MoEConfig, model_type: str | None
-) -> tuple[str, Spelling]:
-    """Returns the prefix of a block and its spelling; see `params_from_hf`."""
-    if layer is not None and prefix is not None:
-        raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
-    spellings = spellings_of(model_type)
-    if layer is None:
-        found = [(prefix or "", spelling) for spelling in spellings if _has_experts(state, prefix or "", spelling)]
-        if not found:
-            ours = sorted(name for name in state if name.startswith(prefix or ""))
-            raise ValueError(
-                f"{prefix or ''!r} has no experts in a spelling that moax.hf knows, but "
-                f"{', '.join(ours[:3]) or 'nothing'}; give the prefix of an MoE layer"
-            )
-    else:
-        stems = {(m[0], int(m[1])) for m in map(LAYER.match, state) if m}
-        found = _blocks_in({stem for stem, number in stems if number == layer}, state, spellings)
-        if not found:
-            layers = sorted({n for stem, n in stems if _blocks_in({stem}, state, spellings)})
-            known = f"its MoE layers are {layers[0]} to {layers[-1]}" if layers else "no layers.N has experts"
-            raise ValueError(f"layer={layer} is not in the checkpoint: {known}")
-    prefixes = sorted({at for at, _ in found})
+def _at_prefix(state: Mapping[str, Any], prefix: str, layouts: Sequence[BlockLayout]) -> list[Block]:
+    """Returns the prefix with each layout that has experts there."""
+    found = [(prefix, layout) for layout in layouts if _has_experts(state, prefix, layout)]
+    if not found:
+        names = ", ".join(sorted(name for name in state if name.startswith(prefix))[:3]) or "nothing"
+        raise ValueError(
+            f"{prefix!r} has no experts in a layout that moax.hf knows, but {names}; give the prefix of an MoE layer"
+        )
+    return found
+
+
+def _at_layer(state: Mapping[str, Any], layer: int, layouts: Sequence[BlockLayout]) -> list[Block]:
+    """Returns the prefix of the block of a layer, with each layout that has experts there."""
+
+    def blocks(stem: str) -> list[Block]:
+        return [(at, layout) for layout in layouts if _has_experts(state, at := layout.prefix(stem), layout)]
+
+    stems = {m[0]: int(m[1]) for m in map(LAYER.match, state) if m}
+    found = [block for stem, number in sorted(stems.items()) if number == layer for block in blocks(stem)]
+    if not found:
+        layers = sorted(number for stem, number in stems.items() if blocks(stem))
+        known = f"its MoE layers are {layers[0]} to {layers[-1]}" if layers else "no layers.N has experts"
+        raise ValueError(f"layer={layer} is not in the checkpoint: {known}")
+    prefixes = sorted({prefix for prefix, _ in found})
     if len(prefixes) > 1:
         raise ValueError(f"layer={layer} is {' and '.join(prefixes)}; give prefix= of the block that you mean")
-    # Spellings may share the names of the experts; the other names and the shapes tell them apart.
-    return min(found, key=lambda block: _mismatches(state, *block, config))
+    return found
 
 
-def _blocks_in(
-    stems: Collection[str], state: Mapping[str, Any], spellings: Sequence[Spelling]
-) -> list[tuple[str, Spelling]]:
-    """Returns every prefix of a block in these layers, with each spelling that it may have."""
-    prefixes = [(stem + (f"{s.block}." if s.block else ""), s) for stem in sorted(stems) for s in spellings]
-    return [block for block in prefixes if _has_experts(state, *block)]
-
-
-def _mismatches(state: Mapping[str, Any], prefix: str, spelling: Spelling, config: MoEConfig) -> tuple[int, ...]:
-    """Returns how badly a spelling fits: no name for a parameter, missing tensors, wrong shapes, or biases that the
-    config does not have.
-    """
+def _mismatches(state: Mapping[str, Any], prefix: str, layout: BlockLayout, config: MoEConfig) -> tuple[int, ...]:
+    """Returns how badly a layout fits: unnamed parameters, missing tensors, wrong shapes, biases that are too many."""
     try:
-        tensors = list(tensors_of(spelling, config))
+        tensors = list(tensors_of(layout, config))
     except Unsupported:
         return 1, 0, 0, 0
-    biases = {"bi", "bo", "logits_bias"}.intersection(row.field for row in spelling.rows)
-    biases -= {tensor.field for tensor in tensors}
+    biases = {"bi", "bo", "logits_bias"}.intersection(row.field for row in layout.rows)
     found = [(tensor, locate(state, resolve(prefix, tensor.name))) for tensor in tensors]
-    have = [(tensor, stored) for tensor, stored in found if stored is not None]
-    wrong = [tensor for tensor, stored in have if not stored.readable() or stored.shape() != tensor.shape(config)]
-    return 0, len(found) - len(have), len(wrong), len(biases)
+    missing = sum(stored is None for _, stored in found)
+    wrong = sum(stored is not None and not stored.fits(tensor.shape) for tensor, stored in found)
+    return 0, missing, wrong, len(biases - {tensor.field for tensor in tensors})
 
 
 def _find_tensors(
-    state: Mapping[str, Any], prefix: str, spelling: Spelling, config: MoEConfig
+    state: Mapping[str, Any], prefix: str, layout: BlockLayout, config: MoEConfig
 ) -> list[tuple[Tensor, Stored]]:
     """Returns every tensor of the block with its place in the checkpoint, or raises as `params_from_hf`."""
     pairs, missing, used = [], [], set()
-    for tensor in tensors_of(spelling, config):
+    for tensor in tensors_of(layout, config):
         name = resolve(prefix, tensor.name)
         stored = locate(state, name)
         if stored is None:
-            missing.append((name, tensor))
+            missing.append(f"{name} of shape {tensor.shape}")
             continue
         stored.check()
-        want, have = tensor.shape(config), stored.shape()
-        if have != want:
-            raise ValueError(f"{stored.name} has shape {have}; this config needs {want}")
+        if stored.shape != tensor.shape:
+            raise ValueError(f"{stored.name} has shape {stored.shape}; this config needs {tensor.shape}")
         pairs.append((tensor, stored))
         used |= {stored.name, stored.scales}
     if missing:
         more = f", and {len(missing) - 1} more," if len(missing) > 1 else ""
-        first = f"{missing[0][0]} of shape {missing[0][1].shape(config)}"
-        raise ValueError(f"{first}{more} is not in the checkpoint, and this config needs it")
-    in_block = block_test(prefix, spelling)
+        raise ValueError(f"{missing[0]}{more} is not in the checkpoint, and this config needs it")
+    in_block = block_test(prefix, layout)
     left = sorted(name for name in state if in_block(name) and name not in used)
     if left:
         raise ValueError(f"{left[0]} is in the checkpoint, but this config has no such parameter")
     return pairs
 
 
-def find_dtype(pairs: Sequence[tuple[Any, Stored]], dtype: jax.typing.DTypeLike | None) -> np.dtype:
-    """Returns the dtype of a parameter: `dtype`, or, where it is None, the one dtype of all its tensors."""
-    first = pairs[0][1]
-    to = np.dtype(first.dtype() if dtype is None else dtype)
+def _find_dtype(tensors: Sequence[Stored], dtype: jax.typing.DTypeLike | None) -> np.dtype:
+    """Returns the dtype of a parameter: `dtype`, or, if it is None, the one dtype of all its tensors."""
+    first = tensors[0]
+    to = np.dtype(first.dtype if dtype is None else dtype)
     if not jnp.issubdtype(to, jnp.floating):
         raise ValueError(f"dtype={to} must be a floating-point dtype")
-    other = next((stored for _, stored in pairs if stored.dtype() != to), None)
+    other = next((stored for stored in tensors if stored.dtype != to), None)
     if dtype is None and other is not None:
-        raise ValueError(f"{first.name} is {to} and {other.name} {other.dtype()}; give dtype=")
+        raise ValueError(f"{first.name} is {to} and {other.name} {other.dtype}; give dtype=")
     if jax.dtypes.canonicalize_dtype(to) != to:
         raise ValueError(f"{first.name} would be {to}, which JAX has with jax_enable_x64 alone; give a narrower dtype=")
     return to
-
-
-def _blocks(pairs: Sequence[tuple[Tensor, Stored]], config: MoEConfig, dtype: np.dtype) -> Iterator[Block]:
-    """Yields the tensors of a field as blocks of the field; stacked experts give one block for each expert."""
-
-    def block(tensor: Tensor, stored: Stored, e: int | None = None) -> Block:
-        return Block(
-            tensor.corner(),
-            tensor.block(config),
-            lambda: tensor.to_params(stored.read(e, dtype, config.num_experts), config),
-        )
-
-    for tensor, stored in pairs:
-        if tensor.by_expert():
-            yield from (block(tensor.of_expert(e), stored, e) for e in range(config.num_experts))
-        else:
-            yield block(tensor, stored)

@@ -1,39 +1,33 @@
 """MoEParams -> tensors with the names of a published model, in memory or as safetensors files.
 
-This module is the inverse of `load`: it copies one expert at a time from the devices.
+The inverse of `moax.hf.load`: one expert at a time is copied from the devices.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from moax.config import MoEConfig
 from moax.errors import Unsupported
-from moax.hf.blocks import to_host
 from moax.hf.config import config_to_hf
+from moax.hf.dequantize import QUANTIZED
+from moax.hf.families import layout_of, layouts_of
 from moax.hf.files import DTYPES, NAMES, Checkpoint, Output, write_files
-from moax.hf.names import (
-    LAYER,
-    Tensor,
-    block_prefix,
-    block_test,
-    resolve,
-    spelling_of,
-    spellings_of,
-    tensors_of,
-)
-from moax.hf.stored import QUANTIZED
+from moax.hf.load import NO_MESH, overlap
+from moax.hf.tensor_layouts import LAYER, Tensor, block_test, resolve, tensors_of
 from moax.params import DIMS, MoEParams, check_params, full_shapes, param_shapes
 
 SHARD_BYTES = 5 * 2**30
+_read = jax.jit(lax.dynamic_slice, static_argnums=2)
 
 
 def params_to_hf(
@@ -64,21 +58,16 @@ def params_to_hf(
 
     Raises:
       ValueError: the params do not fit the config, a bias is None, or an array lies on devices of other processes.
-      Unsupported: the model cannot have this config, or has no such spelling.
+      Unsupported: the model cannot have this config, or has no such layout.
     """
     if layer is not None and prefix is not None:
         raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
     if layer is not None:
-        spelling = spelling_of(model_type, stacked)
-        prefix = block_prefix(spelling.stem, layer, spelling)
+        layout = layout_of(model_type, stacked)
+        prefix = layout.prefix(f"{layout.stem}{layer}.")
     outputs = _outputs(params, config, model_type, prefix or "", stacked, dtype)
-    arrays = {name: np.empty(output.shape, output.dtype) for name, output in outputs.items()}
-    for name, output in outputs.items():
-        flat, start = arrays[name].reshape(-1), 0
-        for part in output.parts():
-            flat[start : start + part.size] = part.reshape(-1)
-            start += part.size
-    return arrays
+    flat = {name: np.concatenate([part.reshape(-1) for part in output.parts()]) for name, output in outputs.items()}
+    return {name: array.reshape(outputs[name].shape) for name, array in flat.items()}
 
 
 def save_hf(
@@ -120,13 +109,16 @@ def save_hf(
     if any(folder.glob("*.safetensors")):
         raise ValueError(f"folder {str(folder)!r} holds safetensors files already; give a new one")
     ours, others = config_to_hf(config, model_type), others or {}
-    stem, spelling = _stem(others, model_type), spelling_of(model_type, stacked)
+    stem, layout = _stem(others, model_type), layout_of(model_type, stacked)
     for layer, params in layers.items():
-        outputs |= _outputs(params, config, model_type, block_prefix(stem, layer, spelling), stacked, dtype)
-    tests = {f"{stem}{layer}.": _replaced(stem, layer, model_type) for layer in layers}
+        outputs |= _outputs(params, config, model_type, layout.prefix(f"{stem}{layer}."), stacked, dtype)
+    replaced = {  # whether a tensor belongs to a block that is written anew, by the start of its name
+        at: [block_test(old.prefix(at), old) for old in layouts_of(model_type)]
+        for at in (f"{stem}{layer}." for layer in layers)
+    }
     for name in others:
         match = LAYER.match(name)
-        if not (match and match[0] in tests and any(test(name) for test in tests[match[0]])):
+        if not (match and any(test(name) for test in replaced.get(match[0], ()))):
             outputs[name] = _copy(others, name)
     folder.mkdir(parents=True, exist_ok=True)
     values = dict(hf_config or {}) | ours
@@ -135,19 +127,11 @@ def save_hf(
     return write_files(folder, outputs, shard_bytes)
 
 
-def _replaced(stem: str, layer: int, model_type: str) -> list[Callable[[str], bool]]:
-    """Returns the tests whether a tensor belongs to the MoE block of a layer, one for each spelling of the family."""
-    return [block_test(block_prefix(stem, layer, s), s) for s in spellings_of(model_type)]
-
-
 def _stem(others: Mapping[str, Any], model_type: str) -> str:
-    """Returns the part before the number of a layer in the names of MoE layers.
-
-    It is that of the published names where `others` has no MoE layers.
-    """
-    heads = {s.block or row.name.partition(".")[0] for s in spellings_of(model_type) for row in s.rows}
+    """Returns the part before a layer's number in the names of the MoE layers in `others`; else the published one."""
+    heads = {layout.block or row.name.partition(".")[0] for layout in layouts_of(model_type) for row in layout.rows}
     pattern = re.compile(rf"(.*?(?:layers|blocks)\.)\d+\.(?:{'|'.join(sorted(heads - {'..'}))})\.")
-    stems = sorted({m[1] for m in map(pattern.match, others) if m}) or [spelling_of(model_type, None).stem]
+    stems = sorted({m[1] for m in map(pattern.match, others) if m}) or [layout_of(model_type, None).stem]
     if len(stems) > 1:
         starts = " and with ".join(map(repr, stems))
         raise Unsupported(f"others: layers start with {starts}; pass the tensors of one model")
@@ -167,24 +151,35 @@ def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Ou
             raise Unsupported(f"params.{field} of shape {getattr(every, field)} has no name in a {model_type} model")
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             raise ValueError(f"params.{field} lies on devices of other processes; copy it to this process first")
-    tensors = tensors_of(spelling_of(model_type, stacked), config)
-    return {resolve(prefix, tensor.name): _output(params, tensor, config, dtype) for tensor in tensors}
+    tensors = tensors_of(layout_of(model_type, stacked), config)
+    return {resolve(prefix, tensor.name): _output(getattr(params, tensor.field), tensor, dtype) for tensor in tensors}
 
 
-def _output(params: MoEParams[jax.Array], tensor: Tensor, config: MoEConfig, dtype) -> Output:
-    """Returns a tensor of `params` as it is written to disk."""
-    value = getattr(params, tensor.field)
+def _output(value, tensor: Tensor, dtype: jax.typing.DTypeLike | None) -> Output:
+    """Returns a tensor of the field `value` as it is written."""
     to = np.dtype(value.dtype if dtype is None or tensor.field == "router_bias" else dtype)
     if to not in NAMES or not jnp.issubdtype(to, jnp.floating) or to.itemsize < 2:
         raise ValueError(f"dtype={to} must be one of float64, float32, float16 and bfloat16")
 
     def parts() -> Iterator[np.ndarray]:
-        entries = [tensor.of_expert(e) for e in range(config.num_experts)] if tensor.by_expert() else [tensor]
-        for entry in entries:
-            block = to_host(value, entry.corner(), entry.block(config))
-            yield entry.to_disk(block.astype(to, copy=False), config)
+        for part in tensor.by_expert():
+            yield part.from_params(_to_host(value, part.corner, part.block).astype(to, copy=False))
 
-    return Output(to, tensor.shape(config), parts)
+    return Output(to, tensor.shape, parts)
+
+
+def _to_host(array, corner: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the block [corner, corner + shape) of a JAX or NumPy array, from the shards that hold parts of it."""
+    if not isinstance(array, jax.Array):
+        return np.asarray(array[tuple(slice(c, c + n) for c, n in zip(corner, shape, strict=True))])
+    block = np.empty(shape, array.dtype)
+    shards = {str(shard.index): shard for shard in array.addressable_shards}  # This keeps one shard of equal replicas.
+    with jax.set_mesh(NO_MESH):
+        for shard in shards.values():
+            if common := overlap(shard.index, array.shape, corner, shape):
+                start, in_block = common
+                block[in_block] = np.asarray(_read(shard.data, start, block[in_block].shape))
+    return block
 
 
 def _copy(state: Mapping[str, Any], name: str) -> Output:

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from moax.inspect.flow import Value
-from moax.inspect.program import (
+from moax.checks import check_count
+from moax.inspect.listing import (
     Collective,
     Over,
     Program,
     axis_names,
     join,
-    named_mesh_of,
+    mesh_of,
     read,
     table,
     weight_gathers,
@@ -68,29 +68,26 @@ def assert_no_wide_weight_gather(
       All collectives of the program.
 
     Raises:
-      AssertionError: weights or their gradients cross unquantized. The message lists the collectives with dtype, shape,
-        axes, bytes, and the names of the parameters and results.
+      AssertionError: weights or their gradients cross unquantized; the message lists the collectives.
       ValueError: the mesh is not known, or does not have one of the axes (an axis of a `moax.Axes` may be missing), or
         both `min_elements` and `weights` are missing.
     """
     found, names = _judged(fn, args, kwargs, axes, mesh)
     least = _min_elements(min_elements, weights, names)
-    leaves = [] if weights is None else jax.tree.leaves(weights)
-    of_weights = [leaf for leaf in leaves if any(_is_of(v, leaf) for c in found for v in (*c.carries, *c.reaches))]
+    known = [leaf for leaf in jax.tree.leaves(weights) if any(_involves(c, leaf) for c in found)]
     gathers = weight_gathers(found, names)
-    offenders = []
-    for c in found:
-        wide = c.bytes > 0 and c.kind != "reduce-scatter" and _is_wide(c)
-        if not wide or c.size < (min_elements or 0):
-            continue
-        if of_weights:
-            moves = any(_moves(c, leaf) for leaf in of_weights)
-        else:
-            moves = c.size >= least and _moves_any(c, names, least)
-        if moves or (c in gathers and c.size >= least):
-            offenders.append(c)
+
+    def refused(c: Collective) -> bool:
+        wide = _is_float(c) and not c.dtype.startswith(("float8", "float4"))
+        if not wide or c.bytes == 0 or c.kind == "reduce-scatter" or c.size < (min_elements or 0):
+            return False
+        if c.size >= least and (c in gathers or (not known and _moves_any(c, names, least))):
+            return True
+        of = [leaf for leaf in known if _involves(c, leaf)]
+        return any(c.kind != "all-reduce" or _placed(leaf)[0] & set(c.axes) for leaf in of)
+
     what = f"of unquantized weights or their gradients, or gathers over {join(names)} of {least} elements or more"
-    _refuse(offenders, "collective", f"{what}:", _WHY)
+    _refuse([c for c in found if refused(c)], "collective", f"{what}:", _WHY)
     return found
 
 
@@ -138,40 +135,27 @@ def _judged(fn, args, kwargs, axes, mesh) -> tuple[list[Collective], Names]:
 def _min_elements(min_elements, weights, names: Names) -> int:
     """Returns `min_elements`, or the size of the smallest shard of `weights` over the axes `names`."""
     if min_elements is not None:
-        if isinstance(min_elements, bool) or not isinstance(min_elements, int) or min_elements < 1:
-            raise ValueError(f"{min_elements=} must be an int of at least 1")
+        check_count("min_elements", min_elements)
         return min_elements
     if weights is None:
         raise ValueError("pass min_elements=, or weights=, whose smallest shard gives min_elements")
-    sizes = [math.prod(_shard(leaf)) for leaf in jax.tree.leaves(weights) if _split_over(leaf) & set(names)]
+    sizes = [math.prod(shape) for split, shape in map(_placed, jax.tree.leaves(weights)) if split & set(names)]
     if not sizes:
         raise ValueError(f"weights: none is sharded over {join(names)}; pass min_elements=")
     return min(sizes)
 
 
-def _split_over(leaf) -> set[str]:
-    """Returns the mesh axes that split an array."""
-    spec = leaf.sharding.spec if named_mesh_of(leaf) is not None else ()
-    return {name for entry in spec for name in as_names(entry)}
+def _placed(leaf) -> tuple[set[str], tuple[int, ...]]:
+    """Returns the mesh axes that split an array, and its shape on one device."""
+    if mesh_of(leaf) is None:
+        return set(), tuple(leaf.shape)
+    return {name for entry in leaf.sharding.spec for name in as_names(entry)}, leaf.sharding.shard_shape(leaf.shape)
 
 
-def _shard(leaf) -> tuple[int, ...]:
-    """Returns the shape of an array on one device."""
-    return leaf.sharding.shard_shape(leaf.shape) if named_mesh_of(leaf) is not None else tuple(leaf.shape)
-
-
-def _is_of(value: Value, leaf) -> bool:
-    """Returns whether a parameter or result of the program has the shape of a weight."""
-    if value.whole is not None:
-        return value.whole == tuple(leaf.shape)
-    return value.shape in (tuple(leaf.shape), _shard(leaf))
-
-
-def _moves(c: Collective, leaf) -> bool:
-    """Returns whether a collective moves a weight, or its gradient, where it ought not to cross unquantized."""
-    if not any(_is_of(value, leaf) for value in (*c.carries, *c.reaches)):
-        return False
-    return c.kind != "all-reduce" or bool(_split_over(leaf) & set(c.axes))
+def _involves(c: Collective, leaf) -> bool:
+    """Returns whether a collective carries a parameter, or reaches a result, of the shape of a weight."""
+    whole, shard = tuple(leaf.shape), _placed(leaf)[1]
+    return any(v.whole == whole or (v.whole is None and v.shape in (whole, shard)) for v in (*c.carries, *c.reaches))
 
 
 def _moves_any(c: Collective, names: Names, least: int) -> bool:
@@ -185,10 +169,6 @@ def _moves_any(c: Collective, names: Names, least: int) -> bool:
 
 def _is_float(c: Collective) -> bool:
     return c.dtype.startswith(("float", "bfloat", "complex"))
-
-
-def _is_wide(c: Collective) -> bool:
-    return _is_float(c) and not c.dtype.startswith(("float8", "float4"))
 
 
 def _refuse(offenders: Sequence[Collective], noun: str, what: str, why: str = "") -> None:

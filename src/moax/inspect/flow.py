@@ -1,18 +1,19 @@
-"""This module follows values through an HLO program: from its parameters to collectives, and from these to its results.
+"""We follow arrays through operations that keep their elements: from parameters to collectives, and on to results.
 
-A value flows through everything that leaves it the array that it was: casts, slices, transposes, sums and products with
-arrays of its shape, loops and collectives. It ends where another array is made of it: in a product that contracts a
-dim, in a reduction, in a comparison, in a broadcast to more elements, and in a kernel.
+Such operations are casts, slices, transposes, sums and products with arrays of the same shape, loops and collectives.
+We stop where another array is made: at a product that contracts a dim, a reduction, a comparison, a broadcast to more
+elements, and a kernel.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from moax.inspect.hlo import KINDS, Instruction, Program
+from moax.inspect.hlo import Hlo, Instruction
 
 
 class Value(NamedTuple):
@@ -29,28 +30,12 @@ class Value(NamedTuple):
     whole: tuple[int, ...] | None = None
 
 
-class Flow(NamedTuple):
-    """What an array of a collective is made of, and what is made of it, as positions of parameters and results.
-
-    Attributes:
-      carries: the parameters whose elements it moves.
-      reaches: the positions of the program's results that its elements reach.
-    """
-
-    carries: tuple[Value, ...]
-    reaches: tuple[int, ...]
-
-    @staticmethod
-    def union(flows: Iterable[Flow]) -> Flow:
-        """Returns the flow of an array that is made of all these arrays."""
-        carries, reaches = (tuple(dict.fromkeys(sum(side, ()))) for side in zip(*flows, strict=True))
-        return Flow(carries, reaches)
-
-
 # An array's sources are parameters (ints) and arrays of collectives (computation, instruction, element). The sources of
 # a tuple are the tuple of its members' sources.
-Source = int | tuple[str, str, int]
+Array = tuple[str, str, int]
+Source = int | Array
 Sources = frozenset[Source] | tuple["Sources", ...]
+Flow = Mapping[Array, tuple[Value, ...]]
 
 _NONE: frozenset[Source] = frozenset()
 _ENDS = {
@@ -58,135 +43,108 @@ _ENDS = {
     "partition-id", "ragged-dot", "recv", "reduce", "reduce-window", "replica-id", "rng", "rng-bit-generator",
     "scaled-dot", "sort", "topk", "triangular-solve",
 }  # fmt: skip
-# Calls that change where an array lies, or nothing at all.
+# Calls that change where an array is stored, or nothing at all.
 _PLACING = re.compile(r'custom_call_target="(annotate_device_placement|MoveTo\w+|Sharding|LayoutConstraint|X64\w+)"')
+# {opcode: the number of operands before those that say where elements are}
+_INDICES = {"gather": 1, "dynamic-slice": 1, "dynamic-update-slice": 2}
 
 
-def trace(program: Program) -> tuple[Callable[[str, Instruction], tuple[Flow, ...]], list[Value]]:
-    """Follows every parameter and every collective of a program.
+def trace(program: Hlo, results: Sequence[Value]) -> tuple[Flow, Flow]:
+    """Returns {array of a collective: the parameters whose elements it has}, and {array: the results it reaches}.
 
-    Returns:
-      flow(computation, collective), which returns the `Flow` of each array of a collective, and the program's results.
+    `results` has the names and whole shapes of the results; the text tells only their number.
     """
-    entry = program.computations.get(program.entry, ())
-    parameters = {int(one.arguments): one for one in entry if one.opcode == "parameter"}
+    entry = program.computations.get(program.entry, {}).values()
     named = {
-        i: Value(
-            re.sub(r"\\(.)", r"\1", one.op_name) or f"parameter {i}", one.elements[0].shape if one.elements else ()
+        int(one.arguments): Value(
+            re.sub(r"\\(.)", r"\1", one.op_name) or f"parameter {one.arguments}",
+            one.elements[0].shape if one.elements else (),
         )
-        for i, one in parameters.items()
+        for one in entry
+        if one.opcode == "parameter"
     }
     tracer = _Tracer(program)
-    count = max(parameters, default=-1) + 1
-    made = tracer.run(program.entry, tuple(frozenset([i]) for i in range(count)))
-    root = next((one for one in entry if one.root), None)
-    shapes = [element.shape for element in root.elements] if root else []
-    several = root is not None and root.type.startswith("(")
-    results = [Value(f"result[{i}]" if several else "result", shape) for i, shape in enumerate(shapes)]
-    reaches: dict[Source, list[int]] = {}
-    for i, member in enumerate(made if isinstance(made, tuple) else [made] * len(results)):
-        for source in _flat(member):
-            reaches.setdefault(source, []).append(i)
-
-    def flow(computation: str, one: Instruction) -> tuple[Flow, ...]:
-        keys = [(computation, one.name, i) for i in range(len(one.elements))]
-        return tuple(
-            Flow(
-                tuple(named[i] for i in sorted(s for s in tracer.found.get(key, ()) if isinstance(s, int))),
-                tuple(reaches.get(key, ())),
-            )
-            for key in keys
-        )
-
-    return flow, results
+    made = tracer.run(program.entry, tuple(frozenset([i]) for i in range(max(named, default=-1) + 1)))
+    shapes = [element.shape for one in entry if one.root for element in one.elements]
+    if len(results) != len(shapes):
+        several = any(one.root and one.type.startswith("(") for one in entry)
+        results = [Value(f"result[{i}]" if several else "result", ()) for i in range(len(shapes))]
+    members = [_flat(member) for member in made] if isinstance(made, tuple) else [made] * len(shapes)
+    ends = [(value._replace(shape=shape), m) for value, shape, m in zip(results, shapes, members, strict=True)]
+    carries = {key: tuple(named[i] for i in sorted(s for s in of if isinstance(s, int)))
+               for key, of in tracer.found.items()}  # fmt: skip
+    return carries, {key: tuple(value for value, sources in ends if key in sources) for key in tracer.found}
 
 
-@dataclasses.dataclass
 class _Tracer:
-    """Runs computations on sources in the place of arrays.
+    """Runs computations on sources in the place of arrays; `found` has the sources of each array of a collective."""
 
-    Attributes:
-      program: the program.
-      found: the sources of each array of each collective, in all runs of its computation.
-      known: the results of runs, by computation and operands.
-    """
+    def __init__(self, program: Hlo):
+        self.computations = program.computations
+        self.found: dict[Array, frozenset[Source]] = {}
+        self.run = functools.cache(self._run)
 
-    program: Program
-    found: dict[Source, frozenset[Source]] = dataclasses.field(default_factory=dict)
-    known: dict[tuple[str, Sequence[Sources]], Sources] = dataclasses.field(default_factory=dict)
-
-    def run(self, computation: str, operands: tuple[Sources, ...]) -> Sources:
+    def _run(self, computation: str, operands: tuple[Sources, ...]) -> Sources:
         """Returns the sources of the result of a computation."""
-        key = (computation, operands)
-        if key not in self.known:
-            made: dict[str, Sources] = {}
-            result: Sources = _NONE
-            for one in self.program.computations.get(computation, ()):
-                made[one.name] = self._step(computation, one, made, operands)
-                result = made[one.name] if one.root else result
-            self.known[key] = result
-        return self.known[key]
+        made: dict[str, Sources] = {}
+        result: Sources = _NONE
+        for one in self.computations.get(computation, {}).values():
+            made[one.name] = self._step(computation, one, made, operands)
+            result = made[one.name] if one.root else result
+        return result
 
     def _step(self, computation, one: Instruction, made: dict[str, Sources], parameters) -> Sources:
         """Returns the sources of an instruction's result."""
-        if one.opcode == "parameter":
+        opcode = one.opcode
+        if opcode == "parameter":
             return parameters[int(one.arguments)] if int(one.arguments) < len(parameters) else _NONE
-        if one.opcode in _ENDS or (one.opcode == "custom-call" and not _PLACING.search(one.attributes)):
+        if opcode in _ENDS or (opcode == "custom-call" and not _PLACING.search(one.attributes)):
             return _NONE
         operands = tuple(made.get(name, _NONE) for name in one.operands)
-        if one.opcode == "tuple":
+        called = [callee for _, callee in one.calls if callee in self.computations]
+        if opcode == "tuple":
             return operands
-        if one.opcode == "get-tuple-element":
+        if opcode == "get-tuple-element":
             index = int(re.findall(r"index=(\d+)", one.attributes)[0])
             return operands[0][index] if isinstance(operands[0], tuple) else operands[0]
-        if one.opcode == "while":
-            return self._loop(one, operands[0])
-        called = [callee for _, callee in one.calls if callee in self.program.computations]
-        if one.opcode == "conditional":
-            runs = [self.run(callee, (given,)) for callee, given in zip(called, operands[1:], strict=False)]
-            return _join(*runs)
-        if one.opcode.endswith(("-done", "-update")) or one.opcode in ("optimization-barrier", "copy", "domain"):
+        if opcode == "while":
+            state, body = operands[0], dict(one.calls)["body"]
+            while (after := _join(state, self.run(body, (state,)))) != state:
+                state = after
+            return state
+        if opcode == "conditional":
+            return _join(*(self.run(callee, (given,)) for callee, given in zip(called, operands[1:], strict=False)))
+        if opcode.endswith(("-done", "-update")) or opcode in ("optimization-barrier", "copy", "domain"):
             return operands[0] if operands else _NONE
-        if one.kind in KINDS and not self.program.wraps_collective(one):
+        if one.is_collective:
             return self._collective(computation, one, operands)
-        if called and (one.opcode in ("fusion", "call") or one.starts):
+        if called and (opcode in ("fusion", "call") or opcode.endswith("-start")):
             return self.run(called[0], operands)
-        if one.opcode == "broadcast" and self.program.size(computation, one.operands[0]) != one.elements[0].size:
-            return _NONE
-        return _flat(tuple(operands[i] for i in range(len(operands)) if not _is_index(one.opcode, i, len(operands))))
-
-    def _loop(self, one: Instruction, state: Sources) -> Sources:
-        """Returns the sources of a loop's state after any number of trips."""
-        body = dict(one.calls)["body"]
-        while (after := _join(state, self.run(body, (state,)))) != state:
-            state = after
-        return state
+        if opcode == "broadcast":
+            source = self.computations[computation].get(one.operands[0])
+            sizes = [math.prod(i.elements[0].shape) for i in (source, one) if i is not None]
+            if len(sizes) < 2 or sizes[0] != sizes[1]:
+                return _NONE
+        if opcode == "scatter":  # (arrays, indices, updates)
+            return _flat(operands[: len(operands) // 2] + operands[len(operands) // 2 + 1 :])
+        return _flat(operands[: _INDICES.get(opcode)])
 
     def _collective(self, computation: str, one: Instruction, operands: tuple[Sources, ...]) -> Sources:
         """Notes the sources of a collective's arrays. Its results have these sources, and themselves as a source."""
         count = len(one.elements)
         given = operands if len(operands) == count else (_flat(operands),) * count
-        pieces = one.kind == "all-to-all" and count > 1
         made = []
         for i, operand in enumerate(given):
             key = (computation, one.name, i)
             self.found[key] = self.found.get(key, _NONE) | _flat(operand)
-            made.append(_flat(operands if pieces else operand) | {key})
+            # Each result of an all-to-all that XLA cut into pieces has a piece of every operand.
+            made.append(_flat(operands if one.kind == "all-to-all" else operand) | {key})
         return tuple(made) if one.type.startswith("(") and count > 1 else _flat(tuple(made))
-
-
-def _is_index(opcode: str, position: int, count: int) -> bool:
-    """Returns whether an operand says where elements lie, and is no part of the result."""
-    if opcode == "scatter":
-        return position == count // 2
-    return position >= {"gather": 1, "dynamic-slice": 1, "dynamic-update-slice": 2}.get(opcode, count)
 
 
 def _flat(sources: Sources) -> frozenset[Source]:
     """Returns the union of the sources of all members."""
-    if isinstance(sources, frozenset):
-        return sources
-    return frozenset().union(*map(_flat, sources))
+    return sources if isinstance(sources, frozenset) else frozenset().union(*map(_flat, sources))
 
 
 def _join(first: Sources, *others: Sources) -> Sources:

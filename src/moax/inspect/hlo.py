@@ -1,4 +1,4 @@
-"""This module reads the computations and instructions of an optimized HLO program of XLA's CPU or GPU compiler."""
+"""This module reads the text of an optimized HLO program: its instructions, how often they run, and their devices."""
 
 from __future__ import annotations
 
@@ -6,63 +6,54 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
+import numpy as np
+
+KINDS = frozenset((
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
+))  # fmt: skip
+Groups = tuple[tuple[int, ...], ...]
+
+_HEADER = re.compile(r"^\s*(ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
+_INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:, ([\w\-]+=.*))?\s*$")
+_CALLED = re.compile(
+    r"\b(body|condition|calls|to_apply|true_computation|false_computation|branch_computations|called_computations)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
 )
+_TRIPS = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
+_MESH = r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))?"
+_GROUPS = re.compile(
+    rf"replica_groups=(?:(\{{\{{.*?\}}\}})|\{{\}}|\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)|{_MESH} \{{([^}}]*)\}})"
+)
+_PAIRS = re.compile(r"source_target_pairs=(\{\{.*?\}\}|\{\})")
 
 
 class Element(NamedTuple):
-    """One array of an instruction's result.
-
-    Attributes:
-      dtype: NumPy's name, such as "bfloat16".
-      bits: bits of one element.
-      shape: the shape on one device.
-    """
+    """One array of an instruction's result: NumPy's name of its dtype, bits of an element, and shape on one device."""
 
     dtype: str
     bits: int
     shape: tuple[int, ...]
 
     @property
-    def size(self) -> int:
-        """Elements of the array."""
-        return math.prod(self.shape)
-
-    @property
     def bytes(self) -> int:
         """Bytes of the array."""
-        return -(-self.size * self.bits // 8)
+        return -(-math.prod(self.shape) * self.bits // 8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation, such as `%y = f32[8]{0} add(%a, %b), metadata={...}`.
+    """One line of a computation: `%name = type opcode(arguments), attributes`; the root is the result."""
 
-    Attributes:
-      name: the name of the result, here "y".
-      type: the text of the result's type, here "f32[8]{0}".
-      opcode: the operation, here "add".
-      arguments: the text between the parentheses, here "%a, %b".
-      attributes: the text after the parentheses.
-      root: whether its result is the result of the computation.
-    """
-
+    root: bool
     name: str
     type: str
     opcode: str
     arguments: str
     attributes: str
-    root: bool
 
     @property
     def kind(self) -> str:
@@ -70,186 +61,162 @@ class Instruction:
         return self.opcode.removesuffix("-start")
 
     @property
-    def starts(self) -> bool:
-        """Whether this instruction starts an asynchronous operation."""
-        return self.opcode.endswith("-start")
+    def is_collective(self) -> bool:
+        """Whether it is a collective, and no start of a computation that holds the collective."""
+        return self.kind in KINDS and "calls=" not in self.attributes
 
     @functools.cached_property
-    def operands(self) -> tuple[str, ...]:
-        """The names of the operands; a text may print the type of an operand before its name."""
-        return tuple(operand.split()[-1].lstrip("%") for operand in split(self.arguments))
+    def operands(self) -> list[str]:
+        """The names of the operands."""
+        return re.findall(r"%([\w.\-]+)", self.arguments)
 
     @functools.cached_property
     def elements(self) -> tuple[Element, ...]:
         """The arrays of the result. The type of a start is (operands, results, ...), or for some kinds the results."""
-        if self.starts and self.type.startswith("("):
-            parts = split(self.type[1:-1])
-            if len(parts) > 1 and len(leaves(parts[0])) == len(self.operands):
-                return leaves(parts[1])
-        return leaves(self.type)
+        types = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", re.sub(r"\{[^}]*\}", "", self.type))
+        arrays = tuple(Element(*dtype_name(d), _ints(shape)) for d, shape in types if d != "token")
+        count = len(self.operands) if self.opcode.endswith("-start") else 0
+        return arrays[count : 2 * count] or arrays
 
     @property
-    def calls(self) -> tuple[tuple[str, str], ...]:
+    def calls(self) -> list[tuple[str, str]]:
         """(attribute, computation) for each computation that the instruction calls, such as ("body", "while_body")."""
-        return tuple(
-            (match.group(1), callee.strip().lstrip("%"))
-            for match in _CALLED.finditer(self.attributes)
-            for callee in match.group(2).strip("{}").split(",")
-        )
+        found = _CALLED.findall(self.attributes)
+        return [(how, callee) for how, names in found for callee in re.findall(r"[\w.\-]+", names)]
 
     @property
     def op_name(self) -> str:
         """The op of the user's program that the instruction comes from; of a parameter, the argument's name."""
-        match = _OP_NAME.search(self.attributes)
-        return match.group(1) if match else ""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match[1] if match else ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Hlo:
     """An HLO program.
 
     Attributes:
-      computations: the instructions of each computation, in the order of the text, by the computation's name.
-      entry: the name of the computation that the program runs.
-      replicas, partitions: their product is the number of devices.
+      computations: {computation: {name: instruction}}, in the order of the text.
+      entry: the computation that the program runs.
+      devices: the number of devices.
+      named_mesh: {axis: size} of the first mesh in the text that has the user's axis names; {} for none.
     """
 
-    computations: Mapping[str, Sequence[Instruction]]
+    computations: Mapping[str, Mapping[str, Instruction]]
     entry: str
-    replicas: int
-    partitions: int
-    _known_sizes: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict, repr=False)
+    devices: int
+    named_mesh: Mapping[str, int]
 
     @functools.cached_property
-    def callers(self) -> dict[str, list[tuple[str, int, bool]]]:
+    def _callers(self) -> dict[str, list[tuple[str, int, bool]]]:
         """{computation: [(caller, calls in one run of the caller, whether that number is unknown)]}."""
         callers: dict[str, list[tuple[str, int, bool]]] = {}
         for name, instructions in self.computations.items():
-            for one in instructions:
+            for one in instructions.values():
                 if one.opcode.endswith(("-done", "-update")):
                     continue  # This line names the computation that its start runs.
                 trips = _TRIPS.search(one.attributes)
                 for how, callee in one.calls:
-                    many = int(trips.group(1)) if trips and how == "body" else 1
+                    many = int(trips[1]) if trips and how == "body" else 1
                     callers.setdefault(callee, []).append((name, many, how == "body" and trips is None))
         return callers
 
     def times(self, computation: str) -> tuple[int, bool]:
         """Returns how often it runs, all branches taken, and whether a loop around it has no trip count."""
-        if computation == self.entry or computation not in self.callers:
+        if computation == self.entry or computation not in self._callers:
             return 1, False
-        above = [(many, unknown, *self.times(caller)) for caller, many, unknown in self.callers[computation]]
+        above = [(many, unknown, *self.times(caller)) for caller, many, unknown in self._callers[computation]]
         return sum(m * times for m, _, times, _ in above), any(u or is_open for _, u, _, is_open in above)
 
-    def size(self, computation: str, name: str) -> int:
-        """Returns the elements of the result of an instruction; 0 where the computation has none of this name."""
-        return self._sizes(computation).get(name, 0)
 
-    def _sizes(self, computation: str) -> dict[str, int]:
-        if computation not in self._known_sizes:
-            instructions = self.computations[computation]
-            self._known_sizes[computation] = {one.name: sum(e.size for e in one.elements) for one in instructions}
-        return self._known_sizes[computation]
-
-    def wraps_collective(self, one: Instruction) -> bool:
-        """Returns whether the instruction starts a computation that holds a collective."""
-        called = [callee for _, callee in one.calls]
-        return one.starts and any(inner.kind in KINDS for c in called for inner in self.computations.get(c, ()))
-
-
-_HEADER = re.compile(r"^\s*(ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
-_NAME = re.compile(r"\s*(ROOT\s+)?%?([\w.\-]+)\s*$")
-_OPCODE = re.compile(r"\s*([\w\-]+)\(")
-_CALLED = re.compile(
-    r"\b(body|condition|calls|to_apply|true_computation|false_computation|branch_computations|called_computations)="
-    r"(\{[^}]*\}|%?[\w.\-]+)"
-)
-_TRIPS = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-
-
-def read_program(text: str) -> Program:
-    """Reads the text of an HLO program."""
-    computations: dict[str, list[Instruction]] = {}
-    entry, current = "", None
+def read_hlo(text: str) -> Hlo:
+    """Reads the text of an HLO program; ValueError is raised for a program of several replicas."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, current = "", {}
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
-        header = _HEADER.match(line) if " = " not in line else None
-        if header:
-            current = computations.setdefault(header.group(2), [])
-            entry = header.group(2) if header.group(1) else entry
-        elif current is not None and (one := _instruction(line)) is not None:
-            current.append(one)
-    return Program(computations, entry, _count(text, "replica_count"), _count(text, "num_partitions"))
+        if match := _INSTRUCTION.match(line):
+            current[match[2]] = Instruction(bool(match[1]), *(part or "" for part in match.groups()[1:]))
+        elif " = " not in line and (header := _HEADER.match(line)):
+            current = computations.setdefault(header[2], {})
+            entry = header[2] if header[1] else entry
+    head = text.lstrip().partition("\n")[0]
+    count = {name: int(n) for name, n in re.findall(r"\b(replica_count|num_partitions)=(\d+)", head)}
+    if count.get("replica_count", 1) > 1:
+        raise ValueError("the program has replicas; moax.inspect reads programs of jit, which have partitions alone")
+    named = (_axis_sizes(mesh) for mesh, order in re.findall(_MESH, text) if not order)
+    user = next((sizes for sizes in named if not any(re.fullmatch(r"axis_\d+", name) for name in sizes)), {})
+    return Hlo(computations, entry, count.get("num_partitions", 1), user)
 
 
-def device_count(text: str) -> int:
-    """Returns the number of devices that the program runs on, which its header states."""
-    return _count(text, "replica_count") * _count(text, "num_partitions")
+def device_groups(one: Instruction, devices: int) -> Groups:
+    """Returns the devices of each group of a collective, as positions in the device assignment of the program.
+
+    The groups of a permute are the sets that its (source, target) pairs connect.
+    """
+    if pairs := _PAIRS.search(one.attributes):
+        sets: list[set[int]] = []
+        for pair in _id_lists(pairs[1]):
+            joined = set(pair).union(*(s for s in sets if s & set(pair)))
+            sets = [s for s in sets if not s & joined] + [joined]
+        return tuple(tuple(sorted(s)) for s in sets) or ((0,),)
+    match = _GROUPS.search(one.attributes)
+    replicas = one.kind in ("all-gather", "all-reduce", "reduce-scatter") and "use_global" not in one.attributes
+    if "replica_groups=" in one.attributes and (match is None or (replicas and devices > 1)):
+        raise ValueError(f"{one.attributes!r} has replica_groups of a form that moax.inspect does not know")
+    lists, rows, order, mesh, device_ids, varying = match.groups("") if match else ("",) * 6
+    if lists:
+        return _id_lists(lists)
+    if rows:
+        return tuple(map(tuple, _iota(order).reshape(_ints(rows)).tolist()))
+    if not mesh:
+        return (tuple(range(devices)),)
+    sizes = _axis_sizes(mesh)
+    places = first = np.arange(math.prod(sizes.values()))
+    # The text may name a part of an axis: 'a':(2)4 is the middle dim of 'a' as dims 2 x 4 x rest.
+    for name, before, part in re.findall(r"([^',:\s]+)'?(?::\((\d+)\)(\d+))?", varying):
+        inner = math.prod(list(sizes.values())[list(sizes).index(name) + 1 :])
+        size = int(part or sizes[name])
+        stride = inner * sizes[name] // (int(before or 1) * size)
+        first = first - places // stride % size * stride  # the place of the first device of the group
+    ids = places if not device_ids else _iota(device_ids) if "[" in device_ids else np.array(_ints(device_ids))
+    return tuple(tuple(ids[first == place].tolist()) for place in np.unique(first))
+
+
+def varying_axes(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes of a mesh of these sizes over which some group varies; () where the mesh lacks a device.
+
+    On the mesh {"fsdp": 2, "ep": 4} device i is (i // 4, i % 4). The groups ((0, 4), (1, 5), (2, 6), (3, 7)) vary over
+    fsdp alone.
+    """
+    if max(map(max, groups)) >= math.prod(sizes.values()):
+        return ()
+    coordinates = [np.unravel_index(np.asarray(group), tuple(sizes.values())) for group in groups]
+    return tuple(n for i, n in enumerate(sizes) if any((c[i] != c[i][0]).any() for c in coordinates))
 
 
 def dtype_name(hlo: str) -> tuple[str, int]:
     """Returns NumPy's name and the bits of an HLO type: f8e4m3fn -> ("float8_e4m3fn", 8), u8 -> ("uint8", 8)."""
-    if hlo == "pred":
-        return "bool", 8
-    match = re.fullmatch(r"(bf|f|s|u|c)(\d+)((?:e\d\w*)?)", hlo)
+    match = re.fullmatch(r"(bf|f|s|u|c)(\d+)(e\d\w*)?", hlo)
     if match is None:
-        return hlo, 0
-    kind = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}[match.group(1)]
-    tail = "_" + match.group(3) if match.group(3) else ""
-    return f"{kind}{match.group(2)}{tail}", int(match.group(2))
+        return ("bool", 8) if hlo == "pred" else (hlo, 0)
+    kind = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}[match[1]]
+    return f"{kind}{match[2]}{'_' + match[3] if match[3] else ''}", int(match[2])
 
 
-def split(text: str) -> list[str]:
-    """Splits text at the commas outside all brackets: "a, f(b, c)" -> ["a", "f(b, c)"]."""
-    parts, depth, start = [], 0, 0
-    for match in re.finditer(r"[(\[{}\]),]", text):
-        c = match.group()
-        depth += 1 if c in "([{" else -1 if c in ")]}" else 0
-        if c == "," and depth == 0:
-            parts.append(text[start : match.start()])
-            start = match.end()
-    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+def _axis_sizes(text: str) -> dict[str, int]:
+    return {name: int(size) for name, size in re.findall(r"([^',\s]+)'?=(\d+)", text)}
 
 
-def leaves(type_text: str) -> tuple[Element, ...]:
-    """Returns the arrays of an HLO type: "(f32[2,3]{1,0}, u8[4])" has two."""
-    types = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", re.sub(r"\{[^}]*\}", "", type_text))
-    arrays = [(dtype, shape) for dtype, shape in types if dtype != "token"]
-    return tuple(
-        Element(*dtype_name(d), tuple(int(n.strip(" <=")) for n in s.split(",") if n.strip())) for d, s in arrays
-    )
+def _iota(text: str) -> np.ndarray:
+    """Reads a list of ids: `[4,2]T(1,0)` -> arange(8).reshape(4, 2).transpose(1, 0), flat."""
+    dims, _, order = text.partition("T")
+    ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+    return ids.transpose(_ints(order) or range(ids.ndim)).reshape(-1)
 
 
-def _count(text: str, name: str) -> int:
-    """Returns the number `name` of the program's header; 1 where the header does not state it."""
-    match = re.search(rf"^\s*HloModule\b.*\b{name}=(\d+)", text, re.MULTILINE)
-    return int(match.group(1)) if match else 1
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
-def _instruction(line: str) -> Instruction | None:
-    """Reads a line of a computation; None for a line that is no instruction."""
-    left, equals, rest = line.partition(" = ")
-    name = _NAME.match(left)
-    if not equals or name is None:
-        return None
-    rest = rest.lstrip()
-    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
-    opcode = _OPCODE.match(rest, end)
-    if opcode is None:
-        return None
-    close = _closing(rest, opcode.end() - 1)
-    arguments, attributes = rest[opcode.end() : close - 1], rest[close:]
-    return Instruction(name.group(2), rest[:end], opcode.group(1), arguments, attributes, name.group(1) is not None)
-
-
-def _closing(text: str, opening: int) -> int:
-    """Returns the index after the parenthesis that closes the one at index `opening`: 6 for "(a(b))" and 0."""
-    depth = 0
-    for match in _PARENTHESIS.finditer(text, opening):
-        depth += 1 if match.group() == "(" else -1
-        if depth == 0:
-            return match.end()
-    return len(text)
-
-
-_PARENTHESIS = re.compile(r"[()]")
+def _id_lists(text: str) -> Groups:
+    return tuple(map(_ints, re.findall(r"\{([\d,\s]+)\}", text)))

@@ -4,12 +4,13 @@
 |-------------|----------------------------------------------------------------------------------------------|
 | `hopper`    | NVIDIA GPUs of compute capability 9.0, bfloat16, Pallas Mosaic GPU                            |
 | `xla`       | every backend and every dtype                                                                |
-| `blackwell` | NVIDIA GPUs of compute capability 10.0, by name alone: no such GPU has run it                 |
 
 `select_kernels` chooses once, by the platform, the dtype, the widths and the caller's `kernels`. After that no code
-asks which implementation runs: `implementation(name)` is a module with the functions of `Implementation`. An
-implementation keeps its operand formats private: its `matmul` and `wgrad` take what its own `quantize_for_matmul` and
-`quantize_and_gather` return. A further implementation is one module and one line of `IMPLEMENTATIONS`.
+asks which implementation runs: `implementation(name)` is a module with the functions of `Implementation`. The package
+of an implementation has `NOTE`, a line for a user who reads a list of them, `PUTS_ROWS`, whether it has `put_rows`, and
+`why_not(dtype, widths)`. An implementation keeps its operand formats private: its `matmul` and `wgrad` take what its
+own `quantize_for_matmul` and `quantize_and_gather` return. A further implementation is one package and one line of
+`IMPLEMENTATIONS`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,8 @@ from moax.mesh.axes import Names
 from moax.recipe import Contracted, Format, Recipe, Recipes
 from moax.types import QArray, QShard
 
-# `auto` takes the first that can run. `xla` runs everywhere, so `auto` takes no implementation after it.
-IMPLEMENTATIONS = {
-    "hopper": "moax.kernels.hopper",
-    "xla": "moax.kernels.xla",
-    "blackwell": "moax.kernels.blackwell",
-}
+# `auto` takes the first that can run, and `xla` runs everywhere.
+IMPLEMENTATIONS = {"hopper": "moax.kernels.hopper", "xla": "moax.kernels.xla"}
 DEFAULT = "xla"  # this implementation runs everywhere
 
 Operand = Any  # rows or weights in the form that one implementation's products take
@@ -43,11 +40,7 @@ Role = Literal["x", "dy"]  # the field of a recipe that has the format of rows
 
 @runtime_checkable
 class Packed(Protocol):
-    """A packing of rows: it moves them from groups at multiples of any `align` to the layout that products need.
-
-    Attributes:
-      groups: the layout of the packed rows.
-    """
+    """A packing: it moves rows from groups at multiples of any `align` to the layout `groups` of products."""
 
     groups: Groups
 
@@ -64,25 +57,13 @@ class Packed(Protocol):
 class Implementation(Protocol):
     """The local functions of one device that each implementation has.
 
-    x, dy and h are arrays, whose rows lie as a `Groups` says. A product takes an `Operand`, whose form only its
+    x, dy and h are arrays of rows in the layout of a `Groups`. A product takes an `Operand`, whose form only its
     implementation knows. `recipe` and `role` give the format of rows: `recipe.x` or `recipe.dy`. If one scale holds for
     the whole tensor, its maximum is taken over the mesh axes `amax_over` too.
     """
 
-    NOTE: str  # where the implementation runs, for a user who reads a list of them
-
-    def why_not(self, dtype: DTypeLike | None, widths: dict[str, int]) -> str | None:
-        """Returns why this implementation cannot run here with this dtype and these widths; None where it can.
-
-        `widths` are the sizes of contiguous dims on one device, by name.
-        """
-        ...
-
-    def takes_fp8(self, recipe: Recipe) -> bool:
-        """Returns whether products of this recipe multiply in FP8.
-
-        Otherwise operands are dequantized before a product.
-        """
+    def supports_fp8(self, recipe: Recipe) -> bool:
+        """Returns whether products of this recipe multiply in FP8; else operands are dequantized."""
         ...
 
     def align_rows(self, recipe: Recipe) -> int:
@@ -94,45 +75,39 @@ class Implementation(Protocol):
         ...
 
     def pack_rows(self, group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Packed:
-        """Returns the packing of rows whose groups start at multiples of any `align`.
-
-        With `group_sizes` None one group holds all rows.
-        """
+        """Returns the packing of rows whose groups start at multiples of any `align`, or of one group (None)."""
         ...
 
     def top_k(self, x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
         """Returns the k largest of each row of x, and their indices i32, as `lax.top_k` does."""
         ...
 
-    def place_rows(
+    def build_permutation(
         self, experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int,
         weights: Float[Array, "R K"] | None = None, keep: Callable | None = None,
     ) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:  # fmt: skip
-        """Returns `source`, `position` and group sizes of a `Plan`, and the weight of each sorted row, 0 in padding.
+        """Returns `gather_idx`, `scatter_idx` and group sizes of a `Plan`, and the weight of each of N sorted rows.
 
-        Experts lie in [0, num_groups], and `num_rows` is N. Without `weights` f32, the last result is None.
+        Experts lie in [0, num_groups]. The weight is 0 in padding, and None without `weights` f32.
         keep(arrived) -> (begin, sizes) takes and returns arrays [G]: the arrivals begin[g] to begin[g] + sizes[g] - 1
         of group g become rows. None keeps all that arrived.
         """
         ...
 
     def gather_rows(
-        self, x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None
+        self, x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Groups | None = None
     ) -> Float[Array, "N H"]:
-        """rows[n] = x[source[n]], 0 where source[n] >= R. Rows past the last group of `groups` may hold anything."""
+        """rows[n] = x[gather_idx[n]], 0 where it is R or more. Rows past the groups may hold anything."""
         ...
 
     def gather_sum(
-        self, rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: Array | None = None
+        self, rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"], weights: Array | None = None
     ) -> Float[Array, "R H"]:
-        """y[r] = sum_k weights[r, k] rows[position[r, k]] in float32, over the positions below N."""
+        """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32, over the indices below N."""
         ...
 
-    def gathers_rows(self, format: Format | None, width: int, hidden: int) -> bool:
-        """Returns whether products shall gather rows of this format from those that arrived.
-
-        `width` is the number of elements of a row, and `hidden` the width F of an expert on this device.
-        """
+    def matmul_gathers_rows(self, format: Format | None, width: int, hidden: int) -> bool:
+        """Returns whether products shall gather rows of `width` elements; `hidden` is F of this device."""
         ...
 
     def quantize_for_matmul(
@@ -141,17 +116,17 @@ class Implementation(Protocol):
     ) -> tuple[Operand, Operand]:  # fmt: skip
         """Returns rows [M, ..., C] as two Operands: for a product over columns (forward, dgrad), and for wgrad.
 
-        `rows` and `columns` say whether the caller takes the first and the second. What it does not take may be None.
+        The first may be None if the caller takes no `rows`, and the second if it takes no `columns`.
         """
         ...
 
     def gather_and_quantize(
-        self, x: Array, source: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = (),
+        self, x: Array, gather_idx: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = (),
         *, rows: bool = True, columns: bool = True, in_products: bool = False,
     ) -> tuple[Operand, Operand]:  # fmt: skip
-        """Runs `quantize_for_matmul` on the rows x[source]. An implementation may gather and quantize in one read.
+        """Runs `quantize_for_matmul` on the rows x[gather_idx], in one read where the implementation can.
 
-        With `in_products`, where `gathers_rows` says so, the Operands are no new rows: the products gather them from x.
+        With `in_products`, where `matmul_gathers_rows` says so, the products gather the rows from x instead.
         """
         ...
 
@@ -164,15 +139,14 @@ class Implementation(Protocol):
         amax_over: Names,
         dtype: DTypeLike,
     ) -> Operand:
-        """Returns the whole weight as an Operand, from its shard [E, K, *C]: quantized on the shard, then gathered as
-        bytes.
+        """Returns the whole weight as an Operand, from its shard [E, K, *C]: quantized on the shard, then gathered.
 
         `contracted` is `rows` for a product over K, and `columns` for a product over *C. `gather` has the mesh axes
         over which each dim is gathered.
         """
         ...
 
-    def turns_weight(self, recipe: Recipe, contracted: Contracted) -> bool:
+    def stores_weight_transposed(self, recipe: Recipe, contracted: Contracted) -> bool:
         """Returns whether a quantized shard of a weight [E, K, *C] has the dims (E, *C, K)."""
         ...
 
@@ -196,10 +170,7 @@ class Implementation(Protocol):
         *,
         transpose: bool = False,
     ) -> Float[Array, "M N"]:
-        """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` dx[m] = dy[m] w[g(m)]^T.
-
-        Padding of y may hold anything.
-        """
+        """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` dx[m] = dy[m] w[g(m)]^T; padding may hold anything."""
         ...
 
     def matmul_activate(
@@ -218,9 +189,8 @@ class Implementation(Protocol):
     ) -> Float[Array, "E K N"]:  # fmt: skip
         """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32.
 
-        `dtype` is that of operands that are not FP8. `out_dtype` is that of dw; None means `dtype`. With `total`
-        [E, K, N] it returns total + dw in the dtype of `total`, rounded once. The sum needs no second array of this
-        size.
+        Operands that are not FP8 have `dtype`, and dw has `out_dtype`; None means `dtype`. With `total` [E, K, N] it
+        returns total + dw in the dtype of `total`, rounded once, without a second array of this size.
         """
         ...
 
@@ -235,47 +205,50 @@ class Implementation(Protocol):
         ...
 
     def activate_grad(
-        self, h: Array, d_a: Array, act: Callable, recipes: Recipes, groups: Groups, *,
-        weights: Array | None, amax_over: Names, keep: bool,
-    ) -> tuple[Operand, Operand, Operand, Any, Float[Array, " N"]]:  # fmt: skip
-        """Computes the backward of `activate`. d_a [N, F] is the gradient before the weights multiply it.
+        self, h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups,
+        weights: Float[Array, " N"],
+    ) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:  # fmt: skip
+        """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>; d_a is not weighted yet."""
+        ...
 
-        The product with wo takes a, and the product with wi takes d_h, each by its own recipe.
-
-        Returns:
-          a for wgrad, times the weights; d_h for dgrad; d_h for wgrad; d_h [N, G, F] if `keep`, else None; and inner
-          [N], which is <d_a, act(h)> of each row.
-        """
+    def activate_grad_quantize(
+        self, h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes, groups: Groups, *,
+        weights: Float[Array, " N"], amax_over: Names,
+    ) -> tuple[Operand, Operand, Operand, Float[Array, " N"]]:  # fmt: skip
+        """Runs `activate_grad` and returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""
         ...
 
     def quantize(self, x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = ()) -> QArray:
         """Returns the values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
         ...
 
-    def put_rows(
-        self, arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any, sms: int | None
-    ) -> tuple:
+    def put_rows(self, arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any) -> tuple:
         """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x.
 
         `places[way]` has (shift, end) of each rank. A `source` of None sends row i itself. `axes` has (name, size) of
-        each axis of ep. `sms` is the number of multiprocessors that copy; None leaves it to the implementation. A row
-        that no rank wrote may hold anything.
+        each axis of ep. A row that no rank wrote may hold anything.
         """
         ...
 
     def dequantize_wire(
         self, data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
     ) -> Float[Array, "R H"]:
-        """Returns rows [R, H] from their bytes `data` [R, H] and `words` [R, W] i32, which begin with the scales.
-
-        Rows from ends[-1] on may hold anything.
+        """Returns rows [R, H] from their bytes `data` and `words` [R, W] i32, which begin with the scales; not those
+        from ends[-1]
+        on.
         """
         ...
 
 
 def implementation(name: str) -> Implementation:
     """Returns the implementation of a name that `select_kernels` returned."""
-    return cast(Implementation, importlib.import_module(IMPLEMENTATIONS[name]))
+    return cast(Implementation, importlib.import_module(f"{IMPLEMENTATIONS[name]}.functions"))
+
+
+def find_peer_kernels() -> str | None:
+    """Returns the name of the first implementation whose `put_rows` writes into the memory of peers, or None."""
+    able = (n for n, path in IMPLEMENTATIONS.items() if is_installed(n) and importlib.import_module(path).PUTS_ROWS)
+    return next(able, None)
 
 
 def select_kernels(kernels: str = "auto", dtype: DTypeLike | None = None, **widths: int) -> str:
@@ -309,12 +282,17 @@ def why_not(name: str, dtype: DTypeLike | None = None, **widths: int) -> str | N
     """Returns why the implementation of this name cannot run; None where it can."""
     if not is_installed(name):
         return f"this installation has no {IMPLEMENTATIONS[name]}"
-    return implementation(name).why_not(dtype, widths)
+    return importlib.import_module(IMPLEMENTATIONS[name]).why_not(dtype, widths)
 
 
-def takes_fp8(name: str, recipe: Recipe) -> bool:
+def find_note(name: str) -> str:
+    """Returns the line that says where the implementation of this name runs."""
+    return importlib.import_module(IMPLEMENTATIONS[name]).NOTE
+
+
+def supports_fp8(name: str, recipe: Recipe) -> bool:
     """Returns whether the implementation of this name is installed and multiplies in FP8 by this recipe."""
-    return is_installed(name) and implementation(name).takes_fp8(recipe)
+    return is_installed(name) and implementation(name).supports_fp8(recipe)
 
 
 def is_installed(name: str) -> bool:

@@ -4,8 +4,8 @@
 
 A NaN or Inf does not enter a maximum. A block of zeros has scale 1.
 
-Blocks of a weight [E, K, *C] lie over K and over all columns *C as one dim, counted from the beginning of the whole
-matrix, whatever shard of it a device holds. With K = 320, blocks of 128 and two shards of 160 rows, the first shard has
+Blocks of a weight [E, K, *C] divide K, and all columns *C as one dim. They begin at the corner of the whole matrix,
+whatever shard of it a device holds. With K = 320, blocks of 128 and two shards of 160 rows, the first shard has
 block 0 (rows 0 to 127) and a part of block 1 (rows 128 to 159), the second the rest of block 1 (160 to 255) and
 block 2 (256 to 319). Both devices take the maximum of block 1 over both shards.
 """
@@ -30,7 +30,7 @@ DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 TINY = 2.0**-126  # the smallest normal float32
 
 
-def finite(x: Array) -> Float[Array, "..."]:
+def finite_abs(x: Array) -> Float[Array, "..."]:
     """Returns |x| in float32, 0 where x is not finite."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
@@ -48,9 +48,7 @@ def to_scale(amax: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
     if not is_pow2(format):
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.int32)
-    return lax.bitcast_convert_type(
-        (bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32
-    )  # rounds up, unless scale is a power of two
+    return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)  # up, unless it is a power of two
 
 
 def to_exponent(scale: Float[Array, "..."]) -> Array:
@@ -59,10 +57,7 @@ def to_exponent(scale: Float[Array, "..."]) -> Array:
 
 
 def from_exponent(exponent: Array) -> Float[Array, "..."]:
-    """Returns 2**(exponent - 127) as float32.
-
-    `to_exponent` never writes exponent 0, which stands for the subnormal 2**-127.
-    """
+    """Returns 2**(exponent - 127) as float32; `to_exponent` never writes 0, the subnormal 2**-127."""
     return lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
 
 
@@ -73,20 +68,21 @@ def dequantize(q: QArray, dtype: Any = jnp.float32) -> Float[Array, ...]:
     return (data * expand_scales(scale, q)).astype(dtype)
 
 
+def to_array(x: Array | QArray, dtype: Any) -> Array:
+    """Returns x as an array of this dtype, dequantized if it is a QArray."""
+    return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
+
+
 def expand_scales(scale: Array, q: QArray) -> Array:
     """Returns the scale of each element of q. A dim of one block keeps size 1, so that it broadcasts."""
-    for dim, (n, b, pieces) in enumerate(zip(q.shape, q.block, q.pieces, strict=True)):
-        size = n // pieces
+    for dim, (n, b) in enumerate(zip(q.shape, q.block, strict=True)):
         if b == 1 or scale.shape[dim] == 1:
             continue
-        b = size if b is None else b
-        blocks = -(-size // b)
-        scale = jnp.repeat(scale, b, axis=dim)
-        if blocks * b != size:  # each piece ends in an edge block
-            shape = scale.shape
-            cut = scale.reshape(shape[:dim] + (pieces, blocks * b) + shape[dim + 1 :])
-            cut = lax.slice_in_dim(cut, 0, size, axis=dim + 1)
-            scale = cut.reshape(shape[:dim] + (n,) + shape[dim + 1 :])
+        scale = jnp.repeat(scale, n if b is None else b, axis=dim)
+        # In this form JAX sees that whole blocks have no less than a symbolic n.
+        whole = n if b is None else -(-n // b) * b
+        scale = scale.reshape(*scale.shape[:dim], whole, *scale.shape[dim + 1 :])
+        scale = lax.slice_in_dim(scale, 0, n, axis=dim)
     return scale
 
 
@@ -107,11 +103,7 @@ class WeightBlocks(NamedTuple):
 
 
 def weight_block(format: Format, contracted: Contracted) -> tuple[int, int]:
-    """Returns the block lengths of a weight over K and over its columns.
-
-    Raises:
-      ValueError: the format has one scale for each matrix.
-    """
+    """Returns the block lengths of a weight over K and over its columns. Raises ValueError without blocks."""
     _, rows, columns = format.weight_block(3, contracted)
     if rows is None or columns is None:
         raise ValueError(f"format={format} has one scale for each matrix; it must have blocks")
@@ -136,9 +128,9 @@ def find_scale_axes(
 ) -> tuple[Names, ...]:
     """Returns the mesh axes over which each dim of a weight's scales is gathered, as `gather` has those of its data.
 
-    Where a shard [E, K, *C] ends inside a block, every shard has the scales of the whole matrix, and E alone is
-    gathered; so it is where one scale holds for a matrix. The columns of the scales are one dim, unless columns are
-    gathered: then each of them has its own axes, and no block lies in two shards of the last one.
+    Where a shard [E, K, *C] ends inside a block, or one scale holds for a matrix, every shard has the scales of the
+    whole matrix, and E alone is gathered. The columns of the scales are one dim, unless columns are gathered: then each
+    of them has its own axes, and no block lies in two shards of the last one.
     """
     if format.block is None or cuts_blocks(shape, gather, weight_block(format, contracted)):
         return (gather[0], (), ())
@@ -157,11 +149,11 @@ def find_weight_blocks(shape: Sequence[int], gather: Sequence[Names], block: tup
 
 
 def share_weight_maxima(w: Float[Array, "E K C"], blocks: WeightBlocks, names: Names) -> Float[Array, "E KB CB"]:
-    """Returns the maximum of |w| in each block of the whole weight, over the shards of all devices along `names`."""
+    """Returns the maximum of |w| in each block of the whole weight, over all devices along `names`."""
     (experts, rows, width), size = w.shape, blocks.block[0]
     touched = (rows + 2 * size - 2) // size  # as many blocks as the rows may touch
     padded = vary_like(jnp.zeros((experts, touched * size, width), jnp.float32), w, blocks.first_row)
-    padded = lax.dynamic_update_slice_in_dim(padded, finite(w), blocks.first_row % size, 1)
+    padded = lax.dynamic_update_slice_in_dim(padded, finite_abs(w), blocks.first_row % size, 1)
     row_maxima = padded.reshape(experts, touched, size, width).max(2)
     maxima = jax.ops.segment_max(jnp.moveaxis(row_maxima, 2, 0), blocks.columns, num_segments=blocks.count[1])
     maxima = jnp.moveaxis(jnp.maximum(maxima, 0.0), 0, 2)  # segment_max gives -inf where the shard has no column
@@ -177,10 +169,7 @@ def spread_scales(scale: Float[Array, "E KB CB"], blocks: WeightBlocks, rows: in
 
 
 def _find_offset(size: int, names: Names):
-    """Returns the index at which this device's shard begins in a dim sharded over `names`.
-
-    The first name is outermost: with two names of 2 devices, the device (1, 0) has shard 2.
-    """
+    """Returns the index at which this device's shard begins in a dim sharded over `names`, outermost first."""
     index = jnp.int32(0)
     for name in names:
         index = index * lax.axis_size(name) + lax.axis_index(name)

@@ -1,4 +1,4 @@
-"""`Axes` says which role each mesh axis plays; `Roles` is its answer for one mesh."""
+"""`Axes` says which role each mesh axis plays; `ResolvedAxes` is its answer for one mesh."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class Axes:
         """The names of all mesh axes that have a role."""
         return tuple(name for role in ROLES for name in getattr(self, role))
 
-    def on(self, sizes: Mapping[str, int]) -> Roles:
-        """Returns the roles of the axes that have more than one device.
+    def resolve(self, sizes: Mapping[str, int]) -> ResolvedAxes:
+        """Returns the axes that have more than one device, by role.
 
         On a mesh of {"fsdp": 4, "ep": 2, "tp": 1} the result has fsdp ("fsdp",), ep ("ep",), and no dp and no tp.
 
@@ -114,11 +114,13 @@ class Axes:
                 f"Axes(fsdp={name!r}), or in other=({name!r},) where moax is to leave the axis out"
             )
         by_role = {role: tuple(n for n in getattr(self, role) if sizes.get(n, 1) > 1) for role in ROLES}
-        dims = self._dims_on(by_role) if self.tokens else ()
-        return Roles(**by_role, sizes=tuple((n, sizes[n]) for names in by_role.values() for n in names), dims=dims)
+        dims = self._resolve_dims(by_role) if self.tokens else ()
+        return ResolvedAxes(
+            **by_role, sizes=tuple((n, sizes[n]) for names in by_role.values() for n in names), dims=dims
+        )
 
-    def _dims_on(self, by_role: Mapping[str, Names]) -> tuple[Names, ...]:
-        """Returns `tokens`, at least two entries, with each axis of `by_role` that splits tokens and with no other."""
+    def _resolve_dims(self, by_role: Mapping[str, Names]) -> tuple[Names, ...]:
+        """Returns `tokens`, of at least two entries, with all axes of `by_role` that split tokens and no other."""
         batch, cp = by_role["dp"] + by_role["fsdp"] + by_role["ep"], by_role["cp"]
         dims = [tuple(n for n in as_names(entry) if n in batch + cp) for entry in self.tokens]
         dims = dims if len(dims) > 1 else [*dims, ()]
@@ -129,8 +131,8 @@ class Axes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Roles:
-    """The mesh axes of more than one device, by role. A local function needs to know no more of the mesh.
+class ResolvedAxes:
+    """The mesh axes of more than one device, by role: all that a local function needs to know of the mesh.
 
     Attributes:
       dp, fsdp, ep, tp, cp: the names of the axes of each role; see `Axes`.
@@ -158,7 +160,7 @@ class Roles:
         return self._dims[-1]
 
     @property
-    def same_experts(self) -> Names:
+    def replica_axes(self) -> Names:
         """The axes of tokens along which devices compute with the same experts: all but ep."""
         return tuple(name for name in self.tokens if name not in self.ep)
 
@@ -172,9 +174,10 @@ class Roles:
         return self.tokens + self.tp
 
     def over(self, count: int) -> tuple[Names, ...]:
-        """Returns the axes of tokens over each of the `count` leading dims of x. The one dim of x [T, H] has them all.
+        """Returns the axes of tokens over each of the `count` leading dims of x; the one dim of x [T, H] has them all.
 
-        Raises ValueError where x has fewer dims than `Axes.tokens` has entries.
+        Raises:
+          ValueError: x has fewer dims than `Axes.tokens` has entries.
         """
         if count == 1:
             return (self.tokens,)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from moax.mesh.axes import Names
+from moax.mesh.axes import Names, ResolvedAxes
 
 GradReduce = Literal["float32", "bfloat16", "bfloat16_sum_float32"]
 GRAD_REDUCE: tuple[GradReduce, ...] = get_args(GradReduce)
@@ -32,15 +33,11 @@ def gather_weight(w: Array, gather: Sequence[Names]) -> Array:
 
 
 def scatter_gradient(dw: Array, gather: Sequence[Names], reduce: GradReduce | None = None) -> Array:
-    """Reduce-scatters a gradient: the transpose of `gather_weight`. It sums over the axes and returns one shard.
+    """Reduce-scatters this device's gradient of a whole weight over the axes of `gather`: the transpose of
+    `gather_weight`.
 
-    Args:
-      dw: this device's part of the gradient of the whole weight.
-      gather: the axes that gathered each dim of the weight.
-      reduce: None sums in the dtype of dw; for the others see `moax.Options.grad_reduce_dtype`.
-
-    Returns:
-      The shard, in `sum_dtype(reduce, dw.dtype)`.
+    `reduce` None sums in the dtype of dw; for the others see `moax.Options.grad_reduce_dtype`. The shard is in
+    `sum_dtype(reduce, dw.dtype)`.
     """
     with jax.named_scope("scatter_gradient"):
         dw = dw.astype(sum_dtype(reduce, dw.dtype))
@@ -51,20 +48,14 @@ def scatter_gradient(dw: Array, gather: Sequence[Names], reduce: GradReduce | No
     return dw
 
 
-def apart[Tree: PyTree](tree: Tree) -> Tree:
-    """Returns the arrays of a tree, as other values of a program than those that they are made of.
-
-    XLA's partitioner mistakes the result of a partitioned function that returns an operand as it is, in another layout,
-    for the operand.
-    """
+def opaque_copy[Tree: PyTree](tree: Tree) -> Tree:
+    """Copies every array by an optimization barrier."""
+    # XLA's partitioner confuses an operand with a result that is the same array in another sharding.
     return lax.optimization_barrier(tree)
 
 
 def take_shard(x: Array, gather: Sequence[Names]) -> Array:
-    """Returns this device's shard of x, which is equal on all devices along `gather`: dim i is split over `gather[i]`.
-
-    It is `scatter_gradient` where the sum has been made on every device.
-    """
+    """Returns this device's shard of x, equal on all devices along `gather`: `scatter_gradient` without a sum."""
     for dim, names in enumerate(gather):
         if names:
             size = x.shape[dim] // lax.axis_size(names)
@@ -73,16 +64,12 @@ def take_shard(x: Array, gather: Sequence[Names]) -> Array:
 
 
 def sum_dtype(reduce: GradReduce | None, dtype: DTypeLike) -> np.dtype:
-    """Returns the dtype in which gradients of weights are summed; `dtype` is that of None."""
+    """Returns the dtype in which gradients of weights are summed: `dtype` for None."""
     return np.dtype(dtype if reduce is None else "bfloat16" if reduce == "bfloat16" else "float32")
 
 
 def get_grad_reduce(reduce: DTypeLike | None) -> GradReduce | None:
-    """Returns the name of a `grad_reduce_dtype`, which is None, one of `GRAD_REDUCE`, or a dtype such as jnp.float32.
-
-    Raises:
-      ValueError: it is none of them.
-    """
+    """Returns the name of a `grad_reduce_dtype`: None, a name, or a dtype. Raises ValueError otherwise."""
     if reduce is None:
         return None
     try:
@@ -96,11 +83,7 @@ def get_grad_reduce(reduce: DTypeLike | None) -> GradReduce | None:
 
 
 def _sum_pieces(dw: Array, gather: Sequence[Names]) -> Array:
-    """Returns the shard of a sum whose terms travel in bfloat16: each device sends each other device its piece once.
-
-    A term is rounded once, on the device that computed it, and the sum is float32. The pieces travel as uint16: a
-    compiler may widen bfloat16.
-    """
+    """Returns the shard of a sum in f32; each device sends each other device its piece once, in bfloat16."""
     names = tuple(name for axes in gather for name in axes)
     if not names:
         return dw
@@ -108,15 +91,21 @@ def _sum_pieces(dw: Array, gather: Sequence[Names]) -> Array:
     split = [m for size, count in zip(dw.shape, counts, strict=True) for m in (count, size // count)]
     dims = range(2 * dw.ndim)
     pieces = dw.astype(jnp.bfloat16).reshape(split).transpose(*dims[::2], *dims[1::2])  # [c0, c1, ..., s0, s1, ...]
+    # A compiler may widen bfloat16, so the pieces travel as uint16.
     bits = lax.bitcast_convert_type(pieces.reshape(-1, *pieces.shape[dw.ndim :]), jnp.uint16)
     bits = lax.all_to_all(bits, names, split_axis=0, concat_axis=0, tiled=True)
     return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32).sum(0)
 
 
 def is_alone() -> bool:
-    """Returns whether the program that JAX traces names a mesh of one device, or none: it then has no collectives."""
+    """Returns whether the traced program has no mesh, or one of one device: it then has no collectives."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.empty or mesh.size == 1
+
+
+def gather_rows(x: Array, names: Names) -> Array:
+    """Returns the rows of all devices along `names`, in the order of the devices."""
+    return lax.all_gather(x, names, tiled=True) if names else x
 
 
 def reduce_max(x: Array, names: Names) -> Array:
@@ -124,7 +113,7 @@ def reduce_max(x: Array, names: Names) -> Array:
     return lax.pmax(x, names) if names else x
 
 
-def keep_on_first(x: Array, names: Names) -> Array:
+def mask_to_first_rank(x: Array, names: Names) -> Array:
     """Returns x on the first device along `names` and 0 on the others, so that a sum over `names` counts x once."""
     first = functools.reduce(jnp.logical_and, [lax.axis_index(name) == 0 for name in names], True)
     return jnp.where(first, x, jnp.zeros_like(x))
@@ -138,21 +127,33 @@ def varying(x: Array) -> frozenset[str]:
 def vary_like(x: Array, *others: PyTree) -> Array:
     """Returns x, with a type that varies over every Manual axis over which `others` vary.
 
-    It matters inside a `shard_map` with `check_vma`, where JAX refuses to mix types that vary differently.
+    Inside a `shard_map` with `check_vma` JAX refuses to mix types that vary differently.
     """
     missing = frozenset().union(*map(varying, jax.tree.leaves(others))) - varying(x)
     return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
-def typed[**P, R](call: Callable[P, R]) -> Callable[P, R]:
-    """Wraps the call of a kernel, so that the types of its results vary over the same mesh axes as its operands.
+def with_vma_of_inputs[**P, R](call: Callable[P, R]) -> Callable[P, R]:
+    """Wraps the call of a kernel, so that the types of its results vary over the same mesh axes as its operands."""
 
-    JAX types the results of a kernel as equal on every device, which `shard_map` with `check_vma` would believe.
-    """
-
+    # JAX types the results of a kernel as equal on every device, which `shard_map` with `check_vma` would believe.
     @functools.wraps(call)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
         operands = [v for v in jax.tree.leaves((args, options)) if isinstance(v, jax.Array)]
         return jax.tree.map(lambda result: vary_like(result, operands), call(*args, **options))
 
     return wrapped
+
+
+# `moax.scan` moves what produces the first, and what consumes the second, to another turn of its loop.
+GATHERED, PARTIAL_GRAD = "moax_gathered", "moax_partial_grad"
+
+
+def name_gathered[Tree: PyTree](tree: Tree, axes: ResolvedAxes) -> Tree:
+    """Returns gathered weights, named for `moax.scan` where a mesh gathers any."""
+    return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), tree) if axes.fsdp else tree
+
+
+def name_partial_grads[Tree: PyTree](tree: Tree, axes: ResolvedAxes) -> Tree:
+    """Returns per-device gradients of weights, named for `moax.scan` where devices sum any."""
+    return jax.tree.map(lambda x: checkpoint_name(x, PARTIAL_GRAD), tree) if axes.replica_axes else tree

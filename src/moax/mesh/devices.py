@@ -37,16 +37,8 @@ def make_mesh(
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), (axis_type,) * len(sizes))
 
 
-def crossing(mesh: Mesh) -> tuple[str, ...]:
-    """Returns the names of the axes along which two neighbouring devices belong to different processes."""
-    processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-    return tuple(name for dim, name in enumerate(mesh.axis_names) if np.diff(processes, axis=dim).any())
-
-
 def order(devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """Returns the devices sorted by `slice_index`, then by id, so that the devices of a host are side by side.
-
-    A slice is a host, or a group of hosts that NVLink connects. `jax.devices()` sorts by process instead, and a
-    launcher may put neighbouring processes on different hosts.
-    """
+    """Returns the devices sorted by `slice_index`, then by id, so that the devices of a host are side by side."""
+    # `jax.devices()` sorts by process, and a launcher may put neighbouring processes on different hosts. A slice is a
+    # host, or a group of hosts that NVLink connects.
     return sorted(devices, key=lambda device: (getattr(device, "slice_index", 0), device.id))

@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from moax.mesh.axes import Roles
-from moax.mesh.specs import AnyMesh, is_explicit, mesh_in_force, mesh_of, pad, spec
+from moax.mesh.axes import ResolvedAxes
+from moax.mesh.specs import AnyMesh, is_explicit, mesh_in_force, mesh_of
 
 
 def named(mesh: AnyMesh, specs: PyTree[PartitionSpec]) -> Any:
@@ -21,10 +21,9 @@ def named(mesh: AnyMesh, specs: PyTree[PartitionSpec]) -> Any:
 
 
 def constrain(x: Array, to: PartitionSpec) -> Array:
-    """Returns x, laid out by the spec `to` on the mesh in force.
+    """Returns x, resharded to the spec `to` on Explicit axes, and constrained to it on Auto axes.
 
-    On Explicit axes x is resharded, and on Auto axes it is constrained. Without a mesh, and where an axis is Manual,
-    the result is x itself.
+    Without a mesh, and where an axis is Manual, the result is x itself.
     """
     mesh = mesh_of(x)
     if mesh is None or any(t == AxisType.Manual for t in mesh.axis_types):
@@ -35,25 +34,16 @@ def constrain(x: Array, to: PartitionSpec) -> Array:
     return lax.with_sharding_constraint(x, to if in_force else NamedSharding(mesh, to))
 
 
-def keep_rows(y: Array, roles: Roles) -> Array:
+def keep_rows(y: Array, axes: ResolvedAxes) -> Array:
     """Returns y, with its leading dim over the token axes of an Auto mesh. XLA chooses the layout of the other dims."""
-    return constrain(y, PartitionSpec(roles.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
-
-
-def gather_entries(table: Array, ids: Array, missing: int) -> Array:
-    """Returns table[ids], sharded as ids are; `missing` for an id outside of the table, also for a negative one."""
-    ids = jnp.where(ids < 0, table.shape[0], ids)
-    mesh = mesh_of(ids)
-    explicit = mesh is not None and is_explicit(mesh)
-    to = NamedSharding(mesh, spec(*pad(jax.typeof(ids).sharding.spec, ids.ndim), None)) if explicit else None
-    return table.at[ids].get(mode="fill", fill_value=missing, out_sharding=to)
+    return constrain(y, PartitionSpec(axes.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
 
 
 def make_sharded(make: Callable, specs: PyTree[PartitionSpec] | None) -> Callable:
-    """Returns `make`, with its results laid out by `specs` on the mesh in force.
+    """Returns `make`, with its results sharded by `specs` on the mesh in force, so that each device makes its own
+    shards.
 
-    Each device then makes its own shards alone. Where `specs` is None, or an axis is Manual, the result is `make`
-    itself.
+    Where `specs` is None, or an axis is Manual, the result is `make` itself.
     """
     mesh = mesh_in_force()
     if specs is None or mesh is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
@@ -67,8 +57,7 @@ def make_sharded(make: Callable, specs: PyTree[PartitionSpec] | None) -> Callabl
 
 
 def zeros_of(of: Any) -> Array:
-    """Returns zeros of an array's type: with its sharding where mesh axes are Explicit, and varying over its Manual
-    axes."""
+    """Returns zeros of an array's type, with its Explicit sharding and its varying Manual axes."""
     explicit = is_explicit(of.sharding.mesh)
     zeros = jnp.zeros(of.shape, of.dtype, out_sharding=of.sharding if explicit else None)
     names = tuple(of.manual_axis_type.varying)

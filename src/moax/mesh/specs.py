@@ -1,18 +1,18 @@
 """The algebra of specs: a PartitionSpec says over which mesh axes each dim of an array is split.
 
-Specs are computed from axis names and sizes alone. `Axes.on` has dropped axes of size 1 and absent axes before.
+Specs are computed from axis names and sizes alone. `Axes.resolve` has dropped axes of size 1 and absent axes before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
-from moax.mesh.axes import Axes, Names, Roles, as_names
+from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
 
 Spec = PartitionSpec
 AnyMesh = Mesh | AbstractMesh
@@ -20,8 +20,7 @@ BOTH = (AxisType.Auto, AxisType.Explicit)
 
 
 def spec(*entries: str | Sequence[str] | None) -> PartitionSpec:
-    """Returns the PartitionSpec of these entries. An empty tuple becomes None, and a tuple of one name becomes the
-    name.
+    """Returns the PartitionSpec of these entries, () as None and a tuple of one name as the name.
 
     spec(("fsdp", "ep"), (), ("tp",)) is PartitionSpec(("fsdp", "ep"), None, "tp").
     """
@@ -35,60 +34,46 @@ def pad(array_spec: PartitionSpec, ndim: int) -> tuple[Names, ...]:
     return tuple(as_names(entry) for entry in array_spec) + ((),) * (ndim - len(array_spec))
 
 
-def check_divides(what: str, shape: Sequence[int], array_spec: PartitionSpec, roles: Roles) -> None:
+def check_divides(what: str, shape: Sequence[int], array_spec: PartitionSpec, axes: ResolvedAxes) -> None:
     """Raises ValueError where the mesh axes of a dim do not divide its size. `what` names the array in the message."""
     for dim, (size, names) in enumerate(zip(shape, pad(array_spec, len(shape)), strict=True)):
-        if size % roles.size(names):
+        if size % axes.size(names):
             raise ValueError(
-                f"{what}: dim {dim} of size {size} does not divide by mesh axes {names} of {roles.size(names)} devices"
+                f"{what}: dim {dim} of size {size} does not divide by mesh axes {names} of {axes.size(names)} devices"
             )
 
 
 def check_spec(name: str, value: Any, ndim: int) -> PartitionSpec:
-    """Returns `value`, which must be a PartitionSpec of at most `ndim` entries.
-
-    Raises:
-      ValueError: it is not. The message names the argument.
-    """
+    """Returns `value`. Raises ValueError unless it is a PartitionSpec of at most `ndim` entries."""
     if not isinstance(value, PartitionSpec) or len(value) > ndim:
         raise ValueError(f"{name}={value!r} must be a jax.sharding.PartitionSpec of at most {ndim} entries")
     return value
 
 
-class Layout(NamedTuple):
-    """How a weight lies on the mesh.
+def weight_gather(
+    name: str, weight_spec: PartitionSpec, kept: Sequence[Names], axes: ResolvedAxes
+) -> tuple[PartitionSpec, tuple[Names, ...], tuple[Names, ...]]:
+    """Returns the spec of a weight, `kept`, and for each dim the axes over which it is gathered before a product.
 
-    Attributes:
-      spec: the PartitionSpec of the weight.
-      gather: for each dim, the axes over which a device gathers the weight before a product.
-    """
-
-    spec: PartitionSpec
-    gather: tuple[Names, ...]
-
-
-def weight_layout(what: str, weight_spec: PartitionSpec, kept: Sequence[Names], roles: Roles) -> Layout:
-    """Returns the layout of a weight whose dim i stays split over `kept[i]` in a product, and over no other axis.
-
-    With the spec (("ep", "fsdp"), None, "tp") and kept (("ep",), (), ("tp",)), gather is (("fsdp",), (), ()).
+    Dim i stays split over `kept[i]` in the product, and over no other axis. With the spec (("ep", "fsdp"), None, "tp")
+    and kept (("ep",), (), ("tp",)), the dims are gathered over (("fsdp",), (), ()).
 
     Raises:
       ValueError: a dim of the spec does not name its `kept` axes first, or names an axis that may not be gathered
         after them. The axes of fsdp may be gathered, and those of ep where no dim keeps ep.
     """
-    sizes = dict(roles.sizes)
-    gatherable = roles.fsdp + (() if any(n in roles.ep for need in kept for n in need) else roles.ep)
+    sizes = dict(axes.sizes)
+    gatherable = axes.fsdp + (() if any(n in axes.ep for need in kept for n in need) else axes.ep)
     entries = [tuple(n for n in entry if n in sizes) for entry in pad(weight_spec, len(kept))]
     for dim, (entry, need) in enumerate(zip(entries, kept, strict=True)):
         if entry[: len(need)] != need or not set(entry[len(need) :]) <= set(gatherable):
             has = f"is sharded over {_listed(entry)}" if entry else "is not sharded"
-            raise ValueError(f"{what}: dim {dim} {has}; {_allowed(need, gatherable)}")
-    return Layout(spec(*entries), tuple(entry[len(need) :] for entry, need in zip(entries, kept, strict=True)))
+            raise ValueError(f"{name}: dim {dim} {has}; {_allowed(need, gatherable)}")
+    gather = tuple(entry[len(need) :] for entry, need in zip(entries, kept, strict=True))
+    return spec(*entries), tuple(kept), gather
 
 
 def _allowed(need: Names, gatherable: Names) -> str:
-    """Returns what the spec of a weight's dim may be: ("ep",) and ("fsdp",) -> "it must be sharded over mesh axis 'ep'
-    first, and may then be sharded over mesh axis 'fsdp'"."""
     if not need:
         return f"it may be sharded over {_listed(gatherable)} alone" if gatherable else "it must not be sharded"
     first = f"it must be sharded over {_listed(need)}"
@@ -96,7 +81,6 @@ def _allowed(need: Names, gatherable: Names) -> str:
 
 
 def _listed(names: Names) -> str:
-    """Returns the names of mesh axes in words: "mesh axis 'ep'", or "mesh axes 'ep', 'fsdp'"."""
     return f"mesh {'axis' if len(names) == 1 else 'axes'} {', '.join(map(repr, names))}"
 
 
@@ -125,8 +109,8 @@ def mesh_of(*arrays: Array) -> AnyMesh | None:
     return mesh_in_force() or next((m for m in typed if not m.empty), None)
 
 
-def find_roles(axes: Axes, mesh: AnyMesh | None = None) -> Roles:
-    """Returns the roles of the axes of a mesh; None means the mesh in force. Manual axes need no role.
+def resolve_axes(axes: Axes, mesh: AnyMesh | None = None) -> ResolvedAxes:
+    """Returns the axes of a mesh by role; None means the mesh in force. Manual axes need no role.
 
     Raises:
       ValueError: an axis of more than one device has no role and is not in `axes.other`, or some axes are Auto and
@@ -134,7 +118,7 @@ def find_roles(axes: Axes, mesh: AnyMesh | None = None) -> Roles:
     """
     mesh = mesh or mesh_in_force()
     if mesh is None:
-        return Roles()
+        return ResolvedAxes()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     auto, explicit = ([n for n, kind in kinds.items() if kind == which] for which in BOTH)
     if auto and explicit:
@@ -143,20 +127,17 @@ def find_roles(axes: Axes, mesh: AnyMesh | None = None) -> Roles:
             "kind: pass axis_types=(AxisType.Auto,) * n, or Explicit for all, to jax.make_mesh"
         )
     manual = [n for n, kind in kinds.items() if kind == AxisType.Manual and n not in axes.names]
-    return axes.on({n: size for n, size in mesh.shape.items() if n not in manual})
+    return axes.resolve({n: size for n, size in mesh.shape.items() if n not in manual})
 
 
-def device_spec(roles: Roles) -> PartitionSpec:
-    """Returns the spec of arrays of which each device has its own: the leading dim is over every axis."""
-    return spec(roles.all)
+def device_spec(axes: ResolvedAxes) -> PartitionSpec:
+    """Returns the spec of per-device arrays: the leading dim is sharded over all mesh axes."""
+    return spec(axes.all)
 
 
-def local_shape(shape: Sequence[int], array_spec: PartitionSpec, roles: Roles) -> tuple[int, ...]:
-    """Returns the shape of one device's shard.
-
-    A size that the devices do not divide is rounded up: 10 over 4 devices is 3.
-    """
-    return tuple(-(-n // roles.size(names)) for n, names in zip(shape, pad(array_spec, len(shape)), strict=True))
+def local_shape(shape: Sequence[int], array_spec: PartitionSpec, axes: ResolvedAxes) -> tuple[int, ...]:
+    """Returns the shape of one device's shard, rounded up where devices do not divide it: 10 over 4 is 3."""
+    return tuple(-(-n // axes.size(names)) for n, names in zip(shape, pad(array_spec, len(shape)), strict=True))
 
 
 def is_explicit(mesh: AnyMesh) -> bool:

@@ -1,8 +1,8 @@
-"""Tokens lie over the mesh by their leading dims: x [B, S, H] with B over some axes and S over others.
+"""Mesh axes split tokens by their leading dims: B of x [B, S, H] over some axes and S over others.
 
 The ops take rows [T, H]. Each device flattens its shard [B/b, S/s, H] to T/(b s) rows, so that no row leaves its
-device. The order of the rows of the whole array is therefore another one than that of a plain reshape where an axis
-splits S; nothing in a block depends on it but which tokens a capacity drops.
+device. Where an axis splits S, the rows of the whole array therefore have another order than a plain reshape gives. In
+a block only the tokens that a capacity drops depend on this order.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
-from moax.mesh.axes import Axes, Names, Roles
+from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.place import constrain
 from moax.mesh.specs import AnyMesh, is_explicit, mesh_of, pad, spec
+from moax.mesh.view import MeshView
 
 FREE = PartitionSpec.UNCONSTRAINED
 
 
 def check_token_axes(x: Array, axes: Axes) -> None:
-    """Raises ValueError where the type of x [..., H] splits its tokens over a mesh axis that has no role in `axes`."""
+    """Raises ValueError where x [..., H] has tokens sharded over a mesh axis without a role in `axes`."""
     sharding = jax.typeof(x).sharding
     for dim, names in enumerate(pad(sharding.spec, x.ndim)[:-1]):
         for name in names:
@@ -33,62 +34,63 @@ def check_token_axes(x: Array, axes: Axes) -> None:
                 )
 
 
-def find_token_dims(x: Array, axes: Axes, roles: Roles) -> Axes:
-    """Returns `axes`, whose `tokens` are the axes over each leading dim of x [..., H] where mesh axes are Explicit.
+def find_token_dims(x: Array, axes: Axes, resolved: ResolvedAxes) -> Axes:
+    """Returns `axes`, with `tokens` the axes over each leading dim of x [..., H] where mesh axes are Explicit.
 
-    An axis of tokens that the type of x does not name splits a dim further, the first dim or S where the axis divides
-    it: P("ep") of x [B, S, H] on a mesh of fsdp and ep becomes (("ep", "fsdp"), ()). Elsewhere, and where no dim
-    divides, the result is `axes` itself.
+    A token axis that the type of x does not name splits a dim further, the first dim or S where it divides it: P("ep")
+    of x [B, S, H] on a mesh of fsdp and ep becomes (("ep", "fsdp"), ()). Where none divides, the result is `axes`
+    itself.
     """
     mesh = mesh_of(x)
-    if mesh is None or not is_explicit(mesh) or set(roles.tokens).intersection(_manual(mesh)):
+    if mesh is None or not is_explicit(mesh) or set(resolved.tokens).intersection(_manual(mesh)):
         return axes
-    dims = [tuple(n for n in names if n in roles.tokens) for names in pad(jax.typeof(x).sharding.spec, x.ndim)[:-1]]
+    dims = [tuple(n for n in names if n in resolved.tokens) for names in pad(jax.typeof(x).sharding.spec, x.ndim)[:-1]]
     named_in_x = {name for names in dims for name in names}
-    for name in roles.tokens:
+    for name in resolved.tokens:
         if name in named_in_x:
             continue
-        order = sorted(range(len(dims)), reverse=name in roles.sequence)
-        home = next((d for d in order if x.shape[d] % roles.size((*dims[d], name)) == 0), None)
+        order = sorted(range(len(dims)), reverse=name in resolved.sequence)
+        home = next((d for d in order if x.shape[d] % resolved.size((*dims[d], name)) == 0), None)
         if home is None:
             return axes
         dims[home] += (name,)
-    return axes if tuple(dims) == roles.over(len(dims)) else dataclasses.replace(axes, tokens=tuple(dims))
+    return axes if tuple(dims) == resolved.over(len(dims)) else dataclasses.replace(axes, tokens=tuple(dims))
 
 
-def flatten_tokens(x: Shaped[Array, "*batch H"], roles: Roles) -> Shaped[Array, "T H"]:
-    """Reshapes x [..., H] to [T, H], with T over `roles.tokens`. Each device flattens its own shard.
+def flatten_tokens(x: Shaped[Array, "*batch H"], resolved: ResolvedAxes) -> Shaped[Array, "T H"]:
+    """Reshapes x [..., H] to [T, H], with T over `axes.tokens`. Each device flattens its own shard.
 
-    x [2, 4, H] whose S=4 lies over two devices of cp has the rows (0, 0), (0, 1), (1, 0), (1, 1) on the first one, and
-    (0, 2), (0, 3), (1, 2), (1, 3) on the second. Where the axes do not divide the leading dims of x, the rows have the
-    order of a plain reshape, and on Explicit axes T lies over `roles.tokens` if these divide T.
+    If two devices of cp split S=4 of x [2, 4, H], the first one has the rows (0, 0), (0, 1), (1, 0), (1, 1), and the
+    second one (0, 2), (0, 3), (1, 2), (1, 3). Where the axes do not divide the leading dims of x, the rows have the
+    order of a plain reshape, and on Explicit axes `axes.tokens` split T if they divide it.
     """
-    mesh, dims = _find_split(x, roles)
+    mesh, dims = _find_split(x, resolved)
     if mesh is None or not is_explicit(mesh):
         if dims is None or not any(dims[1:]):
             return x.reshape(-1, x.shape[-1])
-        return _merge(constrain(x, PartitionSpec(*spec(*dims), FREE)), dims, roles)
-    columns = tuple(n for n in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if n not in roles.tokens)
+        return _merge(constrain(x, PartitionSpec(*spec(*dims), FREE)), dims, resolved)
+    columns = tuple(n for n in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if n not in resolved.tokens)
     x = jax.sharding.reshard(x, NamedSharding(mesh, spec(*dims or [None] * (x.ndim - 1), columns)))
     if dims is not None and any(dims[1:]):
-        return _merge(x, dims, roles, mesh, columns)
+        return _merge(x, dims, resolved, mesh, columns)
     rows = x.reshape(-1, x.shape[-1])
-    over = roles.tokens if rows.shape[0] % roles.size(roles.tokens) == 0 else ()
+    over = resolved.tokens if rows.shape[0] % resolved.size(resolved.tokens) == 0 else ()
     return jax.sharding.reshard(rows, NamedSharding(mesh, spec(over, columns)))
 
 
-def unflatten_tokens(y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], roles: Roles) -> Shaped[Array, "..."]:
-    """Reshapes y [T, *C] to [..., *C], the inverse of `flatten_tokens`. Its leading dims, and on Explicit axes their
-    sharding, are those of x [..., H]."""
-    (mesh, dims), shape = _find_split(x, roles), (*x.shape[:-1], *y.shape[1:])
+def unflatten_tokens(
+    y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], resolved: ResolvedAxes
+) -> Shaped[Array, "..."]:
+    """Reshapes y [T, *C] to [..., *C], the inverse of `flatten_tokens`, sharded as x where axes are Explicit."""
+    (mesh, dims), shape = _find_split(x, resolved), (*x.shape[:-1], *y.shape[1:])
     split = dims is not None and any(dims[1:])
     if mesh is None or not is_explicit(mesh):
         if not split:
             return y.reshape(shape)
-        return constrain(_unmerge(y, shape, dims, roles), PartitionSpec(*spec(*dims), *[FREE] * (y.ndim - 1)))
+        return constrain(_unmerge(y, shape, dims, resolved), PartitionSpec(*spec(*dims), *[FREE] * (y.ndim - 1)))
     columns = tuple(jax.typeof(y).sharding.spec)[1:]
     if split:
-        y = _unmerge(y, shape, dims, roles, mesh, columns)
+        y = _unmerge(y, shape, dims, resolved, mesh, columns)
     else:
         y = y if dims is not None else jax.sharding.reshard(y, NamedSharding(mesh, spec(None, *columns)))
         y = y.reshape(shape)
@@ -96,53 +98,52 @@ def unflatten_tokens(y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], rol
     return jax.sharding.reshard(y, NamedSharding(mesh, spec(*leading, *columns)))
 
 
-def _find_split(x: Array, roles: Roles) -> tuple[AnyMesh | None, tuple[Names, ...] | None]:
-    """Returns the mesh over which x [..., H] lies, and the axes over each of its leading dims, None if one does not
-    divide. Both are None where x is whole or is a shard."""
+def find_row_axes(x: Array, view: MeshView) -> Names:
+    """Returns the axes that may split a row [S, H] of x [..., S, H] once `flatten_tokens` has flattened x."""
+    divide = view.manual or _find_split(x, view.axes)[1] is not None
+    return view.axes.sequence if divide else view.axes.tokens
+
+
+def _find_split(x: Array, resolved: ResolvedAxes) -> tuple[AnyMesh | None, tuple[Names, ...] | None]:
+    """Returns the mesh of x, None for a shard, and the axes over its leading dims, None if one does not divide."""
     mesh = mesh_of(x)
-    if mesh is None or set(roles.tokens).intersection(_manual(mesh)):
+    if mesh is None or set(resolved.tokens).intersection(_manual(mesh)):
         return None, None
-    dims = roles.over(x.ndim - 1)
-    divide = all(size % roles.size(names) == 0 for size, names in zip(x.shape[:-1], dims, strict=True))
+    dims = resolved.over(x.ndim - 1)
+    divide = all(size % resolved.size(names) == 0 for size, names in zip(x.shape[:-1], dims, strict=True))
     return mesh, dims if divide else None
 
 
-def _merge(x, dims, roles: Roles, mesh: AnyMesh | None = None, columns: Names = ()):
-    """Reshapes x [B, S, H] to [T, H] by [b, B/b, s, S/s, H] and [b, s, B/b, S/s, H], for b and s devices over the dims.
-
-    `mesh` and `columns`, the axes over H, are given where axes are Explicit.
-    """
-    n, blocks = len(dims), _blocks(x.shape[: len(dims)], dims, roles)
+def _merge(x, dims, resolved: ResolvedAxes, mesh: AnyMesh | None = None, columns: Names = ()):
+    """Reshapes x [B, S, H] to [T, H] by [b, B/b, s, S/s, H] and [b, s, B/b, S/s, H], for b and s devices."""
+    n, blocks = len(dims), _blocks(x.shape[: len(dims)], dims, resolved)
     x = x.reshape(*blocks, x.shape[-1], out_sharding=_typed(mesh, *_between(dims), columns))
     x = x.transpose(*range(0, 2 * n, 2), *range(1, 2 * n, 2), 2 * n)
-    return x.reshape(-1, x.shape[-1], out_sharding=_typed(mesh, roles.tokens, columns))
+    return x.reshape(-1, x.shape[-1], out_sharding=_typed(mesh, resolved.tokens, columns))
 
 
-def _unmerge(y, shape, dims, roles: Roles, mesh: AnyMesh | None = None, columns: Sequence = ()):
-    """Reshapes y [T, *C] to `shape`, the inverse of `_merge`."""
-    n, blocks = len(dims), _blocks(shape[: len(dims)], dims, roles)
+def _unmerge(y, shape, dims, resolved: ResolvedAxes, mesh: AnyMesh | None = None, columns: Sequence = ()):
+    n, blocks = len(dims), _blocks(shape[: len(dims)], dims, resolved)
     free = [None] * n
     y = y.reshape(*blocks[::2], *blocks[1::2], *y.shape[1:], out_sharding=_typed(mesh, *dims, *free, *columns))
     y = y.transpose(*(i for pair in zip(range(n), range(n, 2 * n), strict=True) for i in pair), *range(2 * n, y.ndim))
     return y.reshape(shape, out_sharding=_typed(mesh, *dims, *columns))
 
 
-def _blocks(sizes: Sequence[int], dims: Sequence[Names], roles: Roles) -> list[int]:
+def _blocks(sizes: Sequence[int], dims: Sequence[Names], resolved: ResolvedAxes) -> list[int]:
     """Returns for each dim the devices over it and the size of a shard: [8, 6] over 4 and 2 is [4, 2, 2, 3]."""
-    counts = [roles.size(names) for names in dims]
+    counts = [resolved.size(names) for names in dims]
     return [n for size, count in zip(sizes, counts, strict=True) for n in (count, size // count)]
 
 
 def _between(dims: Sequence[Names]) -> list[Names]:
-    """Returns the axes over the dims of `_blocks`: the devices of a dim lie over its axes, and a shard over none."""
+    """Returns the axes over the dims of `_blocks`."""
     return [names for entry in dims for names in (entry, ())]
 
 
 def _typed(mesh: AnyMesh | None, *entries) -> NamedSharding | None:
-    """Returns the sharding of these entries on a mesh of Explicit axes; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, spec(*entries))
 
 
 def _manual(mesh: AnyMesh) -> list[str]:
-    """Returns the names of the Manual axes of a mesh."""
     return [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]

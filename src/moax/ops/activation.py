@@ -9,7 +9,7 @@
     silu, gelu, relu2, quick_gelu, ...                                 of up alone; relu2 = max(up, 0)^2
 
 `gate` is h[..., 0, :] and `up` is h[..., 1, :]; without a gate G is 1 and `up` is h[..., 0, :]. Further names without a
-gate are those of functions of `jax.nn`: relu, relu6, swish, tanh, elu, selu, celu, leaky_relu, soft_sign, hard_tanh,
+gate are functions of `jax.nn`: relu, relu6, swish, tanh, elu, selu, celu, leaky_relu, soft_sign, hard_tanh,
 hard_silu, hard_swish, mish, identity (also called linear). quick_gelu is up sigmoid(1.702 up), and squared_relu is
 relu2. Any function of (up) or of (gate, up) will do that is elementwise and 0 at 0, such as
 `functools.partial(jax.nn.leaky_relu, negative_slope=0.2)`. A program is compiled anew for each function object, so make
@@ -88,7 +88,6 @@ def activation_of(activation: Activation, limit: float | None = None) -> Callabl
 
 
 def _find_function(activation: Activation) -> Callable:
-    """Returns the function of an activation, unchecked and without a limit."""
     if callable(activation):
         return activation
     if isinstance(activation, tuple):
@@ -113,8 +112,7 @@ def _find_function(activation: Activation) -> Callable:
             return lambda up: up
         case _ if activation in UNGATED + NOT_ZERO:
             return getattr(jax.nn, activation)
-        case _:
-            raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, UNGATED + NOT_ZERO))}")
+    raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, UNGATED + NOT_ZERO))}")
 
 
 def _check_elementwise(activation: Activation, act: Callable) -> None:

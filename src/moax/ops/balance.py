@@ -1,48 +1,99 @@
-"""Balance: a bias on the router's selection balances the load without a loss.
+"""Balance: a bias on the router's selection balances the load without a loss, and metrics of the load.
 
-    bias[e] += rate * sign(mean(tokens) - tokens[e])
+    sign      bias[e] += rate * sign(mean(tokens) - tokens[e])
+    quantile  bias[e] = quantile of needed[:, e] at K / E, minus the mean over experts
+              needed[t, e] = cutoff[t] - score[t, e],  cutoff[t]: the best biased score that token t did not choose
 
 The bias is state and no trained parameter. A training loop updates it once a step, after the optimizer, with the counts
-of the whole global batch (`MoEStats.tokens_per_expert`). With mean 4 and tokens (6, 2, 4, 4), the bias of expert 0
-falls by `rate`, that of expert 1 rises by `rate`, and the others stay. Source: Wang et al. 2024, used in DeepSeek-V3.
+of the whole global batch. With mean 4 and tokens (6, 2, 4, 4), the rule `sign` lowers the bias of expert 0 by `rate`,
+raises that of expert 1 by `rate`, and leaves the others. A token chooses an expert whose bias exceeds `needed`, so with
+the quantile as its bias an expert gets T K / E of T tokens, if the cutoffs stay what they are; a few updates suffice.
+
+The stats hold `needed` as a histogram: for each expert 1000 equal bins over [min(bias) - 1, max(bias) + 1]. Scores in
+[0, 1] lie in it. The end bins count larger and smaller values too, which other scores may have.
+
+Sources: `sign`, Wang et al. 2024, used in DeepSeek-V3; `quantile`, the Kimi K3 report, Section 2.3.3 and Appendix D,
+as in Megatron-LM #6637 and torchtitan #4577.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moax.checks import check_float, check_int, is_number
+
+Rule = Literal["sign", "quantile"]
+BINS = 1000
+
+
+class LoadMetrics(NamedTuple):
+    """How even a load is.
+
+    Attributes:
+      max_violation: [...] f32, (max - mean) / mean of the tokens, 0 for an even load (MaxVio).
+      entropy: [...] f32, -sum_e p[e] log p[e] with p = tokens / sum(tokens), log E for an even load.
+    """
+
+    max_violation: Float[Array, "*layers"]
+    entropy: Float[Array, "*layers"]
+
+
+def load_metrics(tokens_per_expert: Int[Array, "*layers E"]) -> LoadMetrics:
+    """max_violation = (max - mean) / mean, and the entropy of the load.
+
+    Args:
+      tokens_per_expert: [..., E] i32, such as `MoEStats.tokens_per_expert`, or its sum over microbatches.
+
+    Returns:
+      The metrics, [...] f32 each; 0 where there is no token.
+
+    Raises:
+      ValueError: tokens_per_expert is no array of integers.
+
+    Source of MaxVio: Wang et al. 2024.
+    """
+    check_int("tokens_per_expert", tokens_per_expert, "[..., E]")
+    tokens = tokens_per_expert.astype(jnp.float32)
+    share = tokens / jnp.maximum(tokens.sum(-1, keepdims=True), 1.0)
+    entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1.0)), -1)
+    return LoadMetrics(jnp.maximum(share.max(-1) * tokens.shape[-1] - 1.0, 0.0), entropy)
 
 
 def update_router_bias(
     bias: Float[Array, "*layers E"],
     tokens_per_expert: Int[Array, "*layers E"],
-    rate: float = 1e-3,
-    rule: Literal["sign"] = "sign",
+    rate: float | None = None,
+    rule: Rule = "sign",
+    *,
+    histogram: Int[Array, "*layers E 1000"] | None = None,
 ) -> Float[Array, "*layers E"]:
-    """bias + rate * sign(mean(tokens) - tokens). The router then chooses experts with too few tokens more often.
+    """The new bias, with which the router chooses experts with too few tokens more often.
 
     Args:
       bias: [..., E], floating point. The router adds it to the scores for selection alone.
-      tokens_per_expert: [..., E] i32, counted over the whole mesh.
-      rate: the step of the bias, in units of the score; DeepSeek-V3 uses 1e-3.
-      rule: `sign`, the one rule that there is.
+      tokens_per_expert: [..., E] i32, counted over the whole mesh, and summed over the microbatches of the step.
+      rate: None is 1e-3 for `sign` and 1 for `quantile`. For `sign` it is the step of the bias, in units of the score.
+        For `quantile` it is the part of the way from the old bias to the quantile; 0.1 smooths over some 10 updates.
+      rule: `sign` adds rate * sign(mean(tokens) - tokens). `quantile` takes the quantiles of `histogram`, at which each
+        expert gets mean(tokens).
+      histogram: [..., E, 1000] i32, `MoEStats.histogram` summed as the tokens are, for `quantile`. The router must have
+        had this `bias` in all of them.
 
     Returns:
-      The new bias, [..., E] in the dtype of bias.
+      The new bias, [..., E] in the dtype of bias. The rule `quantile` leaves it as it is where there is no token.
 
     Raises:
-      ValueError: the rule is unknown, or the shapes differ.
+      ValueError: the rule is unknown, the shapes differ, or `quantile` has no histogram.
     """
-    if rule != "sign":
-        raise ValueError(f"rule={rule!r} must be 'sign'")
+    if rule not in ("sign", "quantile"):
+        raise ValueError(f"rule={rule!r} must be 'sign' or 'quantile'")
     check_float("bias", bias, "[..., E]")
     check_int("tokens_per_expert", tokens_per_expert, "[..., E]")
-    if not is_number(rate) and not isinstance(rate, jax.Array):
+    if rate is not None and not is_number(rate) and not isinstance(rate, jax.Array):
         raise ValueError(f"rate={rate!r} must be a number")
     if bias.shape != tokens_per_expert.shape:
         raise ValueError(
@@ -51,6 +102,43 @@ def update_router_bias(
     tokens_per_expert = tokens_per_expert.astype(jnp.int32)
     # Integers compare tokens with total / E exactly, without a product that could overflow.
     quotient, rest = jnp.divmod(tokens_per_expert.sum(-1, keepdims=True), bias.shape[-1])
+    if rule == "quantile":
+        wide = bias.astype(jnp.float32)
+        step = _find_quantiles(wide, histogram, quotient + jnp.sign(rest)) - wide
+        return (wide + jnp.asarray(1.0 if rate is None else rate, jnp.float32) * step).astype(bias.dtype)
     excess = jnp.sign(tokens_per_expert - quotient)
     excess = jnp.where(excess == 0, -jnp.sign(rest), excess)
-    return bias - jnp.asarray(rate, bias.dtype) * excess.astype(bias.dtype)
+    return bias - jnp.asarray(1e-3 if rate is None else rate, bias.dtype) * excess.astype(bias.dtype)
+
+
+def count_needed_bias(
+    needed: Float[Array, "T E"], bias: Float[Array, " E"], mask: Bool[Array, " T"] | None
+) -> Int[Array, "E 1000"]:
+    """Returns for each expert the histogram of `needed` over the real tokens."""
+    low, width = _find_bins(bias)
+    bins = jnp.clip((needed - low[None]) / width[None], 0, BINS - 1).astype(jnp.int32)
+    one = jnp.ones_like(bins) if mask is None else jnp.broadcast_to(mask[:, None].astype(jnp.int32), bins.shape)
+    experts = jnp.arange(bins.shape[1], dtype=jnp.int32)[None]
+    return jnp.zeros_like(bins, shape=(bins.shape[1], BINS)).at[experts, bins].add(one, mode="drop")
+
+
+def _find_bins(bias: Float[Array, "*layers E"]) -> tuple[Float[Array, "*layers 1"], Float[Array, "*layers 1"]]:
+    """Returns the lower end of the bins and the width of a bin."""
+    low, high = bias.min(-1, keepdims=True) - 1.0, bias.max(-1, keepdims=True) + 1.0
+    return low, (high - low) / BINS
+
+
+def _find_quantiles(bias: Float[Array, "*layers E"], histogram, target: Int[Array, "*layers 1"]):
+    """Returns the biases below which `target` values of the histogram lie, minus their mean over experts."""
+    if histogram is None:
+        raise ValueError("histogram is None; rule='quantile' needs stats.histogram, of RouterConfig(histogram=True)")
+    check_int("histogram", histogram, f"[..., E, {BINS}]")
+    if histogram.shape != (*bias.shape, BINS):
+        raise ValueError(f"histogram has shape {histogram.shape}; it must be {(*bias.shape, BINS)}")
+    until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
+    place = jnp.argmax(until >= target[..., None], axis=-1, keepdims=True)
+    inside, end = (jnp.take_along_axis(v, place, axis=-1)[..., 0].astype(jnp.int32) for v in (histogram, until))
+    part = (target - end + inside).astype(jnp.float32) / jnp.maximum(inside, 1).astype(jnp.float32)  # of an even bin
+    low, width = _find_bins(bias)
+    found = low + width * (place[..., 0].astype(jnp.float32) + part)
+    return jnp.where(target > 0, found - found.mean(-1, keepdims=True), bias)

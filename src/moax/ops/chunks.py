@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_float, check_int
 from moax.kernels import DEFAULT, implementation, select_kernels
-from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
-from moax.mesh.specs import spec
+from moax.mesh.axes import Axes, ResolvedAxes
+from moax.mesh.op import Op, with_gradient
+from moax.mesh.view import Engine, find_mesh_view
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ChunksSpec:
     """The static arguments of `sort_chunks`: the name of the implementation, and the mesh axes by role."""
 
     kernels: str
-    roles: Roles
+    axes: ResolvedAxes
 
 
 def sort_chunks(
@@ -69,45 +69,35 @@ def sort_chunks(
         )
     view = find_mesh_view(axes, engine, x)
     chosen = select_kernels(kernels, x.dtype, **{"the rows' width": math.prod(x.shape[1:])})
-    static = ChunksSpec(chosen if x.size else DEFAULT, view.roles)
-    sizes, order = (jnp.asarray(v).astype(jnp.int32) for v in (sizes, order))
-    return _sort(view, static, *_op.lay_operands(view, static, x, sizes, order))
-
-
-def _sort_forward(view: MeshView, static: ChunksSpec, x, sizes, order):
-    """Runs the forward of the `custom_vjp` and returns the sorted rows, and the chunks."""
-    return _op(view, static, x, sizes, order)[0], (sizes, order)
-
-
-def _sort_backward(view: MeshView, static: ChunksSpec, saved, d_rows):
-    """Runs the backward of the `custom_vjp` and returns dx."""
-    return _grad_op(view, static, d_rows, *saved)[0], None, None
-
-
-_sort = differentiable(_sort_forward, _sort_backward, once="sort_chunks")
+    static = ChunksSpec(chosen if x.size else DEFAULT, view.axes)
+    return _sort(view, static, x, *(jnp.asarray(v).astype(jnp.int32) for v in (sizes, order)))[0]
 
 
 def sort_forward(
     static: ChunksSpec, x: Float[Array, "M *C"], sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]
-) -> Float[Array, "M *C"]:
-    """Returns the sorted rows of one device."""
-    return _move(static, x, sizes[order], (jnp.cumsum(sizes) - sizes)[order])
+):
+    return (_move(static, x, sizes[order], (jnp.cumsum(sizes) - sizes)[order]),)
 
 
-def sort_backward(
-    static: ChunksSpec, d_rows: Float[Array, "M *C"], sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]
-) -> Float[Array, "M *C"]:
+def sort_backward(static: ChunksSpec, d_rows: Float[Array, "M *C"], sizes: Int[Array, " chunks"], order):
     """Returns dx of one device: each chunk of d_rows, where it was in x."""
     placed = sizes[order]
     starts = jnp.zeros_like(sizes).at[order].set(jnp.cumsum(placed) - placed, unique_indices=True)
-    return _move(static, d_rows, sizes, starts)
+    return (_move(static, d_rows, sizes, starts),)
+
+
+_sort = with_gradient(
+    Op("sort_chunks", sort_forward, "r *c, @r, @r -> r *c"),
+    Op("sort_chunks_grad", sort_backward, "r *c, @r, @r -> r *c"),
+    save=lambda operands, results: operands[1:],
+    pull=lambda grad, saved, d: (*grad(d[0], *saved), None, None),
+    once="sort_chunks",
+)
 
 
 def _move(static: ChunksSpec, x, sizes, starts):
-    """Returns chunks of these sizes, one after the other, of which each starts at its row `starts` of x.
-
-    With sizes (3, 1) and starts (1, 0) the rows are x[1], x[2], x[3], x[0].
-    """
+    """Returns chunks of these sizes, one after the other, of which each starts at its row `starts` of x."""
+    # With sizes (3, 1) and starts (1, 0) the rows are x[1], x[2], x[3], x[0].
     num_rows, ends = x.shape[0], jnp.cumsum(sizes)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     chunk = jnp.minimum(jnp.searchsorted(ends, rows, side="right").astype(jnp.int32), max(sizes.shape[0] - 1, 0))
@@ -116,29 +106,3 @@ def _move(static: ChunksSpec, x, sizes, starts):
     with jax.named_scope("sort_chunks"):
         moved = implementation(static.kernels).gather_rows(x.reshape(num_rows, math.prod(x.shape[1:])), source)
     return moved.reshape(x.shape)
-
-
-def _contract(static: ChunksSpec, operands, found_specs):
-    """Returns the contract of both directions: tokens split all operands and the result."""
-    leading = spec(static.roles.tokens)
-    return Contract((leading,) * 3, (leading,), ((),))
-
-
-def _factors(static: ChunksSpec, operands):
-    """Returns the Shardy rule of both directions."""
-    rows = " ".join(["m", *(f"c{i}" for i in range(operands[0].ndim - 1))])
-    return (rows, "n", "o"), (rows,)
-
-
-def _local(static: ChunksSpec, layout, x, sizes, order):
-    """Runs `sort_chunks` on one device."""
-    return (sort_forward(static, x, sizes, order),)
-
-
-def _grad_local(static: ChunksSpec, layout, d_rows, sizes, order):
-    """Runs the backward of `sort_chunks` on one device."""
-    return (sort_backward(static, d_rows, sizes, order),)
-
-
-_op = Partitioned(_local, _contract, _factors, name="sort_chunks")
-_grad_op = Partitioned(_grad_local, _contract, _factors, name="sort_chunks_grad")

@@ -1,17 +1,17 @@
 """Permute: copies of received rows [R, H], sorted by expert, and weighted sums of the sorted rows [N, H].
 
-    permute:    rows[n] = x[source[n]]                        for the rows n of each group
-    unpermute:  y[r]    = sum_k weights[r, k] rows[position[r, k]]
+    permute:    rows[n] = x[gather_idx[n]]                        for the rows n of each group
+    unpermute:  y[r]    = sum_k weights[r, k] rows[scatter_idx[r, k]]
 
 With x = (a, b, c), experts = ((1, 0), (1, none), (0, none)) and align 1, rows = (a, c, a, b), group_sizes = (2, 2),
-source = (0, 2, 0, 1) and position = ((2, 0), (3, N), (1, N)). Row 0 of x goes to expert 1 as sorted row 2 and to expert
-0 as sorted row 0. Within a group the rows keep their order of arrival. Each group starts at a multiple of `align`. Each
-shard sorts its own rows, so the ops do not communicate.
+gather_idx = (0, 2, 0, 1) and scatter_idx = ((2, 0), (3, N), (1, N)). Row 0 of x goes to expert 1 as sorted row 2 and to
+expert 0 as sorted row 0. Within a group the rows keep their order of arrival. Each group starts at a multiple of
+`align`. Each shard sorts its own rows, so the ops do not communicate.
 
 Each op is the transpose of the other. dx is the unpermute of d_rows with weights 1. d_rows is the permute of dy, times
-the weight of each row, and d_weights[r, k] = <dy[r], rows[position[r, k]]>. `permute` writes 0 into padding, and
-`unpermute` reads no padding. `permute` takes a routing map in place of expert ids, and carries weights; see
-`moax.ops.maps`.
+the weight of each row, and d_weights[r, k] = <dy[r], rows[scatter_idx[r, k]]>. `permute` writes 0 into padding, and
+`unpermute` reads no padding. `permute` also takes a routing map [R, E] of bool in place of expert ids, and carries
+the weight of each assignment to its sorted row.
 """
 
 from __future__ import annotations
@@ -28,18 +28,9 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from moax.checks import check_count, check_float, check_int, check_kind, check_mask
 from moax.groups import Groups, align_up, least
 from moax.kernels import DEFAULT, implementation, select_kernels
-from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Engine, MeshView, Partitioned, differentiable, find_mesh_view
-from moax.ops.arrivals import cut_groups, limit_groups
-from moax.ops.maps import (
-    list_experts,
-    one_result,
-    permute_weights,
-    pick_weights,
-    two_results,
-    weights_from_rows,
-    weights_of_rows,
-)
+from moax.mesh.axes import Axes, ResolvedAxes
+from moax.mesh.op import Op, with_gradient
+from moax.mesh.view import Engine, find_mesh_view
 from moax.types import Plan
 
 
@@ -48,20 +39,19 @@ class PermuteSpec:
     """The static arguments of a permutation.
 
     Attributes:
-      num_groups: the experts of a rank; each one is a group of rows.
-      align: each group starts at a multiple of so many rows.
-      capacity: the most rows that a rank keeps; None keeps all.
-      kernels: the name of the implementation.
-      roles: the mesh axes by role.
-      room: the most rows of one pass; None sorts all rows in one pass.
+      num_groups, align, capacity: see `sorted_rows`.
+      kernels, axes: the name of the implementation, and the mesh axes by role.
+      max_rows: the most rows of one round; None sorts all rows in one round.
+      map_top_k: K where the experts are a routing map; None where they are ids.
     """
 
     num_groups: int
     align: int
     capacity: int | None
     kernels: str
-    roles: Roles = Roles()
-    room: int | None = None
+    axes: ResolvedAxes = ResolvedAxes()
+    max_rows: int | None = None
+    map_top_k: int | None = None
 
 
 def kept_rows(received: int, top_k: int, num_groups: int, capacity: int | None) -> int:
@@ -77,9 +67,8 @@ def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity
     groups adds at most 3 rows of padding, so N = 12.
 
     Args:
-      received: R, the received rows of a rank.
-      top_k: K, the assignments of a row.
-      num_groups: the experts of a rank.
+      received, top_k: R, the received rows of a rank, and K, the assignments of a row.
+      num_groups: the experts of a rank; each one is a group of rows.
       align: each group starts at a multiple of so many rows.
       capacity: the most rows that a rank keeps; None keeps all.
     """
@@ -88,10 +77,7 @@ def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity
 
 
 def capacity_rows(tokens: int, top_k: int, capacity_factor: float | None) -> int | None:
-    """Returns the most sorted rows that a rank keeps: `capacity_factor` times the balanced load T K.
-
-    None keeps all rows.
-    """
+    """Returns the most sorted rows that a rank keeps, `capacity_factor` times the balanced load T K; None keeps all."""
     return None if capacity_factor is None else math.ceil(capacity_factor * tokens * top_k)
 
 
@@ -120,7 +106,7 @@ def permute(
     engine: Engine = "auto",
     kernels: str = "auto",
 ) -> tuple[Float[Array, "N H"], Plan] | tuple[Float[Array, "N H"], Float[Array, " N"], Plan]:
-    """rows[n] = x[source[n]]: the rows of x, sorted by expert. A row appears once for each of its assignments.
+    """rows[n] = x[gather_idx[n]]: the rows of x, sorted by expert. A row appears once for each of its assignments.
 
     Args:
       x: [R, H], floating point, R over (dp, fsdp, ep, cp).
@@ -162,15 +148,12 @@ def permute(
         if weights.shape != experts.shape:
             raise ValueError(f"weights has shape {weights.shape}; it must be that of experts, {experts.shape}")
     view = find_mesh_view(axes, engine, x)
-    chosen = _select(kernels, x)
-    static, over = PermuteSpec(num_groups, align, capacity, chosen, view.roles), None
-    if mapped:
-        experts, over = list_experts(view, experts, min(top_k or num_groups, num_groups))
-        weights = None if weights is None else pick_weights(view, weights, experts)
-    rows, plan = _permute(view, static, *_permute_op.lay_operands(view, static, x, experts.astype(jnp.int32)))
-    if over is not None:
-        plan = dataclasses.replace(plan, dropped=plan.dropped + over)
-    return (rows, plan) if weights is None else (rows, permute_weights(view, weights, plan), plan)
+    static = PermuteSpec(num_groups, align, capacity, _select(kernels, x), view.axes)
+    static = dataclasses.replace(static, map_top_k=min(top_k or num_groups, num_groups)) if mapped else static
+    dtype = None if weights is None else weights.dtype
+    weights = None if weights is None else weights.astype(jnp.float32)
+    rows, (plan, row_weights, _) = _permute(view, static, x, experts if mapped else experts.astype(jnp.int32), weights)
+    return (rows, plan) if row_weights is None else (rows, row_weights.astype(dtype), plan)
 
 
 def unpermute(
@@ -182,7 +165,7 @@ def unpermute(
     engine: Engine = "auto",
     kernels: str = "auto",
 ) -> Float[Array, "R H"]:
-    """y[r] = sum_k weights[r, k] rows[position[r, k]], summed in float32.
+    """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]], summed in float32.
 
     Args:
       rows: [N, H], floating point, sorted by `plan` and split by shard.
@@ -199,50 +182,22 @@ def unpermute(
     """
     check_float("rows", rows, "[N, H]")
     check_kind("plan", plan, Plan, "moax.ops.permute")
-    weights = jnp.ones_like(plan.position, jnp.float32) if weights is None else weights
+    weights = jnp.ones_like(plan.scatter_idx, jnp.float32) if weights is None else weights
     check_float("weights", weights, "[R, K]")
-    if weights.shape != plan.position.shape or rows.ndim != 2 or rows.shape[:1] != plan.source.shape:
+    if weights.shape != plan.scatter_idx.shape or rows.ndim != 2 or rows.shape[:1] != plan.gather_idx.shape:
         raise ValueError(
             f"rows and weights have shapes {rows.shape}, {weights.shape}; this plan needs "
-            f"({plan.source.shape[0]}, H) and {plan.position.shape}"
+            f"({plan.gather_idx.shape[0]}, H) and {plan.scatter_idx.shape}"
         )
     view = find_mesh_view(axes, engine, rows)
-    static = PermuteSpec(plan.group_sizes.shape[0], 1, None, _select(kernels, rows), view.roles)
-    return _unpermute(view, static, *_unpermute_op.lay_operands(view, static, rows, plan, weights))
+    static = PermuteSpec(plan.group_sizes.shape[0], 1, None, _select(kernels, rows), view.axes)
+    return _unpermute(view, static, rows, plan, weights)[0]
 
 
 def _select(kernels: str, rows) -> str:
-    """Returns the name of the implementation that moves rows [M, H]. It is `xla` where there are no rows to move."""
+    """Returns the name of the implementation that moves rows [M, H]; no kernel moves no rows."""
     chosen = select_kernels(kernels, rows.dtype, **{"the rows' dim 1": rows.shape[1]})
     return chosen if rows.shape[0] else DEFAULT
-
-
-def _permute_forward(view: MeshView, static: PermuteSpec, x, experts):
-    """Runs the forward of the `custom_vjp` and returns rows and plan, and the plan."""
-    rows, plan = _permute_op(view, static, x, experts)
-    return (rows, plan), plan
-
-
-def _permute_backward(view: MeshView, static: PermuteSpec, plan, cotangents):
-    """Runs the backward of the `custom_vjp` and returns dx."""
-    return _permute_grad_op(view, static, plan, cotangents[0])[0], None
-
-
-_permute = differentiable(_permute_forward, _permute_backward, once="permute")
-
-
-def _unpermute_forward(view: MeshView, static: PermuteSpec, rows, plan, weights):
-    """Runs the forward of the `custom_vjp` and returns y, and the operands."""
-    return _unpermute_op(view, static, rows, plan, weights)[0], (rows, plan, weights)
-
-
-def _unpermute_backward(view: MeshView, static: PermuteSpec, saved, dy):
-    """Runs the backward of the `custom_vjp` and returns the gradients of rows and weights."""
-    d_rows, d_weights = _unpermute_grad_op(view, static, *saved, dy)
-    return d_rows, None, d_weights
-
-
-_unpermute = differentiable(_unpermute_forward, _unpermute_backward, once="unpermute")
 
 
 def plan_rows(
@@ -251,32 +206,34 @@ def plan_rows(
     weights: Float[Array, "R K"] | None = None,
     start: int | Int[Array, ""] = 0,
 ) -> tuple[Plan, Any]:
-    """Returns the Plan of one pass of one device, from the experts [R, K] of its received rows.
+    """Returns the Plan of one round on one device, from the experts [R, K] of its received rows.
 
-    With weights [R, K] f32 it also returns the weight [N] of each sorted row, 0 in padding; None without them.
-
-    The pass has the sorted rows from `start` on, counted without padding, as many as there is room for. With a room of
-    4, groups of 3 and 5 rows become the groups (3, 1) of the pass from row 0 on, and (0, 4) of the pass from row 4 on.
+    With weights [R, K] f32 it also returns the weight [N] of each sorted row, 0 in padding; None without them. The
+    round has the sorted rows from `start` on, counted without padding, as many as there is room for. With max_rows of
+    4, groups of 3 and 5 rows become the groups (3, 1) of the round from row 0 on, and (0, 4) of the round from row 4
+    on.
     """
     received, top_k = experts.shape
-    groups, room, capacity = static.num_groups, static.room, static.capacity
-    rows = sorted_rows(received, top_k, groups, static.align, capacity if room is None else room)
+    groups, max_rows, capacity = static.num_groups, static.max_rows, static.capacity
+    rows = sorted_rows(received, top_k, groups, static.align, capacity if max_rows is None else max_rows)
 
     def keep(arrived):
         kept = arrived if capacity is None else limit_groups(arrived, capacity)
-        return (jnp.zeros_like(kept), kept) if room is None else cut_groups(kept, start, room)
+        return (jnp.zeros_like(kept), kept) if max_rows is None else cut_groups(kept, start, max_rows)
 
-    every = room is None and capacity is None
-    place = implementation(static.kernels).place_rows
-    source, position, sizes, by_row = place(experts, groups, static.align, rows, weights, None if every else keep)
+    every = max_rows is None and capacity is None
+    build = implementation(static.kernels).build_permutation
+    gather_idx, scatter_idx, sizes, row_weights = build(
+        experts, groups, static.align, rows, weights, None if every else keep
+    )
     dropped = jnp.zeros((), jnp.int32)
     if capacity is not None:
         dropped = jnp.maximum(jnp.sum(experts < groups, dtype=jnp.int32) - capacity, 0)
-    return Plan(source, position, sizes, dropped[None]), by_row
+    return Plan(gather_idx, scatter_idx, sizes, dropped[None]), row_weights
 
 
 def count_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Int[Array, ""]:
-    """Returns how many sorted rows a rank keeps of its received rows in all passes, without padding."""
+    """Returns how many sorted rows a rank keeps of its received rows in all rounds, without padding."""
     rows = jnp.sum(experts < static.num_groups, dtype=jnp.int32)
     return rows if static.capacity is None else jnp.minimum(rows, static.capacity)
 
@@ -284,18 +241,15 @@ def count_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Int[Array, ""
 def permute_forward(
     static: PermuteSpec, x: Float[Array, "R H"], plan: Plan, groups: Groups | None = None
 ) -> Float[Array, "N H"]:
-    """Returns rows [N, H] of one device: row n is x[source[n]].
-
-    With `groups`, rows past the last group may hold anything.
-    """
+    """Returns rows [N, H] of one device; with `groups`, rows past the last group may hold anything."""
     with jax.named_scope("permute"):
-        return implementation(static.kernels).gather_rows(x, plan.source, groups)
+        return implementation(static.kernels).gather_rows(x, plan.gather_idx, groups)
 
 
 def permute_backward(static: PermuteSpec, plan: Plan, d_rows: Float[Array, "N H"]) -> Float[Array, "R H"]:
     """Returns dx [R, H] of one device: each row sums the gradients of its copies."""
     with jax.named_scope("unpermute"):
-        return implementation(static.kernels).gather_sum(d_rows, plan.position)
+        return implementation(static.kernels).gather_sum(d_rows, plan.scatter_idx)
 
 
 def unpermute_forward(
@@ -303,65 +257,103 @@ def unpermute_forward(
 ) -> Float[Array, "R H"]:
     """Returns y [R, H] of one device: weighted sums of sorted rows. Weights None are 1."""
     with jax.named_scope("unpermute"):
-        return implementation(static.kernels).gather_sum(rows, plan.position, weights)
+        return implementation(static.kernels).gather_sum(rows, plan.scatter_idx, weights)
 
 
 def unpermute_backward(
-    static: PermuteSpec,
-    rows: Float[Array, "N H"],
-    plan: Plan,
-    weights: Float[Array, "R K"],
-    dy: Float[Array, "R H"],
+    static: PermuteSpec, rows: Float[Array, "N H"], plan: Plan, weights: Float[Array, "R K"], dy: Float[Array, "R H"]
 ) -> tuple[Float[Array, "N H"], Float[Array, "R K"]]:
-    """Returns d_rows [N, H] and d_weights [R, K] of one device.
-
-    d_rows[n] is the dy of row n's received row times the row's weight, and a weight's gradient is <dy, row>.
-    """
+    """Returns d_rows [N, H], dy of each row's received row times its weight, and d_weights [R, K], <dy, row>."""
     d_rows = permute_forward(static, dy, plan)
     inner = jnp.sum(d_rows.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
     d_rows = d_rows.astype(jnp.float32) * weights_of_rows(plan, weights)[:, None]
     return d_rows.astype(rows.dtype), weights_from_rows(plan, inner)
 
 
-def _permute_local(static: PermuteSpec, layout, x, experts):
-    """Runs `permute` on one device and returns the rows and the plan."""
-    plan, _ = plan_rows(static, experts)
-    return permute_forward(static, x, plan), plan
+def weights_of_rows(plan: Plan, weights: Float[Array, "R K"]) -> Float[Array, " N"]:
+    """Returns the weight [N] of each sorted row, from weights [R, K]; 0 in padding."""
+    row = jnp.arange(plan.gather_idx.shape[0], dtype=jnp.int32)
+    at = jnp.take(plan.scatter_idx, plan.gather_idx, axis=0, mode="fill", fill_value=row.shape[0])  # [N, K]
+    own = jnp.take(weights, plan.gather_idx, axis=0, mode="clip")
+    return jnp.where(at == row[:, None], own, jnp.zeros((), weights.dtype)).sum(1)
 
 
-def _permute_grad_local(static: PermuteSpec, layout, plan, d_rows):
-    """Runs the backward of `permute` on one device."""
-    return (permute_backward(static, plan, d_rows),)
+def weights_from_rows(plan: Plan, row_values: Float[Array, " N"]) -> Float[Array, "R K"]:
+    """Returns the value [R, K] of each assignment, from the values [N] of sorted rows; 0 without a row."""
+    return jnp.take(row_values, plan.scatter_idx, mode="fill", fill_value=0)
 
 
-def _unpermute_local(static: PermuteSpec, layout, rows, plan, weights):
-    """Runs `unpermute` on one device."""
+def cut_groups(
+    kept: Int[Array, " E"], start: int | Int[Array, ""], max_rows: int
+) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
+    """Returns the first row and the number of rows in a round of each group, of groups that keep `kept` [E] rows.
+
+    The round has `max_rows` rows of all groups together, from row `start` on. Of groups of 3 and 5 rows, the round of 4
+    rows from row 4 on has rows 3 (none) of the first group and 1 to 4 of the second one: (3, 1) and (0, 4).
+    """
+    before = jnp.cumsum(kept) - kept
+    begin, end = (jnp.clip(edge - before, 0, kept) for edge in (start, start + max_rows))
+    return begin, end - begin
+
+
+def limit_groups(arrived: Int[Array, " E"], capacity: int) -> Int[Array, " E"]:
+    """Returns the rows that each group keeps, at most `capacity` in all, of the rows [E] that arrived.
+
+    All groups have one limit. The first groups above the limit share the rest, one row each: of (5, 1, 6) rows and a
+    capacity of 10, the limit is 4, one row is left, and (5, 1, 4) rows are kept.
+    """
+    size = arrived.shape[0]
+    ascending = jnp.sort(arrived)
+    below = jnp.cumsum(ascending) - ascending  # the rows of all smaller groups
+    above = size - jnp.arange(size, dtype=jnp.int32)  # the groups that share the rest of the capacity
+    level = (capacity - below) // above
+    cut = jnp.argmax(ascending > level)  # the index of the smallest group that does not fit whole
+    fits = arrived.sum() <= capacity
+    limit = jnp.where(fits, ascending[-1], level[cut])
+    rest = jnp.where(fits, 0, (capacity - below[cut]) % above[cut])
+    over = arrived > limit
+    extra = over & (jnp.cumsum(over.astype(jnp.int32)) <= rest)
+    return jnp.minimum(arrived, limit) + extra.astype(jnp.int32)
+
+
+def _permute_shards(static: PermuteSpec, x, experts, weights):
+    ids, lost = None, 0
+    if static.map_top_k is not None:
+        count = experts.sum(1, dtype=jnp.int32)
+        ids = jnp.argsort(~experts, axis=1, stable=True)[:, : static.map_top_k].astype(jnp.int32)
+        some = jnp.arange(static.map_top_k, dtype=jnp.int32)[None] < count[:, None]
+        experts = ids = jnp.where(some, ids, static.num_groups)
+        if weights is not None:
+            weights = jnp.take_along_axis(weights, ids, axis=1, mode="fill", fill_value=0)
+        lost = jnp.maximum(count - static.map_top_k, 0).sum(dtype=jnp.int32)
+    plan, row_weights = plan_rows(static, experts, weights)
+    plan = dataclasses.replace(plan, dropped=plan.dropped + lost)
+    return permute_forward(static, x, plan), (plan, row_weights, ids)
+
+
+def _permute_grad_shards(static: PermuteSpec, plan, ids, d_rows, d_row_weights):
+    d_weights = None if d_row_weights is None else weights_from_rows(plan, d_row_weights)
+    if d_weights is not None and ids is not None:
+        rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+        d_weights = jnp.zeros((len(ids), static.num_groups), jnp.float32).at[rows, ids].set(d_weights, mode="drop")
+    return permute_backward(static, plan, d_rows), d_weights
+
+
+def _unpermute_shards(static: PermuteSpec, rows, plan, weights):
     return (unpermute_forward(static, rows, plan, weights),)
 
 
-def _unpermute_grad_local(static: PermuteSpec, layout, rows, plan, weights, dy):
-    """Runs the backward of `unpermute` on one device."""
-    return unpermute_backward(static, rows, plan, weights, dy)
-
-
-_permute_op = Partitioned(
-    _permute_local, two_results, lambda static, operands: (("r h", "r k"), ("n h",)), name="permute"
+_permute = with_gradient(
+    Op("permute", _permute_shards, "r h, r k, r k -> n h, @n"),
+    Op("permute_grad", _permute_grad_shards, "{n | r k | @n | @n}, @n, n h, n -> r h, @r"),
+    save=lambda operands, results: (results[1][0], results[1][2]),
+    pull=lambda grad, saved, d: ((found := grad(*saved, d[0], d[1][1]))[0], None, found[1]),
+    once="permute",
 )
-_permute_grad_op = Partitioned(
-    _permute_grad_local,
-    one_result,
-    lambda static, operands: (("n", "r k", "e", "o", "n h"), ("r h",)),
-    name="permute_grad",
-)
-_unpermute_op = Partitioned(
-    _unpermute_local,
-    one_result,
-    lambda static, operands: (("n h", "n", "r k", "e", "o", "r k"), ("r h",)),
-    name="unpermute",
-)
-_unpermute_grad_op = Partitioned(
-    _unpermute_grad_local,
-    two_results,
-    lambda static, operands: (("n h", "n", "r k", "e", "o", "r k", "r h"), ("n h", "r k")),
-    name="unpermute_grad",
+_unpermute = with_gradient(
+    Op("unpermute", _unpermute_shards, "n h, {n | r k | @n | @n}, r k -> r h"),
+    Op("unpermute_grad", unpermute_backward, "n h, {n | r k | @n | @n}, r k, r h -> n h, r k"),
+    save=lambda operands, results: operands,
+    pull=lambda grad, saved, d: ((found := grad(*saved, *d))[0], None, found[1]),
+    once="unpermute",
 )

@@ -8,50 +8,61 @@ becomes NaN in its own element and does not enter the scale of its block. A bloc
 exact where the scale is a power of two and x / scale is a value of the format. Quantization has no gradient: products
 quantize inside their own `custom_vjp`.
 
-Rows in groups lie as in `moax.groups`. With group sizes (3, 0, 2), align 4, 12 rows and blocks of 4 rows, block 0 has
-the rows 0 to 2, block 1 the rows 4 and 5, and block 2 none; rows 3, 6 to 11 are padding, which may hold anything and is
-quantized to 0.
+Rows in groups are ordered as in `moax.groups`. With group sizes (3, 0, 2), align 4, 12 rows and blocks of 4 rows, block
+0 has the rows 0 to 2, block 1 the rows 4 and 5, and block 2 none; rows 3, 6 to 11 are padding, which may hold anything
+and is quantized to 0.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from moax.checks import check_count, check_float, check_float_dtype, check_int, check_kind, is_int
 from moax.groups import row_groups, zero_rows
-from moax.kernels import implementation, select_kernels
-from moax.kernels.scales import dequantize as dequantize_local
-from moax.kernels.scales import to_exponent, to_scale
-from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, Partitioned, find_mesh_view
+from moax.kernels import implementation, scales, select_kernels
+from moax.mesh.axes import Axes, Names, ResolvedAxes
+from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import Spec, check_spec, pad, spec
+from moax.mesh.view import Engine, MeshView, find_mesh_view
 from moax.recipe import Format
 from moax.types import QArray
+
+# A mesh may cut a block. `gather` gathers this dim first, `refuse` raises, and `keep` takes operands that are shards.
+Cuts = Literal["gather", "refuse", "keep"]
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSpec:
     """The static arguments of `quantize`.
 
-    Attributes:
-      format: the format of values and scales.
-      block: the block length of each dim; None makes the whole dim one block.
-      roles: the mesh axes by role.
-      declared: the spec of x, used where neither its type nor its sharding says one.
-      kernels: the name of the implementation.
-      align: each group starts at a multiple of so many rows; None where all rows are real.
+    `declared` is the spec of x where neither its type nor its sharding says one; `align` is None where all rows are
+    real.
     """
 
     format: Format
     block: tuple[int | None, ...]
-    roles: Roles
-    declared: Spec
+    axes: ResolvedAxes
+    declared: Spec | None
     kernels: str
     align: int | None
+    cuts: Cuts
+
+
+@dataclasses.dataclass(frozen=True)
+class DequantizeSpec:
+    """The static fields of a QArray, the dtype `out` of the result, and three fields as in `QuantizeSpec`."""
+
+    dtype: str
+    block: tuple[int | None, ...]
+    out: jnp.dtype
+    axes: ResolvedAxes
+    declared: Spec | None
+    cuts: Cuts
 
 
 def quantize(
@@ -66,28 +77,28 @@ def quantize(
     engine: Engine = "auto",
     kernels: str = "auto",
 ) -> QArray:
-    """data = round(x * (1 / scale)) with scale = amax(block) / format.max. Each shard is quantized by itself.
+    """data = round(x * (1 / scale)) with scale = amax(block) / format.max.
 
     Args:
       x: any shape, floating point, any sharding over `axes`.
       format: the format of values and scales.
       block: the block length of each dim, in elements. None makes the whole dim one block, whose amax is taken over the
         mesh. The default is `format.block` along the last dim and 1 along the others.
-      group_sizes: [groups], integers, the rows of each group, or None: all rows are real. On a mesh x then lies over
-        (dp, fsdp, ep, cp) along its rows, and the sizes of all shards follow one another, as in `grouped_matmul`.
+      group_sizes: [groups], integers, the rows of each group, or None: all rows are real. On a mesh its rows
+        are then split over (dp, fsdp, ep, cp), and the sizes of all shards follow one another, as in `grouped_matmul`.
       align: each group starts at a multiple of so many rows. It must be a multiple of `block[0]`, which is the default,
         so that no block has rows of two groups.
-      x_spec: the spec of x on an Auto mesh, or inside a `shard_map`. It matters only where the size of a shard is no
-        multiple of the block: each shard then ends in an edge block of its own (see `QArray.pieces`). Without it, such
-        a dim is gathered before it is quantized.
+      x_spec: the spec of x on an Auto mesh; on Explicit axes the type of x says it. With engine="custom_partitioning"
+        x keeps the sharding that it has. Without `x_spec` the scales of a dim are then split only where its blocks
+        divide by all devices of the mesh.
       axes, engine, kernels: see `moax.Options`.
 
     Returns:
       The QArray. Its data have the shape of x, and data and scale have the sharding of x.
 
     Raises:
-      ValueError: `block` does not have one positive entry, or None, for each dim of x, or blocks of rows go over two
-        groups.
+      ValueError: `block` does not have one positive entry, or None, for each dim of x; a block of rows has rows of two
+        groups; or the shards of x have no whole blocks on Explicit axes (on Auto axes such a dim is gathered first).
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     check_float("x", x, "[...]")
@@ -98,33 +109,45 @@ def quantize(
         raise ValueError(f"block={block} must have one positive int (or None) for each of the {x.ndim} dims of x")
     align = _check_groups(x, block, group_sizes, align)
     view = find_mesh_view(axes, engine, x)
-    declared = jax.typeof(x).sharding.spec if view.explicit else spec()
-    if x_spec is not None:
-        declared = check_spec("x_spec", x_spec, x.ndim) if not view.explicit else declared
-    if group_sizes is not None:
-        declared = spec(view.roles.tokens, *pad(declared, x.ndim)[1:])
-    chosen = select_kernels(kernels, None)
-    static = QuantizeSpec(format, block, view.roles, declared, chosen, align)
+    declared = None if x_spec is None else check_spec("x_spec", x_spec, x.ndim)
+    static = QuantizeSpec(format, block, view.axes, declared, select_kernels(kernels, None), align, _cuts(view))
     if x.size == 0:
         return _quantize_nothing(x.shape, format, block)
     sizes = None if group_sizes is None else jnp.asarray(group_sizes).astype(jnp.int32)
     if sizes is not None:
-        x, sizes = _quantize.lay_operands(view, static, x, sizes)
+        x, sizes = _quantize.reshard(view, static, x, sizes)
     data, scale = _quantize(view, static, x, sizes)
-    scale = view.typed_as_equal(scale, ())
-    shards = [()] * x.ndim if view.engine == "local" else _entries(view.roles, declared, x.ndim)
-    pieces = tuple(
-        1 if b is None or n // view.roles.size(names) % b == 0 else view.roles.size(names)
-        for n, names, b in zip(x.shape, shards, block, strict=True)
-    )
-    return QArray(data, scale, format.dtype, block, pieces)
+    return QArray(data, view.assume_replicated(scale, ()), format.dtype, block)
+
+
+def dequantize(
+    q: QArray, dtype: DTypeLike = jnp.float32, *, axes: Axes = Axes(), engine: Engine = "auto"
+) -> Float[Array, "..."]:
+    """x = data * scale, rounded once to `dtype`.
+
+    Args:
+      q: values and scales, as `quantize` returns them.
+      dtype: the dtype of the result.
+      axes, engine: see `moax.Options`.
+
+    Returns:
+      [...] in `dtype`, with the shape and the sharding of `q.data`.
+
+    Raises:
+      ValueError: the shards of `q` have no whole blocks on Explicit axes (on Auto axes such a dim is gathered first).
+    """
+    check_kind("q", q, QArray)
+    check_float_dtype("dtype", dtype)
+    view = find_mesh_view(axes, engine, q)
+    static = DequantizeSpec(q.dtype, q.block, jnp.dtype(dtype), view.axes, None, _cuts(view))
+    return _dequantize(view, static, q.data, q.scale)[0]
 
 
 def _check_groups(x: Array, block: tuple[int | None, ...], group_sizes: Array | None, align: int | None) -> int | None:
-    """Returns at how many rows groups start, from the arguments of `quantize`; None where it has no groups."""
+    """Returns the alignment of groups from the arguments of `quantize`; None where it has no groups."""
     if group_sizes is None:
         if align is not None:
-            raise ValueError(f"align={align} is that of groups; it must be None without group_sizes")
+            raise ValueError(f"align={align} must be None without group_sizes; pass group_sizes too")
         return None
     check_int("group_sizes", group_sizes, "[groups]")
     if group_sizes.ndim != 1 or x.ndim < 1:
@@ -142,146 +165,83 @@ def _check_groups(x: Array, block: tuple[int | None, ...], group_sizes: Array | 
 def _quantize_nothing(shape: tuple[int, ...], format: Format, block: tuple[int | None, ...]) -> QArray:
     """Returns the QArray of an array without elements. Its scales, if it has any, are 1."""
     counts = tuple(1 if b is None else -(-n // b) for n, b in zip(shape, block, strict=True))
-    scale = to_scale(jnp.zeros(counts, jnp.float32), format)
-    scale = to_exponent(scale) if format.scale == "e8m0" else scale
-    return QArray(jnp.zeros(shape, jnp.uint8), scale, format.dtype, block, (1,) * len(shape))
+    scale = scales.to_scale(jnp.zeros(counts, jnp.float32), format)
+    scale = scales.to_exponent(scale) if format.scale == "e8m0" else scale
+    return QArray(jnp.zeros(shape, jnp.uint8), scale, format.dtype, block)
 
 
-def dequantize(
-    q: QArray, dtype: jax.typing.DTypeLike = jnp.float32, *, axes: Axes = Axes(), engine: Engine = "auto"
-) -> Float[Array, "..."]:
-    """x = data * scale, rounded once to `dtype`.
-
-    Args:
-      q: values and scales, as `quantize` returns them.
-      dtype: the dtype of the result.
-      axes, engine: see `moax.Options`.
-
-    Returns:
-      [...] in `dtype`, with the shape and the sharding of `q.data`.
-
-    Raises:
-      ValueError: mesh axes cut the blocks of `q`, because its shards are not the shards that were quantized.
-    """
-    check_kind("q", q, QArray)
-    check_float_dtype("dtype", dtype)
-    view = find_mesh_view(axes, engine, q)
-    static = DequantizeSpec(q.dtype, q.block, q.pieces, jnp.dtype(dtype), view.roles, q.shape)
-    return _dequantize(view, static, q.data, q.scale)[0]
+def _cuts(view: MeshView) -> Cuts:
+    return "keep" if view.manual else "refuse" if view.explicit else "gather"
 
 
-def _entries(roles: Roles, x_spec: Spec, ndim: int):
-    """Returns the axes of more than one device that split each dim of an array with this spec."""
-    sizes = dict(roles.sizes)
-    return [tuple(n for n in entry if n in sizes) for entry in pad(x_spec, ndim)]
+def _entries(static: QuantizeSpec | DequantizeSpec, found: Spec | None, ndim: int) -> list[Names]:
+    sizes = dict(static.axes.sizes)
+    return [tuple(name for name in entry if name in sizes) for entry in pad(found or spec(), ndim)]
 
 
-def scale_spec(entries, block):
-    """Returns the spec of the scales: that of the data, but a dim of one block is not split."""
-    return spec(*(() if b is None else names for names, b in zip(entries, block, strict=True)))
-
-
-def check_cuts(name: str, q: QArray, entries, roles: Roles) -> None:
-    """Raises ValueError where the axes `entries` of the dims of a QArray cut its blocks. `name` is for the message.
-
-    Shards of q may be those that were quantized, or have whole blocks.
-    """
-    for dim, (n, b, pieces, names) in enumerate(zip(q.shape, q.block, q.pieces, entries, strict=True)):
-        count = roles.size(names)
-        if b is not None and (pieces % count if pieces > 1 else n // count % b and count > 1):
+def _split(static: QuantizeSpec | DequantizeSpec, shape, found: Spec | None) -> list[Names]:
+    """Returns the axes that split each dim of an array whose type or sharding has the spec `found`."""
+    split = _entries(static, found, len(shape))
+    for dim, (n, b, names) in enumerate(zip(shape, static.block, split, strict=True)):
+        if b is None or not names or static.cuts == "keep" or n // static.axes.size(names) % b == 0:
+            continue
+        split[dim] = ()
+        if static.cuts == "refuse":
             raise ValueError(
-                f"{name}: dim {dim} of size {n} is sharded over mesh axes {names}, which cut its blocks of {b}; "
-                f"it was quantized in {pieces} shards"
+                f"dim {dim} of size {n} is sharded over mesh axes {names}, which cut its blocks of {b}; take a block "
+                f"that divides {n // static.axes.size(names)}, or another layout"
             )
+    return split
 
 
-def _dim_names(shape, block, shards):
-    """Returns the Shardy factors of data and scale, and the sizes of the factors inside a block.
-
-    A dim 256 in blocks of 128 is "(b0 i0)" in data and "b0" in scale, with i0 = 128: an axis that splits the blocks
-    splits both. A dim whose shards are no multiple of the block, or that is one block, has unrelated factors in data
-    and scale: Shardy refuses a factor of size 1 inside parentheses.
-    """
-    whole = [
-        b is not None and n % (b * s) == 0 and (b == 1 or n > b) for n, b, s in zip(shape, block, shards, strict=True)
-    ]
-    data = [f"(b{i} i{i})" if w and b != 1 else f"b{i}" for i, (w, b) in enumerate(zip(whole, block, strict=True))]
-    scale = [f"b{i}" if w else f"s{i}" for i, w in enumerate(whole)]
-    sizes = tuple((f"i{i}", b) for i, b in enumerate(block) if data[i].startswith("("))
-    return " ".join(data), " ".join(scale), sizes
+def _scale_spec(split, block) -> Spec:
+    return spec(*(() if b is None else names for names, b in zip(split, block, strict=True)))
 
 
-def _local(static: QuantizeSpec, amax_over, x, group_sizes):
-    """Runs `quantize` on one device and returns data and scale."""
+def _quantize_shards(static: QuantizeSpec, amax_over: Names, x, group_sizes):
     if group_sizes is not None:
         x = zero_rows(x, row_groups(group_sizes, static.align or 1, x.shape[0])[1])
     q = implementation(static.kernels).quantize(x, static.format, static.block, amax_over)
     return q.data, q.scale
 
 
-def _contract(static: QuantizeSpec, operands, found_specs):
-    """Returns the contract of `quantize`: data and scale have the layout of x.
-
-    Raises ValueError where shards cut blocks.
-    """
-    (x, group_sizes), found_spec = operands, found_specs[0]
-    declared = _entries(static.roles, static.declared, x.ndim)
-    entries = declared if found_spec is None else _entries(static.roles, found_spec, x.ndim)
-    if group_sizes is not None:
-        entries = [static.roles.tokens, *entries[1:]]
-    for dim, (n, names, b) in enumerate(zip(x.shape, entries, static.block, strict=True)):
-        if b is not None and names and n // static.roles.size(names) % b and entries != declared:
-            raise ValueError(
-                f"x: dim {dim} of size {n} is sharded over mesh axes {names}, which cut its blocks of {b}; "
-                "x_spec must name these axes"
-            )
-    amax_over = tuple(n for names, b in zip(entries, static.block, strict=True) if b is None for n in names)
-    sizes = None if group_sizes is None else spec(static.roles.tokens)
-    return Contract((spec(*entries), sizes), (spec(*entries), scale_spec(entries, static.block)), ((), ()), amax_over)
+def _quantize_sharding(static: QuantizeSpec, operands, found) -> OpSharding:
+    """Returns the layout of `quantize`: data and scale are split as x is."""
+    split = _split(static, operands[0].shape, static.declared if found[0] is None else found[0])
+    if operands[1] is not None:
+        split = [static.axes.tokens, *split[1:]]
+    amax_over = tuple(n for names, b in zip(split, static.block, strict=True) if b is None for n in names)
+    sizes = None if operands[1] is None else spec(static.axes.tokens)
+    return OpSharding((spec(*split), sizes), (spec(*split), _scale_spec(split, static.block)), ((), ()), amax_over)
 
 
-def _factors(static: QuantizeSpec, operands):
-    """Returns the Shardy rule of `quantize`."""
-    entries = _entries(static.roles, static.declared, operands[0].ndim)
-    data, scale, sizes = _dim_names(operands[0].shape, static.block, map(static.roles.size, entries))
-    return (data,) if operands[1] is None else (data, "g"), (data, scale), sizes
+def _dequantize_shards(static: DequantizeSpec, _, data, scale):
+    return (scales.dequantize(QArray(data, scale, static.dtype, static.block), static.out),)
 
 
-_quantize = Partitioned(_local, _contract, _factors, name="quantize")
+def _dequantize_sharding(static: DequantizeSpec, operands, found) -> OpSharding:
+    split = _split(static, operands[0].shape, found[0])
+    return OpSharding((spec(*split), _scale_spec(split, static.block)), (spec(*split),), ((),))
 
 
-@dataclasses.dataclass(frozen=True)
-class DequantizeSpec:
-    """The static fields of a QArray, its shape, the mesh axes by role, and the dtype `out` of the result."""
-
-    dtype: str
-    block: tuple[int | None, ...]
-    pieces: tuple[int, ...]
-    out: jnp.dtype
-    roles: Roles
-    shape: tuple[int, ...]
-
-
-def _dequantize_local(static: DequantizeSpec, shards, data, scale):
-    """Runs `dequantize` on one device; `shards` counts the shards of each dim."""
-    pieces = tuple(max(1, p // s) for p, s in zip(static.pieces, shards, strict=True))
-    return (dequantize_local(QArray(data, scale, static.dtype, static.block, pieces), static.out),)
-
-
-def _dequantize_contract(static: DequantizeSpec, operands, found_specs):
-    """Returns the contract of `dequantize`: the result has the layout of the data."""
-    entries = _entries(static.roles, found_specs[0] or spec(), len(static.shape))
-    shards = tuple(map(static.roles.size, entries))
-    q = QArray(operands[0], operands[1], static.dtype, static.block, static.pieces)
-    check_cuts("q", q, entries, static.roles)
-    data = spec(*entries)
-    return Contract((data, scale_spec(entries, static.block)), (data,), ((),), shards)
+def _rule(static: QuantizeSpec | DequantizeSpec, operands) -> tuple[str, tuple[tuple[str, int], ...]]:
+    """Returns the rule of an op, and the sizes of the dims inside a block."""
+    # A dim 256 in blocks of 128 is "(b0 i0)" in data and "b0" in scale, with i0 = 128, so an axis that splits blocks
+    # splits both. A dim of one block, or of blocks that the mesh may cut, has unrelated names in data and scale:
+    # Shardy would split a part of an axis, which JAX cannot read.
+    axes, block, shape = static.axes, static.block, operands[0].shape
+    split = [axes.all] * len(shape) if static.declared is None else _entries(static, static.declared, len(shape))
+    whole = [
+        b is not None and n % (b * axes.size(names)) == 0 and (b == 1 or n > b)
+        for n, b, names in zip(shape, block, split, strict=True)
+    ]
+    dims = [f"(b{i} i{i})" if w and b != 1 else f"b{i}" for i, (w, b) in enumerate(zip(whole, block, strict=True))]
+    sizes = tuple((f"i{i}", b) for i, b in enumerate(block) if b is not None and dims[i].startswith("("))
+    data, scale = " ".join(dims), " ".join(f"b{i}" if w else f"s{i}" for i, w in enumerate(whole))
+    return f"{data}, {scale} -> {data}" if isinstance(
+        static, DequantizeSpec
+    ) else f"{data}, @ -> {data}, {scale}", sizes
 
 
-def _dequantize_factors(static: DequantizeSpec, operands):
-    """Returns the Shardy rule of `dequantize`."""
-    data, scale, sizes = _dim_names(static.shape, static.block, static.pieces)
-    return (data, scale), (data,), sizes
-
-
-_dequantize = Partitioned(_dequantize_local, _dequantize_contract, _dequantize_factors, name="dequantize")
+_quantize = Op("quantize", _quantize_shards, _rule, sharding=_quantize_sharding)
+_dequantize = Op("dequantize", _dequantize_shards, _rule, sharding=_dequantize_sharding)

@@ -4,7 +4,7 @@
     topk_then_score:  experts = top_k(logits + bias);                 weights = score(logits[experts])
     weights = scale * weights / sum_k weights                         (divided where normalize is set and K > 1)
 
-The division is that of exp(log score): weights whose scores all underflow to 0 still sum to the scale.
+The division is one of exp(log score), so weights whose scores all underflow to 0 still sum to the scale.
 
     aux_loss = c E / (K T^2) sum_e (sum_t p[t, e]) tokens[e]          p: scores of all experts, summing to 1 a token
              + c' mean over sequences of the same, with the T and the tokens of one sequence
@@ -29,28 +29,28 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moax.checks import check_count, check_float, check_int, check_kind, check_mask
+from moax.checks import check_float, check_int, check_kind, check_mask
 from moax.config import RouterConfig
 from moax.kernels import implementation, select_kernels
-from moax.mesh.axes import Axes, Roles
-from moax.mesh.partition import Contract, Engine, MeshView, Partitioned, differentiable, find_mesh_view
-from moax.mesh.specs import spec
+from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
+from moax.mesh.collectives import gather_rows, mask_to_first_rank, take_shard
+from moax.mesh.op import Op, with_gradient
+from moax.mesh.view import Engine, MeshView, find_mesh_view
+from moax.ops.balance import BINS, count_needed_bias
 from moax.ops.scores import score, share, weigh, weigh_backward
 from moax.types import Routing
-
-HIGHEST = lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True)
 class RouteSpec:
-    """The static arguments of `route`: the router, K, the number of sequences, the mesh axes by role, and the name of
-    the implementation that finds the best experts.
+    """The static arguments of `route`: the router, K, the mesh axes by role, those that may split a sequence, and the
+    name of the implementation that finds the best experts.
     """
 
     config: RouterConfig
     top_k: int
-    num_sequences: int
-    roles: Roles
+    axes: ResolvedAxes
+    sequence_axes: Names
     kernels: str
 
 
@@ -60,7 +60,7 @@ class Choice(NamedTuple):
     Attributes:
       experts: [T, K] i32, the experts to take.
       mask: [T] bool, whether each token is real.
-      sequences: [T] i32, the sequence of each token.
+      sequences: [T] i32, the sequence of each token; a negative number is none.
     """
 
     experts: Int[Array, "T K"] | None = None
@@ -74,12 +74,13 @@ class Sums(NamedTuple):
     Attributes:
       share: [E], of the scores of each token, which sum to 1.
       z: [1], of logsumexp(logits)^2.
-      by_sequence: [S, E], `share` of each sequence; None without sequences.
+      by_sequence: [1], of each token's shares times the assignments to each expert in its sequence of T tokens,
+        divided by T^2; None without sequences.
     """
 
     share: Float[Array, " E"] | None
     z: Float[Array, " 1"] | None
-    by_sequence: Float[Array, "S E"] | None
+    by_sequence: Float[Array, " 1"] | None
 
 
 class Counts(NamedTuple):
@@ -88,12 +89,14 @@ class Counts(NamedTuple):
     Attributes:
       tokens: [E] i32, the assignments to each expert.
       real: [1] i32, the tokens; None without a mask.
-      by_sequence: [S, E + 1] f32, the assignments to each expert and the tokens, of each sequence; None without any.
+      sequences: [1] i32, the sequences; None without any.
+      histogram: [E, 1000] i32, see `count_needed_bias`; None where the config asks for none.
     """
 
     tokens: Int[Array, " E"]
     real: Int[Array, " 1"] | None
-    by_sequence: Float[Array, "S E+1"] | None
+    sequences: Int[Array, " 1"] | None
+    histogram: Int[Array, "E 1000"] | None
 
 
 def route(
@@ -105,7 +108,7 @@ def route(
     experts: Integer[Array, "T K"] | None = None,
     mask: Bool[Array, " T"] | None = None,
     sequences: Integer[Array, " T"] | None = None,
-    num_sequences: int = 0,
+    sequence_axes: Names | None = None,
     axes: Axes = Axes(),
     engine: Engine = "auto",
     kernels: str = "auto",
@@ -118,12 +121,13 @@ def route(
       top_k: K, the experts per token.
       bias: [E], added to the scores for selection alone, without a gradient. It is given exactly where `config.bias`
         is set.
-      experts: [T, K], integers in [0, E]: experts to take in place of the best ones; E stands for no expert. Their
-        weights are those of the scores. A token with a negative id takes its best experts.
+      experts: [T, K], integers in [0, E]: experts to take in place of the best ones; E means no expert. The scores
+        give their weights. A token with a negative id takes its best experts.
       mask: [T] bool, False for padding. Padding has the experts E and the weights 0, and enters no loss and no count.
-      sequences: [T], integers in [0, num_sequences): the sequence of each token, for `config.sequence_aux_loss`. Inside
-        a `shard_map` they count the sequences of one shard, each of which lies over the axes of cp.
-      num_sequences: the number of sequences, over the whole mesh.
+      sequences: [T], integers, for `config.sequence_aux_loss`: tokens with equal numbers are one sequence, and tokens
+        with negative numbers are in none.
+      sequence_axes: the mesh axes that may split a sequence; experts are gathered along them to be counted. None means
+        all axes of tokens, and inside a `shard_map` of yours those of cp.
       axes, engine, kernels: see `moax.Options`.
 
     Returns:
@@ -134,8 +138,8 @@ def route(
         missing, or the mesh does not divide T.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
 
-    Group-limited routing and the selection bias are those of DeepSeek-V3, and so is the loss of a sequence. The aux
-    loss is that of Switch Transformer: a balanced router pays the coefficient. The z-loss is that of ST-MoE.
+    Group-limited routing, the selection bias and the loss of a sequence follow DeepSeek-V3. The aux loss follows Switch
+    Transformer: a balanced router pays the coefficient. The z-loss follows ST-MoE.
     """
     check_float("logits", logits, "[T, E]")
     check_kind("config", config, RouterConfig)
@@ -143,20 +147,21 @@ def route(
         raise ValueError(f"logits has shape {logits.shape}; it must be [T, E]")
     config.check_experts(logits.shape[1], top_k)
     _check_bias(bias, config, logits.shape[1:])
-    choice = _check_choice(experts, mask, sequences, num_sequences, config, (logits.shape[0], top_k))
+    choice = _check_choice(experts, mask, sequences, config, (logits.shape[0], top_k))
     view = find_mesh_view(axes, engine, logits)
     if logits.shape[0] == 0:
-        return _route_nothing(logits, top_k)
-    static = RouteSpec(config, top_k, num_sequences, view.roles, select_kernels(kernels))
+        return _route_nothing(logits, top_k, config)
+    if sequence_axes is None:
+        sequence_axes = view.axes.sequence if view.manual else view.axes.tokens
+    along = tuple(name for name in view.axes.tokens if name in as_names(sequence_axes))
+    static = RouteSpec(config, top_k, view.axes, along, select_kernels(kernels))
     bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
-    operands = _forward.lay_operands(view, static, logits.astype(jnp.float32), bias, choice)
-    chosen, weights, sums, counts = _route(view, static, *operands)
-    shards = view.roles.size(view.roles.tokens) if view.manual else 1
+    chosen, weights, sums, counts = _route(view, static, logits.astype(jnp.float32), bias, choice)
+    shards = view.axes.size(view.axes.tokens) if view.manual else 1
     return Routing(chosen, weights, *_find_losses(view, static, sums, counts, logits.shape[0] * shards))
 
 
 def _check_bias(bias, config: RouterConfig, shape) -> None:
-    """Raises ValueError where `bias` and `config.bias` disagree, or the bias has another shape than [E]."""
     if (bias is not None) != config.bias:
         raise ValueError(f"bias is {'given' if bias is not None else 'None'}, but RouterConfig.bias={config.bias}")
     if bias is not None:
@@ -165,7 +170,7 @@ def _check_bias(bias, config: RouterConfig, shape) -> None:
             raise ValueError(f"bias has shape {bias.shape}; it must be [E]={shape}")
 
 
-def _check_choice(experts, mask, sequences, num_sequences: int, config: RouterConfig, shape) -> Choice:
+def _check_choice(experts, mask, sequences, config: RouterConfig, shape) -> Choice:
     """Returns the Choice of these arguments. Raises ValueError where one has another kind or shape than it must."""
     if experts is not None:
         check_int("experts", experts, "[T, K]")
@@ -177,19 +182,16 @@ def _check_choice(experts, mask, sequences, num_sequences: int, config: RouterCo
     if not config.sequence_aux_loss:
         return Choice(experts, mask)
     if sequences is None:
-        raise ValueError(
-            f"sequences is None; it must be given, with num_sequences, for sequence_aux_loss={config.sequence_aux_loss}"
-        )
+        raise ValueError(f"sequences is None; it must be given for sequence_aux_loss={config.sequence_aux_loss}")
     check_int("sequences", sequences, "[T]")
-    check_count("num_sequences", num_sequences)
     if sequences.shape != shape[:1]:
         raise ValueError(f"sequences has shape {sequences.shape}; it must be [T]={shape[:1]}")
     return Choice(experts, mask, sequences.astype(jnp.int32))
 
 
 def _find_losses(view: MeshView, static: RouteSpec, sums: Sums, counts: Counts, total: int):
-    """Returns the aux loss, the z loss, and the assignments to each expert, of `total` tokens less those masked."""
-    config, over = static.config, view.roles.tokens
+    """Returns the fields of a Routing after its weights, of `total` tokens less those masked."""
+    config, over = static.config, view.axes.tokens
     tokens, real = view.psum(counts.tokens, over), total
     if counts.real is not None:
         real = jnp.maximum(view.psum(counts.real, over)[0], 1).astype(jnp.float32)
@@ -198,59 +200,34 @@ def _find_losses(view: MeshView, static: RouteSpec, sums: Sums, counts: Counts, 
     if sums.share is not None:
         shares = view.psum(sums.share, over)
         aux = config.aux_loss * jnp.sum(shares * tokens.astype(jnp.float32)) * (factor / real**2)
-    if sums.by_sequence is not None and counts.by_sequence is not None:
-        along = view.roles.sequence  # a shard has some tokens of each of its sequences
-        whole, counted = view.psum(sums.by_sequence, along), view.psum(counts.by_sequence, along)
-        counted = lax.stop_gradient(counted)  # JAX cannot batch the derivative of a maximum on Explicit axes
-        sizes, across = counted[:, -1], tuple(name for name in over if name not in along)
-        by_sequence = jnp.sum(whole * counted[:, :-1], axis=1)
-        total_loss = view.psum(jnp.sum(by_sequence * (factor / jnp.maximum(sizes, 1.0) ** 2)), across)
-        present = view.psum(jnp.sum((sizes > 0).astype(jnp.float32)), across)
-        aux = aux + config.sequence_aux_loss * total_loss / jnp.maximum(present, 1.0)
+    if sums.by_sequence is not None and counts.sequences is not None:
+        number = jnp.maximum(view.psum(counts.sequences, over)[0], 1).astype(jnp.float32)
+        aux = aux + config.sequence_aux_loss * factor * view.psum(sums.by_sequence, over)[0] / number
     if sums.z is not None:
         z = config.z_loss * view.psum(sums.z, over)[0] / real
-    return aux, z, tokens
+    return aux, z, tokens, None if counts.histogram is None else view.psum(counts.histogram, over)
 
 
-def _route_nothing(logits, top_k: int) -> Routing:
+def _route_nothing(logits, top_k: int, config: RouterConfig) -> Routing:
     """Returns the Routing of no tokens: logits [0, E]. Its losses and counts are 0."""
     weights, zero = logits[:, :top_k].astype(jnp.float32), jnp.zeros((), jnp.float32)
-    return Routing(weights.astype(jnp.int32), weights, zero, zero, jnp.zeros(logits.shape[1], jnp.int32))
-
-
-def _route_forward(view: MeshView, static: RouteSpec, logits, bias, choice: Choice):
-    """Runs the forward of the `custom_vjp` and returns the results, and the residuals."""
-    results = _forward(view, static, logits, bias, choice)
-    return results, (logits, bias, choice, *results[:2])
-
-
-def _route_backward(view: MeshView, static: RouteSpec, saved, cotangents):
-    """Runs the backward of the `custom_vjp` and returns the gradient of the logits."""
-    logits, bias, choice, experts, weights = saved
-    _, d_weights, d_sums, _ = cotangents
-    choice = choice._replace(experts=None)
-    (d_logits,) = _backward(view, static, logits, experts, choice, weights, d_weights, d_sums)
-    return d_logits, None if bias is None else jnp.zeros_like(bias), None
-
-
-_route = differentiable(_route_forward, _route_backward)
+    tokens = jnp.zeros(logits.shape[1], jnp.int32)
+    histogram = jnp.zeros((len(tokens), BINS), jnp.int32) if config.histogram else None
+    return Routing(weights.astype(jnp.int32), weights, zero, zero, tokens, histogram)
 
 
 def select_experts(
     logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, config: RouterConfig, top_k: int, kernels: str
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"] | None]:
-    """Returns the K experts [T, K] i32 of each token, by its logits [T, E]; the best expert is first.
-
-    It also returns the logits of these experts [T, K], or None where it chose them by other scores. `kernels` is the
-    name of the implementation.
-    """
+    """Returns the K best experts of each token, and their logits, or None where other scores chose them."""
     # Scores grow with logits, so logits choose the same experts, also where scores underflow to 0.
     of_logits = config.order == "topk_then_score" or (bias is None and config.num_groups == 1)
     scores = logits if of_logits else score(logits, config)
     scores = scores if bias is None else scores + bias[None]
     if config.num_groups > 1:
         grouped = scores.reshape(scores.shape[0], config.num_groups, -1)
-        best = lax.top_k(grouped, min(_best_of_group(config, top_k), grouped.shape[-1]))[0].sum(-1)
+        count = {"max": 1, "top2": 2, "sum_topk": top_k // config.top_groups}[config.group_score]
+        best = lax.top_k(grouped, min(count, grouped.shape[-1]))[0].sum(-1)
         groups = lax.top_k(best, config.top_groups)[1]
         eligible = (groups[:, :, None] == jnp.arange(config.num_groups, dtype=groups.dtype)[None, None]).any(1)
         scores = jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
@@ -258,52 +235,63 @@ def select_experts(
     return experts, values if scores is logits else None
 
 
-def _best_of_group(config, top_k):
-    """Returns how many of the best scores of a group make the score of the group."""
-    return {"max": 1, "top2": 2, "sum_topk": top_k // config.top_groups}[config.group_score]
-
-
-def _sum(logits, choice: Choice, static: RouteSpec) -> Sums:
-    """Returns the Sums of one device."""
+def _sum(logits, choice: Choice, static: RouteSpec, balance: Float[Array, "T E"] | None) -> Sums:
+    """Returns the Sums of one device, with the `balance` of `_balance_sequences`."""
     config, mask = static.config, choice.mask
     total = z = by_sequence = None
     if config.aux_loss or config.sequence_aux_loss:
         shares = share(logits, config)
         shares = shares if mask is None else jnp.where(mask[:, None], shares, 0.0)
         total = shares.sum(0) if config.aux_loss else None
-        if choice.sequences is not None:
-            by_sequence = _sum_by_sequence(shares, choice.sequences, static.num_sequences)
+        by_sequence = None if balance is None else (shares * balance).sum()[None]
     if config.z_loss:
         z = jax.nn.logsumexp(logits, axis=-1) ** 2
         z = (z if mask is None else jnp.where(mask, z, 0.0)).sum()[None]
     return Sums(total, z, by_sequence)
 
 
-def _sum_by_sequence(values: Float[Array, "T C"], sequences: Int[Array, " T"], count: int) -> Float[Array, "S C"]:
-    """Returns the sum of the rows of each sequence. A product adds them in one order, and a scatter may not."""
-    rows = sequences[:, None] == jnp.arange(count, dtype=jnp.int32)[None]
-    return lax.dot_general(rows.astype(jnp.float32), values, (((0,), (0,)), ((), ())), precision=HIGHEST)
+def _balance_sequences(experts, choice: Choice, static: RouteSpec, num_experts: int):
+    """Returns, for each token and the T tokens of its sequence, tokens[e] / T^2 [T, E]; and the sequences [1]."""
+    if choice.sequences is None:
+        return None, None
+    along = static.sequence_axes
+    ids = choice.sequences if choice.mask is None else jnp.where(choice.mask, choice.sequences, -1)
+    rows = gather_rows(jnp.concatenate([ids[:, None], experts], axis=1), along)
+    # Integers add up to the same sum in any order, and so may scatters of them.
+    number = jnp.unique(rows[:, 0], return_inverse=True, size=len(rows))[1]
+    zeros = jnp.zeros_like(rows, shape=(len(rows), num_experts))
+    tokens = zeros.at[number[:, None], rows[:, 1:]].add(1, mode="drop")
+    sizes = zeros[:, 0].at[number].add((rows[:, 0] >= 0).astype(jnp.int32))
+    own = take_shard(number, (along,))
+    size = jnp.maximum(sizes[own], 1).astype(jnp.float32)
+    balance = tokens[own].astype(jnp.float32) / (size**2)[:, None]
+    balance = jnp.where(ids[:, None] >= 0, balance, 0.0)
+    return balance, mask_to_first_rank((sizes > 0).sum(dtype=jnp.int32)[None], along)
 
 
-def _count(experts, choice: Choice, static: RouteSpec, num_experts: int) -> Counts:
+def _count(experts, choice: Choice, num_experts: int, sequences, histogram) -> Counts:
     """Returns the Counts of one device."""
     # Comparisons are one kernel of a GPU; a scatter waits where tokens agree on an expert.
     chose = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
     tokens = chose.sum((0, 1), dtype=jnp.int32)
     real = None if choice.mask is None else choice.mask.sum(dtype=jnp.int32)[None]
-    by_sequence = None
-    if choice.sequences is not None:
-        one = jnp.ones(experts.shape[:1], bool) if choice.mask is None else choice.mask
-        columns = jnp.concatenate([chose.sum(1, dtype=jnp.int32), one[:, None].astype(jnp.int32)], axis=1)
-        by_sequence = _sum_by_sequence(columns.astype(jnp.float32), choice.sequences, static.num_sequences)
-    return Counts(tokens, real, by_sequence)
+    return Counts(tokens, real, sequences, histogram)
 
 
-def route_forward(static: RouteSpec, layout, logits, bias, choice: Choice):
+def _count_needed_bias(logits, bias, best, choice: Choice, config: RouterConfig) -> Int[Array, "E 1000"]:
+    """Returns the histogram of the bias that would let each token choose each expert; `best` [T, K] are its choice."""
+    scores = logits if config.order == "topk_then_score" else score(logits, config)
+    chose = (best[:, :, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)[None, None]).any(1)
+    cutoff = jnp.where(chose, -jnp.inf, scores + bias[None]).max(1, keepdims=True)  # the score after the K best ones
+    return count_needed_bias(cutoff - scores, bias, choice.mask)
+
+
+def route_forward(static: RouteSpec, logits, bias, choice: Choice):
     """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
     num_experts = logits.shape[1]
     found = select_experts(logits, bias, static.config, static.top_k, static.kernels)
     experts, chosen = lax.optimization_barrier(found)  # XLA would run a kernel twice whose result a scan stores
+    histogram = _count_needed_bias(logits, bias, experts, choice, static.config) if static.config.histogram else None
     if choice.experts is not None:
         chosen = None
         own = (choice.experts < 0).any(-1, keepdims=True)
@@ -312,15 +300,18 @@ def route_forward(static: RouteSpec, layout, logits, bias, choice: Choice):
         experts = jnp.where(choice.mask[:, None], experts, num_experts)
     logits = _without_padding(logits, choice)
     weights = weigh(logits, experts, static.config, chosen)
-    return experts, weights, _sum(logits, choice, static), _count(experts, choice, static, num_experts)
+    balance, sequences = _balance_sequences(experts, choice, static, num_experts)
+    sums = _sum(logits, choice, static, balance)
+    return experts, weights, sums, _count(experts, choice, num_experts, sequences, histogram)
 
 
-def route_backward(static: RouteSpec, layout, logits, experts, choice: Choice, weights, d_weights, d_sums: Sums):
-    """Returns d_logits [T, E] of one device. `experts` and `weights` are those that forward returned."""
+def route_backward(static: RouteSpec, logits, experts, choice: Choice, weights, d_weights, d_sums: Sums):
+    """Returns d_logits [T, E] of one device, from the experts and weights that forward returned."""
     logits = _without_padding(logits, choice)
     d_logits = weigh_backward(logits, experts, static.config, weights, d_weights)
     if jax.tree.leaves(d_sums):
-        d_logits = d_logits + jax.vjp(lambda x: _sum(x, choice, static), logits)[1](d_sums)[0]
+        balance, _ = _balance_sequences(experts, choice, static, logits.shape[1])
+        d_logits = d_logits + jax.vjp(lambda x: _sum(x, choice, static, balance), logits)[1](d_sums)[0]
     return (d_logits if choice.mask is None else jnp.where(choice.mask[:, None], d_logits, 0.0),)
 
 
@@ -329,42 +320,16 @@ def _without_padding(logits, choice: Choice):
     return logits if choice.mask is None else jnp.where(choice.mask[:, None], logits, 0.0)
 
 
-def _choice_specs(static: RouteSpec, choice: Choice) -> Choice:
-    """Returns the spec of each field of a Choice: tokens are split."""
-    rows = spec(static.roles.tokens)
-    return jax.tree.map(lambda _: rows, choice)
+def _pull(grad, saved, cotangents):
+    logits, bias, choice, experts, weights = saved
+    _, d_weights, d_sums, _ = cotangents
+    (d_logits,) = grad(logits, experts, choice._replace(experts=None), weights, d_weights, d_sums)
+    return d_logits, None if bias is None else jnp.zeros_like(bias), None
 
 
-def _forward_contract(static: RouteSpec, operands, found_specs):
-    """Returns the contract of forward: tokens are split, and sums over tokens are reduced over their axes."""
-    rows, one, over = spec(static.roles.tokens, None), spec(None), static.roles.tokens
-    bias = None if operands[1] is None else one
-    return Contract((rows, bias, _choice_specs(static, operands[2])), (rows, rows, one, one), ((), (), over, over))
-
-
-def _backward_contract(static: RouteSpec, operands, found_specs):
-    """Returns the contract of backward: the gradient of the logits has their layout."""
-    rows, one = spec(static.roles.tokens, None), spec(None)
-    sums = jax.tree.map(lambda _: one, operands[5])
-    return Contract((rows, rows, _choice_specs(static, operands[2]), rows, rows, sums), (rows,), ((),))
-
-
-def _choice_factors(choice: Choice) -> tuple[str, ...]:
-    """Returns the dims of the fields of a Choice in a Shardy rule."""
-    return tuple(dims for dims, value in zip(("t k", "t", "t"), choice, strict=True) if value is not None)
-
-
-def _forward_factors(static: RouteSpec, operands):
-    """Returns the Shardy rule of forward."""
-    bias = () if operands[1] is None else ("e",)
-    return ("t e", *bias, *_choice_factors(operands[2])), ("t k", "t k")
-
-
-def _backward_factors(static: RouteSpec, operands):
-    """Returns the Shardy rule of backward. Sums are replicated, and share no dim with the logits."""
-    own = [""] * len(jax.tree.leaves(operands[5]))
-    return ("t e", "t k", *_choice_factors(operands[2]), "t k", "t k", *own), ("t e",)
-
-
-_forward = Partitioned(route_forward, _forward_contract, _forward_factors, name="route")
-_backward = Partitioned(route_backward, _backward_contract, _backward_factors, name="route_grad")
+_route = with_gradient(
+    Op("route", route_forward, "t e, e, @t -> t k, t k, @, @"),
+    Op("route_grad", route_backward, "t e, t k, @t, t k, t k, @ -> t e"),
+    save=lambda operands, results: (*operands, *results[:2]),
+    pull=_pull,
+)

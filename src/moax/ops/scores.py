@@ -40,19 +40,15 @@ def share(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "
 
 
 def share_few(logits: Float[Array, "T K"], config: RouterConfig) -> Float[Array, "T K"]:
-    """Returns `share` of few logits a row. It goes column by column, so that one kernel of a GPU computes it."""
-    logs = _columns(log_score(logits, config))
+    """Returns `share` of few logits a row, column by column, so that one kernel of a GPU computes it."""
+    logs = log_score(logits, config)
+    logs = [logs[:, k] for k in range(logs.shape[1])]
     most = lax.stop_gradient(functools.reduce(jnp.maximum, logs))
     shares = [jnp.exp(log - most) for log in logs]
     for _ in range(2):  # after the second time their sum is 1 but for rounding, and so is the gradient's
         total = functools.reduce(jnp.add, shares)
         shares = [value / total for value in shares]
     return jnp.stack(shares, axis=1)
-
-
-def _columns(x: Float[Array, "T K"]) -> list[Float[Array, " T"]]:
-    """Returns the columns of x."""
-    return [x[:, k] for k in range(x.shape[1])]
 
 
 def log_score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
@@ -73,10 +69,7 @@ def weigh(
     config: RouterConfig,
     chosen: Float[Array, "T K"] | None = None,
 ) -> Float[Array, "T K"]:
-    """Returns the weights [T, K] of the experts that the tokens take. E stands for none, whose weight is 0.
-
-    `chosen` are the logits of the experts [T, K], where the caller has them.
-    """
+    """Returns the weights [T, K] of experts, 0 for the expert E; `chosen` [T, K] are their logits, where known."""
     if _scores_all(config, experts.shape[1]):
         weights = _take(score(logits, config), experts)
     else:
@@ -127,7 +120,6 @@ def _normalizes(config: RouterConfig, top_k: int) -> bool:
 
 
 def _choose(logits, experts, chosen=None):
-    """Returns the logits [T, K] of the experts, which may be `chosen`, and `NO_EXPERT` for none."""
     return jnp.where(experts < logits.shape[1], _take(logits, experts) if chosen is None else chosen, NO_EXPERT)
 
 

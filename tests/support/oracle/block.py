@@ -62,7 +62,14 @@ def block(x, params: moax.MoEParams, config, dy, recipe=None, *, layout=Layout()
     kept = np.ones(experts.shape, bool) if kept is None else np.asarray(kept)
 
     scale = p.get("expert_scale", np.ones(config.num_experts))[experts]
-    y, dx, grads, d_weights = _experts(x, p, config, dy, get_recipes(recipe), layout, experts, scale * weights, kept)
+    r = get_recipes(recipe)
+    rows, d_rows, down, up = x, dy, p.get("latent_down"), p.get("latent_up")
+    if down is not None:  # the experts' cotangent needs their sum in no place
+        rows, d_rows = _dense(x, down, r.wi, layout), _dense_grad(dy, up, r.wo, layout)
+    y, dx, grads, d_weights = _experts(rows, p, config, d_rows, r, layout, experts, scale * weights, kept)
+    if down is not None:
+        grads |= {"latent_up": _dense_wgrad(y, dy, r.wo, layout), "latent_down": _dense_wgrad(x, dx, r.wi, layout)}
+        y, dx = _dense(y, up, r.wo, layout), _dense_grad(dx, down, r.wi, layout)
     if "expert_scale" in p:
         grads["expert_scale"] = np.bincount(experts.ravel(), (d_weights * weights).ravel(), config.num_experts)
     d_weights = d_weights * scale
@@ -75,7 +82,7 @@ def block(x, params: moax.MoEParams, config, dy, recipe=None, *, layout=Layout()
         grads["router_bias"] = np.zeros(p["router_bias"].shape)
     if "shared_wi" in p:
         gate = ops.sigmoid(x @ p["shared_gate"])[:, None] if "shared_gate" in p else 1.0
-        shared_y, shared_dx, shared = _shared(x, p, config, dy * gate, get_recipes(recipe), layout)
+        shared_y, shared_dx, shared = _shared(x, p, config, dy * gate, r, layout)
         y, dx, grads = y + gate * shared_y, dx + shared_dx, grads | shared
         if "shared_gate" in p:
             d_gate = ((dy * shared_y).sum(-1, keepdims=True) * gate * (1.0 - gate))[:, 0]
@@ -160,11 +167,28 @@ def _experts(x, p, config, dy, r, layout: Layout, experts, weights, kept):
     return y, dx, grads, d_weights
 
 
+def _spans(x, layout: Layout):
+    n = len(x) // layout.shards
+    return [slice(i * n, (i + 1) * n) for i in range(layout.shards)]
+
+
+def _dense(x, w, r, layout: Layout):
+    return round_rows(x, r.x, "columns", _spans(x, layout)) @ round_weight(w[None], r.w, "rows", 1, 1)[0]
+
+
+def _dense_grad(dy, w, r, layout: Layout):
+    return round_rows(dy, r.dy, "columns", _spans(dy, layout)) @ round_weight(w[None], r.w, "columns", 1, 1)[0].T
+
+
+def _dense_wgrad(x, dy, r, layout: Layout):
+    spans = _spans(x, layout)
+    return round_rows(x, r.x, "rows", spans).T @ round_rows(dy, r.dy, "rows", spans)
+
+
 def _shared(x, p, config, dy, r, layout: Layout):
     """y, dx and gradients of the shared expert, whose weights are one matrix each."""
     wi, wo, tp = p["shared_wi"], p["shared_wo"], layout.tp
-    n = len(x) // layout.shards
-    spans = [slice(i * n, (i + 1) * n) for i in range(layout.shards)]
+    spans = _spans(x, layout)
     by = {over: (round_weight(wi[None], r.wi.w, over, 3, tp)[0].reshape(len(wi), -1),
                  round_weight(wo[None], r.wo.w, over, 1, tp)[0]) for over in ("rows", "columns")}  # fmt: skip
     h = (round_rows(x, r.wi.x, "columns", spans) @ by["rows"][0]).reshape(-1, *wi.shape[1:])

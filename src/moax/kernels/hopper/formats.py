@@ -15,20 +15,15 @@ BLOCK = 128  # the most rows of a block, and the elements for each scale
 HALF = 64  # the rows of half a block, which a warpgroup multiplies; groups in bf16 start at multiples of it
 COPY_WIDTH = 16  # the copy engine strides over multiples of so many FP8 elements
 GATHER_WIDTH = 64  # the producer of a product gathers lines of so many bf16 elements
-GATHER_HIDDEN = 1536  # for wider experts it is faster to sort the rows first (benchmarks/results/h200_gathers.json)
-KERNEL_WIDTH = 32  # the copy engine swizzles boxes of at least so many FP8 elements
+GATHER_HIDDEN = 1536  # for wider experts it is faster to sort the rows first (benchmarks/LOG.md, 2026-11-24)
 
 
 class KMajorFp8(NamedTuple):
-    """An FP8 operand, x ~ data * scale. It is K-major: the contracted dim K is last and contiguous.
+    """An FP8 operand, x ~ data * scale, K-major: the contracted dim K is last and contiguous. The scales are f32.
 
-    Rows have 1 x 128 blocks: data [R, K], scale [ceil(K / 128), R] f32, where R of the scale is rounded up to 128. The
-    scale of data[5, 200] is scale[1, 5]. Weights have 128 x 128 blocks: data [E, R, K], scale [E, ceil(R / 128),
-    ceil(K / 128)] f32.
-
-    Attributes:
-      data: float8_e4m3fn or float8_e5m2.
-      scale: f32.
+    Rows have 1 x 128 blocks: data [R, K], scale [ceil(K / 128), R], where R of the scale is rounded up to 128. The
+    scale of data[5, 200] is scale[1, 5]. Weights have 128 x 128 blocks: data [E, R, K], scale [E, ceil(R / 128), ceil(K
+    / 128)].
     """
 
     data: Float[Array, "..."]
@@ -36,18 +31,18 @@ class KMajorFp8(NamedTuple):
 
 
 class GatheredRows(NamedTuple):
-    """An operand of 16 bits whose rows a product gathers itself: row n is x[source[n]], or 0 where source[n] >= R.
+    """An operand of 16 bits whose rows a product gathers itself: row n is x[gather_idx[n]], or 0 where it is R or more.
 
     Attributes:
       x: [R, H], the rows as they arrived; H is a multiple of 64.
-      source: [N] i32, the source of each sorted row.
+      gather_idx: [N] i32, the received row of each sorted row.
     """
 
     x: Float[Array, "R H"]
-    source: Int[Array, " N"]
+    gather_idx: Int[Array, " N"]
 
 
-def gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
+def matmul_gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
     """Returns whether products shall gather rows of this format themselves; see `moax.kernels.Implementation`.
 
     A product that gathers takes up to 29 % longer. Where experts are narrow, a kernel that sorts the rows first takes
@@ -56,11 +51,10 @@ def gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
     return format is None and width % GATHER_WIDTH == 0 == hidden % GATHER_WIDTH and hidden <= GATHER_HIDDEN
 
 
-def takes_fp8(recipe: Recipe) -> bool:
+def supports_fp8(recipe: Recipe) -> bool:
     """Returns whether the FP8 products of Hopper take the formats of a recipe.
 
-    They take one scale for each 128 x 128 elements of a weight and each 128 elements of a row, or one scale for each
-    tensor. Operands of other recipes are dequantized before the product.
+    They take one scale for each 128 x 128 elements of a weight and each 128 elements of a row, or one for each tensor.
     """
     if recipe.x is None or recipe.w is None or recipe.dy is None:
         return False
@@ -120,10 +114,7 @@ class BlockedGroups(Groups):
 
 
 def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> BlockedGroups:
-    """Returns the BlockedGroups of `num_rows` rows. `align` and `num_rows` are multiples of 64.
-
-    With `group_sizes` None one group holds all rows.
-    """
+    """Returns the BlockedGroups of `num_rows` rows; with `group_sizes` None one group holds all of them."""
     if group_sizes is None:
         return BlockedGroups(None, align, None, make_blocks(jnp.full(1, num_rows, jnp.int32), num_rows))
     real = row_groups(group_sizes, align, num_rows)[1]

@@ -1,7 +1,4 @@
-"""Quantization for Hopper: rows and weights as operands of FP8 products, and rows on the wire.
-
-XLA quantizes where a recipe's products do not multiply in FP8.
-"""
+"""Quantization for Hopper: rows and weights as operands of FP8 products, and rows on the wire; else by XLA."""
 
 from __future__ import annotations
 
@@ -15,30 +12,23 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moax.groups import zero_rows
-from moax.kernels.hopper.formats import (
-    BLOCK,
-    COPY_WIDTH,
-    KERNEL_WIDTH,
-    BlockedGroups,
-    Blocks,
-    GatheredRows,
-    KMajorFp8,
-    takes_fp8,
-)
+from moax.kernels.hopper import WIDTH
+from moax.kernels.hopper.formats import BLOCK, COPY_WIDTH, BlockedGroups, Blocks, GatheredRows, KMajorFp8, supports_fp8
+from moax.kernels.hopper.pallas import quantize as kernels
 from moax.kernels.hopper.rows import gather_rows
 from moax.kernels.scales import (
     DTYPES,
     cuts_blocks,
     find_scale_axes,
-    finite,
+    finite_abs,
     is_pow2,
     to_scale,
     weight_block,
     weight_format,
 )
-from moax.kernels.xla import quantization as by_xla
+from moax.kernels.xla import quantization as xla
 from moax.mesh.axes import Names
-from moax.mesh.collectives import gather_weight, reduce_max, typed
+from moax.mesh.collectives import gather_weight, reduce_max
 from moax.recipe import Contracted, Format, Recipe
 from moax.types import QArray, QShard
 
@@ -47,26 +37,23 @@ def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: BlockedGroups, amax_over: Names = (),
     *, rows: bool = True, columns: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Quantizes rows [M, ..., C] as [M, C] for a product over columns and as [C, M] for wgrad, in one read.
-
-    A result that is not wanted is None; see `moax.kernels.Implementation`.
-    """
-    if not takes_fp8(recipe):
-        return by_xla.quantize_for_matmul(x, recipe, role, groups, amax_over)
+    """Quantizes rows as [M, C] for a product over columns and as [C, M] for wgrad, in one read."""
+    if not supports_fp8(recipe):
+        return xla.quantize_for_matmul(x, recipe, role, groups, amax_over)
     format: Format = getattr(recipe, role)
     with jax.named_scope("quantize"):
         x, scale = x.reshape(x.shape[0], -1), None
         real = x if groups.real is None or format.block is not None else zero_rows(x, groups.real)
         if format.by_group:  # a block of 128 rows lies in one group
-            scale = to_scale(by_xla.max_of_groups(finite(real).max(1), groups)[::BLOCK], format)
+            scale = to_scale(xla.max_of_groups(finite_abs(real).max(1), groups)[::BLOCK], format)
         elif format.shared:
-            scale = to_scale(reduce_max(jnp.max(finite(real)), amax_over), format).reshape(1)
+            scale = to_scale(reduce_max(jnp.max(finite_abs(real)), amax_over), format).reshape(1)
         return _quantize_rows(x, groups.blocks, format, scale=scale, rows=rows, columns=columns)
 
 
 def gather_and_quantize(
     x: Float[Array, "R H"],
-    source: Int[Array, " N"],
+    gather_idx: Int[Array, " N"],
     recipe: Recipe,
     role: str,
     groups: BlockedGroups,
@@ -76,51 +63,39 @@ def gather_and_quantize(
     columns: bool = True,
     in_products: bool = False,
 ) -> tuple[Any, Any]:
-    """Runs `quantize_for_matmul` on the rows x[source]. See `moax.kernels.Implementation`.
-
-    One kernel gathers and quantizes where each block has a scale, and leaves out the result that is not wanted. The
-    scale of a whole tensor needs all rows first. With `in_products` the products gather.
-    """
+    """Runs `quantize_for_matmul` on the rows x[gather_idx], in one kernel where each block has a scale."""
     format: Format | None = getattr(recipe, role)
     if in_products and format is None:
-        return (GatheredRows(x, source),) * 2
-    if takes_fp8(recipe) and format is not None and format.block is not None:
+        return (GatheredRows(x, gather_idx),) * 2
+    if supports_fp8(recipe) and format is not None and format.block is not None:
         with jax.named_scope("quantize"):
-            return _quantize_rows(x, groups.blocks, format, source=source, rows=rows, columns=columns)
+            return _quantize_rows(x, groups.blocks, format, source=gather_idx, rows=rows, columns=columns)
     with jax.named_scope("permute"):
-        gathered = gather_rows(x, source, groups)
+        gathered = gather_rows(x, gather_idx, groups)
     return quantize_for_matmul(gathered, recipe, role, groups, amax_over, rows=rows, columns=columns)
 
 
-@typed
 def _quantize_rows(x, blocks: Blocks, format: Format, *, scale=None, source=None, rows=True, columns=True):
-    """Quantizes rows, by rows and by columns, in one kernel, or by one of them."""
-    from moax.kernels.hopper.pallas.quantize import quantize_rows
-
     if not (rows or columns):
         return None, None
     options = dict(source=source, dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
-    return quantize_rows(x, blocks, rows=rows, columns=columns, **options)
+    return kernels.quantize_rows(x, blocks, rows=rows, columns=columns, **options)
 
 
 def quantize_and_gather(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: Any
 ) -> Any:
-    """Returns the whole weight, K-major, from its shard [E, K, *C].
-
-    It is [E, C, K] for a product over rows and [E, K, C] for a product over columns. The shard is quantized and
-    transposed, then gathered as bytes.
-    """
-    if recipe.w is None or not takes_fp8(recipe):
-        return by_xla.quantize_and_gather(w, recipe, contracted, gather, amax_over, dtype)
+    """Returns the whole weight, K-major, from its shard [E, K, *C]: [E, C, K] for a product over rows."""
+    if recipe.w is None or not supports_fp8(recipe):
+        return xla.quantize_and_gather(w, recipe, contracted, gather, amax_over, dtype)
     return gather_shard(quantize_shard(w, recipe, contracted, gather, amax_over), recipe, contracted, gather)
 
 
 def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> Any:
     """Returns the whole weight, K-major, from a quantized shard of it: [E, C, K] for a product over rows."""
-    if not takes_fp8(recipe):
-        return by_xla.gather_shard(shard, recipe, contracted, gather)
-    format, turned, shape = weight_format(recipe), turns_weight(recipe, contracted), shard.data.shape
+    if not supports_fp8(recipe):
+        return xla.gather_shard(shard, recipe, contracted, gather)
+    format, turned, shape = weight_format(recipe), stores_weight_transposed(recipe, contracted), shard.data.shape
     shape = (shape[0], shape[-1], *shape[1:-1]) if turned else shape
     along = find_scale_axes(shape, format, contracted, gather)
     data, scale = gather_weight(shard.data, _turn(gather, turned)), gather_weight(shard.scale, _turn(along, turned))
@@ -129,32 +104,30 @@ def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: 
     return KMajorFp8(lax.bitcast_convert_type(data, DTYPES[format.dtype]), jnp.broadcast_to(scale, blocks))
 
 
-def turns_weight(recipe: Recipe, contracted: Contracted) -> bool:
+def stores_weight_transposed(recipe: Recipe, contracted: Contracted) -> bool:
     """Returns whether a quantized shard has the dims (E, *C, K): FP8 products read both operands along K."""
-    return takes_fp8(recipe) and contracted == "rows"
+    return supports_fp8(recipe) and contracted == "rows"
 
 
 @jax.named_scope("quantize")
 def quantize_shard(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
 ) -> QShard:
-    """Quantizes a weight's shard [E, K, *C], and turns it for a product over rows.
-
-    XLA quantizes a shard that ends inside a block, since the maxima of such blocks come from several devices, and a
-    shard with sizes that the kernel does not take.
-    """
-    if not takes_fp8(recipe):
-        return by_xla.quantize_shard(w, recipe, contracted, gather, amax_over)
-    format, turned = weight_format(recipe), turns_weight(recipe, contracted)
+    """Quantizes a weight's shard [E, K, *C], and turns it for a product over rows."""
+    if not supports_fp8(recipe):
+        return xla.quantize_shard(w, recipe, contracted, gather, amax_over)
+    format, turned = weight_format(recipe), stores_weight_transposed(recipe, contracted)
     (experts, rows, *columns), apart = w.shape, any(gather[2:])
     cut = format.block is not None and cuts_blocks(w.shape, gather, weight_block(format, contracted))
+    # Where a shard ends inside a block, the maximum of the block comes from several devices.
     if cut or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
-        made = by_xla.quantize_weight(w, format, contracted, gather, amax_over)
+        made = xla.quantize_weight(w, format, contracted, gather, amax_over)
         return QShard(*(jnp.moveaxis(v, 1, -1) if turned else v for v in made))
     flat, given = w.reshape(experts, rows, -1), None
     if format.block is None:
-        given = to_scale(reduce_max(finite(flat).max((1, 2)), amax_over), format)
-    made = _quantize_weight(flat, format, given, turned)
+        given = to_scale(reduce_max(finite_abs(flat).max((1, 2)), amax_over), format)
+    how = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=given)
+    made: Any = kernels.quantize_weight(flat, native=not turned, transposed=turned, **how)[turned]
     data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(experts, *_turn((1, rows, *columns), turned)[1:])
     if given is not None:
         return QShard(data, given[:, None, None])
@@ -163,68 +136,33 @@ def quantize_shard(
     return QShard(data, scale)
 
 
-@typed
-def _quantize_weight(w, format: Format, scale, turned: bool) -> KMajorFp8:
-    """Quantizes a weight's shard by a kernel, transposed if `turned`."""
-    from moax.kernels.hopper.pallas.quantize import quantize_weight
-
-    options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), scale=scale)
-    made = quantize_weight(w, native=not turned, transposed=turned, **options)[turned]
-    return made  # pyrefly: ignore[bad-return]
-
-
 def _turn(dims: Sequence, turned: bool) -> tuple:
     """Returns the dims (e, k, *c) as (e, *c, k) if `turned`."""
     return (dims[0], *dims[2:], dims[1]) if turned else tuple(dims)
 
 
 def _flatten_columns(v, turned: bool):
-    """Returns v with its columns as one dim.
-
-    [E, *C, K] becomes [E, C, K] if `turned`, else [E, K, *C] becomes [E, K, C].
-    """
+    """Returns [E, *C, K] as [E, C, K] if `turned`, else [E, K, *C] as [E, K, C]."""
     return v.reshape(v.shape[0], -1, v.shape[-1]) if turned else v.reshape(*v.shape[:2], -1)
 
 
 def quantize(x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = ()) -> QArray:
     """Returns the QArray of x in blocks of any lengths. The kernel takes blocks of 128 columns, and XLA all others."""
-    if block != format.row_block(x.ndim, "columns") or not takes_wire(format, math.prod(x.shape[:-1]), x.shape[-1]):
-        return by_xla.quantize(x, format, block, amax_over)
-    made = _quantize_by_row(x.reshape(-1, x.shape[-1]), format)
+    if block != format.row_block(x.ndim, "columns") or not supports_wire(format, math.prod(x.shape[:-1]), x.shape[-1]):
+        return xla.quantize(x, format, block, amax_over)
+    how = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), columns=False, by_row=True)
+    made: Any = kernels.quantize_rows(x.reshape(-1, x.shape[-1]), None, **how)[0]
     data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(x.shape)
-    return QArray(data, made.scale.reshape(*x.shape[:-1], -1), format.dtype, block, (1,) * x.ndim)
+    return QArray(data, made.scale.reshape(*x.shape[:-1], -1), format.dtype, block)
 
 
-@typed
-def _quantize_by_row(x, format: Format) -> KMajorFp8:
-    """Quantizes rows for the wire by a kernel; the scales of a row lie side by side."""
-    from moax.kernels.hopper.pallas.quantize import quantize_rows
-
-    options = dict(dtype=DTYPES[format.dtype], pow2=is_pow2(format), columns=False, by_row=True)
-    return quantize_rows(x, None, **options)[0]  # pyrefly: ignore[bad-return]
-
-
-def takes_wire(format: Format, rows: int, width: int) -> bool:
-    """Returns whether the kernels quantize and dequantize rows of this format for the wire.
-
-    `rows` is the number of rows, and `width` the elements of a row.
-    """
-    return format.block == BLOCK and format.scale != "e8m0" and rows % BLOCK == 0 and width % KERNEL_WIDTH == 0
+def supports_wire(format: Format, rows: int, width: int) -> bool:
+    """Returns whether the kernels quantize and dequantize so many rows of this format and width for the wire."""
+    return format.block == BLOCK and format.scale != "e8m0" and rows % BLOCK == 0 and width % WIDTH == 0
 
 
 def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: Format, dtype: Any):
-    """Returns rows [R, C] from their bytes and from words [R, W] i32, which begin with the scales.
-
-    Rows from ends[-1] on may hold anything.
-    """
-    if not takes_wire(format, *data.shape):
-        return by_xla.dequantize_wire(data, words, ends, format, dtype)
-    return _dequantize_rows(lax.bitcast_convert_type(data, DTYPES[format.dtype]), words, ends, dtype)
-
-
-@typed
-def _dequantize_rows(data, words, ends, dtype):
-    """Dequantizes rows from the wire by a kernel."""
-    from moax.kernels.hopper.pallas.dequantize import dequantize_rows
-
-    return dequantize_rows(data, words, ends, dtype=dtype)
+    """Returns rows [R, C] from their bytes and words; see `moax.kernels.Implementation`."""
+    if not supports_wire(format, *data.shape):
+        return xla.dequantize_wire(data, words, ends, format, dtype)
+    return kernels.dequantize_rows(lax.bitcast_convert_type(data, DTYPES[format.dtype]), words, ends, dtype=dtype)

@@ -7,12 +7,13 @@
 XLA compiles a product for a fixed number of rows, its capacity. A group of 700 rows with capacities (0, 256, 512, 768,
 1024) takes the product over 768 rows, of which the last 68 are no rows of the group. A group without rows takes no
 product. The products compute at most twice the rows of the groups and, for each group, a quarter of the mean group or
-128 rows. The memory is that of the rows and of one matrix. Quantized operands are dequantized before the product, to
+128 rows. They take memory for the rows and for one matrix. Quantized operands are dequantized before the product, to
 its dtype.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float
 
 from moax.backend import platform
 from moax.groups import Groups, align_up, group_starts, least, row_groups, zero_rows
-from moax.kernels.scales import dequantize
+from moax.kernels.scales import to_array
 from moax.mesh.collectives import vary_like
 from moax.types import QArray
 
@@ -40,20 +41,11 @@ def matmul(
     *,
     transpose: bool = False,
 ) -> Float[Array, "M N"]:
-    """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` y[m] = x[m] w[g(m)]^T + bias[g(m)].
+    """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` x[m] w[g(m)]^T + bias[g(m)]; 0 in padding.
 
-    Args:
-      x: [M, K], or with `transpose` [M, N].
-      w: [E, K, N].
-      groups: the layout of the rows.
-      dtype: the dtype of the product.
-      bias: [E, *C] or None, added after the product is rounded.
-      transpose: whether w is transposed.
-
-    Returns:
-      [M, N], or with `transpose` [M, K], with 0 in padding.
+    The bias is added after the product is rounded. See `moax.kernels.Implementation`.
     """
-    x, w = _plain(x, dtype), _plain(w, dtype)
+    x, w = to_array(x, dtype), to_array(w, dtype)
     width, contract = w.shape[1 if transpose else 2], (((1,), (1 if transpose else 0,)), ((), ()))
     if groups.sizes is None:
         y = _dot(x, w[0], contract)
@@ -68,7 +60,7 @@ def matmul(
             before = lax.dynamic_slice_in_dim(y, first, capacity)
             return lax.dynamic_update_slice_in_dim(y, jnp.where(real[:, None], part, before), first, 0)
 
-        return _switch(index, over, capacities), None
+        return lax.switch(index, [functools.partial(over, rows) for rows in capacities]), None
 
     capacities, steps = _plan(groups, x.shape[0])
     y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)
@@ -86,7 +78,6 @@ def matmul_activate(
     bias: Array | None = None,
 ) -> tuple[Float[Array, "M GF"], None]:
     """Returns the product h and None, because a product of XLA does not activate."""
-    del act, gates
     return matmul(x, w, groups, dtype, bias), None
 
 
@@ -100,10 +91,9 @@ def wgrad(
 ) -> Float[Array, "E K N"]:
     """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. Padding of x and dy may hold anything.
 
-    `dtype` is that of the operands, and `out_dtype` that of dw; None means `dtype`. With `total` [E, K, N] it returns
-    total + dw in the dtype of `total`, group by group in the memory of `total`.
+    A `total` gets its sum group by group, in its memory. See `moax.kernels.Implementation`.
     """
-    x, dy = _plain(x, dtype), _plain(dy, dtype)
+    x, dy = to_array(x, dtype), to_array(dy, dtype)
     if total is not None:
         out_dtype = jnp.float32 if total.dtype.itemsize < 4 else total.dtype
     if groups.sizes is None:
@@ -118,7 +108,7 @@ def wgrad(
             rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, capacity), real) for v in (x, dy))
             return _dot(rows, d_rows, ROWS, out_dtype)
 
-        return _switch(index, over, capacities)
+        return lax.switch(index, [functools.partial(over, rows) for rows in capacities])
 
     def add(total, step):
         group, *step = step
@@ -154,7 +144,7 @@ def add_bias(y: Float[Array, "M N"], bias: Float[Array, "E N"], groups: Groups) 
 def pick_capacities(num_rows: int, num_groups: int, expected: int | None = None) -> tuple[int, ...]:
     """Returns the capacities: 0, quarters of the mean group up to twice the mean, doubles of the mean, and all rows.
 
-    All but the last are multiples of `STEP`. The mean is that of the `expected` rows; None expects `num_rows`.
+    All but the last are multiples of `STEP`. The mean is `expected` rows over the groups; None expects `num_rows`.
 
     16384 rows of 4 groups give (0, 1024, 2048, ..., 8192, 16384); 300 rows of 8 groups give (0, 128, 256, 300).
     """
@@ -167,45 +157,24 @@ def pick_capacities(num_rows: int, num_groups: int, expected: int | None = None)
 
 
 def _plan(groups: Groups, num_rows: int):
-    """Returns the capacities, and for every group (the index of its capacity, its first row, the number of its rows).
-
-    The indices are computed for all groups together, because a search inside the loop over groups would be a loop of
-    small kernels.
-    """
+    """Returns the capacities, and for every group (the index of its capacity, its first row, its number of rows)."""
     capacities = pick_capacities(num_rows, groups.sizes.shape[0], groups.expected)
+    # A search inside the loop over groups would be a loop of small kernels.
     index = sum(((groups.sizes > rows).astype(jnp.int32) for rows in capacities[:-1]), jnp.zeros_like(groups.sizes))
     return capacities, (index, group_starts(groups.sizes, groups.align), groups.sizes)
 
 
 def _window(start, size, capacity: int, num_rows: int):
-    """Returns the first of `capacity` rows that contain a group, and whether each of them is a row of the group.
-
-    The group has the rows from `start` to `start + size`.
-
-    With 6 rows and capacity 4, the window of rows 3 to 5 begins at row 2, and its last 3 rows are real.
-    """
+    """Returns the first of `capacity` rows that hold rows start to start + size, and whether each is one of these."""
     first = jnp.minimum(start, num_rows - capacity)
     rows = first + jnp.arange(capacity, dtype=jnp.int32)
     return first, (rows >= start) & (rows < start + size)
 
 
-def _switch(index, over: Callable, capacities: tuple[int, ...]):
-    """Returns over(capacities[index]) for a traced index."""
-    return lax.switch(index, [lambda capacity=capacity: over(capacity) for capacity in capacities])
-
-
-def _plain(x, dtype):
-    """Returns x as an array of this dtype, dequantized if it is a QArray."""
-    return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
-
-
 def _dot(a, b, contract, dtype: DTypeLike | None = None):
-    """Returns the product in this dtype, or None in that of its operands, summed in float32 or wider.
-
-    A GPU writes bfloat16 results at once, and so half the bytes of float32 results. A CPU multiplies bfloat16 to
-    float32 results alone.
-    """
+    """Returns the product in this dtype, by default that of its operands, summed in float32 or wider."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dtype = a.dtype if dtype is None else jnp.dtype(dtype)
+    # A CPU multiplies bfloat16 to float32 alone; a GPU writes bfloat16 at once, half the bytes.
     result = jnp.float32 if a.dtype.itemsize < 4 and platform() != "gpu" else dtype
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=result).astype(dtype)

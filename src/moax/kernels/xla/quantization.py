@@ -2,9 +2,8 @@
 
     data = round_to_format(x * (1 / scale)),     x ~ data * scale
 
-The Hopper kernels compute the product with the reciprocal too, and XLA turns a division by a broadcast into it.
-
-A NaN or Inf becomes NaN in its own element.
+The Hopper kernels compute the product with the reciprocal too, and XLA turns a division by a broadcast into it. A NaN
+or Inf becomes NaN in its own element.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from moax.kernels.scales import (
     expand_scales,
     find_scale_axes,
     find_weight_blocks,
-    finite,
+    finite_abs,
     share_weight_maxima,
     spread_scales,
     to_exponent,
@@ -57,8 +56,8 @@ def quantize(
     x = x.astype(jnp.float32)
     if real is not None:
         x = zero_rows(x, real)
-    scale = to_scale(reduce_max(_block_max(finite(x), block), amax_over), format)
-    q = QArray(x, scale, format.dtype, block, (1,) * x.ndim)
+    scale = to_scale(reduce_max(_block_max(finite_abs(x), block), amax_over), format)
+    q = QArray(x, scale, format.dtype, block)
     data = round_to_format(x * expand_scales(1.0 / scale, q), x, format)
     return dataclasses.replace(q, data=data, scale=_stored(scale, format))
 
@@ -66,26 +65,20 @@ def quantize(
 def dequantize_wire(
     data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
 ) -> Float[Array, "R C"]:
-    """Returns rows [R, C] from their bytes and from words [R, W] i32, which begin with the scales.
-
-    `ends` is not used.
-    """
-    del ends
+    """Returns rows [R, C] from their bytes and words; see `moax.kernels.Implementation`."""
     count = -(-data.shape[1] // (format.block or data.shape[1]))
     scale = lax.bitcast_convert_type(words[:, :count], jnp.float32)
-    return dequantize(QArray(data, scale, format.dtype, format.row_block(2, "columns"), (1, 1)), dtype)
+    return dequantize(QArray(data, scale, format.dtype, format.row_block(2, "columns")), dtype)
 
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (),
     *, rows: bool = True, columns: bool = True,
 ) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
-    """Returns rows [M, ..., C], with the columns as one dim, in blocks of columns and in blocks of rows.
+    """Returns rows [M, ..., C] as [M, C] in blocks of columns and of rows, or in their own dtype without a format.
 
-    Without a format, both results are the rows in their own dtype. It returns both whatever the caller takes, because
-    XLA drops what is not used.
+    It returns both whatever the caller takes, because XLA drops what is not used.
     """
-    del rows, columns
     format: Format | None = getattr(recipe, role)
     x = x.reshape(x.shape[0], -1)
     if format is None:
@@ -100,12 +93,12 @@ def quantize_for_matmul(
 
 
 def quantize_groups(x: Float[Array, "M C"], format: Format, groups: Groups) -> QArray:
-    """Returns the QArray of rows with a scale for each group, which each of its rows carries: the scales are [M, 1]."""
+    """Returns the QArray of rows with a scale for each group, which each row carries: the scales are [M, 1]."""
     x = x.astype(jnp.float32)
     x = x if groups.real is None else zero_rows(x, groups.real)
-    scale = to_scale(max_of_groups(finite(x).max(1), groups), format)[:, None]
+    scale = to_scale(max_of_groups(finite_abs(x).max(1), groups), format)[:, None]
     data = round_to_format(x * (1.0 / scale), x, format)
-    return QArray(data, _stored(scale, format), format.dtype, (1, None), (1, 1))
+    return QArray(data, _stored(scale, format), format.dtype, (1, None))
 
 
 def max_of_groups(values: Float[Array, " M"], groups: Groups) -> Float[Array, " M"]:
@@ -119,10 +112,7 @@ def max_of_groups(values: Float[Array, " M"], groups: Groups) -> Float[Array, " 
 def quantize_and_gather(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: DTypeLike
 ) -> Array | QArray:
-    """Returns the whole weight [E, K, C] from its shard [E, K, *C], with the columns as one dim.
-
-    Without a format it is an array of `dtype`. See `moax.kernels.Implementation`.
-    """
+    """Returns the whole weight [E, K, C] from its shard [E, K, *C]; see `moax.kernels.Implementation`."""
     if recipe.w is None:
         whole = gather_weight(w.astype(dtype), gather)
         return whole.reshape(*whole.shape[:2], -1)
@@ -132,7 +122,7 @@ def quantize_and_gather(
 def quantize_shard(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
 ) -> QShard:
-    """Returns the bytes and the scales of a weight's shard [E, K, *C]. See `moax.kernels.Implementation`."""
+    """Returns the bytes and the scales of a weight's shard [E, K, *C]."""
     format = weight_format(recipe)
     with jax.named_scope("quantize"):
         data, scale = quantize_weight(w, format, contracted, gather, amax_over)
@@ -140,34 +130,26 @@ def quantize_shard(
 
 
 def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> QArray:
-    """Returns the whole weight [E, K, C] from a quantized shard of it. See `moax.kernels.Implementation`."""
+    """Returns the whole weight [E, K, C] from a quantized shard of it."""
     format = weight_format(recipe)
     along = find_scale_axes(shard.data.shape, format, contracted, gather)
     whole = gather_weight(shard.data, gather), gather_weight(shard.scale, along)
     data, scale = (v.reshape(*v.shape[:2], -1) for v in whole)
-    return QArray(data, scale, format.dtype, format.weight_block(3, contracted), (1, 1, 1))
+    return QArray(data, scale, format.dtype, format.weight_block(3, contracted))
 
 
 def quantize_weight(
     w: Array, format: Format, contracted: Contracted, gather: Sequence[Names], amax_over: Names
 ) -> tuple[Array, Array]:
-    """Quantizes a weight's shard [E, K, *C] in the blocks of the whole weight.
+    """Quantizes a weight's shard [E, K, *C], gathered over the axes `gather`, in the blocks of the whole weight.
 
-    Args:
-      w: the shard, [E, K, *C].
-      format: the format of values and scales.
-      contracted: `rows` for a product over K, `columns` for a product over *C.
-      gather: the mesh axes that shard each dim of w.
-      amax_over: the mesh axes that split the matrix of one expert.
-
-    Returns:
-      data: uint8, the shape of w.
-      scale: float32, one scale for each block, with the dims that `find_scale_axes` gives. Where shards end inside a
-        block, it has the blocks of the whole matrix.
+    Returns the data uint8, in the shape of w, and scales f32 of each block, with the dims that `find_scale_axes` gives.
+    Where shards end inside a block, these are the scales of the whole matrix. `amax_over` are the mesh axes that split
+    the matrix of one expert.
     """
     flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)
     if format.block is None:
-        scale = to_scale(reduce_max(finite(flat).max((1, 2), keepdims=True), amax_over), format)
+        scale = to_scale(reduce_max(finite_abs(flat).max((1, 2), keepdims=True), amax_over), format)
         inverse = 1.0 / scale
     elif cuts_blocks(w.shape, gather, block := weight_block(format, contracted)):
         blocks = find_weight_blocks(w.shape, gather, block)
@@ -175,8 +157,8 @@ def quantize_weight(
         scale = to_scale(share_weight_maxima(flat, blocks, names), format)
         inverse = spread_scales(1.0 / scale, blocks, w.shape[1])
     else:
-        scale = to_scale(_block_max(finite(flat), (1, *block)), format)
-        inverse = expand_scales(1.0 / scale, QArray(flat, scale, format.dtype, (1, *block), (1, 1, 1)))
+        scale = to_scale(_block_max(finite_abs(flat), (1, *block)), format)
+        inverse = expand_scales(1.0 / scale, QArray(flat, scale, format.dtype, (1, *block)))
         if any(gather[2:]):  # each dim of the scale has its own axes, since no block lies in two shards of the last dim
             scale = scale.reshape(*scale.shape[:2], *w.shape[2:-1], -1)
     return round_to_format(flat * inverse, flat, format).reshape(w.shape), scale
@@ -192,7 +174,6 @@ def round_to_format(scaled: Array, x: Array, format: Format) -> Array:
 
 
 def _stored(scale, format: Format):
-    """Returns the scales as a QArray stores them: float32, or the exponent in one byte."""
     return to_exponent(scale) if format.scale == "e8m0" else scale
 
 

@@ -23,19 +23,20 @@ def top_k(x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Arra
     return values, indices.astype(jnp.int32)
 
 
-def gather_rows(x: Float[Array, "R H"], source: Int[Array, " N"], groups: Groups | None = None) -> Float[Array, "N H"]:
-    """rows[n] = x[source[n]], 0 where source[n] >= R."""
-    del groups
-    return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
+def gather_rows(
+    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Groups | None = None
+) -> Float[Array, "N H"]:
+    """rows[n] = x[gather_idx[n]], 0 where it is R or more."""
+    return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)
 
 
 def gather_sum(
-    rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: Array | None = None
+    rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"], weights: Array | None = None
 ) -> Float[Array, "R H"]:
-    """y[r] = sum_k weights[r, k] rows[position[r, k]] in float32, over the positions below N; weights None are 1."""
+    """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32, over the indices below N; weights None are 1."""
     total = jnp.zeros((), jnp.float32)
-    for k in range(position.shape[1]):  # K is small, and this way no array [R, K, H] is in memory
-        index = position[:, k]
+    for k in range(scatter_idx.shape[1]):  # K is small, and this way no array [R, K, H] is in memory
+        index = scatter_idx[:, k]
         row = jnp.take(rows, index, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
         if weights is not None:
             row = row * jnp.where(index < rows.shape[0], weights[:, k], 0.0)[:, None]
@@ -43,27 +44,22 @@ def gather_sum(
     return total.astype(rows.dtype)
 
 
-def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any, sms: int | None) -> tuple:
-    """Raises Unsupported: a program of XLA cannot write into the memory of another device."""
+def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any) -> tuple:
     raise Unsupported("kernels='xla' cannot write into the memory of another device; use another exchange")
 
 
-def gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
+def matmul_gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
     """Returns False: no product of XLA gathers its rows."""
     return False
 
 
 def gather_and_quantize(
-    x: Float[Array, "R H"], source: Int[Array, " N"], recipe: Recipe, role: str, groups: Groups, amax_over: Names = (),
-    *, rows: bool = True, columns: bool = True, in_products: bool = False,
+    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], recipe: Recipe, role: str, groups: Groups,
+    amax_over: Names = (), *, rows: bool = True, columns: bool = True, in_products: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Returns the rows x[source] as two Operands: for a product over columns, and for wgrad.
-
-    It returns both whatever the caller takes, because XLA drops what is not used.
-    """
-    del rows, columns, in_products
+    """Runs `quantize_for_matmul` on the rows x[gather_idx]."""
     with jax.named_scope("permute"):
-        gathered = gather_rows(x, source)
+        gathered = gather_rows(x, gather_idx)
     return quantize_for_matmul(gathered, recipe, role, groups, amax_over)
 
 
@@ -77,30 +73,30 @@ def activate(
 
 
 def activate_grad(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes, groups: Groups, *,
-    weights: Float[Array, " N"], amax_over: Names, keep: bool,
-) -> tuple[Any, Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
-    """Computes the backward of `activate`; see `moax.kernels.Implementation`."""
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups, weights: Float[Array, " N"]
+) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:
+    """Returns act(h) times the weights, d_h, and inner [N], which is <d_a, act(h)> of each row."""
     with jax.named_scope("activate"):
-        a, d_h, inner = activate_grad_rows(h, d_a, act, groups, weights)
+        a, pull = jax.vjp(lambda h: _call(act, h), h)
+        inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
+        (d_h,) = pull(scale_rows(d_a, weights, groups))
+        return scale_rows(a, weights, groups), d_h, inner
+
+
+def activate_grad_quantize(
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes, groups: Groups, *,
+    weights: Float[Array, " N"], amax_over: Names,
+) -> tuple[Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
+    """Runs `activate_grad`, then quantizes its results."""
+    a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
     _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over)
-    return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), d_h if keep else None, inner
+    return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
 
 
 def activate_rows(h: Float[Array, "N G F"], act: Callable, groups: Groups, weights: Any) -> Float[Array, "N F"]:
     """Returns act(h), times the weight of each row; weights None are 1."""
     a = _call(act, h)
     return a if weights is None else scale_rows(a, weights, groups)
-
-
-def activate_grad_rows(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups, weights: Float[Array, " N"]
-) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:
-    """Returns act(h) times the weights, d_h, and inner [N], which is <d_a, act(h)> of each row."""
-    a, pull = jax.vjp(lambda h: _call(act, h), h)
-    inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
-    (d_h,) = pull(scale_rows(d_a, weights, groups))
-    return scale_rows(a, weights, groups), d_h, inner
 
 
 def scale_rows(x: Float[Array, "N C"], weights: Float[Array, " N"], groups: Groups) -> Float[Array, "N C"]:
@@ -115,12 +111,10 @@ class Packing:
         self.groups = find_groups(group_sizes, align, num_rows)
 
     def pack(self, x: Array) -> Array:
-        """Returns x itself, since the products do not read padding."""
-        return x
+        return x  # the products do not read padding
 
     def unpack(self, y: Array) -> Array:
-        """Returns y itself, in whose padding the products left 0."""
-        return y
+        return y  # the products left 0 in padding
 
 
 def _call(act: Callable, h):

@@ -38,6 +38,7 @@ from moax.kernels.hopper.pallas.quantize import (
     tile_buffer,
     zero_tail,
 )
+from moax.mesh.collectives import with_vma_of_inputs
 
 PART = 32  # a warpgroup computes so many columns at one time, so that two blocks of threads fit the registers of an SM
 # The elementwise primitives that Mosaic lowers for Hopper GPUs; `evaluate` makes an addition of add_any.
@@ -49,6 +50,7 @@ KNOWN = {
 LONG = 20  # a gradient of more operations is computed for half as many columns at one time
 
 
+@with_vma_of_inputs
 def activate_quantize(
     h: Float[Array, "N GF"],
     blocks: Blocks,
@@ -85,13 +87,7 @@ def activate_quantize(
             zero_half(tiles, count, met)
             weight = None if weights is None else row_values(weights, first, PART)
 
-            @pl.loop(0, BLOCK // PART)  # the loop is not unrolled, which would take more registers
-            def _(step):
-                at = part_at(0, step, PART)
-                (a,) = evaluate(act, *(load_part(tile, at) for tile in tiles))
-                a = a if weight is None else rounded(a) * weight
-                tiles[-1][at] = a.astype(h.dtype)
-
+            activate_tile(act, tiles, tiles[-1], weight, BLOCK)
             put(rows_of(tiles[-1], 0), (data, scale, buffer), first, j, 0, pow2)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -106,6 +102,7 @@ def activate_quantize(
     return KMajorFp8(*run(h, blocks.start, blocks.rows, weights))
 
 
+@with_vma_of_inputs
 def activate_grad_quantize(
     h: Float[Array, "N GF"],
     d_a: Float[Array, "N F"],
@@ -119,13 +116,10 @@ def activate_grad_quantize(
 ) -> tuple[KMajorFp8, KMajorFp8, KMajorFp8, Float[Array, "J N"]]:
     """Returns (a * weight by columns, d_h by rows, d_h by columns, inner), quantized but for inner.
 
-    inner[j, n] is the sum of d_a a over columns 128 j to 128 j + 127.
-
     Args:
-      h: [N, G F] bf16, as in `activate_quantize`. G is the width of h divided by the width of d_a.
+      h, act, pow2: see `activate_quantize`. G is the width of h divided by the width of d_a.
       d_a: [N, F] bf16, the gradient of a before the weights multiply it.
       blocks: the blocks of the rows. A row of padding in a block that has real rows becomes 0.
-      act, pow2: see `activate_quantize`.
       weights: [N] f32, finite, the weight of each row.
       dtype_x, dtype_dy: the FP8 dtypes of a and of d_h.
 
@@ -133,18 +127,14 @@ def activate_grad_quantize(
       a: data [F, N], scale [N / 128, F].
       d_h by rows: data [N, G F], scale [G F / 128, N].
       d_h by columns: data [G F, N], scale [N / 128, G F].
-      inner: [F / 128, N] f32.
+      inner: [F / 128, N] f32; inner[j, n] is the sum of d_a a over columns 128 j to 128 j + 127.
 
     Raises:
       ValueError: d_a has another shape or dtype than h asks for.
       Unsupported: h has another dtype or shape.
     """
     gated = h.shape[1] == 2 * d_a.shape[1]
-    size, width = check_h(h, gated)
-    if d_a.shape != (size, width) or d_a.dtype != h.dtype:
-        raise ValueError(
-            f"d_a is {d_a.dtype} {d_a.shape}; with h {h.dtype} {h.shape} it must be {h.dtype} {(size, width)}"
-        )
+    size, width = check_h(h, gated, d_a=d_a)
     steps, part = width // BLOCK, part_of(act, gated)
 
     def activate_grad_quantize(
@@ -160,19 +150,7 @@ def activate_grad_quantize(
             zero_tail([*tiles, grad], counts[block], [half], met)
             weight = row_values(weights, i * BLOCK + half * HALF, part)
 
-            def compute(step, sums):
-                at = part_at(half, step, part)
-                d = load_part(grad, at)
-                d_weighted = rounded(d * weight)
-                a, *d_h = evaluate(with_grads(act), d_weighted, *(load_part(tile, at) for tile in tiles))
-                a = rounded(a)
-                grad[at] = (a * weight).astype(h.dtype)
-                for tile, d_tile in zip(tiles, d_h, strict=True):
-                    tile[at] = d_tile.astype(h.dtype)
-                return sums + jnp.sum(d * a, axis=1)
-
-            zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-            sums = lax.fori_loop(0, BLOCK // part, compute, zeros)
+            sums = differentiate_tile(act, grad, tiles, weight, BLOCK, part, half)
             inner[j, pl.ds(i * BLOCK + half * HALF, HALF)] = sums
             meet(met)  # a column spans rows that both warpgroups wrote
             put(columns_of(grad, half), (*a_out, first), j * BLOCK + half * HALF, i, half, pow2)
@@ -207,14 +185,44 @@ def activate_grad_quantize(
     return KMajorFp8(*a), KMajorFp8(*by_row), KMajorFp8(*by_column), inner
 
 
-def check_h(h, gated: bool, rows: int = BLOCK, columns: int = BLOCK) -> tuple[int, int]:
-    """Returns N and F of h [N, G F]. Raises Unsupported unless h is bf16, `rows` divides N and `columns` divides F."""
+def check_h(h, gated: bool, rows: int = BLOCK, columns: int = BLOCK, d_a=None) -> tuple[int, int]:
+    """Returns N and F of h [N, G F] bf16. Raises where `rows` or `columns` do not divide them, or d_a does not fit."""
     size, width = h.shape[0], h.shape[1] // (1 + gated)
     if h.dtype != jnp.bfloat16:
         raise Unsupported(f"h is {h.dtype}; the kernel takes bfloat16")
     if size % rows or width % columns:
         raise Unsupported(f"h has {size} rows and F is {width}; the kernel takes multiples of {rows} and {columns}")
+    if d_a is not None and (d_a.shape != (size, width) or d_a.dtype != h.dtype):
+        raise ValueError(f"d_a is {d_a.dtype} {d_a.shape}; with h {h.shape} it must be {h.dtype} {(size, width)}")
     return size, width
+
+
+def activate_tile(act: Callable, tiles, to, weight, columns: int) -> None:
+    """Writes act(gate, up) * weight of 64 rows of the tiles to the tile `to`."""
+
+    @pl.loop(0, columns // PART)  # the loop is not unrolled, which would take more registers
+    def _(step):
+        at = part_at(0, step, PART)
+        (a,) = evaluate(act, *(load_part(tile, at) for tile in tiles))
+        a = a if weight is None else rounded(a) * weight
+        to[at] = a.astype(to.dtype)
+
+
+def differentiate_tile(act: Callable, grad, tiles, weight, columns: int, part: int, half=0):
+    """Writes a * weight over d_a and d_h over h, in 64 rows of their tiles; returns the sum of d_a a of each row."""
+
+    def compute(step, sums):
+        at = part_at(half, step, part)
+        d = load_part(grad, at)
+        a, *d_h = evaluate(with_grads(act), rounded(d * weight), *(load_part(tile, at) for tile in tiles))
+        a = rounded(a)
+        grad[at] = (a * weight).astype(grad.dtype)
+        for tile, d_tile in zip(tiles, d_h, strict=True):
+            tile[at] = d_tile.astype(tile.dtype)
+        return sums + jnp.sum(d * a, axis=1)
+
+    zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    return lax.fori_loop(0, columns // part, compute, zeros)
 
 
 def _out(shape, dtype):
@@ -237,8 +245,8 @@ def halves_of(blocks: Blocks) -> int:
 def locate_half(start, rows):
     """Returns the half of all rows that this block of threads takes, and how many real rows it has, below 1 for none.
 
-    The axis `i` of the grid counts halves of blocks: with start (0, 2) and rows (128, 5), i = 2 has the half 2, which
-    are rows 128 to 191, with 5 real rows, and i = 3 has the half 3 with -59.
+    The axis `i` of the grid counts halves of blocks: with start (0, 2) and rows (128, 5), i = 3 has the half 3 with
+    -59.
     """
     i = lax.axis_index("i")
     block, half = lax.div(i, BLOCK // HALF), lax.rem(i, BLOCK // HALF)
@@ -251,12 +259,11 @@ def zero_half(tiles, count, barrier) -> None:
 
 
 def part_at(half, step, part: int):
-    """Returns the index of a part of a tile: half of the rows, and columns step * part to (step + 1) * part - 1."""
+    """Returns the index of a part of a tile: half of the rows, and columns from step * part on."""
     return pl.ds(half * HALF, HALF), pl.ds(pl.multiple_of(step * part, part), part)
 
 
 def load_part(tile, at):
-    """Returns the part of a tile at the index `at`, as f32."""
     return plgpu.load(tile.at[at], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
@@ -283,10 +290,7 @@ def with_grads(act: Callable) -> Callable:
 
 
 def part_of(act: Callable, gated: bool) -> int:
-    """Returns the columns of a gradient that a warpgroup computes at one time.
-
-    They are PART, or half of it for a long formula.
-    """
+    """Returns the columns of a gradient that a warpgroup computes at one time, fewer for a long formula."""
     length = sum(1 for _ in operations(gradient_jaxpr(act, gated).jaxpr))
     return PART if length <= LONG else PART // 2
 

@@ -21,45 +21,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from moax.kernels.hopper.formats import Blocks
-from moax.kernels.hopper.pallas.activation import (
-    PART,
-    check_h,
-    evaluate,
-    halves_of,
-    load_part,
-    locate_half,
-    part_at,
-    part_of,
-    rounded,
-    row_values,
-    tiles_of,
-    with_grads,
-    zero_half,
-)
+from moax.kernels.hopper.pallas import activation
+from moax.kernels.hopper.pallas.activation import PART, check_h, locate_half, row_values, tiles_of, zero_half
 from moax.kernels.hopper.pallas.quantize import HALF, launch, load_tiles
+from moax.mesh.collectives import with_vma_of_inputs
 
 COLUMNS = (128, 64, 32)  # the numbers of columns that a tile may have
 
 
+@with_vma_of_inputs
 def activate_rows(
-    h: Float[Array, "N GF"],
-    blocks: Blocks,
-    act: Callable,
-    *,
-    gated: bool,
-    weights: Float[Array, " N"] | None = None,
+    h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gated: bool, weights: Float[Array, " N"] | None = None
 ) -> Float[Array, "N F"]:
-    """a = act(gate, up) * weight.
+    """a = act(gate, up) * weight, [N, F] bf16.
 
     Args:
       h: [N, G F] bf16, N a multiple of 64 and F of 32.
-      blocks: the blocks of the rows. A row of padding in a half of a block that has real rows becomes 0.
-      act: act(gate, up), or act(up) if not gated. It works on f32 arrays elementwise, and is 0 at 0.
-      gated: whether G is 2.
-      weights: [N] f32, finite, the weight of each row; None means 1.
-
-    Returns:
-      [N, F] bf16.
+      blocks, act, gated, weights: see `activation.activate_quantize`.
 
     Raises:
       Unsupported: h has another dtype or shape.
@@ -76,36 +54,24 @@ def activate_rows(
             load_tiles(tiles_of(h, tiles, i, j, width), loaded)
             zero_half(tiles, count, met)
 
-            @pl.loop(0, columns // PART)
-            def _(step):
-                at = part_at(0, step, PART)
-                (a,) = evaluate(act, *(load_part(tile, at) for tile in tiles))
-                a = a if weight is None else rounded(a) * weight
-                tiles[0][at] = a.astype(h.dtype)
-
+            activation.activate_tile(act, tiles, tiles[0], weight, columns)
             _store(tiles_of(out, tiles[:1], i, j, width))
 
-    grid = dict(i=halves_of(blocks), j=width // columns)
+    grid = dict(i=activation.halves_of(blocks), j=width // columns)
     out = jax.ShapeDtypeStruct((size, width), h.dtype)
     run = launch(activate_rows, out, grid, _scratch(1 + gated, h.dtype, columns, PART), approx_math=True)
     return run(h, blocks.start, blocks.rows, weights)
 
 
+@with_vma_of_inputs
 def activate_grad_rows(
-    h: Float[Array, "N GF"],
-    d_a: Float[Array, "N F"],
-    blocks: Blocks,
-    act: Callable,
-    *,
-    weights: Float[Array, " N"],
+    h: Float[Array, "N GF"], d_a: Float[Array, "N F"], blocks: Blocks, act: Callable, *, weights: Float[Array, " N"]
 ) -> tuple[Float[Array, "N F"], Float[Array, "N GF"], Float[Array, "J N"]]:
     """Returns (a * weight, d_h, inner), with inner[j, n] the sum of d_a a over the j-th tile of columns.
 
     Args:
       h: [N, G F] bf16, as in `activate_rows`. G is the width of h divided by the width of d_a.
-      d_a: [N, F] bf16, the gradient of a before the weights multiply it.
-      blocks, act: see `activate_rows`.
-      weights: [N] f32, finite, the weight of each row.
+      d_a, blocks, act, weights: see `activation.activate_grad_quantize`.
 
     Returns:
       a * weight: [N, F] bf16.
@@ -117,12 +83,8 @@ def activate_grad_rows(
       Unsupported: h has another dtype or shape.
     """
     gated = h.shape[1] == 2 * d_a.shape[1]
-    size, width = check_h(h, gated, HALF, COLUMNS[-1])
-    if d_a.shape != (size, width) or d_a.dtype != h.dtype:
-        raise ValueError(
-            f"d_a is {d_a.dtype} {d_a.shape}; with h {h.dtype} {h.shape} it must be {h.dtype} {(size, width)}"
-        )
-    columns, part = _columns(width), part_of(act, gated)
+    size, width = check_h(h, gated, HALF, COLUMNS[-1], d_a)
+    columns, part = _columns(width), activation.part_of(act, gated)
 
     def activate_grad_rows(h, d_a, start, rows, weights, a_out, d_h, inner, *, tiles, loaded, met):
         (i, count), j, (grad, *of_h) = locate_half(start, rows), lax.axis_index("j"), tiles
@@ -133,18 +95,7 @@ def activate_grad_rows(
             load_tiles([*tiles_of(h, of_h, i, j, width), *tiles_of(d_a, [grad], i, j, width)], loaded)
             zero_half(tiles, count, met)
 
-            def compute(step, sums):
-                at = part_at(0, step, part)
-                d = load_part(grad, at)
-                a, *d_parts = evaluate(with_grads(act), rounded(d * weight), *(load_part(tile, at) for tile in of_h))
-                a = rounded(a)
-                grad[at] = (a * weight).astype(h.dtype)
-                for tile, d_part in zip(of_h, d_parts, strict=True):
-                    tile[at] = d_part.astype(h.dtype)
-                return sums + jnp.sum(d * a, axis=1)
-
-            zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-            inner[j, pl.ds(i * HALF, HALF)] = lax.fori_loop(0, columns // part, compute, zeros)
+            inner[j, pl.ds(i * HALF, HALF)] = activation.differentiate_tile(act, grad, of_h, weight, columns, part)
             _store([*tiles_of(a_out, [grad], i, j, width), *tiles_of(d_h, of_h, i, j, width)])
 
     steps = width // columns
@@ -154,7 +105,7 @@ def activate_grad_rows(
         jax.ShapeDtypeStruct((steps, size), jnp.float32),
     )
     scratch = _scratch(2 + gated, h.dtype, columns, part)
-    run = launch(activate_grad_rows, out, dict(i=halves_of(blocks), j=steps), scratch, approx_math=True)
+    run = launch(activate_grad_rows, out, dict(i=activation.halves_of(blocks), j=steps), scratch, approx_math=True)
     return run(h, d_a, blocks.start, blocks.rows, weights)
 
 
@@ -164,10 +115,7 @@ def _columns(width: int) -> int:
 
 
 def _scratch(count: int, dtype, columns: int, part: int) -> dict:
-    """Returns the shared memory of a kernel.
-
-    Its tiles have boxes of `part` columns, since a kernel addresses whole boxes.
-    """
+    """Returns the shared memory: tiles with boxes of `part` columns, since a kernel addresses whole boxes."""
     transforms = (plgpu.TilingTransform((8, part)), plgpu.SwizzleTransform(part * jnp.dtype(dtype).itemsize))
     tile = plgpu.SMEM((HALF, columns), dtype, transforms=transforms)
     return dict(tiles=[tile] * count, loaded=plgpu.Barrier(num_arrivals=count), met=plgpu.Barrier())

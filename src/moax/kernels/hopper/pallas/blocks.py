@@ -6,6 +6,7 @@ group sizes (130, 5), the blocks have 128, 2 and 5 rows, and four of their six h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,19 +35,29 @@ class BlockTile(NamedTuple):
 
 
 def operands_of(blocks: Blocks) -> tuple[jax.Array, ...]:
-    """Returns the arrays of which `locate` reads places: group, start, rows and before."""
+    """Returns the operands of a kernel that say where its blocks are."""
     return blocks.group, blocks.start, blocks.rows, blocks.before
 
 
-def count_used(before):
-    """Returns the number of blocks that hold rows."""
-    return before[before.shape[0] - 1]
+def over_blocks(tile: TileConfig, tiles_n: int, first: int) -> dict[str, Callable]:
+    """Returns keywords of `pipeline.run`, with `tiles_n` cluster tiles a block, and `operands_of` from `first` on."""
 
+    def count(*operands):
+        before = operands[first + 3]
+        return before[before.shape[0] - 1] * tiles_n
 
-def locate(i, block, tile: TileConfig, tiles_n: int, group, start, rows, before) -> BlockTile:
-    """Returns the place of the tile of a cluster's block `block` in cluster tile i, of `tiles_n` a block of rows."""
-    at, column = sweep(i, count_used(before), tiles_n, tile.width)
-    return BlockTile(group[at], start[at] * HALF, rows[at], column * tile.cluster + block)
+    def locate(i, block, *operands):
+        group, start, rows, before = operands[first : first + 4]
+        at, column = sweep(i, before[before.shape[0] - 1], tiles_n, tile.width)
+        return BlockTile(group[at], start[at] * HALF, rows[at], column * tile.cluster + block)
+
+    def target(place, warpgroup, column, width, out):
+        return out.at[rows_of(place, warpgroup), pl.ds(place.column * tile.tile_n + column, width)]
+
+    def has_rows(place, warpgroup):
+        return warpgroup * HALF < place.rows
+
+    return dict(count=count, locate=locate, target=target, has_rows=has_rows)
 
 
 def load_rows(x, place: BlockTile, columns, stage, barrier, shared: Any = None) -> None:
@@ -58,11 +69,6 @@ def load_rows(x, place: BlockTile, columns, stage, barrier, shared: Any = None) 
 
     pl.when(place.rows > HALF)(lambda: copy(BLOCK))
     pl.when(place.rows <= HALF)(lambda: copy(HALF))
-
-
-def has_rows(place: BlockTile, warpgroup):
-    """Returns whether the 64 rows of a consumer have a real one."""
-    return warpgroup * HALF < place.rows
 
 
 def rows_of(place: BlockTile, warpgroup):

@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from moax.errors import Unsupported
+from moax.mesh.collectives import with_vma_of_inputs
 
 SMS = 32  # the multiprocessors that exchange; products of other streams have the others
 WARPGROUPS = 4  # the warpgroups of a block of threads, each with rows of its own
@@ -34,6 +35,7 @@ MOST_COPIES = 8  # the most rows that a warpgroup has in flight, in an unrolled 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
 
 
+@with_vma_of_inputs
 def put_rows(
     arrays: Sequence[Array],
     source: Int[Array, " C"] | None,
@@ -53,7 +55,7 @@ def put_rows(
         `axes`. Ends ascend, to C at most.
       way: the index of the way in `places`.
       out_rows: the rows of each result.
-      axes: (name, size) of the mesh axes of the group that exchanges. Without axes, rows stay on this device.
+      axes: (name, size) of the mesh axes of the group that exchanges; without any, rows stay on this device.
       sms: the multiprocessors that copy.
 
     Returns:
@@ -146,10 +148,7 @@ def place(i, ends: Sequence, shifts: Sequence) -> tuple[Any, Any]:
 
 
 def coordinates(rank, axes: tuple[tuple[str, int], ...]) -> Any:
-    """Returns the index of a rank along each axis. The last axis counts fastest.
-
-    Rank 5 of the axes (("a", 2), ("b", 4)) is 1 along a and 1 along b.
-    """
+    """Returns the index of a rank along each axis: rank 5 of the axes (("a", 2), ("b", 4)) has {b: 1, a: 1}."""
     indices = {}
     for name, size in reversed(axes):
         indices[name] = lax.rem(rank, jnp.int32(size))

@@ -12,17 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from moax.errors import Unsupported
-from moax.kernels.hopper.pallas.ptx import run_ptx
+from moax.kernels.hopper.pallas.ptx import i32, run_ptx, to_fragments
 
 LINE = 128  # the bytes of a line, and of the swizzle
 WARPS, LANES, CHUNK = 4, 32, 16  # the warps of a warpgroup, the lanes of a warp, and the bytes of a lane's copy
@@ -44,23 +41,18 @@ def check_gather(swizzle: int, tile: Any) -> None:
 def gather_stages(mine, place_of: Callable, steps: Callable, fill: Callable, sources: Callable, full):
     """Fills the stages of a producer's tiles with gathered rows, as `pipeline.fill_stages`, and returns their number.
 
-    The sources of a step are loaded during the step before. The producer arrives at the barrier of a stage, for its
-    gathered rows, after it has begun the copies of `BEHIND` further stages.
-
     Args:
-      mine: the number of tiles, at least 1.
-      place_of: place_of(i) -> the place of tile i.
-      steps: steps(place) -> the number of stages of a tile.
-      fill: fill(place, step, at, held=...) starts to copy into stage `at`, which counts the stages of earlier tiles,
-        the rows that `held` names.
+      mine, place_of, steps, full: the number of tiles, at least 1; the place of tile i; the stages of a tile; and the
+        barriers of the stages.
+      fill: fill(place, step, at, held=...) starts to copy the rows that `held` names into stage `at`, which counts the
+        stages of earlier tiles.
       sources: sources(place, step) -> the result of `load_sources` for a step.
-      full: the barriers of the stages.
     """
 
     def arrive(at) -> None:
         pl.when(at >= 0)(lambda: plgpu.barrier_arrive(full.at[lax.rem(at, full.shape[0])]))
 
-    def per_tile(i, carry):
+    def per_tile(i, carry):  # the sources of a step are loaded during the step before
         at, place, held = carry
         after = place_of(lax.min(i + 1, mine - 1))
 
@@ -97,11 +89,8 @@ def load_sources(source, start, rows: int, real=None):
     )
     def load(ctx, source, start, real):
         del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        found = run_ptx(code, utils.memref_ptr(source), start.registers.item(), real.registers.item(), result=i32)
-        register = vector.broadcast(ir.VectorType.get((1,), i32), found)
-        registers = np.array([register], dtype=object)
-        return mgpu.FragmentedArray(_registers=registers, _layout=EACH.to_mgpu(), _is_signed=True)
+        operands = utils.memref_ptr(source), start.registers.item(), real.registers.item()
+        return to_fragments([run_ptx(code, *operands, result=i32())], EACH)
 
     return load(source, jnp.int32(start), real)
 
@@ -129,10 +118,7 @@ def copy_rows(x, column, sources, stage, transforms) -> None:
 
 
 def _wait_rows(later: int) -> None:
-    """Waits until the rows of all calls of `copy_rows` but the last `later` are there for wgmma to read.
-
-    One call of `_wait_rows` follows each call of `copy_rows`.
-    """
+    """Waits until wgmma may read the rows of all calls of `copy_rows`, but of the last `later`."""
 
     @plgpu.inline_mgpu()
     def wait(ctx):
@@ -162,11 +148,8 @@ mov.b32 $0, -1;
 
 
 def _copies(each: int, lines: int, shape: tuple[int, int], size: int) -> str:
-    """Returns the PTX of `copy_rows`, where a warp copies `each` rows of so many lines from x of this shape.
-
-    An element has `size` bytes. The operands are x, the source of this thread, the stage and the column.
-    """
-    limit, width = shape
+    """Returns the PTX of `copy_rows`, where a warp copies `each` rows of `lines` lines; an element has `size` bytes."""
+    limit, width = shape  # the operands of the PTX are x, the source of this thread, the stage and the column
     code = f"""{{
 .reg .b32 lane, warp, sub, chunk, place, row, bytes, left, to0, to1;
 .reg .b64 from, at;
@@ -202,9 +185,8 @@ selp.b32 bytes, {CHUNK}, 0, real;
 """
         for line in range(lines):
             to = (step // 2 * lines + line) * BOX * LINE
-            some = "bytes"
-            if edge:
-                some, code = "left", code + f"selp.b32 left, bytes, 0, inside{line};\n"
-            copy = f"cp.async.cg.shared.global.L2::128B [to{step % 2} + {to}], [at + {line * LINE}], {CHUNK}, {some};\n"
-            code += copy
+            some, code = ("left", code + f"selp.b32 left, bytes, 0, inside{line};\n") if edge else ("bytes", code)
+            code += (
+                f"cp.async.cg.shared.global.L2::128B [to{step % 2} + {to}], [at + {line * LINE}], {CHUNK}, {some};\n"
+            )
     return code + "}"

@@ -16,12 +16,14 @@ from jaxtyping import Array, Float
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.blocks import count_used, has_rows, load_rows, locate, operands_of, rows_of
+from moax.kernels.hopper.pallas.blocks import load_rows, operands_of, over_blocks
 from moax.kernels.hopper.pallas.pipeline import TileConfig, add_bias, pad_bias, run, stage, swizzle_of
+from moax.mesh.collectives import with_vma_of_inputs
 
 PIECE = 64  # so many columns always share a scale of the weight
 
 
+@with_vma_of_inputs
 def grouped_matmul_fp8(
     x: KMajorFp8,
     w: KMajorFp8,
@@ -36,9 +38,8 @@ def grouped_matmul_fp8(
     Args:
       x: data [M, K], its rows in blocks; padding may hold anything.
       w: data [E, N, K].
-      blocks: the blocks of the rows.
-      tile: see TileConfig; tile_n is a multiple of 64.
-      bias: one value for each column of y, added in float32.
+      blocks, tile: the blocks of the rows, and a TileConfig whose tile_n is a multiple of 64.
+      bias: one value for each column of y, added in f32.
       out_dtype: the dtype of y.
 
     Returns:
@@ -105,9 +106,6 @@ def grouped_matmul_fp8(
             return totals
         return [add_bias(t, biases[0], g, column * tile.tile_n + i * PIECE) for i, t in enumerate(totals)]
 
-    def target(place, warpgroup, column, width, out):
-        return out.at[rows_of(place, warpgroup), pl.ds(place.column * tile.tile_n + column, width)]
-
     biases = () if bias is None else (pad_bias(bias, tile.tile_n * tile.cluster),)
     return run(
         (x.data, x.scale, w.data, w.scale, *operands_of(blocks), *biases),
@@ -118,12 +116,9 @@ def grouped_matmul_fp8(
             "w": stage(tile, tile.tile_n, BLOCK, w.data.dtype, swizzle),
             "sx": plgpu.SMEM((tile.stages, BLOCK), jnp.float32),
         },
-        count=lambda x, sx, w, sw, group, start, rows, before, *_: count_used(before) * tiles_n,
-        locate=lambda i, block, x, sx, w, sw, *of: locate(i, block, tile, tiles_n, *of[:4]),
+        **over_blocks(tile, tiles_n, 4),
         steps=lambda *_: n_steps,
         load=load,
         multiply=multiply,
-        target=target,
-        has_rows=has_rows,
         name="grouped_matmul_fp8",
     )

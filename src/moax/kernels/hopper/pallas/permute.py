@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from moax.errors import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.formats import HALF, Blocks
+from moax.mesh.collectives import with_vma_of_inputs
 
 IN_FLIGHT = 32 * 1024  # the bytes that a block of threads has in flight; five or six blocks fill an SM
 MOST_COPIES = 16  # the most copies of a block of threads, whose loop is unrolled
@@ -31,12 +32,9 @@ THREADS = 128
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
 
 
+@with_vma_of_inputs
 def gather_rows(
-    x: Shaped[Array, "R H"],
-    source: Int[Array, " N"],
-    blocks: Blocks | None,
-    *,
-    in_flight: int = IN_FLIGHT,
+    x: Shaped[Array, "R H"], source: Int[Array, " N"], blocks: Blocks | None, *, in_flight: int = IN_FLIGHT
 ) -> Shaped[Array, "N H"]:
     """out[n] = x[source[n]], 0 where source[n] >= R.
 
@@ -108,23 +106,21 @@ def gather_rows(
     )(x, source, None if blocks is None else blocks.first)
 
 
+@with_vma_of_inputs
 def gather_sum(
     rows: Float[Array, "N H"],
     position: Int[Array, "R K"],
-    weights: Float[Array, "R K"] | None,
+    weights: Float[Array, "R K"] | None = None,
     *,
     in_flight: int = IN_FLIGHT,
 ) -> Float[Array, "R H"]:
-    """y[r] = sum_k weights[r, k] rows[position[r, k]], summed in float32.
+    """y[r] = sum_k weights[r, k] rows[position[r, k]], summed in f32, in the dtype of rows.
 
     Args:
       rows: [N, H] bf16 or f32, with rows of a multiple of 16 bytes. A row without a position is not read.
       position: [R, K] i32, not negative. A position from N on adds nothing.
       weights: [R, K] f32; None means 1.
       in_flight: the bytes that a block of threads has in flight.
-
-    Returns:
-      [R, H] in the dtype of rows.
 
     Raises:
       Unsupported: the rows have another dtype or another size.
@@ -194,27 +190,18 @@ def _row_bytes(name: str, x) -> int:
 
 
 def _rows_at_once(total: int, terms: int, copy: int, in_flight: int) -> int:
-    """Returns the rows of a block of threads, a power of two that divides `total`.
-
-    A row is `terms` copies of `copy` bytes.
-    """
+    """Returns the rows, of `terms` copies of `copy` bytes, of a block of threads: a power of 2 dividing `total`."""
     most = min(MOST_COPIES, in_flight // copy) // terms
     return next(n for n in (16, 8, 4, 2, 1) if total % n == 0 and n <= max(most, 1))
 
 
 def _part(width: int, size: int, terms: int, in_flight: int) -> int:
-    """Returns the columns of a block of threads, a multiple of 16 bytes.
-
-    They are the most that divide the width and fit `in_flight` bytes `terms` times. `size` is the bytes of an element.
-    """
+    """Returns the columns of a block of threads: the most that divide the width and fit `in_flight`."""
     parts = [width // n for n in range(1, width + 1) if width % n == 0 and width // n * size % 16 == 0]
     return next((p for p in parts if terms * p * size <= in_flight), parts[-1])
 
 
 def _vector(part: int, size: int) -> int:
-    """Returns the elements of a vector: those of 16 bytes, or fewer.
-
-    They are fewer where 16 bytes would leave over a quarter of the threads idle.
-    """
+    """Returns the elements of a vector of 16 bytes, or fewer where over a quarter of the threads would be idle."""
     most = 16 // size
     return next((v for v in (most, most // 2) if align_up(part, v * THREADS) <= 1.25 * part), max(most // 4, 1))

@@ -1,17 +1,14 @@
-"""The frame of all product kernels: one warpgroup loads operands, and the other warpgroups multiply them.
+"""The frame of all product kernels: one warpgroup, the producer, loads operands, and consumers multiply them.
 
-The warpgroup that loads is the producer, and those that multiply are the consumers. An operand is loaded in stages,
-which are parts of the contracted dim. Clusters of `TileConfig.cluster` blocks of threads occupy all SMs, and each
-cluster walks over tiles of the output. A consumer has 64 or 128 rows of a tile. The producer runs ahead into the next
-tile, so that it loads while the consumers store.
+An operand is loaded in stages, which are parts of the contracted dim. Clusters of `TileConfig.cluster` blocks of
+threads occupy all SMs, and each cluster walks over tiles of the output. The producer runs ahead into the next tile, so
+that it loads while the consumers store. Copies of a stage arrive at its `full` barrier, and the consumers, of all
+blocks of a cluster that shares a copy, at its `empty` barrier.
 
-The GPU gives the clusters of a wave to SMs as these come free. With one wave, the clusters whose SMs a collective holds
-begin when the others end, and the product takes twice as long. With several waves, whose shares of the tiles decrease,
-the other SMs take over what the held ones cannot do, and a collective that comes late gets SMs between two waves. A
-wave costs each SM some microseconds, since a cluster loads its first tile while nothing multiplies.
-
-Two barriers guard each stage. The copies of a stage arrive at its `full` barrier. The consumers arrive at its `empty`
-barrier, and if the cluster shares a copy, the consumers of all its blocks do.
+With one wave, the clusters whose SMs a collective holds begin when the others end, and the product takes twice as long.
+With several waves, whose shares of the tiles decrease, the other SMs take over what the held ones cannot do, and a
+collective that comes late gets SMs between two waves. A wave costs each SM some microseconds, since a cluster loads its
+first tile while nothing multiplies.
 """
 
 from __future__ import annotations
@@ -37,10 +34,8 @@ ROWS = 64  # the rows of a product of a consumer
 OUT_SLOTS = 2  # the buffers through which a consumer stores
 SHARED_BYTES = 225 * 1024  # the shared memory of a block of threads, less what barriers take
 LEAST_STAGES, NARROW = 3, 128  # with two stages of wide tiles, a product waits for its operands
-REGISTERS = {
-    2: (40, 232),
-    3: (32, 160),
-}  # by the number of consumers: registers of a producer's and a consumer's thread
+# by the number of consumers: registers of a producer's and a consumer's thread
+REGISTERS = {2: (40, 232), 3: (32, 160)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +49,7 @@ class TileConfig:
       cluster: so many blocks of threads, with neighbouring columns, share the loaded rows.
       consumers: the warpgroups that multiply. wgrad may have 3; elsewhere a tile is a block of 128 rows.
       products: so many times 64 rows of a tile belong to each consumer. wgrad may have 2.
-      waves: the most clusters for each SM, one after another; see `first_round`. The result has the same bits for
-        any number.
+      waves: the most clusters for each SM, one after another; the result has the same bits for any number.
     """
 
     tile_n: int
@@ -72,35 +66,19 @@ class TileConfig:
         return ROWS * self.consumers * self.products
 
 
-def swizzle_of(*rows: int) -> int:
-    """Returns the swizzle, in bytes, of operands whose contiguous dims have these sizes in bytes.
-
-    A box of the copy engine is as wide as the swizzle and must divide each size. wgmma takes both operands in the same
-    swizzle. Sizes of 256 and 192 bytes have the swizzle 64.
+def swizzle_of(*rows: int, boxes: int = 1) -> int:
+    """Returns the swizzle, in bytes, of contiguous dims of these bytes, each of at least `boxes` boxes of this width.
 
     Raises:
-      Unsupported: a size is no multiple of 32 bytes.
+      Unsupported: a size is no multiple of 32 bytes, or too small.
     """
-    swizzles = [n for n in (128, 64, 32) if all(size % n == 0 for size in rows)]
+    # A box of the copy engine is as wide as the swizzle, and wgmma takes both operands in the same swizzle.
+    swizzles = [n for n in (128, 64, 32) if all(size % n == 0 and size >= boxes * n for size in rows)]
     if not swizzles:
-        raise Unsupported(f"contiguous dims have {', '.join(map(str, rows))} bytes; each must be a multiple of 32")
-    return swizzles[0]
-
-
-def store_swizzle_of(*rows: int) -> int:
-    """Returns the swizzle, in bytes, of results whose contiguous dims have these sizes in bytes.
-
-    A tile may end past the last column, where a store must write nothing. Each dim therefore has two boxes at least:
-    Mosaic drops a dim of one box together with its index (`LaunchContext._prepare_tma`), so that a store past the end
-    of such a dim would overwrite its only box. Rows of 64 bf16 elements, 128 bytes, have the swizzle 64.
-
-    Raises:
-      Unsupported: a size is no multiple of 32 bytes, or is 32.
-    """
-    swizzles = [n for n in (128, 64, 32) if all(size % n == 0 and size > n for size in rows)]
-    if not swizzles:
-        sizes = ", ".join(map(str, rows))
-        raise Unsupported(f"rows of the result have {sizes} bytes; each must be a multiple of 32, and more than 32")
+        least = f" of at least {32 * boxes}" * (boxes > 1)
+        raise Unsupported(
+            f"contiguous dims have {', '.join(map(str, rows))} bytes; each must be a multiple of 32{least}"
+        )
     return swizzles[0]
 
 
@@ -115,10 +93,9 @@ def stage(tile: TileConfig, rows: int, columns: int, dtype, swizzle: int):
 
 
 def leave_room(tile: TileConfig, stage_bytes: Callable[[TileConfig], int], total) -> TileConfig:
-    """Returns the tile with as many stages as there is room for beside a tile of `total`; None takes no room.
+    """Returns the tile with as many stages as fit beside a tile of `total`, or a narrower tile where few fit.
 
-    `stage_bytes(tile)` are the bytes of a stage. A tile with room for fewer than `LEAST_STAGES` becomes one of 128
-    columns and one product a consumer.
+    `stage_bytes(tile)` are the bytes of a stage; a `total` of None takes no room.
     """
     if total is None:
         return tile
@@ -132,8 +109,7 @@ def leave_room(tile: TileConfig, stage_bytes: Callable[[TileConfig], int], total
 def sweep(tile, rows, columns, width: int):
     """Returns the (row, column) of tile number `tile` of `rows` x `columns` tiles; `rows` may be traced.
 
-    `width` rows sweep all columns together, then the next `width` rows. With width 2 and 3 columns, tiles 0, 1, 2 are
-    (0, 0), (1, 0), (0, 1).
+    `width` rows sweep all columns together: with 3 columns and width 2, tiles 0, 1, 2 are (0, 0), (1, 0), (0, 1).
     """
     panel, inside = lax.div(tile, width * columns), lax.rem(tile, width * columns)
     height = jnp.minimum(width, rows - panel * width)
@@ -141,11 +117,10 @@ def sweep(tile, rows, columns, width: int):
 
 
 def first_round(wave, waves: int, rounds):
-    """Returns the first round of a wave; `wave` and `rounds` may be traced.
+    """Returns the first round of a wave, where a round is one cluster tile for each cluster that runs at one time.
 
-    A round is one cluster tile for each cluster that runs at one time. What is left before a wave is the square of the
-    part of waves that is left. With 32 rounds, 4 waves begin at 0, 14, 24 and 30: the last one has 2 rounds, so that
-    SMs end at nearly the same time, however late some of them came free.
+    Before wave w of W, rounds * ((W - w) / W)^2 rounds remain. With 32 rounds, 4 waves begin at 0, 14, 24 and 30: the
+    last one has 2 rounds, so that SMs end at nearly the same time, however late some of them came free.
     """
     left = waves - wave
     return rounds - lax.div(rounds * left * left, waves * waves)
@@ -154,13 +129,12 @@ def first_round(wave, waves: int, rounds):
 def add_bias(total, bias, group, column):
     """Returns total [64, c] + bias[group, column : column + c], in float32."""
     some = bias.at[group, pl.ds(column, total.shape[1])]
-    return total + lax.broadcast_in_dim(
-        plgpu.load(some, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False), total.shape, [1]
-    )
+    some = plgpu.load(some, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return total + lax.broadcast_in_dim(some, total.shape, [1])
 
 
 def pad_bias(bias, span: int):
-    """Returns a bias [E, N] in float32, padded to a multiple of `span` columns, because edge tiles read past N."""
+    """Returns a bias [E, N] in f32, padded to a multiple of `span` columns: edge tiles read past N."""
     return jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, -bias.shape[1] % span)))
 
 
@@ -185,30 +159,32 @@ def run(
 
     Args:
       operands: the arrays that the kernel reads.
-      out_type: the shape and dtype of the result, or a tuple of those of several results, of one dtype.
+      out_type: the shape and dtype of the result, or a tuple of those of several results of one dtype.
       tile: see TileConfig.
-      stages: the shared memory of each operand, by name. Its first dim is the stage.
-      count: count(*operands) -> the number of cluster tiles. A cluster tile has one tile for each block of the cluster.
+      stages: the shared memory of each operand, by name; its first dim is the stage.
+      count: count(*operands) -> the number of cluster tiles, of one tile for each block of the cluster.
       locate: locate(i, block, *operands) -> the place of the tile of block `block` in cluster tile i.
       steps: steps(place, *operands) -> the number of stages that the tile contracts.
       load: load(place, step, slot, barrier, stages, *operands) copies one stage into `slot`. Its copies arrive
         `len(stages)` times at the barrier; gathered rows arrive by `gather_stages`.
-      multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> what a consumer has of a tile,
-        as float32 pieces [64, c]: neighbouring columns of its first 64 rows, then those of its next 64 rows. `at`
-        counts the stages of earlier tiles.
+      multiply: multiply(place, steps, at, warpgroup, stages, full, empty, *operands) -> a consumer's part of a tile as
+        pieces [64, c] f32: neighbouring columns of its first 64 rows, then of its next ones. `at` counts the stages of
+        earlier tiles.
       target: target(place, warpgroup, column, width, *results) -> the part of a result that takes `width` columns of
         the pieces from `column` on.
       name: the name of the kernel in profiles.
       has_rows: None, or has_rows(place, warpgroup) -> whether a consumer has rows of the tile. One without rows frees
         the stages, and neither multiplies nor stores.
-      total: None, or an array like the result, to which the kernel adds in float32. The sum takes the memory of
-        `total` where nothing else needs `total`. Inside a `shard_map` with `check_vma` it takes new memory.
+      total: None, or an array like the result, to which the kernel adds in f32. The sum takes its memory where nothing
+        else needs it, but for a `shard_map` with `check_vma`.
       sources: None, or sources(place, step, *operands) -> the rows of one operand that a step gathers, or any rows
         after the last step of a tile. `load` then takes them as its keyword `held`.
     """
     types = out_type if isinstance(out_type, tuple) else (out_type,)
     dtype = types[0].dtype
-    swizzle = store_swizzle_of(*(each.shape[-1] * dtype.itemsize for each in types))
+    # A tile may end past the last column, where a store must write nothing. Mosaic drops a dim of one box together with
+    # its index (`LaunchContext._prepare_tma`), so that such a store would overwrite the only box of the dim.
+    swizzle = swizzle_of(*(each.shape[-1] * dtype.itemsize for each in types), boxes=2)
     chunk = swizzle // dtype.itemsize  # the columns of one store
     shared = tile.cluster > 1
     fewer, more = REGISTERS[tile.consumers]
@@ -314,14 +290,9 @@ def run(
             plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = name  # profilers show this name
+    threads: Any = dict(num_threads=tile.consumers + 1, thread_name="warpgroup")
     cluster: Any = dict(cluster=(tile.cluster,), cluster_names=("block",)) if shared else {}
-    mesh: Any = dict(
-        grid=(clusters * waves,),
-        grid_names=("cluster",),
-        **cluster,
-        num_threads=tile.consumers + 1,
-        thread_name="warpgroup",
-    )
+    mesh: Any = dict(grid=(clusters * waves,), grid_names=("cluster",), **cluster, **threads)
     params = plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True)
     if total is not None:
 
@@ -353,10 +324,7 @@ def fill_stages(mine, place_of: Callable, steps: Callable, fill: Callable):
 
 
 def _add_in_place(body: Callable, total, operands: tuple, mesh, scratch: dict[str, Any], params, add_apart: Callable):
-    """Returns `total` after the kernel body(*operands, total) has changed it in its memory.
-
-    Under `vmap` it is add_apart(total, *operands), a sum in new memory with the same bits.
-    """
+    """Returns `total`, changed by body(*operands, total); under `vmap` a sum in new memory with the same bits."""
 
     def scoped(*refs):
         pl.run_scoped(functools.partial(body, *refs), collective_axes=mesh.thread_name, **scratch)
@@ -365,10 +333,7 @@ def _add_in_place(body: Callable, total, operands: tuple, mesh, scratch: dict[st
     def add(total, *operands):
         run_kernel: Callable = pl.kernel(scoped, mesh=mesh, compiler_params=params, name=body.__name__)
 
-        def change(ref) -> None:
-            run_kernel(*operands, ref)
-
-        return pl.run_state(change)(total)
+        return pl.run_state(lambda ref: run_kernel(*operands, ref))(total)
 
     @add.def_vmap
     def add_each(size, batched, *arrays):

@@ -1,9 +1,9 @@
 """The kernels of the plan: a counting sort of assignments by group, in two launches.
 
-    count_groups   counts[b, g] and inside[b, s, g]: how many assignments of group g are in block b, and in the steps of
-                   block b before its step s
-    place_rows     position[a] = starts[g] + sum of counts[b', g] over b' < b + inside[b, s, g] + earlier[a]
-                   source[position[a]] = a // K, by_row[position[a]] = weights[a]
+    count_groups        counts[b, g], inside[b, s, g]: how many assignments of group g are in block b, and in the steps
+                        of block b before its step s
+    build_permutation   position[a] = starts[g] + sum of counts[b', g] over b' < b + inside[b, s, g] + earlier[a]
+                        source[position[a]] = a // K, by_row[position[a]] = weights[a]
 
 Assignment a is in step s of block b and goes to group g. `earlier[a]` counts the assignments of g before a in the step.
 A step has 64 assignments, which a warpgroup compares with 64 groups, or with each other, in one tile of registers.
@@ -29,6 +29,7 @@ from moax.groups import align_up
 from moax.kernels.hopper.pallas import ptx
 from moax.kernels.hopper.pallas.compat import store
 from moax.kernels.hopper.pallas.ptx import THREADS, layout_of
+from moax.mesh.collectives import with_vma_of_inputs
 
 STEP = 64  # the assignments of a step, and the groups that are compared at one time
 BLOCKS = 128  # the most blocks, one a multiprocessor: each block adds the counts of all blocks
@@ -53,7 +54,7 @@ class Counts(NamedTuple):
     inside: Int[Array, "B SC"]
 
 
-def takes(shape: tuple[int, ...], groups: int) -> bool:
+def supports(shape: tuple[int, ...], groups: int) -> bool:
     """Returns whether the kernels take so many groups of experts [R, K] of this shape."""
     if not isinstance(shape[0], int) or groups > MOST_GROUPS:
         return False
@@ -61,13 +62,14 @@ def takes(shape: tuple[int, ...], groups: int) -> bool:
     return 4 * (steps * held + 3 * held + 3 * steps * STEP) <= MOST_BYTES
 
 
+@with_vma_of_inputs
 def count_groups(experts: Int[Array, "R K"], groups: int) -> Counts:
     """Returns the Counts of experts [R, K] i32 in [0, groups]; `groups` stands for no group.
 
     Raises:
       Unsupported: R is symbolic, or there are more groups or assignments than SMEM holds.
     """
-    if not takes(experts.shape, groups):
+    if not supports(experts.shape, groups):
         raise Unsupported(f"experts have shape {experts.shape} and {groups} groups, more than the kernels hold in SMEM")
     blocks, steps = _split(experts.size)
     held, size = align_up(groups, THREADS), steps * STEP
@@ -95,7 +97,8 @@ def count_groups(experts: Int[Array, "R K"], groups: int) -> Counts:
     return Counts(ids, *_launch(count_groups, out, blocks, scratch)(ids))
 
 
-def place_rows(
+@with_vma_of_inputs
+def build_permutation(
     experts: Int[Array, "R K"],
     counted: Counts,
     groups: int,
@@ -104,16 +107,12 @@ def place_rows(
     weights: Float[Array, "R K"] | None = None,
     part: tuple[Int[Array, " G"], Int[Array, " G"]] | None = None,
 ) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:
-    """Returns source, position, sizes and by_row, as `moax.kernels.Implementation.place_rows` does.
+    """Returns source, position, sizes and by_row, as `moax.kernels.Implementation.build_permutation` does.
 
     Args:
-      experts: [R, K] i32, as `count_groups` takes them.
+      experts, groups, align, num_rows, weights: those of `Implementation.build_permutation`.
       counted: the Counts of the experts.
-      groups: G, the number of groups.
-      align: each group starts at a multiple of so many rows.
-      num_rows: N, as many rows as the groups need.
-      weights: [R, K] f32, the weight of each assignment, or None.
-      part: (begin, sizes) [G] i32: the assignments begin[g] to begin[g] + sizes[g] - 1 of group g become rows. None
+      part: (begin, sizes) [G] i32: the assignments begin[g] to begin[g] + sizes[g] - 1 of group g become rows; None
         gives each assignment a row.
     """
     (received, top_k), (blocks, held) = experts.shape, counted.counts.shape
@@ -121,7 +120,7 @@ def place_rows(
     steps = size // STEP
     every = plgpu.Layout.WG_STRIDED((held,), held // THREADS)
 
-    def place_rows(
+    def build_permutation(
         ids, counts, inside, begin, kept, weights, source, position, sizes, *by_row,
         starts, ends, first, within, rows, columns, earlier, loaded,
     ):  # fmt: skip
@@ -224,7 +223,7 @@ def place_rows(
     if weights is not None:
         out.append(jax.ShapeDtypeStruct((num_rows,), jnp.float32))
         weights = jnp.pad(weights.reshape(-1), (0, blocks * size - experts.size))
-    found = _launch(place_rows, out, blocks, scratch)(*counted, begin, kept, weights)
+    found = _launch(build_permutation, out, blocks, scratch)(*counted, begin, kept, weights)
     source, position, sizes, by_row = found if weights is not None else (*found, None)
     return source, position.reshape(experts.shape), sizes, by_row
 
@@ -248,30 +247,24 @@ def _launch(kernel, out, blocks: int, scratch):
 
 
 def _i32(*shape: int) -> jax.ShapeDtypeStruct:
-    """Returns the type of an array of i32."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _index(dim: int) -> Int[Array, "64 64"]:
-    """Returns the index along a dim of a tile of 64 x 64."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (STEP, STEP), dim), plgpu.Layout.WGMMA)
 
 
 def _iota(size: int) -> Int[Array, " I"]:
-    """Returns 0, 1, ... in the layout of indices."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (size,), 0), layout_of(size))
 
 
 def _count(mask) -> Int[Array, " 64"]:
-    """Returns how many elements of each row of a tile are True."""
     return jnp.sum(jnp.where(mask, 1, 0), axis=1)
 
 
 def _load(ref: Any, start, layout) -> Int[Array, " 64"]:
-    """Loads 64 elements as a row or a column of a tile."""
     return plgpu.load(ref.at[pl.ds(start, STEP)], layout=layout, optimized=False)
 
 
 def _store(ref: Any, start, values: Int[Array, " 64"]) -> None:
-    """Stores 64 elements of a row of a tile."""
     store(ref.at[pl.ds(start, STEP)], values, optimized=False)

@@ -31,40 +31,28 @@ mad.wide.u32 at, $1, 4, $0;
 
 
 def layout_of(size: int) -> Any:
-    """Returns the layout of the arrays [size] of indices: element i is in thread i % 128. 128 divides `size`."""
+    """Returns the layout of indices [size], a multiple of 128: element i is in thread i % 128."""
     return plgpu.Layout.WG_STRIDED((size,), 1)
 
 
 def take(ref: Any, index: Int[Array, " I"]) -> Int[Array, " I"]:
-    """Returns ref[index[i]] for each i.
-
-    Args:
-      ref: [S] i32 in SMEM.
-      index: [I] i32 in the layout of `layout_of`, each below S and not negative.
-    """
+    """Returns ref[index[i]] for each i: ref [S] i32 in SMEM; index in [0, S), in the layout of `layout_of`."""
     layout = layout_of(index.shape[0])
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), layout),
-        return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=layout),
+        arg_types=(plgpu.RefType(), layout), return_type=plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=layout)
     )
     def load(ctx, ref, index):
         del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        found = [run_ptx(TAKE, utils.memref_ptr(ref), at, result=i32) for at in _values(index)]
-        registers = np.array([vector.broadcast(ir.VectorType.get((1,), i32), v) for v in found], dtype=object)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+        return to_fragments([run_ptx(TAKE, utils.memref_ptr(ref), at, result=i32()) for at in _values(index)], layout)
 
     return load(ref, index)
 
 
 def put(ref: Any, index: Int[Array, " I"], values: Num[Array, " I"]) -> None:
-    """Writes values[i] to ref[index[i]] for each i whose index is below S and not negative.
+    """Writes values[i] to ref[index[i]] in GMEM, i32 or f32, for each i whose index is below S and not negative.
 
-    Args:
-      ref: [S] i32 or f32 in GMEM.
-      index: [I] i32 in the layout of `layout_of`.
-      values: [I], in the dtype of `ref` and in this layout, or one value in all places.
+    Index [I] i32 is in the layout of `layout_of`; `values` are in the dtype of `ref` and this layout, or one value.
     """
     layout, code = layout_of(index.shape[0]), PUT.format(size=ref.shape[0])
 
@@ -72,13 +60,23 @@ def put(ref: Any, index: Int[Array, " I"], values: Num[Array, " I"]) -> None:
     def write(ctx, ref, index, values):
         del ctx
         for at, value in zip(_values(index), _values(values), strict=True):
-            run_ptx(code, utils.memref_ptr(ref), at, arith.bitcast(ir.IntegerType.get_signless(32), value))
+            run_ptx(code, utils.memref_ptr(ref), at, arith.bitcast(i32(), value))
 
     write(ref, index, plgpu.layout_cast(values, layout))
 
 
+def i32() -> Any:
+    """Returns the type i32 of MLIR."""
+    return ir.IntegerType.get_signless(32)
+
+
+def to_fragments(values: list[Any], layout: Any) -> mgpu.FragmentedArray:
+    """Returns the array of i32 in this layout whose elements of this thread are `values`."""
+    registers = np.array([vector.broadcast(ir.VectorType.get((1,), i32()), v) for v in values], dtype=object)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+
+
 def _values(x: mgpu.FragmentedArray) -> list[Any]:
-    """Returns the elements of this thread."""
     return [vector.extract(register, dynamic_position=[], static_position=[0]) for register in x.registers.flat]
 
 

@@ -1,13 +1,13 @@
-"""Kernels that quantize to FP8, for products over columns, over rows, or both.
+"""Kernels that quantize to FP8, for products over columns, over rows, or both, and that dequantize received rows.
 
     scale[b] = max |x| over block b / max of the format         (rounded up to a power of two with `pow2`)
-    data     = round_to_format(x * (1 / scale))
+    data     = round_to_format(x * (1 / scale)),      x[r, c] ~ data[r, c] * scale[r, c / 128]
 
 FP8 products take K-major operands alone, so these kernels also transpose an operand whose rows a product contracts. A
-kernel loads a tile of 128 x 128 elements into SMEM once and reads it in both directions, half of it at one time: as it
-lies for 1 x 128 blocks, and transposed for 128 x 1 blocks. With `source` a kernel gathers the rows as it loads them, so
-that sorted rows are never in memory unquantized. As in `moax.ops.quantize`, a NaN or Inf becomes NaN in its own element
-and does not enter a scale, and a block of zeros has scale 1.
+kernel loads a tile of 128 x 128 elements into SMEM once and reads halves of it in both directions: as it lies for
+1 x 128 blocks, and transposed for 128 x 1 blocks. With `source` a kernel gathers the rows as it loads them. As in
+`moax.ops.quantize`, a NaN or Inf becomes NaN in its own element and does not enter a scale, and a block of zeros has
+scale 1.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from moax.errors import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.compat import store
-from moax.mesh.collectives import varying
+from moax.mesh.collectives import varying, with_vma_of_inputs
 
 TINY = 2.0**-126  # the smallest normal float32
 
 
+@with_vma_of_inputs
 def quantize_rows(
     x: Float[Array, "rows C"],
     blocks: Blocks | None,
@@ -46,15 +47,13 @@ def quantize_rows(
 
     Args:
       x: [M, C] bf16 or f32, M a multiple of 128 and C of 16. With `source` it is [R, C], with any R.
-      blocks: the blocks of the rows. Rows of padding are quantized to 0 and do not enter a scale. Blocks without rows
-        are not written. None means that all rows are real.
-      source: [M] i32, not negative: row m is x[source[m]], and 0 where source[m] >= R. A row of padding needs a source
-        >= R.
+      blocks: the blocks of the rows. Rows of padding become 0 and do not enter a scale; blocks without rows are not
+        written. None means that all rows are real.
+      source: [M] i32, not negative: row m is x[source[m]], and 0 where source[m] >= R, as it must be in padding.
       dtype: float8_e4m3fn or float8_e5m2.
       rows, columns: whether to make the result for products over columns (`rows`) and over rows (`columns`).
       pow2: whether scales are rounded up to powers of two.
-      scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes a scale for
-        each block.
+      scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes them.
       by_row: whether the scales of `rows` lie row by row, [M, ceil(C / 128)].
 
     Returns:
@@ -117,6 +116,7 @@ def quantize_rows(
     )
 
 
+@with_vma_of_inputs
 def quantize_weight(
     w: Float[Array, "E R C"],
     *,
@@ -179,11 +179,53 @@ def quantize_weight(
     )
 
 
-def check_source(name: str, x, dims: int, dtype) -> None:
-    """Raises Unsupported where the kernels do not take x or `dtype`.
+@with_vma_of_inputs
+def dequantize_rows(
+    data: Float[Array, "R C"], words: Int[Array, "R W"], ends: Int[Array, " N"], *, dtype=jnp.bfloat16
+) -> Float[Array, "R C"]:
+    """x[r, c] = data[r, c] * scale[r, c / 128], rounded once. Rows from ends[-1] on may hold anything.
 
-    x must be bf16 or f32, its last `dims` dims multiples of 16, and `dtype` float8_e4m3fn or float8_e5m2.
+    Args:
+      data: [R, C] float8_e4m3fn or float8_e5m2, R a multiple of 128 and C of 32.
+      words: [R, W] i32, which begin with the bits of the ceil(C / 128) f32 scales.
+      ends: [N] i32; ends[-1] is the number of rows to dequantize.
+      dtype: the dtype of the result, bfloat16 or float32.
+
+    Raises:
+      Unsupported: the kernel does not take these shapes.
     """
+    size, width = data.shape
+    blocks = -(-width // BLOCK)
+    if size % BLOCK or width % 32 or words.shape[0] != size or words.shape[1] < blocks:
+        raise Unsupported(
+            f"data and words have shapes {data.shape}, {words.shape}; the kernel takes multiples of {BLOCK} rows and "
+            "of 32 columns, with a word for each 128 columns"
+        )
+
+    def dequantize_rows(data, words, ends, out, *, tile, wide, loaded):
+        i, j = lax.axis_index("i"), lax.axis_index("j")
+
+        @pl.when(i * BLOCK < ends[ends.shape[0] - 1])
+        def _():
+            load_tiles([(data.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
+            for half in (0, 1):
+                scale = words.at[pl.ds(i * BLOCK + half * HALF, HALF), j]
+                scale = plgpu.load(scale, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                scale = lax.bitcast_convert_type(scale, jnp.float32)
+                value = rows_of(tile, half, optimized=False)
+                value = value * lax.broadcast_in_dim(scale, value.shape, [0])
+                wide[pl.ds(half * HALF, HALF)] = value.astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(wide, out.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    scratch = dict(tile=tile_buffer(data.dtype, width), wide=tile_buffer(dtype, width), loaded=plgpu.Barrier())
+    out = jax.ShapeDtypeStruct((size, width), dtype)
+    return launch(dequantize_rows, out, dict(i=size // BLOCK, j=blocks), scratch)(data, words, ends)
+
+
+def check_source(name: str, x, dims: int, dtype) -> None:
+    """Raises Unsupported unless x is bf16 or f32 with its last `dims` dims multiples of 16, and `dtype` is FP8."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise Unsupported(f"{name} is {x.dtype}; the kernel quantizes bfloat16 and float32")
     if dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
@@ -193,10 +235,7 @@ def check_source(name: str, x, dims: int, dtype) -> None:
 
 
 def launch(kernel, out, grid: dict[str, int], scratch: dict, warpgroups: int = 1, **params):
-    """Makes a kernel of warpgroups that share a tile.
-
-    The kernel has no SMEM for reductions over warps, because the warpgroups would share it too.
-    """
+    """Makes a kernel of warpgroups that share a tile."""
     return plgpu.kernel(
         kernel,
         out_type=out,
@@ -205,17 +244,15 @@ def launch(kernel, out, grid: dict[str, int], scratch: dict, warpgroups: int = 1
         num_threads=warpgroups,
         thread_name="wg",
         scratch_types=scratch,
+        # Without SMEM for reductions over warps, because the warpgroups would share it too.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, **params),
     )
 
 
 def tile_buffer(dtype, width: int, rows: int = BLOCK, together: int = 8):
-    """Returns SMEM for a tile of an array of this width, with boxes of columns that divide the width, as TMA needs.
-
-    `together` is the least number of rows that one copy brings.
-    """
+    """Returns SMEM for a tile of an array of this width; one copy brings `together` rows at least."""
     size = jnp.dtype(dtype).itemsize
-    box = next(n for n in (128, 64, 32) if width * size % n == 0)
+    box = next(n for n in (128, 64, 32) if width * size % n == 0)  # TMA needs boxes that divide the width
     transforms = (plgpu.TilingTransform((together, box // size)), plgpu.SwizzleTransform(box))
     return plgpu.SMEM((rows, BLOCK), dtype, transforms=transforms)
 
@@ -232,18 +269,17 @@ def load_tiles(copies, loaded) -> None:
 
 
 def gather_tile(x, source, first, column, tile, loaded, alike: bool) -> None:
-    """Copies the 128 rows x[source[first]], x[source[first + 1]], ... to the tile and waits; a row past x's end is 0.
+    """Copies the 128 rows x[source[first]], x[source[first + 1]], ... to the tile; a row past the end of x is 0."""
 
-    A warpgroup issues the instructions of a copy in all of its four warps, so each warp copies a fourth of the rows.
-    JAX admits no map over warps where a user's `shard_map` types x as varying; `alike` says that none does.
-    """
-
-    def copy(warp):
+    def copy(
+        warp,
+    ):  # all four warps of a warpgroup issue the instructions of a copy, so each copies a fourth of the rows
         at = [source[first + warp * (BLOCK // 4) + k] for k in range(BLOCK // 4)]
         for k, n in enumerate(at):
             row = tile.at[pl.ds(warp * (BLOCK // 4) + k, 1)]
             plgpu.copy_gmem_to_smem(x.at[pl.ds(n, 1), pl.ds(column, BLOCK)], row, loaded)
 
+    # JAX admits no map over warps where a user's `shard_map` types x as varying.
     plgpu.warp_map(copy) if alike else lax.fori_loop(0, 4, lambda warp, _: copy(warp), None)
     plgpu.barrier_wait(loaded)
 
@@ -255,7 +291,7 @@ def meet(barrier) -> None:
 
 
 def zero_tail(tiles, count, halves, barrier) -> None:
-    """Writes 0 into the rows of the tiles from `count` on. This warpgroup writes those of its `halves`."""
+    """Writes 0 into the rows of the tiles from `count` on, in the `halves` of this warpgroup."""
 
     @pl.when(count < BLOCK)
     def _():
@@ -305,18 +341,16 @@ def to_scale(amax, dtype, pow2: bool, of_zero: float = 1.0):
 
 
 def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool = False, by_row: bool = False) -> None:
-    """Quantizes half a block [64, 128] by its rows and starts its copy to GMEM, up to the end of data.
+    """Quantizes half a block [64, 128] f32 by its rows and starts its copy to GMEM, up to the end of data.
 
     Args:
       value: [64, 128] f32.
       to: data [R, C] in GMEM, scale [C / 128, R] in GMEM, and a buffer in SMEM.
-      first: the first of the 64 rows in data.
-      column_block: the block of 128 columns in data.
+      first, column_block: the first of the 64 rows, and the block of 128 columns, in data.
       slot: the half of the buffer that takes the values.
-      pow2: whether scales are rounded up to powers of two.
+      pow2, by_row: see `quantize_rows`.
       given: the scale, which is then not written; None computes one for each row.
       wait: whether earlier copies may still read the buffer.
-      by_row: whether the scales are [R, C / 128].
     """
     data, scales, buffer = to
     dtype = data.dtype
@@ -337,10 +371,7 @@ def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool
 
 
 def _scratch(x, data, gathered: bool = False) -> dict:
-    """Returns the shared memory of a kernel: a tile, and a buffer of half a tile for all results in turn.
-
-    An SM then holds four blocks of threads.
-    """
+    # A buffer of half a tile serves all results in turn, so that an SM holds four blocks of threads.
     buffers = [tile_buffer(result.dtype, result.shape[-1], HALF) for result in data]
     return dict(
         tile=tile_buffer(x.dtype, x.shape[-1], together=1 if gathered else 8),

@@ -1,8 +1,8 @@
 """The TileConfig of a product: the measured one of its shape, or else the choice of a heuristic.
 
 Measured tiles are in two files of one form, {device: {key: the fields of a TileConfig but its waves}}. One is the
-packaged table, `tiles.json` beside this file. The other is the user's table, which `moax tune` writes, and whose
-entries win. Nothing is measured at run time.
+packaged table, `tiles.json` beside this file. The other is the user's table, which
+`python -m benchmarks.tune` writes, and whose entries win. Nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -33,24 +33,18 @@ WGRAD_FP8 = (TileConfig(128, 4, 8, 1, 3), TileConfig(128, 4, 8, 2, 3), TileConfi
 
 
 def tile_key(op: str, contracted: int, columns: int, rows_per_group: int) -> str:
-    """Returns the key of a product's shape.
-
-    The rows of a group are rounded up to a power of two: 300 rows have the key R512.
-    """
+    """Returns the key of a shape, with the rows of a group rounded up to a power of two: 300 rows have R512."""
     return f"{op} K{contracted} N{columns} R{1 << max(0, rows_per_group - 1).bit_length()}"
 
 
 def user_table() -> Path:
-    """Returns the path of the user's table, which `moax tune` writes. There may be no such file."""
+    """Returns the path of the user's table, which `python -m benchmarks.tune` writes; there may be no such file."""
     return Path.home() / ".cache" / "moax" / "tiles.json"
 
 
 @functools.cache
 def read_table() -> Table:
-    """Returns the packaged table, with the entries of the user's table in the place of its own.
-
-    A user's table that cannot be read is left out, and the log says so.
-    """
+    """Returns the packaged table, updated by the user's table; the log says where that cannot be read."""
     table = load(TABLE)
     try:
         own = load(user_table())
@@ -102,8 +96,8 @@ def with_projections(tile: TileConfig, gates: int, hidden: int) -> TileConfig:
 def turn_tile(tile: TileConfig, rows: int) -> TileConfig:
     """Returns a tile of twice the rows and half the columns, for a wgrad [rows, N] that gathers its columns.
 
-    The producer's warps copy each gathered column of a tile, which takes longer than copies of the copy engine. It is
-    the tile itself where it is no tile of 256 columns, or where the turned one would have a tenth more idle rows.
+    Copies of gathered columns take longer than those of the copy engine. It is the tile itself where it is no tile of
+    256 columns, or where the turned one would have a tenth more idle rows.
     """
     turned = dataclasses.replace(tile, tile_n=tile.tile_n // 2, products=2)
     more = -(-rows // turned.rows) * turned.rows > 1.1 * -(-rows // tile.rows) * tile.rows
@@ -116,11 +110,7 @@ def to_numbers(tile: TileConfig) -> list[int]:
 
 
 def candidates(op: str, columns: int) -> list[TileConfig]:
-    """Returns the tiles that `moax tune` tries for a product of so many columns.
-
-    They are the tiles of the heuristic with several widths and clusters, without tiles whose last columns would mostly
-    be idle.
-    """
+    """Returns the tiles that `benchmarks.tune` tries: those whose last columns are not mostly idle."""
     sizes = {tile.tile_n: tile.stages for tile in HEURISTIC[op]}
     waste = {n: -(-columns // n) * n / columns for n in sizes}
     kept = [n for n in sizes if waste[n] <= 1.15 * min(waste.values())]
@@ -135,8 +125,7 @@ def pick_tile(op: str, contracted: int, columns: int, rows_per_group: int, devic
         return TileConfig(*measured)
 
     def speed(tile: TileConfig) -> float:
-        """Returns the relative speed of a tile, less the share of its columns that would be idle."""
         span = tile.tile_n * tile.cluster
-        return HEURISTIC[op][tile] * columns / (-(-columns // span) * span)
+        return HEURISTIC[op][tile] * columns / (-(-columns // span) * span)  # less the share of idle columns
 
     return max(HEURISTIC[op], key=speed)

@@ -18,18 +18,20 @@ from jaxtyping import Array, Float, Int
 
 from moax.errors import Unsupported
 from moax.kernels.hopper.pallas.compat import store
+from moax.mesh.collectives import with_vma_of_inputs
 
 ROWS = 64  # the rows of a warpgroup
 MOST = 256  # the most experts: a thread holds half as many logits in registers
 STEP = 8  # the experts of a tile of registers
 
 
-def takes(shape: tuple[int, ...], top_k: int) -> bool:
+def supports(shape: tuple[int, ...], top_k: int) -> bool:
     """Returns whether the kernel takes logits [T, E] of this shape."""
     rows, experts = shape
     return isinstance(rows, int) and rows >= ROWS and experts % STEP == 0 and top_k <= experts <= MOST
 
 
+@with_vma_of_inputs
 def top_k_rows(logits: Float[Array, "T E"], top_k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
     """chosen[t], experts[t] = lax.top_k(logits[t], K).
 
@@ -38,21 +40,20 @@ def top_k_rows(logits: Float[Array, "T E"], top_k: int) -> tuple[Float[Array, "T
       top_k: K, at most E.
 
     Returns:
-      chosen: [T, K] f32, the largest first.
-      experts: [T, K] i32, where they are. All are below E, whatever the logits hold.
+      chosen [T, K] f32, the largest first, and experts [T, K] i32, which are below E whatever the logits hold.
 
     Raises:
       Unsupported: the logits have another shape or another dtype.
     """
     rows, experts = logits.shape
-    if not takes(logits.shape, top_k) or logits.dtype != jnp.float32:
+    if not supports(logits.shape, top_k) or logits.dtype != jnp.float32:
         raise Unsupported(
             f"logits are {logits.dtype} {logits.shape} with K={top_k}; the kernel takes float32, at least {ROWS} rows, "
             f"and experts in multiples of {STEP} up to {MOST}"
         )
 
     def top_k_rows(logits, chosen, out):
-        # The last rows are those of the block before too, where 64 does not divide T: both write the same.
+        # Where 64 does not divide T, the last block repeats rows of the block before, and both write the same.
         first = jnp.minimum(lax.axis_index("i") * ROWS, rows - ROWS)
         values = plgpu.load(logits.at[pl.ds(first, ROWS)], layout=plgpu.Layout.WGMMA, optimized=False)
         bits = lax.bitcast_convert_type(values, jnp.uint32)

@@ -16,20 +16,13 @@ from jaxtyping import Array, Float, Int
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import HALF, Blocks
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
-from moax.kernels.hopper.pallas.pipeline import (
-    ROWS,
-    TileConfig,
-    leave_room,
-    run,
-    stage,
-    sweep,
-    swizzle_of,
-    swizzled,
-)
+from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep, swizzle_of, swizzled
+from moax.mesh.collectives import with_vma_of_inputs
 
 STEP = HALF  # the rows of a stage
 
 
+@with_vma_of_inputs
 def grouped_wgrad(
     x: Float[Array, "R K"],
     dy: Float[Array, "S N"],
@@ -41,13 +34,12 @@ def grouped_wgrad(
     out_dtype=None,
     total=None,
 ) -> Float[Array, "E K N"]:
-    """dw[g] = sum over rows m of g: x[m]^T dy[m].
+    """dw[g] = sum over rows m of group g: x[m]^T dy[m].
 
     Args:
       x: [M, K], bf16 or f16, its rows in blocks; 0 in the padding of each group's last half.
       dy: [M, N], like x in dtype and padding.
-      blocks: the blocks of the rows.
-      tile: see TileConfig.
+      blocks, tile: the blocks of the rows, and a TileConfig.
       source: row m of the operand that `gathers` names, "x" or "dy", is its row source[m], or 0 where there is none: it
         is then [R, K] or [R, N], in any order. None means row m itself.
       out_dtype: the dtype of dw; None means x.dtype.

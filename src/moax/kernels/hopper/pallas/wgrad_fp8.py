@@ -17,23 +17,23 @@ from jaxtyping import Array, Float
 from moax.errors import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep
+from moax.mesh.collectives import with_vma_of_inputs
 
 PIECE = 64  # the columns whose scales are in registers at one time
 HALVES = BLOCK // HALF  # `Blocks` has first halves, and a step contracts a block
 
 
+@with_vma_of_inputs
 def grouped_wgrad_fp8(
     x: KMajorFp8, dy: KMajorFp8, blocks: Blocks, tile: TileConfig, *, out_dtype=jnp.bfloat16, total=None
 ) -> Float[Array, "E K N"]:
-    """dw[g] = sum over rows m of g: x[:, m] dy[:, m]^T, dequantized block by block.
+    """dw[g] = sum over rows m of group g: x[:, m] dy[:, m]^T, dequantized block by block.
 
     Args:
       x: data [K, M], with a scale for each 128 of the M rows.
       dy: data [N, M], with scales like those of x.
-      blocks: the blocks of the rows.
-      tile: see TileConfig.
+      blocks, tile, total: see `grouped_wgrad`.
       out_dtype: the dtype of dw.
-      total: [E, K, N] in `out_dtype`, to which the kernel adds, or None. The sum is returned, in the memory of `total`.
 
     Raises:
       Unsupported: x or dy is no 8-bit float.
@@ -55,11 +55,8 @@ def grouped_wgrad_fp8(
 
     def load(place, step, slot, barrier, stages, x, sx, dy, sdy, first, sizes):
         _, row, column, start = place
-        tokens, k, n = (
-            pl.ds((start + step) * BLOCK, BLOCK),
-            pl.ds(row * tile_m, tile_m),
-            pl.ds(column * tile.tile_n, tile.tile_n),
-        )
+        tokens = pl.ds((start + step) * BLOCK, BLOCK)
+        k, n = pl.ds(row * tile_m, tile_m), pl.ds(column * tile.tile_n, tile.tile_n)
         plgpu.copy_gmem_to_smem(x.at[k, tokens], stages["x"].at[slot], barrier, collective_axes=shared)
         plgpu.copy_gmem_to_smem(dy.at[n, tokens], stages["dy"].at[slot], barrier)
         plgpu.copy_gmem_to_smem(sx.at[start + step, k], stages["sx"].at[slot], barrier)

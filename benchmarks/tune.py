@@ -1,0 +1,171 @@
+"""This program measures the tiles of each product on this GPU, and keeps the fastest in the user's table."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import cases
+from benchmarks.problem import Problem
+from benchmarks.timing import Repeats, kernel_time
+from moax import backend, program
+from moax.errors import Unsupported
+from moax.kernels.hopper.pallas import tiles
+from moax.kernels.hopper.pallas.matmul import grouped_matmul
+from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
+from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
+from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
+
+NAME = "python -m benchmarks.tune"
+DESCRIPTION = """\
+Measures the tiles of every product of the cases on this GPU. A table in your cache folder (~/.cache/moax/tiles.json, or
+--out FILE) keeps the fastest tile of each shape, if it is at least 1 % faster than the tile of the heuristic. Kernels
+read your table before the one in the package.
+"""
+GAIN = 1.01
+# {op: (the directions that it computes, whether its operands are FP8)}
+DIRECTIONS: dict[str, tuple[tuple[cases.Direction, ...], bool]] = {
+    "matmul": (("fwd",), False),
+    "matmul_transposed": (("dgrad",), False),
+    "wgrad": (("wgrad",), False),
+    "matmul_fp8": (("fwd", "dgrad"), True),
+    "wgrad_fp8": (("wgrad",), True),
+}
+
+
+class Tuned(NamedTuple):
+    """The fastest tile of one product."""
+
+    case: str
+    op: str
+    direction: str
+    key: str
+    tile: list[int]
+    us: float
+    gain: float
+    kept: bool
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `python -m benchmarks.tune ARGV`, and returns the exit code; see `moax.program`."""
+    args = parser().parse_args(argv)
+    return program.run(NAME, lambda: run(args), traceback=args.traceback)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    command_line = argparse.ArgumentParser(
+        prog=NAME, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = command_line.add_argument
+    add(
+        "--cases",
+        default="perf",
+        metavar="SETS",
+        help=f"sets of cases, with commas: {', '.join(cases.NAMES)} (default: %(default)s)",
+    )
+    add("--only", action="append", metavar="WORD", help="measure only cases whose name contains WORD; repeatable")
+    add("--ops", default=",".join(DIRECTIONS), metavar="NAMES", help="ops, with commas (default: %(default)s)")
+    add("--out", metavar="FILE", help="the table to update (default: the one in your cache folder)")
+    add("--json", action="store_true", help="print JSON at the end; progress goes to stderr")
+    add("--traceback", action="store_true", help="show where an error arose")
+    return command_line
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures every product of the cases, and writes the table after each case. Returns 0."""
+    program.start()
+    unknown = set(args.ops.split(",")) - DIRECTIONS.keys()
+    if unknown:
+        raise ValueError(f"--ops: unknown {', '.join(sorted(unknown))}; the ops are {', '.join(DIRECTIONS)}")
+    if not backend.on_hopper():
+        raise Unsupported(f"this command needs an NVIDIA Hopper GPU, not {backend.device_kind()!r}")
+    path = Path(args.out) if args.out else tiles.user_table()
+    table, packaged = tiles.load(path), tiles.load(tiles.TABLE).get(backend.device_kind(), {})
+    mine = table.setdefault(backend.device_kind(), {})
+    found: list[Tuned] = []
+    for case in cases.select(args.cases, args.only):
+        problem = Problem(case)
+        for op in args.ops.split(","):
+            for direction in DIRECTIONS[op][0]:
+                best = tune(problem, op, direction)
+                found.append(best)
+                line = f"{best.case} {op} {direction}: tile {best.tile} takes {best.us:.0f} us; the heuristic's tile "
+                line += f"takes {best.gain:.3f} times as long"
+                print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
+                if best.kept or best.key in packaged:  # The measured tile also replaces a tile of the packaged table.
+                    mine[best.key] = best.tile
+                else:
+                    mine.pop(best.key, None)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(table))
+    if args.json:
+        report = {"device": backend.device_kind(), "table": str(path), "products": [best._asdict() for best in found]}
+        print(json.dumps(report, indent=2))
+    return 0
+
+
+def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
+    """Measures the heuristic's tile and all candidates for one product."""
+    case = problem.case
+    contracted, columns = (case.contracted, case.columns)[:: -1 if direction == "dgrad" else 1]
+    rows = problem.num_rows // case.groups
+    first = tiles.pick_tile(op, contracted, columns, rows)
+    times = {}
+    for tile in dict.fromkeys([first, *tiles.candidates(op, columns)]):
+        try:
+            f, operands = product(problem, op, direction, tile)
+            times[tile] = kernel_time(f, operands, Repeats(2, 7)).us
+        except (Unsupported, ValueError) as error:
+            print(f"{case.name} {op} {tile}: {error}", file=sys.stderr)
+    best = min(times, key=times.__getitem__)
+    gain = times[first] / times[best]
+    key = tiles.tile_key(op, contracted, columns, rows)
+    return Tuned(
+        case=case.name,
+        op=op,
+        direction=direction,
+        key=key,
+        tile=tiles.to_numbers(best),
+        us=times[best],
+        gain=gain,
+        kept=gain >= GAIN,
+    )
+
+
+def product(problem: Problem, op: str, direction: cases.Direction, tile) -> tuple[Callable, tuple]:
+    """Returns the product by the kernel of `op` with this tile, as a jitted function, and its operands."""
+    kernel: Any = {
+        "matmul": grouped_matmul,
+        "matmul_transposed": functools.partial(grouped_matmul, transpose=True),
+        "wgrad": grouped_wgrad,
+        "matmul_fp8": grouped_matmul_fp8,
+        "wgrad_fp8": grouped_wgrad_fp8,
+    }[op]
+    plain = {"fwd": (problem.x, problem.w), "dgrad": (problem.dy, problem.w), "wgrad": (problem.x, problem.dy)}
+    left, right = problem.quantized(direction) if DIRECTIONS[op][1] else plain[direction]
+    f = jax.jit(lambda left, right, blocks: kernel(left, right, blocks, tile, out_dtype=jnp.bfloat16))
+    return f, (left, right, problem.blocks())
+
+
+def render(table: dict[str, dict[str, list[int]]]) -> str:
+    """Returns the table {device: {key: tile}} as JSON, sorted, with one entry a line."""
+
+    def lines() -> Iterator[str]:
+        for device, entries in sorted(table.items()):
+            inner = ",\n".join(f"  {json.dumps(key)}: {json.dumps(tile)}" for key, tile in sorted(entries.items()))
+            yield f" {json.dumps(device)}: {{\n{inner}\n }}"
+
+    return "{\n" + ",\n".join(lines()) + "\n}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""bytes [B, S] -> logits [B, S, 256]: embed; L times (x += attention(norm(x)); x += moe(norm(x))); norm; predict.
+
+The layers are one `lax.scan` over parameters stacked along a leading L, so that compile time does not grow with L.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+import moax
+from lm.config import VOCAB, ModelConfig, TrainConfig
+from moax import Axes, MoEParams, QuantizedParams, ops
+from moax.recipe import get_recipes
+from moax.sharding import dense_spec, token_spec
+
+AXES = Axes()
+MoEBlock = Callable[..., tuple[Float[Array, "B S H"], Any]]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["norm_a", "wqkv", "wo", "norm_m", "moe"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The parameters of one layer. In `Params` every array has a leading L.
+
+    `moe.router_bias` is None, since the optimizer does not train the selection bias; `TrainState` holds it.
+
+    Attributes:
+      norm_a: [H] f32, gain of the norm before attention.
+      wqkv: [H, 3 H] f32. wo: [H, H] f32.
+      norm_m: [H] f32, gain of the norm before the MoE.
+      moe: see `moax.MoEParams`.
+    """
+
+    norm_a: Float[Array, "*L H"]
+    wqkv: Float[Array, "*L H H3"]
+    wo: Float[Array, "*L H H"]
+    norm_m: Float[Array, "*L H"]
+    moe: MoEParams[Array]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["embed", "layers", "norm", "predict"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """All parameters that the optimizer trains.
+
+    Attributes:
+      embed: [256, H] f32.
+      layers: the L layers, stacked along a leading L.
+      norm: [H] f32, gain of the norm before the prediction.
+      predict: [H, 256] f32; None where `embed` is tied to it.
+    """
+
+    embed: Float[Array, "V H"]
+    layers: Layer
+    norm: Float[Array, " H"]
+    predict: Float[Array, "H V"] | None
+
+
+def init(key: PRNGKeyArray, model: ModelConfig) -> Params:
+    """Returns float32 parameters, drawn from a normal distribution of standard deviation 1 / sqrt(fan in).
+
+    The matrices whose product a layer adds to the residual stream are smaller by sqrt(2 L). Where `predict` is not
+    tied, its scale is a fifth, so that the first predictions are near uniform.
+    """
+    width, shrink = model.d_model, (2 * model.num_layers) ** -0.5
+
+    def normal(key, shape):
+        return jax.random.normal(key, shape, jnp.float32) * shape[0] ** -0.5
+
+    def layer(key):
+        qkv, out, moe_key = jax.random.split(key, 3)
+        moe = moax.init(moe_key, model.moe(), axes=AXES)
+        moe = dataclasses.replace(moe, wo=moe.wo * shrink, router_bias=None)
+        gain = jnp.ones(width)
+        return Layer(gain, normal(qkv, (width, 3 * width)), normal(out, (width, width)) * shrink, gain, moe)
+
+    embed, predict, layers = jax.random.split(key, 3)
+    return Params(
+        embed=jax.random.normal(embed, (VOCAB, width), jnp.float32) * width**-0.5,
+        layers=lax.map(layer, jax.random.split(layers, model.num_layers)),
+        norm=jnp.ones(width),
+        predict=None if model.tied else normal(predict, (width, VOCAB)) * 0.2,
+    )
+
+
+def count(model: ModelConfig) -> tuple[int, int]:
+    """Returns (number of parameters, number of active parameters: those that one token is multiplied with)."""
+    shapes = jax.eval_shape(partial(init, model=model), jax.random.key(0))
+    total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    experts = sum(leaf.size for leaf in (shapes.layers.moe.wi, shapes.layers.moe.wo))
+    return total, total - experts + experts * model.top_k // model.num_experts
+
+
+def specs(model: ModelConfig) -> Params:
+    """Returns `Params` of PartitionSpecs on the mesh that is set.
+
+    Dense weights are sharded over (fsdp, ep), the MoE's as `moax.param_specs` says.
+    """
+    width = model.d_model
+    replicated: Any = PartitionSpec()  # The type is Any, since specs take the place of the arrays of Params.
+    dense: Any = partial(dense_spec, AXES)
+
+    def stacked(spec) -> Any:
+        return PartitionSpec(None, *spec)
+
+    moe = dataclasses.replace(moax.param_specs(model.moe(), AXES), router_bias=None)
+    layer = Layer(
+        norm_a=replicated,
+        wqkv=stacked(dense((width, 3 * width))),
+        wo=stacked(dense((width, width))),
+        norm_m=replicated,
+        moe=jax.tree.map(stacked, moe),
+    )
+    return Params(dense((VOCAB, width)), layer, replicated, None if model.tied else dense((width, VOCAB)))
+
+
+def constrain(x: Array, spec: PartitionSpec) -> Array:
+    """Returns x, sharded by `spec` over the mesh that is set; x itself where there is none."""
+    return x if jax.sharding.get_abstract_mesh().empty else lax.with_sharding_constraint(x, spec)
+
+
+def forward(
+    params: Params,
+    router_bias: Float[Array, "L E"] | None,
+    tokens: Int[Array, "B S"],
+    config: TrainConfig,
+    block: MoEBlock = moax.moe,
+    quantized: QuantizedParams[Array] | None = None,
+    added: Float[Array, "L B S H"] | None = None,
+) -> tuple[Float[Array, "B S V"], Any]:
+    """Computes the logits of the next byte at each place of each sequence.
+
+    Args:
+      params: the parameters.
+      router_bias: [L, E] f32, the selection bias; None where the router has none.
+      tokens: [B, S] ints, the bytes.
+      config: the settings of the run.
+      block: the function in the place of `moax.moe`, with its arguments.
+      quantized: the experts' weights as `quantize` returns them; None: each block quantizes its own.
+      added: [L, B, S, H], added to the output of each MoE; its gradient is that of the outputs.
+
+    Returns:
+      logits [B, S, 256] f32: logits[b, s] predicts tokens[b, s + 1]; and the MoEStats of the L layers, each array of
+      which has a leading L. Where `block` returns something else beside y, that takes the place of MoEStats.
+    """
+    model, options, dtype = config.model, config.options, jnp.dtype(config.dtype)
+    rows = token_spec(AXES, ndim=3)
+    rotation = _rotation(tokens.shape[1], model.d_model // model.num_heads)
+    how = dict(engine=options.engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
+    dense = partial(ops.dense, axes=AXES, **how)
+    recipes = get_recipes(options.recipe)
+    project = partial(dense, recipe=recipes.wi), partial(dense, recipe=recipes.wo)
+
+    def layer(x, stacked):
+        p, bias, kept, extra = stacked
+        x = constrain(x, rows)
+        x = x + _attention(_rms_norm(x, p.norm_a), p, rotation, model.num_heads, project)
+        moe = dataclasses.replace(p.moe, router_bias=bias)
+        own = {} if kept is None else {"quantized": kept}
+        y, stats = block(_rms_norm(x, p.norm_m), moe, model.moe(), options=options, **own)
+        return x + (y if extra is None else y + extra), stats
+
+    # The lookup is a product with one-hot rows, since the transpose of a lookup in a sharded table is a scatter. The
+    # factor gives embeddings unit size. Beside smaller embeddings the mean that attention adds would dominate every
+    # token, and the router would send all tokens to one expert.
+    x = dense(jax.nn.one_hot(tokens, VOCAB, dtype=dtype), params.embed) * model.d_model**0.5
+    x, stats = lax.scan(_remat(layer, config.remat), x, (params.layers, router_bias, quantized, added))
+    predict = params.embed.T if params.predict is None else params.predict
+    return dense(_rms_norm(x, params.norm), predict).astype(jnp.float32), stats
+
+
+def quantize(params: Params, config: TrainConfig) -> QuantizedParams[Array] | None:
+    """Returns the weights of the experts of all layers, quantized, each array with a leading L.
+
+    It is None where the recipe quantizes no weight.
+    """
+    model, options = config.model, config.options
+    if all(recipe.w is None for recipe in get_recipes(options.recipe).both):
+        return None
+
+    def one(moe: MoEParams[Array]) -> QuantizedParams[Array]:
+        bias = jnp.zeros(model.num_experts, jnp.float32) if model.balance == "bias" else None
+        moe = dataclasses.replace(moe, router_bias=bias)
+        return moax.quantize_params(moe, model.moe(), options=options, dtype=jnp.dtype(config.dtype))
+
+    return lax.map(one, params.layers.moe)
+
+
+def _remat(layer, how: str):
+    """Returns `layer`, which recomputes in backward as `TrainConfig.remat` says."""
+    if how == "none":
+        return layer
+    policy = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES) if how == "moe" else None
+    return jax.checkpoint(layer, policy=policy)
+
+
+def _attention(x, p: Layer, rotation, heads: int, project):
+    """Computes causal attention with rotary positions, [B, S, H] -> [B, S, H]; `project` has its two dense layers."""
+    batch, seq, width = x.shape
+    qkv = project[0](x, p.wqkv).reshape(batch, seq, 3, heads, width // heads)
+    q, k, v = _rotate(qkv[:, :, 0], rotation), _rotate(qkv[:, :, 1], rotation), qkv[:, :, 2]
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=_pick_attention(q, jax.devices()[0]))
+    return project[1](y.reshape(batch, seq, width), p.wo)
+
+
+def _pick_attention(q, device) -> Literal["cudnn", "xla"]:
+    """Picks cuDNN on Hopper where q fits its kernels, which hold no [S, S] scores in memory; elsewhere XLA."""
+    on_hopper = getattr(device, "compute_capability", None) == "9.0"
+    fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    return "cudnn" if on_hopper and fits else "xla"
+
+
+def _rms_norm(x, gain):
+    """Computes x / rms(x) * gain over the last dim, in float32."""
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6) * gain).astype(x.dtype)
+
+
+def _rotation(seq: int, dim: int):
+    """Returns cos and sin of angle[s, i] = s * 10000^(-i / (dim / 2)), each [S, 1, dim / 2] f32."""
+    rates = 10000.0 ** (-jnp.arange(dim // 2, dtype=jnp.float32) / (dim // 2))
+    angles = jnp.arange(seq, dtype=jnp.float32)[:, None, None] * rates
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _rotate(x, rotation):
+    """Applies RoPE to x [B, S, N, D]: the pair (x[b, s, n, i], x[b, s, n, i + D/2]) turns by angle[s, i]."""
+    cos, sin = rotation
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

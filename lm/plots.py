@@ -1,0 +1,229 @@
+"""The plots: curves.png of one run, compare.png of several runs, and arms.png of an experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes as Plot
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from lm.config import TrainConfig
+from lm.run import Run
+
+INK, SOFT, GRID = "#2b2d33", "#9aa0a8", "#e6e8eb"
+BLUE, ORANGE, GREEN, PURPLE = COLORS = ("#2f6fb0", "#d9601a", "#3f8f5b", "#8a5fb0")
+LOSSES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5)  # the ticks of a logarithmic axis
+
+
+def make_figure(width: float, height: float, title: str = "") -> Figure:
+    """Returns an empty figure of that many inches, which `savefig` writes without a screen."""
+    figure = Figure(figsize=(width, height), dpi=140, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, weight="bold")
+    return figure
+
+
+def style(plot: Plot, title: str, x: str, y: str = "", grid: bool = True) -> None:
+    """Sets the title, which names the quantity and its unit, the axis labels, the frame, and lines across y."""
+    plot.set_title(title, loc="left", fontsize=10, color=INK)
+    plot.set_xlabel(x, color=INK, fontsize=9)
+    plot.set_ylabel(y, color=INK, fontsize=9)
+    plot.tick_params(colors=INK, labelsize=8)
+    plot.spines[["top", "right"]].set_visible(False)
+    plot.spines[["left", "bottom"]].set_color(SOFT)
+    plot.set_axisbelow(True)
+    if grid:
+        plot.grid(axis="y", color=GRID, linewidth=0.8)
+
+
+def draw_run(run: Run, config: TrainConfig) -> None:
+    """Draws `run.curves` from the metrics of the run: losses, tokens of each expert, and the share of the busiest."""
+    rows = run.rows()
+    steps = [row for row in rows if "loss" in row]
+    evaluations = [row for row in rows if "held_out_loss" in row]
+    if not steps:
+        return
+    mesh, model = ", ".join(f"{axis}={size}" for axis, size in config.mesh) or "one axis", config.model
+    title = f"{config.name}: {model.num_layers} layers, {model.num_experts} experts, top-{model.top_k}"
+    figure = make_figure(11, 5.6, f"{title}; recipe {config.recipe or 'none'}, mesh {mesh}")
+    grid = figure.add_gridspec(2, 2, width_ratios=(1.35, 1), height_ratios=(1.15, 1))
+    plot = figure.add_subplot(grid[:, 0])
+    step, loss = _series(steps, "loss")
+    plot.plot(step, loss, color=BLUE, alpha=0.25, linewidth=1)
+    plot.plot(step, _smooth(loss), color=BLUE, linewidth=1.8, label="training")
+    plot.plot(*_series(evaluations, "held_out_loss"), "o-", color=ORANGE, linewidth=1.4, markersize=5, label="held out")
+    plot.legend(frameon=False, fontsize=9)
+    style(plot, "Loss, nats a byte", "step")
+    last = next((row for row in reversed(evaluations) if np.any(row["tokens_per_expert"])), None)
+    if last:
+        before = max((row["step"] for row in evaluations if row["step"] < last["step"]), default=0)
+        tokens = np.asarray(last["tokens_per_expert"], float)
+        _experts(figure.add_subplot(grid[0, 1]), figure, tokens, f"steps {before + 1} to {last['step']}")
+    plot = figure.add_subplot(grid[1, 1])
+    step, share = _series(steps, "busiest")
+    plot.plot(step, 100 * share, color=BLUE, alpha=0.25, linewidth=1)
+    plot.plot(step, 100 * _smooth(share), color=BLUE, linewidth=1.8)
+    plot.axhline(100 / model.num_experts, color=SOFT, linestyle="--", linewidth=1)
+    plot.set_ylim(0)
+    dropped = sum(row["dropped"] for row in steps)
+    style(plot, f"Busiest expert of a layer, % of tokens; dashed: an even share; {dropped:,} dropped in all", "step")
+    figure.savefig(run.curves)
+
+
+def compare(runs: list[Run], path: Path) -> list[tuple[str, float, float]]:
+    """Draws the losses of several runs on one plot and, below it, by how much each run differs from the first.
+
+    A line is the training loss, smoothed; a dot is a held-out loss. Lines of later runs are thinner, so that two equal
+    runs both show.
+
+    Returns:
+      The name, the last held-out loss in nats a byte and the median tokens a second of each run.
+
+    Raises:
+      ValueError: a run has no step, or no held-out loss.
+    """
+    losses = [(_series(run.rows(), "loss"), _series(run.rows(), "held_out_loss")) for run in runs]
+    for run, series in zip(runs, losses, strict=True):
+        if any(len(steps) == 0 for steps, _ in series):
+            raise ValueError(f"{run.path} has no step, or no held-out loss, to draw")
+    figure = make_figure(9, 5.6 if len(runs) > 1 else 4)
+    plots = figure.subplots(2, sharex=True, height_ratios=(2, 1)) if len(runs) > 1 else [figure.add_subplot()]
+    (first_steps, first_loss), (first_dots, first_held) = losses[0]
+    for i, (run, ((steps, loss), (dots, held))) in enumerate(zip(runs, losses, strict=True)):
+        color, width = COLORS[i % 4], max(1.4, 4.2 - 1.4 * i)
+        plots[0].plot(steps, loss, color=color, alpha=0.15, linewidth=1)
+        plots[0].plot(steps, _smooth(loss), color=color, linewidth=width, label=run.path.name)
+        plots[0].plot(dots, held, "o", color=color, markersize=3 + width, markeredgecolor="white")
+        if i > 0:
+            common, here, there = np.intersect1d(steps, first_steps, return_indices=True)
+            plots[1].plot(common, _smooth(loss)[here] - _smooth(first_loss)[there], color=color, linewidth=1.6)
+            common, here, there = np.intersect1d(dots, first_dots, return_indices=True)
+            plots[1].plot(common, held[here] - first_held[there], "o", color=color, markersize=6)
+    plots[0].legend(frameon=False, loc="upper right", fontsize=9)
+    style(plots[0], "Loss, nats a byte; a line is training, smoothed, and a dot is held out", "step")
+    if len(runs) > 1:
+        plots[1].axhline(0, color=BLUE, linewidth=1.6)
+        style(plots[1], f"By how much a loss exceeds that of {runs[0].path.name}", "step")
+    figure.savefig(path)
+    rates = [float(np.median(_series(run.rows(), "tokens_per_s")[1])) for run in runs]
+    return [(run.path.name, float(held[1][-1]), rate) for run, (_, held), rate in zip(runs, losses, rates, strict=True)]
+
+
+def draw_experiment(results: dict[str, Any], path: Path) -> None:
+    """Draws the result of `experiments.compare` to `path`; nothing where no run was evaluated."""
+    if not any(run["steps"] for run in results["held_out"]):
+        return
+    color = {recipe: COLORS[i % len(COLORS)] for i, recipe in enumerate(results["recipes"])}
+    rows = 2 if results["gradients"] else 1
+    title = f"{results['name']}: {', '.join(results['recipes'])} in {results['dtype']}, seeds: {results['seeds']}"
+    figure = make_figure(11, 3.6 * rows, title)
+    plots = figure.subplots(rows, 2, squeeze=False)
+    for draw, plot in zip((_losses, _gaps, _errors, _lost), plots.flat, strict=False):
+        draw(plot, results, color)
+    figure.savefig(path)
+
+
+def _losses(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
+    """Draws the held-out loss of every run by step; runs of one recipe have one colour."""
+    for run in results["held_out"]:
+        recipe, first = run["recipe"], run["seed"] == results["held_out"][0]["seed"]
+        width = 2.6 if recipe == results["recipes"][0] else 1.2
+        label = recipe if first else None
+        plot.plot(run["steps"], run["losses"], color=color[recipe], linewidth=width, alpha=0.7, label=label)
+    plot.legend(frameon=False, loc="upper right", fontsize=9)
+    plot.set_yscale("log")
+    losses = [loss for run in results["held_out"] for loss in run["losses"]]
+    ticks = [tick for tick in LOSSES if min(losses) <= tick <= max(losses)]
+    plot.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    plot.minorticks_off()
+    style(plot, "Held-out loss, nats a byte; a line is a seed", "step")
+
+
+def _gaps(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
+    """Draws the mean gap of each recipe and the gaps of its seeds, on the band of the first recipe's own seeds."""
+    base = results["recipes"][0]
+    for recipe in results["recipes"][1:]:
+        rows = [row for row in results["gaps"] if row["recipe"] == recipe]
+        band = [row for row in rows if row["between_seeds"] is not None]
+        half = np.array([row["between_seeds"] for row in band]) / 2
+        plot.fill_between([row["step"] for row in band], -half, half, color=SOFT, alpha=0.25, linewidth=0)
+        plot.plot([row["step"] for row in rows], [row["mean"] for row in rows], color=color[recipe], linewidth=1.8)
+        for row in rows:
+            plot.plot([row["step"]] * len(row["gaps"]), row["gaps"], "o", color=color[recipe], markersize=4)
+    plot.axhline(0, color=color[base], linewidth=1.4)
+    style(plot, f"Loss less that of {base}, by seed and mean; grey: as far as its seeds differ", "step")
+
+
+def _errors(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
+    """Draws the gradient error of every expert as a dot, by projection, and the median as a bar."""
+    names, count = list(results["gradients"][0]["projections"]), len(results["gradients"])
+    for i, found in enumerate(results["gradients"]):
+        for j, name in enumerate(names):
+            errors = [e for row in found["projections"][name]["by_expert"] for e in row if e is not None]
+            at = j + (i - (count - 1) / 2) * 0.8 / count
+            spread = np.linspace(-0.25, 0.25, len(errors)) / count
+            plot.plot(at + spread, 100 * np.sort(errors), ".", color=color[found["recipe"]], markersize=3, alpha=0.6)
+            median = 100 * found["projections"][name]["median"]
+            plot.plot([at - 0.3 / count, at + 0.3 / count], [median] * 2, color=INK, linewidth=1.6)
+    plot.set_xticks(range(len(names)), names)
+    plot.set_ylim(0)
+    style(plot, "Error of a gradient against float32, %; a dot is an expert of a layer", "projection")
+
+
+def _lost(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
+    """Draws the shares of values that become 0 and of those that become the largest value, by operand."""
+    names = list(results["quantization"][0]["operands"]) if results["quantization"] else []
+    count = max(1, len(results["quantization"]))
+    for i, found in enumerate(results["quantization"]):
+        at = np.arange(len(names)) + (i - (count - 1) / 2) * 0.8 / count
+        for shift, name, words, alpha in (
+            (-0.18, "underflow", "become 0", 1.0),
+            (0.18, "saturated", "the largest value", 0.4),
+        ):
+            of = found["operands"]
+            share = [100 * sum(of[n][name]) / max(1, sum(of[n]["values"])) for n in names]
+            label = f"{found['recipe']}: {words}"
+            plot.bar(at + shift / count, share, 0.34 / count, color=color[found["recipe"]], alpha=alpha, label=label)
+    plot.set_xticks(range(len(names)), names)
+    plot.margins(y=0.3)  # room for the legend
+    if names:
+        plot.legend(frameon=False, fontsize=8, loc="upper left")
+    style(plot, "Values that quantization loses, % of those that are not 0", "operand")
+
+
+def _experts(plot: Plot, figure: Figure, tokens: Float[np.ndarray, "L E"], when: str) -> None:
+    """Draws the tokens [L, E] of each expert as multiples of an even share."""
+    load = tokens / tokens.mean(axis=1, keepdims=True).clip(1)
+    norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(load.max())))
+    image = plot.imshow(load, cmap="PuOr_r", norm=norm, aspect="auto")
+    if load.size <= 128:
+        for (layer, expert), share in np.ndenumerate(load):
+            ink = "white" if abs(float(norm(share)) - 0.5) > 0.33 else INK
+            plot.text(expert, layer, f"{share:.1f}", ha="center", va="center", fontsize=8, color=ink)
+    bar = figure.colorbar(image, ax=plot, pad=0.02, aspect=14)
+    bar.ax.tick_params(labelsize=8, colors=INK, length=0)
+    bar.ax.set_yscale("linear")
+    plot.locator_params(integer=True)
+    style(plot, f"Tokens of each expert, {when}; 1 = an even share", "expert", "layer", grid=False)
+
+
+def _series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the steps of the rows that hold `name`, and that value of each of them."""
+    held = [row for row in rows if name in row]
+    return np.array([row["step"] for row in held]), np.array([row[name] for row in held])
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Returns the mean over a centred window of a twentieth of the run; the window is shorter at both ends."""
+    half = max(1, len(values) // 40)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    first = np.maximum(np.arange(len(values)) - half, 0)
+    last = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    return (sums[last] - sums[first]) / (last - first)

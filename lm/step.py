@@ -1,0 +1,217 @@
+"""state, bytes [B, S + 1] -> state, metrics: one jitted update of the whole training state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree, UInt8
+
+import moax
+from lm import model as lm
+from lm.config import TrainConfig
+from lm.model import Params
+from lm.optimizer import optimizer, schedule, state_specs
+from moax import MoEStats, QuantizedParams
+from moax.sharding import token_spec
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "router_bias", "optimizer"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """The state that a checkpoint holds.
+
+    Attributes:
+      step: [] i32, the number of updates.
+      params: the parameters that the optimizer trains.
+      router_bias: [L, E] f32, which `moax.update_router_bias` alone changes; None unless balance is `bias`.
+      optimizer: the state of optax.
+    """
+
+    step: Int[Array, ""]
+    params: Params
+    router_bias: Float[Array, "L E"] | None
+    optimizer: PyTree
+
+
+def init_state(config: TrainConfig) -> TrainState:
+    """Returns the state before the first step."""
+    params = lm.init(jax.random.key(config.seed), config.model)
+    bias = None
+    if config.model.balance == "bias":
+        bias = jnp.zeros((config.model.num_layers, config.model.num_experts), jnp.float32)
+    return TrainState(jnp.zeros((), jnp.int32), params, bias, optimizer(config).init(params))
+
+
+def shardings(config: TrainConfig, mesh) -> TrainState:
+    """Returns a `TrainState` of NamedShardings on `mesh`, which must be the mesh that is set."""
+    params = jax.eval_shape(partial(lm.init, model=config.model), jax.random.key(0))
+    specs, replicated = lm.specs(config.model), cast(Any, PartitionSpec())
+    bias = replicated if config.model.balance == "bias" else None
+    state = TrainState(replicated, specs, bias, state_specs(optimizer(config), params, specs))
+    return jax.tree.map(partial(NamedSharding, mesh), state)
+
+
+def loss_fn(
+    params: Params,
+    router_bias,
+    batch: UInt8[Array, "B S1"],
+    config: TrainConfig,
+    block: lm.MoEBlock = moax.moe,
+    quantized: QuantizedParams[Array] | None = None,
+):
+    """Computes the training loss: mean cross entropy, plus the auxiliary losses of all layers.
+
+    Args:
+      params: the parameters.
+      router_bias: [L, E] f32 or None; see `TrainState`.
+      batch: [B, S + 1] u8; batch[b, s + 1] is the target of batch[b, s].
+      config: the settings of the run.
+      block, quantized: see `model.forward`.
+
+    Returns:
+      The loss [] f32 in nats a byte, and (cross entropy [] f32, MoEStats with a leading L).
+    """
+    tokens = batch.astype(jnp.int32)
+    logits, stats = lm.forward(params, router_bias, tokens[:, :-1], config, block, quantized)
+    entropy = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    return entropy + stats.aux_loss.sum() + stats.z_loss.sum(), (entropy, stats)
+
+
+def gradients(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig, block: lm.MoEBlock = moax.moe):
+    """Computes the result of `jax.value_and_grad(loss_fn)`, in `config.microbatches` parts of the batch.
+
+    Losses and gradients are means over the parts, counts are sums, and `rounds` is the most of any part. Microbatch n
+    has the sequences n, n + N, n + 2 N, ..., so that no sequence leaves its device.
+    """
+    grad = jax.value_and_grad(loss_fn, has_aux=True)
+    count = config.microbatches
+    if count == 1:
+        return grad(state.params, state.router_bias, batch, config, block)
+    parts = batch.reshape(batch.shape[0] // count, count, -1).swapaxes(0, 1)
+    parts = lm.constrain(parts, PartitionSpec(None, *_batch_spec()))
+    quantized = lm.quantize(state.params, config) if block is moax.moe else None
+
+    def add(sums, part):
+        (total, (entropy, stats)), grads = grad(state.params, state.router_bias, part, config, block, quantized)
+        return jax.tree.map(jnp.add, sums, (total, entropy, grads)), stats
+
+    zero = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.params)
+    sums, stats = lax.scan(add, zero, parts)
+    total, entropy, grads = jax.tree.map(lambda v: v / count, sums)
+    stats = MoEStats(
+        aux_loss=stats.aux_loss.mean(0),
+        z_loss=stats.z_loss.mean(0),
+        tokens_per_expert=stats.tokens_per_expert.sum(0),
+        dropped=stats.dropped.sum(0),
+        rounds=stats.rounds.max(0),
+    )
+    return (total, (entropy, stats)), grads
+
+
+def train_step(
+    state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig, block: lm.MoEBlock = moax.moe
+) -> tuple[TrainState, dict[str, Any]]:
+    """Makes one update of the state.
+
+    Args:
+      state: the state before the update.
+      batch: [B, S + 1] u8.
+      config: the settings of the run.
+      block: see `model.forward`.
+
+    Returns:
+      The state after the update, and the metrics: loss, extra_loss, grad_norm, lr, dropped, rounds (all []), and
+      tokens_per_expert [L, E] i32.
+    """
+    (total, (entropy, stats)), grads = gradients(state, batch, config, block)
+    updates, opt_state = optimizer(config).update(grads, state.optimizer, state.params)
+    bias = state.router_bias
+    if bias is not None:
+        bias = jax.vmap(partial(moax.update_router_bias, rate=config.bias_rate))(bias, stats.tokens_per_expert)
+    metrics = {
+        "loss": entropy,
+        "extra_loss": total - entropy,
+        "grad_norm": optax.tree.norm(grads),
+        "lr": schedule(config)(state.step),
+        "dropped": stats.dropped.sum(),
+        "rounds": stats.rounds.max(),
+        "tokens_per_expert": stats.tokens_per_expert,
+    }
+    params = jax.tree.map(jnp.add, state.params, updates)
+    return TrainState(state.step + 1, params, bias, opt_state), metrics
+
+
+def eval_step(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig) -> Float[Array, ""]:
+    """Computes the mean cross entropy of a batch [B, S + 1] u8, in nats a byte."""
+    return loss_fn(state.params, state.router_bias, batch, config)[1][0]
+
+
+def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tuple[jax.stages.Wrapped, tuple]:
+    """Returns the jitted `train_step` on `mesh`, and the ShapeDtypeStructs of its arguments.
+
+    Args:
+      config: the settings of the run.
+      mesh: the mesh, which must be the one that is set.
+      block: see `model.forward`.
+    """
+    states = shardings(config, mesh)
+    like = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(partial(init_state, config)),
+        states,
+    )
+    rows = NamedSharding(mesh, _batch_spec())
+    batch = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.uint8, sharding=rows)
+    metrics = NamedSharding(mesh, PartitionSpec())  # on every device, so that every process can read them
+    step = jax.jit(partial(train_step, config=config, block=block), out_shardings=(states, metrics), donate_argnums=0)
+    return step, (like, batch)
+
+
+def jit_init(config: TrainConfig, mesh) -> Callable[[], TrainState]:
+    """Returns the jitted `init_state` on `mesh`, which must be the mesh that is set."""
+    return jax.jit(partial(init_state, config), out_shardings=shardings(config, mesh))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The compiled functions of a run on one mesh.
+
+    Attributes:
+      init: () -> the state before the first step.
+      update: (state, batch) -> (state, metrics), as `train_step`; it donates the state.
+      evaluate: (state, batch) -> cross entropy, as `eval_step`.
+      rows: the sharding of a batch.
+      like: the state as ShapeDtypeStructs.
+    """
+
+    init: Callable[[], TrainState]
+    update: jax.stages.Compiled
+    evaluate: jax.stages.Compiled
+    rows: jax.sharding.NamedSharding
+    like: TrainState
+
+
+def build(config: TrainConfig, mesh) -> Program:
+    """Compiles the program of a run on `mesh`, which must be the mesh that is set."""
+    step, (like, batch) = jit_update(config, mesh)
+    evaluate = jax.jit(partial(eval_step, config=config), out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return Program(
+        init=jit_init(config, mesh),
+        update=step.lower(like, batch).compile(),
+        evaluate=evaluate.lower(like, batch).compile(),
+        rows=batch.sharding,
+        like=like,
+    )
+
+
+def _batch_spec() -> PartitionSpec:
+    """Returns the spec of a batch [B, S + 1]: its sequences are sharded, and their S + 1 bytes are not."""
+    return PartitionSpec(token_spec(lm.AXES, ndim=3)[0])

@@ -1,0 +1,112 @@
+"""`make_plan` decides how the experts of a block run: transport, implementation and the sizes of all buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from moax.block.moe import BlockPlan, Round
+from moax.config import MoEConfig
+from moax.exchange import AUTO, TRANSPORTS
+from moax.exchange.slots import allot_slots
+from moax.exchange.transport import ExchangeSpec
+from moax.groups import allot_rows
+from moax.kernels import implementation
+from moax.mesh.axes import ResolvedAxes
+from moax.mesh.collectives import GradReduce, sum_dtype
+from moax.mesh.specs import Spec
+from moax.ops.dispatch_combine import exchange_bytes
+from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
+from moax.ops.weights import WeightSpec
+from moax.params import MoEParams
+from moax.recipe import Recipes
+
+
+def weight_specs(
+    declared: MoEParams[Spec], axes: ResolvedAxes, recipe: Recipes, kernels: str, dtype: DTypeLike,
+    grad_reduce: GradReduce | None = None,
+) -> tuple[WeightSpec, WeightSpec]:  # fmt: skip
+    """Returns the static facts of wi and wo; `declared` has the spec of each parameter."""
+    how = dict(axes=axes, kernels=kernels, dtype=np.dtype(dtype), grad_reduce=grad_reduce)
+    ep, tp = axes.ep, axes.tp
+    return (
+        WeightSpec("params.wi", declared.wi, recipe=recipe.wi, kept=(ep, (), (), tp), **how),
+        WeightSpec("params.wo", declared.wo, recipe=recipe.wo, kept=(ep, tp, ()), **how),
+    )
+
+
+def make_plan(
+    config: MoEConfig, transports: Iterable[str], *, recipe: Recipes, axes: ResolvedAxes, declared: MoEParams[Spec],
+    tokens: int, dtype: DTypeLike, kernels: str, buffer_factor: float | None, save_rows: bool = True,
+    grad_reduce: GradReduce | None = None, frozen: bool = False,
+) -> BlockPlan:  # fmt: skip
+    """Returns the plan of a block whose shards have `tokens` tokens each.
+
+    Args:
+      config: the sizes of the block and its equations.
+      transports: the names of the transports that may run. Of several, a plan has the portable one whose balanced step
+        sends the fewest bytes, and of equal ones the first. With a capacity factor the transports drop other tokens, so
+        that it is all_gather then, which drops none on the way.
+      declared: the spec of each parameter.
+      tokens: T of a shard.
+      recipe, axes, dtype, kernels: see `BlockPlan`.
+      buffer_factor, save_rows, grad_reduce: see `moax.Options`.
+      frozen: whether wi and wo have no gradient.
+    """
+    local, weights_at = implementation(kernels), config.weights_at
+    ranks, load = axes.size(axes.ep), tokens * config.top_k
+    experts, capacity = config.num_experts // ranks, capacity_rows(tokens, config.top_k, config.capacity_factor)
+    align = math.lcm(*map(local.align_rows, recipe.both))
+    counts = tokens, config.top_k, ranks, config.num_experts
+    some, most = allot_slots(*counts, config.capacity_factor, buffer_factor)
+
+    def spec_of(transport: str) -> ExchangeSpec:
+        slots = some if TRANSPORTS[transport].has_slots else most
+        return ExchangeSpec(transport, axes, tokens, slots, recipe.wire, kernels, config.num_experts, most)
+
+    specs = [spec_of(name) for name in transports]
+    if len(specs) > 1:
+        specs = [spec for spec in specs if TRANSPORTS[spec.transport].portable]
+        if config.capacity_factor is not None or not axes.ep:
+            specs = [spec for spec in specs if spec.transport == AUTO]
+    name = np.dtype(dtype).name
+    exchange = (
+        min(specs, key=lambda spec: exchange_bytes(spec, config.top_k, config.d_rows, name)) if specs[1:] else specs[0]
+    )
+    received = TRANSPORTS[exchange.transport].received_rows(tokens, ranks, exchange.slots)
+    kept = kept_rows(received, config.top_k, experts, capacity)
+    max_rows = allot_rows(load, buffer_factor, kept)
+    fewer = max_rows is not kept and max_rows < kept  # a symbolic size has the worst case itself
+    first = PermuteSpec(experts, align, capacity, kernels, axes, max_rows if fewer else None)
+    # A later round has half of the slots and 45 % of the rows, because it recomputes what the first round saved. With a
+    # capacity factor it has all slots, because drops are decided over all of them.
+    slots = exchange.slots if config.capacity_factor is not None else -(-exchange.slots // 2)
+    later = PermuteSpec(experts, align, capacity, kernels, axes, -(-max_rows * 9 // 20))
+    widths = config.d_rows, config.d_ff // axes.size(axes.tp)
+    gathers_x = local.matmul_gathers_rows(recipe.wi.x, *widths)
+    wi, wo = weight_specs(declared, axes, recipe, kernels, dtype, grad_reduce)
+    return BlockPlan(
+        activation=config.activation,
+        activation_limit=config.activation_limit,
+        weights_at=weights_at,
+        recipe=recipe,
+        axes=axes,
+        wi=wi,
+        wo=wo,
+        dtype=np.dtype(dtype),
+        grad_dtype=sum_dtype(grad_reduce, dtype),
+        kernels=kernels,
+        first=Round(exchange, first),
+        later=Round(dataclasses.replace(exchange, slots=slots), later),
+        overflows=fewer or (exchange.slots is not most and exchange.slots < most),
+        balanced=load,
+        save_rows=save_rows and (bool(axes.ep) or frozen or not gathers_x),
+        frozen=frozen,
+        gathers_x=gathers_x,
+        gathers_dy=local.matmul_gathers_rows(recipe.wo.dy, *widths),
+        activates=weights_at == "output" and recipe.wo.x is None,
+    )

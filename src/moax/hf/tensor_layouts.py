@@ -1,0 +1,161 @@
+"""Which tensors an MoE layer has in a checkpoint, and where each tensor's elements are in MoEParams.
+
+Dims are letters: E experts, H model width, F expert width, S shared width, L latent width, G gate (g = 0) and up
+(g = 1) projection. The H of latent experts is L.
+A row of a layout is "name field dims of the tensor":
+
+    experts.gate_up_proj wi E GF H      tensor[e, g F + f, h] = wi[e, h, g, f]    the whole gate precedes the whole up
+    experts.gate_up_proj wi E H FG      tensor[e, h, 2 f + g] = wi[e, h, g, f]    gate and up columns alternate
+    experts.{e}.w1.weight wi:0 F H      tensor e [f, h]       = wi[e, h, 0, f]    one tensor an expert, the gate alone
+    experts.mlp.w2 wo EF H              tensor[e F + f, h]    = wo[e, f, h]       the experts are concatenated
+    gate.bias router_bias 1 E           tensor[0, e]          = router_bias[e]    a dim of size 1
+
+"../" at the start of a name leaves the block: in `layers.3.moe.`, "../shared.weight" is `layers.3.shared.weight`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from moax.config import MoEConfig
+from moax.errors import Unsupported
+from moax.params import DIMS, dim_sizes, param_shapes
+
+LAYER = re.compile(r"(?:.*?\.)??(?:layers|blocks)\.(\d+)\.")  # the start of a name, up to the number of its layer
+
+
+class Row(NamedTuple):
+    """A tensor of a block, or one tensor an expert; `projection` is the G of a tensor that holds gate or up alone."""
+
+    name: str
+    field: str
+    dims: tuple[str, ...]
+    projection: int | None
+
+
+class BlockLayout(NamedTuple):
+    """The tensors of an MoE block.
+
+    Attributes:
+      block: the name of the block in its layer; "" where the tensors belong to the layer itself.
+      rows: the tensors that MoEParams hold.
+      outside: names in the block of tensors that belong to the layer around the block, such as a norm.
+      stem: the part of the names before the number of a layer.
+    """
+
+    block: str
+    rows: tuple[Row, ...]
+    outside: tuple[str, ...]
+    stem: str
+
+    def prefix(self, layer: str) -> str:
+        """Returns the start of the names of a block: `model.layers.3.mlp.` in the layer `model.layers.3.`."""
+        return f"{layer}{self.block}." if self.block else layer
+
+
+def block_layout(block: str, *rows: str, outside: tuple[str, ...] = (), stem: str = "model.layers.") -> BlockLayout:
+    """Returns the layout of rows as this file's docstring writes them; a string may have several, split by ";"."""
+    parsed = []
+    for row in ";".join(rows).split(";"):
+        name, field, *dims = row.split()
+        field, _, projection = field.partition(":")
+        parsed.append(
+            Row(name, field, tuple(d.replace("1", "") for d in dims), int(projection) if projection else None)
+        )
+    return BlockLayout(block, tuple(parsed), outside, stem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint: the entry of its field at the indices `fixed`, such as {"G": 1, "E": 3}."""
+
+    config: MoEConfig
+    name: str
+    field: str
+    dims: tuple[str, ...]
+    fixed: dict[str, int]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each letter."""
+        return dim_sizes(self.config, self.field)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the checkpoint."""
+        return tuple(math.prod(self.sizes[letter] for letter in group) for group in self.dims)
+
+    @property
+    def corner(self) -> tuple[int, ...]:
+        """The first index in the field of the tensor's block."""
+        return tuple(self.fixed.get(letter, 0) for letter in DIMS[self.field])
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """The shape of the tensor's block of the field: 1 in fixed dims."""
+        return tuple(1 if letter in self.fixed else self.sizes[letter] for letter in DIMS[self.field])
+
+    def by_expert(self) -> list[Tensor]:
+        """Returns the parts of stacked experts, to be read and written one at a time; else the tensor itself."""
+        if self.field not in ("wi", "wo") or not self.dims[0].startswith("E"):
+            return [self]
+        dims = tuple(filter(None, (self.dims[0][1:], *self.dims[1:])))
+        experts = range(self.config.num_experts)
+        return [dataclasses.replace(self, dims=dims, fixed=self.fixed | {"E": e}) for e in experts]
+
+    def to_params(self, array: np.ndarray) -> np.ndarray:
+        """Returns a tensor as a block of its field; the block is a view."""
+        letters = "".join(self.dims)
+        array = array.reshape([self.sizes[letter] for letter in letters])
+        return array.transpose([letters.index(d) for d in DIMS[self.field] if d in letters]).reshape(self.block)
+
+    def from_params(self, block: np.ndarray) -> np.ndarray:
+        """Returns a block of the field as the contiguous tensor: the inverse of `to_params`."""
+        letters = "".join(self.dims)
+        have = [d for d in DIMS[self.field] if d in letters]
+        block = block.reshape([self.sizes[d] for d in have]).transpose([have.index(letter) for letter in letters])
+        return np.ascontiguousarray(block.reshape(self.shape))
+
+
+def tensors_of(layout: BlockLayout, config: MoEConfig) -> Iterator[Tensor]:
+    """Yields every tensor of a block, in the order of `DIMS`; Unsupported where a parameter has no name."""
+    shapes = param_shapes(config)
+    for field in DIMS:
+        if getattr(shapes, field) is None:
+            continue
+        rows = [row for row in layout.rows if row.field == field]
+        if not rows:
+            raise Unsupported(f"the names of this family have no tensor for params.{field}")
+        if {row.projection for row in rows} not in ({None}, set(range(config.gates))):
+            raise Unsupported(f"activation={config.activation!r} does not have the projections of this family")
+        for row in rows:
+            fixed = {} if row.projection is None else {"G": row.projection}
+            if "{e}" not in row.name:
+                yield Tensor(config, row.name, field, row.dims, fixed)
+                continue
+            for e in range(config.num_experts):
+                yield Tensor(config, row.name.format(e=e), field, row.dims, fixed | {"E": e})
+
+
+def resolve(prefix: str, name: str) -> str:
+    """Returns the whole name of a tensor in the block of this prefix."""
+    if not name.startswith("../"):
+        return prefix + name
+    parent = prefix.rstrip(".").rpartition(".")[0]
+    return f"{parent}.{name[3:]}" if parent else name[3:]
+
+
+def block_test(prefix: str, layout: BlockLayout) -> Callable[[str], bool]:
+    """Returns the test whether a tensor of this name belongs to the block of this prefix."""
+    beside = {resolve(prefix, row.name) for row in layout.rows if row.name.startswith("../")}
+    # A block that is the layer itself has the names that begin as its rows do: `router.`, `experts.`.
+    heads = () if layout.block or not prefix else {row.name.partition(".")[0] for row in layout.rows}
+    starts = tuple(f"{prefix}{head}." for head in heads) or (prefix,)
+    outside = {prefix + name for name in layout.outside}
+    return lambda name: name in beside or (name.startswith(starts) and name not in outside)

@@ -1,0 +1,195 @@
+"""What JAX is told, and what is refused, while a program with ops of moax is lowered.
+
+Two identities refuse what would go wrong later without a word: a second derivative, and a program of many devices that
+was traced for one. They are primitives, because partial evaluation, as of a scan, drops the rule of a `jax.custom_jvp`.
+A `custom_partitioning` call has a stable name, and is refused by `jax.export`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import PyTree
+
+from moax.backend import log_once
+from moax.errors import Unsupported
+
+PACKAGE = Path(__file__).parents[1]
+# These settings change what a function of moax traces to. The module of a program shows all others.
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
+FIRST_ALONE = "has first derivatives and no second ones; moax.route and the losses have both"
+
+PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, np.generic)
+
+
+def refuse_derivative[Tree: PyTree](name: str, tree: Tree, reason: str = FIRST_ALONE) -> Tree:
+    """Returns the tree. A derivative of it raises Unsupported in the name of an op."""
+    return jax.tree.map(lambda x: _once.bind(x, name=name, reason=reason), tree)
+
+
+def refuse_many_devices[Tree: PyTree](name: str, tree: Tree) -> Tree:
+    """Returns the tree. Lowering raises ValueError where the program is for more than one device.
+
+    `jax.jit(f, in_shardings=...)` on shapes tells a function nothing of the mesh while JAX traces the function. The op
+    would then run as on one device, and XLA would gather every weight in full precision.
+    """
+    first, *others = jax.tree.leaves(tree)
+    return jax.tree.unflatten(jax.tree.structure(tree), [_alone.bind(first, name=name), *others])
+
+
+def _identity(name: str) -> Primitive:
+    """Returns a primitive that returns its operand."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+    batching.defvectorized(primitive)
+    return primitive
+
+
+def _refuse_jvp(primals, tangents, *, name: str, reason: str):
+    raise Unsupported(f"moax: {name} {reason}")
+
+
+def _lower_alone(ctx, x, *, name: str):
+    context = ctx.module_context.axis_context
+    devices = context.mesh.size if hasattr(context, "mesh") else context.num_devices
+    if devices > 1:
+        raise ValueError(
+            f"moax {name}: this program is for {devices} devices, and no mesh was in force when jax.jit traced it, so "
+            "every device would gather all weights in full precision. Trace it under `with jax.set_mesh(mesh):`, or "
+            "pass arrays, or shapes, that have shardings"
+        )
+    return [x]
+
+
+_once, _alone = _identity("moax_first_derivative"), _identity("moax_one_device")
+ad.primitive_jvps[_once] = _refuse_jvp
+ad.primitive_jvps[_alone] = lambda primals, tangents, name: (_alone.bind(*primals, name=name), *tangents)
+mlir.register_lowering(_alone, _lower_alone)
+
+
+def refuse_export(name: str) -> None:
+    """Raises Unsupported while JAX lowers a `custom_partitioning` call for `jax.export`, from its rule callback.
+
+    XLA asks such a call for the layout of its shards by calling back into this process, which no serialized program can
+    do. JAX says so after the whole program is lowered, without the name of an engine.
+    """
+    try:
+        from jax._src.custom_partitioning import _sharding_callbacks as callbacks  # JAX has no public name for it
+
+        operations = mlir.ir.InsertionPoint.current.block.operations
+        inserted = operations[len(operations) - 1].attributes["backend_config"]
+        context = callbacks[mlir.ir.StringAttr(inserted).value.encode()].module_context
+        exporting = context.lowering_parameters.for_export
+    except (ImportError, AttributeError, KeyError, IndexError):
+        return  # JAX's own error follows
+    if exporting:
+        raise Unsupported(
+            f"{name}: jax.export cannot serialize engine='custom_partitioning', which engine='auto' is on Auto mesh "
+            "axes; use engine='shard_map'"
+        )
+
+
+class Nameless(Exception):
+    """A value has no text that is the same in every process."""
+
+
+def name_by_content(call: Any, mesh: Mesh, operand_types, result_types) -> None:
+    """Names the custom call that JAX has just inserted by a digest of its content.
+
+    JAX lowers such a call to a custom call that names a Python object by its address (jax issue 21159). The address is
+    part of the key of JAX's compilation cache, and differs in each process. The digest covers everything that decides
+    what the object does: the op, its static arguments, the source of moax, and the settings of JAX that change a trace.
+    Where this cannot be done the address stays, and the program compiles anew in each process.
+    """
+    try:
+        from jax._src.custom_partitioning import _sharding_callbacks as callbacks  # JAX has no public name for it
+
+        operations = mlir.ir.InsertionPoint.current.block.operations
+        inserted = operations[len(operations) - 1].attributes
+        target, address = (mlir.ir.StringAttr(inserted[name]).value for name in ("call_target_name", "backend_config"))
+        if target != "CustomSPMDPartitioning":
+            raise Nameless("JAX has inserted another operation")
+        info = callbacks[address.encode()]
+        content = (
+            describe(call), describe(mesh), str(operand_types), str(result_types), str(info.in_tree),
+            str(info.out_tree), str(info.module_context.platforms), source(),
+            *(f"{name}={getattr(jax.config, name)}" for name in SETTINGS),
+        )  # fmt: skip
+        name = f"moax:{hashlib.sha256(repr(content).encode()).hexdigest()}"
+        # Equal content does equal work, so the first object of a name serves all calls of that name. Each of the others
+        # keeps the first one alive: XLA asks for it by name until the programs of all of them are compiled.
+        first = callbacks.setdefault(name.encode(), info)
+        if first is not info:
+            info.serves = first
+        inserted["backend_config"] = mlir.ir.StringAttr.get(name)
+    except (ImportError, AttributeError, KeyError, Nameless) as error:
+        log_once(
+            f"{call.op.__name__}: its program will compile anew in each process, for it has no stable key in JAX's "
+            f"compilation cache: {error!r}"
+        )
+
+
+def describe(value: Any) -> str:
+    """Returns a text of a static value that is the same in every process; raises Nameless where there is none."""
+    if value is None or isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, PartitionSpec):
+        return f"spec({describe(tuple(value))})"
+    if value is PartitionSpec.UNCONSTRAINED:
+        return "UNCONSTRAINED"
+    if isinstance(value, Mesh | AbstractMesh):
+        return f"mesh{value.axis_names}{value.axis_sizes}{value.axis_types}"
+    if isinstance(value, frozenset | set):
+        return f"set({', '.join(sorted(map(describe, value)))})"
+    if isinstance(value, dict):
+        return f"dict({', '.join(sorted(f'{describe(k)}: {describe(v)}' for k, v in value.items()))})"
+    kind = type(value)
+    if dataclasses.is_dataclass(kind):
+        parts = [f"{f.name}={describe(getattr(value, f.name))}" for f in dataclasses.fields(kind)]
+        return f"{kind.__module__}.{kind.__qualname__}({', '.join(parts)})"
+    if isinstance(value, tuple | list):
+        return f"{kind.__module__}.{kind.__qualname__}({', '.join(map(describe, value))})"
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        return _describe_code(value)
+    if hasattr(value, "local") and hasattr(value, "reshard"):  # an Op
+        return f"{value.__name__}({_describe_code(value.local)})"
+    raise Nameless(f"a {kind.__qualname__} has no stable text")
+
+
+def _describe_code(value: Any) -> str:
+    """Returns the full name of a function or a class of a module of moax."""
+    module = getattr(inspect.getmodule(value), "__name__", "")
+    if module.partition(".")[0] != "moax" or "<" in value.__qualname__:
+        raise Nameless(f"{module}.{value.__qualname__} is no function of a module of moax")
+    return f"{module}.{value.__qualname__}"
+
+
+@functools.cache
+def source() -> str:
+    """Returns a digest of every file of moax and of the user's tables of tiles."""
+    digest = hashlib.sha256()
+    for path in [p for p in sorted(PACKAGE.rglob("*")) if p.suffix in (".py", ".json")] + own_files():
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def own_files() -> list[Path]:
+    """Returns the user's files that change kernels, in ~/.cache/moax."""
+    try:
+        return sorted((Path.home() / ".cache" / "moax").glob("*.json"))
+    except RuntimeError:  # the user has no home folder
+        return []

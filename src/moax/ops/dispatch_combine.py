@@ -1,0 +1,271 @@
+"""dispatch and combine: tokens go to the ranks that own their experts, and sums of their results come back.
+
+    dispatch   rows[r] = x[t] on every rank that owns one of t's experts, once
+    combine    y[t] = sum over ranks of the row that t became there
+
+With 2 ranks of 2 experts each, a token with experts (0, 3) becomes a row on both ranks. Its experts are (0, none) on
+rank 0 and (none, 1) on rank 1, and its weights are 0 where its expert is none. A token with experts (2, 3) becomes one
+row on rank 1.
+
+Each op is the transpose of the other. The gradient of a dispatch combines: dx[t] is the sum of the gradients of t's
+rows. The gradient of a combine sends: the gradient of a row of t is dy[t].
+
+Rows on the wire are quantized to one byte an element where the spec has a format: a row of H elements travels as H
+bytes and a scale for each block of `format.block` elements. Ids, weights and sums are not quantized.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Integer
+
+from moax.checks import check_count, check_float, check_int, check_kind, is_number
+from moax.exchange import TRANSPORTS, select_transport
+from moax.exchange.slots import slots_per_pair
+from moax.exchange.transport import Arrived, Columns, ExchangeSpec, Sent, Transfer
+from moax.kernels import implementation, select_kernels
+from moax.kernels.scales import dequantize
+from moax.mesh.axes import Axes
+from moax.mesh.op import Op, with_gradient
+from moax.mesh.view import Engine, find_mesh_view
+from moax.recipe import Format
+from moax.types import Received
+
+STEPS = ("dispatch", "combine", "combine_grad", "dispatch_grad")  # the scopes of their operations have these names
+
+
+def dispatch(
+    x: Float[Array, "T H"],
+    experts: Integer[Array, "T K"],
+    weights: Float[Array, "T K"],
+    num_experts: int,
+    *,
+    exchange: str = "auto",
+    capacity_factor: float | None = None,
+    wire: Format | None = None,
+    axes: Axes = Axes(),
+    engine: Engine = "auto",
+) -> Received:
+    """rows[r] = x[t]: each token t becomes one row on every rank that owns one of its experts.
+
+    Args:
+      x: [T, H], floating point, T over (dp, fsdp, ep, cp).
+      experts: [T, K], integers in [0, num_experts), T over (dp, fsdp, ep, cp). Rank i of ep owns the experts
+        [i E/ranks, (i + 1) E/ranks).
+      weights: [T, K] f32, T over (dp, fsdp, ep, cp).
+      num_experts: E.
+      exchange: the transport; `auto` is all_gather.
+      capacity_factor: the slots of each pair of ranks, as a multiple of the balanced load T K / ranks. None has room
+        for every token. all_gather has no slots, so the factor changes nothing there.
+      wire: the format of the rows on their way; None sends them in their own dtype.
+      axes, engine: see `moax.Options`.
+
+    Returns:
+      Received, each of its fields sharded by rank on its leading dim. It is differentiable in x and weights.
+
+    Raises:
+      ValueError: a shape does not fit, no transport has this name, or ep does not divide E.
+      Unsupported: the transport cannot run on this machine and mesh.
+    """
+    check_float("x", x, "[T, H]")
+    check_int("experts", experts, "[T, K]")
+    check_float("weights", weights, "[T, K]")
+    check_count("num_experts", num_experts)
+    if capacity_factor is not None and not (is_number(capacity_factor) and 0 < capacity_factor < math.inf):
+        raise ValueError(f"capacity_factor={capacity_factor!r} must be a finite number > 0, or None")
+    if wire is not None:
+        check_kind("wire", wire, Format)
+    if x.ndim != 2 or experts.ndim != 2 or experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"x, experts, weights have shapes {x.shape}, {experts.shape}, {weights.shape}; they must be "
+            "[T, H], [T, K], [T, K]"
+        )
+    view = find_mesh_view(axes, engine, x)
+    ranks = view.axes.size(view.axes.ep)
+    if num_experts % ranks:
+        raise ValueError(f"num_experts={num_experts} does not divide by mesh axes {view.axes.ep} of {ranks} devices")
+    tokens = x.shape[0] // (1 if view.manual else view.axes.size(view.axes.tokens))
+    transport = select_transport(exchange, view, wire_bytes(x.shape[-1], x.dtype, wire))
+    slots = slots_per_pair(tokens, experts.shape[1], ranks, capacity_factor)
+    kernels = select_kernels("auto", x.dtype, width=x.shape[1])
+    static = ExchangeSpec(transport, view.axes, tokens, slots, wire, kernels, num_experts, slots)
+    results = _dispatch(view, static, x, experts.astype(jnp.int32), weights)
+    rows, local, arrived_weights, (count, dropped, sent) = results
+    return Received(rows, local, arrived_weights, count, dropped, sent, transport, tokens)
+
+
+def combine(
+    rows: Float[Array, "R H"], received: Received, *, axes: Axes = Axes(), engine: Engine = "auto"
+) -> Float[Array, "T H"]:
+    """y[t] = the sum, over the ranks that t went to, of its row there.
+
+    Args:
+      rows: [R, H], one for each of `received.rows` and sharded like them. A row without an expert is added too, so it
+        must be 0.
+      received: what `dispatch` returned.
+      axes, engine: see `moax.Options`.
+
+    Returns:
+      y: [T, H] in the dtype of rows, T over (dp, fsdp, ep, cp). It is differentiable in rows.
+
+    Raises:
+      ValueError: `received` is not what `dispatch` returns, or rows has another shape than its rows.
+      Unsupported: the transport of `received` cannot run on this machine and mesh.
+    """
+    check_float("rows", rows, "[R, H]")
+    check_kind("received", received, Received, "moax.ops.dispatch")
+    if rows.ndim != 2 or rows.shape[0] != received.rows.shape[0]:
+        raise ValueError(f"rows has shape {rows.shape}; it must be [R={received.rows.shape[0]}, H]")
+    view = find_mesh_view(axes, engine, rows)
+    transport = select_transport(received.transport, view, wire_bytes(rows.shape[-1], rows.dtype))
+    shards = 1 if view.manual else view.axes.size(view.axes.tokens)
+    slots = rows.shape[0] // (shards * view.axes.size(view.axes.ep))
+    static = ExchangeSpec(transport, view.axes, received.num_tokens, slots)
+    return _combine(view, static, rows, received.slots)[0]
+
+
+def dispatch_forward(
+    static: ExchangeSpec,
+    x: Float[Array, "T H"],
+    experts: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    index: int | Int[Array, ""] = 0,
+) -> tuple[Received, Int[Array, ""]]:
+    """Runs round `index` of a dispatch on one device; it moves the slots of each pair of ranks from index * slots on.
+
+    It returns what this rank received, whose `dropped` counts the assignments that find no slot in any round; and the
+    rounds that this rank knows to be needed, of which the most of all ranks of ep are needed.
+    """
+    none = static.num_experts
+    local_experts = none // static.ranks
+    transport = TRANSPORTS[static.transport]
+    with jax.named_scope("dispatch"):
+        sent, dropped, rounds = transport.plan(static, experts, index)
+        # Each id travels as id - E. An empty slot holds 0, which becomes E on arrival: the expert of no rank.
+        arrived = send_rows(static, x, (experts - none, weights), sent)
+        ids, weights = arrived.narrow
+        ids = ids + none
+        first = lax.axis_index(static.axes.ep) * local_experts if static.axes.ep else 0
+        mine = (ids >= first) & (ids < first + local_experts)
+        if arrived.ends is not None:
+            mine &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < arrived.ends[-1])[:, None]
+        local = jnp.where(mine, ids - first, local_experts).astype(jnp.int32)
+        weights = jnp.where(mine, weights, 0.0)
+        count = mine.any(-1).sum(dtype=jnp.int32) if arrived.ends is None else arrived.ends[-1]
+    received = Received(arrived.rows, local, weights, count[None], dropped, sent, static.transport, x.shape[0])
+    return received, rounds
+
+
+def dispatch_backward(
+    static: ExchangeSpec, sent: Sent, d_rows: Float[Array, "R H"], d_weights_rows: Float[Array, "R K"]
+) -> tuple[Float[Array, "T H"], Float[Array, "T K"]]:
+    """Returns dx, d_weights [T, K] f32 of one device; d_rows is 0 in empty slots, d_weights_rows without an expert."""
+    with jax.named_scope("dispatch_grad"):
+        dx, d_weights = TRANSPORTS[static.transport].combine(static, (d_rows, d_weights_rows), sent)
+    return dx, d_weights
+
+
+def combine_forward(static: ExchangeSpec, rows: Float[Array, "R H"], sent: Sent) -> Float[Array, "T H"]:
+    """Runs `combine` on one device; `sent` is `Received.slots` of the dispatch."""
+    with jax.named_scope("combine"):
+        return TRANSPORTS[static.transport].combine(static, (rows,), sent)[0]
+
+
+def combine_backward(static: ExchangeSpec, dy: Float[Array, "T H"], sent: Sent) -> Float[Array, "R H"]:
+    """Returns d_rows of one device; dy is quantized on the wire where `static.wire` is a format."""
+    with jax.named_scope("combine_grad"):
+        return send_rows(static, dy, (), sent).rows
+
+
+def _dispatch_shards(static: ExchangeSpec, x, experts, weights):
+    got = dispatch_forward(static, x, experts, weights)[0]
+    return got.rows, got.experts, got.weights, (got.count, got.dropped, got.slots)
+
+
+def _dispatch_grad_shards(static: ExchangeSpec, sent, local, d_rows, d_weights):
+    return dispatch_backward(
+        static, sent, d_rows, jnp.where(local < static.num_experts // static.ranks, d_weights, 0.0)
+    )
+
+
+def _combine_shards(static: ExchangeSpec, rows, sent):
+    return (combine_forward(static, rows, sent),)
+
+
+def _combine_grad_shards(static: ExchangeSpec, dy, sent):
+    return (combine_backward(static, dy, sent),)
+
+
+_dispatch = with_gradient(
+    Op("dispatch", _dispatch_shards, "t h, t k, t k -> r h, r k, r k, @r"),
+    Op("dispatch_grad", _dispatch_grad_shards, "@r, r k, r h, r k -> t h, t k"),
+    save=lambda operands, results: (results[3][2], results[1]),
+    pull=lambda grad, saved, d: ((found := grad(*saved, d[0], d[2]))[0], None, found[1]),
+    once="dispatch",
+)
+_combine = with_gradient(
+    Op("combine", _combine_shards, "r h, @r -> t h"),
+    Op("combine_grad", _combine_grad_shards, "t h, @r -> r h"),
+    save=lambda operands, results: operands[1],
+    pull=lambda grad, sent, d: (*grad(*d, sent), None),
+    once="combine",
+)
+
+
+def wire_bytes(width: int, dtype: np.dtype, wire: Format | None = None) -> int:
+    """Returns the bytes of a row of this width on the wire, without its scales."""
+    return width * (1 if wire is not None else dtype.itemsize)
+
+
+def wire_columns(width: int, dtype: str, wire: Format | None) -> Columns:
+    """Returns (width, dtype) of rows of `width` elements on the wire, and of their scales if they are quantized.
+
+    Rows of 2048 bfloat16 in a format of blocks of 128 travel as ((2048, "uint8"), (16, "float32")).
+    """
+    if wire is None:
+        return ((width, dtype),)
+    blocks = 1 if wire.block is None else -(-width // wire.block)
+    return ((width, "uint8"), (blocks, "uint8" if wire.scale == "e8m0" else "float32"))
+
+
+def send_rows(static: ExchangeSpec, x: Float[Array, "T H"], narrow: Sequence[Array], sent: Sent) -> Arrived:
+    """Sends rows x [T, H], quantized on the wire, and narrow arrays [T, W] bit for bit; see `Transport.send`.
+
+    Where ep has one rank nothing travels, so nothing is quantized. The rows arrive in x.dtype.
+    """
+    transport, wire = TRANSPORTS[static.transport], static.wire
+    if wire is None or not static.axes.ep:
+        return transport.send(static, x, narrow, sent)
+    local = implementation(static.kernels)
+    q = local.quantize(x, wire, wire.row_block(2, "columns"))
+    arrived = transport.send(static, q.data, (q.scale, *narrow), sent)
+    scale, *narrow = arrived.narrow
+    if arrived.words is not None and scale.dtype == jnp.float32:
+        # The words begin with the scales, so the kernel reads the scales where they arrived.
+        rows = local.dequantize_wire(arrived.rows, arrived.words, arrived.ends, wire, x.dtype)
+    else:
+        rows = dequantize(dataclasses.replace(q, data=arrived.rows, scale=scale), x.dtype)
+    return arrived._replace(rows=rows, narrow=narrow)
+
+
+def exchange_cost(step: str, static: ExchangeSpec, top_k: int, width: int, dtype: str) -> list[Transfer]:
+    """Returns the Transfers of one step of `STEPS` with K experts a token."""
+    cost, weights = TRANSPORTS[static.transport].cost, (top_k, "float32")
+    if step == "dispatch":
+        columns = (*wire_columns(width, dtype, static.wire), (top_k, "int32"), weights)
+        return cost(static, top_k, "plan", ()) + cost(static, top_k, "send", columns)
+    if step == "combine_grad":
+        return cost(static, top_k, "send", wire_columns(width, dtype, static.wire))
+    return cost(static, top_k, "combine", ((width, dtype), weights)[: 1 + (step == "dispatch_grad")])
+
+
+def exchange_bytes(static: ExchangeSpec, top_k: int, width: int, dtype: str) -> int:
+    """Returns the bytes that a device sends in one round, forward and backward."""
+    return sum(moved.bytes for step in STEPS for moved in exchange_cost(step, static, top_k, width, dtype))

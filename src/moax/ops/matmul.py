@@ -1,0 +1,400 @@
+"""Grouped matmul: each group of rows is multiplied by its own matrix. g(m) is the group of row m.
+
+    forward  y[m]  = x[m] w[g(m)] + bias[g(m)]       x [M, K], w [E, K, *C]  -> [M, *C]
+    dgrad    dx[m] = dy[m] w[g(m)]^T                 contracts *C            -> [M, K]
+    wgrad    dw[g] = sum over m of g: x[m]^T dy[m]   contracts rows          -> [E, K, *C]
+    dbias[g]       = sum over m of g: dy[m]
+
+Rows are ordered as in `moax.groups`: each group starts at a multiple of `align`. Padding of x and dy may hold anything,
+NaN included; padding of y and dx is 0. With group sizes (3, 0, 2), align 4 and 8 rows, rows 0 to 2 are multiplied by
+w[0] and rows 4 and 5 by w[2]; rows 3, 6 and 7 are padding. An empty group has the gradient 0. A recipe quantizes each
+operand along the contracted dim just before its product, and a weight before it is gathered. Sums are float32.
+
+A dense layer is one group that holds all rows. Its batch and its weight are split over the same axes (fsdp, ep), so it
+treats ep as one more axis of fsdp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Integer
+
+from moax.checks import check_count, check_float, check_float_dtype, check_int
+from moax.kernels import Packed, Role, implementation, select_kernels
+from moax.mesh.axes import Axes, Names
+from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank
+from moax.mesh.lowering import refuse_derivative
+from moax.mesh.op import Op, OpSharding, differentiable
+from moax.mesh.place import keep_rows
+from moax.mesh.specs import Spec, check_spec, device_spec, spec
+from moax.mesh.tokens import find_token_dims, flatten_tokens, unflatten_tokens
+from moax.mesh.view import Engine, MeshView, find_mesh_view
+from moax.ops import weights
+from moax.ops.weights import WeightLayout, WeightSpec, find_layout
+from moax.recipe import Recipe, get_recipe
+from moax.sharding import dense_spec_on
+
+NO_DERIVATIVE = "is the gradient of a weight, and has no derivative; differentiate grouped_matmul instead"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedSpec:
+    """The static arguments of a grouped matmul.
+
+    Attributes:
+      weight: the static facts of w.
+      align: each group starts at a multiple of so many rows.
+      out, product: the dtype of y, and of a product before it is rounded to y.
+      rows: the mesh axes that split the rows: those of tokens, or ep alone.
+      apart: whether w is gathered, and its gradient scattered, by ops of their own. On Auto axes with tp the compiler
+        alone knows which dims of w are split over tp, and so the shape of a gathered weight.
+    """
+
+    weight: WeightSpec
+    align: int
+    out: np.dtype
+    product: np.dtype
+    rows: Names
+    apart: bool
+
+
+def grouped_matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "E K *C"],
+    group_sizes: Integer[Array, " groups"],
+    bias: Float[Array, " E *C"] | None = None,
+    *,
+    recipe: str | Recipe | None = None,
+    align: int | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    w_spec: Spec | None = None,
+    axes: Axes = Axes(),
+    engine: Engine = "auto",
+    kernels: str = "auto",
+    grad_reduce_dtype: DTypeLike | None = None,
+) -> Float[Array, " M *C"]:
+    """y[m] = x[m] w[g(m)] + bias[g(m)].
+
+    Args:
+      x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep, cp). On a mesh each shard has rows of its
+        own experts alone.
+      w: [E, K, *C], floating point, E over ep. K or one of *C may be split over tp. Any dim may also be split over
+        fsdp, and is then gathered.
+      group_sizes: [E], integers, the rows of each group of one shard. On a mesh the sizes of all shards follow one
+        another: [shards * E / ranks], sharded like the rows. With E = 4, ep = 2 and dp = 2 there are 4 shards of 2
+        experts, so group_sizes has 8 entries. With E entries, the rows and the sizes are split over ep alone, and all
+        devices along dp and fsdp compute the same rows.
+      bias: [E, *C], E over ep.
+      recipe: the name of a recipe, a Recipe, or None to quantize nothing.
+      align: each group starts at a multiple of so many rows. The default is the recipe's `row_alignment`, or 1.
+      preferred_element_type: the dtype of y, to which a sum is rounded once; None means the dtype of x.
+      w_spec: the spec of w, needed on an Auto mesh with engine="shard_map" and inside a `shard_map`; elsewhere the
+        type or the sharding of w says it. The default splits E over ep and no other dim.
+      axes, engine, kernels, grad_reduce_dtype: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as
+        for `jnp.dot`.
+
+    Returns:
+      y: [M, *C]. It is differentiable in x, w and bias; each gradient has the dtype of its array.
+
+    Raises:
+      ValueError: the shapes do not fit, align is no multiple of the recipe's blocks of rows, or w has a layout that
+        cannot be gathered.
+      Unsupported: the engine or the kernels chosen by name cannot run. `xla` alone computes a y that is wider than x.
+    """
+    check_float("x", x, "[M, K]")
+    check_float("w", w, "[E, K, *C]")
+    check_int("group_sizes", group_sizes, "[E]")
+    if bias is not None:
+        check_float("bias", bias, "[E, *C]")
+    recipe = get_recipe(recipe)
+    align = _check_align(align, recipe)
+    if x.ndim != 2 or w.ndim < 3 or group_sizes.ndim != 1:
+        raise ValueError(
+            f"x, w, group_sizes have shapes {x.shape}, {w.shape}, {group_sizes.shape}; they must be "
+            "[M, K], [E, K, *C], [E]"
+        )
+    view = find_mesh_view(axes, engine, x, w)
+    rows = view.axes.tokens
+    if not view.manual:
+        ranks = view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
+        if ranks > 1 and group_sizes.shape[0] == w.shape[0]:
+            rows, ranks = view.axes.ep, 1
+        if x.shape[1] != w.shape[1] or group_sizes.shape[0] != w.shape[0] * ranks:
+            raise ValueError(
+                f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} do not fit each other; with this w, x "
+                f"must be [M, {w.shape[1]}] and group_sizes [{w.shape[0] * ranks}]"
+            )
+        if bias is not None and bias.shape != (w.shape[0], *w.shape[2:]):
+            raise ValueError(f"bias has shape {bias.shape}; it must be {(w.shape[0], *w.shape[2:])}")
+    declared = spec(view.axes.ep, *[None] * (w.ndim - 1)) if w_spec is None else check_spec("w_spec", w_spec, w.ndim)
+    static = _make_spec(
+        view, x, w.shape, declared, rows, recipe, align, preferred_element_type, kernels, grad_reduce_dtype
+    )
+    return _grouped_matmul(view, static, x, w, jnp.asarray(group_sizes).astype(jnp.int32), bias)
+
+
+def dense(
+    x: Float[Array, "*rows K"],
+    w: Float[Array, " K *C"],
+    bias: Float[Array, "*C"] | None = None,
+    *,
+    recipe: str | Recipe | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    w_spec: Spec | None = None,
+    axes: Axes = Axes(),
+    engine: Engine = "auto",
+    kernels: str = "auto",
+    grad_reduce_dtype: DTypeLike | None = None,
+) -> Float[Array, "..."]:
+    """y = x w + bias, for layers outside the experts. The weight is quantized before it is gathered, as theirs is.
+
+    Args:
+      x: [..., K], floating point. Its rows are split over (dp, fsdp, ep), and S of [..., S, K] over cp; see `Axes`. K
+        is split over tp where K of w is.
+      w: [K, *C], floating point. Dims over tp stay split. Dims over fsdp or ep are gathered, as bytes where w is
+        quantized.
+      bias: [*C], split over tp where *C of w is, and replicated over the other axes.
+      recipe: the name of a recipe, a Recipe, or None to quantize nothing.
+      preferred_element_type: the dtype of y, as in `grouped_matmul`.
+      w_spec: the spec of w, as in `grouped_matmul`. The default is `moax.sharding.dense_spec` of w's shape, and inside
+        a `shard_map` a replicated w.
+      axes, engine, kernels, grad_reduce_dtype: as in `grouped_matmul`.
+
+    Returns:
+      y: [..., *C]. It is differentiable in x, w and bias; each gradient has the dtype of its array.
+
+    Raises:
+      ValueError: the shapes do not fit, the mesh does not divide the rows, or w has a layout that cannot be gathered.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
+    """
+    check_float("x", x, "[..., K]")
+    check_float("w", w, "[K, *C]")
+    if bias is not None:
+        check_float("bias", bias, "[*C]")
+    recipe = get_recipe(recipe)
+    view = find_mesh_view(axes, engine, x, w)
+    if x.ndim < 2 or w.ndim < 2 or (not view.manual and x.shape[-1] != w.shape[0]):
+        raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [..., K] and [K, *C]")
+    if bias is not None and not view.manual and bias.shape != w.shape[1:]:
+        raise ValueError(f"bias has shape {bias.shape}; it must be {w.shape[1:]}")
+    resolved = find_token_dims(x, axes, view.axes).resolve(dict(view.axes.sizes))
+    resolved = dataclasses.replace(resolved, fsdp=resolved.fsdp + resolved.ep, ep=())
+    view = view._replace(axes=resolved)
+    if w_spec is None:
+        w_spec = spec() if view.manual else dense_spec_on(resolved, w.shape)
+    declared = spec(None, *check_spec("w_spec", w_spec, w.ndim))
+    static = _make_spec(
+        view, x, (1, *w.shape), declared, resolved.tokens, recipe, recipe.row_alignment, preferred_element_type,
+        kernels, grad_reduce_dtype,
+    )  # fmt: skip
+    rows, bias = flatten_tokens(x, resolved), None if bias is None else bias[None]
+    return unflatten_tokens(_grouped_matmul(view, static, rows, w[None], None, bias), x, resolved)
+
+
+def grouped_wgrad(
+    x: Float[Array, "M K"],
+    dy: Float[Array, "M *C"],
+    group_sizes: Integer[Array, " groups"],
+    *,
+    recipe: str | Recipe | None = None,
+    align: int | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    w_spec: Spec | None = None,
+    axes: Axes = Axes(),
+    engine: Engine = "auto",
+    kernels: str = "auto",
+) -> Float[Array, "E K *C"]:
+    """dw[g] = sum over rows m of group g: x[m]^T dy[m], the gradient of a grouped matmul's weight.
+
+    Args:
+      x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep, cp), K over tp where `w_spec` says so.
+      dy: [M, *C], floating point, rows as those of x, a dim of *C over tp where `w_spec` says so.
+      group_sizes: see `grouped_matmul`. On a mesh the sizes of all shards follow one another: [shards * E / ranks].
+      recipe: the name of a recipe, a Recipe, or None to quantize nothing.
+      align: each group starts at a multiple of so many rows. The default is the recipe's `row_alignment`.
+      preferred_element_type: the dtype of dw; None means the dtype of x. Devices sum in this dtype too.
+      w_spec: the spec of dw, on any mesh. The default splits E over ep and no other dim.
+      axes, engine, kernels: see `moax.Options`. Inside a `shard_map` dw is the caller's to sum over dp, and over fsdp
+        where `w_spec` does not name it.
+
+    Returns:
+      dw: [E, K, *C], laid out by `w_spec`: summed over dp, and reduce-scattered over fsdp where the spec names it.
+
+    Raises:
+      ValueError: the shapes do not fit, align is no multiple of the recipe's blocks of rows, or dw cannot have the
+        layout `w_spec`.
+      Unsupported: the engine or the kernels that were chosen by name cannot run, or a derivative was asked for.
+    """
+    check_float("x", x, "[M, K]")
+    check_float("dy", dy, "[M, *C]")
+    check_int("group_sizes", group_sizes, "[E]")
+    recipe = get_recipe(recipe)
+    align = _check_align(align, recipe)
+    if x.ndim != 2 or dy.ndim < 2 or group_sizes.ndim != 1 or x.shape[0] != dy.shape[0]:
+        raise ValueError(
+            f"x, dy, group_sizes have shapes {x.shape}, {dy.shape}, {group_sizes.shape}; they must be "
+            "[M, K], [M, *C], [E]"
+        )
+    view = find_mesh_view(axes, engine, x, dy)
+    ranks = 1 if view.manual else view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
+    if group_sizes.shape[0] % ranks:
+        raise ValueError(f"group_sizes has {group_sizes.shape[0]} entries; on this mesh it must have {ranks} * E")
+    shape = group_sizes.shape[0] // ranks, x.shape[1], *dy.shape[1:]
+    given = spec(view.axes.ep) if w_spec is None else check_spec("w_spec", w_spec, len(shape))
+    declared = spec(*given, *[None] * (len(shape) - len(given)))
+    static = _make_spec(
+        view, x, shape, declared, view.axes.tokens, recipe, align, preferred_element_type, kernels, None
+    )
+    if x.shape[0] == 0:
+        return jnp.zeros(shape, static.out)
+    operands = _wgrad.reshard(view, static, x, dy, jnp.asarray(group_sizes).astype(jnp.int32))
+    return _wgrad(view, static, *refuse_derivative("grouped_wgrad", operands, NO_DERIVATIVE))[0]
+
+
+def _make_spec(
+    view: MeshView, x, shape: Sequence[int], declared: Spec, rows: Names, recipe: Recipe, align: int,
+    preferred: DTypeLike | None, kernels: str, grad_reduce_dtype: DTypeLike | None,
+) -> GroupedSpec:  # fmt: skip
+    if preferred is not None:
+        check_float_dtype("preferred_element_type", preferred)
+    dtype = np.dtype(x.dtype)
+    out = dtype if preferred is None else np.dtype(preferred)
+    weight = WeightSpec(
+        "w", declared, view.axes, recipe, "", dtype, None, get_grad_reduce(grad_reduce_dtype),
+        rows != view.axes.tokens,
+    )  # fmt: skip
+    kept = ((),) * len(shape) if view.manual else find_layout(weight, None, len(shape)).kept
+    _, contracted, *columns = (n // view.axes.size(names) for n, names in zip(shape, kept, strict=True))
+    widths = {"w's dim 1": contracted, "w's columns": math.prod(columns)}
+    product = dtype if dtype == out else np.dtype(np.float32)
+    weight = dataclasses.replace(weight, kernels=select_kernels(kernels, product, **widths))
+    return GroupedSpec(weight, align, out, product, rows, view.engine != "custom_partitioning" or not view.axes.tp)
+
+
+def _check_align(align: int | None, recipe: Recipe) -> int:
+    align = recipe.row_alignment if align is None else align
+    check_count("align", align)
+    if align % recipe.row_alignment:
+        raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
+    return align
+
+
+def _grouped_matmul(view: MeshView, static: GroupedSpec, x, w, group_sizes: Int[Array, " groups"] | None, bias):
+    """Runs `grouped_matmul`. With `group_sizes` None one group holds all rows."""
+    if x.shape[0] == 0:  # y has no rows, and the gradient of each operand is 0
+        sums = x.sum(1).astype(static.out)
+        return jnp.broadcast_to(sums.reshape(0, *[1] * (w.ndim - 2)), (0, *w.shape[2:]))
+    *operands, _ = _matmul.reshard(view, static, x, w, group_sizes, bias, None)
+    return _differentiable_matmul(view, static, *operands)
+
+
+def _forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
+    gathered = weights.gather_weight(view, static.weight, w, None, "rows") if static.apart else None
+    (y,) = _matmul(view, static, x, w, group_sizes, bias, gathered)
+    # The columns of y take the sharding of w's columns, for tp. There fsdp must not displace fsdp from the rows.
+    if view.engine == "custom_partitioning" and static.rows == view.axes.tokens:
+        y = keep_rows(y, view.axes)
+    return y, (x, w, group_sizes, bias)
+
+
+def _backward(view: MeshView, static: GroupedSpec, saved, dy):
+    x, w, group_sizes, bias = saved
+    w, dy = lax.optimization_barrier((w, dy))  # w is gathered again, so XLA must not keep the gathered w of forward
+    gathered = weights.gather_weight(view, static.weight, w, None, "columns") if static.apart else None
+    dx, d_bias, dw = _matmul_grad(view, static, x, w, group_sizes, dy.astype(static.weight.dtype), gathered)
+    dw = weights.scatter_gradient(view, static.weight, dw, w) if static.apart else dw
+    return dx, dw.astype(w.dtype), None, None if bias is None else d_bias.astype(bias.dtype)
+
+
+_differentiable_matmul = differentiable(_forward, _backward, once="grouped_matmul")
+
+
+def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes, bias, gathered):
+    """Returns y [M, *C] of one device, a partial sum where tp splits K. Without `gathered` it gathers w."""
+    weight, kernels = static.weight, implementation(static.weight.kernels)
+    gathered = weights.gather_shard(weight, layout, w, None, "rows") if gathered is None else gathered
+    packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
+    rows, _ = _quantize_rows(static, packed, x, "x", layout.kept[1], columns=False)
+    bias = None if bias is None else mask_to_first_rank(bias, layout.kept[1])
+    y = packed.unpack(kernels.matmul(rows, gathered, packed.groups, static.product, bias))
+    return (y.astype(static.out).reshape(-1, *layout.whole_shape(w.shape, weight.axes)[2:]),)
+
+
+def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes, dy, gathered):
+    """Returns dx [M, K], dbias [E, *C] and dw of one device; without `gathered` dw is a shard, as w is."""
+    weight, kernels, dtype = static.weight, implementation(static.weight.kernels), static.weight.dtype
+    gathered = weights.gather_shard(weight, layout, w, None, "columns") if gathered is None else gathered
+    packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
+    groups = packed.groups
+    d_rows, d_columns = _quantize_rows(static, packed, dy, "dy", sum(layout.kept[2:], ()))
+    dx = packed.unpack(kernels.matmul(d_rows, gathered, groups, dtype, transpose=True))  # [M, K] = [M, C] [E, K, C]^T
+    d_bias = mask_to_first_rank(kernels.bias_grad(packed.pack(dy), groups), layout.kept[1])
+    _, x_columns = _quantize_rows(static, packed, x, "x", layout.kept[1], rows=False)
+    dw = kernels.wgrad(x_columns, d_columns, groups, dtype, weight.grad_dtype)  # [M, K]^T [M, C]
+    dw = dw.reshape(layout.whole_shape(w.shape, weight.axes))
+    return dx, d_bias, dw if static.apart else weights.scatter_shard(weight, layout, dw)
+
+
+def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes):
+    """Returns dw [E, K, *C] of the shard of one device; it is a partial sum over dp."""
+    weight, kernels = static.weight, implementation(static.weight.kernels)
+    packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
+    _, x_columns = _quantize_rows(static, packed, x, "x", layout.kept[1], rows=False)
+    _, d_columns = _quantize_rows(static, packed, dy.astype(weight.dtype), "dy", sum(layout.kept[2:], ()), rows=False)
+    dw = kernels.wgrad(x_columns, d_columns, packed.groups, static.product).astype(static.out)
+    return (weights.scatter_shard(weight, layout, dw.reshape(-1, x.shape[1], *dy.shape[1:])),)
+
+
+def _quantize_rows(static: GroupedSpec, packed: Packed, x, role: Role, split: Names, **wanted: bool):
+    """Returns rows [M, ...] as operands of a product over columns and of wgrad; `split` are the axes of the columns."""
+    kernels, over = implementation(static.weight.kernels), static.rows + split
+    return kernels.quantize_for_matmul(packed.pack(x), static.weight.recipe, role, packed.groups, over, **wanted)
+
+
+def _sharding(static: GroupedSpec, operands, found, *, backward: bool = False) -> OpSharding:
+    """Returns the layout of a direction: rows are split as tokens are, and y is summed over the axes that split K."""
+    _, w, group_sizes, other, gathered = operands
+    weight, rows, axes = static.weight, static.rows, static.weight.axes
+    layout = find_layout(weight, found[1], w.ndim)
+    contracted, columns = layout.kept[1], layout.kept[2:]
+    x, y, bias = spec(rows, contracted), spec(rows, *columns), spec(axes.ep, *columns)
+    given = x, layout.spec, None if group_sizes is None else spec(rows)
+    whole = jax.tree.map(lambda _: device_spec(axes), gathered)
+    if not backward:
+        return OpSharding((*given, None if other is None else bias, whole), (y,), (contracted,), layout)
+    over_rows = () if weight.same_rows else axes.replica_axes
+    dw, over_dw = (device_spec(axes), ()) if static.apart else (layout.spec, weights.replicas(weight, layout))
+    reduce = sum(columns, ()), over_rows + contracted, over_dw
+    return OpSharding((*given, y, whole), (x, bias, dw), reduce, layout)
+
+
+def _wgrad_sharding(static: GroupedSpec, operands, found) -> OpSharding:
+    layout = find_layout(static.weight)
+    rows, (_, contracted, *columns) = static.rows, layout.kept
+    specs = spec(rows, contracted), spec(rows, *columns), spec(rows)
+    return OpSharding(specs, (layout.spec,), (weights.replicas(static.weight, layout),), layout)
+
+
+# The dims of a weight have names of their own, so that fsdp on K, or on *C in backward, does not move activations.
+_matmul = Op("grouped_matmul", matmul_forward, "m k, e h *c, @, b *c, @ -> m *c", sharding=_sharding)
+_matmul_grad = Op(
+    "grouped_matmul_grad",
+    matmul_backward,
+    lambda static, operands: f"m k, e h *d, @, m *c, @ -> m k, b *c, {'@' if static.apart else 'e h *d'}",
+    sharding=functools.partial(_sharding, backward=True),
+)
+_wgrad = Op(
+    "grouped_wgrad",
+    wgrad_forward,
+    lambda static, operands: f"m k, m *c, @ -> e h {' '.join(f'd{i}' for i in range(operands[1].ndim - 1))}",
+    sharding=_wgrad_sharding,
+)

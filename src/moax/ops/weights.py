@@ -1,0 +1,204 @@
+"""Weights on a mesh: quantized on their shards and gathered before a product, with gradients scattered behind.
+
+    gather    operand = all_gather(quantize(w shard))             one byte an element, and the scales
+    scatter   dw shard = reduce_scatter over fsdp, psum over dp   of each device's partial gradient
+
+Both are ops of their own, for the experts of a block and for dense layers. Gathered weights and partial gradients are
+per-device arrays: their leading dim is sharded over all mesh axes. The gather does not depend on tokens, so `moax.scan`
+can run it one layer early.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from jaxtyping import Array
+
+from moax.kernels import Operand, implementation
+from moax.kernels.scales import find_scale_axes, weight_format
+from moax.mesh import collectives
+from moax.mesh.axes import Names, ResolvedAxes
+from moax.mesh.collectives import GradReduce, name_gathered, name_partial_grads, opaque_copy, sum_dtype, take_shard
+from moax.mesh.op import Op, OpSharding
+from moax.mesh.specs import Spec, device_spec, local_shape, pad, spec, weight_gather
+from moax.mesh.view import MeshView
+from moax.recipe import Contracted, Recipe
+from moax.types import QShard
+
+QuantizedWeight = tuple[Any, ...]  # a QShard for each of `CONTRACTED`
+CONTRACTED: tuple[Contracted, Contracted] = ("rows", "columns")
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSpec:
+    """The static facts of a weight [E, K, *C].
+
+    Attributes:
+      name: the name of the weight in errors.
+      declared: its spec, used where neither its type nor its sharding says one.
+      axes: the mesh axes by role.
+      recipe: the formats of the operands of its products.
+      kernels: the name of the implementation.
+      dtype: the dtype of the products.
+      kept: the axes over which each dim stays split in a product; None keeps ep on E, and tp on any other dim that the
+        spec splits over tp.
+      grad_reduce: how its gradient is summed; see `moax.Options.grad_reduce_dtype`.
+      same_rows: whether all devices along dp and fsdp compute with the same rows, so that their gradients are equal.
+    """
+
+    name: str
+    declared: Spec
+    axes: ResolvedAxes
+    recipe: Recipe
+    kernels: str
+    dtype: np.dtype
+    kept: tuple[Names, ...] | None = None
+    grad_reduce: GradReduce | None = None
+    same_rows: bool = False
+
+    @property
+    def grad_dtype(self) -> np.dtype:
+        """The dtype in which the gradient is computed and summed."""
+        return sum_dtype(self.grad_reduce, self.dtype)
+
+
+class WeightLayout(NamedTuple):
+    """The layout of a weight on the mesh.
+
+    Attributes:
+      spec: the PartitionSpec of the weight.
+      kept: for each dim, the axes over which it stays split in a product.
+      gather: for each dim, the axes over which a device gathers the weight before a product.
+    """
+
+    spec: Spec
+    kept: tuple[Names, ...]
+    gather: tuple[Names, ...]
+
+    @property
+    def matrix_axes(self) -> Names:
+        """The axes that split the matrix of one expert."""
+        return tuple(name for names in (*self.gather[1:], *self.kept[1:]) for name in names)
+
+    def whole_shape(self, shape: Sequence[int], axes: ResolvedAxes) -> tuple[int, ...]:
+        """Returns the shape of the gathered weight, from that of a shard."""
+        return tuple(n * axes.size(names) for n, names in zip(shape, self.gather, strict=True))
+
+
+def find_layout(weight: WeightSpec, found: Spec | None = None, ndim: int | None = None) -> WeightLayout:
+    """Returns the layout by the spec that was found, else the declared one; ValueError where no product can take it."""
+    of, tp = weight.declared if found is None else found, weight.axes.tp
+    kept = weight.kept
+    if kept is None:
+        entries = pad(of, len(of) if ndim is None else ndim)
+        kept = (weight.axes.ep, *(tp if tp and tp[0] in entry else () for entry in entries[1:]))
+    return WeightLayout(*weight_gather(weight.name, of, kept, weight.axes))
+
+
+def gather_weight(
+    view: MeshView, weight: WeightSpec, w: Array, quantized: QuantizedWeight | None, contracted: Contracted
+) -> Operand:
+    """Returns the whole weight as each device's operand of a product over K, the `rows`, or over *C, the `columns`.
+
+    Where `quantized` is given, as `moax.quantize_params` makes it, the values of w are not read.
+    """
+    return name_gathered(_gather(view, (weight, contracted), w, quantized)[0], view.axes)
+
+
+def gather_shard(
+    weight: WeightSpec, layout: WeightLayout, w: Array | None, quantized: QuantizedWeight | None, contracted: Contracted
+) -> Operand:
+    """Runs `gather_weight` on one device."""
+    kernels, recipe = implementation(weight.kernels), weight.recipe
+    if quantized is None:
+        over = layout.matrix_axes
+        return kernels.quantize_and_gather(cast(Array, w), recipe, contracted, layout.gather, over, weight.dtype)
+    gather = find_layout(weight).gather  # a quantized weight has the declared layout, whatever the layout of w is
+    return kernels.gather_shard(quantized[contracted == "columns"], recipe, contracted, gather)
+
+
+def scatter_gradient(view: MeshView, weight: WeightSpec, partial: Array, w: Array) -> Array:
+    """Returns the gradient of w, summed and laid out as w is, from each device's partial gradient."""
+    return _scatter(view, weight, name_partial_grads(partial, view.axes), w)[0]
+
+
+def scatter_shard(weight: WeightSpec, layout: WeightLayout, partial: Array) -> Array:
+    """Runs `scatter_gradient` on one device, but for the sum over dp and the cast to the dtype of w."""
+    if weight.same_rows:
+        return take_shard(partial, layout.gather)
+    return collectives.scatter_gradient(partial, layout.gather, weight.grad_reduce)
+
+
+def replicas(weight: WeightSpec, layout: WeightLayout) -> Names:
+    """Returns the axes over which a gradient is still a partial sum after `scatter_shard`."""
+    gathered = {name for names in layout.gather for name in names}
+    return () if weight.same_rows else tuple(name for name in weight.axes.replica_axes if name not in gathered)
+
+
+def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight | None:
+    """Returns the specs of data and scales of a quantized weight of this whole shape; None where nothing is quantized.
+
+    They follow from the declared layout.
+    """
+    if weight.recipe.w is None:
+        return None
+    layout, format, made = find_layout(weight), weight_format(weight.recipe), []
+    for contracted in CONTRACTED:
+        along = find_scale_axes(local_shape(shape, layout.spec, weight.axes), format, contracted, layout.gather)
+        kept = layout.kept
+        if format.block is None:
+            kept = (kept[0], (), ())
+        elif len(along) < len(kept):  # the columns of the scales are one dim
+            kept = (*kept[:2], sum(kept[2:], ()))
+        data = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
+        scale = [have + names for have, names in zip(kept, along, strict=True)]
+        if implementation(weight.kernels).stores_weight_transposed(weight.recipe, contracted):
+            data, scale = ([dims[0], *dims[2:], dims[1]] for dims in (data, scale))
+        made.append(QShard(spec(*data), spec(*scale)))
+    return tuple(made)
+
+
+def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWeight:
+    """Returns the weight, quantized on its shards for both kinds of products; its layout is the declared one."""
+    data, scale, turned_data, turned_scale = _quantize(view, weight, *_quantize.reshard(view, weight, w))
+    return QShard(data, scale), QShard(turned_data, turned_scale)
+
+
+def _quantize_shards(weight: WeightSpec, layout: WeightLayout, w):
+    quantize, recipe = implementation(weight.kernels).quantize_shard, weight.recipe
+    shards = (quantize(w, recipe, over, layout.gather, layout.matrix_axes) for over in CONTRACTED)
+    return tuple(array for shard in shards for array in shard)
+
+
+def _quantize_sharding(weight: WeightSpec, operands, found) -> OpSharding:
+    layout, specs = find_layout(weight), quantized_specs(weight, operands[0].shape) or ()
+    return OpSharding((layout.spec,), [of for shard in specs for of in shard], [()] * 4, layout)
+
+
+def _gather_shards(static: tuple[WeightSpec, Contracted], layout: WeightLayout, w, quantized):
+    return (opaque_copy(gather_shard(static[0], layout, w, quantized, static[1])),)
+
+
+def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, found) -> OpSharding:
+    (weight, _), (w, quantized) = static, operands
+    layout = find_layout(weight, found[0], w.ndim)
+    specs = None if quantized is None else quantized_specs(weight, w.shape)
+    return OpSharding((layout.spec, specs), (device_spec(weight.axes),), ((),), layout)
+
+
+def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):  # w says the layout alone
+    return (opaque_copy(scatter_shard(weight, layout, partial)),)
+
+
+def _scatter_sharding(weight: WeightSpec, operands, found) -> OpSharding:
+    layout = find_layout(weight, found[1], operands[1].ndim)
+    reduce = (replicas(weight, layout),)
+    return OpSharding((device_spec(weight.axes), layout.spec), (layout.spec,), reduce, layout)
+
+
+_quantize = Op("quantize_weight", _quantize_shards, "*w -> @, @, @, @", sharding=_quantize_sharding)
+_gather = Op("gather_weight", _gather_shards, "*w, @ -> @", sharding=_gather_sharding)
+_scatter = Op("scatter_gradient", _scatter_shards, "@, *w -> *w", sharding=_scatter_sharding)

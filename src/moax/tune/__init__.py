@@ -1,1 +1,0 @@
-"""`moax tune` measures the tiles of grouped matmuls. This package has its shapes, its operands and its clock."""

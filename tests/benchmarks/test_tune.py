@@ -1,0 +1,175 @@
+"""`python -m benchmarks.tune`: the cases and their operands, the time of a call, and the user's table of tiles."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import cases, tune
+from benchmarks.problem import Problem, dequantize, quantize_rows, quantize_weight
+from benchmarks.timing import Repeats, call_time, kernel_time
+from moax import backend
+from moax.kernels.hopper.formats import BLOCK
+from moax.kernels.hopper.pallas import tiles
+from moax.kernels.hopper.pallas.pipeline import TileConfig
+
+pytestmark = [pytest.mark.more, pytest.mark.loose]
+
+TINY = cases.SETS["tiny"][0]
+EVERY = [case for name in cases.SETS for case in cases.SETS[name]]
+H200, SHAPE = "NVIDIA H200", ("matmul", 4096, 1024, 4096)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return Problem(TINY)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home folder without a table; no table outlives the test."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    tiles.read_table.cache_clear()
+    yield tmp_path
+    tiles.read_table.cache_clear()
+
+
+def keep(home, text: str) -> Path:
+    """Writes the user's table."""
+    path = home / ".cache" / "moax" / "tiles.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: f"{case.name} G{case.groups}")
+def test_group_sizes(case):
+    """Sizes that do not sum to M would count work that is not done; another seed would not compare between runs."""
+    assert case.sizes.sum() == case.rows and case.sizes.min() >= 0 and len(case.sizes) == case.groups
+    np.testing.assert_array_equal(case.sizes, dataclasses.replace(case).sizes)
+    if case.distribution == "uniform":
+        assert case.sizes.max() - case.sizes.min() <= 1
+    if case.distribution == "zipf" and case.groups > 8:
+        assert case.sizes.max() > 3 * case.sizes.mean()
+
+
+class Late:
+    """An output that knows whether it was awaited."""
+
+    awaited = made = 0
+
+    def __init__(self):
+        Late.made += 1
+
+    def block_until_ready(self):
+        Late.awaited += 1
+
+
+@pytest.mark.parametrize("time", [kernel_time, call_time])
+def test_timing_awaits_every_output(time):
+    """A call whose output is not awaited is timed as its launch."""
+    Late.awaited = Late.made = 0
+    timing = time(lambda: {"a": Late(), "b": [Late()]}, (), Repeats(2, 10))
+    assert timing.us > 0 and timing.method == "wall"
+    assert Late.awaited == Late.made >= 2 * 12
+
+
+def test_quantized_operands(problem):
+    """The operands that are timed stand for the bf16 ones, in the layout that the kernels take."""
+    x, w = problem.x[:, :96], problem.w[:, :96]
+    for operand, want in (
+        (quantize_rows(x), x),
+        (quantize_rows(x.T), x.T),
+        (quantize_weight(w, False), w),
+        (quantize_weight(w, True), w.swapaxes(1, 2)),
+    ):
+        assert operand.data.shape == want.shape and operand.data.dtype == jnp.float8_e4m3fn
+        difference = dequantize(operand) - want.astype(jnp.float32)
+        assert float(jnp.linalg.norm(difference) / jnp.linalg.norm(want.astype(jnp.float32))) < 0.04
+    assert quantize_rows(x.T).scale.shape == (problem.num_rows // BLOCK, BLOCK)
+    assert quantize_weight(w, True).scale.shape == (TINY.groups, 2, 1)
+
+
+def test_tune_needs_a_gpu_and_prints_json(monkeypatch, tmp_path, capsys):
+    """Breaks if the table and what is printed differ, or JSON is not all that stdout has."""
+    assert tune.main([]) == 1
+    assert "needs an NVIDIA Hopper GPU" in capsys.readouterr().err
+    table = tmp_path / "tiles.json"
+    table.write_text(json.dumps({"cpu": {"slow": [64, 2]}}))
+
+    def measured(problem, op, direction):
+        fast = direction == "fwd"
+        return tune.Tuned("case", op, direction, "fast" if fast else "slow", [64, 1], 2.0, 1.5 if fast else 1.0, fast)
+
+    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    monkeypatch.setattr(tune, "tune", measured)
+    monkeypatch.setattr(tune, "Problem", lambda case: case)
+    argv = ["--only", "mixtral", "--ops", "matmul,wgrad", "--out", str(table)]
+    assert tune.main([*argv, "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["table"] == str(table) and {p["kept"] for p in found["products"]} == {True, False}
+    assert "case matmul fwd: tile [64, 1] takes 2 us; the heuristic's tile takes 1.500 times" in said.err
+    assert json.loads(table.read_text()) == {"cpu": {"fast": [64, 1]}}
+    assert tune.main(argv) == 0
+    assert "case wgrad wgrad" in capsys.readouterr().out
+
+
+def test_user_table_goes_before_the_packaged_one(home):
+    """Breaks if tiles that a user measured are not taken, or if they hide those of other shapes and devices."""
+    packaged = tiles.load(tiles.TABLE)
+    assert tiles.read_table() == packaged and not (home / ".cache").exists()
+    key = next(iter(packaged[H200]))
+    mine = {tiles.tile_key(*SHAPE): [128, 5], key: [64, 3, 8, 1, 2]}
+    keep(home, json.dumps({H200: mine, "another": {"matmul K1 N1 R1": [64, 2]}}))
+    tiles.read_table.cache_clear()
+    assert tiles.pick_tile(*SHAPE, H200) == TileConfig(128, 5)
+    assert tiles.pick_tile(*SHAPE, "NVIDIA H100") == tiles.pick_tile(*SHAPE)
+    found = tiles.read_table()
+    assert found[H200] == packaged[H200] | mine and set(found) == {*packaged, "another"}
+
+
+@pytest.mark.parametrize(
+    "text", ("{", "[]", '{"NVIDIA H200": 3}', '{"NVIDIA H200": {"a": [1]}}', '{"NVIDIA H200": {"a": [1, "b"]}}', "\x00")
+)
+def test_corrupt_user_table_is_a_logged_line(home, caplog, text):
+    """Breaks if a broken file in the user's cache folder stops a program, or is passed over without a word."""
+    path = keep(home, text)
+    with caplog.at_level(logging.WARNING, "moax"):
+        assert tiles.pick_tile(*SHAPE, H200) == tiles.pick_tile(*SHAPE)
+        assert tiles.read_table() == tiles.load(tiles.TABLE)
+    (said,) = caplog.messages
+    assert said.startswith(f"the user's tiles are left out: {path}: ")
+
+
+def test_tune_keeps_tiles_in_the_cache_folder(home, monkeypatch, capsys):
+    """Breaks if the command writes into the installed package, or if kernels do not take what it found."""
+    before = tiles.TABLE.read_bytes()
+    key = tiles.tile_key(*SHAPE)
+
+    def measured(problem, op, direction):
+        return tune.Tuned("case", op, direction, key, [128, 5, 8, 1, 2], us=2.0, gain=1.5, kept=True)
+
+    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    monkeypatch.setattr(backend, "device_kind", lambda: H200)
+    monkeypatch.setattr(tune, "tune", measured)
+    monkeypatch.setattr(tune, "Problem", lambda case: case)
+    assert tune.main(["--only", "mixtral", "--ops", "matmul"]) == 0
+    assert json.loads((home / ".cache" / "moax" / "tiles.json").read_text()) == {H200: {key: [128, 5, 8, 1, 2]}}
+    assert tiles.TABLE.read_bytes() == before
+    assert tiles.pick_tile(*SHAPE, H200) == TileConfig(128, 5)
+
+
+def test_tune_refuses_a_table_that_it_cannot_read(home, monkeypatch, capsys):
+    """Breaks if the command writes over a file that is no table, or shows a traceback."""
+    path = keep(home, "{")
+    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    assert tune.main(["--only", "mixtral"]) == 2
+    assert (
+        capsys.readouterr().err.startswith(f"python -m benchmarks.tune: error: {path}: the file is no JSON: ")
+        and path.read_text() == "{"
+    )

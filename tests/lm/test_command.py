@@ -1,0 +1,137 @@
+"""The command line of the language model: what a stranger sees, what goes wrong, exit codes.
+
+Covers: `python -m lm train` and `python -m lm compare`.
+"""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("optax")
+pytest.importorskip("orbax.checkpoint")
+pytest.importorskip("matplotlib")
+
+from lm import command
+from lm.config import PRESETS
+from lm.run import Run
+
+pytestmark = pytest.mark.loose
+
+
+def parse(*argv):
+    return command.train_config(command.parsers()[0].parse_args(["train", *argv]))
+
+
+def test_help_shows_what_to_type(capsys):
+    """Breaks if a stranger does not find the presets, the mesh, the text or how to stop."""
+    for argv, wanted in [
+        (["--help"], ["train", "compare"]),
+        (["train", "--help"], ["--preset", "tiny, small, medium, large", "--mesh", "standard library", "Ctrl-C"]),
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            command.main(argv)
+        said = capsys.readouterr().out
+        assert stop.value.code == 0
+        assert all(word in said for word in wanted), said
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train", "--mesh", "pp=2"], "unknown axis 'pp'; the axes are dp, fsdp, cp, ep, tp"),
+        (["train", "--steps", "many"], "invalid int value: 'many'"),
+        (["train", "--preset", "huge"], "choose from"),
+        (["train", "--fly"], "unrecognized arguments: --fly"),
+    ],
+)
+def test_unreadable_arguments(argv, message, capsys):
+    """Breaks if a typing error is ignored."""
+    with pytest.raises(SystemExit) as stop:
+        command.main(argv)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mesh", "fsdp=2,ep=3"], "mesh of 6 devices, but JAX has 8"),
+        (["--mesh", "fsdp=2,ep=4", "--batch", "12"], "--batch 12 does not divide"),
+        (["--cpu-devices", "3"], "--cpu-devices 3: JAX already runs"),
+        (["--cpu-devices", "0"], "--cpu-devices 0 must be at least 1"),
+        (["--steps", "0"], "steps=0"),
+        (["--top-k", "9"], "top_k=9 must be at most num_experts=8"),
+        (["--text", "/nowhere"], "--text /nowhere: no such file or folder"),
+        (["--resume", "--name", "lost"], "no run 'lost'"),
+        (["--resume"], "there are no runs"),
+        (["--resume", "--preset", "tiny"], "leave --preset out"),
+        (["--seeds", "2"], "--seeds 2 without --recipes"),
+        (["--recipes", "none,fp4"], "--recipes has 'fp4'"),
+        (["--recipes", "none,fp8_block", "--recipe", "mxfp8"], "--recipe mxfp8 with several runs"),
+        (["--recipes", "none,fp8_block", "--text", "/nowhere"], "--text /nowhere: no such file or folder"),
+    ],
+)
+def test_arguments_that_cannot_work(argv, message, capsys, tmp_path):
+    """Breaks if settings that cannot train are found after the folder of the run is made, or in a traceback."""
+    assert command.main(["train", "--out", str(tmp_path / "runs"), *argv]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("python -m lm train: error: ") and message in said
+    assert not (tmp_path / "runs").exists(), "an error left a run behind"
+
+
+def test_flags_over_preset():
+    """Breaks if an option does not override the preset, or changes another setting."""
+    config = parse("--preset", "small", "--experts", "32", "--recipe", "none", "--lr", "0.5", "--tied")
+    assert config.model.num_experts == 32 and config.model.tied
+    assert config.recipe is None and config.lr == 0.5 and config.name == "small"
+    assert config.model.d_ff == PRESETS["small"].model.d_ff
+    assert parse().name == "tiny"
+    assert parse("--capacity-factor", "1.5").model.capacity_factor == 1.5
+    assert parse("--capacity-factor", "none").model.capacity_factor is None
+
+
+@pytest.mark.more
+def test_train_runs_and_resumes(tmp_path, capsys):
+    """Breaks if a run does not learn, a resumed run begins anew, or the report at the end is not of the run."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 300)
+    out = str(tmp_path / "runs")
+    small = ["--d-model", "32", "--d-ff", "32", "--layers", "1", "--heads", "2", "--experts", "8", "--seq", "16"]
+    text = ["--text", str(tmp_path / "text.txt"), "--batch", "8", "--eval-every", "4", "--lr", "0.02"]
+    where = ["--mesh", "fsdp=2,ep=4", "--recipe", "fp8_block", "--cpu-devices", "8", "--engine", "shard_map"]
+    assert command.main(["train", *small, *text, *where, "--steps", "4", "--name", "a", "--out", out]) == 0
+    said = capsys.readouterr().out
+    ((first, last),) = re.findall(r"held-out loss +([0-9.]+) -> ([0-9.]+)", said)
+    assert float(last) < float(first) - 0.1
+    for word in ("held-out loss", "weight gathers", "curves.png", "dropped", "busiest"):
+        assert word in said
+    assert command.main(["train", "--resume", "--out", out, "--steps", "5", "--save-every", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "resumed at step 4" in said.err
+    found = json.loads(said.out)
+    assert found["steps"] == found["held_out_loss"]["step"] == 5 and found["dropped"] == 0 and not found["interrupted"]
+    assert 0 < found["held_out_loss"]["last"] < found["held_out_loss"]["first"] and found["tokens_per_s"] > 0
+    assert 0 < found["weight_gathers"]["bytes"] < found["weight_gathers"]["unquantized_bytes"]
+    assert found["folder"].endswith("runs/a") and found["curves"].endswith("curves.png")
+    config = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
+    assert config["steps"] == 5 and config["mesh"] == {"fsdp": 2, "ep": 4} and config["model"]["d_ff"] == 32
+
+
+def test_compare(tmp_path, capsys):
+    """One plot of several runs, and their gap at the end; a run without losses is named."""
+    for name, losses in (("one", (3.0, 2.0)), ("two", (3.0, 2.25))):
+        run = Run(tmp_path / name)
+        run.path.mkdir()
+        for step, loss in enumerate(losses, 1):
+            run.log(step=step, loss=loss, tokens_per_s=100.0 * step)
+        run.log(step=2, held_out_loss=losses[-1], tokens_per_expert=[[1]])
+    plot = tmp_path / "both.png"
+    assert command.main(["compare", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(plot)]) == 0
+    assert plot.stat().st_size > 10_000
+    assert "two" in (printed := capsys.readouterr().out)
+    assert "2.2500 (+0.2500)" in printed
+    assert command.main(["compare", str(tmp_path / "two"), "--out", str(plot), "--json"]) == 0
+    found = {"runs": [{"name": "two", "held_out_loss": 2.25, "tokens_per_s": 150.0}], "plot": str(plot)}
+    assert json.loads(capsys.readouterr().out) == found
+    assert command.main(["compare", str(tmp_path / "none"), "--out", str(plot)]) == 2
+    assert "none has no step" in capsys.readouterr().err
