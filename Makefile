@@ -45,7 +45,7 @@ docs: $(INSTALLED) ## build the documentation into docs/_build/html; a warning i
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-test: lint ## lint, then run the short suite (8 minutes on two cores); it ends with a table of what it covered
+test: lint ## lint, then run the short suite (10 minutes on two cores); it ends with a table of what it covered
 	$(BIN)/pytest -n $(WORKERS) -m "not more and not gpu"
 
 lint: $(INSTALLED) ## check the code with ruff, its format, and its types with pyrefly
@@ -136,7 +136,7 @@ framework-parity: $(FRAMEWORKS:%=.venv-%/.installed) ## compare examples/*_adapt
 	@scripts/venv.sh .venv-levanter marin-levanter==0.2.227.dev40316220070 jax==0.11.2
 	@touch $@
 
-test-gpu: ## run every kernel and the block on Hopper GPUs (8 minutes on one H200); GPU_PYTHON needs jax with CUDA
+test-gpu: ## run every kernel and the block on Hopper GPUs; GPU_PYTHON needs jax with CUDA
 	$(ON_GPU) -m "gpu and not more"
 
 test-gpu-more: ## run the GPU tests that `make test-gpu` leaves out

@@ -124,7 +124,7 @@ def test_memory_is_that_of_the_program(case):
     tokens = TOKENS * 8 * config.d_model * 2
     assert got.weights == got.gradients == kept.argument_size_in_bytes - tokens
     again = got.weights + (copies - 1) * tokens
-    # The traced block reshards experts and routing weights, so it has them twice where a program on Auto axes has one.
+    # The trace on Explicit axes saves up to 1.2 % more than the program on Auto axes, small arrays of the routing.
     assert got.saved == pytest.approx(kept.output_size_in_bytes - again, rel=0.02)
 
 
