@@ -6,7 +6,7 @@
 A seed names one case. Each case runs forward and backward three times: by the kernels, by XLA with the same recipe, and
 by `moax.reference` in float32 with the same experts. The error of the kernels may not be much larger than that of XLA,
 and that of XLA may not exceed a bound by recipe. A line has the errors of both, and the exit code is 1 if a case is
-wrong. Several processes share the GPU, because compilation takes most of the time.
+wrong. Several processes share a GPU, because compilation takes most of the time.
 """
 
 from __future__ import annotations
@@ -297,6 +297,13 @@ def run_seed(seed: int, kernels: str, tiny: bool) -> dict[str, Any]:
     return dict(seed=seed, case=str(case), seconds=round(time.monotonic() - start, 1)) | row
 
 
+def take_gpu(turns: Any, gpus: int) -> None:
+    """Lets a process see one of the GPUs: the next one in turn."""
+    with turns.get_lock():
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(turns.value % gpus)
+        turns.value += 1
+
+
 def line(row: dict[str, Any]) -> str:
     """Returns a row as a line: each error as that of the kernels / that of XLA."""
     errors = [f"{name} {ours:.0e}/{xla:.0e}" for name, (ours, xla) in sorted(row.get("errors", {}).items())]
@@ -311,6 +318,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--seeds", default="0:200", metavar="FROM:TO", help="the seeds, FROM included (default: %(default)s)")
     add("--kernels", default="hopper", help="the implementation (default: %(default)s)")
     add("--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes at a time (default: one a core)")
+    add("--gpus", type=int, default=1, metavar="N", help="GPUs that the processes share (default: %(default)s)")
     add("--seconds", type=float, metavar="S", help="start no case after so many seconds")
     add("--tiny", action="store_true", help="sizes for a CPU")
     add("--out", type=Path, metavar="FILE", help="write the rows as JSON")
@@ -318,23 +326,29 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     first, last = map(int, args.seeds.split(":"))
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPU's memory
+    command = ["python", "-m", "benchmarks.fuzz", *(sys.argv[1:] if argv is None else argv)]
+    head = header(command, args.sha, {}) if args.out else {}
+
+    def find_wrong() -> list[int]:
+        return sorted(row["seed"] for row in rows if not row["right"])
+
     stop, rows = time.monotonic() + (args.seconds or float("inf")), []
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, spawn, take_gpu, (spawn.Value("i", 0), args.gpus)) as pool:
         waiting = {pool.submit(run_seed, seed, args.kernels, args.tiny) for seed in range(first, last)}
         for done in concurrent.futures.as_completed(waiting):
             if done.cancelled():
                 continue
             rows.append(done.result())
             print(line(rows[-1]), flush=True)
+            if args.out:  # a run that is cut leaves what ended
+                sorted_rows = sorted(rows, key=lambda row: row["seed"])
+                args.out.write_text(json.dumps(head | dict(wrong=find_wrong(), rows=sorted_rows), indent=1) + "\n")
             if time.monotonic() > stop:
                 for future in waiting:
                     future.cancel()
-    wrong = sorted(row["seed"] for row in rows if not row["right"])
+    wrong = find_wrong()
     print(f"{len(rows)} cases, {len(wrong)} wrong{': seeds ' if wrong else ''}{' '.join(map(str, wrong))}")
-    if args.out:
-        head = header(["python", "-m", "benchmarks.fuzz", *(sys.argv[1:] if argv is None else argv)], args.sha, {})
-        rows.sort(key=lambda row: row["seed"])
-        args.out.write_text(json.dumps(head | dict(wrong=wrong, rows=rows), indent=1) + "\n")
     return 1 if wrong or not rows else 0
 
 
