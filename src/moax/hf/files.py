@@ -1,8 +1,8 @@
 """Reads and writes safetensors files, one tensor at a time.
 
 A file is the length of its header (u64), the header (JSON: dtype, shape and byte range of each tensor), and the bytes
-of the tensors. The library `safetensors` maps files into memory, so that their pages count as memory of this process,
-and its NumPy interface has no FP8; plain reads have neither limit. Writing streams the tensors.
+of the tensors. The library `safetensors` maps whole files into the memory of this process, and writes no file without
+all of its tensors in memory; plain reads and writes hold one tensor or a part of one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,31 +33,28 @@ INDEX = "model.safetensors.index.json"
 
 
 class Entry(NamedTuple):
-    """A tensor in a file: its dtype as safetensors names it, and the offset of its first byte."""
+    """A tensor of a checkpoint: an array, or the place of its first byte in a file."""
 
-    path: Path
-    dtype: str
+    name: str
+    source: Path | np.ndarray | jax.Array
+    dtype: np.dtype
     shape: tuple[int, ...]
-    start: int
+    start: int = 0
 
-    def read(self, index: int | None = None, size: int = 1) -> np.ndarray:
-        """Reads the tensor, or part `index` of its parts of `size` entries along the first dim, as a copy.
-
-        A part of one entry loses that dim.
-        """
-        if self.dtype not in DTYPES:
-            raise Unsupported(f"{self.path.name}: dtype {self.dtype}; moax.hf reads {', '.join(DTYPES)}")
-        dtype = DTYPES[self.dtype]
-        shape = self.shape if index is None else (*(() if size == 1 else (size,)), *self.shape[1:])
-        count = math.prod(shape) * dtype.itemsize
+    def read(self, part: int = 0, parts: int = 1) -> np.ndarray:
+        """Reads one of equal parts along the first dim: part 3 of 8 of [16, 2] is rows 6 and 7."""
+        shape = self.shape if parts == 1 else (self.shape[0] // parts, *self.shape[1:])
+        if not isinstance(self.source, Path):
+            return np.asarray(self.source if parts == 1 else self.source[part * shape[0] : (part + 1) * shape[0]])
+        count = math.prod(shape) * self.dtype.itemsize
         # `fromfile` reads bytes, because it does not know the dtypes of ml_dtypes.
-        data = np.fromfile(self.path, np.uint8, count, offset=self.start + (index or 0) * count)
-        return data.view(dtype).reshape(shape)
+        data = np.fromfile(self.source, np.uint8, count, offset=self.start + part * count)
+        return data.view(self.dtype).reshape(shape)
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """Reads the tensors of one file, by name; ValueError for a file that is broken or was cut short."""
-    size = path.stat().st_size
+def read_header(path: Path) -> dict[str, Entry | str]:
+    """Reads the tensors of one file by name, or the name of an unknown dtype; ValueError for a broken file."""
+    size, entries = path.stat().st_size, {}
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
@@ -70,7 +68,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise ValueError(f"{path} is broken: {name}, {dtype} of shape {shape}, has {end - start} bytes")
         if 8 + length + end > size:
             raise ValueError(f"{path} was cut short: it has {size} bytes, and {name} ends at {8 + length + end}")
-    return {name: Entry(path, dtype, shape, 8 + length + start) for name, (dtype, shape, start, _) in values.items()}
+        entries[name] = Entry(name, path, DTYPES[dtype], shape, 8 + length + start) if dtype in DTYPES else dtype
+    return entries
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
@@ -102,7 +101,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
             raise ValueError(f"checkpoint {str(path)!r}: {lacking[0]} is in the index, but not in {named[lacking[0]]}")
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._entries[name].read()
+        return self.entry(name).read()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries  # `Mapping.__contains__` would read the tensor.
@@ -114,8 +113,21 @@ class Checkpoint(Mapping[str, np.ndarray]):
         return len(self._entries)
 
     def entry(self, name: str) -> Entry:
-        """Returns the shape, dtype and place of a tensor, without reading it."""
-        return self._entries[name]
+        """Returns a tensor without reading it."""
+        found = self._entries[name]
+        if isinstance(found, str):
+            raise Unsupported(f"{name} has dtype {found}; moax.hf knows {', '.join(DTYPES)}")
+        return found
+
+
+def find_entry(state: Mapping[str, Any], name: str) -> Entry:
+    """Returns a tensor of a `Checkpoint` or of a mapping of arrays, without reading it."""
+    if isinstance(state, Checkpoint):
+        return state.entry(name)
+    value = state[name]
+    if not isinstance(value, np.ndarray | jax.Array):
+        raise ValueError(f"{name} is a {type(value).__name__}; it must be an array of NumPy or JAX")
+    return Entry(name, value, np.dtype(value.dtype), tuple(value.shape))
 
 
 class Output(NamedTuple):

@@ -18,7 +18,7 @@ from jax import lax
 from moax.config import MoEConfig
 from moax.errors import Unsupported
 from moax.hf.config import read_config
-from moax.hf.dequantize import Stored, locate
+from moax.hf.dequantize import MXFP4, Stored, locate
 from moax.hf.families import MODEL_TYPES, layouts_of
 from moax.hf.files import Checkpoint
 from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
@@ -29,7 +29,7 @@ from moax.sharding import param_specs
 
 NO_MESH = jax.sharding.Mesh(np.empty((), object), ())  # jit refuses arrays of one device while another mesh is set
 _write = jax.jit(lax.dynamic_update_slice, donate_argnums=0)
-Block = tuple[str, BlockLayout]  # the prefix of the names of an MoE block, and how its tensors are named and laid out
+Pair = tuple[Tensor, Stored]
 
 
 def params_from_hf(
@@ -43,9 +43,7 @@ def params_from_hf(
     axes: Axes = Axes(),
     model_type: str | None = None,
 ) -> MoEParams[jax.Array]:
-    """Reads the parameters of one MoE layer of a published model.
-
-    The values are those of the checkpoint, bit for bit, where its weights are not quantized.
+    """Reads the parameters of one MoE layer of a published model, bit for bit where its weights are not quantized.
 
     Args:
       source: a `Checkpoint`, the path of one, or a mapping from names to NumPy or JAX arrays. Of a checkpoint a host
@@ -57,29 +55,27 @@ def params_from_hf(
         `prefix`, all names belong to the block.
       dtype: dtype of the parameters; `router_bias` keeps its own. None takes that of the checkpoint, and bfloat16 where
         the checkpoint is quantized. bfloat16 holds mxfp4 exactly, and rounds fp8 with 128 x 128 scale blocks once.
-      mesh: the mesh of the parameters. None takes the mesh that `jax.set_mesh` set, else the first device.
-      axes: the roles of mesh axes. The parameters lie as `param_specs` says.
+      mesh: the mesh of the parameters, sharded as `param_specs` says. None takes the mesh that `jax.set_mesh` set, else
+        the first device.
+      axes: the roles of mesh axes.
       model_type: one of `MODEL_TYPES`, whose names the checkpoint has. None takes that of the config.json beside the
         checkpoint. Where there is none, the names and shapes tell the family; GPT-OSS and openai_privacy_filter have
         the same ones, and are then read as GPT-OSS.
 
-    Returns:
-      MoEParams; its docstring has the shapes.
-
     Raises:
       ValueError: a tensor is missing, has another shape than the config needs, or has no place in the config; both
         `layer` and `prefix` are given; the mesh axes of a dim do not divide it.
-      Unsupported: moax.hf does not read a dtype, a quantization or the names of the checkpoint, or does not know the
-        model type.
+      Unsupported: moax.hf does not know a dtype, a quantization, the names of the checkpoint or the model type.
     """
     state = Checkpoint(source) if isinstance(source, str | Path) else source
     if layer is not None and prefix is not None:
         raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
     layouts = layouts_of(_model_type_of(state) if model_type is None else model_type)
-    blocks = _at_prefix(state, prefix or "", layouts) if layer is None else _at_layer(state, layer, layouts)
+    matches = [_match(state, *block, config) for block in _find_blocks(state, layer, prefix or "", layouts)]
     # Layouts may share the names of the experts; the other names and the shapes tell them apart.
-    block = min(blocks, key=lambda block: _mismatches(state, *block, config))
-    pairs = _find_tensors(state, *block, config)
+    _, errors, pairs = min(matches, key=lambda match: match[0])
+    if errors:
+        raise errors[0]
     mesh = mesh or jax.sharding.get_mesh()
     shardings = None if mesh.empty else named(mesh, param_specs(config, axes, mesh))
     shapes, fields = param_shapes(config), dict.fromkeys(DIMS)
@@ -92,22 +88,22 @@ def params_from_hf(
 
 
 def overlap(
-    shard: Sequence[slice], whole: Sequence[int], corner: Sequence[int], shape: Sequence[int]
+    shard: Sequence[slice], region: Sequence[slice], shape: Sequence[int]
 ) -> tuple[tuple[np.int32, ...], tuple[slice, ...]] | None:
-    """Returns the start in a shard, and the slices of the block [corner, corner + shape), of their common part."""
-    start, in_block = [], []
-    for cut, size, first, length in zip(shard, whole, corner, shape, strict=True):
+    """Returns the start in a shard, and the slices of a region, of what both have of an array of this shape."""
+    start, in_region = [], []
+    for cut, part, size in zip(shard, region, shape, strict=True):
         begin, end, _ = cut.indices(size)
-        low, high = max(begin, first), min(end, first + length)
+        low, high = max(begin, part.start), min(end, part.stop)
         if low >= high:
             return None
         start.append(np.int32(low - begin))
-        in_block.append(slice(low - first, high - first))
-    return tuple(start), tuple(in_block)
+        in_region.append(slice(low - part.start, high - part.start))
+    return tuple(start), tuple(in_region)
 
 
 def _assemble(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, pairs: Iterable[tuple[Tensor, Stored]]
+    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, pairs: Iterable[Pair]
 ) -> jax.Array:
     """Returns the array of a field, whose tensors are read one after the other, if this host holds a part of them."""
     slices = {d: index or () for d, index in sharding.addressable_devices_indices_map(shape).items()}
@@ -116,15 +112,22 @@ def _assemble(
         for whole, stored in pairs:
             parts = whole.by_expert()
             for i, tensor in enumerate(parts):
-                found = {device: overlap(at, shape, tensor.corner, tensor.block) for device, at in slices.items()}
-                cuts = {device: common for device, common in found.items() if common is not None}
-                if not cuts:
+                cuts = {device: overlap(at, tensor.region, shape) for device, at in slices.items()}
+                if not any(cuts.values()):
                     continue
-                values = tensor.to_params(stored.read(dtype, *((i, len(parts)) if tensor is not whole else ())))
-                for device, (start, in_block) in cuts.items():
-                    shards[device] = _write(shards[device], jax.device_put(values[in_block], device), start)
-                jax.block_until_ready([shards[device] for device in cuts])
+                values = tensor.to_params(stored.read(dtype, i, len(parts)))
+                for device, cut in cuts.items():
+                    if cut is not None:
+                        start, in_region = cut
+                        shards[device] = _write(shards[device], jax.device_put(values[in_region], device), start)
+                jax.block_until_ready(list(shards.values()))
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards.values()))
+
+
+def has_experts(state: Mapping[str, Any], prefix: str, layout: BlockLayout) -> bool:
+    """Whether the checkpoint has the down projection of an expert at this prefix."""
+    names = [prefix + row.name.format(e=0) for row in layout.rows if row.field == "wo"]
+    return any(name in state or name + MXFP4[0] in state for name in names)
 
 
 def _model_type_of(source: Any) -> str | None:
@@ -136,77 +139,59 @@ def _model_type_of(source: Any) -> str | None:
     return model_type if model_type in MODEL_TYPES else None
 
 
-def _has_experts(state: Mapping[str, Any], prefix: str, layout: BlockLayout) -> bool:
-    """Whether the checkpoint has the down projection of an expert at this prefix."""
-    return any(locate(state, prefix + row.name.format(e=0)) for row in layout.rows if row.field == "wo")
-
-
-def _at_prefix(state: Mapping[str, Any], prefix: str, layouts: Sequence[BlockLayout]) -> list[Block]:
-    """Returns the prefix with each layout that has experts there."""
-    found = [(prefix, layout) for layout in layouts if _has_experts(state, prefix, layout)]
+def _find_blocks(
+    state: Mapping[str, Any], layer: int | None, prefix: str, layouts: Sequence[BlockLayout]
+) -> list[tuple[str, BlockLayout]]:
+    """Returns the prefix of the block, in the layer or as given, with each layout that has experts there."""
+    if layer is None:
+        found = [(prefix, layout) for layout in layouts if has_experts(state, prefix, layout)]
+        if not found:
+            names = ", ".join(sorted(name for name in state if name.startswith(prefix))[:3]) or "nothing"
+            raise ValueError(
+                f"{prefix!r} has no experts in a layout that moax.hf knows, but {names}; give the prefix of a block"
+            )
+        return found
+    stems = sorted({(int(m[1]), m[0]) for m in map(LAYER.match, state) if m})
+    blocks = [(number, layout.prefix(stem), layout) for number, stem in stems for layout in layouts]
+    blocks = [(number, at, layout) for number, at, layout in blocks if has_experts(state, at, layout)]
+    found = [(at, layout) for number, at, layout in blocks if number == layer]
     if not found:
-        names = ", ".join(sorted(name for name in state if name.startswith(prefix))[:3]) or "nothing"
-        raise ValueError(
-            f"{prefix!r} has no experts in a layout that moax.hf knows, but {names}; give the prefix of an MoE layer"
-        )
-    return found
-
-
-def _at_layer(state: Mapping[str, Any], layer: int, layouts: Sequence[BlockLayout]) -> list[Block]:
-    """Returns the prefix of the block of a layer, with each layout that has experts there."""
-
-    def blocks(stem: str) -> list[Block]:
-        return [(at, layout) for layout in layouts if _has_experts(state, at := layout.prefix(stem), layout)]
-
-    stems = {m[0]: int(m[1]) for m in map(LAYER.match, state) if m}
-    found = [block for stem, number in sorted(stems.items()) if number == layer for block in blocks(stem)]
-    if not found:
-        layers = sorted(number for stem, number in stems.items() if blocks(stem))
-        known = f"its MoE layers are {layers[0]} to {layers[-1]}" if layers else "no layers.N has experts"
+        known = f"its MoE layers are {blocks[0][0]} to {blocks[-1][0]}" if blocks else "no layers.N has experts"
         raise ValueError(f"layer={layer} is not in the checkpoint: {known}")
-    prefixes = sorted({prefix for prefix, _ in found})
+    prefixes = sorted({at for at, _ in found})
     if len(prefixes) > 1:
         raise ValueError(f"layer={layer} is {' and '.join(prefixes)}; give prefix= of the block that you mean")
     return found
 
 
-def _mismatches(state: Mapping[str, Any], prefix: str, layout: BlockLayout, config: MoEConfig) -> tuple[int, ...]:
-    """Returns how badly a layout fits: unnamed parameters, missing tensors, wrong shapes, biases that are too many."""
+def _match(state: Mapping[str, Any], prefix: str, layout: BlockLayout, config: MoEConfig):
+    """Returns how badly a layout fits, the errors of `params_from_hf`, and each tensor with its place."""
     try:
         tensors = list(tensors_of(layout, config))
-    except Unsupported:
-        return 1, 0, 0, 0
-    biases = {"bi", "bo", "logits_bias"}.intersection(row.field for row in layout.rows)
-    found = [(tensor, locate(state, resolve(prefix, tensor.name))) for tensor in tensors]
-    missing = sum(stored is None for _, stored in found)
-    wrong = sum(stored is not None and not stored.fits(tensor.shape) for tensor, stored in found)
-    return 0, missing, wrong, len(biases - {tensor.field for tensor in tensors})
-
-
-def _find_tensors(
-    state: Mapping[str, Any], prefix: str, layout: BlockLayout, config: MoEConfig
-) -> list[tuple[Tensor, Stored]]:
-    """Returns every tensor of the block with its place in the checkpoint, or raises as `params_from_hf`."""
-    pairs, missing, used = [], [], set()
-    for tensor in tensors_of(layout, config):
+    except Unsupported as error:
+        return (1, 0, 0, 0), [error], []
+    pairs, missing, errors = [], [], []
+    for tensor in tensors:
         name = resolve(prefix, tensor.name)
-        stored = locate(state, name)
-        if stored is None:
-            missing.append(f"{name} of shape {tensor.shape}")
-            continue
-        stored.check()
-        if stored.shape != tensor.shape:
-            raise ValueError(f"{stored.name} has shape {stored.shape}; this config needs {tensor.shape}")
-        pairs.append((tensor, stored))
-        used |= {stored.name, stored.scales}
+        try:
+            stored = locate(state, name)
+            if stored is None:
+                missing.append(f"{name} of shape {tensor.shape}")
+            else:
+                stored.check(tensor.shape)
+                pairs.append((tensor, stored))
+        except (Unsupported, ValueError) as error:
+            errors.append(error)
+    biases = {"bi", "bo", "logits_bias"}.intersection(row.field for row in layout.rows)
+    distance = 0, len(missing), len(errors), len(biases - {tensor.field for tensor in tensors})
     if missing:
         more = f", and {len(missing) - 1} more," if len(missing) > 1 else ""
-        raise ValueError(f"{missing[0]}{more} is not in the checkpoint, and this config needs it")
-    in_block = block_test(prefix, layout)
+        errors.append(ValueError(f"{missing[0]}{more} is not in the checkpoint, and this config needs it"))
+    in_block, used = block_test(prefix, layout), {entry.name for _, stored in pairs for entry in stored if entry}
     left = sorted(name for name in state if in_block(name) and name not in used)
     if left:
-        raise ValueError(f"{left[0]} is in the checkpoint, but this config has no such parameter")
-    return pairs
+        errors.append(ValueError(f"{left[0]} is in the checkpoint, but this config has no such parameter"))
+    return distance, errors, pairs
 
 
 def _find_dtype(tensors: Sequence[Stored], dtype: jax.typing.DTypeLike | None) -> np.dtype:
@@ -217,7 +202,7 @@ def _find_dtype(tensors: Sequence[Stored], dtype: jax.typing.DTypeLike | None) -
         raise ValueError(f"dtype={to} must be a floating-point dtype")
     other = next((stored for stored in tensors if stored.dtype != to), None)
     if dtype is None and other is not None:
-        raise ValueError(f"{first.name} is {to} and {other.name} {other.dtype}; give dtype=")
+        raise ValueError(f"{first.data.name} is {to} and {other.data.name} {other.dtype}; give dtype=")
     if jax.dtypes.canonicalize_dtype(to) != to:
-        raise ValueError(f"{first.name} would be {to}, which JAX has with jax_enable_x64 alone; give a narrower dtype=")
+        raise ValueError(f"{first.data.name} would be {to}, which JAX has with jax_enable_x64 alone; give dtype=")
     return to

@@ -6,7 +6,6 @@ The inverse of `moax.hf.load`: one expert at a time is copied from the devices.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from moax.errors import Unsupported
 from moax.hf.config import config_to_hf
 from moax.hf.dequantize import QUANTIZED
 from moax.hf.families import layout_of, layouts_of
-from moax.hf.files import DTYPES, NAMES, Checkpoint, Output, write_files
-from moax.hf.load import NO_MESH, overlap
+from moax.hf.files import NAMES, Output, find_entry, write_files
+from moax.hf.load import NO_MESH, has_experts, overlap
 from moax.hf.tensor_layouts import LAYER, Tensor, block_test, resolve, tensors_of
-from moax.params import DIMS, MoEParams, check_params, full_shapes, param_shapes
+from moax.params import DIMS, MoEParams, check_params, param_shapes
 
 SHARD_BYTES = 5 * 2**30
 _read = jax.jit(lax.dynamic_slice, static_argnums=2)
@@ -40,7 +39,7 @@ def params_to_hf(
     stacked: bool | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> dict[str, np.ndarray]:
-    """Returns the parameters of a layer under the names of a published model.
+    """Returns the parameters of a layer under the names of a published model, as contiguous arrays.
 
     `params_from_hf` reads the result back bit for bit.
 
@@ -53,9 +52,6 @@ def params_to_hf(
       stacked: True stacks the experts, as transformers 5 holds them in memory; None does as the published model.
       dtype: dtype of the tensors; the selection bias keeps its own. None keeps that of the parameters.
 
-    Returns:
-      Contiguous arrays by name, with the shapes on disk.
-
     Raises:
       ValueError: the params do not fit the config, a bias is None, or an array lies on devices of other processes.
       Unsupported: the model cannot have this config, or has no such layout.
@@ -66,8 +62,10 @@ def params_to_hf(
         layout = layout_of(model_type, stacked)
         prefix = layout.prefix(f"{layout.stem}{layer}.")
     outputs = _outputs(params, config, model_type, prefix or "", stacked, dtype)
-    flat = {name: np.concatenate([part.reshape(-1) for part in output.parts()]) for name, output in outputs.items()}
-    return {name: array.reshape(outputs[name].shape) for name, array in flat.items()}
+    return {
+        name: np.concatenate([part.reshape(-1) for part in output.parts()]).reshape(output.shape)
+        for name, output in outputs.items()
+    }
 
 
 def save_hf(
@@ -129,26 +127,27 @@ def save_hf(
 
 def _stem(others: Mapping[str, Any], model_type: str) -> str:
     """Returns the part before a layer's number in the names of the MoE layers in `others`; else the published one."""
-    heads = {layout.block or row.name.partition(".")[0] for layout in layouts_of(model_type) for row in layout.rows}
-    pattern = re.compile(rf"(.*?(?:layers|blocks)\.)\d+\.(?:{'|'.join(sorted(heads - {'..'}))})\.")
-    stems = sorted({m[1] for m in map(pattern.match, others) if m}) or [layout_of(model_type, None).stem]
-    if len(stems) > 1:
-        starts = " and with ".join(map(repr, stems))
-        raise Unsupported(f"others: layers start with {starts}; pass the tensors of one model")
-    return stems[0]
+    stems = {m[0]: m[0][: m.start(1)] for m in map(LAYER.match, others) if m}
+    blocks = [(at, layout) for at in stems for layout in layouts_of(model_type)]
+    moe = {stems[at] for at, layout in blocks if has_experts(others, layout.prefix(at), layout)}
+    found = sorted(moe or set(stems.values())) or [layout_of(model_type, None).stem]
+    if len(found) > 1:
+        raise Unsupported(f"others: layers start with {' and with '.join(map(repr, found))}; pass one model")
+    return found[0]
 
 
 def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Output]:
     """Returns every tensor of a block, by name; raises as `params_to_hf`."""
     config_to_hf(config, model_type)  # It raises where no model of this type has the config.
     check_params(params, config)
-    shapes, every = param_shapes(config), full_shapes(config)
-    for field in DIMS:
-        value, want = getattr(params, field), getattr(shapes, field)
+    for field, want in (("bi", param_shapes(config).bi), ("bo", param_shapes(config).bo)):
+        value = getattr(params, field)
         if value is None and want is not None:
             raise ValueError(f"params.{field} is None; this config needs an array of shape {want}")
         if value is not None and want is None:
-            raise Unsupported(f"params.{field} of shape {getattr(every, field)} has no name in a {model_type} model")
+            raise Unsupported(f"params.{field} of shape {value.shape} has no name in a {model_type} model")
+    for field in DIMS:
+        value = getattr(params, field)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             raise ValueError(f"params.{field} lies on devices of other processes; copy it to this process first")
     tensors = tensors_of(layout_of(model_type, stacked), config)
@@ -163,22 +162,22 @@ def _output(value, tensor: Tensor, dtype: jax.typing.DTypeLike | None) -> Output
 
     def parts() -> Iterator[np.ndarray]:
         for part in tensor.by_expert():
-            yield part.from_params(_to_host(value, part.corner, part.block).astype(to, copy=False))
+            yield part.from_params(_to_host(value, part.region).astype(to, copy=False))
 
     return Output(to, tensor.shape, parts)
 
 
-def _to_host(array, corner: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the block [corner, corner + shape) of a JAX or NumPy array, from the shards that hold parts of it."""
+def _to_host(array, region: tuple[slice, ...]) -> np.ndarray:
+    """Returns a region of a JAX or NumPy array, from the shards that hold parts of it."""
     if not isinstance(array, jax.Array):
-        return np.asarray(array[tuple(slice(c, c + n) for c, n in zip(corner, shape, strict=True))])
-    block = np.empty(shape, array.dtype)
+        return np.asarray(array[region])
+    block = np.empty([cut.stop - cut.start for cut in region], array.dtype)
     shards = {str(shard.index): shard for shard in array.addressable_shards}  # This keeps one shard of equal replicas.
     with jax.set_mesh(NO_MESH):
         for shard in shards.values():
-            if common := overlap(shard.index, array.shape, corner, shape):
-                start, in_block = common
-                block[in_block] = np.asarray(_read(shard.data, start, block[in_block].shape))
+            if common := overlap(shard.index, region, array.shape):
+                start, in_region = common
+                block[in_region] = np.asarray(_read(shard.data, start, block[in_region].shape))
     return block
 
 
@@ -186,12 +185,7 @@ def _copy(state: Mapping[str, Any], name: str) -> Output:
     """Returns the tensor `name` of `others` as it is."""
     if name.endswith(QUANTIZED):
         raise Unsupported(f"others: {name} is quantized; convert the whole model first, or pass every MoE layer")
-    if isinstance(state, Checkpoint):
-        entry = state.entry(name)
-        if entry.dtype not in DTYPES:
-            raise Unsupported(f"others: {name} has dtype {entry.dtype}; moax.hf copies {', '.join(DTYPES)}")
-        return Output(DTYPES[entry.dtype], entry.shape, lambda: iter([entry.read()]))
-    value = np.asarray(state[name])
-    if value.dtype not in NAMES:
-        raise ValueError(f"others: {name} has dtype {value.dtype}, which safetensors does not have")
-    return Output(value.dtype, value.shape, lambda: iter([value]))
+    entry = find_entry(state, name)
+    if entry.dtype not in NAMES:
+        raise ValueError(f"others: {name} has dtype {entry.dtype}, which safetensors does not have")
+    return Output(entry.dtype, entry.shape, lambda: iter([entry.read()]))

@@ -40,19 +40,12 @@ class Row(NamedTuple):
 
 
 class BlockLayout(NamedTuple):
-    """The tensors of an MoE block.
+    """The tensors of an MoE block."""
 
-    Attributes:
-      block: the name of the block in its layer; "" where the tensors belong to the layer itself.
-      rows: the tensors that MoEParams hold.
-      outside: names in the block of tensors that belong to the layer around the block, such as a norm.
-      stem: the part of the names before the number of a layer.
-    """
-
-    block: str
+    block: str  # the name of the block in its layer; "" where the tensors belong to the layer itself
     rows: tuple[Row, ...]
-    outside: tuple[str, ...]
-    stem: str
+    outside: tuple[str, ...]  # names in the block of tensors of the layer around the block, such as a norm
+    stem: str  # the part of the names before the number of a layer
 
     def prefix(self, layer: str) -> str:
         """Returns the start of the names of a block: `model.layers.3.mlp.` in the layer `model.layers.3.`."""
@@ -62,9 +55,8 @@ class BlockLayout(NamedTuple):
 def block_layout(block: str, *rows: str, outside: tuple[str, ...] = (), stem: str = "model.layers.") -> BlockLayout:
     """Returns the layout of rows as this file's docstring writes them; a string may have several, split by ";"."""
     parsed = []
-    for row in ";".join(rows).split(";"):
-        name, field, *dims = row.split()
-        field, _, projection = field.partition(":")
+    for name, at, *dims in (row.split() for row in ";".join(rows).split(";")):
+        field, _, projection = at.partition(":")
         parsed.append(
             Row(name, field, tuple(d.replace("1", "") for d in dims), int(projection) if projection else None)
         )
@@ -75,16 +67,11 @@ def block_layout(block: str, *rows: str, outside: tuple[str, ...] = (), stem: st
 class Tensor:
     """One tensor of a checkpoint: the entry of its field at the indices `fixed`, such as {"G": 1, "E": 3}."""
 
-    config: MoEConfig
     name: str
     field: str
     dims: tuple[str, ...]
     fixed: dict[str, int]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each letter."""
-        return dim_sizes(self.config, self.field)
+    sizes: dict[str, int]  # of each letter
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,31 +79,27 @@ class Tensor:
         return tuple(math.prod(self.sizes[letter] for letter in group) for group in self.dims)
 
     @property
-    def corner(self) -> tuple[int, ...]:
-        """The first index in the field of the tensor's block."""
-        return tuple(self.fixed.get(letter, 0) for letter in DIMS[self.field])
-
-    @property
-    def block(self) -> tuple[int, ...]:
-        """The shape of the tensor's block of the field: 1 in fixed dims."""
-        return tuple(1 if letter in self.fixed else self.sizes[letter] for letter in DIMS[self.field])
+    def region(self) -> tuple[slice, ...]:
+        """The part of the field that the tensor holds."""
+        at = [(self.fixed.get(d, 0), 1 if d in self.fixed else self.sizes[d]) for d in DIMS[self.field]]
+        return tuple(slice(start, start + size) for start, size in at)
 
     def by_expert(self) -> list[Tensor]:
         """Returns the parts of stacked experts, to be read and written one at a time; else the tensor itself."""
         if self.field not in ("wi", "wo") or not self.dims[0].startswith("E"):
             return [self]
         dims = tuple(filter(None, (self.dims[0][1:], *self.dims[1:])))
-        experts = range(self.config.num_experts)
-        return [dataclasses.replace(self, dims=dims, fixed=self.fixed | {"E": e}) for e in experts]
+        return [dataclasses.replace(self, dims=dims, fixed=self.fixed | {"E": e}) for e in range(self.sizes["E"])]
 
     def to_params(self, array: np.ndarray) -> np.ndarray:
-        """Returns a tensor as a block of its field; the block is a view."""
+        """Returns a tensor as the `region` of its field; the result is a view."""
         letters = "".join(self.dims)
         array = array.reshape([self.sizes[letter] for letter in letters])
-        return array.transpose([letters.index(d) for d in DIMS[self.field] if d in letters]).reshape(self.block)
+        array = array.transpose([letters.index(d) for d in DIMS[self.field] if d in letters])
+        return array.reshape([cut.stop - cut.start for cut in self.region])
 
     def from_params(self, block: np.ndarray) -> np.ndarray:
-        """Returns a block of the field as the contiguous tensor: the inverse of `to_params`."""
+        """Returns the `region` of the field as the contiguous tensor: the inverse of `to_params`."""
         letters = "".join(self.dims)
         have = [d for d in DIMS[self.field] if d in letters]
         block = block.reshape([self.sizes[d] for d in have]).transpose([have.index(letter) for letter in letters])
@@ -134,13 +117,14 @@ def tensors_of(layout: BlockLayout, config: MoEConfig) -> Iterator[Tensor]:
             raise Unsupported(f"the names of this family have no tensor for params.{field}")
         if {row.projection for row in rows} not in ({None}, set(range(config.gates))):
             raise Unsupported(f"activation={config.activation!r} does not have the projections of this family")
+        sizes = dim_sizes(config, field)
         for row in rows:
             fixed = {} if row.projection is None else {"G": row.projection}
-            if "{e}" not in row.name:
-                yield Tensor(config, row.name, field, row.dims, fixed)
-                continue
-            for e in range(config.num_experts):
-                yield Tensor(config, row.name.format(e=e), field, row.dims, fixed | {"E": e})
+            if "{e}" in row.name:
+                for e in range(config.num_experts):
+                    yield Tensor(row.name.format(e=e), field, row.dims, fixed | {"E": e}, sizes)
+            else:
+                yield Tensor(row.name, field, row.dims, fixed, sizes)
 
 
 def resolve(prefix: str, name: str) -> str:
