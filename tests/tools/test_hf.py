@@ -150,7 +150,8 @@ def test_config_to_hf_knows_what_a_model_cannot_be():
     """Breaks if a checkpoint is written whose config.json is another function than its weights were trained for."""
     config = MoEConfig(8, 16, 4, 2)  # softmax over all, the best two over their sum: Mixtral's by another name
     assert hf.config_from_hf(hf.config_to_hf(config, "mixtral")).router == BEST
-    trained = dataclasses.replace(config, router=RouterConfig(aux_loss=0.01), capacity_factor=1.25, weights_at="hidden")
+    losses = RouterConfig(aux_loss=0.01, sequence_aux_loss=0.01)
+    trained = dataclasses.replace(config, router=losses, capacity_factor=1.25, weights_at="hidden")
     assert hf.config_to_hf(trained, "olmoe") == hf.config_to_hf(config, "olmoe")
     for change, says in (
         (dict(activation="relu2"), "no activation='relu2'"),
@@ -479,6 +480,7 @@ def test_save_replaces_a_layer(tmp_path):
         assert bits(one) == bits(other.astype(jnp.bfloat16))
     assert hf.config_from_hf(tmp_path) == config
     bare = {name.removeprefix("model."): array for name, array in old.items()}  # as a model without a head is saved
+    bare["visual.blocks.0.mlp.fc1.weight"] = np.ones(1, np.float32)  # blocks without experts are no MoE layers
     hf.save_hf(tmp_path / "bare", {1: hf.params_from_hf(bare, config, layer=1)}, config, "mixtral", others=bare)
     assert_same(dict(hf.Checkpoint(tmp_path / "bare")), bare)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from moax import Unsupported, hf
-from moax.hf.config_keys import parse_key
+from moax.hf.config import parse_key
 from moax.hf.families import FAMILIES, layout_of, types_of
 from moax.hf.tensor_layouts import block_test, resolve, tensors_of
 from support import some

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 
 from moax.config import SWIGLU_OAI_LIMIT, Activation, MoEConfig, RouterConfig
 from moax.errors import Unsupported
-from moax.hf.config_keys import Values, after_dense, parse_key, read_key, read_size, write_key
 from moax.hf.families import FAMILIES, Family, family_of
 
+Values = Mapping[str, Any]
 ACTIVATIONS: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 NESTED = ("thinker_config", "text_config")  # the part of a multimodal config.json that describes its language model
 
@@ -34,6 +35,44 @@ def read_config(source: Values | str | Path) -> Values:
     return source
 
 
+@functools.cache
+def parse_key(key: str) -> tuple[tuple[str, ...], Any]:
+    """Returns the names and the default of a key string (see `Family`); the first name is written."""
+    names, _, default = key.partition("=")
+    return tuple(names.split("|")), json.loads(default) if default else None
+
+
+def read_key(values: Values, key: str, default: Any = None) -> Any:
+    """Returns the first value that is not null; the default where no name exists, None where all values are null."""
+    names, own = parse_key(key)
+    found = []
+    for name in names:
+        *path, last = name.split(".")
+        inner = functools.reduce(lambda inner, part: inner.get(part) or {}, path, values)
+        found += [inner[last]] if last in inner else []
+    if not found:
+        return default if own is None else own
+    return next((value for value in found if value is not None), None)
+
+
+def read_value(values: Values, key: str) -> Any:
+    """Returns a value whose default also replaces null."""
+    value = read_key(values, key)
+    return parse_key(key)[1] if value is None else value
+
+
+def read_size(values: Values, key: str) -> int:
+    """Returns a size, which may be a list of one equal size for each layer."""
+    names, value = parse_key(key)[0], read_value(values, key)
+    if value is None:
+        raise ValueError(f"config of model_type={values.get('model_type')!r} has no {' or '.join(names)}")
+    if not isinstance(value, list | tuple):
+        return value
+    if len(set(value)) != 1:
+        raise Unsupported(f"{names[0]}={value!r} differs from layer to layer; moax.hf reads one size for all")
+    return value[0]
+
+
 def config_from_hf(source: Values | str | Path) -> MoEConfig:
     """Returns the MoEConfig of the MoE layers of a published model, as transformers 5.23 computes them.
 
@@ -52,23 +91,50 @@ def config_from_hf(source: Values | str | Path) -> MoEConfig:
     values = read_config(source)
     name = family_of(values.get("model_type"))
     family = FAMILIES[name]
-    _check_fixed(name, family.fixed, values)
-    d_ff, top_k = read_size(values, family.d_ff), read_size(values, family.top_k)
     shared = 1 if family.shared else 0
     for key in family.shared_keys:
         shared *= read_key(values, key) or 0
-    if shared:
-        _check_fixed(name, family.shared_fixed, values)
-    activation = _activation(name, family, values)
-    limit = read_key(values, family.limit) if family.limit else None
-    limit = None if activation == "swiglu_oai" and limit == SWIGLU_OAI_LIMIT else limit
-    return MoEConfig(
-        d_model=read_size(values, family.d_model), d_ff=d_ff, num_experts=read_size(values, family.experts),
-        top_k=top_k, activation=activation, activation_limit=limit, use_bias=family.use_bias,
+    for key, only in (family.fixed | family.shared_fixed if shared else family.fixed).items():
+        value = read_key(values, key, only)
+        if value != only:
+            raise Unsupported(f"{name}: {parse_key(key)[0][0]}={value!r}; moax supports {only!r} alone")
+    activation, top_k = family.activation, read_size(values, family.top_k)
+    if family.act:
+        act = read_value(values, family.act)
+        if act not in ACTIVATIONS:
+            key = parse_key(family.act)[0][0]
+            raise Unsupported(f"{name}: {key}={act!r}; moax supports {', '.join(map(repr, ACTIVATIONS))}")
+        activation = ACTIVATIONS[act]
+    config = MoEConfig(
+        d_model=read_size(values, family.d_model), d_ff=read_size(values, family.d_ff),
+        num_experts=read_size(values, family.experts), top_k=top_k, activation=activation,
+        activation_limit=read_key(values, family.limit) if family.limit else None, use_bias=family.use_bias,
         router=_router(name, family, values, top_k), shared_d_ff=shared,
         shared_gate=family.shared_gate and shared > 0, weights_at=family.weights_at,
         d_latent=read_key(values, family.latent) if family.latent else None,
     )  # fmt: skip
+    return _canonical(config)
+
+
+def _router(name: str, family: Family, values: Values, top_k: int) -> RouterConfig:
+    normalize = bool(read_key(values, family.normalize)) if family.normalize else family.router.normalize
+    num_groups, top_groups = (read_key(values, key) or 1 for key in family.groups) if family.groups else (1, 1)
+    method = values.get("topk_method", "greedy")
+    if family.group_method and method not in ("greedy", family.group_method):
+        raise Unsupported(f"{name}: topk_method={method!r}; moax supports 'greedy' and {family.group_method!r}")
+    if num_groups == 1 or (family.group_method and method == "greedy"):
+        num_groups = top_groups = 1
+    scale = float(read_key(values, family.scale) or 1.0) if family.scale else 1.0
+    router = dataclasses.replace(
+        family.router, normalize=normalize, num_groups=num_groups, top_groups=top_groups, scale=scale
+    )
+    if _is_plain(router) and normalize:  # the softmax over all logits, divided by the sum of its K largest
+        return dataclasses.replace(router, order="topk_then_score", normalize=False)
+    if normalize and top_k == 1:
+        raise Unsupported(
+            f"{name}: norm_topk_prob with num_experts_per_tok=1 makes every weight 1: the router cannot learn"
+        )
+    return router
 
 
 def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
@@ -81,8 +147,7 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
     Raises:
       Unsupported: no model of this type has this config; the message names the fields that differ.
     """
-    family, router = FAMILIES[family_of(model_type)], config.router
-    values: dict[str, Any] = {"model_type": model_type}
+    family, router, given = FAMILIES[family_of(model_type)], config.router, _canonical(config)
     written: dict[str | None, Any] = {**family.fixed}
     if family.shared:
         width, *count = family.shared_keys
@@ -90,27 +155,51 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
         if count and parse_key(width)[0][0] == parse_key(family.d_ff)[0][0] and config.shared_d_ff % config.d_ff == 0:
             written[count[0]] = config.shared_d_ff // config.d_ff
         written[width] = config.shared_d_ff
-    written |= {**family.shared_fixed, family.d_model: config.d_model, family.d_ff: config.d_ff}
-    written |= {family.experts: config.num_experts, family.top_k: config.top_k}
     names = {activation: name for name, activation in reversed(ACTIVATIONS.items())}
-    written[family.act] = names.get(config.activation, "silu")
-    written[family.limit] = config.activation_limit or SWIGLU_OAI_LIMIT
-    if isinstance(family.normalize, str):
-        plain = family.score == "softmax" and not family.bias and router.num_groups == 1
-        best = _canonical(config).router.order == "topk_then_score"
-        written[family.normalize] = best if plain else router.normalize
+    normalize = given.router.order == "topk_then_score" if _is_plain(router) else router.normalize
+    written |= {
+        **family.shared_fixed, family.d_model: config.d_model, family.d_ff: config.d_ff,
+        family.experts: config.num_experts, family.top_k: config.top_k, family.normalize: normalize,
+        family.act: names.get(config.activation, "silu"), family.limit: config.activation_limit or SWIGLU_OAI_LIMIT,
+        family.scale: router.scale, family.latent: config.d_latent,
+    }  # fmt: skip
     written |= dict(zip(family.groups, (router.num_groups, router.top_groups), strict=False))
     if family.group_method:
         written["topk_method"] = family.group_method if router.num_groups > 1 else "greedy"
-    written |= {family.scale: router.scale, family.latent: config.d_latent}
+    values: dict[str, Any] = {"model_type": model_type}
     for key, value in written.items():
         if key is not None:
-            write_key(values, key, value)
-    made, given = _canonical(config_from_hf(values)), _canonical(config)
-    differ = _differences(given, made) + _differences(given.router, made.router, "router.")
+            *path, last = parse_key(key)[0][0].split(".")
+            functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, values)[last] = value
+    made = config_from_hf(values)
+    differ = [
+        f"{owner}{field.name}={getattr(ours, field.name)!r}"
+        for owner, ours, theirs in (("", given, made), ("router.", given.router, made.router))
+        for field in dataclasses.fields(ours)
+        if field.name != "router" and getattr(ours, field.name) != getattr(theirs, field.name)
+    ]
     if differ:
         raise Unsupported(f"model_type={model_type!r} has no {'; no '.join(differ)}")
     return values
+
+
+def _is_plain(router: RouterConfig) -> bool:
+    """Whether normalizing the weights gives the softmax of the K largest logits."""
+    return router.score == "softmax" and not router.bias and router.num_groups == 1
+
+
+def _canonical(config: MoEConfig) -> MoEConfig:
+    """Returns one config for all configs of the same function, with the defaults of fields unknown to config.json."""
+    router = dataclasses.replace(config.router, aux_loss=0.0, z_loss=0.0, sequence_aux_loss=0.0, histogram=False)
+    if router.num_groups == 1:
+        router = dataclasses.replace(router, group_score="top2")
+    if _is_plain(router):
+        best = router.order == "topk_then_score" or (router.normalize and config.top_k > 1)
+        router = dataclasses.replace(router, normalize=False, order="topk_then_score" if best else "score_then_topk")
+    limit, at = config.activation_limit, "input" if config.weights_at == "input" else "output"
+    if config.activation == "swiglu_oai" and limit == SWIGLU_OAI_LIMIT:
+        limit = None
+    return dataclasses.replace(config, router=router, capacity_factor=None, weights_at=at, activation_limit=limit)
 
 
 def moe_layers(source: Values | str | Path) -> tuple[int, ...]:
@@ -127,69 +216,12 @@ def moe_layers(source: Values | str | Path) -> tuple[int, ...]:
       Unsupported, ValueError: as `config_from_hf`.
     """
     values = read_config(source)
-    family = FAMILIES[family_of(values.get("model_type"))]
-    rule = family.layers if callable(family.layers) else after_dense(family.layers)
-    return rule(values, read_size(values, family.num_layers))
-
-
-def _check_fixed(name: str, fixed: Values, values: Values) -> None:
-    """Raises Unsupported where a key has another value than the one that moax supports."""
-    for key, only in fixed.items():
-        value = read_key(values, key, only)
-        if value != only:
-            raise Unsupported(f"{name}: {parse_key(key)[0][0]}={value!r}; moax supports {only!r} alone")
-
-
-def _activation(name: str, family: Family, values: Values) -> Activation:
-    if family.act is None:
-        return family.activation
-    (key, *_), default = parse_key(family.act)
-    act = read_key(values, family.act) or default
-    if act not in ACTIVATIONS:
-        raise Unsupported(f"{name}: {key}={act!r}; moax supports {', '.join(map(repr, ACTIVATIONS))}")
-    return ACTIVATIONS[act]
-
-
-def _router(name: str, family: Family, values: Values, top_k: int) -> RouterConfig:
-    normalize = family.normalize
-    if isinstance(normalize, str):
-        normalize = bool(read_key(values, normalize))
-    num_groups, top_groups = (read_key(values, key) or 1 for key in family.groups) if family.groups else (1, 1)
-    method = values.get("topk_method", "greedy")
-    if family.group_method and method not in ("greedy", family.group_method):
-        raise Unsupported(f"{name}: topk_method={method!r}; moax supports 'greedy' and {family.group_method!r}")
-    if num_groups == 1 or (family.group_method and method == "greedy"):
-        num_groups = top_groups = 1
-    order = family.order
-    if family.score == "softmax" and num_groups == 1 and not family.bias and normalize:
-        order, normalize = "topk_then_score", False  # the softmax over all logits, divided by the sum of its K largest
-    if normalize and top_k == 1:
-        raise Unsupported(
-            f"{name}: norm_topk_prob with num_experts_per_tok=1 makes every weight 1: the router cannot learn"
-        )
-    return RouterConfig(
-        score=family.score, order=order, normalize=normalize, num_groups=num_groups, top_groups=top_groups,
-        group_score=family.group_score if num_groups > 1 else "top2",
-        scale=float(read_key(values, family.scale) or 1.0) if family.scale else 1.0,
-        bias=family.bias, logits_bias=family.logits_bias, expert_scale=family.expert_scale,
-    )  # fmt: skip
-
-
-def _canonical(config: MoEConfig) -> MoEConfig:
-    """Returns one config for all configs of the same function, with the defaults of fields unknown to config.json."""
-    router = dataclasses.replace(config.router, aux_loss=0.0, z_loss=0.0)
-    if router.num_groups == 1:
-        router = dataclasses.replace(router, group_score="top2")
-    if router.score == "softmax" and router.num_groups == 1 and not router.bias:
-        best = router.order == "topk_then_score" or (router.normalize and config.top_k > 1)
-        router = dataclasses.replace(router, normalize=False, order="topk_then_score" if best else "score_then_topk")
-    limit, at = config.activation_limit, "input" if config.weights_at == "input" else "output"
-    if config.activation == "swiglu_oai" and limit == SWIGLU_OAI_LIMIT:
-        limit = None
-    return dataclasses.replace(config, router=router, capacity_factor=None, weights_at=at, activation_limit=limit)
-
-
-def _differences(given, made, owner: str = "") -> list[str]:
-    """Returns the fields of `given` that differ from those of `made`, as "router.scale=2.0"."""
-    names = [f.name for f in dataclasses.fields(given) if f.name != "router"]
-    return [f"{owner}{n}={getattr(given, n)!r}" for n in names if getattr(given, n) != getattr(made, n)]
+    rule = FAMILIES[family_of(values.get("model_type"))].layers
+    named, marks = read_key(values, "moe_layers_enum|moe_layers"), read_key(values, rule.marks)
+    if isinstance(named, str | list | tuple):
+        return tuple(int(i) for i in (named.split(",") if isinstance(named, str) else named))
+    if isinstance(marks, str | list | tuple):
+        return tuple(i for i, mark in enumerate(marks) if mark in ("sparse", "moe", "E", 1))
+    first, last, step, offset, dense = (read_value(values, key) for key in rule[1:])
+    layers = range(read_size(values, "num_hidden_layers|n_layers"))[first : last + 1 or None]
+    return tuple(i for i in layers if i % step == offset % step and i not in dense)
