@@ -14,6 +14,6 @@ from moax.hf.config import moe_layers as moe_layers
 from moax.hf.families import IMPOSSIBLE as IMPOSSIBLE
 from moax.hf.families import MODEL_TYPES as MODEL_TYPES
 from moax.hf.files import Checkpoint as Checkpoint
-from moax.hf.load import params_from_hf as params_from_hf
-from moax.hf.save import params_to_hf as params_to_hf
-from moax.hf.save import save_hf as save_hf
+from moax.hf.weights import params_from_hf as params_from_hf
+from moax.hf.weights import params_to_hf as params_to_hf
+from moax.hf.weights import save_hf as save_hf

@@ -24,9 +24,7 @@ def read_config(source: Values | str | Path) -> Values:
         path = Path(source)
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
-            raise ValueError(
-                f"config {str(path)!r} is no file; give a config.json, its folder, or its values as a dict"
-            )
+            raise ValueError(f"config {str(path)!r} is no file; give a config.json, its folder, or its values")
         source = json.loads(path.read_text(encoding="utf-8"))
     for part in NESTED:
         inner = source.get(part)
@@ -42,10 +40,9 @@ def parse_key(key: str) -> tuple[tuple[str, ...], Any]:
     return tuple(names.split("|")), json.loads(default) if default else None
 
 
-def read_key(values: Values, key: str, default: Any = None) -> Any:
+def read_key(values: Values, key: str | None, default: Any = None) -> Any:
     """Returns the first value that is not null; the default where no name exists, None where all values are null."""
-    names, own = parse_key(key)
-    found = []
+    (names, own), found = parse_key(key or ""), []
     for name in names:
         *path, last = name.split(".")
         inner = functools.reduce(lambda inner, part: inner.get(part) or {}, path, values)
@@ -108,10 +105,10 @@ def config_from_hf(source: Values | str | Path) -> MoEConfig:
     config = MoEConfig(
         d_model=read_size(values, family.d_model), d_ff=read_size(values, family.d_ff),
         num_experts=read_size(values, family.experts), top_k=top_k, activation=activation,
-        activation_limit=read_key(values, family.limit) if family.limit else None, use_bias=family.use_bias,
+        activation_limit=read_key(values, family.limit), use_bias=family.use_bias,
         router=_router(name, family, values, top_k), shared_d_ff=shared,
         shared_gate=family.shared_gate and shared > 0, weights_at=family.weights_at,
-        d_latent=read_key(values, family.latent) if family.latent else None,
+        d_latent=read_key(values, family.latent),
     )  # fmt: skip
     return _canonical(config)
 
@@ -124,16 +121,14 @@ def _router(name: str, family: Family, values: Values, top_k: int) -> RouterConf
         raise Unsupported(f"{name}: topk_method={method!r}; moax supports 'greedy' and {family.group_method!r}")
     if num_groups == 1 or (family.group_method and method == "greedy"):
         num_groups = top_groups = 1
-    scale = float(read_key(values, family.scale) or 1.0) if family.scale else 1.0
     router = dataclasses.replace(
-        family.router, normalize=normalize, num_groups=num_groups, top_groups=top_groups, scale=scale
-    )
+        family.router, normalize=normalize, num_groups=num_groups, top_groups=top_groups,
+        scale=float(read_key(values, family.scale) or 1.0),
+    )  # fmt: skip
     if _is_plain(router) and normalize:  # the softmax over all logits, divided by the sum of its K largest
         return dataclasses.replace(router, order="topk_then_score", normalize=False)
     if normalize and top_k == 1:
-        raise Unsupported(
-            f"{name}: norm_topk_prob with num_experts_per_tok=1 makes every weight 1: the router cannot learn"
-        )
+        raise Unsupported(f"{name}: norm_topk_prob with num_experts_per_tok=1 makes every weight 1: it cannot learn")
     return router
 
 

@@ -42,7 +42,7 @@ class Stored(NamedTuple):
 
     def check(self, want: tuple[int, ...]) -> None:
         """Raises Unsupported or ValueError where `read` cannot decode the tensor, or its values have another shape."""
-        name, dtype, shape = self.data.name, self.data.dtype, self.data.shape
+        name, _, dtype, shape, _ = self.data
         if self.mxfp4 and (len(shape) != 4 or shape[-1] != 16 or dtype != np.uint8):
             raise ValueError(f"{name} has shape {shape}, dtype {dtype}; it must be [E, rows, C / 32, 16] uint8")
         if self.scales is None and (not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2):
@@ -52,10 +52,7 @@ class Stored(NamedTuple):
                 raise Unsupported(f"{name} has dtype {dtype} and scales; moax.hf reads scales of float8_e4m3fn alone")
             blocks = shape[:-1] if self.mxfp4 else (*shape[:-2], *(-(-n // FP8_BLOCK) for n in shape[-2:]))
             if self.scales.shape != blocks:
-                raise Unsupported(
-                    f"{self.scales.name} has shape {self.scales.shape}; moax.hf reads blocks whose scales have shape "
-                    f"{blocks}"
-                )
+                raise Unsupported(f"{self.scales.name} has shape {self.scales.shape}; moax.hf reads scales of {blocks}")
         have = (shape[0], shape[2] * 32, shape[1]) if self.mxfp4 else shape
         if have != want:
             raise ValueError(f"{name} has shape {have}; this config needs {want}")

@@ -46,9 +46,9 @@ TEXT_AND_WHOLE = "{}_text", "{}"
 
 
 class Layers(NamedTuple):
-    """The MoE layers i: first <= i <= last, i % step == offset (modulo step), and i is not in the list `dense`.
+    """Keys of the MoE layers i: first <= i <= last, i % step == offset % step, and i is not in the list `dense`.
 
-    A list of config.json, with one mark a layer under `marks`, or with indices, comes before this rule.
+    A config.json that has a mark for each layer under `marks`, or a list of indices, needs no such rule.
     """
 
     marks: str = "mlp_layer_types|moe_layer_freq"
@@ -70,7 +70,7 @@ class Family:
 
     A key string has a name in config.json, further names that are read where the first one is missing, and the default
     of transformers in JSON: "n_group|num_expert_group=1". A value without a default must exist, and "=1" is always 1. A
-    dot enters a dict: "ffn_config.moe_top_k". None: moax has the default of `MoEConfig`, or of `router`.
+    dot enters a dict: "ffn_config.moe_top_k". A family without a key (None) has the value of `router` or `MoEConfig`.
     """
 
     published: BlockLayout = PUBLISHED
@@ -89,7 +89,7 @@ class Family:
     shared: str = ""  # the width of the shared expert, or two factors "a * b"
     latent: str | None = None  # the width of latent experts
     layers: Layers = Layers()
-    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # the one value that moax has; missing keys have it
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # the one value that moax supports
     shared_fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # the same, where there is a shared expert
     router: RouterConfig = RouterConfig()
     activation: Activation = "swiglu"
@@ -123,7 +123,6 @@ DEEPSEEK_V2 = replace(
     GLM4, router=RouterConfig(normalize=False, group_score="max"), normalize=None, group_method="group_limited_greedy",
     shared="moe_intermediate_size * n_shared_experts=2", layers=after("first_k_dense_replace=0"),
     fixed={"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False})
-DEEPSEEK_OCR = replace(DEEPSEEK_V2, types=TEXT_AND_WHOLE, layers=GLM4.layers)
 MISTRAL4 = replace(
     DEEPSEEK_V2, router=RouterConfig(), normalize=NORMALIZED, group_method=None, fixed={}, shared=DEEPSEEK_V3.shared)
 KIMI = replace(
@@ -151,8 +150,7 @@ LATENT = "fc1_latent_proj.weight latent_down L H; fc2_latent_proj.weight latent_
 NEMOTRON_SHARED = "shared_experts.up_proj.weight shared_wi:0 S H; shared_experts.down_proj.weight shared_wo H S"
 
 FAMILIES: dict[str, Family] = {
-    "mixtral": MIXTRAL,
-    "minimax": MIXTRAL,
+    **dict.fromkeys(("mixtral", "minimax"), MIXTRAL),
     "minimax_m2": replace(
         MIXTRAL, published=block_layout("block_sparse_moe", GATE, BLOCK_CORRECTION, W123),
         memory=block_layout("mlp", GATE, BLOCK_CORRECTION, STACKED), router=SIGMOID),
@@ -163,8 +161,7 @@ FAMILIES: dict[str, Family] = {
         limit="swiglu_limit=7.0", router=SIGMOID, scale="routed_scaling_factor=2.0",
         shared="shared_intermediate_size=3072", layers=after("=0"),
         fixed={"swiglu_alpha": SWIGLU_OAI_ALPHA, "router_jitter_noise": 0.0}),
-    "olmoe": OLMOE,
-    "flex_olmo": OLMOE,
+    **dict.fromkeys(("olmoe", "flex_olmo"), OLMOE),
     "cohere2_moe": replace(
         OLMOE, normalize=None, shared="intermediate_size * num_shared_experts=0",
         fixed={"expert_selection_fn": "softmax"}, shared_fixed={'shared_expert_combination_strategy="average"': "sum"},
@@ -274,8 +271,7 @@ FAMILIES: dict[str, Family] = {
         shared="share_expert_dim|share_expert_dims=1280", layers=after("=3"),
         fixed={"mlp_bias": False, "swiglu_limits": None, "swiglu_limits_shared": None}),
     "deepseek_v2": DEEPSEEK_V2,
-    "deepseek_ocr2": DEEPSEEK_OCR,
-    "unlimited_ocr": DEEPSEEK_OCR,
+    **dict.fromkeys(("deepseek_ocr2", "unlimited_ocr"), replace(DEEPSEEK_V2, types=TEXT_AND_WHOLE, layers=GLM4.layers)),
     "mistral4": MISTRAL4,
     "mistral_large4": replace(
         MISTRAL4, published=block_layout("", GATE, SHARED, W123, stem="layers."), types=TEXT_AND_WHOLE, normalize=None,
@@ -287,8 +283,8 @@ FAMILIES: dict[str, Family] = {
         layers=after("first_k_dense_replace=2")),
     "gpt_oss": GPT_OSS,
     "openai_privacy_filter": replace(
-        GPT_OSS, published=block_layout("mlp", ROUTER, TRANSPOSED, "experts.gate_up_proj_bias bi E GF", GPT_OSS_BIASES)
-    ),
+        GPT_OSS,
+        published=block_layout("mlp", ROUTER, TRANSPOSED, "experts.gate_up_proj_bias bi E GF", GPT_OSS_BIASES)),
     "gemma4": GEMMA4,
     "diffusion_gemma": replace(GEMMA4, fixed={}),
     "granitemoe": replace(GRANITE, shared=""),

@@ -1,8 +1,8 @@
 """Reads and writes safetensors files, one tensor at a time.
 
 A file is the length of its header (u64), the header (JSON: dtype, shape and byte range of each tensor), and the bytes
-of the tensors. The library `safetensors` maps whole files into the memory of this process, and writes no file without
-all of its tensors in memory; plain reads and writes hold one tensor or a part of one.
+of the tensors. The library `safetensors` has no FP8 in its NumPy interface, maps files into the memory of this process,
+and writes a file from all of its tensors at once. Plain reads and writes have one tensor in memory, or a part of one.
 """
 
 from __future__ import annotations

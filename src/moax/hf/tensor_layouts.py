@@ -57,9 +57,7 @@ def block_layout(block: str, *rows: str, outside: tuple[str, ...] = (), stem: st
     parsed = []
     for name, at, *dims in (row.split() for row in ";".join(rows).split(";")):
         field, _, projection = at.partition(":")
-        parsed.append(
-            Row(name, field, tuple(d.replace("1", "") for d in dims), int(projection) if projection else None)
-        )
+        parsed.append(Row(name, field, tuple(d.strip("1") for d in dims), int(projection) if projection else None))
     return BlockLayout(block, tuple(parsed), outside, stem)
 
 
