@@ -7,6 +7,7 @@ Covers: every family x (config both ways, names on disk and in memory, which lay
 families that need an option of their own; which families are missing, and that the documentation says so.
 """
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -26,7 +27,10 @@ DATA = ROOT / "tests" / "data" / "hf"
 KNOWN = json.loads((DATA / "families.json").read_text(encoding="utf-8"))
 TINY = KNOWN["tiny"]
 # One family for each option of the block that only some families have, and for each way in which tensors may lie.
-RECORDED = ("qwen2_moe", "deepseek_v2", "deepseek_v4", "llama4", "gemma4", "nemotron_h", "dbrx", "granitemoeshared")
+RECORDED = (
+    "mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "qwen2_moe", "deepseek_v2", "deepseek_v4", "llama4",
+    "gemma4", "nemotron_h", "dbrx", "granitemoeshared",
+)  # fmt: skip
 
 
 def test_every_family_of_transformers_is_known():
@@ -109,12 +113,12 @@ def test_round_trip(family):
 
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    some([("gemma4", "2x4"), ("llama4", None)]
-         + [(family, mesh) for mesh in (None, "2x4") for family in RECORDED], 2),
+    some([("gemma4", "2x4"), ("llama4", None), ("gpt_oss", "2x4"), ("deepseek_v3", None), ("mixtral", None),
+          *itertools.product(RECORDED, (None, "2x4"))], 5),
 )  # fmt: skip
 def test_parity(family, mesh):
-    """Breaks if y or any gradient is not transformers' own: weights at the input, the gate of the shared expert, the
-    router's input and the scales of experts, groups, a limit, one projection, experts below each other."""
+    """Breaks if y or any gradient is not transformers' own: a transpose, interleaving, a bias, weights at the input,
+    the gate of the shared expert, the router's input and the scales of experts, groups, a limit, one projection."""
     errors = parity(DATA / family, mesh)
     assert {"y", "dx", "d_router", "d_wi", "d_wo"} <= errors.keys()
     assert ("d_router_input" in errors) == ("d_expert_scale" in errors) == (family == "gemma4")
@@ -135,6 +139,14 @@ def test_the_same_names_in_two_families():
 @pytest.mark.parametrize(
     ("family", "change", "says"),
     [
+        ("mixtral", dict(model_type="llama"), "model_type='llama'; moax.hf supports 'mixtral'"),
+        ("mixtral", dict(model_type="phimoe"), "model_type='phimoe': SparseMixer masks"),
+        ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1"),
+        ("mixtral", dict(hidden_act="gelu"), "hidden_act='gelu'"),
+        ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func='softmax'; moax supports 'sigmoid'"),
+        ("deepseek_v3", dict(topk_method="greedy"), "topk_method='greedy'"),
+        ("deepseek_v3", dict(num_experts_per_tok=1), "norm_topk_prob with num_experts_per_tok=1"),
+        ("gpt_oss", dict(swiglu_alpha=1.0), "swiglu_alpha=1.0; moax supports 1.702"),
         ("cohere2_moe", dict(shared_expert_combination_strategy="average"), "strategy='average'; moax supports 'sum'"),
         ("deepseek_v2", dict(topk_method="noaux_tc"), "topk_method='noaux_tc'; moax supports 'greedy'"),
         ("deepseek_v2", dict(norm_topk_prob=True), "norm_topk_prob=True"),
@@ -152,6 +164,16 @@ def test_options_that_moax_does_not_have(family, change, says):
         hf.config_from_hf(TINY[family]["config"] | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(dict(hidden_size=None), "mixtral.*has no hidden_size"), (dict(num_experts_per_tok=9), "top_k=9")],
+)
+def test_sizes_that_make_no_config(change, says):
+    """Breaks if a config.json without a size fails without its name."""
+    with pytest.raises(ValueError, match=says):
+        hf.config_from_hf(TINY["mixtral"]["config"] | change)
+
+
 def test_greedy_ignores_groups():
     """Breaks if DeepSeek-V2's `greedy` is limited to groups, or its groups are lost."""
     values = TINY["deepseek_v2"]["config"]
@@ -162,6 +184,9 @@ def test_greedy_ignores_groups():
 @pytest.mark.parametrize(
     ("family", "values", "layers"),
     [
+        ("mixtral", dict(num_hidden_layers=3), (0, 1, 2)),
+        ("deepseek_v3", dict(num_hidden_layers=6), (3, 4, 5)),
+        ("qwen3_moe", dict(num_hidden_layers=8, decoder_sparse_step=2, mlp_only_layers=[3]), (1, 5, 7)),
         ("jamba", dict(num_hidden_layers=6, expert_layer_period=2, expert_layer_offset=1), (1, 3, 5)),
         ("ernie4_5_moe", dict(num_hidden_layers=6, moe_layer_start_index=2, moe_layer_end_index=4), (2, 3, 4)),
         ("llama4", dict(num_hidden_layers=4, interleave_moe_layer_step=2), (1, 3)),

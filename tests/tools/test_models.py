@@ -39,9 +39,12 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_model_is_the_published_one(name):
-    """Breaks if a size, the router or the number of layers is not that of the model's config.json."""
+    """Breaks if a size, the router or the number of layers is not that of the model's config.json, in both ways."""
     published, model = PUBLISHED[name], MODELS[name]
     assert hf.config_from_hf(published) == model.config
+    written = hf.config_to_hf(model.config, published["model_type"])
+    assert hf.config_from_hf(written) == model.config
+    assert published | {key: written[key] for key in written.keys() & published} == published
     assert model.layers == published["num_hidden_layers"] - published.get("first_k_dense_replace", 0)
 
 

@@ -42,18 +42,21 @@ class Stored(NamedTuple):
 
     def check(self, want: tuple[int, ...]) -> None:
         """Raises Unsupported or ValueError where `read` cannot decode the tensor, or its values have another shape."""
-        name, _, dtype, shape, _ = self.data
-        if self.mxfp4 and (len(shape) != 4 or shape[-1] != 16 or dtype != np.uint8):
-            raise ValueError(f"{name} has shape {shape}, dtype {dtype}; it must be [E, rows, C / 32, 16] uint8")
-        if self.scales is None and (not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2):
-            raise Unsupported(f"{name} has dtype {dtype}, and no scales that moax.hf knows")
-        if self.scales is not None:
-            if not self.mxfp4 and dtype != jnp.float8_e4m3fn:
+        name, _, dtype, have, _ = self.data
+        blocks = ()
+        if self.scales is None:
+            if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+                raise Unsupported(f"{name} has dtype {dtype}, and no scales that moax.hf knows")
+        elif self.mxfp4:
+            if len(have) != 4 or have[-1] != 16 or dtype != np.uint8:
+                raise ValueError(f"{name} has shape {have}, dtype {dtype}; it must be [E, rows, C / 32, 16] uint8")
+            blocks, have = have[:-1], (have[0], have[2] * 32, have[1])
+        else:
+            if dtype != jnp.float8_e4m3fn:
                 raise Unsupported(f"{name} has dtype {dtype} and scales; moax.hf reads scales of float8_e4m3fn alone")
-            blocks = shape[:-1] if self.mxfp4 else (*shape[:-2], *(-(-n // FP8_BLOCK) for n in shape[-2:]))
-            if self.scales.shape != blocks:
-                raise Unsupported(f"{self.scales.name} has shape {self.scales.shape}; moax.hf reads scales of {blocks}")
-        have = (shape[0], shape[2] * 32, shape[1]) if self.mxfp4 else shape
+            blocks = (*have[:-2], *(-(-n // FP8_BLOCK) for n in have[-2:]))
+        if self.scales is not None and self.scales.shape != blocks:
+            raise Unsupported(f"{self.scales.name} has shape {self.scales.shape}; moax.hf reads scales of {blocks}")
         if have != want:
             raise ValueError(f"{name} has shape {have}; this config needs {want}")
 
@@ -63,9 +66,9 @@ class Stored(NamedTuple):
         if self.scales is None:
             return data.astype(dtype, copy=False)
         scales = self.scales.read(part, parts)
-        return (
-            decode_mxfp4(data, scales).swapaxes(-1, -2).astype(dtype) if self.mxfp4 else decode_fp8(data, scales, dtype)
-        )
+        if self.mxfp4:
+            return decode_mxfp4(data, scales).swapaxes(-1, -2).astype(dtype)
+        return decode_fp8(data, scales, dtype)
 
 
 def locate(state: Mapping[str, Any], name: str) -> Stored | None:
