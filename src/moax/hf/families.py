@@ -6,8 +6,7 @@ scripts/hf_models.py, by which `make hf-parity` compares it with transformers.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from moax.config import SWIGLU_OAI_ALPHA, Activation, RouterConfig
@@ -64,13 +63,13 @@ def after(dense: str) -> Layers:
     return Layers(first=dense, step="moe_layer_freq=1", offset="=0")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """How the config.json and the tensors of a family describe its MoE layers.
 
     A key string has a name in config.json, further names that are read where the first one is missing, and the default
-    of transformers in JSON: "n_group|num_expert_group=1". A value without a default must exist, and "=1" is always 1. A
-    dot enters a dict: "ffn_config.moe_top_k". A family without a key (None) has the value of `router` or `MoEConfig`.
+    of transformers in JSON: "n_group|num_expert_group=1". A size without a default must exist, and "=1" is always 1. A
+    dot enters a dict: "ffn_config.moe_top_k". Where a key is None, `router`, or the default of `MoEConfig`, decides.
     """
 
     published: BlockLayout = PUBLISHED
@@ -89,8 +88,8 @@ class Family:
     shared: str = ""  # the width of the shared expert, or two factors "a * b"
     latent: str | None = None  # the width of latent experts
     layers: Layers = Layers()
-    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # the one value that moax supports
-    shared_fixed: dict[str, Any] = dataclasses.field(default_factory=dict)  # the same, where there is a shared expert
+    fixed: dict[str, Any] = field(default_factory=dict)  # the one value of a key that moax supports, if it is there
+    shared_fixed: dict[str, Any] = field(default_factory=dict)  # the same, of keys that count with a shared expert
     router: RouterConfig = RouterConfig()
     activation: Activation = "swiglu"
     use_bias: bool = False

@@ -67,6 +67,9 @@ def params_from_hf(
         checkpoint. Where there is none, the names and shapes tell the family; GPT-OSS and openai_privacy_filter have
         the same ones, and are then read as GPT-OSS.
 
+    Returns:
+      MoEParams; its docstring has the shapes.
+
     Raises:
       ValueError: a tensor is missing, has another shape than the config needs, or has no place in the config; both
         `layer` and `prefix` are given; the mesh axes of a dim do not divide it.
@@ -302,7 +305,8 @@ def _stem(others: Mapping[str, Any], model_type: str) -> str:
     moe = {stems[at] for at, layout in blocks if _has_experts(others, layout.prefix(at), layout)}
     found = sorted(moe or set(stems.values())) or [layout_of(model_type, None).stem]
     if len(found) > 1:
-        raise Unsupported(f"others: layers start with {' and with '.join(map(repr, found))}; pass one model")
+        starts = " and with ".join(map(repr, found))
+        raise Unsupported(f"others: layers start with {starts}; pass the tensors of one model")
     return found[0]
 
 
