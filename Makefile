@@ -16,6 +16,7 @@ FRAMEWORKS := sources maxtext tunix levanter
 HF_PYTHON ?= python3.11
 GPU_PYTHON ?= python3
 GPU_WORKERS ?= 8
+TRAINER := .trainer
 # The ends of the range of jax that pyproject.toml admits, and what `make test-versions` runs on both.
 OLDEST_JAX := 0.11.0
 NEWEST_JAX := 0.12.0.1
@@ -32,7 +33,7 @@ ON_GPU = MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1 
 # `make test-versions` runs this file whole on the newest jax, so `make test-more` leaves it out.
 LOWERING := tests/kernels/test_kernels_lowering.py
 
-.PHONY: help demo docs test lint format test-more test-versions test-next test-gpu test-gpu-more check-sass check-launches check-memory check-overlap hf-parity framework-parity constraints clean
+.PHONY: help demo docs test lint format test-more test-versions test-next test-gpu test-gpu-more trainer-h200 check-sass check-launches check-memory check-overlap hf-parity framework-parity constraints clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -142,6 +143,16 @@ test-gpu: ## run every kernel and the block on Hopper GPUs; GPU_PYTHON needs jax
 test-gpu-more: ## run the GPU tests that `make test-gpu` leaves out
 	$(ON_GPU) -m "gpu and more"
 
+trainer-h200: | $(TRAINER)/site ## time training steps of MaxText with its MoE layer and with moax's on one GPU (10 minutes)
+	PYTHONPATH=src:$(TRAINER)/site:$(TRAINER)/wheels/stubs $(GPU_PYTHON) -m benchmarks.trainer
+
+# A machine without a network takes the folder of wheels from one that has it.
+$(TRAINER)/site: | $(TRAINER)/wheels
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --target $@ $(TRAINER)/wheels/*.whl
+
+$(TRAINER)/wheels:
+	PYTHON=$(GPU_PYTHON) benchmarks/trainer/wheels.sh $@
+
 constraints: ## update constraints.txt to the newest versions that pyproject.toml admits
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
 	scripts/venv.sh "$$tmp/venv" '.[$(EXTRAS)]' && \
@@ -150,7 +161,7 @@ constraints: ## update constraints.txt to the newest versions that pyproject.tom
 	cp "$$tmp/new" constraints.txt
 
 clean: ## remove .venv, caches and builds, but keep runs/
-	rm -rf $(VENV) $(SASS_VENV) $(HF_VENV) $(OLDEST_VENV) $(NEWEST_VENV) $(FRAMEWORKS:%=.venv-%) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist docs/_build
+	rm -rf $(VENV) $(SASS_VENV) $(HF_VENV) $(OLDEST_VENV) $(NEWEST_VENV) $(FRAMEWORKS:%=.venv-%) $(TRAINER) .jax_cache .pytest_cache .hypothesis .ruff_cache build dist docs/_build
 	find src lm benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

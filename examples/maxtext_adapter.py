@@ -46,7 +46,8 @@ def install(**options) -> None:
         biases = dict(bi=pair(layer, "_bias"), bo=layer.wo_bias[...]) if c.mlp_bias else {}
         biases |= {} if bias is None else {"router_bias" if config.router.bias else "logits_bias": bias[...]}
         params = moax.MoEParams(layer.gate.kernel[...], pair(layer), layer.wo[...], **biases)
-        y, stats = moax.moe(x, params, config, router_input=gate_inputs, routing=routing, **{"axes": AXES} | options)
+        given = dict(router_input=gate_inputs, routing=routing, quantized=getattr(layer, "kept", None))
+        y, stats = moax.moe(x, params, config, **given, **{"axes": AXES} | options)
         update = moax.update_router_bias(0.0 * (n := stats.tokens_per_expert), n, c.routed_bias_update_rate)
         return y, stats.aux_loss, update if layer.should_update_load_balance() else None
 

@@ -1,0 +1,50 @@
+"""MaxText's training command in a process of its own, with its MoE layer or with moax's: `worker JOB`, a JSON object.
+
+`argv` are the arguments of MaxText's command. `moax` are the options of moax's block, null for MaxText's layer, and
+`kept` tells that the weights are quantized once a step. The process imports, then waits for a line on stdin: the
+imports of one variant so run beside the steps of another. With `compile` it compiles the step for shapes alone, which
+leaves it in the compilation cache, and ends; otherwise it trains. It writes `result`, a JSON file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+from maxtext.trainers.pre_train import train
+from maxtext.utils import max_utils, maxtext_utils
+
+
+def main() -> None:
+    job, found = json.loads(sys.argv[1]), {}
+    if job["moax"] is not None:
+        import maxtext_adapter
+        import maxtext_kept_adapter
+
+        (maxtext_kept_adapter if job["kept"] else maxtext_adapter).install(**job["moax"])
+
+    def note_memory(stats, prefix=""):
+        names = ("argument", "output", "alias", "temp")
+        found["compiled_bytes"] = {name: getattr(stats, f"{name}_size_in_bytes") for name in names} if stats else None
+        if job["compile"]:
+            raise SystemExit(0)
+
+    def make_shapes(data_iterator, config, mesh, checkpoint_manager, init_state):
+        state, _, shardings = maxtext_utils.get_abstract_state(config, mesh, init_state, True)
+        return state, None, shardings, data_iterator, None
+
+    max_utils.print_compiled_memory_stats = note_memory
+    if job["compile"]:
+        maxtext_utils.setup_training_state, train.get_first_step = make_shapes, lambda model, state: 0
+    sys.stdin.readline()
+    try:
+        train.main(["", *job["argv"]])
+    finally:
+        found["memory"] = jax.local_devices()[0].memory_stats()
+        Path(job["result"]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
