@@ -35,7 +35,7 @@ skip_jax_distributed_system=True log_config=False"""
 TINY = """model_name=qwen3-30b-a3b base_emb_dim=256 base_num_query_heads=4 base_num_kv_heads=2 head_dim=64 num_experts=8
 num_experts_per_tok=2 base_mlp_dim=128 base_moe_mlp_dim=128 vocab_size=512 max_target_length=128 hardware=cpu"""
 CASES = {  # MaxText's settings, and the layers that fit an H100 and an H200 with AdamW in float32
-    "qwen3-30b": ("model_name=qwen3-30b-a3b hardware=gpu", 3, 6),
+    "qwen3-30b": ("model_name=qwen3-30b-a3b hardware=gpu", 4, 6),
     "mixtral-8x7b": ("model_name=mixtral-8x7b hardware=gpu", 1, 2),
     "tiny": (TINY, 2, 2),
 }
