@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from lm import processes
-from lm.config import BALANCE, DTYPES, PRESETS, REMAT, ModelConfig, TrainConfig
+from lm.config import ATTENTION, BALANCE, DTYPES, PRESETS, REMAT, ModelConfig, TrainConfig
 from moax import program
 from moax.program import add_execution, factor
 
@@ -81,6 +81,8 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     add_execution(how, mesh="all devices on fsdp", dtypes=DTYPES)
     how.add_argument("--buffer-factor", type=factor, metavar="X", help="buffers for X times the balanced load, in more "
         "rounds where a step needs more; none: buffers for the worst case")  # fmt: skip
+    how.add_argument("--attention", choices=ATTENTION, help="auto takes cuDNN on a Hopper GPU where the heads fit it, "
+        "else XLA (default: auto)")  # fmt: skip
     how.add_argument("--remat", choices=REMAT, help="recompute in backward: nothing, everything, or all but the MoE")
     processes.add_options(parser.add_argument_group("one of several processes, each started with the same options"))
     model = parser.add_argument_group("the model (default: the preset's)")
@@ -89,6 +91,8 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     add("--d-ff", type=int, metavar="F", help="width of an expert")
     add("--layers", type=int, dest="num_layers", metavar="L", help="number of layers")
     add("--heads", type=int, dest="num_heads", metavar="N", help="number of attention heads")
+    add("--head-dim", type=int, metavar="D", help="width of a head; 0: H / N")
+    add("--kv-heads", type=int, dest="num_kv_heads", metavar="M", help="heads of keys and values; 0: N")
     add("--experts", type=int, dest="num_experts", metavar="E", help="experts of a layer")
     add("--top-k", type=int, metavar="K", help="experts of a token")
     add("--shared-d-ff", type=int, metavar="S", help="width of an expert that every token takes; 0: no such expert")

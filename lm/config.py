@@ -14,6 +14,7 @@ from moax import MoEConfig, RouterConfig
 VOCAB = 256
 BALANCE = ("bias", "aux", "sequence", "none")
 REMAT = ("none", "full", "moe")
+ATTENTION = ("auto", "cudnn", "xla")
 DTYPES = ("float32", "bfloat16")
 AUX_COEFFICIENT = 0.01
 OPTIONS = ("recipe", "exchange", "engine", "buffer_factor", "grad_reduce_dtype")
@@ -27,7 +28,9 @@ class ModelConfig:
       d_model: width H of the residual stream.
       d_ff: width F of one expert.
       num_layers: number of layers L.
-      num_heads: attention heads N, each d_model // num_heads wide (even, for RoPE).
+      num_heads: attention heads N.
+      head_dim: width D of a head, even, for RoPE; 0 for d_model // num_heads.
+      num_kv_heads: heads M of keys and values, each for N // M heads of queries; 0 for N.
       num_experts, top_k: E experts of a layer, K of them for a token.
       shared_d_ff: width of the expert that every token takes; 0 for none.
       capacity_factor: None drops no token; a number bounds the rows of a rank at that multiple of the balanced load.
@@ -44,6 +47,8 @@ class ModelConfig:
     num_heads: int
     num_experts: int
     top_k: int
+    head_dim: int = 0
+    num_kv_heads: int = 0
     shared_d_ff: int = 0
     capacity_factor: float | None = None
     tied: bool = False
@@ -53,11 +58,22 @@ class ModelConfig:
     def __post_init__(self):
         _at_least_one(self, "num_layers", "num_heads")
         _one_of(self, "balance", BALANCE)
-        if self.d_model % (2 * self.num_heads):
+        if not self.head_dim and self.d_model % (2 * self.num_heads):
             raise ValueError(
                 f"ModelConfig: d_model={self.d_model} must be a multiple of 2 * num_heads={2 * self.num_heads}"
             )
+        if self.head_dim < 0 or self.head_dim % 2:
+            raise ValueError(f"ModelConfig: head_dim={self.head_dim} must be even, or 0 for d_model // num_heads")
+        if self.num_kv_heads < 0 or self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"ModelConfig: num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}, or be 0 for it"
+            )
         self.moe()
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """The heads of queries, the heads of keys and values, and the width of a head."""
+        return self.num_heads, self.num_kv_heads or self.num_heads, self.head_dim or self.d_model // self.num_heads
 
     def moe(self) -> MoEConfig:
         """Returns the config of the MoE block, which is the same in every layer."""
@@ -102,6 +118,8 @@ class TrainConfig:
       recipe, exchange, engine, buffer_factor, grad_reduce_dtype: see `moax.Options`. The recipe and the dtype also hold
         for the dense layers: the projections into attention take the recipe of wi, and the one out of it that of wo.
       dtype: dtype of activations; master weights and the optimizer are float32.
+      attention: `cudnn` holds no [S, S] scores in memory, `xla` does; `auto` takes cuDNN on a Hopper GPU where the
+        heads fit its kernels, and XLA elsewhere.
       remat: backward recomputes nothing (`none`), everything (`full`), or all but `moax.CHECKPOINT_NAMES` (`moe`).
       eval_every: steps between two evaluations of the held-out loss.
       eval_batches: fixed batches of an evaluation.
@@ -127,6 +145,7 @@ class TrainConfig:
     exchange: str = "auto"
     engine: str = "auto"
     dtype: str = "bfloat16"
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
     remat: Literal["none", "full", "moe"] = "none"
     buffer_factor: float | None = 1.25
     grad_reduce_dtype: str | None = None
@@ -137,6 +156,7 @@ class TrainConfig:
     def __post_init__(self):
         _at_least_one(self, "steps", "batch", "seq", "warmup", "microbatches", "eval_every", "eval_batches")
         _one_of(self, "dtype", DTYPES)
+        _one_of(self, "attention", ATTENTION)
         _one_of(self, "remat", REMAT)
         _ = self.options  # Options checks its own fields
         if self.batch % self.microbatches:

@@ -35,14 +35,14 @@ class Layer:
 
     Attributes:
       norm_a: [H] f32, gain of the norm before attention.
-      wqkv: [H, 3 H] f32. wo: [H, H] f32.
+      wqkv: [H, (N + 2 M) D] f32, for N heads of queries, then M of keys and M of values. wo: [N D, H] f32.
       norm_m: [H] f32, gain of the norm before the MoE.
       moe: see `moax.MoEParams`.
     """
 
     norm_a: Float[Array, "*L H"]
-    wqkv: Float[Array, "*L H H3"]
-    wo: Float[Array, "*L H H"]
+    wqkv: Float[Array, "*L H QKV"]
+    wo: Float[Array, "*L ND H"]
     norm_m: Float[Array, "*L H"]
     moe: MoEParams[Array]
 
@@ -72,6 +72,7 @@ def init(key: PRNGKeyArray, model: ModelConfig) -> Params:
     tied, its scale is a fifth, so that the first predictions are near uniform.
     """
     width, shrink = model.d_model, (2 * model.num_layers) ** -0.5
+    wqkv, wo = _attention_shapes(model)
 
     def normal(key, shape):
         return jax.random.normal(key, shape, jnp.float32) * shape[0] ** -0.5
@@ -81,7 +82,7 @@ def init(key: PRNGKeyArray, model: ModelConfig) -> Params:
         moe = moax.init(moe_key, model.moe(), axes=AXES)
         moe = dataclasses.replace(moe, wo=moe.wo * shrink, router_bias=None)
         gain = jnp.ones(width)
-        return Layer(gain, normal(qkv, (width, 3 * width)), normal(out, (width, width)) * shrink, gain, moe)
+        return Layer(gain, normal(qkv, wqkv), normal(out, wo) * shrink, gain, moe)
 
     embed, predict, layers = jax.random.split(key, 3)
     return Params(
@@ -105,7 +106,7 @@ def specs(model: ModelConfig) -> Params:
 
     Dense weights are sharded over (fsdp, ep), the MoE's as `moax.param_specs` says.
     """
-    width = model.d_model
+    width, (wqkv, wo) = model.d_model, _attention_shapes(model)
     replicated: Any = PartitionSpec()  # The type is Any, since specs take the place of the arrays of Params.
     dense: Any = partial(dense_spec, AXES)
 
@@ -115,12 +116,18 @@ def specs(model: ModelConfig) -> Params:
     moe = dataclasses.replace(moax.param_specs(model.moe(), AXES), router_bias=None)
     layer = Layer(
         norm_a=replicated,
-        wqkv=stacked(dense((width, 3 * width))),
-        wo=stacked(dense((width, width))),
+        wqkv=stacked(dense(wqkv)),
+        wo=stacked(dense(wo)),
         norm_m=replicated,
         moe=jax.tree.map(stacked, moe),
     )
     return Params(dense((VOCAB, width)), layer, replicated, None if model.tied else dense((width, VOCAB)))
+
+
+def _attention_shapes(model: ModelConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the shapes of `Layer.wqkv` and `Layer.wo`."""
+    heads, kv_heads, dim = model.heads
+    return (model.d_model, (heads + 2 * kv_heads) * dim), (heads * dim, model.d_model)
 
 
 def constrain(x: Array, spec: PartitionSpec) -> Array:
@@ -154,7 +161,7 @@ def forward(
     """
     model, options, dtype = config.model, config.options, jnp.dtype(config.dtype)
     rows = token_spec(AXES, ndim=3)
-    rotation = _rotation(tokens.shape[1], model.d_model // model.num_heads)
+    rotation, attention = _rotation(tokens.shape[1], model.heads[-1]), pick_attention(config)
     how = dict(engine=options.engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
     dense = partial(ops.dense, axes=AXES, **how)
     recipes = get_recipes(options.recipe)
@@ -163,10 +170,12 @@ def forward(
     def layer(x, stacked):
         p, bias, kept, extra = stacked
         x = constrain(x, rows)
-        x = x + _attention(_rms_norm(x, p.norm_a), p, rotation, model.num_heads, project)
+        with jax.named_scope("attention"):
+            x = x + _attention(_rms_norm(x, p.norm_a), p, rotation, model.heads, project, attention)
         moe = dataclasses.replace(p.moe, router_bias=bias)
         own = {} if kept is None else {"quantized": kept}
-        y, stats = block(_rms_norm(x, p.norm_m), moe, model.moe(), options=options, **own)
+        with jax.named_scope("moe"):
+            y, stats = block(_rms_norm(x, p.norm_m), moe, model.moe(), options=options, **own)
         return x + (y if extra is None else y + extra), stats
 
     # The lookup is a product with one-hot rows, since the transpose of a lookup in a sharded table is a scatter. The
@@ -203,20 +212,34 @@ def _remat(layer, how: str):
     return jax.checkpoint(layer, policy=policy)
 
 
-def _attention(x, p: Layer, rotation, heads: int, project):
+def _attention(x, p: Layer, rotation, heads: tuple[int, int, int], project, implementation: Literal["cudnn", "xla"]):
     """Computes causal attention with rotary positions, [B, S, H] -> [B, S, H]; `project` has its two dense layers."""
-    batch, seq, width = x.shape
-    qkv = project[0](x, p.wqkv).reshape(batch, seq, 3, heads, width // heads)
-    q, k, v = _rotate(qkv[:, :, 0], rotation), _rotate(qkv[:, :, 1], rotation), qkv[:, :, 2]
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=_pick_attention(q, jax.devices()[0]))
-    return project[1](y.reshape(batch, seq, width), p.wo)
+    (batch, seq, _), (num_heads, kv_heads, dim) = x.shape, heads
+    qkv = project[0](x, p.wqkv).reshape(batch, seq, num_heads + 2 * kv_heads, dim)
+    q, k, v = jnp.split(qkv, (num_heads, num_heads + kv_heads), axis=2)
+    q, k = _rotate(q, rotation), _rotate(k, rotation)
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    return project[1](y.reshape(batch, seq, num_heads * dim), p.wo)
 
 
-def _pick_attention(q, device) -> Literal["cudnn", "xla"]:
-    """Picks cuDNN on Hopper where q fits its kernels, which hold no [S, S] scores in memory; elsewhere XLA."""
-    on_hopper = getattr(device, "compute_capability", None) == "9.0"
-    fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    return "cudnn" if on_hopper and fits else "xla"
+def pick_attention(config: TrainConfig) -> Literal["cudnn", "xla"]:
+    """Returns the implementation of attention that `TrainConfig.attention` takes on the devices of this process.
+
+    Raises:
+      Unsupported: `attention="cudnn"` in float32, or with heads that its kernels do not take.
+    """
+    if config.attention == "xla":
+        return "xla"
+    dim = config.model.heads[-1]
+    fits = config.dtype == "bfloat16" and dim % 8 == 0 and dim <= 128
+    if config.attention == "cudnn":
+        if not fits:
+            raise moax.Unsupported(
+                f"attention='cudnn' takes bfloat16 and heads of a multiple of 8, at most 128; "
+                f"the run has {config.dtype} and heads of {dim}; take 'xla'"
+            )
+        return "cudnn"
+    return "cudnn" if fits and getattr(jax.devices()[0], "compute_capability", None) == "9.0" else "xla"
 
 
 def _rms_norm(x, gain):

@@ -13,7 +13,7 @@ import numpy as np
 
 from lm.config import TrainConfig
 from lm.data import Corpus
-from lm.model import AXES, count
+from lm.model import AXES, count, pick_attention
 from lm.processes import is_first
 from lm.run import Run
 from lm.step import jit_update
@@ -78,7 +78,7 @@ def describe(config: TrainConfig, mesh: jax.sharding.Mesh, corpus: Corpus) -> li
         f"model  {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M of them active: {model.num_layers} layers of "
         f"width {model.d_model}, each with {model.num_experts} experts of width {model.d_ff}, top-{model.top_k}",
         f"runs   in {config.dtype}, recipe {config.recipe or 'none'}, exchange {config.exchange}, "
-        f"balance {model.balance}",
+        f"attention {pick_attention(config)}, balance {model.balance}",
         f"mesh   {axes}: {devices}",
         f"text   {corpus.train.size / 1e6:.1f} MB to train on, {corpus.held_out.size / 1e6:.2f} MB held out, "
         f"from {corpus.source}",

@@ -97,11 +97,13 @@ def gradients(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfi
         return grad(state.params, state.router_bias, batch, config, block)
     parts = batch.reshape(batch.shape[0] // count, count, -1).swapaxes(0, 1)
     parts = lm.constrain(parts, PartitionSpec(None, *_batch_spec()))
-    quantized = lm.quantize(state.params, config) if block is moax.moe else None
+    with jax.named_scope("quantize_weights"):
+        quantized = lm.quantize(state.params, config) if block is moax.moe else None
 
     def add(sums, part):
         (total, (entropy, stats)), grads = grad(state.params, state.router_bias, part, config, block, quantized)
-        return jax.tree.map(jnp.add, sums, (total, entropy, grads)), stats
+        with jax.named_scope("accumulate"):
+            return jax.tree.map(jnp.add, sums, (total, entropy, grads)), stats
 
     zero = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.params)
     sums, stats = lax.scan(add, zero, parts)
@@ -132,20 +134,21 @@ def train_step(
       tokens_per_expert [L, E] i32.
     """
     (total, (entropy, stats)), grads = gradients(state, batch, config, block)
-    updates, opt_state = optimizer(config).update(grads, state.optimizer, state.params)
+    with jax.named_scope("optimizer"):
+        updates, opt_state = optimizer(config).update(grads, state.optimizer, state.params)
+        params, norm = jax.tree.map(jnp.add, state.params, updates), optax.tree.norm(grads)
     bias = state.router_bias
     if bias is not None:
         bias = jax.vmap(partial(moax.update_router_bias, rate=config.bias_rate))(bias, stats.tokens_per_expert)
     metrics = {
         "loss": entropy,
         "extra_loss": total - entropy,
-        "grad_norm": optax.tree.norm(grads),
+        "grad_norm": norm,
         "lr": schedule(config)(state.step),
         "dropped": stats.dropped.sum(),
         "rounds": stats.rounds.max(),
         "tokens_per_expert": stats.tokens_per_expert,
     }
-    params = jax.tree.map(jnp.add, state.params, updates)
     return TrainState(state.step + 1, params, bias, opt_state), metrics
 
 

@@ -22,6 +22,7 @@ from support import rel_norm
 pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 
+import moax
 from lm import data, plots, report
 from lm import model as lm
 from lm import run as runs
@@ -195,6 +196,8 @@ def test_settings_are_checked(config, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"head_dim": 15}, "head_dim=15 must be even"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
         ({"num_heads": 3}, "d_model=32 must be a multiple of 2 \\* num_heads=6"),
         ({"top_k": 9}, "top_k=9 must be at most num_experts=8"),
         ({"balance": "hope"}, "balance='hope'"),
@@ -367,7 +370,32 @@ def test_batch_that_does_not_divide(config):
         (False, "bfloat16", 64, "xla"),
     ],
 )
-def test_attention_takes_what_runs(hopper, dtype, width, taken):
+def test_attention_takes_what_runs(config, monkeypatch, hopper, dtype, width, taken):
     """Breaks if attention asks cuDNN for what it refuses, or holds every score where it need not."""
-    device = SimpleNamespace(compute_capability="9.0") if hopper else jax.devices("cpu")[0]
-    assert lm._pick_attention(jnp.zeros((1, 4, 2, width), dtype), device) == taken
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0" if hopper else None)])
+    config = dataclasses.replace(config, dtype=dtype, model=dataclasses.replace(MODEL, head_dim=width))
+    assert lm.pick_attention(config) == taken
+    assert lm.pick_attention(dataclasses.replace(config, attention="xla")) == "xla"
+    named = dataclasses.replace(config, attention="cudnn")
+    if taken == "cudnn" or not hopper:  # another device refuses it when it compiles
+        assert lm.pick_attention(named) == "cudnn"
+    else:
+        with pytest.raises(moax.Unsupported, match=f"attention='cudnn' takes .*; the run has {dtype} and heads of"):
+            lm.pick_attention(named)
+
+
+def test_grouped_heads():
+    """Breaks if a head of queries meets another's keys and values, or the width of a head is that of the model."""
+    grouped = dataclasses.replace(MODEL, num_heads=4, num_kv_heads=2, head_dim=6, num_layers=1)
+    layer = jax.eval_shape(lambda: lm.init(jax.random.key(0), grouped)).layers
+    assert layer.wqkv.shape == (1, 32, (4 + 2 * 2) * 6) and layer.wo.shape == (1, 24, 32)
+    draw = np.random.default_rng(0)
+    layer = dataclasses.replace(layer, wqkv=draw.normal(size=(32, 48)), wo=draw.normal(size=(24, 32)))
+    q, k, v = np.split(layer.wqkv.reshape(32, 8, 6), (4, 6), axis=1)
+    repeated = np.concatenate([q, np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)], 1).reshape(32, -1)
+    x = draw.normal(size=(2, 16, 32)).astype(np.float32)
+    got, want = (
+        lm._attention(x, dataclasses.replace(layer, wqkv=w), lm._rotation(16, 6), heads, (jnp.dot, jnp.dot), "xla")
+        for w, heads in ((layer.wqkv, grouped.heads), (repeated, (4, 4, 6)))
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
