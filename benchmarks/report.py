@@ -185,6 +185,11 @@ def _details(row: Row) -> list[str]:
         peak, last = row.extra["peak_bytes"], row.extra["losses"][-1]
         held = "" if peak is None else f", peak {peak / 1e9:.2f} GB"
         text.append(f"{where}: {row.extra['tokens_per_s']:,.0f} tokens/s of a device{held}; loss {last:.3f} at the end")
+    if computed := row.extra.get("fsdp8_computed"):
+        text.append(
+            f"{where}: computed, not measured: {computed['us'] / 1e3:.2f} ms a step, {computed['tokens_per_s']:,.0f} "
+            f"tokens/s, where each of 8 ranks quantizes 1/8 of the weights ({computed['quantization_us'] / 1e3:.2f} ms)"
+        )
     if stages and row.us:
         parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in stages.items())
         text.append(f"{where}: ms by stage: {parts}; kernels {sum(stages.values()) / 1e3:.2f} of {row.us / 1e3:.2f}")

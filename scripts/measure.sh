@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Checks and measures on a machine with a Hopper GPU: scripts/measure.sh STAGE...
-# Stages, with the minutes of an H200 with 16 cores: test (3), gemm (2.5), groups (2), block (3), train (5); on two GPUs
-# gather (1), exchange (4), mesh (6), step (4), mesh_train (4) and tutorial (3). Results go to $OUT (default runs/results),
-# as JSON with the commit SHA=...; copy a file that a page prints to benchmarks/results. One call can hold several stages.
+# Stages, with the minutes of an H200 with 16 cores: test (3), gemm (2.5), groups (2), block (3), train (5),
+# train_qwen3 (4; LAYERS=L4 for a card of 80 GB); on two GPUs gather (1), exchange (4), mesh (6), step (4), mesh_train (4)
+# and tutorial (3). Results go to $OUT (default runs/results), as JSON with the commit SHA=...; copy a file that a page
+# prints to benchmarks/results. One call can hold several stages.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=src PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -25,6 +26,11 @@ stage_step() {
     local step=(train --mesh fsdp=1,ep=2 --only medium --quick --sha "$sha")
     measure "${step[@]}" --out "$out/h200x2_step.json"
     measure "${step[@]}" --exchange one_sided --peers none --out "$out/h200x2_step_one_sided.json"
+}
+stage_train_qwen3() {
+    # The processes that wait to be measured hold little memory, so that the measured one may take nearly all of it.
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.93 measure train --mesh fsdp=1 --peers none --only "qwen3-30b-${LAYERS:-L6}" \
+        --quick --sha "$sha" --out "$out/h200_train_qwen3.json"
 }
 stage_tutorial() {
     "$python" docs/tutorial/layer.py --gpus --keep --sha "$sha"

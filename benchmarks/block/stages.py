@@ -1,4 +1,4 @@
-"""This module assigns GPU kernels to stages of the block, by their names and the scopes of their instructions."""
+"""This module assigns GPU kernels to stages of the block, and to parts of a training step, by names and scopes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
+from benchmarks.profiles import Kernel, length, union
+
+TOP = 24  # as many kernels are listed of a step
 STAGES = (
     "route", "plan", "permute", "quantize", "gemm fwd", "activation", "gemm dgrad", "gemm wgrad", "unpermute", "other",
 )  # fmt: skip
@@ -16,16 +19,40 @@ PATTERNS = tuple(
     (stage, re.compile(pattern))
     for stage, pattern in (
         ("gemm wgrad", r"wgrad"),
+        ("gemm", r"matmul_activate"),
         ("activation", r"activat"),
         ("quantize", r"quantize"),
         ("unpermute", r"unpermute|gather_sum|combine"),
         ("permute", r"permute|gather_rows|dispatch|_plan|plan_"),
-        ("plan", r"argsort|searchsorted"),
+        ("plan", r"argsort|searchsorted|build_permutation|count_groups"),
         ("gemm", r"grouped_matmul|mpmd_map|dot_general|gemm|nvjet|cutlass|xmma"),
         ("route", r"route|router|top_k|sort|softmax|sigmoid|cub::|radix"),
         ("plan", r"/experts(_grad)?/"),  # The other kernels of this scope compute the places of rows and the blocks.
     )
 )
+# The parts of a step of the language model: the stages that a part sums up; the others are named by scopes of `lm`.
+PARTS = {
+    "attention": (),
+    "experts' products": ("gemm fwd", "gemm dgrad", "gemm wgrad"),
+    "casts of weights": (),
+    "quantization of weights": (),
+    "quantization of rows": ("quantize",),
+    "activation": ("activation",),
+    "permutation and rows": ("permute", "unpermute", "plan"),
+    "router": ("route",),
+    "optimizer": (),
+    "accumulation": (),
+    "slices of the scan": (),
+    "rest": (),
+}  # fmt: skip
+BY_SCOPE = {
+    "optimizer": r"/optimizer/",
+    "accumulation": r"/accumulate/",
+    "quantization of weights": r"quantize_weight",
+    "attention": r"/attention/",
+    "casts of weights": r"/gather_weight/",
+    "slices of the scan": r"/dynamic_(update_)?slice$",
+}
 PRODUCTS = re.compile(r"experts_in|experts_out|grouped")
 BACKWARD = re.compile(r"experts_grad|transpose\(|_transposed|dgrad")
 
@@ -42,6 +69,15 @@ def stage_of(kernel: str, scope: str) -> str:
             return "route"  # This is the product of the router.
         return "gemm dgrad" if BACKWARD.search(text) else "gemm fwd"
     return "other"
+
+
+def part_of(kernel: str, scope: str) -> str:
+    """Returns the part of a training step of a kernel by its name and the `op_name` of its instruction."""
+    for part, pattern in BY_SCOPE.items():
+        if re.search(pattern, f"{kernel} {scope}"):
+            return part
+    stage = stage_of(kernel, scope) if re.search(r"\bmoe\b", scope) else ""
+    return next((part for part, stages in PARTS.items() if stage in stages), "rest")
 
 
 def scopes(hlo: str, kernels: Iterable[str]) -> list[str]:
@@ -84,3 +120,24 @@ def split(hlo: str, kernels: Iterable[tuple[str, float]]) -> tuple[dict[str, flo
         for (name, scope), times in by_kernel.items()
     ]
     return total, sorted(listed, key=lambda entry: -entry["us"])
+
+
+def split_step(hlo: str, kernels: list[Kernel], steps: int) -> dict:
+    """Returns {stages_us, busy_us, largest} of a step, of `steps` steps in a profile; each device's count as steps.
+
+    `busy_us` is the time in which a kernel runs; `largest` lists the kernels that take the most time.
+    """
+    own = {re.sub(r"[.\-]", "_", name): scope for name, scope in INSTRUCTION.findall(hlo)}
+    guessed = scopes(hlo, [kernel.name for kernel in kernels])
+    total, by_kernel = dict.fromkeys(PARTS, 0.0), defaultdict(float)
+    for kernel, guess in zip(kernels, guessed, strict=True):
+        scope = own.get(re.sub(r"[.\-]", "_", kernel.op), "") or guess
+        part, us = part_of(kernel.name, scope), (kernel.end - kernel.start) / 1e3 / steps
+        total[part] += us
+        by_kernel[part, kernel.name, scope] += us
+    listed = sorted(by_kernel.items(), key=lambda entry: -entry[1])[:TOP]
+    busy = sum(
+        length(union((k.start, k.end) for k in kernels if k.device == device)) for device in {k.device for k in kernels}
+    )
+    largest = [{"part": part, "kernel": name, "scope": scope[-120:], "us": us} for (part, name, scope), us in listed]
+    return {"stages_us": total, "busy_us": busy / 1e3 / steps, "largest": largest}

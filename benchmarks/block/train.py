@@ -1,12 +1,18 @@
-"""`python -m benchmarks train --mesh fsdp=2,ep=2`: a step of the language model of `lm/` on a mesh.
+"""`python -m benchmarks train --mesh fsdp=2,ep=2`: a step of the language model of `lm/` on a mesh, or on one GPU.
 
 The step runs with each recipe of `moax.moe`, and with layers of JAX alone in its place.
 
-    work   6 P T + 6 L S H T    P active parameters, L layers, sequences of S tokens (attention is causal)
+    work   6 P T + 6 L S N D T    P active parameters, L layers, causal attention of N heads of D, sequences of S tokens
 
 Each run has a process of its own over all devices of the mesh (`train_worker`), with the same text and seed. As in
 `mesh_block`, the layers that must compile alone come first. Tokens and work are those of one device. A softmax without
 a balance loss chooses the experts, since all layers can compute that.
+
+`--mesh fsdp=1 --peers none --only qwen3-30b-L4` measures layers of Qwen3-30B-A3B, without their norms of q and k, on
+random bytes: forward, backward and AdamW over 1, 2, 4 and 8 microbatches of 4 x 4096 bytes. Weights are quantized once
+a step. On GPUs `stages_us` has the kernels of a step by part, from one profile. `fsdp8_computed` is no measurement: it
+is the step less 7/8 of the time that the quantization of weights takes, as a rank of 8 quantizes 1/8 of them; the wires
+and the smaller share of the optimizer do not count.
 """
 
 from __future__ import annotations
@@ -22,36 +28,41 @@ from benchmarks.report import OURS, Row
 from benchmarks.timing import Repeats
 from lm.config import PRESETS, ModelConfig, TrainConfig
 from lm.model import count
+from moax.models import MODELS
 
 PEERS = ("native",)
 WORKER = "benchmarks.block.train_worker"
+LAYERS = (4, 6)  # the compiled step of qwen3-30b takes 62 GiB with 4 layers in several microbatches, 91 with 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A model, and the sequences of a device in a step."""
+    """A model, and the sequences of a device in each microbatch of a step; `random` takes random bytes for the text."""
 
     name: str
     model: ModelConfig
     sequences: int
     length: int
     dtype: str = "bfloat16"
+    microbatches: int = 1
+    random: bool = False
 
     @property
     def tokens(self) -> int:
         """Tokens T of a device in a step."""
-        return self.sequences * self.length
+        return self.sequences * self.microbatches * self.length
 
     @property
     def work(self) -> float:
         """Floating-point operations of a device in a step; recomputation in backward does not count."""
         _, active = count(self.model)
-        return 6.0 * self.tokens * (active + self.model.num_layers * self.length * self.model.d_model)
+        heads, _, dim = self.model.heads
+        return 6.0 * self.tokens * (active + self.model.num_layers * self.length * heads * dim)
 
     def config(self, how: How, recipe: str) -> TrainConfig:
         """Returns the settings of a step on the mesh of `how`."""
         sizes = how.sizes
-        batch = self.sequences
+        batch = self.sequences * self.microbatches
         for axis in ("dp", "fsdp", "ep"):
             batch *= sizes.get(axis, 1)
         return TrainConfig(
@@ -59,6 +70,7 @@ class Run:
             mesh=tuple(sizes.items()),
             batch=batch,
             seq=self.length,
+            microbatches=self.microbatches,
             recipe=None if recipe == "none" else recipe,
             exchange=how.exchange,
             dtype=self.dtype,
@@ -70,8 +82,23 @@ def _unbalanced(preset: str) -> ModelConfig:
     return dataclasses.replace(PRESETS[preset].model, balance="none")
 
 
-PERF = (Run("medium", _unbalanced("medium"), 8, 1024), Run("large", _unbalanced("large"), 4, 2048))
-TINY = (Run("tiny", _unbalanced("tiny"), 1, 32, "float32"),)
+def _qwen3(layers: int) -> tuple[Run, ...]:
+    """Returns the steps of so many layers of Qwen3-30B-A3B, over 1, 2, 4 and 8 microbatches."""
+    moe = MODELS["qwen3-30b"].config
+    sizes = dict(d_model=moe.d_model, d_ff=moe.d_ff, num_experts=moe.num_experts, top_k=moe.top_k)
+    model = ModelConfig(**sizes, num_layers=layers, num_heads=32, num_kv_heads=4, head_dim=128, balance="none")
+    return tuple(Run(f"qwen3-30b-L{layers} x{n}", model, 4, 4096, microbatches=n, random=True) for n in (1, 2, 4, 8))
+
+
+PERF = (
+    Run("medium", _unbalanced("medium"), 8, 1024),
+    Run("large", _unbalanced("large"), 4, 2048),
+    *(run for layers in LAYERS for run in _qwen3(layers)),
+)
+TINY = (
+    Run("tiny", _unbalanced("tiny"), 1, 32, "float32"),
+    Run("tiny x2", _unbalanced("tiny"), 1, 32, "float32", microbatches=2, random=True),
+)
 
 
 def rows(runs: list[Run], how: How, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
@@ -93,7 +120,8 @@ def rows(runs: list[Run], how: How, repeats: Repeats, found: dict[str, Any]) -> 
 
 def _request(run: Run, impl: str, recipe: str, how: How, repeats: Repeats) -> dict[str, Any]:
     config = run.config(how, recipe).to_json()
-    return {"config": config, "impl": impl, "tokens": [run.tokens], "repeats": dataclasses.asdict(repeats)}
+    asked = {"config": config, "impl": impl, "tokens": [run.tokens], "random": run.random}
+    return asked | {"repeats": dataclasses.asdict(repeats)}
 
 
 def _row(run: Run, impl: str, recipe: str, how: How, answer: dict[str, Any], found: dict[str, Any]) -> Row:
@@ -114,5 +142,8 @@ def _row(run: Run, impl: str, recipe: str, how: How, answer: dict[str, Any], fou
         row.tflops = run.work / row.us * 1e-6
         product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 dequantizes before products.
         row.limit, row.fraction = limits.fraction(found, row.us, run.work, 0.0, product)
-        row.extra |= {"tokens_per_s": run.tokens / row.us * 1e6, **answer["extra"]}
+        row.extra |= {"tokens_per_s": run.tokens / row.us * 1e6, "flops": run.work, **answer["extra"]}
+        if weights := row.extra.get("stages_us", {}).get("quantization of weights"):
+            us = row.us - 7 / 8 * weights
+            row.extra["fsdp8_computed"] = {"us": us, "tokens_per_s": run.tokens / us * 1e6, "quantization_us": weights}
     return row

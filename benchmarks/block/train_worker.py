@@ -1,8 +1,9 @@
 """This program measures a step of the language model: python3 -m benchmarks.block.train_worker REQUEST
 
-REQUEST is JSON: {"config": fields of `TrainConfig`, "impl": `moax` or a peer, "tokens": [T of a device], "repeats"}.
-Without a GPU devices are emulated. The program compiles, prints READY, waits for a line on stdin, and trains. It prints
-a line of JSON: {"tokens", "us", "path", "extra"}, or a note with the reason of a failure.
+REQUEST is JSON: {"config": fields of `TrainConfig`, "impl": `moax` or a peer, "tokens": [T of a device], "random": take
+random bytes for the text, "repeats"}. Without a GPU devices are emulated. The program compiles, prints READY, waits for
+a line on stdin, and trains. It prints a line of JSON: {"tokens", "us", "path", "extra"}, or a note with the reason of a
+failure. On GPUs it profiles steps after the measured ones, and adds the time of their kernels by part.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import moax
+from benchmarks import profiles
+from benchmarks.block import stages
 from benchmarks.block.block_worker import path_of, peak_bytes
 from benchmarks.block.worker import READY
 from benchmarks.peers import native
@@ -27,11 +33,12 @@ from lm.config import ModelConfig, TrainConfig
 from lm.data import load
 from lm.model import MoEBlock
 from lm.step import jit_init, jit_update
-from moax import MoEConfig, MoEParams, MoEStats
+from moax import MoEConfig, MoEParams, MoEStats, backend
 from moax.mesh.place import named
 from moax.sharding import token_spec
 
 TEXTS = 8  # The steps take these batches in turn.
+PROFILED = 2  # steps of the profile
 
 
 def main(argv: list[str]) -> int:
@@ -54,7 +61,7 @@ def main(argv: list[str]) -> int:
         sys.stdin.readline()
         try:
             if step is not None:
-                answer |= measure(step, config, mesh, Repeats(**request["repeats"]))
+                answer |= measure(step, config, mesh, Repeats(**request["repeats"]), random=request["random"])
         except Exception as error:
             answer["note"] = why(error)
     print(json.dumps(answer), flush=True)
@@ -75,11 +82,10 @@ def block_of(impl: str, model: ModelConfig, mesh) -> tuple[MoEBlock, str]:
     return block, note
 
 
-def measure(step: jax.stages.Compiled, config: TrainConfig, mesh, repeats: Repeats) -> dict[str, Any]:
+def measure(step: jax.stages.Compiled, config: TrainConfig, mesh, repeats: Repeats, *, random: bool) -> dict[str, Any]:
     """Measures the wall clock of a step, the median over batches of steps, and the losses of the steps."""
-    corpus, place = load(config.text, config.seq), named(mesh, token_spec(moax.Axes(), ndim=2))
-    drawn = [corpus.batch(config.seed, index, config.batch, config.seq) for index in range(TEXTS)]
-    texts = [jax.device_put(text, place) for text in drawn]
+    place, draw = named(mesh, token_spec(moax.Axes(), ndim=2)), batches_of(config, random)
+    texts = [jax.device_put(draw(index), place) for index in range(TEXTS)]
     state = jit_init(config, mesh)()
     steps, times, losses = max(2, repeats.measured // 3), [], []
     for batch in range(4):
@@ -94,7 +100,24 @@ def measure(step: jax.stages.Compiled, config: TrainConfig, mesh, repeats: Repea
         "peak_bytes": peak_bytes(mesh),
         "tokens_per_expert": [int(count) for count in metrics["tokens_per_expert"].sum(0)],
     }
-    return {"us": 1e6 * statistics.median(times[1:]), "path": path_of(step.as_text() or ""), "extra": extra}
+    text = step.as_text() or ""
+    if backend.platform() == "gpu":
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                for index in range(PROFILED):
+                    state, metrics = step(state, texts[index])
+                jax.block_until_ready(state)
+            extra |= stages.split_step(text, profiles.read_profile(folder), PROFILED * mesh.size)
+    return {"us": 1e6 * statistics.median(times[1:]), "path": path_of(text), "extra": extra}
+
+
+def batches_of(config: TrainConfig, random: bool) -> Callable[[int], np.ndarray]:
+    """Returns the function that draws batch `index` [B, S + 1] u8, of random bytes or of the text of `config`."""
+    if not random:
+        corpus = load(config.text, config.seq)
+        return lambda index: corpus.batch(config.seed, index, config.batch, config.seq)
+    shape = (config.batch, config.seq + 1)
+    return lambda index: np.random.default_rng([config.seed, index]).integers(0, 256, shape, np.uint8)
 
 
 if __name__ == "__main__":
