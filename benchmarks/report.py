@@ -193,6 +193,11 @@ def _details(row: Row) -> list[str]:
     if stages and row.us:
         parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in stages.items())
         text.append(f"{where}: ms by stage: {parts}; kernels {sum(stages.values()) / 1e3:.2f} of {row.us / 1e3:.2f}")
+    if row.us and "event_us" in row.extra:
+        kernels, events = row.extra["kernel_us"] / 1e3, row.extra["event_us"] / 1e3
+        text.append(f"{where}: kernels {kernels:.2f} ms, {events:.2f} by events, {row.us / 1e3:.2f} wall")
+    if ratios := row.extra.get("kernel_peers"):
+        text.append(f"{where}: by kernels alone: {', '.join(f'{name} {r:.2f}x' for name, r in ratios.items())}")
     if row.us and "exposed_us" in row.extra:
         text.append(
             f"{where}: {row.extra['exposed_us'] / 1e3:.2f} ms in which nothing computes (communication and gaps)"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Checks and measures on a machine with a Hopper GPU: scripts/measure.sh STAGE...
-# Stages, with the minutes of an H200 with 16 cores: test (3), gemm (2.5), groups (2), block (3), train (5),
-# train_qwen3 (4; LAYERS=L4 for a card of 80 GB); on two GPUs gather (1), exchange (4), mesh (6), step (4), mesh_train (4)
-# and tutorial (3). Results go to $OUT (default runs/results), as JSON with the commit SHA=...; copy a file that a page
-# prints to benchmarks/results. One call can hold several stages.
+# Stages, with the minutes of an H200 with 16 cores: test (3), gemm (2.5), groups (2), block (3), sonic (4; SonicMoE must
+# be installed), train (5), train_qwen3 (4; LAYERS=L4 for a card of 80 GB); on two GPUs gather (1), exchange (4), mesh (6),
+# step (4), mesh_train (4) and tutorial (3). Results go to $OUT (default runs/results), as JSON with the commit SHA=...;
+# copy a file that a page prints to benchmarks/results. One call can hold several stages.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=src PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -16,6 +16,10 @@ stage_gemm() { measure gemm --sha "$sha" --out "$out/h200_gemm.json"; }
 stage_groups() { measure gemm --cases groups --peers none --quick --sha "$sha" --out "$out/h200_groups.json"; }
 stage_exchange() { measure exchange --quick --sha "$sha" --out "$out/h200x2_exchange.json"; }
 stage_block() { measure block --quick --sha "$sha" --out "$out/h200_block.json"; }
+stage_sonic() {
+    measure block --only qwen3-30b --only sonic --recipe none --recipe fp8_block+kept --quick --sha "$sha" \
+        --out "$out/h200_block_sonic.json"
+}
 stage_gather() { measure gather --sha "$sha" --out "$out/h200x2_gather.json"; }
 stage_mesh() {
     local block=(block --mesh fsdp=1,ep=2 --only qwen3 --only mixtral --tokens 8192 --quick --sha "$sha")

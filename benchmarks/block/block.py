@@ -6,9 +6,10 @@ Each model and recipe has a process of its own, and so has SonicMoE's layer of e
 compile at the same time, which takes most of the time and hardly needs the GPU. Then they are measured one after the
 other, the peer first. `--mesh` measures the block on a mesh (`mesh_block`).
 
-The time of a layer is the wall clock of back-to-back calls; the times of stages are kernel times (CUPTI). The rows
-also have the peak memory of the process, the bytes that forward keeps for backward, and the bytes that backward needs:
-the sorted rows and the hidden activations.
+The time of a layer is the wall clock of back-to-back calls. `kernel_us` is the sum of the kernels of a call (CUPTI),
+and so are the times of stages; `kernel_peers` has the ratios of these sums, which no host bounds. The rows also have
+the peak memory of the process, the bytes that forward keeps for backward, and the bytes that backward needs: the sorted
+rows and the hidden activations.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ class Block:
 
 
 PERF = (
-    *(Block(name, MODELS[name].config) for name in ("qwen3-30b", "mixtral-8x7b", "gpt-oss-120b")),
+    Block("qwen3-30b", MODELS["qwen3-30b"].config, (8192, 16384, 32768)),
+    *(Block(name, MODELS[name].config) for name in ("mixtral-8x7b", "gpt-oss-120b")),
     Block(
         "dsv3-slice",
         MODELS["deepseek-v3"].slice(8),
         note="32 of 256 experts, 8 of them for a token: as many rows as one of 8 ranks receives at an even load",
     ),
     Block("sonic-7b", MoEConfig(d_model=1536, d_ff=256, num_experts=128, top_k=8), (24576,), "SonicMoE's 7B model"),
+    Block("sonic-1024", MoEConfig(d_model=4096, d_ff=1024, num_experts=128, top_k=8), (32768,), "SonicMoE's README"),
+    Block("sonic-1536", MoEConfig(d_model=4096, d_ff=1536, num_experts=128, top_k=8), (32768,), "SonicMoE's README"),
 )
 TINY = (Block("tiny", MoEConfig(d_model=64, d_ff=32, num_experts=4, top_k=2), (64,)),)
 PEERS = ("sonic",)
@@ -74,7 +78,7 @@ def rows(
         for block in blocks
         for impl, recipe in layers
     ]
-    known: dict[tuple[str, str], dict[tuple[str, str], float]] = defaultdict(dict)
+    known: dict[tuple[str, str], dict[tuple[str, str], Row]] = defaultdict(dict)
     for (block, impl, recipe), answer in answers(workers):
         for row in direction_rows(block, recipe, answer, found):
             row.impl = answer.get("impl", impl)
@@ -82,13 +86,17 @@ def rows(
             yield row
 
 
-def beside(row: Row, known: dict[tuple[str, str], float]) -> None:
-    """Compares a row of moax with the times of peers, or adds the time of a peer's row to them."""
+def beside(row: Row, known: dict[tuple[str, str], Row]) -> None:
+    """Compares a row of moax with the rows of peers, or adds a peer's row to them."""
     if row.us and row.impl != OURS:
-        known[row.impl, row.recipe] = row.us
+        known[row.impl, row.recipe] = row
     elif row.us:
-        alike = [of for of in known if row.recipe != "none" or of[1] == "none"]
-        row.peers = {of[0] if of[1] == "none" else " ".join(of): known[of] / row.us for of in alike}
+        alike = {of[0] if of[1] == "none" else " ".join(of): known[of] for of in known
+                 if row.recipe != "none" or of[1] == "none"}  # fmt: skip
+        row.peers = {name: (peer.us or 0.0) / row.us for name, peer in alike.items()}
+        ours, theirs = row.extra.get("kernel_us"), {name: peer.extra.get("kernel_us") for name, peer in alike.items()}
+        if ratios := {name: us / ours for name, us in theirs.items() if ours and us}:
+            row.extra["kernel_peers"] = ratios
 
 
 def request(

@@ -68,7 +68,7 @@ def rows(
     layers = [(peer, "none") for peer in how.peers] + ([(TORCH, ROWWISE)] if quantized else [])
     layers += [(OURS, recipe) for recipe in how.recipes]
     asked = [(case, impl, recipe) for case in blocks for impl, recipe in layers]
-    known: dict[tuple[str, str], dict[tuple[str, str], float]] = defaultdict(dict)
+    known: dict[tuple[str, str], dict[tuple[str, str], Row]] = defaultdict(dict)
     for group in compile_groups(asked):
         for (case, impl, recipe), answer in _answers(group, how, repeats, tokens):
             for row in block.direction_rows(case, recipe, answer, found):

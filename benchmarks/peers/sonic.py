@@ -5,6 +5,10 @@ holds y and the gradients of these tokens against float64. It prints READY, wait
 first call with a number of tokens times SonicMoE's kernels by every tile, and takes the fastest: this comes after that
 line, so that the GPU does nothing else. The program prints what `block_worker` prints.
 
+`us` is the wall clock of back-to-back calls, which the host may bound. `kernel_us` is the sum of the kernels of a call
+(CUPTI), as in the rows of moax. `event_us` is the time between two events around calls that the host has enqueued
+before the first one runs.
+
 Forward alone is SonicMoE's inference, which does not store h. `saved_bytes` are the arrays that forward keeps for
 backward: x, h, the logits and the places of rows, without the weights.
 """
@@ -29,6 +33,7 @@ from moax.errors import Unsupported
 
 CHECKED = 256  # tokens in the check against float64
 LIMIT = 2e-2  # largest distance of y and of each gradient, norm over norm; SonicMoE rounds logits, h and a to bf16
+QUEUED, SLEEP = 4, 300_000_000  # calls between two events, and the cycles for which the GPU waits for the host before
 MARGIN = 2.0**-4  # tokens of the check whose choice of experts rounding cannot change; logits to 4 are off by 2^-7
 
 
@@ -155,8 +160,33 @@ def measure(layer: Callable, config: MoEConfig, params: Params, tokens: int, rep
         "saved_needed_bytes": saved_needed(config, None, tokens),
         "peak_bytes": torch_block.peak_bytes(both) if x.is_cuda else None,
     }
-    timed = {name: {"us": torch_block.wall(f, repeats)} for name, f in (("fwd", fwd), ("fwd+bwd", both))}
+    timed: dict[str, Any] = {}
+    for name, f in (("fwd", fwd), ("fwd+bwd", both)):
+        timed[name] = {"us": torch_block.wall(f, repeats)}
+        timed[name] |= {"kernel_us": kernel_time(f), "event_us": event_time(f)} if x.is_cuda else {}
     return {"memory": memory, **timed}
+
+
+def kernel_time(f: Callable) -> float:
+    """Returns the microseconds of the kernels and copies of a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(QUEUED):
+            f()
+        torch.cuda.synchronize()
+    ran = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.time_range.elapsed_us() for event in ran) / QUEUED
+
+
+def event_time(f: Callable) -> float:
+    """Returns the microseconds of a call between two events, without the host."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP)
+    start.record()
+    for _ in range(QUEUED):
+        f()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(end) / QUEUED
 
 
 def saved_bytes(f: Callable, params: Params) -> int:

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("rich")
 
 import moax
+from benchmarks import report
 from benchmarks.block import block
 from benchmarks.block.worker import READY
 from benchmarks.peers import sonic
@@ -68,6 +69,7 @@ def test_rows(monkeypatch):
         def measure(self):
             peer = self.module == "benchmarks.peers.sonic"
             measured = {"us": 3.0 if peer else {"none": 4.0, "fp8_block": 2.0}[self.recipe], "path": "quack 1"}
+            measured |= {"kernel_us": 2.0, "event_us": 2.5} if peer else {"kernel_us": 1.0}
             answer = {"tokens": 64, "memory": {}, "fwd": measured, "fwd+bwd": measured}
             return [answer | ({"impl": "sonic-moe 0.1"} if peer else {})]
 
@@ -78,6 +80,9 @@ def test_rows(monkeypatch):
     assert asked == [("benchmarks.peers.sonic", "none"), (ours, "none"), (ours, "fp8_block")]
     assert [row.impl for row in rows] == ["sonic-moe 0.1", "moax", "moax"] and rows[0].path == "quack 1"
     assert [row.peers for row in rows] == [{}, {"sonic-moe 0.1": 0.75}, {"sonic-moe 0.1": 1.5}]
+    assert [row.extra.get("kernel_peers") for row in rows] == [None, {"sonic-moe 0.1": 2}, {"sonic-moe 0.1": 2}]
+    assert any("by events" in line for line in report._details(rows[0]))
+    assert any("by kernels alone: sonic-moe 0.1 2.00x" in line for line in report._details(rows[1]))
     asked.clear()
     assert all(row.impl == "moax" and not row.peers for row in block.rows(list(block.TINY), ONCE, {}))
     assert asked == [(ours, "none"), (ours, "fp8_block")]
