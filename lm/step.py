@@ -178,7 +178,7 @@ def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tupl
     return step, (like, batch)
 
 
-def jit_init(config: TrainConfig, mesh) -> Callable[[], TrainState]:
+def jit_init(config: TrainConfig, mesh) -> jax.stages.Wrapped:
     """Returns the jitted `init_state` on `mesh`, which must be the mesh that is set."""
     return jax.jit(partial(init_state, config), out_shardings=shardings(config, mesh))
 

@@ -143,7 +143,7 @@ def _row(run: Run, impl: str, recipe: str, how: How, answer: dict[str, Any], fou
         product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 dequantizes before products.
         row.limit, row.fraction = limits.fraction(found, row.us, run.work, 0.0, product)
         row.extra |= {"tokens_per_s": run.tokens / row.us * 1e6, "flops": run.work, **answer["extra"]}
-        if weights := row.extra.get("stages_us", {}).get("quantization of weights"):
+        if weights := answer["extra"].get("stages_us", {}).get("quantization of weights"):
             us = row.us - 7 / 8 * weights
             row.extra["fsdp8_computed"] = {"us": us, "tokens_per_s": run.tokens / us * 1e6, "quantization_us": weights}
     return row

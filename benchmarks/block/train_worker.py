@@ -50,18 +50,18 @@ def main(argv: list[str]) -> int:
     mesh = moax.make_mesh(dict(config.mesh), devices=jax.devices()[:devices])
     answer: dict[str, Any] = {"tokens": request["tokens"][0]}
     with jax.set_mesh(mesh):
-        step = None
+        step = init = None
         try:
             block, answer["note"] = block_of(request["impl"], config.model, mesh)
             update, like = jit_update(config, mesh, block)
-            step = update.lower(*like).compile()
+            step, init = update.lower(*like).compile(), jit_init(config, mesh).lower().compile()
         except Exception as error:
             answer["note"] = why(error)
         print(READY, flush=True)
         sys.stdin.readline()
         try:
-            if step is not None:
-                answer |= measure(step, config, mesh, Repeats(**request["repeats"]), random=request["random"])
+            if step is not None and init is not None:
+                answer |= measure(step, init, config, mesh, Repeats(**request["repeats"]), random=request["random"])
         except Exception as error:
             answer["note"] = why(error)
     print(json.dumps(answer), flush=True)
@@ -82,11 +82,13 @@ def block_of(impl: str, model: ModelConfig, mesh) -> tuple[MoEBlock, str]:
     return block, note
 
 
-def measure(step: jax.stages.Compiled, config: TrainConfig, mesh, repeats: Repeats, *, random: bool) -> dict[str, Any]:
+def measure(
+    step: jax.stages.Compiled, init: jax.stages.Compiled, config: TrainConfig, mesh, repeats: Repeats, *, random: bool
+) -> dict[str, Any]:
     """Measures the wall clock of a step, the median over batches of steps, and the losses of the steps."""
     place, draw = named(mesh, token_spec(moax.Axes(), ndim=2)), batches_of(config, random)
     texts = [jax.device_put(draw(index), place) for index in range(TEXTS)]
-    state = jit_init(config, mesh)()
+    state = init()
     steps, times, losses = max(2, repeats.measured // 3), [], []
     for batch in range(4):
         start = time.perf_counter()
@@ -95,19 +97,22 @@ def measure(step: jax.stages.Compiled, config: TrainConfig, mesh, repeats: Repea
             losses.append(metrics["loss"])
         jax.block_until_ready(state)
         times.append((time.perf_counter() - start) / steps)
-    extra = {
+    extra: dict[str, Any] = {
         "losses": [float(loss) for loss in losses],
         "peak_bytes": peak_bytes(mesh),
         "tokens_per_expert": [int(count) for count in metrics["tokens_per_expert"].sum(0)],
     }
     text = step.as_text() or ""
     if backend.platform() == "gpu":
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                for index in range(PROFILED):
-                    state, metrics = step(state, texts[index])
-                jax.block_until_ready(state)
-            extra |= stages.split_step(text, profiles.read_profile(folder), PROFILED * mesh.size)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                with jax.profiler.trace(folder):
+                    for index in range(PROFILED):
+                        state, metrics = step(state, texts[index])
+                    jax.block_until_ready(state)
+                extra |= stages.split_step(text, profiles.read_profile(folder), PROFILED * mesh.size)
+        except Exception as error:  # The times of the steps are useful without those of their parts.
+            extra["profile_note"] = why(error)
     return {"us": 1e6 * statistics.median(times[1:]), "path": path_of(text), "extra": extra}
 
 
