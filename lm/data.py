@@ -58,12 +58,7 @@ class Corpus:
 
 
 def load(text: str | None, seq: int, limit: int = LIMIT) -> Corpus:
-    """Reads the corpus of a file or folder.
-
-    Args:
-      text: the path; None reads the source files of Python's standard library.
-      seq: bytes S of a sequence.
-      limit: the most bytes to read.
+    """Reads at most `limit` bytes of a file or folder; None reads the source files of Python's standard library.
 
     Raises:
       ValueError: the path does not exist, or one of the streams is shorter than one window of S + 1 bytes.

@@ -111,14 +111,8 @@ def train(
 ) -> dict[str, Any]:
     """Trains every run to its end, then compares them; Ctrl-C saves the run at hand and compares what there is.
 
-    Args:
-      arms: the settings.
-      resume: continue the runs of the folder; without it, a taken name becomes NAME-2.
-      report: makes the report of each run.
-      on_step: as for `loop.train`.
-
-    Returns:
-      The contents of results.json; see `compare`.
+    `resume` continues the runs of the folder; without it, a taken name becomes NAME-2. `report` makes the report of
+    each run. The result is the contents of results.json; see `compare`.
 
     Raises:
       ValueError: as `loop.train`, or several processes run it.
@@ -263,15 +257,9 @@ def _with_few_tokens(config: TrainConfig, mesh: jax.sharding.Mesh) -> TrainConfi
 def probe(
     state: steps.TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig
 ) -> tuple[dict[str, Float[np.ndarray, "L E"]], dict[str, dict[str, list[int]]]]:
-    """Returns the errors of the gradients of a state, and the values that its recipe loses.
+    """Returns the errors of the gradients of a state, on the mesh that is set, and the values that its recipe loses.
 
-    Args:
-      state: the state of a run, on the mesh that is set.
-      batch: [B, S + 1] u8, the batch of all gradients, which is one microbatch.
-      config: the settings of the run.
-
-    Returns:
-      The errors [L, E] by projection, NaN for an expert without a token; and the results of `_lost_values`.
+    The errors are [L, E] by projection, NaN for an expert without a token; the values are those of `_lost_values`.
     """
     got, xs, dys = _gradients(state, batch, config)
     want = _gradients(state, batch, _in_float32(config))[0]

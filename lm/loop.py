@@ -68,9 +68,6 @@ def train(
         saves the state and stops the run.
       build: compiles the program, as `step.build`.
 
-    Returns:
-      The end of the run.
-
     Raises:
       ValueError: the text, the mesh or the batch do not fit, or the run to resume is another one.
     """

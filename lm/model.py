@@ -147,10 +147,9 @@ def forward(
     """Computes the logits of the next byte at each place of each sequence.
 
     Args:
-      params: the parameters.
+      params, config: the parameters, and the settings of the run.
       router_bias: [L, E] f32, the selection bias; None where the router has none.
       tokens: [B, S] ints, the bytes.
-      config: the settings of the run.
       block: the function in the place of `moax.moe`, with its arguments.
       quantized: the experts' weights as `quantize` returns them; None: each block quantizes its own.
       added: [L, B, S, H], added to the output of each MoE; its gradient is that of the outputs.

@@ -28,13 +28,7 @@ def optimizer(config: TrainConfig) -> Any:
 
 
 def state_specs(tx: Any, params: Params, specs: Params) -> PyTree:
-    """Returns the specs of `tx.init(params)`: a moment has the spec of its parameter, and counts are replicated.
-
-    Args:
-      tx: the optimizer.
-      params: the parameters, or their ShapeDtypeStructs.
-      specs: the PartitionSpecs of the parameters.
-    """
+    """Returns the specs of `tx.init(params)`: a moment has the spec of its parameter, and counts are replicated."""
     state, replicated = jax.eval_shape(tx.init, params), PartitionSpec()
     own = optax.tree_utils.tree_map_params
     return own(tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: replicated)

@@ -69,12 +69,7 @@ def loss_fn(
 ):
     """Computes the training loss: mean cross entropy, plus the auxiliary losses of all layers.
 
-    Args:
-      params: the parameters.
-      router_bias: [L, E] f32 or None; see `TrainState`.
-      batch: [B, S + 1] u8; batch[b, s + 1] is the target of batch[b, s].
-      config: the settings of the run.
-      block, quantized: see `model.forward`.
+    batch[b, s + 1] is the target of batch[b, s]. See `model.forward` for `block` and `quantized`.
 
     Returns:
       The loss [] f32 in nats a byte, and (cross entropy [] f32, MoEStats with a leading L).
@@ -121,13 +116,7 @@ def gradients(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfi
 def train_step(
     state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig, block: lm.MoEBlock = moax.moe
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Makes one update of the state.
-
-    Args:
-      state: the state before the update.
-      batch: [B, S + 1] u8.
-      config: the settings of the run.
-      block: see `model.forward`.
+    """Makes one update of the state; see `model.forward` for `block`.
 
     Returns:
       The state after the update, and the metrics: loss, extra_loss, grad_norm, lr, dropped, rounds (all []), and
@@ -158,13 +147,7 @@ def eval_step(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfi
 
 
 def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tuple[jax.stages.Wrapped, tuple]:
-    """Returns the jitted `train_step` on `mesh`, and the ShapeDtypeStructs of its arguments.
-
-    Args:
-      config: the settings of the run.
-      mesh: the mesh, which must be the one that is set.
-      block: see `model.forward`.
-    """
+    """Returns the jitted `train_step` on `mesh`, which must be set, and the ShapeDtypeStructs of its arguments."""
     states = shardings(config, mesh)
     like = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
