@@ -6,7 +6,7 @@
 # copy a file that a page prints to benchmarks/results. One call can hold several stages.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH=src PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
+export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
 python=${GPU_PYTHON:-python3} out=${OUT:-runs/results} sha=${SHA:-$(git rev-parse --short HEAD)}
 mkdir -p "$out"
 measure() { "$python" -m benchmarks "$@"; }
