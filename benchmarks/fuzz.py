@@ -298,9 +298,10 @@ def run_seed(seed: int, kernels: str, tiny: bool) -> dict[str, Any]:
 
 
 def take_gpu(turns: Any, gpus: int) -> None:
-    """Lets a process see one of the GPUs: the next one in turn."""
+    """Lets a process see one of several GPUs: the next one in turn."""
     with turns.get_lock():
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(turns.value % gpus)
+        if gpus > 1:
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(turns.value % gpus)
         turns.value += 1
 
 
