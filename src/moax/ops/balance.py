@@ -112,11 +112,13 @@ def update_router_bias(
 
 
 def count_needed_bias(
-    needed: Float[Array, "T E"], bias: Float[Array, " E"], mask: Bool[Array, " T"] | None
+    scores: Float[Array, "T E"], bias: Float[Array, " E"], best: Int[Array, "T K"], mask: Bool[Array, " T"] | None
 ) -> Int[Array, "E 1000"]:
-    """Returns for each expert the histogram of `needed` over the real tokens."""
+    """Returns for each expert the histogram of `needed` over the real tokens, whose K best experts are `best`."""
+    chose = (best[:, :, None] == jnp.arange(scores.shape[1], dtype=jnp.int32)[None, None]).any(1)
+    cutoff = jnp.where(chose, -jnp.inf, scores + bias[None]).max(1, keepdims=True)
     low, width = _find_bins(bias)
-    bins = jnp.clip((needed - low[None]) / width[None], 0, BINS - 1).astype(jnp.int32)
+    bins = jnp.clip((cutoff - scores - low[None]) / width[None], 0, BINS - 1).astype(jnp.int32)
     one = jnp.ones_like(bins) if mask is None else jnp.broadcast_to(mask[:, None].astype(jnp.int32), bins.shape)
     experts = jnp.arange(bins.shape[1], dtype=jnp.int32)[None]
     return jnp.zeros_like(bins, shape=(bins.shape[1], BINS)).at[experts, bins].add(one, mode="drop")

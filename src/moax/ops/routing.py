@@ -1,28 +1,32 @@
-"""Route: logits [T, E] become K experts and K weights for each token, and the balance losses.
+"""Route: logits [T, E] become K experts and K weights for each token, and the balance losses. All is float32.
+
+    score    softmax        exp(l) / sum exp(l)
+             sigmoid        1 / (1 + exp(-l))
+             sqrt_softplus  sqrt(log(1 + exp(l)))                     DeepSeek-V4
 
     score_then_topk:  s = score(logits);  experts = top_k(s + bias);  weights = s[experts]
     topk_then_score:  experts = top_k(logits + bias);                 weights = score(logits[experts])
     weights = scale * weights / sum_k weights                         (divided where normalize is set and K > 1)
-
-The division is one of exp(log score), so weights whose scores all underflow to 0 still sum to the scale.
 
     aux_loss = c E / (K T^2) sum_e (sum_t p[t, e]) tokens[e]          p: scores of all experts, summing to 1 a token
              + c' mean over sequences of the same, with the T and the tokens of one sequence
     z_loss   = c / T sum_t logsumexp(logits[t])^2                     T: tokens of the whole mesh
 
 With K = 2, score_then_topk and the scores (0.1, 0.4, 0.3, 0.2) of a token, experts = (1, 2) and weights = (4/7, 3/7).
-Selection has no gradient, and the argument `bias` changes selection alone. The sums over tokens are psums of [E]
-vectors, so logits never leave their shard. Everything is float32.
+The division is one of exp(log score), so weights whose scores all underflow to 0 still sum to the scale: with two
+logits of -100, both sigmoids are 0 in float32, and both weights are 1/2. Selection has no gradient. The sums over
+tokens are psums of [E] vectors, so logits never leave their shard.
 
 A caller may choose the experts, and the weights are then those of the router's scores: `experts` (1, 3) in the example
-have the weights (4/6, 2/6). A token that `mask` leaves out has the experts (E, E), which stand for no expert, and the
-weights (0, 0). T and tokens[e] do not count it.
+have the weights (4/6, 2/6). A token that `mask` leaves out is not counted; it has the experts (E, E), which are none,
+and the weights (0, 0).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,15 +41,15 @@ from moax.mesh.collectives import gather_rows, mask_to_first_rank, take_shard
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.view import Engine, MeshView, find_mesh_view
 from moax.ops.balance import BINS, count_needed_bias
-from moax.ops.scores import score, share, weigh, weigh_backward
 from moax.types import Routing
+
+NO_EXPERT = -1e30  # the logit of no expert: its share is 0, and so is every gradient
+LOW = -16.0  # below, softplus(l) is exp(l) to the last bit of float32
 
 
 @dataclasses.dataclass(frozen=True)
 class RouteSpec:
-    """The static arguments of `route`: the router, K, the mesh axes by role, those that may split a sequence, and the
-    name of the implementation that finds the best experts.
-    """
+    """The static arguments of `route`; `kernels` is the name of the implementation that finds the best experts."""
 
     config: RouterConfig
     top_k: int
@@ -55,13 +59,7 @@ class RouteSpec:
 
 
 class Choice(NamedTuple):
-    """What a caller of `route` has decided for its tokens; None where it has decided nothing.
-
-    Attributes:
-      experts: [T, K] i32, the experts to take.
-      mask: [T] bool, whether each token is real.
-      sequences: [T] i32, the sequence of each token; a negative number is none.
-    """
+    """What a caller of `route` has decided for its tokens, by the arguments of these names; None where nothing."""
 
     experts: Int[Array, "T K"] | None = None
     mask: Bool[Array, " T"] | None = None
@@ -74,8 +72,7 @@ class Sums(NamedTuple):
     Attributes:
       share: [E], of the scores of each token, which sum to 1.
       z: [1], of logsumexp(logits)^2.
-      by_sequence: [1], of each token's shares times the assignments to each expert in its sequence of T tokens,
-        divided by T^2; None without sequences.
+      by_sequence: [1], of each token's shares times tokens[e] / T^2 of its sequence.
     """
 
     share: Float[Array, " E"] | None
@@ -84,13 +81,13 @@ class Sums(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Counts of the real tokens.
+    """Counts of the real tokens; None where there is nothing to count.
 
     Attributes:
       tokens: [E] i32, the assignments to each expert.
-      real: [1] i32, the tokens; None without a mask.
-      sequences: [1] i32, the sequences; None without any.
-      histogram: [E, 1000] i32, see `count_needed_bias`; None where the config asks for none.
+      real: [1] i32, the tokens under a mask.
+      sequences: [1] i32, the sequences.
+      histogram: [E, 1000] i32, see `count_needed_bias`.
     """
 
     tokens: Int[Array, " E"]
@@ -116,14 +113,13 @@ def route(
     """Returns the top_k experts of each token, their weights, and the balance losses over the whole mesh.
 
     Args:
-      logits: [T, E], floating point, T over (dp, fsdp, ep, cp). They are cast to float32.
-      config: see `RouterConfig`. Where `config.logits_bias` is set, the caller has added that bias to the logits.
+      logits: [T, E], floating point, T over (dp, fsdp, ep, cp). With `config.logits_bias` they include that bias.
+      config: see `RouterConfig`.
       top_k: K, the experts per token.
-      bias: [E], added to the scores for selection alone, without a gradient. It is given exactly where `config.bias`
-        is set.
-      experts: [T, K], integers in [0, E]: experts to take in place of the best ones; E means no expert. The scores
-        give their weights. A token with a negative id takes its best experts.
-      mask: [T] bool, False for padding. Padding has the experts E and the weights 0, and enters no loss and no count.
+      bias: [E], added to the scores for selection alone, without a gradient; given exactly where `config.bias` is set.
+      experts: [T, K], integers in [0, E]: experts to take in place of the best ones; E means no expert. A token with a
+        negative id takes its best experts.
+      mask: [T] bool, False for padding.
       sequences: [T], integers, for `config.sequence_aux_loss`: tokens with equal numbers are one sequence, and tokens
         with negative numbers are in none.
       sequence_axes: the mesh axes that may split a sequence; experts are gathered along them to be counted. None means
@@ -146,46 +142,46 @@ def route(
     if logits.ndim != 2:
         raise ValueError(f"logits has shape {logits.shape}; it must be [T, E]")
     config.check_experts(logits.shape[1], top_k)
-    _check_bias(bias, config, logits.shape[1:])
-    choice = _check_choice(experts, mask, sequences, config, (logits.shape[0], top_k))
+    choice = _check_choice(bias, experts, mask, sequences, config, (*logits.shape, top_k))
     view = find_mesh_view(axes, engine, logits)
+    logits = logits.astype(jnp.float32)
     if logits.shape[0] == 0:
-        return _route_nothing(logits, top_k, config)
+        weights, zero, tokens = logits[:, :top_k], jnp.zeros((), jnp.float32), jnp.zeros(logits.shape[1], jnp.int32)
+        histogram = jnp.zeros((len(tokens), BINS), jnp.int32) if config.histogram else None
+        return Routing(weights.astype(jnp.int32), weights, zero, zero, tokens, histogram)
     if sequence_axes is None:
         sequence_axes = view.axes.sequence if view.manual else view.axes.tokens
     along = tuple(name for name in view.axes.tokens if name in as_names(sequence_axes))
     static = RouteSpec(config, top_k, view.axes, along, select_kernels(kernels))
     bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
-    chosen, weights, sums, counts = _route(view, static, logits.astype(jnp.float32), bias, choice)
+    chosen, weights, sums, counts = _route(view, static, logits, bias, choice)
     shards = view.axes.size(view.axes.tokens) if view.manual else 1
     return Routing(chosen, weights, *_find_losses(view, static, sums, counts, logits.shape[0] * shards))
 
 
-def _check_bias(bias, config: RouterConfig, shape) -> None:
+def _check_choice(bias, experts, mask, sequences, config: RouterConfig, sizes: tuple[int, int, int]) -> Choice:
+    """Returns the Choice of the arguments of `route`, of the `sizes` T, E and K; ValueError where one does not fit."""
+    tokens, num_experts, top_k = sizes
     if (bias is not None) != config.bias:
         raise ValueError(f"bias is {'given' if bias is not None else 'None'}, but RouterConfig.bias={config.bias}")
     if bias is not None:
         check_float("bias", bias, "[E]")
-        if bias.shape != shape:
-            raise ValueError(f"bias has shape {bias.shape}; it must be [E]={shape}")
-
-
-def _check_choice(experts, mask, sequences, config: RouterConfig, shape) -> Choice:
-    """Returns the Choice of these arguments. Raises ValueError where one has another kind or shape than it must."""
+        if bias.shape != (num_experts,):
+            raise ValueError(f"bias has shape {bias.shape}; it must be [E]={(num_experts,)}")
     if experts is not None:
         check_int("experts", experts, "[T, K]")
-        if experts.shape != shape:
-            raise ValueError(f"experts has shape {experts.shape}; it must be [T, K]={shape}")
+        if experts.shape != (tokens, top_k):
+            raise ValueError(f"experts has shape {experts.shape}; it must be [T, K]={(tokens, top_k)}")
         experts = experts.astype(jnp.int32)
     if mask is not None:
-        check_mask("mask", mask, shape[:1])
+        check_mask("mask", mask, (tokens,))
     if not config.sequence_aux_loss:
         return Choice(experts, mask)
     if sequences is None:
         raise ValueError(f"sequences is None; it must be given for sequence_aux_loss={config.sequence_aux_loss}")
     check_int("sequences", sequences, "[T]")
-    if sequences.shape != shape[:1]:
-        raise ValueError(f"sequences has shape {sequences.shape}; it must be [T]={shape[:1]}")
+    if sequences.shape != (tokens,):
+        raise ValueError(f"sequences has shape {sequences.shape}; it must be [T]={(tokens,)}")
     return Choice(experts, mask, sequences.astype(jnp.int32))
 
 
@@ -208,12 +204,40 @@ def _find_losses(view: MeshView, static: RouteSpec, sums: Sums, counts: Counts, 
     return aux, z, tokens, None if counts.histogram is None else view.psum(counts.histogram, over)
 
 
-def _route_nothing(logits, top_k: int, config: RouterConfig) -> Routing:
-    """Returns the Routing of no tokens: logits [0, E]. Its losses and counts are 0."""
-    weights, zero = logits[:, :top_k].astype(jnp.float32), jnp.zeros((), jnp.float32)
-    tokens = jnp.zeros(logits.shape[1], jnp.int32)
-    histogram = jnp.zeros((len(tokens), BINS), jnp.int32) if config.histogram else None
-    return Routing(weights.astype(jnp.int32), weights, zero, zero, tokens, histogram)
+def route_forward(static: RouteSpec, logits, bias, choice: Choice):
+    """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
+    config, num_experts = static.config, logits.shape[1]
+    found = select_experts(logits, bias, config, static.top_k, static.kernels)
+    experts, chosen = lax.optimization_barrier(found)  # XLA would run a kernel twice whose result a scan stores
+    histogram = None
+    if config.histogram:
+        scores = logits if config.order == "topk_then_score" else score(logits, config)
+        histogram = count_needed_bias(scores, bias, experts, choice.mask)
+    if choice.experts is not None:
+        chosen = None
+        own = (choice.experts < 0).any(-1, keepdims=True)
+        experts = jnp.where(own, experts, jnp.minimum(choice.experts, num_experts))
+    real = None
+    if choice.mask is not None:
+        experts = jnp.where(choice.mask[:, None], experts, num_experts)
+        real = choice.mask.sum(dtype=jnp.int32)[None]
+    logits = _zero_padding(logits, choice)
+    weights = weigh(logits, experts, config, chosen)
+    balance, sequences = _balance_sequences(experts, choice, static, num_experts)
+    # Comparisons are one kernel of a GPU; a scatter waits where tokens agree on an expert.
+    chose = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
+    counts = Counts(chose.sum((0, 1), dtype=jnp.int32), real, sequences, histogram)
+    return experts, weights, _sum(logits, choice, config, balance), counts
+
+
+def route_backward(static: RouteSpec, logits, experts, choice: Choice, weights, d_weights, d_sums: Sums):
+    """Returns d_logits [T, E] of one device, from the experts and weights that forward returned."""
+    logits = _zero_padding(logits, choice)
+    d_logits = weigh_backward(logits, experts, static.config, weights, d_weights)
+    if jax.tree.leaves(d_sums):
+        balance, _ = _balance_sequences(experts, choice, static, logits.shape[1])
+        d_logits = d_logits + jax.vjp(lambda x: _sum(x, choice, static.config, balance), logits)[1](d_sums)[0]
+    return (_zero_padding(d_logits, choice),)
 
 
 def select_experts(
@@ -235,18 +259,101 @@ def select_experts(
     return experts, values if scores is logits else None
 
 
-def _sum(logits, choice: Choice, static: RouteSpec, balance: Float[Array, "T E"] | None) -> Sums:
+def score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
+    """Returns the score of each expert."""
+    match config.score:
+        case "softmax":
+            return jax.nn.softmax(logits, axis=-1)
+        case "sigmoid":
+            return jax.nn.sigmoid(logits)
+        case _:
+            return jnp.exp(log_score(logits, config))
+
+
+def log_score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
+    """Returns the logarithm of each score; of softmax, but for a constant of each row."""
+    match config.score:
+        case "softmax":
+            return logits
+        case "sigmoid":
+            return jax.nn.log_sigmoid(logits)
+        case _:
+            softplus = jax.nn.softplus(jnp.maximum(logits, LOW))
+            return 0.5 * jnp.where(logits < LOW, logits, jnp.log(softplus))
+
+
+def weigh(
+    logits: Float[Array, "T E"], experts: Int[Array, "T K"], config: RouterConfig, chosen: Array | None = None
+) -> Float[Array, "T K"]:
+    """Returns the weights [T, K] of experts, 0 for the expert E; `chosen` [T, K] are their logits, where known."""
+    kind = _kind_of_weight(config, experts.shape[1])
+    if kind == "of_all":
+        weights = _take(score(logits, config), experts)
+    else:
+        chosen = _take(logits, experts) if chosen is None else chosen
+        weights = _share(log_score(chosen, config)) if kind == "share" else score(chosen, config)
+    return jnp.where(experts < logits.shape[1], weights * config.scale, 0.0)
+
+
+def weigh_backward(
+    logits: Float[Array, "T E"], experts: Int[Array, "T K"], config: RouterConfig,
+    weights: Float[Array, "T K"], d_weights: Float[Array, "T K"],
+) -> Float[Array, "T E"]:  # fmt: skip
+    """Returns the gradient of the logits from the weights and their gradient."""
+    num_experts, top_k = logits.shape[1], experts.shape[1]
+    kind = _kind_of_weight(config, top_k)
+    if kind == "share" and top_k == 1:
+        return jnp.zeros_like(logits)  # the weight is the scale, whatever the logits are
+    d_weights = jnp.where(experts < num_experts, d_weights, 0.0)
+    if kind == "of_all":
+        return jax.vjp(lambda x: _take(score(x, config), experts), logits)[1](d_weights * config.scale)[0]
+    if kind == "share":
+        along = jnp.sum(weights * d_weights, axis=1) / config.scale
+        d_logs = weights * (d_weights - along[:, None])
+        (d_chosen,) = jax.vjp(lambda x: log_score(x, config), _take(logits, experts))[1](d_logs)
+    else:
+        (d_chosen,) = jax.vjp(lambda x: score(x, config), _take(logits, experts))[1](d_weights * config.scale)
+    # A sum over K of selected columns is part of the kernel that reads it; a scatter is a kernel, and zeros another.
+    ids = jnp.arange(num_experts, dtype=jnp.int32)[None]
+    columns = [jnp.where(experts[:, k : k + 1] == ids, d_chosen[:, k : k + 1], 0.0) for k in range(top_k)]
+    return functools.reduce(jnp.add, columns)
+
+
+def _kind_of_weight(config: RouterConfig, top_k: int) -> Literal["share", "of_all", "of_one"]:
+    """Returns whether weights are shares of the K scores, scores among all experts, or scores of one logit each."""
+    if config.normalize and top_k > 1:
+        return "share"
+    if config.score != "softmax":
+        return "of_one"
+    return "share" if config.order == "topk_then_score" else "of_all"
+
+
+def _take(values, experts):
+    """Returns the values [T, K] of the experts, of values [T, E], and `NO_EXPERT` for none."""
+    return jnp.take_along_axis(values, experts, axis=-1, mode="fill", fill_value=NO_EXPERT)
+
+
+def _share(logs):
+    """Returns exp(logs) [T, K], divided by their sum; column by column, so that one kernel of a GPU computes it."""
+    columns = [logs[:, k] for k in range(logs.shape[1])]
+    most = lax.stop_gradient(functools.reduce(jnp.maximum, columns))
+    shares = [jnp.exp(column - most) for column in columns]
+    for _ in range(2):  # after the second time their sum is 1 but for rounding, and so is the gradient's
+        total = functools.reduce(jnp.add, shares)
+        shares = [value / total for value in shares]
+    return jnp.stack(shares, axis=1)
+
+
+def _sum(logits, choice: Choice, config: RouterConfig, balance: Float[Array, "T E"] | None) -> Sums:
     """Returns the Sums of one device, with the `balance` of `_balance_sequences`."""
-    config, mask = static.config, choice.mask
     total = z = by_sequence = None
     if config.aux_loss or config.sequence_aux_loss:
-        shares = share(logits, config)
-        shares = shares if mask is None else jnp.where(mask[:, None], shares, 0.0)
+        shares = _zero_padding(jax.nn.softmax(log_score(logits, config), axis=-1), choice)
         total = shares.sum(0) if config.aux_loss else None
         by_sequence = None if balance is None else (shares * balance).sum()[None]
     if config.z_loss:
         z = jax.nn.logsumexp(logits, axis=-1) ** 2
-        z = (z if mask is None else jnp.where(mask, z, 0.0)).sum()[None]
+        z = (z if choice.mask is None else jnp.where(choice.mask, z, 0.0)).sum()[None]
     return Sums(total, z, by_sequence)
 
 
@@ -265,59 +372,13 @@ def _balance_sequences(experts, choice: Choice, static: RouteSpec, num_experts: 
     own = take_shard(number, (along,))
     size = jnp.maximum(sizes[own], 1).astype(jnp.float32)
     balance = tokens[own].astype(jnp.float32) / (size**2)[:, None]
-    balance = jnp.where(ids[:, None] >= 0, balance, 0.0)
-    return balance, mask_to_first_rank((sizes > 0).sum(dtype=jnp.int32)[None], along)
+    number_of_sequences = mask_to_first_rank((sizes > 0).sum(dtype=jnp.int32)[None], along)
+    return jnp.where(ids[:, None] >= 0, balance, 0.0), number_of_sequences
 
 
-def _count(experts, choice: Choice, num_experts: int, sequences, histogram) -> Counts:
-    """Returns the Counts of one device."""
-    # Comparisons are one kernel of a GPU; a scatter waits where tokens agree on an expert.
-    chose = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
-    tokens = chose.sum((0, 1), dtype=jnp.int32)
-    real = None if choice.mask is None else choice.mask.sum(dtype=jnp.int32)[None]
-    return Counts(tokens, real, sequences, histogram)
-
-
-def _count_needed_bias(logits, bias, best, choice: Choice, config: RouterConfig) -> Int[Array, "E 1000"]:
-    """Returns the histogram of the bias that would let each token choose each expert; `best` [T, K] are its choice."""
-    scores = logits if config.order == "topk_then_score" else score(logits, config)
-    chose = (best[:, :, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)[None, None]).any(1)
-    cutoff = jnp.where(chose, -jnp.inf, scores + bias[None]).max(1, keepdims=True)  # the score after the K best ones
-    return count_needed_bias(cutoff - scores, bias, choice.mask)
-
-
-def route_forward(static: RouteSpec, logits, bias, choice: Choice):
-    """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
-    num_experts = logits.shape[1]
-    found = select_experts(logits, bias, static.config, static.top_k, static.kernels)
-    experts, chosen = lax.optimization_barrier(found)  # XLA would run a kernel twice whose result a scan stores
-    histogram = _count_needed_bias(logits, bias, experts, choice, static.config) if static.config.histogram else None
-    if choice.experts is not None:
-        chosen = None
-        own = (choice.experts < 0).any(-1, keepdims=True)
-        experts = jnp.where(own, experts, jnp.minimum(choice.experts, num_experts))
-    if choice.mask is not None:
-        experts = jnp.where(choice.mask[:, None], experts, num_experts)
-    logits = _without_padding(logits, choice)
-    weights = weigh(logits, experts, static.config, chosen)
-    balance, sequences = _balance_sequences(experts, choice, static, num_experts)
-    sums = _sum(logits, choice, static, balance)
-    return experts, weights, sums, _count(experts, choice, num_experts, sequences, histogram)
-
-
-def route_backward(static: RouteSpec, logits, experts, choice: Choice, weights, d_weights, d_sums: Sums):
-    """Returns d_logits [T, E] of one device, from the experts and weights that forward returned."""
-    logits = _without_padding(logits, choice)
-    d_logits = weigh_backward(logits, experts, static.config, weights, d_weights)
-    if jax.tree.leaves(d_sums):
-        balance, _ = _balance_sequences(experts, choice, static, logits.shape[1])
-        d_logits = d_logits + jax.vjp(lambda x: _sum(x, choice, static, balance), logits)[1](d_sums)[0]
-    return (d_logits if choice.mask is None else jnp.where(choice.mask[:, None], d_logits, 0.0),)
-
-
-def _without_padding(logits, choice: Choice):
-    """Returns the logits [T, E] with 0 in the rows of padding, which may hold NaN."""
-    return logits if choice.mask is None else jnp.where(choice.mask[:, None], logits, 0.0)
+def _zero_padding(values, choice: Choice):
+    """Returns values [T, E] with 0 in the rows of padding, which may hold NaN."""
+    return values if choice.mask is None else jnp.where(choice.mask[:, None], values, 0.0)
 
 
 def _pull(grad, saved, cotangents):
