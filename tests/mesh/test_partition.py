@@ -20,7 +20,7 @@ import moax
 from moax import Axes, Unsupported
 from moax.block.layer import moe
 from moax.inspect import collectives
-from moax.kernels.xla.quantization import quantize, quantize_and_gather
+from moax.kernels.xla.quantization import gather_shard, quantize, quantize_shard
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import gather_weight, reduce_max, scatter_gradient, vary_like
 from moax.mesh.op import Op, OpSharding
@@ -442,7 +442,8 @@ def test_a_block_that_shards_share_has_one_scale(fresh_compile):
     recipe = Recipe(Format(block=8), Format(block=8, tile=2), Format(block=8))
 
     def fn(w):
-        q = quantize_and_gather(w, recipe, "rows", ((), ("ep",), ()), (), jnp.float32)
+        gather = (), ("ep",), ()
+        q = gather_shard(quantize_shard(w, recipe, "rows", gather, ()), recipe, "rows", gather)
         return q.data, q.scale
 
     mesh = make_mesh("2x4")

@@ -165,8 +165,7 @@ def _check_groups(x: Array, block: tuple[int | None, ...], group_sizes: Array | 
 def _quantize_nothing(shape: tuple[int, ...], format: Format, block: tuple[int | None, ...]) -> QArray:
     """Returns the QArray of an array without elements. Its scales, if it has any, are 1."""
     counts = tuple(1 if b is None else -(-n // b) for n, b in zip(shape, block, strict=True))
-    scale = scales.to_scale(jnp.zeros(counts, jnp.float32), format)
-    scale = scales.to_exponent(scale) if format.scale == "e8m0" else scale
+    scale = scales.store_scale(scales.to_scale(jnp.zeros(counts, jnp.float32), format), format)
     return QArray(jnp.zeros(shape, jnp.uint8), scale, format.dtype, block)
 
 

@@ -159,7 +159,7 @@ def route(
     return Routing(chosen, weights, *_find_losses(view, static, sums, counts, logits.shape[0] * shards))
 
 
-def _check_choice(bias, experts, mask, sequences, config: RouterConfig, sizes: tuple[int, int, int]) -> Choice:
+def _check_choice(bias, experts, mask, sequences, config: RouterConfig, sizes: tuple[int, ...]) -> Choice:
     """Returns the Choice of the arguments of `route`, of the `sizes` T, E and K; ValueError where one does not fit."""
     tokens, num_experts, top_k = sizes
     if (bias is not None) != config.bias:

@@ -112,12 +112,16 @@ def gather_shard(
     weight: WeightSpec, layout: WeightLayout, w: Array | None, quantized: QuantizedWeight | None, contracted: Contracted
 ) -> Operand:
     """Runs `gather_weight` on one device."""
-    kernels, recipe = implementation(weight.kernels), weight.recipe
-    if quantized is None:
-        over = layout.matrix_axes
-        return kernels.quantize_and_gather(cast(Array, w), recipe, contracted, layout.gather, over, weight.dtype)
-    gather = find_layout(weight).gather  # a quantized weight has the declared layout, whatever the layout of w is
-    return kernels.gather_shard(quantized[contracted == "columns"], recipe, contracted, gather)
+    kernels, recipe, gather = implementation(weight.kernels), weight.recipe, layout.gather
+    if quantized is not None:
+        gather = find_layout(weight).gather  # a quantized weight has the declared layout, whatever the layout of w is
+        shard = quantized[contracted == "columns"]
+    elif recipe.w is None:
+        whole = collectives.gather_weight(cast(Array, w).astype(weight.dtype), gather)
+        return whole.reshape(*whole.shape[:2], -1)
+    else:
+        shard = kernels.quantize_shard(cast(Array, w), recipe, contracted, gather, layout.matrix_axes)
+    return kernels.gather_shard(shard, recipe, contracted, gather)
 
 
 def scatter_gradient(view: MeshView, weight: WeightSpec, partial: Array, w: Array) -> Array:

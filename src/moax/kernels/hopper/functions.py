@@ -16,7 +16,6 @@ from moax.kernels.hopper.quantization import (
     gather_and_quantize,
     gather_shard,
     quantize,
-    quantize_and_gather,
     quantize_for_matmul,
     quantize_shard,
     stores_weight_transposed,

@@ -23,7 +23,6 @@ from moax.kernels.scales import (
     finite_abs,
     is_pow2,
     to_scale,
-    weight_block,
     weight_format,
 )
 from moax.kernels.xla import quantization as xla
@@ -82,15 +81,6 @@ def _quantize_rows(x, blocks: Blocks, format: Format, *, scale=None, source=None
     return kernels.quantize_rows(x, blocks, rows=rows, columns=columns, **options)
 
 
-def quantize_and_gather(
-    w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: Any
-) -> Any:
-    """Returns the whole weight, K-major, from its shard [E, K, *C]: [E, C, K] for a product over rows."""
-    if recipe.w is None or not supports_fp8(recipe):
-        return xla.quantize_and_gather(w, recipe, contracted, gather, amax_over, dtype)
-    return gather_shard(quantize_shard(w, recipe, contracted, gather, amax_over), recipe, contracted, gather)
-
-
 def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> Any:
     """Returns the whole weight, K-major, from a quantized shard of it: [E, C, K] for a product over rows."""
     if not supports_fp8(recipe):
@@ -118,7 +108,7 @@ def quantize_shard(
         return xla.quantize_shard(w, recipe, contracted, gather, amax_over)
     format, turned = weight_format(recipe), stores_weight_transposed(recipe, contracted)
     (experts, rows, *columns), apart = w.shape, any(gather[2:])
-    cut = format.block is not None and cuts_blocks(w.shape, gather, weight_block(format, contracted))
+    cut = cuts_blocks(w.shape, gather, format, contracted)
     # Where a shard ends inside a block, the maximum of the block comes from several devices.
     if cut or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
         made = xla.quantize_weight(w, format, contracted, gather, amax_over)

@@ -11,7 +11,6 @@ from moax.kernels.xla.quantization import (
     dequantize_wire,
     gather_shard,
     quantize,
-    quantize_and_gather,
     quantize_for_matmul,
     quantize_shard,
 )

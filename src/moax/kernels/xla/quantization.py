@@ -9,6 +9,7 @@ or Inf becomes NaN in its own element.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -24,17 +25,13 @@ from moax.kernels.scales import (
     dequantize,
     expand_scales,
     find_scale_axes,
-    find_weight_blocks,
     finite_abs,
-    share_weight_maxima,
-    spread_scales,
-    to_exponent,
+    store_scale,
     to_scale,
-    weight_block,
     weight_format,
 )
 from moax.mesh.axes import Names
-from moax.mesh.collectives import gather_weight, reduce_max
+from moax.mesh.collectives import gather_weight, reduce_max, vary_like
 from moax.recipe import Contracted, Format, Recipe
 from moax.types import QArray, QShard
 
@@ -59,7 +56,7 @@ def quantize(
     scale = to_scale(reduce_max(_block_max(finite_abs(x), block), amax_over), format)
     q = QArray(x, scale, format.dtype, block)
     data = round_to_format(x * expand_scales(1.0 / scale, q), x, format)
-    return dataclasses.replace(q, data=data, scale=_stored(scale, format))
+    return dataclasses.replace(q, data=data, scale=store_scale(scale, format))
 
 
 def dequantize_wire(
@@ -98,7 +95,7 @@ def quantize_groups(x: Float[Array, "M C"], format: Format, groups: Groups) -> Q
     x = x if groups.real is None else zero_rows(x, groups.real)
     scale = to_scale(max_of_groups(finite_abs(x).max(1), groups), format)[:, None]
     data = round_to_format(x * (1.0 / scale), x, format)
-    return QArray(data, _stored(scale, format), format.dtype, (1, None))
+    return QArray(data, store_scale(scale, format), format.dtype, (1, None))
 
 
 def max_of_groups(values: Float[Array, " M"], groups: Groups) -> Float[Array, " M"]:
@@ -109,16 +106,6 @@ def max_of_groups(values: Float[Array, " M"], groups: Groups) -> Float[Array, " 
     return jax.ops.segment_max(values, group, num_segments=groups.sizes.shape[0])[group]
 
 
-def quantize_and_gather(
-    w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names, dtype: DTypeLike
-) -> Array | QArray:
-    """Returns the whole weight [E, K, C] from its shard [E, K, *C]; see `moax.kernels.Implementation`."""
-    if recipe.w is None:
-        whole = gather_weight(w.astype(dtype), gather)
-        return whole.reshape(*whole.shape[:2], -1)
-    return gather_shard(quantize_shard(w, recipe, contracted, gather, amax_over), recipe, contracted, gather)
-
-
 def quantize_shard(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
 ) -> QShard:
@@ -126,7 +113,7 @@ def quantize_shard(
     format = weight_format(recipe)
     with jax.named_scope("quantize"):
         data, scale = quantize_weight(w, format, contracted, gather, amax_over)
-    return QShard(data, _stored(scale, format))
+    return QShard(data, store_scale(scale, format))
 
 
 def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> QArray:
@@ -141,27 +128,42 @@ def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: 
 def quantize_weight(
     w: Array, format: Format, contracted: Contracted, gather: Sequence[Names], amax_over: Names
 ) -> tuple[Array, Array]:
-    """Quantizes a weight's shard [E, K, *C], gathered over the axes `gather`, in the blocks of the whole weight.
-
-    Returns the data uint8, in the shape of w, and scales f32 of each block, with the dims that `find_scale_axes` gives.
-    Where shards end inside a block, these are the scales of the whole matrix. `amax_over` are the mesh axes that split
-    the matrix of one expert.
-    """
-    flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)
-    if format.block is None:
-        scale = to_scale(reduce_max(finite_abs(flat).max((1, 2), keepdims=True), amax_over), format)
-        inverse = 1.0 / scale
-    elif cuts_blocks(w.shape, gather, block := weight_block(format, contracted)):
-        blocks = find_weight_blocks(w.shape, gather, block)
-        names = tuple(name for names in gather[1:] for name in names)
-        scale = to_scale(share_weight_maxima(flat, blocks, names), format)
-        inverse = spread_scales(1.0 / scale, blocks, w.shape[1])
+    """Returns the bytes of `quantize_shard`, in the shape of w, and float32 scales."""
+    block, flat = format.weight_block(3, contracted), w.reshape(*w.shape[:2], -1).astype(jnp.float32)
+    if cuts_blocks(w.shape, gather, format, contracted):
+        scale, inverse = _scale_shared_blocks(flat, w.shape, format, contracted, gather)
     else:
-        scale = to_scale(_block_max(finite_abs(flat), (1, *block)), format)
-        inverse = expand_scales(1.0 / scale, QArray(flat, scale, format.dtype, (1, *block)))
-        if any(gather[2:]):  # each dim of the scale has its own axes, since no block lies in two shards of the last dim
+        scale = to_scale(reduce_max(_block_max(finite_abs(flat), block), () if format.block else amax_over), format)
+        inverse = expand_scales(1.0 / scale, QArray(flat, scale, format.dtype, block))
+        if format.block and any(gather[2:]):
+            # Each dim of the scale has its own axes, since no block lies in two shards of the last dim.
             scale = scale.reshape(*scale.shape[:2], *w.shape[2:-1], -1)
     return round_to_format(flat * inverse, flat, format).reshape(w.shape), scale
+
+
+def _scale_shared_blocks(flat, shape, format: Format, contracted: Contracted, gather: Sequence[Names]):
+    """Returns the scales of all blocks of the whole weight, and 1 / scale of each element of this shard."""
+    # With K = 320, blocks of 128 and two shards of 160 rows, the first shard has block 0 (rows 0 to 127) and a part of
+    # block 1 (rows 128 to 159), the second one the rest of block 1 and block 2: both take the maximum of block 1.
+    rows, columns = (n or 1 for n in format.weight_block(3, contracted)[1:])
+    whole = [n * lax.axis_size(names) for n, names in zip(shape, gather, strict=True)]
+    first = [lax.axis_index(names).astype(jnp.int32) * n for n, names in zip(shape, gather, strict=True)]
+    column = jnp.zeros((1,), jnp.int32)
+    for size, start, n in zip(whole[2:], first[2:], shape[2:], strict=True):  # row-major over the whole dims *C
+        column = (column[:, None] * size + start + jnp.arange(n, dtype=jnp.int32)[None]).reshape(-1)
+    column_block, count, row_count = column // columns, -(-math.prod(whole[2:]) // columns), -(-whole[1] // rows)
+
+    touched = (shape[1] + 2 * rows - 2) // rows  # as many blocks as the rows of a shard may touch
+    maxima = vary_like(jnp.zeros((shape[0], touched * rows, flat.shape[2]), jnp.float32), flat, first[1])
+    maxima = lax.dynamic_update_slice_in_dim(maxima, finite_abs(flat), first[1] % rows, 1)
+    maxima = maxima.reshape(shape[0], touched, rows, -1).max(2)
+    maxima = jax.ops.segment_max(jnp.moveaxis(maxima, 2, 0), column_block, num_segments=count)
+    maxima = jnp.moveaxis(jnp.maximum(maxima, 0.0), 0, 2)  # segment_max gives -inf where the shard has no column
+    blocks = vary_like(jnp.zeros((shape[0], row_count + touched, count), jnp.float32), maxima)
+    blocks = lax.dynamic_update_slice_in_dim(blocks, maxima, first[1] // rows, 1)
+    scale = to_scale(reduce_max(blocks[:, :row_count], sum(gather[1:], ())), format)
+    row_block = (first[1] + jnp.arange(shape[1], dtype=jnp.int32)) // rows
+    return scale, jnp.take(jnp.take(1.0 / scale, row_block, axis=1), column_block, axis=2)
 
 
 def round_to_format(scaled: Array, x: Array, format: Format) -> Array:
@@ -171,10 +173,6 @@ def round_to_format(scaled: Array, x: Array, format: Format) -> Array:
         data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
     # XLA on GPUs removes a cast to fewer bits and back; the barrier keeps the rounding.
     return lax.optimization_barrier(lax.bitcast_convert_type(data, jnp.uint8))
-
-
-def _stored(scale, format: Format):
-    return to_exponent(scale) if format.scale == "e8m0" else scale
 
 
 def _block_max(x, block: Block):
