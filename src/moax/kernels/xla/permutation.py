@@ -50,9 +50,8 @@ def build_permutation(
 def count_arrivals(flat: Int[Array, " A"], groups: int) -> tuple[Int[Array, "B G"], Int[Array, " G"], Int[Array, " A"]]:
     """Returns before [B, G], arrived [G] and earlier [A] of experts [A] i32, of which `groups` stands for none.
 
-    before[b] and arrived count the assignments of each group in the blocks before b, and in all; earlier counts those
-    before each one in its block. Blocks of 3 in place of `COUNTED`, and the experts (1, 0, 1, 1, 2, 1) of 3 groups,
-    have `before` ((0, 0, 0), (1, 2, 0)), `arrived` (1, 4, 1) and `earlier` (0, 0, 1, 0, 0, 1).
+    `arrived` counts the assignments of each group in all blocks. With blocks of 3 in place of `COUNTED`, the experts
+    (1, 0, 1, 1, 2, 1) have before ((0, 0, 0), (1, 2, 0)), arrived (1, 4, 1) and earlier (0, 0, 1, 0, 0, 1).
     """
     count = flat.shape[0]
     num_blocks = (count + COUNTED - 1) // COUNTED  # either may be a symbolic dimension of `jax.export`

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moax.backend import platform
-from moax.groups import Groups, align_up, group_starts, least, row_groups, zero_rows
+from moax.groups import Groups, align_up, group_starts, least, row_groups, rows_of_groups, zero_rows
 from moax.kernels.scales import to_array
 from moax.mesh.collectives import vary_like
 from moax.types import QArray
@@ -33,14 +33,9 @@ STEP = 128  # a GPU multiplies fewer rows in about the same time, since it reads
 
 
 def matmul(
-    x: Array | QArray,
-    w: Array | QArray,
-    groups: Groups,
-    dtype: DTypeLike,
-    bias: Array | None = None,
-    *,
-    transpose: bool = False,
-) -> Float[Array, "M N"]:
+    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike, bias: Array | None = None,
+    *, transpose: bool = False,
+) -> Float[Array, "M N"]:  # fmt: skip
     """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` x[m] w[g(m)]^T + bias[g(m)]; 0 in padding.
 
     The bias is added after the product is rounded. See `moax.kernels.Implementation`.
@@ -50,48 +45,41 @@ def matmul(
     if groups.sizes is None:
         y = _dot(x, w[0], contract)
         return y if bias is None else y + bias.reshape(1, -1).astype(dtype)
+    switch, steps = _plan(groups, x.shape[0])
 
     def of_group(y, step):
-        matrix, index, start, size = step
+        matrix, *step = step
 
-        def over(capacity: int):
-            first, real = _window(start, size, capacity, x.shape[0])
-            part = _dot(lax.dynamic_slice_in_dim(x, first, capacity), matrix, contract)
-            before = lax.dynamic_slice_in_dim(y, first, capacity)
+        def over(first, real):
+            part = _dot(lax.dynamic_slice_in_dim(x, first, real.shape[0]), matrix, contract)
+            before = lax.dynamic_slice_in_dim(y, first, real.shape[0])
             return lax.dynamic_update_slice_in_dim(y, jnp.where(real[:, None], part, before), first, 0)
 
-        return lax.switch(index, [functools.partial(over, rows) for rows in capacities]), None
+        return switch(step, over), None
 
-    capacities, steps = _plan(groups, x.shape[0])
     y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)
     y = lax.scan(of_group, y, (w, *steps))[0]
-    return y if bias is None else add_bias(y, bias.reshape(bias.shape[0], -1), groups)
+    if bias is None:
+        return y
+    rows = rows_of_groups(bias.reshape(bias.shape[0], -1).astype(dtype), groups, y.shape[0])
+    return jnp.where(groups.real[:, None], y + rows, y)
 
 
 def matmul_activate(
-    x: Array | QArray,
-    w: Array | QArray,
-    groups: Groups,
-    dtype: DTypeLike,
-    act: Callable,
-    gates: int,
+    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike, act: Callable, gates: int,
     bias: Array | None = None,
-) -> tuple[Float[Array, "M GF"], None]:
+) -> tuple[Float[Array, "M GF"], None]:  # fmt: skip
     """Returns the product h and None, because a product of XLA does not activate."""
     return matmul(x, w, groups, dtype, bias), None
 
 
 def wgrad(
-    x: Array | QArray,
-    dy: Array | QArray,
-    groups: Groups,
-    dtype: DTypeLike,
-    out_dtype: DTypeLike | None = None,
+    x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None,
     total: Array | None = None,
-) -> Float[Array, "E K N"]:
-    """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. Padding of x and dy may hold anything.
+) -> Float[Array, "E K N"]:  # fmt: skip
+    """dw[g] = sum over rows m of group g: x[m]^T dy[m], in float32. A `total` gets its sum in its own memory.
 
-    A `total` gets its sum group by group, in its memory. See `moax.kernels.Implementation`.
+    See `moax.kernels.Implementation`.
     """
     x, dy = to_array(x, dtype), to_array(dy, dtype)
     if total is not None:
@@ -99,46 +87,29 @@ def wgrad(
     if groups.sizes is None:
         whole = _dot(x, dy, ROWS, out_dtype)[None]
         return whole if total is None else _add(total, whole)
+    switch, steps = _plan(groups, x.shape[0])
 
-    def of_group(step):
-        index, start, size = step
-
-        def over(capacity: int):
-            first, real = _window(start, size, capacity, x.shape[0])
-            rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, capacity), real) for v in (x, dy))
-            return _dot(rows, d_rows, ROWS, out_dtype)
-
-        return lax.switch(index, [functools.partial(over, rows) for rows in capacities])
+    def over(first, real):
+        rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, real.shape[0]), real) for v in (x, dy))
+        return _dot(rows, d_rows, ROWS, out_dtype)
 
     def add(total, step):
         group, *step = step
-        return lax.dynamic_update_index_in_dim(total, _add(total[group], of_group(step)), group, 0), None
+        return lax.dynamic_update_index_in_dim(total, _add(total[group], switch(step, over)), group, 0), None
 
-    capacities, steps = _plan(groups, x.shape[0])
     if total is None:
-        return lax.scan(lambda _, step: (None, of_group(step)), None, steps)[1]
+        return lax.scan(lambda _, step: (None, switch(step, over)), None, steps)[1]
     total = vary_like(total, x, dy, groups.sizes)
     return lax.scan(add, total, (jnp.arange(groups.sizes.shape[0], dtype=jnp.int32), *steps))[0]
 
 
-def _add(total, more):
-    """Returns the sum in the dtype of `total`, of which `more` has the same or a wider one."""
-    return (total.astype(more.dtype) + more).astype(total.dtype)
-
-
 def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
-    """dbias[g] = sum over rows m of group g: dy[m], in float32. Padding of dy may hold anything."""
+    """dbias[g] = sum over rows m of group g: dy[m], in float32."""
     dy = dy.astype(jnp.float32)
     if groups.sizes is None:
         return dy.sum(0, keepdims=True)
     group = row_groups(groups.sizes, groups.align, dy.shape[0])[0]
     return jax.ops.segment_sum(zero_rows(dy, groups.real), group, num_segments=groups.sizes.shape[0])
-
-
-def add_bias(y: Float[Array, "M N"], bias: Float[Array, "E N"], groups: Groups) -> Float[Array, "M N"]:
-    """Returns y[m] + bias[g(m)] in the real rows; padding is not changed."""
-    group = row_groups(groups.sizes, groups.align, y.shape[0])[0]
-    return jnp.where(groups.real[:, None], y + bias.astype(y.dtype)[group], y)
 
 
 def pick_capacities(num_rows: int, num_groups: int, expected: int | None = None) -> tuple[int, ...]:
@@ -157,18 +128,28 @@ def pick_capacities(num_rows: int, num_groups: int, expected: int | None = None)
 
 
 def _plan(groups: Groups, num_rows: int):
-    """Returns the capacities, and for every group (the index of its capacity, its first row, its number of rows)."""
+    """Returns switch(step, over), which runs over(first, real) on the rows of a group, and the step of each group."""
+    # The rows are those of the smallest capacity that holds the group: from `first` on, of the group where `real`.
     capacities = pick_capacities(num_rows, groups.sizes.shape[0], groups.expected)
     # A search inside the loop over groups would be a loop of small kernels.
     index = sum(((groups.sizes > rows).astype(jnp.int32) for rows in capacities[:-1]), jnp.zeros_like(groups.sizes))
-    return capacities, (index, group_starts(groups.sizes, groups.align), groups.sizes)
+
+    def switch(step, over: Callable):
+        index, start, size = step
+
+        def run(capacity: int):
+            first = jnp.minimum(start, num_rows - capacity)
+            rows = first + jnp.arange(capacity, dtype=jnp.int32)
+            return over(first, (rows >= start) & (rows < start + size))
+
+        return lax.switch(index, [functools.partial(run, capacity) for capacity in capacities])
+
+    return switch, (index, group_starts(groups.sizes, groups.align), groups.sizes)
 
 
-def _window(start, size, capacity: int, num_rows: int):
-    """Returns the first of `capacity` rows that hold rows start to start + size, and whether each is one of these."""
-    first = jnp.minimum(start, num_rows - capacity)
-    rows = first + jnp.arange(capacity, dtype=jnp.int32)
-    return first, (rows >= start) & (rows < start + size)
+def _add(total, more):
+    """Returns the sum in the dtype of `total`, of which `more` has the same or a wider one."""
+    return (total.astype(more.dtype) + more).astype(total.dtype)
 
 
 def _dot(a, b, contract, dtype: DTypeLike | None = None):

@@ -41,15 +41,7 @@ Block = tuple[int | None, ...]
 def quantize(
     x: Array, format: Format, block: Block, amax_over: Names = (), real: Bool[Array, " M"] | None = None
 ) -> QArray:
-    """Returns the QArray of x in blocks of these lengths; a length None makes the whole dim one block.
-
-    Args:
-      x: any shape, floating point.
-      format: the format of values and scales.
-      block: the block length of each dim.
-      amax_over: the mesh axes that split a dim of one block.
-      real: [M] bool, whether each row of x is real. Other rows are quantized to 0 and do not enter a scale.
-    """
+    """Returns the QArray of x; rows that are not `real` are quantized to 0 and do not enter a scale."""
     x = x.astype(jnp.float32)
     if real is not None:
         x = zero_rows(x, real)
@@ -62,7 +54,7 @@ def quantize(
 def dequantize_wire(
     data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
 ) -> Float[Array, "R C"]:
-    """Returns rows [R, C] from their bytes and words; see `moax.kernels.Implementation`."""
+    """Returns rows [R, C] from their bytes and words."""
     count = -(-data.shape[1] // (format.block or data.shape[1]))
     scale = lax.bitcast_convert_type(words[:, :count], jnp.float32)
     return dequantize(QArray(data, scale, format.dtype, format.row_block(2, "columns")), dtype)
@@ -72,10 +64,7 @@ def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (),
     *, rows: bool = True, columns: bool = True,
 ) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
-    """Returns rows [M, ..., C] as [M, C] in blocks of columns and of rows, or in their own dtype without a format.
-
-    It returns both whatever the caller takes, because XLA drops what is not used.
-    """
+    """Returns rows [M, ..., C] as [M, C] in blocks of columns and of rows; XLA drops what the caller does not take."""
     format: Format | None = getattr(recipe, role)
     x = x.reshape(x.shape[0], -1)
     if format is None:
@@ -109,7 +98,7 @@ def max_of_groups(values: Float[Array, " M"], groups: Groups) -> Float[Array, " 
 def quantize_shard(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
 ) -> QShard:
-    """Returns the bytes and the scales of a weight's shard [E, K, *C]."""
+    """Returns the bytes and the scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
     format = weight_format(recipe)
     with jax.named_scope("quantize"):
         data, scale = quantize_weight(w, format, contracted, gather, amax_over)

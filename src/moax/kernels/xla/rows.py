@@ -18,7 +18,7 @@ from moax.recipe import Format, Recipe, Recipes
 
 
 def top_k(x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
-    """Returns the k largest of each row of x and their indices i32; of equal ones the lowest index is first."""
+    """Returns the k largest of each row of x and their indices i32."""
     values, indices = lax.top_k(x, k)
     return values, indices.astype(jnp.int32)
 
@@ -33,7 +33,7 @@ def gather_rows(
 def gather_sum(
     rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"], weights: Array | None = None
 ) -> Float[Array, "R H"]:
-    """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32, over the indices below N; weights None are 1."""
+    """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32."""
     total = jnp.zeros((), jnp.float32)
     for k in range(scatter_idx.shape[1]):  # K is small, and this way no array [R, K, H] is in memory
         index = scatter_idx[:, k]
@@ -66,7 +66,7 @@ def gather_and_quantize(
 def activate(
     h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *, weights: Array | None, amax_over: Names
 ) -> Any:
-    """Returns the Operand of act(h), times the weight of each row, for the next product."""
+    """Returns the Operand of act(h), times the weight of each row."""
     with jax.named_scope("activate"):
         a = activate_rows(h, act, groups, weights)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
@@ -75,7 +75,7 @@ def activate(
 def activate_grad(
     h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups, weights: Float[Array, " N"]
 ) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:
-    """Returns act(h) times the weights, d_h, and inner [N], which is <d_a, act(h)> of each row."""
+    """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>."""
     with jax.named_scope("activate"):
         a, pull = jax.vjp(lambda h: _call(act, h), h)
         inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
@@ -87,7 +87,7 @@ def activate_grad_quantize(
     h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes, groups: Groups, *,
     weights: Float[Array, " N"], amax_over: Names,
 ) -> tuple[Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
-    """Runs `activate_grad`, then quantizes its results."""
+    """Runs `activate_grad`, and quantizes its results."""
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
     _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over)
     return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
