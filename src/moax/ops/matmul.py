@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int, Integer
 from moax.checks import check_count, check_float, check_float_dtype, check_int
 from moax.kernels import Packed, Role, implementation, select_kernels
 from moax.mesh.axes import Axes, Names
-from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank
+from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank, scatter_gradient
 from moax.mesh.lowering import refuse_derivative
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.place import keep_rows
@@ -54,7 +54,6 @@ class GroupedSpec:
       weight: the static facts of w.
       align: each group starts at a multiple of so many rows.
       out, product: the dtype of y, and of a product before it is rounded to y.
-      rows: the mesh axes that split the rows: those of tokens, or ep alone.
       apart: whether w is gathered, and its gradient scattered, by ops of their own. On Auto axes with tp the compiler
         alone knows which dims of w are split over tp, and so the shape of a gathered weight.
     """
@@ -63,7 +62,6 @@ class GroupedSpec:
     align: int
     out: np.dtype
     product: np.dtype
-    rows: Names
     apart: bool
 
 
@@ -89,10 +87,8 @@ def grouped_matmul(
         own experts alone.
       w: [E, K, *C], floating point, E over ep. K or one of *C may be split over tp. Any dim may also be split over
         fsdp, and is then gathered.
-      group_sizes: [E], integers, the rows of each group of one shard. On a mesh the sizes of all shards follow one
-        another: [shards * E / ranks], sharded like the rows. With E = 4, ep = 2 and dp = 2 there are 4 shards of 2
-        experts, so group_sizes has 8 entries. With E entries, the rows and the sizes are split over ep alone, and all
-        devices along dp and fsdp compute the same rows.
+      group_sizes: [E], integers, the rows of each group. On a mesh the sizes of all shards follow one another, split as
+        rows are: with E = 4, ep = 2 and dp = 2 there are 4 shards of 2 experts, so group_sizes has 8 entries.
       bias: [E, *C], E over ep.
       recipe: the name of a recipe, a Recipe, or None to quantize nothing.
       align: each group starts at a multiple of so many rows. The default is the recipe's `row_alignment`, or 1.
@@ -123,22 +119,18 @@ def grouped_matmul(
             "[M, K], [E, K, *C], [E]"
         )
     view = find_mesh_view(axes, engine, x, w)
-    rows = view.axes.tokens
     if not view.manual:
-        ranks = view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
-        if ranks > 1 and group_sizes.shape[0] == w.shape[0]:
-            rows, ranks = view.axes.ep, 1
-        if x.shape[1] != w.shape[1] or group_sizes.shape[0] != w.shape[0] * ranks:
+        groups = w.shape[0] * view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
+        if x.shape[1] != w.shape[1] or group_sizes.shape[0] != groups:
             raise ValueError(
                 f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} do not fit each other; with this w, x "
-                f"must be [M, {w.shape[1]}] and group_sizes [{w.shape[0] * ranks}]"
+                f"must be [M, {w.shape[1]}] and group_sizes [{groups}]"
             )
         if bias is not None and bias.shape != (w.shape[0], *w.shape[2:]):
             raise ValueError(f"bias has shape {bias.shape}; it must be {(w.shape[0], *w.shape[2:])}")
     declared = spec(view.axes.ep, *[None] * (w.ndim - 1)) if w_spec is None else check_spec("w_spec", w_spec, w.ndim)
-    static = _make_spec(
-        view, x, w.shape, declared, rows, recipe, align, preferred_element_type, kernels, grad_reduce_dtype
-    )
+    of_y = preferred_element_type
+    static = _make_spec(view, x, w.shape, declared, recipe, align, of_y, kernels, grad_reduce_dtype)
     return _grouped_matmul(view, static, x, w, jnp.asarray(group_sizes).astype(jnp.int32), bias)
 
 
@@ -160,14 +152,10 @@ def dense(
     Args:
       x: [..., K], floating point. Its rows are split over (dp, fsdp, ep), and S of [..., S, K] over cp; see `Axes`. K
         is split over tp where K of w is.
-      w: [K, *C], floating point. Dims over tp stay split. Dims over fsdp or ep are gathered, as bytes where w is
-        quantized.
+      w: [K, *C], floating point. Dims over tp stay split, and dims over fsdp or ep are gathered.
       bias: [*C], split over tp where *C of w is, and replicated over the other axes.
-      recipe: the name of a recipe, a Recipe, or None to quantize nothing.
-      preferred_element_type: the dtype of y, as in `grouped_matmul`.
-      w_spec: the spec of w, as in `grouped_matmul`. The default is `moax.sharding.dense_spec` of w's shape, and inside
-        a `shard_map` a replicated w.
-      axes, engine, kernels, grad_reduce_dtype: as in `grouped_matmul`.
+      w_spec: the default is `moax.sharding.dense_spec` of w's shape, and inside a `shard_map` a replicated w.
+      recipe, preferred_element_type, axes, engine, kernels, grad_reduce_dtype: as in `grouped_matmul`.
 
     Returns:
       y: [..., *C]. It is differentiable in x, w and bias; each gradient has the dtype of its array.
@@ -191,11 +179,10 @@ def dense(
     view = view._replace(axes=resolved)
     if w_spec is None:
         w_spec = spec() if view.manual else dense_spec_on(resolved, w.shape)
-    declared = spec(None, *check_spec("w_spec", w_spec, w.ndim))
+    declared, of_y = spec(None, *check_spec("w_spec", w_spec, w.ndim)), preferred_element_type
     static = _make_spec(
-        view, x, (1, *w.shape), declared, resolved.tokens, recipe, recipe.row_alignment, preferred_element_type,
-        kernels, grad_reduce_dtype,
-    )  # fmt: skip
+        view, x, (1, *w.shape), declared, recipe, recipe.row_alignment, of_y, kernels, grad_reduce_dtype
+    )
     rows, bias = flatten_tokens(x, resolved), None if bias is None else bias[None]
     return unflatten_tokens(_grouped_matmul(view, static, rows, w[None], None, bias), x, resolved)
 
@@ -218,13 +205,11 @@ def grouped_wgrad(
     Args:
       x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep, cp), K over tp where `w_spec` says so.
       dy: [M, *C], floating point, rows as those of x, a dim of *C over tp where `w_spec` says so.
-      group_sizes: see `grouped_matmul`. On a mesh the sizes of all shards follow one another: [shards * E / ranks].
-      recipe: the name of a recipe, a Recipe, or None to quantize nothing.
-      align: each group starts at a multiple of so many rows. The default is the recipe's `row_alignment`.
       preferred_element_type: the dtype of dw; None means the dtype of x. Devices sum in this dtype too.
       w_spec: the spec of dw, on any mesh. The default splits E over ep and no other dim.
       axes, engine, kernels: see `moax.Options`. Inside a `shard_map` dw is the caller's to sum over dp, and over fsdp
         where `w_spec` does not name it.
+      group_sizes, recipe, align: as in `grouped_matmul`.
 
     Returns:
       dw: [E, K, *C], laid out by `w_spec`: summed over dp, and reduce-scattered over fsdp where the spec names it.
@@ -251,33 +236,11 @@ def grouped_wgrad(
     shape = group_sizes.shape[0] // ranks, x.shape[1], *dy.shape[1:]
     given = spec(view.axes.ep) if w_spec is None else check_spec("w_spec", w_spec, len(shape))
     declared = spec(*given, *[None] * (len(shape) - len(given)))
-    static = _make_spec(
-        view, x, shape, declared, view.axes.tokens, recipe, align, preferred_element_type, kernels, None
-    )
+    static = _make_spec(view, x, shape, declared, recipe, align, preferred_element_type, kernels)
     if x.shape[0] == 0:
         return jnp.zeros(shape, static.out)
     operands = _wgrad.reshard(view, static, x, dy, jnp.asarray(group_sizes).astype(jnp.int32))
     return _wgrad(view, static, *refuse_derivative("grouped_wgrad", operands, NO_DERIVATIVE))[0]
-
-
-def _make_spec(
-    view: MeshView, x, shape: Sequence[int], declared: Spec, rows: Names, recipe: Recipe, align: int,
-    preferred: DTypeLike | None, kernels: str, grad_reduce_dtype: DTypeLike | None,
-) -> GroupedSpec:  # fmt: skip
-    if preferred is not None:
-        check_float_dtype("preferred_element_type", preferred)
-    dtype = np.dtype(x.dtype)
-    out = dtype if preferred is None else np.dtype(preferred)
-    weight = WeightSpec(
-        "w", declared, view.axes, recipe, "", dtype, None, get_grad_reduce(grad_reduce_dtype),
-        rows != view.axes.tokens,
-    )  # fmt: skip
-    kept = ((),) * len(shape) if view.manual else find_layout(weight, None, len(shape)).kept
-    _, contracted, *columns = (n // view.axes.size(names) for n, names in zip(shape, kept, strict=True))
-    widths = {"w's dim 1": contracted, "w's columns": math.prod(columns)}
-    product = dtype if dtype == out else np.dtype(np.float32)
-    weight = dataclasses.replace(weight, kernels=select_kernels(kernels, product, **widths))
-    return GroupedSpec(weight, align, out, product, rows, view.engine != "custom_partitioning" or not view.axes.tp)
 
 
 def _check_align(align: int | None, recipe: Recipe) -> int:
@@ -286,6 +249,23 @@ def _check_align(align: int | None, recipe: Recipe) -> int:
     if align % recipe.row_alignment:
         raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
     return align
+
+
+def _make_spec(
+    view: MeshView, x, shape: Sequence[int], declared: Spec, recipe: Recipe, align: int,
+    preferred: DTypeLike | None, kernels: str, grad_reduce_dtype: DTypeLike | None = None,
+) -> GroupedSpec:  # fmt: skip
+    if preferred is not None:
+        check_float_dtype("preferred_element_type", preferred)
+    dtype = np.dtype(x.dtype)
+    out = dtype if preferred is None else np.dtype(preferred)
+    product = dtype if dtype == out else np.dtype(np.float32)
+    weight = WeightSpec("w", declared, view.axes, recipe, "", dtype, None, get_grad_reduce(grad_reduce_dtype))
+    kept = ((),) * len(shape) if view.manual else find_layout(weight, None, len(shape)).kept
+    _, contracted, *columns = (n // view.axes.size(names) for n, names in zip(shape, kept, strict=True))
+    widths = {"w's dim 1": contracted, "w's columns": math.prod(columns)}
+    weight = dataclasses.replace(weight, kernels=select_kernels(kernels, product, **widths))
+    return GroupedSpec(weight, align, out, product, view.engine != "custom_partitioning" or not view.axes.tp)
 
 
 def _grouped_matmul(view: MeshView, static: GroupedSpec, x, w, group_sizes: Int[Array, " groups"] | None, bias):
@@ -301,8 +281,7 @@ def _forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
     gathered = weights.gather_weight(view, static.weight, w, None, "rows") if static.apart else None
     (y,) = _matmul(view, static, x, w, group_sizes, bias, gathered)
     # The columns of y take the sharding of w's columns, for tp. There fsdp must not displace fsdp from the rows.
-    if view.engine == "custom_partitioning" and static.rows == view.axes.tokens:
-        y = keep_rows(y, view.axes)
+    y = keep_rows(y, view.axes) if view.engine == "custom_partitioning" else y
     return y, (x, w, group_sizes, bias)
 
 
@@ -341,7 +320,7 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     _, x_columns = _quantize_rows(static, packed, x, "x", layout.kept[1], rows=False)
     dw = kernels.wgrad(x_columns, d_columns, groups, dtype, weight.grad_dtype)  # [M, K]^T [M, C]
     dw = dw.reshape(layout.whole_shape(w.shape, weight.axes))
-    return dx, d_bias, dw if static.apart else weights.scatter_shard(weight, layout, dw)
+    return dx, d_bias, dw if static.apart else scatter_gradient(dw, layout.gather, weight.grad_reduce)
 
 
 def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes):
@@ -351,19 +330,19 @@ def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes)
     _, x_columns = _quantize_rows(static, packed, x, "x", layout.kept[1], rows=False)
     _, d_columns = _quantize_rows(static, packed, dy.astype(weight.dtype), "dy", sum(layout.kept[2:], ()), rows=False)
     dw = kernels.wgrad(x_columns, d_columns, packed.groups, static.product).astype(static.out)
-    return (weights.scatter_shard(weight, layout, dw.reshape(-1, x.shape[1], *dy.shape[1:])),)
+    return (scatter_gradient(dw.reshape(-1, x.shape[1], *dy.shape[1:]), layout.gather, weight.grad_reduce),)
 
 
 def _quantize_rows(static: GroupedSpec, packed: Packed, x, role: Role, split: Names, **wanted: bool):
     """Returns rows [M, ...] as operands of a product over columns and of wgrad; `split` are the axes of the columns."""
-    kernels, over = implementation(static.weight.kernels), static.rows + split
+    kernels, over = implementation(static.weight.kernels), static.weight.axes.tokens + split
     return kernels.quantize_for_matmul(packed.pack(x), static.weight.recipe, role, packed.groups, over, **wanted)
 
 
 def _sharding(static: GroupedSpec, operands, found, *, backward: bool = False) -> OpSharding:
     """Returns the layout of a direction: rows are split as tokens are, and y is summed over the axes that split K."""
     _, w, group_sizes, other, gathered = operands
-    weight, rows, axes = static.weight, static.rows, static.weight.axes
+    weight, axes, rows = static.weight, static.weight.axes, static.weight.axes.tokens
     layout = find_layout(weight, found[1], w.ndim)
     contracted, columns = layout.kept[1], layout.kept[2:]
     x, y, bias = spec(rows, contracted), spec(rows, *columns), spec(axes.ep, *columns)
@@ -371,15 +350,14 @@ def _sharding(static: GroupedSpec, operands, found, *, backward: bool = False) -
     whole = jax.tree.map(lambda _: device_spec(axes), gathered)
     if not backward:
         return OpSharding((*given, None if other is None else bias, whole), (y,), (contracted,), layout)
-    over_rows = () if weight.same_rows else axes.replica_axes
     dw, over_dw = (device_spec(axes), ()) if static.apart else (layout.spec, weights.replicas(weight, layout))
-    reduce = sum(columns, ()), over_rows + contracted, over_dw
+    reduce = sum(columns, ()), axes.replica_axes + contracted, over_dw
     return OpSharding((*given, y, whole), (x, bias, dw), reduce, layout)
 
 
 def _wgrad_sharding(static: GroupedSpec, operands, found) -> OpSharding:
     layout = find_layout(static.weight)
-    rows, (_, contracted, *columns) = static.rows, layout.kept
+    rows, (_, contracted, *columns) = static.weight.axes.tokens, layout.kept
     specs = spec(rows, contracted), spec(rows, *columns), spec(rows)
     return OpSharding(specs, (layout.spec,), (weights.replicas(static.weight, layout),), layout)
 

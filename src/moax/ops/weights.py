@@ -3,9 +3,8 @@
     gather    operand = all_gather(quantize(w shard))             one byte an element, and the scales
     scatter   dw shard = reduce_scatter over fsdp, psum over dp   of each device's partial gradient
 
-Both are ops of their own, for the experts of a block and for dense layers. Gathered weights and partial gradients are
-per-device arrays: their leading dim is sharded over all mesh axes. The gather does not depend on tokens, so `moax.scan`
-can run it one layer early.
+Both are ops of their own. Gathered weights and partial gradients are per-device arrays: their leading dim is sharded
+over all mesh axes. The gather does not depend on tokens, so `moax.scan` can run it one layer early.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from moax.kernels import Operand, implementation
 from moax.kernels.scales import find_scale_axes, weight_format
 from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
-from moax.mesh.collectives import GradReduce, name_gathered, name_partial_grads, opaque_copy, sum_dtype, take_shard
+from moax.mesh.collectives import GradReduce, name_gathered, name_partial_grads, opaque_copy, sum_dtype
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import Spec, device_spec, local_shape, pad, spec, weight_gather
 from moax.mesh.view import MeshView
@@ -43,10 +42,8 @@ class WeightSpec:
       recipe: the formats of the operands of its products.
       kernels: the name of the implementation.
       dtype: the dtype of the products.
-      kept: the axes over which each dim stays split in a product; None keeps ep on E, and tp on any other dim that the
-        spec splits over tp.
+      kept: the axes over which each dim stays split in a product; None keeps ep on E, and tp where the spec has it.
       grad_reduce: how its gradient is summed; see `moax.Options.grad_reduce_dtype`.
-      same_rows: whether all devices along dp and fsdp compute with the same rows, so that their gradients are equal.
     """
 
     name: str
@@ -57,7 +54,6 @@ class WeightSpec:
     dtype: np.dtype
     kept: tuple[Names, ...] | None = None
     grad_reduce: GradReduce | None = None
-    same_rows: bool = False
 
     @property
     def grad_dtype(self) -> np.dtype:
@@ -66,13 +62,7 @@ class WeightSpec:
 
 
 class WeightLayout(NamedTuple):
-    """The layout of a weight on the mesh.
-
-    Attributes:
-      spec: the PartitionSpec of the weight.
-      kept: for each dim, the axes over which it stays split in a product.
-      gather: for each dim, the axes over which a device gathers the weight before a product.
-    """
+    """The layout of a weight on the mesh: for each dim the axes that split it in a product, and that are gathered."""
 
     spec: Spec
     kept: tuple[Names, ...]
@@ -90,8 +80,7 @@ class WeightLayout(NamedTuple):
 
 def find_layout(weight: WeightSpec, found: Spec | None = None, ndim: int | None = None) -> WeightLayout:
     """Returns the layout by the spec that was found, else the declared one; ValueError where no product can take it."""
-    of, tp = weight.declared if found is None else found, weight.axes.tp
-    kept = weight.kept
+    of, tp, kept = weight.declared if found is None else found, weight.axes.tp, weight.kept
     if kept is None:
         entries = pad(of, len(of) if ndim is None else ndim)
         kept = (weight.axes.ep, *(tp if tp and tp[0] in entry else () for entry in entries[1:]))
@@ -129,24 +118,14 @@ def scatter_gradient(view: MeshView, weight: WeightSpec, partial: Array, w: Arra
     return _scatter(view, weight, name_partial_grads(partial, view.axes), w)[0]
 
 
-def scatter_shard(weight: WeightSpec, layout: WeightLayout, partial: Array) -> Array:
-    """Runs `scatter_gradient` on one device, but for the sum over dp and the cast to the dtype of w."""
-    if weight.same_rows:
-        return take_shard(partial, layout.gather)
-    return collectives.scatter_gradient(partial, layout.gather, weight.grad_reduce)
-
-
 def replicas(weight: WeightSpec, layout: WeightLayout) -> Names:
-    """Returns the axes over which a gradient is still a partial sum after `scatter_shard`."""
+    """Returns the axes over which a gradient is still a partial sum after its reduce-scatter."""
     gathered = {name for names in layout.gather for name in names}
-    return () if weight.same_rows else tuple(name for name in weight.axes.replica_axes if name not in gathered)
+    return tuple(name for name in weight.axes.replica_axes if name not in gathered)
 
 
 def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight | None:
-    """Returns the specs of data and scales of a quantized weight of this whole shape; None where nothing is quantized.
-
-    They follow from the declared layout.
-    """
+    """Returns the specs of a quantized weight of this whole shape, in its declared layout; None without a format."""
     if weight.recipe.w is None:
         return None
     layout, format, made = find_layout(weight), weight_format(weight.recipe), []
@@ -166,7 +145,7 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
 
 
 def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWeight:
-    """Returns the weight, quantized on its shards for both kinds of products; its layout is the declared one."""
+    """Returns the weight, quantized on its shards for both kinds of products, in its declared layout."""
     data, scale, turned_data, turned_scale = _quantize(view, weight, *_quantize.reshard(view, weight, w))
     return QShard(data, scale), QShard(turned_data, turned_scale)
 
@@ -194,7 +173,7 @@ def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, found) -> 
 
 
 def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):  # w says the layout alone
-    return (opaque_copy(scatter_shard(weight, layout, partial)),)
+    return (opaque_copy(collectives.scatter_gradient(partial, layout.gather, weight.grad_reduce)),)
 
 
 def _scatter_sharding(weight: WeightSpec, operands, found) -> OpSharding:

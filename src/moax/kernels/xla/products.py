@@ -129,7 +129,7 @@ def pick_capacities(num_rows: int, num_groups: int, expected: int | None = None)
 
 def _plan(groups: Groups, num_rows: int):
     """Returns switch(step, over), which runs over(first, real) on the rows of a group, and the step of each group."""
-    # The rows are those of the smallest capacity that holds the group: from `first` on, of the group where `real`.
+    # `over` gets the first row of the smallest capacity that holds the group, and whether each row is the group's.
     capacities = pick_capacities(num_rows, groups.sizes.shape[0], groups.expected)
     # A search inside the loop over groups would be a loop of small kernels.
     index = sum(((groups.sizes > rows).astype(jnp.int32) for rows in capacities[:-1]), jnp.zeros_like(groups.sizes))
