@@ -43,7 +43,6 @@ from moax.ops.activation import activation_of
 from moax.ops.dispatch_combine import combine_backward, combine_forward, dispatch_backward, dispatch_forward
 from moax.ops.permutation import (
     PermuteSpec,
-    permute_backward,
     permute_forward,
     plan_rows,
     unpermute_forward,
@@ -247,7 +246,7 @@ def backward(
     small = map(_add, total[2:], (d_bi, d_bo, *d_wi_ab, *d_wo_ab))
     (d_h, d_low), dw = hooks.between((d_h, d_low), Weights(d_wi, d_wo, *small))
     d_rows = expert_up_grad(p, d_h, d_low, wi, groups)  # [N, H]
-    d_received = hooks.result(permute_backward(at.permute, plan, d_rows))  # [R, H]
+    d_received = hooks.result(unpermute_forward(at.permute, d_rows, plan))  # [R, H]
     dx, d_weights = dispatch_backward(at.exchange, sent, d_received, weights_from_rows(plan, inner))
     return lax.optimization_barrier(dx), d_weights, dw
 

@@ -4,14 +4,13 @@
     unpermute:  y[r]    = sum_k weights[r, k] rows[scatter_idx[r, k]]
 
 With x = (a, b, c), experts = ((1, 0), (1, none), (0, none)) and align 1, rows = (a, c, a, b), group_sizes = (2, 2),
-gather_idx = (0, 2, 0, 1) and scatter_idx = ((2, 0), (3, N), (1, N)). Row 0 of x goes to expert 1 as sorted row 2 and to
+gather_idx = (0, 2, 0, 1) and scatter_idx = ((2, 0), (3, N), (1, N)): row 0 of x goes to expert 1 as sorted row 2 and to
 expert 0 as sorted row 0. Within a group the rows keep their order of arrival. Each group starts at a multiple of
-`align`. Each shard sorts its own rows, so the ops do not communicate.
+`align`. `permute` writes 0 into padding, and `unpermute` reads no padding. Each shard sorts its own rows, so the ops do
+not communicate.
 
 Each op is the transpose of the other. dx is the unpermute of d_rows with weights 1. d_rows is the permute of dy, times
-the weight of each row, and d_weights[r, k] = <dy[r], rows[scatter_idx[r, k]]>. `permute` writes 0 into padding, and
-`unpermute` reads no padding. `permute` also takes a routing map [R, E] of bool in place of expert ids, and carries
-the weight of each assignment to its sorted row.
+the weight of each row, and d_weights[r, k] = <dy[r], rows[scatter_idx[r, k]]>.
 """
 
 from __future__ import annotations
@@ -39,7 +38,9 @@ class PermuteSpec:
     """The static arguments of a permutation.
 
     Attributes:
-      num_groups, align, capacity: see `sorted_rows`.
+      num_groups: the experts of a rank; each one is a group of rows.
+      align: each group starts at a multiple of so many rows.
+      capacity: the most rows that a rank keeps; None keeps all.
       kernels, axes: the name of the implementation, and the mesh axes by role.
       max_rows: the most rows of one round; None sorts all rows in one round.
       map_top_k: K where the experts are a routing map; None where they are ids.
@@ -61,16 +62,10 @@ def kept_rows(received: int, top_k: int, num_groups: int, capacity: int | None) 
 
 
 def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity: int | None) -> int:
-    """Returns N, as many sorted rows as any distribution of the assignments over the groups needs.
+    """Returns N, as many sorted rows as any distribution of R = `received` rows with K assignments each needs.
 
     With 3 received rows of 2 assignments, 2 groups, align 4 and no capacity, there are at most 6 rows. Each of the 2
     groups adds at most 3 rows of padding, so N = 12.
-
-    Args:
-      received, top_k: R, the received rows of a rank, and K, the assignments of a row.
-      num_groups: the experts of a rank; each one is a group of rows.
-      align: each group starts at a multiple of so many rows.
-      capacity: the most rows that a rank keeps; None keeps all.
     """
     rows = kept_rows(received, top_k, num_groups, capacity)
     return align_up(rows + least(num_groups, rows) * (align - 1), align)
@@ -110,12 +105,12 @@ def permute(
 
     Args:
       x: [R, H], floating point, R over (dp, fsdp, ep, cp).
-      experts: [R, K], integers in [0, num_groups], R over (dp, fsdp, ep, cp). The value `num_groups` means no expert.
-        Or a routing map [R, num_groups] of bool: whether each expert has a row of x.
+      experts: [R, K], integers in [0, num_groups], split as x; `num_groups` means no expert. Or a routing map
+        [R, num_groups] of bool: whether each expert has a row of x.
       num_groups: the number of experts by which each shard sorts.
       weights: a weight of each assignment, floating point, in the shape of `experts`, or None.
-      top_k: K of a map, the most experts of a row; None is `num_groups`. Buffers have room for K copies of each row.
-        Experts beyond K, the last ones of a row, are dropped and counted.
+      top_k: K of a map, the most experts of a row; None is `num_groups`. The last experts of a row beyond K are dropped
+        and counted.
       align: each group starts at a multiple of so many rows.
       capacity: the most rows that a shard keeps; None keeps all. The busiest experts lose the rows beyond it, the last
         arrivals first.
@@ -148,12 +143,14 @@ def permute(
         if weights.shape != experts.shape:
             raise ValueError(f"weights has shape {weights.shape}; it must be that of experts, {experts.shape}")
     view = find_mesh_view(axes, engine, x)
-    static = PermuteSpec(num_groups, align, capacity, _select(kernels, x), view.axes)
-    static = dataclasses.replace(static, map_top_k=min(top_k or num_groups, num_groups)) if mapped else static
-    dtype = None if weights is None else weights.dtype
-    weights = None if weights is None else weights.astype(jnp.float32)
-    rows, (plan, row_weights, _) = _permute(view, static, x, experts if mapped else experts.astype(jnp.int32), weights)
-    return (rows, plan) if row_weights is None else (rows, row_weights.astype(dtype), plan)
+    map_top_k = min(top_k or num_groups, num_groups) if mapped else None
+    static = PermuteSpec(num_groups, align, capacity, _select(kernels, x), view.axes, map_top_k=map_top_k)
+    experts = experts if mapped else experts.astype(jnp.int32)
+    if weights is None:
+        rows, (plan, *_) = _permute(view, static, x, experts, None)
+        return rows, plan
+    rows, (plan, row_weights, _) = _permute(view, static, x, experts, weights.astype(jnp.float32))
+    return rows, row_weights.astype(weights.dtype), plan
 
 
 def unpermute(
@@ -209,9 +206,7 @@ def plan_rows(
     """Returns the Plan of one round on one device, from the experts [R, K] of its received rows.
 
     With weights [R, K] f32 it also returns the weight [N] of each sorted row, 0 in padding; None without them. The
-    round has the sorted rows from `start` on, counted without padding, as many as there is room for. With max_rows of
-    4, groups of 3 and 5 rows become the groups (3, 1) of the round from row 0 on, and (0, 4) of the round from row 4
-    on.
+    round has the sorted rows from `start` on, counted without padding, as many as there is room for.
     """
     received, top_k = experts.shape
     groups, max_rows, capacity = static.num_groups, static.max_rows, static.capacity
@@ -246,16 +241,10 @@ def permute_forward(
         return implementation(static.kernels).gather_rows(x, plan.gather_idx, groups)
 
 
-def permute_backward(static: PermuteSpec, plan: Plan, d_rows: Float[Array, "N H"]) -> Float[Array, "R H"]:
-    """Returns dx [R, H] of one device: each row sums the gradients of its copies."""
-    with jax.named_scope("unpermute"):
-        return implementation(static.kernels).gather_sum(d_rows, plan.scatter_idx)
-
-
 def unpermute_forward(
-    static: PermuteSpec, rows: Float[Array, "N H"], plan: Plan, weights: Float[Array, "R K"] | None
+    static: PermuteSpec, rows: Float[Array, "N H"], plan: Plan, weights: Float[Array, "R K"] | None = None
 ) -> Float[Array, "R H"]:
-    """Returns y [R, H] of one device: weighted sums of sorted rows. Weights None are 1."""
+    """Returns y [R, H] of one device: weighted sums of sorted rows. Weights None are 1, for the gradient of permute."""
     with jax.named_scope("unpermute"):
         return implementation(static.kernels).gather_sum(rows, plan.scatter_idx, weights)
 
@@ -266,16 +255,11 @@ def unpermute_backward(
     """Returns d_rows [N, H], dy of each row's received row times its weight, and d_weights [R, K], <dy, row>."""
     d_rows = permute_forward(static, dy, plan)
     inner = jnp.sum(d_rows.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
-    d_rows = d_rows.astype(jnp.float32) * weights_of_rows(plan, weights)[:, None]
-    return d_rows.astype(rows.dtype), weights_from_rows(plan, inner)
-
-
-def weights_of_rows(plan: Plan, weights: Float[Array, "R K"]) -> Float[Array, " N"]:
-    """Returns the weight [N] of each sorted row, from weights [R, K]; 0 in padding."""
     row = jnp.arange(plan.gather_idx.shape[0], dtype=jnp.int32)
     at = jnp.take(plan.scatter_idx, plan.gather_idx, axis=0, mode="fill", fill_value=row.shape[0])  # [N, K]
     own = jnp.take(weights, plan.gather_idx, axis=0, mode="clip")
-    return jnp.where(at == row[:, None], own, jnp.zeros((), weights.dtype)).sum(1)
+    row_weights = jnp.where(at == row[:, None], own, jnp.zeros((), weights.dtype)).sum(1)  # [N], 0 in padding
+    return (d_rows.astype(jnp.float32) * row_weights[:, None]).astype(rows.dtype), weights_from_rows(plan, inner)
 
 
 def weights_from_rows(plan: Plan, row_values: Float[Array, " N"]) -> Float[Array, "R K"]:
@@ -286,10 +270,9 @@ def weights_from_rows(plan: Plan, row_values: Float[Array, " N"]) -> Float[Array
 def cut_groups(
     kept: Int[Array, " E"], start: int | Int[Array, ""], max_rows: int
 ) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
-    """Returns the first row and the number of rows in a round of each group, of groups that keep `kept` [E] rows.
+    """Returns the first row and the number of rows of each group in the round of `max_rows` rows from `start` on.
 
-    The round has `max_rows` rows of all groups together, from row `start` on. Of groups of 3 and 5 rows, the round of 4
-    rows from row 4 on has rows 3 (none) of the first group and 1 to 4 of the second one: (3, 1) and (0, 4).
+    Of groups that keep 3 and 5 rows, the round of 4 rows from row 4 on has rows 1 to 4 of the second: (3, 1), (0, 4).
     """
     before = jnp.cumsum(kept) - kept
     begin, end = (jnp.clip(edge - before, 0, kept) for edge in (start, start + max_rows))
@@ -336,7 +319,7 @@ def _permute_grad_shards(static: PermuteSpec, plan, ids, d_rows, d_row_weights):
     if d_weights is not None and ids is not None:
         rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
         d_weights = jnp.zeros((len(ids), static.num_groups), jnp.float32).at[rows, ids].set(d_weights, mode="drop")
-    return permute_backward(static, plan, d_rows), d_weights
+    return unpermute_forward(static, d_rows, plan), d_weights
 
 
 def _unpermute_shards(static: PermuteSpec, rows, plan, weights):
