@@ -11,9 +11,8 @@
 `gate` is h[..., 0, :] and `up` is h[..., 1, :]; without a gate G is 1 and `up` is h[..., 0, :]. Further names without a
 gate are functions of `jax.nn`: relu, relu6, swish, tanh, elu, selu, celu, leaky_relu, soft_sign, hard_tanh,
 hard_silu, hard_swish, mish, identity (also called linear). quick_gelu is up sigmoid(1.702 up), and squared_relu is
-relu2. Any function of (up) or of (gate, up) will do that is elementwise and 0 at 0, such as
-`functools.partial(jax.nn.leaky_relu, negative_slope=0.2)`. A program is compiled anew for each function object, so make
-the object once.
+relu2. Any function of (up) or of (gate, up) will do that is elementwise and 0 at 0; make the object once, because a
+program is compiled anew for each.
 
 The op is plain jnp, so that JAX differentiates it and shardings pass through it. The kernels compute the same function,
 from its jaxpr.
@@ -66,13 +65,10 @@ def activate(
 
 @functools.cache
 def activation_of(activation: Activation, limit: float | None = None) -> Callable:
-    """Returns the function act(gate, up), or act(up), of float32 arrays.
+    """Returns the function act(gate, up), or act(up), of float32 arrays; ValueError where it cannot be an activation.
 
     An activation and a limit always give the same function object, because the cache of compiled kernels compares
     functions by identity.
-
-    Raises:
-      ValueError: a name is unknown, or the function is not elementwise, or not 0 at 0.
     """
     act = _find_function(activation)
     if not (isinstance(activation, str) and activation in GATED + UNGATED):

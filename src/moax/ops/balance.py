@@ -5,9 +5,9 @@
               needed[t, e] = cutoff[t] - score[t, e],  cutoff[t]: the best biased score that token t did not choose
 
 The bias is state and no trained parameter. A training loop updates it once a step, after the optimizer, with the counts
-of the whole global batch. With mean 4 and tokens (6, 2, 4, 4), the rule `sign` lowers the bias of expert 0 by `rate`,
-raises that of expert 1 by `rate`, and leaves the others. A token chooses an expert whose bias exceeds `needed`, so with
-the quantile as its bias an expert gets T K / E of T tokens, if the cutoffs stay what they are; a few updates suffice.
+of the whole global batch. With tokens (6, 2, 4, 4), the rule `sign` lowers the bias of expert 0 by `rate`, raises the
+bias of expert 1 by `rate`, and leaves the others. A token chooses an expert whose bias exceeds `needed`, so with the
+quantile as its bias an expert gets T K / E of T tokens, if the cutoffs stay what they are; a few updates suffice.
 
 The stats hold `needed` as a histogram: for each expert 1000 equal bins over [min(bias) - 1, max(bias) + 1]. Scores in
 [0, 1] lie in it. The end bins count larger and smaller values too, which other scores may have.

@@ -4,8 +4,8 @@
 
 With x = (a, b, c, d, -), sizes = (1, 0, 3) and order = (2, 0, 1) the result is (b, c, d, a, 0). After an exchange the
 rows of a rank come in chunks by (source rank, expert); the order (expert, source rank) groups them by expert. Rows past
-the last chunk may hold anything, NaN included, and are 0 in the result. The gradient returns each row to where it came
-from. Each shard sorts its own chunks, so the op does not communicate.
+the last chunk may hold anything, NaN included, and are 0 in the result. Each shard sorts its own chunks, so the op does
+not communicate. Transformer Engine calls it `sort_chunks_by_index`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def sort_chunks(
 
     Args:
       x: [M, *C], floating point, M over (dp, fsdp, ep, cp). Weights [M] of the rows are sorted by a second call.
-      sizes: [chunks], integers, the rows of each chunk of x. On a mesh those of all shards follow one another:
+      sizes: [chunks], integers, the rows of each chunk of x. On a mesh the sizes of all shards follow one another:
         [shards * chunks], sharded like the rows.
-      order: [chunks], integers, each of [0, chunks) once, sharded like `sizes`; each shard counts its own chunks.
+      order: [chunks], integers, each of [0, chunks) once; on a mesh as `sizes`, each shard with its own chunks.
       axes, engine, kernels: see `moax.Options`.
 
     Returns:
@@ -56,8 +56,6 @@ def sort_chunks(
     Raises:
       ValueError: the shapes do not fit.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
-
-    Transformer Engine calls it `sort_chunks_by_index`.
     """
     check_float("x", x, "[M, *C]")
     check_int("sizes", sizes, "[chunks]")
@@ -73,13 +71,12 @@ def sort_chunks(
     return _sort(view, static, x, *(jnp.asarray(v).astype(jnp.int32) for v in (sizes, order)))[0]
 
 
-def sort_forward(
-    static: ChunksSpec, x: Float[Array, "M *C"], sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]
-):
+def sort_forward(static: ChunksSpec, x, sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]):
+    """Returns the chunks of x of one device, in another order."""
     return (_move(static, x, sizes[order], (jnp.cumsum(sizes) - sizes)[order]),)
 
 
-def sort_backward(static: ChunksSpec, d_rows: Float[Array, "M *C"], sizes: Int[Array, " chunks"], order):
+def sort_backward(static: ChunksSpec, d_rows, sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]):
     """Returns dx of one device: each chunk of d_rows, where it was in x."""
     placed = sizes[order]
     starts = jnp.zeros_like(sizes).at[order].set(jnp.cumsum(placed) - placed, unique_indices=True)

@@ -4,14 +4,13 @@
     combine    y[t] = sum over ranks of the row that t became there
 
 With 2 ranks of 2 experts each, a token with experts (0, 3) becomes a row on both ranks. Its experts are (0, none) on
-rank 0 and (none, 1) on rank 1, and its weights are 0 where its expert is none. A token with experts (2, 3) becomes one
-row on rank 1.
+rank 0 and (none, 1) on rank 1, and its weights are 0 where its expert is none.
 
 Each op is the transpose of the other. The gradient of a dispatch combines: dx[t] is the sum of the gradients of t's
 rows. The gradient of a combine sends: the gradient of a row of t is dy[t].
 
-Rows on the wire are quantized to one byte an element where the spec has a format: a row of H elements travels as H
-bytes and a scale for each block of `format.block` elements. Ids, weights and sums are not quantized.
+With a format `wire` a row of H elements travels as H bytes and a scale for each block. Ids, weights and sums are not
+quantized.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ def dispatch(
 
     Args:
       x: [T, H], floating point, T over (dp, fsdp, ep, cp).
-      experts: [T, K], integers in [0, num_experts), T over (dp, fsdp, ep, cp). Rank i of ep owns the experts
-        [i E/ranks, (i + 1) E/ranks).
-      weights: [T, K] f32, T over (dp, fsdp, ep, cp).
+      experts: [T, K], integers in [0, num_experts), split as x. Rank i of ep owns the experts [i E/ranks,
+        (i + 1) E/ranks).
+      weights: [T, K] f32, split as x.
       num_experts: E.
       exchange: the transport; `auto` is all_gather.
       capacity_factor: the slots of each pair of ranks, as a multiple of the balanced load T K / ranks. None has room
@@ -140,8 +139,8 @@ def dispatch_forward(
 ) -> tuple[Received, Int[Array, ""]]:
     """Runs round `index` of a dispatch on one device; it moves the slots of each pair of ranks from index * slots on.
 
-    It returns what this rank received, whose `dropped` counts the assignments that find no slot in any round; and the
-    rounds that this rank knows to be needed, of which the most of all ranks of ep are needed.
+    It returns what this rank received, and how many rounds it knows to be needed; the most of all ranks of ep are
+    needed. `dropped` counts the assignments that find no slot in any round.
     """
     none = static.num_experts
     local_experts = none // static.ranks
@@ -190,9 +189,8 @@ def _dispatch_shards(static: ExchangeSpec, x, experts, weights):
 
 
 def _dispatch_grad_shards(static: ExchangeSpec, sent, local, d_rows, d_weights):
-    return dispatch_backward(
-        static, sent, d_rows, jnp.where(local < static.num_experts // static.ranks, d_weights, 0.0)
-    )
+    d_weights = jnp.where(local < static.num_experts // static.ranks, d_weights, 0.0)
+    return dispatch_backward(static, sent, d_rows, d_weights)
 
 
 def _combine_shards(static: ExchangeSpec, rows, sent):

@@ -4,19 +4,17 @@
     data     = round_to_format(x * (1 / scale))
 
 Blocks of 128 along a dim of 300 elements are elements 0 to 127, 128 to 255, and the edge block 256 to 299. A NaN or Inf
-becomes NaN in its own element and does not enter the scale of its block. A block of zeros has scale 1. The result is
-exact where the scale is a power of two and x / scale is a value of the format. Quantization has no gradient: products
-quantize inside their own `custom_vjp`.
+becomes NaN in its own element and does not enter the scale of its block. A block of zeros has scale 1. Quantization has
+no gradient: products quantize inside their own `custom_vjp`.
 
-Rows in groups are ordered as in `moax.groups`. With group sizes (3, 0, 2), align 4, 12 rows and blocks of 4 rows, block
-0 has the rows 0 to 2, block 1 the rows 4 and 5, and block 2 none; rows 3, 6 to 11 are padding, which may hold anything
-and is quantized to 0.
+Rows in groups are ordered as in `moax.groups`. With group sizes (3, 0, 2), align 4 and blocks of 4 rows, block 0 has
+the rows 0 to 2, and block 1 the rows 4 and 5. Padding may hold anything, and is quantized to 0.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal, cast
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -24,7 +22,7 @@ from jaxtyping import Array, Float, Integer
 
 from moax.checks import check_count, check_float, check_float_dtype, check_int, check_kind, is_int
 from moax.groups import row_groups, zero_rows
-from moax.kernels import implementation, scales, select_kernels
+from moax.kernels import DEFAULT, implementation, scales, select_kernels
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import Spec, check_spec, pad, spec
@@ -38,31 +36,25 @@ Cuts = Literal["gather", "refuse", "keep"]
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSpec:
-    """The static arguments of `quantize`.
+    """The static arguments of both ops.
 
-    `declared` is the spec of x where neither its type nor its sharding says one; `align` is None where all rows are
-    real.
+    Attributes:
+      format: the format; `dequantize` knows its dtype alone.
+      block, axes: the block length of each dim, and the mesh axes by role.
+      cuts: see `Cuts`.
+      declared: the spec of x where neither its type nor its sharding says one.
+      kernels, align: for `quantize`, the name of the implementation, and the alignment of groups; None without groups.
+      out: the dtype of the result of `dequantize`; None in `quantize`.
     """
 
     format: Format
     block: tuple[int | None, ...]
     axes: ResolvedAxes
-    declared: Spec | None
-    kernels: str
-    align: int | None
     cuts: Cuts
-
-
-@dataclasses.dataclass(frozen=True)
-class DequantizeSpec:
-    """The static fields of a QArray, the dtype `out` of the result, and three fields as in `QuantizeSpec`."""
-
-    dtype: str
-    block: tuple[int | None, ...]
-    out: jnp.dtype
-    axes: ResolvedAxes
-    declared: Spec | None
-    cuts: Cuts
+    declared: Spec | None = None
+    kernels: str = DEFAULT
+    align: int | None = None
+    out: jnp.dtype | None = None
 
 
 def quantize(
@@ -84,10 +76,10 @@ def quantize(
       format: the format of values and scales.
       block: the block length of each dim, in elements. None makes the whole dim one block, whose amax is taken over the
         mesh. The default is `format.block` along the last dim and 1 along the others.
-      group_sizes: [groups], integers, the rows of each group, or None: all rows are real. On a mesh its rows
-        are then split over (dp, fsdp, ep, cp), and the sizes of all shards follow one another, as in `grouped_matmul`.
-      align: each group starts at a multiple of so many rows. It must be a multiple of `block[0]`, which is the default,
-        so that no block has rows of two groups.
+      group_sizes: [groups], integers, the rows of each group, or None: all rows are real. Rows and sizes are split over
+        a mesh as in `grouped_matmul`.
+      align: each group starts at a multiple of so many rows: of `block[0]`, which is the default, so that no block has
+        rows of two groups.
       x_spec: the spec of x on an Auto mesh; on Explicit axes the type of x says it. With engine="custom_partitioning"
         x keeps the sharding that it has. Without `x_spec` the scales of a dim are then split only where its blocks
         divide by all devices of the mesh.
@@ -109,10 +101,12 @@ def quantize(
         raise ValueError(f"block={block} must have one positive int (or None) for each of the {x.ndim} dims of x")
     align = _check_groups(x, block, group_sizes, align)
     view = find_mesh_view(axes, engine, x)
-    declared = None if x_spec is None else check_spec("x_spec", x_spec, x.ndim)
-    static = QuantizeSpec(format, block, view.axes, declared, select_kernels(kernels, None), align, _cuts(view))
-    if x.size == 0:
-        return _quantize_nothing(x.shape, format, block)
+    declared, chosen = None if x_spec is None else check_spec("x_spec", x_spec, x.ndim), select_kernels(kernels, None)
+    if x.size == 0:  # the scales, if there are any, are 1
+        blocks = tuple(1 if b is None else -(-n // b) for n, b in zip(x.shape, block, strict=True))
+        scale = scales.store_scale(jnp.ones(blocks, jnp.float32), format)
+        return QArray(jnp.zeros(x.shape, jnp.uint8), scale, format.dtype, block)
+    static = QuantizeSpec(format, block, view.axes, _cuts(view), declared, chosen, align)
     sizes = None if group_sizes is None else jnp.asarray(group_sizes).astype(jnp.int32)
     if sizes is not None:
         x, sizes = _quantize.reshard(view, static, x, sizes)
@@ -139,7 +133,7 @@ def dequantize(
     check_kind("q", q, QArray)
     check_float_dtype("dtype", dtype)
     view = find_mesh_view(axes, engine, q)
-    static = DequantizeSpec(q.dtype, q.block, jnp.dtype(dtype), view.axes, None, _cuts(view))
+    static = QuantizeSpec(Format(cast(Any, q.dtype)), q.block, view.axes, _cuts(view), out=jnp.dtype(dtype))
     return _dequantize(view, static, q.data, q.scale)[0]
 
 
@@ -162,23 +156,16 @@ def _check_groups(x: Array, block: tuple[int | None, ...], group_sizes: Array | 
     return align
 
 
-def _quantize_nothing(shape: tuple[int, ...], format: Format, block: tuple[int | None, ...]) -> QArray:
-    """Returns the QArray of an array without elements. Its scales, if it has any, are 1."""
-    counts = tuple(1 if b is None else -(-n // b) for n, b in zip(shape, block, strict=True))
-    scale = scales.store_scale(scales.to_scale(jnp.zeros(counts, jnp.float32), format), format)
-    return QArray(jnp.zeros(shape, jnp.uint8), scale, format.dtype, block)
-
-
 def _cuts(view: MeshView) -> Cuts:
     return "keep" if view.manual else "refuse" if view.explicit else "gather"
 
 
-def _entries(static: QuantizeSpec | DequantizeSpec, found: Spec | None, ndim: int) -> list[Names]:
+def _entries(static: QuantizeSpec, found: Spec | None, ndim: int) -> list[Names]:
     sizes = dict(static.axes.sizes)
     return [tuple(name for name in entry if name in sizes) for entry in pad(found or spec(), ndim)]
 
 
-def _split(static: QuantizeSpec | DequantizeSpec, shape, found: Spec | None) -> list[Names]:
+def _split(static: QuantizeSpec, shape, found: Spec | None) -> list[Names]:
     """Returns the axes that split each dim of an array whose type or sharding has the spec `found`."""
     split = _entries(static, found, len(shape))
     for dim, (n, b, names) in enumerate(zip(shape, static.block, split, strict=True)):
@@ -214,16 +201,16 @@ def _quantize_sharding(static: QuantizeSpec, operands, found) -> OpSharding:
     return OpSharding((spec(*split), sizes), (spec(*split), _scale_spec(split, static.block)), ((), ()), amax_over)
 
 
-def _dequantize_shards(static: DequantizeSpec, _, data, scale):
-    return (scales.dequantize(QArray(data, scale, static.dtype, static.block), static.out),)
+def _dequantize_shards(static: QuantizeSpec, _, data, scale):
+    return (scales.dequantize(QArray(data, scale, static.format.dtype, static.block), static.out),)
 
 
-def _dequantize_sharding(static: DequantizeSpec, operands, found) -> OpSharding:
+def _dequantize_sharding(static: QuantizeSpec, operands, found) -> OpSharding:
     split = _split(static, operands[0].shape, found[0])
     return OpSharding((spec(*split), _scale_spec(split, static.block)), (spec(*split),), ((),))
 
 
-def _rule(static: QuantizeSpec | DequantizeSpec, operands) -> tuple[str, tuple[tuple[str, int], ...]]:
+def _rule(static: QuantizeSpec, operands) -> tuple[str, tuple[tuple[str, int], ...]]:
     """Returns the rule of an op, and the sizes of the dims inside a block."""
     # A dim 256 in blocks of 128 is "(b0 i0)" in data and "b0" in scale, with i0 = 128, so an axis that splits blocks
     # splits both. A dim of one block, or of blocks that the mesh may cut, has unrelated names in data and scale:
@@ -237,9 +224,7 @@ def _rule(static: QuantizeSpec | DequantizeSpec, operands) -> tuple[str, tuple[t
     dims = [f"(b{i} i{i})" if w and b != 1 else f"b{i}" for i, (w, b) in enumerate(zip(whole, block, strict=True))]
     sizes = tuple((f"i{i}", b) for i, b in enumerate(block) if b is not None and dims[i].startswith("("))
     data, scale = " ".join(dims), " ".join(f"b{i}" if w else f"s{i}" for i, w in enumerate(whole))
-    return f"{data}, {scale} -> {data}" if isinstance(
-        static, DequantizeSpec
-    ) else f"{data}, @ -> {data}, {scale}", sizes
+    return f"{data}, @ -> {data}, {scale}" if static.out is None else f"{data}, {scale} -> {data}", sizes
 
 
 _quantize = Op("quantize", _quantize_shards, _rule, sharding=_quantize_sharding)

@@ -3,10 +3,10 @@
     forward  logits = x w                 x [T, H], w [H, E]
     dgrad    dx = dlogits w^T             wgrad  dw = x^T dlogits
 
-Where x is bfloat16, a float32 weight is the sum of three bfloat16 parts, w = w0 + w1 + w2. w0 is w rounded to bfloat16,
-w1 is w - w0 rounded, and w2 is w - w0 - w1. The product of two bfloat16 numbers is exact in float32, so three products
-of bfloat16 make the float32 product. Two parts of each operand suffice for a gradient that is rounded to bfloat16. A
-bfloat16 weight is its own only part. An x of another dtype is multiplied in float32.
+Where x is bfloat16, a float32 weight is the sum of three bfloat16 parts, w = w0 + w1 + w2, each of which is the rest
+rounded to bfloat16. The product of two bfloat16 numbers is exact in float32, so three products of bfloat16 make the
+float32 product. Two parts of each operand suffice for a gradient that is rounded to bfloat16. A bfloat16 weight is its
+own only part. An x of another dtype is multiplied in float32.
 """
 
 from __future__ import annotations
@@ -64,23 +64,24 @@ def router_logits(
 def logits_forward(static: RouterSpec, x, w):
     """Returns logits [T, E] f32 of one device. w: [H, E] f32."""
     if x.dtype != jnp.bfloat16:
-        return (_dot(x.astype(jnp.float32), w, ((1,), (0,)), lax.Precision.HIGHEST),)
+        return (_dot(x.astype(jnp.float32), w, ((1,), (0,)), precision=lax.Precision.HIGHEST),)
     if static.narrow:
         return (_dot(x, w.astype(jnp.bfloat16), ((1,), (0,))),)
-    return (_sum(_dot(x, _lay_parts(w, (0, 1, 2)), ((1,), (0,))), 3),)
+    return (_dot(x, _lay_parts(w, (0, 1, 2)), ((1,), (0,)), parts=3),)
 
 
 def logits_backward(static: RouterSpec, x, w, d):
     """Returns dx [T, H] and dw [H, E] f32 of one device; dw is a partial sum over the axes of tokens. d: [T, E] f32."""
     if x.dtype != jnp.bfloat16:
-        dx = _dot(d, w, ((1,), (1,)), lax.Precision.HIGHEST)
-        return dx.astype(x.dtype), _dot(x.astype(jnp.float32), d, ((0,), (0,)), lax.Precision.HIGHEST)
-    if static.narrow:
+        dx = _dot(d, w, ((1,), (1,)), precision=lax.Precision.HIGHEST)
+        dw = _dot(x.astype(jnp.float32), d, ((0,), (0,)), precision=lax.Precision.HIGHEST)
+    elif static.narrow:
         d = jnp.stack(_parts(d, 2), axis=1).reshape(len(d), -1)  # XLA stacks one array where it computes the parts
         dx = _dot(d, jnp.tile(w.astype(jnp.bfloat16), 2), ((1,), (1,)))
-        return dx.astype(x.dtype), _sum(_dot(x, d, ((0,), (0,))), 2)
-    dw = _sum(_dot(x, _lay_parts(d, (0, 1, 2)), ((0,), (0,))), 3)
-    dx = _dot(_lay_parts(d, (0, 0, 1)), _lay_parts(w, (0, 1, 0)), ((1,), (1,)))
+        dw = _dot(x, d, ((0,), (0,)), parts=2)
+    else:
+        dx = _dot(_lay_parts(d, (0, 0, 1)), _lay_parts(w, (0, 1, 0)), ((1,), (1,)))
+        dw = _dot(x, _lay_parts(d, (0, 1, 2)), ((0,), (0,)), parts=3)
     return dx.astype(x.dtype), dw
 
 
@@ -113,10 +114,7 @@ def _lay_parts(x: Float[Array, "A E"], order: tuple[int, ...]) -> Float[Array, "
     return laid.reshape(x.shape[0], -1)
 
 
-def _sum(products, count: int):
-    """Returns the sum of `count` arrays, side by side in `products`; the last is the smallest and is added first."""
-    return functools.reduce(jnp.add, jnp.split(products, count, axis=1)[::-1])
-
-
-def _dot(a, b, contract, precision=None):
-    return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+def _dot(a, b, contract, *, parts: int = 1, precision=None):
+    """Returns a product in float32: the sum of the products with `parts` that are side by side in b."""
+    product = lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    return functools.reduce(jnp.add, jnp.split(product, parts, axis=1)[::-1])  # the smallest part is added first
