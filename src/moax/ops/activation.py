@@ -44,7 +44,7 @@ def activate(
 
     Args:
       h: [..., G, F], floating point. Its dim G holds gate and up, or up alone.
-      activation: the function, as `MoEConfig` has it; see the equations of this module.
+      activation: the function, as in `MoEConfig`.
       limit: the limit of gate and up; None for none, and for 7 with `swiglu_oai`.
 
     Returns:

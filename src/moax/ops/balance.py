@@ -34,7 +34,7 @@ class LoadMetrics(NamedTuple):
     """How even a load is.
 
     Attributes:
-      max_violation: [...] f32, (max - mean) / mean of the tokens, 0 for an even load (MaxVio).
+      max_violation: [...] f32, (max - mean) / mean of the tokens, 0 for an even load (MaxVio, Wang et al. 2024).
       entropy: [...] f32, -sum_e p[e] log p[e] with p = tokens / sum(tokens), log E for an even load.
     """
 
@@ -53,8 +53,6 @@ def load_metrics(tokens_per_expert: Int[Array, "*layers E"]) -> LoadMetrics:
 
     Raises:
       ValueError: tokens_per_expert is no array of integers.
-
-    Source of MaxVio: Wang et al. 2024.
     """
     check_int("tokens_per_expert", tokens_per_expert, "[..., E]")
     tokens = tokens_per_expert.astype(jnp.float32)
@@ -76,10 +74,9 @@ def update_router_bias(
     Args:
       bias: [..., E], floating point. The router adds it to the scores for selection alone.
       tokens_per_expert: [..., E] i32, counted over the whole mesh, and summed over the microbatches of the step.
-      rate: None is 1e-3 for `sign` and 1 for `quantile`. For `sign` it is the step of the bias, in units of the score.
-        For `quantile` it is the part of the way from the old bias to the quantile; 0.1 smooths over some 10 updates.
-      rule: `sign` adds rate * sign(mean(tokens) - tokens). `quantile` takes the quantiles of `histogram`, at which each
-        expert gets mean(tokens).
+      rate: for `sign` the step of the bias, in units of the score; None is 1e-3. For `quantile` the part of the way to
+        the quantile, where 0.1 smooths over some 10 updates; None is 1.
+      rule: see the equations of this module.
       histogram: [..., E, 1000] i32, `MoEStats.histogram` summed as the tokens are, for `quantile`. The router must have
         had this `bias` in all of them.
 

@@ -223,10 +223,7 @@ def wire_bytes(width: int, dtype: np.dtype, wire: Format | None = None) -> int:
 
 
 def wire_columns(width: int, dtype: str, wire: Format | None) -> Columns:
-    """Returns (width, dtype) of rows of `width` elements on the wire, and of their scales if they are quantized.
-
-    Rows of 2048 bfloat16 in a format of blocks of 128 travel as ((2048, "uint8"), (16, "float32")).
-    """
+    """Returns what rows of `width` elements travel as: ((2048, "uint8"), (16, "float32")) with blocks of 128."""
     if wire is None:
         return ((width, dtype),)
     blocks = 1 if wire.block is None else -(-width // wire.block)
@@ -234,12 +231,9 @@ def wire_columns(width: int, dtype: str, wire: Format | None) -> Columns:
 
 
 def send_rows(static: ExchangeSpec, x: Float[Array, "T H"], narrow: Sequence[Array], sent: Sent) -> Arrived:
-    """Sends rows x [T, H], quantized on the wire, and narrow arrays [T, W] bit for bit; see `Transport.send`.
-
-    Where ep has one rank nothing travels, so nothing is quantized. The rows arrive in x.dtype.
-    """
+    """Sends rows x [T, H], quantized on the wire, and narrow arrays [T, W] bit for bit; see `Transport.send`."""
     transport, wire = TRANSPORTS[static.transport], static.wire
-    if wire is None or not static.axes.ep:
+    if wire is None or not static.axes.ep:  # on one rank nothing travels
         return transport.send(static, x, narrow, sent)
     local = implementation(static.kernels)
     q = local.quantize(x, wire, wire.row_block(2, "columns"))

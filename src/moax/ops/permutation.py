@@ -108,7 +108,7 @@ def permute(
       experts: [R, K], integers in [0, num_groups], split as x; `num_groups` means no expert. Or a routing map
         [R, num_groups] of bool: whether each expert has a row of x.
       num_groups: the number of experts by which each shard sorts.
-      weights: a weight of each assignment, floating point, in the shape of `experts`, or None.
+      weights: a weight of each assignment, floating point, in the shape of `experts`; None for none.
       top_k: K of a map, the most experts of a row; None is `num_groups`. The last experts of a row beyond K are dropped
         and counted.
       align: each group starts at a multiple of so many rows.
@@ -117,8 +117,8 @@ def permute(
       axes, engine, kernels: see `moax.Options`.
 
     Returns:
-      rows: [N, H] in x.dtype, 0 in padding. They are differentiable in x. N is static: see `sorted_rows`.
-      row_weights: [N], only where `weights` are given: the weight of each row, 0 in padding; differentiable in weights.
+      rows: [N, H] in x.dtype, 0 in padding, differentiable in x. N is static: see `sorted_rows`.
+      row_weights: [N], only with `weights`: the weight of each row, 0 in padding, differentiable in weights.
       plan: the Plan, for `unpermute`. Rows and plan are split by shard, as x is.
 
     Raises:
@@ -131,13 +131,15 @@ def permute(
         check_int("experts", experts, "[R, K]")
     if x.ndim != 2 or experts.ndim != 2 or experts.shape[0] != x.shape[0]:
         raise ValueError(f"x and experts have shapes {x.shape}, {experts.shape}; they must be [R, H] and [R, K]")
-    for name, value in (("num_groups", num_groups), ("align", align), ("capacity", capacity), ("top_k", top_k)):
-        if name not in ("capacity", "top_k") or value is not None:
+    check_count("num_groups", num_groups)
+    check_count("align", align)
+    for name, value in (("capacity", capacity), ("top_k", top_k)):
+        if value is not None:
             check_count(name, value)
-    if top_k is not None and not mapped:
-        raise ValueError(f"top_k={top_k} must be None beside ids; experts is no map of bool, but {experts.dtype}")
     if mapped:
         check_mask("experts", experts, (x.shape[0], num_groups))
+    elif top_k is not None:
+        raise ValueError(f"top_k={top_k} must be None beside ids; experts is no map of bool, but {experts.dtype}")
     if weights is not None:
         check_float("weights", weights, str(experts.shape))
         if weights.shape != experts.shape:
@@ -208,19 +210,16 @@ def plan_rows(
     With weights [R, K] f32 it also returns the weight [N] of each sorted row, 0 in padding; None without them. The
     round has the sorted rows from `start` on, counted without padding, as many as there is room for.
     """
-    received, top_k = experts.shape
-    groups, max_rows, capacity = static.num_groups, static.max_rows, static.capacity
+    (received, top_k), groups, max_rows, capacity = experts.shape, static.num_groups, static.max_rows, static.capacity
     rows = sorted_rows(received, top_k, groups, static.align, capacity if max_rows is None else max_rows)
 
-    def keep(arrived):
+    def keep_part(arrived):
         kept = arrived if capacity is None else limit_groups(arrived, capacity)
         return (jnp.zeros_like(kept), kept) if max_rows is None else cut_groups(kept, start, max_rows)
 
-    every = max_rows is None and capacity is None
+    keep = None if max_rows is None and capacity is None else keep_part
     build = implementation(static.kernels).build_permutation
-    gather_idx, scatter_idx, sizes, row_weights = build(
-        experts, groups, static.align, rows, weights, None if every else keep
-    )
+    gather_idx, scatter_idx, sizes, row_weights = build(experts, groups, static.align, rows, weights, keep)
     dropped = jnp.zeros((), jnp.int32)
     if capacity is not None:
         dropped = jnp.maximum(jnp.sum(experts < groups, dtype=jnp.int32) - capacity, 0)
@@ -282,7 +281,7 @@ def cut_groups(
 def limit_groups(arrived: Int[Array, " E"], capacity: int) -> Int[Array, " E"]:
     """Returns the rows that each group keeps, at most `capacity` in all, of the rows [E] that arrived.
 
-    All groups have one limit. The first groups above the limit share the rest, one row each: of (5, 1, 6) rows and a
+    All groups have one limit, and the first groups above it share the rest, one row each: of (5, 1, 6) rows and a
     capacity of 10, the limit is 4, one row is left, and (5, 1, 4) rows are kept.
     """
     size = arrived.shape[0]

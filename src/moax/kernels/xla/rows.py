@@ -77,7 +77,7 @@ def activate_grad(
 ) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:
     """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>."""
     with jax.named_scope("activate"):
-        a, pull = jax.vjp(lambda h: _call(act, h), h)
+        a, pull = jax.vjp(lambda h: activate_rows(h, act, groups), h)
         inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
         (d_h,) = pull(scale_rows(d_a, weights, groups))
         return scale_rows(a, weights, groups), d_h, inner
@@ -93,9 +93,9 @@ def activate_grad_quantize(
     return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
 
 
-def activate_rows(h: Float[Array, "N G F"], act: Callable, groups: Groups, weights: Any) -> Float[Array, "N F"]:
-    """Returns act(h), times the weight of each row; weights None are 1."""
-    a = _call(act, h)
+def activate_rows(h: Float[Array, "N G F"], act: Callable, groups: Groups, weights: Any = None) -> Float[Array, "N F"]:
+    """Returns act(h), computed in float32, times the weight of each row; weights None are 1."""
+    a = act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)
     return a if weights is None else scale_rows(a, weights, groups)
 
 
@@ -115,8 +115,3 @@ class Packing:
 
     def unpack(self, y: Array) -> Array:
         return y  # the products left 0 in padding
-
-
-def _call(act: Callable, h):
-    """Returns the activation of h [N, G, F], computed in float32 and returned in the dtype of h."""
-    return act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)
