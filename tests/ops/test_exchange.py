@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax import exchange
 from moax.estimate import estimate
-from moax.exchange.all_gather import AllGather
+from moax.exchange.portable import AllGather
 from moax.exchange.slots import balanced_rows, slots_per_pair
 from moax.inspect import collectives
 from moax.ops import combine, dispatch
@@ -179,7 +179,7 @@ class Summed(AllGather):
 
 
 def test_a_fourth_transport():
-    """Breaks if anything beyond its own file and its line in the table must know of a transport."""
+    """Breaks if anything beyond its own class and its line in the table must know of a transport."""
     with registered("summed", Summed()):
         check_delivery("shard_map", "2x4", "summed")
         check_sums("custom_partitioning", "2x4", "summed")

@@ -282,7 +282,7 @@ def _plan(x, params: MoEParams[Array], config: MoEConfig, options: Options, view
             raise ValueError(f"x: its {rows} rows do not divide by mesh axes {view.axes.tokens} of {shards} devices")
     row_bytes = wire_bytes(config.d_rows, x.dtype, recipe.wire)
     if options.exchange == "auto":
-        transports = [name for name, transport in TRANSPORTS.items() if transport.why_not(view, row_bytes) is None]
+        transports = [name for name, transport in TRANSPORTS.items() if transport.portable]
     else:
         transports = [select_transport(options.exchange, view, row_bytes)]
     return make_plan(

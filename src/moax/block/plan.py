@@ -19,7 +19,6 @@ from moax.kernels import implementation
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.specs import Spec
-from moax.ops.dispatch_combine import exchange_bytes
 from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
 from moax.ops.weights import WeightSpec
 from moax.params import MoEParams
@@ -48,9 +47,9 @@ def make_plan(
 
     Args:
       config: the sizes of the block and its equations.
-      transports: the names of the transports that may run. Of several, a plan has the portable one whose balanced step
-        sends the fewest bytes, and of equal ones the first. With a capacity factor the transports drop other tokens, so
-        that it is all_gather then, which drops none on the way.
+      transports: the names of the transports that may run. Of several, a plan has the one whose balanced step sends the
+        fewest bytes, and of equal ones the first. With a capacity factor the transports drop other tokens, so that it
+        is all_gather then, which drops none on the way.
       declared: the spec of each parameter.
       tokens: T of a shard.
       recipe, axes, dtype, kernels: see `BlockPlan`.
@@ -69,14 +68,10 @@ def make_plan(
         return ExchangeSpec(transport, axes, tokens, slots, recipe.wire, kernels, config.num_experts, most)
 
     specs = [spec_of(name) for name in transports]
-    if len(specs) > 1:
-        specs = [spec for spec in specs if TRANSPORTS[spec.transport].portable]
-        if config.capacity_factor is not None or not axes.ep:
-            specs = [spec for spec in specs if spec.transport == AUTO]
-    name = np.dtype(dtype).name
-    exchange = (
-        min(specs, key=lambda spec: exchange_bytes(spec, config.top_k, config.d_rows, name)) if specs[1:] else specs[0]
-    )
+    if len(specs) > 1 and (config.capacity_factor is not None or not axes.ep):
+        specs = [spec for spec in specs if spec.transport == AUTO]
+    # A row has the same bytes in every portable transport, so the fewest rows are the fewest bytes.
+    exchange = min(specs, key=lambda spec: TRANSPORTS[spec.transport].received_rows(tokens, ranks, spec.slots))
     received = TRANSPORTS[exchange.transport].received_rows(tokens, ranks, exchange.slots)
     kept = kept_rows(received, config.top_k, experts, capacity)
     max_rows = allot_rows(load, buffer_factor, kept)

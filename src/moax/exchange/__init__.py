@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from moax.errors import Unsupported
-from moax.exchange.all_gather import AllGather
-from moax.exchange.all_to_all import AllToAll
 from moax.exchange.one_sided import OneSided
+from moax.exchange.portable import AllGather, AllToAll
 from moax.exchange.transport import Transport
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.view import MeshView
 
 Exchange = Literal["auto", "all_gather", "all_to_all", "one_sided"]  # "auto", and the keys of TRANSPORTS
+EXCHANGES = get_args(Exchange)
 TRANSPORTS: dict[str, Transport] = dict(all_gather=AllGather(), all_to_all=AllToAll(), one_sided=OneSided())
 AUTO = "all_gather"  # `auto` means this transport, except in the block: see `moax.block.plan`
-EXCHANGES = get_args(Exchange)
 
 
 def find_transport(exchange: str, axes: ResolvedAxes | None = None) -> str:
@@ -24,11 +23,11 @@ def find_transport(exchange: str, axes: ResolvedAxes | None = None) -> str:
     `auto` is all_gather. Where ep of the mesh `axes` has one rank nothing travels, and all_gather takes the place of a
     transport that does not run everywhere. ValueError is raised where there is no transport of this name.
     """
-    if exchange != "auto" and exchange not in TRANSPORTS:
-        raise ValueError(f"exchange={exchange!r} must be one of {', '.join(map(repr, ('auto', *TRANSPORTS)))}")
-    if exchange == "auto" or (axes is not None and not axes.ep and not TRANSPORTS[exchange].portable):
+    if exchange == "auto":
         return AUTO
-    return exchange
+    if exchange not in TRANSPORTS:
+        raise ValueError(f"exchange={exchange!r} must be one of {', '.join(map(repr, ('auto', *TRANSPORTS)))}")
+    return AUTO if axes is not None and not axes.ep and not TRANSPORTS[exchange].portable else exchange
 
 
 def select_transport(exchange: str, view: MeshView | None = None, row_bytes: int | None = None) -> str:

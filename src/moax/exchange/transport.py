@@ -1,12 +1,13 @@
 """`Transport` is the base of an object that sends rows, sums them back, and says what both cost.
 
-A transport is one file with one object, and one line of `TRANSPORTS`. Nothing else in moax asks which transport it is:
-the ops, the block, `moax info` and `moax estimate` ask the object.
+A transport is one class, and one line of `TRANSPORTS`. Nothing else in moax asks which transport it is: the ops, the
+block, `moax info` and `moax estimate` ask the object.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -99,13 +100,10 @@ def collective(kind: str, dtype: str, shape: Sequence[int], resolved: ResolvedAx
     With b the bytes of the result and g devices, a device sends b (g-1)/g of an all-gather or all-to-all, 2 b (g-1)/g
     of an all-reduce and b (g-1) of a reduce-scatter. An all-gather to 1024 bytes in a group of 4 sends 768.
     """
-    group, size = resolved.size(axes), jnp.dtype(dtype).itemsize
-    for n in shape:
-        size *= n
-    if kind == "reduce-scatter":
-        sent = size * (group - 1)
-    else:
-        sent = -(-size * (group - 1) * (2 if kind == "all-reduce" else 1) // group)
+    group = resolved.size(axes)
+    sent = math.prod(shape) * jnp.dtype(dtype).itemsize * (group - 1)
+    if kind != "reduce-scatter":
+        sent = -(-sent * (2 if kind == "all-reduce" else 1) // group)
     return Transfer(kind, dtype, tuple(shape), axes, group, sent)
 
 
@@ -115,7 +113,8 @@ class Transport:
     Attributes:
       note: one line of `moax info`: what a user must know about the transport.
       has_slots: whether each pair of ranks has `slots` rows. An assignment that finds no slot is dropped, and `send`
-        and `combine` need the plan that `plan` made. Without slots the plan is None.
+        and `combine` need the plan that `plan` made. Without slots every rank receives all tokens, and the plan is
+        None.
       portable: whether the transport runs on every mesh and machine.
     """
 
@@ -143,13 +142,11 @@ class Transport:
 
         Where `view` or `row_bytes`, the bytes of a row, is None, the question is about this machine alone.
         """
-        del view, row_bytes
         return None
 
     def received_rows(self, tokens: int, ranks: int, slots: int) -> int:
         """Returns R, the rows of the buffer that a rank receives into."""
-        del tokens
-        return slots * ranks
+        return (slots if self.has_slots else tokens) * ranks
 
     def cost(self, static: ExchangeSpec, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
         """Returns the Transfers of one step, if each token takes K experts at random.

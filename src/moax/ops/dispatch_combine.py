@@ -256,8 +256,3 @@ def exchange_cost(step: str, static: ExchangeSpec, top_k: int, width: int, dtype
     if step == "combine_grad":
         return cost(static, top_k, "send", wire_columns(width, dtype, static.wire))
     return cost(static, top_k, "combine", ((width, dtype), weights)[: 1 + (step == "dispatch_grad")])
-
-
-def exchange_bytes(static: ExchangeSpec, top_k: int, width: int, dtype: str) -> int:
-    """Returns the bytes that a device sends in one round, forward and backward."""
-    return sum(moved.bytes for step in STEPS for moved in exchange_cost(step, static, top_k, width, dtype))

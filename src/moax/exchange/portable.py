@@ -1,4 +1,13 @@
-"""all_to_all: each pair of ranks exchanges `slots` rows, empty slots included.
+"""The transports that run everywhere, by collectives of XLA.
+
+all_gather: every token goes to every rank of ep, and a reduce-scatter sums the rows back.
+
+    dispatch   rows[s T + t] = x[t] of rank s          R = T * ranks
+    combine    y[t] of rank s = sum over ranks of rows[s T + t]
+
+With 2 ranks and T = 3, token 1 of rank 1 is row 4 on both ranks. Every token has a row, so nothing is dropped.
+
+all_to_all: each pair of ranks exchanges `slots` rows, empty slots included.
 
     dispatch   rows[s slots + n] on rank r = x[token in slot n of rank s for rank r]          R = slots * ranks
     combine    y[t] = sum over ranks of the rows that came back from the slots of t
@@ -17,6 +26,30 @@ from jax import lax
 
 from moax.exchange.slots import count_dropped, find_owners, find_slots, rounds_of_pairs, slots_of_round
 from moax.exchange.transport import Arrived, Columns, ExchangeSpec, Planned, Sent, Step, Transfer, Transport, collective
+
+
+class AllGather(Transport):
+    """The transport `all_gather`. It has no slots, so its plan is None."""
+
+    note = "drops nothing on the way"
+    has_slots = False
+
+    def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
+        return Planned(None, jnp.zeros(1, jnp.int32), jnp.ones((), jnp.int32))
+
+    def send(self, static: ExchangeSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
+        ep = static.axes.ep if rows.shape[0] else ()  # XLA gathers no array of no rows
+        rows, *narrow = (lax.all_gather(v, ep, axis=0, tiled=True) if ep else v for v in (rows, *narrow))
+        return Arrived(rows, narrow)
+
+    def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
+        ep = static.axes.ep if static.tokens else ()
+        return [lax.psum_scatter(rows, ep, scatter_dimension=0, tiled=True) if ep else rows for rows in arrays]
+
+    def cost(self, static: ExchangeSpec, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
+        kind, ranks = ("reduce-scatter", 1) if step == "combine" else ("all-gather", static.ranks)
+        rows, axes = static.tokens * ranks, static.axes
+        return [collective(kind, dtype, (rows, width), axes, axes.ep) for width, dtype in columns]
 
 
 class AllToAll(Transport):
@@ -48,9 +81,8 @@ class AllToAll(Transport):
         return [add(rows) for rows in arrays]
 
     def cost(self, static: ExchangeSpec, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
-        del step, top_k
-        rows, ep = self.received_rows(static.tokens, static.ranks, static.slots), static.axes.ep
-        return [collective("all-to-all", dtype, (rows, width), static.axes, ep) for width, dtype in columns]
+        rows, axes = static.slots * static.ranks, static.axes
+        return [collective("all-to-all", dtype, (rows, width), axes, axes.ep) for width, dtype in columns]
 
 
 def _swap(static: ExchangeSpec, values):
