@@ -22,11 +22,10 @@ from moax.mesh.specs import (
     local_shape,
     mesh_in_force,
     mesh_of,
-    pad,
     resolve_axes,
     spec,
 )
-from moax.params import BY_EXPERT, MoEParams, full_shapes, param_shapes, params_by_name
+from moax.params import BY_EXPERT, DIMS, MoEParams, full_shapes, param_shapes, params_by_name
 
 
 def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> PartitionSpec:
@@ -56,20 +55,28 @@ def dense_spec(axes: Axes, shape: Sequence[int], mesh: AnyMesh | None = None) ->
     return dense_spec_on(resolve_axes(axes, mesh), shape)
 
 
-def expert_specs(
-    config: MoEConfig, axes: Axes, resolved: ResolvedAxes, *, checked: bool = True
-) -> MoEParams[PartitionSpec]:
+def expert_specs(config: MoEConfig, axes: Axes, resolved: ResolvedAxes) -> MoEParams[PartitionSpec]:
     """Returns the spec of each parameter of a block. Expert biases have a spec even where `init` makes none.
 
     Raises:
-      ValueError: `checked` is set, and the mesh axes of a dim do not divide its size.
+      ValueError: the mesh axes of a dim do not divide its size.
     """
+    specs, shapes = _lay_out(config, axes, resolved), full_shapes(config)
+    for name in DIMS:
+        shape = getattr(shapes, name)
+        if shape is not None:
+            check_divides(f"params.{name}", shape, getattr(specs, name), resolved)
+    return specs
+
+
+def _lay_out(config: MoEConfig, axes: Axes, resolved: ResolvedAxes) -> MoEParams[PartitionSpec]:
+    """Returns `expert_specs`, whether or not the mesh axes of a dim divide its size."""
     c, ep, tp = config, resolved.ep, resolved.tp
     whole = c.num_experts % resolved.size(ep + resolved.fsdp) == 0
     by_experts = axes.fsdp_dim == "experts" or (axes.fsdp_dim == "auto" and whole)
     experts, model = (ep + resolved.fsdp, ()) if by_experts else (ep, resolved.fsdp)
     shared = dense_spec_on(resolved, (c.d_model,))[0]
-    specs = MoEParams(
+    return MoEParams(
         router=spec(None, None),
         wi=spec(experts, model, None, tp),
         wo=spec(experts, tp, model),
@@ -84,18 +91,12 @@ def expert_specs(
         latent_down=dense_spec_on(resolved, (c.d_model, c.d_rows)),
         latent_up=dense_spec_on(resolved, (c.d_rows, c.d_model)),
     )
-    for field in dataclasses.fields(MoEParams):
-        shape = getattr(full_shapes(c), field.name)
-        if shape is not None and checked:
-            check_divides(f"params.{field.name}", shape, getattr(specs, field.name), resolved)
-    return specs
 
 
 def shard_specs(
     params: MoEParams[Array], config: MoEConfig, axes: Axes, resolved: ResolvedAxes
 ) -> MoEParams[PartitionSpec]:
-    """Returns the spec of each parameter inside a `shard_map` of the caller, where the shapes of the shards alone are
-    known.
+    """Returns the spec of each parameter inside a `shard_map` of the caller, who knows the shapes of the shards alone.
 
     ep splits the experts and tp splits F. The shape of a shard then shows whether fsdp splits the experts, H, or
     no dim. With E = 8, ep=2 and fsdp=2, a `wi` of 2 experts is split by both axes, and a `wi` of 4 experts by ep alone.
@@ -105,23 +106,23 @@ def shard_specs(
     """
     whole = dataclasses.replace(resolved, fsdp=())
     layouts = [
-        expert_specs(config, dataclasses.replace(axes, fsdp_dim=dim), r, checked=False)
+        _lay_out(config, dataclasses.replace(axes, fsdp_dim=dim), r)
         for r in (resolved, whole, dataclasses.replace(whole, ep=()))
         for dim in ("experts", "model")
     ]
-    specs_by_name = {}
-    for field in dataclasses.fields(MoEParams):
-        name, shape = field.name, getattr(full_shapes(config), field.name)
-        have = None if getattr(params, name) is None else tuple(getattr(params, name).shape)
-        specs = [getattr(layout, name) for layout in layouts]
-        if name in BY_EXPERT:
-            specs = specs[:4]  # the experts are over ep in the first four layouts
-        fits = [s for s in specs if shape is not None and have == local_shape(shape, s, resolved)]
-        if have is not None and not fits:
-            wanted = sorted({str(local_shape(shape, s, resolved)) for s in specs})
-            raise ValueError(f"params.{name} has shape {have} inside the shard_map; a shard has {' or '.join(wanted)}")
-        specs_by_name[name] = fits[0] if fits else None
-    return params_by_name(specs_by_name)
+    shapes, found = full_shapes(config), dict.fromkeys(DIMS)
+    for name in DIMS:
+        shape, shard = getattr(shapes, name), getattr(params, name)
+        if shard is None:
+            continue
+        # The experts are over ep in the first four layouts.
+        specs = [getattr(layout, name) for layout in layouts[: 4 if name in BY_EXPERT else 6]]
+        shards = [local_shape(shape, s, resolved) for s in specs]
+        if shard.shape not in shards:
+            wanted = " or ".join(sorted(set(map(str, shards))))
+            raise ValueError(f"params.{name} has shape {shard.shape} inside the shard_map; a shard has {wanted}")
+        found[name] = specs[shards.index(shard.shape)]
+    return params_by_name(found)
 
 
 def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> MoEParams[PartitionSpec]:
@@ -142,8 +143,7 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
     if mesh is None and mesh_in_force() is None:
         raise ValueError("param_specs: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
     specs, made = expert_specs(config, axes, resolve_axes(axes, mesh)), param_shapes(config)
-    names = [f.name for f in dataclasses.fields(MoEParams)]
-    return params_by_name({n: getattr(specs, n) if getattr(made, n) is not None else None for n in names})
+    return params_by_name({n: None if getattr(made, n) is None else getattr(specs, n) for n in DIMS})
 
 
 def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec]) -> MoEParams[Array]:
@@ -151,10 +151,8 @@ def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec])
     mesh = mesh_of(*jax.tree.leaves(params))
     if mesh is None or not is_explicit(mesh):
         return params
-    values = {f.name: getattr(params, f.name) for f in dataclasses.fields(MoEParams)}
-    moved = {
-        name: constrain(p, getattr(declared, name))
-        for name, p in values.items()
-        if p is not None and not any(pad(jax.typeof(p).sharding.spec, p.ndim))
-    }
-    return dataclasses.replace(params, **moved)
+
+    def move(p, to):
+        return p if p is None or any(jax.typeof(p).sharding.spec) else constrain(p, to)
+
+    return params_by_name({n: move(getattr(params, n), getattr(declared, n)) for n in DIMS})
