@@ -10,11 +10,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.sharding import AxisType
-
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes
-from moax.mesh.specs import Spec, mesh_in_force, mesh_sizes, spec
+from moax.mesh.specs import Spec, manual_axes, mesh_in_force, mesh_sizes, spec
 from moax.params import DIMS, ROUTER, MoEParams, param_shapes, params_by_name
 from moax.sharding import dense_spec, param_specs
 
@@ -107,7 +105,7 @@ def find_dense_layout(
     Logical names decide as in `find_layout`; else the kernel has `dense_spec`, and the bias is replicated.
     """
     mesh = mesh_in_force()
-    if mesh is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
+    if mesh is None or manual_axes(mesh):
         return None
     known = {rule[0] for rule in rules} | set(mesh.axis_names)
     if logical is None or not any(name in known for name in logical):

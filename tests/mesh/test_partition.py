@@ -101,10 +101,10 @@ ROLES = Axes().resolve(SIZES)
 def test_no_mesh_and_axes_of_one_device(engine):
     """Breaks if one device pays for a mesh: partitioning, or a collective over one rank."""
     view = find_mesh_view(Axes(), engine, jnp.zeros(8))
-    assert view.engine == "local" and view.unplaced
+    assert view.engine == "local" and view.mesh is None
     for mesh in (mesh_with({}, fsdp=1, ep=1), mesh_with({}, stage=DEVICES), mesh_with({}, fsdp=1, stage=4)):
         view = view_of(mesh, engine, axes=Axes(other="stage"))
-        assert view.engine == "local" and not view.manual and view.axes == ResolvedAxes() and not view.unplaced
+        assert view.engine == "local" and not view.manual and view.axes == ResolvedAxes() and view.mesh is not None
 
 
 def test_auto_axes():

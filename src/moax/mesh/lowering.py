@@ -31,7 +31,11 @@ PACKAGE = Path(__file__).parents[1]
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
 FIRST_ALONE = "has first derivatives and no second ones; moax.route and the losses have both"
 
-PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, np.generic)
+# The `repr` of a value of these types is its text.
+PLAIN = (
+    bool, int, float, complex, str, bytes, enum.Enum, np.dtype, np.generic, types.NoneType, PartitionSpec, Mesh,
+    AbstractMesh,
+)  # fmt: skip
 
 
 def refuse_derivative[Tree: PyTree](name: str, tree: Tree, reason: str = FIRST_ALONE) -> Tree:
@@ -81,39 +85,20 @@ ad.primitive_jvps[_alone] = lambda primals, tangents, name: (_alone.bind(*primal
 mlir.register_lowering(_alone, _lower_alone)
 
 
-def refuse_export(name: str) -> None:
-    """Raises Unsupported while JAX lowers a `custom_partitioning` call for `jax.export`, from its rule callback.
-
-    XLA asks such a call for the layout of its shards by calling back into this process, which no serialized program can
-    do. JAX says so after the whole program is lowered, without the name of an engine.
-    """
-    try:
-        from jax._src.custom_partitioning import _sharding_callbacks as callbacks  # JAX has no public name for it
-
-        operations = mlir.ir.InsertionPoint.current.block.operations
-        inserted = operations[len(operations) - 1].attributes["backend_config"]
-        context = callbacks[mlir.ir.StringAttr(inserted).value.encode()].module_context
-        exporting = context.lowering_parameters.for_export
-    except (ImportError, AttributeError, KeyError, IndexError):
-        return  # JAX's own error follows
-    if exporting:
-        raise Unsupported(
-            f"{name}: jax.export cannot serialize engine='custom_partitioning', which engine='auto' is on Auto mesh "
-            "axes; use engine='shard_map'"
-        )
-
-
 class Nameless(Exception):
     """A value has no text that is the same in every process."""
 
 
-def name_by_content(call: Any, mesh: Mesh, operand_types, result_types) -> None:
-    """Names the custom call that JAX has just inserted by a digest of its content.
+def name_call(call: Any, mesh: Mesh, operand_types, result_types) -> None:
+    """Names the custom call that JAX has just inserted by a digest of its content; raises Unsupported for an export.
 
     JAX lowers such a call to a custom call that names a Python object by its address (jax issue 21159). The address is
     part of the key of JAX's compilation cache, and differs in each process. The digest covers everything that decides
     what the object does: the op, its static arguments, the source of moax, and the settings of JAX that change a trace.
     Where this cannot be done the address stays, and the program compiles anew in each process.
+
+    XLA asks for the layout of shards by calling back into this process, which no exported program can do. JAX says so
+    after the whole program is lowered, without the name of an engine.
     """
     try:
         from jax._src.custom_partitioning import _sharding_callbacks as callbacks  # JAX has no public name for it
@@ -124,6 +109,11 @@ def name_by_content(call: Any, mesh: Mesh, operand_types, result_types) -> None:
         if target != "CustomSPMDPartitioning":
             raise Nameless("JAX has inserted another operation")
         info = callbacks[address.encode()]
+        if info.module_context.lowering_parameters.for_export:
+            raise Unsupported(
+                f"{call.op.name}: jax.export cannot serialize engine='custom_partitioning', which engine='auto' is on "
+                "Auto mesh axes; use engine='shard_map'"
+            )
         content = (
             describe(call), describe(mesh), str(operand_types), str(result_types), str(info.in_tree),
             str(info.out_tree), str(info.module_context.platforms), source(),
@@ -136,60 +126,43 @@ def name_by_content(call: Any, mesh: Mesh, operand_types, result_types) -> None:
         if first is not info:
             info.serves = first
         inserted["backend_config"] = mlir.ir.StringAttr.get(name)
-    except (ImportError, AttributeError, KeyError, Nameless) as error:
+    except (ImportError, AttributeError, KeyError, IndexError, Nameless) as error:
         log_once(
-            f"{call.op.__name__}: its program will compile anew in each process, for it has no stable key in JAX's "
+            f"{call.op.name}: its program will compile anew in each process, for it has no stable key in JAX's "
             f"compilation cache: {error!r}"
         )
 
 
 def describe(value: Any) -> str:
     """Returns a text of a static value that is the same in every process; raises Nameless where there is none."""
-    if value is None or isinstance(value, PLAIN):
-        return repr(value)
-    if isinstance(value, PartitionSpec):
-        return f"spec({describe(tuple(value))})"
-    if value is PartitionSpec.UNCONSTRAINED:
-        return "UNCONSTRAINED"
-    if isinstance(value, Mesh | AbstractMesh):
-        return f"mesh{value.axis_names}{value.axis_sizes}{value.axis_types}"
-    if isinstance(value, frozenset | set):
-        return f"set({', '.join(sorted(map(describe, value)))})"
-    if isinstance(value, dict):
-        return f"dict({', '.join(sorted(f'{describe(k)}: {describe(v)}' for k, v in value.items()))})"
     kind = type(value)
-    if dataclasses.is_dataclass(kind):
-        parts = [f"{f.name}={describe(getattr(value, f.name))}" for f in dataclasses.fields(kind)]
-        return f"{kind.__module__}.{kind.__qualname__}({', '.join(parts)})"
-    if isinstance(value, tuple | list):
-        return f"{kind.__module__}.{kind.__qualname__}({', '.join(map(describe, value))})"
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        return _describe_code(value)
+    if isinstance(value, PLAIN):
+        return repr(value)
     if hasattr(value, "local") and hasattr(value, "reshard"):  # an Op
-        return f"{value.__name__}({_describe_code(value.local)})"
-    raise Nameless(f"a {kind.__qualname__} has no stable text")
-
-
-def _describe_code(value: Any) -> str:
-    """Returns the full name of a function or a class of a module of moax."""
-    module = getattr(inspect.getmodule(value), "__name__", "")
-    if module.partition(".")[0] != "moax" or "<" in value.__qualname__:
-        raise Nameless(f"{module}.{value.__qualname__} is no function of a module of moax")
-    return f"{module}.{value.__qualname__}"
+        return f"{value.name}({describe(value.local)})"
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        module = getattr(inspect.getmodule(value), "__name__", "")
+        if module.partition(".")[0] != "moax" or "<" in value.__qualname__:
+            raise Nameless(f"{module}.{value.__qualname__} is no function of a module of moax")
+        return f"{module}.{value.__qualname__}"
+    if dataclasses.is_dataclass(kind):
+        parts = [getattr(value, field.name) for field in dataclasses.fields(kind)]
+    elif isinstance(value, tuple):
+        parts = value
+    else:
+        raise Nameless(f"a {kind.__qualname__} has no stable text")
+    return f"{kind.__module__}.{kind.__qualname__}({', '.join(map(describe, parts))})"
 
 
 @functools.cache
 def source() -> str:
-    """Returns a digest of every file of moax and of the user's tables of tiles."""
+    """Returns a digest of every file of moax, and of the user's tables of tiles in ~/.cache/moax."""
+    files = [path for path in sorted(PACKAGE.rglob("*")) if path.suffix in (".py", ".json")]
+    try:
+        files += sorted((Path.home() / ".cache" / "moax").glob("*.json"))
+    except RuntimeError:  # the user has no home folder
+        pass
     digest = hashlib.sha256()
-    for path in [p for p in sorted(PACKAGE.rglob("*")) if p.suffix in (".py", ".json")] + own_files():
+    for path in files:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def own_files() -> list[Path]:
-    """Returns the user's files that change kernels, in ~/.cache/moax."""
-    try:
-        return sorted((Path.home() / ".cache" / "moax").glob("*.json"))
-    except RuntimeError:  # the user has no home folder
-        return []

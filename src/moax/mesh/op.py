@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ from jaxtyping import PyTree
 from moax.backend import log_once
 from moax.mesh.axes import Names, as_names
 from moax.mesh.collectives import vary_like, varying
-from moax.mesh.lowering import name_by_content, refuse_derivative, refuse_export, refuse_many_devices
+from moax.mesh.lowering import name_call, refuse_derivative, refuse_many_devices
 from moax.mesh.place import constrain
 from moax.mesh.specs import Spec, check_divides, pad, spec
 from moax.mesh.view import MeshView
@@ -56,7 +56,7 @@ class OpSharding(NamedTuple):
     operands: PyTree[Spec | None]
     results: Sequence[Spec]
     reduce: Sequence[Names]
-    layout: Hashable = None
+    layout: Any = None
 
 
 class Rule(NamedTuple):
@@ -89,17 +89,17 @@ class Op:
         split: Mapping[str, str | Callable[[Any], Names]] | None = None,
         sharding: Callable[[Any, tuple, PyTree], OpSharding] | None = None,
     ):
-        self.__name__, self.local, self._rule, self._split, self._sharding = name, local, rule, split or {}, sharding
+        self.name, self.local, self._rule, self._split, self._sharding = name, local, rule, split or {}, sharding
         self._compiled = jax.jit(self._run, static_argnums=(0, 1))
 
     def __call__(self, view: MeshView, static: Hashable, *operands):
         """Returns the results of the op on `operands`, computed by the engine of `view`."""
-        with jax.named_scope(self.__name__):
+        with jax.named_scope(self.name):
             if view.engine == "custom_partitioning":
                 return _bind(_Call(self, view, static, self.rule(static, operands)))(*operands)
             traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
-            if traced and view.unplaced:
-                operands = refuse_many_devices(self.__name__, operands)
+            if traced and view.mesh is None:
+                operands = refuse_many_devices(self.name, operands)
             run = self._run if traced or view.engine == "local" else self._compiled
             return run(view, static, *operands)
 
@@ -115,10 +115,25 @@ class Op:
         return self._reshard(view, self.sharding(static, operands, found), operands)
 
     def rule(self, static: Any, operands: tuple) -> Rule:
-        """Returns the rule of the op for these operands."""
+        """Returns the parsed rule of the op for these operands."""
         made = self._rule(static, operands) if callable(self._rule) else self._rule
-        rule, sizes = (made, ()) if isinstance(made, str) else made
-        return parse(rule, sizes, operands=operands)
+        text, sizes = (made, ()) if isinstance(made, str) else made
+        given, results = (side.split(",") for side in text.split("->"))
+        leaves, stars = [], {}  # the dims of "*c" are c0, c1, ...
+
+        def expand(entry: str) -> tuple[str, ...]:
+            dims = (stars.get(dim, ()) if dim[0] == "*" else (dim,) for dim in DIM.findall(entry))
+            return tuple(itertools.chain(*dims))
+
+        for entry, operand in zip(given, operands, strict=True):
+            arrays = jax.tree.leaves(operand)
+            parts = entry.strip(" {}").split("|")
+            for part, array in zip(parts * (len(arrays) if len(parts) == 1 else 1), arrays, strict=bool(arrays)):
+                dims = DIM.findall(part)
+                for star in (dim for dim in dims if dim[0] == "*" and dim not in stars):
+                    stars[star] = [f"{star[1:]}{i}" for i in range(array.ndim - len(dims) + 1)]
+                leaves.append(expand(part))
+        return Rule(tuple(leaves), tuple(map(expand, results)), sizes)
 
     def sharding(self, static: Any, operands: tuple, found: PyTree) -> OpSharding:
         """Returns the layout of the op; `found` has the spec of each operand leaf, None where it is unknown."""
@@ -139,12 +154,32 @@ class Op:
         specs = jax.tree.unflatten(jax.tree.structure(operands), map(spec_of, rule.leaves))
         return OpSharding(specs, [spec_of(entry) for entry in rule.results], reduce)
 
+    def propagated(self, view: MeshView, static: Any, operands: tuple, found: PyTree) -> OpSharding:
+        """Returns `sharding` where XLA chose the specs that were found, and the declared one where no op can take them.
+
+        A spec that XLA chose is no mistake of the caller, but the log says what it costs.
+        """
+        try:
+            sharding = self.sharding(static, operands, found)
+        except ValueError as error:
+            log_once(f"{self.name}: {error}; the declared layout is used instead, which may move it unquantized")
+            return self.sharding(static, operands, jax.tree.map(lambda x: None, operands))
+        tree, tokens = jax.tree.structure(operands), set(view.axes.tokens)
+        for specs in zip(tree.flatten_up_to(found), tree.flatten_up_to(sharding.operands), strict=True):
+            here, there = (as_names(next(iter(of or ()), None)) for of in specs)
+            if here != there and set(here) == set(there) == tokens:
+                log_once(
+                    f"moax moves tokens from their order over mesh axes {here} into that over {there}; "
+                    "moax.Axes(tokens=...) can say the order"
+                )
+        return sharding
+
     def _reshard(self, view, sharding, operands):
         """Returns the operands in the layout of the op; raises ValueError where a size does not divide."""
         leaves, tree = jax.tree.flatten(operands)
         specs = tree.flatten_up_to(sharding.operands)
         for i, (leaf, to) in enumerate(zip(leaves, specs, strict=True)):
-            check_divides(f"{self.__name__}: operand {i}", leaf.shape, to, view.axes)
+            check_divides(f"{self.name}: operand {i}", leaf.shape, to, view.axes)
         if view.explicit:
             leaves = [jax.sharding.reshard(x, NamedSharding(view.mesh, s)) for x, s in zip(leaves, specs, strict=True)]
         return tree.unflatten(leaves)
@@ -171,25 +206,6 @@ class Op:
         results = self.local(static, *layout, *operands)
         over = sharding.reduce if reduce else [()] * len(results)
         return tuple(lax.psum(r, axes) if axes else r for r, axes in zip(results, over, strict=True))
-
-
-def parse(rule: str, sizes: tuple[tuple[str, int], ...] = (), *, operands: tuple) -> Rule:
-    """Returns the Rule of a text such as "m k, e *c -> m *c" for these operands."""
-    given, made = (side.split(",") for side in rule.split("->"))
-    leaves, counts = [], {}
-
-    def expand(text: str) -> tuple[str, ...]:  # the dims of "*c" are c0, c1, ...
-        dims = ([f"{d[1:]}{i}" for i in range(counts.get(d, 0))] if d[0] == "*" else [d] for d in DIM.findall(text))
-        return tuple(itertools.chain(*dims))
-
-    for text, operand in zip(given, operands, strict=True):
-        arrays = jax.tree.leaves(operand)
-        parts = text.strip(" {}").split("|")
-        for part, array in zip(parts * (len(arrays) if len(parts) == 1 else 1), arrays, strict=bool(arrays)):
-            entry = DIM.findall(part)
-            counts |= {dim: array.ndim - len(entry) + 1 for dim in entry if dim[0] == "*" and dim not in counts}
-            leaves.append(expand(part))
-    return Rule(tuple(leaves), tuple(map(expand, made)), sizes)
 
 
 def differentiable(
@@ -242,9 +258,14 @@ def _bind(call: _Call) -> Callable:
 
     @custom_vmap
     def function(*operands):
-        return call.place(operands, partitioned(*refuse_derivative(call.op.__name__, operands)))
+        return call.place(operands, partitioned(*refuse_derivative(call.op.name, operands)))
 
-    function.def_vmap(call.batch)
+    @function.def_vmap
+    def batch(size, batched, *operands):
+        op = _Batch(call.op.name, call.op, tuple(jax.tree.leaves(batched)))
+        results = _bind(_Call(op, call.view, call.static, op.rule(call.static, operands)))(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
     derivable = jax.custom_jvp(function)
     # `custom_partitioning` has no derivatives, so those of the call run by `shard_map`, as they do on Explicit axes.
     derivable.defjvp(functools.partial(jax.jvp, call.compute))
@@ -253,148 +274,123 @@ def _bind(call: _Call) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One call of an op by `custom_partitioning`, as a hashable value.
+    """One call of an op by `custom_partitioning`, as a hashable value."""
 
-    `jax.vmap` makes one call of a batch of calls: its batched operands and results have one more leading dim. The mesh
-    axes that split this dim keep splitting it: 4 stages over mesh axis "stage" of 4 devices are one stage a device.
-    `rule` is the rule for one element of the batch. `levels` says for each `jax.vmap` around the call, the outermost
-    first, whether each leaf of the operands is batched.
-    """
-
-    op: Op
+    op: Op | _Batch
     view: MeshView
     static: Hashable
     rule: Rule
-    levels: tuple[tuple[bool, ...], ...] = ()
 
     def compute(self, *operands):
         """Returns the results by `shard_map`: `custom_partitioning` needs a function of global arrays for its types."""
-        one = functools.partial(self.op, self.view._replace(engine="shard_map"), self.static)
-        return self._run_batch(one, operands, lambda run, level: jax.vmap(run, ([0 if b else None for b in level],)))
-
-    def _run_batch(self, run_one: Callable, operands, map_over: Callable):
-        """Returns the results of `run_one` for all elements of the batch, by map_over(run, level) of each level."""
-        leaves, tree = jax.tree.flatten(operands)
-
-        def run(leaves):
-            return run_one(*tree.unflatten(leaves))
-
-        for level in reversed(self.levels):
-            run = map_over(run, level)
-        return run(leaves)
+        return self.op(self.view._replace(engine="shard_map"), self.static, *operands)
 
     def partition(self, mesh, operands, results):
         """Serves as the partition callback of `custom_partitioning`."""
         # JAX passes an empty mesh, and shardings without specs, where no argument of the program has a sharding.
         mesh = self.view.mesh if mesh.empty else mesh
-        leaves, tree = jax.tree.flatten(operands)
-        found = [getattr(x.sharding, "spec", None) for x in leaves]
-        over, one = self._batch_axes(leaves, found), self._one(operands)
-        specs = [None if s is None else Spec(*tuple(s)[self._depth(i) :]) for i, s in enumerate(found)]
-        try:
-            layout = self.op.sharding(self.static, one, tree.unflatten(specs))
-        except ValueError as error:  # sharding propagation may have chosen this spec, so the caller made no mistake
-            log_once(f"{self.op.__name__}: {error}; the declared layout is used instead, which may move it unquantized")
-            layout = self.op.sharding(self.static, one, tree.unflatten([None] * len(leaves)))
-        wanted = tree.flatten_up_to(layout.operands)
-        self._log_moves(specs, wanted)
-
-        def sharding(of: Spec, levels: Iterable[bool]) -> NamedSharding:
-            return NamedSharding(mesh, Spec(*spec(*itertools.compress(over, levels)), *of))
-
-        made = [sharding(of, [True] * len(over)) for of in layout.results]
-        made = (jax.tree.map(lambda _, to=to: to, r) for r, to in zip(results, made, strict=True))
-        taken = [sharding(of, [level[i] for level in self.levels]) for i, of in enumerate(wanted)]
-        one_shard = functools.partial(self.op.compute_shards, self.static, layout)
-        return mesh, lambda *shards: self._run_batch(one_shard, shards, _map), tuple(made), tree.unflatten(taken)
-
-    def _log_moves(self, found: Sequence[Spec | None], wanted: Sequence[Spec]) -> None:
-        """Logs where operands are split over the token axes in another order than the one that the op needs."""
-        tokens = set(self.view.axes.tokens)
-        for here, there in zip(found, wanted, strict=True):
-            names, rows = (as_names(next(iter(of or ()), None)) for of in (here, there))
-            if names != rows and set(names) == set(rows) == tokens:
-                log_once(
-                    f"moax moves tokens from their order over mesh axes {names} into that over {rows}; "
-                    "moax.Axes(tokens=...) can say the order"
-                )
+        found = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
+        sharding, tree = self.op.propagated(self.view, self.static, operands, found), jax.tree.structure(operands)
+        taken = tree.unflatten(NamedSharding(mesh, of) for of in tree.flatten_up_to(sharding.operands))
+        each = zip(results, [NamedSharding(mesh, of) for of in sharding.results], strict=True)
+        made = tuple(jax.tree.map(lambda _, to=to: to, result) for result, to in each)
+        return mesh, functools.partial(self.op.compute_shards, self.static, sharding), made, taken
 
     def place(self, operands, results):
         """Returns the results; Shardy would replicate a dim that no operand names, so such a dim is constrained."""
-        shared = [dim for dims in self.rule.leaves for dim in dims if dims[0] != "@"]
+        shared = [dim for dims in self.rule.leaves for dim in _letters(dims)]
         known = {name for dim in shared for name in (dim, *dim.strip("()").split())}
-        one = self._one(operands)
-        specs = self.op.sharding(self.static, one, jax.tree.map(lambda x: None, one)).results
+        specs = self.op.propagated(self.view, self.static, operands, jax.tree.map(lambda x: None, operands)).results
 
         def place_one(result, of: Spec, dims):
-            if dims[0] not in "@=":
-                if known.issuperset(dims):
-                    return result
-                of = Spec(*(Spec.UNCONSTRAINED if d in known else e for d, e in itertools.zip_longest(dims, of)))
-            to = Spec(*[Spec.UNCONSTRAINED] * len(self.levels), *of)
+            follows = [dim in known for dim in _letters(dims)]
+            if len(follows) == len(dims) and all(follows):
+                return result
+            entries = itertools.zip_longest(follows, of)
+            to = Spec(*(Spec.UNCONSTRAINED if follow else entry for follow, entry in entries))
             return jax.tree.map(lambda x: constrain(x, to), result)
 
         return tuple(map(place_one, results, specs, self.rule.results))
 
     def make_rule(self, mesh, operand_types, result_types):
         """Returns the Shardy rule of the call, as the rule callback of `custom_partitioning`."""
-        refuse_export(self.op.__name__)
-        name_by_content(self, mesh, operand_types, result_types)
-        fresh = (f"z{i}" for i in range(10**6))
-        batch = [f"v{i}" for i in range(len(self.levels))]
+        name_call(self, mesh, operand_types, result_types)
+        fresh = (f"z{i}" for i in itertools.count())
 
-        def entry(dims, type_, levels) -> str:
-            rank = len(type_.shape) - len(levels)
-            return " ".join([*levels, *(dims if dims and dims[0] not in "@=" else (next(fresh) for _ in range(rank)))])
+        def entry(dims, type_) -> str:  # the dims of a tree have no letter in common with other arrays
+            letters = _letters(dims)
+            own = len(type_.shape) - len(letters) if len(letters) < len(dims) else 0
+            return " ".join([*letters, *itertools.islice(fresh, own)])
 
-        operands = [
-            entry(dims, type_, [v for v, level in zip(batch, self.levels, strict=True) if level[i]])
-            for i, (dims, type_) in enumerate(zip(self.rule.leaves, operand_types, strict=True))
-        ]
         # A tree of results has any number of leaves, and comes after all single results.
-        single = [dims for dims in self.rule.results if dims[0] not in "@="]
-        trees = ["@"] * (len(result_types) - len(single))
-        results = [entry(dims, type_, batch) for dims, type_ in zip([*single, *trees], result_types, strict=True)]
+        made = list(self.rule.results)
+        made += made[-1:] * (len(result_types) - len(made))
+        operands, results = map(entry, self.rule.leaves, operand_types), map(entry, made, result_types)
         return f"{', '.join(operands)} -> {', '.join(results)}", dict(self.rule.sizes)
 
-    def batch(self, size, batched, *operands):
-        """Serves as the rule of `jax.vmap`: the call has one level more."""
-        outer = dataclasses.replace(self, levels=(tuple(jax.tree.leaves(batched)), *self.levels))
-        results = _bind(outer)(*operands)
-        return results, jax.tree.map(lambda _: True, results)
 
-    def _depth(self, i: int, outer: int | None = None) -> int:
-        """Returns how many dims of batches leaf i of the operands has by the levels before `outer`, or by all."""
-        return sum(level[i] for level in self.levels[:outer])
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """An op under `jax.vmap`: leaves of the operands that are `batched`, and all results, have one more leading dim.
 
-    def _one(self, operands):
-        """Returns the types of the operands of one element of the batch."""
+    The mesh axes without a role that split this dim keep splitting it: 4 stages over mesh axis "stage" of 4 devices are
+    one stage a device.
+    """
+
+    name: str
+    op: Op | _Batch
+    batched: tuple[bool, ...]
+
+    def __call__(self, view: MeshView, static: Hashable, *operands):
+        """Returns the results of the op on all elements of the batch."""
         leaves, tree = jax.tree.flatten(operands)
-        return tree.unflatten(jax.ShapeDtypeStruct(x.shape[self._depth(i) :], x.dtype) for i, x in enumerate(leaves))
+        run = functools.partial(self.op, view, static)
+        return jax.vmap(lambda *one: run(*tree.unflatten(one)), [0 if b else None for b in self.batched])(*leaves)
 
-    def _batch_axes(self, leaves, found) -> list[Names]:
-        """Returns for each level the mesh axes without a role that split the batch of the first split operand."""
+    def rule(self, static, operands) -> Rule:
+        """Returns the rule of the op with a letter of the batch in front."""
+        leaves, results, sizes = self.op.rule(static, self._one(operands))
+        letter = f"v{len(results[0])}"  # each level of `jax.vmap` adds a dim to a result
+        split = ((letter, *dims) if b else dims for dims, b in zip(leaves, self.batched, strict=True))
+        return Rule(tuple(split), tuple((letter, *dims) for dims in results), sizes)
 
-        def axes_of(outer: int, i: int) -> Names:
-            entry = pad(found[i], leaves[i].ndim)[self._depth(i, outer)]
-            return tuple(name for name in entry if name not in self.view.axes.all)
+    def propagated(self, view: MeshView, static, operands, found) -> OpSharding:
+        """Returns the layout of the batch, and as its `layout` that of one element."""
+        leaves, tree = jax.tree.flatten(operands)
+        specs = tree.flatten_up_to(found)
+        split = (
+            tuple(name for name in pad(of, leaf.ndim)[0] if name not in view.axes.all)
+            for leaf, of, batched in zip(leaves, specs, self.batched, strict=True)
+            if batched and of is not None
+        )
+        over = next(filter(None, split), ())
+        inner = [of if of is None else Spec(*tuple(of)[b:]) for of, b in zip(specs, self.batched, strict=True)]
+        one = self.op.propagated(view, static, self._one(operands), tree.unflatten(inner))
+        wanted = zip(tree.flatten_up_to(one.operands), self.batched, strict=True)
+        taken = tree.unflatten([Spec(over, *of) if b else of for of, b in wanted])
+        return OpSharding(taken, [Spec(over, *of) for of in one.results], one.reduce, one)
 
-        known = [i for i, of in enumerate(found) if of is not None]
-        each = ((axes_of(outer, i) for i in known if level[i]) for outer, level in enumerate(self.levels))
-        return [next(filter(None, axes), ()) for axes in each]
+    def compute_shards(self, static, sharding: OpSharding, *operands):
+        """Returns the results of one device for its elements of the batch, one after the other."""
+        leaves, tree = jax.tree.flatten(operands)
 
-
-def _map(run: Callable, level: Sequence[bool]) -> Callable:
-    """Returns `run` over the leading dim of the leaves that `level` names; other leaves are the same."""
-
-    def mapped(leaves):
         def one(rows):
             rows = iter(rows)
-            return run([next(rows) if batched else x for x, batched in zip(leaves, level, strict=True)])
+            shards = [next(rows) if b else leaf for leaf, b in zip(leaves, self.batched, strict=True)]
+            return self.op.compute_shards(static, sharding.layout, *tree.unflatten(shards))
 
-        rows = list(itertools.compress(leaves, level))
+        rows = list(itertools.compress(leaves, self.batched))
         if rows[0].shape[0] == 1:  # as on a mesh that gives each device one element
             return jax.tree.map(lambda y: y[None], one([x[0] for x in rows]))
         return lax.map(one, rows)
 
-    return mapped
+    def _one(self, operands):
+        """Returns the types of the operands of one element."""
+        leaves, tree = jax.tree.flatten(operands)
+        types = zip(leaves, self.batched, strict=True)
+        return tree.unflatten(jax.ShapeDtypeStruct(x.shape[b:], x.dtype) for x, b in types)
+
+
+def _letters(dims: Sequence[str]) -> list[str]:
+    """Returns the dims that an array may have in common with others: none of a tree, but for its batch."""
+    return list(itertools.takewhile(lambda dim: dim not in "@=", dims))

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from moax.mesh.axes import ResolvedAxes
-from moax.mesh.specs import AnyMesh, is_explicit, mesh_in_force, mesh_of
+from moax.mesh.specs import AnyMesh, is_explicit, manual_axes, mesh_in_force, mesh_of
 
 
 def named(mesh: AnyMesh, specs: PyTree[PartitionSpec]) -> Any:
@@ -26,7 +26,7 @@ def constrain(x: Array, to: PartitionSpec) -> Array:
     Without a mesh, and where an axis is Manual, the result is x itself.
     """
     mesh = mesh_of(x)
-    if mesh is None or any(t == AxisType.Manual for t in mesh.axis_types):
+    if mesh is None or manual_axes(mesh):
         return x
     if is_explicit(mesh):
         return jax.sharding.reshard(x, NamedSharding(mesh, to))
@@ -46,7 +46,7 @@ def make_sharded(make: Callable, specs: PyTree[PartitionSpec] | None) -> Callabl
     Where `specs` is None, or an axis is Manual, the result is `make` itself.
     """
     mesh = mesh_in_force()
-    if specs is None or mesh is None or any(kind == AxisType.Manual for kind in mesh.axis_types):
+    if specs is None or mesh is None or manual_axes(mesh):
         return make
     if isinstance(mesh, Mesh):  # the mesh of `with mesh:`
         return jax.jit(make, out_shardings=named(mesh, specs))

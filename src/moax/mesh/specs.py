@@ -16,7 +16,6 @@ from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
 
 Spec = PartitionSpec
 AnyMesh = Mesh | AbstractMesh
-BOTH = (AxisType.Auto, AxisType.Explicit)
 
 
 def spec(*entries: str | Sequence[str] | None) -> PartitionSpec:
@@ -62,9 +61,8 @@ def weight_gather(
       ValueError: a dim of the spec does not name its `kept` axes first, or names an axis that may not be gathered
         after them. The axes of fsdp may be gathered, and those of ep where no dim keeps ep.
     """
-    sizes = dict(axes.sizes)
     gatherable = axes.fsdp + (() if any(n in axes.ep for need in kept for n in need) else axes.ep)
-    entries = [tuple(n for n in entry if n in sizes) for entry in pad(weight_spec, len(kept))]
+    entries = [tuple(n for n in entry if n in axes.all) for entry in pad(weight_spec, len(kept))]
     for dim, (entry, need) in enumerate(zip(entries, kept, strict=True)):
         if entry[: len(need)] != need or not set(entry[len(need) :]) <= set(gatherable):
             has = f"is sharded over {_listed(entry)}" if entry else "is not sharded"
@@ -97,9 +95,9 @@ def mesh_in_force() -> AnyMesh | None:
     return None if physical.empty else physical
 
 
-def mesh_sizes(mesh: AnyMesh | None = None) -> dict[str, int]:
-    """Returns the axis sizes of a mesh, by name; {} without a mesh. None means the mesh in force."""
-    mesh = mesh or mesh_in_force()
+def mesh_sizes() -> dict[str, int]:
+    """Returns the axis sizes of the mesh in force, by name; {} without a mesh."""
+    mesh = mesh_in_force()
     return {} if mesh is None else dict(mesh.shape)
 
 
@@ -107,6 +105,16 @@ def mesh_of(*arrays: Array) -> AnyMesh | None:
     """Returns the mesh in force, or else the mesh in the type of an array; None if there is neither."""
     typed = (jax.typeof(a).sharding.mesh for a in arrays)
     return mesh_in_force() or next((m for m in typed if not m.empty), None)
+
+
+def is_explicit(mesh: AnyMesh) -> bool:
+    """Returns whether any axis of the mesh is Explicit."""
+    return AxisType.Explicit in mesh.axis_types
+
+
+def manual_axes(mesh: AnyMesh) -> set[str]:
+    """Returns the mesh axes that a `shard_map` around the caller has made Manual."""
+    return {n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
 
 
 def resolve_axes(axes: Axes, mesh: AnyMesh | None = None) -> ResolvedAxes:
@@ -119,15 +127,14 @@ def resolve_axes(axes: Axes, mesh: AnyMesh | None = None) -> ResolvedAxes:
     mesh = mesh or mesh_in_force()
     if mesh is None:
         return ResolvedAxes()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    auto, explicit = ([n for n, kind in kinds.items() if kind == which] for which in BOTH)
-    if auto and explicit:
+    kinds, manual = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)), manual_axes(mesh)
+    if {AxisType.Auto, AxisType.Explicit} <= set(kinds.values()):
+        auto, explicit = ([n for n in kinds if kinds[n] == kind] for kind in (AxisType.Auto, AxisType.Explicit))
         raise ValueError(
             f"mesh axes {auto} are Auto and {explicit} are Explicit; moax works on meshes whose axes are all of one "
             "kind: pass axis_types=(AxisType.Auto,) * n, or Explicit for all, to jax.make_mesh"
         )
-    manual = [n for n, kind in kinds.items() if kind == AxisType.Manual and n not in axes.names]
-    return axes.resolve({n: size for n, size in mesh.shape.items() if n not in manual})
+    return axes.resolve({n: size for n, size in mesh.shape.items() if n in axes.names or n not in manual})
 
 
 def device_spec(axes: ResolvedAxes) -> PartitionSpec:
@@ -138,8 +145,3 @@ def device_spec(axes: ResolvedAxes) -> PartitionSpec:
 def local_shape(shape: Sequence[int], array_spec: PartitionSpec, axes: ResolvedAxes) -> tuple[int, ...]:
     """Returns the shape of one device's shard, rounded up where devices do not divide it: 10 over 4 is 3."""
     return tuple(-(-n // axes.size(names)) for n, names in zip(shape, pad(array_spec, len(shape)), strict=True))
-
-
-def is_explicit(mesh: AnyMesh) -> bool:
-    """Returns whether any axis of the mesh is Explicit."""
-    return any(kind == AxisType.Explicit for kind in mesh.axis_types)

@@ -11,12 +11,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.place import constrain
-from moax.mesh.specs import AnyMesh, is_explicit, mesh_of, pad, spec
+from moax.mesh.specs import AnyMesh, is_explicit, manual_axes, mesh_of, pad, spec
 from moax.mesh.view import MeshView
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -42,7 +42,7 @@ def find_token_dims(x: Array, axes: Axes, resolved: ResolvedAxes) -> Axes:
     itself.
     """
     mesh = mesh_of(x)
-    if mesh is None or not is_explicit(mesh) or set(resolved.tokens).intersection(_manual(mesh)):
+    if mesh is None or not is_explicit(mesh) or manual_axes(mesh).intersection(resolved.tokens):
         return axes
     dims = [tuple(n for n in names if n in resolved.tokens) for names in pad(jax.typeof(x).sharding.spec, x.ndim)[:-1]]
     named_in_x = {name for names in dims for name in names}
@@ -107,7 +107,7 @@ def find_row_axes(x: Array, view: MeshView) -> Names:
 def _find_split(x: Array, resolved: ResolvedAxes) -> tuple[AnyMesh | None, tuple[Names, ...] | None]:
     """Returns the mesh of x, None for a shard, and the axes over its leading dims, None if one does not divide."""
     mesh = mesh_of(x)
-    if mesh is None or set(resolved.tokens).intersection(_manual(mesh)):
+    if mesh is None or manual_axes(mesh).intersection(resolved.tokens):
         return None, None
     dims = resolved.over(x.ndim - 1)
     divide = all(size % resolved.size(names) == 0 for size, names in zip(x.shape[:-1], dims, strict=True))
@@ -143,7 +143,3 @@ def _between(dims: Sequence[Names]) -> list[Names]:
 
 def _typed(mesh: AnyMesh | None, *entries) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, spec(*entries))
-
-
-def _manual(mesh: AnyMesh) -> list[str]:
-    return [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]

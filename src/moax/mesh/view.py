@@ -11,21 +11,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax import lax
-from jax.sharding import AxisType
 from jaxtyping import Array, PyTree
 
 from moax.checks import check_kind
 from moax.errors import Unsupported
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.collectives import reduce_max, varying
-from moax.mesh.specs import is_explicit, mesh_of, resolve_axes
+from moax.mesh.specs import is_explicit, manual_axes, mesh_of, resolve_axes
 
 Engine = Literal["auto", "custom_partitioning", "shard_map"]
-ENGINES = ("auto", "custom_partitioning", "shard_map")
+ENGINES = get_args(Engine)
 
 
 class MeshView(NamedTuple):
@@ -36,10 +35,8 @@ class MeshView(NamedTuple):
       engine: the way from global arrays to shards; `local` calls the local function on the operands as they are.
       manual: whether the caller is inside a `shard_map` over all of `axes`. The operands are then shards, and the
         caller sums over axes that split no dim of a result, as it does for `jnp.dot`.
-      explicit: whether an axis of the mesh is Explicit.
-      mesh: the mesh in force; None without one, and where no axis has a role and more than one device.
-      mapped: the mesh axes that the `shard_map` of an op makes Manual.
-      unplaced: whether neither a mesh in force nor the type of an operand names a mesh.
+      explicit: whether an axis of the mesh is Explicit, and ops see global arrays.
+      mesh: the mesh in force, or else in the type of an operand; None without one.
     """
 
     axes: ResolvedAxes
@@ -47,15 +44,18 @@ class MeshView(NamedTuple):
     manual: bool = False
     explicit: bool = False
     mesh: Any = None
-    mapped: frozenset[str] = frozenset()
-    unplaced: bool = False
+
+    @property
+    def mapped(self) -> set[str]:
+        """The mesh axes that the `shard_map` of an op makes Manual: all that are not."""
+        return set(self.mesh.axis_names) - manual_axes(self.mesh)
 
     @property
     def nested(self) -> bool:
         """Whether ops run inside a `shard_map` that leaves out a part of the mesh, or open one inside another."""
-        if self.mesh is None or AxisType.Manual not in self.mesh.axis_types:
+        if self.mesh is None or not manual_axes(self.mesh):
             return False
-        return not self.manual or any(kind != AxisType.Manual for kind in self.mesh.axis_types)
+        return not self.manual or bool(self.mapped)
 
     def psum(self, x: Array, names: Names) -> Array:
         """Sums x over `names` inside a `shard_map`, where an op leaves this sum to its caller; elsewhere returns x."""
@@ -92,25 +92,21 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree[Array]) -> Mesh
     check_kind("axes", axes, Axes)
     mesh = mesh_of(*jax.tree.leaves(operands))
     if mesh is None:
-        return MeshView(ResolvedAxes(), "local", unplaced=True)
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    resolved = resolve_axes(axes, mesh)
-    manual = frozenset(n for n, kind in kinds.items() if kind == AxisType.Manual)
-    explicit = is_explicit(mesh)
+        return MeshView(ResolvedAxes(), "local")
+    resolved, explicit, manual = resolve_axes(axes, mesh), is_explicit(mesh), manual_axes(mesh)
     inside = [n for n in resolved.all if n in manual]
-    if manual and len(inside) == len(resolved.all) and (inside or not explicit):
+    outside = [n for n in resolved.all if n not in manual]
+    if manual and not outside and (inside or not explicit):
         return MeshView(resolved, "local", manual=True, mesh=mesh)
     if inside:
-        outside = [n for n in resolved.all if n not in manual]
         raise ValueError(
             f"mesh axes {inside} are Manual (inside a shard_map) but {outside} are not; take all of them, or none, "
             "into the shard_map's axis_names"
         )
-    if not resolved.all and not explicit:
-        return MeshView(resolved, "local")
+    if not outside and not explicit:
+        return MeshView(resolved, "local", mesh=mesh)
     if engine == "custom_partitioning" and (explicit or manual):
         reason = f"axes {sorted(manual)} are Manual" if manual else "axes are Explicit"
         raise Unsupported(f"engine='custom_partitioning' cannot run on this mesh: {reason}; use 'auto' or 'shard_map'")
     partitioned = not explicit and not manual and engine != "shard_map"
-    name = "custom_partitioning" if partitioned else "shard_map"
-    return MeshView(resolved, name, explicit=explicit, mesh=mesh, mapped=frozenset(kinds) - manual)
+    return MeshView(resolved, "custom_partitioning" if partitioned else "shard_map", explicit=explicit, mesh=mesh)
