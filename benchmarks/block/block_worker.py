@@ -29,7 +29,7 @@ from benchmarks.peers import native
 from benchmarks.report import HOPPER, OURS, why
 from benchmarks.timing import Repeats, call_time, kernel_time
 from moax import backend
-from moax.mesh.place import named
+from moax.mesh.specs import named
 from moax.sharding import param_specs, token_spec
 
 TOP = 40  # The answer lists at most this many kernels.

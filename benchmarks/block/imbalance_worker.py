@@ -25,7 +25,7 @@ from benchmarks.block.block_worker import inputs, on_mesh, options_of, param_sha
 from benchmarks.block.worker import READY
 from benchmarks.report import why
 from benchmarks.timing import Repeats, call_time
-from moax.mesh.place import named
+from moax.mesh.specs import named
 from moax.sharding import param_specs, token_spec
 
 

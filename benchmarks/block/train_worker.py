@@ -34,7 +34,7 @@ from lm.data import load
 from lm.model import MoEBlock
 from lm.step import jit_init, jit_update
 from moax import MoEConfig, MoEParams, MoEStats, backend
-from moax.mesh.place import named
+from moax.mesh.specs import named
 from moax.sharding import token_spec
 
 TEXTS = 8  # The steps take these batches in turn.

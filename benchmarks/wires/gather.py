@@ -25,8 +25,7 @@ from moax.initialize import init
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
 from moax.mesh.devices import make_mesh
-from moax.mesh.place import named
-from moax.mesh.specs import spec
+from moax.mesh.specs import named, spec
 from moax.ops.weights import find_layout, gather_shard
 from moax.recipe import get_recipes
 from moax.sharding import expert_specs

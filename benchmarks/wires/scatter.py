@@ -28,8 +28,7 @@ from moax.inspect import collectives, total_bytes
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import GRAD_REDUCE, GradReduce, scatter_gradient, sum_dtype
 from moax.mesh.devices import make_mesh
-from moax.mesh.place import named
-from moax.mesh.specs import spec
+from moax.mesh.specs import named, spec
 from moax.ops.weights import find_layout
 from moax.params import param_shapes
 from moax.recipe import get_recipes

@@ -17,7 +17,7 @@ import jax  # noqa: E402
 from jax.sharding import AxisType  # noqa: E402
 
 import moax  # noqa: E402
-from moax.mesh.place import named  # noqa: E402
+from moax.mesh.specs import named  # noqa: E402
 from moax.sharding import token_spec  # noqa: E402
 
 INK, GREY, PALE, BLUE, AMBER, LIGHT = "#1f2933", "#7b8794", "#f0f3f6", "#2f6fb0", "#d98a1a", "#bcd5ec"

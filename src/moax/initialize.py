@@ -12,8 +12,7 @@ from jaxtyping import Array, PRNGKeyArray
 from moax.checks import check_float_dtype, check_key, check_kind
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes
-from moax.mesh.place import make_sharded
-from moax.mesh.specs import Spec, mesh_sizes
+from moax.mesh.specs import Spec, make_sharded, mesh_sizes
 from moax.params import DIMS, ROUTER, MoEParams, param_shapes, params_by_name
 from moax.sharding import param_specs
 

@@ -19,8 +19,7 @@ from jaxtyping import Array, PRNGKeyArray
 from moax.checks import check_count, check_float, check_float_dtype, check_key, check_kind, is_number
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes, ResolvedAxes
-from moax.mesh.place import make_sharded
-from moax.mesh.specs import AnyMesh, Spec, check_divides, mesh_in_force, resolve_axes, spec
+from moax.mesh.specs import AnyMesh, Spec, check_divides, make_sharded, mesh_in_force, resolve_axes, spec
 from moax.params import MoEParams
 from moax.types import pytree
 

@@ -26,7 +26,7 @@ from moax.extras import missing
 from moax.initialize import Initializer, init
 from moax.logical import LogicalAxes, check_dense_names, find_dense_layout, find_layout, named_params
 from moax.mesh.axes import Axes
-from moax.mesh.place import make_sharded
+from moax.mesh.specs import make_sharded
 from moax.mesh.view import Engine
 from moax.ops.balance import Rule, update_router_bias
 from moax.ops.matmul import dense

@@ -24,7 +24,7 @@ from moax.checks import is_int
 from moax.mesh.collectives import GATHERED, PARTIAL_GRAD
 from moax.mesh.lowering import refuse_derivative
 from moax.mesh.op import differentiable
-from moax.mesh.place import zeros_of
+from moax.mesh.specs import zeros_of
 from moax.stages import Stage, Traced, is_smooth, trace, variables
 
 

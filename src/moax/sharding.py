@@ -14,10 +14,10 @@ from jaxtyping import Array
 
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes, ResolvedAxes
-from moax.mesh.place import constrain
 from moax.mesh.specs import (
     AnyMesh,
     check_divides,
+    constrain,
     is_explicit,
     local_shape,
     mesh_in_force,

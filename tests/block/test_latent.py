@@ -14,7 +14,7 @@ import pytest
 
 import moax
 from moax import inspect, lora
-from moax.mesh.place import named
+from moax.mesh.specs import named
 from moax.params import param_shapes
 from support import make_mesh, make_params, random, rel_norm
 from support.block import BASE, make_x

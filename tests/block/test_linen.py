@@ -22,7 +22,7 @@ from flax import linen as nn
 
 import moax
 from moax.linen import MoEBlock
-from moax.mesh.place import named
+from moax.mesh.specs import named
 from support import make_mesh, rel_error, some
 
 pytestmark = pytest.mark.loose

@@ -21,7 +21,7 @@ import optax
 from flax import nnx
 
 import moax
-from moax.mesh.place import named
+from moax.mesh.specs import named
 from moax.nnx import MoE, RouterBias
 from support import make_mesh, rel_error, some
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import Axes, backend, inspect, ops
-from moax.mesh.place import named
+from moax.mesh.specs import named
 from support import make_mesh, make_params, put, random, some
 from support.block import MESH, check_gradients
 from support.oracle.block import block as block_by_numpy

@@ -20,8 +20,17 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax import Axes, MoEConfig, MoEParams, ops
 from moax.mesh.axes import ResolvedAxes, as_names
-from moax.mesh.place import constrain, make_sharded, named
-from moax.mesh.specs import check_divides, local_shape, mesh_of, pad, spec, weight_gather
+from moax.mesh.specs import (
+    check_divides,
+    constrain,
+    local_shape,
+    make_sharded,
+    mesh_of,
+    named,
+    pad,
+    spec,
+    weight_gather,
+)
 from moax.ops.weights import WeightSpec, find_layout, replicas
 from moax.recipe import FULL, RECIPES
 from moax.sharding import dense_spec, param_specs, reshard_params, shard_specs, token_spec

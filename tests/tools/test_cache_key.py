@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 import jax, moax
-from moax.mesh.place import named
+from moax.mesh.specs import named
 
 padding = [bytearray(4096) for _ in range({padding})]  # so that addresses differ, as they do between two real programs
 hits = []

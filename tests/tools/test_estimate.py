@@ -18,7 +18,7 @@ from moax import cli, inspect
 from moax.estimate import HARDWARE, estimate
 from moax.exchange.slots import plan_sends
 from moax.mesh.axes import Axes
-from moax.mesh.place import named
+from moax.mesh.specs import named
 from moax.params import param_shapes
 from moax.recipe import Format, Recipe
 from moax.sharding import param_specs, token_spec

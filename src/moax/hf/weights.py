@@ -26,7 +26,7 @@ from moax.hf.families import MODEL_TYPES, layout_of, layouts_of
 from moax.hf.files import NAMES, Checkpoint, Output, find_entry, write_files
 from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
 from moax.mesh.axes import Axes
-from moax.mesh.place import named
+from moax.mesh.specs import named
 from moax.params import DIMS, MoEParams, check_params, param_shapes, params_by_name
 from moax.sharding import param_specs
 

@@ -15,8 +15,7 @@ from moax import program
 from moax.config import MoEConfig
 from moax.inspect.listing import Collective, collectives, table, total_bytes, weight_gathers, weight_scatters
 from moax.mesh.axes import Axes
-from moax.mesh.place import named
-from moax.mesh.specs import check_divides
+from moax.mesh.specs import check_divides, named
 from moax.options import Engine, Options
 from moax.params import param_shapes
 from moax.recipe import Recipe, Recipes

@@ -35,8 +35,7 @@ from moax.backend import log_once
 from moax.mesh.axes import Names, as_names
 from moax.mesh.collectives import vary_like, varying
 from moax.mesh.lowering import name_call, refuse_derivative, refuse_many_devices
-from moax.mesh.place import constrain
-from moax.mesh.specs import Spec, check_divides, pad, spec
+from moax.mesh.specs import Spec, check_divides, constrain, pad, spec
 from moax.mesh.view import MeshView
 
 DIM = re.compile(r"[@=]|\([^)]*\)|\*?\w+")

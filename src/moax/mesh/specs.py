@@ -1,16 +1,19 @@
-"""The algebra of specs: a PartitionSpec says over which mesh axes each dim of an array is split.
+"""A PartitionSpec says over which mesh axes each dim of an array is split.
 
-Specs are computed from axis names and sizes alone. `Axes.resolve` has dropped axes of size 1 and absent axes before.
+This file has the algebra of specs, finds the mesh in force, and brings arrays to the layout of a spec on it. Specs are
+computed from axis names and sizes alone. `Axes.resolve` has dropped axes of size 1 and absent axes before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
-from jaxtyping import Array
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
 
 from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
 
@@ -40,6 +43,16 @@ def check_divides(what: str, shape: Sequence[int], array_spec: PartitionSpec, ax
             raise ValueError(
                 f"{what}: dim {dim} of size {size} does not divide by mesh axes {names} of {axes.size(names)} devices"
             )
+
+
+def local_shape(shape: Sequence[int], array_spec: PartitionSpec, axes: ResolvedAxes) -> tuple[int, ...]:
+    """Returns the shape of one device's shard, rounded up where devices do not divide it: 10 over 4 is 3."""
+    return tuple(-(-n // axes.size(names)) for n, names in zip(shape, pad(array_spec, len(shape)), strict=True))
+
+
+def device_spec(axes: ResolvedAxes) -> PartitionSpec:
+    """Returns the spec of per-device arrays: the leading dim is sharded over all mesh axes."""
+    return spec(axes.all)
 
 
 def check_spec(name: str, value: Any, ndim: int) -> PartitionSpec:
@@ -137,11 +150,56 @@ def resolve_axes(axes: Axes, mesh: AnyMesh | None = None) -> ResolvedAxes:
     return axes.resolve({n: size for n, size in mesh.shape.items() if n in axes.names or n not in manual})
 
 
-def device_spec(axes: ResolvedAxes) -> PartitionSpec:
-    """Returns the spec of per-device arrays: the leading dim is sharded over all mesh axes."""
-    return spec(axes.all)
+def named(mesh: AnyMesh, specs: PyTree[PartitionSpec]) -> Any:
+    """Returns the NamedSharding on `mesh` of each spec in a tree."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
 
 
-def local_shape(shape: Sequence[int], array_spec: PartitionSpec, axes: ResolvedAxes) -> tuple[int, ...]:
-    """Returns the shape of one device's shard, rounded up where devices do not divide it: 10 over 4 is 3."""
-    return tuple(-(-n // axes.size(names)) for n, names in zip(shape, pad(array_spec, len(shape)), strict=True))
+def constrain(x: Array, to: PartitionSpec) -> Array:
+    """Returns x, resharded to the spec `to` on Explicit axes, and constrained to it on Auto axes.
+
+    Without a mesh, and where an axis is Manual, the result is x itself.
+    """
+    mesh = mesh_of(x)
+    if mesh is None or manual_axes(mesh):
+        return x
+    if is_explicit(mesh):
+        return jax.sharding.reshard(x, NamedSharding(mesh, to))
+    in_force = not jax.sharding.get_abstract_mesh().empty
+    return lax.with_sharding_constraint(x, to if in_force else NamedSharding(mesh, to))
+
+
+def keep_rows(y: Array, axes: ResolvedAxes) -> Array:
+    """Returns y, with its leading dim over the token axes of an Auto mesh. XLA chooses the layout of the other dims."""
+    return constrain(y, PartitionSpec(axes.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
+
+
+def make_sharded(make: Callable, specs: PyTree[PartitionSpec] | None) -> Callable:
+    """Returns `make`, with its results sharded by `specs` on the mesh in force, so that each device makes its own
+    shards.
+
+    Where `specs` is None, or an axis is Manual, the result is `make` itself.
+    """
+    mesh = mesh_in_force()
+    if specs is None or mesh is None or manual_axes(mesh):
+        return make
+    if isinstance(mesh, Mesh):  # the mesh of `with mesh:`
+        return jax.jit(make, out_shardings=named(mesh, specs))
+    # These are specs, and no NamedShardings on the abstract mesh: vmap would replicate a result with a NamedSharding.
+    if is_explicit(mesh):
+        return jax.jit(jax.sharding.auto_axes(make, out_sharding=specs))
+    return jax.jit(make, out_shardings=specs)
+
+
+def zeros_of(of: Any) -> Array:
+    """Returns zeros of an array's type, with its Explicit sharding and its varying Manual axes."""
+    explicit = is_explicit(of.sharding.mesh)
+    zeros = jnp.zeros(of.shape, of.dtype, out_sharding=of.sharding if explicit else None)
+    names = tuple(of.manual_axis_type.varying)
+    return lax.pcast(zeros, names, to="varying") if names else zeros
+
+
+def reshard_like(y: Array, x: Array) -> Array:
+    """Returns y, with the sharding in the type of x where mesh axes are Explicit; elsewhere y itself."""
+    sharding = jax.typeof(x).sharding
+    return jax.sharding.reshard(y, sharding) if is_explicit(sharding.mesh) else y

@@ -15,8 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from moax.mesh.axes import Axes, Names, ResolvedAxes
-from moax.mesh.place import constrain
-from moax.mesh.specs import AnyMesh, is_explicit, manual_axes, mesh_of, pad, spec
+from moax.mesh.specs import AnyMesh, constrain, is_explicit, manual_axes, mesh_of, pad, spec
 from moax.mesh.view import MeshView
 
 FREE = PartitionSpec.UNCONSTRAINED

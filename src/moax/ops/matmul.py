@@ -34,8 +34,7 @@ from moax.mesh.axes import Axes, Names
 from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank, scatter_gradient
 from moax.mesh.lowering import refuse_derivative
 from moax.mesh.op import Op, OpSharding, differentiable
-from moax.mesh.place import keep_rows
-from moax.mesh.specs import Spec, check_spec, device_spec, spec
+from moax.mesh.specs import Spec, check_spec, device_spec, keep_rows, spec
 from moax.mesh.tokens import find_token_dims, flatten_tokens, unflatten_tokens
 from moax.mesh.view import Engine, MeshView, find_mesh_view
 from moax.ops import weights
