@@ -25,7 +25,7 @@ from moax.initialize import init
 from moax.kernels import select_kernels
 from moax.mesh.axes import Axes
 from moax.mesh.devices import make_mesh
-from moax.mesh.specs import named, spec
+from moax.mesh.specs import Spec, named
 from moax.ops.weights import find_layout, gather_shard
 from moax.recipe import get_recipes
 from moax.sharding import expert_specs
@@ -62,7 +62,7 @@ def gather_weights(block: Block, recipe: str, mesh: Mesh) -> tuple[Callable, tup
         return tuple(gather_shard(weight, find_layout(weight), w, None, "rows") for weight, w in pairs)
 
     ins = (specs.wi, specs.wo)
-    gather = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=spec(), check_vma=False))
+    gather = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=Spec(), check_vma=False))
 
     def draw(key):
         params = init(key, config, dtype=DTYPE)

@@ -22,10 +22,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from benchmarks.timing import Repeats, call_time, kernel_time
-from moax.mesh.specs import spec
+from moax.mesh.specs import Spec
 
 ROUNDS = 10
-EP = spec("ep")  # the spec of all operands and results
+EP = Spec("ep")  # the spec of all operands and results
 
 
 def mesh_of(devices: int | None) -> Mesh:

@@ -28,7 +28,7 @@ from moax.inspect import collectives, total_bytes
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import GRAD_REDUCE, GradReduce, scatter_gradient, sum_dtype
 from moax.mesh.devices import make_mesh
-from moax.mesh.specs import named, spec
+from moax.mesh.specs import Spec, named
 from moax.ops.weights import find_layout
 from moax.params import param_shapes
 from moax.recipe import get_recipes
@@ -63,7 +63,7 @@ def scatter_gradients(block: Block, choice: GradReduce, mesh: Mesh) -> tuple[Cal
         pairs = zip(terms, layouts, strict=True)
         return tuple(scatter_gradient(term[0], layout.gather, choice) for term, layout in pairs)
 
-    of_device, results = spec("fsdp"), (specs.wi, specs.wo)
+    of_device, results = Spec("fsdp"), (specs.wi, specs.wo)
     scatter = jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=of_device, out_specs=results, check_vma=False),
         out_shardings=named(mesh, results),

@@ -12,7 +12,7 @@ from typing import Any
 
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes
-from moax.mesh.specs import Spec, manual_axes, mesh_in_force, mesh_sizes, spec
+from moax.mesh.specs import Spec, manual_axes, mesh_in_force, mesh_sizes
 from moax.params import DIMS, ROUTER, MoEParams, param_shapes, params_by_name
 from moax.sharding import dense_spec, param_specs
 
@@ -109,7 +109,7 @@ def find_dense_layout(
         return None
     known = {rule[0] for rule in rules} | set(mesh.axis_names)
     if logical is None or not any(name in known for name in logical):
-        return dense_spec(axes, shape), spec(None)
+        return dense_spec(axes, shape), Spec(None)
     kernel = _find_spec("kernel", logical, rules, to_mesh_axes)
     return kernel, _find_spec("bias", logical[1:], rules, to_mesh_axes)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, PRNGKeyArray
 from moax.checks import check_count, check_float, check_float_dtype, check_key, check_kind, is_number
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes, ResolvedAxes
-from moax.mesh.specs import AnyMesh, Spec, check_divides, make_sharded, mesh_in_force, resolve_axes, spec
+from moax.mesh.specs import AnyMesh, Spec, check_divides, make_sharded, mesh_in_force, resolve_axes
 from moax.params import MoEParams
 from moax.types import pytree
 
@@ -94,7 +94,7 @@ def adapter_shapes(config: MoEConfig, rank: int) -> Adapters[tuple[int, ...]]:
 def specs_on(axes: ResolvedAxes) -> Adapters[Spec]:
     """Returns the spec of each adapter on resolved axes: experts are split over ep, F over tp."""
     ep, tp = axes.ep, axes.tp
-    return Adapters(spec(ep, None, None), spec(ep, None, None, tp), spec(ep, tp, None), spec(ep, None, None))
+    return Adapters(Spec(ep, None, None), Spec(ep, None, None, tp), Spec(ep, tp, None), Spec(ep, None, None))
 
 
 def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> Adapters[Spec]:

@@ -16,6 +16,7 @@ from moax.config import MoEConfig
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.specs import (
     AnyMesh,
+    Spec,
     check_divides,
     constrain,
     is_explicit,
@@ -23,7 +24,6 @@ from moax.mesh.specs import (
     mesh_in_force,
     mesh_of,
     resolve_axes,
-    spec,
 )
 from moax.params import BY_EXPERT, DIMS, MoEParams, full_shapes, param_shapes, params_by_name
 
@@ -34,7 +34,7 @@ def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> Partit
     Tokens [B, ..., S, H] have B over (dp, fsdp, ep) and S over cp, or as `axes.tokens` says. `mesh` None means the mesh
     in force.
     """
-    return spec(*resolve_axes(axes, mesh).over(max(1, ndim - 1)), *[None] * min(1, ndim - 1))
+    return Spec(*resolve_axes(axes, mesh).over(max(1, ndim - 1)), *[None] * min(1, ndim - 1))
 
 
 def dense_spec_on(resolved: ResolvedAxes, shape: Sequence[int]) -> PartitionSpec:
@@ -42,8 +42,8 @@ def dense_spec_on(resolved: ResolvedAxes, shape: Sequence[int]) -> PartitionSpec
     for names in (resolved.fsdp + resolved.ep, resolved.fsdp):
         for dim, size in enumerate(shape):
             if names and size % resolved.size(names) == 0:
-                return spec(*[()] * dim, names, *[()] * (len(shape) - dim - 1))
-    return spec(*[()] * len(shape))
+                return Spec(*[()] * dim, names, *[()] * (len(shape) - dim - 1))
+    return Spec(*[()] * len(shape))
 
 
 def dense_spec(axes: Axes, shape: Sequence[int], mesh: AnyMesh | None = None) -> PartitionSpec:
@@ -77,17 +77,17 @@ def _lay_out(config: MoEConfig, axes: Axes, resolved: ResolvedAxes) -> MoEParams
     experts, model = (ep + resolved.fsdp, ()) if by_experts else (ep, resolved.fsdp)
     shared = dense_spec_on(resolved, (c.d_model,))[0]
     return MoEParams(
-        router=spec(None, None),
-        wi=spec(experts, model, None, tp),
-        wo=spec(experts, tp, model),
-        router_bias=spec(None),
-        logits_bias=spec(None),
-        bi=spec(ep, None, tp),
-        bo=spec(ep, None),
-        shared_wi=spec(shared, None, tp),
-        shared_wo=spec(tp, shared),
-        shared_gate=spec(None),
-        expert_scale=spec(None),
+        router=Spec(None, None),
+        wi=Spec(experts, model, None, tp),
+        wo=Spec(experts, tp, model),
+        router_bias=Spec(None),
+        logits_bias=Spec(None),
+        bi=Spec(ep, None, tp),
+        bo=Spec(ep, None),
+        shared_wi=Spec(shared, None, tp),
+        shared_wo=Spec(tp, shared),
+        shared_gate=Spec(None),
+        expert_scale=Spec(None),
         latent_down=dense_spec_on(resolved, (c.d_model, c.d_rows)),
         latent_up=dense_spec_on(resolved, (c.d_rows, c.d_model)),
     )

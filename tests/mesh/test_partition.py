@@ -24,7 +24,7 @@ from moax.kernels.xla.quantization import gather_shard, quantize, quantize_shard
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import gather_weight, reduce_max, scatter_gradient, vary_like
 from moax.mesh.op import Op, OpSharding
-from moax.mesh.specs import spec
+from moax.mesh.specs import Spec
 from moax.mesh.view import find_mesh_view
 from moax.recipe import Format, Recipe
 from support import ENGINES, MESHES, make_mesh, make_params, put, random, rel_norm, some
@@ -307,11 +307,11 @@ def test_rows_that_do_not_divide(way):
 
 
 def follow_contract(static, operands, found):
-    of = spec(None, None) if found[0] is None else found[0]
+    of = Spec(None, None) if found[0] is None else found[0]
     if len(of) > 1 and of[1] is not None:
         raise ValueError(f"w: dim 1 is sharded over {of[1]}")
     names = of[0] if len(of) and of[0] is not None else ()
-    return OpSharding((of,), (spec(names), spec(None)), ((), names if isinstance(names, tuple) else (names,)), names)
+    return OpSharding((of,), (Spec(names), Spec(None)), ((), names if isinstance(names, tuple) else (names,)), names)
 
 
 def follow_local(static, layout, w):

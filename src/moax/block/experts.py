@@ -20,7 +20,7 @@ from moax.block.moe import BlockPlan, Inputs, Residuals, Weights
 from moax.block.overflow import run_backward, run_forward
 from moax.lora import NAMES, specs_on
 from moax.mesh.op import Op, OpSharding, differentiable
-from moax.mesh.specs import device_spec, spec
+from moax.mesh.specs import Spec, device_spec
 from moax.mesh.view import MeshView
 from moax.ops.weights import QuantizedWeight, find_layout, gather_weight, quantized_specs, scatter_gradient
 
@@ -109,7 +109,7 @@ def _specs(p: BlockPlan, w: Weights[Array], quantized: Quantized, found: Weights
     """Returns the layouts of wi and wo, the specs of all weights, and those of quantized ones."""
     ep, tp = p.axes.ep, p.axes.tp
     layouts = find_layout(p.wi, found.wi, w.wi.ndim), find_layout(p.wo, found.wo, w.wo.ndim)
-    small = spec(ep, None, tp), spec(ep, None), *(getattr(specs_on(p.axes), name) for name in NAMES)
+    small = Spec(ep, None, tp), Spec(ep, None), *(getattr(specs_on(p.axes), name) for name in NAMES)
     small = (None if v is None else of for of, v in zip(small, w[2:], strict=True))
     pairs = zip((p.wi, p.wo), (w.wi, w.wo), quantized, strict=True)
     of_quantized = tuple(None if given is None else quantized_specs(weight, v.shape) for weight, v, given in pairs)
@@ -119,17 +119,17 @@ def _specs(p: BlockPlan, w: Weights[Array], quantized: Quantized, found: Weights
 def _forward_sharding(p: BlockPlan, operands, found) -> OpSharding:
     """Returns the layout of forward: tokens are split, y is summed over tp, and dropped assignments over all tokens."""
     *_, w, quantized, gathered = operands
-    rows, own, tokens = spec(p.axes.tokens, None), device_spec(p.axes), p.axes.tokens
+    rows, own, tokens = Spec(p.axes.tokens, None), device_spec(p.axes), p.axes.tokens
     layouts, weights, of_quantized = _specs(p, w, quantized, found[3])
     whole = jax.tree.map(lambda _: own, gathered)
-    results = rows, spec(None), spec(None), own
+    results = rows, Spec(None), Spec(None), own
     return OpSharding((rows,) * 3 + (weights, of_quantized, whole), results, (p.axes.tp, tokens, (), ()), layouts)
 
 
 def _backward_sharding(p: BlockPlan, operands, found) -> OpSharding:
     """Returns the layout of backward: each gradient has the layout of its array; those of wi and wo are partial."""
     saved, *inputs, w, quantized, gathered, _ = operands
-    rows, own, tp, replicas = spec(p.axes.tokens, None), device_spec(p.axes), p.axes.tp, p.axes.replica_axes
+    rows, own, tp, replicas = Spec(p.axes.tokens, None), device_spec(p.axes), p.axes.tp, p.axes.replica_axes
     layouts, weights, of_quantized = _specs(p, w, quantized, found[4])
     saved, whole = jax.tree.map(lambda _: own, (saved, gathered))
     given = (None if v is None else rows for v in inputs)
@@ -137,7 +137,7 @@ def _backward_sharding(p: BlockPlan, operands, found) -> OpSharding:
     over = (replicas, replicas + tp, replicas + tp, replicas, replicas, replicas + tp)
     return OpSharding(
         (saved, *given, weights, of_quantized, whole, rows),
-        (rows, rows, *(spec() if s is None else s for s in weights[2:]), own),
+        (rows, rows, *(Spec() if s is None else s for s in weights[2:]), own),
         (tp, tp, *over, ()),
         layouts,
     )

@@ -35,7 +35,7 @@ from moax.backend import log_once
 from moax.mesh.axes import Names, as_names
 from moax.mesh.collectives import vary_like, varying
 from moax.mesh.lowering import name_call, refuse_derivative, refuse_many_devices
-from moax.mesh.specs import Spec, check_divides, constrain, pad, spec
+from moax.mesh.specs import FREE, Spec, check_divides, constrain, pad
 from moax.mesh.view import MeshView
 
 DIM = re.compile(r"[@=]|\([^)]*\)|\*?\w+")
@@ -146,7 +146,7 @@ class Op:
             return [name for dim in entry for name in split.get(dim, ())]
 
         def spec_of(entry):
-            return spec(*(split.get(dim, ()) for dim in entry if dim not in "@="))
+            return Spec(*(split.get(dim, ()) for dim in entry if dim not in "@="))
 
         over = dict.fromkeys(name for entry in rule.leaves for name in axes_of(entry))
         reduce = [() if dims == ("=",) else tuple(n for n in over if n not in axes_of(dims)) for dims in rule.results]
@@ -306,7 +306,7 @@ class _Call:
             if len(follows) == len(dims) and all(follows):
                 return result
             entries = itertools.zip_longest(follows, of)
-            to = Spec(*(Spec.UNCONSTRAINED if follow else entry for follow, entry in entries))
+            to = Spec(*(FREE if follow else entry for follow, entry in entries))
             return jax.tree.map(lambda x: constrain(x, to), result)
 
         return tuple(map(place_one, results, specs, self.rule.results))

@@ -17,26 +17,19 @@ from jaxtyping import Array, PyTree
 
 from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
 
-Spec = PartitionSpec
+Spec = PartitionSpec  # Spec(("fsdp", "ep"), (), ("tp",)) is Spec(("fsdp", "ep"), None, "tp")
+FREE = Spec.UNCONSTRAINED  # XLA chooses the layout of the dim
 AnyMesh = Mesh | AbstractMesh
 
 
-def spec(*entries: str | Sequence[str] | None) -> PartitionSpec:
-    """Returns the PartitionSpec of these entries, () as None and a tuple of one name as the name.
-
-    spec(("fsdp", "ep"), (), ("tp",)) is PartitionSpec(("fsdp", "ep"), None, "tp").
-    """
-    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in map(as_names, entries)))
-
-
-def pad(array_spec: PartitionSpec, ndim: int) -> tuple[Names, ...]:
+def pad(array_spec: Spec, ndim: int) -> tuple[Names, ...]:
     """Returns the axis names of each of `ndim` dims. PartitionSpec("ep") of 2 dims is (("ep",), ())."""
     if len(array_spec) > ndim:
         raise ValueError(f"the spec {array_spec} has {len(array_spec)} entries, for an array of {ndim} dims")
     return tuple(as_names(entry) for entry in array_spec) + ((),) * (ndim - len(array_spec))
 
 
-def check_divides(what: str, shape: Sequence[int], array_spec: PartitionSpec, axes: ResolvedAxes) -> None:
+def check_divides(what: str, shape: Sequence[int], array_spec: Spec, axes: ResolvedAxes) -> None:
     """Raises ValueError where the mesh axes of a dim do not divide its size. `what` names the array in the message."""
     for dim, (size, names) in enumerate(zip(shape, pad(array_spec, len(shape)), strict=True)):
         if size % axes.size(names):
@@ -45,26 +38,26 @@ def check_divides(what: str, shape: Sequence[int], array_spec: PartitionSpec, ax
             )
 
 
-def local_shape(shape: Sequence[int], array_spec: PartitionSpec, axes: ResolvedAxes) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], array_spec: Spec, axes: ResolvedAxes) -> tuple[int, ...]:
     """Returns the shape of one device's shard, rounded up where devices do not divide it: 10 over 4 is 3."""
     return tuple(-(-n // axes.size(names)) for n, names in zip(shape, pad(array_spec, len(shape)), strict=True))
 
 
-def device_spec(axes: ResolvedAxes) -> PartitionSpec:
+def device_spec(axes: ResolvedAxes) -> Spec:
     """Returns the spec of per-device arrays: the leading dim is sharded over all mesh axes."""
-    return spec(axes.all)
+    return Spec(axes.all)
 
 
-def check_spec(name: str, value: Any, ndim: int) -> PartitionSpec:
+def check_spec(name: str, value: Any, ndim: int) -> Spec:
     """Returns `value`. Raises ValueError unless it is a PartitionSpec of at most `ndim` entries."""
-    if not isinstance(value, PartitionSpec) or len(value) > ndim:
+    if not isinstance(value, Spec) or len(value) > ndim:
         raise ValueError(f"{name}={value!r} must be a jax.sharding.PartitionSpec of at most {ndim} entries")
     return value
 
 
 def weight_gather(
-    name: str, weight_spec: PartitionSpec, kept: Sequence[Names], axes: ResolvedAxes
-) -> tuple[PartitionSpec, tuple[Names, ...], tuple[Names, ...]]:
+    name: str, weight_spec: Spec, kept: Sequence[Names], axes: ResolvedAxes
+) -> tuple[Spec, tuple[Names, ...], tuple[Names, ...]]:
     """Returns the spec of a weight, `kept`, and for each dim the axes over which it is gathered before a product.
 
     Dim i stays split over `kept[i]` in the product, and over no other axis. With the spec (("ep", "fsdp"), None, "tp")
@@ -81,7 +74,7 @@ def weight_gather(
             has = f"is sharded over {_listed(entry)}" if entry else "is not sharded"
             raise ValueError(f"{name}: dim {dim} {has}; {_allowed(need, gatherable)}")
     gather = tuple(entry[len(need) :] for entry, need in zip(entries, kept, strict=True))
-    return spec(*entries), tuple(kept), gather
+    return Spec(*entries), tuple(kept), gather
 
 
 def _allowed(need: Names, gatherable: Names) -> str:
@@ -150,12 +143,12 @@ def resolve_axes(axes: Axes, mesh: AnyMesh | None = None) -> ResolvedAxes:
     return axes.resolve({n: size for n, size in mesh.shape.items() if n in axes.names or n not in manual})
 
 
-def named(mesh: AnyMesh, specs: PyTree[PartitionSpec]) -> Any:
+def named(mesh: AnyMesh, specs: PyTree[Spec]) -> Any:
     """Returns the NamedSharding on `mesh` of each spec in a tree."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
 
 
-def constrain(x: Array, to: PartitionSpec) -> Array:
+def constrain(x: Array, to: Spec) -> Array:
     """Returns x, resharded to the spec `to` on Explicit axes, and constrained to it on Auto axes.
 
     Without a mesh, and where an axis is Manual, the result is x itself.
@@ -170,11 +163,11 @@ def constrain(x: Array, to: PartitionSpec) -> Array:
 
 
 def keep_rows(y: Array, axes: ResolvedAxes) -> Array:
-    """Returns y, with its leading dim over the token axes of an Auto mesh. XLA chooses the layout of the other dims."""
-    return constrain(y, PartitionSpec(axes.tokens, *[PartitionSpec.UNCONSTRAINED] * (y.ndim - 1)))
+    """Returns y, with its leading dim over the token axes of an Auto mesh; the other dims are free."""
+    return constrain(y, Spec(axes.tokens, *[FREE] * (y.ndim - 1)))
 
 
-def make_sharded(make: Callable, specs: PyTree[PartitionSpec] | None) -> Callable:
+def make_sharded(make: Callable, specs: PyTree[Spec] | None) -> Callable:
     """Returns `make`, with its results sharded by `specs` on the mesh in force, so that each device makes its own
     shards.
 

@@ -11,14 +11,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Shaped
 
 from moax.mesh.axes import Axes, Names, ResolvedAxes
-from moax.mesh.specs import AnyMesh, constrain, is_explicit, manual_axes, mesh_of, pad, spec
+from moax.mesh.specs import FREE, AnyMesh, Spec, constrain, is_explicit, manual_axes, mesh_of, pad
 from moax.mesh.view import MeshView
-
-FREE = PartitionSpec.UNCONSTRAINED
 
 
 def check_token_axes(x: Array, axes: Axes) -> None:
@@ -67,14 +65,14 @@ def flatten_tokens(x: Shaped[Array, "*batch H"], resolved: ResolvedAxes) -> Shap
     if mesh is None or not is_explicit(mesh):
         if dims is None or not any(dims[1:]):
             return x.reshape(-1, x.shape[-1])
-        return _merge(constrain(x, PartitionSpec(*spec(*dims), FREE)), dims, resolved)
+        return _merge(constrain(x, Spec(*dims, FREE)), dims, resolved)
     columns = tuple(n for n in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if n not in resolved.tokens)
-    x = jax.sharding.reshard(x, NamedSharding(mesh, spec(*dims or [None] * (x.ndim - 1), columns)))
+    x = jax.sharding.reshard(x, NamedSharding(mesh, Spec(*dims or [None] * (x.ndim - 1), columns)))
     if dims is not None and any(dims[1:]):
         return _merge(x, dims, resolved, mesh, columns)
     rows = x.reshape(-1, x.shape[-1])
     over = resolved.tokens if rows.shape[0] % resolved.size(resolved.tokens) == 0 else ()
-    return jax.sharding.reshard(rows, NamedSharding(mesh, spec(over, columns)))
+    return jax.sharding.reshard(rows, NamedSharding(mesh, Spec(over, columns)))
 
 
 def unflatten_tokens(
@@ -86,15 +84,15 @@ def unflatten_tokens(
     if mesh is None or not is_explicit(mesh):
         if not split:
             return y.reshape(shape)
-        return constrain(_unmerge(y, shape, dims, resolved), PartitionSpec(*spec(*dims), *[FREE] * (y.ndim - 1)))
+        return constrain(_unmerge(y, shape, dims, resolved), Spec(*dims, *[FREE] * (y.ndim - 1)))
     columns = tuple(jax.typeof(y).sharding.spec)[1:]
     if split:
         y = _unmerge(y, shape, dims, resolved, mesh, columns)
     else:
-        y = y if dims is not None else jax.sharding.reshard(y, NamedSharding(mesh, spec(None, *columns)))
+        y = y if dims is not None else jax.sharding.reshard(y, NamedSharding(mesh, Spec(None, *columns)))
         y = y.reshape(shape)
     leading = tuple(jax.typeof(x).sharding.spec)[: x.ndim - 1]
-    return jax.sharding.reshard(y, NamedSharding(mesh, spec(*leading, *columns)))
+    return jax.sharding.reshard(y, NamedSharding(mesh, Spec(*leading, *columns)))
 
 
 def find_row_axes(x: Array, view: MeshView) -> Names:
@@ -141,4 +139,4 @@ def _between(dims: Sequence[Names]) -> list[Names]:
 
 
 def _typed(mesh: AnyMesh | None, *entries) -> NamedSharding | None:
-    return None if mesh is None else NamedSharding(mesh, spec(*entries))
+    return None if mesh is None else NamedSharding(mesh, Spec(*entries))

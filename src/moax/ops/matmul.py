@@ -34,7 +34,7 @@ from moax.mesh.axes import Axes, Names
 from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank, scatter_gradient
 from moax.mesh.lowering import refuse_derivative
 from moax.mesh.op import Op, OpSharding, differentiable
-from moax.mesh.specs import Spec, check_spec, device_spec, keep_rows, spec
+from moax.mesh.specs import Spec, check_spec, device_spec, keep_rows
 from moax.mesh.tokens import find_token_dims, flatten_tokens, unflatten_tokens
 from moax.mesh.view import Engine, MeshView, find_mesh_view
 from moax.ops import weights
@@ -127,7 +127,7 @@ def grouped_matmul(
             )
         if bias is not None and bias.shape != (w.shape[0], *w.shape[2:]):
             raise ValueError(f"bias has shape {bias.shape}; it must be {(w.shape[0], *w.shape[2:])}")
-    declared = spec(view.axes.ep, *[None] * (w.ndim - 1)) if w_spec is None else check_spec("w_spec", w_spec, w.ndim)
+    declared = Spec(view.axes.ep, *[None] * (w.ndim - 1)) if w_spec is None else check_spec("w_spec", w_spec, w.ndim)
     of_y = preferred_element_type
     static = _make_spec(view, x, w.shape, declared, recipe, align, of_y, kernels, grad_reduce_dtype)
     return _grouped_matmul(view, static, x, w, jnp.asarray(group_sizes).astype(jnp.int32), bias)
@@ -177,8 +177,8 @@ def dense(
     resolved = dataclasses.replace(resolved, fsdp=resolved.fsdp + resolved.ep, ep=())
     view = view._replace(axes=resolved)
     if w_spec is None:
-        w_spec = spec() if view.manual else dense_spec_on(resolved, w.shape)
-    declared, of_y = spec(None, *check_spec("w_spec", w_spec, w.ndim)), preferred_element_type
+        w_spec = Spec() if view.manual else dense_spec_on(resolved, w.shape)
+    declared, of_y = Spec(None, *check_spec("w_spec", w_spec, w.ndim)), preferred_element_type
     static = _make_spec(
         view, x, (1, *w.shape), declared, recipe, recipe.row_alignment, of_y, kernels, grad_reduce_dtype
     )
@@ -233,8 +233,8 @@ def grouped_wgrad(
     if group_sizes.shape[0] % ranks:
         raise ValueError(f"group_sizes has {group_sizes.shape[0]} entries; on this mesh it must have {ranks} * E")
     shape = group_sizes.shape[0] // ranks, x.shape[1], *dy.shape[1:]
-    given = spec(view.axes.ep) if w_spec is None else check_spec("w_spec", w_spec, len(shape))
-    declared = spec(*given, *[None] * (len(shape) - len(given)))
+    given = Spec(view.axes.ep) if w_spec is None else check_spec("w_spec", w_spec, len(shape))
+    declared = Spec(*given, *[None] * (len(shape) - len(given)))
     static = _make_spec(view, x, shape, declared, recipe, align, preferred_element_type, kernels)
     if x.shape[0] == 0:
         return jnp.zeros(shape, static.out)
@@ -344,8 +344,8 @@ def _sharding(static: GroupedSpec, operands, found, *, backward: bool = False) -
     weight, axes, rows = static.weight, static.weight.axes, static.weight.axes.tokens
     layout = find_layout(weight, found[1], w.ndim)
     contracted, columns = layout.kept[1], layout.kept[2:]
-    x, y, bias = spec(rows, contracted), spec(rows, *columns), spec(axes.ep, *columns)
-    given = x, layout.spec, None if group_sizes is None else spec(rows)
+    x, y, bias = Spec(rows, contracted), Spec(rows, *columns), Spec(axes.ep, *columns)
+    given = x, layout.spec, None if group_sizes is None else Spec(rows)
     whole = jax.tree.map(lambda _: device_spec(axes), gathered)
     if not backward:
         return OpSharding((*given, None if other is None else bias, whole), (y,), (contracted,), layout)
@@ -357,7 +357,7 @@ def _sharding(static: GroupedSpec, operands, found, *, backward: bool = False) -
 def _wgrad_sharding(static: GroupedSpec, operands, found) -> OpSharding:
     layout = find_layout(static.weight)
     rows, (_, contracted, *columns) = static.weight.axes.tokens, layout.kept
-    specs = spec(rows, contracted), spec(rows, *columns), spec(rows)
+    specs = Spec(rows, contracted), Spec(rows, *columns), Spec(rows)
     return OpSharding(specs, (layout.spec,), (weights.replicas(static.weight, layout),), layout)
 
 

@@ -25,7 +25,7 @@ from moax.groups import row_groups, zero_rows
 from moax.kernels import DEFAULT, implementation, scales, select_kernels
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.op import Op, OpSharding
-from moax.mesh.specs import Spec, check_spec, pad, spec
+from moax.mesh.specs import Spec, check_spec, pad
 from moax.mesh.view import Engine, MeshView, find_mesh_view
 from moax.recipe import Format
 from moax.types import QArray
@@ -162,7 +162,7 @@ def _cuts(view: MeshView) -> Cuts:
 
 def _entries(static: QuantizeSpec, found: Spec | None, ndim: int) -> list[Names]:
     sizes = dict(static.axes.sizes)
-    return [tuple(name for name in entry if name in sizes) for entry in pad(found or spec(), ndim)]
+    return [tuple(name for name in entry if name in sizes) for entry in pad(found or Spec(), ndim)]
 
 
 def _split(static: QuantizeSpec, shape, found: Spec | None) -> list[Names]:
@@ -181,7 +181,7 @@ def _split(static: QuantizeSpec, shape, found: Spec | None) -> list[Names]:
 
 
 def _scale_spec(split, block) -> Spec:
-    return spec(*(() if b is None else names for names, b in zip(split, block, strict=True)))
+    return Spec(*(() if b is None else names for names, b in zip(split, block, strict=True)))
 
 
 def _quantize_shards(static: QuantizeSpec, amax_over: Names, x, group_sizes):
@@ -197,8 +197,8 @@ def _quantize_sharding(static: QuantizeSpec, operands, found) -> OpSharding:
     if operands[1] is not None:
         split = [static.axes.tokens, *split[1:]]
     amax_over = tuple(n for names, b in zip(split, static.block, strict=True) if b is None for n in names)
-    sizes = None if operands[1] is None else spec(static.axes.tokens)
-    return OpSharding((spec(*split), sizes), (spec(*split), _scale_spec(split, static.block)), ((), ()), amax_over)
+    sizes = None if operands[1] is None else Spec(static.axes.tokens)
+    return OpSharding((Spec(*split), sizes), (Spec(*split), _scale_spec(split, static.block)), ((), ()), amax_over)
 
 
 def _dequantize_shards(static: QuantizeSpec, _, data, scale):
@@ -207,7 +207,7 @@ def _dequantize_shards(static: QuantizeSpec, _, data, scale):
 
 def _dequantize_sharding(static: QuantizeSpec, operands, found) -> OpSharding:
     split = _split(static, operands[0].shape, found[0])
-    return OpSharding((spec(*split), _scale_spec(split, static.block)), (spec(*split),), ((),))
+    return OpSharding((Spec(*split), _scale_spec(split, static.block)), (Spec(*split),), ((),))
 
 
 def _rule(static: QuantizeSpec, operands) -> tuple[str, tuple[tuple[str, int], ...]]:

@@ -22,7 +22,7 @@ from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, name_gathered, name_partial_grads, opaque_copy, sum_dtype
 from moax.mesh.op import Op, OpSharding
-from moax.mesh.specs import Spec, device_spec, local_shape, pad, spec, weight_gather
+from moax.mesh.specs import Spec, device_spec, local_shape, pad, weight_gather
 from moax.mesh.view import MeshView
 from moax.recipe import Contracted, Recipe
 from moax.types import QShard
@@ -140,7 +140,7 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
         scale = [have + names for have, names in zip(kept, along, strict=True)]
         if implementation(weight.kernels).stores_weight_transposed(weight.recipe, contracted):
             data, scale = ([dims[0], *dims[2:], dims[1]] for dims in (data, scale))
-        made.append(QShard(spec(*data), spec(*scale)))
+        made.append(QShard(Spec(*data), Spec(*scale)))
     return tuple(made)
 
 
