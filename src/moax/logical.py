@@ -86,11 +86,10 @@ def find_layout(
     Logical names decide if one of them has a rule (logical name, mesh axes) or is a mesh axis; else `param_specs` does.
     `to_mesh_axes` is `flax.linen.logical_to_mesh_axes`.
     """
-    mesh = mesh_sizes()
-    if not mesh:
+    if mesh_in_force() is None:
         return None
-    default, ruled = param_specs(config, axes), {rule[0] for rule in rules}
-    if logical is None or not any(name in ruled or name in mesh for name in dataclasses.astuple(logical)):
+    default = param_specs(config, axes)
+    if logical is None or not _decide(dataclasses.astuple(logical), rules):
         return default
     named = named_params(config, logical)
     specs = {name: _find_spec(f"params.{name}", getattr(named, name), rules, to_mesh_axes) for name in DIMS}
@@ -107,8 +106,7 @@ def find_dense_layout(
     mesh = mesh_in_force()
     if mesh is None or manual_axes(mesh):
         return None
-    known = {rule[0] for rule in rules} | set(mesh.axis_names)
-    if logical is None or not any(name in known for name in logical):
+    if logical is None or not _decide(logical, rules):
         return dense_spec(axes, shape), Spec(None)
     kernel = _find_spec("kernel", logical, rules, to_mesh_axes)
     return kernel, _find_spec("bias", logical[1:], rules, to_mesh_axes)
@@ -122,13 +120,18 @@ def check_dense_names(logical: Any) -> None:
         raise ValueError(f"logical_axes={logical!r} must be the names of two dims, such as ('embed', 'mlp'), or None")
 
 
+def _decide(names: Names, rules: Sequence[Any]) -> bool:
+    """Returns whether one of the logical names has a rule or is an axis of the mesh in force."""
+    return not {rule[0] for rule in rules}.union(mesh_sizes()).isdisjoint(names)
+
+
 def _find_spec(what: str, names: Names | None, rules: Sequence[Any], to_mesh_axes: Callable) -> Any:
     """Returns the PartitionSpec of the array `what`; a name without a rule maps to the mesh axis of this name."""
     if names is None:
         return None
     mesh, ruled = mesh_sizes(), {rule[0] for rule in rules}
     for name in names:
-        if name is not None and name not in ruled and name not in mesh:
+        if not (name is None or name in ruled or name in mesh):
             raise ValueError(
                 f"logical_axes: {name!r} of {what} has no rule, and is no axis of the mesh {tuple(mesh)}; "
                 f"add a rule, for example ({name!r}, None), or name the dim None"

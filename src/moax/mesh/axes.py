@@ -104,30 +104,24 @@ class Axes:
         Raises:
           ValueError: an axis of more than one device has no role and is not in `other`.
         """
-        nameless = [n for n, size in sizes.items() if size > 1 and n not in (*self.names, *as_names(self.other))]
-        if nameless:
-            name = nameless[0]
-            raise ValueError(
-                f"mesh axis {name!r} of {sizes[name]} devices has no role in {self}; name it in dp (it splits tokens), "
-                "fsdp (tokens and weights), cp (tokens along S), ep (tokens and experts) or tp (the expert width), for "
-                "example "
-                f"Axes(fsdp={name!r}), or in other=({name!r},) where moax is to leave the axis out"
-            )
+        for name, size in sizes.items():
+            if size > 1 and name not in (*self.names, *as_names(self.other)):
+                raise ValueError(
+                    f"mesh axis {name!r} of {size} devices has no role in {self}; name it in dp (it splits tokens), "
+                    "fsdp (tokens and weights), cp (tokens along S), ep (tokens and experts) or tp (the expert width), "
+                    f"for example Axes(fsdp={name!r}), or in other=({name!r},) where moax is to leave the axis out"
+                )
         by_role = {role: tuple(n for n in getattr(self, role) if sizes.get(n, 1) > 1) for role in ROLES}
-        dims = self._resolve_dims(by_role) if self.tokens else ()
-        return ResolvedAxes(
-            **by_role, sizes=tuple((n, sizes[n]) for names in by_role.values() for n in names), dims=dims
-        )
-
-    def _resolve_dims(self, by_role: Mapping[str, Names]) -> tuple[Names, ...]:
-        """Returns `tokens`, of at least two entries, with all axes of `by_role` that split tokens and no other."""
-        batch, cp = by_role["dp"] + by_role["fsdp"] + by_role["ep"], by_role["cp"]
+        resolved = ResolvedAxes(**by_role, sizes=tuple((n, sizes[n]) for names in by_role.values() for n in names))
+        if not self.tokens:
+            return resolved
+        batch, cp = resolved._dims
         dims = [tuple(n for n in as_names(entry) if n in batch + cp) for entry in self.tokens]
-        dims = dims if len(dims) > 1 else [*dims, ()]
+        dims += [()] * (2 - len(dims))
         listed = {name for entry in dims for name in entry}
         dims[0] = tuple(n for n in batch if n not in listed) + dims[0]
-        dims[-1] = dims[-1] + tuple(n for n in cp if n not in listed)
-        return tuple(dims)
+        dims[-1] += tuple(n for n in cp if n not in listed)
+        return dataclasses.replace(resolved, dims=tuple(dims))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,13 +159,13 @@ class ResolvedAxes:
         return tuple(name for name in self.tokens if name not in self.ep)
 
     @property
-    def _dims(self) -> tuple[Names, ...]:
-        return self.dims or (self.dp + self.fsdp + self.ep, self.cp)
-
-    @property
     def all(self) -> Names:
         """Every axis of more than one device: those of tokens, then tp."""
         return self.tokens + self.tp
+
+    @property
+    def _dims(self) -> tuple[Names, ...]:
+        return self.dims or (self.dp + self.fsdp + self.ep, self.cp)
 
     def over(self, count: int) -> tuple[Names, ...]:
         """Returns the axes of tokens over each of the `count` leading dims of x; the one dim of x [T, H] has them all.

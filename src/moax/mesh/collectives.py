@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -33,11 +34,9 @@ def gather_weight(w: Array, gather: Sequence[Names]) -> Array:
 
 
 def scatter_gradient(dw: Array, gather: Sequence[Names], reduce: GradReduce | None = None) -> Array:
-    """Reduce-scatters this device's gradient of a whole weight over the axes of `gather`: the transpose of
-    `gather_weight`.
+    """Reduce-scatters this device's gradient of a whole weight: the transpose of `gather_weight`.
 
-    `reduce` None sums in the dtype of dw; for the others see `moax.Options.grad_reduce_dtype`. The shard is in
-    `sum_dtype(reduce, dw.dtype)`.
+    The shard has the dtype `sum_dtype(reduce, dw.dtype)`. For `reduce` see `moax.Options.grad_reduce_dtype`.
     """
     with jax.named_scope("scatter_gradient"):
         dw = dw.astype(sum_dtype(reduce, dw.dtype))
@@ -72,14 +71,12 @@ def get_grad_reduce(reduce: DTypeLike | None) -> GradReduce | None:
     """Returns the name of a `grad_reduce_dtype`: None, a name, or a dtype. Raises ValueError otherwise."""
     if reduce is None:
         return None
-    try:
+    with contextlib.suppress(TypeError):
         name = reduce if isinstance(reduce, str) else np.dtype(reduce).name
-    except TypeError:
-        name = None
-    if name not in GRAD_REDUCE:
-        names = ", ".join(map(repr, GRAD_REDUCE))
-        raise ValueError(f"grad_reduce_dtype={reduce!r} must be one of {names}, or None for the dtype of x")
-    return cast(GradReduce, name)
+        if name in GRAD_REDUCE:
+            return cast(GradReduce, name)
+    names = ", ".join(map(repr, GRAD_REDUCE))
+    raise ValueError(f"grad_reduce_dtype={reduce!r} must be one of {names}, or None for the dtype of x")
 
 
 def _sum_pieces(dw: Array, gather: Sequence[Names]) -> Array:

@@ -24,9 +24,6 @@ def make_mesh(
       axis_type: the type of every axis.
       devices: the devices of the mesh; None takes all devices of all processes.
 
-    Returns:
-      The mesh, for `jax.set_mesh`.
-
     Raises:
       ValueError: the product of the sizes is not the number of devices.
     """

@@ -61,16 +61,18 @@ def flatten_tokens(x: Shaped[Array, "*batch H"], resolved: ResolvedAxes) -> Shap
     second one (0, 2), (0, 3), (1, 2), (1, 3). Where the axes do not divide the leading dims of x, the rows have the
     order of a plain reshape, and on Explicit axes `axes.tokens` split T if they divide it.
     """
-    mesh, dims = _find_split(x, resolved)
-    if mesh is None or not is_explicit(mesh):
-        if dims is None or not any(dims[1:]):
-            return x.reshape(-1, x.shape[-1])
-        return _merge(constrain(x, Spec(*dims, FREE)), dims, resolved)
-    columns = tuple(n for n in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if n not in resolved.tokens)
-    x = jax.sharding.reshard(x, NamedSharding(mesh, Spec(*dims or [None] * (x.ndim - 1), columns)))
-    if dims is not None and any(dims[1:]):
+    (mesh, dims), columns = _find_split(x, resolved), ()
+    later = dims is not None and any(dims[1:])  # a plain reshape keeps rows in place if axes split the first dim alone
+    if mesh is not None:
+        columns = tuple(n for n in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if n not in resolved.tokens)
+        x = jax.sharding.reshard(x, NamedSharding(mesh, Spec(*dims or [None] * (x.ndim - 1), columns)))
+    elif later:
+        x = constrain(x, Spec(*dims, FREE))
+    if later:
         return _merge(x, dims, resolved, mesh, columns)
     rows = x.reshape(-1, x.shape[-1])
+    if mesh is None:
+        return rows
     over = resolved.tokens if rows.shape[0] % resolved.size(resolved.tokens) == 0 else ()
     return jax.sharding.reshard(rows, NamedSharding(mesh, Spec(over, columns)))
 
@@ -79,20 +81,16 @@ def unflatten_tokens(
     y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], resolved: ResolvedAxes
 ) -> Shaped[Array, "..."]:
     """Reshapes y [T, *C] to [..., *C], the inverse of `flatten_tokens`, sharded as x where axes are Explicit."""
-    (mesh, dims), shape = _find_split(x, resolved), (*x.shape[:-1], *y.shape[1:])
-    split = dims is not None and any(dims[1:])
-    if mesh is None or not is_explicit(mesh):
-        if not split:
-            return y.reshape(shape)
-        return constrain(_unmerge(y, shape, dims, resolved), Spec(*dims, *[FREE] * (y.ndim - 1)))
-    columns = tuple(jax.typeof(y).sharding.spec)[1:]
-    if split:
-        y = _unmerge(y, shape, dims, resolved, mesh, columns)
-    else:
+    (mesh, dims), shape, columns = _find_split(x, resolved), (*x.shape[:-1], *y.shape[1:]), ()
+    if mesh is not None:
+        columns = tuple(jax.typeof(y).sharding.spec)[1:]
         y = y if dims is not None else jax.sharding.reshard(y, NamedSharding(mesh, Spec(None, *columns)))
-        y = y.reshape(shape)
-    leading = tuple(jax.typeof(x).sharding.spec)[: x.ndim - 1]
-    return jax.sharding.reshard(y, NamedSharding(mesh, Spec(*leading, *columns)))
+    later = dims is not None and any(dims[1:])
+    y = _unmerge(y, shape, dims, resolved, mesh, columns) if later else y.reshape(shape)
+    if mesh is not None:
+        leading = tuple(jax.typeof(x).sharding.spec)[: x.ndim - 1]
+        return jax.sharding.reshard(y, NamedSharding(mesh, Spec(*leading, *columns)))
+    return constrain(y, Spec(*dims, *[FREE] * (y.ndim - len(dims)))) if later else y
 
 
 def find_row_axes(x: Array, view: MeshView) -> Names:
@@ -102,24 +100,25 @@ def find_row_axes(x: Array, view: MeshView) -> Names:
 
 
 def _find_split(x: Array, resolved: ResolvedAxes) -> tuple[AnyMesh | None, tuple[Names, ...] | None]:
-    """Returns the mesh of x, None for a shard, and the axes over its leading dims, None if one does not divide."""
+    """Returns the mesh of x if its axes are Explicit, and the axes over its leading dims if these divide; else None."""
     mesh = mesh_of(x)
     if mesh is None or manual_axes(mesh).intersection(resolved.tokens):
         return None, None
     dims = resolved.over(x.ndim - 1)
     divide = all(size % resolved.size(names) == 0 for size, names in zip(x.shape[:-1], dims, strict=True))
-    return mesh, dims if divide else None
+    return mesh if is_explicit(mesh) else None, dims if divide else None
 
 
-def _merge(x, dims, resolved: ResolvedAxes, mesh: AnyMesh | None = None, columns: Names = ()):
+def _merge(x, dims, resolved: ResolvedAxes, mesh: AnyMesh | None, columns: Names):
     """Reshapes x [B, S, H] to [T, H] by [b, B/b, s, S/s, H] and [b, s, B/b, S/s, H], for b and s devices."""
     n, blocks = len(dims), _blocks(x.shape[: len(dims)], dims, resolved)
-    x = x.reshape(*blocks, x.shape[-1], out_sharding=_typed(mesh, *_between(dims), columns))
+    over = [names for entry in dims for names in (entry, ())]
+    x = x.reshape(*blocks, x.shape[-1], out_sharding=_typed(mesh, *over, columns))
     x = x.transpose(*range(0, 2 * n, 2), *range(1, 2 * n, 2), 2 * n)
     return x.reshape(-1, x.shape[-1], out_sharding=_typed(mesh, resolved.tokens, columns))
 
 
-def _unmerge(y, shape, dims, resolved: ResolvedAxes, mesh: AnyMesh | None = None, columns: Sequence = ()):
+def _unmerge(y, shape, dims, resolved: ResolvedAxes, mesh: AnyMesh | None, columns: Sequence):
     n, blocks = len(dims), _blocks(shape[: len(dims)], dims, resolved)
     free = [None] * n
     y = y.reshape(*blocks[::2], *blocks[1::2], *y.shape[1:], out_sharding=_typed(mesh, *dims, *free, *columns))
@@ -131,11 +130,6 @@ def _blocks(sizes: Sequence[int], dims: Sequence[Names], resolved: ResolvedAxes)
     """Returns for each dim the devices over it and the size of a shard: [8, 6] over 4 and 2 is [4, 2, 2, 3]."""
     counts = [resolved.size(names) for names in dims]
     return [n for size, count in zip(sizes, counts, strict=True) for n in (count, size // count)]
-
-
-def _between(dims: Sequence[Names]) -> list[Names]:
-    """Returns the axes over the dims of `_blocks`."""
-    return [names for entry in dims for names in (entry, ())]
 
 
 def _typed(mesh: AnyMesh | None, *entries) -> NamedSharding | None:

@@ -59,8 +59,8 @@ class MeshView(NamedTuple):
 
     def psum(self, x: Array, names: Names) -> Array:
         """Sums x over `names` inside a `shard_map`, where an op leaves this sum to its caller; elsewhere returns x."""
-        names = names + self._size_one_axes(x)
-        return lax.psum(x, names) if self.manual and names else x
+        names = names + self._size_one_axes(x) if self.manual else ()
+        return lax.psum(x, names) if names else x
 
     def assume_replicated(self, x: Array, names: Names) -> Array:
         """Returns x, which is equal on all devices along `names`, with a type that says so inside a `shard_map`."""
@@ -71,7 +71,7 @@ class MeshView(NamedTuple):
 
     def _size_one_axes(self, x) -> Names:
         """Returns the axes of size 1 over which the type of x varies; there is one device, so only the type varies."""
-        return tuple(n for n in sorted(varying(x)) if self.mesh.shape[n] == 1) if self.manual else ()
+        return tuple(n for n in sorted(varying(x)) if self.mesh.shape[n] == 1)
 
 
 def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree[Array]) -> MeshView:
