@@ -12,11 +12,12 @@ from jaxtyping import Array, PRNGKeyArray
 from moax.checks import check_float_dtype, check_key, check_kind
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes
-from moax.mesh.specs import Spec, make_sharded, mesh_sizes
-from moax.params import DIMS, ROUTER, MoEParams, param_shapes, params_by_name
+from moax.mesh.specs import Spec, make_sharded, mesh_in_force
+from moax.params import BY_EXPERT, DIMS, ROUTER, MoEParams, param_shapes, params_by_name
 from moax.sharding import param_specs
 
 Initializer = Callable[..., Array]
+CONSTANT = dict(router_bias=0.0, logits_bias=0.0, bi=0.0, bo=0.0, expert_scale=1.0)
 
 
 def init(
@@ -58,26 +59,23 @@ def init(
     for name in given:
         if name not in names:
             raise ValueError(f"initializers has {name!r}; the parameters of this config are {', '.join(names)}")
-    c, fan_in = config, dict(router=config.d_model, wi=config.d_rows, wo=config.d_ff)
-    fan_in |= dict(shared_wi=c.d_model, shared_wo=c.shared_d_ff, shared_gate=c.d_model)
-    fan_in |= dict(latent_down=c.d_model, latent_up=c.d_rows)
 
     def make(key):
-        keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
-        values = {}
-        for name in names:
+        keys, values = jax.random.split(key, len(names)), dict.fromkeys(DIMS)
+        for name, own in zip(names, keys, strict=True):
             shape = getattr(shapes, name)
             if name in given:
-                values[name] = _make_with(given[name], keys[name], name, shape, dtype)
-            elif name in fan_in:
-                # A standard normal that is cut off at two sigma has the variance 0.7737.
-                std = 1.0 / math.sqrt(fan_in[name] * 0.7737)
-                values[name] = (std * jax.random.truncated_normal(keys[name], -2.0, 2.0, shape)).astype(dtype)
+                values[name] = _make_with(given[name], own, name, shape, dtype)
+            elif name in CONSTANT:
+                values[name] = jnp.full(shape, CONSTANT[name], dtype)
             else:
-                values[name] = jnp.full(shape, 1.0 if name == "expert_scale" else 0.0, dtype)
-        return params_by_name({name: values.get(name) for name in DIMS})
+                fan_in = shape[1 if name in BY_EXPERT else 0]
+                # A standard normal that is cut off at two sigma has the variance 0.7737.
+                std = 1.0 / math.sqrt(fan_in * 0.7737)
+                values[name] = (std * jax.random.truncated_normal(own, -2.0, 2.0, shape)).astype(dtype)
+        return params_by_name(values)
 
-    if specs is None and mesh_sizes():
+    if specs is None and mesh_in_force() is not None:
         specs = param_specs(config, axes)
     return make_sharded(make, specs)(key)
 

@@ -68,7 +68,8 @@ def weight_gather(
         after them. The axes of fsdp may be gathered, and those of ep where no dim keeps ep.
     """
     gatherable = axes.fsdp + (() if any(n in axes.ep for need in kept for n in need) else axes.ep)
-    entries = [tuple(n for n in entry if n in axes.all) for entry in pad(weight_spec, len(kept))]
+    roles = axes.all
+    entries = [tuple(n for n in entry if n in roles) for entry in pad(weight_spec, len(kept))]
     for dim, (entry, need) in enumerate(zip(entries, kept, strict=True)):
         if entry[: len(need)] != need or not set(entry[len(need) :]) <= set(gatherable):
             has = f"is sharded over {_listed(entry)}" if entry else "is not sharded"
@@ -168,8 +169,7 @@ def keep_rows(y: Array, axes: ResolvedAxes) -> Array:
 
 
 def make_sharded(make: Callable, specs: PyTree[Spec] | None) -> Callable:
-    """Returns `make`, with its results sharded by `specs` on the mesh in force, so that each device makes its own
-    shards.
+    """Returns `make`, whose results each device then makes as its own shards, by `specs` on the mesh in force.
 
     Where `specs` is None, or an axis is Manual, the result is `make` itself.
     """
