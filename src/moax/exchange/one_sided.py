@@ -35,7 +35,7 @@ from moax.exchange.slots import (
     slots_of_round,
 )
 from moax.exchange.transport import Arrived, Columns, ExchangeSpec, Planned, Sent, Step, Transfer, Transport, collective
-from moax.kernels import DEFAULT, Implementation, find_peer_kernels, implementation
+from moax.kernels import DEFAULT, find_peer_kernels, implementation
 from moax.mesh.view import MeshView
 
 WORD = 4  # the bytes of a word
@@ -62,11 +62,12 @@ class OneSided(Transport):
     def send(self, static: ExchangeSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
         """Sends the rows in one pass of one kernel, with the narrow arrays as one row of words beside each row."""
         words = [jnp.concatenate([_to_words(v) for v in narrow], axis=1)] if narrow else []
-        arrived = self._put(static, [rows, *words], sent.token, sent.places, 0, static.ranks * static.slots)
+        received = static.ranks * static.slots
+        rows, *arrived = self._put(static, [rows, *words], sent.token, sent.places, 0, received)
         ends = sent.places.reshape(-1)
         if not narrow:
-            return Arrived(arrived[0], [], None, ends)
-        return Arrived(arrived[0], split_words(arrived[1], narrow), arrived[1], ends)
+            return Arrived(rows, [], None, ends)
+        return Arrived(rows, split_words(arrived[0], narrow), arrived[0], ends)
 
     def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
         """Returns the rows in one pass of one kernel and sums them in float32. It reads no other row."""
@@ -98,22 +99,17 @@ class OneSided(Transport):
 
     def put_rows(self, arrays: Sequence, source, places, way: int, out_rows: int, axes) -> tuple:
         """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x; see the kernel."""
-        return _peer_kernels().put_rows(arrays, source, places, way, out_rows, axes)
+        return implementation(find_peer_kernels() or DEFAULT).put_rows(arrays, source, places, way, out_rows, axes)
 
     def gather_sum(self, rows, position):
         """y[t] = sum over k of rows[position[t, k]] in float32; a position past the last row adds nothing."""
-        return _peer_kernels().gather_sum(rows, position)
+        return implementation(find_peer_kernels() or DEFAULT).gather_sum(rows, position)
 
     def _put(self, static: ExchangeSpec, arrays: Sequence, source, places, way: int, out_rows: int) -> list:
         """Runs `put_rows` for arrays of any width: rows are padded to whole 16 bytes, and the padding is cut off."""
         axes = tuple((name, static.axes.size((name,))) for name in static.axes.ep)
         arrived = self.put_rows([_pad(v) for v in arrays], source, places, way, out_rows, axes)
         return [rows[:, : v.shape[1]] for rows, v in zip(arrived, arrays, strict=True)]
-
-
-def _peer_kernels() -> Implementation:
-    """Returns the implementation with `put_rows`; where none is installed, `put_rows` of the default raises."""
-    return implementation(find_peer_kernels() or DEFAULT)
 
 
 def split_words(words, like: Sequence) -> list:

@@ -92,10 +92,8 @@ def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T rank
     tokens are a word. The slot of a token is the number of bits in the words before its own, which are few enough to
     compare each with each, plus the number of bits below its own in its word.
 
-    Args:
-      owner: [T, K] i32, the ranks that each token wants; one rank may appear several times. A number outside
-        [0, ranks) stands for no rank.
-      ranks: the number of ranks.
+    `owner` has the ranks that each token wants. One rank may appear several times, and a number outside [0, ranks) is
+    no rank.
     """
     tokens, top_k = owner.shape
     words = jnp.pad(owner, ((0, -tokens % 32), (0, 0)), constant_values=ranks).reshape(1, -1, 32 * top_k)
@@ -111,7 +109,6 @@ def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T rank
 
 
 def _count_bits(bits):
-    """Returns the number of set bits of each word, as i32."""
     return lax.population_count(bits).astype(jnp.int32)
 
 
@@ -124,8 +121,7 @@ def plan_sends(slot: Int[Array, "T ranks"], sent, kept: Int[Array, "ranks ranks"
     there from row 0 on: rows 2 and 3 of what rank 0 sends shift by -2.
 
     Args:
-      slot: the slot of each token for each rank, as `find_slots` numbers them. A slot at or past `sent` of its rank
-        means that the token does not go there.
+      slot: as `find_slots` numbers them. A token whose slot is at or past `sent` of a rank does not go there.
       sent: [ranks] i32, how many rows this rank sends to each rank. It equals `kept[rank]`, but is local, so that
         consumers need not wait for the all-gather.
       kept: how many rows go from rank (dim 0) to rank (dim 1).
