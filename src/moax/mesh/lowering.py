@@ -33,8 +33,7 @@ FIRST_ALONE = "has first derivatives and no second ones; moax.route and the loss
 
 # The `repr` of a value of these types is its text.
 PLAIN = (
-    bool, int, float, complex, str, bytes, enum.Enum, np.dtype, np.generic, types.NoneType, PartitionSpec, Mesh,
-    AbstractMesh,
+    bool, int, float, str, enum.Enum, np.dtype, np.generic, types.NoneType, PartitionSpec, Mesh, AbstractMesh,
 )  # fmt: skip
 
 
@@ -105,10 +104,7 @@ def name_call(call: Any, mesh: Mesh, operand_types, result_types) -> None:
 
         operations = mlir.ir.InsertionPoint.current.block.operations
         inserted = operations[len(operations) - 1].attributes
-        target, address = (mlir.ir.StringAttr(inserted[name]).value for name in ("call_target_name", "backend_config"))
-        if target != "CustomSPMDPartitioning":
-            raise Nameless("JAX has inserted another operation")
-        info = callbacks[address.encode()]
+        info = callbacks[mlir.ir.StringAttr(inserted["backend_config"]).value.encode()]
         if info.module_context.lowering_parameters.for_export:
             raise Unsupported(
                 f"{call.op.name}: jax.export cannot serialize engine='custom_partitioning', which engine='auto' is on "
@@ -126,7 +122,7 @@ def name_call(call: Any, mesh: Mesh, operand_types, result_types) -> None:
         if first is not info:
             info.serves = first
         inserted["backend_config"] = mlir.ir.StringAttr.get(name)
-    except (ImportError, AttributeError, KeyError, IndexError, Nameless) as error:
+    except (ImportError, AttributeError, KeyError, IndexError, ValueError, Nameless) as error:
         log_once(
             f"{call.op.name}: its program will compile anew in each process, for it has no stable key in JAX's "
             f"compilation cache: {error!r}"
