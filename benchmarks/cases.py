@@ -12,10 +12,11 @@ The group sizes come from a fixed seed.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from moax import MoEConfig
 from moax.models import find_model
 
 Direction = Literal["fwd", "dgrad", "wgrad"]
@@ -83,15 +84,51 @@ def group_sizes(rows: int, groups: int, distribution: str) -> np.ndarray:
     return sizes.astype(np.int32)
 
 
+class RankShape(NamedTuple):
+    """The grouped matmuls of one rank at an even load: [rows, d_model] x [d_model, hidden] and [rows, d_ff] x
+    [d_ff, d_model] in `groups` groups; `hidden` counts the gate too."""
+
+    rows: int
+    groups: int
+    d_model: int
+    d_ff: int
+    hidden: int
+
+
+def on_rank(model: str, ranks: int, tokens: int) -> RankShape:
+    """Returns the matmuls of one of `ranks` ranks of ep with `tokens` tokens each; `ranks` divides the experts."""
+    c = find_model(model).config
+    return RankShape(tokens * c.top_k, experts_of_rank(model, ranks), c.d_rows, c.d_ff, c.gates * c.d_ff)
+
+
+def slice_of(model: str, ranks: int) -> MoEConfig:
+    """Returns the block of a model with the experts of one of `ranks` ranks alone, so that one device can run it.
+
+    T tokens make T K rows, as many as a rank of the whole model receives. The slice has no shared expert, and no
+    groups of experts, since a rank may hold less than one group.
+    """
+    config, experts = find_model(model).config, experts_of_rank(model, ranks)
+    router = dataclasses.replace(config.router, num_groups=1, top_groups=1)
+    return dataclasses.replace(config, num_experts=experts, router=router, shared_d_ff=0, shared_gate=False)
+
+
+def experts_of_rank(model: str, ranks: int) -> int:
+    """Returns the number of experts of one of `ranks` ranks; ValueError where `ranks` does not divide the experts."""
+    experts = find_model(model).config.num_experts
+    if ranks < 1 or experts % ranks:
+        raise ValueError(f"ranks={ranks} must divide the {experts} experts of {model}")
+    return experts // ranks
+
+
 def product(name: str, model: str, ranks: int, tokens: int) -> Case:
     """Returns the product of x and the gate projection [H, F] on one rank."""
-    shape = find_model(model).on_rank(ranks, tokens)
+    shape = on_rank(model, ranks, tokens)
     return Case(name, shape.rows, shape.d_model, shape.d_ff, shape.groups)
 
 
 def both_products(name: str, model: str, ranks: int = 1, tokens: int = 16384) -> tuple[Case, Case]:
     """Returns the products x wi (gate and up projection together) and h wo of one rank."""
-    shape = find_model(model).on_rank(ranks, tokens)
+    shape = on_rank(model, ranks, tokens)
     note = f"{shape.groups} of {shape.groups * ranks} experts, {tokens} tokens a rank" if ranks > 1 else ""
     sizes = dict(rows=shape.rows, groups=shape.groups, note=note)
     return (

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks import limits
 from benchmarks.block.worker import Worker, answers
+from benchmarks.cases import slice_of
 from benchmarks.report import OURS, Row
 from benchmarks.timing import Repeats
 from moax import MoEConfig
@@ -43,7 +44,7 @@ PERF = (
     *(Block(name, MODELS[name].config) for name in ("mixtral-8x7b", "gpt-oss-120b")),
     Block(
         "dsv3-slice",
-        MODELS["deepseek-v3"].slice(8),
+        slice_of("deepseek-v3", 8),
         note="32 of 256 experts, 8 of them for a token: as many rows as one of 8 ranks receives at an even load",
     ),
     Block("sonic-7b", MoEConfig(d_model=1536, d_ff=256, num_experts=128, top_k=8), (24576,), "SonicMoE's 7B model"),

@@ -1,26 +1,11 @@
-"""The shapes of published models, in one table for estimates, benchmarks, tuning and checks.
-
-MODELS["qwen3-30b"].config                          the MoE block of one layer, as a MoEConfig
-find_model("qwen3-30b").on_rank(4, tokens=8192)     the share of one of 4 ranks: 32 experts, 65536 rows
-"""
+"""The MoE blocks of published models: `MODELS["qwen3-30b"].config` is the block of one layer."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 from moax.config import MoEConfig, RouterConfig
-
-
-class RankShape(NamedTuple):
-    """The grouped matmuls of one rank at an even load: [rows, d_model] x [d_model, hidden] and [rows, d_ff] x
-    [d_ff, d_model] in `groups` groups; `hidden` counts the gate too."""
-
-    rows: int
-    groups: int
-    d_model: int
-    d_ff: int
-    hidden: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,27 +16,6 @@ class Model:
     config: MoEConfig
     layers: int
     source: str
-
-    def on_rank(self, ranks: int, tokens: int) -> RankShape:
-        """Returns the matmuls of one of `ranks` ranks of ep with `tokens` tokens each; `ranks` divides the experts."""
-        c = self.config
-        return RankShape(tokens * c.top_k, self._experts(ranks), c.d_rows, c.d_ff, c.gates * c.d_ff)
-
-    def slice(self, ranks: int) -> MoEConfig:
-        """Returns the block with the experts of one of `ranks` ranks alone, so that one device can run it.
-
-        T tokens make T K rows, as many as a rank of the whole model receives. The slice has no shared expert, and no
-        groups of experts, since a rank may hold less than one group.
-        """
-        c, router = self.config, dataclasses.replace(self.config.router, num_groups=1, top_groups=1)
-        experts = self._experts(ranks)
-        return dataclasses.replace(c, num_experts=experts, router=router, shared_d_ff=0, shared_gate=False)
-
-    def _experts(self, ranks: int) -> int:
-        experts = self.config.num_experts
-        if ranks < 1 or experts % ranks:
-            raise ValueError(f"ranks={ranks} must divide the {experts} experts of {self.source}")
-        return experts // ranks
 
 
 # The weights are the softmax of the K chosen logits, which sums to 1 by itself.

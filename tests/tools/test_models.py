@@ -1,10 +1,11 @@
-"""The table of model shapes: against the published config.json of each model, and what one rank has of it."""
+"""The table of models against the published config.json of each, and the shapes that benchmarks make of it."""
 
 import dataclasses
 import math
 
 import pytest
 
+from benchmarks.cases import on_rank, slice_of
 from moax import hf
 from moax.models import MODELS, find_model
 from moax.params import param_shapes
@@ -64,18 +65,18 @@ def test_parameters_of_the_experts():
 
 def test_a_rank():
     """Breaks if a rank is given other rows than its tokens' choices, or experts that it does not hold."""
-    shape = find_model("deepseek-v3").on_rank(16, tokens=4096)
+    shape = on_rank("deepseek-v3", 16, tokens=4096)
     assert shape == (4096 * 8, 16, 7168, 2048, 2 * 2048)
-    with pytest.raises(ValueError, match="ranks=3 must divide the 256 experts of deepseek-ai/DeepSeek-V3"):
-        find_model("deepseek-v3").on_rank(3, tokens=4096)
+    with pytest.raises(ValueError, match="ranks=3 must divide the 256 experts of deepseek-v3"):
+        on_rank("deepseek-v3", 3, tokens=4096)
 
 
 def test_a_slice_is_a_block_of_one_device():
     """Breaks if a slice keeps the shared expert, or groups of experts that no rank holds whole."""
-    config = find_model("deepseek-v3").slice(8)
+    config = slice_of("deepseek-v3", 8)
     assert (config.num_experts, config.top_k, config.shared_d_ff) == (32, 8, 0)
     assert (config.router.num_groups, config.router.scale, config.router.bias) == (1, 2.5, True)
-    assert find_model("mixtral-8x7b").slice(1) == MODELS["mixtral-8x7b"].config
+    assert slice_of("mixtral-8x7b", 1) == MODELS["mixtral-8x7b"].config
 
 
 def test_an_unknown_model_is_named():
