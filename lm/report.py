@@ -171,4 +171,4 @@ def measure_gathers(config: TrainConfig, update: jax.stages.Compiled) -> dict[st
 def gather_bytes(program: jax.stages.Lowered | jax.stages.Compiled) -> int:
     """Returns the bytes of weights and scales that a device sends in one update, with one round over the buffers."""
     found = [c for c in inspect.collectives(program) if not c.open_loop]
-    return inspect.total_bytes(inspect.weight_gathers(found, AXES))
+    return inspect.total_bytes(inspect.weight_gathers(found, AXES.fsdp))

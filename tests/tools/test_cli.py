@@ -221,7 +221,7 @@ def test_inspect_prints_a_table(capsys):
     argv = ["inspect", "--mesh", "fsdp=2,ep=4", "--d-model", "64", "--d-ff", "64", "--tokens", "64", "--forward-only"]
     assert cli.main([*argv, "--recipe", "fp8_block"]) == 0
     said = capsys.readouterr().out
-    assert "all-gather" in said and "uint8" in said
+    assert "all-gather" in said and "uint8" in said and re.search(r"0\.5\d\d of the [\d,]+ bytes without", said)
     assert cli.main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["collectives"] and {"kind", "dtype", "bytes"} <= found["collectives"][0].keys()

@@ -7,9 +7,7 @@ The list does not have kernels that write into the memory of a peer, nor pairs o
 collectives of XLA.
 """
 
-from moax.inspect.block import Report as Report
 from moax.inspect.block import inspect_block as inspect_block
-from moax.inspect.block import report as report
 from moax.inspect.checks import assert_no_wide_weight_gather as assert_no_wide_weight_gather
 from moax.inspect.checks import assert_reduce_scattered as assert_reduce_scattered
 from moax.inspect.flow import Value as Value

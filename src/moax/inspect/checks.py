@@ -7,22 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from moax.checks import check_count
-from moax.inspect.listing import (
-    Collective,
-    Over,
-    Program,
-    axis_names,
-    join,
-    mesh_of,
-    read,
-    table,
-    weight_gathers,
-    weight_scatters,
-)
-from moax.mesh.axes import Axes, Names, as_names
+from moax.inspect.listing import Collective, Over, Program, join, over, read, table, weight_scatters
+from moax.mesh.axes import Names, as_names
 from moax.mesh.specs import AnyMesh
 from moax.text import plural
 
@@ -57,7 +47,7 @@ def assert_no_wide_weight_gather(
 
     Args:
       fn, args, kwargs, mesh: as for `collectives`; `fn` may also be the list that `collectives` returned.
-      axes: a mesh axis, several axes, or a `moax.Axes`, which stands for its fsdp.
+      axes: a mesh axis, or several.
       min_elements: collectives of fewer elements pass. The default is the size of the smallest shard among those
         `weights` that `axes` split. It holds for all-gathers over `axes` alone, and tells a weight from its scales.
       weights: a tree of arrays or ShapeDtypeStructs with shardings. Leave out biases, which are not quantized. A
@@ -69,22 +59,20 @@ def assert_no_wide_weight_gather(
 
     Raises:
       AssertionError: weights or their gradients cross unquantized; the message lists the collectives.
-      ValueError: the mesh is not known, or does not have one of the axes (an axis of a `moax.Axes` may be missing), or
-        both `min_elements` and `weights` are missing.
+      ValueError: the mesh is not known, or lacks one of the axes, or both `min_elements` and `weights` are missing.
     """
     found, names = _judged(fn, args, kwargs, axes, mesh)
     least = _min_elements(min_elements, weights, names)
     known = [leaf for leaf in jax.tree.leaves(weights) if any(_involves(c, leaf) for c in found)]
-    gathers = weight_gathers(found, names)
 
     def refused(c: Collective) -> bool:
         wide = _is_float(c) and not c.dtype.startswith(("float8", "float4"))
         if not wide or c.bytes == 0 or c.kind == "reduce-scatter" or c.size < (min_elements or 0):
             return False
-        if c.size >= least and (c in gathers or (not known and _moves_any(c, names, least))):
+        gathers_or_moves = c.kind == "all-gather" or (not known and _moves_any(c, least))
+        if c.size >= least and set(names) & set(c.axes) and gathers_or_moves:
             return True
-        of = [leaf for leaf in known if _involves(c, leaf)]
-        return any(c.kind != "all-reduce" or _placed(leaf)[0] & set(c.axes) for leaf in of)
+        return any(c.kind != "all-reduce" or _placed(w)[0] & set(c.axes) for w in known if _involves(c, w))
 
     what = f"of unquantized weights or their gradients, or gathers over {join(names)} of {least} elements or more"
     _refuse([c for c in found if refused(c)], "collective", f"{what}:", _WHY)
@@ -110,29 +98,27 @@ def assert_reduce_scattered(
     """
     found, names = _judged(fn, args, kwargs, axes, mesh)
     least = _min_elements(min_elements, weights, names)
-    over = [c for c in found if set(names) & set(c.axes)]
-    offenders = [c for c in over if c.kind == "all-reduce" and _is_float(c) and c.size >= least]
-    _refuse(offenders, "all-reduce", f"over {join(names)} of {least} floats or more:")
-    if not weight_scatters(over, names):
+    whole = [c for c in over(found, names) if c.kind == "all-reduce" and _is_float(c) and c.size >= least]
+    _refuse(whole, "all-reduce", f"over {join(names)} of {least} floats or more:")
+    if not weight_scatters(found, names):
         raise AssertionError(f"no reduce-scatter over {join(names)}; the collectives are\n{table(found)}")
     return found
 
 
 def _judged(fn, args, kwargs, axes, mesh) -> tuple[list[Collective], Names]:
     """Returns the collectives to check, and the names of `axes`; raises ValueError where the mesh has no such axis."""
-    names = axis_names(axes)
+    names = as_names(axes)
     if not isinstance(fn, str) and isinstance(fn, Sequence):
         return list(fn), names
-    found, known = read(fn, args, kwargs, mesh, as_run=False)
-    if not known and any(c.group_size > 1 and not c.axes for c in found):
+    found, known = read(fn, args, kwargs, mesh)
+    if not known and any(c.group_size > 1 for c in found):
         raise ValueError(f"{axes=}: the program's mesh is not known; pass mesh=")
-    missing = [] if isinstance(axes, Axes) else [n for n in names if known and n not in known]
-    if missing:
+    if known and (missing := [n for n in names if n not in known]):
         raise ValueError(f"{axes=}: the mesh has no axis {join(missing)}; its axes are {join(known)}")
     return found, names
 
 
-def _min_elements(min_elements, weights, names: Names) -> int:
+def _min_elements(min_elements: int | None, weights: PyTree | None, names: Names) -> int:
     """Returns `min_elements`, or the size of the smallest shard of `weights` over the axes `names`."""
     if min_elements is not None:
         check_count("min_elements", min_elements)
@@ -147,9 +133,10 @@ def _min_elements(min_elements, weights, names: Names) -> int:
 
 def _placed(leaf) -> tuple[set[str], tuple[int, ...]]:
     """Returns the mesh axes that split an array, and its shape on one device."""
-    if mesh_of(leaf) is None:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
         return set(), tuple(leaf.shape)
-    return {name for entry in leaf.sharding.spec for name in as_names(entry)}, leaf.sharding.shard_shape(leaf.shape)
+    return {name for entry in sharding.spec for name in as_names(entry)}, sharding.shard_shape(leaf.shape)
 
 
 def _involves(c: Collective, leaf) -> bool:
@@ -158,10 +145,8 @@ def _involves(c: Collective, leaf) -> bool:
     return any(v.whole == whole or (v.whole is None and v.shape in (whole, shard)) for v in (*c.carries, *c.reaches))
 
 
-def _moves_any(c: Collective, names: Names, least: int) -> bool:
-    """Returns whether a collective over `names` moves a parameter of `least` elements, or sums what it then cuts."""
-    if not set(names) & set(c.axes):
-        return False
+def _moves_any(c: Collective, least: int) -> bool:
+    """Returns whether a collective moves a parameter of `least` elements, or sums a result of which it keeps a part."""
     if any(math.prod(value.shape) >= least for value in c.carries):
         return True
     return c.kind == "all-reduce" and any(least <= math.prod(value.shape) < c.size for value in c.reaches)

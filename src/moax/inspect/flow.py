@@ -55,25 +55,22 @@ def trace(program: Hlo, results: Sequence[Value]) -> tuple[Flow, Flow]:
     `results` has the names and whole shapes of the results; the text tells only their number.
     """
     entry = program.computations.get(program.entry, {}).values()
-    named = {
-        int(one.arguments): Value(
-            re.sub(r"\\(.)", r"\1", one.op_name) or f"parameter {one.arguments}",
-            one.elements[0].shape if one.elements else (),
-        )
-        for one in entry
-        if one.opcode == "parameter"
-    }
+    named = {int(one.arguments): _parameter(one) for one in entry if one.opcode == "parameter"}
     tracer = _Tracer(program)
-    made = tracer.run(program.entry, tuple(frozenset([i]) for i in range(max(named, default=-1) + 1)))
+    made = tracer.run(program.entry, tuple(frozenset([i]) for i in range(len(named))))
     shapes = [element.shape for one in entry if one.root for element in one.elements]
     if len(results) != len(shapes):
-        several = any(one.root and one.type.startswith("(") for one in entry)
-        results = [Value(f"result[{i}]" if several else "result", ()) for i in range(len(shapes))]
+        results = [Value(f"result[{i}]" if len(shapes) > 1 else "result", ()) for i in range(len(shapes))]
     members = [_flat(member) for member in made] if isinstance(made, tuple) else [made] * len(shapes)
     ends = [(value._replace(shape=shape), m) for value, shape, m in zip(results, shapes, members, strict=True)]
     carries = {key: tuple(named[i] for i in sorted(s for s in of if isinstance(s, int)))
                for key, of in tracer.found.items()}  # fmt: skip
     return carries, {key: tuple(value for value, sources in ends if key in sources) for key in tracer.found}
+
+
+def _parameter(one: Instruction) -> Value:
+    name = re.sub(r"\\(.)", r"\1", one.op_name) or f"parameter {one.arguments}"
+    return Value(name, one.elements[0].shape if one.elements else ())
 
 
 class _Tracer:
@@ -89,19 +86,18 @@ class _Tracer:
         made: dict[str, Sources] = {}
         result: Sources = _NONE
         for one in self.computations.get(computation, {}).values():
-            made[one.name] = self._step(computation, one, made, operands)
+            if one.opcode == "parameter":
+                made[one.name] = operands[int(one.arguments)] if int(one.arguments) < len(operands) else _NONE
+            else:
+                made[one.name] = self._step(computation, one, tuple(made.get(name, _NONE) for name in one.operands))
             result = made[one.name] if one.root else result
         return result
 
-    def _step(self, computation, one: Instruction, made: dict[str, Sources], parameters) -> Sources:
+    def _step(self, computation: str, one: Instruction, operands: tuple[Sources, ...]) -> Sources:
         """Returns the sources of an instruction's result."""
-        opcode = one.opcode
-        if opcode == "parameter":
-            return parameters[int(one.arguments)] if int(one.arguments) < len(parameters) else _NONE
+        opcode, called = one.opcode, [callee for _, callee in one.calls if callee in self.computations]
         if opcode in _ENDS or (opcode == "custom-call" and not _PLACING.search(one.attributes)):
             return _NONE
-        operands = tuple(made.get(name, _NONE) for name in one.operands)
-        called = [callee for _, callee in one.calls if callee in self.computations]
         if opcode == "tuple":
             return operands
         if opcode == "get-tuple-element":
@@ -114,20 +110,19 @@ class _Tracer:
             return state
         if opcode == "conditional":
             return _join(*(self.run(callee, (given,)) for callee, given in zip(called, operands[1:], strict=False)))
-        if opcode.endswith(("-done", "-update")) or opcode in ("optimization-barrier", "copy", "domain"):
-            return operands[0] if operands else _NONE
         if one.is_collective:
             return self._collective(computation, one, operands)
         if called and (opcode in ("fusion", "call") or opcode.endswith("-start")):
             return self.run(called[0], operands)
         if opcode == "broadcast":
             source = self.computations[computation].get(one.operands[0])
-            sizes = [math.prod(i.elements[0].shape) for i in (source, one) if i is not None]
-            if len(sizes) < 2 or sizes[0] != sizes[1]:
+            if source is None or math.prod(source.elements[0].shape) != math.prod(one.elements[0].shape):
                 return _NONE
         if opcode == "scatter":  # (arrays, indices, updates)
-            return _flat(operands[: len(operands) // 2] + operands[len(operands) // 2 + 1 :])
-        return _flat(operands[: _INDICES.get(opcode)])
+            count = len(operands) // 2
+            return _flat(operands[:count] + operands[count + 1 :])
+        operands = operands[: _INDICES.get(opcode)]
+        return operands[0] if len(operands) == 1 else _flat(operands)
 
     def _collective(self, computation: str, one: Instruction, operands: tuple[Sources, ...]) -> Sources:
         """Notes the sources of a collective's arrays. Its results have these sources, and themselves as a source."""
@@ -137,9 +132,8 @@ class _Tracer:
         for i, operand in enumerate(given):
             key = (computation, one.name, i)
             self.found[key] = self.found.get(key, _NONE) | _flat(operand)
-            # Each result of an all-to-all that XLA cut into pieces has a piece of every operand.
-            made.append(_flat(operands if one.kind == "all-to-all" else operand) | {key})
-        return tuple(made) if one.type.startswith("(") and count > 1 else _flat(tuple(made))
+            made.append(_flat(operand) | {key})
+        return tuple(made) if count > 1 else _flat(tuple(made))
 
 
 def _flat(sources: Sources) -> frozenset[Source]:

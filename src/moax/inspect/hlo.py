@@ -24,9 +24,9 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIPS = re.compile(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)')
-_MESH = r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))?"
 _GROUPS = re.compile(
-    rf"replica_groups=(?:(\{{\{{.*?\}}\}})|\{{\}}|\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)|{_MESH} \{{([^}}]*)\}})"
+    r"replica_groups=(?:(\{\{.*?\}\})|\{\}|\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)|"
+    r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\})"
 )
 _PAIRS = re.compile(r"source_target_pairs=(\{\{.*?\}\}|\{\})")
 
@@ -76,7 +76,11 @@ class Instruction:
         types = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", re.sub(r"\{[^}]*\}", "", self.type))
         arrays = tuple(Element(*dtype_name(d), _ints(shape)) for d, shape in types if d != "token")
         count = len(self.operands) if self.opcode.endswith("-start") else 0
-        return arrays[count : 2 * count] or arrays
+        arrays = arrays[count : 2 * count] or arrays
+        if self.kind == "all-to-all" and len(arrays) > 1 and "dimensions=" not in self.attributes:
+            # XLA made an operand of the piece for each peer; the user has one array.
+            return (arrays[0]._replace(shape=(len(arrays), *arrays[0].shape)),)
+        return arrays
 
     @property
     def calls(self) -> list[tuple[str, str]]:
@@ -96,37 +100,30 @@ class Hlo:
     """An HLO program.
 
     Attributes:
-      computations: {computation: {name: instruction}}, in the order of the text.
+      computations: {computation: {name: instruction}}, in the order of the text, which has callees before callers.
       entry: the computation that the program runs.
       devices: the number of devices.
-      named_mesh: {axis: size} of the first mesh in the text that has the user's axis names; {} for none.
     """
 
     computations: Mapping[str, Mapping[str, Instruction]]
     entry: str
     devices: int
-    named_mesh: Mapping[str, int]
 
     @functools.cached_property
-    def _callers(self) -> dict[str, list[tuple[str, int, bool]]]:
-        """{computation: [(caller, calls in one run of the caller, whether that number is unknown)]}."""
-        callers: dict[str, list[tuple[str, int, bool]]] = {}
-        for name, instructions in self.computations.items():
-            for one in instructions.values():
+    def runs(self) -> dict[str, tuple[int, bool]]:
+        """{computation: (how often it runs with all branches taken, whether a loop around it has no trip count)}."""
+        runs: dict[str, tuple[int, bool]] = {}
+        for name in reversed(self.computations):
+            times, is_open = runs.setdefault(name, (1, False))
+            for one in self.computations[name].values():
                 if one.opcode.endswith(("-done", "-update")):
                     continue  # This line names the computation that its start runs.
                 trips = _TRIPS.search(one.attributes)
                 for how, callee in one.calls:
+                    before, was_open = runs.get(callee, (0, False))
                     many = int(trips[1]) if trips and how == "body" else 1
-                    callers.setdefault(callee, []).append((name, many, how == "body" and trips is None))
-        return callers
-
-    def times(self, computation: str) -> tuple[int, bool]:
-        """Returns how often it runs, all branches taken, and whether a loop around it has no trip count."""
-        if computation == self.entry or computation not in self._callers:
-            return 1, False
-        above = [(many, unknown, *self.times(caller)) for caller, many, unknown in self._callers[computation]]
-        return sum(m * times for m, _, times, _ in above), any(u or is_open for _, u, _, is_open in above)
+                    runs[callee] = before + times * many, was_open or is_open or (how == "body" and trips is None)
+        return runs
 
 
 def read_hlo(text: str) -> Hlo:
@@ -143,9 +140,7 @@ def read_hlo(text: str) -> Hlo:
     count = {name: int(n) for name, n in re.findall(r"\b(replica_count|num_partitions)=(\d+)", head)}
     if count.get("replica_count", 1) > 1:
         raise ValueError("the program has replicas; moax.inspect reads programs of jit, which have partitions alone")
-    named = (_axis_sizes(mesh) for mesh, order in re.findall(_MESH, text) if not order)
-    user = next((sizes for sizes in named if not any(re.fullmatch(r"axis_\d+", name) for name in sizes)), {})
-    return Hlo(computations, entry, count.get("num_partitions", 1), user)
+    return Hlo(computations, entry, count.get("num_partitions", 1))
 
 
 def device_groups(one: Instruction, devices: int) -> Groups:
@@ -170,7 +165,7 @@ def device_groups(one: Instruction, devices: int) -> Groups:
         return tuple(map(tuple, _iota(order).reshape(_ints(rows)).tolist()))
     if not mesh:
         return (tuple(range(devices)),)
-    sizes = _axis_sizes(mesh)
+    sizes = {name: int(size) for name, size in re.findall(r"([^',\s]+)'?=(\d+)", mesh)}
     places = first = np.arange(math.prod(sizes.values()))
     # The text may name a part of an axis: 'a':(2)4 is the middle dim of 'a' as dims 2 x 4 x rest.
     for name, before, part in re.findall(r"([^',:\s]+)'?(?::\((\d+)\)(\d+))?", varying):
@@ -185,8 +180,7 @@ def device_groups(one: Instruction, devices: int) -> Groups:
 def varying_axes(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the axes of a mesh of these sizes over which some group varies; () where the mesh lacks a device.
 
-    On the mesh {"fsdp": 2, "ep": 4} device i is (i // 4, i % 4). The groups ((0, 4), (1, 5), (2, 6), (3, 7)) vary over
-    fsdp alone.
+    On {"fsdp": 2, "ep": 4} device i is (i // 4, i % 4): ((0, 4), (1, 5), (2, 6), (3, 7)) vary over fsdp alone.
     """
     if max(map(max, groups)) >= math.prod(sizes.values()):
         return ()
@@ -201,10 +195,6 @@ def dtype_name(hlo: str) -> tuple[str, int]:
         return ("bool", 8) if hlo == "pred" else (hlo, 0)
     kind = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}[match[1]]
     return f"{kind}{match[2]}{'_' + match[3] if match[3] else ''}", int(match[2])
-
-
-def _axis_sizes(text: str) -> dict[str, int]:
-    return {name: int(size) for name, size in re.findall(r"([^',\s]+)'?=(\d+)", text)}
 
 
 def _iota(text: str) -> np.ndarray:

@@ -12,17 +12,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from moax.backend import platform
 from moax.inspect.flow import Value, trace
 from moax.inspect.hlo import Element, Hlo, device_groups, read_hlo, varying_axes
-from moax.mesh.axes import Axes, Names, as_names
+from moax.mesh.axes import Names, as_names
 from moax.mesh.specs import AnyMesh
 from moax.text import align
 
 Program = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled | str
-Over = str | Names | Axes  # axes that a collective is over; a `moax.Axes` stands for its fsdp
+Over = str | Sequence[str]  # one or several mesh axes
 
 # By these passes XLA's CPU compiler runs bf16 collectives in f32, and f8 collectives in f16. A GPU does not widen them.
 # The combiner is a problem too: it would merge widened reductions with others.
@@ -46,14 +46,12 @@ class Collective:
       axes: the mesh axes over which the group varies, in the order of the mesh; () where the mesh is not known.
       op_name: the op it comes from, as in a profile; `custom_partitioning` keeps no scopes from inside an op.
       group_size: the devices g of a group.
-      times: executions in one call of the function: the product of the trip counts of the scans around it. A branch
-        of a `cond` counts as taken.
+      times: executions in one call: the product of the trip counts of the scans around it, all branches taken.
       open_loop: whether it is in a loop whose trip count the program does not state, such as a `while_loop`. That loop
         counts once in `times`.
       carries: the parameters of the program that the array is made of without a product or a reduction in between, such
         as a weight that was cast, quantized or cut. Equality ignores `carries` and `reaches`.
-      reaches: the results of the program that are made of the array in the same way, such as the gradient that comes of
-        a reduce-scatter.
+      reaches: the results of the program that are made of the array in the same way, such as a gradient.
     """
 
     kind: str
@@ -82,19 +80,17 @@ class Collective:
         return f"{text}, {self.bytes:,} bytes, from {self.op_name or '?'}"
 
 
-def collectives(
-    fn: Program, *args: Any, mesh: AnyMesh | None = None, as_run: bool = False, **kwargs: Any
-) -> list[Collective]:
+def collectives(fn: Program, *args: Any, mesh: AnyMesh | None = None, **kwargs: Any) -> list[Collective]:
     """Lists the collectives of `fn(*args, **kwargs)`. It compiles `fn` for the arguments' shardings, and runs nothing.
 
+    The dtypes are those of the function, which a GPU moves; XLA's CPU compiler would widen bf16 and f8. A compiled `fn`
+    is read as it is.
+
     Args:
-      fn: a function, jitted or not. Without args it may also be a lowered or compiled function, or an optimized HLO
-        text.
+      fn: a function, jitted or not. Without args it may also be traced, lowered or compiled, or an optimized HLO text.
       args, kwargs: arrays, or ShapeDtypeStructs with shardings.
       mesh: the mesh whose axes to name. The default is that of the arguments' shardings, then that of the compiled
         program, then the mesh that `jax.set_mesh` set.
-      as_run: read the program that a CPU runs, whose compiler widens bf16 and f8 collectives. By default the dtypes
-        are those of the function, which a GPU moves. A compiled `fn` is read as it is.
 
     Returns:
       The collectives in the order of the program's text.
@@ -102,7 +98,7 @@ def collectives(
     Raises:
       ValueError: a compiled program was given with args, or the mesh has another size or order of devices.
     """
-    return read(fn, args, kwargs, mesh, as_run)[0]
+    return read(fn, args, kwargs, mesh)[0]
 
 
 def total_bytes(
@@ -113,42 +109,32 @@ def total_bytes(
 ) -> int:
     """Sums the bytes that one device sends in one call of the program: the sum of `bytes * times`.
 
-    Args:
-      found: collectives, as `collectives` returns them.
-      kind, dtype: count this kind, such as "all-gather", or this dtype alone; None counts all.
-      axes: count those over any of these axes, as in `weight_gathers`; None counts all.
+    A kind such as "all-gather", mesh axes, or a dtype counts the collectives that have it alone.
     """
-    counted = found if axes is None else _over(found, axes)
+    counted = found if axes is None else over(found, axes)
     counted = [c for c in counted if kind in (None, c.kind) and (dtype is None or c.dtype == jnp.dtype(dtype).name)]
     return sum(c.bytes * c.times for c in counted)
 
 
 def weight_gathers(found: Iterable[Collective], axes: Over = "fsdp") -> list[Collective]:
-    """Selects the all-gathers over any of `axes`; the block gathers nothing but weights over fsdp.
-
-    Args:
-      found: collectives, as `collectives` returns them.
-      axes: a mesh axis, several axes, or a `moax.Axes`, which stands for its fsdp.
-    """
-    return [c for c in _over(found, axes) if c.kind == "all-gather"]
+    """Selects the all-gathers over any of the mesh axes `axes`; the block gathers nothing but weights over fsdp."""
+    return [c for c in over(found, axes) if c.kind == "all-gather"]
 
 
 def weight_scatters(found: Iterable[Collective], axes: Over = "fsdp") -> list[Collective]:
     """Selects the collectives that sum gradients of weights over any of `axes`, and leave each device its shard.
 
     They are reduce-scatters, and the all-to-alls of uint16 that `grad_reduce_dtype="bfloat16_sum_float32"` makes.
-    Arguments are those of `weight_gathers`.
     """
-    over = _over(found, axes)
-    return [c for c in over if c.kind == "reduce-scatter" or (c.kind, c.dtype) == ("all-to-all", "uint16")]
+    pieces = ("all-to-all", "uint16")
+    return [c for c in over(found, axes) if c.kind == "reduce-scatter" or (c.kind, c.dtype) == pieces]
 
 
 def table(found: Iterable[Collective]) -> str:
-    """Returns the collectives as a table of text; "no collectives" where there are none.
+    """Returns the collectives as a table of text: a line for each, then one for each kind and its axes, then the total.
 
-    A line for each collective comes first, then a line for each kind and its axes, then the total. Equal collectives
-    share a line, whose `times` counts all of them. The column `bytes/device` has the bytes that one device sends in one
-    call. Names of ops are cut at 80 characters, since a GPU's compiler joins the names of collectives that it combines.
+    Equal collectives share a line. `bytes/device` has the bytes that one device sends in one call. Names of ops are cut
+    at 80 characters, since a GPU's compiler joins the names of collectives that it combines.
     """
     found = list(found)
     if not found:
@@ -159,33 +145,42 @@ def table(found: Iterable[Collective]) -> str:
         often = f"{times}+" if c.open_loop else str(times)
         rows.append((c.kind, c.dtype, shape, join(c.axes), often, f"{c.bytes * times:,}", c.op_name[:80]))
     rows.append(None)
-    sums = [(kind, axes, [c for c in found if (c.kind, c.axes) == (kind, axes)])
-            for kind, axes in sorted({(c.kind, c.axes) for c in found})]  # fmt: skip
-    for kind, axes, members in (*sums, ("total", (), found)):
+    for kind, axes in (*sorted({(c.kind, c.axes) for c in found}), ("total", ())):
+        members = [c for c in found if (c.kind, c.axes) == (kind, axes) or kind == "total"]
         times = sum(c.times for c in members)
         rows.append((kind, "", "", ",".join(axes), str(times), f"{total_bytes(members):,}", ""))
     return align(rows, right=(4, 5))
 
 
-def read(fn: Any, args, kwargs, mesh, as_run) -> tuple[list[Collective], Names]:
-    """Returns the collectives, and the names of the mesh axes; () where there is no mesh."""
+def over(found: Iterable[Collective], axes: Over) -> list[Collective]:
+    """Returns the collectives over any of `axes`."""
+    names = set(as_names(axes))
+    return [c for c in found if names & set(c.axes)]
+
+
+def join(names: Sequence[str]) -> str:
+    """Returns the names with commas between them; "-" for no names."""
+    return ",".join(names) or "-"
+
+
+def read(fn: Any, args, kwargs, mesh: AnyMesh | None) -> tuple[list[Collective], Names]:
+    """Returns the collectives, and the names of the mesh axes; () where the mesh is not known."""
     given = isinstance(fn, str) or hasattr(fn, "as_text")
     if given and (args or kwargs):
         raise ValueError(f"fn is a {type(fn).__name__}, lowered or compiled for its arguments; pass no others")
     if not (given or callable(fn) or hasattr(fn, "lower")):
         raise ValueError(f"fn={fn!r} must be a function, lowered or compiled by jit or not, or an HLO text")
     meshes = _meshes((args, kwargs))
-    compiled, asked = fn, False
+    compiled, unwidened = fn, False
     if not given or hasattr(fn, "compile"):
         lowered = fn if given else (getattr(fn, "lower", None) or jax.jit(fn).lower)(*args, **kwargs)
-        compiled, asked = _compile(lowered, not as_run and _emulates([mesh, *meshes]))
+        compiled, unwidened = _compile(lowered, [mesh, *meshes])
     meshes += _meshes([_told(compiled, "input_shardings"), _told(compiled, "output_shardings")])
     leaves = jax.tree_util.tree_flatten_with_path(_told(compiled, "out_info"))[0]
     results = [Value(f"result{jax.tree_util.keystr(path)}", (), tuple(leaf.shape)) for path, leaf in leaves]
-    text: Any = compiled
-    program = read_hlo(text if isinstance(text, str) else text.as_text())
-    sizes = _mesh_sizes(mesh, meshes, program)
-    return list(_collectives(program, results, sizes, asked)), tuple(sizes)
+    program = read_hlo(compiled if isinstance(compiled, str) else compiled.as_text())
+    sizes = _mesh_sizes(mesh, meshes, program.devices)
+    return list(_collectives(program, results, sizes, unwidened)), tuple(sizes)
 
 
 def _told(compiled, what: str):
@@ -197,74 +192,64 @@ def _told(compiled, what: str):
 
 
 def _meshes(tree) -> list[AnyMesh]:
-    return [m for m in map(mesh_of, jax.tree.leaves(tree)) if m is not None]
+    """Returns the meshes of the NamedShardings in a tree, or of its arrays."""
+    shardings = (getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(tree))
+    return [s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty]
 
 
-def _compile(lowered, unwidened: bool):
-    """Returns the compiled program, and whether its collectives have the dtypes that the function asked for."""
-    for dtypes in (_WIDENED + _WIDENED_SMALL, _WIDENED) if unwidened else ():
+def _compile(lowered: Any, meshes: Sequence[AnyMesh | None]) -> tuple[Any, bool]:
+    """Returns the compiled program, and whether XLA's CPU compiler was kept from widening its collectives."""
+    devices = [device for mesh in meshes if isinstance(mesh, Mesh) for device in mesh.devices.flat[:1]]
+    if platform() != "cpu" or not set(devices) <= set(jax.devices()):  # for a GPU, perhaps compiled ahead of time
+        return lowered.compile(), False
+    for dtypes in (_WIDENED + _WIDENED_SMALL, _WIDENED):
         passes = [f"float-normalization-{dtype}" for dtype in dtypes] + ["cpu-all-reduce-combiner"]
         try:
             return lowered.compile(compiler_options={"xla_disable_hlo_passes": ",".join(passes)}), True
         except jax.errors.JaxRuntimeError:
             continue  # The CPU cannot compute with these dtypes without widening them.
-    compiled = lowered.compile()
-    if unwidened:
-        warnings.warn("the collectives are those of XLA:CPU, which moves bf16 as f32 and f8 as f16", stacklevel=4)
-    return compiled, False
+    warnings.warn("the collectives are those of XLA:CPU, which moves bf16 as f32 and f8 as f16", stacklevel=4)
+    return lowered.compile(), False
 
 
-def _emulates(meshes) -> bool:
-    """Whether the program is for the devices of this CPU, and not compiled ahead of time for another machine."""
-    devices = [m.devices.flat[0] for m in meshes if isinstance(m, jax.sharding.Mesh) and not m.empty]
-    return platform() == "cpu" and (not devices or devices[0] in jax.devices())
-
-
-def mesh_of(leaf) -> AnyMesh | None:
-    """Returns the mesh of a NamedSharding, or of an array that has one; None otherwise."""
-    placed = leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None)
-    return placed.mesh if isinstance(placed, NamedSharding) and not placed.mesh.empty else None
-
-
-def _mesh_sizes(mesh: AnyMesh | None, meshes: Sequence[AnyMesh], program: Hlo) -> Mapping[str, int]:
+def _mesh_sizes(mesh: AnyMesh | None, meshes: Sequence[AnyMesh], devices: int) -> Mapping[str, int]:
     """Returns the axis sizes of `mesh`, or of the first mesh that fits the program; {} where none does."""
-    if mesh is not None:
-        own = next((list(m.devices.flat) for m in meshes if isinstance(m, jax.sharding.Mesh)), None)
-        reordered = own and isinstance(mesh, jax.sharding.Mesh) and list(mesh.devices.flat) != own
-        if mesh.size != program.devices or reordered:
-            raise ValueError(f"mesh={mesh} must have the program's {program.devices} devices, in their order")
-        return dict(mesh.shape)
-    known = [m.shape for m in [*meshes, jax.sharding.get_abstract_mesh()] if not m.empty]
-    return next((dict(s) for s in [*known, program.named_mesh] if math.prod(s.values()) == program.devices), {})
+    if mesh is None:
+        known = [*meshes, jax.sharding.get_abstract_mesh()]
+        return next((dict(m.shape) for m in known if not m.empty and m.size == devices), {})
+    own = next((list(m.devices.flat) for m in meshes if isinstance(m, Mesh)), None)
+    reordered = own and isinstance(mesh, Mesh) and list(mesh.devices.flat) != own
+    if mesh.size != devices or reordered:
+        raise ValueError(f"mesh={mesh} must have the program's {devices} devices, in their order")
+    return dict(mesh.shape)
 
 
-def _collectives(program: Hlo, results, sizes: Mapping[str, int], asked: bool) -> Iterator[Collective]:
-    """Yields a `Collective` for each array; `asked` undoes XLA's promotion of bf16 reductions."""
+def _collectives(
+    program: Hlo, results: Sequence[Value], sizes: Mapping[str, int], unwidened: bool
+) -> Iterator[Collective]:
+    """Yields a `Collective` for each array; `unwidened` undoes XLA's promotion of bf16 reductions."""
     carries, reaches = trace(program, results)
     for computation, instructions in program.computations.items():
+        times, open_loop = program.runs[computation]
         for one in (i for i in instructions.values() if i.is_collective):
             groups = device_groups(one, program.devices)
-            devices = max(map(len, groups))
-            arrays = [([i], element) for i, element in enumerate(one.elements)]
-            if one.kind == "all-to-all" and len(arrays) == devices > 1 and "dimensions=" not in one.attributes:
-                # XLA made an operand of the piece for each peer; the user has one array.
-                element = arrays[0][1]
-                arrays = [([*range(devices)], element._replace(shape=(devices, *element.shape)))]
-            elif asked and len(arrays) == 1 and re.search(r"to_apply=%?[\w.\-]+_promoted\b", one.attributes):
-                element = arrays[0][1]
-                arrays = [([0], Element("bfloat16", 16, element.shape) if element.dtype == "float32" else element)]
-            for positions, element in arrays:
-                keys = [(computation, one.name, i) for i in positions]
+            promoted = unwidened and re.search(r"to_apply=%?[\w.\-]+_promoted\b", one.attributes)
+            for i, element in enumerate(one.elements):
+                if promoted and len(one.elements) == 1 and element.dtype == "float32":
+                    element = Element("bfloat16", 16, element.shape)
+                devices, key = max(map(len, groups)), (computation, one.name, i)
                 yield Collective(
-                    one.kind,
-                    element.dtype,
-                    element.shape,
-                    _sent(one.kind, element.bytes, devices),
-                    varying_axes(groups, sizes) if sizes else (),
-                    one.op_name,
-                    devices,
-                    *program.times(computation),
-                    *(tuple(dict.fromkeys(v for key in keys for v in of.get(key, ()))) for of in (carries, reaches)),
+                    kind=one.kind,
+                    dtype=element.dtype,
+                    shape=element.shape,
+                    bytes=_sent(one.kind, element.bytes, devices),
+                    axes=varying_axes(groups, sizes) if sizes else (),
+                    op_name=one.op_name,
+                    group_size=devices,
+                    times=times,
+                    open_loop=open_loop,
+                    carries=carries.get(key, ()),
+                    reaches=reaches.get(key, ()),
                 )
 
 
@@ -275,18 +260,3 @@ def _sent(kind: str, b: int, g: int) -> int:
     if kind == "reduce-scatter":
         return b * (g - 1)
     return -(-b * (g - 1) * (2 if kind == "all-reduce" else 1) // g)
-
-
-def _over(found: Iterable[Collective], axes: Over) -> list[Collective]:
-    names = set(axis_names(axes))
-    return [c for c in found if names & set(c.axes)]
-
-
-def axis_names(axes: Over) -> Names:
-    """Returns the names of mesh axes."""
-    return as_names(axes.fsdp if isinstance(axes, Axes) else axes)
-
-
-def join(names: Sequence[str]) -> str:
-    """Returns the names with commas between them; "-" for no names."""
-    return ",".join(names) or "-"
