@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 
-# {extra: {module that is imported: distribution that pyproject.toml names}}
-EXTRAS: dict[str, dict[str, str]] = {
-    "flax": {"flax": "flax"},
-    "cuda12": {"jax_cuda12_plugin": "jax-cuda12-plugin"},
-    "cuda13": {"jax_cuda13_plugin": "jax-cuda13-plugin"},
-}
+# {extra: the distribution that it brings, whose module has the same name with underscores}
+EXTRAS = {"flax": "flax", "cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin"}
 
 
 def version(distribution: str) -> str | None:
@@ -23,10 +19,8 @@ def version(distribution: str) -> str | None:
 def hint(error: ModuleNotFoundError) -> str | None:
     """Returns "flax is missing: pip install 'moax[flax]'"; None where no extra brings the module."""
     module = (error.name or "").split(".")[0]
-    for extra, modules in EXTRAS.items():
-        if module in modules:
-            return f"{error.name} is missing: pip install 'moax[{extra}]'"
-    return None
+    extra = next((extra for extra, of in EXTRAS.items() if of.replace("-", "_") == module), None)
+    return f"{error.name} is missing: pip install 'moax[{extra}]'" if extra else None
 
 
 def missing(error: ModuleNotFoundError) -> ModuleNotFoundError:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform as python
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +17,9 @@ from moax.exchange import EXCHANGES, TRANSPORTS, select_transport
 from moax.extras import EXTRAS, version
 from moax.kernels import DEFAULT, IMPLEMENTATIONS, find_note, select_kernels, supports_fp8
 from moax.recipe import RECIPES, get_recipe
+from moax.text import align
 
-DESCRIPTION = (
-    "Shows versions, devices, a mesh to begin with, the kernels and exchanges that run on this machine, and the extras."
-)
-EP = 4  # `suggest_mesh` gives at most this many devices to experts
+DESCRIPTION = "Shows versions, devices, the kernels and exchanges that run on this machine, and the extras."
 
 
 class Choice(NamedTuple):
@@ -58,53 +56,43 @@ def describe() -> dict[str, Any]:
             "processes": jax.process_count(),
             "memory_bytes": (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),  # None on a CPU
         },
-        "mesh": suggest_mesh(jax.device_count(), jax.local_device_count()),
         "choices": [choice._asdict() for choice in (*kernels(), *exchanges(), *recipes())],
-        "extras": {extra: {name: version(name) for name in modules.values()} for extra, modules in EXTRAS.items()},
+        "extras": {extra: version(distribution) for extra, distribution in EXTRAS.items()},
     }
-
-
-def suggest_mesh(count: int, local: int) -> str | None:
-    """Returns a `--mesh` whose `ep` axis stays within one process: "fsdp=4,ep=4" for 16 devices in processes of 8.
-
-    One device needs no mesh: None.
-    """
-    ep = next(n for n in range(min(EP, local), 0, -1) if math.gcd(count, local) % n == 0)
-    sizes = {"fsdp": count // ep, "ep": ep}
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or None
-
-
-def why_not(select, value: str) -> str | None:
-    """Returns the reason with which `select(value)` refuses, without "kernels='hopper': "; None where it accepts."""
-    try:
-        select(value)
-    except Unsupported as error:
-        return re.sub(r"^\w+='\w+': ", "", str(error))
-    return None
 
 
 def kernels() -> list[Choice]:
     """Returns a `Choice` for each value of `kernels`."""
-    refused = {name: why_not(select_kernels, name) for name in IMPLEMENTATIONS}
     chosen = select_kernels("auto")
     note = chosen if chosen == DEFAULT else f"{chosen} {find_note(chosen)}, else {DEFAULT}"
-    by_name = [Choice("kernels", name, why is None, why or find_note(name)) for name, why in refused.items()]
-    return [Choice("kernels", "auto", True, note), *by_name]
+    notes = {name: find_note(name) for name in IMPLEMENTATIONS}
+    return [Choice("kernels", "auto", True, note), *_choices("kernels", select_kernels, notes)]
 
 
 def exchanges() -> list[Choice]:
     """Returns a `Choice` for each value of `exchange`."""
-    refused = {name: why_not(select_transport, name) for name in EXCHANGES}
     notes = {"auto": select_transport("auto")} | {name: transport.note for name, transport in TRANSPORTS.items()}
-    return [Choice("exchange", name, why is None, why or notes[name]) for name, why in refused.items()]
+    return _choices("exchange", select_transport, {name: notes[name] for name in EXCHANGES})
 
 
 def recipes() -> list[Choice]:
     """Returns a `Choice` for each recipe: its note says in which dtype products multiply."""
-    ready = [name for name in IMPLEMENTATIONS if why_not(select_kernels, name) is None]
+    ready = [choice.value for choice in kernels()[1:] if choice.runs]
     notes = {True: "FP8 products, where scale blocks fit the shards", False: "dequantized before products"}
-    fp8 = {name: any(supports_fp8(kernels, get_recipe(name)) for kernels in ready) for name in RECIPES}
+    fp8 = {name: any(supports_fp8(ours, get_recipe(name)) for ours in ready) for name in RECIPES}
     return [Choice("recipe", name, True, notes[multiplies]) for name, multiplies in fp8.items()]
+
+
+def _choices(argument: str, select: Callable[[str], Any], notes: dict[str, str]) -> list[Choice]:
+    """Returns a `Choice` for each value, with its note, or the reason with which `select(value)` refuses it."""
+    found = []
+    for value, note in notes.items():
+        try:
+            select(value)
+            found.append(Choice(argument, value, True, note))
+        except Unsupported as error:
+            found.append(Choice(argument, value, False, re.sub(r"^\w+='\w+': ", "", str(error))))
+    return found
 
 
 def render(info: dict[str, Any]) -> str:
@@ -116,18 +104,13 @@ def render(info: dict[str, Any]) -> str:
     lines = [
         f"moax {own}, jax {versions['jax']}, jaxlib {versions['jaxlib']}, Python {versions['python']}",
         f"devices  {devices['count']} x {devices['kind']} (platform {devices['platform']}){room}{many}",
-        f"mesh     {'such as --mesh ' + info['mesh'] if info['mesh'] else 'none needed on one device'}",
         "",
         "what runs here, by argument of moax.moe",
+        align([(f"  {c['argument']}", c["value"], "yes" if c["runs"] else "no", c["note"]) for c in info["choices"]]),
+        "",
+        "extras",
     ]
-    width = max(len(choice["value"]) for choice in info["choices"])
-    for choice in info["choices"]:
-        runs = "yes" if choice["runs"] else "no "
-        lines.append(f"  {choice['argument']:8}  {choice['value']:{width}}  {runs}  {choice['note']}".rstrip())
-    lines += ["", "extras"]
-    for extra, installed in info["extras"].items():
-        missing = [name for name, number in installed.items() if number is None]
-        present = ", ".join(f"{name} {number}" for name, number in installed.items() if number is not None)
-        hint = f"{', '.join(missing)} missing: pip install 'moax[{extra}]'" if missing else ""
-        lines.append(f"  {extra:8}  {'; '.join(filter(None, [present, hint]))}")
+    for extra, found in info["extras"].items():
+        said = f"{EXTRAS[extra]} {found}" if found else f"{EXTRAS[extra]} missing: pip install 'moax[{extra}]'"
+        lines.append(f"  {extra:8}  {said}")
     return "\n".join(lines)

@@ -11,7 +11,6 @@ exit code   meaning
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import os
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Callable
 import jax
 
 from moax import extras
+from moax.config import MoEConfig
 from moax.errors import Unsupported
 from moax.exchange import EXCHANGES
 from moax.mesh.axes import ROLES
@@ -30,9 +30,6 @@ from moax.recipe import RECIPES, get_recipes
 
 Sizes = tuple[tuple[str, int], ...]  # (axis, devices along it)
 RECIPE_NAMES = f"none, {', '.join(RECIPES)}, or one for each projection, as wi=fp8_block,wo=none"
-GRAD_REDUCE_HELP = (
-    "the dtype in which gradients of weights are summed; bfloat16_sum_float32 sends 2 bytes and sums in float32"
-)
 
 
 def run(name: str, act: Callable[[], int], *, traceback: bool = False) -> int:
@@ -46,42 +43,33 @@ def run(name: str, act: Callable[[], int], *, traceback: bool = False) -> int:
         return code
     except BrokenPipeError:  # The reader is gone, as in `moax info | head -1`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more when it ends.
-        return leave(141)
+        code = 141
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
-        return leave(130)
+        code = 130
     except Exception as error:
         if traceback or (explained := explain(error)) is None:
             raise
         message, code = explained
         print(f"{name}: error: {message}", file=sys.stderr)
-        return leave(code)
+    if jax.distributed.is_initialized():
+        # An orderly exit would wait for all processes, and those that still run would wait for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def explain(error: Exception) -> tuple[str, int] | None:
     """Returns (message, exit code) of an error that the user can mend; None for a bug, which keeps its traceback."""
     if isinstance(error, ModuleNotFoundError) and (message := extras.hint(error)):
         return message, 1
-    if isinstance(error, ValueError | Unsupported | OSError | jax.errors.JaxRuntimeError):
-        code = 2 if isinstance(error, ValueError) else 1
-        return f"{str(error).strip() or type(error).__name__}{hint(error)}", code
-    return None
-
-
-def hint(error: Exception) -> str:
-    """Returns the end of the message of a JAX runtime error among several processes; "" for other errors."""
-    several = isinstance(error, jax.errors.JaxRuntimeError) and jax.distributed.is_initialized()
-    return "; another process may have ended: see its output" if several else ""
-
-
-def leave(code: int) -> int:
-    """Returns `code` to exit with in a single process; among several processes it ends this one at once."""
-    # An orderly exit would wait for all processes, and those that still run would wait for this one.
-    if jax.distributed.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    if not isinstance(error, ValueError | Unsupported | OSError | jax.errors.JaxRuntimeError):
+        return None
+    message = str(error).strip() or type(error).__name__
+    if isinstance(error, jax.errors.JaxRuntimeError) and jax.distributed.is_initialized():
+        message += "; another process may have ended: see its output"
+    return message, 2 if isinstance(error, ValueError) else 1
 
 
 def start(cpu_devices: int | None = None) -> None:
@@ -114,15 +102,38 @@ def emulate(count: int) -> None:
 
 def add_execution(group, *, mesh: str, dtypes: tuple[str, ...]) -> None:
     """Adds the options that say how a block runs to a parser; `mesh` is the default mesh in words."""
+    add_block_options(group, mesh=mesh)
+    add = group.add_argument
+    add("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
+    add("--engine", choices=ENGINES, help="how ops are partitioned (default: auto)")
+    add("--dtype", choices=dtypes, help="dtype of activations")
+
+
+def add_block_options(group, *, mesh: str) -> None:
+    """Adds the options that change what a block sends to a parser; `mesh` is the default mesh in words."""
     add = group.add_argument
     axes = f"axis sizes, as fsdp=2,ep=4; axes: {', '.join(ROLES)} (default: {mesh})"
     add("--mesh", type=mesh_of, metavar="AXES", help=axes)
-    add("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
     add("--recipe", type=recipe_of, metavar="NAME", help=f"how products are quantized: {RECIPE_NAMES} (default: none)")
     add("--exchange", choices=EXCHANGES, help="how tokens reach the ranks of their experts (default: auto)")
-    add("--engine", choices=ENGINES, help="how ops are partitioned (default: auto)")
-    add("--dtype", choices=dtypes, help="dtype of activations")
-    add("--grad-reduce-dtype", choices=GRAD_REDUCE, help=f"{GRAD_REDUCE_HELP} (default: that of activations)")
+    sums = "bfloat16_sum_float32 sends 2 bytes and sums in float32 (default: that of activations)"
+    add("--grad-reduce-dtype", choices=GRAD_REDUCE, help=f"the dtype in which gradients of weights are summed; {sums}")
+
+
+def add_sizes(group, *, d_model: int, d_ff: int, experts: int, top_k: int) -> None:
+    """Adds the sizes of a block to a parser, with these defaults; `read_sizes` makes a config of them."""
+    for name, default, metavar, what in (
+        ("d-model", d_model, "H", "model width"),
+        ("d-ff", d_ff, "F", "width of an expert"),
+        ("experts", experts, "E", "number of experts"),
+        ("top-k", top_k, "K", "experts of a token"),
+    ):
+        group.add_argument(f"--{name}", type=int, default=default, metavar=metavar, help=f"{what} (default: {default})")
+
+
+def read_sizes(args: argparse.Namespace) -> MoEConfig:
+    """Returns the config of the options that `add_sizes` added."""
+    return MoEConfig(d_model=args.d_model, d_ff=args.d_ff, num_experts=args.experts, top_k=args.top_k)
 
 
 def factor(text: str) -> float:
@@ -131,7 +142,7 @@ def factor(text: str) -> float:
 
 
 def recipe_of(text: str) -> str:
-    """Checks the value of --recipe for argparse, which prints the error of an `ArgumentTypeError`."""
+    """Checks the value of --recipe for argparse."""
     try:
         get_recipes(None if text == "none" else text)
     except ValueError:
@@ -140,15 +151,7 @@ def recipe_of(text: str) -> str:
 
 
 def mesh_of(text: str) -> Sizes:
-    """Parses the value of --mesh for argparse, which prints the error of an `ArgumentTypeError`."""
-    try:
-        return parse_mesh(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def parse_mesh(text: str) -> Sizes:
-    """Parses axis sizes: `"ep=4,fsdp=2"` -> (("fsdp", 2), ("ep", 4)); ValueError where an axis has no role or no size.
+    """Parses the value of --mesh for argparse: `"ep=4,fsdp=2"` -> (("fsdp", 2), ("ep", 4)).
 
     The axes come out in the order dp, fsdp, cp, ep, tp, so that neighbours along tp and ep are neighbouring devices.
     """
@@ -156,35 +159,26 @@ def parse_mesh(text: str) -> Sizes:
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
         if name not in ROLES:
-            raise ValueError(
-                f"--mesh {text}: unknown axis {name!r}; the axes are {', '.join(ROLES)}, as in fsdp=2,ep=4"
-            )
+            wanted = f"the axes are {', '.join(ROLES)}, as in fsdp=2,ep=4"
+            raise argparse.ArgumentTypeError(f"{text}: unknown axis {name!r}; {wanted}")
         if not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"--mesh {text}: the size of {name} must be an int of at least 1, as in {name}=2")
+            wanted = f"must be an int of at least 1, as in {name}=2"
+            raise argparse.ArgumentTypeError(f"{text}: the size of {name} {wanted}")
         if name in sizes:
-            raise ValueError(f"--mesh {text}: {name} is given twice")
+            raise argparse.ArgumentTypeError(f"{text}: {name} is given twice")
         sizes[name] = int(size)
     return tuple((name, sizes[name]) for name in ROLES if name in sizes)
 
 
 def mesh_over_devices(sizes: Sizes) -> jax.sharding.Mesh:
-    """Returns the mesh of these axes over all devices; empty sizes put all devices on fsdp.
-
-    Where the mesh has another number of devices, ValueError names meshes that would fit, the most even ones first.
-    """
+    """Returns the mesh of these axes over all devices; empty sizes put all devices on fsdp."""
     count = jax.device_count()
     sizes = sizes or (("fsdp", count),)
     total = math.prod(size for _, size in sizes)
     if total != count:
-        divisors = [n for n in range(1, count + 1) if count % n == 0]
-        ways = [w for w in itertools.product(divisors, repeat=len(sizes)) if math.prod(w) == count]
-        even = sorted(ways, key=lambda way: max(way) - min(way))[:4]
-        given, *fitting = (
-            ",".join(f"{name}={size}" for (name, _), size in zip(sizes, way, strict=True))
-            for way in (tuple(size for _, size in sizes), *even)
-        )
         raise ValueError(
-            f"--mesh {given} is a mesh of {total} devices, but JAX has {count}; a mesh of the same axes that fits is "
-            f"{' or '.join(fitting)} (or emulate {total} devices on this machine's CPU: --cpu-devices {total})"
+            f"--mesh {','.join(f'{name}={size}' for name, size in sizes)} is a mesh of {total} devices, but JAX has "
+            f"{count}; give sizes whose product is {count}, or emulate {total} devices on this machine's CPU: "
+            f"--cpu-devices {total}"
         )
     return make_mesh(dict(sizes))

@@ -262,7 +262,7 @@ def test_one_process_needs_no_other():
     """Breaks if a plain run pays for, or waits on, what only several processes need."""
     assert processes.gather("a") == ["a"] and processes.together(lambda: 3) == 3 and processes.is_first()
     processes.agree(a=1)
-    assert program.leave(5) == 5 and program.hint(jax.errors.JaxRuntimeError("x")) == ""
+    assert program.explain(jax.errors.JaxRuntimeError("x")) == ("x", 1)
     with pytest.raises(KeyError):
         processes.together(lambda: {}["x"])
 

@@ -101,7 +101,7 @@ def test_info_says_what_runs(capsys):
     """Breaks if a stranger cannot see what this machine runs, or is told another reason than `moax.moe` would give."""
     assert cli.main(["info"]) == 0
     said = capsys.readouterr().out
-    assert "8 x cpu (platform cpu)" in said and "--mesh fsdp=2,ep=4" in said and f"jax {jax.__version__}" in said
+    assert "8 x cpu (platform cpu)" in said and f"jax {jax.__version__}" in said
     with pytest.raises(Unsupported, match=re.escape(backend.device_kind())) as refused:
         select_kernels("hopper")
     assert str(refused.value).removeprefix("kernels='hopper': ") in said
@@ -125,19 +125,12 @@ def test_info_on_a_gpu_that_runs_kernels(monkeypatch):
     assert [choice.value for choice in info.recipes() if choice.note.startswith("FP8")] == ["fp8_block", "fp8_tensor"]
 
 
-def test_info_suggests_a_mesh():
-    sizes = {(1, 1): None, (2, 2): "ep=2", (3, 3): "ep=3", (6, 6): "fsdp=2,ep=3", (7, 7): "fsdp=7"}
-    sizes |= {(64, 8): "fsdp=16,ep=4", (16, 1): "fsdp=16"}
-    for (count, local), mesh in sizes.items():
-        assert info.suggest_mesh(count, local) == mesh, (count, local)
-
-
 def test_info_names_the_extras_of_the_project(monkeypatch):
     """Breaks if an extra gets or loses a package, and `moax info` does not know."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     known = {k: v for k, v in project["optional-dependencies"].items() if k not in ("dev", "docs")}
     assert extras.EXTRAS.keys() == known.keys()
-    assert list(extras.EXTRAS["flax"].values()) == [Requirement(text).name for text in known["flax"]]
+    assert [extras.EXTRAS["flax"]] == [Requirement(text).name for text in known["flax"]]
     monkeypatch.setattr(info, "version", lambda name: None if name in ("flax", "moax") else "1")
     said = info.render(info.describe())
     assert "flax missing: pip install 'moax[flax]'" in said and "source tree" in said
@@ -205,9 +198,15 @@ def test_output_that_nobody_reads():
 
 def test_mesh_type_is_told_by_argparse():
     """Breaks if a wrong mesh is an error without its reason, or the axes come out in another order."""
-    with pytest.raises(argparse.ArgumentTypeError, match="unknown axis 'x'"):
-        program.mesh_of("x=1")
     assert program.mesh_of("ep=4, fsdp=2") == (("fsdp", 2), ("ep", 4))
+    for text, message in [
+        ("pp=2", "unknown axis 'pp'; the axes are dp, fsdp, cp, ep, tp"),
+        ("ep", "size of ep must be an int of at least 1"),
+        ("ep=0", "size of ep"),
+        ("ep=2,ep=4", "ep is given twice"),
+    ]:
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
+            program.mesh_of(text)
 
 
 def test_emulated_devices_in_a_fresh_process():

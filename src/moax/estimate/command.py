@@ -8,15 +8,13 @@ import json
 import math
 from typing import Any
 
+from moax import program
 from moax.config import MoEConfig
 from moax.estimate import HARDWARE, Estimate, estimate
-from moax.exchange import EXCHANGES
-from moax.mesh.axes import ROLES, Axes
-from moax.mesh.collectives import GRAD_REDUCE
+from moax.mesh.axes import Axes
 from moax.mesh.specs import local_shape
 from moax.models import MODELS, find_model
 from moax.params import param_shapes
-from moax.program import GRAD_REDUCE_HELP, RECIPE_NAMES, factor, mesh_of, recipe_of
 from moax.sharding import expert_specs
 from moax.text import align, plural
 
@@ -34,27 +32,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="NAME", help=f"a model: {', '.join(MODELS)} (default: the sizes below)")
     add("--hf", metavar="FOLDER", help="a Hugging Face checkpoint, or its config.json")
-    add("--d-model", type=int, default=2048, metavar="H", help="model width (default: %(default)s)")
-    add("--d-ff", type=int, default=768, metavar="F", help="width of an expert (default: %(default)s)")
-    add("--experts", type=int, default=128, metavar="E", help="number of experts (default: %(default)s)")
-    add("--top-k", type=int, default=8, metavar="K", help="experts of a token (default: %(default)s)")
+    program.add_sizes(parser, d_model=2048, d_ff=768, experts=128, top_k=8)
     add("--layers", type=int, metavar="L", help="number of MoE blocks (default: that of the model; 1 for sizes)")
-    add(
-        "--mesh",
-        type=mesh_of,
-        default=(),
-        metavar="AXES",
-        help=f"axis sizes, as fsdp=32,ep=8; axes: {', '.join(ROLES)}",
-    )
     add("--tokens", type=int, default=4096, metavar="T", help="tokens of a GPU in a step (default: %(default)s)")
     add("--hardware", choices=tuple(HARDWARE), default="h200", help="the GPU (default: %(default)s)")
-    add("--recipe", type=recipe_of, help=f"how products are quantized: {RECIPE_NAMES} (default: none)", metavar="NAME")
-    add("--exchange", choices=EXCHANGES, default="auto", help="how tokens reach their experts (default: %(default)s)")
-    add("--capacity-factor", type=factor, metavar="X", help="bound the rows of a rank at X times the even load")
-    add("--buffer-factor", type=factor, default=1.25, metavar="X", help="buffers for X times the balanced load; none: "
-        "for the worst case (default: %(default)s)")  # fmt: skip
+    program.add_block_options(parser, mesh="one GPU")
+    add("--capacity-factor", type=program.factor, metavar="X", help="bound the rows of a rank at X times the even load")
+    add("--buffer-factor", type=program.factor, default=1.25, metavar="X", help="buffers for X times the balanced "
+        "load; none: for the worst case (default: %(default)s)")  # fmt: skip
     add("--save-rows", action=argparse.BooleanOptionalAction, default=True, help="keep the sorted rows for backward")
-    add("--grad-reduce-dtype", choices=GRAD_REDUCE, help=f"{GRAD_REDUCE_HELP} (default: that of activations)")
     add("--kernels", choices=("auto", "hopper", "xla"), default="auto", help="implementation (default: %(default)s)")
     add("--remat", action="store_true", help="keep only the input of a layer, and recompute the rest")
     add("--json", action="store_true", help="print JSON, for programs")
@@ -68,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
         config = dataclasses.replace(config, capacity_factor=finite)
     found = estimate(
         config,
-        dict(args.mesh),
+        dict(args.mesh or ()),
         args.tokens,
         hardware=args.hardware,
         layers=layers if args.layers is None else args.layers,
         remat=args.remat,
         recipe=None if args.recipe == "none" else args.recipe,
-        exchange=args.exchange,
+        exchange=args.exchange or "auto",
         kernels=args.kernels,
         buffer_factor=None if math.isinf(args.buffer_factor) else args.buffer_factor,
         save_rows=args.save_rows,
@@ -95,7 +81,7 @@ def _model(args: argparse.Namespace) -> tuple[str, MoEConfig, int]:
         return read_config(args.hf)["model_type"], hf.config_from_hf(args.hf), len(hf.moe_layers(args.hf))
     if args.model:
         return args.model, find_model(args.model).config, find_model(args.model).layers
-    return "a block", MoEConfig(d_model=args.d_model, d_ff=args.d_ff, num_experts=args.experts, top_k=args.top_k), 1
+    return "a block", program.read_sizes(args), 1
 
 
 def layouts(e: Estimate) -> list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]:

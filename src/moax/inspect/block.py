@@ -84,25 +84,18 @@ def inspect_block(
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `moax inspect` to `parser`."""
     program.add_execution(parser, mesh=",".join(f"{n}={s}" for n, s in MESH), dtypes=("float32", "bfloat16"))
-    for name, default, metavar, what in (
-        ("d-model", 1024, "H", "model width"),
-        ("d-ff", 2048, "F", "width of an expert"),
-        ("experts", 8, "E", "number of experts"),
-        ("top-k", 2, "K", "experts of a token"),
-        ("tokens", 4096, "T", "tokens of the whole mesh"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar=metavar, help=f"{what} (default: {default})"
-        )
-    parser.add_argument("--forward-only", action="store_true", help="leave the backward pass out")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    program.add_sizes(parser, d_model=1024, d_ff=2048, experts=8, top_k=2)
+    add = parser.add_argument
+    add("--tokens", type=int, default=4096, metavar="T", help="tokens of the whole mesh (default: %(default)s)")
+    add("--forward-only", action="store_true", help="leave the backward pass out")
+    add("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compiles the block on as many emulated devices as the mesh has, and prints its collectives. Returns 0."""
     sizes = args.mesh or MESH
     program.emulate(math.prod(size for _, size in sizes) if args.cpu_devices is None else args.cpu_devices)
-    config = MoEConfig(d_model=args.d_model, d_ff=args.d_ff, num_experts=args.experts, top_k=args.top_k)
+    config = program.read_sizes(args)
     options = Options(
         recipe=None if args.recipe == "none" else args.recipe,
         exchange=args.exchange or "auto",
