@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from moax.block.layer import moe
 from moax.block.moe import BlockPlan
 from moax.block.plan import make_plan
-from moax.checks import check_count
+from moax.checks import check_count, check_kind
 from moax.config import MoEConfig
 from moax.errors import Unsupported
 from moax.estimate.tracing import trace
@@ -28,6 +28,7 @@ from moax.exchange.transport import Transfer
 from moax.kernels import select_kernels, supports_fp8
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import get_grad_reduce
+from moax.mesh.place import named
 from moax.models import find_model
 from moax.ops import dispatch_combine
 from moax.options import OptionKeywords, Options, replace_options
@@ -71,8 +72,7 @@ HARDWARE: dict[str, Hardware] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes on one device, all layers together.
 
     Attributes:
@@ -91,7 +91,7 @@ class Memory:
     @property
     def total(self) -> int:
         """The sum of all."""
-        return self.weights + self.gradients + self.optimizer + self.saved + self.temporary
+        return sum(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,8 +107,7 @@ class Estimate:
       plan: how the experts run: transport, implementation, and the sizes of all buffers.
       memory: see `Memory`.
       transfers: the arrays that one layer sends, by the name of their scope in a profile; `sum` has those of none.
-      operations: (wi, wo), the floating-point operations of one layer's products with each of them; those of the shared
-        expert, latent_down and latent_up are among them.
+      operations: (wi, wo), the operations of one layer's products with each, with the shared expert and latent experts.
       traffic: the bytes of device memory that one layer reads and writes.
     """
 
@@ -198,8 +197,7 @@ def estimate(
     config, default = model, 1
     if isinstance(model, str):
         config, default = find_model(model).config, find_model(model).layers
-    if not isinstance(config, MoEConfig):
-        raise ValueError(f"model={model!r} must be a MoEConfig or the name of a model")
+    check_kind("model", config, MoEConfig)
     options = replace_options("estimate", options, keywords)
     if isinstance(hardware, str) and hardware not in HARDWARE:
         raise ValueError(f"hardware={hardware!r} must be one of {', '.join(map(repr, HARDWARE))}, or a Hardware")
@@ -210,24 +208,21 @@ def estimate(
     axes = options.axes.resolve(mesh)
     tokens_of_shard = tokens * axes.size(axes.tp)
 
-    described = AbstractDevice(on.kind, on.cores, "gpu")
     sizes = dict(mesh) or {"dp": 1}
-    kinds = (AxisType.Explicit,) * len(sizes)
-    whole = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=described)
+    kinds, device = (AxisType.Explicit,) * len(sizes), AbstractDevice(on.kind, on.cores, "gpu")
+    whole = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=device)
     with jax.sharding.use_abstract_mesh(whole):
         plan = _plan(config, axes, tokens_of_shard, options, np.dtype(dtype), on)
         transport = plan.first.exchange.transport
         runs = transport if TRANSPORTS[transport].portable else "all_to_all"  # which has the same buffers
         options = dataclasses.replace(options, exchange=runs)
-        specs = param_specs(config, options.axes, whole)
         params = jax.tree.map(
-            lambda spec, shape: jax.ShapeDtypeStruct(shape, np.dtype(param_dtype), sharding=NamedSharding(whole, spec)),
-            specs,
+            lambda at, shape: jax.ShapeDtypeStruct(shape, np.dtype(param_dtype), sharding=at),
+            named(whole, param_specs(config, options.axes, whole)),
             param_shapes(config),
         )
-        split = NamedSharding(whole, token_spec(options.axes, 2, whole))
-        rows = tokens_of_shard * axes.size(axes.tokens)
-        x = jax.ShapeDtypeStruct((rows, config.d_model), np.dtype(dtype), sharding=split)
+        rows, at = tokens_of_shard * axes.size(axes.tokens), named(whole, token_spec(options.axes, 2, whole))
+        x = jax.ShapeDtypeStruct((rows, config.d_model), np.dtype(dtype), sharding=at)
         saved: list[Any] = []
 
         def block(params, x):
@@ -242,11 +237,11 @@ def estimate(
         steps = trace(step, params, x, x)
     kept = {array for array in steps.outputs[: len(saved)] if array not in steps.inputs}
     *of_params, of_x, _ = steps.inputs
-    weights, elements = steps.total(of_params), sum(steps.bytes[a] for a in of_params) // np.dtype(param_dtype).itemsize
+    weights = layers * steps.total(of_params)
     memory = Memory(
-        weights=layers * weights,
-        gradients=layers * weights,
-        optimizer=layers * elements * optimizer_bytes,
+        weights=weights,
+        gradients=weights,
+        optimizer=weights // np.dtype(param_dtype).itemsize * optimizer_bytes,
         saved=layers * (steps.bytes[of_x] + steps.total(kept)),
         temporary=steps.peak(kept),
     )
@@ -297,9 +292,11 @@ def _plan(
 
 def _puts(plan: BlockPlan, config: MoEConfig, traced: Mapping[str, list[Transfer]]) -> dict[str, list[Transfer]]:
     """Returns the transfers of the plan's transport, whose kernels are no collectives, in the place of all_to_all's."""
-    own, other, made = plan.first.exchange, dataclasses.replace(plan.first.exchange, transport="all_to_all"), {}
+    own, made = plan.first.exchange, {}
     for scope in traced.keys() & {*dispatch_combine.STEPS}:
-        sizes = config.top_k, config.d_rows, plan.dtype.name
-        costs = [dispatch_combine.exchange_cost(scope, static, *sizes) for static in (own, other)]
-        made[scope] = costs[0] * (len(traced[scope]) // len(costs[1]))
+        puts, collectives = (
+            dispatch_combine.exchange_cost(scope, static, config.top_k, config.d_rows, plan.dtype.name)
+            for static in (own, dataclasses.replace(own, transport="all_to_all"))
+        )
+        made[scope] = puts * (len(traced[scope]) // len(collectives))
     return made

@@ -104,7 +104,7 @@ def as_dict(name: str, e: Estimate) -> dict[str, Any]:
         "exchange": e.plan.first.exchange.transport,
         "kernels": e.plan.kernels,
         "params": {of: {"shape": shape, "spec": spec, "shard": shard} for of, shape, spec, shard in layouts(e)},
-        "memory": dataclasses.asdict(e.memory) | {"total": e.memory.total, "fits": e.fits},
+        "memory": e.memory._asdict() | {"total": e.memory.total, "fits": e.fits},
         "bytes": {scope: e.wire_bytes(scope) for scope in e.transfers},
         "seconds": e.times,
     }
@@ -112,7 +112,7 @@ def as_dict(name: str, e: Estimate) -> dict[str, Any]:
 
 def as_text(name: str, e: Estimate) -> str:
     """Returns the estimate as text: the layout of parameters, the memory, and the bytes and times of a step."""
-    c, m, mesh = e.config, e.memory, ",".join(f"{axis}={size}" for axis, size in e.mesh.items()) or "one GPU"
+    c, mesh = e.config, ",".join(f"{axis}={size}" for axis, size in e.mesh.items()) or "one GPU"
     shared = f", a shared expert of {c.shared_d_ff}" if c.shared_d_ff else ""
     shared += f", latent experts of rows of {c.d_latent}" if c.d_latent else ""
     head = (
@@ -120,9 +120,8 @@ def as_text(name: str, e: Estimate) -> str:
         f"experts of {c.d_ff}, {c.activation}{shared}\n{e.hardware.kind}, mesh {mesh}: {e.tokens} tokens a GPU, "
         f"exchange {e.plan.first.exchange.transport}, kernels {e.plan.kernels}"
     )
-    params = [("parameter", "shape", "mesh axes", "shard"), None]
-    params += [(of, *map(str, rest)) for of, *rest in layouts(e)]
-    sizes = dataclasses.asdict(m) | {"total": m.total, "of a GPU" if e.fits else "TOO MUCH for": e.hardware.memory}
+    params = [("parameter", "shape", "mesh axes", "shard"), None, *(tuple(map(str, row)) for row in layouts(e))]
+    sizes = e.memory._asdict() | {"total": e.memory.total, "of a GPU" if e.fits else "TOO MUCH for": e.hardware.memory}
     memory = [("memory of a device", "GB"), None, *((of, f"{size / 1e9:.2f}") for of, size in sizes.items())]
     steps = [("in a step", "MB sent", "ms"), None]
     for of, seconds in e.times.items():

@@ -45,29 +45,19 @@ FUSED = frozenset(
 
 
 class Step(NamedTuple):
-    """One equation of a traced function.
-
-    Attributes:
-      eqn: the equation.
-      scope: the innermost `jax.named_scope` around it, or "".
-      read, made: the numbers of the arrays that it reads and makes.
-      inner: the bytes that its loop or its branches need beside them.
-    """
+    """One equation of a traced function."""
 
     eqn: Any
-    scope: str
-    read: tuple[int, ...]
+    scope: str  # the innermost `jax.named_scope` around it, or ""
+    read: tuple[int, ...]  # the numbers of the arrays
     made: tuple[int, ...]
-    inner: int
+    inner: int  # the bytes that its loop or its branches need beside them
 
 
 class Trace:
     """The steps of a function on one device, in order. Calls are inlined, and a loop is one step.
 
-    Attributes:
-      steps: the steps.
-      inputs, outputs: the numbers of the arrays of arguments and results.
-      bytes: the bytes of each array on one device, by its number.
+    Arrays have numbers: `inputs` and `outputs` are those of arguments and results, and `bytes` has their sizes.
     """
 
     def __init__(self, jaxpr: Any):
@@ -82,10 +72,8 @@ class Trace:
         found = defaultdict(list)
         for step in self.steps:
             kind, params = KINDS.get(step.eqn.primitive.name), step.eqn.params
-            if kind is None:
-                continue
             names = as_names(params.get("axes", params.get("axis_name")))
-            for v in step.eqn.outvars:
+            for v in step.eqn.outvars if kind else ():
                 found[step.scope or "sum"].append(collective(kind, v.aval.dtype.name, v.aval.shape, axes, names))
         return dict(found)
 
@@ -151,29 +139,21 @@ class Trace:
                 consts = tuple(self._new(jax.typeof(c)) for c in getattr(inner, "consts", ()))
                 made = self._inline(getattr(inner, "jaxpr", inner), consts + read, at)
             else:
-                made = self._results(eqn, read)
-                self.steps.append(Step(eqn, at, read, made, max(map(_peak_of, _branches(eqn)), default=0)))
+                if name == "while":  # A loop writes its sums in the place of their first values.
+                    made = read[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
+                else:
+                    made = read[:1] if name in IN_PLACE else tuple(self._new(v.aval) for v in eqn.outvars)
+                inner = max((Trace(body).peak() for body in _bodies(eqn)), default=0)
+                self.steps.append(Step(eqn, at, read, made, inner))
             known |= zip(eqn.outvars, made, strict=True)
         return tuple(map(find, jaxpr.outvars))
 
-    def _results(self, eqn: Any, read: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the arrays that an equation makes; a loop writes its sums in the place of their first values."""
-        if eqn.primitive.name == "while":
-            return read[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
-        if eqn.primitive.name in IN_PLACE:
-            return read[:1]
-        return tuple(self._new(v.aval) for v in eqn.outvars)
 
-
-def _branches(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs of a loop or of a branch."""
+def _bodies(eqn: Any) -> Iterator[Any]:
+    """Yields the jaxprs of a loop or of its branches."""
     if eqn.primitive.name in ("while", "scan", "cond"):
         for value in eqn.params.values():
             yield from (v.jaxpr for v in (value if isinstance(value, tuple) else (value,)) if hasattr(v, "jaxpr"))
-
-
-def _peak_of(jaxpr: Any) -> int:
-    return Trace(jaxpr).peak()
 
 
 def _shard_bytes(aval: Any) -> int:
