@@ -16,20 +16,14 @@ from moax import extras
 # {command: (its module, the sentence that `moax --help` prints for it)}
 COMMANDS = {
     "info": ("moax.info", "show this machine's devices, and which of moax's implementations run on them"),
-    "inspect": ("moax.inspect.block", "show which collectives an MoE block compiles to"),
-    "estimate": (
-        "moax.estimate.command",
-        "estimate memory, bytes of collectives and time of a model's blocks on any mesh",
-    ),
+    "inspect": ("moax.inspect.block", "list the collectives that an MoE block compiles to, and their bytes"),
+    "estimate": ("moax.estimate.command", "estimate memory, bytes and time of a model's blocks on any mesh"),
 }
-EXAMPLES = """\
+EPILOG = """\
 examples:
   moax info
-      show this machine's devices, and which kernels and exchanges run on them
   moax inspect --mesh fsdp=2,ep=4 --recipe fp8_block
-      list the collectives that an MoE block runs, and the bytes that each of them moves
   moax estimate --model deepseek-v3 --mesh fsdp=32,ep=8 --recipe fp8_block
-      estimate the memory of a GPU, and the bytes and the time of each collective; runs nothing
 
 `moax COMMAND --help` lists the options of a command. A command prints its result to stdout; with --json, stdout has
 nothing but the JSON. An error is one line on stderr; --traceback shows where the error arose.
@@ -52,14 +46,8 @@ def parsers(
 ) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Returns the parser of the command line, and of each command; those in `loaded` have their options."""
     raw = argparse.RawDescriptionHelpFormatter
-    top = argparse.ArgumentParser(
-        prog="moax",
-        usage="moax COMMAND [options]",
-        description="Mixture-of-Experts layers for JAX that quantize before they gather.\n"
-        "The commands try them out on this machine, with or without a GPU; the library is `import moax`.",
-        epilog=EXAMPLES,
-        formatter_class=raw,
-    )
+    what = "Mixture-of-Experts layers for JAX that quantize before they gather. The library is `import moax`."
+    top = argparse.ArgumentParser("moax", "moax COMMAND [options]", what, EPILOG, formatter_class=raw)
     version = extras.version("moax") or "of an uninstalled source tree"
     top.add_argument("--version", action="version", version=f"moax {version}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands", prog="moax")
@@ -68,7 +56,7 @@ def parsers(
         by_name[name] = parser = commands.add_parser(name, help=what, formatter_class=raw)
         if name in loaded:
             command = importlib.import_module(module)
-            parser.usage, parser.description = getattr(command, "USAGE", f"moax {name} [options]"), command.DESCRIPTION
+            parser.usage, parser.description = f"moax {name} [options]", command.DESCRIPTION
             command.add_options(parser)
             parser.add_argument("--traceback", action="store_true", help="show where an error arose")
             parser.set_defaults(run=command.run)

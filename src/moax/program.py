@@ -1,11 +1,7 @@
 """The commands share this module: how they read a mesh, start JAX, print an error, and exit.
 
-exit code   meaning
-0           The program succeeded.
-1           The program cannot run on this machine.
-2           An argument is wrong.
-130         Ctrl-C stopped the program.
-141         The reader of its output is gone.
+Exit codes are 0 for success, 1 where the program cannot run on this machine, 2 where an argument is wrong, 130 after
+Ctrl-C, and 141 where the reader of the output is gone.
 """
 
 from __future__ import annotations

@@ -99,11 +99,7 @@ class Estimate:
     """The cost of blocks on a mesh. Bytes, operations and seconds are of one device and one step, forward and backward.
 
     Attributes:
-      config: the block.
-      mesh: the number of devices along each mesh axis.
-      tokens: the tokens of a GPU.
-      layers: the number of blocks.
-      hardware: the GPU.
+      config, mesh, tokens, layers, hardware: the arguments of `estimate`.
       plan: how the experts run: transport, implementation, and the sizes of all buffers.
       memory: see `Memory`.
       transfers: the arrays that one layer sends, by the name of their scope in a profile; `sum` has those of none.
@@ -194,15 +190,14 @@ def estimate(
       ValueError: a name is unknown, or the sizes do not divide over the mesh.
       Unsupported: the transport or the kernels cannot run on this hardware and mesh.
     """
-    config, default = model, 1
-    if isinstance(model, str):
-        config, default = find_model(model).config, find_model(model).layers
+    config = find_model(model).config if isinstance(model, str) else model
     check_kind("model", config, MoEConfig)
+    if layers is None:
+        layers = find_model(model).layers if isinstance(model, str) else 1
     options = replace_options("estimate", options, keywords)
     if isinstance(hardware, str) and hardware not in HARDWARE:
         raise ValueError(f"hardware={hardware!r} must be one of {', '.join(map(repr, HARDWARE))}, or a Hardware")
     on = HARDWARE[hardware] if isinstance(hardware, str) else hardware
-    layers = default if layers is None else layers
     for name, value in {**mesh, "tokens": tokens, "layers": layers}.items():
         check_count(name, value)
     axes = options.axes.resolve(mesh)

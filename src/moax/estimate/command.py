@@ -18,7 +18,6 @@ from moax.params import param_shapes
 from moax.sharding import expert_specs
 from moax.text import align, plural
 
-USAGE = "moax estimate (--model NAME | --hf FOLDER | sizes) [--mesh AXES] [options]"
 DESCRIPTION = """\
 Estimates the MoE blocks of a model on a mesh: the layout of each parameter, the memory of a device, and the bytes and
 the time of each collective in a training step. The command traces the block, needs no GPU, and compiles nothing.

@@ -72,8 +72,10 @@ class Trace:
         found = defaultdict(list)
         for step in self.steps:
             kind, params = KINDS.get(step.eqn.primitive.name), step.eqn.params
+            if kind is None:
+                continue
             names = as_names(params.get("axes", params.get("axis_name")))
-            for v in step.eqn.outvars if kind else ():
+            for v in step.eqn.outvars:
                 found[step.scope or "sum"].append(collective(kind, v.aval.dtype.name, v.aval.shape, axes, names))
         return dict(found)
 

@@ -105,7 +105,7 @@ class Hlo:
       devices: the number of devices.
     """
 
-    computations: Mapping[str, Mapping[str, Instruction]]
+    computations: dict[str, dict[str, Instruction]]
     entry: str
     devices: int
 

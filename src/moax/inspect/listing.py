@@ -171,7 +171,8 @@ def read(fn: Any, args, kwargs, mesh: AnyMesh | None) -> tuple[list[Collective],
     if not (given or callable(fn) or hasattr(fn, "lower")):
         raise ValueError(f"fn={fn!r} must be a function, lowered or compiled by jit or not, or an HLO text")
     meshes = _meshes((args, kwargs))
-    compiled, unwidened = fn, False
+    compiled: Any = fn
+    unwidened = False
     if not given or hasattr(fn, "compile"):
         lowered = fn if given else (getattr(fn, "lower", None) or jax.jit(fn).lower)(*args, **kwargs)
         compiled, unwidened = _compile(lowered, [mesh, *meshes])
