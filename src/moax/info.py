@@ -101,16 +101,11 @@ def render(info: dict[str, Any]) -> str:
     own = versions["moax"] or "(a source tree that is not installed)"
     room = f", {devices['memory_bytes'] / 2**30:.0f} GiB each for JAX" if devices["memory_bytes"] else ""
     many = f", in {devices['processes']} processes" if devices["processes"] > 1 else ""
-    lines = [
-        f"moax {own}, jax {versions['jax']}, jaxlib {versions['jaxlib']}, Python {versions['python']}",
-        f"devices  {devices['count']} x {devices['kind']} (platform {devices['platform']}){room}{many}",
-        "",
-        "what runs here, by argument of moax.moe",
-        align([(f"  {c['argument']}", c["value"], "yes" if c["runs"] else "no", c["note"]) for c in info["choices"]]),
-        "",
-        "extras",
-    ]
-    for extra, found in info["extras"].items():
-        said = f"{EXTRAS[extra]} {found}" if found else f"{EXTRAS[extra]} missing: pip install 'moax[{extra}]'"
-        lines.append(f"  {extra:8}  {said}")
-    return "\n".join(lines)
+    choices = [(f"  {c['argument']}", c["value"], "yes" if c["runs"] else "no", c["note"]) for c in info["choices"]]
+    found = [(f"  {extra}", EXTRAS[extra], number or f"missing: pip install 'moax[{extra}]'")
+             for extra, number in info["extras"].items()]  # fmt: skip
+    return (
+        f"moax {own}, jax {versions['jax']}, jaxlib {versions['jaxlib']}, Python {versions['python']}\n"
+        f"devices  {devices['count']} x {devices['kind']} (platform {devices['platform']}){room}{many}\n\n"
+        f"what runs here, by argument of moax.moe\n{align(choices)}\n\nextras\n{align(found)}"
+    )

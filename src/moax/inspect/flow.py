@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moax.inspect.hlo import Hlo, Instruction
@@ -35,7 +35,6 @@ class Value(NamedTuple):
 Array = tuple[str, str, int]
 Source = int | Array
 Sources = frozenset[Source] | tuple["Sources", ...]
-Flow = Mapping[Array, tuple[Value, ...]]
 
 _NONE: frozenset[Source] = frozenset()
 _ENDS = {
@@ -49,8 +48,8 @@ _PLACING = re.compile(r'custom_call_target="(annotate_device_placement|MoveTo\w+
 _INDICES = {"gather": 1, "dynamic-slice": 1, "dynamic-update-slice": 2}
 
 
-def trace(program: Hlo, results: Sequence[Value]) -> tuple[Flow, Flow]:
-    """Returns {array of a collective: the parameters whose elements it has}, and {array: the results it reaches}.
+def trace(program: Hlo, results: Sequence[Value]) -> dict[Array, tuple[list[Value], list[Value]]]:
+    """Returns {array of a collective: (the parameters whose elements it has, the results that have its elements)}.
 
     `results` has the names and whole shapes of the results; the text tells only their number.
     """
@@ -63,9 +62,11 @@ def trace(program: Hlo, results: Sequence[Value]) -> tuple[Flow, Flow]:
         results = [Value(f"result[{i}]" if len(shapes) > 1 else "result", ()) for i in range(len(shapes))]
     members = [_flat(member) for member in made] if isinstance(made, tuple) else [made] * len(shapes)
     ends = [(value._replace(shape=shape), m) for value, shape, m in zip(results, shapes, members, strict=True)]
-    carries = {key: tuple(named[i] for i in sorted(s for s in of if isinstance(s, int)))
-               for key, of in tracer.found.items()}  # fmt: skip
-    return carries, {key: tuple(value for value, sources in ends if key in sources) for key in tracer.found}
+    flows = {}
+    for key, sources in tracer.found.items():
+        carried = [named[i] for i in sorted(s for s in sources if isinstance(s, int))]
+        flows[key] = carried, [value for value, of in ends if key in of]
+    return flows
 
 
 def _parameter(one: Instruction) -> Value:

@@ -146,14 +146,10 @@ def read_hlo(text: str) -> Hlo:
 def device_groups(one: Instruction, devices: int) -> Groups:
     """Returns the devices of each group of a collective, as positions in the device assignment of the program.
 
-    The groups of a permute are the sets that its (source, target) pairs connect.
+    A group of a permute is a source and its target.
     """
     if pairs := _PAIRS.search(one.attributes):
-        sets: list[set[int]] = []
-        for pair in _id_lists(pairs[1]):
-            joined = set(pair).union(*(s for s in sets if s & set(pair)))
-            sets = [s for s in sets if not s & joined] + [joined]
-        return tuple(tuple(sorted(s)) for s in sets) or ((0,),)
+        return tuple(tuple({*pair}) for pair in _id_lists(pairs[1])) or ((0,),)
     match = _GROUPS.search(one.attributes)
     replicas = one.kind in ("all-gather", "all-reduce", "reduce-scatter") and "use_global" not in one.attributes
     if "replica_groups=" in one.attributes and (match is None or (replicas and devices > 1)):

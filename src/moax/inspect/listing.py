@@ -45,7 +45,7 @@ class Collective:
         a permute or broadcast b. A ragged all-to-all counts as if its buffer were full.
       axes: the mesh axes over which the group varies, in the order of the mesh; () where the mesh is not known.
       op_name: the op it comes from, as in a profile; `custom_partitioning` keeps no scopes from inside an op.
-      group_size: the devices g of a group.
+      group_size: the devices g of a group; a source and a target of a permute are one.
       times: executions in one call: the product of the trip counts of the scans around it, all branches taken.
       open_loop: whether it is in a loop whose trip count the program does not state, such as a `while_loop`. That loop
         counts once in `times`.
@@ -229,7 +229,7 @@ def _collectives(
     program: Hlo, results: Sequence[Value], sizes: Mapping[str, int], unwidened: bool
 ) -> Iterator[Collective]:
     """Yields a `Collective` for each array; `unwidened` undoes XLA's promotion of bf16 reductions."""
-    carries, reaches = trace(program, results)
+    flows = trace(program, results)
     for computation, instructions in program.computations.items():
         times, open_loop = program.runs[computation]
         for one in (i for i in instructions.values() if i.is_collective):
@@ -238,7 +238,8 @@ def _collectives(
             for i, element in enumerate(one.elements):
                 if promoted and len(one.elements) == 1 and element.dtype == "float32":
                     element = Element("bfloat16", 16, element.shape)
-                devices, key = max(map(len, groups)), (computation, one.name, i)
+                devices = max(map(len, groups))
+                carries, reaches = flows.get((computation, one.name, i), ((), ()))
                 yield Collective(
                     kind=one.kind,
                     dtype=element.dtype,
@@ -249,8 +250,8 @@ def _collectives(
                     group_size=devices,
                     times=times,
                     open_loop=open_loop,
-                    carries=carries.get(key, ()),
-                    reaches=reaches.get(key, ()),
+                    carries=tuple(carries),
+                    reaches=tuple(reaches),
                 )
 
 
