@@ -265,14 +265,14 @@ def _plan(
 ) -> BlockPlan:
     """Returns the plan of the experts on the mesh in force."""
     name, gpus = find_transport(options.exchange, axes), axes.size(axes.all)
-    if not TRANSPORTS[name].portable and gpus > on.host:
-        raise Unsupported(f"exchange={name!r} runs on the {on.host} GPUs of one host, and the mesh has {gpus}")
-    if (why := None if TRANSPORTS[name].portable else TRANSPORTS[name].why_not(None, None)) is not None:
-        raise Unsupported(f"exchange={name!r}: {why}")
-    portable = [name for name, transport in TRANSPORTS.items() if transport.portable]
+    if not TRANSPORTS[name].portable:
+        if gpus > on.host:
+            raise Unsupported(f"exchange={name!r} runs on the {on.host} GPUs of one host, and the mesh has {gpus}")
+        if why := TRANSPORTS[name].why_not(None, None):
+            raise Unsupported(f"exchange={name!r}: {why}")
     return make_plan(
         config,
-        portable if options.exchange == "auto" else [name],
+        TRANSPORTS if options.exchange == "auto" else [name],
         recipe=get_recipes(options.recipe),
         axes=axes,
         declared=expert_specs(config, options.axes, axes),
