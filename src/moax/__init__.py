@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moax.config import RouterConfig as RouterConfig
     from moax.errors import Unsupported as Unsupported
     from moax.initialize import init as init
-    from moax.logical import LogicalAxes as LogicalAxes
+    from moax.layers import LogicalAxes as LogicalAxes
     from moax.mesh.axes import Axes as Axes
     from moax.mesh.devices import make_mesh as make_mesh
     from moax.ops.balance import load_metrics as load_metrics
@@ -48,7 +48,7 @@ _HOMES = {
     "RouterConfig": "moax.config",
     "Unsupported": "moax.errors",
     "init": "moax.initialize",
-    "LogicalAxes": "moax.logical",
+    "LogicalAxes": "moax.layers",
     "Axes": "moax.mesh.axes",
     "make_mesh": "moax.mesh.devices",
     "load_metrics": "moax.ops.balance",

@@ -20,20 +20,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.block.layer import CallKeywords, moe, quantize_params
+from moax.block.layer import CallKeywords
 from moax.config import MoEConfig
 from moax.extras import missing
-from moax.initialize import Initializer, init
-from moax.logical import LogicalAxes, check_dense_names, find_dense_layout, find_layout, named_params
+from moax.initialize import Initializer
+from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, Rules, make_params
 from moax.mesh.axes import Axes
-from moax.mesh.specs import make_sharded
 from moax.mesh.view import Engine
-from moax.ops.balance import Rule, update_router_bias
-from moax.ops.matmul import dense
 from moax.options import OptionKeywords, Options, replace_options
-from moax.params import DIMS, MoEParams, params_by_name
+from moax.params import DIMS
 from moax.recipe import Recipe
-from moax.types import MoEStats, QuantizedParams
+from moax.types import MoEStats
 
 try:
     from flax import nnx
@@ -57,13 +54,12 @@ class _Laid(nnx.Variable):
         """Returns what `nnx.Variable.get_metadata` returns, with `out_sharding` of the rank of the value."""
         found = super().get_metadata(*args, **keywords)
         if args[:1] == ("out_sharding",):
-            return self._padded(found)
+            return self._pad(found)
         if isinstance(found, dict) and "out_sharding" in found:
-            found["out_sharding"] = self._padded(found["out_sharding"])
+            found["out_sharding"] = self._pad(found["out_sharding"])
         return found
 
-    def _padded(self, entries: Any) -> Any:
-        """Returns the entries of `out_sharding`, after one None for each dim that they lack."""
+    def _pad(self, entries: Any) -> Any:
         lacking = getattr(self.get_value(), "ndim", 0) - len(entries or ())
         if not entries or lacking <= 0:
             return entries
@@ -72,34 +68,35 @@ class _Laid(nnx.Variable):
 
 
 class MoEParam(_Laid, nnx.Param):
-    """A trained parameter of the layer. It is an `nnx.Param`."""
+    """A trained parameter of a layer, an `nnx.Param`."""
 
 
 class RouterBias(_Laid):
-    """The selection bias [E].
-
-    It is state and no `nnx.Param`, so that no optimizer and no gradient of parameters sees it.
-    """
+    """The selection bias [E]. It is no `nnx.Param`, so that no optimizer and no gradient of parameters sees it."""
 
 
-def _metadata(entries: Any, spec: Any) -> dict[str, Any]:
-    """Returns the metadata of a variable whose array has the layout `spec`.
+def _make_variable(kind: Any, made: Made) -> Any:
+    """Returns a variable whose metadata has the logical names of its dims, or else its spec, where there is one."""
+    entries = made.spec if made.names is None else made.names
+    if entries is None:
+        return kind(made.value)
+    # Flax lays out an eagerly sharded variable, and an optimizer's copy of it, as `out_sharding` says. It can do so
+    # where it finds a mesh, and where its rules give the spec.
+    same = made.spec is not None and meta.global_mesh_defined() and (*apply_rules(entries, ()),) == (*made.spec,)
+    return kind(made.value, out_sharding=entries, **({} if same else {"eager_sharding": False}))
 
-    Flax lays out an eagerly sharded variable, and an optimizer's copy of it, as `out_sharding` says. It can do so where
-    it finds a mesh, and its rules give `spec`.
-    """
-    asked = spec is not None and entries is not None and meta.global_mesh_defined()
-    same = asked and tuple(apply_rules(entries, ())) == tuple(spec)
-    return {"out_sharding": entries} | ({} if same else {"eager_sharding": False})
+
+def _find_rules() -> Rules:
+    return Rules(get_logical_axis_rules(), logical_to_mesh_axes)
 
 
-class MoE(nnx.Module):
+class MoE(MoELayer, nnx.Module):
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]), for x [..., H].
 
     Attributes:
       router, wi, wo, logits_bias, bi, bo, shared_wi, shared_wo, shared_gate, expert_scale, latent_down, latent_up: each
-        a `MoEParam`, which is an `nnx.Param`, with the shape of the same field of `moax.MoEParams`, or None where the
-        config has no such parameter. A user may set or delete `bi` and `bo` afterwards.
+        a `MoEParam` with the shape of the same field of `moax.MoEParams`, or None where the config has no such
+        parameter. A user may set or delete `bi` and `bo` afterwards.
       router_bias: a `RouterBias`, or None where the config has none.
     """
 
@@ -117,25 +114,21 @@ class MoE(nnx.Module):
     ):
         """Makes the parameters `moax.init(rngs.params(), config, initializers=initializers)`.
 
-        With a mesh in force (`jax.set_mesh`) each device makes its shards alone. `nnx.get_partition_spec` and
-        `nnx.get_named_sharding` read the metadata `out_sharding` of each variable.
+        With a mesh in force (`jax.set_mesh`) each device makes its shards alone, laid out by `moax.param_specs`, which
+        are then the metadata `out_sharding` of the variables.
 
-        Without `logical_axes`, the metadata is the entry of `moax.param_specs`, and there is none without a mesh.
-
-        With `logical_axes`, the metadata has the logical names of the dims, with a mesh and without. The arrays lie by
-        the rules of `flax.linen.logical_axis_rules`, or by `moax.param_specs` where no rule and no mesh axis has one of
-        the names.
+        With `logical_axes`, the metadata has the logical names of the dims, with a mesh and without. The rules of
+        `flax.linen.logical_axis_rules` lay out the arrays, if a rule or a mesh axis has one of the names.
 
         Args:
           config: the sizes of the block and its equations.
-          options: how the block runs; see `moax.Options`.
+          options: how the block runs.
           dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
           param_dtype: the dtype of all parameters and of the selection bias.
-          logical_axes: the logical name of each dim of the parameters; None for no names. See `moax.LogicalAxes`.
+          logical_axes: the logical name of each dim of the parameters; None for no names.
           initializers: an initializer for each of some parameters, by name; see `moax.init`.
           rngs: the stream `params` gives one key.
-          **keywords: fields of `moax.Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows,
-            grad_reduce_dtype) that replace those of `options`.
+          **keywords: fields of `moax.Options` that replace those of `options`.
 
         Raises:
           ValueError: an option has a value that it cannot have, the mesh axes of a dim do not divide its size, a
@@ -145,63 +138,26 @@ class MoE(nnx.Module):
         self.dtype, self.param_dtype = dtype, param_dtype
 
         axes = self.options.axes
-        specs = find_layout(config, axes, logical_axes, get_logical_axis_rules(), logical_to_mesh_axes)
-        values = init(rngs.params(), config, dtype=param_dtype, axes=axes, initializers=initializers, specs=specs)
-        entries = specs if logical_axes is None else named_params(config, logical_axes)
+        made = make_params(rngs.params(), config, axes, param_dtype, logical_axes, initializers, _find_rules())
         for name in DIMS:
-            value, kind = getattr(values, name), RouterBias if name == "router_bias" else MoEParam
-            metadata = {} if entries is None else _metadata(getattr(entries, name), getattr(specs, name, None))
-            setattr(self, name, nnx.data(None) if value is None else kind(value, **metadata))
-
-    @property
-    def params(self) -> MoEParams[Array]:
-        """The arrays of the parameters, as `moax.moe` takes them."""
-        variables = {name: getattr(self, name) for name in DIMS}
-        return params_by_name({name: None if v is None else v.get_value() for name, v in variables.items()})
+            kind = RouterBias if name == "router_bias" else MoEParam
+            setattr(self, name, _make_variable(kind, made[name]) if name in made else nnx.data(None))
 
     def __call__(
         self, x: Float[Array, "*batch H"], **keywords: Unpack[CallKeywords]
     ) -> tuple[Float[Array, "*batch H"], MoEStats]:
-        """Returns (y, stats) of `moax.moe` on x [..., H]; y is in `dtype`, or in x.dtype where `dtype` is None.
+        """Returns (y, stats) of `moax.moe` on x [..., H], with its keywords; y has the dtype of the computation."""
+        return self._compute(x, keywords)
 
-        The keywords are `router_input`, `routing`, `mask`, `segment_ids`, `return_routing`, `quantized` and `adapters`
-        of `moax.moe`.
-        """
-        return moe(
-            x if self.dtype is None else x.astype(self.dtype),
-            self.params,
-            self.config,
-            self.options,
-            **keywords,
-        )
+    def _get(self, name: str) -> Array | None:
+        variable = getattr(self, name)
+        return None if variable is None else variable.get_value()
 
-    def quantize(self, dtype: jax.typing.DTypeLike | None = None) -> QuantizedParams:
-        """Returns `moax.quantize_params` of the parameters, for several calls of the layer with `quantized=`.
-
-        `dtype` is the dtype of x in these calls; None means that of the layer, or bfloat16 where it has none.
-        """
-        return quantize_params(self.params, self.config, self.options, dtype=dtype or self.dtype or jnp.bfloat16)
-
-    def update_router_bias(self, stats: MoEStats, rate: float | None = None, rule: Rule = "sign") -> None:
-        """Updates router_bias by `moax.update_router_bias`.
-
-        In layers that `nnx.vmap` stacked, the bias is [L, E], and `stats` are those that `nnx.scan` stacks.
-
-        Args:
-          stats: the stats of the step; its counts are over the whole mesh.
-          rate, rule: see `moax.update_router_bias`.
-
-        Raises:
-          ValueError: the config has no router bias, or no histogram for the rule.
-        """
-        bias: RouterBias | None = getattr(self, "router_bias")  # noqa: B009 (set by name in __init__)
-        if bias is None:
-            raise ValueError("update_router_bias: config.router.bias=False; it must be True for a bias to update")
-        of = bias.get_value(), stats.tokens_per_expert
-        bias.set_value(update_router_bias(*of, rate, rule, histogram=stats.histogram))
+    def _set_router_bias(self, bias: Array) -> None:
+        getattr(self, "router_bias").set_value(bias)  # noqa: B009 (set by name in __init__)
 
 
-class Dense(nnx.Module):
+class Dense(DenseLayer, nnx.Module):
     """y = x kernel + bias, for x [..., K]; the kernel is quantized on its shard and gathered as bytes.
 
     Without a recipe it computes what `nnx.Linear` computes, and makes the same parameters from the same `rngs`.
@@ -230,10 +186,10 @@ class Dense(nnx.Module):
     ):
         """Makes the kernel and the bias.
 
-        With a mesh in force (`jax.set_mesh`) each device makes its shard alone. The kernel lies by
-        `moax.sharding.dense_spec`, or by the rules of `flax.linen.logical_axis_rules` where one has a name of
-        `logical_axes`. A dim over tp stays split in the product: `logical_axes=("embed", "mlp")` with a rule ("mlp",
-        "tp") splits the columns of y.
+        With a mesh in force (`jax.set_mesh`) each device makes its shard alone. `moax.sharding.dense_spec` gives the
+        layout of the kernel, or the rules of `flax.linen.logical_axis_rules` where one has a name of `logical_axes`. A
+        dim over tp stays split in the product: `logical_axes=("embed", "mlp")` with a rule ("mlp", "tp") splits the
+        columns of y.
 
         Args:
           in_features: K.
@@ -244,44 +200,25 @@ class Dense(nnx.Module):
             `param_dtype`, as Flax does.
           param_dtype: the dtype of kernel and bias.
           kernel_init, bias_init: callables (key, shape, dtype) -> array.
-          logical_axes: the logical names of the kernel's two dims, which the metadata `out_sharding` then has; the bias
-            has the second one. None gives no names.
+          logical_axes: the logical names of the kernel's two dims; the bias has the second one. None gives no names.
           axes, engine, kernels: see `moax.Options`.
           rngs: the stream `params` gives a key to the kernel and then one to the bias.
 
         Raises:
           ValueError: `logical_axes` is not two names, or one of them has no rule.
         """
-        check_dense_names(logical_axes)
         self.in_features, self.out_features, self.use_bias = in_features, out_features, use_bias
         self.dtype, self.param_dtype, self.logical_axes = dtype, param_dtype, logical_axes
         self.recipe, self.axes, self.engine, self.kernels = recipe, axes, engine, kernels
 
-        specs = self._layout() or (None, None)
-        entries = specs if logical_axes is None else (logical_axes, logical_axes[1:])
+        def make(initializer: Initializer, name: str) -> MoEParam:
+            made = self._make(rngs.params(), initializer, (in_features, out_features), name, _find_rules())
+            return _make_variable(MoEParam, made)
 
-        def make(initializer: Initializer, shape: tuple[int, ...], i: int) -> MoEParam:
-            made = make_sharded(lambda key: initializer(key, shape, param_dtype), specs[i])(rngs.params())
-            return MoEParam(made, **({} if entries[i] is None else _metadata(entries[i], specs[i])))
-
-        self.kernel = make(kernel_init, (in_features, out_features), 0)
-        self.bias = make(bias_init, (out_features,), 1) if use_bias else nnx.data(None)
+        self.kernel = make(kernel_init, "kernel")
+        self.bias = make(bias_init, "bias") if use_bias else nnx.data(None)
 
     def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows C"]:
         """Returns y [..., out_features] of x [..., in_features]; see `moax.ops.dense`."""
-        kernel, specs = self.kernel.get_value(), self._layout()
-        return dense(
-            x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype)),
-            kernel,
-            None if self.bias is None else self.bias.get_value(),
-            recipe=self.recipe,
-            w_spec=None if specs is None else specs[0],
-            axes=self.axes,
-            engine=self.engine,
-            kernels=self.kernels,
-        )
-
-    def _layout(self) -> Any:
-        """Returns the specs of kernel and bias on the mesh in force, or None."""
-        shape = self.in_features, self.out_features
-        return find_dense_layout(shape, self.axes, self.logical_axes, get_logical_axis_rules(), logical_to_mesh_axes)
+        bias = None if self.bias is None else self.bias.get_value()
+        return self._compute(x, self.kernel.get_value(), bias, _find_rules())

@@ -28,7 +28,7 @@ from moax.exchange.transport import Transfer
 from moax.kernels import select_kernels, supports_fp8
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import get_grad_reduce
-from moax.mesh.place import named
+from moax.mesh.specs import named
 from moax.models import find_model
 from moax.ops import dispatch_combine
 from moax.options import OptionKeywords, Options, replace_options
