@@ -73,16 +73,18 @@ def init(
         raise ValueError(f"scale={scale!r} must be a finite number")
     shapes = adapter_shapes(config, rank)
 
-    def make(key):
-        keys = dict(zip(("wi_a", "wo_a"), jax.random.split(key), strict=True))
-        values = {name: jnp.zeros(getattr(shapes, name), dtype) for name in ("wi_b", "wo_b")}
-        for name, key in keys.items():
-            shape = getattr(shapes, name)
-            values[name] = (jax.random.normal(key, shape) / math.sqrt(shape[1])).astype(dtype)
-        return Adapters(**values, scale=float(scale))
+    def draw(key, shape):
+        return (jax.random.normal(key, shape) / math.sqrt(shape[1])).astype(dtype)
 
-    specs = None if mesh_in_force() is None else adapter_specs(config, axes)
-    return make_sharded(make, None if specs is None else dataclasses.replace(specs, scale=float(scale)))(key)
+    def make(key):
+        wi_b, wo_b = (jnp.zeros(shape, dtype) for shape in (shapes.wi_b, shapes.wo_b))
+        wi_key, wo_key = jax.random.split(key)
+        return Adapters(draw(wi_key, shapes.wi_a), wi_b, draw(wo_key, shapes.wo_a), wo_b, float(scale))
+
+    specs = None
+    if mesh_in_force() is not None:
+        specs = dataclasses.replace(adapter_specs(config, axes), scale=float(scale))
+    return make_sharded(make, specs)(key)
 
 
 def adapter_shapes(config: MoEConfig, rank: int) -> Adapters[tuple[int, ...]]:
@@ -115,8 +117,7 @@ def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Arra
     def add(w, a, b, rule):
         if a is None:
             return w
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        change = jnp.einsum(rule, a, b, precision="highest")
+        change = jnp.einsum(rule, a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
         return (w.astype(jnp.float32) + adapters.scale * change).astype(w.dtype)
 
     wi = add(params.wi, adapters.wi_a, adapters.wi_b, "ehr,ergf->ehgf")

@@ -22,7 +22,6 @@ from jaxtyping import Array, PyTree
 
 from moax.checks import is_int
 from moax.mesh.collectives import GATHERED, PARTIAL_GRAD
-from moax.mesh.lowering import refuse_derivative
 from moax.mesh.op import differentiable
 from moax.mesh.specs import zeros_of
 from moax.stages import Stage, Traced, is_smooth, trace, variables
@@ -66,7 +65,7 @@ def scan(
     """
     count = _count(stack, unroll)
     carry = jax.tree.map(jnp.asarray, carry)
-    weights = jax.tree.map(lambda v: lax.index_in_dim(v, 0, keepdims=False), stack)
+    weights = jax.tree.map(lambda v: v[0], stack)
     pure, closed = jax.closure_convert(layer, carry, weights)
     traced, tree = trace(lambda closed, *given: pure(*given, *closed), policy, closed, carry, weights)
     _check_carry(traced, tree, carry)
@@ -177,8 +176,6 @@ def _layer(plan: _Plan, fixed: Sequence[Any], stack: Sequence[Array], i: Any) ->
 
 def _forward(plan: _Plan, _, fixed, carry, stack) -> tuple[list[Any], tuple]:
     """Returns the last carry with the stacked outputs, and what backward needs."""
-    # The ops of the layer refuse a second derivative, but their refusals are not among the operations of a stage.
-    fixed, carry, stack = refuse_derivative("scan", (fixed, carry, stack))
 
     def turn(state, i):
         carry, gathered = state

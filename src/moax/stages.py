@@ -89,9 +89,7 @@ class Traced(NamedTuple):
             apart = [free.issuperset(variables([v])) for v in eqn.invars]
             if eqn.primitive.name == "optimization_barrier":
                 env.update((new, v) for new, v, alone in zip(eqn.outvars, eqn.invars, apart, strict=True) if alone)
-                _, given = _part(apart, eqn.invars)
-                _, made = _part(apart, eqn.outvars)
-                eqn = eqn.replace(invars=given, outvars=made)
+                eqn = eqn.replace(invars=_part(apart, eqn.invars)[1], outvars=_part(apart, eqn.outvars)[1])
             elif all(apart) and not eqn.effects:
                 free.update(eqn.outvars)
             if eqn.outvars or eqn.effects:
@@ -126,11 +124,8 @@ def trace(layer: Callable[..., tuple[Any, Any]], policy: Callable | None, *argum
     results, others, residuals, cotangents, gradients = _cut(outputs, map(len, shapes))
     rows = _cut(inputs, (len(jax.tree.leaves(a)) for a in arguments))
     (result_tree, result_flags), *_ = found
-    names, made = (
-        getattr(closed, "jaxpr", closed).debug_info.with_unknown_names(),
-        _merge(result_flags, results, others),
-    )
-    traced = Traced(names, eqns, constants, rows, made, residuals, cotangents, gradients)
+    names, results = closed.jaxpr.debug_info.with_unknown_names(), _merge(result_flags, results, others)
+    traced = Traced(names, eqns, constants, rows, results, residuals, cotangents, gradients)
     return traced.without_ties({*rows[0], *rows[-1], *constants}), result_tree
 
 
@@ -189,7 +184,7 @@ def _inline(closed: core.ClosedJaxpr) -> tuple[list[core.JaxprEqn], dict[core.Va
             env.update(zip(eqn.outvars, made, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    inputs = [core.Var(v.aval) for v in getattr(closed, "jaxpr", closed).invars]
+    inputs = [core.Var(v.aval) for v in closed.jaxpr.invars]
     return eqns, constants, inputs, copy(closed, inputs, None)
 
 
