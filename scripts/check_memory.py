@@ -10,18 +10,13 @@ of what a layer saves is off by more than a tenth, or where a program runs a ker
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import re
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from check_sass import mesh_of_h200s
-from jax.sharding import NamedSharding, PartitionSpec
+from h200 import make_operands, mesh_of_h200s, save
 
 import moax
 from moax.estimate import estimate
@@ -40,23 +35,13 @@ CASES = (
     (None, 8, FACTOR, True),
     (None, 8, FACTOR, False),
 )
-
-
 KERNEL = re.compile(r'kernel_hash = ("(?:[^"\\]|\\.)*")')
 
 
 def compile_scan(ep: int, layers: int, **options):
     """Returns the compiled forward and backward of a scan of layers, for one of ep GPUs."""
-    mesh = mesh_of_h200s((ep,), ("ep",))
-
-    def place(shape, dtype, *spec):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
-
-    with jax.set_mesh(mesh):
-        shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), CONFIG, dtype=jnp.bfloat16))
-        specs = moax.param_specs(CONFIG)
-        params = jax.tree.map(lambda p, s: place((layers, *p.shape), p.dtype, None, *s), shapes, specs)
-        x = place((ep * TOKENS, CONFIG.d_model), jnp.bfloat16, "ep")
+    with jax.set_mesh(mesh_of_h200s((ep,), ("ep",))):
+        params, x = make_operands(CONFIG, ep * TOKENS, layers=layers)
 
         def loss(params, x):
             def layer(x, params):
@@ -113,15 +98,7 @@ def main() -> int:
         over = row["saved_bytes"] > SAVED_LIMIT or row["temporary_bytes"] > TEMPORARY_LIMIT
         failed += abs(off) > 0.1 or (case[0] == RECIPE and case[2:] == (FACTOR, True) and over)
         failed += row["kernels_run_twice"] > 0
-    if args.out:
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-        about = {
-            "device": "compiled for NVIDIA H200s that this machine does not have",
-            "versions": {"jax": jax.__version__, "python": platform.python_version()},
-            "git": git,
-            "command": shlex.join(["python", "scripts/check_memory.py", "--out", str(args.out)]),
-        }
-        args.out.write_text(json.dumps(about | {"rows": rows}, indent=2) + "\n")
+    save(args.out, rows)
     return int(failed > 0)
 
 

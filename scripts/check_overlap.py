@@ -9,14 +9,14 @@ many kernels of the layer stand between its start and its done, and the memory o
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import re
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from check_sass import mesh_of_h200s
+from h200 import make_operands, mesh_of_h200s, save
 from jax.sharding import NamedSharding, PartitionSpec
 
 import moax
@@ -32,10 +32,6 @@ COLLECTIVE = re.compile(r"%([\w.\-]+) = (.*?) (all-gather|reduce-scatter)(-start
 
 def lower(ours: bool, gpus: int, layers: int, recipe: str | None, unroll: int):
     """Returns the lowered loss and gradients of a scan of layers over fsdp."""
-    mesh = mesh_of_h200s((gpus,), ("fsdp",))
-
-    def place(shape, dtype, *spec):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
     def layer(x, weights):
         x = x + jax.nn.relu(moax.ops.dense(norm(x), weights["dense"], recipe=recipe, kernels="hopper"))
@@ -49,24 +45,18 @@ def lower(ours: bool, gpus: int, layers: int, recipe: str | None, unroll: int):
             y, aux = jax.lax.scan(jax.checkpoint(layer, policy=POLICY, prevent_cse=False), x, stack, unroll=unroll)
         return jnp.mean(jnp.square(y.astype(jnp.float32))) + aux.sum()
 
-    with jax.set_mesh(mesh):
-        shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), CONFIG, dtype=jnp.bfloat16))
-        specs, width = moax.param_specs(CONFIG), CONFIG.d_model
-        params = jax.tree.map(lambda p, s: place((layers, *p.shape), p.dtype, None, *s), shapes, specs)
-        stack = {"dense": place((layers, width, width), jnp.bfloat16, None, "fsdp"), "moe": params}
-        x = place((gpus * TOKENS, width), jnp.bfloat16, "fsdp")
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(stack, x)
+    with jax.set_mesh(mesh_of_h200s((gpus,), ("fsdp",))):
+        params, x = make_operands(CONFIG, gpus * TOKENS, layers=layers)
+        split = NamedSharding(x.sharding.mesh, PartitionSpec(None, "fsdp"))
+        dense = jax.ShapeDtypeStruct((layers, CONFIG.d_model, CONFIG.d_model), jnp.bfloat16, sharding=split)
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower({"dense": dense, "moe": params}, x)
 
 
 def size(types: str) -> int:
     """Returns the bytes of the largest array in the text of a type."""
-    sizes = [0]
-    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", types):
-        count = BYTES.get(dtype, 0)
-        for n in filter(None, dims.split(",")):
-            count *= int(n)
-        sizes.append(count)
-    return max(sizes)
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", types)
+    sizes = [BYTES.get(dtype, 0) * math.prod(map(int, dims.split(","))) for dtype, dims in arrays if dims]
+    return max(sizes, default=0)
 
 
 def is_kernel(line: str) -> bool:
@@ -117,9 +107,7 @@ def main() -> int:
             for row in rows:
                 print("  {collective:14} of {bytes:>11,} bytes: {kernels_beside} kernels beside it".format(**row))
             failed += ours and (not rows or any(row["kernels_beside"] == 0 for row in rows))
-    if args.out:
-        about = {"gpus": args.gpus, "layers": args.layers, "jax": jax.__version__, "options": OPTIONS}
-        args.out.write_text(json.dumps(about | {"programs": report}, indent=2) + "\n")
+    save(args.out, report, gpus=args.gpus, layers=args.layers, options=OPTIONS)
     return int(failed > 0)
 
 

@@ -1,10 +1,9 @@
 """This script compares one process of N devices with N processes of one device each: the same mesh, the same values.
 
-    PYTHONPATH=src python scripts/check_processes.py [--tiny] [--out FILE]
+    PYTHONPATH=src python scripts/check_processes.py [--tiny]
 
-Blocks are compared by values, gradients and stats, and a layer of Qwen3-30B is timed by `all_gather` and `all_to_all`.
-The script exits with 1 where a value differs by more than BLOCK_LIMIT, or an integer differs at all. It needs N GPUs;
-without GPUs, N devices are emulated, on which `--tiny` takes a minute.
+Blocks are compared by values, gradients and stats. The script exits with 1 where a value differs by more than LIMIT, or
+an integer differs at all. It needs N GPUs; without GPUs, N devices are emulated, on which `--tiny` takes a minute.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
-from kill_and_resume import FLAGS, ROOT, free_port
+from processes import FLAGS, ROOT, free_port
 
 import moax
-from moax.models import MODELS
 from moax.params import param_shapes
 from moax.sharding import param_specs, token_spec
 
-BLOCK_LIMIT = 2.0**-7  # a rounding of bfloat16, of the largest value of a tensor
+LIMIT = 2.0**-7  # a rounding of bfloat16, of the largest value of a tensor
 SECONDS = 500
 # Autotuning by the clock may take another algorithm, and so another order of sums, in each process.
 SAME_PRODUCTS = {"xla_gpu_autotune_level": 0}
@@ -45,9 +43,6 @@ CASES = (
     ("fsdp", "auto", None, 1.25, False, "Explicit"),
     ("ep", "all_to_all", "mxfp8", 0.5, True, "Auto"),
     ("ep", "all_gather", "fp8_tensor", 1.25, False, "Auto"),
-)
-TIMED = tuple(
-    ("ep", by, recipe, 1.25, False, "Auto") for recipe in (None, "fp8_block") for by in ("all_gather", "all_to_all")
 )
 
 
@@ -99,10 +94,7 @@ def draw(compiled: jax.stages.Compiled, config: moax.MoEConfig, skewed: bool) ->
 
 
 def work(request: dict[str, Any]) -> int:
-    """Runs the blocks in one process, or as one of several, and writes the values and the times. Returns 0."""
-    from benchmarks.report import header
-    from benchmarks.timing import Repeats, call_time
-
+    """Runs the blocks in one process, or as one of several, and writes the values. Returns 0."""
     several, process, devices, folder = (request[name] for name in ("several", "process", "devices", "folder"))
     jax.config.update("jax_num_cpu_devices", 1 if several else devices)  # the host's, where GPUs are
     if several:
@@ -120,19 +112,11 @@ def work(request: dict[str, Any]) -> int:
                 key = f"{case}|{jax.tree_util.keystr(path)}|{places[shard.device]}"
                 values[key] = np.asarray(shard.data if leaf.dtype != jnp.bfloat16 else shard.data.astype(jnp.float32))
     np.savez(Path(folder) / f"values.{process}.npz", **values)
-    config, tokens = (SMALL, 64) if tiny else (MODELS["qwen3-30b"].config, 8192)
-    times = {}
-    for case in TIMED[: 2 if tiny else None]:
-        compiled = lower(case, config, tokens, devices).compile()
-        args = draw(compiled, config, False)
-        times[str(case)] = call_time(compiled, args, Repeats(1, 2) if tiny else Repeats(5, 30)).us
-    found = {"header": header(["scripts/check_processes.py"], request["sha"], {}), "us": times}
-    (Path(folder) / f"times.{process}.json").write_text(json.dumps(found))
     return 0
 
 
-def run(request: dict[str, Any], gpus: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Runs the worker in one process or in several, and returns the values of all shards, and header and times."""
+def run(request: dict[str, Any], gpus: int) -> dict[str, np.ndarray]:
+    """Runs the worker in one process or in several, and returns the values of all shards."""
     devices, folder = request["devices"], Path(request["folder"])
     folder.mkdir()
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -156,7 +140,7 @@ def run(request: dict[str, Any], gpus: int) -> tuple[dict[str, np.ndarray], dict
     for i in range(len(started)):
         with np.load(folder / f"values.{i}.npz") as file:
             values |= dict(file)
-    return values, json.loads((folder / "times.0.json").read_text())
+    return values
 
 
 def error_of(got: np.ndarray | None, want: np.ndarray | None) -> float:
@@ -173,7 +157,7 @@ def compare(one: dict[str, np.ndarray], several: dict[str, np.ndarray]) -> list[
     for name in dict.fromkeys(key.split("|")[0] for key in one):
         keys = {key for key in one.keys() | several.keys() if key.startswith(f"{name}|")}
         errors = {key: error_of(several.get(key), one.get(key)) for key in keys}
-        limits = {key: 0.0 if key in one and one[key].dtype.kind in "iu" else BLOCK_LIMIT for key in keys}
+        limits = {key: 0.0 if key in one and one[key].dtype.kind in "iu" else LIMIT for key in keys}
         worst = max(errors, key=lambda key: errors[key])
         ok = all(errors[key] <= limits[key] for key in keys)
         rows.append({"name": name, "error": errors[worst], "worst": worst.split("|")[1], "ok": ok})
@@ -184,8 +168,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small blocks, for emulated devices")
     parser.add_argument("--devices", type=int, help="N (default: the GPUs of this machine, or 2)")
-    parser.add_argument("--sha", help="the measured commit (default: git's)")
-    parser.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -195,14 +177,12 @@ def main() -> int:
         gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.count("GPU ")
     devices = args.devices or gpus or 2
     with tempfile.TemporaryDirectory(prefix="check_processes_") as folder:
-        request = {"devices": devices, "tiny": args.tiny, "sha": args.sha}
-        one, of_one = run(request | {"several": False, "folder": f"{folder}/one"}, gpus)
-        several, of_several = run(request | {"several": True, "folder": f"{folder}/several"}, gpus)
+        request = {"devices": devices, "tiny": args.tiny}
+        one, several = (
+            run(request | {"several": several, "folder": f"{folder}/{several}"}, gpus) for several in (False, True)
+        )
     rows = compare(one, several)
-    times = [{"name": name, "us": us, "us_of_several": of_several["us"][name]} for name, us in of_one["us"].items()]
-    print(*rows, *times, sep="\n")
-    if args.out:
-        args.out.write_text(json.dumps({"header": of_one["header"], "blocks": rows, "times": times}, indent=1) + "\n")
+    print(*rows, sep="\n")
     bad = sum(not row["ok"] for row in rows)
     print(f"{bad} of {len(rows)} blocks differ" if bad else "one process and several agree")
     return int(bad > 0)

@@ -19,8 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from h200 import make_operands, mesh_of_h200s
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import moax
 from moax import inspect
@@ -35,22 +35,6 @@ from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 from moax.models import MODELS
 from moax.recipe import Format, get_recipe
 
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a"
-  device_address_bits: 64 name: "NVIDIA H200" driver_version: "13.0.0" runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
 ROWS, EXPERTS = 4096, 8
 MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK = (
     MODELS[name].config for name in ("mixtral-8x7b", "qwen3-30b", "gpt-oss-120b", "deepseek-v3")
@@ -68,13 +52,6 @@ SHAPES = (
 )
 WIDTHS = (96, QWEN3.d_ff, 1408, QWEN3.d_model, GPT_OSS.d_model, DEEPSEEK.d_model)
 BF16, F8, F32, I32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32, jnp.int32
-
-
-def mesh_of_h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
-    count = functools.reduce(lambda a, b: a * b, shape)
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{count}")
-    devices = topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names).devices
-    return Mesh(devices, names, axis_types=(kind,) * len(names))
 
 
 up = lambda n: -(-n // BLOCK)  # noqa: E731
@@ -286,16 +263,6 @@ def check_replicas(name: str, compiled, kernels: int) -> None:
         sys.exit(f"{name}: {len(found)} kernels write to peers, of replicas {set(found)}")
 
 
-def operands_of_block(config: moax.MoEConfig, axes: moax.Axes, mesh: Mesh):
-    shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, axes=axes))
-
-    def place(param, spec):
-        return jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=NamedSharding(mesh, spec))
-
-    params = jax.tree.map(place, shapes, moax.param_specs(config, axes))
-    return params, place(jax.ShapeDtypeStruct((1024, config.d_model), BF16), PartitionSpec(("fsdp", "ep")))
-
-
 def compile_one_sided() -> None:
     """Compiles two layers that exchange one-sided, in a rematerialized scan with backward, each way a mesh allows."""
     config = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
@@ -312,7 +279,7 @@ def compile_one_sided() -> None:
         mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"), kind)
         options = dict(recipe=recipe, kernels="hopper", exchange="one_sided", engine=engine, buffer_factor=factor)
         with jax.set_mesh(mesh):
-            params, x = operands_of_block(config, moax.Axes(), mesh)
+            params, x = make_operands(config, 1024, dtype=F32)
 
             def loss(x, params, options=options):
                 layer = jax.checkpoint(lambda x, _: (x + moax.moe(x, params, config, **options)[0], None))
@@ -339,7 +306,7 @@ def compile_blocks() -> None:
             name = f"block {recipe} fsdp on {layout}"
             print(f"== {name}", flush=True)
             with jax.set_mesh(mesh):
-                params, x = operands_of_block(config, axes, mesh)
+                params, x = make_operands(config, 1024, axes=axes, dtype=F32)
 
                 def loss(x, params, recipe=recipe, axes=axes):
                     y, _ = moax.moe(x, params, config, recipe=recipe, axes=axes, kernels="hopper")

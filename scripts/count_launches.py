@@ -16,9 +16,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-import jax.numpy as jnp
-from check_sass import mesh_of_h200s
-from jax.sharding import NamedSharding, PartitionSpec
+from h200 import make_operands, mesh_of_h200s
 
 import moax
 from moax.models import MODELS
@@ -36,9 +34,6 @@ def compile_layer(case: str, tokens: int):
     The case is "bf16" or a recipe's name; after "+kept", the weights come quantized.
     """
     config = MODELS["qwen3-30b"].config
-    mesh = mesh_of_h200s((1,), ("ep",))
-    place = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.eval_shape(functools.partial(moax.init, config=config, dtype=jnp.bfloat16), jax.random.key(0))
     options: dict[str, Any] = dict(recipe=None if case == "bf16" else case.removesuffix("+kept"), kernels="hopper")
     quantize = functools.partial(moax.quantize_params, config=config, **options)
 
@@ -46,12 +41,9 @@ def compile_layer(case: str, tokens: int):
         y, pull = jax.vjp(lambda x, p: moax.moe(x, p, config, quantized=kept, **options)[0], x, params)
         return y, pull(dy)
 
-    with jax.set_mesh(mesh):  # it says for which device the kernels are
-        params, kept = (
-            jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), tree)
-            for tree in (shapes, jax.eval_shape(quantize, shapes) if case.endswith("+kept") else None)
-        )
-        x = jax.ShapeDtypeStruct((tokens, config.d_model), jnp.bfloat16, sharding=place)
+    with jax.set_mesh(mesh_of_h200s((1,), ("ep",))):  # it says for which device the kernels are
+        params, x = make_operands(config, tokens)
+        kept = jax.eval_shape(quantize, params) if case.endswith("+kept") else None
         return jax.jit(both).lower(x, params, kept, x).compile()
 
 

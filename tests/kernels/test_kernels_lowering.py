@@ -4,26 +4,18 @@ models and the tiles that they take. `make check-sass` goes on to SASS, over eve
 Covers: the kernels x the shapes of models x their tiles; every twelfth case here, and all that add to a total.
 """
 
-import importlib.util
-from pathlib import Path
+import importlib
+import sys
 
 import jax
 import pytest
 
 from moax.kernels.hopper.pallas.compat import MERGES_DIMS
-from support import some
+from support import ROOT, some
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "check_sass.py"
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("check_sass", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-CASES = {name: (fn, operands) for name, fn, operands in load().kernels(every_tile=False)}
+sys.path.append(str(ROOT / "scripts"))
+KERNELS = importlib.import_module("check_sass").kernels(every_tile=False)
+CASES = {name: (fn, operands) for name, fn, operands in KERNELS}
 TOTALS = [name for name in CASES if "total" in name]
 OTHERS = sorted((name for name in CASES if name not in TOTALS), key=lambda name: list(CASES).index(name) % 12)
 SHORT = len(TOTALS) + len(CASES) // 12

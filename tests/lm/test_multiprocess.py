@@ -1,6 +1,6 @@
 """Two processes of four emulated devices each, which talk through gloo: the same run as one process of eight.
 
-All of it is in processes of its own, compiled at XLA's lowest level (see scripts/kill_and_resume.py): only process 0
+All of it is in processes of its own, compiled at XLA's lowest level (see scripts/processes.py): only process 0
 may write JAX's compilation cache and on CPU its key is another in each process, so that every process compiles anew.
 
 Covers: an error in one process, agreement on settings, meshes over processes; a killed run in `make test-more`.
@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import re
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +40,7 @@ def load(name: str):
     return module
 
 
-tool = load("kill_and_resume")
+tool = load("processes")
 
 
 @dataclasses.dataclass
@@ -286,11 +285,3 @@ def test_rows_of_a_batch():
     for batch in (lambda **of: corpus.batch(1, 2, 8, 16, **of), lambda **of: corpus.held_out_batch(1, 3, 8, 16, **of)):
         parts = [batch(rows=slice(i, i + 4)) for i in (0, 4)]
         assert (np.concatenate(parts) == batch()).all()
-
-
-def test_the_demonstration_says_how_it_is_called(capsys, monkeypatch):
-    """Breaks if the documented command does not start."""
-    monkeypatch.setattr(sys, "argv", ["kill_and_resume.py", "--help"])
-    with pytest.raises(SystemExit):
-        tool.main()
-    assert "--kill" in capsys.readouterr().out

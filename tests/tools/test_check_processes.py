@@ -1,7 +1,6 @@
 """scripts/check_processes.py: what it calls equal, and a run of it on emulated devices."""
 
 import importlib
-import json
 import subprocess
 import sys
 
@@ -37,13 +36,9 @@ def test_comparison(change, error, ok, monkeypatch):
 
 
 @pytest.mark.more
-def test_on_emulated_devices(tmp_path):
-    """Breaks if blocks need one process, or the file lacks what a reader needs. Slow: three processes that compile."""
-    out = tmp_path / "found.json"
-    command = [sys.executable, "scripts/check_processes.py", "--tiny", "--out", str(out)]
+def test_on_emulated_devices():
+    """Breaks if blocks need one process. Slow: three processes that compile."""
+    command = [sys.executable, "scripts/check_processes.py", "--tiny"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
-    assert {"device", "versions", "git_sha", "command"} <= found["header"].keys()
-    assert [row["error"] for row in found["blocks"]] == [0.0, 0.0] and len(found["times"]) == 2
-    assert all(row["us"] > 0 and row["us_of_several"] > 0 for row in found["times"])
+    assert done.stdout.count("'error': 0.0") == 2

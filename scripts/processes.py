@@ -1,18 +1,10 @@
-"""This script kills one of two training processes, resumes, and compares the losses with those of an undisturbed run:
+"""Commands in several processes of this machine, each with emulated devices; no GPU is needed."""
 
-    python scripts/kill_and_resume.py [--kill 0|1] [--at STEP] [--steps N] [--folder FOLDER]
-
-Each process has four emulated devices of this machine; no GPU is needed. tests/lm/test_multiprocess.py uses it too.
-"""
-
-import argparse
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -82,51 +74,3 @@ def await_step(run: Path, step: int, started: list[subprocess.Popen], timeout: f
                 process.kill()
             raise RuntimeError(f"{run.name} did not get to step {step}: exit codes {codes}")
         time.sleep(0.05)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kill", type=int, default=1, choices=(0, 1), help="which process (default: %(default)s)")
-    parser.add_argument("--at", type=int, default=7, help="after which step (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=12, help="steps of the whole run (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where runs and outputs go (default: a temporary folder)")
-    args = parser.parse_args()
-    if not 3 < args.at < args.steps:
-        parser.error(f"--at {args.at} must be between the first checkpoint, after step 3, and --steps {args.steps}")
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="kill_and_resume_"))
-    common = [*MODEL, "--steps", str(args.steps), "--mesh", "fsdp=2,ep=4", "--out", str(folder)]
-
-    print("two processes of four devices, mesh fsdp=2, ep=4 (fsdp between the processes)")
-    whole = finish(folder / "whole-said", start(folder / "whole-said", train(*common, "--name", "whole")))
-    print(f"uninterrupted: exit codes {[code for code, _ in whole]}")
-
-    started = start(folder / "killed-said", train(*common, "--name", "killed"))
-    await_step(folder / "killed", args.at, started)
-    started[args.kill].send_signal(signal.SIGKILL)
-    began = time.monotonic()
-    killed = finish(folder / "killed-said", started)
-    died = losses(folder / "killed")
-    print(f"killed process {args.kill} after step {args.at}: exit codes {[code for code, _ in killed]}; the other "
-          f"ended {time.monotonic() - began:.0f} s later, saying")  # fmt: skip
-    words = killed[1 - args.kill][1].splitlines()
-    print(
-        next(f"  {line}" for line in words if "another process may have ended" in line or "another task died" in line)
-    )
-
-    resumed = ["--resume", "--name", "killed", "--out", str(folder)]
-    resumed = finish(folder / "resumed-said", start(folder / "resumed-said", train(*resumed)))
-    print(f"resumed: exit codes {[code for code, _ in resumed]}")
-    print(next(f"  {line}" for line in resumed[0][1].splitlines() if "resumed at step" in line))
-
-    want, got = losses(folder / "whole"), losses(folder / "killed")
-    print(f"{'step':>4}  {'uninterrupted':>14}  {'killed':>14}  {'resumed':>14}")
-    for step in sorted(want):
-        cells = [f"{found[step]:14.9f}" if step in found else " " * 14 for found in (want, died, got)]
-        print(f"{step:>4}  {'  '.join(cells)}")
-    same = want == got
-    print("the resumed run has exactly the losses of the uninterrupted run" if same else "the losses DIFFER")
-    return 0 if same and [code for code, _ in (*whole, *resumed)] == [0] * 4 else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
