@@ -5,7 +5,6 @@
                             benchmarks: `python -m benchmarks --help`; lm-train: `python -m lm train --help`
 {wire-table}                benchmarks/results/wire.json
 {layers}                    who may import whom: RANKS of tests/test_architecture.py
-{captured} FILE             what a program printed elsewhere, kept beside the page; `:missing:`, what to say without it
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ARCHITECTURE = ROOT / "tests" / "test_architecture.py"
 
 
 def setup(app) -> dict[str, Any]:
-    directives = {"run": Run, "cli-help": Help, "wire-table": WireTable, "layers": Layers, "captured": Captured}
+    directives = {"run": Run, "cli-help": Help, "wire-table": WireTable, "layers": Layers}
     for name, directive in directives.items():
         app.add_directive(name, directive)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
@@ -130,14 +129,3 @@ class Layers(Live):
         rule = "+" + "-" * (width + 2) + "+"
         text = [line for layer in layers for line in (rule, f"| {layer:{width}} |")] + [rule]
         return literal("\n".join(text), "text")
-
-
-class Captured(Live):
-    required_arguments = 1
-    option_spec = {"missing": str}
-
-    def node(self):
-        file = Path(str(self.state.document.current_source)).parent / self.arguments[0]
-        if not file.exists() and "missing" in self.options:
-            return nodes.paragraph(text=self.options["missing"])
-        return literal(file.read_text().rstrip("\n"), "text")

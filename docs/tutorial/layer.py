@@ -6,7 +6,6 @@ Run: `python docs/tutorial/layer.py [--gpus] [--keep] [--sha SHA]`, on four emul
 import argparse
 import contextlib
 import io
-import os
 import re
 import sys
 from pathlib import Path
@@ -30,38 +29,28 @@ def origin(devices: int, sha: str | None) -> str:
     from benchmarks import report
 
     head = report.header(["python", "docs/tutorial/layer.py", *sys.argv[1:]], sha, {})
-    where = f"{devices} x {head['device']}, driver {head['driver']}"
-    if jax.default_backend() == "cpu":
-        where = f"{devices} CPU devices emulated on {os.cpu_count()} cores; times say nothing about a GPU"
-    return f"# {where}\n# jax {jax.__version__}, moax {head['git_sha']}, {head['date']}: {head['command']}\n"
-
-
-class Tee(io.StringIO):
-    """Keeps what is printed, and prints it."""
-
-    def write(self, text: str) -> int:
-        sys.__stdout__.write(text)  # pyrefly: ignore[missing-attribute]
-        return super().write(text)
+    on = f"# {devices} x {head['device']}, driver {head['driver']}\n"
+    return on + f"# jax {jax.__version__}, moax {head['git_sha']}, {head['date']}: {head['command']}\n"
 
 
 def main(gpus: bool, keep: bool, sha: str | None = None) -> None:
     if not gpus:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", EMULATED)  # as the page has it; too late once JAX has started
-    if gpus and (jax.default_backend() != "gpu" or jax.device_count() < 2):
+    if (gpus or keep) and (jax.default_backend() != "gpu" or jax.device_count() < 2):
         raise SystemExit(f"--gpus needs two GPUs or four; here are {jax.devices()}. Leave it out to emulate devices")
     names: dict[str, Any] = {"__name__": "__main__"}
-    with contextlib.redirect_stdout(Tee()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()) if keep else contextlib.nullcontext() as printed:
         exec(compile(program(), str(PAGE), "exec"), names)
-    if keep:
-        kept = PAGE.with_name("layer_gpus.txt" if gpus else "layer_emulated.txt")
-        kept.write_text(origin(names["mesh"].size, sha) + "\n" + printed.getvalue(), encoding="utf-8")
-        print(f"wrote {kept.name}")
+    if printed is not None:
+        kept = origin(names["mesh"].size, sha) + "\n" + printed.getvalue()
+        PAGE.with_name("layer_gpus.txt").write_text(kept, encoding="utf-8")
+        print(kept)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", action="store_true", help="on four GPUs or two, at full size")
-    parser.add_argument("--keep", action="store_true", help="write the output beside the page")
+    parser.add_argument("--keep", action="store_true", help="with --gpus: write the output beside the page")
     parser.add_argument("--sha", help="the commit that runs (default: asked of git)")
     main(**vars(parser.parse_args()))

@@ -1,6 +1,6 @@
 """README.md and docs/: their programs run as they stand and print what they say; the pages build, and miss nothing.
 
-Covers: one page here, all of them in `make test-more`; commands; pictures; the public names of the reference.
+Covers: one page here, all of them in `make test-more`; commands; the public names of the reference.
 """
 
 import re
@@ -96,14 +96,3 @@ def test_every_command_has_its_help_on_a_page():
         "lm-train",
         "lm-compare",
     }
-
-
-def test_pictures_are_current(tmp_path):
-    """Breaks if a picture shows a layout that the code no longer has, or was edited by hand."""
-    done = subprocess.run(
-        [sys.executable, str(DOCS / "_ext" / "pictures.py"), str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for path in sorted(tmp_path.glob("*.svg")):
-        committed = DOCS / "_static" / path.name
-        assert path.read_text() == committed.read_text(), f"run `python docs/_ext/pictures.py` for {committed}"
