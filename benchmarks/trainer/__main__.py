@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -88,8 +89,8 @@ class Variant:
         """Starts the process, which imports and then waits for a line."""
         self.folder.mkdir(parents=True, exist_ok=True)
         ours = dict(recipe=self.way.recipe) if self.way.name == OURS else None
-        job = dict(argv=self.argv, moax=ours, kept=self.way.kept, compile=compile_only)
-        job["result"] = str(self.folder / "result.json")
+        result = str(self.folder / "result.json")
+        job = dict(argv=self.argv, moax=ours, kept=self.way.kept, compile=compile_only, result=result)
         path = os.pathsep.join(filter(None, (str(ROOT / "examples"), os.environ.get("PYTHONPATH", ""))))
         env = environment(PYTHONPATH=path, DECOUPLE_GCLOUD="TRUE", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
         # Compilations share the GPU, and a run has it alone.
@@ -147,7 +148,9 @@ class Variant:
 
 def variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Variant]:
     """Returns what to measure, the most important first."""
-    base = str(Path(find_spec("maxtext").submodule_search_locations[0]) / "configs" / "base.yml")
+    if (maxtext := find_spec("maxtext")) is None or maxtext.origin is None:
+        raise SystemExit("maxtext is not installed; `make trainer-h200` installs it")
+    base = str(Path(maxtext.origin).parent / "configs" / "base.yml")
     found = []
     for case in args.cases:
         settings, small, big = CASES[case]
@@ -208,11 +211,12 @@ def main() -> int:
     for failed in (one for one in asked[1:] if one.why):
         rows.append(failed.row())
         say(f"{failed.name}: {failed.why}")
-    process = ready[0].start(compile_only=False) if ready else None
-    for i, one in enumerate(ready):
-        following = ready[i + 1].start(compile_only=False) if i + 1 < len(ready) else None
+    started = [one.start(compile_only=False) for one in ready[:1]]
+    for one, following in itertools.zip_longest(ready, ready[1:]):
+        process = started.pop()
+        if following is not None:  # it imports beside the steps of `one`
+            started.append(following.start(compile_only=False))
         measure(one, process)
-        process = following
     report.save(args.out, head, rows)
     report.show("a training step of MaxText", head, rows)
     from benchmarks.trainer.plot import plot  # here, so that a row needs no matplotlib
