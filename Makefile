@@ -89,8 +89,9 @@ check-launches: $(SASS_VENV)/.installed ## compile a layer of Qwen3-30B for an H
 check-memory: $(SASS_VENV)/.installed ## compile layers for 8 and 64 H200s without a GPU, and read the memory that they take (10 minutes)
 	JAX_PLATFORMS=cpu PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_memory.py
 
-check-overlap: $(SASS_VENV)/.installed ## compile a scan of layers for 8 H200s without a GPU, and read which kernels stand beside its collectives (10 minutes)
+check-overlap: $(SASS_VENV)/.installed ## compile layers for 8 H200s without a GPU, and read which kernels stand beside their collectives (20 minutes)
 	JAX_PLATFORMS=cpu PYTHONPATH=src:. $(SASS_VENV)/bin/python scripts/check_overlap.py
+	JAX_PLATFORMS=cpu PYTHONPATH=src:. $(SASS_VENV)/bin/python scripts/check_overlap.py --exchange all_to_all --recipes fp8_block
 
 $(SASS_VENV)/.installed: constraints.txt Makefile
 	@jax=$$(sed -n 's/^jax==//p' constraints.txt) && scripts/venv.sh $(SASS_VENV) --constraint constraints.txt \

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from jax.typing import DTypeLike
 
-from moax.checks import is_number
+from moax.checks import check_count, is_number
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.view import ENGINES, Engine
@@ -45,6 +45,11 @@ class Options:
         dtype. `bfloat16_sum_float32` sends each term in bfloat16 by an all-to-all over fsdp, so that it is rounded
         once, and sums in float32; over dp it is `float32`. Where the caller's own `shard_map` sums over dp, that sum
         has the dtype of the parameter.
+      chunks: the number of parts of a device's tokens. Each part has its own dispatch, products and combine, which no
+        data joins, so that XLA may run the dispatch and the combine of one part beside the products of another. Weights
+        are quantized and gathered, and their gradients scattered, once for all parts. Each part has its own buffers,
+        overflow rounds and scales of `fp8_tensor`; `stats.rounds` has the most rounds of any part. A block with
+        `capacity_factor` has one part.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
@@ -58,6 +63,7 @@ class Options:
     buffer_factor: float | None = 1.25
     save_rows: bool = True
     grad_reduce_dtype: DTypeLike | None = None
+    chunks: int = 1
 
     def __post_init__(self):
         get_recipes(self.recipe)
@@ -73,6 +79,7 @@ class Options:
             raise ValueError(f"buffer_factor={factor!r} must be a number above 0, or None for the worst case")
         if not isinstance(self.save_rows, bool):
             raise ValueError(f"save_rows={self.save_rows!r} must be True or False")
+        check_count("chunks", self.chunks)
         object.__setattr__(self, "grad_reduce_dtype", get_grad_reduce(self.grad_reduce_dtype))
         if factor is not None:  # a number of NumPy becomes one of Python, so that equal options are equal
             object.__setattr__(self, "buffer_factor", float(factor))
@@ -100,3 +107,4 @@ class OptionKeywords(TypedDict, total=False):
     buffer_factor: float | None
     save_rows: bool
     grad_reduce_dtype: DTypeLike | None
+    chunks: int

@@ -1,7 +1,7 @@
-"""The experts of a block on a mesh, under one `custom_vjp`: each direction gathers the weights and runs its rounds.
+"""The experts of a block on a mesh, under one `custom_vjp`: each direction gathers the weights and runs its chunks.
 
-    forward    gather wi, wo for products over rows       rounds of forward
-    backward   gather wi, wo for products over columns    rounds of backward    scatter the gradients of wi, wo
+    forward    gather wi, wo for products over rows       chunks of forward
+    backward   gather wi, wo for products over columns    chunks of backward    scatter the gradients of wi, wo
 
 Each of these steps is an op of its own; `ops/weights.py` has the gather and the scatter.
 """
@@ -16,8 +16,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moax.block.chunks import backward_chunks, forward_chunks
 from moax.block.moe import BlockPlan, Inputs, Residuals, Weights
-from moax.block.overflow import run_backward, run_forward
 from moax.lora import NAMES, specs_on
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.specs import Spec, device_spec
@@ -57,7 +57,7 @@ def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], qu
     gathered = _gather(view, p, w, quantized, "rows")
     y, dropped, rounds, saved = _forward_op(view, p, *inputs, w, quantized, gathered)
     needs_inputs = p.overflows or not p.save_rows
-    return (y, dropped, rounds), (_name(saved), inputs if needs_inputs else None, w, quantized)
+    return (y, dropped, rounds), (tuple(map(_name, saved)), inputs if needs_inputs else None, w, quantized)
 
 
 def _plain(view: MeshView, p: BlockPlan, *operands):
@@ -88,7 +88,7 @@ _experts = differentiable(_forward, _backward, once="moe", plain=_plain)
 
 
 def _name(saved: Residuals) -> Residuals:
-    """Returns the residuals with the names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`."""
+    """Returns a chunk's residuals with the names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`."""
     rows, h, *rest = saved
     rows = jax.tree.map(lambda v: checkpoint_name(v, "moax_rows"), rows)
     rest = jax.tree.map(lambda v: checkpoint_name(v, "moax_plan"), rest)
@@ -96,12 +96,13 @@ def _name(saved: Residuals) -> Residuals:
 
 
 def _forward_shards(p: BlockPlan, layouts, x, experts, weights, w, quantized, gathered):
-    return run_forward(p, layouts, Inputs(x, experts, weights), w, quantized, gathered)
+    del quantized
+    return forward_chunks(p, layouts, Inputs(x, experts, weights), w, gathered)
 
 
 def _backward_shards(p: BlockPlan, layouts, saved, x, experts, weights, w: Weights[Array], quantized, gathered, dy):
     inputs = None if x is None else Inputs(x, experts, weights)
-    dx, d_weights, dw = run_backward(p, layouts, saved, inputs, w, quantized, gathered, dy)
+    dx, d_weights, dw = backward_chunks(p, layouts, saved, inputs, w, quantized, gathered, dy)
     return dx, d_weights, *dw[2:], tuple(None if d is None else d.astype(p.grad_dtype) for d in dw[:2])
 
 

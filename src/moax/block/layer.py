@@ -104,7 +104,7 @@ def moe(
       adapters: low-rank adapters of wi and wo, as `moax.lora.init` makes them, in the layout of
         `moax.lora.adapter_specs`. wi and wo are then frozen: their gradients are 0, and are not computed.
       **keywords: fields of `Options` (recipe, axes, exchange, kernels, engine, buffer_factor, save_rows,
-        grad_reduce_dtype) that replace those of `options`.
+        grad_reduce_dtype, chunks) that replace those of `options`.
 
     Inside a `shard_map` over all of `axes` the operands are shards, laid out by `param_specs`.
 
@@ -298,6 +298,7 @@ def _plan(x, params: MoEParams[Array], config: MoEConfig, options: Options, view
         save_rows=options.save_rows,
         grad_reduce=get_grad_reduce(options.grad_reduce_dtype),
         frozen=frozen,
+        chunks=options.chunks,
     )
 
 

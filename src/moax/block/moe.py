@@ -17,8 +17,8 @@
                combine                   y [T, H]
 
 Two names on one line are one step, which an implementation may compute in one kernel. The router runs before the chain.
-`overflow.py` runs further rounds for tokens that find no room in the buffers, `experts.py` runs the rounds on a mesh,
-and `layer.py` has `moax.moe`.
+`overflow.py` runs further rounds for tokens that find no room in the buffers, `chunks.py` runs the chunks of a device's
+tokens, `experts.py` runs them on a mesh, and `layer.py` has `moax.moe`.
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ class Round(NamedTuple):
 
     Attributes:
       exchange, permute: the specs of dispatch and combine, and of permute and unpermute.
-      index: the round of the exchange.
-      start: the first sorted row.
+      index, start: the round of the exchange, and the first sorted row.
     """
 
     exchange: ExchangeSpec
@@ -119,10 +118,10 @@ class BlockPlan:
     Attributes:
       activation, activation_limit, weights_at: see `MoEConfig`.
       recipe: the formats of the operands of the products with wi and with wo.
-      axes: the mesh axes by role.
-      wi, wo: the static facts of both weights.
+      axes, wi, wo: the mesh axes by role, and the static facts of both weights.
       dtype, grad_dtype, kernels: the dtypes of products and of gradients of weights; the implementation's name.
       first, later, overflows: the buffers of the first round, and of all others; whether a routing may need others.
+      chunks: the chunks of a device's tokens, see `chunks.py`; the buffers and all other sizes are for one chunk.
       balanced: the sorted rows of a rank at a balanced load, without padding.
       save_rows: whether forward leaves rows to backward: the received rows where products gather them, else the sorted
         ones. If the products gather them and ep is 1, the received rows are x, so nothing is saved.
@@ -144,6 +143,7 @@ class BlockPlan:
     first: Round
     later: Round
     overflows: bool
+    chunks: int
     balanced: int
     save_rows: bool
     frozen: bool

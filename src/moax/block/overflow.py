@@ -34,7 +34,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from moax.backend import platform
-from moax.block.moe import BlockPlan, Hooks, Inputs, Residuals, Round, Weights, backward, forward, forward_up
+from moax.block.moe import (
+    NO_TOTAL,
+    BlockPlan,
+    Hooks,
+    Inputs,
+    Residuals,
+    Round,
+    Weights,
+    backward,
+    forward,
+    forward_up,
+)
 from moax.kernels import Operand
 from moax.mesh.axes import Names
 from moax.mesh.collectives import reduce_max, vary_like
@@ -45,14 +56,13 @@ from moax.ops.weights import QuantizedWeight, WeightLayout, find_layout, gather_
 
 def run_forward(
     p: BlockPlan, layouts: tuple[WeightLayout, WeightLayout], inputs: Inputs, w: Weights[Array],
-    quantized: tuple[QuantizedWeight | None, ...], gathered: tuple[Operand, Operand],
+    gathered: tuple[Operand, Operand],
 ) -> tuple[Float[Array, "T H"], Int[Array, " 1"], Int[Array, " 1"], Residuals]:  # fmt: skip
     """Runs all rounds of forward, with wi and wo `gathered` for products over rows.
 
     Returns y [T, H], a partial sum where tp splits F; the dropped assignments [1]; the most rounds of any rank [1]; and
     the residuals of the first round.
     """
-    del quantized
     if not p.overflows:
         y, dropped, saved = forward(p, p.first, inputs, w, *gathered)
         return y, dropped, jnp.ones(1, jnp.int32), saved
@@ -75,23 +85,23 @@ def run_forward(
             return *arrived[0], (y + more, made + 1)
 
         zeros = jnp.zeros(inputs.x.shape, p.dtype), jnp.ones((), jnp.int32)
-        left = _after((saved.h, seen["received"]), seen["left"])
+        left = after((saved.h, seen["received"]), seen["left"])
         (h, a), zeros, left = lax.optimization_barrier(((saved.h, a), zeros, left))
         seen["more"], seen["made"] = _repeat(p, layouts, left, one_round, zeros, inputs, w)
         h, a, seen["more"] = lax.optimization_barrier((h, a, seen["more"]))
         return saved._replace(h=h), a
 
-    hooks = Hooks(agree, loop, lambda partial: _after(seen["more"], partial))
+    hooks = Hooks(agree, loop, lambda partial: after(seen["more"], partial))
     y, dropped, saved = forward(p, p.first, inputs, w, *gathered, hooks)
     y = y + seen["more"]
-    saved = saved._replace(overflow=_after(y, seen["left"]))
+    saved = saved._replace(overflow=after(y, seen["left"]))
     return y, dropped, reduce_max(seen["made"], p.axes.tokens)[None], saved
 
 
 def run_backward(
     p: BlockPlan, layouts: tuple[WeightLayout, WeightLayout], saved: Residuals, inputs: Inputs | None,
     w: Weights[Array], quantized: tuple[QuantizedWeight | None, ...], gathered: tuple[Operand, Operand],
-    dy: Float[Array, "T H"],
+    dy: Float[Array, "T H"], total: Weights[Any] = NO_TOTAL,
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:  # fmt: skip
     """Runs all rounds of backward.
 
@@ -102,15 +112,16 @@ def run_backward(
       quantized: wi and wo as the caller keeps them, or None; later rounds gather wi for products over rows.
       gathered: wi and wo for products over columns.
       dy: [T, H], the gradient of y.
+      total: gradients of the weights to which those of all rounds are added.
 
     Returns:
       dx [T, H], d_weights [T, K], and Weights of the gradients of the gathered weights.
     """
     x = None if inputs is None else inputs.x
     if saved.overflow is None or inputs is None:
-        return backward(p, p.first, saved, x, w, *gathered, dy)
+        return backward(p, p.first, saved, x, w, *gathered, dy, total=total)
     left, seen = saved.overflow, {}
-    dy = _after(left, dy)
+    dy = after(left, dy)
     # Products over rows take a quantized wi in another form than those over columns.
     source = None if p.recipe.wi.w is None else (w.wi if quantized[0] is None else None, quantized[0])
 
@@ -135,8 +146,8 @@ def run_backward(
         d_h, seen["more"] = lax.optimization_barrier((d_h, more))
         return d_h, dw
 
-    hooks = Hooks(between=loop, result=lambda rows: _after(seen["more"], rows))
-    dx, d_weights, dw = backward(p, p.first, saved, x, w, *gathered, dy, hooks)
+    hooks = Hooks(between=loop, result=lambda rows: after(seen["more"], rows))
+    dx, d_weights, dw = backward(p, p.first, saved, x, w, *gathered, dy, hooks, total)
     return dx + seen["more"][0], d_weights + seen["more"][1], dw
 
 
@@ -155,7 +166,7 @@ def find_together(p: BlockPlan, layouts: tuple[WeightLayout, WeightLayout]) -> N
     return tuple(name for name in p.axes.tokens if name in gathered.union(p.axes.ep))
 
 
-def _after[T](first: PyTree, then: T) -> T:
+def after[T](first: PyTree, then: T) -> T:
     """Returns the array or None `then`, on a CPU not before all arrays of `first` are known."""
     # XLA for CPUs runs collectives at once where no data goes from one to the other, and pairs one device's first with
     # another device's second. So the collectives of the loop and of the first round, and of forward and of backward,

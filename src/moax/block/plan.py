@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from moax.block.moe import BlockPlan, Round
 from moax.config import MoEConfig
+from moax.errors import Unsupported
 from moax.exchange import AUTO, TRANSPORTS
 from moax.exchange.slots import allot_slots
 from moax.exchange.transport import ExchangeSpec
@@ -41,7 +42,7 @@ def weight_specs(
 def make_plan(
     config: MoEConfig, transports: Iterable[str], *, recipe: Recipes, axes: ResolvedAxes, declared: MoEParams[Spec],
     tokens: int, dtype: DTypeLike, kernels: str, buffer_factor: float | None, save_rows: bool = True,
-    grad_reduce: GradReduce | None = None, frozen: bool = False,
+    grad_reduce: GradReduce | None = None, frozen: bool = False, chunks: int = 1,
 ) -> BlockPlan:  # fmt: skip
     """Returns the plan of a block whose shards have `tokens` tokens each.
 
@@ -53,9 +54,18 @@ def make_plan(
       declared: the spec of each parameter.
       tokens: T of a shard.
       recipe, axes, dtype, kernels: see `BlockPlan`.
-      buffer_factor, save_rows, grad_reduce: see `moax.Options`.
+      buffer_factor, save_rows, grad_reduce, chunks: see `moax.Options`.
       frozen: whether wi and wo have no gradient.
+
+    Raises:
+      Unsupported: the block has a capacity factor, and several chunks.
     """
+    if chunks > 1 and config.capacity_factor is not None:
+        raise Unsupported(
+            f"chunks={chunks} with capacity_factor={config.capacity_factor}; the tokens of a device lose assignments "
+            "together. Use chunks=1 or capacity_factor=None"
+        )
+    tokens = -(-tokens // chunks)
     local, weights_at = implementation(kernels), config.weights_at
     ranks, load = axes.size(axes.ep), tokens * config.top_k
     experts, capacity = config.num_experts // ranks, capacity_rows(tokens, config.top_k, config.capacity_factor)
@@ -98,6 +108,7 @@ def make_plan(
         first=Round(exchange, first),
         later=Round(dataclasses.replace(exchange, slots=slots), later),
         overflows=fewer or (exchange.slots is not most and exchange.slots < most),
+        chunks=chunks,
         balanced=load,
         save_rows=save_rows and (bool(axes.ep) or frozen or not gathers_x),
         frozen=frozen,

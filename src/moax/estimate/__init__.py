@@ -282,6 +282,7 @@ def _plan(
         buffer_factor=options.buffer_factor,
         save_rows=options.save_rows,
         grad_reduce=get_grad_reduce(options.grad_reduce_dtype),
+        chunks=options.chunks,
     )
 
 
