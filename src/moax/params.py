@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -63,33 +62,35 @@ def params_by_name[Leaf](values: Mapping[str, Leaf | None]) -> MoEParams[Leaf]:
     return MoEParams(**cast(Mapping[str, Any], values))
 
 
-def param_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:
-    """Returns the global shape of each parameter that `init` makes; None where the config has no such parameter."""
-    c = config
-    made = dict(router_bias=c.router.bias, logits_bias=c.router.logits_bias, bi=c.use_bias, bo=c.use_bias)
+def param_shapes(config: MoEConfig, *, biases: bool | None = None) -> MoEParams[tuple[int, ...]]:
+    """Returns the global shape of each parameter that `init` makes; None where the config has no such parameter.
+
+    `biases` takes the place of `config.use_bias`.
+    """
+    c, biases = config, config.use_bias if biases is None else biases
+    made = dict(router_bias=c.router.bias, logits_bias=c.router.logits_bias, bi=biases, bo=biases)
     made |= dict(shared_gate=c.shared_gate, expert_scale=c.router.expert_scale)
     made |= dict.fromkeys(("shared_wi", "shared_wo"), bool(c.shared_d_ff))
     made |= dict.fromkeys(("latent_down", "latent_up"), bool(c.d_latent))
-    return params_by_name(
-        {
-            name: tuple(dim_sizes(c, name)[letter] for letter in letters) if made.get(name, True) else None
-            for name, letters in DIMS.items()
-        }
-    )
+    by_expert, other = dim_sizes(c, "wi"), dim_sizes(c, "router")
+    shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys(DIMS)
+    for name, letters in DIMS.items():
+        if made.get(name, True):
+            sizes = by_expert if name in BY_EXPERT else other
+            shapes[name] = tuple(sizes[letter] for letter in letters)
+    return params_by_name(shapes)
 
 
 def dim_sizes(config: MoEConfig, name: str) -> dict[str, int]:
     """Returns the size of each letter of `DIMS` in the parameter of this name."""
-    c, width = config, config.d_rows if name in BY_EXPERT else config.d_model
+    c = config
+    width = c.d_rows if name in BY_EXPERT else c.d_model
     return dict(E=c.num_experts, H=width, F=c.d_ff, G=c.gates, S=c.shared_d_ff, L=c.d_rows)
 
 
 def full_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:
-    """Returns `param_shapes` with the shapes of both expert biases where the config allows them.
-
-    `init` need not make them.
-    """
-    return param_shapes(dataclasses.replace(config, use_bias=config.weights_at != "input"))
+    """Returns `param_shapes` with the shapes of both expert biases, where the config allows them."""
+    return param_shapes(config, biases=config.weights_at != "input")
 
 
 def check_leaves(params: MoEParams[Array]) -> None:
@@ -101,30 +102,24 @@ def check_leaves(params: MoEParams[Array]) -> None:
 
 
 def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = False) -> None:
-    """Checks that the config allows each parameter.
+    """Checks that the config allows each parameter of `params`, which `check_leaves` has passed.
 
-    Args:
-      params: the parameters.
-      config: the sizes of the block.
-      local: whether the parameters are shards inside a `shard_map`; a size may then be any divisor of the whole size.
+    With `local` the parameters are shards inside a `shard_map`; a size may then be any divisor of the whole size.
 
     Raises:
-      ValueError: the config does not allow the presence, the shape or the dtype of a parameter. The message names it.
+      ValueError: the config does not allow the presence or the shape of a parameter. The message names it.
     """
-    check_leaves(params)
-    made, allowed = param_shapes(config), full_shapes(config)
-    for field in dataclasses.fields(MoEParams):
-        name, value = field.name, getattr(params, field.name)
-        want, may = getattr(made, name), getattr(allowed, name)
+    for name, want in vars(full_shapes(config)).items():
+        value = getattr(params, name)
         if value is None:
             if want is not None and name not in ("bi", "bo"):
                 raise ValueError(f"params.{name} is None; this config needs an array of shape {want}")
             continue
-        if may is None:
+        if want is None:
             raise ValueError(f"params.{name} is given, but the config has no such parameter; pass None")
         shape = tuple(value.shape)
-        fits = len(shape) == len(may) and all(
-            n == m or (local and n > 0 and m % n == 0) for n, m in zip(shape, may, strict=True)
+        fits = len(shape) == len(want) and all(
+            n == m or (local and n > 0 and m % n == 0) for n, m in zip(shape, want, strict=True)
         )
         if not fits:
-            raise ValueError(f"params.{name} has shape {shape}; this config needs {may}")
+            raise ValueError(f"params.{name} has shape {shape}; this config needs {want}")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import moax
-from moax.params import check_params, full_shapes, param_shapes
+from moax.params import check_leaves, check_params, full_shapes, param_shapes
 from moax.types import check_tokens
 from support import make_mesh
 
@@ -32,6 +32,7 @@ def zeros(config, dtype=jnp.float32):
 
 def refused(params, config, message, **options):
     with pytest.raises(ValueError, match=re.escape(message)):
+        check_leaves(params)
         check_params(params, config, **options)
 
 

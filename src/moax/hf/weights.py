@@ -27,7 +27,7 @@ from moax.hf.files import NAMES, Checkpoint, Output, find_entry, write_files
 from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
 from moax.mesh.axes import Axes
 from moax.mesh.specs import named
-from moax.params import DIMS, MoEParams, check_params, param_shapes, params_by_name
+from moax.params import DIMS, MoEParams, check_leaves, check_params, param_shapes, params_by_name
 from moax.sharding import param_specs
 
 SHARD_BYTES = 5 * 2**30
@@ -313,6 +313,7 @@ def _stem(others: Mapping[str, Any], model_type: str) -> str:
 def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Output]:
     """Returns every tensor of a block, by name; raises as `params_to_hf`."""
     config_to_hf(config, model_type)  # It raises where no model of this type has the config.
+    check_leaves(params)
     check_params(params, config)
     for field, want in (("bi", param_shapes(config).bi), ("bo", param_shapes(config).bo)):
         value = getattr(params, field)
