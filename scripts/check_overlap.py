@@ -156,7 +156,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the rows to this file, as JSON")
     args = parser.parse_args()
     report, failed = compare_chunks(args) if args.exchange else compare_scans(args)
-    save(args.out, report, gpus=args.gpus, layers=args.layers, options=OPTIONS)
+    layers = 1 if args.exchange else args.layers
+    save(args.out, report, gpus=args.gpus, layers=layers, options=OPTIONS)
     return int(failed > 0)
 
 
