@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,6 +26,25 @@ def check_count(name: str, value: Any, *, least: int = 1) -> None:
     """Raises ValueError unless value is an int of at least `least`."""
     if not is_int(value) or value < least:
         raise ValueError(f"{name}={value!r} must be an int of at least {least}")
+
+
+def check_number(name: str, value: Any, *, least: float = 0.0, above: bool = False) -> None:
+    """Raises ValueError unless value is a finite number of at least `least`, or `above` it."""
+    number = is_number(value) and math.isfinite(value)
+    if not number or value < least or (above and value == least):
+        raise ValueError(f"{name}={value!r} must be a finite number {'>' if above else '>='} {least}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises ValueError unless value is a bool of Python or NumPy."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises ValueError unless value is one of the names `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
 
 
 def check_float(name: str, value: Any, dims: str) -> None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 
-from moax.checks import is_int, is_number
+from moax.checks import check_choice, check_count, check_flag, check_number
 
 Activation = str | Callable | tuple[str | Callable, str | Callable]
 GATED = ("swiglu", "geglu", "swiglu_oai", "reglu", "glu")
@@ -26,33 +25,6 @@ SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the default limit of gate and up, and the factor in the sigmoid
 
 
-def _check_positive(owner: str, **fields) -> None:
-    """Raises ValueError for a field of `owner` that is no int of at least 1."""
-    for name, value in fields.items():
-        if not is_int(value) or value < 1:
-            raise ValueError(f"{owner}: {name}={value!r} must be an int of at least 1")
-
-
-def _check_choice(owner: str, name: str, value, choices: tuple[str, ...]) -> None:
-    """Raises ValueError if value is none of the choices."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{owner}: {name}={value!r} must be one of {', '.join(map(repr, choices))}")
-
-
-def _check_flag(owner: str, **fields) -> None:
-    """Raises ValueError for a field of `owner` that is no bool."""
-    for name, value in fields.items():
-        if not isinstance(value, bool | np.bool_):
-            raise ValueError(f"{owner}: {name}={value!r} must be True or False")
-
-
-def _check_number(owner: str, name: str, value, *, least: float, exclusive: bool = False) -> None:
-    """Raises ValueError unless value is a finite number of at least `least`, or above it if `exclusive`."""
-    number = is_number(value) and math.isfinite(value)
-    if not number or value < least or (exclusive and value == least):
-        raise ValueError(f"{owner}: {name}={value!r} must be a finite number {'>' if exclusive else '>='} {least}")
-
-
 def _as_python(config) -> None:
     """Replaces numbers and flags of NumPy in a config by those of Python, so that equal configs have equal text."""
     for field in dataclasses.fields(config):
@@ -61,16 +33,16 @@ def _as_python(config) -> None:
             object.__setattr__(config, field.name, value.item())
 
 
-def _check_activation(owner: str, value) -> None:
+def _check_activation(name: str, value) -> None:
     """Raises ValueError unless value is an activation: a name, a pair, or a function of one or two arrays."""
     if callable(value):
         gates_of(value)
-        return
-    pair = isinstance(value, tuple) and len(value) == 2
-    for part in value if pair else (value,):
-        if pair and callable(part):
-            continue
-        _check_choice(owner, "activation", part, UNGATED + NOT_ZERO if pair else GATED + UNGATED)
+    elif isinstance(value, tuple) and len(value) == 2:
+        for part in value:
+            if not callable(part):
+                check_choice(name, part, UNGATED + NOT_ZERO)
+    else:
+        check_choice(name, value, GATED + UNGATED)
 
 
 def gates_of(activation: Activation) -> int:
@@ -137,27 +109,28 @@ class RouterConfig:
 
     def __post_init__(self):
         owner = "RouterConfig"
-        _check_choice(owner, "score", self.score, SCORES)
-        _check_choice(owner, "order", self.order, ("score_then_topk", "topk_then_score"))
-        _check_choice(owner, "group_score", self.group_score, ("top2", "max", "sum_topk"))
-        _check_flag(owner, normalize=self.normalize, bias=self.bias, logits_bias=self.logits_bias)
-        _check_flag(owner, expert_scale=self.expert_scale, histogram=self.histogram)
-        _check_positive(owner, num_groups=self.num_groups, top_groups=self.top_groups)
+        check_choice(f"{owner}: score", self.score, SCORES)
+        check_choice(f"{owner}: order", self.order, ("score_then_topk", "topk_then_score"))
+        check_choice(f"{owner}: group_score", self.group_score, ("top2", "max", "sum_topk"))
+        for name in ("normalize", "bias", "logits_bias", "expert_scale", "histogram"):
+            check_flag(f"{owner}: {name}", getattr(self, name))
+        for name in ("num_groups", "top_groups"):
+            check_count(f"{owner}: {name}", getattr(self, name))
         if self.top_groups > self.num_groups:
             raise ValueError(f"{owner}: top_groups={self.top_groups} must be at most num_groups={self.num_groups}")
         if self.histogram and (not self.bias or self.num_groups > 1):
             raise ValueError(
                 f"{owner}: histogram=True needs bias=True and num_groups=1; they are {self.bias} and {self.num_groups}"
             )
-        _check_number(owner, "scale", self.scale, least=0.0, exclusive=True)
-        _check_number(owner, "aux_loss", self.aux_loss, least=0.0)
-        _check_number(owner, "z_loss", self.z_loss, least=0.0)
-        _check_number(owner, "sequence_aux_loss", self.sequence_aux_loss, least=0.0)
+        check_number(f"{owner}: scale", self.scale, above=True)
+        for name in ("aux_loss", "z_loss", "sequence_aux_loss"):
+            check_number(f"{owner}: {name}", getattr(self, name))
         _as_python(self)
 
     def check_experts(self, num_experts: int, top_k: int) -> None:
         """Raises ValueError where this router cannot choose `top_k` of `num_experts`."""
-        _check_positive("route", num_experts=num_experts, top_k=top_k)
+        check_count("route: num_experts", num_experts)
+        check_count("route: top_k", top_k)
         if top_k > num_experts:
             raise ValueError(f"top_k={top_k} must be at most num_experts={num_experts}")
         if num_experts % self.num_groups:
@@ -221,27 +194,29 @@ class MoEConfig:
 
     def __post_init__(self):
         owner = "MoEConfig"
-        _check_positive(owner, d_model=self.d_model, d_ff=self.d_ff, num_experts=self.num_experts, top_k=self.top_k)
-        _check_positive(owner, d_latent=1 if self.d_latent is None else self.d_latent)
+        for name in ("d_model", "d_ff", "num_experts", "top_k"):
+            check_count(f"{owner}: {name}", getattr(self, name))
+        check_count(f"{owner}: shared_d_ff", self.shared_d_ff, least=0)
+        if self.d_latent is not None:
+            check_count(f"{owner}: d_latent", self.d_latent)
         if isinstance(self.activation, list):
             object.__setattr__(self, "activation", tuple(self.activation))
-        _check_activation(owner, self.activation)
-        _check_choice(owner, "weights_at", self.weights_at, ("output", "hidden", "input"))
-        _check_flag(owner, use_bias=self.use_bias, shared_gate=self.shared_gate)
+        _check_activation(f"{owner}: activation", self.activation)
+        check_choice(f"{owner}: weights_at", self.weights_at, ("output", "hidden", "input"))
+        for name in ("use_bias", "shared_gate"):
+            check_flag(f"{owner}: {name}", getattr(self, name))
         if self.use_bias and self.weights_at == "input":
             raise ValueError(f"{owner}: weights_at='input' needs use_bias=False")
         if self.shared_gate and not self.shared_d_ff:
             raise ValueError(f"{owner}: shared_gate=True needs a shared expert; set shared_d_ff")
         if self.activation_limit is not None:
-            _check_number(owner, "activation_limit", self.activation_limit, least=0.0, exclusive=True)
+            check_number(f"{owner}: activation_limit", self.activation_limit, above=True)
             if gates_of(self.activation) != 2:
                 raise ValueError(f"{owner}: activation_limit={self.activation_limit!r} needs an activation with a gate")
         if not isinstance(self.router, RouterConfig):
             raise ValueError(f"{owner}: router={self.router!r} must be a RouterConfig")
-        if not is_int(self.shared_d_ff) or self.shared_d_ff < 0:
-            raise ValueError(f"{owner}: shared_d_ff={self.shared_d_ff!r} must be an int, 0 for no shared expert")
         if self.capacity_factor is not None:
-            _check_number(owner, "capacity_factor", self.capacity_factor, least=0.0, exclusive=True)
+            check_number(f"{owner}: capacity_factor", self.capacity_factor, above=True)
         self.router.check_experts(self.num_experts, self.top_k)
         _as_python(self)
 

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from jax.typing import DTypeLike
 
-from moax.checks import check_count, is_number
+from moax.checks import check_choice, check_count, check_flag, is_number
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.view import ENGINES, Engine
@@ -69,16 +69,14 @@ class Options:
         get_recipes(self.recipe)
         if not isinstance(self.axes, Axes):
             raise ValueError(f"axes={self.axes!r} must be a moax.Axes")
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine={self.engine!r} must be one of {', '.join(map(repr, ENGINES))}")
+        check_choice("engine", self.engine, ENGINES)
         for name in ("exchange", "kernels"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a name, such as 'auto'")
         factor = self.buffer_factor
         if factor is not None and not (is_number(factor) and 0 < factor < math.inf):
             raise ValueError(f"buffer_factor={factor!r} must be a number above 0, or None for the worst case")
-        if not isinstance(self.save_rows, bool):
-            raise ValueError(f"save_rows={self.save_rows!r} must be True or False")
+        check_flag("save_rows", self.save_rows)
         check_count("chunks", self.chunks)
         object.__setattr__(self, "grad_reduce_dtype", get_grad_reduce(self.grad_reduce_dtype))
         if factor is not None:  # a number of NumPy becomes one of Python, so that equal options are equal

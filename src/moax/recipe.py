@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from moax.checks import is_int
+from moax.checks import check_choice, check_count
 
 Contracted = Literal["rows", "columns"]
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
@@ -39,14 +39,11 @@ class Format:
     by_group: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.dtype, str) or self.dtype not in ("e4m3", "e5m2"):
-            raise ValueError(f"Format: dtype={self.dtype!r} must be 'e4m3' or 'e5m2'")
-        if not isinstance(self.scale, str) or self.scale not in ("float32", "pow2", "e8m0"):
-            raise ValueError(f"Format: scale={self.scale!r} must be 'float32', 'pow2' or 'e8m0'")
-        if self.block is not None and (not is_int(self.block) or self.block < 1):
-            raise ValueError(f"Format: block={self.block!r} must be a positive int, or None for one block a tensor")
-        if not is_int(self.tile) or self.tile < 1:
-            raise ValueError(f"Format: tile={self.tile!r} must be a positive int")
+        check_choice("Format: dtype", self.dtype, ("e4m3", "e5m2"))
+        check_choice("Format: scale", self.scale, ("float32", "pow2", "e8m0"))
+        check_count("Format: tile", self.tile)
+        if self.block is not None:
+            check_count("Format: block", self.block)
         if not isinstance(self.by_group, bool) or (self.by_group and self.block is not None):
             raise ValueError(f"Format: by_group={self.by_group!r} must be False, or True with block=None")
 

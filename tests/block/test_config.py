@@ -48,7 +48,7 @@ def test_sizes_are_counts(name, value):
         *[("activation_limit", value, "a finite number > 0") for value in (0, 0.0, *NOT_NUMBERS)],
         ("router", "softmax", "a RouterConfig"),
         ("router", None, "a RouterConfig"),
-        *[("shared_d_ff", value, "0 for no shared expert") for value in (-1, 1.5, "0", None, True)],
+        *[("shared_d_ff", value, "an int of at least 0") for value in (-1, 1.5, "0", None, True)],
         *[("d_latent", value, "an int of at least 1") for value in NOT_COUNTS if value is not None],
         *[("capacity_factor", value, "a finite number > 0") for value in (0, 0.0, *NOT_NUMBERS)],
     ],

@@ -48,12 +48,12 @@ def test_unknown_recipes(recipe):
 @pytest.mark.parametrize(
     "field, value, remedy",
     [
-        ("dtype", "e4m3fn", "'e4m3' or 'e5m2'"),
-        ("scale", "bf16", "'float32', 'pow2' or 'e8m0'"),
-        ("block", 0, "a positive int, or None"),
-        ("block", 1.5, "a positive int, or None"),
-        ("tile", 0, "a positive int"),
-        ("tile", None, "a positive int"),
+        ("dtype", "e4m3fn", "one of 'e4m3', 'e5m2'"),
+        ("scale", "bf16", "one of 'float32', 'pow2', 'e8m0'"),
+        ("block", 0, "an int of at least 1"),
+        ("block", 1.5, "an int of at least 1"),
+        ("tile", 0, "an int of at least 1"),
+        ("tile", None, "an int of at least 1"),
         ("by_group", True, "False, or True with block=None"),
         ("by_group", 1, "False, or True with block=None"),
     ],
