@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
 from moax.checks import check_choice, check_count
@@ -154,11 +153,6 @@ class Recipes:
     def wire(self) -> Format | None:
         """The format of tokens on their way."""
         return self.wi.wire
-
-    @property
-    def row_alignment(self) -> int:
-        """The number of rows of which each expert's first row is a multiple."""
-        return math.lcm(self.wi.row_alignment, self.wo.row_alignment)
 
 
 def get_recipe(recipe: str | Recipe | None) -> Recipe:

@@ -11,6 +11,7 @@ scattered once. Every chunk has buffers of its own, and overflow rounds of its o
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,8 @@ def backward_chunks(
     dy: Float[Array, "T H"],
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:  # fmt: skip
     """Runs `run_backward` for each chunk, which adds its gradients of the weights to those of the chunks before it."""
-    made, known, total = [], None, NO_TOTAL
+    made, known = [], None
+    total: Weights[Any] = NO_TOTAL
     for chunk, residuals in zip(_split(p, (inputs, dy)), saved, strict=True):
         own, d_own = _in_order(p, known, chunk)
         *known, total = run_backward(p, layouts, residuals, own, w, quantized, gathered, d_own, total)

@@ -34,7 +34,6 @@ from moax.errors import Unsupported
 from moax.exchange import TRANSPORTS, select_transport
 from moax.kernels import select_kernels
 from moax.lora import Adapters, check_adapters, scaled
-from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import constrain, reshard_like
 from moax.mesh.tokens import check_token_axes, find_token_dims, flatten_tokens, unflatten_tokens
 from moax.mesh.view import MeshView, find_mesh_view
@@ -275,31 +274,17 @@ def _moe(
 def _plan(x, params: MoEParams[Array], config: MoEConfig, options: Options, view: MeshView, declared, *, frozen: bool):
     """Returns the plan of the experts, with the transport and the implementation that run."""
     _check_symbolic(x, config, view)
-    recipe, rows, shards = get_recipes(options.recipe), x.size // x.shape[-1], 1
-    if not view.manual:
-        shards = view.axes.size(view.axes.tokens)
-        if rows % shards:
-            raise ValueError(f"x: its {rows} rows do not divide by mesh axes {view.axes.tokens} of {shards} devices")
-    row_bytes = wire_bytes(config.d_rows, x.dtype, recipe.wire)
+    rows, shards = x.size // x.shape[-1], 1 if view.manual else view.axes.size(view.axes.tokens)
+    if rows % shards:
+        raise ValueError(f"x: its {rows} rows do not divide by mesh axes {view.axes.tokens} of {shards} devices")
+    row_bytes = wire_bytes(config.d_rows, x.dtype, get_recipes(options.recipe).wire)
     if options.exchange == "auto":
         transports = [name for name, transport in TRANSPORTS.items() if transport.portable]
     else:
         transports = [select_transport(options.exchange, view, row_bytes)]
-    return make_plan(
-        config,
-        transports,
-        recipe=recipe,
-        axes=view.axes,
-        declared=declared,
-        tokens=rows // shards,
-        dtype=x.dtype,
-        kernels=_select_kernels(options, x.dtype, params, config, view),
-        buffer_factor=options.buffer_factor,
-        save_rows=options.save_rows,
-        grad_reduce=get_grad_reduce(options.grad_reduce_dtype),
-        frozen=frozen,
-        chunks=options.chunks,
-    )
+    kernels = _select_kernels(options, x.dtype, params, config, view)
+    how = dict(axes=view.axes, declared=declared, tokens=rows // shards, dtype=x.dtype, kernels=kernels, frozen=frozen)
+    return make_plan(config, options, transports, **how)
 
 
 def _select_kernels(options: Options, dtype, params: MoEParams[Array], config: MoEConfig, view: MeshView) -> str:

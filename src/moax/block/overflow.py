@@ -34,18 +34,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from moax.backend import platform
-from moax.block.moe import (
-    NO_TOTAL,
-    BlockPlan,
-    Hooks,
-    Inputs,
-    Residuals,
-    Round,
-    Weights,
-    backward,
-    forward,
-    forward_up,
-)
+from moax.block.moe import BlockPlan, Hooks, Inputs, Residuals, Round, Weights, backward, forward, forward_up
 from moax.kernels import Operand
 from moax.mesh.axes import Names
 from moax.mesh.collectives import reduce_max, vary_like
@@ -101,7 +90,7 @@ def run_forward(
 def run_backward(
     p: BlockPlan, layouts: tuple[WeightLayout, WeightLayout], saved: Residuals, inputs: Inputs | None,
     w: Weights[Array], quantized: tuple[QuantizedWeight | None, ...], gathered: tuple[Operand, Operand],
-    dy: Float[Array, "T H"], total: Weights[Any] = NO_TOTAL,
+    dy: Float[Array, "T H"], total: Weights[Any],
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:  # fmt: skip
     """Runs all rounds of backward.
 

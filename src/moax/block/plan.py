@@ -18,12 +18,13 @@ from moax.exchange.transport import ExchangeSpec
 from moax.groups import allot_rows
 from moax.kernels import implementation
 from moax.mesh.axes import ResolvedAxes
-from moax.mesh.collectives import GradReduce, sum_dtype
+from moax.mesh.collectives import GradReduce, get_grad_reduce, sum_dtype
 from moax.mesh.specs import Spec
 from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
 from moax.ops.weights import WeightSpec
+from moax.options import Options
 from moax.params import MoEParams
-from moax.recipe import Recipes
+from moax.recipe import Recipes, get_recipes
 
 
 def weight_specs(
@@ -40,26 +41,24 @@ def weight_specs(
 
 
 def make_plan(
-    config: MoEConfig, transports: Iterable[str], *, recipe: Recipes, axes: ResolvedAxes, declared: MoEParams[Spec],
-    tokens: int, dtype: DTypeLike, kernels: str, buffer_factor: float | None, save_rows: bool = True,
-    grad_reduce: GradReduce | None = None, frozen: bool = False, chunks: int = 1,
+    config: MoEConfig, options: Options, transports: Iterable[str], *, axes: ResolvedAxes, declared: MoEParams[Spec],
+    tokens: int, dtype: DTypeLike, kernels: str, frozen: bool = False,
 ) -> BlockPlan:  # fmt: skip
     """Returns the plan of a block whose shards have `tokens` tokens each.
 
     Args:
-      config: the sizes of the block and its equations.
+      config, options: the block, and how it runs; `axes`, `kernels` and `transports` have what its names stand for.
       transports: the names of the transports that may run. Of several, a plan has the one whose balanced step sends the
         fewest bytes, and of equal ones the first. With a capacity factor the transports drop other tokens, so that it
         is all_gather then, which drops none on the way.
       declared: the spec of each parameter.
-      tokens: T of a shard.
-      recipe, axes, dtype, kernels: see `BlockPlan`.
-      buffer_factor, save_rows, grad_reduce, chunks: see `moax.Options`.
-      frozen: whether wi and wo have no gradient.
+      axes, dtype, kernels, frozen: see `BlockPlan`.
 
     Raises:
       Unsupported: the block has a capacity factor, and several chunks.
     """
+    recipe, chunks, factor = get_recipes(options.recipe), options.chunks, options.buffer_factor
+    grad_reduce = get_grad_reduce(options.grad_reduce_dtype)
     if chunks > 1 and config.capacity_factor is not None:
         raise Unsupported(
             f"chunks={chunks} with capacity_factor={config.capacity_factor}; the tokens of a device lose assignments "
@@ -71,7 +70,7 @@ def make_plan(
     experts, capacity = config.num_experts // ranks, capacity_rows(tokens, config.top_k, config.capacity_factor)
     align = math.lcm(*map(local.align_rows, recipe.both))
     counts = tokens, config.top_k, ranks, config.num_experts
-    some, most = allot_slots(*counts, config.capacity_factor, buffer_factor)
+    some, most = allot_slots(*counts, config.capacity_factor, factor)
 
     def spec_of(transport: str) -> ExchangeSpec:
         slots = some if TRANSPORTS[transport].has_slots else most
@@ -84,7 +83,7 @@ def make_plan(
     exchange = min(specs, key=lambda spec: TRANSPORTS[spec.transport].received_rows(tokens, ranks, spec.slots))
     received = TRANSPORTS[exchange.transport].received_rows(tokens, ranks, exchange.slots)
     kept = kept_rows(received, config.top_k, experts, capacity)
-    max_rows = allot_rows(load, buffer_factor, kept)
+    max_rows = allot_rows(load, factor, kept)
     fewer = max_rows is not kept and max_rows < kept  # a symbolic size has the worst case itself
     first = PermuteSpec(experts, align, capacity, kernels, axes, max_rows if fewer else None)
     # A later round has half of the slots and 45 % of the rows, because it recomputes what the first round saved. With a
@@ -110,7 +109,7 @@ def make_plan(
         overflows=fewer or (exchange.slots is not most and exchange.slots < most),
         chunks=chunks,
         balanced=load,
-        save_rows=save_rows and (bool(axes.ep) or frozen or not gathers_x),
+        save_rows=options.save_rows and (bool(axes.ep) or frozen or not gathers_x),
         frozen=frozen,
         gathers_x=gathers_x,
         gathers_dy=local.matmul_gathers_rows(recipe.wo.dy, *widths),

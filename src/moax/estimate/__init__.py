@@ -27,13 +27,11 @@ from moax.exchange import TRANSPORTS, find_transport
 from moax.exchange.transport import Transfer
 from moax.kernels import select_kernels, supports_fp8
 from moax.mesh.axes import Names, ResolvedAxes
-from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import named
 from moax.models import find_model
 from moax.ops import dispatch_combine
 from moax.options import OptionKeywords, Options, replace_options
 from moax.params import param_shapes
-from moax.recipe import get_recipes
 from moax.sharding import expert_specs, param_specs, token_spec
 
 
@@ -270,19 +268,16 @@ def _plan(
             raise Unsupported(f"exchange={name!r} runs on the {on.host} GPUs of one host, and the mesh has {gpus}")
         if why := TRANSPORTS[name].why_not(None, None):
             raise Unsupported(f"exchange={name!r}: {why}")
+    portable = [name for name, transport in TRANSPORTS.items() if transport.portable]
     return make_plan(
         config,
-        TRANSPORTS if options.exchange == "auto" else [name],
-        recipe=get_recipes(options.recipe),
+        options,
+        portable if options.exchange == "auto" else [name],
         axes=axes,
         declared=expert_specs(config, options.axes, axes),
         tokens=tokens,
         dtype=dtype,
         kernels=select_kernels(options.kernels, dtype, d_model=config.d_rows, d_ff=config.d_ff // axes.size(axes.tp)),
-        buffer_factor=options.buffer_factor,
-        save_rows=options.save_rows,
-        grad_reduce=get_grad_reduce(options.grad_reduce_dtype),
-        chunks=options.chunks,
     )
 
 
