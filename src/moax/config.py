@@ -25,7 +25,7 @@ SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the default limit of gate and up, and the factor in the sigmoid
 
 
-def _as_python(config) -> None:
+def as_python(config) -> None:
     """Replaces numbers and flags of NumPy in a config by those of Python, so that equal configs have equal text."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -125,7 +125,7 @@ class RouterConfig:
         check_number(f"{owner}: scale", self.scale, above=True)
         for name in ("aux_loss", "z_loss", "sequence_aux_loss"):
             check_number(f"{owner}: {name}", getattr(self, name))
-        _as_python(self)
+        as_python(self)
 
     def check_experts(self, num_experts: int, top_k: int) -> None:
         """Raises ValueError where this router cannot choose `top_k` of `num_experts`."""
@@ -218,7 +218,7 @@ class MoEConfig:
         if self.capacity_factor is not None:
             check_number(f"{owner}: capacity_factor", self.capacity_factor, above=True)
         self.router.check_experts(self.num_experts, self.top_k)
-        _as_python(self)
+        as_python(self)
 
     @property
     def gates(self) -> int:

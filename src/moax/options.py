@@ -10,6 +10,7 @@ from typing import TypedDict
 from jax.typing import DTypeLike
 
 from moax.checks import check_choice, check_count, check_flag, is_number
+from moax.config import as_python
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.view import ENGINES, Engine
@@ -79,8 +80,7 @@ class Options:
         check_flag("save_rows", self.save_rows)
         check_count("chunks", self.chunks)
         object.__setattr__(self, "grad_reduce_dtype", get_grad_reduce(self.grad_reduce_dtype))
-        if factor is not None:  # a number of NumPy becomes one of Python, so that equal options are equal
-            object.__setattr__(self, "buffer_factor", float(factor))
+        as_python(self)
 
 
 def replace_options(caller: str, options: Options, keywords: OptionKeywords) -> Options:

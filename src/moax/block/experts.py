@@ -33,16 +33,11 @@ def apply_experts(
 ) -> tuple[Float[Array, "T H"], Int[Array, " 1"], Int[Array, " 1"]]:
     """Computes the experts of a block; the result is differentiable in the tokens, the routing weights and w.
 
-    Args:
-      view: how ops run on the mesh in force.
-      p: the static facts of the experts.
-      inputs: tokens, experts and routing weights, T over (dp, fsdp, ep, cp).
-      w: the weights of the experts.
-      quantized: wi and wo as `moax.quantize_params` returns them, or None. They have no gradient; w has.
+    The inputs have T over (dp, fsdp, ep, cp). `quantized` has wi and wo as `moax.quantize_params` returns them, or
+    None; the gradients flow to w.
 
-    Returns:
-      y: [T, H], a partial sum over tp inside a `shard_map`. dropped: [1] i32, the dropped assignments. rounds: [1] i32,
-      the most rounds of any rank of the mesh.
+    Returns y [T, H], a partial sum over tp inside a `shard_map`; the dropped assignments [1] i32; and the most rounds
+    of any rank of the mesh [1] i32.
     """
     *tokens, w, quantized, _ = _forward_op.reshard(view, p, *inputs, w, quantized, None)
     return _experts(view, p, Inputs(*tokens), w, quantized)

@@ -187,15 +187,10 @@ def forward_up(
 def forward(
     p: BlockPlan, at: Round, inputs: Inputs, w: Weights[Array], wi: Operand, wo: Operand, hooks: Hooks = NO_HOOKS
 ) -> tuple[Float[Array, "T H"], Int[Array, " 1"], Residuals]:
-    """Runs one round of forward.
+    """Runs one round of forward, with wi and wo gathered for products over rows, and the biases and adapters of `w`.
 
-    Args:
-      p, at, inputs, hooks: the static facts, the round, see `Inputs`, and see `Hooks`.
-      w: the weights of this device's shard, of which the biases and the adapters are used.
-      wi, wo: the gathered weights for products over rows.
-
-    Returns:
-      y [T, H], a partial sum where tp splits F; the assignments that found no room in any round [1]; the residuals.
+    Returns y [T, H], a partial sum where tp splits F; the assignments that found no room in any round [1]; the
+    residuals.
     """
     received, saved, a = forward_up(p, at, inputs, w, wi, hooks, keep=p.save_rows)
     saved, a = hooks.between(saved, a)
@@ -213,21 +208,13 @@ def backward(
     p: BlockPlan, at: Round, saved: Residuals, x: Array | None, w: Weights[Array], wi: Operand, wo: Operand,
     dy: Float[Array, "T H"], hooks: Hooks = NO_HOOKS, total: Weights[Any] = NO_TOTAL,
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:  # fmt: skip
-    """Runs the chain of `forward` reversed.
+    """Runs the chain of `forward` reversed, with wi and wo gathered for products over columns.
 
     d_o is the gradient of each row before the routing weight multiplies it. The gradient of a row's weight is then
-    <d_a, a>, which needs a and not o, so forward does not save o.
+    <d_a, a>, which needs a and not o, so forward does not save o. The tokens x are read where no rows were saved.
 
-    Args:
-      p, at, w, hooks: as in `forward`.
-      saved: the residuals of `forward`.
-      x: [T, H], the tokens; read where the residuals have no rows.
-      wi, wo: the gathered weights for products over columns.
-      dy: [T, H], the gradient of y.
-      total: gradients of the weights to which those of this round are added.
-
-    Returns:
-      dx [T, H]; the gradient of the routing weights [T, K]; Weights of the gradients of the gathered weights.
+    Returns dx [T, H]; the gradient of the routing weights [T, K]; and the gradients of the gathered weights, added to
+    `total`.
     """
     columns, h, plan, row_weights, sent, _ = saved
     groups = find_groups(p, plan)

@@ -92,19 +92,12 @@ def run_backward(
     w: Weights[Array], quantized: tuple[QuantizedWeight | None, ...], gathered: tuple[Operand, Operand],
     dy: Float[Array, "T H"], total: Weights[Any],
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:  # fmt: skip
-    """Runs all rounds of backward.
+    """Runs all rounds of backward, with wi and wo `gathered` for products over columns.
 
-    Args:
-      p, layouts, w: as in forward.
-      saved: the residuals of the first round.
-      inputs: the inputs of forward; None where backward needs none of them.
-      quantized: wi and wo as the caller keeps them, or None; later rounds gather wi for products over rows.
-      gathered: wi and wo for products over columns.
-      dy: [T, H], the gradient of y.
-      total: gradients of the weights to which those of all rounds are added.
+    Later rounds also gather wi for products over rows, from `quantized` where the caller keeps it. The inputs are None
+    where backward reads none of them.
 
-    Returns:
-      dx [T, H], d_weights [T, K], and Weights of the gradients of the gathered weights.
+    Returns dx [T, H]; d_weights [T, K]; and the gradients of the gathered weights, added to `total`.
     """
     x = None if inputs is None else inputs.x
     if saved.overflow is None or inputs is None:
