@@ -141,7 +141,7 @@ WRONG = {
     "no recipe": (dict(), dict(), "quantizes no weight"),
     "another recipe": (dict(recipe="fp8_block"), dict(recipe="mxfp8"), "quantized has recipe="),
     "another size": (dict(recipe="fp8_block"), dict(recipe="fp8_block"), "quantized.wi is of a weight"),
-    "no kept weights": (None, dict(recipe="fp8_block"), "it must be what moax.quantize_params returns"),
+    "no kept weights": (None, dict(recipe="fp8_block"), "as moax.quantize_params returns it"),
 }
 
 

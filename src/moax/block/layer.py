@@ -131,6 +131,8 @@ def moe(
         )
     if adapters is not None:
         check_kind("adapters", adapters, Adapters, "moax.lora.init")
+    if quantized is not None:
+        check_kind("quantized", quantized, QuantizedParams, "moax.quantize_params")
     given = check_routing(routing, (*x.shape[:-1], config.top_k))
     if mask is not None:
         check_mask("mask", mask, x.shape[:-1])
@@ -243,23 +245,20 @@ def _moe(
     w = Weights(params.wi, params.wo, params.bi, params.bo, *scaled(adapters))
     kept: Quantized = (None, None) if quantized is None else (quantized.wi, quantized.wo)
     y, dropped, rounds = apply_experts(view, plan, Inputs(rows, experts, weights), w, kept)
-    latent = params.latent_up is not None
-    if params.latent_up is not None:  # the product quantizes whole sums
-        y = dense(view.psum(y, resolved.tp), params.latent_up, recipe=recipe.wo, w_spec=declared.latent_up, **how)
+    shared, apart = None, params.latent_up is not None or params.shared_gate is not None
     if params.shared_wi is not None and params.shared_wo is not None:
         h = dense(tokens, params.shared_wi, recipe=recipe.wi, w_spec=declared.shared_wi, **how)
         a = activate(h, config.activation, config.activation_limit)
         shared = dense(a, params.shared_wo, recipe=recipe.wo, w_spec=declared.shared_wo, **how)
+    y = view.psum(y if shared is None or apart else y + shared, resolved.tp)
+    if params.latent_up is not None:  # the product quantizes whole sums
+        y = dense(y, params.latent_up, recipe=recipe.wo, w_spec=declared.latent_up, **how)
+    if shared is not None and apart:
+        shared = view.psum(shared, resolved.tp)
         if params.shared_gate is not None:  # it multiplies whole sums, so each rank of tp has its whole gradient
             gate = jax.nn.sigmoid(router_logits(tokens, params.shared_gate[:, None], axes=axes, engine=engine))
-            y = y if latent else view.psum(y, resolved.tp)
-            y += (view.psum(shared, resolved.tp).astype(jnp.float32) * gate).astype(y.dtype)
-        elif latent:
-            y += view.psum(shared, resolved.tp)
-        else:
-            y = view.psum(y + shared, resolved.tp)
-    elif not latent:
-        y = view.psum(y, resolved.tp)
+            shared = (shared.astype(jnp.float32) * gate).astype(y.dtype)
+        y += shared
     y = unflatten_tokens(y if real is None else jnp.where(real, y, 0), x, resolved)
     dropped = view.assume_replicated(view.psum(dropped, resolved.tokens), resolved.tp)[0]
     rounds = view.assume_replicated(lax.stop_gradient(rounds), resolved.all)[0]  # a maximum has no derivative in JAX
@@ -292,9 +291,9 @@ def _select_kernels(options: Options, dtype, params: MoEParams[Array], config: M
     return select_kernels(options.kernels, dtype, d_model=config.d_rows, d_ff=params.wo.shape[1] // tp)
 
 
-def _fill(params: MoEParams[Array], quantized, dtype) -> tuple[MoEParams[Array], bool]:
+def _fill(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) -> tuple[MoEParams[Array], bool]:
     """Returns the parameters, and whether the caller has wi and wo quantized alone; they are then zeros, never read."""
-    if not isinstance(quantized, QuantizedParams) or (params.wi is not None and params.wo is not None):
+    if quantized is None or (params.wi is not None and params.wo is not None):
         return params, False
     wi, wo = quantized.wi, quantized.wo
     if wi is None or wo is None:
@@ -325,8 +324,6 @@ def _check_quantized(quantized: QuantizedParams | None, plan: BlockPlan, params:
     """Raises ValueError where quantized weights are of another recipe, implementation or size than the block's."""
     if quantized is None:
         return
-    if not isinstance(quantized, QuantizedParams):
-        raise ValueError(f"quantized is a {type(quantized).__name__}; it must be what moax.quantize_params returns")
     if quantized.recipe != plan.recipe:
         raise ValueError(f"quantized has recipe={quantized.recipe}, and this call has recipe={plan.recipe}")
     if quantized.kernels != plan.kernels:
