@@ -39,7 +39,7 @@ def apply_experts(
     Returns y [T, H], a partial sum over tp inside a `shard_map`; the dropped assignments [1] i32; and the most rounds
     of any rank of the mesh [1] i32.
     """
-    *tokens, w, quantized, _ = _forward_op.reshard(view, p, *inputs, w, quantized, None)
+    *tokens, w, _ = _forward_op.reshard(view, p, *inputs, w, None)
     return _experts(view, p, Inputs(*tokens), w, quantized)
 
 
@@ -50,7 +50,7 @@ def _gather(view: MeshView, p: BlockPlan, w: Weights[Array], quantized: Quantize
 
 def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
     gathered = _gather(view, p, w, quantized, "rows")
-    y, dropped, rounds, saved = _forward_op(view, p, *inputs, w, quantized, gathered)
+    y, dropped, rounds, saved = _forward_op(view, p, *inputs, w, gathered)
     needs_inputs = p.overflows or not p.save_rows
     return (y, dropped, rounds), (tuple(map(_name, saved)), inputs if needs_inputs else None, w, quantized)
 
@@ -90,8 +90,7 @@ def _name(saved: Residuals) -> Residuals:
     return Residuals(rows, checkpoint_name(h, "moax_hidden"), *rest)
 
 
-def _forward_shards(p: BlockPlan, layouts, x, experts, weights, w, quantized, gathered):
-    del quantized
+def _forward_shards(p: BlockPlan, layouts, x, experts, weights, w, gathered):
     return forward_chunks(p, layouts, Inputs(x, experts, weights), w, gathered)
 
 
@@ -101,32 +100,32 @@ def _backward_shards(p: BlockPlan, layouts, saved, x, experts, weights, w: Weigh
     return dx, d_weights, *dw[2:], tuple(None if d is None else d.astype(p.grad_dtype) for d in dw[:2])
 
 
-def _specs(p: BlockPlan, w: Weights[Array], quantized: Quantized, found: Weights[Any]):
-    """Returns the layouts of wi and wo, the specs of all weights, and those of quantized ones."""
+def _specs(p: BlockPlan, w: Weights[Array], found: Weights[Any]):
+    """Returns the layouts of wi and wo, and the specs of all weights."""
     ep, tp = p.axes.ep, p.axes.tp
     layouts = find_layout(p.wi, found.wi, w.wi.ndim), find_layout(p.wo, found.wo, w.wo.ndim)
     small = Spec(ep, None, tp), Spec(ep, None), *(getattr(specs_on(p.axes), name) for name in NAMES)
     small = (None if v is None else of for of, v in zip(small, w[2:], strict=True))
-    pairs = zip((p.wi, p.wo), (w.wi, w.wo), quantized, strict=True)
-    of_quantized = tuple(None if given is None else quantized_specs(weight, v.shape) for weight, v, given in pairs)
-    return layouts, Weights(layouts[0].spec, layouts[1].spec, *small), of_quantized
+    return layouts, Weights(layouts[0].spec, layouts[1].spec, *small)
 
 
 def _forward_sharding(p: BlockPlan, operands, found) -> OpSharding:
     """Returns the layout of forward: tokens are split, y is summed over tp, and dropped assignments over all tokens."""
-    *_, w, quantized, gathered = operands
+    *_, w, gathered = operands
     rows, own, tokens = Spec(p.axes.tokens, None), device_spec(p.axes), p.axes.tokens
-    layouts, weights, of_quantized = _specs(p, w, quantized, found[3])
+    layouts, weights = _specs(p, w, found[3])
     whole = jax.tree.map(lambda _: own, gathered)
     results = rows, Spec(None), Spec(None), own
-    return OpSharding((rows,) * 3 + (weights, of_quantized, whole), results, (p.axes.tp, tokens, (), ()), layouts)
+    return OpSharding((rows,) * 3 + (weights, whole), results, (p.axes.tp, tokens, (), ()), layouts)
 
 
 def _backward_sharding(p: BlockPlan, operands, found) -> OpSharding:
     """Returns the layout of backward: each gradient has the layout of its array; those of wi and wo are partial."""
     saved, *inputs, w, quantized, gathered, _ = operands
     rows, own, tp, replicas = Spec(p.axes.tokens, None), device_spec(p.axes), p.axes.tp, p.axes.replica_axes
-    layouts, weights, of_quantized = _specs(p, w, quantized, found[4])
+    layouts, weights = _specs(p, w, found[4])
+    pairs = zip((p.wi, p.wo), (w.wi, w.wo), quantized, strict=True)
+    of_quantized = tuple(None if given is None else quantized_specs(weight, v.shape) for weight, v, given in pairs)
     saved, whole = jax.tree.map(lambda _: own, (saved, gathered))
     given = (None if v is None else rows for v in inputs)
     # tp splits the columns of bi and of wi_b, and the rows of wo_a.
@@ -139,7 +138,7 @@ def _backward_sharding(p: BlockPlan, operands, found) -> OpSharding:
     )
 
 
-_forward_op = Op("experts", _forward_shards, "t h, t k, t k, @, @, @ -> t h, =, =, @", sharding=_forward_sharding)
+_forward_op = Op("experts", _forward_shards, "t h, t k, t k, @, @ -> t h, =, =, @", sharding=_forward_sharding)
 _backward_op = Op(
     "experts_grad",
     _backward_shards,
