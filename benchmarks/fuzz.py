@@ -58,7 +58,7 @@ class Case:
       seed: the seed of the case and of its values.
       config: the block.
       tokens: T.
-      recipe, buffer_factor: options of `moax.moe`.
+      recipe, buffer_factor, chunks: options of `moax.moe`.
       given: None, "experts", or "weights" for experts with weights: what the caller gives in place of a routing.
       skew: how unequal the loads of given experts are; 0 is equal.
       masked: whether a third of the tokens is padding, full of NaN.
@@ -78,6 +78,7 @@ class Case:
     quantized: bool
     remat: bool
     way: str
+    chunks: int
 
     def __str__(self) -> str:
         c = self.config
@@ -86,6 +87,7 @@ class Case:
         ]
         words += [str(c.activation), f"weights_at={c.weights_at}", f"{c.router.score}/{c.router.order}", self.way]
         words += [f"buffer={self.buffer_factor}"] * (self.buffer_factor != 1.25)
+        words += [f"chunks={self.chunks}"] * (self.chunks > 1)
         words += [f"given={self.given}/{self.skew:.1f}"] * (self.given is not None)
         flags = dict(bias=c.use_bias, mask=self.masked, quantized=self.quantized, remat=self.remat)
         return " ".join([*words, *(name for name, on in flags.items() if on)])
@@ -137,6 +139,7 @@ def draw(seed: int, tiny: bool = False) -> Case:
         quantized=recipe is not None and chance(0.4),
         remat=chance(0.3),
         way=str(rng.choice(["plain", "scan", "vmap"], p=[0.6, 0.2, 0.2])),
+        chunks=2 if chance(0.2) else 1,
     )
 
 
@@ -181,7 +184,8 @@ def gradients(f: Callable, params, x, weights, dy) -> dict[str, Any]:
 
 def by_moax(case: Case, kernels: str) -> Callable[[dict], dict]:
     """Returns the function of the inputs that runs the block by an implementation, over all layers."""
-    options = moax.Options(recipe=case.recipe, kernels=kernels, buffer_factor=case.buffer_factor)
+    how = dict(recipe=case.recipe, buffer_factor=case.buffer_factor, chunks=case.chunks)
+    options = moax.Options(kernels=kernels, **how)
 
     def one(inputs: dict) -> dict:
         def block(params, x, weights):
