@@ -3,7 +3,7 @@
 from moax.ops.activation import activate as activate
 from moax.ops.balance import load_metrics as load_metrics
 from moax.ops.balance import update_router_bias as update_router_bias
-from moax.ops.chunks import sort_chunks as sort_chunks
+from moax.ops.chunk_sort import sort_chunks as sort_chunks
 from moax.ops.dispatch_combine import combine as combine
 from moax.ops.dispatch_combine import dispatch as dispatch
 from moax.ops.matmul import dense as dense
