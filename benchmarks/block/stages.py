@@ -43,13 +43,15 @@ PARTS = {
     "optimizer": (),
     "accumulation": (),
     "slices of the scan": (),
+    "copies": (),
     "rest": (),
 }  # fmt: skip
 BY_SCOPE = {
     "optimizer": r"/optimizer/",
     "accumulation": r"/accumulate/",
     "quantization of weights": r"quantize_weight",
-    "attention": r"/attention/",
+    "attention": r"/attention/|^cudnn_",  # a profile knows no scope of cuDNN's kernels
+    "copies": r"^Memcpy",
     "casts of weights": r"/gather_weight/",
     "slices of the scan": r"/dynamic_(update_)?slice$",
 }
