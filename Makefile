@@ -89,7 +89,7 @@ check-launches: $(SASS_VENV)/.installed ## compile a layer of Qwen3-30B for an H
 check-memory: $(SASS_VENV)/.installed ## compile layers for 8 and 64 H200s without a GPU, and read the memory that they take (10 minutes)
 	JAX_PLATFORMS=cpu PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_memory.py
 
-check-overlap: $(SASS_VENV)/.installed ## compile layers for 8 H200s without a GPU, and read which kernels stand beside their collectives (20 minutes)
+check-overlap: $(SASS_VENV)/.installed ## compile layers for 8 H200s without a GPU, and read which kernels are beside their collectives (20 minutes)
 	JAX_PLATFORMS=cpu PYTHONPATH=src:. $(SASS_VENV)/bin/python scripts/check_overlap.py
 	JAX_PLATFORMS=cpu PYTHONPATH=src:. $(SASS_VENV)/bin/python scripts/check_overlap.py --exchange all_to_all --recipes fp8_block
 
@@ -144,7 +144,7 @@ test-gpu: ## run every kernel and the block on Hopper GPUs; GPU_PYTHON needs jax
 test-gpu-more: ## run the GPU tests that `make test-gpu` leaves out
 	$(ON_GPU) -m "gpu and more"
 
-trainer-h200: | $(TRAINER)/site ## time training steps of MaxText with its MoE layer and with moax's on one GPU (10 minutes)
+trainer-h200: | $(TRAINER)/site ## time training steps of MaxText with its MoE layer and with moax's on one GPU (over 10 minutes; each row is written as it ends)
 	PYTHONPATH=src:$(TRAINER)/site:$(TRAINER)/wheels/stubs $(GPU_PYTHON) -m benchmarks.trainer
 
 # A machine without a network takes the folder of wheels from one that has it.

@@ -2,7 +2,7 @@
 
 `make check-overlap` runs it. A layer is a norm, a dense product, and qwen3-30b's block; remat is by
 `moax.CHECKPOINT_NAMES`. For each collective of the experts' weights in the loops of forward and backward it prints how
-many kernels of the layer stand between its start and its done, and the memory of the program beside that of
+many kernels of the layer are between its start and its done, and the memory of the program beside that of
 `jax.lax.scan`. It exits with 1 where a collective of `moax.scan` has no kernel beside it.
 
 With `--exchange all_to_all,all_gather` it compiles one layer over ep, forward and backward, with one chunk and with

@@ -18,7 +18,7 @@ pytest.importorskip("optax")
 ROOT = Path(__file__).parents[2]
 ALL = sorted((ROOT / "examples").glob("*.py"))
 EXAMPLES = [path for path in ALL if not path.stem.endswith("_adapter")]
-ADAPTERS = [path for path in ALL if path.stem.endswith("_adapter")]  # `make framework-parity` runs them
+ADAPTERS = [path for path in ALL if path.stem.endswith("_adapter")]  # for `make framework-parity`
 # What the last line must say, in numbers that can be wrong: a name, and the values that it may have.
 SHOWS = {
     "compose_ops": [r"by [0-9]e(\+00|-0[6-9]), and the gradients of 4 arrays by at most [0-9]e-0[6-9]$"],

@@ -199,7 +199,7 @@ def test_slurm_is_found(tmp_path, monkeypatch):
 @pytest.mark.more
 def test_example_in_two_processes(tmp_path):
     """Breaks if the library alone (`moax.make_mesh`, `moax.init`, `moax.moe`, custom_partitioning, FP8) needs one
-    process: tests/test_examples.py has the same losses from one. Slow: two processes that compile."""
+    process: tests/docs/test_examples.py has the same losses from one. Slow: two processes that compile."""
     said = ended_well(tool.finish(tmp_path, tool.start(tmp_path, ["examples/multi_host.py"], devices=None)))
     assert re.search(r"on 8 devices: in 2 process\(es\), mesh {'fsdp': 2, 'ep': 4}, loss 1\.191\d* -> 0\.[78]", said[0])
     assert "multi host" not in said[1]
