@@ -198,7 +198,7 @@ def test_performance_is_committed():
     steps = {(row["case"], row["impl"], row["recipe"]): row["us"] / 1e3 for row in measured}
     for case in {row["case"] for row in measured}:
         peers = {impl: ms for (of, impl, _), ms in steps.items() if of == case and impl != "moax"}
-        assert min(peers, key=peers.__getitem__) == "maxtext-tokamax", "the README shows the fastest of MaxText's layers that ran"
+        assert min(peers, key=peers.__getitem__) == "maxtext-tokamax", "the README shows the fastest layer that ran"
     kept = "step: MaxText with moax, `fp8_block`, weights quantized once a step"
     rows = {
         "block: moax, `fp8_block`": (block_times(), 2, "moax", "fp8_block"),

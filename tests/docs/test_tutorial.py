@@ -26,7 +26,7 @@ def load():
 
 @pytest.mark.parametrize("function", [native.starts, native.exchange, native.layer], ids=lambda f: f.__name__)
 def test_page_shows_the_layer_that_is_tested(function):
-    """Breaks if the native layer of the page is not the one that tests/benchmarks/test_native.py checks and the bench times."""
+    """Breaks if the native layer of the page is not that of tests/benchmarks/test_native.py and the bench."""
     assert inspect.getsource(function).strip() in PAGE.read_text()
 
 
