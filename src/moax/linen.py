@@ -89,11 +89,12 @@ class MoEBlock(MoELayer, nn.Module):
 
     Attributes:
       config: the sizes of the block and its equations.
-      recipe, axes, exchange, kernels, engine, buffer_factor, save_rows, grad_reduce_dtype, chunks: see `moax.Options`.
+      recipe, axes, exchange, kernels, engine, buffer_factor, save_rows, grad_reduce_dtype: see `moax.Options`.
       dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
       param_dtype: the dtype of all parameters and of the selection bias.
       logical_axes: the logical name of each dim of the parameters; None for no names.
       initializers: an initializer for each of some parameters, by name; see `moax.init`.
+      chunks: see `moax.Options`.
     """
 
     config: MoEConfig
@@ -105,11 +106,11 @@ class MoEBlock(MoELayer, nn.Module):
     buffer_factor: float | None = 1.25
     save_rows: bool = True
     grad_reduce_dtype: jax.typing.DTypeLike | None = None
-    chunks: int = 1
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = jnp.float32
     logical_axes: LogicalAxes | None = None
     initializers: Mapping[str, Initializer] | None = None
+    chunks: int = 1
 
     @nn.compact
     def __call__(

@@ -49,8 +49,8 @@ class Options:
       chunks: the number of parts of a device's tokens. Each part has its own dispatch, products and combine, which no
         data joins, so that XLA may run the dispatch and the combine of one part beside the products of another. Weights
         are quantized and gathered, and their gradients scattered, once for all parts. Each part has its own buffers,
-        overflow rounds and scales of `fp8_tensor`; `stats.rounds` has the most rounds of any part. A block with
-        `capacity_factor` has one part.
+        overflow rounds and scales of `fp8_tensor`; `stats.rounds` has the most rounds of any part. With
+        `capacity_factor` more than one part raises `moax.Unsupported`.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.

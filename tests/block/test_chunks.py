@@ -187,6 +187,30 @@ def test_no_chunk_waits_for_another(exchange, factor, monkeypatch):
     }
 
 
+def test_backward_waits_for_forward_of_every_chunk():
+    """Breaks if on a CPU a loop of backward may run beside the loop of a later chunk's forward, where dy is a constant:
+    XLA pairs one device's collective in the first with another's in the second."""
+    mesh = make_mesh("2x4")
+    options = dict(exchange="all_to_all", engine="shard_map", buffer_factor=0.1, chunks=3)
+
+    def loss(x, params):
+        y = moax.moe(x, params, PLAIN, **options)[0]
+        return jnp.vdot(y, jnp.asarray(cotangent(y.shape)))
+
+    with jax.set_mesh(mesh):
+        args = shapes_on(mesh, make_x(PLAIN), make_params(PLAIN))
+        traced = Trace(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*args).jaxpr)
+    needs, loops = dict[int, frozenset[int]](), dict[int, tuple[str, frozenset[int]]]()
+    for i, one in enumerate(traced.steps):
+        before = frozenset[int]().union(*(needs.get(array, ()) for array in one.read))
+        if one.eqn.primitive.name == "while":
+            loops[i], before = (one.scope, before), before | {i}
+        needs |= dict.fromkeys(one.made, before)
+    forward = {i for i, (scope, _) in loops.items() if scope == "experts"}
+    assert len(forward) == 3 and len(loops) == 6
+    assert all(forward <= before for scope, before in loops.values() if scope == "experts_grad")
+
+
 def products_before(traced: Trace) -> dict[str, set[int]]:
     """How many products each collective of dispatch and combine needs, by scope."""
     needs, found = dict[int, frozenset[int]](), dict[str, set[int]]()

@@ -15,7 +15,7 @@ import pytest
 
 import moax
 from moax import Axes, inspect
-from support import make_mesh, make_params, put, random, some
+from support import TOKENS, make_mesh, make_params, put, random, some, spec
 
 CONFIG = moax.MoEConfig(256, 384, 8, 2, use_bias=True)
 PARAMS = make_params(CONFIG)
@@ -120,6 +120,24 @@ def test_layers(layer):
         quantized = module.apply(variables, method="quantize")
         kept, plain = (module.apply(variables, X, quantized=q) for q in (quantized, None))
     jax.tree.map(np.testing.assert_array_equal, kept, plain)
+
+
+def test_without_wi_and_wo_in_a_shard_map():
+    """Breaks if the axes over which prequantized weights vary are lost where no wi and wo are given: `check_vma` then
+    refuses the gradient of x."""
+    mesh, at = make_mesh("tp2x2x2"), spec("tp2x2x2", TOKENS)
+    config = dataclasses.replace(CONFIG, use_bias=False)  # a bias varies over tp
+
+    def gradient(x, params, absent):
+        kept = moax.quantize_params(params, config, recipe="fp8_block", dtype=jnp.float32)
+        given = dataclasses.replace(params, wi=None, wo=None) if absent else params
+        return jax.grad(lambda x: (moax.moe(x, given, config, quantized=kept, recipe="fp8_block")[0] ** 2).sum())(x)
+
+    with jax.set_mesh(mesh):
+        args = put(mesh, (at, specs := moax.param_specs(config)), (X, make_params(config)))
+        steps = (functools.partial(gradient, absent=absent) for absent in (False, True))
+        own, none = (jax.jit(jax.shard_map(step, in_specs=(at, specs), out_specs=at))(*args) for step in steps)
+    np.testing.assert_array_equal(own, none)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def backward_chunks(
     dy: Float[Array, "T H"],
 ) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:  # fmt: skip
     """Runs `run_backward` for each chunk, which adds its gradients of the weights to those of the chunks before it."""
-    made, known = [], None
+    made, known = [], [residuals.overflow for residuals in saved[1:]] or None  # forward of all chunks comes first
     total: Weights[Any] = NO_TOTAL
     for chunk, residuals in zip(_split(p, (inputs, dy)), saved, strict=True):
         own, d_own = _in_order(p, known, chunk)

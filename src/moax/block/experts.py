@@ -39,7 +39,7 @@ def apply_experts(
     Returns y [T, H], a partial sum over tp inside a `shard_map`; the dropped assignments [1] i32; and the most rounds
     of any rank of the mesh [1] i32.
     """
-    *tokens, w, _ = _forward_op.reshard(view, p, *inputs, w, None)
+    *tokens, w, _ = _forward_op.reshard(view, p, *inputs, w, None if view.explicit else quantized)
     return _experts(view, p, Inputs(*tokens), w, quantized)
 
 

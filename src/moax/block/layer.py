@@ -114,7 +114,8 @@ def moe(
 
     Raises:
       ValueError: a shape, a dtype or an option cannot work. The message names it.
-      Unsupported: an exchange, an engine or kernels that were chosen by name cannot run.
+      Unsupported: an exchange, an engine or kernels that were chosen by name cannot run, or several chunks with a
+        capacity factor.
       TypeError: `Options` has no field of a keyword's name.
     """
     check_kind("config", config, MoEConfig)

@@ -158,12 +158,12 @@ class Hooks(NamedTuple):
     Attributes:
       received: (Received, rounds) after dispatch.
       between: the values between the two products: (residuals, a) in forward, (d_h, gradients of weights) in backward.
-      result: the rows before they travel back: partial y in forward, dx of the received rows in backward.
+      result: what travels back: partial y in forward, the gradients of the received rows and weights in backward.
     """
 
     received: Callable[[Received, Array], Received] = lambda received, rounds: received
     between: Callable[[Any, Any], tuple[Any, Any]] = lambda first, second: (first, second)
-    result: Callable[[Array], Array] = lambda rows: rows
+    result: Callable[[Any], Any] = lambda returned: returned
 
 
 NO_HOOKS, NO_TOTAL = Hooks(), Weights(None, None)
@@ -233,8 +233,8 @@ def backward(
     small = map(_add, total[2:], (d_bi, d_bo, *d_wi_ab, *d_wo_ab))
     (d_h, d_low), dw = hooks.between((d_h, d_low), Weights(d_wi, d_wo, *small))
     d_rows = expert_up_grad(p, d_h, d_low, wi, groups)  # [N, H]
-    d_received = hooks.result(unpermute_forward(at.permute, d_rows, plan))  # [R, H]
-    dx, d_weights = dispatch_backward(at.exchange, sent, d_received, weights_from_rows(plan, inner))
+    received = unpermute_forward(at.permute, d_rows, plan), weights_from_rows(plan, inner)  # [R, H], [R, K]
+    dx, d_weights = dispatch_backward(at.exchange, sent, *hooks.result(received))
     return lax.optimization_barrier(dx), d_weights, dw
 
 

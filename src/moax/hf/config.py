@@ -216,7 +216,9 @@ def moe_layers(source: Values | str | Path) -> tuple[int, ...]:
     if isinstance(named, str | list | tuple):
         return tuple(int(i) for i in (named.split(",") if isinstance(named, str) else named))
     if isinstance(marks, str | list | tuple):
+        marks = marks[: read_key(values, "num_hidden_layers|n_layers")]
         return tuple(i for i, mark in enumerate(marks) if mark in ("sparse", "moe", "E", 1))
-    first, last, step, offset, dense = (read_value(values, key) for key in rule[1:])
+    first, last, step, offset, dense = (read_key(values, key) for key in rule[1:])
+    first, step, dense = first or 0, step or 1, dense or []  # null means none
     layers = range(read_size(values, "num_hidden_layers|n_layers"))[first : last + 1 or None]
     return tuple(i for i in layers if i % step == offset % step and i not in dense)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from moax.checks import check_count
-from moax.inspect.listing import Collective, Over, Program, join, over, read, table, weight_scatters
+from moax.inspect.listing import Collective, Over, Program, axis_names, join, over, read, table, weight_scatters
 from moax.mesh.axes import Names, as_names
 from moax.mesh.specs import AnyMesh
 from moax.text import plural
@@ -107,7 +107,7 @@ def assert_reduce_scattered(
 
 def _judged(fn, args, kwargs, axes, mesh) -> tuple[list[Collective], Names]:
     """Returns the collectives to check, and the names of `axes`; raises ValueError where the mesh has no such axis."""
-    names = as_names(axes)
+    names = axis_names(axes)
     if not isinstance(fn, str) and isinstance(fn, Sequence):
         return list(fn), names
     found, known = read(fn, args, kwargs, mesh)

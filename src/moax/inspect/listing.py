@@ -154,8 +154,16 @@ def table(found: Iterable[Collective]) -> str:
 
 def over(found: Iterable[Collective], axes: Over) -> list[Collective]:
     """Returns the collectives over any of `axes`."""
-    names = set(as_names(axes))
+    names = set(axis_names(axes))
     return [c for c in found if names & set(c.axes)]
+
+
+def axis_names(axes: Over) -> Names:
+    """Returns the names of mesh axes; raises ValueError for anything else, which no collective would match."""
+    names = as_names(axes)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"axes={axes!r} must be a mesh axis or several; of a moax.Axes, give a role: axes.fsdp")
+    return names
 
 
 def join(names: Sequence[str]) -> str:

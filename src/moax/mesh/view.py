@@ -17,7 +17,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from moax.checks import check_kind
+from moax.checks import check_choice, check_kind
 from moax.errors import Unsupported
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.collectives import reduce_max, varying
@@ -87,8 +87,7 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree[Array]) -> Mesh
         Explicit, or some axes that `axes` names are Manual and others are not.
       Unsupported: this mesh cannot run the engine.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r} must be one of {', '.join(map(repr, ENGINES))}")
+    check_choice("engine", engine, ENGINES)
     check_kind("axes", axes, Axes)
     mesh = mesh_of(*jax.tree.leaves(operands))
     if mesh is None:
