@@ -1,7 +1,8 @@
 """MaxText's own training command, without and with examples/maxtext_adapter.py; it reads MaxText's checkpoint.
 
 Each command trains two steps on synthetic data. MaxText trains steps 0 and 1 and writes a checkpoint; then MaxText and
-MaxText with moax each train steps 2 and 3 from copies of it. MaxText with moax also trains steps 0 and 1.
+MaxText with moax each train steps 2 and 3 from copies of it. MaxText with moax also trains steps 0 and 1, in two
+microbatches by examples/maxtext_kept_adapter.py too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rows import FP8, row
 
 NAME = "MaxText 0.2.5"
 ADAPTER = Path(__file__).parents[3] / "examples" / "maxtext_adapter.py"
+KEPT = ADAPTER.with_name("maxtext_kept_adapter.py")
 STOCK = ["-m", "maxtext.trainers.pre_train.train"]
 SETTINGS = """model_name=mixtral-8x7b base_emb_dim=64 base_num_query_heads=4 base_num_kv_heads=4 head_dim=16
 base_mlp_dim=128 base_moe_mlp_dim=128 base_num_decoder_layers=1 vocab_size=256 max_target_length=32 num_experts=8
@@ -28,7 +30,7 @@ async_checkpointing=False enable_goodput_recording=False monitor_goodput=False
 ici_fsdp_parallelism=2 ici_expert_parallelism=2 ici_tensor_parallelism=2""".split()
 
 
-def train(program: list[str], folder: Path, run: str, steps: int) -> dict[int, list[float]]:
+def train(program: list[str], folder: Path, run: str, steps: int, *settings: str) -> dict[int, list[float]]:
     """Runs a training command up to `steps`, and returns the loss and the norm of the gradients of each step."""
     import maxtext  # here, since it starts JAX
 
@@ -37,7 +39,7 @@ def train(program: list[str], folder: Path, run: str, steps: int) -> dict[int, l
     paths = [f"base_output_directory={folder}", f"run_name={run}", f"metrics_file={metrics}", f"steps={steps}"]
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, *program, str(base), *SETTINGS, *paths]
+    command = [sys.executable, *program, str(base), *SETTINGS, *settings, *paths]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
@@ -75,6 +77,9 @@ def main() -> None:
         row(NAME, "training command, from MaxText's checkpoint", mesh, None, 2e-5, **off(resumed, want))
         quantized = train([str(ADAPTER), "fp8_block"], folder, "fp8", 2)
         row(NAME, "training command", mesh, "fp8_block", FP8, **off(quantized, begun))
+        two = ("gradient_accumulation_steps=2", "scan_layers=False")
+        each, once = (train([str(way), "fp8_block"], folder, way.stem, 2, *two) for way in (ADAPTER, KEPT))
+        row(NAME, "weights quantized once for two microbatches", mesh, "fp8_block", 2e-5, **off(once, each))
     finally:
         shutil.rmtree(folder)
 
