@@ -216,6 +216,16 @@ def test_performance_is_committed():
     assert re.findall(r"^\| (.+?) \| (\d+\.\d+) \| (\d+\.\d+) \|$", README, re.M) == want
 
 
+def test_the_page_of_the_step_is_committed():
+    """Breaks if docs/how-to/maxtext-gpu.md omits a step, or shows a time, a rate or a peak of memory that none had."""
+    page = (ROOT / "docs" / "how-to" / "maxtext-gpu.md").read_text()
+    for row in (row for row in read_rows("h200_trainer.json") if row.get("us")):
+        shown = f"{row['us'] / 1e3:.1f} | {row['tflops']:.0f} | {row['extra']['peak_bytes'] / 1e9:.1f} GB |"
+        assert shown in page, row["case"]
+    for row in read_rows("h200_train_qwen3.json"):
+        assert f" {row['us'] / 1e3:.1f} |" in page and f" {row['extra']['tokens_per_s']:,.0f} |" in page, row["case"]
+
+
 def test_imbalance_is_committed():
     """Breaks if the README shows times of an uneven load that were not measured."""
     rows = [row["extra"] | row for row in read_rows("h200x2_imbalance.json") if row["case"].startswith("qwen3-30b")]
