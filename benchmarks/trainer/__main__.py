@@ -2,7 +2,8 @@
 
 Each variant is MaxText's own training command in a process of its own, on its synthetic data: the same batch in every
 step, so that the loss falls. A row has the mean time of a step, tokens/s, TFLOP/s by MaxText's count, the peak of
-memory, and the loss of every step. `make trainer-h200` runs it; docs/how-to/maxtext-gpu.md says how.
+memory, the loss of every step, and with `--profile` the kernels of the step that take the most time. `make
+trainer-h200` runs it; docs/how-to/maxtext-gpu.md says how.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
 from benchmarks.processes import ROOT, environment
+from benchmarks.profiles import length, read_profile, union
 from benchmarks.report import OURS, Row
 
-SKIPPED = 5  # first steps, which no mean counts
+SKIPPED, PROFILED = 5, 2  # the first steps, which no mean counts, and the steps of a profile, after the counted ones
+LARGEST = 40  # as many kernels are listed of a profile
 FORMULA = (
     "FLOP of a step of T tokens = 6 T (L (H D (2 Q + 2 KV) + H E + 3 H F K) + H V) + 6 L T S Q D: L layers, width H, "
     "Q and KV heads of D, E experts of width F, K a token, V words, S tokens a sequence. "
@@ -58,13 +64,18 @@ class Way:
         return (self.recipe or "none") + ("+kept" if self.kept else "")
 
 
-SLOW = 2  # the last ways, whose rows come after those of all cases: a run that is cut still has the first rows
+SLOW = 3  # the last ways, whose rows come after those of all cases: a run that is cut still has the first rows
 WAYS = (
     Way("maxtext-tokamax", "sparse_matmul=True use_tokamax_gmm=True"),
     Way(OURS),
     Way(OURS, recipe="fp8_block", kept=True),
     Way(OURS, recipe="fp8_block"),
     Way("maxtext-capacity1.25", "sparse_matmul=False capacity_factor=1.25", note="drops what finds no room"),
+    Way(
+        "maxtext-tokamax-float32-router",
+        "sparse_matmul=True use_tokamax_gmm=True float32_gate_logits=True",
+        note="the router in float32, as moax's",
+    ),
     Way("maxtext-dense", "sparse_matmul=False capacity_factor=-1.0", steps=8, note="every expert computes every token"),
     Way("maxtext-ragged_dot", "sparse_matmul=True use_tokamax_gmm=False", steps=4),
 )
@@ -77,6 +88,7 @@ class Variant:
     case: str
     way: Way
     layers: int
+    steps: int
     argv: list[str]
     folder: Path
     why: str = ""
@@ -130,7 +142,7 @@ class Variant:
         if self.why or not metrics.exists():
             row.note = self.why or "it wrote no metrics"
             return row
-        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+        steps = [json.loads(line) for line in metrics.read_text().splitlines()][: self.steps]
         seconds = [step["perf/step_time_seconds"] for step in steps]
         counted = seconds[min(SKIPPED, len(seconds) // 2) :]
         mean = sum(counted) / len(counted)
@@ -143,7 +155,21 @@ class Variant:
             step_seconds=seconds, losses=[step["learning/loss"] for step in steps],
             grad_norms=[step["learning/grad_norm"] for step in steps],
         )  # fmt: skip
+        if any(self.folder.rglob("*.xplane.pb")):
+            try:
+                row.extra |= kernels_of(self.folder)
+            except ValueError as error:  # nothing ran on a GPU; the losses are useful without
+                row.extra["profile_note"] = str(error)
         return row
+
+
+def kernels_of(folder: Path) -> dict[str, Any]:
+    """Returns the time in which a kernel runs in a step, and the kernels that take the most of it, from a profile."""
+    found, us = read_profile(folder), Counter()
+    for kernel in found:
+        us[re.sub(r"[._]*\d+$", "", kernel.name)] += (kernel.end - kernel.start) / 1e3 / PROFILED
+    busy = length(union((kernel.start, kernel.end) for kernel in found)) / 1e3 / PROFILED
+    return dict(busy_us=busy, largest_us=dict(us.most_common(LARGEST)))
 
 
 def variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Variant]:
@@ -157,10 +183,13 @@ def variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Varian
         layers = args.layers or (big if large else small)
         for way in WAYS:
             here = folder / f"{case}-{way.name}-{way.label}"
-            own = f"base_num_decoder_layers={layers} steps={min(args.steps, way.steps)} attention={args.attention} "
+            steps = min(args.steps, way.steps)
+            profile = f"profiler=xplane skip_first_n_steps_for_profiler={steps + 1} profiler_steps={PROFILED} "
+            own = f"base_num_decoder_layers={layers} attention={args.attention} {profile if args.profile else ''}"
+            own += f"steps={steps + (2 + PROFILED) * args.profile} "
             own += f"metrics_file={here / 'metrics.txt'} jax_cache_dir={args.cache} base_output_directory={here}"
             argv = [base, *COMMON.split(), *settings.split(), *way.settings.split(), *own.split()]
-            found.append(Variant(case, way, layers, argv, here))
+            found.append(Variant(case, way, layers, steps, argv, here))
     found.sort(key=lambda one: one.way in WAYS[-SLOW:])
     return [one for one in found if not args.only or any(word in one.name for word in args.only)]
 
@@ -182,6 +211,7 @@ def main() -> int:
     add("--only", action="append", metavar="WORD", help="variants whose 'case way recipe' has the word; repeatable")
     add("--layers", type=int, help="layers of the model (default: as many as fit an H100, or an H200)")
     add("--steps", type=int, default=15)
+    add("--profile", action="store_true", help="profile two steps after the counted ones, and list their kernels")
     add("--attention", default="cudnn_flash_jax", help="MaxText's setting, of all variants (default: %(default)s)")
     add("--jobs", type=int, default=min(8, (os.cpu_count() or 2) // 2), help="compilations at one time")
     add("--cache", default=str(ROOT / ".jax_cache" / "trainer"), help="the folder of the compilation cache")
