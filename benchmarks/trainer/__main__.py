@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -165,11 +165,11 @@ class Variant:
 
 def kernels_of(folder: Path) -> dict[str, Any]:
     """Returns the time in which a kernel runs in a step, and the kernels that take the most of it, from a profile."""
-    found, us = read_profile(folder), Counter()
+    found, us = read_profile(folder), defaultdict[str, float](float)
     for kernel in found:
         us[re.sub(r"[._]*\d+$", "", kernel.name)] += (kernel.end - kernel.start) / 1e3 / PROFILED
     busy = length(union((kernel.start, kernel.end) for kernel in found)) / 1e3 / PROFILED
-    return dict(busy_us=busy, largest_us=dict(us.most_common(LARGEST)))
+    return dict(busy_us=busy, largest_us=dict(sorted(us.items(), key=lambda one: -one[1])[:LARGEST]))
 
 
 def variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Variant]:
