@@ -55,7 +55,7 @@ BY_SCOPE = {
     "casts of weights": r"/gather_weight/",
     "slices of the scan": r"/dynamic_(update_)?slice$",
 }
-PRODUCTS = re.compile(r"experts_in|experts_out|grouped")
+PRODUCTS = re.compile(r"expert_up|expert_down|grouped")
 BACKWARD = re.compile(r"experts_grad|transpose\(|_transposed|dgrad")
 
 

@@ -142,7 +142,7 @@ def test_table_and_file(tmp_path):
 HLO = """
 ENTRY %main {
   %sort.1 = s32[8] sort(%p), metadata={op_name="jit(f)/jvp(_moe)/route/sort" scheduling_name="sort.1"}
-  %mpmd_map.2 = bf16[8] custom-call(%x), metadata={op_name="jit(f)/experts/experts_in/grouped_matmul_fp8/mpmd_map"}
+  %mpmd_map.2 = bf16[8] custom-call(%x), metadata={op_name="jit(f)/experts/expert_up/grouped_matmul_fp8/mpmd_map"}
   %loop_fusion.3 = bf16[8] fusion(%x), metadata={op_name="jit(f)/experts/activate/mul"}
   ROOT %mpmd_map.4 = bf16[8] custom-call(%x), metadata={op_name="jit(f)/experts_grad/grouped_matmul_fp8/mpmd_map"}
 }
@@ -169,7 +169,8 @@ def test_stages():
         ("jit(f)/jvp(_moe)/experts/jit(argsort)/sort", "plan"),
         ("jit(f)/jvp(_moe)/experts/scatter", "plan"),
         ("jit(f)/jvp(_moe)/dot_general", "route"),
-        ("jit(f)/transpose(jvp(_moe))/experts_grad/experts_in/dot_general", "gemm dgrad"),
+        ("jit(f)/transpose(jvp(_moe))/experts_grad/expert_up/dot_general", "gemm dgrad"),
+        ("jit(f)/jvp(_moe)/experts/expert_down/dot_general", "gemm fwd"),
     ):
         assert stages.stage_of("loop_fusion", scope) == stage
 
