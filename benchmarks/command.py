@@ -124,8 +124,6 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         return wire.run(args.out, args.sha, as_json=args.json)
     if "wire" in args.what:
         raise ValueError("wire compiles for emulated devices and measures no time: give it alone")
-    import rich  # noqa: F401  (A missing package must fail before the measurements.)
-
     # Peers and blocks have processes of their own, so that JAX must leave them memory of the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     repeats = Repeats.quick() if args.quick else Repeats()
@@ -149,7 +147,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.json:
         print(report.to_json(head, rows))
     else:
-        report.show(f"benchmarks {' '.join(part.what for part in parts)}", head, rows)
+        report.show(head, rows)
     return 0
 
 

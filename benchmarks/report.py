@@ -16,8 +16,9 @@ from typing import Any
 import jax
 
 from moax import backend
+from moax.text import align
 
-OURS, JNP = "moax", "jnp"
+OURS = "moax"
 SONIC = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")  # the packages of SonicMoE's kernels
 HOPPER = "hopper"  # `Row.path` of a program that runs moax's kernels for Hopper GPUs
 
@@ -103,124 +104,57 @@ def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[
     }
 
 
-def to_json(head: dict[str, Any], rows: list[Row]) -> str:
-    """Returns header and rows as JSON; each row repeats the device, the JAX version, the commit and the command."""
-    origin = {
-        "device": head["device"],
-        "jax": head["versions"].get("jax"),
-        "git_sha": head["git_sha"],
-        "command": head["command"],
-    }
-    body = {"header": head, "rows": [{**dataclasses.asdict(row), **origin} for row in rows]}
-    return json.dumps(_finite(body), indent=1, allow_nan=False)
+def to_json(head: dict[str, Any], rows: list[Row] | list[dict[str, Any]]) -> str:
+    """Returns header and rows as JSON, a line a row, without the fields that are empty."""
+    written = [json.dumps(_finite(_measured(row)), allow_nan=False) for row in rows]
+    text = json.dumps({"header": _finite(head)}, indent=1)[:-2] + ',\n "rows": [\n  '
+    return text + ",\n  ".join(written) + "\n ]\n}\n"
 
 
 def save(path: str | Path, head: dict[str, Any], rows: list[Row] | list[dict[str, Any]]) -> None:
-    """Writes header and rows to the file `path` as JSON, a line a row.
-
-    Empty fields are left out, and so is the list of a row's kernels, which `--json` prints.
-    """
+    """Writes header and rows to the file `path` as JSON, without the list of a row's kernels, which `--json` prints."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    written = [json.dumps(_finite(_measured(row)), allow_nan=False) for row in rows]
-    text = json.dumps({"header": _finite(head)}, indent=1)[:-2] + ',\n "rows": [\n  '
-    Path(path).write_text(text + ",\n  ".join(written) + "\n ]\n}\n")
+    listed = [_measured(row) for row in rows]
+    slim = [row | {"extra": {k: v for k, v in row.get("extra", {}).items() if k != "kernels"}} for row in listed]
+    Path(path).write_text(to_json(head, slim))
 
 
 def _measured(row: Row | dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a row that hold something, and `us`, which is None where nothing ran."""
     fields = row if isinstance(row, dict) else dataclasses.asdict(row)
-    fields = fields | {"extra": {k: v for k, v in fields.get("extra", {}).items() if k != "kernels"}}
     return {name: value for name, value in fields.items() if name == "us" or value not in (None, "", {})}
 
 
-def show(title: str, head: dict[str, Any], rows: list[Row], stream=None) -> None:
-    """Prints a table with a line for each row, then details, then the rows that could not run."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(file=stream)
-    console = console if console.is_terminal else Console(file=stream, width=180)
-    limits = head["limits"]
-    measured = {name: limit for name, limit in limits.items() if limit["value"]}
-    known = ", ".join(f"{name} {limit['value']:.4g} {limit['unit']}" for name, limit in measured.items())
-    table = Table(title=f"{title} on {head['device']}", caption=f"limits of this run: {known or 'none'}")
-    columns = ("case", "direction", "recipe", "impl", "tile", "us", "TFLOP/s", "TB/s", "of limit", "error", "peers")
-    for column in columns:
-        right = column in ("us", "TFLOP/s", "TB/s", "of limit", "error")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
-    before, several = None, len({row.op for row in rows}) > 1
+def show(head: dict[str, Any], rows: list[Row]) -> None:
+    """Prints a table with a line for each row, then what else was measured, then the rows that could not run."""
+    limits = {name: limit for name, limit in head["limits"].items() if limit["value"]}
+    known = ", ".join(f"{name} {limit['value']:.4g} {limit['unit']}" for name, limit in limits.items())
+    print(f"{head['device']}; limits of this run: {known or 'none'}")
+    numbers = {"us": ".1f", "tflops": ".0f", "tb_s": ".2f", "fraction": ".2f", "error": ".1e"}
+    names = ("what", "direction", "recipe", "impl", "tile or path", *numbers, "peers")
+    lines: list[tuple[str, ...] | None] = [names, None]
+    for row in (row for row in rows if row.us is not None):
+        values = (getattr(row, name) for name in numbers)
+        cells = ("" if v is None else format(v, form) for v, form in zip(values, numbers.values(), strict=True))
+        what = (f"{row.op} {row.case}", row.direction, row.recipe, row.impl, row.tile or row.path)
+        lines.append((*what, *cells, ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.peers.items())))
+    print(align(lines, right=(5, 6, 7, 8, 9)))
     for row in rows:
+        where = f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl}"
         if row.us is None:
-            continue
-        if before not in (None, (row.op, row.case, row.direction)):
-            table.add_section()
-        before = (row.op, row.case, row.direction)
-        peers = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.peers.items())
-        what = f"{row.op} {row.case}" if several else row.case
-        cells = (what, row.direction, row.recipe, row.impl, row.tile or row.path)
-        numbers = (_number(row.us, ".1f"), _number(row.tflops, ".0f"), _number(row.tb_s, ".2f"))
-        rest = (_number(row.fraction, ".2f"), _number(row.error, ".1e"), peers)
-        style = "bold" if row.impl == OURS else ""
-        table.add_row(*(Text(cell) for cell in (*cells, *numbers, *rest)), style=style)
-    if table.row_count:
-        console.print(table)
-    for row in rows:
-        for line in _details(row):
-            console.print(Text(line))
-    for row in rows:
-        if row.us is None:
-            what = f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl}"
-            console.print(Text(f"not available: {what}: {row.note}"))
+            print(f"not available: {where}: {row.note}")
+        elif row.extra or row.note:
+            extra = (f"{name} {_short(value)}" for name, value in row.extra.items() if name != "kernels")
+            print(f"{where}: " + ", ".join(filter(None, (row.note, *extra))))
 
 
-def _details(row: Row) -> list[str]:
-    """Returns lines of details: time by stage of a block, tokens of a step, memory, and remarks on a peer."""
-    text = []
-    stages = {name: us for name, us in row.extra.get("stages_us", {}).items() if us}
-    where = f"{row.case} {row.direction} {row.recipe}" + ("" if row.impl == OURS else f" {row.impl}")
-    if row.op in ("block", "train", "imbalance") and row.us and row.note:
-        text.append(f"{where}: {row.note}")
-    if "tokens_per_s" in row.extra:
-        peak, last = row.extra["peak_bytes"], row.extra["losses"][-1]
-        held = "" if peak is None else f", peak {peak / 1e9:.2f} GB"
-        text.append(f"{where}: {row.extra['tokens_per_s']:,.0f} tokens/s of a device{held}; loss {last:.3f} at the end")
-    if computed := row.extra.get("fsdp8_computed"):
-        text.append(
-            f"{where}: computed, not measured: {computed['us'] / 1e3:.2f} ms a step, {computed['tokens_per_s']:,.0f} "
-            f"tokens/s, where each of 8 ranks quantizes 1/8 of the weights ({computed['quantization_us'] / 1e3:.2f} ms)"
-        )
-    if stages and row.us:
-        parts = ", ".join(f"{name} {us / 1e3:.2f}" for name, us in stages.items())
-        text.append(f"{where}: ms by stage: {parts}; kernels {sum(stages.values()) / 1e3:.2f} of {row.us / 1e3:.2f}")
-    if row.us and "event_us" in row.extra:
-        kernels, events = row.extra["kernel_us"] / 1e3, row.extra["event_us"] / 1e3
-        text.append(f"{where}: kernels {kernels:.2f} ms, {events:.2f} by events, {row.us / 1e3:.2f} wall")
-    if ratios := row.extra.get("kernel_peers"):
-        text.append(f"{where}: by kernels alone: {', '.join(f'{name} {r:.2f}x' for name, r in ratios.items())}")
-    if row.us and "exposed_us" in row.extra:
-        text.append(
-            f"{where}: {row.extra['exposed_us'] / 1e3:.2f} ms in which nothing computes (communication and gaps)"
-        )
-    errors = row.extra.get("errors", {})
-    if errors:
-        worst = {name: f" ({of['worst']:.1e})" for name, of in errors.items() if "worst" in of}
-        said = errors.get("note") or ", ".join(f"{n} {of['error']:.1e}{worst.get(n, '')}" for n, of in errors.items())
-        text.append(f"{where}: errors against float32 (of the worst expert): {said}")
-    if row.direction == "fwd+bwd" and "params_bytes" in row.extra:
-        peak = row.extra["peak_bytes"]
-        held = f"peak {'?' if peak is None else format(peak / 1e9, '.2f')} GB, parameters "
-        held += f"{row.extra['params_bytes'] / 1e9:.2f}"
-        if "saved_bytes" in row.extra:
-            needed = sum(row.extra["saved_needed_bytes"].values()) / 1e9
-            saved = row.extra["saved_bytes"] / 1e9
-            held += f", saved for backward {saved:.2f} (rows and hidden need {needed:.2f})"
-        text.append(f"{where}: {held}")
-    return text
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _short(value) -> str:
+    """Returns a value in few letters: times of a dict in brackets, and of a list its last one."""
+    if isinstance(value, dict):
+        return f"({', '.join(f'{name} {_short(of)}' for name, of in value.items() if of)})"
+    if isinstance(value, list | tuple):
+        return f"[.., {_short(value[-1])}]" if value else "[]"
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def _finite(value):

@@ -248,7 +248,7 @@ def main() -> int:
             started.append(following.start(compile_only=False))
         measure(one, process)
     report.save(args.out, head, rows)
-    report.show("a training step of MaxText", head, rows)
+    report.show(head, rows)
     from benchmarks.trainer.plot import plot  # here, so that a row needs no matplotlib
 
     plot(args.out, Path(args.out).with_suffix(".png"))

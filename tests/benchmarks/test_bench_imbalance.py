@@ -6,8 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-pytest.importorskip("rich")
-
 import moax
 from benchmarks import command
 from benchmarks.block import block, imbalance, imbalance_worker

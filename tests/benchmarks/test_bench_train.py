@@ -7,10 +7,7 @@ import json
 import numpy as np
 import pytest
 
-pytest.importorskip("rich")
-
-
-from benchmarks import command, limits, report
+from benchmarks import command, limits
 from benchmarks.block import stages, train, train_worker
 from benchmarks.block.mesh_block import How
 from benchmarks.profiles import Kernel
@@ -41,7 +38,7 @@ def test_all_train_alike(tmp_path, capsys, monkeypatch):
         assert row["extra"]["tokens_per_s"] == pytest.approx(16e6 / row["us"])
     assert sum(rows[0]["extra"]["tokens_per_expert"]) == 0, "the layer that was measured is moax.moe"
     assert set(rows[-1]["peers"]) == {"native"} and sum(ours["tokens_per_expert"]) == 2 * 32
-    assert f"{ours['tokens_per_s']:,.0f} tokens/s of a device; loss" in capsys.readouterr().out
+    assert f"tokens_per_s {ours['tokens_per_s']:,.4g}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -127,4 +124,3 @@ def test_fsdp8_is_computed_from_the_step_and_its_quantization():
     row = train._row(run, "moax", "fp8_block", How(mesh=(("fsdp", 1),)), answer, limits.measure(()))
     assert row.extra["fsdp8_computed"]["us"] == 130 and row.us == 200
     assert row.extra["fsdp8_computed"]["tokens_per_s"] == pytest.approx(64 / 130e-6)
-    assert any("computed, not measured: 0.13 ms a step" in line for line in report._details(row))

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-pytest.importorskip("rich")
-
 import moax
 from benchmarks import command
 from benchmarks.block import block, block_worker, errors

@@ -9,8 +9,6 @@ import types
 
 import pytest
 
-pytest.importorskip("rich")
-
 import moax
 from benchmarks import report
 from benchmarks.block import block
@@ -52,7 +50,7 @@ def test_where_it_cannot_run_a_row_says_so(config, installed, cuda, why, monkeyp
     assert all(json.loads(answer)["note"].startswith(f"Unsupported: {why}") for answer in answers)
 
 
-def test_rows(monkeypatch):
+def test_rows(monkeypatch, capsys):
     """Breaks if SonicMoE is not measured before ours, if its rows lack its name, or if ours are not compared."""
     asked = []
 
@@ -81,8 +79,9 @@ def test_rows(monkeypatch):
     assert [row.impl for row in rows] == ["sonic-moe 0.1", "moax", "moax"] and rows[0].path == "quack 1"
     assert [row.peers for row in rows] == [{}, {"sonic-moe 0.1": 0.75}, {"sonic-moe 0.1": 1.5}]
     assert [row.extra.get("kernel_peers") for row in rows] == [None, {"sonic-moe 0.1": 2}, {"sonic-moe 0.1": 2}]
-    assert any("by events" in line for line in report._details(rows[0]))
-    assert any("by kernels alone: sonic-moe 0.1 2.00x" in line for line in report._details(rows[1]))
+    report.show({"device": "", "limits": {}}, rows)
+    said = capsys.readouterr().out
+    assert "event_us 2.5" in said and "kernel_peers (sonic-moe 0.1 2)" in said
     asked.clear()
     assert all(row.impl == "moax" and not row.peers for row in block.rows(list(block.TINY), ONCE, {}))
     assert asked == [(ours, "none"), (ours, "fp8_block")]

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("rich")
-
 import moax
 from benchmarks.block import block, mesh_block
 from benchmarks.block.worker import READY, Worker

@@ -11,8 +11,6 @@ import pytest
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
-pytest.importorskip("rich")
-
 import flax.nnx
 
 import moax.linen
