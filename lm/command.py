@@ -13,7 +13,7 @@ from pathlib import Path
 from lm import processes
 from lm.config import ATTENTION, BALANCE, DTYPES, PRESETS, REMAT, ModelConfig, TrainConfig
 from moax import program
-from moax.program import add_execution, factor
+from moax.program import factor
 
 NAME = "python -m lm"
 TRAIN = """\
@@ -78,7 +78,10 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         "the same data, as none,fp8_block; the others are compared with the first")  # fmt: skip
     add("--seeds", type=int, metavar="N", help="do so for N seeds, from --seed on (default: 1)")
     how = parser.add_argument_group("how it runs")
-    add_execution(how, mesh="all devices on fsdp", dtypes=DTYPES)
+    program.add_block_options(how, mesh="all devices on fsdp")
+    how.add_argument("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
+    how.add_argument("--engine", metavar="NAME", help="how ops are partitioned, as in moax.Options (default: auto)")
+    how.add_argument("--dtype", choices=DTYPES, help="dtype of activations")
     how.add_argument("--buffer-factor", type=factor, metavar="X", help="buffers for X times the balanced load, in more "
         "rounds where a step needs more; none: buffers for the worst case")  # fmt: skip
     how.add_argument("--attention", choices=ATTENTION, help="auto takes cuDNN on a Hopper GPU where the heads fit it, "

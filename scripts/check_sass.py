@@ -316,10 +316,11 @@ def compile_blocks() -> None:
             found = inspect.collectives(compiled, mesh=mesh)
             gathers = {c.dtype for c in inspect.weight_gathers(found) if c.size >= 512 * 256}
             if recipe is not None:
-                inspect.assert_no_wide_weight_gather(found, min_elements=512 * 256)
+                inspect.assert_no_wide_weight_gather(found, weights=(params.wi, params.wo))
             if not gathers or (recipe is None and gathers != {"bfloat16"}):
                 sys.exit(f"{name}: weights are gathered as {gathers or 'nothing'}")
-            inspect.assert_reduce_scattered(found, min_elements=512 * 256)
+            if not inspect.weight_scatters(found) or any(c.kind == "all-reduce" and c.size >= 512 * 256 for c in found):
+                sys.exit(f"{name}: gradients are not reduce-scattered:\n{inspect.table(found)}")
             print(f"{name}: weights gathered as {', '.join(sorted(gathers))}, gradients reduce-scattered", flush=True)
 
 

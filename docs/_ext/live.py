@@ -1,7 +1,7 @@
 """Directives whose content is computed when the pages are built, so that no page quotes what is no longer so.
 
 {run} moax estimate ...     the command and what it prints; `:part: N`, what is between its empty lines N and N + 1
-{cli-help} inspect          `moax inspect --help`; without a name, `moax --help`;
+{cli-help} estimate         `moax estimate --help`; without a name, `moax --help`;
                             benchmarks: `python -m benchmarks --help`; lm-train: `python -m lm train --help`
 {wire-table}                benchmarks/results/wire.json
 {layers}                    who may import whom: RANKS of tests/test_architecture.py

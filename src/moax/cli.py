@@ -16,17 +16,15 @@ from moax import extras
 # {command: (its module, the sentence that `moax --help` prints for it)}
 COMMANDS = {
     "info": ("moax.info", "show this machine's devices, and which of moax's implementations run on them"),
-    "inspect": ("moax.inspect.block", "list the collectives that an MoE block compiles to, and their bytes"),
     "estimate": ("moax.estimate.command", "estimate memory, bytes and time of a model's blocks on any mesh"),
 }
 EPILOG = """\
 examples:
   moax info
-  moax inspect --mesh fsdp=2,ep=4 --recipe fp8_block
   moax estimate --model deepseek-v3 --mesh fsdp=32,ep=8 --recipe fp8_block
 
-`moax COMMAND --help` lists the options of a command. A command prints its result to stdout; with --json, stdout has
-nothing but the JSON. An error is one line on stderr; --traceback shows where the error arose.
+`moax COMMAND --help` lists the options of a command. A command prints its result to stdout. An error is one line on
+stderr; --traceback shows where the error arose.
 exit codes: 0 success, 1 the command cannot run on this machine, 2 an argument is wrong, 130 Ctrl-C stopped it,
 141 the reader of its output is gone
 """

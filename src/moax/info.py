@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform as python
 import re
 from collections.abc import Callable
@@ -34,31 +33,33 @@ class Choice(NamedTuple):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `moax info` to `parser`."""
     parser.add_argument("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what `describe` returns: as JSON with --json, else as text. Returns 0."""
+    """Prints what `describe` returns. Returns 0."""
     program.start(args.cpu_devices)
-    info = describe()
-    print(json.dumps(info, indent=2) if args.json else render(info))
+    print(describe())
     return 0
 
 
-def describe() -> dict[str, Any]:
-    """Returns everything that `moax info` prints, as values that JSON can hold."""
-    return {
-        "versions": {name: version(name) for name in ("moax", "jax", "jaxlib")} | {"python": python.python_version()},
-        "devices": {
-            "count": jax.device_count(),
-            "kind": backend.device_kind(),
-            "platform": backend.platform(),
-            "processes": jax.process_count(),
-            "memory_bytes": (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),  # None on a CPU
-        },
-        "choices": [choice._asdict() for choice in (*kernels(), *exchanges(), *recipes())],
-        "extras": {extra: version(distribution) for extra, distribution in EXTRAS.items()},
-    }
+def describe() -> str:
+    """Returns the text that `moax info` prints."""
+    own, memory = (
+        version("moax") or "(a source tree that is not installed)",
+        jax.local_devices()[0].memory_stats() or {},
+    )
+    room = f", {memory['bytes_limit'] / 2**30:.0f} GiB each for JAX" if "bytes_limit" in memory else ""  # not of a CPU
+    many = f", in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    choices = [(f"  {c.argument}", c.value, "yes" if c.runs else "no", c.note)
+               for c in (*kernels(), *exchanges(), *recipes())]  # fmt: skip
+    extras = [
+        (f"  {extra}", of, version(of) or f"missing: pip install 'moax[{extra}]'") for extra, of in EXTRAS.items()
+    ]
+    return (
+        f"moax {own}, jax {version('jax')}, jaxlib {version('jaxlib')}, Python {python.python_version()}\n"
+        f"devices  {jax.device_count()} x {backend.device_kind()} (platform {backend.platform()}){room}{many}\n\n"
+        f"what runs here, by argument of moax.moe\n{align(choices)}\n\nextras\n{align(extras)}"
+    )
 
 
 def kernels() -> list[Choice]:
@@ -93,19 +94,3 @@ def _choices(argument: str, select: Callable[[str], Any], notes: dict[str, str])
         except Unsupported as error:
             found.append(Choice(argument, value, False, re.sub(r"^\w+='\w+': ", "", str(error))))
     return found
-
-
-def render(info: dict[str, Any]) -> str:
-    """Returns the text that `moax info` prints for what `describe` returned."""
-    versions, devices = info["versions"], info["devices"]
-    own = versions["moax"] or "(a source tree that is not installed)"
-    room = f", {devices['memory_bytes'] / 2**30:.0f} GiB each for JAX" if devices["memory_bytes"] else ""
-    many = f", in {devices['processes']} processes" if devices["processes"] > 1 else ""
-    choices = [(f"  {c['argument']}", c["value"], "yes" if c["runs"] else "no", c["note"]) for c in info["choices"]]
-    found = [(f"  {extra}", EXTRAS[extra], number or f"missing: pip install 'moax[{extra}]'")
-             for extra, number in info["extras"].items()]  # fmt: skip
-    return (
-        f"moax {own}, jax {versions['jax']}, jaxlib {versions['jaxlib']}, Python {versions['python']}\n"
-        f"devices  {devices['count']} x {devices['kind']} (platform {devices['platform']}){room}{many}\n\n"
-        f"what runs here, by argument of moax.moe\n{align(choices)}\n\nextras\n{align(found)}"
-    )

@@ -15,13 +15,11 @@ from collections.abc import Callable
 import jax
 
 from moax import extras
-from moax.config import MoEConfig
 from moax.errors import Unsupported
 from moax.exchange import EXCHANGES
 from moax.mesh.axes import ROLES
 from moax.mesh.collectives import GRAD_REDUCE
 from moax.mesh.devices import make_mesh
-from moax.mesh.view import ENGINES
 from moax.recipe import RECIPES, get_recipes
 
 Sizes = tuple[tuple[str, int], ...]  # (axis, devices along it)
@@ -96,15 +94,6 @@ def emulate(count: int) -> None:
         raise ValueError(f"--cpu-devices {count}: JAX already runs in this process, on {running} devices")
 
 
-def add_execution(group, *, mesh: str, dtypes: tuple[str, ...]) -> None:
-    """Adds the options that say how a block runs to a parser; `mesh` is the default mesh in words."""
-    add_block_options(group, mesh=mesh)
-    add = group.add_argument
-    add("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
-    add("--engine", choices=ENGINES, help="how ops are partitioned (default: auto)")
-    add("--dtype", choices=dtypes, help="dtype of activations")
-
-
 def add_block_options(group, *, mesh: str) -> None:
     """Adds the options that change what a block sends to a parser; `mesh` is the default mesh in words."""
     add = group.add_argument
@@ -114,22 +103,6 @@ def add_block_options(group, *, mesh: str) -> None:
     add("--exchange", choices=EXCHANGES, help="how tokens reach the ranks of their experts (default: auto)")
     sums = "bfloat16_sum_float32 sends 2 bytes and sums in float32 (default: that of activations)"
     add("--grad-reduce-dtype", choices=GRAD_REDUCE, help=f"the dtype in which gradients of weights are summed; {sums}")
-
-
-def add_sizes(group, *, d_model: int, d_ff: int, experts: int, top_k: int) -> None:
-    """Adds the sizes of a block to a parser, with these defaults; `read_sizes` makes a config of them."""
-    for name, default, metavar, what in (
-        ("d-model", d_model, "H", "model width"),
-        ("d-ff", d_ff, "F", "width of an expert"),
-        ("experts", experts, "E", "number of experts"),
-        ("top-k", top_k, "K", "experts of a token"),
-    ):
-        group.add_argument(f"--{name}", type=int, default=default, metavar=metavar, help=f"{what} (default: {default})")
-
-
-def read_sizes(args: argparse.Namespace) -> MoEConfig:
-    """Returns the config of the options that `add_sizes` added."""
-    return MoEConfig(d_model=args.d_model, d_ff=args.d_ff, num_experts=args.experts, top_k=args.top_k)
 
 
 def factor(text: str) -> float:

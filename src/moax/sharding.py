@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -23,6 +24,7 @@ from moax.mesh.specs import (
     local_shape,
     mesh_in_force,
     mesh_of,
+    named,
     resolve_axes,
 )
 from moax.params import BY_EXPERT, DIMS, MoEParams, full_shapes, param_shapes, params_by_name
@@ -35,6 +37,21 @@ def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> Partit
     in force.
     """
     return Spec(*resolve_axes(axes, mesh).over(max(1, ndim - 1)), *[None] * min(1, ndim - 1))
+
+
+def operand_shapes(
+    config: MoEConfig, tokens: int, axes: Axes, mesh: AnyMesh, dtype: Any, param_dtype: Any
+) -> tuple[MoEParams[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
+    """Returns the parameters and x [tokens, H] of a block on a mesh as shapes, with the shardings that it declares.
+
+    Raises:
+      ValueError: the mesh axes of a dim do not divide its size.
+    """
+    spec, shape = token_spec(axes, 2, mesh), (tokens, config.d_model)
+    check_divides("tokens", shape, spec, resolve_axes(axes, mesh))
+    at, shapes = named(mesh, param_specs(config, axes, mesh)), param_shapes(config)
+    params = jax.tree.map(lambda place, of: jax.ShapeDtypeStruct(of, param_dtype, sharding=place), at, shapes)
+    return params, jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, spec))
 
 
 def dense_spec_on(resolved: ResolvedAxes, shape: Sequence[int]) -> PartitionSpec:

@@ -55,7 +55,8 @@ def test_weights_cross_as_bytes_however_the_mesh_is_found(found, fresh_compile):
         else:
             step = jax.jit(GRADIENTS, in_shardings=at, out_shardings=at)
             compiled = step.lower(*shapes_of((X, PARAMS))).compile()
-    inspect.assert_no_wide_weight_gather(compiled, min_elements=2048)
+    weights = shapes_of((PARAMS.wi, PARAMS.wo), (at[1].wi, at[1].wo))
+    inspect.assert_no_wide_weight_gather(compiled, weights=weights)
     text = compiled.as_text()
     assert re.search(r"u8\[[\d,]*\]\S* all-gather", text), "no bytes are gathered"
     assert "reduce-scatter" in text, "the gradient is whole on each device"

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import json
 import os
 import re
 import subprocess
@@ -28,10 +27,9 @@ def test_help_shows_what_to_type(capsys):
     for argv, wanted in [
         (
             ["--help"],
-            ["info", "inspect", "estimate", "examples:", "exit codes: 0 success, 1", "--json"],
+            ["info", "estimate", "examples:", "exit codes: 0 success, 1"],
         ),
-        (["inspect", "--help"], ["--forward-only", "--json"]),
-        (["estimate", "--help"], ["--model", "deepseek-v3", "--hf", "{h100,h200}", "--json"]),
+        (["estimate", "--help"], ["--model", "deepseek-v3", "--hf", "{h100,h200}"]),
     ]:
         with pytest.raises(SystemExit) as stop:
             cli.main(argv)
@@ -45,11 +43,11 @@ def test_help_shows_what_to_type(capsys):
     [
         ([], "COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
-        (["inspect", "--mesh", "pp=2"], "unknown axis 'pp'; the axes are dp, fsdp, cp, ep, tp"),
-        (["inspect", "--recipe", "fp4"], "--recipe: 'fp4' must be none, fp8_block"),
-        (["inspect", "--recipe", "wi=fp4"], "'wi=fp4' must be none, fp8_block"),
-        (["inspect", "--fly"], "moax: error: unrecognized arguments: --fly"),
-        (["inspect", "--tokens", "many"], "moax inspect: error: argument --tokens"),
+        (["estimate", "--mesh", "pp=2"], "unknown axis 'pp'; the axes are dp, fsdp, cp, ep, tp"),
+        (["estimate", "--recipe", "fp4"], "--recipe: 'fp4' must be none, fp8_block"),
+        (["estimate", "--recipe", "wi=fp4"], "'wi=fp4' must be none, fp8_block"),
+        (["estimate", "--fly"], "moax: error: unrecognized arguments: --fly"),
+        (["estimate", "--tokens", "many"], "moax estimate: error: argument --tokens"),
     ],
 )
 def test_unreadable_arguments(argv, message, capsys):
@@ -62,21 +60,18 @@ def test_unreadable_arguments(argv, message, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--mesh", "fsdp=2,ep=3", "--cpu-devices", "8"], "mesh of 6 devices, but JAX has 8"),
-        (["--cpu-devices", "3"], "--cpu-devices 3: JAX already runs"),
-        (["--cpu-devices", "0"], "--cpu-devices 0 must be at least 1"),
-        (["--top-k", "0"], "top_k=0"),
+        (["info", "--cpu-devices", "3"], "--cpu-devices 3: JAX already runs"),
+        (["info", "--cpu-devices", "0"], "--cpu-devices 0 must be at least 1"),
+        (["estimate", "--top-k", "0"], "top_k=0"),
     ],
 )
 def test_arguments_that_cannot_work(argv, message, capsys):
-    assert cli.main(["inspect", *argv]) == 2
+    """Breaks if a wrong argument does not end with its message and the exit code 2, or --traceback shows no place."""
+    assert cli.main(argv) == 2
     said = capsys.readouterr().err
-    assert said.startswith("moax inspect: error: ") and message in said
-
-
-def test_traceback_on_request():
-    with pytest.raises(ValueError, match="top_k=0"):
-        cli.main(["inspect", "--top-k", "0", "--traceback"])
+    assert said.startswith(f"moax {argv[0]}: error: ") and message in said
+    with pytest.raises(ValueError, match=message):
+        cli.main([*argv, "--traceback"])
 
 
 def test_missing_extra_is_named(monkeypatch, capsys):
@@ -85,9 +80,9 @@ def test_missing_extra_is_named(monkeypatch, capsys):
     def run(args):
         raise ModuleNotFoundError("No module named 'flax'", name="flax")
 
-    monkeypatch.setattr("moax.inspect.block.run", run)
-    assert cli.main(["inspect"]) == 1
-    assert capsys.readouterr().err == "moax inspect: error: flax is missing: pip install 'moax[flax]'\n"
+    monkeypatch.setattr("moax.estimate.command.run", run)
+    assert cli.main(["estimate"]) == 1
+    assert capsys.readouterr().err == "moax estimate: error: flax is missing: pip install 'moax[flax]'\n"
     assert program.explain(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
 
 
@@ -105,16 +100,13 @@ def test_info_says_what_runs(capsys):
     with pytest.raises(Unsupported, match=re.escape(backend.device_kind())) as refused:
         select_kernels("hopper")
     assert str(refused.value).removeprefix("kernels='hopper': ") in said
-    assert cli.main(["info", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["devices"] | {"processes": 1} == found["devices"] and found["devices"]["count"] == 8
-    choices = {(choice["argument"], choice["value"]): choice for choice in found["choices"]}
+    choices = {(c.argument, c.value): c for c in (*info.kernels(), *info.exchanges(), *info.recipes())}
+    assert all(re.search(rf"^  {argument} +{value} ", said, re.MULTILINE) for argument, value in choices)
     assert {value for argument, value in choices if argument == "exchange"} == set(EXCHANGES)
     assert {value for argument, value in choices if argument == "kernels"} == {"auto", *IMPLEMENTATIONS}
     assert {value for argument, value in choices if argument == "recipe"} == set(RECIPES)
-    assert not choices["kernels", "hopper"]["runs"] and choices["kernels", "auto"]["note"] == "xla"
-    for (argument, _), choice in choices.items():
-        assert choice["runs"] or argument != "recipe" and choice["note"], choice
+    assert not choices["kernels", "hopper"].runs and choices["kernels", "auto"].note == "xla"
+    assert all(choice.runs or argument != "recipe" and choice.note for (argument, _), choice in choices.items())
 
 
 def test_info_on_a_gpu_that_runs_kernels(monkeypatch):
@@ -132,7 +124,7 @@ def test_info_names_the_extras_of_the_project(monkeypatch):
     assert extras.EXTRAS.keys() == known.keys()
     assert [extras.EXTRAS["flax"]] == [Requirement(text).name for text in known["flax"]]
     monkeypatch.setattr(info, "version", lambda name: None if name in ("flax", "moax") else "1")
-    said = info.render(info.describe())
+    said = info.describe()
     assert "missing: pip install 'moax[flax]'" in said and "source tree" in said
 
 
@@ -213,17 +205,3 @@ def test_emulated_devices_in_a_fresh_process():
     code = "from moax import program; program.emulate(4); import jax; print(jax.device_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "4", done.stderr
-
-
-@pytest.mark.more
-def test_inspect_prints_a_table(capsys):
-    argv = ["inspect", "--mesh", "fsdp=2,ep=4", "--d-model", "64", "--d-ff", "64", "--tokens", "64", "--forward-only"]
-    assert cli.main([*argv, "--recipe", "fp8_block"]) == 0
-    said = capsys.readouterr().out
-    assert "all-gather" in said and "uint8" in said and re.search(r"0\.5\d\d of the [\d,]+ bytes without", said)
-    assert cli.main([*argv, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["collectives"] and {"kind", "dtype", "bytes"} <= found["collectives"][0].keys()
-    assert found["weights"]["gathered"] == found["weights"]["gathered_unquantized"] > 0
-    gathers = [c for c in found["collectives"] if c["kind"] == "all-gather" and c["axes"] == ["fsdp"]]
-    assert {name for c in gathers for name in c["carries"]} == {"params.wi", "params.wo"}

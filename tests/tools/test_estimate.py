@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -278,9 +279,7 @@ def test_command(capsys):
     said = capsys.readouterr().out
     assert "qwen3_moe: 1 MoE layer of 8 experts, 3 a token" in said and "scatter_gradient" in said
     assert "wi         (8, 24, 2, 16)  (('ep', 'fsdp'), None, None, None)  (2, 24, 2, 16)" in said
-    assert cli.main(["estimate", "--hf", folder, "--mesh", "ep=2", "--tokens", "64", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["params"]["wo"]["shard"] == [4, 16, 24] and answer["bytes"]["dispatch"] > 0
+    assert re.search(r"wo +\(8, 16, 24\) .* \(2, 16, 24\)\n", said) and re.search(r"dispatch +[\d.]+ +[\d.]+\n", said)
     assert cli.main(["estimate", "--model", "llama"]) == 2
     assert "must be one of 'qwen3-30b'" in capsys.readouterr().err
     assert cli.main(["estimate", "--model", "olmoe", "--hf", folder]) == 2

@@ -17,7 +17,6 @@ from moax.config import MoEConfig
 from moax.inspect import (
     Collective,
     assert_no_wide_weight_gather,
-    assert_reduce_scattered,
     collectives,
     hlo,
     total_bytes,
@@ -494,9 +493,10 @@ def test_no_wide_weight_gather(mesh):
     f, x, w = weight_step(mesh, quantize=True)
     found = assert_no_wide_weight_gather(f, x, w, weights={"w": w})
     assert {c.dtype for c in inspect.weight_gathers(found)} == {"int8", "float32"}
-    assert assert_no_wide_weight_gather(found, min_elements=17) == found
-    with pytest.raises(AssertionError, match=r"float32\[16, 1\] over fsdp"):
-        assert_no_wide_weight_gather(found, min_elements=16)
+    assert assert_no_wide_weight_gather(found, weights=w) == found
+    small = abstract(mesh, (32,), jnp.float32, "fsdp")  # a shard has as many elements as all scales
+    with pytest.raises(AssertionError, match=r"gathers over fsdp of 16 .*\n.*float32\[16, 1\] over fsdp"):
+        assert_no_wide_weight_gather(found, weights=(w, small))
 
 
 def test_wide_weight_gather_is_named(mesh):
@@ -507,50 +507,46 @@ def test_wide_weight_gather_is_named(mesh):
     )
     with pytest.raises(AssertionError, match=message):
         assert_no_wide_weight_gather(f, x, w, weights=w)
-    assert_no_wide_weight_gather(f, x, w, axes="ep", min_elements=1)
+    assert_no_wide_weight_gather(f, x, w, axes="ep", weights=abstract(mesh, (4,), jnp.float32, "ep"))
     with pytest.raises(AssertionError, match="gathers over fsdp,ep of 256"):
         assert_no_wide_weight_gather(f, x, w, axes=("fsdp", "ep"), weights=w, mesh=mesh)
 
 
-def test_reduce_scattered(mesh):
+def test_gradients_are_reduce_scattered(mesh):
+    """Breaks if an all-reduce of a gradient passes whose part each device keeps, or a reduce-scatter is not listed."""
     f, x, w = weight_step(mesh, quantize=True)
-    assert_reduce_scattered(f, x, w, weights=w)
+    (scatter,) = inspect.weight_scatters(assert_no_wide_weight_gather(f, x, w, weights=w))
+    assert (scatter.kind, scatter.size) == ("reduce-scatter", 8 * 32)
     f, x, w = weight_step(mesh, quantize=True, scatter=False)
     with pytest.raises(
-        AssertionError, match=r"1 all-reduce over fsdp of 256 floats or more:\s+all-reduce float32\[16, 32\]"
+        AssertionError, match=r"1 collective of .*\n  all-reduce float32\[16, 32\] over fsdp into result"
     ):
-        assert_reduce_scattered(f, x, w, weights=w)
-    with pytest.raises(AssertionError, match="no reduce-scatter over fsdp; the collectives are\nkind"):
-        assert_reduce_scattered(f, x, w, min_elements=10**6)
+        assert_no_wide_weight_gather(f, x, w, weights=w)
 
 
 def test_smallest_shard(mesh):
-    """Of the weights that are sharded over the axes; the replicated router is no bound."""
+    """Breaks if the smallest weight is one that the axes do not split, such as the replicated router."""
     weights = {
         "router": abstract(mesh, (4, 8), jnp.float32),
         "wi": abstract(mesh, (8, 16, 32), jnp.float32, ("ep", "fsdp")),
         "wo": abstract(mesh, (8, 32, 8), jnp.float32, "ep", None, "fsdp"),
         "bias": None,
     }
-    assert inspect.checks._min_elements(None, weights, ("fsdp",)) == 8 * 32 * 8 // 8
-    with pytest.raises(ValueError, match="none is sharded over fsdp"):
-        inspect.checks._min_elements(None, weights["router"], ("fsdp",))
-    with pytest.raises(ValueError, match="none is sharded over fsdp"):
-        inspect.checks._min_elements(None, [jnp.ones(3)], ("fsdp",))
+    wide = [Collective("all-gather", "float32", (8 * 32 * 8 // 8 - less,), 64, ("fsdp",), "", 2) for less in (0, 1)]
+    with pytest.raises(AssertionError, match="1 collective of .* of 256 elements or more"):
+        assert_no_wide_weight_gather(wide, weights=weights)
+    for bad in (weights["router"], [jnp.ones(3)], None):
+        with pytest.raises(ValueError, match="weights: none is sharded over fsdp"):
+            assert_no_wide_weight_gather(wide, weights=bad)
 
 
 def test_nothing_passes_for_lack_of_a_name(mesh):
     f, x, w = weight_step(mesh, quantize=False)
     with pytest.raises(ValueError, match="axes='data': the mesh has no axis data; its axes are fsdp,ep"):
-        assert_no_wide_weight_gather(f, x, w, axes="data", min_elements=1)
-    with pytest.raises(ValueError, match="pass min_elements=, or weights="):
-        assert_no_wide_weight_gather(f, x, w)
-    for bad in (0, 2.5, True):
-        with pytest.raises(ValueError, match=f"min_elements={bad} must be an int of at least 1"):
-            assert_reduce_scattered(f, x, w, min_elements=bad)
+        assert_no_wide_weight_gather(f, x, w, axes="data", weights=w)
     lost = program(f"%a = f32[8]{{0}} all-gather(%p), {GATHER}, replica_groups=[4,2]<=[2,4]T(1,0)")
     with pytest.raises(ValueError, match="mesh is not known; pass mesh="):
-        assert_no_wide_weight_gather(lost, min_elements=1)
+        assert_no_wide_weight_gather(lost, weights=w)
 
 
 def test_wrong_arguments(mesh):
@@ -601,13 +597,13 @@ CONFIG = MoEConfig(d_model=32, d_ff=64, num_experts=8, top_k=2)
 
 @pytest.mark.more
 def test_a_block_with_a_recipe():
-    """Breaks if `inspect_block` does not compile the recipe, or an assertion needs `weights` to judge a block."""
-    mesh, shard = make_mesh("2x4"), 8 * 32 * 64 // 8
+    """Breaks if `inspect_block` does not compile the recipe, or lists what the assertion cannot judge."""
+    mesh = make_mesh("2x4")
+    weights = abstract(mesh, (8, 64, 32), jnp.float32, ("ep", "fsdp"))
     found, plain = (inspect.inspect_block(CONFIG, 64, mesh=mesh, recipe=recipe) for recipe in ("fp8_block", None))
-    assert_no_wide_weight_gather(found, min_elements=shard)
-    assert_reduce_scattered(found, min_elements=shard)
+    assert inspect.weight_scatters(assert_no_wide_weight_gather(found, weights=weights))
     with pytest.raises(AssertionError, match="bfloat16"):
-        assert_no_wide_weight_gather(plain, min_elements=shard)
+        assert_no_wide_weight_gather(plain, weights=weights)
     sent, unquantized = (total_bytes(inspect.weight_gathers(of)) for of in (found, plain))
     assert 0 < sent <= 0.53 * unquantized
 

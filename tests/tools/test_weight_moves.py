@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections import Counter
 from textwrap import dedent
@@ -86,6 +87,11 @@ def step(body, mesh, w_spec=LAID, out=LAID):
 def operands(mesh):
     x = abstract(mesh, (16, 16), jnp.bfloat16, ("dp", "fsdp", "ep"))
     return x, abstract(mesh, SHAPE, jnp.bfloat16, *LAID)
+
+
+def unknown(mesh):
+    """A weight that the program does not have, of which a device holds 1024 elements, as of w."""
+    return abstract(mesh, (math.prod(SHAPE),), jnp.float32, ("ep", "fsdp"))
 
 
 def product(x, w):
@@ -179,9 +185,9 @@ def test_gradients(mesh):
     x, w = (jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=a.sharding) for a in operands(mesh))
     (line,) = refused(step(whole_sum, mesh), x, w, weights=w)
     assert line == "all-reduce float32[4, 16, 32] over dp,fsdp into result, 12,288 bytes"
-    assert len(refused(step(whole_sum, mesh), x, w, weights=None, min_elements=1024)) == 1
+    assert len(refused(step(whole_sum, mesh), x, w, weights=unknown(mesh))) == 1
     assert not refused(step(scattered_sum, mesh), x, w, weights=w)
-    assert not refused(step(scattered_sum, mesh), x, w, weights=None, min_elements=1024)
+    assert not refused(step(scattered_sum, mesh), x, w, weights=unknown(mesh))
     (line,) = refused(step(gathered_sum, mesh, out=("fsdp", None, None)), x, w, weights=w)
     assert line.startswith("all-gather float32[4, 16, 32] over ep into result, ")
 
@@ -201,7 +207,7 @@ def test_activations_may_cross(mesh):
     program = step(exchanged, mesh, out=(("dp", "fsdp", "ep"), None, None))
     assert {c.kind for c in collectives(program, x, w)} == {"all-to-all", "reduce-scatter"}
     assert not refused(program, x, w, weights=w)
-    assert not refused(program, x, w, weights=None, min_elements=1024)
+    assert not refused(program, x, w, weights=unknown(mesh))
 
 
 # Texts, in the forms that GPU compilers print.

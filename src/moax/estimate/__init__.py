@@ -27,12 +27,10 @@ from moax.exchange import TRANSPORTS, find_transport
 from moax.exchange.transport import Transfer
 from moax.kernels import select_kernels, supports_fp8
 from moax.mesh.axes import Names, ResolvedAxes
-from moax.mesh.specs import named
 from moax.models import find_model
 from moax.ops import dispatch_combine
 from moax.options import OptionKeywords, Options, replace_options
-from moax.params import param_shapes
-from moax.sharding import expert_specs, param_specs, token_spec
+from moax.sharding import expert_specs, operand_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,13 +207,8 @@ def estimate(
         transport = plan.first.exchange.transport
         runs = transport if TRANSPORTS[transport].portable else "all_to_all"  # which has the same buffers
         options = dataclasses.replace(options, exchange=runs)
-        params = jax.tree.map(
-            lambda at, shape: jax.ShapeDtypeStruct(shape, np.dtype(param_dtype), sharding=at),
-            named(whole, param_specs(config, options.axes, whole)),
-            param_shapes(config),
-        )
-        rows, at = tokens_of_shard * axes.size(axes.tokens), named(whole, token_spec(options.axes, 2, whole))
-        x = jax.ShapeDtypeStruct((rows, config.d_model), np.dtype(dtype), sharding=at)
+        rows = tokens_of_shard * axes.size(axes.tokens)
+        params, x = operand_shapes(config, rows, options.axes, whole, np.dtype(dtype), np.dtype(param_dtype))
         saved: list[Any] = []
 
         def block(params, x):

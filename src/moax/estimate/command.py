@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
-from typing import Any
 
-from moax import program
+from moax import hf, program
 from moax.config import MoEConfig
 from moax.estimate import HARDWARE, Estimate, estimate
+from moax.hf.config import read_config
 from moax.mesh.axes import Axes
 from moax.mesh.specs import local_shape
 from moax.models import MODELS, find_model
@@ -24,6 +23,12 @@ the time of each collective in a training step. The command traces the block, ne
 
 Times assume a balanced load and no overlap: compare meshes by them. Attention and the rest of the model are left out.
 """
+SIZES = {
+    "d-model": (2048, "H", "model width"),
+    "d-ff": (768, "F", "width of an expert"),
+    "experts": (128, "E", "number of experts"),
+    "top-k": (8, "K", "experts of a token"),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="NAME", help=f"a model: {', '.join(MODELS)} (default: the sizes below)")
     add("--hf", metavar="FOLDER", help="a Hugging Face checkpoint, or its config.json")
-    program.add_sizes(parser, d_model=2048, d_ff=768, experts=128, top_k=8)
+    for name, (default, metavar, what) in SIZES.items():
+        add(f"--{name}", type=int, default=default, metavar=metavar, help=f"{what} (default: {default})")
     add("--layers", type=int, metavar="L", help="number of MoE blocks (default: that of the model; 1 for sizes)")
     add("--tokens", type=int, default=4096, metavar="T", help="tokens of a GPU in a step (default: %(default)s)")
     add("--hardware", choices=tuple(HARDWARE), default="h200", help="the GPU (default: %(default)s)")
@@ -42,12 +48,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--save-rows", action=argparse.BooleanOptionalAction, default=True, help="keep the sorted rows for backward")
     add("--kernels", choices=("auto", "hopper", "xla"), default="auto", help="implementation (default: %(default)s)")
     add("--remat", action="store_true", help="keep only the input of a layer, and recompute the rest")
-    add("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the estimate of one mesh. Returns 0."""
-    name, config, layers = _model(args)
+    if args.model and args.hf:
+        raise ValueError("--model and --hf name one model each; give one of them")
+    if args.hf:
+        name, layers = read_config(args.hf)["model_type"], len(hf.moe_layers(args.hf))
+        config = hf.config_from_hf(args.hf)
+    elif args.model:
+        name, config, layers = args.model, find_model(args.model).config, find_model(args.model).layers
+    else:
+        name, config, layers = "a block", MoEConfig(args.d_model, args.d_ff, args.experts, args.top_k), 1
     if args.capacity_factor is not None:
         finite = None if math.isinf(args.capacity_factor) else args.capacity_factor
         config = dataclasses.replace(config, capacity_factor=finite)
@@ -65,48 +78,8 @@ def run(args: argparse.Namespace) -> int:
         save_rows=args.save_rows,
         grad_reduce_dtype=args.grad_reduce_dtype,
     )
-    print(json.dumps(as_dict(name, found), indent=2) if args.json else as_text(name, found))
+    print(as_text(name, found))
     return 0
-
-
-def _model(args: argparse.Namespace) -> tuple[str, MoEConfig, int]:
-    """Returns the name, the block and the layers of the model that the arguments name."""
-    if args.model and args.hf:
-        raise ValueError("--model and --hf name one model each; give one of them")
-    if args.hf:
-        from moax import hf
-        from moax.hf.config import read_config
-
-        return read_config(args.hf)["model_type"], hf.config_from_hf(args.hf), len(hf.moe_layers(args.hf))
-    if args.model:
-        return args.model, find_model(args.model).config, find_model(args.model).layers
-    return "a block", program.read_sizes(args), 1
-
-
-def layouts(e: Estimate) -> list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
-    """Returns (name, shape, spec, shape of a shard) of each parameter of a block."""
-    shapes, axes = param_shapes(e.config), e.plan.axes
-    specs, names = expert_specs(e.config, Axes(), axes), [field.name for field in dataclasses.fields(shapes)]
-    made = [(n, getattr(shapes, n), getattr(specs, n)) for n in names if getattr(shapes, n) is not None]
-    return [(name, shape, str(tuple(spec)), local_shape(shape, spec, axes)) for name, shape, spec in made]
-
-
-def as_dict(name: str, e: Estimate) -> dict[str, Any]:
-    """Returns the estimate as values that JSON can hold."""
-    return {
-        "model": name,
-        "config": dataclasses.asdict(e.config),
-        "layers": e.layers,
-        "mesh": e.mesh,
-        "tokens": e.tokens,
-        "hardware": e.hardware.kind,
-        "exchange": e.plan.first.exchange.transport,
-        "kernels": e.plan.kernels,
-        "params": {of: {"shape": shape, "spec": spec, "shard": shard} for of, shape, spec, shard in layouts(e)},
-        "memory": e.memory._asdict() | {"total": e.memory.total, "fits": e.fits},
-        "bytes": {scope: e.wire_bytes(scope) for scope in e.transfers},
-        "seconds": e.times,
-    }
 
 
 def as_text(name: str, e: Estimate) -> str:
@@ -119,7 +92,12 @@ def as_text(name: str, e: Estimate) -> str:
         f"experts of {c.d_ff}, {c.activation}{shared}\n{e.hardware.kind}, mesh {mesh}: {e.tokens} tokens a GPU, "
         f"exchange {e.plan.first.exchange.transport}, kernels {e.plan.kernels}"
     )
-    params = [("parameter", "shape", "mesh axes", "shard"), None, *(tuple(map(str, row)) for row in layouts(e))]
+    params, axes = [("parameter", "shape", "mesh axes", "shard"), None], e.plan.axes
+    specs = expert_specs(c, Axes(), axes)
+    for of, shape in vars(param_shapes(c)).items():
+        if shape is not None:
+            spec = getattr(specs, of)
+            params.append((of, str(shape), str(tuple(spec)), str(local_shape(shape, spec, axes))))
     sizes = e.memory._asdict() | {"total": e.memory.total, "of a GPU" if e.fits else "TOO MUCH for": e.hardware.memory}
     memory = [("memory of a device", "GB"), None, *((of, f"{size / 1e9:.2f}") for of, size in sizes.items())]
     steps = [("in a step", "MB sent", "ms"), None]

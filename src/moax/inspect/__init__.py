@@ -7,13 +7,392 @@ The list does not have kernels that write into the memory of a peer, nor pairs o
 collectives of XLA.
 """
 
-from moax.inspect.block import inspect_block as inspect_block
-from moax.inspect.checks import assert_no_wide_weight_gather as assert_no_wide_weight_gather
-from moax.inspect.checks import assert_reduce_scattered as assert_reduce_scattered
-from moax.inspect.flow import Value as Value
-from moax.inspect.listing import Collective as Collective
-from moax.inspect.listing import collectives as collectives
-from moax.inspect.listing import table as table
-from moax.inspect.listing import total_bytes as total_bytes
-from moax.inspect.listing import weight_gathers as weight_gathers
-from moax.inspect.listing import weight_scatters as weight_scatters
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from moax.backend import platform
+from moax.block.layer import moe
+from moax.config import MoEConfig
+from moax.inspect.hlo import Element, device_groups, read_hlo, trace, varying_axes
+from moax.inspect.hlo import Value as Value
+from moax.mesh.axes import Names, as_names
+from moax.mesh.specs import AnyMesh
+from moax.options import OptionKeywords, Options, replace_options
+from moax.sharding import operand_shapes
+from moax.text import align, plural
+
+Program = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled | str
+Over = str | Sequence[str]  # one or several mesh axes
+
+# By these passes XLA's CPU compiler runs bf16 collectives in f32, and f8 collectives in f16. A GPU does not widen them.
+# The combiner is a problem too: it would merge widened reductions with others.
+_WIDENED = ("bf16",)
+_WIDENED_SMALL = ("f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f8e4m3b11fnuz", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3", "f8e3m4")
+_WHY = (
+    "A weight crosses unquantized where the recipe does not quantize it, and where the program moves it to another "
+    "layout first. Lay weights out as moax.param_specs says, and give the step their shardings as out_shardings: on "
+    "Auto axes a shard_map (engine='shard_map') moves weights of another layout, and no line in the log says so."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One array that a collective makes; a collective of several arrays is several `Collective`s.
+
+    Attributes:
+      kind: XLA's name: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", ...
+      dtype: NumPy's name: "uint8", "bfloat16", "float8_e4m3fn".
+      shape: the shape of the result on one device. An all-to-all that XLA:CPU cut into one piece for each peer has the
+        shape (peers, *piece).
+      bytes: the bytes that one device sends in one execution, by the ring algorithm. With b bytes of `shape` and groups
+        of g devices, an all-gather or all-to-all sends b (g-1)/g, an all-reduce 2 b (g-1)/g, a reduce-scatter b (g-1),
+        a permute or broadcast b. A ragged all-to-all counts as if its buffer were full.
+      axes: the mesh axes over which the group varies, in the order of the mesh; () where the mesh is not known.
+      op_name: the op it comes from, as in a profile; `custom_partitioning` keeps no scopes from inside an op.
+      group_size: the devices g of a group; a source and a target of a permute are one.
+      times: executions in one call: the product of the trip counts of the scans around it, all branches taken.
+      open_loop: whether it is in a loop whose trip count the program does not state, such as a `while_loop`. That loop
+        counts once in `times`.
+      carries: the parameters of the program that the array is made of without a product or a reduction in between, such
+        as a weight that was cast, quantized or cut. Equality ignores `carries` and `reaches`.
+      reaches: the results of the program that are made of the array in the same way, such as a gradient.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    axes: Names
+    op_name: str
+    group_size: int = 1
+    times: int = 1
+    open_loop: bool = False
+    carries: tuple[Value, ...] = dataclasses.field(default=(), compare=False)
+    reaches: tuple[Value, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def size(self) -> int:
+        """Elements of `shape`."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        text = f"{self.kind} {self.dtype}{list(self.shape)} over {','.join(self.axes) or '-'}"
+        for word, values in (("of", self.carries), ("into", self.reaches)):
+            if values:
+                more = f" and {len(values) - 3} more" if len(values) > 3 else ""
+                text += f" {word} {','.join([value.name for value in values[:3]])}{more}"
+        return f"{text}, {self.bytes:,} bytes, from {self.op_name or '?'}"
+
+
+def collectives(fn: Program, *args: Any, mesh: AnyMesh | None = None, **kwargs: Any) -> list[Collective]:
+    """Lists the collectives of `fn(*args, **kwargs)`. It compiles `fn` for the arguments' shardings, and runs nothing.
+
+    The dtypes are those of the function, which a GPU moves; XLA's CPU compiler would widen bf16 and f8. A compiled `fn`
+    is read as it is.
+
+    Args:
+      fn: a function, jitted or not. Without args it may also be traced, lowered or compiled, or an optimized HLO text.
+      args, kwargs: arrays, or ShapeDtypeStructs with shardings.
+      mesh: the mesh whose axes to name. The default is that of the arguments' shardings, then that of the compiled
+        program, then the mesh that `jax.set_mesh` set.
+
+    Returns:
+      The collectives in the order of the program's text.
+
+    Raises:
+      ValueError: a compiled program was given with args, or the mesh has another size or order of devices.
+    """
+    return _read(fn, args, kwargs, mesh)[0]
+
+
+def inspect_block(
+    config: MoEConfig,
+    tokens: int,
+    options: Options = Options(),
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    param_dtype: jax.typing.DTypeLike = jnp.float32,
+    backward: bool = True,
+    **keywords: Unpack[OptionKeywords],
+) -> list[Collective]:
+    """Compiles `y, stats = moax.moe(x, params, config)` on a mesh, and lists its collectives; it runs nothing.
+
+    The step takes one pass over its buffers; see `moax.Options.buffer_factor`.
+
+    Args:
+      config: the block.
+      tokens: rows of x [tokens, H] of the whole mesh; x is sharded over the token axes, dp, fsdp, ep and cp.
+      options: how the block runs.
+      mesh: the mesh; None takes the mesh that `jax.set_mesh` set.
+      dtype: dtype of x, and of the operands of products.
+      param_dtype: dtype of the parameters, which are sharded as `moax.param_specs` says.
+      backward: True compiles forward and backward; False compiles forward alone. Gradients have the sharding of their
+        parameters, as in a training step.
+      **keywords: fields of `Options` that replace those of `options`.
+
+    Raises:
+      ValueError: there is no mesh, or the tokens do not divide over the token axes.
+    """
+    options, mesh = replace_options("inspect_block", options, keywords), mesh or jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError("inspect_block: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
+    params, x = operand_shapes(config, tokens, options.axes, mesh, dtype, param_dtype)
+    laid_out = jax.tree.map(lambda of: of.sharding, (params, x))
+
+    def forward(params, x):
+        return moe(x, params, config, options)
+
+    def loss(params, x):
+        y, stats = forward(params, x)
+        return jnp.square(y.astype(jnp.float32)).mean() + stats.aux_loss + stats.z_loss
+
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(step, out_shardings=(None, laid_out)) if backward else jax.jit(forward)
+        return [c for c in collectives(jitted, params, x, mesh=mesh) if not c.open_loop]
+
+
+def total_bytes(
+    found: Iterable[Collective],
+    kind: str | None = None,
+    axes: Over | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> int:
+    """Sums the bytes that one device sends in one call of the program: the sum of `bytes * times`.
+
+    A kind such as "all-gather", mesh axes, or a dtype counts the collectives that have it alone.
+    """
+    counted = found if axes is None else _over(found, axes)
+    counted = [c for c in counted if kind in (None, c.kind) and (dtype is None or c.dtype == jnp.dtype(dtype).name)]
+    return sum(c.bytes * c.times for c in counted)
+
+
+def weight_gathers(found: Iterable[Collective], axes: Over = "fsdp") -> list[Collective]:
+    """Selects the all-gathers over any of the mesh axes `axes`; the block gathers nothing but weights over fsdp."""
+    return [c for c in _over(found, axes) if c.kind == "all-gather"]
+
+
+def weight_scatters(found: Iterable[Collective], axes: Over = "fsdp") -> list[Collective]:
+    """Selects the collectives that sum gradients of weights over any of `axes`, and leave each device its shard.
+
+    They are reduce-scatters, and the all-to-alls of uint16 of `grad_reduce_dtype="bfloat16_sum_float32"`.
+    """
+    pieces = ("all-to-all", "uint16")
+    return [c for c in _over(found, axes) if c.kind == "reduce-scatter" or (c.kind, c.dtype) == pieces]
+
+
+def table(found: Iterable[Collective]) -> str:
+    """Returns the collectives as a table of text: a line for each, then one for each kind and its axes, then the total.
+
+    Equal collectives share a line. `bytes/device` has the bytes that one device sends in one call. Names of ops are cut
+    at 80 characters, since a GPU's compiler joins the names of collectives that it combines.
+    """
+    found = list(found)
+    if not found:
+        return "no collectives"
+    rows = [("kind", "dtype", "shape", "axes", "times", "bytes/device", "op"), None]
+    for c, count in Counter(found).items():
+        times, shape = c.times * count, "x".join(map(str, c.shape)) or "scalar"
+        often = f"{times}+" if c.open_loop else str(times)
+        rows.append((c.kind, c.dtype, shape, ",".join(c.axes) or "-", often, f"{c.bytes * times:,}", c.op_name[:80]))
+    rows.append(None)
+    for kind, axes in (*sorted({(c.kind, c.axes) for c in found}), ("total", ())):
+        members = [c for c in found if (c.kind, c.axes) == (kind, axes) or kind == "total"]
+        times = sum(c.times for c in members)
+        rows.append((kind, "", "", ",".join(axes), str(times), f"{total_bytes(members):,}", ""))
+    return align(rows, right=(4, 5))
+
+
+def assert_no_wide_weight_gather(
+    fn: Program | Sequence[Collective],
+    *args: Any,
+    weights: PyTree,
+    axes: Over = "fsdp",
+    mesh: AnyMesh | None = None,
+    **kwargs: Any,
+) -> list[Collective]:
+    """Asserts that weights cross the mesh as bytes, and that their gradients leave by reduce-scatter.
+
+    The assertion fails for each of these collectives, if its elements are floats of two or more bytes:
+
+    - an all-gather over `axes` of as many elements as the smallest shard of `weights` has, or more, whatever it
+      carries: this tells a weight from its scales;
+    - any all-gather, all-to-all, permute or broadcast, over any axis, that carries one of `weights`, or whose result
+      becomes a result of the program that has the shape of one of `weights`, such as its gradient;
+    - an all-reduce that does the same over an axis that splits this weight: it moves the weight, or sums a gradient of
+      which each device keeps a part, so that a reduce-scatter would do.
+
+    It passes an all-to-all of activations, a reduce-scatter, and an all-reduce of the gradient of a weight over axes
+    that do not split the weight, such as dp. `Collective.carries` and `Collective.reaches` say how values are followed.
+
+    Args:
+      fn, args, kwargs, mesh: as for `collectives`; `fn` may also be the list that `collectives` returned.
+      weights: a tree of arrays or ShapeDtypeStructs with shardings. Leave out biases, which are not quantized. A
+        parameter or result of the program is a weight where it has the shape of one of these. Where none is found, each
+        parameter that crosses `axes` counts as a weight.
+      axes: a mesh axis, or several.
+
+    Returns:
+      All collectives of the program.
+
+    Raises:
+      AssertionError: weights or their gradients cross unquantized; the message lists the collectives.
+      ValueError: the mesh is not known, or lacks one of the axes, or splits none of `weights` over them.
+    """
+    names = _axis_names(axes)
+    if not isinstance(fn, str) and isinstance(fn, Sequence):
+        found = list(fn)
+    else:
+        found, known = _read(fn, args, kwargs, mesh)
+        if not known and any(c.group_size > 1 for c in found):
+            raise ValueError(f"{axes=}: the program's mesh is not known; pass mesh=")
+        if known and (missing := [n for n in names if n not in known]):
+            raise ValueError(f"{axes=}: the mesh has no axis {','.join(missing)}; its axes are {','.join(known)}")
+    leaves = jax.tree.leaves(weights)
+    sizes = [math.prod(shape) for split, shape in map(_placed, leaves) if split & set(names)]
+    if not sizes:
+        raise ValueError(f"weights: none is sharded over {','.join(names)}; pass arrays with their shardings")
+    least, given = min(sizes), [leaf for leaf in leaves if any(_involves(c, leaf) for c in found)]
+
+    def refused(c: Collective) -> bool:
+        wide = c.dtype.startswith(("float", "bfloat", "complex")) and not c.dtype.startswith(("float8", "float4"))
+        if not wide or c.bytes == 0 or c.kind == "reduce-scatter":
+            return False
+        gathers_or_moves = c.kind == "all-gather" or (not given and _moves_any(c, least))
+        if c.size >= least and set(names) & set(c.axes) and gathers_or_moves:
+            return True
+        return any(c.kind != "all-reduce" or _placed(w)[0] & set(c.axes) for w in given if _involves(c, w))
+
+    if offenders := [c for c in found if refused(c)]:
+        what = f"gathers over {','.join(names)} of {least} elements or more"
+        head = f"{plural(len(offenders), 'collective')} of unquantized weights or their gradients, or {what}:"
+        raise AssertionError("\n  ".join([head, *map(str, offenders)]) + f"\n{_WHY}")
+    return found
+
+
+def _placed(leaf) -> tuple[set[str], tuple[int, ...]]:
+    """Returns the mesh axes that split an array, and its shape on one device."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return set(), tuple(leaf.shape)
+    return {name for entry in sharding.spec for name in as_names(entry)}, sharding.shard_shape(leaf.shape)
+
+
+def _involves(c: Collective, leaf) -> bool:
+    """Returns whether a collective carries a parameter, or reaches a result, of the shape of a weight."""
+    whole, shard = tuple(leaf.shape), _placed(leaf)[1]
+    return any(v.whole == whole or (v.whole is None and v.shape in (whole, shard)) for v in (*c.carries, *c.reaches))
+
+
+def _moves_any(c: Collective, least: int) -> bool:
+    """Returns whether a collective moves a parameter of `least` elements, or sums a result of which it keeps a part."""
+    if any(math.prod(value.shape) >= least for value in c.carries):
+        return True
+    return c.kind == "all-reduce" and any(least <= math.prod(value.shape) < c.size for value in c.reaches)
+
+
+def _over(found: Iterable[Collective], axes: Over) -> list[Collective]:
+    names = set(_axis_names(axes))
+    return [c for c in found if names & set(c.axes)]
+
+
+def _axis_names(axes: Over) -> Names:
+    names = as_names(axes)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"axes={axes!r} must be a mesh axis or several; of a moax.Axes, give a role: axes.fsdp")
+    return names
+
+
+def _read(fn: Any, args, kwargs, mesh: AnyMesh | None) -> tuple[list[Collective], Names]:
+    """Returns the collectives, and the names of the mesh axes; () where the mesh is not known."""
+    given, unwidened, compiled = isinstance(fn, str) or hasattr(fn, "as_text"), False, fn
+    if given and (args or kwargs):
+        raise ValueError(f"fn is a {type(fn).__name__}, lowered or compiled for its arguments; pass no others")
+    if not (given or callable(fn) or hasattr(fn, "lower")):
+        raise ValueError(f"fn={fn!r} must be a function, lowered or compiled by jit or not, or an HLO text")
+    meshes = _meshes((args, kwargs))
+    if not given or hasattr(fn, "compile"):
+        lowered = fn if given else (getattr(fn, "lower", None) or jax.jit(fn).lower)(*args, **kwargs)
+        compiled, unwidened = _compile(lowered, [mesh, *meshes])
+    meshes += _meshes([_told(compiled, "input_shardings"), _told(compiled, "output_shardings")])
+    leaves = jax.tree_util.tree_flatten_with_path(_told(compiled, "out_info"))[0]
+    results = [Value(f"result{jax.tree_util.keystr(path)}", (), tuple(leaf.shape)) for path, leaf in leaves]
+    program = read_hlo(compiled if isinstance(compiled, str) else compiled.as_text())
+    sizes, flows, found = _mesh_sizes(mesh, meshes, program.devices), trace(program, results), []
+    for computation, instructions in program.computations.items():
+        times, open_loop = program.runs[computation]
+        for one in (i for i in instructions.values() if i.is_collective):
+            groups = device_groups(one, program.devices)
+            devices, axes = max(map(len, groups)), varying_axes(groups, sizes)
+            promoted = unwidened and re.search(r"to_apply=%?[\w.\-]+_promoted\b", one.attributes)  # a bf16 reduction
+            for i, element in enumerate(one.elements):
+                if promoted and len(one.elements) == 1 and element.dtype == "float32":
+                    element = Element("bfloat16", 16, element.shape)
+                carries, reaches = flows.get((computation, one.name, i), ((), ()))
+                sent, how = _sent(one.kind, element.bytes, devices), (devices, times, open_loop)
+                array = one.kind, element.dtype, element.shape, sent, axes, one.op_name
+                found.append(Collective(*array, *how, tuple(carries), tuple(reaches)))
+    return found, tuple(sizes)
+
+
+def _told(compiled, what: str):
+    """Returns an attribute of a compiled program; () where it does not tell it."""
+    try:
+        return getattr(compiled, what)
+    except (AttributeError, NotImplementedError):
+        return ()
+
+
+def _meshes(tree) -> list[AnyMesh]:
+    """Returns the meshes of the NamedShardings in a tree, or of its arrays."""
+    shardings = (getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(tree))
+    return [s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty]
+
+
+def _compile(lowered: Any, meshes: Sequence[AnyMesh | None]) -> tuple[Any, bool]:
+    """Returns the compiled program, and whether XLA's CPU compiler was kept from widening its collectives."""
+    devices = [device for mesh in meshes if isinstance(mesh, Mesh) for device in mesh.devices.flat[:1]]
+    if platform() != "cpu" or not set(devices) <= set(jax.devices()):  # for a GPU, perhaps compiled ahead of time
+        return lowered.compile(), False
+    for dtypes in (_WIDENED + _WIDENED_SMALL, _WIDENED):
+        passes = [f"float-normalization-{dtype}" for dtype in dtypes] + ["cpu-all-reduce-combiner"]
+        try:
+            return lowered.compile(compiler_options={"xla_disable_hlo_passes": ",".join(passes)}), True
+        except jax.errors.JaxRuntimeError:
+            continue  # The CPU cannot compute with these dtypes without widening them.
+    warnings.warn("the collectives are those of XLA:CPU, which moves bf16 as f32 and f8 as f16", stacklevel=4)
+    return lowered.compile(), False
+
+
+def _mesh_sizes(mesh: AnyMesh | None, meshes: Sequence[AnyMesh], devices: int) -> Mapping[str, int]:
+    """Returns the axis sizes of `mesh`, or of the first mesh that fits the program; {} where none does."""
+    if mesh is None:
+        known = [*meshes, jax.sharding.get_abstract_mesh()]
+        return next((dict(m.shape) for m in known if not m.empty and m.size == devices), {})
+    own = next((list(m.devices.flat) for m in meshes if isinstance(m, Mesh)), None)
+    reordered = own and isinstance(mesh, Mesh) and list(mesh.devices.flat) != own
+    if mesh.size != devices or reordered:
+        raise ValueError(f"mesh={mesh} must have the program's {devices} devices, in their order")
+    return dict(mesh.shape)
+
+
+def _sent(kind: str, b: int, g: int) -> int:
+    """Returns the bytes that one of `g` devices sends for a result of `b` bytes, by the ring algorithm."""
+    if kind in ("collective-permute", "collective-broadcast"):
+        return b if g > 1 else 0
+    if kind == "reduce-scatter":
+        return b * (g - 1)
+    return -(-b * (g - 1) * (2 if kind == "all-reduce" else 1) // g)
