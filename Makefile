@@ -22,7 +22,7 @@ OLDEST_JAX := 0.11.0
 NEWEST_JAX := 0.12.0.1
 OLDEST_VENV := .venv-oldest
 NEWEST_VENV := .venv-newest
-VERSION_TESTS := -m "not more and not gpu" tests/block/test_compiled.py tests/block/test_nnx.py tests/block/test_linen.py \
+VERSION_TESTS := -m "not more and not gpu" tests/block/test_compiled.py tests/block/test_layers.py \
   tests/mesh/test_meshes_found.py tests/tools/test_cache_key.py tests/tools/test_export.py
 # JAX's next implementations of checkpoint and of custom derivatives; `make test-next` runs the block and scans by them.
 NEXT := JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1

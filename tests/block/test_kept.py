@@ -104,24 +104,6 @@ def test_microbatches():
         np.testing.assert_allclose(got, sums, atol=1e-5 * float(np.abs(sums).max()))
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("layer", ["nnx", "linen"])
-def test_layers(layer):
-    """Breaks if the weights that a layer quantizes are not those of its call."""
-    how = dict(recipe="fp8_block", dtype=jnp.float32)
-    if layer == "nnx":
-        from flax import nnx
-
-        module = moax.nnx.MoE(CONFIG, rngs=nnx.Rngs(0), **how)
-        kept, plain = module(X, quantized=module.quantize()), module(X)
-    else:
-        module = moax.linen.MoEBlock(CONFIG, **how)
-        variables = module.init(jax.random.key(0), X)
-        quantized = module.apply(variables, method="quantize")
-        kept, plain = (module.apply(variables, X, quantized=q) for q in (quantized, None))
-    jax.tree.map(np.testing.assert_array_equal, kept, plain)
-
-
 def test_without_wi_and_wo_in_a_shard_map():
     """Breaks if the axes over which prequantized weights vary are lost where no wi and wo are given: `check_vma` then
     refuses the gradient of x."""

@@ -113,16 +113,6 @@ def test_what_a_step_computes(fresh_compile):
     assert {c.dtype for c in gathers if np.prod(c.shape) > 64} == {"uint8"}, gathers
 
 
-@pytest.mark.more
-def test_a_layer_takes_adapters():
-    """Breaks if a layer of nnx drops the adapters of a call."""
-    nnx = pytest.importorskip("flax.nnx")
-    layer = moax.nnx.MoE(BASE, rngs=nnx.Rngs(0))
-    got, _ = layer(make_x(BASE), adapters=ADAPTERS)
-    want, _ = moax.moe(make_x(BASE), lora.merge(layer.params, ADAPTERS), BASE)
-    assert rel_norm(got, want) < MESH
-
-
 def test_new_adapters_change_nothing():
     """Breaks if `init` makes adapters that change the block, or `merge` changes the weights then."""
     adapters = lora.init(jax.random.key(0), BASE, 4, scale=0.5)

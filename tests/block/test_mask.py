@@ -187,23 +187,3 @@ def test_errors(changes, says):
         moax.moe(given.pop("x"), PARAMS, CONFIG, **given)
     with pytest.raises(ValueError, match="sequences is None; it must be given for sequence_aux_loss"):
         moax.route(np.ones((4, 8), np.float32), SEQUENCES, 2)
-
-
-@pytest.mark.parametrize("kind", ("nnx", "linen"))
-def test_layers_take_the_keywords(kind):
-    """Breaks if a layer has no way to say which tokens are padding, or to replay a routing."""
-    pytest.importorskip("flax")
-    from flax import nnx
-
-    import moax.linen
-    import moax.nnx
-
-    given = dict(segment_ids=jnp.asarray(np.where(REAL, 1, -1)), return_routing=True)
-    if kind == "nnx":
-        layer = moax.nnx.MoE(CONFIG, rngs=nnx.Rngs(0))
-        _, stats = layer(jnp.asarray(CLEAN), **given)
-    else:
-        block = moax.linen.MoEBlock(CONFIG)
-        variables = block.init(jax.random.key(0), jnp.asarray(CLEAN))
-        _, stats = block.apply(variables, jnp.asarray(CLEAN), **given)
-    assert stats.tokens_per_expert.sum() == 2 * REAL.sum() and (np.asarray(stats.routing.experts)[~REAL] == 8).all()

@@ -96,23 +96,6 @@ def test_what_crosses(fresh_compile):
     assert fast < half < slow
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("layer", ["nnx", "linen"])
-def test_layers(layer):
-    """Breaks if a layer loses a recipe on its way to the block."""
-    x = make_x(CONFIG)
-    if layer == "nnx":
-        from flax import nnx
-
-        module = moax.nnx.MoE(CONFIG, rngs=nnx.Rngs(0), recipe=HALF)
-        y, params = module(x)[0], module.params
-    else:
-        module = moax.linen.MoEBlock(CONFIG, recipe=HALF)
-        variables = module.init(jax.random.key(0), x)
-        y, params = module.apply(variables, x)[0], moax.MoEParams(**variables["params"])
-    np.testing.assert_array_equal(y, moax.moe(x, params, CONFIG, recipe=HALF)[0])
-
-
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
