@@ -18,12 +18,11 @@ from benchmarks.report import Row
 from benchmarks.timing import Repeats
 from benchmarks.wires import exchange, gather, scatter, wire
 from moax import backend, program
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
 from moax.kernels import IMPLEMENTATIONS
 from moax.mesh.axes import ROLES
-from moax.program import factor, mesh_of
-from moax.text import plural
+from moax.program import factor, mesh_of, plural
 
 NAME = "python -m benchmarks"
 DESCRIPTION = """\

@@ -20,7 +20,7 @@ from jax.profiler import ProfileData
 
 from moax import program
 from moax.inspect.hlo import KINDS
-from moax.text import align
+from moax.program import align
 
 NAME = "python -m benchmarks.profiles"
 DESCRIPTION = """\

@@ -17,7 +17,7 @@ from benchmarks import cases
 from benchmarks.problem import Problem
 from benchmarks.timing import Repeats, kernel_time
 from moax import backend, program
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.kernels.hopper.pallas import tiles
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
 from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8

@@ -26,7 +26,7 @@ MAX_LINES = 400
 # A module may import modules of lower rank, and of its own rank only what SIDEWAYS names. `moax` is the package itself,
 # with all its public names: only the programs above it may import that.
 RANKS = {
-    **dict.fromkeys(["errors", "checks", "config", "recipe", "types", "groups", "models", "extras", "text"], 0),
+    **dict.fromkeys(["checks", "config", "recipe", "types", "groups", "models", "extras"], 0),
     "jaxprs": 0,
     **dict.fromkeys(["params", "reference"], 1),
     "backend": 2,

@@ -18,7 +18,7 @@ from benchmarks.cases import Direction
 from benchmarks.problem import Problem, dequantize
 from benchmarks.report import HOPPER
 from moax import backend
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8
 from moax.ops import grouped_matmul
 

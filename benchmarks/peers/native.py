@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from moax import MoEConfig, MoEParams
 from moax.backend import platform
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 
 NO_RAGGED = "tokens cross by lax.all_to_all of padded buckets: XLA has no ragged_all_to_all on this platform"
 

@@ -9,7 +9,7 @@ import jax
 from benchmarks.cases import Direction
 from benchmarks.kernels.ours import Call
 from benchmarks.problem import Problem
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 
 # (block_m, block_n, block_k, max_concurrent_steps), the likely best first
 PRODUCT = ((128, 128, 64, 4), (128, 192, 64, 4), (128, 128, 64, 6), (192, 128, 64, 4), (64, 256, 64, 4))

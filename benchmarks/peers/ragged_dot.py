@@ -8,7 +8,7 @@ from jax import lax
 from benchmarks.cases import Direction
 from benchmarks.kernels.ours import Call
 from benchmarks.problem import Problem
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 
 # (contracted dims of left and right, whether the right operand has a matrix for each group)
 DIMENSIONS = {"fwd": (1, 1, True), "dgrad": (1, 2, True), "wgrad": (0, 0, False)}

@@ -29,7 +29,7 @@ from benchmarks.peers.torch_layer import torch
 from benchmarks.report import why
 from benchmarks.timing import Repeats
 from moax import MoEConfig
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 
 CHECKED = 256  # tokens in the check against float64
 LIMIT = 2e-2  # largest distance of y and of each gradient, norm over norm; SonicMoE rounds logits, h and a to bf16

@@ -31,7 +31,7 @@ from benchmarks.peers.torch_layer import Layer, Mesh, Params, dist, torch
 from benchmarks.report import why
 from benchmarks.timing import Repeats
 from moax import MoEConfig, RouterConfig
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 
 SECONDS = 450
 # NVLink multicast can put GPUs out of service that others share.

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from moax.block.experts import CHECKPOINT_NAMES as CHECKPOINT_NAMES
     from moax.block.layer import moe as moe
     from moax.block.layer import quantize_params as quantize_params
+    from moax.checks import Unsupported as Unsupported
     from moax.config import MoEConfig as MoEConfig
     from moax.config import RouterConfig as RouterConfig
-    from moax.errors import Unsupported as Unsupported
     from moax.initialize import init as init
     from moax.layers import LogicalAxes as LogicalAxes
     from moax.mesh.axes import Axes as Axes
@@ -40,32 +40,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "CHECKPOINT_NAMES": "moax.block.experts",
-    "quantize_params": "moax.block.layer",
-    "moe": "moax.block.layer",
-    "MoEConfig": "moax.config",
-    "RouterConfig": "moax.config",
-    "Unsupported": "moax.errors",
-    "init": "moax.initialize",
-    "LogicalAxes": "moax.layers",
-    "Axes": "moax.mesh.axes",
-    "make_mesh": "moax.mesh.devices",
-    "load_metrics": "moax.ops.balance",
-    "update_router_bias": "moax.ops.balance",
-    "route": "moax.ops.routing",
-    "Options": "moax.options",
-    "MoEParams": "moax.params",
-    "Format": "moax.recipe",
-    "Recipe": "moax.recipe",
-    "Recipes": "moax.recipe",
-    "scan": "moax.scan",
-    "param_specs": "moax.sharding",
-    "MoEStats": "moax.types",
-    "QArray": "moax.types",
-    "QuantizedParams": "moax.types",
-    "Routing": "moax.types",
+_NAMES = {
+    "moax.block.experts": ("CHECKPOINT_NAMES",),
+    "moax.block.layer": ("moe", "quantize_params"),
+    "moax.checks": ("Unsupported",),
+    "moax.config": ("MoEConfig", "RouterConfig"),
+    "moax.initialize": ("init",),
+    "moax.layers": ("LogicalAxes",),
+    "moax.mesh.axes": ("Axes",),
+    "moax.mesh.devices": ("make_mesh",),
+    "moax.ops.balance": ("load_metrics", "update_router_bias"),
+    "moax.ops.routing": ("route",),
+    "moax.options": ("Options",),
+    "moax.params": ("MoEParams",),
+    "moax.recipe": ("Format", "Recipe", "Recipes"),
+    "moax.scan": ("scan",),
+    "moax.sharding": ("param_specs",),
+    "moax.types": ("MoEStats", "QArray", "QuantizedParams", "Routing"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("estimate", "hf", "inspect", "linen", "lora", "nnx", "ops")
 
 

@@ -1,4 +1,7 @@
-"""Checks of arguments. Each check raises a ValueError that names the argument, its value and what would be right."""
+"""Checks of arguments. Each check raises a ValueError that names the argument, its value and what would be right.
+
+`Unsupported` is the one exception class of moax.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+class Unsupported(NotImplementedError):
+    """An implementation that was chosen by name cannot do its task; the message says why."""
 
 
 def is_int(value: Any) -> bool:

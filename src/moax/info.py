@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 
 from moax import backend, program
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.exchange import EXCHANGES, TRANSPORTS, select_transport
 from moax.extras import EXTRAS, version
 from moax.kernels import DEFAULT, IMPLEMENTATIONS, find_note, select_kernels, supports_fp8
+from moax.program import align
 from moax.recipe import RECIPES, get_recipe
-from moax.text import align
 
 DESCRIPTION = "Shows versions, devices, the kernels and exchanges that run on this machine, and the extras."
 

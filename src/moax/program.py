@@ -10,12 +10,12 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
 from moax import extras
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
 from moax.mesh.axes import ROLES
 from moax.mesh.collectives import GRAD_REDUCE
@@ -151,3 +151,22 @@ def mesh_over_devices(sizes: Sizes) -> jax.sharding.Mesh:
             f"--cpu-devices {total}"
         )
     return make_mesh(dict(sizes))
+
+
+def align(rows: Sequence[tuple[str, ...] | None], right: tuple[int, ...] = ()) -> str:
+    """Returns rows of cells as lines of aligned columns; None in place of a row draws a rule of dashes.
+
+    The columns of the indices `right` are flush right, and the others flush left.
+    """
+    widths = [max(map(len, column)) for column in zip(*(row for row in rows if row), strict=True)]
+    rule = tuple("-" * width for width in widths)
+    flush = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return "\n".join(
+        "  ".join(f(cell, width) for f, cell, width in zip(flush, row or rule, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns a count with its noun: `plural(1, "layer")` is "1 layer", `plural(2, "layer")` is "2 layers"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

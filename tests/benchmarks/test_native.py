@@ -11,7 +11,7 @@ from jax import lax
 import moax
 from benchmarks.peers import native
 from moax import reference
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from support import make_params, put, random, rel_norm
 from support.benchmarks import by_gather
 

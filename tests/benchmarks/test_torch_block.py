@@ -21,7 +21,7 @@ from benchmarks.peers import torch_block
 from benchmarks.processes import ROOT, environment
 from benchmarks.timing import Repeats
 from moax import reference
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.models import MODELS
 from support import rel_norm
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.groups import find_groups, zero_rows
 from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.pallas.activation_bf16 import activate_grad_rows, activate_rows

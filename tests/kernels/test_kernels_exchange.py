@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.kernels.hopper.pallas.exchange import coordinates, place, put_rows
 from support import interpret
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.groups import group_starts, zero_rows
 from moax.kernels import implementation
 from moax.kernels.hopper.formats import HALF, GatheredRows

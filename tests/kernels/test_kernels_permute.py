@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.pallas.permute import gather_rows, gather_sum
 from support import interpret, kernels_of, lower, some

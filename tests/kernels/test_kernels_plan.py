@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.groups import align_up
 from moax.kernels import implementation
 from moax.kernels.hopper.pallas import plan, ptx

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
 from moax.kernels.scales import dequantize as dequantize_local

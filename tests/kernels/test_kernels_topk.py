@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.kernels import implementation
 from moax.kernels.hopper.pallas.topk import top_k_rows
 from support import interpret, lower, some, spread

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 import moax
 from moax import backend, cli, extras, info, program
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
 from moax.kernels import IMPLEMENTATIONS, select_kernels
 from moax.recipe import RECIPES

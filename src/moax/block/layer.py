@@ -28,9 +28,8 @@ from moax.block.routing_override import (
     find_routing,
     merge_duplicate_experts,
 )
-from moax.checks import check_int, check_kind, check_mask
+from moax.checks import Unsupported, check_int, check_kind, check_mask
 from moax.config import MoEConfig
-from moax.errors import Unsupported
 from moax.exchange import TRANSPORTS, select_transport
 from moax.kernels import select_kernels
 from moax.lora import Adapters, check_adapters, scaled

@@ -10,8 +10,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from moax.block.moe import BlockPlan, Round
+from moax.checks import Unsupported
 from moax.config import MoEConfig
-from moax.errors import Unsupported
 from moax.exchange import AUTO, TRANSPORTS
 from moax.exchange.slots import allot_slots
 from moax.exchange.transport import ExchangeSpec

@@ -19,9 +19,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from moax.block.layer import moe
 from moax.block.moe import BlockPlan
 from moax.block.plan import make_plan
-from moax.checks import check_count, check_kind
+from moax.checks import Unsupported, check_count, check_kind
 from moax.config import MoEConfig
-from moax.errors import Unsupported
 from moax.estimate.tracing import trace
 from moax.exchange import TRANSPORTS, find_transport
 from moax.exchange.transport import Transfer

@@ -14,8 +14,8 @@ from moax.mesh.axes import Axes
 from moax.mesh.specs import local_shape
 from moax.models import MODELS, find_model
 from moax.params import param_shapes
+from moax.program import align, plural
 from moax.sharding import expert_specs
-from moax.text import align, plural
 
 DESCRIPTION = """\
 Estimates the MoE blocks of a model on a mesh: the layout of each parameter, the memory of a device, and the bytes and

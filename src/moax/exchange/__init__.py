@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.exchange.one_sided import OneSided
 from moax.exchange.portable import AllGather, AllToAll
 from moax.exchange.transport import Transport

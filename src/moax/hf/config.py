@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moax.checks import Unsupported
 from moax.config import SWIGLU_OAI_LIMIT, Activation, MoEConfig, RouterConfig
-from moax.errors import Unsupported
 from moax.hf.families import FAMILIES, Family, family_of
 
 Values = Mapping[str, Any]

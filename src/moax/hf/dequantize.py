@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import BFloat16, Float, Float8e4m3fn, UInt8
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.hf.files import Entry, find_entry
 
 BF16 = np.dtype(jnp.bfloat16)

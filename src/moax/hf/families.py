@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from moax.checks import Unsupported
 from moax.config import SWIGLU_OAI_ALPHA, Activation, RouterConfig
-from moax.errors import Unsupported
 from moax.hf.tensor_layouts import BlockLayout, block_layout
 
 

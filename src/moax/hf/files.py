@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 
 DTYPES = {
     name: np.dtype(scalar)

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moax.checks import Unsupported
 from moax.config import MoEConfig
-from moax.errors import Unsupported
 from moax.params import DIMS, dim_sizes, param_shapes
 
 LAYER = re.compile(r"(?:.*?\.)??(?:layers|blocks)\.(\d+)\.")  # the start of a name, up to the number of its layer

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from moax.checks import Unsupported
 from moax.config import MoEConfig
-from moax.errors import Unsupported
 from moax.hf.config import config_to_hf, read_config
 from moax.hf.dequantize import MXFP4, QUANTIZED, Stored, locate
 from moax.hf.families import MODEL_TYPES, layout_of, layouts_of

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moax.backend import log_once, platform
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.groups import Groups
 from moax.mesh.axes import Names
 from moax.recipe import Contracted, Format, Recipe, Recipes

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from moax.backend import log_once
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 
 PACKAGE = Path(__file__).parents[1]
 # These settings change what a function of moax traces to. The module of a program shows all others.

@@ -17,8 +17,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from moax.checks import check_choice, check_kind
-from moax.errors import Unsupported
+from moax.checks import Unsupported, check_choice, check_kind
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.collectives import reduce_max, varying
 from moax.mesh.specs import is_explicit, manual_axes, mesh_of, resolve_axes

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.groups import Groups, find_groups, zero_rows
 from moax.kernels.xla.quantization import quantize_for_matmul
 from moax.mesh.axes import Names

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 from jaxtyping import Array, Float
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.jaxprs import called, operations
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.quantize import (

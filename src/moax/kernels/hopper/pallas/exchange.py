@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.mesh.collectives import with_vma_of_inputs
 
 SMS = 32  # the multiprocessors that exchange; products of other streams have the others

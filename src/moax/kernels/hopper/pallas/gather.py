@@ -18,7 +18,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import vector
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.kernels.hopper.pallas.ptx import i32, run_ptx, to_fragments
 
 LINE = 128  # the bytes of a line, and of the swizzle

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks
 from moax.kernels.hopper.pallas.activation import evaluate, rounded
 from moax.kernels.hopper.pallas.blocks import load_rows, operands_of, over_blocks, rows_of

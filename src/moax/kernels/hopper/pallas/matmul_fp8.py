@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.blocks import load_rows, operands_of, over_blocks
 from moax.kernels.hopper.pallas.pipeline import TileConfig, add_bias, pad_bias, run, stage, swizzle_of

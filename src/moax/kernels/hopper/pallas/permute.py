@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.formats import HALF, Blocks
 from moax.mesh.collectives import with_vma_of_inputs

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.backend import count_sms
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.kernels.hopper.pallas.gather import gather_stages
 from moax.mesh.collectives import varying
 

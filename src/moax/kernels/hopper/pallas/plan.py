@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.pallas import ptx
 from moax.kernels.hopper.pallas.compat import store

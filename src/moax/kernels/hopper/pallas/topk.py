@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moax.errors import Unsupported
+from moax.checks import Unsupported
 from moax.kernels.hopper.pallas.compat import store
 from moax.mesh.collectives import with_vma_of_inputs
 
