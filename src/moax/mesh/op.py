@@ -58,11 +58,19 @@ class OpSharding(NamedTuple):
     layout: Any = None
 
 
+class Dims(NamedTuple):
+    """The dims of an array: those it may share with other arrays, and the leading ones of a tree; None for no tree."""
+
+    shared: tuple[str, ...]
+    own: tuple[str, ...] | None = None
+    equal: bool = False  # on all devices, so that it is not summed
+
+
 class Rule(NamedTuple):
     """A parsed rule: the dims of each leaf of the operands and of each result, and (name, size) of dims in blocks."""
 
-    leaves: tuple[tuple[str, ...], ...]
-    results: tuple[tuple[str, ...], ...]
+    leaves: tuple[Dims, ...]
+    results: tuple[Dims, ...]
     sizes: tuple[tuple[str, int], ...] = ()
 
 
@@ -108,10 +116,9 @@ class Op:
         Ops with a `custom_vjp` call it on their operands first, so that gradients have the types of operands. JAX then
         sums a gradient over the axes over which the type of its array did not vary.
         """
-        if not view.explicit:
-            return jax.tree.map(lambda x: vary_like(x, operands), operands)
-        found = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, operands)
-        return self._reshard(view, self.sharding(static, operands, found), operands)
+        if view.explicit:
+            return self._lay_out(view, static, operands)[1]
+        return jax.tree.map(lambda x: vary_like(x, operands), operands)
 
     def rule(self, static: Any, operands: tuple) -> Rule:
         """Returns the parsed rule of the op for these operands."""
@@ -119,81 +126,69 @@ class Op:
         text, sizes = (made, ()) if isinstance(made, str) else made
         given, results = (side.split(",") for side in text.split("->"))
         leaves, stars = [], {}  # the dims of "*c" are c0, c1, ...
-
-        def expand(entry: str) -> tuple[str, ...]:
-            dims = (stars.get(dim, ()) if dim[0] == "*" else (dim,) for dim in DIM.findall(entry))
-            return tuple(itertools.chain(*dims))
-
         for entry, operand in zip(given, operands, strict=True):
-            arrays = jax.tree.leaves(operand)
-            parts = entry.strip(" {}").split("|")
-            for part, array in zip(parts * (len(arrays) if len(parts) == 1 else 1), arrays, strict=bool(arrays)):
-                dims = DIM.findall(part)
-                for star in (dim for dim in dims if dim[0] == "*" and dim not in stars):
-                    stars[star] = [f"{star[1:]}{i}" for i in range(array.ndim - len(dims) + 1)]
-                leaves.append(expand(part))
-        return Rule(tuple(leaves), tuple(map(expand, results)), sizes)
+            arrays, parts = jax.tree.leaves(operand), [DIM.findall(part) for part in entry.strip(" {}").split("|")]
+            for dims, array in zip(parts * (len(arrays) if len(parts) == 1 else 1), arrays, strict=bool(arrays)):
+                for star in (dim for dim in dims if dim[0] == "*"):
+                    stars.setdefault(star, [f"{star[1:]}{i}" for i in range(array.ndim - len(dims) + 1)])
+                leaves.append(dims)
+        entries = []
+        for found in (*leaves, *map(DIM.findall, results)):
+            dims = tuple(itertools.chain(*(stars.get(dim, ()) if dim[0] == "*" else (dim,) for dim in found)))
+            tree = dims[:1] in (("@",), ("=",))
+            entries.append(Dims((), dims[1:], dims[0] == "=") if tree else Dims(dims))
+        return Rule(tuple(entries[: len(leaves)]), tuple(entries[len(leaves) :]), sizes)
 
-    def sharding(self, static: Any, operands: tuple, found: PyTree) -> OpSharding:
-        """Returns the layout of the op; `found` has the spec of each operand leaf, None where it is unknown."""
+    def sharding(self, static: Any, operands: tuple, found: PyTree = None, *, chosen: bool = False) -> OpSharding:
+        """Returns the layout of the op; `found` has the spec of each operand leaf, None where it is unknown.
+
+        Where XLA has `chosen` the specs that were found, they are no mistake of the caller: an op that cannot take them
+        has the declared layout, and the log says so.
+        """
         if self._sharding is not None:
-            return self._sharding(static, operands, found)
+            unknown = jax.tree.map(lambda x: None, operands)
+            try:
+                return self._sharding(static, operands, unknown if found is None else found)
+            except ValueError as error:
+                if not chosen:
+                    raise
+                log_once(f"{self.name}: {error}; the declared layout is used instead, which may move it unquantized")
+                return self._sharding(static, operands, unknown)
         rule, axes = self.rule(static, operands), static.axes
         split = dict.fromkeys(TOKENS, axes.tokens)
         split |= {k: getattr(axes, v) if isinstance(v, str) else v(static) for k, v in self._split.items()}
+        specs = [
+            [split.get(dim, ()) for dim in (*dims.shared, *(dims.own or ()))] for dims in rule.leaves + rule.results
+        ]
+        leaves, results = specs[: len(rule.leaves)], specs[len(rule.leaves) :]
+        over, reduce = dict.fromkeys(name for entries in leaves for names in entries for name in names), []
+        for dims, entries in zip(rule.results, results, strict=True):
+            reduce.append(() if dims.equal else tuple(n for n in over if n not in sum(entries, ())))
+        tree = jax.tree.structure(operands)
+        return OpSharding(tree.unflatten(Spec(*entries) for entries in leaves), [Spec(*of) for of in results], reduce)
 
-        def axes_of(entry):
-            return [name for dim in entry for name in split.get(dim, ())]
-
-        def spec_of(entry):
-            return Spec(*(split.get(dim, ()) for dim in entry if dim not in "@="))
-
-        over = dict.fromkeys(name for entry in rule.leaves for name in axes_of(entry))
-        reduce = [() if dims == ("=",) else tuple(n for n in over if n not in axes_of(dims)) for dims in rule.results]
-        specs = jax.tree.unflatten(jax.tree.structure(operands), map(spec_of, rule.leaves))
-        return OpSharding(specs, [spec_of(entry) for entry in rule.results], reduce)
-
-    def propagated(self, view: MeshView, static: Any, operands: tuple, found: PyTree) -> OpSharding:
-        """Returns `sharding` where XLA chose the specs that were found, and the declared one where no op can take them.
-
-        A spec that XLA chose is no mistake of the caller, but the log says what it costs.
-        """
-        try:
-            sharding = self.sharding(static, operands, found)
-        except ValueError as error:
-            log_once(f"{self.name}: {error}; the declared layout is used instead, which may move it unquantized")
-            return self.sharding(static, operands, jax.tree.map(lambda x: None, operands))
-        tree, tokens = jax.tree.structure(operands), set(view.axes.tokens)
-        for specs in zip(tree.flatten_up_to(found), tree.flatten_up_to(sharding.operands), strict=True):
-            here, there = (as_names(next(iter(of or ()), None)) for of in specs)
-            if here != there and set(here) == set(there) == tokens:
-                log_once(
-                    f"moax moves tokens from their order over mesh axes {here} into that over {there}; "
-                    "moax.Axes(tokens=...) can say the order"
-                )
-        return sharding
-
-    def _reshard(self, view, sharding, operands):
-        """Returns the operands in the layout of the op; raises ValueError where a size does not divide."""
+    def _lay_out(self, view: MeshView, static, operands):
+        """Returns the layout and the operands in it; raises ValueError where a size does not divide."""
         leaves, tree = jax.tree.flatten(operands)
+        found = tree.unflatten(jax.typeof(x).sharding.spec if view.explicit else None for x in leaves)
+        sharding = self.sharding(static, operands, found)
         specs = tree.flatten_up_to(sharding.operands)
         for i, (leaf, to) in enumerate(zip(leaves, specs, strict=True)):
             check_divides(f"{self.name}: operand {i}", leaf.shape, to, view.axes)
         if view.explicit:
             leaves = [jax.sharding.reshard(x, NamedSharding(view.mesh, s)) for x, s in zip(leaves, specs, strict=True)]
-        return tree.unflatten(leaves)
+        return sharding, tree.unflatten(leaves)
 
-    def _run(self, view, static, *operands):
+    def _run(self, view: MeshView, static, *operands):
         """Runs the op by the local function or by `shard_map`."""
-        found = jax.tree.map(lambda x: jax.typeof(x).sharding.spec if view.explicit else None, operands)
-        sharding = self.sharding(static, operands, found)
         if view.engine == "local":
-            return self.compute_shards(static, sharding, *operands, reduce=False)
-        leaves, tree = jax.tree.flatten(self._reshard(view, sharding, operands))
-        specs = tree.flatten_up_to(sharding.operands)
+            return self.compute_shards(static, self.sharding(static, operands), *operands, reduce=False)
+        sharding, operands = self._lay_out(view, static, operands)
+        leaves, tree = jax.tree.flatten(operands)
         mapped = jax.shard_map(
             lambda *shards: self.compute_shards(static, sharding, *tree.unflatten(shards)),
-            mesh=view.mesh, in_specs=tuple(specs), out_specs=tuple(sharding.results), axis_names=view.mapped,
+            mesh=view.mesh, in_specs=tuple(tree.flatten_up_to(sharding.operands)), out_specs=tuple(sharding.results),
+            axis_names=view.mapped,
             # Inside a `shard_map` over other axes, types that vary over these must stay what they are.
             check_vma=any(map(varying, leaves)),
         )  # fmt: skip
@@ -252,22 +247,34 @@ def with_gradient(op: Op, grad: Op, save: Callable, pull: Callable, once: str | 
 @functools.lru_cache(maxsize=4096)
 def _bind(call: _Call) -> Callable:
     """Returns the function of global operands that makes the call; equal calls have the same function."""
-    partitioned = custom_partitioning(call.compute)
+    # `custom_partitioning` needs a function of global arrays for its types, and has no derivatives: the call by
+    # `shard_map` gives both.
+    mapped = functools.partial(call.op, call.view._replace(engine="shard_map"), call.static)
+    partitioned = custom_partitioning(mapped)
     partitioned.def_partition(call.partition, sharding_rule=call.make_rule)
+    shared = [dim for dims in call.rule.leaves for dim in dims.shared]
+    known = {name for dim in shared for name in (dim, *dim.strip("()").split())}
 
     @custom_vmap
     def function(*operands):
-        return call.place(operands, partitioned(*refuse_derivative(call.op.name, operands)))
+        specs = call.op.sharding(call.static, operands).results
+        results = list(partitioned(*refuse_derivative(call.op.name, operands)))
+        for i, (dims, spec) in enumerate(zip(call.rule.results, specs, strict=True)):
+            # Shardy would replicate a dim that no operand names, so such a dim is constrained.
+            if dims.own is not None or not known.issuperset(dims.shared):
+                named = itertools.zip_longest(dims.shared, spec)
+                to = Spec(*(FREE if dim in known else entry for dim, entry in named))
+                results[i] = jax.tree.map(functools.partial(constrain, to=to), results[i])
+        return tuple(results)
 
     @function.def_vmap
     def batch(size, batched, *operands):
-        op = _Batch(call.op.name, call.op, tuple(jax.tree.leaves(batched)))
+        op = _Batch(call.op.name, call.op, call.view.axes.all, tuple(jax.tree.leaves(batched)))
         results = _bind(_Call(op, call.view, call.static, op.rule(call.static, operands)))(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     derivable = jax.custom_jvp(function)
-    # `custom_partitioning` has no derivatives, so those of the call run by `shard_map`, as they do on Explicit axes.
-    derivable.defjvp(functools.partial(jax.jvp, call.compute))
+    derivable.defjvp(functools.partial(jax.jvp, mapped))
     return derivable
 
 
@@ -280,52 +287,40 @@ class _Call:
     static: Hashable
     rule: Rule
 
-    def compute(self, *operands):
-        """Returns the results by `shard_map`: `custom_partitioning` needs a function of global arrays for its types."""
-        return self.op(self.view._replace(engine="shard_map"), self.static, *operands)
-
     def partition(self, mesh, operands, results):
         """Serves as the partition callback of `custom_partitioning`."""
         # JAX passes an empty mesh, and shardings without specs, where no argument of the program has a sharding.
-        mesh = self.view.mesh if mesh.empty else mesh
+        mesh, tree = self.view.mesh if mesh.empty else mesh, jax.tree.structure(operands)
         found = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
-        sharding, tree = self.op.propagated(self.view, self.static, operands, found), jax.tree.structure(operands)
-        taken = tree.unflatten(NamedSharding(mesh, of) for of in tree.flatten_up_to(sharding.operands))
-        each = zip(results, [NamedSharding(mesh, of) for of in sharding.results], strict=True)
-        made = tuple(jax.tree.map(lambda _, to=to: to, result) for result, to in each)
+        sharding = self.op.sharding(self.static, operands, found, chosen=True)
+        taken = tree.flatten_up_to(sharding.operands)
+        for pair in zip(tree.flatten_up_to(found), taken, strict=True):
+            for here, there in zip(*(map(as_names, spec or ()) for spec in pair), strict=False):
+                if here != there and set(here) == set(there) == set(self.view.axes.tokens):
+                    log_once(
+                        f"moax moves tokens from their order over mesh axes {here} into that over {there}; "
+                        "moax.Axes(tokens=...) can say the order"
+                    )
+        made = tuple(
+            jax.tree.map(functools.partial(lambda to, _: to, NamedSharding(mesh, of)), result)
+            for result, of in zip(results, sharding.results, strict=True)
+        )
+        taken = tree.unflatten(NamedSharding(mesh, of) for of in taken)
         return mesh, functools.partial(self.op.compute_shards, self.static, sharding), made, taken
-
-    def place(self, operands, results):
-        """Returns the results; Shardy would replicate a dim that no operand names, so such a dim is constrained."""
-        shared = [dim for dims in self.rule.leaves for dim in _letters(dims)]
-        known = {name for dim in shared for name in (dim, *dim.strip("()").split())}
-        specs = self.op.propagated(self.view, self.static, operands, jax.tree.map(lambda x: None, operands)).results
-
-        def place_one(result, of: Spec, dims):
-            follows = [dim in known for dim in _letters(dims)]
-            if len(follows) == len(dims) and all(follows):
-                return result
-            entries = itertools.zip_longest(follows, of)
-            to = Spec(*(FREE if follow else entry for follow, entry in entries))
-            return jax.tree.map(lambda x: constrain(x, to), result)
-
-        return tuple(map(place_one, results, specs, self.rule.results))
 
     def make_rule(self, mesh, operand_types, result_types):
         """Returns the Shardy rule of the call, as the rule callback of `custom_partitioning`."""
         name_call(self, mesh, operand_types, result_types)
-        fresh = (f"z{i}" for i in itertools.count())
-
-        def entry(dims, type_) -> str:  # the dims of a tree have no letter in common with other arrays
-            letters = _letters(dims)
-            own = len(type_.shape) - len(letters) if len(letters) < len(dims) else 0
-            return " ".join([*letters, *itertools.islice(fresh, own)])
-
-        # A tree of results has any number of leaves, and comes after all single results.
-        made = list(self.rule.results)
-        made += made[-1:] * (len(result_types) - len(made))
-        operands, results = map(entry, self.rule.leaves, operand_types), map(entry, made, result_types)
-        return f"{', '.join(operands)} -> {', '.join(results)}", dict(self.rule.sizes)
+        fresh, sides = (f"z{i}" for i in itertools.count()), []
+        for entries, types in ((self.rule.leaves, operand_types), (self.rule.results, result_types)):
+            # A tree of results has any number of leaves, also none, and comes after all single results.
+            entries = (*entries, *entries[-1:] * (len(types) - len(entries)))
+            texts = []
+            for dims, array in zip(entries, types, strict=False):
+                own = 0 if dims.own is None else len(array.shape) - len(dims.shared)
+                texts.append(" ".join([*dims.shared, *itertools.islice(fresh, own)]))
+            sides.append(", ".join(texts))
+        return " -> ".join(sides), dict(self.rule.sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,6 +333,7 @@ class _Batch:
 
     name: str
     op: Op | _Batch
+    roles: Names
     batched: tuple[bool, ...]
 
     def __call__(self, view: MeshView, static: Hashable, *operands):
@@ -349,24 +345,23 @@ class _Batch:
     def rule(self, static, operands) -> Rule:
         """Returns the rule of the op with a letter of the batch in front."""
         leaves, results, sizes = self.op.rule(static, self._one(operands))
-        letter = f"v{len(results[0])}"  # each level of `jax.vmap` adds a dim to a result
-        split = ((letter, *dims) if b else dims for dims, b in zip(leaves, self.batched, strict=True))
-        return Rule(tuple(split), tuple((letter, *dims) for dims in results), sizes)
+        letter = f"v{len(results[0].shared)}"  # each level of `jax.vmap` adds a dim to a result
+        split = ((*leaves, *results), (*self.batched, *[True] * len(results)))
+        made = [dims._replace(shared=(letter, *dims.shared)) if b else dims for dims, b in zip(*split, strict=True)]
+        return Rule(tuple(made[: len(leaves)]), tuple(made[len(leaves) :]), sizes)
 
-    def propagated(self, view: MeshView, static, operands, found) -> OpSharding:
+    def sharding(self, static, operands, found: PyTree = None, *, chosen: bool = False) -> OpSharding:
         """Returns the layout of the batch, and as its `layout` that of one element."""
         leaves, tree = jax.tree.flatten(operands)
-        specs = tree.flatten_up_to(found)
-        split = (
-            tuple(name for name in pad(of, leaf.ndim)[0] if name not in view.axes.all)
-            for leaf, of, batched in zip(leaves, specs, self.batched, strict=True)
-            if batched and of is not None
-        )
-        over = next(filter(None, split), ())
-        inner = [of if of is None else Spec(*tuple(of)[b:]) for of, b in zip(specs, self.batched, strict=True)]
-        one = self.op.propagated(view, static, self._one(operands), tree.unflatten(inner))
+        specs: list[Spec | None] = [None] * len(leaves) if found is None else tree.flatten_up_to(found)
+        over: Names = ()
+        for i, (leaf, of, batched) in enumerate(zip(leaves, specs, self.batched, strict=True)):
+            if of is not None and batched:
+                over = over or tuple(name for name in pad(of, leaf.ndim)[0] if name not in self.roles)
+                specs[i] = Spec(*tuple(of)[1:])
+        one = self.op.sharding(static, self._one(operands), tree.unflatten(specs), chosen=chosen)
         wanted = zip(tree.flatten_up_to(one.operands), self.batched, strict=True)
-        taken = tree.unflatten([Spec(over, *of) if b else of for of, b in wanted])
+        taken = tree.unflatten([Spec(over, *of) if batched else of for of, batched in wanted])
         return OpSharding(taken, [Spec(over, *of) for of in one.results], one.reduce, one)
 
     def compute_shards(self, static, sharding: OpSharding, *operands):
@@ -388,8 +383,3 @@ class _Batch:
         leaves, tree = jax.tree.flatten(operands)
         types = zip(leaves, self.batched, strict=True)
         return tree.unflatten(jax.ShapeDtypeStruct(x.shape[b:], x.dtype) for x, b in types)
-
-
-def _letters(dims: Sequence[str]) -> list[str]:
-    """Returns the dims that an array may have in common with others: none of a tree, but for its batch."""
-    return list(itertools.takewhile(lambda dim: dim not in "@=", dims))
