@@ -3,21 +3,31 @@
     forward    gather wi, wo for products over rows       chunks of forward
     backward   gather wi, wo for products over columns    chunks of backward    scatter the gradients of wi, wo
 
-Each of these steps is an op of its own; `ops/weights.py` has the gather and the scatter.
+Each of these steps is an op of its own; `ops/weights.py` has the gather and the scatter. Chunks are the tokens of a
+device in equal parts, which no data joins until their results are put together:
+
+    tokens 0 to n - 1     dispatch   products   combine
+    tokens n to T - 1                dispatch   products   combine        n = ceil(T / chunks)
+
+XLA may then run the dispatch and the combine of one chunk beside the products of another. In backward the gradient of a
+weight goes from chunk to chunk and each one adds to it, so that it is scattered once. Every chunk has buffers of its
+own, and overflow rounds of its own where its tokens need them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moax.block.chunks import backward_chunks, forward_chunks
-from moax.block.moe import BlockPlan, Inputs, Residuals, Weights
+from moax.block.moe import NO_TOTAL, BlockPlan, Inputs, Residuals, Weights
+from moax.block.overflow import after, run_backward, run_forward
 from moax.lora import NAMES, specs_on
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.specs import Spec, device_spec
@@ -51,8 +61,14 @@ def _gather(view: MeshView, p: BlockPlan, w: Weights[Array], quantized: Quantize
 def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
     gathered = _gather(view, p, w, quantized, "rows")
     y, dropped, rounds, saved = _forward_op(view, p, *inputs, w, gathered)
+    # The names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`.
+    named = lambda tree, name: jax.tree.map(lambda v: checkpoint_name(v, name), tree)  # noqa: E731
+    saved = tuple(
+        Residuals(named(rows, "moax_rows"), named(h, "moax_hidden"), *named(rest, "moax_plan"))
+        for rows, h, *rest in saved
+    )
     needs_inputs = p.overflows or not p.save_rows
-    return (y, dropped, rounds), (tuple(map(_name, saved)), inputs if needs_inputs else None, w, quantized)
+    return (y, dropped, rounds), (saved, inputs if needs_inputs else None, w, quantized)
 
 
 def _plain(view: MeshView, p: BlockPlan, *operands):
@@ -68,36 +84,58 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     gathered = _gather(view, p, w, quantized, "columns")
     given = (None, None, None) if inputs is None else inputs
     dx, d_weights, *small, partial = _backward_op(view, p, saved, *given, w, quantized, gathered, dy)
-    dw = (
-        *(
-            None if d is None else scatter_gradient(view, weight, d, shard)
-            for weight, d, shard in zip((p.wi, p.wo), partial, w, strict=False)
-        ),
-        *small,
+    of_weights = zip((p.wi, p.wo), partial, w, strict=False)
+    large = (None if d is None else scatter_gradient(view, weight, d, shard) for weight, d, shard in of_weights)
+    gradients = (
+        None if v is None or d is None else d.astype(v.dtype) for v, d in zip(w, (*large, *small), strict=True)
     )
-    gradients = (None if v is None or d is None else d.astype(v.dtype) for v, d in zip(w, dw, strict=True))
     return Inputs(dx, cast(Any, None), d_weights), Weights(*gradients), None
 
 
 _experts = differentiable(_forward, _backward, once="moe", plain=_plain)
 
 
-def _name(saved: Residuals) -> Residuals:
-    """Returns a chunk's residuals with the names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`."""
-    rows, h, *rest = saved
-    rows = jax.tree.map(lambda v: checkpoint_name(v, "moax_rows"), rows)
-    rest = jax.tree.map(lambda v: checkpoint_name(v, "moax_plan"), rest)
-    return Residuals(rows, checkpoint_name(h, "moax_hidden"), *rest)
-
-
 def _forward_shards(p: BlockPlan, layouts, x, experts, weights, w, gathered):
-    return forward_chunks(p, layouts, Inputs(x, experts, weights), w, gathered)
+    """Returns y, the dropped assignments, the most rounds, and the residuals by chunk."""
+    made, known = [], None
+    for chunk in _split(p, Inputs(x, experts, weights)):
+        made.append(run_forward(p, layouts, after(known, chunk), w, gathered))
+        known = (made[-1][0], made[-1][2]) if p.overflows else None  # loops of chunks wait for one another
+    y, dropped, rounds, saved = zip(*made, strict=True)
+    return _join(y, x), sum(dropped[1:], dropped[0]), functools.reduce(jnp.maximum, rounds), saved
 
 
 def _backward_shards(p: BlockPlan, layouts, saved, x, experts, weights, w: Weights[Array], quantized, gathered, dy):
+    """Returns dx, the gradients of the routing weights and of the small weights, and those of wi and wo."""
     inputs = None if x is None else Inputs(x, experts, weights)
-    dx, d_weights, dw = backward_chunks(p, layouts, saved, inputs, w, quantized, gathered, dy)
-    return dx, d_weights, *dw[2:], tuple(None if d is None else d.astype(p.grad_dtype) for d in dw[:2])
+    made, known = [], [residuals.overflow for residuals in saved[1:]] or None  # forward of all chunks comes first
+    dw: Weights[Any] = NO_TOTAL
+    for chunk, residuals in zip(_split(p, (inputs, dy)), saved, strict=True):
+        own, d_own = after(known if p.overflows else None, chunk)
+        *known, dw = run_backward(p, layouts, residuals, own, w, quantized, gathered, d_own, dw)
+        made.append(known)
+    dx, d_weights = zip(*made, strict=True)
+    large = tuple(None if d is None else d.astype(p.grad_dtype) for d in dw[:2])
+    return _join(dx, dy), _join(d_weights, dy), *dw[2:], large
+
+
+def _split[T](p: BlockPlan, values: T) -> list[T]:
+    """Returns the chunks of the arrays [T, ...] of a pytree; tokens of 0 and of no expert complete the last chunk."""
+    if p.chunks == 1:
+        return [values]
+    size, num_experts = p.first.exchange.tokens, p.first.exchange.num_experts
+
+    def complete(rows: Array) -> Array:
+        none = jnp.asarray(num_experts if jnp.issubdtype(rows.dtype, jnp.integer) else 0, rows.dtype)
+        return lax.pad(rows, none, ((0, size * p.chunks - rows.shape[0], 0), (0, 0, 0)))
+
+    values = jax.tree.map(complete, values)
+    return [jax.tree.map(lambda rows, i=i: rows[i * size : (i + 1) * size], values) for i in range(p.chunks)]
+
+
+def _join(chunks: tuple[Array, ...], like: Array) -> Array:
+    """Returns the rows of all chunks, as many as `like` has."""
+    return jnp.concatenate(chunks)[: like.shape[0]] if len(chunks) > 1 else chunks[0]
 
 
 def _specs(p: BlockPlan, w: Weights[Array], found: Weights[Any]):

@@ -17,8 +17,8 @@
                combine                   y [T, H]
 
 Two names on one line are one step, which an implementation may compute in one kernel. The router runs before the chain.
-`overflow.py` runs further rounds for tokens that find no room in the buffers, `chunks.py` runs the chunks of a device's
-tokens, `experts.py` runs them on a mesh, and `layer.py` has `moax.moe`.
+`overflow.py` runs further rounds for tokens that find no room in the buffers, `experts.py` runs the chunks of a
+device's tokens on a mesh, and `layer.py` has `moax.moe`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class BlockPlan:
       axes, wi, wo: the mesh axes by role, and the static facts of both weights.
       dtype, grad_dtype, kernels: the dtypes of products and of gradients of weights; the implementation's name.
       first, later, overflows: the buffers of the first round, and of all others; whether a routing may need others.
-      chunks: the chunks of a device's tokens, see `chunks.py`; the buffers and all other sizes are for one chunk.
+      chunks: the chunks of a device's tokens, see `experts.py`; the buffers and all other sizes are for one chunk.
       balanced: the sorted rows of a rank at a balanced load, without padding.
       save_rows: whether forward leaves rows to backward: the received rows where products gather them, else the sorted
         ones. If the products gather them and ep is 1, the received rows are x, so nothing is saved.
