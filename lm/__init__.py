@@ -4,14 +4,12 @@ module       contents
 config       the settings of a run, and four presets
 data         the text, as batches of bytes
 model        parameters, their layout, and the forward pass
-optimizer    AdamW and its schedule
 step         one jitted update of the training state
-checkpoint   saving and restoring that state
+run          the files of a run, and its checkpoints
 loop         a run from start to end
-run          the files of a run
 processes    several processes that act as one run
 report       the lines that a run prints
-plots        curves of one run, of several runs, and of an experiment
+plots        curves of one run, and of an experiment
 experiments  runs that differ in recipe or seed, and the errors of their gradients
 command      the command line
 """

@@ -12,6 +12,8 @@ underflow   a value that is not 0 and becomes 0        saturated   a value that 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -31,17 +33,16 @@ from lm import loop, plots
 from lm import model as lm
 from lm import run as runs
 from lm import step as steps
-from lm.checkpoint import Checkpoints
-from lm.config import ModelConfig, TrainConfig, check_batch
+from lm.config import TrainConfig, check_batch
 from lm.data import load
 from lm.report import Report
-from moax import Format, MoEParams, Recipe, Recipes, ops
+from moax import Format, MoEParams, Recipe, ops
 from moax.program import mesh_over_devices
 from moax.recipe import RECIPES, get_recipes
 
 PROBED = 1 << 12  # the most tokens of the batch whose gradients are compared
 PROJECTIONS = ("gate", "up", "down")
-COUNTS = ("values", "underflow", "saturated")
+LOST = ("underflow", "saturated")
 # The programs of gradients run once, so XLA need not time its own kernels for each of their products: cuBLAS has one.
 ONCE = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
@@ -77,17 +78,15 @@ class Arms:
         """The folder of the experiment."""
         return Path(self.config.out, self.config.name)
 
-    def arm(self, recipe: str, seed: int) -> tuple[TrainConfig, runs.Run]:
-        """Returns the settings and the folder of one run."""
-        name = f"{recipe}-seed{seed}"
-        none = None if recipe == "none" else recipe
-        config = dataclasses.replace(self.config, out=str(self.folder), name=name, recipe=none, seed=seed)
-        return config, runs.Run(self.folder / name)
-
-    def every(self) -> list[tuple[str, int]]:
-        """Returns (recipe, seed) of each run, in the order in which they train."""
-        first = self.config.seed
-        return [(recipe, seed) for seed in range(first, first + self.seeds) for recipe in self.recipes]
+    @property
+    def runs(self) -> dict[tuple[str, int], tuple[TrainConfig, runs.Run]]:
+        """{(recipe, seed): (settings, files)} of each run, in the order in which they train."""
+        found, first = {}, self.config.seed
+        for seed, recipe in itertools.product(range(first, first + self.seeds), self.recipes):
+            how = dict(out=str(self.folder), name=f"{recipe}-seed{seed}", recipe=None if recipe == "none" else recipe)
+            config = dataclasses.replace(self.config, **how, seed=seed)
+            found[recipe, seed] = config, runs.Run(self.folder / config.name)
+        return found
 
 
 def find(out: str, name: str | None) -> Path | None:
@@ -112,7 +111,9 @@ def train(
     """Trains every run to its end, then compares them; Ctrl-C saves the run at hand and compares what there is.
 
     `resume` continues the runs of the folder; without it, a taken name becomes NAME-2. `report` makes the report of
-    each run. The result is the contents of results.json; see `compare`.
+    each run. The result is the contents of results.json: `held_out` has the losses of each run, `gaps` is the result of
+    `find_gaps`, and `gradients` has the results of `probe` for the last checkpoint of each recipe's first seed, or
+    those of results.json where that checkpoint is gone.
 
     Raises:
       ValueError: as `loop.train`, or several processes run it.
@@ -122,39 +123,36 @@ def train(
     load(arms.config.text, arms.config.seq)
     check_batch(arms.config, mesh_over_devices(arms.config.mesh))
     if not resume:
-        arms = dataclasses.replace(arms, config=runs.create(arms.config)[1])
+        arms = dataclasses.replace(arms, config=runs.create(arms.config))
     settings = {"recipes": arms.recipes, "seeds": arms.seeds, "config": arms.config.to_json()}
     (arms.folder / "arms.json").write_text(json.dumps(settings, indent=2) + "\n")
-    build, interrupted = _build_once(), False
-    for config, run in (arms.arm(*each) for each in arms.every()):
-        evaluated = [row["step"] for row in run.rows() if "held_out_loss" in row]
+    compiled, interrupted = functools.cache(steps.build), False
+
+    def build(config: TrainConfig, mesh) -> steps.Program:  # one program for runs that differ in their seed alone
+        program = compiled(dataclasses.replace(config, seed=0, name="arm"), mesh)
+        return dataclasses.replace(program, init=steps.jit_init(config, mesh))
+
+    for config, run in arms.runs.values():
+        evaluated = [row["step"] for row in run.rows("held_out_loss")]
         if max([_last_checkpoint(run), *evaluated]) >= config.steps:
             continue
-        begun = (run.path / "config.json").is_file()
+        begun = run.config.is_file()
         if run.path.is_dir() and not begun:  # It ended while it made its folder.
             run.path.rmdir()
         interrupted = loop.train(config, resume=begun, report=report(), on_step=on_step, build=build).interrupted
         if interrupted:
             break
-    results = {}
+    path = arms.folder / "results.json"
+    earlier = json.loads(path.read_text())["gradients"] if path.is_file() else []
+    known, results = {row["recipe"]: row for row in earlier}, {}
     for probed in (False, True):  # The losses are safe before gradients are computed.
-        results = compare(arms, probed=probed) | {"interrupted": interrupted}
-        (arms.folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        if probed:
+            known |= {row["recipe"]: row for row in map(functools.partial(_probe_arm, arms), arms.recipes) if row}
+        results = compare(arms, [known[recipe] for recipe in arms.recipes if recipe in known])
+        results["interrupted"] = interrupted
+        path.write_text(json.dumps(results, indent=2) + "\n")
         plots.draw_experiment(results, arms.folder / "arms.png")
     return results
-
-
-def _build_once() -> Callable[..., steps.Program]:
-    """Returns `step.build`, which compiles once for runs that differ in their seed alone."""
-    made: dict[TrainConfig, steps.Program] = {}
-
-    def build(config: TrainConfig, mesh) -> steps.Program:
-        key = dataclasses.replace(config, seed=0, name="arm")
-        if key not in made:
-            made[key] = steps.build(config, mesh)
-        return dataclasses.replace(made[key], init=steps.jit_init(config, mesh))
-
-    return build
 
 
 def _last_checkpoint(run: runs.Run) -> int:
@@ -163,74 +161,58 @@ def _last_checkpoint(run: runs.Run) -> int:
     return max((int(path.name) for path in names if path.name.isdecimal()), default=-1)
 
 
-def compare(arms: Arms, *, probed: bool = True) -> dict[str, Any]:
-    """Returns what is known of the runs, as a dict that JSON can hold.
-
-    `held_out` has the losses of each run. `gaps` has, for each recipe but the first and each step, by how much its loss
-    exceeds that of the first recipe (`gaps` by seed, and their mean), beside `between_seeds`, the largest loss of the
-    first recipe less the smallest. `gradients` and `quantization` are those of `probe`, for the last checkpoint of each
-    recipe's first seed and at most `PROBED` tokens of the batch that comes next. Where that checkpoint is gone, and
-    with `probed=False`, they are those of results.json.
-    """
-    losses = {}
-    for recipe, seed in arms.every():
-        rows = arms.arm(recipe, seed)[1].rows()
-        losses[recipe, seed] = {row["step"]: row["held_out_loss"] for row in rows if "held_out_loss" in row}
-    held_out = [
-        {"recipe": recipe, "seed": seed, "steps": sorted(found), "losses": [found[s] for s in sorted(found)]}
-        for (recipe, seed), found in losses.items()
-    ]
-    path = arms.folder / "results.json"
-    earlier = json.loads(path.read_text()) if path.is_file() else {"gradients": [], "quantization": []}
-    found = {"gradients": [], "quantization": []}
-    for recipe in arms.recipes:
-        rows = _probe_arm(arms, recipe) if probed else None
-        for name, row in (rows or {name: _of(recipe, earlier[name]) for name in earlier.keys() & found.keys()}).items():
-            found[name] += [row] if row else []
+def compare(arms: Arms, gradients: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what is known of the runs, as a dict that JSON can hold."""
+    losses = {
+        key: {row["step"]: row["held_out_loss"] for row in run.rows("held_out_loss")}
+        for key, (_, run) in arms.runs.items()
+    }
     return {
         "name": arms.config.name,
         "folder": str(arms.folder),
         "recipes": arms.recipes,
         "seeds": arms.seeds,
         "dtype": arms.config.dtype,
-        "held_out": held_out,
-        "gaps": [gap for recipe in arms.recipes[1:] for gap in _gaps(arms, recipe, losses)],
-        **found,
+        "held_out": [
+            {"recipe": recipe, "seed": seed, "steps": sorted(found), "losses": [found[s] for s in sorted(found)]}
+            for (recipe, seed), found in losses.items()
+        ],
+        "gaps": [gap for recipe in arms.recipes[1:] for gap in find_gaps(recipe, arms.recipes[0], losses)],
+        "gradients": gradients,
     }
 
 
-def _of(recipe: str, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    return next((row for row in rows if row["recipe"] == recipe), None)
+def find_gaps(recipe: str, base: str, losses: dict[tuple[str, int], dict[int, float]]) -> list[dict[str, Any]]:
+    """Returns by how much a recipe's loss exceeds that of `base`, for each step at which a seed of both was evaluated.
 
-
-def _gaps(arms: Arms, recipe: str, losses: dict[tuple[str, int], dict[int, float]]) -> list[dict[str, Any]]:
-    """Returns the gaps of one recipe, at each step at which a seed of both recipes was evaluated."""
-    base, seeds = arms.recipes[0], sorted({seed for _, seed in losses})
-    found = []
-    for step in sorted({s for seed in seeds for s in losses[recipe, seed].keys() & losses[base, seed].keys()}):
-        of_base = [losses[base, seed][step] for seed in seeds if step in losses[base, seed]]
-        pairs = [(losses[recipe, s].get(step), losses[base, s].get(step)) for s in seeds]
-        gaps = [a - b for a, b in pairs if a is not None and b is not None]
+    `gaps` has the difference of each seed, and `mean` their mean. `between_seeds` is the largest loss of `base` less
+    the smallest, or None for one seed.
+    """
+    found, seeds = [], sorted({seed for _, seed in losses})
+    pairs = [(losses[recipe, seed], losses[base, seed]) for seed in seeds]
+    for step in sorted(set[int]().union(*(ours.keys() & theirs.keys() for ours, theirs in pairs))):
+        gaps = [ours[step] - theirs[step] for ours, theirs in pairs if step in ours and step in theirs]
+        of_base = [theirs[step] for _, theirs in pairs if step in theirs]
         between = max(of_base) - min(of_base) if len(of_base) > 1 else None
-        row = {"recipe": recipe, "against": base, "step": step, "mean": float(np.mean(gaps)), "gaps": gaps}
-        found.append(row | {"between_seeds": between})
+        found.append(
+            dict(recipe=recipe, against=base, step=step, mean=float(np.mean(gaps)), gaps=gaps, between_seeds=between)
+        )
     return found
 
 
 def _probe_arm(arms: Arms, recipe: str) -> dict[str, Any] | None:
     """Returns the gradient errors and the lost values of one recipe; None where its first seed has no checkpoint."""
-    config, run = arms.arm(recipe, arms.config.seed)
+    config, run = arms.runs[recipe, arms.config.seed]
     step = _last_checkpoint(run)
     if step < 0:
         return None
     corpus, mesh = load(config.text, config.seq), mesh_over_devices(config.mesh)
     config = _with_few_tokens(config, mesh)
-    with jax.set_mesh(mesh), Checkpoints(run.checkpoints) as checkpoints:
+    with jax.set_mesh(mesh), runs.Checkpoints(run.checkpoints) as checkpoints:
         like, batch = steps.jit_update(config, mesh)[1]
         state = checkpoints.restore(step, like)
         data = jax.device_put(corpus.batch(config.seed, step, config.batch, config.seq), batch.sharding)
         errors, lost = probe(state, data, config)
-    of = {"recipe": recipe, "seed": config.seed, "step": step}
     projections = {
         name: {
             "median": float(np.nanmedian(e)),
@@ -239,7 +221,7 @@ def _probe_arm(arms: Arms, recipe: str) -> dict[str, Any] | None:
         }
         for name, e in errors.items()
     }
-    return {"gradients": of | {"projections": projections}, "quantization": of | {"operands": lost} if lost else None}
+    return {"recipe": recipe, "seed": config.seed, "step": step, "projections": projections, "operands": lost}
 
 
 def _with_few_tokens(config: TrainConfig, mesh: jax.sharding.Mesh) -> TrainConfig:
@@ -272,9 +254,8 @@ def probe(
     (wi, wo), (wi_all, wo_all) = jax.device_get(norms(got, want))
     with np.errstate(invalid="ignore", divide="ignore"):
         each = [*np.moveaxis(wi / wi_all, -1, 0), wo / wo_all]  # without a gate: up and down
-    errors = {
-        name: np.where(np.isfinite(e), e, np.nan) for name, e in zip(PROJECTIONS[-len(each) :], each, strict=True)
-    }
+    names = PROJECTIONS[-len(each) :]
+    errors = {name: np.where(np.isfinite(e), e, np.nan) for name, e in zip(names, each, strict=True)}
     return errors, _lost_values(state, xs, dys, config)
 
 
@@ -314,41 +295,35 @@ def _lost_values(
     forward and dgrad. They are computed in float32 and on one device, for the inputs xs of the MoEs and the gradients
     dys of their outputs.
     """
-    recipe = get_recipes(config.recipe)
-    if all(one == Recipe(None, None, None) for one in recipe.both):
+    model, (first, last) = config.model, get_recipes(config.recipe).both
+    if {first, last} == {Recipe(None, None, None)}:
         return {}
-    layers = jax.device_get((state.params.layers.moe, xs, dys, state.router_bias))
-    count, found = jax.jit(partial(_count, model=config.model, recipe=recipe), compiler_options=ONCE), []
+    moe_config, formats = model.moe(), dict(x=first.x, a=last.x, dy=last.dy, dh=first.dy, wi=first.w, wo=last.w)
+
+    @partial(jax.jit, compiler_options=ONCE)
+    def count(moe: MoEParams[Array], x, dy, bias):
+        x, dy = (v.reshape(-1, model.d_model).astype(jnp.float32) for v in (x, dy))
+        routing = moax.route(ops.router_logits(x, moe.router), moe_config.router, moe_config.top_k, bias)
+        rows, plan = ops.permute(x, routing.experts, num_groups=model.num_experts)
+        d_rows, _ = ops.permute(dy, routing.experts, num_groups=model.num_experts)
+        row_weights = jnp.zeros(len(rows)).at[plan.scatter_idx].set(routing.weights, mode="drop")
+        h = ops.grouped_matmul(rows, moe.wi, plan.group_sizes)
+        a, pull = jax.vjp(lambda h: ops.activate(h, moe_config.activation, moe_config.activation_limit), h)
+        d_a = ops.grouped_matmul(d_rows, moe.wo.swapaxes(1, 2), plan.group_sizes)
+        (d_h,) = pull(d_a * row_weights[:, None])
+        values = dict(x=rows, a=a, dy=d_rows, dh=d_h.reshape(len(rows), -1))
+        values |= dict(wi=moe.wi.reshape(*moe.wi.shape[:2], -1), wo=moe.wo)
+        return {name: count_lost(values[name], format) for name, format in formats.items() if format is not None}
+
+    layers, found = jax.device_get((state.params.layers.moe, xs, dys, state.router_bias)), []
     with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):  # no mesh
-        for i in range(config.model.num_layers):
+        for i in range(model.num_layers):
             found.append(jax.device_get(count(*jax.tree.map(lambda v, i=i: jnp.asarray(v[i]), layers))))
-    return {operand: {name: [int(row[operand][name]) for row in found] for name in COUNTS} for operand in found[0]}
+    return jax.tree.map(lambda *counts: [int(n) for n in counts], *found)
 
 
-def _count(moe: MoEParams[Array], x, dy, bias, model: ModelConfig, recipe: Recipes) -> dict[str, dict[str, Any]]:
-    """Returns the counts of one layer, for its inputs x and the gradients dy of its outputs, both [B, S, H]."""
-    config = model.moe()
-    x, dy = (v.reshape(-1, model.d_model).astype(jnp.float32) for v in (x, dy))
-    routing = moax.route(ops.router_logits(x, moe.router), config.router, config.top_k, bias)
-    rows, plan = ops.permute(x, routing.experts, num_groups=model.num_experts)
-    d_rows, _ = ops.permute(dy, routing.experts, num_groups=model.num_experts)
-    row_weights = jnp.zeros(len(rows)).at[plan.scatter_idx].set(routing.weights, mode="drop")
-    h = ops.grouped_matmul(rows, moe.wi, plan.group_sizes)
-    a, pull = jax.vjp(lambda h: ops.activate(h, config.activation, config.activation_limit), h)
-    d_a = ops.grouped_matmul(d_rows, moe.wo.swapaxes(1, 2), plan.group_sizes)
-    (d_h,) = pull(d_a * row_weights[:, None])
-    first, last = recipe.both
-    operands = dict(x=(rows, first.x), a=(a, last.x), dy=(d_rows, last.dy), dh=(d_h, first.dy))
-    operands |= dict(wi=(moe.wi.reshape(*moe.wi.shape[:2], -1), first.w), wo=(moe.wo, last.w))
-    return {
-        name: _lost(value.reshape(len(value), -1) if name[0] != "w" else value, format)
-        for name, (value, format) in operands.items()
-        if format is not None
-    }
-
-
-def _lost(value: Float[Array, "..."], format: Format) -> dict[str, Array]:
-    """Returns the counts of one operand: rows [N, C], or a weight [E, K, C]."""
+def count_lost(value: Float[Array, "..."], format: Format) -> dict[str, Array]:
+    """Counts the values that are not 0, and those that a format loses: of rows [N, C], or of a weight [E, K, C]."""
     block = format.row_block(2, "columns") if value.ndim == 2 else format.weight_block(3, "rows")
     dtype = jnp.float8_e4m3fn if format.dtype == "e4m3" else jnp.float8_e5m2
     data = lax.bitcast_convert_type(ops.quantize(value, format, block=block).data, dtype).astype(jnp.float32)
@@ -368,9 +343,8 @@ def lines(results: dict[str, Any]) -> list[str]:
     for found in results["gradients"]:
         each = ", ".join(f"{n} {p['median']:.1%} (most {p['most']:.1%})" for n, p in found["projections"].items())
         text.append(f"gradients of {found['recipe']} against float32, median over experts: {each}")
-    for found in results["quantization"]:
-        counts = {name: [sum(of[n]) for n in COUNTS] for name, of in found["operands"].items()}
-        each = ", ".join(f"{n} {under / max(1, all_):.2%} and {over / max(1, all_):.2%}"
-                         for n, (all_, under, over) in counts.items())  # fmt: skip
-        text.append(f"values of {found['recipe']} that become 0, and the largest of the format: {each}")
+        if found["operands"]:
+            shares = {n: [sum(of[c]) / max(1, sum(of["values"])) for c in LOST] for n, of in found["operands"].items()}
+            each = ", ".join(f"{n} {under:.2%} and {over:.2%}" for n, (under, over) in shares.items())
+            text.append(f"values of {found['recipe']} that become 0, and the largest of the format: {each}")
     return [*text, f"curves                   {results['folder']}/arms.png"]

@@ -24,7 +24,6 @@ from jax.experimental import multihost_utils
 from lm import processes
 from lm import run as runs
 from lm import step as steps
-from lm.checkpoint import Checkpoints
 from lm.config import TrainConfig, check_batch
 from lm.data import Corpus, load
 from lm.report import Report
@@ -33,14 +32,9 @@ from moax.program import mesh_over_devices
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The end of a run.
+    """The end of a run: its settings with the name that its folder has, and whether Ctrl-C stopped it.
 
-    Attributes:
-      config: the settings of the run; its name differs from the wanted name where that name was taken.
-      run: the folder of the run.
-      steps: number of updates, including those before a `--resume`.
-      interrupted: whether Ctrl-C stopped the run before `config.steps`.
-      update: the compiled `train_step`.
+    `steps` is the number of updates, including those before a `--resume`, and `update` the compiled `train_step`.
     """
 
     config: TrainConfig
@@ -89,9 +83,8 @@ def train(
             run, config = _create(config)
         if processes.is_first():
             run.write_config(config, corpus)
-        with Checkpoints(run.checkpoints) as checkpoints:
+        with runs.Checkpoints(run.checkpoints) as checkpoints:
             loop = _Loop(config, corpus, program, run, checkpoints, report)
-            loop.begin()
             report.ready(run, loop.done, time.perf_counter() - began)
             loop.go(on_step)
     return Result(config, run, loop.done, interrupted=loop.done < config.steps, update=program.update)
@@ -99,7 +92,7 @@ def train(
 
 def _create(config: TrainConfig) -> tuple[runs.Run, TrainConfig]:
     """Makes the folder of a new run in the first process, and tells its name to the others."""
-    name = processes.together(lambda: runs.create(config)[1].name if processes.is_first() else "")
+    name = processes.together(lambda: runs.create(config).name if processes.is_first() else "")
     config = dataclasses.replace(config, name=processes.gather(name)[0])
     run = runs.Run(Path(config.out, config.name))
 
@@ -112,21 +105,20 @@ def _create(config: TrainConfig) -> tuple[runs.Run, TrainConfig]:
 
 
 class _Loop:
-    """A run in progress: `state` is the training state after `done` steps."""
+    """A run in progress: `state` is the training state after `done` steps, that of the newest checkpoint at first."""
 
-    def __init__(self, config, corpus: Corpus, program: steps.Program, run: runs.Run, checkpoints, report: Report):
+    def __init__(
+        self, config: TrainConfig, corpus: Corpus, program: steps.Program, run: runs.Run, checkpoints, report: Report
+    ):
         self.config, self.corpus, self.program = config, corpus, program
         self.run, self.checkpoints, self.report = run, checkpoints, report
         self.routed = np.zeros((config.model.num_layers, config.model.num_experts), np.int64)
-
-    def begin(self) -> None:
-        """Restores the newest checkpoint, or initialises the state where there is no checkpoint."""
         # A network file system may show each process another folder for a while, so the first process decides.
-        saved = json.loads(processes.gather(json.dumps(self.checkpoints.latest()))[0])
+        saved = json.loads(processes.gather(json.dumps(checkpoints.latest()))[0])
         self.done = saved or 0
-        self.state = self.program.init() if saved is None else self.checkpoints.restore(saved, self.program.like)
+        self.state = program.init() if saved is None else checkpoints.restore(saved, program.like)
         if processes.is_first():
-            self.run.forget_after(self.done or -1)  # A run without steps evaluates again, so its row of step 0 goes.
+            run.forget_after(self.done or -1)  # A run without steps evaluates again, so its row of step 0 goes.
 
     def go(self, on_step: Callable[[dict], None] | None) -> None:
         """Steps until the end or Ctrl-C, then saves; `on_step` is called with the row of each step."""

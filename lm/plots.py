@@ -1,7 +1,8 @@
-"""The plots: curves.png of one run, compare.png of several runs, and arms.png of an experiment."""
+"""The plots: curves.png of one run, and arms.png of an experiment."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,7 @@ def style(plot: Plot, title: str, x: str, y: str = "", grid: bool = True) -> Non
 
 def draw_run(run: Run, config: TrainConfig) -> None:
     """Draws `run.curves` from the metrics of the run: losses, tokens of each expert, and the share of the busiest."""
-    rows = run.rows()
-    steps = [row for row in rows if "loss" in row]
-    evaluations = [row for row in rows if "held_out_loss" in row]
+    steps, evaluations = run.rows("loss"), run.rows("held_out_loss")
     if not steps:
         return
     mesh, model = ", ".join(f"{axis}={size}" for axis, size in config.mesh) or "one axis", config.model
@@ -77,45 +76,6 @@ def draw_run(run: Run, config: TrainConfig) -> None:
     figure.savefig(run.curves)
 
 
-def compare(runs: list[Run], path: Path) -> list[tuple[str, float, float]]:
-    """Draws the losses of several runs on one plot and, below it, by how much each run differs from the first.
-
-    A line is the training loss, smoothed; a dot is a held-out loss. Lines of later runs are thinner, so that two equal
-    runs both show.
-
-    Returns:
-      The name, the last held-out loss in nats a byte and the median tokens a second of each run.
-
-    Raises:
-      ValueError: a run has no step, or no held-out loss.
-    """
-    losses = [(_series(run.rows(), "loss"), _series(run.rows(), "held_out_loss")) for run in runs]
-    for run, series in zip(runs, losses, strict=True):
-        if any(len(steps) == 0 for steps, _ in series):
-            raise ValueError(f"{run.path} has no step, or no held-out loss, to draw")
-    figure = make_figure(9, 5.6 if len(runs) > 1 else 4)
-    plots = figure.subplots(2, sharex=True, height_ratios=(2, 1)) if len(runs) > 1 else [figure.add_subplot()]
-    (first_steps, first_loss), (first_dots, first_held) = losses[0]
-    for i, (run, ((steps, loss), (dots, held))) in enumerate(zip(runs, losses, strict=True)):
-        color, width = COLORS[i % 4], max(1.4, 4.2 - 1.4 * i)
-        plots[0].plot(steps, loss, color=color, alpha=0.15, linewidth=1)
-        plots[0].plot(steps, _smooth(loss), color=color, linewidth=width, label=run.path.name)
-        plots[0].plot(dots, held, "o", color=color, markersize=3 + width, markeredgecolor="white")
-        if i > 0:
-            common, here, there = np.intersect1d(steps, first_steps, return_indices=True)
-            plots[1].plot(common, _smooth(loss)[here] - _smooth(first_loss)[there], color=color, linewidth=1.6)
-            common, here, there = np.intersect1d(dots, first_dots, return_indices=True)
-            plots[1].plot(common, held[here] - first_held[there], "o", color=color, markersize=6)
-    plots[0].legend(frameon=False, loc="upper right", fontsize=9)
-    style(plots[0], "Loss, nats a byte; a line is training, smoothed, and a dot is held out", "step")
-    if len(runs) > 1:
-        plots[1].axhline(0, color=BLUE, linewidth=1.6)
-        style(plots[1], f"By how much a loss exceeds that of {runs[0].path.name}", "step")
-    figure.savefig(path)
-    rates = [float(np.median(_series(run.rows(), "tokens_per_s")[1])) for run in runs]
-    return [(run.path.name, float(held[1][-1]), rate) for run, (_, held), rate in zip(runs, losses, rates, strict=True)]
-
-
 def draw_experiment(results: dict[str, Any], path: Path) -> None:
     """Draws the result of `experiments.compare` to `path`; nothing where no run was evaluated."""
     if not any(run["steps"] for run in results["held_out"]):
@@ -134,9 +94,8 @@ def _losses(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
     """Draws the held-out loss of every run by step; runs of one recipe have one colour."""
     for run in results["held_out"]:
         recipe, first = run["recipe"], run["seed"] == results["held_out"][0]["seed"]
-        width = 2.6 if recipe == results["recipes"][0] else 1.2
-        label = recipe if first else None
-        plot.plot(run["steps"], run["losses"], color=color[recipe], linewidth=width, alpha=0.7, label=label)
+        how = dict(color=color[recipe], linewidth=2.6 if recipe == results["recipes"][0] else 1.2, alpha=0.7)
+        plot.plot(run["steps"], run["losses"], label=recipe if first else None, **how)
     plot.legend(frameon=False, loc="upper right", fontsize=9)
     plot.set_yscale("log")
     losses = [loss for run in results["held_out"] for loss in run["losses"]]
@@ -151,50 +110,46 @@ def _gaps(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
     base = results["recipes"][0]
     for recipe in results["recipes"][1:]:
         rows = [row for row in results["gaps"] if row["recipe"] == recipe]
-        band = [row for row in rows if row["between_seeds"] is not None]
-        half = np.array([row["between_seeds"] for row in band]) / 2
-        plot.fill_between([row["step"] for row in band], -half, half, color=SOFT, alpha=0.25, linewidth=0)
+        band = [(row["step"], row["between_seeds"] / 2) for row in rows if row["between_seeds"] is not None]
+        steps, half = np.array(band).reshape(-1, 2).T
+        plot.fill_between(steps, -half, half, color=SOFT, alpha=0.25, linewidth=0)
         plot.plot([row["step"] for row in rows], [row["mean"] for row in rows], color=color[recipe], linewidth=1.8)
-        for row in rows:
-            plot.plot([row["step"]] * len(row["gaps"]), row["gaps"], "o", color=color[recipe], markersize=4)
+        points = [(row["step"], gap) for row in rows for gap in row["gaps"]]
+        plot.plot(*np.array(points).reshape(-1, 2).T, "o", color=color[recipe], markersize=4)
     plot.axhline(0, color=color[base], linewidth=1.4)
     style(plot, f"Loss less that of {base}, by seed and mean; grey: as far as its seeds differ", "step")
 
 
+def _places(results: dict[str, Any], of: str) -> Iterator[tuple[dict[str, Any], np.ndarray, float]]:
+    """Yields the gradients of each recipe that has `of`, the places of their names on the axis, and the room of one."""
+    rows = [row for row in results["gradients"] if row[of]]
+    for i, row in enumerate(rows):
+        yield row, np.arange(len(row[of])) + (i - (len(rows) - 1) / 2) * 0.8 / len(rows), 1 / len(rows)
+
+
 def _errors(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
     """Draws the gradient error of every expert as a dot, by projection, and the median as a bar."""
-    names, count = list(results["gradients"][0]["projections"]), len(results["gradients"])
-    for i, found in enumerate(results["gradients"]):
-        for j, name in enumerate(names):
-            errors = [e for row in found["projections"][name]["by_expert"] for e in row if e is not None]
-            at = j + (i - (count - 1) / 2) * 0.8 / count
-            spread = np.linspace(-0.25, 0.25, len(errors)) / count
-            plot.plot(at + spread, 100 * np.sort(errors), ".", color=color[found["recipe"]], markersize=3, alpha=0.6)
-            median = 100 * found["projections"][name]["median"]
-            plot.plot([at - 0.3 / count, at + 0.3 / count], [median] * 2, color=INK, linewidth=1.6)
-    plot.set_xticks(range(len(names)), names)
+    for row, places, room in _places(results, "projections"):
+        for at, found in zip(places, row["projections"].values(), strict=True):
+            errors = [e for layer in found["by_expert"] for e in layer if e is not None]
+            spread = at + np.linspace(-0.25, 0.25, len(errors)) * room
+            plot.plot(spread, 100 * np.sort(errors), ".", color=color[row["recipe"]], markersize=3, alpha=0.6)
+            plot.plot([at - 0.3 * room, at + 0.3 * room], [100 * found["median"]] * 2, color=INK, linewidth=1.6)
+        plot.set_xticks(range(len(places)), list(row["projections"]))
     plot.set_ylim(0)
     style(plot, "Error of a gradient against float32, %; a dot is an expert of a layer", "projection")
 
 
 def _lost(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
     """Draws the shares of values that become 0 and of those that become the largest value, by operand."""
-    names = list(results["quantization"][0]["operands"]) if results["quantization"] else []
-    count = max(1, len(results["quantization"]))
-    for i, found in enumerate(results["quantization"]):
-        at = np.arange(len(names)) + (i - (count - 1) / 2) * 0.8 / count
-        for shift, name, words, alpha in (
-            (-0.18, "underflow", "become 0", 1.0),
-            (0.18, "saturated", "the largest value", 0.4),
-        ):
-            of = found["operands"]
-            share = [100 * sum(of[n][name]) / max(1, sum(of[n]["values"])) for n in names]
-            label = f"{found['recipe']}: {words}"
-            plot.bar(at + shift / count, share, 0.34 / count, color=color[found["recipe"]], alpha=alpha, label=label)
-    plot.set_xticks(range(len(names)), names)
-    plot.margins(y=0.3)  # room for the legend
-    if names:
+    for row, places, room in _places(results, "operands"):
+        for shift, name, what in ((-1, "underflow", "become 0"), (1, "saturated", "the largest value")):
+            share = [100 * sum(of[name]) / max(1, sum(of["values"])) for of in row["operands"].values()]
+            how = dict(color=color[row["recipe"]], alpha=0.7 - 0.3 * shift, label=f"{row['recipe']}: {what}")
+            plot.bar(places + shift * 0.18 * room, share, 0.34 * room, **how)
+        plot.set_xticks(range(len(places)), list(row["operands"]))
         plot.legend(frameon=False, fontsize=8, loc="upper left")
+    plot.margins(y=0.3)  # room for the legend
     style(plot, "Values that quantization loses, % of those that are not 0", "operand")
 
 
@@ -215,9 +170,8 @@ def _experts(plot: Plot, figure: Figure, tokens: Float[np.ndarray, "L E"], when:
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps of the rows that hold `name`, and that value of each of them."""
-    held = [row for row in rows if name in row]
-    return np.array([row["step"] for row in held]), np.array([row[name] for row in held])
+    """Returns the steps of the rows, and the value `name` of each."""
+    return np.array([row["step"] for row in rows]), np.array([row[name] for row in rows])
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 import jax
 import numpy as np
 
+from lm import plots
 from lm.config import TrainConfig
 from lm.data import Corpus
 from lm.model import AXES, count, pick_attention
@@ -39,9 +39,7 @@ class Report:
         """The run calls this before it compiles."""
         self.config, self.every = config, max(1, config.steps // 20)
         if self.stream:
-            for line in describe(config, mesh, corpus):
-                self.note(line)
-            self.note("compiling ...")
+            self.note("\n".join([*describe(config, mesh, corpus), "compiling ..."]))
 
     def ready(self, run: Run, done: int, seconds: float) -> None:
         """The run calls this when it has compiled, `seconds` after `start`, and has the state of step `done`."""
@@ -59,11 +57,6 @@ class Report:
     def held_out(self, step: int, loss: float) -> None:
         """The run calls this after each evaluation; `loss` is in nats a byte."""
         self.note(f"step {step:>6}/{self.config.steps}  held-out loss {loss:.3f}")
-
-
-def make_report(*, json: bool = False) -> Report:
-    """Returns the report of this process: the first one prints to stdout, or to stderr where stdout is for JSON."""
-    return Report((sys.stderr if json else sys.stdout) if is_first() else None)
 
 
 def describe(config: TrainConfig, mesh: jax.sharding.Mesh, corpus: Corpus) -> list[str]:
@@ -92,83 +85,52 @@ def crossing(mesh: Any) -> tuple[str, ...]:
     return tuple(name for dim, name in enumerate(mesh.axis_names) if np.diff(owners, axis=dim).any())
 
 
-def finish(result: Result) -> dict[str, Any]:
-    """Draws the curves, and returns how the run ended, as a dict that JSON can hold.
+def finish(result: Result) -> list[str]:
+    """Draws the curves, and returns the lines that say how the run ended; of several processes, in the first alone.
 
-    The first of several processes draws and reads files. All of them compile the program without the recipe, since
-    the processes compile together. A value is None where the run did not get that far. `weight_gathers` has the
-    `bytes` that a device sends in an update, and the `unquantized_bytes` that it would send without a recipe.
+    All of them compile the program without the recipe, since the processes compile together.
     """
-    from lm import plots
-
-    config = result.config
-    gathered = None if result.interrupted else measure_gathers(config, result.update)
-    rows = result.run.rows() if is_first() else []
-    if is_first():
-        plots.draw_run(result.run, config)
-    steps = [row for row in rows if "loss" in row]
-    evaluations = [row for row in rows if "held_out_loss" in row]
-    held_out = None
-    if evaluations:
-        first, last = evaluations[0], evaluations[-1]
-        held_out = {"first": first["held_out_loss"], "last": last["held_out_loss"], "step": last["step"]}
-    return {
-        "name": config.name,
-        "folder": str(result.run.path),
-        "steps": result.steps,
-        "interrupted": result.interrupted,
-        "loss": steps[-1]["loss"] if steps else None,
-        "held_out_loss": held_out,
-        "dropped": sum(row["dropped"] for row in steps) if steps else None,
-        "rounds": max(row["rounds"] for row in steps) if steps else None,
-        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in steps) if steps else None,
-        "weight_gathers": gathered,
-        "curves": str(result.run.curves) if steps else None,
-    }
+    config, text = result.config, []
+    gathers = [] if result.interrupted else _describe_gathers(config, result.update)
+    if not is_first():
+        return []
+    plots.draw_run(result.run, config)
+    steps, evaluations = result.run.rows("loss"), result.run.rows("held_out_loss")
+    if evaluations and (last := evaluations[-1])["step"]:
+        first, loss = evaluations[0]["held_out_loss"], last["held_out_loss"]
+        bits = f"({loss / math.log(2):.2f} bits) after {last['step']} steps"
+        text.append(f"held-out loss   {first:.3f} -> {loss:.3f} nats a byte {bits}")
+    if steps:
+        speed = statistics.median(row["tokens_per_s"] for row in steps)
+        text.append(f"speed           {speed:,.0f} tokens/s in the median step")
+        text.append(f"dropped         {sum(row['dropped'] for row in steps)} of all (token, expert) pairs")
+        rounds = max(row["rounds"] for row in steps)
+        if rounds > 1 and config.buffer_factor is not None:
+            text.append(
+                f"rounds          up to {rounds} in a step over the buffers of the experts; --buffer-factor "
+                f"{config.buffer_factor * rounds:g} (now {config.buffer_factor:g}) makes one, in {rounds} times their "
+                "memory"
+            )
+    return text + gathers + [f"curves          {result.run.curves}"] * bool(steps)
 
 
-def lines(config: TrainConfig, end: dict[str, Any]) -> list[str]:
-    """Returns the lines that a run prints for `end`, the result of `finish`."""
-    text, held_out, gathered = [], end["held_out_loss"], end["weight_gathers"]
-    if held_out and held_out["step"]:
-        bits = held_out["last"] / math.log(2)
-        text.append(
-            f"held-out loss   {held_out['first']:.3f} -> {held_out['last']:.3f} nats a byte ({bits:.2f} bits) after "
-            f"{held_out['step']} steps"
-        )
-    if end["dropped"] is not None:
-        text.append(f"dropped         {end['dropped']} of all (token, expert) pairs")
-    if end["rounds"] is not None and end["rounds"] > 1 and config.buffer_factor is not None:
-        enough = config.buffer_factor * end["rounds"]
-        text.append(
-            f"rounds          up to {end['rounds']} in a step over the buffers of the experts; --buffer-factor "
-            f"{enough:g} (now {config.buffer_factor:g}) makes one, in {end['rounds']} times their memory"
-        )
-    if gathered:
-        sent, plain = gathered["bytes"], gathered["unquantized_bytes"]
-        said = f"a device sends {sent / 1e6:.2f} MB in a step"
-        if config.recipe:
-            said += f" with {config.recipe}, {sent / plain:.2f} of the {plain / 1e6:.2f} MB in {config.dtype} without"
-        text.append(f"weight gathers  {said}")
-    if end["curves"]:
-        text.append(f"curves          {end['curves']}")
-    return text
-
-
-def measure_gathers(config: TrainConfig, update: jax.stages.Compiled) -> dict[str, int] | None:
-    """Returns the bytes of weights that a device sends in `update`, and those without a recipe; None for no gather."""
-    sent = plain = gather_bytes(update)
+def _describe_gathers(config: TrainConfig, update: jax.stages.Compiled) -> list[str]:
+    """Returns the line of the bytes of weights that a device sends in `update`, and without a recipe; [] for none."""
+    sent = plain = _gather_bytes(update)
     # Every backend gathers float32 as it is. A CPU's compiled program gathers bfloat16 as float32, its lowered one not.
     if config.recipe or config.dtype != "float32":
         mesh = mesh_over_devices(config.mesh)
         with jax.set_mesh(mesh):
             step, args = jit_update(dataclasses.replace(config, recipe=None), mesh)
-            plain = gather_bytes(step.lower(*args))
-        sent = sent if config.recipe else plain
-    return {"bytes": sent, "unquantized_bytes": plain} if plain else None
+            plain = _gather_bytes(step.lower(*args))
+    if not plain:
+        return []
+    of = f" with {config.recipe}, {sent / plain:.2f} of the {plain / 1e6:.2f} MB in {config.dtype} without"
+    sent, of = (sent, of) if config.recipe else (plain, "")
+    return [f"weight gathers  a device sends {sent / 1e6:.2f} MB in a step{of}"]
 
 
-def gather_bytes(program: jax.stages.Lowered | jax.stages.Compiled) -> int:
+def _gather_bytes(program: jax.stages.Lowered | jax.stages.Compiled) -> int:
     """Returns the bytes of weights and scales that a device sends in one update, with one round over the buffers."""
     found = [c for c in inspect.collectives(program) if not c.open_loop]
     return inspect.total_bytes(inspect.weight_gathers(found, AXES.fsdp))

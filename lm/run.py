@@ -1,4 +1,8 @@
-"""A run's folder holds config.json, metrics.jsonl, checkpoints/ and curves.png."""
+"""A run's folder holds config.json, metrics.jsonl, checkpoints/ and curves.png.
+
+A checkpoint has an array for each name, and any mesh can restore it. Several processes save and restore together in a
+folder that they share; each reads and writes its own shards.
+"""
 
 from __future__ import annotations
 
@@ -7,44 +11,34 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import orbax.checkpoint as ocp
+from jaxtyping import PyTree
+
 from lm.config import TrainConfig
 from lm.data import Corpus
+from lm.step import TrainState
 
+KEPT = 2
 FIXED = ("model", "seed", "batch", "seq")
 
 
-@dataclasses.dataclass(frozen=True)
 class Run:
     """The files of one run. A step has a row of metrics with `loss`, an evaluation one with `held_out_loss`."""
 
-    path: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def curves(self) -> Path:
-        """The file of the plot."""
-        return self.path / "curves.png"
-
-    @property
-    def metrics(self) -> Path:
-        """The file of the metrics, one JSON object a line."""
-        return self.path / "metrics.jsonl"
+    def __init__(self, path: Path):
+        self.path, self.config, self.metrics = path, path / "config.json", path / "metrics.jsonl"
+        self.checkpoints, self.curves = path / "checkpoints", path / "curves.png"
 
     def log(self, **row: Any) -> None:
         """Appends one row to metrics.jsonl."""
         with self.metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns all rows of metrics.jsonl, but for a last row that a killed process left unfinished."""
-        if not self.metrics.exists():
-            return []
-        lines = self.metrics.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+    def rows(self, having: str = "step") -> list[dict[str, Any]]:
+        """Returns the rows of metrics.jsonl that have `having`, but for a last row that a killed process left cut."""
+        lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.exists() else []
+        return [row for row in (json.loads(line) for line in lines if line.endswith("\n")) if having in row]
 
     def forget_after(self, step: int) -> None:
         """Drops the rows of steps after `step`, which a resumed run writes again."""
@@ -53,26 +47,19 @@ class Run:
 
     def write_config(self, config: TrainConfig, corpus: Corpus) -> None:
         """Writes config.json: the settings, and the fingerprint of the text."""
-        data = config.to_json() | {"fingerprint": corpus.fingerprint}
-        (self.path / "config.json").write_text(json.dumps(data, indent=2) + "\n")
+        self.config.write_text(json.dumps(config.to_json() | {"fingerprint": corpus.fingerprint}, indent=2) + "\n")
 
 
-def create(config: TrainConfig) -> tuple[Run, TrainConfig]:
-    """Makes the folder out/name, or out/name-2, out/name-3, ... where the name is taken.
-
-    Returns:
-      The run, and the settings with the name of its folder.
-    """
+def create(config: TrainConfig) -> TrainConfig:
+    """Makes the folder out/name, or out/name-2, ... where the name is taken; returns the settings with its name."""
     name, number = config.name, 1
     while True:
-        path = Path(config.out, name)
         try:
-            path.mkdir(parents=True)
+            Path(config.out, name).mkdir(parents=True)
+            return dataclasses.replace(config, name=name)
         except FileExistsError:
             number += 1
             name = f"{config.name}-{number}"
-        else:
-            return Run(path), dataclasses.replace(config, name=name)
 
 
 def read_config(out: str, name: str | None) -> TrainConfig:
@@ -103,7 +90,45 @@ def reopen(config: TrainConfig, corpus: Corpus) -> Run:
         if before != now:
             raise ValueError(f"--resume {config.name}: {field} was {before}, and is now {now}; it cannot change")
     run = Run(Path(config.out, config.name))
-    fingerprint = json.loads((run.path / "config.json").read_text()).get("fingerprint")
-    if fingerprint != corpus.fingerprint:
+    if json.loads(run.config.read_text()).get("fingerprint") != corpus.fingerprint:
         raise ValueError(f"--resume {config.name}: the text ({corpus.source}) is not the text that the run began with")
     return run
+
+
+class Checkpoints:
+    """The newest two checkpoints of a run. A save goes on in the background; leaving the context waits for the last."""
+
+    def __init__(self, folder: Path):
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT)
+        handler = ocp.StandardCheckpointHandler()
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handler)
+
+    def latest(self) -> int | None:
+        """Returns the step of the newest checkpoint; None where there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Writes `state` as the checkpoint of `step`, unless that exists. The caller may then donate the state."""
+        if step != self.latest():
+            self._manager.save(step, args=ocp.args.StandardSave(_flatten_by_path(state)))
+
+    def restore(self, step: int, like: TrainState) -> TrainState:
+        """Reads the checkpoint of `step` into the shardings of `like`, the state as ShapeDtypeStructs."""
+        wanted = _flatten_by_path(like)
+        restored = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
+        return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in wanted])
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        # A save waits for all processes. After an error in one of several processes it might wait for ever.
+        if kind is None or jax.process_count() == 1:
+            self._manager.wait_until_finished()
+            self._manager.close()
+
+
+def _flatten_by_path(state: PyTree) -> dict[str, object]:
+    """Returns {"params.layers.wqkv": leaf, ...}: a reader of the file needs no class of ours."""
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

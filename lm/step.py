@@ -1,4 +1,4 @@
-"""state, bytes [B, S + 1] -> state, metrics: one jitted update of the whole training state."""
+"""state, bytes [B, S + 1] -> state, metrics: one jitted update of the whole training state, by AdamW."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import moax
 from lm import model as lm
 from lm.config import TrainConfig
 from lm.model import Params
-from lm.optimizer import optimizer, schedule, state_specs
 from moax import MoEStats, QuantizedParams
 from moax.sharding import token_spec
 
@@ -41,6 +40,28 @@ class TrainState:
     optimizer: PyTree
 
 
+def schedule(config: TrainConfig) -> optax.Schedule:
+    """Returns the schedule step -> learning rate: linear from 0 over `warmup`, then a cosine to a tenth at `steps`."""
+    warmup = min(config.warmup, max(1, config.steps // 2))
+    return optax.warmup_cosine_decay_schedule(0.0, config.lr, warmup, max(config.steps, warmup + 1), config.lr / 10)
+
+
+def optimizer(config: TrainConfig) -> Any:
+    """Returns the `optax.GradientTransformation` of `Params`; its type is Any, as optax's types admit no dataclass."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(schedule(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=_decays),
+    )
+
+
+def _decays(params: Params) -> PyTree:
+    """Returns a tree that is True for matrices; the vectors (biases, gains) have two dims in a stack of layers."""
+    names = ("norm", "bi", "bo", "logits_bias")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not str(getattr(path[-1], "name", "")).startswith(names), params
+    )
+
+
 def init_state(config: TrainConfig) -> TrainState:
     """Returns the state before the first step."""
     params = lm.init(jax.random.key(config.seed), config.model)
@@ -51,12 +72,17 @@ def init_state(config: TrainConfig) -> TrainState:
 
 
 def shardings(config: TrainConfig, mesh) -> TrainState:
-    """Returns a `TrainState` of NamedShardings on `mesh`, which must be the mesh that is set."""
-    params = jax.eval_shape(partial(lm.init, model=config.model), jax.random.key(0))
+    """Returns a `TrainState` of NamedShardings on `mesh`, which must be the mesh that is set.
+
+    A moment of the optimizer has the sharding of its parameter; counts and the bias are on every device.
+    """
+    params, tx = jax.eval_shape(partial(lm.init, model=config.model), jax.random.key(0)), optimizer(config)
     specs, replicated = lm.specs(config.model), cast(Any, PartitionSpec())
+    moments = optax.tree_utils.tree_map_params(
+        tx, lambda _, spec: spec, jax.eval_shape(tx.init, params), specs, transform_non_params=lambda _: replicated
+    )
     bias = replicated if config.model.balance == "bias" else None
-    state = TrainState(replicated, specs, bias, state_specs(optimizer(config), params, specs))
-    return jax.tree.map(partial(NamedSharding, mesh), state)
+    return jax.tree.map(partial(NamedSharding, mesh), TrainState(replicated, specs, bias, moments))
 
 
 def loss_fn(

@@ -49,12 +49,10 @@ stage_mesh_train() {
     rm -rf "$out/train"
 }
 stage_train() {
-    for recipe in none fp8_block; do
-        "$python" -m lm train --preset medium --batch 32 --steps 300 --eval-every 50 --save-every 0 --recipe "$recipe" \
-            --out "$out/train" --name "$recipe"
-        cp "$out/train/$recipe/metrics.jsonl" "$out/h200_train_$recipe.jsonl"
-    done
-    "$python" -m lm compare "$out/train/none" "$out/train/fp8_block" --out "$out/h200_train.png"
+    "$python" -m lm train --preset medium --batch 32 --steps 300 --eval-every 50 --save-every 0 \
+        --recipes none,fp8_block --out "$out" --name train
+    for recipe in none fp8_block; do cp "$out/train/$recipe-seed0/metrics.jsonl" "$out/h200_train_$recipe.jsonl"; done
+    cp "$out/train/arms.png" "$out/h200_train.png"
     rm -rf "$out/train"
 }
 

@@ -85,8 +85,7 @@ class Help(Live):
         os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"  # argparse asks for both
         found, commands = parsers()
         if self.arguments:
-            others = {"benchmarks": parser()} | {f"lm-{name}": of for name, of in command.parsers()[1].items()}
-            found = (commands | others)[self.arguments[0]]
+            found = (commands | {"benchmarks": parser(), "lm-train": command.parser()})[self.arguments[0]]
         return literal(found.format_help().rstrip(), "text")
 
 

@@ -94,5 +94,4 @@ def test_every_command_has_its_help_on_a_page():
         *cli.COMMANDS,
         "benchmarks",
         "lm-train",
-        "lm-compare",
     }

@@ -44,10 +44,9 @@ def test_gaps(tmp_path):
         run.path.mkdir(parents=True)
         for i, loss in enumerate(losses):
             run.log(step=2 * i, held_out_loss=loss)
-    results = experiments.compare(arms)
+    results = experiments.compare(arms, [])
     rows = [(row["step"], row["gaps"], row["mean"], row["between_seeds"]) for row in results["gaps"]]
     assert rows == [(0, [0, 0], 0, 1), (2, [0.5], 0.5, 0.25), (4, [0.25], 0.25, None)]
-    assert results["gradients"] == results["quantization"] == []
     assert "fp8_block less none at step 4: +0.2500" in experiments.lines(results)
     plots.draw_experiment(results, tmp_path / "arms.png")
     assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")
@@ -72,7 +71,7 @@ def test_lost_values(rows, scale):
     x[0, :4] = 448, 448 * 2.0**-20, 0, 1  # the second is below half of the least value of the block's format
     x[1, 4:] = -3, 3, 1e-7, 1e-7
     format = Format(block=4, scale=scale)
-    found = experiments._lost(jnp.asarray(x if rows else x.T[None]), format)
+    found = experiments.count_lost(jnp.asarray(x if rows else x.T[None]), format)
     assert {n: int(v) for n, v in found.items()} == dict(
         values=7, underflow=3, saturated=3 if scale == "float32" else 1
     )
@@ -147,12 +146,12 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, monkeypatch):
     for name in ("gate", "up", "down"):
         assert np.shape(none[name]) == np.shape(fp8[name]) == (1, 8)
         assert np.max(none[name]) < 1e-4 and 0.01 < np.median(fp8[name]) < 0.5
-    (lost,) = results["quantization"]
+    none, lost = (found["operands"] for found in results["gradients"])
     tokens = 8 * 32 * 2
-    assert set(lost["operands"]) == {"x", "a", "dy", "dh", "wi", "wo"}
-    assert lost["operands"]["wi"]["values"] == [8 * 32 * 2 * 32]
-    assert all(0.99 * tokens * 32 <= values <= tokens * 32 for values in lost["operands"]["x"]["values"])
-    assert all(0 <= max(of["underflow"]) < 0.1 * min(of["values"]) for of in lost["operands"].values())
+    assert none == {} and set(lost) == {"x", "a", "dy", "dh", "wi", "wo"}
+    assert lost["wi"]["values"] == [8 * 32 * 2 * 32]
+    assert all(0.99 * tokens * 32 <= values <= tokens * 32 for values in lost["x"]["values"])
+    assert all(0 <= max(of["underflow"]) < 0.1 * min(of["values"]) for of in lost.values())
     assert dataclasses.asdict(experiments.read(tmp_path / "runs" / "both" / "arms.json")) == dataclasses.asdict(arms)
     for checkpoints in (tmp_path / "runs").glob("*/*/checkpoints"):
         shutil.rmtree(checkpoints)

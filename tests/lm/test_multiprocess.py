@@ -76,8 +76,7 @@ class Runs:
         return tool.losses(self.folder / name)
 
     def held_out(self, name: str) -> dict[int, float]:
-        rows = Run(self.folder / name).rows()
-        return {row["step"]: row["held_out_loss"] for row in rows if "held_out_loss" in row}
+        return {row["step"]: row["held_out_loss"] for row in Run(self.folder / name).rows("held_out_loss")}
 
 
 def ended_well(found: list[tuple[int, str]]) -> list[str]:
@@ -152,7 +151,7 @@ def move(runs):
     ended_well(tool.finish(*runs.resume("killed", "--mesh", "fsdp=4,ep=2")))
     close(runs.losses("killed"), runs.losses("whole"), rtol=1e-5)
     close(runs.held_out("killed"), runs.held_out("whole"), rtol=1e-5)
-    rows = [[row for row in Run(runs.folder / name).rows() if "loss" in row] for name in ("killed", "whole")]
+    rows = [Run(runs.folder / name).rows("loss") for name in ("killed", "whole")]
     for moved, whole in zip(*rows, strict=True):
         assert moved["dropped"] == whole["dropped"] == 0
         np.testing.assert_allclose(moved["grad_norm"], whole["grad_norm"], rtol=1e-4)

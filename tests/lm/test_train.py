@@ -91,10 +91,10 @@ def test_it_learns(whole):
 
 
 def test_metrics_of_a_run(whole):
-    rows = [row for row in whole.run.rows() if "loss" in row]
+    rows = whole.run.rows("loss")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["dropped"] == 0 and 1 / 8 <= row["busiest"] <= 1 / 2 and row["tokens_per_s"] > 0 for row in rows)
-    evaluations = [row for row in whole.run.rows() if "held_out_loss" in row]
+    evaluations = whole.run.rows("held_out_loss")
     routed = np.asarray(evaluations[1]["tokens_per_expert"])
     assert routed.shape == (2, 8)
     assert (routed.sum(1) == 3 * 8 * 32 * MODEL.top_k).all()
@@ -143,7 +143,7 @@ def test_resuming_something_else_is_refused(whole, changes, message):
 
 def test_no_run_is_overwritten(tmp_path):
     config = TrainConfig(model=MODEL, name="a", out=str(tmp_path))
-    assert [runs.create(config)[1].name for _ in range(3)] == ["a", "a-2", "a-3"]
+    assert [runs.create(config).name for _ in range(3)] == ["a", "a-2", "a-3"]
 
 
 def test_plot(whole, stopped):
@@ -152,7 +152,7 @@ def test_plot(whole, stopped):
         assert result.run.curves.read_bytes().startswith(b"\x89PNG")
 
 
-def test_report(whole):
+def test_report(whole, tmp_path):
     """Breaks if a run does not say what it trains and how it ends, or not with which factor a step makes one round."""
     stream, corpus = io.StringIO(), data.load(whole.config.text, whole.config.seq)
     said = report.Report(stream)
@@ -163,9 +163,13 @@ def test_report(whole):
     words = stream.getvalue()
     assert "fsdp=2, ep=4: 8 cpu devices" in words and "dropped 0" in words
     assert f"step {STEPS:>6}/{STEPS}  held-out loss" in words
-    end = report.finish(whole)
-    assert "rounds" not in "".join(report.lines(whole.config, end | {"rounds": 1}))
-    assert "--buffer-factor 5 (now 1.25) makes one" in "".join(report.lines(whole.config, end | {"rounds": 4}))
+    said = "\n".join(report.finish(whole))
+    assert "rounds" not in said and "curves" in said and f"after {STEPS} steps" in said
+    again = runs.Run(tmp_path)
+    for row in whole.run.rows():
+        again.log(**row | {"rounds": 4})
+    said = report.finish(dataclasses.replace(whole, run=again))
+    assert "--buffer-factor 5 (now 1.25) makes one" in "\n".join(said)
 
 
 def test_config_survives_json(config):
