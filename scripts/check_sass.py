@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import moax
 from moax import inspect
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
-from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, plan, quantize, tiles, topk
+from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, plan, quantize, tiles
 from moax.kernels.hopper.pallas.matmul import grouped_matmul, grouped_matmul_activate
 from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pallas.pipeline import TileConfig
@@ -189,7 +189,7 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
                 name = f"matmul_activate {k}x{gates}x{hidden} {tile} {'gathers' if sources else ''}"
                 yield name, product, [((ROWS, k), BF16), weight, sizes, *sources]
     for config in (MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK):
-        choose = functools.partial(topk.top_k_rows, top_k=config.top_k)
+        choose = functools.partial(plan.top_k_rows, top_k=config.top_k)
         yield f"top_k_rows {config.num_experts}", choose, [((ROWS, config.num_experts), F32)]
         place = functools.partial(place_assignments, groups=config.num_experts)
         for part in ([], [((config.num_experts,), I32)] * 2):

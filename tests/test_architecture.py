@@ -4,6 +4,7 @@ Covers: every file of src/moax and lm/, and the imports of tests/. docs/design.m
 """
 
 import ast
+import inspect
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from moax.kernels import IMPLEMENTATIONS
+from moax.kernels import DEFAULT, IMPLEMENTATIONS, implementation
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "moax"
@@ -221,16 +222,21 @@ def test_an_op_file_has_its_parts_in_order():
 
 
 def test_an_implementation_has_every_function():
-    """Breaks if an implementation lacks a function of the protocol, which only a call on its own machine would show."""
-    wanted = next(node for node in tree(SRC / "kernels" / "__init__.py").body
-                  if isinstance(node, ast.ClassDef) and node.name == "Implementation")  # fmt: skip
-    functions = {node.name for node in wanted.body if isinstance(node, ast.FunctionDef)}
-    assert len(functions) > 10
-    for name in sorted(IMPLEMENTATIONS):
-        path = SRC / "kernels" / name / "functions.py"
-        bound = {alias for _, _, alias in imports(path)}
-        bound |= {node.name for node in tree(path).body if isinstance(node, ast.FunctionDef)}
-        assert not functions - bound, f"moax.kernels.{name}.functions has no {sorted(functions - bound)}"
+    """Breaks if an implementation lacks a function, or one takes other arguments than the function of XLA, which only a
+    call on its own machine would show; or if moax calls a function that is not in `__all__`."""
+    nodes = (node for path in but("kernels/") for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute))
+    of = re.compile(r"(implementation\(.*\)|local|kernels)$")
+    called = {node.attr for node in nodes if of.match(ast.unparse(node.value))}
+    modules = {name: implementation(name) for name in IMPLEMENTATIONS}
+    functions = modules[DEFAULT].__all__
+    assert not called & set(vars(modules[DEFAULT])) - set(functions) and len(called & set(functions)) > 10
+    for name, module in modules.items():
+        assert module.__all__ == functions, f"{name}: {set(module.__all__) ^ set(functions)}"
+        for function in functions:
+            wanted = inspect.signature(getattr(modules[DEFAULT], function)).parameters.values()
+            at_place = [p for p in wanted if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+            by_name = {p.name: p for p in wanted if p.kind is inspect.Parameter.KEYWORD_ONLY}
+            inspect.signature(getattr(module, function)).bind(*at_place, **by_name)
 
 
 def test_a_private_function_is_explained_in_one_line():

@@ -62,8 +62,10 @@ def row_groups(group_sizes: Int[Array, " G"], align: int, num_rows: int) -> tupl
     return group, rows < starts[group] + group_sizes[group]
 
 
-def zero_rows(x: Float[Array, "M ..."], real: Bool[Array, " M"]) -> Float[Array, "M ..."]:
-    """Returns x, with 0 in the rows that are not real. Such a row may hold NaN."""
+def zero_rows(x: Float[Array, "M ..."], real: Bool[Array, " M"] | None) -> Float[Array, "M ..."]:
+    """Returns x, with 0 in the rows that are not real. Such a row may hold NaN. None: all rows are real."""
+    if real is None:
+        return x
     return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 

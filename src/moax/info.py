@@ -14,7 +14,7 @@ from moax import backend, program
 from moax.checks import Unsupported
 from moax.exchange import EXCHANGES, TRANSPORTS, select_transport
 from moax.extras import EXTRAS, version
-from moax.kernels import DEFAULT, IMPLEMENTATIONS, find_note, select_kernels, supports_fp8
+from moax.kernels import DEFAULT, IMPLEMENTATIONS, select_kernels, supports_fp8
 from moax.program import align
 from moax.recipe import RECIPES, get_recipe
 
@@ -65,8 +65,8 @@ def describe() -> str:
 def kernels() -> list[Choice]:
     """Returns a `Choice` for each value of `kernels`."""
     chosen = select_kernels("auto")
-    note = chosen if chosen == DEFAULT else f"{chosen} {find_note(chosen)}, else {DEFAULT}"
-    notes = {name: find_note(name) for name in IMPLEMENTATIONS}
+    note = chosen if chosen == DEFAULT else f"{chosen} {IMPLEMENTATIONS[chosen].note}, else {DEFAULT}"
+    notes = {name: entry.note for name, entry in IMPLEMENTATIONS.items()}
     return [Choice("kernels", "auto", True, note), *_choices("kernels", select_kernels, notes)]
 
 

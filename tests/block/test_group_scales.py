@@ -12,9 +12,9 @@ import moax
 from moax import Format, Recipe, inspect, ops
 from moax.groups import find_groups as find_unblocked
 from moax.kernels.hopper.formats import find_groups, supports_fp8
-from moax.kernels.hopper.quantization import quantize_for_matmul as by_kernel
-from moax.kernels.scales import dequantize
-from moax.kernels.xla.quantization import quantize_for_matmul as by_xla
+from moax.kernels.hopper.operands import quantize_for_matmul as by_kernel
+from moax.kernels.quantization import dequantize
+from moax.kernels.quantization import quantize_for_matmul as by_xla
 from support import make_mesh, some
 from support.block import QUANTIZED, block, check, expected
 from support.interpreter import interpret

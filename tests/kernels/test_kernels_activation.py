@@ -13,7 +13,7 @@ import pytest
 from moax.checks import Unsupported
 from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.pallas.activation import activate_grad_quantize, activate_quantize
-from moax.kernels.xla.quantization import quantize as quantize_local
+from moax.kernels.quantization import quantize as quantize_local
 from moax.ops.activation import activate
 from moax.recipe import Format
 from support import interpret, lower, some

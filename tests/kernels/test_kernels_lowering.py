@@ -10,7 +10,7 @@ import sys
 import jax
 import pytest
 
-from moax.kernels.hopper.pallas.compat import MERGES_DIMS
+from moax.kernels.hopper.pallas.matmul import MERGES_DIMS
 from support import ROOT, some
 
 sys.path.append(str(ROOT / "scripts"))

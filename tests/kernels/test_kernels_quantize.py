@@ -13,8 +13,8 @@ import pytest
 from moax.checks import Unsupported
 from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
-from moax.kernels.scales import dequantize as dequantize_local
-from moax.kernels.xla.quantization import quantize as quantize_local
+from moax.kernels.quantization import dequantize as dequantize_local
+from moax.kernels.quantization import quantize as quantize_local
 from moax.recipe import Format
 from support import interpret, lower, some
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from moax.checks import Unsupported
 from moax.kernels import implementation
-from moax.kernels.hopper.pallas.topk import top_k_rows
+from moax.kernels.hopper.pallas.plan import top_k_rows
 from support import interpret, lower, some, spread
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moax.groups import find_groups, group_starts
-from moax.kernels.xla import products
+from moax.kernels import xla
 
 M, K, N, E = 1100, 24, 40, 5
 CAPACITIES = (0, 128, 256, 384, 512, 896, 1100)
@@ -30,12 +30,12 @@ def run(x, w, dy, bias, sizes, align, dtype):
     """All products of one set of operands."""
     groups = find_groups(sizes, align, x.shape[0])
     return {
-        "matmul": products.matmul(x, w, groups, dtype),
-        "biased": products.matmul(x, w, groups, dtype, bias),
-        "dgrad": products.matmul(dy, w, groups, dtype, transpose=True),
-        "wgrad": products.wgrad(x, dy, groups, dtype),
-        "total": products.wgrad(x, dy, groups, dtype, total=jnp.full((*w.shape[:2], dy.shape[1]), 2, dtype)),
-        "bias_grad": products.bias_grad(dy, groups),
+        "matmul": xla.matmul(x, w, groups, dtype),
+        "biased": xla.matmul(x, w, groups, dtype, bias),
+        "dgrad": xla.matmul(dy, w, groups, dtype, transpose=True),
+        "wgrad": xla.wgrad(x, dy, groups, dtype),
+        "total": xla.wgrad(x, dy, groups, dtype, total=jnp.full((*w.shape[:2], dy.shape[1]), 2, dtype)),
+        "bias_grad": xla.bias_grad(dy, groups),
     }
 
 
@@ -93,21 +93,21 @@ def test_work_is_proportional_to_rows(case, monkeypatch):
     product: every product is counted, the loop over groups unrolled."""
     rows = []
 
-    def counting(a, b, contract, *dtype, plain=products._dot):
+    def counting(a, b, contract, *dtype, plain=xla._dot):
         y = plain(a, b, contract, *dtype)
         rows.append(y.size * a.shape[contract[0][0][0]] / (K * N))
         return y
 
-    monkeypatch.setattr(products, "_dot", counting)
+    monkeypatch.setattr(xla, "_dot", counting)
     sizes = jnp.asarray(SIZES[case], jnp.int32)
     groups = find_groups(sizes, 1, M)
     x, w, dy = (jnp.ones(shape, jnp.float32) for shape in ((M, K), (E, K, N), (M, N)))
     held = sum(next(c for c in CAPACITIES if c >= size) for size in SIZES[case])
     for product in (
-        lambda: products.matmul(x, w, groups, jnp.float32),
-        lambda: products.matmul(dy, w, groups, jnp.float32, transpose=True),
-        lambda: products.wgrad(x, dy, groups, jnp.float32),
-        lambda: products.wgrad(x, dy, groups, jnp.float32, total=jnp.zeros((E, K, N))),
+        lambda: xla.matmul(x, w, groups, jnp.float32),
+        lambda: xla.matmul(dy, w, groups, jnp.float32, transpose=True),
+        lambda: xla.wgrad(x, dy, groups, jnp.float32),
+        lambda: xla.wgrad(x, dy, groups, jnp.float32, total=jnp.zeros((E, K, N))),
     ):
         rows.clear()
         with jax.disable_jit():
@@ -127,9 +127,9 @@ def largest(jaxpr):
 def test_capacities(rows, groups):
     """Breaks if no capacity holds some group, or if a group costs more than twice its rows, a quarter of the mean group
     and a step: work that grows with experts times rows."""
-    found = products.pick_capacities(rows, groups)
+    found = xla.pick_capacities(rows, groups)
     assert found[0] == 0 and found[-1] == rows and list(found) == sorted(set(found))
     for size in range(rows + 1):
         held = next(capacity for capacity in found if capacity >= size)
-        assert held <= 2 * size + rows / (4 * groups) + products.STEP + 1
-    assert products.pick_capacities(M, E) == CAPACITIES
+        assert held <= 2 * size + rows / (4 * groups) + xla.STEP + 1
+    assert xla.pick_capacities(M, E) == CAPACITIES

@@ -18,8 +18,7 @@ import moax
 from moax import backend
 from moax.exchange import select_transport
 from moax.exchange.slots import find_slots, plan_sends
-from moax.kernels.scales import dequantize
-from moax.kernels.xla.quantization import quantize
+from moax.kernels.quantization import dequantize, quantize
 from moax.ops import combine, dispatch
 from moax.recipe import Format, get_recipe
 from support import (
@@ -224,7 +223,7 @@ def test_wire_by_kernels(emulated, monkeypatch, transport, wire, factor):
 def test_wire_of_the_kernels(wire, rows=256, width=160, count=200):
     """The kernels themselves, there and back: scales to an ulp, values to the neighbour that x * (1 / scale) rounds to,
     and from these what XLA makes of them to the bit."""
-    by_kernels = pytest.importorskip("moax.kernels.hopper.functions")
+    by_kernels = pytest.importorskip("moax.kernels.hopper")
     x = jnp.asarray(random(5, rows, width), jnp.bfloat16)
     want = quantize(x, wire, (1, 128))
 

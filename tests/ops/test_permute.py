@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moax.inspect import collectives
-from moax.kernels.xla import permutation as arrivals
+from moax.kernels import xla
 from moax.ops import permute, unpermute
 from moax.ops.permutation import PermuteSpec, capacity_rows, plan_rows, sorted_rows
 from moax.types import Plan
@@ -104,9 +104,9 @@ def test_plan_of_many_assignments(rows, groups, top_k, room):
 def test_counts_of_many_blocks(monkeypatch):
     """Breaks if the cumulative sum, which takes the place of comparisons where blocks are many, counts otherwise."""
     flat = jnp.asarray(np.random.default_rng(1).integers(0, 8, 3000), jnp.int32)
-    compared = arrivals.count_arrivals(flat, 7)
-    monkeypatch.setattr(arrivals, "COMPARED", 0)
-    for got, want in zip(arrivals.count_arrivals(flat, 7), compared, strict=True):
+    compared = xla.count_arrivals(flat, 7)
+    monkeypatch.setattr(xla, "COMPARED", 0)
+    for got, want in zip(xla.count_arrivals(flat, 7), compared, strict=True):
         np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(compared[1], np.bincount(flat, minlength=8)[:7])
 

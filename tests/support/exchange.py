@@ -18,7 +18,7 @@ from jax import lax
 from moax.exchange import TRANSPORTS, Transport
 from moax.exchange.one_sided import OneSided
 from moax.exchange.slots import slots_per_pair
-from moax.kernels.xla.quantization import quantize
+from moax.kernels.quantization import quantize
 from moax.mesh.view import MeshView
 from moax.ops import combine, dispatch, dispatch_combine
 from moax.recipe import Format
@@ -229,7 +229,7 @@ def dequantize_rows(data, words, ends, *, dtype):
 
 def wire_kernels(monkeypatch) -> set[str]:
     """Rows are quantized for the wire as if the Hopper kernels ran here; returns which of them were asked."""
-    hopper = pytest.importorskip("moax.kernels.hopper.quantization")
+    hopper = pytest.importorskip("moax.kernels.hopper.operands")
     called = set()
 
     def counted(fn):

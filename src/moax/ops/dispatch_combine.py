@@ -30,7 +30,7 @@ from moax.exchange import TRANSPORTS, select_transport
 from moax.exchange.slots import slots_per_pair
 from moax.exchange.transport import Arrived, Columns, ExchangeSpec, Sent, Transfer
 from moax.kernels import implementation, select_kernels
-from moax.kernels.scales import dequantize
+from moax.kernels.quantization import dequantize
 from moax.mesh.axes import Axes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.view import Engine, find_mesh_view

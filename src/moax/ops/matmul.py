@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_count, check_float, check_float_dtype, check_int
-from moax.kernels import Packed, Role, implementation, select_kernels
+from moax.kernels import Packing, Role, implementation, select_kernels
 from moax.mesh.axes import Axes, Names
 from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank, scatter_gradient
 from moax.mesh.lowering import refuse_derivative
@@ -332,7 +332,7 @@ def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes)
     return (scatter_gradient(dw.reshape(-1, x.shape[1], *dy.shape[1:]), layout.gather, weight.grad_reduce),)
 
 
-def _quantize_rows(static: GroupedSpec, packed: Packed, x, role: Role, split: Names, **wanted: bool):
+def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: Names, **wanted: bool):
     """Returns rows [M, ...] as operands of a product over columns and of wgrad; `split` are the axes of the columns."""
     kernels, over = implementation(static.weight.kernels), static.weight.axes.tokens + split
     return kernels.quantize_for_matmul(packed.pack(x), static.weight.recipe, role, packed.groups, over, **wanted)

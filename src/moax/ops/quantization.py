@@ -22,7 +22,9 @@ from jaxtyping import Array, Float, Integer
 
 from moax.checks import check_count, check_float, check_float_dtype, check_int, check_kind, is_int
 from moax.groups import row_groups, zero_rows
-from moax.kernels import DEFAULT, implementation, scales, select_kernels
+from moax.kernels import DEFAULT, implementation, select_kernels
+from moax.kernels.quantization import dequantize as dequantize_array
+from moax.kernels.quantization import store_scale
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import Spec, check_spec, pad
@@ -104,7 +106,7 @@ def quantize(
     declared, chosen = None if x_spec is None else check_spec("x_spec", x_spec, x.ndim), select_kernels(kernels, None)
     if x.size == 0:  # the scales, if there are any, are 1
         blocks = tuple(1 if b is None else -(-n // b) for n, b in zip(x.shape, block, strict=True))
-        scale = scales.store_scale(jnp.ones(blocks, jnp.float32), format)
+        scale = store_scale(jnp.ones(blocks, jnp.float32), format)
         return QArray(jnp.zeros(x.shape, jnp.uint8), scale, format.dtype, block)
     static = QuantizeSpec(format, block, view.axes, _cuts(view), declared, chosen, align)
     sizes = None if group_sizes is None else jnp.asarray(group_sizes).astype(jnp.int32)
@@ -202,7 +204,7 @@ def _quantize_sharding(static: QuantizeSpec, operands, found) -> OpSharding:
 
 
 def _dequantize_shards(static: QuantizeSpec, _, data, scale):
-    return (scales.dequantize(QArray(data, scale, static.format.dtype, static.block), static.out),)
+    return (dequantize_array(QArray(data, scale, static.format.dtype, static.block), static.out),)
 
 
 def _dequantize_sharding(static: QuantizeSpec, operands, found) -> OpSharding:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 from moax.kernels import Operand, implementation
-from moax.kernels.scales import find_scale_axes, weight_format
+from moax.kernels.quantization import find_scale_axes, weight_format
 from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, name_gathered, name_partial_grads, opaque_copy, sum_dtype

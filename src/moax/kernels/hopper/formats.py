@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moax.groups import Groups, align_up, row_groups, sum_before
+from moax.kernels.quantization import DTYPES
 from moax.recipe import Format, Recipe
 
 BLOCK = 128  # the most rows of a block, and the elements for each scale
@@ -43,7 +45,7 @@ class GatheredRows(NamedTuple):
 
 
 def matmul_gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
-    """Returns whether products shall gather rows of this format themselves; see `moax.kernels.Implementation`.
+    """Returns whether products shall gather rows of this format themselves.
 
     A product that gathers takes up to 29 % longer. Where experts are narrow, a kernel that sorts the rows first takes
     longer than that. In FP8 that kernel quantizes rows for wgrad too.
@@ -60,6 +62,16 @@ def supports_fp8(recipe: Recipe) -> bool:
         return False
     blocks = {recipe.x.block, recipe.w.block, recipe.dy.block}
     return blocks == {None} or (blocks == {BLOCK} and recipe.w.tile == BLOCK)
+
+
+def dtype_and_pow2(format: Format) -> dict[str, Any]:
+    """Returns a format as keywords of the kernels that quantize."""
+    return dict(dtype=DTYPES[format.dtype], pow2=format.scale != "float32")
+
+
+def align_rows(recipe: Recipe) -> int:
+    """Returns the alignment of the recipe and of the kernels: 128 rows share a scale in FP8, and 64 else suffice."""
+    return math.lcm(recipe.row_alignment, BLOCK if supports_fp8(recipe) else HALF)
 
 
 class Blocks(NamedTuple):

@@ -28,6 +28,11 @@ from moax.kernels.hopper.pallas.pipeline import TileConfig, add_bias, pad_bias, 
 from moax.mesh.collectives import with_vma_of_inputs
 
 STEP = 64  # the contracted elements of a stage, 128 bytes
+MERGES_DIMS = jax.__version_info__ >= (
+    0,
+    11,
+    2,
+)  # an older Mosaic finds no layout for a stage of three dims read as two
 PIECE = 64  # the columns whose bias, or whose activation, is in registers at one time
 
 

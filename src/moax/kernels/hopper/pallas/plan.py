@@ -1,5 +1,6 @@
-"""The kernels of the plan: a counting sort of assignments by group, in two launches.
+"""The kernels of the router's choice and of the plan, which is a counting sort of assignments by group.
 
+    top_k_rows          chosen[t], experts[t] = lax.top_k(logits[t], K)
     count_groups        counts[b, g], inside[b, s, g]: how many assignments of group g are in block b, and in the steps
                         of block b before its step s
     build_permutation   position[a] = starts[g] + sum of counts[b', g] over b' < b + inside[b, s, g] + earlier[a]
@@ -11,6 +12,10 @@ A step has 64 assignments, which a warpgroup compares with 64 groups, or with ea
 With 3 assignments a step, 2 steps a block, 2 groups, align 1 and the groups (1, 0, 1, 0, 0, 1; 0), counts are (3, 3)
 and (1, 0), and inside[0] is ((0, 0), (1, 2)). Assignment 4 is in step 1 of block 0, whose assignment 3 has its group
 too: it becomes row 0 + 0 + 1 + 1 = 2.
+
+With the logits (0.1, 0.4, 0.3, 0.4) and K = 2, the experts are (1, 3): of equal logits the lower expert comes first. A
+warpgroup holds 64 rows in registers and takes the largest one K times. Logits compare as unsigned integers in the total
+order of XLA: a NaN without a sign is above infinity, and -0.0 is below 0.0.
 """
 
 from __future__ import annotations
@@ -27,17 +32,67 @@ from jaxtyping import Array, Float, Int
 from moax.checks import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.pallas import ptx
-from moax.kernels.hopper.pallas.compat import store
-from moax.kernels.hopper.pallas.ptx import THREADS, layout_of
+from moax.kernels.hopper.pallas.ptx import THREADS, layout_of, store
 from moax.mesh.collectives import with_vma_of_inputs
 
-STEP = 64  # the assignments of a step, and the groups that are compared at one time
+STEP = 64  # the assignments of a step, the groups that are compared at one time, and the rows of a top k
 BLOCKS = 128  # the most blocks, one a multiprocessor: each block adds the counts of all blocks
 AHEAD = 32  # so many counts are loaded before the first one is added
 MOST_GROUPS = 1024  # a thread holds eight counts
+MOST_EXPERTS, EXPERTS = 256, 8  # of the top k: a thread holds half as many logits, in tiles of so many experts
 MOST_BYTES = 200 * 1024  # the most bytes of SMEM
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
+
+
+def supports_top_k(shape: tuple[int, ...], top_k: int) -> bool:
+    """Returns whether the kernel takes logits [T, E] of this shape."""
+    rows, experts = shape
+    return isinstance(rows, int) and rows >= STEP and experts % EXPERTS == 0 and top_k <= experts <= MOST_EXPERTS
+
+
+@with_vma_of_inputs
+def top_k_rows(logits: Float[Array, "T E"], top_k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+    """chosen[t], experts[t] = lax.top_k(logits[t], K).
+
+    Args:
+      logits: [T, E] f32, T at least 64, E a multiple of 8 and at most 256.
+      top_k: K, at most E.
+
+    Returns:
+      chosen [T, K] f32, the largest first, and experts [T, K] i32, which are below E whatever the logits hold.
+
+    Raises:
+      Unsupported: the logits have another shape or another dtype.
+    """
+    rows, experts = logits.shape
+    if not supports_top_k(logits.shape, top_k) or logits.dtype != jnp.float32:
+        raise Unsupported(
+            f"logits are {logits.dtype} {logits.shape} with K={top_k}; the kernel takes float32, at least {STEP} rows, "
+            f"and experts in multiples of {EXPERTS} up to {MOST_EXPERTS}"
+        )
+
+    def top_k_rows(logits, chosen, out):
+        # Where 64 does not divide T, the last block repeats rows of the block before, and both write the same.
+        first = jnp.minimum(lax.axis_index("block") * STEP, rows - STEP)
+        values = plgpu.load(logits.at[pl.ds(first, STEP)], layout=plgpu.Layout.WGMMA, optimized=False)
+        bits = lax.bitcast_convert_type(values, jnp.uint32)
+        sign = jnp.uint32(1 << 31)
+        keys = bits ^ jnp.where(bits >= sign, jnp.uint32(0xFFFFFFFF), sign)
+        below = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, keys.shape, 1), plgpu.Layout.WGMMA)
+        below = jnp.uint32(experts) - below  # it is largest for the lowest expert, and never 0
+        for k in range(top_k):
+            most = jnp.max(keys, axis=1)
+            value = lax.bitcast_convert_type(most ^ jnp.where(most >= sign, sign, jnp.uint32(0xFFFFFFFF)), jnp.float32)
+            store(chosen.at[pl.ds(first, STEP), k], value, optimized=False)
+            here = keys == lax.broadcast_in_dim(most, keys.shape, [0])
+            best = jnp.max(jnp.where(here, below, jnp.uint32(0)), axis=1)
+            store(out.at[pl.ds(first, STEP), k], (jnp.uint32(experts) - best).astype(jnp.int32), optimized=False)
+            if k + 1 < top_k:
+                keys = jnp.where(below == lax.broadcast_in_dim(best, keys.shape, [0]), jnp.uint32(0), keys)
+
+    out = tuple(jax.ShapeDtypeStruct((rows, top_k), dtype) for dtype in (jnp.float32, jnp.int32))
+    return _launch(top_k_rows, out, -(-rows // STEP), ())(logits)
 
 
 class Counts(NamedTuple):

@@ -1,4 +1,4 @@
-"""Inlined PTX, and what Pallas lacks and PTX has: loads and stores where each thread has an index of its own."""
+"""What Pallas lacks: inlined PTX, and by it loads and stores where each thread has an index of its own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Int, Num
 
 THREADS = 128  # the threads of a warpgroup
+# Before jax 0.12 every store of an array to a reference may be unoptimized.
+store = getattr(plgpu, "store", lambda to, value, optimized: to.__setitem__(..., value))
 # The operands are the result, the array in SMEM and the index.
 TAKE = """{
 .reg .b32 at;

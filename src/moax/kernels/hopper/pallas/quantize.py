@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from moax.checks import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.compat import store
+from moax.kernels.hopper.pallas.ptx import store
 from moax.mesh.collectives import varying, with_vma_of_inputs
 
 TINY = 2.0**-126  # the smallest normal float32

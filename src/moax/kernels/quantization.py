@@ -1,60 +1,125 @@
-"""Quantization by XLA: the values and scales of rows and of weights.
+"""Quantization in blocks: the arithmetic of scales, which all implementations share, and values that XLA rounds.
 
-    data = round_to_format(x * (1 / scale)),     x ~ data * scale
+    scale[b] = max |x| over block b / format.max        (rounded up to a power of two where the format says so)
+    data     = round_to_format(x * (1 / scale)),     x ~ data * scale
 
-The Hopper kernels compute the product with the reciprocal too, and XLA turns a division by a broadcast into it. A NaN
-or Inf becomes NaN in its own element.
+A NaN or Inf becomes NaN in its own element and does not enter a maximum. A block of zeros has scale 1. The Hopper
+kernels compute the product with the reciprocal too, and XLA turns a division by a broadcast into it.
+
+Blocks of a weight [E, K, *C] divide K, and all columns *C as one dim. They begin at the corner of the whole matrix,
+whatever shard of it a device holds.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from moax.groups import Groups, row_groups, zero_rows
-from moax.kernels.scales import (
-    DTYPES,
-    cuts_blocks,
-    dequantize,
-    expand_scales,
-    find_scale_axes,
-    finite_abs,
-    store_scale,
-    to_scale,
-    weight_format,
-)
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, reduce_max, vary_like
 from moax.recipe import Contracted, Format, Recipe
 from moax.types import QArray, QShard
 
 Block = tuple[int | None, ...]
+DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+TINY = 2.0**-126  # the smallest normal float32
 
 
-def quantize(
-    x: Array, format: Format, block: Block, amax_over: Names = (), real: Bool[Array, " M"] | None = None
-) -> QArray:
-    """Returns the QArray of x; rows that are not `real` are quantized to 0 and do not enter a scale."""
+def finite_abs(x: Array) -> Float[Array, "..."]:
+    """Returns |x| in float32, 0 where x is not finite."""
     x = x.astype(jnp.float32)
-    if real is not None:
-        x = zero_rows(x, real)
+    return jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
+
+
+def to_scale(amax: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
+    """Returns the float32 scales of blocks with the maxima `amax`."""
+    scale = amax * (1.0 / format.max)  # XLA may turn a division by a constant into a product
+    scale = jnp.where(scale < TINY, 1.0, scale)
+    if format.scale == "float32":
+        return scale
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)  # up, unless it is a power of two
+
+
+def store_scale(scale: Float[Array, "..."], format: Format) -> Array:
+    """Returns scales as a QArray stores them: for `e8m0` uint8 exponents, with scale = 2**(exponent - 127)."""
+    return (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8) if format.scale == "e8m0" else scale
+
+
+def dequantize(q: QArray, dtype: Any = jnp.float32) -> Float[Array, ...]:
+    """x = data * scale, rounded once to `dtype`."""
+    data, scale = lax.bitcast_convert_type(q.data, DTYPES[q.dtype]).astype(jnp.float32), q.scale
+    if scale.dtype == jnp.uint8:  # an exponent is never 0, the subnormal 2**-127
+        scale = lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
+    return (data * expand_scales(scale, q.shape, q.block)).astype(dtype)
+
+
+def to_array(x: Array | QArray, dtype: Any) -> Array:
+    """Returns x as an array of this dtype, dequantized if it is a QArray."""
+    return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
+
+
+def expand_scales(scale: Array, shape: Sequence[Any], block: Block) -> Array:
+    """Returns the scale of each element of this shape. A dim of one block keeps size 1, so that it broadcasts."""
+    for dim, (n, b) in enumerate(zip(shape, block, strict=True)):
+        if b == 1 or scale.shape[dim] == 1:
+            continue
+        scale = jnp.repeat(scale, n if b is None else b, axis=dim)
+        # In this form JAX sees that whole blocks have no less than a symbolic n.
+        whole = n if b is None else -(-n // b) * b
+        scale = scale.reshape(*scale.shape[:dim], whole, *scale.shape[dim + 1 :])
+        scale = lax.slice_in_dim(scale, 0, n, axis=dim)
+    return scale
+
+
+def weight_format(recipe: Recipe) -> Format:
+    """Returns the format of weights. Raises ValueError where the recipe quantizes no weight."""
+    if recipe.w is None:
+        raise ValueError(f"recipe={recipe} quantizes no weight; its field w must be a Format")
+    return recipe.w
+
+
+def cuts_blocks(shape: Sequence[int], gather: Sequence[Names], format: Format, contracted: Contracted) -> bool:
+    """Returns whether a shard [E, K, *C], gathered over these axes, may end inside a block of the whole weight."""
+    _, rows, columns = format.weight_block(3, contracted)
+    dims = (shape[1], rows, gather[1]), (shape[-1], columns, sum(gather[2:], ()))
+    return any(block is not None and names and size % block != 0 for size, block, names in dims)
+
+
+def find_scale_axes(
+    shape: Sequence[int], format: Format, contracted: Contracted, gather: Sequence[Names]
+) -> tuple[Names, ...]:
+    """Returns the mesh axes over which each dim of a weight's scales is gathered, as `gather` has those of its data.
+
+    Where a shard [E, K, *C] ends inside a block, or one scale holds for a matrix, every shard has the scales of the
+    whole matrix, and E alone is gathered. The columns of the scales are one dim, unless columns are gathered: then each
+    of them has its own axes, and no block lies in two shards of the last one.
+    """
+    if format.block is None or cuts_blocks(shape, gather, format, contracted):
+        return (gather[0], (), ())
+    return tuple(gather) if any(gather[2:]) else (gather[0], gather[1], ())
+
+
+def quantize(x: Array, format: Format, block: Block, amax_over: Names = ()) -> QArray:
+    """Returns the values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
+    x = x.astype(jnp.float32)
     scale = to_scale(reduce_max(_block_max(finite_abs(x), block), amax_over), format)
-    q = QArray(x, scale, format.dtype, block)
-    data = round_to_format(x * expand_scales(1.0 / scale, q), x, format)
-    return dataclasses.replace(q, data=data, scale=store_scale(scale, format))
+    data = round_to_format(x * expand_scales(1.0 / scale, x.shape, block), x, format)
+    return QArray(data, store_scale(scale, format), format.dtype, block)
 
 
 def dequantize_wire(
     data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
 ) -> Float[Array, "R C"]:
-    """Returns rows [R, C] from their bytes and words."""
+    """Returns the rows [R, C] before ends[-1], from their bytes and `words` [R, W] i32, which begin with the scales."""
     count = -(-data.shape[1] // (format.block or data.shape[1]))
     scale = lax.bitcast_convert_type(words[:, :count], jnp.float32)
     return dequantize(QArray(data, scale, format.dtype, format.row_block(2, "columns")), dtype)
@@ -64,27 +129,25 @@ def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (),
     *, rows: bool = True, columns: bool = True,
 ) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
-    """Returns rows [M, ..., C] as [M, C] in blocks of columns and of rows; XLA drops what the caller does not take."""
+    """Returns rows [M, ..., C] as two Operands: for a product over columns (forward, dgrad), and for wgrad.
+
+    The first may be None if the caller takes no `rows`, and the second if it takes no `columns`.
+    """
     format: Format | None = getattr(recipe, role)
     x = x.reshape(x.shape[0], -1)
     if format is None:
         return x, x
     with jax.named_scope("quantize"):
-        if format.by_group:
-            return (quantize_groups(x, format, groups),) * 2
+        if format.by_group:  # each row carries the scale of its group
+            x = zero_rows(x.astype(jnp.float32), groups.real)
+            scale = to_scale(max_of_groups(finite_abs(x).max(1), groups), format)[:, None]
+            data = round_to_format(x * (1.0 / scale), x, format)
+            return (QArray(data, store_scale(scale, format), format.dtype, (1, None)),) * 2
         over = amax_over if format.shared else ()
         real = groups.real if format.shared else None  # padding must not enter a scale that all rows share
-        by_columns = quantize(x, format, format.row_block(2, "columns"), over, real)
-        return by_columns, quantize(x, format, format.row_block(2, "rows"), over, groups.real)
-
-
-def quantize_groups(x: Float[Array, "M C"], format: Format, groups: Groups) -> QArray:
-    """Returns the QArray of rows with a scale for each group, which each row carries: the scales are [M, 1]."""
-    x = x.astype(jnp.float32)
-    x = x if groups.real is None else zero_rows(x, groups.real)
-    scale = to_scale(max_of_groups(finite_abs(x).max(1), groups), format)[:, None]
-    data = round_to_format(x * (1.0 / scale), x, format)
-    return QArray(data, store_scale(scale, format), format.dtype, (1, None))
+        by_columns = quantize(zero_rows(x.astype(jnp.float32), real), format, format.row_block(2, "columns"), over)
+        by_rows = zero_rows(x.astype(jnp.float32), groups.real)
+        return by_columns, quantize(by_rows, format, format.row_block(2, "rows"), over)
 
 
 def max_of_groups(values: Float[Array, " M"], groups: Groups) -> Float[Array, " M"]:
@@ -98,7 +161,7 @@ def max_of_groups(values: Float[Array, " M"], groups: Groups) -> Float[Array, " 
 def quantize_shard(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
 ) -> QShard:
-    """Returns the bytes and the scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
+    """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
     format = weight_format(recipe)
     with jax.named_scope("quantize"):
         data, scale = quantize_weight(w, format, contracted, gather, amax_over)
@@ -106,7 +169,7 @@ def quantize_shard(
 
 
 def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> QArray:
-    """Returns the whole weight [E, K, C] from a quantized shard of it."""
+    """Returns the whole weight as an Operand from a quantized shard; an array [E, K, C] is an Operand too."""
     format = weight_format(recipe)
     along = find_scale_axes(shard.data.shape, format, contracted, gather)
     whole = gather_weight(shard.data, gather), gather_weight(shard.scale, along)
@@ -123,7 +186,7 @@ def quantize_weight(
         scale, inverse = _scale_shared_blocks(flat, w.shape, format, contracted, gather)
     else:
         scale = to_scale(reduce_max(_block_max(finite_abs(flat), block), () if format.block else amax_over), format)
-        inverse = expand_scales(1.0 / scale, QArray(flat, scale, format.dtype, block))
+        inverse = expand_scales(1.0 / scale, flat.shape, block)
         if format.block and any(gather[2:]):
             # Each dim of the scale has its own axes, since no block lies in two shards of the last dim.
             scale = scale.reshape(*scale.shape[:2], *w.shape[2:-1], -1)

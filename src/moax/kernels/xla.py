@@ -1,0 +1,353 @@
+"""The implementation that runs everywhere: XLA, on every backend of JAX and in any dtype.
+
+Every implementation has the functions of `__all__`, and their docstrings here hold for all of them. Rows have the
+layout of a `Groups`. Their padding may hold anything, in arguments and in results. `recipe` and `role` give the format
+of rows: `recipe.x` or `recipe.dy`. Where one scale holds for a whole tensor, its maximum is taken over the mesh axes
+`amax_over` too. A weight's shard [E, K, *C] is gathered over the mesh axes `gather` of each dim. `contracted` is `rows`
+for a product over K, and `columns` for a product over *C.
+
+XLA compiles a product of a group for a fixed number of rows, its capacity. A group of 700 rows with capacities (0, 256,
+512, 768, 1024) takes the product over 768 rows, of which the last 68 are no rows of the group. A group without rows
+takes no product. The products compute at most twice the rows of the groups and, for each group, a quarter of the mean
+group or 128 rows. They take memory for the rows and for one matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from moax.backend import platform
+from moax.checks import Unsupported
+from moax.groups import Groups, align_up, find_groups, group_starts, least, row_groups, rows_of_groups, zero_rows
+from moax.kernels import Operand, Packing, Role
+from moax.kernels.quantization import (
+    dequantize_wire,
+    gather_shard,
+    quantize,
+    quantize_for_matmul,
+    quantize_shard,
+    to_array,
+)
+from moax.mesh.axes import Names
+from moax.mesh.collectives import vary_like
+from moax.recipe import Contracted, Format, Recipe, Recipes
+from moax.types import QArray
+
+__all__ = [
+    "activate", "activate_grad", "activate_grad_quantize", "align_rows", "bias_grad", "build_permutation",
+    "dequantize_wire", "find_groups", "gather_and_quantize", "gather_rows", "gather_shard", "gather_sum", "matmul",
+    "matmul_activate", "matmul_gathers_rows", "pack_rows", "put_rows", "quantize", "quantize_for_matmul",
+    "quantize_shard", "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
+]  # fmt: skip
+COUNTED = 256  # the assignments of a block, each of which is compared with each
+COMPARED = 1 << 26  # the most comparisons of blocks; a cumulative sum is several kernels, and few additions
+ROWS = (((0,), (0,)), ((), ()))  # dimension numbers that contract the rows of both operands
+STEP = 128  # a GPU multiplies fewer rows in about the same time, since it reads the same weights
+
+
+def supports_fp8(recipe: Recipe) -> bool:
+    """Returns whether products of this recipe multiply in FP8; else operands are dequantized to the dtype."""
+    return False
+
+
+def stores_weight_transposed(recipe: Recipe, contracted: Contracted) -> bool:
+    """Returns whether a quantized shard of a weight has the dims (E, *C, K)."""
+    return False
+
+
+def matmul_gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
+    """Returns whether products shall gather rows of `width` elements; `hidden` is F of this device."""
+    return False
+
+
+def align_rows(recipe: Recipe) -> int:
+    """Returns the number of rows of which each group's first row must be a multiple."""
+    return recipe.row_alignment  # no block of rows holds rows of two groups
+
+
+def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Packing:
+    """Returns the packing of rows whose groups start at multiples of any `align`, or of one group (None)."""
+    # The products take groups that start at any row, do not read padding, and leave 0 in it.
+    return Packing(find_groups(group_sizes, align, num_rows), lambda x: x, lambda y: y)
+
+
+def top_k(x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+    """Returns the k largest of each row of x, and their indices i32; of equal ones the lowest index is first."""
+    values, indices = lax.top_k(x, k)
+    return values, indices.astype(jnp.int32)
+
+
+def build_permutation(
+    experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int,
+    weights: Float[Array, "R K"] | None = None, keep: Callable | None = None,
+) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:  # fmt: skip
+    """Returns `gather_idx`, `scatter_idx` and group sizes of a `Plan`, and the weight of each of N sorted rows.
+
+    Experts lie in [0, num_groups]. The weight is 0 in padding, and None without `weights` f32. keep(arrived) -> (begin,
+    sizes) takes and returns arrays [G]: the arrivals begin[g] to begin[g] + sizes[g] - 1 of group g become rows. None
+    keeps all that arrived.
+    """
+    # An assignment a of block b to expert e is arrival before[b, e] + earlier[a] of its expert. A sort would find the
+    # same in many kernels, and these sums over comparisons are three.
+    flat, received = experts.reshape(-1), experts.shape[0]
+    before, sizes, earlier = count_arrivals(flat, num_groups)
+    if keep is not None:
+        begin, sizes = keep(sizes)
+        before = before - begin[None]
+    # An assignment follows its group's first assignment in its block by as many rows as are earlier in the block.
+    starts = group_starts(sizes, align)
+    some, group = flat < num_groups, jnp.minimum(flat, num_groups - 1)
+    block = lax.div(lax.iota(jnp.int32, flat.shape[0]), jnp.int32(COUNTED))
+    row = (before + starts[None]).reshape(-1)[block * num_groups + group] + earlier
+    if keep is not None:
+        some &= (row >= starts[group]) & (row < (starts + sizes)[group])
+    scatter_idx = jnp.where(some, row, num_rows).reshape(experts.shape)
+    which = lax.broadcasted_iota(jnp.int32, experts.shape, 0)
+    gather_idx = jnp.full(num_rows, received, jnp.int32).at[scatter_idx].set(which, mode="drop")
+    row_weights = None
+    if weights is not None:
+        row_weights = jnp.zeros(num_rows, jnp.float32).at[scatter_idx].set(weights, mode="drop")
+    return gather_idx, scatter_idx, sizes, row_weights
+
+
+def count_arrivals(flat: Int[Array, " A"], groups: int) -> tuple[Int[Array, "B G"], Int[Array, " G"], Int[Array, " A"]]:
+    """Returns before [B, G], arrived [G] and earlier [A] of experts [A] i32, of which `groups` stands for none.
+
+    before[b, g] counts the assignments of g in the blocks before b, `arrived` those in all blocks, and earlier[a] those
+    of a's group before a in its block. With blocks of 3 in place of `COUNTED`, the experts (1, 0, 1, 1, 2, 1) have
+    before ((0, 0, 0), (1, 2, 0)), arrived (1, 4, 1) and earlier (0, 0, 1, 0, 0, 1).
+    """
+    count = flat.shape[0]
+    num_blocks = (count + COUNTED - 1) // COUNTED  # either may be a symbolic dimension of `jax.export`
+    blocks = jnp.pad(flat, (0, num_blocks * COUNTED - count), constant_values=groups).reshape(num_blocks, COUNTED)
+    own = (blocks[:, :, None] == jnp.arange(groups, dtype=jnp.int32)[None, None]).sum(1, dtype=jnp.int32)
+    if isinstance(num_blocks, int) and num_blocks**2 * groups <= COMPARED:
+        index = jnp.arange(num_blocks + 1, dtype=jnp.int32)
+        before = jnp.where((index[None, :-1] < index[:, None])[:, :, None], own[None], 0).sum(1, dtype=jnp.int32)
+    else:
+        before = jnp.cumsum(jnp.pad(own, ((1, 0), (0, 0))), axis=0)
+    place = jnp.arange(COUNTED, dtype=jnp.int32)
+    same = (blocks[:, :, None] == blocks[:, None, :]) & (place[None, :] < place[:, None])[None]
+    return before[:-1], before[-1], same.sum(2, dtype=jnp.int32).reshape(-1)[:count]
+
+
+def gather_rows(
+    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Groups | None = None
+) -> Float[Array, "N H"]:
+    """rows[n] = x[gather_idx[n]], 0 where it is R or more, but for rows past the `groups`."""
+    return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)
+
+
+def gather_sum(
+    rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"], weights: Array | None = None
+) -> Float[Array, "R H"]:
+    """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32, over the indices below N; None: weights 1."""
+    total = jnp.zeros((), jnp.float32)
+    for k in range(scatter_idx.shape[1]):  # K is small, and this way no array [R, K, H] is in memory
+        index = scatter_idx[:, k]
+        row = jnp.take(rows, index, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
+        if weights is not None:
+            row = row * jnp.where(index < rows.shape[0], weights[:, k], 0.0)[:, None]
+        total = total + row
+    return total.astype(rows.dtype)
+
+
+def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any) -> tuple:
+    """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x.
+
+    `places[way]` has (shift, end) of each rank. A `source` of None sends row i itself. `axes` has (name, size) of each
+    axis of ep. A row that no rank wrote may hold anything.
+    """
+    raise Unsupported("kernels='xla' cannot write into the memory of another device; use another exchange")
+
+
+def gather_and_quantize(
+    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], recipe: Recipe, role: Role, groups: Groups,
+    amax_over: Names = (), *, rows: bool = True, columns: bool = True, in_products: bool = False,
+) -> tuple[Operand, Operand]:  # fmt: skip
+    """Runs `quantize_for_matmul` on the rows x[gather_idx], in one read where the implementation can.
+
+    With `in_products`, where `matmul_gathers_rows` says so, the products gather the rows from x instead.
+    """
+    with jax.named_scope("permute"):
+        gathered = gather_rows(x, gather_idx)
+    return quantize_for_matmul(gathered, recipe, role, groups, amax_over)
+
+
+def matmul(
+    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike, bias: Array | None = None,
+    *, transpose: bool = False,
+) -> Float[Array, "M N"]:  # fmt: skip
+    """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` dx[m] = dy[m] w[g(m)]^T."""
+    x, w = to_array(x, dtype), to_array(w, dtype)
+    width, contract = w.shape[1 if transpose else 2], (((1,), (1 if transpose else 0,)), ((), ()))
+    if groups.sizes is None:
+        y = _dot(x, w[0], contract)
+        return y if bias is None else y + bias.reshape(1, -1).astype(dtype)
+    switch, steps = _plan(groups, x.shape[0])
+
+    def of_group(y, step):
+        matrix, *step = step
+
+        def over(first, real):
+            part = _dot(lax.dynamic_slice_in_dim(x, first, real.shape[0]), matrix, contract)
+            before = lax.dynamic_slice_in_dim(y, first, real.shape[0])
+            return lax.dynamic_update_slice_in_dim(y, jnp.where(real[:, None], part, before), first, 0)
+
+        return switch(step, over), None
+
+    y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)
+    y = lax.scan(of_group, y, (w, *steps))[0]  # 0 in padding
+    if bias is None:
+        return y
+    rows = rows_of_groups(bias.reshape(bias.shape[0], -1).astype(dtype), groups, y.shape[0])
+    return jnp.where(groups.real[:, None], y + rows, y)
+
+
+def matmul_activate(
+    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike, act: Callable, gates: int,
+    bias: Array | None = None,
+) -> tuple[Float[Array, "M GF"], None]:  # fmt: skip
+    """h[m] = x[m] w[g(m)] + bias[g(m)], and the Operand of a = act(h) [M, F] where one kernel computes both.
+
+    `gates` is G, the projections of h [M, G F].
+    """
+    return matmul(x, w, groups, dtype, bias), None
+
+
+def wgrad(
+    x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None,
+    total: Array | None = None,
+) -> Float[Array, "E K N"]:  # fmt: skip
+    """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32.
+
+    Operands that are not FP8 have `dtype`, and dw has `out_dtype`; None means `dtype`. With `total` [E, K, N] it
+    returns total + dw in the dtype of `total`, rounded once, without a second array of this size.
+    """
+    x, dy = to_array(x, dtype), to_array(dy, dtype)
+    if total is not None:
+        out_dtype = jnp.float32 if total.dtype.itemsize < 4 else total.dtype
+    if groups.sizes is None:
+        whole = _dot(x, dy, ROWS, out_dtype)[None]
+        return whole if total is None else _add(total, whole)
+    switch, steps = _plan(groups, x.shape[0])
+
+    def over(first, real):
+        rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, real.shape[0]), real) for v in (x, dy))
+        return _dot(rows, d_rows, ROWS, out_dtype)
+
+    def add(total, step):
+        group, *step = step
+        return lax.dynamic_update_index_in_dim(total, _add(total[group], switch(step, over)), group, 0), None
+
+    if total is None:
+        return lax.scan(lambda _, step: (None, switch(step, over)), None, steps)[1]
+    total = vary_like(total, x, dy, groups.sizes)
+    return lax.scan(add, total, (jnp.arange(groups.sizes.shape[0], dtype=jnp.int32), *steps))[0]
+
+
+def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
+    """dbias[g] = sum over rows m of group g: dy[m], in float32. dy must be 0 in padding."""
+    dy = dy.astype(jnp.float32)
+    if groups.sizes is None:
+        return dy.sum(0, keepdims=True)
+    group = row_groups(groups.sizes, groups.align, dy.shape[0])[0]
+    return jax.ops.segment_sum(zero_rows(dy, groups.real), group, num_segments=groups.sizes.shape[0])
+
+
+def activate(
+    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *, weights: Array | None, amax_over: Names
+) -> Operand:
+    """Returns the Operand of act(h), times the weight of each row; weights None are 1."""
+    with jax.named_scope("activate"):
+        a = activate_rows(h, act, groups, weights)
+    return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
+
+
+def activate_grad(
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups, weights: Float[Array, " N"]
+) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:
+    """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>; d_a is not weighted yet."""
+    with jax.named_scope("activate"):
+        a, pull = jax.vjp(lambda h: activate_rows(h, act, groups), h)
+        inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
+        (d_h,) = pull(scale_rows(d_a, weights, groups))
+        return scale_rows(a, weights, groups), d_h, inner
+
+
+def activate_grad_quantize(
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes, groups: Groups, *,
+    weights: Float[Array, " N"], amax_over: Names,
+) -> tuple[Operand, Operand, Operand, Float[Array, " N"]]:  # fmt: skip
+    """Runs `activate_grad` and returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""
+    a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
+    _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over)
+    return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
+
+
+def activate_rows(h: Float[Array, "N G F"], act: Callable, groups: Groups, weights: Any = None) -> Float[Array, "N F"]:
+    """Returns act(h), computed in float32, times the weight of each row; weights None are 1."""
+    a = act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)
+    return a if weights is None else scale_rows(a, weights, groups)
+
+
+def scale_rows(x: Float[Array, "N C"], weights: Float[Array, " N"], groups: Groups) -> Float[Array, "N C"]:
+    """Returns each real row times its weight, multiplied in float32 and returned in the dtype of x; padding is 0."""
+    return zero_rows(x.astype(jnp.float32) * weights[:, None], groups.real).astype(x.dtype)
+
+
+def pick_capacities(num_rows: int, num_groups: int, expected: int | None = None) -> tuple[int, ...]:
+    """Returns the capacities: 0, quarters of the mean group up to twice the mean, doubles of the mean, and all rows.
+
+    All but the last are multiples of `STEP`. The mean is `expected` rows over the groups; None expects `num_rows`.
+
+    16384 rows of 4 groups give (0, 1024, 2048, ..., 8192, 16384); 300 rows of 8 groups give (0, 128, 256, 300).
+    """
+    mean = -(-(expected or num_rows) // num_groups)
+    doubles = (mean * 2**n for n in range(2, num_groups.bit_length()))
+    capacities = [align_up(rows, STEP) for rows in (*(mean * n // 4 for n in range(1, 9)), *doubles)]
+    if not isinstance(num_rows, int):  # a symbolic number of rows, of which nobody knows whether it is larger
+        return (0, *(least(rows, num_rows) for rows in capacities), num_rows)
+    return tuple(sorted({0, num_rows, *(rows for rows in capacities if rows < num_rows)}))
+
+
+def _plan(groups: Groups, num_rows: int):
+    """Returns switch(step, over), which runs over(first, real) on the rows of a group, and the step of each group."""
+    # `over` gets the first row of the smallest capacity that holds the group, and whether each row is the group's.
+    capacities = pick_capacities(num_rows, groups.sizes.shape[0], groups.expected)
+    # A search inside the loop over groups would be a loop of small kernels.
+    index = sum(((groups.sizes > rows).astype(jnp.int32) for rows in capacities[:-1]), jnp.zeros_like(groups.sizes))
+
+    def switch(step, over: Callable):
+        index, start, size = step
+
+        def run(capacity: int):
+            first = jnp.minimum(start, num_rows - capacity)
+            rows = first + jnp.arange(capacity, dtype=jnp.int32)
+            return over(first, (rows >= start) & (rows < start + size))
+
+        return lax.switch(index, [functools.partial(run, capacity) for capacity in capacities])
+
+    return switch, (index, group_starts(groups.sizes, groups.align), groups.sizes)
+
+
+def _add(total, more):
+    """Returns the sum in the dtype of `total`, of which `more` has the same or a wider one."""
+    return (total.astype(more.dtype) + more).astype(total.dtype)
+
+
+def _dot(a, b, contract, dtype: DTypeLike | None = None):
+    """Returns the product in this dtype, by default that of its operands, summed in float32 or wider."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dtype = a.dtype if dtype is None else jnp.dtype(dtype)
+    # A CPU multiplies bfloat16 to float32 alone; a GPU writes bfloat16 at once, half the bytes.
+    result = jnp.float32 if a.dtype.itemsize < 4 and platform() != "gpu" else dtype
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=result).astype(dtype)
