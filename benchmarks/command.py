@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import math
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-from benchmarks import cases, limits, peers, report, tokens
-from benchmarks.block import block, errors, imbalance, mesh_block, train
+from benchmarks import cases, limits, report, tokens
+from benchmarks.block import block, errors, imbalance, train
 from benchmarks.kernels import gemm
 from benchmarks.report import Row
 from benchmarks.timing import Repeats
-from benchmarks.wires import exchange, gather, scatter, wire
+from benchmarks.wires import exchange, scatter, wire
 from moax import backend, program
 from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
@@ -30,11 +29,10 @@ Measures the parts of moax on the devices of this machine. A row has the time, t
 run), the error against float64, and the times of peers.
 
 gemm       grouped matmuls, beside ragged_dot, Pallas kernels and PyTorch
-block      the whole block, beside SonicMoE's; with --mesh beside layers of JAX alone and of PyTorch
-train      a step of a language model on a mesh, beside the same layers of JAX
+block      the whole block, beside SonicMoE's; with --mesh beside a layer of PyTorch
+train      a step of a language model on a mesh
 imbalance  the block on a mesh by the load of its busiest rank: time, overflow rounds, memory
 exchange   the exchange between devices, beside NCCL
-gather     the gather of weights, each recipe beside bf16
 scatter    the sum of weight gradients, each grad_reduce_dtype beside the ring in bf16
 wire       the bytes of a block's weights on the wire, without time; it must be alone. It compiles blocks for 8
            emulated devices, and writes benchmarks/results/wire.json or --out FILE
@@ -42,29 +40,77 @@ wire       the bytes of a block's weights on the wire, without time; it must be 
 The output lists what cannot run on this machine, with the reason. Progress goes to stderr. On a CPU, --cases tiny runs,
 and cases that --only names.
 """
-WHAT = ("gemm", "block", "train", "imbalance", "exchange", "gather", "scatter")
-NEEDED = {"gemm": ("bf16", "fp8", "memory"), "block": ("bf16", "fp8"), "train": ("bf16", "fp8")}
-OTHERS: dict[str, tuple] = {"exchange": (tokens.PERF, tokens.TINY), "train": (train.PERF, train.TINY)}
 IMBALANCE_RECIPE = "fp8_block"
-# {option: the benchmarks that read it}, for options that most benchmarks do not read
-MEANT_FOR = {
-    "mesh": ("block", "train", "imbalance"),
-    "tokens": ("block", "imbalance"),
-    "kernels": ("block", "imbalance"),
-    "recipe": ("block", "train", "imbalance"),
-    "errors": ("block",),
-    "devices": ("exchange",),
+
+
+class Benchmark(NamedTuple):
+    """One benchmark of a run.
+
+    Attributes:
+      rows: yields the rows of cases; its arguments are those of `run_block`.
+      cases: the cases of each set; None takes those of `benchmarks.cases`.
+      peers: the peers on one device, and on a mesh.
+      limits: the limits of the machine that its rows need.
+      options: the options that it reads, of those that most benchmarks do not read.
+    """
+
+    rows: Callable[..., Iterator[Row]]
+    cases: dict[str, tuple] | None
+    peers: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    limits: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+def run_gemm(args: argparse.Namespace, chosen: list, peers: tuple[str, ...], repeats: Repeats, found: dict[str, Any]):
+    return gemm.rows(chosen, peers, repeats, found, quick=args.quick)
+
+
+def run_exchange(args, chosen, peers, repeats, found):
+    return exchange.rows(chosen, args.devices, bool(peers), repeats)
+
+
+def run_scatter(args, chosen, peers, repeats, found):
+    return scatter.rows(chosen, repeats)
+
+
+def run_block(args, chosen, peers, repeats, found):
+    how = how_of(args, block.PLAIN if args.mesh else (*block.PLAIN, block.KEPT), peers)
+    return block.rows(chosen, how, few_warmups(repeats), found, args.tokens, args.errors)
+
+
+def run_imbalance(args, chosen, peers, repeats, found):
+    return imbalance.rows(chosen, how_of(args, (IMBALANCE_RECIPE,)), few_warmups(repeats), args.tokens)
+
+
+def run_train(args, chosen, peers, repeats, found):
+    return train.rows(chosen, how_of(args, block.PLAIN), few_warmups(repeats), found)
+
+
+def how_of(args: argparse.Namespace, recipes: tuple[str, ...], peers: tuple[str, ...] = ()) -> block.How:
+    """Returns how blocks run; `recipes` are those of a run that names none."""
+    buffer_factor = None if math.isinf(args.buffer_factor) else args.buffer_factor
+    named = tuple(dict.fromkeys(args.recipe or recipes))
+    return block.How(args.mesh or (), named, args.kernels, args.exchange, peers, buffer_factor)
+
+
+def few_warmups(repeats: Repeats) -> Repeats:
+    return dataclasses.replace(repeats, warmups=min(3, repeats.warmups))
+
+
+BLOCKS: dict[str, tuple] = {"perf": block.PERF, "tiny": block.TINY}
+ON_MESH = ("mesh", "recipe", "exchange", "buffer-factor")
+BENCHMARKS = {
+    "gemm": Benchmark(run_gemm, None, (gemm.PEERS, gemm.PEERS), ("bf16", "fp8", "memory")),
+    "block": Benchmark(
+        run_block, BLOCKS, ((block.SONIC,), (block.TORCH,)), ("bf16", "fp8"), (*ON_MESH, "tokens", "kernels", "errors")
+    ),
+    "train": Benchmark(run_train, {"perf": train.PERF, "tiny": train.TINY}, limits=("bf16", "fp8"), options=ON_MESH),
+    "imbalance": Benchmark(run_imbalance, BLOCKS, options=(*ON_MESH, "tokens", "kernels")),
+    "exchange": Benchmark(
+        run_exchange, {"perf": tokens.PERF, "tiny": tokens.TINY}, ((exchange.NCCL,),) * 2, options=("devices",)
+    ),
+    "scatter": Benchmark(run_scatter, BLOCKS),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One benchmark of a run: one of `WHAT`, its cases and its peers, and the rows of PyTorch, measured before."""
-
-    what: str
-    cases: list
-    peers: tuple[str, ...]
-    torch: tuple[Row, ...] = ()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,38 +128,39 @@ def parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    # fmt: off
-    add = command_line.add_argument
-    add("what", nargs="+", choices=(*WHAT, "wire"), metavar="WHAT", help=f"what to measure, one or several: "
-        f"{', '.join(WHAT)}; or wire alone")
-    add("--mesh", type=mesh_of, metavar="AXES", help="block, train, imbalance: run on a mesh of these axis "
-        f"sizes, as fsdp=2,ep=2; axes: {', '.join(ROLES)}; without a GPU the devices are emulated")
-    add("--cases", default="perf", metavar="SETS", help=f"sets of cases, with commas: {', '.join(cases.NAMES)}; only "
-        "gemm has more than perf and tiny (default: %(default)s)")
-    add("--only", action="append", metavar="WORD", help="measure only cases whose name contains WORD; repeatable")
-    add("--peers", default="all", metavar="NAMES", help="all, none, or names with commas; gemm: "
-        f"{', '.join(peers.NAMES)}; block: {', '.join(block.PEERS)}, and with --mesh {', '.join(mesh_block.PEERS)}; "
-        f"train: {', '.join(train.PEERS)}; the others know all and none (default: %(default)s)")
-    add("--recipe", action="append", choices=block.RECIPES, metavar="NAME", help="block, train, imbalance: a recipe; "
-        f"repeatable; {', '.join(block.RECIPES)} (default: {' and '.join(block.PLAIN)}, and on one GPU {block.KEPT}; "
-        f"imbalance: {IMBALANCE_RECIPE})")
-    add("--errors", action="store_true", help="block: the errors of y and of each gradient against float32 too, of "
-        f"{errors.TOKENS} tokens")
-    add("--tokens", type=int, action="append", metavar="T", help="block, imbalance: tokens of a device; repeatable "
-        "(default: 8192 and 16384; imbalance: 8192)")
-    add("--kernels", choices=("auto", *IMPLEMENTATIONS), default="auto", help="block, imbalance: the implementation "
-        "of the kernels (default: %(default)s)")
-    add("--exchange", choices=EXCHANGES, default="auto", help="block --mesh, train, imbalance: how tokens reach "
-        "the ranks of their experts (default: %(default)s)")
-    add("--devices", type=int, metavar="N", help="exchange: the first N devices of the machine (default: all)")
-    add("--buffer-factor", type=factor, default=1.25, metavar="X", help="block, train, imbalance: the argument of "
-        "moax.moe; none: the worst case (default: %(default)s)")
-    # fmt: on
-    add("--quick", action="store_true", help="fewer repeats, and fewer tiles of peers")
-    add("--out", metavar="FILE", help="write the rows as JSON")
-    add("--json", action="store_true", help="print the rows as JSON instead of the table")
-    add("--sha", help="the measured commit (default: git tells it)")
-    add("--traceback", action="store_true", help="show where an error arose")
+
+    def add(name: str, about: str, **how) -> None:
+        those = ", ".join(what for what, of in BENCHMARKS.items() if name in of.options)
+        default = how.get("default")
+        shown = f" (default: {default})" if isinstance(default, str) else ""
+        command_line.add_argument(f"--{name}", help=f"{f'{those}: ' if those else ''}{about}{shown}", **how)
+
+    names = f"{', '.join(gemm.PEERS)}; block: {block.SONIC}, and with --mesh {block.TORCH}"
+    command_line.add_argument("what", nargs="+", choices=(*BENCHMARKS, "wire"), metavar="WHAT", help="what to measure, "
+                              f"one or several: {', '.join(BENCHMARKS)}; or wire alone")  # fmt: skip
+    add("mesh", "run on a mesh of these axis sizes, as fsdp=2,ep=2; axes: "
+        f"{', '.join(ROLES)}; without a GPU the devices are emulated", type=mesh_of, metavar="AXES")  # fmt: skip
+    add("cases", f"sets of cases, with commas: {', '.join(cases.NAMES)}; only gemm has more than perf and tiny",
+        default="perf", metavar="SETS")  # fmt: skip
+    add("only", "measure only cases whose name contains WORD; repeatable", action="append", metavar="WORD")
+    add("peers", f"all, none, or names with commas; gemm: {names}", default="all", metavar="NAMES")
+    add("recipe", f"a recipe; repeatable; {', '.join(block.RECIPES)}; without it {' and '.join(block.PLAIN)}, and on "
+        f"one GPU {block.KEPT}; imbalance {IMBALANCE_RECIPE}", action="append", choices=block.RECIPES,
+        metavar="NAME")  # fmt: skip
+    add("errors", f"the errors of y and of each gradient against float32 too, of {errors.TOKENS} tokens",
+        action="store_true")  # fmt: skip
+    add("tokens", "tokens of a device; repeatable; without it 8192 and 16384, imbalance 8192", type=int,
+        action="append", metavar="T")  # fmt: skip
+    add("kernels", "the implementation of the kernels", choices=("auto", *IMPLEMENTATIONS), default="auto")
+    add("exchange", "how tokens reach the ranks of their experts", choices=EXCHANGES, default="auto")
+    add("devices", "the first N devices of the machine; without it all", type=int, metavar="N")
+    add("buffer-factor", "the argument of moax.moe, 1.25 without it; none: the worst case", type=factor, default=1.25,
+        metavar="X")  # fmt: skip
+    add("quick", "fewer repeats, and fewer tiles of peers", action="store_true")
+    add("out", "write the rows as JSON", metavar="FILE")
+    add("json", "print the rows as JSON instead of the table", action="store_true")
+    add("sha", "the measured commit; without it git tells it")
+    add("traceback", "show where an error arose", action="store_true")
     return command_line
 
 
@@ -127,18 +174,20 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     repeats = Repeats.quick() if args.quick else Repeats()
     parts = select(args)
-    names = ", ".join(part.what for part in parts)
-    check_fits(args, names)
-    _say(f"{names}: first come the peers in processes of their own, then the limits; this can take minutes")
-    parts = [dataclasses.replace(part, torch=_torch_rows(part, repeats)) for part in parts]
-    needed = tuple(dict.fromkeys(name for part in parts for name in NEEDED.get(part.what, ())))
+    names = ", ".join(parts)
+    if backend.platform() == "cpu" and args.cases != "tiny" and not args.only:
+        raise Unsupported(
+            f"{names} on a CPU: --cases {args.cases} has the shapes of large models, and a row takes minutes to hours; "
+            "measure --cases tiny, name cases with --only, or run on a GPU"
+        )
+    needed = tuple(dict.fromkeys(name for what in parts for name in BENCHMARKS[what].limits))
     _say(f"{names} on {backend.device_kind()}: measuring the limits of this machine: {', '.join(needed) or 'none'}")
     found = limits.measure(needed, repeats)
     rows: list[Row] = []
     head = report.header([*NAME.split(), *argv], args.sha, found)
-    for part in parts:
-        _say(f"{part.what}: {plural(len(part.cases), 'case')}; the first row comes when its program has compiled")
-        for row in _rows(args, part, repeats, found):
+    for what, (chosen, peers) in parts.items():
+        _say(f"{what}: {plural(len(chosen), 'case')}; the first row comes when its program has compiled")
+        for row in BENCHMARKS[what].rows(args, chosen, peers, repeats, found):
             rows.append(row)
             _progress(row)
             if args.out:  # Each row is saved at once, so that a stopped run keeps its rows.
@@ -150,87 +199,43 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def select(args: argparse.Namespace) -> list[Part]:
-    """Returns the benchmarks of the run, each with the cases and peers that the options name."""
+def select(args: argparse.Namespace) -> dict[str, tuple[list, tuple[str, ...]]]:
+    """Returns {benchmark: (cases, peers)} of the run, as the options name them."""
     asked = list(dict.fromkeys(args.what))
     plain = vars(parser().parse_args(asked[:1]))
-    for option, takes in MEANT_FOR.items():
-        if getattr(args, option) != plain[option] and not set(asked) & set(takes):
+    for option in dict.fromkeys(option for of in BENCHMARKS.values() for option in of.options):
+        takes, name = [what for what, of in BENCHMARKS.items() if option in of.options], option.replace("-", "_")
+        if getattr(args, name) != plain[name] and not set(asked) & set(takes):
             raise ValueError(f"--{option} with {', '.join(asked)}: it is for {' and '.join(takes)} alone")
     if args.mesh and (args.errors or block.KEPT in (args.recipe or ())):
         raise ValueError(f"{'--errors' if args.errors else f'--recipe {block.KEPT}'} with --mesh: it is for one device")
     for what in asked:
         if what in ("train", "imbalance") and not args.mesh:
             raise ValueError(f"{what} without --mesh: name the axes of its devices, as fsdp=1,ep=2")
-    possible = {what: _possible_peers(what, args.mesh) for what in asked}
-    chosen = peers.parse(args.peers, tuple(dict.fromkeys(itertools.chain(*possible.values()))))
-    parts, refused = [], []
+    possible = {what: BENCHMARKS[what].peers[bool(args.mesh)] for what in asked}
+    named = tuple(dict.fromkeys(name for names in possible.values() for name in names))
+    chosen = {"all": named, "none": ()}.get(args.peers, tuple(name.strip() for name in args.peers.split(",")))
+    if unknown := [name for name in chosen if name not in named]:
+        words = ", ".join(("all", "none", *named))
+        raise ValueError(f"--peers {args.peers}: unknown {', '.join(unknown)}; give some of {words}")
+    parts, refused = {}, []
     for what in asked:
         try:
-            kept = _cases(args, what)
+            parts[what] = _cases(args, what), tuple(name for name in possible[what] if name in chosen)
         except ValueError as error:
             refused.append(error)
-            continue
-        parts.append(Part(what, kept, tuple(name for name in chosen if name in possible[what])))
     if refused and not (parts and args.only):  # A word of --only may belong to another benchmark.
         raise refused[0]
     return parts
 
 
-def check_fits(args: argparse.Namespace, names: str) -> None:
-    """Raises Unsupported on a CPU for a whole set of cases with the shapes of models, unless --only names a few."""
-    if backend.platform() == "cpu" and args.cases != "tiny" and not args.only:
-        raise Unsupported(
-            f"{names} on a CPU: --cases {args.cases} has the shapes of large models, and a row takes minutes to hours; "
-            "measure --cases tiny, name cases with --only, or run on a GPU"
-        )
-
-
 def _cases(args: argparse.Namespace, what: str) -> list:
-    if what == "gemm":
+    sets = BENCHMARKS[what].cases
+    if sets is None:
         return cases.select(args.cases, args.only)
-    perf, tiny = OTHERS.get(what, (mesh_block.PERF if args.mesh else block.PERF, block.TINY))
     if args.cases not in ("perf", "tiny", "all"):
         raise ValueError(f"--cases {args.cases}: {what} has perf and tiny")
-    return cases.pick(tiny if args.cases == "tiny" else perf, args.only, f"--cases {args.cases}")
-
-
-def _possible_peers(what: str, mesh) -> tuple[str, ...]:
-    if what == "train":
-        return train.PEERS
-    if what == "block":
-        return mesh_block.PEERS if mesh else block.PEERS
-    return peers.NAMES
-
-
-def _torch_rows(part: Part, repeats: Repeats) -> tuple[Row, ...]:
-    """Returns the rows of PyTorch's grouped matmuls, measured before this process takes memory of the GPU."""
-    return tuple(gemm.torch_rows(part.cases, part.peers, repeats)) if part.what == "gemm" else ()
-
-
-def _rows(args: argparse.Namespace, part: Part, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
-    """Yields the rows of one benchmark; `found` are the limits."""
-    what, chosen = part.what, part.cases
-    if what == "gemm":
-        return gemm.rows(chosen, part.peers, repeats, found, part.torch, quick=args.quick)
-    if what == "exchange":
-        return exchange.rows(chosen, args.devices, bool(part.peers), repeats)
-    if what in ("gather", "scatter"):
-        return (gather if what == "gather" else scatter).rows(chosen, repeats)
-    repeats = dataclasses.replace(repeats, warmups=min(3, repeats.warmups))
-    recipes = tuple(dict.fromkeys(args.recipe or (block.PLAIN if args.mesh else (*block.PLAIN, block.KEPT))))
-    sizes = tuple(args.tokens) if args.tokens else None
-    how: dict[str, Any] = dict(recipes=recipes, kernels=args.kernels, peers=part.peers)
-    how["buffer_factor"] = None if math.isinf(args.buffer_factor) else args.buffer_factor
-    if not args.mesh:
-        return block.rows(chosen, repeats, found, tokens=sizes, errors=args.errors, **how)
-    over = mesh_block.How(mesh=args.mesh, exchange=args.exchange, **how)
-    if what == "imbalance":
-        over = dataclasses.replace(over, recipes=recipes if args.recipe else (IMBALANCE_RECIPE,), peers=())
-        return imbalance.rows(chosen, over, repeats, sizes)
-    if what == "train":
-        return train.rows(chosen, over, repeats, found)
-    return mesh_block.rows(chosen, over, repeats, found, sizes)
+    return cases.pick(sets["tiny" if args.cases == "tiny" else "perf"], args.only, f"--cases {args.cases}")
 
 
 def _say(text: str) -> None:
@@ -239,7 +244,6 @@ def _say(text: str) -> None:
 
 def _progress(row: Row) -> None:
     """Prints a row as a line of progress."""
-    rate = f"{row.tflops:.0f} TFLOP/s" if row.op in ("gemm", "block", "train") and row.tflops else ""
-    rate = f"{row.tb_s:.2f} TB/s" if not rate and row.tb_s else rate
+    rate = f"{row.tflops:.0f} TFLOP/s" if row.tflops else f"{row.tb_s:.2f} TB/s" if row.tb_s else ""
     result = f"{row.us:.1f} us {rate}" if row.us else row.note
     _say(f"{row.op} {row.case} {row.direction} {row.recipe} {row.impl} {row.tile}: {result}")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.report import why
+from benchmarks.report import Row, why
 from benchmarks.timing import STANDARD, Repeats, kernel_time
 from moax import backend
 
@@ -38,14 +38,17 @@ def measure(names: tuple[str, ...] = ("bf16", "fp8", "memory"), repeats: Repeats
     return found
 
 
-def fraction(limits: dict[str, Any], us: float, flops: float, nbytes: float, product: str) -> tuple[str, float | None]:
-    """Returns the binding limit of a call, and the fraction of it that the call reaches."""
+def rate(row: Row, limits: dict[str, Any], flops: float, nbytes: float = 0.0) -> None:
+    """Fills the rates of a measured row, the limit that binds it, and the fraction of that limit that it reaches."""
+    if row.us is None:
+        return
+    row.tflops, row.tb_s = flops / row.us * 1e-6, nbytes / row.us * 1e-6 or None
+    product = "bf16" if row.recipe in ("none", "mxfp8") else "fp8"  # mxfp8 dequantizes before products.
     rates = {product: flops, "memory": nbytes}
     known = {n: work / limits[n]["value"] * 1e-6 for n, work in rates.items() if n in limits and limits[n]["value"]}
-    if not known:
-        return "", None
-    binding = max(known, key=lambda name: known[name])
-    return binding, known[binding] / us
+    if known:
+        row.limit = max(known, key=lambda name: known[name])
+        row.fraction = known[row.limit] / row.us
 
 
 def _product(size: int, name: str):

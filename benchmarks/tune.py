@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
+from typing import NamedTuple
 
 from benchmarks import cases
+from benchmarks.kernels.ours import KERNELS, dims, hopper_gemm
 from benchmarks.problem import Problem
 from benchmarks.timing import Repeats, kernel_time
 from moax import backend, program
 from moax.checks import Unsupported
 from moax.kernels.hopper.pallas import tiles
-from moax.kernels.hopper.pallas.matmul import grouped_matmul
-from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
-from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 
 NAME = "python -m benchmarks.tune"
 DESCRIPTION = """\
@@ -31,14 +24,6 @@ Measures the tiles of every product of the cases on this GPU. A table in your ca
 read your table before the one in the package.
 """
 GAIN = 1.01
-# {op: (the directions that it computes, whether its operands are FP8)}
-DIRECTIONS: dict[str, tuple[tuple[cases.Direction, ...], bool]] = {
-    "matmul": (("fwd",), False),
-    "matmul_transposed": (("dgrad",), False),
-    "wgrad": (("wgrad",), False),
-    "matmul_fp8": (("fwd", "dgrad"), True),
-    "wgrad_fp8": (("wgrad",), True),
-}
 
 
 class Tuned(NamedTuple):
@@ -73,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"sets of cases, with commas: {', '.join(cases.NAMES)} (default: %(default)s)",
     )
     add("--only", action="append", metavar="WORD", help="measure only cases whose name contains WORD; repeatable")
-    add("--ops", default=",".join(DIRECTIONS), metavar="NAMES", help="ops, with commas (default: %(default)s)")
+    add("--ops", default=",".join(KERNELS), metavar="NAMES", help="ops, with commas (default: %(default)s)")
     add("--out", metavar="FILE", help="the table to update (default: the one in your cache folder)")
     add("--json", action="store_true", help="print JSON at the end; progress goes to stderr")
     add("--traceback", action="store_true", help="show where an error arose")
@@ -83,9 +68,9 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Measures every product of the cases, and writes the table after each case. Returns 0."""
     program.start()
-    unknown = set(args.ops.split(",")) - DIRECTIONS.keys()
+    unknown = set(args.ops.split(",")) - KERNELS.keys()
     if unknown:
-        raise ValueError(f"--ops: unknown {', '.join(sorted(unknown))}; the ops are {', '.join(DIRECTIONS)}")
+        raise ValueError(f"--ops: unknown {', '.join(sorted(unknown))}; the ops are {', '.join(KERNELS)}")
     if not backend.on_hopper():
         raise Unsupported(f"this command needs an NVIDIA Hopper GPU, not {backend.device_kind()!r}")
     path = Path(args.out) if args.out else tiles.user_table()
@@ -95,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     for case in cases.select(args.cases, args.only):
         problem = Problem(case)
         for op in args.ops.split(","):
-            for direction in DIRECTIONS[op][0]:
+            for direction in KERNELS[op][2]:
                 best = tune(problem, op, direction)
                 found.append(best)
                 line = f"{best.case} {op} {direction}: tile {best.tile} takes {best.us:.0f} us; the heuristic's tile "
@@ -115,45 +100,20 @@ def run(args: argparse.Namespace) -> int:
 
 def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
     """Measures the heuristic's tile and all candidates for one product."""
-    case = problem.case
-    contracted, columns = (case.contracted, case.columns)[:: -1 if direction == "dgrad" else 1]
-    rows = problem.num_rows // case.groups
-    first = tiles.pick_tile(op, contracted, columns, rows)
+    case, size = problem.case, dims(problem, direction)
+    operands = problem.quantized(direction) if op.endswith("_fp8") else None
+    first = tiles.pick_tile(op, *size)
     times = {}
-    for tile in dict.fromkeys([first, *tiles.candidates(op, columns)]):
+    for tile in dict.fromkeys([first, *tiles.candidates(op, size[1])]):
         try:
-            f, operands = product(problem, op, direction, tile)
-            times[tile] = kernel_time(f, operands, Repeats(2, 7)).us
+            call = hopper_gemm(problem, op, direction, operands, tile)
+            times[tile] = kernel_time(call.f, call.args, Repeats(2, 7)).us
         except (Unsupported, ValueError) as error:
             print(f"{case.name} {op} {tile}: {error}", file=sys.stderr)
     best = min(times, key=times.__getitem__)
     gain = times[first] / times[best]
-    key = tiles.tile_key(op, contracted, columns, rows)
-    return Tuned(
-        case=case.name,
-        op=op,
-        direction=direction,
-        key=key,
-        tile=tiles.to_numbers(best),
-        us=times[best],
-        gain=gain,
-        kept=gain >= GAIN,
-    )
-
-
-def product(problem: Problem, op: str, direction: cases.Direction, tile) -> tuple[Callable, tuple]:
-    """Returns the product by the kernel of `op` with this tile, as a jitted function, and its operands."""
-    kernel: Any = {
-        "matmul": grouped_matmul,
-        "matmul_transposed": functools.partial(grouped_matmul, transpose=True),
-        "wgrad": grouped_wgrad,
-        "matmul_fp8": grouped_matmul_fp8,
-        "wgrad_fp8": grouped_wgrad_fp8,
-    }[op]
-    plain = {"fwd": (problem.x, problem.w), "dgrad": (problem.dy, problem.w), "wgrad": (problem.x, problem.dy)}
-    left, right = problem.quantized(direction) if DIRECTIONS[op][1] else plain[direction]
-    f = jax.jit(lambda left, right, blocks: kernel(left, right, blocks, tile, out_dtype=jnp.bfloat16))
-    return f, (left, right, problem.blocks())
+    key, numbers = tiles.tile_key(op, *size), tiles.to_numbers(best)
+    return Tuned(case.name, op, direction, key, numbers, times[best], gain, gain >= GAIN)
 
 
 def render(table: dict[str, dict[str, list[int]]]) -> str:

@@ -1,10 +1,11 @@
-"""`python -m benchmarks block`: `moax.moe` on one device, forward, and forward with backward.
+"""`python -m benchmarks block`: `moax.moe` forward, and with backward, on one device or with `--mesh` on several.
 
     work   6 T K H F forward, 18 T K H F forward with backward (gated experts)
 
-Each model and recipe has a process of its own, and so has SonicMoE's layer of each model (`peers.sonic`). All processes
-compile at the same time, which takes most of the time and hardly needs the GPU. Then they are measured one after the
-other, the peer first. `--mesh` measures the block on a mesh (`mesh_block`).
+Each model and recipe has a process of its own over all devices of the mesh (`block_worker`), and so has the layer of
+each peer: SonicMoE's on one device (`peers.sonic`), PyTorch's on a mesh (`peers.torch_block`). All processes compile at
+the same time, which takes most of the time and hardly needs the GPU. Then they are measured one after the other, the
+peers first. Tokens, rates and memory are those of one device.
 
 The time of a layer is the wall clock of back-to-back calls. `kernel_us` is the sum of the kernels of a call (CUPTI),
 and so are the times of stages; `kernel_peers` has the ratios of these sums, which no host bounds. The rows also have
@@ -15,16 +16,20 @@ rows and the hidden activations.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 from benchmarks import limits
 from benchmarks.block.worker import Worker, answers
 from benchmarks.cases import slice_of
 from benchmarks.report import OURS, Row
 from benchmarks.timing import Repeats
-from moax import MoEConfig
+from moax import MoEConfig, backend
+from moax.mesh.axes import ROLES
 from moax.models import MODELS
 from moax.recipe import RECIPES as NAMED
 
@@ -52,37 +57,83 @@ PERF = (
     Block("sonic-1536", MoEConfig(d_model=4096, d_ff=1536, num_experts=128, top_k=8), (32768,), "SonicMoE's README"),
 )
 TINY = (Block("tiny", MoEConfig(d_model=64, d_ff=32, num_experts=4, top_k=2), (64,)),)
-PEERS = ("sonic",)
 PLAIN = ("none", "fp8_block")
 KEPT = "fp8_block+kept"  # with weights that are quantized once, before the measured calls
 RECIPES = ("none", *NAMED, KEPT)
-WORKERS = {OURS: "benchmarks.block.block_worker", "sonic": "benchmarks.peers.sonic"}
+ROWWISE = "fp8_rowwise"  # PyTorch has this format and bf16.
+SONIC, TORCH = "sonic", "torch"
+WORKERS = {
+    OURS: "benchmarks.block.block_worker",
+    SONIC: "benchmarks.peers.sonic",
+    TORCH: "benchmarks.peers.torch_block",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How the layers run; a mesh of no axes is one device."""
+
+    mesh: tuple[tuple[str, int], ...] = ()
+    recipes: tuple[str, ...] = PLAIN
+    kernels: str = "auto"
+    exchange: str = "auto"
+    peers: tuple[str, ...] = ()
+    buffer_factor: float | None = 1.25
+
+    def __str__(self) -> str:
+        return "".join(f",{name}={size}" for name, size in self.mesh).replace(",", " ", 1)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axis sizes; a mesh always has fsdp and ep, since the layer of PyTorch names them."""
+        given = dict(self.mesh)
+        return {name: given.get(name, 1) for name in ROLES if self.mesh and (name in given or name in ("fsdp", "ep"))}
+
+    def check(self) -> None:
+        """Raises ValueError where the machine has GPUs, but fewer than the mesh; without a GPU devices are emulated."""
+        devices = math.prod(self.sizes.values())
+        if backend.platform() == "gpu" and devices > jax.device_count():
+            raise ValueError(f"--mesh{self} is a mesh of {devices} devices, but JAX has {jax.device_count()}")
+
+    def request(self, block: Block, recipe: str, repeats: Repeats, tokens: tuple[int, ...] | None = None) -> dict:
+        """Returns the request to a worker; see `block_worker`."""
+        return {
+            "config": dataclasses.asdict(block.config),
+            "recipe": recipe,
+            "tokens": sorted(tokens or block.tokens),
+            "kernels": self.kernels,
+            "exchange": self.exchange,
+            "buffer_factor": self.buffer_factor,
+            "mesh": self.sizes,
+            "repeats": dataclasses.asdict(repeats),
+        }
 
 
 def rows(
     blocks: list[Block],
+    how: How,
     repeats: Repeats,
     found: dict[str, Any],
-    *,
-    recipes: tuple[str, ...] = PLAIN,
     tokens: tuple[int, ...] | None = None,
-    kernels: str = "auto",
-    buffer_factor: float | None = 1.25,
-    peers: tuple[str, ...] = (),
     errors: bool = False,
 ) -> Iterator[Row]:
     """Yields rows of forward, and of forward with backward, for each block, layer and number of tokens."""
-    asked = dict(repeats=repeats, kernels=kernels, buffer_factor=buffer_factor, errors=errors)
-    layers = [(peer, "none") for peer in peers] + [(OURS, recipe) for recipe in recipes]
+    how.check()
+    layers = [(peer, "none") for peer in how.peers]
+    layers += [(TORCH, ROWWISE)] if TORCH in how.peers and set(how.recipes) - {"none"} else []
+    layers += [(OURS, recipe) for recipe in how.recipes]
     workers = [
-        ((block, impl, recipe), Worker(WORKERS[impl], request(block, recipe, sorted(tokens or block.tokens), **asked)))
+        ((block, impl, recipe), Worker(WORKERS[impl], how.request(block, recipe, repeats, tokens) | {"errors": errors}))
         for block in blocks
         for impl, recipe in layers
     ]
     known: dict[tuple[str, str], dict[tuple[str, str], Row]] = defaultdict(dict)
     for (block, impl, recipe), answer in answers(workers):
         for row in direction_rows(block, recipe, answer, found):
-            row.impl = answer.get("impl", impl)
+            row.case, row.impl = f"{row.case}{how}", answer.get("impl", impl)
+            if how.mesh:
+                row.extra |= {"mesh": how.sizes}
+                row.extra |= {"exchange": how.exchange, "buffer_factor": how.buffer_factor} if impl == OURS else {}
             beside(row, known[row.case, row.direction])
             yield row
 
@@ -100,40 +151,15 @@ def beside(row: Row, known: dict[tuple[str, str], Row]) -> None:
             row.extra["kernel_peers"] = ratios
 
 
-def request(
-    block: Block,
-    recipe: str,
-    tokens: list[int],
-    repeats: Repeats,
-    kernels: str,
-    buffer_factor: float | None = 1.25,
-    errors: bool = False,
-) -> dict[str, Any]:
-    """Returns the request to a worker; see `block_worker`."""
-    return {
-        "config": dataclasses.asdict(block.config),
-        "recipe": recipe,
-        "tokens": tokens,
-        "kernels": kernels,
-        "buffer_factor": buffer_factor,
-        "repeats": dataclasses.asdict(repeats),
-        "errors": errors,
-    }
-
-
 def direction_rows(block: Block, recipe: str, answer: dict, found: dict[str, Any]) -> Iterator[Row]:
     """Yields the rows of forward, and of forward with backward, from a worker's answer for one number of tokens."""
     config, tokens = block.config, answer["tokens"]
     forward = 6 if config.gates == 2 else 4
     work = tokens * config.top_k * config.d_model * config.d_ff
     for direction, factor in (("fwd", forward), ("fwd+bwd", 3 * forward)):
-        row = Row("block", f"{block.name} T{tokens}", direction, recipe=recipe)
-        row.note = answer.get("note", "")
-        measured = answer.get(direction)
-        if measured:
+        row = Row("block", f"{block.name} T{tokens}", direction, recipe=recipe, note=answer.get("note", ""))
+        if measured := answer.get(direction):
             row.us, row.method, row.path = measured["us"], "wall", measured["path"]
-            row.tflops = factor * work / row.us * 1e-6
-            product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 dequantizes before products.
-            row.limit, row.fraction = limits.fraction(found, row.us, factor * work, 0.0, product)
+            limits.rate(row, found, factor * work)
             row.extra = {**measured, **answer["memory"], "block_note": block.note}
         yield row

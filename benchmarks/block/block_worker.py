@@ -1,32 +1,39 @@
 """This program measures one layer in a process of its own: python3 -m benchmarks.block.block_worker REQUEST
 
-REQUEST is JSON: {"config", "recipe", "tokens": [T of a device, ..], "kernels", "buffer_factor", "repeats", "errors"},
-and for a layer on a mesh {"mesh": {axis: devices}, "impl": `moax` or `native`, "exchange"}. Without a GPU the devices
-of a mesh are emulated. The program compiles, prints READY, waits for a line on stdin, and measures. It prints a line of
-JSON for each number of tokens: {"tokens", "memory", "fwd", "fwd+bwd", "note"}. Where the times are missing, the note
-has the reason. With `errors` each fwd+bwd has the errors of the block against float32.
+REQUEST is JSON: {"config", "recipe", "tokens": [T of a device, ..], "kernels", "exchange", "buffer_factor", "mesh":
+{axis: devices}, "repeats", "errors"}. Without a GPU the devices of a mesh are emulated. The program compiles, prints
+READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens: {"tokens", "memory",
+"fwd", "fwd+bwd", "note"}. Where the times are missing, the note has the reason. With `errors` each fwd+bwd has the
+errors of the block against float32.
+
+With {"loads": [[imbalance, buffer_factor], ..]} it prints such a line for each of them too, with "load" and without
+"fwd". The routing is then an operand (`imbalance.choose_experts`), so that all imbalances run one program, and fwd+bwd
+has `rounds` and `dropped`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
 
 import moax
 from benchmarks.block import bits, errors, stages
 from benchmarks.block.block import KEPT
+from benchmarks.block.imbalance import choose_experts
 from benchmarks.block.worker import READY
-from benchmarks.peers import native
-from benchmarks.report import HOPPER, OURS, why
+from benchmarks.report import HOPPER, why
 from benchmarks.timing import Repeats, call_time, kernel_time
 from moax import backend
 from moax.mesh.specs import named
@@ -40,14 +47,9 @@ MOVES = re.compile(r"nccl|allreduce|raggedalltoall|multigpubarrier|putrows|^p(su
 
 def main(argv: list[str]) -> int:
     """Measures the request `argv[0]`, and prints the answers. Returns 0."""
-    return on_mesh(json.loads(argv[0]), serve)
-
-
-def on_mesh(request: dict[str, Any], serve: Callable[[dict[str, Any], moax.MoEConfig, Any], int]) -> int:
-    """Returns serve(request, config, mesh), called while the mesh of the request is set; without one, mesh is None."""
-    router = moax.RouterConfig(**request["config"].pop("router"))
-    config = moax.MoEConfig(**request["config"], router=router)
-    if not request.get("mesh"):
+    request = json.loads(argv[0])
+    config = moax.MoEConfig(**request["config"] | {"router": moax.RouterConfig(**request["config"]["router"])})
+    if not request["mesh"]:
         return serve(request, config, None)
     devices = math.prod(request["mesh"].values())
     jax.config.update("jax_num_cpu_devices", devices)  # On a machine with GPUs this sets the host's devices.
@@ -59,45 +61,58 @@ def on_mesh(request: dict[str, Any], serve: Callable[[dict[str, Any], moax.MoECo
 def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
     """Does the work of `main` while the mesh is set."""
     repeats, devices = Repeats(**request["repeats"]), 1 if mesh is None else mesh.size
+    loads = request.get("loads", [[None, request["buffer_factor"]]])
     shapes = param_shapes(config, mesh)
     keep = functools.partial(moax.quantize_params, config=config, **options_of(request))
-    quantized_shapes = jax.eval_shape(keep, shapes) if request["recipe"] == KEPT else None
-    answers: dict[int, dict[str, Any]] = {tokens: {"tokens": tokens} for tokens in request["tokens"]}
-    programs: dict[int, dict[str, Any]] = {}
-    compare = None
-    for tokens, answer in answers.items():
+    kept_shapes = jax.eval_shape(keep, shapes) if request["recipe"] == KEPT else None
+    programs: dict[tuple[int, float | None], tuple[dict, dict]] = {}
+    notes, compare = {}, None
+    for tokens, factor in itertools.product(request["tokens"], dict.fromkeys(factor for _, factor in loads)):
         try:
-            layer, answer["note"] = layer_of(request, config, mesh)
-            programs[tokens], answer["memory"] = build(layer, config, mesh, shapes, quantized_shapes, tokens * devices)
-            if mesh is None:
-                answer["memory"]["saved_needed_bytes"] = saved_needed(config, options_of(request)["recipe"], tokens)
+            options = options_of(request) | {"buffer_factor": factor}
+            programs[tokens, factor] = build(config, options, mesh, shapes, kept_shapes, tokens, "loads" in request)
             if request["errors"] and compare is None:
-                compare = errors.build(layer, config, shapes, quantized_shapes)
-        except Exception as error:  # The other numbers of tokens may compile and fit.
-            answer["note"] = why(error)
+                block = functools.partial(layer, config=config, options=options)
+                compare = errors.build(block, config, shapes, kept_shapes)
+        except Exception as error:  # The other programs may compile and fit.
+            notes[tokens, factor] = why(error)
     print(READY, flush=True)
     sys.stdin.readline()
     params = moax.init(jax.random.key(0), config, dtype=jnp.bfloat16) if programs else None
-    quantized = keep(params) if programs and quantized_shapes is not None else None
-    # A peak never falls, so this call comes before any timing, which holds several results, in ascending order.
-    for tokens, program in list(programs.items()):
+    kept = keep(params) if programs and kept_shapes is not None else None
+
+    def operands(tokens: int, imbalance: float | None) -> tuple:
+        x, dy = inputs(config, mesh, tokens * devices)
+        if "loads" not in request:
+            return x, params, kept, None, dy
+        experts = choose_experts(config, request["mesh"]["ep"], tokens, 1.0 if imbalance is None else imbalance)
+        return x, params, kept, jax.device_put(np.tile(experts, (devices, 1)), named(mesh, token_spec(moax.Axes()))), dy
+
+    # A peak never falls, so these calls come before any timing, which holds several results, in ascending order.
+    for key in sorted(programs, key=lambda key: programs[key][1]["compiled_bytes"]["temp"] or 0):
         try:
-            x, dy = inputs(config, mesh, tokens * devices)
-            jax.block_until_ready(program["fwd+bwd"](x, params, quantized, dy))
-            answers[tokens]["memory"]["peak_bytes"] = peak_bytes(mesh)
+            compiled, memory = programs[key]
+            jax.block_until_ready(compiled["fwd+bwd"](*operands(key[0], None)))
+            memory["peak_bytes"] = peak_bytes(mesh)
         except Exception as error:
-            answers[tokens]["note"] = why(error)
-            del programs[tokens]
-    off = compare(*inputs(config, mesh, errors.TOKENS), params, quantized) if programs and compare else None
-    for tokens, answer in answers.items():
+            notes[key] = why(error)
+    off = compare(*inputs(config, mesh, errors.TOKENS), params, kept) if programs and compare else None
+    for tokens, (imbalance, factor) in itertools.product(request["tokens"], loads):
+        answer: dict[str, Any] = {"tokens": tokens} | ({"load": [imbalance, factor]} if "loads" in request else {})
         try:
-            if tokens in programs:
-                x, dy = inputs(config, mesh, tokens * devices)
-                for name, args in {"fwd": (x, params, quantized), "fwd+bwd": (x, params, quantized, dy)}.items():
-                    answer[name] = measure(programs[tokens][name], args, repeats, devices)
+            if (tokens, factor) in notes:
+                answer["note"] = notes[tokens, factor]
+            else:
+                compiled, answer["memory"] = programs[tokens, factor]
+                args = operands(tokens, imbalance)
+                for name, program in compiled.items():
+                    answer[name] = measure(program, args[:-1] if name == "fwd" else args, repeats, devices)
                     if mesh is None:
-                        answer[name]["bits"] = bits.compare_runs(programs[tokens][name], args)
+                        answer[name]["bits"] = bits.compare_runs(program, args[:-1] if name == "fwd" else args)
                 answer["fwd+bwd"] |= {"errors": off} if off else {}
+                if "loads" in request:
+                    counts = zip(("rounds", "dropped"), compiled["fwd+bwd"](*args)[2], strict=True)
+                    answer["fwd+bwd"] |= {name: int(count) for name, count in counts}
         except Exception as error:
             answer["note"] = why(error)
         print(json.dumps(answer), flush=True)
@@ -111,13 +126,9 @@ def options_of(request: dict[str, Any]) -> dict[str, Any]:
     return {"recipe": None if recipe == "none" else recipe} | {n: request[n] for n in names if n in request}
 
 
-def layer_of(request: dict[str, Any], config: moax.MoEConfig, mesh) -> tuple[Callable, str]:
-    """Returns the layer of a request as a function (x, params, quantized) -> y, and a note."""
-    if request.get("impl", OURS) != OURS:
-        peer, note = native.block(config, mesh)
-        return lambda x, params, quantized: peer(x, params), note
-    options = options_of(request)
-    return lambda x, params, quantized: moax.moe(x, params, config, quantized=quantized, **options)[0], ""
+def layer(x, params, quantized, experts=None, *, config: moax.MoEConfig, options: dict[str, Any]):
+    """Returns (y, stats) of the block."""
+    return moax.moe(x, params, config, quantized=quantized, routing=experts, **options)
 
 
 def param_shapes(config: moax.MoEConfig, mesh) -> moax.MoEParams:
@@ -136,31 +147,46 @@ def inputs(config: moax.MoEConfig, mesh, tokens: int) -> list[jax.Array]:
     return [jax.jit(draw, out_shardings=place)(key) for key in jax.random.split(jax.random.key(1))]
 
 
-def build(layer: Callable, config: moax.MoEConfig, mesh, params, quantized, tokens: int) -> tuple[dict, dict]:
-    """Returns {direction: compiled program}, and the bytes of a device that are known before a program runs."""
+def build(
+    config: moax.MoEConfig, options: dict[str, Any], mesh, params, kept, tokens: int, routed: bool
+) -> tuple[dict, dict]:
+    """Returns {direction: compiled program} for T tokens of a device, and the bytes of a device that are known before a
+    program runs. With `routed` the routing is an operand, and the only direction also returns (rounds, dropped)."""
 
-    def both(x, params, quantized, dy):
-        y, pull = jax.vjp(lambda x, params: layer(x, params, quantized), x, params)
-        return y, pull(dy)
+    def run(x, params, kept, experts):
+        y, stats = layer(x, params, kept, experts, config=config, options=options)
+        return y, ((stats.rounds, stats.dropped) if routed else ())
 
+    def forward(x, params, kept, experts):
+        return jax.vjp(lambda x, params: run(x, params, kept, experts), x, params, has_aux=True)
+
+    def both(x, params, kept, experts, dy):
+        y, pull, counts = forward(x, params, kept, experts)
+        return y, pull(dy), counts
+
+    devices = 1 if mesh is None else mesh.size
     at = None if mesh is None else named(mesh, token_spec(moax.Axes()))
-    x = jax.ShapeDtypeStruct((tokens, config.d_model), jnp.bfloat16, sharding=at)
+    x = jax.ShapeDtypeStruct((tokens * devices, config.d_model), jnp.bfloat16, sharding=at)
+    experts = jax.ShapeDtypeStruct((len(x), config.top_k), jnp.int32, sharding=at) if routed else None
     # Gradients have the sharding of their parameters, as in a training step.
-    placed = None if mesh is None else (at, (at, named(mesh, param_specs(config))))
-    programs = {
-        "fwd": jax.jit(layer, out_shardings=at).lower(x, params, quantized).compile(),
-        "fwd+bwd": jax.jit(both, out_shardings=placed).lower(x, params, quantized, x).compile(),
-    }
+    placed = None if mesh is None else (at, (at, named(mesh, param_specs(config))), None)
+    programs = {} if routed else {
+        "fwd": jax.jit(lambda *args: run(*args)[0], out_shardings=at).lower(x, params, kept, None).compile()
+    }  # fmt: skip
+    programs["fwd+bwd"] = jax.jit(both, out_shardings=placed).lower(x, params, kept, experts, x).compile()
     analysis: Any = programs["fwd+bwd"].memory_analysis()
-    kinds = ("argument", "output", "temp")
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(forward(*args)[1]))(x, params, kept, experts).jaxpr
+    weights = jaxpr.invars[1:]  # x is an array that forward keeps
+    saved: dict[Any, Any] = {var: var.aval for var in jaxpr.outvars if isinstance(var, Var) and var not in weights}
     memory: dict[str, Any] = {
         "params_bytes": sum(_shard_bytes(p) for p in jax.tree.leaves(params)),
-        "compiled_bytes": {kind: getattr(analysis, f"{kind}_size_in_bytes", None) for kind in kinds},
+        "compiled_bytes": {
+            kind: getattr(analysis, f"{kind}_size_in_bytes", None) for kind in ("argument", "output", "temp")
+        },
+        "saved_bytes": sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in saved.values()) // devices,
     }
     if mesh is None:
-        forward = lambda x, params, quantized: jax.vjp(lambda *v: layer(*v, quantized), x, params)[1]  # noqa: E731
-        saved = jax.eval_shape(forward, x, params, quantized)
-        memory["saved_bytes"] = _nbytes(saved) - _nbytes((params, quantized))
+        memory["saved_needed_bytes"] = saved_needed(config, options["recipe"], tokens)
     return programs, memory
 
 
@@ -219,10 +245,6 @@ def saved_needed(config, recipe: str | moax.Recipe | None, tokens: int) -> dict[
         per_row = config.d_model * (1 + (4 / form.block if form.block else 0))
     hidden = assigned * config.gates * config.d_ff * 2
     return {"rows": math.ceil(assigned * per_row), "hidden": hidden}
-
-
-def _nbytes(tree) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
 def _shard_bytes(of: jax.ShapeDtypeStruct) -> int:

@@ -30,11 +30,11 @@ ONCE = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 def build(block: Callable, config: moax.MoEConfig, shapes, quantized) -> Callable[..., dict[str, Any]]:
     """Compiles the comparison, and returns it as a function (x, dy, params, quantized) -> {name: {error, worst}}.
 
-    Where it does not compile, or does not fit, the function returns {"note": the reason}.
+    `block` returns (y, stats). Where it does not compile, or does not fit, the function returns {"note": the reason}.
     """
 
     def gradients(f, x, params, dy):
-        y, pull = jax.vjp(f, x, params)
+        y, pull = jax.vjp(lambda *args: f(*args)[0], x, params)
         dx, d = pull(dy.astype(y.dtype))
         return dict(zip(NAMES, (y, dx, d.router, d.wi, d.wo), strict=True))
 
@@ -45,7 +45,7 @@ def build(block: Callable, config: moax.MoEConfig, shapes, quantized) -> Callabl
     @partial(jax.jit, compiler_options=ONCE)
     def against_float32(got, x, dy, params):
         x, dy, params = jax.tree.map(lambda v: v.astype(jnp.float32), (x, dy, params))
-        want = gradients(lambda x, params: reference.moe(x, params, config)[0], x, params, dy)
+        want = gradients(partial(reference.moe, config=config), x, params, dy)
         return {name: squares(name, got[name], want[name]) for name in NAMES}
 
     x = jax.ShapeDtypeStruct((TOKENS, config.d_model), jnp.bfloat16)

@@ -6,7 +6,7 @@
 The caller gives the routing, so the load is exact: rank 0 has X times its share, the others have equal parts of the
 rest, and the experts of a rank have equally many tokens. Each imbalance runs with `buffer_factor` and with None, which
 allocates the worst case. One process over all devices compiles a program for each buffer_factor, and runs it with every
-routing (`imbalance_worker`). Times are wall clock.
+routing (`block_worker`). Times are wall clock.
 """
 
 from __future__ import annotations
@@ -14,59 +14,67 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.block import block
-from benchmarks.block.block import Block
-from benchmarks.block.mesh_block import How, check_devices
-from benchmarks.block.worker import Worker, answers
-from benchmarks.report import Row
-from benchmarks.timing import Repeats
+import numpy as np
+from jaxtyping import Int
 
-WORKER = "benchmarks.block.imbalance_worker"
+from benchmarks.block.block import WORKERS, Block, How
+from benchmarks.block.worker import Worker, answers
+from benchmarks.report import OURS, Row
+from benchmarks.timing import Repeats
+from moax import MoEConfig
+
 IMBALANCES = (1.0, 1.125, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
 
 
 def rows(blocks: list[Block], how: How, repeats: Repeats, tokens: tuple[int, ...] | None = None) -> Iterator[Row]:
     """Yields a row of forward with backward for each block, recipe, number of tokens, imbalance and buffer_factor."""
-    check_devices(how)
+    how.check()
     ranks = how.sizes["ep"]
     if ranks < 2:
-        raise ValueError(f"--mesh {how} has one rank of ep, which is always balanced; it must have several, as ep=2")
-    pairs = [(x, factor) for factor in dict.fromkeys((how.buffer_factor, None)) for x in IMBALANCES if x <= ranks]
+        raise ValueError(f"--mesh{how} has one rank of ep, which is always balanced; it must have several, as ep=2")
+    loads = [(x, factor) for factor in dict.fromkeys((how.buffer_factor, None)) for x in IMBALANCES if x <= ranks]
     for case in blocks:
+        sizes = tokens or case.tokens[:1]
         for recipe in how.recipes:
-            sizes = sorted(tokens or case.tokens[:1])
-            request = block.request(case, recipe, sizes, repeats, how.kernels)
-            request |= {"mesh": how.sizes, "exchange": how.exchange, "pairs": pairs}
-            balanced: dict[tuple[int, float | None], float] = {}
-            missing = {(size, pair): "the process ended early" for size in sizes for pair in pairs}
-            for _, answer in answers([(case, Worker(WORKER, request))]):
-                size = answer["tokens"]
-                if "pair" not in answer:  # The process ended before its first row.
-                    missing |= {(size, pair): answer["note"] for pair in pairs}
-                    continue
-                imbalance, factor = answer["pair"]
-                del missing[size, (imbalance, factor)]
-                row = _row(case, recipe, how, answer)
-                if row.us:
-                    base = (
-                        balanced.setdefault((size, factor), row.us) if imbalance == 1 else balanced.get((size, factor))
-                    )
-                    ratio = row.extra["ratio"] = row.us / (imbalance * base) if base else None
-                    said = "" if ratio is None else f", {ratio:.3f} of X balanced ones"
-                    row.note = f"rounds {row.extra['rounds']}{said}"
+            request = how.request(case, recipe, repeats, sizes) | {"errors": False, "loads": loads}
+            lost: dict[str, Any] = {"note": "the process ended early"}
+            found = {(size, load): lost for size in sorted(sizes) for load in loads}
+            for _, answer in answers([(case, Worker(WORKERS[OURS], request))]):
+                of = [tuple(answer["load"])] if "load" in answer else loads  # without: it ended before its first load
+                found |= {(answer["tokens"], load): answer for load in of}
+            balanced = {(size, factor): answer.get("fwd+bwd", {}).get("us")
+                        for (size, (x, factor)), answer in found.items() if x == 1}  # fmt: skip
+            for (size, (x, factor)), answer in found.items():
+                named = "None" if factor is None else f"{factor:.4g}"
+                row = Row("imbalance", f"{case.name} T{size}{how} X={x:g} buffer_factor={named}", "fwd+bwd")
+                row.recipe, row.note = recipe, answer.get("note", "")
+                row.extra = {"mesh": how.sizes, "exchange": how.exchange, "imbalance": x, "buffer_factor": factor}
+                if measured := answer.get("fwd+bwd"):
+                    row.us, row.method, row.path = measured["us"], "wall", measured["path"]
+                    row.extra |= answer["memory"] | {name: measured[name] for name in ("rounds", "dropped")}
+                    base = balanced[size, factor]
+                    row.extra["ratio"] = row.us / (x * base) if base else None
                 yield row
-            for (size, pair), note in missing.items():
-                yield _row(case, recipe, how, {"tokens": size, "pair": pair, "note": note})
 
 
-def _row(case: Block, recipe: str, how: How, answer: dict[str, Any]) -> Row:
-    """Returns the row of one answer, without its ratio."""
-    imbalance, factor = answer["pair"]
-    named = "None" if factor is None else f"{factor:.4g}"
-    row = Row("imbalance", f"{case.name} T{answer['tokens']} {how} X={imbalance:g} buffer_factor={named}", "fwd+bwd")
-    row.recipe, row.note = recipe, answer.get("note", "")
-    row.extra = {"mesh": how.sizes, "exchange": how.exchange, "imbalance": imbalance, "buffer_factor": factor}
-    if "us" in answer:
-        row.us, row.method, row.path = answer["us"], "wall", answer["path"]
-        row.extra |= {"rounds": answer["rounds"], "dropped": answer["dropped"]} | answer["memory"]
-    return row
+def choose_experts(config: MoEConfig, ranks: int, tokens: int, imbalance: float) -> Int[np.ndarray, "T K"]:
+    """Returns experts that give rank 0 `imbalance` times the balanced load, T K / ranks, and the others equal parts.
+
+    Within a rank the experts have equally many tokens. With 4 experts, K = 2, 2 ranks, 4 tokens and an imbalance of
+    1.5, rank 0 has 6 of 8 assignments: the tokens choose (0, 2), (1, 0), (1, 3) and (0, 1).
+    """
+    of_rank, total = config.num_experts // ranks, tokens * config.top_k
+    load = round(imbalance * total / ranks)
+    if load > tokens * min(config.top_k, of_rank):
+        raise ValueError(
+            f"imbalance {imbalance} on {ranks} ranks: one rank has {of_rank} experts, and a token chooses "
+            f"{config.top_k}; it must be at most {ranks * min(config.top_k, of_rank) / config.top_k:g}"
+        )
+    ends = np.arange(1, tokens + 1) * load // tokens  # assignments of rank 0 up to each token
+    begins = np.concatenate([[0], ends[:-1]])
+    other_experts = np.arange(of_rank, config.num_experts).reshape(-1, of_rank).T.reshape(-1)  # rank by rank in turn
+    experts = np.empty((tokens, config.top_k), np.int32)
+    for token, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        there = np.arange(token * config.top_k - begin, (token + 1) * config.top_k - end)
+        experts[token] = [*(np.arange(begin, end) % of_rank), *other_experts[there % max(1, len(other_experts))]]
+    return experts

@@ -1,14 +1,11 @@
 """`python -m benchmarks train --mesh fsdp=2,ep=2`: a step of the language model of `lm/` on a mesh, or on one GPU.
 
-The step runs with each recipe of `moax.moe`, and with layers of JAX alone in its place.
-
     work   6 P T + 6 L S N D T    P active parameters, L layers, causal attention of N heads of D, sequences of S tokens
 
-Each run has a process of its own over all devices of the mesh (`train_worker`), with the same text and seed. As in
-`mesh_block`, the layers that must compile alone come first. Tokens and work are those of one device. A softmax without
-a balance loss chooses the experts, since all layers can compute that.
+Each recipe has a process of its own over all devices of the mesh (`train_worker`), with the same text and seed. Tokens
+and work are those of one device. A softmax without a balance loss chooses the experts.
 
-`--mesh fsdp=1 --peers none --only qwen3-30b-L4` measures layers of Qwen3-30B-A3B, without their norms of q and k, on
+`--mesh fsdp=1 --only qwen3-30b-L4` measures layers of Qwen3-30B-A3B, without their norms of q and k, on
 random bytes: forward, backward and AdamW over 1, 2, 4 and 8 microbatches of 4 x 4096 bytes. Weights are quantized once
 a step. On GPUs `stages_us` has the kernels of a step by part, from one profile. `fsdp8_computed` is no measurement: it
 is the step less 7/8 of the time that the quantization of weights takes, as a rank of 8 quantizes 1/8 of them; the wires
@@ -18,19 +15,19 @@ and the smaller share of the optimizer do not count.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import limits
-from benchmarks.block.mesh_block import How, check_devices, compile_groups
+from benchmarks.block.block import How
 from benchmarks.block.worker import Worker, answers
-from benchmarks.report import OURS, Row
+from benchmarks.report import Row
 from benchmarks.timing import Repeats
 from lm.config import PRESETS, ModelConfig, TrainConfig
 from lm.model import count
 from moax.models import MODELS
 
-PEERS = ("native",)
 WORKER = "benchmarks.block.train_worker"
 LAYERS = (4, 6)  # the compiled step of qwen3-30b takes 62 GiB with 4 layers in several microbatches, 91 with 6
 
@@ -102,46 +99,23 @@ TINY = (
 
 
 def rows(runs: list[Run], how: How, repeats: Repeats, found: dict[str, Any]) -> Iterator[Row]:
-    """Yields a row for each model and layer; `found` are the limits."""
-    check_devices(how)
-    layers = [(peer, "none") for peer in how.peers] + [(OURS, recipe) for recipe in how.recipes]
-    asked = [(run, impl, recipe) for run in runs for impl, recipe in layers]
-    times: dict[str, dict[str, float]] = {run.name: {} for run in runs}
-    for group in compile_groups(asked):
-        workers = [(one, Worker(WORKER, _request(*one, how, repeats))) for one in group]
-        for (run, impl, recipe), answer in answers(workers):
-            row = _row(run, impl, recipe, how, answer, found)
-            if row.us and impl != OURS:
-                times[run.name][impl] = row.us
-            elif row.us:
-                row.peers = {peer: us / row.us for peer, us in times[run.name].items()}
-            yield row
+    """Yields a row for each model and recipe; `found` are the limits."""
+    how.check()
+    workers = []
+    for run, recipe in itertools.product(runs, how.recipes):
+        request = {"config": run.config(how, recipe).to_json(), "tokens": [run.tokens], "random": run.random}
+        workers.append(((run, recipe), Worker(WORKER, request | {"repeats": dataclasses.asdict(repeats)})))
+    for (run, recipe), answer in answers(workers):
+        yield _row(run, recipe, how, answer, found)
 
 
-def _request(run: Run, impl: str, recipe: str, how: How, repeats: Repeats) -> dict[str, Any]:
-    config = run.config(how, recipe).to_json()
-    asked = {"config": config, "impl": impl, "tokens": [run.tokens], "random": run.random}
-    return asked | {"repeats": dataclasses.asdict(repeats)}
-
-
-def _row(run: Run, impl: str, recipe: str, how: How, answer: dict[str, Any], found: dict[str, Any]) -> Row:
-    row = Row(
-        op="train",
-        case=f"{run.name} T{run.tokens} {how}",
-        direction="step",
-        impl=impl,
-        recipe=recipe,
-        dtype=run.dtype,
-        note=answer.get("note", ""),
-    )
-    row.extra = {"mesh": how.sizes} | (
-        {"exchange": how.exchange, "buffer_factor": how.buffer_factor} if impl == OURS else {}
-    )
+def _row(run: Run, recipe: str, how: How, answer: dict[str, Any], found: dict[str, Any]) -> Row:
+    row = Row("train", f"{run.name} T{run.tokens}{how}", "step", recipe=recipe, dtype=run.dtype)
+    row.note = answer.get("note", "")
+    row.extra = {"mesh": how.sizes, "exchange": how.exchange, "buffer_factor": how.buffer_factor}
     if "us" in answer:
         row.us, row.method, row.path = answer["us"], "wall", answer["path"]
-        row.tflops = run.work / row.us * 1e-6
-        product = "bf16" if recipe in ("none", "mxfp8") else "fp8"  # mxfp8 dequantizes before products.
-        row.limit, row.fraction = limits.fraction(found, row.us, run.work, 0.0, product)
+        limits.rate(row, found, run.work)
         row.extra |= {"tokens_per_s": run.tokens / row.us * 1e6, "flops": run.work, **answer["extra"]}
         if weights := answer["extra"].get("stages_us", {}).get("quantization of weights"):
             us = row.us - 7 / 8 * weights

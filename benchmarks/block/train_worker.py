@@ -1,9 +1,9 @@
 """This program measures a step of the language model: python3 -m benchmarks.block.train_worker REQUEST
 
-REQUEST is JSON: {"config": fields of `TrainConfig`, "impl": `moax` or a peer, "tokens": [T of a device], "random": take
-random bytes for the text, "repeats"}. Without a GPU devices are emulated. The program compiles, prints READY, waits for
-a line on stdin, and trains. It prints a line of JSON: {"tokens", "us", "path", "extra"}, or a note with the reason of a
-failure. On GPUs it profiles steps after the measured ones, and adds the time of their kernels by part.
+REQUEST is JSON: {"config": fields of `TrainConfig`, "tokens": [T of a device], "random": take random bytes for the
+text, "repeats"}. Without a GPU devices are emulated. The program compiles, prints READY, waits for a line on stdin, and
+trains. It prints a line of JSON: {"tokens", "us", "path", "extra"}, or a note with the reason of a failure. On GPUs it
+profiles steps after the measured ones, and adds the time of their kernels by part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import moax
@@ -26,14 +25,12 @@ from benchmarks import profiles
 from benchmarks.block import stages
 from benchmarks.block.block_worker import path_of, peak_bytes
 from benchmarks.block.worker import READY
-from benchmarks.peers import native
-from benchmarks.report import OURS, why
+from benchmarks.report import why
 from benchmarks.timing import Repeats
-from lm.config import ModelConfig, TrainConfig
+from lm.config import TrainConfig
 from lm.data import load
-from lm.model import MoEBlock
 from lm.step import jit_init, jit_update
-from moax import MoEConfig, MoEParams, MoEStats, backend
+from moax import backend
 from moax.mesh.specs import named
 from moax.sharding import token_spec
 
@@ -52,8 +49,7 @@ def main(argv: list[str]) -> int:
     with jax.set_mesh(mesh):
         step = init = None
         try:
-            block, answer["note"] = block_of(request["impl"], config.model, mesh)
-            update, like = jit_update(config, mesh, block)
+            update, like = jit_update(config, mesh)
             step, init = update.lower(*like).compile(), jit_init(config, mesh).lower().compile()
         except Exception as error:
             answer["note"] = why(error)
@@ -66,20 +62,6 @@ def main(argv: list[str]) -> int:
             answer["note"] = why(error)
     print(json.dumps(answer), flush=True)
     return 0
-
-
-def block_of(impl: str, model: ModelConfig, mesh) -> tuple[MoEBlock, str]:
-    """Returns a function with the arguments of `moax.moe`, and a note; the statistics of a peer are 0."""
-    if impl == OURS:
-        return moax.moe, ""
-    layer, note = native.block(model.moe(), mesh)
-
-    def block(x: jax.Array, params: MoEParams[jax.Array], config: MoEConfig, **_: Any) -> tuple[jax.Array, MoEStats]:
-        y = layer(x.reshape(-1, config.d_model), params).reshape(x.shape)
-        none, count = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-        return y, MoEStats(none, none, jnp.zeros(config.num_experts, jnp.int32), count, count)
-
-    return block, note
 
 
 def measure(

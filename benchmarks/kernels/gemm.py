@@ -1,65 +1,59 @@
 """`python -m benchmarks gemm`: grouped products beside their peers, in three directions.
 
-Each product is measured in bf16, and in FP8 with scale blocks of 1 x 128 for rows and 128 x 128 for weights. The
-operands of moax and of the peers are quantized before the clock starts. Only real rows count as work.
+Each product is measured in bf16, and in FP8 with scale blocks of 1 x 128 for rows and 128 x 128 for weights; on a GPU
+`moax_xla` is that of `kernels="xla"`. The operands of moax and of the peers are quantized before the clock starts. Only
+real rows count as work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import error, limits
 from benchmarks.cases import DIRECTIONS, Case, Direction
 from benchmarks.kernels import ours
-from benchmarks.peers import JAX_PEERS, TORCH, calls_of, torch_grouped
+from benchmarks.peers import jax_peers, torch_grouped
 from benchmarks.problem import Problem
-from benchmarks.report import Row, compare, why
+from benchmarks.report import OURS, Row, compare, why
 from benchmarks.timing import Repeats, kernel_time
+from moax import backend
 
 RECIPES = ("none", "fp8_block")
+PEERS = (*jax_peers.CALLS, "torch")
 FEW = Repeats(2, 5)  # repeats of the choice of a tile
 
 
-def torch_rows(cases: list[Case], peers: tuple[str, ...], repeats: Repeats) -> list[Row]:
-    """Returns the rows of PyTorch. The call must come before this process takes memory of the GPU."""
-    return torch_grouped.rows(cases, repeats) if TORCH in peers else []
-
-
 def rows(
-    cases: list[Case],
-    peers: tuple[str, ...],
-    repeats: Repeats,
-    found: dict[str, Any],
-    torch: Sequence[Row],
-    *,
-    quick: bool = False,
+    cases: list[Case], peers: tuple[str, ...], repeats: Repeats, found: dict[str, Any], *, quick: bool = False
 ) -> Iterator[Row]:
     """Yields the rows of moax, then those of the peers, for each case and direction."""
+    torch = torch_grouped.rows(cases, repeats) if "torch" in peers else []
     for case in cases:
         problem = Problem(case)
         for direction in DIRECTIONS:
-            group = [own(problem, direction, recipe, repeats, found) for recipe in RECIPES]
-            group += [
-                peer(name, problem, direction, repeats, found, quick=quick) for name in JAX_PEERS if name in peers
-            ]
-            of_torch = [row for row in torch if (row.case, row.direction) == (case.name, direction)]
-            for row in of_torch:
-                _rate(row, case, direction, found)
-            group += of_torch
+            group = [own(problem, direction, recipe, repeats) for recipe in RECIPES]
+            if backend.platform() == "gpu":
+                group.append(own(problem, direction, "none", repeats, by_xla=True))
+            group += [peer(name, problem, direction, repeats, quick=quick) for name in jax_peers.CALLS if name in peers]
+            group += [row for row in torch if (row.case, row.direction) == (case.name, direction)]
+            for row in group:
+                limits.rate(row, found, case.flops, case.least_bytes(direction, 1 if row.recipe != "none" else 2))
+                row.extra |= {"M": case.rows, "K": case.contracted, "N": case.columns, "G": case.groups}
+                row.extra |= {"sizes": case.distribution, "case_note": case.note}
             compare(group)
             yield from group
         del problem
 
 
-def own(problem: Problem, direction: Direction, recipe: str, repeats: Repeats, found: dict[str, Any]) -> Row:
-    """Returns the row of moax's kernel."""
-    fp8 = recipe != "none"
-    row = Row("gemm", problem.case.name, direction, recipe=recipe, dtype="e4m3" if fp8 else "bfloat16")
+def own(problem: Problem, direction: Direction, recipe: str, repeats: Repeats, by_xla: bool = False) -> Row:
+    """Returns the row of moax's product."""
+    fp8, impl = recipe != "none", f"{OURS}_xla" if by_xla else OURS
+    row = Row("gemm", problem.case.name, direction, impl, recipe, "e4m3" if fp8 else "bfloat16")
 
     def measure():
         operands = problem.quantized(direction) if fp8 else None
-        call = ours.gemm(problem, direction, operands)
+        call = (ours.xla_gemm if by_xla else ours.gemm)(problem, direction, operands)
         row.path = call.path
         _time(row, [call], problem, direction, repeats, operands=operands)
         if fp8:
@@ -67,20 +61,14 @@ def own(problem: Problem, direction: Direction, recipe: str, repeats: Repeats, f
             row.error_unquantized = plain.total
 
     _attempt(row, measure)
-    _rate(row, problem.case, direction, found)
     return row
 
 
-def peer(
-    name: str, problem: Problem, direction: Direction, repeats: Repeats, found: dict[str, Any], *, quick: bool
-) -> Row:
+def peer(name: str, problem: Problem, direction: Direction, repeats: Repeats, *, quick: bool) -> Row:
     """Returns the row of a peer in this process, with its fastest tile."""
     row = Row("gemm", problem.case.name, direction, name, path="peer")
-    _attempt(
-        row,
-        lambda: _time(row, calls_of(name)(problem, direction, quick), problem, direction, repeats, packed=True),
-    )
-    _rate(row, problem.case, direction, found)
+    calls = jax_peers.CALLS[name]
+    _attempt(row, lambda: _time(row, calls(problem, direction, quick), problem, direction, repeats, packed=True))
     return row
 
 
@@ -113,16 +101,3 @@ def _time(row: Row, calls, problem, direction, repeats: Repeats, *, operands=Non
         call.f(*call.args), error.sample(problem, direction, operands), direction, problem, packed=packed
     )
     row.error, row.error_worst, row.error_rounding = found.total, found.worst, found.rounding
-
-
-def _rate(row: Row, case: Case, direction: Direction, found: dict[str, Any]) -> None:
-    """Fills the rates and the fraction of the limit from the time."""
-    if row.us is None:
-        return
-    fp8 = row.recipe != "none"
-    nbytes = case.least_bytes(direction, 1 if fp8 else 2)
-    row.tflops, row.tb_s = case.flops / row.us * 1e-6, nbytes / row.us * 1e-6
-    row.limit, row.fraction = limits.fraction(found, row.us, case.flops, nbytes, "fp8" if fp8 else "bf16")
-    row.extra |= {"M": case.rows, "K": case.contracted, "N": case.columns, "G": case.groups, "sizes": case.distribution}
-    if case.note:
-        row.extra["case_note"] = case.note

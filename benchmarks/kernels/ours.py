@@ -1,13 +1,11 @@
-"""Moax's own kernels as the benchmarks call them. No other file of the benchmarks knows their names and arguments.
+"""Moax's own grouped products as the benchmarks call them: by the Hopper kernels, or by XLA.
 
-`gemm` returns a `Call`, which runs the Hopper kernels on a GPU, and the XLA implementation elsewhere. The `Blocks` of
-rows are made before the clock starts, since a layer makes them once for all six matmuls.
+The `Blocks` of rows are made before the clock starts, since a layer makes them once for all six matmuls.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,21 +16,27 @@ from benchmarks.cases import Direction
 from benchmarks.problem import Problem, dequantize
 from benchmarks.report import HOPPER
 from moax import backend
-from moax.checks import Unsupported
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8
-from moax.ops import grouped_matmul
+from moax.kernels.hopper.pallas import tiles
+from moax.kernels.hopper.pallas.matmul import grouped_matmul
+from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
+from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
+from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
+from moax.ops import grouped_matmul as grouped_matmul_of
 
-KERNELS = "moax.kernels.hopper.pallas"
+# {op: (its kernel, its options, the directions that it computes)}
+KERNELS: dict[str, tuple[Callable, dict[str, Any], tuple[Direction, ...]]] = {
+    "matmul": (grouped_matmul, {}, ("fwd",)),
+    "matmul_transposed": (grouped_matmul, {"transpose": True}, ("dgrad",)),
+    "wgrad": (grouped_wgrad, {}, ("wgrad",)),
+    "matmul_fp8": (grouped_matmul_fp8, {}, ("fwd", "dgrad")),
+    "wgrad_fp8": (grouped_wgrad_fp8, {}, ("wgrad",)),
+}
+Operands = tuple[KMajorFp8, KMajorFp8] | None  # in FP8; None: those of the problem, in bf16
 
 
 class Call(NamedTuple):
-    """A call to time.
-
-    Attributes:
-      f, args: the call is f(*args).
-      path: `hopper`, `xla` or `peer`.
-      tile: the chosen tile, as text.
-    """
+    """A call f(*args) to time, what runs it (`hopper`, `xla` or `peer`), and the chosen tile as text."""
 
     f: Callable
     args: tuple
@@ -40,62 +44,54 @@ class Call(NamedTuple):
     tile: str = ""
 
 
-def gemm(problem: Problem, direction: Direction, operands: tuple[KMajorFp8, KMajorFp8] | None) -> Call:
-    """Returns the matmul of a direction in bf16, or in FP8 where `operands` are given."""
-    left, right = (
-        operands
-        or {
-            "fwd": (problem.x, problem.w),
-            "dgrad": (problem.dy, problem.w),
-            "wgrad": (problem.x, problem.dy),
-        }[direction]
-    )
-    if backend.platform() != "gpu":
-        return _xla_gemm(problem, direction, left, right)
-    op = ("wgrad" if direction == "wgrad" else "matmul") + ("_fp8" if operands else "")
-    kernel, pick = _kernel(op, f"grouped_{op}"), _kernel("tiles", "pick_tile")
-    options: dict[str, Any] = {"out_dtype": jnp.bfloat16}
-    if direction == "dgrad" and operands is None:
-        options["transpose"], op = True, "matmul_transposed"
-    case, rows = problem.case, problem.num_rows // problem.case.groups
+def operands_of(problem: Problem, direction: Direction) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands of a direction in bf16."""
+    return {"fwd": (problem.x, problem.w), "dgrad": (problem.dy, problem.w), "wgrad": (problem.x, problem.dy)}[
+        direction
+    ]
+
+
+def dims(problem: Problem, direction: Direction) -> tuple[int, int, int]:
+    """Returns the dims by which a tile is chosen: contracted K and columns N of the kernel, and the rows of a group."""
+    case = problem.case
     contracted, columns = (case.contracted, case.columns)[:: -1 if direction == "dgrad" else 1]
-    tile = pick(op, contracted, columns, rows, backend.device_kind())
+    return contracted, columns, problem.num_rows // case.groups
 
-    @jax.jit
-    def product(left, right, blocks):
-        return kernel(left, right, blocks, tile, **options)
 
+def gemm(problem: Problem, direction: Direction, operands: Operands) -> Call:
+    """Returns the product of a direction by the Hopper kernel with the tile that moax picks, and on a CPU by XLA."""
+    if backend.platform() != "gpu":
+        return xla_gemm(problem, direction, operands)
+    fp8 = operands is not None
+    op = next(op for op, (*_, those) in KERNELS.items() if direction in those and op.endswith("_fp8") == fp8)
+    tile = tiles.pick_tile(op, *dims(problem, direction), backend.device_kind())
+    return hopper_gemm(problem, op, direction, operands, tile)
+
+
+def hopper_gemm(problem: Problem, op: str, direction: Direction, operands: Operands, tile) -> Call:
+    """Returns the product by the kernel of `op` with a tile."""
+    kernel, options, _ = KERNELS[op]
+    f = jax.jit(lambda left, right, blocks: kernel(left, right, blocks, tile, out_dtype=jnp.bfloat16, **options))
     name = " ".join(f"{field.name[0]}{getattr(tile, field.name)}" for field in dataclasses.fields(tile))
-    return Call(product, (left, right, problem.blocks()), HOPPER, name)
+    return Call(f, (*(operands or operands_of(problem, direction)), problem.blocks()), HOPPER, name)
 
 
-def _xla_gemm(problem, direction, left, right) -> Call:
+def xla_gemm(problem: Problem, direction: Direction, operands: Operands) -> Call:
     """Returns the product by XLA, which dequantizes FP8 operands."""
-    fp8 = isinstance(left, KMajorFp8)
 
     def forward(x, w, sizes):
-        return grouped_matmul(x, w, sizes, align=BLOCK, kernels="xla")
+        return grouped_matmul_of(x, w, sizes, align=BLOCK, kernels="xla")
 
     @jax.jit
     def product(left, right, sizes):
-        left, right = (dequantize(v, jnp.bfloat16) if fp8 else v for v in (left, right))
+        left, right = (dequantize(v, jnp.bfloat16) if operands else v for v in (left, right))
         if direction == "fwd":  # An FP8 weight of forward is transposed, [E, N, K].
-            return forward(left, right.swapaxes(1, 2) if fp8 else right, sizes)
+            return forward(left, right.swapaxes(1, 2) if operands else right, sizes)
         if direction == "dgrad":
             x = jnp.zeros((left.shape[0], right.shape[1]), left.dtype)
             return jax.vjp(lambda x: forward(x, right, sizes), x)[1](left)[0]
-        left, right = (left.T, right.T) if fp8 else (left, right)
+        left, right = (left.T, right.T) if operands else (left, right)
         w = jnp.zeros((sizes.shape[0], left.shape[1], right.shape[1]), left.dtype)
         return jax.vjp(lambda w: forward(left, w, sizes), w)[1](right)[0]
 
-    return Call(product, (left, right, problem.group_sizes), "xla")
-
-
-def _kernel(module: str, name: str) -> Callable:
-    """Returns the kernel `name` of the module `module`."""
-    if backend.platform() != "gpu":
-        raise Unsupported(f"{name}: kernels for Hopper need a GPU; this is {backend.platform()}")
-    try:
-        return getattr(importlib.import_module(f"{KERNELS}.{module}"), name)
-    except (ImportError, AttributeError) as error:
-        raise Unsupported(f"no kernel {KERNELS}.{module}.{name}: {error}") from error
+    return Call(product, (*(operands or operands_of(problem, direction)), problem.group_sizes), "xla")

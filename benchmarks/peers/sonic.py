@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.block.block_worker import saved_needed
 from benchmarks.block.worker import READY, refuse
-from benchmarks.peers import native, torch_block, torch_layer
+from benchmarks.peers import torch_block, torch_layer
 from benchmarks.peers.torch_layer import torch
 from benchmarks.report import why
 from benchmarks.timing import Repeats
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 def check(config: MoEConfig) -> None:
     """Raises Unsupported where SonicMoE computes another layer than `moax.moe`, or cannot run."""
-    found = native.differs(config, {"fsdp": 1, "ep": 1})
+    found = torch_layer.differs(config, {"fsdp": 1, "ep": 1})
     if found:
         raise Unsupported(f"SonicMoE's layer cannot do this: {', '.join(found)}")
     for module, name in (("torch", "PyTorch"), ("sonicmoe", "SonicMoE")):

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.block.worker import READY, refuse
-from benchmarks.peers import native, torch_layer
+from benchmarks.peers import torch_layer
 from benchmarks.peers.torch_layer import Layer, Mesh, Params, dist, torch
 from benchmarks.report import why
 from benchmarks.timing import Repeats
@@ -70,7 +70,7 @@ def config_of(request: dict[str, Any]) -> MoEConfig:
 
 def check(config: MoEConfig, sizes: dict[str, int]) -> None:
     """Raises Unsupported where `torch_layer` would compute something else than `moax.moe`."""
-    found = native.differs(config, sizes)
+    found = torch_layer.differs(config, sizes)
     if found:
         raise Unsupported(f"the layer of PyTorch cannot do this: {', '.join(found)}")
 

@@ -11,6 +11,7 @@ over (ep, fsdp), as `moax.param_specs` has them. Backward is written out, so tha
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -370,3 +371,23 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     """Returns the norm of the difference over the norm of `want`, in float64."""
     norm = want.norm().clamp(min=1e-30)  # The norm is 0 for experts that no token chose.
     return float((got.double() - want).norm() / norm)
+
+
+def differs(config: MoEConfig, sizes: dict[str, int]) -> list[str]:
+    """Returns the options of a config, and the sizes of a mesh, that PyTorch's layer and SonicMoE's do not have."""
+    router = config.router
+    same = router.order == "topk_then_score" or (router.normalize and config.top_k > 1)
+    wrong = {
+        f"activation={config.activation!r}, not 'swiglu'": config.activation != "swiglu",
+        "use_bias=True": config.use_bias,
+        f"shared_d_ff={config.shared_d_ff}": config.shared_d_ff > 0,
+        f"capacity_factor={config.capacity_factor}": config.capacity_factor is not None,
+        "a router other than the normalized softmax": router.score != "softmax" or not same or router.scale != 1.0,
+        "a bias or groups in the router": router.bias or router.logits_bias or router.num_groups > 1,
+        f"a mesh of {sizes}, not of fsdp and ep": set(sizes) != {"fsdp", "ep"},
+    }
+    missing = [what for what, is_wrong in wrong.items() if is_wrong]
+    devices = math.prod(sizes.values())
+    if not missing and config.num_experts % devices:
+        missing = [f"{config.num_experts} experts on {devices} devices"]
+    return missing

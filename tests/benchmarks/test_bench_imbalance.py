@@ -8,9 +8,9 @@ import pytest
 
 import moax
 from benchmarks import command
-from benchmarks.block import block, imbalance, imbalance_worker
-from benchmarks.block.imbalance_worker import choose_experts
-from benchmarks.block.mesh_block import How
+from benchmarks.block import block, block_worker, imbalance
+from benchmarks.block.block import How
+from benchmarks.block.imbalance import choose_experts
 from benchmarks.timing import Repeats
 from moax.models import MODELS
 from support.benchmarks import InThisProcess
@@ -18,7 +18,7 @@ from support.benchmarks import InThisProcess
 pytestmark = pytest.mark.more
 
 QWEN = MODELS["qwen3-30b"].config
-EP2 = How((("ep", 2),), recipes=("fp8_block",), peers=())
+EP2 = How((("ep", 2),), recipes=("fp8_block",))
 
 
 @pytest.mark.parametrize(("ranks", "load"), [(2, 1.0), (2, 1.125), (2, 1.75), (2, 2.0), (4, 3.0), (8, 4.0)])
@@ -41,11 +41,14 @@ def test_routing_of_the_docstring():
 
 
 def test_buffers_have_their_bytes():
-    """Breaks if saved bytes are not those of a device, if they count arguments, or if a program ignores its factor."""
+    """Breaks if saved bytes are not those of a device, if they count weights, or if a program ignores its factor."""
     mesh = moax.make_mesh({"fsdp": 1, "ep": 2}, devices=jax.devices()[:2])
-    request = dict(recipe="none", kernels="xla", exchange="all_gather")
+    options = dict(recipe=None, kernels="xla", exchange="all_gather")
     with jax.set_mesh(mesh):
-        saved = [imbalance_worker.lower(request, QWEN, mesh, 1024, factor)[1] for factor in (1.25, None)]
+        shapes = block_worker.param_shapes(QWEN, mesh)
+        of = [options | {"buffer_factor": factor} for factor in (1.25, None)]
+        built = [block_worker.build(QWEN, how, mesh, shapes, None, 1024, True) for how in of]
+        saved = [memory["saved_bytes"] for _, memory in built]
     hidden, rows = 2 * QWEN.d_ff * 2, QWEN.d_model * 2
     for found, loads in zip(saved, (1.25, 2.0), strict=True):
         assert found == pytest.approx(loads * 1024 * QWEN.top_k * (hidden + rows), rel=0.6)
@@ -65,11 +68,10 @@ class Answers:
     close = wait
 
     def measure(self):
-        for x, factor in self.request["pairs"][:-1]:
+        for x, factor in self.request["loads"][:-1]:
             rounds = 1 if factor is None else int(np.ceil(x / factor))
-            memory = {"saved_bytes": 1, "temp_bytes": 2, "peak_bytes": None}
-            found = {"tokens": 64, "pair": [x, factor], "us": 10 * x + 2 * (rounds - 1), "path": "xla"}
-            yield found | {"rounds": rounds, "dropped": 0, "memory": memory}
+            measured = {"us": 10 * x + 2 * (rounds - 1), "path": "xla", "rounds": rounds, "dropped": 0}
+            yield {"tokens": 64, "load": [x, factor], "memory": {"saved_bytes": 1}, "fwd+bwd": measured}
 
 
 def test_ratio_is_of_balanced_steps(monkeypatch):
@@ -78,7 +80,7 @@ def test_ratio_is_of_balanced_steps(monkeypatch):
     found = list(imbalance.rows(list(block.TINY), EP2, Repeats(1, 1)))
     by = {(row.extra["imbalance"], row.extra["buffer_factor"]): row for row in found}
     assert len(by) == 12 and by[1.0, 1.25].extra["ratio"] == 1.0
-    assert by[1.75, None].extra["ratio"] == 1.0 and by[2.0, 1.25].note == "rounds 2, 1.100 of X balanced ones"
+    assert by[1.75, None].extra["ratio"] == 1.0 and by[2.0, 1.25].extra["ratio"] == pytest.approx(1.1)
     assert by[2.0, None].us is None and "ended" in by[2.0, None].note
 
 

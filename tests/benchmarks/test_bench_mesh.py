@@ -1,12 +1,11 @@
-"""`python -m benchmarks block --mesh`: the block beside the native layer, on emulated devices."""
+"""`python -m benchmarks block --mesh`: the block on emulated devices."""
 
 import json
 
 import pytest
 
 from benchmarks import command
-from benchmarks.block import block, block_worker, mesh_block
-from benchmarks.peers import native
+from benchmarks.block import block, block_worker
 from benchmarks.timing import Repeats
 from support.benchmarks import InThisProcess
 
@@ -30,10 +29,10 @@ def test_kernels_of_several_devices():
 
 def test_mesh_that_does_not_fit(monkeypatch):
     """Breaks if a mesh of more GPUs than there are fails in eight processes, each with another error."""
-    monkeypatch.setattr(mesh_block.backend, "platform", lambda: "gpu")
-    how = mesh_block.How((("fsdp", 16), ("ep", 4)))
+    monkeypatch.setattr(block.backend, "platform", lambda: "gpu")
+    how = block.How((("fsdp", 16), ("ep", 4)))
     with pytest.raises(ValueError, match="--mesh fsdp=16,ep=4 is a mesh of 64 devices, but JAX has 8"):
-        next(mesh_block.rows(list(block.TINY), how, Repeats(1, 1), {}))
+        next(block.rows(list(block.TINY), how, Repeats(1, 1), {}))
 
 
 def test_mesh_is_a_mesh_and_of_a_block(capsys):
@@ -48,22 +47,16 @@ def test_mesh_is_a_mesh_and_of_a_block(capsys):
 @pytest.mark.loose
 @pytest.mark.more
 def test_block_on_a_mesh(tmp_path, capsys, monkeypatch):
-    """Breaks if a layer does not run on a mesh, if its rows do not say on which, or if what is not native is hidden."""
-    monkeypatch.setattr(mesh_block, "PEERS", ("native",))
-    monkeypatch.setattr(mesh_block, "Worker", InThisProcess)
+    """Breaks if the block does not run on a mesh, or if its rows do not say on which."""
+    monkeypatch.setattr(block, "Worker", InThisProcess)
     out = tmp_path / "f.json"
-    argv = ["block", "--cases", "tiny", "--recipe", "none", "--mesh", "ep=2", "--quick"]
+    argv = ["block", "--cases", "tiny", "--recipe", "none", "--mesh", "ep=2", "--quick", "--peers", "none"]
     assert command.main([*argv, "--exchange", "all_to_all", "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "native: tokens cross by lax.all_to_all of padded buckets" in said and "params_bytes 2" in said
+    assert "params_bytes 2" in said
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["impl"], row["direction"]) for row in rows] == [
-        (impl, direction) for impl in ("native", "moax") for direction in ("fwd", "fwd+bwd")
-    ]
+    assert [row["direction"] for row in rows] == ["fwd", "fwd+bwd"]
     for row in rows:
-        ours = row["impl"] == "moax"
         assert row["us"] > 0 and row["case"] == "tiny T64 ep=2" and row["extra"]["mesh"] == {"fsdp": 1, "ep": 2}
-        assert row["recipe"] == "none" and (row.get("note") == native.NO_RAGGED) == (not ours)
-        assert ("native" in row.get("peers", {})) == ours
-        assert row["extra"].get("exchange") == ("all_to_all" if ours else None)
+        assert row["impl"] == "moax" and row["recipe"] == "none" and row["extra"]["exchange"] == "all_to_all"
         assert row["extra"]["params_bytes"] == 2 * (64 * 4 + 2 * 3 * 64 * 32)  # bf16: the router, two of four experts

@@ -26,7 +26,7 @@ def measured():
         kept, recipe = name == block.KEPT, block_worker.options_of({"recipe": name})["recipe"]
 
         def layer(x, params, quantized):
-            return moax.moe(x, params, CONFIG, recipe=recipe, quantized=quantized)[0]
+            return moax.moe(x, params, CONFIG, recipe=recipe, quantized=quantized)
 
         keep = partial(moax.quantize_params, config=CONFIG, recipe=recipe) if kept else lambda params: None
         shapes = jax.eval_shape(draw)
@@ -52,7 +52,7 @@ def test_errors_see_one_wrong_expert(measured):
     def block(x, params, quantized):
         wrong = params.wo.at[2].multiply(1.5)
         wo = params.wo + jax.lax.stop_gradient(wrong - params.wo)
-        return moax.moe(x, dataclasses.replace(params, wo=wo), CONFIG)[0]
+        return moax.moe(x, dataclasses.replace(params, wo=wo), CONFIG)
 
     found = measured("none", block)
     assert found["wi"]["worst"] == pytest.approx(0.5, rel=0.05) and found["wi"]["error"] < 0.4

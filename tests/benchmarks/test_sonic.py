@@ -44,7 +44,7 @@ def test_where_it_cannot_run_a_row_says_so(config, installed, cuda, why, monkeyp
     monkeypatch.setattr(sonic, "torch", types.SimpleNamespace(cuda=cuda, device=None))
     monkeypatch.setattr(sonic, "serve", None)
     monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
-    assert sonic.main([json.dumps(block.request(block.Block("a", config), "none", [32, 64], ONCE, "auto"))]) == 0
+    assert sonic.main([json.dumps(block.How().request(block.Block("a", config), "none", ONCE, (32, 64)))]) == 0
     ready, *answers = capsys.readouterr().out.splitlines()
     assert ready == READY and [json.loads(answer)["tokens"] for answer in answers] == [32, 64]
     assert all(json.loads(answer)["note"].startswith(f"Unsupported: {why}") for answer in answers)
@@ -72,7 +72,7 @@ def test_rows(monkeypatch, capsys):
             return [answer | ({"impl": "sonic-moe 0.1"} if peer else {})]
 
     monkeypatch.setattr(block, "Worker", Said)
-    found = block.rows(list(block.TINY), ONCE, {}, peers=block.PEERS)
+    found = block.rows(list(block.TINY), block.How(peers=("sonic",)), ONCE, {})
     rows = [row for row in found if row.direction == "fwd"]
     ours = "benchmarks.block.block_worker"
     assert asked == [("benchmarks.peers.sonic", "none"), (ours, "none"), (ours, "fp8_block")]
@@ -83,7 +83,7 @@ def test_rows(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "event_us 2.5" in said and "kernel_peers (sonic-moe 0.1 2)" in said
     asked.clear()
-    assert all(row.impl == "moax" and not row.peers for row in block.rows(list(block.TINY), ONCE, {}))
+    assert all(row.impl == "moax" and not row.peers for row in block.rows(list(block.TINY), block.How(), ONCE, {}))
     assert asked == [(ours, "none"), (ours, "fp8_block")]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import moax
-from benchmarks.block import block, mesh_block
+from benchmarks.block import block
 from benchmarks.block.worker import READY, Worker
 from benchmarks.peers import torch_block
 from benchmarks.processes import ROOT, environment
@@ -39,8 +39,8 @@ CASES = {  # router, dtype, recipe, limit: sums in another order, 8 bits, 4 bits
 
 
 def request(mesh: dict, config=CONFIG, recipe: str = "none", tokens=(32,)) -> dict:
-    of = block.Block("a", config)
-    return block.request(of, recipe, list(tokens), Repeats(1, 1), "auto") | {"mesh": mesh, "impl": "torch"}
+    how = block.How(tuple(mesh.items()))
+    return how.request(block.Block("a", config), recipe, Repeats(1, 1), tokens)
 
 
 @functools.cache
@@ -122,9 +122,9 @@ def check_choices(answers: list[dict]) -> None:
 @TORCH
 @pytest.mark.loose
 def test_block_of_torch():
-    """Breaks if the processes of the peer do not measure it, or say what mesh_block does not read."""
-    how = mesh_block.How((("fsdp", 2), ("ep", 2)), recipes=(), peers=("torch",))
-    fwd, both = mesh_block.rows(list(block.TINY), how, Repeats(1, 3), {})
+    """Breaks if the processes of the peer do not measure it, or say what block does not read."""
+    how = block.How((("fsdp", 2), ("ep", 2)), recipes=(), peers=("torch",))
+    fwd, both = block.rows(list(block.TINY), how, Repeats(1, 3), {})
     assert (fwd.impl, fwd.direction, fwd.path, both.direction) == ("torch", "fwd", "eager", "fwd+bwd"), both.note
     assert both.us > fwd.us > 0 and both.note == "what does not communicate is eager"
     assert both.extra["params_bytes"] == 2 * (64 * 4 + 3 * 64 * 32)  # bf16: the router, one of four experts
@@ -156,6 +156,8 @@ def test_torch_on_gpus(recipe):
         (dict(use_bias=True), dict(fsdp=2, ep=2), "use_bias"),
         (dict(router=moax.RouterConfig(logits_bias=True)), dict(fsdp=2, ep=2), "a bias or groups"),
         (dict(router=moax.RouterConfig(score="sigmoid")), dict(fsdp=2, ep=2), "a router other than"),
+        (dict(top_k=1), dict(fsdp=2, ep=2), "a router other than"),
+        (dict(router=moax.RouterConfig(num_groups=2, top_groups=1)), dict(fsdp=2, ep=2), "a bias or groups"),
         (dict(num_experts=6), dict(fsdp=2, ep=2), "6 experts on 4 devices"),
         ({}, dict(dp=2, fsdp=1, ep=2), "a mesh of"),
     ],
@@ -209,7 +211,7 @@ def test_rows_of_torch(monkeypatch):
     class Said:
         def __init__(self, module, request):
             self.request = request
-            asked.append((module, request["impl"], request["recipe"]))
+            asked.append((module, request["recipe"]))
 
         def wait(self):
             pass
@@ -221,18 +223,18 @@ def test_rows_of_torch(monkeypatch):
             measured = {"us": us, "path": "compiled"}
             return [{"tokens": 64, "note": "a note", "memory": {}, "fwd": measured, "fwd+bwd": measured}]
 
-    monkeypatch.setattr(mesh_block, "Worker", Said)
-    how = mesh_block.How((("ep", 2),), peers=("torch",))
-    rows = [row for row in mesh_block.rows(list(block.TINY), how, Repeats(1, 1), {}) if row.direction == "fwd"]
+    monkeypatch.setattr(block, "Worker", Said)
+    how = block.How((("ep", 2),), peers=("torch",))
+    rows = [row for row in block.rows(list(block.TINY), how, Repeats(1, 1), {}) if row.direction == "fwd"]
     ours = "benchmarks.block.block_worker"
     assert asked == [
-        (torch_block.__name__, "torch", "none"),
-        (torch_block.__name__, "torch", "fp8_rowwise"),
-        (ours, "moax", "none"),
-        (ours, "moax", "fp8_block"),
+        (torch_block.__name__, "none"),
+        (torch_block.__name__, "fp8_rowwise"),
+        (ours, "none"),
+        (ours, "fp8_block"),
     ]
     assert [row.peers for row in rows] == [{}, {}, {"torch": 1.0}, {"torch": 2.0, "torch fp8_rowwise": 1.5}]
     assert rows[1].recipe == "fp8_rowwise" and rows[1].path == "compiled" and rows[1].note == "a note"
     asked.clear()
-    list(mesh_block.rows(list(block.TINY), dataclasses.replace(how, recipes=("none",)), Repeats(1, 1), {}))
+    list(block.rows(list(block.TINY), dataclasses.replace(how, recipes=("none",)), Repeats(1, 1), {}))
     assert [recipe for *_, recipe in asked] == ["none", "none"]

@@ -339,11 +339,10 @@ def in_the_benchmark(x, buffer_factor):
     pytest.importorskip("moax.kernels.hopper")  # the benchmarks measure its kernels
     from benchmarks.block import block as block_bench
     from benchmarks.block import block_worker
-    from benchmarks.report import OURS
 
-    asked = block_bench.request(block_bench.TINY[0], "none", [B * L], Repeats(), "xla", buffer_factor)
-    layer, _ = block_worker.layer_of(asked | {"exchange": "auto", "impl": OURS}, BASE, None)
-    return layer(x, make_params(BASE), None)
+    how = block_bench.How(kernels="xla", buffer_factor=buffer_factor)
+    options = block_worker.options_of(how.request(block_bench.TINY[0], "none", Repeats(), (B * L,)))
+    return block_worker.layer(x, make_params(BASE), None, config=BASE, options=options)
 
 
 @pytest.mark.parametrize("way", (in_a_layer("nnx"), in_a_layer("linen"), in_the_model, in_the_benchmark))

@@ -1,4 +1,4 @@
-"""The layer of JAX alone that `moax.moe` is measured beside: checked against reference.py before it is timed."""
+"""The layer of JAX alone on docs/tutorial/layer.md, beside which it times `moax.moe`: checked against reference.py."""
 
 import dataclasses
 import functools
@@ -7,15 +7,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 import moax
-from benchmarks.peers import native
 from moax import reference
-from moax.checks import Unsupported
-from support import make_params, put, random, rel_norm
+from support import make_params, pages, put, random, rel_norm
 from support.benchmarks import by_gather
 
 pytestmark = pytest.mark.more
+
+PAGE = pages.ROOT / "docs" / "tutorial" / "layer.md"
+LAYER = {"jax": jax, "jnp": jnp, "lax": lax, "Array": Array, "Float": Float, "Int": Int}
+for block in pages.programs(PAGE):
+    if "def starts(" in block.text or "def layer(" in block.text:
+        exec(compile(block.text, str(block), "exec"), LAYER)
 
 CONFIG = moax.MoEConfig(32, 48, 8, 2)
 FLOAT32, BF16 = 5e-6, 2e-2  # sums in another order; products and weights rounded to 8 bits
@@ -49,10 +54,17 @@ def expected(*of):
     return jax.jit(lambda *args: graded(lambda x, p: reference.moe(x, p, config)[0], *args))(x, dy, params)
 
 
-def on_mesh(mesh, config, x, dy, params, note=native.NO_RAGGED):
-    layer, said = native.block(config, mesh)
-    assert said == note, "where a part is not the one of the name, the layer must say so"
-    tokens = jax.P(("fsdp", "ep"))
+def native(mesh, config, ragged: bool):
+    """Returns the layer of the page as a function (x, params) -> y of global arrays."""
+    tokens, experts = jax.P(("fsdp", "ep")), jax.P(("ep", "fsdp"))
+    specs = dict(in_specs=(tokens, jax.P(), experts, experts), out_specs=tokens, check_vma=False)
+    local = functools.partial(LAYER["layer"], top_k=config.top_k, ragged=ragged)
+    mapped = jax.shard_map(local, mesh=mesh, **specs)
+    return lambda x, params: mapped(x, params.router, params.wi, params.wo)
+
+
+def on_mesh(mesh, config, x, dy, params, ragged=False):
+    layer, tokens = native(mesh, config, ragged), jax.P(("fsdp", "ep"))
     placed = put(mesh, (tokens, tokens, moax.param_specs(config, mesh=mesh)), (x, dy, params))
     return jax.jit(lambda *args: graded(layer, *args))(*placed)
 
@@ -66,8 +78,7 @@ def check(got, want, limit):
 @pytest.mark.parametrize(("mesh", "of"), [((2, 2), ()), ((4, 1), ()), ((2, 4), ("one", 5))])
 def test_native_is_the_reference(mesh, of):
     """Breaks if the layer beside moax has other gradients, or if its buffers do not hold all tokens on one rank."""
-    note = native.NO_RAGGED if mesh[1] > 1 else ""
-    check(on_mesh(make_mesh(*mesh), *problem(*of), note=note), expected(*of), FLOAT32)
+    check(on_mesh(make_mesh(*mesh), *problem(*of)), expected(*of), FLOAT32)
 
 
 @pytest.mark.gpu
@@ -77,7 +88,7 @@ def test_layer_on_gpus():
         pytest.skip("needs four GPUs")
     config, x, dy, params = problem("random", 2, 128, 128)
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
-    got = on_mesh(make_mesh(2, 2), config, x, dy, params, note="")
+    got = on_mesh(make_mesh(2, 2), config, x, dy, params, ragged=True)
     check(got, expected("random", 2, 128, 128), BF16)
 
 
@@ -92,35 +103,14 @@ def test_native_in_bf16():
 def test_ragged_exchange(monkeypatch):
     """Breaks if a GPU, where the exchange is ragged, were told to send other rows, or to put them elsewhere."""
     monkeypatch.setattr(lax, "ragged_all_to_all", by_gather)
-    monkeypatch.setattr(native, "platform", lambda: "gpu")
-    check(on_mesh(make_mesh(2, 4), *problem(), note=""), expected(), FLOAT32)
+    check(on_mesh(make_mesh(2, 4), *problem(), ragged=True), expected(), FLOAT32)
 
 
-def test_layer_lowers_for_gpus(monkeypatch):
+def test_layer_lowers_for_gpus():
     """Breaks if the layer on GPUs is not made of the parts that its name says, forward and backward."""
-    monkeypatch.setattr(native, "platform", lambda: "gpu")
     config = dataclasses.replace(CONFIG, d_model=128, d_ff=128)
-    layer, _ = native.block(config, make_mesh(2, 2))
+    layer = native(make_mesh(2, 2), config, ragged=True)
     x = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
     params = jax.eval_shape(functools.partial(moax.init, config=config), jax.random.key(0))
     text = jax.jit(lambda *a: graded(layer, *a)).trace(x, x, params).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@ragged_all_to_all") == 4
-
-
-@pytest.mark.parametrize(
-    ("changes", "sizes", "why"),
-    [
-        (dict(activation="silu"), (2, 2), "activation='silu'"),
-        (dict(use_bias=True), (2, 2), "use_bias"),
-        (dict(router=moax.RouterConfig(score="sigmoid")), (2, 2), "normalized softmax"),
-        (dict(top_k=1), (2, 2), "normalized softmax"),
-        (dict(router=moax.RouterConfig(num_groups=2, top_groups=1)), (2, 2), "groups"),
-        (dict(num_experts=6), (2, 2), "6 experts on 4 devices"),
-    ],
-)
-def test_native_refuses_what_it_does_not_compute(changes, sizes, why):
-    """Breaks if a row of the benchmark compares two different layers."""
-    with pytest.raises(Unsupported, match=why):
-        native.block(dataclasses.replace(CONFIG, **changes), make_mesh(*sizes))
-    with pytest.raises(Unsupported, match="a mesh of"):
-        native.block(CONFIG, moax.make_mesh({"dp": 8}))
