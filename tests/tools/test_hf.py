@@ -22,9 +22,8 @@ from jax.sharding import AxisType, NamedSharding
 
 import moax
 from moax import MoEConfig, RouterConfig, Unsupported, hf
-from moax.hf.dequantize import decode_fp8
 from moax.hf.families import layout_of
-from moax.hf.files import Entry
+from moax.hf.files import Entry, decode_fp8
 from moax.hf.tensor_layouts import tensors_of
 from moax.params import DIMS
 from support import MESHES, some

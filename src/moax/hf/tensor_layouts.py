@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -92,16 +92,19 @@ class Tensor:
     def to_params(self, array: np.ndarray) -> np.ndarray:
         """Returns a tensor as the `region` of its field; the result is a view."""
         letters = "".join(self.dims)
-        array = array.reshape([self.sizes[letter] for letter in letters])
-        array = array.transpose([letters.index(d) for d in DIMS[self.field] if d in letters])
-        return array.reshape([cut.stop - cut.start for cut in self.region])
+        return self._turn(array, letters, self._of_field(letters), [cut.stop - cut.start for cut in self.region])
 
     def from_params(self, block: np.ndarray) -> np.ndarray:
         """Returns the `region` of the field as the contiguous tensor: the inverse of `to_params`."""
         letters = "".join(self.dims)
-        have = [d for d in DIMS[self.field] if d in letters]
-        block = block.reshape([self.sizes[d] for d in have]).transpose([have.index(letter) for letter in letters])
-        return np.ascontiguousarray(block.reshape(self.shape))
+        return np.ascontiguousarray(self._turn(block, self._of_field(letters), letters, self.shape))
+
+    def _of_field(self, letters: str) -> str:
+        return "".join(d for d in DIMS[self.field] if d in letters)
+
+    def _turn(self, array: np.ndarray, source: str, target: str, shape: Sequence[int]) -> np.ndarray:
+        array = array.reshape([self.sizes[d] for d in source])
+        return array.transpose([source.index(d) for d in target]).reshape(shape)
 
 
 def tensors_of(layout: BlockLayout, config: MoEConfig) -> Iterator[Tensor]:
@@ -110,19 +113,15 @@ def tensors_of(layout: BlockLayout, config: MoEConfig) -> Iterator[Tensor]:
     for field in DIMS:
         if getattr(shapes, field) is None:
             continue
-        rows = [row for row in layout.rows if row.field == field]
+        rows, sizes = [row for row in layout.rows if row.field == field], dim_sizes(config, field)
         if not rows:
             raise Unsupported(f"the names of this family have no tensor for params.{field}")
         if {row.projection for row in rows} not in ({None}, set(range(config.gates))):
             raise Unsupported(f"activation={config.activation!r} does not have the projections of this family")
-        sizes = dim_sizes(config, field)
         for row in rows:
             fixed = {} if row.projection is None else {"G": row.projection}
-            if "{e}" in row.name:
-                for e in range(config.num_experts):
-                    yield Tensor(row.name.format(e=e), field, row.dims, fixed | {"E": e}, sizes)
-            else:
-                yield Tensor(row.name, field, row.dims, fixed, sizes)
+            for one in [{"E": e} for e in range(config.num_experts)] if "{e}" in row.name else [{}]:
+                yield Tensor(row.name.format(e=one.get("E")), field, row.dims, fixed | one, sizes)
 
 
 def resolve(prefix: str, name: str) -> str:

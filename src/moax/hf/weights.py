@@ -21,9 +21,8 @@ from jax import lax
 from moax.checks import Unsupported
 from moax.config import MoEConfig
 from moax.hf.config import config_to_hf, read_config
-from moax.hf.dequantize import MXFP4, QUANTIZED, Stored, locate
 from moax.hf.families import MODEL_TYPES, layout_of, layouts_of
-from moax.hf.files import NAMES, Checkpoint, Output, find_entry, write_files
+from moax.hf.files import MXFP4, NAMES, QUANTIZED, Checkpoint, Output, Stored, find_entry, locate, write_files
 from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
 from moax.mesh.axes import Axes
 from moax.mesh.specs import named
@@ -34,7 +33,6 @@ SHARD_BYTES = 5 * 2**30
 NO_MESH = jax.sharding.Mesh(np.empty((), object), ())  # jit refuses arrays of one device while another mesh is set
 _write = jax.jit(lax.dynamic_update_slice, donate_argnums=0)
 _read = jax.jit(lax.dynamic_slice, static_argnums=2)
-Pair = tuple[Tensor, Stored]
 
 
 def params_from_hf(
@@ -105,9 +103,7 @@ def params_to_hf(
     stacked: bool | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> dict[str, np.ndarray]:
-    """Returns the parameters of a layer under the names of a published model, as contiguous arrays.
-
-    `params_from_hf` reads the result back bit for bit.
+    """Returns the parameters of a layer under the names of a published model; `params_from_hf` reads them bit for bit.
 
     Args:
       params: see `MoEParams`; their arrays may have any sharding over the devices of this process.
@@ -200,6 +196,16 @@ def _model_type_of(source: Any) -> str | None:
     return model_type if model_type in MODEL_TYPES else None
 
 
+def _moe_blocks(
+    state: Mapping[str, Any], layouts: Sequence[BlockLayout]
+) -> Iterator[tuple[int, str, str, BlockLayout]]:
+    """Yields (layer, start of its names, start of the block's names, layout) for each layout that has experts there."""
+    for number, stem in sorted({(int(m[1]), m[0]) for m in map(LAYER.match, state) if m}):
+        for layout in layouts:
+            if _has_experts(state, prefix := layout.prefix(stem), layout):
+                yield number, stem, prefix, layout
+
+
 def _find_blocks(
     state: Mapping[str, Any], layer: int | None, prefix: str, layouts: Sequence[BlockLayout]
 ) -> list[tuple[str, BlockLayout]]:
@@ -212,10 +218,8 @@ def _find_blocks(
                 f"{prefix!r} has no experts in a layout that moax.hf knows, but {names}; give the prefix of a block"
             )
         return found
-    stems = sorted({(int(m[1]), m[0]) for m in map(LAYER.match, state) if m})
-    blocks = [(number, layout.prefix(stem), layout) for number, stem in stems for layout in layouts]
-    blocks = [(number, at, layout) for number, at, layout in blocks if _has_experts(state, at, layout)]
-    found = [(at, layout) for number, at, layout in blocks if number == layer]
+    blocks = list(_moe_blocks(state, layouts))
+    found = [(at, layout) for number, _, at, layout in blocks if number == layer]
     if not found:
         known = f"its MoE layers are {blocks[0][0]} to {blocks[-1][0]}" if blocks else "no layers.N has experts"
         raise ValueError(f"layer={layer} is not in the checkpoint: {known}")
@@ -277,7 +281,7 @@ def _find_dtype(tensors: Sequence[Stored], dtype: jax.typing.DTypeLike | None) -
 
 
 def _assemble(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, pairs: Iterable[Pair]
+    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, pairs: Iterable[tuple[Tensor, Stored]]
 ) -> jax.Array:
     """Returns the array of a field, whose tensors are read one after the other, if this host holds a part of them."""
     slices = {d: index or () for d, index in sharding.addressable_devices_indices_map(shape).items()}
@@ -300,14 +304,12 @@ def _assemble(
 
 def _stem(others: Mapping[str, Any], model_type: str) -> str:
     """Returns the part before a layer's number in the names of the MoE layers in `others`; else the published one."""
-    stems = {m[0]: m[0][: m.start(1)] for m in map(LAYER.match, others) if m}
-    blocks = [(at, layout) for at in stems for layout in layouts_of(model_type)]
-    moe = {stems[at] for at, layout in blocks if _has_experts(others, layout.prefix(at), layout)}
-    found = sorted(moe or set(stems.values())) or [layout_of(model_type, None).stem]
+    moe = {stem.removesuffix(f"{number}.") for number, stem, *_ in _moe_blocks(others, layouts_of(model_type))}
+    found = moe or {m[0][: m.start(1)] for m in map(LAYER.match, others) if m} or {layout_of(model_type, None).stem}
     if len(found) > 1:
-        starts = " and with ".join(map(repr, found))
+        starts = " and with ".join(map(repr, sorted(found)))
         raise Unsupported(f"others: layers start with {starts}; pass the tensors of one model")
-    return found[0]
+    return found.pop()
 
 
 def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Output]:
@@ -315,14 +317,12 @@ def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Ou
     config_to_hf(config, model_type)  # It raises where no model of this type has the config.
     check_leaves(params)
     check_params(params, config)
-    for field, want in (("bi", param_shapes(config).bi), ("bo", param_shapes(config).bo)):
+    for field, want in vars(param_shapes(config)).items():
         value = getattr(params, field)
         if value is None and want is not None:
             raise ValueError(f"params.{field} is None; this config needs an array of shape {want}")
         if value is not None and want is None:
             raise Unsupported(f"params.{field} of shape {value.shape} has no name in a {model_type} model")
-    for field in DIMS:
-        value = getattr(params, field)
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             raise ValueError(f"params.{field} lies on devices of other processes; copy it to this process first")
     tensors = tensors_of(layout_of(model_type, stacked), config)
