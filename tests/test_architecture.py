@@ -388,13 +388,13 @@ EACH_ROOM = (
     "tests/ops/test_dense.py::test_batches",
     "tests/mesh/test_partition.py::test_auto_axes",
     "tests/block/test_moe_behaviour.py::test_everything_on_one_expert_drops_nothing",
-    "tests/block/test_moe_quantized.py::test_quantized_wire",
+    "tests/block/test_quantized.py::test_quantized_wire",
     "tests/block/test_kept.py::test_bits_are_those_of_a_block_that_quantizes",
     "tests/block/test_lora.py::test_is_the_merged_block",
 )
 REPRESENTATIVE = (
     "tests/block/test_moe.py::test_one_device",
-    "tests/block/test_moe_quantized.py::test_against_rounded_operands[fp8_block]",
+    "tests/block/test_quantized.py::test_against_rounded_operands[fp8_block-none--auto]",
     "tests/ops/test_grouped_matmul.py::test_bfloat16",
 )
 

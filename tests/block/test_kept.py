@@ -26,6 +26,7 @@ CASES = [
     ("tp2x2x2", "custom_partitioning", "fp8_tensor", "model"),
     ("8x1", "shard_map", "fp8_block", "model"),
     ("none", "none", "fp8_block", "auto"),
+    ("none", "none", "wi=fp8_block", "auto"),
 ]
 
 
@@ -52,6 +53,7 @@ def test_bits_are_those_of_a_block_that_quantizes(mesh, way, recipe, dim):
             params = put(make_mesh(mesh, way), moax.param_specs(CONFIG, axes), params)
             x = put(make_mesh(mesh, way), moax.sharding.token_spec(axes), x)
         quantized = moax.quantize_params(params, CONFIG, dtype=jnp.float32, **options)
+        assert quantized.wi is not None and (quantized.wo is None) == ("=" in recipe)
         want = jax.jit(functools.partial(run, **options))(x, params)
         got = jax.jit(functools.partial(run, **options))(x, params, quantized)
     jax.tree.map(np.testing.assert_array_equal, got, want)

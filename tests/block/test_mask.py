@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import reference
-from support import ENGINES, TOKENS, make_mesh, make_params, put, random, rel_error, rel_norm, some, spec
+from support import TOKENS, make_mesh, make_params, program, put, random, rel_error, rel_norm, some, spec
 from support.block import BASE, MESH, ONE_DEVICE, cotangent, make_x
 
 SEQUENCES = moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3, sequence_aux_loss=0.5)
@@ -26,11 +26,6 @@ REAL[3] = False  # a row of padding alone
 CLEAN = np.asarray(make_x(CONFIG))
 X = np.where(REAL[..., None], CLEAN, np.nan).astype(np.float32)
 ROWS = np.broadcast_to(np.arange(16)[:, None], LEADING)
-
-
-def loss_of(y, stats):
-    """A loss that gives each element of y a weight of its own, and padding one that is not finite in y's gradient."""
-    return jnp.sum(y * jnp.asarray(cotangent(y.shape))) + stats.aux_loss + stats.z_loss
 
 
 def expected(config):
@@ -46,25 +41,17 @@ def expected(config):
 
 
 def found(way, config, **options):
-    """The same of `moax.moe` on all tokens with the mask."""
+    """The same of `moax.moe` on all tokens with the mask; the cotangent of padding's y is not 0."""
+    at, whole = spec("2x4", TOKENS), moax.param_specs(config, mesh=make_mesh("2x4"))
 
-    def call(x, params, mask):
-        return moax.moe(x, params, config, mask=mask, engine=way if way in ENGINES else "auto", **options)
+    def call(x, params, mask, engine):
+        y, stats = moax.moe(x, params, config, mask=mask, engine=engine, **options)
+        return (y, stats.aux_loss, stats.z_loss), stats
 
-    mesh, f = make_mesh("2x4", way), call
-    at, whole = spec("2x4", TOKENS), moax.param_specs(config, mesh=mesh)
-    if way.startswith("user"):
-        f = jax.shard_map(call, mesh=mesh, in_specs=(at, whole, at), out_specs=(at, P()), check_vma=way == "user_vma")
-
-    def total(x, params, mask):
-        out = f(x, params, mask)
-        return loss_of(*out), out
-
-    run = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
-    if way == "none":
-        return run(jnp.asarray(X), PARAMS, jnp.asarray(REAL))[::-1]
-    with jax.set_mesh(mesh):
-        return run(*put(mesh, (at, whole, at), (jnp.asarray(X), PARAMS, jnp.asarray(REAL))))[::-1]
+    cotangents = cotangent(X.shape), np.float32(1), np.float32(1)
+    (y, *_), stats, grads = program(way, "2x4", call, (X, PARAMS, REAL), (at, whole, at), (at, P(), P()), P(),
+                                    cotangents=cotangents, wrt=(0, 1))()  # fmt: skip
+    return (y, stats), grads
 
 
 WAYS = [
@@ -90,13 +77,6 @@ def test_padding_is_not_there(way, options):
         np.testing.assert_allclose(getattr(stats, name), getattr(want, name), rtol=5e-6)
 
 
-@pytest.mark.parametrize("recipe", ("fp8_block", "fp8_tensor"))
-def test_padding_enters_no_scale(recipe):
-    """Breaks if quantized real tokens depend on what padding holds."""
-    run = jax.jit(lambda x: moax.moe(x, PARAMS, CONFIG, mask=jnp.asarray(REAL), recipe=recipe)[0])
-    np.testing.assert_array_equal(run(X), run(CLEAN))
-
-
 @pytest.mark.parametrize("exchange", ("all_gather", "all_to_all"))
 def test_padding_takes_no_capacity(exchange):
     """Breaks if padding takes rows or slots: 128 equal tokens want one rank, which has room for the real half."""
@@ -111,17 +91,21 @@ def test_padding_takes_no_capacity(exchange):
     assert stats.dropped == 0 < full.dropped and stats.tokens_per_expert.sum() == 2 * mask.sum()
 
 
-def test_no_real_token():
-    """Breaks if a batch of padding alone divides by the number of its tokens."""
-    run = jax.value_and_grad(lambda x, p, m: loss_of(*moax.moe(x, p, CONFIG, mask=m)), argnums=(0, 1))
-    loss, grads = jax.jit(run)(X, PARAMS, np.zeros(LEADING, bool))
+@pytest.mark.parametrize("recipe", ("fp8_block", "fp8_tensor"))
+def test_one_program_of_any_mask(recipe):
+    """Breaks if quantized real tokens depend on what padding holds, a batch of padding alone divides by the number of
+    its tokens, or a mask that leaves nothing out changes a bit."""
+
+    def total(x, params, mask):
+        y, stats = moax.moe(x, params, CONFIG, mask=mask, recipe=recipe)
+        return jnp.sum(y * jnp.asarray(cotangent(y.shape))) + stats.aux_loss + stats.z_loss, (y, stats)
+
+    run = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+    np.testing.assert_array_equal(run(X, PARAMS, REAL)[0][1][0], run(CLEAN, PARAMS, REAL)[0][1][0])
+    (loss, _), grads = run(X, PARAMS, np.zeros(LEADING, bool))
     assert loss == 0 and not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
-
-
-def test_every_token_real():
-    """Breaks if a mask that leaves nothing out changes a bit."""
-    y, stats = jax.jit(lambda x: moax.moe(x, PARAMS, CONFIG))(CLEAN)
-    masked, same = jax.jit(lambda x, m: moax.moe(x, PARAMS, CONFIG, mask=m))(CLEAN, np.ones(LEADING, bool))
+    (_, (masked, same)), _ = run(CLEAN, PARAMS, np.ones(LEADING, bool))
+    y, stats = jax.jit(lambda x: moax.moe(x, PARAMS, CONFIG, recipe=recipe))(CLEAN)
     np.testing.assert_array_equal(masked, y)
     np.testing.assert_array_equal(same.tokens_per_expert, stats.tokens_per_expert)
 
@@ -144,17 +128,11 @@ def test_loss_of_sequences(way):
     config, logits = moax.RouterConfig(sequence_aux_loss=0.25), random(2, 64, 8)
     rows = np.random.default_rng(3).integers(0, 5, 64).astype(np.int32)
 
-    def loss(logits, rows):
-        engine = way if way in ENGINES else "auto"
-        return moax.route(logits, config, 2, sequences=rows, engine=engine).aux_loss
-
-    run = jax.jit(jax.value_and_grad(loss))
-    if way == "none":
-        got, d = run(logits, rows)
-    else:
-        mesh, at = make_mesh("2x4", way), spec("2x4", TOKENS)
-        with jax.set_mesh(mesh):
-            got, d = run(*put(mesh, (at, at), (jnp.asarray(logits), jnp.asarray(rows))))
+    at = spec("2x4", TOKENS)
+    got, _, (d,) = program(
+        way, "2x4", lambda v, rows, engine: (moax.route(v, config, 2, sequences=rows, engine=engine).aux_loss, ()),
+        (logits, rows), (at, at), P(), cotangents=np.float32(1),
+    )()  # fmt: skip
     wide = logits.astype(np.float64)
     np.testing.assert_allclose(got, by_hand(wide, config, 2, rows), rtol=2e-6)
     want = jax.jit(jax.grad(lambda v: reference.route(v, config, 2, sequences=jnp.asarray(rows)).aux_loss))(logits)

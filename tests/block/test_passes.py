@@ -3,7 +3,7 @@
 Covers: transports x meshes x ways x routings, forward and every gradient and the number of passes against NumPy; bits
 where one pass suffices; the order of both directions on a CPU; capacities; biases in bfloat16; remat and scan; memory;
 refused factors. Passes of balanced routings are also rows of tests/block/test_moe.py, and passes of each recipe are in
-tests/block/test_moe_quantized.py.
+tests/block/test_quantized.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Recipes and axes: the formats behind the names, the shapes of their blocks, and what is refused.
+"""Recipes: the formats behind the names, the shapes of their blocks, and what is refused.
 
-Covers: each recipe, the shape of its blocks for rows and for weights, and every error of Format, Recipe and Axes.
+Covers: each recipe, the shape of its blocks for rows and for weights, recipes by projection, and every error of Format,
+Recipe and Recipes.
 """
 
 import dataclasses
@@ -8,8 +9,9 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from moax import Format, Recipe
-from moax.recipe import FULL, RECIPES, get_recipe
+import moax
+from moax import Format, Recipe, Recipes
+from moax.recipe import FULL, RECIPES, get_recipe, get_recipes
 
 BLOCK, MX = Format(block=128), Format(block=32, scale="e8m0")
 TENSOR = Format(block=None)
@@ -120,3 +122,35 @@ def test_frozen_and_hashable():
     assert hash(Recipe(*[Format()] * 3)) == hash(Recipe(*[Format()] * 3))
     with pytest.raises(dataclasses.FrozenInstanceError):
         BLOCK.block = 1
+
+
+def test_one_recipe_stands_for_both():
+    """Breaks if a block of one recipe is another program than the block that names it twice."""
+    half = Recipes(wi="fp8_block")
+    assert get_recipes("fp8_block") == Recipes("fp8_block", "fp8_block") == Recipes(RECIPES["fp8_block"], "fp8_block")
+    assert get_recipes(None) == Recipes() == Recipes(FULL, FULL)
+    assert get_recipes("wo=none,wi=fp8_block") == get_recipes("wi=fp8_block") == half
+    assert get_recipes(half) is half and hash(half) == hash(Recipes("fp8_block", None))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("wi=fp4", "recipe='fp4' must be None"),
+        ("w1=fp8_block", "must name wi and wo once each"),
+        ("wi=fp8_block,wi=none", "must name wi and wo once each"),
+        (("fp8_block", None), "must be None, a Recipe, or one of"),
+    ],
+)
+def test_wrong_recipes(recipe, message):
+    """Breaks if a misspelt projection trains unquantized."""
+    with pytest.raises(ValueError, match=message):
+        moax.Options(recipe=recipe)
+
+
+def test_one_wire():
+    """Breaks if a format of tokens that the block does not use is taken without a word."""
+    wired = Recipe(None, None, None, wire=Format(block=32))
+    assert Recipes(wired, "fp8_block").wire == wired.wire == Recipes(wired, wired).wire
+    with pytest.raises(ValueError, match="tokens travel by the wire of wi"):
+        Recipes("fp8_block", wired)

@@ -1,7 +1,7 @@
 """The routing of a block as an input: replay, hash routing, a router of one's own; and what comes back.
 
 Covers: experts alone and with weights, against the reference; ways x transports; negative ids, twins, E for none; the
-weights of hash routing; every error.
+weights of hash routing; the router's own input; every error.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import reference
-from support import ENGINES, TOKENS, make_mesh, make_params, put, random, rel_norm, some, spec
-from support.block import BASE, MESH, ONE_DEVICE, loss_of, make_x
+from support import TOKENS, make_mesh, make_params, program, put, random, rel_norm, some, spec
+from support.block import BASE, MESH, ONE_DEVICE, cotangent, loss_of, make_x
 
 V4 = moax.RouterConfig("sqrt_softplus", scale=1.5, bias=True, aux_loss=1e-2, z_loss=1e-3)
 CONFIG = dataclasses.replace(BASE, router=V4)
@@ -38,32 +38,23 @@ def wanted(experts, weights=None):
     return out, grads
 
 
-def found(way, routing, **options):
-    """The same of `moax.moe`; routing is made of the arrays of `routing`, which lie as tokens do."""
+def found(way, ids, weights=None, **options):
+    """The same of `moax.moe`, of arrays [tokens, K] that lie as tokens do."""
+    at, whole = spec("2x4", TOKENS), moax.param_specs(CONFIG, mesh=make_mesh("2x4"))
+    given = [v.reshape(*LEADING, 2) for v in (ids, weights) if v is not None]
 
-    def call(x, params, routing):
-        engine = way if way in ENGINES else "auto"
-        return moax.moe(x, params, CONFIG, routing=routing, engine=engine, return_routing=True, **options)
+    def call(x, params, *given, engine):
+        routing = given[0] if weights is None else given
+        y, stats = moax.moe(x, params, CONFIG, routing=routing, engine=engine, return_routing=True, **options)
+        return (y, *((stats.aux_loss, stats.z_loss) if weights is None else ())), stats
 
-    mesh, f = make_mesh("2x4", way), call
-    at, whole = spec("2x4", TOKENS), moax.param_specs(CONFIG, mesh=mesh)
-    if way.startswith("user"):
-        stats = moax.MoEStats(P(), P(), P(), P(), P(), moax.Routing(at, at, P(), P(), P()))
-        f = jax.shard_map(call, mesh=mesh, in_specs=(at, whole, at), out_specs=(at, stats), check_vma=way == "user_vma")
-
-    def total(x, params, weights, ids):
-        out = f(x, params, ids if weights is None else (ids, weights))
-        return sum(loss_of(*out)), out
-
-    ids, weights = (routing, None) if not isinstance(routing, tuple) else routing
-    over = (0, 1) if weights is None else (0, 1, 2)
-    run = jax.jit(jax.grad(total, argnums=over, has_aux=True))
-    if way == "none":
-        return run(X, PARAMS, weights, ids)[::-1]
-    with jax.set_mesh(mesh):
-        x, ids, params = put(mesh, (at, at, whole), (X, jnp.asarray(ids), PARAMS))
-        weights = None if weights is None else put(mesh, at, jnp.asarray(weights))
-        return run(x, params, weights, ids)[::-1]
+    ones = (np.float32(1),) * 2 * (weights is None)
+    stats = moax.MoEStats(P(), P(), P(), P(), P(), moax.Routing(at, at, P(), P(), P()))
+    (y, *_), stats, grads = program(
+        way, "2x4", call, (X, PARAMS, *given), (at, whole, *[at] * len(given)), (at, *[P()] * len(ones)), stats,
+        cotangents=(cotangent(X.shape), *ones), wrt=(0, 1) + (3,) * (weights is not None),
+    )()  # fmt: skip
+    return (y, stats), grads
 
 
 def check(got, want, limit):
@@ -89,7 +80,7 @@ WAYS = [
 def test_experts_alone(way, options):
     """Breaks if experts that the caller gave do not have the weights, the losses and the gradients of the router's live
     scores: replay would train another policy than the one that acted."""
-    got = found(way, IDS.reshape(*LEADING, 2), **options)
+    got = found(way, IDS, **options)
     check(got, wanted(IDS), ONE_DEVICE if way == "none" else MESH)
     routing = got[0][1].routing
     np.testing.assert_array_equal(routing.experts, IDS.reshape(*LEADING, 2))
@@ -99,7 +90,7 @@ def test_experts_alone(way, options):
 @pytest.mark.parametrize(("way", "options"), some(WAYS[::-1], 1))
 def test_experts_and_weights(way, options):
     """Breaks if a router of the caller's own is not used as it is, gets no gradient, or the router runs besides."""
-    got = found(way, (IDS.reshape(*LEADING, 2), WEIGHTS.reshape(*LEADING, 2)), **options)
+    got = found(way, IDS, WEIGHTS, **options)
     (y, stats), (dx, dparams, dw) = got
     out, (dx_want, dparams_want, dw_want) = wanted(IDS, WEIGHTS)
     limit = ONE_DEVICE if way == "none" else MESH
@@ -179,3 +170,24 @@ def test_errors(routing, says):
     """Breaks if a routing of another shape or kind is broadcast, or fails in the guts."""
     with pytest.raises(ValueError, match=says):
         moax.moe(X, PARAMS, CONFIG, routing=routing)
+
+
+@pytest.mark.more
+def test_router_input():
+    """Breaks if the router reads x where it has an input of its own (Gemma 4), or either gradient goes astray."""
+    config = dataclasses.replace(BASE, use_bias=False)
+    x, params = make_x(config), make_params(config)
+    other = jnp.asarray(random(3, *x.shape))
+
+    def graded(layer, *operands):
+        loss = lambda x, other, params: sum(loss_of(*layer(x, params, config, router_input=other)))  # noqa: E731
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*operands)
+
+    want = graded(reference.moe, x, other, params)
+    mesh, tokens = make_mesh("2x4"), spec("2x4", TOKENS)
+    with jax.set_mesh(mesh):
+        got = graded(moax.moe, *put(mesh, (tokens, tokens, moax.param_specs(config)), (x, other, params)))
+    for have, need in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert rel_norm(have, need) < 5e-6
+    with pytest.raises(ValueError, match=r"router_input has shape \(16, 6, 31\)"):
+        moax.moe(x, params, config, router_input=x[..., :-1])
