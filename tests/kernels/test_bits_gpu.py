@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moax
-from support import ON_GPU, make_params, random, some
+from support import ON_GPU, make_params, random, spread
 from support.bits import differing
 from support.gpus import alone, dirty
 
@@ -37,11 +37,8 @@ HOW = [
     ("auto", "fp8_tensor", 1.25),
     ("xla", "fp8_block", 0.5),
 ]
-SHORT = [
-    *itertools.product([("1x1", "all_gather")], HOW),
-    *zip(ON_TWO, (HOW[3], HOW[2], HOW[0], HOW[5]), strict=True),
-]
-CASES = [*SHORT, *some((case for case in itertools.product(ON_TWO + ON_FOUR, HOW) if case not in SHORT), 0)]
+ON_ONE = [("1x1", "all_gather")]
+SHORT = [*itertools.product(ON_ONE, (HOW[2], HOW[5])), *zip(ON_TWO, (HOW[3], HOW[2], HOW[0], HOW[5]), strict=True)]
 CONFIG = moax.MoEConfig(512, 768, 16, 3, router=moax.RouterConfig(aux_loss=1e-2))
 
 
@@ -54,7 +51,7 @@ def gradients(x, params, **options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("where", "how"), CASES, ids=str)
+@pytest.mark.parametrize(("where", "how"), spread(SHORT, ON_ONE + ON_TWO + ON_FOUR, HOW), ids=str)
 def test_of_the_block(where, how):
     """Breaks if a sum is taken in the order in which threads, blocks or GPUs arrive, a row is read before it has come,
     or what was in memory before reaches a result."""

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from moax.checks import Unsupported
-from moax.groups import group_starts, zero_rows
+from moax.groups import zero_rows
 from moax.kernels import implementation
 from moax.kernels.hopper.formats import HALF, GatheredRows
 from moax.kernels.hopper.pallas import gather
 from moax.kernels.hopper.pallas.pipeline import TileConfig
 from support import random, some
+from support.oracle.ops import first_rows
 from support.ptx import run_ptx
 
 
@@ -60,77 +61,70 @@ def test_stages_that_hold_no_gathered_rows(swizzle, cluster):
         gather.check_gather(swizzle, TileConfig(256, 4, cluster=cluster))
 
 
-def sorted_rows(sizes, tokens, align=HALF):
-    """The groups of these sizes, and the source of each of their rows among so many tokens.
-
-    Token 0 is in no group, and one real row of the first group that has rows has no source. The last group ends where
-    the rows end.
-    """
-    local, rows = implementation("hopper"), max(align, sum(-(-n // align) * align for n in sizes))
-    groups = local.find_groups(jnp.asarray(sizes, jnp.int32), align, rows)
-    source = np.full(rows, tokens, np.int32)
-    for first, n in zip(np.asarray(group_starts(jnp.asarray(sizes), align)), sizes, strict=True):
-        source[first : first + n] = np.random.default_rng(n).integers(1, tokens, n)
-    source[np.flatnonzero(source < tokens)[:1]] = tokens + 7
-    return groups, jnp.asarray(source)
-
-
-GROUPS = {
-    "some": (300, 0, 1, 129, 257, 0),
-    "one": (0, 0, 1500, 0),
-    "none": (0, 0, 0),
-    "many": tuple(int(n) for n in np.random.default_rng(0).integers(0, 5, 160) ** 4),
-}
+FEW = {"some": (300, 0, 1, 129, 257, 0), "one": (0, 0, 1500, 0, 0, 0), "none": (0,) * 6}
+MANY = {"many": tuple(int(n) for n in np.random.default_rng(0).integers(0, 5, 160) ** 4)}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "widths"),
+    ("draws", "widths"),
     some(
         [
-            ("some", (2880, 192)),
-            ("one", (64, 64)),
-            ("none", (64, 64)),
-            ("many", (192, 960)),
-            ("some", (768, 1408)),
-            ("one", (2048, 1536)),
+            (FEW, (2880, 192)),
+            (MANY, (192, 960)),
+            (FEW, (64, 64)),
+            (FEW, (768, 1408)),
+            (FEW, (2048, 1536)),
         ],
-        4,
+        3,
     ),
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, tuple) else "-".join(value),
 )
-def test_products_that_gather(name, widths):
+def test_products_that_gather(draws, widths):
     """Breaks if a product that gathers has other bits than one of rows that lie sorted: a source of another step, tile
     or group, a stage that is read before its rows are there or written before they are used, padding or rows without a
-    source that are not 0, or a token that no row refers to, which is NaN here."""
+    source that are not 0, or a token that no row refers to, which is NaN here. The last group ends where the rows
+    end."""
     local, (width, columns), tokens = implementation("hopper"), widths, 500
-    groups, source = sorted_rows(GROUPS[name], tokens)
-    experts, real = len(GROUPS[name]), groups.real
-    x = jnp.asarray(random(0, tokens, width), jnp.bfloat16).at[0].set(jnp.nan)
-    w, turned = (jnp.asarray(random(1, experts, *dims), jnp.bfloat16) for dims in ((width, columns), (columns, width)))
-    beside = zero_rows(jnp.asarray(random(2, len(source), columns), jnp.bfloat16), real)
-    total = jnp.asarray(random(3, experts, width, columns), jnp.float32)
+    experts = len(next(iter(draws.values())))
+    num_rows = max(sum(-(-n // HALF) * HALF for n in sizes) for sizes in draws.values())
+    x, beside = (random(i, n, w).astype(jnp.bfloat16) for i, n, w in ((0, tokens, width), (2, num_rows, columns)))
+    x[0] = np.nan
+    w, turned = (random(1, experts, *dims).astype(jnp.bfloat16) for dims in ((width, columns), (columns, width)))
+    total = random(3, experts, width, columns)
 
-    def products(rows, w, turned, beside, total):
-        wgrad = lambda x, dy, **how: local.wgrad(x, dy, groups, jnp.bfloat16, **how)  # noqa: E731
-        forward = local.matmul(rows, w, groups, jnp.bfloat16)
-        dgrad = local.matmul(rows, turned, groups, jnp.bfloat16, transpose=True)
-        return (
-            zero_rows(forward, real),
-            zero_rows(dgrad, real),
-            wgrad(rows, beside),
-            wgrad(beside, rows),
-            wgrad(rows, beside, total=total),
-        )
+    @jax.jit
+    def products(sizes, source, *operands):
+        groups = local.find_groups(sizes, HALF, num_rows)
 
-    def gather(x, *others):
-        return products(GatheredRows(x, source), *others)
+        def of(rows, w, turned, beside, total):
+            beside = zero_rows(beside, groups.real)
+            wgrad = lambda x, dy, **how: local.wgrad(x, dy, groups, jnp.bfloat16, **how)  # noqa: E731
+            forward = local.matmul(rows, w, groups, jnp.bfloat16)
+            dgrad = local.matmul(rows, turned, groups, jnp.bfloat16, transpose=True)
+            return (
+                zero_rows(forward, groups.real),
+                zero_rows(dgrad, groups.real),
+                wgrad(rows, beside),
+                wgrad(beside, rows),
+                wgrad(rows, beside, total=total),
+            )
 
-    others = w, turned, beside, total
-    want = jax.jit(products)(local.gather_rows(x, source, groups), *others)
-    for _ in range(3):  # a race need not show at once
-        for got, bits in zip(jax.jit(gather)(x, *others), want, strict=True):
-            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(bits, np.float32))
-    two = [jnp.stack([v, -v]) for v in (x, *others)]
-    for got, bits in zip(jax.jit(jax.vmap(gather))(*two), want, strict=True):
-        np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(bits, np.float32))
+        def gather(x, *others):
+            return of(GatheredRows(x, source), *others)
+
+        x, *others = operands
+        two = jax.vmap(gather)(*(jnp.stack([v, -v]) for v in operands))
+        sorted_first = of(local.gather_rows(x, source, groups), *others)
+        return sorted_first, gather(*operands), [v[0] for v in two]
+
+    for sizes in draws.values():
+        source = np.full(num_rows, tokens, np.int32)
+        for first, n in zip(first_rows(sizes, HALF)[0], sizes, strict=True):
+            source[first : first + n] = np.random.default_rng(n).integers(1, tokens, n)
+        source[np.flatnonzero(source < tokens)[:1]] = tokens + 7  # a real row without a source
+        for _ in range(3):  # a race need not show at once
+            found = products(np.int32(sizes), source, x, w, turned, beside, total)
+            for want, *got in zip(*found, strict=True):
+                for value in got:
+                    np.testing.assert_array_equal(np.float32(value), np.float32(want))

@@ -1,6 +1,7 @@
 """The quantization kernels: in interpret mode against `moax.ops.quantize`, and lowered for CUDA.
 
-Covers: rows, columns and weights x formats x widths x source dtypes; the wire; the widths of models for CUDA.
+Covers: rows, columns and weights x formats x widths x source dtypes; the wire, also on a GPU; the widths of models for
+CUDA.
 """
 
 import functools
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from moax.checks import Unsupported
-from moax.kernels.hopper.formats import make_blocks
+from moax.kernels import implementation
+from moax.kernels.hopper.formats import KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
 from moax.kernels.quantization import dequantize as dequantize_local
 from moax.kernels.quantization import quantize as quantize_local
@@ -235,3 +237,25 @@ def test_dequantize_refuses_what_it_cannot_tile():
     for shape, words in (((100, 128), 1), ((128, 48), 1), ((128, 256), 1)):
         with pytest.raises(Unsupported, match="the kernel takes multiples of 128 rows and of 32 columns"):
             dequantize_rows(jnp.zeros(shape, E4M3), jnp.zeros((shape[0], words), jnp.int32), one)
+
+
+@pytest.mark.gpu
+@pytest.mark.loose
+def test_wire_on_a_card():
+    """Breaks if the hardware quantizes, copies or dequantizes rows otherwise than XLA, or to other rows."""
+    local, wire, width = implementation("hopper"), Format(block=128), 160
+    source, count = np.random.default_rng(0).integers(0, 384, 384).astype(np.int32), 301
+
+    @jax.jit
+    def there(x, source, places, ends):
+        q = local.quantize(x, wire, (1, 128))
+        words = jnp.pad(jax.lax.bitcast_convert_type(q.scale, jnp.int32), ((0, 0), (0, 2)))
+        data, words = local.put_rows((q.data, words), source, places, 0, 384, ())
+        ours = KMajorFp8(jax.lax.bitcast_convert_type(q.data, E4M3), q.scale)
+        by_xla = quantize_local(x, wire, (1, 128))
+        return ours, by_xla, dequantize_local(q, x.dtype), local.dequantize_wire(data, words, ends, wire, x.dtype)
+
+    x, places = values(6, 384, width).astype(jnp.bfloat16), np.array([[[5], [count]]], np.int32)
+    ours, by_xla, wide, got = jax.tree.map(np.asarray, there(x, source, places, np.int32([384])))
+    check(ours, by_xla.data.view(E4M3).astype(np.float32), by_xla.scale, E4M3)
+    np.testing.assert_array_equal(np.float32(got)[5 : 5 + count], np.float32(wide)[source[:count]])

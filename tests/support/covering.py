@@ -28,10 +28,11 @@ def some(cases: Iterable, count: int) -> list:
     return [pytest.param(*case, marks=() if i < count else pytest.mark.more) for i, case in enumerate(cases)]
 
 
-def spread(count: int, *options: Iterable) -> list:
-    """Every combination as parameters: first the `count` that hold most pairs, the others for `make test-more`."""
+def spread(short: int | Iterable[tuple], *options: Iterable) -> list:
+    """Every combination as parameters: first those of `short`, or as many that hold most pairs; the others for `make
+    test-more`."""
     table = Table("", {str(i): tuple(values) for i, values in enumerate(options)}, [])
-    first = table.more(count, min(2, len(table.options)))
+    first = table.more(short, min(2, len(table.options))) if isinstance(short, int) else list(short)
     return some([*first, *(case for case in table.cases() if case not in first)], len(first))
 
 
