@@ -30,6 +30,8 @@ NEXT_TESTS := tests/block/test_moe_behaviour.py tests/block/test_scan.py tests/b
 # A line for each test as it ends. Each worker takes one core: most of a test's time is that of the compiler.
 ON_GPU = MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false OPENBLAS_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest \
   -p no:benchmark -v -n $(GPU_WORKERS) --dist worksteal
+# Compiles for GPUs that this machine does not have.
+ON_H200S = JAX_PLATFORMS=cpu PYTHONPATH=src:. $(SASS_VENV)/bin/python scripts/h200.py
 # `make test-versions` runs this file whole on the newest jax, so `make test-more` leaves it out.
 LOWERING := tests/kernels/test_kernels_lowering.py
 
@@ -81,17 +83,17 @@ $(OLDEST_VENV)/.installed $(NEWEST_VENV)/.installed: pyproject.toml constraints.
 	@touch $@
 
 check-sass: $(SASS_VENV)/.installed ## compile the kernels, and the block for 4 H200s, to SASS without a GPU (10 minutes)
-	PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_sass.py
+	$(ON_H200S) sass
 
 check-launches: $(SASS_VENV)/.installed ## compile a layer of Qwen3-30B for an H200 without a GPU, and count the kernels that it starts (1 minute)
-	PYTHONPATH=src:scripts $(SASS_VENV)/bin/python scripts/count_launches.py
+	$(ON_H200S) launches
 
 check-memory: $(SASS_VENV)/.installed ## compile layers for 8 and 64 H200s without a GPU, and read the memory that they take (10 minutes)
-	JAX_PLATFORMS=cpu PYTHONPATH=src $(SASS_VENV)/bin/python scripts/check_memory.py
+	$(ON_H200S) memory
 
 check-overlap: $(SASS_VENV)/.installed ## compile layers for 8 H200s without a GPU, and read which kernels are beside their collectives (20 minutes)
-	JAX_PLATFORMS=cpu PYTHONPATH=src:. $(SASS_VENV)/bin/python scripts/check_overlap.py
-	JAX_PLATFORMS=cpu PYTHONPATH=src:. $(SASS_VENV)/bin/python scripts/check_overlap.py --exchange all_to_all --recipes fp8_block
+	$(ON_H200S) overlap
+	$(ON_H200S) overlap --exchange all_to_all --recipes fp8_block
 
 $(SASS_VENV)/.installed: constraints.txt Makefile
 	@jax=$$(sed -n 's/^jax==//p' constraints.txt) && scripts/venv.sh $(SASS_VENV) --constraint constraints.txt \

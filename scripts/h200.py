@@ -1,73 +1,400 @@
-"""H200s that this machine does not have: a mesh of them to compile for, the operands of a layer there, and reports."""
+"""This script compiles for H200s that this machine does not have, and reads the programs: h200.py WHAT [options].
+
+sass      compiles the kernels, and the block for 4 H200s, to SASS, and prints the registers of each kernel. It asserts
+          that no kernel spills registers, that weights cross as bytes and gradients are reduce-scattered, and that a
+          one-sided exchange knows its replicas and leaves only the collective of its counts.
+launches  counts the operations of a layer of qwen3-30b that start a kernel or a copy, forward and backward. It fails
+          where they are more than the limit of the case. A card may run a few more: a sort by cub is several kernels.
+memory    compiles a scan of qwen3-30b layers for 8 and 64 H200s, and prints its memory beside the word of the estimate:
+              saved = (temp(4 layers) - temp(2 layers)) / 2 - x        temporary = temp(4 layers) - 4 (saved + x)
+          It fails where the default options keep more than the limits, where the estimate of what a layer saves is off
+          by more than a tenth, or where a program runs a kernel twice.
+overlap   compiles layers (a norm, a dense product, qwen3-30b's block) in `moax.scan` and in `jax.lax.scan`, and prints
+          how many of their kernels run beside each collective of the experts' weights. It fails where one of
+          `moax.scan` has none. With --exchange it compiles one layer over ep, with one chunk and with two, prints the
+          kernels beside dispatch and combine, and fails where two chunks have none.
+"""
 
 from __future__ import annotations
 
-import json
+import argparse
+import dataclasses
+import functools
+import itertools
 import math
-import platform
-import shlex
+import os
+import re
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
+from described import make_operands, mesh_of_h200s
+from h200_kernels import BF16, F8, F32, I32, WIDTHS, kernels
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moax
-from moax.sharding import token_spec
+from benchmarks import report
+from benchmarks.block.overlap import OPTIONS, make_step, norm
+from moax import inspect
+from moax.estimate import estimate
+from moax.kernels.hopper.pallas import exchange
+from moax.models import MODELS
+from moax.recipe import Format, get_recipe
 
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a"
-  device_address_bits: 64 name: "NVIDIA H200" driver_version: "13.0.0" runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
-
-
-def mesh_of_h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
-    """Returns a mesh to compile for."""
-    size = f"1x1x{math.prod(shape)}"
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=size)
-    devices = topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names).devices
-    return Mesh(devices, names, axis_types=(kind,) * len(names))
-
-
-def make_operands(config: moax.MoEConfig, tokens: int, *, axes=moax.Axes(), dtype=jnp.bfloat16, layers=None):
-    """Returns the types of the parameters, stacked where `layers` is a number, and of x, on the mesh in force."""
-    mesh = jax.sharding.get_mesh()
-    stacked = () if layers is None else (layers,)
-
-    def place(leaf, spec):
-        spec = PartitionSpec(*[None] * len(stacked), *spec)
-        return jax.ShapeDtypeStruct((*stacked, *leaf.shape), leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    shapes = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=dtype, axes=axes))
-    rows = NamedSharding(mesh, token_spec(axes))
-    x = jax.ShapeDtypeStruct((tokens, config.d_model), jnp.bfloat16, sharding=rows)
-    return jax.tree.map(place, shapes, moax.param_specs(config, axes)), x
+QWEN3, TOKENS = MODELS["qwen3-30b"].config, 8192
+SMALL = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
+LIMITS = {"bf16": 24, "fp8_block": 31, "fp8_block+kept": 27}  # launches
+# These operations name memory, or are part of another one.
+FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "partition-id"}
+OPERATION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
+X_BYTES, SAVED_LIMIT, TEMPORARY_LIMIT = TOKENS * QWEN3.d_model * 2, 0.55e9, 1.2e9
+MEMORY_CASES = (  # recipe, ep, buffer_factor, save_rows
+    ("fp8_block", 8, None, True),
+    ("fp8_block", 8, 1.25, True),
+    ("fp8_block", 8, 1.25, False),
+    ("fp8_block", 64, 1.25, True),
+    (None, 1, 1.25, True),
+    (None, 8, 1.25, True),
+    (None, 8, 1.25, False),
+)
+KERNEL_HASH = re.compile(r'kernel_hash = ("(?:[^"\\]|\\.)*")')
+LARGE = 2**24  # bytes: a collective of the experts' weights
+KERNEL = re.compile(r"(experts|experts_grad|grouped_matmul|grouped_matmul_grad)\)*/")
+STEP = re.compile(r"(dispatch|combine|combine_grad|dispatch_grad)\)*/")
+PRODUCT = re.compile(r"(expert_up|expert_down)\)*/")
+BYTES = {"u8": 1, "f8e4m3fn": 1, "bf16": 2, "f32": 4}
+COLLECTIVE = re.compile(r"%([\w.\-]+) = (.*?) (all-gather|reduce-scatter|all-to-all)(-start)?\(")
 
 
-def save(path: Path | None, rows: list[dict], **about) -> None:
-    """Writes rows as JSON, with the versions, the commit and the command; None writes nothing."""
-    if path is None:
-        return
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    header = {
-        "device": "compiled for NVIDIA H200s that this machine does not have",
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
-        "git": git,
-        "command": shlex.join(["python", *sys.argv]),
-    }
-    path.write_text(json.dumps(header | about | {"rows": rows}, indent=2) + "\n")
+def compile_kernels(only: str) -> None:
+    """Compiles each kernel whose name contains `only` for one H200; ptxas prints their registers."""
+    place = NamedSharding(mesh_of_h200s((1,), ("x",)), PartitionSpec())
+    for name, fn, operands in kernels():
+        if only in name:
+            print(f"== {name}", flush=True)
+            jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands)).compile()
+
+
+def compile_exchange(only: str) -> None:
+    """Compiles the exchange of rows and of words beside rows, over ep of (fsdp 2, ep 2) and of (a 2, b 2)."""
+    for names, axes in ((("fsdp", "ep"), (("ep", 2),)), (("a", "b"), (("a", 2), ("b", 2)))):
+        mesh, places = mesh_of_h200s((2, 2), names), ((4, 2, 2 * len(axes)), I32)
+        for width, dtype in itertools.product(WIDTHS, (BF16, F8, F32)):
+            name = f"exchange {width} {dtype.__name__} {names}"
+            if only not in name:
+                continue
+            print(f"== {name}", flush=True)
+
+            def put(*args, axes=axes):
+                return exchange.put_rows(args[:2], *args[2:], 0, 512, axes)
+
+            shapes = [((512, width), dtype), ((512, 24), I32), ((1024,), I32), places]
+            place = NamedSharding(mesh, PartitionSpec(names))
+            operands = (jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in shapes)
+            over = jax.shard_map(put, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
+            check_replicas(name, jax.jit(over).lower(*operands).compile(), 1)
+
+
+def check_replicas(name: str, compiled, count: int) -> None:
+    """Exits unless the program has at least that many kernels that write to peers, and all know the four devices."""
+    found = re.findall(r'xla_replica_ids = "([^"]*)"', compiled.as_text())
+    if len(found) < count or set(found) != {"0,1,2,3"}:
+        sys.exit(f"{name}: {len(found)} kernels write to peers, of replicas {set(found)}")
+
+
+def compile_small(name: str, mesh: Mesh, layers: int = 0, **options):
+    """Compiles the gradients of a small block on 4 H200s, or of a rematerialized scan of layers."""
+    print(f"== {name}", flush=True)
+    with jax.set_mesh(mesh):
+        params, x = make_operands(SMALL, 1024, axes=options.get("axes", moax.Axes()), dtype=F32)
+
+        def loss(x, params):
+            block = functools.partial(moax.moe, params=params, config=SMALL, kernels="hopper", **options)
+            layer = jax.checkpoint(lambda x, _: (x + block(x)[0], None))
+            y = jax.lax.scan(layer, x, None, length=layers)[0] if layers else block(x)[0]
+            return jnp.sum(jnp.square(y.astype(F32)))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile(), params
+
+
+def compile_one_sided() -> None:
+    """Compiles two layers that exchange one-sided, in a rematerialized scan with backward, each way a mesh allows."""
+    wired = dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=128))
+    auto, explicit = AxisType.Auto, AxisType.Explicit
+    for kind, engine, recipe, factor in (
+        (auto, "auto", wired, None),
+        (auto, "shard_map", None, None),
+        (auto, "auto", "fp8_block", 0.5),
+        (explicit, "auto", "fp8_block", None),
+    ):
+        name = f"block one_sided {kind} engine={engine} wire={recipe is wired} buffer_factor={factor}"
+        mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"), kind)
+        options = dict(recipe=recipe, exchange="one_sided", engine=engine, buffer_factor=factor)
+        compiled, _ = compile_small(name, mesh, layers=2, **options)
+        # dispatch, combine, dispatch again and both transposes; the loop of overflow rounds has seven more
+        check_replicas(name, compiled, 5 if factor is None else 12)
+        found = [c for c in inspect.collectives(compiled, mesh=mesh) if c.axes == ("ep",) and c.kind == "all-gather"]
+        over_ep = {(c.kind, c.dtype, c.size) for c in found}
+        counts = 2 * 2 * 1024 // 4 // 32  # of each pair of ranks, by 32 tokens
+        if over_ep != {("all-gather", "int32", counts)}:
+            sys.exit(f"{name}: collectives over ep: {over_ep}; there must be that of the counts alone")
+        print(f"{name}: no collective over ep but that of the counts", flush=True)
+
+
+def compile_blocks() -> None:
+    """Compiles the block on 4 H200s as (fsdp 2, ep 2), and checks the collectives of each recipe."""
+    mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"))
+    for layout, recipe in itertools.product(("experts", "model"), (None, "fp8_block", "mxfp8", "fp8_tensor")):
+        name = f"block {recipe} fsdp on {layout}"
+        compiled, params = compile_small(name, mesh, recipe=recipe, axes=moax.Axes(fsdp_dim=layout))
+        found = inspect.collectives(compiled, mesh=mesh)
+        gathers = {c.dtype for c in inspect.weight_gathers(found) if c.size >= 512 * 256}
+        if recipe is not None:
+            inspect.assert_no_wide_weight_gather(found, weights=(params.wi, params.wo))
+        if not gathers or (recipe is None and gathers != {"bfloat16"}):
+            sys.exit(f"{name}: weights are gathered as {gathers or 'nothing'}")
+        if not inspect.weight_scatters(found) or any(c.kind == "all-reduce" and c.size >= 512 * 256 for c in found):
+            sys.exit(f"{name}: gradients are not reduce-scattered:\n{inspect.table(found)}")
+        print(f"{name}: weights gathered as {', '.join(sorted(gathers))}, gradients reduce-scattered", flush=True)
+
+
+def check_sass(args: argparse.Namespace) -> int:
+    """Compiles in a process of its own, whose ptxas prints; prints the registers, and returns 1 where any spill."""
+    if args.compile:
+        compile_kernels(args.only)
+        compile_exchange(args.only)
+        for name, compile_them in (("one_sided", compile_one_sided), ("block", compile_blocks)):
+            if args.only in ("", name):
+                compile_them()
+        return 0
+    command = [sys.executable, __file__, "sass", "--compile", "--only", args.only]
+    env, pipe = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}, subprocess.PIPE
+    done = subprocess.run(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        print(done.stdout[-4000:])
+        return done.returncode
+    what, seen, spilled = "", 0, []
+    for line in done.stdout.splitlines():
+        if line.startswith("== "):
+            what = line[3:]
+        if found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            seen += 1
+            if found.groups() != ("0", "0"):
+                spilled.append(f"{what}: {line.strip()}")
+        if (found := re.search(r"Used (\d+) registers", line)) or line.startswith("block "):
+            print(f"{what}: {found[1]} registers" if found else line)
+    print(f"{seen} kernels compiled to SASS for an H200, {len(spilled)} spill registers")
+    print(*spilled, sep="\n")
+    return int(bool(spilled) or not seen)
+
+
+def compile_layer(case: str):
+    """Returns the compiled forward and backward of one layer on one H200. After "+kept" weights come quantized."""
+    options: dict[str, Any] = dict(recipe=None if case == "bf16" else case.removesuffix("+kept"), kernels="hopper")
+    quantize = functools.partial(moax.quantize_params, config=QWEN3, **options)
+
+    def both(x, params, kept, dy):
+        y, pull = jax.vjp(lambda x, p: moax.moe(x, p, QWEN3, quantized=kept, **options)[0], x, params)
+        return y, pull(dy)
+
+    with jax.set_mesh(mesh_of_h200s((1,), ("ep",))):  # it says for which device the kernels are
+        params, x = make_operands(QWEN3, TOKENS)
+        kept = jax.eval_shape(quantize, params) if case.endswith("+kept") else None
+        return jax.jit(both).lower(x, params, kept, x).compile()
+
+
+def check_launches(args: argparse.Namespace) -> int:
+    """Counts the operations of each program's entry that start a kernel; returns 1 where they are too many."""
+    failed = False
+    for case, limit in LIMITS.items():
+        text, count = compile_layer(case).as_text(), 0
+        for line in text[text.index("\nENTRY ") :].split("\n}")[0].splitlines():
+            match = OPERATION.match(line)
+            if match and match[3] not in FREE and not match[3].endswith("-done"):
+                count += 1
+                if args.list:
+                    scope = re.search(r'op_name="([^"]*)"', line)
+                    print(f"  {match[3]:12} {match[1]:45} {match[2][:60]:60} {scope[1][-70:] if scope else ''}")
+        print(f"{case}: {count} launches; the limit is {limit}")
+        failed |= count > limit
+    return int(failed)
+
+
+def compile_scan(ep: int, layers: int, **options):
+    """Returns the compiled forward and backward of a scan of layers, for one of ep GPUs."""
+    with jax.set_mesh(mesh_of_h200s((ep,), ("ep",))):
+        params, x = make_operands(QWEN3, ep * TOKENS, layers=layers)
+
+        def loss(params, x):
+            def layer(x, params):
+                return x + moax.moe(x, params, QWEN3, kernels="hopper", **options)[0], None
+
+            return jnp.sum(jnp.square(jax.lax.scan(layer, x, params)[0].astype(F32)))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile()
+
+
+def count_repeated(text: str) -> int:
+    """Returns how many kernels an optimized program runs twice on the same operands: to use a result, and to store it.
+
+    XLA fuses a kernel with the update that stores its result in the array of a scan, and keeps the kernel too where
+    anything else reads the result.
+    """
+    bodies = dict(re.findall(r"^(?:ENTRY )?%(\S+) .*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+    stored = {name: KERNEL_HASH.findall(body) for name, body in bodies.items() if " dynamic-update-slice(" in body}
+    called = [(body, name) for body in bodies.values() for name in re.findall(r"calls=%([^\s,]+)", body)]
+    return sum(kernel in KERNEL_HASH.findall(body) for body, name in called for kernel in stored.get(name, ()))
+
+
+def check_memory(args: argparse.Namespace) -> int:
+    """Prints the memory of each case, and returns 1 where it is too much, or not what the estimate says."""
+    rows, failed = [], False
+    for recipe, ep, factor, save_rows in MEMORY_CASES:
+        options = dict(recipe=recipe, exchange="all_to_all", buffer_factor=factor, save_rows=save_rows)
+        programs = [compile_scan(ep, layers, **options) for layers in (2, 4)]
+        two, four = (program.memory_analysis().temp_size_in_bytes for program in programs)
+        saved = (four - two) / 2 - X_BYTES
+        guess = estimate(QWEN3, {"ep": ep}, TOKENS, layers=1, hardware="h200", **options).memory.saved - X_BYTES
+        temporary, repeated = four - 4 * (saved + X_BYTES), count_repeated(programs[0].as_text())
+        rows.append({
+            "case": f"{recipe or 'bf16'}, ep {ep}, buffer_factor {factor}, save_rows {save_rows}",
+            "saved_bytes": round(saved), "estimated_bytes": guess, "temporary_bytes": round(temporary),
+            "saved_bytes_of_48_layers": round(48 * (saved + X_BYTES)), "kernels_run_twice": repeated,
+        })  # fmt: skip
+        off = guess / saved - 1
+        print(f"{rows[-1]['case']:53} saved {saved / 1e9:5.2f} GB a layer (estimate {off:+.0%}), temporary "
+              f"{temporary / 1e9:5.2f} GB, 48 layers {48 * (saved + X_BYTES) / 1e9:5.1f} GB", flush=True)  # fmt: skip
+        default = recipe is not None and factor is not None and save_rows
+        failed |= abs(off) > 0.1 or repeated > 0
+        failed |= default and (saved > SAVED_LIMIT or temporary > TEMPORARY_LIMIT)
+    save(args.out, rows)
+    return int(failed)
+
+
+def lower_scan(gpus: int, layers: int, recipe: str | None, unroll: int | None):
+    """Returns the lowered loss and gradients of a scan of layers over fsdp: `jax.lax.scan` where `unroll` is None."""
+    with jax.set_mesh(mesh_of_h200s((gpus,), ("fsdp",))):
+        params, x = make_operands(QWEN3, gpus * TOKENS, layers=layers)
+        split = NamedSharding(x.sharding.mesh, PartitionSpec(None, "fsdp"))
+        dense = jax.ShapeDtypeStruct((layers, QWEN3.d_model, QWEN3.d_model), BF16, sharding=split)
+        return make_step(QWEN3, recipe, unroll, "hopper").lower({"dense": [dense], "moe": params}, x)
+
+
+def lower_exchange(gpus: int, **options):
+    """Returns the lowered loss and gradients of one layer over ep, on the engine whose programs keep all scopes."""
+
+    def loss(params, x):
+        y, stats = moax.moe(norm(x), params, QWEN3, kernels="hopper", engine="shard_map", **options)
+        return jnp.mean(jnp.square((x + y).astype(F32))) + stats.aux_loss
+
+    with jax.set_mesh(mesh_of_h200s((gpus,), ("ep",))):
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*make_operands(QWEN3, gpus * TOKENS))
+
+
+def size(types: str) -> int:
+    """Returns the bytes of the largest array in the text of a type."""
+    arrays = re.findall(r"(\w+)\[([\d,]+)\]", types)
+    return max((BYTES.get(dtype, 0) * math.prod(map(int, dims.split(","))) for dtype, dims in arrays), default=0)
+
+
+def is_kernel(line: str) -> bool:
+    """Returns whether an instruction is a kernel of a layer's products, and none of a gather or a scatter."""
+    name = re.search(r'op_name="([^"]*)"', line)
+    is_call = "custom-call(" in line or line.strip().startswith("%dynamic_slice_fusion")  # a kernel that reads a slice
+    return is_call and name is not None and KERNEL.search(name[1]) is not None
+
+
+def read(text: str, loops: bool) -> list[dict[str, Any]]:
+    """Returns a row for each large collective of a scheduled program, in the bodies of its loops or outside of them."""
+    bodies, rows = set(re.findall(r"body=%([\w.\-]+)", text)), []
+    for block in re.split(r"\n(?=%|ENTRY)", text):
+        name, *lines = block.splitlines()
+        if (name.split()[0].strip("%") in bodies) != loops:
+            continue
+        for i, line in enumerate(lines):
+            found = COLLECTIVE.search(line)
+            if found and size(found[2]) >= LARGE:
+                done = i
+                if found[4]:  # otherwise nothing runs beside it
+                    ends = re.compile(rf"{found[3]}-done\(.*%{re.escape(found[1])}\)")
+                    done = next(j for j, other in enumerate(lines) if ends.search(other))
+                beside = [line for line in lines[i:done] if is_kernel(line)]
+                row = {"collective": found[3], "bytes": size(found[2]), "kernels_beside": len(beside)}
+                step = STEP.search(line)
+                products = sum(PRODUCT.search(line) is not None for line in beside)
+                rows.append(row if loops else {"step": step and step[1]} | row | {"products_beside": products})
+    return rows
+
+
+def check_overlap(args: argparse.Namespace) -> int:
+    """Prints the kernels beside the collectives of each program; returns 1 where one lacks them."""
+    given = (args.recipes, args.exchange or "", args.buffer_factors)
+    recipes, exchanges, factors = ([None if w == "none" else w for w in words.split(",")] for words in given)
+    keys, cases = ("recipe", "unroll"), itertools.product(recipes, (args.unroll, None))
+    if args.exchange:
+        keys, cases = ("exchange", "recipe", "buffer_factor", "chunks"), itertools.product(
+            exchanges, recipes, factors, (1, 2))  # fmt: skip
+    rows, failed = [], False
+    for about in (dict(zip(keys, case, strict=True)) for case in cases):
+        if args.exchange:
+            factor = about["buffer_factor"] and float(about["buffer_factor"])
+            program = lower_exchange(args.gpus, **about | {"buffer_factor": factor})
+        else:
+            program = lower_scan(args.gpus, args.layers, **about)
+            about = {"scan": "jax.lax.scan" if about["unroll"] is None else "moax.scan", "recipe": about["recipe"]}
+        compiled = program.compile(compiler_options=OPTIONS)
+        found = read(compiled.as_text(), loops=not args.exchange)
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        rows.append(about | {"temporary_bytes": temporary, "collectives": found})
+        named = ", ".join(f"{name}={value}" for name, value in about.items())
+        print(f"{named}: {temporary / 1e9:.2f} GB beside arguments and results", flush=True)
+        for row in found:
+            print("  " + ", ".join(f"{name} {value}" for name, value in row.items()))
+        if args.exchange:
+            failed |= about["chunks"] == 2 and not any(row["kernels_beside"] for row in found)
+        else:
+            failed |= about["scan"] == "moax.scan" and not (found and all(row["kernels_beside"] for row in found))
+    save(args.out, rows, gpus=args.gpus, layers=1 if args.exchange else args.layers, options=OPTIONS)
+    return int(failed)
+
+
+def save(path: str | None, rows: list[dict[str, Any]], **about) -> None:
+    """Writes rows as JSON; None writes nothing."""
+    if path:
+        head = report.header(["python", *sys.argv], None, {})
+        report.save(path, head | {"device": "compiled for NVIDIA H200s that this machine does not have"} | about, rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, run in (("sass", check_sass), ("launches", check_launches), ("memory", check_memory),
+                      ("overlap", check_overlap)):  # fmt: skip
+        command = commands.add_parser(name)
+        command.set_defaults(run=run)
+        add = command.add_argument
+        if name == "sass":
+            add("--compile", action="store_true", help="compile here and print what ptxas says")
+            about = "kernels with this in their name; `one_sided` means the blocks that exchange so, `block` all others"
+            add("--only", default="", metavar="TEXT", help=about)
+        elif name == "launches":
+            add("--list", action="store_true", help="print each operation that starts a kernel")
+        else:
+            add("--out", help="write the rows to this file, as JSON")
+        if name == "overlap":
+            add("--gpus", type=int, default=8)
+            add("--layers", type=int, default=4)
+            add("--recipes", default="fp8_block,none")
+            add("--unroll", type=int, default=1)
+            add("--exchange", help="transports of one layer over ep, in place of the scans")
+            add("--buffer-factors", default="1.25,none", help="of the layer over ep; none: the worst case")
+    args = parser.parse_args()
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

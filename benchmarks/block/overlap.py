@@ -36,20 +36,20 @@ def norm(x):
     return x * jax.lax.rsqrt(mean + 1e-6).astype(x.dtype)
 
 
-def make_step(config: moax.MoEConfig, recipe: str | None, unroll: int | None):
+def make_step(config: moax.MoEConfig, recipe: str | None, unroll: int | None, kernels: str = "auto"):
     """Returns loss and gradients of the layers: of `moax.scan` with `unroll`, or of `jax.lax.scan` with None."""
 
     def layer(x, weights):
         h = norm(x)
         for w in weights["dense"]:
-            h = jax.nn.relu(moax.ops.dense(h, w, recipe=recipe))
+            h = jax.nn.relu(moax.ops.dense(h, w, recipe=recipe, kernels=kernels))
         x = x + h
-        y, stats = moax.moe(norm(x), weights["moe"], config, recipe=recipe)
+        y, stats = moax.moe(norm(x), weights["moe"], config, recipe=recipe, kernels=kernels)
         return x + y, stats.aux_loss
 
     def loss(stack, x):
         if unroll is None:
-            y, aux = jax.lax.scan(jax.checkpoint(layer, policy=POLICY), x, stack)
+            y, aux = jax.lax.scan(jax.checkpoint(layer, policy=POLICY, prevent_cse=False), x, stack)
         else:
             y, aux = moax.scan(layer, x, stack, policy=POLICY, unroll=unroll)
         return jnp.mean(jnp.square(y.astype(jnp.float32))) + aux.sum()

@@ -14,7 +14,7 @@ from moax.kernels.hopper.pallas.matmul import MERGES_DIMS
 from support import ROOT, some
 
 sys.path.append(str(ROOT / "scripts"))
-KERNELS = importlib.import_module("check_sass").kernels(every_tile=False)
+KERNELS = importlib.import_module("h200_kernels").kernels(every_tile=False)
 CASES = {name: (fn, operands) for name, fn, operands in KERNELS}
 TOTALS = [name for name in CASES if "total" in name]
 OTHERS = sorted((name for name in CASES if name not in TOTALS), key=lambda name: list(CASES).index(name) % 12)

@@ -1,39 +1,22 @@
-"""This script compiles the kernels, and the block for 4 H200s, to SASS on a machine without a GPU: `make check-sass`.
-
-It prints the registers of each kernel, and asserts four things. No kernel spills registers. Weights cross the wire as
-bytes in the optimized GPU program. Gradients of weights are reduce-scattered. A one-sided exchange knows its replicas,
-and leaves only the collective of its counts.
-"""
+"""Every kernel for Hopper GPUs with operands of the shapes of models: for `h200.py sass`, and tests of the lowering."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import functools
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from h200 import make_operands, mesh_of_h200s
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import moax
-from moax import inspect
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, plan, quantize, tiles
 from moax.kernels.hopper.pallas.matmul import grouped_matmul, grouped_matmul_activate
 from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pallas.pipeline import TileConfig
-from moax.kernels.hopper.pallas.quantize import dequantize_rows
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
 from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 from moax.models import MODELS
-from moax.recipe import Format, get_recipe
 
 ROWS, EXPERTS = 4096, 8
 MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK = (
@@ -204,7 +187,7 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         yield f"quantize_rows {width} by_row", quantize_by_row, [x]
         for dtype in (BF16, F32):
             wire = [((ROWS, width), F8), ((ROWS, up(width) + 16), I32), ((8,), I32)]
-            back = functools.partial(dequantize_rows, dtype=dtype)
+            back = functools.partial(quantize.dequantize_rows, dtype=dtype)
             yield f"dequantize_rows {width} {dtype.__name__}", back, wire
             both = functools.partial(quantize.quantize_weight, native=True, transposed=True)
             yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, GPT_OSS.d_model, width), dtype)]
@@ -222,146 +205,3 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             )
             grad = with_weights(activation.activate_grad_quantize)
             yield f"activate_grad_quantize {width}", grad, [h, d_a, weights, sizes]
-
-
-def compile_kernels(only: str) -> None:
-    """Compiles each kernel whose name contains `only` for one H200; ptxas prints their registers."""
-    mesh = mesh_of_h200s((1,), ("x",))
-    place = NamedSharding(mesh, PartitionSpec())
-    for name, fn, operands in kernels():
-        if only not in name:
-            continue
-        print(f"== {name}", flush=True)
-        jax.jit(fn).lower(*(jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in operands)).compile()
-
-
-def compile_exchange(only: str) -> None:
-    """Compiles the exchange of rows and of words beside rows, over ep of (fsdp 2, ep 2) and of (a 2, b 2)."""
-    for names, axes in ((("fsdp", "ep"), (("ep", 2),)), (("a", "b"), (("a", 2), ("b", 2)))):
-        mesh, places = mesh_of_h200s((2, 2), names), ((4, 2, 2 * len(axes)), I32)
-        for width in WIDTHS:
-            for dtype in (BF16, F8, F32):
-                name = f"exchange {width} {dtype.__name__} {names}"
-                if only not in name:
-                    continue
-                print(f"== {name}", flush=True)
-
-                def put(*args, axes=axes):
-                    return exchange.put_rows(args[:2], *args[2:], 0, 512, axes)
-
-                shapes = [((512, width), dtype), ((512, 24), I32), ((1024,), I32), places]
-                place = NamedSharding(mesh, PartitionSpec(names))
-                operands = (jax.ShapeDtypeStruct(s, d, sharding=place) for s, d in shapes)
-                over = jax.shard_map(put, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
-                check_replicas(name, jax.jit(over).lower(*operands).compile(), 1)
-
-
-def check_replicas(name: str, compiled, kernels: int) -> None:
-    """Exits unless the program has at least that many kernels that write to peers, and all know the four devices."""
-    found = re.findall(r'xla_replica_ids = "([^"]*)"', compiled.as_text())
-    if len(found) < kernels or set(found) != {"0,1,2,3"}:
-        sys.exit(f"{name}: {len(found)} kernels write to peers, of replicas {set(found)}")
-
-
-def compile_one_sided() -> None:
-    """Compiles two layers that exchange one-sided, in a rematerialized scan with backward, each way a mesh allows."""
-    config = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
-    wired = dataclasses.replace(get_recipe("fp8_block"), wire=Format(block=128))
-    auto, explicit = AxisType.Auto, AxisType.Explicit
-    for kind, engine, recipe, factor in (
-        (auto, "auto", wired, None),
-        (auto, "shard_map", None, None),
-        (auto, "auto", "fp8_block", 0.5),
-        (explicit, "auto", "fp8_block", None),
-    ):
-        name = f"block one_sided {kind} engine={engine} wire={recipe is wired} buffer_factor={factor}"
-        print(f"== {name}", flush=True)
-        mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"), kind)
-        options = dict(recipe=recipe, kernels="hopper", exchange="one_sided", engine=engine, buffer_factor=factor)
-        with jax.set_mesh(mesh):
-            params, x = make_operands(config, 1024, dtype=F32)
-
-            def loss(x, params, options=options):
-                layer = jax.checkpoint(lambda x, _: (x + moax.moe(x, params, config, **options)[0], None))
-                return jnp.sum(jnp.square(jax.lax.scan(layer, x, None, length=2)[0].astype(F32)))
-
-            compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile()
-        # dispatch, combine, dispatch again and both transposes; the loop of overflow rounds has seven more
-        check_replicas(name, compiled, 5 if factor is None else 12)
-        found = [c for c in inspect.collectives(compiled, mesh=mesh) if c.axes == ("ep",) and c.kind == "all-gather"]
-        over_ep = {(c.kind, c.dtype, c.size) for c in found}
-        counts = 2 * 2 * 1024 // 4 // 32  # of each pair of ranks, by 32 tokens
-        if over_ep != {("all-gather", "int32", counts)}:
-            sys.exit(f"{name}: collectives over ep: {over_ep}; there must be that of the counts alone")
-        print(f"{name}: no collective over ep but that of the counts", flush=True)
-
-
-def compile_blocks() -> None:
-    """Compiles the block on 4 H200s as (fsdp 2, ep 2), and checks the collectives of each recipe."""
-    mesh = mesh_of_h200s((2, 2), ("fsdp", "ep"))
-    config = moax.MoEConfig(d_model=512, d_ff=256, num_experts=16, top_k=2)
-    for layout in ("experts", "model"):
-        axes = moax.Axes(fsdp_dim=layout)
-        for recipe in (None, "fp8_block", "mxfp8", "fp8_tensor"):
-            name = f"block {recipe} fsdp on {layout}"
-            print(f"== {name}", flush=True)
-            with jax.set_mesh(mesh):
-                params, x = make_operands(config, 1024, axes=axes, dtype=F32)
-
-                def loss(x, params, recipe=recipe, axes=axes):
-                    y, _ = moax.moe(x, params, config, recipe=recipe, axes=axes, kernels="hopper")
-                    return jnp.sum(jnp.square(y.astype(F32)))
-
-                compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, params).compile()
-            found = inspect.collectives(compiled, mesh=mesh)
-            gathers = {c.dtype for c in inspect.weight_gathers(found) if c.size >= 512 * 256}
-            if recipe is not None:
-                inspect.assert_no_wide_weight_gather(found, weights=(params.wi, params.wo))
-            if not gathers or (recipe is None and gathers != {"bfloat16"}):
-                sys.exit(f"{name}: weights are gathered as {gathers or 'nothing'}")
-            if not inspect.weight_scatters(found) or any(c.kind == "all-reduce" and c.size >= 512 * 256 for c in found):
-                sys.exit(f"{name}: gradients are not reduce-scattered:\n{inspect.table(found)}")
-            print(f"{name}: weights gathered as {', '.join(sorted(gathers))}, gradients reduce-scattered", flush=True)
-
-
-def report(text: str) -> int:
-    """Prints the registers of each kernel. Returns how many spill, or 1 where ptxas printed nothing."""
-    what, seen, spilled = "", 0, []
-    for line in text.splitlines():
-        if line.startswith("== "):
-            what = line[3:]
-        if found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
-            seen += 1
-            if found.groups() != ("0", "0"):
-                spilled.append(f"{what}: {line.strip()}")
-        if (found := re.search(r"Used (\d+) registers", line)) or line.startswith("block "):
-            print(f"{what}: {found[1]} registers" if found else line)
-    print(f"{seen} kernels compiled to SASS for an H200, {len(spilled)} spill registers")
-    print(*spilled, sep="\n")
-    return len(spilled) if seen else 1
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--compile", action="store_true", help="compile here and print what ptxas says")
-    about = "kernels with this in their name; `one_sided` means the blocks that exchange so, and `block` all others"
-    parser.add_argument("--only", default="", metavar="TEXT", help=about)
-    args = parser.parse_args()
-    if args.compile:
-        compile_kernels(args.only)
-        compile_exchange(args.only)
-        for name, compile_them in (("one_sided", compile_one_sided), ("block", compile_blocks)):
-            if args.only in ("", name):
-                compile_them()
-        return 0
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    command, pipe = [sys.executable, __file__, "--compile", "--only", args.only], subprocess.PIPE
-    done = subprocess.run(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        print(done.stdout[-4000:])
-        return done.returncode
-    return report(done.stdout)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
