@@ -4,7 +4,6 @@ Covers: `grad_reduce_dtype` x meshes x engines of the block, the dense layer and
 alone over every order of axes; what the compiled programs send.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
@@ -201,9 +200,7 @@ def test_wrong_names(wrong):
 
 def test_a_trainer_asks_for_it():
     """Breaks if `python -m lm train` loses an option on its way to the block, or a run does not resume with it."""
-    parser = argparse.ArgumentParser()
-    command.add_train_options(parser)
-    given = parser.parse_args(["--grad-reduce-dtype", PIECES, "--recipe", "wo=none,wi=fp8_block"])
+    given = command.parser().parse_args(["train", "--grad-reduce-dtype", PIECES, "--recipe", "wo=none,wi=fp8_block"])
     config = command.train_config(given)
     config = type(config).from_json(config.to_json())
     options = config.options
