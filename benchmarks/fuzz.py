@@ -1,12 +1,18 @@
 """`python -m benchmarks.fuzz`: random blocks by the kernels, beside XLA and beside float32.
 
-    python -m benchmarks.fuzz --seeds 0:200                        the Hopper kernels, on a Hopper GPU
+    python -m benchmarks.fuzz                                      200 cases by the Hopper kernels, on a Hopper GPU
+    python -m benchmarks.fuzz --seeds 17 --draw 1                  one of them again
     python -m benchmarks.fuzz --seeds 0:8 --kernels xla --tiny     the program itself, on any machine
 
-A seed names one case. Each case runs forward and backward three times: by the kernels, by XLA with the same recipe, and
-by `moax.reference` in float32 with the same experts. The error of the kernels may not be much larger than that of XLA,
-and that of XLA may not exceed a bound by recipe. A line has the errors of both, and the exit code is 1 if a case is
-wrong. Several processes share a GPU, because compilation takes most of the time.
+A seed names a block: shapes, recipe, options. Compilation takes nearly all of the time, so each block is compiled once
+and runs on several draws of its run-time arguments. A case is one draw of one block: the values, the loads of the
+experts (equal, skewed, nearly all on one expert, half of the experts empty), the padding and the choices of nobody.
+So 200 cases by `--draws 2` are 200 inputs of 100 programs, and not 200 programs.
+
+Each case runs forward and backward three times: by the kernels, by XLA with the same recipe, and by `moax.reference`
+in float32 with the same experts. The error of the kernels may not be much larger than that of XLA, and that of XLA may
+not exceed a bound by recipe. A line has the errors of both. The exit code is 1 if a case is wrong, if a process died, or
+if no case ended. Several processes share a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,21 +53,22 @@ KINKED = ("reglu", "relu", "relu6", "leaky_relu", "hard_tanh", "hard_silu", "har
 JUMP = 0.3
 ROUNDED = 2.0**-4  # the relative rounding of e4m3
 CONDITION = 3.0  # how much more than such a rounding of the weights a recipe may cost an ill-conditioned gradient
+LOADS = ("equal", "skewed", "one", "half")
+STRONG = 8.0  # the logits by which a router prefers or avoids an expert
 BY_EXPERT = ("wi", "wo", "bi", "bo")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One random block.
+    """One random block, and what is static in its program.
 
     Attributes:
-      seed: the seed of the case and of its values.
+      seed: the seed of the block, and with a draw that of the values.
       config: the block.
       tokens: T.
       recipe, buffer_factor, chunks: options of `moax.moe`.
       given: None, "experts", or "weights" for experts with weights: what the caller gives in place of a routing.
-      skew: how unequal the loads of given experts are; 0 is equal.
-      masked: whether a third of the tokens is padding, full of NaN.
+      masked: whether there is a mask; tokens of padding are full of NaN.
       quantized: whether `moax.quantize_params` quantizes the weights.
       remat: whether `jax.checkpoint` is around the block.
       way: "plain", "scan" over layers, or "vmap" over layers.
@@ -73,7 +80,6 @@ class Case:
     recipe: str | None
     buffer_factor: float | None
     given: str | None
-    skew: float
     masked: bool
     quantized: bool
     remat: bool
@@ -88,7 +94,7 @@ class Case:
         words += [str(c.activation), f"weights_at={c.weights_at}", f"{c.router.score}/{c.router.order}", self.way]
         words += [f"buffer={self.buffer_factor}"] * (self.buffer_factor != 1.25)
         words += [f"chunks={self.chunks}"] * (self.chunks > 1)
-        words += [f"given={self.given}/{self.skew:.1f}"] * (self.given is not None)
+        words += [f"given={self.given}"] * (self.given is not None)
         flags = dict(bias=c.use_bias, mask=self.masked, quantized=self.quantized, remat=self.remat)
         return " ".join([*words, *(name for name, on in flags.items() if on)])
 
@@ -134,8 +140,7 @@ def draw(seed: int, tiny: bool = False) -> Case:
         recipe=recipe,
         buffer_factor=BUFFER_FACTORS[rng.integers(len(BUFFER_FACTORS))] if chance(0.5) else 1.25,
         given=str(rng.choice(["experts", "weights"])) if chance(0.4) else None,
-        skew=float(rng.choice([0.0, 1.0, 4.0])),
-        masked=chance(0.25),
+        masked=chance(0.4),
         quantized=recipe is not None and chance(0.4),
         remat=chance(0.3),
         way=str(rng.choice(["plain", "scan", "vmap"], p=[0.6, 0.2, 0.2])),
@@ -143,34 +148,48 @@ def draw(seed: int, tiny: bool = False) -> Case:
     )
 
 
-def make_inputs(case: Case) -> dict[str, Any]:
-    """Returns the arrays of a case, each with a leading dim of layers.
+def make_inputs(case: Case, index: int) -> tuple[str, dict[str, Any]]:
+    """Returns the words and the arrays of one draw of a case, each array with a leading dim of layers.
 
     They are params, x, dy, ids and weights (None where the router decides), and mask (None where all tokens are real).
     """
-    c, rng, layers = case.config, np.random.default_rng([case.seed, 1]), 1 if case.way == "plain" else LEADING
+    c, rng = case.config, np.random.default_rng([case.seed, 1, index])
+    layers = 1 if case.way == "plain" else LEADING
 
     def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
         return (scale * rng.standard_normal((layers, *shape), np.float32)).astype(jnp.bfloat16)
+
+    load = str(rng.choice(LOADS))
+    order = rng.permutation(c.num_experts)
+    logits = {
+        "equal": np.zeros(c.num_experts),
+        "skewed": -np.log1p(order) * rng.choice([1.0, 4.0]),
+        "one": np.where(order == 0, STRONG, 0.0),
+        "half": np.where(order < max(c.top_k, c.num_experts // 2), 0.0, -STRONG),
+    }[load]
 
     # Arrays of NumPy: each operation of JAX outside of `jax.jit` would be a program to compile.
     scales = dict(router=c.d_model**-0.5, wi=c.d_model**-0.5, wo=c.d_ff**-0.5)
     shapes = param_shapes(c)
     made = {n: normal(*shape, scale=scales.get(n, 1.0)) for n, shape in vars(shapes).items() if shape is not None}
-    params = moax.MoEParams(**made)
     x, dy = (normal(case.tokens, c.d_model) for _ in range(2))
-    ids = weights = mask = None
+    words, ids, weights, mask = [f"load={load}"], None, None, None
     if case.given:
-        load = np.arange(1, c.num_experts + 1) ** -case.skew
-        noise = rng.gumbel(size=(layers, case.tokens, c.num_experts)) + np.log(load)
+        noise = rng.gumbel(size=(layers, case.tokens, c.num_experts)) + 2 * logits
         ids = np.argsort(-noise, axis=-1)[..., : c.top_k].astype(np.int32)
         if case.given == "weights":
-            nobody = rng.random(ids.shape) < 0.1
-            ids = np.where(nobody, c.num_experts, ids).astype(np.int32)
+            share = float(rng.choice([0.0, 0.1, 0.9]))
+            ids = np.where(rng.random(ids.shape) < share, c.num_experts, ids).astype(np.int32)
             weights = rng.uniform(0.1, 1.0, ids.shape).astype(np.float32)
+            words.append(f"nobody={share}")
+    else:  # the first column of x is 1, so that the router adds these logits for each token
+        x[..., 0], made["router"][:, 0] = 1.0, np.maximum(logits, -STRONG)
     if case.masked:
-        mask = rng.random((layers, case.tokens)) < 0.67
-    return dict(params=params, x=x, dy=dy, ids=ids, weights=weights, mask=mask)
+        mask = rng.random((layers, case.tokens)) < rng.choice([0.67, 1.0])
+        if rng.random() < 0.5:
+            mask[:] = np.arange(case.tokens) < int(rng.integers(case.tokens + 1))
+        words.append(f"valid={mask.sum()}/{mask.size}")
+    return " ".join(words), dict(params=moax.MoEParams(**made), x=x, dy=dy, ids=ids, weights=weights, mask=mask)
 
 
 def gradients(f: Callable, params, x, weights, dy) -> dict[str, Any]:
@@ -259,11 +278,24 @@ def error(name: str, got, want) -> float:
     return float(np.max(off / np.maximum(norm, floor), initial=0.0))
 
 
-def check(case: Case, kernels: str) -> tuple[bool, dict[str, tuple[float, float]]]:
+class Programs(NamedTuple):
+    """The three programs of a case, each of which is compiled by its first call."""
+
+    ours: Callable
+    xla: Callable
+    reference: Callable
+
+
+def make_programs(case: Case, kernels: str) -> Programs:
+    """Returns the programs of a case, for all of its draws."""
+    ours = by_moax(case, kernels)
+    return Programs(ours, ours if kernels == "xla" else by_moax(case, "xla"), by_reference(case))
+
+
+def check(case: Case, programs: Programs, inputs: dict) -> tuple[bool, dict[str, tuple[float, float]]]:
     """Returns whether a case is right, and {name: (error of the kernels, error of XLA)}."""
-    inputs, run = make_inputs(case), by_reference(case)
-    ours = jax.device_get(by_moax(case, kernels)(inputs))
-    xla = ours if kernels == "xla" else jax.device_get(by_moax(case, "xla")(inputs))
+    ours, run = jax.device_get(programs.ours(inputs)), programs.reference
+    xla = ours if programs.xla is programs.ours else jax.device_get(programs.xla(inputs))
 
     def errors_of(got: dict) -> dict[str, float]:
         """Returns the largest error of a layer, by name; a NaN stays one."""
@@ -289,16 +321,22 @@ def check(case: Case, kernels: str) -> tuple[bool, dict[str, tuple[float, float]
     return not worse and not wide, found
 
 
-def run_seed(seed: int, kernels: str, tiny: bool) -> dict[str, Any]:
-    """Runs the case of a seed, and returns its row: an error that it raises is a wrong result too."""
-    start, case = time.monotonic(), draw(seed, tiny)
-    try:
-        right, found = check(case, kernels)
-        row = dict(right=right, errors=found)
-    except Exception as why:
-        row = dict(right=False, raised=f"{type(why).__name__}: {why}"[:500])
+def run_seed(seed: int, indices: list[int], kernels: str, tiny: bool) -> list[dict[str, Any]]:
+    """Runs draws of the case of a seed, and returns their rows: an error that one raises is a wrong result too."""
+    case, rows = draw(seed, tiny), []
+    programs = make_programs(case, kernels)
+    for index in indices:
+        start, words = time.monotonic(), ""
+        try:
+            words, inputs = make_inputs(case, index)
+            right, found = check(case, programs, inputs)
+            row = dict(right=right, errors=found)
+        except Exception as why:
+            row = dict(right=False, raised=f"{type(why).__name__}: {why}"[:500])
+        about = dict(seed=seed, draw=index, case=f"{case} {words}", seconds=round(time.monotonic() - start, 1))
+        rows.append(about | row)
     jax.clear_caches()
-    return dict(seed=seed, case=str(case), seconds=round(time.monotonic() - start, 1)) | row
+    return rows
 
 
 def take_gpu(turns: Any, gpus: int) -> None:
@@ -313,48 +351,60 @@ def line(row: dict[str, Any]) -> str:
     """Returns a row as a line: each error as that of the kernels / that of XLA."""
     errors = [f"{name} {ours:.0e}/{xla:.0e}" for name, (ours, xla) in sorted(row.get("errors", {}).items())]
     state = "right" if row["right"] else "WRONG"
-    return f"{state} {row['seed']:>5} {row['seconds']:5.1f} s  {row['case']}  {' '.join(errors) or row['raised']}"
+    return f"{state} {row['seed']:>5}.{row['draw']} {row['seconds']:5.1f} s  {row['case']}  {' '.join(errors) or row['raised']}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code, 1 if a case is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--seeds", default="0:200", metavar="FROM:TO", help="the seeds, FROM included (default: %(default)s)")
+    add("--seeds", default="0:100", metavar="FROM:TO", help="the seeds, FROM included, or one (default: %(default)s)")
+    add("--draws", type=int, default=2, metavar="N", help="cases of a seed (default: %(default)s)")
+    add("--draw", type=int, metavar="I", help="only draw I of each seed, counted from 0")
     add("--kernels", default="hopper", help="the implementation (default: %(default)s)")
     add("--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes at a time (default: one a core)")
     add("--gpus", type=int, default=1, metavar="N", help="GPUs that the processes share (default: %(default)s)")
-    add("--seconds", type=float, metavar="S", help="start no case after so many seconds")
+    add("--seconds", type=float, metavar="S", help="end after so many seconds, whatever still runs")
     add("--tiny", action="store_true", help="sizes for a CPU")
     add("--out", type=Path, metavar="FILE", help="write the rows as JSON")
     add("--sha", help="the tested commit (default: git tells it)")
     args = parser.parse_args(argv)
-    first, last = map(int, args.seeds.split(":"))
+    first, *last = map(int, args.seeds.split(":"))
+    seeds = range(first, last[0] if last else first + 1)
+    indices = list(range(args.draws)) if args.draw is None else [args.draw]
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPU's memory
     command = ["python", "-m", "benchmarks.fuzz", *(sys.argv[1:] if argv is None else argv)]
     head = header(command, args.sha, {}) if args.out else {}
 
-    def find_wrong() -> list[int]:
-        return sorted(row["seed"] for row in rows if not row["right"])
-
-    stop, rows = time.monotonic() + (args.seconds or float("inf")), []
+    start, rows, died = time.monotonic(), [], False
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, spawn, take_gpu, (spawn.Value("i", 0), args.gpus)) as pool:
-        waiting = {pool.submit(run_seed, seed, args.kernels, args.tiny) for seed in range(first, last)}
-        for done in concurrent.futures.as_completed(waiting):
-            if done.cancelled():
-                continue
-            rows.append(done.result())
-            print(line(rows[-1]), flush=True)
+    pool = concurrent.futures.ProcessPoolExecutor(args.jobs, spawn, take_gpu, (spawn.Value("i", 0), args.gpus))
+    # Two chunks compile twice the kernels: these start first, so that none is left at the end.
+    longest = sorted(seeds, key=lambda seed: -draw(seed, args.tiny).chunks)
+    waiting = [pool.submit(run_seed, seed, indices, args.kernels, args.tiny) for seed in longest]
+    try:
+        for done in concurrent.futures.as_completed(waiting, args.seconds):
+            for row in done.result():
+                rows.append(row)
+                print(line(row), flush=True)
             if args.out:  # a run that is cut leaves what ended
-                sorted_rows = sorted(rows, key=lambda row: row["seed"])
-                args.out.write_text(json.dumps(head | dict(wrong=find_wrong(), rows=sorted_rows), indent=1) + "\n")
-            if time.monotonic() > stop:
-                for future in waiting:
-                    future.cancel()
-    wrong = find_wrong()
-    print(f"{len(rows)} cases, {len(wrong)} wrong{': seeds ' if wrong else ''}{' '.join(map(str, wrong))}")
-    return 1 if wrong or not rows else 0
+                wrong = [row["seed"] for row in rows if not row["right"]]
+                args.out.write_text(json.dumps(head | dict(wrong=wrong, rows=rows), indent=1) + "\n")
+    except TimeoutError:
+        print(f"The time of {args.seconds:.0f} s is over.")
+    except concurrent.futures.BrokenExecutor as why:
+        died = True
+        print(f"A process died: {why}")
+    processes = multiprocessing.active_children()
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()
+    wrong = sorted(f"{row['seed']}.{row['draw']}" for row in rows if not row["right"])
+    missing = sorted(set(seeds) - {row["seed"] for row in rows})
+    print(f"{len(rows)} cases of {len(seeds) * len(indices)} ended in {time.monotonic() - start:.0f} s: "
+          f"{len(rows) - len(wrong)} right, {len(wrong)} wrong")  # fmt: skip
+    print(f"wrong: {' '.join(wrong) or 'none'}; seeds that did not run: {' '.join(map(str, missing)) or 'none'}")
+    return int(bool(wrong) or died or not rows)
 
 
 if __name__ == "__main__":
