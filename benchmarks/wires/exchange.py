@@ -35,8 +35,7 @@ from moax.exchange.transport import ExchangeSpec
 from moax.kernels import select_kernels
 from moax.kernels.hopper.pallas.exchange import SMS
 from moax.mesh.axes import Axes
-from moax.mesh.specs import named
-from moax.mesh.view import find_mesh_view
+from moax.mesh.specs import find_mesh_view, named
 from moax.ops.dispatch_combine import combine_forward, dispatch_forward, wire_bytes
 from moax.recipe import Format
 

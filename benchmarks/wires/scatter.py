@@ -25,9 +25,8 @@ from benchmarks.report import Row, why
 from benchmarks.timing import Repeats, call_time
 from moax.block.plan import weight_specs
 from moax.inspect import collectives, total_bytes
-from moax.mesh.axes import Axes
+from moax.mesh.axes import Axes, make_mesh
 from moax.mesh.collectives import GRAD_REDUCE, GradReduce, scatter_gradient, sum_dtype
-from moax.mesh.devices import make_mesh
 from moax.mesh.specs import Spec, named
 from moax.ops.weights import find_layout
 from moax.params import param_shapes

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moax.initialize import init as init
     from moax.layers import LogicalAxes as LogicalAxes
     from moax.mesh.axes import Axes as Axes
-    from moax.mesh.devices import make_mesh as make_mesh
+    from moax.mesh.axes import make_mesh as make_mesh
     from moax.ops.balance import load_metrics as load_metrics
     from moax.ops.balance import update_router_bias as update_router_bias
     from moax.ops.routing import route as route
@@ -47,8 +47,7 @@ _NAMES = {
     "moax.config": ("MoEConfig", "RouterConfig"),
     "moax.initialize": ("init",),
     "moax.layers": ("LogicalAxes",),
-    "moax.mesh.axes": ("Axes",),
-    "moax.mesh.devices": ("make_mesh",),
+    "moax.mesh.axes": ("Axes", "make_mesh"),
     "moax.ops.balance": ("load_metrics", "update_router_bias"),
     "moax.ops.routing": ("route",),
     "moax.options": ("Options",),

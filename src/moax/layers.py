@@ -19,8 +19,7 @@ from moax.block.layer import CallKeywords, moe, quantize_params
 from moax.config import MoEConfig
 from moax.initialize import Initializer, init
 from moax.mesh.axes import Axes
-from moax.mesh.specs import Spec, make_sharded, manual_axes, mesh_in_force, mesh_sizes
-from moax.mesh.view import Engine
+from moax.mesh.specs import Engine, Spec, make_sharded, mesh_in_force, mesh_sizes
 from moax.ops.balance import Rule, update_router_bias
 from moax.ops.matmul import dense
 from moax.options import Options
@@ -225,7 +224,7 @@ class DenseLayer:
         if names is not None and not pair:
             raise ValueError(f"logical_axes={names!r} must be the names of two dims, such as ('embed', 'mlp'), or None")
         mesh = mesh_in_force()
-        if mesh is None or manual_axes(mesh):
+        if mesh is None or mesh.manual_axes:
             return None, None
         if names is None or not rules.decide(names):
             return dense_spec(self.axes, shape), Spec(None)

@@ -26,8 +26,7 @@ from moax.extras import missing
 from moax.initialize import Initializer
 from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, Rules, make_params
 from moax.mesh.axes import Axes
-from moax.mesh.specs import Spec, mesh_sizes
-from moax.mesh.view import Engine
+from moax.mesh.specs import Engine, Spec, mesh_sizes
 from moax.options import Options
 from moax.params import DIMS
 from moax.recipe import Recipe, Recipes

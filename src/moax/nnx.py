@@ -26,7 +26,7 @@ from moax.extras import missing
 from moax.initialize import Initializer
 from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, Rules, make_params
 from moax.mesh.axes import Axes
-from moax.mesh.view import Engine
+from moax.mesh.specs import Engine
 from moax.options import OptionKeywords, Options, replace_options
 from moax.params import DIMS
 from moax.recipe import Recipe

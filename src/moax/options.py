@@ -13,7 +13,7 @@ from moax.checks import check_choice, check_count, check_flag, is_number
 from moax.config import as_python
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import get_grad_reduce
-from moax.mesh.view import ENGINES, Engine
+from moax.mesh.specs import ENGINES, Engine
 from moax.recipe import Recipe, Recipes, get_recipes
 
 

@@ -17,9 +17,8 @@ import jax
 from moax import extras
 from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
-from moax.mesh.axes import ROLES
+from moax.mesh.axes import ROLES, make_mesh
 from moax.mesh.collectives import GRAD_REDUCE
-from moax.mesh.devices import make_mesh
 from moax.recipe import RECIPES, get_recipes
 
 Sizes = tuple[tuple[str, int], ...]  # (axis, devices along it)

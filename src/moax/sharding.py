@@ -15,18 +15,7 @@ from jaxtyping import Array
 
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes, ResolvedAxes
-from moax.mesh.specs import (
-    AnyMesh,
-    Spec,
-    check_divides,
-    constrain,
-    is_explicit,
-    local_shape,
-    mesh_in_force,
-    mesh_of,
-    named,
-    resolve_axes,
-)
+from moax.mesh.specs import AnyMesh, Spec, check_divides, constrain, local_shape, mesh_in_force, named, resolve_axes
 from moax.params import BY_EXPERT, DIMS, MoEParams, full_shapes, param_shapes, params_by_name
 
 
@@ -165,8 +154,8 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
 
 def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec]) -> MoEParams[Array]:
     """Returns the parameters, resharded as declared where axes are Explicit and the type of a parameter names none."""
-    mesh = mesh_of(*jax.tree.leaves(params))
-    if mesh is None or not is_explicit(mesh):
+    mesh = mesh_in_force(*jax.tree.leaves(params))
+    if mesh is None or not mesh.explicit_axes:
         return params
 
     def move(p, to):

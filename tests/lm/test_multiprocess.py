@@ -26,7 +26,7 @@ from lm.data import Corpus
 from lm.report import crossing
 from lm.run import Run
 from moax import program
-from moax.mesh.devices import order
+from moax.mesh.axes import order
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24

@@ -24,8 +24,7 @@ from moax.kernels.quantization import gather_shard, quantize, quantize_shard
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import gather_weight, reduce_max, scatter_gradient, vary_like
 from moax.mesh.op import Op, OpSharding
-from moax.mesh.specs import Spec
-from moax.mesh.view import find_mesh_view
+from moax.mesh.specs import Spec, find_mesh_view
 from moax.recipe import Format, Recipe
 from support import ENGINES, MESHES, make_mesh, make_params, put, random, rel_norm, some
 from support.block import MESH, check, check_gradients, cotangent, loss_of
@@ -113,7 +112,7 @@ def test_auto_axes():
         view = view_of(mesh_with({}, **SIZES), engine)
         assert (view.engine, view.manual, view.explicit, view.axes) == (want, False, False, ROLES)
     view = view_of(mesh_with({}, stage=2, ep=4), "shard_map", axes=Axes(other="stage"))
-    assert view.mapped == {"stage", "ep"}
+    assert view.mesh.manual_axes == () and set(view.mesh.axis_names) == {"stage", "ep"}
 
 
 @pytest.mark.parametrize("sizes", [SIZES, dict(fsdp=1, ep=1), dict(stage=4)], ids=str)
@@ -143,7 +142,7 @@ def test_other_axes_manual():
     or lets them take `custom_partitioning`, which aborts the process there."""
     mesh = mesh_with({}, stage=2, **{**SIZES, "ep": 2})
     view = view_of(mesh, manual=["stage"])
-    assert (view.engine, view.manual, view.mapped) == ("shard_map", False, {"fsdp", "ep"})
+    assert (view.engine, view.manual, view.mesh.manual_axes) == ("shard_map", False, ("stage",))
     with pytest.raises(Unsupported, match=re.escape("axes ['stage'] are Manual; use 'auto' or 'shard_map'")):
         view_of(mesh, "custom_partitioning", manual=["stage"])
 

@@ -26,10 +26,9 @@ from moax.mesh.specs import (
     constrain,
     local_shape,
     make_sharded,
-    mesh_of,
+    mesh_in_force,
     named,
     pad,
-    weight_gather,
 )
 from moax.ops.weights import WeightSpec, find_layout, replicas
 from moax.recipe import FULL, RECIPES
@@ -43,6 +42,11 @@ NAMES = [f.name for f in dataclasses.fields(MoEParams)]
 
 def mesh_of_sizes(**sizes: int) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def layout(name: str, of: P, kept: tuple, axes: ResolvedAxes):
+    weight = WeightSpec(name, of, axes, FULL, "xla", np.dtype(np.float32), kept)
+    return find_layout(weight, of, len(kept))
 
 
 def roles_on(axes: Axes = Axes(), **sizes: int) -> ResolvedAxes:
@@ -163,7 +167,7 @@ WI = (("ep",), (), (), ("tp",))
 )
 def test_layout_of_a_weight(of, gather):
     """Breaks if more is gathered than fsdp, if the expert axis is, or if an axis of no role stays in the spec."""
-    own, kept, found = weight_gather("w", of, WI, ROLES)
+    own, kept, found = layout("w", of, WI, ROLES)
     assert kept == WI and found == gather and "other" not in str(own)
     assert {n for entry in pad(own, 4) for n in entry} == {"ep", "tp"} | {n for g in gather for n in g}
 
@@ -183,13 +187,13 @@ def test_conflicting_layouts(of, dim, message):
     """Breaks if a layout that no gather repairs is used all the same (experts in another order than the ranks that own
     them), or if the message does not name dim and axes."""
     with pytest.raises(ValueError, match=re.escape(f"params.wi: dim {dim} {message}")):
-        weight_gather("params.wi", of, WI, ROLES)
+        layout("params.wi", of, WI, ROLES)
 
 
 def test_where_no_dim_keeps_experts_ep_is_gathered_too():
     """Breaks if a dense weight over (fsdp, ep) counts ep as a conflict, as its experts are none."""
     kept = ((), ("tp",))
-    assert weight_gather("w", P(("fsdp", "ep"), "tp"), kept, ROLES)[2] == (("fsdp", "ep"), ())
+    assert layout("w", P(("fsdp", "ep"), "tp"), kept, ROLES).gather == (("fsdp", "ep"), ())
 
 
 # The layouts of section 3.3 of Transformer Engine's tests: ("expert", "fsdp"), experts over the first.
@@ -208,7 +212,7 @@ KEPT = (("expert",), (), ())
 )
 def test_a_product_asks_for_weights_without_fsdp(of, asked):
     """Breaks if a product gets its weight cut by fsdp, or the quantized weight is gathered along with its experts."""
-    own, _, gather = weight_gather("rhs", of, KEPT, EXPERT)
+    own, _, gather = layout("rhs", of, KEPT, EXPERT)
     kept = [tuple(n for n in e if n not in g) for e, g in zip(pad(own, 3), gather, strict=True)]
     assert Spec(*kept) == asked
     assert pad(own, 3) == pad(of, 3), "quantizing keeps the shard"
@@ -440,14 +444,14 @@ def test_constrain_on_every_mesh(way):
     np.testing.assert_array_equal(y, 2 * x)
 
 
-def test_mesh_of():
+def test_mesh_in_force():
     """Breaks if an array's own mesh is not found where none is set, or counts for more than the one in force."""
     mesh, other = make_mesh("2x4", "explicit"), make_mesh("1x8", "explicit")
     x = jax.device_put(jnp.zeros(8), NamedSharding(mesh, P("ep")))
-    assert mesh_of(jnp.zeros(8)) is None
-    assert mesh_of(jnp.zeros(8), x).shape == mesh.shape
+    assert mesh_in_force(jnp.zeros(8)) is None
+    assert mesh_in_force(jnp.zeros(8), x).shape == mesh.shape
     with jax.set_mesh(other):
-        assert mesh_of(jnp.zeros(8)).shape == other.shape
+        assert mesh_in_force(jnp.zeros(8)).shape == other.shape
 
 
 @pytest.mark.parametrize("way", ["custom_partitioning", "explicit"])
@@ -494,7 +498,7 @@ def test_any_layout_is_gathered_to_what_is_kept_or_refused(names, cuts):
     of = P(*(tuple(part) or None for part in (names[:first], names[first:second], names[second:])))
     kept = (("ep",), (), ("tp",))
     try:
-        own, _, gather = weight_gather("w", of, kept, ROLES)
+        own, _, gather = layout("w", of, kept, ROLES)
     except ValueError as error:
         assert re.search(r": dim \d is (not )?sharded", str(error))
         return

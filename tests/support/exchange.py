@@ -19,7 +19,7 @@ from moax.exchange import TRANSPORTS, Transport
 from moax.exchange.one_sided import OneSided
 from moax.exchange.slots import slots_per_pair
 from moax.kernels.quantization import quantize
-from moax.mesh.view import MeshView
+from moax.mesh.specs import MeshView
 from moax.ops import combine, dispatch, dispatch_combine
 from moax.recipe import Format
 from support import TOKENS, integers, program, size, spec

@@ -30,8 +30,7 @@ from moax.block.moe import NO_TOTAL, BlockPlan, Inputs, Residuals, Weights
 from moax.block.overflow import after, run_backward, run_forward
 from moax.lora import NAMES, specs_on
 from moax.mesh.op import Op, OpSharding, differentiable
-from moax.mesh.specs import Spec, device_spec
-from moax.mesh.view import MeshView
+from moax.mesh.specs import MeshView, Spec
 from moax.ops.weights import QuantizedWeight, find_layout, gather_weight, quantized_specs, scatter_gradient
 
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
@@ -150,7 +149,7 @@ def _specs(p: BlockPlan, w: Weights[Array], found: Weights[Any]):
 def _forward_sharding(p: BlockPlan, operands, found) -> OpSharding:
     """Returns the layout of forward: tokens are split, y is summed over tp, and dropped assignments over all tokens."""
     *_, w, gathered = operands
-    rows, own, tokens = Spec(p.axes.tokens, None), device_spec(p.axes), p.axes.tokens
+    rows, own, tokens = Spec(p.axes.tokens, None), Spec(p.axes.all), p.axes.tokens
     layouts, weights = _specs(p, w, found[3])
     whole = jax.tree.map(lambda _: own, gathered)
     results = rows, Spec(None), Spec(None), own
@@ -160,7 +159,7 @@ def _forward_sharding(p: BlockPlan, operands, found) -> OpSharding:
 def _backward_sharding(p: BlockPlan, operands, found) -> OpSharding:
     """Returns the layout of backward: each gradient has the layout of its array; those of wi and wo are partial."""
     saved, *inputs, w, quantized, gathered, _ = operands
-    rows, own, tp, replicas = Spec(p.axes.tokens, None), device_spec(p.axes), p.axes.tp, p.axes.replica_axes
+    rows, own, tp, replicas = Spec(p.axes.tokens, None), Spec(p.axes.all), p.axes.tp, p.axes.replica_axes
     layouts, weights = _specs(p, w, found[4])
     pairs = zip((p.wi, p.wo), (w.wi, w.wo), quantized, strict=True)
     of_quantized = tuple(None if given is None else quantized_specs(weight, v.shape) for weight, v, given in pairs)

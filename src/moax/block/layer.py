@@ -33,9 +33,8 @@ from moax.config import MoEConfig
 from moax.exchange import TRANSPORTS, select_transport
 from moax.kernels import select_kernels
 from moax.lora import Adapters, check_adapters, scaled
-from moax.mesh.specs import constrain, reshard_like
+from moax.mesh.specs import MeshView, constrain, find_mesh_view, reshard_like
 from moax.mesh.tokens import check_token_axes, find_token_dims, flatten_tokens, unflatten_tokens
-from moax.mesh.view import MeshView, find_mesh_view
 from moax.ops.activation import activate
 from moax.ops.balance import BINS
 from moax.ops.dispatch_combine import wire_bytes

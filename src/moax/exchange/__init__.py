@@ -9,7 +9,7 @@ from moax.exchange.one_sided import OneSided
 from moax.exchange.portable import AllGather, AllToAll
 from moax.exchange.transport import Transport
 from moax.mesh.axes import ResolvedAxes
-from moax.mesh.view import MeshView
+from moax.mesh.specs import MeshView
 
 Exchange = Literal["auto", "all_gather", "all_to_all", "one_sided"]  # "auto", and the keys of TRANSPORTS
 EXCHANGES = get_args(Exchange)

@@ -36,7 +36,7 @@ from moax.exchange.slots import (
 )
 from moax.exchange.transport import Arrived, Columns, ExchangeSpec, Planned, Sent, Step, Transfer, Transport, collective
 from moax.kernels import DEFAULT, find_peer_kernels, implementation
-from moax.mesh.view import MeshView
+from moax.mesh.specs import MeshView
 
 WORD = 4  # the bytes of a word
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from moax.kernels import DEFAULT
 from moax.mesh.axes import Names, ResolvedAxes
-from moax.mesh.view import MeshView
+from moax.mesh.specs import MeshView
 from moax.recipe import Format
 
 Sent = Any  # the plan of a rank, `Received.slots`: only its transport knows the type

@@ -35,8 +35,7 @@ from moax.backend import log_once
 from moax.mesh.axes import Names, as_names
 from moax.mesh.collectives import vary_like, varying
 from moax.mesh.lowering import name_call, refuse_derivative, refuse_many_devices
-from moax.mesh.specs import FREE, Spec, check_divides, constrain, pad
-from moax.mesh.view import MeshView
+from moax.mesh.specs import FREE, MeshView, Spec, check_divides, constrain, pad
 
 DIM = re.compile(r"[@=]|\([^)]*\)|\*?\w+")
 TOKENS = ("t", "r", "n")  # the letters that the axes of tokens split in every rule
@@ -188,7 +187,7 @@ class Op:
         mapped = jax.shard_map(
             lambda *shards: self.compute_shards(static, sharding, *tree.unflatten(shards)),
             mesh=view.mesh, in_specs=tuple(tree.flatten_up_to(sharding.operands)), out_specs=tuple(sharding.results),
-            axis_names=view.mapped,
+            axis_names=set(view.mesh.axis_names).difference(view.mesh.manual_axes),
             # Inside a `shard_map` over other axes, types that vary over these must stay what they are.
             check_vma=any(map(varying, leaves)),
         )  # fmt: skip

@@ -1,25 +1,117 @@
-"""A PartitionSpec says over which mesh axes each dim of an array is split.
+"""The mesh in force, how ops run on it, and the specs of arrays on it.
 
-This file has the algebra of specs, finds the mesh in force, and brings arrays to the layout of a spec on it. Specs are
-computed from axis names and sizes alone. `Axes.resolve` has dropped axes of size 1 and absent axes before.
+A PartitionSpec says over which mesh axes each dim of an array is split. Specs are computed from axis names and sizes
+alone; `Axes.resolve` has dropped axes of size 1 and absent axes before. `MeshView` says how ops run on the mesh in
+force. The kind of the mesh axes decides the engine:
+
+| mesh axes are            | engine                                                                            |
+|--------------------------|-----------------------------------------------------------------------------------|
+| absent, or all of size 1 | the local function runs on the operands                                           |
+| Auto                     | `custom_partitioning`, or `shard_map` where the caller names it                    |
+| Explicit                 | `shard_map` (`custom_partitioning` fails there: jax issue 34811)                   |
+| Manual, all of them      | the local function; the caller sums over axes that split no dim of a result       |
+| Manual, others alone     | `shard_map` over the axes that are not Manual                                     |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from moax.checks import Unsupported, check_choice, check_kind
 from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
+from moax.mesh.collectives import reduce_max, varying
 
 Spec = PartitionSpec  # Spec(("fsdp", "ep"), (), ("tp",)) is Spec(("fsdp", "ep"), None, "tp")
 FREE = Spec.UNCONSTRAINED  # XLA chooses the layout of the dim
 AnyMesh = Mesh | AbstractMesh
+
+Engine = Literal["auto", "custom_partitioning", "shard_map"]
+ENGINES = get_args(Engine)
+
+
+class MeshView(NamedTuple):
+    """How ops run on the mesh in force.
+
+    Attributes:
+      axes: the mesh axes of more than one device, by role.
+      engine: the way from global arrays to shards; `local` calls the local function on the operands as they are.
+      manual: whether the caller is inside a `shard_map` over all of `axes`. The operands are then shards, and the
+        caller sums over axes that split no dim of a result, as it does for `jnp.dot`.
+      explicit: whether an axis of the mesh is Explicit, and ops see global arrays.
+      mesh: the mesh in force, or else in the type of an operand; None without one.
+    """
+
+    axes: ResolvedAxes
+    engine: Literal["local", "custom_partitioning", "shard_map"]
+    manual: bool = False
+    explicit: bool = False
+    mesh: Any = None
+
+    @property
+    def nested(self) -> bool:
+        """Whether ops run inside a `shard_map` that leaves out a part of the mesh, or open one inside another."""
+        inside = self.mesh is not None and bool(self.mesh.manual_axes)
+        return inside and not (self.manual and set(self.mesh.axis_names) == set(self.mesh.manual_axes))
+
+    def psum(self, x: Array, names: Names) -> Array:
+        """Sums x over `names` inside a `shard_map`, where an op leaves this sum to its caller; elsewhere returns x."""
+        names = names + self._size_one_axes(x) if self.manual else ()
+        return lax.psum(x, names) if names else x
+
+    def assume_replicated(self, x: Array, names: Names) -> Array:
+        """Returns x, which is equal on all devices along `names`, with a type that says so inside a `shard_map`."""
+        if not self.manual:
+            return x
+        names = names + self._size_one_axes(x)
+        return reduce_max(x, tuple(n for n in names if n in varying(x)) or names)  # JAX refuses a mixture
+
+    def _size_one_axes(self, x) -> Names:
+        """Returns the axes of size 1 over which the type of x varies; there is one device, so only the type varies."""
+        return tuple(n for n in sorted(varying(x)) if self.mesh.shape[n] == 1)
+
+
+def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree[Array]) -> MeshView:
+    """Returns the view of the mesh in force for an op on `operands`.
+
+    Args:
+      axes: the role of each mesh axis.
+      engine: see `moax.Options`.
+      *operands: trees of arrays. Their types name the mesh where none is in force.
+
+    Raises:
+      ValueError: the engine is unknown, a mesh axis of more than one device has no role, some axes are Auto and others
+        Explicit, or some axes that `axes` names are Manual and others are not.
+      Unsupported: this mesh cannot run the engine.
+    """
+    check_choice("engine", engine, ENGINES)
+    check_kind("axes", axes, Axes)
+    mesh = mesh_in_force(*jax.tree.leaves(operands))
+    if mesh is None:
+        return MeshView(ResolvedAxes(), "local")
+    resolved, explicit, manual = resolve_axes(axes, mesh), bool(mesh.explicit_axes), mesh.manual_axes
+    inside = [n for n in resolved.all if n in manual]
+    outside = [n for n in resolved.all if n not in manual]
+    if manual and not outside and (inside or not explicit):
+        return MeshView(resolved, "local", manual=True, mesh=mesh)
+    if inside:
+        raise ValueError(
+            f"mesh axes {inside} are Manual (inside a shard_map) but {outside} are not; take all of them, or none, "
+            "into the shard_map's axis_names"
+        )
+    if not outside and not explicit:
+        return MeshView(resolved, "local", mesh=mesh)
+    if engine == "custom_partitioning" and (explicit or manual):
+        reason = f"axes {sorted(manual)} are Manual" if manual else "axes are Explicit"
+        raise Unsupported(f"engine='custom_partitioning' cannot run on this mesh: {reason}; use 'auto' or 'shard_map'")
+    partitioned = not explicit and not manual and engine != "shard_map"
+    return MeshView(resolved, "custom_partitioning" if partitioned else "shard_map", explicit=explicit, mesh=mesh)
 
 
 def pad(array_spec: Spec, ndim: int) -> tuple[Names, ...]:
@@ -43,11 +135,6 @@ def local_shape(shape: Sequence[int], array_spec: Spec, axes: ResolvedAxes) -> t
     return tuple(-(-n // axes.size(names)) for n, names in zip(shape, pad(array_spec, len(shape)), strict=True))
 
 
-def device_spec(axes: ResolvedAxes) -> Spec:
-    """Returns the spec of per-device arrays: the leading dim is sharded over all mesh axes."""
-    return Spec(axes.all)
-
-
 def check_spec(name: str, value: Any, ndim: int) -> Spec:
     """Returns `value`. Raises ValueError unless it is a PartitionSpec of at most `ndim` entries."""
     if not isinstance(value, Spec) or len(value) > ndim:
@@ -55,73 +142,28 @@ def check_spec(name: str, value: Any, ndim: int) -> Spec:
     return value
 
 
-def weight_gather(
-    name: str, weight_spec: Spec, kept: Sequence[Names], axes: ResolvedAxes
-) -> tuple[Spec, tuple[Names, ...], tuple[Names, ...]]:
-    """Returns the spec of a weight, `kept`, and for each dim the axes over which it is gathered before a product.
+def mesh_in_force(*arrays: Array) -> AnyMesh | None:
+    """Returns the mesh of `jax.set_mesh`, of an enclosing `shard_map`, or of `with mesh:`; None without one.
 
-    Dim i stays split over `kept[i]` in the product, and over no other axis. With the spec (("ep", "fsdp"), None, "tp")
-    and kept (("ep",), (), ("tp",)), the dims are gathered over (("fsdp",), (), ()).
-
-    Raises:
-      ValueError: a dim of the spec does not name its `kept` axes first, or names an axis that may not be gathered
-        after them. The axes of fsdp may be gathered, and those of ep where no dim keeps ep.
+    Where no mesh is in force, the result is the mesh in the type of one of the arrays.
     """
-    gatherable = axes.fsdp + (() if any(n in axes.ep for need in kept for n in need) else axes.ep)
-    roles = axes.all
-    entries = [tuple(n for n in entry if n in roles) for entry in pad(weight_spec, len(kept))]
-    for dim, (entry, need) in enumerate(zip(entries, kept, strict=True)):
-        if entry[: len(need)] != need or not set(entry[len(need) :]) <= set(gatherable):
-            has = f"is sharded over {_listed(entry)}" if entry else "is not sharded"
-            raise ValueError(f"{name}: dim {dim} {has}; {_allowed(need, gatherable)}")
-    gather = tuple(entry[len(need) :] for entry, need in zip(entries, kept, strict=True))
-    return Spec(*entries), tuple(kept), gather
-
-
-def _allowed(need: Names, gatherable: Names) -> str:
-    if not need:
-        return f"it may be sharded over {_listed(gatherable)} alone" if gatherable else "it must not be sharded"
-    first = f"it must be sharded over {_listed(need)}"
-    return f"{first} first, and may then be sharded over {_listed(gatherable)}" if gatherable else f"{first} alone"
-
-
-def _listed(names: Names) -> str:
-    return f"mesh {'axis' if len(names) == 1 else 'axes'} {', '.join(map(repr, names))}"
-
-
-def mesh_in_force() -> AnyMesh | None:
-    """Returns the mesh of `jax.set_mesh`, of an enclosing `shard_map`, or of `with mesh:`; None without one."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         return mesh
     try:  # `with mesh:` is deprecated, and JAX has no other name for its mesh; large trainers still use it
         from jax._src.mesh import thread_resources
+
+        mesh = thread_resources.env.physical_mesh
     except ImportError:
-        return None
-    physical = thread_resources.env.physical_mesh
-    return None if physical.empty else physical
+        pass
+    meshes = (mesh, *(jax.typeof(a).sharding.mesh for a in arrays))
+    return next((m for m in meshes if not m.empty), None)
 
 
 def mesh_sizes() -> dict[str, int]:
     """Returns the axis sizes of the mesh in force, by name; {} without a mesh."""
     mesh = mesh_in_force()
     return {} if mesh is None else dict(mesh.shape)
-
-
-def mesh_of(*arrays: Array) -> AnyMesh | None:
-    """Returns the mesh in force, or else the mesh in the type of an array; None if there is neither."""
-    typed = (jax.typeof(a).sharding.mesh for a in arrays)
-    return mesh_in_force() or next((m for m in typed if not m.empty), None)
-
-
-def is_explicit(mesh: AnyMesh) -> bool:
-    """Returns whether any axis of the mesh is Explicit."""
-    return AxisType.Explicit in mesh.axis_types
-
-
-def manual_axes(mesh: AnyMesh) -> set[str]:
-    """Returns the mesh axes that a `shard_map` around the caller has made Manual."""
-    return {n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
 
 
 def resolve_axes(axes: Axes, mesh: AnyMesh | None = None) -> ResolvedAxes:
@@ -134,14 +176,13 @@ def resolve_axes(axes: Axes, mesh: AnyMesh | None = None) -> ResolvedAxes:
     mesh = mesh or mesh_in_force()
     if mesh is None:
         return ResolvedAxes()
-    kinds, manual = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)), manual_axes(mesh)
-    if {AxisType.Auto, AxisType.Explicit} <= set(kinds.values()):
-        auto, explicit = ([n for n in kinds if kinds[n] == kind] for kind in (AxisType.Auto, AxisType.Explicit))
+    if mesh.auto_axes and mesh.explicit_axes:
         raise ValueError(
-            f"mesh axes {auto} are Auto and {explicit} are Explicit; moax works on meshes whose axes are all of one "
-            "kind: pass axis_types=(AxisType.Auto,) * n, or Explicit for all, to jax.make_mesh"
+            f"mesh axes {list(mesh.auto_axes)} are Auto and {list(mesh.explicit_axes)} are Explicit; moax works on "
+            "meshes whose axes are all of one kind: pass axis_types=(AxisType.Auto,) * n, or Explicit for all, to "
+            "jax.make_mesh"
         )
-    return axes.resolve({n: size for n, size in mesh.shape.items() if n in axes.names or n not in manual})
+    return axes.resolve({n: size for n, size in mesh.shape.items() if n in axes.names or n not in mesh.manual_axes})
 
 
 def named(mesh: AnyMesh, specs: PyTree[Spec]) -> Any:
@@ -154,18 +195,13 @@ def constrain(x: Array, to: Spec) -> Array:
 
     Without a mesh, and where an axis is Manual, the result is x itself.
     """
-    mesh = mesh_of(x)
-    if mesh is None or manual_axes(mesh):
+    mesh = mesh_in_force(x)
+    if mesh is None or mesh.manual_axes:
         return x
-    if is_explicit(mesh):
+    if mesh.explicit_axes:
         return jax.sharding.reshard(x, NamedSharding(mesh, to))
     in_force = not jax.sharding.get_abstract_mesh().empty
     return lax.with_sharding_constraint(x, to if in_force else NamedSharding(mesh, to))
-
-
-def keep_rows(y: Array, axes: ResolvedAxes) -> Array:
-    """Returns y, with its leading dim over the token axes of an Auto mesh; the other dims are free."""
-    return constrain(y, Spec(axes.tokens, *[FREE] * (y.ndim - 1)))
 
 
 def make_sharded(make: Callable, specs: PyTree[Spec] | None) -> Callable:
@@ -174,19 +210,19 @@ def make_sharded(make: Callable, specs: PyTree[Spec] | None) -> Callable:
     Where `specs` is None, or an axis is Manual, the result is `make` itself.
     """
     mesh = mesh_in_force()
-    if specs is None or mesh is None or manual_axes(mesh):
+    if specs is None or mesh is None or mesh.manual_axes:
         return make
     if isinstance(mesh, Mesh):  # the mesh of `with mesh:`
         return jax.jit(make, out_shardings=named(mesh, specs))
     # These are specs, and no NamedShardings on the abstract mesh: vmap would replicate a result with a NamedSharding.
-    if is_explicit(mesh):
+    if mesh.explicit_axes:
         return jax.jit(jax.sharding.auto_axes(make, out_sharding=specs))
     return jax.jit(make, out_shardings=specs)
 
 
 def zeros_of(of: Any) -> Array:
     """Returns zeros of an array's type, with its Explicit sharding and its varying Manual axes."""
-    explicit = is_explicit(of.sharding.mesh)
+    explicit = of.sharding.mesh.explicit_axes
     zeros = jnp.zeros(of.shape, of.dtype, out_sharding=of.sharding if explicit else None)
     names = tuple(of.manual_axis_type.varying)
     return lax.pcast(zeros, names, to="varying") if names else zeros
@@ -195,4 +231,4 @@ def zeros_of(of: Any) -> Array:
 def reshard_like(y: Array, x: Array) -> Array:
     """Returns y, with the sharding in the type of x where mesh axes are Explicit; elsewhere y itself."""
     sharding = jax.typeof(x).sharding
-    return jax.sharding.reshard(y, sharding) if is_explicit(sharding.mesh) else y
+    return jax.sharding.reshard(y, sharding) if sharding.mesh.explicit_axes else y

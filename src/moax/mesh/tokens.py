@@ -15,8 +15,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Shaped
 
 from moax.mesh.axes import Axes, Names, ResolvedAxes
-from moax.mesh.specs import FREE, AnyMesh, Spec, constrain, is_explicit, manual_axes, mesh_of, pad
-from moax.mesh.view import MeshView
+from moax.mesh.specs import FREE, AnyMesh, MeshView, Spec, constrain, mesh_in_force, pad
 
 
 def check_token_axes(x: Array, axes: Axes) -> None:
@@ -38,8 +37,8 @@ def find_token_dims(x: Array, axes: Axes, resolved: ResolvedAxes) -> Axes:
     of x [B, S, H] on a mesh of fsdp and ep becomes (("ep", "fsdp"), ()). Where none divides, the result is `axes`
     itself.
     """
-    mesh = mesh_of(x)
-    if mesh is None or not is_explicit(mesh) or manual_axes(mesh).intersection(resolved.tokens):
+    mesh = mesh_in_force(x)
+    if mesh is None or not mesh.explicit_axes or set(mesh.manual_axes).intersection(resolved.tokens):
         return axes
     dims = [tuple(n for n in names if n in resolved.tokens) for names in pad(jax.typeof(x).sharding.spec, x.ndim)[:-1]]
     named_in_x = {name for names in dims for name in names}
@@ -101,12 +100,12 @@ def find_row_axes(x: Array, view: MeshView) -> Names:
 
 def _find_split(x: Array, resolved: ResolvedAxes) -> tuple[AnyMesh | None, tuple[Names, ...] | None]:
     """Returns the mesh of x if its axes are Explicit, and the axes over its leading dims if these divide; else None."""
-    mesh = mesh_of(x)
-    if mesh is None or manual_axes(mesh).intersection(resolved.tokens):
+    mesh = mesh_in_force(x)
+    if mesh is None or set(mesh.manual_axes).intersection(resolved.tokens):
         return None, None
     dims = resolved.over(x.ndim - 1)
     divide = all(size % resolved.size(names) == 0 for size, names in zip(x.shape[:-1], dims, strict=True))
-    return mesh if is_explicit(mesh) else None, dims if divide else None
+    return mesh if mesh.explicit_axes else None, dims if divide else None
 
 
 def _merge(x, dims, resolved: ResolvedAxes, mesh: AnyMesh | None, columns: Names):

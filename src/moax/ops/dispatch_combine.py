@@ -33,7 +33,7 @@ from moax.kernels import implementation, select_kernels
 from moax.kernels.quantization import dequantize
 from moax.mesh.axes import Axes
 from moax.mesh.op import Op, with_gradient
-from moax.mesh.view import Engine, find_mesh_view
+from moax.mesh.specs import Engine, find_mesh_view
 from moax.recipe import Format
 from moax.types import Received
 

@@ -34,9 +34,8 @@ from moax.mesh.axes import Axes, Names
 from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank, scatter_gradient
 from moax.mesh.lowering import refuse_derivative
 from moax.mesh.op import Op, OpSharding, differentiable
-from moax.mesh.specs import Spec, check_spec, device_spec, keep_rows
+from moax.mesh.specs import FREE, Engine, MeshView, Spec, check_spec, constrain, find_mesh_view
 from moax.mesh.tokens import find_token_dims, flatten_tokens, unflatten_tokens
-from moax.mesh.view import Engine, MeshView, find_mesh_view
 from moax.ops import weights
 from moax.ops.weights import WeightLayout, WeightSpec, find_layout
 from moax.recipe import Recipe, get_recipe
@@ -280,7 +279,8 @@ def _forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
     gathered = weights.gather_weight(view, static.weight, w, None, "rows") if static.apart else None
     (y,) = _matmul(view, static, x, w, group_sizes, bias, gathered)
     # The columns of y take the sharding of w's columns, for tp. There fsdp must not displace fsdp from the rows.
-    y = keep_rows(y, view.axes) if view.engine == "custom_partitioning" else y
+    if view.engine == "custom_partitioning":
+        y = constrain(y, Spec(view.axes.tokens, *[FREE] * (y.ndim - 1)))
     return y, (x, w, group_sizes, bias)
 
 
@@ -346,10 +346,10 @@ def _sharding(static: GroupedSpec, operands, found, *, backward: bool = False) -
     contracted, columns = layout.kept[1], layout.kept[2:]
     x, y, bias = Spec(rows, contracted), Spec(rows, *columns), Spec(axes.ep, *columns)
     given = x, layout.spec, None if group_sizes is None else Spec(rows)
-    whole = jax.tree.map(lambda _: device_spec(axes), gathered)
+    whole = jax.tree.map(lambda _: Spec(axes.all), gathered)
     if not backward:
         return OpSharding((*given, None if other is None else bias, whole), (y,), (contracted,), layout)
-    dw, over_dw = (device_spec(axes), ()) if static.apart else (layout.spec, weights.replicas(weight, layout))
+    dw, over_dw = (Spec(axes.all), ()) if static.apart else (layout.spec, weights.replicas(weight, layout))
     reduce = sum(columns, ()), axes.replica_axes + contracted, over_dw
     return OpSharding((*given, y, whole), (x, bias, dw), reduce, layout)
 

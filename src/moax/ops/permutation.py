@@ -29,7 +29,7 @@ from moax.groups import Groups, align_up, least
 from moax.kernels import DEFAULT, implementation, select_kernels
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.op import Op, with_gradient
-from moax.mesh.view import Engine, find_mesh_view
+from moax.mesh.specs import Engine, find_mesh_view
 from moax.types import Plan
 
 

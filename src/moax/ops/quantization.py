@@ -27,8 +27,7 @@ from moax.kernels.quantization import dequantize as dequantize_array
 from moax.kernels.quantization import store_scale
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.op import Op, OpSharding
-from moax.mesh.specs import Spec, check_spec, pad
-from moax.mesh.view import Engine, MeshView, find_mesh_view
+from moax.mesh.specs import Engine, MeshView, Spec, check_spec, find_mesh_view, pad
 from moax.recipe import Format
 from moax.types import QArray
 

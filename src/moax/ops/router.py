@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from moax.checks import check_float
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.op import Op, with_gradient
-from moax.mesh.view import Engine, find_mesh_view
+from moax.mesh.specs import Engine, find_mesh_view
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
 from moax.mesh.collectives import gather_rows, mask_to_first_rank, take_shard
 from moax.mesh.op import Op, with_gradient
-from moax.mesh.view import Engine, MeshView, find_mesh_view
+from moax.mesh.specs import Engine, MeshView, find_mesh_view
 from moax.ops.balance import BINS, count_needed_bias
 from moax.types import Routing
 

@@ -22,8 +22,7 @@ from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, name_gathered, name_partial_grads, opaque_copy, sum_dtype
 from moax.mesh.op import Op, OpSharding
-from moax.mesh.specs import Spec, device_spec, local_shape, pad, weight_gather
-from moax.mesh.view import MeshView
+from moax.mesh.specs import MeshView, Spec, local_shape, pad
 from moax.recipe import Contracted, Recipe
 from moax.types import QShard
 
@@ -79,12 +78,33 @@ class WeightLayout(NamedTuple):
 
 
 def find_layout(weight: WeightSpec, found: Spec | None = None, ndim: int | None = None) -> WeightLayout:
-    """Returns the layout by the spec that was found, else the declared one; ValueError where no product can take it."""
-    of, tp, kept = weight.declared if found is None else found, weight.axes.tp, weight.kept
+    """Returns the layout by the spec that was found, else the declared one.
+
+    Dim i stays split over `kept[i]` in a product, and is gathered over the other axes of its entry: with the spec
+    (("ep", "fsdp"), None, "tp") and kept (("ep",), (), ("tp",)), the dims are gathered over (("fsdp",), (), ()).
+
+    Raises:
+      ValueError: a dim of the spec does not name its `kept` axes first, or names an axis that may not be gathered
+        after them. The axes of fsdp may be gathered, and those of ep where no dim keeps ep.
+    """
+    axes, kept, of = weight.axes, weight.kept, weight.declared if found is None else found
+    entries = pad(of, len(kept or of) if ndim is None else ndim)
     if kept is None:
-        entries = pad(of, len(of) if ndim is None else ndim)
-        kept = (weight.axes.ep, *(tp if tp and tp[0] in entry else () for entry in entries[1:]))
-    return WeightLayout(*weight_gather(weight.name, of, kept, weight.axes))
+        kept = (axes.ep, *(axes.tp if axes.tp and axes.tp[0] in entry else () for entry in entries[1:]))
+    entries = [tuple(name for name in entry if name in axes.all) for entry in entries]
+    gatherable = axes.fsdp + (axes.ep if set(axes.ep).isdisjoint(sum(kept, ())) else ())
+
+    def named(names: Names) -> str:
+        return f"mesh {'axis' if len(names) == 1 else 'axes'} {', '.join(map(repr, names))}"
+
+    for dim, (entry, need) in enumerate(zip(entries, kept, strict=True)):
+        if entry[: len(need)] != need or not set(entry[len(need) :]) <= set(gatherable):
+            has = f"is sharded over {named(entry)}" if entry else "is not sharded"
+            order = " first, and may then be sharded over ".join(map(named, filter(None, (need, gatherable))))
+            wanted = f"{'must' if need else 'may'} be sharded over {order} alone" if order else "must not be sharded"
+            raise ValueError(f"{weight.name}: dim {dim} {has}; it {wanted}")
+    gather = tuple(entry[len(need) :] for entry, need in zip(entries, kept, strict=True))
+    return WeightLayout(Spec(*entries), tuple(kept), gather)
 
 
 def gather_weight(
@@ -169,7 +189,7 @@ def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, found) -> 
     (weight, _), (w, quantized) = static, operands
     layout = find_layout(weight, found[0], w.ndim)
     specs = None if quantized is None else quantized_specs(weight, w.shape)
-    return OpSharding((layout.spec, specs), (device_spec(weight.axes),), ((),), layout)
+    return OpSharding((layout.spec, specs), (Spec(weight.axes.all),), ((),), layout)
 
 
 def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):  # w says the layout alone
@@ -179,7 +199,7 @@ def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):  # w 
 def _scatter_sharding(weight: WeightSpec, operands, found) -> OpSharding:
     layout = find_layout(weight, found[1], operands[1].ndim)
     reduce = (replicas(weight, layout),)
-    return OpSharding((device_spec(weight.axes), layout.spec), (layout.spec,), reduce, layout)
+    return OpSharding((Spec(weight.axes.all), layout.spec), (layout.spec,), reduce, layout)
 
 
 _quantize = Op("quantize_weight", _quantize_shards, "*w -> @, @, @, @", sharding=_quantize_sharding)
