@@ -13,7 +13,7 @@ from moax.checks import check_float_dtype, check_key, check_kind
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Spec, make_sharded, mesh_in_force
-from moax.params import BY_EXPERT, DIMS, ROUTER, MoEParams, param_shapes, params_by_name
+from moax.params import BY_EXPERT, DIMS, ROUTER, MoEParams, param_shapes
 from moax.sharding import param_specs
 
 Initializer = Callable[..., Array]
@@ -73,7 +73,7 @@ def init(
                 # A standard normal that is cut off at two sigma has the variance 0.7737.
                 std = 1.0 / math.sqrt(fan_in * 0.7737)
                 values[name] = (std * jax.random.truncated_normal(own, -2.0, 2.0, shape)).astype(dtype)
-        return params_by_name(values)
+        return MoEParams(**values)
 
     if specs is None and mesh_in_force() is not None:
         specs = param_specs(config, axes)

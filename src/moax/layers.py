@@ -23,7 +23,7 @@ from moax.mesh.specs import Engine, Spec, make_sharded, mesh_in_force, mesh_size
 from moax.ops.balance import Rule, update_router_bias
 from moax.ops.matmul import dense
 from moax.options import Options
-from moax.params import DIMS, ROUTER, MoEParams, params_by_name
+from moax.params import DIMS, ROUTER, MoEParams
 from moax.recipe import Recipe
 from moax.sharding import dense_spec, param_specs
 from moax.types import MoEStats, QuantizedParams
@@ -150,7 +150,7 @@ class MoELayer:
     @property
     def params(self) -> MoEParams[Array]:
         """The arrays of the parameters, as `moax.moe` takes them."""
-        return params_by_name({name: self._get(name) for name in DIMS})
+        return MoEParams(**{name: self._get(name) for name in DIMS})
 
     def quantize(self, dtype: jax.typing.DTypeLike | None = None) -> QuantizedParams:
         """Returns `moax.quantize_params` of the parameters, for several calls of the layer with `quantized=`.

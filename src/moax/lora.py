@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from moax.checks import check_count, check_float, check_float_dtype, check_key, check_kind, is_number
+from moax.checks import check_count, check_float, check_float_dtype, check_key, check_kind, check_shape, is_number
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.specs import AnyMesh, Spec, check_divides, make_sharded, mesh_in_force, resolve_axes
@@ -125,16 +125,15 @@ def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Arra
     return dataclasses.replace(params, wi=wi, wo=wo)
 
 
-def scaled(adapters: Adapters[Array] | None) -> tuple[Array | None, ...]:
-    """Returns wi_a scale, wi_b, wo_a scale and wo_b; four times None without adapters."""
-    if adapters is None:
-        return (None,) * 4
+def scaled(adapters: Adapters[Array]) -> tuple[Array | None, ...]:
+    """Returns wi_a scale, wi_b, wo_a scale and wo_b."""
     wi_a, wo_a = (None if a is None else a * adapters.scale for a in (adapters.wi_a, adapters.wo_a))
     return wi_a, adapters.wi_b, wo_a, adapters.wo_b
 
 
 def check_adapters(adapters: Adapters[Array], config: MoEConfig, *, local: bool = False) -> None:
     """Raises ValueError unless `adapters` fit a block of this config; `local` ones may be shards in a `shard_map`."""
+    check_kind("adapters", adapters, Adapters, "moax.lora.init")
     for a, b in (NAMES[:2], NAMES[2:]):
         first, second = getattr(adapters, a), getattr(adapters, b)
         if (first is None) != (second is None):
@@ -144,8 +143,5 @@ def check_adapters(adapters: Adapters[Array], config: MoEConfig, *, local: bool 
         check_float(f"adapters.{a}", first, "[E, rows, r]")
         check_float(f"adapters.{b}", second, "[E, r, columns]")
         shapes = adapter_shapes(config, first.shape[-1])
-        for name, value in ((a, first), (b, second)):
-            have, want = tuple(value.shape), getattr(shapes, name)
-            divides = len(have) == len(want) and all(n and m % n == 0 for n, m in zip(have, want, strict=True))
-            if have != want and not (local and divides):
-                raise ValueError(f"adapters.{name} has shape {have}; this config needs {want}")
+        check_shape(f"adapters.{a}", first, getattr(shapes, a), local)
+        check_shape(f"adapters.{b}", second, getattr(shapes, b), local)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from jaxtyping import Array
 
-from moax.checks import check_float, check_kind
+from moax.checks import check_float, check_kind, check_shape
 from moax.config import MoEConfig
 from moax.types import pytree
 
@@ -57,28 +56,23 @@ BY_EXPERT = ("wi", "wo", "bi", "bo")
 ROUTER = ("router", "router_bias", "logits_bias", "expert_scale")  # the parameters that belong to no single expert
 
 
-def params_by_name[Leaf](values: Mapping[str, Leaf | None]) -> MoEParams[Leaf]:
-    """Returns the MoEParams whose fields have these names and values."""
-    return MoEParams(**cast(Mapping[str, Any], values))
-
-
-def param_shapes(config: MoEConfig, *, biases: bool | None = None) -> MoEParams[tuple[int, ...]]:
+def param_shapes(config: MoEConfig, *, optional: bool = False) -> MoEParams[tuple[int, ...]]:
     """Returns the global shape of each parameter that `init` makes; None where the config has no such parameter.
 
-    `biases` takes the place of `config.use_bias`.
+    With `optional` both expert biases have a shape wherever the config allows them.
     """
-    c, biases = config, config.use_bias if biases is None else biases
+    c, biases = config, config.weights_at != "input" if optional else config.use_bias
     made = dict(router_bias=c.router.bias, logits_bias=c.router.logits_bias, bi=biases, bo=biases)
     made |= dict(shared_gate=c.shared_gate, expert_scale=c.router.expert_scale)
     made |= dict.fromkeys(("shared_wi", "shared_wo"), bool(c.shared_d_ff))
     made |= dict.fromkeys(("latent_down", "latent_up"), bool(c.d_latent))
     by_expert, other = dim_sizes(c, "wi"), dim_sizes(c, "router")
-    shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys(DIMS)
+    shapes: dict[str, Any] = dict.fromkeys(DIMS)
     for name, letters in DIMS.items():
         if made.get(name, True):
             sizes = by_expert if name in BY_EXPERT else other
             shapes[name] = tuple(sizes[letter] for letter in letters)
-    return params_by_name(shapes)
+    return MoEParams(**shapes)
 
 
 def dim_sizes(config: MoEConfig, name: str) -> dict[str, int]:
@@ -88,38 +82,24 @@ def dim_sizes(config: MoEConfig, name: str) -> dict[str, int]:
     return dict(E=c.num_experts, H=width, F=c.d_ff, G=c.gates, S=c.shared_d_ff, L=c.d_rows)
 
 
-def full_shapes(config: MoEConfig) -> MoEParams[tuple[int, ...]]:
-    """Returns `param_shapes` with the shapes of both expert biases, where the config allows them."""
-    return param_shapes(config, biases=config.weights_at != "input")
+def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = False, quantized: bool = False) -> None:
+    """Checks that params is a MoEParams of floating-point arrays, and that the config allows each of them.
 
-
-def check_leaves(params: MoEParams[Array]) -> None:
-    """Raises ValueError unless params is a MoEParams of floating-point arrays. The message names the parameter."""
-    check_kind("params", params, MoEParams)
-    for name, letters in DIMS.items():
-        if getattr(params, name) is not None:
-            check_float(f"params.{name}", getattr(params, name), f"[{', '.join(letters)}]")
-
-
-def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = False) -> None:
-    """Checks that the config allows each parameter of `params`, which `check_leaves` has passed.
-
-    With `local` the parameters are shards inside a `shard_map`; a size may then be any divisor of the whole size.
+    With `local` the parameters are shards inside a `shard_map`; a size may then be any divisor of the whole size. With
+    `quantized` wi and wo may be None.
 
     Raises:
-      ValueError: the config does not allow the presence or the shape of a parameter. The message names it.
+      ValueError: a parameter has a presence, a dtype or a shape that does not fit. The message names it.
     """
-    for name, want in vars(full_shapes(config)).items():
+    check_kind("params", params, MoEParams)
+    optional = ("bi", "bo", "wi", "wo") if quantized else ("bi", "bo")
+    for name, want in vars(param_shapes(config, optional=True)).items():
         value = getattr(params, name)
         if value is None:
-            if want is not None and name not in ("bi", "bo"):
+            if want is not None and name not in optional:
                 raise ValueError(f"params.{name} is None; this config needs an array of shape {want}")
             continue
+        check_float(f"params.{name}", value, f"[{', '.join(DIMS[name])}]")
         if want is None:
             raise ValueError(f"params.{name} is given, but the config has no such parameter; pass None")
-        shape = tuple(value.shape)
-        fits = len(shape) == len(want) and all(
-            n == m or (local and n > 0 and m % n == 0) for n, m in zip(shape, want, strict=True)
-        )
-        if not fits:
-            raise ValueError(f"params.{name} has shape {shape}; this config needs {want}")
+        check_shape(f"params.{name}", value, want, local)

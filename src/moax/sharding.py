@@ -16,7 +16,7 @@ from jaxtyping import Array
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.specs import AnyMesh, Spec, check_divides, constrain, local_shape, mesh_in_force, named, resolve_axes
-from moax.params import BY_EXPERT, DIMS, MoEParams, full_shapes, param_shapes, params_by_name
+from moax.params import BY_EXPERT, DIMS, MoEParams, param_shapes
 
 
 def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> PartitionSpec:
@@ -67,7 +67,7 @@ def expert_specs(config: MoEConfig, axes: Axes, resolved: ResolvedAxes) -> MoEPa
     Raises:
       ValueError: the mesh axes of a dim do not divide its size.
     """
-    specs, shapes = _lay_out(config, axes, resolved), full_shapes(config)
+    specs, shapes = _lay_out(config, axes, resolved), param_shapes(config, optional=True)
     for name in DIMS:
         shape = getattr(shapes, name)
         if shape is not None:
@@ -116,7 +116,8 @@ def shard_specs(
         for r in (resolved, whole, dataclasses.replace(whole, ep=()))
         for dim in ("experts", "model")
     ]
-    shapes, found = full_shapes(config), dict.fromkeys(DIMS)
+    shapes = param_shapes(config, optional=True)
+    found: dict[str, Any] = dict.fromkeys(DIMS)
     for name in DIMS:
         shape, shard = getattr(shapes, name), getattr(params, name)
         if shard is None:
@@ -128,7 +129,7 @@ def shard_specs(
             wanted = " or ".join(sorted(set(map(str, shards))))
             raise ValueError(f"params.{name} has shape {shard.shape} inside the shard_map; a shard has {wanted}")
         found[name] = specs[shards.index(shard.shape)]
-    return params_by_name(found)
+    return MoEParams(**found)
 
 
 def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> MoEParams[PartitionSpec]:
@@ -149,7 +150,8 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
     if mesh is None and mesh_in_force() is None:
         raise ValueError("param_specs: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
     specs, made = expert_specs(config, axes, resolve_axes(axes, mesh)), param_shapes(config)
-    return params_by_name({n: None if getattr(made, n) is None else getattr(specs, n) for n in DIMS})
+    found: dict[str, Any] = {n: None if getattr(made, n) is None else getattr(specs, n) for n in DIMS}
+    return MoEParams(**found)
 
 
 def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec]) -> MoEParams[Array]:
@@ -161,4 +163,5 @@ def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec])
     def move(p, to):
         return p if p is None or any(jax.typeof(p).sharding.spec) else constrain(p, to)
 
-    return params_by_name({n: move(getattr(params, n), getattr(declared, n)) for n in DIMS})
+    moved: dict[str, Any] = {n: move(getattr(params, n), getattr(declared, n)) for n in DIMS}
+    return MoEParams(**moved)

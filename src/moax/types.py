@@ -10,8 +10,6 @@ import jax
 import jax.export
 from jaxtyping import Array, Float, Int, UInt8
 
-from moax.checks import check_float
-from moax.config import MoEConfig
 from moax.recipe import Recipes
 
 
@@ -234,10 +232,3 @@ jax.tree_util.register_pytree_with_keys(
     lambda stats: (tuple(stats), None),
 )
 exportable(MoEStats)
-
-
-def check_tokens(x: Array, config: MoEConfig) -> None:
-    """Raises ValueError unless x is [..., H], has at least two dims and a floating-point dtype."""
-    check_float("x", x, f"[..., d_model={config.d_model}]")
-    if x.ndim < 2 or x.shape[-1] != config.d_model:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., d_model={config.d_model}], at least 2-D")

@@ -44,7 +44,7 @@ def lies_as(array: jax.Array, mesh: jax.sharding.Mesh, spec: P) -> bool:
 
 def test_every_dim_has_the_name_of_its_letter():
     """Breaks if a parameter has more dims than names, or the table of the docstring says something else."""
-    shapes = moax.params.full_shapes(FULL)
+    shapes = moax.params.param_shapes(FULL, optional=True)
     lines = re.findall(r"^ {8}(\w.*?)  +(\w(?: \w)*)  +(\(.*\))$", moax.LogicalAxes.__doc__, re.M)
     written = {name: (dims.replace(" ", ""), eval(cells)) for names, dims, cells in lines for name in names.split(", ")}
     assert written == {name: (DIMS[name], NAMES.names(name)) for name in DIMS}

@@ -1,6 +1,6 @@
 """What the block says of parameters and tokens that do not fit: which, what it has, and what it needs.
 
-Covers: every parameter and every check of `check_params` and `check_tokens`.
+Covers: every parameter and every check of `check_params`, and of tokens.
 """
 
 import dataclasses
@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import moax
-from moax.params import check_leaves, check_params, full_shapes, param_shapes
-from moax.types import check_tokens
+from moax.params import check_params, param_shapes
 from support import make_mesh
 
 H, F, E, S, L = 32, 48, 8, 16, 24
@@ -32,7 +31,6 @@ def zeros(config, dtype=jnp.float32):
 
 def refused(params, config, message, **options):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_leaves(params)
         check_params(params, config, **options)
 
 
@@ -41,7 +39,7 @@ def test_shapes():
     assert dataclasses.asdict(param_shapes(FULL)) == SHAPES
     bare = dataclasses.asdict(param_shapes(BARE))
     assert bare == dict.fromkeys(NAMES) | dict(router=(H, E), wi=(E, H, 1, F), wo=(E, F, H))
-    assert dataclasses.asdict(full_shapes(BARE)) == bare | dict(bi=(E, 1, F), bo=(E, H))
+    assert dataclasses.asdict(param_shapes(BARE, optional=True)) == bare | dict(bi=(E, 1, F), bo=(E, H))
 
 
 @pytest.mark.parametrize("config", [FULL, BARE], ids=["full", "bare"])
@@ -112,14 +110,13 @@ def test_shards_may_have_any_divisor():
 def test_shapes_of_tokens(shape):
     """Breaks if tokens of another width are found out by a matmul, or one token alone is taken for a batch."""
     with pytest.raises(ValueError, match=re.escape(f"x has shape {shape}; it must be [..., d_model={H}]")):
-        check_tokens(jnp.zeros(shape), FULL)
+        moax.moe(jnp.zeros(shape), zeros(FULL), FULL)
 
 
 def test_dtypes_of_tokens():
     """Breaks if integer ids are fed to the block in place of embeddings."""
     with pytest.raises(ValueError, match="x has dtype int32; it must be floating point"):
-        check_tokens(jnp.zeros((4, H), jnp.int32), FULL)
-    check_tokens(jnp.zeros((2, 3, H), jnp.bfloat16), FULL)
+        moax.moe(jnp.zeros((4, H), jnp.int32), zeros(FULL), FULL)
 
 
 def test_the_block_checks():

@@ -20,20 +20,14 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from moax.block.experts import Quantized, apply_experts
 from moax.block.moe import BlockPlan, Inputs, Weights
-from moax.block.plan import make_plan, weight_specs
-from moax.block.routing_override import (
-    RoutingInput,
-    RoutingOverride,
-    check_routing,
-    find_routing,
-    merge_duplicate_experts,
-)
-from moax.checks import Unsupported, check_int, check_kind, check_mask
+from moax.block.plan import make_plan, shard_widths, weight_specs
+from moax.block.routing import RoutingInput, check_routing, find_routing
+from moax.checks import Unsupported, check_float, check_int, check_kind, check_mask
 from moax.config import MoEConfig
-from moax.exchange import TRANSPORTS, select_transport
+from moax.exchange import select_transport
 from moax.kernels import select_kernels
 from moax.lora import Adapters, check_adapters, scaled
-from moax.mesh.specs import MeshView, constrain, find_mesh_view, reshard_like
+from moax.mesh.specs import MeshView, constrain, find_mesh_view, mesh_in_force, reshard_like
 from moax.mesh.tokens import check_token_axes, find_token_dims, flatten_tokens, unflatten_tokens
 from moax.ops.activation import activate
 from moax.ops.balance import BINS
@@ -42,10 +36,10 @@ from moax.ops.matmul import dense
 from moax.ops.router import router_logits
 from moax.ops.weights import quantize_weight
 from moax.options import OptionKeywords, Options, replace_options
-from moax.params import MoEParams, check_leaves, check_params
+from moax.params import MoEParams, check_params
 from moax.recipe import get_recipes
 from moax.sharding import expert_specs, reshard_params, shard_specs
-from moax.types import MoEStats, QuantizedParams, Routing, check_tokens
+from moax.types import MoEStats, QuantizedParams, Routing
 
 
 class CallKeywords(TypedDict, total=False):
@@ -119,8 +113,11 @@ def moe(
     check_kind("config", config, MoEConfig)
     check_kind("options", options, Options)
     options = replace_options("moe", options, keywords)
-    check_tokens(x, config)
-    check_leaves(params)
+    check_float("x", x, f"[..., d_model={config.d_model}]")
+    if x.ndim < 2 or x.shape[-1] != config.d_model:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., d_model={config.d_model}], at least 2-D")
+    local = _in_shard_map(options)
+    check_params(params, config, local=local, quantized=quantized is not None)
     if router_input is not None and (
         router_input.shape != x.shape or not jnp.issubdtype(router_input.dtype, jnp.floating)
     ):
@@ -129,7 +126,7 @@ def moe(
             f"it must be floating point, of the shape {x.shape} of x"
         )
     if adapters is not None:
-        check_kind("adapters", adapters, Adapters, "moax.lora.init")
+        check_adapters(adapters, config, local=local)
     if quantized is not None:
         check_kind("quantized", quantized, QuantizedParams, "moax.quantize_params")
     given = check_routing(routing, (*x.shape[:-1], config.top_k))
@@ -139,8 +136,8 @@ def moe(
         check_int("segment_ids", segment_ids, "[..., S]")
         if segment_ids.shape != x.shape[:-1]:
             raise ValueError(f"segment_ids has shape {segment_ids.shape}; it must be {x.shape[:-1]}")
-    rest = bool(return_routing), adapters, segment_ids
-    return _moe(x, params, quantized, router_input, config, options, given, mask, *rest)
+    static = config, options, bool(return_routing)
+    return _moe(*static, x, params, quantized, adapters, router_input, given, mask, segment_ids)
 
 
 def quantize_params(
@@ -173,48 +170,53 @@ def quantize_params(
     """
     check_kind("config", config, MoEConfig)
     check_kind("options", options, Options)
-    check_leaves(params)
     options = replace_options("quantize_params", options, keywords)
+    check_params(params, config, local=_in_shard_map(options))
     recipe = get_recipes(options.recipe)
     if all(own.w is None for own in recipe.both):
         raise ValueError(f"recipe={options.recipe!r} quantizes no weight; its field w must be a Format")
     return _quantize_params(jax.lax.stop_gradient(params), config, options, np.dtype(dtype))
 
 
+def _in_shard_map(options: Options) -> bool:
+    """Returns whether a `shard_map` of the caller's has made mesh axes with a role Manual."""
+    mesh = mesh_in_force()
+    return mesh is not None and not set(mesh.manual_axes).isdisjoint(options.axes.names)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _quantize_params(params: MoEParams[Array], config: MoEConfig, options: Options, dtype: np.dtype) -> QuantizedParams:
-    """Runs `quantize_params` with all options in one value."""
-    view, recipe = find_mesh_view(options.axes, options.engine, params), get_recipes(options.recipe)
-    check_params(params, config, local=view.manual)
-    find_specs = functools.partial(shard_specs, params) if view.manual else expert_specs
-    declared = find_specs(config, options.axes, view.axes)
+    axes, recipe = options.axes, get_recipes(options.recipe)
+    view = find_mesh_view(axes, options.engine, params)
+    given = (config, axes, view.axes)
+    declared = shard_specs(params, *given) if view.manual else expert_specs(*given)
     params = reshard_params(params, declared)
-    kernels = _select_kernels(options, dtype, params, config, view)
+    kernels = select_kernels(options.kernels, dtype, **shard_widths(config, view.axes))
     pairs = zip(weight_specs(declared, view.axes, recipe, kernels, dtype), (params.wi, params.wo), strict=True)
     wi, wo = (None if weight.recipe.w is None else quantize_weight(view, weight, w) for weight, w in pairs)
     return QuantizedParams(wi, wo, recipe, kernels)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 8))  # so that a caller who does not jit runs one program too
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that a caller who does not jit runs one program too
 def _moe(
-    x, params, quantized, router_input, config: MoEConfig, options: Options, given: RoutingOverride, mask,
-    return_routing: bool, adapters, segments,
+    config: MoEConfig, options: Options, return_routing: bool, x, params: MoEParams[Array], quantized, adapters,
+    router_input, given, mask, segments,
 ):  # fmt: skip
-    params, absent = _fill(params, quantized, x.dtype)
+    absent = params.wi is None or params.wo is None
+    if absent:
+        params = _fill(params, quantized, x.dtype)
     recipe, axes, engine = get_recipes(options.recipe), options.axes, options.engine
     check_token_axes(x, axes)
     view = find_mesh_view(axes, engine, x, params)
     axes = find_token_dims(x, axes, view.axes)
     resolved = axes.resolve(dict(view.axes.sizes))
     view, options = view._replace(axes=resolved), dataclasses.replace(options, axes=axes)
-    check_params(params, config, local=view.manual)
-    if adapters is not None:
-        check_adapters(adapters, config, local=view.manual)
     if x.size == 0:
         return x, _stats_of_nothing(x, config, return_routing)
     declared = shard_specs(params, config, axes, resolved) if view.manual else expert_specs(config, axes, resolved)
-    plan = _plan(x, params, config, options, view, declared, frozen=absent or adapters is not None)
-    _check_quantized(quantized, plan, params)
+    plan = _plan(x, config, options, view, declared, frozen=absent or adapters is not None)
+    if quantized is not None:
+        _check_quantized(quantized, plan, params)
     params, tokens = reshard_params(params, declared), flatten_tokens(x, resolved)
     if segments is not None:
         segments = segments.astype(jnp.int32)
@@ -224,24 +226,16 @@ def _moe(
     if real is not None:  # padding may hold NaN
         tokens, read = jnp.where(real, tokens, 0), jnp.where(real, read, 0)
 
-    router = constrain(params.router, declared.router)
-    params = dataclasses.replace(params, router=router)
-    if absent:
-        wi, wo = constrain(params.wi, declared.wi), constrain(params.wo, declared.wo)
-        params = dataclasses.replace(params, wi=wi, wo=wo)
-    routing = find_routing(view, x, read, params, config, options, given, real, segments)
-    experts, weights = (
-        (routing.experts, routing.weights) if given.experts is None else merge_duplicate_experts(routing, config)
-    )
+    constrained = ("router", "wi", "wo") if absent else ("router",)
+    layouts = {name: constrain(getattr(params, name), getattr(declared, name)) for name in constrained}
+    params = dataclasses.replace(params, **layouts)
+    routing, experts, weights = find_routing(view, x, read, params, config, options, given, real, segments)
 
-    if params.expert_scale is not None:
-        chosen = experts[:, :, None] == jnp.arange(config.num_experts, dtype=jnp.int32)[None, None]
-        weights = weights * jnp.where(chosen, params.expert_scale.astype(jnp.float32)[None, None], 0.0).sum(-1)
     how = dict(axes=axes, engine=engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
     rows = tokens
     if params.latent_down is not None:
         rows = dense(tokens, params.latent_down, recipe=recipe.wi, w_spec=declared.latent_down, **how)
-    w = Weights(params.wi, params.wo, params.bi, params.bo, *scaled(adapters))
+    w = Weights(params.wi, params.wo, params.bi, params.bo, *(() if adapters is None else scaled(adapters)))
     kept: Quantized = (None, None) if quantized is None else (quantized.wi, quantized.wo)
     y, dropped, rounds = apply_experts(view, plan, Inputs(rows, experts, weights), w, kept)
     shared, apart = None, params.latent_up is not None or params.shared_gate is not None
@@ -269,34 +263,23 @@ def _moe(
     return reshard_like(y, x), MoEStats(*counts, dropped, rounds, used, routing.histogram)
 
 
-def _plan(x, params: MoEParams[Array], config: MoEConfig, options: Options, view: MeshView, declared, *, frozen: bool):
-    """Returns the plan of the experts, with the transport and the implementation that run."""
-    _check_symbolic(x, config, view)
+def _plan(x, config: MoEConfig, options: Options, view: MeshView, declared, *, frozen: bool) -> BlockPlan:
+    """Returns the plan of the experts, with the transport that the options name, or the cheapest one that can run."""
     rows, shards = x.size // x.shape[-1], 1 if view.manual else view.axes.size(view.axes.tokens)
+    if not isinstance(rows, int):
+        _check_symbolic(rows, config, view)
     if rows % shards:
         raise ValueError(f"x: its {rows} rows do not divide by mesh axes {view.axes.tokens} of {shards} devices")
     row_bytes = wire_bytes(config.d_rows, x.dtype, get_recipes(options.recipe).wire)
-    if options.exchange == "auto":
-        transports = [name for name, transport in TRANSPORTS.items() if transport.portable]
-    else:
-        transports = [select_transport(options.exchange, view, row_bytes)]
-    kernels = _select_kernels(options, x.dtype, params, config, view)
-    how = dict(axes=view.axes, declared=declared, tokens=rows // shards, dtype=x.dtype, kernels=kernels, frozen=frozen)
-    return make_plan(config, options, transports, **how)
+    transport = None if options.exchange == "auto" else select_transport(options.exchange, view, row_bytes)
+    how = dict(axes=view.axes, declared=declared, tokens=rows // shards, dtype=x.dtype, frozen=frozen)
+    return make_plan(config, options, transport, **how)
 
 
-def _select_kernels(options: Options, dtype, params: MoEParams[Array], config: MoEConfig, view: MeshView) -> str:
-    tp = 1 if view.manual else view.axes.size(view.axes.tp)
-    return select_kernels(options.kernels, dtype, d_model=config.d_rows, d_ff=params.wo.shape[1] // tp)
-
-
-def _fill(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) -> tuple[MoEParams[Array], bool]:
-    """Returns the parameters, and whether the caller has wi and wo quantized alone; they are then zeros, never read."""
-    if quantized is None or (params.wi is not None and params.wo is not None):
-        return params, False
-    wi, wo = quantized.wi, quantized.wo
-    if wi is None or wo is None:
-        name = "wi" if wi is None else "wo"
+def _fill(params: MoEParams[Array], quantized: QuantizedParams, dtype) -> MoEParams[Array]:
+    """Returns the parameters with zeros for wi and wo, which the caller has quantized alone; nothing reads them."""
+    if quantized.wi is None or quantized.wo is None:
+        name = "wi" if quantized.wi is None else "wo"
         raise ValueError(
             f"one of params.wi and params.wo is None, and quantized.{name} too, since no recipe quantizes {name}; "
             "pass both parameters"
@@ -306,8 +289,8 @@ def _fill(params: MoEParams[Array], quantized: QuantizedParams | None, dtype) ->
             "one of params.wi and params.wo is None; with quantized= either both are None, and have no gradient, or "
             "neither is"
         )
-    zeros = (jnp.zeros(of[1].data.shape, dtype) for of in (wi, wo))  # of columns, never turned
-    return dataclasses.replace(params, **dict(zip(("wi", "wo"), zeros, strict=True))), True
+    wi, wo = (jnp.zeros(of[1].data.shape, dtype) for of in (quantized.wi, quantized.wo))  # of columns, never turned
+    return dataclasses.replace(params, wi=wi, wo=wo)
 
 
 def _stats_of_nothing(x, config: MoEConfig, return_routing: bool) -> MoEStats:
@@ -319,10 +302,8 @@ def _stats_of_nothing(x, config: MoEConfig, return_routing: bool) -> MoEStats:
     return MoEStats(zero, zero, tokens, none, none + 1, used, histogram)
 
 
-def _check_quantized(quantized: QuantizedParams | None, plan: BlockPlan, params: MoEParams[Array]) -> None:
+def _check_quantized(quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
     """Raises ValueError where quantized weights are of another recipe, implementation or size than the block's."""
-    if quantized is None:
-        return
     if quantized.recipe != plan.recipe:
         raise ValueError(f"quantized has recipe={quantized.recipe}, and this call has recipe={plan.recipe}")
     if quantized.kernels != plan.kernels:
@@ -336,11 +317,8 @@ def _check_quantized(quantized: QuantizedParams | None, plan: BlockPlan, params:
             raise ValueError(f"quantized.{name} is of a weight {sizes}, and params.{name} has shape {want}")
 
 
-def _check_symbolic(x, config: MoEConfig, view: MeshView) -> None:
-    """Raises Unsupported where x has a symbolic number of rows, of `jax.export`, that the block cannot take."""
-    rows = x.size // x.shape[-1]
-    if isinstance(rows, int):
-        return
+def _check_symbolic(rows, config: MoEConfig, view: MeshView) -> None:
+    """Raises Unsupported where the block cannot take a symbolic number of rows, of `jax.export`."""
     if view.engine != "local":
         raise Unsupported(
             f"x has {rows} rows, which is symbolic, on a mesh; JAX cannot run an exported shard_map of symbolic "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -16,7 +15,7 @@ from moax.exchange import AUTO, TRANSPORTS
 from moax.exchange.slots import allot_slots
 from moax.exchange.transport import ExchangeSpec
 from moax.groups import allot_rows
-from moax.kernels import implementation
+from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import GradReduce, get_grad_reduce, sum_dtype
 from moax.mesh.specs import Spec
@@ -40,22 +39,27 @@ def weight_specs(
     )
 
 
+def shard_widths(config: MoEConfig, axes: ResolvedAxes) -> dict[str, int]:
+    """Returns the widths of rows and of hidden rows on one device, by the names that errors give them."""
+    return {"d_model": config.d_rows, "d_ff": config.d_ff // axes.size(axes.tp)}
+
+
 def make_plan(
-    config: MoEConfig, options: Options, transports: Iterable[str], *, axes: ResolvedAxes, declared: MoEParams[Spec],
-    tokens: int, dtype: DTypeLike, kernels: str, frozen: bool = False,
+    config: MoEConfig, options: Options, transport: str | None, *, axes: ResolvedAxes, declared: MoEParams[Spec],
+    tokens: int, dtype: DTypeLike, frozen: bool = False,
 ) -> BlockPlan:  # fmt: skip
     """Returns the plan of a block whose shards have `tokens` tokens each.
 
     Args:
-      config, options: the block, and how it runs; `axes`, `kernels` and `transports` have what its names stand for.
-      transports: the names of the transports that may run. Of several, a plan has the one whose balanced step sends the
-        fewest bytes, and of equal ones the first. With a capacity factor the transports drop other tokens, so that it
-        is all_gather then, which drops none on the way.
+      config, options: the block, and how it runs.
+      transport: the name of the transport. None chooses the portable one whose balanced step sends the fewest bytes,
+        and of equal ones the first. With a capacity factor the transports drop other tokens, so that it is all_gather
+        then, which drops none on the way.
       declared: the spec of each parameter.
-      axes, dtype, kernels, frozen: see `BlockPlan`.
+      axes, dtype, frozen: see `BlockPlan`.
 
     Raises:
-      Unsupported: the block has a capacity factor, and several chunks.
+      Unsupported: the block has a capacity factor and several chunks, or kernels chosen by name cannot run.
     """
     recipe, chunks, factor = get_recipes(options.recipe), options.chunks, options.buffer_factor
     grad_reduce = get_grad_reduce(options.grad_reduce_dtype)
@@ -65,23 +69,23 @@ def make_plan(
             "together. Use chunks=1 or capacity_factor=None"
         )
     tokens = -(-tokens // chunks)
-    local, weights_at = implementation(kernels), config.weights_at
-    ranks, load = axes.size(axes.ep), tokens * config.top_k
+    widths, weights_at = shard_widths(config, axes), config.weights_at
+    kernels = select_kernels(options.kernels, dtype, **widths)
+    local, ranks, load = implementation(kernels), axes.size(axes.ep), tokens * config.top_k
     experts, capacity = config.num_experts // ranks, capacity_rows(tokens, config.top_k, config.capacity_factor)
     align = math.lcm(*map(local.align_rows, recipe.both))
     counts = tokens, config.top_k, ranks, config.num_experts
     some, most = allot_slots(*counts, config.capacity_factor, factor)
 
-    def spec_of(transport: str) -> ExchangeSpec:
-        slots = some if TRANSPORTS[transport].has_slots else most
-        return ExchangeSpec(transport, axes, tokens, slots, recipe.wire, kernels, config.num_experts, most)
-
-    specs = [spec_of(name) for name in transports]
-    if len(specs) > 1 and (config.capacity_factor is not None or not axes.ep):
-        specs = [spec for spec in specs if spec.transport == AUTO]
+    names = [name for name, of in TRANSPORTS.items() if of.portable] if transport is None else [transport]
+    if transport is None and (config.capacity_factor is not None or not axes.ep):
+        names = [AUTO]
     # A row has the same bytes in every portable transport, so the fewest rows are the fewest bytes.
-    exchange = min(specs, key=lambda spec: TRANSPORTS[spec.transport].received_rows(tokens, ranks, spec.slots))
-    received = TRANSPORTS[exchange.transport].received_rows(tokens, ranks, exchange.slots)
+    sizes = {name: some if TRANSPORTS[name].has_slots else most for name in names}
+    rows = {name: TRANSPORTS[name].received_rows(tokens, ranks, sizes[name]) for name in names}
+    name = min(names, key=lambda name: rows[name])
+    exchange = ExchangeSpec(name, axes, tokens, sizes[name], recipe.wire, kernels, config.num_experts, most)
+    received = rows[name]
     kept = kept_rows(received, config.top_k, experts, capacity)
     max_rows = allot_rows(load, factor, kept)
     fewer = max_rows is not kept and max_rows < kept  # a symbolic size has the worst case itself
@@ -90,8 +94,7 @@ def make_plan(
     # capacity factor it has all slots, because drops are decided over all of them.
     slots = exchange.slots if config.capacity_factor is not None else -(-exchange.slots // 2)
     later = PermuteSpec(experts, align, capacity, kernels, axes, -(-max_rows * 9 // 20))
-    widths = config.d_rows, config.d_ff // axes.size(axes.tp)
-    gathers_x = local.matmul_gathers_rows(recipe.wi.x, *widths)
+    gathers_x = local.matmul_gathers_rows(recipe.wi.x, *widths.values())
     wi, wo = weight_specs(declared, axes, recipe, kernels, dtype, grad_reduce)
     return BlockPlan(
         activation=config.activation,
@@ -112,6 +115,6 @@ def make_plan(
         save_rows=options.save_rows and (bool(axes.ep) or frozen or not gathers_x),
         frozen=frozen,
         gathers_x=gathers_x,
-        gathers_dy=local.matmul_gathers_rows(recipe.wo.dy, *widths),
+        gathers_dy=local.matmul_gathers_rows(recipe.wo.dy, *widths.values()),
         activates=weights_at == "output" and recipe.wo.x is None,
     )

@@ -24,7 +24,7 @@ from moax.config import MoEConfig
 from moax.estimate.tracing import trace
 from moax.exchange import TRANSPORTS, find_transport
 from moax.exchange.transport import Transfer
-from moax.kernels import select_kernels, supports_fp8
+from moax.kernels import supports_fp8
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.models import find_model
 from moax.ops import dispatch_combine
@@ -260,16 +260,14 @@ def _plan(
             raise Unsupported(f"exchange={name!r} runs on the {on.host} GPUs of one host, and the mesh has {gpus}")
         if why := TRANSPORTS[name].why_not(None, None):
             raise Unsupported(f"exchange={name!r}: {why}")
-    portable = [name for name, transport in TRANSPORTS.items() if transport.portable]
     return make_plan(
         config,
         options,
-        portable if options.exchange == "auto" else [name],
+        None if options.exchange == "auto" else name,
         axes=axes,
         declared=expert_specs(config, options.axes, axes),
         tokens=tokens,
         dtype=dtype,
-        kernels=select_kernels(options.kernels, dtype, d_model=config.d_rows, d_ff=config.d_ff // axes.size(axes.tp)),
     )
 
 

@@ -26,7 +26,7 @@ from moax.hf.files import MXFP4, NAMES, QUANTIZED, Checkpoint, Output, Stored, f
 from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
 from moax.mesh.axes import Axes
 from moax.mesh.specs import named
-from moax.params import DIMS, MoEParams, check_leaves, check_params, param_shapes, params_by_name
+from moax.params import DIMS, MoEParams, check_params, param_shapes
 from moax.sharding import param_specs
 
 SHARD_BYTES = 5 * 2**30
@@ -84,13 +84,14 @@ def params_from_hf(
         raise errors[0]
     mesh = mesh or jax.sharding.get_mesh()
     shardings = None if mesh.empty else named(mesh, param_specs(config, axes, mesh))
-    shapes, fields = param_shapes(config), dict.fromkeys(DIMS)
+    shapes = param_shapes(config)
+    fields: dict[str, Any] = dict.fromkeys(DIMS)
     for field, group in itertools.groupby(pairs, key=lambda pair: pair[0].field):
         of_field = list(group)
         to = _find_dtype([stored for _, stored in of_field], None if field == "router_bias" else dtype)
         on = getattr(shardings, field) if shardings else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         fields[field] = _assemble(getattr(shapes, field), to, on, of_field)
-    return params_by_name(fields)
+    return MoEParams(**fields)
 
 
 def params_to_hf(
@@ -315,7 +316,6 @@ def _stem(others: Mapping[str, Any], model_type: str) -> str:
 def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Output]:
     """Returns every tensor of a block, by name; raises as `params_to_hf`."""
     config_to_hf(config, model_type)  # It raises where no model of this type has the config.
-    check_leaves(params)
     check_params(params, config)
     for field, want in vars(param_shapes(config)).items():
         value = getattr(params, field)
