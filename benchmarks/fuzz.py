@@ -11,8 +11,8 @@ So 200 cases by `--draws 2` are 200 inputs of 100 programs, and not 200 programs
 
 Each case runs forward and backward three times: by the kernels, by XLA with the same recipe, and by `moax.reference`
 in float32 with the same experts. The error of the kernels may not be much larger than that of XLA, and that of XLA may
-not exceed a bound by recipe. A line has the errors of both. The exit code is 1 if a case is wrong, if a process died, or
-if no case ended. Several processes share a GPU.
+not exceed a bound by recipe. A line has the errors of both. The exit code is 1 if a case is wrong, if a process died,
+or if no case ended. Several processes share a GPU.
 """
 
 from __future__ import annotations
@@ -351,7 +351,8 @@ def line(row: dict[str, Any]) -> str:
     """Returns a row as a line: each error as that of the kernels / that of XLA."""
     errors = [f"{name} {ours:.0e}/{xla:.0e}" for name, (ours, xla) in sorted(row.get("errors", {}).items())]
     state = "right" if row["right"] else "WRONG"
-    return f"{state} {row['seed']:>5}.{row['draw']} {row['seconds']:5.1f} s  {row['case']}  {' '.join(errors) or row['raised']}"
+    name = f"{row['seed']:>5}.{row['draw']} {row['seconds']:5.1f} s"
+    return f"{state} {name}  {row['case']}  {' '.join(errors) or row['raised']}"
 
 
 def main(argv: list[str] | None = None) -> int:

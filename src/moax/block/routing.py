@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from moax.checks import check_float, check_int
 from moax.config import MoEConfig
 from moax.mesh.axes import ResolvedAxes
-from moax.mesh.tokens import find_row_axes, flatten_tokens
 from moax.mesh.specs import MeshView
+from moax.mesh.tokens import find_row_axes, flatten_tokens
 from moax.ops.router import router_logits
 from moax.ops.routing import route
 from moax.options import Options
