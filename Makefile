@@ -140,7 +140,7 @@ framework-parity: $(FRAMEWORKS:%=.venv-%/.installed) ## compare examples/*_adapt
 	@scripts/venv.sh .venv-levanter marin-levanter==0.2.227.dev40316220070 jax==0.11.2
 	@touch $@
 
-test-gpu: ## run every kernel and the block on Hopper GPUs (5 minutes with 16 cores); GPU_PYTHON needs jax with CUDA
+test-gpu: ## run every kernel and the block on Hopper GPUs (2 minutes with 16 cores); GPU_PYTHON needs jax with CUDA
 	$(ON_GPU) -m "gpu and not more"
 
 test-gpu-more: ## run the GPU tests that `make test-gpu` leaves out
