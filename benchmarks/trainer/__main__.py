@@ -223,6 +223,7 @@ def main() -> int:
     head = report.header(["python", "-m", "benchmarks.trainer", *sys.argv[1:]], args.sha, {})
     head["flop"] = FORMULA
     rows: list[Row] = []
+    Path(args.logs).mkdir(parents=True, exist_ok=True)
     asked = variants(args, Path(tempfile.mkdtemp(prefix="trainer-", dir=args.logs)), "H200" in head["device"])
 
     def measure(variant: Variant, process: subprocess.Popen) -> None:
