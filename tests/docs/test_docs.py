@@ -75,9 +75,16 @@ def test_pages_build(tmp_path):
 
 def public() -> set[str]:
     """Full names of what a user may call; of packages also what they re-export."""
-    names = {"moax.CHECKPOINT_NAMES", "moax.nnx.MoE", "moax.nnx.Dense", "moax.linen.MoEBlock", "moax.linen.Dense"}
+    names = {
+        "moax.CHECKPOINT_NAMES",
+        "moax.inspect.Value",
+        "moax.nnx.MoE",
+        "moax.nnx.Dense",
+        "moax.linen.MoEBlock",
+        "moax.linen.Dense",
+    }
     for module in (moax, moax.ops, hf, inspect, estimate):
-        package = module in (moax, moax.ops, hf, inspect)
+        package = module in (moax, moax.ops, hf)
         for name in dir(module):
             value = getattr(module, name)
             home = getattr(value, "__module__", None) or ""
