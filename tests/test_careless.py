@@ -15,6 +15,7 @@ import pytest
 
 import moax
 from moax import MoEConfig, Options, RouterConfig, ops, reference
+from moax.checks import check_arrays
 from support import TOKENS, make_mesh, make_params, put, random, rel_error, some, spec
 
 CONFIG = MoEConfig(d_model=16, d_ff=8, num_experts=4, top_k=2)
@@ -45,6 +46,7 @@ PERMUTE = dict(x=X, experts=IDS, num_groups=4)
 DENSE, LOGITS_OF = dict(x=X, w=np.ones((16, 4), np.float32)), dict(x=X, w=np.ones((16, 4), np.float32))
 ROUTE = dict(logits=LOGITS, config=RouterConfig(), top_k=2)
 UPDATE = dict(bias=np.zeros(4, np.float32), tokens_per_expert=SIZES)
+EMPTY = np.zeros((0, 16), np.float32)
 INTS, HALVES = np.ones((6, 16), np.int32), np.ones((6, 8), np.int8)
 Q = moax.QArray(np.zeros((6, 8), np.uint8), np.ones((6, 1), np.float32), "e4m3", (1, 8))
 
@@ -137,6 +139,35 @@ def _name(case) -> str:
     return f"{call.__name__.strip('_')}-{name}-{type(arguments[name]).__name__}"
 
 
+A, B, C = np.ones((6, 8), np.float32), np.ones((8, 2, 3), np.float32), np.ones((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "sizes", "says"),
+    [
+        ("x [T, H], w [H, *C], bias? [*C]", (A, B, C), {}, None),
+        ("x [T, H], w [H, *C], bias? [*C]", (A, B, None), dict(T=6, C=(2, 3)), None),
+        ("x [..., H], n int []", (A[0], np.int32(1)), {}, None),
+        ("x [T, H], w [H, *C]", (A[:, :4], B), {}, "x, w have shapes (6, 4), (8, 2, 3); they must be [T, H], [H, *C]"),
+        ("w [H, *C], b [*C]", (B, C[:, :2]), {}, "w, b have shapes (8, 2, 3), (2, 2); they must be [H, *C], [*C]"),
+        ("w [H, *C], b [E, *C]", (B, C), {}, "w, b have shapes (8, 2, 3), (2, 3); they must be [H, *C], [E, *C]"),
+        ("x [T, H], y [T, K]", (A, C), dict(K=4), "y has shape (2, 3); it must be [T, K=4]"),
+        ("x [T, H, *C]", (A[0],), {}, "x has shape (8,); it must be [T, H, *C]"),
+        ("p.x [..., H]", (A,), dict(H=4), "p.x has shape (6, 8); it must be [..., H=4]"),
+        ("x [T, H], y [T]", (A, None), {}, "y is None; it must be an array [T]"),
+        ("ids int [T, K]", (A,), {}, "ids has dtype float32; it must be an array of integers [T, K]"),
+        ("mask bool [T]", (IDS,), {}, "mask has dtype int32; it must be bool, such as segment_ids > 0"),
+        ("x [T, H], y [T, E]", (A, C), dict(local=True, T=12, H=16), None),
+        ("x [T, H]", (A,), dict(local=True, H=12), "x has shape (6, 8); it must be [T, H=12]"),
+        ("x [T, H]", (EMPTY,), dict(local=True, T=12), "x has shape (0, 16); it must be [T=12, H]"),
+    ],
+)
+def test_arrays_by_rule(rule, values, sizes, says):
+    """Breaks if an array of another dtype, rank or size than its rule says is taken, or the message names another."""
+    with contextlib.nullcontext() if says is None else pytest.raises(ValueError, match=re.escape(says)):
+        check_arrays(rule, *values, **sizes)
+
+
 @pytest.mark.loose
 @pytest.mark.parametrize(("call", "arguments", "name"), WRONG, ids=map(_name, WRONG))
 def test_wrong_calls(call, arguments, name):
@@ -158,9 +189,6 @@ def test_swapped_arguments():
         moax.moe(PARAMS, X, CONFIG)
     with pytest.raises(ValueError, match="config is a MoEParams"):
         moax.moe(X, CONFIG, PARAMS)
-
-
-EMPTY = np.zeros((0, 16), np.float32)
 
 
 @pytest.mark.parametrize("way", ("none", "custom_partitioning", "shard_map", "explicit"))

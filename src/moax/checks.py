@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,11 +79,16 @@ def check_int(name: str, value: Any, dims: str) -> None:
         raise ValueError(f"{name} has dtype {dtype}; it must be an array of integers {dims}")
 
 
-def check_mask(name: str, value: Any, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless value is an array of bool of this shape."""
-    dtype = _dtype(name, value, f"of bool, {shape}")
+def check_bool(name: str, value: Any, dims: str) -> None:
+    """Raises ValueError unless value is an array of bool; `dims` is as in `check_float`."""
+    dtype = _dtype(name, value, f"of bool, {dims}")
     if dtype != jnp.bool_:
         raise ValueError(f"{name} has dtype {dtype}; it must be bool, such as segment_ids > 0")
+
+
+def check_mask(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless value is an array of bool of this shape."""
+    check_bool(name, value, str(shape))
     if value.shape != shape:
         raise ValueError(f"{name} has shape {value.shape}; it must be {shape}")
 
@@ -93,6 +99,44 @@ def check_shape(name: str, value: Any, want: tuple[int, ...], local: bool) -> No
     divides = len(have) == len(want) and all(n > 0 and m % n == 0 for n, m in zip(have, want, strict=True))
     if have != want and not (local and divides):
         raise ValueError(f"{name} has shape {have}; this config needs {want}")
+
+
+def check_arrays(rule: str, /, *values: Any, local: bool = False, **sizes: Any) -> None:
+    """Raises ValueError unless arrays have the dtypes and dims of a rule: "x [T, H], ids int [T, K], bias? [*C]".
+
+    An array is floating point, or `int` or `bool` where the rule says so; one with a "?" may be None. A letter has one
+    size in all arrays, or that of `sizes`; "*C" and "..." are any dims, and their size is a tuple. `local` arrays may
+    be shards: a dim divides its size in `sizes`, and the sizes of two arrays are not compared.
+    """
+    parts = re.findall(r"([\w.]+)(\??)(?: (int|bool))? \[(.*?)\]", rule)
+    given = [(name, kind, dims, value) for (name, optional, kind, dims), value in zip(parts, values, strict=True)
+             if value is not None or not optional]  # fmt: skip
+    for name, kind, dims, value in given:
+        {"": check_float, "int": check_int, "bool": check_bool}[kind](name, value, f"[{dims}]")
+    found = dict(sizes)
+    for array in given:
+        if not _fit(*array[2:], found, local):
+            wrong = given if _fit(*array[2:], dict(sizes), local) else [array]  # arrays that do not fit each other
+            names, shapes = ", ".join(a[0] for a in wrong), ", ".join(str(a[3].shape) for a in wrong)
+            wanted = ", ".join(f"[{dims}]" for _, _, dims, _ in wrong)
+            wanted = re.sub(r"\w+", lambda m: f"{m[0]}={sizes[m[0]]}" if m[0] in sizes else m[0], wanted)
+            verb = f"has shape {shapes}; it" if len(wrong) == 1 else f"have shapes {shapes}; they"
+            raise ValueError(f"{names} {verb} must be {wanted}")
+
+
+def _fit(dims: str, value: Any, found: dict[str, Any], local: bool) -> bool:
+    """Returns whether an array has these dims, and adds the size of each letter to `found`."""
+    letters, shape = dims.split(", ") if dims else [], list[Any](value.shape)
+    for i, letter in enumerate(letters):
+        if letter[0] in "*." and (rest := len(shape) - len(letters) + 1) >= 0:
+            shape[i : i + rest] = [tuple(shape[i : i + rest])]
+    if len(letters) != len(shape):
+        return False
+    for letter, size in zip(letters, shape, strict=True):
+        want = (found.get if local else found.setdefault)(letter.strip("*"), size)
+        if want != size and not (local and size > 0 and want % size == 0):
+            return False
+    return True
 
 
 def check_key(name: str, value: Any) -> None:
