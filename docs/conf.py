@@ -11,10 +11,14 @@ import moax  # noqa: E402
 project = "moax"
 author = "the authors of moax"
 release = moax.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "api", "live"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "api", "live"]
 exclude_patterns = ["_build"]
 
-# Signatures and docstrings are rendered by _ext/api.py, from the source.
+# Signatures and docstrings pass _ext/api.py, and napoleon renders the sections.
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_attr_annotations = False
+napoleon_custom_sections = ["Returns"]  # may name several results
 autoclass_content = "both"
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
