@@ -67,7 +67,7 @@ def write_checkpoint(folder: Path, size: int) -> tuple[moax.MoEConfig, int]:
     def output(shape: tuple[int, ...]) -> Output:
         return Output(dtype, shape, lambda: iter([generator.standard_normal(shape, np.float32).astype(dtype)]))
 
-    tensors = tensors_of(layout_of(CONFIG["model_type"], None), config)
+    tensors = tensors_of(layout_of(CONFIG["model_type"]), config)
     layer = {tensor.name: output(tensor.shape) for tensor in tensors}
     layers = -(-size // sum(tensor.size for tensor in layer.values()))
     stacked = {f"model.layers.{i}.mlp.{name}": tensor for i in range(layers) for name, tensor in layer.items()}

@@ -67,7 +67,7 @@ def write(folder: Path, model_type: str) -> None:
     layer = hf.moe_layers(folder)[-1]
     found = hf.Checkpoint(folder / "model.safetensors")
     params = hf.params_from_hf(found, config, layer=layer, mesh=make_mesh("2x4"))
-    for name, stacked in (("written", None), ("stacked", True)):
+    for name, stacked in (("written", False), ("stacked", True)):
         options = dict(hf_config=values, stacked=stacked, shard_bytes=20_000)
         hf.save_hf(folder / name, {layer: params}, config, model_type, others=found, **options)
 

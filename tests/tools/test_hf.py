@@ -2,7 +2,7 @@
 
 tests/data/hf/ is what scripts/hf_reference.py wrote.
 
-Covers: five model types x spellings x dtypes; meshes; FP8 and MXFP4; what is refused.
+Covers: five model types x layouts x dtypes; meshes; FP8 and MXFP4; what is refused.
 """
 
 import dataclasses
@@ -31,10 +31,6 @@ from support import MESHES, some
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"
 RECORDED = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
-LAYOUTS_ON_DISK = {
-    "mixtral": layout_of("mixtral", None), "per_expert": layout_of("deepseek_v3", None),
-    "stacked": layout_of("deepseek_v3", True), "gpt_oss": layout_of("gpt_oss", None),
-}  # fmt: skip
 BEST = RouterConfig(order="topk_then_score", normalize=False)
 
 
@@ -54,11 +50,11 @@ def assert_same(got, want):
         assert bits(got[name]) == bits(want[name]), name
 
 
-def random_state(config: MoEConfig, spelling: str, dtype, prefix: str = "") -> dict[str, np.ndarray]:
-    """Random bits under the names of a spelling: NaNs, infinities and subnormals among them."""
+def random_state(config: MoEConfig, family: str, dtype, prefix: str = "", stacked=False) -> dict[str, np.ndarray]:
+    """Random bits under the names of a family: NaNs, infinities and subnormals among them."""
     generator = np.random.default_rng(0)
     size = np.dtype(dtype).itemsize
-    shapes = {prefix + tensor.name: tensor.shape for tensor in tensors_of(LAYOUTS_ON_DISK[spelling], config)}
+    shapes = {prefix + tensor.name: tensor.shape for tensor in tensors_of(layout_of(family, stacked), config)}
     return {
         name: np.frombuffer(generator.bytes(size * int(np.prod(shape))), dtype).reshape(shape)
         for name, shape in shapes.items()
@@ -90,20 +86,15 @@ def test_config_to_hf_knows_what_a_model_cannot_be():
          + [(f, i % 2 == 1, np.float32) for i, f in enumerate(RECORDED)], len(RECORDED)),
 )  # fmt: skip
 def test_round_trip(family, stacked, dtype):
-    """Breaks if a weight comes back with one other bit, in either spelling."""
-    if family == "gpt_oss" and not stacked:
-        with pytest.raises(Unsupported, match="a gpt_oss model has stacked experts alone"):
-            hf.params_to_hf(moax.init(jax.random.key(0), tiny(family)), tiny(family), family, stacked=False)
-        return
+    """Breaks if a weight comes back with one other bit, in either layout."""
     config = tiny(family)
-    spelling = "gpt_oss" if family == "gpt_oss" else "stacked" if stacked else "per_expert"
-    spelling = "mixtral" if family == "mixtral" and not stacked else spelling
-    prefix = f"model.layers.7.{LAYOUTS_ON_DISK[spelling].block}."
-    state = random_state(config, spelling, dtype, prefix)
-    params = hf.params_from_hf(state, config, layer=7)
+    prefix = f"model.layers.7.{layout_of(family, stacked).block}."
+    state = random_state(config, family, dtype, prefix, stacked)
+    params = hf.params_from_hf(state, config, layer=7, model_type=family)
     moax.params.check_params(params, config)
     assert_same(hf.params_to_hf(params, config, family, layer=7, stacked=stacked), state)
-    again = hf.params_from_hf(hf.params_to_hf(params, config, family, stacked=stacked), config)
+    written = hf.params_to_hf(params, config, family, stacked=stacked)
+    again = hf.params_from_hf(written, config, model_type=family)
     for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
         assert bits(one) == bits(other)
 
@@ -152,17 +143,17 @@ def test_layouts(family, mesh, fsdp_dim, kind):
     assert_same(written, hf.params_to_hf(want, config, family))
 
 
-@pytest.mark.parametrize("spelling", ["per_expert", "stacked"])
-def test_reads_one_expert_at_a_time(tmp_path, monkeypatch, spelling):
+@pytest.mark.parametrize("stacked", [False, True])
+def test_reads_one_expert_at_a_time(tmp_path, monkeypatch, stacked):
     """Breaks if a layer is read whole, or an expert more than once: what a 235B model's host has no memory for."""
     config = dataclasses.replace(tiny("qwen3_moe"), d_model=64, d_ff=32, num_experts=16)
-    state = random_state(config, spelling, jnp.bfloat16)
+    state = random_state(config, "qwen3_moe", jnp.bfloat16, stacked=stacked)
     safetensors.numpy.save_file(state, tmp_path / "model.safetensors")
     reads, real = [], Entry.read
     monkeypatch.setattr(Entry, "read", lambda *part: reads.append(real(*part)) or reads[-1])
     mesh = jax.make_mesh((2, 4), ("fsdp", "ep"))
-    hf.params_from_hf(tmp_path, config, mesh=mesh)
-    biggest = 2 * config.d_model * config.d_ff * (2 if spelling == "stacked" else 1)
+    hf.params_from_hf(tmp_path, config, mesh=mesh, model_type="qwen3_moe")
+    biggest = 2 * config.d_model * config.d_ff * (2 if stacked else 1)
     assert max(array.nbytes for array in reads) == biggest
     assert sum(array.nbytes for array in reads) == sum(array.nbytes for array in state.values())
 
@@ -225,19 +216,20 @@ def test_dtype():
     params = hf.params_from_hf(DATA / "deepseek_v3" / "model.safetensors", config, layer=0, dtype=jnp.bfloat16)
     assert params.wi.dtype == params.router.dtype == params.shared_wo.dtype == jnp.bfloat16
     assert params.router_bias.dtype == jnp.float32
+    deepseek = functools.partial(hf.params_from_hf, config=config, model_type="deepseek_v3")
     state = hf.params_to_hf(params, config, "deepseek_v3", dtype=np.float32)
     assert {array.dtype for array in state.values()} == {np.dtype(np.float32)}
     state["experts.1.up_proj.weight"] = state["experts.1.up_proj.weight"].astype(np.float16)
     with pytest.raises(ValueError, match=r"experts.1.up_proj.weight float16; give dtype="):
-        hf.params_from_hf(state, config)
-    assert hf.params_from_hf(state, config, dtype=np.float32).wi.dtype == np.float32
+        deepseek(state)
+    assert deepseek(state, dtype=np.float32).wi.dtype == np.float32
     wide = {name: array.astype(np.float64) for name, array in state.items()}
     with pytest.raises(ValueError, match="would be float64, which JAX has with jax_enable_x64 alone"):
-        hf.params_from_hf(wide, config)
+        deepseek(wide)
     with pytest.raises(ValueError, match="would be float64"):
-        hf.params_from_hf(state, config, dtype=np.float64)
+        deepseek(state, dtype=np.float64)
     with pytest.raises(ValueError, match="dtype=int32"):
-        hf.params_from_hf(state, config, dtype=np.int32)
+        deepseek(state, dtype=np.int32)
 
 
 def test_mxfp4(tmp_path):
@@ -246,18 +238,19 @@ def test_mxfp4(tmp_path):
     experts, rows, groups, _ = found.entry("blocks").shape
     config = MoEConfig(32 * groups, rows // 2, experts, 1, activation="swiglu_oai", use_bias=True,
                        router=dataclasses.replace(BEST, logits_bias=True))  # fmt: skip
+    gpt_oss = functools.partial(hf.params_from_hf, config=config, model_type="gpt_oss")
     plain = random_state(config, "gpt_oss", jnp.bfloat16)
     packed = {name: array for name, array in plain.items() if name != "experts.gate_up_proj"}
     packed |= {"experts.gate_up_proj_blocks": found["blocks"], "experts.gate_up_proj_scales": found["scales"]}
-    params = hf.params_from_hf(packed, config)
+    params = gpt_oss(packed)
     assert params.wi.dtype == jnp.bfloat16
     assert_same(hf.params_to_hf(params, config, "gpt_oss"), plain | {"experts.gate_up_proj": found["values"]})
     safetensors.numpy.save_file(packed, tmp_path / "model.safetensors")
-    assert_same(hf.params_to_hf(hf.params_from_hf(tmp_path, config), config, "gpt_oss"),
+    assert_same(hf.params_to_hf(gpt_oss(tmp_path), config, "gpt_oss"),
                 plain | {"experts.gate_up_proj": found["values"]})  # fmt: skip
     packed["experts.gate_up_proj_scales"] = found["scales"].repeat(2, 2)
     with pytest.raises(Unsupported, match="experts.gate_up_proj_scales has shape"):
-        hf.params_from_hf(packed, config)
+        gpt_oss(packed)
 
 
 @pytest.mark.parametrize("shape", [(256, 128), (130, 300), (16, 24)])
@@ -279,18 +272,19 @@ def test_fp8_checkpoint(tmp_path):
     state = hf.params_to_hf(
         hf.params_from_hf(DATA / "deepseek_v3" / "model.safetensors", config, layer=0), config, "deepseek_v3"
     )
+    deepseek = functools.partial(hf.params_from_hf, config=config, model_type="deepseek_v3")
     name = "experts.5.down_proj.weight"
     state[name] = state[name].astype(jnp.float8_e4m3fn)
     with pytest.raises(Unsupported, match=rf"{name} has dtype float8_e4m3fn, and no scales"):
-        hf.params_from_hf(state, config)
+        deepseek(state)
     state[f"{name}_scale_inv"] = np.full((1, 1), 0.5, np.float32)
     safetensors.numpy.save_file(state, tmp_path / "model.safetensors")
     for source in (state, tmp_path):
-        params = hf.params_from_hf(source, config, dtype=np.float32)
+        params = deepseek(source, dtype=np.float32)
         np.testing.assert_array_equal(params.wo[5], 0.5 * state[name].astype(np.float32).T)
     state[f"{name}_scale_inv"] = np.full((2, 1), 0.5, np.float32)
     with pytest.raises(Unsupported, match=rf"{name}_scale_inv has shape \(2, 1\)"):
-        hf.params_from_hf(state, config)
+        deepseek(state)
 
 
 def drop(name):
@@ -320,15 +314,16 @@ def put(name, array):
         (lambda _: None, dict(prefix="m."), ValueError, "layer=2 and prefix='m.': give one of them"),
         (lambda _: None, dict(layer=None), ValueError, "no experts in a layout that moax.hf knows"),
         (lambda state: state.clear(), {}, ValueError, "no layers.N has experts"),
+        (lambda _: None, dict(model_type=None), ValueError, "no config.json beside the checkpoint says it"),
     ],
 )  # fmt: skip
 def test_load_refuses(change, options, error, says):
     """Breaks if a checkpoint that is not what the config says loads all the same, or fails without a name."""
     config = tiny("qwen3_moe")
-    state = random_state(config, "per_expert", np.float32, "m.layers.2.mlp.")
+    state = random_state(config, "qwen3_moe", np.float32, "m.layers.2.mlp.")
     change(state)
     with pytest.raises(error, match=says):
-        hf.params_from_hf(state, config, **dict(layer=2) | options)
+        hf.params_from_hf(state, config, **dict(layer=2, model_type="qwen3_moe") | options)
 
 
 def test_mesh_must_divide():
@@ -343,13 +338,13 @@ def test_mesh_must_divide():
 def test_files(tmp_path, shard_bytes):
     """Breaks if the reference implementation reads other tensors from our files than we wrote, or we from its; the
     tensors of a model around its MoE layers must come through too."""
-    source = random_state(tiny("olmoe"), "per_expert", jnp.bfloat16, "model.layers.1.mlp.")
+    source = random_state(tiny("olmoe"), "olmoe", jnp.bfloat16, "model.layers.1.mlp.")
     source |= {"model.norm.weight": np.ones(24, np.float32), "model.step": np.int64([7]), "flags": np.array([True])}
     (tmp_path / "in").mkdir()
     safetensors.numpy.save_file(source, tmp_path / "in" / "model.safetensors")
     config, found = tiny("olmoe"), hf.Checkpoint(tmp_path / "in")
     assert_same(dict(found), source)
-    params = hf.params_from_hf(found, config, layer=1)
+    params = hf.params_from_hf(found, config, layer=1, model_type="olmoe")
     values = json.loads((DATA / "olmoe" / "config.json").read_text())
     out = tmp_path / "out"
     files = hf.save_hf(out, {1: params}, config, "olmoe", others=found, hf_config=values, shard_bytes=shard_bytes)
@@ -387,7 +382,8 @@ def test_save_replaces_a_layer(tmp_path):
     assert hf.config_from_hf(tmp_path) == config
     bare = {name.removeprefix("model."): array for name, array in old.items()}  # as a model without a head is saved
     bare["visual.blocks.0.mlp.fc1.weight"] = np.ones(1, np.float32)  # blocks without experts are no MoE layers
-    hf.save_hf(tmp_path / "bare", {1: hf.params_from_hf(bare, config, layer=1)}, config, "mixtral", others=bare)
+    params = hf.params_from_hf(bare, config, layer=1, model_type="mixtral")
+    hf.save_hf(tmp_path / "bare", {1: params}, config, "mixtral", others=bare)
     assert_same(dict(hf.Checkpoint(tmp_path / "bare")), bare)
 
 
@@ -396,7 +392,7 @@ def test_save_refuses(tmp_path):
     config = tiny("mixtral")
     params = moax.init(jax.random.key(0), config)
     biased = dataclasses.replace(params, bo=jnp.zeros((config.num_experts, config.d_model)))
-    with pytest.raises(Unsupported, match=r"params.bo of shape \(8, 24\) has no name in a mixtral model"):
+    with pytest.raises(Unsupported, match=r"params.bo is of shape \(8, 24\); in a mixtral model"):
         hf.params_to_hf(biased, config, "mixtral")
     oss = tiny("gpt_oss")
     unbiased = dataclasses.replace(moax.init(jax.random.key(0), oss), bi=None)

@@ -332,17 +332,12 @@ def family_of(model_type: Any) -> str:
     return FAMILY_OF[model_type]
 
 
-def layout_of(model_type: str, stacked: bool | None) -> BlockLayout:
-    """Returns the layout in which a model is written: in memory if `stacked`, as published for None."""
+def layout_of(model_type: str, stacked: bool = False) -> BlockLayout:
+    """Returns the layout in which a model is written: with `stacked` as in memory, else as published."""
+    return layouts_of(model_type)[-1 if stacked else 0]
+
+
+def layouts_of(model_type: str) -> tuple[BlockLayout, ...]:
+    """Returns the layouts in which a model of this type may be read."""
     family = FAMILIES[family_of(model_type)]
-    if stacked:
-        return family.memory or family.published
-    if stacked is False and not any("{e}" in row.name for row in family.published.rows):
-        raise Unsupported(f"stacked=False: a {model_type} model has stacked experts alone")
-    return family.published
-
-
-def layouts_of(model_type: str | None) -> tuple[BlockLayout, ...]:
-    """Returns the layouts in which a model of this type may be read; every layout for None."""
-    families = FAMILIES.values() if model_type is None else (FAMILIES[family_of(model_type)],)
-    return tuple(dict.fromkeys(layout for f in families for layout in (f.published, f.memory) if layout))
+    return (family.published, family.memory) if family.memory else (family.published,)

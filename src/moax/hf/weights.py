@@ -21,7 +21,7 @@ from jax import lax
 from moax.checks import Unsupported
 from moax.config import MoEConfig
 from moax.hf.config import config_to_hf, read_config
-from moax.hf.families import MODEL_TYPES, layout_of, layouts_of
+from moax.hf.families import layout_of, layouts_of
 from moax.hf.files import MXFP4, NAMES, QUANTIZED, Checkpoint, Output, Stored, find_entry, locate, write_files
 from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
 from moax.mesh.axes import Axes
@@ -62,24 +62,24 @@ def params_from_hf(
         the first device.
       axes: the roles of mesh axes.
       model_type: one of `MODEL_TYPES`, whose names the checkpoint has. None takes that of the config.json beside the
-        checkpoint. Where there is none, the names and shapes tell the family; GPT-OSS and openai_privacy_filter have
-        the same ones, and are then read as GPT-OSS.
+        checkpoint.
 
     Returns:
       MoEParams; its docstring has the shapes.
 
     Raises:
       ValueError: a tensor is missing, has another shape than the config needs, or has no place in the config; both
-        `layer` and `prefix` are given; the mesh axes of a dim do not divide it.
-      Unsupported: moax.hf does not know a dtype, a quantization, the names of the checkpoint or the model type.
+        `layer` and `prefix` are given; there is neither a model type nor a config.json; the mesh axes of a dim do not
+        divide it.
+      Unsupported: moax.hf does not know a dtype, a quantization or the model type.
     """
     state = Checkpoint(source) if isinstance(source, str | Path) else source
     if layer is not None and prefix is not None:
         raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
     layouts = layouts_of(_model_type_of(state) if model_type is None else model_type)
     matches = [_match(state, *block, config) for block in _find_blocks(state, layer, prefix or "", layouts)]
-    # Layouts may share the names of the experts; the other names and the shapes tell them apart.
-    _, errors, pairs = min(matches, key=lambda match: match[0])
+    # Where both layouts have the same names, the shapes tell them apart.
+    errors, pairs = min(matches, key=lambda match: len(match[0]))
     if errors:
         raise errors[0]
     mesh = mesh or jax.sharding.get_mesh()
@@ -101,7 +101,7 @@ def params_to_hf(
     *,
     layer: int | None = None,
     prefix: str | None = None,
-    stacked: bool | None = None,
+    stacked: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns the parameters of a layer under the names of a published model; `params_from_hf` reads them bit for bit.
@@ -112,12 +112,12 @@ def params_to_hf(
       model_type: one of `MODEL_TYPES`.
       layer: each name starts as in a published model of this type: `model.layers.{layer}.` and the name of the block.
       prefix: each name starts with this prefix. Without `layer` and `prefix`, names start as in the block.
-      stacked: True stacks the experts, as transformers 5 holds them in memory; None does as the published model.
+      stacked: whether to stack the experts, as transformers 5 holds them in memory, and not as the published model.
       dtype: dtype of the tensors; the selection bias keeps its own. None keeps that of the parameters.
 
     Raises:
       ValueError: the params do not fit the config, a bias is None, or an array lies on devices of other processes.
-      Unsupported: the model cannot have this config, or has no such layout.
+      Unsupported: no model of this type has this config.
     """
     if layer is not None and prefix is not None:
         raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
@@ -139,7 +139,7 @@ def save_hf(
     *,
     others: Mapping[str, Any] | None = None,
     hf_config: Mapping[str, Any] | None = None,
-    stacked: bool | None = None,
+    stacked: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
@@ -188,13 +188,13 @@ def save_hf(
     return write_files(folder, outputs, shard_bytes)
 
 
-def _model_type_of(source: Any) -> str | None:
-    """Returns the model type of the config.json beside a checkpoint; None where there is none that moax.hf knows."""
-    if not isinstance(source, Checkpoint):
-        return None
-    file = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
-    model_type = read_config(file).get("model_type") if file.is_file() else None
-    return model_type if model_type in MODEL_TYPES else None
+def _model_type_of(source: Any) -> str:
+    """Returns the model type of the config.json beside a checkpoint."""
+    if isinstance(source, Checkpoint):
+        file = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
+        if file.is_file():
+            return read_config(file)["model_type"]
+    raise ValueError("model_type=None, and no config.json beside the checkpoint says it; give one of MODEL_TYPES")
 
 
 def _moe_blocks(
@@ -236,35 +236,26 @@ def _has_experts(state: Mapping[str, Any], prefix: str, layout: BlockLayout) -> 
     return any(name in state or name + MXFP4[0] in state for name in names)
 
 
-def _match(state: Mapping[str, Any], prefix: str, layout: BlockLayout, config: MoEConfig):
-    """Returns how badly a layout fits, the errors of `params_from_hf`, and each tensor with its place."""
-    try:
-        tensors = list(tensors_of(layout, config))
-    except Unsupported as error:
-        return (1, 0, 0, 0), [error], []
-    pairs, missing, errors = [], [], []
-    for tensor in tensors:
+def _match(
+    state: Mapping[str, Any], prefix: str, layout: BlockLayout, config: MoEConfig
+) -> tuple[list[Exception], list[tuple[Tensor, Stored]]]:
+    """Returns the errors of `params_from_hf` in a layout, and each tensor with its place."""
+    pairs, errors = [], []
+    for tensor in tensors_of(layout, config):
         name = resolve(prefix, tensor.name)
         try:
-            stored = locate(state, name)
-            if stored is None:
-                missing.append(f"{name} of shape {tensor.shape}")
-            else:
-                stored.check(tensor.shape)
-                pairs.append((tensor, stored))
+            if (stored := locate(state, name)) is None:
+                what = f"{name} of shape {tensor.shape} is not in the checkpoint, and this config needs it"
+                raise ValueError(what)
+            stored.check(tensor.shape)
+            pairs.append((tensor, stored))
         except (Unsupported, ValueError) as error:
             errors.append(error)
-    biases = {row.field for row in layout.rows if row.field in ("bi", "bo", "logits_bias")}
-    distance = 0, len(missing), len(errors), len(biases.difference(tensor.field for tensor in tensors))
-    if missing:
-        more = f", and {len(missing) - 1} more," if len(missing) > 1 else ""
-        errors.append(ValueError(f"{missing[0]}{more} is not in the checkpoint, and this config needs it"))
     in_block, used = block_test(prefix, layout), {entry.name for _, stored in pairs for entry in stored if entry}
     # A layout with errors need not look for more, in a checkpoint of 90,000 names.
     left = [] if errors else sorted(name for name in state if in_block(name) and name not in used)
-    if left:
-        errors.append(ValueError(f"{left[0]} is in the checkpoint, but this config has no such parameter"))
-    return distance, errors, pairs
+    errors += [ValueError(f"{name} is in the checkpoint, but this config has no such parameter") for name in left]
+    return errors, pairs
 
 
 def _find_dtype(tensors: Sequence[Stored], dtype: jax.typing.DTypeLike | None) -> np.dtype:
@@ -306,7 +297,7 @@ def _assemble(
 def _stem(others: Mapping[str, Any], model_type: str) -> str:
     """Returns the part before a layer's number in the names of the MoE layers in `others`; else the published one."""
     moe = {stem.removesuffix(f"{number}.") for number, stem, *_ in _moe_blocks(others, layouts_of(model_type))}
-    found = moe or {m[0][: m.start(1)] for m in map(LAYER.match, others) if m} or {layout_of(model_type, None).stem}
+    found = moe or {m[0][: m.start(1)] for m in map(LAYER.match, others) if m} or {layout_of(model_type).stem}
     if len(found) > 1:
         starts = " and with ".join(map(repr, sorted(found)))
         raise Unsupported(f"others: layers start with {starts}; pass the tensors of one model")
@@ -319,10 +310,9 @@ def _outputs(params, config, model_type, prefix, stacked, dtype) -> dict[str, Ou
     check_params(params, config)
     for field, want in vars(param_shapes(config)).items():
         value = getattr(params, field)
-        if value is None and want is not None:
-            raise ValueError(f"params.{field} is None; this config needs an array of shape {want}")
-        if value is not None and want is None:
-            raise Unsupported(f"params.{field} of shape {value.shape} has no name in a {model_type} model")
+        if (value is None) != (want is None):
+            error, have = (ValueError, None) if value is None else (Unsupported, f"of shape {value.shape}")
+            raise error(f"params.{field} is {have}; in a {model_type} model of this config it is {want}")
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             raise ValueError(f"params.{field} lies on devices of other processes; copy it to this process first")
     tensors = tensors_of(layout_of(model_type, stacked), config)
