@@ -175,7 +175,7 @@ def _backward_sharding(p: BlockPlan, operands, found) -> OpSharding:
     )
 
 
-_forward_op = Op("experts", _forward_shards, "t h, t k, t k, @, @ -> t h, =, =, @", sharding=_forward_sharding)
+_forward_op = Op("experts", _forward_shards, "t h, t k, t k, @, @ -> t h, @, @, @", sharding=_forward_sharding)
 _backward_op = Op(
     "experts_grad",
     _backward_shards,

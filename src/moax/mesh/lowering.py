@@ -7,20 +7,14 @@ A `custom_partitioning` call has a stable name, and is refused by `jax.export`.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 import hashlib
-import inspect
-import types
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from moax.backend import log_once
@@ -30,11 +24,6 @@ PACKAGE = Path(__file__).parents[1]
 # These settings change what a function of moax traces to. The module of a program shows all others.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
 FIRST_ALONE = "has first derivatives and no second ones; moax.route and the losses have both"
-
-# The `repr` of a value of these types is its text.
-PLAIN = (
-    bool, int, float, str, enum.Enum, np.dtype, np.generic, types.NoneType, PartitionSpec, Mesh, AbstractMesh,
-)  # fmt: skip
 
 
 def refuse_derivative[Tree: PyTree](name: str, tree: Tree, reason: str = FIRST_ALONE) -> Tree:
@@ -84,11 +73,7 @@ ad.primitive_jvps[_alone] = lambda primals, tangents, name: (_alone.bind(*primal
 mlir.register_lowering(_alone, _lower_alone)
 
 
-class Nameless(Exception):
-    """A value has no text that is the same in every process."""
-
-
-def name_call(call: Any, mesh: Mesh, operand_types, result_types) -> None:
+def name_call(op: str, call: Any, operand_types, result_types) -> None:
     """Names the custom call that JAX has just inserted by a digest of its content; raises Unsupported for an export.
 
     JAX lowers such a call to a custom call that names a Python object by its address (jax issue 21159). The address is
@@ -107,47 +92,31 @@ def name_call(call: Any, mesh: Mesh, operand_types, result_types) -> None:
         info = callbacks[mlir.ir.StringAttr(inserted["backend_config"]).value.encode()]
         if info.module_context.lowering_parameters.for_export:
             raise Unsupported(
-                f"{call.op.name}: jax.export cannot serialize engine='custom_partitioning', which engine='auto' is on "
-                "Auto mesh axes; use engine='shard_map'"
+                f"{op}: jax.export cannot serialize engine='custom_partitioning', which engine='auto' is on Auto mesh "
+                "axes; use engine='shard_map'"
             )
-        content = (
-            describe(call), describe(mesh), str(operand_types), str(result_types), str(info.in_tree),
-            str(info.out_tree), str(info.module_context.platforms), source(),
-            *(f"{name}={getattr(jax.config, name)}" for name in SETTINGS),
-        )  # fmt: skip
-        name = f"moax:{hashlib.sha256(repr(content).encode()).hexdigest()}"
+        of_jax = info.in_tree, info.out_tree, info.module_context.platforms, [getattr(jax.config, k) for k in SETTINGS]
+        content = describe((call, operand_types, result_types, of_jax, source()))
+        name = f"moax:{hashlib.sha256(content.encode()).hexdigest()}"
         # Equal content does equal work, so the first object of a name serves all calls of that name. Each of the others
         # keeps the first one alive: XLA asks for it by name until the programs of all of them are compiled.
         first = callbacks.setdefault(name.encode(), info)
         if first is not info:
             info.serves = first
         inserted["backend_config"] = mlir.ir.StringAttr.get(name)
-    except (ImportError, AttributeError, KeyError, IndexError, ValueError, Nameless) as error:
+    except (ImportError, AttributeError, KeyError, IndexError, ValueError) as error:
         log_once(
-            f"{call.op.name}: its program will compile anew in each process, for it has no stable key in JAX's "
-            f"compilation cache: {error!r}"
+            f"{op}: its program will compile anew in each process, for it has no stable key in JAX's compilation "
+            f"cache: {error!r}"
         )
 
 
 def describe(value: Any) -> str:
-    """Returns a text of a static value that is the same in every process; raises Nameless where there is none."""
-    kind = type(value)
-    if isinstance(value, PLAIN):
-        return repr(value)
-    if hasattr(value, "local") and hasattr(value, "reshard"):  # an Op
-        return f"{value.name}({describe(value.local)})"
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        module = getattr(inspect.getmodule(value), "__name__", "")
-        if module.partition(".")[0] != "moax" or "<" in value.__qualname__:
-            raise Nameless(f"{module}.{value.__qualname__} is no function of a module of moax")
-        return f"{module}.{value.__qualname__}"
-    if dataclasses.is_dataclass(kind):
-        parts = [getattr(value, field.name) for field in dataclasses.fields(kind)]
-    elif isinstance(value, tuple):
-        parts = value
-    else:
-        raise Nameless(f"a {kind.__qualname__} has no stable text")
-    return f"{kind.__module__}.{kind.__qualname__}({', '.join(map(describe, parts))})"
+    """Returns a text of a value that is the same in every process; raises ValueError where there is none."""
+    text = repr(value)
+    if " at 0x" in text or "frozenset(" in text:  # an address, and an order of its own in each process
+        raise ValueError(f"no stable text: {text}")
+    return text
 
 
 @functools.cache

@@ -4,12 +4,12 @@
 
 The rule is the layout of operands and results, the sums over devices, and the Shardy rule:
 
-- A letter is a dim. t, r and n are split over the axes of tokens, and `split` names axes of further letters; other
-  dims are whole. Operands and results with a letter in common are split alike: "t h, h e -> t e".
+- A letter is a dim. t, r and n are split over the axes of tokens; other dims are whole. Operands and results with a
+  letter in common are split alike: "t h, h e -> t e".
 - A result is summed over the axes that split an operand, and no dim of this result: with "t h, t e -> h e" each device
   has a term of the result, and the terms are summed over the axes of t.
 - "@n" is a tree of arrays, or None. Their leading dims are split as n, and have no dim in common with other arrays.
-  "@" is a tree of whole arrays, and "=" a tree of whole arrays that all devices have already.
+  "@" is a tree of whole arrays.
 - "{n | r k}" is a tree with these entries. "*c" is any number of dims, and "(b i)" a dim of blocks b of i elements.
 
 A weight may have several layouts. Ops on weights compute theirs by a function `sharding` in place of the rule.
@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,9 +35,9 @@ from moax.backend import log_once
 from moax.mesh.axes import Names, as_names
 from moax.mesh.collectives import vary_like, varying
 from moax.mesh.lowering import name_call, refuse_derivative, refuse_many_devices
-from moax.mesh.specs import FREE, MeshView, Spec, check_divides, constrain, pad
+from moax.mesh.specs import FREE, MeshView, Spec, check_divides, constrain, named, pad
 
-DIM = re.compile(r"[@=]|\([^)]*\)|\*?\w+")
+DIM = re.compile(r"@|\([^)]*\)|\*?\w+")
 TOKENS = ("t", "r", "n")  # the letters that the axes of tokens split in every rule
 
 
@@ -62,7 +62,6 @@ class Dims(NamedTuple):
 
     shared: tuple[str, ...]
     own: tuple[str, ...] | None = None
-    equal: bool = False  # on all devices, so that it is not summed
 
 
 class Rule(NamedTuple):
@@ -78,10 +77,9 @@ class Op:
 
     Args:
       name: the name of the op in profiles, compiled programs and errors.
-      local: local(static, *operands) -> a tuple of results. It computes on shards and calls collectives by axis name.
-        `static` is hashable and has the attribute `axes`, the mesh axes by role.
+      local: local(static, *operands) -> a result, or a tuple of them. It computes on shards and calls collectives by
+        axis name. `static` is hashable and has the attribute `axes`, the mesh axes by role.
       rule: the rule; or a function of (static, operands) that returns it, and the sizes of dims inside blocks.
-      split: {letter: the axes that split it}, as a role of `ResolvedAxes`, or as a function of `static`.
       sharding: sharding(static, operands, found) -> OpSharding, in place of the layout that the rule gives. `found` has
         the spec of each operand leaf, None where it is unknown. The local function is then local(static, layout,
         *operands). It raises ValueError for a spec that the op cannot take.
@@ -92,17 +90,19 @@ class Op:
         name: str,
         local: Callable,
         rule: str | Callable[[Any, tuple], str | tuple[str, tuple]],
-        split: Mapping[str, str | Callable[[Any], Names]] | None = None,
         sharding: Callable[[Any, tuple, PyTree], OpSharding] | None = None,
     ):
-        self.name, self.local, self._rule, self._split, self._sharding = name, local, rule, split or {}, sharding
+        self.name, self.local, self._rule, self._sharding = name, local, rule, sharding
         self._compiled = jax.jit(self._run, static_argnums=(0, 1))
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.local.__module__}.{self.local.__qualname__})"
 
     def __call__(self, view: MeshView, static: Hashable, *operands):
         """Returns the results of the op on `operands`, computed by the engine of `view`."""
         with jax.named_scope(self.name):
             if view.engine == "custom_partitioning":
-                return _bind(_Call(self, view, static, self.rule(static, operands)))(*operands)
+                return _bind(self, view, static, self.rule(static, operands))(*operands)
             traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
             if traced and view.mesh is None:
                 operands = refuse_many_devices(self.name, operands)
@@ -133,9 +133,8 @@ class Op:
                 leaves.append(dims)
         entries = []
         for found in (*leaves, *map(DIM.findall, results)):
-            dims = tuple(itertools.chain(*(stars.get(dim, ()) if dim[0] == "*" else (dim,) for dim in found)))
-            tree = dims[:1] in (("@",), ("=",))
-            entries.append(Dims((), dims[1:], dims[0] == "=") if tree else Dims(dims))
+            dims = tuple(itertools.chain(*(stars.get(dim, (dim,)) for dim in found)))
+            entries.append(Dims((), dims[1:]) if dims[:1] == ("@",) else Dims(dims))
         return Rule(tuple(entries[: len(leaves)]), tuple(entries[len(leaves) :]), sizes)
 
     def sharding(self, static: Any, operands: tuple, found: PyTree = None, *, chosen: bool = False) -> OpSharding:
@@ -153,18 +152,14 @@ class Op:
                     raise
                 log_once(f"{self.name}: {error}; the declared layout is used instead, which may move it unquantized")
                 return self._sharding(static, operands, unknown)
-        rule, axes = self.rule(static, operands), static.axes
-        split = dict.fromkeys(TOKENS, axes.tokens)
-        split |= {k: getattr(axes, v) if isinstance(v, str) else v(static) for k, v in self._split.items()}
-        specs = [
-            [split.get(dim, ()) for dim in (*dims.shared, *(dims.own or ()))] for dims in rule.leaves + rule.results
-        ]
-        leaves, results = specs[: len(rule.leaves)], specs[len(rule.leaves) :]
-        over, reduce = dict.fromkeys(name for entries in leaves for names in entries for name in names), []
-        for dims, entries in zip(rule.results, results, strict=True):
-            reduce.append(() if dims.equal else tuple(n for n in over if n not in sum(entries, ())))
-        tree = jax.tree.structure(operands)
-        return OpSharding(tree.unflatten(Spec(*entries) for entries in leaves), [Spec(*of) for of in results], reduce)
+        rule, tokens = self.rule(static, operands), static.axes.tokens
+        leaves, results = (
+            [Spec(*(tokens if dim in TOKENS else () for dim in dims.shared + (dims.own or ()))) for dims in side]
+            for side in (rule.leaves, rule.results)
+        )
+        split = any(map(any, leaves))  # by the axes of tokens, and a result that they do not split is then summed
+        reduce = [tokens if split and not any(to) else () for to in results]
+        return OpSharding(jax.tree.structure(operands).unflatten(leaves), results, reduce)
 
     def _lay_out(self, view: MeshView, static, operands):
         """Returns the layout and the operands in it; raises ValueError where a size does not divide."""
@@ -197,6 +192,7 @@ class Op:
         """Returns the results of one device; with `reduce`, summed over the axes of `sharding.reduce`."""
         layout = () if self._sharding is None else (sharding.layout,)
         results = self.local(static, *layout, *operands)
+        results = results if isinstance(results, tuple) else (results,)
         over = sharding.reduce if reduce else [()] * len(results)
         return tuple(lax.psum(r, axes) if axes else r for r, axes in zip(results, over, strict=True))
 
@@ -244,32 +240,35 @@ def with_gradient(op: Op, grad: Op, save: Callable, pull: Callable, once: str | 
 
 
 @functools.lru_cache(maxsize=4096)
-def _bind(call: _Call) -> Callable:
-    """Returns the function of global operands that makes the call; equal calls have the same function."""
+def _bind(op: Op | _Batch, view: MeshView, static: Hashable, rule: Rule) -> Callable:
+    """Returns the function of global operands that makes a call by `custom_partitioning`; one for equal arguments."""
     # `custom_partitioning` needs a function of global arrays for its types, and has no derivatives: the call by
     # `shard_map` gives both.
-    mapped = functools.partial(call.op, call.view._replace(engine="shard_map"), call.static)
+    mapped = functools.partial(op, view._replace(engine="shard_map"), static)
     partitioned = custom_partitioning(mapped)
-    partitioned.def_partition(call.partition, sharding_rule=call.make_rule)
-    shared = [dim for dims in call.rule.leaves for dim in dims.shared]
+    partitioned.def_partition(
+        functools.partial(_partition, op, view, static),
+        sharding_rule=functools.partial(_make_shardy_rule, (op, view, static, rule)),
+    )
+    shared = [dim for dims in rule.leaves for dim in dims.shared]
     known = {name for dim in shared for name in (dim, *dim.strip("()").split())}
 
     @custom_vmap
     def function(*operands):
-        specs = call.op.sharding(call.static, operands).results
-        results = list(partitioned(*refuse_derivative(call.op.name, operands)))
-        for i, (dims, spec) in enumerate(zip(call.rule.results, specs, strict=True)):
+        specs = op.sharding(static, operands).results
+        results = list(partitioned(*refuse_derivative(op.name, operands)))
+        for i, (dims, spec) in enumerate(zip(rule.results, specs, strict=True)):
             # Shardy would replicate a dim that no operand names, so such a dim is constrained.
             if dims.own is not None or not known.issuperset(dims.shared):
-                named = itertools.zip_longest(dims.shared, spec)
-                to = Spec(*(FREE if dim in known else entry for dim, entry in named))
+                entries = itertools.zip_longest(dims.shared, spec)
+                to = Spec(*(FREE if dim in known else entry for dim, entry in entries))
                 results[i] = jax.tree.map(functools.partial(constrain, to=to), results[i])
         return tuple(results)
 
     @function.def_vmap
     def batch(size, batched, *operands):
-        op = _Batch(call.op.name, call.op, call.view.axes.all, tuple(jax.tree.leaves(batched)))
-        results = _bind(_Call(op, call.view, call.static, op.rule(call.static, operands)))(*operands)
+        of_batch = _Batch(op, view.axes.all, tuple(jax.tree.leaves(batched)))
+        results = _bind(of_batch, view, static, of_batch.rule(static, operands))(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     derivable = jax.custom_jvp(function)
@@ -277,49 +276,35 @@ def _bind(call: _Call) -> Callable:
     return derivable
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """One call of an op by `custom_partitioning`, as a hashable value."""
+def _partition(op: Op | _Batch, view: MeshView, static: Hashable, mesh, operands, results):
+    """Returns the local function and its layout, as the partition callback of `custom_partitioning`."""
+    # JAX passes an empty mesh, and shardings without specs, where no argument of the program has a sharding.
+    mesh, tree = view.mesh if mesh.empty else mesh, jax.tree.structure(operands)
+    found = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
+    sharding = op.sharding(static, operands, found, chosen=True)
+    for pair in zip(tree.flatten_up_to(found), tree.flatten_up_to(sharding.operands), strict=True):
+        for here, there in zip(*(map(as_names, spec or ()) for spec in pair), strict=False):
+            if here != there and set(here) == set(there) == set(view.axes.tokens):
+                log_once(
+                    f"moax moves tokens from their order over mesh axes {here} into that over {there}; "
+                    "moax.Axes(tokens=...) can say the order"
+                )
+    made = named(mesh, jax.tree.broadcast(tuple(sharding.results), results))
+    return mesh, functools.partial(op.compute_shards, static, sharding), made, named(mesh, sharding.operands)
 
-    op: Op | _Batch
-    view: MeshView
-    static: Hashable
-    rule: Rule
 
-    def partition(self, mesh, operands, results):
-        """Serves as the partition callback of `custom_partitioning`."""
-        # JAX passes an empty mesh, and shardings without specs, where no argument of the program has a sharding.
-        mesh, tree = self.view.mesh if mesh.empty else mesh, jax.tree.structure(operands)
-        found = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
-        sharding = self.op.sharding(self.static, operands, found, chosen=True)
-        taken = tree.flatten_up_to(sharding.operands)
-        for pair in zip(tree.flatten_up_to(found), taken, strict=True):
-            for here, there in zip(*(map(as_names, spec or ()) for spec in pair), strict=False):
-                if here != there and set(here) == set(there) == set(self.view.axes.tokens):
-                    log_once(
-                        f"moax moves tokens from their order over mesh axes {here} into that over {there}; "
-                        "moax.Axes(tokens=...) can say the order"
-                    )
-        made = tuple(
-            jax.tree.map(functools.partial(lambda to, _: to, NamedSharding(mesh, of)), result)
-            for result, of in zip(results, sharding.results, strict=True)
-        )
-        taken = tree.unflatten(NamedSharding(mesh, of) for of in taken)
-        return mesh, functools.partial(self.op.compute_shards, self.static, sharding), made, taken
-
-    def make_rule(self, mesh, operand_types, result_types):
-        """Returns the Shardy rule of the call, as the rule callback of `custom_partitioning`."""
-        name_call(self, mesh, operand_types, result_types)
-        fresh, sides = (f"z{i}" for i in itertools.count()), []
-        for entries, types in ((self.rule.leaves, operand_types), (self.rule.results, result_types)):
-            # A tree of results has any number of leaves, also none, and comes after all single results.
-            entries = (*entries, *entries[-1:] * (len(types) - len(entries)))
-            texts = []
-            for dims, array in zip(entries, types, strict=False):
-                own = 0 if dims.own is None else len(array.shape) - len(dims.shared)
-                texts.append(" ".join([*dims.shared, *itertools.islice(fresh, own)]))
-            sides.append(", ".join(texts))
-        return " -> ".join(sides), dict(self.rule.sizes)
+def _make_shardy_rule(call: tuple[Op | _Batch, MeshView, Hashable, Rule], mesh, operand_types, result_types):
+    """Returns the Shardy rule of a call, which it also names, as the rule callback of `custom_partitioning`."""
+    name_call(call[0].name, (call, mesh), operand_types, result_types)
+    rule, fresh, sides = call[-1], (f"z{i}" for i in itertools.count()), []
+    for entries, types in ((rule.leaves, operand_types), (rule.results, result_types)):
+        # A tree of results has any number of leaves, also none, and comes after all single results.
+        entries, texts = (*entries, *entries[-1:] * (len(types) - len(entries))), []
+        for dims, array in zip(entries, types, strict=False):
+            own = 0 if dims.own is None else len(array.shape) - len(dims.shared)
+            texts.append(" ".join([*dims.shared, *itertools.islice(fresh, own)]))
+        sides.append(", ".join(texts))
+    return " -> ".join(sides), dict(rule.sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,10 +315,13 @@ class _Batch:
     one stage a device.
     """
 
-    name: str
     op: Op | _Batch
     roles: Names
     batched: tuple[bool, ...]
+
+    @property
+    def name(self) -> str:
+        return self.op.name
 
     def __call__(self, view: MeshView, static: Hashable, *operands):
         """Returns the results of the op on all elements of the batch."""
