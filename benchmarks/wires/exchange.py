@@ -30,7 +30,6 @@ from benchmarks.timing import Repeats
 from benchmarks.tokens import BLOCK, KINDS, Tokens, busiest
 from benchmarks.wires import rounds
 from moax.exchange import select_transport
-from moax.exchange.slots import slots_per_pair
 from moax.exchange.transport import ExchangeSpec
 from moax.kernels import select_kernels
 from moax.kernels.hopper.pallas.exchange import SMS
@@ -110,9 +109,10 @@ def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh:
     """Returns an exchange of `moax.ops` as (function of one device, global operands)."""
     view = find_mesh_view(Axes(), "auto", args[0])
     transport = select_transport(TRANSPORTS[impl], view, wire_bytes(args[0].shape[-1], args[0].dtype, WIRES[wire]))
-    slots = slots_per_pair(case.tokens, case.top_k, mesh.size, None)
     kernels = select_kernels("auto", args[0].dtype, width=case.width)
-    static = ExchangeSpec(transport, view.axes, case.tokens, slots, WIRES[wire], kernels, case.experts, slots)
+    static = ExchangeSpec(
+        transport, view.axes, case.tokens, case.tokens, WIRES[wire], kernels, case.experts, case.tokens
+    )
     dispatch = Exchange(static, "dispatch")
     if direction == "dispatch":
         return dispatch, args

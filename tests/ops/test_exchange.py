@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax import exchange
 from moax.estimate import estimate
-from moax.exchange.portable import AllGather
-from moax.exchange.slots import balanced_rows, slots_per_pair
+from moax.exchange import AllGather
+from moax.exchange.transport import allot_slots, balanced_rows
 from moax.inspect import collectives
 from moax.ops import combine, dispatch
 from moax.recipe import Format
@@ -254,10 +254,8 @@ def test_errors():
 
 def test_slots():
     """The balanced load times the factor, rounded up; never more than there are tokens."""
-    assert slots_per_pair(64, 2, 4, None) == 64
-    assert slots_per_pair(64, 2, 4, 1.0) == 32
-    assert slots_per_pair(64, 2, 4, 1.01) == 33
-    assert slots_per_pair(64, 2, 4, 100.0) == 64
+    for factor, slots in {None: 64, 1.0: 32, 1.01: 33, 100.0: 64}.items():
+        assert allot_slots(64, 2, 4, 8, factor, None) == (slots, slots)
 
 
 def test_received_is_a_value():

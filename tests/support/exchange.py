@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from moax.exchange import TRANSPORTS, Transport
-from moax.exchange.one_sided import OneSided
-from moax.exchange.slots import slots_per_pair
+from moax.exchange import TRANSPORTS, OneSided, Transport
+from moax.exchange.transport import allot_slots
 from moax.kernels.quantization import quantize
 from moax.mesh.specs import MeshView
 from moax.ops import combine, dispatch, dispatch_combine
@@ -65,7 +64,7 @@ def run_combine(way, mesh, rows, received, cotangents=None):
 def slots_of(mesh, transport, factor=None, tokens=LOCAL):
     """Slots for each pair of ranks; None where the transport has none."""
     has = TRANSPORTS[transport].has_slots
-    return slots_per_pair(tokens, TOP_K, size(mesh, "ep"), factor) if has else None
+    return allot_slots(tokens, TOP_K, size(mesh, "ep"), EXPERTS, factor, None)[0] if has else None
 
 
 def arrivals(mesh, transport, experts, slots):
@@ -180,6 +179,8 @@ def registered(name: str, transport: Transport) -> Iterator[None]:
 @dataclasses.dataclass(frozen=True)
 class EmulatedOneSided(OneSided):
     """one_sided, XLA in the place of its kernels. What no rank wrote is NaN, and ids of experts that exist."""
+
+    peers = property(lambda self: self)
 
     def why_not(self, view: MeshView | None, row_bytes: int | None) -> str | None:
         return None

@@ -17,7 +17,7 @@ import moax
 from benchmarks.block.block import PERF
 from moax import cli, inspect
 from moax.estimate import HARDWARE, estimate
-from moax.exchange.slots import plan_sends
+from moax.exchange.transport import plan_sends
 from moax.mesh.axes import Axes
 from moax.mesh.specs import named
 from moax.params import param_shapes

@@ -12,8 +12,7 @@ from moax.block.moe import BlockPlan, Round
 from moax.checks import Unsupported
 from moax.config import MoEConfig
 from moax.exchange import AUTO, TRANSPORTS
-from moax.exchange.slots import allot_slots
-from moax.exchange.transport import ExchangeSpec
+from moax.exchange.transport import ExchangeSpec, allot_slots
 from moax.groups import allot_rows
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import ResolvedAxes
@@ -81,11 +80,10 @@ def make_plan(
     if transport is None and (config.capacity_factor is not None or not axes.ep):
         names = [AUTO]
     # A row has the same bytes in every portable transport, so the fewest rows are the fewest bytes.
-    sizes = {name: some if TRANSPORTS[name].has_slots else most for name in names}
-    rows = {name: TRANSPORTS[name].received_rows(tokens, ranks, sizes[name]) for name in names}
+    rows = {name: (some if TRANSPORTS[name].has_slots else tokens) * ranks for name in names}
     name = min(names, key=lambda name: rows[name])
-    exchange = ExchangeSpec(name, axes, tokens, sizes[name], recipe.wire, kernels, config.num_experts, most)
-    received = rows[name]
+    slots, received = some if TRANSPORTS[name].has_slots else most, rows[name]
+    exchange = ExchangeSpec(name, axes, tokens, slots, recipe.wire, kernels, config.num_experts, most)
     kept = kept_rows(received, config.top_k, experts, capacity)
     max_rows = allot_rows(load, factor, kept)
     fewer = max_rows is not kept and max_rows < kept  # a symbolic size has the worst case itself

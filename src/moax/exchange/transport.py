@@ -2,6 +2,11 @@
 
 A transport is one class, and one line of `TRANSPORTS`. Nothing else in moax asks which transport it is: the ops, the
 block, `moax info` and `moax estimate` ask the object.
+
+Transports with slots number, for every rank, the tokens that want it: the first such token has slot 0, the next one
+slot 1. Slots at or past the capacity are dropped. Round i moves the slots from i * slots on: with 4 slots, slot 5 of a
+pair of ranks travels in round 1, as slot 1. Two facts decide everything that follows: the slot of each token for each
+rank, and how many rows travel between each pair of ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +17,15 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
+from moax.groups import allot_rows
 from moax.kernels import DEFAULT
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.specs import MeshView
 from moax.recipe import Format
+from moax.types import SendPlan
 
 Sent = Any  # the plan of a rank, `Received.slots`: only its transport knows the type
 Step = Literal["plan", "send", "combine"]
@@ -95,16 +103,24 @@ class Transfer:
 
 
 def collective(kind: str, dtype: str, shape: Sequence[int], resolved: ResolvedAxes, axes: Names) -> Transfer:
-    """Returns the Transfer of a collective by the ring algorithm.
+    """Returns the Transfer of a collective by the ring algorithm."""
+    group = resolved.size(axes)
+    sent = ring_bytes(kind, math.prod(shape) * jnp.dtype(dtype).itemsize, group)
+    return Transfer(kind, dtype, tuple(shape), axes, group, sent)
+
+
+def ring_bytes(kind: str, size: int, group: int) -> int:
+    """Returns the bytes that one of `group` devices sends for a result of `size` bytes, by the ring algorithm.
 
     With b the bytes of the result and g devices, a device sends b (g-1)/g of an all-gather or all-to-all, 2 b (g-1)/g
-    of an all-reduce and b (g-1) of a reduce-scatter. An all-gather to 1024 bytes in a group of 4 sends 768.
+    of an all-reduce, b (g-1) of a reduce-scatter, and b to another device. An all-gather to 1024 bytes in a group of 4
+    sends 768.
     """
-    group = resolved.size(axes)
-    sent = math.prod(shape) * jnp.dtype(dtype).itemsize * (group - 1)
-    if kind != "reduce-scatter":
-        sent = -(-sent * (2 if kind == "all-reduce" else 1) // group)
-    return Transfer(kind, dtype, tuple(shape), axes, group, sent)
+    if kind in ("collective-permute", "collective-broadcast"):
+        return size if group > 1 else 0
+    if kind == "reduce-scatter":
+        return size * (group - 1)
+    return -(-size * (group - 1) * (2 if kind == "all-reduce" else 1) // group)
 
 
 class Transport:
@@ -144,13 +160,114 @@ class Transport:
         """
         return None
 
-    def received_rows(self, tokens: int, ranks: int, slots: int) -> int:
-        """Returns R, the rows of the buffer that a rank receives into."""
-        return (slots if self.has_slots else tokens) * ranks
-
     def cost(self, static: ExchangeSpec, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
         """Returns the Transfers of one step, if each token takes K experts at random.
 
         `columns` has (width, dtype) of each array of a `send` or a `combine`, the rows first; () for a plan.
         """
         raise NotImplementedError
+
+
+def balanced_rows(tokens: int, top_k: int, ranks: int, num_experts: int) -> int:
+    """Returns T (1 - C(E - E/ranks, K) / C(E, K)), rounded up: the tokens that want one rank, if routing is random.
+
+    With 4 experts, 2 ranks and K = 2, five of the six choices hold an expert of rank 0, so 6 tokens send it 5 rows.
+    """
+    every, others = (math.comb(experts, top_k) for experts in (num_experts, num_experts - num_experts // ranks))
+    return -(-tokens * (every - others) // every)
+
+
+def allot_slots(
+    tokens: int, top_k: int, ranks: int, num_experts: int, capacity_factor: float | None, buffer_factor: float | None
+) -> tuple[int, int]:
+    """Returns the slots of a pair of ranks in one round, and its capacity: the slots of all rounds together.
+
+    capacity = min(T, ceil(capacity_factor T K / ranks)), a multiple of the balanced load; T without a factor. A factor
+    bounds the rows of a pair already, so that one round has slots for all of them.
+    """
+    if capacity_factor is not None:
+        capacity = min(tokens, math.ceil(capacity_factor * tokens * top_k / ranks))
+        return capacity, capacity
+    return allot_rows(balanced_rows(tokens, top_k, ranks, num_experts), buffer_factor, tokens), tokens
+
+
+def number_slots(
+    static: ExchangeSpec, experts: Int[Array, "T K"], index: int | Int[Array, ""]
+) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"], Int[Array, " 1"]]:
+    """Returns the slots of the tokens in round `index`, the counts of `find_slots`, and the dropped assignments.
+
+    A slot at or past `slots` is of a later round, and T marks a token of an earlier round, or of no round. With 4
+    slots, round 1 has (0, 3, T, 4) of the slots (4, 7, 2, 8).
+    """
+    tokens, ranks = experts.shape[0], static.ranks
+    # Rank i owns experts [i E/ranks, (i + 1) E/ranks).
+    owner = lax.div(experts, jnp.full_like(experts, static.num_experts // ranks))
+    slot, until = find_slots(owner, ranks)
+    dropped = jnp.zeros(1, jnp.int32)
+    if static.capacity < tokens:
+        wanted = owner[..., None] == jnp.arange(ranks, dtype=jnp.int32)[None, None]
+        dropped = (wanted & (slot >= static.capacity)[:, None]).sum(dtype=jnp.int32)[None]
+    if not isinstance(index, int) or index:
+        moved = slot - index * static.slots
+        slot = jnp.where((moved < 0) | (slot >= tokens), tokens, moved)
+    return slot, until, dropped
+
+
+def count_rounds(static: ExchangeSpec, rows: Int[Array, "..."]) -> Int[Array, ""]:
+    """Returns the rounds, at least 1, that pairs of ranks with so many `rows` need."""
+    return jnp.maximum(1, -(-jnp.minimum(rows, static.capacity).max() // static.slots))
+
+
+def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T ranks"], Int[Array, "ranks W"]]:
+    """Returns the slot of each token for each rank, and how many tokens want each rank up to the end of each 32 tokens.
+
+    Tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0} have the slots (0, 0), (T, 1), (1, T): T marks a rank that the token
+    does not want. The counts are ((2,), (2,)).
+
+    A scan along the tokens would be several kernels; this is two. One bit says whether a token wants a rank, and 32
+    tokens are a word. The slot of a token is the number of bits in the words before its own, which are few enough to
+    compare each with each, plus the number of bits below its own in its word.
+
+    `owner` has the ranks that each token wants. One rank may appear several times, and a number outside [0, ranks) is
+    no rank.
+    """
+    tokens, top_k = owner.shape
+    words = jnp.pad(owner, ((0, -tokens % 32), (0, 0)), constant_values=ranks).reshape(1, -1, 32 * top_k)
+    bit = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)
+    wanted = words == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
+    bits = lax.reduce_or(jnp.where(wanted, jnp.repeat(bit, top_k)[None, None], jnp.uint32(0)), axes=(2,))
+    word = jnp.arange(bits.shape[1], dtype=jnp.int32)
+    earlier = (word[:, None] >= word[None])[None]
+    until = jnp.where(earlier, lax.population_count(bits).astype(jnp.int32)[:, None], 0).sum(-1, dtype=jnp.int32)
+    own, bit = bits.T[:, None], bit[None, :, None]
+    slot = until.T[:, None] - lax.population_count(own & ~(bit - 1)).astype(jnp.int32)
+    return jnp.where((own & bit) != 0, slot, tokens).reshape(-1, ranks)[:tokens], until
+
+
+def plan_sends(slot: Int[Array, "T ranks"], sent, kept: Int[Array, "ranks ranks"], rank, entries: int) -> SendPlan:
+    """Returns the SendPlan of one rank. Each row comes back to the place that it was sent from.
+
+    Rank 0 of 2 has tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0}, so its `slot` is (0, 0), (T, 1), (1, T). Rank 1
+    sends 1 row to rank 0 and none to itself, so `kept` is ((2, 2), (1, 0)). Then rank 0 sends `token` = (0, 2, 0, 1),
+    and `position` is (0, 2), (C, 3), (1, C). No rank before rank 0 sends to rank 1, so the two rows for rank 1 are
+    there from row 0 on: rows 2 and 3 of what rank 0 sends shift by -2.
+
+    Args:
+      slot: as `find_slots` numbers them. A token whose slot is at or past `sent` of a rank does not go there.
+      sent: [ranks] i32, how many rows this rank sends to each rank. It equals `kept[rank]`, but is local, so that
+        consumers need not wait for the all-gather.
+      kept: how many rows go from rank (dim 0) to rank (dim 1).
+      rank: [] i32, this rank.
+      entries: C, the most rows that this rank can send.
+    """
+    end = jnp.cumsum(sent)
+    start = end - sent
+    position = jnp.where(slot < sent[None], start[None] + slot, entries)
+    which = lax.broadcasted_iota(jnp.int32, position.shape, 0)
+    token = lax.empty((entries,), jnp.int32).at[position].set(which, mode="drop")
+
+    received = kept[:, rank]
+    last, arrive, leave = jnp.cumsum(received), jnp.cumsum(kept, axis=0) - kept, jnp.cumsum(kept, axis=1) - kept
+    # A shift is the first row of a pair of ranks on the receiving rank, less its first row on the sending rank.
+    shift_there, shift_back = arrive[rank] - start, leave[:, rank] - (last - received)
+    return SendPlan(token, position, jnp.stack([shift_there, end, shift_back, last]).reshape(2, 2, -1))

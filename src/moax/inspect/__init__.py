@@ -25,6 +25,7 @@ from jaxtyping import PyTree
 from moax.backend import platform
 from moax.block.layer import moe
 from moax.config import MoEConfig
+from moax.exchange.transport import ring_bytes
 from moax.inspect.hlo import Element, device_groups, read_hlo, trace, varying_axes
 from moax.inspect.hlo import Value as Value
 from moax.mesh.axes import Names, as_names
@@ -342,7 +343,7 @@ def _read(fn: Any, args, kwargs, mesh: AnyMesh | None) -> tuple[list[Collective]
                 if promoted and len(one.elements) == 1 and element.dtype == "float32":
                     element = Element("bfloat16", 16, element.shape)
                 carries, reaches = flows.get((computation, one.name, i), ((), ()))
-                sent, how = _sent(one.kind, element.bytes, devices), (devices, times, open_loop)
+                sent, how = ring_bytes(one.kind, element.bytes, devices), (devices, times, open_loop)
                 array = one.kind, element.dtype, element.shape, sent, axes, one.op_name
                 found.append(Collective(*array, *how, tuple(carries), tuple(reaches)))
     return found, tuple(sizes)
@@ -387,12 +388,3 @@ def _mesh_sizes(mesh: AnyMesh | None, meshes: Sequence[AnyMesh], devices: int) -
     if mesh.size != devices or reordered:
         raise ValueError(f"mesh={mesh} must have the program's {devices} devices, in their order")
     return dict(mesh.shape)
-
-
-def _sent(kind: str, b: int, g: int) -> int:
-    """Returns the bytes that one of `g` devices sends for a result of `b` bytes, by the ring algorithm."""
-    if kind in ("collective-permute", "collective-broadcast"):
-        return b if g > 1 else 0
-    if kind == "reduce-scatter":
-        return b * (g - 1)
-    return -(-b * (g - 1) * (2 if kind == "all-reduce" else 1) // g)

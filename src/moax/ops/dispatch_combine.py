@@ -27,8 +27,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_count, check_float, check_int, check_kind, is_number
 from moax.exchange import TRANSPORTS, select_transport
-from moax.exchange.slots import slots_per_pair
-from moax.exchange.transport import Arrived, Columns, ExchangeSpec, Sent, Transfer
+from moax.exchange.transport import Arrived, Columns, ExchangeSpec, Sent, Transfer, allot_slots
 from moax.kernels import implementation, select_kernels
 from moax.kernels.quantization import dequantize
 from moax.mesh.axes import Axes
@@ -92,7 +91,7 @@ def dispatch(
         raise ValueError(f"num_experts={num_experts} does not divide by mesh axes {view.axes.ep} of {ranks} devices")
     tokens = x.shape[0] // (1 if view.manual else view.axes.size(view.axes.tokens))
     transport = select_transport(exchange, view, wire_bytes(x.shape[-1], x.dtype, wire))
-    slots = slots_per_pair(tokens, experts.shape[1], ranks, capacity_factor)
+    slots, _ = allot_slots(tokens, experts.shape[1], ranks, num_experts, capacity_factor, None)
     kernels = select_kernels("auto", x.dtype, width=x.shape[1])
     static = ExchangeSpec(transport, view.axes, tokens, slots, wire, kernels, num_experts, slots)
     results = _dispatch(view, static, x, experts.astype(jnp.int32), weights)
