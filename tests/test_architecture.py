@@ -321,15 +321,15 @@ def test_no_environment_variables():
 
 
 def test_only_the_layers_import_flax():
-    """Breaks if anything but nnx.py and linen.py needs the extra `flax`."""
-    found = ((p, node, name) for p in but("nnx.py", "linen.py") for node, name, _ in imports(p))
-    none_of((f for f in found if f[2].split(".")[0] == "flax"), "only nnx.py and linen.py may import flax")
+    """Breaks if anything but the layers needs the extra `flax`."""
+    found = ((p, node, name) for p in but("layers.py") for node, name, _ in imports(p))
+    none_of((f for f in found if f[2].split(".")[0] == "flax"), "only layers.py may import flax")
 
 
 def test_core_dependencies():
     """Breaks if the library needs more than a plain `pip install moax` brings."""
     known = sys.stdlib_module_names | CORE_DEPENDENCIES
-    found = ((p, node, name) for p in but("nnx.py", "linen.py") for node, name, _ in imports(p))
+    found = ((p, node, name) for p in but("layers.py") for node, name, _ in imports(p))
     none_of((f for f in found if f[2].split(".")[0] not in known), "the core has jax, jaxlib, numpy and jaxtyping")
 
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from moax.config import MoEConfig as MoEConfig
     from moax.config import RouterConfig as RouterConfig
     from moax.initialize import init as init
-    from moax.layers import LogicalAxes as LogicalAxes
     from moax.mesh.axes import Axes as Axes
     from moax.mesh.axes import make_mesh as make_mesh
     from moax.ops.balance import load_metrics as load_metrics
     from moax.ops.balance import update_router_bias as update_router_bias
     from moax.ops.routing import route as route
     from moax.options import Options as Options
+    from moax.params import LogicalAxes as LogicalAxes
     from moax.params import MoEParams as MoEParams
     from moax.recipe import Format as Format
     from moax.recipe import Recipe as Recipe
@@ -46,12 +46,11 @@ _NAMES = {
     "moax.checks": ("Unsupported",),
     "moax.config": ("MoEConfig", "RouterConfig"),
     "moax.initialize": ("init",),
-    "moax.layers": ("LogicalAxes",),
     "moax.mesh.axes": ("Axes", "make_mesh"),
     "moax.ops.balance": ("load_metrics", "update_router_bias"),
     "moax.ops.routing": ("route",),
     "moax.options": ("Options",),
-    "moax.params": ("MoEParams",),
+    "moax.params": ("LogicalAxes", "MoEParams"),
     "moax.recipe": ("Format", "Recipe", "Recipes"),
     "moax.scan": ("scan",),
     "moax.sharding": ("param_specs",),

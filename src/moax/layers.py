@@ -1,14 +1,13 @@
-"""The parameters of layers, their names and layouts, and the methods of layers, which nnx.py and linen.py bind to Flax.
+"""What `moax.nnx` and `moax.linen` share: the arguments of their layers, and how these make and use parameters.
 
-`Rules` are the logical axis rules of Flax. A rule maps a logical name to mesh axes: with the rules (("exp", "expert"),
-("embed", "fsdp"), ("mlp", "tensor")) `wi`, whose dims have the names ("exp", "embed", None, "mlp"), has
-PartitionSpec("expert", "fsdp", None, "tensor").
+The logical axis rules of Flax map a logical name to mesh axes: with the rules (("exp", "expert"), ("embed", "fsdp"),
+("mlp", "tensor")) `wi`, whose dims have the names ("exp", "embed", None, "mlp"), has PartitionSpec("expert", "fsdp",
+None, "tensor").
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,87 +22,23 @@ from moax.mesh.specs import Engine, Spec, make_sharded, mesh_in_force, mesh_size
 from moax.ops.balance import Rule, update_router_bias
 from moax.ops.matmul import dense
 from moax.options import Options
-from moax.params import DIMS, ROUTER, MoEParams
+from moax.params import DIMS, LogicalAxes, MoEParams
 from moax.recipe import Recipe
 from moax.sharding import dense_spec, param_specs
 from moax.types import MoEStats, QuantizedParams
 
+try:
+    from flax import linen
+    from flax import nnx as nnx
+    from flax import struct as struct
+    from flax.core import meta
+    from flax.core.spmd import apply_rules
+except ModuleNotFoundError as error:
+    if error.name != "flax":
+        raise
+    raise ModuleNotFoundError("flax is missing: pip install 'moax[flax]'", name="flax") from error
+
 Names = tuple[str | None, ...]
-
-
-class Rules(NamedTuple):
-    """The logical axis rules in force, pairs (logical name, mesh axes), and `flax.linen.logical_to_mesh_axes`."""
-
-    rules: Sequence[Any]
-    to_mesh_axes: Callable
-
-    def decide(self, names: Sequence[str | None]) -> bool:
-        """Returns whether one of these names has a rule or is a mesh axis."""
-        return not {rule[0] for rule in self.rules}.union(mesh_sizes()).isdisjoint(names)
-
-    def find_spec(self, what: str, names: Names) -> Any:
-        """Returns the PartitionSpec of the array `what`; a name without a rule maps to the mesh axis of this name."""
-        mesh, ruled = mesh_sizes(), {rule[0] for rule in self.rules}
-        for name in names:
-            if name is not None and name not in ruled and name not in mesh:
-                raise ValueError(
-                    f"logical_axes: {name!r} of {what} has no rule, and is no axis of the mesh {tuple(mesh)}; "
-                    f"add a rule, for example ({name!r}, None), or name the dim None"
-                )
-        return self.to_mesh_axes(names, (*self.rules, *((name, name) for name in mesh if name not in ruled)))
-
-
-@dataclasses.dataclass(frozen=True)
-class LogicalAxes:
-    """The logical name of each dim letter of the parameters; None gives a dim no name.
-
-    These are the dims of each parameter, and their names by default:
-
-        router                      H E        ("embed", None)
-        router_bias, logits_bias    E          (None,)
-        expert_scale                E          (None,)
-        wi                          E H G F    ("exp", "embed", None, "mlp")
-        wo                          E F H      ("exp", "mlp", "embed")
-        bi                          E G F      ("exp", None, "mlp")
-        bo                          E H        ("exp", "embed")
-        shared_wi                   H G S      ("embed", None, "mlp")
-        shared_wo                   S H        ("mlp", "embed")
-        shared_gate                 H          ("embed",)
-        latent_down                 H L        ("embed", None)
-        latent_up                   L H        (None, "embed")
-
-    Attributes:
-      E: the experts. The E of the router, of its biases and scales has no name, because every device needs all logits.
-      H: the model width. The rows of latent experts, whose wi, wo and bo have L for H, have its name too.
-      F: the expert width.
-      G: gate and up, a dim of size 2 or 1.
-      S: the width of the shared expert.
-      L: the width of latent experts, in their two projections.
-
-    Raises:
-      ValueError: a field is neither a name nor None, or two dims of one parameter have the same name.
-    """
-
-    E: str | None = "exp"
-    H: str | None = "embed"
-    F: str | None = "mlp"
-    G: str | None = None
-    S: str | None = "mlp"
-    L: str | None = None
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            name = getattr(self, field.name)
-            if name is not None and not isinstance(name, str):
-                raise ValueError(f"LogicalAxes: {field.name}={name!r} must be a name or None")
-        for param in DIMS:
-            named = [name for name in self.names(param) if name is not None]
-            if len(set(named)) < len(named):
-                raise ValueError(f"LogicalAxes: {param} has the names {named}; each dim needs a name of its own")
-
-    def names(self, param: str) -> Names:
-        """Returns the names of the dims of a parameter: `names("wo")` is `("exp", "mlp", "embed")`."""
-        return tuple(None if n == "E" and param in ROUTER else getattr(self, n) for n in DIMS[param])
 
 
 class Made(NamedTuple):
@@ -113,39 +48,59 @@ class Made(NamedTuple):
     spec: Spec | None
     names: Names | None
 
+    def flax_agrees(self) -> bool:
+        """Returns whether Flax finds a mesh, and by its rules the same spec, where it lays out a variable itself."""
+        if self.spec is None or not meta.global_mesh_defined():
+            return False
+        return (*apply_rules(self.names or self.spec, ()),) == (*self.spec,)
 
-def make_params(
-    key,
-    config: MoEConfig,
-    axes: Axes,
-    dtype: jax.typing.DTypeLike,
-    logical: LogicalAxes | None,
-    initializers: Mapping[str, Initializer] | None,
-    rules: Rules,
-) -> dict[str, Made]:
-    """Makes the parameters of `moax.init(key, config)`, by name.
 
-    Logical names decide their layout if one of them has a rule or is a mesh axis; else `param_specs` does.
+def find_specs(names: Mapping[str, Names], default: dict[str, Any]) -> dict[str, Any]:
+    """Returns the spec of each array by the rules in force, or `default` where no rule and no mesh axis has a name.
+
+    Raises:
+      ValueError: a name has no rule, and is no mesh axis.
     """
-    names = {} if logical is None else {name: logical.names(name) for name in DIMS}
-    specs = param_specs(config, axes) if mesh_sizes() else None
-    if specs is not None and logical is not None and rules.decide(dataclasses.astuple(logical)):
-        made = [name for name in DIMS if getattr(specs, name) is not None]
-        specs = MoEParams(**{n: rules.find_spec(f"params.{n}", names[n]) for n in made})
-    values = init(key, config, dtype=dtype, axes=axes, initializers=initializers, specs=specs)
-    return {
-        name: Made(value, getattr(specs, name, None), names.get(name))
-        for name in DIMS
-        if (value := getattr(values, name)) is not None
-    }
+    mesh, rules = mesh_sizes(), linen.get_logical_axis_rules()
+    known = {rule[0] for rule in rules}.union(mesh)
+    if known.isdisjoint(name for dims in names.values() for name in dims):
+        return default
+    for array, dims in names.items():
+        for name in dims:
+            if name is not None and name not in known:
+                raise ValueError(
+                    f"logical_axes: {name!r} of {array} has no rule, and is no axis of the mesh {tuple(mesh)}; "
+                    f"add a rule, for example ({name!r}, None), or name the dim None"
+                )
+    rules = (*rules, *((name, name) for name in mesh if name not in {rule[0] for rule in rules}))
+    return {array: linen.logical_to_mesh_axes(dims, rules) for array, dims in names.items()}
 
 
 class MoELayer:
-    """The methods of a layer that computes `moax.moe`."""
+    """A layer that holds the parameters of `moax.moe`, and calls it.
+
+    The parameters have the values of `moax.init(key, config, initializers=initializers)`. With a mesh in force
+    (`jax.set_mesh`) each device makes its shards alone, laid out by `moax.param_specs`, and Flax knows the specs. With
+    `logical_axes` Flax knows the logical names of the dims in their place, with a mesh and without. The rules of
+    `flax.linen.logical_axis_rules` then lay out the arrays, if a rule or a mesh axis has one of the names.
+
+    Attributes:
+      config: the sizes of the block and its equations.
+      options: how the block runs; a layer also takes the fields of `moax.Options` as arguments.
+      dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
+      param_dtype: the dtype of all parameters and of the selection bias.
+      logical_axes: the logical name of each dim of the parameters; None for no names.
+      initializers: an initializer for each of some parameters, by name; see `moax.init`.
+
+    Raises:
+      ValueError: an option has a value that it cannot have, the mesh axes of a dim do not divide its size, a logical
+        name has no rule, or `initializers` does not fit.
+    """
 
     config: MoEConfig
-    dtype: jax.typing.DTypeLike | None
     options: Options
+    dtype: jax.typing.DTypeLike | None
+    param_dtype: jax.typing.DTypeLike
 
     @property
     def params(self) -> MoEParams[Array]:
@@ -182,13 +137,43 @@ class MoELayer:
     def _set_router_bias(self, bias: Array) -> None:
         raise NotImplementedError
 
+    def _make(
+        self, key, logical: LogicalAxes | None, initializers: Mapping[str, Initializer] | None
+    ) -> dict[str, Made]:
+        config, axes = self.config, self.options.axes
+        names = {} if logical is None else {name: logical.names(name) for name in DIMS}
+        specs = vars(param_specs(config, axes)) if mesh_sizes() else {}
+        specs = find_specs({name: names[name] for name in names if specs.get(name) is not None}, specs)
+        where = MoEParams(**specs) if specs else None
+        values = init(key, config, dtype=self.param_dtype, axes=axes, initializers=initializers, specs=where)
+        return {n: Made(v, specs.get(n), names.get(n)) for n, v in vars(values).items() if v is not None}
+
     def _compute(self, x: Array, keywords: CallKeywords) -> tuple[Array, MoEStats]:
         x = x if self.dtype is None else x.astype(self.dtype)
         return moe(x, self.params, self.config, self.options, **keywords)
 
 
 class DenseLayer:
-    """The methods of a layer that computes `moax.ops.dense`."""
+    """A layer y = x kernel + bias, for x [..., K]; the kernel is quantized on its shard and gathered as bytes.
+
+    Without a recipe it computes what the dense layer of Flax computes, and makes the same parameters from the same key.
+    With a mesh in force (`jax.set_mesh`) each device makes its shard alone. `moax.sharding.dense_spec` gives the layout
+    of the kernel, or the rules of `flax.linen.logical_axis_rules` where one has a name of `logical_axes`. A dim over tp
+    stays split in the product: `logical_axes=("embed", "mlp")` with a rule ("mlp", "tp") splits the columns of y.
+
+    Attributes:
+      recipe: the name of a recipe, a Recipe, or None to quantize nothing.
+      use_bias: whether there is a bias.
+      dtype: x is cast to this dtype, and the layer computes in it. None takes the wider one of x.dtype and
+        `param_dtype`, as Flax does.
+      param_dtype: the dtype of kernel and bias.
+      kernel_init, bias_init: callables (key, shape, dtype) -> array.
+      logical_axes: the logical names of the kernel's two dims; the bias has the second one. None gives no names.
+      axes, engine, kernels: see `moax.Options`.
+
+    Raises:
+      ValueError: `logical_axes` is not two names, or one of them has no rule.
+    """
 
     recipe: str | Recipe | None
     dtype: jax.typing.DTypeLike | None
@@ -198,26 +183,18 @@ class DenseLayer:
     engine: Engine
     kernels: str
 
-    def _make(self, key, initializer: Initializer, shape: tuple[int, int], name: str, rules: Rules) -> Made:
-        """Makes the kernel, of this shape, or its bias."""
+    def _make(self, key, initializer: Initializer, shape: tuple[int, int], name: str) -> Made:
         skip = ("kernel", "bias").index(name)  # the bias has the columns alone
-        at, names = self._find_layout(shape, rules)[skip], self.logical_axes
-        make = make_sharded(lambda key: initializer(key, shape[skip:], self.param_dtype), at)
-        return Made(make(key), at, None if names is None else names[skip:])
+        spec, names = self._find_specs(shape)[name], self.logical_axes
+        value = make_sharded(lambda key: initializer(key, shape[skip:], self.param_dtype), spec)(key)
+        return Made(value, spec, None if names is None else names[skip:])
 
-    def _compute(self, x: Array, kernel: Array, bias: Array | None, rules: Rules) -> Array:
-        return dense(
-            x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype)),
-            kernel,
-            bias,
-            recipe=self.recipe,
-            w_spec=self._find_layout(kernel.shape, rules)[0],
-            axes=self.axes,
-            engine=self.engine,
-            kernels=self.kernels,
-        )
+    def _compute(self, x: Array, kernel: Array, bias: Array | None) -> Array:
+        x, spec = x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype)), self._find_specs(kernel.shape)
+        how = dict(recipe=self.recipe, axes=self.axes, engine=self.engine, kernels=self.kernels)
+        return dense(x, kernel, bias, w_spec=spec["kernel"], **how)
 
-    def _find_layout(self, shape: Sequence[int], rules: Rules) -> tuple[Spec | None, Spec | None]:
+    def _find_specs(self, shape: Sequence[int]) -> dict[str, Any]:
         """Returns the specs of kernel and bias; None without a mesh and in a `shard_map`."""
         names = self.logical_axes
         pair = isinstance(names, tuple) and len(names) == 2 and all(isinstance(n, str | None) for n in names)
@@ -225,7 +202,6 @@ class DenseLayer:
             raise ValueError(f"logical_axes={names!r} must be the names of two dims, such as ('embed', 'mlp'), or None")
         mesh = mesh_in_force()
         if mesh is None or mesh.manual_axes:
-            return None, None
-        if names is None or not rules.decide(names):
-            return dense_spec(self.axes, shape), Spec(None)
-        return rules.find_spec("kernel", names), rules.find_spec("bias", names[1:])
+            return {"kernel": None, "bias": None}
+        specs = {"kernel": dense_spec(self.axes, shape), "bias": Spec(None)}
+        return specs if names is None else find_specs({"kernel": names, "bias": names[1:]}, specs)

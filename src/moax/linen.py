@@ -22,21 +22,15 @@ from jaxtyping import Array, Float
 
 from moax.block.layer import CallKeywords
 from moax.config import MoEConfig
-from moax.extras import missing
 from moax.initialize import Initializer
-from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, Rules, make_params
+from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, struct
+from moax.layers import linen as nn
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, mesh_sizes
 from moax.options import Options
 from moax.params import DIMS
 from moax.recipe import Recipe, Recipes
 from moax.types import MoEStats
-
-try:
-    from flax import linen as nn
-    from flax import struct
-except ModuleNotFoundError as error:
-    raise missing(error) from error
 
 STATE = "moax_state"
 COLLECTIONS = {name: STATE if name == "router_bias" else "params" for name in DIMS}
@@ -68,32 +62,16 @@ def _box(made: Made) -> Any:
     return MeshPartitioned(made.value, tuple(made.spec), mesh_axes=tuple(mesh_sizes()))
 
 
-def _find_rules() -> Rules:
-    return Rules(nn.get_logical_axis_rules(), nn.logical_to_mesh_axes)
-
-
 class MoEBlock(MoELayer, nn.Module):
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]), for x [..., H].
 
     Variables have the names of the fields of `moax.MoEParams`. The selection bias `router_bias` is in the collection
     `moax_state`, which no optimizer sees, and the other variables are in `params`. Either of `bi` and `bo` may be
     missing. `init(key, x)` makes the values of `moax.init(key, config)`. Inside another module, Flax folds the path of
-    the module into the key.
+    the module into the key. For the attributes see `moax.layers.MoELayer`; each field of `moax.Options` is one.
 
-    With a mesh in force (`jax.set_mesh`) each device makes its shards alone, laid out by `moax.param_specs`, and each
-    variable is an `nn.Partitioned` box with its spec.
-
-    With `logical_axes`, a variable is an `nn.LogicallyPartitioned` box with the logical names of its dims, with a mesh
-    and without. The rules of `nn.logical_axis_rules` lay out the arrays, if a rule or a mesh axis has one of the names.
-
-    Attributes:
-      config: the sizes of the block and its equations.
-      recipe, axes, exchange, kernels, engine, buffer_factor, save_rows, grad_reduce_dtype: see `moax.Options`.
-      dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
-      param_dtype: the dtype of all parameters and of the selection bias.
-      logical_axes: the logical name of each dim of the parameters; None for no names.
-      initializers: an initializer for each of some parameters, by name; see `moax.init`.
-      chunks: see `moax.Options`.
+    With a mesh in force each variable is an `nn.Partitioned` box with its spec. With `logical_axes` it is an
+    `nn.LogicallyPartitioned` box with the logical names of its dims, with a mesh and without.
     """
 
     config: MoEConfig
@@ -119,8 +97,7 @@ class MoEBlock(MoELayer, nn.Module):
         if not self.has_variable("params", "router") and self.is_mutable_collection("params"):
             # One key makes all variables, as in `moax.init`; `self.param` would give each variable a key of its own.
             key = cast(Any, self.scope).rngs["params"].as_jax_rng()
-            given = self.axes, self.param_dtype, self.logical_axes, self.initializers
-            for name, made in make_params(key, self.config, *given, _find_rules()).items():
+            for name, made in self._make(key, self.logical_axes, self.initializers).items():
                 if COLLECTIONS[name] == STATE:
                     self.variable(STATE, name, _box, made)
                 else:
@@ -141,25 +118,9 @@ class MoEBlock(MoELayer, nn.Module):
 
 
 class Dense(DenseLayer, nn.Module):
-    """y = x kernel + bias, for x [..., K]; the kernel is quantized on its shard and gathered as bytes.
+    """y = x kernel + bias, for x [..., K], with `features` columns; see `moax.layers.DenseLayer`.
 
-    Without a recipe it computes what `flax.linen.Dense` computes, and `init` makes the same variables `kernel` [K,
-    features] and `bias` [features] from the same key.
-
-    With a mesh in force (`jax.set_mesh`) each device makes its shard alone, and variables are boxed as in `MoEBlock`.
-    `moax.sharding.dense_spec` gives the layout of the kernel, or the rules of `nn.logical_axis_rules` where one has a
-    name of `logical_axes`. A dim over tp stays split in the product.
-
-    Attributes:
-      features: the number of columns of y.
-      recipe: the name of a recipe, a Recipe, or None to quantize nothing.
-      use_bias: whether there is a bias.
-      dtype: x is cast to this dtype, and the layer computes in it. None takes the wider one of x.dtype and
-        `param_dtype`, as Flax does.
-      param_dtype: the dtype of kernel and bias.
-      kernel_init, bias_init: callables (key, shape, dtype) -> array.
-      logical_axes: the logical names of the kernel's two dims; the bias has the second one. None gives no names.
-      axes, engine, kernels: see `moax.Options`.
+    `init` makes the variables `kernel` [K, features] and `bias` [features], boxed as in `MoEBlock`.
     """
 
     features: int
@@ -177,11 +138,11 @@ class Dense(DenseLayer, nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows C"]:
         """Returns y [..., features] of x [..., K]; see `moax.ops.dense`."""
-        shape, rules = (x.shape[-1], self.features), _find_rules()
+        shape = x.shape[-1], self.features
 
         def make(key, initializer: Initializer, name: str) -> Any:
-            return _box(self._make(key, initializer, shape, name, rules))
+            return _box(self._make(key, initializer, shape, name))
 
         kernel = self.param("kernel", make, self.kernel_init, "kernel")
         bias = self.param("bias", make, self.bias_init, "bias") if self.use_bias else None
-        return self._compute(x, kernel, bias, rules)
+        return self._compute(x, kernel, bias)

@@ -22,24 +22,14 @@ from jaxtyping import Array, Float
 
 from moax.block.layer import CallKeywords
 from moax.config import MoEConfig
-from moax.extras import missing
 from moax.initialize import Initializer
-from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, Rules, make_params
+from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, nnx
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine
 from moax.options import OptionKeywords, Options, replace_options
 from moax.params import DIMS
 from moax.recipe import Recipe
 from moax.types import MoEStats
-
-try:
-    from flax import nnx
-    from flax.core import meta
-    from flax.core.spmd import apply_rules
-    from flax.linen import get_logical_axis_rules, logical_to_mesh_axes
-    from flax.nnx.nn.linear import default_kernel_init
-except ModuleNotFoundError as error:
-    raise missing(error) from error
 
 
 class _Laid(nnx.Variable):
@@ -80,18 +70,13 @@ def _make_variable(kind: Any, made: Made) -> Any:
     entries = made.spec if made.names is None else made.names
     if entries is None:
         return kind(made.value)
-    # Flax lays out an eagerly sharded variable, and an optimizer's copy of it, as `out_sharding` says. It can do so
-    # where it finds a mesh, and where its rules give the spec.
-    same = made.spec is not None and meta.global_mesh_defined() and (*apply_rules(entries, ()),) == (*made.spec,)
-    return kind(made.value, out_sharding=entries, **({} if same else {"eager_sharding": False}))
-
-
-def _find_rules() -> Rules:
-    return Rules(get_logical_axis_rules(), logical_to_mesh_axes)
+    return kind(made.value, out_sharding=entries, **({} if made.flax_agrees() else {"eager_sharding": False}))
 
 
 class MoE(MoELayer, nnx.Module):
     """y[t] = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t]), for x [..., H].
+
+    The metadata `out_sharding` of a variable has its spec or its logical names; see `moax.layers.MoELayer`.
 
     Attributes:
       router, wi, wo, logits_bias, bi, bo, shared_wi, shared_wo, shared_gate, expert_scale, latent_down, latent_up: each
@@ -112,33 +97,10 @@ class MoE(MoELayer, nnx.Module):
         rngs: nnx.Rngs,
         **keywords: Unpack[OptionKeywords],
     ):
-        """Makes the parameters `moax.init(rngs.params(), config, initializers=initializers)`.
-
-        With a mesh in force (`jax.set_mesh`) each device makes its shards alone, laid out by `moax.param_specs`, which
-        are then the metadata `out_sharding` of the variables.
-
-        With `logical_axes`, the metadata has the logical names of the dims, with a mesh and without. The rules of
-        `flax.linen.logical_axis_rules` lay out the arrays, if a rule or a mesh axis has one of the names.
-
-        Args:
-          config: the sizes of the block and its equations.
-          options: how the block runs.
-          dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
-          param_dtype: the dtype of all parameters and of the selection bias.
-          logical_axes: the logical name of each dim of the parameters; None for no names.
-          initializers: an initializer for each of some parameters, by name; see `moax.init`.
-          rngs: the stream `params` gives one key.
-          **keywords: fields of `moax.Options` that replace those of `options`.
-
-        Raises:
-          ValueError: an option has a value that it cannot have, the mesh axes of a dim do not divide its size, a
-            logical name has no rule, or `initializers` does not fit.
-        """
+        """Makes the parameters. For the arguments see `moax.layers.MoELayer`; `rngs.params()` is the key."""
         self.config, self.options = config, replace_options("MoE", options, keywords)
         self.dtype, self.param_dtype = dtype, param_dtype
-
-        axes = self.options.axes
-        made = make_params(rngs.params(), config, axes, param_dtype, logical_axes, initializers, _find_rules())
+        made = self._make(rngs.params(), logical_axes, initializers)
         for name in DIMS:
             kind = RouterBias if name == "router_bias" else MoEParam
             setattr(self, name, _make_variable(kind, made[name]) if name in made else nnx.data(None))
@@ -158,9 +120,7 @@ class MoE(MoELayer, nnx.Module):
 
 
 class Dense(DenseLayer, nnx.Module):
-    """y = x kernel + bias, for x [..., K]; the kernel is quantized on its shard and gathered as bytes.
-
-    Without a recipe it computes what `nnx.Linear` computes, and makes the same parameters from the same `rngs`.
+    """y = x kernel + bias, for x [..., K]; see `moax.layers.DenseLayer`.
 
     Attributes:
       kernel: a `MoEParam` [in_features, out_features].
@@ -176,7 +136,7 @@ class Dense(DenseLayer, nnx.Module):
         use_bias: bool = True,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
-        kernel_init: Initializer = default_kernel_init,
+        kernel_init: Initializer = nnx.nn.linear.default_kernel_init,
         bias_init: Initializer = jax.nn.initializers.zeros,
         logical_axes: tuple[str | None, str | None] | None = None,
         axes: Axes = Axes(),
@@ -184,36 +144,19 @@ class Dense(DenseLayer, nnx.Module):
         kernels: str = "auto",
         rngs: nnx.Rngs,
     ):
-        """Makes the kernel and the bias.
-
-        With a mesh in force (`jax.set_mesh`) each device makes its shard alone. `moax.sharding.dense_spec` gives the
-        layout of the kernel, or the rules of `flax.linen.logical_axis_rules` where one has a name of `logical_axes`. A
-        dim over tp stays split in the product: `logical_axes=("embed", "mlp")` with a rule ("mlp", "tp") splits the
-        columns of y.
+        """Makes the kernel and the bias. For the arguments see `moax.layers.DenseLayer`.
 
         Args:
           in_features: K.
           out_features: the number of columns of y.
-          recipe: the name of a recipe, a Recipe, or None to quantize nothing.
-          use_bias: whether there is a bias.
-          dtype: x is cast to this dtype, and the layer computes in it. None takes the wider one of x.dtype and
-            `param_dtype`, as Flax does.
-          param_dtype: the dtype of kernel and bias.
-          kernel_init, bias_init: callables (key, shape, dtype) -> array.
-          logical_axes: the logical names of the kernel's two dims; the bias has the second one. None gives no names.
-          axes, engine, kernels: see `moax.Options`.
           rngs: the stream `params` gives a key to the kernel and then one to the bias.
-
-        Raises:
-          ValueError: `logical_axes` is not two names, or one of them has no rule.
         """
         self.in_features, self.out_features, self.use_bias = in_features, out_features, use_bias
         self.dtype, self.param_dtype, self.logical_axes = dtype, param_dtype, logical_axes
         self.recipe, self.axes, self.engine, self.kernels = recipe, axes, engine, kernels
 
         def make(initializer: Initializer, name: str) -> MoEParam:
-            made = self._make(rngs.params(), initializer, (in_features, out_features), name, _find_rules())
-            return _make_variable(MoEParam, made)
+            return _make_variable(MoEParam, self._make(rngs.params(), initializer, (in_features, out_features), name))
 
         self.kernel = make(kernel_init, "kernel")
         self.bias = make(bias_init, "bias") if use_bias else nnx.data(None)
@@ -221,4 +164,4 @@ class Dense(DenseLayer, nnx.Module):
     def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows C"]:
         """Returns y [..., out_features] of x [..., in_features]; see `moax.ops.dense`."""
         bias = None if self.bias is None else self.bias.get_value()
-        return self._compute(x, self.kernel.get_value(), bias, _find_rules())
+        return self._compute(x, self.kernel.get_value(), bias)

@@ -1,7 +1,8 @@
-"""`MoEParams` holds the parameters of a block; this file also has their shapes and checks them."""
+"""`MoEParams` holds the parameters of a block; this file also has their shapes and names, and checks them."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxtyping import Array
@@ -54,6 +55,59 @@ DIMS = dict(
 )  # fmt: skip
 BY_EXPERT = ("wi", "wo", "bi", "bo")
 ROUTER = ("router", "router_bias", "logits_bias", "expert_scale")  # the parameters that belong to no single expert
+
+
+@dataclasses.dataclass(frozen=True)
+class LogicalAxes:
+    """The logical name of each dim letter of the parameters; None gives a dim no name.
+
+    These are the dims of each parameter, and their names by default:
+
+        router                      H E        ("embed", None)
+        router_bias, logits_bias    E          (None,)
+        expert_scale                E          (None,)
+        wi                          E H G F    ("exp", "embed", None, "mlp")
+        wo                          E F H      ("exp", "mlp", "embed")
+        bi                          E G F      ("exp", None, "mlp")
+        bo                          E H        ("exp", "embed")
+        shared_wi                   H G S      ("embed", None, "mlp")
+        shared_wo                   S H        ("mlp", "embed")
+        shared_gate                 H          ("embed",)
+        latent_down                 H L        ("embed", None)
+        latent_up                   L H        (None, "embed")
+
+    Attributes:
+      E: the experts. The E of the router, of its biases and scales has no name, because every device needs all logits.
+      H: the model width. The rows of latent experts, whose wi, wo and bo have L for H, have its name too.
+      F: the expert width.
+      G: gate and up, a dim of size 2 or 1.
+      S: the width of the shared expert.
+      L: the width of latent experts, in their two projections.
+
+    Raises:
+      ValueError: a field is neither a name nor None, or two dims of one parameter have the same name.
+    """
+
+    E: str | None = "exp"
+    H: str | None = "embed"
+    F: str | None = "mlp"
+    G: str | None = None
+    S: str | None = "mlp"
+    L: str | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            name = getattr(self, field.name)
+            if name is not None and not isinstance(name, str):
+                raise ValueError(f"LogicalAxes: {field.name}={name!r} must be a name or None")
+        for param in DIMS:
+            named = [name for name in self.names(param) if name is not None]
+            if len(set(named)) < len(named):
+                raise ValueError(f"LogicalAxes: {param} has the names {named}; each dim needs a name of its own")
+
+    def names(self, param: str) -> tuple[str | None, ...]:
+        """Returns the names of the dims of a parameter: `names("wo")` is `("exp", "mlp", "embed")`."""
+        return tuple(None if n == "E" and param in ROUTER else getattr(self, n) for n in DIMS[param])
 
 
 def param_shapes(config: MoEConfig, *, optional: bool = False) -> MoEParams[tuple[int, ...]]:

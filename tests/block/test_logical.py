@@ -104,7 +104,7 @@ def test_names_without_a_rule():
         for make in LAYERS.values():
             with (
                 nn.logical_axis_rules(RULES[:2]),
-                pytest.raises(ValueError, match="'mlp' of params.wi has no rule"),
+                pytest.raises(ValueError, match="'mlp' of wi has no rule"),
             ):
                 make(BARE, logical_axes=NAMES)
 
