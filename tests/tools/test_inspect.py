@@ -70,7 +70,7 @@ def test_cpu_text():
         'metadata={op_name="jit(<lambda>)/transpose(jvp())/\\"a\\"/all_gather" stack_frame_id=4}'
     )
     op_name = 'jit(<lambda>)/transpose(jvp())/\\"a\\"/all_gather'
-    assert c == Collective("all-gather", "uint8", (16, 8), 64, ("fsdp",), op_name, group_size=2)
+    assert c == Collective("all-gather", "uint8", (16, 8), ("fsdp",), 2, 64, op_name)
 
 
 def test_gpu_combined_start_and_done():
@@ -429,11 +429,11 @@ def test_nothing_to_see():
 
 def sample() -> list[Collective]:
     return [
-        Collective("all-gather", "uint8", (16, 8), 64, ("fsdp",), "f/gather", 2),
-        Collective("all-gather", "float32", (4, 2), 16, ("fsdp",), "f/gather", 2, times=3),
-        Collective("all-gather", "bfloat16", (8, 8), 96, ("ep",), "f/dispatch", 4),
-        Collective("all-reduce", "float32", (), 7, ("fsdp", "ep"), "f/loss", 8),
-        Collective("all-gather", "uint8", (16, 8), 64, ("fsdp",), "f/gather", 2),
+        Collective("all-gather", "uint8", (16, 8), ("fsdp",), 2, 64, "f/gather"),
+        Collective("all-gather", "float32", (4, 2), ("fsdp",), 2, 16, "f/gather", times=3),
+        Collective("all-gather", "bfloat16", (8, 8), ("ep",), 4, 96, "f/dispatch"),
+        Collective("all-reduce", "float32", (), ("fsdp", "ep"), 8, 7, "f/loss"),
+        Collective("all-gather", "uint8", (16, 8), ("fsdp",), 2, 64, "f/gather"),
     ]
 
 
@@ -532,7 +532,7 @@ def test_smallest_shard(mesh):
         "wo": abstract(mesh, (8, 32, 8), jnp.float32, "ep", None, "fsdp"),
         "bias": None,
     }
-    wide = [Collective("all-gather", "float32", (8 * 32 * 8 // 8 - less,), 64, ("fsdp",), "", 2) for less in (0, 1)]
+    wide = [Collective("all-gather", "float32", (8 * 32 * 8 // 8 - less,), ("fsdp",), 2, 64, "") for less in (0, 1)]
     with pytest.raises(AssertionError, match="1 collective of .* of 256 elements or more"):
         assert_no_wide_weight_gather(wide, weights=weights)
     for bad in (weights["router"], [jnp.ones(3)], None):

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 from moax.backend import platform
 from moax.block.layer import moe
 from moax.config import MoEConfig
-from moax.exchange.transport import ring_bytes
+from moax.exchange.transport import Transfer, ring_bytes
 from moax.inspect.hlo import Element, device_groups, read_hlo, trace, varying_axes
 from moax.inspect.hlo import Value as Value
 from moax.mesh.axes import Names, as_names
@@ -49,7 +49,7 @@ _WHY = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class Collective(Transfer):
     """One array that a collective makes; a collective of several arrays is several `Collective`s.
 
     Attributes:
@@ -57,12 +57,12 @@ class Collective:
       dtype: NumPy's name: "uint8", "bfloat16", "float8_e4m3fn".
       shape: the shape of the result on one device. An all-to-all that XLA:CPU cut into one piece for each peer has the
         shape (peers, *piece).
-      bytes: the bytes that one device sends in one execution, by the ring algorithm. With b bytes of `shape` and groups
-        of g devices, an all-gather or all-to-all sends b (g-1)/g, an all-reduce 2 b (g-1)/g, a reduce-scatter b (g-1),
-        a permute or broadcast b. A ragged all-to-all counts as if its buffer were full.
       axes: the mesh axes over which the group varies, in the order of the mesh; () where the mesh is not known.
-      op_name: the op it comes from, as in a profile; `custom_partitioning` keeps no scopes from inside an op.
       group_size: the devices g of a group; a source and a target of a permute are one.
+      bytes: the bytes that one device sends in one execution, by the ring algorithm. With b bytes of `shape`, an
+        all-gather or all-to-all sends b (g-1)/g, an all-reduce 2 b (g-1)/g, a reduce-scatter b (g-1), a permute or
+        broadcast b. A ragged all-to-all counts as if its buffer were full.
+      op_name: the op it comes from, as in a profile; `custom_partitioning` keeps no scopes from inside an op.
       times: executions in one call: the product of the trip counts of the scans around it, all branches taken.
       open_loop: whether it is in a loop whose trip count the program does not state, such as a `while_loop`. That loop
         counts once in `times`.
@@ -71,13 +71,7 @@ class Collective:
       reaches: the results of the program that are made of the array in the same way, such as a gradient.
     """
 
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    axes: Names
     op_name: str
-    group_size: int = 1
     times: int = 1
     open_loop: bool = False
     carries: tuple[Value, ...] = dataclasses.field(default=(), compare=False)
@@ -319,22 +313,21 @@ def _axis_names(axes: Over) -> Names:
 
 def _read(fn: Any, args, kwargs, mesh: AnyMesh | None) -> tuple[list[Collective], Names]:
     """Returns the collectives, and the names of the mesh axes; () where the mesh is not known."""
-    given, unwidened, compiled = isinstance(fn, str) or hasattr(fn, "as_text"), False, fn
+    given, unwidened, meshes = isinstance(fn, str) or hasattr(fn, "as_text"), False, _meshes((args, kwargs))
     if given and (args or kwargs):
         raise ValueError(f"fn is a {type(fn).__name__}, lowered or compiled for its arguments; pass no others")
-    if not (given or callable(fn) or hasattr(fn, "lower")):
-        raise ValueError(f"fn={fn!r} must be a function, lowered or compiled by jit or not, or an HLO text")
-    meshes = _meshes((args, kwargs))
-    if not given or hasattr(fn, "compile"):
-        lowered = fn if given else (getattr(fn, "lower", None) or jax.jit(fn).lower)(*args, **kwargs)
-        compiled, unwidened = _compile(lowered, [mesh, *meshes])
-    meshes += _meshes([_told(compiled, "input_shardings"), _told(compiled, "output_shardings")])
-    leaves = jax.tree_util.tree_flatten_with_path(_told(compiled, "out_info"))[0]
+    if not given:
+        if not (callable(fn) or hasattr(fn, "lower")):
+            raise ValueError(f"fn={fn!r} must be a function, lowered or compiled by jit or not, or an HLO text")
+        fn = (getattr(fn, "lower", None) or jax.jit(fn).lower)(*args, **kwargs)
+    if hasattr(fn, "compile"):
+        fn, unwidened = _compile(fn, [mesh, *meshes])
+    meshes += _meshes([getattr(fn, "input_shardings", ()), getattr(fn, "output_shardings", ())])
+    leaves = jax.tree_util.tree_flatten_with_path(getattr(fn, "out_info", ()))[0]
     results = [Value(f"result{jax.tree_util.keystr(path)}", (), tuple(leaf.shape)) for path, leaf in leaves]
-    program = read_hlo(compiled if isinstance(compiled, str) else compiled.as_text())
+    program = read_hlo(fn if isinstance(fn, str) else fn.as_text())
     sizes, flows, found = _mesh_sizes(mesh, meshes, program.devices), trace(program, results), []
     for computation, instructions in program.computations.items():
-        times, open_loop = program.runs[computation]
         for one in (i for i in instructions.values() if i.is_collective):
             groups = device_groups(one, program.devices)
             devices, axes = max(map(len, groups)), varying_axes(groups, sizes)
@@ -342,19 +335,10 @@ def _read(fn: Any, args, kwargs, mesh: AnyMesh | None) -> tuple[list[Collective]
             for i, element in enumerate(one.elements):
                 if promoted and len(one.elements) == 1 and element.dtype == "float32":
                     element = Element("bfloat16", 16, element.shape)
-                carries, reaches = flows.get((computation, one.name, i), ((), ()))
-                sent, how = ring_bytes(one.kind, element.bytes, devices), (devices, times, open_loop)
-                array = one.kind, element.dtype, element.shape, sent, axes, one.op_name
-                found.append(Collective(*array, *how, tuple(carries), tuple(reaches)))
+                sent, flow = ring_bytes(one.kind, element.bytes, devices), flows.get((computation, one.name, i), ())
+                array = one.kind, element.dtype, element.shape, axes, devices, sent, one.op_name
+                found.append(Collective(*array, *program.runs[computation], *flow))
     return found, tuple(sizes)
-
-
-def _told(compiled, what: str):
-    """Returns an attribute of a compiled program; () where it does not tell it."""
-    try:
-        return getattr(compiled, what)
-    except (AttributeError, NotImplementedError):
-        return ()
 
 
 def _meshes(tree) -> list[AnyMesh]:

@@ -243,52 +243,28 @@ def _id_lists(text: str) -> Groups:
     return tuple(map(_ints, re.findall(r"\{([\d,\s]+)\}", text)))
 
 
-def trace(program: Hlo, results: Sequence[Value]) -> dict[Array, tuple[list[Value], list[Value]]]:
+def trace(program: Hlo, results: Sequence[Value]) -> dict[Array, tuple[tuple[Value, ...], tuple[Value, ...]]]:
     """Returns {array of a collective: (the parameters whose elements it has, the results that have its elements)}.
 
     `results` has the names and whole shapes of the results; the text tells only their number.
     """
-    entry = program.computations.get(program.entry, {}).values()
-    named = {}
-    for one in (one for one in entry if one.opcode == "parameter"):
-        name = re.sub(r"\\(.)", r"\1", one.op_name) or f"parameter {one.arguments}"
-        named[int(one.arguments)] = Value(name, one.elements[0].shape if one.elements else ())
-    tracer = _Tracer(program)
-    made = tracer.run(program.entry, tuple(frozenset([i]) for i in range(len(named))))
-    shapes = [element.shape for one in entry if one.root for element in one.elements]
-    if len(results) != len(shapes):
-        results = [Value(f"result[{i}]" if len(shapes) > 1 else "result", ()) for i in range(len(shapes))]
-    members = [_flat(member) for member in made] if isinstance(made, tuple) else [made] * len(shapes)
-    ends = [(value._replace(shape=shape), m) for value, shape, m in zip(results, shapes, members, strict=True)]
-    return {
-        key: ([named[i] for i in sorted(s for s in sources if isinstance(s, int))], [v for v, of in ends if key in of])
-        for key, sources in tracer.found.items()
-    }
+    found: dict[Array, frozenset[Source]] = {}
 
-
-class _Tracer:
-    """Runs computations on sources in the place of arrays; `found` has the sources of each array of a collective."""
-
-    def __init__(self, program: Hlo):
-        self.computations = program.computations
-        self.found: dict[Array, frozenset[Source]] = {}
-        self.run = functools.cache(self._run)
-
-    def _run(self, computation: str, operands: tuple[Sources, ...]) -> Sources:
-        """Returns the sources of the result of a computation."""
+    @functools.cache
+    def run(computation: str, operands: tuple[Sources, ...]) -> Sources:
+        """Runs a computation on sources in the place of arrays; `found` has those of each array of a collective."""
         made: dict[str, Sources] = {}
         result: Sources = _NONE
-        for one in self.computations.get(computation, {}).values():
+        for one in program.computations.get(computation, {}).values():
             if one.opcode == "parameter":
                 made[one.name] = operands[int(one.arguments)] if int(one.arguments) < len(operands) else _NONE
             else:
-                made[one.name] = self._step(computation, one, tuple(made.get(name, _NONE) for name in one.operands))
+                made[one.name] = step(computation, one, tuple(made.get(name, _NONE) for name in one.operands))
             result = made[one.name] if one.root else result
         return result
 
-    def _step(self, computation: str, one: Instruction, operands: tuple[Sources, ...]) -> Sources:
-        """Returns the sources of an instruction's result."""
-        opcode, called = one.opcode, [callee for _, callee in one.calls if callee in self.computations]
+    def step(computation: str, one: Instruction, operands: tuple[Sources, ...]) -> Sources:
+        opcode, called = one.opcode, [callee for _, callee in one.calls if callee in program.computations]
         if opcode in _ENDS or (opcode == "custom-call" and not _PLACING.search(one.attributes)):
             return _NONE
         if opcode == "tuple":
@@ -298,17 +274,22 @@ class _Tracer:
             return operands[0][index] if isinstance(operands[0], tuple) else operands[0]
         if opcode == "while":
             state, body = operands[0], dict(one.calls)["body"]
-            while (after := _join(state, self.run(body, (state,)))) != state:
+            while (after := _join(state, run(body, (state,)))) != state:
                 state = after
             return state
         if opcode == "conditional":
-            return _join(*(self.run(callee, (given,)) for callee, given in zip(called, operands[1:], strict=False)))
-        if one.is_collective:
-            return self._collective(computation, one, operands)
+            return _join(*(run(callee, (given,)) for callee, given in zip(called, operands[1:], strict=False)))
+        if one.is_collective:  # Its results have the sources of its operands, and themselves as a source.
+            arrays = [(computation, one.name, i) for i in range(len(one.elements))]
+            given = operands if len(operands) == len(arrays) else (_flat(operands),) * len(arrays)
+            for array, operand in zip(arrays, given, strict=True):
+                found[array] = found.get(array, _NONE) | _flat(operand)
+            made = tuple(_flat(operand) | {array} for array, operand in zip(arrays, given, strict=True))
+            return made if len(made) > 1 else _flat(made)
         if called and (opcode in ("fusion", "call") or opcode.endswith("-start")):
-            return self.run(called[0], operands)
+            return run(called[0], operands)
         if opcode == "broadcast":
-            source = self.computations[computation].get(one.operands[0])
+            source = program.computations[computation].get(one.operands[0])
             if source is None or math.prod(source.elements[0].shape) != math.prod(one.elements[0].shape):
                 return _NONE
         if opcode == "scatter":  # (arrays, indices, updates)
@@ -317,16 +298,25 @@ class _Tracer:
         operands = operands[: _INDICES.get(opcode)]
         return operands[0] if len(operands) == 1 else _flat(operands)
 
-    def _collective(self, computation: str, one: Instruction, operands: tuple[Sources, ...]) -> Sources:
-        """Notes the sources of a collective's arrays. Its results have these sources, and themselves as a source."""
-        count = len(one.elements)
-        given = operands if len(operands) == count else (_flat(operands),) * count
-        made = []
-        for i, operand in enumerate(given):
-            key = (computation, one.name, i)
-            self.found[key] = self.found.get(key, _NONE) | _flat(operand)
-            made.append(_flat(operand) | {key})
-        return tuple(made) if count > 1 else _flat(tuple(made))
+    entry = program.computations.get(program.entry, {}).values()
+    parameters = {int(one.arguments): one for one in entry if one.opcode == "parameter"}
+    named = {
+        i: Value(
+            re.sub(r"\\(.)", r"\1", one.op_name) or f"parameter {i}", one.elements[0].shape if one.elements else ()
+        )
+        for i, one in parameters.items()
+    }
+    made = run(program.entry, tuple(frozenset([i]) for i in range(len(named))))
+    shapes = [element.shape for one in entry if one.root for element in one.elements]
+    if len(results) != len(shapes):
+        results = [Value(f"result[{i}]" if len(shapes) > 1 else "result", ()) for i in range(len(shapes))]
+    members = [_flat(member) for member in made] if isinstance(made, tuple) else [made] * len(shapes)
+    ends = [(value._replace(shape=shape), m) for value, shape, m in zip(results, shapes, members, strict=True)]
+    return {
+        array: (tuple(named[i] for i in sorted(s for s in sources if isinstance(s, int))),
+                tuple(value for value, of in ends if array in of))
+        for array, sources in found.items()
+    }  # fmt: skip
 
 
 def _flat(sources: Sources) -> frozenset[Source]:
