@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moax.block.layer import quantize_params as quantize_params
     from moax.checks import Unsupported as Unsupported
     from moax.config import MoEConfig as MoEConfig
+    from moax.config import Options as Options
     from moax.config import RouterConfig as RouterConfig
     from moax.initialize import init as init
     from moax.mesh.axes import Axes as Axes
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from moax.ops.balance import load_metrics as load_metrics
     from moax.ops.balance import update_router_bias as update_router_bias
     from moax.ops.routing import route as route
-    from moax.options import Options as Options
     from moax.params import LogicalAxes as LogicalAxes
     from moax.params import MoEParams as MoEParams
     from moax.recipe import Format as Format
@@ -44,12 +44,11 @@ _NAMES = {
     "moax.block.experts": ("CHECKPOINT_NAMES",),
     "moax.block.layer": ("moe", "quantize_params"),
     "moax.checks": ("Unsupported",),
-    "moax.config": ("MoEConfig", "RouterConfig"),
+    "moax.config": ("MoEConfig", "Options", "RouterConfig"),
     "moax.initialize": ("init",),
     "moax.mesh.axes": ("Axes", "make_mesh"),
     "moax.ops.balance": ("load_metrics", "update_router_bias"),
     "moax.ops.routing": ("route",),
-    "moax.options": ("Options",),
     "moax.params": ("LogicalAxes", "MoEParams"),
     "moax.recipe": ("Format", "Recipe", "Recipes"),
     "moax.scan": ("scan",),

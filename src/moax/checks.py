@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import numbers
 import re
+import types
+import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +57,44 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raises ValueError unless value is one of the names `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
+def check_fields(config: Any, owner: str, *, positive: Sequence[str] = (), zero: Sequence[str] = ()) -> None:
+    """Raises ValueError unless the fields of a dataclass are what their annotations say; NumPy's become Python's.
+
+    An int is at least 1, or 0 where `zero` names it. A float is finite and at least 0, or above 0 where `positive`
+    names it. A field that may be of several classes is not checked. A message begins with `owner`.
+    """
+    for field, (kind, optional) in _kinds(type(config)).items():
+        name, value = f"{owner}{field}", getattr(config, field)
+        if value is None and optional:
+            continue
+        if kind is bool:
+            check_flag(name, value)
+        elif kind is int:
+            check_count(name, value, least=0 if field in zero else 1)
+        elif kind is float:
+            check_number(name, value, above=field in positive)
+        elif typing.get_origin(kind) is Literal:
+            check_choice(name, value, typing.get_args(kind))
+        elif isinstance(kind, type) and not isinstance(value, kind):
+            wanted = "a name, such as 'auto'" if kind is str else f"a moax.{kind.__name__}"
+            raise ValueError(f"{name}={value!r} must be {wanted}{' or None' if optional else ''}")
+        if isinstance(value, np.generic):  # equal configs have equal text
+            object.__setattr__(config, field, value.item())
+
+
+@functools.cache
+def _kinds(cls: type) -> dict[str, tuple[Any, bool]]:
+    """Returns the class or the Literal of each field, None where there are several, and whether it may be None."""
+    hints, found = typing.get_type_hints(cls), {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        several = typing.get_args(hint) if union else (hint,)
+        kinds = [kind for kind in several if kind is not types.NoneType]
+        found[field.name] = kinds[0] if len(kinds) == 1 else None, types.NoneType in several
+    return found
 
 
 def check_float(name: str, value: Any, dims: str) -> None:

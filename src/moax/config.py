@@ -1,4 +1,4 @@
-"""`MoEConfig` and `RouterConfig` say what a Mixture-of-Experts block computes.
+"""`MoEConfig` and `RouterConfig` say what a Mixture-of-Experts block computes, and `Options` how it runs.
 
 They are frozen, hashable and checked.
 """
@@ -6,13 +6,18 @@ They are frozen, hashable and checked.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypedDict
 
-import numpy as np
+from jax.typing import DTypeLike
 
-from moax.checks import check_choice, check_count, check_flag, check_number
+from moax.checks import check_choice, check_count, check_fields
+from moax.mesh.axes import Axes
+from moax.mesh.collectives import get_grad_reduce
+from moax.mesh.specs import Engine
+from moax.recipe import Recipe, Recipes, get_recipes
 
 Activation = str | Callable | tuple[str | Callable, str | Callable]
 GATED = ("swiglu", "geglu", "swiglu_oai", "reglu", "glu")
@@ -21,16 +26,7 @@ UNGATED = (
     "hard_tanh", "hard_silu", "hard_swish", "mish", "quick_gelu", "squared_relu", "identity", "linear",
 )  # fmt: skip
 NOT_ZERO = ("sigmoid", "log_sigmoid", "hard_sigmoid", "softplus", "squareplus", "sparse_plus")  # of a pair alone
-SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the default limit of gate and up, and the factor in the sigmoid
-
-
-def as_python(config) -> None:
-    """Replaces numbers and flags of NumPy in a config by those of Python, so that equal configs have equal text."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, np.generic):
-            object.__setattr__(config, field.name, value.item())
 
 
 def _check_activation(name: str, value) -> None:
@@ -108,24 +104,12 @@ class RouterConfig:
     histogram: bool = False
 
     def __post_init__(self):
-        owner = "RouterConfig"
-        check_choice(f"{owner}: score", self.score, SCORES)
-        check_choice(f"{owner}: order", self.order, ("score_then_topk", "topk_then_score"))
-        check_choice(f"{owner}: group_score", self.group_score, ("top2", "max", "sum_topk"))
-        for name in ("normalize", "bias", "logits_bias", "expert_scale", "histogram"):
-            check_flag(f"{owner}: {name}", getattr(self, name))
-        for name in ("num_groups", "top_groups"):
-            check_count(f"{owner}: {name}", getattr(self, name))
+        check_fields(self, "RouterConfig: ", positive=("scale",))
         if self.top_groups > self.num_groups:
-            raise ValueError(f"{owner}: top_groups={self.top_groups} must be at most num_groups={self.num_groups}")
+            raise ValueError(f"RouterConfig: top_groups={self.top_groups} must be at most num_groups={self.num_groups}")
         if self.histogram and (not self.bias or self.num_groups > 1):
-            raise ValueError(
-                f"{owner}: histogram=True needs bias=True and num_groups=1; they are {self.bias} and {self.num_groups}"
-            )
-        check_number(f"{owner}: scale", self.scale, above=True)
-        for name in ("aux_loss", "z_loss", "sequence_aux_loss"):
-            check_number(f"{owner}: {name}", getattr(self, name))
-        as_python(self)
+            needs = f"bias=True and num_groups=1; they are {self.bias} and {self.num_groups}"
+            raise ValueError(f"RouterConfig: histogram=True needs {needs}")
 
     def check_experts(self, num_experts: int, top_k: int) -> None:
         """Raises ValueError where this router cannot choose `top_k` of `num_experts`."""
@@ -193,32 +177,17 @@ class MoEConfig:
     d_latent: int | None = None
 
     def __post_init__(self):
-        owner = "MoEConfig"
-        for name in ("d_model", "d_ff", "num_experts", "top_k"):
-            check_count(f"{owner}: {name}", getattr(self, name))
-        check_count(f"{owner}: shared_d_ff", self.shared_d_ff, least=0)
-        if self.d_latent is not None:
-            check_count(f"{owner}: d_latent", self.d_latent)
         if isinstance(self.activation, list):
             object.__setattr__(self, "activation", tuple(self.activation))
-        _check_activation(f"{owner}: activation", self.activation)
-        check_choice(f"{owner}: weights_at", self.weights_at, ("output", "hidden", "input"))
-        for name in ("use_bias", "shared_gate"):
-            check_flag(f"{owner}: {name}", getattr(self, name))
+        check_fields(self, "MoEConfig: ", positive=("activation_limit", "capacity_factor"), zero=("shared_d_ff",))
+        _check_activation("MoEConfig: activation", self.activation)
         if self.use_bias and self.weights_at == "input":
-            raise ValueError(f"{owner}: weights_at='input' needs use_bias=False")
+            raise ValueError("MoEConfig: weights_at='input' needs use_bias=False")
         if self.shared_gate and not self.shared_d_ff:
-            raise ValueError(f"{owner}: shared_gate=True needs a shared expert; set shared_d_ff")
-        if self.activation_limit is not None:
-            check_number(f"{owner}: activation_limit", self.activation_limit, above=True)
-            if gates_of(self.activation) != 2:
-                raise ValueError(f"{owner}: activation_limit={self.activation_limit!r} needs an activation with a gate")
-        if not isinstance(self.router, RouterConfig):
-            raise ValueError(f"{owner}: router={self.router!r} must be a RouterConfig")
-        if self.capacity_factor is not None:
-            check_number(f"{owner}: capacity_factor", self.capacity_factor, above=True)
+            raise ValueError("MoEConfig: shared_gate=True needs a shared expert; set shared_d_ff")
+        if self.activation_limit is not None and self.gates != 2:
+            raise ValueError(f"MoEConfig: activation_limit={self.activation_limit!r} needs an activation with a gate")
         self.router.check_experts(self.num_experts, self.top_k)
-        as_python(self)
 
     @property
     def gates(self) -> int:
@@ -229,3 +198,83 @@ class MoEConfig:
     def d_rows(self) -> int:
         """The width of the rows that experts read and write: L of latent experts, and H of others."""
         return self.d_model if self.d_latent is None else self.d_latent
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a block runs. `moax.moe` takes an `Options`, or its fields as keywords.
+
+    Attributes:
+      recipe: `fp8_block`, `mxfp8`, `fp8_tensor`, a `Recipe`, or None to quantize nothing; or a `Recipes`, which has one
+        of these for wi and one for wo.
+      axes: the role of each mesh axis; see `moax.Axes`.
+      exchange: the transport of tokens: `all_gather`, `all_to_all`, `one_sided` (Hopper GPUs of one process), or
+        `auto`: all_gather or all_to_all, whichever sends fewer bytes in a balanced step on the mesh at hand. With a
+        capacity factor `auto` is all_gather, which drops nothing on the way. No token travels where ep has size 1.
+      kernels: the implementation: `hopper` (Hopper GPUs, bfloat16, widths that are multiples of 32), `xla`, or `auto`.
+        `auto` takes hopper where it can run, and xla elsewhere. On a GPU, the log says once why hopper cannot run.
+      engine: the way from global arrays to shards on a mesh of Auto axes. `custom_partitioning`, which is `auto`, takes
+        weights in the layout that they have. `shard_map` takes them in the layout of `param_specs`, and is for
+        `jax.export`. Explicit axes always use `shard_map`.
+      buffer_factor: the size of every buffer whose load depends on the routing, as a multiple of the balanced load. A
+        step whose routing needs more runs further overflow rounds in the same buffers: no token is dropped, and
+        `stats.rounds` counts the rounds. Below 1, every step takes several rounds, in less memory. Buffers never exceed
+        the worst case, and None allocates it. With `fp8_tensor` each round computes its own scale. `capacity_factor`
+        bounds the rows that the exchange moves already, in one round.
+      save_rows: whether forward keeps the sorted rows for backward. Otherwise backward gathers them again, and where ep
+        has more than one rank receives them again: less memory, and a few percent more time. Where products gather
+        rows of x themselves, and no rows travel, forward keeps none in any case.
+      grad_reduce_dtype: how the gradients of weights are summed over fsdp and dp, before they are cast to the dtype of
+        their parameters. None sums them in the dtype of x. `float32` and `bfloat16` compute, send and sum them in this
+        dtype. `bfloat16_sum_float32` sends each term in bfloat16 by an all-to-all over fsdp, so that it is rounded
+        once, and sums in float32; over dp it is `float32`. Where the caller's own `shard_map` sums over dp, that sum
+        has the dtype of the parameter.
+      chunks: the number of parts of a device's tokens. Each part has its own dispatch, products and combine, which no
+        data joins, so that XLA may run the dispatch and the combine of one part beside the products of another. Weights
+        are quantized and gathered, and their gradients scattered, once for all parts. Each part has its own buffers,
+        overflow rounds and scales of `fp8_tensor`; `stats.rounds` has the most rounds of any part. With
+        `capacity_factor` more than one part raises `moax.Unsupported`.
+
+    Raises:
+      ValueError: a field has a value that it cannot have. The message names the field.
+    """
+
+    recipe: str | Recipe | Recipes | None = None
+    axes: Axes = Axes()
+    exchange: str = "auto"
+    kernels: str = "auto"
+    engine: Engine = "auto"
+    buffer_factor: float | None = 1.25
+    save_rows: bool = True
+    grad_reduce_dtype: DTypeLike | None = None
+    chunks: int = 1
+
+    def __post_init__(self):
+        get_recipes(self.recipe)
+        check_fields(self, "", positive=("buffer_factor",))
+        object.__setattr__(self, "grad_reduce_dtype", get_grad_reduce(self.grad_reduce_dtype))
+
+
+def replace_options(caller: str, options: Options, keywords: OptionKeywords) -> Options:
+    """Returns the options with these fields; TypeError, which names the caller, where `Options` lacks a keyword's."""
+    fields = [field.name for field in dataclasses.fields(Options)]
+    for name in keywords:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; the fields of moax.Options are {', '.join(fields)}"
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
+    return dataclasses.replace(options, **keywords) if keywords else options
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The fields of `Options` as keywords of a function."""
+
+    recipe: str | Recipe | Recipes | None
+    axes: Axes
+    exchange: str
+    kernels: str
+    engine: Engine
+    buffer_factor: float | None
+    save_rows: bool
+    grad_reduce_dtype: DTypeLike | None
+    chunks: int

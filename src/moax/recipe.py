@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from moax.checks import check_choice, check_count
+from moax.checks import check_fields
 
 Contracted = Literal["rows", "columns"]
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
@@ -38,13 +38,9 @@ class Format:
     by_group: bool = False
 
     def __post_init__(self):
-        check_choice("Format: dtype", self.dtype, ("e4m3", "e5m2"))
-        check_choice("Format: scale", self.scale, ("float32", "pow2", "e8m0"))
-        check_count("Format: tile", self.tile)
-        if self.block is not None:
-            check_count("Format: block", self.block)
-        if not isinstance(self.by_group, bool) or (self.by_group and self.block is not None):
-            raise ValueError(f"Format: by_group={self.by_group!r} must be False, or True with block=None")
+        check_fields(self, "Format: ")
+        if self.by_group and self.block is not None:
+            raise ValueError("Format: by_group=True must be False, or True with block=None")
 
     @property
     def shared(self) -> bool:
@@ -99,10 +95,7 @@ class Recipe:
     wire: Format | None = None
 
     def __post_init__(self):
-        for name in ("x", "w", "dy", "wire"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Format):
-                raise ValueError(f"Recipe: {name}={value!r} must be a Format or None")
+        check_fields(self, "Recipe: ")
         if self.wire is not None and self.wire.block is None:
             raise ValueError("Recipe: wire must have a block: a scale for the whole tensor would tie tokens together")
 

@@ -260,7 +260,7 @@ def test_memory_is_that_of_the_buffers():
 @pytest.mark.parametrize("factor", [0, -1.0, math.inf, math.nan, "1.25", True])
 def test_refuses_what_is_no_factor(factor):
     """Breaks if a factor without a meaning is taken."""
-    with pytest.raises(ValueError, match="buffer_factor=.* must be a number above 0, or None"):
+    with pytest.raises(ValueError, match="buffer_factor=.* must be a finite number > 0"):
         moax.Options(buffer_factor=factor)
 
 

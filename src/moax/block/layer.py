@@ -23,7 +23,7 @@ from moax.block.moe import BlockPlan, Inputs, Weights
 from moax.block.plan import make_plan, shard_widths, weight_specs
 from moax.block.routing import RoutingInput, check_routing, find_routing
 from moax.checks import Unsupported, check_float, check_int, check_kind, check_mask
-from moax.config import MoEConfig
+from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.exchange import select_transport
 from moax.kernels import select_kernels
 from moax.lora import Adapters, check_adapters, scaled
@@ -35,7 +35,6 @@ from moax.ops.dispatch_combine import wire_bytes
 from moax.ops.matmul import dense
 from moax.ops.router import router_logits
 from moax.ops.weights import quantize_weight
-from moax.options import OptionKeywords, Options, replace_options
 from moax.params import MoEParams, check_params
 from moax.recipe import get_recipes
 from moax.sharding import expert_specs, reshard_params, shard_specs

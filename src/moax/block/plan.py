@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from moax.block.moe import BlockPlan, Round
 from moax.checks import Unsupported
-from moax.config import MoEConfig
+from moax.config import MoEConfig, Options
 from moax.exchange import AUTO, TRANSPORTS
 from moax.exchange.transport import ExchangeSpec, allot_slots
 from moax.groups import allot_rows
@@ -20,7 +20,6 @@ from moax.mesh.collectives import GradReduce, get_grad_reduce, sum_dtype
 from moax.mesh.specs import Spec
 from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
 from moax.ops.weights import WeightSpec
-from moax.options import Options
 from moax.params import MoEParams
 from moax.recipe import Recipes, get_recipes
 

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.checks import check_float, check_int
-from moax.config import MoEConfig
+from moax.config import MoEConfig, Options
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.specs import MeshView
 from moax.mesh.tokens import find_row_axes, flatten_tokens
 from moax.ops.router import router_logits
 from moax.ops.routing import route
-from moax.options import Options
 from moax.params import MoEParams
 from moax.types import Routing
 

@@ -20,7 +20,7 @@ from moax.block.layer import moe
 from moax.block.moe import BlockPlan
 from moax.block.plan import make_plan
 from moax.checks import Unsupported, check_count, check_kind
-from moax.config import MoEConfig
+from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.estimate.tracing import trace
 from moax.exchange import TRANSPORTS, find_transport
 from moax.exchange.transport import Transfer
@@ -28,7 +28,6 @@ from moax.kernels import supports_fp8
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.models import find_model
 from moax.ops import dispatch_combine
-from moax.options import OptionKeywords, Options, replace_options
 from moax.sharding import expert_specs, operand_shapes
 
 

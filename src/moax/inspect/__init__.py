@@ -24,13 +24,12 @@ from jaxtyping import PyTree
 
 from moax.backend import platform
 from moax.block.layer import moe
-from moax.config import MoEConfig
+from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.exchange.transport import Transfer, ring_bytes
 from moax.inspect.hlo import Element, device_groups, read_hlo, trace, varying_axes
 from moax.inspect.hlo import Value as Value
 from moax.mesh.axes import Names, as_names
 from moax.mesh.specs import AnyMesh
-from moax.options import OptionKeywords, Options, replace_options
 from moax.program import align, plural
 from moax.sharding import operand_shapes
 
