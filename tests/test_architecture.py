@@ -52,7 +52,7 @@ SIDEWAYS = {
 # Nothing computes with the oracle, though it lies below: only the package, and programs, show it.
 SEES_REFERENCE = {"moax", "cli", "reference"}
 # An op may use these other ops.
-OPS_SIDEWAYS = {"routing": {"balance"}, "matmul": {"weights"}}
+OPS_SIDEWAYS = {"routing": {"router"}, "matmul": {"weights"}}
 PARTITIONING = {"PartitionSpec", "custom_partitioning", "shard_map"}
 COLLECTIVES = {
     "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmean", "pmin", "ppermute", "pshuffle",

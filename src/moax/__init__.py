@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from moax.initialize import init as init
     from moax.mesh.axes import Axes as Axes
     from moax.mesh.axes import make_mesh as make_mesh
-    from moax.ops.balance import load_metrics as load_metrics
-    from moax.ops.balance import update_router_bias as update_router_bias
+    from moax.ops.router import load_metrics as load_metrics
+    from moax.ops.router import update_router_bias as update_router_bias
     from moax.ops.routing import route as route
     from moax.params import LogicalAxes as LogicalAxes
     from moax.params import MoEParams as MoEParams
@@ -47,7 +47,7 @@ _NAMES = {
     "moax.config": ("MoEConfig", "Options", "RouterConfig"),
     "moax.initialize": ("init",),
     "moax.mesh.axes": ("Axes", "make_mesh"),
-    "moax.ops.balance": ("load_metrics", "update_router_bias"),
+    "moax.ops.router": ("load_metrics", "update_router_bias"),
     "moax.ops.routing": ("route",),
     "moax.params": ("LogicalAxes", "MoEParams"),
     "moax.recipe": ("Format", "Recipe", "Recipes"),

@@ -19,8 +19,8 @@ from moax.config import MoEConfig, Options
 from moax.initialize import Initializer, init
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, make_sharded, mesh_in_force, mesh_sizes
-from moax.ops.balance import Rule, update_router_bias
 from moax.ops.matmul import dense
+from moax.ops.router import Rule, update_router_bias
 from moax.params import DIMS, LogicalAxes, MoEParams
 from moax.recipe import Recipe
 from moax.sharding import dense_spec, param_specs

@@ -21,9 +21,9 @@ from jax.extend import core
 from jaxtyping import Array, PyTree
 
 from moax.checks import is_int
-from moax.mesh.collectives import GATHERED, PARTIAL_GRAD
 from moax.mesh.op import differentiable
 from moax.mesh.specs import zeros_of
+from moax.ops.weights import GATHERED, PARTIAL_GRAD
 from moax.stages import Stage, Traced, is_smooth, trace, variables
 
 

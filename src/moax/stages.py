@@ -1,4 +1,4 @@
-"""The stages of one layer's forward and backward, cut out of its jaxpr at the names of `moax.mesh.collectives`.
+"""The stages of one layer's forward and backward, cut out of its jaxpr at the names of `moax.ops.weights`.
 
     forward    ahead(weights) -> gathered     main(carry, weights, gathered) -> carry, outputs, residuals
     backward   ahead(weights) -> gathered     main(residuals, weights, gathered, cotangents) -> cotangents, terms

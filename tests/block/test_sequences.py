@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax import Axes, inspect, ops, reference
 from moax.backend import log_once
-from moax.mesh.specs import named
-from moax.mesh.tokens import flatten_tokens, unflatten_tokens
+from moax.mesh.specs import flatten_tokens, named, unflatten_tokens
 from support import make_params, put, random, rel_norm, some
 
 ROUTER = moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3, sequence_aux_loss=1e-1)

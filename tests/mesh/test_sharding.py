@@ -71,9 +71,9 @@ def test_axes_are_names_or_tuples():
         (dict(ep=("x", "x")), "Axes: mesh axis 'x' is named by both ep and ep; name it once"),
         (dict(ep=3), "Axes: ep=3 must be a mesh axis name or a tuple of them"),
         (dict(ep=("x", 3)), "Axes: ep=('x', 3) must be a mesh axis name or a tuple of them"),
-        (dict(fsdp_dim="hidden"), "Axes: fsdp_dim='hidden' must be 'auto', 'experts' or 'model'"),
+        (dict(fsdp_dim="hidden"), "Axes: fsdp_dim='hidden' must be one of 'auto', 'experts', 'model'"),
         (dict(cp=("dp", "cp")), "Axes: mesh axis 'dp' is named by both dp and cp; name it once"),
-        (dict(tokens="ep"), "Axes: tokens='ep'; it must be the mesh axes over each leading dim of x"),
+        (dict(tokens="ep"), "Axes: tokens='ep'; it must be the mesh axes of each leading dim of x"),
         (
             dict(tokens=("fsdp", "tp")),
             "Axes: tokens=('fsdp', 'tp') names 'tp', which is in none of dp, fsdp, ep and cp",
@@ -91,7 +91,7 @@ def test_axes_that_cannot_be(fields, message):
 def test_roles_forget_axes_of_one_device():
     """Breaks if a collective runs over an axis that the mesh lacks, or over one device."""
     roles = roles_on(Axes(fsdp=("data", "fsdp")), data=2, fsdp=1, ep=4, elsewhere=1)
-    assert roles == ResolvedAxes(fsdp=("data",), ep=("ep",), sizes=(("data", 2), ("ep", 4)))
+    assert roles == ResolvedAxes(fsdp=("data",), ep=("ep",), sizes=(("data", 2), ("ep", 4)), dims=(("data", "ep"), ()))
     assert roles_on() == ResolvedAxes() and roles_on(fsdp=1, ep=1) == ResolvedAxes()
     assert ResolvedAxes().size(()) == 1 and roles.size(roles.all) == 8
 

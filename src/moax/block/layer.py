@@ -27,13 +27,21 @@ from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.exchange import select_transport
 from moax.kernels import select_kernels
 from moax.lora import Adapters, check_adapters, scaled
-from moax.mesh.specs import MeshView, constrain, find_mesh_view, mesh_in_force, reshard_like
-from moax.mesh.tokens import check_token_axes, find_token_dims, flatten_tokens, unflatten_tokens
+from moax.mesh.specs import (
+    MeshView,
+    check_token_axes,
+    constrain,
+    find_mesh_view,
+    find_token_dims,
+    flatten_tokens,
+    mesh_in_force,
+    reshard_like,
+    unflatten_tokens,
+)
 from moax.ops.activation import activate
-from moax.ops.balance import BINS
 from moax.ops.dispatch_combine import wire_bytes
 from moax.ops.matmul import dense
-from moax.ops.router import router_logits
+from moax.ops.router import BINS, router_logits
 from moax.ops.weights import quantize_weight
 from moax.params import MoEParams, check_params
 from moax.recipe import get_recipes

@@ -19,8 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from moax.checks import check_float, check_int
 from moax.config import MoEConfig, Options
 from moax.mesh.axes import ResolvedAxes
-from moax.mesh.specs import MeshView
-from moax.mesh.tokens import find_row_axes, flatten_tokens
+from moax.mesh.specs import MeshView, find_row_axes, flatten_tokens
 from moax.ops.router import router_logits
 from moax.ops.routing import route
 from moax.params import MoEParams

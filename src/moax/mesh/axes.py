@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from moax.checks import check_choice
+
 Names = tuple[str, ...]
 Entry = str | Names | list[str] | None
 ROLES = ("dp", "fsdp", "cp", "ep", "tp")
@@ -103,25 +105,21 @@ class Axes:
                         f"Axes: mesh axis {name!r} is named by both {owner[name]} and {role}; name it once"
                     )
                 owner[name] = role
-        if self.fsdp_dim not in ("auto", "experts", "model"):
-            raise ValueError(f"Axes: fsdp_dim={self.fsdp_dim!r} must be 'auto', 'experts' or 'model'")
-        object.__setattr__(self, "tokens", self._check_tokens())
-
-    def _check_tokens(self) -> tuple[Names, ...]:
-        """Returns the field `tokens` as a tuple of names for each dim, or raises ValueError."""
-        value = self.tokens
-        example = 'it must be the mesh axes over each leading dim of x, such as (("ep", "fsdp"), "cp")'
+        check_choice("Axes: fsdp_dim", self.fsdp_dim, ("auto", "experts", "model"))
+        value, example = (
+            self.tokens,
+            'it must be the mesh axes of each leading dim of x, such as (("ep", "fsdp"), "cp")',
+        )
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise ValueError(f"Axes: tokens={value!r}; {example}")
         dims = tuple(as_names(entry) for entry in value)
         names = [name for entry in dims for name in entry]
-        of_tokens = (*self.dp, *self.fsdp, *self.ep, *self.cp)
         for name in names:
-            if name not in of_tokens:
+            if owner.get(name) not in ("dp", "fsdp", "ep", "cp"):
                 raise ValueError(f"Axes: tokens={value!r} names {name!r}, which is in none of dp, fsdp, ep and cp")
         if len(set(names)) < len(names):
             raise ValueError(f"Axes: tokens={value!r} names a mesh axis twice; {example}")
-        return dims
+        object.__setattr__(self, "tokens", dims)
 
     @property
     def names(self) -> Names:
@@ -146,17 +144,14 @@ class Axes:
                     "fsdp (tokens and weights), cp (tokens along S), ep (tokens and experts) or tp (the expert width), "
                     f"for example Axes(fsdp={name!r}), or in other=({name!r},) where moax is to leave the axis out"
                 )
-        by_role = {role: tuple(n for n in getattr(self, role) if sizes.get(n, 1) > 1) for role in ROLES}
-        resolved = ResolvedAxes(**by_role, sizes=tuple((n, sizes[n]) for names in by_role.values() for n in names))
-        if not self.tokens:
-            return resolved
-        batch, cp = resolved._dims
+        of = {role: tuple(n for n in getattr(self, role) if sizes.get(n, 1) > 1) for role in ROLES}
+        batch, cp = of["dp"] + of["fsdp"] + of["ep"], of["cp"]
         dims = [tuple(n for n in as_names(entry) if n in batch + cp) for entry in self.tokens]
         dims += [()] * (2 - len(dims))
         listed = {name for entry in dims for name in entry}
         dims[0] = tuple(n for n in batch if n not in listed) + dims[0]
         dims[-1] += tuple(n for n in cp if n not in listed)
-        return dataclasses.replace(resolved, dims=tuple(dims))
+        return ResolvedAxes(**of, sizes=tuple((n, sizes[n]) for names in of.values() for n in names), dims=tuple(dims))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +161,7 @@ class ResolvedAxes:
     Attributes:
       dp, fsdp, ep, tp, cp: the names of the axes of each role; see `Axes`.
       sizes: (name, number of devices) of each of these axes.
-      dims: the axes of tokens over each leading dim of x [..., H], of which the last is S; () stands for
-        ((dp, fsdp, ep), cp).
+      dims: the axes of tokens over each leading dim of x [..., H], of which the last is S.
     """
 
     dp: Names = ()
@@ -176,17 +170,17 @@ class ResolvedAxes:
     tp: Names = ()
     sizes: tuple[tuple[str, int], ...] = ()
     cp: Names = ()
-    dims: tuple[Names, ...] = ()
+    dims: tuple[Names, ...] = ((), ())
 
     @property
     def tokens(self) -> Names:
-        """The axes that split flattened tokens: dp, fsdp, ep, cp where `dims` is (), and else those of all dims."""
-        return tuple(name for entry in self._dims for name in entry)
+        """The axes that split flattened tokens: those of all `dims`."""
+        return sum(self.dims, ())
 
     @property
     def sequence(self) -> Names:
         """The axes of tokens that split S of x [..., S, H]."""
-        return self._dims[-1]
+        return self.dims[-1]
 
     @property
     def replica_axes(self) -> Names:
@@ -198,10 +192,6 @@ class ResolvedAxes:
         """Every axis of more than one device: those of tokens, then tp."""
         return self.tokens + self.tp
 
-    @property
-    def _dims(self) -> tuple[Names, ...]:
-        return self.dims or (self.dp + self.fsdp + self.ep, self.cp)
-
     def over(self, count: int) -> tuple[Names, ...]:
         """Returns the axes of tokens over each of the `count` leading dims of x; the one dim of x [T, H] has them all.
 
@@ -210,9 +200,9 @@ class ResolvedAxes:
         """
         if count == 1:
             return (self.tokens,)
-        *first, last = self._dims
+        *first, last = self.dims
         if count <= len(first):
-            raise ValueError(f"x has {count} dims before H, and Axes.tokens has {len(first) + 1} entries: {self._dims}")
+            raise ValueError(f"x has {count} dims before H, and Axes.tokens has {len(first) + 1} entries: {self.dims}")
         return (*first, *[()] * (count - len(first) - 1), last)
 
     def size(self, names: Names) -> int:

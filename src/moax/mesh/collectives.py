@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from moax.mesh.axes import Names, ResolvedAxes
+from moax.mesh.axes import Names
 
 GradReduce = Literal["float32", "bfloat16", "bfloat16_sum_float32"]
 GRAD_REDUCE: tuple[GradReduce, ...] = get_args(GradReduce)
@@ -45,12 +44,6 @@ def scatter_gradient(dw: Array, gather: Sequence[Names], reduce: GradReduce | No
         for dim, names in reversed(tuple(enumerate(gather))):
             dw = lax.psum_scatter(dw, names, scatter_dimension=dim, tiled=True) if names else dw
     return dw
-
-
-def opaque_copy[Tree: PyTree](tree: Tree) -> Tree:
-    """Copies every array by an optimization barrier."""
-    # XLA's partitioner confuses an operand with a result that is the same array in another sharding.
-    return lax.optimization_barrier(tree)
 
 
 def take_shard(x: Array, gather: Sequence[Names]) -> Array:
@@ -140,17 +133,3 @@ def with_vma_of_inputs[**P, R](call: Callable[P, R]) -> Callable[P, R]:
         return jax.tree.map(lambda result: vary_like(result, operands), call(*args, **options))
 
     return wrapped
-
-
-# `moax.scan` moves what produces the first, and what consumes the second, to another turn of its loop.
-GATHERED, PARTIAL_GRAD = "moax_gathered", "moax_partial_grad"
-
-
-def name_gathered[Tree: PyTree](tree: Tree, axes: ResolvedAxes) -> Tree:
-    """Returns gathered weights, named for `moax.scan` where a mesh gathers any."""
-    return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), tree) if axes.fsdp else tree
-
-
-def name_partial_grads[Tree: PyTree](tree: Tree, axes: ResolvedAxes) -> Tree:
-    """Returns per-device gradients of weights, named for `moax.scan` where devices sum any."""
-    return jax.tree.map(lambda x: checkpoint_name(x, PARTIAL_GRAD), tree) if axes.replica_axes else tree

@@ -34,8 +34,18 @@ from moax.mesh.axes import Axes, Names
 from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank, scatter_gradient
 from moax.mesh.lowering import refuse_derivative
 from moax.mesh.op import Op, OpSharding, differentiable
-from moax.mesh.specs import FREE, Engine, MeshView, Spec, check_spec, constrain, find_mesh_view
-from moax.mesh.tokens import find_token_dims, flatten_tokens, unflatten_tokens
+from moax.mesh.specs import (
+    FREE,
+    Engine,
+    MeshView,
+    Spec,
+    check_spec,
+    constrain,
+    find_mesh_view,
+    find_token_dims,
+    flatten_tokens,
+    unflatten_tokens,
+)
 from moax.ops import weights
 from moax.ops.weights import WeightLayout, WeightSpec, find_layout
 from moax.recipe import Recipe, get_recipe

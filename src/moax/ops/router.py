@@ -1,4 +1,4 @@
-"""Router: logits = x w in float32. Tensor cores compute the product where x is bfloat16.
+"""Router: logits = x w in float32, by tensor cores where x is bfloat16; and a bias that balances its load.
 
     forward  logits = x w                 x [T, H], w [H, E]
     dgrad    dx = dlogits w^T             wgrad  dw = x^T dlogits
@@ -7,21 +7,43 @@ Where x is bfloat16, a float32 weight is the sum of three bfloat16 parts, w = w0
 rounded to bfloat16. The product of two bfloat16 numbers is exact in float32, so three products of bfloat16 make the
 float32 product. Two parts of each operand suffice for a gradient that is rounded to bfloat16. A bfloat16 weight is its
 own only part. An x of another dtype is multiplied in float32.
+
+A bias on the router's selection balances the load without a loss:
+
+    sign      bias[e] += rate * sign(mean(tokens) - tokens[e])
+    quantile  bias[e] = quantile of needed[:, e] at K / E, minus the mean over experts
+              needed[t, e] = cutoff[t] - score[t, e],  cutoff[t]: the best biased score that token t did not choose
+
+The bias is state and no trained parameter. A training loop updates it once a step, after the optimizer, with the counts
+of the whole global batch. With tokens (6, 2, 4, 4), the rule `sign` lowers the bias of expert 0 by `rate`, raises the
+bias of expert 1 by `rate`, and leaves the others. A token chooses an expert whose bias exceeds `needed`, so with the
+quantile as its bias an expert gets T K / E of T tokens, if the cutoffs stay what they are; a few updates suffice.
+
+The stats hold `needed` as a histogram: for each expert 1000 equal bins over [min(bias) - 1, max(bias) + 1]. Scores in
+[0, 1] lie in it. The end bins count larger and smaller values too, which other scores may have.
+
+Sources: `sign`, Wang et al. 2024, used in DeepSeek-V3; `quantile`, the Kimi K3 report, Section 2.3.3 and Appendix D,
+as in Megatron-LM #6637 and torchtitan #4577.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from moax.checks import check_float
+from moax.checks import check_float, check_int, is_number
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, find_mesh_view
+
+Rule = Literal["sign", "quantile"]
+BINS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +52,18 @@ class RouterSpec:
 
     axes: ResolvedAxes
     narrow: bool
+
+
+class LoadMetrics(NamedTuple):
+    """How even a load is.
+
+    Attributes:
+      max_violation: [...] f32, (max - mean) / mean of the tokens, 0 for an even load (MaxVio, Wang et al. 2024).
+      entropy: [...] f32, -sum_e p[e] log p[e] with p = tokens / sum(tokens), log E for an even load.
+    """
+
+    max_violation: Float[Array, "*layers"]
+    entropy: Float[Array, "*layers"]
 
 
 def router_logits(
@@ -59,6 +93,72 @@ def router_logits(
     if x.shape[0] == 0:  # XLA compiles no product of a shard without rows
         return jnp.dot(x.astype(jnp.float32), w)
     return _router(view, static, x, w)[0]
+
+
+def load_metrics(tokens_per_expert: Int[Array, "*layers E"]) -> LoadMetrics:
+    """max_violation = (max - mean) / mean, and the entropy of the load.
+
+    Args:
+      tokens_per_expert: [..., E] i32, such as `MoEStats.tokens_per_expert`, or its sum over microbatches.
+
+    Returns:
+      The metrics, [...] f32 each; 0 where there is no token.
+
+    Raises:
+      ValueError: tokens_per_expert is no array of integers.
+    """
+    check_int("tokens_per_expert", tokens_per_expert, "[..., E]")
+    tokens = tokens_per_expert.astype(jnp.float32)
+    share = tokens / jnp.maximum(tokens.sum(-1, keepdims=True), 1.0)
+    entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1.0)), -1)
+    return LoadMetrics(jnp.maximum(share.max(-1) * tokens.shape[-1] - 1.0, 0.0), entropy)
+
+
+def update_router_bias(
+    bias: Float[Array, "*layers E"],
+    tokens_per_expert: Int[Array, "*layers E"],
+    rate: float | None = None,
+    rule: Rule = "sign",
+    *,
+    histogram: Int[Array, "*layers E 1000"] | None = None,
+) -> Float[Array, "*layers E"]:
+    """The new bias, with which the router chooses experts with too few tokens more often.
+
+    Args:
+      bias: [..., E], floating point. The router adds it to the scores for selection alone.
+      tokens_per_expert: [..., E] i32, counted over the whole mesh, and summed over the microbatches of the step.
+      rate: for `sign` the step of the bias, in units of the score; None is 1e-3. For `quantile` the part of the way to
+        the quantile, where 0.1 smooths over some 10 updates; None is 1.
+      rule: see the equations of this module.
+      histogram: [..., E, 1000] i32, `MoEStats.histogram` summed as the tokens are, for `quantile`. The router must have
+        had this `bias` in all of them.
+
+    Returns:
+      The new bias, [..., E] in the dtype of bias. The rule `quantile` leaves it as it is where there is no token.
+
+    Raises:
+      ValueError: the rule is unknown, the shapes differ, or `quantile` has no histogram.
+    """
+    if rule not in ("sign", "quantile"):
+        raise ValueError(f"rule={rule!r} must be 'sign' or 'quantile'")
+    check_float("bias", bias, "[..., E]")
+    check_int("tokens_per_expert", tokens_per_expert, "[..., E]")
+    if rate is not None and not is_number(rate) and not isinstance(rate, jax.Array):
+        raise ValueError(f"rate={rate!r} must be a number")
+    if bias.shape != tokens_per_expert.shape:
+        raise ValueError(
+            f"tokens_per_expert has shape {tokens_per_expert.shape}; it must be that of bias, {bias.shape}"
+        )
+    tokens_per_expert = tokens_per_expert.astype(jnp.int32)
+    # Integers compare tokens with total / E exactly, without a product that could overflow.
+    quotient, rest = jnp.divmod(tokens_per_expert.sum(-1, keepdims=True), bias.shape[-1])
+    if rule == "quantile":
+        wide = bias.astype(jnp.float32)
+        step = _find_quantiles(wide, histogram, quotient + jnp.sign(rest)) - wide
+        return (wide + jnp.asarray(1.0 if rate is None else rate, jnp.float32) * step).astype(bias.dtype)
+    excess = jnp.sign(tokens_per_expert - quotient)
+    excess = jnp.where(excess == 0, -jnp.sign(rest), excess)
+    return bias - jnp.asarray(1e-3 if rate is None else rate, bias.dtype) * excess.astype(bias.dtype)
 
 
 def logits_forward(static: RouterSpec, x, w):
@@ -118,3 +218,38 @@ def _dot(a, b, contract, *, parts: int = 1, precision=None):
     """Returns a product in float32: the sum of the products with `parts` that are side by side in b."""
     product = lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
     return functools.reduce(jnp.add, jnp.split(product, parts, axis=1)[::-1])  # the smallest part is added first
+
+
+def count_needed_bias(
+    scores: Float[Array, "T E"], bias: Float[Array, " E"], best: Int[Array, "T K"], mask: Bool[Array, " T"] | None
+) -> Int[Array, "E 1000"]:
+    """Returns for each expert the histogram of `needed` over the real tokens, whose K best experts are `best`."""
+    chose = (best[:, :, None] == jnp.arange(scores.shape[1], dtype=jnp.int32)[None, None]).any(1)
+    cutoff = jnp.where(chose, -jnp.inf, scores + bias[None]).max(1, keepdims=True)
+    low, width = _find_bins(bias)
+    bins = jnp.clip((cutoff - scores - low[None]) / width[None], 0, BINS - 1).astype(jnp.int32)
+    one = jnp.ones_like(bins) if mask is None else jnp.broadcast_to(mask[:, None].astype(jnp.int32), bins.shape)
+    experts = jnp.arange(bins.shape[1], dtype=jnp.int32)[None]
+    return jnp.zeros_like(bins, shape=(bins.shape[1], BINS)).at[experts, bins].add(one, mode="drop")
+
+
+def _find_bins(bias: Float[Array, "*layers E"]) -> tuple[Float[Array, "*layers 1"], Float[Array, "*layers 1"]]:
+    """Returns the lower end of the bins and the width of a bin."""
+    low, high = bias.min(-1, keepdims=True) - 1.0, bias.max(-1, keepdims=True) + 1.0
+    return low, (high - low) / BINS
+
+
+def _find_quantiles(bias: Float[Array, "*layers E"], histogram, target: Int[Array, "*layers 1"]):
+    """Returns the biases below which `target` values of the histogram lie, minus their mean over experts."""
+    if histogram is None:
+        raise ValueError("histogram is None; rule='quantile' needs stats.histogram, of RouterConfig(histogram=True)")
+    check_int("histogram", histogram, f"[..., E, {BINS}]")
+    if histogram.shape != (*bias.shape, BINS):
+        raise ValueError(f"histogram has shape {histogram.shape}; it must be {(*bias.shape, BINS)}")
+    until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
+    place = jnp.argmax(until >= target[..., None], axis=-1, keepdims=True)
+    inside, end = (jnp.take_along_axis(v, place, axis=-1)[..., 0].astype(jnp.int32) for v in (histogram, until))
+    part = (target - end + inside).astype(jnp.float32) / jnp.maximum(inside, 1).astype(jnp.float32)  # of an even bin
+    low, width = _find_bins(bias)
+    found = low + width * (place[..., 0].astype(jnp.float32) + part)
+    return jnp.where(target > 0, found - found.mean(-1, keepdims=True), bias)

@@ -40,7 +40,7 @@ from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
 from moax.mesh.collectives import gather_rows, mask_to_first_rank, take_shard
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, MeshView, find_mesh_view
-from moax.ops.balance import BINS, count_needed_bias
+from moax.ops.router import BINS, count_needed_bias
 from moax.types import Routing
 
 NO_EXPERT = -1e30  # the logit of no expert: its share is 0, and so is every gradient

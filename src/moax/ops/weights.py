@@ -13,14 +13,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
+import jax
 import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from moax.kernels import Operand, implementation
 from moax.kernels.quantization import find_scale_axes, weight_format
 from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
-from moax.mesh.collectives import GradReduce, name_gathered, name_partial_grads, opaque_copy, sum_dtype
+from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import MeshView, Spec, local_shape, pad
 from moax.recipe import Contracted, Recipe
@@ -28,6 +31,8 @@ from moax.types import QShard
 
 QuantizedWeight = tuple[Any, ...]  # a QShard for each of `CONTRACTED`
 CONTRACTED: tuple[Contracted, Contracted] = ("rows", "columns")
+# `moax.scan` moves what produces the first, and what consumes the second, to another turn of its loop.
+GATHERED, PARTIAL_GRAD = "moax_gathered", "moax_partial_grad"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +119,8 @@ def gather_weight(
 
     Where `quantized` is given, as `moax.quantize_params` makes it, the values of w are not read.
     """
-    return name_gathered(_gather(view, (weight, contracted), w, quantized)[0], view.axes)
+    (gathered,) = _gather(view, (weight, contracted), w, quantized)
+    return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), gathered) if view.axes.fsdp else gathered
 
 
 def gather_shard(
@@ -135,7 +141,8 @@ def gather_shard(
 
 def scatter_gradient(view: MeshView, weight: WeightSpec, partial: Array, w: Array) -> Array:
     """Returns the gradient of w, summed and laid out as w is, from each device's partial gradient."""
-    return _scatter(view, weight, name_partial_grads(partial, view.axes), w)[0]
+    partial = checkpoint_name(partial, PARTIAL_GRAD) if view.axes.replica_axes else partial
+    return _scatter(view, weight, partial, w)[0]
 
 
 def replicas(weight: WeightSpec, layout: WeightLayout) -> Names:
@@ -182,7 +189,8 @@ def _quantize_sharding(weight: WeightSpec, operands, found) -> OpSharding:
 
 
 def _gather_shards(static: tuple[WeightSpec, Contracted], layout: WeightLayout, w, quantized):
-    return (opaque_copy(gather_shard(static[0], layout, w, quantized, static[1])),)
+    # XLA's partitioner confuses an operand with a result that is the same array in another sharding: a barrier copies.
+    return (lax.optimization_barrier(gather_shard(static[0], layout, w, quantized, static[1])),)
 
 
 def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, found) -> OpSharding:
@@ -193,7 +201,7 @@ def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, found) -> 
 
 
 def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):  # w says the layout alone
-    return (opaque_copy(collectives.scatter_gradient(partial, layout.gather, weight.grad_reduce)),)
+    return lax.optimization_barrier(collectives.scatter_gradient(partial, layout.gather, weight.grad_reduce))
 
 
 def _scatter_sharding(weight: WeightSpec, operands, found) -> OpSharding:
