@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, plan, quantize, tiles
 from moax.kernels.hopper.pallas.matmul import grouped_matmul, grouped_matmul_activate
-from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pallas.pipeline import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 from moax.models import MODELS
 
 ROWS, EXPERTS = 4096, 8
@@ -77,14 +75,14 @@ def products(op: str, k: int, n: int, bias: bool = False, total=None, gathers: s
         return grouped_wgrad(a, b, blocks(sizes), tile, source=source, gathers=gathers)
 
     def wgrad(a, b, sizes, total=None, *, tile):
-        return grouped_wgrad(a, b, blocks(sizes), tile, out_dtype=None if total is None else total.dtype, total=total)
+        return grouped_wgrad(a, b, blocks(sizes), tile, out_dtype=BF16 if total is None else total.dtype, total=total)
 
     def matmul_fp8(a, scale_a, b, scale_b, sizes, bias=None, *, tile):
-        return grouped_matmul_fp8(KMajorFp8(a, scale_a), KMajorFp8(b, scale_b), blocks(sizes), tile, bias=bias)
+        return grouped_matmul(KMajorFp8(a, scale_a), KMajorFp8(b, scale_b), blocks(sizes), tile, bias=bias)
 
     def wgrad_fp8(a, scale_a, b, scale_b, sizes, total=None, *, tile):
         operands, out = (KMajorFp8(a, scale_a), KMajorFp8(b, scale_b)), BF16 if total is None else total.dtype
-        return grouped_wgrad_fp8(*operands, blocks(sizes), tile, out_dtype=out, total=total)
+        return grouped_wgrad(*operands, blocks(sizes), tile, out_dtype=out, total=total)
 
     match op:
         case "matmul" | "matmul_transposed":

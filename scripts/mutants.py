@@ -152,7 +152,7 @@ FAULTS = (
           "jnp.clip(group_sizes[None] - after * BLOCK + 1, 0, BLOCK)",
           ("tests/kernels/test_kernels_quantize.py::test_rows_and_columns",)),
     Fault("the FP8 product multiplies every block by the first block's scale of the weight",
-          "kernels/hopper/pallas/matmul_fp8.py", "return totals, sw_next", "return totals, sw_now",
+          "kernels/hopper/pallas/matmul.py", "return totals, sw_next", "return totals, sw_now",
           ("tests/kernels/test_kernels_matmul.py::test_grouped_matmul_fp8",)),
     Fault("a store past the last column of a narrow product lands in the product", "kernels/hopper/pallas/pipeline.py",
           "for each in types), boxes=2)", "for each in types))",

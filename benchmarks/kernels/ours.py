@@ -19,9 +19,7 @@ from moax import backend
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8
 from moax.kernels.hopper.pallas import tiles
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
-from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 from moax.ops import grouped_matmul as grouped_matmul_of
 
 # {op: (its kernel, its options, the directions that it computes)}
@@ -29,8 +27,8 @@ KERNELS: dict[str, tuple[Callable, dict[str, Any], tuple[Direction, ...]]] = {
     "matmul": (grouped_matmul, {}, ("fwd",)),
     "matmul_transposed": (grouped_matmul, {"transpose": True}, ("dgrad",)),
     "wgrad": (grouped_wgrad, {}, ("wgrad",)),
-    "matmul_fp8": (grouped_matmul_fp8, {}, ("fwd", "dgrad")),
-    "wgrad_fp8": (grouped_wgrad_fp8, {}, ("wgrad",)),
+    "matmul_fp8": (grouped_matmul, {}, ("fwd", "dgrad")),
+    "wgrad_fp8": (grouped_wgrad, {}, ("wgrad",)),
 }
 Operands = tuple[KMajorFp8, KMajorFp8] | None  # in FP8; None: those of the problem, in bf16
 

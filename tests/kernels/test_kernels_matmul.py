@@ -15,11 +15,9 @@ from moax.groups import row_groups
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
-from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pallas.pipeline import TileConfig
 from moax.kernels.hopper.pallas.tiles import HEURISTIC
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 from support import interpret, lower, random, rel_error, some
 
 E4M3 = jnp.float8_e4m3fn
@@ -110,7 +108,7 @@ def test_waves_leave_the_bits(op, waves, cluster):
             x, dy = (jnp.asarray(np.where(real[:, None], random(i, ROWS, 128), 0), jnp.bfloat16) for i in (0, 1))
             return interpret(lambda x, dy: grouped_wgrad(x, dy, blocks, tile), x, dy)
         x, dy = (KMajorFp8(quantized(i, 128, ROWS), scales(i, ROWS // BLOCK, 128)) for i in (0, 1))
-        return interpret(lambda x, dy: grouped_wgrad_fp8(x, dy, blocks, tile), x, dy, races=False)
+        return interpret(lambda x, dy: grouped_wgrad(x, dy, blocks, tile), x, dy, races=False)
 
     np.testing.assert_array_equal(product(waves), product(1))
 
@@ -184,7 +182,7 @@ def test_grouped_matmul_fp8(tile_n, cluster, dtype):
     w, sw = quantized(2, len(SIZES), n, k), scales(3, len(SIZES), n // BLOCK, k // BLOCK)
     tile = TileConfig(tile_n, 2, 2, cluster)
     options, bias = dict(bias=random(4, len(SIZES), n) * 1e3, out_dtype=jnp.float32), random(4, len(SIZES), n) * 1e3
-    fn = lambda x, sx, w, sw: grouped_matmul_fp8(KMajorFp8(x, sx), KMajorFp8(w, sw), blocks, tile, **options)  # noqa: E731
+    fn = lambda x, sx, w, sw: grouped_matmul(KMajorFp8(x, sx), KMajorFp8(w, sw), blocks, tile, **options)  # noqa: E731
     got = interpret(fn, x, sx, w, sw, races=False)
     wide_x = np.float64(x) * expand(np.asarray(sx).T, (1, k))
     wide_w = np.float64(w) * expand(np.asarray(sw), (1, n), (2, k))
@@ -202,7 +200,7 @@ def test_grouped_wgrad_fp8(cluster, consumers, add):
     sx, sdy = scales(2, ROWS // BLOCK, 128), scales(3, ROWS // BLOCK, 128)
     tile = TileConfig(64, 2, 2, cluster, consumers)
     total, options = total_of(add), dict(out_dtype=jnp.float32)
-    fn = lambda x, sx, y, sy, t: grouped_wgrad_fp8(KMajorFp8(x, sx), KMajorFp8(y, sy), blocks, tile, **options, total=t)  # noqa: E731
+    fn = lambda x, sx, y, sy, t: grouped_wgrad(KMajorFp8(x, sx), KMajorFp8(y, sy), blocks, tile, **options, total=t)  # noqa: E731
     got = interpret(fn, x, sx, dy, sdy, total, races=False)
     x, dy = (np.float64(v).T * expand(np.asarray(s), (0, ROWS)) for v, s in ((x, sx), (dy, sdy)))
     want = [x[real & (group == g)].T @ dy[real & (group == g)] for g in range(len(SIZES))]
@@ -224,7 +222,7 @@ def test_gradients_in_float32_lower_for_cuda(op):
         how = dict(tile=tile, out_dtype=jnp.float32 if total is None else total.dtype, total=total)
         if not scales:
             return grouped_wgrad(x, dy, make_blocks(sizes, rows), **how)
-        return grouped_wgrad_fp8(KMajorFp8(x, scales[0]), KMajorFp8(dy, scales[1]), make_blocks(sizes, rows), **how)
+        return grouped_wgrad(KMajorFp8(x, scales[0]), KMajorFp8(dy, scales[1]), make_blocks(sizes, rows), **how)
 
     totals = [None, *(jax.ShapeDtypeStruct((4, k, n), dtype) for dtype in (jnp.float32, jnp.bfloat16))]
     for tile, total in itertools.product(HEURISTIC[op], totals):

@@ -16,11 +16,9 @@ from jaxlib.mlir import ir
 from moax.kernels.hopper.formats import KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul, grouped_matmul_activate
-from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pallas.quantize import quantize_rows
 from moax.kernels.hopper.pallas.tiles import pick_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 
 pytestmark = pytest.mark.loose
 M, E = 512, 3
@@ -97,10 +95,10 @@ def products(k: int, n: int):
         return grouped_matmul(x, w, blocks(sizes), pick_tile(op, k, n, M), transpose=op != "matmul")
 
     def fp8(x, w, sizes):
-        return grouped_matmul_fp8(x, w, blocks(sizes, 128), pick_tile("matmul_fp8", k, n, M))
+        return grouped_matmul(x, w, blocks(sizes, 128), pick_tile("matmul_fp8", k, n, M))
 
     def wgrad_fp8(x, dy, sizes, out_dtype=BF16):
-        return grouped_wgrad_fp8(x, dy, blocks(sizes, 128), pick_tile("wgrad_fp8", k, n, M), out_dtype=out_dtype)
+        return grouped_wgrad(x, dy, blocks(sizes, 128), pick_tile("wgrad_fp8", k, n, M), out_dtype=out_dtype)
 
     rows = KMajorFp8(of(FP8, k, M), of(F32, M // 128, 128)), KMajorFp8(of(FP8, n, M), of(F32, M // 128, 128))
     found: dict = {

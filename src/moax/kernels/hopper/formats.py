@@ -32,6 +32,11 @@ class KMajorFp8(NamedTuple):
     scale: Float[Array, "..."]
 
 
+def data_of(x: Any) -> Any:
+    """Returns the values of an operand, in FP8 without their scales."""
+    return x.data if isinstance(x, KMajorFp8) else x
+
+
 class GatheredRows(NamedTuple):
     """An operand of 16 bits whose rows a product gathers itself: row n is x[gather_idx[n]], or 0 where it is R or more.
 

@@ -27,10 +27,8 @@ from moax.kernels.hopper.operands import quantize_for_matmul
 from moax.kernels.hopper.pallas import activation as kernels
 from moax.kernels.hopper.pallas.activation_bf16 import activate_grad_rows, activate_rows
 from moax.kernels.hopper.pallas.matmul import MERGES_DIMS, grouped_matmul, grouped_matmul_activate
-from moax.kernels.hopper.pallas.matmul_fp8 import grouped_matmul_fp8
 from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.hopper.pallas.wgrad_fp8 import grouped_wgrad_fp8
 from moax.kernels.quantization import to_array
 from moax.mesh.axes import Names
 from moax.mesh.collectives import is_alone
@@ -53,7 +51,7 @@ def matmul(
     bias, blocks = None if bias is None else bias.reshape(bias.shape[0], -1), groups.blocks
     if isinstance(x, KMajorFp8):
         tile = _pick_tile("matmul_fp8", x.data.shape[1], w.data.shape[1], blocks)
-        return grouped_matmul_fp8(x, w, blocks, tile, bias=bias, out_dtype=dtype)
+        return grouped_matmul(x, w, blocks, tile, bias=bias, out_dtype=dtype)
     (x, gather_idx), w = _with_gather_idx(x, dtype), to_array(w, dtype)
     return _matmul(x, w, blocks, dtype, bias, transpose, gather_idx)
 
@@ -109,7 +107,7 @@ def wgrad(
     out_dtype = total.dtype if total is not None else dtype if out_dtype is None else out_dtype
     if isinstance(x, KMajorFp8):
         tile = _pick_tile("wgrad_fp8", x.data.shape[0], dy.data.shape[0], groups.blocks)
-        return grouped_wgrad_fp8(x, dy, groups.blocks, tile, out_dtype=out_dtype, total=total)
+        return grouped_wgrad(x, dy, groups.blocks, tile, out_dtype=out_dtype, total=total)
     (x, of_x), (dy, of_dy) = (_with_gather_idx(v, dtype) for v in (x, dy))
     tile = _pick_tile("wgrad", x.shape[1], dy.shape[1], groups.blocks)
     tile = tile if of_x is None and of_dy is None else dataclasses.replace(tile, cluster=1)

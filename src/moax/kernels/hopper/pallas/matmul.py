@@ -1,7 +1,15 @@
-"""Grouped matmul of 16-bit operands: y[m] = x[m] w[g(m)] + bias[g(m)], or x[m] w[g(m)]^T.
+"""Grouped matmul: y[m] = x[m] w[g(m)] + bias[g(m)], or x[m] w[g(m)]^T, with sums in float32.
 
-The kernel reads the weight as it lies for both products, since wgmma takes 16-bit operands in either order. Sums are
-float32.
+    16 bits   the kernel reads the weight as it lies for both products, since wgmma takes it in either order
+    FP8       y[m] = sum over blocks k of 128: sx[k, m] sw[g, n / 128, k] (x[m, k] . w[g, n, k])
+
+FP8 wgmma takes K-major operands alone. Forward takes w^T, so the weight is transposed when it is quantized, on its
+shard and before the gather; dgrad takes w as it lies. 128 x 128 blocks have the same scales in both. Partial sums of
+128 elements are promoted to float32 registers, since the FP8 accumulators of Hopper keep fewer bits.
+
+A tile is a block of at most 128 rows of one group, 64 a consumer, by the columns of a TileConfig. The last block of a
+group may have at most 64 real rows. The second consumer then neither multiplies nor stores: with group sizes (130, 5),
+the blocks have 128, 2 and 5 rows, and four of their six halves are computed.
 
 With the activation in the epilogue, a tile has the same columns of gate and of up, so that a consumer holds both in
 registers: with 256 columns, F = 768 and gate and up, tile 1 has the columns 128 to 255 of each. The kernel writes h,
@@ -11,6 +19,7 @@ rounded, and computes a from the rounded h, so that a product and the kernel of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,89 +29,108 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.checks import Unsupported
-from moax.kernels.hopper.formats import BLOCK, HALF, Blocks
+from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8, data_of
+from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.activation import evaluate, rounded
-from moax.kernels.hopper.pallas.blocks import load_rows, operands_of, over_blocks, rows_of
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
-from moax.kernels.hopper.pallas.pipeline import TileConfig, add_bias, pad_bias, run, stage, swizzle_of, swizzled
+from moax.kernels.hopper.pallas.pipeline import LINE, PIECE, TileConfig, check_dtypes, stage, swizzle_of, swizzled
 from moax.mesh.collectives import with_vma_of_inputs
 
-STEP = 64  # the contracted elements of a stage, 128 bytes
+STEP = 64  # the contracted 16-bit elements of a stage
 MERGES_DIMS = jax.__version_info__ >= (
     0,
     11,
     2,
 )  # an older Mosaic finds no layout for a stage of three dims read as two
-PIECE = 64  # the columns whose bias, or whose activation, is in registers at one time
 
 
 @with_vma_of_inputs
 def grouped_matmul(
-    x: Float[Array, "R K"],
-    w: Float[Array, "E K N"] | Float[Array, "E N K"],
+    x: Float[Array, "R K"] | KMajorFp8,
+    w: Float[Array, "E K N"] | Float[Array, "E N K"] | KMajorFp8,
     blocks: Blocks,
     tile: TileConfig,
     *,
     transpose: bool = False,
     bias: Float[Array, "E N"] | None = None,
     source: Int[Array, " M"] | None = None,
-    out_dtype=None,
+    out_dtype=jnp.bfloat16,
 ) -> Float[Array, "M N"]:
-    """y[m] = x[m] w[g(m)] + bias[g(m)]; with `transpose` y[m] = x[m] w[g(m)]^T + bias, for x [M, N], w [E, K, N].
+    """y[m] = x[m] w[g(m)] + bias[g(m)]; with `transpose`, and in FP8, y[m] = x[m] w[g(m)]^T + bias[g(m)].
 
     Args:
-      x: [M, K], bf16 or f16, its rows in blocks; padding may hold anything. With `source` it is [R, K], in any order.
-      w: [E, K, N] in the dtype of x.
-      blocks, tile: the blocks of the rows, and a TileConfig.
-      transpose: whether w is transposed; x is then [M, N] and y [M, K].
+      x: [M, K], bf16, f16 or FP8, its rows in blocks; padding may hold anything. With `source`, of 16 bits, it is [R,
+        K], in any order.
+      w: [E, K, N] in the dtype of x, with `transpose` and in FP8 [E, N, K].
+      blocks, tile: the blocks of the rows, and a TileConfig, in FP8 with a multiple of 64 for `tile_n`.
+      transpose: whether a w of 16 bits is transposed.
       bias: one value for each column of y, added in f32.
       source: row m of the product is x[source[m]], or 0 where source[m] >= R. None means row m itself.
-      out_dtype: the dtype of y; None means x.dtype.
+      out_dtype: the dtype of y.
 
     Returns:
-      y: [M, N], or [M, K] with `transpose`. Padding may hold anything.
+      y: [M, N]. Padding may hold anything.
 
     Raises:
       Unsupported: x and w have other dtypes, or a contiguous dim is no multiple of 32 bytes, with `source` of 128.
     """
-    _check_dtypes(x, w)
-    rows, contracted = (x if source is None else source).shape[0], x.shape[1]
-    columns = w.shape[1] if transpose else w.shape[2]
-    swizzle = swizzle_of(2 * contracted, 2 * w.shape[2])
-    out = jax.ShapeDtypeStruct((rows, columns), x.dtype if out_dtype is None else out_dtype)
-    tiles_n = pl.cdiv(columns, tile.tile_n * tile.cluster)
-    n_steps = pl.cdiv(contracted, STEP)
-    w_stage = (tile.tile_n, STEP) if transpose else (STEP, tile.tile_n)
+    fp8 = isinstance(x, KMajorFp8)
+    check_dtypes("w", x, w)
+    if fp8 and tile.tile_n % PIECE:
+        raise Unsupported(f"tile_n={tile.tile_n} must be a multiple of {PIECE}")
+    (_, *dims), contracted, dtype = data_of(w).shape, data_of(x).shape[1], data_of(x).dtype
+    columns = dims[0 if transpose or fp8 else 1]
+    swizzle, depth = swizzle_of(contracted * dtype.itemsize, dims[1] * dtype.itemsize), LINE // dtype.itemsize
+    w_stage = (tile.tile_n, depth) if transpose or fp8 else (depth, tile.tile_n)
     shared = "block" if tile.cluster > 1 else None
     if source is not None:
         check_gather(swizzle, tile)
 
     def load(place, step, slot, barrier, stages, x, w, *_, held=None):
-        k, n = pl.ds(step * STEP, STEP), pl.ds(place.column * tile.tile_n, tile.tile_n)
+        k, n = pl.ds(step * depth, depth), pl.ds(place.column * tile.tile_n, tile.tile_n)
         _load_x(x, place, step, k, stages["x"].at[slot], barrier, held, swizzle, shared)
         part = w.at[place.group, n, k] if transpose else w.at[place.group, k, n]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, group, start, rows, before, *biases):
-        total = contract(tile, steps, at, warpgroup, stages, full, empty, transpose)
+    def load_fp8(place, step, slot, barrier, stages, x, w, *_):
+        k = pl.ds(step * depth, depth)
+        _load_x(x.data, place, step, k, stages["x"].at[slot], barrier, None, swizzle, shared)
+        plgpu.copy_gmem_to_smem(x.scale.at[step, pl.ds(place.row, BLOCK)], stages["sx"].at[slot], barrier)
+        part = w.data.at[place.group, pl.ds(place.column * tile.tile_n, tile.tile_n), k]
+        plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
+
+    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, blocks, bias, _):
+        (total,) = _contract(tile, steps, at, warpgroup, stages, full, empty, transpose)
         if bias is None:
             return [total]
         first, pieces = place.column * tile.tile_n, range(0, tile.tile_n, PIECE)
-        return [add_bias(total[:, n : n + PIECE], biases[0], place.group, first + n) for n in pieces]
+        return [pipeline.add_bias(total[:, n : n + PIECE], bias, place.group, first + n) for n in pieces]
 
-    more = [] if bias is None else [pad_bias(bias, tile.tile_n * tile.cluster)]
-    more += [] if source is None else [source]
-    return run(
-        (x, w, *operands_of(blocks), *more),
-        out,
+    def multiply_fp8(place, steps, at, warpgroup, stages, full, empty, x, w, blocks, bias, _):
+        pieces = _contract_fp8(tile, place, steps, at, warpgroup, stages, full, empty, w.scale)
+        if bias is None:
+            return pieces
+        firsts = (place.column * tile.tile_n + i * PIECE for i in range(len(pieces)))
+        return [pipeline.add_bias(p, bias, place.group, first) for p, first in zip(pieces, firsts, strict=True)]
+
+    def target(place, warpgroup, column, width, out):
+        return out.at[_rows_of(place, warpgroup), pl.ds(place.column * tile.tile_n + column, width)]
+
+    stages = {"x": stage(tile, BLOCK, depth, dtype, swizzle), "w": stage(tile, *w_stage, dtype, swizzle)}
+    if fp8:
+        stages["sx"] = plgpu.SMEM((tile.stages, BLOCK), jnp.float32)
+    bias = None if bias is None else pipeline.pad_bias(bias, tile.tile_n * tile.cluster)
+    return _run(
+        (x, w, blocks, bias, source),
+        jax.ShapeDtypeStruct(((data_of(x) if source is None else source).shape[0], columns), out_dtype),
         tile,
-        {"x": stage(tile, BLOCK, STEP, x.dtype, swizzle), "w": stage(tile, *w_stage, x.dtype, swizzle)},
-        **over_blocks(tile, tiles_n, 2),
-        steps=lambda *_: n_steps,
-        load=load,
-        multiply=multiply,
-        name="grouped_matmul_transposed" if transpose else "grouped_matmul",
-        sources=None if source is None else _load_sources,
+        stages,
+        tiles_n=pl.cdiv(columns, tile.tile_n * tile.cluster),
+        n_steps=pl.cdiv(contracted, depth),
+        load=load_fp8 if fp8 else load,
+        multiply=multiply_fp8 if fp8 else multiply,
+        target=target,
+        name=f"grouped_matmul{'_fp8' if fp8 else '_transposed' if transpose else ''}",
     )
 
 
@@ -131,7 +159,7 @@ def grouped_matmul_activate(
       Unsupported: x and w have other dtypes, the tile has other columns, or a contiguous dim is no multiple of 32
         bytes, with `source` of 128.
     """
-    _check_dtypes(x, w)
+    check_dtypes("w", x, w)
     gates, hidden = w.shape[2:]
     part = tile.tile_n // gates  # the columns of a projection in a tile
     if part * gates != tile.tile_n or part % PIECE or tile.cluster > 1:
@@ -145,8 +173,6 @@ def grouped_matmul_activate(
     swizzle = swizzle_of(2 * contracted, 2 * hidden)
     if source is not None:
         check_gather(swizzle, tile)
-    tiles_n, n_steps = pl.cdiv(hidden, part), pl.cdiv(contracted, STEP)
-    w_boxes = plgpu.TilingTransform((8, 1, swizzle // x.dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
 
     def load(place, step, slot, barrier, stages, x, w, *_, held=None):
         k, columns = pl.ds(step * STEP, STEP), pl.ds(place.column * part, part)
@@ -155,7 +181,7 @@ def grouped_matmul_activate(
         plgpu.copy_gmem_to_smem(w.at[rows, :, columns], stages["w"].at[slot], barrier)
 
     def multiply(place, steps, at, warpgroup, stages, full, empty, *_):
-        total = contract(tile, steps, at, warpgroup, stages, full, empty)
+        (total,) = _contract(tile, steps, at, warpgroup, stages, full, empty)
         for n in range(0, part, PIECE):  # a piece is stored before the next one takes registers
             of_h = [rounded(total[:, gate * part + n : gate * part + n + PIECE]) for gate in range(gates)]
             yield from of_h
@@ -164,65 +190,119 @@ def grouped_matmul_activate(
     def target(place, warpgroup, column, width, h, a):
         piece, inside = divmod(column, PIECE)
         n, which = divmod(piece, gates + 1)
-        mine = rows_of(place, warpgroup)
+        mine = _rows_of(place, warpgroup)
         columns = pl.ds(place.column * part + n * PIECE + inside, width)
         return a.at[mine, columns] if which == gates else h.at[mine, which, columns]
 
-    return run(
-        (x, w.reshape(-1, gates, hidden), *operands_of(blocks), *(() if source is None else (source,))),
+    boxes = plgpu.TilingTransform((8, 1, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    w_stage = plgpu.SMEM((tile.stages, STEP, gates, part), x.dtype, transforms=boxes)
+    return _run(
+        (x, w.reshape(-1, gates, hidden), blocks, None, source),
         (jax.ShapeDtypeStruct((rows, gates, hidden), x.dtype), jax.ShapeDtypeStruct((rows, hidden), x.dtype)),
         tile,
-        {
-            "x": stage(tile, BLOCK, STEP, x.dtype, swizzle),
-            "w": plgpu.SMEM((tile.stages, STEP, gates, part), x.dtype, transforms=w_boxes),
-        },
-        **over_blocks(tile, tiles_n, 2) | dict(target=target),
-        steps=lambda *_: n_steps,
+        {"x": stage(tile, BLOCK, STEP, x.dtype, swizzle), "w": w_stage},
+        tiles_n=pl.cdiv(hidden, part),
+        n_steps=contracted // STEP,
         load=load,
         multiply=multiply,
+        target=target,
         name="grouped_matmul_activate",
-        sources=None if source is None else _load_sources,
     )
 
 
-def _check_dtypes(x, w) -> None:
-    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-        raise Unsupported(f"x is {x.dtype} and w is {w.dtype}; the kernel takes bfloat16, or float16, for both")
+class Place(NamedTuple):
+    """The place of a tile.
+
+    Attributes:
+      group: [] i32, the group of its rows.
+      row: [] i32, its first row.
+      rows: [] i32, the number of its real rows, which come first.
+      column: [] i32, the number of its tile of columns.
+    """
+
+    group: Int[Array, ""]
+    row: Int[Array, ""]
+    rows: Int[Array, ""]
+    column: Int[Array, ""]
 
 
-def _load_sources(place, step, *operands):
-    return load_sources(operands[-1], place.row, BLOCK, place.rows)
+def _run(operands: tuple, out, tile: TileConfig, stages: dict, *, tiles_n: int, n_steps: int, **how):
+    """Runs a product of (x, w, blocks, bias, source), of `tiles_n` cluster tiles a block, each of `n_steps` stages."""
+    x, w, blocks, bias, source = operands
+
+    def count(x, w, blocks, *_):
+        return blocks.before[blocks.before.shape[0] - 1] * tiles_n
+
+    def locate(i, block, x, w, blocks, *_):
+        at, column = pipeline.sweep(i, blocks.before[blocks.before.shape[0] - 1], tiles_n, tile.width)
+        return Place(blocks.group[at], blocks.start[at] * HALF, blocks.rows[at], column * tile.cluster + block)
+
+    return pipeline.run(
+        (x, w, blocks._replace(first=None, sizes=None), bias, source),
+        out,
+        tile,
+        stages,
+        count=count,
+        locate=locate,
+        steps=lambda *_: n_steps,
+        has_rows=lambda place, warpgroup: warpgroup * HALF < place.rows,
+        sources=None if source is None else lambda at, step, *of: load_sources(of[-1], at.row, BLOCK, at.rows),
+        **how,
+    )
 
 
-def _load_x(x, place, step, k, stage, barrier, held, swizzle: int, shared=None) -> None:
+def _load_x(x, place: Place, step, k, stage, barrier, held, swizzle: int, shared=None) -> None:
     """Copies the columns k, those of a step, of the rows that `held` names, or else of the tile, to a stage."""
+
+    def copy(rows: int) -> None:
+        part, to = x.at[pl.ds(place.row, rows), k], stage.at[pl.ds(0, rows)]
+        plgpu.copy_gmem_to_smem(part, to, barrier, collective_axes=shared)
+
     if held is not None:
         copy_rows(x, step * STEP, held, stage, swizzled(x.dtype, swizzle))
-    else:
-        load_rows(x, place, k, stage, barrier, shared)
+    else:  # of at most 64 real rows it copies 64
+        pl.when(place.rows > HALF)(lambda: copy(BLOCK))
+        pl.when(place.rows <= HALF)(lambda: copy(HALF))
 
 
-def contract(tile: TileConfig, steps, at, warpgroup, stages, full, empty, transpose: bool = False):
-    """Returns the product [64, tile_n] f32 of a consumer's rows of the stages `x` and the stages `w`.
+def _rows_of(place: Place, warpgroup):
+    """Returns the rows of all rows that a consumer has."""
+    return pl.ds(place.row + warpgroup * HALF, HALF)
 
-    A stage of `w` is [64, tile_n], or [64, G, tile_n / G], or with `transpose` [tile_n, 64].
-    """
+
+def _contract(tile: TileConfig, steps, at, warpgroup, stages, full, empty, transpose: bool = False) -> list:
+    """Returns the product f32 of a consumer's rows of the stages "x" and of "w", alone in a list."""
     mine = pl.ds(warpgroup * HALF, HALF)
 
-    def accumulate(acc):
-        def step(k, at):
-            slot = lax.rem(at, tile.stages)
-            plgpu.barrier_wait(full.at[slot])
-            part = stages["w"].at[slot]
-            part = part.reshape(STEP, tile.tile_n) if len(part.shape) == 3 else part
-            plgpu.wgmma(acc, stages["x"].at[slot, mine], part.T if transpose else part)
-            plgpu.wgmma_wait(1)  # the product before this one has read its stage
-            pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + tile.stages - 1, tile.stages)]))
-            return at + 1
+    def add(slot, accs):
+        w = stages["w"].at[slot]  # [64, tile_n], or [64, G, tile_n / G], or with `transpose` [tile_n, 64]
+        w = w.reshape(STEP, tile.tile_n) if len(w.shape) == 3 else w
+        plgpu.wgmma(accs[0], stages["x"].at[slot, mine], w.T if transpose else w)
 
-        end = lax.fori_loop(0, steps, step, at)
-        total = acc[...]
-        plgpu.barrier_arrive(empty.at[lax.rem(end + tile.stages - 1, tile.stages)])
-        return total
+    return pipeline.contract(tile, steps, at, full, empty, add)
 
-    return pl.run_scoped(accumulate, plgpu.ACC((HALF, tile.tile_n), jnp.float32))
+
+def _contract_fp8(tile: TileConfig, place: Place, steps, at, warpgroup, stages, full, empty, sw) -> tuple:
+    """Returns the product f32 of a consumer's rows, dequantized block by block, in pieces of columns."""
+    mine, pieces = pl.ds(warpgroup * HALF, HALF), range(tile.tile_n // PIECE)
+    # The block of the weight's scales that each piece of columns has. Two neighbouring pieces often share one.
+    last = sw.shape[1] - 1
+    blocks = [jnp.minimum(lax.div(place.column * tile.tile_n + i * PIECE, BLOCK), last) for i in pieces]
+    own = [i for i in pieces if tile.tile_n % BLOCK or i % (BLOCK // PIECE) == 0]
+
+    def scales(step):
+        return tuple(sw[place.group, blocks[i], step] for i in own)
+
+    def step(k, carry):
+        totals, sw_now = carry
+        sw_next = scales(jnp.minimum(k + 1, steps - 1))  # loaded one step early, since it comes from device memory
+        slot, part, sx = pipeline.multiply_fp8(tile, at + k, mine, full, stages, "w")
+        plgpu.barrier_arrive(empty.at[slot])
+        by_row = {i: lax.broadcast_in_dim(sx * s, (HALF, PIECE), [0]) for i, s in zip(own, sw_now, strict=True)}
+        totals = tuple(
+            total + part[:, i * PIECE : (i + 1) * PIECE] * by_row[max(j for j in own if j <= i)]
+            for i, total in enumerate(totals)
+        )
+        return totals, sw_next
+
+    return lax.fori_loop(0, steps, step, ((pipeline.zeros(),) * len(pieces), scales(0)))[0]

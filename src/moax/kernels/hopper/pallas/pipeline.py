@@ -27,10 +27,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.backend import count_sms
 from moax.checks import Unsupported
+from moax.kernels.hopper.formats import KMajorFp8
 from moax.kernels.hopper.pallas.gather import gather_stages
 from moax.mesh.collectives import varying
 
 ROWS = 64  # the rows of a product of a consumer
+LINE = 128  # the bytes of a row or a column in a stage
+PIECE = 64  # the columns whose scales, bias or activation are in registers at one time
 OUT_SLOTS = 2  # the buffers through which a consumer stores
 SHARED_BYTES = 225 * 1024  # the shared memory of a block of threads, less what barriers take
 LEAST_STAGES, NARROW = 3, 128  # with two stages of wide tiles, a product waits for its operands
@@ -66,6 +69,14 @@ class TileConfig:
         return ROWS * self.consumers * self.products
 
 
+def check_dtypes(name: str, x, other) -> None:
+    """Raises Unsupported unless both operands are FP8, or have one dtype of 16 bits."""
+    if not isinstance(x, KMajorFp8) and (x.dtype != other.dtype or x.dtype not in (jnp.bfloat16, jnp.float16)):
+        raise Unsupported(
+            f"x is {x.dtype} and {name} is {other.dtype}; the kernel takes bfloat16, or float16, for both"
+        )
+
+
 def swizzle_of(*rows: int, boxes: int = 1) -> int:
     """Returns the swizzle, in bytes, of contiguous dims of these bytes, each of at least `boxes` boxes of this width.
 
@@ -92,17 +103,18 @@ def stage(tile: TileConfig, rows: int, columns: int, dtype, swizzle: int):
     return plgpu.SMEM((tile.stages, rows, columns), dtype, transforms=swizzled(dtype, swizzle))
 
 
-def leave_room(tile: TileConfig, stage_bytes: Callable[[TileConfig], int], total) -> TileConfig:
+def leave_room(tile: TileConfig, line: int, total) -> TileConfig:
     """Returns the tile with as many stages as fit beside a tile of `total`, or a narrower tile where few fit.
 
-    `stage_bytes(tile)` are the bytes of a stage; a `total` of None takes no room.
+    Each row and column of a tile has `line` bytes in a stage; a `total` of None takes no room.
     """
     if total is None:
         return tile
     room = SHARED_BYTES - tile.rows * tile.tile_n * total.dtype.itemsize
-    stages, smaller = room // stage_bytes(tile), dataclasses.replace(tile, tile_n=NARROW, products=1)
+    stages = room // (line * (tile.rows + tile.tile_n))
+    smaller = dataclasses.replace(tile, tile_n=NARROW, products=1)
     if stages < LEAST_STAGES and smaller.rows * smaller.tile_n < tile.rows * tile.tile_n:
-        return leave_room(smaller, stage_bytes, total)
+        return leave_room(smaller, line, total)
     return dataclasses.replace(tile, stages=max(2, min(tile.stages, stages)))
 
 
@@ -158,7 +170,7 @@ def run(
     """Runs a kernel over the tiles of its result.
 
     Args:
-      operands: the arrays that the kernel reads.
+      operands: the arrays that the kernel reads, or trees of arrays.
       out_type: the shape and dtype of the result, or a tuple of those of several results of one dtype.
       tile: see TileConfig.
       stages: the shared memory of each operand, by name; its first dim is the stage.
@@ -226,8 +238,17 @@ def run(
             def steps_of(place):
                 return steps(place, *inputs)
 
+            def per_tile(i, at):
+                place = place_of(i)
+
+                def per_step(step, at):
+                    fill(place, step, at)
+                    return at + 1
+
+                return lax.fori_loop(0, steps_of(place), per_step, at)
+
             if sources is None:
-                end = fill_stages(mine, place_of, steps_of, fill)
+                end = lax.fori_loop(0, mine, per_tile, jnp.int32(0))
             else:
                 end = gather_stages(mine, place_of, steps_of, fill, lambda *at: sources(*at, *inputs), full)
 
@@ -302,25 +323,55 @@ def run(
             added = run(operands, wide, tile, stages, has_rows=has_rows, sources=sources, **how)
             return (total.astype(jnp.float32) + added).astype(dtype)
 
-        if any(map(varying, (total, *operands))):  # JAX has no reference to an array whose type varies
+        if any(map(varying, jax.tree.leaves((total, operands)))):  # JAX has no reference to an array whose type varies
             return add_apart(total, *operands)
         return _add_in_place(body, total, operands, plgpu.Mesh(**mesh), scratch, params, add_apart)
     return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, compiler_params=params, **mesh)(*operands)
 
 
-def fill_stages(mine, place_of: Callable, steps: Callable, fill: Callable):
-    """Fills the stages of a producer's `mine` tiles, one after another, and returns their number."""
+def contract(tile: TileConfig, steps, at, full, empty, multiply: Callable, count: int = 1) -> list:
+    """Returns `count` products [64, tile_n] f32 of a consumer, over `steps` stages of 16-bit operands.
 
-    def per_tile(i, at):
-        place = place_of(i)
+    multiply(slot, accs) begins to add the products of a stage to accumulators; see `run` for the other arguments.
+    """
 
-        def per_step(step, at):
-            fill(place, step, at)
+    def accumulate(*accs):
+        def free(at):
+            plgpu.barrier_arrive(empty.at[at])
+
+        def step(k, at):
+            slot = lax.rem(at, tile.stages)
+            plgpu.barrier_wait(full.at[slot])
+            multiply(slot, accs)
+            plgpu.wgmma_wait(count)  # the products of the stage before have read it
+            pl.when(k > 0)(lambda: free(lax.rem(at + tile.stages - 1, tile.stages)))
             return at + 1
 
-        return lax.fori_loop(0, steps(place), per_step, at)
+        end = lax.fori_loop(0, steps, step, at)
+        totals = [acc[...] for acc in accs]
+        last = lax.rem(end + tile.stages - 1, tile.stages)
+        pl.when(steps > 0)(lambda: free(last))
+        return totals
 
-    return lax.fori_loop(0, mine, per_tile, jnp.int32(0))
+    return pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, tile.tile_n), jnp.float32)] * count)
+
+
+def multiply_fp8(tile: TileConfig, at, rows, full, stages, right: str):
+    """Returns the slot of stage `at`, and the product [64, tile_n] f32 of `rows` of "x" and of `right`, with "sx"."""
+    slot = lax.rem(at, tile.stages)
+    plgpu.barrier_wait(full.at[slot])
+
+    def product(acc):
+        plgpu.wgmma(acc, stages["x"].at[slot, rows], stages[right].at[slot].T)
+        scale = plgpu.load(stages["sx"].at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1))
+        return acc[...], scale
+
+    return slot, *pl.run_scoped(product, plgpu.ACC((ROWS, tile.tile_n), jnp.float32))
+
+
+def zeros():
+    """Returns a piece [64, 64] f32 of 0 of a product."""
+    return plgpu.layout_cast(jnp.zeros((ROWS, PIECE), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def _add_in_place(body: Callable, total, operands: tuple, mesh, scratch: dict[str, Any], params, add_apart: Callable):
@@ -337,7 +388,8 @@ def _add_in_place(body: Callable, total, operands: tuple, mesh, scratch: dict[st
 
     @add.def_vmap
     def add_each(size, batched, *arrays):
-        return jax.vmap(add_apart, [0 if b else None for b in batched], axis_size=size)(*arrays), True
+        axes = jax.tree.map(lambda one: 0 if one else None, batched)
+        return jax.vmap(add_apart, axes, axis_size=size)(*arrays), True
 
     # XLA gives a kernel beside a dynamic slice the slice's place in the whole array, but then two places for a total.
     return lax.optimization_barrier(add(lax.optimization_barrier(total), *operands))

@@ -1,7 +1,11 @@
-"""Grouped weight gradient of 16-bit operands: dw[g] = sum over rows m of g: x[m]^T dy[m].
+"""Grouped weight gradient: dw[g] = sum over rows m of group g: x[m]^T dy[m].
 
-The kernel reads both operands as they lie, and wgmma transposes them. Sums are float32. The gradient of an empty group
-is exactly 0. Padding inside the last half of a group, its last 64 rows, must be 0 in both operands.
+    16 bits   the kernel reads both operands as they lie, and wgmma transposes them
+    FP8       dw[g] = sum over blocks b of g: sx[b, k] sdy[b, n] (x[k, b] . dy[n, b])
+
+Sums are float32, and the gradient of an empty group is exactly 0. FP8 wgmma takes K-major operands alone, and this
+product contracts rows, so the kernel that quantizes the operands transposes them too. Partial sums of 128 rows are
+promoted to float32.
 """
 
 from __future__ import annotations
@@ -13,48 +17,48 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from moax.checks import Unsupported
-from moax.kernels.hopper.formats import HALF, Blocks
+from moax.kernels.hopper.formats import HALF, Blocks, KMajorFp8, data_of
+from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.gather import check_gather, copy_rows, load_sources
-from moax.kernels.hopper.pallas.pipeline import ROWS, TileConfig, leave_room, run, stage, sweep, swizzle_of, swizzled
+from moax.kernels.hopper.pallas.pipeline import LINE, PIECE, ROWS, TileConfig, check_dtypes, stage, swizzle_of, swizzled
 from moax.mesh.collectives import with_vma_of_inputs
-
-STEP = HALF  # the rows of a stage
 
 
 @with_vma_of_inputs
 def grouped_wgrad(
-    x: Float[Array, "R K"],
-    dy: Float[Array, "S N"],
+    x: Float[Array, "R K"] | KMajorFp8,
+    dy: Float[Array, "S N"] | KMajorFp8,
     blocks: Blocks,
     tile: TileConfig,
     *,
     source: Int[Array, " M"] | None = None,
     gathers: str = "x",
-    out_dtype=None,
+    out_dtype=jnp.bfloat16,
     total=None,
 ) -> Float[Array, "E K N"]:
     """dw[g] = sum over rows m of group g: x[m]^T dy[m].
 
     Args:
-      x: [M, K], bf16 or f16, its rows in blocks; 0 in the padding of each group's last half.
-      dy: [M, N], like x in dtype and padding.
+      x: [M, K], bf16 or f16, its rows in blocks; 0 in the padding of each group's last half. In FP8 it has data [K, M],
+        a scale for each 128 of the M rows, and 0 in the padding of each group's last block.
+      dy: [M, N], in FP8 data [N, M], like x in dtype, scales and padding.
       blocks, tile: the blocks of the rows, and a TileConfig.
       source: row m of the operand that `gathers` names, "x" or "dy", is its row source[m], or 0 where there is none: it
-        is then [R, K] or [R, N], in any order. None means row m itself.
-      out_dtype: the dtype of dw; None means x.dtype.
+        is then [R, K] or [R, N], in any order. None means row m itself, as FP8 needs.
+      out_dtype: the dtype of dw.
       total: [E, K, N] in `out_dtype`, to which the kernel adds, or None. The sum is returned, in the memory of `total`.
 
     Raises:
       Unsupported: x and dy have other dtypes, or a row is no multiple of 32 bytes, with `source` of 128.
     """
-    if x.dtype != dy.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-        raise Unsupported(f"x is {x.dtype} and dy is {dy.dtype}; the kernel takes bfloat16, or float16, for both")
-    rows, columns = x.shape[1], dy.shape[1]
-    swizzle = swizzle_of(2 * rows, 2 * columns)
+    fp8 = isinstance(x, KMajorFp8)
+    check_dtypes("dy", x, dy)
+    dtype, (rows, columns) = data_of(x).dtype, (data_of(v).shape[0 if fp8 else 1] for v in (x, dy))
+    swizzle = LINE if fp8 else swizzle_of(2 * rows, 2 * columns)
+    step_rows = LINE // dtype.itemsize  # the rows of a stage: 64, and 128 in FP8
     groups = blocks.sizes.shape[0]
-    out = jax.ShapeDtypeStruct((groups, rows, columns), x.dtype if out_dtype is None else out_dtype)
-    tile = leave_room(tile, lambda tile: STEP * (tile.rows + tile.tile_n) * x.dtype.itemsize, total)
+    out = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
+    tile = pipeline.leave_room(tile, LINE + 4 * fp8, total)  # a scale has 4 bytes
     tile_m, each = tile.rows, tile.products
     if source is not None:
         check_gather(swizzle, tile)
@@ -63,42 +67,51 @@ def grouped_wgrad(
 
     def locate(i, block, x, dy, first, *_):
         g, inside = lax.div(i, tiles_m * tiles_n), lax.rem(i, tiles_m * tiles_n)
-        row, column = sweep(inside, tiles_m, tiles_n, tile.width)
-        return g, row, column * tile.cluster + block, first[g]
+        row, column = pipeline.sweep(inside, tiles_m, tiles_n, tile.width)
+        return g, row, column * tile.cluster + block, lax.div(first[g], step_rows // HALF) if fp8 else first[g]
 
     def load(place, step, slot, barrier, stages, x, dy, *_, held=None):
-        _, row, column, half = place
-        tokens = pl.ds((half + step) * STEP, STEP)
-        for name, ref, first, width in (("x", x, row * tile_m, tile_m), ("dy", dy, column * tile.tile_n, tile.tile_n)):
+        _, row, column, start = place
+        tokens = pl.ds((start + step) * step_rows, step_rows)
+        sides = ("x", x, row * tile_m, tile_m, shared), ("dy", dy, column * tile.tile_n, tile.tile_n, None)
+        for name, ref, first, width, axes in sides:
+            lines, to = pl.ds(first, width), stages[name].at[slot]
             if held is not None and name == gathers:
-                copy_rows(ref, first, held, stages[name].at[slot], swizzled(ref.dtype, swizzle))
+                copy_rows(ref, first, held, to, swizzled(dtype, swizzle))
             else:
-                axes, part = shared if name == "x" else None, ref.at[tokens, pl.ds(first, width)]
-                plgpu.copy_gmem_to_smem(part, stages[name].at[slot], barrier, collective_axes=axes)
+                part = ref.data.at[lines, tokens] if fp8 else ref.at[tokens, lines]
+                plgpu.copy_gmem_to_smem(part, to, barrier, collective_axes=axes)
+        for name, ref, first, width, _ in sides if fp8 else ():
+            scale = ref.scale.at[start + step, pl.ds(first, width)]
+            plgpu.copy_gmem_to_smem(scale, stages[f"s{name}"].at[slot], barrier)
 
     def load_ahead(place, step, *operands):
-        return load_sources(operands[-1], (place[-1] + step) * STEP, STEP)
+        return load_sources(operands[-1], (place[-1] + step) * step_rows, step_rows)
 
     def multiply(place, steps, at, warpgroup, stages, full, empty, *_):
         mine = [pl.ds((warpgroup * each + i) * ROWS, ROWS) for i in range(each)]
 
-        def accumulate(*accs):
-            def step(k, at):
-                slot = lax.rem(at, tile.stages)
-                plgpu.barrier_wait(full.at[slot])
-                for acc, rows in zip(accs, mine, strict=True):
-                    plgpu.wgmma(acc, stages["x"].at[slot, :, rows].T, stages["dy"].at[slot])
-                plgpu.wgmma_wait(each)  # the products before these have read their stage
-                pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + tile.stages - 1, tile.stages)]))
-                return at + 1
+        def add(slot, accs):
+            for acc, rows in zip(accs, mine, strict=True):
+                plgpu.wgmma(acc, stages["x"].at[slot, :, rows].T, stages["dy"].at[slot])
 
-            end = lax.fori_loop(0, steps, step, at)
-            totals = [acc[...] for acc in accs]
-            last = lax.rem(end + tile.stages - 1, tile.stages)
-            pl.when(steps > 0)(lambda: plgpu.barrier_arrive(empty.at[last]))
-            return totals
+        return pipeline.contract(tile, steps, at, full, empty, add, each)
 
-        return pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, tile.tile_n), jnp.float32)] * each)
+    def multiply_fp8(place, steps, at, warpgroup, stages, full, empty, *_):
+        mine, shape = pl.ds(warpgroup * ROWS, ROWS), (ROWS, PIECE)
+
+        def step(k, totals):
+            slot, part, sx = pipeline.multiply_fp8(tile, at + k, mine, full, stages, "dy")
+            by_row, new = lax.broadcast_in_dim(sx, shape, [0]), []
+            for i, total in enumerate(totals):  # the scales of all columns do not fit in registers
+                sdy = stages["sdy"].at[slot, pl.ds(i * PIECE, PIECE)]
+                sdy = plgpu.load(sdy, layout=plgpu.Layout.WGMMA.reduce(0))
+                scaled = part[:, i * PIECE : (i + 1) * PIECE] * by_row
+                new.append(total + scaled * lax.broadcast_in_dim(sdy, shape, [1]))
+            plgpu.barrier_arrive(empty.at[slot])
+            return tuple(new)
+
+        return lax.fori_loop(0, steps, step, (pipeline.zeros(),) * (tile.tile_n // PIECE))
 
     def target(place, warpgroup, column, width, out):
         g, row, tile_column, _ = place
@@ -106,18 +119,21 @@ def grouped_wgrad(
         first = row * tile_m + (warpgroup * each + product) * ROWS
         return out.at[g, pl.ds(first, ROWS), pl.ds(tile_column * tile.tile_n + inside, width)]
 
-    return run(
-        (x, dy, blocks.first, blocks.sizes, *(() if source is None else (source,))),
+    lines = {"x": tile_m, "dy": tile.tile_n}
+    shapes = {name: (n, step_rows) if fp8 else (step_rows, n) for name, n in lines.items()}
+    scales = {f"s{name}": plgpu.SMEM((tile.stages, n), jnp.float32) for name, n in lines.items() if fp8}
+    return pipeline.run(
+        (x, dy, blocks.first, blocks.sizes, source),
         out,
         tile,
-        {"x": stage(tile, STEP, tile_m, x.dtype, swizzle), "dy": stage(tile, STEP, tile.tile_n, x.dtype, swizzle)},
+        scales | {name: stage(tile, *shape, dtype, swizzle) for name, shape in shapes.items()},
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
-        steps=lambda place, x, dy, first, sizes, *_: lax.div(sizes[place[0]] + STEP - 1, STEP),
+        steps=lambda place, x, dy, first, sizes, _: lax.div(sizes[place[0]] + step_rows - 1, step_rows),
         load=load,
-        multiply=multiply,
+        multiply=multiply_fp8 if fp8 else multiply,
         target=target,
-        name="grouped_wgrad",
+        name="grouped_wgrad_fp8" if fp8 else "grouped_wgrad",
         total=total,
         sources=None if source is None else load_ahead,
     )
