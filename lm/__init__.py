@@ -9,7 +9,7 @@ run          the files of a run, and its checkpoints
 loop         a run from start to end
 processes    several processes that act as one run
 report       the lines that a run prints
-plots        curves of one run, and of an experiment
-experiments  runs that differ in recipe or seed, and the errors of their gradients
+plots        curves of one run, and of several
+compare      the losses of runs that differ in recipe or seed
 command      the command line
 """

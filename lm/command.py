@@ -1,4 +1,4 @@
-"""`python -m lm train`: its options, the settings of a run or of several runs, and what it prints."""
+"""`python -m lm train`: its options, the settings of a run, and what it prints."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 import math
 import shlex
 import sys
+from typing import Any
 
 from lm import processes
-from lm.config import ATTENTION, BALANCE, DTYPES, PRESETS, REMAT, ModelConfig, TrainConfig
+from lm.config import PRESETS, ModelConfig, TrainConfig
 from moax import program
-from moax.program import factor
 
 NAME = "python -m lm train"
 DESCRIPTION = """\
@@ -25,123 +25,81 @@ that you do not give come from the preset; with --resume, from the run.
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `python -m lm ARGV`, and returns the exit code; see `moax.program`."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["compare"]:
+        from lm import compare
+
+        return program.run("python -m lm compare", lambda: compare.main(argv[1:]))
     args = parser().parse_args(argv)
     return program.run(NAME, lambda: run(args), traceback=args.traceback)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
+    """Returns the parser of `train`; settings have no defaults here, since the preset or the run has them."""
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser("python -m lm", f"{NAME} [options]", DESCRIPTION, formatter_class=raw)
-    top.add_argument("command", choices=("train",), help=argparse.SUPPRESS)
+    top.add_argument("command", choices=("train", "compare"), help=argparse.SUPPRESS)
     top.add_argument("--traceback", action="store_true", help="show where an error arose")
-    add = top.add_argument_group("the run").add_argument
-    add("--preset", choices=PRESETS, metavar="NAME", help=f"sizes and settings: {', '.join(PRESETS)} (default: tiny)")
-    add("--name", help="folder of the run inside OUT (default: the preset's name; NAME-2 where that is taken)")
-    add("--out", default="runs", help="folder of all runs (default: %(default)s)")
-    add("--resume", action="store_true", help="continue the run NAME (default: the newest) from its last checkpoint")
-    add("--text", metavar="PATH", help="a file or folder to train on (default: Python's standard library)")
-    add("--steps", type=int, help="number of updates")
-    add("--batch", type=int, help="sequences of a step, over the whole mesh")
-    add("--microbatches", type=int, metavar="N", help="compute a step's batch in N parts, one after the other, with "
-        "the experts' weights quantized once (default: 1)")  # fmt: skip
-    add("--seq", type=int, help="bytes of a sequence")
-    add("--lr", type=float, help="peak learning rate")
-    add("--seed", type=int, help="seed of the weights and of the order of the data")
-    add("--eval-every", type=int, metavar="STEPS", help="compute the held-out loss every so many steps")
-    add("--save-every", type=int, metavar="STEPS", help="save a checkpoint every so many steps; 0: at the end alone")
-    several = "several runs, to compare recipes (results.json and arms.png in OUT/NAME/)"
-    add = top.add_argument_group(several).add_argument
-    add("--recipes", type=lambda text: tuple(text.split(",")), metavar="A,B", help="train a run with each recipe on "
-        "the same data, as none,fp8_block; the others are compared with the first")  # fmt: skip
-    add("--seeds", type=int, metavar="N", help="do so for N seeds, from --seed on (default: 1)")
-    how = top.add_argument_group("how it runs")
+    run, how = top.add_argument_group("the run (default: the preset's)"), top.add_argument_group("how it runs")
+    run.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"{', '.join(PRESETS)} (default: tiny)")
+    again = "continue the run NAME (default: the newest) from its last checkpoint"
+    run.add_argument("--resume", action="store_true", help=again)
+    _add_settings(run, TrainConfig)
     program.add_block_options(how, mesh="all devices on fsdp")
-    add = how.add_argument
-    add("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
-    add("--engine", metavar="NAME", help="how ops are partitioned, as in moax.Options (default: auto)")
-    add("--dtype", choices=DTYPES, help="dtype of activations")
-    add("--buffer-factor", type=factor, metavar="X", help="buffers for X times the balanced load, in more rounds where "
-        "a step needs more; none: buffers for the worst case")  # fmt: skip
-    add("--attention", choices=ATTENTION, help="auto takes cuDNN on a Hopper GPU where the heads fit it, else XLA "
-        "(default: auto)")  # fmt: skip
-    add("--remat", choices=REMAT, help="recompute in backward: nothing, everything, or all but the MoE")
+    how.add_argument("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
     processes.add_options(top.add_argument_group("one of several processes, each started with the same options"))
-    add = top.add_argument_group("the model (default: the preset's)").add_argument
-    add("--d-model", type=int, metavar="H", help="width of the residual stream")
-    add("--d-ff", type=int, metavar="F", help="width of an expert")
-    add("--layers", type=int, dest="num_layers", metavar="L", help="number of layers")
-    add("--heads", type=int, dest="num_heads", metavar="N", help="number of attention heads")
-    add("--head-dim", type=int, metavar="D", help="width of a head; 0: H / N")
-    add("--kv-heads", type=int, dest="num_kv_heads", metavar="M", help="heads of keys and values; 0: N")
-    add("--experts", type=int, dest="num_experts", metavar="E", help="experts of a layer")
-    add("--top-k", type=int, metavar="K", help="experts of a token")
-    add("--shared-d-ff", type=int, metavar="S", help="width of an expert that every token takes; 0: no such expert")
-    add("--capacity-factor", type=factor, metavar="X", help="bound the rows of a rank at X times the even load, drop "
-        "and count the rest; none: drop nothing")  # fmt: skip
-    add("--tied", action=argparse.BooleanOptionalAction, help="one matrix embeds and predicts bytes")
-    add("--balance", choices=BALANCE, help="keep experts busy by a selection bias, by a loss of the batch or of "
-        "each sequence, or not at all")  # fmt: skip
-    add("--activation", metavar="NAME", help="the activation of the experts, as in MoEConfig (default: swiglu)")
+    _add_settings(top.add_argument_group("the model (default: the preset's)"), ModelConfig)
     return top
 
 
-def run(args: argparse.Namespace) -> int:
-    """Trains, and prints the end of the run or runs. Returns 130 where Ctrl-C stopped them, else 0.
+def _add_settings(group, owner: type) -> None:
+    """Adds the options of all settings of a config to a parser."""
+    for field in dataclasses.fields(owner):
+        if how := dict(field.metadata):
+            flag = how.pop("flag", field.name.replace("_", "-"))
+            given = {name: how[name] for name in ("type", "metavar", "choices") if name in how}
+            if field.type == "bool":
+                given["action"] = argparse.BooleanOptionalAction
+            elif field.type in ("int", "float"):
+                given["type"] = {"int": int, "float": float}[field.type]
+            group.add_argument(f"--{flag}", dest=field.name, help=how["about"], **given)
 
-    Raises:
-      ValueError: options exclude one another, or there is no run to resume.
-    """
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, and prints the end of the run. Returns 130 where Ctrl-C stopped it, else 0."""
     processes.join(args)
     program.start(args.cpu_devices)
-    from lm import experiments, loop
+    from lm import loop
     from lm.report import Report, finish
 
     stream = sys.stdout if processes.is_first() else None
-    found = experiments.find(args.out, args.name) if args.resume and (args.name or args.recipes) else None
-    if args.recipes or found:
-        if args.recipe:
-            raise ValueError(f"--recipe {args.recipe} with several runs; give --recipes alone")
-        if args.resume and not found:
-            raise ValueError(f"--resume: {args.out}/{args.name or '*'} has no arms.json; start with --recipes A,B")
-        base = experiments.read(found) if found else experiments.Arms(train_config(args), args.recipes)
-        config = train_config(args, base.config)
-        arms = experiments.Arms(config, args.recipes or base.recipes, args.seeds or base.seeds)
-        results = experiments.train(arms, resume=args.resume, report=lambda: Report(stream))
-        lines, name, interrupted = experiments.lines(results), results["name"], results["interrupted"]
-        saved = "the runs are saved"
-    elif args.seeds:
-        raise ValueError(f"--seeds {args.seeds} without --recipes; give the recipes to compare, as none,fp8_block")
-    else:
-        config = processes.together(lambda: train_config(args))
-        result = loop.train(config, resume=args.resume, report=Report(stream))
-        lines, name, interrupted = finish(result), result.config.name, result.interrupted
-        saved = f"the run is saved after step {result.steps}"
-    if interrupted:
-        again = [*NAME.split(), "--resume", "--name", name]
-        again += ["--out", args.out] if args.out != "runs" else []
+    config = processes.together(lambda: train_config(args))
+    result = loop.train(config, resume=args.resume, report=Report(stream))
+    lines = finish(result)
+    if result.interrupted:
+        again = [*NAME.split(), "--resume", "--name", result.config.name]
+        again += ["--out", config.out] if config.out != "runs" else []
         again += ["--cpu-devices", str(args.cpu_devices)] if args.cpu_devices else []
-        lines += [f"{saved}; continue with:", f"  {shlex.join(again + processes.flags(args))}"]
+        lines.append(f"the run is saved after step {result.steps}; continue with:")
+        lines.append(f"  {shlex.join(again + processes.flags(args))}")
     if stream:
         print(*lines, sep="\n")
-    return 130 if interrupted else 0
+    return 130 if result.interrupted else 0
 
 
-def train_config(args: argparse.Namespace, before: TrainConfig | None = None) -> TrainConfig:
-    """Returns the settings of a run: the options override `before`, or the run to resume, or the preset.
+def train_config(args: argparse.Namespace) -> TrainConfig:
+    """Returns the settings of a run: the options override the run to resume, or the preset.
 
     Raises:
       ValueError: the options have both --preset and --resume, or name a run that does not exist.
     """
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    if before is not None:
-        base = before
-    elif args.resume:
+    given: dict[str, Any] = {"out": "runs"} | {name: value for name, value in vars(args).items() if value is not None}
+    if args.resume:
         from lm.run import read_config
 
         if args.preset:
             raise ValueError(f"--preset {args.preset} with --resume: the run has its sizes already; leave --preset out")
-        base = read_config(args.out, args.name)
+        base = read_config(given["out"], args.name)
     else:
         preset = args.preset or "tiny"
         base = dataclasses.replace(PRESETS[preset], name=preset)

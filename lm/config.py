@@ -1,4 +1,4 @@
-"""The sizes of the model, the settings of a run, and four presets."""
+"""The sizes of the model, the settings of a run, and four presets. A setting says what the option of its name does."""
 
 from __future__ import annotations
 
@@ -10,54 +10,63 @@ import jax
 
 import moax
 from moax import MoEConfig, RouterConfig
+from moax.program import factor
 
 VOCAB = 256
-BALANCE = ("bias", "aux", "sequence", "none")
-REMAT = ("none", "full", "moe")
-ATTENTION = ("auto", "cudnn", "xla")
-DTYPES = ("float32", "bfloat16")
 AUX_COEFFICIENT = 0.01
 OPTIONS = ("recipe", "exchange", "engine", "buffer_factor", "grad_reduce_dtype")
 
 
+def setting(about: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
+    """Returns a field that is an option of `python -m lm train`.
+
+    `how` may have the option's `flag`, `metavar` and `type`, its `choices`, its `least` value, or a bound, `above`.
+    """
+    return dataclasses.field(default=default, metadata={"about": about} | how)
+
+
+def _check(config: Any) -> None:
+    """Checks the choices and the bounds of all settings."""
+    for field in dataclasses.fields(config):
+        how, value, must = field.metadata, getattr(config, field.name), ""
+        what, kinds = ("an int", int) if field.type == "int" else ("a finite number", (int, float))
+        low = how.get("least", how.get("above"))
+        if "choices" in how and value not in how["choices"]:
+            must = f"one of {', '.join(map(repr, how['choices']))}"
+        elif low is not None and not (isinstance(value, kinds) and math.isfinite(value) and value >= low):
+            must = f"{what} of at least {low}"
+        elif "above" in how and value == low:
+            must = f"{what} above {low}"
+        if must:
+            raise ValueError(f"{type(config).__name__}: {field.name}={value!r} must be {must}")
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the language model; every layer is attention, then an MoE.
+    """Sizes of the language model; every layer is attention, then an MoE."""
 
-    Attributes:
-      d_model: width H of the residual stream.
-      d_ff: width F of one expert.
-      num_layers: number of layers L.
-      num_heads: attention heads N.
-      head_dim: width D of a head, even, for RoPE; 0 for d_model // num_heads.
-      num_kv_heads: heads M of keys and values, each for N // M heads of queries; 0 for N.
-      num_experts, top_k: E experts of a layer, K of them for a token.
-      shared_d_ff: width of the expert that every token takes; 0 for none.
-      capacity_factor: None drops no token; a number bounds the rows of a rank at that multiple of the balanced load.
-      tied: one [256, H] matrix embeds bytes and predicts them.
-      balance: how the load of the experts is balanced. `bias` takes sigmoid scores and a selection bias that changes
-        after each step (loss-free balancing); `aux` takes softmax scores and a load-balance loss of the batch;
-        `sequence` takes softmax scores and a load-balance loss of each sequence; `none` takes softmax scores alone.
-      activation: the activation of the experts, by name; see `moax.ops.activate`.
-    """
-
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
-    num_experts: int
-    top_k: int
-    head_dim: int = 0
-    num_kv_heads: int = 0
-    shared_d_ff: int = 0
-    capacity_factor: float | None = None
-    tied: bool = False
-    balance: Literal["bias", "aux", "sequence", "none"] = "bias"
-    activation: str = "swiglu"
+    d_model: int = setting("width of the residual stream", metavar="H")
+    d_ff: int = setting("width of an expert", metavar="F")
+    num_layers: int = setting("number of layers", flag="layers", metavar="L", least=1)
+    num_heads: int = setting("number of attention heads", flag="heads", metavar="N", least=1)
+    num_experts: int = setting("experts of a layer", flag="experts", metavar="E")
+    top_k: int = setting("experts of a token", metavar="K")
+    head_dim: int = setting("width of a head, even, for RoPE; 0: H / N", 0, metavar="D")
+    num_kv_heads: int = setting("heads of keys and values, each for N / M heads of queries; 0: N", 0, flag="kv-heads",
+                                metavar="M")  # fmt: skip
+    shared_d_ff: int = setting("width of an expert that every token takes; 0: no such expert", 0, metavar="S")
+    capacity_factor: float | None = setting(
+        "bound the rows of a rank at X times the even load, drop and count the rest; none: drop nothing", None,
+        type=factor, metavar="X")  # fmt: skip
+    tied: bool = setting("one [256, H] matrix embeds and predicts bytes", False)
+    balance: Literal["bias", "aux", "sequence", "none"] = setting(
+        "keep experts busy by a selection bias of sigmoid scores that changes after each step (bias), by a loss of the "
+        "batch (aux) or of each sequence, or not at all; all but bias have softmax scores", "bias",
+        choices=("bias", "aux", "sequence", "none"))  # fmt: skip
+    activation: str = setting("the activation of the experts, as in MoEConfig", "swiglu", metavar="NAME")
 
     def __post_init__(self):
-        _at_least_one(self, "num_layers", "num_heads")
-        _one_of(self, "balance", BALANCE)
+        _check(self)
         if not self.head_dim and self.d_model % (2 * self.num_heads):
             raise ValueError(
                 f"ModelConfig: d_model={self.d_model} must be a multiple of 2 * num_heads={2 * self.num_heads}"
@@ -99,74 +108,53 @@ class ModelConfig:
 class TrainConfig:
     """The settings of a run. `config.json` holds them, and `--resume` reads them.
 
-    Attributes:
-      model: the model's sizes.
-      name, out: the run's files go to `out/name`.
-      text: a file or folder to train on; None for the source files of Python's standard library.
-      mesh: sizes of the mesh axes, as (("fsdp", 2), ("ep", 4)); empty for all devices on fsdp.
-      steps: number of updates.
-      batch: sequences of a step, over the whole mesh.
-      seq: bytes S of a sequence.
-      microbatches: a step computes its batch in so many equal parts, one after the other, and adds up their gradients:
-        less memory for activations. The experts' weights are quantized once a step.
-      lr: peak learning rate of AdamW. It falls along a cosine to a tenth.
-      warmup: steps of the linear warm-up.
-      weight_decay: AdamW's decay of the matrices.
-      clip: bound of the global norm of the gradients.
-      bias_rate: by how much the selection bias changes in a step, where balance is `bias`.
-      seed: seed of the initial weights and of the order of the data.
-      recipe, exchange, engine, buffer_factor, grad_reduce_dtype: see `moax.Options`. The recipe and the dtype also hold
-        for the dense layers: the projections into attention take the recipe of wi, and the one out of it that of wo.
-      dtype: dtype of activations; master weights and the optimizer are float32.
-      attention: `cudnn` holds no [S, S] scores in memory, `xla` does; `auto` takes cuDNN on a Hopper GPU where the
-        heads fit its kernels, and XLA elsewhere.
-      remat: backward recomputes nothing (`none`), everything (`full`), or all but `moax.CHECKPOINT_NAMES` (`moe`).
-      eval_every: steps between two evaluations of the held-out loss.
-      eval_batches: fixed batches of an evaluation.
-      save_every: steps between two checkpoints; 0 saves at the end alone. Every run saves at its end.
+    `recipe`, `exchange`, `grad_reduce_dtype`: see `moax.Options`. The recipe and the dtype also hold for the dense
+    layers: the projections into attention take the recipe of wi, and the one out of it that of wo. `mesh` has the sizes
+    of the mesh axes, as (("fsdp", 2), ("ep", 4)), and is empty for all devices on fsdp.
     """
 
     model: ModelConfig
-    name: str = "run"
-    out: str = "runs"
-    text: str | None = None
+    name: str = setting("folder of the run inside OUT; NAME-2 where that is taken", "run")
+    out: str = setting("folder of all runs", "runs")
+    text: str | None = setting("a file or folder to train on; by default the source of Python's standard library", None,
+                               metavar="PATH")  # fmt: skip
     mesh: tuple[tuple[str, int], ...] = ()
-    steps: int = 1000
-    batch: int = 16
-    seq: int = 128
-    microbatches: int = 1
-    lr: float = 1e-3
-    warmup: int = 20
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    bias_rate: float = 1e-3
-    seed: int = 0
+    steps: int = setting("number of updates", 1000, least=1)
+    batch: int = setting("sequences of a step, over the whole mesh", 16, least=1)
+    seq: int = setting("bytes of a sequence", 128, least=1)
+    microbatches: int = setting("compute a step's batch in N parts, one after the other, with less memory and with "
+                                "the experts' weights quantized once", 1, metavar="N", least=1)  # fmt: skip
+    lr: float = setting("peak learning rate of AdamW; it falls along a cosine to a tenth", 1e-3, above=0)
+    warmup: int = setting("steps of the linear warm-up", 20, metavar="STEPS", least=1)
+    weight_decay: float = setting("AdamW's decay of the matrices", 0.1, least=0)
+    clip: float = setting("bound of the global norm of the gradients", 1.0, above=0)
+    bias_rate: float = setting("change of the selection bias in a step, with --balance bias", 1e-3, least=0)
+    seed: int = setting("seed of the weights and of the order of the data", 0, least=0)
     recipe: str | None = None
     exchange: str = "auto"
-    engine: str = "auto"
-    dtype: str = "bfloat16"
-    attention: Literal["auto", "cudnn", "xla"] = "auto"
-    remat: Literal["none", "full", "moe"] = "none"
-    buffer_factor: float | None = 1.25
+    engine: str = setting("how ops are partitioned, as in moax.Options", "auto", metavar="NAME")
+    dtype: str = setting("dtype of activations; master weights and the optimizer are float32", "bfloat16",
+                         choices=("float32", "bfloat16"))  # fmt: skip
+    attention: Literal["auto", "cudnn", "xla"] = setting(
+        "xla holds [S, S] scores in memory, cudnn does not; auto takes cuDNN on a Hopper GPU where the heads fit it",
+        "auto", choices=("auto", "cudnn", "xla"))  # fmt: skip
+    remat: Literal["none", "full", "moe"] = setting("recompute in backward: nothing, everything, or all but the MoE",
+                                                    "none", choices=("none", "full", "moe"))  # fmt: skip
+    buffer_factor: float | None = setting(
+        "buffers for X times the balanced load, in more rounds where a step needs more; none: for the worst case", 1.25,
+        type=factor, metavar="X")  # fmt: skip
     grad_reduce_dtype: str | None = None
-    eval_every: int = 100
-    eval_batches: int = 8
-    save_every: int = 500
+    eval_every: int = setting("compute the held-out loss every so many steps", 100, metavar="STEPS", least=1)
+    eval_batches: int = setting("fixed batches of an evaluation", 8, metavar="N", least=1)
+    save_every: int = setting(
+        "save a checkpoint every so many steps; 0: at the end alone", 500, metavar="STEPS", least=0
+    )
 
     def __post_init__(self):
-        _at_least_one(self, "steps", "batch", "seq", "warmup", "microbatches", "eval_every", "eval_batches")
-        _one_of(self, "dtype", DTYPES)
-        _one_of(self, "attention", ATTENTION)
-        _one_of(self, "remat", REMAT)
+        _check(self)
         _ = self.options  # Options checks its own fields
         if self.batch % self.microbatches:
             raise ValueError(f"TrainConfig: microbatches={self.microbatches} must divide batch={self.batch}")
-        for name in ("save_every", "seed", "weight_decay", "bias_rate"):
-            if not (math.isfinite(value := getattr(self, name)) and value >= 0):
-                raise ValueError(f"TrainConfig: {name}={value!r} must be a finite number, at least 0")
-        for name in ("lr", "clip"):
-            if not (math.isfinite(value := getattr(self, name)) and value > 0):
-                raise ValueError(f"TrainConfig: {name}={value!r} must be a finite number above 0")
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"TrainConfig: name={self.name!r} must be a folder's name, without '/' or a leading '.'")
 
@@ -211,17 +199,6 @@ def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
             raise ValueError(
                 f"{flag} {size} does not divide{cut} over {' x '.join(axes)} = {devices} devices; {fits} would do"
             )
-
-
-def _at_least_one(config: Any, *names: str) -> None:
-    for name in names:
-        if not isinstance(value := getattr(config, name), int) or value < 1:
-            raise ValueError(f"{type(config).__name__}: {name}={value!r} must be an int of at least 1")
-
-
-def _one_of(config: Any, name: str, choices: tuple[str, ...]) -> None:
-    if (value := getattr(config, name)) not in choices:
-        raise ValueError(f"{type(config).__name__}: {name}={value!r} must be one of {', '.join(map(repr, choices))}")
 
 
 # Parameters / active parameters: tiny 3.5 M / 1.1 M, small 109 M / 21 M, medium 655 M / 127 M, large 3.5 B / 673 M.

@@ -50,7 +50,6 @@ def train(
     resume: bool = False,
     report: Report | None = None,
     on_step: Callable[[dict], None] | None = None,
-    build: Callable[..., steps.Program] = steps.build,
 ) -> Result:
     """Trains until `config.steps` updates are done.
 
@@ -60,7 +59,6 @@ def train(
       report: shows the progress; None shows nothing.
       on_step: called with the row of metrics of each step. In a single process it may raise KeyboardInterrupt, which
         saves the state and stops the run.
-      build: compiles the program, as `step.build`.
 
     Raises:
       ValueError: the text, the mesh or the batch do not fit, or the run to resume is another one.
@@ -78,7 +76,7 @@ def train(
     with jax.set_mesh(mesh):
         began = time.perf_counter()
         report.start(config, mesh, corpus)
-        program = build(config, mesh)
+        program = steps.build(config, mesh)
         if run is None:
             run, config = _create(config)
         if processes.is_first():

@@ -6,7 +6,6 @@ The layers are one `lax.scan` over parameters stacked along a leading L, so that
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -18,12 +17,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import moax
 from lm.config import VOCAB, ModelConfig, TrainConfig
-from moax import Axes, MoEParams, QuantizedParams, ops
+from moax import Axes, MoEParams, MoEStats, QuantizedParams, ops
 from moax.recipe import get_recipes
 from moax.sharding import dense_spec, token_spec
 
 AXES = Axes()
-MoEBlock = Callable[..., tuple[Float[Array, "B S H"], Any]]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["norm_a", "wqkv", "wo", "norm_m", "moe"], meta_fields=[])
@@ -140,23 +138,19 @@ def forward(
     router_bias: Float[Array, "L E"] | None,
     tokens: Int[Array, "B S"],
     config: TrainConfig,
-    block: MoEBlock = moax.moe,
     quantized: QuantizedParams[Array] | None = None,
-    added: Float[Array, "L B S H"] | None = None,
-) -> tuple[Float[Array, "B S V"], Any]:
+) -> tuple[Float[Array, "B S V"], MoEStats]:
     """Computes the logits of the next byte at each place of each sequence.
 
     Args:
       params, config: the parameters, and the settings of the run.
       router_bias: [L, E] f32, the selection bias; None where the router has none.
       tokens: [B, S] ints, the bytes.
-      block: the function in the place of `moax.moe`, with its arguments.
       quantized: the experts' weights as `quantize` returns them; None: each block quantizes its own.
-      added: [L, B, S, H], added to the output of each MoE; its gradient is that of the outputs.
 
     Returns:
       logits [B, S, 256] f32: logits[b, s] predicts tokens[b, s + 1]; and the MoEStats of the L layers, each array of
-      which has a leading L. Where `block` returns something else beside y, that takes the place of MoEStats.
+      which has a leading L.
     """
     model, options, dtype = config.model, config.options, jnp.dtype(config.dtype)
     rows = token_spec(AXES, ndim=3)
@@ -167,21 +161,20 @@ def forward(
     project = partial(dense, recipe=recipes.wi), partial(dense, recipe=recipes.wo)
 
     def layer(x, stacked):
-        p, bias, kept, extra = stacked
+        p, bias, kept = stacked
         x = constrain(x, rows)
         with jax.named_scope("attention"):
             x = x + _attention(_rms_norm(x, p.norm_a), p, rotation, model.heads, project, attention)
         moe = dataclasses.replace(p.moe, router_bias=bias)
-        own = {} if kept is None else {"quantized": kept}
         with jax.named_scope("moe"):
-            y, stats = block(_rms_norm(x, p.norm_m), moe, model.moe(), options=options, **own)
-        return x + (y if extra is None else y + extra), stats
+            y, stats = moax.moe(_rms_norm(x, p.norm_m), moe, model.moe(), options=options, quantized=kept)
+        return x + y, stats
 
     # The lookup is a product with one-hot rows, since the transpose of a lookup in a sharded table is a scatter. The
     # factor gives embeddings unit size. Beside smaller embeddings the mean that attention adds would dominate every
     # token, and the router would send all tokens to one expert.
     x = dense(jax.nn.one_hot(tokens, VOCAB, dtype=dtype), params.embed) * model.d_model**0.5
-    x, stats = lax.scan(_remat(layer, config.remat), x, (params.layers, router_bias, quantized, added))
+    x, stats = lax.scan(_remat(layer, config.remat), x, (params.layers, router_bias, quantized))
     predict = params.embed.T if params.predict is None else params.predict
     return dense(_rms_norm(x, params.norm), predict).astype(jnp.float32), stats
 

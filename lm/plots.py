@@ -1,8 +1,7 @@
-"""The plots: curves.png of one run, and arms.png of an experiment."""
+"""The plots: curves.png of one run, and comparison.png of several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +75,15 @@ def draw_run(run: Run, config: TrainConfig) -> None:
     figure.savefig(run.curves)
 
 
-def draw_experiment(results: dict[str, Any], path: Path) -> None:
-    """Draws the result of `experiments.compare` to `path`; nothing where no run was evaluated."""
+def draw_comparison(results: dict[str, Any], path: Path) -> None:
+    """Draws the result of `compare.compare` to `path`; nothing where no run was evaluated."""
     if not any(run["steps"] for run in results["held_out"]):
         return
     color = {recipe: COLORS[i % len(COLORS)] for i, recipe in enumerate(results["recipes"])}
-    rows = 2 if results["gradients"] else 1
-    title = f"{results['name']}: {', '.join(results['recipes'])} in {results['dtype']}, seeds: {results['seeds']}"
-    figure = make_figure(11, 3.6 * rows, title)
-    plots = figure.subplots(rows, 2, squeeze=False)
-    for draw, plot in zip((_losses, _gaps, _errors, _lost), plots.flat, strict=False):
-        draw(plot, results, color)
+    figure = make_figure(11, 3.6, f"{', '.join(results['recipes'])} in {results['dtype']}, seeds: {results['seeds']}")
+    losses, gaps = figure.subplots(1, 2)
+    _losses(losses, results, color)
+    _gaps(gaps, results, color)
     figure.savefig(path)
 
 
@@ -118,39 +115,6 @@ def _gaps(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
         plot.plot(*np.array(points).reshape(-1, 2).T, "o", color=color[recipe], markersize=4)
     plot.axhline(0, color=color[base], linewidth=1.4)
     style(plot, f"Loss less that of {base}, by seed and mean; grey: as far as its seeds differ", "step")
-
-
-def _places(results: dict[str, Any], of: str) -> Iterator[tuple[dict[str, Any], np.ndarray, float]]:
-    """Yields the gradients of each recipe that has `of`, the places of their names on the axis, and the room of one."""
-    rows = [row for row in results["gradients"] if row[of]]
-    for i, row in enumerate(rows):
-        yield row, np.arange(len(row[of])) + (i - (len(rows) - 1) / 2) * 0.8 / len(rows), 1 / len(rows)
-
-
-def _errors(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
-    """Draws the gradient error of every expert as a dot, by projection, and the median as a bar."""
-    for row, places, room in _places(results, "projections"):
-        for at, found in zip(places, row["projections"].values(), strict=True):
-            errors = [e for layer in found["by_expert"] for e in layer if e is not None]
-            spread = at + np.linspace(-0.25, 0.25, len(errors)) * room
-            plot.plot(spread, 100 * np.sort(errors), ".", color=color[row["recipe"]], markersize=3, alpha=0.6)
-            plot.plot([at - 0.3 * room, at + 0.3 * room], [100 * found["median"]] * 2, color=INK, linewidth=1.6)
-        plot.set_xticks(range(len(places)), list(row["projections"]))
-    plot.set_ylim(0)
-    style(plot, "Error of a gradient against float32, %; a dot is an expert of a layer", "projection")
-
-
-def _lost(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
-    """Draws the shares of values that become 0 and of those that become the largest value, by operand."""
-    for row, places, room in _places(results, "operands"):
-        for shift, name, what in ((-1, "underflow", "become 0"), (1, "saturated", "the largest value")):
-            share = [100 * sum(of[name]) / max(1, sum(of["values"])) for of in row["operands"].values()]
-            how = dict(color=color[row["recipe"]], alpha=0.7 - 0.3 * shift, label=f"{row['recipe']}: {what}")
-            plot.bar(places + shift * 0.18 * room, share, 0.34 * room, **how)
-        plot.set_xticks(range(len(places)), list(row["operands"]))
-        plot.legend(frameon=False, fontsize=8, loc="upper left")
-    plot.margins(y=0.3)  # room for the legend
-    style(plot, "Values that quantization loses, % of those that are not 0", "operand")
 
 
 def _experts(plot: Plot, figure: Figure, tokens: Float[np.ndarray, "L E"], when: str) -> None:

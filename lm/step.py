@@ -90,23 +90,22 @@ def loss_fn(
     router_bias,
     batch: UInt8[Array, "B S1"],
     config: TrainConfig,
-    block: lm.MoEBlock = moax.moe,
     quantized: QuantizedParams[Array] | None = None,
 ):
     """Computes the training loss: mean cross entropy, plus the auxiliary losses of all layers.
 
-    batch[b, s + 1] is the target of batch[b, s]. See `model.forward` for `block` and `quantized`.
+    batch[b, s + 1] is the target of batch[b, s]. See `model.forward` for `quantized`.
 
     Returns:
       The loss [] f32 in nats a byte, and (cross entropy [] f32, MoEStats with a leading L).
     """
     tokens = batch.astype(jnp.int32)
-    logits, stats = lm.forward(params, router_bias, tokens[:, :-1], config, block, quantized)
+    logits, stats = lm.forward(params, router_bias, tokens[:, :-1], config, quantized)
     entropy = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
     return entropy + stats.aux_loss.sum() + stats.z_loss.sum(), (entropy, stats)
 
 
-def gradients(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig, block: lm.MoEBlock = moax.moe):
+def gradients(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig):
     """Computes the result of `jax.value_and_grad(loss_fn)`, in `config.microbatches` parts of the batch.
 
     Losses and gradients are means over the parts, counts are sums, and `rounds` is the most of any part. Microbatch n
@@ -115,14 +114,14 @@ def gradients(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfi
     grad = jax.value_and_grad(loss_fn, has_aux=True)
     count = config.microbatches
     if count == 1:
-        return grad(state.params, state.router_bias, batch, config, block)
+        return grad(state.params, state.router_bias, batch, config)
     parts = batch.reshape(batch.shape[0] // count, count, -1).swapaxes(0, 1)
     parts = lm.constrain(parts, PartitionSpec(None, *_batch_spec()))
     with jax.named_scope("quantize_weights"):
-        quantized = lm.quantize(state.params, config) if block is moax.moe else None
+        quantized = lm.quantize(state.params, config)
 
     def add(sums, part):
-        (total, (entropy, stats)), grads = grad(state.params, state.router_bias, part, config, block, quantized)
+        (total, (entropy, stats)), grads = grad(state.params, state.router_bias, part, config, quantized)
         with jax.named_scope("accumulate"):
             return jax.tree.map(jnp.add, sums, (total, entropy, grads)), stats
 
@@ -140,15 +139,15 @@ def gradients(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfi
 
 
 def train_step(
-    state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig, block: lm.MoEBlock = moax.moe
+    state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfig
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Makes one update of the state; see `model.forward` for `block`.
+    """Makes one update of the state.
 
     Returns:
       The state after the update, and the metrics: loss, extra_loss, grad_norm, lr, dropped, rounds (all []), and
       tokens_per_expert [L, E] i32.
     """
-    (total, (entropy, stats)), grads = gradients(state, batch, config, block)
+    (total, (entropy, stats)), grads = gradients(state, batch, config)
     with jax.named_scope("optimizer"):
         updates, opt_state = optimizer(config).update(grads, state.optimizer, state.params)
         params, norm = jax.tree.map(jnp.add, state.params, updates), optax.tree.norm(grads)
@@ -172,7 +171,7 @@ def eval_step(state: TrainState, batch: UInt8[Array, "B S1"], config: TrainConfi
     return loss_fn(state.params, state.router_bias, batch, config)[1][0]
 
 
-def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tuple[jax.stages.Wrapped, tuple]:
+def jit_update(config: TrainConfig, mesh) -> tuple[jax.stages.Wrapped, tuple]:
     """Returns the jitted `train_step` on `mesh`, which must be set, and the ShapeDtypeStructs of its arguments."""
     states = shardings(config, mesh)
     like = jax.tree.map(
@@ -183,7 +182,7 @@ def jit_update(config: TrainConfig, mesh, block: lm.MoEBlock = moax.moe) -> tupl
     rows = NamedSharding(mesh, _batch_spec())
     batch = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.uint8, sharding=rows)
     metrics = NamedSharding(mesh, PartitionSpec())  # on every device, so that every process can read them
-    step = jax.jit(partial(train_step, config=config, block=block), out_shardings=(states, metrics), donate_argnums=0)
+    step = jax.jit(partial(train_step, config=config), out_shardings=(states, metrics), donate_argnums=0)
     return step, (like, batch)
 
 

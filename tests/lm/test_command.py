@@ -62,10 +62,6 @@ def test_unreadable_arguments(argv, message, capsys):
         (["--resume", "--name", "lost"], "no run 'lost'"),
         (["--resume"], "there are no runs"),
         (["--resume", "--preset", "tiny"], "leave --preset out"),
-        (["--seeds", "2"], "--seeds 2 without --recipes"),
-        (["--recipes", "none,fp4"], "--recipes has 'fp4'"),
-        (["--recipes", "none,fp8_block", "--recipe", "mxfp8"], "--recipe mxfp8 with several runs"),
-        (["--recipes", "none,fp8_block", "--text", "/nowhere"], "--text /nowhere: no such file or folder"),
     ],
 )
 def test_arguments_that_cannot_work(argv, message, capsys, tmp_path):
