@@ -35,7 +35,7 @@ RANKS = {
     **dict.fromkeys(["params", "models"], 4),
     **dict.fromkeys(["sharding", "reference", "exchange"], 5),
     **dict.fromkeys(["ops", "lora"], 6),
-    **dict.fromkeys(["block", "initialize", "layers", "program"], 7),
+    **dict.fromkeys(["block", "layers", "program"], 7),
     **dict.fromkeys(["stages", "scan"], 7),
     **dict.fromkeys(["nnx", "linen", "hf", "info", "inspect", "estimate"], 8),
     "moax": 9,
@@ -44,7 +44,7 @@ RANKS = {
 SIDEWAYS = {
     "recipe": {"checks"},
     "types": {"checks", "recipe"},
-    "layers": {"block", "initialize"},
+    "layers": {"block"},
     "scan": {"stages"},
     "estimate": {"hf"},
     "__main__": {"cli"},

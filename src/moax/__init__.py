@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from moax.config import MoEConfig as MoEConfig
     from moax.config import Options as Options
     from moax.config import RouterConfig as RouterConfig
-    from moax.initialize import init as init
     from moax.mesh.axes import Axes as Axes
     from moax.mesh.axes import make_mesh as make_mesh
     from moax.ops.router import load_metrics as load_metrics
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from moax.recipe import Recipe as Recipe
     from moax.recipe import Recipes as Recipes
     from moax.scan import scan as scan
+    from moax.sharding import init as init
     from moax.sharding import param_specs as param_specs
     from moax.types import MoEStats as MoEStats
     from moax.types import QArray as QArray
@@ -45,14 +45,13 @@ _NAMES = {
     "moax.block.layer": ("moe", "quantize_params"),
     "moax.checks": ("Unsupported",),
     "moax.config": ("MoEConfig", "Options", "RouterConfig"),
-    "moax.initialize": ("init",),
     "moax.mesh.axes": ("Axes", "make_mesh"),
     "moax.ops.router": ("load_metrics", "update_router_bias"),
     "moax.ops.routing": ("route",),
     "moax.params": ("LogicalAxes", "MoEParams"),
     "moax.recipe": ("Format", "Recipe", "Recipes"),
     "moax.scan": ("scan",),
-    "moax.sharding": ("param_specs",),
+    "moax.sharding": ("init", "param_specs"),
     "moax.types": ("MoEStats", "QArray", "QuantizedParams", "Routing"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

@@ -135,14 +135,6 @@ def check_mask(name: str, value: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {value.shape}; it must be {shape}")
 
 
-def check_shape(name: str, value: Any, want: tuple[int, ...], local: bool) -> None:
-    """Raises ValueError unless an array has the shape that a config needs; a `local` one may be a shard of it."""
-    have = tuple(value.shape)
-    divides = len(have) == len(want) and all(n > 0 and m % n == 0 for n, m in zip(have, want, strict=True))
-    if have != want and not (local and divides):
-        raise ValueError(f"{name} has shape {have}; this config needs {want}")
-
-
 def check_arrays(rule: str, /, *values: Any, local: bool = False, **sizes: Any) -> None:
     """Raises ValueError unless arrays have the dtypes and dims of a rule: "x [T, H], ids int [T, K], bias? [*C]".
 

@@ -16,14 +16,13 @@ from jaxtyping import Array
 
 from moax.block.layer import CallKeywords, moe, quantize_params
 from moax.config import MoEConfig, Options
-from moax.initialize import Initializer, init
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, make_sharded, mesh_in_force, mesh_sizes
 from moax.ops.matmul import dense
 from moax.ops.router import Rule, update_router_bias
 from moax.params import DIMS, LogicalAxes, MoEParams
 from moax.recipe import Recipe
-from moax.sharding import dense_spec, param_specs
+from moax.sharding import Initializer, dense_spec, init, param_specs
 from moax.types import MoEStats, QuantizedParams
 
 try:

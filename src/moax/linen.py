@@ -22,13 +22,13 @@ from jaxtyping import Array, Float
 
 from moax.block.layer import CallKeywords
 from moax.config import MoEConfig, Options
-from moax.initialize import Initializer
 from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, struct
 from moax.layers import linen as nn
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, mesh_sizes
 from moax.params import DIMS
 from moax.recipe import Recipe, Recipes
+from moax.sharding import Initializer
 from moax.types import MoEStats
 
 STATE = "moax_state"

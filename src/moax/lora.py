@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from moax.checks import check_count, check_float, check_float_dtype, check_key, check_kind, check_shape, is_number
+from moax.checks import check_arrays, check_count, check_float_dtype, check_key, check_kind, is_number
 from moax.config import MoEConfig
-from moax.mesh.axes import Axes, ResolvedAxes
+from moax.mesh.axes import Axes
 from moax.mesh.specs import AnyMesh, Spec, check_divides, make_sharded, mesh_in_force, resolve_axes
 from moax.params import MoEParams
 from moax.types import pytree
 
-NAMES = ("wi_a", "wi_b", "wo_a", "wo_b")
+# The letters of the dims of each adapter, as in `moax.params`; r is the rank, and the H of latent experts is L.
+DIMS = dict(wi_a="EHr", wi_b="ErGF", wo_a="EFr", wo_b="ErH")
 
 
 @pytree("scale")
@@ -87,16 +88,15 @@ def init(
     return make_sharded(make, specs)(key)
 
 
+def dim_sizes(config: MoEConfig) -> dict[str, int]:
+    """Returns the size of each letter of `DIMS` but the rank."""
+    return dict(E=config.num_experts, H=config.d_rows, F=config.d_ff, G=config.gates)
+
+
 def adapter_shapes(config: MoEConfig, rank: int) -> Adapters[tuple[int, ...]]:
     """Returns the shape of each adapter of this rank."""
-    e, h, f = config.num_experts, config.d_rows, config.d_ff
-    return Adapters((e, h, rank), (e, rank, config.gates, f), (e, f, rank), (e, rank, h))
-
-
-def specs_on(axes: ResolvedAxes) -> Adapters[Spec]:
-    """Returns the spec of each adapter on resolved axes: experts are split over ep, F over tp."""
-    ep, tp = axes.ep, axes.tp
-    return Adapters(Spec(ep, None, None), Spec(ep, None, None, tp), Spec(ep, tp, None), Spec(ep, None, None))
+    sizes = dim_sizes(config) | dict(r=rank)
+    return Adapters(*(tuple(sizes[letter] for letter in dims) for dims in DIMS.values()))
 
 
 def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> Adapters[Spec]:
@@ -105,10 +105,11 @@ def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None =
     For arguments and errors see `moax.param_specs`.
     """
     resolved = resolve_axes(axes, mesh)
-    specs, shapes = specs_on(resolved), adapter_shapes(config, 1)
-    for name in NAMES:
-        check_divides(f"adapters.{name}", getattr(shapes, name), getattr(specs, name), resolved)
-    return specs
+    split = {"E": resolved.ep, "F": resolved.tp}
+    specs = {name: Spec(*(split.get(letter) for letter in dims)) for name, dims in DIMS.items()}
+    for name, spec in specs.items():
+        check_divides(f"adapters.{name}", getattr(adapter_shapes(config, 1), name), spec, resolved)
+    return Adapters(**specs)
 
 
 def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Array]:
@@ -134,14 +135,9 @@ def scaled(adapters: Adapters[Array]) -> tuple[Array | None, ...]:
 def check_adapters(adapters: Adapters[Array], config: MoEConfig, *, local: bool = False) -> None:
     """Raises ValueError unless `adapters` fit a block of this config; `local` ones may be shards in a `shard_map`."""
     check_kind("adapters", adapters, Adapters, "moax.lora.init")
-    for a, b in (NAMES[:2], NAMES[2:]):
-        first, second = getattr(adapters, a), getattr(adapters, b)
-        if (first is None) != (second is None):
+    for a, b in (("wi_a", "wi_b"), ("wo_a", "wo_b")):
+        pair = getattr(adapters, a), getattr(adapters, b)
+        if pair.count(None) == 1:
             raise ValueError(f"adapters.{a} and adapters.{b} must both be given, or both be None")
-        if first is None or second is None:
-            continue
-        check_float(f"adapters.{a}", first, "[E, rows, r]")
-        check_float(f"adapters.{b}", second, "[E, r, columns]")
-        shapes = adapter_shapes(config, first.shape[-1])
-        check_shape(f"adapters.{a}", first, getattr(shapes, a), local)
-        check_shape(f"adapters.{b}", second, getattr(shapes, b), local)
+        rule = ", ".join(f"adapters.{name}? [{', '.join(DIMS[name])}]" for name in (a, b))
+        check_arrays(rule, *pair, local=local, **dim_sizes(config))

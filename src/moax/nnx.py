@@ -22,12 +22,12 @@ from jaxtyping import Array, Float
 
 from moax.block.layer import CallKeywords
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
-from moax.initialize import Initializer
 from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, nnx
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine
 from moax.params import DIMS
 from moax.recipe import Recipe
+from moax.sharding import Initializer
 from moax.types import MoEStats
 
 

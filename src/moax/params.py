@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from moax.checks import check_float, check_kind, check_shape
+from moax.checks import check_arrays, check_kind
 from moax.config import MoEConfig
 from moax.types import pytree
 
@@ -120,20 +120,13 @@ def param_shapes(config: MoEConfig, *, optional: bool = False) -> MoEParams[tupl
     made |= dict(shared_gate=c.shared_gate, expert_scale=c.router.expert_scale)
     made |= dict.fromkeys(("shared_wi", "shared_wo"), bool(c.shared_d_ff))
     made |= dict.fromkeys(("latent_down", "latent_up"), bool(c.d_latent))
-    by_expert, other = dim_sizes(c, "wi"), dim_sizes(c, "router")
+    sizes = dict(E=c.num_experts, H=c.d_model, F=c.d_ff, G=c.gates, S=c.shared_d_ff, L=c.d_rows)
     shapes: dict[str, Any] = dict.fromkeys(DIMS)
     for name, letters in DIMS.items():
         if made.get(name, True):
-            sizes = by_expert if name in BY_EXPERT else other
+            letters = letters.replace("H", "L") if name in BY_EXPERT else letters
             shapes[name] = tuple(sizes[letter] for letter in letters)
     return MoEParams(**shapes)
-
-
-def dim_sizes(config: MoEConfig, name: str) -> dict[str, int]:
-    """Returns the size of each letter of `DIMS` in the parameter of this name."""
-    c = config
-    width = c.d_rows if name in BY_EXPERT else c.d_model
-    return dict(E=c.num_experts, H=width, F=c.d_ff, G=c.gates, S=c.shared_d_ff, L=c.d_rows)
 
 
 def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = False, quantized: bool = False) -> None:
@@ -148,12 +141,10 @@ def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = F
     check_kind("params", params, MoEParams)
     optional = ("bi", "bo", "wi", "wo") if quantized else ("bi", "bo")
     for name, want in vars(param_shapes(config, optional=True)).items():
-        value = getattr(params, name)
-        if value is None:
-            if want is not None and name not in optional:
-                raise ValueError(f"params.{name} is None; this config needs an array of shape {want}")
-            continue
-        check_float(f"params.{name}", value, f"[{', '.join(DIMS[name])}]")
-        if want is None:
-            raise ValueError(f"params.{name} is given, but the config has no such parameter; pass None")
-        check_shape(f"params.{name}", value, want, local)
+        value, sizes = getattr(params, name), dict(zip(DIMS[name], want or (), strict=False))
+        if value is not None:
+            check_arrays(f"params.{name} [{', '.join(DIMS[name])}]", value, local=local, **sizes)
+            if want is None:
+                raise ValueError(f"params.{name} is given, but the config has no such parameter; pass None")
+        elif want is not None and name not in optional:
+            raise ValueError(f"params.{name} is None; this config needs an array of shape {want}")

@@ -1,22 +1,39 @@
-"""The PartitionSpec of every array of a block; `mesh/specs.py` has the algebra of specs.
+"""The PartitionSpec of every array of a block, and `init`, which makes its parameters as shards.
 
-Specs are computed from axis names and sizes alone. `Axes.resolve` has dropped axes of size 1 and absent axes before.
+Specs are computed from axis names and sizes alone; `mesh/specs.py` has their algebra. `Axes.resolve` has dropped axes
+of size 1 and absent axes before.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PRNGKeyArray
 
+from moax.checks import check_float_dtype, check_key, check_kind
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes, ResolvedAxes
-from moax.mesh.specs import AnyMesh, Spec, check_divides, constrain, local_shape, mesh_in_force, named, resolve_axes
-from moax.params import BY_EXPERT, DIMS, MoEParams, param_shapes
+from moax.mesh.specs import (
+    AnyMesh,
+    Spec,
+    check_divides,
+    constrain,
+    local_shape,
+    make_sharded,
+    mesh_in_force,
+    named,
+    resolve_axes,
+)
+from moax.params import BY_EXPERT, DIMS, ROUTER, MoEParams, param_shapes
+
+Initializer = Callable[..., Array]
+CONSTANT = dict(router_bias=0.0, logits_bias=0.0, bi=0.0, bo=0.0, expert_scale=1.0)
 
 
 def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> PartitionSpec:
@@ -67,9 +84,8 @@ def expert_specs(config: MoEConfig, axes: Axes, resolved: ResolvedAxes) -> MoEPa
     Raises:
       ValueError: the mesh axes of a dim do not divide its size.
     """
-    specs, shapes = _lay_out(config, axes, resolved), param_shapes(config, optional=True)
-    for name in DIMS:
-        shape = getattr(shapes, name)
+    specs = _lay_out(config, axes, resolved)
+    for name, shape in vars(param_shapes(config, optional=True)).items():
         if shape is not None:
             check_divides(f"params.{name}", shape, getattr(specs, name), resolved)
     return specs
@@ -116,10 +132,9 @@ def shard_specs(
         for r in (resolved, whole, dataclasses.replace(whole, ep=()))
         for dim in ("experts", "model")
     ]
-    shapes = param_shapes(config, optional=True)
     found: dict[str, Any] = dict.fromkeys(DIMS)
-    for name in DIMS:
-        shape, shard = getattr(shapes, name), getattr(params, name)
+    for name, shape in vars(param_shapes(config, optional=True)).items():
+        shard = getattr(params, name)
         if shard is None:
             continue
         # The experts are over ep in the first four layouts.
@@ -149,9 +164,8 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
     """
     if mesh is None and mesh_in_force() is None:
         raise ValueError("param_specs: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
-    specs, made = expert_specs(config, axes, resolve_axes(axes, mesh)), param_shapes(config)
-    found: dict[str, Any] = {n: None if getattr(made, n) is None else getattr(specs, n) for n in DIMS}
-    return MoEParams(**found)
+    specs, made = expert_specs(config, axes, resolve_axes(axes, mesh)), vars(param_shapes(config))
+    return dataclasses.replace(specs, **{name: None for name, shape in made.items() if shape is None})
 
 
 def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec]) -> MoEParams[Array]:
@@ -160,8 +174,83 @@ def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec])
     if mesh is None or not mesh.explicit_axes:
         return params
 
-    def move(p, to):
-        return p if p is None or any(jax.typeof(p).sharding.spec) else constrain(p, to)
+    given = {name: p for name, p in vars(params).items() if p is not None and not any(jax.typeof(p).sharding.spec)}
+    return dataclasses.replace(params, **{name: constrain(p, getattr(declared, name)) for name, p in given.items()})
 
-    moved: dict[str, Any] = {n: move(getattr(params, n), getattr(declared, n)) for n in DIMS}
-    return MoEParams(**moved)
+
+def init(
+    key: PRNGKeyArray | Array,
+    config: MoEConfig,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    axes: Axes = Axes(),
+    initializers: Mapping[str, Initializer] | None = None,
+    specs: MoEParams[Spec] | None = None,
+) -> MoEParams[Array]:
+    """Makes the parameters of a block: weights ~ truncated normal of variance 1 / fan-in, biases 0, factors 1.
+
+    Args:
+      key: a PRNG key.
+      config: the sizes of the block, which decide the parameters and their shapes; see `MoEParams`.
+      dtype: the dtype of every parameter.
+      axes: the role of each mesh axis. With a mesh in force (`jax.set_mesh`) each device makes its shards alone, laid
+        out by `param_specs`. The values do not depend on the mesh.
+      initializers: an initializer for each of some parameters, by its name; the others have the distribution above. An
+        initializer is a callable (key, shape, dtype) -> array, as in `jax.nn.initializers`. It makes one matrix or one
+        bias at a time: for `wi` [E, H, G, F] it is called for each expert, and for each of gate and up, with the shape
+        (H, F); for `wo` with (F, H), for `bi` with (F,), for `bo` with (H,). The router is one call with (H, E).
+      specs: the layout of the parameters on the mesh in force; None means `param_specs(config, axes)`.
+
+    Returns:
+      The parameters; None where the config has no such parameter.
+
+    Raises:
+      ValueError: an argument is of the wrong kind, the mesh axes of a dim do not divide its size, `initializers` has a
+        name that no parameter of the config has, or an initializer returns no array of the shape that it was asked for.
+    """
+    check_kind("config", config, MoEConfig)
+    check_kind("axes", axes, Axes)
+    check_float_dtype("dtype", dtype)
+    check_key("key", key)
+    given = dict(initializers or {})
+    shapes = {name: shape for name, shape in vars(param_shapes(config)).items() if shape is not None}
+    for name in given:
+        if name not in shapes:
+            raise ValueError(f"initializers has {name!r}; the parameters of this config are {', '.join(shapes)}")
+
+    def make(key):
+        values: dict[str, Any] = dict.fromkeys(DIMS)
+        for (name, shape), own in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True):
+            if name in given:
+                values[name] = _make_with(given[name], own, name, shape, dtype)
+            elif name in CONSTANT:
+                values[name] = jnp.full(shape, CONSTANT[name], dtype)
+            else:
+                fan_in = shape[1 if name in BY_EXPERT else 0]
+                # A standard normal that is cut off at two sigma has the variance 0.7737.
+                std = 1.0 / math.sqrt(fan_in * 0.7737)
+                values[name] = (std * jax.random.truncated_normal(own, -2.0, 2.0, shape)).astype(dtype)
+        return MoEParams(**values)
+
+    if specs is None and mesh_in_force() is not None:
+        specs = param_specs(config, axes)
+    return make_sharded(make, specs)(key)
+
+
+def _make_with(initializer: Initializer, key, name: str, shape: tuple[int, ...], dtype) -> Array:
+    """Makes each matrix or bias by one call: `wi` [E, H, G, F] by E G calls of (H, F), moved from [E, G, H, F]."""
+    stacked = [dim for dim, letter in enumerate(DIMS[name]) if letter in "EG" and name not in ROUTER]
+    wanted = tuple(size for dim, size in enumerate(shape) if dim not in stacked)
+
+    def make_one(key):
+        made = initializer(key, wanted, dtype)
+        if getattr(made, "shape", None) != wanted:
+            what = f"shape {made.shape}" if hasattr(made, "shape") else f"a {type(made).__name__}"
+            raise ValueError(f"initializers[{name!r}] returned {what}; it must return an array of shape {wanted}")
+        return jnp.asarray(made, dtype)
+
+    if not stacked:
+        return make_one(key)
+    sizes = [shape[dim] for dim in stacked]
+    values = jax.vmap(make_one)(jax.random.split(key, math.prod(sizes))).reshape(*sizes, *wanted)
+    return jnp.moveaxis(values, range(len(sizes)), stacked)

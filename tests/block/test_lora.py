@@ -41,7 +41,7 @@ CASES = [
 
 def expected(config, kept: bool):
     """The result of the merged block, and the gradients of the adapters by the chain rule."""
-    params, wide = make_params(config), {n: np.asarray(getattr(ADAPTERS, n), np.float64) for n in lora.NAMES}
+    params, wide = make_params(config), {n: np.asarray(getattr(ADAPTERS, n), np.float64) for n in lora.DIMS}
     wi, wo = (np.asarray(w, np.float64) for w in (params.wi, params.wo))
     if kept:
         wi, wo = (round_weight(w, WEIGHTS.w, "rows") for w in (params.wi, params.wo))

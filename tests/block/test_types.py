@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import moax
-from moax.params import check_params, param_shapes
+from moax.params import DIMS, check_params, param_shapes
 from support import make_mesh
 
 H, F, E, S, L = 32, 48, 8, 16, 24
@@ -23,6 +23,10 @@ SHAPES = dict(
     shared_wi=(H, 2, S), shared_wo=(S, H), shared_gate=(H,), expert_scale=(E,), latent_down=(H, L), latent_up=(L, H),
 )  # fmt: skip
 NAMES = tuple(SHAPES)
+
+
+def needs(name):
+    return "it must be [" + ", ".join(f"{dim}={size}" for dim, size in zip(DIMS[name], SHAPES[name], strict=True)) + "]"
 
 
 def zeros(config, dtype=jnp.float32):
@@ -93,17 +97,17 @@ WRONG = [(n, shape) for n, s in SHAPES.items() for shape in ((*s[:-1], s[-1] + 1
 def test_wrong_shapes(name, shape):
     """Breaks if a wrong shape is broadcast, or fails in an einsum that names neither parameter nor shape."""
     params = dataclasses.replace(zeros(FULL), **{name: jnp.zeros(shape)})
-    refused(params, FULL, f"params.{name} has shape {shape}; this config needs {SHAPES[name]}")
+    refused(params, FULL, f"params.{name} has shape {shape}; {needs(name)}")
 
 
 def test_shards_may_have_any_divisor():
     """Breaks if shards inside the user's own `shard_map` are refused, or whatever is no shard is taken."""
     shard = dataclasses.replace(zeros(FULL), wi=jnp.zeros((E // 4, L // 2, 2, F)))
     check_params(shard, FULL, local=True)
-    refused(shard, FULL, f"params.wi has shape {shard.wi.shape}; this config needs {SHAPES['wi']}")
+    refused(shard, FULL, f"params.wi has shape {shard.wi.shape}; {needs('wi')}")
     for shape in ((3, L, 2, F), (E, 2 * L, 2, F), (0, L, 2, F), (E, L, F)):
         params = dataclasses.replace(zeros(FULL), wi=jnp.zeros(shape))
-        refused(params, FULL, f"params.wi has shape {shape}; this config needs {SHAPES['wi']}", local=True)
+        refused(params, FULL, f"params.wi has shape {shape}; {needs('wi')}", local=True)
 
 
 @pytest.mark.parametrize("shape", [(H,), (4, H + 1), (H, 4), ()])

@@ -28,10 +28,11 @@ from jaxtyping import Array, Float, Int
 
 from moax.block.moe import NO_TOTAL, BlockPlan, Inputs, Residuals, Weights
 from moax.block.overflow import after, run_backward, run_forward
-from moax.lora import NAMES, specs_on
+from moax.lora import DIMS as ADAPTER_DIMS
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.specs import MeshView, Spec
 from moax.ops.weights import QuantizedWeight, find_layout, gather_weight, quantized_specs, scatter_gradient
+from moax.params import DIMS
 
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 Quantized = tuple[QuantizedWeight | None, QuantizedWeight | None]  # of wi and wo
@@ -139,10 +140,10 @@ def _join(chunks: tuple[Array, ...], like: Array) -> Array:
 
 def _specs(p: BlockPlan, w: Weights[Array], found: Weights[Any]):
     """Returns the layouts of wi and wo, and the specs of all weights."""
-    ep, tp = p.axes.ep, p.axes.tp
+    split = {"E": p.axes.ep, "F": p.axes.tp}
     layouts = find_layout(p.wi, found.wi, w.wi.ndim), find_layout(p.wo, found.wo, w.wo.ndim)
-    small = Spec(ep, None, tp), Spec(ep, None), *(getattr(specs_on(p.axes), name) for name in NAMES)
-    small = (None if v is None else of for of, v in zip(small, w[2:], strict=True))
+    pairs = zip((DIMS["bi"], DIMS["bo"], *ADAPTER_DIMS.values()), w[2:], strict=True)
+    small = (None if v is None else Spec(*(split.get(letter) for letter in dims)) for dims, v in pairs)
     return layouts, Weights(layouts[0].spec, layouts[1].spec, *small)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from moax.checks import Unsupported
 from moax.config import MoEConfig
-from moax.params import DIMS, dim_sizes, param_shapes
+from moax.params import DIMS, param_shapes
 
 LAYER = re.compile(r"(?:.*?\.)??(?:layers|blocks)\.(\d+)\.")  # the start of a name, up to the number of its layer
 
@@ -111,9 +111,9 @@ def tensors_of(layout: BlockLayout, config: MoEConfig) -> Iterator[Tensor]:
     """Yields every tensor of a block, in the order of `DIMS`; Unsupported where a parameter has no name."""
     shapes = param_shapes(config)
     for field in DIMS:
-        if getattr(shapes, field) is None:
+        if (shape := getattr(shapes, field)) is None:
             continue
-        rows, sizes = [row for row in layout.rows if row.field == field], dim_sizes(config, field)
+        rows, sizes = [row for row in layout.rows if row.field == field], dict(zip(DIMS[field], shape, strict=True))
         if not rows:
             raise Unsupported(f"the names of this family have no tensor for params.{field}")
         if {row.projection for row in rows} not in ({None}, set(range(config.gates))):
