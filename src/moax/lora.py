@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,8 @@ def dim_sizes(config: MoEConfig) -> dict[str, int]:
 def adapter_shapes(config: MoEConfig, rank: int) -> Adapters[tuple[int, ...]]:
     """Returns the shape of each adapter of this rank."""
     sizes = dim_sizes(config) | dict(r=rank)
-    return Adapters(*(tuple(sizes[letter] for letter in dims) for dims in DIMS.values()))
+    shapes: dict[str, Any] = {name: tuple(sizes[letter] for letter in dims) for name, dims in DIMS.items()}
+    return Adapters(**shapes)
 
 
 def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> Adapters[Spec]:
@@ -106,7 +108,7 @@ def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None =
     """
     resolved = resolve_axes(axes, mesh)
     split = {"E": resolved.ep, "F": resolved.tp}
-    specs = {name: Spec(*(split.get(letter) for letter in dims)) for name, dims in DIMS.items()}
+    specs: dict[str, Any] = {name: Spec(*(split.get(letter) for letter in dims)) for name, dims in DIMS.items()}
     for name, spec in specs.items():
         check_divides(f"adapters.{name}", getattr(adapter_shapes(config, 1), name), spec, resolved)
     return Adapters(**specs)

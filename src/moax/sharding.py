@@ -164,8 +164,8 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
     """
     if mesh is None and mesh_in_force() is None:
         raise ValueError("param_specs: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
-    specs, made = expert_specs(config, axes, resolve_axes(axes, mesh)), vars(param_shapes(config))
-    return dataclasses.replace(specs, **{name: None for name, shape in made.items() if shape is None})
+    absent: dict[str, Any] = {name: None for name, shape in vars(param_shapes(config)).items() if shape is None}
+    return dataclasses.replace(expert_specs(config, axes, resolve_axes(axes, mesh)), **absent)
 
 
 def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec]) -> MoEParams[Array]:
