@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from benchmarks import cases, limits, report, tokens
-from benchmarks.block import block, errors, imbalance, train
+from benchmarks.block import block, imbalance, train
 from benchmarks.kernels import gemm
 from benchmarks.report import Row
 from benchmarks.timing import Repeats
@@ -75,7 +75,7 @@ def run_scatter(args, chosen, peers, repeats, found):
 
 def run_block(args, chosen, peers, repeats, found):
     how = how_of(args, block.PLAIN if args.mesh else (*block.PLAIN, block.KEPT), peers)
-    return block.rows(chosen, how, few_warmups(repeats), found, args.tokens, args.errors)
+    return block.rows(chosen, how, few_warmups(repeats), found, args.tokens)
 
 
 def run_imbalance(args, chosen, peers, repeats, found):
@@ -102,7 +102,7 @@ ON_MESH = ("mesh", "recipe", "exchange", "buffer-factor")
 BENCHMARKS = {
     "gemm": Benchmark(run_gemm, None, (gemm.PEERS, gemm.PEERS), ("bf16", "fp8", "memory")),
     "block": Benchmark(
-        run_block, BLOCKS, ((block.SONIC,), (block.TORCH,)), ("bf16", "fp8"), (*ON_MESH, "tokens", "kernels", "errors")
+        run_block, BLOCKS, ((block.SONIC,), (block.TORCH,)), ("bf16", "fp8"), (*ON_MESH, "tokens", "kernels")
     ),
     "train": Benchmark(run_train, {"perf": train.PERF, "tiny": train.TINY}, limits=("bf16", "fp8"), options=ON_MESH),
     "imbalance": Benchmark(run_imbalance, BLOCKS, options=(*ON_MESH, "tokens", "kernels")),
@@ -147,8 +147,6 @@ def parser() -> argparse.ArgumentParser:
     add("recipe", f"a recipe; repeatable; {', '.join(block.RECIPES)}; without it {' and '.join(block.PLAIN)}, and on "
         f"one GPU {block.KEPT}; imbalance {IMBALANCE_RECIPE}", action="append", choices=block.RECIPES,
         metavar="NAME")  # fmt: skip
-    add("errors", f"the errors of y and of each gradient against float32 too, of {errors.TOKENS} tokens",
-        action="store_true")  # fmt: skip
     add("tokens", "tokens of a device; repeatable; without it 8192 and 16384, imbalance 8192", type=int,
         action="append", metavar="T")  # fmt: skip
     add("kernels", "the implementation of the kernels", choices=("auto", *IMPLEMENTATIONS), default="auto")
@@ -207,8 +205,8 @@ def select(args: argparse.Namespace) -> dict[str, tuple[list, tuple[str, ...]]]:
         takes, name = [what for what, of in BENCHMARKS.items() if option in of.options], option.replace("-", "_")
         if getattr(args, name) != plain[name] and not set(asked) & set(takes):
             raise ValueError(f"--{option} with {', '.join(asked)}: it is for {' and '.join(takes)} alone")
-    if args.mesh and (args.errors or block.KEPT in (args.recipe or ())):
-        raise ValueError(f"{'--errors' if args.errors else f'--recipe {block.KEPT}'} with --mesh: it is for one device")
+    if args.mesh and block.KEPT in (args.recipe or ()):
+        raise ValueError(f"--recipe {block.KEPT} with --mesh: it is for one device")
     for what in asked:
         if what in ("train", "imbalance") and not args.mesh:
             raise ValueError(f"{what} without --mesh: name the axes of its devices, as fsdp=1,ep=2")

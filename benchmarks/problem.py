@@ -10,7 +10,6 @@ take, and padding is 0. For other kernels `Problem.packed` returns the M rows wi
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,6 @@ class Problem:
 
     Attributes:
       case: the shape.
-      samples: sampled float64 results by direction, which `benchmarks.error` keeps.
       sizes: [G], rows of each group.
       starts: [G], the first padded row of each group.
       packed_starts: [G], the first packed row of each group.
@@ -40,14 +38,13 @@ class Problem:
 
     def __init__(self, case: Case, seed: int = 0):
         self.case = case
-        self.samples: dict[Direction, Any] = {}
         self.sizes = case.sizes
         padded = align_up(self.sizes, BLOCK)
         self.starts = np.cumsum(padded) - padded
         self.packed_starts = np.cumsum(self.sizes) - self.sizes
         self.num_rows = align_up(case.rows + min(case.groups, case.rows) * (BLOCK - 1), BLOCK)
         index = np.arange(case.rows) + np.repeat(self.starts - self.packed_starts, self.sizes)
-        self.index = index.astype(np.int32)
+        self.index = jnp.asarray(index, jnp.int32)
         keys = jax.random.split(jax.random.key(seed), 3)
         self.group_sizes = jnp.asarray(self.sizes)
         self.x = _rows(keys[0], self.index, self.num_rows, case.contracted)
@@ -60,15 +57,18 @@ class Problem:
 
     def packed(self, name: str) -> Float[Array, "M C"]:
         """Returns `x` or `dy` without padding: packed[i] = x[index[i]]."""
-        return _take(getattr(self, name), jnp.asarray(self.index))
+        return _take(getattr(self, name), self.index)
+
+    def operands(self, direction: Direction) -> tuple[jax.Array, jax.Array]:
+        """Returns both operands of a direction in bf16, with the contracted dim last."""
+        if direction == "wgrad":
+            return self.x.T, self.dy.T
+        return (self.x, self.w.swapaxes(1, 2)) if direction == "fwd" else (self.dy, self.w)
 
     def quantized(self, direction: Direction) -> tuple[KMajorFp8, KMajorFp8]:
-        """Returns both operands of a direction in FP8 with the contracted dim last, quantized by plain jnp."""
-        if direction == "wgrad":
-            return quantize_rows(self.x.T), quantize_rows(self.dy.T)
-        if direction == "fwd":
-            return quantize_rows(self.x), quantize_weight(self.w, True)
-        return quantize_rows(self.dy), quantize_weight(self.w, False)
+        """Returns `operands` in FP8, quantized by plain jnp."""
+        left, right = self.operands(direction)
+        return quantize_rows(left), quantize_rows(right) if direction == "wgrad" else quantize_weight(right)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -77,13 +77,9 @@ def _normal(key, shape, scale):
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _rows_of(key, index, num_rows, width):
+def _rows(key, index, num_rows, width):
     rows = jax.random.normal(key, (index.shape[0], width), jnp.bfloat16)
     return jnp.zeros((num_rows, width), jnp.bfloat16).at[index].set(rows, unique_indices=True)
-
-
-def _rows(key, index, num_rows, width):
-    return _rows_of(key, jnp.asarray(index), num_rows, width)
 
 
 _make_blocks = jax.jit(make_blocks, static_argnums=1)
@@ -103,10 +99,9 @@ def quantize_rows(x: Float[Array, "R K"]) -> KMajorFp8:
     return KMajorFp8(data.reshape(x.shape[0], -1)[:, : x.shape[1]], _pad(scale.T, (1,), 1.0))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def quantize_weight(w: Float[Array, "E K N"], transposed: bool) -> KMajorFp8:
+@jax.jit
+def quantize_weight(w: Float[Array, "E N K"]) -> KMajorFp8:
     """Quantizes weights in 128 x 128 blocks, as `quantize_rows` does rows."""
-    w = w.swapaxes(1, 2) if transposed else w
     groups, rows, columns = w.shape
     padded = _pad(w, (1, 2))
     blocks = padded.reshape(groups, padded.shape[1] // BLOCK, BLOCK, -1, BLOCK).astype(jnp.float32)

@@ -41,8 +41,6 @@ class Row:
       fraction: the rate over the rate that the limit allows.
       error: distance to the float64 result of the operands that enter the product, norm over norm.
       error_worst: the same of the worst expert.
-      error_rounding: the same of the float64 result rounded to bf16.
-      error_unquantized: distance to the float64 result of the operands before quantization.
       peers: {peer: its time over moax's}.
       note: a remark, or the reason why nothing was measured.
       extra: further values of the benchmark.
@@ -64,8 +62,6 @@ class Row:
     fraction: float | None = None
     error: float | None = None
     error_worst: float | None = None
-    error_rounding: float | None = None
-    error_unquantized: float | None = None
     peers: dict[str, float] = dataclasses.field(default_factory=dict)
     note: str = ""
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)

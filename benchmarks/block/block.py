@@ -115,7 +115,6 @@ def rows(
     repeats: Repeats,
     found: dict[str, Any],
     tokens: tuple[int, ...] | None = None,
-    errors: bool = False,
 ) -> Iterator[Row]:
     """Yields rows of forward, and of forward with backward, for each block, layer and number of tokens."""
     how.check()
@@ -123,7 +122,7 @@ def rows(
     layers += [(TORCH, ROWWISE)] if TORCH in how.peers and set(how.recipes) - {"none"} else []
     layers += [(OURS, recipe) for recipe in how.recipes]
     workers = [
-        ((block, impl, recipe), Worker(WORKERS[impl], how.request(block, recipe, repeats, tokens) | {"errors": errors}))
+        ((block, impl, recipe), Worker(WORKERS[impl], how.request(block, recipe, repeats, tokens)))
         for block in blocks
         for impl, recipe in layers
     ]

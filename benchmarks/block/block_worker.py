@@ -1,10 +1,9 @@
 """This program measures one layer in a process of its own: python3 -m benchmarks.block.block_worker REQUEST
 
 REQUEST is JSON: {"config", "recipe", "tokens": [T of a device, ..], "kernels", "exchange", "buffer_factor", "mesh":
-{axis: devices}, "repeats", "errors"}. Without a GPU the devices of a mesh are emulated. The program compiles, prints
+{axis: devices}, "repeats"}. Without a GPU the devices of a mesh are emulated. The program compiles, prints
 READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens: {"tokens", "memory",
-"fwd", "fwd+bwd", "note"}. Where the times are missing, the note has the reason. With `errors` each fwd+bwd has the
-errors of the block against float32.
+"fwd", "fwd+bwd", "note"}. Where the times are missing, the note has the reason.
 
 With {"loads": [[imbalance, buffer_factor], ..]} it prints such a line for each of them too, with "load" and without
 "fwd". The routing is then an operand (`imbalance.choose_experts`), so that all imbalances run one program, and fwd+bwd
@@ -29,7 +28,7 @@ import numpy as np
 from jax.extend.core import Var
 
 import moax
-from benchmarks.block import bits, errors, stages
+from benchmarks.block import stages
 from benchmarks.block.block import KEPT
 from benchmarks.block.imbalance import choose_experts
 from benchmarks.block.worker import READY
@@ -66,14 +65,11 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
     keep = functools.partial(moax.quantize_params, config=config, **options_of(request))
     kept_shapes = jax.eval_shape(keep, shapes) if request["recipe"] == KEPT else None
     programs: dict[tuple[int, float | None], tuple[dict, dict]] = {}
-    notes, compare = {}, None
+    notes = {}
     for tokens, factor in itertools.product(request["tokens"], dict.fromkeys(factor for _, factor in loads)):
         try:
             options = options_of(request) | {"buffer_factor": factor}
             programs[tokens, factor] = build(config, options, mesh, shapes, kept_shapes, tokens, "loads" in request)
-            if request["errors"] and compare is None:
-                block = functools.partial(layer, config=config, options=options)
-                compare = errors.build(block, config, shapes, kept_shapes)
         except Exception as error:  # The other programs may compile and fit.
             notes[tokens, factor] = why(error)
     print(READY, flush=True)
@@ -96,7 +92,6 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
             memory["peak_bytes"] = peak_bytes(mesh)
         except Exception as error:
             notes[key] = why(error)
-    off = compare(*inputs(config, mesh, errors.TOKENS), params, kept) if programs and compare else None
     for tokens, (imbalance, factor) in itertools.product(request["tokens"], loads):
         answer: dict[str, Any] = {"tokens": tokens} | ({"load": [imbalance, factor]} if "loads" in request else {})
         try:
@@ -107,9 +102,6 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
                 args = operands(tokens, imbalance)
                 for name, program in compiled.items():
                     answer[name] = measure(program, args[:-1] if name == "fwd" else args, repeats, devices)
-                    if mesh is None:
-                        answer[name]["bits"] = bits.compare_runs(program, args[:-1] if name == "fwd" else args)
-                answer["fwd+bwd"] |= {"errors": off} if off else {}
                 if "loads" in request:
                     counts = zip(("rounds", "dropped"), compiled["fwd+bwd"](*args)[2], strict=True)
                     answer["fwd+bwd"] |= {name: int(count) for name, count in counts}

@@ -36,7 +36,7 @@ def rows(blocks: list[Block], how: How, repeats: Repeats, tokens: tuple[int, ...
     for case in blocks:
         sizes = tokens or case.tokens[:1]
         for recipe in how.recipes:
-            request = how.request(case, recipe, repeats, sizes) | {"errors": False, "loads": loads}
+            request = how.request(case, recipe, repeats, sizes) | {"loads": loads}
             lost: dict[str, Any] = {"note": "the process ended early"}
             found = {(size, load): lost for size in sorted(sizes) for load in loads}
             for _, answer in answers([(case, Worker(WORKERS[OURS], request))]):

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import environment
+import moax
 from benchmarks.report import why
+
+ROOT = Path(__file__).parents[2]
 
 READY = "ready"  # A worker prints this line when it has compiled.
 SECONDS = 500  # limit of the compilation of all workers, and of the measurement of one
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Returns this process's environment with `changes`; Python finds `benchmarks` and this moax by it anywhere."""
+    known = os.environ | changes
+    folders = [str(ROOT), str(Path(str(moax.__file__)).parents[1]), known.get("PYTHONPATH", "")]
+    return known | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def refuse(tokens: list[int], error: Exception) -> int:

@@ -56,9 +56,6 @@ def own(problem: Problem, direction: Direction, recipe: str, repeats: Repeats, b
         call = (ours.xla_gemm if by_xla else ours.gemm)(problem, direction, operands)
         row.path = call.path
         _time(row, [call], problem, direction, repeats, operands=operands)
-        if fp8:
-            plain = error.measure(call.f(*call.args), error.sample(problem, direction), direction, problem)
-            row.error_unquantized = plain.total
 
     _attempt(row, measure)
     return row
@@ -100,4 +97,4 @@ def _time(row: Row, calls, problem, direction, repeats: Repeats, *, operands=Non
     found = error.measure(
         call.f(*call.args), error.sample(problem, direction, operands), direction, problem, packed=packed
     )
-    row.error, row.error_worst, row.error_rounding = found.total, found.worst, found.rounding
+    row.error, row.error_worst = found.total, found.worst

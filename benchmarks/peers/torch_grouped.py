@@ -4,7 +4,7 @@
 
 REQUEST is JSON: {"cases": [{"name", "sizes", "contracted", "columns"}], "warmups", "measured"}. The program prints a
 line of JSON for each result: case, direction, recipe (`none`: bf16; `fp8_rowwise`: e4m3, a scale for each row), us
-(CUDA events), error, error_worst, error_unquantized (against float64, relative), or a note with the reason.
+(CUDA events), error and error_worst (against float64, relative), or a note with the reason.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.block.worker import environment
 from benchmarks.cases import DIRECTIONS
 from benchmarks.cases import Case as Shape
-from benchmarks.processes import environment
 from benchmarks.report import Row, why
 from benchmarks.timing import Repeats
 
@@ -65,7 +65,6 @@ def _row(case: Shape, direction: str, recipe: str, found: dict) -> Row:
         row.us, row.method = found["us"], "events"
         row.tflops = case.flops / row.us * 1e-6
         row.error, row.error_worst = found["error"], found["error_worst"]
-        row.error_unquantized = found["error_unquantized"]
     return row
 
 
@@ -85,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(case: Case, direction: str, recipe: str, warmups: int, measured: int) -> dict[str, Any]:
-    """Returns {us, error, error_worst, error_unquantized, note} of one matmul."""
+    """Returns {us, error, error_worst, note} of one matmul."""
     import torch  # pyrefly: ignore[missing-import]
 
     torch.cuda.empty_cache()
@@ -107,26 +106,14 @@ def measure(case: Case, direction: str, recipe: str, warmups: int, measured: int
         w = torch.randn(groups, case.columns, case.contracted, device=DEVICE, dtype=torch.bfloat16)
         w *= case.contracted**-0.5
         right = w.transpose(-2, -1) if direction == "fwd" else w
-    exact = left, right
+    exact, product = (left, right), lambda: torch._grouped_mm(left, right, offs=ends)
     if fp8:
-        a, b, scale_a, scale_b, exact_a, exact_b = quantize(torch, left, right, sizes, direction)
-        quantized = exact_a, exact_b
-
-        def product():
-            return torch._scaled_grouped_mm(
-                a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
-    else:
-        quantized = exact
-
-        def product():
-            return torch._grouped_mm(left, right, offs=ends)
-
-    out = product()
-    total, worst = errors(out, quantized, sizes, direction)
-    plain = errors(out, exact, sizes, direction)[0] if fp8 else None
+        *operands, exact_a, exact_b = quantize(torch, left, right, sizes, direction)
+        options = dict(offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+        exact, product = (exact_a, exact_b), lambda: torch._scaled_grouped_mm(*operands, **options)
+    total, worst = errors(product(), exact, sizes, direction)
     us = seconds(torch, product, warmups, measured) * 1e6
-    return {"us": us, "error": total, "error_worst": worst, "error_unquantized": plain, "note": note}
+    return {"us": us, "error": total, "error_worst": worst, "note": note}
 
 
 def quantize(torch, left, right, sizes: list[int], direction: str):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.processes import ROOT, environment
+from benchmarks.block.worker import ROOT, environment
 from benchmarks.profiles import length, read_profile, union
 from benchmarks.report import OURS, Row
 

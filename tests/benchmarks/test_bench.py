@@ -68,7 +68,7 @@ def test_gemm_rows(problem):
     mine = [row for row in rows if row.impl == "moax" and row.recipe == "none"]
     assert all(set(row.peers) == {"ragged_dot"} for row in mine)
     (fp8,) = [row for row in rows if row.impl == "moax" and row.recipe != "none" and row.direction == "fwd"]
-    assert fp8.error < 6e-3 < fp8.error_unquantized < 0.06 and not fp8.peers
+    assert fp8.error < 6e-3 and not fp8.peers
 
 
 def test_a_peer_that_fails_is_a_row(problem, monkeypatch):
@@ -97,7 +97,7 @@ def test_our_kernels_lower_for_a_gpu(problem, direction, recipe, monkeypatch):
 def test_torch_process_that_dies(monkeypatch):
     """What it measured before it died is kept; the rest says that it died."""
     said = json.dumps({"case": "tiny", "direction": "fwd", "recipe": "none", "us": 8.0, "error": 1e-3,
-                       "error_worst": 2e-3, "error_unquantized": None})  # fmt: skip
+                       "error_worst": 2e-3})  # fmt: skip
     dead = subprocess.CompletedProcess([], -9, f"warming up\n{said}\n", "device-side assert")
     monkeypatch.setattr(torch_grouped.subprocess, "run", lambda *_, **__: dead)
     first, *rest = torch_grouped.rows([TINY], ONCE)

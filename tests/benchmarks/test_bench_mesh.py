@@ -39,6 +39,8 @@ def test_mesh_is_a_mesh_and_of_a_block(capsys):
     """Breaks if --mesh is taken and does nothing."""
     assert command.main(["gemm", "--cases", "tiny", "--mesh", "ep=2"]) == 2
     assert "--mesh with gemm" in capsys.readouterr().err
+    assert command.main(["block", "--cases", "tiny", "--mesh", "ep=2", "--recipe", "fp8_block+kept"]) == 2
+    assert "--recipe fp8_block+kept with --mesh: it is for one device" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main(["block", "--mesh", "up=2"])
     assert "unknown axis 'up'" in capsys.readouterr().err

@@ -16,9 +16,8 @@ import pytest
 
 import moax
 from benchmarks.block import block
-from benchmarks.block.worker import READY, Worker
+from benchmarks.block.worker import READY, ROOT, Worker, environment
 from benchmarks.peers import torch_block
-from benchmarks.processes import ROOT, environment
 from benchmarks.timing import Repeats
 from moax import reference
 from moax.checks import Unsupported
