@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from benchmarks import cases, limits, report, tokens
+from benchmarks import cases, limits, report
 from benchmarks.block import block, imbalance, train
 from benchmarks.kernels import gemm
 from benchmarks.report import Row
@@ -107,7 +107,7 @@ BENCHMARKS = {
     "train": Benchmark(run_train, {"perf": train.PERF, "tiny": train.TINY}, limits=("bf16", "fp8"), options=ON_MESH),
     "imbalance": Benchmark(run_imbalance, BLOCKS, options=(*ON_MESH, "tokens", "kernels")),
     "exchange": Benchmark(
-        run_exchange, {"perf": tokens.PERF, "tiny": tokens.TINY}, ((exchange.NCCL,),) * 2, options=("devices",)
+        run_exchange, {"perf": exchange.PERF, "tiny": exchange.TINY}, ((exchange.NCCL,),) * 2, options=("devices",)
     ),
     "scatter": Benchmark(run_scatter, BLOCKS),
 }
