@@ -44,8 +44,6 @@ RECIPES = (None, "fp8_block", "mxfp8", "fp8_tensor")
 WIDE = (640, 768, 1024, 1408, 1536, 2048, 2880, 4096)
 BUFFER_FACTORS = (0.1, 0.5, 1.0, 1.25, 2.0, None)
 ELEMENTS = 1 << 27  # of the largest array that the reference holds, and of a weight
-# The program runs once. XLA would compile and time many kernels of its own for each product; cuBLAS has one.
-ONCE = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 LEADING = 2  # the steps of a scan, and the size of a batch of vmap
 # The errors that a recipe may cost: that of y, and that of a gradient.
 BOUNDS = {None: (0.02, 0.05), "fp8_block": (0.15, 0.6), "mxfp8": (0.15, 0.6), "fp8_tensor": (0.3, 0.8)}
@@ -264,7 +262,8 @@ def round_weights(case: Case, inputs: dict, run: Callable, experts) -> dict[str,
 
 def program(run: Callable) -> Callable:
     """Returns `run` as a program that XLA compiles without timing kernels of its own: it runs once or twice."""
-    return jax.jit(run, compiler_options=ONCE if jax.default_backend() == "gpu" else None)
+    once = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+    return jax.jit(run, compiler_options=once if jax.default_backend() == "gpu" else None)
 
 
 def error(name: str, got, want) -> float:

@@ -1,14 +1,13 @@
 """The layer of PyTorch on a mesh, a process a GPU: python3 -m benchmarks.peers.torch_block REQUEST
 
-REQUEST is that of `block_worker`, its recipe `none` or `fp8_rowwise`. Starts the ranks, which load PyTorch; prints
-READY; once a line comes in they take a GPU each, hold the layer against float64, and measure it with what does not
-communicate as it is and compiled. Prints what `block_worker` prints, of the faster. Where there is no GPU, ranks are
-emulated, through gloo. All die with this process, and within SECONDS of that line.
+REQUEST is that of `block_worker`, its recipe `none` or `fp8_rowwise`. The process becomes torchrun, which starts the
+ranks and ends all when one fails. Rank 0 prints READY, waits for a line on stdin, and joins the others; the ranks then
+take a GPU each, hold the layer against float64, and measure it with what does not communicate as it is and compiled.
+Rank 0 prints what `block_worker` prints, of the faster. Where there is no GPU, ranks are emulated, through gloo.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 import importlib.util
@@ -16,11 +15,8 @@ import json
 import math
 import os
 import signal
-import socket
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,33 +29,37 @@ from benchmarks.timing import Repeats
 from moax import MoEConfig, RouterConfig
 from moax.checks import Unsupported
 
-SECONDS = 450
+SECONDS = 450  # limit of a collective, and of the wait for the line
 # NVLink multicast can put GPUs out of service that others share.
-ENVIRONMENT = ("NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
+ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 CHECKED = 256  # tokens of a rank in the check against float64
 LIMIT = {"none": 2e-2, "fp8_rowwise": 0.15}  # largest distance of y and of each gradient, norm over norm
 SHARED = "wgrad's scales are of columns, shared by all groups"
 
 
 def main(argv: list[str]) -> int:
-    """Starts the ranks of a request; with the arguments REQUEST RANK this process is one of them."""
+    """Measures the request `argv[0]`: becomes torchrun, or is one of its ranks."""
     request = json.loads(argv[0])
-    if len(argv) == 2:
-        return rank(request, int(argv[1]))
+    config = config_of(request)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import record  # pyrefly: ignore[missing-import]
+
+        record(serve)(request, config)
+        return 0
     try:
-        check(config_of(request), request["mesh"])
+        check(config, request["mesh"])
         if importlib.util.find_spec("torch") is None:
             raise Unsupported("PyTorch is not installed")
     except Unsupported as error:
         return refuse(request["tokens"], error)
-    ranks = [start(argv[0], index) for index in range(math.prod(request["mesh"].values()))]
-    try:
-        return drive(ranks)
-    finally:
-        end(ranks)
-        for process in ranks:
-            with contextlib.suppress(BrokenPipeError), process:  # closes its pipes
-                pass
+    command = torchrun(math.prod(request["mesh"].values()), "benchmarks.peers.torch_block", *argv)
+    os.execve(command[0], command, os.environ | ENVIRONMENT)
+
+
+def torchrun(ranks: int, module: str, *argv: str) -> list[str]:
+    """Returns the command that runs a module as so many ranks, whose environment says which each is."""
+    how = ("--standalone", "--nproc-per-node", str(ranks), "--module", module)
+    return [sys.executable, "-m", "torch.distributed.run", *how, *argv]
 
 
 def config_of(request: dict[str, Any]) -> MoEConfig:
@@ -75,68 +75,6 @@ def check(config: MoEConfig, sizes: dict[str, int]) -> None:
         raise Unsupported(f"the layer of PyTorch cannot do this: {', '.join(found)}")
 
 
-def start(request: str, index: int) -> subprocess.Popen:
-    """Starts a rank, which waits for a line on stdin."""
-    command = ["env", *ENVIRONMENT, sys.executable, "-m", "benchmarks.peers.torch_block", request, str(index)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def drive(ranks: list[subprocess.Popen]) -> int:
-    """Relays a line to all ranks, and the output of rank 0 back; ends all if one fails, or after SECONDS."""
-    for process in ranks:
-        if not process.stdout or process.stdout.readline().strip() != READY:
-            return 1
-    print(READY, flush=True)
-    if not sys.stdin.readline():
-        return 0
-    threading.Thread(target=watch, args=(ranks, time.monotonic() + SECONDS), daemon=True).start()
-    port = free_port()
-    for process in ranks:
-        with contextlib.suppress(BrokenPipeError):  # The rank may have failed.
-            print(port, file=process.stdin, flush=True)
-    for line in ranks[0].stdout or ():
-        print(line, end="", flush=True)
-    return int(any([process.wait() for process in ranks]))
-
-
-def watch(ranks: list[subprocess.Popen], until: float) -> None:
-    """Ends all ranks when one has failed, since the others would wait for it."""
-    while any(process.poll() is None for process in ranks):
-        late = time.monotonic() > until
-        if late:
-            print(f"no end in {SECONDS} s", file=sys.stderr, flush=True)
-        if late or any(process.poll() for process in ranks):
-            return end(ranks)
-        time.sleep(0.1)
-
-
-def end(ranks: list[subprocess.Popen]) -> None:
-    """Ends the ranks that still run."""
-    for process in ranks:
-        process.kill()
-
-
-def free_port() -> int:
-    """Returns a free port."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def rank(request: dict[str, Any], index: int) -> int:
-    """Runs one rank: it prints READY, reads a line with a port, and prints the answers."""
-    die_with_parent()
-    try:
-        print(READY, flush=True)
-        port = sys.stdin.readline()
-        if port:
-            serve(request, config_of(request), index, int(port), SECONDS)
-    except Exception as error:
-        print(f"rank {index}: {why(error)}", file=sys.stderr, flush=True)
-        os._exit(1)  # An orderly exit would wait for the ranks that are in a collective.
-    return 0
-
-
 def die_with_parent() -> None:
     """Ends this process when its parent ends, on systems that can do that."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -144,21 +82,19 @@ def die_with_parent() -> None:
         prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def serve(request: dict[str, Any], config: MoEConfig, rank: int, port: int, seconds: float) -> None:
-    """Measures a request; rank 0 prints the answers."""
-    gpu, mesh = torch.cuda.is_available(), request["mesh"]
+def serve(request: dict[str, Any], config: MoEConfig) -> None:
+    """Measures a request as one rank; rank 0 prints the answers."""
+    die_with_parent()
+    gpu, mesh, rank = torch.cuda.is_available(), request["mesh"], int(os.environ["RANK"])
+    if not gpu and request["recipe"] != "none":
+        raise Unsupported("torch._scaled_grouped_mm is for GPUs")
+    if rank == 0:
+        print(READY, flush=True)
+        sys.stdin.readline()
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(seconds=SECONDS))
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    elif request["recipe"] != "none":
-        raise Unsupported("torch._scaled_grouped_mm is for GPUs")
-    dist.init_process_group(
-        "nccl" if gpu else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=math.prod(mesh.values()),
-        timeout=datetime.timedelta(seconds=seconds),
-    )
     groups = Mesh.make(mesh["fsdp"], mesh["ep"])
     params = draw(config, rank, device)
     pieces = {"eager": torch_layer.plain()} | ({"compiled": torch_layer.compiled()} if gpu else {})

@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -81,14 +80,11 @@ def test_layer_is_the_reference(fsdp, ep, tmp_path):
     """Breaks if what moax is timed beside computes something else, has other gradients, or gives the fp8 kernel other
     operands than it takes; or if the worker would time a layer whose gradients are wrong."""
     save_cases(tmp_path)
-    program, port = (sys.executable, "-m", "support.torch_ranks", tmp_path), torch_block.free_port()
-    ranks, env = range(fsdp * ep), environment(PYTHONPATH=str(ROOT / "tests"))
-    commands = [[*program, *map(str, (rank, fsdp, ep, port))] for rank in ranks]
-    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) for command in commands]
-    for process in started:
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said[-3000:]
-    found = [np.load(tmp_path / f"{rank}.npz") for rank in ranks]
+    program = torch_block.torchrun(fsdp * ep, "support.torch_ranks", str(tmp_path), str(fsdp), str(ep))
+    env = environment(PYTHONPATH=str(ROOT / "tests"))
+    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [np.load(tmp_path / f"{rank}.npz") for rank in range(fsdp * ep)]
     in_order = [found[f * ep + e] for e in range(ep) for f in range(fsdp)]
     for name, (*_, limit) in CASES.items():
         for key in NAMES:
@@ -169,37 +165,25 @@ def test_refuses_what_it_does_not_compute(changes, sizes, why):
         torch_block.check(dataclasses.replace(CONFIG, router=router), dict(fsdp=2, ep=2))
 
 
-def fake(code: str):
-    return lambda request, index: subprocess.Popen(
-        [sys.executable, "-c", f"rank = {index}\n{code}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
-WAITS = f"import time\nprint({READY!r}, flush=True)\nport = int(input())\n"
-
-
-@pytest.mark.parametrize(
-    ("code", "returned", "said"),
-    [
-        (WAITS + "if rank == 0: print(f'{{\"tokens\": {port > 0:d}}}')", 0, [READY, '{"tokens": 1}']),
-        (WAITS + "if rank == 1: exit(1)\nprint('{}', flush=True)\ntime.sleep(60)", 1, [READY, "{}"]),
-        (WAITS + "time.sleep(60)", 1, [READY]),
-        ("exit(1)", 1, []),
-    ],
-    ids=["ends", "one rank fails", "hangs", "does not start"],
-)
-def test_ranks(monkeypatch, capsys, code, returned, said):
-    """Breaks if an answer is lost, or if ranks that wait for one that failed, or for nothing, live on."""
-    started = []
-    monkeypatch.setattr(torch_block, "start", lambda *args: started.append(fake(code)(*args)) or started[-1])
-    monkeypatch.setattr(torch_block, "SECONDS", 2)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+def test_torch_that_is_not_installed_is_an_answer(monkeypatch, capsys):
+    """Breaks if the run ends, or a row is missing, where PyTorch is not installed."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
-    assert torch_block.main([json.dumps(request({"fsdp": 1, "ep": 2}))]) == returned
-    found = capsys.readouterr()
-    assert found.out.splitlines() == said and ("no end in 2 s" in found.err) == (said == [READY])
-    for process in started:
-        process.wait(timeout=5)
+    assert torch_block.main([json.dumps(request({"fsdp": 1, "ep": 2}))]) == 0
+    ready, answer = capsys.readouterr().out.splitlines()
+    assert ready == READY and json.loads(answer)["note"] == "Unsupported: PyTorch is not installed"
+
+
+@TORCH
+def test_a_rank_that_fails_ends_all():
+    """Breaks if ranks that wait for one that failed live on, or the answer does not say why."""
+    worker = Worker(torch_block.__name__, request({"fsdp": 1, "ep": 2}, recipe="fp8_rowwise"))
+    try:
+        worker.wait()
+        (answer,) = worker.measure()
+        assert "torch._scaled_grouped_mm is for GPUs" in answer["note"]
+    finally:
+        worker.close()
 
 
 def test_rows_of_torch(monkeypatch):

@@ -1,4 +1,4 @@
-"""One rank of tests/benchmarks/test_torch_block.py: python3 -m support.torch_ranks FOLDER RANK FSDP EP PORT
+"""A rank, by torchrun, of tests/benchmarks/test_torch_block.py: python3 -m support.torch_ranks FOLDER FSDP EP
 
 Runs each case of FOLDER/cases.npz on the ranks' shards, and saves what came out as FOLDER/RANK.npz.
 """
@@ -60,12 +60,11 @@ def fail(graph, _):
     raise RuntimeError("no compiler")
 
 
-def main(folder: Path, rank: int, fsdp: int, ep: int, port: int) -> None:
+def main(folder: Path, fsdp: int, ep: int) -> None:
     """Runs all cases, and says whether the worker sees a layer that is wrong."""
     torch.set_num_threads(1)
-    address, limit = f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=fsdp * ep, timeout=limit)
-    mesh, cases, found = Mesh.make(fsdp, ep), np.load(folder / "cases.npz"), {}
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    rank, mesh, cases, found = dist.get_rank(), Mesh.make(fsdp, ep), np.load(folder / "cases.npz"), {}
     pieces = torch_layer.plain()
     for name in json.loads(str(cases["names"])):
         given = {key: cases[f"{name} {key}"] for key in ("x", "dy", "router", "wi", "wo")}
