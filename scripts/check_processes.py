@@ -9,27 +9,23 @@ an integer differs at all. It needs N GPUs; without GPUs, N devices are emulated
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
-from processes import FLAGS, ROOT, free_port
+import processes
+from jax.sharding import AxisType
 
 import moax
-from moax.params import param_shapes
-from moax.sharding import param_specs, token_spec
+from moax.sharding import operand_shapes
 
-LIMIT = 2.0**-7  # a rounding of bfloat16, of the largest value of a tensor
-SECONDS = 500
+LIMIT = 2.0**-7  # a rounding of bfloat16, of the largest value of a shard
 # Autotuning by the clock may take another algorithm, and so another order of sums, in each process.
 SAME_PRODUCTS = {"xla_gpu_autotune_level": 0}
 ROUTER = moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3)
@@ -46,10 +42,11 @@ CASES = (
 )
 
 
-def lower(case: tuple, config: moax.MoEConfig, tokens: int, devices: int) -> jax.stages.Lowered:
-    """Returns the lowered program (x, params, dy) -> {y, stats, dx, d} of a block."""
-    axis, exchange, recipe, buffer_factor, _, kind = case
-    mesh = moax.make_mesh({"fsdp": 1, "ep": 1} | {axis: devices}, axis_type=AxisType[kind])
+def compute(case: tuple, config: moax.MoEConfig, tokens: int) -> dict[str, np.ndarray]:
+    """Returns the shards of this process of a block's y, stats and gradients, by name and place in the mesh."""
+    axis, exchange, recipe, buffer_factor, skewed, kind = case
+    mesh = moax.make_mesh({"fsdp": 1, "ep": 1} | {axis: jax.device_count()}, axis_type=AxisType[kind])
+    favoured, seeds = skewed & (np.arange(config.num_experts) < config.num_experts // 2), iter(range(100))
 
     def both(x, params, dy):
         def block(x, params):
@@ -61,131 +58,86 @@ def lower(case: tuple, config: moax.MoEConfig, tokens: int, devices: int) -> jax
         dx, d = pull((dy, jnp.ones_like(loss)))
         return {"y": y, "stats": stats, "dx": dx, "d": d}
 
-    def shape(of, spec):
-        return jax.ShapeDtypeStruct(of, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-
-    with jax.set_mesh(mesh):
-        x = shape((tokens * devices, config.d_model), token_spec(moax.Axes()))
-        shapes, specs = vars(param_shapes(config)), vars(param_specs(config))
-        params = moax.MoEParams(**{n: shape(of, specs[n]) for n, of in shapes.items() if of is not None})
-        return jax.jit(both).lower(x, params, x)
-
-
-def draw(compiled: jax.stages.Compiled, config: moax.MoEConfig, skewed: bool) -> tuple:
-    """Returns (x, params, dy) with the shardings of a program; the values depend on shapes and `skewed` alone.
-
-    The first element of each token is 1. The first row of the router is thus added to the logits of all tokens.
-    """
-    favoured = np.arange(config.num_experts) < config.num_experts // 2
-    seeds = iter(range(100))
-
-    def make(path, of, place):
-        name = jax.tree_util.keystr(path)
-        values = np.random.default_rng(next(seeds)).standard_normal(of.shape, np.float32)
+    def draw(path, of):
+        """Draws values of which the shape alone decides. The first row of the router is added to all logits."""
+        name, values = jax.tree_util.keystr(path), np.random.default_rng(next(seeds)).standard_normal(of.shape, "f4")
         values *= config.d_model**-0.5 if "." in name else 1
         if name == "[0]":
             values[:, 0] = 1
         if name.endswith(".router"):
-            values[0] = 20 * (favoured & skewed)
-        values = values.astype(jnp.bfloat16)
-        return jax.make_array_from_callback(of.shape, place, lambda index: values[index])
+            values[0] = 20 * favoured
+        return jax.make_array_from_callback(of.shape, of.sharding, lambda index: values.astype(of.dtype)[index])
 
-    return jax.tree_util.tree_map_with_path(make, compiled.in_avals[0], compiled.input_shardings[0])
+    with jax.set_mesh(mesh):
+        rows = tokens * jax.device_count()
+        params, x = operand_shapes(config, rows, moax.Axes(), mesh, jnp.bfloat16, jnp.bfloat16)
+        operands = jax.tree_util.tree_map_with_path(draw, (x, params, x))
+        on_gpu = jax.default_backend() == "gpu"
+        out = jax.jit(both).lower(*operands).compile(SAME_PRODUCTS if on_gpu else None)(*operands)
+    places = {device: i for i, device in enumerate(mesh.devices.flat)}
+    return {
+        f"{case}|{jax.tree_util.keystr(path)}|{places[shard.device]}": np.asarray(
+            shard.data.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else shard.data)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(out)
+        for shard in leaf.addressable_shards
+    }  # fmt: skip
 
 
-def work(request: dict[str, Any]) -> int:
-    """Runs the blocks in one process, or as one of several, and writes the values. Returns 0."""
-    several, process, devices, folder = (request[name] for name in ("several", "process", "devices", "folder"))
-    jax.config.update("jax_num_cpu_devices", 1 if several else devices)  # the host's, where GPUs are
+def work(args: argparse.Namespace) -> None:
+    """Computes the blocks in one process, or as one of several, and writes the values."""
+    several, process = args.num_processes, args.process_id or 0
+    jax.config.update("jax_num_cpu_devices", 1 if several else args.devices)  # the host's, where GPUs are
     if several:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(request["address"], devices, process, cluster_detection_method="deactivate")
-    tiny, gpu = request["tiny"], jax.default_backend() == "gpu"
-    config, tokens = (SMALL, 61) if tiny else (BLOCK, 487)  # prime numbers of tokens
+        mine = [process] if args.gpus else None
+        how = dict(local_device_ids=mine, cluster_detection_method="deactivate")
+        jax.distributed.initialize(args.coordinator, several, process, **how)
+    config, tokens = (SMALL, 61) if args.tiny else (BLOCK, 487)  # prime numbers of tokens
     values: dict[str, np.ndarray] = {}
-    for case in CASES[: 2 if tiny else None]:
-        compiled = lower(case, config, tokens, devices).compile(SAME_PRODUCTS if gpu else None)
-        out = compiled(*draw(compiled, config, case[4]))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(out):
-            places = {device: i for i, device in enumerate(leaf.sharding.mesh.devices.flat)}
-            for shard in leaf.addressable_shards:
-                key = f"{case}|{jax.tree_util.keystr(path)}|{places[shard.device]}"
-                values[key] = np.asarray(shard.data if leaf.dtype != jnp.bfloat16 else shard.data.astype(jnp.float32))
-    np.savez(Path(folder) / f"values.{process}.npz", **values)
-    return 0
+    for case in CASES[: 2 if args.tiny else None]:
+        values |= compute(case, config, tokens)
+    np.savez(Path(args.out) / f"values.{process}.npz", **values)
 
 
-def run(request: dict[str, Any], gpus: int) -> dict[str, np.ndarray]:
-    """Runs the worker in one process or in several, and returns the values of all shards."""
-    devices, folder = request["devices"], Path(request["folder"])
-    folder.mkdir()
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
-    shared = {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"}
-    shared |= {} if gpus else {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
-    request |= {"address": f"localhost:{free_port()}"}
-    started = []
-    for i in range(devices if request["several"] else 1):
-        own = {"CUDA_VISIBLE_DEVICES": str(i)} if gpus and request["several"] else {}
-        command = [sys.executable, __file__, "--work", json.dumps(request | {"process": i})]
-        with (folder / f"said.{i}").open("w") as said:
-            started.append(subprocess.Popen(command, stdout=said, stderr=said, env=os.environ | shared | own))
-    try:
-        for i, process in enumerate(started):
-            if process.wait(SECONDS):
-                raise RuntimeError(f"process {i} of {len(started)}:\n{(folder / f'said.{i}').read_text()[-3000:]}")
-    finally:
-        for process in started:
-            process.kill()
-    values: dict[str, np.ndarray] = {}
-    for i in range(len(started)):
-        with np.load(folder / f"values.{i}.npz") as file:
-            values |= dict(file)
-    return values
-
-
-def error_of(got: np.ndarray | None, want: np.ndarray | None) -> float:
-    """Returns max |got - want| / max |want|; infinity for a missing shard, and where a value is not finite."""
-    if got is None or want is None or got.shape != want.shape or not (np.isfinite(got) & np.isfinite(want)).all():
-        return float("inf")
-    off, scale = (float(np.max(np.abs(v), initial=0)) for v in (got.astype(np.float64) - want, want))
-    return 0.0 if off == 0 else off / scale if scale else float("inf")
-
-
-def compare(one: dict[str, np.ndarray], several: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Returns a row for each block: the largest relative error of a tensor, and whether it is small enough."""
-    rows = []
-    for name in dict.fromkeys(key.split("|")[0] for key in one):
-        keys = {key for key in one.keys() | several.keys() if key.startswith(f"{name}|")}
-        errors = {key: error_of(several.get(key), one.get(key)) for key in keys}
-        limits = {key: 0.0 if key in one and one[key].dtype.kind in "iu" else LIMIT for key in keys}
-        worst = max(errors, key=lambda key: errors[key])
-        ok = all(errors[key] <= limits[key] for key in keys)
-        rows.append({"name": name, "error": errors[worst], "worst": worst.split("|")[1], "ok": ok})
-    return rows
+def differ(got: np.ndarray | None, want: np.ndarray | None) -> bool:
+    """Returns whether a shard is missing, or has another shape, another integer, or a value that is too far off."""
+    if got is None or want is None or got.shape != want.shape:
+        return True
+    limit = 0.0 if want.dtype.kind in "iu" else LIMIT * np.max(np.abs(want), initial=0)
+    return not (np.abs(got.astype(np.float64) - want) <= limit).all()  # a NaN differs
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small blocks, for emulated devices")
     parser.add_argument("--devices", type=int, help="N (default: the GPUs of this machine, or 2)")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
+    for name, kind in dict(out=str, gpus=int, coordinator=str, num_processes=int, process_id=int).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=argparse.SUPPRESS)  # of a worker
     args = parser.parse_args()
-    if args.work:
-        return work(json.loads(args.work))
+    if args.out:
+        work(args)
+        return 0
     gpus = 0
     if shutil.which("nvidia-smi") and os.environ.get("JAX_PLATFORMS") != "cpu":
         gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.count("GPU ")
-    devices = args.devices or gpus or 2
-    with tempfile.TemporaryDirectory(prefix="check_processes_") as folder:
-        request = {"devices": devices, "tiny": args.tiny}
-        one, several = (
-            run(request | {"several": several, "folder": f"{folder}/{several}"}, gpus) for several in (False, True)
-        )
-    rows = compare(one, several)
-    print(*rows, sep="\n")
-    bad = sum(not row["ok"] for row in rows)
-    print(f"{bad} of {len(rows)} blocks differ" if bad else "one process and several agree")
-    return int(bad > 0)
+    devices, found = args.devices or gpus or 2, []
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NCCL_NVLS_ENABLE": "0"} | (
+        {} if gpus else {"JAX_PLATFORMS": "cpu"}
+    )
+    with tempfile.TemporaryDirectory(prefix="check_processes_") as name:
+        for count in (1, devices):
+            folder = Path(name, str(count))
+            command = [__file__, "--out", str(folder), "--devices", str(devices), "--gpus", str(gpus)]
+            command += ["--tiny"] * args.tiny
+            ended = processes.finish(folder, processes.start(folder, command, processes=count, devices=None), 500)
+            for i, (code, said) in enumerate(ended):
+                if code:
+                    sys.exit(f"process {i} of {count}:\n{said[-3000:]}")
+            found.append({key: value for file in folder.glob("*.npz") for key, value in np.load(file).items()})
+    one, several = found
+    bad = sorted(key for key in one.keys() | several.keys() if differ(several.get(key), one.get(key)))
+    print(*bad, f"{len(bad)} of {len(one)} shards differ" if bad else "one process and several agree", sep="\n")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":
