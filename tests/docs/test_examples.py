@@ -24,10 +24,8 @@ SHOWS = {
     "compose_ops": [r"by [0-9]e(\+00|-0[6-9]), and the gradients of 4 arrays by at most [0-9]e-0[6-9]$"],
     "explicit_mesh": ["y has the type of x; 3 of 3 gradients"],
     "finetune_hf": [r"-> 0\.\d\d\d in", r"holds \(1, 64, 2, 128\) of wi", "wrote 52 tensors, 2 as they were"],
-    "linen_model": [r"-> 0\.\d\d in", r"P\(\('ep', 'fsdp'\), None, None, None\)", " 0 dropped"],
     "loss_free_balancing": [r"busiest expert [3-9]\d\.\d% -> 1[2-7]\.\d% of"],
     "multi_host": [r"in 1 process\(es\), mesh {'fsdp': 2, 'ep': 4}, loss 1\.191\d* -> 0\.[78]"],
-    "nnx_model": [r"-> 0\.\d\d in", r"holds \(1, 64, 2, 128\) of wi \(8, 64, 2, 128\)", " 0 dropped"],
     "pipeline_stage": [r"by (0\.0e\+00|\d\.\de-0[6-9]) \(y\) and (0\.0e\+00|\d\.\de-0[6-9]) \(gradient"],
     "plain_optax": ["donated: True", "like weights: True"],
 }
