@@ -169,8 +169,8 @@ def test_nan_stays_in_its_unit():
             "tan",
             "activation='tan' must be one of 'swiglu', 'geglu', 'swiglu_oai', 'reglu', 'glu', 'silu', 'gelu', 'relu2'",
         ),
-        ((4, 1, 8), "swiglu", r"h has shape \(4, 1, 8\); activation='swiglu' needs \[..., 2, F\]"),
-        ((4, 2, 8), "silu", r"h has shape \(4, 2, 8\); activation='silu' needs \[..., 1, F\]"),
+        ((4, 1, 8), "swiglu", r"h has shape \(4, 1, 8\); it must be \[..., G=2, F\]"),
+        ((4, 2, 8), "silu", r"h has shape \(4, 2, 8\); it must be \[..., G=1, F\]"),
         ((8,), "silu", r"h has shape \(8,\)"),
     ],
 )

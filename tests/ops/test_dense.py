@@ -316,10 +316,14 @@ def test_vmap(way):
 @pytest.mark.parametrize(
     "shapes, options, message",
     [
-        (((4, 8), (9, 6)), {}, r"x and w have shapes \(4, 8\), \(9, 6\); they must be \[..., K\] and \[K, \*C\]"),
-        (((8,), (8, 6)), {}, r"x and w have shapes \(8,\), \(8, 6\)"),
-        (((4, 8), (8,)), {}, r"x and w have shapes \(4, 8\), \(8,\)"),
-        (((4, 8), (8, 6), (8,)), {}, r"bias has shape \(8,\); it must be \(6,\)"),
+        (((4, 8), (9, 6)), {}, r"x, w have shapes \(4, 8\), \(9, 6\); they must be \[\*batch, T, K\], \[K, \*D, C\]"),
+        (((8,), (8, 6)), {}, r"x has shape \(8,\); it must be \[\*batch, T, K\]"),
+        (((4, 8), (8,)), {}, r"w has shape \(8,\); it must be \[K, \*D, C\]"),
+        (
+            ((4, 8), (8, 6), (8,)),
+            {},
+            r"bias have shapes \(4, 8\), \(8, 6\), \(8,\); they must be .*, \[K, \*D, C\], \[\*D, C\]",
+        ),
         (((4, 8), (8, 6)), dict(recipe="fp4"), "recipe='fp4' must be None, a Recipe, or one of 'fp8_block'"),
         (((4, 8), (8, 6)), dict(engine="pjit"), "engine='pjit' must be one of"),
         (((4, 8), (8, 6)), dict(kernels="triton"), "kernels='triton' must be one of"),

@@ -402,15 +402,11 @@ def test_refuses_axes_that_are_no_weights():
         (((8, 4), (2, 4, 6), (2,)), dict(align=0), "align=0 must be an int of at least 1"),
         (((8, 4), (2, 4, 6), (2,)), dict(recipe="int8"), "recipe='int8' must be None, a Recipe, or one of 'fp8_block'"),
         (((8, 4), (2, 4, 6), (2,)), dict(kernels="triton"), "kernels='triton' must be one of 'auto', 'hopper', 'xla'"),
-        (((8, 5), (2, 4, 6), (2,)), {}, r"x \(8, 5\), w \(2, 4, 6\) and group_sizes \(2,\) do not fit each other"),
-        (
-            ((8, 4), (2, 4, 6), (3,)),
-            {},
-            r"group_sizes \(3,\) .*; with this w, x must be \[M, 4\] and group_sizes \[2\]",
-        ),
-        (((8, 4), (4, 6), (2,)), {}, r"they must be \[M, K\], \[E, K, \*C\], \[E\]"),
-        (((2, 8, 4), (2, 4, 6), (2,)), {}, r"x, w, group_sizes have shapes \(2, 8, 4\)"),
-        (((8, 4), (2, 4, 6), (2,), (2, 5)), {}, r"bias has shape \(2, 5\); it must be \(2, 6\)"),
+        (((8, 5), (2, 4, 6), (2,)), {}, r"x, w, group_sizes have shapes \(8, 5\), \(2, 4, 6\), \(2,\); they must"),
+        (((8, 4), (2, 4, 6), (3,)), {}, r"group_sizes has shape \(3,\); it must be \[groups=2\]"),
+        (((8, 4), (4, 6), (2,)), {}, r"w has shape \(4, 6\); it must be \[E, K, \*D, C\]"),
+        (((2, 8, 4), (2, 4, 6), (2,)), {}, r"x has shape \(2, 8, 4\); it must be \[M, K\]"),
+        (((8, 4), (2, 4, 6), (2,), (2, 5)), {}, r"bias have shapes .*, \(2, 5\); they must be .*, \[E, \*D, C\]"),
     ],
 )
 def test_errors(shapes, options, message):

@@ -363,7 +363,7 @@ def test_logits_stay_on_their_shard(way, fresh_compile):
         ((8, 4), {}, 0, None, "top_k=0 must be an int of at least 1"),
         ((8, 4), dict(bias=True), 2, None, "bias is None, but RouterConfig.bias=True"),
         ((8, 4), {}, 2, (4,), "bias is given, but RouterConfig.bias=False"),
-        ((8, 4), dict(bias=True), 2, (5,), r"bias has shape \(5,\); it must be \[E\]=\(4,\)"),
+        ((8, 4), dict(bias=True), 2, (5,), r"logits, bias have shapes \(8, 4\), \(5,\); they must be \[T, E\], \[E\]"),
         ((8,), {}, 2, None, r"logits has shape \(8,\); it must be \[T, E\]"),
         ((2, 8, 4), {}, 2, None, r"logits has shape \(2, 8, 4\)"),
     ],

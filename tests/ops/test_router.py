@@ -73,5 +73,5 @@ def test_products_are_of_bfloat16(of_w):
 
 
 def test_shapes():
-    with pytest.raises(ValueError, match=r"x and w have shapes \(2, 3\), \(4, 5\)"):
+    with pytest.raises(ValueError, match=r"x, w have shapes \(2, 3\), \(4, 5\)"):
         router_logits(jnp.zeros((2, 3)), jnp.zeros((4, 5)))

@@ -95,9 +95,11 @@ def test_weights_go_with_their_rows(way, mapped, fresh_compile):
 def test_errors():
     """Breaks if a map or weights of another shape are read where they have no meaning."""
     x, ids = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
-    with pytest.raises(ValueError, match=r"experts has shape \(4, 2\); it must be \(4, 3\)"):
+    with pytest.raises(ValueError, match=r"experts has shape \(4, 2\); it must be \[R, E=3\]"):
         permute(x, ids > 0, 3)
     with pytest.raises(ValueError, match="top_k=2 must be None beside ids; experts is no map of bool, but int32"):
         permute(x, ids, 3, top_k=2)
-    with pytest.raises(ValueError, match=r"weights has shape \(4, 3\); it must be that of experts, \(4, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"weights have shapes .*, \(4, 2\), \(4, 3\); they must be \[R, H\], \[R, K\], \[R, K\]"
+    ):
         permute(x, ids, 3, weights=jnp.zeros((4, 3)))

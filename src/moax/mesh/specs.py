@@ -83,7 +83,7 @@ class MeshView(NamedTuple):
         return tuple(n for n in sorted(varying(x)) if self.mesh.shape[n] == 1)
 
 
-def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree[Array]) -> MeshView:
+def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree) -> MeshView:
     """Returns the view of the mesh in force for an op on `operands`.
 
     Args:
@@ -148,7 +148,7 @@ def check_spec(name: str, value: Any, ndim: int) -> Spec:
     return value
 
 
-def mesh_in_force(*arrays: Array) -> AnyMesh | None:
+def mesh_in_force(*arrays: Any) -> AnyMesh | None:
     """Returns the mesh of `jax.set_mesh`, of an enclosing `shard_map`, or of `with mesh:`; None without one.
 
     Where no mesh is in force, the result is the mesh in the type of one of the arrays.
@@ -162,7 +162,8 @@ def mesh_in_force(*arrays: Array) -> AnyMesh | None:
         mesh = thread_resources.env.physical_mesh
     except ImportError:
         pass
-    meshes = (mesh, *(jax.typeof(a).sharding.mesh for a in arrays))
+    typed = (a for a in arrays if isinstance(a, jax.Array | jax.ShapeDtypeStruct))
+    meshes = (mesh, *(jax.typeof(a).sharding.mesh for a in typed))
     return next((m for m in meshes if not m.empty), None)
 
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.checks import check_float
+from moax.checks import check_arrays
 from moax.config import GATED, NOT_ZERO, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, UNGATED, Activation, gates_of
 from moax.jaxprs import operations
 
@@ -57,9 +57,7 @@ def activate(
     if not (callable(activation) or isinstance(activation, tuple)) and activation not in GATED + UNGATED:
         raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, GATED + UNGATED))}")
     act, gates = activation_of(activation, limit), gates_of(activation)
-    check_float("h", h, "[..., G, F]")
-    if h.ndim < 2 or h.shape[-2] != gates:
-        raise ValueError(f"h has shape {h.shape}; activation={activation!r} needs [..., {gates}, F]")
+    check_arrays("h [..., G, F]", h, G=gates)
     return act(*(h[..., g, :].astype(jnp.float32) for g in range(gates))).astype(h.dtype)
 
 

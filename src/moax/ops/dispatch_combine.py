@@ -16,7 +16,6 @@ quantized.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import jax
@@ -25,7 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
-from moax.checks import check_count, check_float, check_int, check_kind, is_number
+from moax.checks import check_arrays, check_count, check_kind, check_number
 from moax.exchange import TRANSPORTS, select_transport
 from moax.exchange.transport import Arrived, Columns, ExchangeSpec, Sent, Transfer, allot_slots
 from moax.kernels import implementation, select_kernels
@@ -72,19 +71,12 @@ def dispatch(
       ValueError: a shape does not fit, no transport has this name, or ep does not divide E.
       Unsupported: the transport cannot run on this machine and mesh.
     """
-    check_float("x", x, "[T, H]")
-    check_int("experts", experts, "[T, K]")
-    check_float("weights", weights, "[T, K]")
     check_count("num_experts", num_experts)
-    if capacity_factor is not None and not (is_number(capacity_factor) and 0 < capacity_factor < math.inf):
-        raise ValueError(f"capacity_factor={capacity_factor!r} must be a finite number > 0, or None")
+    if capacity_factor is not None:
+        check_number("capacity_factor", capacity_factor, above=True)
     if wire is not None:
         check_kind("wire", wire, Format)
-    if x.ndim != 2 or experts.ndim != 2 or experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"x, experts, weights have shapes {x.shape}, {experts.shape}, {weights.shape}; they must be "
-            "[T, H], [T, K], [T, K]"
-        )
+    check_arrays("x [T, H], experts int [T, K], weights [T, K]", x, experts, weights)
     view = find_mesh_view(axes, engine, x)
     ranks = view.axes.size(view.axes.ep)
     if num_experts % ranks:
@@ -117,10 +109,8 @@ def combine(
       ValueError: `received` is not what `dispatch` returns, or rows has another shape than its rows.
       Unsupported: the transport of `received` cannot run on this machine and mesh.
     """
-    check_float("rows", rows, "[R, H]")
     check_kind("received", received, Received, "moax.ops.dispatch")
-    if rows.ndim != 2 or rows.shape[0] != received.rows.shape[0]:
-        raise ValueError(f"rows has shape {rows.shape}; it must be [R={received.rows.shape[0]}, H]")
+    check_arrays("rows [R, H]", rows, R=received.rows.shape[0])
     view = find_mesh_view(axes, engine, rows)
     transport = select_transport(received.transport, view, wire_bytes(rows.shape[-1], rows.dtype))
     shards = 1 if view.manual else view.axes.size(view.axes.tokens)
@@ -192,14 +182,6 @@ def _dispatch_grad_shards(static: ExchangeSpec, sent, local, d_rows, d_weights):
     return dispatch_backward(static, sent, d_rows, d_weights)
 
 
-def _combine_shards(static: ExchangeSpec, rows, sent):
-    return (combine_forward(static, rows, sent),)
-
-
-def _combine_grad_shards(static: ExchangeSpec, dy, sent):
-    return (combine_backward(static, dy, sent),)
-
-
 _dispatch = with_gradient(
     Op("dispatch", _dispatch_shards, "t h, t k, t k -> r h, r k, r k, @r"),
     Op("dispatch_grad", _dispatch_grad_shards, "@r, r k, r h, r k -> t h, t k"),
@@ -208,8 +190,8 @@ _dispatch = with_gradient(
     once="dispatch",
 )
 _combine = with_gradient(
-    Op("combine", _combine_shards, "r h, @r -> t h"),
-    Op("combine_grad", _combine_grad_shards, "t h, @r -> r h"),
+    Op("combine", combine_forward, "r h, @r -> t h"),
+    Op("combine_grad", combine_backward, "t h, @r -> r h"),
     save=lambda operands, results: operands[1],
     pull=lambda grad, sent, d: (*grad(*d, sent), None),
     once="combine",

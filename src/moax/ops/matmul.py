@@ -28,7 +28,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from moax.checks import check_count, check_float, check_float_dtype, check_int
+from moax.checks import check_arrays, check_count, check_float_dtype
 from moax.kernels import Packing, Role, implementation, select_kernels
 from moax.mesh.axes import Axes, Names
 from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank, scatter_gradient
@@ -114,28 +114,12 @@ def grouped_matmul(
         cannot be gathered.
       Unsupported: the engine or the kernels chosen by name cannot run. `xla` alone computes a y that is wider than x.
     """
-    check_float("x", x, "[M, K]")
-    check_float("w", w, "[E, K, *C]")
-    check_int("group_sizes", group_sizes, "[E]")
-    if bias is not None:
-        check_float("bias", bias, "[E, *C]")
-    recipe = get_recipe(recipe)
-    align = _check_align(align, recipe)
-    if x.ndim != 2 or w.ndim < 3 or group_sizes.ndim != 1:
-        raise ValueError(
-            f"x, w, group_sizes have shapes {x.shape}, {w.shape}, {group_sizes.shape}; they must be "
-            "[M, K], [E, K, *C], [E]"
-        )
     view = find_mesh_view(axes, engine, x, w)
+    rule = "x [M, K], w [E, K, *D, C], group_sizes int [groups], bias? [E, *D, C]"
+    check_arrays(rule, x, w, group_sizes, bias, local=view.manual)
     if not view.manual:
         groups = w.shape[0] * view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
-        if x.shape[1] != w.shape[1] or group_sizes.shape[0] != groups:
-            raise ValueError(
-                f"x {x.shape}, w {w.shape} and group_sizes {group_sizes.shape} do not fit each other; with this w, x "
-                f"must be [M, {w.shape[1]}] and group_sizes [{groups}]"
-            )
-        if bias is not None and bias.shape != (w.shape[0], *w.shape[2:]):
-            raise ValueError(f"bias has shape {bias.shape}; it must be {(w.shape[0], *w.shape[2:])}")
+        check_arrays("group_sizes int [groups]", group_sizes, groups=groups)
     declared = Spec(view.axes.ep, *[None] * (w.ndim - 1)) if w_spec is None else check_spec("w_spec", w_spec, w.ndim)
     of_y = preferred_element_type
     static = _make_spec(view, x, w.shape, declared, recipe, align, of_y, kernels, grad_reduce_dtype)
@@ -172,25 +156,15 @@ def dense(
       ValueError: the shapes do not fit, the mesh does not divide the rows, or w has a layout that cannot be gathered.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
-    check_float("x", x, "[..., K]")
-    check_float("w", w, "[K, *C]")
-    if bias is not None:
-        check_float("bias", bias, "[*C]")
-    recipe = get_recipe(recipe)
     view = find_mesh_view(axes, engine, x, w)
-    if x.ndim < 2 or w.ndim < 2 or (not view.manual and x.shape[-1] != w.shape[0]):
-        raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [..., K] and [K, *C]")
-    if bias is not None and not view.manual and bias.shape != w.shape[1:]:
-        raise ValueError(f"bias has shape {bias.shape}; it must be {w.shape[1:]}")
+    check_arrays("x [*batch, T, K], w [K, *D, C], bias? [*D, C]", x, w, bias, local=view.manual)
     resolved = find_token_dims(x, axes, view.axes).resolve(dict(view.axes.sizes))
     resolved = dataclasses.replace(resolved, fsdp=resolved.fsdp + resolved.ep, ep=())
     view = view._replace(axes=resolved)
     if w_spec is None:
         w_spec = Spec() if view.manual else dense_spec_on(resolved, w.shape)
     declared, of_y = Spec(None, *check_spec("w_spec", w_spec, w.ndim)), preferred_element_type
-    static = _make_spec(
-        view, x, (1, *w.shape), declared, recipe, recipe.row_alignment, of_y, kernels, grad_reduce_dtype
-    )
+    static = _make_spec(view, x, (1, *w.shape), declared, recipe, None, of_y, kernels, grad_reduce_dtype)
     rows, bias = flatten_tokens(x, resolved), None if bias is None else bias[None]
     return unflatten_tokens(_grouped_matmul(view, static, rows, w[None], None, bias), x, resolved)
 
@@ -227,17 +201,8 @@ def grouped_wgrad(
         layout `w_spec`.
       Unsupported: the engine or the kernels that were chosen by name cannot run, or a derivative was asked for.
     """
-    check_float("x", x, "[M, K]")
-    check_float("dy", dy, "[M, *C]")
-    check_int("group_sizes", group_sizes, "[E]")
-    recipe = get_recipe(recipe)
-    align = _check_align(align, recipe)
-    if x.ndim != 2 or dy.ndim < 2 or group_sizes.ndim != 1 or x.shape[0] != dy.shape[0]:
-        raise ValueError(
-            f"x, dy, group_sizes have shapes {x.shape}, {dy.shape}, {group_sizes.shape}; they must be "
-            "[M, K], [M, *C], [E]"
-        )
     view = find_mesh_view(axes, engine, x, dy)
+    check_arrays("x [M, K], dy [M, *D, C], group_sizes int [groups]", x, dy, group_sizes)
     ranks = 1 if view.manual else view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
     if group_sizes.shape[0] % ranks:
         raise ValueError(f"group_sizes has {group_sizes.shape[0]} entries; on this mesh it must have {ranks} * E")
@@ -251,18 +216,15 @@ def grouped_wgrad(
     return _wgrad(view, static, *refuse_derivative("grouped_wgrad", operands, NO_DERIVATIVE))[0]
 
 
-def _check_align(align: int | None, recipe: Recipe) -> int:
+def _make_spec(
+    view: MeshView, x, shape: Sequence[int], declared: Spec, recipe: str | Recipe | None, align: int | None,
+    preferred: DTypeLike | None, kernels: str, grad_reduce_dtype: DTypeLike | None = None,
+) -> GroupedSpec:  # fmt: skip
+    recipe = get_recipe(recipe)
     align = recipe.row_alignment if align is None else align
     check_count("align", align)
     if align % recipe.row_alignment:
         raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
-    return align
-
-
-def _make_spec(
-    view: MeshView, x, shape: Sequence[int], declared: Spec, recipe: Recipe, align: int,
-    preferred: DTypeLike | None, kernels: str, grad_reduce_dtype: DTypeLike | None = None,
-) -> GroupedSpec:  # fmt: skip
     if preferred is not None:
         check_float_dtype("preferred_element_type", preferred)
     dtype = np.dtype(x.dtype)

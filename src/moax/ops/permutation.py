@@ -1,13 +1,19 @@
 """Permute: copies of received rows [R, H], sorted by expert, and weighted sums of the sorted rows [N, H].
 
-    permute:    rows[n] = x[gather_idx[n]]                        for the rows n of each group
-    unpermute:  y[r]    = sum_k weights[r, k] rows[scatter_idx[r, k]]
+    permute:      rows[n] = x[gather_idx[n]]                        for the rows n of each group
+    unpermute:    y[r]    = sum_k weights[r, k] rows[scatter_idx[r, k]]
+    sort_chunks:  chunk j of the rows is chunk order[j] of x
 
 With x = (a, b, c), experts = ((1, 0), (1, none), (0, none)) and align 1, rows = (a, c, a, b), group_sizes = (2, 2),
 gather_idx = (0, 2, 0, 1) and scatter_idx = ((2, 0), (3, N), (1, N)): row 0 of x goes to expert 1 as sorted row 2 and to
 expert 0 as sorted row 0. Within a group the rows keep their order of arrival. Each group starts at a multiple of
 `align`. `permute` writes 0 into padding, and `unpermute` reads no padding. Each shard sorts its own rows, so the ops do
 not communicate.
+
+With x = (a, b, c, d, -), sizes = (1, 0, 3) and order = (2, 0, 1), sort_chunks gives (b, c, d, a, 0). After an exchange
+the rows of a rank come in chunks by (source rank, expert); the order (expert, source rank) groups them by expert. Rows
+past the last chunk may hold anything, NaN included, and are 0 in the result. Transformer Engine calls it
+`sort_chunks_by_index`.
 
 Each op is the transpose of the other. dx is the unpermute of d_rows with weights 1. d_rows is the permute of dy, times
 the weight of each row, and d_weights[r, k] = <dy[r], rows[scatter_idx[r, k]]>.
@@ -24,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moax.checks import check_count, check_float, check_int, check_kind, check_mask
+from moax.checks import check_arrays, check_count, check_kind
 from moax.groups import Groups, align_up, least
 from moax.kernels import DEFAULT, implementation, select_kernels
 from moax.mesh.axes import Axes, ResolvedAxes
@@ -125,25 +131,17 @@ def permute(
       ValueError: the shapes do not fit, or num_groups, align or capacity is no int of at least 1.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
-    check_float("x", x, "[R, H]")
-    mapped = getattr(experts, "dtype", None) == jnp.bool_
-    if not mapped:
-        check_int("experts", experts, "[R, K]")
-    if x.ndim != 2 or experts.ndim != 2 or experts.shape[0] != x.shape[0]:
-        raise ValueError(f"x and experts have shapes {x.shape}, {experts.shape}; they must be [R, H] and [R, K]")
     check_count("num_groups", num_groups)
     check_count("align", align)
     for name, value in (("capacity", capacity), ("top_k", top_k)):
         if value is not None:
             check_count(name, value)
-    if mapped:
-        check_mask("experts", experts, (x.shape[0], num_groups))
-    elif top_k is not None:
+    mapped = getattr(experts, "dtype", None) == jnp.bool_
+    kind, choices = ("bool", "E") if mapped else ("int", "K")
+    rule = f"x [R, H], experts {kind} [R, {choices}], weights? [R, {choices}]"
+    check_arrays(rule, x, experts, weights, E=num_groups)
+    if not mapped and top_k is not None:
         raise ValueError(f"top_k={top_k} must be None beside ids; experts is no map of bool, but {experts.dtype}")
-    if weights is not None:
-        check_float("weights", weights, str(experts.shape))
-        if weights.shape != experts.shape:
-            raise ValueError(f"weights has shape {weights.shape}; it must be that of experts, {experts.shape}")
     view = find_mesh_view(axes, engine, x)
     map_top_k = min(top_k or num_groups, num_groups) if mapped else None
     static = PermuteSpec(num_groups, align, capacity, _select(kernels, x), view.axes, map_top_k=map_top_k)
@@ -179,18 +177,45 @@ def unpermute(
       ValueError: the shapes of rows or weights do not fit the plan.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
-    check_float("rows", rows, "[N, H]")
     check_kind("plan", plan, Plan, "moax.ops.permute")
+    (received, top_k), sorted_ = plan.scatter_idx.shape, plan.gather_idx.shape[0]
+    check_arrays("rows [N, H], weights? [R, K]", rows, weights, N=sorted_, R=received, K=top_k)
     weights = jnp.ones_like(plan.scatter_idx, jnp.float32) if weights is None else weights
-    check_float("weights", weights, "[R, K]")
-    if weights.shape != plan.scatter_idx.shape or rows.ndim != 2 or rows.shape[:1] != plan.gather_idx.shape:
-        raise ValueError(
-            f"rows and weights have shapes {rows.shape}, {weights.shape}; this plan needs "
-            f"({plan.gather_idx.shape[0]}, H) and {plan.scatter_idx.shape}"
-        )
     view = find_mesh_view(axes, engine, rows)
     static = PermuteSpec(plan.group_sizes.shape[0], 1, None, _select(kernels, rows), view.axes)
     return _unpermute(view, static, rows, plan, weights)[0]
+
+
+def sort_chunks(
+    x: Float[Array, "M *C"],
+    sizes: Integer[Array, " chunks"],
+    order: Integer[Array, " chunks"],
+    *,
+    axes: Axes = Axes(),
+    engine: Engine = "auto",
+    kernels: str = "auto",
+) -> Float[Array, "M *C"]:
+    """Returns the chunks of x in another order: chunk j of the result is chunk order[j] of x.
+
+    Args:
+      x: [M, *C], floating point, M over (dp, fsdp, ep, cp). Weights [M] of the rows are sorted by a second call.
+      sizes: [chunks], integers, the rows of each chunk of x. On a mesh the sizes of all shards follow one another:
+        [shards * chunks], sharded like the rows.
+      order: [chunks], integers, each of [0, chunks) once; on a mesh as `sizes`, each shard with its own chunks.
+      axes, engine, kernels: see `moax.Options`.
+
+    Returns:
+      [M, *C] in x.dtype, 0 past the last chunk. It is differentiable in x.
+
+    Raises:
+      ValueError: the shapes do not fit.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
+    """
+    check_arrays("x [M, *C], sizes int [chunks], order int [chunks]", x, sizes, order)
+    view = find_mesh_view(axes, engine, x)
+    chosen = select_kernels(kernels, x.dtype, **{"the rows' width": math.prod(x.shape[1:])})
+    static = PermuteSpec(sizes.shape[0], 1, None, chosen if x.size else DEFAULT, view.axes)
+    return _sort(view, static, x, *(jnp.asarray(v).astype(jnp.int32) for v in (sizes, order)))[0]
 
 
 def _select(kernels: str, rows) -> str:
@@ -321,8 +346,29 @@ def _permute_grad_shards(static: PermuteSpec, plan, ids, d_rows, d_row_weights):
     return unpermute_forward(static, d_rows, plan), d_weights
 
 
-def _unpermute_shards(static: PermuteSpec, rows, plan, weights):
-    return (unpermute_forward(static, rows, plan, weights),)
+def sort_forward(static: PermuteSpec, x, sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]):
+    """Returns the chunks of x of one device, in another order."""
+    return _move(static, x, sizes[order], (jnp.cumsum(sizes) - sizes)[order])
+
+
+def sort_backward(static: PermuteSpec, d_rows, sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]):
+    """Returns dx of one device: each chunk of d_rows, where it was in x."""
+    placed = sizes[order]
+    starts = jnp.zeros_like(sizes).at[order].set(jnp.cumsum(placed) - placed, unique_indices=True)
+    return _move(static, d_rows, sizes, starts)
+
+
+def _move(static: PermuteSpec, x, sizes, starts):
+    """Returns chunks of these sizes, one after the other, of which each starts at its row `starts` of x."""
+    # With sizes (3, 1) and starts (1, 0) the rows are x[1], x[2], x[3], x[0].
+    num_rows, ends = x.shape[0], jnp.cumsum(sizes)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    chunk = jnp.minimum(jnp.searchsorted(ends, rows, side="right").astype(jnp.int32), max(sizes.shape[0] - 1, 0))
+    source = jnp.take(starts + sizes - ends, chunk, mode="clip") + rows if sizes.shape[0] else rows
+    source = jnp.where(rows < (ends[-1] if sizes.shape[0] else 0), source, num_rows)
+    with jax.named_scope("sort_chunks"):
+        moved = implementation(static.kernels).gather_rows(x.reshape(num_rows, math.prod(x.shape[1:])), source)
+    return moved.reshape(x.shape)
 
 
 _permute = with_gradient(
@@ -333,9 +379,16 @@ _permute = with_gradient(
     once="permute",
 )
 _unpermute = with_gradient(
-    Op("unpermute", _unpermute_shards, "n h, {n | r k | @n | @n}, r k -> r h"),
+    Op("unpermute", unpermute_forward, "n h, {n | r k | @n | @n}, r k -> r h"),
     Op("unpermute_grad", unpermute_backward, "n h, {n | r k | @n | @n}, r k, r h -> n h, r k"),
     save=lambda operands, results: operands,
     pull=lambda grad, saved, d: ((found := grad(*saved, *d))[0], None, found[1]),
     once="unpermute",
+)
+_sort = with_gradient(
+    Op("sort_chunks", sort_forward, "r *c, @r, @r -> r *c"),
+    Op("sort_chunks_grad", sort_backward, "r *c, @r, @r -> r *c"),
+    save=lambda operands, results: operands[1:],
+    pull=lambda grad, saved, d: (*grad(d[0], *saved), None, None),
+    once="sort_chunks",
 )

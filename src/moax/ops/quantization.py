@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from moax.checks import check_count, check_float, check_float_dtype, check_int, check_kind, is_int
+from moax.checks import check_arrays, check_count, check_float_dtype, check_kind, is_int
 from moax.groups import row_groups, zero_rows
 from moax.kernels import DEFAULT, implementation, select_kernels
 from moax.kernels.quantization import dequantize as dequantize_array
@@ -94,13 +94,21 @@ def quantize(
         groups; or the shards of x have no whole blocks on Explicit axes (on Auto axes such a dim is gathered first).
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
-    check_float("x", x, "[...]")
+    check_arrays("x [...], group_sizes? int [groups]", x, group_sizes)
     check_kind("format", format, Format)
     block = format.row_block(x.ndim, "columns") if block is None else block
     block = tuple(block) if isinstance(block, list | tuple) else (block,)
     if len(block) != x.ndim or any(b is not None and (not is_int(b) or b < 1) for b in block):
         raise ValueError(f"block={block} must have one positive int (or None) for each of the {x.ndim} dims of x")
-    align = _check_groups(x, block, group_sizes, align)
+    if group_sizes is not None:
+        check_arrays("x [M, ...]", x)
+        rows = block[0] or 1
+        align = rows if align is None else align
+        check_count("align", align)
+        if align % rows:
+            raise ValueError(f"align={align} must be a multiple of {rows}, the rows of a block of block={block}")
+    elif align is not None:
+        raise ValueError(f"align={align} must be None without group_sizes; pass group_sizes too")
     view = find_mesh_view(axes, engine, x)
     declared, chosen = None if x_spec is None else check_spec("x_spec", x_spec, x.ndim), select_kernels(kernels, None)
     if x.size == 0:  # the scales, if there are any, are 1
@@ -136,25 +144,6 @@ def dequantize(
     view = find_mesh_view(axes, engine, q)
     static = QuantizeSpec(Format(cast(Any, q.dtype)), q.block, view.axes, _cuts(view), out=jnp.dtype(dtype))
     return _dequantize(view, static, q.data, q.scale)[0]
-
-
-def _check_groups(x: Array, block: tuple[int | None, ...], group_sizes: Array | None, align: int | None) -> int | None:
-    """Returns the alignment of groups from the arguments of `quantize`; None where it has no groups."""
-    if group_sizes is None:
-        if align is not None:
-            raise ValueError(f"align={align} must be None without group_sizes; pass group_sizes too")
-        return None
-    check_int("group_sizes", group_sizes, "[groups]")
-    if group_sizes.ndim != 1 or x.ndim < 1:
-        raise ValueError(
-            f"x and group_sizes have shapes {x.shape}, {group_sizes.shape}; they must be [M, ...], [groups]"
-        )
-    rows = block[0] or 1
-    align = rows if align is None else align
-    check_count("align", align)
-    if align % rows:
-        raise ValueError(f"align={align} must be a multiple of {rows}, the rows of a block of block={block}")
-    return align
 
 
 def _cuts(view: MeshView) -> Cuts:
@@ -203,7 +192,7 @@ def _quantize_sharding(static: QuantizeSpec, operands, found) -> OpSharding:
 
 
 def _dequantize_shards(static: QuantizeSpec, _, data, scale):
-    return (dequantize_array(QArray(data, scale, static.format.dtype, static.block), static.out),)
+    return dequantize_array(QArray(data, scale, static.format.dtype, static.block), static.out)
 
 
 def _dequantize_sharding(static: QuantizeSpec, operands, found) -> OpSharding:

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moax.checks import check_float, check_int, is_number
+from moax.checks import check_arrays, check_choice, is_number
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, find_mesh_view
@@ -83,10 +83,7 @@ def router_logits(
     Raises:
       ValueError: the shapes do not fit each other, or the mesh does not divide T.
     """
-    check_float("x", x, "[T, H]")
-    check_float("w", w, "[H, E]")
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
-        raise ValueError(f"x and w have shapes {x.shape}, {w.shape}; they must be [T, H] and [H, E]")
+    check_arrays("x [T, H], w [H, E]", x, w)
     view = find_mesh_view(axes, engine, x, w)
     # The gradient of w is a float32 array until all devices have been summed; the transpose of this cast rounds it.
     static, w = RouterSpec(view.axes, w.dtype == jnp.bfloat16), w.astype(jnp.float32)
@@ -107,7 +104,7 @@ def load_metrics(tokens_per_expert: Int[Array, "*layers E"]) -> LoadMetrics:
     Raises:
       ValueError: tokens_per_expert is no array of integers.
     """
-    check_int("tokens_per_expert", tokens_per_expert, "[..., E]")
+    check_arrays("tokens_per_expert int [..., E]", tokens_per_expert)
     tokens = tokens_per_expert.astype(jnp.float32)
     share = tokens / jnp.maximum(tokens.sum(-1, keepdims=True), 1.0)
     entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1.0)), -1)
@@ -139,20 +136,19 @@ def update_router_bias(
     Raises:
       ValueError: the rule is unknown, the shapes differ, or `quantile` has no histogram.
     """
-    if rule not in ("sign", "quantile"):
-        raise ValueError(f"rule={rule!r} must be 'sign' or 'quantile'")
-    check_float("bias", bias, "[..., E]")
-    check_int("tokens_per_expert", tokens_per_expert, "[..., E]")
+    check_choice("rule", rule, ("sign", "quantile"))
     if rate is not None and not is_number(rate) and not isinstance(rate, jax.Array):
         raise ValueError(f"rate={rate!r} must be a number")
-    if bias.shape != tokens_per_expert.shape:
-        raise ValueError(
-            f"tokens_per_expert has shape {tokens_per_expert.shape}; it must be that of bias, {bias.shape}"
-        )
+    if rule == "sign":
+        histogram = None
+    elif histogram is None:
+        raise ValueError("histogram is None; rule='quantile' needs stats.histogram, of RouterConfig(histogram=True)")
+    arrays = bias, tokens_per_expert, histogram
+    check_arrays("bias [..., E], tokens_per_expert int [..., E], histogram? int [..., E, bins]", *arrays, bins=BINS)
     tokens_per_expert = tokens_per_expert.astype(jnp.int32)
     # Integers compare tokens with total / E exactly, without a product that could overflow.
     quotient, rest = jnp.divmod(tokens_per_expert.sum(-1, keepdims=True), bias.shape[-1])
-    if rule == "quantile":
+    if histogram is not None:
         wide = bias.astype(jnp.float32)
         step = _find_quantiles(wide, histogram, quotient + jnp.sign(rest)) - wide
         return (wide + jnp.asarray(1.0 if rate is None else rate, jnp.float32) * step).astype(bias.dtype)
@@ -164,10 +160,10 @@ def update_router_bias(
 def logits_forward(static: RouterSpec, x, w):
     """Returns logits [T, E] f32 of one device. w: [H, E] f32."""
     if x.dtype != jnp.bfloat16:
-        return (_dot(x.astype(jnp.float32), w, ((1,), (0,)), precision=lax.Precision.HIGHEST),)
+        return _dot(x.astype(jnp.float32), w, ((1,), (0,)), precision=lax.Precision.HIGHEST)
     if static.narrow:
-        return (_dot(x, w.astype(jnp.bfloat16), ((1,), (0,))),)
-    return (_dot(x, _lay_parts(w, (0, 1, 2)), ((1,), (0,)), parts=3),)
+        return _dot(x, w.astype(jnp.bfloat16), ((1,), (0,)))
+    return _dot(x, _lay_parts(w, (0, 1, 2)), ((1,), (0,)), parts=3)
 
 
 def logits_backward(static: RouterSpec, x, w, d):
@@ -241,11 +237,6 @@ def _find_bins(bias: Float[Array, "*layers E"]) -> tuple[Float[Array, "*layers 1
 
 def _find_quantiles(bias: Float[Array, "*layers E"], histogram, target: Int[Array, "*layers 1"]):
     """Returns the biases below which `target` values of the histogram lie, minus their mean over experts."""
-    if histogram is None:
-        raise ValueError("histogram is None; rule='quantile' needs stats.histogram, of RouterConfig(histogram=True)")
-    check_int("histogram", histogram, f"[..., E, {BINS}]")
-    if histogram.shape != (*bias.shape, BINS):
-        raise ValueError(f"histogram has shape {histogram.shape}; it must be {(*bias.shape, BINS)}")
     until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
     place = jnp.argmax(until >= target[..., None], axis=-1, keepdims=True)
     inside, end = (jnp.take_along_axis(v, place, axis=-1)[..., 0].astype(jnp.int32) for v in (histogram, until))

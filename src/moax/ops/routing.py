@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moax.checks import check_float, check_int, check_kind, check_mask
+from moax.checks import check_arrays, check_kind
 from moax.config import RouterConfig
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
@@ -137,12 +137,16 @@ def route(
     Group-limited routing, the selection bias and the loss of a sequence follow DeepSeek-V3. The aux loss follows Switch
     Transformer: a balanced router pays the coefficient. The z-loss follows ST-MoE.
     """
-    check_float("logits", logits, "[T, E]")
     check_kind("config", config, RouterConfig)
-    if logits.ndim != 2:
-        raise ValueError(f"logits has shape {logits.shape}; it must be [T, E]")
+    if (bias is not None) != config.bias:
+        raise ValueError(f"bias is {'given' if bias is not None else 'None'}, but RouterConfig.bias={config.bias}")
+    if not config.sequence_aux_loss:
+        sequences = None
+    elif sequences is None:
+        raise ValueError(f"sequences is None; it must be given for sequence_aux_loss={config.sequence_aux_loss}")
+    rule = "logits [T, E], bias? [E], experts? int [T, K], mask? bool [T], sequences? int [T]"
+    check_arrays(rule, logits, bias, experts, mask, sequences, K=top_k)
     config.check_experts(logits.shape[1], top_k)
-    choice = _check_choice(bias, experts, mask, sequences, config, (*logits.shape, top_k))
     view = find_mesh_view(axes, engine, logits)
     logits = logits.astype(jnp.float32)
     if logits.shape[0] == 0:
@@ -154,35 +158,10 @@ def route(
     along = tuple(name for name in view.axes.tokens if name in as_names(sequence_axes))
     static = RouteSpec(config, top_k, view.axes, along, select_kernels(kernels))
     bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
-    chosen, weights, sums, counts = _route(view, static, logits, bias, choice)
+    experts, sequences = (None if ids is None else ids.astype(jnp.int32) for ids in (experts, sequences))
+    chosen, weights, sums, counts = _route(view, static, logits, bias, Choice(experts, mask, sequences))
     shards = view.axes.size(view.axes.tokens) if view.manual else 1
     return Routing(chosen, weights, *_find_losses(view, static, sums, counts, logits.shape[0] * shards))
-
-
-def _check_choice(bias, experts, mask, sequences, config: RouterConfig, sizes: tuple[int, ...]) -> Choice:
-    """Returns the Choice of the arguments of `route`, of the `sizes` T, E and K; ValueError where one does not fit."""
-    tokens, num_experts, top_k = sizes
-    if (bias is not None) != config.bias:
-        raise ValueError(f"bias is {'given' if bias is not None else 'None'}, but RouterConfig.bias={config.bias}")
-    if bias is not None:
-        check_float("bias", bias, "[E]")
-        if bias.shape != (num_experts,):
-            raise ValueError(f"bias has shape {bias.shape}; it must be [E]={(num_experts,)}")
-    if experts is not None:
-        check_int("experts", experts, "[T, K]")
-        if experts.shape != (tokens, top_k):
-            raise ValueError(f"experts has shape {experts.shape}; it must be [T, K]={(tokens, top_k)}")
-        experts = experts.astype(jnp.int32)
-    if mask is not None:
-        check_mask("mask", mask, (tokens,))
-    if not config.sequence_aux_loss:
-        return Choice(experts, mask)
-    if sequences is None:
-        raise ValueError(f"sequences is None; it must be given for sequence_aux_loss={config.sequence_aux_loss}")
-    check_int("sequences", sequences, "[T]")
-    if sequences.shape != (tokens,):
-        raise ValueError(f"sequences has shape {sequences.shape}; it must be [T]={(tokens,)}")
-    return Choice(experts, mask, sequences.astype(jnp.int32))
 
 
 def _find_losses(view: MeshView, static: RouteSpec, sums: Sums, counts: Counts, total: int):
