@@ -23,14 +23,14 @@ from jax.sharding import Mesh
 from benchmarks.block.block import Block
 from benchmarks.report import Row, why
 from benchmarks.timing import Repeats, call_time
-from moax.block.plan import weight_specs
+from moax.block.plan import make_plan
+from moax.config import Options
 from moax.inspect import collectives, total_bytes
 from moax.mesh.axes import Axes, make_mesh
 from moax.mesh.collectives import GRAD_REDUCE, GradReduce, scatter_gradient, sum_dtype
 from moax.mesh.specs import Spec, named
 from moax.ops.weights import find_layout
 from moax.params import param_shapes
-from moax.recipe import get_recipes
 from moax.sharding import expert_specs
 
 CHOICES: tuple[GradReduce, ...] = ("bfloat16", *(name for name in GRAD_REDUCE if name != "bfloat16"))
@@ -55,7 +55,8 @@ def scatter_gradients(block: Block, choice: GradReduce, mesh: Mesh) -> tuple[Cal
     """Returns (the jitted sum, the gradients of wi and wo): each device has its own term of the whole weight."""
     config, axes, shapes = block.config, Axes().resolve(mesh.shape), param_shapes(block.config)
     specs = expert_specs(config, Axes(), axes)
-    layouts = [find_layout(weight) for weight in weight_specs(specs, axes, get_recipes(None), "xla", "float32")]
+    plan = make_plan(config, Options(kernels="xla"), None, axes=axes, declared=specs, tokens=1, dtype="float32")
+    layouts = find_layout(plan.wi), find_layout(plan.wo)
     whole = shapes.wi, shapes.wo
 
     def local(*terms):

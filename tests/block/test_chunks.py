@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 import moax
 from moax import inspect, lora
-from moax.block import overflow
+from moax.block import experts
 from moax.estimate.tracing import KINDS, Trace
 from moax.ops.dispatch_combine import STEPS
 from support import TOKENS, make_mesh, make_params, put, rel_norm, some, spec
@@ -172,7 +172,7 @@ def test_the_wire(exchange):
 def test_no_chunk_waits_for_another(exchange, factor, monkeypatch):
     """Breaks if a collective of one chunk reads what a product of another chunk computed. With overflow rounds the
     gradients that leave the last chunk alone may wait for the weights' gradients of the others."""
-    monkeypatch.setattr(overflow, "platform", lambda: "gpu")  # a CPU's loops wait for one another
+    monkeypatch.setattr(experts, "platform", lambda: "gpu")  # a CPU's loops wait for one another
     mesh, waits = make_mesh("2x4"), {}
     args = *shapes_on(mesh, make_x(PLAIN), make_params(PLAIN)), jnp.asarray(cotangent(make_x(PLAIN).shape))
     for chunks in (1, 2):

@@ -12,30 +12,78 @@ device in equal parts, which no data joins until their results are put together:
 XLA may then run the dispatch and the combine of one chunk beside the products of another. In backward the gradient of a
 weight goes from chunk to chunk and each one adds to it, so that it is scattered once. Every chunk has buffers of its
 own, and overflow rounds of its own where its tokens need them.
+
+The buffers hold `buffer_factor` times the balanced load. A routing that needs more takes overflow rounds, so that
+nothing is dropped. The first round has
+
+    slots 0 to S - 1 of each pair of ranks                S slots a pair
+    the first M received rows in expert order             M rows
+
+Each rank then tells the others which assignments it has computed, and the tokens that are left for a rank have slots
+anew. Round (p, n) of the loop has
+
+    slots p S / 2 to (p + 1) S / 2 - 1 of each pair       S / 2 slots a pair
+    the received rows from n on, in expert order          0.45 M rows, because a token has fewer rows left
+
+With S = 4 and M = 6, let 5 tokens want experts 0 and 1 of a rank. The first round has expert 0 of tokens 0 to 3 and
+expert 1 of tokens 0 and 1. Round (0, 0) has expert 1 of tokens 2 and 3, and round (1, 0) has both of token 4.
+
+The first round is outside of the loop. It leaves the residuals, and a step that needs no more runs nothing else. Later
+rounds exchange and compute again in backward, and only sums last from one round to the next. The loop is in the middle
+of the first round, between its two products: a GPU waits for its host where a loop may begin, and the host then
+launches the rest of the step while the second product runs. Each round holds collectives: the ranks of ep make equally
+many rounds, as many as the busiest of them needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
-from moax.block.moe import NO_TOTAL, BlockPlan, Inputs, Residuals, Weights
-from moax.block.overflow import after, run_backward, run_forward
+from moax.backend import platform
+from moax.block.moe import (
+    NO_TOTAL,
+    Inputs,
+    Residuals,
+    Weights,
+    backward_down,
+    backward_up,
+    find_groups,
+    forward_down,
+    forward_up,
+)
+from moax.block.plan import BlockPlan
+from moax.kernels import Operand
 from moax.lora import DIMS as ADAPTER_DIMS
+from moax.mesh.axes import Names
+from moax.mesh.collectives import reduce_max, vary_like
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.specs import MeshView, Spec
-from moax.ops.weights import QuantizedWeight, find_layout, gather_weight, quantized_specs, scatter_gradient
+from moax.ops.dispatch_combine import combine_forward, dispatch_forward
+from moax.ops.permutation import count_rows
+from moax.ops.weights import (
+    QuantizedWeight,
+    WeightLayout,
+    find_layout,
+    gather_shard,
+    gather_weight,
+    quantized_specs,
+    scatter_gradient,
+)
 from moax.params import DIMS
 
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 Quantized = tuple[QuantizedWeight | None, QuantizedWeight | None]  # of wi and wo
+Layouts = tuple[WeightLayout, WeightLayout]  # of wi and wo
+Gathered = tuple[Operand, Operand]  # wi and wo
 
 
 def apply_experts(
@@ -53,13 +101,9 @@ def apply_experts(
     return _experts(view, p, Inputs(*tokens), w, quantized)
 
 
-def _gather(view: MeshView, p: BlockPlan, w: Weights[Array], quantized: Quantized, contracted):
-    pairs = zip((p.wi, p.wo), (w.wi, w.wo), quantized, strict=True)
-    return tuple(gather_weight(view, weight, shard, given, contracted) for weight, shard, given in pairs)
-
-
 def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
-    gathered = _gather(view, p, w, quantized, "rows")
+    pairs = zip((p.wi, p.wo), w[:2], quantized, strict=True)
+    gathered = tuple(gather_weight(view, *of, "rows") for of in pairs)
     y, dropped, rounds, saved = _forward_op(view, p, *inputs, w, gathered)
     # The names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`.
     named = lambda tree, name: jax.tree.map(lambda v: checkpoint_name(v, name), tree)  # noqa: E731
@@ -71,17 +115,13 @@ def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], qu
     return (y, dropped, rounds), (saved, inputs if needs_inputs else None, w, quantized)
 
 
-def _plain(view: MeshView, p: BlockPlan, *operands):
-    """Runs forward without a backward, which leaves no rows for one."""
-    return _forward(view, dataclasses.replace(p, save_rows=False), *operands)[0]
-
-
 def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     saved, inputs, w, quantized = residuals
     # Each direction gathers the weights when it needs them, so XLA must not keep the gathered weights of forward, nor
     # the rows that backward makes again.
     inputs, w, quantized, dy = lax.optimization_barrier((inputs, w, quantized, cotangents[0]))
-    gathered = _gather(view, p, w, quantized, "columns")
+    pairs = zip((p.wi, p.wo), w[:2], quantized, strict=True)
+    gathered = tuple(gather_weight(view, *of, "columns") for of in pairs)
     given = (None, None, None) if inputs is None else inputs
     dx, d_weights, *small, partial = _backward_op(view, p, saved, *given, w, quantized, gathered, dy)
     of_weights = zip((p.wi, p.wo), partial, w, strict=False)
@@ -92,10 +132,15 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     return Inputs(dx, cast(Any, None), d_weights), Weights(*gradients), None
 
 
+def _plain(view: MeshView, p: BlockPlan, *operands):
+    """Runs forward without a backward, which leaves no rows for one."""
+    return _forward(view, dataclasses.replace(p, save_rows=False), *operands)[0]
+
+
 _experts = differentiable(_forward, _backward, once="moe", plain=_plain)
 
 
-def _forward_shards(p: BlockPlan, layouts, x, experts, weights, w, gathered):
+def _forward_shards(p: BlockPlan, layouts: Layouts, x, experts, weights, w: Weights[Array], gathered: Gathered):
     """Returns y, the dropped assignments, the most rounds, and the residuals by chunk."""
     made, known = [], None
     for chunk in _split(p, Inputs(x, experts, weights)):
@@ -105,7 +150,7 @@ def _forward_shards(p: BlockPlan, layouts, x, experts, weights, w, gathered):
     return _join(y, x), sum(dropped[1:], dropped[0]), functools.reduce(jnp.maximum, rounds), saved
 
 
-def _backward_shards(p: BlockPlan, layouts, saved, x, experts, weights, w: Weights[Array], quantized, gathered, dy):
+def _backward_shards(p: BlockPlan, layouts: Layouts, saved, x, experts, weights, w, quantized, gathered, dy):
     """Returns dx, the gradients of the routing weights and of the small weights, and those of wi and wo."""
     inputs = None if x is None else Inputs(x, experts, weights)
     made, known = [], [residuals.overflow for residuals in saved[1:]] or None  # forward of all chunks comes first
@@ -115,7 +160,7 @@ def _backward_shards(p: BlockPlan, layouts, saved, x, experts, weights, w: Weigh
         *known, dw = run_backward(p, layouts, residuals, own, w, quantized, gathered, d_own, dw)
         made.append(known)
     dx, d_weights = zip(*made, strict=True)
-    large = tuple(None if d is None else d.astype(p.grad_dtype) for d in dw[:2])
+    large = tuple(None if d is None else d.astype(p.wi.grad_dtype) for d in dw[:2])
     return _join(dx, dy), _join(d_weights, dy), *dw[2:], large
 
 
@@ -123,7 +168,7 @@ def _split[T](p: BlockPlan, values: T) -> list[T]:
     """Returns the chunks of the arrays [T, ...] of a pytree; tokens of 0 and of no expert complete the last chunk."""
     if p.chunks == 1:
         return [values]
-    size, num_experts = p.first.exchange.tokens, p.first.exchange.num_experts
+    size, num_experts = p.first.exchange.tokens, p.config.num_experts
 
     def complete(rows: Array) -> Array:
         none = jnp.asarray(num_experts if jnp.issubdtype(rows.dtype, jnp.integer) else 0, rows.dtype)
@@ -136,6 +181,143 @@ def _split[T](p: BlockPlan, values: T) -> list[T]:
 def _join(chunks: tuple[Array, ...], like: Array) -> Array:
     """Returns the rows of all chunks, as many as `like` has."""
     return jnp.concatenate(chunks)[: like.shape[0]] if len(chunks) > 1 else chunks[0]
+
+
+def run_forward(
+    p: BlockPlan, layouts: Layouts, inputs: Inputs, w: Weights[Array], gathered: Gathered
+) -> tuple[Float[Array, "T H"], Int[Array, " 1"], Int[Array, " 1"], Residuals]:
+    """Runs all rounds of forward, with wi and wo `gathered` for products over rows.
+
+    Returns y [T, H], a partial sum where tp splits F; the dropped assignments [1]; the most rounds of any rank [1]; and
+    the residuals of the first round.
+    """
+    wi, wo = gathered
+    received, rounds = dispatch_forward(p.first.exchange, *inputs)  # rows [R, H]
+    if not p.overflows:
+        saved, a = forward_up(p, p.first, received, w, wi, keep=p.save_rows)
+        return *forward_down(p, p.first, received, saved, a, w, wo), jnp.ones(1, jnp.int32), saved
+    more, max_rows = rounds > 1, p.first.permute.max_rows
+    if max_rows is not None:
+        more |= count_rows(p.first.permute, received.experts) > max_rows
+    # With a capacity all rounds have the slots of the first one, whose rows come first.
+    first = 0 if p.first.permute.capacity is None else max_rows or 0
+    left = jnp.stack([jnp.int32(0), jnp.int32(first), more.astype(jnp.int32)])
+    # The exchange has just brought the ranks together, so here they agree without a wait.
+    received, left = lax.optimization_barrier((received, reduce_max(left, find_together(p, layouts))))
+    saved, a = forward_up(p, p.first, received, w, wi, keep=p.save_rows)
+
+    def one_round(received, start, w, gathered, total):
+        wi, wo = gathered
+        found, a = forward_up(p, p.later, received, w, wi, keep=False, start=start)
+        (y, made), (more, _) = total, forward_down(p, p.later, received, found, a, w, wo)
+        return y + more, made + 1
+
+    zeros = jnp.zeros(inputs.x.shape, p.dtype), jnp.ones((), jnp.int32)
+    (h, a), zeros, begin = lax.optimization_barrier(((saved.h, a), zeros, after((saved.h, received), left)))
+    more, made = _repeat(p, layouts, begin, saved, inputs, w, gathered, one_round, zeros)
+    h, a, more = lax.optimization_barrier((h, a, more))
+    h, a = after(more, (h, a))
+    y, dropped = forward_down(p, p.first, received, saved._replace(h=h), a, w, wo)
+    y = y + more
+    saved = saved._replace(h=h, overflow=after(y, left))
+    return y, dropped, reduce_max(made, p.axes.tokens)[None], saved
+
+
+def run_backward(
+    p: BlockPlan, layouts: Layouts, saved: Residuals, inputs: Inputs | None, w: Weights[Array], quantized: Quantized,
+    gathered: Gathered, dy: Float[Array, "T H"], total: Weights[Any],
+) -> tuple[Float[Array, "T H"], Float[Array, "T K"], Weights[Array]]:  # fmt: skip
+    """Runs all rounds of backward, with wi and wo `gathered` for products over columns.
+
+    Later rounds also gather wi for products over rows, from `quantized` where the caller keeps it. The inputs are None
+    where backward reads none of them.
+
+    Returns dx [T, H]; d_weights [T, K]; and the gradients of the gathered weights, added to `total`.
+    """
+    (wi, wo), x, left = gathered, None if inputs is None else inputs.x, saved.overflow
+    dy = dy if left is None else after(left, dy)
+    groups = find_groups(p, saved.plan)
+    grads, dw = backward_down(p, p.first, saved, groups, x, w, wo, dy, total)
+    if left is None or inputs is None:
+        return *backward_up(p, p.first, saved, groups, grads, wi), dw
+    # Products over rows take a quantized wi in another form than those over columns.
+    source = None if p.recipe.wi.w is None else (w.wi if quantized[0] is None else None, quantized[0])
+
+    def one_round(received, start, w, held, total):
+        (wi, wo), source, dy = held
+        of_rows = wi if source is None else gather_shard(p.wi, layouts[0], source[0], source[1], "rows")
+        found, _ = forward_up(p, p.later, received, w, of_rows, keep=True, start=start)
+        h, dy = lax.optimization_barrier((found.h, dy))  # one exchange's buffers at a time
+        found, groups, (*sums, dw) = found._replace(h=h), find_groups(p, found.plan), total
+        # wgrad's operands have gone before dx comes.
+        grads, dw = lax.optimization_barrier(backward_down(p, p.later, found, groups, None, w, wo, dy, dw))
+        made = backward_up(p, p.later, found, groups, grads, wi)
+        return (*(a + b.astype(a.dtype) for a, b in zip(sums, made, strict=True)), dw)
+
+    zeros = jnp.zeros_like(dy), jnp.zeros(inputs.weights.shape, jnp.float32)
+    grads, total = lax.optimization_barrier((grads, (*zeros, dw)))
+    *more, dw = _repeat(p, layouts, left, saved, inputs, w, (gathered, source, dy), one_round, total)
+    grads, more = lax.optimization_barrier((grads, more))
+    dx, d_weights = backward_up(p, p.first, saved, groups, after(more, grads), wi)
+    return dx + more[0], d_weights + more[1], dw
+
+
+def _repeat[State](
+    p: BlockPlan, layouts: Layouts, left: Int[Array, " 3"], saved: Residuals, inputs: Inputs, w: Weights[Any],
+    held: PyTree, one_round: Callable[..., State], total: State,
+) -> State:  # fmt: skip
+    """Runs total = one_round(received, start, small weights, held, total) for each round of the loop; returns total."""
+    together, max_rows, some = find_together(p, layouts), p.later.permute.max_rows, p.first.permute.capacity is not None
+
+    def again(state):
+        (index, start, _), total = state
+        # XLA would move loop invariants out of the loop, and then every step would pay for them.
+        operands = inputs, w._replace(wi=None, wo=None), held, None if some else (saved.plan.scatter_idx, saved.sent)
+        index, start, (own, small, held_, done) = lax.optimization_barrier((index, start, operands))
+        if done is not None:  # an assignment that the first round computed becomes one of no expert
+            scatter_idx, sent = done
+            # The rank of an assignment sends 1 back, on the way of its row.
+            done = (scatter_idx < saved.plan.gather_idx.shape[0]).astype(jnp.float32)
+            done = combine_forward(p.first.exchange, done, sent)
+            own = own._replace(experts=jnp.where(done > 0, p.config.num_experts, own.experts))
+        received, end = dispatch_forward(p.later.exchange, own.x, own.experts, own.weights, index)
+        total = one_round(received, start, small, held_, total)
+        # `end` is the first round that this rank knows not to be needed.
+        most = reduce_max(jnp.stack([count_rows(p.first.permute, received.experts), end]), together)
+        rows, end = vary_like(most, inputs, w)
+        last = start + max_rows >= rows
+        return jnp.stack([jnp.where(last, index + 1, index), jnp.where(last, 0, start + max_rows), end]), total
+
+    # Inside a `shard_map` the types of the sums vary over the same axes as the operands.
+    state = jax.tree.map(lambda v: vary_like(v, inputs, w), (left, total))
+    return lax.while_loop(lambda state: state[0][0] < state[0][2], again, state)[-1]
+
+
+def find_together(p: BlockPlan, layouts: Layouts) -> Names:
+    """Returns the axes of tokens whose devices make equally many rounds, because a round has collectives over them.
+
+    These are ep; the axes over which a quantized wi is gathered, since backward gathers it again for its rows; and all
+    axes of tokens if one scale holds for a whole tensor.
+    """
+    formats = [format for recipe in p.recipe.both for format in (recipe.x, recipe.dy)]
+    if any(format is not None and format.shared for format in formats):
+        return p.axes.tokens
+    # A wi that the caller keeps quantized has the declared layout, whatever the layout of the parameter is.
+    both = (*layouts[0].gather, *find_layout(p.wi).gather) if p.recipe.wi.w is not None else ()
+    gathered = {name for names in both for name in names}
+    return tuple(name for name in p.axes.tokens if name in gathered.union(p.axes.ep))
+
+
+def after[T](first: PyTree, then: T) -> T:
+    """Returns the arrays of `then`, on a CPU not before all arrays of `first` are known."""
+    # XLA for CPUs runs collectives at once where no data goes from one to the other, and pairs one device's first with
+    # another device's second. So the collectives of the loop and of the first round, and of forward and of backward,
+    # need such data where dy is a constant or rows are dropped.
+    if platform() != "cpu" or first is None:
+        return then
+    some = [jnp.clip(leaf.ravel()[:1].astype(jnp.float32), -1, 1).sum() for leaf in jax.tree.leaves(first)]
+    never = sum(some) < -2 * len(some)  # always False, which XLA does not know
+    return jax.tree.map(lambda v: jnp.where(never, jnp.zeros_like(v), v), then)
 
 
 def _specs(p: BlockPlan, w: Weights[Array], found: Weights[Any]):

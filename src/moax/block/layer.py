@@ -19,13 +19,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
 from moax.block.experts import Quantized, apply_experts
-from moax.block.moe import BlockPlan, Inputs, Weights
-from moax.block.plan import make_plan, shard_widths, weight_specs
+from moax.block.moe import Inputs, Weights
+from moax.block.plan import BlockPlan, make_plan
 from moax.block.routing import RoutingInput, check_routing, find_routing
 from moax.checks import Unsupported, check_float, check_int, check_kind, check_mask
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
-from moax.exchange import select_transport
-from moax.kernels import select_kernels
+from moax.exchange import AUTO, select_transport
 from moax.lora import Adapters, check_adapters, scaled
 from moax.mesh.specs import (
     MeshView,
@@ -193,15 +192,15 @@ def _in_shard_map(options: Options) -> bool:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _quantize_params(params: MoEParams[Array], config: MoEConfig, options: Options, dtype: np.dtype) -> QuantizedParams:
-    axes, recipe = options.axes, get_recipes(options.recipe)
+    axes = options.axes
     view = find_mesh_view(axes, options.engine, params)
     given = (config, axes, view.axes)
     declared = shard_specs(params, *given) if view.manual else expert_specs(*given)
     params = reshard_params(params, declared)
-    kernels = select_kernels(options.kernels, dtype, **shard_widths(config, view.axes))
-    pairs = zip(weight_specs(declared, view.axes, recipe, kernels, dtype), (params.wi, params.wo), strict=True)
+    plan = make_plan(config, options, AUTO, axes=view.axes, declared=declared, tokens=1, dtype=dtype)
+    pairs = zip((plan.wi, plan.wo), (params.wi, params.wo), strict=True)
     wi, wo = (None if weight.recipe.w is None else quantize_weight(view, weight, w) for weight, w in pairs)
-    return QuantizedParams(wi, wo, recipe, kernels)
+    return QuantizedParams(wi, wo, plan.recipe, plan.kernels)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that a caller who does not jit runs one program too

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from jax.typing import DTypeLike
 
-from moax.block.moe import BlockPlan, Round
 from moax.checks import Unsupported
 from moax.config import MoEConfig, Options
 from moax.exchange import AUTO, TRANSPORTS
@@ -16,30 +17,58 @@ from moax.exchange.transport import ExchangeSpec, allot_slots
 from moax.groups import allot_rows
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import ResolvedAxes
-from moax.mesh.collectives import GradReduce, get_grad_reduce, sum_dtype
+from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import Spec
+from moax.ops.activation import activation_of
 from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
 from moax.ops.weights import WeightSpec
 from moax.params import MoEParams
 from moax.recipe import Recipes, get_recipes
 
 
-def weight_specs(
-    declared: MoEParams[Spec], axes: ResolvedAxes, recipe: Recipes, kernels: str, dtype: DTypeLike,
-    grad_reduce: GradReduce | None = None,
-) -> tuple[WeightSpec, WeightSpec]:  # fmt: skip
-    """Returns the static facts of wi and wo; `declared` has the spec of each parameter."""
-    how = dict(axes=axes, kernels=kernels, dtype=np.dtype(dtype), grad_reduce=grad_reduce)
-    ep, tp = axes.ep, axes.tp
-    return (
-        WeightSpec("params.wi", declared.wi, recipe=recipe.wi, kept=(ep, (), (), tp), **how),
-        WeightSpec("params.wo", declared.wo, recipe=recipe.wo, kept=(ep, tp, ()), **how),
-    )
+class Round(NamedTuple):
+    """The buffers of a round: the specs of dispatch and combine, and those of permute and unpermute."""
+
+    exchange: ExchangeSpec
+    permute: PermuteSpec
 
 
-def shard_widths(config: MoEConfig, axes: ResolvedAxes) -> dict[str, int]:
-    """Returns the widths of rows and of hidden rows on one device, by the names that errors give them."""
-    return {"d_model": config.d_rows, "d_ff": config.d_ff // axes.size(axes.tp)}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """The static facts of the experts of a block.
+
+    Attributes:
+      config, recipe: the equations, and the formats of the operands of the products with wi and with wo.
+      axes, wi, wo: the mesh axes by role, and the static facts of both weights.
+      dtype, kernels: the dtype of products, and the implementation's name.
+      first, later, overflows: the buffers of the first round, and of all others; whether a routing may need others.
+      chunks: the chunks of a device's tokens, see `experts.py`; the buffers and all other sizes are for one chunk.
+      save_rows: whether forward leaves rows to backward: the received rows where products gather them, else the sorted
+        ones. If the products gather them and ep is 1, the received rows are x, so nothing is saved.
+      frozen: whether wi and wo have no gradient. The sorted rows that forward leaves are then not quantized.
+      gathers_x, gathers_dy: whether products gather received rows, and gradients of partial sums, by themselves.
+    """
+
+    config: MoEConfig
+    recipe: Recipes
+    axes: ResolvedAxes
+    wi: WeightSpec
+    wo: WeightSpec
+    dtype: np.dtype
+    kernels: str
+    first: Round
+    later: Round
+    overflows: bool
+    chunks: int
+    save_rows: bool
+    frozen: bool
+    gathers_x: bool
+    gathers_dy: bool
+
+    @property
+    def act(self) -> Callable:
+        """The activation."""
+        return activation_of(self.config.activation, self.config.activation_limit)
 
 
 def make_plan(
@@ -60,58 +89,52 @@ def make_plan(
       Unsupported: the block has a capacity factor and several chunks, or kernels chosen by name cannot run.
     """
     recipe, chunks, factor = get_recipes(options.recipe), options.chunks, options.buffer_factor
-    grad_reduce = get_grad_reduce(options.grad_reduce_dtype)
     if chunks > 1 and config.capacity_factor is not None:
         raise Unsupported(
             f"chunks={chunks} with capacity_factor={config.capacity_factor}; the tokens of a device lose assignments "
             "together. Use chunks=1 or capacity_factor=None"
         )
-    tokens = -(-tokens // chunks)
-    widths, weights_at = shard_widths(config, axes), config.weights_at
+    tokens, top_k, ep, tp = -(-tokens // chunks), config.top_k, axes.ep, axes.tp
+    widths = {"d_model": config.d_rows, "d_ff": config.d_ff // axes.size(tp)}  # of rows and hidden rows on one device
     kernels = select_kernels(options.kernels, dtype, **widths)
-    local, ranks, load = implementation(kernels), axes.size(axes.ep), tokens * config.top_k
-    experts, capacity = config.num_experts // ranks, capacity_rows(tokens, config.top_k, config.capacity_factor)
-    align = math.lcm(*map(local.align_rows, recipe.both))
-    counts = tokens, config.top_k, ranks, config.num_experts
-    some, most = allot_slots(*counts, config.capacity_factor, factor)
+    local, ranks, balanced = implementation(kernels), axes.size(ep), tokens * top_k
+    align, experts = math.lcm(*map(local.align_rows, recipe.both)), config.num_experts // ranks
+    capacity = capacity_rows(tokens, top_k, config.capacity_factor)
+    some, most = allot_slots(tokens, top_k, ranks, config.num_experts, config.capacity_factor, factor)
 
     names = [name for name, of in TRANSPORTS.items() if of.portable] if transport is None else [transport]
-    if transport is None and (config.capacity_factor is not None or not axes.ep):
+    if transport is None and (config.capacity_factor is not None or not ep):
         names = [AUTO]
     # A row has the same bytes in every portable transport, so the fewest rows are the fewest bytes.
     rows = {name: (some if TRANSPORTS[name].has_slots else tokens) * ranks for name in names}
     name = min(names, key=lambda name: rows[name])
-    slots, received = some if TRANSPORTS[name].has_slots else most, rows[name]
+    slots = some if TRANSPORTS[name].has_slots else most
     exchange = ExchangeSpec(name, axes, tokens, slots, recipe.wire, kernels, config.num_experts, most)
-    kept = kept_rows(received, config.top_k, experts, capacity)
-    max_rows = allot_rows(load, factor, kept)
+    kept = kept_rows(rows[name], top_k, experts, capacity)
+    max_rows = allot_rows(balanced, factor, kept)
     fewer = max_rows is not kept and max_rows < kept  # a symbolic size has the worst case itself
     first = PermuteSpec(experts, align, capacity, kernels, axes, max_rows if fewer else None)
     # A later round has half of the slots and 45 % of the rows, because it recomputes what the first round saved. With a
     # capacity factor it has all slots, because drops are decided over all of them.
-    slots = exchange.slots if config.capacity_factor is not None else -(-exchange.slots // 2)
+    half = slots if config.capacity_factor is not None else -(-slots // 2)
     later = PermuteSpec(experts, align, capacity, kernels, axes, -(-max_rows * 9 // 20))
     gathers_x = local.matmul_gathers_rows(recipe.wi.x, *widths.values())
-    wi, wo = weight_specs(declared, axes, recipe, kernels, dtype, grad_reduce)
+    grad_reduce = get_grad_reduce(options.grad_reduce_dtype)
+    how = dict(axes=axes, kernels=kernels, dtype=np.dtype(dtype), grad_reduce=grad_reduce)
     return BlockPlan(
-        activation=config.activation,
-        activation_limit=config.activation_limit,
-        weights_at=weights_at,
+        config=config,
         recipe=recipe,
         axes=axes,
-        wi=wi,
-        wo=wo,
+        wi=WeightSpec("params.wi", declared.wi, recipe=recipe.wi, kept=(ep, (), (), tp), **how),
+        wo=WeightSpec("params.wo", declared.wo, recipe=recipe.wo, kept=(ep, tp, ()), **how),
         dtype=np.dtype(dtype),
-        grad_dtype=sum_dtype(grad_reduce, dtype),
         kernels=kernels,
         first=Round(exchange, first),
-        later=Round(dataclasses.replace(exchange, slots=slots), later),
-        overflows=fewer or (exchange.slots is not most and exchange.slots < most),
+        later=Round(dataclasses.replace(exchange, slots=half), later),
+        overflows=fewer or (slots is not most and slots < most),
         chunks=chunks,
-        balanced=load,
-        save_rows=options.save_rows and (bool(axes.ep) or frozen or not gathers_x),
+        save_rows=options.save_rows and (bool(ep) or frozen or not gathers_x),
         frozen=frozen,
         gathers_x=gathers_x,
         gathers_dy=local.matmul_gathers_rows(recipe.wo.dy, *widths.values()),
-        activates=weights_at == "output" and recipe.wo.x is None,
     )
