@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
-from moax.kernels.hopper.pallas import activation, activation_bf16, exchange, permute, plan, quantize, tiles
+from moax.kernels.hopper.pallas import activation, exchange, permute, plan, quantize, tiles
 from moax.kernels.hopper.pallas.matmul import grouped_matmul, grouped_matmul_activate
 from moax.kernels.hopper.pallas.pipeline import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
@@ -187,14 +187,16 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
             wire = [((ROWS, width), F8), ((ROWS, up(width) + 16), I32), ((8,), I32)]
             back = functools.partial(quantize.dequantize_rows, dtype=dtype)
             yield f"dequantize_rows {width} {dtype.__name__}", back, wire
-            both = functools.partial(quantize.quantize_weight, native=True, transposed=True)
-            yield f"quantize_weight {width} {dtype.__name__}", both, [((EXPERTS, GPT_OSS.d_model, width), dtype)]
+            for transposed in (False, True):
+                one, name = functools.partial(quantize.quantize_weight, transposed=transposed), dtype.__name__
+                weight = [((EXPERTS, GPT_OSS.d_model, width), dtype)]
+                yield f"quantize_weight {width} {name}{' transposed' * transposed}", one, weight
         yield f"gather_rows {width}", with_blocks(permute.gather_rows), [x, ((ROWS,), I32), sizes]
         yield f"put_rows {width}", put_locally, [x, ((1, 2, 1), I32)]
         yield f"gather_sum {width}", permute.gather_sum, [x, ((512, 8), I32), ((512, 8), F32)]
         h, d_a, weights = ((ROWS, 2 * width), BF16), x, ((ROWS,), F32)
-        yield f"activate_rows {width}", with_weights(activation_bf16.activate_rows, gated=True), [h, weights, sizes]
-        yield f"activate_grad_rows {width}", with_weights(activation_bf16.activate_grad_rows), [h, d_a, weights, sizes]
+        yield f"activate_rows {width}", with_weights(activation.activate_rows, gated=True), [h, weights, sizes]
+        yield f"activate_grad_rows {width}", with_weights(activation.activate_grad_rows), [h, d_a, weights, sizes]
         if width % BLOCK == 0:
             yield (
                 f"activate_quantize {width}",

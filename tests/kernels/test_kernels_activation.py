@@ -14,13 +14,14 @@ from moax.checks import Unsupported
 from moax.groups import zero_rows
 from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.pallas.activation import activate_grad_quantize, activate_quantize
+from moax.kernels.quantization import DTYPES
 from moax.kernels.quantization import quantize as quantize_local
 from moax.ops.activation import activate
 from moax.recipe import Format
 from support import interpret, lower, some
 from support.activations import ACTS, GATED, grouped
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3, E5M2 = Format(), Format("e5m2")
 SIZES, ROWS, USED, REAL = np.array([70, 0, 128], np.int32), 384, 256, np.r_[0:70, 128:256]
 
 
@@ -39,9 +40,9 @@ def inputs(name, width):
     return h.at[3, 4].set(jnp.nan).at[140, 7].set(jnp.inf), d_a, weights
 
 
-def check(got, x, dtype, contracted, pow2=False):
+def check(got, x, format, contracted):
     """What the XLA path makes of x: scales to bf16's rounding of amax, most values the same, the others a step off."""
-    format = Format("e4m3" if dtype == E4M3 else "e5m2", scale="pow2" if pow2 else "float32")
+    dtype = DTYPES[format.dtype]
     real = jnp.zeros(USED, bool).at[REAL].set(True)
     q = quantize_local(zero_rows(x[:USED], real), format, format.row_block(2, contracted))
     data = np.asarray(jax.lax.bitcast_convert_type(q.data, dtype), np.float32)
@@ -54,9 +55,9 @@ def check(got, x, dtype, contracted, pow2=False):
     assert got.data.dtype == dtype
     np.testing.assert_allclose(ours_scale, scale, rtol=2.0**-7)
     np.testing.assert_array_equal(np.isnan(ours), np.isnan(data))
-    step = 2.0**-3 if dtype == E4M3 else 2.0**-2
+    step = 2.0**-3 if format.dtype == "e4m3" else 2.0**-2
     # 1 + tanh of gelu cancels to what float32 has of the largest value, 57344 in e5m2.
-    np.testing.assert_allclose(ours, data, rtol=step, atol=2.0**-9 if dtype == E4M3 else 2.0**-6)
+    np.testing.assert_allclose(ours, data, rtol=step, atol=2.0**-9 if format.dtype == "e4m3" else 2.0**-6)
     assert (ours == data)[~np.isnan(data)].mean() > 0.99
 
 
@@ -67,51 +68,51 @@ def scaled(x, weights):
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "weighted", "dtype", "pow2"),
+    ("name", "width", "weighted", "format"),
     some(
         [
-            ("swiglu", 256, True, E4M3, False),
-            ("geglu", 128, False, E5M2, False),
-            ("swiglu_oai", 128, True, E4M3, True),
-            ("relu2", 128, False, E4M3, False),
+            ("swiglu", 256, True, E4M3),
+            ("geglu", 128, False, E5M2),
+            ("swiglu_oai", 128, True, Format(scale="pow2")),
+            ("relu2", 128, False, E4M3),
         ],
         2,
     ),
 )
-def test_activate_quantize(name, width, weighted, dtype, pow2):
+def test_activate_quantize(name, width, weighted, format):
     """Gate and up that change places, a weight of another row, padding (NaN) that is not zeroed."""
     h, _, weights = inputs(name, width)
 
     def run(h, sizes, weights):
         weights = weights if weighted else None
         blocks = make_blocks(sizes, ROWS)
-        return activate_quantize(h, blocks, ACTS[name], gated=GATED[name], weights=weights, dtype=dtype, pow2=pow2)
+        return activate_quantize(h, blocks, ACTS[name], gated=GATED[name], weights=weights, format=format)
 
     got = interpret(run, h, SIZES, weights)
     a = activate(grouped(h, name), name)
     a = scaled(a, weights) if weighted else jnp.where(np.isin(np.arange(ROWS), REAL)[:, None], a, 0)
-    check(got, a, dtype, "columns", pow2)
+    check(got, a, format, "columns")
     assert got.scale.shape == (width // 128, ROWS)
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "dtype_dy"), some([("swiglu_oai", 128, E4M3), ("swiglu", 256, E5M2), ("silu", 128, E4M3)], 1)
+    ("name", "width", "of_h"), some([("swiglu_oai", 128, E4M3), ("swiglu", 256, E5M2), ("silu", 128, E4M3)], 1)
 )
-def test_activate_grad_quantize(name, width, dtype_dy):
+def test_activate_grad_quantize(name, width, of_h):
     """A derivative, a rounding or a weight that differs from the unfused path; a buffer used again too early."""
     h, d_a, weights = inputs(name, width)
 
     def run(h, d_a, sizes, weights):
         blocks = make_blocks(sizes, ROWS)
-        return activate_grad_quantize(h, d_a, blocks, ACTS[name], weights=weights, dtype_dy=dtype_dy)
+        return activate_grad_quantize(h, d_a, blocks, ACTS[name], weights=weights, of_h=of_h)
 
     a_columns, by_row, by_column, inner = interpret(run, h, d_a, SIZES, weights)
     a, pull = jax.vjp(lambda h: activate(grouped(h, name), name), h)
     (d_h,) = pull(scaled(d_a, weights))
     real = np.isin(np.arange(ROWS), REAL)[:, None]
     check(a_columns, scaled(a, weights), E4M3, "rows")
-    check(by_row, jnp.where(real, d_h, 0), dtype_dy, "columns")
-    check(by_column, jnp.where(real, d_h, 0), dtype_dy, "rows")
+    check(by_row, jnp.where(real, d_h, 0), of_h, "columns")
+    check(by_column, jnp.where(real, d_h, 0), of_h, "rows")
     products = np.where(real, np.asarray(d_a, np.float64) * np.asarray(a, np.float64), 0)
     want = products.reshape(ROWS, -1, 128).sum(-1).T[:, :USED]
     magnitude = np.abs(products).reshape(ROWS, -1, 128).sum(-1).T[:, :USED]
@@ -132,7 +133,15 @@ def test_lowers_for_cuda(width):
             return activate_quantize(h, make_blocks(s, 512), ACTS[name], gated=GATED[name], weights=w)
 
         def backward(h, d_a, s, w, name=name):
-            return activate_grad_quantize(h, d_a, make_blocks(s, 512), ACTS[name], weights=w, dtype_dy=E5M2, pow2=True)
+            return activate_grad_quantize(
+                h,
+                d_a,
+                make_blocks(s, 512),
+                ACTS[name],
+                weights=w,
+                of_a=Format(scale="pow2"),
+                of_h=Format("e5m2", scale="pow2"),
+            )
 
         lower(forward, h, sizes, weights)
         lower(functools.partial(forward, w=None), h, sizes)

@@ -13,7 +13,7 @@ import pytest
 from moax.checks import Unsupported
 from moax.groups import find_groups, zero_rows
 from moax.kernels.hopper.formats import make_blocks
-from moax.kernels.hopper.pallas.activation_bf16 import activate_grad_rows, activate_rows
+from moax.kernels.hopper.pallas.activation import activate_grad_rows, activate_rows
 from moax.kernels.xla import scale_rows
 from moax.ops.activation import activate
 from support import interpret, lower, some

@@ -12,6 +12,7 @@ import pytest
 
 from moax.checks import Unsupported
 from moax.kernels.hopper.formats import make_blocks
+from moax.kernels.hopper.pallas import permute
 from moax.kernels.hopper.pallas.permute import gather_rows, gather_sum
 from support import interpret, kernels_of, lower, some
 
@@ -36,13 +37,12 @@ def test_gather_rows_copies_each_row_and_zeros_those_without_a_source(width, dty
     np.testing.assert_array_equal(part[:192], want[:192])
 
 
-def test_gather_rows_one_row_at_a_time():
+def test_gather_rows_one_row_at_a_time(monkeypatch):
     """Rows too wide for two in flight: the buffer's index and the row's must not be confused."""
+    monkeypatch.setattr(permute, "IN_FLIGHT", 128)
     x, source = normal(0, 5, 32), np.arange(128, dtype=np.int32) % 7
     want = np.append(x, np.zeros((2, 32), np.float32), 0)[source]
-    np.testing.assert_array_equal(
-        interpret(lambda x, s: gather_rows(x, s, None, in_flight=128), jnp.asarray(x), source), want
-    )
+    np.testing.assert_array_equal(interpret(lambda x, s: gather_rows(x, s, None), jnp.asarray(x), source), want)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,9 @@ def test_gather_rows_one_row_at_a_time():
         (8, False, jnp.float32, 32768),
     ],
 )
-def test_gather_sum_adds_the_rows_that_exist(terms, weighted, dtype, in_flight):
+def test_gather_sum_adds_the_rows_that_exist(monkeypatch, terms, weighted, dtype, in_flight):
     """NaN in rows that are not referred to, or in the weights of missing ones, in the sum; a wrong weight or term."""
+    monkeypatch.setattr(permute, "IN_FLIGHT", in_flight)
     size, width, results = 12, 96, 6
     rows = normal(0, size, width)
     rows[[2, 7]] = np.nan
@@ -65,8 +66,7 @@ def test_gather_sum_adds_the_rows_that_exist(terms, weighted, dtype, in_flight):
     position[4] = size  # a token without any row
     weights = np.where(position < size, normal(2, results, terms), np.nan).astype(np.float32)
     rows = jnp.asarray(rows, dtype)
-    run = functools.partial(gather_sum, in_flight=in_flight)
-    got = interpret(run if weighted else lambda r, p, w: run(r, p, None), rows, position, weights)
+    got = interpret(gather_sum if weighted else lambda r, p, w: gather_sum(r, p, None), rows, position, weights)
     values = np.append(np.asarray(rows, np.float64), np.zeros((1, width)), 0)[np.minimum(position, size)]
     want = (values * (np.where(position < size, weights, 0.0) if weighted else np.ones_like(weights))[..., None]).sum(1)
     assert got.dtype == dtype and not got[4].any()

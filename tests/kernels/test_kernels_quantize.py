@@ -16,12 +16,14 @@ from moax.groups import zero_rows
 from moax.kernels import implementation
 from moax.kernels.hopper.formats import KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
+from moax.kernels.quantization import DTYPES
 from moax.kernels.quantization import dequantize as dequantize_local
 from moax.kernels.quantization import quantize as quantize_local
 from moax.recipe import Format
 from support import interpret, lower, some
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3, E4M3_POW2, E5M2, E5M2_POW2 = (Format(dtype, scale=s) for dtype in ("e4m3", "e5m2") for s in ("float32", "pow2"))
+F8 = jnp.float8_e4m3fn
 WIDTHS = (96, 768, 1408, 2048, 2880, 4096, 7168)
 
 
@@ -35,49 +37,42 @@ def values(seed, *shape):
     return x
 
 
-def expected(x, dtype, block, pow2=False, real=None):
+def expected(x, format, block, real=None):
     """data and scale of the XLA path, the data as float32."""
-    name = "e4m3" if dtype == E4M3 else "e5m2"
     x = jnp.asarray(x) if real is None else zero_rows(jnp.asarray(x), jnp.asarray(real))
-    q = quantize_local(x, Format(name, scale="pow2" if pow2 else "float32"), block)
-    return np.asarray(jax.lax.bitcast_convert_type(q.data, dtype), np.float32), np.asarray(q.scale)
+    q = quantize_local(x, format, block)
+    return np.asarray(jax.lax.bitcast_convert_type(q.data, DTYPES[format.dtype]), np.float32), np.asarray(q.scale)
 
 
-def check(got, data, scale, dtype):
+def check(got, data, scale, format):
     """The same but for a value that x * (1 / scale) rounds to the other side; scales to an ulp."""
-    assert got.data.dtype == dtype
+    assert got.data.dtype == DTYPES[format.dtype]
     np.testing.assert_allclose(got.scale[tuple(map(slice, scale.shape))], scale, rtol=2e-7)
     ours = got.data.astype(np.float32)
     np.testing.assert_array_equal(np.isnan(ours), np.isnan(data))
-    step = 2.0**-3 if dtype == E4M3 else 2.0**-2
-    np.testing.assert_allclose(ours, data, rtol=step, atol=2.0**-9 if dtype == E4M3 else 2.0**-16)
+    rtol, atol = (2.0**-3, 2.0**-9) if format.dtype == "e4m3" else (2.0**-2, 2.0**-16)
+    np.testing.assert_allclose(ours, data, rtol=rtol, atol=atol)
     assert (ours == data)[~np.isnan(data)].mean() > 0.999
 
 
 @pytest.mark.parametrize(
-    ("source", "width", "dtype", "pow2"),
-    [
-        (jnp.bfloat16, 128, E4M3, False),
-        (jnp.bfloat16, 96, E5M2, True),
-        (jnp.float32, 160, E4M3, False),
-        (jnp.float32, 48, E5M2, False),
-    ],
+    ("source", "width", "format"),
+    [(jnp.bfloat16, 128, E4M3), (jnp.bfloat16, 96, E5M2_POW2), (jnp.float32, 160, E4M3), (jnp.float32, 48, E5M2)],
 )
-def test_rows_and_columns(source, width, dtype, pow2):
+def test_rows_and_columns(source, width, format):
     """A wrong scale, a transposed tile, padding (NaN) or a neighbour's column in a scale, an Inf that became 448."""
     sizes = np.array([128, 0, 70], np.int32)
     x, real = values(0, 384, width), np.arange(384) < 198
     x[198:] = np.nan
     x = jnp.asarray(x, source)
-    run = functools.partial(quantize_rows, dtype=dtype, pow2=pow2)
-    by_row, by_column = interpret(lambda x, s: run(x, make_blocks(s, 384)), x, sizes)
+    by_row, by_column = interpret(lambda x, s: quantize_rows(x, make_blocks(s, 384), format=format), x, sizes)
     used = 256
-    data, scale = expected(x[:used], dtype, (1, 128), pow2, real[:used])
+    data, scale = expected(x[:used], format, (1, 128), real[:used])
     assert by_row.data.shape == (384, width) and by_row.scale.shape == (-(-width // 128), 384)
-    check(by_row._replace(data=by_row.data[:used]), data, scale.T, dtype)
-    data, scale = expected(x[:used], dtype, (128, 1), pow2, real[:used])
+    check(by_row._replace(data=by_row.data[:used]), data, scale.T, format)
+    data, scale = expected(x[:used], format, (128, 1), real[:used])
     assert by_column.data.shape == (width, 384) and by_column.scale.shape == (3, -(-width // 128) * 128)
-    check(by_column._replace(data=by_column.data[:, :used]), data.T, scale, dtype)
+    check(by_column._replace(data=by_column.data[:, :used]), data.T, scale, format)
     assert (by_column.scale[:2, width:] == 1).all() and (by_row.scale[:, 198:used] == 1).all()
 
 
@@ -85,7 +80,7 @@ def test_one_scale_for_the_tensor():
     """A given scale that is not used, or divides twice."""
     x, scale = jnp.asarray(values(0, 128, 96), jnp.bfloat16), np.array([2.0**20], np.float32)
     by_row, by_column = interpret(lambda x, s: quantize_rows(x, None, scale=s), x, scale)
-    want = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale[0], jnp.nan).astype(E4M3).astype(np.float32)
+    want = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / scale[0], jnp.nan).astype(F8).astype(np.float32)
     np.testing.assert_array_equal(by_row.data.astype(np.float32), want)
     np.testing.assert_array_equal(by_column.data.astype(np.float32), want.T)
     assert (by_row.scale == scale).all() and by_row.scale.shape == (1, 128) and by_column.scale.shape == (1, 128)
@@ -99,7 +94,7 @@ def test_one_scale_for_each_group():
     by_row, by_column = interpret(how, x, sizes, scale)
     of_rows = np.repeat(scale, 128)
     real = np.arange(256) % 128 < np.repeat([70, 128], 128)
-    want = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / of_rows[:, None], jnp.nan)[:256].astype(E4M3)
+    want = jnp.where(jnp.isfinite(x), x.astype(jnp.float32) / of_rows[:, None], jnp.nan)[:256].astype(F8)
     want = np.where(real[:, None], want.astype(np.float32), 0.0)
     np.testing.assert_array_equal(by_row.data[:256].astype(np.float32), want)
     np.testing.assert_array_equal(by_column.data[:, :256].astype(np.float32), want.T)
@@ -136,37 +131,28 @@ def test_one_direction(columns, gathered):
 
 
 @pytest.mark.parametrize(
-    ("source", "dtype", "pow2"), [(jnp.bfloat16, E4M3, False), (jnp.float32, E4M3, True), (jnp.bfloat16, E5M2, True)]
-)
-def test_weight(source, dtype, pow2):
+    ("source", "format", "transposed"),
+    [(jnp.bfloat16, E4M3, False), (jnp.float32, E4M3_POW2, True), (jnp.bfloat16, E5M2_POW2, False),
+     (jnp.bfloat16, E4M3, True)],
+)  # fmt: skip
+def test_weight(source, format, transposed):
     """A scale of half a block, of the wrong block or matrix; a transposed matrix with scales that are not."""
-    w = values(0, 2, 160, 144)
+    w = values(0, 2, 160, 272)
     w[1, :128, :128] = 0
     w = jnp.asarray(w, source)
-    run = functools.partial(quantize_weight, dtype=dtype, native=True, transposed=True, pow2=pow2)
-    native, transposed = interpret(run, w)
-    data, scale = expected(w, dtype, (1, 128, 128), pow2)
-    check(native, data, scale, dtype)
-    check(transposed, data.swapaxes(1, 2), scale.swapaxes(1, 2), dtype)
-    assert native.scale[1, 0, 0] == 1
-
-
-def test_weight_transposed_alone():
-    """Scales that lie as the weight does, where only the transposed one is asked for."""
-    w = jnp.asarray(values(0, 1, 32, 272), jnp.bfloat16)
-    none, transposed = interpret(functools.partial(quantize_weight, native=False, transposed=True), w)
-    data, scale = expected(w, E4M3, (1, 128, 128))
-    check(transposed, data.swapaxes(1, 2), scale.swapaxes(1, 2), E4M3)
-    assert none is None
+    got = interpret(functools.partial(quantize_weight, format=format, transposed=transposed), w)
+    data, scale = (v.swapaxes(1, 2) if transposed else v for v in expected(w, format, (1, 128, 128)))
+    check(got, data, scale, format)
+    assert got.data.shape == data.shape and got.scale.shape == scale.shape and got.scale[1, 0, 0] == 1
 
 
 def test_weight_one_scale_a_matrix():
     """The scale of another matrix."""
     w, scale = jnp.asarray(values(0, 2, 32, 64), jnp.bfloat16), np.array([2.0**18, 2.0**21], np.float32)
-    native, none = interpret(lambda w, s: quantize_weight(w, native=True, transposed=False, scale=s), w, scale)
-    want = jnp.where(jnp.isfinite(w), w.astype(jnp.float32) / scale[:, None, None], jnp.nan).astype(E4M3)
-    np.testing.assert_array_equal(native.data.astype(np.float32), want.astype(np.float32))
-    assert none is None and (native.scale == scale[:, None, None]).all()
+    got = interpret(lambda w, s: quantize_weight(w, transposed=False, scale=s), w, scale)
+    want = jnp.where(jnp.isfinite(w), w.astype(jnp.float32) / scale[:, None, None], jnp.nan).astype(F8)
+    np.testing.assert_array_equal(got.data.astype(np.float32), want.astype(np.float32))
+    assert (got.scale == scale[:, None, None]).all()
 
 
 @pytest.mark.more
@@ -176,12 +162,12 @@ def test_lowers_for_cuda(width):
     sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
     for source in (jnp.bfloat16, jnp.float32):
         x, w = (jax.ShapeDtypeStruct(shape, source) for shape in ((512, width), (2, width, 2880)))
-        for options in ({}, {"rows": False, "pow2": True}, {"columns": False, "dtype": E5M2}):
+        for options in ({}, {"rows": False, "format": E4M3_POW2}, {"columns": False, "format": E5M2}):
             lower(lambda x, s, options=options: quantize_rows(x, make_blocks(s, 512), **options), x, sizes)
         for blocks in (1, 4):
             lower(lambda x, s: quantize_rows(x, None, scale=s), x, jax.ShapeDtypeStruct((blocks,), jnp.float32))
-        lower(functools.partial(quantize_weight, native=True, transposed=True, pow2=True), w)
-        lower(functools.partial(quantize_weight, native=False, transposed=True, dtype=E5M2), w)
+        lower(functools.partial(quantize_weight, transposed=False, format=E4M3_POW2), w)
+        lower(functools.partial(quantize_weight, transposed=True, format=E5M2), w)
 
 
 def test_refuses_what_the_kernel_cannot_take():
@@ -189,20 +175,18 @@ def test_refuses_what_the_kernel_cannot_take():
     with pytest.raises(Unsupported, match="multiples of 16"):
         quantize_rows(jnp.zeros((128, 24), jnp.bfloat16), None)
     with pytest.raises(Unsupported, match="multiples of 16"):
-        quantize_weight(jnp.zeros((1, 24, 128), jnp.bfloat16), native=True, transposed=True)
+        quantize_weight(jnp.zeros((1, 24, 128), jnp.bfloat16), transposed=True)
     with pytest.raises(Unsupported, match="100 rows"):
         quantize_rows(jnp.zeros((100, 128), jnp.bfloat16), None)
     with pytest.raises(Unsupported, match="float16"):
         quantize_rows(jnp.zeros((128, 128), jnp.float16), None)
-    with pytest.raises(Unsupported, match="dtype=float8_e4m3b11fnuz"):
-        quantize_rows(jnp.zeros((128, 128), jnp.bfloat16), None, dtype=jnp.float8_e4m3b11fnuz)
 
 
-@pytest.mark.parametrize("width, pow2", some([(160, True), (96, False), (256, True), (256, False)], 1))
-def test_scales_by_row(width, pow2):
+@pytest.mark.parametrize("width, format", some([(160, E4M3_POW2), (96, E4M3), (256, E4M3_POW2), (256, E4M3)], 1))
+def test_scales_by_row(width, format):
     """The same values and scales, and these beside their rows."""
     x = jnp.asarray(values(5, 256, width), jnp.bfloat16)
-    options = dict(columns=False, pow2=pow2)
+    options = dict(columns=False, format=format)
     got = interpret(lambda x: quantize_rows(x, None, **options, by_row=True)[0], x)
     want = interpret(lambda x: quantize_rows(x, None, **options)[0], x)
     np.testing.assert_array_equal(got.scale, want.scale.T)
@@ -210,17 +194,18 @@ def test_scales_by_row(width, pow2):
 
 
 @pytest.mark.parametrize(
-    "width, dtype, out, count",
+    "width, format, out, count",
     some([(96, E4M3, jnp.bfloat16, 129), (160, E5M2, jnp.bfloat16, 1), (256, E4M3, jnp.float32, 384),
           (96, E4M3, jnp.bfloat16, 0), (160, E5M2, jnp.bfloat16, 128)], 2),
 )  # fmt: skip
-def test_dequantize_rows(width, dtype, out, count):
+def test_dequantize_rows(width, format, out, count):
     """To the bit what XLA makes of them, NaN where NaN was; a scale of another row or block, or a last row left out."""
-    name = "e4m3" if dtype == E4M3 else "e5m2"
-    q = quantize_local(jnp.asarray(values(6, 384, width)), Format(name), (1, 128))
+    q = quantize_local(jnp.asarray(values(6, 384, width)), format, (1, 128))
     words = jnp.concatenate([jax.lax.bitcast_convert_type(q.scale, jnp.int32), jnp.full((384, 3), -1)], axis=1)
     run = lambda data, words, ends: dequantize_rows(data, words, ends, dtype=out)  # noqa: E731
-    got = interpret(run, jax.lax.bitcast_convert_type(q.data, dtype), words, np.array([999, count], np.int32))
+    got = interpret(
+        run, jax.lax.bitcast_convert_type(q.data, DTYPES[format.dtype]), words, np.array([999, count], np.int32)
+    )
     want = np.asarray(dequantize_local(q, out), np.float32)
     np.testing.assert_array_equal(np.float32(got)[:count], want[:count])
 
@@ -230,7 +215,7 @@ def test_wire_lowers_for_cuda(width):
     """Widths of models, to and from."""
     lower(lambda x: quantize_rows(x, None, columns=False, by_row=True)[0], jnp.zeros((256, width), jnp.bfloat16))
     words = jnp.zeros((256, width // 96 + 1), jnp.int32)
-    lower(dequantize_rows, jnp.zeros((256, width), E4M3), words, jnp.zeros(8, jnp.int32))
+    lower(dequantize_rows, jnp.zeros((256, width), F8), words, jnp.zeros(8, jnp.int32))
 
 
 def test_dequantize_refuses_what_it_cannot_tile():
@@ -238,7 +223,7 @@ def test_dequantize_refuses_what_it_cannot_tile():
     one = jnp.zeros(1, jnp.int32)
     for shape, words in (((100, 128), 1), ((128, 48), 1), ((128, 256), 1)):
         with pytest.raises(Unsupported, match="the kernel takes multiples of 128 rows and of 32 columns"):
-            dequantize_rows(jnp.zeros(shape, E4M3), jnp.zeros((shape[0], words), jnp.int32), one)
+            dequantize_rows(jnp.zeros(shape, F8), jnp.zeros((shape[0], words), jnp.int32), one)
 
 
 @pytest.mark.gpu
@@ -253,11 +238,11 @@ def test_wire_on_a_card():
         q = local.quantize(x, wire, (1, 128))
         words = jnp.pad(jax.lax.bitcast_convert_type(q.scale, jnp.int32), ((0, 0), (0, 2)))
         data, words = local.put_rows((q.data, words), source, places, 0, 384, ())
-        ours = KMajorFp8(jax.lax.bitcast_convert_type(q.data, E4M3), q.scale)
+        ours = KMajorFp8(jax.lax.bitcast_convert_type(q.data, F8), q.scale)
         by_xla = quantize_local(x, wire, (1, 128))
         return ours, by_xla, dequantize_local(q, x.dtype), local.dequantize_wire(data, words, ends, wire, x.dtype)
 
     x, places = values(6, 384, width).astype(jnp.bfloat16), np.array([[[5], [count]]], np.int32)
     ours, by_xla, wide, got = jax.tree.map(np.asarray, there(x, source, places, np.int32([384])))
-    check(ours, by_xla.data.view(E4M3).astype(np.float32), by_xla.scale, E4M3)
+    check(ours, by_xla.data.view(F8).astype(np.float32), by_xla.scale, E4M3)
     np.testing.assert_array_equal(np.float32(got)[5 : 5 + count], np.float32(wide)[source[:count]])

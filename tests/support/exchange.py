@@ -17,7 +17,7 @@ from jax import lax
 
 from moax.exchange import TRANSPORTS, OneSided, Transport
 from moax.exchange.transport import allot_slots
-from moax.kernels.quantization import quantize
+from moax.kernels.quantization import DTYPES, quantize
 from moax.mesh.specs import MeshView
 from moax.ops import combine, dispatch, dispatch_combine
 from moax.recipe import Format
@@ -212,13 +212,12 @@ def poison(shape, dtype):
     return -1 - lax.broadcasted_iota(dtype, shape, 0) % EXPERTS
 
 
-def quantize_by_row(x, blocks, *, dtype, pow2, **_):
+def quantize_by_row(x, blocks, *, format, **_):
     """The kernel that quantizes rows for the wire, as XLA computes it."""
     from moax.kernels.hopper.formats import KMajorFp8
 
-    name = "e4m3" if dtype == jnp.float8_e4m3fn else "e5m2"
-    q = quantize(x, Format(name, scale="pow2" if pow2 else "float32"), (1, 128))
-    return KMajorFp8(lax.bitcast_convert_type(q.data, dtype), q.scale), None
+    q = quantize(x, format, (1, 128))
+    return KMajorFp8(lax.bitcast_convert_type(q.data, DTYPES[format.dtype]), q.scale), None
 
 
 def dequantize_rows(data, words, ends, *, dtype):

@@ -39,10 +39,10 @@ def finite_abs(x: Array) -> Float[Array, "..."]:
     return jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
 
 
-def to_scale(amax: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
-    """Returns the float32 scales of blocks with the maxima `amax`."""
+def to_scale(amax: Float[Array, "..."], format: Format, of_zero: float = 1.0) -> Float[Array, "..."]:
+    """Returns the float32 scales of blocks with the maxima `amax`; `of_zero` where one is too small to divide by."""
     scale = amax * (1.0 / format.max)  # XLA may turn a division by a constant into a product
-    scale = jnp.where(scale < TINY, 1.0, scale)
+    scale = jnp.where(scale < TINY, of_zero, scale)
     if format.scale == "float32":
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.int32)

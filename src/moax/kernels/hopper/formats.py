@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moax.groups import Groups, align_up, row_groups, sum_before
-from moax.kernels.quantization import DTYPES
 from moax.recipe import Format, Recipe
 
 BLOCK = 128  # the most rows of a block, and the elements for each scale
@@ -67,11 +66,6 @@ def supports_fp8(recipe: Recipe) -> bool:
         return False
     blocks = {recipe.x.block, recipe.w.block, recipe.dy.block}
     return blocks == {None} or (blocks == {BLOCK} and recipe.w.tile == BLOCK)
-
-
-def dtype_and_pow2(format: Format) -> dict[str, Any]:
-    """Returns a format as keywords of the kernels that quantize."""
-    return dict(dtype=DTYPES[format.dtype], pow2=format.scale != "float32")
 
 
 def align_rows(recipe: Recipe) -> int:

@@ -26,7 +26,6 @@ from moax.kernels.hopper.formats import (
     BlockedGroups,
     GatheredRows,
     KMajorFp8,
-    dtype_and_pow2,
     find_groups,
     supports_fp8,
 )
@@ -140,7 +139,7 @@ def gather_and_quantize(
 def _quantize_rows(x, groups: BlockedGroups, format: Format, rows: bool, columns: bool, **given):
     if not (rows or columns):
         return None, None
-    return kernels.quantize_rows(x, groups.blocks, rows=rows, columns=columns, **dtype_and_pow2(format), **given)
+    return kernels.quantize_rows(x, groups.blocks, format=format, rows=rows, columns=columns, **given)
 
 
 def stores_weight_transposed(recipe: Recipe, contracted: Contracted) -> bool:
@@ -165,8 +164,7 @@ def quantize_shard(
     flat, given = w.reshape(experts, rows, -1), None
     if format.block is None:
         given = to_scale(reduce_max(finite_abs(flat).max((1, 2)), amax_over), format)
-    how: Any = dict(native=not turned, transposed=turned, scale=given, **dtype_and_pow2(format))
-    made: Any = kernels.quantize_weight(flat, **how)[turned]
+    made: Any = kernels.quantize_weight(flat, format=format, transposed=turned, scale=given)
     data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(experts, *_turn((1, rows, *columns), turned)[1:])
     if given is not None:
         return QShard(data, given[:, None, None])
@@ -198,8 +196,7 @@ def quantize(x: Array, format: Format, block: tuple[int | None, ...], amax_over:
     """Returns the QArray of x in blocks of any lengths. The kernel takes blocks of 128 columns."""
     if block != format.row_block(x.ndim, "columns") or not _supports_wire(format, math.prod(x.shape[:-1]), x.shape[-1]):
         return quantization.quantize(x, format, block, amax_over)
-    how: Any = dict(columns=False, by_row=True, **dtype_and_pow2(format))
-    made: Any = kernels.quantize_rows(x.reshape(-1, x.shape[-1]), None, **how)[0]
+    made: Any = kernels.quantize_rows(x.reshape(-1, x.shape[-1]), None, format=format, columns=False, by_row=True)[0]
     data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(x.shape)
     return QArray(data, made.scale.reshape(*x.shape[:-1], -1), format.dtype, block)
 

@@ -20,12 +20,11 @@ from moax.kernels.hopper.formats import (
     Blocks,
     GatheredRows,
     KMajorFp8,
-    dtype_and_pow2,
     supports_fp8,
 )
 from moax.kernels.hopper.operands import quantize_for_matmul
 from moax.kernels.hopper.pallas import activation as kernels
-from moax.kernels.hopper.pallas.activation_bf16 import activate_grad_rows, activate_rows
+from moax.kernels.hopper.pallas.activation import activate_grad_rows, activate_rows
 from moax.kernels.hopper.pallas.matmul import MERGES_DIMS, grouped_matmul, grouped_matmul_activate
 from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
@@ -135,8 +134,8 @@ def activate(
             ones = jnp.ones(h.shape[0], jnp.float32) if weights is None else weights
             a = xla.activate_rows(h, act, groups, ones)
         elif _fuses(recipe, recipe, h.shape[2]):
-            how: Any = dtype_and_pow2(cast(Format, recipe.x))
-            return kernels.activate_quantize(flat, groups.blocks, act, gated=gated, weights=weights, **how)
+            format = cast(Format, recipe.x)
+            return kernels.activate_quantize(flat, groups.blocks, act, gated=gated, weights=weights, format=format)
         else:
             a = activate_rows(flat, groups.blocks, act, gated=gated, weights=weights)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over, columns=False)[0]
@@ -162,10 +161,9 @@ def activate_grad_quantize(
     """Computes the backward of `activate`, quantized."""
     if supports_activation(act, h.shape[1] == 2) and _fuses(recipes.wo, recipes.wi, h.shape[2]):
         flat = h.reshape(h.shape[0], -1)
-        x, dy = (dtype_and_pow2(cast(Format, format)) for format in (recipes.wo.x, recipes.wi.dy))
-        how: Any = dict(dtype_x=x["dtype"], dtype_dy=dy["dtype"], pow2=x["pow2"])
+        how: Any = dict(weights=weights, of_a=recipes.wo.x, of_h=recipes.wi.dy)
         with jax.named_scope("activate"):
-            found = kernels.activate_grad_quantize(flat, d_a, groups.blocks, act, weights=weights, **how)
+            found = kernels.activate_grad_quantize(flat, d_a, groups.blocks, act, **how)
         return *found[:3], found[3].sum(0)
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
     _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over, rows=False)

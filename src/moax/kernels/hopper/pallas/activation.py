@@ -1,14 +1,17 @@
-"""The activation and its gradient, quantized; each kernel reads h once.
+"""The activation and its gradient, in bf16 or quantized; each kernel reads h once.
 
-    activate_quantize        a = act(gate, up) * weight, by rows                              for the product with wo
+    activate_rows            a = act(gate, up) * weight                                       [N, F]
+    activate_quantize        the same, by rows                                                for the product with wo
+    activate_grad_rows       a * weight, d h = (d act / d h)^T (d a * weight), inner = <d a, act(gate, up)>
     activate_grad_quantize   a * weight, by columns                                           for d wo
-                             d h = (d act / d h)^T (d a * weight), by rows and by columns     for d rows and d wi
-                             inner = <d a, act(gate, up)>                                     for d weight
+                             d h, by rows and by columns                                      for d rows and d wi
+                             inner                                                            for d weight
 
 h [N, G F] holds the gate in its first F columns and up in its last F columns; with G = 1 it holds up alone. The kernels
 compute in float32. They round to bf16 where `moax.moe` rounds: a, then a * weight; d a * weight; d h. A tile is 64 or
-128 rows by 128 columns of F. A kernel writes a tile's results into the memory of its operands, and quantizes them from
-there as `quantize` does. Blocks, and of a by rows halves of blocks, that have no real rows are not written.
+128 rows by 128 columns of F, or in bf16 by 64 or 32 where 128 do not divide F. A kernel writes a tile's results into
+the memory of its operands, and stores or quantizes them from there. Blocks, and halves of blocks but where columns are
+quantized, that have no real rows are neither read nor written.
 """
 
 from __future__ import annotations
@@ -26,20 +29,14 @@ from jaxtyping import Array, Float
 
 from moax.checks import Unsupported
 from moax.jaxprs import called, operations
-from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.quantize import (
-    HALF,
-    columns_of,
-    launch,
-    load_tiles,
-    meet,
-    put,
-    rows_of,
-    tile_buffer,
-    zero_tail,
-)
+from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
+from moax.kernels.hopper.pallas.ptx import launch
+from moax.kernels.hopper.pallas.quantize import columns_of, load_tiles, meet, put, rows_of, tile_buffer, zero_tail
+from moax.kernels.quantization import DTYPES
 from moax.mesh.collectives import with_vma_of_inputs
+from moax.recipe import Format
 
+HALVES = BLOCK // HALF  # the axis `i` of a grid counts halves of blocks, unless columns are quantized
 PART = 32  # a warpgroup computes so many columns at one time, so that two blocks of threads fit the registers of an SM
 # The elementwise primitives that Mosaic lowers for Hopper GPUs; `evaluate` makes an addition of add_any.
 KNOWN = {
@@ -48,6 +45,7 @@ KNOWN = {
     "not", "one_minus_square", "or", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh", "xor",
 }  # fmt: skip
 LONG = 20  # a gradient of more operations is computed for half as many columns at one time
+COLUMNS = (128, 64, 32)  # the numbers of columns that a tile in bf16 may have
 
 
 @with_vma_of_inputs
@@ -58,8 +56,7 @@ def activate_quantize(
     *,
     gated: bool,
     weights: Float[Array, " N"] | None = None,
-    dtype=jnp.float8_e4m3fn,
-    pow2: bool = False,
+    format: Format = Format(),
 ) -> KMajorFp8:
     """a = act(gate, up) * weight, quantized by rows: data [N, F], scale [F / 128, N].
 
@@ -69,8 +66,7 @@ def activate_quantize(
       act: act(gate, up), or act(up) if not gated. It works on f32 arrays elementwise, and is 0 at 0.
       gated: whether G is 2.
       weights: [N] f32, finite, the weight of each row; None means 1.
-      dtype: float8_e4m3fn or float8_e5m2.
-      pow2: whether scales are rounded up to powers of two.
+      format: see `quantize.quantize_rows`.
 
     Raises:
       Unsupported: h has another dtype or shape.
@@ -84,21 +80,16 @@ def activate_quantize(
         @pl.when(count > 0)
         def _():
             load_tiles(tiles_of(h, tiles, i, j, width), loaded)
-            zero_half(tiles, count, met)
+            pl.when(count < HALF)(lambda: zero_tail(tiles, count, [0], met))
             weight = None if weights is None else row_values(weights, first, PART)
 
             activate_tile(act, tiles, tiles[-1], weight, BLOCK)
-            put(rows_of(tiles[-1], 0), (data, scale, buffer), first, j, 0, pow2)
+            put(rows_of(tiles[-1], 0), (data, scale, buffer), first, j, 0, format)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    scratch = dict(
-        tiles=[tile_buffer(h.dtype, PART, HALF)] * (1 + gated),
-        buffer=tile_buffer(dtype, BLOCK, HALF),
-        loaded=plgpu.Barrier(num_arrivals=1 + gated),
-        met=plgpu.Barrier(),
-    )
-    grid = dict(i=halves_of(blocks), j=width // BLOCK)
-    run = launch(activate_quantize, _out((size, width), dtype), grid, scratch, approx_math=True)
+    scratch = _scratch(1 + gated, h.dtype, BLOCK, PART) | {"buffer": tile_buffer(DTYPES[format.dtype], BLOCK, HALF)}
+    grid = dict(i=blocks.group.shape[0] * HALVES, j=width // BLOCK)
+    run = launch(activate_quantize, _out((size, width), format), grid, scratch, approx_math=True)
     return KMajorFp8(*run(h, blocks.start, blocks.rows, weights))
 
 
@@ -110,18 +101,17 @@ def activate_grad_quantize(
     act: Callable,
     *,
     weights: Float[Array, " N"],
-    dtype_x=jnp.float8_e4m3fn,
-    dtype_dy=jnp.float8_e4m3fn,
-    pow2: bool = False,
+    of_a: Format = Format(),
+    of_h: Format = Format(),
 ) -> tuple[KMajorFp8, KMajorFp8, KMajorFp8, Float[Array, "J N"]]:
     """Returns (a * weight by columns, d_h by rows, d_h by columns, inner), quantized but for inner.
 
     Args:
-      h, act, pow2: see `activate_quantize`. G is the width of h divided by the width of d_a.
+      h, act: see `activate_quantize`. G is the width of h divided by the width of d_a.
       d_a: [N, F] bf16, the gradient of a before the weights multiply it.
       blocks: the blocks of the rows. A row of padding in a block that has real rows becomes 0.
       weights: [N] f32, finite, the weight of each row.
-      dtype_x, dtype_dy: the FP8 dtypes of a and of d_h.
+      of_a, of_h: the formats of a and of d_h.
 
     Returns:
       a: data [F, N], scale [N / 128, F].
@@ -145,7 +135,7 @@ def activate_grad_quantize(
 
         @pl.when(counts[block] > 0)
         def _():
-            i = lax.div(starts[block], BLOCK // HALF)
+            i = lax.div(starts[block], HALVES)
             load_tiles([*tiles_of(h, tiles, i, j, width), *tiles_of(d_a, [grad], i, j, width)], loaded)
             zero_tail([*tiles, grad], counts[block], [half], met)
             weight = row_values(weights, i * BLOCK + half * HALF, part)
@@ -153,36 +143,105 @@ def activate_grad_quantize(
             sums = differentiate_tile(act, grad, tiles, weight, BLOCK, part, half)
             inner[j, pl.ds(i * BLOCK + half * HALF, HALF)] = sums
             meet(met)  # a column spans rows that both warpgroups wrote
-            put(columns_of(grad, half), (*a_out, first), j * BLOCK + half * HALF, i, half, pow2)
+            put(columns_of(grad, half), (*a_out, first), j * BLOCK + half * HALF, i, half, of_a)
             meet(met)  # `grad` has been read, and `later` takes its memory
             for g, tile in enumerate(tiles):
                 column = g * steps + j
                 if g:  # the last copy may still read its buffer, but not the next buffer
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                put(rows_of(tile, half), (*rows_out, later[0]), i * BLOCK + half * HALF, column, half, pow2)
+                put(rows_of(tile, half), (*rows_out, later[0]), i * BLOCK + half * HALF, column, half, of_h)
                 if g:
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                put(columns_of(tile, half), (*columns_out, later[1]), column * BLOCK + half * HALF, i, half, pow2)
+                put(columns_of(tile, half), (*columns_out, later[1]), column * BLOCK + half * HALF, i, half, of_h)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    total = h.shape[1]
-    out = (
-        _out((width, size), dtype_x),
-        _out((size, total), dtype_dy),
-        _out((total, size), dtype_dy),
-        jax.ShapeDtypeStruct((steps, size), jnp.float32),
-    )
+    out = _out((width, size), of_a), _out(h.shape, of_h), _out(h.shape[::-1], of_h)
     scratch = dict(
         tiles=[tile_buffer(h.dtype, part)] * (1 + gated),
-        shared=plgpu.RefUnion(tile_buffer(h.dtype, part), [tile_buffer(dtype_dy, BLOCK)] * 2),
-        first=tile_buffer(dtype_x, BLOCK),
+        shared=plgpu.RefUnion(tile_buffer(h.dtype, part), [tile_buffer(DTYPES[of_h.dtype], BLOCK)] * 2),
+        first=tile_buffer(DTYPES[of_a.dtype], BLOCK),
         loaded=plgpu.Barrier(num_arrivals=2 + gated),
         met=plgpu.Barrier(num_arrivals=2),
     )
     grid = dict(i=size // BLOCK, j=steps)
+    out = *out, jax.ShapeDtypeStruct((steps, size), jnp.float32)
     run = launch(activate_grad_quantize, out, grid, scratch, warpgroups=2, approx_math=True)
     a, by_row, by_column, inner = run(h, d_a, blocks.start, blocks.rows, weights)
     return KMajorFp8(*a), KMajorFp8(*by_row), KMajorFp8(*by_column), inner
+
+
+@with_vma_of_inputs
+def activate_rows(
+    h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gated: bool, weights: Float[Array, " N"] | None = None
+) -> Float[Array, "N F"]:
+    """a = act(gate, up) * weight, [N, F] bf16.
+
+    Args:
+      h: [N, G F] bf16, N a multiple of 64 and F of 32.
+      blocks, act, gated, weights: see `activate_quantize`.
+
+    Raises:
+      Unsupported: h has another dtype or shape.
+    """
+    size, width = check_h(h, gated, HALF, COLUMNS[-1])
+    columns = next(n for n in COLUMNS if width % n == 0)
+
+    def activate_rows(h, start, rows, weights, out, *, tiles, loaded, met):
+        (i, count), j = locate_half(start, rows), lax.axis_index("j")
+
+        @pl.when(count > 0)
+        def _():
+            weight = None if weights is None else row_values(weights, i * HALF, PART)
+            load_tiles(tiles_of(h, tiles, i, j, width), loaded)
+            pl.when(count < HALF)(lambda: zero_tail(tiles, count, [0], met))
+
+            activate_tile(act, tiles, tiles[0], weight, columns)
+            store(tiles_of(out, tiles[:1], i, j, width))
+
+    grid = dict(i=blocks.group.shape[0] * HALVES, j=width // columns)
+    out = jax.ShapeDtypeStruct((size, width), h.dtype)
+    run = launch(activate_rows, out, grid, _scratch(1 + gated, h.dtype, columns, PART), approx_math=True)
+    return run(h, blocks.start, blocks.rows, weights)
+
+
+@with_vma_of_inputs
+def activate_grad_rows(
+    h: Float[Array, "N GF"], d_a: Float[Array, "N F"], blocks: Blocks, act: Callable, *, weights: Float[Array, " N"]
+) -> tuple[Float[Array, "N F"], Float[Array, "N GF"], Float[Array, "J N"]]:
+    """Returns (a * weight, d_h, inner), with inner[j, n] the sum of d_a a over the j-th tile of columns.
+
+    Args:
+      h: [N, G F] bf16, as in `activate_rows`. G is the width of h divided by the width of d_a.
+      d_a, blocks, act, weights: see `activate_grad_quantize`.
+
+    Returns:
+      a * weight [N, F] bf16, d_h [N, G F] bf16, and inner [J, N] f32, with J tiles of 128, 64 or 32 columns.
+
+    Raises:
+      ValueError: d_a has another shape or dtype than h asks for.
+      Unsupported: h has another dtype or shape.
+    """
+    gated = h.shape[1] == 2 * d_a.shape[1]
+    size, width = check_h(h, gated, HALF, COLUMNS[-1], d_a)
+    columns, part = next(n for n in COLUMNS if width % n == 0), part_of(act, gated)
+
+    def activate_grad_rows(h, d_a, start, rows, weights, a_out, d_h, inner, *, tiles, loaded, met):
+        (i, count), j, (grad, *of_h) = locate_half(start, rows), lax.axis_index("j"), tiles
+
+        @pl.when(count > 0)
+        def _():
+            weight = row_values(weights, i * HALF, part)
+            load_tiles([*tiles_of(h, of_h, i, j, width), *tiles_of(d_a, [grad], i, j, width)], loaded)
+            pl.when(count < HALF)(lambda: zero_tail(tiles, count, [0], met))
+
+            inner[j, pl.ds(i * HALF, HALF)] = differentiate_tile(act, grad, of_h, weight, columns, part)
+            store([*tiles_of(a_out, [grad], i, j, width), *tiles_of(d_h, of_h, i, j, width)])
+
+    steps = width // columns
+    out = *(jax.ShapeDtypeStruct(v.shape, h.dtype) for v in (d_a, h)), jax.ShapeDtypeStruct((steps, size), jnp.float32)
+    scratch = _scratch(2 + gated, h.dtype, columns, part)
+    run = launch(activate_grad_rows, out, dict(i=blocks.group.shape[0] * HALVES, j=steps), scratch, approx_math=True)
+    return run(h, d_a, blocks.start, blocks.rows, weights)
 
 
 def check_h(h, gated: bool, rows: int = BLOCK, columns: int = BLOCK, d_a=None) -> tuple[int, int]:
@@ -225,9 +284,25 @@ def differentiate_tile(act: Callable, grad, tiles, weight, columns: int, part: i
     return lax.fori_loop(0, columns // part, compute, zeros)
 
 
-def _out(shape, dtype):
+def _out(shape, format: Format):
     """Returns the types of data with this shape, and of scales of blocks along its last dim."""
-    return jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((shape[1] // BLOCK, shape[0]), jnp.float32)
+    return jax.ShapeDtypeStruct(shape, DTYPES[format.dtype]), jax.ShapeDtypeStruct(
+        (shape[1] // BLOCK, shape[0]), jnp.float32
+    )
+
+
+def _scratch(count: int, dtype, columns: int, part: int) -> dict:
+    """Returns the shared memory: tiles with boxes of `part` columns, since a kernel addresses whole boxes."""
+    tile = tile_buffer(dtype, part, HALF, columns)
+    return dict(tiles=[tile] * count, loaded=plgpu.Barrier(num_arrivals=count), met=plgpu.Barrier())
+
+
+def store(copies) -> None:
+    """Copies each tile of the (target, tile) pairs to its target, and waits until all tiles are read."""
+    plgpu.commit_smem()
+    for target, tile in copies:
+        plgpu.copy_smem_to_gmem(tile, target)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def tiles_of(x, tiles, i, j, width: int):
@@ -237,25 +312,12 @@ def tiles_of(x, tiles, i, j, width: int):
     return [(x.at[at, pl.ds(g * width + j * columns, columns)], tile) for g, tile in enumerate(tiles)]
 
 
-def halves_of(blocks: Blocks) -> int:
-    """Returns how many halves the blocks have, real or not."""
-    return blocks.group.shape[0] * (BLOCK // HALF)
-
-
 def locate_half(start, rows):
-    """Returns the half of all rows that this block of threads takes, and how many real rows it has, below 1 for none.
-
-    The axis `i` of the grid counts halves of blocks: with start (0, 2) and rows (128, 5), i = 3 has the half 3 with
-    -59.
-    """
+    """Returns the half of all rows of this block of threads, and how many real rows it has, below 1 for none."""
+    # With start (0, 2) and rows (128, 5), the half i = 3 of the blocks is the half 3 of all rows, with -59 real ones.
     i = lax.axis_index("i")
-    block, half = lax.div(i, BLOCK // HALF), lax.rem(i, BLOCK // HALF)
+    block, half = lax.div(i, HALVES), lax.rem(i, HALVES)
     return start[block] + half, rows[block] - half * HALF
-
-
-def zero_half(tiles, count, barrier) -> None:
-    """Writes 0 into the rows from `count` on of tiles of 64 rows."""
-    pl.when(count < HALF)(lambda: zero_tail(tiles, count, [0], barrier))
 
 
 def part_at(half, step, part: int):

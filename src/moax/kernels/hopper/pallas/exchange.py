@@ -26,13 +26,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from moax.checks import Unsupported
+from moax.kernels.hopper.pallas.ptx import IN_BOUNDS
 from moax.mesh.collectives import with_vma_of_inputs
 
 SMS = 32  # the multiprocessors that exchange; products of other streams have the others
 WARPGROUPS = 4  # the warpgroups of a block of threads, each with rows of its own
 MOST_BYTES = 192 * 1024  # the most bytes of SMEM
 MOST_COPIES = 8  # the most rows that a warpgroup has in flight, in an unrolled loop
-IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
 
 
 @with_vma_of_inputs

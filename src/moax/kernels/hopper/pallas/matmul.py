@@ -13,7 +13,7 @@ the blocks have 128, 2 and 5 rows, and four of their six halves are computed.
 
 With the activation in the epilogue, a tile has the same columns of gate and of up, so that a consumer holds both in
 registers: with 256 columns, F = 768 and gate and up, tile 1 has the columns 128 to 255 of each. The kernel writes h,
-rounded, and computes a from the rounded h, so that a product and the kernel of `activation_bf16` give the same bits.
+rounded, and computes a from the rounded h, so that a product and `activation.activate_rows` give the same bits.
 """
 
 from __future__ import annotations

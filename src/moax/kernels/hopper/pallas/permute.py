@@ -23,26 +23,22 @@ from jaxtyping import Array, Float, Int, Shaped
 from moax.checks import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.formats import HALF, Blocks
+from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch
 from moax.mesh.collectives import with_vma_of_inputs
 
 IN_FLIGHT = 32 * 1024  # the bytes that a block of threads has in flight; five or six blocks fill an SM
 MOST_COPIES = 16  # the most copies of a block of threads, whose loop is unrolled
 MOST_BYTES = 200 * 1024  # the most bytes of SMEM
-THREADS = 128
-IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
 
 
 @with_vma_of_inputs
-def gather_rows(
-    x: Shaped[Array, "R H"], source: Int[Array, " N"], blocks: Blocks | None, *, in_flight: int = IN_FLIGHT
-) -> Shaped[Array, "N H"]:
+def gather_rows(x: Shaped[Array, "R H"], source: Int[Array, " N"], blocks: Blocks | None) -> Shaped[Array, "N H"]:
     """out[n] = x[source[n]], 0 where source[n] >= R.
 
     Args:
       x: [R, H] of any dtype, with rows of a multiple of 16 bytes.
       source: [N] i32, not negative; N is a multiple of 64.
       blocks: the blocks of the result. Rows past the last group are not written. None writes all rows.
-      in_flight: the bytes that a block of threads has in flight.
 
     Raises:
       Unsupported: the rows have another size, or N is no multiple of 64.
@@ -53,7 +49,7 @@ def gather_rows(
         raise Unsupported(f"source has {source.shape[0]} rows; the kernel takes multiples of {HALF}")
     if row > MOST_BYTES:
         raise Unsupported(f"x has rows of {row} bytes; the kernel takes at most {MOST_BYTES}")
-    count = _rows_at_once(HALF, 1, row, in_flight)
+    count = _rows_at_once(HALF, 1, row)
     vector = _vector(width, x.dtype.itemsize)
     held = align_up(width, vector * THREADS)
 
@@ -96,14 +92,9 @@ def gather_rows(
         zero=plgpu.SMEM((held,), x.dtype),
         arrived=plgpu.Barrier(num_barriers=count),
     )
-    return plgpu.kernel(
-        gather_rows,
-        out_type=jax.ShapeDtypeStruct((source.shape[0], width), x.dtype),
-        grid=(source.shape[0] // count,),
-        grid_names=("i",),
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(x, source, None if blocks is None else blocks.first)
+    out = jax.ShapeDtypeStruct((source.shape[0], width), x.dtype)
+    run = launch(gather_rows, out, dict(i=source.shape[0] // count), scratch, None)
+    return run(x, source, None if blocks is None else blocks.first)
 
 
 @with_vma_of_inputs
@@ -111,8 +102,6 @@ def gather_sum(
     rows: Float[Array, "N H"],
     position: Int[Array, "R K"],
     weights: Float[Array, "R K"] | None = None,
-    *,
-    in_flight: int = IN_FLIGHT,
 ) -> Float[Array, "R H"]:
     """y[r] = sum_k weights[r, k] rows[position[r, k]], summed in f32, in the dtype of rows.
 
@@ -120,7 +109,6 @@ def gather_sum(
       rows: [N, H] bf16 or f32, with rows of a multiple of 16 bytes. A row without a position is not read.
       position: [R, K] i32, not negative. A position from N on adds nothing.
       weights: [R, K] f32; None means 1.
-      in_flight: the bytes that a block of threads has in flight.
 
     Raises:
       Unsupported: the rows have another dtype or another size.
@@ -130,8 +118,8 @@ def gather_sum(
     _row_bytes("rows", rows)
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         raise Unsupported(f"rows are {rows.dtype}; the kernel sums bfloat16 and float32")
-    part = _part(width, rows.dtype.itemsize, terms, in_flight)
-    parts, count = width // part, _rows_at_once(results, terms, part * rows.dtype.itemsize, in_flight)
+    part = _part(width, rows.dtype.itemsize, terms)
+    parts, count = width // part, _rows_at_once(results, terms, part * rows.dtype.itemsize)
     vector = _vector(part, rows.dtype.itemsize)
     held = align_up(part, vector * THREADS)  # columns past `part` may hold anything and are not copied back
     layout = plgpu.Layout.WG_STRIDED((held,), vector)
@@ -168,17 +156,14 @@ def gather_sum(
             plgpu.copy_smem_to_gmem(buffer.at[r, 0, pl.ds(0, part)], out.at[first + r, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    return plgpu.kernel(
-        gather_sum,
-        out_type=jax.ShapeDtypeStruct((results, width), rows.dtype),
-        grid=(results // count * parts,),  # CUDA takes 65535 blocks at most along a second dim
-        grid_names=("block",),
-        scratch_types=dict(
-            buffer=plgpu.SMEM((count, terms, held), rows.dtype),
-            arrived=plgpu.Barrier(num_arrivals=terms, num_barriers=count),
-        ),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(rows, position, weights)
+    scratch = dict(
+        buffer=plgpu.SMEM((count, terms, held), rows.dtype),
+        arrived=plgpu.Barrier(num_arrivals=terms, num_barriers=count),
+    )
+    grid = dict(block=results // count * parts)  # CUDA takes 65535 blocks at most along a second dim
+    return launch(gather_sum, jax.ShapeDtypeStruct((results, width), rows.dtype), grid, scratch, None)(
+        rows, position, weights
+    )
 
 
 def _row_bytes(name: str, x) -> int:
@@ -189,16 +174,16 @@ def _row_bytes(name: str, x) -> int:
     return row
 
 
-def _rows_at_once(total: int, terms: int, copy: int, in_flight: int) -> int:
+def _rows_at_once(total: int, terms: int, copy: int) -> int:
     """Returns the rows, of `terms` copies of `copy` bytes, of a block of threads: a power of 2 dividing `total`."""
-    most = min(MOST_COPIES, in_flight // copy) // terms
+    most = min(MOST_COPIES, IN_FLIGHT // copy) // terms
     return next(n for n in (16, 8, 4, 2, 1) if total % n == 0 and n <= max(most, 1))
 
 
-def _part(width: int, size: int, terms: int, in_flight: int) -> int:
-    """Returns the columns of a block of threads: the most that divide the width and fit `in_flight`."""
+def _part(width: int, size: int, terms: int) -> int:
+    """Returns the columns of a block of threads: the most that divide the width and fit `IN_FLIGHT`."""
     parts = [width // n for n in range(1, width + 1) if width % n == 0 and width // n * size % 16 == 0]
-    return next((p for p in parts if terms * p * size <= in_flight), parts[-1])
+    return next((p for p in parts if terms * p * size <= IN_FLIGHT), parts[-1])
 
 
 def _vector(part: int, size: int) -> int:

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 from moax.checks import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.pallas import ptx
-from moax.kernels.hopper.pallas.ptx import THREADS, layout_of, store
+from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch, layout_of, store
 from moax.mesh.collectives import with_vma_of_inputs
 
 STEP = 64  # the assignments of a step, the groups that are compared at one time, and the rows of a top k
@@ -42,7 +42,6 @@ MOST_GROUPS = 1024  # a thread holds eight counts
 MOST_EXPERTS, EXPERTS = 256, 8  # of the top k: a thread holds half as many logits, in tiles of so many experts
 MOST_BYTES = 200 * 1024  # the most bytes of SMEM
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
 
 
 def supports_top_k(shape: tuple[int, ...], top_k: int) -> bool:
@@ -92,7 +91,7 @@ def top_k_rows(logits: Float[Array, "T E"], top_k: int) -> tuple[Float[Array, "T
                 keys = jnp.where(below == lax.broadcast_in_dim(best, keys.shape, [0]), jnp.uint32(0), keys)
 
     out = tuple(jax.ShapeDtypeStruct((rows, top_k), dtype) for dtype in (jnp.float32, jnp.int32))
-    return _launch(top_k_rows, out, -(-rows // STEP), ())(logits)
+    return launch(top_k_rows, out, dict(block=-(-rows // STEP)), (), None)(logits)
 
 
 class Counts(NamedTuple):
@@ -149,7 +148,7 @@ def count_groups(experts: Int[Array, "R K"], groups: int) -> Counts:
 
     scratch: Any = dict(here=plgpu.SMEM((size,), jnp.int32), loaded=plgpu.Barrier())
     out = [_i32(blocks, held), _i32(blocks, steps * held)]
-    return Counts(ids, *_launch(count_groups, out, blocks, scratch)(ids))
+    return Counts(ids, *launch(count_groups, out, dict(block=blocks), scratch, None)(ids))
 
 
 @with_vma_of_inputs
@@ -278,7 +277,7 @@ def build_permutation(
     if weights is not None:
         out.append(jax.ShapeDtypeStruct((num_rows,), jnp.float32))
         weights = jnp.pad(weights.reshape(-1), (0, blocks * size - experts.size))
-    found = _launch(build_permutation, out, blocks, scratch)(*counted, begin, kept, weights)
+    found = launch(build_permutation, out, dict(block=blocks), scratch, None)(*counted, begin, kept, weights)
     source, position, sizes, by_row = found if weights is not None else (*found, None)
     return source, position.reshape(experts.shape), sizes, by_row
 
@@ -287,18 +286,6 @@ def _split(count: int) -> tuple[int, int]:
     """Returns the number of blocks and of steps a block, which is even, of so many assignments."""
     pairs = -(-count // (2 * STEP * BLOCKS))
     return -(-count // (2 * STEP * pairs)), 2 * pairs
-
-
-def _launch(kernel, out, blocks: int, scratch):
-    """Makes a kernel of so many blocks of one warpgroup each."""
-    return plgpu.kernel(
-        kernel,
-        out_type=out,
-        grid=(blocks,),
-        grid_names=("block",),
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )
 
 
 def _i32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,8 @@
-"""What Pallas lacks: inlined PTX, and by it loads and stores where each thread has an index of its own."""
+"""A short call of a kernel, and what Pallas lacks: loads and stores where each thread has an index, by inlined PTX."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxtyping import Array, Int, Num
 
 THREADS = 128  # the threads of a warpgroup
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # it makes a copy a bulk copy, without a tensor map
 # Before jax 0.12 every store of an array to a reference may be unoptimized.
 store = getattr(plgpu, "store", lambda to, value, optimized: to.__setitem__(..., value))
 # The operands are the result, the array in SMEM and the index.
@@ -30,6 +32,22 @@ setp.lt.u32 inside, $1, {size};
 mad.wide.u32 at, $1, 4, $0;
 @inside st.global.b32 [at], $2;
 }}"""
+
+
+def launch(kernel: Callable, out, grid: dict[str, int], scratch, warpgroups: int | None = 1, **params) -> Callable:
+    """Makes a kernel of warpgroups that share a tile. With None it is one warpgroup that orders its own copies."""
+    threads: Any = {} if warpgroups is None else dict(num_threads=warpgroups, thread_name="wg")
+    # Without SMEM for reductions over warps, because the warpgroups would share it too.
+    params |= dict(unsafe_no_auto_barriers=True) if warpgroups is None else dict(reduction_scratch_bytes=0)
+    return plgpu.kernel(
+        kernel,
+        out_type=out,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(**params),
+        **threads,
+    )
 
 
 def layout_of(size: int) -> Any:

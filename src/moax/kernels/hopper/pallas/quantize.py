@@ -1,6 +1,6 @@
 """Kernels that quantize to FP8, for products over columns, over rows, or both, and that dequantize received rows.
 
-    scale[b] = max |x| over block b / max of the format         (rounded up to a power of two with `pow2`)
+    scale[b] = to_scale(max |x| over block b)
     data     = round_to_format(x * (1 / scale)),      x[r, c] ~ data[r, c] * scale[r, c / 128]
 
 FP8 products take K-major operands alone, so these kernels also transpose an operand whose rows a product contracts. A
@@ -24,10 +24,10 @@ from jaxtyping import Array, Float, Int
 from moax.checks import Unsupported
 from moax.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
-from moax.kernels.hopper.pallas.ptx import store
+from moax.kernels.hopper.pallas.ptx import launch, store
+from moax.kernels.quantization import DTYPES, to_scale
 from moax.mesh.collectives import varying, with_vma_of_inputs
-
-TINY = 2.0**-126  # the smallest normal float32
+from moax.recipe import Format
 
 
 @with_vma_of_inputs
@@ -36,10 +36,9 @@ def quantize_rows(
     blocks: Blocks | None,
     *,
     source: Int[Array, " M"] | None = None,
-    dtype=jnp.float8_e4m3fn,
+    format: Format = Format(),
     rows: bool = True,
     columns: bool = True,
-    pow2: bool = False,
     scale: Float[Array, " B"] | None = None,
     by_row: bool = False,
 ) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:
@@ -50,9 +49,8 @@ def quantize_rows(
       blocks: the blocks of the rows. Rows of padding become 0 and do not enter a scale; blocks without rows are not
         written. None means that all rows are real.
       source: [M] i32, not negative: row m is x[source[m]], and 0 where source[m] >= R, as it must be in padding.
-      dtype: float8_e4m3fn or float8_e5m2.
+      format: the dtype, and whether scales are powers of two; all scales are f32.
       rows, columns: whether to make the result for products over columns (`rows`) and over rows (`columns`).
-      pow2: whether scales are rounded up to powers of two.
       scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes them.
       by_row: whether the scales of `rows` lie row by row, [M, ceil(C / 128)].
 
@@ -61,9 +59,9 @@ def quantize_rows(
       columns: data [C, M], scale [M / 128, C rounded up to 128]; None if `columns` is False.
 
     Raises:
-      Unsupported: the kernel does not take the shape or the dtype of x, or the dtype.
+      Unsupported: the kernel does not take the shape or the dtype of x.
     """
-    check_source("x", x, 1, dtype)
+    check_source("x", x, 1)
     width, x, alike = x.shape[1], _pad(x, 1), not varying(x)
     size = x.shape[0] if source is None else source.shape[0]
     if source is not None and x.shape[0] == 1:  # Mosaic drops a dim of one row, and a row past its end would be row 0
@@ -76,7 +74,7 @@ def quantize_rows(
         "columns": ((x.shape[1], size), (size // BLOCK, padded)),
     }
     wanted = [name for name, on in (("rows", rows), ("columns", columns)) if on]
-    data = {name: jax.ShapeDtypeStruct(shapes[name][0], dtype) for name in wanted}
+    data = {name: jax.ShapeDtypeStruct(shapes[name][0], DTYPES[format.dtype]) for name in wanted}
     scales = {name: jax.ShapeDtypeStruct(shapes[name][1], jnp.float32) for name in wanted if scale is None}
 
     def quantize_rows(x, source, starts, counts, given, data, scales, *, tile, buffers, loaded, met):
@@ -100,7 +98,7 @@ def quantize_rows(
             for n, (name, read, row, column, half) in enumerate(puts):
                 to = data[name], scales.get(name), buffers[wanted.index(name)]
                 turned = by_row and name == "rows"
-                put(read(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, one, wait=n > 0, by_row=turned)
+                put(read(tile, half), to, row * BLOCK + half * HALF, column, 0, format, one, wait=n > 0, by_row=turned)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(x, data.values(), source is not None)
@@ -118,65 +116,54 @@ def quantize_rows(
 
 @with_vma_of_inputs
 def quantize_weight(
-    w: Float[Array, "E R C"],
-    *,
-    dtype=jnp.float8_e4m3fn,
-    native: bool,
-    transposed: bool,
-    pow2: bool = False,
-    scale: Float[Array, " E"] | None = None,
-) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:
-    """Quantizes weights in 128 x 128 blocks, as they lie and transposed.
+    w: Float[Array, "E R C"], *, format: Format = Format(), transposed: bool, scale: Float[Array, " E"] | None = None
+) -> KMajorFp8:
+    """Quantizes weights in 128 x 128 blocks, as they lie or transposed.
 
     Args:
       w: [E, R, C] bf16 or f32, R and C multiples of 16.
-      dtype, pow2: see `quantize_rows`.
-      native, transposed: whether to make the result as the weights lie, and the transposed result.
+      format: see `quantize_rows`.
+      transposed: whether the result is transposed.
       scale: [E] f32, the scale of each matrix; None computes a scale for each block.
 
     Returns:
-      native: data [E, R, C], scale [E, ceil(R / 128), ceil(C / 128)]; None if `native` is False.
-      transposed: data [E, C, R], scale [E, ceil(C / 128), ceil(R / 128)]; None if `transposed` is False.
+      data [E, R, C], scale [E, ceil(R / 128), ceil(C / 128)]; transposed, data [E, C, R] and scales like it.
 
     Raises:
-      Unsupported: the kernel does not take the shape or the dtype of w, or the dtype.
+      Unsupported: the kernel does not take the shape or the dtype of w.
     """
-    check_source("w", w, 2, dtype)
+    check_source("w", w, 2)
     (experts, rows, width), source = w.shape, _pad(_pad(w, 1), 2)
     grid = dict(e=experts, i=-(-rows // BLOCK), j=-(-width // BLOCK))
-    shapes = {"native": source.shape, "transposed": (experts, *source.shape[:0:-1])}
-    wanted = ["native"] * native + ["transposed"] * transposed
-    data = {name: jax.ShapeDtypeStruct(shapes[name], dtype) for name in wanted}
 
     def quantize_weight(w, given, data, scales, *, tile, buffers, loaded, met, peaks):
         e, i, j = (lax.axis_index(name) for name in "eij")
         load_tiles([(w.at[e, pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
+        row, column = (j, i) if transposed else (i, j)
         if given is None:
             for half in (0, 1):
-                peaks[pl.ds(half * HALF, HALF)] = to_scale(amax(rows_of(tile, half)), dtype, pow2, 0.0)
+                peaks[pl.ds(half * HALF, HALF)] = to_scale(amax(rows_of(tile, half)), format, of_zero=0.0)
             meet(met)
             # In this layout each warp holds all peaks, so that each warp takes the maximum by itself.
             peak = jnp.max(plgpu.load(peaks, layout=plgpu.Layout.WGMMA.reduce(0)))
             fixed = jnp.where(peak > 0.0, peak, 1.0)
-            scales[(e, i, j) if native else (e, j, i)] = fixed
+            scales[e, row, column] = fixed
         else:
             fixed = given[e]
-        puts = [("native", rows_of, i, j, half) for half in (0, 1)] * native
-        puts += [("transposed", columns_of, j, i, half) for half in (0, 1)] * transposed
-        for n, (name, read, row, column, half) in enumerate(puts):
-            to = data[name].at[e], None, buffers[wanted.index(name)]
-            put(read(tile, half), to, row * BLOCK + half * HALF, column, 0, pow2, fixed, wait=n > 0)
+        for half in (0, 1):
+            value = (columns_of if transposed else rows_of)(tile, half)
+            to = data.at[e], None, buffers[0]
+            put(value, to, row * BLOCK + half * HALF, column, 0, format, fixed, wait=half > 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    scratch = _scratch(source, data.values()) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
-    of_blocks = jax.ShapeDtypeStruct([grid[name] for name in ("eij" if native else "eji")], jnp.float32)
+    (_, *dims), order = source.shape, -1 if transposed else 1
+    data = jax.ShapeDtypeStruct((experts, *dims[::order]), DTYPES[format.dtype])
+    of_blocks = jax.ShapeDtypeStruct((experts, *(grid[name] for name in "ij"[::order])), jnp.float32)
+    scratch = _scratch(source, [data]) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
     data, scales = launch(quantize_weight, (data, of_blocks if scale is None else None), grid, scratch)(source, scale)
     scales = scales if scale is None else jnp.broadcast_to(scale[:, None, None], of_blocks.shape)
-    turned = jnp.swapaxes(scales, 1, 2) if native else scales
-    return (
-        KMajorFp8(data["native"][:, :rows, :width], scales) if native else None,
-        KMajorFp8(data["transposed"][:, :width, :rows], turned) if transposed else None,
-    )
+    rows, width = (rows, width)[::order]
+    return KMajorFp8(data[:, :rows, :width], scales)
 
 
 @with_vma_of_inputs
@@ -224,37 +211,20 @@ def dequantize_rows(
     return launch(dequantize_rows, out, dict(i=size // BLOCK, j=blocks), scratch)(data, words, ends)
 
 
-def check_source(name: str, x, dims: int, dtype) -> None:
-    """Raises Unsupported unless x is bf16 or f32 with its last `dims` dims multiples of 16, and `dtype` is FP8."""
+def check_source(name: str, x, dims: int) -> None:
+    """Raises Unsupported unless x is bf16 or f32 with its last `dims` dims multiples of 16."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise Unsupported(f"{name} is {x.dtype}; the kernel quantizes bfloat16 and float32")
-    if dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-        raise Unsupported(f"dtype={jnp.dtype(dtype).name}; the kernel quantizes to float8_e4m3fn and float8_e5m2")
     if any(width % 16 for width in x.shape[-dims:]):  # TMA strides over multiples of 16 bytes
         raise Unsupported(f"{name} has shape {x.shape}; its last {dims} dims must be multiples of 16")
 
 
-def launch(kernel, out, grid: dict[str, int], scratch: dict, warpgroups: int = 1, **params):
-    """Makes a kernel of warpgroups that share a tile."""
-    return plgpu.kernel(
-        kernel,
-        out_type=out,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=warpgroups,
-        thread_name="wg",
-        scratch_types=scratch,
-        # Without SMEM for reductions over warps, because the warpgroups would share it too.
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, **params),
-    )
-
-
-def tile_buffer(dtype, width: int, rows: int = BLOCK, together: int = 8):
+def tile_buffer(dtype, width: int, rows: int = BLOCK, columns: int = BLOCK, together: int = 8):
     """Returns SMEM for a tile of an array of this width; one copy brings `together` rows at least."""
     size = jnp.dtype(dtype).itemsize
     box = next(n for n in (128, 64, 32) if width * size % n == 0)  # TMA needs boxes that divide the width
     transforms = (plgpu.TilingTransform((together, box // size)), plgpu.SwizzleTransform(box))
-    return plgpu.SMEM((rows, BLOCK), dtype, transforms=transforms)
+    return plgpu.SMEM((rows, columns), dtype, transforms=transforms)
 
 
 def load_tiles(copies, loaded) -> None:
@@ -330,17 +300,7 @@ def amax(value):
     return lax.bitcast_convert_type((jnp.maximum(most, jnp.uint32(1 << 24)) - jnp.uint32(1 << 24)) >> 1, jnp.float32)
 
 
-def to_scale(amax, dtype, pow2: bool, of_zero: float = 1.0):
-    """Returns the scales of blocks with these maxima; `of_zero` where a maximum is 0 or too small to divide by."""
-    scale = amax * (1.0 / float(jnp.finfo(dtype).max))
-    scale = jnp.where(scale < TINY, of_zero, scale)
-    if not pow2:
-        return scale
-    bits = lax.bitcast_convert_type(scale, jnp.int32)
-    return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
-
-
-def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool = False, by_row: bool = False) -> None:
+def put(value, to, first, column_block, slot, format: Format, given=None, wait=False, by_row=False) -> None:
     """Quantizes half a block [64, 128] f32 by its rows and starts its copy to GMEM, up to the end of data.
 
     Args:
@@ -348,20 +308,19 @@ def put(value, to, first, column_block, slot, pow2: bool, given=None, wait: bool
       to: data [R, C] in GMEM, scale [C / 128, R] in GMEM, and a buffer in SMEM.
       first, column_block: the first of the 64 rows, and the block of 128 columns, in data.
       slot: the half of the buffer that takes the values.
-      pow2, by_row: see `quantize_rows`.
+      format, by_row: see `quantize_rows`.
       given: the scale, which is then not written; None computes one for each row.
       wait: whether earlier copies may still read the buffer.
     """
     data, scales, buffer = to
-    dtype = data.dtype
-    scale = to_scale(amax(value), dtype, pow2) if given is None else given
+    scale = to_scale(amax(value), format) if given is None else given
     inverse = 1.0 / scale
     if given is None:
         at = (pl.ds(first, HALF), column_block) if by_row else (column_block, pl.ds(first, HALF))
         store(scales.at[at], scale, optimized=not by_row)
         inverse = lax.broadcast_in_dim(inverse, value.shape, [0])
     # The conversion would turn an Inf into a number. The product with 0 turns it into NaN, in one multiply-add.
-    value = (value * inverse + value * 0.0).astype(dtype)
+    value = (value * inverse + value * 0.0).astype(data.dtype)
     if wait:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     rows = buffer.at[pl.ds(slot * HALF, HALF)]
