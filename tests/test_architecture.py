@@ -35,8 +35,7 @@ RANKS = {
     **dict.fromkeys(["params", "models"], 4),
     **dict.fromkeys(["sharding", "reference", "exchange"], 5),
     **dict.fromkeys(["ops", "lora"], 6),
-    **dict.fromkeys(["block", "layers", "program"], 7),
-    **dict.fromkeys(["stages", "scan"], 7),
+    **dict.fromkeys(["block", "layers", "program", "scan"], 7),
     **dict.fromkeys(["nnx", "linen", "hf", "info", "inspect", "estimate"], 8),
     "moax": 9,
     **dict.fromkeys(["cli", "__main__"], 10),
@@ -45,7 +44,6 @@ SIDEWAYS = {
     "recipe": {"checks"},
     "types": {"checks", "recipe"},
     "layers": {"block"},
-    "scan": {"stages"},
     "estimate": {"hf"},
     "__main__": {"cli"},
 }
