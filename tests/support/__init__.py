@@ -8,6 +8,7 @@ compare      relative errors
 inputs       arrays and parameters
 interpreter  kernels without a GPU
 ptx          PTX without a GPU
+hlo          texts of optimized HLO
 gpus         all GPUs, for one test at a time
 covering     which pairs of options the rows of a table hold
 pages        the programs of the documentation

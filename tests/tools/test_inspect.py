@@ -1,6 +1,5 @@
 """moax.inspect: hand-written HLO in the forms that XLA's CPU and GPU compilers print, then programs compiled here."""
 
-import functools
 import itertools
 import math
 from textwrap import dedent
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moax.inspect as inspect
@@ -21,16 +20,8 @@ from moax.inspect import (
     hlo,
     total_bytes,
 )
-
-MESHES = {
-    "2x4": {"fsdp": 2, "ep": 4},
-    "2x2x2": {"dp": 2, "fsdp": 2, "ep": 2},
-}
-
-
-def make_mesh(name: str, kind=AxisType.Auto):
-    sizes = MESHES[name]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+from support import MESHES, make_mesh
+from support.hlo import abstract, mapped, text_of
 
 
 @pytest.fixture
@@ -38,25 +29,10 @@ def mesh():
     return make_mesh("2x4")
 
 
-def abstract(mesh, shape, dtype, *spec):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
-
-
-def mapped(mesh, ins, outs):
-    return functools.partial(jax.shard_map, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
-
-
-def program(*lines: str, before: str = "", devices: int = 8) -> str:
-    """An HLO text whose entry holds these instructions, after the computations of `before`."""
-    body = "\n".join(f"  {line}" for line in lines)
-    header = f"HloModule jit_f, is_scheduled=true, entry_computation_layout={{()->f32[]}}, num_partitions={devices}"
-    return f"{header}\n\n{dedent(before)}\n\nENTRY %main.0_spmd (param.1: f32[8]) -> f32[8] {{\n{body}\n}}\n"
-
-
 def read(*lines: str, mesh="2x4", **kwargs) -> list[Collective]:
     sizes = MESHES[mesh]
     named = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    return collectives(program(*lines, **kwargs), mesh=named)
+    return collectives(text_of(*lines, **kwargs), mesh=named)
 
 
 GATHER = "channel_id=1, dimensions={0}, use_global_device_ids=true"
@@ -87,22 +63,31 @@ def test_gpu_combined_start_and_done():
     ]
 
 
+WEIGHT = '%p = f32[4,8]{1,0} parameter(0), metadata={op_name="params.w"}', "%c = bf16[4,8]{1,0} convert(%p)"
+
+
 @pytest.mark.parametrize(
-    "line, kind, shape, sent",
+    "line, kind, arrays",
     [
-        ("(bf16[4,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(%p)", "all-gather", (8, 8), 64),
-        ("((bf16[4,8]{1,0}), bf16[8,8]{1,0}) all-gather-start(%p)", "all-gather", (8, 8), 64),
-        ("bf16[4,8]{1,0} all-reduce-start(%p)", "all-reduce", (4, 8), 64),
-        ("((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-reduce-start(%p)", "all-reduce", (4, 8), 64),
-        ("((bf16[8,8]{1,0}), bf16[4,8]{1,0}, u32[]) reduce-scatter-start(%p)", "reduce-scatter", (4, 8), 64),
-        ("((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-to-all-start(bf16[4,8]{1,0} %p)", "all-to-all", (4, 8), 32),
-        ("bf16[4,8]{1,0} ragged-all-to-all(%p, %o, %a, %b, %c, /*index=5*/%d)", "ragged-all-to-all", (4, 8), 32),
-        ("bf16[4,8]{1,0} collective-broadcast(%p)", "collective-broadcast", (4, 8), 64),
+        ("(bf16[4,8]{1,0}, bf16[8,8]{1,0}) all-gather-start(bf16[4,8]{1,0} %c)", "all-gather", [((8, 8), 64, True)]),
+        ("((bf16[4,8]{1,0}), bf16[8,8]{1,0}) all-gather-start(%c)", "all-gather", [((8, 8), 64, True)]),
+        ("bf16[4,8]{1,0} all-reduce-start(%c)", "all-reduce", [((4, 8), 64, True)]),
+        ("((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-reduce-start(%c)", "all-reduce", [((4, 8), 64, True)]),
+        ("((bf16[8,8]), bf16[4,8], u32[]) reduce-scatter-start(%c)", "reduce-scatter", [((4, 8), 64, True)]),
+        ("((bf16[4,8]), bf16[4,8], u32[]) all-to-all-start(bf16[4,8] %c)", "all-to-all", [((4, 8), 32, True)]),
+        ("bf16[4,8] ragged-all-to-all(%c, %o, %a, %b, /*index=4*/%d)", "ragged-all-to-all", [((4, 8), 32, True)]),
+        ("bf16[4,8]{1,0} collective-broadcast(%c)", "collective-broadcast", [((4, 8), 64, True)]),
+        ("((bf16[1,8], bf16[4,8]), (bf16[2,8], bf16[8,8])) all-gather-start(%half, %c)", "all-gather",
+         [((2, 8), 16, False), ((8, 8), 64, True)]),
+        ("(bf16[4,8], bf16[4,8]) all-reduce(%half, %c)", "all-reduce", [((4, 8), 64, False), ((4, 8), 64, True)]),
+        ("(bf16[2,8], bf16[2,8]) all-to-all(%half, %c)", "all-to-all", [((2, 2, 8), 32, True)]),
     ],
-)
-def test_forms_of_a_start(line, kind, shape, sent):
-    (c,) = read(f"%x = {line}, {GATHER}, {FSDP}")
-    assert (c.kind, c.dtype, c.shape, c.bytes, c.axes) == (kind, "bfloat16", shape, sent, ("fsdp",))
+)  # fmt: skip
+def test_forms(line, kind, arrays):
+    """Breaks if a form is read as another array, or a weight is lost in it, or an array beside it is taken for it."""
+    found = read(*WEIGHT, f"%x = {line}, channel_id=1, use_global_device_ids=true, {FSDP}")
+    assert [(c.shape, c.bytes, c.carries != ()) for c in found] == arrays
+    assert {(c.kind, c.dtype, c.axes) for c in found} == {(kind, "bfloat16", ("fsdp",))}
 
 
 @pytest.mark.parametrize(
@@ -114,14 +99,15 @@ def test_forms_of_a_start(line, kind, shape, sent):
     [
         ("2x4", "{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", ("ep",), 2),
         ("2x4", "{{0,4},{4,0}}", ("fsdp",), 2),
-        ("2x2x2", "{{0,0},{1,1},{2,4},{3,5},{4,2},{5,3},{6,6},{7,7}}", ("dp", "fsdp"), 2),
-        ("2x2x2", "{{0,0},{1,1}}", (), 1),
+        ("dp2x2x2", "{{0,0},{1,1},{2,4},{3,5},{4,2},{5,3},{6,6},{7,7}}", ("dp", "fsdp"), 2),
+        ("dp2x2x2", "{{0,0},{1,1}}", (), 1),
     ],
 )
 def test_permute(types, mesh, pairs, axes, group):
     name = "collective-permute-start" if types.startswith("(") else "collective-permute"
-    (c,) = read(f"%x = {types} {name}(%p), channel_id=1, source_target_pairs={pairs}", mesh=mesh)
+    (c,) = read(*WEIGHT, f"%x = {types} {name}(%c), channel_id=1, source_target_pairs={pairs}", mesh=mesh)
     assert (c.shape, c.axes, c.group_size, c.bytes) == ((4,), axes, group, 8 if group > 1 else 0)
+    assert [value.name for value in c.carries] == ["params.w"]
 
 
 def test_async_wrapper():
@@ -155,16 +141,16 @@ def test_async_wrapper():
         ("2x4", "[1,8]<=[8]", ("fsdp", "ep"), 8),
         ("2x4", "[8,1]<=[8]", (), 1),
         ("2x4", "{{0,1},{2,3},{4,5},{6,7}}", ("ep",), 2),
-        ("2x2x2", "[2,4]<=[2,2,2]T(1,0,2)", ("dp", "ep"), 4),
-        ("2x2x2", "[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",), 2),
-        ("2x2x2", "[4,2]<=[4,2]", ("ep",), 2),
+        ("dp2x2x2", "[2,4]<=[2,2,2]T(1,0,2)", ("dp", "ep"), 4),
+        ("dp2x2x2", "[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",), 2),
+        ("dp2x2x2", "[4,2]<=[4,2]", ("ep",), 2),
         ("2x4", "mesh['fsdp'=2,'ep'=4] {'ep','fsdp'}", ("fsdp", "ep"), 8),
         ("2x4", "mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", ("ep",), 4),
         ("2x4", "mesh['axis_0'=8] {'axis_0'}", ("fsdp", "ep"), 8),
         ("2x4", "mesh[a=8] {a:(2)4}", ("ep",), 4),
-        ("2x2x2", "mesh['a'=8] {'a':(1)2}", ("dp",), 2),
-        ("2x2x2", "mesh['a'=8] {'a':(1)2,'a':(4)2}", ("dp", "ep"), 4),
-        ("2x2x2", "mesh['a'=8] {'a':(2)2}", ("fsdp",), 2),
+        ("dp2x2x2", "mesh['a'=8] {'a':(1)2}", ("dp",), 2),
+        ("dp2x2x2", "mesh['a'=8] {'a':(1)2,'a':(4)2}", ("dp", "ep"), 4),
+        ("dp2x2x2", "mesh['a'=8] {'a':(2)2}", ("fsdp",), 2),
         ("2x4", "mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'y'}", ("fsdp",), 2),
         ("2x4", "mesh['x'=4,'y'=2], device_ids=(0,4,1,5,2,6,3,7) {'x'}", ("ep",), 4),
     ],
@@ -181,7 +167,7 @@ def test_replica_groups(mesh, groups, axes, size):
 @pytest.mark.parametrize("groups, expected", [("{{0,1},{2,3}}", ((0, 1), (2, 3))), ("{}", ((0, 1, 2, 3),))])
 def test_ids_of_an_all_to_all_are_partitions(groups, expected):
     """Breaks if the groups of an all-to-all, whose text has no use_global_device_ids, are not read."""
-    one = hlo.read_hlo(program(f"%x = f32[8]{{0}} all-to-all(%p), channel_id=1, replica_groups={groups}"))
+    one = hlo.read_hlo(text_of(f"%x = f32[8]{{0}} all-to-all(%p), channel_id=1, replica_groups={groups}"))
     assert hlo.device_groups(one.computations["main.0_spmd"]["x"], 4) == expected
 
 
@@ -236,15 +222,6 @@ def test_loops_without_a_trip_count_count_once():
     first, _ = read(lines, before=LOOPS + dedent(unknown))
     assert (first.times, first.open_loop) == (3, True)
     assert " 3+ " in inspect.table([first])
-
-
-def test_all_to_all_cut_into_pieces():
-    """XLA:CPU gives each peer's piece an operand of its own: one array of theirs, not four collectives."""
-    pieces = "(f32[2,8]{1,0}, f32[2,8]{1,0}, f32[2,8]{1,0}, /*index=3*/f32[2,8]{1,0})"
-    (c,) = read(
-        f"%x = {pieces} all-to-all(%a, %b, %c, %d), channel_id=1, replica_groups=mesh['fsdp'=2,'ep'=4] {{'ep'}}"
-    )
-    assert (c.kind, c.shape, c.bytes, c.axes) == ("all-to-all", (4, 2, 8), 192, ("ep",))
 
 
 def test_whatever_is_no_collective():
@@ -320,7 +297,7 @@ def test_compiled_collectives(mesh, dtype):
 
 
 def test_axes_of_every_subset():
-    mesh = make_mesh("2x2x2")
+    mesh = make_mesh("dp2x2x2")
     subsets = [s for n in (1, 2, 3) for s in itertools.combinations(mesh.axis_names, n)]
     f = mapped(mesh, P(("dp", "fsdp", "ep")), [P()] * len(subsets))(
         lambda x: [lax.psum(x * n, s) for n, s in enumerate(subsets)]
@@ -330,12 +307,12 @@ def test_axes_of_every_subset():
     assert {c.group_size for c in found} == {2, 4, 8}
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_what_jit_inserts(kind):
+@pytest.mark.parametrize("way", ["auto", "explicit"])
+def test_what_jit_inserts(way):
     """Collectives of the partitioner, whose groups no longer name the user's axes."""
-    mesh = make_mesh("2x2x2", kind)
+    mesh = make_mesh("dp2x2x2", way)
     to = NamedSharding(mesh, P("fsdp"))
-    move = jax.sharding.reshard if kind == AxisType.Explicit else lax.with_sharding_constraint
+    move = jax.sharding.reshard if way == "explicit" else lax.with_sharding_constraint
     f = jax.jit(lambda x: move(x, to))
     found = collectives(f, abstract(mesh, (16, 32), jnp.float32, ("dp", "fsdp", "ep")))
     assert [(c.kind, c.axes, c.bytes) for c in found] == [
@@ -396,7 +373,7 @@ def test_mesh_in_force_names_the_axes():
 
 def test_text_without_a_mesh():
     """Breaks if axes of a program whose mesh is not known have names, or its devices are not counted."""
-    (c,) = collectives(program(f"%a = f32[8]{{0}} all-gather(%p), {GATHER}, {FSDP}"))
+    (c,) = collectives(text_of(f"%a = f32[8]{{0}} all-gather(%p), {GATHER}, {FSDP}"))
     assert (c.axes, c.group_size) == ((), 2)
 
 
@@ -463,92 +440,6 @@ def test_table():
     assert inspect.table(sample()) == dedent(expected)
 
 
-# Assertions for users' tests.
-
-
-def quantized(w):
-    """[K, N] -> u8 bits of it, a scale for each row."""
-    scale = jnp.abs(w).max(1, keepdims=True).astype(jnp.float32)
-    return (w.astype(jnp.float32) / scale * 127).astype(jnp.int8), scale
-
-
-def weight_step(mesh, *, quantize: bool, scatter: bool = True):
-    """x @ w for w sharded over fsdp, and the gradient of w; the weight crosses as bytes, or not."""
-
-    def f(x, w):  # [1, 16], [8, 32]
-        parts = quantized(w) if quantize else (w,)
-        whole = [lax.all_gather(p, "fsdp", tiled=True) for p in parts]
-        y = x @ math.prod([p.astype(jnp.float32) for p in whole[1:]], start=whole[0].astype(jnp.float32))
-        dw = x.T @ y
-        if not scatter:
-            return y, lax.psum(dw, "fsdp")[:8]
-        return y, lax.psum_scatter(dw, "fsdp", tiled=True)
-
-    tokens = P(("fsdp", "ep"))
-    x, w = abstract(mesh, (8, 16), jnp.float32, ("fsdp", "ep")), abstract(mesh, (16, 32), jnp.bfloat16, "fsdp")
-    return jax.jit(mapped(mesh, (tokens, P("fsdp")), (tokens, P("fsdp")))(f)), x, w
-
-
-def test_no_wide_weight_gather(mesh):
-    f, x, w = weight_step(mesh, quantize=True)
-    found = assert_no_wide_weight_gather(f, x, w, weights={"w": w})
-    assert {c.dtype for c in inspect.weight_gathers(found)} == {"int8", "float32"}
-    assert assert_no_wide_weight_gather(found, weights=w) == found
-    small = abstract(mesh, (32,), jnp.float32, "fsdp")  # a shard has as many elements as all scales
-    with pytest.raises(AssertionError, match=r"gathers over fsdp of 16 .*\n.*float32\[16, 1\] over fsdp"):
-        assert_no_wide_weight_gather(found, weights=(w, small))
-
-
-def test_wide_weight_gather_is_named(mesh):
-    f, x, w = weight_step(mesh, quantize=False)
-    message = (
-        r"1 collective of unquantized weights .*, or gathers over fsdp of 256 elements or more:\s+"
-        r"all-gather bfloat16\[16, 32\] over fsdp of w, 512 bytes, from .*all_gather"
-    )
-    with pytest.raises(AssertionError, match=message):
-        assert_no_wide_weight_gather(f, x, w, weights=w)
-    assert_no_wide_weight_gather(f, x, w, axes="ep", weights=abstract(mesh, (4,), jnp.float32, "ep"))
-    with pytest.raises(AssertionError, match="gathers over fsdp,ep of 256"):
-        assert_no_wide_weight_gather(f, x, w, axes=("fsdp", "ep"), weights=w, mesh=mesh)
-
-
-def test_gradients_are_reduce_scattered(mesh):
-    """Breaks if an all-reduce of a gradient passes whose part each device keeps, or a reduce-scatter is not listed."""
-    f, x, w = weight_step(mesh, quantize=True)
-    (scatter,) = inspect.weight_scatters(assert_no_wide_weight_gather(f, x, w, weights=w))
-    assert (scatter.kind, scatter.size) == ("reduce-scatter", 8 * 32)
-    f, x, w = weight_step(mesh, quantize=True, scatter=False)
-    with pytest.raises(
-        AssertionError, match=r"1 collective of .*\n  all-reduce float32\[16, 32\] over fsdp into result"
-    ):
-        assert_no_wide_weight_gather(f, x, w, weights=w)
-
-
-def test_smallest_shard(mesh):
-    """Breaks if the smallest weight is one that the axes do not split, such as the replicated router."""
-    weights = {
-        "router": abstract(mesh, (4, 8), jnp.float32),
-        "wi": abstract(mesh, (8, 16, 32), jnp.float32, ("ep", "fsdp")),
-        "wo": abstract(mesh, (8, 32, 8), jnp.float32, "ep", None, "fsdp"),
-        "bias": None,
-    }
-    wide = [Collective("all-gather", "float32", (8 * 32 * 8 // 8 - less,), ("fsdp",), 2, 64, "") for less in (0, 1)]
-    with pytest.raises(AssertionError, match="1 collective of .* of 256 elements or more"):
-        assert_no_wide_weight_gather(wide, weights=weights)
-    for bad in (weights["router"], [jnp.ones(3)], None):
-        with pytest.raises(ValueError, match="weights: none is sharded over fsdp"):
-            assert_no_wide_weight_gather(wide, weights=bad)
-
-
-def test_nothing_passes_for_lack_of_a_name(mesh):
-    f, x, w = weight_step(mesh, quantize=False)
-    with pytest.raises(ValueError, match="axes='data': the mesh has no axis data; its axes are fsdp,ep"):
-        assert_no_wide_weight_gather(f, x, w, axes="data", weights=w)
-    lost = program(f"%a = f32[8]{{0}} all-gather(%p), {GATHER}, replica_groups=[4,2]<=[2,4]T(1,0)")
-    with pytest.raises(ValueError, match="mesh is not known; pass mesh="):
-        assert_no_wide_weight_gather(lost, weights=w)
-
-
 def test_wrong_arguments(mesh):
     f, w = gather(mesh), abstract(mesh, (16, 4), jnp.float32, "fsdp")
     with pytest.raises(ValueError, match="fn is a Lowered, lowered or compiled for its arguments; pass no others"):
@@ -608,9 +499,9 @@ def test_a_block_with_a_recipe():
     assert 0 < sent <= 0.53 * unquantized
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_forward_has_no_gradient(kind):
-    with jax.set_mesh(make_mesh("2x4", kind)):
+@pytest.mark.parametrize("way", ["auto", "explicit"])
+def test_forward_has_no_gradient(way):
+    with jax.set_mesh(make_mesh("2x4", way)):
         found = inspect.inspect_block(CONFIG, tokens=64, exchange="all_gather", backward=False)
     assert not [c for c in found if c.kind == "reduce-scatter" and "fsdp" in c.axes]
     assert {c.dtype for c in inspect.weight_gathers(found)} == {"bfloat16"}

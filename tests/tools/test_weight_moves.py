@@ -1,38 +1,29 @@
 """`assert_no_wide_weight_gather` sees weights and gradients cross by any collective, and passes what must cross."""
 
 import dataclasses
-import functools
 import math
 import re
 from collections import Counter
-from textwrap import dedent
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moax
-from moax.inspect import assert_no_wide_weight_gather, collectives
+from moax.inspect import Collective, assert_no_wide_weight_gather, collectives, weight_gathers, weight_scatters
+from support import make_mesh
+from support.hlo import abstract, mapped, text_of
 
-SIZES = {"dp": 2, "fsdp": 2, "ep": 2}
 SHAPE = (8, 16, 32)  # of the weight w, [E, H, F]
 LAID = (("ep", "fsdp"), None, None)
 
 
 @pytest.fixture
 def mesh():
-    return jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * len(SIZES))
-
-
-def abstract(mesh, shape, dtype, *spec):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
-
-
-def mapped(mesh, ins, outs):
-    return functools.partial(jax.shard_map, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+    return make_mesh("dp2x2x2")
 
 
 def refused(fn, *args, weights, **options) -> list[str]:
@@ -186,7 +177,8 @@ def test_gradients(mesh):
     (line,) = refused(step(whole_sum, mesh), x, w, weights=w)
     assert line == "all-reduce float32[4, 16, 32] over dp,fsdp into result, 12,288 bytes"
     assert len(refused(step(whole_sum, mesh), x, w, weights=unknown(mesh))) == 1
-    assert not refused(step(scattered_sum, mesh), x, w, weights=w)
+    found = assert_no_wide_weight_gather(step(scattered_sum, mesh), x, w, weights=w)
+    assert [(c.kind, c.shape, c.axes) for c in weight_scatters(found)] == [("reduce-scatter", (2, 16, 32), ("fsdp",))]
     assert not refused(step(scattered_sum, mesh), x, w, weights=unknown(mesh))
     (line,) = refused(step(gathered_sum, mesh, out=("fsdp", None, None)), x, w, weights=w)
     assert line.startswith("all-gather float32[4, 16, 32] over ep into result, ")
@@ -215,39 +207,11 @@ def test_activations_may_cross(mesh):
 NAMED = AbstractMesh((2, 4), ("fsdp", "ep"))
 W = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(NAMED, P("fsdp", "ep")))
 PARAMETER = '%p = f32[4,4]{1,0} parameter(0), metadata={op_name="params.w"}'
-CAST = "%c = bf16[4,4]{1,0} convert(%p)"
 FSDP = "channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true"
 
 
-def text(*lines: str, before: str = "") -> str:
-    body = "\n".join(f"  {line}" for line in (PARAMETER, *lines))
-    return f"HloModule f, num_partitions=8\n\n{dedent(before)}\n\nENTRY %main (p: f32[4,4]) -> f32[] {{\n{body}\n}}\n"
-
-
 def listed(*lines: str, before: str = "") -> list[str]:
-    return refused(text(*lines, before=before), weights=W, mesh=NAMED)
-
-
-@pytest.mark.parametrize(
-    "line, shape",
-    [
-        (f"(bf16[4,4], bf16[8,4]) all-gather-start(bf16[4,4]{{1,0}} %c), {FSDP}", "8, 4"),
-        (f"((bf16[4,4]), bf16[8,4]) all-gather-start(%c), {FSDP}", "8, 4"),
-        (f"bf16[4,4] all-reduce-start(%c), {FSDP}", "4, 4"),
-        (f"((bf16[4,4]), bf16[4,4], u32[]) all-to-all-start(%c), {FSDP}", "4, 4"),
-        (
-            "(bf16[4,4], bf16[4,4], u32[], u32[]) collective-permute-start(%c), source_target_pairs={{0,4},{4,0}}",
-            "4, 4",
-        ),
-        (f"((bf16[1,4], bf16[4,4]), (bf16[2,4], bf16[8,4])) all-gather-start(%half, %c), {FSDP}", "8, 4"),
-        (f"(bf16[4,4], bf16[4,4]) all-reduce(%half, %c), {FSDP}", "4, 4"),
-        (f"(bf16[2,4], bf16[2,4]) all-to-all(%half, %c), {FSDP}", "2, 2, 4"),
-    ],
-)
-def test_forms(line, shape):
-    """Breaks if a weight is lost in an asynchronous or a combined collective, or an array beside it is taken for it."""
-    (found,) = listed(CAST, f"%x = {line}")
-    assert f"[{shape}] over fsdp of params.w, " in found
+    return refused(text_of(PARAMETER, *lines, before=before), weights=W, mesh=NAMED)
 
 
 def test_wrapped_and_tuple_forms():
@@ -307,8 +271,84 @@ X = '%x = f32[3,4]{1,0} parameter(1), metadata={op_name="x"}'
 def test_what_is_no_weight(line):
     """Breaks if bytes, an activation, or the result of a product, a kernel or a reduction is taken for a weight."""
     moved = f"%m = {line.split('[')[0]}[4,4]{{1,0}} collective-permute(%c), source_target_pairs={{{{0,4}},{{4,0}}}}"
-    assert len(collectives(text(X, f"%c = {line}", moved), mesh=NAMED)) == 1
+    assert len(collectives(text_of(PARAMETER, X, f"%c = {line}", moved), mesh=NAMED)) == 1
     assert not listed(X, f"%c = {line}", moved)
+
+
+# What the assertion asks and says.
+
+
+@pytest.fixture
+def flat():
+    return make_mesh("2x4")
+
+
+def quantized(w):
+    """[K, N] -> u8 bits of it, a scale for each row."""
+    scale = jnp.abs(w).max(1, keepdims=True).astype(jnp.float32)
+    return (w.astype(jnp.float32) / scale * 127).astype(jnp.int8), scale
+
+
+def weight_step(mesh, *, quantize: bool):
+    """x @ w for w sharded over fsdp, and the gradient of w; the weight crosses as bytes, or not."""
+
+    def f(x, w):  # [1, 16], [8, 32]
+        parts = quantized(w) if quantize else (w,)
+        whole = [lax.all_gather(p, "fsdp", tiled=True) for p in parts]
+        y = x @ math.prod([p.astype(jnp.float32) for p in whole[1:]], start=whole[0].astype(jnp.float32))
+        return y, lax.psum_scatter(x.T @ y, "fsdp", tiled=True)
+
+    tokens = P(("fsdp", "ep"))
+    x, w = abstract(mesh, (8, 16), jnp.float32, ("fsdp", "ep")), abstract(mesh, (16, 32), jnp.bfloat16, "fsdp")
+    return jax.jit(mapped(mesh, (tokens, P("fsdp")), (tokens, P("fsdp")))(f)), x, w
+
+
+def test_no_wide_weight_gather(flat):
+    f, x, w = weight_step(flat, quantize=True)
+    found = assert_no_wide_weight_gather(f, x, w, weights={"w": w})
+    assert {c.dtype for c in weight_gathers(found)} == {"int8", "float32"}
+    assert assert_no_wide_weight_gather(found, weights=w) == found
+    small = abstract(flat, (32,), jnp.float32, "fsdp")  # a shard has as many elements as all scales
+    with pytest.raises(AssertionError, match=r"gathers over fsdp of 16 .*\n.*float32\[16, 1\] over fsdp"):
+        assert_no_wide_weight_gather(found, weights=(w, small))
+
+
+def test_wide_weight_gather_is_named(flat):
+    f, x, w = weight_step(flat, quantize=False)
+    message = (
+        r"1 collective of unquantized weights .*, or gathers over fsdp of 256 elements or more:\s+"
+        r"all-gather bfloat16\[16, 32\] over fsdp of w, 512 bytes, from .*all_gather"
+    )
+    with pytest.raises(AssertionError, match=message):
+        assert_no_wide_weight_gather(f, x, w, weights=w)
+    assert_no_wide_weight_gather(f, x, w, axes="ep", weights=abstract(flat, (4,), jnp.float32, "ep"))
+    with pytest.raises(AssertionError, match="gathers over fsdp,ep of 256"):
+        assert_no_wide_weight_gather(f, x, w, axes=("fsdp", "ep"), weights=w, mesh=flat)
+
+
+def test_smallest_shard(flat):
+    """Breaks if the smallest weight is one that the axes do not split, such as the replicated router."""
+    weights = {
+        "router": abstract(flat, (4, 8), jnp.float32),
+        "wi": abstract(flat, (8, 16, 32), jnp.float32, ("ep", "fsdp")),
+        "wo": abstract(flat, (8, 32, 8), jnp.float32, "ep", None, "fsdp"),
+        "bias": None,
+    }
+    wide = [Collective("all-gather", "float32", (8 * 32 * 8 // 8 - less,), ("fsdp",), 2, 64, "") for less in (0, 1)]
+    with pytest.raises(AssertionError, match="1 collective of .* of 256 elements or more"):
+        assert_no_wide_weight_gather(wide, weights=weights)
+    for bad in (weights["router"], [jnp.ones(3)], None):
+        with pytest.raises(ValueError, match="weights: none is sharded over fsdp"):
+            assert_no_wide_weight_gather(wide, weights=bad)
+
+
+def test_nothing_passes_for_lack_of_a_name(flat):
+    f, x, w = weight_step(flat, quantize=False)
+    with pytest.raises(ValueError, match="axes='data': the mesh has no axis data; its axes are fsdp,ep"):
+        assert_no_wide_weight_gather(f, x, w, axes="data", weights=w)
+    lost = text_of(f"%a = f32[8]{{0}} all-gather(%p), dimensions={{0}}, {FSDP}")
+    with pytest.raises(ValueError, match="mesh is not known; pass mesh="):
+        assert_no_wide_weight_gather(lost, weights=w)
 
 
 # The block.
