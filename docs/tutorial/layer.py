@@ -19,7 +19,6 @@ EMULATED = 4
 
 
 def program() -> str:
-    """The blocks of the page as one program."""
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
 
 
