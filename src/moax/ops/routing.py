@@ -39,7 +39,7 @@ from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
 from moax.mesh.collectives import gather_rows, mask_to_first_rank, take_shard
 from moax.mesh.op import Op, with_gradient
-from moax.mesh.specs import Engine, MeshView, find_mesh_view
+from moax.mesh.specs import Engine, find_mesh_view
 from moax.ops.router import BINS, count_needed_bias
 from moax.types import Routing
 
@@ -67,33 +67,20 @@ class Choice(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the real tokens, which are differentiable in the logits; None where no loss needs one.
+    """Sums over the real tokens, which are differentiable in the logits; None where no loss needs one."""
 
-    Attributes:
-      share: [E], of the scores of each token, which sum to 1.
-      z: [1], of logsumexp(logits)^2.
-      by_sequence: [1], of each token's shares times tokens[e] / T^2 of its sequence.
-    """
-
-    share: Float[Array, " E"] | None
-    z: Float[Array, " 1"] | None
-    by_sequence: Float[Array, " 1"] | None
+    share: Float[Array, " E"] | None  # of the scores of each token, which sum to 1
+    z: Float[Array, " 1"] | None  # of logsumexp(logits)^2
+    by_sequence: Float[Array, " 1"] | None  # of each token's shares times tokens[e] / T^2 of its sequence
 
 
 class Counts(NamedTuple):
-    """Counts of the real tokens; None where there is nothing to count.
+    """Counts of the real tokens in int32; None where there is nothing to count."""
 
-    Attributes:
-      tokens: [E] i32, the assignments to each expert.
-      real: [1] i32, the tokens under a mask.
-      sequences: [1] i32, the sequences.
-      histogram: [E, 1000] i32, see `count_needed_bias`.
-    """
-
-    tokens: Int[Array, " E"]
-    real: Int[Array, " 1"] | None
+    tokens: Int[Array, " E"]  # the assignments to each expert
+    real: Int[Array, " 1"] | None  # the tokens under a mask
     sequences: Int[Array, " 1"] | None
-    histogram: Int[Array, "E 1000"] | None
+    histogram: Int[Array, "E 1000"] | None  # see `count_needed_bias`
 
 
 def route(
@@ -160,33 +147,26 @@ def route(
     bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
     experts, sequences = (None if ids is None else ids.astype(jnp.int32) for ids in (experts, sequences))
     chosen, weights, sums, counts = _route(view, static, logits, bias, Choice(experts, mask, sequences))
-    shards = view.axes.size(view.axes.tokens) if view.manual else 1
-    return Routing(chosen, weights, *_find_losses(view, static, sums, counts, logits.shape[0] * shards))
-
-
-def _find_losses(view: MeshView, static: RouteSpec, sums: Sums, counts: Counts, total: int):
-    """Returns the fields of a Routing after its weights, of `total` tokens less those masked."""
-    config, over = static.config, view.axes.tokens
-    tokens, real = view.psum(counts.tokens, over), total
+    sums, counts = jax.tree.map(lambda v: view.psum(v, view.axes.tokens), (sums, counts))
+    tokens, real = counts.tokens, logits.shape[0] * (view.axes.size(view.axes.tokens) if view.manual else 1)
     if counts.real is not None:
-        real = jnp.maximum(view.psum(counts.real, over)[0], 1).astype(jnp.float32)
-    factor = tokens.shape[0] / static.top_k
+        real = jnp.maximum(counts.real[0], 1).astype(jnp.float32)
+    factor = tokens.shape[0] / top_k
     aux = z = jnp.zeros((), jnp.float32)
     if sums.share is not None:
-        shares = view.psum(sums.share, over)
-        aux = config.aux_loss * jnp.sum(shares * tokens.astype(jnp.float32)) * (factor / real**2)
-    if sums.by_sequence is not None and counts.sequences is not None:
-        number = jnp.maximum(view.psum(counts.sequences, over)[0], 1).astype(jnp.float32)
-        aux = aux + config.sequence_aux_loss * factor * view.psum(sums.by_sequence, over)[0] / number
+        aux = config.aux_loss * jnp.sum(sums.share * tokens.astype(jnp.float32)) * (factor / real**2)
+    if sums.by_sequence is not None:
+        number = jnp.maximum(counts.sequences[0], 1).astype(jnp.float32)
+        aux = aux + config.sequence_aux_loss * factor * sums.by_sequence[0] / number
     if sums.z is not None:
-        z = config.z_loss * view.psum(sums.z, over)[0] / real
-    return aux, z, tokens, None if counts.histogram is None else view.psum(counts.histogram, over)
+        z = config.z_loss * sums.z[0] / real
+    return Routing(chosen, weights, aux, z, tokens, counts.histogram)
 
 
 def route_forward(static: RouteSpec, logits, bias, choice: Choice):
     """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
     config, num_experts = static.config, logits.shape[1]
-    found = select_experts(logits, bias, config, static.top_k, static.kernels)
+    found = select_experts(static, logits, bias)
     experts, chosen = lax.optimization_barrier(found)  # XLA would run a kernel twice whose result a scan stores
     histogram = None
     if config.histogram:
@@ -202,7 +182,9 @@ def route_forward(static: RouteSpec, logits, bias, choice: Choice):
         real = choice.mask.sum(dtype=jnp.int32)[None]
     logits = _zero_padding(logits, choice)
     weights = weigh(logits, experts, config, chosen)
-    balance, sequences = _balance_sequences(experts, choice, static, num_experts)
+    balance = sequences = None
+    if choice.sequences is not None:
+        balance, sequences = _balance_sequences(static, experts, choice.sequences, choice.mask, num_experts)
     # Comparisons are one kernel of a GPU; a scatter waits where tokens agree on an expert.
     chose = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
     counts = Counts(chose.sum((0, 1), dtype=jnp.int32), real, sequences, histogram)
@@ -214,15 +196,18 @@ def route_backward(static: RouteSpec, logits, experts, choice: Choice, weights, 
     logits = _zero_padding(logits, choice)
     d_logits = weigh_backward(logits, experts, static.config, weights, d_weights)
     if jax.tree.leaves(d_sums):
-        balance, _ = _balance_sequences(experts, choice, static, logits.shape[1])
+        balance = None
+        if choice.sequences is not None:
+            balance, _ = _balance_sequences(static, experts, choice.sequences, choice.mask, logits.shape[1])
         d_logits = d_logits + jax.vjp(lambda x: _sum(x, choice, static.config, balance), logits)[1](d_sums)[0]
-    return (_zero_padding(d_logits, choice),)
+    return _zero_padding(d_logits, choice)
 
 
 def select_experts(
-    logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, config: RouterConfig, top_k: int, kernels: str
+    static: RouteSpec, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"] | None]:
     """Returns the K best experts of each token, and their logits, or None where other scores chose them."""
+    config, top_k = static.config, static.top_k
     # Scores grow with logits, so logits choose the same experts, also where scores underflow to 0.
     of_logits = config.order == "topk_then_score" or (bias is None and config.num_groups == 1)
     scores = logits if of_logits else score(logits, config)
@@ -234,7 +219,7 @@ def select_experts(
         groups = lax.top_k(best, config.top_groups)[1]
         eligible = (groups[:, :, None] == jnp.arange(config.num_groups, dtype=groups.dtype)[None, None]).any(1)
         scores = jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
-    values, experts = implementation(kernels).top_k(scores, top_k)
+    values, experts = implementation(static.kernels).top_k(scores, top_k)
     return experts, values if scores is logits else None
 
 
@@ -336,12 +321,10 @@ def _sum(logits, choice: Choice, config: RouterConfig, balance: Float[Array, "T 
     return Sums(total, z, by_sequence)
 
 
-def _balance_sequences(experts, choice: Choice, static: RouteSpec, num_experts: int):
+def _balance_sequences(static: RouteSpec, experts, sequences, mask, num_experts: int):
     """Returns, for each token and the T tokens of its sequence, tokens[e] / T^2 [T, E]; and the sequences [1]."""
-    if choice.sequences is None:
-        return None, None
     along = static.sequence_axes
-    ids = choice.sequences if choice.mask is None else jnp.where(choice.mask, choice.sequences, -1)
+    ids = sequences if mask is None else jnp.where(mask, sequences, -1)
     rows = gather_rows(jnp.concatenate([ids[:, None], experts], axis=1), along)
     # Integers add up to the same sum in any order, and so may scatters of them.
     number = jnp.unique(rows[:, 0], return_inverse=True, size=len(rows))[1]
@@ -360,16 +343,9 @@ def _zero_padding(values, choice: Choice):
     return values if choice.mask is None else jnp.where(choice.mask[:, None], values, 0.0)
 
 
-def _pull(grad, saved, cotangents):
-    logits, bias, choice, experts, weights = saved
-    _, d_weights, d_sums, _ = cotangents
-    (d_logits,) = grad(logits, experts, choice._replace(experts=None), weights, d_weights, d_sums)
-    return d_logits, None if bias is None else jnp.zeros_like(bias), None
-
-
 _route = with_gradient(
     Op("route", route_forward, "t e, e, @t -> t k, t k, @, @"),
     Op("route_grad", route_backward, "t e, t k, @t, t k, t k, @ -> t e"),
-    save=lambda operands, results: (*operands, *results[:2]),
-    pull=_pull,
+    save=lambda operands, results: (operands[0], results[0], operands[2]._replace(experts=None), results[1]),
+    pull=lambda grad, saved, d: (*grad(*saved, d[1], d[2]), None, None),
 )
