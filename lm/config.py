@@ -25,6 +25,11 @@ def setting(about: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
     return dataclasses.field(default=default, metadata={"about": about} | how)
 
 
+def mesh_over_devices(sizes: tuple[tuple[str, int], ...]) -> jax.sharding.Mesh:
+    """Returns the mesh of these axes over all devices; no sizes put all devices on fsdp."""
+    return moax.make_mesh(dict(sizes) or {"fsdp": jax.device_count()})
+
+
 def _check(config: Any) -> None:
     """Checks the choices and the bounds of all settings."""
     for field in dataclasses.fields(config):

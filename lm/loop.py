@@ -24,10 +24,9 @@ from jax.experimental import multihost_utils
 from lm import processes
 from lm import run as runs
 from lm import step as steps
-from lm.config import TrainConfig, check_batch
+from lm.config import TrainConfig, check_batch, mesh_over_devices
 from lm.data import Corpus, load
 from lm.report import Report
-from moax.program import mesh_over_devices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,13 @@ import jax
 import numpy as np
 
 from lm import plots
-from lm.config import TrainConfig
+from lm.config import TrainConfig, mesh_over_devices
 from lm.data import Corpus
 from lm.model import AXES, count, pick_attention
 from lm.processes import is_first
 from lm.run import Run
 from lm.step import jit_update
 from moax import inspect
-from moax.program import mesh_over_devices
 
 if TYPE_CHECKING:
     from lm.loop import Result

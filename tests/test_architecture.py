@@ -27,7 +27,7 @@ MAX_LINES = 400
 # A module may import modules of lower rank, and of its own rank only what SIDEWAYS names. `moax` is the package itself,
 # with all its public names: only the programs above it may import that.
 RANKS = {
-    **dict.fromkeys(["checks", "recipe", "types", "groups", "extras"], 0),
+    **dict.fromkeys(["checks", "recipe", "types", "groups"], 0),
     "jaxprs": 0,
     "backend": 1,
     "mesh": 2,
@@ -38,17 +38,16 @@ RANKS = {
     **dict.fromkeys(["block", "layers", "program", "scan"], 7),
     **dict.fromkeys(["nnx", "linen", "hf", "info", "inspect", "estimate"], 8),
     "moax": 9,
-    **dict.fromkeys(["cli", "__main__"], 10),
+    **dict.fromkeys(["__main__"], 10),
 }
 SIDEWAYS = {
     "recipe": {"checks"},
     "types": {"checks", "recipe"},
     "layers": {"block"},
     "estimate": {"hf"},
-    "__main__": {"cli"},
 }
 # Nothing computes with the oracle, though it lies below: only the package, and programs, show it.
-SEES_REFERENCE = {"moax", "cli", "reference"}
+SEES_REFERENCE = {"moax", "reference"}
 # An op may use these other ops.
 OPS_SIDEWAYS = {"routing": {"router"}, "matmul": {"weights"}}
 PARTITIONING = {"PartitionSpec", "custom_partitioning", "shard_map"}
@@ -351,7 +350,7 @@ def run(code: str, path: Path = SRC.parent) -> str:
 def test_import_needs_no_extra():
     """Breaks if `import moax`, or its command line, loads what only an extra brings."""
     code = "import {0}\nprint(*(m for m in sys.modules if '.' not in m))"
-    for name in ("moax", "moax.cli"):
+    for name in ("moax", "moax.__main__"):
         loaded = set(run(code.format(name)).split())
         assert not loaded & OPTIONAL, f"`import {name}` loads {sorted(loaded & OPTIONAL)}"
 
@@ -362,10 +361,10 @@ def test_modules_import_alone_and_by_their_names():
     said = run(
         "import importlib, types\n"
         "from jax._src import xla_bridge\n"
-        f"for name in {sorted(MODULES - {'moax.__main__'})}:\n"
+        f"for name in {sorted(MODULES)}:\n"
         "    importlib.import_module(name)\n"
         "    if xla_bridge.backends_are_initialized(): sys.exit(print(name, 'starts the backend'))\n"
-        f"for name in {sorted(MODULES - {'moax.__main__'})}:\n"
+        f"for name in {sorted(MODULES)}:\n"
         "    found = {}\n"
         "    exec(f'import {name} as m', found)\n"
         "    if not isinstance(found['m'], types.ModuleType): print(name, 'is hidden by', found['m'])\n"

@@ -42,7 +42,7 @@ def literal(text: str, language: str) -> nodes.literal_block:
 @functools.cache
 def output(command: str) -> str:
     """What a `moax` command prints."""
-    from moax.cli import main
+    from moax.__main__ import main
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -80,7 +80,7 @@ class Help(Live):
     def node(self):
         from benchmarks.command import parser
         from lm import command
-        from moax.cli import parsers
+        from moax.__main__ import parsers
 
         os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"  # argparse asks for both
         found, commands = parsers()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import platform as python
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from moax import backend, program
 from moax.checks import Unsupported
 from moax.exchange import EXCHANGES, TRANSPORTS, select_transport
-from moax.extras import EXTRAS, version
 from moax.kernels import DEFAULT, IMPLEMENTATIONS, select_kernels, supports_fp8
-from moax.program import align
+from moax.program import EXTRAS, align
 from moax.recipe import RECIPES, get_recipe
 
 DESCRIPTION = "Shows versions, devices, the kernels and exchanges that run on this machine, and the extras."
@@ -50,47 +49,41 @@ def describe() -> str:
     )
     room = f", {memory['bytes_limit'] / 2**30:.0f} GiB each for JAX" if "bytes_limit" in memory else ""  # not of a CPU
     many = f", in {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    choices = [(f"  {c.argument}", c.value, "yes" if c.runs else "no", c.note)
-               for c in (*kernels(), *exchanges(), *recipes())]  # fmt: skip
-    extras = [
-        (f"  {extra}", of, version(of) or f"missing: pip install 'moax[{extra}]'") for extra, of in EXTRAS.items()
-    ]
+    runs = [(f"  {c.argument}", c.value, "yes" if c.runs else "no", c.note) for c in choices()]
+    extras = [(f"  {name}", of, version(of) or f"missing: pip install 'moax[{name}]'") for name, of in EXTRAS.items()]
     return (
         f"moax {own}, jax {version('jax')}, jaxlib {version('jaxlib')}, Python {python.python_version()}\n"
         f"devices  {jax.device_count()} x {backend.device_kind()} (platform {backend.platform()}){room}{many}\n\n"
-        f"what runs here, by argument of moax.moe\n{align(choices)}\n\nextras\n{align(extras)}"
+        f"what runs here, by argument of moax.moe\n{align(runs)}\n\nextras\n{align(extras)}"
     )
 
 
-def kernels() -> list[Choice]:
-    """Returns a `Choice` for each value of `kernels`."""
-    chosen = select_kernels("auto")
-    note = chosen if chosen == DEFAULT else f"{chosen} {IMPLEMENTATIONS[chosen].note}, else {DEFAULT}"
-    notes = {name: entry.note for name, entry in IMPLEMENTATIONS.items()}
-    return [Choice("kernels", "auto", True, note), *_choices("kernels", select_kernels, notes)]
+def version(distribution: str) -> str | None:
+    """Returns the installed version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
-def exchanges() -> list[Choice]:
-    """Returns a `Choice` for each value of `exchange`."""
-    notes = {"auto": select_transport("auto")} | {name: transport.note for name, transport in TRANSPORTS.items()}
-    return _choices("exchange", select_transport, {name: notes[name] for name in EXCHANGES})
-
-
-def recipes() -> list[Choice]:
-    """Returns a `Choice` for each recipe: its note says in which dtype products multiply."""
-    ready = [choice.value for choice in kernels()[1:] if choice.runs]
-    notes = {True: "FP8 products, where scale blocks fit the shards", False: "dequantized before products"}
-    fp8 = {name: any(supports_fp8(ours, get_recipe(name)) for ours in ready) for name in RECIPES}
-    return [Choice("recipe", name, True, notes[multiplies]) for name, multiplies in fp8.items()]
-
-
-def _choices(argument: str, select: Callable[[str], Any], notes: dict[str, str]) -> list[Choice]:
-    """Returns a `Choice` for each value, with its note, or the reason with which `select(value)` refuses it."""
+def choices() -> list[Choice]:
+    """Returns a `Choice` for each value of `kernels` and `exchange`, and for each recipe."""
+    best = select_kernels("auto")
+    note = best if best == DEFAULT else f"{best} {IMPLEMENTATIONS[best].note}, else {DEFAULT}"
+    kernels = {"auto": note} | {name: entry.note for name, entry in IMPLEMENTATIONS.items()}
+    exchanges = {"auto": select_transport("auto")} | {name: transport.note for name, transport in TRANSPORTS.items()}
+    asked = [("kernels", name, select_kernels, kernels[name]) for name in kernels]
+    asked += [("exchange", name, select_transport, exchanges[name]) for name in EXCHANGES]
     found = []
-    for value, note in notes.items():
+    for argument, value, select, note in asked:
         try:
             select(value)
             found.append(Choice(argument, value, True, note))
         except Unsupported as error:
             found.append(Choice(argument, value, False, re.sub(r"^\w+='\w+': ", "", str(error))))
+    ready = [c.value for c in found if c.argument == "kernels" and c.runs and c.value != "auto"]
+    for name in RECIPES:
+        fp8 = any(supports_fp8(ours, get_recipe(name)) for ours in ready)
+        note = "FP8 products, where scale blocks fit the shards" if fp8 else "dequantized before products"
+        found.append(Choice("recipe", name, True, note))
     return found

@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from moax import extras
 from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
-from moax.mesh.axes import ROLES, make_mesh
+from moax.mesh.axes import ROLES
 from moax.mesh.collectives import GRAD_REDUCE
 from moax.recipe import RECIPES, get_recipes
 
 Sizes = tuple[tuple[str, int], ...]  # (axis, devices along it)
+# {extra of `pip install 'moax[EXTRA]'`: the distribution that it brings, whose module has the same name}
+EXTRAS = {"flax": "flax", "cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin"}
 RECIPE_NAMES = f"none, {', '.join(RECIPES)}, or one for each projection, as wi=fp8_block,wo=none"
 
 
@@ -55,8 +56,9 @@ def run(name: str, act: Callable[[], int], *, traceback: bool = False) -> int:
 
 def explain(error: Exception) -> tuple[str, int] | None:
     """Returns (message, exit code) of an error that the user can mend; None for a bug, which keeps its traceback."""
-    if isinstance(error, ModuleNotFoundError) and (message := extras.hint(error)):
-        return message, 1
+    if isinstance(error, ModuleNotFoundError):
+        extra = next((extra for extra, of in EXTRAS.items() if of.replace("-", "_") == error.name), None)
+        return (f"{error.name} is missing: pip install 'moax[{extra}]'", 1) if extra else None
     if not isinstance(error, ValueError | Unsupported | OSError | jax.errors.JaxRuntimeError):
         return None
     message = str(error).strip() or type(error).__name__
@@ -136,20 +138,6 @@ def mesh_of(text: str) -> Sizes:
             raise argparse.ArgumentTypeError(f"{text}: {name} is given twice")
         sizes[name] = int(size)
     return tuple((name, sizes[name]) for name in ROLES if name in sizes)
-
-
-def mesh_over_devices(sizes: Sizes) -> jax.sharding.Mesh:
-    """Returns the mesh of these axes over all devices; empty sizes put all devices on fsdp."""
-    count = jax.device_count()
-    sizes = sizes or (("fsdp", count),)
-    total = math.prod(size for _, size in sizes)
-    if total != count:
-        raise ValueError(
-            f"--mesh {','.join(f'{name}={size}' for name, size in sizes)} is a mesh of {total} devices, but JAX has "
-            f"{count}; give sizes whose product is {count}, or emulate {total} devices on this machine's CPU: "
-            f"--cpu-devices {total}"
-        )
-    return make_mesh(dict(sizes))
 
 
 def align(rows: Sequence[tuple[str, ...] | None], right: tuple[int, ...] = ()) -> str:

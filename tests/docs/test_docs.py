@@ -16,7 +16,8 @@ pytest.importorskip("flax")
 pytest.importorskip("optax")
 
 import moax
-from moax import cli, estimate, hf, inspect
+from moax import __main__ as cli
+from moax import estimate, hf, inspect
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

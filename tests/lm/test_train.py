@@ -27,9 +27,8 @@ from lm import data, plots, report
 from lm import model as lm
 from lm import run as runs
 from lm import step as steps
-from lm.config import PRESETS, ModelConfig, TrainConfig, check_batch
+from lm.config import PRESETS, ModelConfig, TrainConfig, check_batch, mesh_over_devices
 from lm.loop import train
-from moax.program import mesh_over_devices
 
 pytestmark = pytest.mark.loose
 
@@ -341,7 +340,7 @@ def test_too_little_text(tmp_path):
 
 def test_mesh_that_does_not_fit():
     """Breaks if a mesh of another number of devices is not refused with what would be right."""
-    with pytest.raises(ValueError, match="--mesh fsdp=2,ep=3 is a mesh of 6 devices, .* give sizes whose product is 8"):
+    with pytest.raises(ValueError, match="sizes fsdp=2, ep=3 make a mesh of 6 devices; there are 8"):
         mesh_over_devices((("fsdp", 2), ("ep", 3)))
     assert dict(mesh_over_devices(()).shape) == {"fsdp": 8}
 

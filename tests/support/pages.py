@@ -123,7 +123,7 @@ def _in_a_process(path: Path, blocks: list[Block]) -> list[str]:
 
 def run_commands(block: Block) -> None:
     """Runs the lines of a shell block, all of them `moax` commands, and compares what the last one printed."""
-    from moax.cli import main
+    from moax.__main__ import main
 
     said = io.StringIO()
     for line in filter(None, map(str.strip, block.text.replace("\\\n", " ").split("\n"))):

@@ -14,7 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import moax
-from moax import backend, cli, extras, info, program
+from moax import __main__ as cli
+from moax import backend, info, program
 from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
 from moax.kernels import IMPLEMENTATIONS, select_kernels
@@ -67,7 +68,7 @@ def test_unreadable_arguments(argv, message, capsys):
 )
 def test_arguments_that_cannot_work(argv, message, capsys):
     """Breaks if a wrong argument does not end with its message and the exit code 2, or --traceback shows no place."""
-    assert cli.main(argv) == 2
+    assert jax.device_count() == 8 and cli.main(argv) == 2  # JAX runs already
     said = capsys.readouterr().err
     assert said.startswith(f"moax {argv[0]}: error: ") and message in said
     with pytest.raises(ValueError, match=message):
@@ -100,7 +101,7 @@ def test_info_says_what_runs(capsys):
     with pytest.raises(Unsupported, match=re.escape(backend.device_kind())) as refused:
         select_kernels("hopper")
     assert str(refused.value).removeprefix("kernels='hopper': ") in said
-    choices = {(c.argument, c.value): c for c in (*info.kernels(), *info.exchanges(), *info.recipes())}
+    choices = {(c.argument, c.value): c for c in info.choices()}
     assert all(re.search(rf"^  {argument} +{value} ", said, re.MULTILINE) for argument, value in choices)
     assert {value for argument, value in choices if argument == "exchange"} == set(EXCHANGES)
     assert {value for argument, value in choices if argument == "kernels"} == {"auto", *IMPLEMENTATIONS}
@@ -112,17 +113,18 @@ def test_info_says_what_runs(capsys):
 def test_info_on_a_gpu_that_runs_kernels(monkeypatch):
     """Breaks if `moax info` on a Hopper GPU says that XLA runs, or that MXFP8 multiplies in FP8 there."""
     monkeypatch.setattr(backend, "on_hopper", lambda: True)
-    assert {choice.value for choice in info.kernels() if choice.runs} == {"auto", "hopper", "xla"}
-    assert info.kernels()[0].note.startswith("hopper for bfloat16")
-    assert [choice.value for choice in info.recipes() if choice.note.startswith("FP8")] == ["fp8_block", "fp8_tensor"]
+    kernels = [choice for choice in info.choices() if choice.argument == "kernels"]
+    assert {choice.value for choice in kernels if choice.runs} == {"auto", "hopper", "xla"}
+    assert kernels[0].note.startswith("hopper for bfloat16")
+    assert [choice.value for choice in info.choices() if choice.note.startswith("FP8")] == ["fp8_block", "fp8_tensor"]
 
 
 def test_info_names_the_extras_of_the_project(monkeypatch):
     """Breaks if an extra gets or loses a package, and `moax info` does not know."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     known = {k: v for k, v in project["optional-dependencies"].items() if k not in ("dev", "docs")}
-    assert extras.EXTRAS.keys() == known.keys()
-    assert [extras.EXTRAS["flax"]] == [Requirement(text).name for text in known["flax"]]
+    assert program.EXTRAS.keys() == known.keys()
+    assert [program.EXTRAS["flax"]] == [Requirement(text).name for text in known["flax"]]
     monkeypatch.setattr(info, "version", lambda name: None if name in ("flax", "moax") else "1")
     said = info.describe()
     assert "missing: pip install 'moax[flax]'" in said and "source tree" in said
@@ -139,7 +141,7 @@ def test_layer_without_flax_names_its_extra(name):
 
 def test_help_imports_no_jax():
     """Breaks if `moax --help` or `import moax` imports JAX, which takes a second."""
-    code = "import sys, moax, moax.cli\ntry: moax.cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code = "import sys, moax.__main__\ntry: moax.__main__.main(['--help'])\nexcept SystemExit: pass\n"
     code += "print('jax' in sys.modules or 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
@@ -148,7 +150,7 @@ def test_help_imports_no_jax():
 def test_commands_need_no_extra_to_print_their_help():
     """Breaks if a command imports a package of an extra before it runs, such as flax."""
     code = (
-        "import sys\nfrom moax import cli\n"
+        "import sys\nfrom moax import __main__ as cli\n"
         "for command in cli.parsers()[1].values(): command.format_help()\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
         "print(*loaded & {'flax', 'matplotlib', 'optax', 'orbax', 'rich'})\n"

@@ -15,7 +15,8 @@ from jax.sharding import AxisType
 
 import moax
 from benchmarks.block.block import PERF
-from moax import cli, inspect
+from moax import __main__ as cli
+from moax import inspect
 from moax.estimate import HARDWARE, estimate
 from moax.exchange.transport import plan_sends
 from moax.mesh.axes import Axes
