@@ -28,7 +28,6 @@ MAX_LINES = 400
 # with all its public names: only the programs above it may import that.
 RANKS = {
     **dict.fromkeys(["checks", "recipe", "types", "groups"], 0),
-    "jaxprs": 0,
     "backend": 1,
     "mesh": 2,
     **dict.fromkeys(["config", "kernels"], 3),

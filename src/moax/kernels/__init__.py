@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+from jax.extend import core
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -135,3 +136,18 @@ def supports_fp8(name: str, recipe: Recipe) -> bool:
 def is_installed(name: str) -> bool:
     """Returns whether this installation has the implementation of this name."""
     return importlib.util.find_spec(IMPLEMENTATIONS[name].module) is not None
+
+
+def called(eqn: core.JaxprEqn) -> Any:
+    """Returns the closed jaxpr of a call, such as that of jit or of a custom derivative; None for an operation."""
+    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+
+
+def operations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """Yields the operations of a user's activation; in the place of a call, those of its body."""
+    for eqn in jaxpr.eqns:
+        inner = called(eqn)
+        if inner is None:
+            yield eqn
+        else:
+            yield from operations(getattr(inner, "jaxpr", inner))

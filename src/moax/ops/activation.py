@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 
 from moax.checks import check_arrays
 from moax.config import GATED, NOT_ZERO, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, UNGATED, Activation, gates_of
-from moax.jaxprs import operations
+from moax.kernels import operations
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 SHAPE = (3, 5)  # of the arrays on which an activation is traced; no two of its sizes are equal

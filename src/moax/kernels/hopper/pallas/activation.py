@@ -28,7 +28,7 @@ from jax.extend import core
 from jaxtyping import Array, Float
 
 from moax.checks import Unsupported
-from moax.jaxprs import called, operations
+from moax.kernels import called, operations
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.ptx import launch
 from moax.kernels.hopper.pallas.quantize import columns_of, load_tiles, meet, put, rows_of, tile_buffer, zero_tail
