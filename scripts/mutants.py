@@ -132,7 +132,7 @@ FAULTS = (
           "experts = jnp.where(choice.mask[:, None], experts, num_experts)",
           "experts = jnp.where(choice.mask[:, None], experts, experts)",
           ("tests/block/test_mask.py::test_padding_is_not_there",)),
-    Fault("an expert that a token names twice has the weight of its first place alone", "block/routing.py",
+    Fault("an expert that a token names twice has the weight of its first place alone", "block/layer.py",
           "total = jnp.where(same, weights[:, None, :], 0.0).sum(-1)", "total = weights",
           ("tests/block/test_routing.py::test_twins_and_no_expert",)),
     Fault("group-limited routing chooses among all experts", "ops/routing.py",

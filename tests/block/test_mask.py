@@ -153,7 +153,7 @@ def test_balanced_sequences_pay_the_coefficient():
     ("changes", "says"),
     [
         (dict(mask=np.ones(LEADING, np.int32)), "mask has dtype int32; it must be bool, such as segment_ids > 0"),
-        (dict(mask=np.ones((16,), bool)), r"mask has shape \(16,\); it must be \(16, 6\)"),
+        (dict(mask=np.ones((16,), bool)), r"mask has shape \(16,\); it must be \[\*batch=\(16,\), S=6\]"),
         (dict(mask=[[True]]), "mask is a list; it must be an array"),
         (dict(x=CLEAN[0]), r"x has shape \(6, 32\); it must be \[..., S, H\] for RouterConfig.sequence_aux_loss"),
     ],

@@ -311,7 +311,7 @@ def error_of(**changes):
     ("changes", "kind", "says"),
     [
         (dict(x=jnp.zeros((T, 31))), ValueError, r"x has shape \(128, 31\).*d_model=32"),
-        (dict(x=jnp.zeros((32,))), ValueError, "at least 2-D"),
+        (dict(x=jnp.zeros((32,))), ValueError, r"must be \[\*batch, S, d_model=32\]"),
         (dict(x=jnp.zeros((T, 32), jnp.int32)), ValueError, "dtype int32"),
         (dict(params={}), ValueError, "params is a dict"),
         (dict(recipe="fp4"), ValueError, "recipe='fp4'.*'fp8_block'"),

@@ -159,10 +159,13 @@ def test_hash_routing():
         ([[0, 1]], "routing is a list; it must be an array"),
         ("hash", "routing is a str"),
         (np.zeros((*LEADING, 2)), "routing has dtype float32; it must be an array of integers"),
-        (np.zeros((*LEADING, 3), np.int32), r"routing has shape \(16, 6, 3\); it must be \(16, 6, 2\)"),
-        (IDS, r"routing has shape \(96, 2\); it must be \(16, 6, 2\)"),
-        ((IDS.reshape(*LEADING, 2), WEIGHTS), r"routing: its weights have shape \(96, 2\)"),
-        ((IDS.reshape(*LEADING, 2), [[1.0]]), "routing: its weights is a list"),
+        (
+            np.zeros((*LEADING, 3), np.int32),
+            r"routing has shape \(16, 6, 3\); it must be \[\*batch=\(16,\), S=6, K=2\]",
+        ),
+        (IDS, r"routing has shape \(96, 2\); it must be \[\*batch=\(16,\), S=6, K=2\]"),
+        ((IDS.reshape(*LEADING, 2), WEIGHTS), r"routing.weights has shape \(96, 2\)"),
+        ((IDS.reshape(*LEADING, 2), [[1.0]]), "routing.weights is a list"),
         ((1, 2, 3), "routing is a tuple"),
     ],
 )

@@ -113,7 +113,7 @@ def test_shards_may_have_any_divisor():
 @pytest.mark.parametrize("shape", [(H,), (4, H + 1), (H, 4), ()])
 def test_shapes_of_tokens(shape):
     """Breaks if tokens of another width are found out by a matmul, or one token alone is taken for a batch."""
-    with pytest.raises(ValueError, match=re.escape(f"x has shape {shape}; it must be [..., d_model={H}]")):
+    with pytest.raises(ValueError, match=re.escape(f"x has shape {shape}; it must be [*batch, S, d_model={H}]")):
         moax.moe(jnp.zeros(shape), zeros(FULL), FULL)
 
 

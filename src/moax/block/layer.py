@@ -1,28 +1,34 @@
 """`moax.moe` is the whole block: the router, the experts, and the shared expert.
 
-routing = route(x router)                                          or the routing that the caller gives
+routing = route(x router)
 y[t]    = sum_k weights[t, k] expert[experts[t, k]](x[t]) + shared(x[t])
 
-Latent experts read x[t] latent_down, and their sum is multiplied by latent_up.
+Latent experts read x[t] latent_down, and their sum is multiplied by latent_up. A caller may give the routing:
+
+    experts [..., K] are given       the router's scores give their weights: replay, or hash routing
+    experts and weights are given    the router does not run: a router of the caller's own
+
+With E = 4, K = 2 and the experts (2, 2) and weights (0.3, 0.7) of a token, the token goes to expert 2 once, with the
+weight 1.0, and the second place is (4, 0.0): no expert.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TypedDict, Unpack
+import math
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.block.experts import Quantized, apply_experts
 from moax.block.moe import Inputs, Weights
 from moax.block.plan import BlockPlan, make_plan
-from moax.block.routing import RoutingInput, check_routing, find_routing
-from moax.checks import Unsupported, check_float, check_int, check_kind, check_mask
+from moax.checks import Unsupported, check_arrays, check_kind
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.exchange import AUTO, select_transport
 from moax.lora import Adapters, check_adapters, scaled
@@ -31,6 +37,7 @@ from moax.mesh.specs import (
     check_token_axes,
     constrain,
     find_mesh_view,
+    find_row_axes,
     find_token_dims,
     flatten_tokens,
     mesh_in_force,
@@ -41,11 +48,15 @@ from moax.ops.activation import activate
 from moax.ops.dispatch_combine import wire_bytes
 from moax.ops.matmul import dense
 from moax.ops.router import BINS, router_logits
+from moax.ops.routing import route
 from moax.ops.weights import quantize_weight
 from moax.params import MoEParams, check_params
 from moax.recipe import get_recipes
 from moax.sharding import expert_specs, reshard_params, shard_specs
 from moax.types import MoEStats, QuantizedParams, Routing
+
+Ids = Integer[Array, "*batch K"]
+RoutingInput = Routing | tuple[Ids, Float[Array, "*batch K"]] | Ids
 
 
 class CallKeywords(TypedDict, total=False):
@@ -119,31 +130,24 @@ def moe(
     check_kind("config", config, MoEConfig)
     check_kind("options", options, Options)
     options = replace_options("moe", options, keywords)
-    check_float("x", x, f"[..., d_model={config.d_model}]")
-    if x.ndim < 2 or x.shape[-1] != config.d_model:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., d_model={config.d_model}], at least 2-D")
+    check_arrays("x [*batch, S, d_model]", x, d_model=config.d_model)
     local = _in_shard_map(options)
     check_params(params, config, local=local, quantized=quantized is not None)
-    if router_input is not None and (
-        router_input.shape != x.shape or not jnp.issubdtype(router_input.dtype, jnp.floating)
-    ):
-        raise ValueError(
-            f"router_input has shape {router_input.shape}, dtype {router_input.dtype}; "
-            f"it must be floating point, of the shape {x.shape} of x"
-        )
     if adapters is not None:
         check_adapters(adapters, config, local=local)
     if quantized is not None:
         check_kind("quantized", quantized, QuantizedParams, "moax.quantize_params")
-    given = check_routing(routing, (*x.shape[:-1], config.top_k))
-    if mask is not None:
-        check_mask("mask", mask, x.shape[:-1])
-    if segment_ids is not None:
-        check_int("segment_ids", segment_ids, "[..., S]")
-        if segment_ids.shape != x.shape[:-1]:
-            raise ValueError(f"segment_ids has shape {segment_ids.shape}; it must be {x.shape[:-1]}")
+    if isinstance(routing, tuple) and len(routing) == 2:
+        none: Any = None
+        routing = Routing(*routing, none, none, none)
+    given = () if routing is None else (routing,)
+    given = (routing.experts, routing.weights) if isinstance(routing, Routing) else given
+    arrays = ["router_input? [*batch, S, H]", "mask? bool [*batch, S]", "segment_ids? int [*batch, S]"]
+    arrays += ["routing int [*batch, S, K]", "routing.weights [*batch, S, K]"][: len(given)]
+    sizes = dict(batch=x.shape[:-2], S=x.shape[-2], H=config.d_model, K=config.top_k)
+    check_arrays(", ".join(arrays), router_input, mask, segment_ids, *given, **sizes)
     static = config, options, bool(return_routing)
-    return _moe(*static, x, params, quantized, adapters, router_input, given, mask, segment_ids)
+    return _moe(*static, x, params, quantized, adapters, router_input, routing, mask, segment_ids)
 
 
 def quantize_params(
@@ -196,8 +200,8 @@ def _quantize_params(params: MoEParams[Array], config: MoEConfig, options: Optio
     view = find_mesh_view(axes, options.engine, params)
     given = (config, axes, view.axes)
     declared = shard_specs(params, *given) if view.manual else expert_specs(*given)
-    params = reshard_params(params, declared)
     plan = make_plan(config, options, AUTO, axes=view.axes, declared=declared, tokens=1, dtype=dtype)
+    params = reshard_params(params, declared)
     pairs = zip((plan.wi, plan.wo), (params.wi, params.wo), strict=True)
     wi, wo = (None if weight.recipe.w is None else quantize_weight(view, weight, w) for weight, w in pairs)
     return QuantizedParams(wi, wo, plan.recipe, plan.kernels)
@@ -206,7 +210,7 @@ def _quantize_params(params: MoEParams[Array], config: MoEConfig, options: Optio
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that a caller who does not jit runs one program too
 def _moe(
     config: MoEConfig, options: Options, return_routing: bool, x, params: MoEParams[Array], quantized, adapters,
-    router_input, given, mask, segments,
+    router_input, given: Routing | Ids | None, mask, segments,
 ):  # fmt: skip
     absent = params.wi is None or params.wo is None
     if absent:
@@ -220,7 +224,16 @@ def _moe(
     if x.size == 0:
         return x, _stats_of_nothing(x, config, return_routing)
     declared = shard_specs(params, config, axes, resolved) if view.manual else expert_specs(config, axes, resolved)
-    plan = _plan(x, config, options, view, declared, frozen=absent or adapters is not None)
+    rows, shards = x.size // x.shape[-1], 1 if view.manual else resolved.size(resolved.tokens)
+    if not isinstance(rows, int):
+        _check_symbolic(rows, config, view)
+    if rows % shards:
+        raise ValueError(f"x: its {rows} rows do not divide by mesh axes {resolved.tokens} of {shards} devices")
+    row_bytes = wire_bytes(config.d_rows, x.dtype, recipe.wire)
+    transport = None if options.exchange == "auto" else select_transport(options.exchange, view, row_bytes)
+    frozen = absent or adapters is not None
+    sizes = dict(axes=resolved, declared=declared, tokens=rows // shards, dtype=x.dtype)
+    plan = make_plan(config, options, transport, frozen=frozen, **sizes)
     if quantized is not None:
         _check_quantized(quantized, plan, params)
     params, tokens = reshard_params(params, declared), flatten_tokens(x, resolved)
@@ -235,7 +248,7 @@ def _moe(
     constrained = ("router", "wi", "wo") if absent else ("router",)
     layouts = {name: constrain(getattr(params, name), getattr(declared, name)) for name in constrained}
     params = dataclasses.replace(params, **layouts)
-    routing, experts, weights = find_routing(view, x, read, params, config, options, given, real, segments)
+    routing, experts, weights = _route(view, x, read, params, config, options, given, real, segments)
 
     how = dict(axes=axes, engine=engine, kernels=options.kernels, grad_reduce_dtype=options.grad_reduce_dtype)
     rows = tokens
@@ -269,17 +282,57 @@ def _moe(
     return reshard_like(y, x), MoEStats(*counts, dropped, rounds, used, routing.histogram)
 
 
-def _plan(x, config: MoEConfig, options: Options, view: MeshView, declared, *, frozen: bool) -> BlockPlan:
-    """Returns the plan of the experts, with the transport that the options name, or the cheapest one that can run."""
-    rows, shards = x.size // x.shape[-1], 1 if view.manual else view.axes.size(view.axes.tokens)
-    if not isinstance(rows, int):
-        _check_symbolic(rows, config, view)
-    if rows % shards:
-        raise ValueError(f"x: its {rows} rows do not divide by mesh axes {view.axes.tokens} of {shards} devices")
-    row_bytes = wire_bytes(config.d_rows, x.dtype, get_recipes(options.recipe).wire)
-    transport = None if options.exchange == "auto" else select_transport(options.exchange, view, row_bytes)
-    how = dict(axes=view.axes, declared=declared, tokens=rows // shards, dtype=x.dtype, frozen=frozen)
-    return make_plan(config, options, transport, **how)
+def _route(
+    view: MeshView, x, tokens: Float[Array, "T H"], params: MoEParams[Array], config: MoEConfig, options: Options,
+    given: Routing | Ids | None, real: Bool[Array, "T 1"] | None, segments,
+) -> tuple[Routing, Int[Array, "T K"], Float[Array, "T K"]]:  # fmt: skip
+    """Returns the Routing of `tokens`, and the block's experts and weights: each expert of a token once."""
+    resolved, router, every = view.axes, config.router, jnp.arange(config.num_experts, dtype=jnp.int32)[None, None]
+    if isinstance(given, Routing):
+        experts = flatten_tokens(given.experts.astype(jnp.int32), resolved)
+        weights = flatten_tokens(given.weights.astype(jnp.float32), resolved)
+        some = (experts >= 0) & (experts < config.num_experts)  # a negative id stands for no expert too
+        some = some if real is None else some & real
+        experts, weights = jnp.where(some, experts, config.num_experts), jnp.where(some, weights, 0.0)
+        counts = view.psum((experts[:, :, None] == every).sum((0, 1), dtype=jnp.int32), resolved.tokens)
+        aux, z = (jnp.zeros((), jnp.float32) if v is None else v for v in (given.aux_loss, given.z_loss))
+        routing = Routing(experts, weights, aux, z, counts)
+    else:
+        how = dict(axes=options.axes, engine=options.engine)
+        experts = None if given is None else flatten_tokens(given.astype(jnp.int32), resolved)
+        logits = router_logits(tokens, params.router, **how)
+        logits = logits if params.logits_bias is None else logits + params.logits_bias.astype(jnp.float32)[None]
+        routing = route(
+            logits, router, config.top_k, params.router_bias,
+            experts=experts, mask=None if real is None else real[:, 0],
+            sequences=_find_sequences(x, segments, resolved) if router.sequence_aux_loss else None,
+            sequence_axes=find_row_axes(x, view), kernels=options.kernels, **how,
+        )  # fmt: skip
+    experts, weights = routing.experts, routing.weights
+    if given is not None:
+        # A second appearance of an expert becomes E with weight 0, and the first one has the sum of its weights.
+        same = experts[:, :, None] == experts[:, None, :]
+        place = jnp.arange(config.top_k, dtype=jnp.int32)
+        later = (same & (place[None, :] < place[:, None])[None]).any(-1)
+        total = jnp.where(same, weights[:, None, :], 0.0).sum(-1)
+        experts, weights = jnp.where(later, config.num_experts, experts), jnp.where(later, 0.0, total)
+    if params.expert_scale is not None:
+        scale = params.expert_scale.astype(jnp.float32)[None, None]
+        weights = weights * jnp.where(experts[:, :, None] == every, scale, 0.0).sum(-1)
+    return routing, experts, weights
+
+
+def _find_sequences(x: Float[Array, "*batch H"], segments, resolved) -> Int[Array, " T"]:
+    """Returns the sequence of each token of x: (0, 0, 0, 1, 1, 1) for x [2, 3, H] without segments."""
+    if x.ndim < 3:
+        raise ValueError(f"x has shape {x.shape}; it must be [..., S, H] for RouterConfig.sequence_aux_loss")
+    rows = jnp.arange(math.prod(x.shape[:-2]), dtype=jnp.int32).reshape(*x.shape[:-2], 1)
+    if segments is None:
+        sequences = jnp.broadcast_to(rows, x.shape[:-1])
+    else:  # a shard of S may have any id of its row
+        most = x.shape[-2] * resolved.size(resolved.sequence) + 1
+        sequences = jnp.where(segments < 0, -1, rows * most + jnp.minimum(segments, most - 1))
+    return flatten_tokens(sequences[..., None], resolved)[:, 0]
 
 
 def _fill(params: MoEParams[Array], quantized: QuantizedParams, dtype) -> MoEParams[Array]:
