@@ -47,7 +47,7 @@ class Table:
     Attributes:
       name: of the suite.
       options: the values of each column.
-      rows: the cases that hold every pair, a value of each column.
+      rows: the first cases, a value of each column.
       possible: whether values can be in one case; called with every column by name.
     """
 
@@ -77,6 +77,10 @@ class Table:
         """The pairs (or triples) that no row holds."""
         return self.wanted(strength) - {s for row in self.rows for s in self.sets(row, strength)}
 
+    def complete(self) -> Table:
+        """The table with as many more rows as it takes to hold every pair."""
+        return dataclasses.replace(self, rows=[*self.rows, *self.more(sys.maxsize, 2)])
+
     def cases(self) -> Iterator[tuple]:
         """Every possible case."""
         for row in itertools.product(*self.options.values()):
@@ -95,9 +99,10 @@ class Table:
         return rows
 
     def parameters(self, more: int = 16, strength: int = 3, short: int | None = None) -> list:
-        """The rows, those after the first `short` marked `more`, as are the rows that hold most missing triples."""
-        rows = [*self.rows, *self.more(more, strength)]
-        late = len(self.rows) if short is None else short
+        """The complete rows, those after the first `short` marked `more`, as are the rows that hold most triples."""
+        pairs = self.complete()
+        rows = [*pairs.rows, *pairs.more(more, strength)]
+        late = len(pairs.rows) if short is None else short
         marks = [() if i < late else pytest.mark.more for i in range(len(rows))]
         return [pytest.param(*r, id="-".join(map(str, r)), marks=m) for r, m in zip(rows, marks, strict=True)]
 
@@ -128,7 +133,7 @@ def main(*paths: str) -> None:
     for path in paths:
         for value in vars(load(Path(path))).values():
             if isinstance(value, Table):
-                print(value.report(), end="\n\n")
+                print(value.complete().report(), end="\n\n")
 
 
 if __name__ == "__main__":
