@@ -376,7 +376,7 @@ EACH_ROOM = (
     "tests/ops/test_permute.py::test_round_trip",
     "tests/ops/test_exchange.py::test_one_device",
     "tests/ops/test_activation.py::test_values_and_derivatives",
-    "tests/ops/test_grouped_wgrad.py::test_recipes",
+    "tests/ops/test_grouped_matmul.py::test_wgrad_recipes",
     "tests/ops/test_dense.py::test_batches",
     "tests/mesh/test_partition.py::test_auto_axes",
     "tests/block/test_moe_behaviour.py::test_everything_on_one_expert_drops_nothing",

@@ -20,16 +20,7 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax import Axes, MoEConfig, MoEParams, ops
 from moax.mesh.axes import ResolvedAxes, as_names
-from moax.mesh.specs import (
-    Spec,
-    check_divides,
-    constrain,
-    local_shape,
-    make_sharded,
-    mesh_in_force,
-    named,
-    pad,
-)
+from moax.mesh.specs import Spec, check_divides, constrain, local_shape, make_sharded, mesh_in_force, named, pad
 from moax.ops.weights import WeightSpec, find_layout, replicas
 from moax.recipe import FULL, RECIPES
 from moax.sharding import dense_spec, param_specs, reshard_params, shard_specs, token_spec

@@ -96,12 +96,7 @@ def test_shapes(rows, columns):
 
 COVER = Table(
     "dense",
-    {
-        "way": WAYS,
-        "mesh": ("8x1", "2x4", "dp2x2x2", "tp2x2x2"),
-        "layout": tuple(LAYOUTS),
-        "recipe": (None, *RECIPES),
-    },
+    {"way": WAYS, "mesh": ("8x1", "2x4", "dp2x2x2", "tp2x2x2"), "layout": tuple(LAYOUTS), "recipe": (None, *RECIPES)},
     [
         ("custom_partitioning", "8x1", "dim 0", "fp8_tensor"),
         ("shard_map", "2x4", "one each", None),

@@ -21,19 +21,7 @@ from moax.exchange.transport import find_slots, plan_sends
 from moax.kernels.quantization import dequantize, quantize
 from moax.ops import combine, dispatch
 from moax.recipe import Format, get_recipe
-from support import (
-    TOKENS,
-    WAYS,
-    interpret,
-    make_mesh,
-    make_params,
-    program,
-    random,
-    rel_norm,
-    size,
-    some,
-    spec,
-)
+from support import TOKENS, WAYS, interpret, make_mesh, make_params, program, random, rel_norm, size, some, spec
 from support.block import BASE, block
 from support.exchange import (
     EXPERTS,

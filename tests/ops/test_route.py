@@ -105,14 +105,19 @@ CONFIGS = {
 COVER = Table(
     "route",
     {"way": WAYS, "mesh": ("8x1", "2x4", "tp2x2x2"), "router": tuple(CONFIGS)},
-    [
-        ("custom_partitioning", "8x1", "softmax"),
-    ],
+    [("custom_partitioning", "8x1", "softmax")],
 )
 
 
-def check_on_mesh(way, mesh, name):
-    config = CONFIGS[name]
+def test_every_pair_is_covered():
+    """Breaks if an engine, a mesh or a router never meets some other one below."""
+    assert not COVER.complete().missing()
+
+
+@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters())
+def test_on_mesh(way, mesh, router):
+    """Losses, counts and gradients are those of the whole batch, as if one device had it; not a mean of shards'."""
+    config = CONFIGS[router]
     logits = random(5, TOKENS_, EXPERTS) + np.linspace(0, 2, EXPERTS, dtype=np.float32)
     args = (logits, BIAS) if config.bias else (logits,)
     rows = spec(mesh, TOKENS, None)
@@ -130,17 +135,6 @@ def check_on_mesh(way, mesh, name):
     assert rel_error(aux, want[1]) < 1e-6
     assert rel_error(z, want[2]) < 1e-6
     assert rel_error(d_logits, d_want, per=0) < 2e-6
-
-
-def test_every_pair_is_covered():
-    """Breaks if an engine, a mesh or a router never meets some other one below."""
-    assert not COVER.complete().missing()
-
-
-@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters())
-def test_on_mesh(way, mesh, router):
-    """Losses, counts and gradients are those of the whole batch, as if one device had it; not a mean of shards'."""
-    check_on_mesh(way, mesh, router)
 
 
 @pytest.mark.parametrize("at", some([P("fsdp"), P(), P(None, "ep")], 1), ids=str)
