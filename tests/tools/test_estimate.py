@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 import moax
 from benchmarks.block.block import PERF
@@ -19,11 +18,8 @@ from moax import __main__ as cli
 from moax import inspect
 from moax.estimate import HARDWARE, estimate
 from moax.exchange.transport import plan_sends
-from moax.mesh.axes import Axes
-from moax.mesh.specs import named
-from moax.params import param_shapes
 from moax.recipe import Format, Recipe
-from moax.sharding import param_specs, token_spec
+from moax.sharding import operand_shapes
 from support import some
 
 ROOT = Path(__file__).parents[2]
@@ -47,18 +43,9 @@ CASES = {
 }
 
 
-def make_mesh(sizes):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-def place(mesh, config, tokens, dtype=jnp.bfloat16):
+def place(mesh, config, tokens):
     """Abstract parameters (float32) and tokens on the mesh."""
-    laid_out = named(mesh, param_specs(config, Axes(), mesh))
-    params = jax.tree.map(
-        lambda at, shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at), laid_out, param_shapes(config)
-    )
-    at = named(mesh, token_spec(Axes(), 2, mesh))
-    return params, jax.ShapeDtypeStruct((tokens, config.d_model), dtype, sharding=at)
+    return operand_shapes(config, tokens, moax.Axes(), mesh, jnp.bfloat16, jnp.float32)
 
 
 def moved_by(config, mesh, **options):
@@ -90,7 +77,7 @@ def test_bytes_are_those_of_the_program(case):
     """Breaks if a collective is forgotten, invented, or counted with other bytes than the compiled block moves."""
     config, sizes, recipe, exchange, factor = CASES[case]
     options = dict(recipe=recipe, exchange=exchange, buffer_factor=factor, save_rows="again" not in case)
-    found = moved_by(config, make_mesh(sizes), **options)
+    found = moved_by(config, moax.make_mesh(sizes), **options)
     foretold = estimate(config, sizes, TOKENS, kernels="xla", **options)
     assert listed(t for moved in foretold.transfers.values() for t in moved) == listed(found)
     assert inspect.total_bytes(inspect.weight_gathers(found, "fsdp")) == foretold.wire_bytes("gather_weight") > 0
@@ -114,7 +101,7 @@ def test_memory_is_that_of_the_program(case):
     of the program's that returns what `jax.vjp` keeps."""
     config, sizes, recipe, exchange, factor = CASES[case]
     how = dict(recipe=recipe, exchange=exchange, buffer_factor=factor, save_rows="again" not in case, kernels="xla")
-    mesh = make_mesh(sizes)
+    mesh = moax.make_mesh(sizes)
     params, x = place(mesh, config, 8 * TOKENS * 8)
     pulled = lambda params, x: jax.vjp(lambda p, x: moax.moe(x, p, config, **how)[0], params, x)[1]  # noqa: E731
     with jax.set_mesh(mesh):
@@ -180,7 +167,7 @@ def test_rates_are_measured():
 
 def test_memory_of_a_balanced_load():
     """Breaks if a model whose balanced load fits is said to need the worst case, or the reverse."""
-    options = dict(recipe="fp8_block", exchange="all_to_all", layers=1)
+    options = dict(recipe="fp8_block", exchange="all_to_all", layers=1, kernels="xla")
     small, worst = (estimate("qwen3-30b", {"ep": 8}, 8192, buffer_factor=f, **options).memory for f in (1.25, None))
     assert small.saved < 0.55e9 and worst.saved > 2.5e9
 
@@ -189,7 +176,10 @@ def test_memory_of_a_balanced_load():
 @pytest.mark.parametrize("mesh", [{"ep": 8}, {"ep": 64}])
 def test_auto_sends_the_fewest_bytes(mesh):
     """Breaks if `auto` is not the transport for which the estimate of the same mesh sends the fewest bytes."""
-    found = [estimate("qwen3-30b", mesh, 512, exchange=e).wire_bytes() for e in ("auto", "all_gather", "all_to_all")]
+    found = [
+        estimate("qwen3-30b", mesh, 512, exchange=e, kernels="xla").wire_bytes()
+        for e in ("auto", "all_gather", "all_to_all")
+    ]
     assert found[0] == min(found)
 
 
@@ -211,7 +201,8 @@ def test_one_sided_bytes_are_those_of_the_plan(wire, tokens=2048, ranks=4):
     kept = np.broadcast_to(sent, (ranks, ranks))
     plan = plan_sends(jnp.asarray(slot), jnp.asarray(sent), jnp.asarray(kept), 0, tokens * config.top_k)
     remote = int(plan.places[0, 1, -1]) - int(sent[0])
-    found = estimate(config, {"ep": ranks}, tokens, recipe=Recipe(None, None, None, wire=wire), exchange="one_sided")
+    found = estimate(config, {"ep": ranks}, tokens, recipe=Recipe(None, None, None, wire=wire),
+                     exchange="one_sided", kernels="xla")  # fmt: skip
     row, words = (320, 16) if wire is None else (160, 32)  # ids and weights; and two scales, 24 bytes of 32
     plan_bytes = sum(t.bytes for t in found.transfers["dispatch"] if t.kind == "all-gather")
     assert plan_bytes == (ranks - 1) * ranks * (tokens // 32) * 4
@@ -221,7 +212,10 @@ def test_one_sided_bytes_are_those_of_the_plan(wire, tokens=2048, ranks=4):
 
 def test_one_sided_is_of_one_host():
     """Breaks if one_sided is estimated on more GPUs than a host has, or asked of this machine."""
-    assert estimate(SHARED, {"fsdp": 8}, 64, exchange="one_sided").plan.first.exchange.transport == "all_gather"
+    assert (
+        estimate(SHARED, {"fsdp": 8}, 64, exchange="one_sided", kernels="xla").plan.first.exchange.transport
+        == "all_gather"
+    )
     with pytest.raises(moax.Unsupported, match="the 8 GPUs of one host, and the mesh has 16"):
         estimate(SHARED, {"ep": 16}, 64, exchange="one_sided")
 
@@ -229,14 +223,14 @@ def test_one_sided_is_of_one_host():
 def test_wire_results():
     """Breaks if the weights' bytes are not those of the committed table of compiled blocks."""
     for row in rows_of("wire.json")[:2]:
-        found = estimate(row["model"], {"fsdp": 2, "ep": 4}, 1024, recipe=row["recipe"], layers=1)
+        found = estimate(row["model"], {"fsdp": 2, "ep": 4}, 1024, recipe=row["recipe"], layers=1, kernels="xla")
         assert found.wire_bytes("gather_weight") == row["gathered"]
         assert found.wire_bytes("scatter_gradient") == row["reduce_scattered"]
 
 
 def test_remat_gathers_and_sends_again():
     """Breaks if remat does not save memory, or if its second forward costs no bytes."""
-    once, twice = (estimate(SHARED, {"fsdp": 2, "ep": 4}, 256, remat=remat) for remat in (False, True))
+    once, twice = (estimate(SHARED, {"fsdp": 2, "ep": 4}, 256, remat=remat, kernels="xla") for remat in (False, True))
     assert twice.memory.saved < once.memory.saved / 2
     assert twice.wire_bytes("dispatch") == 2 * once.wire_bytes("dispatch") > 0
     assert twice.wire_bytes("combine") == once.wire_bytes("combine")
@@ -244,9 +238,9 @@ def test_remat_gathers_and_sends_again():
 
 def test_links():
     """Breaks if a group inside a host does not take NVLink, or if a stride of 8 devices does."""
-    found, on = estimate(SHARED, {"fsdp": 2, "ep": 8}, 64), HARDWARE["h200"]
+    found, on = estimate(SHARED, {"fsdp": 2, "ep": 8}, 64, kernels="xla"), HARDWARE["h200"]
     assert (found.link(("ep",)), found.link(("fsdp",))) == (on.nvlink, on.network)
-    alone = estimate(SHARED, {}, 64)
+    alone = estimate(SHARED, {}, 64, kernels="xla")
     assert alone.transfers == {} and set(alone.times) == {"products", "device memory"}
 
 

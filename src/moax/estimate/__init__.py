@@ -221,31 +221,20 @@ def estimate(
     kept = {array for array in steps.outputs[: len(saved)] if array not in steps.inputs}
     *of_params, of_x, _ = steps.inputs
     weights = layers * steps.total(of_params)
-    memory = Memory(
-        weights=weights,
-        gradients=weights,
-        optimizer=weights // np.dtype(param_dtype).itemsize * optimizer_bytes,
-        saved=layers * (steps.bytes[of_x] + steps.total(kept)),
-        temporary=steps.peak(kept),
-    )
+    optimizer = weights // np.dtype(param_dtype).itemsize * optimizer_bytes
+    saved_bytes = layers * (steps.bytes[of_x] + steps.total(kept))
+    memory = Memory(weights, weights, optimizer, saved=saved_bytes, temporary=steps.peak(kept))
     transfers = steps.transfers(axes)
     if runs != transport:
         transfers |= _puts(plan, config, transfers)
     tp, latent = axes.size(axes.tp), 2 * tokens_of_shard * config.d_model * (config.d_latent or 0)
     width = config.d_rows * config.top_k * (config.d_ff // tp) + config.d_model * (config.shared_d_ff // tp)
     once, again = 2 * tokens_of_shard * width, remat and latent > 0  # backward reads the second product for latent_up
+    operations = (3 + remat) * (config.gates * once + latent), (3 + again) * once + 3 * latent
     return Estimate(
-        config=config,
-        mesh=dict(mesh),
-        tokens=tokens,
-        layers=layers,
-        hardware=on,
-        plan=plan,
-        memory=memory,
-        transfers=transfers,
-        operations=((3 + remat) * (config.gates * once + latent), (3 + again) * once + 3 * latent),
-        traffic=steps.traffic(),
-    )
+        config=config, mesh=dict(mesh), tokens=tokens, layers=layers, hardware=on, plan=plan, memory=memory,
+        transfers=transfers, operations=operations, traffic=steps.traffic(),
+    )  # fmt: skip
 
 
 def _plan(
@@ -258,15 +247,8 @@ def _plan(
             raise Unsupported(f"exchange={name!r} runs on the {on.host} GPUs of one host, and the mesh has {gpus}")
         if why := TRANSPORTS[name].why_not(None, None):
             raise Unsupported(f"exchange={name!r}: {why}")
-    return make_plan(
-        config,
-        options,
-        None if options.exchange == "auto" else name,
-        axes=axes,
-        declared=expert_specs(config, options.axes, axes),
-        tokens=tokens,
-        dtype=dtype,
-    )
+    declared, chosen = expert_specs(config, options.axes, axes), None if options.exchange == "auto" else name
+    return make_plan(config, options, chosen, axes=axes, declared=declared, tokens=tokens, dtype=dtype)
 
 
 def _puts(plan: BlockPlan, config: MoEConfig, traced: Mapping[str, list[Transfer]]) -> dict[str, list[Transfer]]:

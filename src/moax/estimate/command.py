@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from typing import Any
 
 from moax import hf, program
 from moax.config import MoEConfig
@@ -42,7 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=4096, metavar="T", help="tokens of a GPU in a step (default: %(default)s)")
     add("--hardware", choices=tuple(HARDWARE), default="h200", help="the GPU (default: %(default)s)")
     program.add_block_options(parser, mesh="one GPU")
-    add("--capacity-factor", type=program.factor, metavar="X", help="bound the rows of a rank at X times the even load")
+    add("--capacity-factor", type=program.factor, default=math.inf, metavar="X",
+        help="bound the rows of a rank at X times the even load")  # fmt: skip
     add("--buffer-factor", type=program.factor, default=1.25, metavar="X", help="buffers for X times the balanced "
         "load; none: for the worst case (default: %(default)s)")  # fmt: skip
     add("--save-rows", action=argparse.BooleanOptionalAction, default=True, help="keep the sorted rows for backward")
@@ -61,23 +63,14 @@ def run(args: argparse.Namespace) -> int:
         name, config, layers = args.model, find_model(args.model).config, find_model(args.model).layers
     else:
         name, config, layers = "a block", MoEConfig(args.d_model, args.d_ff, args.experts, args.top_k), 1
-    if args.capacity_factor is not None:
-        finite = None if math.isinf(args.capacity_factor) else args.capacity_factor
-        config = dataclasses.replace(config, capacity_factor=finite)
-    found = estimate(
-        config,
-        dict(args.mesh or ()),
-        args.tokens,
-        hardware=args.hardware,
-        layers=layers if args.layers is None else args.layers,
-        remat=args.remat,
-        recipe=None if args.recipe == "none" else args.recipe,
-        exchange=args.exchange or "auto",
-        kernels=args.kernels,
-        buffer_factor=None if math.isinf(args.buffer_factor) else args.buffer_factor,
-        save_rows=args.save_rows,
-        grad_reduce_dtype=args.grad_reduce_dtype,
-    )
+    capacity, buffer = (None if math.isinf(x) else x for x in (args.capacity_factor, args.buffer_factor))
+    config = dataclasses.replace(config, capacity_factor=capacity)
+    given: dict[str, Any] = {
+        of: getattr(args, of) for of in ("hardware", "remat", "kernels", "save_rows", "grad_reduce_dtype")
+    }
+    given |= {"recipe": None if args.recipe == "none" else args.recipe, "exchange": args.exchange or "auto"}
+    layers = layers if args.layers is None else args.layers
+    found = estimate(config, dict(args.mesh or ()), args.tokens, layers=layers, buffer_factor=buffer, **given)
     print(as_text(name, found))
     return 0
 
