@@ -156,7 +156,7 @@ def test_an_expert_has_its_own_scale():
 @pytest.mark.more
 def test_the_kernel_scales_as_xla_does():
     """Breaks if the Hopper kernels give a block of rows, or a block of wgrad, the scale of another group."""
-    hopper = pytest.importorskip("moax.kernels.hopper.operands")
+    hopper = pytest.importorskip("moax.kernels.hopper")
     from moax.kernels.hopper.formats import find_groups, supports_fp8
 
     assert supports_fp8(GROUP)

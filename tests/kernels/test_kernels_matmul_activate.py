@@ -11,8 +11,7 @@ import pytest
 
 from moax.checks import Unsupported
 from moax.groups import row_groups, zero_rows
-from moax.kernels import implementation
-from moax.kernels.hopper import products
+from moax.kernels import hopper, implementation
 from moax.kernels.hopper.formats import GatheredRows, make_blocks
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul_activate
@@ -69,8 +68,8 @@ def test_without_merged_dims_the_product_is_alone(monkeypatch):
         product = lambda x, w: local.matmul_activate(x, w, groups, jnp.bfloat16, ACTS["swiglu"], 2)  # noqa: E731
         return str(jax.make_jaxpr(product)(*operands))
 
-    assert products.MERGES_DIMS == ("grouped_matmul_activate" in names())
-    monkeypatch.setattr(products, "MERGES_DIMS", False)
+    assert hopper.MERGES_DIMS == ("grouped_matmul_activate" in names())
+    monkeypatch.setattr(hopper, "MERGES_DIMS", False)
     assert "grouped_matmul_activate" not in names() and "grouped_matmul" in names()
 
 

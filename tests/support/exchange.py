@@ -229,7 +229,7 @@ def dequantize_rows(data, words, ends, *, dtype):
 
 def wire_kernels(monkeypatch) -> set[str]:
     """Rows are quantized for the wire as if the Hopper kernels ran here; returns which of them were asked."""
-    hopper = pytest.importorskip("moax.kernels.hopper.operands")
+    hopper = pytest.importorskip("moax.kernels.hopper")
     called = set()
 
     def counted(fn):
@@ -239,7 +239,7 @@ def wire_kernels(monkeypatch) -> set[str]:
 
         return asked
 
-    monkeypatch.setattr(hopper.kernels, "quantize_rows", counted(quantize_by_row))
-    monkeypatch.setattr(hopper.kernels, "dequantize_rows", counted(dequantize_rows))
+    monkeypatch.setattr(hopper, "quantize_rows", counted(quantize_by_row))
+    monkeypatch.setattr(hopper, "dequantize_rows", counted(dequantize_rows))
     monkeypatch.setattr(dispatch_combine, "select_kernels", lambda *_, **widths: "hopper")
     return called

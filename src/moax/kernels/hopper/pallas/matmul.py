@@ -116,7 +116,7 @@ def grouped_matmul(
     def target(place, warpgroup, column, width, out):
         return out.at[_rows_of(place, warpgroup), pl.ds(place.column * tile.tile_n + column, width)]
 
-    stages = {"x": stage(tile, BLOCK, depth, dtype, swizzle), "w": stage(tile, *w_stage, dtype, swizzle)}
+    stages = {"x": stage(tile, BLOCK, depth, dtype, swizzle), "w": stage(tile, *w_stage, data_of(w).dtype, swizzle)}
     if fp8:
         stages["sx"] = plgpu.SMEM((tile.stages, BLOCK), jnp.float32)
     bias = None if bias is None else pipeline.pad_bias(bias, tile.tile_n * tile.cluster)

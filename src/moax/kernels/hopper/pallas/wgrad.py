@@ -119,14 +119,17 @@ def grouped_wgrad(
         first = row * tile_m + (warpgroup * each + product) * ROWS
         return out.at[g, pl.ds(first, ROWS), pl.ds(tile_column * tile.tile_n + inside, width)]
 
-    lines = {"x": tile_m, "dy": tile.tile_n}
-    shapes = {name: (n, step_rows) if fp8 else (step_rows, n) for name, n in lines.items()}
-    scales = {f"s{name}": plgpu.SMEM((tile.stages, n), jnp.float32) for name, n in lines.items() if fp8}
+    stages: dict = {}
+    for name, v, n in (("x", x, tile_m), ("dy", dy, tile.tile_n)):
+        shape = (n, step_rows) if fp8 else (step_rows, n)
+        stages[name] = stage(tile, *shape, data_of(v).dtype, swizzle)
+        if fp8:
+            stages[f"s{name}"] = plgpu.SMEM((tile.stages, n), jnp.float32)
     return pipeline.run(
         (x, dy, blocks.first, blocks.sizes, source),
         out,
         tile,
-        scales | {name: stage(tile, *shape, dtype, swizzle) for name, shape in shapes.items()},
+        stages,
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
         steps=lambda place, x, dy, first, sizes, _: lax.div(sizes[place[0]] + step_rows - 1, step_rows),
