@@ -97,11 +97,6 @@ def _kinds(cls: type) -> dict[str, tuple[Any, bool]]:
     return found
 
 
-def check_float(name: str, value: Any, dims: str) -> None:
-    """Raises ValueError unless value is an array of float32, bfloat16 or float16; `dims` such as `[T, H]` are said."""
-    check_float_dtype(name, _dtype(name, value, dims))
-
-
 def check_float_dtype(name: str, dtype: Any) -> None:
     """Raises ValueError unless dtype is float32, bfloat16 or float16, or a name of one of them."""
     try:
@@ -112,27 +107,6 @@ def check_float_dtype(name: str, dtype: Any) -> None:
         raise ValueError(f"{name} has dtype float64; moax computes in float32 at most; {name} must be float32 or less")
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"{name} has dtype {dtype}; it must be floating point: float32, bfloat16 or float16")
-
-
-def check_int(name: str, value: Any, dims: str) -> None:
-    """Raises ValueError unless value is an array of integers, signed or unsigned; `dims` is as in `check_float`."""
-    dtype = _dtype(name, value, dims)
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"{name} has dtype {dtype}; it must be an array of integers {dims}")
-
-
-def check_bool(name: str, value: Any, dims: str) -> None:
-    """Raises ValueError unless value is an array of bool; `dims` is as in `check_float`."""
-    dtype = _dtype(name, value, f"of bool, {dims}")
-    if dtype != jnp.bool_:
-        raise ValueError(f"{name} has dtype {dtype}; it must be bool, such as segment_ids > 0")
-
-
-def check_mask(name: str, value: Any, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless value is an array of bool of this shape."""
-    check_bool(name, value, str(shape))
-    if value.shape != shape:
-        raise ValueError(f"{name} has shape {value.shape}; it must be {shape}")
 
 
 def check_arrays(rule: str, /, *values: Any, local: bool = False, **sizes: Any) -> None:
@@ -146,7 +120,15 @@ def check_arrays(rule: str, /, *values: Any, local: bool = False, **sizes: Any) 
     given = [(name, kind, dims, value) for (name, optional, kind, dims), value in zip(parts, values, strict=True)
              if value is not None or not optional]  # fmt: skip
     for name, kind, dims, value in given:
-        {"": check_float, "int": check_int, "bool": check_bool}[kind](name, value, f"[{dims}]")
+        dtype = getattr(value, "dtype", None)
+        if not isinstance(dtype, np.dtype) or not hasattr(value, "shape"):
+            raise ValueError(f"{name} is {_describe(value)}; it must be an array [{dims}]")
+        dtype = jax.dtypes.canonicalize_dtype(dtype)  # float32 for NumPy's float64 without `jax_enable_x64`
+        if not kind:
+            check_float_dtype(name, dtype)
+        elif not jnp.issubdtype(dtype, jnp.integer if kind == "int" else jnp.bool_):
+            wanted = f"an array of integers [{dims}]" if kind == "int" else "bool, such as segment_ids > 0"
+            raise ValueError(f"{name} has dtype {dtype}; it must be {wanted}")
     found = dict(sizes)
     for array in given:
         if not _fit(*array[2:], found, local):
@@ -185,14 +167,6 @@ def check_kind(name: str, value: Any, kind: type, source: str = "") -> None:
     if not isinstance(value, kind):
         wanted = f"a {kind.__name__}, as {source} returns it" if source else f"a moax.{kind.__name__}"
         raise ValueError(f"{name} is {_describe(value)}; it must be {wanted}")
-
-
-def _dtype(name: str, value: Any, dims: str) -> np.dtype:
-    """Returns the dtype that JAX gives to an array, float32 for NumPy's float64 without `jax_enable_x64`."""
-    dtype = getattr(value, "dtype", None)
-    if not isinstance(dtype, np.dtype) or not hasattr(value, "shape"):
-        raise ValueError(f"{name} is {_describe(value)}; it must be an array {dims}")
-    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _describe(value: Any) -> str:
