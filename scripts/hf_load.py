@@ -3,16 +3,13 @@
 
 It makes a checkpoint, and loads it onto 8 emulated devices: scripts/hf_load.py [--gib 2] [--limit MIB]. It runs on
 Linux with glibc alone. Emulated devices keep their arrays in the memory of this process, so the result is the rise of
-memory during the load, less the bytes of the arrays: once by VmHWM, the kernel's peak of all resident memory, and once
-by samples of RssAnon, which leaves mapped files out. glibc returns freed memory at once (mallopt).
+the peak of resident memory (VmHWM), less the bytes of the arrays. glibc returns freed memory at once (mallopt).
 """
 
 import argparse
-import contextlib
 import ctypes
 import json
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -32,31 +29,10 @@ CONFIG = {
 }  # fmt: skip
 
 
-def memory() -> dict[str, int]:
-    """Returns the sizes in /proc/self/status, in bytes."""
+def resident(peak: bool = False) -> int:
+    """Returns the bytes of this process that are resident, or the most that have been."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {line[0][:-1]: int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
-
-
-@contextlib.contextmanager
-def peaks():
-    """Yields {"VmHWM": bytes, "RssAnon": bytes}, which has the peaks of memory after the context has ended."""
-    found, done = {"RssAnon": 0}, threading.Event()
-
-    def watch():
-        while not done.wait(1e-3):
-            found["RssAnon"] = max(found["RssAnon"], memory()["RssAnon"])
-
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield found
-    finally:
-        done.set()
-        thread.join()
-        found |= {"VmHWM": memory()["VmHWM"], "RssAnon": max(found["RssAnon"], memory()["RssAnon"])}
+    return next(int(line[1]) * 1024 for line in lines if line[0] == ("VmHWM:" if peak else "VmRSS:"))
 
 
 def write_checkpoint(folder: Path, size: int) -> tuple[moax.MoEConfig, int]:
@@ -83,28 +59,23 @@ def main(gib: float, limit: float | None, devices: int = 8) -> int:
     mesh = jax.make_mesh((2, devices // 2), ("fsdp", "ep"))
     with tempfile.TemporaryDirectory() as name:
         config, layers = write_checkpoint(Path(name), int(gib * GIB))
-        before, start = memory(), time.perf_counter()
-        with peaks() as peak:
-            found = moax.hf.Checkpoint(name)
-            params = [moax.hf.params_from_hf(found, config, layer=i, mesh=mesh) for i in range(layers)]
-        seconds = time.perf_counter() - start
+        Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
+        before, start = resident(), time.perf_counter()
+        found = moax.hf.Checkpoint(name)
+        params = [moax.hf.params_from_hf(found, config, layer=i, mesh=mesh) for i in range(layers)]
+        seconds, peak = time.perf_counter() - start, resident(peak=True)
         on_disk = sum(file.stat().st_size for file in Path(name).glob("*.safetensors"))
         last = found[f"model.layers.{layers - 1}.mlp.experts.63.up_proj.weight"]
         same = np.array_equal(np.asarray(params[-1].wi)[63, :, 1].T, last)
     arrays = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
-    over = {
-        "all that is resident": peak["VmHWM"] - before["VmRSS"] - arrays,
-        "without mapped files": peak["RssAnon"] - before["RssAnon"] - arrays,
-    }
     expert = 2 * config.d_model * config.d_ff
     print(
         f"checkpoint {on_disk / GIB:.2f} GiB, {layers} layers of {config.num_experts} experts, {expert / MIB:.1f} MiB "
         f"a matrix; loaded in {seconds:.1f} s ({on_disk / GIB / seconds:.2f} GiB/s); equal: {same}\n"
-        f"arrays on {devices} devices {arrays / GIB:.2f} GiB; {before['VmRSS'] / MIB:.0f} MiB resident before the load"
+        f"arrays on {devices} devices {arrays / GIB:.2f} GiB; {before / MIB:.0f} MiB resident before the load\n"
+        f"peak above the start and the arrays: {(peak - before - arrays) / MIB:.1f} MiB"
     )
-    for what, size in over.items():
-        print(f"peak above the start and the arrays, {what}: {size / MIB:.1f} MiB")
-    return int(not same or (limit is not None and max(over.values()) > limit * MIB))
+    return int(not same or (limit is not None and peak - before - arrays > limit * MIB))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
 """The table of models against the published config.json of each, and the shapes that benchmarks make of it."""
 
-import dataclasses
-import math
-
 import pytest
 
 from benchmarks.cases import on_rank, slice_of
 from moax import hf
 from moax.models import MODELS, find_model
-from moax.params import param_shapes
 
 QWEN3 = dict(model_type="qwen3_moe", norm_topk_prob=True, hidden_act="silu", decoder_sparse_step=1, mlp_only_layers=[])
 DEEPSEEK = dict(
@@ -38,7 +34,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_the_published_one(name):
     """Breaks if a size, the router or the number of layers is not that of the model's config.json, in both ways."""
     published, model = PUBLISHED[name], MODELS[name]
@@ -47,20 +43,6 @@ def test_a_model_is_the_published_one(name):
     assert hf.config_from_hf(written) == model.config
     assert published | {key: written[key] for key in written.keys() & published} == published
     assert model.layers == published["num_hidden_layers"] - published.get("first_k_dense_replace", 0)
-
-
-def test_every_model_is_checked():
-    """Breaks if a model enters the table without its config.json entering this file."""
-    assert MODELS.keys() == PUBLISHED.keys()
-
-
-def test_parameters_of_the_experts():
-    """Breaks if a size or a number of layers is wrong: the experts' parameters of each model, in billions."""
-    wanted = {"qwen3-30b": 29, "qwen3-235b": 227, "mixtral-8x7b": 45.1, "deepseek-v3": 656, "kimi-k2": 1017}
-    wanted |= {"gpt-oss-120b": 114.7, "olmoe": 6.44, "qwen3-next": 77.5}
-    shapes = {name: dataclasses.asdict(param_shapes(model.config)).values() for name, model in MODELS.items()}
-    found = {n: MODELS[n].layers * sum(math.prod(s) for s in of if s is not None) / 1e9 for n, of in shapes.items()}
-    assert found == pytest.approx(wanted, rel=0.01)
 
 
 def test_a_rank():
