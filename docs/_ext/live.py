@@ -4,6 +4,7 @@
 {cli-help} estimate         `moax estimate --help`; without a name, `moax --help`;
                             benchmarks: `python -m benchmarks --help`; lm-train: `python -m lm train --help`
 {wire-table}                benchmarks/results/wire.json
+{hf-impossible}             moax.hf.IMPOSSIBLE
 {layers}                    who may import whom: RANKS of tests/test_architecture.py
 """
 
@@ -29,7 +30,7 @@ ARCHITECTURE = ROOT / "tests" / "test_architecture.py"
 
 
 def setup(app) -> dict[str, Any]:
-    directives = {"run": Run, "cli-help": Help, "wire-table": WireTable, "layers": Layers}
+    directives = {"run": Run, "cli-help": Help, "wire-table": WireTable, "hf-impossible": Impossible, "layers": Layers}
     for name, directive in directives.items():
         app.add_directive(name, directive)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
@@ -102,6 +103,13 @@ class WireTable(Live):
             for model, of in by_model.items()
         ]
         return table(head, body)
+
+
+class Impossible(Live):
+    def node(self):
+        from moax.hf import IMPOSSIBLE
+
+        return table(["model_type", "why not"], [[model_type, why] for model_type, why in IMPOSSIBLE.items()])
 
 
 def table(head: list[str], body: list[list[str]]) -> nodes.table:

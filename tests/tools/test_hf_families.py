@@ -44,10 +44,9 @@ def test_every_family_of_transformers_is_known():
 
 
 def test_the_documentation_lists_them():
-    """Breaks if the page of moax.hf leaves out a model type that is loaded, or the reason for one that is not."""
+    """Breaks if the page of moax.hf leaves out a model type that is loaded."""
     page = re.sub(r"\s+", " ", (ROOT / "docs" / "reference" / "hf.md").read_text(encoding="utf-8"))
     assert not [t for t in hf.MODEL_TYPES if f"`{t}`" not in page]
-    assert not [t for t, why in hf.IMPOSSIBLE.items() if f"| `{t}` | {why} |" not in page]
 
 
 @pytest.mark.parametrize("model_type", hf.IMPOSSIBLE)
