@@ -1,10 +1,9 @@
 """An MoE block composed of `moax.ops`, on a mesh: it equals `moax.moe` in value and in every gradient.
 
 Each op has its own partition rule, so the composition needs no `shard_map`. Replace a step to try one of your own.
-Run: `python examples/compose_ops.py [--devices N]`; N CPU devices are emulated where there is no GPU.
+Run: `python examples/compose_ops.py`; 8 CPU devices are emulated where there is no GPU.
 """
 
-import argparse
 import math
 
 import jax
@@ -37,8 +36,8 @@ def error(got, want) -> float:
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
-def main(devices: int):
-    jax.config.update("jax_num_cpu_devices", devices)
+def main():
+    jax.config.update("jax_num_cpu_devices", 8)
     count = jax.device_count()
     ep = math.gcd(4, count)
     router = moax.RouterConfig(aux_loss=0.01)
@@ -65,6 +64,4 @@ def main(devices: int):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=8, help="CPU devices to emulate: a power of two (default: 8)")
-    main(parser.parse_args().devices)
+    main()

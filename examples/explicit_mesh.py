@@ -1,10 +1,9 @@
 """A mesh of Explicit axes: shardings are part of the types of arrays, and y and the gradients have those of x and w.
 
 JAX knows all types while it traces a function, before anything runs. The program prints them then.
-Run: `python examples/explicit_mesh.py [--devices N]`; N CPU devices are emulated where there is no GPU.
+Run: `python examples/explicit_mesh.py`; 8 CPU devices are emulated where there is no GPU.
 """
 
-import argparse
 import math
 
 import jax
@@ -14,8 +13,8 @@ from jax.sharding import AxisType, PartitionSpec
 import moax
 
 
-def main(devices: int):
-    jax.config.update("jax_num_cpu_devices", devices)
+def main():
+    jax.config.update("jax_num_cpu_devices", 8)
     count = jax.device_count()
     ep = math.gcd(4, count)
     mesh = jax.make_mesh((count // ep, ep), ("fsdp", "ep"), axis_types=(AxisType.Explicit,) * 2)
@@ -44,6 +43,4 @@ def main(devices: int):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=8, help="CPU devices to emulate: a power of two (default: 8)")
-    main(parser.parse_args().devices)
+    main()

@@ -2,10 +2,9 @@
 
 The program makes its own checkpoint, a Qwen3-MoE of random weights without attention; one from a hub is read alike.
 Embedding and head stay as they are; the loss is that of the next token in a fixed permutation.
-Run: `python examples/finetune_hf.py [--devices N]`; N CPU devices are emulated where there is no GPU.
+Run: `python examples/finetune_hf.py`; 8 CPU devices are emulated where there is no GPU.
 """
 
-import argparse
 import math
 import tempfile
 from pathlib import Path
@@ -40,8 +39,8 @@ def loss_of(layers, frozen, config, tokens, following):
     return optax.softmax_cross_entropy_with_integer_labels(logits, following).mean()
 
 
-def main(devices: int):
-    jax.config.update("jax_num_cpu_devices", devices)
+def main():
+    jax.config.update("jax_num_cpu_devices", 8)
     count = jax.device_count()
     ep = math.gcd(4, count)
     mesh = jax.make_mesh((count // ep, ep), ("fsdp", "ep"), (jax.sharding.AxisType.Auto,) * 2)
@@ -74,6 +73,4 @@ def main(devices: int):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=8, help="CPU devices to emulate: a power of two (default: 8)")
-    main(parser.parse_args().devices)
+    main()

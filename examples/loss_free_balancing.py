@@ -4,7 +4,7 @@ All tokens point in nearly one direction, so a fresh router sends most of them t
 `update_router_bias` raises the bias of experts with too few tokens and lowers the bias of the others. The weights
 stay as they are and every step has new tokens, so the bias alone changes the load. In training, update the bias once
 in each step, after the optimizer; no gradient and no optimizer changes it. `--rule quantile` needs a few steps.
-Run: `python examples/loss_free_balancing.py [--devices N]`; N CPU devices are emulated where there is no GPU.
+Run: `python examples/loss_free_balancing.py`; 8 CPU devices are emulated where there is no GPU.
 """
 
 import argparse
@@ -35,8 +35,8 @@ def bars(tokens) -> str:
     return " ".join(f"{share:4.0%}" for share in tokens / tokens.sum())
 
 
-def main(devices: int, rule: str):
-    jax.config.update("jax_num_cpu_devices", devices)
+def main(rule: str):
+    jax.config.update("jax_num_cpu_devices", 8)
     count = jax.device_count()
     ep = math.gcd(4, count)
     with jax.set_mesh(jax.make_mesh((count // ep, ep), ("fsdp", "ep"), (jax.sharding.AxisType.Auto,) * 2)):
@@ -57,6 +57,5 @@ def main(devices: int, rule: str):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=8, help="CPU devices to emulate: a power of two (default: 8)")
     parser.add_argument("--rule", choices=("sign", "quantile"), default="sign")
-    main(**vars(parser.parse_args()))
+    main(parser.parse_args().rule)

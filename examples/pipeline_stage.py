@@ -2,10 +2,9 @@
 
 The `shard_map` names the axis `stage` alone. The other axes stay Auto, and `moax.moe` shards over them as it does
 everywhere. `ppermute` sends microbatches from stage to stage; the results are those of one layer after the other.
-Run: `python examples/pipeline_stage.py [--devices N]`; N CPU devices are emulated where there is no GPU.
+Run: `python examples/pipeline_stage.py`; 8 CPU devices are emulated where there is no GPU.
 """
 
-import argparse
 import functools
 import math
 
@@ -40,8 +39,8 @@ def pipeline(params, x):
     return y[None, STAGES - 1 :]
 
 
-def main(devices: int):
-    jax.config.update("jax_num_cpu_devices", devices)
+def main():
+    jax.config.update("jax_num_cpu_devices", 8)
     if (count := jax.device_count()) % STAGES:
         raise SystemExit(f"{count} devices: two stages need an even number")
     ep = math.gcd(4, count // STAGES)
@@ -74,6 +73,4 @@ def main(devices: int):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=8, help="CPU devices to emulate: a power of two (default: 8)")
-    main(parser.parse_args().devices)
+    main()

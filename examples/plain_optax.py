@@ -2,10 +2,9 @@
 
 `donate_argnums=0` lets XLA write the new weights and moments over the old ones, so memory holds them once. `init` of
 optax runs without jit, so that a moment has the sharding of its weight. The model learns the outputs of a random MoE.
-Run: `python examples/plain_optax.py [--devices N]`; N CPU devices are emulated where there is no GPU.
+Run: `python examples/plain_optax.py`; 8 CPU devices are emulated where there is no GPU.
 """
 
-import argparse
 import math
 from typing import Any, NamedTuple
 
@@ -48,8 +47,8 @@ def train_step(state: State, x, target):
     return State(optax.apply_updates(state.params, updates), optimizer), loss
 
 
-def main(devices: int):
-    jax.config.update("jax_num_cpu_devices", devices)
+def main():
+    jax.config.update("jax_num_cpu_devices", 8)
     count = jax.device_count()
     ep = math.gcd(4, count)
     with jax.set_mesh(jax.make_mesh((count // ep, ep), ("fsdp", "ep"), (jax.sharding.AxisType.Auto,) * 2)):
@@ -69,6 +68,4 @@ def main(devices: int):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=8, help="CPU devices to emulate: a power of two (default: 8)")
-    main(parser.parse_args().devices)
+    main()

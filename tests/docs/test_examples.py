@@ -61,7 +61,7 @@ def test_example_runs(path):
 def test_example_is_short_and_says_what_it_shows(path):
     text = path.read_text()
     assert len(text.splitlines()) < 80, "an example is read in one go"
-    assert text.startswith('"""') and f"python examples/{path.name} [--devices N]" in text
+    assert text.startswith('"""') and f"python examples/{path.name}" in text
 
 
 @pytest.mark.parametrize("path", ADAPTERS, ids=[path.stem for path in ADAPTERS])
