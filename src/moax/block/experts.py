@@ -40,7 +40,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +49,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from moax.backend import platform
-from moax.block.moe import (
-    NO_TOTAL,
-    Inputs,
-    Residuals,
-    Weights,
-    backward_down,
-    backward_up,
-    find_groups,
-    forward_down,
-    forward_up,
-)
+from moax.block.moe import Residuals, Weights, backward_down, backward_up, find_groups, forward_down, forward_up
 from moax.block.plan import BlockPlan
 from moax.kernels import Operand
 from moax.lora import DIMS as ADAPTER_DIMS
@@ -81,6 +71,8 @@ from moax.ops.weights import (
 from moax.params import DIMS
 
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
+# The tokens x [T, H], experts [T, K] i32 and routing weights [T, K] f32.
+Inputs = tuple[Float[Array, "T H"], Int[Array, "T K"], Float[Array, "T K"]]
 Quantized = tuple[QuantizedWeight | None, QuantizedWeight | None]  # of wi and wo
 Layouts = tuple[WeightLayout, WeightLayout]  # of wi and wo
 Gathered = tuple[Operand, Operand]  # wi and wo
@@ -98,12 +90,11 @@ def apply_experts(
     of any rank of the mesh [1] i32.
     """
     *tokens, w, _ = _forward_op.reshard(view, p, *inputs, w, None if view.explicit else quantized)
-    return _experts(view, p, Inputs(*tokens), w, quantized)
+    return _experts(view, p, tuple(tokens), w, quantized)
 
 
 def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
-    pairs = zip((p.wi, p.wo), w[:2], quantized, strict=True)
-    gathered = tuple(gather_weight(view, *of, "rows") for of in pairs)
+    gathered = tuple(gather_weight(view, *of, "rows") for of in zip((p.wi, p.wo), w[:2], quantized, strict=True))
     y, dropped, rounds, saved = _forward_op(view, p, *inputs, w, gathered)
     # The names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`.
     named = lambda tree, name: jax.tree.map(lambda v: checkpoint_name(v, name), tree)  # noqa: E731
@@ -120,8 +111,7 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     # Each direction gathers the weights when it needs them, so XLA must not keep the gathered weights of forward, nor
     # the rows that backward makes again.
     inputs, w, quantized, dy = lax.optimization_barrier((inputs, w, quantized, cotangents[0]))
-    pairs = zip((p.wi, p.wo), w[:2], quantized, strict=True)
-    gathered = tuple(gather_weight(view, *of, "columns") for of in pairs)
+    gathered = tuple(gather_weight(view, *of, "columns") for of in zip((p.wi, p.wo), w[:2], quantized, strict=True))
     given = (None, None, None) if inputs is None else inputs
     dx, d_weights, *small, partial = _backward_op(view, p, saved, *given, w, quantized, gathered, dy)
     of_weights = zip((p.wi, p.wo), partial, w, strict=False)
@@ -129,22 +119,20 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     gradients = (
         None if v is None or d is None else d.astype(v.dtype) for v, d in zip(w, (*large, *small), strict=True)
     )
-    return Inputs(dx, cast(Any, None), d_weights), Weights(*gradients), None
+    return (dx, None, d_weights), Weights(*gradients), None
 
 
-def _plain(view: MeshView, p: BlockPlan, *operands):
-    """Runs forward without a backward, which leaves no rows for one."""
-    return _forward(view, dataclasses.replace(p, save_rows=False), *operands)[0]
-
-
-_experts = differentiable(_forward, _backward, once="moe", plain=_plain)
+_experts = differentiable(
+    _forward, _backward, once="moe",
+    plain=lambda view, p, *operands: _forward(view, dataclasses.replace(p, save_rows=False), *operands)[0],
+)  # fmt: skip
 
 
 def _forward_shards(p: BlockPlan, layouts: Layouts, x, experts, weights, w: Weights[Array], gathered: Gathered):
     """Returns y, the dropped assignments, the most rounds, and the residuals by chunk."""
     made, known = [], None
-    for chunk in _split(p, Inputs(x, experts, weights)):
-        made.append(run_forward(p, layouts, after(known, chunk), w, gathered))
+    for chunk in _split(p, (x, experts, weights)):
+        made.append(run_forward(p, layouts, after(known, chunk) if known else chunk, w, gathered))
         known = (made[-1][0], made[-1][2]) if p.overflows else None  # loops of chunks wait for one another
     y, dropped, rounds, saved = zip(*made, strict=True)
     return _join(y, x), sum(dropped[1:], dropped[0]), functools.reduce(jnp.maximum, rounds), saved
@@ -152,11 +140,10 @@ def _forward_shards(p: BlockPlan, layouts: Layouts, x, experts, weights, w: Weig
 
 def _backward_shards(p: BlockPlan, layouts: Layouts, saved, x, experts, weights, w, quantized, gathered, dy):
     """Returns dx, the gradients of the routing weights and of the small weights, and those of wi and wo."""
-    inputs = None if x is None else Inputs(x, experts, weights)
-    made, known = [], [residuals.overflow for residuals in saved[1:]] or None  # forward of all chunks comes first
-    dw: Weights[Any] = NO_TOTAL
+    made, known = [], [residuals.overflow for residuals in saved[1:]]  # forward of all chunks comes first
+    inputs, dw = None if x is None else (x, experts, weights), Weights[Any](None, None)
     for chunk, residuals in zip(_split(p, (inputs, dy)), saved, strict=True):
-        own, d_own = after(known if p.overflows else None, chunk)
+        own, d_own = after(known, chunk) if p.overflows and known else chunk
         *known, dw = run_backward(p, layouts, residuals, own, w, quantized, gathered, d_own, dw)
         made.append(known)
     dx, d_weights = zip(*made, strict=True)
@@ -212,7 +199,7 @@ def run_forward(
         (y, made), (more, _) = total, forward_down(p, p.later, received, found, a, w, wo)
         return y + more, made + 1
 
-    zeros = jnp.zeros(inputs.x.shape, p.dtype), jnp.ones((), jnp.int32)
+    zeros = jnp.zeros(inputs[0].shape, p.dtype), jnp.ones((), jnp.int32)
     (h, a), zeros, begin = lax.optimization_barrier(((saved.h, a), zeros, after((saved.h, received), left)))
     more, made = _repeat(p, layouts, begin, saved, inputs, w, gathered, one_round, zeros)
     h, a, more = lax.optimization_barrier((h, a, more))
@@ -234,7 +221,7 @@ def run_backward(
 
     Returns dx [T, H]; d_weights [T, K]; and the gradients of the gathered weights, added to `total`.
     """
-    (wi, wo), x, left = gathered, None if inputs is None else inputs.x, saved.overflow
+    (wi, wo), x, left = gathered, None if inputs is None else inputs[0], saved.overflow
     dy = dy if left is None else after(left, dy)
     groups = find_groups(p, saved.plan)
     grads, dw = backward_down(p, p.first, saved, groups, x, w, wo, dy, total)
@@ -254,7 +241,7 @@ def run_backward(
         made = backward_up(p, p.later, found, groups, grads, wi)
         return (*(a + b.astype(a.dtype) for a, b in zip(sums, made, strict=True)), dw)
 
-    zeros = jnp.zeros_like(dy), jnp.zeros(inputs.weights.shape, jnp.float32)
+    zeros = jnp.zeros_like(dy), jnp.zeros(inputs[2].shape, jnp.float32)
     grads, total = lax.optimization_barrier((grads, (*zeros, dw)))
     *more, dw = _repeat(p, layouts, left, saved, inputs, w, (gathered, source, dy), one_round, total)
     grads, more = lax.optimization_barrier((grads, more))
@@ -273,14 +260,14 @@ def _repeat[State](
         (index, start, _), total = state
         # XLA would move loop invariants out of the loop, and then every step would pay for them.
         operands = inputs, w._replace(wi=None, wo=None), held, None if some else (saved.plan.scatter_idx, saved.sent)
-        index, start, (own, small, held_, done) = lax.optimization_barrier((index, start, operands))
+        index, start, ((x, experts, weights), small, held_, done) = lax.optimization_barrier((index, start, operands))
         if done is not None:  # an assignment that the first round computed becomes one of no expert
             scatter_idx, sent = done
             # The rank of an assignment sends 1 back, on the way of its row.
             done = (scatter_idx < saved.plan.gather_idx.shape[0]).astype(jnp.float32)
             done = combine_forward(p.first.exchange, done, sent)
-            own = own._replace(experts=jnp.where(done > 0, p.config.num_experts, own.experts))
-        received, end = dispatch_forward(p.later.exchange, own.x, own.experts, own.weights, index)
+            experts = jnp.where(done > 0, p.config.num_experts, experts)
+        received, end = dispatch_forward(p.later.exchange, x, experts, weights, index)
         total = one_round(received, start, small, held_, total)
         # `end` is the first round that this rank knows not to be needed.
         most = reduce_max(jnp.stack([count_rows(p.first.permute, received.experts), end]), together)
@@ -313,7 +300,7 @@ def after[T](first: PyTree, then: T) -> T:
     # XLA for CPUs runs collectives at once where no data goes from one to the other, and pairs one device's first with
     # another device's second. So the collectives of the loop and of the first round, and of forward and of backward,
     # need such data where dy is a constant or rows are dropped.
-    if platform() != "cpu" or first is None:
+    if platform() != "cpu":
         return then
     some = [jnp.clip(leaf.ravel()[:1].astype(jnp.float32), -1, 1).sum() for leaf in jax.tree.leaves(first)]
     never = sum(some) < -2 * len(some)  # always False, which XLA does not know

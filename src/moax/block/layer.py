@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.block.experts import Quantized, apply_experts
-from moax.block.moe import Inputs, Weights
+from moax.block.moe import Weights
 from moax.block.plan import BlockPlan, make_plan
 from moax.checks import Unsupported, check_arrays, check_kind
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
@@ -40,7 +40,6 @@ from moax.mesh.specs import (
     find_row_axes,
     find_token_dims,
     flatten_tokens,
-    mesh_in_force,
     reshard_like,
     unflatten_tokens,
 )
@@ -131,7 +130,7 @@ def moe(
     check_kind("options", options, Options)
     options = replace_options("moe", options, keywords)
     check_arrays("x [*batch, S, d_model]", x, d_model=config.d_model)
-    local = _in_shard_map(options)
+    local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
     check_params(params, config, local=local, quantized=quantized is not None)
     if adapters is not None:
         check_adapters(adapters, config, local=local)
@@ -181,17 +180,12 @@ def quantize_params(
     check_kind("config", config, MoEConfig)
     check_kind("options", options, Options)
     options = replace_options("quantize_params", options, keywords)
-    check_params(params, config, local=_in_shard_map(options))
+    local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
+    check_params(params, config, local=local)
     recipe = get_recipes(options.recipe)
     if all(own.w is None for own in recipe.both):
         raise ValueError(f"recipe={options.recipe!r} quantizes no weight; its field w must be a Format")
     return _quantize_params(jax.lax.stop_gradient(params), config, options, np.dtype(dtype))
-
-
-def _in_shard_map(options: Options) -> bool:
-    """Returns whether a `shard_map` of the caller's has made mesh axes with a role Manual."""
-    mesh = mesh_in_force()
-    return mesh is not None and not set(mesh.manual_axes).isdisjoint(options.axes.names)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -256,7 +250,7 @@ def _moe(
         rows = dense(tokens, params.latent_down, recipe=recipe.wi, w_spec=declared.latent_down, **how)
     w = Weights(params.wi, params.wo, params.bi, params.bo, *(() if adapters is None else scaled(adapters)))
     kept: Quantized = (None, None) if quantized is None else (quantized.wi, quantized.wo)
-    y, dropped, rounds = apply_experts(view, plan, Inputs(rows, experts, weights), w, kept)
+    y, dropped, rounds = apply_experts(view, plan, (rows, experts, weights), w, kept)
     shared, apart = None, params.latent_up is not None or params.shared_gate is not None
     if params.shared_wi is not None and params.shared_wo is not None:
         h = dense(tokens, params.shared_wi, recipe=recipe.wi, w_spec=declared.shared_wi, **how)

@@ -41,14 +41,6 @@ from moax.recipe import FULL
 from moax.types import Plan, Received, SendPlan
 
 
-class Inputs(NamedTuple):
-    """The inputs of the experts: tokens x [T, H], experts [T, K] i32, routing weights [T, K] f32."""
-
-    x: Float[Array, "T H"]
-    experts: Int[Array, "T K"]
-    weights: Float[Array, "T K"]
-
-
 class Weights[Leaf](NamedTuple):
     """The weights of the experts: wi [E, H, G, F], wo [E, F, H], and the biases bi [E, G, F] and bo [E, H] or None.
 
@@ -83,9 +75,6 @@ class Residuals(NamedTuple):
     row_weights: Float[Array, " N"]
     sent: Int[Array, " C"] | SendPlan | None
     overflow: Int[Array, " 3"] | None = None
-
-
-NO_TOTAL = Weights(None, None)
 
 
 def forward_up(

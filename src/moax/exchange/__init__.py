@@ -59,6 +59,7 @@ from moax.exchange.transport import (
     number_slots,
     plan_sends,
 )
+from moax.groups import align_up
 from moax.kernels import DEFAULT, find_peer_kernels, implementation
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.specs import MeshView
@@ -168,12 +169,11 @@ class OneSided(Transport):
         if step == "send" and len(columns) > 1:
             columns = [columns[0], (sum(_words(width, jnp.dtype(dtype)) for width, dtype in columns[1:]), "int32")]
         pair = min(static.slots, balanced_rows(static.tokens, top_k, ranks, static.num_experts))
-        moved = []
-        for width, dtype in columns:
-            size = width * jnp.dtype(dtype).itemsize
-            size += -size % COPY_BYTES
-            moved.append(Transfer("put", dtype, (ranks * pair, width), axes.ep, ranks, (ranks - 1) * pair * size))
-        return moved
+        sent = [(ranks - 1) * pair * align_up(width * jnp.dtype(of).itemsize, COPY_BYTES) for width, of in columns]
+        return [
+            Transfer("put", dtype, (ranks * pair, width), axes.ep, ranks, size)
+            for (width, dtype), size in zip(columns, sent, strict=True)
+        ]
 
     @property
     def peers(self):
