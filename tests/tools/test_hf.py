@@ -312,7 +312,7 @@ def put(name, array):
          "layer=2 is m.layers.2.mlp. and mtp.layers.2.mlp.; give prefix="),
         (lambda _: None, dict(layer=3), ValueError, "layer=3 is not in the checkpoint: its MoE layers are 2 to 2"),
         (lambda _: None, dict(prefix="m."), ValueError, "layer=2 and prefix='m.': give one of them"),
-        (lambda _: None, dict(layer=None), ValueError, "no experts in a layout that moax.hf knows"),
+        (lambda _: None, dict(layer=None), ValueError, r"^gate.weight of shape \(8, 24\) is not in the checkpoint"),
         (lambda state: state.clear(), {}, ValueError, "no layers.N has experts"),
         (lambda _: None, dict(model_type=None), ValueError, "no config.json beside the checkpoint says it"),
     ],

@@ -52,15 +52,10 @@ def read_key(values: Values, key: str | None, default: Any = None) -> Any:
     return next((value for value in found if value is not None), None)
 
 
-def read_value(values: Values, key: str) -> Any:
-    """Returns a value whose default also replaces null."""
-    value = read_key(values, key)
-    return parse_key(key)[1] if value is None else value
-
-
 def read_size(values: Values, key: str) -> int:
     """Returns a size, which may be a list of one equal size for each layer."""
-    names, value = parse_key(key)[0], read_value(values, key)
+    (names, default), value = parse_key(key), read_key(values, key)
+    value = default if value is None else value
     if value is None:
         raise ValueError(f"config of model_type={values.get('model_type')!r} has no {' or '.join(names)}")
     if not isinstance(value, list | tuple):
@@ -97,7 +92,7 @@ def config_from_hf(source: Values | str | Path) -> MoEConfig:
             raise Unsupported(f"{name}: {parse_key(key)[0][0]}={value!r}; moax supports {only!r} alone")
     activation, top_k = family.activation, read_size(values, family.top_k)
     if family.act:
-        act = read_value(values, family.act)
+        act = read_key(values, family.act) or parse_key(family.act)[1]
         if act not in ACTIVATIONS:
             key = parse_key(family.act)[0][0]
             raise Unsupported(f"{name}: {key}={act!r}; moax supports {', '.join(map(repr, ACTIVATIONS))}")

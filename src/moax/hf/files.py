@@ -208,11 +208,9 @@ def decode_fp8(
     data: Float8e4m3fn[np.ndarray, "*E R C"], scale_inv: Float[np.ndarray, "*E A B"], dtype: np.dtype
 ) -> Float[np.ndarray, "*E R C"]:
     """Multiplies in float32 and rounds to `dtype`; A = ceil(R / 128), B = ceil(C / 128)."""
-    values = data.astype(np.float32)
-    for i in range(scale_inv.shape[-2]):
-        row = scale_inv[..., i, None, :].astype(np.float32).repeat(FP8_BLOCK, -1)
-        values[..., i * FP8_BLOCK : (i + 1) * FP8_BLOCK, :] *= row[..., : data.shape[-1]]
-    return values.astype(dtype)
+    rows, columns = data.shape[-2:]
+    scale = scale_inv.astype(np.float32).repeat(FP8_BLOCK, -2)[..., :rows, :].repeat(FP8_BLOCK, -1)[..., :columns]
+    return (data.astype(np.float32) * scale).astype(dtype)
 
 
 class Output(NamedTuple):

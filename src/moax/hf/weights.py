@@ -200,25 +200,21 @@ def _model_type_of(source: Any) -> str:
 def _moe_blocks(
     state: Mapping[str, Any], layouts: Sequence[BlockLayout]
 ) -> Iterator[tuple[int, str, str, BlockLayout]]:
-    """Yields (layer, start of its names, start of the block's names, layout) for each layout that has experts there."""
+    """Yields (layer, start of its names, start of the block's names, layout) where a down projection is there."""
     for number, stem in sorted({(int(m[1]), m[0]) for m in map(LAYER.match, state) if m}):
         for layout in layouts:
-            if _has_experts(state, prefix := layout.prefix(stem), layout):
+            prefix = layout.prefix(stem)
+            names = [prefix + row.name.format(e=0) for row in layout.rows if row.field == "wo"]
+            if any(name in state or name + MXFP4[0] in state for name in names):
                 yield number, stem, prefix, layout
 
 
 def _find_blocks(
     state: Mapping[str, Any], layer: int | None, prefix: str, layouts: Sequence[BlockLayout]
 ) -> list[tuple[str, BlockLayout]]:
-    """Returns the prefix of the block, in the layer or as given, with each layout that has experts there."""
+    """Returns the prefix of the block, in the layer or as given, with the layouts that it may have."""
     if layer is None:
-        found = [(prefix, layout) for layout in layouts if _has_experts(state, prefix, layout)]
-        if not found:
-            names = ", ".join(sorted(name for name in state if name.startswith(prefix))[:3]) or "nothing"
-            raise ValueError(
-                f"{prefix!r} has no experts in a layout that moax.hf knows, but {names}; give the prefix of a block"
-            )
-        return found
+        return [(prefix, layout) for layout in layouts]
     blocks = list(_moe_blocks(state, layouts))
     found = [(at, layout) for number, _, at, layout in blocks if number == layer]
     if not found:
@@ -228,12 +224,6 @@ def _find_blocks(
     if len(prefixes) > 1:
         raise ValueError(f"layer={layer} is {' and '.join(prefixes)}; give prefix= of the block that you mean")
     return found
-
-
-def _has_experts(state: Mapping[str, Any], prefix: str, layout: BlockLayout) -> bool:
-    """Whether the checkpoint has the down projection of an expert at this prefix."""
-    names = [prefix + row.name.format(e=0) for row in layout.rows if row.field == "wo"]
-    return any(name in state or name + MXFP4[0] in state for name in names)
 
 
 def _match(
