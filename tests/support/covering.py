@@ -1,23 +1,19 @@
-"""Covering sets: tables of cases in which every pair of options meets, and a report of which row holds which pair.
+"""Covering sets: tables of cases in which every pair of options meets.
 
     options = {"mesh": ("2x4", "8x1"), "engine": ("shard_map", "explicit"), "recipe": (None, "fp8_block")}
     rows = [("2x4", "shard_map", None), ("2x4", "explicit", "fp8_block"),
             ("8x1", "shard_map", "fp8_block"), ("8x1", "explicit", None)]
 
 These four rows hold all 12 pairs; the full product has 8 rows. `make test` may run the first rows alone. `make
-test-more` runs the others, and adds rows for triples, but few enough for its time. `PYTHONPATH=src:tests python -m
-support.covering FILE` prints the tables of a test file: after each row, the pairs that no row above it holds.
+test-more` runs the others, and adds rows for triples, but few enough for its time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -105,36 +101,3 @@ class Table:
         late = len(pairs.rows) if short is None else short
         marks = [() if i < late else pytest.mark.more for i in range(len(rows))]
         return [pytest.param(*r, id="-".join(map(str, r)), marks=m) for r, m in zip(rows, marks, strict=True)]
-
-    def report(self) -> str:
-        """The rows, after each the pairs that it is the first to hold."""
-        seen: set[tuple] = set()
-        lines = [f"{self.name}: {len(self.rows)} rows of {sum(1 for _ in self.cases())} possible cases, columns "
-                 + ", ".join(self.options)]  # fmt: skip
-        for i, row in enumerate(self.rows, 1):
-            new = [pair for pair in self.sets(row) if pair not in seen]
-            seen.update(new)
-            lines.append(f"{i:4d}  " + "  ".join(map(str, row)))
-            lines += [f"        {a[0]}={a[1]} with {b[0]}={b[1]}" for a, b in new]
-        return "\n".join(lines)
-
-
-def load(path: Path):
-    """A test file as a module."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def main(*paths: str) -> None:
-    for path in paths:
-        for value in vars(load(Path(path))).values():
-            if isinstance(value, Table):
-                print(value.complete().report(), end="\n\n")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
 
 from maxtext_rows import DEEPSEEK, NAME, THEIRS, configure
-from rows import perturb, row, shape_of, worst
+from rows import names_of, names_row, perturb, row, shape_of, worst
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -22,7 +20,6 @@ from maxtext.utils import maxtext_utils
 import moax
 from moax import inspect
 
-PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "maxtext-megatron.md"
 BY_EXPERTS = dataclasses.replace(maxtext_adapter.AXES, fsdp_dim="experts")
 ONE = "ici_fsdp_parallelism=8"
 SIGMOID_LOSS = """model_name=deepseek3-tiny first_num_dense_layers=1 routed_bias=False load_balance_loss_weight=0.01
@@ -131,25 +128,7 @@ def wire() -> None:
 
 def names() -> None:
     """Prints how many of MaxText's names on the page are no fields of its config."""
-    column, found = None, []
-    for line in PAGE.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
-        if "MaxText" in cells:
-            column = cells.index("MaxText")
-        elif not cells:
-            column = None
-        elif column is not None and len(cells) > column:
-            found += re.findall(r"`([a-z0-9_]+)(?:=[^`]*)?`", cells[column])
-    unknown = sorted(set(found) - set(types.MaxTextConfig.model_fields))
-    assert len(found) > 15, "the page has no table with a column MaxText"
-    row(
-        NAME,
-        f"{len(set(found))} names of the page, unknown: {', '.join(unknown) or 'none'}",
-        "-",
-        None,
-        limit=0,
-        unknown=len(unknown),
-    )
+    names_row(NAME, names_of("maxtext-megatron.md", "MaxText"), set(types.MaxTextConfig.model_fields))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
 
 import jax
 from compare import rel_error, rel_norm
@@ -16,6 +18,7 @@ from compare import rel_error, rel_norm
 DEVICES = 8
 EXACT, FP8 = 5e-6, 0.12  # the limits of float32, and of fp8_block against unquantized float32
 MARK = "ROW "
+PAGES = Path(__file__).parents[3] / "docs" / "how-to"
 
 
 def emulate(devices: int = DEVICES) -> None:
@@ -48,6 +51,28 @@ def row(framework: str, what: str, mesh: str, recipe: str | None, limit: float |
         framework=framework, what=what, mesh=mesh, recipe=recipe or "-", limit=limit, right=right, errors=errors
     )
     print(MARK + json.dumps(found), flush=True)
+
+
+def names_of(page: str, heading: str) -> set[str]:
+    """Returns the names in backticks, of three or more letters, in the columns of this heading on a page of how-to."""
+    column, found = None, set()
+    for line in (PAGES / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if heading in cells:
+            column = cells.index(heading)
+        elif not cells:
+            column = None
+        elif column is not None and len(cells) > column:
+            found |= set(re.findall(r"`\"?([a-z0-9_]{3,})\"?(?:=[^`]*)?`", cells[column]))
+    return found
+
+
+def names_row(framework: str, found: set[str], known: set[str]) -> None:
+    """Prints a row: how many of the names of a page are not known."""
+    unknown = sorted(found - known)
+    assert len(found) > 10, f"the page has no table with a column of {framework}"
+    what = f"{len(found)} names of the page, unknown: {', '.join(unknown) or 'none'}"
+    row(framework, what, "-", None, limit=0, unknown=len(unknown))
 
 
 def compare(framework, what, mesh, recipe, got, want) -> None:
