@@ -12,7 +12,7 @@ The group sizes come from a fixed seed.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -84,23 +84,6 @@ def group_sizes(rows: int, groups: int, distribution: str) -> np.ndarray:
     return sizes.astype(np.int32)
 
 
-class RankShape(NamedTuple):
-    """The grouped matmuls of one rank at an even load: [rows, d_model] x [d_model, hidden] and [rows, d_ff] x
-    [d_ff, d_model] in `groups` groups; `hidden` counts the gate too."""
-
-    rows: int
-    groups: int
-    d_model: int
-    d_ff: int
-    hidden: int
-
-
-def on_rank(model: str, ranks: int, tokens: int) -> RankShape:
-    """Returns the matmuls of one of `ranks` ranks of ep with `tokens` tokens each; `ranks` divides the experts."""
-    c = find_model(model).config
-    return RankShape(tokens * c.top_k, experts_of_rank(model, ranks), c.d_rows, c.d_ff, c.gates * c.d_ff)
-
-
 def slice_of(model: str, ranks: int) -> MoEConfig:
     """Returns the block of a model with the experts of one of `ranks` ranks alone, so that one device can run it.
 
@@ -120,49 +103,42 @@ def experts_of_rank(model: str, ranks: int) -> int:
     return experts // ranks
 
 
-def product(name: str, model: str, ranks: int, tokens: int) -> Case:
-    """Returns the product of x and the gate projection [H, F] on one rank."""
-    shape = on_rank(model, ranks, tokens)
-    return Case(name, shape.rows, shape.d_model, shape.d_ff, shape.groups)
-
-
-def both_products(name: str, model: str, ranks: int = 1, tokens: int = 16384) -> tuple[Case, Case]:
-    """Returns the products x wi (gate and up projection together) and h wo of one rank."""
-    shape = on_rank(model, ranks, tokens)
-    note = f"{shape.groups} of {shape.groups * ranks} experts, {tokens} tokens a rank" if ranks > 1 else ""
-    sizes = dict(rows=shape.rows, groups=shape.groups, note=note)
+def products(name: str, model: str, ranks: int = 1, tokens: int = 16384) -> tuple[Case, Case, Case]:
+    """Returns, of one of `ranks` ranks of ep with `tokens` tokens each at an even load, the products of x and the gate
+    [H, F], of x and wi (gate and up together), and of h and wo."""
+    c, groups = find_model(model).config, experts_of_rank(model, ranks)
+    note = f"{groups} of {c.num_experts} experts, {tokens} tokens a rank" if ranks > 1 else ""
+    sizes = dict(rows=tokens * c.top_k, groups=groups)
     return (
-        Case(f"{name} wi", contracted=shape.d_model, columns=shape.hidden, **sizes),
-        Case(f"{name} wo", contracted=shape.d_ff, columns=shape.d_model, **sizes),
+        Case(name, contracted=c.d_rows, columns=c.d_ff, **sizes),
+        Case(f"{name} wi", contracted=c.d_rows, columns=c.gates * c.d_ff, note=note, **sizes),
+        Case(f"{name} wo", contracted=c.d_ff, columns=c.d_rows, note=note, **sizes),
     )
 
 
 PERF = (
-    product("mixtral", "mixtral-8x7b", ranks=2, tokens=8192),
-    product("qwen3", "qwen3-30b", ranks=4, tokens=8192),
-    product("dsv3", "deepseek-v3", ranks=16, tokens=4096),
+    products("mixtral", "mixtral-8x7b", ranks=2, tokens=8192)[0],
+    products("qwen3", "qwen3-30b", ranks=4, tokens=8192)[0],
+    products("dsv3", "deepseek-v3", ranks=16, tokens=4096)[0],
 )
 WHOLE = ("mixtral-8x7b", "olmoe", "qwen3-30b", "qwen3-235b", "gpt-oss-120b")
 ANCHORS = (
-    *(case for name in WHOLE for case in both_products(name, name)),
-    *both_products("dsv3-slice", "deepseek-v3", ranks=4, tokens=4096),
-    *both_products("kimi-k2-slice", "kimi-k2", ranks=4, tokens=4096),
-    *both_products("qwen3-next", "qwen3-next"),
+    *(case for name in WHOLE for case in products(name, name)[1:]),
+    *products("dsv3-slice", "deepseek-v3", ranks=4, tokens=4096)[1:],
+    *products("kimi-k2-slice", "kimi-k2", ranks=4, tokens=4096)[1:],
+    *products("qwen3-next", "qwen3-next")[1:],
 )
 
 
-def _by_groups() -> tuple[Case, ...]:
-    return tuple(
-        Case(f"G{groups} {how}", 65536, 2048, 1536, groups, how)
-        for how in ("uniform", "zipf")
-        for groups in (4, 32, 128, 256)
-    )
-
-
+GROUPS = tuple(
+    Case(f"G{groups} {how}", 65536, 2048, 1536, groups, how)
+    for how in ("uniform", "zipf")
+    for groups in (4, 32, 128, 256)
+)
 SETS: dict[str, tuple[Case, ...]] = {
     "perf": PERF,
     "anchors": ANCHORS,
-    "groups": _by_groups(),
+    "groups": GROUPS,
     "tiny": (Case("tiny", 256, 128, 256, 4), Case("tiny zipf", 200, 96, 64, 5, "zipf")),
 }
 NAMES = (*SETS, "all")

@@ -9,7 +9,6 @@ intervals. Where two collectives run at once, the sum of their rows is more than
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -143,11 +142,6 @@ class Overlap(NamedTuple):
         """The time while a collective runs and nothing computes."""
         return self.kinds[0].exposed_ms
 
-    def as_dict(self) -> dict:
-        """Returns the fields and the exposed times as a tree for JSON."""
-        kinds = [{**kind._asdict(), "exposed_ms": kind.exposed_ms} for kind in self.kinds]
-        return {**self._asdict(), "exposed_ms": self.exposed_ms, "kinds": kinds}
-
 
 def overlaps(kernels: Iterable[Kernel], steps: int = 1) -> tuple[Overlap, ...]:
     """Returns, for each GPU, how much of its collectives has computation beside it."""
@@ -242,15 +236,13 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("profile", metavar="PROFILE", help="a folder that jax.profiler.trace wrote, or a file *.xplane.pb")
     add("--steps", type=int, default=1, metavar="N", help="steps in the profile (default: %(default)s)")
-    add("--json", action="store_true", help="print JSON, for programs")
     args = parser.parse_args(argv)
-    return program.run(NAME, lambda: show(args.profile, args.steps, as_json=args.json))
+    return program.run(NAME, lambda: show(args.profile, args.steps))
 
 
-def show(profile: str, steps: int, *, as_json: bool) -> int:
+def show(profile: str, steps: int) -> int:
     """Prints the overlap of each GPU of a profile. Returns 0."""
-    found = overlaps(read_profile(profile), steps)
-    print(json.dumps([one.as_dict() for one in found], indent=2) if as_json else overlap_table(found))
+    print(overlap_table(overlaps(read_profile(profile), steps)))
     return 0
 
 

@@ -111,14 +111,16 @@ def save(path: str | Path, head: dict[str, Any], rows: list[Row] | list[dict[str
     """Writes header and rows to the file `path` as JSON, without the list of a row's kernels, which `--json` prints."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     listed = [_measured(row) for row in rows]
-    slim = [row | {"extra": {k: v for k, v in row.get("extra", {}).items() if k != "kernels"}} for row in listed]
-    Path(path).write_text(to_json(head, slim))
+    for row in listed:
+        row.get("extra", {}).pop("kernels", None)
+    Path(path).write_text(to_json(head, listed))
 
 
 def _measured(row: Row | dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a row that hold something, and `us`, which is None where nothing ran."""
-    fields = row if isinstance(row, dict) else dataclasses.asdict(row)
-    return {name: value for name, value in fields.items() if name == "us" or value not in (None, "", {})}
+    if isinstance(row, dict):
+        return row
+    return {name: v for name, v in dataclasses.asdict(row).items() if name == "us" or v not in (None, "", {})}
 
 
 def show(head: dict[str, Any], rows: list[Row]) -> None:

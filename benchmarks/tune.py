@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks import cases
 from benchmarks.kernels.ours import KERNELS, dims, hopper_gemm
@@ -24,19 +23,6 @@ Measures the tiles of every product of the cases on this GPU. A table in your ca
 read your table before the one in the package.
 """
 GAIN = 1.01
-
-
-class Tuned(NamedTuple):
-    """The fastest tile of one product."""
-
-    case: str
-    op: str
-    direction: str
-    key: str
-    tile: list[int]
-    us: float
-    gain: float
-    kept: bool
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,7 +46,6 @@ def parser() -> argparse.ArgumentParser:
     add("--only", action="append", metavar="WORD", help="measure only cases whose name contains WORD; repeatable")
     add("--ops", default=",".join(KERNELS), metavar="NAMES", help="ops, with commas (default: %(default)s)")
     add("--out", metavar="FILE", help="the table to update (default: the one in your cache folder)")
-    add("--json", action="store_true", help="print JSON at the end; progress goes to stderr")
     add("--traceback", action="store_true", help="show where an error arose")
     return command_line
 
@@ -76,30 +61,24 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.out) if args.out else tiles.user_table()
     table, packaged = tiles.load(path), tiles.load(tiles.TABLE).get(backend.device_kind(), {})
     mine = table.setdefault(backend.device_kind(), {})
-    found: list[Tuned] = []
     for case in cases.select(args.cases, args.only):
         problem = Problem(case)
         for op in args.ops.split(","):
             for direction in KERNELS[op][2]:
-                best = tune(problem, op, direction)
-                found.append(best)
-                line = f"{best.case} {op} {direction}: tile {best.tile} takes {best.us:.0f} us; the heuristic's tile "
-                line += f"takes {best.gain:.3f} times as long"
-                print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
-                if best.kept or best.key in packaged:  # The measured tile also replaces a tile of the packaged table.
-                    mine[best.key] = best.tile
+                key, tile, us, gain = tune(problem, op, direction)
+                line = f"{case.name} {op} {direction}: tile {tile} takes {us:.0f} us; the heuristic's tile takes"
+                print(f"{line} {gain:.3f} times as long", flush=True)
+                if gain >= GAIN or key in packaged:  # The measured tile also replaces a tile of the packaged table.
+                    mine[key] = tile
                 else:
-                    mine.pop(best.key, None)
+                    mine.pop(key, None)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render(table))
-    if args.json:
-        report = {"device": backend.device_kind(), "table": str(path), "products": [best._asdict() for best in found]}
-        print(json.dumps(report, indent=2))
     return 0
 
 
-def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
-    """Measures the heuristic's tile and all candidates for one product."""
+def tune(problem: Problem, op: str, direction: cases.Direction) -> tuple[str, list[int], float, float]:
+    """Measures the heuristic's tile and all candidates; returns the key, the fastest tile, its us, and its gain."""
     case, size = problem.case, dims(problem, direction)
     operands = problem.quantized(direction) if op.endswith("_fp8") else None
     first = tiles.pick_tile(op, *size)
@@ -111,9 +90,7 @@ def tune(problem: Problem, op: str, direction: cases.Direction) -> Tuned:
         except (Unsupported, ValueError) as error:
             print(f"{case.name} {op} {tile}: {error}", file=sys.stderr)
     best = min(times, key=times.__getitem__)
-    gain = times[first] / times[best]
-    key, numbers = tiles.tile_key(op, *size), tiles.to_numbers(best)
-    return Tuned(case.name, op, direction, key, numbers, times[best], gain, gain >= GAIN)
+    return tiles.tile_key(op, *size), tiles.to_numbers(best), times[best], times[first] / times[best]
 
 
 def render(table: dict[str, dict[str, list[int]]]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -23,11 +22,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moax
 from benchmarks import report
+from benchmarks.timing import Repeats, call_time
 from moax.models import MODELS
 
 POLICY = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES)
 OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
-DENSE, WARM, RUNS = 4, 2, 5
+DENSE, REPEATS = 4, Repeats(2, 5)
 
 
 def norm(x):
@@ -71,16 +71,6 @@ def make_arrays(config: moax.MoEConfig, mesh: Mesh, layers: int, tokens: int) ->
     return {"dense": [make(key) for key in keys], "moe": moe}, jax.device_put(x, rows)
 
 
-def measure(program, arrays) -> tuple[float, Any]:
-    """Returns the median seconds of a run, and the result of the last one."""
-    times, result = [], None
-    for i in range(WARM + RUNS):
-        result, start = None, time.perf_counter()
-        result = jax.block_until_ready(program(*arrays))
-        times += [time.perf_counter() - start] if i >= WARM else []
-    return statistics.median(times), result
-
-
 def difference(got, want) -> float:
     """Returns the greatest difference of two trees, relative to the largest value of its array."""
 
@@ -105,12 +95,12 @@ def run(model: str, fsdp: int, layers: int, tokens: int, recipes, unrolls) -> li
                 lowered = make_step(config, None if recipe == "none" else recipe, unroll).lower(*arrays)
                 program = lowered.compile(compiler_options=options)
                 compiled = time.perf_counter() - start
-                seconds, result = measure(program, arrays)
+                us, result = call_time(program, arrays, REPEATS).us, program(*arrays)
                 rows.append({
                     "fsdp": fsdp,
                     "recipe": recipe,
                     "scan": "jax.lax.scan" if unroll is None else f"moax.scan, unroll {unroll}",
-                    "ms_a_layer": round(seconds / layers * 1e3, 3),
+                    "ms_a_layer": round(us / layers * 1e-3, 3),
                     "temporary_bytes": getattr(program.memory_analysis(), "temp_size_in_bytes", None),
                     "compile_seconds": round(compiled, 1),
                     "difference": None if plain is None else difference(result, plain),

@@ -5,18 +5,15 @@ It reads the bytes from the compiled program for 8 emulated CPU devices, and tim
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 import moax
-from benchmarks.report import git_sha
+from benchmarks import report
 from moax import inspect, program
 from moax.models import MODELS
 
@@ -34,24 +31,14 @@ def run(out: str | None = None, sha: str | None = None, *, as_json: bool = False
         text = f"wire: compiling {name}, recipe {recipe or 'none'}: {len(rows) + 1} of {len(NAMES) * len(RECIPES)}"
         print(text, file=sys.stderr, flush=True)
         rows.append(measure(name, recipe))
-    result = {
+    head = report.header(["python", "-m", "benchmarks", "wire"], sha, {}) | {
         "what": "bytes a device moves for the weights of one MoE block in one training step (forward and backward)",
         "how": "the optimized program for 8 emulated CPU devices; bf16 activations, float32 parameters",
         "mesh": MESH,
         "tokens": TOKENS,
-        "versions": {"moax": moax.__version__, "jax": jax.__version__},
-        "git_sha": sha or git_sha(),
-        "date": datetime.date.today().isoformat(),
-        "command": "python -m benchmarks wire",
-        "rows": rows,
     }
-    path = Path(out) if out else RESULT
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(*rows, sep="\n")
+    report.save(out or RESULT, head, rows)
+    print(report.to_json(head, rows) if as_json else "\n".join(map(str, rows)))
     return 0
 
 

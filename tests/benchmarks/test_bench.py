@@ -224,9 +224,8 @@ def test_wire(tmp_path, monkeypatch, capsys):
     out = tmp_path / "wire.json"
     assert command.main(["wire", "--out", str(out), "--sha", "abc"]) == 0
     found = json.loads(out.read_text())
-    assert (
-        found["git_sha"] == "abc" and found["mesh"] == {"fsdp": 2, "ep": 4} and "fp8_block" in capsys.readouterr().out
-    )
+    head = found["header"]
+    assert head["git_sha"] == "abc" and head["mesh"] == {"fsdp": 2, "ep": 4} and "fp8_block" in capsys.readouterr().out
     plain, quantized = (row["gathered"] for row in found["rows"])
     assert plain / 2 < quantized < 0.6 * plain
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.cases import on_rank, slice_of
+from benchmarks.cases import products, slice_of
 from moax import hf
 from moax.models import MODELS, find_model
 
@@ -47,10 +47,11 @@ def test_a_model_is_the_published_one(name):
 
 def test_a_rank():
     """Breaks if a rank is given other rows than its tokens' choices, or experts that it does not hold."""
-    shape = on_rank("deepseek-v3", 16, tokens=4096)
-    assert shape == (4096 * 8, 16, 7168, 2048, 2 * 2048)
+    _, wi, wo = products("a", "deepseek-v3", 16, tokens=4096)
+    assert (wi.rows, wi.groups, wi.contracted, wi.columns) == (4096 * 8, 16, 7168, 2 * 2048)
+    assert (wo.rows, wo.groups, wo.contracted, wo.columns) == (4096 * 8, 16, 2048, 7168)
     with pytest.raises(ValueError, match="ranks=3 must divide the 256 experts of deepseek-v3"):
-        on_rank("deepseek-v3", 3, tokens=4096)
+        products("a", "deepseek-v3", 3, tokens=4096)
 
 
 def test_a_slice_is_a_block_of_one_device():
