@@ -10,7 +10,6 @@ import types
 import pytest
 
 import moax
-from benchmarks import report
 from benchmarks.block import block
 from benchmarks.block.worker import READY
 from benchmarks.peers import sonic
@@ -48,43 +47,6 @@ def test_where_it_cannot_run_a_row_says_so(config, installed, cuda, why, monkeyp
     ready, *answers = capsys.readouterr().out.splitlines()
     assert ready == READY and [json.loads(answer)["tokens"] for answer in answers] == [32, 64]
     assert all(json.loads(answer)["note"].startswith(f"Unsupported: {why}") for answer in answers)
-
-
-def test_rows(monkeypatch, capsys):
-    """Breaks if SonicMoE is not measured before ours, if its rows lack its name, or if ours are not compared."""
-    asked = []
-
-    class Said:
-        def __init__(self, module, request):
-            self.module, self.recipe = module, request["recipe"]
-            asked.append((module, self.recipe))
-
-        def wait(self):
-            pass
-
-        close = wait
-
-        def measure(self):
-            peer = self.module == "benchmarks.peers.sonic"
-            measured = {"us": 3.0 if peer else {"none": 4.0, "fp8_block": 2.0}[self.recipe], "path": "quack 1"}
-            measured |= {"kernel_us": 2.0, "event_us": 2.5} if peer else {"kernel_us": 1.0}
-            answer = {"tokens": 64, "memory": {}, "fwd": measured, "fwd+bwd": measured}
-            return [answer | ({"impl": "sonic-moe 0.1"} if peer else {})]
-
-    monkeypatch.setattr(block, "Worker", Said)
-    found = block.rows(list(block.TINY), block.How(peers=("sonic",)), ONCE, {})
-    rows = [row for row in found if row.direction == "fwd"]
-    ours = "benchmarks.block.block_worker"
-    assert asked == [("benchmarks.peers.sonic", "none"), (ours, "none"), (ours, "fp8_block")]
-    assert [row.impl for row in rows] == ["sonic-moe 0.1", "moax", "moax"] and rows[0].path == "quack 1"
-    assert [row.peers for row in rows] == [{}, {"sonic-moe 0.1": 0.75}, {"sonic-moe 0.1": 1.5}]
-    assert [row.extra.get("kernel_peers") for row in rows] == [None, {"sonic-moe 0.1": 2}, {"sonic-moe 0.1": 2}]
-    report.show({"device": "", "limits": {}}, rows)
-    said = capsys.readouterr().out
-    assert "event_us 2.5" in said and "kernel_peers (sonic-moe 0.1 2)" in said
-    asked.clear()
-    assert all(row.impl == "moax" and not row.peers for row in block.rows(list(block.TINY), block.How(), ONCE, {}))
-    assert asked == [(ours, "none"), (ours, "fp8_block")]
 
 
 def plain(x, router, w1, b1, w2, b2, top_k, stream, activation, inference, *, gate: int = 0):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import moax
+from benchmarks import report
 from benchmarks.block import block
 from benchmarks.block.worker import READY, ROOT, Worker, environment
 from benchmarks.peers import torch_block
@@ -186,38 +187,65 @@ def test_a_rank_that_fails_ends_all():
         worker.close()
 
 
-def test_rows_of_torch(monkeypatch):
-    """Breaks if PyTorch is not measured before ours, with the processes that are its own, or if our bf16 is compared
-    with its fp8."""
-    asked = []
+class Said:
+    """A worker of moax or of a peer that answers at once: us by recipe, and the kernels of what has them."""
 
-    class Said:
-        def __init__(self, module, request):
-            self.request = request
-            asked.append((module, request["recipe"]))
+    asked: list = []
+    us = {"none": 4.0, "fp8_rowwise": 3.0, "fp8_block": 2.0}
 
-        def wait(self):
-            pass
+    def __init__(self, module, request):
+        self.module, self.recipe = module.rpartition(".")[2], request["recipe"]
+        Said.asked.append((self.module, self.recipe))
 
-        close = wait
+    def wait(self):
+        pass
 
-        def measure(self):
-            us = {"none": 4.0, "fp8_rowwise": 3.0, "fp8_block": 2.0}[self.request["recipe"]]
-            measured = {"us": us, "path": "compiled"}
-            return [{"tokens": 64, "note": "a note", "memory": {}, "fwd": measured, "fwd+bwd": measured}]
+    close = wait
 
+    def measure(self):
+        peer = self.module == "sonic"
+        measured = {"us": 3.0 if peer else self.us[self.recipe], "path": "compiled"}
+        measured |= (
+            {"kernel_us": 2.0, "event_us": 2.5} if peer else {"kernel_us": 1.0} if "torch" not in self.module else {}
+        )
+        answer = {"tokens": 64, "note": "a note", "memory": {}, "fwd": measured, "fwd+bwd": measured}
+        return [answer | ({"impl": "sonic-moe 0.1"} if peer else {})]
+
+
+OURS = [("block_worker", "none"), ("block_worker", "fp8_block")]
+
+
+@pytest.mark.parametrize(
+    ("how", "asked", "peers"),
+    [
+        (
+            block.How((("ep", 2),), peers=("torch",)),
+            [("torch_block", "none"), ("torch_block", "fp8_rowwise"), *OURS],
+            [{}, {}, {"torch": 1.0}, {"torch": 2.0, "torch fp8_rowwise": 1.5}],
+        ),
+        (
+            block.How((("ep", 2),), ("none",), peers=("torch",)),
+            [("torch_block", "none"), OURS[0]],
+            [{}, {"torch": 1.0}],
+        ),
+        (
+            block.How(peers=("sonic",)),
+            [("sonic", "none"), *OURS],
+            [{}, {"sonic-moe 0.1": 0.75}, {"sonic-moe 0.1": 1.5}],
+        ),
+        (block.How(), OURS, [{}, {}]),
+    ],
+    ids=["torch", "torch in bf16", "sonic", "moax"],
+)
+def test_rows_of_peers(how, asked, peers, monkeypatch, capsys):
+    """Breaks if a peer is not measured before ours, by its own process, or if our bf16 is compared with its fp8."""
     monkeypatch.setattr(block, "Worker", Said)
-    how = block.How((("ep", 2),), peers=("torch",))
+    monkeypatch.setattr(Said, "asked", [])
     rows = [row for row in block.rows(list(block.TINY), how, Repeats(1, 1), {}) if row.direction == "fwd"]
-    ours = "benchmarks.block.block_worker"
-    assert asked == [
-        (torch_block.__name__, "none"),
-        (torch_block.__name__, "fp8_rowwise"),
-        (ours, "none"),
-        (ours, "fp8_block"),
-    ]
-    assert [row.peers for row in rows] == [{}, {}, {"torch": 1.0}, {"torch": 2.0, "torch fp8_rowwise": 1.5}]
-    assert rows[1].recipe == "fp8_rowwise" and rows[1].path == "compiled" and rows[1].note == "a note"
-    asked.clear()
-    list(block.rows(list(block.TINY), dataclasses.replace(how, recipes=("none",)), Repeats(1, 1), {}))
-    assert [recipe for *_, recipe in asked] == ["none", "none"]
+    assert Said.asked == asked and [row.peers for row in rows] == peers
+    names = {"sonic": "sonic-moe 0.1", "torch_block": "torch", "block_worker": "moax"}
+    assert [(row.impl, row.recipe) for row in rows] == [(names[who], recipe) for who, recipe in asked]
+    assert rows[0].path == "compiled" and rows[0].note == "a note"
+    report.show({"device": "", "limits": {}}, rows)
+    said = capsys.readouterr().out
+    assert ("event_us 2.5" in said and "kernel_peers (sonic-moe 0.1 2)" in said) == ("sonic" in how.peers)
