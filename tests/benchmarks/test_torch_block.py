@@ -192,6 +192,7 @@ class Said:
 
     asked: list = []
     us = {"none": 4.0, "fp8_rowwise": 3.0, "fp8_block": 2.0}
+    kernels = {"sonic": {"kernel_us": 2.0, "event_us": 2.5}, "block_worker": {"kernel_us": 1.0}}
 
     def __init__(self, module, request):
         self.module, self.recipe = module.rpartition(".")[2], request["recipe"]
@@ -204,10 +205,7 @@ class Said:
 
     def measure(self):
         peer = self.module == "sonic"
-        measured = {"us": 3.0 if peer else self.us[self.recipe], "path": "compiled"}
-        measured |= (
-            {"kernel_us": 2.0, "event_us": 2.5} if peer else {"kernel_us": 1.0} if "torch" not in self.module else {}
-        )
+        measured = {"us": 3.0 if peer else self.us[self.recipe], "path": "compiled"} | self.kernels.get(self.module, {})
         answer = {"tokens": 64, "note": "a note", "memory": {}, "fwd": measured, "fwd+bwd": measured}
         return [answer | ({"impl": "sonic-moe 0.1"} if peer else {})]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
