@@ -283,17 +283,15 @@ def flatten_tokens(x: Shaped[Array, "*batch H"], resolved: ResolvedAxes) -> Shap
     second one (0, 2), (0, 3), (1, 2), (1, 3). Where the axes do not divide the leading dims of x, the rows have the
     order of a plain reshape, and on Explicit axes `axes.tokens` split T if they divide it.
     """
-    (mesh, dims), columns = _find_split(x, resolved), ()
-    later = dims is not None and any(dims[1:])  # a plain reshape keeps rows in place if axes split the first dim alone
-    if mesh is not None:
+    mesh, dims, explicit = _find_split(x, resolved)
+    columns = ()
+    if explicit:
         columns = tuple(n for n in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if n not in resolved.tokens)
         x = jax.sharding.reshard(x, NamedSharding(mesh, Spec(*dims or [None] * (x.ndim - 1), columns)))
-    elif later:
-        x = constrain(x, Spec(*dims, FREE))
-    if later:
-        return _merge(x, dims, resolved, mesh, columns)
+    if dims is not None and any(dims[1:]):  # a plain reshape keeps rows in place if axes split the first dim alone
+        return _on_shards(lambda x: x.reshape(-1, x.shape[-1]), x, mesh, dims, (resolved.tokens,))
     rows = x.reshape(-1, x.shape[-1])
-    if mesh is None:
+    if not explicit:
         return rows
     over = resolved.tokens if rows.shape[0] % resolved.size(resolved.tokens) == 0 else ()
     return jax.sharding.reshard(rows, NamedSharding(mesh, Spec(over, columns)))
@@ -303,16 +301,18 @@ def unflatten_tokens(
     y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], resolved: ResolvedAxes
 ) -> Shaped[Array, "..."]:
     """Reshapes y [T, *C] to [..., *C], the inverse of `flatten_tokens`, sharded as x where axes are Explicit."""
-    (mesh, dims), shape, columns = _find_split(x, resolved), (*x.shape[:-1], *y.shape[1:]), ()
-    if mesh is not None:
-        columns = tuple(jax.typeof(y).sharding.spec)[1:]
-        y = y if dims is not None else jax.sharding.reshard(y, NamedSharding(mesh, Spec(None, *columns)))
-    later = dims is not None and any(dims[1:])
-    y = _unmerge(y, shape, dims, resolved, mesh, columns) if later else y.reshape(shape)
-    if mesh is not None:
-        leading = tuple(jax.typeof(x).sharding.spec)[: x.ndim - 1]
-        return jax.sharding.reshard(y, NamedSharding(mesh, Spec(*leading, *columns)))
-    return constrain(y, Spec(*dims, *[FREE] * (y.ndim - len(dims)))) if later else y
+    mesh, dims, explicit = _find_split(x, resolved)
+    columns = tuple(jax.typeof(y).sharding.spec)[1:] if explicit else ()
+    if dims is not None and any(dims[1:]):
+        shard = local_shape(x.shape[:-1], Spec(*dims), resolved)
+        y = _on_shards(lambda y: y.reshape(*shard, *y.shape[1:]), y, mesh, (resolved.tokens,), dims)
+    else:
+        y = jax.sharding.reshard(y, NamedSharding(mesh, Spec(None, *columns))) if explicit and dims is None else y
+        y = y.reshape(*x.shape[:-1], *y.shape[1:])
+    if not explicit:
+        return y
+    leading = tuple(jax.typeof(x).sharding.spec)[: x.ndim - 1]
+    return jax.sharding.reshard(y, NamedSharding(mesh, Spec(*leading, *columns)))
 
 
 def find_row_axes(x: Array, view: MeshView) -> Names:
@@ -321,38 +321,17 @@ def find_row_axes(x: Array, view: MeshView) -> Names:
     return view.axes.sequence if divide else view.axes.tokens
 
 
-def _find_split(x: Array, resolved: ResolvedAxes) -> tuple[AnyMesh | None, tuple[Names, ...] | None]:
-    """Returns the mesh of x if its axes are Explicit, and the axes over its leading dims if these divide; else None."""
+def _find_split(x: Array, resolved: ResolvedAxes) -> tuple[Any, tuple[Names, ...] | None, bool]:
+    """Returns the mesh of x, the axes over its leading dims if these divide, and whether the axes are Explicit."""
     mesh = mesh_in_force(x)
     if mesh is None or set(mesh.manual_axes).intersection(resolved.tokens):
-        return None, None
+        return None, None, False
     dims = resolved.over(x.ndim - 1)
     divide = all(size % resolved.size(names) == 0 for size, names in zip(x.shape[:-1], dims, strict=True))
-    return mesh if mesh.explicit_axes else None, dims if divide else None
+    return mesh, dims if divide else None, bool(mesh.explicit_axes)
 
 
-def _merge(x, dims, resolved: ResolvedAxes, mesh: AnyMesh | None, columns: Names):
-    """Reshapes x [B, S, H] to [T, H] by [b, B/b, s, S/s, H] and [b, s, B/b, S/s, H], for b and s devices."""
-    n, blocks = len(dims), _blocks(x.shape[: len(dims)], dims, resolved)
-    over = [names for entry in dims for names in (entry, ())]
-    x = x.reshape(*blocks, x.shape[-1], out_sharding=_typed(mesh, *over, columns))
-    x = x.transpose(*range(0, 2 * n, 2), *range(1, 2 * n, 2), 2 * n)
-    return x.reshape(-1, x.shape[-1], out_sharding=_typed(mesh, resolved.tokens, columns))
-
-
-def _unmerge(y, shape, dims, resolved: ResolvedAxes, mesh: AnyMesh | None, columns: Sequence):
-    n, blocks = len(dims), _blocks(shape[: len(dims)], dims, resolved)
-    free = [None] * n
-    y = y.reshape(*blocks[::2], *blocks[1::2], *y.shape[1:], out_sharding=_typed(mesh, *dims, *free, *columns))
-    y = y.transpose(*(i for pair in zip(range(n), range(n, 2 * n), strict=True) for i in pair), *range(2 * n, y.ndim))
-    return y.reshape(shape, out_sharding=_typed(mesh, *dims, *columns))
-
-
-def _blocks(sizes: Sequence[int], dims: Sequence[Names], resolved: ResolvedAxes) -> list[int]:
-    """Returns for each dim the devices over it and the size of a shard: [8, 6] over 4 and 2 is [4, 2, 2, 3]."""
-    counts = [resolved.size(names) for names in dims]
-    return [n for size, count in zip(sizes, counts, strict=True) for n in (count, size // count)]
-
-
-def _typed(mesh: AnyMesh | None, *entries) -> NamedSharding | None:
-    return None if mesh is None else NamedSharding(mesh, Spec(*entries))
+def _on_shards(local: Callable, x: Array, mesh: AnyMesh | None, split: Sequence[Names], to: Sequence[Names]) -> Array:
+    """Returns local(shard) of every device, for x and a result whose leading dims the same axes split."""
+    specs = dict(in_specs=Spec(*split), out_specs=Spec(*to), axis_names={name for names in split for name in names})
+    return jax.jit(jax.shard_map(local, mesh=mesh, check_vma=bool(varying(x)), **specs))(x)
