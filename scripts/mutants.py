@@ -48,7 +48,7 @@ ROUNDS = "tests/block/test_passes.py::test_every_routing_is_exact[2x4-custom_par
 FAULTS = (
     Fault("backward does not wait for the rounds of forward on a CPU", "block/experts.py",
           'if platform() != "cpu":', "if True:",
-          ("tests/block/test_passes.py::test_backward_waits_for_the_passes_of_forward",)),
+          ("tests/block/test_chunks.py::test_backward_waits_for_forward_of_every_chunk",)),
     Fault("a round of the loop takes the rows of the round before it again", "block/experts.py",
           "jnp.where(last, 0, start + max_rows)", "jnp.where(last, 0, start + max_rows // 2)", (ROUNDS,)),
     Fault("the gradients of a later round replace those before it", "block/experts.py", "(*(a + b.astype(a.dtype)",

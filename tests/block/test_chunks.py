@@ -1,13 +1,14 @@
 """Chunks: a block that runs the tokens of a device in parts has the numbers of one that runs them together.
 
 Covers: meshes x ways x transports against NumPy; recipes against two calls on the halves; tokens that do not divide,
-masks, routings of the caller, kept weights, adapters, remat and scan against one chunk; what the compiled program
-sends; which collectives wait for which products; refused options. Overflow rounds are in tests/block/test_passes.py.
+masks, routings of the caller, kept weights, adapters, remat and scan against one chunk; what crosses the mesh; which
+collectives wait for which products; refused options. Overflow rounds are in tests/block/test_passes.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import moax
-from moax import inspect, lora
+from moax import lora
 from moax.block import experts
 from moax.estimate.tracing import KINDS, Trace
 from moax.ops.dispatch_combine import STEPS
@@ -151,40 +152,39 @@ def shapes_on(mesh, x, params):
     return place(x, spec("2x4", TOKENS)), jax.tree.map(place, params, moax.param_specs(PLAIN, mesh=mesh))
 
 
-@pytest.mark.parametrize("exchange", some(["all_to_all", "all_gather"], 1))
+@functools.cache
+def traced(exchange: str, factor: float | None, chunks: int) -> Trace:
+    """The collectives and products of forward and backward, as a GPU has them: a CPU's loops wait for one another."""
+    options = dict(exchange=exchange, engine="shard_map", buffer_factor=factor, chunks=chunks)
+    args = *shapes_on(make_mesh("2x4"), make_x(PLAIN), make_params(PLAIN)), jnp.asarray(cotangent(make_x(PLAIN).shape))
+    with pytest.MonkeyPatch.context() as patch, jax.set_mesh(make_mesh("2x4")):
+        patch.setattr(experts, "platform", lambda: "gpu")
+        return Trace(jax.make_jaxpr(lambda *given: step(*given, **options))(*args).jaxpr)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 def test_the_wire(exchange):
     """Breaks if the weights or their gradients cross for each chunk, or tokens other than as the halves."""
-    mesh, sent = make_mesh("2x4"), {}
-    args = *shapes_on(mesh, make_x(PLAIN), make_params(PLAIN)), jnp.asarray(cotangent(make_x(PLAIN).shape))
+    sent = {}
     for chunks in (1, 2):
-        options = dict(exchange=exchange, recipe="fp8_block", engine="shard_map", buffer_factor=None, chunks=chunks)
-        with jax.set_mesh(mesh):
-            found = inspect.collectives(jax.jit(lambda *given, how=options: step(*given, **how)), *args, mesh=mesh)
-        rows = [c for c in found if any(f"{name}/" in c.op_name for name in STEPS)]
-        sent[chunks] = sorted(c.bytes for c in rows), sorted((c.kind, c.axes, c.bytes) for c in found if c not in rows)
+        found = traced(exchange, None, chunks).transfers(moax.Axes().resolve(dict(fsdp=2, ep=4)))
+        rows = [c.bytes for name in STEPS for c in found.pop(name)]
+        sent[chunks] = sorted(rows), {name: sorted((c.kind, c.axes, c.bytes) for c in of) for name, of in found.items()}
     assert len(sent[1][0]) >= 6
     assert sent[2][0] == sorted(2 * [n // 2 for n in sent[1][0]])
     assert sent[2][1] == sent[1][1]
+    assert len(sent[1][1]["gather_weight"]) >= 4 and len(sent[1][1]["scatter_gradient"]) >= 2
 
 
 @pytest.mark.parametrize("factor", [None, 0.1])
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
-def test_no_chunk_waits_for_another(exchange, factor, monkeypatch):
+def test_no_chunk_waits_for_another(exchange, factor):
     """Breaks if a collective of one chunk reads what a product of another chunk computed. With overflow rounds the
     gradients that leave the last chunk alone may wait for the weights' gradients of the others."""
-    monkeypatch.setattr(experts, "platform", lambda: "gpu")  # a CPU's loops wait for one another
-    mesh, waits = make_mesh("2x4"), {}
-    args = *shapes_on(mesh, make_x(PLAIN), make_params(PLAIN)), jnp.asarray(cotangent(make_x(PLAIN).shape))
-    for chunks in (1, 2):
-        options = dict(exchange=exchange, engine="shard_map", buffer_factor=factor, chunks=chunks)
-        with jax.set_mesh(mesh):
-            traced = Trace(jax.make_jaxpr(lambda *given, how=options: step(*given, **how))(*args).jaxpr)
-        waits[chunks] = products_before(traced)
-    assert waits[1]["dispatch"] == waits[1]["combine_grad"] == {0} and waits[1]["combine"] == {2}
+    one, two = (products_before(traced(exchange, factor, chunks)) for chunks in (1, 2))
+    assert one["dispatch"] == one["combine_grad"] == {0} and one["combine"] == {2}
     last = set() if factor is None else {"dispatch_grad"}
-    assert {name: waits[2][name] for name in waits[2].keys() - last} == {
-        name: waits[1][name] for name in waits[1].keys() - last
-    }
+    assert {name: two[name] for name in two.keys() - last} == {name: one[name] for name in one.keys() - last}
 
 
 def test_backward_waits_for_forward_of_every_chunk():
@@ -199,9 +199,9 @@ def test_backward_waits_for_forward_of_every_chunk():
 
     with jax.set_mesh(mesh):
         args = shapes_on(mesh, make_x(PLAIN), make_params(PLAIN))
-        traced = Trace(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*args).jaxpr)
+        steps = Trace(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*args).jaxpr).steps
     needs, loops = dict[int, frozenset[int]](), dict[int, tuple[str, frozenset[int]]]()
-    for i, one in enumerate(traced.steps):
+    for i, one in enumerate(steps):
         before = frozenset[int]().union(*(needs.get(array, ()) for array in one.read))
         if one.eqn.primitive.name == "while":
             loops[i], before = (one.scope, before), before | {i}
@@ -211,10 +211,10 @@ def test_backward_waits_for_forward_of_every_chunk():
     assert all(forward <= before for scope, before in loops.values() if scope == "experts_grad")
 
 
-def products_before(traced: Trace) -> dict[str, set[int]]:
+def products_before(trace: Trace) -> dict[str, set[int]]:
     """How many products each collective of dispatch and combine needs, by scope."""
     needs, found = dict[int, frozenset[int]](), dict[str, set[int]]()
-    for i, one in enumerate(traced.steps):
+    for i, one in enumerate(trace.steps):
         name = one.eqn.primitive.name
         before = frozenset().union(*(needs.get(array, ()) for array in one.read))
         if one.scope in STEPS and name in KINDS:

@@ -16,16 +16,18 @@ import moax
 from moax import inspect, lora
 from moax.mesh.specs import named
 from moax.params import param_shapes
-from support import make_mesh, make_params, random, rel_norm
+from support import make_mesh, make_params, random, rel_norm, some
 from support.block import BASE, make_x
 
 LATENT = dataclasses.replace(BASE, d_model=256, d_ff=256, d_latent=128, use_bias=False, shared_d_ff=64)
 
 
-def test_weights_cross_as_bytes_and_rows_in_the_latent_width():
+@pytest.mark.parametrize("backward", some([False, True], 1))
+def test_weights_cross_as_bytes_and_rows_in_the_latent_width(backward):
     """Breaks if a projection is gathered unquantized, or whole rows of x travel to the experts."""
     mesh = make_mesh("2x4")
-    found = inspect.inspect_block(LATENT, tokens=256, recipe="fp8_block", exchange="all_gather", mesh=mesh)
+    how = dict(recipe="fp8_block", exchange="all_gather", backward=backward)
+    found = inspect.inspect_block(LATENT, tokens=256, mesh=mesh, **how)
     at = named(mesh, moax.param_specs(LATENT, mesh=mesh))
     weights = jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s, jnp.float32, sharding=to), param_shapes(LATENT), at,
                            is_leaf=lambda s: isinstance(s, tuple))  # fmt: skip

@@ -211,6 +211,7 @@ def test_drops_are_those_of_the_capacity():
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: rel_norm(a, b) < 2 * MESH, small[1], whole[1])))
 
 
+@pytest.mark.more
 def test_backward_waits_for_the_passes_of_forward():
     """Breaks if XLA for CPUs may run a collective of backward beside one of forward's loop, where dy does not depend on
     y: it pairs one device's first with another's second. Nobody reads y here, so only backward can keep the loop."""

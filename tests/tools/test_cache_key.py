@@ -39,11 +39,10 @@ with jax.set_mesh(mesh):
     hits.clear()
 
     def the_program(x, params):
-        block = lambda x, params: moax.moe(x, params, config, recipe="fp8_block", exchange="{exchange}")[0].sum()
-        return jax.grad(block, (0, 1))(x, params)
+        return abs(moax.moe(x, params, config, recipe="fp8_block", exchange="{exchange}")[0]).sum()
 
-    dx, _ = jax.jit(the_program)(x, params)
-    print(sum(hits), abs(dx).sum())
+    y = jax.jit(the_program)(x, params)
+    print(sum(hits), y)
 """
 
 
