@@ -24,76 +24,60 @@ class Unsupported(NotImplementedError):
     """An implementation that was chosen by name cannot do its task; the message says why."""
 
 
-def is_int(value: Any) -> bool:
-    """Returns whether value is an int of Python or NumPy, and no bool."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+def check_value(
+    name: str, value: Any, kind: Any, source: str = "", *, least: float | None = None, above: float | None = None
+) -> None:
+    """Raises ValueError unless value is of a kind: bool, int, float, a tuple of names, str, or a public class of moax.
 
-
-def is_number(value: Any) -> bool:
-    """Returns whether value is a real number of Python or NumPy, and no bool."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def check_count(name: str, value: Any, *, least: int = 1) -> None:
-    """Raises ValueError unless value is an int of at least `least`."""
-    if not is_int(value) or value < least:
-        raise ValueError(f"{name}={value!r} must be an int of at least {least}")
-
-
-def check_number(name: str, value: Any, *, least: float = 0.0, above: bool = False) -> None:
-    """Raises ValueError unless value is a finite number of at least `least`, or `above` it."""
-    number = is_number(value) and math.isfinite(value)
-    if not number or value < least or (above and value == least):
-        raise ValueError(f"{name}={value!r} must be a finite number {'>' if above else '>='} {least}")
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raises ValueError unless value is a bool of Python or NumPy."""
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name}={value!r} must be True or False")
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raises ValueError unless value is one of the names `choices`."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+    An int is at least 1 and a float finite and at least 0, or at least `least`, or above `above`. Numbers may be those
+    of NumPy, and no flag is a number. `source` is the function that returns instances of the class.
+    """
+    if kind is bool:
+        fits, wanted = isinstance(value, bool | np.bool_), "True or False"
+    elif kind is int or kind is float:
+        least = int(kind is int) if least is None else least
+        number = numbers.Integral if kind is int else numbers.Real
+        fits = issubclass(type(value), number) and not isinstance(value, bool)
+        fits = fits and math.isfinite(value) and (value >= least if above is None else value > above)
+        bound = f" > {above}" if above is not None else f" >= {least}" if math.isfinite(least) else ""
+        wanted = f"an int of at least {least}" if kind is int else f"a finite number{bound}"
+    elif isinstance(kind, tuple):
+        fits, wanted = isinstance(value, str) and value in kind, f"one of {', '.join(map(repr, kind))}"
+    elif isinstance(value, kind):
+        return
+    else:
+        wanted = f"a {kind.__name__}, as {source} returns it" if source else f"a moax.{kind.__name__}"
+        wanted = "a name, such as 'auto'" if kind is str else wanted
+        raise ValueError(f"{name} is {_describe(value)}; it must be {wanted}")
+    if not fits:
+        raise ValueError(f"{name}={value!r} must be {wanted}")
 
 
 def check_fields(config: Any, owner: str, *, positive: Sequence[str] = (), zero: Sequence[str] = ()) -> None:
-    """Raises ValueError unless the fields of a dataclass are what their annotations say; NumPy's become Python's.
+    """Checks the fields of a dataclass by `check_value` of their annotations, and replaces NumPy's numbers by Python's.
 
-    An int is at least 1, or 0 where `zero` names it. A float is finite and at least 0, or above 0 where `positive`
-    names it. A field that may be of several classes is not checked. A message begins with `owner`.
+    A float that `positive` names is above 0, and an int that `zero` names may be 0. A field that may be of several
+    classes is not checked. A message begins with `owner`.
     """
     for field, (kind, optional) in _kinds(type(config)).items():
-        name, value = f"{owner}{field}", getattr(config, field)
-        if value is None and optional:
+        value = getattr(config, field)
+        if kind is None or (value is None and optional):
             continue
-        if kind is bool:
-            check_flag(name, value)
-        elif kind is int:
-            check_count(name, value, least=0 if field in zero else 1)
-        elif kind is float:
-            check_number(name, value, above=field in positive)
-        elif typing.get_origin(kind) is Literal:
-            check_choice(name, value, typing.get_args(kind))
-        elif isinstance(kind, type) and not isinstance(value, kind):
-            wanted = "a name, such as 'auto'" if kind is str else f"a moax.{kind.__name__}"
-            raise ValueError(f"{name}={value!r} must be {wanted}{' or None' if optional else ''}")
+        above, least = 0 if field in positive else None, 0 if field in zero else None
+        check_value(f"{owner}{field}", value, kind, least=least, above=above)
         if isinstance(value, np.generic):  # equal configs have equal text
             object.__setattr__(config, field, value.item())
 
 
 @functools.cache
 def _kinds(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Returns the class or the Literal of each field, None where there are several, and whether it may be None."""
+    """Returns the kind of each field, None where there are several, and whether it may be None."""
     hints, found = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        several = typing.get_args(hint) if union else (hint,)
-        kinds = [kind for kind in several if kind is not types.NoneType]
-        found[field.name] = kinds[0] if len(kinds) == 1 else None, types.NoneType in several
+        several = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        kinds = [typing.get_args(k) if typing.get_origin(k) is Literal else k for k in several if k is not type(None)]
+        found[field.name] = kinds[0] if len(kinds) == 1 else None, type(None) in several
     return found
 
 
@@ -160,13 +144,6 @@ def check_key(name: str, value: Any) -> None:
     dtype = getattr(value, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
         raise ValueError(f"{name} is {_describe(value)}; it must be a PRNG key, such as jax.random.key(0)")
-
-
-def check_kind(name: str, value: Any, kind: type, source: str = "") -> None:
-    """Raises ValueError unless value is an instance of `kind`, a public class of moax, or of what `source` returns."""
-    if not isinstance(value, kind):
-        wanted = f"a {kind.__name__}, as {source} returns it" if source else f"a moax.{kind.__name__}"
-        raise ValueError(f"{name} is {_describe(value)}; it must be {wanted}")
 
 
 def _describe(value: Any) -> str:

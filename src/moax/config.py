@@ -13,7 +13,7 @@ from typing import Literal, TypedDict
 
 from jax.typing import DTypeLike
 
-from moax.checks import check_choice, check_count, check_fields
+from moax.checks import check_fields, check_value
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import Engine
@@ -36,9 +36,9 @@ def _check_activation(name: str, value) -> None:
     elif isinstance(value, tuple) and len(value) == 2:
         for part in value:
             if not callable(part):
-                check_choice(name, part, UNGATED + NOT_ZERO)
+                check_value(name, part, UNGATED + NOT_ZERO)
     else:
-        check_choice(name, value, GATED + UNGATED)
+        check_value(name, value, GATED + UNGATED)
 
 
 def gates_of(activation: Activation) -> int:
@@ -113,8 +113,8 @@ class RouterConfig:
 
     def check_experts(self, num_experts: int, top_k: int) -> None:
         """Raises ValueError where this router cannot choose `top_k` of `num_experts`."""
-        check_count("route: num_experts", num_experts)
-        check_count("route: top_k", top_k)
+        check_value("route: num_experts", num_experts, int)
+        check_value("route: top_k", top_k, int)
         if top_k > num_experts:
             raise ValueError(f"top_k={top_k} must be at most num_experts={num_experts}")
         if num_experts % self.num_groups:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from moax.checks import check_arrays, check_count, check_float_dtype, check_key, check_kind, is_number
+from moax.checks import check_arrays, check_float_dtype, check_key, check_value
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes
 from moax.mesh.specs import AnyMesh, Spec, check_divides, make_sharded, mesh_in_force, resolve_axes
@@ -67,12 +67,11 @@ def init(
     Raises:
       ValueError: an argument is of the wrong kind, or the mesh axes of a dim do not divide its size.
     """
-    check_kind("config", config, MoEConfig)
+    check_value("config", config, MoEConfig)
     check_key("key", key)
-    check_count("rank", rank)
+    check_value("rank", rank, int)
     check_float_dtype("dtype", dtype)
-    if not is_number(scale) or not math.isfinite(scale):
-        raise ValueError(f"scale={scale!r} must be a finite number")
+    check_value("scale", scale, float, least=-math.inf)
     shapes = adapter_shapes(config, rank)
 
     def draw(key, shape):
@@ -136,7 +135,7 @@ def scaled(adapters: Adapters[Array]) -> tuple[Array | None, ...]:
 
 def check_adapters(adapters: Adapters[Array], config: MoEConfig, *, local: bool = False) -> None:
     """Raises ValueError unless `adapters` fit a block of this config; `local` ones may be shards in a `shard_map`."""
-    check_kind("adapters", adapters, Adapters, "moax.lora.init")
+    check_value("adapters", adapters, Adapters, "moax.lora.init")
     for a, b in (("wi_a", "wi_b"), ("wo_a", "wo_b")):
         pair = getattr(adapters, a), getattr(adapters, b)
         if pair.count(None) == 1:

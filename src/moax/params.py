@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from moax.checks import check_arrays, check_kind
+from moax.checks import check_arrays, check_value
 from moax.config import MoEConfig
 from moax.types import pytree
 
@@ -138,7 +138,7 @@ def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = F
     Raises:
       ValueError: a parameter has a presence, a dtype or a shape that does not fit. The message names it.
     """
-    check_kind("params", params, MoEParams)
+    check_value("params", params, MoEParams)
     optional = ("bi", "bo", "wi", "wo") if quantized else ("bi", "bo")
     for name, want in vars(param_shapes(config, optional=True)).items():
         value, sizes = getattr(params, name), dict(zip(DIMS[name], want or (), strict=False))

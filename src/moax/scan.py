@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jaxtyping import Array, PyTree
 
-from moax.checks import check_count
+from moax.checks import check_value
 from moax.mesh.op import differentiable
 from moax.mesh.specs import zeros_of
 from moax.ops.weights import GATHERED, PARTIAL_GRAD
@@ -78,7 +78,7 @@ def scan(
     if len(sizes) != 1 or sizes == {()} or sizes == {(0,)}:
         found = f"their leading dims are {sorted(sizes)}"
         raise ValueError(f"stack: its leaves must be arrays [L, ...] of one L >= 1; {found}")
-    check_count("unroll", unroll)
+    check_value("unroll", unroll, int)
     carry = jax.tree.map(jnp.asarray, carry)
     weights = jax.tree.map(lambda v: v[0], stack)
     pure, closed = jax.closure_convert(layer, carry, weights)

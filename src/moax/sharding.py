@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
-from moax.checks import check_float_dtype, check_key, check_kind
+from moax.checks import check_float_dtype, check_key, check_value
 from moax.config import MoEConfig
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.specs import (
@@ -208,8 +208,8 @@ def init(
       ValueError: an argument is of the wrong kind, the mesh axes of a dim do not divide its size, `initializers` has a
         name that no parameter of the config has, or an initializer returns no array of the shape that it was asked for.
     """
-    check_kind("config", config, MoEConfig)
-    check_kind("axes", axes, Axes)
+    check_value("config", config, MoEConfig)
+    check_value("axes", axes, Axes)
     check_float_dtype("dtype", dtype)
     check_key("key", key)
     given = dict(initializers or {})

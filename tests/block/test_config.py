@@ -46,8 +46,6 @@ def test_sizes_are_counts(name, value):
         ("weights_at", "early", "'output', 'hidden', 'input'"),
         *[(name, value, "True or False") for name in ("use_bias", "shared_gate") for value in NOT_FLAGS],
         *[("activation_limit", value, "a finite number > 0") for value in (0, 0.0, *NOT_NUMBERS)],
-        ("router", "softmax", "a moax.RouterConfig"),
-        ("router", None, "a moax.RouterConfig"),
         *[("shared_d_ff", value, "an int of at least 0") for value in (-1, 1.5, "0", None, True)],
         *[("d_latent", value, "an int of at least 1") for value in NOT_COUNTS if value is not None],
         *[("capacity_factor", value, "a finite number > 0") for value in (0, 0.0, *NOT_NUMBERS)],

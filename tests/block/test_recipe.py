@@ -69,7 +69,7 @@ def test_formats_that_cannot_be(field, value, remedy):
 @pytest.mark.parametrize("field", ["x", "w", "dy", "wire"])
 def test_recipes_hold_formats(field):
     """Breaks if a format given by name is found out when it is first used."""
-    with pytest.raises(ValueError, match=f"Recipe: {field}='e4m3' must be a moax.Format or None"):
+    with pytest.raises(ValueError, match=f"Recipe: {field} is a str; it must be a moax.Format"):
         Recipe(**{**dict(x=None, w=None, dy=None), field: "e4m3"})
 
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from moax.block.experts import Quantized, apply_experts
 from moax.block.moe import Weights
 from moax.block.plan import BlockPlan, make_plan
-from moax.checks import Unsupported, check_arrays, check_kind
+from moax.checks import Unsupported, check_arrays, check_value
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.exchange import AUTO, select_transport
 from moax.lora import Adapters, check_adapters, scaled
@@ -126,8 +126,8 @@ def moe(
         capacity factor.
       TypeError: `Options` has no field of a keyword's name.
     """
-    check_kind("config", config, MoEConfig)
-    check_kind("options", options, Options)
+    check_value("config", config, MoEConfig)
+    check_value("options", options, Options)
     options = replace_options("moe", options, keywords)
     check_arrays("x [*batch, S, d_model]", x, d_model=config.d_model)
     local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
@@ -135,7 +135,7 @@ def moe(
     if adapters is not None:
         check_adapters(adapters, config, local=local)
     if quantized is not None:
-        check_kind("quantized", quantized, QuantizedParams, "moax.quantize_params")
+        check_value("quantized", quantized, QuantizedParams, "moax.quantize_params")
     if isinstance(routing, tuple) and len(routing) == 2:
         none: Any = None
         routing = Routing(*routing, none, none, none)
@@ -177,8 +177,8 @@ def quantize_params(
       ValueError: no recipe quantizes its weight, a shape does not fit, or an option has a value that it cannot have.
       Unsupported: an engine or kernels that were chosen by name cannot run.
     """
-    check_kind("config", config, MoEConfig)
-    check_kind("options", options, Options)
+    check_value("config", config, MoEConfig)
+    check_value("options", options, Options)
     options = replace_options("quantize_params", options, keywords)
     local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
     check_params(params, config, local=local)

@@ -18,7 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from moax.block.layer import moe
 from moax.block.plan import BlockPlan, make_plan
-from moax.checks import Unsupported, check_count, check_kind
+from moax.checks import Unsupported, check_value
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.estimate.tracing import trace
 from moax.exchange import TRANSPORTS, find_transport
@@ -184,7 +184,7 @@ def estimate(
       Unsupported: the transport or the kernels cannot run on this hardware and mesh.
     """
     config = find_model(model).config if isinstance(model, str) else model
-    check_kind("model", config, MoEConfig)
+    check_value("model", config, MoEConfig)
     if layers is None:
         layers = find_model(model).layers if isinstance(model, str) else 1
     options = replace_options("estimate", options, keywords)
@@ -192,7 +192,7 @@ def estimate(
         raise ValueError(f"hardware={hardware!r} must be one of {', '.join(map(repr, HARDWARE))}, or a Hardware")
     on = HARDWARE[hardware] if isinstance(hardware, str) else hardware
     for name, value in {**mesh, "tokens": tokens, "layers": layers}.items():
-        check_count(name, value)
+        check_value(name, value, int)
     axes = options.axes.resolve(mesh)
     tokens_of_shard = tokens * axes.size(axes.tp)
 

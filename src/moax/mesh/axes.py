@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from moax.checks import check_choice
+from moax.checks import check_value
 
 Names = tuple[str, ...]
 Entry = str | Names | list[str] | None
@@ -105,7 +105,7 @@ class Axes:
                         f"Axes: mesh axis {name!r} is named by both {owner[name]} and {role}; name it once"
                     )
                 owner[name] = role
-        check_choice("Axes: fsdp_dim", self.fsdp_dim, ("auto", "experts", "model"))
+        check_value("Axes: fsdp_dim", self.fsdp_dim, ("auto", "experts", "model"))
         value, example = (
             self.tokens,
             'it must be the mesh axes of each leading dim of x, such as (("ep", "fsdp"), "cp")',

@@ -30,7 +30,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
 
-from moax.checks import Unsupported, check_choice, check_kind
+from moax.checks import Unsupported, check_value
 from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
 from moax.mesh.collectives import reduce_max, varying
 
@@ -96,8 +96,8 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree) -> MeshView:
         Explicit, or some axes that `axes` names are Manual and others are not.
       Unsupported: this mesh cannot run the engine.
     """
-    check_choice("engine", engine, ENGINES)
-    check_kind("axes", axes, Axes)
+    check_value("engine", engine, ENGINES)
+    check_value("axes", axes, Axes)
     mesh = mesh_in_force(*jax.tree.leaves(operands))
     if mesh is None:
         return MeshView(ResolvedAxes(), "local")

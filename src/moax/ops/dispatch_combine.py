@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
-from moax.checks import check_arrays, check_count, check_kind, check_number
+from moax.checks import check_arrays, check_value
 from moax.exchange import TRANSPORTS, select_transport
 from moax.exchange.transport import Arrived, Columns, ExchangeSpec, Sent, Transfer, allot_slots
 from moax.kernels import implementation, select_kernels
@@ -71,11 +71,11 @@ def dispatch(
       ValueError: a shape does not fit, no transport has this name, or ep does not divide E.
       Unsupported: the transport cannot run on this machine and mesh.
     """
-    check_count("num_experts", num_experts)
+    check_value("num_experts", num_experts, int)
     if capacity_factor is not None:
-        check_number("capacity_factor", capacity_factor, above=True)
+        check_value("capacity_factor", capacity_factor, float, above=0)
     if wire is not None:
-        check_kind("wire", wire, Format)
+        check_value("wire", wire, Format)
     check_arrays("x [T, H], experts int [T, K], weights [T, K]", x, experts, weights)
     view = find_mesh_view(axes, engine, x)
     ranks = view.axes.size(view.axes.ep)
@@ -109,7 +109,7 @@ def combine(
       ValueError: `received` is not what `dispatch` returns, or rows has another shape than its rows.
       Unsupported: the transport of `received` cannot run on this machine and mesh.
     """
-    check_kind("received", received, Received, "moax.ops.dispatch")
+    check_value("received", received, Received, "moax.ops.dispatch")
     check_arrays("rows [R, H]", rows, R=received.rows.shape[0])
     view = find_mesh_view(axes, engine, rows)
     transport = select_transport(received.transport, view, wire_bytes(rows.shape[-1], rows.dtype))

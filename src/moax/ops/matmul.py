@@ -28,7 +28,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from moax.checks import check_arrays, check_count, check_float_dtype
+from moax.checks import check_arrays, check_float_dtype, check_value
 from moax.kernels import Packing, Role, implementation, select_kernels
 from moax.mesh.axes import Axes, Names
 from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank, scatter_gradient
@@ -222,7 +222,7 @@ def _make_spec(
 ) -> GroupedSpec:  # fmt: skip
     recipe = get_recipe(recipe)
     align = recipe.row_alignment if align is None else align
-    check_count("align", align)
+    check_value("align", align, int)
     if align % recipe.row_alignment:
         raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
     if preferred is not None:

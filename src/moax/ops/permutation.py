@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moax.checks import check_arrays, check_count, check_kind
+from moax.checks import check_arrays, check_value
 from moax.groups import Groups, align_up, least
 from moax.kernels import DEFAULT, implementation, select_kernels
 from moax.mesh.axes import Axes, ResolvedAxes
@@ -131,11 +131,11 @@ def permute(
       ValueError: the shapes do not fit, or num_groups, align or capacity is no int of at least 1.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
-    check_count("num_groups", num_groups)
-    check_count("align", align)
+    check_value("num_groups", num_groups, int)
+    check_value("align", align, int)
     for name, value in (("capacity", capacity), ("top_k", top_k)):
         if value is not None:
-            check_count(name, value)
+            check_value(name, value, int)
     mapped = getattr(experts, "dtype", None) == jnp.bool_
     kind, choices = ("bool", "E") if mapped else ("int", "K")
     rule = f"x [R, H], experts {kind} [R, {choices}], weights? [R, {choices}]"
@@ -177,7 +177,7 @@ def unpermute(
       ValueError: the shapes of rows or weights do not fit the plan.
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
-    check_kind("plan", plan, Plan, "moax.ops.permute")
+    check_value("plan", plan, Plan, "moax.ops.permute")
     (received, top_k), sorted_ = plan.scatter_idx.shape, plan.gather_idx.shape[0]
     check_arrays("rows [N, H], weights? [R, K]", rows, weights, N=sorted_, R=received, K=top_k)
     weights = jnp.ones_like(plan.scatter_idx, jnp.float32) if weights is None else weights

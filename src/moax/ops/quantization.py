@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from moax.checks import check_arrays, check_count, check_float_dtype, check_kind, is_int
+from moax.checks import check_arrays, check_float_dtype, check_value
 from moax.groups import row_groups, zero_rows
 from moax.kernels import DEFAULT, implementation, select_kernels
 from moax.kernels.quantization import dequantize as dequantize_array
@@ -95,16 +95,19 @@ def quantize(
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     check_arrays("x [...], group_sizes? int [groups]", x, group_sizes)
-    check_kind("format", format, Format)
+    check_value("format", format, Format)
     block = format.row_block(x.ndim, "columns") if block is None else block
     block = tuple(block) if isinstance(block, list | tuple) else (block,)
-    if len(block) != x.ndim or any(b is not None and (not is_int(b) or b < 1) for b in block):
+    if len(block) != x.ndim:
         raise ValueError(f"block={block} must have one positive int (or None) for each of the {x.ndim} dims of x")
+    for dim, length in enumerate(block):
+        if length is not None:
+            check_value(f"block[{dim}]", length, int)
     if group_sizes is not None:
         check_arrays("x [M, ...]", x)
         rows = block[0] or 1
         align = rows if align is None else align
-        check_count("align", align)
+        check_value("align", align, int)
         if align % rows:
             raise ValueError(f"align={align} must be a multiple of {rows}, the rows of a block of block={block}")
     elif align is not None:
@@ -139,7 +142,7 @@ def dequantize(
     Raises:
       ValueError: the shards of `q` have no whole blocks on Explicit axes (on Auto axes such a dim is gathered first).
     """
-    check_kind("q", q, QArray)
+    check_value("q", q, QArray)
     check_float_dtype("dtype", dtype)
     view = find_mesh_view(axes, engine, q)
     static = QuantizeSpec(Format(cast(Any, q.dtype)), q.block, view.axes, _cuts(view), out=jnp.dtype(dtype))

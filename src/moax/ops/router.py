@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Literal, NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moax.checks import check_arrays, check_choice, is_number
+from moax.checks import check_arrays, check_value
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, find_mesh_view
@@ -136,9 +137,9 @@ def update_router_bias(
     Raises:
       ValueError: the rule is unknown, the shapes differ, or `quantile` has no histogram.
     """
-    check_choice("rule", rule, ("sign", "quantile"))
-    if rate is not None and not is_number(rate) and not isinstance(rate, jax.Array):
-        raise ValueError(f"rate={rate!r} must be a number")
+    check_value("rule", rule, ("sign", "quantile"))
+    if rate is not None and not isinstance(rate, jax.Array):
+        check_value("rate", rate, float, least=-math.inf)
     if rule == "sign":
         histogram = None
     elif histogram is None:

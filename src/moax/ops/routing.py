@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moax.checks import check_arrays, check_kind
+from moax.checks import check_arrays, check_value
 from moax.config import RouterConfig
 from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
@@ -124,7 +124,7 @@ def route(
     Group-limited routing, the selection bias and the loss of a sequence follow DeepSeek-V3. The aux loss follows Switch
     Transformer: a balanced router pays the coefficient. The z-loss follows ST-MoE.
     """
-    check_kind("config", config, RouterConfig)
+    check_value("config", config, RouterConfig)
     if (bias is not None) != config.bias:
         raise ValueError(f"bias is {'given' if bias is not None else 'None'}, but RouterConfig.bias={config.bias}")
     if not config.sequence_aux_loss:
