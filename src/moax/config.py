@@ -29,7 +29,7 @@ NOT_ZERO = ("sigmoid", "log_sigmoid", "hard_sigmoid", "softplus", "squareplus", 
 SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the default limit of gate and up, and the factor in the sigmoid
 
 
-def _check_activation(name: str, value) -> None:
+def check_activation(name: str, value) -> None:
     """Raises ValueError unless value is an activation: a name, a pair, or a function of one or two arrays."""
     if callable(value):
         gates_of(value)
@@ -180,7 +180,7 @@ class MoEConfig:
         if isinstance(self.activation, list):
             object.__setattr__(self, "activation", tuple(self.activation))
         check_fields(self, "MoEConfig: ", positive=("activation_limit", "capacity_factor"), zero=("shared_d_ff",))
-        _check_activation("MoEConfig: activation", self.activation)
+        check_activation("MoEConfig: activation", self.activation)
         if self.use_bias and self.weights_at == "input":
             raise ValueError("MoEConfig: weights_at='input' needs use_bias=False")
         if self.shared_gate and not self.shared_d_ff:

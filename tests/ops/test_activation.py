@@ -113,7 +113,6 @@ def test_one_function_object():
         (jax.nn.sigmoid, "must be 0 at 0, where padding is; it is 0.5"),
         (("sigmoid", "sigmoid"), "must be 0 at 0, where padding is; it is 0.25"),
         (lambda a, b, c: a, r"must be a function of \(up\) or of \(gate, up\); it takes 3"),
-        (("relu", "reluu"), "activation='reluu' must be one of"),
     ],
 )
 def test_what_no_activation_may_be(activation, says):
@@ -164,11 +163,8 @@ def test_nan_stays_in_its_unit():
 @pytest.mark.parametrize(
     "shape, activation, message",
     [
-        (
-            (4, 2, 8),
-            "tan",
-            "activation='tan' must be one of 'swiglu', 'geglu', 'swiglu_oai', 'reglu', 'glu', 'silu', 'gelu', 'relu2'",
-        ),
+        ((4, 2, 8), "tan", "activation='tan' must be one of 'swiglu', 'geglu', 'swiglu_oai', 'reglu', 'glu', 'silu'"),
+        ((4, 2, 8), ("relu", "reluu"), "activation='reluu' must be one of 'silu', 'gelu', 'relu2'"),
         ((4, 1, 8), "swiglu", r"h has shape \(4, 1, 8\); it must be \[..., G=2, F\]"),
         ((4, 2, 8), "silu", r"h has shape \(4, 2, 8\); it must be \[..., G=1, F\]"),
         ((8,), "silu", r"h has shape \(8,\)"),

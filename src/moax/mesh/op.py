@@ -42,19 +42,12 @@ TOKENS = ("t", "r", "n")  # the letters that the axes of tokens split in every r
 
 
 class OpSharding(NamedTuple):
-    """The layout of an op.
+    """The layout of an op."""
 
-    Attributes:
-      operands: a spec for each leaf of the operands.
-      results: a spec for each result, which holds for all of its leaves.
-      reduce: for each result, the axes over which the local results are summed.
-      layout: what the local function takes as its second argument; see `Op`.
-    """
-
-    operands: PyTree[Spec | None]
-    results: Sequence[Spec]
-    reduce: Sequence[Names]
-    layout: Any = None
+    operands: PyTree[Spec | None]  # a spec for each leaf
+    results: Sequence[Spec]  # a spec for each result, which holds for all of its leaves
+    reduce: Sequence[Names]  # for each result, the axes over which the local results are summed
+    layout: Any = None  # what the local function takes as its second argument; see `Op`
 
 
 class Dims(NamedTuple):

@@ -28,13 +28,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moax.checks import check_arrays
-from moax.config import GATED, NOT_ZERO, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, UNGATED, Activation, gates_of
+from moax.config import GATED, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, UNGATED, Activation, check_activation, gates_of
 from moax.kernels import operations
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 SHAPE = (3, 5)  # of the arrays on which an activation is traced; no two of its sizes are equal
 # Primitives that keep the shape of their operand and mix its elements.
 MIXING = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "fft", "iota", "scan", "while"}
+# The activations by name that are no functions of `jax.nn`.
+FUNCTIONS: dict[str, Callable] = {
+    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
+    "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
+    "reglu": lambda gate, up: jax.nn.relu(gate) * up,
+    "glu": lambda gate, up: jax.nn.sigmoid(gate) * up,
+    "swiglu_oai": lambda gate, up: gate * jax.nn.sigmoid(SWIGLU_OAI_ALPHA * gate) * (up + 1.0),
+    "relu2": lambda up: jnp.square(jax.nn.relu(up)),
+    "quick_gelu": lambda up: up * jax.nn.sigmoid(1.702 * up),
+    "linear": lambda up: up,
+}
+FUNCTIONS |= {"squared_relu": FUNCTIONS["relu2"], "identity": FUNCTIONS["linear"]}
 
 
 def activate(
@@ -54,8 +66,7 @@ def activate(
       ValueError: the activation is unknown, not elementwise or not 0 at 0, or h has fewer than two dims or another G
         than the activation takes.
     """
-    if not (callable(activation) or isinstance(activation, tuple)) and activation not in GATED + UNGATED:
-        raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, GATED + UNGATED))}")
+    check_activation("activation", activation)
     act, gates = activation_of(activation, limit), gates_of(activation)
     check_arrays("h [..., G, F]", h, G=gates)
     return act(*(h[..., g, :].astype(jnp.float32) for g in range(gates))).astype(h.dtype)
@@ -87,26 +98,7 @@ def _find_function(activation: Activation) -> Callable:
     if isinstance(activation, tuple):
         of_gate, of_up = (_find_function(part) for part in activation)
         return lambda gate, up: of_gate(gate) * of_up(up)
-    match activation:
-        case "swiglu":
-            return lambda gate, up: jax.nn.silu(gate) * up
-        case "geglu":
-            return lambda gate, up: jax.nn.gelu(gate) * up
-        case "reglu":
-            return lambda gate, up: jax.nn.relu(gate) * up
-        case "glu":
-            return lambda gate, up: jax.nn.sigmoid(gate) * up
-        case "swiglu_oai":
-            return lambda gate, up: gate * jax.nn.sigmoid(SWIGLU_OAI_ALPHA * gate) * (up + 1.0)
-        case "relu2" | "squared_relu":
-            return lambda up: jnp.square(jax.nn.relu(up))
-        case "quick_gelu":
-            return lambda up: up * jax.nn.sigmoid(1.702 * up)
-        case "linear" | "identity":
-            return lambda up: up
-        case _ if activation in UNGATED + NOT_ZERO:
-            return getattr(jax.nn, activation)
-    raise ValueError(f"activation={activation!r} must be one of {', '.join(map(repr, UNGATED + NOT_ZERO))}")
+    return FUNCTIONS[activation] if activation in FUNCTIONS else getattr(jax.nn, activation)
 
 
 def _check_elementwise(activation: Activation, act: Callable) -> None:

@@ -56,20 +56,14 @@ NO_DERIVATIVE = "is the gradient of a weight, and has no derivative; differentia
 
 @dataclasses.dataclass(frozen=True)
 class GroupedSpec:
-    """The static arguments of a grouped matmul.
-
-    Attributes:
-      weight: the static facts of w.
-      align: each group starts at a multiple of so many rows.
-      out, product: the dtype of y, and of a product before it is rounded to y.
-      apart: whether w is gathered, and its gradient scattered, by ops of their own. On Auto axes with tp the compiler
-        alone knows which dims of w are split over tp, and so the shape of a gathered weight.
-    """
+    """The static arguments of a grouped matmul."""
 
     weight: WeightSpec
-    align: int
-    out: np.dtype
-    product: np.dtype
+    align: int  # each group starts at a multiple of so many rows
+    out: np.dtype  # of y
+    product: np.dtype  # of a product before it is rounded to y
+    # Whether w is gathered, and its gradient scattered, by ops of their own. On Auto axes with tp the compiler alone
+    # knows which dims of w are split over tp, and so the shape of a gathered weight.
     apart: bool
 
 

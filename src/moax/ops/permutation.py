@@ -41,24 +41,15 @@ from moax.types import Plan
 
 @dataclasses.dataclass(frozen=True)
 class PermuteSpec:
-    """The static arguments of a permutation.
+    """The static arguments of a permutation."""
 
-    Attributes:
-      num_groups: the experts of a rank; each one is a group of rows.
-      align: each group starts at a multiple of so many rows.
-      capacity: the most rows that a rank keeps; None keeps all.
-      kernels, axes: the name of the implementation, and the mesh axes by role.
-      max_rows: the most rows of one round; None sorts all rows in one round.
-      map_top_k: K where the experts are a routing map; None where they are ids.
-    """
-
-    num_groups: int
-    align: int
-    capacity: int | None
+    num_groups: int  # the experts of a rank; each one is a group of rows
+    align: int  # each group starts at a multiple of so many rows
+    capacity: int | None  # the most rows that a rank keeps; None keeps all
     kernels: str
     axes: ResolvedAxes = ResolvedAxes()
-    max_rows: int | None = None
-    map_top_k: int | None = None
+    max_rows: int | None = None  # the most rows of one round; None sorts all rows in one round
+    map_top_k: int | None = None  # K where the experts are a routing map; None where they are ids
 
 
 def kept_rows(received: int, top_k: int, num_groups: int, capacity: int | None) -> int:

@@ -37,25 +37,16 @@ Cuts = Literal["gather", "refuse", "keep"]
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeSpec:
-    """The static arguments of both ops.
+    """The static arguments of both ops."""
 
-    Attributes:
-      format: the format; `dequantize` knows its dtype alone.
-      block, axes: the block length of each dim, and the mesh axes by role.
-      cuts: see `Cuts`.
-      declared: the spec of x where neither its type nor its sharding says one.
-      kernels, align: for `quantize`, the name of the implementation, and the alignment of groups; None without groups.
-      out: the dtype of the result of `dequantize`; None in `quantize`.
-    """
-
-    format: Format
-    block: tuple[int | None, ...]
+    format: Format  # `dequantize` knows its dtype alone
+    block: tuple[int | None, ...]  # the block length of each dim
     axes: ResolvedAxes
     cuts: Cuts
-    declared: Spec | None = None
+    declared: Spec | None = None  # the spec of x where neither its type nor its sharding says one
     kernels: str = DEFAULT
-    align: int | None = None
-    out: jnp.dtype | None = None
+    align: int | None = None  # the alignment of groups; None without groups
+    out: jnp.dtype | None = None  # the dtype of the result of `dequantize`; None in `quantize`
 
 
 def quantize(
@@ -173,10 +164,6 @@ def _split(static: QuantizeSpec, shape, found: Spec | None) -> list[Names]:
     return split
 
 
-def _scale_spec(split, block) -> Spec:
-    return Spec(*(() if b is None else names for names, b in zip(split, block, strict=True)))
-
-
 def _quantize_shards(static: QuantizeSpec, amax_over: Names, x, group_sizes):
     if group_sizes is not None:
         x = zero_rows(x, row_groups(group_sizes, static.align or 1, x.shape[0])[1])
@@ -184,23 +171,21 @@ def _quantize_shards(static: QuantizeSpec, amax_over: Names, x, group_sizes):
     return q.data, q.scale
 
 
-def _quantize_sharding(static: QuantizeSpec, operands, found) -> OpSharding:
-    """Returns the layout of `quantize`: data and scale are split as x is."""
-    split = _split(static, operands[0].shape, static.declared if found[0] is None else found[0])
-    if operands[1] is not None:
-        split = [static.axes.tokens, *split[1:]]
-    amax_over = tuple(n for names, b in zip(split, static.block, strict=True) if b is None for n in names)
-    sizes = None if operands[1] is None else Spec(static.axes.tokens)
-    return OpSharding((Spec(*split), sizes), (Spec(*split), _scale_spec(split, static.block)), ((), ()), amax_over)
-
-
 def _dequantize_shards(static: QuantizeSpec, _, data, scale):
     return dequantize_array(QArray(data, scale, static.format.dtype, static.block), static.out)
 
 
-def _dequantize_sharding(static: QuantizeSpec, operands, found) -> OpSharding:
-    split = _split(static, operands[0].shape, found[0])
-    return OpSharding((Spec(*split), _scale_spec(split, static.block)), (Spec(*split),), ((),))
+def _sharding(static: QuantizeSpec, operands, found) -> OpSharding:
+    """Returns the layout of an op: data and scale are split as x is."""
+    split = _split(static, operands[0].shape, static.declared if found[0] is None else found[0])
+    if static.align is not None:
+        split = [static.axes.tokens, *split[1:]]
+    data, scale = Spec(*split), Spec(*(() if b is None else n for n, b in zip(split, static.block, strict=True)))
+    if static.out is not None:
+        return OpSharding((data, scale), (data,), ((),))
+    amax_over = tuple(n for names, b in zip(split, static.block, strict=True) if b is None for n in names)
+    sizes = None if static.align is None else Spec(static.axes.tokens)
+    return OpSharding((data, sizes), (data, scale), ((), ()), amax_over)
 
 
 def _rule(static: QuantizeSpec, operands) -> tuple[str, tuple[tuple[str, int], ...]]:
@@ -220,5 +205,5 @@ def _rule(static: QuantizeSpec, operands) -> tuple[str, tuple[tuple[str, int], .
     return f"{data}, @ -> {data}, {scale}" if static.out is None else f"{data}, {scale} -> {data}", sizes
 
 
-_quantize = Op("quantize", _quantize_shards, _rule, sharding=_quantize_sharding)
-_dequantize = Op("dequantize", _dequantize_shards, _rule, sharding=_dequantize_sharding)
+_quantize = Op("quantize", _quantize_shards, _rule, sharding=_sharding)
+_dequantize = Op("dequantize", _dequantize_shards, _rule, sharding=_sharding)

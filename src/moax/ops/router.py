@@ -149,9 +149,16 @@ def update_router_bias(
     tokens_per_expert = tokens_per_expert.astype(jnp.int32)
     # Integers compare tokens with total / E exactly, without a product that could overflow.
     quotient, rest = jnp.divmod(tokens_per_expert.sum(-1, keepdims=True), bias.shape[-1])
-    if histogram is not None:
-        wide = bias.astype(jnp.float32)
-        step = _find_quantiles(wide, histogram, quotient + jnp.sign(rest)) - wide
+    if histogram is not None:  # the biases below which as many values lie as a balanced load has tokens
+        wide, target = bias.astype(jnp.float32), quotient + jnp.sign(rest)
+        until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
+        place = jnp.argmax(until >= target[..., None], axis=-1, keepdims=True)
+        inside, end = (jnp.take_along_axis(v, place, axis=-1)[..., 0].astype(jnp.int32) for v in (histogram, until))
+        # The values of a bin are taken for evenly spread.
+        part = (target - end + inside).astype(jnp.float32) / jnp.maximum(inside, 1).astype(jnp.float32)
+        low, width = _find_bins(wide)
+        found = low + width * (place[..., 0].astype(jnp.float32) + part)
+        step = jnp.where(target > 0, found - found.mean(-1, keepdims=True), wide) - wide
         return (wide + jnp.asarray(1.0 if rate is None else rate, jnp.float32) * step).astype(bias.dtype)
     excess = jnp.sign(tokens_per_expert - quotient)
     excess = jnp.where(excess == 0, -jnp.sign(rest), excess)
@@ -234,14 +241,3 @@ def _find_bins(bias: Float[Array, "*layers E"]) -> tuple[Float[Array, "*layers 1
     """Returns the lower end of the bins and the width of a bin."""
     low, high = bias.min(-1, keepdims=True) - 1.0, bias.max(-1, keepdims=True) + 1.0
     return low, (high - low) / BINS
-
-
-def _find_quantiles(bias: Float[Array, "*layers E"], histogram, target: Int[Array, "*layers 1"]):
-    """Returns the biases below which `target` values of the histogram lie, minus their mean over experts."""
-    until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
-    place = jnp.argmax(until >= target[..., None], axis=-1, keepdims=True)
-    inside, end = (jnp.take_along_axis(v, place, axis=-1)[..., 0].astype(jnp.int32) for v in (histogram, until))
-    part = (target - end + inside).astype(jnp.float32) / jnp.maximum(inside, 1).astype(jnp.float32)  # of an even bin
-    low, width = _find_bins(bias)
-    found = low + width * (place[..., 0].astype(jnp.float32) + part)
-    return jnp.where(target > 0, found - found.mean(-1, keepdims=True), bias)

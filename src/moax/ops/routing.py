@@ -225,25 +225,19 @@ def select_experts(
 
 def score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
     """Returns the score of each expert."""
-    match config.score:
-        case "softmax":
-            return jax.nn.softmax(logits, axis=-1)
-        case "sigmoid":
-            return jax.nn.sigmoid(logits)
-        case _:
-            return jnp.exp(log_score(logits, config))
+    if config.score == "softmax":
+        return jax.nn.softmax(logits, axis=-1)
+    return jax.nn.sigmoid(logits) if config.score == "sigmoid" else jnp.exp(log_score(logits, config))
 
 
 def log_score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
     """Returns the logarithm of each score; of softmax, but for a constant of each row."""
-    match config.score:
-        case "softmax":
-            return logits
-        case "sigmoid":
-            return jax.nn.log_sigmoid(logits)
-        case _:
-            softplus = jax.nn.softplus(jnp.maximum(logits, LOW))
-            return 0.5 * jnp.where(logits < LOW, logits, jnp.log(softplus))
+    if config.score == "softmax":
+        return logits
+    if config.score == "sigmoid":
+        return jax.nn.log_sigmoid(logits)
+    softplus = jax.nn.softplus(jnp.maximum(logits, LOW))
+    return 0.5 * jnp.where(logits < LOW, logits, jnp.log(softplus))
 
 
 def weigh(

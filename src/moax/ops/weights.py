@@ -37,27 +37,17 @@ GATHERED, PARTIAL_GRAD = "moax_gathered", "moax_partial_grad"
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """The static facts of a weight [E, K, *C].
+    """The static facts of a weight [E, K, *C]."""
 
-    Attributes:
-      name: the name of the weight in errors.
-      declared: its spec, used where neither its type nor its sharding says one.
-      axes: the mesh axes by role.
-      recipe: the formats of the operands of its products.
-      kernels: the name of the implementation.
-      dtype: the dtype of the products.
-      kept: the axes over which each dim stays split in a product; None keeps ep on E, and tp where the spec has it.
-      grad_reduce: how its gradient is summed; see `moax.Options.grad_reduce_dtype`.
-    """
-
-    name: str
-    declared: Spec
+    name: str  # in errors
+    declared: Spec  # used where neither the type of the weight nor its sharding says a spec
     axes: ResolvedAxes
     recipe: Recipe
     kernels: str
-    dtype: np.dtype
+    dtype: np.dtype  # of the products
+    # The axes over which each dim stays split in a product; None keeps ep on E, and tp where the spec has it.
     kept: tuple[Names, ...] | None = None
-    grad_reduce: GradReduce | None = None
+    grad_reduce: GradReduce | None = None  # see `moax.Options.grad_reduce_dtype`
 
     @property
     def grad_dtype(self) -> np.dtype:
