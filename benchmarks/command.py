@@ -16,12 +16,14 @@ from benchmarks.kernels import gemm
 from benchmarks.report import Row
 from benchmarks.timing import Repeats
 from benchmarks.wires import exchange, scatter, wire
-from moax import backend, program
+from lm import program
+from lm.program import factor, mesh_of
+from moax import backend
 from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
 from moax.kernels import IMPLEMENTATIONS
 from moax.mesh.axes import ROLES
-from moax.program import factor, mesh_of, plural
+from moax.text import plural
 
 NAME = "python -m benchmarks"
 DESCRIPTION = """\
@@ -114,7 +116,7 @@ BENCHMARKS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `python -m benchmarks ARGV`, and returns the exit code; see `moax.program`."""
+    """Runs `python -m benchmarks ARGV`, and returns the exit code; see `lm.program`."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     return program.run("benchmarks", lambda: run(args, argv), traceback=args.traceback)

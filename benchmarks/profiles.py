@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from jax.profiler import ProfileData
 
-from moax import program
+from lm import program
 from moax.inspect.hlo import KINDS
-from moax.program import align
+from moax.text import align
 
 NAME = "python -m benchmarks.profiles"
 DESCRIPTION = """\
@@ -229,7 +229,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `python -m benchmarks.profiles ARGV`, and returns the exit code; see `moax.program`."""
+    """Runs `python -m benchmarks.profiles ARGV`, and returns the exit code; see `lm.program`."""
     parser = argparse.ArgumentParser(
         prog=NAME, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from moax import backend
-from moax.program import align
+from moax.text import align
 
 OURS = "moax"
 SONIC = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")  # the packages of SonicMoE's kernels

@@ -12,7 +12,8 @@ from benchmarks import cases
 from benchmarks.kernels.ours import KERNELS, dims, hopper_gemm
 from benchmarks.problem import Problem
 from benchmarks.timing import Repeats, kernel_time
-from moax import backend, program
+from lm import program
+from moax import backend
 from moax.checks import Unsupported
 from moax.kernels.hopper.pallas import tiles
 
@@ -26,7 +27,7 @@ GAIN = 1.01
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `python -m benchmarks.tune ARGV`, and returns the exit code; see `moax.program`."""
+    """Runs `python -m benchmarks.tune ARGV`, and returns the exit code; see `lm.program`."""
     args = parser().parse_args(argv)
     return program.run(NAME, lambda: run(args), traceback=args.traceback)
 

@@ -9,9 +9,8 @@ import shlex
 import sys
 from typing import Any
 
-from lm import processes
+from lm import processes, program
 from lm.config import PRESETS, ModelConfig, TrainConfig
-from moax import program
 
 NAME = "python -m lm train"
 DESCRIPTION = """\
@@ -24,7 +23,7 @@ that you do not give come from the preset; with --resume, from the run.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `python -m lm ARGV`, and returns the exit code; see `moax.program`."""
+    """Runs `python -m lm ARGV`, and returns the exit code; see `lm.program`."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["compare"]:
         from lm import compare

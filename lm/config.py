@@ -9,8 +9,8 @@ from typing import Any, Literal
 import jax
 
 import moax
+from lm.program import factor
 from moax import MoEConfig, RouterConfig
-from moax.program import factor
 
 VOCAB = 256
 AUX_COEFFICIENT = 0.01

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 import moax
 from benchmarks import report
-from moax import inspect, program
+from lm import program
+from moax import inspect
 from moax.models import MODELS
 
 RESULT = Path(__file__).parent.parent / "results" / "wire.json"

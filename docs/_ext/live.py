@@ -1,8 +1,6 @@
 """Directives whose content is computed when the pages are built, so that no page quotes what is no longer so.
 
-{run} moax estimate ...     the command and what it prints; `:part: N`, what is between its empty lines N and N + 1
-{cli-help} estimate         `moax estimate --help`; without a name, `moax --help`;
-                            benchmarks: `python -m benchmarks --help`; lm-train: `python -m lm train --help`
+{cli-help} benchmarks       `python -m benchmarks --help`; lm-train: `python -m lm train --help`
 {wire-table}                benchmarks/results/wire.json
 {hf-impossible}             moax.hf.IMPOSSIBLE
 {layers}                    who may import whom: RANKS of tests/test_architecture.py
@@ -11,12 +9,8 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import functools
-import io
 import json
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +24,7 @@ ARCHITECTURE = ROOT / "tests" / "test_architecture.py"
 
 
 def setup(app) -> dict[str, Any]:
-    directives = {"run": Run, "cli-help": Help, "wire-table": WireTable, "hf-impossible": Impossible, "layers": Layers}
+    directives = {"cli-help": Help, "wire-table": WireTable, "hf-impossible": Impossible, "layers": Layers}
     for name, directive in directives.items():
         app.add_directive(name, directive)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
@@ -38,19 +32,6 @@ def setup(app) -> dict[str, Any]:
 
 def literal(text: str, language: str) -> nodes.literal_block:
     return nodes.literal_block(text, text, language=language)
-
-
-@functools.cache
-def output(command: str) -> str:
-    """What a `moax` command prints."""
-    from moax.__main__ import main
-
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = main(shlex.split(command)[1:])
-    if code:
-        raise ValueError(f"`{command}` ended with {code}")
-    return said.getvalue().rstrip("\n")
 
 
 class Live(Directive):
@@ -64,29 +45,15 @@ class Live(Directive):
         raise NotImplementedError
 
 
-class Run(Live):
-    required_arguments, final_argument_whitespace = 1, True
-    option_spec = {"part": int}
-
-    def node(self):
-        command = self.arguments[0]
-        if "part" in self.options:
-            return literal(output(command).split("\n\n")[self.options["part"]], "text")
-        return literal(f"$ {command}\n{output(command)}", "console")
-
-
 class Help(Live):
-    optional_arguments = 1
+    required_arguments = 1
 
     def node(self):
         from benchmarks.command import parser
         from lm import command
-        from moax.__main__ import parsers
 
         os.environ["COLUMNS"], os.environ["NO_COLOR"] = "100", "1"  # argparse asks for both
-        found, commands = parsers()
-        if self.arguments:
-            found = (commands | {"benchmarks": parser(), "lm-train": command.parser()})[self.arguments[0]]
+        found = {"benchmarks": parser, "lm-train": command.parser}[self.arguments[0]]()
         return literal(found.format_help().rstrip(), "text")
 
 

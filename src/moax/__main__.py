@@ -1,64 +1,92 @@
-"""This module is the command `moax`, which `python -m moax` runs too.
-
-A command is a module that has `DESCRIPTION`, `add_options(parser)` and `run(args)`, which returns the exit code. We
-import the module of the command that runs, and no other, so that `moax --help` imports no JAX.
-"""
+"""The command `moax` shows this machine, which of moax's implementations run on it, and why the others do not."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
+import importlib.metadata
+import platform as python
+import re
 import sys
-from collections.abc import Iterable
+from typing import NamedTuple
 
-from moax import __version__
+import jax
 
-# {command: (its module, the sentence that `moax --help` prints for it)}
-COMMANDS = {
-    "info": ("moax.info", "show this machine's devices, and which of moax's implementations run on them"),
-    "estimate": ("moax.estimate.command", "estimate memory, bytes and time of a model's blocks on any mesh"),
-}
-EPILOG = """\
-examples:
-  moax info
-  moax estimate --model deepseek-v3 --mesh fsdp=32,ep=8 --recipe fp8_block
+from moax import backend
+from moax.checks import Unsupported
+from moax.exchange import EXCHANGES, TRANSPORTS, select_transport
+from moax.kernels import DEFAULT, IMPLEMENTATIONS, select_kernels, supports_fp8
+from moax.recipe import RECIPES, get_recipe
+from moax.text import align
 
-`moax COMMAND --help` lists the options of a command. A command prints its result to stdout. An error is one line on
-stderr; --traceback shows where the error arose.
-exit codes: 0 success, 1 the command cannot run on this machine, 2 an argument is wrong, 130 Ctrl-C stopped it,
-141 the reader of its output is gone
-"""
+# {extra of `pip install 'moax[EXTRA]'`: the distribution that it brings}
+EXTRAS = {"flax": "flax", "cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin"}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs `moax ARGV`, or with None the arguments of this process. Returns the exit code; see `moax.program`."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = parsers(argv[:1])[0].parse_args(argv)
-    from moax import program
+class Choice(NamedTuple):
+    """A value that an argument of `moax.moe` can take: whether it runs on this machine, and how, or why it does not."""
 
-    return program.run(f"moax {args.command}", lambda: args.run(args), traceback=args.traceback)
+    argument: str
+    value: str
+    runs: bool
+    note: str
 
 
-def parsers(
-    loaded: Iterable[str] = tuple(COMMANDS),
-) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Returns the parser of the command line, and of each command; those in `loaded` have their options."""
-    raw = argparse.RawDescriptionHelpFormatter
-    what = "Mixture-of-Experts layers for JAX that quantize before they gather. The library is `import moax`."
-    top = argparse.ArgumentParser("moax", "moax COMMAND [options]", what, EPILOG, formatter_class=raw)
-    top.add_argument("--version", action="version", version=f"moax {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands", prog="moax")
-    by_name = {}
-    for name, (module, what) in COMMANDS.items():
-        by_name[name] = parser = commands.add_parser(name, help=what, formatter_class=raw)
-        if name in loaded:
-            command = importlib.import_module(module)
-            parser.usage, parser.description = f"moax {name} [options]", command.DESCRIPTION
-            command.add_options(parser)
-            parser.add_argument("--traceback", action="store_true", help="show where an error arose")
-            parser.set_defaults(run=command.run)
-    return top, by_name
+def main() -> None:
+    """Prints what `describe` returns, or in one line why JAX cannot start."""
+    try:
+        jax.device_count()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that this machine has a platform it was told to use.
+        why = str(error).strip() or f"this machine has none of the platforms {jax.config.jax_platforms}"
+        sys.exit(f"moax: JAX cannot start: {why}")
+    print(describe())
+
+
+def describe() -> str:
+    """Returns the text that the command prints."""
+    own, memory = (
+        version("moax") or "(a source tree that is not installed)",
+        jax.local_devices()[0].memory_stats() or {},
+    )
+    room = f", {memory['bytes_limit'] / 2**30:.0f} GiB each for JAX" if "bytes_limit" in memory else ""  # not of a CPU
+    many = f", in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    runs = [(f"  {c.argument}", c.value, "yes" if c.runs else "no", c.note) for c in choices()]
+    extras = [(f"  {name}", of, version(of) or f"missing: pip install 'moax[{name}]'") for name, of in EXTRAS.items()]
+    return (
+        f"moax {own}, jax {version('jax')}, jaxlib {version('jaxlib')}, Python {python.python_version()}\n"
+        f"devices  {jax.device_count()} x {backend.device_kind()} (platform {backend.platform()}){room}{many}\n\n"
+        f"what runs here, by argument of moax.moe\n{align(runs)}\n\nextras\n{align(extras)}"
+    )
+
+
+def version(distribution: str) -> str | None:
+    """Returns the installed version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def choices() -> list[Choice]:
+    """Returns a `Choice` for each value of `kernels` and `exchange`, and for each recipe."""
+    best = select_kernels("auto")
+    note = best if best == DEFAULT else f"{best} {IMPLEMENTATIONS[best].note}, else {DEFAULT}"
+    kernels = {"auto": note} | {name: entry.note for name, entry in IMPLEMENTATIONS.items()}
+    exchanges = {"auto": select_transport("auto")} | {name: transport.note for name, transport in TRANSPORTS.items()}
+    asked = [("kernels", name, select_kernels, kernels[name]) for name in kernels]
+    asked += [("exchange", name, select_transport, exchanges[name]) for name in EXCHANGES]
+    found = []
+    for argument, value, select, note in asked:
+        try:
+            select(value)
+            found.append(Choice(argument, value, True, note))
+        except Unsupported as error:
+            found.append(Choice(argument, value, False, re.sub(r"^\w+='\w+': ", "", str(error))))
+    ready = [c.value for c in found if c.argument == "kernels" and c.runs and c.value != "auto"]
+    for name in RECIPES:
+        fp8 = any(supports_fp8(ours, get_recipe(name)) for ours in ready)
+        note = "FP8 products, where scale blocks fit the shards" if fp8 else "dequantized before products"
+        found.append(Choice("recipe", name, True, note))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

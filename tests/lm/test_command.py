@@ -3,8 +3,11 @@
 Covers: `python -m lm train`.
 """
 
+import argparse
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -12,7 +15,7 @@ pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("matplotlib")
 
-from lm import command
+from lm import command, program
 from lm.config import PRESETS
 
 pytestmark = pytest.mark.loose
@@ -107,3 +110,22 @@ def test_train_runs_and_resumes(tmp_path, capsys):
     assert re.search(r"curves +.*runs/a/curves.png", said)
     config = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
     assert config["steps"] == 5 and config["mesh"] == {"fsdp": 2, "ep": 4} and config["model"]["d_ff"] == 32
+
+
+def test_mesh_type_is_told_by_argparse():
+    """Breaks if a wrong mesh is an error without its reason, or the axes come out in another order."""
+    assert program.mesh_of("ep=4, fsdp=2") == (("fsdp", 2), ("ep", 4))
+    for text, message in [
+        ("pp=2", "unknown axis 'pp'; the axes are dp, fsdp, cp, ep, tp"),
+        ("ep", "size of ep must be an int of at least 1"),
+        ("ep=0", "size of ep"),
+        ("ep=2,ep=4", "ep is given twice"),
+    ]:
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
+            program.mesh_of(text)
+
+
+def test_emulated_devices_in_a_fresh_process():
+    code = "from lm import program; program.emulate(4); import jax; print(jax.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "4", done.stderr

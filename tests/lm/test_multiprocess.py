@@ -21,11 +21,10 @@ pytest.importorskip("optax")
 pytest.importorskip("orbax.checkpoint")
 
 import moax
-from lm import command, processes
+from lm import command, processes, program
 from lm.data import Corpus
 from lm.report import crossing
 from lm.run import Run
-from moax import program
 from moax.mesh.axes import order
 
 ROOT = Path(__file__).parents[2]

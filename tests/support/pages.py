@@ -12,7 +12,6 @@ import doctest
 import io
 import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [path for path in PAGES if "_build" not in path.parts]
-SHELLS = ("bash", "console", "sh")
 OWN_PROCESS = re.compile(r"jax\.config\.update|os\.environ")
 END = "\x1e"  # A page in a process of its own prints this between its blocks.
 
@@ -75,12 +73,6 @@ def programs(path: Path) -> list[Block]:
     return [b for b in read(path) if b.language == "python" and b.not_run is None]
 
 
-def commands(path: Path) -> list[Block]:
-    """Returns the shell blocks that contain a `moax` command."""
-    shells = [b for b in read(path) if b.language in SHELLS]
-    return [b for b in shells if b.not_run is None and re.search(r"^(\$ )?moax ", b.text, re.M)]
-
-
 def check(block: Block, printed: str) -> None:
     """Raises AssertionError where a block did not print what the page says."""
     if block.output is not None:
@@ -119,20 +111,3 @@ def _in_a_process(path: Path, blocks: list[Block]) -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | flags, timeout=300)
     assert done.returncode == 0, f"{path}\n{done.stderr[-3000:]}"
     return done.stdout.split(END)
-
-
-def run_commands(block: Block) -> None:
-    """Runs the lines of a shell block, all of them `moax` commands, and compares what the last one printed."""
-    from moax.__main__ import main
-
-    said = io.StringIO()
-    for line in filter(None, map(str.strip, block.text.replace("\\\n", " ").split("\n"))):
-        words = shlex.split(line.removeprefix("$ "), comments=True)
-        if not words:
-            continue
-        assert words[0] == "moax", f"{block}: {line!r} is no moax command; put it into a block of its own"
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
-            code = main(words[1:])
-        assert code == 0, f"{block}: {line!r} ended with {code}"
-    check(block, said.getvalue())

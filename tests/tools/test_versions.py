@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from moax.program import EXTRAS
+from moax.__main__ import EXTRAS
 from support import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -61,7 +61,7 @@ def test_pages_say_the_range(page):
 
 @pytest.mark.parametrize("extra", ("cuda12", "cuda13"))
 def test_extra_brings_the_cuda_wheels(extra):
-    """Breaks if an extra installs the wheels of another CUDA, or `moax info` looks for another package."""
+    """Breaks if an extra installs the wheels of another CUDA, or the command `moax` looks for another package."""
     (requirement,) = map(Requirement, PROJECT["optional-dependencies"][extra])
     assert requirement.name == "jax" and requirement.extras == {extra}
     assert EXTRAS[extra] == f"jax-{extra}-plugin"

@@ -24,10 +24,13 @@ from moax.estimate.tracing import trace
 from moax.exchange import TRANSPORTS, find_transport
 from moax.exchange.transport import Transfer
 from moax.kernels import supports_fp8
-from moax.mesh.axes import Names, ResolvedAxes
+from moax.mesh.axes import Axes, Names, ResolvedAxes
+from moax.mesh.specs import local_shape
 from moax.models import find_model
 from moax.ops import dispatch_combine
+from moax.params import param_shapes
 from moax.sharding import expert_specs, operand_shapes
+from moax.text import align, plural
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +147,33 @@ class Estimate:
             stride *= size
         on = self.hardware
         return on.nvlink if local == group else min(on.nvlink, local * on.network)
+
+    def __str__(self) -> str:
+        """The layout of parameters, the memory, and the bytes and times of a step, as text."""
+        c, mesh = self.config, ",".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one GPU"
+        shared = f", a shared expert of {c.shared_d_ff}" if c.shared_d_ff else ""
+        shared += f", latent experts of rows of {c.d_latent}" if c.d_latent else ""
+        head = (
+            f"{plural(self.layers, 'MoE layer')} of {c.num_experts} experts, {c.top_k} a token; width {c.d_model}, "
+            f"experts of {c.d_ff}, {c.activation}{shared}\n{self.hardware.kind}, mesh {mesh}: {self.tokens} tokens a "
+            f"GPU, exchange {self.plan.first.exchange.transport}, kernels {self.plan.kernels}"
+        )
+        params, axes = [("parameter", "shape", "mesh axes", "shard"), None], self.plan.axes
+        specs = expert_specs(c, Axes(), axes)
+        for of, shape in vars(param_shapes(c)).items():
+            if shape is not None:
+                spec = getattr(specs, of)
+                params.append((of, str(shape), str(tuple(spec)), str(local_shape(shape, spec, axes))))
+        sizes = self.memory._asdict() | {"total": self.memory.total}
+        sizes |= {"of a GPU" if self.fits else "TOO MUCH for": self.hardware.memory}
+        memory = [("memory of a device", "GB"), None, *((of, f"{size / 1e9:.2f}") for of, size in sizes.items())]
+        steps = [("in a step", "MB sent", "ms"), None]
+        for of, seconds in self.times.items():
+            steps.append(
+                (of, f"{self.wire_bytes(of) / 1e6:,.1f}" if of in self.transfers else "", f"{seconds * 1e3:,.2f}")
+            )
+        steps.append(("total", f"{self.wire_bytes() / 1e6:,.1f}", f"{self.seconds * 1e3:,.2f}"))
+        return "\n\n".join([head, align(params), align(memory, right=(1,)), align(steps, right=(1, 2))])
 
     def wire_bytes(self, scope: str | None = None) -> int:
         """Returns the bytes that a device sends in a step over all layers, of one scope of `transfers` or of all."""

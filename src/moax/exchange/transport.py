@@ -1,7 +1,7 @@
 """`Transport` is the base of an object that sends rows, sums them back, and says what both cost.
 
 A transport is one class, and one line of `TRANSPORTS`. Nothing else in moax asks which transport it is: the ops, the
-block, `moax info` and `moax estimate` ask the object.
+block, the command `moax` and `moax.estimate` ask the object.
 
 Transports with slots number, for every rank, the tokens that want it: the first such token has slot 0, the next one
 slot 1. Slots at or past the capacity are dropped. Round i moves the slots from i * slots on: with 4 slots, slot 5 of a
@@ -127,7 +127,7 @@ class Transport:
     """How rows travel between the ranks of ep. Its functions take and return the arrays of one device.
 
     Attributes:
-      note: one line of `moax info`: what a user must know about the transport.
+      note: one line of the command `moax`: what a user must know about the transport.
       has_slots: whether each pair of ranks has `slots` rows. An assignment that finds no slot is dropped, and `send`
         and `combine` need the plan that `plan` made. Without slots every rank receives all tokens, and the plan is
         None.

@@ -1,7 +1,7 @@
 """The commands share this module: how they read a mesh, start JAX, print an error, and exit.
 
-Exit codes are 0 for success, 1 where the program cannot run on this machine, 2 where an argument is wrong, 130 after
-Ctrl-C, and 141 where the reader of the output is gone.
+Exit codes are 0 for success, 1 where the program cannot run on this machine, 2 where an argument is wrong, and
+130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,19 +10,15 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 
-from moax.checks import Unsupported
-from moax.exchange import EXCHANGES
-from moax.mesh.axes import ROLES
-from moax.mesh.collectives import GRAD_REDUCE
+import moax
 from moax.recipe import RECIPES, get_recipes
 
+ROLES = ("dp", "fsdp", "cp", "ep", "tp")
 Sizes = tuple[tuple[str, int], ...]  # (axis, devices along it)
-# {extra of `pip install 'moax[EXTRA]'`: the distribution that it brings, whose module has the same name}
-EXTRAS = {"flax": "flax", "cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin"}
 RECIPE_NAMES = f"none, {', '.join(RECIPES)}, or one for each projection, as wi=fp8_block,wo=none"
 
 
@@ -35,9 +31,6 @@ def run(name: str, act: Callable[[], int], *, traceback: bool = False) -> int:
         code = act()
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # The reader is gone, as in `moax info | head -1`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more when it ends.
-        code = 141
     except KeyboardInterrupt:
         print(f"{name}: stopped", file=sys.stderr)
         code = 130
@@ -57,9 +50,8 @@ def run(name: str, act: Callable[[], int], *, traceback: bool = False) -> int:
 def explain(error: Exception) -> tuple[str, int] | None:
     """Returns (message, exit code) of an error that the user can mend; None for a bug, which keeps its traceback."""
     if isinstance(error, ModuleNotFoundError):
-        extra = next((extra for extra, of in EXTRAS.items() if of.replace("-", "_") == error.name), None)
-        return (f"{error.name} is missing: pip install 'moax[{extra}]'", 1) if extra else None
-    if not isinstance(error, ValueError | Unsupported | OSError | jax.errors.JaxRuntimeError):
+        return (f"{error.name} is missing: pip install 'moax[flax]'", 1) if error.name == "flax" else None
+    if not isinstance(error, ValueError | moax.Unsupported | OSError | jax.errors.JaxRuntimeError):
         return None
     message = str(error).strip() or type(error).__name__
     if isinstance(error, jax.errors.JaxRuntimeError) and jax.distributed.is_initialized():
@@ -75,7 +67,7 @@ def start(cpu_devices: int | None = None) -> None:
         jax.device_count()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that this machine has a platform it was told to use.
         why = str(error).strip() or f"this machine has none of the platforms {jax.config.jax_platforms}"
-        raise Unsupported(f"JAX cannot start: {why}") from error
+        raise moax.Unsupported(f"JAX cannot start: {why}") from error
 
 
 def emulate(count: int) -> None:
@@ -101,9 +93,9 @@ def add_block_options(group, *, mesh: str) -> None:
     axes = f"axis sizes, as fsdp=2,ep=4; axes: {', '.join(ROLES)} (default: {mesh})"
     add("--mesh", type=mesh_of, metavar="AXES", help=axes)
     add("--recipe", type=recipe_of, metavar="NAME", help=f"how products are quantized: {RECIPE_NAMES} (default: none)")
-    add("--exchange", choices=EXCHANGES, help="how tokens reach the ranks of their experts (default: auto)")
-    sums = "bfloat16_sum_float32 sends 2 bytes and sums in float32 (default: that of activations)"
-    add("--grad-reduce-dtype", choices=GRAD_REDUCE, help=f"the dtype in which gradients of weights are summed; {sums}")
+    add("--exchange", help="how tokens reach the ranks of their experts: an exchange of moax.moe (default: auto)")
+    sums = "float32, bfloat16, or bfloat16_sum_float32, which sends 2 bytes and sums in float32"
+    add("--grad-reduce-dtype", help=f"how gradients of weights are summed: {sums} (default: that of activations)")
 
 
 def factor(text: str) -> float:
@@ -138,22 +130,3 @@ def mesh_of(text: str) -> Sizes:
             raise argparse.ArgumentTypeError(f"{text}: {name} is given twice")
         sizes[name] = int(size)
     return tuple((name, sizes[name]) for name in ROLES if name in sizes)
-
-
-def align(rows: Sequence[tuple[str, ...] | None], right: tuple[int, ...] = ()) -> str:
-    """Returns rows of cells as lines of aligned columns; None in place of a row draws a rule of dashes.
-
-    The columns of the indices `right` are flush right, and the others flush left.
-    """
-    widths = [max(map(len, column)) for column in zip(*(row for row in rows if row), strict=True)]
-    rule = tuple("-" * width for width in widths)
-    flush = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    return "\n".join(
-        "  ".join(f(cell, width) for f, cell, width in zip(flush, row or rule, widths, strict=True)).rstrip()
-        for row in rows
-    )
-
-
-def plural(count: int, noun: str) -> str:
-    """Returns a count with its noun: `plural(1, "layer")` is "1 layer", `plural(2, "layer")` is "2 layers"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
