@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from matplotlib.axes import Axes as Plot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -30,7 +28,7 @@ def make_figure(width: float, height: float, title: str = "") -> Figure:
     return figure
 
 
-def style(plot: Plot, title: str, x: str, y: str = "", grid: bool = True) -> None:
+def style(plot: Plot, title: str, x: str, y: str = "") -> None:
     """Sets the title, which names the quantity and its unit, the axis labels, the frame, and lines across y."""
     plot.set_title(title, loc="left", fontsize=10, color=INK)
     plot.set_xlabel(x, color=INK, fontsize=9)
@@ -39,39 +37,32 @@ def style(plot: Plot, title: str, x: str, y: str = "", grid: bool = True) -> Non
     plot.spines[["top", "right"]].set_visible(False)
     plot.spines[["left", "bottom"]].set_color(SOFT)
     plot.set_axisbelow(True)
-    if grid:
-        plot.grid(axis="y", color=GRID, linewidth=0.8)
+    plot.grid(axis="y", color=GRID, linewidth=0.8)
 
 
 def draw_run(run: Run, config: TrainConfig) -> None:
-    """Draws `run.curves` from the metrics of the run: losses, tokens of each expert, and the share of the busiest."""
+    """Draws `run.curves` from the metrics of the run: the losses, and the share of the busiest expert."""
     steps, evaluations = run.rows("loss"), run.rows("held_out_loss")
     if not steps:
         return
     mesh, model = ", ".join(f"{axis}={size}" for axis, size in config.mesh) or "one axis", config.model
     title = f"{config.name}: {model.num_layers} layers, {model.num_experts} experts, top-{model.top_k}"
-    figure = make_figure(11, 5.6, f"{title}; recipe {config.recipe or 'none'}, mesh {mesh}")
-    grid = figure.add_gridspec(2, 2, width_ratios=(1.35, 1), height_ratios=(1.15, 1))
-    plot = figure.add_subplot(grid[:, 0])
+    figure = make_figure(11, 4.2, f"{title}; recipe {config.recipe or 'none'}, mesh {mesh}")
+    losses, shares = figure.subplots(1, 2)
     step, loss = _series(steps, "loss")
-    plot.plot(step, loss, color=BLUE, alpha=0.25, linewidth=1)
-    plot.plot(step, _smooth(loss), color=BLUE, linewidth=1.8, label="training")
-    plot.plot(*_series(evaluations, "held_out_loss"), "o-", color=ORANGE, linewidth=1.4, markersize=5, label="held out")
-    plot.legend(frameon=False, fontsize=9)
-    style(plot, "Loss, nats a byte", "step")
-    last = next((row for row in reversed(evaluations) if np.any(row["tokens_per_expert"])), None)
-    if last:
-        before = max((row["step"] for row in evaluations if row["step"] < last["step"]), default=0)
-        tokens = np.asarray(last["tokens_per_expert"], float)
-        _experts(figure.add_subplot(grid[0, 1]), figure, tokens, f"steps {before + 1} to {last['step']}")
-    plot = figure.add_subplot(grid[1, 1])
+    losses.plot(step, loss, color=BLUE, alpha=0.25, linewidth=1)
+    losses.plot(step, _smooth(loss), color=BLUE, linewidth=1.8, label="training")
+    held_out = _series(evaluations, "held_out_loss")
+    losses.plot(*held_out, "o-", color=ORANGE, linewidth=1.4, markersize=5, label="held out")
+    losses.legend(frameon=False, fontsize=9)
+    style(losses, "Loss, nats a byte", "step")
     step, share = _series(steps, "busiest")
-    plot.plot(step, 100 * share, color=BLUE, alpha=0.25, linewidth=1)
-    plot.plot(step, 100 * _smooth(share), color=BLUE, linewidth=1.8)
-    plot.axhline(100 / model.num_experts, color=SOFT, linestyle="--", linewidth=1)
-    plot.set_ylim(0)
+    shares.plot(step, 100 * share, color=BLUE, alpha=0.25, linewidth=1)
+    shares.plot(step, 100 * _smooth(share), color=BLUE, linewidth=1.8)
+    shares.axhline(100 / model.num_experts, color=SOFT, linestyle="--", linewidth=1)
+    shares.set_ylim(0)
     dropped = sum(row["dropped"] for row in steps)
-    style(plot, f"Busiest expert of a layer, % of tokens; dashed: an even share; {dropped:,} dropped in all", "step")
+    style(shares, f"Busiest expert of a layer, % of tokens; dashed: an even share; {dropped:,} dropped", "step")
     figure.savefig(run.curves)
 
 
@@ -115,22 +106,6 @@ def _gaps(plot: Plot, results: dict[str, Any], color: dict[str, str]) -> None:
         plot.plot(*np.array(points).reshape(-1, 2).T, "o", color=color[recipe], markersize=4)
     plot.axhline(0, color=color[base], linewidth=1.4)
     style(plot, f"Loss less that of {base}, by seed and mean; grey: as far as its seeds differ", "step")
-
-
-def _experts(plot: Plot, figure: Figure, tokens: Float[np.ndarray, "L E"], when: str) -> None:
-    """Draws the tokens [L, E] of each expert as multiples of an even share."""
-    load = tokens / tokens.mean(axis=1, keepdims=True).clip(1)
-    norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(load.max())))
-    image = plot.imshow(load, cmap="PuOr_r", norm=norm, aspect="auto")
-    if load.size <= 128:
-        for (layer, expert), share in np.ndenumerate(load):
-            ink = "white" if abs(float(norm(share)) - 0.5) > 0.33 else INK
-            plot.text(expert, layer, f"{share:.1f}", ha="center", va="center", fontsize=8, color=ink)
-    bar = figure.colorbar(image, ax=plot, pad=0.02, aspect=14)
-    bar.ax.tick_params(labelsize=8, colors=INK, length=0)
-    bar.ax.set_yscale("linear")
-    plot.locator_params(integer=True)
-    style(plot, f"Tokens of each expert, {when}; 1 = an even share", "expert", "layer", grid=False)
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
