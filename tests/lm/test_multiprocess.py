@@ -7,7 +7,6 @@ Covers: an error in one process, agreement on settings, meshes over processes; a
 """
 
 import dataclasses
-import importlib.util
 import re
 import signal
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import processes as tool
 import pytest
 
 pytest.importorskip("optax")
@@ -27,19 +27,7 @@ from lm.report import crossing
 from lm.run import Run
 from moax.mesh.axes import order
 
-ROOT = Path(__file__).parents[2]
 STEPS = 24
-
-
-def load(name: str):
-    """A script of scripts/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load("processes")
 
 
 @dataclasses.dataclass
