@@ -266,28 +266,32 @@ def test_the_language_model_imports_public_names():
     none_of((f for f in above if f[2].split(".")[0] == "lm"), "the library does not know its example")
 
 
-def test_only_mesh_and_sharding_name_specs_and_partitioning():
-    """Breaks if specs, or how an op is partitioned, are written anywhere but in the files named here."""
-    allowed = but("mesh/", "sharding.py")
-    asked = lambda name: PARTITIONING & set(name.split(".")) or name in ("jax.P", "jax.sharding.P")  # noqa: E731
-    none_of(mentioned(allowed, asked), "ask moax.sharding for specs, moax.mesh for how an op is partitioned")
+def reads_platform(name: str) -> bool:
+    attribute = "." in name and name.split(".")[-1] in PLATFORM_ATTRIBUTES
+    return name in PLATFORM_CALLS or (attribute and not name.startswith("moax.backend."))
 
 
-def test_only_exchange_and_mesh_call_collectives():
-    """Breaks if what crosses the wire cannot be read in exchange/ and three files of mesh/ alone."""
-    allowed = but("mesh/collectives.py", "mesh/op.py", "mesh/specs.py", "exchange/")
-    asked = lambda name: name.startswith("jax.") and name.split(".")[-1] in COLLECTIVES  # noqa: E731
-    none_of(mentioned(allowed, asked), "collectives are called in exchange/ and mesh/{collectives,op,view}.py")
+ONLY = {  # what only these files may do: the files, what they name, and what the others do instead
+    "specs and partitioning": (
+        ("mesh/", "sharding.py"),
+        lambda name: PARTITIONING & set(name.split(".")) or name in ("jax.P", "jax.sharding.P"),
+        "ask moax.sharding for specs, moax.mesh for how an op is partitioned",
+    ),
+    "collectives": (
+        ("mesh/collectives.py", "mesh/op.py", "mesh/specs.py", "exchange/"),
+        lambda name: name.startswith("jax.") and name.split(".")[-1] in COLLECTIVES,
+        "collectives are called in exchange/ and mesh/{collectives,op,specs}.py",
+    ),
+    "the platform": (("backend.py",), reads_platform, "ask backend.py"),
+    "the environment": ((), ENVIRONMENT.__contains__, "pass an argument"),
+}
 
 
-def test_only_backend_reads_the_platform():
-    """Breaks if anything but backend.py asks what machine this is."""
-
-    def asked(name: str) -> bool:
-        attribute = "." in name and name.split(".")[-1] in PLATFORM_ATTRIBUTES
-        return name in PLATFORM_CALLS or (attribute and not name.startswith("moax.backend."))
-
-    none_of(mentioned(but("backend.py"), asked), "ask backend.py")
+@pytest.mark.parametrize("what", ONLY)
+def test_only_these_files_name(what):
+    """Breaks if what one place does is written anywhere else."""
+    allowed, asked, instead = ONLY[what]
+    none_of(mentioned(but(*allowed), asked), instead)
 
 
 def test_only_kernels_know_the_implementations():
@@ -306,35 +310,20 @@ def test_only_kernels_know_the_implementations():
     none_of(taken, "take an implementation from moax.kernels, not by its name")
 
 
-def test_no_environment_variables():
-    """Breaks if an environment variable changes results."""
-    none_of(mentioned(FILES, ENVIRONMENT.__contains__), "pass an argument")
-
-
-def test_only_the_layers_import_flax():
-    """Breaks if anything but the layers needs the extra `flax`."""
-    found = ((p, node, name) for p in but("layers.py") for node, name, _ in imports(p))
-    none_of((f for f in found if f[2].split(".")[0] == "flax"), "only layers.py may import flax")
-
-
-def test_core_dependencies():
-    """Breaks if the library needs more than a plain `pip install moax` brings."""
+def test_dependencies():
+    """Breaks if the library needs more than a plain `pip install moax` brings, but for the layers of flax."""
     known = sys.stdlib_module_names | CORE_DEPENDENCIES
     found = ((p, node, name) for p in but("layers.py") for node, name, _ in imports(p))
     none_of((f for f in found if f[2].split(".")[0] not in known), "the core has jax, jaxlib, numpy and jaxtyping")
 
 
-def test_no_assert_statement():
-    """Breaks if a check vanishes under `python -O`; raise a ValueError that names argument, value and what would do."""
-    found = ((p, node, "assert") for p in FILES for node in ast.walk(tree(p)) if isinstance(node, ast.Assert))
-    none_of(found, "`python -O` removes asserts")
-
-
 def test_nothing_left_over():
-    """Breaks if work that was put off is committed."""
+    """Breaks if a check vanishes under `python -O`, or work that was put off is committed."""
+    found = ((p, node, "assert") for p in FILES for node in ast.walk(tree(p)) if isinstance(node, ast.Assert))
+    none_of(found, "raise a ValueError that names argument, value and what would do")
     lines = ((path, i, line) for path in FILES for i, line in enumerate(path.read_text().splitlines(), 1))
-    found = [f"{path}:{i}: {line.strip()}" for path, i, line in lines if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", line)]
-    assert not found, "do it now, or file an issue:\n" + "\n".join(found)
+    late = [f"{path}:{i}: {line.strip()}" for path, i, line in lines if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", line)]
+    assert not late, "do it now, or file an issue:\n" + "\n".join(late)
 
 
 def run(code: str, path: Path = SRC.parent) -> str:
