@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from benchmarks.cases import Case, Direction
-from moax.groups import align_up
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8, make_blocks
 from moax.recipe import E4M3_MAX
 

@@ -27,7 +27,7 @@ MAX_LINES = 400
 # A module may import modules of lower rank, and of its own rank only what SIDEWAYS names. `moax` is the package itself,
 # with all its public names: only the programs above it may import that.
 RANKS = {
-    **dict.fromkeys(["checks", "recipe", "text", "types", "groups"], 0),
+    **dict.fromkeys(["checks", "recipe", "text", "types"], 0),
     "backend": 1,
     "mesh": 2,
     **dict.fromkeys(["config", "kernels"], 3),

@@ -21,32 +21,32 @@ def log_once(message: str) -> None:
     logger.warning(message)
 
 
+def _device():
+    """Returns the device that the mesh in force describes, else the first one of this process."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.local_devices()[0]
+
+
 def platform() -> str:
     """Returns the backend of the device that the mesh in force names, else of this process: `cpu`, `gpu` or another."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if described is None else described.platform
+    return _device().platform
 
 
 def device_kind() -> str:
     """Returns the name of the device of the mesh in force, else of this process, such as "NVIDIA H200"."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    return described.device_kind if described is not None else jax.local_devices()[0].device_kind
+    return _device().device_kind
 
 
 def on_hopper() -> bool:
     """Returns whether jit compiles for a GPU of compute capability 9.0."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None:
-        return any(name in described.device_kind for name in HOPPER)
-    return platform() == "gpu" and getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
+    device = _device()  # a mesh of described devices knows no capability
+    capability = getattr(device, "compute_capability", None)
+    return capability == "9.0" if capability else any(name in device.device_kind for name in HOPPER)
 
 
 def count_sms() -> int:
     """Returns the multiprocessors of the GPU that jit compiles for; those of an H200 where there is no GPU."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None and described.num_cores:
-        return described.num_cores
-    return jax.local_devices()[0].core_count if platform() == "gpu" else H200_SMS
+    device = _device()
+    return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or H200_SMS
 
 
 def why_not_peers(row_bytes: int | None = None) -> str | None:

@@ -185,7 +185,7 @@ class MoEConfig:
             raise ValueError("MoEConfig: weights_at='input' needs use_bias=False")
         if self.shared_gate and not self.shared_d_ff:
             raise ValueError("MoEConfig: shared_gate=True needs a shared expert; set shared_d_ff")
-        if self.activation_limit is not None and self.gates != 2:
+        if self.gates != 2 and self.activation_limit is not None:
             raise ValueError(f"MoEConfig: activation_limit={self.activation_limit!r} needs an activation with a gate")
         self.router.check_experts(self.num_experts, self.top_k)
 

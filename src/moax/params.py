@@ -116,16 +116,14 @@ def param_shapes(config: MoEConfig, *, optional: bool = False) -> MoEParams[tupl
     With `optional` both expert biases have a shape wherever the config allows them.
     """
     c, biases = config, config.weights_at != "input" if optional else config.use_bias
-    made = dict(router_bias=c.router.bias, logits_bias=c.router.logits_bias, bi=biases, bo=biases)
-    made |= dict(shared_gate=c.shared_gate, expert_scale=c.router.expert_scale)
-    made |= dict.fromkeys(("shared_wi", "shared_wo"), bool(c.shared_d_ff))
-    made |= dict.fromkeys(("latent_down", "latent_up"), bool(c.d_latent))
-    sizes = dict(E=c.num_experts, H=c.d_model, F=c.d_ff, G=c.gates, S=c.shared_d_ff, L=c.d_rows)
-    shapes: dict[str, Any] = dict.fromkeys(DIMS)
+    flags = dict(router_bias=c.router.bias, logits_bias=c.router.logits_bias, bi=biases, bo=biases)
+    flags |= dict(shared_gate=c.shared_gate, expert_scale=c.router.expert_scale)
+    sizes = dict(E=c.num_experts, H=c.d_model, F=c.d_ff, G=c.gates, S=c.shared_d_ff, L=c.d_latent or 0)
+    shapes: dict[str, Any] = {}
     for name, letters in DIMS.items():
-        if made.get(name, True):
-            letters = letters.replace("H", "L") if name in BY_EXPERT else letters
-            shapes[name] = tuple(sizes[letter] for letter in letters)
+        own = sizes | dict(H=c.d_rows) if name in BY_EXPERT else sizes
+        shape = tuple(own[letter] for letter in letters)
+        shapes[name] = shape if flags.get(name, 0 not in shape) else None
     return MoEParams(**shapes)
 
 

@@ -29,7 +29,7 @@ from moax.mesh.specs import (
     mesh_in_force,
     named,
     resolve_axes,
-)
+)  # fmt: skip
 from moax.params import BY_EXPERT, DIMS, ROUTER, MoEParams, param_shapes
 
 Initializer = Callable[..., Array]
@@ -98,21 +98,14 @@ def _lay_out(config: MoEConfig, axes: Axes, resolved: ResolvedAxes) -> MoEParams
     by_experts = axes.fsdp_dim == "experts" or (axes.fsdp_dim == "auto" and whole)
     experts, model = (ep + resolved.fsdp, ()) if by_experts else (ep, resolved.fsdp)
     shared = dense_spec_on(resolved, (c.d_model,))[0]
-    return MoEParams(
-        router=Spec(None, None),
-        wi=Spec(experts, model, None, tp),
-        wo=Spec(experts, tp, model),
-        router_bias=Spec(None),
-        logits_bias=Spec(None),
-        bi=Spec(ep, None, tp),
-        bo=Spec(ep, None),
-        shared_wi=Spec(shared, None, tp),
-        shared_wo=Spec(tp, shared),
-        shared_gate=Spec(None),
-        expert_scale=Spec(None),
-        latent_down=dense_spec_on(resolved, (c.d_model, c.d_rows)),
-        latent_up=dense_spec_on(resolved, (c.d_rows, c.d_model)),
-    )
+
+    def split(names, **over):
+        return {name: Spec(*(over.get(letter, ()) for letter in DIMS[name])) for name in names}
+
+    specs = split(DIMS) | split(("wi", "wo"), E=experts, H=model, F=tp) | split(("bi", "bo"), E=ep, F=tp)
+    specs |= split(("shared_wi", "shared_wo"), H=shared, S=tp)
+    latent = dict(latent_down=(c.d_model, c.d_rows), latent_up=(c.d_rows, c.d_model))
+    return MoEParams(**specs | {name: dense_spec_on(resolved, shape) for name, shape in latent.items()})
 
 
 def shard_specs(

@@ -22,7 +22,7 @@ import pytest
 
 import moax
 from moax import Format, Recipe, Recipes, estimate, inspect, ops
-from moax.groups import find_groups as find_unblocked
+from moax.kernels.groups import find_groups as find_unblocked
 from moax.kernels.quantization import dequantize
 from moax.kernels.quantization import quantize_for_matmul as by_xla
 from moax.recipe import RECIPES

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moax.checks import Unsupported
-from moax.groups import zero_rows
+from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.pallas.activation import activate_grad_quantize, activate_quantize
 from moax.kernels.quantization import DTYPES

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moax.checks import Unsupported
-from moax.groups import find_groups, zero_rows
+from moax.kernels.groups import find_groups, zero_rows
 from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.pallas.activation import activate_grad_rows, activate_rows
 from moax.kernels.xla import scale_rows

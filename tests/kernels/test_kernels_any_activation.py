@@ -12,7 +12,7 @@ import pytest
 
 from moax.backend import log_once
 from moax.config import GATED, UNGATED, gates_of
-from moax.groups import zero_rows
+from moax.kernels.groups import zero_rows
 from moax.kernels.hopper import activate, activate_grad_quantize
 from moax.kernels.hopper.formats import find_groups, make_blocks
 from moax.kernels.hopper.pallas.activation import activate_grad_rows, why_not_in_kernels

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from moax.checks import Unsupported
-from moax.groups import zero_rows
 from moax.kernels import implementation
+from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.formats import HALF, GatheredRows
 from moax.kernels.hopper.pallas import gather
 from moax.kernels.hopper.pallas.pipeline import TileConfig

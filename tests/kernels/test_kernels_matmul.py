@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moax.groups import row_groups
+from moax.kernels.groups import row_groups
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from moax.checks import Unsupported
-from moax.groups import row_groups, zero_rows
 from moax.kernels import hopper, implementation
+from moax.kernels.groups import row_groups, zero_rows
 from moax.kernels.hopper.formats import GatheredRows, make_blocks
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul_activate

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from moax.checks import Unsupported
-from moax.groups import align_up
 from moax.kernels import implementation
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.pallas import plan, ptx
 from moax.ops.permutation import PermuteSpec, plan_rows
 from support import interpret, lower, random, some, spread

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from moax.checks import Unsupported
-from moax.groups import zero_rows
 from moax.kernels import implementation
+from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.formats import KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
 from moax.kernels.quantization import DTYPES

@@ -19,8 +19,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import moax
 from moax import backend
-from moax.groups import zero_rows
 from moax.kernels import implementation, select_kernels
+from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.pallas import pipeline
 from moax.ops import dense, grouped_matmul
 from moax.recipe import get_recipe

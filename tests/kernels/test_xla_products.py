@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moax.groups import find_groups, group_starts
 from moax.kernels import xla
+from moax.kernels.groups import find_groups, group_starts
 
 M, K, N, E = 1100, 24, 40, 5
 CAPACITIES = (0, 128, 256, 384, 512, 896, 1100)

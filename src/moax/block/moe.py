@@ -32,8 +32,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moax.block.plan import BlockPlan, Round
-from moax.groups import Groups, rows_of_groups, zero_rows
 from moax.kernels import DEFAULT, Operand, Role, implementation
+from moax.kernels.groups import Groups, rows_of_groups, zero_rows
 from moax.mesh.collectives import mask_to_first_rank
 from moax.ops.dispatch_combine import combine_backward, combine_forward, dispatch_backward
 from moax.ops.permutation import permute_forward, plan_rows, unpermute_forward, weights_from_rows

@@ -14,8 +14,8 @@ from moax.checks import Unsupported
 from moax.config import MoEConfig, Options
 from moax.exchange import AUTO, TRANSPORTS
 from moax.exchange.transport import ExchangeSpec, allot_slots
-from moax.groups import allot_rows
 from moax.kernels import implementation, select_kernels
+from moax.kernels.groups import allot_rows
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import Spec

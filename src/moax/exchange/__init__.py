@@ -59,8 +59,8 @@ from moax.exchange.transport import (
     number_slots,
     plan_sends,
 )
-from moax.groups import align_up
 from moax.kernels import DEFAULT, find_peer_kernels, implementation
+from moax.kernels.groups import align_up
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.specs import MeshView
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from moax.groups import allot_rows
 from moax.kernels import DEFAULT
+from moax.kernels.groups import allot_rows
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.specs import MeshView
 from moax.recipe import Format

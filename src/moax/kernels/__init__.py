@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from moax import backend
 from moax.checks import Unsupported
-from moax.groups import Groups
+from moax.kernels.groups import Groups
 from moax.recipe import Recipe
 
 DEFAULT = "xla"  # this implementation runs everywhere

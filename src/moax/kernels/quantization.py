@@ -22,7 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moax.groups import Groups, row_groups, zero_rows
+from moax.kernels.groups import Groups, row_groups, zero_rows
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, reduce_max, vary_like
 from moax.recipe import Contracted, Format, Recipe

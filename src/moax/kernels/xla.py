@@ -26,8 +26,8 @@ from jaxtyping import Array, Float, Int
 
 from moax.backend import platform
 from moax.checks import Unsupported
-from moax.groups import Groups, align_up, find_groups, group_starts, least, row_groups, rows_of_groups, zero_rows
 from moax.kernels import Operand, Packing, Role
+from moax.kernels.groups import Groups, align_up, find_groups, group_starts, row_groups, rows_of_groups, zero_rows
 from moax.kernels.quantization import (
     dequantize_wire,
     gather_shard,
@@ -315,7 +315,7 @@ def pick_capacities(num_rows: int, num_groups: int, expected: int | None = None)
     doubles = (mean * 2**n for n in range(2, num_groups.bit_length()))
     capacities = [align_up(rows, STEP) for rows in (*(mean * n // 4 for n in range(1, 9)), *doubles)]
     if not isinstance(num_rows, int):  # a symbolic number of rows, of which nobody knows whether it is larger
-        return (0, *(least(rows, num_rows) for rows in capacities), num_rows)
+        return (0, *(jax.core.min_dim(rows, num_rows) for rows in capacities), num_rows)
     return tuple(sorted({0, num_rows, *(rows for rows in capacities if rows < num_rows)}))
 
 

@@ -5,10 +5,11 @@
     wgrad    dw[g] = sum over m of g: x[m]^T dy[m]   contracts rows          -> [E, K, *C]
     dbias[g]       = sum over m of g: dy[m]
 
-Rows are ordered as in `moax.groups`: each group starts at a multiple of `align`. Padding of x and dy may hold anything,
-NaN included; padding of y and dx is 0. With group sizes (3, 0, 2), align 4 and 8 rows, rows 0 to 2 are multiplied by
-w[0] and rows 4 and 5 by w[2]; rows 3, 6 and 7 are padding. An empty group has the gradient 0. A recipe quantizes each
-operand along the contracted dim just before its product, and a weight before it is gathered. Sums are float32.
+Rows are ordered as in `moax.kernels.groups`: each group starts at a multiple of `align`. Padding of x and dy may hold
+anything, NaN included; padding of y and dx is 0. With group sizes (3, 0, 2), align 4 and 8 rows, rows 0 to 2 are
+multiplied by w[0] and rows 4 and 5 by w[2]; rows 3, 6 and 7 are padding. An empty group has the gradient 0. A recipe
+quantizes each operand along the contracted dim just before its product, and a weight before it is gathered. Sums are
+float32.
 
 A dense layer is one group that holds all rows. Its batch and its weight are split over the same axes (fsdp, ep), so it
 treats ep as one more axis of fsdp.

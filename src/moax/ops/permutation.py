@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
-from moax.groups import Groups, align_up, least
 from moax.kernels import DEFAULT, implementation, select_kernels
+from moax.kernels.groups import Groups, align_up
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, find_mesh_view
@@ -55,7 +55,7 @@ class PermuteSpec:
 def kept_rows(received: int, top_k: int, num_groups: int, capacity: int | None) -> int:
     """Returns the most rows that a rank keeps, without padding; for the arguments see `sorted_rows`."""
     rows = received * min(top_k, num_groups)
-    return rows if capacity is None else least(rows, capacity)
+    return rows if capacity is None else jax.core.min_dim(rows, capacity)  # `jax.export` has symbolic ones
 
 
 def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity: int | None) -> int:
@@ -65,7 +65,7 @@ def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity
     groups adds at most 3 rows of padding, so N = 12.
     """
     rows = kept_rows(received, top_k, num_groups, capacity)
-    return align_up(rows + least(num_groups, rows) * (align - 1), align)
+    return align_up(rows + jax.core.min_dim(num_groups, rows) * (align - 1), align)
 
 
 def capacity_rows(tokens: int, top_k: int, capacity_factor: float | None) -> int | None:

@@ -7,8 +7,8 @@ Blocks of 128 along a dim of 300 elements are elements 0 to 127, 128 to 255, and
 becomes NaN in its own element and does not enter the scale of its block. A block of zeros has scale 1. Quantization has
 no gradient: products quantize inside their own `custom_vjp`.
 
-Rows in groups are ordered as in `moax.groups`. With group sizes (3, 0, 2), align 4 and blocks of 4 rows, block 0 has
-the rows 0 to 2, and block 1 the rows 4 and 5. Padding may hold anything, and is quantized to 0.
+Rows in groups are ordered as in `moax.kernels.groups`. With group sizes (3, 0, 2), align 4 and blocks of 4 rows, block
+0 has the rows 0 to 2, and block 1 the rows 4 and 5. Padding may hold anything, and is quantized to 0.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from moax.checks import check_arrays, check_float_dtype, check_value
-from moax.groups import row_groups, zero_rows
 from moax.kernels import DEFAULT, implementation, select_kernels
+from moax.kernels.groups import row_groups, zero_rows
 from moax.kernels.quantization import dequantize as dequantize_array
 from moax.kernels.quantization import store_scale
 from moax.mesh.axes import Axes, Names, ResolvedAxes

@@ -21,9 +21,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moax.backend import device_kind, log_once
-from moax.groups import Groups, align_up, group_starts, row_groups, zero_rows
-from moax.groups import find_groups as find_unblocked
 from moax.kernels import HOPPER_WIDTH, Packing, Role, quantization, xla
+from moax.kernels.groups import Groups, align_up, group_starts, row_groups, zero_rows
+from moax.kernels.groups import find_groups as find_unblocked
 from moax.kernels.hopper.formats import (
     BLOCK,
     COPY_WIDTH,

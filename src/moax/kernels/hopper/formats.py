@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moax.groups import Groups, align_up, row_groups, sum_before
+from moax.kernels.groups import Groups, align_up, row_groups, sum_before
 from moax.recipe import Format, Recipe
 
 BLOCK = 128  # the most rows of a block, and the elements for each scale

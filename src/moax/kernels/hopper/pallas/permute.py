@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from moax.checks import Unsupported
-from moax.groups import align_up
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.formats import HALF, Blocks
 from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch
 from moax.mesh.collectives import with_vma_of_inputs

@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.checks import Unsupported
-from moax.groups import align_up
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.pallas import ptx
 from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch, layout_of, store
 from moax.mesh.collectives import with_vma_of_inputs

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.checks import Unsupported
-from moax.groups import align_up
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.ptx import launch, store
 from moax.kernels.quantization import DTYPES, to_scale

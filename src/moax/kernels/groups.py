@@ -10,7 +10,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -31,11 +30,6 @@ def allot_rows(balanced: float, buffer_factor: float | None, worst: int) -> int:
         return worst
     chance = balanced + 5 * math.sqrt(balanced) + 64
     return max(1, min(worst, math.ceil(max(buffer_factor * balanced, min(buffer_factor, 1.0) * chance))))
-
-
-def least(a, b):
-    """Returns the smaller of two sizes, either of which may be a symbolic dimension of `jax.export`."""
-    return jax.core.min_dim(a, b)
 
 
 def group_starts(group_sizes: Int[Array, " G"], align: int) -> Int[Array, " G"]:
