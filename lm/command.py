@@ -39,13 +39,12 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser("python -m lm", f"{NAME} [options]", DESCRIPTION, formatter_class=raw)
     top.add_argument("command", choices=("train", "compare"), help=argparse.SUPPRESS)
     top.add_argument("--traceback", action="store_true", help="show where an error arose")
-    run, how = top.add_argument_group("the run (default: the preset's)"), top.add_argument_group("how it runs")
+    run = top.add_argument_group("the run (default: the preset's)")
     run.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"{', '.join(PRESETS)} (default: tiny)")
     again = "continue the run NAME (default: the newest) from its last checkpoint"
     run.add_argument("--resume", action="store_true", help=again)
     _add_settings(run, TrainConfig)
-    program.add_block_options(how, mesh="all devices on fsdp")
-    how.add_argument("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
+    run.add_argument("--cpu-devices", type=int, metavar="N", help="emulate N devices on this machine's CPU")
     processes.add_options(top.add_argument_group("one of several processes, each started with the same options"))
     _add_settings(top.add_argument_group("the model (default: the preset's)"), ModelConfig)
     return top

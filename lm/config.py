@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 
 import moax
-from lm.program import factor
+from lm.program import factor, mesh_of
 from moax import MoEConfig, RouterConfig
 
 VOCAB = 256
@@ -113,9 +113,8 @@ class ModelConfig:
 class TrainConfig:
     """The settings of a run. `config.json` holds them, and `--resume` reads them.
 
-    `recipe`, `exchange`, `grad_reduce_dtype`: see `moax.Options`. The recipe and the dtype also hold for the dense
-    layers: the projections into attention take the recipe of wi, and the one out of it that of wo. `mesh` has the sizes
-    of the mesh axes, as (("fsdp", 2), ("ep", 4)), and is empty for all devices on fsdp.
+    The recipe and `grad_reduce_dtype` also hold for the dense layers: the projections into attention take the recipe of
+    wi, and the one out of it that of wo.
     """
 
     model: ModelConfig
@@ -123,7 +122,9 @@ class TrainConfig:
     out: str = setting("folder of all runs", "runs")
     text: str | None = setting("a file or folder to train on; by default the source of Python's standard library", None,
                                metavar="PATH")  # fmt: skip
-    mesh: tuple[tuple[str, int], ...] = ()
+    mesh: tuple[tuple[str, int], ...] = setting(
+        "sizes of the axes dp, fsdp, cp, ep, tp, as fsdp=2,ep=4; by default all devices are on fsdp", (),
+        type=mesh_of, metavar="AXES")  # fmt: skip
     steps: int = setting("number of updates", 1000, least=1)
     batch: int = setting("sequences of a step, over the whole mesh", 16, least=1)
     seq: int = setting("bytes of a sequence", 128, least=1)
@@ -135,8 +136,9 @@ class TrainConfig:
     clip: float = setting("bound of the global norm of the gradients", 1.0, above=0)
     bias_rate: float = setting("change of the selection bias in a step, with --balance bias", 1e-3, least=0)
     seed: int = setting("seed of the weights and of the order of the data", 0, least=0)
-    recipe: str | None = None
-    exchange: str = "auto"
+    recipe: str | None = setting("how products are quantized: none, fp8_block, mxfp8, fp8_tensor, or one for each "
+                                 "projection, as wi=fp8_block,wo=none", None, metavar="NAME")  # fmt: skip
+    exchange: str = setting("how tokens reach the ranks of their experts, as in moax.Options", "auto", metavar="NAME")
     engine: str = setting("how ops are partitioned, as in moax.Options", "auto", metavar="NAME")
     dtype: str = setting("dtype of activations; master weights and the optimizer are float32", "bfloat16",
                          choices=("float32", "bfloat16"))  # fmt: skip
@@ -148,7 +150,9 @@ class TrainConfig:
     buffer_factor: float | None = setting(
         "buffers for X times the balanced load, in more rounds where a step needs more; none: for the worst case", 1.25,
         type=factor, metavar="X")  # fmt: skip
-    grad_reduce_dtype: str | None = None
+    grad_reduce_dtype: str | None = setting(
+        "how gradients of weights are summed: float32, bfloat16, or bfloat16_sum_float32, which sends 2 bytes and sums "
+        "in float32; by default as activations", None, metavar="DTYPE")  # fmt: skip
     eval_every: int = setting("compute the held-out loss every so many steps", 100, metavar="STEPS", least=1)
     eval_batches: int = setting("fixed batches of an evaluation", 8, metavar="N", least=1)
     save_every: int = setting(

@@ -1,4 +1,4 @@
-"""The commands share this module: how they read a mesh, start JAX, print an error, and exit.
+"""How a command reads a mesh, starts JAX, prints an error, and exits.
 
 Exit codes are 0 for success, 1 where the program cannot run on this machine, 2 where an argument is wrong, and
 130 after Ctrl-C.
@@ -15,11 +15,9 @@ from collections.abc import Callable
 import jax
 
 import moax
-from moax.recipe import RECIPES, get_recipes
 
 ROLES = ("dp", "fsdp", "cp", "ep", "tp")
 Sizes = tuple[tuple[str, int], ...]  # (axis, devices along it)
-RECIPE_NAMES = f"none, {', '.join(RECIPES)}, or one for each projection, as wi=fp8_block,wo=none"
 
 
 def run(name: str, act: Callable[[], int], *, traceback: bool = False) -> int:
@@ -49,8 +47,6 @@ def run(name: str, act: Callable[[], int], *, traceback: bool = False) -> int:
 
 def explain(error: Exception) -> tuple[str, int] | None:
     """Returns (message, exit code) of an error that the user can mend; None for a bug, which keeps its traceback."""
-    if isinstance(error, ModuleNotFoundError):
-        return (f"{error.name} is missing: pip install 'moax[flax]'", 1) if error.name == "flax" else None
     if not isinstance(error, ValueError | moax.Unsupported | OSError | jax.errors.JaxRuntimeError):
         return None
     message = str(error).strip() or type(error).__name__
@@ -87,29 +83,9 @@ def emulate(count: int) -> None:
         raise ValueError(f"--cpu-devices {count}: JAX already runs in this process, on {running} devices")
 
 
-def add_block_options(group, *, mesh: str) -> None:
-    """Adds the options that change what a block sends to a parser; `mesh` is the default mesh in words."""
-    add = group.add_argument
-    axes = f"axis sizes, as fsdp=2,ep=4; axes: {', '.join(ROLES)} (default: {mesh})"
-    add("--mesh", type=mesh_of, metavar="AXES", help=axes)
-    add("--recipe", type=recipe_of, metavar="NAME", help=f"how products are quantized: {RECIPE_NAMES} (default: none)")
-    add("--exchange", help="how tokens reach the ranks of their experts: an exchange of moax.moe (default: auto)")
-    sums = "float32, bfloat16, or bfloat16_sum_float32, which sends 2 bytes and sums in float32"
-    add("--grad-reduce-dtype", help=f"how gradients of weights are summed: {sums} (default: that of activations)")
-
-
 def factor(text: str) -> float:
     """Parses the value of --capacity-factor and --buffer-factor for argparse: `none` is infinite."""
     return math.inf if text == "none" else float(text)
-
-
-def recipe_of(text: str) -> str:
-    """Checks the value of --recipe for argparse."""
-    try:
-        get_recipes(None if text == "none" else text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be {RECIPE_NAMES}") from None
-    return text
 
 
 def mesh_of(text: str) -> Sizes:
@@ -117,16 +93,9 @@ def mesh_of(text: str) -> Sizes:
 
     The axes come out in the order dp, fsdp, cp, ep, tp, so that neighbours along tp and ep are neighbouring devices.
     """
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (piece.strip() for piece in part.partition("="))
-        if name not in ROLES:
-            wanted = f"the axes are {', '.join(ROLES)}, as in fsdp=2,ep=4"
-            raise argparse.ArgumentTypeError(f"{text}: unknown axis {name!r}; {wanted}")
-        if not size.isdecimal() or int(size) < 1:
-            wanted = f"must be an int of at least 1, as in {name}=2"
-            raise argparse.ArgumentTypeError(f"{text}: the size of {name} {wanted}")
-        if name in sizes:
-            raise argparse.ArgumentTypeError(f"{text}: {name} is given twice")
-        sizes[name] = int(size)
+    parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
+    sizes = {name: int(size) for name, _, size in parts if name in ROLES and size.isdecimal() and int(size)}
+    if len(sizes) < len(parts):
+        wanted = f"must have sizes of the axes {', '.join(ROLES)}, each at most once, as fsdp=2,ep=4"
+        raise argparse.ArgumentTypeError(f"{text!r} {wanted}")
     return tuple((name, sizes[name]) for name in ROLES if name in sizes)

@@ -96,7 +96,7 @@ def test_options_that_cannot_work(capsys, argv, said):
 def test_an_unknown_axis_is_named(capsys):
     with pytest.raises(SystemExit):
         command.main(["block", "--mesh", "up=2"])
-    assert "unknown axis 'up'" in capsys.readouterr().err
+    assert "'up=2' must have sizes of the axes" in capsys.readouterr().err
 
 
 @pytest.mark.loose
