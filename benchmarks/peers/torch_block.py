@@ -2,8 +2,8 @@
 
 REQUEST is that of `block_worker`, its recipe `none` or `fp8_rowwise`. The process becomes torchrun, which starts the
 ranks and ends all when one fails. Rank 0 prints READY, waits for a line on stdin, and joins the others; the ranks then
-take a GPU each, hold the layer against float64, and measure it with what does not communicate as it is and compiled.
-Rank 0 prints what `block_worker` prints, of the faster. Where there is no GPU, ranks are emulated, through gloo.
+take a GPU each, hold the layer against float64, and measure it, what does not communicate compiled. Rank 0 prints what
+`block_worker` prints. Where there is no GPU, ranks are emulated, through gloo, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ def serve(request: dict[str, Any], config: MoEConfig) -> None:
         torch.cuda.set_device(device)
     groups = Mesh.make(mesh["fsdp"], mesh["ep"])
     params = draw(config, rank, device)
-    pieces = {"eager": torch_layer.plain()} | ({"compiled": torch_layer.compiled()} if gpu else {})
-    layers = {name: layer(config, groups, request["recipe"], of) for name, of in pieces.items()}
+    pieces = torch_layer.compiled() if gpu else torch_layer.plain()
+    products = torch_layer.bf16() if request["recipe"] == "none" else torch_layer.fp8_rowwise(pieces)
+    layer = Layer(config, groups, products, pieces)
     for tokens in request["tokens"]:
-        answer = {"tokens": tokens, **fastest(layers, params, request, tokens)}
+        answer = {"tokens": tokens, **checked(layer, params, request, tokens)}
         if rank == 0:
             print(json.dumps(answer), flush=True)
     dist.destroy_process_group()
@@ -117,12 +118,6 @@ def draw(config: MoEConfig, rank: int, device) -> Params:
 
     shard = experts // dist.get_world_size()
     return Params(normal(0, h, experts), normal(2 * rank + 1, shard, h, 2 * f), normal(2 * rank + 2, shard, f, h))
-
-
-def layer(config: MoEConfig, groups: Mesh, recipe: str, pieces) -> Layer:
-    """Returns the layer of a recipe."""
-    products = torch_layer.bf16() if recipe == "none" else torch_layer.fp8_rowwise(pieces)
-    return Layer(config, groups, products, pieces)
 
 
 def inputs(config: MoEConfig, tokens: int, device) -> list[torch.Tensor]:
@@ -171,29 +166,19 @@ def place(fsdp: int, ep: int) -> list[int]:
     return [f * ep + e for e in range(ep) for f in range(fsdp)]
 
 
-def fastest(layers: dict[str, Layer], params: Params, request: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Returns {memory, fwd, fwd+bwd, note} of the fastest correct layer; a note alone if none is correct."""
-    found, said = {}, []
-    for name, of in layers.items():
-        failed = ""
-        try:
-            run(of, params, tokens)  # This call compiles for the timed number of rows.
-        except Exception as error:  # A piece fails to compile on all ranks alike, and none waits in a collective.
-            failed = why(getattr(error, "inner_exception", error))
-        if agreed(float(bool(failed))):
-            said.append(f"{name} does not run: {failed or 'on another rank'}")
-        elif bad := wrong(of, params, request["recipe"]):
-            said.append(f"{name} is not the layer: {bad}")
-        else:
-            found[name] = measure(of, params, tokens, Repeats(**request["repeats"]))
-    if not found:
-        return {"note": "; ".join(said)}
-    best = min(found, key=lambda name: found[name]["fwd+bwd"]["us"])
-    for direction in ("fwd", "fwd+bwd"):
-        found[best][direction]["path"] = best
-    others = [f"{name} {answer['fwd+bwd']['us'] / 1e3:.2f} ms" for name, answer in found.items() if name != best]
-    of_recipe = [] if request["recipe"] == "none" else [SHARED]
-    return found[best] | {"note": "; ".join([f"what does not communicate is {best}", *others, *said, *of_recipe])}
+def checked(of: Layer, params: Params, request: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Returns {memory, fwd, fwd+bwd, note} of a layer; a note alone where it does not run, or is wrong."""
+    failed = ""
+    try:
+        run(of, params, tokens)  # This call compiles for the timed number of rows.
+    except Exception as error:  # A piece fails to compile on all ranks alike, and none waits in a collective.
+        failed = why(getattr(error, "inner_exception", error))
+    if agreed(float(bool(failed))):
+        return {"note": f"it does not run: {failed or 'on another rank'}"}
+    if bad := wrong(of, params, request["recipe"]):
+        return {"note": f"it is not the layer: {bad}"}
+    found = measure(of, params, tokens, Repeats(**request["repeats"]))
+    return found | {"note": "" if request["recipe"] == "none" else SHARED}
 
 
 def run(of: Layer, params: Params, tokens: int) -> None:
@@ -212,10 +197,11 @@ def measure(of: Layer, params: Params, tokens: int, repeats: Repeats) -> dict[st
 
     peak = peak_bytes(both) if x.is_cuda else None
     held = sum(v.numel() * v.element_size() for v in params)
+    path = "compiled" if x.is_cuda else "eager"
     return {
         "memory": {"params_bytes": held, "peak_bytes": peak},
-        "fwd": {"us": wall(lambda: of.forward(x, params)[0], repeats)},
-        "fwd+bwd": {"us": wall(both, repeats)},
+        "fwd": {"us": wall(lambda: of.forward(x, params)[0], repeats), "path": path},
+        "fwd+bwd": {"us": wall(both, repeats), "path": path},
     }
 
 

@@ -97,22 +97,10 @@ def test_layer_is_the_reference(fsdp, ep, tmp_path):
         if f"{name} wrong" in found[0]:
             assert not str(found[0][f"{name} wrong"])
             assert "wi off by 1.0e+00" in str(found[0][f"{name} broken"])
-    check_choices([json.loads(str(found[0][of])) for of in ("right", "wrong", "fails")])
-
-
-def check_choices(answers: list[dict]) -> None:
-    """The faster is kept, of those that are right and that every rank could compile."""
-    right, *rest = answers
-    best = right["fwd"]["path"]
-    other = {"eager": "compiled", "compiled": "eager"}[best]
-    assert right["note"].startswith(f"what does not communicate is {best}; {other} ") and right["note"].endswith(" ms")
-    for answer, why in zip(
-        rest, ("compiled is not the layer: wi off by 1.0e+00", "compiled does not run: "), strict=True
-    ):
-        assert answer["fwd+bwd"]["path"] == "eager" and answer["note"].startswith(
-            "what does not communicate is eager; "
-        )
-        assert why in answer["note"]
+    right, *rest = (json.loads(str(found[0][of])) for of in ("right", "not right", "fails"))
+    assert right["fwd+bwd"]["us"] > right["fwd"]["us"] > 0 and not right["note"]
+    for answer, why in zip(rest, ("it is not the layer: wi off by 1.0e+00", "it does not run: "), strict=True):
+        assert answer["note"].startswith(why) and "fwd" not in answer
 
 
 @TORCH
@@ -122,7 +110,7 @@ def test_block_of_torch():
     how = block.How((("fsdp", 2), ("ep", 2)), recipes=(), peers=("torch",))
     fwd, both = block.rows(list(block.TINY), how, Repeats(1, 3), {})
     assert (fwd.impl, fwd.direction, fwd.path, both.direction) == ("torch", "fwd", "eager", "fwd+bwd"), both.note
-    assert both.us > fwd.us > 0 and both.note == "what does not communicate is eager"
+    assert both.us > fwd.us > 0 and not both.note
     assert both.extra["params_bytes"] == 2 * (64 * 4 + 3 * 64 * 32)  # bf16: the router, one of four experts
 
 
@@ -140,7 +128,7 @@ def test_torch_on_gpus(recipe):
         worker.wait()
         (answer,) = worker.measure()
         assert answer["fwd+bwd"]["us"] > answer["fwd"]["us"] > 0, answer["note"]
-        assert answer["memory"]["peak_bytes"] > 0 and "not" not in answer["note"].replace("does not communicate", "")
+        assert answer["memory"]["peak_bytes"] > 0 and answer["fwd"]["path"] == "compiled"
     finally:
         worker.close()
 

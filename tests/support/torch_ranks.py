@@ -41,17 +41,17 @@ def twice(product):
     return lambda *args: 2 * product(*args)
 
 
-def choices(layer: Layer, broken: Layer, params: Params) -> dict[str, np.ndarray]:
-    """What the worker says of a layer beside one whose pieces are compiled, one that is wrong, and one that
-    does not compile."""
+def answers(layer: Layer, broken: Layer, params: Params) -> dict[str, np.ndarray]:
+    """What the worker says of a layer whose pieces are compiled, of one that is wrong, and of one that does not
+    compile."""
     found = {}
-    for of in ("right", "wrong", "fails"):
+    for of in ("right", "not right", "fails"):
         pieces = torch_layer.compiled(backend=fail if of == "fails" else "eager")
-        products = broken.products if of == "wrong" else layer.products
-        layers = {"eager": layer, "compiled": Layer(layer.config, layer.mesh, products, pieces)}
+        products = broken.products if of == "not right" else layer.products
         torch._dynamo.reset()
         asked = {"recipe": "none", "repeats": {"warmups": 1, "measured": 3}}
-        found[of] = np.array(json.dumps(torch_block.fastest(layers, params, asked, 16)))
+        compiled = Layer(layer.config, layer.mesh, products, pieces)
+        found[of] = np.array(json.dumps(torch_block.checked(compiled, params, asked, 16)))
     return found
 
 
@@ -90,7 +90,7 @@ def main(folder: Path, fsdp: int, ep: int) -> None:
             for key, of in {"wrong": layer, "broken": broken}.items():
                 found[f"{name} {key}"] = np.array(torch_block.wrong(of, params, how["recipe"]))
             if name == "bf16":
-                found |= choices(layer, broken, params)
+                found |= answers(layer, broken, params)
     np.savez(folder / f"{rank}.npz", **found)
     dist.destroy_process_group()
 
