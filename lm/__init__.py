@@ -12,4 +12,5 @@ report       the lines that a run prints
 plots        curves of one run, and of several
 compare      the losses of runs that differ in recipe or seed
 command      the command line
+program      how a command starts JAX, prints an error, and exits
 """
