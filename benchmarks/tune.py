@@ -16,6 +16,7 @@ from lm import program
 from moax import backend
 from moax.checks import Unsupported
 from moax.kernels.hopper.pallas import tiles
+from moax.kernels.hopper.pallas.pipeline import TileConfig
 
 NAME = "python -m benchmarks.tune"
 DESCRIPTION = """\
@@ -24,6 +25,7 @@ Measures the tiles of every product of the cases on this GPU. A table in your ca
 read your table before the one in the package.
 """
 GAIN = 1.01
+WGRAD_FP8 = (TileConfig(128, 4, 8, 1, 3), TileConfig(128, 4, 8, 2, 3), TileConfig(128, 4, 16, 2, 3))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,7 +86,7 @@ def tune(problem: Problem, op: str, direction: cases.Direction) -> tuple[str, li
     operands = problem.quantized(direction) if op.endswith("_fp8") else None
     first = tiles.pick_tile(op, *size)
     times = {}
-    for tile in dict.fromkeys([first, *tiles.candidates(op, size[1])]):
+    for tile in dict.fromkeys([first, *candidates(op, size[1])]):
         try:
             call = hopper_gemm(problem, op, direction, operands, tile)
             times[tile] = kernel_time(call.f, call.args, Repeats(2, 7)).us
@@ -92,6 +94,15 @@ def tune(problem: Problem, op: str, direction: cases.Direction) -> tuple[str, li
             print(f"{case.name} {op} {tile}: {error}", file=sys.stderr)
     best = min(times, key=times.__getitem__)
     return tiles.tile_key(op, *size), tiles.to_numbers(best), times[best], times[first] / times[best]
+
+
+def candidates(op: str, columns: int) -> list[TileConfig]:
+    """Returns the tiles to try: those whose last columns are not mostly idle."""
+    sizes = {tile.tile_n: tile.stages for tile in tiles.HEURISTIC[op]}
+    waste = {n: -(-columns // n) * n / columns for n in sizes}
+    kept = [n for n in sizes if waste[n] <= 1.15 * min(waste.values())]
+    found = [TileConfig(n, sizes[n], width) for n in kept for width in (8, 16)]
+    return found + [tile for tile in WGRAD_FP8 if op == "wgrad_fp8"]
 
 
 def render(table: dict[str, dict[str, list[int]]]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.tune import candidates
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import activation, exchange, permute, plan, quantize, tiles
 from moax.kernels.hopper.pallas.matmul import grouped_matmul, grouped_matmul_activate
@@ -145,7 +146,7 @@ def kernels(every_tile: bool = True) -> Iterator[tuple[str, Callable, list[tuple
         for k, n in sorted(shapes_of(op)):
             fn, operands = products(op, k, n)
             taken = {tiles.pick_tile(op, k, n, rows, "NVIDIA H200") for rows in (512, 4096, 8192)}
-            for tile in taken | set(tiles.candidates(op, n) if every_tile else ()):
+            for tile in taken | set(candidates(op, n) if every_tile else ()):
                 yield f"{op} {k}x{n} {tile}", functools.partial(fn, tile=tile), operands
             if op.startswith("matmul"):
                 fn, operands = products(op, k, n, bias=True)

@@ -61,8 +61,8 @@ class Implementation(NamedTuple):
 
     module: str
     note: str
-    why_not: Callable[[Any, dict[str, int]], str | None]
-    puts_rows: bool
+    why_not: Callable[[Any, dict[str, int]], str | None] = lambda dtype, widths: None
+    puts_rows: bool = False
 
 
 def _why_not_hopper(dtype: DTypeLike | None, widths: dict[str, int]) -> str | None:
@@ -81,12 +81,7 @@ IMPLEMENTATIONS = {
     "hopper": Implementation(
         "moax.kernels.hopper", "for bfloat16 and widths that are multiples of 32", _why_not_hopper, True
     ),
-    "xla": Implementation(
-        "moax.kernels.xla",
-        "runs on every device, slower than hopper on a Hopper GPU",
-        lambda dtype, widths: None,
-        False,
-    ),
+    "xla": Implementation("moax.kernels.xla", "runs on every device, slower than hopper on a Hopper GPU"),
 }
 
 

@@ -50,14 +50,9 @@ COLUMNS = (128, 64, 32)  # the numbers of columns that a tile in bf16 may have
 
 @with_vma_of_inputs
 def activate_quantize(
-    h: Float[Array, "N GF"],
-    blocks: Blocks,
-    act: Callable,
-    *,
-    gated: bool,
-    weights: Float[Array, " N"] | None = None,
-    format: Format = Format(),
-) -> KMajorFp8:
+    h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gated: bool,
+    weights: Float[Array, " N"] | None = None, format: Format = Format(),
+) -> KMajorFp8:  # fmt: skip
     """a = act(gate, up) * weight, quantized by rows: data [N, F], scale [F / 128, N].
 
     Args:
@@ -95,15 +90,9 @@ def activate_quantize(
 
 @with_vma_of_inputs
 def activate_grad_quantize(
-    h: Float[Array, "N GF"],
-    d_a: Float[Array, "N F"],
-    blocks: Blocks,
-    act: Callable,
-    *,
-    weights: Float[Array, " N"],
-    of_a: Format = Format(),
-    of_h: Format = Format(),
-) -> tuple[KMajorFp8, KMajorFp8, KMajorFp8, Float[Array, "J N"]]:
+    h: Float[Array, "N GF"], d_a: Float[Array, "N F"], blocks: Blocks, act: Callable, *, weights: Float[Array, " N"],
+    of_a: Format = Format(), of_h: Format = Format(),
+) -> tuple[KMajorFp8, KMajorFp8, KMajorFp8, Float[Array, "J N"]]:  # fmt: skip
     """Returns (a * weight by columns, d_h by rows, d_h by columns, inner), quantized but for inner.
 
     Args:

@@ -37,15 +37,9 @@ MOST_COPIES = 8  # the most rows that a warpgroup has in flight, in an unrolled 
 
 @with_vma_of_inputs
 def put_rows(
-    arrays: Sequence[Array],
-    source: Int[Array, " C"] | None,
-    places: Int[Array, "ways 2 ranks"],
-    way: int,
-    out_rows: int,
-    axes: tuple[tuple[str, int], ...],
-    *,
-    sms: int = SMS,
-) -> tuple[Array, ...]:
+    arrays: Sequence[Array], source: Int[Array, " C"] | None, places: Int[Array, "ways 2 ranks"], way: int,
+    out_rows: int, axes: tuple[tuple[str, int], ...], *, sms: int = SMS,
+) -> tuple[Array, ...]:  # fmt: skip
     """out[i + shift[p]] of rank p = x[source[i]], for end[p - 1] <= i < end[p] and each array x.
 
     Args:

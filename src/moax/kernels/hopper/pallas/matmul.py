@@ -46,16 +46,10 @@ MERGES_DIMS = jax.__version_info__ >= (
 
 @with_vma_of_inputs
 def grouped_matmul(
-    x: Float[Array, "R K"] | KMajorFp8,
-    w: Float[Array, "E K N"] | Float[Array, "E N K"] | KMajorFp8,
-    blocks: Blocks,
-    tile: TileConfig,
-    *,
-    transpose: bool = False,
-    bias: Float[Array, "E N"] | None = None,
-    source: Int[Array, " M"] | None = None,
-    out_dtype=jnp.bfloat16,
-) -> Float[Array, "M N"]:
+    x: Float[Array, "R K"] | KMajorFp8, w: Float[Array, "E K N"] | Float[Array, "E N K"] | KMajorFp8, blocks: Blocks,
+    tile: TileConfig, *, transpose: bool = False, bias: Float[Array, "E N"] | None = None,
+    source: Int[Array, " M"] | None = None, out_dtype=jnp.bfloat16,
+) -> Float[Array, "M N"]:  # fmt: skip
     """y[m] = x[m] w[g(m)] + bias[g(m)]; with `transpose`, and in FP8, y[m] = x[m] w[g(m)]^T + bias[g(m)].
 
     Args:
@@ -136,14 +130,9 @@ def grouped_matmul(
 
 @with_vma_of_inputs
 def grouped_matmul_activate(
-    x: Float[Array, "R K"],
-    w: Float[Array, "E K G F"],
-    blocks: Blocks,
-    tile: TileConfig,
-    act: Callable,
-    *,
+    x: Float[Array, "R K"], w: Float[Array, "E K G F"], blocks: Blocks, tile: TileConfig, act: Callable, *,
     source: Int[Array, " M"] | None = None,
-) -> tuple[Float[Array, "M G F"], Float[Array, "M F"]]:
+) -> tuple[Float[Array, "M G F"], Float[Array, "M F"]]:  # fmt: skip
     """h[m] = x[m] w[g(m)], a[m] = act(h[m]).
 
     Args:
@@ -211,14 +200,7 @@ def grouped_matmul_activate(
 
 
 class Place(NamedTuple):
-    """The place of a tile.
-
-    Attributes:
-      group: [] i32, the group of its rows.
-      row: [] i32, its first row.
-      rows: [] i32, the number of its real rows, which come first.
-      column: [] i32, the number of its tile of columns.
-    """
+    """The place of a tile: the group of its rows, its first row, its real rows, which come first, and its column."""
 
     group: Int[Array, ""]
     row: Int[Array, ""]

@@ -99,10 +99,8 @@ def gather_rows(x: Shaped[Array, "R H"], source: Int[Array, " N"], blocks: Block
 
 @with_vma_of_inputs
 def gather_sum(
-    rows: Float[Array, "N H"],
-    position: Int[Array, "R K"],
-    weights: Float[Array, "R K"] | None = None,
-) -> Float[Array, "R H"]:
+    rows: Float[Array, "N H"], position: Int[Array, "R K"], weights: Float[Array, "R K"] | None = None,
+) -> Float[Array, "R H"]:  # fmt: skip
     """y[r] = sum_k weights[r, k] rows[position[r, k]], summed in f32, in the dtype of rows.
 
     Args:

@@ -151,22 +151,10 @@ def pad_bias(bias, span: int):
 
 
 def run(
-    operands: tuple,
-    out_type: Any,
-    tile: TileConfig,
-    stages: dict[str, Any],
-    *,
-    count: Callable,
-    locate: Callable,
-    steps: Callable,
-    load: Callable,
-    multiply: Callable,
-    target: Callable,
-    name: str,
-    has_rows: Callable | None = None,
-    total=None,
-    sources: Callable | None = None,
-):
+    operands: tuple, out_type: Any, tile: TileConfig, stages: dict[str, Any], *, count: Callable, locate: Callable,
+    steps: Callable, load: Callable, multiply: Callable, target: Callable, name: str,
+    has_rows: Callable | None = None, total=None, sources: Callable | None = None,
+):  # fmt: skip
     """Runs a kernel over the tiles of its result.
 
     Args:

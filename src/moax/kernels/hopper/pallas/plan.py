@@ -153,14 +153,9 @@ def count_groups(experts: Int[Array, "R K"], groups: int) -> Counts:
 
 @with_vma_of_inputs
 def build_permutation(
-    experts: Int[Array, "R K"],
-    counted: Counts,
-    groups: int,
-    align: int,
-    num_rows: int,
-    weights: Float[Array, "R K"] | None = None,
-    part: tuple[Int[Array, " G"], Int[Array, " G"]] | None = None,
-) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:
+    experts: Int[Array, "R K"], counted: Counts, groups: int, align: int, num_rows: int,
+    weights: Float[Array, "R K"] | None = None, part: tuple[Int[Array, " G"], Int[Array, " G"]] | None = None,
+) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:  # fmt: skip
     """Returns source, position, sizes and by_row, as `moax.kernels.Implementation.build_permutation` does.
 
     Args:

@@ -12,7 +12,7 @@ scale 1.
 
 from __future__ import annotations
 
-import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +32,10 @@ from moax.recipe import Format
 
 @with_vma_of_inputs
 def quantize_rows(
-    x: Float[Array, "rows C"],
-    blocks: Blocks | None,
-    *,
-    source: Int[Array, " M"] | None = None,
-    format: Format = Format(),
-    rows: bool = True,
-    columns: bool = True,
-    scale: Float[Array, " B"] | None = None,
+    x: Float[Array, "rows C"], blocks: Blocks | None, *, source: Int[Array, " M"] | None = None,
+    format: Format = Format(), rows: bool = True, columns: bool = True, scale: Float[Array, " B"] | None = None,
     by_row: bool = False,
-) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:
+) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:  # fmt: skip
     """Quantizes rows for products over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
 
     Args:
@@ -73,9 +67,9 @@ def quantize_rows(
         "rows": ((size, x.shape[1]), (size, padded // BLOCK) if by_row else (padded // BLOCK, size)),
         "columns": ((x.shape[1], size), (size // BLOCK, padded)),
     }
-    wanted = [name for name, on in (("rows", rows), ("columns", columns)) if on]
-    data = {name: jax.ShapeDtypeStruct(shapes[name][0], DTYPES[format.dtype]) for name in wanted}
-    scales = {name: jax.ShapeDtypeStruct(shapes[name][1], jnp.float32) for name in wanted if scale is None}
+    shapes = {name: shapes[name] for name, on in (("rows", rows), ("columns", columns)) if on}
+    data = {name: jax.ShapeDtypeStruct(shape, DTYPES[format.dtype]) for name, (shape, _) in shapes.items()}
+    scales = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (_, shape) in shapes.items() if scale is None}
 
     def quantize_rows(x, source, starts, counts, given, data, scales, *, tile, buffers, loaded, met):
         block, j = lax.axis_index("i"), lax.axis_index("j")
@@ -91,14 +85,11 @@ def quantize_rows(
                 zero_tail([tile], counts[block], (0, 1), met)
             one = None if given is None else given[0 if given.shape[0] == 1 else i]
             # Gathered rows lie one after the other in SMEM. A load takes two wavefronts, and columns cannot be sliced.
-            of_rows = functools.partial(rows_of, optimized=source is None)
-            of_columns = functools.partial(columns_of, sliced=source is None)
-            puts = [("rows", of_rows, i, j, half) for half in (0, 1)] * rows
-            puts += [("columns", of_columns, j, i, half) for half in (0, 1)] * columns
-            for n, (name, read, row, column, half) in enumerate(puts):
-                to = data[name], scales.get(name), buffers[wanted.index(name)]
+            for n, (name, half) in enumerate(itertools.product(shapes, (0, 1))):
+                read, row, column = (rows_of, i, j) if name == "rows" else (columns_of, j, i)
+                value, to = read(tile, half, source is None), (data[name], scales.get(name), buffers[n // 2])
                 turned = by_row and name == "rows"
-                put(read(tile, half), to, row * BLOCK + half * HALF, column, 0, format, one, wait=n > 0, by_row=turned)
+                put(value, to, row * BLOCK + half * HALF, column, 0, format, one, wait=n > 0, by_row=turned)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(x, data.values(), source is not None)
@@ -107,7 +98,7 @@ def quantize_rows(
     if scale is not None:
         of_rows = scale if scale.shape[0] == 1 else jnp.repeat(scale, BLOCK)
         given = {"rows": of_rows[:, None] if by_row else of_rows, "columns": scale[:, None]}
-        scales = {name: jnp.broadcast_to(given[name], shapes[name][1]) for name in wanted}
+        scales = {name: jnp.broadcast_to(given[name], shape) for name, (_, shape) in shapes.items()}
     return (
         KMajorFp8(data["rows"][:, :width], scales["rows"]) if rows else None,
         KMajorFp8(data["columns"][:width], scales["columns"]) if columns else None,

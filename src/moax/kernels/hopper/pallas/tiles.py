@@ -29,7 +29,6 @@ HEURISTIC = {
     "matmul_fp8": {TileConfig(192, 4): 1.0, TileConfig(128, 5): 0.92},
     "wgrad_fp8": {TileConfig(128, 4, 16, 1, 3): 1.0, TileConfig(192, 4): 0.92},
 }
-WGRAD_FP8 = (TileConfig(128, 4, 8, 1, 3), TileConfig(128, 4, 8, 2, 3), TileConfig(128, 4, 16, 2, 3))
 
 
 def tile_key(op: str, contracted: int, columns: int, rows_per_group: int) -> str:
@@ -107,15 +106,6 @@ def turn_tile(tile: TileConfig, rows: int) -> TileConfig:
 def to_numbers(tile: TileConfig) -> list[int]:
     """Returns the fields of a tile as a table has them: all but `waves`, which the products choose."""
     return list(dataclasses.astuple(tile)[:-1])
-
-
-def candidates(op: str, columns: int) -> list[TileConfig]:
-    """Returns the tiles that `benchmarks.tune` tries: those whose last columns are not mostly idle."""
-    sizes = {tile.tile_n: tile.stages for tile in HEURISTIC[op]}
-    waste = {n: -(-columns // n) * n / columns for n in sizes}
-    kept = [n for n in sizes if waste[n] <= 1.15 * min(waste.values())]
-    tiles = [TileConfig(n, sizes[n], width) for n in kept for width in (8, 16)]
-    return tiles + [tile for tile in WGRAD_FP8 if op == "wgrad_fp8"]
 
 
 def pick_tile(op: str, contracted: int, columns: int, rows_per_group: int, device: str = "") -> TileConfig:

@@ -26,16 +26,9 @@ from moax.mesh.collectives import with_vma_of_inputs
 
 @with_vma_of_inputs
 def grouped_wgrad(
-    x: Float[Array, "R K"] | KMajorFp8,
-    dy: Float[Array, "S N"] | KMajorFp8,
-    blocks: Blocks,
-    tile: TileConfig,
-    *,
-    source: Int[Array, " M"] | None = None,
-    gathers: str = "x",
-    out_dtype=jnp.bfloat16,
-    total=None,
-) -> Float[Array, "E K N"]:
+    x: Float[Array, "R K"] | KMajorFp8, dy: Float[Array, "S N"] | KMajorFp8, blocks: Blocks, tile: TileConfig, *,
+    source: Int[Array, " M"] | None = None, gathers: str = "x", out_dtype=jnp.bfloat16, total=None,
+) -> Float[Array, "E K N"]:  # fmt: skip
     """dw[g] = sum over rows m of group g: x[m]^T dy[m].
 
     Args:
