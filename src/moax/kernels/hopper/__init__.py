@@ -37,12 +37,6 @@ from moax.kernels.hopper.formats import (
     find_groups,
     supports_fp8,
 )
-from moax.kernels.hopper.formats import (
-    align_rows as align_rows,
-)
-from moax.kernels.hopper.formats import (
-    matmul_gathers_rows as matmul_gathers_rows,
-)
 from moax.kernels.hopper.pallas import activation, permute, plan
 from moax.kernels.hopper.pallas.exchange import put_rows as put_rows
 from moax.kernels.hopper.pallas.matmul import MERGES_DIMS, grouped_matmul, grouped_matmul_activate
@@ -50,15 +44,7 @@ from moax.kernels.hopper.pallas.permute import gather_sum as gather_sum
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
 from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.quantization import (
-    DTYPES,
-    cuts_blocks,
-    find_scale_axes,
-    finite_abs,
-    to_array,
-    to_scale,
-    weight_format,
-)
+from moax.kernels.quantization import DTYPES, finite_abs, to_array, to_scale, weight_format
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, is_alone, reduce_max
 from moax.recipe import Contracted, Format, Recipe, Recipes
@@ -69,6 +55,18 @@ __all__ = xla.__all__
 # A product whose tiles take equal times needs several waves beside a collective alone, since they cost it 1 to 3 %.
 WAVES = 4
 HALVES = ("matmul", "matmul_transposed")  # the products with half tiles
+GATHER_HIDDEN = 1536  # for wider experts it is faster to sort the rows first (benchmarks/LOG.md, 2026-11-24)
+
+
+def matmul_gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
+    """Returns whether products shall gather rows: those of narrow experts, which then take up to 29 % longer."""
+    # A kernel that sorts the rows first takes longer than that; in FP8 it quantizes rows for wgrad too.
+    return format is None and width % GATHER_WIDTH == 0 == hidden % GATHER_WIDTH and hidden <= GATHER_HIDDEN
+
+
+def align_rows(recipe: Recipe) -> int:
+    """Returns the alignment of the recipe and of the kernels: 128 rows share a scale in FP8, and 64 else suffice."""
+    return math.lcm(recipe.row_alignment, BLOCK if supports_fp8(recipe) else HALF)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -306,7 +304,7 @@ def _fuses(of_a: Recipe, of_h: Recipe, width: int) -> bool:
     """Returns whether one kernel activates and quantizes: a by one recipe, and d_h by another."""
     if not supports_fp8(of_a) or not supports_fp8(of_h) or width % BLOCK:
         return False
-    x, dy = cast(Format, of_a.x), cast(Format, of_h.dy)  # a kernel takes powers of two, or none, for all scales
+    x, dy = cast(Format, of_a.x), cast(Format, of_h.dy)
     return x.block is not None and dy.block is not None and (x.scale == "float32") == (dy.scale == "float32")
 
 
@@ -339,7 +337,7 @@ def quantize_shard(
         return xla.quantize_shard(w, recipe, contracted, gather, amax_over)
     format, turned = weight_format(recipe), stores_weight_transposed(recipe, contracted)
     (experts, rows, *columns), apart = w.shape, any(gather[2:])
-    cut = cuts_blocks(w.shape, gather, format, contracted)
+    cut = quantization.cuts_blocks(w.shape, gather, format, contracted)
     # Where a shard ends inside a block, the maximum of the block comes from several devices.
     if cut or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
         made = quantization.quantize_weight(w, format, contracted, gather, amax_over)
@@ -348,12 +346,11 @@ def quantize_shard(
     if format.block is None:
         given = to_scale(reduce_max(finite_abs(flat).max((1, 2)), amax_over), format)
     made: Any = quantize_weight(flat, format=format, transposed=turned, scale=given)
-    data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(experts, *_turn((1, rows, *columns), turned)[1:])
+    data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(_turn(w.shape, turned))
     if given is not None:
         return QShard(data, given[:, None, None])
     blocks = (*columns[:-1], columns[-1] // BLOCK) if apart else (-(-math.prod(columns) // BLOCK),)
-    scale = made.scale.reshape(experts, *_turn((1, -(-rows // BLOCK), *blocks), turned)[1:])
-    return QShard(data, scale)
+    return QShard(data, made.scale.reshape(_turn((experts, -(-rows // BLOCK), *blocks), turned)))
 
 
 def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> Any:
@@ -362,7 +359,7 @@ def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: 
         return xla.gather_shard(shard, recipe, contracted, gather)
     format, turned, shape = weight_format(recipe), stores_weight_transposed(recipe, contracted), shard.data.shape
     shape = (shape[0], shape[-1], *shape[1:-1]) if turned else shape
-    along = find_scale_axes(shape, format, contracted, gather)
+    along = quantization.find_scale_axes(shape, format, contracted, gather)
     whole = gather_weight(shard.data, _turn(gather, turned)), gather_weight(shard.scale, _turn(along, turned))
     # [E, *C, K] becomes [E, C, K], and [E, K, *C] becomes [E, K, C].
     data, scale = (v.reshape(v.shape[0], *((-1, v.shape[-1]) if turned else (v.shape[1], -1))) for v in whole)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moax.kernels.groups import Groups, align_up, row_groups, sum_before
-from moax.recipe import Format, Recipe
+from moax.recipe import Recipe
 
 BLOCK = 128  # the most rows of a block, and the elements for each scale
 HALF = 64  # the rows of half a block, which a warpgroup multiplies; groups in bf16 start at multiples of it
 COPY_WIDTH = 16  # the copy engine strides over multiples of so many FP8 elements
 GATHER_WIDTH = 64  # the producer of a product gathers lines of so many bf16 elements
-GATHER_HIDDEN = 1536  # for wider experts it is faster to sort the rows first (benchmarks/LOG.md, 2026-11-24)
 
 
 class KMajorFp8(NamedTuple):
@@ -48,29 +46,12 @@ class GatheredRows(NamedTuple):
     gather_idx: Int[Array, " N"]
 
 
-def matmul_gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
-    """Returns whether products shall gather rows of this format themselves.
-
-    A product that gathers takes up to 29 % longer. Where experts are narrow, a kernel that sorts the rows first takes
-    longer than that. In FP8 that kernel quantizes rows for wgrad too.
-    """
-    return format is None and width % GATHER_WIDTH == 0 == hidden % GATHER_WIDTH and hidden <= GATHER_HIDDEN
-
-
 def supports_fp8(recipe: Recipe) -> bool:
-    """Returns whether the FP8 products of Hopper take the formats of a recipe.
-
-    They take one scale for each 128 x 128 elements of a weight and each 128 elements of a row, or one for each tensor.
-    """
+    """Returns whether FP8 products take the formats of a recipe: blocks of 128 and 128 x 128, or whole tensors."""
     if recipe.x is None or recipe.w is None or recipe.dy is None:
         return False
     blocks = {recipe.x.block, recipe.w.block, recipe.dy.block}
     return blocks == {None} or (blocks == {BLOCK} and recipe.w.tile == BLOCK)
-
-
-def align_rows(recipe: Recipe) -> int:
-    """Returns the alignment of the recipe and of the kernels: 128 rows share a scale in FP8, and 64 else suffice."""
-    return math.lcm(recipe.row_alignment, BLOCK if supports_fp8(recipe) else HALF)
 
 
 class Blocks(NamedTuple):

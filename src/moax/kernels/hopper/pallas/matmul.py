@@ -37,11 +37,8 @@ from moax.kernels.hopper.pallas.pipeline import LINE, PIECE, TileConfig, check_d
 from moax.mesh.collectives import with_vma_of_inputs
 
 STEP = 64  # the contracted 16-bit elements of a stage
-MERGES_DIMS = jax.__version_info__ >= (
-    0,
-    11,
-    2,
-)  # an older Mosaic finds no layout for a stage of three dims read as two
+# An older Mosaic finds no layout for a stage of three dims read as two.
+MERGES_DIMS = jax.__version_info__ >= (0, 11, 2)
 
 
 @with_vma_of_inputs

@@ -232,9 +232,8 @@ def load_tiles(copies, loaded) -> None:
 def gather_tile(x, source, first, column, tile, loaded, alike: bool) -> None:
     """Copies the 128 rows x[source[first]], x[source[first + 1]], ... to the tile; a row past the end of x is 0."""
 
-    def copy(
-        warp,
-    ):  # all four warps of a warpgroup issue the instructions of a copy, so each copies a fourth of the rows
+    def copy(warp):
+        # All four warps of a warpgroup issue the instructions of a copy, so each copies a fourth of the rows.
         at = [source[first + warp * (BLOCK // 4) + k] for k in range(BLOCK // 4)]
         for k, n in enumerate(at):
             row = tile.at[pl.ds(warp * (BLOCK // 4) + k, 1)]
