@@ -158,7 +158,7 @@ WI = (("ep",), (), (), ("tp",))
 )
 def test_layout_of_a_weight(of, gather):
     """Breaks if more is gathered than fsdp, if the expert axis is, or if an axis of no role stays in the spec."""
-    own, kept, found = layout("w", of, WI, ROLES)
+    own, kept, found, _ = layout("w", of, WI, ROLES)
     assert kept == WI and found == gather and "other" not in str(own)
     assert {n for entry in pad(own, 4) for n in entry} == {"ep", "tp"} | {n for g in gather for n in g}
 
@@ -203,7 +203,7 @@ KEPT = (("expert",), (), ())
 )
 def test_a_product_asks_for_weights_without_fsdp(of, asked):
     """Breaks if a product gets its weight cut by fsdp, or the quantized weight is gathered along with its experts."""
-    own, _, gather = layout("rhs", of, KEPT, EXPERT)
+    own, _, gather, _ = layout("rhs", of, KEPT, EXPERT)
     kept = [tuple(n for n in e if n not in g) for e, g in zip(pad(own, 3), gather, strict=True)]
     assert Spec(*kept) == asked
     assert pad(own, 3) == pad(of, 3), "quantizing keeps the shard"
@@ -489,7 +489,7 @@ def test_any_layout_is_gathered_to_what_is_kept_or_refused(names, cuts):
     of = P(*(tuple(part) or None for part in (names[:first], names[first:second], names[second:])))
     kept = (("ep",), (), ("tp",))
     try:
-        own, _, gather = layout("w", of, kept, ROLES)
+        own, _, gather, _ = layout("w", of, kept, ROLES)
     except ValueError as error:
         assert re.search(r": dim \d is (not )?sharded", str(error))
         return

@@ -40,7 +40,6 @@ from moax.mesh.specs import (
     find_row_axes,
     find_token_dims,
     flatten_tokens,
-    reshard_like,
     unflatten_tokens,
 )
 from moax.ops.activation import activate
@@ -273,7 +272,9 @@ def _moe(
         shaped = {name: unflatten_tokens(getattr(routing, name), x, resolved) for name in ("experts", "weights")}
         used = dataclasses.replace(routing, **shaped)
     counts = routing.aux_loss, routing.z_loss, routing.tokens_per_expert
-    return reshard_like(y, x), MoEStats(*counts, dropped, rounds, used, routing.histogram)
+    sharding = jax.typeof(x).sharding
+    y = jax.sharding.reshard(y, sharding) if sharding.mesh.explicit_axes else y
+    return y, MoEStats(*counts, dropped, rounds, used, routing.histogram)
 
 
 def _route(

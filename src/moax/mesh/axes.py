@@ -162,6 +162,10 @@ class ResolvedAxes:
       dp, fsdp, ep, tp, cp: the names of the axes of each role; see `Axes`.
       sizes: (name, number of devices) of each of these axes.
       dims: the axes of tokens over each leading dim of x [..., H], of which the last is S.
+      tokens: the axes that split flattened tokens: those of all `dims`.
+      sequence: the axes of tokens that split S of x [..., S, H].
+      all: every axis of more than one device: those of tokens, then tp.
+      replica_axes: the axes of tokens along which devices compute with the same experts: all but ep.
     """
 
     dp: Names = ()
@@ -171,26 +175,17 @@ class ResolvedAxes:
     sizes: tuple[tuple[str, int], ...] = ()
     cp: Names = ()
     dims: tuple[Names, ...] = ((), ())
+    tokens: Names = dataclasses.field(init=False, repr=False)
+    sequence: Names = dataclasses.field(init=False, repr=False)
+    all: Names = dataclasses.field(init=False, repr=False)
+    replica_axes: Names = dataclasses.field(init=False, repr=False)
 
-    @property
-    def tokens(self) -> Names:
-        """The axes that split flattened tokens: those of all `dims`."""
-        return sum(self.dims, ())
-
-    @property
-    def sequence(self) -> Names:
-        """The axes of tokens that split S of x [..., S, H]."""
-        return self.dims[-1]
-
-    @property
-    def replica_axes(self) -> Names:
-        """The axes of tokens along which devices compute with the same experts: all but ep."""
-        return tuple(name for name in self.tokens if name not in self.ep)
-
-    @property
-    def all(self) -> Names:
-        """Every axis of more than one device: those of tokens, then tp."""
-        return self.tokens + self.tp
+    def __post_init__(self):
+        tokens = tuple(name for names in self.dims for name in names)
+        replicas = tuple(name for name in tokens if name not in self.ep)
+        derived = dict(tokens=tokens, sequence=self.dims[-1], all=tokens + self.tp, replica_axes=replicas)
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def over(self, count: int) -> tuple[Names, ...]:
         """Returns the axes of tokens over each of the `count` leading dims of x; the one dim of x [T, H] has them all.

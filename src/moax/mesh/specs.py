@@ -235,12 +235,6 @@ def zeros_of(of: Any) -> Array:
     return lax.pcast(zeros, names, to="varying") if names else zeros
 
 
-def reshard_like(y: Array, x: Array) -> Array:
-    """Returns y, with the sharding in the type of x where mesh axes are Explicit; elsewhere y itself."""
-    sharding = jax.typeof(x).sharding
-    return jax.sharding.reshard(y, sharding) if sharding.mesh.explicit_axes else y
-
-
 def check_token_axes(x: Array, axes: Axes) -> None:
     """Raises ValueError where x [..., H] has tokens sharded over a mesh axis without a role in `axes`."""
     sharding = jax.typeof(x).sharding

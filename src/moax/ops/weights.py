@@ -61,11 +61,7 @@ class WeightLayout(NamedTuple):
     spec: Spec
     kept: tuple[Names, ...]
     gather: tuple[Names, ...]
-
-    @property
-    def matrix_axes(self) -> Names:
-        """The axes that split the matrix of one expert."""
-        return tuple(name for names in (*self.gather[1:], *self.kept[1:]) for name in names)
+    matrix_axes: Names  # that split the matrix of one expert
 
     def whole_shape(self, shape: Sequence[int], axes: ResolvedAxes) -> tuple[int, ...]:
         """Returns the shape of the gathered weight, from that of a shard."""
@@ -99,7 +95,7 @@ def find_layout(weight: WeightSpec, found: Spec | None = None, ndim: int | None 
             wanted = f"{'must' if need else 'may'} be sharded over {order} alone" if order else "must not be sharded"
             raise ValueError(f"{weight.name}: dim {dim} {has}; it {wanted}")
     gather = tuple(entry[len(need) :] for entry, need in zip(entries, kept, strict=True))
-    return WeightLayout(Spec(*entries), tuple(kept), gather)
+    return WeightLayout(Spec(*entries), tuple(kept), gather, sum((*gather[1:], *kept[1:]), ()))
 
 
 def gather_weight(
