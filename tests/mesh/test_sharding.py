@@ -144,23 +144,31 @@ def test_local_shape():
 
 ROLES = roles_on(dp=2, fsdp=2, ep=2, tp=2)
 WI = (("ep",), (), (), ("tp",))
+# Section 3.3 of Transformer Engine's tests: ("expert", "fsdp"), experts over the first.
+EXPERT = roles_on(Axes(ep="expert"), expert=2, fsdp=2, dp=2)
+KEPT = (("expert",), (), ())
 
 
 @pytest.mark.parametrize(
-    "of, gather",
+    "roles, kept, of, gather",
     [
-        (P(("ep", "fsdp"), None, None, "tp"), (("fsdp",), (), (), ())),
-        (P("ep", "fsdp", None, "tp"), ((), ("fsdp",), (), ())),
-        (P("ep", None, None, ("tp", "fsdp")), ((), (), (), ("fsdp",))),
-        (P("ep", None, None, "tp"), ((), (), (), ())),
-        (P(("ep", "other"), "other", None, "tp"), ((), (), (), ())),
+        (ROLES, WI, P(("ep", "fsdp"), None, None, "tp"), (("fsdp",), (), (), ())),
+        (ROLES, WI, P("ep", "fsdp", None, "tp"), ((), ("fsdp",), (), ())),
+        (ROLES, WI, P("ep", None, None, ("tp", "fsdp")), ((), (), (), ("fsdp",))),
+        (ROLES, WI, P("ep", None, None, "tp"), ((), (), (), ())),
+        (ROLES, WI, P(("ep", "other"), "other", None, "tp"), ((), (), (), ())),
+        (EXPERT, KEPT, P(("expert", "fsdp")), (("fsdp",), (), ())),
+        (EXPERT, KEPT, P("expert", None, "fsdp"), ((), (), ("fsdp",))),
+        (EXPERT, KEPT, P("expert", "fsdp", None), ((), ("fsdp",), ())),
+        (ROLES, ((), ("tp",)), P(("fsdp", "ep"), "tp"), (("fsdp", "ep"), ())),  # a dense weight gathers ep too
     ],
 )
-def test_layout_of_a_weight(of, gather):
-    """Breaks if more is gathered than fsdp, if the expert axis is, or if an axis of no role stays in the spec."""
-    own, kept, found, _ = layout("w", of, WI, ROLES)
-    assert kept == WI and found == gather and "other" not in str(own)
-    assert {n for entry in pad(own, 4) for n in entry} == {"ep", "tp"} | {n for g in gather for n in g}
+def test_layout_of_a_weight(roles, kept, of, gather):
+    """Breaks if more is gathered than fsdp, if the expert axis is where a dim keeps it, if quantizing does not keep the
+    shard, or if an axis of no role stays in the spec."""
+    own, keeps, found, _ = layout("w", of, kept, roles)
+    assert keeps == kept and found == gather
+    assert pad(own, len(kept)) == tuple(k + g for k, g in zip(kept, gather, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -179,34 +187,6 @@ def test_conflicting_layouts(of, dim, message):
     them), or if the message does not name dim and axes."""
     with pytest.raises(ValueError, match=re.escape(f"params.wi: dim {dim} {message}")):
         layout("params.wi", of, WI, ROLES)
-
-
-def test_where_no_dim_keeps_experts_ep_is_gathered_too():
-    """Breaks if a dense weight over (fsdp, ep) counts ep as a conflict, as its experts are none."""
-    kept = ((), ("tp",))
-    assert layout("w", P(("fsdp", "ep"), "tp"), kept, ROLES).gather == (("fsdp", "ep"), ())
-
-
-# The layouts of section 3.3 of Transformer Engine's tests: ("expert", "fsdp"), experts over the first.
-
-EXPERT = roles_on(Axes(ep="expert"), expert=2, fsdp=2, dp=2)
-KEPT = (("expert",), (), ())
-
-
-@pytest.mark.parametrize(
-    "of, asked",
-    [
-        (P(("expert", "fsdp")), P("expert", None, None)),
-        (P("expert", None, "fsdp"), P("expert", None, None)),
-        (P("expert", "fsdp", None), P("expert", None, None)),
-    ],
-)
-def test_a_product_asks_for_weights_without_fsdp(of, asked):
-    """Breaks if a product gets its weight cut by fsdp, or the quantized weight is gathered along with its experts."""
-    own, _, gather, _ = layout("rhs", of, KEPT, EXPERT)
-    kept = [tuple(n for n in e if n not in g) for e, g in zip(pad(own, 3), gather, strict=True)]
-    assert Spec(*kept) == asked
-    assert pad(own, 3) == pad(of, 3), "quantizing keeps the shard"
 
 
 def test_gradients_are_reduced_over_replicas_never_over_experts():

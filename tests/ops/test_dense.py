@@ -75,12 +75,12 @@ def on_mesh(way, mesh, layout, recipe=None, of_x=None, **sizes):
     return p, (x, w, b, dy)
 
 
-def check(p, args, tolerance=2e-6):
-    """y and the gradients of x, w, b."""
-    y, _, grads = p()
+def check(got, args):
+    """y and the gradients of x, w and, where there is one, b."""
+    y, _, grads = got
     want, expected = dense_vjp(*args)
-    for got, v in zip((y, *grads), (want, *expected), strict=True):
-        assert rel_error(got, v) < tolerance
+    for got, v in zip((y, *grads), (want, *expected), strict=False):
+        assert rel_error(got, v) < 2e-6
 
 
 @pytest.mark.parametrize("columns", [(COLUMNS,), (2, 24)], ids=str)
@@ -88,9 +88,8 @@ def check(p, args, tolerance=2e-6):
 def test_shapes(rows, columns):
     """Any leading dims, weights of two dims or three: those of tensordot; with a bias and without."""
     x, w, b, dy = operands(columns=columns, rows=rows)
-    check(
-        program("none", "", lambda *a, engine: (dense(*a), ()), (x, w, b), cotangents=dy, wrt=(0, 1, 2)), (x, w, b, dy)
-    )
+    p = program("none", "", lambda *a, engine: (dense(*a), ()), (x, w, b), cotangents=dy, wrt=(0, 1, 2))
+    check(p(), (x, w, b, dy))
     assert rel_error(dense(jnp.asarray(x), jnp.asarray(w)), np.tensordot(x.astype(np.float64), w, 1)) < 2e-6
 
 
@@ -127,7 +126,7 @@ def test_on_mesh(way, mesh, layout, recipe):
     sizes = {} if recipe is None else dict(width=256, columns=(256,))
     p, (x, w, b, dy) = on_mesh(way, mesh, layout, recipe, **sizes)
     if recipe is None:
-        return check(p, (x, w, b, dy))
+        return check(p(), (x, w, b, dy))
     of_w = LAYOUTS[layout]
     split = ["tp" in (e or ()) for e in (*of_w, None, None)]
     tp = size(mesh, "tp")
@@ -155,7 +154,7 @@ BATCHES = [((8, 8), (TOKENS, None)), ((2, 32), ("fsdp", "ep")), ((2, 32), (None,
 def test_batches(way, rows, of_x):
     """[B, L, K] with B over the mesh, in part, or not at all (B does not divide): the same numbers, and y as x lay."""
     p, args = on_mesh(way, "2x4", "dim 0", rows=rows, columns=(2, 24), of_x=of_x)
-    check(p, args)
+    check(p(), args)
     if way == "explicit":
         x, y = p.args[0][0], p.placed()[0]
         assert y.sharding.shard_shape(y.shape)[:2] == x.sharding.shard_shape(x.shape)[:2]
@@ -229,11 +228,7 @@ def test_default_layout(shape):
     at = spec("2x4", TOKENS)
     fn = lambda x, w, engine: (dense(x, w, engine=engine), ())  # noqa: E731
     p = program("shard_map", "2x4", fn, (x, w), (at, of_w), at, cotangents=dy, wrt=(0, 1))
-    y, _, grads = p()
-    want, expected = dense_vjp(x, w, np.zeros(shape[1]), dy)
-    assert rel_error(y, want) < 2e-6
-    assert rel_error(grads[0], expected[0]) < 2e-6
-    assert rel_error(grads[1], expected[1]) < 2e-6
+    check(p(), (x, w, np.zeros(shape[1]), dy))
     gathered = inspect.weight_gathers(p.under(lambda *args: inspect.collectives(p.fn, *args)), ("fsdp", "ep"))
     assert bool(gathered) == any(of_w)
 
@@ -259,12 +254,9 @@ def test_vmap(way):
     fn = lambda x, w, engine: (jax.vmap(lambda x, w: dense(x, w, engine=engine))(x, w), ())  # noqa: E731
     rows = P(None, BOTH)
     p = program(way, "2x4", fn, (x, w), (rows, rows), rows, cotangents=dy, wrt=(0, 1))
-    y, _, grads = p()
+    got = p()
     for i in range(3):
-        want, expected = dense_vjp(x[i], w[i], np.zeros(COLUMNS), dy[i])
-        assert rel_error(y[i], want) < 2e-6
-        assert rel_error(grads[0][i], expected[0]) < 2e-6
-        assert rel_error(grads[1][i], expected[1]) < 2e-6
+        check(jax.tree.map(lambda v, i=i: v[i], got), (x[i], w[i], np.zeros(COLUMNS), dy[i]))
 
 
 @pytest.mark.parametrize(
