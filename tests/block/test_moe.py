@@ -104,7 +104,7 @@ def test_every_pair_is_covered():
     assert not COVER.missing()
 
 
-@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters(4, short=14))
+@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters(4, short=9))
 def test_covering(mesh, way, exchange, fsdp_dim, recipe, variant, buffer_factor):
     """Breaks if a mesh, a way to run on it, a transport, a layout of weights or a pass changes a value or a gradient,
     or if an operand is rounded in other blocks than its recipe says."""
