@@ -16,6 +16,7 @@ import moax
 from moax import reference
 from support import TOKENS, make_mesh, make_params, program, put, random, rel_error, rel_norm, some, spec
 from support.block import BASE, MESH, ONE_DEVICE, cotangent, make_x
+from support.oracle.ops import sequence_loss
 
 SEQUENCES = moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3, sequence_aux_loss=0.5)
 CONFIG = dataclasses.replace(BASE, router=SEQUENCES)
@@ -110,17 +111,6 @@ def test_one_program_of_any_mask(recipe):
     np.testing.assert_array_equal(same.tokens_per_expert, stats.tokens_per_expert)
 
 
-def by_hand(logits, config, top_k, rows):
-    """DeepSeek-V3's loss of a sequence: c sum_e f_e P_e, f_e = E / (K T) tokens[e], P_e = mean of the shares."""
-    shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    losses = []
-    for row in np.unique(rows):
-        mine = rows == row
-        tokens = np.bincount(np.argsort(-logits[mine], 1, kind="stable")[:, :top_k].reshape(-1), minlength=8)
-        losses.append(np.sum(8 / (top_k * mine.sum()) * tokens * shares[mine].mean(0)))
-    return config.sequence_aux_loss * np.mean(losses)
-
-
 @pytest.mark.parametrize("way", ("none", "custom_partitioning", "explicit"))
 def test_loss_of_sequences(way):
     """Breaks if the loss is not DeepSeek-V3's, of sequences of any lengths in any order, or if a mesh that cuts a
@@ -133,8 +123,7 @@ def test_loss_of_sequences(way):
         way, "2x4", lambda v, rows, engine: (moax.route(v, config, 2, sequences=rows, engine=engine).aux_loss, ()),
         (logits, rows), (at, at), P(), cotangents=np.float32(1),
     )()  # fmt: skip
-    wide = logits.astype(np.float64)
-    np.testing.assert_allclose(got, by_hand(wide, config, 2, rows), rtol=2e-6)
+    np.testing.assert_allclose(got, sequence_loss(logits.astype(np.float64), config, 2, rows), rtol=2e-6)
     want = jax.jit(jax.grad(lambda v: reference.route(v, config, 2, sequences=jnp.asarray(rows)).aux_loss))(logits)
     assert rel_error(d, want) < 2e-6
 

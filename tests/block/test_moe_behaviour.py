@@ -7,6 +7,7 @@ saved names; donation; the configs of Transformer Engine's tests; every error of
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -311,9 +312,17 @@ def error_of(**changes):
     ("changes", "kind", "says"),
     [
         (dict(x=jnp.zeros((T, 31))), ValueError, r"x has shape \(128, 31\).*d_model=32"),
-        (dict(x=jnp.zeros((32,))), ValueError, r"must be \[\*batch, S, d_model=32\]"),
-        (dict(x=jnp.zeros((T, 32), jnp.int32)), ValueError, "dtype int32"),
-        (dict(params={}), ValueError, "params is a dict"),
+        *[
+            (
+                dict(x=jnp.zeros(shape)),
+                ValueError,
+                re.escape(f"x has shape {shape}; it must be [*batch, S, d_model=32]"),
+            )
+            for shape in ((32,), (32, 4), ())
+        ],
+        (dict(x=jnp.zeros((T, 32), jnp.int32)), ValueError, "x has dtype int32; it must be floating point"),
+        (dict(params={}), ValueError, "params is a dict; it must be a moax.MoEParams"),
+        (dict(params=dataclasses.replace(make_params(CONFIG), wo=None)), ValueError, "params.wo is None"),
         (dict(recipe="fp4"), ValueError, "recipe='fp4'.*'fp8_block'"),
         (dict(exchange="carrier_pigeon"), ValueError, "exchange='carrier_pigeon'.*'all_gather'"),
         (dict(engine="gspmd"), ValueError, "engine='gspmd'.*'shard_map'"),
@@ -341,6 +350,8 @@ def test_errors_on_a_mesh():
             moax.moe(x, params, CONFIG, axes=moax.Axes(fsdp="ep"))
     explicit = make_mesh("2x4", "explicit")
     with jax.set_mesh(explicit):
+        with pytest.raises(ValueError, match=r"x: its 12 rows do not divide by mesh axes \('fsdp', 'ep'\) of 8"):
+            moax.moe(jnp.zeros((3, 4, 32)), params, CONFIG)
         with pytest.raises(moax.Unsupported, match="engine='custom_partitioning'.*Explicit.*'shard_map'"):
             moax.moe(x, params, CONFIG, engine="custom_partitioning")
         wrong = NamedSharding(explicit, PartitionSpec(("fsdp", "ep")))

@@ -21,6 +21,7 @@ from moax import Axes, inspect, ops, reference
 from moax.backend import log_once
 from moax.mesh.specs import flatten_tokens, named, unflatten_tokens
 from support import make_params, put, random, rel_norm, some
+from support.oracle.ops import sequence_loss
 
 ROUTER = moax.RouterConfig(aux_loss=1e-2, z_loss=1e-3, sequence_aux_loss=1e-1)
 CONFIG = moax.MoEConfig(32, 48, 8, 2, use_bias=True, router=ROUTER)
@@ -236,16 +237,9 @@ PACKED = np.where(PACKED < 0, -1, PACKED * 6 - 2 * (PACKED > 0))  # ids 0, 4, 10
 
 
 def packed_loss(x, params, ids):
-    """The sequence loss of packed rows in float64: the mean over sequences of E / K sum_e tokens[e] / T mean(share)."""
-    logits, losses = x.astype(np.float64) @ np.asarray(params.router, np.float64), []
-    for row, of_row in zip(logits, ids, strict=True):
-        for one in np.unique(of_row[of_row >= 0]):
-            mine = row[of_row == one]
-            share = np.exp(mine) / np.exp(mine).sum(1, keepdims=True)
-            chosen = np.argsort(-mine, axis=1, kind="stable")[:, : CONFIG.top_k]
-            tokens = np.bincount(chosen.ravel(), minlength=8)
-            losses.append(8 / CONFIG.top_k * np.sum(tokens / len(mine) * share.mean(0)))
-    return CONFIG.router.sequence_aux_loss * np.mean(losses)
+    """The sequence loss of packed rows in float64."""
+    logits, rows = x[ids >= 0].astype(np.float64) @ np.asarray(params.router, np.float64), 100 * np.arange(len(x))
+    return sequence_loss(logits, CONFIG.router, CONFIG.top_k, (rows[:, None] + ids)[ids >= 0])
 
 
 ONLY = dataclasses.replace(CONFIG, router=moax.RouterConfig(sequence_aux_loss=CONFIG.router.sequence_aux_loss))

@@ -1,6 +1,6 @@
-"""What the block says of parameters and tokens that do not fit: which, what it has, and what it needs.
+"""What the block says of parameters that do not fit: which, what they have, and what they need.
 
-Covers: every parameter and every check of `check_params`, and of tokens.
+Covers: every parameter and every check of `check_params`. tests/block/test_moe_behaviour.py has the errors of tokens.
 """
 
 import dataclasses
@@ -12,7 +12,6 @@ import pytest
 
 import moax
 from moax.params import DIMS, check_params, param_shapes
-from support import make_mesh
 
 H, F, E, S, L = 32, 48, 8, 16, 24
 FULL = moax.MoEConfig(H, F, E, 2, use_bias=True, shared_d_ff=S, shared_gate=True,
@@ -61,43 +60,23 @@ def test_any_subset_of_expert_biases(use_bias, present):
     check_params(dataclasses.replace(zeros(FULL), **{n: None for n in {"bi", "bo"} - set(present)}), config)
 
 
-def test_not_params():
-    """Breaks if a dict of parameters fails as a missing attribute somewhere inside."""
-    refused({"wi": 0}, FULL, "params is a dict; it must be a moax.MoEParams")
-
-
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"bi", "bo"}))
-def test_missing(name):
-    """Breaks if a missing parameter is left out of the sum in silence."""
-    refused(dataclasses.replace(zeros(FULL), **{name: None}), FULL,
-            f"params.{name} is None; this config needs an array of shape {SHAPES[name]}")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", ["router_bias", "logits_bias", "shared_wi", "shared_wo", "shared_gate", "expert_scale", "latent_up"]
-)
-def test_unwanted(name):
-    """Breaks if a parameter that the config does not know is ignored."""
-    params = dataclasses.replace(zeros(BARE), **{name: getattr(zeros(FULL), name)})
-    refused(params, BARE, f"params.{name} is given, but the config has no such parameter; pass None")
-
-
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
 @pytest.mark.parametrize("name", NAMES)
-def test_dtypes(name, dtype):
-    """Breaks if integers are multiplied as if they were weights."""
-    params = dataclasses.replace(zeros(FULL), **{name: jnp.zeros(SHAPES[name], dtype)})
-    refused(params, FULL, f"params.{name} has dtype {dtype}; it must be floating point")
-
-
-WRONG = [(n, shape) for n, s in SHAPES.items() for shape in ((*s[:-1], s[-1] + 1), (1, *s), s[::-1], s[1:])]
-
-
-@pytest.mark.parametrize("name, shape", [(name, shape) for name, shape in WRONG if shape != SHAPES[name]])
-def test_wrong_shapes(name, shape):
-    """Breaks if a wrong shape is broadcast, or fails in an einsum that names neither parameter nor shape."""
-    params = dataclasses.replace(zeros(FULL), **{name: jnp.zeros(shape)})
-    refused(params, FULL, f"params.{name} has shape {shape}; {needs(name)}")
+def test_what_does_not_fit(name):
+    """Breaks if a missing parameter is left out of the sum in silence, one that the config does not know is ignored,
+    integers are multiplied as if they were weights, or a wrong shape is broadcast."""
+    have = SHAPES[name]
+    if name not in ("bi", "bo"):
+        wanted = f"params.{name} is None; this config needs an array of shape {have}"
+        refused(dataclasses.replace(zeros(FULL), **{name: None}), FULL, wanted)
+    if getattr(param_shapes(BARE, optional=True), name) is None:
+        params = dataclasses.replace(zeros(BARE), **{name: getattr(zeros(FULL), name)})
+        refused(params, BARE, f"params.{name} is given, but the config has no such parameter; pass None")
+    for dtype in ("int32", "uint8", "bool"):
+        params = dataclasses.replace(zeros(FULL), **{name: jnp.zeros(have, dtype)})
+        refused(params, FULL, f"params.{name} has dtype {dtype}; it must be floating point")
+    for shape in {(*have[:-1], have[-1] + 1), (1, *have), have[::-1], have[1:]} - {have}:
+        params = dataclasses.replace(zeros(FULL), **{name: jnp.zeros(shape)})
+        refused(params, FULL, f"params.{name} has shape {shape}; {needs(name)}")
 
 
 def test_shards_may_have_any_divisor():
@@ -108,36 +87,6 @@ def test_shards_may_have_any_divisor():
     for shape in ((3, L, 2, F), (E, 2 * L, 2, F), (0, L, 2, F), (E, L, F)):
         params = dataclasses.replace(zeros(FULL), wi=jnp.zeros(shape))
         refused(params, FULL, f"params.wi has shape {shape}; {needs('wi')}", local=True)
-
-
-@pytest.mark.parametrize("shape", [(H,), (4, H + 1), (H, 4), ()])
-def test_shapes_of_tokens(shape):
-    """Breaks if tokens of another width are found out by a matmul, or one token alone is taken for a batch."""
-    with pytest.raises(ValueError, match=re.escape(f"x has shape {shape}; it must be [*batch, S, d_model={H}]")):
-        moax.moe(jnp.zeros(shape), zeros(FULL), FULL)
-
-
-def test_dtypes_of_tokens():
-    """Breaks if integer ids are fed to the block in place of embeddings."""
-    with pytest.raises(ValueError, match="x has dtype int32; it must be floating point"):
-        moax.moe(jnp.zeros((4, H), jnp.int32), zeros(FULL), FULL)
-
-
-def test_the_block_checks():
-    """Breaks if `moe` computes before it checks."""
-    x = jnp.zeros((8, H))
-    with pytest.raises(ValueError, match="params.wo is None"):
-        moax.moe(x, dataclasses.replace(zeros(FULL), wo=None), FULL)
-    with pytest.raises(ValueError, match="x has shape"):
-        moax.moe(x[:, 1:], zeros(FULL), FULL)
-
-
-@pytest.mark.parametrize("way", ["custom_partitioning", "explicit"])
-def test_rows_that_the_mesh_does_not_divide(way):
-    """Breaks if rows are padded in silence, or the message does not name the axes that are too many."""
-    with jax.set_mesh(make_mesh("2x4", way)):
-        with pytest.raises(ValueError, match=r"x: its 12 rows do not divide by mesh axes \('fsdp', 'ep'\) of 8 dev"):
-            moax.moe(jnp.zeros((3, 4, H)), zeros(FULL), FULL)
 
 
 def test_pytrees():

@@ -141,6 +141,17 @@ def route_losses(logits, experts, config: RouterConfig):
     return config.scale * weights, aux, config.z_loss * np.mean(logsumexp(logits) ** 2)
 
 
+def sequence_loss(logits, config: RouterConfig, top_k: int, rows):
+    """DeepSeek-V3's loss of a sequence: c sum_e f_e P_e, f_e = E / (K T) tokens[e], P_e = mean of the shares; the mean
+    over the sequences `rows` [T] of tokens."""
+    shares, experts, losses = softmax(logits), choose_experts(logits, config, top_k), []
+    for row in np.unique(rows):
+        mine = rows == row
+        factor = logits.shape[1] / (top_k * mine.sum())
+        losses.append(factor * np.sum(_counts(experts[mine], logits.shape[1]) * shares[mine].mean(0)))
+    return config.sequence_aux_loss * np.mean(losses)
+
+
 def logsumexp(logits):
     top = logits.max(1)
     return top + np.log(np.exp(logits - top[:, None]).sum(1))
