@@ -154,10 +154,8 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe:
     Raises:
       ValueError: there is no recipe of this name.
     """
-    if recipe is None:
-        return FULL
-    if isinstance(recipe, Recipe):
-        return recipe
+    if isinstance(recipe, Recipe | None):
+        return recipe or FULL
     if not isinstance(recipe, str) or recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} must be None, a Recipe, or one of {', '.join(map(repr, RECIPES))}")
     return RECIPES[recipe]
@@ -175,8 +173,7 @@ def get_recipes(recipe: str | Recipe | Recipes | None) -> Recipes:
     if isinstance(recipe, Recipes):
         return recipe
     if not isinstance(recipe, str) or "=" not in recipe:
-        one = get_recipe(recipe)
-        return Recipes(one, one)
+        return Recipes(recipe, recipe)
     given: dict[str, str | None] = {}
     for part in recipe.split(","):
         projection, _, name = (piece.strip() for piece in part.partition("="))

@@ -78,34 +78,29 @@ def dense_spec(axes: Axes, shape: Sequence[int], mesh: AnyMesh | None = None) ->
     return dense_spec_on(resolve_axes(axes, mesh), shape)
 
 
-def expert_specs(config: MoEConfig, axes: Axes, resolved: ResolvedAxes) -> MoEParams[PartitionSpec]:
+def expert_specs(
+    config: MoEConfig, axes: Axes, resolved: ResolvedAxes, *, check: bool = True
+) -> MoEParams[PartitionSpec]:
     """Returns the spec of each parameter of a block. Expert biases have a spec even where `init` makes none.
 
     Raises:
-      ValueError: the mesh axes of a dim do not divide its size.
+      ValueError: the mesh axes of a dim do not divide its size, and `check` asks for that.
     """
-    specs = _lay_out(config, axes, resolved)
-    for name, shape in vars(param_shapes(config, optional=True)).items():
-        if shape is not None:
-            check_divides(f"params.{name}", shape, getattr(specs, name), resolved)
-    return specs
-
-
-def _lay_out(config: MoEConfig, axes: Axes, resolved: ResolvedAxes) -> MoEParams[PartitionSpec]:
-    """Returns `expert_specs`, whether or not the mesh axes of a dim divide its size."""
     c, ep, tp = config, resolved.ep, resolved.tp
     whole = c.num_experts % resolved.size(ep + resolved.fsdp) == 0
     by_experts = axes.fsdp_dim == "experts" or (axes.fsdp_dim == "auto" and whole)
     experts, model = (ep + resolved.fsdp, ()) if by_experts else (ep, resolved.fsdp)
-    shared = dense_spec_on(resolved, (c.d_model,))[0]
-
-    def split(names, **over):
-        return {name: Spec(*(over.get(letter, ()) for letter in DIMS[name])) for name in names}
-
-    specs = split(DIMS) | split(("wi", "wo"), E=experts, H=model, F=tp) | split(("bi", "bo"), E=ep, F=tp)
-    specs |= split(("shared_wi", "shared_wo"), H=shared, S=tp)
-    latent = dict(latent_down=(c.d_model, c.d_rows), latent_up=(c.d_rows, c.d_model))
-    return MoEParams(**specs | {name: dense_spec_on(resolved, shape) for name, shape in latent.items()})
+    split = dict.fromkeys(("wi", "wo"), dict(E=experts, H=model, F=tp))
+    split |= dict.fromkeys(("bi", "bo"), dict(E=ep, F=tp))
+    split |= dict.fromkeys(("shared_wi", "shared_wo"), dict(H=dense_spec_on(resolved, (c.d_model,))[0], S=tp))
+    specs = {name: Spec(*(split.get(name, {}).get(letter, ()) for letter in dims)) for name, dims in DIMS.items()}
+    for name, shape in dict(latent_down=(c.d_model, c.d_rows), latent_up=(c.d_rows, c.d_model)).items():
+        specs[name] = dense_spec_on(resolved, shape)
+    if check:
+        for name, shape in vars(param_shapes(config, optional=True)).items():
+            if shape is not None:
+                check_divides(f"params.{name}", shape, specs[name], resolved)
+    return MoEParams(**specs)
 
 
 def shard_specs(
@@ -121,7 +116,7 @@ def shard_specs(
     """
     whole = dataclasses.replace(resolved, fsdp=())
     layouts = [
-        _lay_out(config, dataclasses.replace(axes, fsdp_dim=dim), r)
+        expert_specs(config, dataclasses.replace(axes, fsdp_dim=dim), r, check=False)
         for r in (resolved, whole, dataclasses.replace(whole, ep=()))
         for dim in ("experts", "model")
     ]

@@ -218,16 +218,14 @@ class StatsKey(jax.tree_util.SequenceKey):
     `jax.tree_util.keystr` gives ".dropped".
     """
 
-    def __init__(self, index: int):
-        super().__init__(index)
-
     def __str__(self) -> str:
         return f".{MoEStats._fields[self.idx]}"
 
 
+STATS_KEYS = tuple(map(StatsKey, range(len(MoEStats._fields))))
 jax.tree_util.register_pytree_with_keys(
     MoEStats,
-    lambda stats: (tuple((StatsKey(i), value) for i, value in enumerate(stats)), None),
+    lambda stats: (tuple(zip(STATS_KEYS, stats, strict=True)), None),
     lambda _, values: MoEStats(*values),
     lambda stats: (tuple(stats), None),
 )
