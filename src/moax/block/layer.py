@@ -210,10 +210,8 @@ def _moe(
         params = _fill(params, quantized, x.dtype)
     recipe, axes, engine = get_recipes(options.recipe), options.axes, options.engine
     check_token_axes(x, axes)
-    view = find_mesh_view(axes, engine, x, params)
-    axes = find_token_dims(x, axes, view.axes)
-    resolved = axes.resolve(dict(view.axes.sizes))
-    view, options = view._replace(axes=resolved), dataclasses.replace(options, axes=axes)
+    axes, view = find_token_dims(x, axes, find_mesh_view(axes, engine, x, params))
+    resolved, options = view.axes, dataclasses.replace(options, axes=axes)
     if x.size == 0:
         return x, _stats_of_nothing(x, config, return_routing)
     declared = shard_specs(params, config, axes, resolved) if view.manual else expert_specs(config, axes, resolved)

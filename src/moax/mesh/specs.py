@@ -247,16 +247,16 @@ def check_token_axes(x: Array, axes: Axes) -> None:
                 )
 
 
-def find_token_dims(x: Array, axes: Axes, resolved: ResolvedAxes) -> Axes:
-    """Returns `axes`, with `tokens` the axes over each leading dim of x [..., H] where mesh axes are Explicit.
+def find_token_dims(x: Array, axes: Axes, view: MeshView) -> tuple[Axes, MeshView]:
+    """Returns both, with `tokens` the axes over each leading dim of x [..., H] where mesh axes are Explicit.
 
     A token axis that the type of x does not name splits a dim further, the first dim or S where it divides it: P("ep")
     of x [B, S, H] on a mesh of fsdp and ep becomes (("ep", "fsdp"), ()). Where none divides, the result is `axes`
     itself.
     """
-    mesh = mesh_in_force(x)
+    mesh, resolved = mesh_in_force(x), view.axes
     if mesh is None or not mesh.explicit_axes or set(mesh.manual_axes).intersection(resolved.tokens):
-        return axes
+        return axes, view
     dims = [tuple(n for n in names if n in resolved.tokens) for names in pad(jax.typeof(x).sharding.spec, x.ndim)[:-1]]
     named_in_x = {name for names in dims for name in names}
     for name in resolved.tokens:
@@ -265,9 +265,12 @@ def find_token_dims(x: Array, axes: Axes, resolved: ResolvedAxes) -> Axes:
         order = sorted(range(len(dims)), reverse=name in resolved.sequence)
         home = next((d for d in order if x.shape[d] % resolved.size((*dims[d], name)) == 0), None)
         if home is None:
-            return axes
+            return axes, view
         dims[home] += (name,)
-    return axes if tuple(dims) == resolved.over(len(dims)) else dataclasses.replace(axes, tokens=tuple(dims))
+    if tuple(dims) == resolved.over(len(dims)):
+        return axes, view
+    axes = dataclasses.replace(axes, tokens=tuple(dims))
+    return axes, view._replace(axes=axes.resolve(dict(resolved.sizes)))
 
 
 def flatten_tokens(x: Shaped[Array, "*batch H"], resolved: ResolvedAxes) -> Shaped[Array, "T H"]:

@@ -153,8 +153,8 @@ def dense(
     """
     view = find_mesh_view(axes, engine, x, w)
     check_arrays("x [*batch, T, K], w [K, *D, C], bias? [*D, C]", x, w, bias, local=view.manual)
-    resolved = find_token_dims(x, axes, view.axes).resolve(dict(view.axes.sizes))
-    resolved = dataclasses.replace(resolved, fsdp=resolved.fsdp + resolved.ep, ep=())
+    _, view = find_token_dims(x, axes, view)
+    resolved = dataclasses.replace(view.axes, fsdp=view.axes.fsdp + view.axes.ep, ep=())
     view = view._replace(axes=resolved)
     if w_spec is None:
         w_spec = Spec() if view.manual else dense_spec_on(resolved, w.shape)

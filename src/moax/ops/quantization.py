@@ -14,7 +14,7 @@ Rows in groups are ordered as in `moax.kernels.groups`. With group sizes (3, 0, 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -27,12 +27,9 @@ from moax.kernels.quantization import dequantize as dequantize_array
 from moax.kernels.quantization import store_scale
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.op import Op, OpSharding
-from moax.mesh.specs import Engine, MeshView, Spec, check_spec, find_mesh_view, pad
+from moax.mesh.specs import Engine, Spec, check_spec, find_mesh_view, pad
 from moax.recipe import Format
 from moax.types import QArray
-
-# A mesh may cut a block. `gather` gathers this dim first, `refuse` raises, and `keep` takes operands that are shards.
-Cuts = Literal["gather", "refuse", "keep"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +39,8 @@ class QuantizeSpec:
     format: Format  # `dequantize` knows its dtype alone
     block: tuple[int | None, ...]  # the block length of each dim
     axes: ResolvedAxes
-    cuts: Cuts
+    manual: bool  # operands are shards, so that the mesh cuts no block
+    explicit: bool  # a dim of which the mesh cuts a block is refused; elsewhere it is gathered first
     declared: Spec | None = None  # the spec of x where neither its type nor its sharding says one
     kernels: str = DEFAULT
     align: int | None = None  # the alignment of groups; None without groups
@@ -109,7 +107,7 @@ def quantize(
         blocks = tuple(1 if b is None else -(-n // b) for n, b in zip(x.shape, block, strict=True))
         scale = store_scale(jnp.ones(blocks, jnp.float32), format)
         return QArray(jnp.zeros(x.shape, jnp.uint8), scale, format.dtype, block)
-    static = QuantizeSpec(format, block, view.axes, _cuts(view), declared, chosen, align)
+    static = QuantizeSpec(format, block, view.axes, view.manual, view.explicit, declared, chosen, align)
     sizes = None if group_sizes is None else jnp.asarray(group_sizes).astype(jnp.int32)
     if sizes is not None:
         x, sizes = _quantize.reshard(view, static, x, sizes)
@@ -136,12 +134,9 @@ def dequantize(
     check_value("q", q, QArray)
     check_float_dtype("dtype", dtype)
     view = find_mesh_view(axes, engine, q)
-    static = QuantizeSpec(Format(cast(Any, q.dtype)), q.block, view.axes, _cuts(view), out=jnp.dtype(dtype))
+    format = Format(cast(Any, q.dtype))
+    static = QuantizeSpec(format, q.block, view.axes, view.manual, view.explicit, out=jnp.dtype(dtype))
     return _dequantize(view, static, q.data, q.scale)[0]
-
-
-def _cuts(view: MeshView) -> Cuts:
-    return "keep" if view.manual else "refuse" if view.explicit else "gather"
 
 
 def _entries(static: QuantizeSpec, found: Spec | None, ndim: int) -> list[Names]:
@@ -153,10 +148,10 @@ def _split(static: QuantizeSpec, shape, found: Spec | None) -> list[Names]:
     """Returns the axes that split each dim of an array whose type or sharding has the spec `found`."""
     split = _entries(static, found, len(shape))
     for dim, (n, b, names) in enumerate(zip(shape, static.block, split, strict=True)):
-        if b is None or not names or static.cuts == "keep" or n // static.axes.size(names) % b == 0:
+        if b is None or not names or static.manual or n // static.axes.size(names) % b == 0:
             continue
         split[dim] = ()
-        if static.cuts == "refuse":
+        if static.explicit:
             raise ValueError(
                 f"dim {dim} of size {n} is sharded over mesh axes {names}, which cut its blocks of {b}; take a block "
                 f"that divides {n // static.axes.size(names)}, or another layout"
