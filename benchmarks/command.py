@@ -28,7 +28,7 @@ from moax.text import plural
 NAME = "python -m benchmarks"
 DESCRIPTION = """\
 Measures the parts of moax on the devices of this machine. A row has the time, the physical limit (measured in the same
-run), the error against float64, and the times of peers.
+run), the error of a matmul against float64, and the times of peers.
 
 gemm       grouped matmuls, beside ragged_dot, Pallas kernels and PyTorch
 block      the whole block, beside SonicMoE's; with --mesh beside a layer of PyTorch

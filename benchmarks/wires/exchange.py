@@ -27,7 +27,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
-from benchmarks import error
 from benchmarks.report import HOPPER, OURS, Row, compare, why
 from benchmarks.timing import Repeats, call_time, kernel_time
 from moax.exchange import select_transport
@@ -45,7 +44,6 @@ BLOCK = 128  # elements of an FP8 row that share a scale of 4 bytes
 WIRES: dict[str, Format | None] = {"none": None, "fp8": Format(block=BLOCK)}
 TRANSPORTS: dict[str, str] = {OURS: "one_sided", "all_gather": "all_gather"}
 NCCL = "nccl all-to-all"
-SAMPLE = 64
 ROUNDS = 10
 EP = Spec("ep")  # the spec of all operands and results
 
@@ -192,9 +190,6 @@ def _group(case: Tokens, wire: str, direction: str, args: tuple, mesh: Mesh, pee
             made.us, made.method = found.pop("us"), "wall"
             made.tb_s = nbytes / made.us * 1e-6
             made.extra |= found
-            if direction == "combine" and impl in TRANSPORTS:
-                y = single(local, mesh)(*operands)
-                made.error = _error(y, args, case.experts // mesh.size)
         except Exception as failure:
             made.us, made.note = None, why(failure)
         return made
@@ -234,15 +229,3 @@ def _even(each: int, size: int, mesh: Mesh) -> tuple[jax.Array]:
         return jax.random.bits(jax.random.key(1), (mesh.size**2 * each, size), jnp.uint8)
 
     return (jax.jit(draw, out_shardings=named(mesh, EP))(),)
-
-
-def _error(y: jax.Array, args: tuple, experts: int) -> float:
-    """Returns the error of combine on sampled tokens, whose rows dispatch left unchanged.
-
-    Then y[t] is x[t] times the number of ranks that own at least one of the token's experts; `experts` is the number of
-    experts of a rank. Example: with 2 experts a rank, the experts 0, 1 and 5 of a token are on 2 ranks.
-    """
-    some = np.linspace(0, len(args[0]) - 1, SAMPLE).astype(np.int64)
-    ranks = np.array([len(set(row)) for row in np.asarray(args[1])[some] // experts])
-    got, x = (error.double(np.asarray(v)[some]) for v in (y, args[0]))
-    return error.relative([got], [x * ranks[:, None]])
