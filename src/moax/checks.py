@@ -47,7 +47,7 @@ def check_value(
         return
     else:
         wanted = f"a {kind.__name__}, as {source} returns it" if source else f"a moax.{kind.__name__}"
-        wanted = "a name, such as 'auto'" if kind is str else wanted
+        wanted = "a name" if kind is str else wanted
         raise ValueError(f"{name} is {_describe(value)}; it must be {wanted}")
     if not fits:
         raise ValueError(f"{name}={value!r} must be {wanted}")

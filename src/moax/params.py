@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from moax.checks import check_arrays, check_value
+from moax.checks import check_arrays, check_fields, check_value
 from moax.config import MoEConfig
 from moax.types import pytree
 
@@ -96,10 +96,7 @@ class LogicalAxes:
     L: str | None = None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            name = getattr(self, field.name)
-            if name is not None and not isinstance(name, str):
-                raise ValueError(f"LogicalAxes: {field.name}={name!r} must be a name or None")
+        check_fields(self, "LogicalAxes: ")
         for param in DIMS:
             named = [name for name in self.names(param) if name is not None]
             if len(set(named)) < len(named):

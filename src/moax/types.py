@@ -79,11 +79,6 @@ class SendPlan(NamedTuple):
     position: Int[Array, "T ranks"]
     places: Int[Array, "2 2 ranks"]
 
-    @property
-    def received(self) -> Int[Array, ""]:
-        """How many rows this rank receives."""
-        return self.places[1, 1, -1]
-
 
 @pytree("transport", "num_tokens")
 class Received:

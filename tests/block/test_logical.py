@@ -53,7 +53,7 @@ def test_every_dim_has_the_name_of_its_letter():
 
 @pytest.mark.parametrize(
     "fields, message",
-    [(dict(E=3), "E=3 must be a name or None"), (dict(F="embed"), "each dim needs a name of its own")],
+    [(dict(E=3), "E is an int; it must be a name"), (dict(F="embed"), "each dim needs a name of its own")],
 )
 def test_names_that_cannot_be(fields, message):
     """Breaks if names that no rule can map are taken."""

@@ -80,14 +80,14 @@ def test_plan(routing, ranks, top_k, slots):
     landed = [{} for _ in range(ranks)]
     for rank, plan in enumerate(plans):
         there = sends(plan, 0)
-        assert len(there) == kept[rank].sum() and plan.received == kept[:, rank].sum()
+        assert len(there) == kept[rank].sum() and plan.places[1, 1, -1] == kept[:, rank].sum()
         for token, (peer, row) in zip(plan.token, there, strict=False):
             assert row not in landed[peer] and 0 <= row < ranks * slots
             landed[peer][row] = (rank, token)
     returned = [{} for _ in range(ranks)]
     for rank, plan in enumerate(plans):
         want = [(s, t) for s in range(ranks) for t in range(tokens) if slot[s, t, rank] < slots]
-        assert [landed[rank][r] for r in range(plan.received)] == want
+        assert [landed[rank][r] for r in range(plan.places[1, 1, -1])] == want
         for r, (home, back) in enumerate(sends(plan, 1)):
             assert back not in returned[home] and 0 <= back < entries
             returned[home][back] = (rank, landed[rank][r])
@@ -111,7 +111,7 @@ def test_the_example_of_the_docstrings():
     np.testing.assert_array_equal(plan.token[:4], [0, 2, 0, 1])
     np.testing.assert_array_equal(plan.position, [[0, 2], [6, 3], [1, 6]])
     np.testing.assert_array_equal(plan.places[0], [[0, -2], [2, 4]])
-    assert plan.received == 3
+    assert plan.places[1, 1, -1] == 3
 
 
 @pytest.mark.parametrize("tokens", (1, 31, 32, 33, 200))
