@@ -231,12 +231,11 @@ def activate_grad(p: BlockPlan, saved: Residuals, d_a: Float[Array, "N F"], w: W
             h, d_a, p.act, recipe, groups, weights=row_weights, amax_over=over
         )
         return a, d_rows, d_columns, None, inner
+    given = (_weigh(h, row_weights, groups), jnp.ones_like(row_weights)) if at_input else (h, row_weights)
+    a, d_h, inner = local.activate_grad(given[0], d_a, p.act, groups, given[1])
     if at_input:
-        a, d_h, _ = local.activate_grad(_weigh(h, row_weights, groups), d_a, p.act, groups, jnp.ones_like(row_weights))
         inner = jnp.sum(d_h.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
         d_h = _weigh(d_h, row_weights, groups)
-    else:
-        a, d_h, inner = local.activate_grad(h, d_a, p.act, groups, row_weights)
     _, a = local.quantize_for_matmul(a, recipe.wo, "x", groups, over, rows=False)
     d_rows, d_columns = local.quantize_for_matmul(d_h, recipe.wi, "dy", groups, over, columns=not p.frozen)
     return a, d_rows, d_columns, d_h, inner

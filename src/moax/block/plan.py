@@ -102,9 +102,8 @@ def make_plan(
     capacity = capacity_rows(tokens, top_k, config.capacity_factor)
     some, most = allot_slots(tokens, top_k, ranks, config.num_experts, config.capacity_factor, factor)
 
-    names = [name for name, of in TRANSPORTS.items() if of.portable] if transport is None else [transport]
-    if transport is None and (config.capacity_factor is not None or not ep):
-        names = [AUTO]
+    portable = [name for name, of in TRANSPORTS.items() if of.portable] if ep and capacity is None else [AUTO]
+    names = portable if transport is None else [transport]
     # A row has the same bytes in every portable transport, so the fewest rows are the fewest bytes.
     rows = {name: (some if TRANSPORTS[name].has_slots else tokens) * ranks for name in names}
     name = min(names, key=lambda name: rows[name])
@@ -116,7 +115,7 @@ def make_plan(
     first = PermuteSpec(experts, align, capacity, kernels, axes, max_rows if fewer else None)
     # A later round has half of the slots and 45 % of the rows, because it recomputes what the first round saved. With a
     # capacity factor it has all slots, because drops are decided over all of them.
-    half = slots if config.capacity_factor is not None else -(-slots // 2)
+    half = -(-slots // 2) if capacity is None else slots
     later = PermuteSpec(experts, align, capacity, kernels, axes, -(-max_rows * 9 // 20))
     gathers_x = local.matmul_gathers_rows(recipe.wi.x, *widths.values())
     grad_reduce = get_grad_reduce(options.grad_reduce_dtype)
