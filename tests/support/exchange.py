@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
@@ -20,7 +19,6 @@ from moax.exchange.transport import allot_slots
 from moax.kernels.quantization import DTYPES, quantize
 from moax.mesh.specs import MeshView
 from moax.ops import combine, dispatch, dispatch_combine
-from moax.recipe import Format
 from support import TOKENS, integers, program, size, spec
 
 WIDTH, EXPERTS, TOP_K, LOCAL = 16, 16, 3, 8
@@ -148,17 +146,6 @@ def check_transposes(way, mesh, transport, factor):
     np.testing.assert_array_equal(y, want)
     np.testing.assert_array_equal(d_w, want_w)
     np.testing.assert_array_equal(back[some], x[token[some]])
-
-
-def rounded(x, wire: Format) -> np.ndarray:
-    """x as `quantize` rounds it in blocks of its columns, and back: NumPy's own, in float32."""
-    dtype = ml_dtypes.float8_e4m3fn if wire.dtype == "e4m3" else ml_dtypes.float8_e5m2
-    (rows, width), block = x.shape, wire.block or x.shape[1]
-    blocks = np.pad(x.astype(np.float32), ((0, 0), (0, -width % block))).reshape(rows, -1, block)
-    scale = np.abs(blocks).max(-1, keepdims=True) * np.float32(1 / wire.max)
-    if wire.scale != "float32":
-        scale = np.exp2(np.ceil(np.log2(scale))).astype(np.float32)
-    return ((blocks / scale).astype(dtype).astype(np.float32) * scale).reshape(rows, -1)[:, :width]
 
 
 @contextlib.contextmanager
