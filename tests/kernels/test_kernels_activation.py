@@ -1,160 +1,190 @@
-"""The fused activation kernels: in interpret mode against what `moax.moe` computes step by step, lowered for CUDA.
+"""The kernels of the activation: in interpret mode against what `moax.moe` computes step by step, and lowered for CUDA.
 
-Covers: activations x widths x formats; the widths of models for CUDA; what is refused.
+Covers: activations x widths, in bf16 and formats, weighted or not; every name, and the widths of models, for CUDA; one
+activation whose operations Mosaic does not know, which XLA computes, and what the log says; what is refused.
 """
 
-import functools
+import logging
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moax.backend import log_once
 from moax.checks import Unsupported
+from moax.config import GATED, UNGATED, gates_of
+from moax.kernels import hopper
 from moax.kernels.groups import zero_rows
-from moax.kernels.hopper.formats import make_blocks
-from moax.kernels.hopper.pallas.activation import activate_grad_quantize, activate_quantize
+from moax.kernels.hopper.formats import find_groups, make_blocks
+from moax.kernels.hopper.pallas import activation as kernels
 from moax.kernels.quantization import DTYPES
 from moax.kernels.quantization import quantize as quantize_local
-from moax.ops.activation import activate
-from moax.recipe import Format
+from moax.kernels.xla import scale_rows
+from moax.ops.activation import activate, activation_of
+from moax.recipe import FULL, Format, Recipes
 from support import interpret, lower, some
-from support.activations import ACTS, GATED, grouped
+from support.activations import ACTS, grouped
+from support.activations import GATED as TAKES_GATE
 
-E4M3, E5M2 = Format(), Format("e5m2")
-SIZES, ROWS, USED, REAL = np.array([70, 0, 128], np.int32), 384, 256, np.r_[0:70, 128:256]
+E4M3, E5M2, POW2 = Format(), Format("e5m2"), Format(scale="pow2")
+FALLS_BACK = {"elu", "selu", "celu", "mish"}
+NAMES = [name for name in GATED + UNGATED if name not in FALLS_BACK]
+# Blocks of 70, 128 and 20 rows, at rows 0, 128 and 256: padding in its second half, none, no second half. The last rows
+# are of no block.
+SIZES, ROWS, HALVES, BLOCKS = np.array([70, 0, 128, 20], np.int32), 512, 320, 384
+GROUPS = find_groups(jnp.asarray(SIZES), 64, ROWS)
+REAL = np.asarray(GROUPS.real)
 
 
 def inputs(name, width):
-    """h, d_a with NaN in padding, weights with 0 there; rows of many magnitudes, one of zeros, a NaN and an Inf."""
+    """h, d_a and weights, NaN and 0 in padding; rows of many magnitudes, one of zeros, a NaN and an Inf."""
     rng = np.random.default_rng(0)
-    weights = np.zeros(ROWS, np.float32)
-    weights[REAL] = rng.uniform(0.1, 1, REAL.size)
     arrays = []
-    for columns in (width * (1 + GATED[name]), width):
-        x = np.full((ROWS, columns), np.nan, np.float32)
-        x[REAL] = rng.normal(size=(REAL.size, columns)) * np.exp2(rng.integers(-6, 2, (REAL.size, 1)))
+    for columns in (width * (1 + TAKES_GATE[name]), width):
+        x = rng.normal(size=(ROWS, columns)) * np.exp2(rng.integers(-6, 2, (ROWS, 1)))
         x[5] = 0
-        arrays.append(jnp.asarray(x, jnp.bfloat16))
-    h, d_a = arrays
-    return h.at[3, 4].set(jnp.nan).at[140, 7].set(jnp.inf), d_a, weights
+        arrays.append(jnp.asarray(np.where(REAL[:, None], x, np.nan), jnp.bfloat16))
+    weights = np.where(REAL, rng.uniform(0.1, 1, ROWS), 0).astype(np.float32)
+    return arrays[0].at[3, 4].set(jnp.nan).at[140, 7].set(jnp.inf), arrays[1], weights
 
 
-def check(got, x, format, contracted):
-    """What the XLA path makes of x: scales to bf16's rounding of amax, most values the same, the others a step off."""
-    dtype = DTYPES[format.dtype]
-    real = jnp.zeros(USED, bool).at[REAL].set(True)
-    q = quantize_local(zero_rows(x[:USED], real), format, format.row_block(2, contracted))
-    data = np.asarray(jax.lax.bitcast_convert_type(q.data, dtype), np.float32)
-    scale = np.asarray(q.scale)
-    data, scale = (data, scale.T) if contracted == "columns" else (data.T, scale)
-    ours = got.data.astype(np.float32)
-    ours, ours_scale = (
-        (ours[:USED], got.scale[:, :USED]) if contracted == "columns" else (ours[:, :USED], got.scale[:2])
-    )
-    assert got.data.dtype == dtype
-    np.testing.assert_allclose(ours_scale, scale, rtol=2.0**-7)
-    np.testing.assert_array_equal(np.isnan(ours), np.isnan(data))
-    step = 2.0**-3 if format.dtype == "e4m3" else 2.0**-2
-    # 1 + tanh of gelu cancels to what float32 has of the largest value, 57344 in e5m2.
-    np.testing.assert_allclose(ours, data, rtol=step, atol=2.0**-9 if format.dtype == "e4m3" else 2.0**-6)
-    assert (ours == data)[~np.isnan(data)].mean() > 0.99
-
-
-def scaled(x, weights):
-    """`_scale` of `moax.moe`."""
-    real = np.isin(np.arange(x.shape[0]), REAL)[:, None]
-    return jnp.where(real, x.astype(jnp.float32) * weights[:, None], 0.0).astype(x.dtype)
+def check(got, want, format=None, contracted="columns", used=HALVES):
+    """In `used` rows most values are what XLA makes of `want`, the others a step off; scales to bf16's rounding."""
+    got = got if format else (got[:used], None)
+    real, rtol, atol = jnp.asarray(REAL[:used]), 2.0**-7, 2.0**-20
+    data, want = got[0], np.asarray(zero_rows(want[:used], real), np.float32)
+    if format is not None:
+        q = quantize_local(zero_rows(jnp.asarray(want), real), format, format.row_block(2, contracted))
+        want, scale = np.asarray(jax.lax.bitcast_convert_type(q.data, DTYPES[format.dtype]), np.float32), q.scale
+        by_columns = contracted == "columns"
+        want, scale = (want, scale.T) if by_columns else (want.T, scale)
+        data = data[:used] if by_columns else data[:, :used]
+        np.testing.assert_allclose(got[1][:, :used] if by_columns else got[1][: used // 128], scale, rtol=2.0**-7)
+        # 1 + tanh of gelu cancels to what float32 has of the largest value, 57344 in e5m2.
+        rtol, atol = (2.0**-3, 2.0**-9) if format.dtype == "e4m3" else (2.0**-2, 2.0**-5)
+    assert data.dtype == (DTYPES[format.dtype] if format else jnp.bfloat16) and data.shape == want.shape
+    data = data.astype(np.float32)
+    np.testing.assert_allclose(data, want, rtol=rtol, atol=atol)  # NaN where it is, and 0 in padding
+    assert (data == want)[~np.isnan(want)].mean() > 0.99
 
 
 @pytest.mark.parametrize(
     ("name", "width", "weighted", "format"),
-    some(
-        [
-            ("swiglu", 256, True, E4M3),
-            ("geglu", 128, False, E5M2),
-            ("swiglu_oai", 128, True, Format(scale="pow2")),
-            ("relu2", 128, False, E4M3),
-        ],
-        2,
-    ),
-)
-def test_activate_quantize(name, width, weighted, format):
-    """Gate and up that change places, a weight of another row, padding (NaN) that is not zeroed."""
+    some([("swiglu_oai", 96, False, None), ("swiglu", 256, True, E4M3), ("geglu", 128, False, E5M2),
+          ("gelu", 192, True, None), ("swiglu", 128, True, None), ("swiglu_oai", 128, True, POW2),
+          ("relu2", 128, False, E4M3)], 3),
+)  # fmt: skip
+def test_activate(name, width, weighted, format):
+    """Gate and up that change places, a tile that straddles them, a weight of another row, padding not zeroed."""
     h, _, weights = inputs(name, width)
 
     def run(h, sizes, weights):
-        weights = weights if weighted else None
-        blocks = make_blocks(sizes, ROWS)
-        return activate_quantize(h, blocks, ACTS[name], gated=GATED[name], weights=weights, format=format)
+        how = dict(gated=TAKES_GATE[name], weights=weights if weighted else None)
+        if format is None:
+            return kernels.activate_rows(h, make_blocks(sizes, ROWS, 64), ACTS[name], **how)
+        return kernels.activate_quantize(h, make_blocks(sizes, ROWS), ACTS[name], **how, format=format)
 
     got = interpret(run, h, SIZES, weights)
     a = activate(grouped(h, name), name)
-    a = scaled(a, weights) if weighted else jnp.where(np.isin(np.arange(ROWS), REAL)[:, None], a, 0)
-    check(got, a, format, "columns")
-    assert got.scale.shape == (width // 128, ROWS)
+    check(got, scale_rows(a, weights, GROUPS) if weighted else a, format)
+    assert format is None or got.scale.shape == (width // 128, ROWS)
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "of_h"), some([("swiglu_oai", 128, E4M3), ("swiglu", 256, E5M2), ("silu", 128, E4M3)], 1)
-)
-def test_activate_grad_quantize(name, width, of_h):
-    """A derivative, a rounding or a weight that differs from the unfused path; a buffer used again too early."""
+    ("name", "width", "tiles", "of_h"),
+    some([("swiglu_oai", 96, 3, None), ("swiglu_oai", 128, 1, E4M3), ("swiglu", 256, 2, None),
+          ("swiglu", 256, 2, E5M2), ("silu", 128, 1, None), ("silu", 128, 1, E4M3)], 2),
+)  # fmt: skip
+def test_gradient(name, width, tiles, of_h):
+    """A derivative, a rounding or a weight that differs from the unfused path; a tile or a sum in another's place; a
+    buffer used again too early."""
     h, d_a, weights = inputs(name, width)
+    used = HALVES if of_h is None else BLOCKS
 
     def run(h, d_a, sizes, weights):
+        if of_h is None:
+            return kernels.activate_grad_rows(h, d_a, make_blocks(sizes, ROWS, 64), ACTS[name], weights=weights)
         blocks = make_blocks(sizes, ROWS)
-        return activate_grad_quantize(h, d_a, blocks, ACTS[name], weights=weights, of_h=of_h)
+        return kernels.activate_grad_quantize(h, d_a, blocks, ACTS[name], weights=weights, of_h=of_h)
 
-    a_columns, by_row, by_column, inner = interpret(run, h, d_a, SIZES, weights)
+    got_a, *got_d_h, inner = interpret(run, h, d_a, SIZES, weights)
     a, pull = jax.vjp(lambda h: activate(grouped(h, name), name), h)
-    (d_h,) = pull(scaled(d_a, weights))
-    real = np.isin(np.arange(ROWS), REAL)[:, None]
-    check(a_columns, scaled(a, weights), E4M3, "rows")
-    check(by_row, jnp.where(real, d_h, 0), of_h, "columns")
-    check(by_column, jnp.where(real, d_h, 0), of_h, "rows")
-    products = np.where(real, np.asarray(d_a, np.float64) * np.asarray(a, np.float64), 0)
-    want = products.reshape(ROWS, -1, 128).sum(-1).T[:, :USED]
-    magnitude = np.abs(products).reshape(ROWS, -1, 128).sum(-1).T[:, :USED]
-    inner, finite = inner[:, :USED], np.isfinite(want)
-    assert inner.shape == (width // 128, USED) and np.array_equal(np.isfinite(inner), finite)
+    (d_h,) = pull(scale_rows(d_a, weights, GROUPS))
+    check(got_a, scale_rows(a, weights, GROUPS), of_h and E4M3, "rows", used)
+    for got, contracted in zip(got_d_h, ("columns", "rows"), strict=False):
+        check(got, d_h, of_h, contracted, used)
+    products = np.where(REAL[:, None], np.asarray(d_a, np.float64) * np.asarray(a, np.float64), 0)
+    products = products.reshape(ROWS, tiles, -1)[:used]
+    want, magnitude = products.sum(-1).T, np.abs(products).sum(-1).T
+    assert inner.shape == (tiles, ROWS) and inner.dtype == np.float32
+    inner, finite = inner[:, :used], np.isfinite(want)
+    np.testing.assert_array_equal(np.isfinite(inner), finite)
     assert (np.abs(inner[finite] - want[finite]) <= 2.0**-9 * magnitude[finite] + 1e-30).all()
 
 
-@pytest.mark.parametrize("width", some([1408, 7168, 768, 2048, 4096], 1))
-def test_lowers_for_cuda(width):
-    """A formula or a width of a model that Mosaic refuses, or that does not fit in SMEM."""
+def test_which_fall_back():
+    """Breaks if an activation leaves the kernels, or if one that they cannot compute is taken for one that they can."""
+    why_not = kernels.why_not_in_kernels
+    assert {n for n in GATED + UNGATED if why_not(activation_of(n), gates_of(n) == 2) is not None} == FALLS_BACK
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    some([("swiglu", 1408), ("swiglu", 2880), (NAMES[-1], 128), *((name, 128) for name in NAMES[:-1]),
+          *(("swiglu", width) for width in (96, 768, 2048, 4096, 7168))], 3),
+)  # fmt: skip
+def test_lowers_for_cuda(name, width):
+    """Breaks if Mosaic does not lower an operation that `KNOWN` says it knows, a width of a model, or one of tiles of
+    32, 64 or 128 columns; or if a width does not fit in SMEM."""
+    act, gated, pow2 = activation_of(name), gates_of(name) == 2, Format("e5m2", scale="pow2")
+    h, d_a = (jax.ShapeDtypeStruct((512, width * n), jnp.bfloat16) for n in (1 + gated, 1))
     sizes, weights = jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((512,), jnp.float32)
-    for name in ACTS if width == 768 else ("swiglu",):
-        h = jax.ShapeDtypeStruct((512, width * (1 + GATED[name])), jnp.bfloat16)
-        d_a = jax.ShapeDtypeStruct((512, width), jnp.bfloat16)
-
-        def forward(h, s, w, name=name):
-            return activate_quantize(h, make_blocks(s, 512), ACTS[name], gated=GATED[name], weights=w)
-
-        def backward(h, d_a, s, w, name=name):
-            return activate_grad_quantize(
-                h,
-                d_a,
-                make_blocks(s, 512),
-                ACTS[name],
-                weights=w,
-                of_a=Format(scale="pow2"),
-                of_h=Format("e5m2", scale="pow2"),
-            )
-
-        lower(forward, h, sizes, weights)
-        lower(functools.partial(forward, w=None), h, sizes)
-        lower(backward, h, d_a, sizes, weights)
+    forward, backward = [kernels.activate_rows], [(kernels.activate_grad_rows, {})]
+    if width % 128 == 0:
+        forward.append(kernels.activate_quantize)
+        backward.append((kernels.activate_grad_quantize, dict(of_a=pow2, of_h=pow2)))
+    for fn in forward:
+        run = lambda h, s, w, fn=fn: fn(h, make_blocks(s, 512), act, gated=gated, weights=w)  # noqa: E731
+        lower(run, h, sizes, weights)
+        lower(run, h, sizes, None)
+    for fn, how in backward:
+        run = lambda h, d, s, w, fn=fn, how=how: fn(h, d, make_blocks(s, 512), act, weights=w, **how)  # noqa: E731
+        lower(run, h, d_a, sizes, weights)
 
 
-def test_refuses_what_the_kernel_cannot_take():
-    """Blocks that straddle gate and up."""
-    blocks = make_blocks(jnp.array([128]), 128)
-    with pytest.raises(Unsupported, match="F is 96"):
-        activate_quantize(jnp.zeros((128, 192), jnp.bfloat16), blocks, ACTS["swiglu"], gated=True)
+def test_fall_back_to_xla(caplog):
+    """Breaks if an activation that the kernels do not know fails, is silently slow, or lets NaN of padding through."""
+    act, groups = activation_of("mish"), find_groups(jnp.array([70, 128], jnp.int32), 128, 256)
+    real = np.asarray(groups.real)
+    rng = np.random.default_rng(0)
+    h = np.where(real[:, None, None], rng.normal(size=(256, 1, 64)), np.nan)
+    d_a = np.where(real[:, None], rng.normal(size=(256, 64)), np.nan)
+    h, d_a, weights = jnp.asarray(h, jnp.bfloat16), jnp.asarray(d_a, jnp.bfloat16), jnp.asarray(real, jnp.float32) / 2
+    log_once.cache_clear()
+    how = dict(weights=weights, amax_over=())
+    with caplog.at_level(logging.WARNING):
+        a = hopper.activate(h, act, FULL, groups, **how)
+        back, d_h, _, inner = hopper.activate_grad_quantize(h, d_a, act, Recipes(), groups, **how)
+    wide, d_wide = (zero_rows(v, groups.real).astype(jnp.float32) for v in (h[:, 0], d_a))
+    want, pull = jax.vjp(jax.nn.mish, wide)
+    for got, wanted in ((a, want / 2), (back, want / 2), (d_h.reshape(256, -1), pull(d_wide / 2)[0])):
+        np.testing.assert_allclose(np.asarray(got, np.float32), wanted, rtol=2e-2, atol=1e-3)
+    np.testing.assert_allclose(inner[real], (want * d_wide).sum(1)[real], rtol=2e-2, atol=2e-2)
+    assert any("do not know" in r.getMessage() and "XLA computes it" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "width"),
+    [(kernels.activate_rows, kernels.activate_grad_rows, 48),
+     (kernels.activate_quantize, kernels.activate_grad_quantize, 96)],
+)  # fmt: skip
+def test_refuses(forward, backward, width):
+    """Boxes or blocks that straddle gate and up; an h or d_a of another dtype, read as if it were bf16."""
+    blocks, act, h = make_blocks(jnp.array([128]), 128), ACTS["swiglu"], jnp.zeros((128, 256), jnp.bfloat16)
+    with pytest.raises(Unsupported, match=f"F is {width}"):
+        forward(h[:, : 2 * width], blocks, act, gated=True)
     with pytest.raises(Unsupported, match="float32"):
-        activate_quantize(jnp.zeros((128, 256), jnp.float32), blocks, ACTS["swiglu"], gated=True)
+        forward(h.astype(jnp.float32), blocks, act, gated=True)
     with pytest.raises(ValueError, match="d_a"):
-        h, d_a, weights = jnp.zeros((128, 256), jnp.bfloat16), jnp.zeros((128, 128), jnp.float32), jnp.zeros(128)
-        activate_grad_quantize(h, d_a, blocks, ACTS["swiglu"], weights=weights)
+        backward(h, jnp.zeros((128, 128)), blocks, act, weights=jnp.zeros(128))

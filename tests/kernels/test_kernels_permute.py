@@ -1,9 +1,7 @@
-"""The gather and gather-sum kernels: in interpret mode against NumPy, and lowered for CUDA.
+"""The gather and gather-sum kernels: in interpret mode against NumPy.
 
-Covers: dtypes x widths x numbers of terms; the widths of models for CUDA; what is refused.
+Covers: dtypes x widths x numbers of terms; what is refused.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from moax.checks import Unsupported
 from moax.kernels.hopper.formats import make_blocks
 from moax.kernels.hopper.pallas import permute
 from moax.kernels.hopper.pallas.permute import gather_rows, gather_sum
-from support import interpret, kernels_of, lower, some
+from support import interpret, kernels_of
 
 WIDTHS = (96, 768, 1408, 2048, 2880, 4096, 7168)
 
@@ -71,19 +69,6 @@ def test_gather_sum_adds_the_rows_that_exist(monkeypatch, terms, weighted, dtype
     want = (values * (np.where(position < size, weights, 0.0) if weighted else np.ones_like(weights))[..., None]).sum(1)
     assert got.dtype == dtype and not got[4].any()
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=2.0**-8 if dtype == jnp.bfloat16 else 1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("width", some(WIDTHS, 1))
-def test_lowers_for_cuda(width):
-    """A width of a model whose tiles Mosaic refuses."""
-    i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    for dtype in (jnp.bfloat16, jnp.float32, jnp.uint8):
-        x = jax.ShapeDtypeStruct((640, width), dtype)
-        lower(lambda x, s, n: gather_rows(x, s, make_blocks(n, 1024)), x, i32((1024,)), i32((3,)))
-    for terms in (1, 8, 16):
-        weights = jax.ShapeDtypeStruct((300, terms), jnp.float32)
-        lower(gather_sum, jax.ShapeDtypeStruct((640, width), jnp.bfloat16), i32((300, terms)), weights)
-    lower(lambda r, p: gather_sum(r, p, None), jax.ShapeDtypeStruct((640, width), jnp.float32), i32((300, 3)))
 
 
 def test_refuses_rows_of_no_whole_16_bytes():

@@ -1,4 +1,5 @@
-"""The kernels of the plan: interpreted against a NumPy oracle, their PTX in NumPy, and on a card against XLA.
+"""The kernels of the plan and of top-k: interpreted against NumPy and `lax.top_k`, their PTX in NumPy, and on a card
+against XLA.
 
 Covers: groups that are empty, one, many; assignments that divide nothing, of no group, all of one group; parts of the
 arrivals of each group; several steps and rounds; on a Hopper GPU, the shapes of models, skewed, in passes, under vmap.
@@ -10,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from moax.checks import Unsupported
 from moax.kernels import implementation
 from moax.kernels.groups import align_up
 from moax.kernels.hopper.pallas import plan, ptx
 from moax.ops.permutation import PermuteSpec, plan_rows
-from support import interpret, lower, random, some, spread
+from support import interpret, random, some, spread
 from support.ptx import run_ptx
 
 
@@ -101,16 +103,6 @@ def test_take_and_put():
     np.testing.assert_array_equal(written, want)
 
 
-@pytest.mark.parametrize("parted", [False, True])
-@pytest.mark.parametrize(("rows", "top_k", "groups"), some([(8191, 8, 128), (65536, 8, 16), (64, 2, 8)], 1))
-def test_lowers_for_cuda(rows, top_k, groups, parted):
-    """A number of groups or of assignments whose arrays Mosaic refuses."""
-    of_groups = jax.ShapeDtypeStruct((groups,), jnp.int32)
-    fn = functools.partial(place, groups=groups, align=128, num_rows=rows * top_k)
-    experts, weights = (jax.ShapeDtypeStruct((rows, top_k), dtype) for dtype in (jnp.int32, jnp.float32))
-    lower(fn, experts, None if parted else weights, (of_groups, of_groups) if parted else None)
-
-
 def test_refuses():
     """A kernel that has more groups or steps than shared memory holds; XLA takes those."""
     assert plan.supports((1 << 20, 1), 64) and not plan.supports((1 << 23, 8), 128) and not plan.supports((64, 1), 1025)
@@ -158,3 +150,63 @@ def test_plans_on_a_card(shape, parted):
             for one, value, bits in zip(*map(jax.tree.leaves, plans(experts, start)), strict=True):
                 np.testing.assert_array_equal(value, bits)
                 np.testing.assert_array_equal(one, bits[1])
+
+
+def logits_of(kind, rows, experts):
+    """Logits [T, E] of a kind."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, experts)).astype(np.float32)
+    if kind == "tied":
+        return np.round(x)
+    if kind == "odd":
+        odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, 3.0], np.float32)
+        return odd[rng.integers(0, len(odd), x.shape)]
+    return x
+
+
+def assert_bits(got, want):
+    np.testing.assert_array_equal(np.asarray(got).view(np.int32), np.asarray(want).view(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "experts", "top_k"),
+    [("odd", 64, 16, 16), ("tied", 100, 32, 4), *some([("random", 128, 128, 8), ("tied", 64, 256, 8)], 0)],
+)
+def test_top_k_is_that_of_lax(kind, rows, experts, top_k):
+    """Ties that go to the higher expert, a NaN that sorts elsewhere, an expert taken twice, or rows left out."""
+    x = logits_of(kind, rows, experts)
+    # Where 64 does not divide the rows, two blocks write the same to some of them, which the interpreter calls a race.
+    got = interpret(functools.partial(plan.top_k_rows, top_k=top_k), x, races=rows % 64 == 0)
+    jax.tree.map(assert_bits, tuple(got), tuple(lax.top_k(x, top_k)))
+
+
+@pytest.mark.parametrize(("shape", "top_k"), [((63, 64), 2), ((64, 60), 2), ((64, 512), 2), ((64, 8), 9)])
+def test_top_k_refuses(shape, top_k):
+    """A kernel that reads logits past the end of the array, or more than its registers hold."""
+    with pytest.raises(Unsupported, match="logits are float32"):
+        plan.top_k_rows(jnp.zeros(shape, jnp.float32), top_k)
+
+
+def test_values_have_a_derivative():
+    """Breaks if a second derivative of the routing fails where kernels run, or leaves out what chose the weights."""
+    x, dx = (jnp.asarray(np.random.default_rng(i).normal(size=(5, 9)), jnp.float32) for i in range(2))
+    got, want = (
+        jax.jvp(lambda x, top=top: top(x, 3)[0], (x,), (dx,)) for top in (implementation("hopper").top_k, lax.top_k)
+    )
+    np.testing.assert_array_equal(np.stack(got), np.stack(want))
+
+
+@pytest.mark.gpu
+def test_top_k_on_a_card():
+    """A row that two warpgroups write apart, or a comparison that only the hardware does otherwise."""
+    shapes = ((8192, 128, 8), (4000, 256, 8), (65, 64, 6), (8192, 8, 2))
+
+    @jax.jit
+    def choose(*xs):
+        pairs = list(zip(xs, (top_k for *_, top_k in shapes), strict=True))
+        return [[top(x, k) for x, k in pairs] for top in (plan.top_k_rows, lax.top_k)]
+
+    for kind in ("random", "tied", "odd"):
+        got, want = choose(*(logits_of(kind, rows, experts) for rows, experts, _ in shapes))
+        for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert_bits(ours, theirs)

@@ -1,7 +1,6 @@
-"""The quantization kernels: in interpret mode against `moax.ops.quantize`, and lowered for CUDA.
+"""The quantization kernels: in interpret mode against `moax.ops.quantize`.
 
-Covers: rows, columns and weights x formats x widths x source dtypes; the wire, also on a GPU; the widths of models for
-CUDA.
+Covers: rows, columns and weights x formats x widths x source dtypes; the wire, also on a GPU.
 """
 
 import functools
@@ -20,7 +19,7 @@ from moax.kernels.quantization import DTYPES
 from moax.kernels.quantization import dequantize as dequantize_local
 from moax.kernels.quantization import quantize as quantize_local
 from moax.recipe import Format
-from support import interpret, lower, some
+from support import interpret, some
 
 E4M3, E4M3_POW2, E5M2, E5M2_POW2 = (Format(dtype, scale=s) for dtype in ("e4m3", "e5m2") for s in ("float32", "pow2"))
 F8 = jnp.float8_e4m3fn
@@ -155,21 +154,6 @@ def test_weight_one_scale_a_matrix():
     assert (got.scale == scale[:, None, None]).all()
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("width", (2880, 96, 1408, 7168))
-def test_lowers_for_cuda(width):
-    """A width of a model whose tiles Mosaic refuses."""
-    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
-    for source in (jnp.bfloat16, jnp.float32):
-        x, w = (jax.ShapeDtypeStruct(shape, source) for shape in ((512, width), (2, width, 2880)))
-        for options in ({}, {"rows": False, "format": E4M3_POW2}, {"columns": False, "format": E5M2}):
-            lower(lambda x, s, options=options: quantize_rows(x, make_blocks(s, 512), **options), x, sizes)
-        for blocks in (1, 4):
-            lower(lambda x, s: quantize_rows(x, None, scale=s), x, jax.ShapeDtypeStruct((blocks,), jnp.float32))
-        lower(functools.partial(quantize_weight, transposed=False, format=E4M3_POW2), w)
-        lower(functools.partial(quantize_weight, transposed=True, format=E5M2), w)
-
-
 def test_refuses_what_the_kernel_cannot_take():
     """A copy past the end of a row, or a silent cast."""
     with pytest.raises(Unsupported, match="multiples of 16"):
@@ -208,14 +192,6 @@ def test_dequantize_rows(width, format, out, count):
     )
     want = np.asarray(dequantize_local(q, out), np.float32)
     np.testing.assert_array_equal(np.float32(got)[:count], want[:count])
-
-
-@pytest.mark.parametrize("width", some(WIDTHS, 1))
-def test_wire_lowers_for_cuda(width):
-    """Widths of models, to and from."""
-    lower(lambda x: quantize_rows(x, None, columns=False, by_row=True)[0], jnp.zeros((256, width), jnp.bfloat16))
-    words = jnp.zeros((256, width // 96 + 1), jnp.int32)
-    lower(dequantize_rows, jnp.zeros((256, width), F8), words, jnp.zeros(8, jnp.int32))
 
 
 def test_dequantize_refuses_what_it_cannot_tile():
