@@ -356,13 +356,12 @@ def _stats_of_nothing(x, config: MoEConfig, return_routing: bool) -> MoEStats:
 
 def _check_quantized(quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
     """Raises ValueError where quantized weights are of another recipe, implementation or size than the block's."""
-    if quantized.recipe != plan.recipe:
-        raise ValueError(f"quantized has recipe={quantized.recipe}, and this call has recipe={plan.recipe}")
-    if quantized.kernels != plan.kernels:
-        raise ValueError(
-            f"quantized is for kernels={quantized.kernels!r}, and this call runs {plan.kernels!r}; pass the same "
-            "kernels= and the dtype of x to moax.quantize_params"
-        )
+    for name in ("recipe", "kernels"):
+        if (have := getattr(quantized, name)) != (want := getattr(plan, name)):
+            raise ValueError(
+                f"quantized has {name}={have!r}, and this call has {want!r}; pass the same options and the dtype of x "
+                "to moax.quantize_params"
+            )
     for name in ("wi", "wo"):
         kept, want = getattr(quantized, name), getattr(params, name).shape
         if kept is not None and (sizes := kept[1].data.shape) != want:  # of columns, never turned

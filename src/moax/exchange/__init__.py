@@ -199,11 +199,10 @@ def find_transport(exchange: str, axes: ResolvedAxes | None = None) -> str:
     `auto` is all_gather. Where ep of the mesh `axes` has one rank nothing travels, and all_gather takes the place of a
     transport that does not run everywhere. ValueError is raised where there is no transport of this name.
     """
-    if exchange == "auto":
-        return AUTO
-    if exchange not in TRANSPORTS:
+    name = AUTO if exchange == "auto" else exchange
+    if name not in TRANSPORTS:
         raise ValueError(f"exchange={exchange!r} must be one of {', '.join(map(repr, ('auto', *TRANSPORTS)))}")
-    return AUTO if axes is not None and not axes.ep and not TRANSPORTS[exchange].portable else exchange
+    return AUTO if axes is not None and not axes.ep and not TRANSPORTS[name].portable else name
 
 
 def select_transport(exchange: str, view: MeshView | None = None, row_bytes: int | None = None) -> str:
