@@ -35,7 +35,7 @@ from moax.kernels import DEFAULT, implementation, select_kernels
 from moax.kernels.groups import Groups, align_up
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.op import Op, with_gradient
-from moax.mesh.specs import Engine, find_mesh_view
+from moax.mesh.specs import Engine, MeshView, find_mesh_view
 from moax.types import Plan
 
 
@@ -135,13 +135,11 @@ def permute(
         raise ValueError(f"top_k={top_k} must be None beside ids; experts is no map of bool, but {experts.dtype}")
     view = find_mesh_view(axes, engine, x)
     map_top_k = min(top_k or num_groups, num_groups) if mapped else None
-    static = PermuteSpec(num_groups, align, capacity, _select(kernels, x), view.axes, map_top_k=map_top_k)
+    static = _make_spec(view, kernels, x, num_groups, align, capacity, map_top_k)
     experts = experts if mapped else experts.astype(jnp.int32)
-    if weights is None:
-        rows, (plan, *_) = _permute(view, static, x, experts, None)
-        return rows, plan
-    rows, (plan, row_weights, _) = _permute(view, static, x, experts, weights.astype(jnp.float32))
-    return rows, row_weights.astype(weights.dtype), plan
+    wide = None if weights is None else weights.astype(jnp.float32)
+    rows, (plan, row_weights, _) = _permute(view, static, x, experts, wide)
+    return (rows, plan) if weights is None else (rows, row_weights.astype(weights.dtype), plan)
 
 
 def unpermute(
@@ -173,7 +171,7 @@ def unpermute(
     check_arrays("rows [N, H], weights? [R, K]", rows, weights, N=sorted_, R=received, K=top_k)
     weights = jnp.ones_like(plan.scatter_idx, jnp.float32) if weights is None else weights
     view = find_mesh_view(axes, engine, rows)
-    static = PermuteSpec(plan.group_sizes.shape[0], 1, None, _select(kernels, rows), view.axes)
+    static = _make_spec(view, kernels, rows, plan.group_sizes.shape[0])
     return _unpermute(view, static, rows, plan, weights)[0]
 
 
@@ -204,15 +202,14 @@ def sort_chunks(
     """
     check_arrays("x [M, *C], sizes int [chunks], order int [chunks]", x, sizes, order)
     view = find_mesh_view(axes, engine, x)
-    chosen = select_kernels(kernels, x.dtype, **{"the rows' width": math.prod(x.shape[1:])})
-    static = PermuteSpec(sizes.shape[0], 1, None, chosen if x.size else DEFAULT, view.axes)
+    static = _make_spec(view, kernels, x, sizes.shape[0])
     return _sort(view, static, x, *(jnp.asarray(v).astype(jnp.int32) for v in (sizes, order)))[0]
 
 
-def _select(kernels: str, rows) -> str:
-    """Returns the name of the implementation that moves rows [M, H]; no kernel moves no rows."""
-    chosen = select_kernels(kernels, rows.dtype, **{"the rows' dim 1": rows.shape[1]})
-    return chosen if rows.shape[0] else DEFAULT
+def _make_spec(view: MeshView, kernels: str, rows, num_groups: int, align=1, capacity=None, top_k=None) -> PermuteSpec:
+    """Returns the spec of an op that moves rows [M, *C]; no kernel moves no rows."""
+    chosen = select_kernels(kernels, rows.dtype, **{"the rows' width": math.prod(rows.shape[1:])})
+    return PermuteSpec(num_groups, align, capacity, chosen if rows.size else DEFAULT, view.axes, map_top_k=top_k)
 
 
 def plan_rows(
