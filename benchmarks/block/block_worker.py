@@ -31,7 +31,7 @@ import moax
 from benchmarks.block import stages
 from benchmarks.block.block import KEPT
 from benchmarks.block.imbalance import choose_experts
-from benchmarks.block.worker import READY
+from benchmarks.block.worker import READY, config_of
 from benchmarks.report import HOPPER, why
 from benchmarks.timing import Repeats, call_time, kernel_time
 from moax import backend
@@ -47,7 +47,7 @@ MOVES = re.compile(r"nccl|allreduce|raggedalltoall|multigpubarrier|putrows|^p(su
 def main(argv: list[str]) -> int:
     """Measures the request `argv[0]`, and prints the answers. Returns 0."""
     request = json.loads(argv[0])
-    config = moax.MoEConfig(**request["config"] | {"router": moax.RouterConfig(**request["config"]["router"])})
+    config = config_of(request)
     if not request["mesh"]:
         return serve(request, config, None)
     devices = math.prod(request["mesh"].values())

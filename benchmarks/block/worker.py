@@ -28,6 +28,11 @@ def environment(**changes: str) -> dict[str, str]:
     return known | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
+def config_of(request: dict[str, Any]) -> moax.MoEConfig:
+    """Returns the config of a request."""
+    return moax.MoEConfig(**request["config"] | {"router": moax.RouterConfig(**request["config"]["router"])})
+
+
 def refuse(tokens: list[int], error: Exception) -> int:
     """Answers each number of tokens with the reason why a worker cannot measure it. Returns 0."""
     print(READY, flush=True)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks.block.block_worker import saved_needed
-from benchmarks.block.worker import READY, refuse
+from benchmarks.block.worker import READY, config_of, refuse
 from benchmarks.peers import torch_block, torch_layer
 from benchmarks.peers.torch_layer import torch
 from benchmarks.report import why
@@ -48,7 +48,7 @@ class Params(NamedTuple):
 def main(argv: list[str]) -> int:
     """Measures the request `argv[0]`, and prints the answers. Returns 0."""
     request = json.loads(argv[0])
-    config = torch_block.config_of(request)
+    config = config_of(request)
     try:
         check(config)
     except Unsupported as error:

@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.block.worker import READY, refuse
+from benchmarks.block.worker import READY, config_of, refuse
 from benchmarks.peers import torch_layer
 from benchmarks.peers.torch_layer import Layer, Mesh, Params, dist, torch
 from benchmarks.report import why
 from benchmarks.timing import Repeats
-from moax import MoEConfig, RouterConfig
+from moax import MoEConfig
 from moax.checks import Unsupported
 
 SECONDS = 450  # limit of a collective, and of the wait for the line
@@ -60,12 +60,6 @@ def torchrun(ranks: int, module: str, *argv: str) -> list[str]:
     """Returns the command that runs a module as so many ranks, whose environment says which each is."""
     how = ("--standalone", "--nproc-per-node", str(ranks), "--module", module)
     return [sys.executable, "-m", "torch.distributed.run", *how, *argv]
-
-
-def config_of(request: dict[str, Any]) -> MoEConfig:
-    """Returns the config of a request."""
-    fields = dict(request["config"])
-    return MoEConfig(**fields | {"router": RouterConfig(**fields["router"])})
 
 
 def check(config: MoEConfig, sizes: dict[str, int]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.block.worker import config_of
 from benchmarks.peers import torch_block, torch_layer
 from benchmarks.peers.torch_layer import Layer, Mesh, Params, dist, torch
 
@@ -69,7 +70,7 @@ def main(folder: Path, fsdp: int, ep: int) -> None:
     for name in json.loads(str(cases["names"])):
         given = {key: cases[f"{name} {key}"] for key in ("x", "dy", "router", "wi", "wo")}
         how = json.loads(str(cases[f"{name} how"]))
-        config = torch_block.config_of(how)
+        config = config_of(how)
         dtype = getattr(torch, how["dtype"])
         shard = torch_block.place(fsdp, ep).index(rank)
         own = {
