@@ -8,11 +8,11 @@ None, "tensor").
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from moax.block.layer import CallKeywords, moe, quantize_params
 from moax.config import MoEConfig, Options
@@ -146,7 +146,10 @@ class MoELayer:
         values = init(key, config, dtype=self.param_dtype, axes=axes, initializers=initializers, specs=where)
         return {n: Made(v, specs.get(n), names.get(n)) for n, v in vars(values).items() if v is not None}
 
-    def _compute(self, x: Array, keywords: CallKeywords) -> tuple[Array, MoEStats]:
+    def __call__(
+        self, x: Float[Array, "*batch H"], **keywords: Unpack[CallKeywords]
+    ) -> tuple[Float[Array, "*batch H"], MoEStats]:
+        """Returns (y, stats) of `moax.moe` on x [..., H], with its keywords; y has the dtype of the computation."""
         x = x if self.dtype is None else x.astype(self.dtype)
         return moe(x, self.params, self.config, self.options, **keywords)
 

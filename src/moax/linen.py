@@ -101,7 +101,7 @@ class MoEBlock(MoELayer, nn.Module):
                     self.variable(STATE, name, _box, made)
                 else:
                     self.param(name, lambda _, made=made: _box(made))
-        return self._compute(x, keywords)
+        return super().__call__(x, **keywords)
 
     @property
     def options(self) -> Options:  # pyrefly: ignore[bad-override]

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moax.block.layer import CallKeywords
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, nnx
 from moax.mesh.axes import Axes
@@ -28,7 +27,6 @@ from moax.mesh.specs import Engine
 from moax.params import DIMS
 from moax.recipe import Recipe
 from moax.sharding import Initializer
-from moax.types import MoEStats
 
 
 class _Laid(nnx.Variable):
@@ -103,12 +101,6 @@ class MoE(MoELayer, nnx.Module):
         for name in DIMS:
             kind = RouterBias if name == "router_bias" else MoEParam
             setattr(self, name, _make_variable(kind, made[name]) if name in made else nnx.data(None))
-
-    def __call__(
-        self, x: Float[Array, "*batch H"], **keywords: Unpack[CallKeywords]
-    ) -> tuple[Float[Array, "*batch H"], MoEStats]:
-        """Returns (y, stats) of `moax.moe` on x [..., H], with its keywords; y has the dtype of the computation."""
-        return self._compute(x, keywords)
 
     def _get(self, name: str) -> Array | None:
         variable = getattr(self, name)
