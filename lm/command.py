@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import math
 import shlex
 import sys
@@ -25,10 +26,9 @@ that you do not give come from the preset; with --resume, from the run.
 def main(argv: list[str] | None = None) -> int:
     """Runs `python -m lm ARGV`, and returns the exit code; see `lm.program`."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["compare"]:
-        from lm import compare
-
-        return program.run("python -m lm compare", lambda: compare.main(argv[1:]))
+    if argv[:1] in (["compare"], ["probe"]):
+        command = importlib.import_module(f"lm.{argv[0]}")
+        return program.run(f"python -m lm {argv[0]}", lambda: command.main(argv[1:]))
     args = parser().parse_args(argv)
     return program.run(NAME, lambda: run(args), traceback=args.traceback)
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of `train`; settings have no defaults here, since the preset or the run has them."""
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser("python -m lm", f"{NAME} [options]", DESCRIPTION, formatter_class=raw)
-    top.add_argument("command", choices=("train", "compare"), help=argparse.SUPPRESS)
+    top.add_argument("command", choices=("train", "compare", "probe"), help=argparse.SUPPRESS)
     top.add_argument("--traceback", action="store_true", help="show where an error arose")
     run = top.add_argument_group("the run (default: the preset's)")
     run.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"{', '.join(PRESETS)} (default: tiny)")
