@@ -200,7 +200,7 @@ def expert_down(p: BlockPlan, a: Operand, saved: Residuals, wo: Operand, w: Weig
     with jax.named_scope("expert_down"):
         o = implementation(p.kernels).matmul(a, wo, groups, p.dtype, None if early else bo)
         if early and bo is not None:
-            o = o + _weigh(rows_of_groups(bo.astype(p.dtype), groups, len(o)), saved.row_weights, groups)
+            o = o + _weigh(rows_of_groups(bo.astype(p.dtype), groups, o.shape[0]), saved.row_weights, groups)
         return o if w.wo_a is None else o + low_rank(p, activate(p, saved, groups, plain=True), w.wo_a, w.wo_b, groups)
 
 
@@ -215,7 +215,7 @@ def expert_down_grad(p: BlockPlan, d_o: Operand, d_partial, saved: Residuals, wo
         a = None if w.wo_a is None else activate(p, saved, groups, plain=True, weigh=True)
         d_low, *d_ab = low_rank_grad(p, a, w.wo_a, w.wo_b, d_o, groups)
         if w.bo is not None:
-            bo = rows_of_groups(mask_to_first_rank(w.bo, p.axes.tp).astype(p.dtype), groups, len(d_o))
+            bo = rows_of_groups(mask_to_first_rank(w.bo, p.axes.tp).astype(p.dtype), groups, d_o.shape[0])
             of_bo = jnp.sum(d_o.astype(jnp.float32) * bo.astype(jnp.float32), axis=-1)
             d_o = mask_to_first_rank(_weigh(d_o, saved.row_weights, groups), p.axes.tp)
             d_bo = local.bias_grad(d_o, groups)
@@ -261,7 +261,7 @@ def low_rank_grad(p: BlockPlan, x: Any, a: Array | None, b: Array | None, dy: An
     """Returns dx, d_a and d_b of an adapter: (dy b^T) a^T, x^T (dy b^T) and (x a)^T dy; None without one."""
     if a is None or b is None:
         return None, None, None
-    local, flat, dy = implementation(DEFAULT), b.reshape(*b.shape[:2], -1), dy.reshape(len(dy), -1)
+    local, flat, dy = implementation(DEFAULT), b.reshape(*b.shape[:2], -1), dy.reshape(dy.shape[0], -1)
     low, d_low = local.matmul(x, a, groups, p.dtype), local.matmul(dy, flat, groups, p.dtype, transpose=True)
     d_b = local.wgrad(low, dy, groups, p.dtype).reshape(b.shape)
     return local.matmul(d_low, a, groups, p.dtype, transpose=True), local.wgrad(x, d_low, groups, p.dtype), d_b
