@@ -11,6 +11,7 @@ processes    several processes that act as one run
 report       the lines that a run prints
 plots        curves of one run, and of several
 compare      the losses of runs that differ in recipe or seed
+probe        the errors of a run's gradients, expert by expert
 command      the command line
 program      how a command starts JAX, prints an error, and exits
 """

@@ -66,7 +66,7 @@ PHRASES = {
 }
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
 # The modules of moax that lm/ imports, as a trainer of a user's own would: a command line may share ours.
-PUBLIC = {"moax", "moax.inspect", "moax.ops", "moax.recipe", "moax.sharding", "moax.text"}
+PUBLIC = {"moax", "moax.inspect", "moax.ops", "moax.recipe", "moax.sharding"}
 CORE_DEPENDENCIES = {"jax", "jaxlib", "numpy", "jaxtyping", "moax"}
 OPTIONAL = {"flax", "optax", "orbax", "matplotlib", "rich"}
 
