@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from benchmarks.profiles import Kernel, length, union
 
@@ -124,14 +124,21 @@ def split(hlo: str, kernels: Iterable[tuple[str, float]]) -> tuple[dict[str, flo
     return total, sorted(listed, key=lambda entry: -entry["us"])
 
 
-def split_step(hlo: str, kernels: list[Kernel], steps: int) -> dict:
+def split_step(
+    hlo: str,
+    kernels: list[Kernel],
+    steps: int,
+    parts: Iterable[str] = PARTS,
+    part_of: Callable[[str, str], str] = part_of,
+) -> dict:
     """Returns {stages_us, busy_us, largest} of a step, of `steps` steps in a profile; each device's count as steps.
 
-    `busy_us` is the time in which a kernel runs; `largest` lists the kernels that take the most time.
+    `part_of` names one of `parts` for the name and the scope of a kernel. `busy_us` is the time in which a kernel runs;
+    `largest` lists the kernels that take the most time.
     """
     own = {re.sub(r"[.\-]", "_", name): scope for name, scope in INSTRUCTION.findall(hlo)}
     guessed = scopes(hlo, [kernel.name for kernel in kernels])
-    total, by_kernel = dict.fromkeys(PARTS, 0.0), defaultdict(float)
+    total, by_kernel = dict.fromkeys(parts, 0.0), defaultdict(float)
     for kernel, guess in zip(kernels, guessed, strict=True):
         scope = own.get(re.sub(r"[.\-]", "_", kernel.op), "") or guess
         part, us = part_of(kernel.name, scope), (kernel.end - kernel.start) / 1e3 / steps

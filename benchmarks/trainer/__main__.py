@@ -17,19 +17,31 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.block import stages
 from benchmarks.block.worker import ROOT, environment
-from benchmarks.profiles import length, read_profile, union
+from benchmarks.profiles import read_profile
 from benchmarks.report import OURS, Row
 
 SKIPPED, PROFILED = 5, 2  # the first steps, which no mean counts, and the steps of a profile, after the counted ones
-LARGEST = 40  # as many kernels are listed of a profile
+HLO = "step.hlo"  # the optimized program of a step, whose scopes tell the parts of a profile
+# The parts of a step by the scope or the name of a kernel. MaxText has no scopes of its own. The first pattern decides.
+PARTS = {
+    "attention": r"cudnn|flash",
+    "optimizer": r"^jit\(train_step\)/(?!while)",
+    "accumulation of gradients": r"^jit\(train_step\)/while/body/(eval_jaxpr/)?add$",
+    "MoE layer: grouped products": r"grouped_matmul|matmul_activate|wgrad|ragged_dot|gmm|jit\(_moe\).*dot_general",
+    "MoE layer: quantization": r"quantize",
+    "MoE layer: the rest of moax's block": r"jit\(_moe\)",
+    "products outside of moax's block": r"dot_general|nvjet|cutlass|gemm",
+    "casts, stacks and copies": r"convert_element_type|concatenate|stack|^Mem|copy",
+    "rest": "",
+}
 FORMULA = (
     "FLOP of a step of T tokens = 6 T (L (H D (2 Q + 2 KV) + H E + 3 H F K) + H V) + 6 L T S Q D: L layers, width H, "
     "Q and KV heads of D, E experts of width F, K a token, V words, S tokens a sequence. "
@@ -103,6 +115,7 @@ class Variant:
         ours = dict(recipe=self.way.recipe) if self.way.name == OURS else None
         result = str(self.folder / "result.json")
         job = dict(argv=self.argv, moax=ours, kept=self.way.kept, compile=compile_only, result=result)
+        job["hlo"] = str(self.folder / HLO) if any("profiler=" in one for one in self.argv) else None
         path = os.pathsep.join(filter(None, (str(ROOT / "examples"), os.environ.get("PYTHONPATH", ""))))
         env = environment(PYTHONPATH=path, DECOUPLE_GCLOUD="TRUE", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
         # Compilations share the GPU, and a run has it alone.
@@ -157,19 +170,20 @@ class Variant:
         )  # fmt: skip
         if any(self.folder.rglob("*.xplane.pb")):
             try:
-                row.extra |= kernels_of(self.folder)
-            except ValueError as error:  # nothing ran on a GPU; the losses are useful without
+                row.extra |= split_step(self.folder)
+            except (OSError, ValueError) as error:  # nothing ran on a GPU; the losses are useful without
                 row.extra["profile_note"] = str(error)
         return row
 
 
-def kernels_of(folder: Path) -> dict[str, Any]:
-    """Returns the time in which a kernel runs in a step, and the kernels that take the most of it, from a profile."""
-    found, us = read_profile(folder), defaultdict[str, float](float)
-    for kernel in found:
-        us[re.sub(r"[._]*\d+$", "", kernel.name)] += (kernel.end - kernel.start) / 1e3 / PROFILED
-    busy = length(union((kernel.start, kernel.end) for kernel in found)) / 1e3 / PROFILED
-    return dict(busy_us=busy, largest_us=dict(sorted(us.items(), key=lambda one: -one[1])[:LARGEST]))
+def part_of(kernel: str, scope: str) -> str:
+    """Returns the part of a step of a kernel."""
+    return next(part for part, pattern in PARTS.items() if re.search(pattern, scope) or re.search(pattern, kernel))
+
+
+def split_step(folder: Path) -> dict[str, Any]:
+    """Returns the parts of a step, and the kernels that take the most of it, from the profile in `folder`."""
+    return stages.split_step((folder / HLO).read_text(), read_profile(folder), PROFILED, PARTS, part_of)
 
 
 def variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Variant]:

@@ -1,9 +1,10 @@
 """MaxText's training command in a process of its own, with its MoE layer or with moax's: `worker JOB`, a JSON object.
 
 `argv` are the arguments of MaxText's command. `moax` are the options of moax's block, null for MaxText's layer, and
-`kept` tells that the weights are quantized once a step. The process imports, then waits for a line on stdin: the
-imports of one variant so run beside the steps of another. With `compile` it compiles the step for shapes alone, which
-leaves it in the compilation cache, and ends; otherwise it trains. It writes `result`, a JSON file.
+`kept` tells that the weights are quantized once a step. `hlo` is a file for the optimized program of the step, or null.
+The process imports, then waits for a line on stdin: the imports of one variant so run beside the steps of another. With
+`compile` it compiles the step for shapes alone, which leaves it in the compilation cache, and ends.
+Otherwise it trains, and writes `result`, a JSON file.
 """
 
 from __future__ import annotations
@@ -26,15 +27,23 @@ def main() -> None:
         (maxtext_kept_adapter if job["kept"] else maxtext_adapter).install(**job["moax"])
 
     def note_memory(stats, prefix=""):
+        if job["hlo"] and programs:
+            Path(job["hlo"]).write_text(programs[-1].as_text())
         names = ("argument", "output", "alias", "temp")
         found["compiled_bytes"] = {name: getattr(stats, f"{name}_size_in_bytes") for name in names} if stats else None
         if job["compile"]:
             raise SystemExit(0)
 
+    def compile_step(lowered, *args, **options):
+        programs[:] = [compile_lowered(lowered, *args, **options)]
+        return programs[0]
+
     def make_shapes(data_iterator, config, mesh, checkpoint_manager, init_state):
         state, _, shardings = maxtext_utils.get_abstract_state(config, mesh, init_state, True)
         return state, None, shardings, data_iterator, None
 
+    programs, compile_lowered = [], jax.stages.Lowered.compile
+    jax.stages.Lowered.compile = compile_step
     max_utils.print_compiled_memory_stats = note_memory
     if job["compile"]:
         maxtext_utils.setup_training_state, train.get_first_step = make_shapes, lambda model, state: 0
