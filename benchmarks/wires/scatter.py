@@ -28,8 +28,7 @@ from moax.mesh.axes import Axes, make_mesh
 from moax.mesh.collectives import GRAD_REDUCE, GradReduce, scatter_gradient, sum_dtype
 from moax.mesh.specs import Spec, named
 from moax.ops.weights import find_layout
-from moax.params import param_shapes
-from moax.sharding import expert_specs
+from moax.params import expert_specs, param_shapes
 
 CHOICES: tuple[GradReduce, ...] = ("bfloat16", *(name for name in GRAD_REDUCE if name != "bfloat16"))
 

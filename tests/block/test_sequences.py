@@ -143,7 +143,7 @@ def test_dense(name, kind):
     """Breaks if a dense layer moves rows whose S lies over a mesh axis, or sums a gradient over too few axes."""
     sizes, x_spec, axes = case_of(name, kind)
     mesh, w = mesh_of(sizes, kind), random(2, CONFIG.d_model, 24)
-    whole = moax.sharding.dense_spec(axes, w.shape, mesh)
+    whole = moax.params.dense_spec(axes, w.shape, mesh)
     weight = np.cos(np.arange(B * S * 24, dtype=np.float32)).reshape(B, S, 24)
 
     def layer(x, w):

@@ -101,7 +101,7 @@ def test_init_under_a_mesh_context():
 CALLS = {
     "init": lambda axes: jax.eval_shape(lambda: moax.init(jax.random.key(0), CONFIG, axes=axes)),
     "param_specs": lambda axes: moax.param_specs(CONFIG, axes),
-    "token_spec": lambda axes: moax.sharding.token_spec(axes),
+    "token_spec": lambda axes: moax.params.token_spec(axes),
     "moe": lambda axes: jax.eval_shape(lambda: moax.moe(X, PARAMS, CONFIG, axes=axes)),
     "route": lambda axes: jax.eval_shape(lambda: ops.route(random(2, 16, 8), moax.RouterConfig(), 2, axes=axes)),
 }

@@ -48,9 +48,8 @@ from moax.ops.matmul import dense
 from moax.ops.router import BINS, router_logits
 from moax.ops.routing import route
 from moax.ops.weights import quantize_weight
-from moax.params import MoEParams, check_params
+from moax.params import MoEParams, check_params, expert_specs, reshard_params, shard_specs
 from moax.recipe import get_recipes
-from moax.sharding import expert_specs, reshard_params, shard_specs
 from moax.types import MoEStats, QuantizedParams, Routing
 
 Ids = Integer[Array, "*batch K"]

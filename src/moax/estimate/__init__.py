@@ -28,8 +28,7 @@ from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.specs import local_shape
 from moax.models import find_model
 from moax.ops import dispatch_combine
-from moax.params import param_shapes
-from moax.sharding import expert_specs, operand_shapes
+from moax.params import expert_specs, operand_shapes, param_shapes
 from moax.text import align, plural
 
 
