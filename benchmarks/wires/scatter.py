@@ -50,7 +50,7 @@ def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
 
 def scatter_gradients(block: Block, choice: GradReduce, mesh: Mesh) -> tuple[Callable, tuple[jax.Array, ...]]:
     """Returns (the jitted sum, the gradients of wi and wo): each device has its own term of the whole weight."""
-    config, axes, shapes = block.config, Axes().resolve(mesh.shape), param_shapes(block.config)
+    config, axes, shapes = block.config, Axes().resolve(mesh), param_shapes(block.config)
     specs = expert_specs(config, Axes(), axes)
     plan = make_plan(config, Options(kernels="xla"), None, axes=axes, declared=specs, tokens=1, dtype="float32")
     layouts = find_layout(plan.wi), find_layout(plan.wo)

@@ -18,9 +18,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from moax.checks import check_arrays, check_fields, check_float_dtype, check_key, check_value
 from moax.config import MoEConfig
-from moax.mesh.axes import Axes, ResolvedAxes
+from moax.mesh.axes import AnyMesh, Axes, ResolvedAxes
 from moax.mesh.specs import (
-    AnyMesh,
     Spec,
     check_divides,
     constrain,
@@ -28,7 +27,6 @@ from moax.mesh.specs import (
     make_sharded,
     mesh_in_force,
     named,
-    resolve_axes,
 )  # fmt: skip
 from moax.types import pytree
 
@@ -175,7 +173,7 @@ def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> Partit
     Tokens [B, ..., S, H] have B over (dp, fsdp, ep) and S over cp, or as `axes.tokens` says. `mesh` None means the mesh
     in force.
     """
-    return Spec(*resolve_axes(axes, mesh).over(max(1, ndim - 1)), *[None] * min(1, ndim - 1))
+    return Spec(*axes.resolve(mesh or mesh_in_force()).over(max(1, ndim - 1)), *[None] * min(1, ndim - 1))
 
 
 def operand_shapes(
@@ -187,7 +185,7 @@ def operand_shapes(
       ValueError: the mesh axes of a dim do not divide its size.
     """
     spec, shape = token_spec(axes, 2, mesh), (tokens, config.d_model)
-    check_divides("tokens", shape, spec, resolve_axes(axes, mesh))
+    check_divides("tokens", shape, spec, axes.resolve(mesh or mesh_in_force()))
     at, shapes = named(mesh, param_specs(config, axes, mesh)), param_shapes(config)
     params = jax.tree.map(lambda place, of: jax.ShapeDtypeStruct(of, param_dtype, sharding=place), at, shapes)
     return params, jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, spec))
@@ -208,7 +206,7 @@ def dense_spec(axes: Axes, shape: Sequence[int], mesh: AnyMesh | None = None) ->
     (fsdp, ep) split the first dim that they divide, or else fsdp splits the first dim that it divides, or else the
     weight is replicated. With fsdp=4 and ep=2, the shape (12, 16) gives PartitionSpec(None, ("fsdp", "ep")).
     """
-    return dense_spec_on(resolve_axes(axes, mesh), shape)
+    return dense_spec_on(axes.resolve(mesh or mesh_in_force()), shape)
 
 
 def expert_specs(
@@ -286,7 +284,7 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
     if mesh is None and mesh_in_force() is None:
         raise ValueError("param_specs: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
     absent: dict[str, Any] = {name: None for name, shape in vars(param_shapes(config)).items() if shape is None}
-    return dataclasses.replace(expert_specs(config, axes, resolve_axes(axes, mesh)), **absent)
+    return dataclasses.replace(expert_specs(config, axes, axes.resolve(mesh or mesh_in_force())), **absent)
 
 
 def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec]) -> MoEParams[Array]:

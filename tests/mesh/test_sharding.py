@@ -41,7 +41,7 @@ def layout(name: str, of: P, kept: tuple, axes: ResolvedAxes):
 
 
 def roles_on(axes: Axes = Axes(), **sizes: int) -> ResolvedAxes:
-    return axes.resolve(sizes)
+    return axes.resolve(mesh_of_sizes(**sizes))
 
 
 # Axes and roles.

@@ -222,12 +222,13 @@ def estimate(
     on = HARDWARE[hardware] if isinstance(hardware, str) else hardware
     for name, value in {**mesh, "tokens": tokens, "layers": layers}.items():
         check_value(name, value, int)
-    axes = options.axes.resolve(mesh)
-    tokens_of_shard = tokens * axes.size(axes.tp)
 
     sizes = dict(mesh) or {"dp": 1}
     kinds, device = (AxisType.Explicit,) * len(sizes), AbstractDevice(on.kind, on.cores, "gpu")
     whole = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=device)
+    axes = options.axes.resolve(whole)
+    tokens_of_shard = tokens * axes.size(axes.tp)
+
     with jax.sharding.use_abstract_mesh(whole):
         plan = _plan(config, axes, tokens_of_shard, options, np.dtype(dtype), on)
         transport = plan.first.exchange.transport

@@ -160,8 +160,8 @@ def dense(
         w_spec = Spec() if view.manual else dense_spec_on(resolved, w.shape)
     declared, of_y = Spec(None, *check_spec("w_spec", w_spec, w.ndim)), preferred_element_type
     static = _make_spec(view, x, (1, *w.shape), declared, recipe, None, of_y, kernels, grad_reduce_dtype)
-    rows, bias = flatten_tokens(x, resolved), None if bias is None else bias[None]
-    return unflatten_tokens(_grouped_matmul(view, static, rows, w[None], None, bias), x, resolved)
+    rows, bias = flatten_tokens(x, view), None if bias is None else bias[None]
+    return unflatten_tokens(_grouped_matmul(view, static, rows, w[None], None, bias), x, view)
 
 
 def grouped_wgrad(
