@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     unknown = set(args.ops.split(",")) - KERNELS.keys()
     if unknown:
         raise ValueError(f"--ops: unknown {', '.join(sorted(unknown))}; the ops are {', '.join(KERNELS)}")
-    if not backend.on_hopper():
+    if backend.why_not_hopper():
         raise Unsupported(f"this command needs an NVIDIA Hopper GPU, not {backend.device_kind()!r}")
     path = Path(args.out) if args.out else tiles.user_table()
     table, packaged = tiles.load(path), tiles.load(tiles.TABLE).get(backend.device_kind(), {})

@@ -45,7 +45,7 @@ def main(args):
     count, local = jax.device_count(), jax.local_device_count()
     ep = math.gcd(4, local)
     mesh = moax.make_mesh({"fsdp": count // ep, "ep": ep})  # jax.make_mesh refuses GPUs of several hosts
-    rows = jax.sharding.NamedSharding(mesh, moax.sharding.token_spec(moax.Axes(), ndim=3, mesh=mesh))
+    rows = jax.sharding.NamedSharding(mesh, moax.params.token_spec(moax.Axes(), ndim=3, mesh=mesh))
     shape, losses = (ROWS, SEQ, CONFIG.d_model), []
     with jax.set_mesh(mesh):
         params = moax.init(jax.random.key(0), CONFIG)

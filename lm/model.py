@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import moax
 from lm.config import VOCAB, ModelConfig, TrainConfig
 from moax import Axes, MoEParams, MoEStats, QuantizedParams, ops
+from moax.params import dense_spec, token_spec
 from moax.recipe import get_recipes
-from moax.sharding import dense_spec, token_spec
 
 AXES = Axes()
 

@@ -19,7 +19,7 @@ from lm import model as lm
 from lm.config import TrainConfig
 from lm.model import Params
 from moax import MoEStats, QuantizedParams
-from moax.sharding import token_spec
+from moax.params import token_spec
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "params", "router_bias", "optimizer"], meta_fields=[])

@@ -23,7 +23,7 @@ import processes
 from jax.sharding import AxisType
 
 import moax
-from moax.sharding import operand_shapes
+from moax.params import operand_shapes
 
 LIMIT = 2.0**-7  # a rounding of bfloat16, of the largest value of a shard
 # Autotuning by the clock may take another algorithm, and so another order of sums, in each process.

@@ -10,7 +10,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moax
-from moax.sharding import token_spec
+from moax.params import token_spec
 
 H200 = """
 gpu_device_info {

@@ -73,7 +73,7 @@ FAULTS = (
           "tuple(name for name in weight.axes.replica_axes if name not in gathered)",
           "tuple(name for name in weight.axes.fsdp if name not in gathered)",
           (f"{PRODUCTS}::test_on_mesh[explicit-dp2x2x2-model-None]",)),
-    Fault("fsdp and ep change places in the specs of experts", "sharding.py",
+    Fault("fsdp and ep change places in the specs of experts", "params.py",
           "experts, model = (ep + resolved.fsdp, ()) if by_experts else (ep, resolved.fsdp)",
           "experts, model = (resolved.fsdp + ep, ()) if by_experts else (ep, resolved.fsdp)",
           ("tests/mesh/test_sharding.py::test_param_specs",)),

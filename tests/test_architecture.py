@@ -32,7 +32,7 @@ RANKS = {
     "mesh": 2,
     **dict.fromkeys(["config", "kernels"], 3),
     **dict.fromkeys(["params", "models"], 4),
-    **dict.fromkeys(["sharding", "reference", "exchange"], 5),
+    **dict.fromkeys(["reference", "exchange"], 5),
     **dict.fromkeys(["ops", "lora"], 6),
     **dict.fromkeys(["block", "layers", "scan"], 7),
     **dict.fromkeys(["nnx", "linen", "hf", "inspect", "estimate"], 8),
@@ -66,7 +66,7 @@ PHRASES = {
 }
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
 # The modules of moax that lm/ imports, as a trainer of a user's own would: a command line may share ours.
-PUBLIC = {"moax", "moax.inspect", "moax.ops", "moax.recipe", "moax.sharding"}
+PUBLIC = {"moax", "moax.inspect", "moax.ops", "moax.params", "moax.recipe"}
 CORE_DEPENDENCIES = {"jax", "jaxlib", "numpy", "jaxtyping", "moax"}
 OPTIONAL = {"flax", "optax", "orbax", "matplotlib", "rich"}
 
@@ -273,9 +273,9 @@ def reads_platform(name: str) -> bool:
 
 ONLY = {  # what only these files may do: the files, what they name, and what the others do instead
     "specs and partitioning": (
-        ("mesh/", "sharding.py"),
+        ("mesh/", "params.py"),
         lambda name: PARTITIONING & set(name.split(".")) or name in ("jax.P", "jax.sharding.P"),
-        "ask moax.sharding for specs, moax.mesh for how an op is partitioned",
+        "ask moax.params for specs, moax.mesh for how an op is partitioned",
     ),
     "collectives": (
         ("mesh/collectives.py", "mesh/op.py", "mesh/specs.py", "exchange/"),

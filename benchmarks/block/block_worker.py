@@ -36,7 +36,7 @@ from benchmarks.report import HOPPER, why
 from benchmarks.timing import Repeats, call_time, kernel_time
 from moax import backend
 from moax.mesh.specs import named
-from moax.sharding import param_specs, token_spec
+from moax.params import param_specs, token_spec
 
 TOP = 40  # The answer lists at most this many kernels.
 # These are parts of the names that NCCL, XLA and moax give to kernels that move data between devices, without

@@ -32,7 +32,7 @@ from lm.data import load
 from lm.step import jit_init, jit_update
 from moax import backend
 from moax.mesh.specs import named
-from moax.sharding import token_spec
+from moax.params import token_spec
 
 TEXTS = 8  # The steps take these batches in turn.
 PROFILED = 2  # steps of the profile

@@ -28,8 +28,7 @@ from moax.mesh.axes import Axes, make_mesh
 from moax.mesh.collectives import GRAD_REDUCE, GradReduce, scatter_gradient, sum_dtype
 from moax.mesh.specs import Spec, named
 from moax.ops.weights import find_layout
-from moax.params import param_shapes
-from moax.sharding import expert_specs
+from moax.params import expert_specs, param_shapes
 
 CHOICES: tuple[GradReduce, ...] = ("bfloat16", *(name for name in GRAD_REDUCE if name != "bfloat16"))
 
@@ -51,7 +50,7 @@ def rows(blocks: list[Block], repeats: Repeats) -> Iterator[Row]:
 
 def scatter_gradients(block: Block, choice: GradReduce, mesh: Mesh) -> tuple[Callable, tuple[jax.Array, ...]]:
     """Returns (the jitted sum, the gradients of wi and wo): each device has its own term of the whole weight."""
-    config, axes, shapes = block.config, Axes().resolve(mesh.shape), param_shapes(block.config)
+    config, axes, shapes = block.config, Axes().resolve(mesh), param_shapes(block.config)
     specs = expert_specs(config, Axes(), axes)
     plan = make_plan(config, Options(kernels="xla"), None, axes=axes, declared=specs, tokens=1, dtype="float32")
     layouts = find_layout(plan.wi), find_layout(plan.wo)

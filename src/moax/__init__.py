@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from moax.ops.routing import route as route
     from moax.params import LogicalAxes as LogicalAxes
     from moax.params import MoEParams as MoEParams
+    from moax.params import init as init
+    from moax.params import param_specs as param_specs
     from moax.recipe import Format as Format
     from moax.recipe import Recipe as Recipe
     from moax.recipe import Recipes as Recipes
     from moax.scan import scan as scan
-    from moax.sharding import init as init
-    from moax.sharding import param_specs as param_specs
     from moax.types import MoEStats as MoEStats
     from moax.types import QArray as QArray
     from moax.types import QuantizedParams as QuantizedParams
@@ -48,10 +48,9 @@ _NAMES = {
     "moax.mesh.axes": ("Axes", "make_mesh"),
     "moax.ops.router": ("load_metrics", "update_router_bias"),
     "moax.ops.routing": ("route",),
-    "moax.params": ("LogicalAxes", "MoEParams"),
+    "moax.params": ("LogicalAxes", "MoEParams", "init", "param_specs"),
     "moax.recipe": ("Format", "Recipe", "Recipes"),
     "moax.scan": ("scan",),
-    "moax.sharding": ("init", "param_specs"),
     "moax.types": ("MoEStats", "QArray", "QuantizedParams", "Routing"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

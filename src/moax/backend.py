@@ -36,11 +36,13 @@ def device_kind() -> str:
     return _device().device_kind
 
 
-def on_hopper() -> bool:
-    """Returns whether jit compiles for a GPU of compute capability 9.0."""
+def why_not_hopper() -> str | None:
+    """Returns why kernels for Hopper cannot run where jit compiles for; None for compute capability 9.0."""
     device = _device()  # a mesh of described devices knows no capability
     capability = getattr(device, "compute_capability", None)
-    return capability == "9.0" if capability else any(name in device.device_kind for name in HOPPER)
+    if capability == "9.0" if capability else any(name in device.device_kind for name in HOPPER):
+        return None
+    return f"the kernels of moax are for NVIDIA GPUs of compute capability 9.0, this is {device.device_kind!r}"
 
 
 def count_sms() -> int:
@@ -54,8 +56,8 @@ def why_not_peers(row_bytes: int | None = None) -> str | None:
 
     Where `row_bytes`, the bytes of a row that travels, is None, the question is about this machine alone.
     """
-    if not on_hopper():
-        return f"its kernels are for NVIDIA GPUs of compute capability 9.0, this is {device_kind()!r}"
+    if why := why_not_hopper():
+        return why
     if jax.process_count() > 1:
         return f"it works within one process, this is one of {jax.process_count()}"
     if row_bytes is None:

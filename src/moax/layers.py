@@ -20,9 +20,8 @@ from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, make_sharded, mesh_in_force, mesh_sizes
 from moax.ops.matmul import dense
 from moax.ops.router import Rule, update_router_bias
-from moax.params import DIMS, LogicalAxes, MoEParams
+from moax.params import DIMS, Initializer, LogicalAxes, MoEParams, dense_spec, init, param_specs
 from moax.recipe import Recipe
-from moax.sharding import Initializer, dense_spec, init, param_specs
 from moax.types import MoEStats, QuantizedParams
 
 try:
@@ -158,7 +157,7 @@ class DenseLayer:
     """A layer y = x kernel + bias, for x [..., K]; the kernel is quantized on its shard and gathered as bytes.
 
     Without a recipe it computes what the dense layer of Flax computes, and makes the same parameters from the same key.
-    With a mesh in force (`jax.set_mesh`) each device makes its shard alone. `moax.sharding.dense_spec` gives the layout
+    With a mesh in force (`jax.set_mesh`) each device makes its shard alone. `moax.params.dense_spec` gives the layout
     of the kernel, or the rules of `flax.linen.logical_axis_rules` where one has a name of `logical_axes`. A dim over tp
     stays split in the product: `logical_axes=("embed", "mlp")` with a rule ("mlp", "tp") splits the columns of y.
 

@@ -26,9 +26,8 @@ from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, struct
 from moax.layers import linen as nn
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, mesh_sizes
-from moax.params import DIMS
+from moax.params import DIMS, Initializer
 from moax.recipe import Recipe, Recipes
-from moax.sharding import Initializer
 from moax.types import MoEStats
 
 STATE = "moax_state"

@@ -19,8 +19,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from moax.checks import check_arrays, check_float_dtype, check_key, check_value
 from moax.config import MoEConfig
-from moax.mesh.axes import Axes
-from moax.mesh.specs import AnyMesh, Spec, check_divides, make_sharded, mesh_in_force, resolve_axes
+from moax.mesh.axes import AnyMesh, Axes
+from moax.mesh.specs import Spec, check_divides, make_sharded, mesh_in_force
 from moax.params import MoEParams
 from moax.types import pytree
 
@@ -105,7 +105,7 @@ def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None =
 
     For arguments and errors see `moax.param_specs`.
     """
-    resolved = resolve_axes(axes, mesh)
+    resolved = axes.resolve(mesh or mesh_in_force())
     split = {"E": resolved.ep, "F": resolved.tp}
     specs: dict[str, Any] = {name: Spec(*(split.get(letter) for letter in dims)) for name, dims in DIMS.items()}
     for name, spec in specs.items():

@@ -24,9 +24,8 @@ from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, nnx
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine
-from moax.params import DIMS
+from moax.params import DIMS, Initializer
 from moax.recipe import Recipe
-from moax.sharding import Initializer
 
 
 class _Laid(nnx.Variable):

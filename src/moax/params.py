@@ -1,15 +1,36 @@
-"""`MoEParams` holds the parameters of a block; this file also has their shapes and names, and checks them."""
+"""The parameters of a block: their shapes, checks and layouts, and `init`, which makes them as shards.
+
+A layout is a PartitionSpec. Specs are computed from axis names and sizes alone, after `Axes.resolve` has dropped absent
+axes and axes of size 1; `mesh/specs.py` has their algebra.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxtyping import Array
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PRNGKeyArray
 
-from moax.checks import check_arrays, check_fields, check_value
+from moax.checks import check_arrays, check_fields, check_float_dtype, check_key, check_value
 from moax.config import MoEConfig
+from moax.mesh.axes import AnyMesh, Axes, ResolvedAxes
+from moax.mesh.specs import (
+    Spec,
+    check_divides,
+    constrain,
+    local_shape,
+    make_sharded,
+    mesh_in_force,
+    named,
+)  # fmt: skip
 from moax.types import pytree
+
+Initializer = Callable[..., Array]
 
 
 @pytree()
@@ -55,6 +76,7 @@ DIMS = dict(
 )  # fmt: skip
 BY_EXPERT = ("wi", "wo", "bi", "bo")
 ROUTER = ("router", "router_bias", "logits_bias", "expert_scale")  # the parameters that belong to no single expert
+CONSTANT = dict(router_bias=0.0, logits_bias=0.0, bi=0.0, bo=0.0, expert_scale=1.0)  # what `init` makes them of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,3 +165,211 @@ def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = F
                 raise ValueError(f"params.{name} is given, but the config has no such parameter; pass None")
         elif want is not None and name not in optional:
             raise ValueError(f"params.{name} is None; this config needs an array of shape {want}")
+
+
+def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> PartitionSpec:
+    """Returns the spec of tokens [T, ...] of `ndim` dims, with T over (dp, fsdp, ep, cp).
+
+    Tokens [B, ..., S, H] have B over (dp, fsdp, ep) and S over cp, or as `axes.tokens` says. `mesh` None means the mesh
+    in force.
+    """
+    return Spec(*axes.resolve(mesh or mesh_in_force()).over(max(1, ndim - 1)), *[None] * min(1, ndim - 1))
+
+
+def operand_shapes(
+    config: MoEConfig, tokens: int, axes: Axes, mesh: AnyMesh, dtype: Any, param_dtype: Any
+) -> tuple[MoEParams[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
+    """Returns the parameters and x [tokens, H] of a block on a mesh as shapes, with the shardings that it declares.
+
+    Raises:
+      ValueError: the mesh axes of a dim do not divide its size.
+    """
+    spec, shape = token_spec(axes, 2, mesh), (tokens, config.d_model)
+    check_divides("tokens", shape, spec, axes.resolve(mesh or mesh_in_force()))
+    at, shapes = named(mesh, param_specs(config, axes, mesh)), param_shapes(config)
+    params = jax.tree.map(lambda place, of: jax.ShapeDtypeStruct(of, param_dtype, sharding=place), at, shapes)
+    return params, jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, spec))
+
+
+def dense_spec_on(resolved: ResolvedAxes, shape: Sequence[int]) -> PartitionSpec:
+    """Returns `dense_spec` for resolved axes."""
+    for names in (resolved.fsdp + resolved.ep, resolved.fsdp):
+        for dim, size in enumerate(shape):
+            if names and size % resolved.size(names) == 0:
+                return Spec(*[()] * dim, names, *[()] * (len(shape) - dim - 1))
+    return Spec(*[()] * len(shape))
+
+
+def dense_spec(axes: Axes, shape: Sequence[int], mesh: AnyMesh | None = None) -> PartitionSpec:
+    """Returns the spec of a dense weight of this shape; `mesh` None means the mesh in force.
+
+    (fsdp, ep) split the first dim that they divide, or else fsdp splits the first dim that it divides, or else the
+    weight is replicated. With fsdp=4 and ep=2, the shape (12, 16) gives PartitionSpec(None, ("fsdp", "ep")).
+    """
+    return dense_spec_on(axes.resolve(mesh or mesh_in_force()), shape)
+
+
+def expert_specs(
+    config: MoEConfig, axes: Axes, resolved: ResolvedAxes, *, check: bool = True
+) -> MoEParams[PartitionSpec]:
+    """Returns the spec of each parameter of a block. Expert biases have a spec even where `init` makes none.
+
+    Raises:
+      ValueError: the mesh axes of a dim do not divide its size, and `check` asks for that.
+    """
+    c, ep, tp = config, resolved.ep, resolved.tp
+    whole = c.num_experts % resolved.size(ep + resolved.fsdp) == 0
+    by_experts = axes.fsdp_dim == "experts" or (axes.fsdp_dim == "auto" and whole)
+    experts, model = (ep + resolved.fsdp, ()) if by_experts else (ep, resolved.fsdp)
+    split = dict.fromkeys(("wi", "wo"), dict(E=experts, H=model, F=tp))
+    split |= dict.fromkeys(("bi", "bo"), dict(E=ep, F=tp))
+    split |= dict.fromkeys(("shared_wi", "shared_wo"), dict(H=dense_spec_on(resolved, (c.d_model,))[0], S=tp))
+    specs = {name: Spec(*(split.get(name, {}).get(letter, ()) for letter in dims)) for name, dims in DIMS.items()}
+    for name, shape in dict(latent_down=(c.d_model, c.d_rows), latent_up=(c.d_rows, c.d_model)).items():
+        specs[name] = dense_spec_on(resolved, shape)
+    if check:
+        for name, shape in vars(param_shapes(config, optional=True)).items():
+            if shape is not None:
+                check_divides(f"params.{name}", shape, specs[name], resolved)
+    return MoEParams(**specs)
+
+
+def shard_specs(
+    params: MoEParams[Array], config: MoEConfig, axes: Axes, resolved: ResolvedAxes
+) -> MoEParams[PartitionSpec]:
+    """Returns the spec of each parameter inside a `shard_map` of the caller, who knows the shapes of the shards alone.
+
+    ep splits the experts and tp splits F. The shape of a shard then shows whether fsdp splits the experts, H, or
+    no dim. With E = 8, ep=2 and fsdp=2, a `wi` of 2 experts is split by both axes, and a `wi` of 4 experts by ep alone.
+
+    Raises:
+      ValueError: no such layout has shards of the shape of a parameter.
+    """
+    whole = dataclasses.replace(resolved, fsdp=())
+    layouts = [
+        expert_specs(config, dataclasses.replace(axes, fsdp_dim=dim), r, check=False)
+        for r in (resolved, whole, dataclasses.replace(whole, ep=()))
+        for dim in ("experts", "model")
+    ]
+    found: dict[str, Any] = dict.fromkeys(DIMS)
+    for name, shape in vars(param_shapes(config, optional=True)).items():
+        shard = getattr(params, name)
+        if shard is None:
+            continue
+        # The experts are over ep in the first four layouts.
+        specs = [getattr(layout, name) for layout in layouts[: 4 if name in BY_EXPERT else 6]]
+        shards = [local_shape(shape, s, resolved) for s in specs]
+        if shard.shape not in shards:
+            wanted = " or ".join(sorted(set(map(str, shards))))
+            raise ValueError(f"params.{name} has shape {shard.shape} inside the shard_map; a shard has {wanted}")
+        found[name] = specs[shards.index(shard.shape)]
+    return MoEParams(**found)
+
+
+def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> MoEParams[PartitionSpec]:
+    """Returns the PartitionSpec of every parameter that `init` makes.
+
+    Args:
+      config: the sizes of the block.
+      axes: the role of each mesh axis.
+      mesh: the mesh; None means the mesh in force (`jax.set_mesh`).
+
+    Returns:
+      A MoEParams of specs; None where the config has no such parameter.
+
+    Raises:
+      ValueError: there is no mesh, a mesh axis of more than one device has no role, or the mesh axes of a dim do not
+        divide its size.
+    """
+    if mesh is None and mesh_in_force() is None:
+        raise ValueError("param_specs: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
+    absent: dict[str, Any] = {name: None for name, shape in vars(param_shapes(config)).items() if shape is None}
+    return dataclasses.replace(expert_specs(config, axes, axes.resolve(mesh or mesh_in_force())), **absent)
+
+
+def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec]) -> MoEParams[Array]:
+    """Returns the parameters, resharded as declared where axes are Explicit and the type of a parameter names none."""
+    mesh = mesh_in_force(*jax.tree.leaves(params))
+    if mesh is None or not mesh.explicit_axes:
+        return params
+
+    given = {name: p for name, p in vars(params).items() if p is not None and not any(jax.typeof(p).sharding.spec)}
+    return dataclasses.replace(params, **{name: constrain(p, getattr(declared, name)) for name, p in given.items()})
+
+
+def init(
+    key: PRNGKeyArray | Array,
+    config: MoEConfig,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    axes: Axes = Axes(),
+    initializers: Mapping[str, Initializer] | None = None,
+    specs: MoEParams[Spec] | None = None,
+) -> MoEParams[Array]:
+    """Makes the parameters of a block: weights ~ truncated normal of variance 1 / fan-in, biases 0, factors 1.
+
+    Args:
+      key: a PRNG key.
+      config: the sizes of the block, which decide the parameters and their shapes; see `MoEParams`.
+      dtype: the dtype of every parameter.
+      axes: the role of each mesh axis. With a mesh in force (`jax.set_mesh`) each device makes its shards alone, laid
+        out by `param_specs`. The values do not depend on the mesh.
+      initializers: an initializer for each of some parameters, by its name; the others have the distribution above. An
+        initializer is a callable (key, shape, dtype) -> array, as in `jax.nn.initializers`. It makes one matrix or one
+        bias at a time: for `wi` [E, H, G, F] it is called for each expert, and for each of gate and up, with the shape
+        (H, F); for `wo` with (F, H), for `bi` with (F,), for `bo` with (H,). The router is one call with (H, E).
+      specs: the layout of the parameters on the mesh in force; None means `param_specs(config, axes)`.
+
+    Returns:
+      The parameters; None where the config has no such parameter.
+
+    Raises:
+      ValueError: an argument is of the wrong kind, the mesh axes of a dim do not divide its size, `initializers` has a
+        name that no parameter of the config has, or an initializer returns no array of the shape that it was asked for.
+    """
+    check_value("config", config, MoEConfig)
+    check_value("axes", axes, Axes)
+    check_float_dtype("dtype", dtype)
+    check_key("key", key)
+    given = dict(initializers or {})
+    shapes = {name: shape for name, shape in vars(param_shapes(config)).items() if shape is not None}
+    for name in given:
+        if name not in shapes:
+            raise ValueError(f"initializers has {name!r}; the parameters of this config are {', '.join(shapes)}")
+
+    def make(key):
+        values: dict[str, Any] = dict.fromkeys(DIMS)
+        for (name, shape), own in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True):
+            if name in given:
+                values[name] = _make_with(given[name], own, name, shape, dtype)
+            elif name in CONSTANT:
+                values[name] = jnp.full(shape, CONSTANT[name], dtype)
+            else:
+                fan_in = shape[1 if name in BY_EXPERT else 0]
+                # A standard normal that is cut off at two sigma has the variance 0.7737.
+                std = 1.0 / math.sqrt(fan_in * 0.7737)
+                values[name] = (std * jax.random.truncated_normal(own, -2.0, 2.0, shape)).astype(dtype)
+        return MoEParams(**values)
+
+    if specs is None and mesh_in_force() is not None:
+        specs = param_specs(config, axes)
+    return make_sharded(make, specs)(key)
+
+
+def _make_with(initializer: Initializer, key, name: str, shape: tuple[int, ...], dtype) -> Array:
+    """Makes each matrix or bias by one call: `wi` [E, H, G, F] by E G calls of (H, F), moved from [E, G, H, F]."""
+    stacked = [dim for dim, letter in enumerate(DIMS[name]) if letter in "EG" and name not in ROUTER]
+    wanted = tuple(size for dim, size in enumerate(shape) if dim not in stacked)
+
+    def make_one(key):
+        made = initializer(key, wanted, dtype)
+        if getattr(made, "shape", None) != wanted:
+            what = f"shape {made.shape}" if hasattr(made, "shape") else f"a {type(made).__name__}"
+            raise ValueError(f"initializers[{name!r}] returned {what}; it must return an array of shape {wanted}")
+        return jnp.asarray(made, dtype)
+
+    if not stacked:
+        return make_one(key)
+    sizes = [shape[dim] for dim in stacked]
+    values = jax.vmap(make_one)(jax.random.split(key, math.prod(sizes))).reshape(*sizes, *wanted)
+    return jnp.moveaxis(values, range(len(sizes)), stacked)

@@ -167,7 +167,7 @@ def test_the_wire(exchange):
     """Breaks if the weights or their gradients cross for each chunk, or tokens other than as the halves."""
     sent = {}
     for chunks in (1, 2):
-        found = traced(exchange, None, chunks).transfers(moax.Axes().resolve(dict(fsdp=2, ep=4)))
+        found = traced(exchange, None, chunks).transfers(moax.Axes().resolve(make_mesh("2x4")))
         rows = [c.bytes for name in STEPS for c in found.pop(name)]
         sent[chunks] = sorted(rows), {name: sorted((c.kind, c.axes, c.bytes) for c in of) for name, of in found.items()}
     assert len(sent[1][0]) >= 6

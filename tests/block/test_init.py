@@ -47,7 +47,7 @@ def test_the_same_on_every_mesh(on, fsdp_dim):
     mesh, axes = make_mesh(*on), moax.Axes(fsdp_dim=fsdp_dim)
     with jax.set_mesh(mesh):
         params, specs = moax.init(jax.random.key(3), CONFIG, axes=axes), moax.param_specs(CONFIG, axes)
-    roles = axes.resolve(dict(mesh.shape))
+    roles = axes.resolve(mesh)
     for name in NAMES:
         got, want, of = getattr(params, name), getattr(alone(), name), getattr(specs, name)
         np.testing.assert_array_equal(got, want, err_msg=name)

@@ -51,7 +51,7 @@ def test_bits_are_those_of_a_block_that_quantizes(mesh, way, recipe, dim):
         params, x = PARAMS, X
         if mesh != "none":
             params = put(make_mesh(mesh, way), moax.param_specs(CONFIG, axes), params)
-            x = put(make_mesh(mesh, way), moax.sharding.token_spec(axes), x)
+            x = put(make_mesh(mesh, way), moax.params.token_spec(axes), x)
         quantized = moax.quantize_params(params, CONFIG, dtype=jnp.float32, **options)
         assert quantized.wi is not None and (quantized.wo is None) == ("=" in recipe)
         want = jax.jit(functools.partial(run, **options))(x, params)
@@ -76,7 +76,7 @@ def test_what_crosses(fresh_compile):
     """Breaks if kept weights are gathered in more than a byte an element, or weights of the step beside them."""
     mesh = make_mesh("2x4")
     with jax.set_mesh(mesh):
-        params, x = put(mesh, moax.param_specs(CONFIG), PARAMS), put(mesh, moax.sharding.token_spec(Axes()), X)
+        params, x = put(mesh, moax.param_specs(CONFIG), PARAMS), put(mesh, moax.params.token_spec(Axes()), X)
         quantized = moax.quantize_params(params, CONFIG, recipe="fp8_block", dtype=jnp.float32)
         step = jax.jit(functools.partial(run, recipe="fp8_block"))
         kept, own = (step.lower(x, params, q).compile() for q in (quantized, None))

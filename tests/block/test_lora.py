@@ -75,7 +75,7 @@ def placed(mesh, way, config, kept: bool):
     if mesh is not None:
         specs = dataclasses.replace(lora.adapter_specs(config), scale=SCALE)
         params, adapters = put(mesh, moax.param_specs(config), params), put(mesh, specs, adapters)
-        x = put(mesh, moax.sharding.token_spec(Axes()), x)
+        x = put(mesh, moax.params.token_spec(Axes()), x)
     if not kept:
         return adapters, x, params, None
     quantized = moax.quantize_params(params, config, recipe=WEIGHTS, dtype=jnp.float32)

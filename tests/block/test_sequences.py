@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax import Axes, inspect, ops, reference
 from moax.backend import log_once
-from moax.mesh.specs import flatten_tokens, named, unflatten_tokens
+from moax.mesh.specs import find_mesh_view, find_token_dims, flatten_tokens, named, unflatten_tokens
 from support import make_params, put, random, rel_norm, some
 from support.oracle.ops import sequence_loss
 
@@ -143,7 +143,7 @@ def test_dense(name, kind):
     """Breaks if a dense layer moves rows whose S lies over a mesh axis, or sums a gradient over too few axes."""
     sizes, x_spec, axes = case_of(name, kind)
     mesh, w = mesh_of(sizes, kind), random(2, CONFIG.d_model, 24)
-    whole = moax.sharding.dense_spec(axes, w.shape, mesh)
+    whole = moax.params.dense_spec(axes, w.shape, mesh)
     weight = np.cos(np.arange(B * S * 24, dtype=np.float32)).reshape(B, S, 24)
 
     def layer(x, w):
@@ -224,10 +224,11 @@ def test_rows_of_any_shape(shape, kind):
     mesh = mesh_of({"fsdp": 2, "ep": 2, "cp": 2}, kind)
     x = random(6, *shape, 4)
     with jax.set_mesh(mesh):
-        roles = Axes(tokens=(("ep", "fsdp"), "cp")).resolve(dict(mesh.shape))
+        axes = Axes(tokens=(("ep", "fsdp"), "cp"))
         x = put(mesh, P(), x)
-        there = jax.jit(lambda x: flatten_tokens(x, roles))(x)
-        back = jax.jit(lambda r, x: unflatten_tokens(r[:, :3], x, roles))(there, x)
+        _, view = find_token_dims(x, axes, find_mesh_view(axes, "auto", x))
+        there = jax.jit(lambda x: flatten_tokens(x, view))(x)
+        back = jax.jit(lambda r, x: unflatten_tokens(r[:, :3], x, view))(there, x)
     np.testing.assert_array_equal(np.sort(there, axis=0), np.sort(np.reshape(x, (-1, 4)), axis=0))
     np.testing.assert_array_equal(back, x[..., :3])
 

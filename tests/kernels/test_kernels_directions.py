@@ -32,7 +32,7 @@ def results(jaxpr):
 def test_makes_what_is_taken(monkeypatch, what, want):
     """Breaks if the rows of x or dy are quantized in a direction that no product takes: that is a third to a half of
     the time of their kernel."""
-    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
     params = jax.eval_shape(lambda: moax.init(jax.random.key(0), CONFIG, dtype=jnp.bfloat16))
     x = jax.ShapeDtypeStruct((TOKENS, CONFIG.d_model), jnp.bfloat16)
 
@@ -57,7 +57,7 @@ def test_makes_what_is_taken(monkeypatch, what, want):
 def test_sorts_rows_where_products_do_not_gather(monkeypatch, d_ff, sorts):
     """Breaks if the products of narrow experts get rows that lie sorted, which is slower, or if forward keeps sorted
     rows for backward; or if those of wide experts, or of a width that is no multiple of 64, gather."""
-    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
     config = dataclasses.replace(CONFIG, d_ff=d_ff)
     params = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=jnp.bfloat16))
     x, rows = jax.ShapeDtypeStruct((TOKENS, config.d_model), jnp.bfloat16), (SORTED_BF16, config.d_model)

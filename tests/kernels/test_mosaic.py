@@ -52,7 +52,7 @@ def mosaic(monkeypatch):
         return run
 
     def interpreted(fn):
-        monkeypatch.setattr(backend, "on_hopper", lambda: True)
+        monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
         monkeypatch.setattr(pipeline, "count_sms", lambda: 2)  # several tiles for each thread block
         return functools.partial(interpret, fn, races=False)
 
@@ -295,7 +295,7 @@ def test_block(mosaic, name, recipe, how):
 def test_types_inside_a_shard_map(monkeypatch):
     """Breaks if what a kernel makes is typed as the same on every device, inside a `shard_map` with `check_vma`:
     gradients are then refused, or not summed where they should be, in the first pass or in the loop of the others."""
-    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
     mesh = jax.make_mesh((2, 2), ("fsdp", "ep"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     config = moax.MoEConfig(d_model=256, d_ff=128, num_experts=4, top_k=2, use_bias=True)
     specs, tokens = moax.param_specs(config, mesh=mesh), PartitionSpec(("fsdp", "ep"))
@@ -324,7 +324,7 @@ def test_auto_takes_the_kernels():
 
 def test_reasons(monkeypatch):
     """By name the kernels refuse, saying why; `auto` falls back."""
-    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
     for dtype, widths, why in ((jnp.float32, {}, "bfloat16, not float32"), (jnp.bfloat16, {"d_ff": 40}, "d_ff of 40")):
         assert select_kernels("auto", dtype, **widths) == "xla"
         with pytest.raises(moax.Unsupported, match=why):

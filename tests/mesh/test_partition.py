@@ -93,7 +93,7 @@ def view_of(mesh, engine="auto", axes=Axes(), manual=None):
 
 
 SIZES = dict(fsdp=2, ep=4)
-ROLES = Axes().resolve(SIZES)
+ROLES = Axes().resolve(mesh_with({}, **SIZES))
 
 
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])

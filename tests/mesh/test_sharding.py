@@ -22,8 +22,8 @@ from moax import Axes, MoEConfig, MoEParams, ops
 from moax.mesh.axes import ResolvedAxes, as_names
 from moax.mesh.specs import Spec, check_divides, constrain, local_shape, make_sharded, mesh_in_force, named, pad
 from moax.ops.weights import WeightSpec, find_layout, replicas
+from moax.params import dense_spec, param_specs, reshard_params, shard_specs, token_spec
 from moax.recipe import FULL, RECIPES
-from moax.sharding import dense_spec, param_specs, reshard_params, shard_specs, token_spec
 from support import make_mesh, some
 
 ROUTER = moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True)
@@ -41,7 +41,7 @@ def layout(name: str, of: P, kept: tuple, axes: ResolvedAxes):
 
 
 def roles_on(axes: Axes = Axes(), **sizes: int) -> ResolvedAxes:
-    return axes.resolve(sizes)
+    return axes.resolve(mesh_of_sizes(**sizes))
 
 
 # Axes and roles.

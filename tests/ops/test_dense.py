@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax import inspect
 from moax.ops import dense
+from moax.params import dense_spec
 from moax.recipe import RECIPES, get_recipe
-from moax.sharding import dense_spec
 from support import (
     TOKENS,
     WAYS,

@@ -35,7 +35,7 @@ config = moax.MoEConfig(16, 16, 4, 2)
 mesh = jax.make_mesh((2, 2), ("fsdp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 with jax.set_mesh(mesh):
     params = moax.init(jax.random.key(0), config)
-    x = jax.device_put(jax.numpy.ones((16, 16)), named(mesh, moax.sharding.token_spec(moax.Axes())))
+    x = jax.device_put(jax.numpy.ones((16, 16)), named(mesh, moax.params.token_spec(moax.Axes())))
     hits.clear()
 
     def the_program(x, params):

@@ -42,7 +42,7 @@ def test_info_says_what_runs(capsys):
 
 def test_info_on_a_gpu_that_runs_kernels(monkeypatch):
     """Breaks if the command `moax` on a Hopper GPU says that XLA runs, or that MXFP8 multiplies in FP8 there."""
-    monkeypatch.setattr(backend, "on_hopper", lambda: True)
+    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
     kernels = [choice for choice in cli.choices() if choice.argument == "kernels"]
     assert {choice.value for choice in kernels if choice.runs} == {"auto", "hopper", "xla"}
     assert kernels[0].note.startswith("hopper for bfloat16")

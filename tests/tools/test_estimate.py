@@ -17,8 +17,8 @@ from benchmarks.block.block import PERF
 from moax import hf, inspect
 from moax.estimate import HARDWARE, estimate
 from moax.exchange.transport import plan_sends
+from moax.params import operand_shapes
 from moax.recipe import Format, Recipe
-from moax.sharding import operand_shapes
 from support import some
 
 ROOT = Path(__file__).parents[2]

@@ -34,10 +34,8 @@ from moax.exchange import AUTO, select_transport
 from moax.lora import Adapters, check_adapters, scaled
 from moax.mesh.specs import (
     MeshView,
-    check_token_axes,
     constrain,
     find_mesh_view,
-    find_row_axes,
     find_token_dims,
     flatten_tokens,
     unflatten_tokens,
@@ -48,9 +46,8 @@ from moax.ops.matmul import dense
 from moax.ops.router import BINS, router_logits
 from moax.ops.routing import route
 from moax.ops.weights import quantize_weight
-from moax.params import MoEParams, check_params
+from moax.params import MoEParams, check_params, expert_specs, reshard_params, shard_specs
 from moax.recipe import get_recipes
-from moax.sharding import expert_specs, reshard_params, shard_specs
 from moax.types import MoEStats, QuantizedParams, Routing
 
 Ids = Integer[Array, "*batch K"]
@@ -209,7 +206,6 @@ def _moe(
     if absent:
         params = _fill(params, quantized, x.dtype)
     recipe, axes, engine = get_recipes(options.recipe), options.axes, options.engine
-    check_token_axes(x, axes)
     axes, view = find_token_dims(x, axes, find_mesh_view(axes, engine, x, params))
     resolved, options = view.axes, dataclasses.replace(options, axes=axes)
     if x.size == 0:
@@ -227,12 +223,12 @@ def _moe(
     plan = make_plan(config, options, transport, frozen=frozen, **sizes)
     if quantized is not None:
         _check_quantized(quantized, plan, params)
-    params, tokens = reshard_params(params, declared), flatten_tokens(x, resolved)
+    params, tokens = reshard_params(params, declared), flatten_tokens(x, view)
     if segments is not None:
         segments = segments.astype(jnp.int32)
         mask = segments >= 0 if mask is None else mask & (segments >= 0)
-    real = None if mask is None else flatten_tokens(mask[..., None], resolved)
-    read = tokens if router_input is None else flatten_tokens(router_input, resolved)
+    real = None if mask is None else flatten_tokens(mask[..., None], view)
+    read = tokens if router_input is None else flatten_tokens(router_input, view)
     if real is not None:  # padding may hold NaN
         tokens, read = jnp.where(real, tokens, 0), jnp.where(real, read, 0)
 
@@ -262,12 +258,12 @@ def _moe(
             gate = jax.nn.sigmoid(router_logits(tokens, params.shared_gate[:, None], axes=axes, engine=engine))
             shared = (shared.astype(jnp.float32) * gate).astype(y.dtype)
         y += shared
-    y = unflatten_tokens(y if real is None else jnp.where(real, y, 0), x, resolved)
+    y = unflatten_tokens(y if real is None else jnp.where(real, y, 0), x, view)
     dropped = view.assume_replicated(view.psum(dropped, resolved.tokens), resolved.tp)[0]
     rounds = view.assume_replicated(lax.stop_gradient(rounds), resolved.all)[0]  # a maximum has no derivative in JAX
     used = None
     if return_routing:
-        shaped = {name: unflatten_tokens(getattr(routing, name), x, resolved) for name in ("experts", "weights")}
+        shaped = {name: unflatten_tokens(getattr(routing, name), x, view) for name in ("experts", "weights")}
         used = dataclasses.replace(routing, **shaped)
     counts = routing.aux_loss, routing.z_loss, routing.tokens_per_expert
     sharding = jax.typeof(x).sharding
@@ -282,8 +278,8 @@ def _route(
     """Returns the Routing of `tokens`, and the block's experts and weights: each expert of a token once."""
     resolved, router, every = view.axes, config.router, jnp.arange(config.num_experts, dtype=jnp.int32)[None, None]
     if isinstance(given, Routing):
-        experts = flatten_tokens(given.experts.astype(jnp.int32), resolved)
-        weights = flatten_tokens(given.weights.astype(jnp.float32), resolved)
+        experts = flatten_tokens(given.experts.astype(jnp.int32), view)
+        weights = flatten_tokens(given.weights.astype(jnp.float32), view)
         some = (experts >= 0) & (experts < config.num_experts)  # a negative id stands for no expert too
         some = some if real is None else some & real
         experts, weights = jnp.where(some, experts, config.num_experts), jnp.where(some, weights, 0.0)
@@ -292,14 +288,16 @@ def _route(
         routing = Routing(experts, weights, aux, z, counts)
     else:
         how = dict(axes=options.axes, engine=options.engine)
-        experts = None if given is None else flatten_tokens(given.astype(jnp.int32), resolved)
+        experts = None if given is None else flatten_tokens(given.astype(jnp.int32), view)
         logits = router_logits(tokens, params.router, **how)
         logits = logits if params.logits_bias is None else logits + params.logits_bias.astype(jnp.float32)[None]
+        # The axes that may split a row [S, H] of x, once x is flattened.
+        row_axes = resolved.tokens if view.dims is None else resolved.sequence
         routing = route(
             logits, router, config.top_k, params.router_bias,
             experts=experts, mask=None if real is None else real[:, 0],
-            sequences=_find_sequences(x, segments, resolved) if router.sequence_aux_loss else None,
-            sequence_axes=find_row_axes(x, view), kernels=options.kernels, **how,
+            sequences=_find_sequences(x, segments, view) if router.sequence_aux_loss else None,
+            sequence_axes=row_axes, kernels=options.kernels, **how,
         )  # fmt: skip
     experts, weights = routing.experts, routing.weights
     if given is not None:
@@ -315,7 +313,7 @@ def _route(
     return routing, experts, weights
 
 
-def _find_sequences(x: Float[Array, "*batch H"], segments, resolved) -> Int[Array, " T"]:
+def _find_sequences(x: Float[Array, "*batch H"], segments, view: MeshView) -> Int[Array, " T"]:
     """Returns the sequence of each token of x: (0, 0, 0, 1, 1, 1) for x [2, 3, H] without segments."""
     if x.ndim < 3:
         raise ValueError(f"x has shape {x.shape}; it must be [..., S, H] for RouterConfig.sequence_aux_loss")
@@ -323,9 +321,9 @@ def _find_sequences(x: Float[Array, "*batch H"], segments, resolved) -> Int[Arra
     if segments is None:
         sequences = jnp.broadcast_to(rows, x.shape[:-1])
     else:  # a shard of S may have any id of its row
-        most = x.shape[-2] * resolved.size(resolved.sequence) + 1
+        most = x.shape[-2] * view.axes.size(view.axes.sequence) + 1
         sequences = jnp.where(segments < 0, -1, rows * most + jnp.minimum(segments, most - 1))
-    return flatten_tokens(sequences[..., None], resolved)[:, 0]
+    return flatten_tokens(sequences[..., None], view)[:, 0]
 
 
 def _fill(params: MoEParams[Array], quantized: QuantizedParams, dtype) -> MoEParams[Array]:

@@ -28,8 +28,7 @@ from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.specs import local_shape
 from moax.models import find_model
 from moax.ops import dispatch_combine
-from moax.params import param_shapes
-from moax.sharding import expert_specs, operand_shapes
+from moax.params import expert_specs, operand_shapes, param_shapes
 from moax.text import align, plural
 
 
@@ -223,12 +222,13 @@ def estimate(
     on = HARDWARE[hardware] if isinstance(hardware, str) else hardware
     for name, value in {**mesh, "tokens": tokens, "layers": layers}.items():
         check_value(name, value, int)
-    axes = options.axes.resolve(mesh)
-    tokens_of_shard = tokens * axes.size(axes.tp)
 
     sizes = dict(mesh) or {"dp": 1}
     kinds, device = (AxisType.Explicit,) * len(sizes), AbstractDevice(on.kind, on.cores, "gpu")
     whole = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=device)
+    axes = options.axes.resolve(whole)
+    tokens_of_shard = tokens * axes.size(axes.tp)
+
     with jax.sharding.use_abstract_mesh(whole):
         plan = _plan(config, axes, tokens_of_shard, options, np.dtype(dtype), on)
         transport = plan.first.exchange.transport

@@ -26,8 +26,7 @@ from moax.hf.files import MXFP4, NAMES, QUANTIZED, Checkpoint, Output, Stored, f
 from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
 from moax.mesh.axes import Axes
 from moax.mesh.specs import named
-from moax.params import DIMS, MoEParams, check_params, param_shapes
-from moax.sharding import param_specs
+from moax.params import DIMS, MoEParams, check_params, param_shapes, param_specs
 
 SHARD_BYTES = 5 * 2**30
 NO_MESH = jax.sharding.Mesh(np.empty((), object), ())  # jit refuses arrays of one device while another mesh is set

@@ -28,9 +28,8 @@ from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.exchange.transport import Transfer, ring_bytes
 from moax.inspect.hlo import Element, device_groups, read_hlo, trace, varying_axes
 from moax.inspect.hlo import Value as Value
-from moax.mesh.axes import Names, as_names
-from moax.mesh.specs import AnyMesh
-from moax.sharding import operand_shapes
+from moax.mesh.axes import AnyMesh, Names, as_names
+from moax.params import operand_shapes
 from moax.text import align, plural
 
 Program = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled | str

@@ -66,8 +66,8 @@ class Implementation(NamedTuple):
 
 
 def _why_not_hopper(dtype: DTypeLike | None, widths: dict[str, int]) -> str | None:
-    if not backend.on_hopper():
-        return f"the kernels are for NVIDIA GPUs of compute capability 9.0, this is {backend.device_kind()!r}"
+    if why := backend.why_not_hopper():
+        return why
     if dtype is not None and dtype != jnp.bfloat16:
         return f"the kernels compute in bfloat16, not {jnp.dtype(dtype).name}"
     for name, size in widths.items():

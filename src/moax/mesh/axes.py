@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from moax.checks import check_value
 
+AnyMesh = Mesh | AbstractMesh
 Names = tuple[str, ...]
 Entry = str | Names | list[str] | None
 ROLES = ("dp", "fsdp", "cp", "ep", "tp")
@@ -76,6 +77,7 @@ class Axes:
         last entry is of S, and the others are of the first dims. () is ((dp, fsdp, ep), cp). An axis that it leaves
         out splits the first dim before the others, or S after the others if it is of cp. Where axes are Explicit, the
         type of x decides.
+      names: all mesh axes that have a role.
 
     Raises:
       ValueError: a field is not made of names, two roles have the same name, fsdp_dim is unknown, or `tokens` names an
@@ -90,6 +92,7 @@ class Axes:
     fsdp_dim: Literal["auto", "experts", "model"] = "auto"
     cp: str | Names | list[str] = "cp"
     tokens: Iterable[Entry] = ()
+    names: Names = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         owner: dict[str, str] = {}
@@ -105,52 +108,53 @@ class Axes:
                         f"Axes: mesh axis {name!r} is named by both {owner[name]} and {role}; name it once"
                     )
                 owner[name] = role
+        object.__setattr__(self, "names", tuple(name for name, role in owner.items() if role != "other"))
         check_value("Axes: fsdp_dim", self.fsdp_dim, ("auto", "experts", "model"))
-        value, example = (
-            self.tokens,
-            'it must be the mesh axes of each leading dim of x, such as (("ep", "fsdp"), "cp")',
-        )
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ValueError(f"Axes: tokens={value!r}; {example}")
-        dims = tuple(as_names(entry) for entry in value)
-        names = [name for entry in dims for name in entry]
-        for name in names:
+        given = self.tokens
+        wanted = 'it must be the mesh axes of each leading dim of x, such as (("ep", "fsdp"), "cp")'
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ValueError(f"Axes: tokens={given!r}; {wanted}")
+        dims = tuple(map(as_names, given))
+        listed = [name for names in dims for name in names]
+        for name in listed:
             if owner.get(name) not in ("dp", "fsdp", "ep", "cp"):
-                raise ValueError(f"Axes: tokens={value!r} names {name!r}, which is in none of dp, fsdp, ep and cp")
-        if len(set(names)) < len(names):
-            raise ValueError(f"Axes: tokens={value!r} names a mesh axis twice; {example}")
+                raise ValueError(f"Axes: tokens={given!r} names {name!r}, which is in none of dp, fsdp, ep and cp")
+        if len(set(listed)) < len(listed):
+            raise ValueError(f"Axes: tokens={given!r} names a mesh axis twice; {wanted}")
         object.__setattr__(self, "tokens", dims)
 
-    @property
-    def names(self) -> Names:
-        """The names of all mesh axes that have a role."""
-        return tuple(name for role in ROLES for name in getattr(self, role))
-
-    def resolve(self, sizes: Mapping[str, int]) -> ResolvedAxes:
-        """Returns the axes that have more than one device, by role.
+    def resolve(self, mesh: AnyMesh | None) -> ResolvedAxes:
+        """Returns the axes of a mesh that have more than one device, by role. Manual axes need no role.
 
         On a mesh of {"fsdp": 4, "ep": 2, "tp": 1} the result has fsdp ("fsdp",), ep ("ep",), and no dp and no tp.
 
-        Args:
-          sizes: the number of devices along each mesh axis, by name.
-
         Raises:
-          ValueError: an axis of more than one device has no role and is not in `other`.
+          ValueError: an axis of more than one device has no role and is not in `other`, or some axes are Auto and
+            others Explicit.
         """
+        if mesh is None:
+            return ResolvedAxes()
+        if mesh.auto_axes and mesh.explicit_axes:
+            raise ValueError(
+                f"mesh axes {list(mesh.auto_axes)} are Auto and {list(mesh.explicit_axes)} are Explicit; moax works on "
+                "meshes whose axes are all of one kind: pass axis_types=(AxisType.Auto,) * n, or Explicit for all, to "
+                "jax.make_mesh"
+            )
+        sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         for name, size in sizes.items():
-            if size > 1 and name not in (*self.names, *as_names(self.other)):
+            if name not in (*self.names, *as_names(self.other), *mesh.manual_axes):
                 raise ValueError(
                     f"mesh axis {name!r} of {size} devices has no role in {self}; name it in dp (it splits tokens), "
                     "fsdp (tokens and weights), cp (tokens along S), ep (tokens and experts) or tp (the expert width), "
                     f"for example Axes(fsdp={name!r}), or in other=({name!r},) where moax is to leave the axis out"
                 )
-        of = {role: tuple(n for n in getattr(self, role) if sizes.get(n, 1) > 1) for role in ROLES}
+        of = {role: tuple(name for name in getattr(self, role) if name in sizes) for role in ROLES}
         batch, cp = of["dp"] + of["fsdp"] + of["ep"], of["cp"]
-        dims = [tuple(n for n in as_names(entry) if n in batch + cp) for entry in self.tokens]
+        dims = [tuple(name for name in as_names(entry) if name in batch + cp) for entry in self.tokens]
         dims += [()] * (2 - len(dims))
-        listed = {name for entry in dims for name in entry}
-        dims[0] = tuple(n for n in batch if n not in listed) + dims[0]
-        dims[-1] += tuple(n for n in cp if n not in listed)
+        listed = {name for names in dims for name in names}
+        dims[0] = tuple(name for name in batch if name not in listed) + dims[0]
+        dims[-1] += tuple(name for name in cp if name not in listed)
         return ResolvedAxes(**of, sizes=tuple((n, sizes[n]) for names in of.values() for n in names), dims=tuple(dims))
 
 

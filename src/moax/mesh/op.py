@@ -86,7 +86,7 @@ class Op:
         sharding: Callable[[Any, tuple, PyTree], OpSharding] | None = None,
     ):
         self.name, self.local, self._rule, self._sharding = name, local, rule, sharding
-        self._compiled = jax.jit(self._run, static_argnums=(0, 1))
+        self._compiled = jax.jit(self.__call__, static_argnums=(0, 1))
 
     def __repr__(self) -> str:
         return f"{self.name}({self.local.__module__}.{self.local.__qualname__})"
@@ -97,10 +97,24 @@ class Op:
             if view.engine == "custom_partitioning":
                 return _bind(self, view, static, self.rule(static, operands))(*operands)
             traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
-            if traced and view.mesh is None:
-                operands = refuse_many_devices(self.name, operands)
-            run = self._run if traced or view.engine == "local" else self._compiled
-            return run(view, static, *operands)
+            if view.engine == "local":
+                if traced and view.mesh is None:
+                    operands = refuse_many_devices(self.name, operands)
+                return self.compute_shards(static, self.sharding(static, operands), *operands, reduce=False)
+            if not traced:
+                return self._compiled(view, static, *operands)
+            sharding, operands = self._lay_out(view, static, operands)
+            leaves, tree = jax.tree.flatten(operands)
+            mapped = jax.shard_map(
+                lambda *shards: self.compute_shards(static, sharding, *tree.unflatten(shards)),
+                mesh=view.mesh,
+                in_specs=tuple(tree.flatten_up_to(sharding.operands)),
+                out_specs=tuple(sharding.results),
+                axis_names=set(view.mesh.axis_names).difference(view.mesh.manual_axes),
+                # Inside a `shard_map` over other axes, types that vary over these must stay what they are.
+                check_vma=any(map(varying, leaves)),
+            )
+            return mapped(*leaves)
 
     def reshard(self, view: MeshView, static: Hashable, *operands):
         """Returns the operands with the layout that the op needs, and with types that vary over the same axes.
@@ -166,21 +180,6 @@ class Op:
             leaves = [jax.sharding.reshard(x, NamedSharding(view.mesh, s)) for x, s in zip(leaves, specs, strict=True)]
         return sharding, tree.unflatten(leaves)
 
-    def _run(self, view: MeshView, static, *operands):
-        """Runs the op by the local function or by `shard_map`."""
-        if view.engine == "local":
-            return self.compute_shards(static, self.sharding(static, operands), *operands, reduce=False)
-        sharding, operands = self._lay_out(view, static, operands)
-        leaves, tree = jax.tree.flatten(operands)
-        mapped = jax.shard_map(
-            lambda *shards: self.compute_shards(static, sharding, *tree.unflatten(shards)),
-            mesh=view.mesh, in_specs=tuple(tree.flatten_up_to(sharding.operands)), out_specs=tuple(sharding.results),
-            axis_names=set(view.mesh.axis_names).difference(view.mesh.manual_axes),
-            # Inside a `shard_map` over other axes, types that vary over these must stay what they are.
-            check_vma=any(map(varying, leaves)),
-        )  # fmt: skip
-        return mapped(*leaves)
-
     def compute_shards(self, static, sharding: OpSharding, *operands, reduce: bool = True):
         """Returns the results of one device; with `reduce`, summed over the axes of `sharding.reduce`."""
         layout = () if self._sharding is None else (sharding.layout,)
@@ -228,7 +227,10 @@ def with_gradient(op: Op, grad: Op, save: Callable, pull: Callable, once: str | 
         results = op(view, static, *operands)
         return results, save(operands, results)
 
-    run = differentiable(forward, lambda view, static, *of: pull(functools.partial(grad, view, static), *of), once)
+    def backward(view, static, *of_backward):
+        return pull(functools.partial(grad, view, static), *of_backward)
+
+    run = differentiable(forward, backward, once, plain=op.__call__)
     return lambda view, static, *operands: run(view, static, *op.reshard(view, static, *operands))
 
 

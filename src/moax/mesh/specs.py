@@ -27,16 +27,15 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
 
 from moax.checks import Unsupported, check_value
-from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
+from moax.mesh.axes import AnyMesh, Axes, Names, ResolvedAxes, as_names
 from moax.mesh.collectives import reduce_max, varying
 
 Spec = PartitionSpec  # Spec(("fsdp", "ep"), (), ("tp",)) is Spec(("fsdp", "ep"), None, "tp")
 FREE = Spec.UNCONSTRAINED  # XLA chooses the layout of the dim
-AnyMesh = Mesh | AbstractMesh
 
 Engine = Literal["auto", "custom_partitioning", "shard_map"]
 ENGINES = get_args(Engine)
@@ -52,6 +51,8 @@ class MeshView(NamedTuple):
         caller sums over axes that split no dim of a result, as it does for `jnp.dot`.
       explicit: whether an axis of the mesh is Explicit, and ops see global arrays.
       mesh: the mesh in force, or else in the type of an operand; None without one.
+      dims: the axes over each leading dim of the tokens x [..., H] of `find_token_dims`; None where the axes do not
+        divide the dims.
     """
 
     axes: ResolvedAxes
@@ -59,6 +60,7 @@ class MeshView(NamedTuple):
     manual: bool = False
     explicit: bool = False
     mesh: Any = None
+    dims: tuple[Names, ...] | None = ()
 
     @property
     def nested(self) -> bool:
@@ -101,7 +103,7 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree) -> MeshView:
     mesh = mesh_in_force(*jax.tree.leaves(operands))
     if mesh is None:
         return MeshView(ResolvedAxes(), "local")
-    resolved, explicit, manual = resolve_axes(axes, mesh), bool(mesh.explicit_axes), mesh.manual_axes
+    resolved, explicit, manual = axes.resolve(mesh), bool(mesh.explicit_axes), mesh.manual_axes
     inside = [n for n in resolved.all if n in manual]
     outside = [n for n in resolved.all if n not in manual]
     if manual and not outside and (inside or not explicit):
@@ -173,25 +175,6 @@ def mesh_sizes() -> dict[str, int]:
     return {} if mesh is None else dict(mesh.shape)
 
 
-def resolve_axes(axes: Axes, mesh: AnyMesh | None = None) -> ResolvedAxes:
-    """Returns the axes of a mesh by role; None means the mesh in force. Manual axes need no role.
-
-    Raises:
-      ValueError: an axis of more than one device has no role and is not in `axes.other`, or some axes are Auto and
-        others Explicit.
-    """
-    mesh = mesh or mesh_in_force()
-    if mesh is None:
-        return ResolvedAxes()
-    if mesh.auto_axes and mesh.explicit_axes:
-        raise ValueError(
-            f"mesh axes {list(mesh.auto_axes)} are Auto and {list(mesh.explicit_axes)} are Explicit; moax works on "
-            "meshes whose axes are all of one kind: pass axis_types=(AxisType.Auto,) * n, or Explicit for all, to "
-            "jax.make_mesh"
-        )
-    return axes.resolve({n: size for n, size in mesh.shape.items() if n in axes.names or n not in mesh.manual_axes})
-
-
 def named(mesh: AnyMesh, specs: PyTree[Spec]) -> Any:
     """Returns the NamedSharding on `mesh` of each spec in a tree."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
@@ -235,100 +218,84 @@ def zeros_of(of: Any) -> Array:
     return lax.pcast(zeros, names, to="varying") if names else zeros
 
 
-def check_token_axes(x: Array, axes: Axes) -> None:
-    """Raises ValueError where x [..., H] has tokens sharded over a mesh axis without a role in `axes`."""
-    sharding = jax.typeof(x).sharding
-    for dim, names in enumerate(pad(sharding.spec, x.ndim)[:-1]):
+def find_token_dims(x: Array, axes: Axes, view: MeshView) -> tuple[Axes, MeshView]:
+    """Returns both for a call on tokens x [..., H]: with `dims`, and on Explicit axes with the order of x's own type.
+
+    A token axis that the type of x does not name splits a dim further, the first dim or S where it divides it: P("ep")
+    of x [B, S, H] on a mesh of fsdp and ep becomes (("ep", "fsdp"), ()). Where none divides, `axes` stay what they are.
+
+    Raises:
+      ValueError: x has fewer dims than `axes.tokens` has entries, or tokens sharded over a mesh axis without a role.
+    """
+    count, resolved = x.ndim - 1, view.axes
+    if view.manual:
+        return axes, view._replace(dims=((),) * count)
+    found = _dims_by_type(x, axes, view) if view.explicit else None
+    if found is not None and found != resolved.over(count):
+        axes = dataclasses.replace(axes, tokens=found)
+        resolved = dataclasses.replace(resolved, dims=(*found, *[()] * (2 - count)))
+    dims = resolved.over(count)
+    divide = all(size % resolved.size(names) == 0 for size, names in zip(x.shape[:-1], dims, strict=True))
+    return axes, view._replace(axes=resolved, dims=dims if divide else None)
+
+
+def _dims_by_type(x: Array, axes: Axes, view: MeshView) -> tuple[Names, ...] | None:
+    """Returns all axes of tokens over the leading dims of x, by its type; None where an axis divides no dim."""
+    resolved, dims = view.axes, []
+    for dim, names in enumerate(pad(jax.typeof(x).sharding.spec, x.ndim)[:-1]):
         for name in names:
-            if name not in axes.names and sharding.mesh.shape[name] > 1:
+            if name not in axes.names and view.mesh.shape[name] > 1:
                 raise ValueError(
                     f"x: dim {dim} is sharded over mesh axis {name!r}, which has no role in {axes}; "
                     f"give it a role, for example Axes(dp={(*axes.dp, name)})"
                 )
-
-
-def find_token_dims(x: Array, axes: Axes, view: MeshView) -> tuple[Axes, MeshView]:
-    """Returns both, with `tokens` the axes over each leading dim of x [..., H] where mesh axes are Explicit.
-
-    A token axis that the type of x does not name splits a dim further, the first dim or S where it divides it: P("ep")
-    of x [B, S, H] on a mesh of fsdp and ep becomes (("ep", "fsdp"), ()). Where none divides, the result is `axes`
-    itself.
-    """
-    mesh, resolved = mesh_in_force(x), view.axes
-    if mesh is None or not mesh.explicit_axes or set(mesh.manual_axes).intersection(resolved.tokens):
-        return axes, view
-    dims = [tuple(n for n in names if n in resolved.tokens) for names in pad(jax.typeof(x).sharding.spec, x.ndim)[:-1]]
-    named_in_x = {name for names in dims for name in names}
-    for name in resolved.tokens:
-        if name in named_in_x:
-            continue
+        dims.append(tuple(name for name in names if name in resolved.tokens))
+    for name in (name for name in resolved.tokens if not any(name in names for names in dims)):
         order = sorted(range(len(dims)), reverse=name in resolved.sequence)
         home = next((d for d in order if x.shape[d] % resolved.size((*dims[d], name)) == 0), None)
         if home is None:
-            return axes, view
+            return None
         dims[home] += (name,)
-    if tuple(dims) == resolved.over(len(dims)):
-        return axes, view
-    axes = dataclasses.replace(axes, tokens=tuple(dims))
-    return axes, view._replace(axes=axes.resolve(dict(resolved.sizes)))
+    return tuple(dims)
 
 
-def flatten_tokens(x: Shaped[Array, "*batch H"], resolved: ResolvedAxes) -> Shaped[Array, "T H"]:
-    """Reshapes x [..., H] to [T, H], with T over `axes.tokens`. Each device flattens its own shard.
+def flatten_tokens(x: Shaped[Array, "*batch H"], view: MeshView) -> Shaped[Array, "T H"]:
+    """Reshapes x [..., H] to [T, H], with T over `view.axes.tokens`. Each device flattens its own shard.
 
     If two devices of cp split S=4 of x [2, 4, H], the first one has the rows (0, 0), (0, 1), (1, 0), (1, 1), and the
     second one (0, 2), (0, 3), (1, 2), (1, 3). Where the axes do not divide the leading dims of x, the rows have the
-    order of a plain reshape, and on Explicit axes `axes.tokens` split T if they divide it.
+    order of a plain reshape, and on Explicit axes the axes of tokens split T if they divide it.
     """
-    mesh, dims, explicit = _find_split(x, resolved)
-    columns = ()
-    if explicit:
-        columns = tuple(n for n in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if n not in resolved.tokens)
-        x = jax.sharding.reshard(x, NamedSharding(mesh, Spec(*dims or [None] * (x.ndim - 1), columns)))
+    dims, tokens, columns = view.dims, view.axes.tokens, ()
+    if view.explicit:
+        columns = tuple(name for name in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if name not in tokens)
+        x = jax.sharding.reshard(x, NamedSharding(view.mesh, Spec(*dims or [None] * (x.ndim - 1), columns)))
     if dims is not None and any(dims[1:]):  # a plain reshape keeps rows in place if axes split the first dim alone
-        return _on_shards(lambda x: x.reshape(-1, x.shape[-1]), x, mesh, dims, (resolved.tokens,))
+        return _on_shards(lambda x: x.reshape(-1, x.shape[-1]), x, view, dims, (tokens,))
     rows = x.reshape(-1, x.shape[-1])
-    if not explicit:
+    if not view.explicit:
         return rows
-    over = resolved.tokens if rows.shape[0] % resolved.size(resolved.tokens) == 0 else ()
-    return jax.sharding.reshard(rows, NamedSharding(mesh, Spec(over, columns)))
+    over = tokens if rows.shape[0] % view.axes.size(tokens) == 0 else ()
+    return jax.sharding.reshard(rows, NamedSharding(view.mesh, Spec(over, columns)))
 
 
-def unflatten_tokens(
-    y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], resolved: ResolvedAxes
-) -> Shaped[Array, "..."]:
+def unflatten_tokens(y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], view: MeshView) -> Shaped[Array, "..."]:
     """Reshapes y [T, *C] to [..., *C], the inverse of `flatten_tokens`, sharded as x where axes are Explicit."""
-    mesh, dims, explicit = _find_split(x, resolved)
-    columns = tuple(jax.typeof(y).sharding.spec)[1:] if explicit else ()
+    dims, columns = view.dims, tuple(jax.typeof(y).sharding.spec)[1:] if view.explicit else ()
     if dims is not None and any(dims[1:]):
-        shard = local_shape(x.shape[:-1], Spec(*dims), resolved)
-        y = _on_shards(lambda y: y.reshape(*shard, *y.shape[1:]), y, mesh, (resolved.tokens,), dims)
+        shard = local_shape(x.shape[:-1], Spec(*dims), view.axes)
+        y = _on_shards(lambda y: y.reshape(*shard, *y.shape[1:]), y, view, (view.axes.tokens,), dims)
     else:
-        y = jax.sharding.reshard(y, NamedSharding(mesh, Spec(None, *columns))) if explicit and dims is None else y
+        if view.explicit and dims is None:
+            y = jax.sharding.reshard(y, NamedSharding(view.mesh, Spec(None, *columns)))
         y = y.reshape(*x.shape[:-1], *y.shape[1:])
-    if not explicit:
+    if not view.explicit:
         return y
     leading = tuple(jax.typeof(x).sharding.spec)[: x.ndim - 1]
-    return jax.sharding.reshard(y, NamedSharding(mesh, Spec(*leading, *columns)))
+    return jax.sharding.reshard(y, NamedSharding(view.mesh, Spec(*leading, *columns)))
 
 
-def find_row_axes(x: Array, view: MeshView) -> Names:
-    """Returns the axes that may split a row [S, H] of x [..., S, H] once `flatten_tokens` has flattened x."""
-    divide = view.manual or _find_split(x, view.axes)[1] is not None
-    return view.axes.sequence if divide else view.axes.tokens
-
-
-def _find_split(x: Array, resolved: ResolvedAxes) -> tuple[Any, tuple[Names, ...] | None, bool]:
-    """Returns the mesh of x, the axes over its leading dims if these divide, and whether the axes are Explicit."""
-    mesh = mesh_in_force(x)
-    if mesh is None or set(mesh.manual_axes).intersection(resolved.tokens):
-        return None, None, False
-    dims = resolved.over(x.ndim - 1)
-    divide = all(size % resolved.size(names) == 0 for size, names in zip(x.shape[:-1], dims, strict=True))
-    return mesh, dims if divide else None, bool(mesh.explicit_axes)
-
-
-def _on_shards(local: Callable, x: Array, mesh: AnyMesh | None, split: Sequence[Names], to: Sequence[Names]) -> Array:
+def _on_shards(local: Callable, x: Array, view: MeshView, split: Sequence[Names], to: Sequence[Names]) -> Array:
     """Returns local(shard) of every device, for x and a result whose leading dims the same axes split."""
     specs = dict(in_specs=Spec(*split), out_specs=Spec(*to), axis_names={name for names in split for name in names})
-    return jax.jit(jax.shard_map(local, mesh=mesh, check_vma=bool(varying(x)), **specs))(x)
+    return jax.jit(jax.shard_map(local, mesh=view.mesh, check_vma=bool(varying(x)), **specs))(x)

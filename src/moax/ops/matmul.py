@@ -49,8 +49,8 @@ from moax.mesh.specs import (
 )
 from moax.ops import weights
 from moax.ops.weights import WeightLayout, WeightSpec, find_layout
+from moax.params import dense_spec_on
 from moax.recipe import Recipe, get_recipe
-from moax.sharding import dense_spec_on
 
 NO_DERIVATIVE = "is the gradient of a weight, and has no derivative; differentiate grouped_matmul instead"
 
@@ -141,7 +141,7 @@ def dense(
         is split over tp where K of w is.
       w: [K, *C], floating point. Dims over tp stay split, and dims over fsdp or ep are gathered.
       bias: [*C], split over tp where *C of w is, and replicated over the other axes.
-      w_spec: the default is `moax.sharding.dense_spec` of w's shape, and inside a `shard_map` a replicated w.
+      w_spec: the default is `moax.params.dense_spec` of w's shape, and inside a `shard_map` a replicated w.
       recipe, preferred_element_type, axes, engine, kernels, grad_reduce_dtype: as in `grouped_matmul`.
 
     Returns:
@@ -160,8 +160,8 @@ def dense(
         w_spec = Spec() if view.manual else dense_spec_on(resolved, w.shape)
     declared, of_y = Spec(None, *check_spec("w_spec", w_spec, w.ndim)), preferred_element_type
     static = _make_spec(view, x, (1, *w.shape), declared, recipe, None, of_y, kernels, grad_reduce_dtype)
-    rows, bias = flatten_tokens(x, resolved), None if bias is None else bias[None]
-    return unflatten_tokens(_grouped_matmul(view, static, rows, w[None], None, bias), x, resolved)
+    rows, bias = flatten_tokens(x, view), None if bias is None else bias[None]
+    return unflatten_tokens(_grouped_matmul(view, static, rows, w[None], None, bias), x, view)
 
 
 def grouped_wgrad(
