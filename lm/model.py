@@ -185,7 +185,8 @@ def quantize(params: Params, config: TrainConfig) -> QuantizedParams[Array] | No
     It is None where the recipe quantizes no weight.
     """
     model, options = config.model, config.options
-    if all(recipe.w is None for recipe in get_recipes(options.recipe).both):
+    recipes = get_recipes(options.recipe)
+    if recipes.wi.w is None and recipes.wo.w is None:
         return None
 
     def one(moe: MoEParams[Array]) -> QuantizedParams[Array]:

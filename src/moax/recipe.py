@@ -8,7 +8,6 @@ from typing import Literal
 from moax.checks import check_fields
 
 Contracted = Literal["rows", "columns"]
-E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +45,6 @@ class Format:
     def shared(self) -> bool:
         """Whether one scale holds for the rows of all experts on all devices."""
         return self.block is None and not self.by_group
-
-    @property
-    def max(self) -> float:
-        """The largest finite value of `dtype`."""
-        return E4M3_MAX if self.dtype == "e4m3" else E5M2_MAX
 
     def row_block(self, ndim: int, contracted: Contracted) -> tuple[int | None, ...]:
         """Returns the block lengths of rows [M, ..., C] in a product over `columns` or over `rows`.
@@ -136,16 +130,6 @@ class Recipes:
         object.__setattr__(self, "wo", get_recipe(wo))
         if self.wo.wire not in (None, self.wi.wire):
             raise ValueError(f"Recipes: wo has wire={self.wo.wire}; tokens travel by the wire of wi, {self.wi.wire}")
-
-    @property
-    def both(self) -> tuple[Recipe, Recipe]:
-        """The recipes of wi and wo."""
-        return self.wi, self.wo
-
-    @property
-    def wire(self) -> Format | None:
-        """The format of tokens on their way."""
-        return self.wi.wire
 
 
 def get_recipe(recipe: str | Recipe | None) -> Recipe:

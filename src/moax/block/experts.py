@@ -286,7 +286,7 @@ def find_together(p: BlockPlan, layouts: Layouts) -> Names:
     These are ep; the axes over which a quantized wi is gathered, since backward gathers it again for its rows; and all
     axes of tokens if one scale holds for a whole tensor.
     """
-    formats = [format for recipe in p.recipe.both for format in (recipe.x, recipe.dy)]
+    formats = [format for recipe in (p.recipe.wi, p.recipe.wo) for format in (recipe.x, recipe.dy)]
     if any(format is not None and format.shared for format in formats):
         return p.axes.tokens
     # A wi that the caller keeps quantized has the declared layout, whatever the layout of the parameter is.

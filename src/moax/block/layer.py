@@ -179,7 +179,7 @@ def quantize_params(
     local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
     check_params(params, config, local=local)
     recipe = get_recipes(options.recipe)
-    if all(own.w is None for own in recipe.both):
+    if recipe.wi.w is None and recipe.wo.w is None:
         raise ValueError(f"recipe={options.recipe!r} quantizes no weight; its field w must be a Format")
     return _quantize_params(jax.lax.stop_gradient(params), config, options, np.dtype(dtype))
 
@@ -216,7 +216,7 @@ def _moe(
         _check_symbolic(rows, config, view)
     if rows % shards:
         raise ValueError(f"x: its {rows} rows do not divide by mesh axes {resolved.tokens} of {shards} devices")
-    row_bytes = wire_bytes(config.d_rows, x.dtype, recipe.wire)
+    row_bytes = wire_bytes(config.d_rows, x.dtype, recipe.wi.wire)
     transport = None if options.exchange == "auto" else select_transport(options.exchange, view, row_bytes)
     frozen = absent or adapters is not None
     sizes = dict(axes=resolved, declared=declared, tokens=rows // shards, dtype=x.dtype)

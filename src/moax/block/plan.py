@@ -98,7 +98,8 @@ def make_plan(
     widths = {"d_model": config.d_rows, "d_ff": config.d_ff // axes.size(tp)}  # of rows and hidden rows on one device
     kernels = select_kernels(options.kernels, dtype, **widths)
     local, ranks, balanced = implementation(kernels), axes.size(ep), tokens * top_k
-    align, experts = math.lcm(*map(local.align_rows, recipe.both)), config.num_experts // ranks
+    align = math.lcm(local.align_rows(recipe.wi), local.align_rows(recipe.wo))
+    experts = config.num_experts // ranks
     capacity = capacity_rows(tokens, top_k, config.capacity_factor)
     some, most = allot_slots(tokens, top_k, ranks, config.num_experts, config.capacity_factor, factor)
 
@@ -108,7 +109,7 @@ def make_plan(
     rows = {name: (some if TRANSPORTS[name].has_slots else tokens) * ranks for name in names}
     name = min(names, key=lambda name: rows[name])
     slots = some if TRANSPORTS[name].has_slots else most
-    exchange = ExchangeSpec(name, axes, tokens, slots, recipe.wire, kernels, config.num_experts, most)
+    exchange = ExchangeSpec(name, axes, tokens, slots, recipe.wi.wire, kernels, config.num_experts, most)
     kept = kept_rows(rows[name], top_k, experts, capacity)
     max_rows = allot_rows(balanced, factor, kept)
     fewer = max_rows is not kept and max_rows < kept  # a symbolic size has the worst case itself

@@ -129,7 +129,7 @@ class Estimate:
         plan, on = self.plan, self.hardware
         rates = [
             on.xla if plan.kernels == "xla" else on.fp8 if supports_fp8(plan.kernels, recipe) else on.bf16
-            for recipe in plan.recipe.both
+            for recipe in (plan.recipe.wi, plan.recipe.wo)
         ]
         products = sum(n / rate for n, rate in zip(self.operations, rates, strict=True))
         times = {"products": products, "device memory": self.traffic / on.hbm}

@@ -1,6 +1,6 @@
 """Quantization in blocks: the arithmetic of scales, which all implementations share, and values that XLA rounds.
 
-    scale[b] = max |x| over block b / format.max        (rounded up to a power of two where the format says so)
+    scale[b] = max |x| over block b / max of the format (rounded up to a power of two where the format says so)
     data     = round_to_format(x * (1 / scale)),     x ~ data * scale
 
 A NaN or Inf becomes NaN in its own element and does not enter a maximum. A block of zeros has scale 1. The Hopper
@@ -41,7 +41,8 @@ def finite_abs(x: Array) -> Float[Array, "..."]:
 
 def to_scale(amax: Float[Array, "..."], format: Format, of_zero: float = 1.0) -> Float[Array, "..."]:
     """Returns the float32 scales of blocks with the maxima `amax`; `of_zero` where one is too small to divide by."""
-    scale = amax * (1.0 / format.max)  # XLA may turn a division by a constant into a product
+    largest = float(jnp.finfo(DTYPES[format.dtype]).max)
+    scale = amax * (1.0 / largest)  # XLA may turn a division by a constant into a product
     scale = jnp.where(scale < TINY, of_zero, scale)
     if format.scale == "float32":
         return scale

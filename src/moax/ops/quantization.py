@@ -1,6 +1,6 @@
 """Quantize and dequantize: x ~ data * scale, with one scale for each block.
 
-    scale[b] = max |x| over block b / format.max        (rounded up to a power of two where the format says so)
+    scale[b] = max |x| over block b / max of the format (rounded up to a power of two where the format says so)
     data     = round_to_format(x * (1 / scale))
 
 Blocks of 128 along a dim of 300 elements are elements 0 to 127, 128 to 255, and the edge block 256 to 299. A NaN or Inf
@@ -59,7 +59,7 @@ def quantize(
     engine: Engine = "auto",
     kernels: str = "auto",
 ) -> QArray:
-    """data = round(x * (1 / scale)) with scale = amax(block) / format.max.
+    """data = round(x * (1 / scale)) with scale = amax(block) / max of the format.
 
     Args:
       x: any shape, floating point, any sharding over `axes`.

@@ -35,7 +35,7 @@ def expand(scales: np.ndarray, shape: tuple, block: tuple) -> np.ndarray:
 
 def scale_of(amax: np.ndarray, format: Format) -> np.ndarray:
     """Returns the float32 scale of a block whose largest |x| is amax."""
-    scale = amax.astype(np.float32) * np.float32(1 / format.max)
+    scale = amax.astype(np.float32) * np.float32(1 / float(ml_dtypes.finfo(BITS[format.dtype][2]).max))
     scale = np.where(scale < 2.0**-126, np.float32(1), scale)
     if format.scale != "float32":
         scale = np.exp2(np.ceil(np.log2(scale.astype(np.float64)))).astype(np.float32)
