@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ from moax.kernels.groups import allot_rows
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import Spec
-from moax.ops.activation import activation_of
 from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
 from moax.ops.weights import WeightSpec
 from moax.params import MoEParams
@@ -64,11 +62,6 @@ class BlockPlan:
     frozen: bool
     gathers_x: bool
     gathers_dy: bool
-
-    @property
-    def act(self) -> Callable:
-        """The activation."""
-        return activation_of(self.config.activation, self.config.activation_limit)
 
 
 def make_plan(
