@@ -143,7 +143,7 @@ FAULTS = (
           'return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)',
           'return jnp.take(x, gather_idx, axis=0, mode="clip")',
           (f"{PERMUTE}::test_round_trip", f"{PERMUTE}::test_each_shard_sorts_its_own")),
-    Fault("rows of two tokens overlap in the memory of a peer", "exchange/transport.py",
+    Fault("rows of two tokens overlap in the memory of a peer", "exchange/one_sided.py",
           "shift_there, shift_back = arrive[rank] - start, leave[:, rank] - (last - received)",
           "shift_there, shift_back = arrive[rank] - start - 1, leave[:, rank] - (last - received)",
           ("tests/ops/test_one_sided.py::test_plan",)),
