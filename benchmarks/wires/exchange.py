@@ -36,7 +36,7 @@ from moax.kernels.hopper.pallas.exchange import SMS
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Spec, find_mesh_view, named
 from moax.models import find_model
-from moax.ops.dispatch_combine import combine_forward, dispatch_forward, wire_bytes
+from moax.ops.dispatch_combine import combine_forward, dispatch_forward
 from moax.recipe import Format
 
 KINDS = (("none", "dispatch"), ("none", "combine"), ("fp8", "dispatch"))  # (wire, direction); sums are not quantized
@@ -204,10 +204,11 @@ def _group(case: Tokens, wire: str, direction: str, args: tuple, mesh: Mesh, pee
 def _ours(case: Tokens, wire: str, direction: str, impl: str, args: tuple, mesh: Mesh):
     """Returns an exchange of `moax.ops` as (function of one device, global operands)."""
     view = find_mesh_view(Axes(), "auto", args[0])
-    transport = select_transport(TRANSPORTS[impl], view, wire_bytes(args[0].shape[-1], args[0].dtype, WIRES[wire]))
+    row_bytes = args[0].shape[-1] * (args[0].dtype.itemsize if WIRES[wire] is None else 1)
+    transport = select_transport(TRANSPORTS[impl], view, row_bytes)
     kernels = select_kernels("auto", args[0].dtype, width=case.width)
     static = ExchangeSpec(
-        transport, view.axes, case.tokens, case.tokens, WIRES[wire], kernels, case.experts, case.tokens
+        transport, view.axes, mesh.size, case.tokens, case.tokens, WIRES[wire], kernels, case.experts, case.tokens
     )
     dispatch = Exchange(static, "dispatch")
     if direction == "dispatch":

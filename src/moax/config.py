@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Literal, TypedDict
@@ -189,12 +190,12 @@ class MoEConfig:
             raise ValueError(f"MoEConfig: activation_limit={self.activation_limit!r} needs an activation with a gate")
         self.router.check_experts(self.num_experts, self.top_k)
 
-    @property
+    @functools.cached_property
     def gates(self) -> int:
         """G: the number of projections of a hidden unit, 2 (gate and up) or 1 (up alone)."""
         return gates_of(self.activation)
 
-    @property
+    @functools.cached_property
     def d_rows(self) -> int:
         """The width of the rows that experts read and write: L of latent experts, and H of others."""
         return self.d_model if self.d_latent is None else self.d_latent

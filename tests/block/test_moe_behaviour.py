@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import moax
+from moax.estimate import estimate
 from support import TOKENS, make_mesh, make_params, put, random, rel_norm, size, some, spec
 from support.block import BASE, MESH, check, cotangent, make_x
 from support.oracle.block import block as block_by_numpy
@@ -101,6 +102,13 @@ def test_drops_equal_a_numpy_count(mesh, way, exchange, factor):
         outputs, grads = jax.jit(both)(*put(on, (at, moax.param_specs(config), at), (x, params, jnp.asarray(dy))))
     assert want.stats["dropped"] > 0
     check((outputs, grads), want, MESH)
+
+
+@pytest.mark.parametrize("factor, rows", [(None, None), (1.0, 30), (1.01, 31)])
+def test_capacity_rounds_up(factor, rows):
+    """A factor of 1 holds the balanced load exactly; a fraction of a row is a row."""
+    config = moax.MoEConfig(d_model=32, d_ff=48, num_experts=6, top_k=3, capacity_factor=factor)
+    assert estimate(config, {"fsdp": 1}, 10).plan.first.permute.capacity == rows
 
 
 @pytest.mark.parametrize("exchange", some(["all_to_all", "all_gather"], 1))

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import moax
 from moax import backend
 from moax.exchange import select_transport
-from moax.exchange.transport import find_slots, plan_sends
+from moax.exchange.one_sided import plan_sends
+from moax.exchange.transport import find_slots
 from moax.kernels.quantization import dequantize, quantize
 from moax.ops import combine, dispatch
 from moax.recipe import Format, get_recipe

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from moax.inspect import collectives
 from moax.kernels import xla
 from moax.ops import permute, sort_chunks, unpermute
-from moax.ops.permutation import PermuteSpec, capacity_rows, plan_rows, sorted_rows
+from moax.ops.permutation import PermuteSpec, plan_rows, sorted_rows
 from moax.types import Plan
 from support import MESHES, TOKENS, WAYS, integers, program, random, rel_error, size, some, spec
 from support.oracle import ops as oracle
@@ -259,13 +259,6 @@ def test_bfloat16():
     y = unpermute(rows, many, jnp.ones((1, 9)))
     assert rows.dtype == y.dtype == jnp.bfloat16
     assert float(y[0, 0]) == 264.0
-
-
-def test_capacity_rows_rounds_up():
-    """A factor of 1 holds the balanced load exactly; a fraction of a row is a row."""
-    assert capacity_rows(10, 3, None) is None
-    assert capacity_rows(10, 3, 1.0) == 30
-    assert capacity_rows(10, 3, 1.01) == 31
 
 
 # Each way once, each mesh once; nothing of a plan depends on both.

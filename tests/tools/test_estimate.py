@@ -16,7 +16,7 @@ import moax
 from benchmarks.block.block import PERF
 from moax import hf, inspect
 from moax.estimate import HARDWARE, estimate
-from moax.exchange.transport import plan_sends
+from moax.exchange.one_sided import plan_sends
 from moax.params import operand_shapes
 from moax.recipe import Format, Recipe
 from support import some

@@ -113,7 +113,7 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     inputs, w, quantized, dy = lax.optimization_barrier((inputs, w, quantized, cotangents[0]))
     gathered = tuple(gather_weight(view, *of, "columns") for of in zip((p.wi, p.wo), w[:2], quantized, strict=True))
     given = (None, None, None) if inputs is None else inputs
-    dx, d_weights, *small, partial = _backward_op(view, p, saved, *given, w, quantized, gathered, dy)
+    dx, d_weights, *small, partial = _backward_op(view, p, *given, w, gathered, saved, quantized, dy)
     of_weights = zip((p.wi, p.wo), partial, w, strict=False)
     large = (None if d is None else scatter_gradient(view, weight, d, shard) for weight, d, shard in of_weights)
     gradients = (
@@ -135,10 +135,11 @@ def _forward_shards(p: BlockPlan, layouts: Layouts, x, experts, weights, w: Weig
         made.append(run_forward(p, layouts, after(known, chunk) if known else chunk, w, gathered))
         known = (made[-1][0], made[-1][2]) if p.overflows else None  # loops of chunks wait for one another
     y, dropped, rounds, saved = zip(*made, strict=True)
-    return _join(y, x), sum(dropped[1:], dropped[0]), functools.reduce(jnp.maximum, rounds), saved
+    y = jnp.concatenate(y)[: x.shape[0]]
+    return y, sum(dropped[1:], dropped[0]), functools.reduce(jnp.maximum, rounds), saved
 
 
-def _backward_shards(p: BlockPlan, layouts: Layouts, saved, x, experts, weights, w, quantized, gathered, dy):
+def _backward_shards(p: BlockPlan, layouts: Layouts, x, experts, weights, w, gathered, saved, quantized, dy):
     """Returns dx, the gradients of the routing weights and of the small weights, and those of wi and wo."""
     made, known = [], [residuals.overflow for residuals in saved[1:]]  # forward of all chunks comes first
     inputs, dw = None if x is None else (x, experts, weights), Weights[Any](None, None)
@@ -146,9 +147,9 @@ def _backward_shards(p: BlockPlan, layouts: Layouts, saved, x, experts, weights,
         own, d_own = after(known, chunk) if p.overflows and known else chunk
         *known, dw = run_backward(p, layouts, residuals, own, w, quantized, gathered, d_own, dw)
         made.append(known)
-    dx, d_weights = zip(*made, strict=True)
+    dx, d_weights = (jnp.concatenate(of_chunks)[: dy.shape[0]] for of_chunks in zip(*made, strict=True))
     large = tuple(None if d is None else d.astype(p.wi.grad_dtype) for d in dw[:2])
-    return _join(dx, dy), _join(d_weights, dy), *dw[2:], large
+    return dx, d_weights, *dw[2:], large
 
 
 def _split[T](p: BlockPlan, values: T) -> list[T]:
@@ -163,11 +164,6 @@ def _split[T](p: BlockPlan, values: T) -> list[T]:
 
     values = jax.tree.map(complete, values)
     return [jax.tree.map(lambda rows, i=i: rows[i * size : (i + 1) * size], values) for i in range(p.chunks)]
-
-
-def _join(chunks: tuple[Array, ...], like: Array) -> Array:
-    """Returns the rows of all chunks, as many as `like` has."""
-    return jnp.concatenate(chunks)[: like.shape[0]] if len(chunks) > 1 else chunks[0]
 
 
 def run_forward(
@@ -307,48 +303,32 @@ def after[T](first: PyTree, then: T) -> T:
     return jax.tree.map(lambda v: jnp.where(never, jnp.zeros_like(v), v), then)
 
 
-def _specs(p: BlockPlan, w: Weights[Array], found: Weights[Any]):
-    """Returns the layouts of wi and wo, and the specs of all weights."""
-    split = {"E": p.axes.ep, "F": p.axes.tp}
-    layouts = find_layout(p.wi, found.wi, w.wi.ndim), find_layout(p.wo, found.wo, w.wo.ndim)
+def _sharding(p: BlockPlan, operands, found, *, backward: bool = False) -> OpSharding:
+    """Returns the layout of a direction: tokens are split, and a gradient has the layout of its array."""
+    *inputs, w, gathered = operands[:5]
+    tokens, tp, replicas = p.axes.tokens, p.axes.tp, p.axes.replica_axes
+    rows, own = Spec(tokens, None), Spec(p.axes.all)
+    layouts = find_layout(p.wi, found[3].wi, w.wi.ndim), find_layout(p.wo, found[3].wo, w.wo.ndim)
+    split = {"E": p.axes.ep, "F": tp}
     pairs = zip((DIMS["bi"], DIMS["bo"], *ADAPTER_DIMS.values()), w[2:], strict=True)
-    small = (None if v is None else Spec(*(split.get(letter) for letter in dims)) for dims, v in pairs)
-    return layouts, Weights(layouts[0].spec, layouts[1].spec, *small)
-
-
-def _forward_sharding(p: BlockPlan, operands, found) -> OpSharding:
-    """Returns the layout of forward: tokens are split, y is summed over tp, and dropped assignments over all tokens."""
-    *_, w, gathered = operands
-    rows, own, tokens = Spec(p.axes.tokens, None), Spec(p.axes.all), p.axes.tokens
-    layouts, weights = _specs(p, w, found[3])
-    whole = jax.tree.map(lambda _: own, gathered)
-    results = rows, Spec(None), Spec(None), own
-    return OpSharding((rows,) * 3 + (weights, whole), results, (p.axes.tp, tokens, (), ()), layouts)
-
-
-def _backward_sharding(p: BlockPlan, operands, found) -> OpSharding:
-    """Returns the layout of backward: each gradient has the layout of its array; those of wi and wo are partial."""
-    saved, *inputs, w, quantized, gathered, _ = operands
-    rows, own, tp, replicas = Spec(p.axes.tokens, None), Spec(p.axes.all), p.axes.tp, p.axes.replica_axes
-    layouts, weights = _specs(p, w, found[4])
-    pairs = zip((p.wi, p.wo), (w.wi, w.wo), quantized, strict=True)
-    of_quantized = tuple(None if given is None else quantized_specs(weight, v.shape) for weight, v, given in pairs)
-    saved, whole = jax.tree.map(lambda _: own, (saved, gathered))
-    given = (None if v is None else rows for v in inputs)
-    # tp splits the columns of bi and of wi_b, and the rows of wo_a.
+    small = [None if v is None else Spec(*map(split.get, dims)) for dims, v in pairs]
+    weights, whole = Weights(layouts[0].spec, layouts[1].spec, *small), jax.tree.map(lambda _: own, gathered)
+    specs = *(None if v is None else rows for v in inputs), weights, whole
+    if not backward:
+        return OpSharding(specs, (rows, Spec(None), Spec(None), own), (tp, tokens, (), ()), layouts)
+    saved, quantized, _ = operands[5:]
+    pairs = zip((p.wi, p.wo), w[:2], quantized, strict=True)
+    kept = tuple(None if given is None else quantized_specs(weight, v.shape) for weight, v, given in pairs)
+    # tp splits the columns of bi and of wi_b, and the rows of wo_a. The gradients of wi and wo stay partial sums.
     over = (replicas, replicas + tp, replicas + tp, replicas, replicas, replicas + tp)
-    return OpSharding(
-        (saved, *given, weights, of_quantized, whole, rows),
-        (rows, rows, *(Spec() if s is None else s for s in weights[2:]), own),
-        (tp, tp, *over, ()),
-        layouts,
-    )
+    results = rows, rows, *(Spec() if s is None else s for s in small), own
+    return OpSharding((*specs, jax.tree.map(lambda _: own, saved), kept, rows), results, (tp, tp, *over, ()), layouts)
 
 
-_forward_op = Op("experts", _forward_shards, "t h, t k, t k, @, @ -> t h, @, @, @", sharding=_forward_sharding)
+_forward_op = Op("experts", _forward_shards, "t h, t k, t k, @, @ -> t h, @, @, @", sharding=_sharding)
 _backward_op = Op(
     "experts_grad",
     _backward_shards,
-    "@, t h, t k, t k, @, @, @, t h -> t h, t k, @, @, @, @, @, @, @",
-    sharding=_backward_sharding,
+    "t h, t k, t k, @, @, @, @, t h -> t h, t k, @, @, @, @, @, @, @",
+    sharding=functools.partial(_sharding, backward=True),
 )

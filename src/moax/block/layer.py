@@ -41,7 +41,6 @@ from moax.mesh.specs import (
     unflatten_tokens,
 )
 from moax.ops.activation import activate
-from moax.ops.dispatch_combine import wire_bytes
 from moax.ops.matmul import dense
 from moax.ops.router import BINS, router_logits
 from moax.ops.routing import route
@@ -216,7 +215,7 @@ def _moe(
         _check_symbolic(rows, config, view)
     if rows % shards:
         raise ValueError(f"x: its {rows} rows do not divide by mesh axes {resolved.tokens} of {shards} devices")
-    row_bytes = wire_bytes(config.d_rows, x.dtype, recipe.wi.wire)
+    row_bytes = config.d_rows * (x.dtype.itemsize if recipe.wi.wire is None else 1)
     transport = None if options.exchange == "auto" else select_transport(options.exchange, view, row_bytes)
     frozen = absent or adapters is not None
     sizes = dict(axes=resolved, declared=declared, tokens=rows // shards, dtype=x.dtype)

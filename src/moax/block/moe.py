@@ -35,6 +35,7 @@ from moax.block.plan import BlockPlan, Round
 from moax.kernels import DEFAULT, Operand, Role, implementation
 from moax.kernels.groups import Groups, rows_of_groups, zero_rows
 from moax.mesh.collectives import mask_to_first_rank
+from moax.ops.activation import activation_of
 from moax.ops.dispatch_combine import combine_backward, combine_forward, dispatch_backward
 from moax.ops.permutation import permute_forward, plan_rows, unpermute_forward, weights_from_rows
 from moax.recipe import FULL
@@ -174,7 +175,8 @@ def expert_up(p: BlockPlan, rows: Operand, columns: Operand, wi: Operand, w: Wei
     local, gates, a = implementation(p.kernels), p.config.gates, None
     with jax.named_scope("expert_up"):
         if p.config.weights_at == "output" and p.recipe.wo.x is None and w.wi_a is None:
-            h, a = local.matmul_activate(rows, wi, groups, p.dtype, p.act, gates, w.bi)
+            act = activation_of(p.config.activation, p.config.activation_limit)
+            h, a = local.matmul_activate(rows, wi, groups, p.dtype, act, gates, w.bi)
         else:
             h = local.matmul(rows, wi, groups, p.dtype, w.bi)
             h = h if w.wi_a is None else h + low_rank(p, columns, w.wi_a, w.wi_b, groups)
@@ -190,7 +192,8 @@ def activate(p: BlockPlan, saved: Residuals, groups: Groups, *, plain: bool = Fa
     h = _weigh(saved.h, saved.row_weights, groups) if at == "input" else saved.h
     weights = saved.row_weights if at == "hidden" or (weigh and at == "output") else None
     kernels, recipe, over = (DEFAULT, FULL, ()) if plain else (p.kernels, p.recipe.wo, p.axes.tokens + p.axes.tp)
-    return implementation(kernels).activate(h, p.act, recipe, groups, weights=weights, amax_over=over)
+    act = activation_of(p.config.activation, p.config.activation_limit)
+    return implementation(kernels).activate(h, act, recipe, groups, weights=weights, amax_over=over)
 
 
 def expert_down(p: BlockPlan, a: Operand, saved: Residuals, wo: Operand, w: Weights[Array], groups: Groups) -> Array:
@@ -226,13 +229,12 @@ def activate_grad(p: BlockPlan, saved: Residuals, d_a: Float[Array, "N F"], w: W
     """Returns a for wgrad, d_h for dgrad and for wgrad, d_h unquantized or None, and inner [N] = <d_a, a>."""
     local, over, at_input = implementation(p.kernels), p.axes.tokens + p.axes.tp, p.config.weights_at == "input"
     h, row_weights, recipe = saved.h, saved.row_weights, p.recipe
+    act = activation_of(p.config.activation, p.config.activation_limit)
     if not at_input and w.bi is None and w.wi_a is None:
-        a, d_rows, d_columns, inner = local.activate_grad_quantize(
-            h, d_a, p.act, recipe, groups, weights=row_weights, amax_over=over
-        )
-        return a, d_rows, d_columns, None, inner
+        made = local.activate_grad_quantize(h, d_a, act, recipe, groups, weights=row_weights, amax_over=over)
+        return *made[:3], None, made[3]
     given = (_weigh(h, row_weights, groups), jnp.ones_like(row_weights)) if at_input else (h, row_weights)
-    a, d_h, inner = local.activate_grad(given[0], d_a, p.act, groups, given[1])
+    a, d_h, inner = local.activate_grad(given[0], d_a, act, groups, given[1])
     if at_input:
         inner = jnp.sum(d_h.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
         d_h = _weigh(d_h, row_weights, groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +18,7 @@ from moax.kernels.groups import allot_rows
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import Spec
-from moax.ops.activation import activation_of
-from moax.ops.permutation import PermuteSpec, capacity_rows, kept_rows
+from moax.ops.permutation import PermuteSpec, sorted_rows
 from moax.ops.weights import WeightSpec
 from moax.params import MoEParams
 from moax.recipe import Recipes, get_recipes
@@ -65,11 +63,6 @@ class BlockPlan:
     gathers_x: bool
     gathers_dy: bool
 
-    @property
-    def act(self) -> Callable:
-        """The activation."""
-        return activation_of(self.config.activation, self.config.activation_limit)
-
 
 def make_plan(
     config: MoEConfig, options: Options, transport: str | None, *, axes: ResolvedAxes, declared: MoEParams[Spec],
@@ -100,7 +93,7 @@ def make_plan(
     local, ranks, balanced = implementation(kernels), axes.size(ep), tokens * top_k
     align = math.lcm(local.align_rows(recipe.wi), local.align_rows(recipe.wo))
     experts = config.num_experts // ranks
-    capacity = capacity_rows(tokens, top_k, config.capacity_factor)
+    capacity = None if config.capacity_factor is None else math.ceil(config.capacity_factor * tokens * top_k)
     some, most = allot_slots(tokens, top_k, ranks, config.num_experts, config.capacity_factor, factor)
 
     portable = [name for name, of in TRANSPORTS.items() if of.portable] if ep and capacity is None else [AUTO]
@@ -109,8 +102,8 @@ def make_plan(
     rows = {name: (some if TRANSPORTS[name].has_slots else tokens) * ranks for name in names}
     name = min(names, key=lambda name: rows[name])
     slots = some if TRANSPORTS[name].has_slots else most
-    exchange = ExchangeSpec(name, axes, tokens, slots, recipe.wi.wire, kernels, config.num_experts, most)
-    kept = kept_rows(rows[name], top_k, experts, capacity)
+    exchange = ExchangeSpec(name, axes, ranks, tokens, slots, recipe.wi.wire, kernels, config.num_experts, most)
+    kept = sorted_rows(rows[name], top_k, experts, 1, capacity)
     max_rows = allot_rows(balanced, factor, kept)
     fewer = max_rows is not kept and max_rows < kept  # a symbolic size has the worst case itself
     first = PermuteSpec(experts, align, capacity, kernels, axes, max_rows if fewer else None)

@@ -1,4 +1,4 @@
-"""`Transport` is the base of an object that sends rows, sums them back, and says what both cost.
+"""`Transport` sends rows, sums them back, and says what both cost. `AllGather` and `AllToAll` run everywhere.
 
 A transport is one class, and one line of `TRANSPORTS`. Nothing else in moax asks which transport it is: the ops, the
 block, the command `moax` and `moax.estimate` ask the object.
@@ -7,6 +7,22 @@ Transports with slots number, for every rank, the tokens that want it: the first
 slot 1. Slots at or past the capacity are dropped. Round i moves the slots from i * slots on: with 4 slots, slot 5 of a
 pair of ranks travels in round 1, as slot 1. Two facts decide everything that follows: the slot of each token for each
 rank, and how many rows travel between each pair of ranks.
+
+all_gather: every token goes to every rank of ep, and a reduce-scatter sums the rows back.
+
+    dispatch   rows[s T + t] = x[t] of rank s          R = T * ranks
+    combine    y[t] of rank s = sum over ranks of rows[s T + t]
+
+With 2 ranks and T = 3, token 1 of rank 1 is row 4 on both ranks. Every token has a row, so nothing is dropped.
+
+all_to_all: each pair of ranks exchanges `slots` rows, empty slots included.
+
+    dispatch   rows[s slots + n] on rank r = x[token in slot n of rank s for rank r]          R = slots * ranks
+    combine    y[t] = sum over ranks of the rows that came back from the slots of t
+
+With 2 ranks and 2 slots, a rank whose tokens 0, 1, 2 want ranks {0, 1}, {1}, {1} has the plan (0, 3, 0, 1): T = 3 marks
+an empty slot, and token 2 has no slot. `capacity_factor` sets the number of slots and drops token 2. Without a factor
+nothing is dropped: in the block token 2 travels in the next round, and `dispatch` has slots = T.
 """
 
 from __future__ import annotations
@@ -25,7 +41,6 @@ from moax.kernels.groups import allot_rows
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.specs import MeshView
 from moax.recipe import Format
-from moax.types import SendPlan
 
 Sent = Any  # the plan of a rank, `Received.slots`: only its transport knows the type
 Step = Literal["plan", "send", "combine"]
@@ -38,7 +53,7 @@ class ExchangeSpec:
 
     Attributes:
       transport: the name of the transport, a key of `TRANSPORTS`.
-      axes: the mesh axes by role.
+      axes, ranks: the mesh axes by role, and the number of devices along ep.
       tokens: T of a shard.
       slots: the rows that each pair of ranks exchanges in one round, if the transport has slots.
       wire: the format of rows that are sent; None sends them in their own dtype. Sums travel in their own dtype.
@@ -49,17 +64,13 @@ class ExchangeSpec:
 
     transport: str
     axes: ResolvedAxes
+    ranks: int
     tokens: int
     slots: int
     wire: Format | None = None
     kernels: str = DEFAULT
     num_experts: int = 0
     capacity: int = 0
-
-    @property
-    def ranks(self) -> int:
-        """The number of devices along ep."""
-        return self.axes.size(self.axes.ep)
 
 
 class Planned(NamedTuple):
@@ -244,30 +255,61 @@ def find_slots(owner: Int[Array, "T K"], ranks: int) -> tuple[Int[Array, "T rank
     return jnp.where((own & bit) != 0, slot, tokens).reshape(-1, ranks)[:tokens], until
 
 
-def plan_sends(slot: Int[Array, "T ranks"], sent, kept: Int[Array, "ranks ranks"], rank, entries: int) -> SendPlan:
-    """Returns the SendPlan of one rank. Each row comes back to the place that it was sent from.
+class AllGather(Transport):
+    """The transport `all_gather`. It has no slots, so its plan is None."""
 
-    Rank 0 of 2 has tokens 0, 1, 2 that want ranks {0, 1}, {1}, {0}, so its `slot` is (0, 0), (T, 1), (1, T). Rank 1
-    sends 1 row to rank 0 and none to itself, so `kept` is ((2, 2), (1, 0)). Then rank 0 sends `token` = (0, 2, 0, 1),
-    and `position` is (0, 2), (C, 3), (1, C). No rank before rank 0 sends to rank 1, so the two rows for rank 1 are
-    there from row 0 on: rows 2 and 3 of what rank 0 sends shift by -2.
+    note = "drops nothing on the way"
+    has_slots = False
 
-    Args:
-      slot: as `find_slots` numbers them. A token whose slot is at or past `sent` of a rank does not go there.
-      sent: [ranks] i32, how many rows this rank sends to each rank. It equals `kept[rank]`, but is local, so that
-        consumers need not wait for the all-gather.
-      kept: how many rows go from rank (dim 0) to rank (dim 1).
-      rank: [] i32, this rank.
-      entries: C, the most rows that this rank can send.
-    """
-    end = jnp.cumsum(sent)
-    start = end - sent
-    position = jnp.where(slot < sent[None], start[None] + slot, entries)
-    which = lax.broadcasted_iota(jnp.int32, position.shape, 0)
-    token = lax.empty((entries,), jnp.int32).at[position].set(which, mode="drop")
+    def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
+        return Planned(None, jnp.zeros(1, jnp.int32), jnp.ones((), jnp.int32))
 
-    received = kept[:, rank]
-    last, arrive, leave = jnp.cumsum(received), jnp.cumsum(kept, axis=0) - kept, jnp.cumsum(kept, axis=1) - kept
-    # A shift is the first row of a pair of ranks on the receiving rank, less its first row on the sending rank.
-    shift_there, shift_back = arrive[rank] - start, leave[:, rank] - (last - received)
-    return SendPlan(token, position, jnp.stack([shift_there, end, shift_back, last]).reshape(2, 2, -1))
+    def send(self, static: ExchangeSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
+        ep = static.axes.ep if rows.shape[0] else ()  # XLA gathers no array of no rows
+        rows, *narrow = (lax.all_gather(v, ep, axis=0, tiled=True) if ep else v for v in (rows, *narrow))
+        return Arrived(rows, narrow)
+
+    def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
+        ep = static.axes.ep if static.tokens else ()
+        return [lax.psum_scatter(rows, ep, scatter_dimension=0, tiled=True) if ep else rows for rows in arrays]
+
+    def cost(self, static: ExchangeSpec, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
+        kind, ranks = ("reduce-scatter", 1) if step == "combine" else ("all-gather", static.ranks)
+        rows, axes = static.tokens * ranks, static.axes
+        return [collective(kind, dtype, (rows, width), axes, axes.ep) for width, dtype in columns]
+
+
+class AllToAll(Transport):
+    """The transport `all_to_all`. Its plan is [ranks * slots] i32: the token in each slot, T for an empty one."""
+
+    note = "bounded by buffer_factor and capacity_factor"
+
+    def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
+        tokens, ranks = experts.shape[0], static.ranks
+        slot, until, dropped = number_slots(static, experts, index)
+        rank, token = jnp.arange(ranks, dtype=jnp.int32), jnp.arange(tokens, dtype=jnp.int32)
+        empty = jnp.full((ranks, static.slots), tokens, jnp.int32)
+        sent = empty.at[rank[None], slot].set(token[:, None], mode="drop").reshape(-1)
+        return Planned(sent, dropped, count_rounds(static, until[:, -1]))
+
+    def send(self, static: ExchangeSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
+        filled = [jnp.take(v, sent, axis=0, mode="fill", fill_value=0) for v in (rows, *narrow)]
+        rows, *narrow = (_swap(static, v) for v in filled)
+        return Arrived(rows, narrow)
+
+    def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
+        def add(rows):
+            back = _swap(static, rows).astype(jnp.float32)
+            zero = jnp.zeros((static.tokens, rows.shape[1]), jnp.float32)
+            return zero.at[sent].add(back, mode="drop").astype(rows.dtype)
+
+        return [add(rows) for rows in arrays]
+
+    def cost(self, static: ExchangeSpec, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
+        rows, axes = static.slots * static.ranks, static.axes
+        return [collective("all-to-all", dtype, (rows, width), axes, axes.ep) for width, dtype in columns]
+
+
+def _swap(static: ExchangeSpec, values):
+    """Slot n for rank r becomes slot n from rank r."""
+    return lax.all_to_all(values, static.axes.ep, 0, 0, tiled=True) if static.axes.ep else values

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
@@ -82,10 +81,10 @@ def dispatch(
     if num_experts % ranks:
         raise ValueError(f"num_experts={num_experts} does not divide by mesh axes {view.axes.ep} of {ranks} devices")
     tokens = x.shape[0] // (1 if view.manual else view.axes.size(view.axes.tokens))
-    transport = select_transport(exchange, view, wire_bytes(x.shape[-1], x.dtype, wire))
+    transport = select_transport(exchange, view, x.shape[1] * (x.dtype.itemsize if wire is None else 1))
     slots, _ = allot_slots(tokens, experts.shape[1], ranks, num_experts, capacity_factor, None)
     kernels = select_kernels("auto", x.dtype, width=x.shape[1])
-    static = ExchangeSpec(transport, view.axes, tokens, slots, wire, kernels, num_experts, slots)
+    static = ExchangeSpec(transport, view.axes, ranks, tokens, slots, wire, kernels, num_experts, slots)
     results = _dispatch(view, static, x, experts.astype(jnp.int32), weights)
     rows, local, arrived_weights, (count, dropped, sent) = results
     return Received(rows, local, arrived_weights, count, dropped, sent, transport, tokens)
@@ -112,10 +111,9 @@ def combine(
     check_value("received", received, Received, "moax.ops.dispatch")
     check_arrays("rows [R, H]", rows, R=received.rows.shape[0])
     view = find_mesh_view(axes, engine, rows)
-    transport = select_transport(received.transport, view, wire_bytes(rows.shape[-1], rows.dtype))
-    shards = 1 if view.manual else view.axes.size(view.axes.tokens)
-    slots = rows.shape[0] // (shards * view.axes.size(view.axes.ep))
-    static = ExchangeSpec(transport, view.axes, received.num_tokens, slots)
+    transport = select_transport(received.transport, view, rows.shape[1] * rows.dtype.itemsize)
+    shards, ranks = 1 if view.manual else view.axes.size(view.axes.tokens), view.axes.size(view.axes.ep)
+    static = ExchangeSpec(transport, view.axes, ranks, received.num_tokens, rows.shape[0] // (shards * ranks))
     return _combine(view, static, rows, received.slots)[0]
 
 
@@ -196,11 +194,6 @@ _combine = with_gradient(
     pull=lambda grad, sent, d: (*grad(*d, sent), None),
     once="combine",
 )
-
-
-def wire_bytes(width: int, dtype: np.dtype, wire: Format | None = None) -> int:
-    """Returns the bytes of a row of this width on the wire, without its scales."""
-    return width * (1 if wire is not None else dtype.itemsize)
 
 
 def wire_columns(width: int, dtype: str, wire: Format | None) -> Columns:

@@ -52,19 +52,14 @@ class PermuteSpec:
     map_top_k: int | None = None  # K where the experts are a routing map; None where they are ids
 
 
-def kept_rows(received: int, top_k: int, num_groups: int, capacity: int | None) -> int:
-    """Returns the most rows that a rank keeps, without padding; for the arguments see `sorted_rows`."""
-    rows = received * min(top_k, num_groups)
-    return rows if capacity is None else jax.core.min_dim(rows, capacity)  # `jax.export` has symbolic ones
-
-
 def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity: int | None) -> int:
     """Returns N, as many sorted rows as any distribution of R = `received` rows with K assignments each needs.
 
     With 3 received rows of 2 assignments, 2 groups, align 4 and no capacity, there are at most 6 rows. Each of the 2
-    groups adds at most 3 rows of padding, so N = 12.
+    groups adds at most 3 rows of padding, so N = 12. Align 1 gives the rows without padding.
     """
-    rows = kept_rows(received, top_k, num_groups, capacity)
+    rows = received * min(top_k, num_groups)
+    rows = rows if capacity is None else jax.core.min_dim(rows, capacity)  # `jax.export` has symbolic ones
     return align_up(rows + jax.core.min_dim(num_groups, rows) * (align - 1), align)
 
 

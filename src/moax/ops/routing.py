@@ -49,10 +49,14 @@ LOW = -16.0  # below, softplus(l) is exp(l) to the last bit of float32
 
 @dataclasses.dataclass(frozen=True)
 class RouteSpec:
-    """The static arguments of `route`; `kernels` is the name of the implementation that finds the best experts."""
+    """The static arguments of `route`; `kernels` is the name of the implementation that finds the best experts.
+
+    A weight is a token's share of its K scores, its score among all experts, or the score of one logit.
+    """
 
     config: RouterConfig
     top_k: int
+    weight: Literal["share", "of_all", "of_one"]
     axes: ResolvedAxes
     sequence_axes: Names
     kernels: str
@@ -143,7 +147,10 @@ def route(
     if sequence_axes is None:
         sequence_axes = view.axes.sequence if view.manual else view.axes.tokens
     along = tuple(name for name in view.axes.tokens if name in as_names(sequence_axes))
-    static = RouteSpec(config, top_k, view.axes, along, select_kernels(kernels))
+    weight = "of_all" if config.score == "softmax" else "of_one"
+    if (config.normalize and top_k > 1) or (config.score == "softmax" and config.order == "topk_then_score"):
+        weight = "share"
+    static = RouteSpec(config, top_k, weight, view.axes, along, select_kernels(kernels))
     bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
     experts, sequences = (None if ids is None else ids.astype(jnp.int32) for ids in (experts, sequences))
     chosen, weights, sums, counts = _route(view, static, logits, bias, Choice(experts, mask, sequences))
@@ -166,8 +173,8 @@ def route(
 def route_forward(static: RouteSpec, logits, bias, choice: Choice):
     """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
     config, num_experts = static.config, logits.shape[1]
-    found = select_experts(static, logits, bias)
-    experts, chosen = lax.optimization_barrier(found)  # XLA would run a kernel twice whose result a scan stores
+    # The barrier keeps XLA from running a kernel twice whose result a scan stores.
+    experts, chosen = lax.optimization_barrier(select_experts(static, logits, bias))
     histogram = None
     if config.histogram:
         scores = logits if config.order == "topk_then_score" else score(logits, config)
@@ -180,8 +187,13 @@ def route_forward(static: RouteSpec, logits, bias, choice: Choice):
     if choice.mask is not None:
         experts = jnp.where(choice.mask[:, None], experts, num_experts)
         real = choice.mask.sum(dtype=jnp.int32)[None]
-    logits = _zero_padding(logits, choice)
-    weights = weigh(logits, experts, config, chosen)
+        logits = jnp.where(choice.mask[:, None], logits, 0.0)  # padding may hold NaN
+    if static.weight == "of_all":
+        weights = _take(score(logits, config), experts)
+    else:
+        chosen = _take(logits, experts) if chosen is None else chosen
+        weights = _share(log_score(chosen, config)) if static.weight == "share" else score(chosen, config)
+    weights = jnp.where(experts < num_experts, weights * config.scale, 0.0)
     balance = sequences = None
     if choice.sequences is not None:
         balance, sequences = _balance_sequences(static, experts, choice.sequences, choice.mask, num_experts)
@@ -193,14 +205,31 @@ def route_forward(static: RouteSpec, logits, bias, choice: Choice):
 
 def route_backward(static: RouteSpec, logits, experts, choice: Choice, weights, d_weights, d_sums: Sums):
     """Returns d_logits [T, E] of one device, from the experts and weights that forward returned."""
-    logits = _zero_padding(logits, choice)
-    d_logits = weigh_backward(logits, experts, static.config, weights, d_weights)
+    config, num_experts, share = static.config, logits.shape[1], static.weight == "share"
+    if choice.mask is not None:
+        logits = jnp.where(choice.mask[:, None], logits, 0.0)
+    d_weights = jnp.where(experts < num_experts, d_weights, 0.0)
+    if share and static.top_k == 1:
+        d_logits = jnp.zeros_like(logits)  # the weight is the scale, whatever the logits are
+    elif static.weight == "of_all":
+        (d_logits,) = jax.vjp(lambda x: _take(score(x, config), experts), logits)[1](d_weights * config.scale)
+    else:
+        d_scores = d_weights * config.scale
+        if share:
+            along = jnp.sum(weights * d_weights, axis=1) / config.scale
+            d_scores = weights * (d_weights - along[:, None])
+        of_logits = log_score if share else score
+        (d_chosen,) = jax.vjp(lambda x: of_logits(x, config), _take(logits, experts))[1](d_scores)
+        # A sum over K of selected columns is part of the kernel that reads it. A scatter, and its zeros, are kernels.
+        ids = jnp.arange(num_experts, dtype=jnp.int32)[None]
+        columns = [jnp.where(experts[:, k : k + 1] == ids, d_chosen[:, k : k + 1], 0.0) for k in range(static.top_k)]
+        d_logits = functools.reduce(jnp.add, columns)
     if jax.tree.leaves(d_sums):
         balance = None
         if choice.sequences is not None:
-            balance, _ = _balance_sequences(static, experts, choice.sequences, choice.mask, logits.shape[1])
-        d_logits = d_logits + jax.vjp(lambda x: _sum(x, choice, static.config, balance), logits)[1](d_sums)[0]
-    return _zero_padding(d_logits, choice)
+            balance, _ = _balance_sequences(static, experts, choice.sequences, choice.mask, num_experts)
+        d_logits = d_logits + jax.vjp(lambda x: _sum(x, choice, config, balance), logits)[1](d_sums)[0]
+    return d_logits if choice.mask is None else jnp.where(choice.mask[:, None], d_logits, 0.0)
 
 
 def select_experts(
@@ -240,52 +269,6 @@ def log_score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Arra
     return 0.5 * jnp.where(logits < LOW, logits, jnp.log(softplus))
 
 
-def weigh(
-    logits: Float[Array, "T E"], experts: Int[Array, "T K"], config: RouterConfig, chosen: Array | None = None
-) -> Float[Array, "T K"]:
-    """Returns the weights [T, K] of experts, 0 for the expert E; `chosen` [T, K] are their logits, where known."""
-    kind = _kind_of_weight(config, experts.shape[1])
-    if kind == "of_all":
-        weights = _take(score(logits, config), experts)
-    else:
-        chosen = _take(logits, experts) if chosen is None else chosen
-        weights = _share(log_score(chosen, config)) if kind == "share" else score(chosen, config)
-    return jnp.where(experts < logits.shape[1], weights * config.scale, 0.0)
-
-
-def weigh_backward(
-    logits: Float[Array, "T E"], experts: Int[Array, "T K"], config: RouterConfig,
-    weights: Float[Array, "T K"], d_weights: Float[Array, "T K"],
-) -> Float[Array, "T E"]:  # fmt: skip
-    """Returns the gradient of the logits from the weights and their gradient."""
-    num_experts, top_k = logits.shape[1], experts.shape[1]
-    kind = _kind_of_weight(config, top_k)
-    if kind == "share" and top_k == 1:
-        return jnp.zeros_like(logits)  # the weight is the scale, whatever the logits are
-    d_weights = jnp.where(experts < num_experts, d_weights, 0.0)
-    if kind == "of_all":
-        return jax.vjp(lambda x: _take(score(x, config), experts), logits)[1](d_weights * config.scale)[0]
-    if kind == "share":
-        along = jnp.sum(weights * d_weights, axis=1) / config.scale
-        d_logs = weights * (d_weights - along[:, None])
-        (d_chosen,) = jax.vjp(lambda x: log_score(x, config), _take(logits, experts))[1](d_logs)
-    else:
-        (d_chosen,) = jax.vjp(lambda x: score(x, config), _take(logits, experts))[1](d_weights * config.scale)
-    # A sum over K of selected columns is part of the kernel that reads it; a scatter is a kernel, and zeros another.
-    ids = jnp.arange(num_experts, dtype=jnp.int32)[None]
-    columns = [jnp.where(experts[:, k : k + 1] == ids, d_chosen[:, k : k + 1], 0.0) for k in range(top_k)]
-    return functools.reduce(jnp.add, columns)
-
-
-def _kind_of_weight(config: RouterConfig, top_k: int) -> Literal["share", "of_all", "of_one"]:
-    """Returns whether weights are shares of the K scores, scores among all experts, or scores of one logit each."""
-    if config.normalize and top_k > 1:
-        return "share"
-    if config.score != "softmax":
-        return "of_one"
-    return "share" if config.order == "topk_then_score" else "of_all"
-
-
 def _take(values, experts):
     """Returns the values [T, K] of the experts, of values [T, E], and `NO_EXPERT` for none."""
     return jnp.take_along_axis(values, experts, axis=-1, mode="fill", fill_value=NO_EXPERT)
@@ -306,7 +289,8 @@ def _sum(logits, choice: Choice, config: RouterConfig, balance: Float[Array, "T 
     """Returns the Sums of one device, with the `balance` of `_balance_sequences`."""
     total = z = by_sequence = None
     if config.aux_loss or config.sequence_aux_loss:
-        shares = _zero_padding(jax.nn.softmax(log_score(logits, config), axis=-1), choice)
+        shares = jax.nn.softmax(log_score(logits, config), axis=-1)
+        shares = shares if choice.mask is None else jnp.where(choice.mask[:, None], shares, 0.0)
         total = shares.sum(0) if config.aux_loss else None
         by_sequence = None if balance is None else (shares * balance).sum()[None]
     if config.z_loss:
@@ -330,11 +314,6 @@ def _balance_sequences(static: RouteSpec, experts, sequences, mask, num_experts:
     balance = tokens[own].astype(jnp.float32) / (size**2)[:, None]
     number_of_sequences = mask_to_first_rank((sizes > 0).sum(dtype=jnp.int32)[None], along)
     return jnp.where(ids[:, None] >= 0, balance, 0.0), number_of_sequences
-
-
-def _zero_padding(values, choice: Choice):
-    """Returns values [T, E] with 0 in the rows of padding, which may hold NaN."""
-    return values if choice.mask is None else jnp.where(choice.mask[:, None], values, 0.0)
 
 
 _route = with_gradient(
