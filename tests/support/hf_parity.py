@@ -18,7 +18,7 @@ import jax
 import conftest  # noqa: F401  sets up 8 emulated devices
 import moax
 from moax import hf
-from moax.hf.families import FAMILIES, types_of
+from moax.hf.families import FAMILIES, TYPES_OF
 from moax.params import DIMS
 from support import make_mesh, put, rel_error, spec
 
@@ -74,7 +74,7 @@ def main(folder: Path, rewrite: bool, families: list[str]) -> int:
     worst = 0.0
     for family in families:
         values = json.loads((folder / family / "config.json").read_text())
-        assert values["model_type"] == types_of(family)[0], (values["model_type"], types_of(family))
+        assert values["model_type"] == TYPES_OF[family][0], (values["model_type"], TYPES_OF[family])
         shown = []
         for mesh in MESHES:
             errors = parity(folder / family, values, mesh)
