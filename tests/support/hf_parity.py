@@ -11,14 +11,14 @@ import functools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
 
 import conftest  # noqa: F401  sets up 8 emulated devices
 import moax
 from moax import hf
-from moax.hf.families import FAMILIES, types_of
+from moax.hf.families import FAMILIES, TYPES_OF
 from moax.params import DIMS
 from support import make_mesh, put, rel_error, spec
 
@@ -34,21 +34,19 @@ def graded(x, router_x, dy, params, config):
     return {"y": y, "dx": dx, "d_router_input": d_router_x} | {f"d_{f}": getattr(d_params, f) for f in DIMS}
 
 
-def expected_of(folder: Path, config: moax.MoEConfig, layer: int) -> dict[str, np.ndarray]:
-    """What transformers computed, under the names of `graded`."""
+def parity(folder: Path, values: dict[str, Any], mesh: str | None) -> dict[str, float]:
+    """The relative errors of y and of every gradient, on one device (None) or on the mesh of this name.
+
+    `values` are those of config.json.
+    """
+    config, on = hf.config_from_hf(values), mesh and make_mesh(mesh)
+    of_layer = dict(layer=hf.moe_layers(values)[-1], model_type=values["model_type"])
+    params = hf.params_from_hf(folder / "model.safetensors", config, mesh=on, **of_layer)
     expected = hf.Checkpoint(folder / "expected.safetensors")
     grads = {name.removeprefix("grads."): expected[name] for name in expected if name.startswith("grads.")}
-    model_type = hf.config.read_config(folder)["model_type"]
-    read = hf.params_from_hf(grads, config, layer=layer, model_type=model_type)
-    want = {f"d_{field}": getattr(read, field) for field in DIMS}
-    return want | {n: expected[n] for n in ("y", "dx", "d_router_input") if n in expected}
-
-
-def parity(folder: Path, mesh: str | None) -> dict[str, float]:
-    """The relative errors of y and of every gradient, on one device (None) or on the mesh of this name."""
-    config, layer, on = hf.config_from_hf(folder), hf.moe_layers(folder)[-1], mesh and make_mesh(mesh)
-    params = hf.params_from_hf(folder / "model.safetensors", config, layer=layer, mesh=on)
-    want, expected = expected_of(folder, config, layer), hf.Checkpoint(folder / "expected.safetensors")
+    d_params = hf.params_from_hf(grads, config, **of_layer)
+    want = {f"d_{field}": getattr(d_params, field) for field in DIMS}
+    want |= {n: expected[n] for n in ("y", "dx", "d_router_input") if n in expected}
     tokens = [expected[n] if n in expected else None for n in ("x", "router_input", "dy")]
     if on is None:
         got = graded(*tokens, params, config)
@@ -61,15 +59,14 @@ def parity(folder: Path, mesh: str | None) -> dict[str, float]:
     return {n: rel_error(got[n], want[n], per=per.get(n)) for n in names}
 
 
-def write(folder: Path, model_type: str) -> None:
+def write(folder: Path, values: dict[str, Any]) -> None:
     """The layer of FOLDER/NAME as FOLDER/NAME/written and FOLDER/NAME/stacked, by way of the mesh."""
-    config, values = hf.config_from_hf(folder), json.loads((folder / "config.json").read_text())
-    layer = hf.moe_layers(folder)[-1]
+    config, layer = hf.config_from_hf(values), hf.moe_layers(values)[-1]
     found = hf.Checkpoint(folder / "model.safetensors")
     params = hf.params_from_hf(found, config, layer=layer, mesh=make_mesh("2x4"))
     for name, stacked in (("written", False), ("stacked", True)):
         options = dict(hf_config=values, stacked=stacked, shard_bytes=20_000)
-        hf.save_hf(folder / name, {layer: params}, config, model_type, others=found, **options)
+        hf.save_hf(folder / name, {layer: params}, config, values["model_type"], others=found, **options)
 
 
 def main(folder: Path, rewrite: bool, families: list[str]) -> int:
@@ -77,10 +74,10 @@ def main(folder: Path, rewrite: bool, families: list[str]) -> int:
     worst = 0.0
     for family in families:
         values = json.loads((folder / family / "config.json").read_text())
-        assert values["model_type"] == types_of(family)[0], (values["model_type"], types_of(family))
+        assert values["model_type"] == TYPES_OF[family][0], (values["model_type"], TYPES_OF[family])
         shown = []
         for mesh in MESHES:
-            errors = parity(folder / family, mesh)
+            errors = parity(folder / family, values, mesh)
             worst = max(worst, *errors.values())
             name = max(errors, key=lambda n: errors[n])
             shown.append(
@@ -88,7 +85,7 @@ def main(folder: Path, rewrite: bool, families: list[str]) -> int:
             )
         print(f"{family:22} transformers {values['transformers_version']}  {'  '.join(shown)}", flush=True)
         if rewrite:
-            write(folder / family, values["model_type"])
+            write(folder / family, values)
     print(f"{len(families)} families, worst relative error {worst:.1e}, limit {LIMIT:.0e}")
     return int(not worst <= LIMIT)
 

@@ -88,7 +88,7 @@ def test_config_to_hf_knows_what_a_model_cannot_be():
 def test_round_trip(family, stacked, dtype):
     """Breaks if a weight comes back with one other bit, in either layout."""
     config = tiny(family)
-    prefix = f"model.layers.7.{layout_of(family, stacked).block}."
+    prefix = f"model.layers.7.{layout_of(family, stacked).block}"
     state = random_state(config, family, dtype, prefix, stacked)
     params = hf.params_from_hf(state, config, layer=7, model_type=family)
     moax.params.check_params(params, config)

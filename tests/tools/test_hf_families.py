@@ -17,7 +17,7 @@ import pytest
 
 from moax import Unsupported, hf
 from moax.hf.config import parse_key
-from moax.hf.families import FAMILIES, layout_of, types_of
+from moax.hf.families import FAMILIES, TYPES_OF, layout_of
 from moax.hf.tensor_layouts import block_test, resolve, tensors_of
 from support import some
 from support.hf_parity import LIMIT, parity
@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "hf"
 KNOWN = json.loads((DATA / "families.json").read_text(encoding="utf-8"))
 TINY = KNOWN["tiny"]
-# One family for each option of the block that only some families have, and for each way in which tensors may lie.
+# One family for each option of the block that only some families have, and for each way in which tensors may lie. The
+# first five are whole checkpoints with a config.json of their own, for test_hf.py.
 RECORDED = (
     "mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "qwen2_moe", "deepseek_v2", "deepseek_v4", "llama4",
     "gemma4", "nemotron_h", "dbrx", "granitemoeshared",
@@ -59,21 +60,21 @@ def test_impossible_ones_say_why(model_type):
 @pytest.mark.parametrize("family", TINY)
 def test_config(family):
     """Breaks if a config is read as another layer after it was written, or another layer is taken for an MoE layer."""
-    values, model_type = TINY[family]["config"], types_of(family)[0]
+    values, model_type = TINY[family]["config"], TYPES_OF[family][0]
     config = hf.config_from_hf(values)
     assert values["model_type"] == model_type and hf.moe_layers(values)[-1] == TINY[family]["layer"]
     written = hf.config_to_hf(config, model_type)
     assert hf.config_from_hf(written) == config == hf.config_from_hf(values | written)
     both = {key: (values[key], written[key]) for key in written.keys() & values if not isinstance(values[key], dict)}
     # Another width times another number may be the same width.
-    width = {parse_key(key)[0][0] for key in FAMILIES[family].shared_keys}
+    width = {parse_key(key)[0][0] for key in FAMILIES[family].shared}
     assert not {key: pair for key, pair in both.items() if pair[0] != pair[1] and key not in width}
     assert hf.config_from_hf({"model_type": model_type, "text_config": values}) == config
 
 
 def shapes_of(family: str, stacked: bool, prefix: str) -> dict[str, list[int]]:
     """The shapes of a family's tensors in a layout, those of the first expert for all."""
-    config, layout = hf.config_from_hf(TINY[family]["config"]), layout_of(types_of(family)[0], stacked)
+    config, layout = hf.config_from_hf(TINY[family]["config"]), layout_of(TYPES_OF[family][0], stacked)
     tensors = {resolve(prefix, t.name): list(t.shape) for t in tensors_of(layout, config)}
     return {name: shape for name, shape in tensors.items() if not re.search(r"experts\.[1-9]", name)}
 
@@ -86,9 +87,9 @@ def test_names(family):
     """
     tiny, layouts = TINY[family], {}
     for at, stacked in (("memory", True), ("disk", False)):
-        layout = layout_of(types_of(family)[0], stacked)
+        layout = layout_of(TYPES_OF[family][0], stacked)
         stem = next(m[1] for m in (re.match(r"(.*?(?:layers|blocks)\.)\d+\.", n) for n in tiny[at]) if m)
-        prefix = layout.prefix(f"{stem}{tiny['layer']}.")
+        prefix = f"{stem}{tiny['layer']}.{layout.block}"
         inside = block_test(prefix, layout)
         got = {name: shape for name, shape in tiny[at].items() if inside(name)}
         layouts[at] = got == shapes_of(family, stacked, prefix)
@@ -99,7 +100,7 @@ def test_names(family):
 @pytest.mark.parametrize("family", TINY)
 def test_round_trip(family):
     """Breaks if a tensor of a family comes back with one other bit from MoEParams."""
-    config, model_type = hf.config_from_hf(TINY[family]["config"]), types_of(family)[0]
+    config, model_type = hf.config_from_hf(TINY[family]["config"]), TYPES_OF[family][0]
     generator = np.random.default_rng(0)
     tensors = tensors_of(layout_of(model_type), config)
     prefix = "m.layers.3.block."
@@ -118,7 +119,9 @@ def test_round_trip(family):
 def test_parity(family, mesh):
     """Breaks if y or any gradient is not transformers' own: a transpose, interleaving, a bias, weights at the input,
     the gate of the shared expert, the router's input and the scales of experts, groups, a limit, one projection."""
-    errors = parity(DATA / family, mesh)
+    own = DATA / family / "config.json"
+    values = json.loads(own.read_text(encoding="utf-8")) if own.exists() else TINY[family]["config"]
+    errors = parity(DATA / family, values, mesh)
     assert {"y", "dx", "d_router", "d_wi", "d_wo"} <= errors.keys()
     assert ("d_router_input" in errors) == ("d_expert_scale" in errors) == (family == "gemma4")
     assert max(errors.values()) < LIMIT, errors
@@ -204,4 +207,4 @@ def test_greedy_ignores_groups():
 )
 def test_layers(family, values, layers):
     """Breaks if a dense layer is taken for an MoE layer, in the way in which each family says it."""
-    assert hf.moe_layers({"model_type": types_of(family)[0]} | values) == layers
+    assert hf.moe_layers({"model_type": TYPES_OF[family][0]} | values) == layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,7 @@ def read_config(source: Values | str | Path) -> Values:
             raise ValueError(f"config {str(path)!r} is no file; give a config.json, its folder, or its values")
         source = json.loads(path.read_text(encoding="utf-8"))
     for part in NESTED:
-        inner = source.get(part)
-        if isinstance(inner, Mapping):
+        if isinstance(inner := source.get(part), Mapping):
             source = {"model_type": source.get("model_type"), **inner}
     return source
 
@@ -58,11 +58,10 @@ def read_size(values: Values, key: str) -> int:
     value = default if value is None else value
     if value is None:
         raise ValueError(f"config of model_type={values.get('model_type')!r} has no {' or '.join(names)}")
-    if not isinstance(value, list | tuple):
-        return value
-    if len(set(value)) != 1:
+    sizes = set(value) if isinstance(value, list | tuple) else {value}
+    if len(sizes) != 1:
         raise Unsupported(f"{names[0]}={value!r} differs from layer to layer; moax.hf reads one size for all")
-    return value[0]
+    return sizes.pop()
 
 
 def config_from_hf(source: Values | str | Path) -> MoEConfig:
@@ -83,29 +82,24 @@ def config_from_hf(source: Values | str | Path) -> MoEConfig:
     values = read_config(source)
     name = family_of(values.get("model_type"))
     family = FAMILIES[name]
-    shared = 1 if family.shared else 0
-    for key in family.shared_keys:
-        shared *= read_key(values, key) or 0
+    shared = math.prod(read_key(values, key) or 0 for key in family.shared) if family.shared else 0
     for key, only in (family.fixed | family.shared_fixed if shared else family.fixed).items():
-        value = read_key(values, key, only)
-        if value != only:
+        if (value := read_key(values, key, only)) != only:
             raise Unsupported(f"{name}: {parse_key(key)[0][0]}={value!r}; moax supports {only!r} alone")
-    activation, top_k = family.activation, read_size(values, family.top_k)
+    keys, activation = (family.d_model, family.d_ff, family.experts, family.top_k), family.activation
+    d_model, d_ff, num_experts, top_k = (read_size(values, key) for key in keys)
     if family.act:
         act = read_key(values, family.act) or parse_key(family.act)[1]
         if act not in ACTIVATIONS:
-            key = parse_key(family.act)[0][0]
-            raise Unsupported(f"{name}: {key}={act!r}; moax supports {', '.join(map(repr, ACTIVATIONS))}")
+            known = ", ".join(map(repr, ACTIVATIONS))
+            raise Unsupported(f"{name}: {parse_key(family.act)[0][0]}={act!r}; moax supports {known}")
         activation = ACTIVATIONS[act]
-    config = MoEConfig(
-        d_model=read_size(values, family.d_model), d_ff=read_size(values, family.d_ff),
-        num_experts=read_size(values, family.experts), top_k=top_k, activation=activation,
-        activation_limit=read_key(values, family.limit), use_bias=family.use_bias,
-        router=_router(name, family, values, top_k), shared_d_ff=shared,
+    return _canonical(MoEConfig(
+        d_model, d_ff, num_experts, top_k, activation=activation, activation_limit=read_key(values, family.limit),
+        use_bias=family.use_bias, router=_router(name, family, values, top_k), shared_d_ff=shared,
         shared_gate=family.shared_gate and shared > 0, weights_at=family.weights_at,
         d_latent=read_key(values, family.latent),
-    )  # fmt: skip
-    return _canonical(config)
+    ))  # fmt: skip
 
 
 def _router(name: str, family: Family, values: Values, top_k: int) -> RouterConfig:
@@ -140,7 +134,7 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
     family, router, given = FAMILIES[family_of(model_type)], config.router, _canonical(config)
     written: dict[str | None, Any] = {**family.fixed}
     if family.shared:
-        width, *count = family.shared_keys
+        width, *count = family.shared
         written |= dict.fromkeys(count, 1)
         if count and parse_key(width)[0][0] == parse_key(family.d_ff)[0][0] and config.shared_d_ff % config.d_ff == 0:
             written[count[0]] = config.shared_d_ff // config.d_ff

@@ -21,20 +21,18 @@ from jaxtyping import BFloat16, Float, Float8e4m3fn, UInt8
 
 from moax.checks import Unsupported
 
-DTYPES = {
-    name: np.dtype(scalar)
-    for name, scalar in dict(
-        F64=np.float64, F32=np.float32, F16=np.float16, BF16=jnp.bfloat16, F8_E4M3=jnp.float8_e4m3fn,
-        F8_E5M2=jnp.float8_e5m2, F8_E8M0=jnp.float8_e8m0fnu, I64=np.int64, I32=np.int32, I16=np.int16, I8=np.int8,
-        U64=np.uint64, U32=np.uint32, U16=np.uint16, U8=np.uint8, BOOL=np.bool_,
-    ).items()
-}  # fmt: skip
+DTYPES = {name: np.dtype(scalar) for name, scalar in dict(
+    F64=np.float64, F32=np.float32, F16=np.float16, BF16=jnp.bfloat16, F8_E4M3=jnp.float8_e4m3fn,
+    F8_E5M2=jnp.float8_e5m2, F8_E8M0=jnp.float8_e8m0fnu, I64=np.int64, I32=np.int32, I16=np.int16, I8=np.int8,
+    U64=np.uint64, U32=np.uint32, U16=np.uint16, U8=np.uint8, BOOL=np.bool_,
+).items()}  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 BF16 = np.dtype(jnp.bfloat16)
 FP8_BLOCK = 128
 MXFP4, FP8 = ("_blocks", "_scales"), ("", "_scale_inv")  # the ends of the names of data and of scales
 QUANTIZED = (*MXFP4, FP8[1])
+State = Mapping[str, Any]  # a `Checkpoint`, or arrays by name
 
 
 class Entry(NamedTuple):
@@ -97,12 +95,10 @@ class Checkpoint(Mapping[str, np.ndarray]):
             files = [self.path / name for name in sorted(set(named.values()))]
         else:
             files = sorted(self.path.glob("*.safetensors"))
-        missing = [str(file) for file in files if not file.is_file()] if files else ["a safetensors file"]
-        if missing:
+        if missing := [str(file) for file in files if not file.is_file()] if files else ["a safetensors file"]:
             raise ValueError(f"checkpoint {str(path)!r}: {missing[0]} is not there")
         self._entries = {name: entry for file in files for name, entry in read_header(file).items()}
-        lacking = sorted(named.keys() - self._entries.keys())
-        if lacking:
+        if lacking := sorted(named.keys() - self._entries.keys()):
             raise ValueError(f"checkpoint {str(path)!r}: {lacking[0]} is in the index, but not in {named[lacking[0]]}")
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -125,7 +121,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
         return found
 
 
-def find_entry(state: Mapping[str, Any], name: str) -> Entry:
+def find_entry(state: State, name: str) -> Entry:
     """Returns a tensor of a `Checkpoint` or of a mapping of arrays, without reading it."""
     if isinstance(state, Checkpoint):
         return state.entry(name)
@@ -149,10 +145,6 @@ class Stored(NamedTuple):
     scales: Entry | None = None
 
     @property
-    def mxfp4(self) -> bool:
-        return self.scales is not None and self.scales.name.endswith(MXFP4[1])
-
-    @property
     def dtype(self) -> np.dtype:
         """The default dtype of the values: bfloat16 for a quantized tensor, else the dtype of the data."""
         return self.data.dtype if self.scales is None else BF16
@@ -164,7 +156,7 @@ class Stored(NamedTuple):
         if self.scales is None:
             if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
                 raise Unsupported(f"{name} has dtype {dtype}, and no scales that moax.hf knows")
-        elif self.mxfp4:
+        elif self.scales.name.endswith(MXFP4[1]):
             if len(have) != 4 or have[-1] != 16 or dtype != np.uint8:
                 raise ValueError(f"{name} has shape {have}, dtype {dtype}; it must be [E, rows, C / 32, 16] uint8")
             blocks, have = have[:-1], (have[0], have[2] * 32, have[1])
@@ -183,10 +175,11 @@ class Stored(NamedTuple):
         if self.scales is None:
             return data.astype(dtype, copy=False)
         scales = self.scales.read(part, parts)
-        return decode_mxfp4(data, scales).astype(dtype) if self.mxfp4 else decode_fp8(data, scales, dtype)
+        mxfp4 = self.scales.name.endswith(MXFP4[1])
+        return decode_mxfp4(data, scales).astype(dtype) if mxfp4 else decode_fp8(data, scales, dtype)
 
 
-def locate(state: Mapping[str, Any], name: str) -> Stored | None:
+def locate(state: State, name: str) -> Stored | None:
     """Returns the tensor of this name, plain or quantized; None where the checkpoint does not have it."""
     for data, scales in (FP8, MXFP4):
         if name + data in state and name + scales in state:

@@ -42,14 +42,10 @@ class Row(NamedTuple):
 class BlockLayout(NamedTuple):
     """The tensors of an MoE block."""
 
-    block: str  # the name of the block in its layer; "" where the tensors belong to the layer itself
+    block: str  # the name of the block in its layer and a dot; "" where the tensors belong to the layer itself
     rows: tuple[Row, ...]
     outside: tuple[str, ...]  # names in the block of tensors of the layer around the block, such as a norm
     stem: str  # the part of the names before the number of a layer
-
-    def prefix(self, layer: str) -> str:
-        """Returns the start of the names of a block: `model.layers.3.mlp.` in the layer `model.layers.3.`."""
-        return f"{layer}{self.block}." if self.block else layer
 
 
 def block_layout(block: str, *rows: str, outside: tuple[str, ...] = (), stem: str = "model.layers.") -> BlockLayout:
@@ -58,7 +54,7 @@ def block_layout(block: str, *rows: str, outside: tuple[str, ...] = (), stem: st
     for name, at, *dims in (row.split() for row in ";".join(rows).split(";")):
         field, _, projection = at.partition(":")
         parsed.append(Row(name, field, tuple(d.strip("1") for d in dims), int(projection) if projection else None))
-    return BlockLayout(block, tuple(parsed), outside, stem)
+    return BlockLayout(block and f"{block}.", tuple(parsed), outside, stem)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moax.checks import Unsupported
+from moax.checks import Unsupported, check_value
 from moax.config import MoEConfig
 from moax.hf.config import config_to_hf, read_config
 from moax.hf.families import layout_of, layouts_of
-from moax.hf.files import MXFP4, NAMES, QUANTIZED, Checkpoint, Output, Stored, find_entry, locate, write_files
+from moax.hf.files import MXFP4, NAMES, QUANTIZED, Checkpoint, Output, State, Stored, find_entry, locate, write_files
 from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
 from moax.mesh.axes import Axes
 from moax.mesh.specs import named
 from moax.params import DIMS, MoEParams, check_params, param_shapes, param_specs
 
+Pairs = list[tuple[Tensor, Stored]]
+Slices = tuple[slice, ...]
 SHARD_BYTES = 5 * 2**30
 NO_MESH = jax.sharding.Mesh(np.empty((), object), ())  # jit refuses arrays of one device while another mesh is set
 _write = jax.jit(lax.dynamic_update_slice, donate_argnums=0)
@@ -83,13 +85,12 @@ def params_from_hf(
         raise errors[0]
     mesh = mesh or jax.sharding.get_mesh()
     shardings = None if mesh.empty else named(mesh, param_specs(config, axes, mesh))
-    shapes = param_shapes(config)
     fields: dict[str, Any] = dict.fromkeys(DIMS)
     for field, group in itertools.groupby(pairs, key=lambda pair: pair[0].field):
         of_field = list(group)
         to = _find_dtype([stored for _, stored in of_field], None if field == "router_bias" else dtype)
         on = getattr(shardings, field) if shardings else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        fields[field] = _assemble(getattr(shapes, field), to, on, of_field)
+        fields[field] = _assemble(getattr(param_shapes(config), field), to, on, of_field)
     return MoEParams(**fields)
 
 
@@ -122,7 +123,7 @@ def params_to_hf(
         raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
     if layer is not None:
         layout = layout_of(model_type, stacked)
-        prefix = layout.prefix(f"{layout.stem}{layer}.")
+        prefix = f"{layout.stem}{layer}.{layout.block}"
     outputs = _outputs(params, config, model_type, prefix or "", stacked, dtype)
     return {
         name: np.concatenate([part.reshape(-1) for part in output.parts()]).reshape(output.shape)
@@ -164,16 +165,15 @@ def save_hf(
       Unsupported: `params_to_hf` raises it, or `others` are quantized, since one config.json cannot describe both.
     """
     folder, outputs = Path(folder), {}
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes={shard_bytes} must be at least 1")
+    check_value("shard_bytes", shard_bytes, int)
     if any(folder.glob("*.safetensors")):
         raise ValueError(f"folder {str(folder)!r} holds safetensors files already; give a new one")
     ours, others = config_to_hf(config, model_type), others or {}
     stem, layout = _stem(others, model_type), layout_of(model_type, stacked)
     for layer, params in layers.items():
-        outputs |= _outputs(params, config, model_type, layout.prefix(f"{stem}{layer}."), stacked, dtype)
+        outputs |= _outputs(params, config, model_type, f"{stem}{layer}.{layout.block}", stacked, dtype)
     replaced = {  # whether a tensor belongs to a block that is written anew, by the start of its name
-        at: [block_test(old.prefix(at), old) for old in layouts_of(model_type)]
+        at: [block_test(at + old.block, old) for old in layouts_of(model_type)]
         for at in (f"{stem}{layer}." for layer in layers)
     }
     for name in others:
@@ -196,20 +196,18 @@ def _model_type_of(source: Any) -> str:
     raise ValueError("model_type=None, and no config.json beside the checkpoint says it; give one of MODEL_TYPES")
 
 
-def _moe_blocks(
-    state: Mapping[str, Any], layouts: Sequence[BlockLayout]
-) -> Iterator[tuple[int, str, str, BlockLayout]]:
+def _moe_blocks(state: State, layouts: Sequence[BlockLayout]) -> Iterator[tuple[int, str, str, BlockLayout]]:
     """Yields (layer, start of its names, start of the block's names, layout) where a down projection is there."""
     for number, stem in sorted({(int(m[1]), m[0]) for m in map(LAYER.match, state) if m}):
         for layout in layouts:
-            prefix = layout.prefix(stem)
+            prefix = stem + layout.block
             names = [prefix + row.name.format(e=0) for row in layout.rows if row.field == "wo"]
             if any(name in state or name + MXFP4[0] in state for name in names):
                 yield number, stem, prefix, layout
 
 
 def _find_blocks(
-    state: Mapping[str, Any], layer: int | None, prefix: str, layouts: Sequence[BlockLayout]
+    state: State, layer: int | None, prefix: str, layouts: Sequence[BlockLayout]
 ) -> list[tuple[str, BlockLayout]]:
     """Returns the prefix of the block, in the layer or as given, with the layouts that it may have."""
     if layer is None:
@@ -225,17 +223,14 @@ def _find_blocks(
     return found
 
 
-def _match(
-    state: Mapping[str, Any], prefix: str, layout: BlockLayout, config: MoEConfig
-) -> tuple[list[Exception], list[tuple[Tensor, Stored]]]:
+def _match(state: State, prefix: str, layout: BlockLayout, config: MoEConfig) -> tuple[list[Exception], Pairs]:
     """Returns the errors of `params_from_hf` in a layout, and each tensor with its place."""
     pairs, errors = [], []
     for tensor in tensors_of(layout, config):
         name = resolve(prefix, tensor.name)
         try:
             if (stored := locate(state, name)) is None:
-                what = f"{name} of shape {tensor.shape} is not in the checkpoint, and this config needs it"
-                raise ValueError(what)
+                raise ValueError(f"{name} of shape {tensor.shape} is not in the checkpoint, and this config needs it")
             stored.check(tensor.shape)
             pairs.append((tensor, stored))
         except (Unsupported, ValueError) as error:
@@ -253,17 +248,14 @@ def _find_dtype(tensors: Sequence[Stored], dtype: jax.typing.DTypeLike | None) -
     to = np.dtype(first.dtype if dtype is None else dtype)
     if not jnp.issubdtype(to, jnp.floating):
         raise ValueError(f"dtype={to} must be a floating-point dtype")
-    other = next((stored for stored in tensors if stored.dtype != to), None)
-    if dtype is None and other is not None:
+    if dtype is None and (other := next((stored for stored in tensors if stored.dtype != to), None)):
         raise ValueError(f"{first.data.name} is {to} and {other.data.name} {other.dtype}; give dtype=")
     if jax.dtypes.canonicalize_dtype(to) != to:
         raise ValueError(f"{first.data.name} would be {to}, which JAX has with jax_enable_x64 alone; give dtype=")
     return to
 
 
-def _assemble(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, pairs: Iterable[tuple[Tensor, Stored]]
-) -> jax.Array:
+def _assemble(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, pairs: Pairs) -> jax.Array:
     """Returns the array of a field, whose tensors are read one after the other, if this host holds a part of them."""
     slices = {d: index or () for d, index in sharding.addressable_devices_indices_map(shape).items()}
     with jax.set_mesh(NO_MESH):
@@ -283,7 +275,7 @@ def _assemble(
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards.values()))
 
 
-def _stem(others: Mapping[str, Any], model_type: str) -> str:
+def _stem(others: State, model_type: str) -> str:
     """Returns the part before a layer's number in the names of the MoE layers in `others`; else the published one."""
     moe = {stem.removesuffix(f"{number}.") for number, stem, *_ in _moe_blocks(others, layouts_of(model_type))}
     found = moe or {m[0][: m.start(1)] for m in map(LAYER.match, others) if m} or {layout_of(model_type).stem}
@@ -321,7 +313,7 @@ def _output(value, tensor: Tensor, dtype: jax.typing.DTypeLike | None) -> Output
     return Output(to, tensor.shape, parts)
 
 
-def _copy(state: Mapping[str, Any], name: str) -> Output:
+def _copy(state: State, name: str) -> Output:
     """Returns the tensor `name` of `others` as it is."""
     if name.endswith(QUANTIZED):
         raise Unsupported(f"others: {name} is quantized; convert the whole model first, or pass every MoE layer")
@@ -331,7 +323,7 @@ def _copy(state: Mapping[str, Any], name: str) -> Output:
     return Output(entry.dtype, entry.shape, lambda: iter([entry.read()]))
 
 
-def _to_host(array, region: tuple[slice, ...]) -> np.ndarray:
+def _to_host(array, region: Slices) -> np.ndarray:
     """Returns a region of a JAX or NumPy array, from the shards that hold parts of it."""
     if not isinstance(array, jax.Array):
         return np.asarray(array[region])
@@ -345,9 +337,7 @@ def _to_host(array, region: tuple[slice, ...]) -> np.ndarray:
     return block
 
 
-def _overlap(
-    shard: Sequence[slice], region: Sequence[slice], shape: Sequence[int]
-) -> tuple[tuple[np.int32, ...], tuple[slice, ...]] | None:
+def _overlap(shard: Slices, region: Slices, shape: Sequence[int]) -> tuple[tuple[np.int32, ...], Slices] | None:
     """Returns the start in a shard, and the slices of a region, of what both have of an array of this shape."""
     start, in_region = [], []
     for cut, part, size in zip(shard, region, shape, strict=True):

@@ -264,8 +264,10 @@ def assert_no_wide_weight_gather(
         wide = c.dtype.startswith(("float", "bfloat", "complex")) and not c.dtype.startswith(("float8", "float4"))
         if not wide or c.bytes == 0 or c.kind == "reduce-scatter":
             return False
-        gathers_or_moves = c.kind == "all-gather" or (not given and _moves_any(c, least))
-        if c.size >= least and set(names) & set(c.axes) and gathers_or_moves:
+        carried = any(math.prod(value.shape) >= least for value in c.carries)
+        cut = c.kind == "all-reduce" and any(least <= math.prod(value.shape) < c.size for value in c.reaches)
+        moves = c.kind == "all-gather" or (not given and (carried or cut))  # `cut`: a device keeps a part of a sum
+        if c.size >= least and set(names) & set(c.axes) and moves:
             return True
         return any(c.kind != "all-reduce" or _placed(w)[0] & set(c.axes) for w in given if _involves(c, w))
 
@@ -288,13 +290,6 @@ def _involves(c: Collective, leaf) -> bool:
     """Returns whether a collective carries a parameter, or reaches a result, of the shape of a weight."""
     whole, shard = tuple(leaf.shape), _placed(leaf)[1]
     return any(v.whole == whole or (v.whole is None and v.shape in (whole, shard)) for v in (*c.carries, *c.reaches))
-
-
-def _moves_any(c: Collective, least: int) -> bool:
-    """Returns whether a collective moves a parameter of `least` elements, or sums a result of which it keeps a part."""
-    if any(math.prod(value.shape) >= least for value in c.carries):
-        return True
-    return c.kind == "all-reduce" and any(least <= math.prod(value.shape) < c.size for value in c.reaches)
 
 
 def _over(found: Iterable[Collective], axes: Over) -> list[Collective]:
@@ -333,7 +328,8 @@ def _read(fn: Any, args, kwargs, mesh: AnyMesh | None) -> tuple[list[Collective]
             for i, element in enumerate(one.elements):
                 if promoted and len(one.elements) == 1 and element.dtype == "float32":
                     element = Element("bfloat16", 16, element.shape)
-                sent, flow = ring_bytes(one.kind, element.bytes, devices), flows.get((computation, one.name, i), ())
+                size, flow = math.prod(element.shape) * element.bits, flows.get((computation, one.name, i), ())
+                sent = ring_bytes(one.kind, -(-size // 8), devices)
                 array = one.kind, element.dtype, element.shape, axes, devices, sent, one.op_name
                 found.append(Collective(*array, *program.runs[computation], *flow))
     return found, tuple(sizes)

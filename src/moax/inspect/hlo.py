@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-KINDS = frozenset((
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
-    "collective-broadcast",
-))  # fmt: skip
+KINDS = frozenset(
+    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
+)
 Groups = tuple[tuple[int, ...], ...]
 
 _HEADER = re.compile(r"^\s*(ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
@@ -73,11 +72,6 @@ class Element(NamedTuple):
     dtype: str
     bits: int
     shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the array."""
-        return -(-math.prod(self.shape) * self.bits // 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,14 +292,11 @@ def trace(program: Hlo, results: Sequence[Value]) -> dict[Array, tuple[tuple[Val
         operands = operands[: _INDICES.get(opcode)]
         return operands[0] if len(operands) == 1 else _flat(operands)
 
-    entry = program.computations.get(program.entry, {}).values()
-    parameters = {int(one.arguments): one for one in entry if one.opcode == "parameter"}
-    named = {
-        i: Value(
-            re.sub(r"\\(.)", r"\1", one.op_name) or f"parameter {i}", one.elements[0].shape if one.elements else ()
-        )
-        for i, one in parameters.items()
-    }
+    entry, named = program.computations.get(program.entry, {}).values(), dict[int, Value]()
+    for one in entry:
+        if one.opcode == "parameter":
+            name = re.sub(r"\\(.)", r"\1", one.op_name) or f"parameter {one.arguments}"
+            named[int(one.arguments)] = Value(name, one.elements[0].shape if one.elements else ())
     made = run(program.entry, tuple(frozenset([i]) for i in range(len(named))))
     shapes = [element.shape for one in entry if one.root for element in one.elements]
     if len(results) != len(shapes):
