@@ -1,8 +1,8 @@
 """Quantizes MaxText's expert weights once a step, before the microbatches of `gradient_accumulation_steps`.
 
 `install(recipe="fp8_block")` puts moax's block in place as maxtext_adapter.py does, and replaces MaxText's gradient
-accumulation in this process. It needs `scan_layers=False`: a scan over layers copies the quantized weights. The file is
-also MaxText's training command:
+accumulation in this process. `recipe=None` casts the weights to bfloat16 once a step. `scan_layers=False` is needed: a
+scan over layers copies the quantized weights. The file is also MaxText's training command:
 `python examples/maxtext_kept_adapter.py fp8_block base.yml gradient_accumulation_steps=4 scan_layers=False ...`
 """
 
@@ -41,5 +41,5 @@ def install(**options) -> None:
 
 
 if __name__ == "__main__":
-    install(recipe=sys.argv[1])
+    install(recipe=None if sys.argv[1] == "none" else sys.argv[1])
     app.run(train.main, [sys.argv[0], *sys.argv[2:]])

@@ -179,15 +179,9 @@ def forward(
     return dense(_rms_norm(x, params.norm), predict).astype(jnp.float32), stats
 
 
-def quantize(params: Params, config: TrainConfig) -> QuantizedParams[Array] | None:
-    """Returns the weights of the experts of all layers, quantized, each array with a leading L.
-
-    It is None where the recipe quantizes no weight.
-    """
+def quantize(params: Params, config: TrainConfig) -> QuantizedParams[Array]:
+    """Returns the weights of the experts of all layers, quantized or rounded once, each array with a leading L."""
     model, options = config.model, config.options
-    recipes = get_recipes(options.recipe)
-    if recipes.wi.w is None and recipes.wo.w is None:
-        return None
 
     def one(moe: MoEParams[Array]) -> QuantizedParams[Array]:
         bias = jnp.zeros(model.num_experts, jnp.float32) if model.balance == "bias" else None

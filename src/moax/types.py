@@ -171,14 +171,14 @@ class QuantizedParams[Leaf]:
     `Leaf` is an array, or what stands for one: a PartitionSpec.
 
     Attributes:
-      wi, wo: each weight twice: for products over its rows (forward), and over its columns (dgrad). None stands for a
-        weight that its recipe does not quantize.
+      wi, wo: each weight twice: for products over its rows (forward), and over its columns (dgrad). A weight that its
+        recipe does not quantize is one array in the dtype of products.
       recipe: the recipes that quantized them.
       kernels: the name of the implementation whose form they have.
     """
 
-    wi: tuple[QShard[Leaf], ...] | None
-    wo: tuple[QShard[Leaf], ...] | None
+    wi: tuple[QShard[Leaf] | Leaf, ...]
+    wo: tuple[QShard[Leaf] | Leaf, ...]
     recipe: Recipes
     kernels: str
 

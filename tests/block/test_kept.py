@@ -1,4 +1,4 @@
-"""Kept weights: a block that takes wi and wo from `quantize_params` equals one that quantizes them itself.
+"""Kept weights: a block that takes wi and wo from `quantize_params` equals one that quantizes or rounds them itself.
 
 Covers: kinds of meshes x recipes x layouts, forward and backward, bit by bit; what a block gathers then; microbatches
 in a scan; wrong arguments.
@@ -27,6 +27,8 @@ CASES = [
     ("8x1", "shard_map", "fp8_block", "model"),
     ("none", "none", "fp8_block", "auto"),
     ("none", "none", "wi=fp8_block", "auto"),
+    ("tp2x2x2", "custom_partitioning", None, "model"),
+    ("2x4", "explicit", "wo=mxfp8", "experts"),
 ]
 
 
@@ -53,7 +55,9 @@ def test_bits_are_those_of_a_block_that_quantizes(mesh, way, recipe, dim):
             params = put(make_mesh(mesh, way), moax.param_specs(CONFIG, axes), params)
             x = put(make_mesh(mesh, way), moax.params.token_spec(axes), x)
         quantized = moax.quantize_params(params, CONFIG, dtype=jnp.float32, **options)
-        assert quantized.wi is not None and (quantized.wo is None) == ("=" in recipe)
+        for name in ("wi", "wo"):
+            plain = recipe is None or "=" in recipe and name not in recipe
+            assert jax.tree.leaves(getattr(quantized, name))[0].dtype == (jnp.float32 if plain else jnp.uint8)
         want = jax.jit(functools.partial(run, **options))(x, params)
         got = jax.jit(functools.partial(run, **options))(x, params, quantized)
     jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -127,7 +131,7 @@ def test_without_wi_and_wo_in_a_shard_map():
 @pytest.mark.parametrize(
     ("recipe", "absent", "message"),
     [
-        ("wi=fp8_block,wo=none", ("wi",), "quantized.wo too, since no recipe quantizes wo; pass both"),
+        ("wi=fp8_block,wo=none", ("wi",), "either both are None, and have no gradient, or neither is"),
         ("fp8_block", ("wo",), "either both are None, and have no gradient, or neither is"),
     ],
 )
@@ -140,7 +144,7 @@ def test_one_weight_alone(recipe, absent, message):
 
 
 WRONG = {
-    "no recipe": (dict(), dict(), "quantizes no weight"),
+    "another dtype": (dict(dtype=jnp.bfloat16), dict(), "quantized.wi has dtype bfloat16, and x has float32"),
     "another recipe": (dict(recipe="fp8_block"), dict(recipe="mxfp8"), "quantized has recipe="),
     "another size": (dict(recipe="fp8_block"), dict(recipe="fp8_block"), "quantized.wi is of a weight"),
     "no kept weights": (None, dict(recipe="fp8_block"), "as moax.quantize_params returns it"),
@@ -152,6 +156,6 @@ def test_wrong_arguments(name):
     """Breaks if weights that were quantized otherwise are multiplied as if they were the block's."""
     made, called, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        quantized = PARAMS if made is None else moax.quantize_params(PARAMS, CONFIG, dtype=jnp.float32, **made)
+        quantized = PARAMS if made is None else moax.quantize_params(PARAMS, CONFIG, **dict(dtype=jnp.float32) | made)
         config = dataclasses.replace(CONFIG, d_ff=128) if name == "another size" else CONFIG
         jax.eval_shape(lambda: moax.moe(X, make_params(config), config, quantized=quantized, **called))

@@ -44,7 +44,7 @@ from moax.ops.activation import activate
 from moax.ops.matmul import dense
 from moax.ops.router import BINS, router_logits
 from moax.ops.routing import route
-from moax.ops.weights import quantize_weight
+from moax.ops.weights import QuantizedWeight, quantize_weight
 from moax.params import MoEParams, check_params, expert_specs, reshard_params, shard_specs
 from moax.recipe import get_recipes
 from moax.types import MoEStats, QuantizedParams, Routing
@@ -155,21 +155,22 @@ def quantize_params(
     """Quantizes wi and wo once for several calls of a block, each for products over its rows and over its columns.
 
     The block then gathers bytes and quantizes no weight. Its gradients flow to `params`, as if it had quantized them.
-    Quantized weights serve the microbatches of a step, the stages of a pipeline, and experts that are frozen.
+    A weight that the recipe does not quantize is rounded to `dtype` once. Quantized weights serve the microbatches of a
+    step, the stages of a pipeline, and experts that are frozen.
 
     Args:
       params: see `MoEParams`. A weight whose layout is not that of `param_specs` is moved there first, unquantized.
       config: the sizes of the block.
       options: those of the `moe` that takes the result; `recipe`, `axes`, `kernels` and `engine` count.
-      dtype: the dtype of x in these calls, by which `kernels="auto"` chooses an implementation.
+      dtype: the dtype of x in these calls, and so of the products; `kernels="auto"` chooses by it.
       **keywords: fields of `Options` that replace those of `options`.
 
     Returns:
-      The quantized weights, on their shards: one byte an element and the scales, twice; None for a weight that its
-      recipe does not quantize. They have no gradient; that of `moe` flows to its `params`.
+      The quantized weights, on their shards: one byte an element and the scales, twice; or one array of `dtype` for a
+      weight that its recipe does not quantize. They have no gradient; that of `moe` flows to its `params`.
 
     Raises:
-      ValueError: no recipe quantizes its weight, a shape does not fit, or an option has a value that it cannot have.
+      ValueError: a shape does not fit, or an option has a value that it cannot have.
       Unsupported: an engine or kernels that were chosen by name cannot run.
     """
     check_value("config", config, MoEConfig)
@@ -177,9 +178,6 @@ def quantize_params(
     options = replace_options("quantize_params", options, keywords)
     local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
     check_params(params, config, local=local)
-    recipe = get_recipes(options.recipe)
-    if recipe.wi.w is None and recipe.wo.w is None:
-        raise ValueError(f"recipe={options.recipe!r} quantizes no weight; its field w must be a Format")
     return _quantize_params(jax.lax.stop_gradient(params), config, options, np.dtype(dtype))
 
 
@@ -191,8 +189,7 @@ def _quantize_params(params: MoEParams[Array], config: MoEConfig, options: Optio
     declared = shard_specs(params, *given) if view.manual else expert_specs(*given)
     plan = make_plan(config, options, AUTO, axes=view.axes, declared=declared, tokens=1, dtype=dtype)
     params = reshard_params(params, declared)
-    pairs = zip((plan.wi, plan.wo), (params.wi, params.wo), strict=True)
-    wi, wo = (None if weight.recipe.w is None else quantize_weight(view, weight, w) for weight, w in pairs)
+    wi, wo = quantize_weight(view, plan.wi, params.wi), quantize_weight(view, plan.wo, params.wo)
     return QuantizedParams(wi, wo, plan.recipe, plan.kernels)
 
 
@@ -327,18 +324,12 @@ def _find_sequences(x: Float[Array, "*batch H"], segments, view: MeshView) -> In
 
 def _fill(params: MoEParams[Array], quantized: QuantizedParams, dtype) -> MoEParams[Array]:
     """Returns the parameters with zeros for wi and wo, which the caller has quantized alone; nothing reads them."""
-    if quantized.wi is None or quantized.wo is None:
-        name = "wi" if quantized.wi is None else "wo"
-        raise ValueError(
-            f"one of params.wi and params.wo is None, and quantized.{name} too, since no recipe quantizes {name}; "
-            "pass both parameters"
-        )
     if params.wi is not None or params.wo is not None:
         raise ValueError(
             "one of params.wi and params.wo is None; with quantized= either both are None, and have no gradient, or "
             "neither is"
         )
-    wi, wo = (jnp.zeros(of[1].data.shape, dtype) for of in (quantized.wi, quantized.wo))  # of columns, never turned
+    wi, wo = (jnp.zeros(_data(of).shape, dtype) for of in (quantized.wi, quantized.wo))
     return dataclasses.replace(params, wi=wi, wo=wo)
 
 
@@ -360,9 +351,19 @@ def _check_quantized(quantized: QuantizedParams, plan: BlockPlan, params: MoEPar
                 "to moax.quantize_params"
             )
     for name in ("wi", "wo"):
-        kept, want = getattr(quantized, name), getattr(params, name).shape
-        if kept is not None and (sizes := kept[1].data.shape) != want:  # of columns, never turned
-            raise ValueError(f"quantized.{name} is of a weight {sizes}, and params.{name} has shape {want}")
+        data, want = _data(getattr(quantized, name)), getattr(params, name).shape
+        if data.shape != want:
+            raise ValueError(f"quantized.{name} is of a weight {data.shape}, and params.{name} has shape {want}")
+        if jnp.issubdtype(data.dtype, jnp.floating) and data.dtype != plan.dtype:
+            raise ValueError(
+                f"quantized.{name} has dtype {data.dtype}, and x has {plan.dtype}; pass the dtype of x to "
+                "moax.quantize_params"
+            )
+
+
+def _data(weight: QuantizedWeight) -> Array:
+    """Returns the values of a quantized weight for products over columns, whose dims are in the order of the weight."""
+    return jax.tree.leaves(weight[-1])[0]
 
 
 def _check_symbolic(rows, config: MoEConfig, view: MeshView) -> None:

@@ -29,7 +29,8 @@ from moax.mesh.specs import MeshView, Spec, local_shape, pad
 from moax.recipe import Contracted, Recipe
 from moax.types import QShard
 
-QuantizedWeight = tuple[Any, ...]  # a QShard for each of `CONTRACTED`
+# A QShard for each of `CONTRACTED`, or one array in the dtype of products where the recipe has no format of weights.
+QuantizedWeight = tuple[Any, ...]
 CONTRACTED: tuple[Contracted, Contracted] = ("rows", "columns")
 # `moax.scan` moves what produces the first, and what consumes the second, to another turn of its loop.
 GATHERED, PARTIAL_GRAD = "moax_gathered", "moax_partial_grad"
@@ -116,10 +117,12 @@ def gather_shard(
     kernels, recipe, gather = implementation(weight.kernels), weight.recipe, layout.gather
     if quantized is not None:
         gather = find_layout(weight).gather  # a quantized weight has the declared layout, whatever the layout of w is
-        shard = quantized[contracted == "columns"]
-    elif recipe.w is None:
-        whole = collectives.gather_weight(cast(Array, w).astype(weight.dtype), gather)
+    if recipe.w is None:
+        plain = cast(Array, w if quantized is None else quantized[0])
+        whole = collectives.gather_weight(plain.astype(weight.dtype), gather)
         return whole.reshape(*whole.shape[:2], -1)
+    if quantized is not None:
+        shard = quantized[contracted == "columns"]
     else:
         shard = kernels.quantize_shard(cast(Array, w), recipe, contracted, gather, layout.matrix_axes)
     return kernels.gather_shard(shard, recipe, contracted, gather)
@@ -137,11 +140,12 @@ def replicas(weight: WeightSpec, layout: WeightLayout) -> Names:
     return tuple(name for name in weight.axes.replica_axes if name not in gathered)
 
 
-def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight | None:
-    """Returns the specs of a quantized weight of this whole shape, in its declared layout; None without a format."""
+def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight:
+    """Returns the specs of a quantized weight of this whole shape, in its declared layout."""
+    layout = find_layout(weight)
     if weight.recipe.w is None:
-        return None
-    layout, format, made = find_layout(weight), weight_format(weight.recipe), []
+        return (layout.spec,)
+    format, made = weight_format(weight.recipe), []
     for contracted in CONTRACTED:
         along = find_scale_axes(local_shape(shape, layout.spec, weight.axes), format, contracted, layout.gather)
         kept = layout.kept
@@ -158,7 +162,9 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
 
 
 def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWeight:
-    """Returns the weight, quantized on its shards for both kinds of products, in its declared layout."""
+    """Returns the weight in its declared layout, quantized on its shards for both kinds of products, or rounded."""
+    if weight.recipe.w is None:
+        return (w.astype(weight.dtype),)
     data, scale, turned_data, turned_scale = _quantize(view, weight, *_quantize.reshard(view, weight, w))
     return QShard(data, scale), QShard(turned_data, turned_scale)
 
@@ -170,7 +176,7 @@ def _quantize_shards(weight: WeightSpec, layout: WeightLayout, w):
 
 
 def _quantize_sharding(weight: WeightSpec, operands, found) -> OpSharding:
-    layout, specs = find_layout(weight), quantized_specs(weight, operands[0].shape) or ()
+    layout, specs = find_layout(weight), quantized_specs(weight, operands[0].shape)
     return OpSharding((layout.spec,), [of for shard in specs for of in shard], [()] * 4, layout)
 
 
