@@ -68,7 +68,6 @@ class Way:
     settings: str = ""
     recipe: str | None = None
     kept: bool = False
-    steps: int = 15
     note: str = ""
 
     @property
@@ -89,8 +88,8 @@ WAYS = (
         "sparse_matmul=True use_tokamax_gmm=True float32_gate_logits=True",
         note="the router in float32, as moax's",
     ),
-    Way("maxtext-dense", "sparse_matmul=False capacity_factor=-1.0", steps=8, note="every expert computes every token"),
-    Way("maxtext-ragged_dot", "sparse_matmul=True use_tokamax_gmm=False", steps=4),
+    Way("maxtext-dense", "sparse_matmul=False capacity_factor=-1.0", note="every expert computes every token"),
+    Way("maxtext-ragged_dot", "sparse_matmul=True use_tokamax_gmm=False"),
 )
 
 
@@ -198,13 +197,12 @@ def variants(args: argparse.Namespace, folder: Path, large: bool) -> list[Varian
         layers = args.layers or (big if large else small)
         for way in WAYS:
             here = folder / f"{case}-{way.name}-{way.label}"
-            steps = min(args.steps, way.steps)
-            profile = f"profiler=xplane skip_first_n_steps_for_profiler={steps + 1} profiler_steps={PROFILED} "
+            profile = f"profiler=xplane skip_first_n_steps_for_profiler={args.steps + 1} profiler_steps={PROFILED} "
             own = f"base_num_decoder_layers={layers} attention={args.attention} {profile if args.profile else ''}"
-            own += f"steps={steps + (2 + PROFILED) * args.profile} "
+            own += f"steps={args.steps + (2 + PROFILED) * args.profile} "
             own += f"metrics_file={here / 'metrics.txt'} jax_cache_dir={args.cache} base_output_directory={here}"
             argv = [base, *COMMON.split(), *settings.split(), *way.settings.split(), *own.split()]
-            found.append(Variant(case, way, layers, steps, argv, here))
+            found.append(Variant(case, way, layers, args.steps, argv, here))
     found.sort(key=lambda one: one.way in WAYS[-SLOW:])
     return [one for one in found if not args.only or any(word in one.name for word in args.only)]
 
