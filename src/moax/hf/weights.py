@@ -125,10 +125,9 @@ def params_to_hf(
     if layer is not None:
         layout = layout_of(model_type, stacked)
         prefix = f"{layout.stem}{layer}.{layout.block}"
-    outputs = _outputs(params, config, model_type, prefix or "", stacked, dtype)
     return {
         name: np.concatenate([part.reshape(-1) for part in output.parts()]).reshape(output.shape)
-        for name, output in outputs.items()
+        for name, output in _outputs(params, config, model_type, prefix or "", stacked, dtype).items()
     }
 
 
