@@ -12,7 +12,7 @@ import jax
 
 from moax import backend
 from moax.checks import Unsupported
-from moax.exchange import EXCHANGES, TRANSPORTS, select_transport
+from moax.exchange import TRANSPORTS, select_transport
 from moax.kernels import DEFAULT, IMPLEMENTATIONS, select_kernels, supports_fp8
 from moax.recipe import RECIPES, get_recipe
 from moax.text import align
@@ -42,10 +42,8 @@ def main() -> None:
 
 def describe() -> str:
     """Returns the text that the command prints."""
-    own, memory = (
-        version("moax") or "(a source tree that is not installed)",
-        jax.local_devices()[0].memory_stats() or {},
-    )
+    own = version("moax") or "(a source tree that is not installed)"
+    memory = jax.local_devices()[0].memory_stats() or {}
     room = f", {memory['bytes_limit'] / 2**30:.0f} GiB each for JAX" if "bytes_limit" in memory else ""  # not of a CPU
     many = f", in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     runs = [(f"  {c.argument}", c.value, "yes" if c.runs else "no", c.note) for c in choices()]
@@ -71,10 +69,10 @@ def choices() -> list[Choice]:
     note = best if best == DEFAULT else f"{best} {IMPLEMENTATIONS[best].note}, else {DEFAULT}"
     kernels = {"auto": note} | {name: entry.note for name, entry in IMPLEMENTATIONS.items()}
     exchanges = {"auto": select_transport("auto")} | {name: transport.note for name, transport in TRANSPORTS.items()}
-    asked = [("kernels", name, select_kernels, kernels[name]) for name in kernels]
-    asked += [("exchange", name, select_transport, exchanges[name]) for name in EXCHANGES]
+    asked = [("kernels", select_kernels, *of) for of in kernels.items()]
+    asked += [("exchange", select_transport, *of) for of in exchanges.items()]
     found = []
-    for argument, value, select, note in asked:
+    for argument, select, value, note in asked:
         try:
             select(value)
             found.append(Choice(argument, value, True, note))

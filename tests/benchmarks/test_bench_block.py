@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import io
 import json
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,7 +45,7 @@ class InThisProcess:
 
     close = wait
 
-    def measure(self):
+    def measure(self) -> Iterable[Any]:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
             patch.setattr(jax.config, "update", lambda *_: None)  # This process has its devices already.
             patch.setattr("sys.stdin", io.StringIO("go\n"))
@@ -151,16 +153,8 @@ def test_buffers_have_their_bytes():
     assert saved[0] < saved[1]
 
 
-class Answers:
+class Answers(InThisProcess):
     """A worker whose steps take 10 us for each balanced load and 2 us for each overflow round; the last row is lost."""
-
-    def __init__(self, module, request):
-        self.request = request
-
-    def wait(self):
-        pass
-
-    close = wait
 
     def measure(self):
         for x, factor in self.request["loads"][:-1]:

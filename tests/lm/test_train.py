@@ -324,14 +324,13 @@ def test_too_little_text(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh": (("fsdp", 2), ("ep", 3))}, "fsdp=2, ep=3 make a mesh of 6 devices; there are 8"),
         ({"batch": 12}, "--batch 12 does not divide over fsdp x ep = 8 devices; 8 or 16 would do"),
         ({"batch": 16, "microbatches": 4, "mesh": ()},
          "--batch 16 does not divide in 4 microbatches over fsdp = 8 devices; 32 would"),
     ],
 )  # fmt: skip
 def test_meshes_that_do_not_fit(config, changes, message):
-    """Breaks if a mesh of other devices, or parts of a batch of unequal size, are not refused with what would do."""
+    """Breaks if parts of a batch of unequal size are not refused with what would do."""
     config = dataclasses.replace(config, **changes)
     with pytest.raises(ValueError, match=message):
         check_batch(config, mesh_over_devices(config.mesh))

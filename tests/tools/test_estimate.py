@@ -42,24 +42,6 @@ CASES = {
 }
 
 
-def place(mesh, config, tokens):
-    """Abstract parameters (float32) and tokens on the mesh."""
-    return operand_shapes(config, tokens, moax.Axes(), mesh, jnp.bfloat16, jnp.float32)
-
-
-def moved_by(config, mesh, **options):
-    """The collectives of a compiled step of a block, but for those in loops, which a balanced step does not run."""
-    params, x = place(mesh, config, 8 * TOKENS)
-
-    def loss(params, x):
-        y, stats = moax.moe(x, params, config, **options)
-        return jnp.square(y.astype(jnp.float32)).mean() + stats.aux_loss + stats.z_loss
-
-    with jax.set_mesh(mesh):
-        found = inspect.collectives(jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), params, x, mesh=mesh)
-    return [c for c in found if not c.open_loop]
-
-
 def listed(found) -> Counter:
     """The bytes that a device sends by (kind, dtype, axes), without sums of numbers, of which XLA makes one array."""
     count = Counter()
@@ -76,7 +58,7 @@ def test_bytes_are_those_of_the_program(case):
     """Breaks if a collective is forgotten, invented, or counted with other bytes than the compiled block moves."""
     config, sizes, recipe, exchange, factor = CASES[case]
     options = dict(recipe=recipe, exchange=exchange, buffer_factor=factor, save_rows="again" not in case)
-    found = moved_by(config, moax.make_mesh(sizes), **options)
+    found = inspect.inspect_block(config, 8 * TOKENS, mesh=moax.make_mesh(sizes), **options)
     foretold = estimate(config, sizes, TOKENS, kernels="xla", **options)
     assert listed(t for moved in foretold.transfers.values() for t in moved) == listed(found)
     assert inspect.total_bytes(inspect.weight_gathers(found, "fsdp")) == foretold.wire_bytes("gather_weight") > 0
@@ -84,24 +66,16 @@ def test_bytes_are_those_of_the_program(case):
 
 @pytest.mark.parametrize(
     "case",
-    some(
-        [
-            "dp-fsdp-ep",
-            "passes-fp8_block-wire",
-            "passes-rows-again",
-            "fsdp-on-model-fp8_block-capacity-wire",
-            "latent-fp8_block",
-        ],
-        3,
-    ),  # fmt: skip
-)
+    some(["dp-fsdp-ep", "passes-fp8_block-wire", "passes-rows-again", "fsdp-on-model-fp8_block-capacity-wire",
+          "latent-fp8_block"], 3),
+)  # fmt: skip
 def test_memory_is_that_of_the_program(case):
     """Breaks if weights are not the arguments of a compiled program to the byte, or if saved arrays are not within 2 %
     of the program's that returns what `jax.vjp` keeps."""
     config, sizes, recipe, exchange, factor = CASES[case]
     how = dict(recipe=recipe, exchange=exchange, buffer_factor=factor, save_rows="again" not in case, kernels="xla")
     mesh = moax.make_mesh(sizes)
-    params, x = place(mesh, config, 8 * TOKENS * 8)
+    params, x = operand_shapes(config, 8 * TOKENS * 8, moax.Axes(), mesh, jnp.bfloat16, jnp.float32)
     pulled = lambda params, x: jax.vjp(lambda p, x: moax.moe(x, p, config, **how)[0], params, x)[1]  # noqa: E731
     with jax.set_mesh(mesh):
         program = jax.jit(pulled).lower(params, x)
@@ -211,10 +185,8 @@ def test_one_sided_bytes_are_those_of_the_plan(wire, tokens=2048, ranks=4):
 
 def test_one_sided_is_of_one_host():
     """Breaks if one_sided is estimated on more GPUs than a host has, or asked of this machine."""
-    assert (
-        estimate(SHARED, {"fsdp": 8}, 64, exchange="one_sided", kernels="xla").plan.first.exchange.transport
-        == "all_gather"
-    )
+    found = estimate(SHARED, {"fsdp": 8}, 64, exchange="one_sided", kernels="xla")
+    assert found.plan.first.exchange.transport == "all_gather"
     with pytest.raises(moax.Unsupported, match="the 8 GPUs of one host, and the mesh has 16"):
         estimate(SHARED, {"ep": 16}, 64, exchange="one_sided")
 

@@ -1,6 +1,7 @@
 """The versions of JAX that moax runs on: pyproject.toml, the Makefile and the pages say the same range.
 
-Covers: both ends of the range; the extras of JAX's CUDA wheels. `make test-versions` runs tests on both ends.
+Covers: both ends of the range; the extras of JAX's CUDA wheels; what the wheel holds. `make test-versions` runs tests
+on both ends.
 """
 
 import re
@@ -14,7 +15,8 @@ from packaging.version import Version
 from moax.__main__ import EXTRAS
 from support import ROOT
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PAGES = ("README.md",)
 
@@ -65,3 +67,9 @@ def test_extra_brings_the_cuda_wheels(extra):
     (requirement,) = map(Requirement, PROJECT["optional-dependencies"][extra])
     assert requirement.name == "jax" and requirement.extras == {extra}
     assert EXTRAS[extra] == f"jax-{extra}-plugin"
+
+
+def test_the_wheel_holds_moax_alone_and_the_sdist_all():
+    """Breaks if benchmarks enter the wheel, or if the source distribution lacks them."""
+    targets = PYPROJECT["tool"]["hatch"]["build"]["targets"]
+    assert targets["wheel"] == {"packages": ["src/moax"]} and "/benchmarks" in targets["sdist"]["include"]

@@ -21,7 +21,7 @@ from moax.block.plan import BlockPlan, make_plan
 from moax.checks import Unsupported, check_value
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.estimate.tracing import trace
-from moax.exchange import TRANSPORTS, find_transport
+from moax.exchange import TRANSPORTS, find_transport, select_transport
 from moax.exchange.transport import Transfer
 from moax.kernels import supports_fp8
 from moax.mesh.axes import Axes, Names, ResolvedAxes
@@ -126,11 +126,9 @@ class Estimate:
     @property
     def times(self) -> dict[str, float]:
         """The seconds of the products, of device memory, and of the collectives of each scope, all layers together."""
-        plan, on = self.plan, self.hardware
-        rates = [
-            on.xla if plan.kernels == "xla" else on.fp8 if supports_fp8(plan.kernels, recipe) else on.bf16
-            for recipe in (plan.recipe.wi, plan.recipe.wo)
-        ]
+        kernels, recipe, on = self.plan.kernels, self.plan.recipe, self.hardware
+        both = recipe.wi, recipe.wo
+        rates = [on.xla if kernels == "xla" else on.fp8 if supports_fp8(kernels, of) else on.bf16 for of in both]
         products = sum(n / rate for n, rate in zip(self.operations, rates, strict=True))
         times = {"products": products, "device memory": self.traffic / on.hbm}
         times |= {scope: sum(t.bytes / self.link(t.axes) for t in moved) for scope, moved in self.transfers.items()}
@@ -166,12 +164,10 @@ class Estimate:
         sizes = self.memory._asdict() | {"total": self.memory.total}
         sizes |= {"of a GPU" if self.fits else "TOO MUCH for": self.hardware.memory}
         memory = [("memory of a device", "GB"), None, *((of, f"{size / 1e9:.2f}") for of, size in sizes.items())]
+        times, sent = self.times | {"total": self.seconds}, {of: self.wire_bytes(of) for of in self.transfers}
+        sent["total"] = self.wire_bytes()
         steps = [("in a step", "MB sent", "ms"), None]
-        for of, seconds in self.times.items():
-            steps.append(
-                (of, f"{self.wire_bytes(of) / 1e6:,.1f}" if of in self.transfers else "", f"{seconds * 1e3:,.2f}")
-            )
-        steps.append(("total", f"{self.wire_bytes() / 1e6:,.1f}", f"{self.seconds * 1e3:,.2f}"))
+        steps += [(of, f"{sent[of] / 1e6:,.1f}" if of in sent else "", f"{s * 1e3:,.2f}") for of, s in times.items()]
         return "\n\n".join([head, align(params), align(memory, right=(1,)), align(steps, right=(1, 2))])
 
     def wire_bytes(self, scope: str | None = None) -> int:
@@ -272,11 +268,9 @@ def _plan(
 ) -> BlockPlan:
     """Returns the plan of the experts on the mesh in force."""
     name, gpus = find_transport(options.exchange, axes), axes.size(axes.all)
-    if not TRANSPORTS[name].portable:
-        if gpus > on.host:
-            raise Unsupported(f"exchange={name!r} runs on the {on.host} GPUs of one host, and the mesh has {gpus}")
-        if why := TRANSPORTS[name].why_not(None, None):
-            raise Unsupported(f"exchange={name!r}: {why}")
+    if gpus > on.host and not TRANSPORTS[name].portable:
+        raise Unsupported(f"exchange={name!r} runs on the {on.host} GPUs of one host, and the mesh has {gpus}")
+    select_transport(name)
     declared, chosen = expert_specs(config, options.axes, axes), None if options.exchange == "auto" else name
     return make_plan(config, options, chosen, axes=axes, declared=declared, tokens=tokens, dtype=dtype)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,17 +18,10 @@ from jax.interpreters import partial_eval
 from moax.exchange.transport import Transfer, collective
 from moax.mesh.axes import ResolvedAxes, as_names
 
-KINDS = {
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-}
+KINDS = {"psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "all_to_all": "all-to-all",
+    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce_scatter": "reduce-scatter"}  # fmt: skip
 CALLS = {"jit": "jaxpr", "shard_map": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr", "custom_vmap_call": "call",
-         "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}  # fmt: skip
+    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}  # fmt: skip
 # Each result of these is an operand.
 SAME = frozenset(
     "optimization_barrier name reshard moax_first_derivative pcast run_state reshape squeeze expand_dims "
@@ -65,27 +58,22 @@ class Trace:
         self.bytes: list[int] = []
         self.inputs = tuple(self._new(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
         self.outputs = self._inline(jaxpr, self.inputs, "")
-        self._real, self._read = self._materialize()
+        self._touched = self._find_memory()
 
     def transfers(self, axes: ResolvedAxes) -> dict[str, list[Transfer]]:
         """Returns the collectives by scope, without those inside a loop: a balanced step runs no further round."""
         found = defaultdict(list)
         for step in self.steps:
-            kind, params = KINDS.get(step.eqn.primitive.name), step.eqn.params
-            if kind is None:
-                continue
-            names = as_names(params.get("axes", params.get("axis_name")))
-            for v in step.eqn.outvars:
-                found[step.scope or "sum"].append(collective(kind, v.aval.dtype.name, v.aval.shape, axes, names))
+            if kind := KINDS.get(step.eqn.primitive.name):
+                names = as_names(step.eqn.params.get("axes", step.eqn.params.get("axis_name")))
+                moved = [collective(kind, v.aval.dtype.name, v.aval.shape, axes, names) for v in step.eqn.outvars]
+                found[step.scope or "sum"] += moved
         return dict(found)
 
     def traffic(self) -> int:
         """Returns the bytes of device memory that all steps outside of loops read and write."""
-        return sum(
-            self.total((*read, *(array for array in step.made if array in self._real)))
-            for step, read in zip(self.steps, self._read, strict=True)
-            if step.eqn.primitive.name != "while"
-        )
+        touched = zip(self.steps, self._touched, strict=True)
+        return sum(self.total(read | made) for step, (read, made) in touched if step.eqn.primitive.name != "while")
 
     def total(self, arrays: Any) -> int:
         """Returns the bytes of these arrays together."""
@@ -93,35 +81,41 @@ class Trace:
 
     def peak(self, uncounted: Any = ()) -> int:
         """Returns the most bytes that live at once, without the inputs and the arrays `uncounted`."""
-        last = {array: i for i, read in enumerate(self._read) for array in read}
+        last = {array: i for i, (read, _) in enumerate(self._touched) for array in read}
         last |= {array: len(self.steps) for array in self.outputs}
         others, live, now, most = {*self.inputs, *uncounted}, set[int](), 0, 0
-        for i, (step, read) in enumerate(zip(self.steps, self._read, strict=True)):
-            made = {array for array in step.made if array in self._real} - others - live
-            live |= made
-            now += self.total(made)
+        for i, (step, (read, made)) in enumerate(zip(self.steps, self._touched, strict=True)):
+            new = made - others - live
+            live |= new
+            now += self.total(new)
             most = max(most, now + step.inner)
-            gone = {array for array in {*read, *made} & live if last.get(array, -1) <= i}
+            gone = {array for array in (read | new) & live if last.get(array, -1) <= i}
             live -= gone
             now -= self.total(gone)
         return most
 
-    def _materialize(self) -> tuple[set[int], list[set[int]]]:
-        """Returns the arrays that have memory, and those of them that each step reads."""
+    def _find_memory(self) -> list[tuple[set[int], set[int]]]:
+        """Returns the arrays in memory that each step reads and makes."""
         real = {*self.inputs, *self.outputs}
         for step in self.steps:
             if step.eqn.primitive.name not in FUSED:
                 real.update(step.read, step.made)
         sources: dict[int, set[int]] = {array: {array} for array in real}
-        reads = []
+        touched = []
         for step in self.steps:
             found = set[int]().union(*(sources.get(array, ()) for array in step.read))
             sources |= {array: found for array in step.made if array not in real}
-            reads.append(found if any(array in real for array in step.made) else set[int]())
-        return real, reads
+            made = real.intersection(step.made)
+            touched.append((found if made else set[int](), made))
+        return touched
 
     def _new(self, aval: Any) -> int:
-        self.bytes.append(_shard_bytes(aval))
+        """Returns the number of a new array; a value that is no array has 0 bytes."""
+        size = 0
+        if isinstance(aval, jax.core.ShapedArray):
+            at, axes = aval.sharding.mesh.shape, (name for entry in aval.sharding.spec for name in as_names(entry))
+            size = math.prod(aval.shape) * aval.dtype.itemsize // math.prod(at[name] for name in axes)
+        self.bytes.append(size)
         return len(self.bytes) - 1
 
     def _inline(self, jaxpr: Any, given: tuple[int, ...], scope: str) -> tuple[int, ...]:
@@ -145,25 +139,11 @@ class Trace:
                     made = read[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
                 else:
                     made = read[:1] if name in IN_PLACE else tuple(self._new(v.aval) for v in eqn.outvars)
-                inner = max((Trace(body).peak() for body in _bodies(eqn)), default=0)
+                bodies = jax.tree.leaves(eqn.params) if name in ("while", "scan", "cond") else []
+                inner = max((Trace(body.jaxpr).peak() for body in bodies if hasattr(body, "jaxpr")), default=0)
                 self.steps.append(Step(eqn, at, read, made, inner))
             known |= zip(eqn.outvars, made, strict=True)
         return tuple(map(find, jaxpr.outvars))
-
-
-def _bodies(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs of a loop or of its branches."""
-    if eqn.primitive.name in ("while", "scan", "cond"):
-        for value in eqn.params.values():
-            yield from (v.jaxpr for v in (value if isinstance(value, tuple) else (value,)) if hasattr(v, "jaxpr"))
-
-
-def _shard_bytes(aval: Any) -> int:
-    """Returns the bytes of an array on one device; 0 of a value that is no array."""
-    if not isinstance(aval, jax.core.ShapedArray):
-        return 0
-    sizes, names = aval.sharding.mesh.shape, (name for entry in aval.sharding.spec for name in as_names(entry))
-    return math.prod(aval.shape) * aval.dtype.itemsize // math.prod(sizes[name] for name in names)
 
 
 def trace(fn: Callable, *args: Any) -> Trace:

@@ -124,10 +124,9 @@ def params_to_hf(
     if layer is not None:
         layout = layout_of(model_type, stacked)
         prefix = f"{layout.stem}{layer}.{layout.block}"
-    outputs = _outputs(params, config, model_type, prefix or "", stacked, dtype)
     return {
         name: np.concatenate([part.reshape(-1) for part in output.parts()]).reshape(output.shape)
-        for name, output in outputs.items()
+        for name, output in _outputs(params, config, model_type, prefix or "", stacked, dtype).items()
     }
 
 
@@ -196,14 +195,13 @@ def _model_type_of(source: Any) -> str:
     raise ValueError("model_type=None, and no config.json beside the checkpoint says it; give one of MODEL_TYPES")
 
 
-def _moe_blocks(state: State, layouts: Sequence[BlockLayout]) -> Iterator[tuple[int, str, str, BlockLayout]]:
-    """Yields (layer, start of its names, start of the block's names, layout) where a down projection is there."""
-    for number, stem in sorted({(int(m[1]), m[0]) for m in map(LAYER.match, state) if m}):
+def _moe_blocks(state: State, layouts: Sequence[BlockLayout]) -> Iterator[tuple[int, str, BlockLayout]]:
+    """Yields (layer, start of its names, layout) where a down projection is there."""
+    for number, start in sorted({(int(m[1]), m[0]) for m in map(LAYER.match, state) if m}):
         for layout in layouts:
-            prefix = stem + layout.block
-            names = [prefix + row.name.format(e=0) for row in layout.rows if row.field == "wo"]
+            names = [start + layout.block + row.name.format(e=0) for row in layout.rows if row.field == "wo"]
             if any(name in state or name + MXFP4[0] in state for name in names):
-                yield number, stem, prefix, layout
+                yield number, start, layout
 
 
 def _find_blocks(
@@ -213,7 +211,7 @@ def _find_blocks(
     if layer is None:
         return [(prefix, layout) for layout in layouts]
     blocks = list(_moe_blocks(state, layouts))
-    found = [(at, layout) for number, _, at, layout in blocks if number == layer]
+    found = [(start + layout.block, layout) for number, start, layout in blocks if number == layer]
     if not found:
         known = f"its MoE layers are {blocks[0][0]} to {blocks[-1][0]}" if blocks else "no layers.N has experts"
         raise ValueError(f"layer={layer} is not in the checkpoint: {known}")
@@ -277,7 +275,7 @@ def _assemble(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sh
 
 def _stem(others: State, model_type: str) -> str:
     """Returns the part before a layer's number in the names of the MoE layers in `others`; else the published one."""
-    moe = {stem.removesuffix(f"{number}.") for number, stem, *_ in _moe_blocks(others, layouts_of(model_type))}
+    moe = {start.removesuffix(f"{number}.") for number, start, _ in _moe_blocks(others, layouts_of(model_type))}
     found = moe or {m[0][: m.start(1)] for m in map(LAYER.match, others) if m} or {layout_of(model_type).stem}
     if len(found) > 1:
         starts = " and with ".join(map(repr, sorted(found)))
