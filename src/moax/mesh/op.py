@@ -104,17 +104,14 @@ class Op:
             if not traced:
                 return self._compiled(view, static, *operands)
             sharding, operands = self._lay_out(view, static, operands)
-            leaves, tree = jax.tree.flatten(operands)
             mapped = jax.shard_map(
-                lambda *shards: self.compute_shards(static, sharding, *tree.unflatten(shards)),
-                mesh=view.mesh,
-                in_specs=tuple(tree.flatten_up_to(sharding.operands)),
-                out_specs=tuple(sharding.results),
+                functools.partial(self.compute_shards, static, sharding),
+                mesh=view.mesh, in_specs=sharding.operands, out_specs=tuple(sharding.results),
                 axis_names=set(view.mesh.axis_names).difference(view.mesh.manual_axes),
                 # Inside a `shard_map` over other axes, types that vary over these must stay what they are.
-                check_vma=any(map(varying, leaves)),
-            )
-            return mapped(*leaves)
+                check_vma=any(map(varying, jax.tree.leaves(operands))),
+            )  # fmt: skip
+            return mapped(*operands)
 
     def reshard(self, view: MeshView, static: Hashable, *operands):
         """Returns the operands with the layout that the op needs, and with types that vary over the same axes.
@@ -284,8 +281,8 @@ def _partition(op: Op | _Batch, view: MeshView, static: Hashable, mesh, operands
                     f"moax moves tokens from their order over mesh axes {here} into that over {there}; "
                     "moax.Axes(tokens=...) can say the order"
                 )
-    made = named(mesh, jax.tree.broadcast(tuple(sharding.results), results))
-    return mesh, functools.partial(op.compute_shards, static, sharding), made, named(mesh, sharding.operands)
+    made, given = named(mesh, (jax.tree.broadcast(tuple(sharding.results), results), sharding.operands))
+    return mesh, functools.partial(op.compute_shards, static, sharding), made, given
 
 
 def _make_shardy_rule(call: tuple[Op | _Batch, MeshView, Hashable, Rule], mesh, operand_types, result_types):
