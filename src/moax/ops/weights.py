@@ -159,7 +159,8 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
 
 def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWeight:
     """Returns the weight, quantized on its shards for both kinds of products, in its declared layout."""
-    data, scale, turned_data, turned_scale = _quantize(view, weight, *_quantize.reshard(view, weight, w))
+    _, operands = _quantize.lay_out(view, weight, w)
+    data, scale, turned_data, turned_scale = _quantize(view, weight, *operands)
     return QShard(data, scale), QShard(turned_data, turned_scale)
 
 
