@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
@@ -208,14 +207,6 @@ def make_sharded(make: Callable, specs: PyTree[Spec] | None) -> Callable:
     if mesh.explicit_axes:
         return jax.jit(jax.sharding.auto_axes(make, out_sharding=specs))
     return jax.jit(make, out_shardings=specs)
-
-
-def zeros_of(of: Any) -> Array:
-    """Returns zeros of an array's type, with its Explicit sharding and its varying Manual axes."""
-    explicit = of.sharding.mesh.explicit_axes
-    zeros = jnp.zeros(of.shape, of.dtype, out_sharding=of.sharding if explicit else None)
-    names = tuple(of.manual_axis_type.varying)
-    return lax.pcast(zeros, names, to="varying") if names else zeros
 
 
 def find_token_dims(x: Array, axes: Axes, view: MeshView) -> tuple[Axes, MeshView]:
