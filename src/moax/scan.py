@@ -32,7 +32,6 @@ from jaxtyping import Array, PyTree
 
 from moax.checks import check_value
 from moax.mesh.op import differentiable
-from moax.mesh.specs import zeros_of
 from moax.ops.weights import GATHERED, PARTIAL_GRAD
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint", "custom_jvp_call")
@@ -225,8 +224,8 @@ def _make_loops(traced: _Traced, count: int, unroll: int) -> Callable | None:
             d_fixed = [a + b for a, b in zip(d_fixed, d_closed, strict=True)]
             return (d_carry, d_fixed, scatter(d_late, kept, i + 1), following, terms), d_now
 
-        zeros = ([zeros_of(v.aval) for v in now[1]], [zeros_of(types[v]) for v in late])
-        nothing = [zeros_of(v.aval) for v in kept_of]
+        zeros = ([_zeros_of(v.aval) for v in now[1]], [_zeros_of(types[v]) for v in late])
+        nothing = [_zeros_of(v.aval) for v in kept_of]
         state = d_carry, *zeros, ahead_back(layer(fixed, stack, count - 1)), nothing
         inputs = jnp.arange(count), saved, d_outputs
         (d_carry, d_fixed, d_late, _, kept), d_now = lax.scan(turn, state, inputs, reverse=True, unroll=unroll)
@@ -346,3 +345,11 @@ def _cut(values: Sequence[Any], *counts: int) -> list[Sequence[Any]]:
     """Returns so many values in each of the first lists, and the others in the last."""
     ends = np.cumsum([0, *counts]).tolist()
     return [values[start:end] for start, end in zip(ends, [*ends[1:], None], strict=True)]
+
+
+def _zeros_of(of: Any) -> Array:
+    """Returns zeros of an array's type, with its Explicit sharding and its varying Manual axes."""
+    explicit = of.sharding.mesh.explicit_axes
+    zeros = jnp.zeros(of.shape, of.dtype, out_sharding=of.sharding if explicit else None)
+    names = tuple(of.manual_axis_type.varying)
+    return lax.pcast(zeros, names, to="varying") if names else zeros

@@ -76,6 +76,14 @@ def test_no_mesh_is_refused():
     jax.jit(GRADIENTS).lower(*shapes_of((X, PARAMS)))
 
 
+def test_the_mesh_of_the_weights_alone():
+    """Breaks if y is gathered where the types of the weights alone name a mesh, of Explicit axes."""
+    mesh = make_mesh("2x4", "explicit")
+    w = put(mesh, P("fsdp"), random(4, 32, 16))
+    y = jax.jit(ops.dense)(jnp.asarray(random(5, 16, 32)), w)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(("fsdp", "ep"))), 2)
+
+
 @pytest.mark.more
 def test_no_mesh_allows_what_one_device_can_do():
     """Breaks if the guard of programs without a mesh keeps jax from differentiating twice, batching or exporting."""

@@ -89,7 +89,8 @@ def apply_experts(
     Returns y [T, H], a partial sum over tp inside a `shard_map`; the dropped assignments [1] i32; and the most rounds
     of any rank of the mesh [1] i32.
     """
-    *tokens, w, _ = _forward_op.reshard(view, p, *inputs, w, None if view.explicit else quantized)
+    inputs, w = jax.tree.map(lambda v: vary_like(v, quantized), (inputs, w))
+    _, (*tokens, w, _) = _forward_op.lay_out(view, p, *inputs, w, None)
     return _experts(view, p, tuple(tokens), w, quantized)
 
 

@@ -24,6 +24,7 @@ from moax.checks import Unsupported
 PACKAGE = Path(__file__).parents[1]
 # These settings change what a function of moax traces to. The module of a program shows all others.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
+UNSTABLE = re.compile(r"\S+ at 0x|frozenset")  # an address, or an order of its own in each process
 FIRST_ALONE = "has first derivatives and no second ones; moax.route and the losses have both"
 
 
@@ -97,7 +98,9 @@ def name_call(op: str, call: Any, operand_types, result_types) -> None:
                 "axes; use engine='shard_map'"
             )
         of_jax = info.in_tree, info.out_tree, info.module_context.platforms, [getattr(jax.config, k) for k in SETTINGS]
-        content = describe((call, operand_types, result_types, of_jax, source()))
+        content = repr((call, operand_types, result_types, of_jax, source()))
+        if found := UNSTABLE.search(content):
+            raise ValueError(f"no stable text: {found[0]}")
         name = f"moax:{hashlib.sha256(content.encode()).hexdigest()}"
         # Equal content does equal work, so the first object of a name serves all calls of that name. Each of the others
         # keeps the first one alive: XLA asks for it by name until the programs of all of them are compiled.
@@ -110,14 +113,6 @@ def name_call(op: str, call: Any, operand_types, result_types) -> None:
             f"{op}: its program will compile anew in each process, for it has no stable key in JAX's compilation "
             f"cache: {error!r}"
         )
-
-
-def describe(value: Any) -> str:
-    """Returns a text of a value that is the same in every process; raises ValueError where there is none."""
-    text = repr(value)
-    if found := re.search(r"\S+ at 0x|frozenset", text):  # an address, or an order of its own in each process
-        raise ValueError(f"no stable text: {found[0]}")
-    return text
 
 
 @functools.cache

@@ -103,28 +103,35 @@ class Op:
                 return self.compute_shards(static, self.sharding(static, operands), *operands, reduce=False)
             if not traced:
                 return self._compiled(view, static, *operands)
-            sharding, operands = self._lay_out(view, static, operands)
-            leaves, tree = jax.tree.flatten(operands)
+            sharding, operands = self.lay_out(view, static, *operands)
             mapped = jax.shard_map(
-                lambda *shards: self.compute_shards(static, sharding, *tree.unflatten(shards)),
-                mesh=view.mesh,
-                in_specs=tuple(tree.flatten_up_to(sharding.operands)),
-                out_specs=tuple(sharding.results),
+                functools.partial(self.compute_shards, static, sharding),
+                mesh=view.mesh, in_specs=sharding.operands, out_specs=tuple(sharding.results),
                 axis_names=set(view.mesh.axis_names).difference(view.mesh.manual_axes),
                 # Inside a `shard_map` over other axes, types that vary over these must stay what they are.
-                check_vma=any(map(varying, leaves)),
-            )
-            return mapped(*leaves)
+                check_vma=any(map(varying, jax.tree.leaves(operands))),
+            )  # fmt: skip
+            return mapped(*operands)
 
-    def reshard(self, view: MeshView, static: Hashable, *operands):
-        """Returns the operands with the layout that the op needs, and with types that vary over the same axes.
+    def lay_out(self, view: MeshView, static: Hashable, *operands) -> tuple[OpSharding, tuple]:
+        """Returns the layout of the op, and the operands in it, with types that vary over the same axes.
 
-        Ops with a `custom_vjp` call it on their operands first, so that gradients have the types of operands. JAX then
+        Ops with a `custom_vjp` lay their operands out first, so that gradients have the types of operands. JAX then
         sums a gradient over the axes over which the type of its array did not vary.
+
+        Raises:
+          ValueError: the mesh axes of a dim do not divide its size.
         """
+        leaves, tree = jax.tree.flatten(operands)
+        found = tree.unflatten(jax.typeof(x).sharding.spec if view.explicit else None for x in leaves)
+        sharding = self.sharding(static, operands, found)
+        specs = tree.flatten_up_to(sharding.operands)
+        if view.engine != "local":  # local operands are shards
+            for i, (leaf, to) in enumerate(zip(leaves, specs, strict=True)):
+                check_divides(f"{self.name}: operand {i}", leaf.shape, to, view.axes)
         if view.explicit:
-            return self._lay_out(view, static, operands)[1]
-        return jax.tree.map(lambda x: vary_like(x, operands), operands)
+            leaves = [jax.sharding.reshard(x, NamedSharding(view.mesh, s)) for x, s in zip(leaves, specs, strict=True)]
+        return sharding, tree.unflatten(vary_like(x, leaves) for x in leaves)
 
     def rule(self, static: Any, operands: tuple) -> Rule:
         """Returns the parsed rule of the op for these operands."""
@@ -167,18 +174,6 @@ class Op:
         split = any(map(any, leaves))  # by the axes of tokens, and a result that they do not split is then summed
         reduce = [tokens if split and not any(to) else () for to in results]
         return OpSharding(jax.tree.structure(operands).unflatten(leaves), results, reduce)
-
-    def _lay_out(self, view: MeshView, static, operands):
-        """Returns the layout and the operands in it; raises ValueError where a size does not divide."""
-        leaves, tree = jax.tree.flatten(operands)
-        found = tree.unflatten(jax.typeof(x).sharding.spec if view.explicit else None for x in leaves)
-        sharding = self.sharding(static, operands, found)
-        specs = tree.flatten_up_to(sharding.operands)
-        for i, (leaf, to) in enumerate(zip(leaves, specs, strict=True)):
-            check_divides(f"{self.name}: operand {i}", leaf.shape, to, view.axes)
-        if view.explicit:
-            leaves = [jax.sharding.reshard(x, NamedSharding(view.mesh, s)) for x, s in zip(leaves, specs, strict=True)]
-        return sharding, tree.unflatten(leaves)
 
     def compute_shards(self, static, sharding: OpSharding, *operands, reduce: bool = True):
         """Returns the results of one device; with `reduce`, summed over the axes of `sharding.reduce`."""
@@ -231,7 +226,7 @@ def with_gradient(op: Op, grad: Op, save: Callable, pull: Callable, once: str | 
         return pull(functools.partial(grad, view, static), *of_backward)
 
     run = differentiable(forward, backward, once, plain=op.__call__)
-    return lambda view, static, *operands: run(view, static, *op.reshard(view, static, *operands))
+    return lambda view, static, *operands: run(view, static, *op.lay_out(view, static, *operands)[1])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -284,8 +279,8 @@ def _partition(op: Op | _Batch, view: MeshView, static: Hashable, mesh, operands
                     f"moax moves tokens from their order over mesh axes {here} into that over {there}; "
                     "moax.Axes(tokens=...) can say the order"
                 )
-    made = named(mesh, jax.tree.broadcast(tuple(sharding.results), results))
-    return mesh, functools.partial(op.compute_shards, static, sharding), made, named(mesh, sharding.operands)
+    made, given = named(mesh, (jax.tree.broadcast(tuple(sharding.results), results), sharding.operands))
+    return mesh, functools.partial(op.compute_shards, static, sharding), made, given
 
 
 def _make_shardy_rule(call: tuple[Op | _Batch, MeshView, Hashable, Rule], mesh, operand_types, result_types):

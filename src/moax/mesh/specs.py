@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
@@ -210,14 +209,6 @@ def make_sharded(make: Callable, specs: PyTree[Spec] | None) -> Callable:
     return jax.jit(make, out_shardings=specs)
 
 
-def zeros_of(of: Any) -> Array:
-    """Returns zeros of an array's type, with its Explicit sharding and its varying Manual axes."""
-    explicit = of.sharding.mesh.explicit_axes
-    zeros = jnp.zeros(of.shape, of.dtype, out_sharding=of.sharding if explicit else None)
-    names = tuple(of.manual_axis_type.varying)
-    return lax.pcast(zeros, names, to="varying") if names else zeros
-
-
 def find_token_dims(x: Array, axes: Axes, view: MeshView) -> tuple[Axes, MeshView]:
     """Returns both for a call on tokens x [..., H]: with `dims`, and on Explicit axes with the order of x's own type.
 
@@ -289,7 +280,7 @@ def unflatten_tokens(y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], vie
         if view.explicit and dims is None:
             y = jax.sharding.reshard(y, NamedSharding(view.mesh, Spec(None, *columns)))
         y = y.reshape(*x.shape[:-1], *y.shape[1:])
-    if not view.explicit:
+    if not view.explicit or mesh_in_force(x) is None:  # the types of the weights alone name a mesh
         return y
     leading = tuple(jax.typeof(x).sharding.spec)[: x.ndim - 1]
     return jax.sharding.reshard(y, NamedSharding(view.mesh, Spec(*leading, *columns)))

@@ -207,7 +207,7 @@ def grouped_wgrad(
     static = _make_spec(view, x, shape, declared, recipe, align, preferred_element_type, kernels)
     if x.shape[0] == 0:
         return jnp.zeros(shape, static.out)
-    operands = _wgrad.reshard(view, static, x, dy, jnp.asarray(group_sizes).astype(jnp.int32))
+    _, operands = _wgrad.lay_out(view, static, x, dy, jnp.asarray(group_sizes).astype(jnp.int32))
     return _wgrad(view, static, *refuse_derivative("grouped_wgrad", operands, NO_DERIVATIVE))[0]
 
 
@@ -238,7 +238,7 @@ def _grouped_matmul(view: MeshView, static: GroupedSpec, x, w, group_sizes: Int[
     if x.shape[0] == 0:  # y has no rows, and the gradient of each operand is 0
         sums = x.sum(1).astype(static.out)
         return jnp.broadcast_to(sums.reshape(0, *[1] * (w.ndim - 2)), (0, *w.shape[2:]))
-    *operands, _ = _matmul.reshard(view, static, x, w, group_sizes, bias, None)
+    _, (*operands, _) = _matmul.lay_out(view, static, x, w, group_sizes, bias, None)
     return _differentiable_matmul(view, static, *operands)
 
 

@@ -110,7 +110,7 @@ def quantize(
     static = QuantizeSpec(format, block, view.axes, view.manual, view.explicit, declared, chosen, align)
     sizes = None if group_sizes is None else jnp.asarray(group_sizes).astype(jnp.int32)
     if sizes is not None:
-        x, sizes = _quantize.reshard(view, static, x, sizes)
+        _, (x, sizes) = _quantize.lay_out(view, static, x, sizes)
     data, scale = _quantize(view, static, x, sizes)
     return QArray(data, view.assume_replicated(scale, ()), format.dtype, block)
 

@@ -165,7 +165,8 @@ def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWe
     """Returns the weight in its declared layout, quantized on its shards for both kinds of products, or rounded."""
     if weight.recipe.w is None:
         return (w.astype(weight.dtype),)
-    data, scale, turned_data, turned_scale = _quantize(view, weight, *_quantize.reshard(view, weight, w))
+    _, operands = _quantize.lay_out(view, weight, w)
+    data, scale, turned_data, turned_scale = _quantize(view, weight, *operands)
     return QShard(data, scale), QShard(turned_data, turned_scale)
 
 
