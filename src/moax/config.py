@@ -258,6 +258,7 @@ class Options:
 
 def replace_options(caller: str, options: Options, keywords: OptionKeywords) -> Options:
     """Returns the options with these fields; TypeError, which names the caller, where `Options` lacks a keyword's."""
+    check_value("options", options, Options)
     fields = [field.name for field in dataclasses.fields(Options)]
     for name in keywords:
         if name not in fields:

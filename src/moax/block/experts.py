@@ -97,12 +97,9 @@ def apply_experts(
 def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
     gathered = tuple(gather_weight(view, *of, "rows") for of in zip((p.wi, p.wo), w[:2], quantized, strict=True))
     y, dropped, rounds, saved = _forward_op(view, p, *inputs, w, gathered)
-    # The names of `CHECKPOINT_NAMES`, for a policy of `jax.checkpoint`.
-    named = lambda tree, name: jax.tree.map(lambda v: checkpoint_name(v, name), tree)  # noqa: E731
-    saved = tuple(
-        Residuals(named(rows, "moax_rows"), named(h, "moax_hidden"), *named(rest, "moax_plan"))
-        for rows, h, *rest in saved
-    )
+    # A policy of `jax.checkpoint` knows the residuals by these names.
+    named = ([*map(checkpoint_name, (rows, h, plan), CHECKPOINT_NAMES)] for rows, h, *plan in saved)
+    saved = tuple(Residuals(rows, h, *plan) for rows, h, plan in named)
     needs_inputs = p.overflows or not p.save_rows
     return (y, dropped, rounds), (saved, inputs if needs_inputs else None, w, quantized)
 

@@ -122,7 +122,6 @@ def moe(
       TypeError: `Options` has no field of a keyword's name.
     """
     check_value("config", config, MoEConfig)
-    check_value("options", options, Options)
     options = replace_options("moe", options, keywords)
     check_arrays("x [*batch, S, d_model]", x, d_model=config.d_model)
     local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
@@ -174,7 +173,6 @@ def quantize_params(
       Unsupported: an engine or kernels that were chosen by name cannot run.
     """
     check_value("config", config, MoEConfig)
-    check_value("options", options, Options)
     options = replace_options("quantize_params", options, keywords)
     local = not set(jax.sharding.get_abstract_mesh().manual_axes).isdisjoint(options.axes.names)
     check_params(params, config, local=local)

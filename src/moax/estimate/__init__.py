@@ -27,7 +27,7 @@ from moax.kernels import supports_fp8
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.specs import local_shape
 from moax.models import find_model
-from moax.ops import dispatch_combine
+from moax.ops.dispatch_combine import STEPS
 from moax.params import expert_specs, operand_shapes, param_shapes
 from moax.text import align, plural
 
@@ -278,10 +278,9 @@ def _plan(
 def _puts(plan: BlockPlan, config: MoEConfig, traced: Mapping[str, list[Transfer]]) -> dict[str, list[Transfer]]:
     """Returns the transfers of the plan's transport, whose kernels are no collectives, in the place of all_to_all's."""
     own, made = plan.first.exchange, {}
-    for scope in traced.keys() & {*dispatch_combine.STEPS}:
-        puts, collectives = (
-            dispatch_combine.exchange_cost(scope, static, config.top_k, config.d_rows, plan.dtype.name)
-            for static in (own, dataclasses.replace(own, transport="all_to_all"))
-        )
-        made[scope] = puts * (len(traced[scope]) // len(collectives))
+    for scope in traced.keys() & {*STEPS}:
+        moved = traced[scope]
+        times = moved.count(moved[0])  # a chunk sends rows once, and twice with remat
+        puts = TRANSPORTS[own.transport].cost(own, config.top_k, scope, moved[: len(moved) // times])
+        made[scope] = puts * times
     return made

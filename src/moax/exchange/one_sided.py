@@ -27,11 +27,9 @@ from jaxtyping import Array, Int
 from moax.backend import COPY_BYTES, why_not_peers
 from moax.exchange.transport import (
     Arrived,
-    Columns,
     ExchangeSpec,
     Planned,
     Sent,
-    Step,
     Transfer,
     Transport,
     balanced_rows,
@@ -87,18 +85,18 @@ class OneSided(Transport):
             return "it cannot run inside a shard_map over other axes; take all axes of the mesh into it, or none"
         return why
 
-    def cost(self, static: ExchangeSpec, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
-        ranks, axes = static.ranks, static.axes
-        if step == "plan":
-            return [collective("all-gather", "int32", (ranks, ranks, -(-static.tokens // 32)), axes, axes.ep)]
-        if step == "send" and len(columns) > 1:
+    def cost(self, static: ExchangeSpec, top_k: int, step: str, moved: Sequence[Transfer]) -> list[Transfer]:
+        ranks, axes, columns = static.ranks, static.axes, [(t.shape[1], t.dtype) for t in moved]
+        if step in ("dispatch", "combine_grad") and len(columns) > 1:  # `send` makes words of the narrow arrays
             columns = [columns[0], (sum(_words(width, jnp.dtype(dtype)) for width, dtype in columns[1:]), "int32")]
         pair = min(static.slots, balanced_rows(static.tokens, top_k, ranks, static.num_experts))
         sent = [(ranks - 1) * pair * align_up(width * jnp.dtype(of).itemsize, COPY_BYTES) for width, of in columns]
-        return [
+        puts = [
             Transfer("put", dtype, (ranks * pair, width), axes.ep, ranks, size)
             for (width, dtype), size in zip(columns, sent, strict=True)
         ]
+        words = ranks, ranks, -(-static.tokens // 32)
+        return [collective("all-gather", "int32", words, axes, axes.ep), *puts] if step == "dispatch" else puts
 
     @property
     def peers(self):

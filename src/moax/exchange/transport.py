@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -43,8 +43,6 @@ from moax.mesh.specs import MeshView
 from moax.recipe import Format
 
 Sent = Any  # the plan of a rank, `Received.slots`: only its transport knows the type
-Step = Literal["plan", "send", "combine"]
-Columns = Sequence[tuple[int, str]]  # (width, dtype) of each array that travels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +149,7 @@ class Transport:
 
     def plan(self, static: ExchangeSpec, experts: Int[Array, "T K"], index: int | Int[Array, ""] = 0) -> Planned:
         """Returns which tokens this rank sends where in round `index`. A transport without slots has one round."""
-        raise NotImplementedError
+        return Planned(None, jnp.zeros(1, jnp.int32), jnp.ones((), jnp.int32))
 
     def send(self, static: ExchangeSpec, rows: Array, narrow: Sequence[Array], sent: Sent) -> Arrived:
         """Sends the rows [T, H] of this rank's tokens to the ranks of the plan.
@@ -171,10 +169,11 @@ class Transport:
         """
         return None
 
-    def cost(self, static: ExchangeSpec, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
+    def cost(self, static: ExchangeSpec, top_k: int, step: str, moved: Sequence[Transfer]) -> list[Transfer]:
         """Returns the Transfers of one step, if each token takes K experts at random.
 
-        `columns` has (width, dtype) of each array of a `send` or a `combine`, the rows first; () for a plan.
+        `step` is a scope of `moax.ops.dispatch_combine`, and `moved` are the collectives that all_to_all has there, the
+        rows first. A portable transport consists of collectives, which a trace finds, and nobody asks for its cost.
         """
         raise NotImplementedError
 
@@ -261,9 +260,6 @@ class AllGather(Transport):
     note = "drops nothing on the way"
     has_slots = False
 
-    def plan(self, static: ExchangeSpec, experts, index=0) -> Planned:
-        return Planned(None, jnp.zeros(1, jnp.int32), jnp.ones((), jnp.int32))
-
     def send(self, static: ExchangeSpec, rows, narrow: Sequence, sent: Sent) -> Arrived:
         ep = static.axes.ep if rows.shape[0] else ()  # XLA gathers no array of no rows
         rows, *narrow = (lax.all_gather(v, ep, axis=0, tiled=True) if ep else v for v in (rows, *narrow))
@@ -272,11 +268,6 @@ class AllGather(Transport):
     def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
         ep = static.axes.ep if static.tokens else ()
         return [lax.psum_scatter(rows, ep, scatter_dimension=0, tiled=True) if ep else rows for rows in arrays]
-
-    def cost(self, static: ExchangeSpec, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
-        kind, ranks = ("reduce-scatter", 1) if step == "combine" else ("all-gather", static.ranks)
-        rows, axes = static.tokens * ranks, static.axes
-        return [collective(kind, dtype, (rows, width), axes, axes.ep) for width, dtype in columns]
 
 
 class AllToAll(Transport):
@@ -304,10 +295,6 @@ class AllToAll(Transport):
             return zero.at[sent].add(back, mode="drop").astype(rows.dtype)
 
         return [add(rows) for rows in arrays]
-
-    def cost(self, static: ExchangeSpec, top_k: int, step: Step, columns: Columns) -> list[Transfer]:
-        rows, axes = static.slots * static.ranks, static.axes
-        return [collective("all-to-all", dtype, (rows, width), axes, axes.ep) for width, dtype in columns]
 
 
 def _swap(static: ExchangeSpec, values):

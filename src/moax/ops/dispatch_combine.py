@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
 from moax.exchange import TRANSPORTS, select_transport
-from moax.exchange.transport import Arrived, Columns, ExchangeSpec, Sent, Transfer, allot_slots
+from moax.exchange.transport import Arrived, ExchangeSpec, Sent, allot_slots
 from moax.kernels import implementation, select_kernels
 from moax.kernels.quantization import dequantize
 from moax.mesh.axes import Axes
@@ -196,14 +196,6 @@ _combine = with_gradient(
 )
 
 
-def wire_columns(width: int, dtype: str, wire: Format | None) -> Columns:
-    """Returns what rows of `width` elements travel as: ((2048, "uint8"), (16, "float32")) with blocks of 128."""
-    if wire is None:
-        return ((width, dtype),)
-    blocks = 1 if wire.block is None else -(-width // wire.block)
-    return ((width, "uint8"), (blocks, "uint8" if wire.scale == "e8m0" else "float32"))
-
-
 def send_rows(static: ExchangeSpec, x: Float[Array, "T H"], narrow: Sequence[Array], sent: Sent) -> Arrived:
     """Sends rows x [T, H], quantized on the wire, and narrow arrays [T, W] bit for bit; see `Transport.send`."""
     transport, wire = TRANSPORTS[static.transport], static.wire
@@ -219,14 +211,3 @@ def send_rows(static: ExchangeSpec, x: Float[Array, "T H"], narrow: Sequence[Arr
     else:
         rows = dequantize(dataclasses.replace(q, data=arrived.rows, scale=scale), x.dtype)
     return arrived._replace(rows=rows, narrow=narrow)
-
-
-def exchange_cost(step: str, static: ExchangeSpec, top_k: int, width: int, dtype: str) -> list[Transfer]:
-    """Returns the Transfers of one step of `STEPS` with K experts a token."""
-    cost, weights = TRANSPORTS[static.transport].cost, (top_k, "float32")
-    if step == "dispatch":
-        columns = (*wire_columns(width, dtype, static.wire), (top_k, "int32"), weights)
-        return cost(static, top_k, "plan", ()) + cost(static, top_k, "send", columns)
-    if step == "combine_grad":
-        return cost(static, top_k, "send", wire_columns(width, dtype, static.wire))
-    return cost(static, top_k, "combine", ((width, dtype), weights)[: 1 + (step == "dispatch_grad")])

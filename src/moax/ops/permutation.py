@@ -63,11 +63,6 @@ def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity
     return align_up(rows + jax.core.min_dim(num_groups, rows) * (align - 1), align)
 
 
-def capacity_rows(tokens: int, top_k: int, capacity_factor: float | None) -> int | None:
-    """Returns the most sorted rows that a rank keeps, `capacity_factor` times the balanced load T K; None keeps all."""
-    return None if capacity_factor is None else math.ceil(capacity_factor * tokens * top_k)
-
-
 @typing.overload
 def permute(  # pyrefly: ignore[inconsistent-overload]
     x: Array, experts: Array, num_groups: int, *, weights: None = None, **keywords: Any

@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -107,7 +106,7 @@ def gather_weight(
     Where `quantized` is given, as `moax.quantize_params` makes it, the values of w are not read.
     """
     (gathered,) = _gather(view, (weight, contracted), w, quantized)
-    return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), gathered) if view.axes.fsdp else gathered
+    return checkpoint_name(gathered, GATHERED) if view.axes.fsdp else gathered
 
 
 def gather_shard(
