@@ -32,11 +32,6 @@ def allot_rows(balanced: float, buffer_factor: float | None, worst: int) -> int:
     return max(1, min(worst, math.ceil(max(buffer_factor * balanced, min(buffer_factor, 1.0) * chance))))
 
 
-def group_starts(group_sizes: Int[Array, " G"], align: int) -> Int[Array, " G"]:
-    """Returns the first row of each group: (0, 4, 4) for sizes (3, 0, 5) and align 4."""
-    return sum_before(align_up(group_sizes, align))
-
-
 def sum_before(values: Int[Array, " G"]) -> Int[Array, " G"]:
     """Returns the sum of the values before each one: (0, 3, 3) for (3, 0, 5)."""
     # Each index is compared with each, which is one kernel on a GPU; a cumulative sum is several.
@@ -50,7 +45,7 @@ def row_groups(group_sizes: Int[Array, " G"], align: int, num_rows: int) -> tupl
 
     With sizes (3, 0, 2), align 4 and 8 rows, the groups are (0, 0, 0, 0, 2, 2, 2, 2), and rows 3, 6 and 7 are padding.
     """
-    starts = group_starts(group_sizes, align)
+    starts = sum_before(align_up(group_sizes, align))
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     group = jnp.searchsorted(starts, rows, side="right").astype(jnp.int32) - 1
     return group, rows < starts[group] + group_sizes[group]

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from moax.kernels import Operand, implementation
-from moax.kernels.quantization import find_scale_axes, weight_format
+from moax.kernels.quantization import find_scale_axes
 from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype
@@ -139,9 +139,9 @@ def replicas(weight: WeightSpec, layout: WeightLayout) -> Names:
 
 def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight | None:
     """Returns the specs of a quantized weight of this whole shape, in its declared layout; None without a format."""
-    if weight.recipe.w is None:
+    if (format := weight.recipe.w) is None:
         return None
-    layout, format, made = find_layout(weight), weight_format(weight.recipe), []
+    layout, made = find_layout(weight), []
     for contracted in CONTRACTED:
         along = find_scale_axes(local_shape(shape, layout.spec, weight.axes), format, contracted, layout.gather)
         kept = layout.kept
