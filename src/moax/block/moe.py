@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from moax.block.plan import BlockPlan, Round
 from moax.kernels import DEFAULT, Operand, Role, implementation
-from moax.kernels.groups import Groups, rows_of_groups, zero_rows
+from moax.kernels.groups import Groups, rows_of_groups, scale_rows
 from moax.mesh.collectives import mask_to_first_rank
 from moax.ops.dispatch_combine import combine_backward, combine_forward, dispatch_backward
 from moax.ops.permutation import permute_forward, plan_rows, unpermute_forward, weights_from_rows
@@ -187,7 +187,7 @@ def activate(p: BlockPlan, saved: Residuals, groups: Groups, *, plain: bool = Fa
     Weights at the output multiply act(h) only if the caller says `weigh`.
     """
     at = p.config.weights_at
-    h = _weigh(saved.h, saved.row_weights, groups) if at == "input" else saved.h
+    h = scale_rows(saved.h, saved.row_weights, groups) if at == "input" else saved.h
     weights = saved.row_weights if at == "hidden" or (weigh and at == "output") else None
     kernels, recipe, over = (DEFAULT, FULL, ()) if plain else (p.kernels, p.recipe.wo, p.axes.tokens + p.axes.tp)
     return implementation(kernels).activate(h, p.act, recipe, groups, weights=weights, amax_over=over)
@@ -200,7 +200,7 @@ def expert_down(p: BlockPlan, a: Operand, saved: Residuals, wo: Operand, w: Weig
     with jax.named_scope("expert_down"):
         o = implementation(p.kernels).matmul(a, wo, groups, p.dtype, None if early else bo)
         if early and bo is not None:
-            o = o + _weigh(rows_of_groups(bo.astype(p.dtype), groups, o.shape[0]), saved.row_weights, groups)
+            o = o + scale_rows(rows_of_groups(bo.astype(p.dtype), groups, o.shape[0]), saved.row_weights, groups)
         return o if w.wo_a is None else o + low_rank(p, activate(p, saved, groups, plain=True), w.wo_a, w.wo_b, groups)
 
 
@@ -217,7 +217,7 @@ def expert_down_grad(p: BlockPlan, d_o: Operand, d_partial, saved: Residuals, wo
         if w.bo is not None:
             bo = rows_of_groups(mask_to_first_rank(w.bo, p.axes.tp).astype(p.dtype), groups, d_o.shape[0])
             of_bo = jnp.sum(d_o.astype(jnp.float32) * bo.astype(jnp.float32), axis=-1)
-            d_o = mask_to_first_rank(_weigh(d_o, saved.row_weights, groups), p.axes.tp)
+            d_o = mask_to_first_rank(scale_rows(d_o, saved.row_weights, groups), p.axes.tp)
             d_bo = local.bias_grad(d_o, groups)
         return d_a if d_low is None else d_a + d_low.astype(d_a.dtype), of_bo, d_bo, *d_ab
 
@@ -231,11 +231,11 @@ def activate_grad(p: BlockPlan, saved: Residuals, d_a: Float[Array, "N F"], w: W
             h, d_a, p.act, recipe, groups, weights=row_weights, amax_over=over
         )
         return a, d_rows, d_columns, None, inner
-    given = (_weigh(h, row_weights, groups), jnp.ones_like(row_weights)) if at_input else (h, row_weights)
+    given = (scale_rows(h, row_weights, groups), jnp.ones_like(row_weights)) if at_input else (h, row_weights)
     a, d_h, inner = local.activate_grad(given[0], d_a, p.act, groups, given[1])
     if at_input:
         inner = jnp.sum(d_h.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
-        d_h = _weigh(d_h, row_weights, groups)
+        d_h = scale_rows(d_h, row_weights, groups)
     _, a = local.quantize_for_matmul(a, recipe.wo, "x", groups, over, rows=False)
     d_rows, d_columns = local.quantize_for_matmul(d_h, recipe.wi, "dy", groups, over, columns=not p.frozen)
     return a, d_rows, d_columns, d_h, inner
@@ -269,9 +269,3 @@ def low_rank_grad(p: BlockPlan, x: Any, a: Array | None, b: Array | None, dy: An
 
 def _add(total: Array | None, more: Array | None) -> Array | None:
     return more if total is None or more is None else total + more.astype(total.dtype)
-
-
-def _weigh(rows: Array, row_weights: Float[Array, " N"], groups: Groups) -> Array:
-    """Returns each real row [N, ...] times its weight, multiplied in float32; padding is 0."""
-    weights = jnp.expand_dims(row_weights, tuple(range(1, rows.ndim)))
-    return zero_rows(rows.astype(jnp.float32) * weights, groups.real).astype(rows.dtype)

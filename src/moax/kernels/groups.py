@@ -58,6 +58,12 @@ def zero_rows(x: Float[Array, "M ..."], real: Bool[Array, " M"] | None) -> Float
     return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
+def scale_rows(x: Float[Array, "M ..."], weights: Float[Array, " M"], groups: Groups) -> Float[Array, "M ..."]:
+    """Returns each real row times its weight, multiplied in float32 and returned in the dtype of x; padding is 0."""
+    weights = weights.reshape(-1, *[1] * (x.ndim - 1))
+    return zero_rows(x.astype(jnp.float32) * weights, groups.real).astype(x.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """The layout of the rows that enter a product, on one device. An implementation may add fields of its own.

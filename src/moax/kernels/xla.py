@@ -27,7 +27,16 @@ from jaxtyping import Array, Float, Int
 from moax.backend import platform
 from moax.checks import Unsupported
 from moax.kernels import Operand, Packing, Role
-from moax.kernels.groups import Groups, align_up, find_groups, row_groups, rows_of_groups, sum_before, zero_rows
+from moax.kernels.groups import (
+    Groups,
+    align_up,
+    find_groups,
+    row_groups,
+    rows_of_groups,
+    scale_rows,
+    sum_before,
+    zero_rows,
+)
 from moax.kernels.quantization import (
     dequantize,
     dequantize_wire,
@@ -292,11 +301,6 @@ def activate_grad_quantize(
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
     _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over)
     return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
-
-
-def scale_rows(x: Float[Array, "N C"], weights: Float[Array, " N"], groups: Groups) -> Float[Array, "N C"]:
-    """Returns each real row times its weight, multiplied in float32 and returned in the dtype of x; padding is 0."""
-    return zero_rows(x.astype(jnp.float32) * weights[:, None], groups.real).astype(x.dtype)
 
 
 def plan_products(groups: Groups, num_rows: int) -> tuple[tuple[int, ...], tuple[Array, Array, Array]]:
