@@ -138,7 +138,7 @@ FAULTS = (
           "scores = jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(scores.shape)",
           "scores = jnp.where(eligible[:, :, None], grouped, grouped).reshape(scores.shape)",
           (f"{ROUTE}::test_matches_reference",)),
-    Fault("padding between experts repeats the last row", "kernels/xla.py",
+    Fault("padding between experts repeats the last row", "kernels/groups.py",
           'return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)',
           'return jnp.take(x, gather_idx, axis=0, mode="clip")',
           (f"{PERMUTE}::test_round_trip", f"{PERMUTE}::test_each_shard_sorts_its_own")),

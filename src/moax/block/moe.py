@@ -163,8 +163,8 @@ def permute_quantize(
     recipe, gathers = (p.recipe.wi, p.gathers_x) if role == "x" else (p.recipe.wo, p.gathers_dy)
     plain = p.frozen and role == "x"  # adapters multiply these rows, and no gradient of wi does
     wanted = wanted | {"columns": False} if plain else wanted
-    rows, columns = implementation(p.kernels).gather_and_quantize(
-        received, plan.gather_idx, recipe, role, groups, p.axes.tokens, in_products=gathers, **wanted
+    rows, columns = implementation(p.kernels).quantize_for_matmul(
+        received, recipe, role, groups, p.axes.tokens, gather_idx=plan.gather_idx, in_products=gathers, **wanted
     )
     return rows, permute_forward(p.first.permute, received, plan, groups) if plain else columns
 

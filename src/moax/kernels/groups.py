@@ -88,6 +88,13 @@ def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int)
     return Groups(group_sizes, align, real)
 
 
+def gather_rows(
+    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Groups | None = None
+) -> Float[Array, "N H"]:
+    """rows[n] = x[gather_idx[n]], 0 where it is R or more, but for rows past the `groups`."""
+    return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)
+
+
 def rows_of_groups(values: Float[Array, "E C"], groups: Groups, num_rows: int) -> Float[Array, "M C"]:
     """Returns values[g(m)] for each of `num_rows` rows m; a padding row has the values of any group."""
     return values[row_groups(groups.sizes, groups.align, num_rows)[0]]

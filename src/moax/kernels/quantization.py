@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from moax.kernels.groups import Groups, row_groups, zero_rows
+from moax.kernels.groups import Groups, gather_rows, row_groups, zero_rows
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, reduce_max, vary_like
 from moax.recipe import Contracted, Format, Recipe
@@ -123,13 +123,18 @@ def dequantize_wire(
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (),
-    *, rows: bool = True, columns: bool = True,
+    *, gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, rows: bool = True, columns: bool = True,
 ) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
     """Returns rows [M, ..., C] as two Operands: for a product over columns (forward, dgrad), and for wgrad.
 
-    The first may be None if the caller takes no `rows`, and the second if it takes no `columns`.
+    With `gather_idx` it takes the rows x[gather_idx], in one read where the implementation can. With `in_products` too,
+    where `matmul_gathers_rows` says so, the products gather them from x instead. The first may be None if the caller
+    takes no `rows`, and the second if it takes no `columns`.
     """
     format: Format | None = getattr(recipe, role)
+    if gather_idx is not None:
+        with jax.named_scope("permute"):
+            x = gather_rows(x, gather_idx)
     x = x.reshape(x.shape[0], -1)
     if format is None:
         return x, x

@@ -26,11 +26,12 @@ from jaxtyping import Array, Float, Int
 
 from moax.backend import platform
 from moax.checks import Unsupported
-from moax.kernels import Operand, Packing, Role
+from moax.kernels import Operand, Packing
 from moax.kernels.groups import (
     Groups,
     align_up,
     find_groups,
+    gather_rows,
     row_groups,
     rows_of_groups,
     scale_rows,
@@ -52,9 +53,9 @@ from moax.types import QArray
 
 __all__ = [
     "activate", "activate_grad", "activate_grad_quantize", "align_rows", "bias_grad", "build_permutation",
-    "dequantize_wire", "find_groups", "gather_and_quantize", "gather_rows", "gather_shard", "gather_sum", "matmul",
-    "matmul_activate", "matmul_gathers_rows", "pack_rows", "put_rows", "quantize", "quantize_for_matmul",
-    "quantize_shard", "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
+    "dequantize_wire", "find_groups", "gather_rows", "gather_shard", "gather_sum", "matmul", "matmul_activate",
+    "matmul_gathers_rows", "pack_rows", "put_rows", "quantize", "quantize_for_matmul", "quantize_shard",
+    "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
 ]  # fmt: skip
 COUNTED = 256  # the assignments of a block, each of which is compared with each
 COMPARED = 1 << 26  # the most comparisons of blocks; a cumulative sum is several kernels, and few additions
@@ -140,13 +141,6 @@ def build_permutation(
     return gather_idx, scatter_idx, sizes, row_weights
 
 
-def gather_rows(
-    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Groups | None = None
-) -> Float[Array, "N H"]:
-    """rows[n] = x[gather_idx[n]], 0 where it is R or more, but for rows past the `groups`."""
-    return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)
-
-
 def gather_sum(
     rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"], weights: Array | None = None
 ) -> Float[Array, "R H"]:
@@ -168,19 +162,6 @@ def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int
     axis of ep. A row that no rank wrote may hold anything.
     """
     raise Unsupported("kernels='xla' cannot write into the memory of another device; use another exchange")
-
-
-def gather_and_quantize(
-    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], recipe: Recipe, role: Role, groups: Groups,
-    amax_over: Names = (), *, rows: bool = True, columns: bool = True, in_products: bool = False,
-) -> tuple[Operand, Operand]:  # fmt: skip
-    """Runs `quantize_for_matmul` on the rows x[gather_idx], in one read where the implementation can.
-
-    With `in_products`, where `matmul_gathers_rows` says so, the products gather the rows from x instead.
-    """
-    with jax.named_scope("permute"):
-        gathered = gather_rows(x, gather_idx)
-    return quantize_for_matmul(gathered, recipe, role, groups, amax_over)
 
 
 def matmul(

@@ -23,7 +23,6 @@ from jaxtyping import Array, Float, Int
 from moax.backend import device_kind, log_once
 from moax.kernels import HOPPER_WIDTH, Packing, Role, quantization, xla
 from moax.kernels.groups import Groups, align_up, row_groups, sum_before, zero_rows
-from moax.kernels.groups import find_groups as find_unblocked
 from moax.kernels.hopper.formats import (
     BLOCK,
     COPY_WIDTH,
@@ -104,14 +103,13 @@ def gather_rows(x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Gr
 
 def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Packing:
     """Packs rows to groups at multiples of 128: in groups (3, 2) at align 4, row 4 moves to row 128."""
-    own = find_unblocked(group_sizes, align, num_rows).real
     if group_sizes is None or align == BLOCK:
         groups = find_groups(group_sizes, BLOCK, align_up(num_rows, BLOCK))
 
         def pad(x):
             return zero_rows(jnp.pad(x, [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)]), groups.real)
 
-        return Packing(groups, pad, lambda y: zero_rows(y[:num_rows], own))
+        return Packing(groups, pad, lambda y: zero_rows(y, groups.real)[:num_rows])
 
     rows = align_up(num_rows + group_sizes.shape[0] * (BLOCK - 1), BLOCK)
     groups = find_groups(group_sizes, BLOCK, rows)
@@ -133,12 +131,20 @@ def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: Role, groups: BlockedGroups, amax_over: Names = (),
-    *, rows: bool = True, columns: bool = True,
+    *, gather_idx: Any = None, in_products: bool = False, rows: bool = True, columns: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Quantizes rows as [M, C] for a product over columns and as [C, M] for wgrad, in one read."""
-    if not supports_fp8(recipe):
+    """Quantizes rows as [M, C] for a product over columns and as [C, M] for wgrad, in one read, sorted or not."""
+    if not (rows or columns):
+        return None, None
+    format: Any = getattr(recipe, role)
+    if in_products and format is None:
+        return (GatheredRows(x, gather_idx),) * 2
+    fp8 = supports_fp8(recipe)
+    if gather_idx is not None and not (fp8 and format.block):  # the kernel gathers where each block has a scale
+        with jax.named_scope("permute"):
+            x, gather_idx = gather_rows(x, gather_idx, groups), None
+    if not fp8:
         return xla.quantize_for_matmul(x, recipe, role, groups, amax_over)
-    format: Format = getattr(recipe, role)
     with jax.named_scope("quantize"):
         x, scale = x.reshape(x.shape[0], -1), None
         if format.by_group:  # a block of 128 rows lies in one group
@@ -146,25 +152,8 @@ def quantize_for_matmul(
         elif format.block is None:
             amax = block_max(zero_rows(x, groups.real), (None, None))
             scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
-        return quantize_rows(x, groups.blocks, format=format, rows=rows, columns=columns, scale=scale)
-
-
-def gather_and_quantize(
-    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], recipe: Recipe, role: Role, groups: BlockedGroups,
-    amax_over: Names = (), *, rows: bool = True, columns: bool = True, in_products: bool = False,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Runs `quantize_for_matmul` on the rows x[gather_idx], in one kernel where each block has a scale."""
-    if not (rows or columns):
-        return None, None
-    format: Format | None = getattr(recipe, role)
-    if in_products and format is None:
-        return (GatheredRows(x, gather_idx),) * 2
-    if supports_fp8(recipe) and format is not None and format.block is not None:
-        with jax.named_scope("quantize"):
-            return quantize_rows(x, groups.blocks, format=format, rows=rows, columns=columns, source=gather_idx)
-    with jax.named_scope("permute"):
-        gathered = gather_rows(x, gather_idx, groups)
-    return quantize_for_matmul(gathered, recipe, role, groups, amax_over, rows=rows, columns=columns)
+        how: Any = dict(rows=rows, columns=columns, scale=scale, source=gather_idx)
+        return quantize_rows(x, groups.blocks, format=format, **how)
 
 
 def matmul(
