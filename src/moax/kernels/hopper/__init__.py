@@ -236,8 +236,7 @@ def activate(
     flat, gated = h.reshape(h.shape[0], -1), h.shape[1] == 2
     with jax.named_scope("activate"):
         if not supports_activation(act, gated):
-            ones = jnp.ones(h.shape[0], jnp.float32) if weights is None else weights
-            a = xla.activate(h, act, FULL, groups, weights=ones, amax_over=())
+            a = zero_rows(xla.activate(h, act, FULL, groups, weights=weights, amax_over=()), groups.real)
         elif _fuses(recipe, recipe, h.shape[2]):
             format = cast(Format, recipe.x)
             return activation.activate_quantize(flat, groups.blocks, act, gated=gated, weights=weights, format=format)
