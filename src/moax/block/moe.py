@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from moax.block.plan import BlockPlan, Round
 from moax.kernels import DEFAULT, Operand, Role, implementation
-from moax.kernels.groups import Groups, rows_of_groups, zero_rows
+from moax.kernels.groups import Groups, rows_of_groups, scale_rows
 from moax.mesh.collectives import mask_to_first_rank
 from moax.ops.activation import activation_of
 from moax.ops.dispatch_combine import combine_backward, combine_forward, dispatch_backward
@@ -164,8 +164,8 @@ def permute_quantize(
     recipe, gathers = (p.recipe.wi, p.gathers_x) if role == "x" else (p.recipe.wo, p.gathers_dy)
     plain = p.frozen and role == "x"  # adapters multiply these rows, and no gradient of wi does
     wanted = wanted | {"columns": False} if plain else wanted
-    rows, columns = implementation(p.kernels).gather_and_quantize(
-        received, plan.gather_idx, recipe, role, groups, p.axes.tokens, in_products=gathers, **wanted
+    rows, columns = implementation(p.kernels).quantize_for_matmul(
+        received, recipe, role, groups, p.axes.tokens, gather_idx=plan.gather_idx, in_products=gathers, **wanted
     )
     return rows, permute_forward(p.first.permute, received, plan, groups) if plain else columns
 
@@ -189,7 +189,7 @@ def activate(p: BlockPlan, saved: Residuals, groups: Groups, *, plain: bool = Fa
     Weights at the output multiply act(h) only if the caller says `weigh`.
     """
     at = p.config.weights_at
-    h = _weigh(saved.h, saved.row_weights, groups) if at == "input" else saved.h
+    h = scale_rows(saved.h, saved.row_weights, groups) if at == "input" else saved.h
     weights = saved.row_weights if at == "hidden" or (weigh and at == "output") else None
     kernels, recipe, over = (DEFAULT, FULL, ()) if plain else (p.kernels, p.recipe.wo, p.axes.tokens + p.axes.tp)
     act = activation_of(p.config.activation, p.config.activation_limit)
@@ -203,7 +203,7 @@ def expert_down(p: BlockPlan, a: Operand, saved: Residuals, wo: Operand, w: Weig
     with jax.named_scope("expert_down"):
         o = implementation(p.kernels).matmul(a, wo, groups, p.dtype, None if early else bo)
         if early and bo is not None:
-            o = o + _weigh(rows_of_groups(bo.astype(p.dtype), groups, o.shape[0]), saved.row_weights, groups)
+            o = o + scale_rows(rows_of_groups(bo.astype(p.dtype), groups, o.shape[0]), saved.row_weights, groups)
         return o if w.wo_a is None else o + low_rank(p, activate(p, saved, groups, plain=True), w.wo_a, w.wo_b, groups)
 
 
@@ -220,7 +220,7 @@ def expert_down_grad(p: BlockPlan, d_o: Operand, d_partial, saved: Residuals, wo
         if w.bo is not None:
             bo = rows_of_groups(mask_to_first_rank(w.bo, p.axes.tp).astype(p.dtype), groups, d_o.shape[0])
             of_bo = jnp.sum(d_o.astype(jnp.float32) * bo.astype(jnp.float32), axis=-1)
-            d_o = mask_to_first_rank(_weigh(d_o, saved.row_weights, groups), p.axes.tp)
+            d_o = mask_to_first_rank(scale_rows(d_o, saved.row_weights, groups), p.axes.tp)
             d_bo = local.bias_grad(d_o, groups)
         return d_a if d_low is None else d_a + d_low.astype(d_a.dtype), of_bo, d_bo, *d_ab
 
@@ -233,11 +233,11 @@ def activate_grad(p: BlockPlan, saved: Residuals, d_a: Float[Array, "N F"], w: W
     if not at_input and w.bi is None and w.wi_a is None:
         made = local.activate_grad_quantize(h, d_a, act, recipe, groups, weights=row_weights, amax_over=over)
         return *made[:3], None, made[3]
-    given = (_weigh(h, row_weights, groups), jnp.ones_like(row_weights)) if at_input else (h, row_weights)
+    given = (scale_rows(h, row_weights, groups), jnp.ones_like(row_weights)) if at_input else (h, row_weights)
     a, d_h, inner = local.activate_grad(given[0], d_a, act, groups, given[1])
     if at_input:
         inner = jnp.sum(d_h.astype(jnp.float32) * h.astype(jnp.float32), axis=(1, 2))
-        d_h = _weigh(d_h, row_weights, groups)
+        d_h = scale_rows(d_h, row_weights, groups)
     _, a = local.quantize_for_matmul(a, recipe.wo, "x", groups, over, rows=False)
     d_rows, d_columns = local.quantize_for_matmul(d_h, recipe.wi, "dy", groups, over, columns=not p.frozen)
     return a, d_rows, d_columns, d_h, inner
@@ -271,9 +271,3 @@ def low_rank_grad(p: BlockPlan, x: Any, a: Array | None, b: Array | None, dy: An
 
 def _add(total: Array | None, more: Array | None) -> Array | None:
     return more if total is None or more is None else total + more.astype(total.dtype)
-
-
-def _weigh(rows: Array, row_weights: Float[Array, " N"], groups: Groups) -> Array:
-    """Returns each real row [N, ...] times its weight, multiplied in float32; padding is 0."""
-    weights = jnp.expand_dims(row_weights, tuple(range(1, rows.ndim)))
-    return zero_rows(rows.astype(jnp.float32) * weights, groups.real).astype(rows.dtype)

@@ -83,6 +83,7 @@ IMPLEMENTATIONS = {
     ),
     "xla": Implementation("moax.kernels.xla", "runs on every device, slower than hopper on a Hopper GPU"),
 }
+INSTALLED = {name for name, entry in IMPLEMENTATIONS.items() if importlib.util.find_spec(entry.module)}
 
 
 def implementation(name: str) -> Any:
@@ -108,7 +109,7 @@ def select_kernels(kernels: str = "auto", dtype: DTypeLike | None = None, **widt
     refused = {}
     for name in IMPLEMENTATIONS if kernels == "auto" else (kernels,):
         module, _, why_not, _ = IMPLEMENTATIONS[name]
-        why = why_not(dtype, widths) if is_installed(name) else f"this installation has no {module}"
+        why = why_not(dtype, widths) if name in INSTALLED else f"this installation has no {module}"
         if why is None:
             if refused and backend.platform() == "gpu":
                 reasons = "; ".join(refused.values())
@@ -120,17 +121,12 @@ def select_kernels(kernels: str = "auto", dtype: DTypeLike | None = None, **widt
 
 def find_peer_kernels() -> str | None:
     """Returns the name of the first implementation whose `put_rows` writes into the memory of peers, or None."""
-    return next((name for name, entry in IMPLEMENTATIONS.items() if entry.puts_rows and is_installed(name)), None)
+    return next((name for name, entry in IMPLEMENTATIONS.items() if entry.puts_rows and name in INSTALLED), None)
 
 
 def supports_fp8(name: str, recipe: Recipe) -> bool:
     """Returns whether the implementation of this name is installed and multiplies in FP8 by this recipe."""
-    return is_installed(name) and implementation(name).supports_fp8(recipe)
-
-
-def is_installed(name: str) -> bool:
-    """Returns whether this installation has the implementation of this name."""
-    return importlib.util.find_spec(IMPLEMENTATIONS[name].module) is not None
+    return name in INSTALLED and implementation(name).supports_fp8(recipe)
 
 
 def called(eqn: core.JaxprEqn) -> Any:

@@ -32,11 +32,6 @@ def allot_rows(balanced: float, buffer_factor: float | None, worst: int) -> int:
     return max(1, min(worst, math.ceil(max(buffer_factor * balanced, min(buffer_factor, 1.0) * chance))))
 
 
-def group_starts(group_sizes: Int[Array, " G"], align: int) -> Int[Array, " G"]:
-    """Returns the first row of each group: (0, 4, 4) for sizes (3, 0, 5) and align 4."""
-    return sum_before(align_up(group_sizes, align))
-
-
 def sum_before(values: Int[Array, " G"]) -> Int[Array, " G"]:
     """Returns the sum of the values before each one: (0, 3, 3) for (3, 0, 5)."""
     # Each index is compared with each, which is one kernel on a GPU; a cumulative sum is several.
@@ -50,7 +45,7 @@ def row_groups(group_sizes: Int[Array, " G"], align: int, num_rows: int) -> tupl
 
     With sizes (3, 0, 2), align 4 and 8 rows, the groups are (0, 0, 0, 0, 2, 2, 2, 2), and rows 3, 6 and 7 are padding.
     """
-    starts = group_starts(group_sizes, align)
+    starts = sum_before(align_up(group_sizes, align))
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     group = jnp.searchsorted(starts, rows, side="right").astype(jnp.int32) - 1
     return group, rows < starts[group] + group_sizes[group]
@@ -61,6 +56,12 @@ def zero_rows(x: Float[Array, "M ..."], real: Bool[Array, " M"] | None) -> Float
     if real is None:
         return x
     return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+
+
+def scale_rows(x: Float[Array, "M ..."], weights: Float[Array, " M"], groups: Groups) -> Float[Array, "M ..."]:
+    """Returns each real row times its weight, multiplied in float32 and returned in the dtype of x; padding is 0."""
+    weights = weights.reshape(-1, *[1] * (x.ndim - 1))
+    return zero_rows(x.astype(jnp.float32) * weights, groups.real).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,13 @@ def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int)
     """Returns the Groups of `num_rows` rows. With `group_sizes` None one group holds all rows."""
     real = None if group_sizes is None else row_groups(group_sizes, align, num_rows)[1]
     return Groups(group_sizes, align, real)
+
+
+def gather_rows(
+    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Groups | None = None
+) -> Float[Array, "N H"]:
+    """rows[n] = x[gather_idx[n]], 0 where it is R or more, but for rows past the `groups`."""
+    return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)
 
 
 def rows_of_groups(values: Float[Array, "E C"], groups: Groups, num_rows: int) -> Float[Array, "M C"]:

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from moax.kernels.groups import Groups, row_groups, zero_rows
+from moax.kernels.groups import Groups, gather_rows, row_groups, zero_rows
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, reduce_max, vary_like
 from moax.recipe import Contracted, Format, Recipe
@@ -33,10 +33,15 @@ DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 TINY = 2.0**-126  # the smallest normal float32
 
 
-def finite_abs(x: Array) -> Float[Array, "..."]:
-    """Returns |x| in float32, 0 where x is not finite."""
+def block_max(x: Array, block: Block) -> Float[Array, "..."]:
+    """Returns the maximum of |x| over the finite elements of each block, in float32; 0 where there are none."""
     x = x.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
+    x = jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
+    full = tuple(max(n, 1) if b is None else b for b, n in zip(block, x.shape, strict=True))
+    padding = [(0, -n % b) for n, b in zip(x.shape, full, strict=True)]
+    x = jnp.pad(x, padding) if any(p for _, p in padding) else x
+    split = [m for n, b in zip(x.shape, full, strict=True) for m in (n // b, b)]
+    return x.reshape(split).max(axis=tuple(range(1, 2 * x.ndim, 2)))
 
 
 def to_scale(amax: Float[Array, "..."], format: Format, of_zero: float = 1.0) -> Float[Array, "..."]:
@@ -55,17 +60,14 @@ def store_scale(scale: Float[Array, "..."], format: Format) -> Array:
     return (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8) if format.scale == "e8m0" else scale
 
 
-def dequantize(q: QArray, dtype: Any = jnp.float32) -> Float[Array, ...]:
-    """x = data * scale, rounded once to `dtype`."""
+def dequantize(q: QArray | Array, dtype: Any = jnp.float32) -> Float[Array, "..."]:
+    """x = data * scale, rounded once to `dtype`; an array that is not quantized is only cast."""
+    if not isinstance(q, QArray):
+        return q.astype(dtype)
     data, scale = lax.bitcast_convert_type(q.data, DTYPES[q.dtype]).astype(jnp.float32), q.scale
     if scale.dtype == jnp.uint8:  # an exponent is never 0, the subnormal 2**-127
         scale = lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
-    return (data * expand_scales(scale, q.shape, q.block)).astype(dtype)
-
-
-def to_array(x: Array | QArray, dtype: Any) -> Array:
-    """Returns x as an array of this dtype, dequantized if it is a QArray."""
-    return dequantize(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
+    return (data * expand_scales(scale, data.shape, q.block)).astype(dtype)
 
 
 def expand_scales(scale: Array, shape: Sequence[Any], block: Block) -> Array:
@@ -79,13 +81,6 @@ def expand_scales(scale: Array, shape: Sequence[Any], block: Block) -> Array:
         scale = scale.reshape(*scale.shape[:dim], whole, *scale.shape[dim + 1 :])
         scale = lax.slice_in_dim(scale, 0, n, axis=dim)
     return scale
-
-
-def weight_format(recipe: Recipe) -> Format:
-    """Returns the format of weights. Raises ValueError where the recipe quantizes no weight."""
-    if recipe.w is None:
-        raise ValueError(f"recipe={recipe} quantizes no weight; its field w must be a Format")
-    return recipe.w
 
 
 def cuts_blocks(shape: Sequence[int], gather: Sequence[Names], format: Format, contracted: Contracted) -> bool:
@@ -112,8 +107,8 @@ def find_scale_axes(
 def quantize(x: Array, format: Format, block: Block, amax_over: Names = ()) -> QArray:
     """Returns the values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
     x = x.astype(jnp.float32)
-    scale = to_scale(reduce_max(_block_max(finite_abs(x), block), amax_over), format)
-    data = round_to_format(x * expand_scales(1.0 / scale, x.shape, block), x, format)
+    scale = to_scale(reduce_max(block_max(x, block), amax_over), format)
+    data = round_to_format(x, expand_scales(1.0 / scale, x.shape, block), format)
     return QArray(data, store_scale(scale, format), format.dtype, block)
 
 
@@ -128,31 +123,37 @@ def dequantize_wire(
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (),
-    *, rows: bool = True, columns: bool = True,
+    *, gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, rows: bool = True, columns: bool = True,
 ) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
     """Returns rows [M, ..., C] as two Operands: for a product over columns (forward, dgrad), and for wgrad.
 
-    The first may be None if the caller takes no `rows`, and the second if it takes no `columns`.
+    With `gather_idx` it takes the rows x[gather_idx], in one read where the implementation can. With `in_products` too,
+    where `matmul_gathers_rows` says so, the products gather them from x instead. The first may be None if the caller
+    takes no `rows`, and the second if it takes no `columns`.
     """
     format: Format | None = getattr(recipe, role)
+    if gather_idx is not None:
+        with jax.named_scope("permute"):
+            x = gather_rows(x, gather_idx)
     x = x.reshape(x.shape[0], -1)
     if format is None:
         return x, x
     with jax.named_scope("quantize"):
+        x = x.astype(jnp.float32)
+        real = zero_rows(x, groups.real)
         if format.by_group:  # each row carries the scale of its group
-            x = zero_rows(x.astype(jnp.float32), groups.real)
-            scale = to_scale(max_of_groups(finite_abs(x).max(1), groups), format)[:, None]
-            data = round_to_format(x * (1.0 / scale), x, format)
+            scale = to_scale(max_of_groups(x, groups), format)[:, None]
+            data = round_to_format(real, 1.0 / scale, format)
             return (QArray(data, store_scale(scale, format), format.dtype, (1, None)),) * 2
-        over = amax_over if format.shared else ()
-        real = groups.real if format.shared else None  # padding must not enter a scale that all rows share
-        by_columns = quantize(zero_rows(x.astype(jnp.float32), real), format, format.row_block(2, "columns"), over)
-        by_rows = zero_rows(x.astype(jnp.float32), groups.real)
-        return by_columns, quantize(by_rows, format, format.row_block(2, "rows"), over)
+        # Padding must not enter a scale that all rows share.
+        whole, over = (x, ()) if format.block else (real, amax_over)
+        by_columns = quantize(whole, format, format.row_block(2, "columns"), over)
+        return by_columns, quantize(real, format, format.row_block(2, "rows"), over)
 
 
-def max_of_groups(values: Float[Array, " M"], groups: Groups) -> Float[Array, " M"]:
-    """Returns for each row the maximum of `values`, which are not negative, over the rows of its group."""
+def max_of_groups(x: Float[Array, "M C"], groups: Groups) -> Float[Array, " M"]:
+    """Returns for each row the maximum of |x| over the finite elements of its group."""
+    values = block_max(zero_rows(x, groups.real), (1, None))[:, 0]
     if groups.sizes is None:
         return jnp.broadcast_to(values.max(), values.shape)
     group = row_groups(groups.sizes, groups.align, values.shape[0])[0]
@@ -163,35 +164,24 @@ def quantize_shard(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
 ) -> QShard:
     """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
-    format = weight_format(recipe)
+    format, flat = cast(Format, recipe.w), w.reshape(*w.shape[:2], -1).astype(jnp.float32)
     with jax.named_scope("quantize"):
-        data, scale = quantize_weight(w, format, contracted, gather, amax_over)
-    return QShard(data, store_scale(scale, format))
+        if cuts_blocks(w.shape, gather, format, contracted):
+            scale, inverse = _scale_shared_blocks(flat, w.shape, format, contracted, gather)
+            return QShard(round_to_format(flat, inverse, format).reshape(w.shape), store_scale(scale, format))
+        q = quantize(flat, format, format.weight_block(3, contracted), () if format.block else amax_over)
+        # The scales of gathered columns have the dims of the columns, since no block lies in two shards of the last.
+        columns = w.shape[2:-1] if format.block and any(gather[2:]) else ()
+        return QShard(q.data.reshape(w.shape), q.scale.reshape(*q.scale.shape[:2], *columns, -1))
 
 
 def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> QArray:
     """Returns the whole weight as an Operand from a quantized shard; an array [E, K, C] is an Operand too."""
-    format = weight_format(recipe)
+    format = cast(Format, recipe.w)
     along = find_scale_axes(shard.data.shape, format, contracted, gather)
     whole = gather_weight(shard.data, gather), gather_weight(shard.scale, along)
     data, scale = (v.reshape(*v.shape[:2], -1) for v in whole)
     return QArray(data, scale, format.dtype, format.weight_block(3, contracted))
-
-
-def quantize_weight(
-    w: Array, format: Format, contracted: Contracted, gather: Sequence[Names], amax_over: Names
-) -> tuple[Array, Array]:
-    """Returns the bytes of `quantize_shard`, in the shape of w, and float32 scales."""
-    block, flat = format.weight_block(3, contracted), w.reshape(*w.shape[:2], -1).astype(jnp.float32)
-    if cuts_blocks(w.shape, gather, format, contracted):
-        scale, inverse = _scale_shared_blocks(flat, w.shape, format, contracted, gather)
-    else:
-        scale = to_scale(reduce_max(_block_max(finite_abs(flat), block), () if format.block else amax_over), format)
-        inverse = expand_scales(1.0 / scale, flat.shape, block)
-        if format.block and any(gather[2:]):
-            # Each dim of the scale has its own axes, since no block lies in two shards of the last dim.
-            scale = scale.reshape(*scale.shape[:2], *w.shape[2:-1], -1)
-    return round_to_format(flat * inverse, flat, format).reshape(w.shape), scale
 
 
 def _scale_shared_blocks(flat, shape, format: Format, contracted: Contracted, gather: Sequence[Names]):
@@ -208,8 +198,7 @@ def _scale_shared_blocks(flat, shape, format: Format, contracted: Contracted, ga
 
     touched = (shape[1] + 2 * rows - 2) // rows  # as many blocks as the rows of a shard may touch
     maxima = vary_like(jnp.zeros((shape[0], touched * rows, flat.shape[2]), jnp.float32), flat, first[1])
-    maxima = lax.dynamic_update_slice_in_dim(maxima, finite_abs(flat), first[1] % rows, 1)
-    maxima = maxima.reshape(shape[0], touched, rows, -1).max(2)
+    maxima = block_max(lax.dynamic_update_slice_in_dim(maxima, flat, first[1] % rows, 1), (1, rows, 1))
     maxima = jax.ops.segment_max(jnp.moveaxis(maxima, 2, 0), column_block, num_segments=count)
     maxima = jnp.moveaxis(jnp.maximum(maxima, 0.0), 0, 2)  # segment_max gives -inf where the shard has no column
     blocks = vary_like(jnp.zeros((shape[0], row_count + touched, count), jnp.float32), maxima)
@@ -219,19 +208,10 @@ def _scale_shared_blocks(flat, shape, format: Format, contracted: Contracted, ga
     return scale, jnp.take(jnp.take(1.0 / scale, row_block, axis=1), column_block, axis=2)
 
 
-def round_to_format(scaled: Array, x: Array, format: Format) -> Array:
-    """Returns the bits of `scaled`, which is x * (1 / scale), in the format; NaN where x is not finite."""
-    data = scaled.astype(DTYPES[format.dtype])
+def round_to_format(x: Float[Array, "..."], inverse: Float[Array, "..."], format: Format) -> Array:
+    """Returns the bits of x * inverse in the format, where inverse is 1 / scale; NaN where x is not finite."""
+    data = (x * inverse).astype(DTYPES[format.dtype])
     if format.dtype == "e5m2":  # e5m2 has an infinity, which becomes NaN as in e4m3
         data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
     # XLA on GPUs removes a cast to fewer bits and back; the barrier keeps the rounding.
     return lax.optimization_barrier(lax.bitcast_convert_type(data, jnp.uint8))
-
-
-def _block_max(x, block: Block):
-    """Returns the maximum of each block of x, which has no negative values."""
-    full = tuple(max(n, 1) if b is None else b for b, n in zip(block, x.shape, strict=True))
-    padding = [(0, -n % b) for n, b in zip(x.shape, full, strict=True)]
-    x = jnp.pad(x, padding) if any(p for _, p in padding) else x
-    split = [m for n, b in zip(x.shape, full, strict=True) for m in (n // b, b)]
-    return x.reshape(split).max(axis=tuple(range(1, 2 * x.ndim, 2)))

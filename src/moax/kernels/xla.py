@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,26 +26,36 @@ from jaxtyping import Array, Float, Int
 
 from moax.backend import platform
 from moax.checks import Unsupported
-from moax.kernels import Operand, Packing, Role
-from moax.kernels.groups import Groups, align_up, find_groups, group_starts, row_groups, rows_of_groups, zero_rows
+from moax.kernels import Operand, Packing
+from moax.kernels.groups import (
+    Groups,
+    align_up,
+    find_groups,
+    gather_rows,
+    row_groups,
+    rows_of_groups,
+    scale_rows,
+    sum_before,
+    zero_rows,
+)
 from moax.kernels.quantization import (
+    dequantize,
     dequantize_wire,
     gather_shard,
     quantize,
     quantize_for_matmul,
     quantize_shard,
-    to_array,
 )
 from moax.mesh.axes import Names
 from moax.mesh.collectives import vary_like
-from moax.recipe import Contracted, Format, Recipe, Recipes
+from moax.recipe import FULL, Contracted, Format, Recipe, Recipes
 from moax.types import QArray
 
 __all__ = [
     "activate", "activate_grad", "activate_grad_quantize", "align_rows", "bias_grad", "build_permutation",
-    "dequantize_wire", "find_groups", "gather_and_quantize", "gather_rows", "gather_shard", "gather_sum", "matmul",
-    "matmul_activate", "matmul_gathers_rows", "pack_rows", "put_rows", "quantize", "quantize_for_matmul",
-    "quantize_shard", "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
+    "dequantize_wire", "find_groups", "gather_rows", "gather_shard", "gather_sum", "matmul", "matmul_activate",
+    "matmul_gathers_rows", "pack_rows", "put_rows", "quantize", "quantize_for_matmul", "quantize_shard",
+    "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
 ]  # fmt: skip
 COUNTED = 256  # the assignments of a block, each of which is compared with each
 COMPARED = 1 << 26  # the most comparisons of blocks; a cumulative sum is several kernels, and few additions
@@ -95,55 +105,40 @@ def build_permutation(
     sizes) takes and returns arrays [G]: the arrivals begin[g] to begin[g] + sizes[g] - 1 of group g become rows. None
     keeps all that arrived.
     """
-    # An assignment a of block b to expert e is arrival before[b, e] + earlier[a] of its expert. A sort would find the
-    # same in many kernels, and these sums over comparisons are three.
-    flat, received = experts.reshape(-1), experts.shape[0]
-    before, sizes, earlier = count_arrivals(flat, num_groups)
+    # An assignment a of block b to expert e is arrival before[b, e] + earlier[a] of its expert. With blocks of 3 in
+    # place of `COUNTED`, the experts (1, 0, 1, 1, 2, 1) have before ((0, 0, 0), (1, 2, 0)), sizes (1, 4, 1) and earlier
+    # (0, 0, 1, 0, 0, 1). A sort would find the same in many kernels, and these sums over comparisons are three.
+    flat = experts.reshape(-1)
+    count = flat.shape[0]
+    num_blocks = (count + COUNTED - 1) // COUNTED  # either may be a symbolic dimension of `jax.export`
+    blocks = jnp.pad(flat, (0, num_blocks * COUNTED - count), constant_values=num_groups).reshape(num_blocks, COUNTED)
+    own = (blocks[:, :, None] == jnp.arange(num_groups, dtype=jnp.int32)[None, None]).sum(1, dtype=jnp.int32)
+    if isinstance(num_blocks, int) and num_blocks**2 * num_groups <= COMPARED:
+        index = jnp.arange(num_blocks + 1, dtype=jnp.int32)
+        before = jnp.where((index[None, :-1] < index[:, None])[:, :, None], own[None], 0).sum(1, dtype=jnp.int32)
+    else:
+        before = jnp.cumsum(jnp.pad(own, ((1, 0), (0, 0))), axis=0)
+    before, sizes = before[:-1], before[-1]
+    place = jnp.arange(COUNTED, dtype=jnp.int32)
+    same = (blocks[:, :, None] == blocks[:, None, :]) & (place[None, :] < place[:, None])[None]
+    earlier = same.sum(2, dtype=jnp.int32).reshape(-1)[:count]
     if keep is not None:
         begin, sizes = keep(sizes)
         before = before - begin[None]
     # An assignment follows its group's first assignment in its block by as many rows as are earlier in the block.
-    starts = group_starts(sizes, align)
+    starts = sum_before(align_up(sizes, align))
     some, group = flat < num_groups, jnp.minimum(flat, num_groups - 1)
-    block = lax.div(lax.iota(jnp.int32, flat.shape[0]), jnp.int32(COUNTED))
+    block = lax.div(lax.iota(jnp.int32, count), jnp.int32(COUNTED))
     row = (before + starts[None]).reshape(-1)[block * num_groups + group] + earlier
     if keep is not None:
         some &= (row >= starts[group]) & (row < (starts + sizes)[group])
     scatter_idx = jnp.where(some, row, num_rows).reshape(experts.shape)
     which = lax.broadcasted_iota(jnp.int32, experts.shape, 0)
-    gather_idx = jnp.full(num_rows, received, jnp.int32).at[scatter_idx].set(which, mode="drop")
+    gather_idx = jnp.full(num_rows, experts.shape[0], jnp.int32).at[scatter_idx].set(which, mode="drop")
     row_weights = None
     if weights is not None:
         row_weights = jnp.zeros(num_rows, jnp.float32).at[scatter_idx].set(weights, mode="drop")
     return gather_idx, scatter_idx, sizes, row_weights
-
-
-def count_arrivals(flat: Int[Array, " A"], groups: int) -> tuple[Int[Array, "B G"], Int[Array, " G"], Int[Array, " A"]]:
-    """Returns before [B, G], arrived [G] and earlier [A] of experts [A] i32, of which `groups` stands for none.
-
-    before[b, g] counts the assignments of g in the blocks before b, `arrived` those in all blocks, and earlier[a] those
-    of a's group before a in its block. With blocks of 3 in place of `COUNTED`, the experts (1, 0, 1, 1, 2, 1) have
-    before ((0, 0, 0), (1, 2, 0)), arrived (1, 4, 1) and earlier (0, 0, 1, 0, 0, 1).
-    """
-    count = flat.shape[0]
-    num_blocks = (count + COUNTED - 1) // COUNTED  # either may be a symbolic dimension of `jax.export`
-    blocks = jnp.pad(flat, (0, num_blocks * COUNTED - count), constant_values=groups).reshape(num_blocks, COUNTED)
-    own = (blocks[:, :, None] == jnp.arange(groups, dtype=jnp.int32)[None, None]).sum(1, dtype=jnp.int32)
-    if isinstance(num_blocks, int) and num_blocks**2 * groups <= COMPARED:
-        index = jnp.arange(num_blocks + 1, dtype=jnp.int32)
-        before = jnp.where((index[None, :-1] < index[:, None])[:, :, None], own[None], 0).sum(1, dtype=jnp.int32)
-    else:
-        before = jnp.cumsum(jnp.pad(own, ((1, 0), (0, 0))), axis=0)
-    place = jnp.arange(COUNTED, dtype=jnp.int32)
-    same = (blocks[:, :, None] == blocks[:, None, :]) & (place[None, :] < place[:, None])[None]
-    return before[:-1], before[-1], same.sum(2, dtype=jnp.int32).reshape(-1)[:count]
-
-
-def gather_rows(
-    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Groups | None = None
-) -> Float[Array, "N H"]:
-    """rows[n] = x[gather_idx[n]], 0 where it is R or more, but for rows past the `groups`."""
-    return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)
 
 
 def gather_sum(
@@ -169,40 +164,30 @@ def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int
     raise Unsupported("kernels='xla' cannot write into the memory of another device; use another exchange")
 
 
-def gather_and_quantize(
-    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], recipe: Recipe, role: Role, groups: Groups,
-    amax_over: Names = (), *, rows: bool = True, columns: bool = True, in_products: bool = False,
-) -> tuple[Operand, Operand]:  # fmt: skip
-    """Runs `quantize_for_matmul` on the rows x[gather_idx], in one read where the implementation can.
-
-    With `in_products`, where `matmul_gathers_rows` says so, the products gather the rows from x instead.
-    """
-    with jax.named_scope("permute"):
-        gathered = gather_rows(x, gather_idx)
-    return quantize_for_matmul(gathered, recipe, role, groups, amax_over)
-
-
 def matmul(
     x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike, bias: Array | None = None,
     *, transpose: bool = False,
 ) -> Float[Array, "M N"]:  # fmt: skip
     """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` dx[m] = dy[m] w[g(m)]^T."""
-    x, w = to_array(x, dtype), to_array(w, dtype)
+    x, w = dequantize(x, dtype), dequantize(w, dtype)
     width, contract = w.shape[1 if transpose else 2], (((1,), (1 if transpose else 0,)), ((), ()))
     if groups.sizes is None:
         y = _dot(x, w[0], contract)
         return y if bias is None else y + bias.reshape(1, -1).astype(dtype)
-    switch, steps = _plan(groups, x.shape[0])
+    capacities, steps = plan_products(groups, x.shape[0])
+    index_of_rows = jnp.arange(x.shape[0], dtype=jnp.int32)
 
     def of_group(y, step):
-        matrix, *step = step
+        matrix, index, start, end = step
 
-        def over(first, real):
-            part = _dot(lax.dynamic_slice_in_dim(x, first, real.shape[0]), matrix, contract)
-            before = lax.dynamic_slice_in_dim(y, first, real.shape[0])
-            return lax.dynamic_update_slice_in_dim(y, jnp.where(real[:, None], part, before), first, 0)
+        def product(capacity: int):
+            # Each slice that would end past the last row begins earlier, with rows of other groups.
+            row, rows, before = (lax.dynamic_slice_in_dim(v, start, capacity) for v in (index_of_rows, x, y))
+            real = (row >= start) & (row < end)
+            part = jnp.where(real[:, None], _dot(rows, matrix, contract), before)
+            return lax.dynamic_update_slice_in_dim(y, part, start, 0)
 
-        return switch(step, over), None
+        return lax.switch(index, [functools.partial(product, capacity) for capacity in capacities]), None
 
     y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)
     y = lax.scan(of_group, y, (w, *steps))[0]  # 0 in padding
@@ -232,26 +217,31 @@ def wgrad(
     Operands that are not FP8 have `dtype`, and dw has `out_dtype`; None means `dtype`. With `total` [E, K, N] it
     returns total + dw in the dtype of `total`, rounded once, without a second array of this size.
     """
-    x, dy = to_array(x, dtype), to_array(dy, dtype)
+    x, dy = dequantize(x, dtype), dequantize(dy, dtype)
     if total is not None:
         out_dtype = jnp.float32 if total.dtype.itemsize < 4 else total.dtype
     if groups.sizes is None:
         whole = _dot(x, dy, ROWS, out_dtype)[None]
         return whole if total is None else _add(total, whole)
-    switch, steps = _plan(groups, x.shape[0])
+    capacities, steps = plan_products(groups, x.shape[0])
+    index_of_rows, index_of_groups = (jnp.arange(n, dtype=jnp.int32) for n in (x.shape[0], groups.sizes.shape[0]))
 
-    def over(first, real):
-        rows, d_rows = (zero_rows(lax.dynamic_slice_in_dim(v, first, real.shape[0]), real) for v in (x, dy))
-        return _dot(rows, d_rows, ROWS, out_dtype)
+    def of_group(total, step):
+        group, index, start, end = step
 
-    def add(total, step):
-        group, *step = step
-        return lax.dynamic_update_index_in_dim(total, _add(total[group], switch(step, over)), group, 0), None
+        def product(capacity: int):
+            row, *operands = (lax.dynamic_slice_in_dim(v, start, capacity) for v in (index_of_rows, x, dy))
+            rows, d_rows = (zero_rows(v, (row >= start) & (row < end)) for v in operands)
+            return _dot(rows, d_rows, ROWS, out_dtype)
 
-    if total is None:
-        return lax.scan(lambda _, step: (None, switch(step, over)), None, steps)[1]
-    total = vary_like(total, x, dy, groups.sizes)
-    return lax.scan(add, total, (jnp.arange(groups.sizes.shape[0], dtype=jnp.int32), *steps))[0]
+        dw = lax.switch(index, [functools.partial(product, capacity) for capacity in capacities])
+        if total is None:
+            return None, dw
+        return lax.dynamic_update_index_in_dim(total, _add(total[group], dw), group, 0), None
+
+    total = None if total is None else vary_like(total, x, dy, groups.sizes)
+    last, dw = lax.scan(of_group, total, (index_of_groups, *steps))
+    return cast(Array, dw if last is None else last)
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
@@ -266,9 +256,10 @@ def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
 def activate(
     h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *, weights: Array | None, amax_over: Names
 ) -> Operand:
-    """Returns the Operand of act(h), times the weight of each row; weights None are 1."""
+    """Returns the Operand of act(h), computed in float32, times the weight of each row; weights None are 1."""
     with jax.named_scope("activate"):
-        a = activate_rows(h, act, groups, weights)
+        a = act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)
+        a = a if weights is None else scale_rows(a, weights, groups)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
 
 
@@ -276,8 +267,8 @@ def activate_grad(
     h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups, weights: Float[Array, " N"]
 ) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:
     """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>; d_a is not weighted yet."""
+    a, pull = jax.vjp(lambda h: activate(h, act, FULL, groups, weights=None, amax_over=()), h)
     with jax.named_scope("activate"):
-        a, pull = jax.vjp(lambda h: activate_rows(h, act, groups), h)
         inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
         (d_h,) = pull(scale_rows(d_a, weights, groups))
         return scale_rows(a, weights, groups), d_h, inner
@@ -293,50 +284,26 @@ def activate_grad_quantize(
     return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
 
 
-def activate_rows(h: Float[Array, "N G F"], act: Callable, groups: Groups, weights: Any = None) -> Float[Array, "N F"]:
-    """Returns act(h), computed in float32, times the weight of each row; weights None are 1."""
-    a = act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)
-    return a if weights is None else scale_rows(a, weights, groups)
+def plan_products(groups: Groups, num_rows: int) -> tuple[tuple[int, ...], tuple[Array, Array, Array]]:
+    """Returns the capacities, and of each group the index of the smallest one that holds it, its first row and its end.
 
-
-def scale_rows(x: Float[Array, "N C"], weights: Float[Array, " N"], groups: Groups) -> Float[Array, "N C"]:
-    """Returns each real row times its weight, multiplied in float32 and returned in the dtype of x; padding is 0."""
-    return zero_rows(x.astype(jnp.float32) * weights[:, None], groups.real).astype(x.dtype)
-
-
-def pick_capacities(num_rows: int, num_groups: int, expected: int | None = None) -> tuple[int, ...]:
-    """Returns the capacities: 0, quarters of the mean group up to twice the mean, doubles of the mean, and all rows.
-
-    All but the last are multiples of `STEP`. The mean is `expected` rows over the groups; None expects `num_rows`.
+    The capacities are 0, quarters of the mean group up to twice the mean, doubles of the mean, and all rows. All but
+    the last are multiples of `STEP`. The mean is `groups.expected` rows over the groups; None expects `num_rows`.
 
     16384 rows of 4 groups give (0, 1024, 2048, ..., 8192, 16384); 300 rows of 8 groups give (0, 128, 256, 300).
     """
-    mean = -(-(expected or num_rows) // num_groups)
+    num_groups = groups.sizes.shape[0]
+    mean = -(-(groups.expected or num_rows) // num_groups)
     doubles = (mean * 2**n for n in range(2, num_groups.bit_length()))
     capacities = [align_up(rows, STEP) for rows in (*(mean * n // 4 for n in range(1, 9)), *doubles)]
-    if not isinstance(num_rows, int):  # a symbolic number of rows, of which nobody knows whether it is larger
-        return (0, *(jax.core.min_dim(rows, num_rows) for rows in capacities), num_rows)
-    return tuple(sorted({0, num_rows, *(rows for rows in capacities if rows < num_rows)}))
-
-
-def _plan(groups: Groups, num_rows: int):
-    """Returns switch(step, over), which runs over(first, real) on the rows of a group, and the step of each group."""
-    # `over` gets the first row of the smallest capacity that holds the group, and whether each row is the group's.
-    capacities = pick_capacities(num_rows, groups.sizes.shape[0], groups.expected)
+    if isinstance(num_rows, int):
+        capacities = sorted({0, num_rows, *(rows for rows in capacities if rows < num_rows)})
+    else:  # a symbolic number of rows, of which nobody knows whether it is larger
+        capacities = [0, *(jax.core.min_dim(rows, num_rows) for rows in capacities), num_rows]
     # A search inside the loop over groups would be a loop of small kernels.
     index = sum(((groups.sizes > rows).astype(jnp.int32) for rows in capacities[:-1]), jnp.zeros_like(groups.sizes))
-
-    def switch(step, over: Callable):
-        index, start, size = step
-
-        def run(capacity: int):
-            first = jnp.minimum(start, num_rows - capacity)
-            rows = first + jnp.arange(capacity, dtype=jnp.int32)
-            return over(first, (rows >= start) & (rows < start + size))
-
-        return lax.switch(index, [functools.partial(run, capacity) for capacity in capacities])
-
-    return switch, (index, group_starts(groups.sizes, groups.align), groups.sizes)
+    starts = sum_before(align_up(groups.sizes, groups.align))
+    return tuple(capacities), (index, starts, starts + groups.sizes)
 
 
 def _add(total, more):

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from moax.kernels import Operand, implementation
-from moax.kernels.quantization import find_scale_axes, weight_format
+from moax.kernels.quantization import find_scale_axes
 from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype
@@ -141,10 +141,9 @@ def replicas(weight: WeightSpec, layout: WeightLayout) -> Names:
 
 def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight:
     """Returns the specs of a quantized weight of this whole shape, in its declared layout."""
-    layout = find_layout(weight)
-    if weight.recipe.w is None:
+    layout, made = find_layout(weight), []
+    if (format := weight.recipe.w) is None:
         return (layout.spec,)
-    format, made = weight_format(weight.recipe), []
     for contracted in CONTRACTED:
         along = find_scale_axes(local_shape(shape, layout.spec, weight.axes), format, contracted, layout.gather)
         kept = layout.kept

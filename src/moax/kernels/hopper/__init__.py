@@ -22,8 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from moax.backend import device_kind, log_once
 from moax.kernels import HOPPER_WIDTH, Packing, Role, quantization, xla
-from moax.kernels.groups import Groups, align_up, group_starts, row_groups, zero_rows
-from moax.kernels.groups import find_groups as find_unblocked
+from moax.kernels.groups import Groups, align_up, row_groups, sum_before, zero_rows
 from moax.kernels.hopper.formats import (
     BLOCK,
     COPY_WIDTH,
@@ -44,10 +43,10 @@ from moax.kernels.hopper.pallas.permute import gather_sum as gather_sum
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
 from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.quantization import DTYPES, finite_abs, to_array, to_scale, weight_format
+from moax.kernels.quantization import DTYPES, block_max, dequantize, to_scale
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, is_alone, reduce_max
-from moax.recipe import Contracted, Format, Recipe, Recipes
+from moax.recipe import FULL, Contracted, Format, Recipe, Recipes
 from moax.types import QArray, QShard
 
 __all__ = xla.__all__
@@ -104,18 +103,17 @@ def gather_rows(x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Gr
 
 def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Packing:
     """Packs rows to groups at multiples of 128: in groups (3, 2) at align 4, row 4 moves to row 128."""
-    own = find_unblocked(group_sizes, align, num_rows).real
     if group_sizes is None or align == BLOCK:
         groups = find_groups(group_sizes, BLOCK, align_up(num_rows, BLOCK))
 
         def pad(x):
             return zero_rows(jnp.pad(x, [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)]), groups.real)
 
-        return Packing(groups, pad, lambda y: zero_rows(y[:num_rows], own))
+        return Packing(groups, pad, lambda y: zero_rows(y, groups.real)[:num_rows])
 
     rows = align_up(num_rows + group_sizes.shape[0] * (BLOCK - 1), BLOCK)
     groups = find_groups(group_sizes, BLOCK, rows)
-    unpacked, packed = group_starts(group_sizes, align), group_starts(group_sizes, BLOCK)
+    unpacked, packed = (sum_before(align_up(group_sizes, multiple)) for multiple in (align, BLOCK))
 
     def index(of, to, align, size, none):
         """Returns the row at `to` of each of `size` rows that lie at `of`, and `none` for padding."""
@@ -133,43 +131,29 @@ def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -
 
 def quantize_for_matmul(
     x: Array, recipe: Recipe, role: Role, groups: BlockedGroups, amax_over: Names = (),
-    *, rows: bool = True, columns: bool = True,
+    *, gather_idx: Any = None, in_products: bool = False, rows: bool = True, columns: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Quantizes rows as [M, C] for a product over columns and as [C, M] for wgrad, in one read."""
-    if not supports_fp8(recipe):
+    """Quantizes rows as [M, C] for a product over columns and as [C, M] for wgrad, in one read, sorted or not."""
+    if not (rows or columns):
+        return None, None
+    format: Any = getattr(recipe, role)
+    if in_products and format is None:
+        return (GatheredRows(x, gather_idx),) * 2
+    fp8 = supports_fp8(recipe)
+    if gather_idx is not None and not (fp8 and format.block):  # the kernel gathers where each block has a scale
+        with jax.named_scope("permute"):
+            x, gather_idx = gather_rows(x, gather_idx, groups), None
+    if not fp8:
         return xla.quantize_for_matmul(x, recipe, role, groups, amax_over)
-    format: Format = getattr(recipe, role)
     with jax.named_scope("quantize"):
         x, scale = x.reshape(x.shape[0], -1), None
         if format.by_group:  # a block of 128 rows lies in one group
-            amax = quantization.max_of_groups(finite_abs(zero_rows(x, groups.real)).max(1), groups)
-            scale = to_scale(amax[::BLOCK], format)
-        elif format.shared:
-            amax = jnp.max(finite_abs(zero_rows(x, groups.real)))
+            scale = to_scale(quantization.max_of_groups(x, groups)[::BLOCK], format)
+        elif format.block is None:
+            amax = block_max(zero_rows(x, groups.real), (None, None))
             scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
-        return _quantize_rows(x, groups, format, rows, columns, scale=scale)
-
-
-def gather_and_quantize(
-    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], recipe: Recipe, role: Role, groups: BlockedGroups,
-    amax_over: Names = (), *, rows: bool = True, columns: bool = True, in_products: bool = False,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Runs `quantize_for_matmul` on the rows x[gather_idx], in one kernel where each block has a scale."""
-    format: Format | None = getattr(recipe, role)
-    if in_products and format is None:
-        return (GatheredRows(x, gather_idx),) * 2
-    if supports_fp8(recipe) and format is not None and format.block is not None:
-        with jax.named_scope("quantize"):
-            return _quantize_rows(x, groups, format, rows, columns, source=gather_idx)
-    with jax.named_scope("permute"):
-        gathered = gather_rows(x, gather_idx, groups)
-    return quantize_for_matmul(gathered, recipe, role, groups, amax_over, rows=rows, columns=columns)
-
-
-def _quantize_rows(x, groups: BlockedGroups, format: Format, rows: bool, columns: bool, **given):
-    if not (rows or columns):
-        return None, None
-    return quantize_rows(x, groups.blocks, format=format, rows=rows, columns=columns, **given)
+        how: Any = dict(rows=rows, columns=columns, scale=scale, source=gather_idx)
+        return quantize_rows(x, groups.blocks, format=format, **how)
 
 
 def matmul(
@@ -252,8 +236,7 @@ def activate(
     flat, gated = h.reshape(h.shape[0], -1), h.shape[1] == 2
     with jax.named_scope("activate"):
         if not supports_activation(act, gated):
-            ones = jnp.ones(h.shape[0], jnp.float32) if weights is None else weights
-            a = xla.activate_rows(h, act, groups, ones)
+            a = zero_rows(xla.activate(h, act, FULL, groups, weights=weights, amax_over=()), groups.real)
         elif _fuses(recipe, recipe, h.shape[2]):
             format = cast(Format, recipe.x)
             return activation.activate_quantize(flat, groups.blocks, act, gated=gated, weights=weights, format=format)
@@ -312,7 +295,7 @@ def _unpack(x, dtype) -> tuple[Any, Any]:
     """Returns an operand as a product takes it, in this dtype unless it is FP8, and its gather_idx or None."""
     if isinstance(x, KMajorFp8):
         return x, None
-    return (x.x.astype(dtype), x.gather_idx) if isinstance(x, GatheredRows) else (to_array(x, dtype), None)
+    return (x.x.astype(dtype), x.gather_idx) if isinstance(x, GatheredRows) else (dequantize(x, dtype), None)
 
 
 def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks, source=None):
@@ -335,20 +318,22 @@ def quantize_shard(
     """Quantizes a weight's shard [E, K, *C], and turns it for a product over rows."""
     if not supports_fp8(recipe):
         return xla.quantize_shard(w, recipe, contracted, gather, amax_over)
-    format, turned = weight_format(recipe), stores_weight_transposed(recipe, contracted)
+    format, turned = cast(Format, recipe.w), stores_weight_transposed(recipe, contracted)
     (experts, rows, *columns), apart = w.shape, any(gather[2:])
     cut = quantization.cuts_blocks(w.shape, gather, format, contracted)
     # Where a shard ends inside a block, the maximum of the block comes from several devices.
     if cut or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
-        made = quantization.quantize_weight(w, format, contracted, gather, amax_over)
+        if format.scale == "e8m0":  # the products take these scales in float32
+            recipe = dataclasses.replace(recipe, w=dataclasses.replace(format, scale="pow2"))
+        made = xla.quantize_shard(w, recipe, contracted, gather, amax_over)
         return QShard(*(jnp.moveaxis(v, 1, -1) if turned else v for v in made))
     flat, given = w.reshape(experts, rows, -1), None
     if format.block is None:
-        given = to_scale(reduce_max(finite_abs(flat).max((1, 2)), amax_over), format)
-    made: Any = quantize_weight(flat, format=format, transposed=turned, scale=given)
+        given = to_scale(reduce_max(block_max(flat, (1, None, None)), amax_over), format)
+    made: Any = quantize_weight(flat, format=format, transposed=turned, scale=None if given is None else given[:, 0, 0])
     data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(_turn(w.shape, turned))
     if given is not None:
-        return QShard(data, given[:, None, None])
+        return QShard(data, given)
     blocks = (*columns[:-1], columns[-1] // BLOCK) if apart else (-(-math.prod(columns) // BLOCK),)
     return QShard(data, made.scale.reshape(_turn((experts, -(-rows // BLOCK), *blocks), turned)))
 
@@ -357,7 +342,7 @@ def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: 
     """Returns the whole weight, K-major, from a quantized shard of it: [E, C, K] for a product over rows."""
     if not supports_fp8(recipe):
         return xla.gather_shard(shard, recipe, contracted, gather)
-    format, turned, shape = weight_format(recipe), stores_weight_transposed(recipe, contracted), shard.data.shape
+    format, turned, shape = cast(Format, recipe.w), stores_weight_transposed(recipe, contracted), shard.data.shape
     shape = (shape[0], shape[-1], *shape[1:-1]) if turned else shape
     along = quantization.find_scale_axes(shape, format, contracted, gather)
     whole = gather_weight(shard.data, _turn(gather, turned)), gather_weight(shard.scale, _turn(along, turned))
