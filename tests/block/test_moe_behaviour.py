@@ -387,8 +387,10 @@ def test_unknown_axis_of_explicit_tokens():
     mesh = jax.make_mesh((4, 2), ("data", "ep"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.zeros((T, 32)), NamedSharding(mesh, PartitionSpec(("data", "ep"))))
-        with pytest.raises(ValueError, match="x: dim 0 is sharded over mesh axis 'data'.*Axes"):
+        with pytest.raises(ValueError, match="mesh axis 'data' of 4 devices has no role in Axes"):
             moax.moe(x, make_params(CONFIG), CONFIG)
+        with pytest.raises(ValueError, match="x: dim 0 is sharded over mesh axis 'data'.*Axes"):
+            moax.moe(x, make_params(CONFIG), CONFIG, axes=moax.Axes(other="data"))
         y, _ = moax.moe(x, make_params(CONFIG), CONFIG, axes=moax.Axes(dp="data"))
     assert y.shape == x.shape
 
