@@ -35,7 +35,7 @@ PARTS = {
     "attention": r"cudnn|flash",
     "optimizer": r"^jit\(train_step\)/(?!while)",
     "accumulation of gradients": r"^jit\(train_step\)/while/body/(eval_jaxpr/)?add$",
-    "MoE layer: grouped products": r"grouped_matmul|matmul_activate|wgrad|ragged_dot|gmm|jit\(_moe\).*dot_general",
+    "MoE layer: grouped products": r"grouped_matmul|matmul_activate|wgrad|ragged|gmm|jit\(_moe\).*dot_general",
     "MoE layer: quantization": r"quantize",
     "MoE layer: the rest of moax's block": r"jit\(_moe\)",
     "products outside of moax's block": r"dot_general|nvjet|cutlass|gemm",

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from lm.plots import BLUE, GREEN, ORANGE, PURPLE, make_figure, style
 
-WAYS = {  # the lines of the picture, and how each is drawn; the rows without a drop in tokens
+WAYS = {  # the lines of the picture, and how each is drawn
     "maxtext-tokamax none": dict(color=ORANGE, linewidth=4, alpha=0.5),
+    "maxtext-capacity1.25 none": dict(color=ORANGE, linewidth=1.6, linestyle="-."),
     "moax none": dict(color=BLUE, linewidth=1.6),
     "moax fp8_block": dict(color=GREEN, linewidth=1.6, linestyle="--"),
     "moax fp8_block+kept": dict(color=PURPLE, linewidth=1.6, linestyle=":"),
@@ -29,7 +30,7 @@ def plot(source: str | Path, picture: str | Path) -> None:
             if name in WAYS:
                 panel.plot(row["extra"]["losses"], label=name.removesuffix(" none"), **WAYS[name])
         layers = next(row["extra"]["layers"] for row in rows if row["case"] == case)
-        style(panel, f"training loss in nats, {case}, {layers} layers", "step")
+        style(panel, f"training loss in nats, {case}, {layers} layer{'s' if layers > 1 else ''}", "step")
         panel.legend(frameon=False, fontsize=8)
     figure.savefig(picture)
 
