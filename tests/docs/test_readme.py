@@ -244,6 +244,19 @@ def test_the_page_of_the_step_is_committed():
         assert f" {row['us'] / 1e3:.1f} |" in page and f" {row['extra']['tokens_per_s']:,.0f} |" in page, row["case"]
 
 
+def test_microbatches_are_committed():
+    """Breaks if the README shows rates of 8 microbatches, or a computed one, that no committed row has."""
+    bf16, fp8 = (
+        next(
+            row["extra"] for row in read_rows("h200_train_qwen3.json") if " x8 " in row["case"] and row["recipe"] == of
+        )
+        for of in ("none", "fp8_block")
+    )
+    rates = (bf16["tokens_per_s"], fp8["tokens_per_s"], fp8["fsdp8_computed"]["tokens_per_s"])
+    shown = re.search(r"trains ([\d,]+) tokens/s in bf16 and ([\d,]+) in FP8 on one H200; ([\d,]+) are computed", PROSE)
+    assert shown and shown.groups() == tuple(f"{rate:,.0f}" for rate in rates)
+
+
 def test_imbalance_is_committed():
     """Breaks if the README shows times of an uneven load that were not measured."""
     rows = [row["extra"] | row for row in read_rows("h200x2_imbalance.json") if row["case"].startswith("qwen3-30b")]
