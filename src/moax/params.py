@@ -212,7 +212,7 @@ def dense_spec(axes: Axes, shape: Sequence[int], mesh: AnyMesh | None = None) ->
 def expert_specs(
     config: MoEConfig, axes: Axes, resolved: ResolvedAxes, *, check: bool = True
 ) -> MoEParams[PartitionSpec]:
-    """Returns the spec of each parameter of a block. Expert biases have a spec even where `init` makes none.
+    """Returns the spec of each parameter that a block may have; None where the config allows no such parameter.
 
     Raises:
       ValueError: the mesh axes of a dim do not divide its size, and `check` asks for that.
@@ -221,15 +221,15 @@ def expert_specs(
     whole = c.num_experts % resolved.size(ep + resolved.fsdp) == 0
     by_experts = axes.fsdp_dim == "experts" or (axes.fsdp_dim == "auto" and whole)
     experts, model = (ep + resolved.fsdp, ()) if by_experts else (ep, resolved.fsdp)
-    split = dict.fromkeys(("wi", "wo"), dict(E=experts, H=model, F=tp))
-    split |= dict.fromkeys(("bi", "bo"), dict(E=ep, F=tp))
-    split |= dict.fromkeys(("shared_wi", "shared_wo"), dict(H=dense_spec_on(resolved, (c.d_model,))[0], S=tp))
-    specs = {name: Spec(*(split.get(name, {}).get(letter, ()) for letter in dims)) for name, dims in DIMS.items()}
-    for name, shape in dict(latent_down=(c.d_model, c.d_rows), latent_up=(c.d_rows, c.d_model)).items():
-        specs[name] = dense_spec_on(resolved, shape)
-    if check:
-        for name, shape in vars(param_shapes(config, optional=True)).items():
-            if shape is not None:
+    split = dict.fromkeys(("wi", "wo"), dict(E=experts, H=model, F=tp)) | dict.fromkeys(("bi", "bo"), dict(E=ep, F=tp))
+    if c.shared_d_ff:
+        split |= dict.fromkeys(("shared_wi", "shared_wo"), dict(H=dense_spec_on(resolved, (c.d_model,))[0], S=tp))
+    specs: dict[str, Any] = dict.fromkeys(DIMS)
+    for name, shape in vars(param_shapes(config, optional=True)).items():
+        if shape is not None:
+            dims = DIMS[name]
+            specs[name] = dense_spec_on(resolved, shape) if "L" in dims else Spec(*map(split.get(name, {}).get, dims))
+            if check:
                 check_divides(f"params.{name}", shape, specs[name], resolved)
     return MoEParams(**specs)
 
@@ -283,8 +283,8 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
     """
     if mesh is None and mesh_in_force() is None:
         raise ValueError("param_specs: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
-    absent: dict[str, Any] = {name: None for name, shape in vars(param_shapes(config)).items() if shape is None}
-    return dataclasses.replace(expert_specs(config, axes, axes.resolve(mesh or mesh_in_force())), **absent)
+    specs = expert_specs(config, axes, axes.resolve(mesh or mesh_in_force()))
+    return specs if config.use_bias else dataclasses.replace(specs, bi=None, bo=None)
 
 
 def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec]) -> MoEParams[Array]:
@@ -292,7 +292,6 @@ def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec])
     mesh = mesh_in_force(*jax.tree.leaves(params))
     if mesh is None or not mesh.explicit_axes:
         return params
-
     given = {name: p for name, p in vars(params).items() if p is not None and not any(jax.typeof(p).sharding.spec)}
     return dataclasses.replace(params, **{name: constrain(p, getattr(declared, name)) for name, p in given.items()})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 from moax.checks import check_fields
@@ -93,7 +94,7 @@ class Recipe:
         if self.wire is not None and self.wire.block is None:
             raise ValueError("Recipe: wire must have a block: a scale for the whole tensor would tie tokens together")
 
-    @property
+    @functools.cached_property
     def row_alignment(self) -> int:
         """The multiple at which each expert begins, so that no block of rows holds rows of two experts."""
         return max((f.block for f in (self.x, self.dy) if f is not None and f.block is not None), default=1)

@@ -13,7 +13,6 @@ implementation keeps its operand formats private: its `matmul` and `wgrad` take 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
