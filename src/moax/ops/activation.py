@@ -68,7 +68,7 @@ def activation_of(activation: Activation, limit: float | None = None) -> Callabl
     functions by identity.
     """
     act = _find_function(activation)
-    if not (isinstance(activation, str) and activation in GATED | UNGATED):
+    if not isinstance(activation, str):
         _check_elementwise(activation, act)
         with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):  # also inside a `shard_map`
             at_zero = float(act(*[jnp.zeros((1, 1), jnp.float32)] * gates_of(activation))[0, 0])
