@@ -67,7 +67,10 @@ def activation_of(activation: Activation, limit: float | None = None) -> Callabl
     An activation and a limit always give the same function object, because the cache of compiled kernels compares
     functions by identity.
     """
-    act = _find_function(activation)
+    named = GATED | UNGATED | NOT_ZERO
+    parts = activation if isinstance(activation, tuple) else (activation,)
+    acts = [part if callable(part) else named[part] for part in parts]
+    act = acts[0] if len(acts) == 1 else lambda gate, up: acts[0](gate) * acts[1](up)
     if not isinstance(activation, str):
         _check_elementwise(activation, act)
         with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):  # also inside a `shard_map`
@@ -75,18 +78,7 @@ def activation_of(activation: Activation, limit: float | None = None) -> Callabl
         if at_zero != 0.0:
             raise ValueError(f"activation={activation!r} must be 0 at 0, where padding is; it is {at_zero}")
     limit = SWIGLU_OAI_LIMIT if limit is None and activation == "swiglu_oai" else limit
-    if limit is None:
-        return act
-    return lambda gate, up: act(jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
-
-
-def _find_function(activation: Activation) -> Callable:
-    if callable(activation):
-        return activation
-    if isinstance(activation, tuple):
-        of_gate, of_up = (_find_function(part) for part in activation)
-        return lambda gate, up: of_gate(gate) * of_up(up)
-    return (GATED | UNGATED | NOT_ZERO)[activation]
+    return act if limit is None else lambda gate, up: act(jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
 
 
 def _check_elementwise(activation: Activation, act: Callable) -> None:
