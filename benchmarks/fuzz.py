@@ -122,7 +122,7 @@ def draw(seed: int, tiny: bool = False) -> Case:
     if tiny:
         tokens, experts = 1 + tokens % 96, 1 + experts % 16
     top_k = int(rng.integers(1, min(8, experts) + 1))
-    activation = str(rng.choice(GATED if chance(0.6) else UNGATED))
+    activation = str(rng.choice(list(GATED if chance(0.6) else UNGATED)))
     weights_at: Any = str(rng.choice(["output", "hidden", "input"], p=[0.5, 0.25, 0.25]))
     score: Any = str(rng.choice(["softmax", "sigmoid", "sqrt_softplus"]))
     router = moax.RouterConfig(

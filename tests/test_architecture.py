@@ -49,7 +49,7 @@ SIDEWAYS = {
 # Nothing computes with the oracle, though it lies below: only the package, and programs, show it.
 SEES_REFERENCE = {"moax", "reference"}
 # An op may use these other ops.
-OPS_SIDEWAYS = {"routing": {"router"}, "matmul": {"weights"}}
+OPS_SIDEWAYS = {"router": {"balance"}, "matmul": {"weights"}}
 PARTITIONING = {"PartitionSpec", "custom_partitioning", "shard_map"}
 COLLECTIVES = {
     "all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pmax", "pmean", "pmin", "ppermute", "pshuffle",

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from moax.config import RouterConfig as RouterConfig
     from moax.mesh.axes import Axes as Axes
     from moax.mesh.axes import make_mesh as make_mesh
-    from moax.ops.router import load_metrics as load_metrics
-    from moax.ops.router import update_router_bias as update_router_bias
-    from moax.ops.routing import route as route
+    from moax.ops.balance import load_metrics as load_metrics
+    from moax.ops.balance import update_router_bias as update_router_bias
+    from moax.ops.router import route as route
     from moax.params import LogicalAxes as LogicalAxes
     from moax.params import MoEParams as MoEParams
     from moax.params import init as init
@@ -46,8 +46,8 @@ _NAMES = {
     "moax.checks": ("Unsupported",),
     "moax.config": ("MoEConfig", "Options", "RouterConfig"),
     "moax.mesh.axes": ("Axes", "make_mesh"),
-    "moax.ops.router": ("load_metrics", "update_router_bias"),
-    "moax.ops.routing": ("route",),
+    "moax.ops.balance": ("load_metrics", "update_router_bias"),
+    "moax.ops.router": ("route",),
     "moax.params": ("LogicalAxes", "MoEParams", "init", "param_specs"),
     "moax.recipe": ("Format", "Recipe", "Recipes"),
     "moax.scan": ("scan",),

@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable
 from typing import Literal, TypedDict
 
+import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moax.checks import check_fields, check_value
@@ -21,13 +23,32 @@ from moax.mesh.specs import Engine
 from moax.recipe import Recipe, Recipes, get_recipes
 
 Activation = str | Callable | tuple[str | Callable, str | Callable]
-GATED = ("swiglu", "geglu", "swiglu_oai", "reglu", "glu")
-UNGATED = (
-    "silu", "gelu", "relu2", "relu", "relu6", "swish", "tanh", "elu", "selu", "celu", "leaky_relu", "soft_sign",
-    "hard_tanh", "hard_silu", "hard_swish", "mish", "quick_gelu", "squared_relu", "identity", "linear",
-)  # fmt: skip
-NOT_ZERO = ("sigmoid", "log_sigmoid", "hard_sigmoid", "softplus", "squareplus", "sparse_plus")  # of a pair alone
 SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the default limit of gate and up, and the factor in the sigmoid
+# The activations by name: functions of (gate, up), then of up alone.
+GATED: dict[str, Callable] = {
+    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
+    "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
+    "swiglu_oai": lambda gate, up: gate * jax.nn.sigmoid(SWIGLU_OAI_ALPHA * gate) * (up + 1.0),
+    "reglu": lambda gate, up: jax.nn.relu(gate) * up,
+    "glu": lambda gate, up: jax.nn.sigmoid(gate) * up,
+}
+UNGATED: dict[str, Callable] = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu2": lambda up: jnp.square(jax.nn.relu(up)),
+    **{name: getattr(jax.nn, name) for name in (
+        "relu", "relu6", "swish", "tanh", "elu", "selu", "celu", "leaky_relu", "soft_sign", "hard_tanh", "hard_silu",
+        "hard_swish", "mish",
+    )},
+    "quick_gelu": lambda up: up * jax.nn.sigmoid(1.702 * up),
+    "squared_relu": lambda up: jnp.square(jax.nn.relu(up)),
+    "identity": lambda up: up,
+    "linear": lambda up: up,
+}  # fmt: skip
+# A pair alone may have these, which are not 0 at 0.
+NOT_ZERO: dict[str, Callable] = {name: getattr(jax.nn, name) for name in (
+    "sigmoid", "log_sigmoid", "hard_sigmoid", "softplus", "squareplus", "sparse_plus",
+)}  # fmt: skip
 
 
 def check_activation(name: str, value) -> None:
@@ -37,9 +58,9 @@ def check_activation(name: str, value) -> None:
     elif isinstance(value, tuple) and len(value) == 2:
         for part in value:
             if not callable(part):
-                check_value(name, part, UNGATED + NOT_ZERO)
+                check_value(name, part, (*UNGATED, *NOT_ZERO))
     else:
-        check_value(name, value, GATED + UNGATED)
+        check_value(name, value, (*GATED, *UNGATED))
 
 
 def gates_of(activation: Activation) -> int:

@@ -123,7 +123,7 @@ def test_only_sum_topk_asks_for_divisible_groups():
     MoEConfig(**{**SIZES, "top_k": 3}, router=RouterConfig(group_score="sum_topk"))
 
 
-@pytest.mark.parametrize("activation", GATED + UNGATED)
+@pytest.mark.parametrize("activation", GATED | UNGATED)
 def test_gates(activation):
     """Breaks if `wi` gets a gate that the activation does not read, or lacks one."""
     assert MoEConfig(**SIZES, activation=activation).gates == (2 if "glu" in activation else 1)

@@ -28,7 +28,7 @@ from support.activations import GATED as TAKES_GATE
 
 E4M3, E5M2, POW2 = Format(), Format("e5m2"), Format(scale="pow2")
 FALLS_BACK = {"elu", "selu", "celu", "mish"}
-NAMES = [name for name in GATED + UNGATED if name not in FALLS_BACK]
+NAMES = [name for name in GATED | UNGATED if name not in FALLS_BACK]
 # Blocks of 70, 128 and 20 rows, at rows 0, 128 and 256: padding in its second half, none, no second half. The last rows
 # are of no block.
 SIZES, ROWS, HALVES, BLOCKS = np.array([70, 0, 128, 20], np.int32), 512, 320, 384
@@ -125,7 +125,7 @@ def test_gradient(name, width, tiles, of_h):
 def test_which_fall_back():
     """Breaks if an activation leaves the kernels, or if one that they cannot compute is taken for one that they can."""
     why_not = kernels.why_not_in_kernels
-    assert {n for n in GATED + UNGATED if why_not(activation_of(n), gates_of(n) == 2) is not None} == FALLS_BACK
+    assert {n for n in GATED | UNGATED if why_not(activation_of(n), gates_of(n) == 2) is not None} == FALLS_BACK
 
 
 @pytest.mark.parametrize(

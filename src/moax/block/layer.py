@@ -41,9 +41,9 @@ from moax.mesh.specs import (
     unflatten_tokens,
 )
 from moax.ops.activation import activate
+from moax.ops.balance import BINS
 from moax.ops.matmul import dense
-from moax.ops.router import BINS, router_logits
-from moax.ops.routing import route
+from moax.ops.router import route, router_logits
 from moax.ops.weights import QuantizedWeight, quantize_weight
 from moax.params import MoEParams, check_params, expert_specs, reshard_params, shard_specs
 from moax.recipe import get_recipes

@@ -16,7 +16,6 @@ from moax.exchange.transport import ExchangeSpec, allot_slots
 from moax.kernels import implementation, select_kernels
 from moax.kernels.groups import allot_rows
 from moax.mesh.axes import ResolvedAxes
-from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import Spec
 from moax.ops.permutation import PermuteSpec, sorted_rows
 from moax.ops.weights import WeightSpec
@@ -112,8 +111,7 @@ def make_plan(
     half = -(-slots // 2) if capacity is None else slots
     later = PermuteSpec(experts, align, capacity, kernels, axes, -(-max_rows * 9 // 20))
     gathers_x = local.matmul_gathers_rows(recipe.wi.x, *widths.values())
-    grad_reduce = get_grad_reduce(options.grad_reduce_dtype)
-    how = dict(axes=axes, kernels=kernels, dtype=np.dtype(dtype), grad_reduce=grad_reduce)
+    how: dict = dict(axes=axes, kernels=kernels, dtype=np.dtype(dtype), grad_reduce=options.grad_reduce_dtype)
     return BlockPlan(
         config=config,
         recipe=recipe,

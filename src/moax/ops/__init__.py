@@ -1,6 +1,8 @@
 """The ops of a block. Each op is one file and has its own partition rule, so that it runs on any mesh."""
 
 from moax.ops.activation import activate as activate
+from moax.ops.balance import load_metrics as load_metrics
+from moax.ops.balance import update_router_bias as update_router_bias
 from moax.ops.dispatch_combine import combine as combine
 from moax.ops.dispatch_combine import dispatch as dispatch
 from moax.ops.matmul import dense as dense
@@ -11,7 +13,5 @@ from moax.ops.permutation import sort_chunks as sort_chunks
 from moax.ops.permutation import unpermute as unpermute
 from moax.ops.quantization import dequantize as dequantize
 from moax.ops.quantization import quantize as quantize
-from moax.ops.router import load_metrics as load_metrics
+from moax.ops.router import route as route
 from moax.ops.router import router_logits as router_logits
-from moax.ops.router import update_router_bias as update_router_bias
-from moax.ops.routing import route as route

@@ -28,25 +28,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moax.checks import check_arrays
-from moax.config import GATED, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, UNGATED, Activation, check_activation, gates_of
+from moax.config import GATED, NOT_ZERO, SWIGLU_OAI_LIMIT, UNGATED, Activation, check_activation, gates_of
 from moax.kernels import operations
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 SHAPE = (3, 5)  # of the arrays on which an activation is traced; no two of its sizes are equal
 # Primitives that keep the shape of their operand and mix its elements.
 MIXING = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "fft", "iota", "scan", "while"}
-# The activations by name that are no functions of `jax.nn`.
-FUNCTIONS: dict[str, Callable] = {
-    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
-    "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
-    "reglu": lambda gate, up: jax.nn.relu(gate) * up,
-    "glu": lambda gate, up: jax.nn.sigmoid(gate) * up,
-    "swiglu_oai": lambda gate, up: gate * jax.nn.sigmoid(SWIGLU_OAI_ALPHA * gate) * (up + 1.0),
-    "relu2": lambda up: jnp.square(jax.nn.relu(up)),
-    "quick_gelu": lambda up: up * jax.nn.sigmoid(1.702 * up),
-    "linear": lambda up: up,
-}
-FUNCTIONS |= {"squared_relu": FUNCTIONS["relu2"], "identity": FUNCTIONS["linear"]}
 
 
 def activate(
@@ -79,26 +67,18 @@ def activation_of(activation: Activation, limit: float | None = None) -> Callabl
     An activation and a limit always give the same function object, because the cache of compiled kernels compares
     functions by identity.
     """
-    act = _find_function(activation)
-    if not (isinstance(activation, str) and activation in GATED + UNGATED):
+    named = GATED | UNGATED | NOT_ZERO
+    parts = activation if isinstance(activation, tuple) else (activation,)
+    acts = [part if callable(part) else named[part] for part in parts]
+    act = acts[0] if len(acts) == 1 else lambda gate, up: acts[0](gate) * acts[1](up)
+    if not isinstance(activation, str):
         _check_elementwise(activation, act)
         with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):  # also inside a `shard_map`
             at_zero = float(act(*[jnp.zeros((1, 1), jnp.float32)] * gates_of(activation))[0, 0])
         if at_zero != 0.0:
             raise ValueError(f"activation={activation!r} must be 0 at 0, where padding is; it is {at_zero}")
     limit = SWIGLU_OAI_LIMIT if limit is None and activation == "swiglu_oai" else limit
-    if limit is None:
-        return act
-    return lambda gate, up: act(jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
-
-
-def _find_function(activation: Activation) -> Callable:
-    if callable(activation):
-        return activation
-    if isinstance(activation, tuple):
-        of_gate, of_up = (_find_function(part) for part in activation)
-        return lambda gate, up: of_gate(gate) * of_up(up)
-    return FUNCTIONS[activation] if activation in FUNCTIONS else getattr(jax.nn, activation)
+    return act if limit is None else lambda gate, up: act(jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
 
 
 def _check_elementwise(activation: Activation, act: Callable) -> None:

@@ -1,4 +1,4 @@
-"""Router: logits = x w in float32, by tensor cores where x is bfloat16; and a bias that balances its load.
+"""Router: logits = x w [T, E], which become K experts and K weights for each token. All is float32.
 
     forward  logits = x w                 x [T, H], w [H, E]
     dgrad    dx = dlogits w^T             wgrad  dw = x^T dlogits
@@ -8,43 +8,46 @@ rounded to bfloat16. The product of two bfloat16 numbers is exact in float32, so
 float32 product. Two parts of each operand suffice for a gradient that is rounded to bfloat16. A bfloat16 weight is its
 own only part. An x of another dtype is multiplied in float32.
 
-A bias on the router's selection balances the load without a loss:
+    score    softmax        exp(l) / sum exp(l)
+             sigmoid        1 / (1 + exp(-l))
+             sqrt_softplus  sqrt(log(1 + exp(l)))                     DeepSeek-V4
 
-    sign      bias[e] += rate * sign(mean(tokens) - tokens[e])
-    quantile  bias[e] = quantile of needed[:, e] at K / E, minus the mean over experts
-              needed[t, e] = cutoff[t] - score[t, e],  cutoff[t]: the best biased score that token t did not choose
+    score_then_topk:  s = score(logits);  experts = top_k(s + bias);  weights = s[experts]
+    topk_then_score:  experts = top_k(logits + bias);                 weights = score(logits[experts])
+    weights = scale * weights / sum_k weights                         (divided where normalize is set and K > 1)
 
-The bias is state and no trained parameter. A training loop updates it once a step, after the optimizer, with the counts
-of the whole global batch. With tokens (6, 2, 4, 4), the rule `sign` lowers the bias of expert 0 by `rate`, raises the
-bias of expert 1 by `rate`, and leaves the others. A token chooses an expert whose bias exceeds `needed`, so with the
-quantile as its bias an expert gets T K / E of T tokens, if the cutoffs stay what they are; a few updates suffice.
+With K = 2, score_then_topk and the scores (0.1, 0.4, 0.3, 0.2) of a token, experts = (1, 2) and weights = (4/7, 3/7).
+The division is one of exp(log score), so weights whose scores all underflow to 0 still sum to the scale: with two
+logits of -100, both sigmoids are 0 in float32, and both weights are 1/2. Selection has no gradient. The sums over
+tokens are psums of [E] vectors, so logits never leave their shard.
 
-The stats hold `needed` as a histogram: for each expert 1000 equal bins over [min(bias) - 1, max(bias) + 1]. Scores in
-[0, 1] lie in it. The end bins count larger and smaller values too, which other scores may have.
-
-Sources: `sign`, Wang et al. 2024, used in DeepSeek-V3; `quantile`, the Kimi K3 report, Section 2.3.3 and Appendix D,
-as in Megatron-LM #6637 and torchtitan #4577.
+A caller may choose the experts, and the weights are then those of the router's scores: `experts` (1, 3) in the example
+have the weights (4/6, 2/6). A token that `mask` leaves out is not counted; it has the experts (E, E), which are none,
+and the weights (0, 0).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
-from moax.mesh.axes import Axes, ResolvedAxes
+from moax.config import RouterConfig
+from moax.kernels import implementation, select_kernels
+from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, find_mesh_view
+from moax.ops.balance import BINS, Sums, balance_sequences, count_needed_bias, sum_losses
+from moax.types import Routing
 
-Rule = Literal["sign", "quantile"]
-BINS = 1000
+NO_EXPERT = -1e30  # the logit of no expert: its share is 0, and so is every gradient
+LOW = -16.0  # below, softplus(l) is exp(l) to the last bit of float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +58,36 @@ class RouterSpec:
     narrow: bool
 
 
-class LoadMetrics(NamedTuple):
-    """How even a load is.
+@dataclasses.dataclass(frozen=True)
+class RouteSpec:
+    """The static arguments of `route`; `kernels` is the name of the implementation that finds the best experts.
 
-    Attributes:
-      max_violation: [...] f32, (max - mean) / mean of the tokens, 0 for an even load (MaxVio, Wang et al. 2024).
-      entropy: [...] f32, -sum_e p[e] log p[e] with p = tokens / sum(tokens), log E for an even load.
+    A weight is a token's share of its K scores, its score among all experts, or the score of one logit.
     """
 
-    max_violation: Float[Array, "*layers"]
-    entropy: Float[Array, "*layers"]
+    config: RouterConfig
+    top_k: int
+    weight: Literal["share", "of_all", "of_one"]
+    axes: ResolvedAxes
+    sequence_axes: Names
+    kernels: str
+
+
+class Choice(NamedTuple):
+    """What a caller of `route` has decided for its tokens, by the arguments of these names; None where nothing."""
+
+    experts: Int[Array, "T K"] | None = None
+    mask: Bool[Array, " T"] | None = None
+    sequences: Int[Array, " T"] | None = None
+
+
+class Counts(NamedTuple):
+    """Counts of the real tokens in int32; None where there is nothing to count."""
+
+    tokens: Int[Array, " E"]  # the assignments to each expert
+    real: Int[Array, " 1"] | None  # the tokens under a mask
+    sequences: Int[Array, " 1"] | None
+    histogram: Int[Array, "E 1000"] | None  # see `count_needed_bias`
 
 
 def router_logits(
@@ -93,76 +116,87 @@ def router_logits(
     return _router(view, static, x, w)[0]
 
 
-def load_metrics(tokens_per_expert: Int[Array, "*layers E"]) -> LoadMetrics:
-    """max_violation = (max - mean) / mean, and the entropy of the load.
-
-    Args:
-      tokens_per_expert: [..., E] i32, such as `MoEStats.tokens_per_expert`, or its sum over microbatches.
-
-    Returns:
-      The metrics, [...] f32 each; 0 where there is no token.
-
-    Raises:
-      ValueError: tokens_per_expert is no array of integers.
-    """
-    check_arrays("tokens_per_expert int [..., E]", tokens_per_expert)
-    tokens = tokens_per_expert.astype(jnp.float32)
-    share = tokens / jnp.maximum(tokens.sum(-1, keepdims=True), 1.0)
-    entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1.0)), -1)
-    return LoadMetrics(jnp.maximum(share.max(-1) * tokens.shape[-1] - 1.0, 0.0), entropy)
-
-
-def update_router_bias(
-    bias: Float[Array, "*layers E"],
-    tokens_per_expert: Int[Array, "*layers E"],
-    rate: float | None = None,
-    rule: Rule = "sign",
+def route(
+    logits: Float[Array, "T E"],
+    config: RouterConfig,
+    top_k: int,
+    bias: Float[Array, " E"] | None = None,
     *,
-    histogram: Int[Array, "*layers E 1000"] | None = None,
-) -> Float[Array, "*layers E"]:
-    """The new bias, with which the router chooses experts with too few tokens more often.
+    experts: Integer[Array, "T K"] | None = None,
+    mask: Bool[Array, " T"] | None = None,
+    sequences: Integer[Array, " T"] | None = None,
+    sequence_axes: Names | None = None,
+    axes: Axes = Axes(),
+    engine: Engine = "auto",
+    kernels: str = "auto",
+) -> Routing:
+    """Returns the top_k experts of each token, their weights, and the balance losses over the whole mesh.
 
     Args:
-      bias: [..., E], floating point. The router adds it to the scores for selection alone.
-      tokens_per_expert: [..., E] i32, counted over the whole mesh, and summed over the microbatches of the step.
-      rate: for `sign` the step of the bias, in units of the score; None is 1e-3. For `quantile` the part of the way to
-        the quantile, where 0.1 smooths over some 10 updates; None is 1.
-      rule: see the equations of this module.
-      histogram: [..., E, 1000] i32, `MoEStats.histogram` summed as the tokens are, for `quantile`. The router must have
-        had this `bias` in all of them.
+      logits: [T, E], floating point, T over (dp, fsdp, ep, cp). With `config.logits_bias` they include that bias.
+      config: see `RouterConfig`.
+      top_k: K, the experts per token.
+      bias: [E], added to the scores for selection alone, without a gradient; given exactly where `config.bias` is set.
+      experts: [T, K], integers in [0, E]: experts to take in place of the best ones; E means no expert. A token with a
+        negative id takes its best experts.
+      mask: [T] bool, False for padding.
+      sequences: [T], integers, for `config.sequence_aux_loss`: tokens with equal numbers are one sequence, and tokens
+        with negative numbers are in none.
+      sequence_axes: the mesh axes that may split a sequence; experts are gathered along them to be counted. None means
+        all axes of tokens, and inside a `shard_map` of yours those of cp.
+      axes, engine, kernels: see `moax.Options`.
 
     Returns:
-      The new bias, [..., E] in the dtype of bias. The rule `quantile` leaves it as it is where there is no token.
+      Routing: experts [T, K] i32 and weights [T, K] f32, sharded like the logits; losses and counts are replicated.
 
     Raises:
-      ValueError: the rule is unknown, the shapes differ, or `quantile` has no histogram.
+      ValueError: a shape does not fit, `bias` and `config.bias` disagree, K or the groups do not fit E, sequences are
+        missing, or the mesh does not divide T.
+      Unsupported: the engine or the kernels that were chosen by name cannot run.
+
+    Group-limited routing, the selection bias and the loss of a sequence follow DeepSeek-V3. The aux loss follows Switch
+    Transformer: a balanced router pays the coefficient. The z-loss follows ST-MoE.
     """
-    check_value("rule", rule, ("sign", "quantile"))
-    if rate is not None and not isinstance(rate, jax.Array):
-        check_value("rate", rate, float, least=-math.inf)
-    if rule == "sign":
-        histogram = None
-    elif histogram is None:
-        raise ValueError("histogram is None; rule='quantile' needs stats.histogram, of RouterConfig(histogram=True)")
-    arrays = bias, tokens_per_expert, histogram
-    check_arrays("bias [..., E], tokens_per_expert int [..., E], histogram? int [..., E, bins]", *arrays, bins=BINS)
-    tokens_per_expert = tokens_per_expert.astype(jnp.int32)
-    # Integers compare tokens with total / E exactly, without a product that could overflow.
-    quotient, rest = jnp.divmod(tokens_per_expert.sum(-1, keepdims=True), bias.shape[-1])
-    if histogram is not None:  # the biases below which as many values lie as a balanced load has tokens
-        wide, target = bias.astype(jnp.float32), quotient + jnp.sign(rest)
-        until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
-        place = jnp.argmax(until >= target[..., None], axis=-1, keepdims=True)
-        inside, end = (jnp.take_along_axis(v, place, axis=-1)[..., 0].astype(jnp.int32) for v in (histogram, until))
-        # The values of a bin are taken for evenly spread.
-        part = (target - end + inside).astype(jnp.float32) / jnp.maximum(inside, 1).astype(jnp.float32)
-        low, width = _find_bins(wide)
-        found = low + width * (place[..., 0].astype(jnp.float32) + part)
-        step = jnp.where(target > 0, found - found.mean(-1, keepdims=True), wide) - wide
-        return (wide + jnp.asarray(1.0 if rate is None else rate, jnp.float32) * step).astype(bias.dtype)
-    excess = jnp.sign(tokens_per_expert - quotient)
-    excess = jnp.where(excess == 0, -jnp.sign(rest), excess)
-    return bias - jnp.asarray(1e-3 if rate is None else rate, bias.dtype) * excess.astype(bias.dtype)
+    check_value("config", config, RouterConfig)
+    if (bias is not None) != config.bias:
+        raise ValueError(f"bias is {'given' if bias is not None else 'None'}, but RouterConfig.bias={config.bias}")
+    if not config.sequence_aux_loss:
+        sequences = None
+    elif sequences is None:
+        raise ValueError(f"sequences is None; it must be given for sequence_aux_loss={config.sequence_aux_loss}")
+    rule = "logits [T, E], bias? [E], experts? int [T, K], mask? bool [T], sequences? int [T]"
+    check_arrays(rule, logits, bias, experts, mask, sequences, K=top_k)
+    config.check_experts(logits.shape[1], top_k)
+    view = find_mesh_view(axes, engine, logits)
+    logits = logits.astype(jnp.float32)
+    if logits.shape[0] == 0:
+        weights, zero, tokens = logits[:, :top_k], jnp.zeros((), jnp.float32), jnp.zeros(logits.shape[1], jnp.int32)
+        histogram = jnp.zeros((len(tokens), BINS), jnp.int32) if config.histogram else None
+        return Routing(weights.astype(jnp.int32), weights, zero, zero, tokens, histogram)
+    if sequence_axes is None:
+        sequence_axes = view.axes.sequence if view.manual else view.axes.tokens
+    along = tuple(name for name in view.axes.tokens if name in as_names(sequence_axes))
+    weight = "of_all" if config.score == "softmax" else "of_one"
+    if (config.normalize and top_k > 1) or (config.score == "softmax" and config.order == "topk_then_score"):
+        weight = "share"
+    static = RouteSpec(config, top_k, weight, view.axes, along, select_kernels(kernels))
+    bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
+    experts, sequences = (None if ids is None else ids.astype(jnp.int32) for ids in (experts, sequences))
+    chosen, weights, sums, counts = _route(view, static, logits, bias, Choice(experts, mask, sequences))
+    sums, counts = jax.tree.map(lambda v: view.psum(v, view.axes.tokens), (sums, counts))
+    tokens, real = counts.tokens, logits.shape[0] * (view.axes.size(view.axes.tokens) if view.manual else 1)
+    if counts.real is not None:
+        real = jnp.maximum(counts.real[0], 1).astype(jnp.float32)
+    factor = tokens.shape[0] / top_k
+    aux = z = jnp.zeros((), jnp.float32)
+    if sums.share is not None:
+        aux = config.aux_loss * jnp.sum(sums.share * tokens.astype(jnp.float32)) * (factor / real**2)
+    if sums.by_sequence is not None:
+        number = jnp.maximum(counts.sequences[0], 1).astype(jnp.float32)
+        aux = aux + config.sequence_aux_loss * factor * sums.by_sequence[0] / number
+    if sums.z is not None:
+        z = config.z_loss * sums.z[0] / real
+    return Routing(chosen, weights, aux, z, tokens, counts.histogram)
 
 
 def logits_forward(static: RouterSpec, x, w):
@@ -187,14 +221,6 @@ def logits_backward(static: RouterSpec, x, w, d):
         dx = _dot(_lay_parts(d, (0, 0, 1)), _lay_parts(w, (0, 1, 0)), ((1,), (1,)))
         dw = _dot(x, _lay_parts(d, (0, 1, 2)), ((0,), (0,)), parts=3)
     return dx.astype(x.dtype), dw
-
-
-_router = with_gradient(
-    Op("router", logits_forward, "t h, h e -> t e"),
-    Op("router_grad", logits_backward, "t h, h e, t e -> t h, h e"),
-    save=lambda operands, results: operands,
-    pull=lambda grad, saved, d: grad(*saved, *d),
-)
 
 
 def _parts(x: Array, count: int) -> list[Array]:
@@ -224,20 +250,134 @@ def _dot(a, b, contract, *, parts: int = 1, precision=None):
     return functools.reduce(jnp.add, jnp.split(product, parts, axis=1)[::-1])  # the smallest part is added first
 
 
-def count_needed_bias(
-    scores: Float[Array, "T E"], bias: Float[Array, " E"], best: Int[Array, "T K"], mask: Bool[Array, " T"] | None
-) -> Int[Array, "E 1000"]:
-    """Returns for each expert the histogram of `needed` over the real tokens, whose K best experts are `best`."""
-    chose = (best[:, :, None] == jnp.arange(scores.shape[1], dtype=jnp.int32)[None, None]).any(1)
-    cutoff = jnp.where(chose, -jnp.inf, scores + bias[None]).max(1, keepdims=True)
-    low, width = _find_bins(bias)
-    bins = jnp.clip((cutoff - scores - low[None]) / width[None], 0, BINS - 1).astype(jnp.int32)
-    one = jnp.ones_like(bins) if mask is None else jnp.broadcast_to(mask[:, None].astype(jnp.int32), bins.shape)
-    experts = jnp.arange(bins.shape[1], dtype=jnp.int32)[None]
-    return jnp.zeros_like(bins, shape=(bins.shape[1], BINS)).at[experts, bins].add(one, mode="drop")
+def route_forward(static: RouteSpec, logits, bias, choice: Choice):
+    """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
+    config, along, num_experts = static.config, static.sequence_axes, logits.shape[1]
+    # The barrier keeps XLA from running a kernel twice whose result a scan stores.
+    experts, chosen = lax.optimization_barrier(select_experts(static, logits, bias))
+    histogram = None
+    if config.histogram:
+        scores = logits if config.order == "topk_then_score" else score(logits, config)
+        histogram = count_needed_bias(scores, bias, experts, choice.mask)
+    if choice.experts is not None:
+        chosen = None
+        own = (choice.experts < 0).any(-1, keepdims=True)
+        experts = jnp.where(own, experts, jnp.minimum(choice.experts, num_experts))
+    real = None
+    if choice.mask is not None:
+        experts = jnp.where(choice.mask[:, None], experts, num_experts)
+        real = choice.mask.sum(dtype=jnp.int32)[None]
+        logits = jnp.where(choice.mask[:, None], logits, 0.0)  # padding may hold NaN
+    if static.weight == "of_all":
+        weights = _take(score(logits, config), experts)
+    else:
+        chosen = _take(logits, experts) if chosen is None else chosen
+        weights = _share(log_score(chosen, config)) if static.weight == "share" else score(chosen, config)
+    weights = jnp.where(experts < num_experts, weights * config.scale, 0.0)
+    balance = sequences = None
+    if choice.sequences is not None:
+        balance, sequences = balance_sequences(experts, choice.sequences, choice.mask, num_experts, along)
+    sums = Sums()
+    if config.aux_loss or config.sequence_aux_loss or config.z_loss:
+        sums = sum_losses(config, logits, log_score(logits, config), choice.mask, balance)
+    # Comparisons are one kernel of a GPU; a scatter waits where tokens agree on an expert.
+    chose = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
+    counts = Counts(chose.sum((0, 1), dtype=jnp.int32), real, sequences, histogram)
+    return experts, weights, sums, counts
 
 
-def _find_bins(bias: Float[Array, "*layers E"]) -> tuple[Float[Array, "*layers 1"], Float[Array, "*layers 1"]]:
-    """Returns the lower end of the bins and the width of a bin."""
-    low, high = bias.min(-1, keepdims=True) - 1.0, bias.max(-1, keepdims=True) + 1.0
-    return low, (high - low) / BINS
+def route_backward(static: RouteSpec, logits, experts, choice: Choice, weights, d_weights, d_sums: Sums):
+    """Returns d_logits [T, E] of one device, from the experts and weights that forward returned."""
+    config, num_experts, share = static.config, logits.shape[1], static.weight == "share"
+    if choice.mask is not None:
+        logits = jnp.where(choice.mask[:, None], logits, 0.0)
+    d_weights = jnp.where(experts < num_experts, d_weights, 0.0)
+    if share and static.top_k == 1:
+        d_logits = jnp.zeros_like(logits)  # the weight is the scale, whatever the logits are
+    elif static.weight == "of_all":
+        (d_logits,) = jax.vjp(lambda x: _take(score(x, config), experts), logits)[1](d_weights * config.scale)
+    else:
+        d_scores = d_weights * config.scale
+        if share:
+            along = jnp.sum(weights * d_weights, axis=1) / config.scale
+            d_scores = weights * (d_weights - along[:, None])
+        of_logits = log_score if share else score
+        (d_chosen,) = jax.vjp(lambda x: of_logits(x, config), _take(logits, experts))[1](d_scores)
+        # A sum over K of selected columns is part of the kernel that reads it. A scatter, and its zeros, are kernels.
+        ids = jnp.arange(num_experts, dtype=jnp.int32)[None]
+        columns = [jnp.where(experts[:, k : k + 1] == ids, d_chosen[:, k : k + 1], 0.0) for k in range(static.top_k)]
+        d_logits = functools.reduce(jnp.add, columns)
+    if jax.tree.leaves(d_sums):
+        balance = None
+        if choice.sequences is not None:
+            balance, _ = balance_sequences(experts, choice.sequences, choice.mask, num_experts, static.sequence_axes)
+        pull = jax.vjp(lambda x: sum_losses(config, x, log_score(x, config), choice.mask, balance), logits)[1]
+        d_logits = d_logits + pull(d_sums)[0]
+    return d_logits if choice.mask is None else jnp.where(choice.mask[:, None], d_logits, 0.0)
+
+
+def select_experts(
+    static: RouteSpec, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"] | None]:
+    """Returns the K best experts of each token, and their logits, or None where other scores chose them."""
+    config, top_k = static.config, static.top_k
+    # Scores grow with logits, so logits choose the same experts, also where scores underflow to 0.
+    of_logits = config.order == "topk_then_score" or (bias is None and config.num_groups == 1)
+    scores = logits if of_logits else score(logits, config)
+    scores = scores if bias is None else scores + bias[None]
+    if config.num_groups > 1:
+        grouped = scores.reshape(scores.shape[0], config.num_groups, -1)
+        count = {"max": 1, "top2": 2, "sum_topk": top_k // config.top_groups}[config.group_score]
+        best = lax.top_k(grouped, min(count, grouped.shape[-1]))[0].sum(-1)
+        groups = lax.top_k(best, config.top_groups)[1]
+        eligible = (groups[:, :, None] == jnp.arange(config.num_groups, dtype=groups.dtype)[None, None]).any(1)
+        scores = jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+    values, experts = implementation(static.kernels).top_k(scores, top_k)
+    return experts, values if scores is logits else None
+
+
+def score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
+    """Returns the score of each expert."""
+    if config.score == "softmax":
+        return jax.nn.softmax(logits, axis=-1)
+    return jax.nn.sigmoid(logits) if config.score == "sigmoid" else jnp.exp(log_score(logits, config))
+
+
+def log_score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
+    """Returns the logarithm of each score; of softmax, but for a constant of each row."""
+    if config.score == "softmax":
+        return logits
+    if config.score == "sigmoid":
+        return jax.nn.log_sigmoid(logits)
+    softplus = jax.nn.softplus(jnp.maximum(logits, LOW))
+    return 0.5 * jnp.where(logits < LOW, logits, jnp.log(softplus))
+
+
+def _take(values, experts):
+    """Returns the values [T, K] of the experts, of values [T, E], and `NO_EXPERT` for none."""
+    return jnp.take_along_axis(values, experts, axis=-1, mode="fill", fill_value=NO_EXPERT)
+
+
+def _share(logs):
+    """Returns exp(logs) [T, K], divided by their sum; column by column, so that one kernel of a GPU computes it."""
+    columns = [logs[:, k] for k in range(logs.shape[1])]
+    most = lax.stop_gradient(functools.reduce(jnp.maximum, columns))
+    shares = [jnp.exp(column - most) for column in columns]
+    for _ in range(2):  # after the second time their sum is 1 but for rounding, and so is the gradient's
+        total = functools.reduce(jnp.add, shares)
+        shares = [value / total for value in shares]
+    return jnp.stack(shares, axis=1)
+
+
+_router = with_gradient(
+    Op("router", logits_forward, "t h, h e -> t e"),
+    Op("router_grad", logits_backward, "t h, h e, t e -> t h, h e"),
+    save=lambda operands, results: operands,
+    pull=lambda grad, saved, d: grad(*saved, *d),
+)
+_route = with_gradient(
+    Op("route", route_forward, "t e, e, @t -> t k, t k, @, @"),
+    Op("route_grad", route_backward, "t e, t k, @t, t k, t k, @ -> t e"),
+    save=lambda operands, results: (operands[0], results[0], operands[2]._replace(experts=None), results[1]),
+    pull=lambda grad, saved, d: (*grad(*saved, d[1], d[2]), None, None),
+)

@@ -1,0 +1,181 @@
+"""Balance: the losses of a router, and a bias on its selection that needs no loss.
+
+    aux_loss = c E / (K T^2) sum_e (sum_t p[t, e]) tokens[e]          p: scores of all experts, summing to 1 a token
+             + c' mean over sequences of the same, with the T and the tokens of one sequence
+    z_loss   = c / T sum_t logsumexp(logits[t])^2                     T: tokens of the whole mesh
+
+A bias on the router's selection balances the load without a loss:
+
+    sign      bias[e] += rate * sign(mean(tokens) - tokens[e])
+    quantile  bias[e] = quantile of needed[:, e] at K / E, minus the mean over experts
+              needed[t, e] = cutoff[t] - score[t, e],  cutoff[t]: the best biased score that token t did not choose
+
+The bias is state and no trained parameter. A training loop updates it once a step, after the optimizer, with the counts
+of the whole global batch. With tokens (6, 2, 4, 4), the rule `sign` lowers the bias of expert 0 by `rate`, raises the
+bias of expert 1 by `rate`, and leaves the others. A token chooses an expert whose bias exceeds `needed`, so with the
+quantile as its bias an expert gets T K / E of T tokens, if the cutoffs stay what they are; a few updates suffice.
+
+The stats hold `needed` as a histogram: for each expert 1000 equal bins over [min(bias) - 1, max(bias) + 1]. Scores in
+[0, 1] lie in it. The end bins count larger and smaller values too, which other scores may have.
+
+Sources: `sign`, Wang et al. 2024, used in DeepSeek-V3; `quantile`, the Kimi K3 report, Section 2.3.3 and Appendix D,
+as in Megatron-LM #6637 and torchtitan #4577.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from moax.checks import check_arrays, check_value
+from moax.config import RouterConfig
+from moax.mesh.axes import Names
+from moax.mesh.collectives import gather_rows, mask_to_first_rank, take_shard
+
+Rule = Literal["sign", "quantile"]
+BINS = 1000
+
+
+class Sums(NamedTuple):
+    """Sums over the real tokens, which are differentiable in the logits; None where no loss needs one."""
+
+    share: Float[Array, " E"] | None = None  # of the scores of each token, which sum to 1
+    z: Float[Array, " 1"] | None = None  # of logsumexp(logits)^2
+    by_sequence: Float[Array, " 1"] | None = None  # of each token's shares times tokens[e] / T^2 of its sequence
+
+
+class LoadMetrics(NamedTuple):
+    """How even a load is.
+
+    Attributes:
+      max_violation: [...] f32, (max - mean) / mean of the tokens, 0 for an even load (MaxVio, Wang et al. 2024).
+      entropy: [...] f32, -sum_e p[e] log p[e] with p = tokens / sum(tokens), log E for an even load.
+    """
+
+    max_violation: Float[Array, "*layers"]
+    entropy: Float[Array, "*layers"]
+
+
+def load_metrics(tokens_per_expert: Int[Array, "*layers E"]) -> LoadMetrics:
+    """max_violation = (max - mean) / mean, and the entropy of the load.
+
+    Args:
+      tokens_per_expert: [..., E] i32, such as `MoEStats.tokens_per_expert`, or its sum over microbatches.
+
+    Returns:
+      The metrics, [...] f32 each; 0 where there is no token.
+
+    Raises:
+      ValueError: tokens_per_expert is no array of integers.
+    """
+    check_arrays("tokens_per_expert int [..., E]", tokens_per_expert)
+    tokens = tokens_per_expert.astype(jnp.float32)
+    share = tokens / jnp.maximum(tokens.sum(-1, keepdims=True), 1.0)
+    entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1.0)), -1)
+    return LoadMetrics(jnp.maximum(share.max(-1) * tokens.shape[-1] - 1.0, 0.0), entropy)
+
+
+def update_router_bias(
+    bias: Float[Array, "*layers E"],
+    tokens_per_expert: Int[Array, "*layers E"],
+    rate: float | None = None,
+    rule: Rule = "sign",
+    *,
+    histogram: Int[Array, "*layers E 1000"] | None = None,
+) -> Float[Array, "*layers E"]:
+    """The new bias, with which the router chooses experts with too few tokens more often.
+
+    Args:
+      bias: [..., E], floating point. The router adds it to the scores for selection alone.
+      tokens_per_expert: [..., E] i32, counted over the whole mesh, and summed over the microbatches of the step.
+      rate: for `sign` the step of the bias, in units of the score; None is 1e-3. For `quantile` the part of the way to
+        the quantile, where 0.1 smooths over some 10 updates; None is 1.
+      rule: see the equations of this module.
+      histogram: [..., E, 1000] i32, `MoEStats.histogram` summed as the tokens are, for `quantile`. The router must have
+        had this `bias` in all of them.
+
+    Returns:
+      The new bias, [..., E] in the dtype of bias. The rule `quantile` leaves it as it is where there is no token.
+
+    Raises:
+      ValueError: the rule is unknown, the shapes differ, or `quantile` has no histogram.
+    """
+    check_value("rule", rule, ("sign", "quantile"))
+    if rate is not None and not isinstance(rate, jax.Array):
+        check_value("rate", rate, float, least=-math.inf)
+    if rule == "sign":
+        histogram = None
+    elif histogram is None:
+        raise ValueError("histogram is None; rule='quantile' needs stats.histogram, of RouterConfig(histogram=True)")
+    arrays = bias, tokens_per_expert, histogram
+    check_arrays("bias [..., E], tokens_per_expert int [..., E], histogram? int [..., E, bins]", *arrays, bins=BINS)
+    tokens_per_expert = tokens_per_expert.astype(jnp.int32)
+    # Integers compare tokens with total / E exactly, without a product that could overflow.
+    quotient, rest = jnp.divmod(tokens_per_expert.sum(-1, keepdims=True), bias.shape[-1])
+    if histogram is not None:  # the biases below which as many values lie as a balanced load has tokens
+        wide, target = bias.astype(jnp.float32), quotient + jnp.sign(rest)
+        until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
+        place = jnp.argmax(until >= target[..., None], axis=-1, keepdims=True)
+        inside, end = (jnp.take_along_axis(v, place, axis=-1)[..., 0].astype(jnp.int32) for v in (histogram, until))
+        # The values of a bin are taken for evenly spread.
+        part = (target - end + inside).astype(jnp.float32) / jnp.maximum(inside, 1).astype(jnp.float32)
+        low, width = _find_bins(wide)
+        found = low + width * (place[..., 0].astype(jnp.float32) + part)
+        step = jnp.where(target > 0, found - found.mean(-1, keepdims=True), wide) - wide
+        return (wide + jnp.asarray(1.0 if rate is None else rate, jnp.float32) * step).astype(bias.dtype)
+    excess = jnp.sign(tokens_per_expert - quotient)
+    excess = jnp.where(excess == 0, -jnp.sign(rest), excess)
+    return bias - jnp.asarray(1e-3 if rate is None else rate, bias.dtype) * excess.astype(bias.dtype)
+
+
+def sum_losses(config: RouterConfig, logits: Float[Array, "T E"], log_scores, mask, balance) -> Sums:
+    """Returns the Sums of one device, with the `balance` [T, E] of `balance_sequences`."""
+    total = z = by_sequence = None
+    if config.aux_loss or config.sequence_aux_loss:
+        shares = jax.nn.softmax(log_scores, axis=-1)
+        shares = shares if mask is None else jnp.where(mask[:, None], shares, 0.0)
+        total = shares.sum(0) if config.aux_loss else None
+        by_sequence = None if balance is None else (shares * balance).sum()[None]
+    if config.z_loss:
+        z = jax.nn.logsumexp(logits, axis=-1) ** 2
+        z = (z if mask is None else jnp.where(mask, z, 0.0)).sum()[None]
+    return Sums(total, z, by_sequence)
+
+
+def balance_sequences(experts: Int[Array, "T K"], sequences, mask, num_experts: int, along: Names):
+    """Returns, for each token and the T tokens of its sequence, tokens[e] / T^2 [T, E]; and the sequences [1]."""
+    ids = sequences if mask is None else jnp.where(mask, sequences, -1)
+    rows = gather_rows(jnp.concatenate([ids[:, None], experts], axis=1), along)
+    # Integers add up to the same sum in any order, and so may scatters of them.
+    number = jnp.unique(rows[:, 0], return_inverse=True, size=len(rows))[1]
+    zeros = jnp.zeros_like(rows, shape=(len(rows), num_experts))
+    tokens = zeros.at[number[:, None], rows[:, 1:]].add(1, mode="drop")
+    sizes = zeros[:, 0].at[number].add((rows[:, 0] >= 0).astype(jnp.int32))
+    own = take_shard(number, (along,))
+    size = jnp.maximum(sizes[own], 1).astype(jnp.float32)
+    balance = tokens[own].astype(jnp.float32) / (size**2)[:, None]
+    number_of_sequences = mask_to_first_rank((sizes > 0).sum(dtype=jnp.int32)[None], along)
+    return jnp.where(ids[:, None] >= 0, balance, 0.0), number_of_sequences
+
+
+def count_needed_bias(
+    scores: Float[Array, "T E"], bias: Float[Array, " E"], best: Int[Array, "T K"], mask: Bool[Array, " T"] | None
+) -> Int[Array, "E 1000"]:
+    """Returns for each expert the histogram of `needed` over the real tokens, whose K best experts are `best`."""
+    chose = (best[:, :, None] == jnp.arange(scores.shape[1], dtype=jnp.int32)[None, None]).any(1)
+    cutoff = jnp.where(chose, -jnp.inf, scores + bias[None]).max(1, keepdims=True)
+    low, width = _find_bins(bias)
+    bins = jnp.clip((cutoff - scores - low[None]) / width[None], 0, BINS - 1).astype(jnp.int32)
+    one = jnp.ones_like(bins) if mask is None else jnp.broadcast_to(mask[:, None].astype(jnp.int32), bins.shape)
+    experts = jnp.arange(bins.shape[1], dtype=jnp.int32)[None]
+    return jnp.zeros_like(bins, shape=(bins.shape[1], BINS)).at[experts, bins].add(one, mode="drop")
+
+
+def _find_bins(bias: Float[Array, "*layers E"]) -> tuple[Float[Array, "*layers 1"], Float[Array, "*layers 1"]]:
+    """Returns the lower end of the bins and the width of a bin."""
+    low, high = bias.min(-1, keepdims=True) - 1.0, bias.max(-1, keepdims=True) + 1.0
+    return low, (high - low) / BINS
