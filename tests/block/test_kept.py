@@ -63,6 +63,15 @@ def test_bits_are_those_of_a_block_that_quantizes(mesh, way, recipe, dim):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def test_rounded_once():
+    """Breaks if weights that are rounded once are not those that a block casts, or their gradients leave float32."""
+    x, quantized = jnp.asarray(X, jnp.bfloat16), moax.quantize_params(PARAMS, CONFIG)
+    assert [v.dtype for v in jax.tree.leaves((quantized.wi, quantized.wo))] == [jnp.bfloat16] * 2
+    got, want = jax.jit(run)(x, PARAMS, quantized), jax.jit(run)(x, PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert got[2].wi.dtype == got[2].wo.dtype == jnp.float32
+
+
 @pytest.mark.more
 def test_a_block_reads_kept_weights_alone():
     """Breaks if a block with kept weights quantizes the parameters once more: it would see their NaN."""
