@@ -36,6 +36,8 @@ from moax.params import token_spec
 
 TEXTS = 8  # The steps take these batches in turn.
 PROFILED = 2  # steps of the profile
+# The kernels of a command buffer have its name in a profile, and not that of their instruction.
+NO_COMMAND_BUFFERS = {"xla_gpu_graph_min_graph_size": 1 << 30}
 
 
 def main(argv: list[str]) -> int:
@@ -47,17 +49,22 @@ def main(argv: list[str]) -> int:
     mesh = moax.make_mesh(dict(config.mesh), devices=jax.devices()[:devices])
     answer: dict[str, Any] = {"tokens": request["tokens"][0]}
     with jax.set_mesh(mesh):
-        step = init = None
+        step = init = plain = None
         try:
             update, like = jit_update(config, mesh)
-            step, init = update.lower(*like).compile(), jit_init(config, mesh).lower().compile()
+            lowered = update.lower(*like)
+            step, init = lowered.compile(), jit_init(config, mesh).lower().compile()
+            if backend.platform() == "gpu":
+                plain = lowered.compile(NO_COMMAND_BUFFERS)
         except Exception as error:
             answer["note"] = why(error)
         print(READY, flush=True)
         sys.stdin.readline()
         try:
             if step is not None and init is not None:
-                answer |= measure(step, init, config, mesh, Repeats(**request["repeats"]), random=request["random"])
+                answer |= measure(
+                    step, init, plain, config, mesh, Repeats(**request["repeats"]), random=request["random"]
+                )
         except Exception as error:
             answer["note"] = why(error)
     print(json.dumps(answer), flush=True)
@@ -65,9 +72,19 @@ def main(argv: list[str]) -> int:
 
 
 def measure(
-    step: jax.stages.Compiled, init: jax.stages.Compiled, config: TrainConfig, mesh, repeats: Repeats, *, random: bool
+    step: jax.stages.Compiled,
+    init: jax.stages.Compiled,
+    plain: jax.stages.Compiled | None,
+    config: TrainConfig,
+    mesh,
+    repeats: Repeats,
+    *,
+    random: bool,
 ) -> dict[str, Any]:
-    """Measures the wall clock of a step, the median over batches of steps, and the losses of the steps."""
+    """Measures the wall clock of a step, the median over batches of steps, and the losses of the steps.
+
+    A profile of `plain`, the step without command buffers, tells the parts of a step; None takes no profile.
+    """
     place, draw = named(mesh, token_spec(moax.Axes(), ndim=2)), batches_of(config, random)
     texts = [jax.device_put(draw(index), place) for index in range(TEXTS)]
     state = init()
@@ -84,18 +101,19 @@ def measure(
         "peak_bytes": peak_bytes(mesh),
         "tokens_per_expert": [int(count) for count in metrics["tokens_per_expert"].sum(0)],
     }
-    text = step.as_text() or ""
-    if backend.platform() == "gpu":
+    if plain is not None:
         try:
+            state, metrics = plain(state, texts[0])
+            jax.block_until_ready(state)
             with tempfile.TemporaryDirectory() as folder:
                 with jax.profiler.trace(folder):
                     for index in range(PROFILED):
-                        state, metrics = step(state, texts[index])
+                        state, metrics = plain(state, texts[index])
                     jax.block_until_ready(state)
-                extra |= stages.split_step(text, profiles.read_profile(folder), PROFILED * mesh.size)
+                extra |= stages.split_step(plain.as_text() or "", profiles.read_profile(folder), PROFILED * mesh.size)
         except Exception as error:  # The times of the steps are useful without those of their parts.
             extra["profile_note"] = why(error)
-    return {"us": 1e6 * statistics.median(times[1:]), "path": path_of(text), "extra": extra}
+    return {"us": 1e6 * statistics.median(times[1:]), "path": path_of(step.as_text() or ""), "extra": extra}
 
 
 def batches_of(config: TrainConfig, random: bool) -> Callable[[int], np.ndarray]:

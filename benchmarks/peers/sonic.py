@@ -1,9 +1,9 @@
 """SonicMoE's layer on one GPU, a peer of `moax.moe` in bf16: python3 -m benchmarks.peers.sonic REQUEST
 
-REQUEST is the request of `block_worker` without a mesh. The program compiles the kernels by a layer of few tokens, and
-holds y and the gradients of these tokens against float64. It prints READY, waits for a line on stdin, and measures. The
-first call with a number of tokens times SonicMoE's kernels by every tile, and takes the fastest: this comes after that
-line, so that the GPU does nothing else. The program prints what `block_worker` prints.
+REQUEST is the request of `block_worker` without a mesh. The program compiles the kernels by a layer of few tokens,
+prints READY, and waits for a line on stdin. Then it holds y and the gradients of few tokens against float64, which
+takes memory that no other process may need at that time, and measures. The first call with a number of tokens times
+SonicMoE's kernels by every tile, and takes the fastest. The program prints what `block_worker` prints.
 
 `us` is the wall clock of back-to-back calls, which the host may bound. `kernel_us` is the sum of the kernels of a call
 (CUPTI), as in the rows of moax. `event_us` is the time between two events around calls that the host has enqueued
@@ -76,12 +76,16 @@ def serve(config: MoEConfig, sizes: list[int], repeats: Repeats, device: torch.d
 
     params = draw(config, device)
     layer = functools.partial(forward, sonicmoe.moe_TC_softmax_topk_layer, config.top_k)
-    errors = distances(layer, config, params)
-    wrong = ", ".join(f"{name} off by {error:.1e}" for name, error in errors.items() if not error <= LIMIT)
+    x, dy = inputs(config, CHECKED, device)
+    torch.autograd.grad(layer(x, params, inference=False), (x, *params), dy)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # Others are measured before this process, and may need the memory.
     print(READY, flush=True)
     sys.stdin.readline()
+    errors = distances(layer, config, params)
+    wrong = ", ".join(f"{name} off by {error:.1e}" for name, error in errors.items() if not error <= LIMIT)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     for tokens in sizes:
         answer: dict[str, Any] = {"tokens": tokens, "impl": f"sonic-moe {sonicmoe.__version__}"}
         try:
