@@ -240,7 +240,7 @@ def test_the_page_of_the_step_is_committed():
     for part in profiled[0]:
         if "quantization" not in part:  # of no row here
             assert f"| {' | '.join(f'{us[part] / 1e3:.1f}' for us in profiled)} |" in page, part
-    for row in read_rows("h200_train_qwen3.json"):
+    for row in read_rows("h100_train_qwen3.json"):
         assert f" {row['us'] / 1e3:.1f} |" in page and f" {row['extra']['tokens_per_s']:,.0f} |" in page, row["case"]
 
 
@@ -248,12 +248,12 @@ def test_microbatches_are_committed():
     """Breaks if the README shows rates of 8 microbatches, or a computed one, that no committed row has."""
     bf16, fp8 = (
         next(
-            row["extra"] for row in read_rows("h200_train_qwen3.json") if " x8 " in row["case"] and row["recipe"] == of
+            row["extra"] for row in read_rows("h100_train_qwen3.json") if " x8 " in row["case"] and row["recipe"] == of
         )
         for of in ("none", "fp8_block")
     )
     rates = (bf16["tokens_per_s"], fp8["tokens_per_s"], fp8["fsdp8_computed"]["tokens_per_s"])
-    shown = re.search(r"trains ([\d,]+) tokens/s in bf16 and ([\d,]+) in FP8 on one H200; ([\d,]+) are computed", PROSE)
+    shown = re.search(r"trains ([\d,]+) tokens/s in bf16 and ([\d,]+) in FP8 on one H100; ([\d,]+) are computed", PROSE)
     assert shown and shown.groups() == tuple(f"{rate:,.0f}" for rate in rates)
 
 
@@ -312,7 +312,7 @@ def benchmark_table() -> list[str]:
     steps = (
         ("h100_trainer.json", "MaxText"),
         ("h100_trainer_ways.json", "MaxText, all its ways"),
-        ("h200_train_qwen3.json", "`lm/`"),
+        ("h100_train_qwen3.json", "`lm/`"),
     )
     for name, what in steps:
         for case in dict.fromkeys(row["case"] for row in read_rows(name)):
