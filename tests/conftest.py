@@ -4,6 +4,7 @@ JAX reads all of this when its backend starts, so it is set before anything impo
 a test's time is the compilation of its program, which takes half as long so; values stay within the suites' limits.
 """
 
+import gc
 import os
 import sys
 import zlib
@@ -11,6 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 ON_GPU = os.environ.get("MOAX_TEST_GPU") == "1"
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin, and would take the cores from the other worker
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # no test reads where in Python an operation is from
 if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Eight devices share two cores here, and the second test worker's eight too: a rendezvous may take a while.
@@ -23,6 +26,10 @@ import jax
 import jaxtyping
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+# Traces make many objects and few cycles, so the collector has little to find in most of its passes.
+gc.freeze()
+gc.set_threshold(200_000, 20, 20)
 
 # Every function of moax and lm checks its annotations; see annotations.py. A GPU's environment need not have beartype.
 if not ON_GPU:

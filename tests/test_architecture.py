@@ -364,7 +364,10 @@ def test_modules_import_alone_and_by_their_names():
     assert not said, said
 
 
-EACH_ROOM = (
+WITHOUT_HOPPER = (
+    "tests/block/test_moe.py::test_one_device",
+    "tests/block/test_quantized.py::test_against_rounded_operands[fp8_block-none--auto]",
+    "tests/ops/test_grouped_matmul.py::test_bfloat16",
     "tests/ops/test_quantize.py::test_matches_numpy",
     "tests/ops/test_permute.py::test_round_trip",
     "tests/ops/test_exchange.py::test_one_device",
@@ -377,16 +380,10 @@ EACH_ROOM = (
     "tests/block/test_kept.py::test_bits_are_those_of_a_block_that_quantizes",
     "tests/block/test_lora.py::test_is_the_merged_block",
 )
-REPRESENTATIVE = (
-    "tests/block/test_moe.py::test_one_device",
-    "tests/block/test_quantized.py::test_against_rounded_operands[fp8_block-none--auto]",
-    "tests/ops/test_grouped_matmul.py::test_bfloat16",
-)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("selected", [REPRESENTATIVE, EACH_ROOM], ids=["some", "each room"])
-def test_kernels_can_be_deleted(tmp_path, selected):
+def test_kernels_can_be_deleted(tmp_path):
     """Breaks if a test that needs no Hopper kernel fails without the folder kernels/hopper."""
     ignored = shutil.ignore_patterns("hopper", "__pycache__")
     shutil.copytree(SRC, tmp_path / "moax", ignore=ignored)
@@ -394,7 +391,7 @@ def test_kernels_can_be_deleted(tmp_path, selected):
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     here = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert str(tmp_path) in here.stdout, f"another moax than the copy was tested: {here.stdout}{here.stderr[-2000:]}"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *selected]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *WITHOUT_HOPPER]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=1500)
     assert done.returncode == 0, done.stdout[-4000:]
 

@@ -36,10 +36,9 @@ ADAPTERS = jax.tree.map(lambda v: v + 0.1, lora.init(jax.random.key(1), PLAIN, 4
         [
             ("2x4", "custom_partitioning", "all_to_all", {}),
             ("", "none", "all_gather", {}),
-            ("tp2x2x2", "explicit", "all_gather", {}),
+            ("tp2x2x2", "user", "all_gather", dict(buffer_factor=None)),
             ("1x8", "shard_map", "one_sided", {}),
             ("2x4", "user_vma", "all_to_all", dict(save_rows=False)),
-            ("8x1", "user", "all_gather", dict(buffer_factor=None)),
             ("2x4", "shard_map", "all_to_all", dict(buffer_factor=0.1, chunks=3)),
             ("dp2x2x2", "explicit", "all_to_all", dict(grad_reduce_dtype="float32", chunks=5)),
         ],

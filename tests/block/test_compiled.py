@@ -55,7 +55,6 @@ PROGRAMS = [
     ("custom_partitioning", "fp8_block", "experts", "all_gather"),
     ("explicit", "mxfp8", "experts", "all_to_all"),
     ("explicit", "fp8_block", "model", "all_gather"),
-    ("custom_partitioning", "fp8_block", "experts", "all_to_all"),
 ]
 CASES = pytest.mark.parametrize(("way", "recipe", "fsdp_dim", "exchange"), some(PROGRAMS, 1))
 

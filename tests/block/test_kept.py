@@ -24,11 +24,9 @@ CASES = [
     ("2x4", "custom_partitioning", "fp8_block", "experts"),
     ("2x4", "explicit", "mxfp8", "experts"),
     ("tp2x2x2", "custom_partitioning", "fp8_tensor", "model"),
-    ("8x1", "shard_map", "fp8_block", "model"),
+    ("8x1", "shard_map", "wi=fp8_block", "model"),
     ("none", "none", "fp8_block", "auto"),
-    ("none", "none", "wi=fp8_block", "auto"),
     ("tp2x2x2", "custom_partitioning", None, "model"),
-    ("2x4", "explicit", "wo=mxfp8", "experts"),
 ]
 
 

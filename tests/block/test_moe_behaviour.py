@@ -132,8 +132,6 @@ NAN = [
     (None, "2x4", "all_to_all"),
     ("fp8_block", "2x4", "all_gather"),
     ("fp8_tensor", "2x4", "all_to_all"),
-    (None, "2x4", "all_gather"),
-    ("fp8_block", "2x4", "all_to_all"),
     ("mxfp8", "2x4", "all_to_all"),
 ]
 

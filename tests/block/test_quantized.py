@@ -70,10 +70,9 @@ def check_against_plain(got, limit_y, limit):
     some([
         *((name, "none", "", "auto") for name in ("fp8_block", "mxfp8", "fp8_tensor", "two", "group")),
         ("fp8_block", "custom_partitioning", "2x4", "model"), ("fp8_tensor", "explicit", "tp2x2x2", "experts"),
-        ("fp8_block", "shard_map", "tp2x2x2", "model"), ("mxfp8", "explicit", "2x4", "model"),
-        ("wi", "custom_partitioning", "2x4", "auto"), ("wo", "explicit", "tp2x2x2", "auto"),
-        ("tensor", "custom_partitioning", "dp2x2x2", "auto"), ("wi", "none", "", "auto"),
-        ("group", "custom_partitioning", "2x4", "auto"), ("group", "explicit", "tp2x2x2", "auto"),
+        ("mxfp8", "shard_map", "tp2x2x2", "model"), ("wi", "custom_partitioning", "2x4", "auto"),
+        ("wo", "explicit", "tp2x2x2", "auto"), ("tensor", "custom_partitioning", "dp2x2x2", "auto"),
+        ("group", "explicit", "tp2x2x2", "auto"),
     ], 5),
 )  # fmt: skip
 def test_against_rounded_operands(recipe, way, mesh, fsdp_dim):
@@ -103,7 +102,7 @@ def test_quantized_wire(way, exchange):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("recipe", (*RECIPES, "wi", "group"))
+@pytest.mark.parametrize("recipe", ("fp8_block", "fp8_tensor", "group"))
 def test_in_passes(recipe):
     """Breaks if passes are quantized otherwise than rows are: y and dx of block scales are those of one pass;
     gradients of weights, whose blocks run over rows of a pass, stay within the bounds of the method. The ranks of a

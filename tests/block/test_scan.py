@@ -25,7 +25,6 @@ EVERYTHING = jax.checkpoint_policies.everything_saveable
 CASES = [
     ("dp2x2x2", "explicit", None, None),
     ("2x4", "custom_partitioning", "fp8_block", NAMES),
-    ("8x1", "custom_partitioning", None, NAMES),
     ("4x2", "shard_map", "fp8_block", EVERYTHING),
     ("tp2x2x2", "explicit", "mxfp8", NAMES),
 ]

@@ -110,7 +110,6 @@ OF_MOE = [
     ("ep, fsdp x cp", "explicit"),
     ("ep, fsdp x cp", "auto"),
     ("cp x ep", "manual"),
-    ("dp x cp", "manual"),
     ("S over ep", "auto"),
     ("ep, fsdp x cp", "manual_vma"),
     ("cp x tp", "explicit"),

@@ -131,7 +131,7 @@ def test_which_fall_back():
 @pytest.mark.parametrize(
     ("name", "width"),
     some([("swiglu", 1408), ("swiglu", 2880), (NAMES[-1], 128), *((name, 128) for name in NAMES[:-1]),
-          *(("swiglu", width) for width in (96, 768, 2048, 4096, 7168))], 3),
+          *(("swiglu", width) for width in (96, 768, 7168))], 3),
 )  # fmt: skip
 def test_lowers_for_cuda(name, width):
     """Breaks if Mosaic does not lower an operation that `KNOWN` says it knows, a width of a model, or one of tiles of

@@ -4,8 +4,6 @@ Covers: leading dims x columns; ways x meshes x layouts x recipes by pairs (`COV
 collectives of the compiled program; NaN; vmap.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,7 +116,7 @@ COVER = Table(
 )
 
 
-@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters(4, short=12))
+@pytest.mark.parametrize(tuple(COVER.options), COVER.parameters(0, short=12))
 def test_on_mesh(way, mesh, layout, recipe):
     """To a dense layer ep is one more axis of fsdp: weights over both, on either dim, width over tp on either side.
     Products are those of operands rounded along each contracted dim: blocks of rows are a device's own, blocks of a
@@ -178,7 +176,7 @@ def test_bfloat16(recipe):
 
 
 EVERY = [("custom_partitioning", "fp8_block", "dim 0"), ("explicit", "mxfp8", "dim 1"), ("shard_map", None, "dim 0")]
-EVERY += [c for c in itertools.product(WAYS[:3], (None, "fp8_block", "mxfp8"), ("dim 0", "dim 1")) if c not in EVERY]
+EVERY += [("custom_partitioning", None, "dim 1"), ("shard_map", "mxfp8", "dim 0"), ("explicit", "fp8_block", "dim 0")]
 
 
 @pytest.mark.parametrize("way, recipe, layout", some(EVERY, 2))

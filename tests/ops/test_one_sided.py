@@ -229,9 +229,7 @@ def test_wire_of_the_kernels(wire, rows=256, width=160, count=200):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(
-    "mesh, way", some([("2x4", w) for w in ("explicit", "custom_partitioning", "shard_map", "user_vma")], 1)
-)
+@pytest.mark.parametrize("mesh, way", [("2x4", "explicit"), ("2x4", "user_vma")])
 def test_block(emulated, mesh, way):
     """Output, statistics and every gradient of the block are those of all_gather, NaN past the last row and all."""
     (got, got_grads), (want, want_grads) = (block(way, mesh, exchange=t)() for t in ("one_sided", "all_gather"))
