@@ -48,7 +48,7 @@ docs: $(INSTALLED) ## build the documentation into docs/_build/html; a warning i
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-test: lint ## lint, then run the short suite (8 minutes on two cores, install included); it ends with a table of what it covered
+test: lint ## lint, then run the short suite (8 to 11 minutes on two cores, install included); it ends with a table of what it covered
 	$(BIN)/pytest -n $(WORKERS) -m "not more and not gpu"
 
 lint: $(INSTALLED) ## check the code with ruff, its format, and its types with pyrefly
@@ -60,7 +60,7 @@ format: $(INSTALLED) ## fix what ruff can fix, and format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-test-more: $(INSTALLED) ## run the tests that `make test` leaves out, and plant faults that it must see (half an hour on two cores)
+test-more: $(INSTALLED) ## run the tests that `make test` leaves out, and plant faults that it must see (35 minutes on two cores)
 	$(BIN)/pytest -n $(WORKERS) -m "more and not gpu" --ignore $(LOWERING)
 	$(BIN)/python scripts/mutants.py
 	$(MAKE) test-versions

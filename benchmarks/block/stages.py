@@ -133,8 +133,9 @@ def split_step(
 ) -> dict:
     """Returns {stages_us, busy_us, largest} of a step, of `steps` steps in a profile; each device's count as steps.
 
-    `part_of` names one of `parts` for the name and the scope of a kernel. `busy_us` is the time in which a kernel runs;
-    `largest` lists the kernels that take the most time.
+    `part_of` names one of `parts` for the name and the scope of a kernel. A profile names the instruction of a kernel,
+    but not inside of a command buffer. There the order of launches tells the scope, which is wrong for Mosaic kernels
+    of a loop. `busy_us` is the time in which a kernel runs; `largest` lists the kernels that take the most time.
     """
     own = {re.sub(r"[.\-]", "_", name): scope for name, scope in INSTRUCTION.findall(hlo)}
     guessed = scopes(hlo, [kernel.name for kernel in kernels])
