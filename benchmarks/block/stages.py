@@ -131,23 +131,28 @@ def split_step(
     parts: Iterable[str] = PARTS,
     part_of: Callable[[str, str], str] = part_of,
 ) -> dict:
-    """Returns {stages_us, busy_us, largest} of a step, of `steps` steps in a profile; each device's count as steps.
+    """Returns {stages_us, busy_us, guessed_us, largest} of a step, of `steps` steps in a profile.
+
+    The steps of each device count as steps.
 
     `part_of` names one of `parts` for the name and the scope of a kernel. A profile names the instruction of a kernel,
-    but not inside of a command buffer. There the order of launches tells the scope, which is wrong for Mosaic kernels
-    of a loop. `busy_us` is the time in which a kernel runs; `largest` lists the kernels that take the most time.
+    but not inside of a command buffer. There the order of launches tells the scope of a Mosaic kernel, which is wrong
+    in a loop: `guessed_us` is the time of these kernels. `busy_us` is the time in which a kernel runs; `largest` lists
+    the kernels that take the most time.
     """
     own = {re.sub(r"[.\-]", "_", name): scope for name, scope in INSTRUCTION.findall(hlo)}
     guessed = scopes(hlo, [kernel.name for kernel in kernels])
-    total, by_kernel = dict.fromkeys(parts, 0.0), defaultdict(float)
+    total, by_kernel, unsure = dict.fromkeys(parts, 0.0), defaultdict(float), 0.0
     for kernel, guess in zip(kernels, guessed, strict=True):
-        scope = own.get(re.sub(r"[.\-]", "_", kernel.op), "") or guess
+        known = own.get(re.sub(r"[.\-]", "_", kernel.op), "")
+        scope = known or guess
         part, us = part_of(kernel.name, scope), (kernel.end - kernel.start) / 1e3 / steps
         total[part] += us
+        unsure += us if kernel.name.endswith(MOSAIC) and not known else 0.0
         by_kernel[part, kernel.name, scope] += us
     listed = sorted(by_kernel.items(), key=lambda entry: -entry[1])[:TOP]
     busy = sum(
         length(union((k.start, k.end) for k in kernels if k.device == device)) for device in {k.device for k in kernels}
     )
     largest = [{"part": part, "kernel": name, "scope": scope[-120:], "us": us} for (part, name, scope), us in listed]
-    return {"stages_us": total, "busy_us": busy / 1e3 / steps, "largest": largest}
+    return {"stages_us": total, "busy_us": busy / 1e3 / steps, "guessed_us": unsure, "largest": largest}

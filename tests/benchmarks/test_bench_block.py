@@ -252,7 +252,8 @@ SCOPES = (
 
 
 def test_parts_of_a_step():
-    """Breaks if a kernel's time goes to another part, to no part, or is not that of one step."""
+    """Breaks if a kernel's time goes to another part, to no part, or is not that of one step; or if it is not said
+    that the scope of a kernel was guessed, as in a command buffer, whose kernels have its name for an op."""
     line = '  %fusion.{} = f32[] fusion(), metadata={{op_name="{}"}}\n'
     hlo = "".join(line.format(i, scope) for i, (_, scope) in enumerate(SCOPES))
     kernels = [Kernel("GPU:0", "k", f"fusion.{i}", 1000.0 * i, 1000.0 * i + 500) for i in range(len(SCOPES))]
@@ -264,6 +265,9 @@ def test_parts_of_a_step():
     assert found["stages_us"] == want | {"slices of the scan": 0.75}
     assert found["busy_us"] == pytest.approx((len(SCOPES) * 500 + 500) / 2000)
     assert found["largest"][0]["part"] == "slices of the scan" and found["largest"][0]["us"] == 0.5
+    named = kernels[1]._replace(name="grouped_wgrad_mosaic_gpu_kernel")
+    for op, guessed in ((named.op, 0.0), ("command_buffer_56", 0.25)):
+        assert stages.split_step(hlo, [named._replace(op=op)], 2)["guessed_us"] == guessed
 
 
 def test_fsdp8_is_computed_from_the_step_and_its_quantization():

@@ -21,6 +21,7 @@ CASES = [
     ("custom_partitioning", "2x4", "all_to_all", None, 0.3),
     ("explicit", "dp2x2x2", "all_to_all", "mxfp8", 1.25),
     ("shard_map", "tp2x2x2", "all_gather", "fp8_tensor", 1.25),
+    ("none", "", "auto", "fp8_block", 0.5),
 ]
 
 

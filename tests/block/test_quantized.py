@@ -102,7 +102,7 @@ def test_quantized_wire(way, exchange):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("recipe", ("fp8_block", "fp8_tensor", "group"))
+@pytest.mark.parametrize("recipe", ("fp8_block", "fp8_tensor", "wi", "group"))
 def test_in_passes(recipe):
     """Breaks if passes are quantized otherwise than rows are: y and dx of block scales are those of one pass;
     gradients of weights, whose blocks run over rows of a pass, stay within the bounds of the method. The ranks of a

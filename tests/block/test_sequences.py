@@ -110,6 +110,7 @@ OF_MOE = [
     ("ep, fsdp x cp", "explicit"),
     ("ep, fsdp x cp", "auto"),
     ("cp x ep", "manual"),
+    ("dp x cp", "manual"),
     ("S over ep", "auto"),
     ("ep, fsdp x cp", "manual_vma"),
     ("cp x tp", "explicit"),

@@ -240,8 +240,19 @@ def test_the_page_of_the_step_is_committed():
     for part in profiled[0]:
         if "quantization" not in part:  # of no row here
             assert f"| {' | '.join(f'{us[part] / 1e3:.1f}' for us in profiled)} |" in page, part
-    for row in read_rows("h100_train_qwen3.json"):
-        assert f" {row['us'] / 1e3:.1f} |" in page and f" {row['extra']['tokens_per_s']:,.0f} |" in page, row["case"]
+    own = {(int(re.search(r" x(\d) ", row["case"])[1]), row["recipe"]): row
+           for row in read_rows("h100_train_qwen3.json")}  # fmt: skip
+    for count in (1, 2, 4, 8):
+        bf16, fp8 = own[count, "none"], own[count, "fp8_block"]
+        rates = [row["extra"]["tokens_per_s"] for row in (bf16, fp8)]
+        computed = fp8["extra"]["fsdp8_computed"]["tokens_per_s"]
+        shown = [f"{count}", *(f"{row['us'] / 1e3:.1f}" for row in (bf16, fp8)), *(f"{rate:,.0f}" for rate in rates)]
+        assert f"| {' | '.join([*shown, f'{bf16["us"] / fp8["us"]:.2f}', f'{computed:,.0f}'])} |" in page
+    of_parts = [own[4, recipe]["extra"]["stages_us"] for recipe in ("none", "fp8_block")]
+    table = page[page.index("The parts of a step of 4 microbatches") :]
+    shown = re.findall(r"^\| [^|]+ \| (\d+\.\d) \| (\d+\.\d) \|$", table, re.M)
+    parts = [tuple(f"{us[part] / 1e3:.1f}" for us in of_parts) for part in of_parts[0]]
+    assert sorted(shown) == sorted(pair for pair in parts if pair != ("0.0", "0.0"))
 
 
 def test_microbatches_are_committed():

@@ -34,6 +34,7 @@ CASES = {
     "dp-fsdp-ep": (SHARED, {"dp": 2, "fsdp": 2, "ep": 2}, None, "all_gather", 1.25),
     "tp-mxfp8-all_to_all": (SHARED, {"fsdp": 2, "ep": 2, "tp": 2}, "mxfp8", "all_to_all", 1.25),
     "fsdp-on-model-fp8_block-capacity-wire": (BIASED, {"fsdp": 4, "ep": 2}, WIRE, "all_to_all", 1.25),
+    "fp8_tensor": (SHARED, {"fsdp": 2, "ep": 4}, "fp8_tensor", "all_gather", 1.25),
     "passes-fp8_block-wire": (SHARED, {"fsdp": 2, "ep": 4}, WIRE, "all_to_all", 0.1),
     "latent-fp8_block": (LATENT, {"fsdp": 2, "ep": 4}, "fp8_block", "all_to_all", 1.25),
     "latent-tp": (LATENT, {"fsdp": 2, "ep": 2, "tp": 2}, "fp8_block", "all_to_all", 1.25),
@@ -53,7 +54,7 @@ def listed(found) -> Counter:
 @pytest.mark.parametrize(
     "case",
     some(["dp-fsdp-ep", "tp-mxfp8-all_to_all", "fsdp-on-model-fp8_block-capacity-wire", "passes-fp8_block-wire",
-          "latent-tp"], 1),
+          "fp8_tensor", "latent-tp"], 1),
 )  # fmt: skip
 def test_bytes_are_those_of_the_program(case):
     """Breaks if a collective is forgotten, invented, or counted with other bytes than the compiled block moves."""
