@@ -61,7 +61,7 @@ format: $(INSTALLED) ## fix what ruff can fix, and format the code
 	$(BIN)/ruff format
 
 test-more: $(INSTALLED) ## run the tests that `make test` leaves out, and plant faults that it must see (35 minutes on two cores)
-	$(BIN)/pytest -n $(WORKERS) -m "more and not gpu" --ignore $(LOWERING)
+	MOAX_TEST_ANNOTATIONS=0 $(BIN)/pytest -n $(WORKERS) -m "more and not gpu" --ignore $(LOWERING)
 	$(BIN)/python scripts/mutants.py
 	$(MAKE) test-versions
 

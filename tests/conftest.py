@@ -1,7 +1,7 @@
 """Every test runs on 8 emulated CPU devices or, with MOAX_TEST_GPU=1, on the machine's GPUs.
 
-JAX reads all of this when its backend starts, so it is set before anything imports jax. LLVM optimizes nothing: most of
-a test's time is the compilation of its program, which takes half as long so; values stay within the suites' limits.
+JAX reads all of this when its backend starts, so it is set before anything imports jax. Most of a test's time is the
+compilation of its program, which `processes.FLAGS` make fast; values stay within the suites' limits.
 """
 
 import gc
@@ -11,15 +11,15 @@ import zlib
 from contextlib import ExitStack
 from pathlib import Path
 
+import processes
+
 ON_GPU = os.environ.get("MOAX_TEST_GPU") == "1"
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads spin, and would take the cores from the other worker
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # no test reads where in Python an operation is from
 if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Eight devices share two cores here, and the second test worker's eight too: a rendezvous may take a while.
-    flags = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0",
-             "--xla_cpu_collective_call_terminate_timeout_seconds=600")  # fmt: skip
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+    flags = (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", processes.FLAGS)
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 import hypothesis
 import jax
@@ -31,8 +31,9 @@ from jax.experimental.compilation_cache import compilation_cache
 gc.freeze()
 gc.set_threshold(200_000, 20, 20)
 
-# Every function of moax and lm checks its annotations; see annotations.py. A GPU's environment need not have beartype.
-if not ON_GPU:
+# Every function of moax and lm checks its annotations; see annotations.py. A GPU's environment need not have beartype,
+# and `make test-more` leaves the checks to `make test`, since they take a twelfth of the time.
+if not ON_GPU and os.environ.get("MOAX_TEST_ANNOTATIONS") != "0":
     jaxtyping.install_import_hook(["moax", "lm"], "annotations.checked")
 
 from support import summary

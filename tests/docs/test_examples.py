@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 pytest.importorskip("flax")
@@ -32,9 +33,8 @@ SHOWS = {
 
 
 def run(path: Path, *argv: str) -> subprocess.CompletedProcess:
-    """The program in a process of its own, which has no flag of this one's but the platform; code that is optimized
-    little compiles a third faster."""
-    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=1", "PYTHONPATH": str(ROOT / "src")}
+    """The program in a process of its own, which says itself how many devices it has."""
+    flags = {"XLA_FLAGS": processes.FLAGS, "PYTHONPATH": str(ROOT / "src")}
     environment = os.environ | flags
     command = [sys.executable, "-W", "error", str(path), *argv]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)

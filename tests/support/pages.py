@@ -17,6 +17,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import processes
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [path for path in PAGES if "_build" not in path.parts]
@@ -104,8 +106,8 @@ def _here(blocks: list[Block]) -> list[str]:
 
 
 def _in_a_process(path: Path, blocks: list[Block]) -> list[str]:
-    # A page says how many devices it has; level 0 compiles it in half the time.
-    flags = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT / "src")}
+    # A page says how many devices it has.
+    flags = {"XLA_FLAGS": processes.FLAGS, "PYTHONPATH": str(ROOT / "src")}
     program = f"\nprint({END!r}, end='', flush=True)\n".join(block.text for block in blocks)
     command = [sys.executable, "-W", "error", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | flags, timeout=300)

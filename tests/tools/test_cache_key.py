@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import processes
 from jax.sharding import PartitionSpec as P
 
 import moax
@@ -49,7 +50,7 @@ def run_process(cache: Path, exchange: str, padding: int) -> tuple[int, str]:
     """Runs the program in a new process with this cache; returns how often the cache hit, and what the program gave."""
     flags = dict(
         JAX_PLATFORMS="cpu",
-        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+        XLA_FLAGS=f"--xla_force_host_platform_device_count=4 {processes.FLAGS}",
         PYTHONPATH=str(ROOT / "src"),
         JAX_COMPILATION_CACHE_DIR=str(cache),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
