@@ -32,7 +32,7 @@ gc.freeze()
 gc.set_threshold(200_000, 20, 20)
 
 # Every function of moax and lm checks its annotations; see annotations.py. A GPU's environment need not have beartype,
-# and `make test-more` leaves the checks to `make test`, since they take a twelfth of the time.
+# and `make test-more` leaves the checks to `make test`.
 if not ON_GPU and os.environ.get("MOAX_TEST_ANNOTATIONS") != "0":
     jaxtyping.install_import_hook(["moax", "lm"], "annotations.checked")
 

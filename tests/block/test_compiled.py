@@ -54,7 +54,6 @@ PROGRAMS = [
     ("shard_map", "fp8_block", "model", "all_gather"),
     ("custom_partitioning", "fp8_block", "experts", "all_gather"),
     ("explicit", "mxfp8", "experts", "all_to_all"),
-    ("explicit", "fp8_block", "model", "all_gather"),
 ]
 CASES = pytest.mark.parametrize(("way", "recipe", "fsdp_dim", "exchange"), some(PROGRAMS, 1))
 
