@@ -396,6 +396,25 @@ def test_kernels_can_be_deleted(tmp_path):
     assert done.returncode == 0, done.stdout[-4000:]
 
 
+def test_import_of_a_test_needs_one_device():
+    """Breaks if `make test-gpu` ends with an error on fewer than 8 GPUs: it imports the files of all tests."""
+    of_import = (
+        (path, call)
+        for path in TESTS
+        for statement in tree(path).body
+        for part in getattr(statement, "decorator_list", [statement])
+        for call in ast.walk(part)
+        if isinstance(call, ast.Call)
+    )
+    names = ((path, call, ast.unparse(call.func).split(".")[-1]) for path, call in of_import)
+    found = (
+        (path, call, name)
+        for path, call, name in names
+        if name in ("make_mesh", "mesh_with") and ast.unparse(call.args[0]) != "(1, 1)"
+    )
+    none_of(found, "make a mesh of several devices inside of a test, or an AbstractMesh")
+
+
 def test_no_test_imports_another():
     """Breaks if a helper of two test files is in one of them: it belongs to tests/support."""
     names = {path.stem for path in TESTS if path.stem.startswith("test_")}

@@ -275,7 +275,7 @@ def check_block(mosaic, config, tokens, recipe, how="", commons=(0.0,)):
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("d_ff", "recipe", "weights_at"),
-    [(128, "fp8_block", "output"), (96, None, "output"), (128, "fp8_block", "input")],
+    [(128, "fp8_block", "output"), (128, None, "output"), (96, None, "output"), (128, "fp8_block", "input")],
 )
 def test_block_interpreted(mosaic, d_ff, recipe, weights_at):
     """The whole way of the data through the kernels: permuted or gathered, quantized both ways, multiplied, activated

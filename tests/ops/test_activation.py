@@ -31,13 +31,13 @@ SIX = ("swiglu", "geglu", "swiglu_oai", "silu", "gelu", "relu2")
 
 @pytest.mark.parametrize("activation", SIX)
 def test_values_and_derivatives(activation):
-    """To float32's precision, in and out of the clamps; 1 - tanh^2 of gelu's derivative cancels a digit."""
+    """To float32's precision, in and out of the clamps; 1 - tanh^2 of gelu's derivative cancels digits."""
     h, d_a = hidden(activation, 32), random(1, 32, 48)
     a, pull = jax.vjp(lambda h: activate(h, activation), jnp.asarray(h))
     (d_h,) = pull(jnp.asarray(d_a))
     want, d_want = oracle.activate(h, activation), oracle.activate_grad(h, activation, d_a)
     assert rel_error(a, want) < 1e-6
-    assert rel_error(d_h, d_want) < 1e-5
+    assert rel_error(d_h, d_want) < (1e-5 if activation in ("gelu", "geglu") else 3e-6)
     assert rel_error(a, reference.activate(jnp.asarray(h), activation)) < 1e-6
 
 
