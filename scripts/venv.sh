@@ -35,5 +35,7 @@ echo "Installing into $venv: $*"
 if command -v uv >/dev/null 2>&1; then
     uv pip install --quiet --python "$venv/bin/python" "$@"
 else
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile "$@"
+    # pip would compile on one core. A package may hold templates that are no Python, which do not compile.
+    "$venv/bin/python" -m compileall -qq -j 0 "$venv"/lib/python*/site-packages || true
 fi
