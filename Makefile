@@ -48,7 +48,7 @@ docs: $(INSTALLED) ## build the documentation into docs/_build/html; a warning i
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-test: lint ## lint, then run the short suite (8 to 10 minutes on two cores, install included); it ends with a table of what it covered
+test: lint ## lint, then run the short suite (8 minutes on two cores, install included; 5 the next time); it ends with a table of what it covered
 	$(BIN)/pytest -n $(WORKERS) -m "not more and not gpu"
 
 lint: $(INSTALLED) ## check the code with ruff, its format, and its types with pyrefly

@@ -6,6 +6,7 @@ compilation of its program, which `processes.FLAGS` make fast; values stay withi
 
 import gc
 import os
+import shutil
 import sys
 import zlib
 from contextlib import ExitStack
@@ -39,17 +40,28 @@ if not ON_GPU and os.environ.get("MOAX_TEST_ANNOTATIONS") != "0":
 from support import summary
 
 CACHE = Path(__file__).parent.parent / ".jax_cache"
+CACHE_BYTES = 2**30
 
 if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")  # for a plugin that imported jax before this file
-# Bounded, which also makes JAX lock the directory: test workers share it.
+# Test workers share the directory. A key holds op names too, so that a cached program has those of the code under test.
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
-jax.config.update("jax_compilation_cache_max_size", 2**30)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+# Most programs of a CPU are of one operation, and are read in a third of the time in which they compile. A bound would
+# make JAX look at every file at every write, so `pytest_sessionstart` bounds them.
+jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES if ON_GPU else -1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3 if ON_GPU else 0.0)
 
 # No deadline: the first example compiles. Derandomized: a red run is red again.
 hypothesis.settings.register_profile("moax", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.load_profile("moax")
+
+
+def pytest_sessionstart(session):
+    """Empties a large cache: each change of the sources leaves programs that no later session asks for."""
+    worker = hasattr(session.config, "workerinput")
+    if not worker and sum(path.stat().st_size for path in CACHE.glob("*-cache")) > CACHE_BYTES:
+        shutil.rmtree(CACHE)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -95,7 +107,7 @@ def unchecked():
 
 @pytest.fixture
 def fresh_compile():
-    """Compile anew: an executable from the persistent cache carries the op names of the code that first made it."""
+    """Compile anew, for a test of what a partition rule logs: XLA asks for no rule of a program from the cache."""
 
     def use_cache(value):
         jax.config.update("jax_enable_compilation_cache", value)

@@ -48,7 +48,7 @@ def in_loop(text: str, what: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("wire, direction", exchange.KINDS)
-def test_rounds_hold_the_exchange(wire, direction, fresh_compile):
+def test_rounds_hold_the_exchange(wire, direction):
     """Breaks if XLA moves what every round computes out of the loop, or narrows or drops what nobody reads."""
     mesh = exchange.mesh_of(2)
     with jax.set_mesh(mesh):

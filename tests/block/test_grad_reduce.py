@@ -143,7 +143,7 @@ SENT = {None: ("reduce-scatter", "bfloat16", 2), "float32": ("reduce-scatter", "
 
 
 @pytest.mark.parametrize("reduce", some((PIECES, "float32", None, "bfloat16"), 1))
-def test_bytes_on_the_wire(reduce, fresh_compile):
+def test_bytes_on_the_wire(reduce):
     """Breaks if a sum sends another dtype than it says, or `moax.inspect` does not count it."""
     mesh, config = make_mesh("dp2x2x2"), moax.MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2)
     found = inspect.inspect_block(config, tokens=64, mesh=mesh, recipe="fp8_block", grad_reduce_dtype=reduce)

@@ -83,7 +83,7 @@ def test_a_block_reads_kept_weights_alone():
 
 
 @pytest.mark.more
-def test_what_crosses(fresh_compile):
+def test_what_crosses():
     """Breaks if kept weights are gathered in more than a byte an element, or weights of the step beside them."""
     mesh = make_mesh("2x4")
     with jax.set_mesh(mesh):

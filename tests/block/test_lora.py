@@ -101,7 +101,7 @@ def test_is_the_merged_block(mesh, way, kept, config, options):
 
 
 @pytest.mark.more
-def test_what_a_step_computes(fresh_compile):
+def test_what_a_step_computes():
     """Breaks if a step on frozen experts scatters the gradient of a weight, or gathers a weight in more than bytes."""
     on = make_mesh("2x4")
     with jax.set_mesh(on):

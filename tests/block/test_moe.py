@@ -196,7 +196,7 @@ def test_any_subset_of_biases(present):
 
 
 @pytest.mark.parametrize("layout", some(["wrong order", "fsdp on F", "tuple axis", "two dims", "replicated"], 1))
-def test_any_layout_of_the_users(layout, caplog):
+def test_any_layout_of_the_users(layout, caplog, fresh_compile):
     """Breaks if an Auto mesh's own layout of weights, declared or not, is not used as it is (or brought in order)."""
     mesh = jax.make_mesh((2, 4), ("fsdp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     axes, p = moax.Axes(), PartitionSpec

@@ -115,7 +115,7 @@ def test_in_passes(recipe):
     assert recipe in PLAIN_GRAD or rel_norm(dx.reshape(want.dx.shape), want.dx) < QUANTIZED
 
 
-def test_what_crosses(fresh_compile):
+def test_what_crosses():
     """Breaks if the weight without a recipe travels as bytes, if the other one does not, or if the estimate of the
     bytes does not know which is which."""
     config = moax.MoEConfig(256, 384, 8, 2)
@@ -131,7 +131,7 @@ def test_what_crosses(fresh_compile):
 
 
 @pytest.mark.more
-def test_no_device_asks_another_for_a_maximum(fresh_compile):
+def test_no_device_asks_another_for_a_maximum():
     """Breaks if scales of groups cost a collective, which is what they save."""
     config = moax.MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2)
     counts = {}

@@ -43,7 +43,7 @@ def shapes_of(tree, shardings=None):
 
 
 @pytest.mark.parametrize("found", ["jax.set_mesh", *some(["with mesh", "shapes"], 0)])
-def test_weights_cross_as_bytes_however_the_mesh_is_found(found, fresh_compile):
+def test_weights_cross_as_bytes_however_the_mesh_is_found(found):
     """Breaks if a block under `with mesh:`, or whose operands alone name the mesh, runs as on no mesh: every device
     would then gather all experts in float32 and keep the whole gradient."""
     mesh = make_mesh("2x4")
@@ -140,7 +140,7 @@ STAGES = Axes(other="stage")
 
 @pytest.mark.more
 @pytest.mark.parametrize("engine", ["auto", "shard_map"])
-def test_vmap_over_a_mesh_axis(engine, fresh_compile):
+def test_vmap_over_a_mesh_axis(engine):
     """Breaks if a batch of blocks that a mesh axis splits, as the stages of a pipeline are, is gathered over that axis:
     each device would then hold the weights of all stages, and do the work of all."""
     mesh = jax.make_mesh((2, 2, 2), ("stage", "fsdp", "ep"), axis_types=(AxisType.Auto,) * 3)

@@ -263,7 +263,7 @@ def test_inside_a_shard_map_over_other_axes(kind):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_shardings_pass_through(engine, fresh_compile):
+def test_shardings_pass_through(engine):
     """Breaks if an op costs its caller a constraint: under jit alone its results lie like its operand, those with dims
     of their own as the contract says, and nothing is moved."""
     mesh = make_mesh("2x4")
@@ -281,7 +281,7 @@ def test_shardings_pass_through(engine, fresh_compile):
         assert collectives(fn, x) == []
 
 
-def test_shardings_pass_backwards(fresh_compile):
+def test_shardings_pass_backwards():
     """Breaks if where a result is wanted does not reach the operand's producer, which would compute the whole."""
     mesh = make_mesh("2x4")
 
@@ -434,7 +434,7 @@ def test_gather_and_scatter_are_transposed(gather):
     np.testing.assert_array_equal(got, sum(range(1, DEVICES + 1)) * w)
 
 
-def test_a_block_that_shards_share_has_one_scale(fresh_compile):
+def test_a_block_that_shards_share_has_one_scale():
     """Breaks if shards that end inside a block scale it by maxima of their own, or if its bytes widen on the wire: 4
     shards of 6 rows lie over blocks of 8 rows, and each is quantized as the whole matrix is."""
     w = random(0, 2, 24, 5)

@@ -134,7 +134,7 @@ def test_bfloat16(activation):
 @pytest.mark.parametrize(
     "way", some(("explicit", "custom_partitioning", "user_inside", "shard_map", "user", "user_vma"), 1)
 )
-def test_on_mesh(way, fresh_compile):
+def test_on_mesh(way):
     """Shardings pass through: rows over (fsdp, ep), F over tp, forward and backward, and nothing is communicated."""
     h, d_a = hidden("swiglu", 32), random(1, 32, 48)
     rows = spec("tp2x2x2", TOKENS, None, "tp"), spec("tp2x2x2", TOKENS, "tp")

@@ -180,7 +180,7 @@ EVERY += [("custom_partitioning", None, "dim 1"), ("shard_map", "mxfp8", "dim 0"
 
 
 @pytest.mark.parametrize("way, recipe, layout", some(EVERY, 2))
-def test_collectives(way, recipe, layout, fresh_compile):
+def test_collectives(way, recipe, layout):
     """The weight crosses (fsdp, ep) as bytes, forward and again backward; its gradient leaves by reduce-scatter and
     lies like it; nothing else of its size moves, and no activation, however much smaller than the weight."""
     width, columns = 64, 512

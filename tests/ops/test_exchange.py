@@ -197,7 +197,7 @@ def test_balanced_rows(ranks):
 @pytest.mark.parametrize("wire", (None, Format(block=8)))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("way", WAYS[:3])
-def test_collectives(way, transport, wire, fresh_compile):
+def test_collectives(way, transport, wire):
     """Over ep alone: rows, ids and weights out, one sum back, each the other's transpose; quantized rows as bytes with
     their scales. Anything over fsdp, or wider than asked, would be a bill paid each layer."""
     x, experts, weights = inputs("2x4")

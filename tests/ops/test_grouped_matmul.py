@@ -237,7 +237,7 @@ COLLECTIVES = [
 
 
 @pytest.mark.parametrize("way, layout, recipe", some(COLLECTIVES, 2))
-def test_collectives(way, recipe, layout, fresh_compile):
+def test_collectives(way, recipe, layout):
     """Weights cross fsdp as bytes, twice (forward, dgrad), in whatever order; the gradient leaves by one reduce-scatter
     and lies like the weight; no row of an activation moves, nor does the layout of a weight propagate to one."""
     align = get_recipe(recipe).row_alignment  # few rows without a recipe: the layout of w is the larger one then
@@ -264,7 +264,7 @@ def test_collectives(way, recipe, layout, fresh_compile):
     some([("custom_partitioning", "tp columns and fsdp"), ("explicit", "tp rows and fsdp"),
           *itertools.product(("shard_map",), ("tp columns and fsdp", "tp rows and fsdp"))], 2),
 )  # fmt: skip
-def test_width_stays_split(way, layout, fresh_compile):
+def test_width_stays_split(way, layout):
     """Over tp nothing is gathered: the product that contracts the split dim sums its rows over tp, the other needs
     none."""
     columns = (2, 64) if layout.startswith("tp columns") else (64,)
@@ -421,7 +421,7 @@ WGRAD_CASES = [
 
 
 @pytest.mark.parametrize("way, layout", some(WGRAD_CASES, 1))
-def test_wgrad_on_mesh(way, layout, fresh_compile):
+def test_wgrad_on_mesh(way, layout):
     """Breaks if dw does not lie as `w_spec` says, is not summed over every shard of the rows, or leaves by more than a
     reduce-scatter."""
     mesh = "tp2x2x2" if layout.startswith("tp") else "dp2x2x2"

@@ -333,7 +333,7 @@ def test_operands_of_another_layout(at):
 
 
 @pytest.mark.parametrize("way", some(WAYS[:3], 2))
-def test_nothing_is_communicated(way, fresh_compile):
+def test_nothing_is_communicated(way):
     """Forward and backward compile to no collective at all: a global sort would gather every row."""
     x, experts, weights = random(23, 64, WIDTH), choose(24, 64, GROUPS, TOP_K), random(25, 64, TOP_K)
     at = spec("2x4", TOKENS)
@@ -441,7 +441,7 @@ WEIGHTED = [("none", False), ("explicit", True), ("custom_partitioning", False),
 
 
 @pytest.mark.parametrize("way, mapped", some(WEIGHTED, 1))
-def test_weights_go_with_their_rows(way, mapped, fresh_compile):
+def test_weights_go_with_their_rows(way, mapped):
     """Breaks if the weight of a row is that of another, the gradient of a weight without a row is not 0, rows times
     weights sum to another y than weighted sums, or a shard reads a weight of another."""
     shards = 1 if way == "none" else size("2x4", *TOKENS)
@@ -515,7 +515,7 @@ def test_any_chunks(sizes, order):
 
 
 @pytest.mark.parametrize("way", some(("custom_partitioning", "explicit", "user_vma", "shard_map"), 1))
-def test_each_shard_sorts_its_own_chunks(way, fresh_compile):
+def test_each_shard_sorts_its_own_chunks(way):
     """Breaks if chunks of one shard move rows of another, or anything is communicated."""
     mesh = "2x4"
     shards, rng = size(mesh, *TOKENS), np.random.default_rng(2)

@@ -269,7 +269,7 @@ def test_amax_of_a_tensor_is_the_same_on_every_mesh(name, mesh):
           ("shard_map", "model", "tensor"), ("custom_partitioning", "experts", "tensor"),
           *itertools.product(("explicit",), ("experts", "model"), NAMES)], 4),
 )  # fmt: skip
-def test_collectives(way, layout, name, fresh_compile):
+def test_collectives(way, layout, name):
     """A weight's shard is quantized where it lies: nothing moves, but the amax of a tensor's scale, a number an
     expert."""
     shape, entries, _ = LAYOUTS[layout]

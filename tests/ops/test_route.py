@@ -308,7 +308,7 @@ def test_vmap(way):
 
 
 @pytest.mark.parametrize("way", some(WAYS[:3], 1))
-def test_logits_stay_on_their_shard(way, fresh_compile):
+def test_logits_stay_on_their_shard(way):
     """Forward and backward move sums over tokens, [E] vectors, and nothing of a token."""
     rows = spec("2x4", TOKENS, None)
     run = program(
