@@ -63,7 +63,7 @@ format: $(INSTALLED) ## fix what ruff can fix, and format the code
 # `make test` checks annotations at every call, which takes a twelfth of its time; these suites do not.
 test-more test-versions test-next: export MOAX_TEST_ANNOTATIONS = 0
 
-test-more: $(INSTALLED) ## run the tests that `make test` leaves out, and plant faults that it must see (24 minutes on two cores)
+test-more: $(INSTALLED) ## run the tests that `make test` leaves out, and plant faults that it must see (20 minutes on two cores)
 	$(BIN)/pytest -n $(WORKERS) -m "more and not gpu" --ignore $(LOWERING)
 	$(BIN)/python scripts/mutants.py
 	$(MAKE) test-versions
