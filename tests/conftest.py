@@ -47,8 +47,8 @@ if not ON_GPU:
 # Test workers share the directory. A key holds op names too, so that a cached program has those of the code under test.
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-# Most programs of a CPU are of one operation, and are read in a third of the time in which they compile. A bound would
-# make JAX look at every file at every write, so `pytest_sessionstart` bounds them.
+# Most programs of a CPU are of one operation, and are read faster than they compile. A bound of JAX's own would make it
+# look at every file at every write, so `pytest_sessionstart` bounds the directory.
 jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES if ON_GPU else -1)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3 if ON_GPU else 0.0)
 
@@ -107,7 +107,7 @@ def unchecked():
 
 @pytest.fixture
 def fresh_compile():
-    """Compile anew, for a test of what a partition rule logs: XLA asks for no rule of a program from the cache."""
+    """Compile anew: XLA asks for no partition rule of a cached program, and its key knows the sources of moax alone."""
 
     def use_cache(value):
         jax.config.update("jax_enable_compilation_cache", value)
