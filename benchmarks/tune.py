@@ -13,7 +13,7 @@ from benchmarks.kernels.ours import KERNELS, dims, hopper_gemm
 from benchmarks.problem import Problem
 from benchmarks.timing import Repeats, kernel_time
 from lm import program
-from moax import backend
+from moax import kernels
 from moax.checks import Unsupported
 from moax.kernels.hopper.pallas import tiles
 from moax.kernels.hopper.pallas.pipeline import TileConfig
@@ -59,11 +59,12 @@ def run(args: argparse.Namespace) -> int:
     unknown = set(args.ops.split(",")) - KERNELS.keys()
     if unknown:
         raise ValueError(f"--ops: unknown {', '.join(sorted(unknown))}; the ops are {', '.join(KERNELS)}")
-    if backend.why_not_hopper():
-        raise Unsupported(f"this command needs an NVIDIA Hopper GPU, not {backend.device_kind()!r}")
+    device = kernels.find_device().device_kind
+    if kernels.why_not_hopper():
+        raise Unsupported(f"this command needs an NVIDIA Hopper GPU, not {device!r}")
     path = Path(args.out) if args.out else tiles.user_table()
-    table, packaged = tiles.load(path), tiles.load(tiles.TABLE).get(backend.device_kind(), {})
-    mine = table.setdefault(backend.device_kind(), {})
+    table, packaged = tiles.load(path), tiles.load(tiles.TABLE).get(device, {})
+    mine = table.setdefault(device, {})
     for case in cases.select(args.cases, args.only):
         problem = Problem(case)
         for op in args.ops.split(","):

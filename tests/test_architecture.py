@@ -30,7 +30,6 @@ MAX_LINES = 400
 # with all its public names: only the programs above it may import that.
 RANKS = {
     **dict.fromkeys(["checks", "recipe", "text", "types"], 0),
-    "backend": 1,
     "mesh": 2,
     **dict.fromkeys(["config", "kernels"], 3),
     **dict.fromkeys(["params", "models"], 4),
@@ -56,6 +55,7 @@ COLLECTIVES = {
     "psum", "psum_scatter", "pswapaxes", "ragged_all_to_all",
 }  # fmt: skip
 PLATFORM_CALLS = {"jax.default_backend", "jax.extend.backend.get_backend", "jax.lax.platform_dependent"}
+FIND_DEVICE = "moax.kernels.find_device"
 PLATFORM_ATTRIBUTES = {"platform", "platform_version", "device_kind", "compute_capability"}
 BY_NAME = rf"moax\.kernels\.({'|'.join(sorted(IMPLEMENTATIONS))})\b"
 # The packages whose private functions have one line of docstring.
@@ -130,6 +130,8 @@ def mentions(path: Path) -> Iterator[tuple[ast.AST, str]]:
     def dotted(node: ast.AST) -> str:
         if isinstance(node, ast.Name):
             return bound.get(node.id, node.id)
+        if isinstance(node, ast.Call):
+            return f"{dotted(node.func)}()"
         return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "()"
 
     for node in ast.walk(tree(path)):
@@ -273,7 +275,7 @@ def test_the_language_model_imports_public_names():
 
 def reads_platform(name: str) -> bool:
     attribute = "." in name and name.split(".")[-1] in PLATFORM_ATTRIBUTES
-    return name in PLATFORM_CALLS or (attribute and not name.startswith("moax.backend."))
+    return name in PLATFORM_CALLS or (attribute and name.split("()")[0] != FIND_DEVICE)
 
 
 ONLY = {  # what only these files may do: the files, what they name, and what the others do instead
@@ -287,7 +289,7 @@ ONLY = {  # what only these files may do: the files, what they name, and what th
         lambda name: name.startswith("jax.") and name.split(".")[-1] in COLLECTIVES,
         "collectives are called in exchange/ and mesh/{collectives,op,specs}.py",
     ),
-    "the platform": (("backend.py",), reads_platform, "ask backend.py"),
+    "the platform": (("kernels/__init__.py",), reads_platform, f"ask {FIND_DEVICE}()"),
     "the environment": ((), ENVIRONMENT.__contains__, "pass an argument"),
 }
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moax.block.layer import quantize_params as quantize_params
     from moax.checks import Unsupported as Unsupported
     from moax.config import MoEConfig as MoEConfig
+    from moax.config import MoEStats as MoEStats
     from moax.config import Options as Options
     from moax.config import RouterConfig as RouterConfig
     from moax.mesh.axes import Axes as Axes
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from moax.recipe import Recipe as Recipe
     from moax.recipe import Recipes as Recipes
     from moax.scan import scan as scan
-    from moax.types import MoEStats as MoEStats
     from moax.types import QArray as QArray
     from moax.types import QuantizedParams as QuantizedParams
     from moax.types import Routing as Routing
@@ -44,14 +44,14 @@ _NAMES = {
     "moax.block.experts": ("CHECKPOINT_NAMES",),
     "moax.block.layer": ("moe", "quantize_params"),
     "moax.checks": ("Unsupported",),
-    "moax.config": ("MoEConfig", "Options", "RouterConfig"),
+    "moax.config": ("MoEConfig", "MoEStats", "Options", "RouterConfig"),
     "moax.mesh.axes": ("Axes", "make_mesh"),
     "moax.ops.balance": ("load_metrics", "update_router_bias"),
     "moax.ops.router": ("route",),
     "moax.params": ("LogicalAxes", "MoEParams", "init", "param_specs"),
     "moax.recipe": ("Format", "Recipe", "Recipes"),
     "moax.scan": ("scan",),
-    "moax.types": ("MoEStats", "QArray", "QuantizedParams", "Routing"),
+    "moax.types": ("QArray", "QuantizedParams", "Routing"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("estimate", "hf", "inspect", "linen", "lora", "nnx", "ops")

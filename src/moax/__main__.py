@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import jax
 
-from moax import backend
 from moax.checks import Unsupported
 from moax.exchange import TRANSPORTS, select_transport
-from moax.kernels import DEFAULT, IMPLEMENTATIONS, select_kernels, supports_fp8
+from moax.kernels import DEFAULT, IMPLEMENTATIONS, find_device, select_kernels, supports_fp8
 from moax.recipe import RECIPES, get_recipe
 from moax.text import align
 
@@ -43,6 +42,7 @@ def main() -> None:
 def describe() -> str:
     """Returns the text that the command prints."""
     own = version("moax") or "(a source tree that is not installed)"
+    kind, platform = find_device().device_kind, find_device().platform
     memory = jax.local_devices()[0].memory_stats() or {}
     room = f", {memory['bytes_limit'] / 2**30:.0f} GiB each for JAX" if "bytes_limit" in memory else ""  # not of a CPU
     many = f", in {jax.process_count()} processes" if jax.process_count() > 1 else ""
@@ -50,7 +50,7 @@ def describe() -> str:
     extras = [(f"  {name}", of, version(of) or f"missing: pip install 'moax[{name}]'") for name, of in EXTRAS.items()]
     return (
         f"moax {own}, jax {version('jax')}, jaxlib {version('jaxlib')}, Python {python.python_version()}\n"
-        f"devices  {jax.device_count()} x {backend.device_kind()} (platform {backend.platform()}){room}{many}\n\n"
+        f"devices  {jax.device_count()} x {kind} (platform {platform}){room}{many}\n\n"
         f"what runs here, by argument of moax.moe\n{align(runs)}\n\nextras\n{align(extras)}"
     )
 

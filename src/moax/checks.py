@@ -1,12 +1,13 @@
 """Checks of arguments. Each check raises a ValueError that names the argument, its value and what would be right.
 
-`Unsupported` is the one exception class of moax.
+`Unsupported` is the one exception class of moax, and `log_once` the one way to its log.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import numbers
 import re
@@ -19,9 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+logger = logging.getLogger("moax")
+
 
 class Unsupported(NotImplementedError):
     """An implementation that was chosen by name cannot do its task; the message says why."""
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    """Logs a message, once in a process."""
+    logger.warning(message)
 
 
 def check_value(
@@ -30,8 +39,21 @@ def check_value(
     """Raises ValueError unless value is of a kind: bool, int, float, a tuple of names, str, or a public class of moax.
 
     An int is at least 1 and a float finite and at least 0, or at least `least`, or above `above`. Numbers may be those
-    of NumPy, and no flag is a number. `source` is the function that returns instances of the class.
+    of NumPy, and no flag is a number. The kind `jnp.floating` is float32, bfloat16 or float16, or a name of one of
+    them. `source` is the function that returns instances of the class.
     """
+    if kind is jnp.floating:
+        try:
+            dtype = jnp.dtype(value)
+        except TypeError:
+            raise ValueError(f"{name}={value!r} must be a dtype: float32, bfloat16 or float16") from None
+        if dtype == np.float64:
+            raise ValueError(
+                f"{name} has dtype float64; moax computes in float32 at most; {name} must be float32 or less"
+            )
+        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise ValueError(f"{name} has dtype {dtype}; it must be floating point: float32, bfloat16 or float16")
+        return
     if kind is bool:
         fits, wanted = isinstance(value, bool | np.bool_), "True or False"
     elif kind is int or kind is float:
@@ -81,18 +103,6 @@ def _kinds(cls: type) -> dict[str, tuple[Any, bool]]:
     return found
 
 
-def check_float_dtype(name: str, dtype: Any) -> None:
-    """Raises ValueError unless dtype is float32, bfloat16 or float16, or a name of one of them."""
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError:
-        raise ValueError(f"{name}={dtype!r} must be a dtype: float32, bfloat16 or float16") from None
-    if dtype == np.float64:
-        raise ValueError(f"{name} has dtype float64; moax computes in float32 at most; {name} must be float32 or less")
-    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"{name} has dtype {dtype}; it must be floating point: float32, bfloat16 or float16")
-
-
 def check_arrays(rule: str, /, *values: Any, local: bool = False, **sizes: Any) -> None:
     """Raises ValueError unless arrays have the dtypes and dims of a rule: "x [T, H], ids int [T, K], bias? [*C]".
 
@@ -109,34 +119,28 @@ def check_arrays(rule: str, /, *values: Any, local: bool = False, **sizes: Any) 
             raise ValueError(f"{name} is {_describe(value)}; it must be an array [{dims}]")
         dtype = jax.dtypes.canonicalize_dtype(dtype)  # float32 for NumPy's float64 without `jax_enable_x64`
         if not kind:
-            check_float_dtype(name, dtype)
+            check_value(name, dtype, jnp.floating)
         elif not jnp.issubdtype(dtype, jnp.integer if kind == "int" else jnp.bool_):
             wanted = f"an array of integers [{dims}]" if kind == "int" else "bool, such as segment_ids > 0"
             raise ValueError(f"{name} has dtype {dtype}; it must be {wanted}")
     found = dict(sizes)
     for array in given:
-        if not _fit(*array[2:], found, local):
-            wrong = given if _fit(*array[2:], dict(sizes), local) else [array]  # arrays that do not fit each other
+        letters, shape, fits = array[2].split(", ") if array[2] else [], list[Any](array[3].shape), []
+        for i, letter in enumerate(letters):
+            if letter[0] in "*." and (rest := len(shape) - len(letters) + 1) >= 0:
+                shape[i : i + rest] = [tuple(shape[i : i + rest])]
+        for known in (found, dict(sizes)):  # the sizes of the arrays before, and of none
+            get = known.get if local else known.setdefault
+            want = [(size, get(letter.strip("*"), size)) for letter, size in zip(letters, shape, strict=False)]
+            fit = all(size == of or (local and size > 0 and of % size == 0) for size, of in want)
+            fits.append(fit and len(letters) == len(shape))
+        if not fits[0]:
+            wrong = given if fits[1] else [array]  # arrays that do not fit each other
             names, shapes = ", ".join(a[0] for a in wrong), ", ".join(str(a[3].shape) for a in wrong)
             wanted = ", ".join(f"[{dims}]" for _, _, dims, _ in wrong)
             wanted = re.sub(r"\w+", lambda m: f"{m[0]}={sizes[m[0]]}" if m[0] in sizes else m[0], wanted)
             verb = f"has shape {shapes}; it" if len(wrong) == 1 else f"have shapes {shapes}; they"
             raise ValueError(f"{names} {verb} must be {wanted}")
-
-
-def _fit(dims: str, value: Any, found: dict[str, Any], local: bool) -> bool:
-    """Returns whether an array has these dims, and adds the size of each letter to `found`."""
-    letters, shape = dims.split(", ") if dims else [], list[Any](value.shape)
-    for i, letter in enumerate(letters):
-        if letter[0] in "*." and (rest := len(shape) - len(letters) + 1) >= 0:
-            shape[i : i + rest] = [tuple(shape[i : i + rest])]
-    if len(letters) != len(shape):
-        return False
-    for letter, size in zip(letters, shape, strict=True):
-        want = (found.get if local else found.setdefault)(letter.strip("*"), size)
-        if want != size and not (local and size > 0 and want % size == 0):
-            return False
-    return True
 
 
 def check_key(name: str, value: Any) -> None:

@@ -1,6 +1,6 @@
 """`MoEConfig` and `RouterConfig` say what a Mixture-of-Experts block computes, and `Options` how it runs.
 
-They are frozen, hashable and checked.
+They are frozen, hashable and checked. `MoEStats` is what the block reports.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from moax.checks import check_fields, check_value
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import Engine
 from moax.recipe import Recipe, Recipes, get_recipes
+from moax.types import Routing, exportable
 
 Activation = str | Callable | tuple[str | Callable, str | Callable]
 SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the default limit of gate and up, and the factor in the sigmoid
@@ -301,3 +303,47 @@ class OptionKeywords(TypedDict, total=False):
     save_rows: bool
     grad_reduce_dtype: DTypeLike | None
     chunks: int
+
+
+class MoEStats(NamedTuple):
+    """The losses and counts of one block, over the whole mesh, for a training loop.
+
+    Attributes:
+      aux_loss, z_loss: [] f32, times their coefficients; a training loop adds them to its loss.
+      tokens_per_expert: [E] i32, the assignments that the router made to each expert.
+      dropped: [] i32, the assignments that found no room.
+      rounds: [] i32, the rounds of the rank that made the most, 1 where every buffer has room; see
+        `moax.Options.buffer_factor`.
+      routing: the Routing that the block used, with experts and weights [..., K] for x [..., H]; None unless the caller
+        asked for it.
+      histogram: [E, 1000] i32, the histogram of the Routing. The histograms of microbatches with one bias add up.
+    """
+
+    aux_loss: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    tokens_per_expert: Int[Array, " E"]
+    dropped: Int[Array, ""]
+    rounds: Int[Array, ""]
+    routing: Routing | None = None
+    histogram: Int[Array, "E 1000"] | None = None
+
+
+class StatsKey(jax.tree_util.SequenceKey):
+    """The key of a field of `MoEStats` in the path of a leaf.
+
+    It has an index, which `nnx.tabulate` of Flax needs to print a NamedTuple, and is printed by the name of the field:
+    `jax.tree_util.keystr` gives ".dropped".
+    """
+
+    def __str__(self) -> str:
+        return f".{MoEStats._fields[self.idx]}"
+
+
+STATS_KEYS = tuple(map(StatsKey, range(len(MoEStats._fields))))
+jax.tree_util.register_pytree_with_keys(
+    MoEStats,
+    lambda stats: (tuple(zip(STATS_KEYS, stats, strict=True)), None),
+    lambda _, values: MoEStats(*values),
+    lambda stats: (tuple(stats), None),
+)
+exportable(MoEStats)

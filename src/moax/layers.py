@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moax.block.layer import CallKeywords, moe, quantize_params
-from moax.config import MoEConfig, Options
+from moax.config import MoEConfig, MoEStats, Options
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, make_sharded, mesh_in_force, mesh_sizes
 from moax.ops.balance import Rule, update_router_bias
 from moax.ops.matmul import dense
 from moax.params import DIMS, Initializer, LogicalAxes, MoEParams, dense_spec, init, param_specs
 from moax.recipe import Recipe
-from moax.types import MoEStats, QuantizedParams
+from moax.types import QuantizedParams
 
 try:
     from flax import linen

@@ -21,14 +21,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moax.block.layer import CallKeywords
-from moax.config import MoEConfig, Options
+from moax.config import MoEConfig, MoEStats, Options
 from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, struct
 from moax.layers import linen as nn
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, mesh_sizes
 from moax.params import DIMS, Initializer
 from moax.recipe import Recipe, Recipes
-from moax.types import MoEStats
 
 STATE = "moax_state"
 COLLECTIONS = {name: STATE if name == "router_bias" else "params" for name in DIMS}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from moax.checks import check_arrays, check_float_dtype, check_key, check_value
+from moax.checks import check_arrays, check_key, check_value
 from moax.config import MoEConfig
 from moax.mesh.axes import AnyMesh, Axes
 from moax.mesh.specs import Spec, check_divides, make_sharded, mesh_in_force
@@ -70,7 +70,7 @@ def init(
     check_value("config", config, MoEConfig)
     check_key("key", key)
     check_value("rank", rank, int)
-    check_float_dtype("dtype", dtype)
+    check_value("dtype", dtype, jnp.floating)
     check_value("scale", scale, float, least=-math.inf)
     shapes = adapter_shapes(config, rank)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
-from moax.checks import check_arrays, check_fields, check_float_dtype, check_key, check_value
+from moax.checks import check_arrays, check_fields, check_key, check_value
 from moax.config import MoEConfig
 from moax.mesh.axes import AnyMesh, Axes, ResolvedAxes
 from moax.mesh.specs import (
@@ -288,10 +288,7 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
 
 
 def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec]) -> MoEParams[Array]:
-    """Returns the parameters, resharded as declared where axes are Explicit and the type of a parameter names none."""
-    mesh = mesh_in_force(*jax.tree.leaves(params))
-    if mesh is None or not mesh.explicit_axes:
-        return params
+    """Returns the parameters on Explicit axes, resharded as declared where the type of a parameter names no axis."""
     given = {name: p for name, p in vars(params).items() if p is not None and not any(jax.typeof(p).sharding.spec)}
     return dataclasses.replace(params, **{name: constrain(p, getattr(declared, name)) for name, p in given.items()})
 
@@ -328,7 +325,7 @@ def init(
     """
     check_value("config", config, MoEConfig)
     check_value("axes", axes, Axes)
-    check_float_dtype("dtype", dtype)
+    check_value("dtype", dtype, jnp.floating)
     check_key("key", key)
     given = dict(initializers or {})
     shapes = {name: shape for name, shape in vars(param_shapes(config)).items() if shape is not None}

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moax.config import Activation, MoEConfig, RouterConfig
+from moax.config import Activation, MoEConfig, MoEStats, RouterConfig
 from moax.params import MoEParams
-from moax.types import MoEStats, Routing
+from moax.types import Routing
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

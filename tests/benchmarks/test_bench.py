@@ -16,8 +16,9 @@ from benchmarks.problem import Problem
 from benchmarks.report import HOPPER, Row
 from benchmarks.timing import Repeats
 from benchmarks.wires import wire
-from moax import MoEConfig, backend
+from moax import MoEConfig
 from moax.models import Model
+from support.gpus import pretend
 
 pytestmark = [pytest.mark.more, pytest.mark.loose]
 
@@ -86,7 +87,7 @@ def test_a_peer_that_fails_is_a_row(problem, monkeypatch):
 @pytest.mark.parametrize("direction", cases.DIRECTIONS)
 def test_our_kernels_lower_for_a_gpu(problem, direction, recipe, monkeypatch):
     """The benchmark calls the kernels with arguments that they take."""
-    monkeypatch.setattr(backend, "platform", lambda: "gpu")
+    pretend(monkeypatch, platform="gpu")
     operands = problem.quantized(direction) if recipe != "none" else None
     call = ours.gemm(problem, direction, operands)
     monkeypatch.undo()

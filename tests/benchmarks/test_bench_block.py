@@ -24,6 +24,7 @@ from benchmarks.timing import Repeats
 from lm.config import ModelConfig
 from moax.mesh.collectives import GRAD_REDUCE
 from moax.models import MODELS
+from support.gpus import pretend
 
 pytestmark = pytest.mark.more
 
@@ -67,7 +68,7 @@ def test_kernels_of_several_devices():
 
 def test_mesh_that_does_not_fit(monkeypatch):
     """Breaks if a mesh of more GPUs than there are fails in eight processes, each with another error."""
-    monkeypatch.setattr(block.backend, "platform", lambda: "gpu")
+    pretend(monkeypatch, platform="gpu")
     how = block.How((("fsdp", 16), ("ep", 4)))
     with pytest.raises(ValueError, match="--mesh fsdp=16,ep=4 is a mesh of 64 devices, but JAX has 8"):
         next(block.rows(list(block.TINY), how, Repeats(1, 1), {}))

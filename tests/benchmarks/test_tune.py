@@ -12,10 +12,10 @@ import pytest
 from benchmarks import cases, tune
 from benchmarks.problem import Problem, dequantize, quantize_rows, quantize_weight
 from benchmarks.timing import Repeats, call_time, kernel_time
-from moax import backend
 from moax.kernels.hopper.formats import BLOCK
 from moax.kernels.hopper.pallas import tiles
 from moax.kernels.hopper.pallas.pipeline import TileConfig
+from support.gpus import pretend
 
 pytestmark = [pytest.mark.more, pytest.mark.loose]
 
@@ -105,8 +105,7 @@ def test_tune_keeps_the_fastest_tiles(home, monkeypatch, capsys):
     def measured(problem, op, direction):
         return (key, [128, 5, 8, 1, 2], 2.0, 1.5) if direction == "fwd" else ("slow", [64, 1], 2.0, 1.0)
 
-    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
-    monkeypatch.setattr(backend, "device_kind", lambda: H200)
+    pretend(monkeypatch)
     monkeypatch.setattr(tune, "tune", measured)
     monkeypatch.setattr(tune, "Problem", lambda case: case)
     assert tune.main(["--only", "mixtral", "--ops", "matmul,wgrad"]) == 0
@@ -147,7 +146,7 @@ def test_corrupt_user_table_is_a_logged_line(home, caplog, text):
 def test_tune_refuses_a_table_that_it_cannot_read(home, monkeypatch, capsys):
     """Breaks if the command writes over a file that is no table, or shows a traceback."""
     path = keep(home, "{")
-    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
+    pretend(monkeypatch)
     assert tune.main(["--only", "mixtral"]) == 2
     said = capsys.readouterr().err
     assert (

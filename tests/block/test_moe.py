@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import moax
 from moax import reference
-from moax.backend import log_once
+from moax.checks import log_once
 from moax.recipe import RECIPES
 from support import MESHES, TOKENS, Table, make_mesh, make_params, put, rel_norm, some, spec
 from support.block import (

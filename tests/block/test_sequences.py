@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import moax
 from moax import Axes, inspect, ops, reference
-from moax.backend import log_once
+from moax.checks import log_once
 from moax.mesh.specs import find_mesh_view, find_token_dims, flatten_tokens, named, unflatten_tokens
 from support import make_params, put, random, rel_norm, some
 from support.oracle.ops import sequence_loss

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import moax
-from moax import backend
 from support import kernels_of, some
+from support.gpus import pretend
 
 CONFIG = moax.MoEConfig(256, 384, 4, 2)
 TOKENS, SORTED = 256, 1024  # 512 assignments, and the padding of 4 experts to multiples of 128
@@ -32,7 +32,7 @@ def results(jaxpr):
 def test_makes_what_is_taken(monkeypatch, what, want):
     """Breaks if the rows of x or dy are quantized in a direction that no product takes: that is a third to a half of
     the time of their kernel."""
-    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
+    pretend(monkeypatch)
     params = jax.eval_shape(lambda: moax.init(jax.random.key(0), CONFIG, dtype=jnp.bfloat16))
     x = jax.ShapeDtypeStruct((TOKENS, CONFIG.d_model), jnp.bfloat16)
 
@@ -57,7 +57,7 @@ def test_makes_what_is_taken(monkeypatch, what, want):
 def test_sorts_rows_where_products_do_not_gather(monkeypatch, d_ff, sorts):
     """Breaks if the products of narrow experts get rows that lie sorted, which is slower, or if forward keeps sorted
     rows for backward; or if those of wide experts, or of a width that is no multiple of 64, gather."""
-    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
+    pretend(monkeypatch)
     config = dataclasses.replace(CONFIG, d_ff=d_ff)
     params = jax.eval_shape(lambda: moax.init(jax.random.key(0), config, dtype=jnp.bfloat16))
     x, rows = jax.ShapeDtypeStruct((TOKENS, config.d_model), jnp.bfloat16), (SORTED_BF16, config.d_model)

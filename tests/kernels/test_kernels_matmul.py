@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moax.kernels.groups import row_groups
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
 from moax.kernels.hopper.pallas.pipeline import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
+from moax.kernels.operands import find_groups
 from support import interpret, random, rel_error, some
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -29,8 +29,8 @@ def few_sms(monkeypatch):
 def layout(align=BLOCK):
     """The blocks, the group of each row, and whether it is real. Rows are as few as groups at multiples of 64 need."""
     rows = ROWS if align == BLOCK else 192 + 64 + 128
-    group, real = row_groups(jnp.array(SIZES, jnp.int32), align, rows)
-    return make_blocks(jnp.array(SIZES, jnp.int32), rows, align), np.asarray(group), np.asarray(real)
+    groups = find_groups(jnp.array(SIZES, jnp.int32), align, rows)
+    return make_blocks(groups.sizes, rows, align), np.asarray(groups.index), np.asarray(groups.real)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,8 @@ def test_blocks_hold_every_row_once(sizes, align):
     """Breaks if a row is in no block or in two, in a buffer as small as the groups need, or blocks end early."""
     rows = sum(-(-n // align) * align for n in sizes)
     blocks = make_blocks(jnp.array(sizes, jnp.int32), rows, align)
-    group, real = (np.asarray(v) for v in row_groups(jnp.array(sizes, jnp.int32), align, rows))
+    groups = find_groups(jnp.array(sizes, jnp.int32), align, rows)
+    group, real = np.asarray(groups.index), np.asarray(groups.real)
     held = np.zeros(rows, int)
     for i in range(int(blocks.before[-1])):
         part = slice(int(blocks.start[i]) * 64, int(blocks.start[i]) * 64 + int(blocks.rows[i]))

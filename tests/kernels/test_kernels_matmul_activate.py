@@ -11,11 +11,11 @@ import pytest
 
 from moax.checks import Unsupported
 from moax.kernels import hopper, implementation
-from moax.kernels.groups import row_groups, zero_rows
 from moax.kernels.hopper.formats import GatheredRows, make_blocks
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul_activate
 from moax.kernels.hopper.pallas.pipeline import TileConfig
+from moax.kernels.operands import find_groups, zero_rows
 from moax.ops.activation import activate
 from moax.recipe import get_recipe
 from support import interpret, random, rel_error, some, spread
@@ -35,7 +35,8 @@ def test_matmul_activate(monkeypatch, name, hidden, tile):
     monkeypatch.setattr(pipeline, "count_sms", lambda: 2)
     gates = 1 + GATED[name]
     sizes = jnp.array(SIZES, jnp.int32)
-    group, real = (np.asarray(v) for v in row_groups(sizes, 64, ROWS))
+    groups = find_groups(sizes, 64, ROWS)
+    group, real = np.asarray(groups.index), np.asarray(groups.real)
     x, w = random(0, ROWS, 128), random(1, len(SIZES), 128, gates, hidden) / 4
     x[~real] = np.nan
     x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)

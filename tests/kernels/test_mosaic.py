@@ -18,15 +18,15 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import moax
-from moax import backend
+from moax.checks import log_once
 from moax.kernels import implementation, select_kernels
-from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.pallas import pipeline
+from moax.kernels.operands import zero_rows
 from moax.ops import dense, grouped_matmul
 from moax.recipe import get_recipe
 from support import ON_GPU, fake_operands, interpret, make_params, random, rel_error, rel_norm, some, spread
 from support.bits import differing
-from support.gpus import dirty
+from support.gpus import dirty, pretend
 from support.oracle.block import block as block_by_numpy
 from support.oracle.ops import choose_experts, first_rows, grouped_matmul_vjp
 from support.products import PATTERNS, problem
@@ -52,7 +52,7 @@ def mosaic(monkeypatch):
         return run
 
     def interpreted(fn):
-        monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
+        pretend(monkeypatch)
         monkeypatch.setattr(pipeline, "count_sms", lambda: 2)  # several tiles for each thread block
         return functools.partial(interpret, fn, races=False)
 
@@ -153,7 +153,7 @@ def test_wgrad_adds_to_a_total(widths, dtype, recipe):
     the slice that it was read from: alone, under vmap and in a scan over totals, the bits are those of the gradient in
     float32 that is added and rounded in each pass."""
     local, recipe, draws = implementation("hopper"), get_recipe(recipe), ((300, 0, 1, 129, 257), (0, 0, 5, 0, 640))
-    align = local.align_rows(recipe)
+    align, _ = local.choose_rows(recipe, "x", 64, 64)
     num_rows = max(first_rows(sizes, align)[1] for sizes in draws)
     x, dy = (random(i, num_rows, w).astype(jnp.bfloat16) for i, w in enumerate(widths))
     start = random(2, 2, 5, *widths).astype(jnp.dtype(dtype))
@@ -295,7 +295,7 @@ def test_block(mosaic, name, recipe, how):
 def test_types_inside_a_shard_map(monkeypatch):
     """Breaks if what a kernel makes is typed as the same on every device, inside a `shard_map` with `check_vma`:
     gradients are then refused, or not summed where they should be, in the first pass or in the loop of the others."""
-    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
+    pretend(monkeypatch)
     mesh = jax.make_mesh((2, 2), ("fsdp", "ep"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     config = moax.MoEConfig(d_model=256, d_ff=128, num_experts=4, top_k=2, use_bias=True)
     specs, tokens = moax.param_specs(config, mesh=mesh), PartitionSpec(("fsdp", "ep"))
@@ -324,7 +324,7 @@ def test_auto_takes_the_kernels():
 
 def test_reasons(monkeypatch):
     """By name the kernels refuse, saying why; `auto` falls back."""
-    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
+    pretend(monkeypatch)
     for dtype, widths, why in ((jnp.float32, {}, "bfloat16, not float32"), (jnp.bfloat16, {"d_ff": 40}, "d_ff of 40")):
         assert select_kernels("auto", dtype, **widths) == "xla"
         with pytest.raises(moax.Unsupported, match=why):
@@ -333,8 +333,8 @@ def test_reasons(monkeypatch):
 
 def test_a_fallback_is_said_once(monkeypatch, caplog):
     """Breaks if `auto` runs slower kernels on a GPU without a word, or says so at every call."""
-    monkeypatch.setattr(backend, "platform", lambda: "gpu")
-    backend.log_once.cache_clear()
+    pretend(monkeypatch, platform="gpu")
+    log_once.cache_clear()
     for _ in range(2):
         assert select_kernels("auto", jnp.float32) == "xla"
     (message,) = caplog.messages

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moax.kernels import xla
-from moax.kernels.groups import align_up, find_groups, sum_before
+from moax.kernels.operands import align_up, find_groups, sum_before
 
 M, K, N, E = 1100, 24, 40, 5
 CAPACITIES = (0, 128, 256, 384, 512, 896, 1100)

@@ -15,11 +15,11 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import moax
-from moax import backend
+from moax import kernels
 from moax.exchange import select_transport
 from moax.exchange.one_sided import plan_sends
 from moax.exchange.transport import find_slots
-from moax.kernels.quantization import dequantize, quantize
+from moax.kernels.operands import dequantize, quantize
 from moax.ops import combine, dispatch
 from moax.recipe import Format, get_recipe
 from support import TOKENS, WAYS, interpret, make_mesh, make_params, program, random, rel_norm, size, some, spec
@@ -39,6 +39,7 @@ from support.exchange import (
     slots_of,
     wire_kernels,
 )
+from support.gpus import pretend
 from support.oracle.formats import round_trip
 
 
@@ -278,7 +279,7 @@ def test_scan_and_remat(emulated):
 
 def hopper(monkeypatch):
     pytest.importorskip("moax.kernels.hopper")
-    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
+    pretend(monkeypatch)
 
 
 def refused(row_bytes=256, view=None):
@@ -317,7 +318,7 @@ def test_reasons_of_the_mesh(monkeypatch):
     with jax.set_mesh(make_mesh("2x4")):
         assert select_transport("one_sided", None, 256) == "one_sided"
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(backend, "_reach", lambda ordinals: False)
+        monkeypatch.setattr(kernels, "_reach", lambda ordinals: False)
         assert "cannot reach one another's memory" in refused()
 
 
@@ -334,10 +335,10 @@ def test_every_pair_of_gpus_is_asked(monkeypatch, lacking):
             can._obj.value = (a.value, b.value) != lacking
             return 0
 
-    monkeypatch.setattr(backend.ctypes, "CDLL", lambda name: Driver())
-    backend._reach.cache_clear()
-    assert backend._reach((0, 1, 2)) == (lacking is None)
-    backend._reach.cache_clear()
+    monkeypatch.setattr(kernels.ctypes, "CDLL", lambda name: Driver())
+    kernels._reach.cache_clear()
+    assert kernels._reach((0, 1, 2)) == (lacking is None)
+    kernels._reach.cache_clear()
 
 
 def test_reason_of_a_nested_shard_map(monkeypatch):

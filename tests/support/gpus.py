@@ -1,4 +1,4 @@
-"""All GPUs of the machine, for one process at a time."""
+"""All GPUs of the machine, for one process at a time, and GPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+
+from moax import kernels
 
 
 @contextmanager
@@ -22,6 +25,12 @@ def alone() -> Iterator[None]:
     with open(Path(tempfile.gettempdir()) / "moax-gpus.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def pretend(monkeypatch, platform: str = "cpu", device_kind: str = "NVIDIA H200") -> None:
+    """Lets moax choose kernels as on this device. The platform stays that of the CPU, whose interpreter runs them."""
+    device = SimpleNamespace(platform=platform, device_kind=device_kind)
+    monkeypatch.setattr(kernels, "find_device", lambda: device)
 
 
 def dirty(elements: int = 1 << 26) -> None:

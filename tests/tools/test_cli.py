@@ -14,11 +14,12 @@ from packaging.requirements import Requirement
 
 import moax
 from moax import __main__ as cli
-from moax import backend
+from moax import kernels
 from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
 from moax.kernels import IMPLEMENTATIONS, select_kernels
 from moax.recipe import RECIPES
+from support.gpus import pretend
 
 pytestmark = pytest.mark.loose
 
@@ -28,7 +29,7 @@ def test_info_says_what_runs(capsys):
     cli.main()
     said = capsys.readouterr().out
     assert "8 x cpu (platform cpu)" in said and f"jax {jax.__version__}" in said
-    with pytest.raises(Unsupported, match=re.escape(backend.device_kind())) as refused:
+    with pytest.raises(Unsupported, match=re.escape(kernels.find_device().device_kind)) as refused:
         select_kernels("hopper")
     assert str(refused.value).removeprefix("kernels='hopper': ") in said
     choices = {(c.argument, c.value): c for c in cli.choices()}
@@ -42,7 +43,7 @@ def test_info_says_what_runs(capsys):
 
 def test_info_on_a_gpu_that_runs_kernels(monkeypatch):
     """Breaks if the command `moax` on a Hopper GPU says that XLA runs, or that MXFP8 multiplies in FP8 there."""
-    monkeypatch.setattr(backend, "why_not_hopper", lambda: None)
+    pretend(monkeypatch)
     kernels = [choice for choice in cli.choices() if choice.argument == "kernels"]
     assert {choice.value for choice in kernels if choice.runs} == {"auto", "hopper", "xla"}
     assert kernels[0].note.startswith("hopper for bfloat16")

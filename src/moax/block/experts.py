@@ -48,10 +48,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
-from moax.backend import platform
-from moax.block.moe import Residuals, Weights, backward_down, backward_up, find_groups, forward_down, forward_up
-from moax.block.plan import BlockPlan
-from moax.kernels import Operand
+from moax.block.moe import BlockPlan, Residuals, Weights, backward_down, backward_up, forward_down, forward_up
+from moax.kernels import Operand, find_device, implementation
 from moax.lora import DIMS as ADAPTER_DIMS
 from moax.mesh.axes import Names
 from moax.mesh.collectives import reduce_max, vary_like
@@ -175,8 +173,8 @@ def run_forward(
     wi, wo = gathered
     received, rounds = dispatch_forward(p.first.exchange, *inputs)  # rows [R, H]
     if not p.overflows:
-        saved, a = forward_up(p, p.first, received, w, wi, keep=p.save_rows)
-        return *forward_down(p, p.first, received, saved, a, w, wo), jnp.ones(1, jnp.int32), saved
+        saved, groups, a = forward_up(p, p.first, received, w, wi, keep=p.save_rows)
+        return *forward_down(p, p.first, received, saved, groups, a, w, wo), jnp.ones(1, jnp.int32), saved
     more, max_rows = rounds > 1, p.first.permute.max_rows
     if max_rows is not None:
         more |= count_rows(p.first.permute, received.experts) > max_rows
@@ -185,12 +183,12 @@ def run_forward(
     left = jnp.stack([jnp.int32(0), jnp.int32(first), more.astype(jnp.int32)])
     # The exchange has just brought the ranks together, so here they agree without a wait.
     received, left = lax.optimization_barrier((received, reduce_max(left, find_together(p, layouts))))
-    saved, a = forward_up(p, p.first, received, w, wi, keep=p.save_rows)
+    saved, groups, a = forward_up(p, p.first, received, w, wi, keep=p.save_rows)
 
     def one_round(received, start, w, gathered, total):
         wi, wo = gathered
-        found, a = forward_up(p, p.later, received, w, wi, keep=False, start=start)
-        (y, made), (more, _) = total, forward_down(p, p.later, received, found, a, w, wo)
+        found, groups, a = forward_up(p, p.later, received, w, wi, keep=False, start=start)
+        (y, made), (more, _) = total, forward_down(p, p.later, received, found, groups, a, w, wo)
         return y + more, made + 1
 
     zeros = jnp.zeros(inputs[0].shape, p.dtype), jnp.ones((), jnp.int32)
@@ -198,7 +196,7 @@ def run_forward(
     more, made = _repeat(p, layouts, begin, saved, inputs, w, gathered, one_round, zeros)
     h, a, more = lax.optimization_barrier((h, a, more))
     h, a = after(more, (h, a))
-    y, dropped = forward_down(p, p.first, received, saved._replace(h=h), a, w, wo)
+    y, dropped = forward_down(p, p.first, received, saved._replace(h=h), groups, a, w, wo)
     y = y + more
     saved = saved._replace(h=h, overflow=after(y, left))
     return y, dropped, reduce_max(made, p.axes.tokens)[None], saved
@@ -217,7 +215,8 @@ def run_backward(
     """
     (wi, wo), x, left = gathered, None if inputs is None else inputs[0], saved.overflow
     dy = dy if left is None else after(left, dy)
-    groups = find_groups(p, saved.plan)
+    sizes, rows = saved.plan.group_sizes, saved.plan.gather_idx.shape[0]
+    groups = implementation(p.kernels).find_groups(sizes, p.first.permute.align, rows, p.expected)
     grads, dw = backward_down(p, p.first, saved, groups, x, w, wo, dy, total)
     if left is None or inputs is None:
         return *backward_up(p, p.first, saved, groups, grads, wi), dw
@@ -226,10 +225,10 @@ def run_backward(
 
     def one_round(received, start, w, held, total):
         (wi, wo), source, dy = held
-        of_rows = wi if source is None else gather_shard(p.wi, layouts[0], source[0], source[1], "rows")
-        found, _ = forward_up(p, p.later, received, w, of_rows, keep=True, start=start)
+        (of_rows,) = (wi,) if source is None else gather_shard((p.wi, "rows"), layouts[0], *source)
+        found, groups, _ = forward_up(p, p.later, received, w, of_rows, keep=True, start=start)
         h, dy = lax.optimization_barrier((found.h, dy))  # one exchange's buffers at a time
-        found, groups, (*sums, dw) = found._replace(h=h), find_groups(p, found.plan), total
+        found, (*sums, dw) = found._replace(h=h), total
         # wgrad's operands have gone before dx comes.
         grads, dw = lax.optimization_barrier(backward_down(p, p.later, found, groups, None, w, wo, dy, dw))
         made = backward_up(p, p.later, found, groups, grads, wi)
@@ -294,7 +293,7 @@ def after[T](first: PyTree, then: T) -> T:
     # XLA for CPUs runs collectives at once where no data goes from one to the other, and pairs one device's first with
     # another device's second. So the collectives of the loop and of the first round, and of forward and of backward,
     # need such data where dy is a constant or rows are dropped.
-    if platform() != "cpu":
+    if find_device().platform != "cpu":
         return then
     some = [jnp.clip(leaf.ravel()[:1].astype(jnp.float32), -1, 1).sum() for leaf in jax.tree.leaves(first)]
     never = sum(some) < -2 * len(some)  # always False, which XLA does not know

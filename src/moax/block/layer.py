@@ -26,10 +26,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.block.experts import Quantized, apply_experts
-from moax.block.moe import Weights
-from moax.block.plan import BlockPlan, make_plan
+from moax.block.moe import BlockPlan, Weights, make_plan
 from moax.checks import Unsupported, check_arrays, check_value
-from moax.config import MoEConfig, OptionKeywords, Options, replace_options
+from moax.config import MoEConfig, MoEStats, OptionKeywords, Options, replace_options
 from moax.exchange import AUTO, select_transport
 from moax.lora import Adapters, check_adapters, scaled
 from moax.mesh.specs import (
@@ -47,7 +46,7 @@ from moax.ops.router import route, router_logits
 from moax.ops.weights import QuantizedWeight, quantize_weight
 from moax.params import MoEParams, check_params, expert_specs, reshard_params, shard_specs
 from moax.recipe import get_recipes
-from moax.types import MoEStats, QuantizedParams, Routing
+from moax.types import QuantizedParams, Routing
 
 Ids = Integer[Array, "*batch K"]
 RoutingInput = Routing | tuple[Ids, Float[Array, "*batch K"]] | Ids
@@ -186,7 +185,7 @@ def _quantize_params(params: MoEParams[Array], config: MoEConfig, options: Optio
     given = (config, axes, view.axes)
     declared = shard_specs(params, *given) if view.manual else expert_specs(*given)
     plan = make_plan(config, options, AUTO, axes=view.axes, declared=declared, tokens=1, dtype=dtype)
-    params = reshard_params(params, declared)
+    params = reshard_params(params, declared) if view.explicit else params
     wi, wo = quantize_weight(view, plan.wi, params.wi), quantize_weight(view, plan.wo, params.wo)
     return QuantizedParams(wi, wo, plan.recipe, plan.kernels)
 
@@ -217,7 +216,8 @@ def _moe(
     plan = make_plan(config, options, transport, frozen=frozen, **sizes)
     if quantized is not None:
         _check_quantized(quantized, plan, params)
-    params, tokens = reshard_params(params, declared), flatten_tokens(x, view)
+    params = reshard_params(params, declared) if view.explicit else params
+    tokens = flatten_tokens(x, view)
     if segments is not None:
         segments = segments.astype(jnp.int32)
         mask = segments >= 0 if mask is None else mask & (segments >= 0)
@@ -253,8 +253,10 @@ def _moe(
             shared = (shared.astype(jnp.float32) * gate).astype(y.dtype)
         y += shared
     y = unflatten_tokens(y if real is None else jnp.where(real, y, 0), x, view)
-    dropped = view.assume_replicated(view.psum(dropped, resolved.tokens), resolved.tp)[0]
-    rounds = view.assume_replicated(lax.stop_gradient(rounds), resolved.all)[0]  # a maximum has no derivative in JAX
+    dropped = view.psum(dropped, resolved.tokens)
+    rounds = lax.stop_gradient(rounds)  # a maximum has no derivative in JAX
+    if view.manual:  # a type says over which axes a value varies
+        dropped, rounds = view.assume_replicated(dropped, resolved.tp), view.assume_replicated(rounds, resolved.all)
     used = None
     if return_routing:
         shaped = {name: unflatten_tokens(getattr(routing, name), x, view) for name in ("experts", "weights")}
@@ -262,7 +264,7 @@ def _moe(
     counts = routing.aux_loss, routing.z_loss, routing.tokens_per_expert
     sharding = jax.typeof(x).sharding
     y = jax.sharding.reshard(y, sharding) if sharding.mesh.explicit_axes else y
-    return y, MoEStats(*counts, dropped, rounds, used, routing.histogram)
+    return y, MoEStats(*counts, dropped[0], rounds[0], used, routing.histogram)
 
 
 def _route(

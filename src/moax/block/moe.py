@@ -19,26 +19,45 @@
 Two names on one line are one step, which an implementation may compute in one kernel. The router runs before the chain.
 `forward_up` ends with h, and `forward_down` begins there. `experts.py` runs the dispatch and both halves for the chunks
 of a device's tokens on a mesh, and again for tokens that find no room in the buffers. `layer.py` has `moax.moe`.
+
+`make_plan`, below the chain, decides all that is static: transport, implementation and the sizes of all buffers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moax.block.plan import BlockPlan, Round
-from moax.kernels import DEFAULT, Operand, Role, implementation
-from moax.kernels.groups import Groups, rows_of_groups, scale_rows
+from moax.checks import Unsupported
+from moax.config import MoEConfig, Options
+from moax.exchange import AUTO, TRANSPORTS
+from moax.exchange.transport import ExchangeSpec, allot_slots
+from moax.kernels import DEFAULT, Operand, Role, implementation, select_kernels
+from moax.kernels.operands import Groups, allot_rows, scale_rows
+from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import mask_to_first_rank
+from moax.mesh.specs import Spec
 from moax.ops.activation import activation_of
 from moax.ops.dispatch_combine import combine_backward, combine_forward, dispatch_backward
-from moax.ops.permutation import permute_forward, plan_rows, unpermute_forward, weights_from_rows
-from moax.recipe import FULL
+from moax.ops.permutation import (
+    PermuteSpec,
+    permute_forward,
+    plan_rows,
+    sorted_rows,
+    unpermute_forward,
+    weights_from_rows,
+)
+from moax.ops.weights import WeightSpec
+from moax.params import MoEParams
+from moax.recipe import FULL, Recipes, get_recipes
 from moax.types import Plan, Received, SendPlan
 
 
@@ -80,28 +99,30 @@ class Residuals(NamedTuple):
 
 def forward_up(
     p: BlockPlan, at: Round, received: Received, w: Weights[Array], wi: Operand, *, keep: bool, start=0
-) -> tuple[Residuals, Operand | None]:
+) -> tuple[Residuals, Groups, Operand | None]:
     """Runs the first half of the chain, with wi gathered for products over rows, and the biases and adapters of `w`.
 
     The round has the sorted rows from `start` on, and `keep` saves rows for the gradient of wi. Returns the residuals,
-    and a if one kernel computes h and a.
+    the groups of the sorted rows, and a if one kernel computes h and a.
     """
     # The barriers keep XLA from running a kernel twice whose result a scan stores.
     plan, row_weights = lax.optimization_barrier(plan_rows(at.permute, received.experts, received.weights, start))
-    groups = find_groups(p, plan)
+    sizes, rows = plan.group_sizes, plan.gather_idx.shape[0]
+    groups = implementation(p.kernels).find_groups(sizes, at.permute.align, rows, p.expected)
     rows, columns = permute_quantize(p, received.rows, plan, groups, "x", columns=keep)  # [N, H]
     h, a = expert_up(p, rows, columns, wi, w, groups)  # [N, G, F]
-    return Residuals(columns if keep else None, lax.optimization_barrier(h), plan, row_weights, received.slots), a
+    saved = Residuals(columns if keep else None, lax.optimization_barrier(h), plan, row_weights, received.slots)
+    return saved, groups, a
 
 
 def forward_down(
-    p: BlockPlan, at: Round, received: Received, saved: Residuals, a: Operand | None, w: Weights[Array], wo: Operand
-) -> tuple[Float[Array, "T H"], Int[Array, " 1"]]:
+    p: BlockPlan, at: Round, received: Received, saved: Residuals, groups: Groups, a: Operand | None,
+    w: Weights[Array], wo: Operand,
+) -> tuple[Float[Array, "T H"], Int[Array, " 1"]]:  # fmt: skip
     """Runs the second half of the chain.
 
     Returns y [T, H], a partial sum where tp splits F; and the assignments that found no room in any round [1].
     """
-    groups = find_groups(p, saved.plan)
     a = activate(p, saved, groups) if a is None else a  # [N, F]
     o = expert_down(p, a, saved, wo, w, groups)  # [N, H]
     weights = received.weights if p.config.weights_at == "output" else None
@@ -151,12 +172,6 @@ def backward_up(
     return lax.optimization_barrier(dx), d_weights
 
 
-def find_groups(p: BlockPlan, plan: Plan) -> Groups:
-    """Returns the groups of the sorted rows of a plan."""
-    groups = implementation(p.kernels).find_groups(plan.group_sizes, p.first.permute.align, plan.gather_idx.shape[0])
-    return dataclasses.replace(groups, expected=p.first.exchange.tokens * p.config.top_k)
-
-
 def permute_quantize(
     p: BlockPlan, received: Float[Array, "R H"], plan: Plan, groups: Groups, role: Role, **wanted: bool
 ) -> tuple[Operand, Operand]:
@@ -203,7 +218,7 @@ def expert_down(p: BlockPlan, a: Operand, saved: Residuals, wo: Operand, w: Weig
     with jax.named_scope("expert_down"):
         o = implementation(p.kernels).matmul(a, wo, groups, p.dtype, None if early else bo)
         if early and bo is not None:
-            o = o + scale_rows(rows_of_groups(bo.astype(p.dtype), groups, o.shape[0]), saved.row_weights, groups)
+            o = o + scale_rows(bo.astype(p.dtype)[groups.index], saved.row_weights, groups)
         return o if w.wo_a is None else o + low_rank(p, activate(p, saved, groups, plain=True), w.wo_a, w.wo_b, groups)
 
 
@@ -218,7 +233,7 @@ def expert_down_grad(p: BlockPlan, d_o: Operand, d_partial, saved: Residuals, wo
         a = None if w.wo_a is None else activate(p, saved, groups, plain=True, weigh=True)
         d_low, *d_ab = low_rank_grad(p, a, w.wo_a, w.wo_b, d_o, groups)
         if w.bo is not None:
-            bo = rows_of_groups(mask_to_first_rank(w.bo, p.axes.tp).astype(p.dtype), groups, d_o.shape[0])
+            bo = mask_to_first_rank(w.bo, p.axes.tp).astype(p.dtype)[groups.index]
             of_bo = jnp.sum(d_o.astype(jnp.float32) * bo.astype(jnp.float32), axis=-1)
             d_o = mask_to_first_rank(scale_rows(d_o, saved.row_weights, groups), p.axes.tp)
             d_bo = local.bias_grad(d_o, groups)
@@ -271,3 +286,115 @@ def low_rank_grad(p: BlockPlan, x: Any, a: Array | None, b: Array | None, dy: An
 
 def _add(total: Array | None, more: Array | None) -> Array | None:
     return more if total is None or more is None else total + more.astype(total.dtype)
+
+
+class Round(NamedTuple):
+    """The buffers of a round: the specs of dispatch and combine, and those of permute and unpermute."""
+
+    exchange: ExchangeSpec
+    permute: PermuteSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """The static facts of the experts of a block.
+
+    Attributes:
+      config, recipe: the equations, and the formats of the operands of the products with wi and with wo.
+      axes, wi, wo: the mesh axes by role, and the static facts of both weights.
+      dtype, kernels: the dtype of products, and the implementation's name.
+      first, later, overflows: the buffers of the first round, and of all others; whether a routing may need others.
+      expected: the sorted rows of a device at a balanced load, without padding.
+      chunks: the chunks of a device's tokens, see `experts.py`; the buffers and all other sizes are for one chunk.
+      save_rows: whether forward leaves rows to backward: the received rows where products gather them, else the sorted
+        ones. If the products gather them and ep is 1, the received rows are x, so nothing is saved.
+      frozen: whether wi and wo have no gradient. The sorted rows that forward leaves are then not quantized.
+      gathers_x, gathers_dy: whether products gather received rows, and gradients of partial sums, by themselves.
+    """
+
+    config: MoEConfig
+    recipe: Recipes
+    axes: ResolvedAxes
+    wi: WeightSpec
+    wo: WeightSpec
+    dtype: np.dtype
+    kernels: str
+    first: Round
+    later: Round
+    overflows: bool
+    expected: int
+    chunks: int
+    save_rows: bool
+    frozen: bool
+    gathers_x: bool
+    gathers_dy: bool
+
+
+def make_plan(
+    config: MoEConfig, options: Options, transport: str | None, *, axes: ResolvedAxes, declared: MoEParams[Spec],
+    tokens: int, dtype: DTypeLike, frozen: bool = False,
+) -> BlockPlan:  # fmt: skip
+    """Returns the plan of a block whose shards have `tokens` tokens each.
+
+    Args:
+      config, options: the block, and how it runs.
+      transport: the name of the transport. None chooses the portable one whose balanced step sends the fewest bytes,
+        and of equal ones the first. With a capacity factor the transports drop other tokens, so that it is all_gather
+        then, which drops none on the way.
+      declared: the spec of each parameter.
+      axes, dtype, frozen: see `BlockPlan`.
+
+    Raises:
+      Unsupported: the block has a capacity factor and several chunks, or kernels chosen by name cannot run.
+    """
+    recipe, chunks, factor = get_recipes(options.recipe), options.chunks, options.buffer_factor
+    if chunks > 1 and config.capacity_factor is not None:
+        raise Unsupported(
+            f"chunks={chunks} with capacity_factor={config.capacity_factor}; the tokens of a device lose assignments "
+            "together. Use chunks=1 or capacity_factor=None"
+        )
+    tokens, top_k, ep, tp = -(-tokens // chunks), config.top_k, axes.ep, axes.tp
+    widths = {"d_model": config.d_rows, "d_ff": config.d_ff // axes.size(tp)}  # of rows and hidden rows on one device
+    kernels = select_kernels(options.kernels, dtype, **widths)
+    local, ranks, balanced = implementation(kernels), axes.size(ep), tokens * top_k
+    align_wi, gathers_x = local.choose_rows(recipe.wi, "x", *widths.values())
+    align_wo, gathers_dy = local.choose_rows(recipe.wo, "dy", *widths.values())
+    align = math.lcm(align_wi, align_wo)
+    experts = config.num_experts // ranks
+    capacity = None if config.capacity_factor is None else math.ceil(config.capacity_factor * tokens * top_k)
+    some, most = allot_slots(tokens, top_k, ranks, config.num_experts, config.capacity_factor, factor)
+
+    portable = [name for name, of in TRANSPORTS.items() if of.portable] if ep and capacity is None else [AUTO]
+    names = portable if transport is None else [transport]
+    # A row has the same bytes in every portable transport, so the fewest rows are the fewest bytes.
+    rows = {name: (some if TRANSPORTS[name].has_slots else tokens) * ranks for name in names}
+    name = min(names, key=lambda name: rows[name])
+    slots = some if TRANSPORTS[name].has_slots else most
+    exchange = ExchangeSpec(name, axes, ranks, tokens, slots, recipe.wi.wire, kernels, config.num_experts, most)
+    kept = sorted_rows(rows[name], top_k, experts, 1, capacity)
+    max_rows = allot_rows(balanced, factor, kept)
+    fewer = max_rows is not kept and max_rows < kept  # a symbolic size has the worst case itself
+    first = PermuteSpec(experts, align, capacity, kernels, axes, max_rows if fewer else None)
+    # A later round has half of the slots and 45 % of the rows, because it recomputes what the first round saved. With a
+    # capacity factor it has all slots, because drops are decided over all of them.
+    half = -(-slots // 2) if capacity is None else slots
+    later = PermuteSpec(experts, align, capacity, kernels, axes, -(-max_rows * 9 // 20))
+    how: dict = dict(axes=axes, kernels=kernels, dtype=np.dtype(dtype), grad_reduce=options.grad_reduce_dtype)
+    return BlockPlan(
+        config=config,
+        recipe=recipe,
+        axes=axes,
+        wi=WeightSpec("params.wi", declared.wi, recipe=recipe.wi, kept=(ep, (), (), tp), **how),
+        wo=WeightSpec("params.wo", declared.wo, recipe=recipe.wo, kept=(ep, tp, ()), **how),
+        dtype=np.dtype(dtype),
+        kernels=kernels,
+        first=Round(exchange, first),
+        later=Round(dataclasses.replace(exchange, slots=half), later),
+        overflows=fewer or (slots is not most and slots < most),
+        expected=balanced,
+        chunks=chunks,
+        save_rows=options.save_rows and (bool(ep) or frozen or not gathers_x),
+        frozen=frozen,
+        gathers_x=gathers_x,
+        gathers_dy=gathers_dy,
+    )

@@ -37,7 +37,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from moax.kernels import DEFAULT
-from moax.kernels.groups import allot_rows
+from moax.kernels.operands import allot_rows
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.specs import MeshView
 from moax.recipe import Format
@@ -138,8 +138,8 @@ class Transport:
     Attributes:
       note: one line of the command `moax`: what a user must know about the transport.
       has_slots: whether each pair of ranks has `slots` rows. An assignment that finds no slot is dropped, and `send`
-        and `combine` need the plan that `plan` made. Without slots every rank receives all tokens, and the plan is
-        None.
+        and `combine` need the plan that `plan` made. Without slots every rank receives all tokens in one round, and
+        the plan is None.
       portable: whether the transport runs on every mesh and machine.
     """
 
@@ -148,8 +148,8 @@ class Transport:
     portable: bool = True
 
     def plan(self, static: ExchangeSpec, experts: Int[Array, "T K"], index: int | Int[Array, ""] = 0) -> Planned:
-        """Returns which tokens this rank sends where in round `index`. A transport without slots has one round."""
-        return Planned(None, jnp.zeros(1, jnp.int32), jnp.ones((), jnp.int32))
+        """Returns which tokens this rank sends where in round `index`; nobody asks a transport without slots."""
+        raise NotImplementedError
 
     def send(self, static: ExchangeSpec, rows: Array, narrow: Sequence[Array], sent: Sent) -> Arrived:
         """Sends the rows [T, H] of this rank's tokens to the ranks of the plan.

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from moax.backend import platform
 from moax.block.layer import moe
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.exchange.transport import Transfer, ring_bytes
 from moax.inspect.hlo import Element, device_groups, read_hlo, trace, varying_axes
 from moax.inspect.hlo import Value as Value
+from moax.kernels import find_device
 from moax.mesh.axes import AnyMesh, Names, as_names
 from moax.params import operand_shapes
 from moax.text import align, plural
@@ -344,7 +344,8 @@ def _meshes(tree) -> list[AnyMesh]:
 def _compile(lowered: Any, meshes: Sequence[AnyMesh | None]) -> tuple[Any, bool]:
     """Returns the compiled program, and whether XLA's CPU compiler was kept from widening its collectives."""
     devices = [device for mesh in meshes if isinstance(mesh, Mesh) for device in mesh.devices.flat[:1]]
-    if platform() != "cpu" or not set(devices) <= set(jax.devices()):  # for a GPU, perhaps compiled ahead of time
+    # A program for a GPU is perhaps compiled ahead of time.
+    if find_device().platform != "cpu" or not set(devices) <= set(jax.devices()):
         return lowered.compile(), False
     for dtypes in (_WIDENED + _WIDENED_SMALL, _WIDENED):
         passes = [f"float-normalization-{dtype}" for dtype in dtypes] + ["cpu-all-reduce-combiner"]

@@ -1,4 +1,6 @@
-"""The local functions of one device, and the table of their implementations.
+"""The local functions of one device: the table of their implementations, and the machine that chooses one of them.
+
+No other file asks which machine jit compiles for.
 
 | name        | runs on                                                                                      |
 |-------------|----------------------------------------------------------------------------------------------|
@@ -13,21 +15,27 @@ implementation keeps its operand formats private: its `matmul` and `wgrad` take 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moax import backend
-from moax.checks import Unsupported
-from moax.kernels.groups import Groups
+from moax.checks import Unsupported, log_once
+from moax.kernels.operands import Groups
 from moax.recipe import Recipe
 
 DEFAULT = "xla"  # this implementation runs everywhere
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+H200_SMS = 132
+COPY_BYTES = 16  # a bulk copy moves a multiple of so many bytes
 HOPPER_WIDTH = 32  # the copy engine swizzles boxes of at least so many FP8 elements
 
 Operand = Any  # rows or weights in the form that one implementation's products take
@@ -64,12 +72,23 @@ class Implementation(NamedTuple):
     puts_rows: bool = False
 
 
-def _why_not_hopper(dtype: DTypeLike | None, widths: dict[str, int]) -> str | None:
-    if why := backend.why_not_hopper():
-        return why
+def find_device() -> Any:
+    """Returns the device that the mesh in force describes, else the first one of this process."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.local_devices()[0]
+
+
+def why_not_hopper(dtype: DTypeLike | None = None, widths: dict[str, int] | None = None) -> str | None:
+    """Returns why the kernels for Hopper cannot run where jit compiles for, with this dtype and these widths, or None.
+
+    A dtype of None, and no widths, ask about the machine alone.
+    """
+    device = find_device()  # a mesh of described devices knows no capability
+    capability = getattr(device, "compute_capability", None)
+    if not (capability == "9.0" if capability else any(name in device.device_kind for name in HOPPER)):
+        return f"the kernels of moax are for NVIDIA GPUs of compute capability 9.0, this is {device.device_kind!r}"
     if dtype is not None and dtype != jnp.bfloat16:
         return f"the kernels compute in bfloat16, not {jnp.dtype(dtype).name}"
-    for name, size in widths.items():
+    for name, size in (widths or {}).items():
         if size % HOPPER_WIDTH or not size:
             return f"{name} of {size} elements a device is no multiple of {HOPPER_WIDTH}, which the copy engine needs"
     return None
@@ -78,7 +97,7 @@ def _why_not_hopper(dtype: DTypeLike | None, widths: dict[str, int]) -> str | No
 # `auto` takes the first that can run.
 IMPLEMENTATIONS = {
     "hopper": Implementation(
-        "moax.kernels.hopper", "for bfloat16 and widths that are multiples of 32", _why_not_hopper, True
+        "moax.kernels.hopper", "for bfloat16 and widths that are multiples of 32", why_not_hopper, True
     ),
     "xla": Implementation("moax.kernels.xla", "runs on every device, slower than hopper on a Hopper GPU"),
 }
@@ -110,9 +129,9 @@ def select_kernels(kernels: str = "auto", dtype: DTypeLike | None = None, **widt
         module, _, why_not, _ = IMPLEMENTATIONS[name]
         why = why_not(dtype, widths) if name in INSTALLED else f"this installation has no {module}"
         if why is None:
-            if refused and backend.platform() == "gpu":
+            if refused and find_device().platform == "gpu":
                 reasons = "; ".join(refused.values())
-                backend.log_once(f"kernels='auto': {reasons}; the implementation {name!r} runs, which is slower")
+                log_once(f"kernels='auto': {reasons}; the implementation {name!r} runs, which is slower")
             return name
         refused[name] = why
     raise Unsupported(f"kernels={kernels!r}: {refused[kernels]}; use 'auto' or {DEFAULT!r}")
@@ -126,6 +145,60 @@ def find_peer_kernels() -> str | None:
 def supports_fp8(name: str, recipe: Recipe) -> bool:
     """Returns whether the implementation of this name is installed and multiplies in FP8 by this recipe."""
     return name in INSTALLED and implementation(name).supports_fp8(recipe)
+
+
+def count_sms() -> int:
+    """Returns the multiprocessors of the GPU that jit compiles for; those of an H200 where there is no GPU."""
+    device = find_device()
+    return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or H200_SMS
+
+
+def why_not_peers(row_bytes: int | None = None) -> str | None:
+    """Returns why kernels cannot write into the memory of the other devices of the mesh in force; None where they can.
+
+    Where `row_bytes`, the bytes of a row that travels, is None, the question is about this machine alone.
+    """
+    if why := why_not_hopper():
+        return why
+    if jax.process_count() > 1:
+        return f"it works within one process, this is one of {jax.process_count()}"
+    if row_bytes is None:
+        return None
+    if row_bytes % COPY_BYTES or not row_bytes:
+        return f"rows of {row_bytes} bytes are no multiple of {COPY_BYTES}, which the copy engine needs"
+    mesh = _placed_mesh()
+    if mesh is None:
+        return None  # inside a shard_map, whose mesh JAX checks by the same rule when it lowers the kernel
+    if mesh.empty:
+        return "no jax.set_mesh(mesh) is in force, and types of arrays do not say which devices a mesh has"
+    ids = [device.id for device in mesh.devices.flat]
+    if ids != list(range(len(ids))):
+        return f"the mesh must be of the first {len(ids)} devices of the machine in order, not of {ids}"
+    if jax.default_backend() == "gpu" and not _reach(tuple(device.local_hardware_id for device in mesh.devices.flat)):
+        return "the GPUs of the mesh cannot reach one another's memory"
+    return None
+
+
+def _placed_mesh():
+    """Returns the mesh of `jax.set_mesh` with its devices, even while a function is traced; None in a `shard_map`."""
+    with jax.core.eval_context():
+        try:
+            return jax.sharding.get_mesh()
+        except ValueError:
+            return None
+
+
+@functools.cache
+def _reach(ordinals: tuple[int, ...]) -> bool:
+    """Returns whether each of these GPUs can read and write the memory of all others, by the answer of the driver."""
+    driver, can = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    handles = {n: ctypes.c_int() for n in ordinals}
+    if any(driver.cuDeviceGet(ctypes.byref(handle), n) for n, handle in handles.items()):
+        return False
+    return all(
+        driver.cuDeviceCanAccessPeer(ctypes.byref(can), a, b) == 0 and can.value == 1
+        for a, b in itertools.permutations(handles.values(), 2)
+    )
 
 
 def called(eqn: core.JaxprEqn) -> Any:

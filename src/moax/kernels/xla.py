@@ -24,37 +24,32 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moax.backend import platform
 from moax.checks import Unsupported
-from moax.kernels import Operand, Packing
-from moax.kernels.groups import (
+from moax.kernels import Operand, Packing, Role, find_device
+from moax.kernels.operands import (
     Groups,
     align_up,
-    find_groups,
-    gather_rows,
-    row_groups,
-    rows_of_groups,
-    scale_rows,
-    sum_before,
-    zero_rows,
-)
-from moax.kernels.quantization import (
     dequantize,
     dequantize_wire,
+    find_groups,
+    gather_rows,
     gather_shard,
     quantize,
     quantize_for_matmul,
     quantize_shard,
+    scale_rows,
+    sum_before,
+    zero_rows,
 )
 from moax.mesh.axes import Names
 from moax.mesh.collectives import vary_like
-from moax.recipe import FULL, Contracted, Format, Recipe, Recipes
+from moax.recipe import FULL, Contracted, Recipe, Recipes
 from moax.types import QArray
 
 __all__ = [
-    "activate", "activate_grad", "activate_grad_quantize", "align_rows", "bias_grad", "build_permutation",
+    "activate", "activate_grad", "activate_grad_quantize", "bias_grad", "build_permutation", "choose_rows",
     "dequantize_wire", "find_groups", "gather_rows", "gather_shard", "gather_sum", "matmul", "matmul_activate",
-    "matmul_gathers_rows", "pack_rows", "put_rows", "quantize", "quantize_for_matmul", "quantize_shard",
+    "pack_rows", "put_rows", "quantize", "quantize_for_matmul", "quantize_shard",
     "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
 ]  # fmt: skip
 COUNTED = 256  # the assignments of a block, each of which is compared with each
@@ -73,14 +68,13 @@ def stores_weight_transposed(recipe: Recipe, contracted: Contracted) -> bool:
     return False
 
 
-def matmul_gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
-    """Returns whether products shall gather rows of `width` elements; `hidden` is F of this device."""
-    return False
+def choose_rows(recipe: Recipe, role: Role, width: int, hidden: int) -> tuple[int, bool]:
+    """Returns how products by this recipe take rows of `width` elements, where `hidden` is F of this device.
 
-
-def align_rows(recipe: Recipe) -> int:
-    """Returns the number of rows of which each group's first row must be a multiple."""
-    return recipe.row_alignment  # no block of rows holds rows of two groups
+    The first row of each group must be a multiple of the first result. The second one says whether products shall
+    gather the rows of this role from the order in which they arrived.
+    """
+    return recipe.row_alignment, False  # no block of rows holds rows of two groups
 
 
 def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Packing:
@@ -92,7 +86,7 @@ def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -
 def top_k(x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
     """Returns the k largest of each row of x, and their indices i32; of equal ones the lowest index is first."""
     values, indices = lax.top_k(x, k)
-    return values, indices.astype(jnp.int32)
+    return values, indices
 
 
 def build_permutation(
@@ -177,23 +171,21 @@ def matmul(
     capacities, steps = plan_products(groups, x.shape[0])
     index_of_rows = jnp.arange(x.shape[0], dtype=jnp.int32)
 
-    def of_group(y, step):
-        matrix, index, start, end = step
+    def product(capacity: int, y, matrix, start, end):
+        # Each slice that would end past the last row begins earlier, with rows of other groups.
+        row, rows, before = (lax.dynamic_slice_in_dim(v, start, capacity) for v in (index_of_rows, x, y))
+        real = (row >= start) & (row < end)
+        part = jnp.where(real[:, None], _dot(rows, matrix, contract), before)
+        return lax.dynamic_update_slice_in_dim(y, part, start, 0)
 
-        def product(capacity: int):
-            # Each slice that would end past the last row begins earlier, with rows of other groups.
-            row, rows, before = (lax.dynamic_slice_in_dim(v, start, capacity) for v in (index_of_rows, x, y))
-            real = (row >= start) & (row < end)
-            part = jnp.where(real[:, None], _dot(rows, matrix, contract), before)
-            return lax.dynamic_update_slice_in_dim(y, part, start, 0)
-
-        return lax.switch(index, [functools.partial(product, capacity) for capacity in capacities]), None
-
+    products = [functools.partial(product, capacity) for capacity in capacities]
     y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)
-    y = lax.scan(of_group, y, (w, *steps))[0]  # 0 in padding
+    index, *edges = steps
+    # y stays 0 in padding.
+    y, _ = lax.scan(lambda y, step: (lax.switch(step[0], products, y, *step[1:]), None), y, (index, w, *edges))
     if bias is None:
         return y
-    rows = rows_of_groups(bias.reshape(bias.shape[0], -1).astype(dtype), groups, y.shape[0])
+    rows = bias.reshape(bias.shape[0], -1).astype(dtype)[groups.index]
     return jnp.where(groups.real[:, None], y + rows, y)
 
 
@@ -226,15 +218,16 @@ def wgrad(
     capacities, steps = plan_products(groups, x.shape[0])
     index_of_rows, index_of_groups = (jnp.arange(n, dtype=jnp.int32) for n in (x.shape[0], groups.sizes.shape[0]))
 
+    def product(capacity: int, start, end):
+        row, *operands = (lax.dynamic_slice_in_dim(v, start, capacity) for v in (index_of_rows, x, dy))
+        rows, d_rows = (zero_rows(v, (row >= start) & (row < end)) for v in operands)
+        return _dot(rows, d_rows, ROWS, out_dtype)
+
+    products = [functools.partial(product, capacity) for capacity in capacities]
+
     def of_group(total, step):
-        group, index, start, end = step
-
-        def product(capacity: int):
-            row, *operands = (lax.dynamic_slice_in_dim(v, start, capacity) for v in (index_of_rows, x, dy))
-            rows, d_rows = (zero_rows(v, (row >= start) & (row < end)) for v in operands)
-            return _dot(rows, d_rows, ROWS, out_dtype)
-
-        dw = lax.switch(index, [functools.partial(product, capacity) for capacity in capacities])
+        group, index, *edges = step
+        dw = lax.switch(index, products, *edges)
         if total is None:
             return None, dw
         return lax.dynamic_update_index_in_dim(total, _add(total[group], dw), group, 0), None
@@ -249,8 +242,7 @@ def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
     dy = dy.astype(jnp.float32)
     if groups.sizes is None:
         return dy.sum(0, keepdims=True)
-    group = row_groups(groups.sizes, groups.align, dy.shape[0])[0]
-    return jax.ops.segment_sum(zero_rows(dy, groups.real), group, num_segments=groups.sizes.shape[0])
+    return jax.ops.segment_sum(zero_rows(dy, groups.real), groups.index, num_segments=groups.sizes.shape[0])
 
 
 def activate(
@@ -316,5 +308,5 @@ def _dot(a, b, contract, dtype: DTypeLike | None = None):
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dtype = a.dtype if dtype is None else jnp.dtype(dtype)
     # A CPU multiplies bfloat16 to float32 alone; a GPU writes bfloat16 at once, half the bytes.
-    result = jnp.float32 if a.dtype.itemsize < 4 and platform() != "gpu" else dtype
+    result = jnp.float32 if a.dtype.itemsize < 4 and find_device().platform != "gpu" else dtype
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=result).astype(dtype)

@@ -19,6 +19,7 @@ from moax.mesh.axes import Names
 
 GradReduce = Literal["float32", "bfloat16", "bfloat16_sum_float32"]
 GRAD_REDUCE: tuple[GradReduce, ...] = get_args(GradReduce)
+reduce_max = lax.pmax  # (x, names) -> the maximum of x over the devices along `names`, which is x without names
 
 
 def gather_weight(w: Array, gather: Sequence[Names]) -> Array:
@@ -96,11 +97,6 @@ def is_alone() -> bool:
 def gather_rows(x: Array, names: Names) -> Array:
     """Returns the rows of all devices along `names`, in the order of the devices."""
     return lax.all_gather(x, names, tiled=True) if names else x
-
-
-def reduce_max(x: Array, names: Names) -> Array:
-    """Returns the maximum of x over the devices along `names`, elementwise."""
-    return lax.pmax(x, names) if names else x
 
 
 def mask_to_first_rank(x: Array, names: Names) -> Array:

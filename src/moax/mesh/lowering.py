@@ -18,8 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import PyTree
 
-from moax.backend import log_once
-from moax.checks import Unsupported
+from moax.checks import Unsupported, log_once
 
 PACKAGE = Path(__file__).parents[1]
 # These settings change what a function of moax traces to. The module of a program shows all others.

@@ -31,11 +31,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from moax.backend import log_once
+from moax.checks import log_once
 from moax.mesh.axes import Names, as_names
 from moax.mesh.collectives import vary_like, varying
 from moax.mesh.lowering import name_call, refuse_derivative, refuse_many_devices
-from moax.mesh.specs import FREE, MeshView, Spec, check_divides, constrain, named, pad
+from moax.mesh.specs import FREE, MeshView, Spec, check_divides, constrain, pad
 
 DIM = re.compile(r"@|\([^)]*\)|\*?\w+")
 TOKENS = ("t", "r", "n")  # the letters that the axes of tokens split in every rule
@@ -279,7 +279,8 @@ def _partition(op: Op | _Batch, view: MeshView, static: Hashable, mesh, operands
                     f"moax moves tokens from their order over mesh axes {here} into that over {there}; "
                     "moax.Axes(tokens=...) can say the order"
                 )
-    made, given = named(mesh, (jax.tree.broadcast(tuple(sharding.results), results), sharding.operands))
+    specs = jax.tree.broadcast(tuple(sharding.results), results), sharding.operands
+    made, given = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return mesh, functools.partial(op.compute_shards, static, sharding), made, given
 
 

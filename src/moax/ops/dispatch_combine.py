@@ -25,9 +25,9 @@ from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
 from moax.exchange import TRANSPORTS, select_transport
-from moax.exchange.transport import Arrived, ExchangeSpec, Sent, allot_slots
+from moax.exchange.transport import Arrived, ExchangeSpec, Planned, Sent, allot_slots
 from moax.kernels import implementation, select_kernels
-from moax.kernels.quantization import dequantize
+from moax.kernels.operands import dequantize
 from moax.mesh.axes import Axes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, find_mesh_view
@@ -133,7 +133,9 @@ def dispatch_forward(
     local_experts = none // static.ranks
     transport = TRANSPORTS[static.transport]
     with jax.named_scope("dispatch"):
-        sent, dropped, rounds = transport.plan(static, experts, index)
+        sent, dropped, rounds = Planned(None, jnp.zeros(1, jnp.int32), jnp.ones((), jnp.int32))
+        if transport.has_slots:
+            sent, dropped, rounds = transport.plan(static, experts, index)
         # Each id travels as id - E. An empty slot holds 0, which becomes E on arrival: the expert of no rank.
         arrived = send_rows(static, x, (experts - none, weights), sent)
         ids, weights = arrived.narrow

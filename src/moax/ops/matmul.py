@@ -5,7 +5,7 @@
     wgrad    dw[g] = sum over m of g: x[m]^T dy[m]   contracts rows          -> [E, K, *C]
     dbias[g]       = sum over m of g: dy[m]
 
-Rows are ordered as in `moax.kernels.groups`: each group starts at a multiple of `align`. Padding of x and dy may hold
+Rows are ordered as in `moax.kernels.operands`: each group starts at a multiple of `align`. Padding of x and dy may hold
 anything, NaN included; padding of y and dx is 0. With group sizes (3, 0, 2), align 4 and 8 rows, rows 0 to 2 are
 multiplied by w[0] and rows 4 and 5 by w[2]; rows 3, 6 and 7 are padding. An empty group has the gradient 0. A recipe
 quantizes each operand along the contracted dim just before its product, and a weight before it is gathered. Sums are
@@ -29,7 +29,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from moax.checks import check_arrays, check_float_dtype, check_value
+from moax.checks import check_arrays, check_value
 from moax.kernels import Packing, Role, implementation, select_kernels
 from moax.mesh.axes import Axes, Names
 from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank, scatter_gradient
@@ -221,7 +221,7 @@ def _make_spec(
     if align % recipe.row_alignment:
         raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
     if preferred is not None:
-        check_float_dtype("preferred_element_type", preferred)
+        check_value("preferred_element_type", preferred, jnp.floating)
     dtype = np.dtype(x.dtype)
     out = dtype if preferred is None else np.dtype(preferred)
     product = dtype if dtype == out else np.dtype(np.float32)
@@ -266,7 +266,7 @@ _differentiable_matmul = differentiable(_forward, _backward, once="grouped_matmu
 def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes, bias, gathered):
     """Returns y [M, *C] of one device, a partial sum where tp splits K. Without `gathered` it gathers w."""
     weight, kernels = static.weight, implementation(static.weight.kernels)
-    gathered = weights.gather_shard(weight, layout, w, None, "rows") if gathered is None else gathered
+    (gathered,) = weights.gather_shard((weight, "rows"), layout, w, None) if gathered is None else (gathered,)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     rows, _ = _quantize_rows(static, packed, x, "x", layout.kept[1], columns=False)
     bias = None if bias is None else mask_to_first_rank(bias, layout.kept[1])
@@ -277,7 +277,7 @@ def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes,
 def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes, dy, gathered):
     """Returns dx [M, K], dbias [E, *C] and dw of one device; without `gathered` dw is a shard, as w is."""
     weight, kernels, dtype = static.weight, implementation(static.weight.kernels), static.weight.dtype
-    gathered = weights.gather_shard(weight, layout, w, None, "columns") if gathered is None else gathered
+    (gathered,) = weights.gather_shard((weight, "columns"), layout, w, None) if gathered is None else (gathered,)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups = packed.groups
     d_rows, d_columns = _quantize_rows(static, packed, dy, "dy", sum(layout.kept[2:], ()))

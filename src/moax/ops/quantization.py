@@ -1,14 +1,14 @@
 """Quantize and dequantize: x ~ data * scale, with one scale for each block.
 
     scale[b] = max |x| over block b / max of the format (rounded up to a power of two where the format says so)
-    data     = round_to_format(x * (1 / scale))
+    data     = x * (1 / scale), rounded to the format
 
 Blocks of 128 along a dim of 300 elements are elements 0 to 127, 128 to 255, and the edge block 256 to 299. A NaN or Inf
 becomes NaN in its own element and does not enter the scale of its block. A block of zeros has scale 1. Quantization has
 no gradient: products quantize inside their own `custom_vjp`.
 
-Rows in groups are ordered as in `moax.kernels.groups`. With group sizes (3, 0, 2), align 4 and blocks of 4 rows, block
-0 has the rows 0 to 2, and block 1 the rows 4 and 5. Padding may hold anything, and is quantized to 0.
+Rows in groups are ordered as in `moax.kernels.operands`. With group sizes (3, 0, 2), align 4 and blocks of 4 rows,
+block 0 has the rows 0 to 2, and block 1 the rows 4 and 5. Padding may hold anything, and is quantized to 0.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from moax.checks import check_arrays, check_float_dtype, check_value
+from moax.checks import check_arrays, check_value
 from moax.kernels import DEFAULT, implementation, select_kernels
-from moax.kernels.groups import row_groups, zero_rows
-from moax.kernels.quantization import dequantize as dequantize_array
-from moax.kernels.quantization import store_scale
+from moax.kernels.operands import dequantize as dequantize_array
+from moax.kernels.operands import find_groups, zero_rows
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import Engine, Spec, check_spec, find_mesh_view, pad
@@ -105,7 +104,7 @@ def quantize(
     declared, chosen = None if x_spec is None else check_spec("x_spec", x_spec, x.ndim), select_kernels(kernels, None)
     if x.size == 0:  # the scales, if there are any, are 1
         blocks = tuple(1 if b is None else -(-n // b) for n, b in zip(x.shape, block, strict=True))
-        scale = store_scale(jnp.ones(blocks, jnp.float32), format)
+        scale = jnp.full(blocks, 127, jnp.uint8) if format.scale == "e8m0" else jnp.ones(blocks, jnp.float32)
         return QArray(jnp.zeros(x.shape, jnp.uint8), scale, format.dtype, block)
     static = QuantizeSpec(format, block, view.axes, view.manual, view.explicit, declared, chosen, align)
     sizes = None if group_sizes is None else jnp.asarray(group_sizes).astype(jnp.int32)
@@ -132,7 +131,7 @@ def dequantize(
       ValueError: the shards of `q` have no whole blocks on Explicit axes (on Auto axes such a dim is gathered first).
     """
     check_value("q", q, QArray)
-    check_float_dtype("dtype", dtype)
+    check_value("dtype", dtype, jnp.floating)
     view = find_mesh_view(axes, engine, q)
     format = Format(cast(Any, q.dtype))
     static = QuantizeSpec(format, q.block, view.axes, view.manual, view.explicit, out=jnp.dtype(dtype))
@@ -161,7 +160,7 @@ def _split(static: QuantizeSpec, shape, found: Spec | None) -> list[Names]:
 
 def _quantize_shards(static: QuantizeSpec, amax_over: Names, x, group_sizes):
     if group_sizes is not None:
-        x = zero_rows(x, row_groups(group_sizes, static.align or 1, x.shape[0])[1])
+        x = zero_rows(x, find_groups(group_sizes, static.align or 1, x.shape[0]).real)
     q = implementation(static.kernels).quantize(x, static.format, static.block, amax_over)
     return q.data, q.scale
 

@@ -214,7 +214,7 @@ def logits_backward(static: RouterSpec, x, w, d):
         dx = _dot(d, w, ((1,), (1,)), precision=lax.Precision.HIGHEST)
         dw = _dot(x.astype(jnp.float32), d, ((0,), (0,)), precision=lax.Precision.HIGHEST)
     elif static.narrow:
-        d = jnp.stack(_parts(d, 2), axis=1).reshape(len(d), -1)  # XLA stacks one array where it computes the parts
+        d = _lay_parts(d, (0, 1))
         dx = _dot(d, jnp.tile(w.astype(jnp.bfloat16), 2), ((1,), (1,)))
         dw = _dot(x, d, ((0,), (0,)), parts=2)
     else:
@@ -223,20 +223,17 @@ def logits_backward(static: RouterSpec, x, w, d):
     return dx.astype(x.dtype), dw
 
 
-def _parts(x: Array, count: int) -> list[Array]:
-    """Returns `count` bfloat16 arrays that sum to x, the largest first; each one is the rest rounded to bfloat16."""
-    parts, rest = [], x.astype(jnp.float32)
-    for _ in range(count):  # XLA may remove a cast to bfloat16 and back
-        part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
-        parts.append(part.astype(jnp.bfloat16))
-        rest = rest - part
-    return parts
-
-
 def _lay_parts(x: Float[Array, "A E"], order: tuple[int, ...]) -> Float[Array, "A C"]:
-    """Returns the parts of x, in this order, side by side: (x0, x0, x1) for the order (0, 0, 1)."""
+    """Returns bfloat16 parts of x, in this order, side by side: (x0, x0, x1) for the order (0, 0, 1)."""
+    # The parts sum to x, the largest first; each one is the rest rounded to bfloat16.
+    parts, rest = [], x.astype(jnp.float32)
+    for _ in range(max(order) + 1):  # XLA may remove a cast to bfloat16 and back
+        part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16)[:, None, :])
+        rest = rest - part
+    if order == (0, 1):  # XLA stacks two parts in the kernel that computes them
+        return jnp.concatenate(parts, axis=1).reshape(x.shape[0], -1)
     # XLA writes the operands of a concatenation to memory first, and fuses a selection.
-    parts = [part[:, None, :] for part in _parts(x, max(order) + 1)]
     which = lax.broadcasted_iota(jnp.int32, (x.shape[0], len(order), x.shape[1]), 1)
     laid = jnp.broadcast_to(parts[order[0]], which.shape)
     for place, part in enumerate(order[1:], 1):
@@ -272,7 +269,15 @@ def route_forward(static: RouteSpec, logits, bias, choice: Choice):
         weights = _take(score(logits, config), experts)
     else:
         chosen = _take(logits, experts) if chosen is None else chosen
-        weights = _share(log_score(chosen, config)) if static.weight == "share" else score(chosen, config)
+        weights = log_score(chosen, config) if static.weight == "share" else score(chosen, config)
+    if static.weight == "share":  # exp / sum of exp, column by column, so that one kernel of a GPU computes it
+        logs = [weights[:, k] for k in range(static.top_k)]
+        most = lax.stop_gradient(functools.reduce(jnp.maximum, logs))
+        shares = [jnp.exp(log - most) for log in logs]
+        for _ in range(2):  # after the second time their sum is 1 but for rounding, and so is the gradient's
+            total = functools.reduce(jnp.add, shares)
+            shares = [value / total for value in shares]
+        weights = jnp.stack(shares, axis=1)
     weights = jnp.where(experts < num_experts, weights * config.scale, 0.0)
     balance = sequences = None
     if choice.sequences is not None:
@@ -356,17 +361,6 @@ def log_score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Arra
 def _take(values, experts):
     """Returns the values [T, K] of the experts, of values [T, E], and `NO_EXPERT` for none."""
     return jnp.take_along_axis(values, experts, axis=-1, mode="fill", fill_value=NO_EXPERT)
-
-
-def _share(logs):
-    """Returns exp(logs) [T, K], divided by their sum; column by column, so that one kernel of a GPU computes it."""
-    columns = [logs[:, k] for k in range(logs.shape[1])]
-    most = lax.stop_gradient(functools.reduce(jnp.maximum, columns))
-    shares = [jnp.exp(column - most) for column in columns]
-    for _ in range(2):  # after the second time their sum is 1 but for rounding, and so is the gradient's
-        total = functools.reduce(jnp.add, shares)
-        shares = [value / total for value in shares]
-    return jnp.stack(shares, axis=1)
 
 
 _router = with_gradient(

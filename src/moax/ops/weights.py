@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from moax.kernels import Operand, implementation
-from moax.kernels.quantization import find_scale_axes
+from moax.kernels.operands import find_scale_axes
 from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype
@@ -110,21 +110,24 @@ def gather_weight(
 
 
 def gather_shard(
-    weight: WeightSpec, layout: WeightLayout, w: Array | None, quantized: QuantizedWeight | None, contracted: Contracted
-) -> Operand:
+    static: tuple[WeightSpec, Contracted], layout: WeightLayout, w: Array | None, quantized: QuantizedWeight | None
+) -> tuple[Operand]:
     """Runs `gather_weight` on one device."""
+    weight, contracted = static
     kernels, recipe, gather = implementation(weight.kernels), weight.recipe, layout.gather
     if quantized is not None:
         gather = find_layout(weight).gather  # a quantized weight has the declared layout, whatever the layout of w is
     if recipe.w is None:
         plain = cast(Array, w if quantized is None else quantized[0])
         whole = collectives.gather_weight(plain.astype(weight.dtype), gather)
-        return whole.reshape(*whole.shape[:2], -1)
-    if quantized is not None:
-        shard = quantized[contracted == "columns"]
+        operand = whole.reshape(*whole.shape[:2], -1)
     else:
-        shard = kernels.quantize_shard(cast(Array, w), recipe, contracted, gather, layout.matrix_axes)
-    return kernels.gather_shard(shard, recipe, contracted, gather)
+        shard = None if quantized is None else quantized[contracted == "columns"]
+        if shard is None:
+            shard = kernels.quantize_shard(cast(Array, w), recipe, contracted, gather, layout.matrix_axes)
+        operand = kernels.gather_shard(shard, recipe, contracted, gather)
+    # XLA's partitioner confuses an operand with a result that is the same array in another sharding: a barrier copies.
+    return (lax.optimization_barrier(operand),)
 
 
 def scatter_gradient(view: MeshView, weight: WeightSpec, partial: Array, w: Array) -> Array:
@@ -145,7 +148,8 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
     if (format := weight.recipe.w) is None:
         return (layout.spec,)
     for contracted in CONTRACTED:
-        along = find_scale_axes(local_shape(shape, layout.spec, weight.axes), format, contracted, layout.gather)
+        shard = local_shape(shape, layout.spec, weight.axes)
+        along = find_scale_axes(shard, format, contracted, layout.gather) or (layout.gather[0], (), ())
         kept = layout.kept
         if format.block is None:
             kept = (kept[0], (), ())
@@ -179,11 +183,6 @@ def _quantize_sharding(weight: WeightSpec, operands, found) -> OpSharding:
     return OpSharding((layout.spec,), [of for shard in specs for of in shard], [()] * 4, layout)
 
 
-def _gather_shards(static: tuple[WeightSpec, Contracted], layout: WeightLayout, w, quantized):
-    # XLA's partitioner confuses an operand with a result that is the same array in another sharding: a barrier copies.
-    return (lax.optimization_barrier(gather_shard(static[0], layout, w, quantized, static[1])),)
-
-
 def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, found) -> OpSharding:
     (weight, _), (w, quantized) = static, operands
     layout = find_layout(weight, found[0], w.ndim)
@@ -202,5 +201,5 @@ def _scatter_sharding(weight: WeightSpec, operands, found) -> OpSharding:
 
 
 _quantize = Op("quantize_weight", _quantize_shards, "*w -> @, @, @, @", sharding=_quantize_sharding)
-_gather = Op("gather_weight", _gather_shards, "*w, @ -> @", sharding=_gather_sharding)
+_gather = Op("gather_weight", gather_shard, "*w, @ -> @", sharding=_gather_sharding)
 _scatter = Op("scatter_gradient", _scatter_shards, "@, *w -> *w", sharding=_scatter_sharding)

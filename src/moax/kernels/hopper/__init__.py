@@ -20,9 +20,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moax.backend import device_kind, log_once
-from moax.kernels import HOPPER_WIDTH, Packing, Role, quantization, xla
-from moax.kernels.groups import Groups, align_up, row_groups, sum_before, zero_rows
+from moax.checks import log_once
+from moax.kernels import HOPPER_WIDTH, Packing, Role, find_device, xla
 from moax.kernels.hopper.formats import (
     BLOCK,
     COPY_WIDTH,
@@ -43,7 +42,18 @@ from moax.kernels.hopper.pallas.permute import gather_sum as gather_sum
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
 from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.quantization import DTYPES, block_max, dequantize, to_scale
+from moax.kernels.operands import (
+    DTYPES,
+    Groups,
+    align_up,
+    block_max,
+    dequantize,
+    find_scale_axes,
+    max_of_groups,
+    sum_before,
+    to_scale,
+    zero_rows,
+)
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, is_alone, reduce_max
 from moax.recipe import FULL, Contracted, Format, Recipe, Recipes
@@ -57,15 +67,14 @@ HALVES = ("matmul", "matmul_transposed")  # the products with half tiles
 GATHER_HIDDEN = 1536  # for wider experts it is faster to sort the rows first (benchmarks/LOG.md, 2026-11-24)
 
 
-def matmul_gathers_rows(format: Format | None, width: int, hidden: int) -> bool:
-    """Returns whether products shall gather rows: those of narrow experts, which then take up to 29 % longer."""
-    # A kernel that sorts the rows first takes longer than that; in FP8 it quantizes rows for wgrad too.
-    return format is None and width % GATHER_WIDTH == 0 == hidden % GATHER_WIDTH and hidden <= GATHER_HIDDEN
-
-
-def align_rows(recipe: Recipe) -> int:
-    """Returns the alignment of the recipe and of the kernels: 128 rows share a scale in FP8, and 64 else suffice."""
-    return math.lcm(recipe.row_alignment, BLOCK if supports_fp8(recipe) else HALF)
+def choose_rows(recipe: Recipe, role: Role, width: int, hidden: int) -> tuple[int, bool]:
+    """Returns the alignment of groups, and whether products shall gather rows: those of narrow experts."""
+    # In FP8 128 rows share a scale, and 64 else suffice.
+    align = math.lcm(recipe.row_alignment, BLOCK if supports_fp8(recipe) else HALF)
+    # Products that gather take up to 29 % longer. A kernel that sorts the rows first takes longer than that; in FP8 it
+    # quantizes rows for wgrad too.
+    narrow = width % GATHER_WIDTH == 0 == hidden % GATHER_WIDTH and hidden <= GATHER_HIDDEN
+    return align, narrow and getattr(recipe, role) is None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -117,8 +126,8 @@ def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -
 
     def index(of, to, align, size, none):
         """Returns the row at `to` of each of `size` rows that lie at `of`, and `none` for padding."""
-        group, real = row_groups(group_sizes, align, size)
-        return jnp.where(real, to[group] + jnp.arange(size, dtype=jnp.int32) - of[group], none)
+        at = xla.find_groups(group_sizes, align, size)
+        return jnp.where(at.real, to[at.index] + jnp.arange(size, dtype=jnp.int32) - of[at.index], none)
 
     gather_idx = index(packed, unpacked, BLOCK, rows, num_rows)
     scatter_idx = index(unpacked, packed, align, num_rows, rows)
@@ -148,7 +157,7 @@ def quantize_for_matmul(
     with jax.named_scope("quantize"):
         x, scale = x.reshape(x.shape[0], -1), None
         if format.by_group:  # a block of 128 rows lies in one group
-            scale = to_scale(quantization.max_of_groups(x, groups)[::BLOCK], format)
+            scale = to_scale(max_of_groups(x, groups)[::BLOCK], format)
         elif format.block is None:
             amax = block_max(zero_rows(x, groups.real), (None, None))
             scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
@@ -301,7 +310,7 @@ def _unpack(x, dtype) -> tuple[Any, Any]:
 def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks, source=None):
     """Returns the TileConfig of a product with these blocks on this device, which gathers by `source`."""
     rows = blocks.group.shape[0] * BLOCK // blocks.sizes.shape[0]
-    tile = pick_tile(op, contracted, columns, rows, device_kind())
+    tile = pick_tile(op, contracted, columns, rows, find_device().device_kind)
     waves = tile.waves if is_alone() and op not in HALVES else WAVES
     return dataclasses.replace(tile, cluster=tile.cluster if source is None else 1, waves=waves)
 
@@ -320,9 +329,9 @@ def quantize_shard(
         return xla.quantize_shard(w, recipe, contracted, gather, amax_over)
     format, turned = cast(Format, recipe.w), stores_weight_transposed(recipe, contracted)
     (experts, rows, *columns), apart = w.shape, any(gather[2:])
-    cut = quantization.cuts_blocks(w.shape, gather, format, contracted)
+    whole_blocks = find_scale_axes(w.shape, format, contracted, gather) is not None
     # Where a shard ends inside a block, the maximum of the block comes from several devices.
-    if cut or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
+    if not whole_blocks or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
         if format.scale == "e8m0":  # the products take these scales in float32
             recipe = dataclasses.replace(recipe, w=dataclasses.replace(format, scale="pow2"))
         made = xla.quantize_shard(w, recipe, contracted, gather, amax_over)
@@ -344,7 +353,7 @@ def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: 
         return xla.gather_shard(shard, recipe, contracted, gather)
     format, turned, shape = cast(Format, recipe.w), stores_weight_transposed(recipe, contracted), shard.data.shape
     shape = (shape[0], shape[-1], *shape[1:-1]) if turned else shape
-    along = quantization.find_scale_axes(shape, format, contracted, gather)
+    along = find_scale_axes(shape, format, contracted, gather) or (gather[0], (), ())
     whole = gather_weight(shard.data, _turn(gather, turned)), gather_weight(shard.scale, _turn(along, turned))
     # [E, *C, K] becomes [E, C, K], and [E, K, *C] becomes [E, K, C].
     data, scale = (v.reshape(v.shape[0], *((-1, v.shape[-1]) if turned else (v.shape[1], -1))) for v in whole)

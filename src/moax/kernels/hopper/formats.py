@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moax.kernels.groups import Groups, align_up, row_groups, sum_before
+from moax.kernels import xla
+from moax.kernels.operands import Groups, align_up, sum_before
 from moax.recipe import Recipe
 
 BLOCK = 128  # the most rows of a block, and the elements for each scale
@@ -105,9 +106,11 @@ class BlockedGroups(Groups):
     blocks: Any
 
 
-def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> BlockedGroups:
+def find_groups(
+    group_sizes: Int[Array, " E"] | None, align: int, num_rows: int, expected: int | None = None
+) -> BlockedGroups:
     """Returns the BlockedGroups of `num_rows` rows; with `group_sizes` None one group holds all of them."""
-    if group_sizes is None:
-        return BlockedGroups(None, align, None, make_blocks(jnp.full(1, num_rows, jnp.int32), num_rows))
-    real = row_groups(group_sizes, align, num_rows)[1]
-    return BlockedGroups(group_sizes, align, real, make_blocks(group_sizes, num_rows, align))
+    groups = xla.find_groups(group_sizes, align, num_rows, expected)
+    whole = jnp.full(1, num_rows, jnp.int32), num_rows
+    blocks = make_blocks(*whole) if group_sizes is None else make_blocks(group_sizes, num_rows, align)
+    return BlockedGroups(**vars(groups), blocks=blocks)

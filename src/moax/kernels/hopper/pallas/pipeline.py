@@ -25,8 +25,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moax.backend import count_sms
 from moax.checks import Unsupported
+from moax.kernels import count_sms
 from moax.kernels.hopper.formats import KMajorFp8
 from moax.kernels.hopper.pallas.gather import gather_stages
 from moax.mesh.collectives import varying

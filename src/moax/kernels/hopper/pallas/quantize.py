@@ -1,7 +1,7 @@
 """Kernels that quantize to FP8, for products over columns, over rows, or both, and that dequantize received rows.
 
     scale[b] = to_scale(max |x| over block b)
-    data     = round_to_format(x * (1 / scale)),      x[r, c] ~ data[r, c] * scale[r, c / 128]
+    data     = x * (1 / scale), rounded,      x[r, c] ~ data[r, c] * scale[r, c / 128]
 
 FP8 products take K-major operands alone, so these kernels also transpose an operand whose rows a product contracts. A
 kernel loads a tile of 128 x 128 elements into SMEM once and reads halves of it in both directions: as it lies for
@@ -22,10 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.checks import Unsupported
-from moax.kernels.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.ptx import launch, store
-from moax.kernels.quantization import DTYPES, to_scale
+from moax.kernels.operands import DTYPES, align_up, to_scale
 from moax.mesh.collectives import varying, with_vma_of_inputs
 from moax.recipe import Format
 

@@ -1,7 +1,10 @@
-"""Quantization in blocks: the arithmetic of scales, which all implementations share, and values that XLA rounds.
+"""The operands of products, as all implementations share them: rows in groups, and values in blocks with a scale each.
+
+Rows are sorted by expert: group g starts at the first multiple of `align` after group g - 1. With sizes (3, 0, 5),
+align 4 and 12 rows, the groups start at rows (0, 4, 4). Row 3 and rows 9 to 11 are padding, which may hold anything.
 
     scale[b] = max |x| over block b / max of the format (rounded up to a power of two where the format says so)
-    data     = round_to_format(x * (1 / scale)),     x ~ data * scale
+    data     = x * (1 / scale), rounded to the format,     x ~ data * scale
 
 A NaN or Inf becomes NaN in its own element and does not enter a maximum. A block of zeros has scale 1. The Hopper
 kernels compute the product with the reciprocal too, and XLA turns a division by a broadcast into it.
@@ -12,6 +15,7 @@ whatever shard of it a device holds.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -20,9 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from moax.kernels.groups import Groups, gather_rows, row_groups, zero_rows
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, reduce_max, vary_like
 from moax.recipe import Contracted, Format, Recipe
@@ -31,6 +34,82 @@ from moax.types import QArray, QShard
 Block = tuple[int | None, ...]
 DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 TINY = 2.0**-126  # the smallest normal float32
+
+
+def align_up(n, align: int):
+    """Returns n, rounded up to a multiple of `align`: 5 with align 4 is 8."""
+    return -(-n // align) * align
+
+
+def allot_rows(balanced: float, buffer_factor: float | None, worst: int) -> int:
+    """Returns the rows of a buffer for a load that depends on the routing: `buffer_factor` times the balanced load.
+
+    The buffer has at least the mean, five times its square root and 64 rows, since random routing alone needs more than
+    a small mean; with a factor below 1 that part of them. 10000 balanced rows and a factor of 1.25 give 12500 rows, 100
+    give 214 rows, and with a factor of 0.5 they give 107. It has at most the `worst` case, which None allots.
+    """
+    if buffer_factor is None or not isinstance(balanced, int | float):  # of a symbolic size nobody knows the noise
+        return worst
+    chance = balanced + 5 * math.sqrt(balanced) + 64
+    return max(1, min(worst, math.ceil(max(buffer_factor * balanced, min(buffer_factor, 1.0) * chance))))
+
+
+def sum_before(values: Int[Array, " G"]) -> Int[Array, " G"]:
+    """Returns the sum of the values before each one: (0, 3, 3) for (3, 0, 5)."""
+    # Each index is compared with each, which is one kernel on a GPU; a cumulative sum is several.
+    index = jnp.arange(values.shape[0], dtype=jnp.int32)
+    return jnp.where(index[None] < index[:, None], values[None], 0).sum(1, dtype=jnp.int32)
+
+
+def zero_rows(x: Float[Array, "M ..."], real: Bool[Array, " M"] | None) -> Float[Array, "M ..."]:
+    """Returns x, with 0 in the rows that are not real. Such a row may hold NaN. None: all rows are real."""
+    if real is None:
+        return x
+    return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+
+
+def scale_rows(x: Float[Array, "M ..."], weights: Float[Array, " M"], groups: Groups) -> Float[Array, "M ..."]:
+    """Returns each real row times its weight, multiplied in float32 and returned in the dtype of x; padding is 0."""
+    weights = weights.reshape(-1, *[1] * (x.ndim - 1))
+    return zero_rows(x.astype(jnp.float32) * weights, groups.real).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The layout of the rows that enter a product, on one device. An implementation may add fields of its own.
+
+    With sizes (3, 0, 2), align 4 and 8 rows, `index` is (0, 0, 0, 0, 2, 2, 2, 2), and rows 3, 6 and 7 are not real.
+
+    Attributes:
+      sizes: [E] i32, the rows of each group; None means that one group holds all rows.
+      align: each group starts at a multiple of so many rows.
+      index: [M] i32, the group of each row, any group for padding; None where one group holds all rows.
+      real: [M] bool, whether each row is real, that is no padding; None means that all rows are real.
+      expected: the rows that all groups have together at a balanced load; None where this is not known. It may decide
+        how a product is computed, so that the size M of a buffer does not.
+    """
+
+    sizes: Any
+    align: int
+    index: Any
+    real: Any
+    expected: int | None
+
+
+def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int, expected: int | None = None) -> Groups:
+    """Returns the Groups of `num_rows` rows. With `group_sizes` None one group holds all rows."""
+    if group_sizes is None:
+        return Groups(None, align, None, None, expected)
+    starts, rows = sum_before(align_up(group_sizes, align)), jnp.arange(num_rows, dtype=jnp.int32)
+    index = jnp.searchsorted(starts, rows, side="right").astype(jnp.int32) - 1
+    return Groups(group_sizes, align, index, rows < starts[index] + group_sizes[index], expected)
+
+
+def gather_rows(
+    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Groups | None = None
+) -> Float[Array, "N H"]:
+    """rows[n] = x[gather_idx[n]], 0 where it is R or more, but for rows past the `groups`."""
+    return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)
 
 
 def block_max(x: Array, block: Block) -> Float[Array, "..."]:
@@ -55,9 +134,20 @@ def to_scale(amax: Float[Array, "..."], format: Format, of_zero: float = 1.0) ->
     return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)  # up, unless it is a power of two
 
 
-def store_scale(scale: Float[Array, "..."], format: Format) -> Array:
-    """Returns scales as a QArray stores them: for `e8m0` uint8 exponents, with scale = 2**(exponent - 127)."""
-    return (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8) if format.scale == "e8m0" else scale
+def encode(
+    x: Float[Array, "..."], scale: Float[Array, "..."], inverse: Float[Array, "..."], format: Format
+) -> tuple[Array, Array]:
+    """Returns the bytes of x * inverse in the format, and the scales, as a QArray stores both.
+
+    `inverse` is 1 / scale of each element, or broadcasts to it. A value that is not finite becomes NaN.
+    """
+    data = (x * inverse).astype(DTYPES[format.dtype])
+    if format.dtype == "e5m2":  # e5m2 has an infinity, which becomes NaN as in e4m3
+        data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
+    if format.scale == "e8m0":  # the exponent alone
+        scale = (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
+    # XLA on GPUs removes a cast to fewer bits and back; the barrier keeps the rounding.
+    return lax.optimization_barrier(lax.bitcast_convert_type(data, jnp.uint8)), scale
 
 
 def dequantize(q: QArray | Array, dtype: Any = jnp.float32) -> Float[Array, "..."]:
@@ -83,24 +173,21 @@ def expand_scales(scale: Array, shape: Sequence[Any], block: Block) -> Array:
     return scale
 
 
-def cuts_blocks(shape: Sequence[int], gather: Sequence[Names], format: Format, contracted: Contracted) -> bool:
-    """Returns whether a shard [E, K, *C], gathered over these axes, may end inside a block of the whole weight."""
-    _, rows, columns = format.weight_block(3, contracted)
-    dims = (shape[1], rows, gather[1]), (shape[-1], columns, sum(gather[2:], ()))
-    return any(block is not None and names and size % block != 0 for size, block, names in dims)
-
-
 def find_scale_axes(
     shape: Sequence[int], format: Format, contracted: Contracted, gather: Sequence[Names]
-) -> tuple[Names, ...]:
+) -> tuple[Names, ...] | None:
     """Returns the mesh axes over which each dim of a weight's scales is gathered, as `gather` has those of its data.
 
-    Where a shard [E, K, *C] ends inside a block, or one scale holds for a matrix, every shard has the scales of the
-    whole matrix, and E alone is gathered. The columns of the scales are one dim, unless columns are gathered: then each
-    of them has its own axes, and no block lies in two shards of the last one.
+    None means that a shard [E, K, *C] may end inside a block of the whole weight; every shard then has the scales of
+    the whole matrix. The columns of the scales are one dim, unless columns are gathered: then each of them has its own
+    axes, and no block lies in two shards of the last one.
     """
-    if format.block is None or cuts_blocks(shape, gather, format, contracted):
+    if format.block is None:  # one scale holds for a matrix
         return (gather[0], (), ())
+    _, rows, columns = format.weight_block(3, contracted)
+    for size, block, names in ((shape[1], rows, gather[1]), (shape[-1], columns, sum(gather[2:], ()))):
+        if names and size % (block or 1):
+            return None
     return tuple(gather) if any(gather[2:]) else (gather[0], gather[1], ())
 
 
@@ -108,8 +195,7 @@ def quantize(x: Array, format: Format, block: Block, amax_over: Names = ()) -> Q
     """Returns the values and scales of x in blocks of any lengths, as `moax.ops.quantize` returns them."""
     x = x.astype(jnp.float32)
     scale = to_scale(reduce_max(block_max(x, block), amax_over), format)
-    data = round_to_format(x, expand_scales(1.0 / scale, x.shape, block), format)
-    return QArray(data, store_scale(scale, format), format.dtype, block)
+    return QArray(*encode(x, scale, expand_scales(1.0 / scale, x.shape, block), format), format.dtype, block)
 
 
 def dequantize_wire(
@@ -128,7 +214,7 @@ def quantize_for_matmul(
     """Returns rows [M, ..., C] as two Operands: for a product over columns (forward, dgrad), and for wgrad.
 
     With `gather_idx` it takes the rows x[gather_idx], in one read where the implementation can. With `in_products` too,
-    where `matmul_gathers_rows` says so, the products gather them from x instead. The first may be None if the caller
+    where `choose_rows` says so, the products gather them from x instead. The first may be None if the caller
     takes no `rows`, and the second if it takes no `columns`.
     """
     format: Format | None = getattr(recipe, role)
@@ -143,8 +229,7 @@ def quantize_for_matmul(
         real = zero_rows(x, groups.real)
         if format.by_group:  # each row carries the scale of its group
             scale = to_scale(max_of_groups(x, groups), format)[:, None]
-            data = round_to_format(real, 1.0 / scale, format)
-            return (QArray(data, store_scale(scale, format), format.dtype, (1, None)),) * 2
+            return (QArray(*encode(real, scale, 1.0 / scale, format), format.dtype, (1, None)),) * 2
         # Padding must not enter a scale that all rows share.
         whole, over = (x, ()) if format.block else (real, amax_over)
         by_columns = quantize(whole, format, format.row_block(2, "columns"), over)
@@ -156,8 +241,7 @@ def max_of_groups(x: Float[Array, "M C"], groups: Groups) -> Float[Array, " M"]:
     values = block_max(zero_rows(x, groups.real), (1, None))[:, 0]
     if groups.sizes is None:
         return jnp.broadcast_to(values.max(), values.shape)
-    group = row_groups(groups.sizes, groups.align, values.shape[0])[0]
-    return jax.ops.segment_max(values, group, num_segments=groups.sizes.shape[0])[group]
+    return jax.ops.segment_max(values, groups.index, num_segments=groups.sizes.shape[0])[groups.index]
 
 
 def quantize_shard(
@@ -166,9 +250,10 @@ def quantize_shard(
     """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
     format, flat = cast(Format, recipe.w), w.reshape(*w.shape[:2], -1).astype(jnp.float32)
     with jax.named_scope("quantize"):
-        if cuts_blocks(w.shape, gather, format, contracted):
+        if find_scale_axes(w.shape, format, contracted, gather) is None:
             scale, inverse = _scale_shared_blocks(flat, w.shape, format, contracted, gather)
-            return QShard(round_to_format(flat, inverse, format).reshape(w.shape), store_scale(scale, format))
+            data, scale = encode(flat, scale, inverse, format)
+            return QShard(data.reshape(w.shape), scale)
         q = quantize(flat, format, format.weight_block(3, contracted), () if format.block else amax_over)
         # The scales of gathered columns have the dims of the columns, since no block lies in two shards of the last.
         columns = w.shape[2:-1] if format.block and any(gather[2:]) else ()
@@ -178,7 +263,7 @@ def quantize_shard(
 def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> QArray:
     """Returns the whole weight as an Operand from a quantized shard; an array [E, K, C] is an Operand too."""
     format = cast(Format, recipe.w)
-    along = find_scale_axes(shard.data.shape, format, contracted, gather)
+    along = find_scale_axes(shard.data.shape, format, contracted, gather) or (gather[0], (), ())
     whole = gather_weight(shard.data, gather), gather_weight(shard.scale, along)
     data, scale = (v.reshape(*v.shape[:2], -1) for v in whole)
     return QArray(data, scale, format.dtype, format.weight_block(3, contracted))
@@ -206,12 +291,3 @@ def _scale_shared_blocks(flat, shape, format: Format, contracted: Contracted, ga
     scale = to_scale(reduce_max(blocks[:, :row_count], sum(gather[1:], ())), format)
     row_block = (first[1] + jnp.arange(shape[1], dtype=jnp.int32)) // rows
     return scale, jnp.take(jnp.take(1.0 / scale, row_block, axis=1), column_block, axis=2)
-
-
-def round_to_format(x: Float[Array, "..."], inverse: Float[Array, "..."], format: Format) -> Array:
-    """Returns the bits of x * inverse in the format, where inverse is 1 / scale; NaN where x is not finite."""
-    data = (x * inverse).astype(DTYPES[format.dtype])
-    if format.dtype == "e5m2":  # e5m2 has an infinity, which becomes NaN as in e4m3
-        data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
-    # XLA on GPUs removes a cast to fewer bits and back; the barrier keeps the rounding.
-    return lax.optimization_barrier(lax.bitcast_convert_type(data, jnp.uint8))
