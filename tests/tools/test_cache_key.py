@@ -8,6 +8,7 @@ Covers: three processes and one cache; the texts of static values.
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import processes
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import moax
 from moax.mesh import lowering as cache_key
 from moax.mesh.lowering import UNSTABLE
+from moax.mesh.op import Op
+from moax.mesh.specs import find_mesh_view
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,14 +106,31 @@ def test_texts_of_static_values():
         assert UNSTABLE.search(repr(value)), value
 
 
-def test_a_call_without_a_stable_text_is_not_named(caplog):
-    """Breaks if a call has a name that holds an address: another process may give the name to another program."""
+def double(static, x):
+    return 2 * x
+
+
+DOUBLE = Op("double", double, "t h -> t h")
+
+
+@pytest.mark.parametrize("name", ["experts", "double"])
+def test_a_call_without_a_stable_text_has_a_name_of_its_own(name, caplog):
+    """Breaks if the name of a call holds an address, or says nothing of a function outside of moax: the program of a
+    later process, whose function has changed, may then be the one from the cache."""
     config = moax.MoEConfig(16, 16, 8, 2, activation=lambda gate, up: gate * up)
-    mesh = jax.make_mesh((8,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        params = moax.init(jax.random.key(0), config)
-        jax.jit(lambda x: moax.moe(x, params, config)[0]).lower(jax.numpy.ones((16, 16)))
-    assert "experts: its program will compile anew in each process" in caplog.text and "no stable text" in caplog.text
+    params, x = moax.init(jax.random.key(0), config), jax.numpy.ones((16, 16))
+
+    def names():
+        view = find_mesh_view(moax.Axes(), "auto", x)
+        run = {"experts": lambda x: moax.moe(x, params, config)[0], "double": lambda x: DOUBLE(view, view, x)[0]}[name]
+        text = jax.jit(run).lower(x).as_text()
+        return {found for found in re.findall(r'backend_config = "([^"]*)"', text) if "@" not in found}
+
+    with jax.set_mesh(jax.make_mesh((8,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))):
+        first, second = names(), names()
+    assert f"{name}: its program will compile anew in each process" in caplog.text and "no stable text" in caplog.text
+    assert first and all(found.startswith("moax:") for found in first | second)
+    assert len(first - second) == 1, "one call has another name each time"
 
 
 def test_a_change_of_moax_or_of_its_tiles_changes_the_key(monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,13 @@ def name_call(op: str, call: Any, operand_types, result_types) -> None:
     JAX lowers such a call to a custom call that names a Python object by its address (jax issue 21159). The address is
     part of the key of JAX's compilation cache, and differs in each process. The digest covers everything that decides
     what the object does: the op, its static arguments, the source of moax, and the settings of JAX that change a trace.
-    Where this cannot be done the address stays, and the program compiles anew in each process.
+    Where a part has no text, as an `Op` of a function outside of moax, the name is random, and the program compiles
+    anew in each process: an address may come again in a later process, for a function that has changed.
 
     XLA asks for the layout of shards by calling back into this process, which no exported program can do. JAX says so
     after the whole program is lowered, without the name of an engine.
     """
+    anew = f"{op}: its program will compile anew in each process, for it has no stable key in JAX's compilation cache"
     try:
         from jax._src.custom_partitioning import _sharding_callbacks as callbacks  # JAX has no public name for it
 
@@ -99,7 +102,8 @@ def name_call(op: str, call: Any, operand_types, result_types) -> None:
         of_jax = info.in_tree, info.out_tree, info.module_context.platforms, [getattr(jax.config, k) for k in SETTINGS]
         content = repr((call, operand_types, result_types, of_jax, source()))
         if found := UNSTABLE.search(content):
-            raise ValueError(f"no stable text: {found[0]}")
+            log_once(f"{anew}: no stable text: {found[0]}")
+            content = uuid.uuid4().hex
         name = f"moax:{hashlib.sha256(content.encode()).hexdigest()}"
         # Equal content does equal work, so the first object of a name serves all calls of that name. Each of the others
         # keeps the first one alive: XLA asks for it by name until the programs of all of them are compiled.
@@ -108,10 +112,7 @@ def name_call(op: str, call: Any, operand_types, result_types) -> None:
             info.serves = first
         inserted["backend_config"] = mlir.ir.StringAttr.get(name)
     except (ImportError, AttributeError, KeyError, IndexError, ValueError) as error:
-        log_once(
-            f"{op}: its program will compile anew in each process, for it has no stable key in JAX's compilation "
-            f"cache: {error!r}"
-        )
+        log_once(f"{anew}: {error!r}")
 
 
 @functools.cache

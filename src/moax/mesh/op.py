@@ -65,10 +65,11 @@ class Rule(NamedTuple):
     sizes: tuple[tuple[str, int], ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Op:
     """An op on global arrays: op(view, static, *operands) -> a tuple of results.
 
-    Args:
+    Attributes:
       name: the name of the op in profiles, compiled programs and errors.
       local: local(static, *operands) -> a result, or a tuple of them. It computes on shards and calls collectives by
         axis name. `static` is hashable and has the attribute `axes`, the mesh axes by role.
@@ -76,33 +77,35 @@ class Op:
       sharding: sharding(static, operands, found) -> OpSharding, in place of the layout that the rule gives. `found` has
         the spec of each operand leaf, None where it is unknown. The local function is then local(static, layout,
         *operands). It raises ValueError for a spec that the op cannot take.
+      content: what stands for the functions in the text that `name_call` makes a key of: a name where they are moax's
+        own, whose sources are part of the key, else the functions, which have an address and so no key.
     """
 
-    def __init__(
-        self,
-        name: str,
-        local: Callable,
-        rule: str | Callable[[Any, tuple], str | tuple[str, tuple]],
-        sharding: Callable[[Any, tuple, PyTree], OpSharding] | None = None,
-    ):
-        self.name, self.local, self._rule, self._sharding = name, local, rule, sharding
-        self._compiled = jax.jit(self.__call__, static_argnums=(0, 1))
+    name: str
+    local: Callable = dataclasses.field(repr=False)
+    rule: str | Callable[[Any, tuple], str | tuple[str, tuple]] = dataclasses.field(repr=False)
+    sharding: Callable[[Any, tuple, PyTree], OpSharding] | None = dataclasses.field(default=None, repr=False)
+    content: Any = dataclasses.field(init=False)
 
-    def __repr__(self) -> str:
-        return f"{self.name}({self.local.__module__}.{self.local.__qualname__})"
+    def __post_init__(self):
+        functions = [f for f in (self.local, self.rule, self.sharding) if callable(f)]
+        packages = {getattr(f, "func", f).__module__.partition(".")[0] for f in functions}
+        ours = packages == {__name__.partition(".")[0]}
+        content = f"{self.local.__module__}.{self.local.__qualname__}" if ours else functions
+        object.__setattr__(self, "content", content)
 
     def __call__(self, view: MeshView, static: Hashable, *operands):
         """Returns the results of the op on `operands`, computed by the engine of `view`."""
         with jax.named_scope(self.name):
             if view.engine == "custom_partitioning":
-                return _bind(self, view, static, self.rule(static, operands))(*operands)
+                return _bind(self, view, static, self.parse_rule(static, operands))(*operands)
             traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands))
             if view.engine == "local":
                 if traced and view.mesh is None:
                     operands = refuse_many_devices(self.name, operands)
-                return self.compute_shards(static, self.sharding(static, operands), *operands, reduce=False)
+                return self.compute_shards(static, self.find_sharding(static, operands), *operands, reduce=False)
             if not traced:
-                return self._compiled(view, static, *operands)
+                return self.compiled(view, static, *operands)
             sharding, operands = self.lay_out(view, static, *operands)
             mapped = jax.shard_map(
                 functools.partial(self.compute_shards, static, sharding),
@@ -112,6 +115,11 @@ class Op:
                 check_vma=any(map(varying, jax.tree.leaves(operands))),
             )  # fmt: skip
             return mapped(*operands)
+
+    @functools.cached_property
+    def compiled(self) -> Callable:
+        """The op as one program, for operands that are not traced."""
+        return jax.jit(self.__call__, static_argnums=(0, 1))
 
     def lay_out(self, view: MeshView, static: Hashable, *operands) -> tuple[OpSharding, tuple]:
         """Returns the layout of the op, and the operands in it, with types that vary over the same axes.
@@ -124,7 +132,7 @@ class Op:
         """
         leaves, tree = jax.tree.flatten(operands)
         found = tree.unflatten(jax.typeof(x).sharding.spec if view.explicit else None for x in leaves)
-        sharding = self.sharding(static, operands, found)
+        sharding = self.find_sharding(static, operands, found)
         specs = tree.flatten_up_to(sharding.operands)
         if view.engine != "local":  # local operands are shards
             for i, (leaf, to) in enumerate(zip(leaves, specs, strict=True)):
@@ -133,9 +141,9 @@ class Op:
             leaves = [jax.sharding.reshard(x, NamedSharding(view.mesh, s)) for x, s in zip(leaves, specs, strict=True)]
         return sharding, tree.unflatten(vary_like(x, leaves) for x in leaves)
 
-    def rule(self, static: Any, operands: tuple) -> Rule:
+    def parse_rule(self, static: Any, operands: tuple) -> Rule:
         """Returns the parsed rule of the op for these operands."""
-        made = self._rule(static, operands) if callable(self._rule) else self._rule
+        made = self.rule(static, operands) if callable(self.rule) else self.rule
         text, sizes = (made, ()) if isinstance(made, str) else made
         given, results = (side.split(",") for side in text.split("->"))
         leaves, stars = [], {}  # the dims of "*c" are c0, c1, ...
@@ -151,22 +159,22 @@ class Op:
             entries.append(Dims((), dims[1:]) if dims[:1] == ("@",) else Dims(dims))
         return Rule(tuple(entries[: len(leaves)]), tuple(entries[len(leaves) :]), sizes)
 
-    def sharding(self, static: Any, operands: tuple, found: PyTree = None, *, chosen: bool = False) -> OpSharding:
+    def find_sharding(self, static: Any, operands: tuple, found: PyTree = None, *, chosen: bool = False) -> OpSharding:
         """Returns the layout of the op; `found` has the spec of each operand leaf, None where it is unknown.
 
         Where XLA has `chosen` the specs that were found, they are no mistake of the caller: an op that cannot take them
         has the declared layout, and the log says so.
         """
-        if self._sharding is not None:
+        if self.sharding is not None:
             unknown = jax.tree.map(lambda x: None, operands)
             try:
-                return self._sharding(static, operands, unknown if found is None else found)
+                return self.sharding(static, operands, unknown if found is None else found)
             except ValueError as error:
                 if not chosen:
                     raise
                 log_once(f"{self.name}: {error}; the declared layout is used instead, which may move it unquantized")
-                return self._sharding(static, operands, unknown)
-        rule, tokens = self.rule(static, operands), static.axes.tokens
+                return self.sharding(static, operands, unknown)
+        rule, tokens = self.parse_rule(static, operands), static.axes.tokens
         leaves, results = (
             [Spec(*(tokens if dim in TOKENS else () for dim in dims.shared + (dims.own or ()))) for dims in side]
             for side in (rule.leaves, rule.results)
@@ -177,7 +185,7 @@ class Op:
 
     def compute_shards(self, static, sharding: OpSharding, *operands, reduce: bool = True):
         """Returns the results of one device; with `reduce`, summed over the axes of `sharding.reduce`."""
-        layout = () if self._sharding is None else (sharding.layout,)
+        layout = () if self.sharding is None else (sharding.layout,)
         results = self.local(static, *layout, *operands)
         results = results if isinstance(results, tuple) else (results,)
         over = sharding.reduce if reduce else [()] * len(results)
@@ -245,7 +253,7 @@ def _bind(op: Op | _Batch, view: MeshView, static: Hashable, rule: Rule) -> Call
 
     @custom_vmap
     def function(*operands):
-        specs = op.sharding(static, operands).results
+        specs = op.find_sharding(static, operands).results
         results = list(partitioned(*refuse_derivative(op.name, operands)))
         for i, (dims, spec) in enumerate(zip(rule.results, specs, strict=True)):
             # Shardy would replicate a dim that no operand names, so such a dim is constrained.
@@ -258,7 +266,7 @@ def _bind(op: Op | _Batch, view: MeshView, static: Hashable, rule: Rule) -> Call
     @function.def_vmap
     def batch(size, batched, *operands):
         of_batch = _Batch(op, view.axes.all, tuple(jax.tree.leaves(batched)))
-        results = _bind(of_batch, view, static, of_batch.rule(static, operands))(*operands)
+        results = _bind(of_batch, view, static, of_batch.parse_rule(static, operands))(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     derivable = jax.custom_jvp(function)
@@ -271,7 +279,7 @@ def _partition(op: Op | _Batch, view: MeshView, static: Hashable, mesh, operands
     # JAX passes an empty mesh, and shardings without specs, where no argument of the program has a sharding.
     mesh, tree = view.mesh if mesh.empty else mesh, jax.tree.structure(operands)
     found = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
-    sharding = op.sharding(static, operands, found, chosen=True)
+    sharding = op.find_sharding(static, operands, found, chosen=True)
     for pair in zip(tree.flatten_up_to(found), tree.flatten_up_to(sharding.operands), strict=True):
         for here, there in zip(*(map(as_names, spec or ()) for spec in pair), strict=False):
             if here != there and set(here) == set(there) == set(view.axes.tokens):
@@ -320,15 +328,15 @@ class _Batch:
         run = functools.partial(self.op, view, static)
         return jax.vmap(lambda *one: run(*tree.unflatten(one)), [0 if b else None for b in self.batched])(*leaves)
 
-    def rule(self, static, operands) -> Rule:
+    def parse_rule(self, static, operands) -> Rule:
         """Returns the rule of the op with a letter of the batch in front."""
-        leaves, results, sizes = self.op.rule(static, self._one(operands))
+        leaves, results, sizes = self.op.parse_rule(static, self._one(operands))
         letter = f"v{len(results[0].shared)}"  # each level of `jax.vmap` adds a dim to a result
         split = ((*leaves, *results), (*self.batched, *[True] * len(results)))
         made = [dims._replace(shared=(letter, *dims.shared)) if b else dims for dims, b in zip(*split, strict=True)]
         return Rule(tuple(made[: len(leaves)]), tuple(made[len(leaves) :]), sizes)
 
-    def sharding(self, static, operands, found: PyTree = None, *, chosen: bool = False) -> OpSharding:
+    def find_sharding(self, static, operands, found: PyTree = None, *, chosen: bool = False) -> OpSharding:
         """Returns the layout of the batch, and as its `layout` that of one element."""
         leaves, tree = jax.tree.flatten(operands)
         specs: list[Spec | None] = [None] * len(leaves) if found is None else tree.flatten_up_to(found)
@@ -337,7 +345,7 @@ class _Batch:
             if of is not None and batched:
                 over = over or tuple(name for name in pad(of, leaf.ndim)[0] if name not in self.roles)
                 specs[i] = Spec(*tuple(of)[1:])
-        one = self.op.sharding(static, self._one(operands), tree.unflatten(specs), chosen=chosen)
+        one = self.op.find_sharding(static, self._one(operands), tree.unflatten(specs), chosen=chosen)
         wanted = zip(tree.flatten_up_to(one.operands), self.batched, strict=True)
         taken = tree.unflatten([Spec(over, *of) if batched else of for of, batched in wanted])
         return OpSharding(taken, [Spec(over, *of) for of in one.results], one.reduce, one)
