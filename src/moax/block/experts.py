@@ -215,8 +215,8 @@ def run_backward(
     """
     (wi, wo), x, left = gathered, None if inputs is None else inputs[0], saved.overflow
     dy = dy if left is None else after(left, dy)
-    sizes, rows = saved.plan.group_sizes, saved.plan.gather_idx.shape[0]
-    groups = implementation(p.kernels).find_groups(sizes, p.first.permute.align, rows, p.expected)
+    sizes, num_rows = saved.plan.group_sizes, saved.plan.gather_idx.shape[0]
+    groups = implementation(p.kernels).find_groups(sizes, p.first.permute.align, num_rows, p.expected)
     grads, dw = backward_down(p, p.first, saved, groups, x, w, wo, dy, total)
     if left is None or inputs is None:
         return *backward_up(p, p.first, saved, groups, grads, wi), dw

@@ -107,8 +107,8 @@ def forward_up(
     """
     # The barriers keep XLA from running a kernel twice whose result a scan stores.
     plan, row_weights = lax.optimization_barrier(plan_rows(at.permute, received.experts, received.weights, start))
-    sizes, rows = plan.group_sizes, plan.gather_idx.shape[0]
-    groups = implementation(p.kernels).find_groups(sizes, at.permute.align, rows, p.expected)
+    sizes, num_rows = plan.group_sizes, plan.gather_idx.shape[0]
+    groups = implementation(p.kernels).find_groups(sizes, at.permute.align, num_rows, p.expected)
     rows, columns = permute_quantize(p, received.rows, plan, groups, "x", columns=keep)  # [N, H]
     h, a = expert_up(p, rows, columns, wi, w, groups)  # [N, G, F]
     saved = Residuals(columns if keep else None, lax.optimization_barrier(h), plan, row_weights, received.slots)

@@ -33,8 +33,8 @@ from moax.kernels.operands import Groups
 from moax.recipe import Recipe
 
 DEFAULT = "xla"  # this implementation runs everywhere
-HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-H200_SMS = 132
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # in the name of a device
+H200_SMS = 132  # multiprocessors
 COPY_BYTES = 16  # a bulk copy moves a multiple of so many bytes
 HOPPER_WIDTH = 32  # the copy engine swizzles boxes of at least so many FP8 elements
 

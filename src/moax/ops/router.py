@@ -231,7 +231,7 @@ def _lay_parts(x: Float[Array, "A E"], order: tuple[int, ...]) -> Float[Array, "
         part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16)[:, None, :])
         rest = rest - part
-    if order == (0, 1):  # XLA stacks two parts in the kernel that computes them
+    if order == (0, 1):  # a stack of two parts is one kernel less
         return jnp.concatenate(parts, axis=1).reshape(x.shape[0], -1)
     # XLA writes the operands of a concatenation to memory first, and fuses a selection.
     which = lax.broadcasted_iota(jnp.int32, (x.shape[0], len(order), x.shape[1]), 1)
