@@ -108,7 +108,7 @@ $(SASS_VENV)/.installed: constraints.txt Makefile
 hf-parity: $(INSTALLED) $(HF_VENV)/.installed ## compare every family of moax.hf with transformers on this CPU, 15 minutes (HF_PYTHON: a Python for which torch has wheels)
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
 	$(HF_VENV)/bin/python scripts/hf_reference.py "$$tmp" && \
-	PYTHONPATH=src:tests $(BIN)/python tests/support/hf_parity.py "$$tmp" --write && \
+	PYTHONPATH=src:tests:scripts $(BIN)/python tests/support/hf_parity.py "$$tmp" --write && \
 	$(HF_VENV)/bin/python scripts/hf_reference.py "$$tmp" --check
 
 $(HF_VENV)/.installed: Makefile
