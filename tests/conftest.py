@@ -107,7 +107,7 @@ def unchecked():
 
 @pytest.fixture
 def fresh_compile():
-    """Compile anew: XLA asks for no partition rule of a cached program, and its key knows the sources of moax alone."""
+    """Compile anew, for a test of what a partition rule logs: XLA asks for no rule of a program from the cache."""
 
     def use_cache(value):
         jax.config.update("jax_enable_compilation_cache", value)

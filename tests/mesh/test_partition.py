@@ -30,8 +30,6 @@ from support import ENGINES, MESHES, make_mesh, make_params, put, random, rel_no
 from support.block import MESH, check, check_gradients, cotangent, loss_of
 from support.oracle.block import block as block_by_numpy
 
-pytestmark = pytest.mark.usefixtures("fresh_compile")  # two ops are of this file
-
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 DEVICES = 8
 

@@ -28,7 +28,7 @@ def alone() -> Iterator[None]:
 
 
 def pretend(monkeypatch, platform: str = "cpu", device_kind: str = "NVIDIA H200") -> None:
-    """Lets moax choose kernels as on this device. The platform stays that of the CPU, whose interpreter runs them."""
+    """Lets moax choose kernels as on this device. The platform `cpu` is that of the interpreter, which runs them."""
     device = SimpleNamespace(platform=platform, device_kind=device_kind)
     monkeypatch.setattr(kernels, "find_device", lambda: device)
 

@@ -7,6 +7,7 @@ Covers: three processes and one cache; the texts of static values.
 """
 
 import dataclasses
+import gc
 import os
 import re
 import subprocess
@@ -131,6 +132,14 @@ def test_a_call_without_a_stable_text_has_a_name_of_its_own(name, caplog):
     assert f"{name}: its program will compile anew in each process" in caplog.text and "no stable text" in caplog.text
     assert first and all(found.startswith("moax:") for found in first | second)
     assert len(first - second) == 1, "one call has another name each time"
+
+
+def test_every_op_of_moax_has_a_stable_text():
+    """Breaks if a program with some op of moax compiles anew in each process."""
+    assert moax.moe and moax.ops  # imported by their names
+    found = [op for op in gc.get_objects() if isinstance(op, Op) and op.local.__module__.startswith("moax.")]
+    assert {"experts_grad", "grouped_matmul_grad", "gather_weight"} <= {op.name for op in found}
+    assert not [op for op in found if UNSTABLE.search(repr(op))]
 
 
 def test_a_change_of_moax_or_of_its_tiles_changes_the_key(monkeypatch, tmp_path):

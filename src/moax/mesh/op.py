@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Hashable, Sequence
@@ -77,7 +78,7 @@ class Op:
       sharding: sharding(static, operands, found) -> OpSharding, in place of the layout that the rule gives. `found` has
         the spec of each operand leaf, None where it is unknown. The local function is then local(static, layout,
         *operands). It raises ValueError for a spec that the op cannot take.
-      content: what stands for the functions in the text that `name_call` makes a key of: a name where they are moax's
+      content: what stands for the functions in the text that `name_call` makes a key of: names where all are moax's
         own, whose sources are part of the key, else the functions, which have an address and so no key.
     """
 
@@ -88,10 +89,12 @@ class Op:
     content: Any = dataclasses.field(init=False)
 
     def __post_init__(self):
-        functions = [f for f in (self.local, self.rule, self.sharding) if callable(f)]
-        packages = {getattr(f, "func", f).__module__.partition(".")[0] for f in functions}
-        ours = packages == {__name__.partition(".")[0]}
-        content = f"{self.local.__module__}.{self.local.__qualname__}" if ours else functions
+        content: Any = [f for f in (self.local, self.rule, self.sharding) if callable(f)]
+        parts = [
+            (getattr(f, "func", f), getattr(f, "args", ()), getattr(f, "keywords", {})) for f in content
+        ]  # partials
+        if all(inspect.isfunction(f) and f.__module__.split(".")[0] == __name__.split(".")[0] for f, *_ in parts):
+            content = [(f"{f.__module__}.{f.__qualname__}", *bound) for f, *bound in parts]
         object.__setattr__(self, "content", content)
 
     def __call__(self, view: MeshView, static: Hashable, *operands):

@@ -111,6 +111,5 @@ def find_groups(
 ) -> BlockedGroups:
     """Returns the BlockedGroups of `num_rows` rows; with `group_sizes` None one group holds all of them."""
     groups = xla.find_groups(group_sizes, align, num_rows, expected)
-    whole = jnp.full(1, num_rows, jnp.int32), num_rows
-    blocks = make_blocks(*whole) if group_sizes is None else make_blocks(group_sizes, num_rows, align)
-    return BlockedGroups(**vars(groups), blocks=blocks)
+    sizes, start = (jnp.full(1, num_rows, jnp.int32), BLOCK) if group_sizes is None else (group_sizes, align)
+    return BlockedGroups(**vars(groups), blocks=make_blocks(sizes, num_rows, start))
