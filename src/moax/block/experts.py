@@ -93,8 +93,13 @@ def apply_experts(
 
 
 def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], quantized: Quantized):
-    gathered = tuple(gather_weight(view, *of, "rows") for of in zip((p.wi, p.wo), w[:2], quantized, strict=True))
-    y, dropped, rounds, saved = _forward_op(view, p, *inputs, w, gathered)
+    x, experts, weights = inputs
+    gathered_wi = gather_weight(view, p.wi, w.wi, quantized[0], "rows")
+    # Collectives run in the order of their starts, and the first product reads wi: the gather of wo starts when the
+    # routing is known.
+    wo, quantized_wo, experts = lax.optimization_barrier((w.wo, quantized[1], experts))
+    gathered_wo = gather_weight(view, p.wo, wo, quantized_wo, "rows")
+    y, dropped, rounds, saved = _forward_op(view, p, x, experts, weights, w, (gathered_wi, gathered_wo))
     # A policy of `jax.checkpoint` knows the residuals by these names.
     named = ([*map(checkpoint_name, (rows, h, plan), CHECKPOINT_NAMES)] for rows, h, *plan in saved)
     saved = tuple(Residuals(rows, h, *plan) for rows, h, plan in named)
@@ -105,9 +110,17 @@ def _forward(view: MeshView, p: BlockPlan, inputs: Inputs, w: Weights[Array], qu
 def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
     saved, inputs, w, quantized = residuals
     # Each direction gathers the weights when it needs them, so XLA must not keep the gathered weights of forward, nor
-    # the rows that backward makes again.
-    inputs, w, quantized, dy = lax.optimization_barrier((inputs, w, quantized, cotangents[0]))
-    gathered = tuple(gather_weight(view, *of, "columns") for of in zip((p.wi, p.wo), w[:2], quantized, strict=True))
+    # the rows that backward makes again. The first product reads wo. The gather of wo needs forward alone, so that XLA
+    # may start it before dy is there; the gather of wi starts behind it.
+    first, *others = saved
+    wo, quantized_wo, sizes = lax.optimization_barrier((w.wo, quantized[1], first.plan.group_sizes))
+    saved = (first._replace(plan=dataclasses.replace(first.plan, group_sizes=sizes)), *others)
+    inputs, w, quantized_wi, dy = lax.optimization_barrier((inputs, w._replace(wo=None), quantized[0], cotangents[0]))
+    w = w._replace(wo=wo)
+    quantized = (quantized_wi, quantized_wo)
+    gathered_wi = gather_weight(view, p.wi, w.wi, quantized_wi, "columns")
+    gathered_wo = gather_weight(view, p.wo, w.wo, quantized_wo, "columns")
+    gathered = (gathered_wi, gathered_wo)
     given = (None, None, None) if inputs is None else inputs
     dx, d_weights, *small, partial = _backward_op(view, p, *given, w, gathered, saved, quantized, dy)
     of_weights = zip((p.wi, p.wo), partial, w, strict=False)

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -191,7 +192,14 @@ def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, found) -> 
 
 
 def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):  # w says the layout alone
-    return lax.optimization_barrier(collectives.scatter_gradient(partial, layout.gather, weight.grad_reduce))
+    shard = collectives.scatter_gradient(partial, layout.gather, weight.grad_reduce)
+    if not any(layout.gather):
+        return lax.optimization_barrier(shard)
+    # A scan stores the shard in its stack of gradients. Where this store is a copy alone, XLA starts it on a stream of
+    # its own (openxla/xla#44359), as early as it can, and all other work then waits for the reduce-scatter. Times a 1
+    # that XLA does not know, the store is a kernel, and XLA runs it last.
+    shard, one = lax.optimization_barrier((shard, jnp.ones((), shard.dtype)))
+    return shard * one
 
 
 def _scatter_sharding(weight: WeightSpec, operands, found) -> OpSharding:
