@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moax.config import RouterConfig as RouterConfig
     from moax.mesh.axes import Axes as Axes
     from moax.mesh.axes import make_mesh as make_mesh
+    from moax.mesh.collectives import OVERLAP_OPTIONS as OVERLAP_OPTIONS
     from moax.ops.balance import load_metrics as load_metrics
     from moax.ops.balance import update_router_bias as update_router_bias
     from moax.ops.router import route as route
@@ -46,6 +47,7 @@ _NAMES = {
     "moax.checks": ("Unsupported",),
     "moax.config": ("MoEConfig", "MoEStats", "Options", "RouterConfig"),
     "moax.mesh.axes": ("Axes", "make_mesh"),
+    "moax.mesh.collectives": ("OVERLAP_OPTIONS",),
     "moax.ops.balance": ("load_metrics", "update_router_bias"),
     "moax.ops.router": ("route",),
     "moax.params": ("LogicalAxes", "MoEParams", "init", "param_specs"),

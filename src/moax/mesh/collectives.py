@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,14 @@ from moax.mesh.axes import Names
 
 GradReduce = Literal["float32", "bfloat16", "bfloat16_sum_float32"]
 GRAD_REDUCE: tuple[GradReduce, ...] = get_args(GradReduce)
+# XLA's options for `jax.jit(compiler_options=...)`, by which the weights of a layer cross while it computes. By default
+# XLA counts the kernels of moax as no time, so that it sees nothing to hide a collective behind.
+OVERLAP_OPTIONS: dict[str, Any] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_analytical_sol_latency_estimator": False,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+}
 reduce_max = lax.pmax  # (x, names) -> the maximum of x over the devices along `names`, which is x without names
 
 
