@@ -317,6 +317,35 @@ def test_other_second_derivatives_are_refused(name, loop):
         jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(jnp.asarray(X))
 
 
+BACKWARD_ONLY = {
+    "moe": lambda x: moax.moe(x, PARAMS, CONFIG, routing=(IDS, np.ones((6, 2), np.float32)))[0],
+    "route": lambda x: moax.route(x[:, :4], RouterConfig(), 2).weights,
+    "router_logits": lambda x: moax.moe(x, PARAMS, CONFIG)[0],
+    "grouped_matmul": lambda x: ops.dense(x, np.ones((16, 4), np.float32)),
+    "permute": lambda x: ops.permute(x, IDS, 4)[0],
+    "unpermute": lambda x: ops.unpermute(x, ops.permute(X, IDS, 4)[1]),
+    "sort_chunks": lambda x: ops.sort_chunks(x, np.array([2, 4]), np.array([1, 0])),
+    "dispatch": lambda x: ops.dispatch(x, IDS, np.ones((6, 2), np.float32), 4).rows,
+    "combine": lambda x: ops.combine(x, ops.dispatch(X, IDS, np.ones((6, 2), np.float32), 4)),
+}
+FORWARD_MODE = {
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
+    "jit": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
+    "remat": lambda f, x: jax.jvp(jax.checkpoint(f), (x,), (x,)),
+    "loop": lambda f, x: jax.jvp(lambda x: jax.lax.scan(lambda c, _: (c, f(c)), x, None, 2), (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("how", FORWARD_MODE)
+@pytest.mark.parametrize("name", some(tuple(BACKWARD_ONLY), 3))
+def test_forward_mode_is_refused(name, how):
+    """Breaks if JAX's error about a `custom_vjp`, which names no function, is all that a user of `jax.jvp` reads."""
+    with pytest.raises(moax.Unsupported, match=f"moax: {name} has no forward-mode derivative"):
+        FORWARD_MODE[how](BACKWARD_ONLY[name], jnp.asarray(X))
+
+
 def test_second_derivatives_in_a_loop_on_a_mesh():
     """Breaks if JAX's own error about `custom_partitioning` is all that a user reads."""
 

@@ -234,7 +234,7 @@ def _make_loops(traced: _Traced, count: int, unroll: int) -> Callable | None:
         )
         return tuple([found.get(v) for v in part] for part in (fixed_in, carry_in, weights))
 
-    return differentiable(run_forward, run_backward, once="scan")
+    return differentiable("scan", run_forward, run_backward)
 
 
 def _trace(layer: Callable[..., tuple[Any, Any]], policy: Callable | None, *arguments: Any) -> tuple[_Traced, Any]:

@@ -7,6 +7,7 @@ saved names; donation; the configs of Transformer Engine's tests; every error of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -350,7 +351,9 @@ def test_errors_on_a_mesh():
         with pytest.raises(ValueError, match=r"x: its 100 rows do not divide by mesh axes \('fsdp', 'ep'\) of 8"):
             moax.moe(x[:100], params, CONFIG)
         six = dataclasses.replace(CONFIG, num_experts=6)
-        with pytest.raises(ValueError, match=r"params.wi: dim 0 of size 6 does not divide by mesh axes \('ep',\) of 4"):
+        with pytest.raises(
+            ValueError, match=r"params.wi: dim 0 of size 6 does not divide by mesh axes \('ep',\) of 4"
+        ):
             moax.moe(x, moax.MoEParams(jnp.zeros((32, 6)), jnp.zeros((6, 32, 2, 48)), jnp.zeros((6, 48, 32))), six)
         with pytest.raises(ValueError, match="params.wi: dim 0 of size 8.*16 devices|mesh axis 'ep' is named by both"):
             moax.moe(x, params, CONFIG, axes=moax.Axes(fsdp="ep"))
@@ -378,6 +381,30 @@ def test_errors_on_a_mesh():
         )  # fmt: skip
         with pytest.raises(ValueError, match=r"\['fsdp'\] are Manual .* but \['ep'\] are not"):
             jax.jit(mixed)(x, params)
+
+
+@pytest.mark.parametrize("vma", (False, True))
+def test_gradient_of_a_shard_map_over_tp_alone(vma):
+    """Breaks if JAX derives a count of the stats, as of drops, whose maximum over tp has no rule."""
+    router = moax.RouterConfig(bias=True, histogram=True, aux_loss=0.1, z_loss=0.1)
+    config = moax.MoEConfig(8, 16, 4, 2, router=router, capacity_factor=1.0)
+    params, x, whole = make_params(config), random(1, 6, 8), PartitionSpec()
+
+    def loss(block, x, params):
+        y, stats = block(x, params)
+        return (y**2).sum() + stats.aux_loss + stats.z_loss
+
+    def block(x, params):
+        return moax.moe(x, params, config, return_routing=True)
+
+    want = jax.grad(functools.partial(loss, block), (0, 1))(x, params)
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        specs = whole, moax.param_specs(config)
+        mapped = jax.shard_map(block, in_specs=specs, out_specs=whole, check_vma=vma)
+        got = jax.jit(jax.grad(functools.partial(loss, mapped), (0, 1)))(x, params)
+    for name, a, b in zip(("x", *vars(params)), *map(jax.tree.leaves, (got, want)), strict=False):
+        assert rel_norm(a, b) < 1e-5, name
 
 
 def test_unknown_axis_of_explicit_tokens():

@@ -132,7 +132,7 @@ def _backward(view: MeshView, p: BlockPlan, residuals, cotangents):
 
 
 _experts = differentiable(
-    _forward, _backward, once="moe",
+    "moe", _forward, _backward,
     plain=lambda view, p, *operands: _forward(view, dataclasses.replace(p, save_rows=False), *operands)[0],
 )  # fmt: skip
 

@@ -22,7 +22,6 @@ from typing import Any, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.block.experts import Quantized, apply_experts
@@ -254,7 +253,6 @@ def _moe(
         y += shared
     y = unflatten_tokens(y if real is None else jnp.where(real, y, 0), x, view)
     dropped = view.psum(dropped, resolved.tokens)
-    rounds = lax.stop_gradient(rounds)  # a maximum has no derivative in JAX
     if view.manual:  # a type says over which axes a value varies
         dropped, rounds = view.assume_replicated(dropped, resolved.tp), view.assume_replicated(rounds, resolved.all)
     used = None

@@ -31,8 +31,8 @@ IN_PLACE = frozenset("scatter scatter-add dynamic_update_slice".split())  # the 
 # XLA computes these where their result is read: the result has memory only if a step that is none of these reads it.
 FUSED = frozenset(
     "abs add add_any and axis_index broadcast_in_dim ceil clamp concatenate convert_element_type copy div eq erf exp "
-    "exp2 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pad "
-    "population_count pow pvary rem rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
+    "exp2 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min moax_reverse_mode mul ne neg not or "
+    "pad population_count pow pvary rem rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
     "sign slice split sqrt square stop_gradient sub tanh transpose xor".split()
 )
 

@@ -1,7 +1,8 @@
 """What JAX is told, and what is refused, while a program with ops of moax is lowered.
 
 Two identities refuse what would go wrong later without a word: a second derivative, and a program of many devices that
-was traced for one. They are primitives, because partial evaluation, as of a scan, drops the rule of a `jax.custom_jvp`.
+was traced for one. A mark refuses forward-mode derivatives, of which JAX's own error names no function. All are
+primitives, because partial evaluation, as of a scan, drops the rule of a `jax.custom_jvp`.
 A `custom_partitioning` call has a stable name, and is refused by `jax.export`.
 """
 
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import PyTree
@@ -33,6 +36,17 @@ def refuse_derivative[Tree: PyTree](name: str, tree: Tree, reason: str = FIRST_A
     return jax.tree.map(lambda x: _once.bind(x, name=name, reason=reason), tree)
 
 
+def refuse_forward_mode(name: str, tree: PyTree) -> Any:
+    """Returns a mark, f32 [], for a `jax.custom_vjp` to take beside the tree; None where the tree has no derivative.
+
+    Forward mode computes the tangent of the mark from those of the tree, and that raises Unsupported in the name of the
+    function. Reverse mode transposes it alone. The leaves do not pass through a primitive: JAX would save each of them
+    a second time for backward, where it is not differentiated.
+    """
+    smooth = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return _mark.bind(*smooth, name=name) if smooth else None
+
+
 def refuse_many_devices[Tree: PyTree](name: str, tree: Tree) -> Tree:
     """Returns the tree. Lowering raises ValueError where the program is for more than one device.
 
@@ -41,6 +55,16 @@ def refuse_many_devices[Tree: PyTree](name: str, tree: Tree) -> Tree:
     """
     first, *others = jax.tree.leaves(tree)
     return jax.tree.unflatten(jax.tree.structure(tree), [_alone.bind(first, name=name), *others])
+
+
+def _constant(name: str) -> Primitive:
+    """Returns a primitive of any operands that returns 0."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda *operands, name: np.float32(0))
+    primitive.def_abstract_eval(lambda *operands, name: jax.core.ShapedArray((), np.dtype(np.float32)))
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda *operands, name: jnp.float32(0), multiple_results=False))
+    batching.primitive_batchers[primitive] = lambda operands, dims, name: (primitive.bind(*operands, name=name), None)
+    return primitive
 
 
 def _identity(name: str) -> Primitive:
@@ -55,6 +79,17 @@ def _identity(name: str) -> Primitive:
 
 def _refuse_jvp(primals, tangents, *, name: str, reason: str):
     raise Unsupported(f"moax: {name} {reason}")
+
+
+def _mark_jvp(primals, tangents, *, name: str):
+    return np.float32(0), _mark_tangent.bind(*(t for t in tangents if not isinstance(t, ad.Zero)), name=name)
+
+
+def _refuse_forward(*operands, name: str):
+    raise Unsupported(
+        f"moax: {name} has no forward-mode derivative, nor has a block that runs it: jax.jvp, jax.jacfwd and the "
+        "function of jax.linearize cannot run; use reverse mode: jax.grad, jax.vjp or jax.jacrev"
+    )
 
 
 def _lower_alone(ctx, x, *, name: str):
@@ -73,6 +108,12 @@ _once, _alone = _identity("moax_first_derivative"), _identity("moax_one_device")
 ad.primitive_jvps[_once] = _refuse_jvp
 ad.primitive_jvps[_alone] = lambda primals, tangents, name: (_alone.bind(*primals, name=name), *tangents)
 mlir.register_lowering(_alone, _lower_alone)
+_mark, _mark_tangent = _constant("moax_reverse_mode"), _constant("moax_forward_mode")
+ad.primitive_jvps[_mark] = _mark_jvp
+ad.deflinear2(_mark_tangent, lambda d, *operands, name: [ad.Zero(x.aval) for x in operands])
+_mark_tangent.def_impl(_refuse_forward)
+batching.primitive_batchers[_mark_tangent] = lambda operands, dims, name: _refuse_forward(name=name)
+mlir.register_lowering(_mark_tangent, lambda ctx, *operands, name: _refuse_forward(name=name))
 
 
 def name_call(op: str, call: Any, operand_types, result_types) -> None:

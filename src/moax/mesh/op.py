@@ -26,6 +26,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -35,7 +36,7 @@ from jaxtyping import PyTree
 from moax.checks import log_once
 from moax.mesh.axes import Names, as_names
 from moax.mesh.collectives import vary_like, varying
-from moax.mesh.lowering import name_call, refuse_derivative, refuse_many_devices
+from moax.mesh.lowering import name_call, refuse_derivative, refuse_forward_mode, refuse_many_devices
 from moax.mesh.specs import FREE, MeshView, Spec, check_divides, constrain, pad
 
 DIM = re.compile(r"@|\([^)]*\)|\*?\w+")
@@ -196,37 +197,50 @@ class Op:
 
 
 def differentiable(
-    forward: Callable, backward: Callable, once: str | None = None, plain: Callable | None = None
+    name: str, forward: Callable, backward: Callable, once: bool = True, plain: Callable | None = None
 ) -> Callable:
     """Makes run(view, static, *operands), which returns the results of `forward` and has the gradients of `backward`.
 
+    A forward-mode derivative raises Unsupported, and a result of integers has no derivative.
+
     Args:
+      name: the public function that messages name.
       forward: forward(view, static, *operands) -> (results, saved). Both call `Op`s, so each direction has its rule.
       backward: backward(view, static, saved, cotangents) -> a gradient for each operand.
-      once: the name of an op without second derivatives, which then raise Unsupported; None lets JAX derive them.
+      once: whether second derivatives raise Unsupported; otherwise JAX derives them.
       plain: plain(view, static, *operands) -> results, which runs where nothing is differentiated; None runs `forward`.
     """
-    run = jax.custom_vjp(plain or (lambda *operands: forward(*operands)[0]), nondiff_argnums=(0, 1))
+    plain = plain or (lambda *operands: forward(*operands)[0])
+    run = jax.custom_vjp(lambda view, static, mark, *operands: plain(view, static, *operands), nondiff_argnums=(0, 1))
 
     def guard(tree):  # the operands refuse, because a derivative of a result would first differentiate the op
-        return tree if once is None else refuse_derivative(once, tree)
+        return refuse_derivative(name, tree) if once else tree
 
-    def guarded_forward(view, static, *operands):
+    def guarded_forward(view, static, mark, *operands):
         guarded = guard(operands)
         results, saved = forward(view, static, *guarded)
         # A residual that is an operand stays this operand, because JAX would save a guarded one beside it.
         own = dict(zip(map(id, jax.tree.leaves(guarded)), jax.tree.leaves(operands), strict=True))
         return results, jax.tree.map(lambda v: own.get(id(v), v), saved)
 
-    run.defvjp(guarded_forward, lambda view, static, *of_backward: backward(view, static, *guard(of_backward)))
-    return run
+    def guarded_backward(view, static, *of_backward):
+        return None, *backward(view, static, *guard(of_backward))
+
+    def stop_integers(x):  # JAX would derive what is computed from them, as a maximum over devices, which has no rule
+        return x if jnp.issubdtype(x.dtype, jnp.inexact) else lax.stop_gradient(x)
+
+    def marked(view, static, *operands):
+        return jax.tree.map(stop_integers, run(view, static, refuse_forward_mode(name, operands), *operands))
+
+    run.defvjp(guarded_forward, guarded_backward)
+    return marked
 
 
-def with_gradient(op: Op, grad: Op, save: Callable, pull: Callable, once: str | None = None) -> Callable:
+def with_gradient(name: str, op: Op, grad: Op, save: Callable, pull: Callable, once: bool = True) -> Callable:
     """Makes run(view, static, *operands) of an op and the op of its gradient.
 
     save(operands, results) returns the residuals, and pull(run, residuals, cotangents) a gradient for each operand,
-    where run(*operands) runs `grad`. For `once` see `differentiable`.
+    where run(*operands) runs `grad`. For `name` and `once` see `differentiable`.
     """
 
     def forward(view, static, *operands):
@@ -236,7 +250,7 @@ def with_gradient(op: Op, grad: Op, save: Callable, pull: Callable, once: str | 
     def backward(view, static, *of_backward):
         return pull(functools.partial(grad, view, static), *of_backward)
 
-    run = differentiable(forward, backward, once, plain=op.__call__)
+    run = differentiable(name, forward, backward, once, plain=op.__call__)
     return lambda view, static, *operands: run(view, static, *op.lay_out(view, static, *operands)[1])
 
 

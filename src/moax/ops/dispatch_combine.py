@@ -183,18 +183,18 @@ def _dispatch_grad_shards(static: ExchangeSpec, sent, local, d_rows, d_weights):
 
 
 _dispatch = with_gradient(
+    "dispatch",
     Op("dispatch", _dispatch_shards, "t h, t k, t k -> r h, r k, r k, @r"),
     Op("dispatch_grad", _dispatch_grad_shards, "@r, r k, r h, r k -> t h, t k"),
     save=lambda operands, results: (results[3][2], results[1]),
     pull=lambda grad, saved, d: ((found := grad(*saved, d[0], d[2]))[0], None, found[1]),
-    once="dispatch",
 )
 _combine = with_gradient(
+    "combine",
     Op("combine", combine_forward, "r h, @r -> t h"),
     Op("combine_grad", combine_backward, "t h, @r -> r h"),
     save=lambda operands, results: operands[1],
     pull=lambda grad, sent, d: (*grad(*d, sent), None),
-    once="combine",
 )
 
 

@@ -260,7 +260,7 @@ def _backward(view: MeshView, static: GroupedSpec, saved, dy):
     return dx, dw.astype(w.dtype), None, None if bias is None else d_bias.astype(bias.dtype)
 
 
-_differentiable_matmul = differentiable(_forward, _backward, once="grouped_matmul")
+_differentiable_matmul = differentiable("grouped_matmul", _forward, _backward)
 
 
 def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes, bias, gathered):

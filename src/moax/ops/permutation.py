@@ -350,23 +350,23 @@ def _move(static: PermuteSpec, x, sizes, starts):
 
 
 _permute = with_gradient(
+    "permute",
     Op("permute", _permute_shards, "r h, r k, r k -> n h, @n"),
     Op("permute_grad", _permute_grad_shards, "{n | r k | @n | @n}, @n, n h, n -> r h, @r"),
     save=lambda operands, results: (results[1][0], results[1][2]),
     pull=lambda grad, saved, d: ((found := grad(*saved, d[0], d[1][1]))[0], None, found[1]),
-    once="permute",
 )
 _unpermute = with_gradient(
+    "unpermute",
     Op("unpermute", unpermute_forward, "n h, {n | r k | @n | @n}, r k -> r h"),
     Op("unpermute_grad", unpermute_backward, "n h, {n | r k | @n | @n}, r k, r h -> n h, r k"),
     save=lambda operands, results: operands,
     pull=lambda grad, saved, d: ((found := grad(*saved, *d))[0], None, found[1]),
-    once="unpermute",
 )
 _sort = with_gradient(
+    "sort_chunks",
     Op("sort_chunks", sort_forward, "r *c, @r, @r -> r *c"),
     Op("sort_chunks_grad", sort_backward, "r *c, @r, @r -> r *c"),
     save=lambda operands, results: operands[1:],
     pull=lambda grad, saved, d: (*grad(d[0], *saved), None, None),
-    once="sort_chunks",
 )

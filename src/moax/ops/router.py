@@ -364,14 +364,18 @@ def _take(values, experts):
 
 
 _router = with_gradient(
+    "router_logits",
     Op("router", logits_forward, "t h, h e -> t e"),
     Op("router_grad", logits_backward, "t h, h e, t e -> t h, h e"),
     save=lambda operands, results: operands,
     pull=lambda grad, saved, d: grad(*saved, *d),
+    once=False,
 )
 _route = with_gradient(
+    "route",
     Op("route", route_forward, "t e, e, @t -> t k, t k, @, @"),
     Op("route_grad", route_backward, "t e, t k, @t, t k, t k, @ -> t e"),
     save=lambda operands, results: (operands[0], results[0], operands[2]._replace(experts=None), results[1]),
     pull=lambda grad, saved, d: (*grad(*saved, d[1], d[2]), None, None),
+    once=False,
 )
