@@ -204,9 +204,9 @@ def check_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> None:
         unit = devices * parts
         if size % unit:
             fits = " or ".join(str(n * unit) for n in (size // unit, size // unit + 1) if n)
-            cut = f" in {parts} microbatches" if parts > 1 else ""
+            cut = f"into {parts} microbatches over" if parts > 1 else "by"
             raise ValueError(
-                f"{flag} {size} does not divide{cut} over {' x '.join(axes)} = {devices} devices; {fits} would do"
+                f"{flag} {size} is not divisible {cut} {' x '.join(axes)} = {devices} devices; {fits} would do"
             )
 
 

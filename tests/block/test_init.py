@@ -147,7 +147,9 @@ def test_traced():
 def test_sizes_that_do_not_divide():
     """Breaks if a mesh that cannot hold the experts is found out by XLA."""
     with jax.set_mesh(make_mesh("1x8")):
-        with pytest.raises(ValueError, match=r"params.wi: dim 0 of size 6 does not divide by mesh axes \('ep',\) of 8"):
+        with pytest.raises(
+            ValueError, match=r"params.wi: dim 0 of size 6 is not divisible by mesh axes \('ep',\) of 8"
+        ):
             moax.init(jax.random.key(0), dataclasses.replace(CONFIG, num_experts=6))
 
 

@@ -348,18 +348,18 @@ def test_errors_on_a_mesh():
     """Breaks if sizes, layouts or choices that the mesh cannot run surface as something else than their names."""
     x, params = jnp.zeros((T, 32)), make_params(CONFIG)
     with jax.set_mesh(make_mesh("2x4")):
-        with pytest.raises(ValueError, match=r"x: its 100 rows do not divide by mesh axes \('fsdp', 'ep'\) of 8"):
+        with pytest.raises(ValueError, match=r"x: its 100 rows are not divisible by mesh axes \('fsdp', 'ep'\) of 8"):
             moax.moe(x[:100], params, CONFIG)
         six = dataclasses.replace(CONFIG, num_experts=6)
         with pytest.raises(
-            ValueError, match=r"params.wi: dim 0 of size 6 does not divide by mesh axes \('ep',\) of 4"
+            ValueError, match=r"params.wi: dim 0 of size 6 is not divisible by mesh axes \('ep',\) of 4"
         ):
             moax.moe(x, moax.MoEParams(jnp.zeros((32, 6)), jnp.zeros((6, 32, 2, 48)), jnp.zeros((6, 48, 32))), six)
         with pytest.raises(ValueError, match="params.wi: dim 0 of size 8.*16 devices|mesh axis 'ep' is named by both"):
             moax.moe(x, params, CONFIG, axes=moax.Axes(fsdp="ep"))
     explicit = make_mesh("2x4", "explicit")
     with jax.set_mesh(explicit):
-        with pytest.raises(ValueError, match=r"x: its 12 rows do not divide by mesh axes \('fsdp', 'ep'\) of 8"):
+        with pytest.raises(ValueError, match=r"x: its 12 rows are not divisible by mesh axes \('fsdp', 'ep'\) of 8"):
             moax.moe(jnp.zeros((3, 4, 32)), params, CONFIG)
         with pytest.raises(moax.Unsupported, match="engine='custom_partitioning'.*Explicit.*'shard_map'"):
             moax.moe(x, params, CONFIG, engine="custom_partitioning")

@@ -56,7 +56,7 @@ def test_unreadable_arguments(argv, message, capsys):
     ("argv", "message"),
     [
         (["--mesh", "fsdp=2,ep=3"], "fsdp=2, ep=3 make a mesh of 6 devices; there are 8"),
-        (["--mesh", "fsdp=2,ep=4", "--batch", "12"], "--batch 12 does not divide"),
+        (["--mesh", "fsdp=2,ep=4", "--batch", "12"], "--batch 12 is not divisible by"),
         (["--cpu-devices", "3"], "--cpu-devices 3: JAX already runs"),
         (["--cpu-devices", "0"], "--cpu-devices 0 must be at least 1"),
         (["--steps", "0"], "steps=0"),

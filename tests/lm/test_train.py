@@ -324,9 +324,9 @@ def test_too_little_text(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": 12}, "--batch 12 does not divide over fsdp x ep = 8 devices; 8 or 16 would do"),
+        ({"batch": 12}, "--batch 12 is not divisible by fsdp x ep = 8 devices; 8 or 16 would do"),
         ({"batch": 16, "microbatches": 4, "mesh": ()},
-         "--batch 16 does not divide in 4 microbatches over fsdp = 8 devices; 32 would"),
+         "--batch 16 is not divisible into 4 microbatches over fsdp = 8 devices; 32 would"),
     ],
 )  # fmt: skip
 def test_meshes_that_do_not_fit(config, changes, message):

@@ -296,7 +296,7 @@ def test_shardings_pass_backwards():
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_that_do_not_divide(way):
     """Breaks if a shard is padded, or the message does not name op, operand, dim and axes."""
-    message = "double: operand 0: dim 0 of size 12 does not divide by mesh axes ('fsdp', 'ep') of 8 devices"
+    message = "double: operand 0: dim 0 of size 12 is not divisible by mesh axes ('fsdp', 'ep') of 8 devices"
     with jax.set_mesh(make_mesh("2x4", way)):
         with pytest.raises(ValueError, match=re.escape(message)):
             jax.jit(functools.partial(double, engine=way if way in ENGINES else "auto"))(rows(12, 4))

@@ -130,7 +130,7 @@ def test_check_divides():
     """Breaks if a size that does not divide fails inside XLA, or is named without dim or axes."""
     roles = roles_on(fsdp=2, ep=4)
     check_divides("w", (8, 3, 0), P(("ep", "fsdp"), None, "ep"), roles)
-    message = "params.wi: dim 1 of size 12 does not divide by mesh axes ('fsdp', 'ep') of 8 devices"
+    message = "params.wi: dim 1 of size 12 is not divisible by mesh axes ('fsdp', 'ep') of 8 devices"
     with pytest.raises(ValueError, match=re.escape(message)):
         check_divides("params.wi", (4, 12), P("ep", ("fsdp", "ep")), roles)
 
@@ -296,19 +296,19 @@ def test_only_what_init_makes():
 @pytest.mark.parametrize(
     "axes, sizes, message",
     [
-        (Axes(), dict(ep=3), "params.wi: dim 0 of size 8 does not divide by mesh axes ('ep',) of 3 devices"),
+        (Axes(), dict(ep=3), "params.wi: dim 0 of size 8 is not divisible by mesh axes ('ep',) of 3 devices"),
         (
             Axes(fsdp_dim="experts"),
             dict(fsdp=4, ep=4),
-            "dim 0 of size 8 does not divide by mesh axes ('ep', 'fsdp') of 16",
+            "dim 0 of size 8 is not divisible by mesh axes ('ep', 'fsdp') of 16",
         ),
         (
             Axes(fsdp_dim="model"),
             dict(fsdp=5),
-            "params.wi: dim 1 of size 16 does not divide by mesh axes ('fsdp',) of 5",
+            "params.wi: dim 1 of size 16 is not divisible by mesh axes ('fsdp',) of 5",
         ),
-        (Axes(), dict(tp=5), "params.wi: dim 3 of size 48 does not divide by mesh axes ('tp',) of 5 devices"),
-        (Axes(), dict(tp=24), "params.shared_wi: dim 2 of size 16 does not divide by mesh axes ('tp',) of 24 devices"),
+        (Axes(), dict(tp=5), "params.wi: dim 3 of size 48 is not divisible by mesh axes ('tp',) of 5 devices"),
+        (Axes(), dict(tp=24), "params.shared_wi: dim 2 of size 16 is not divisible by mesh axes ('tp',) of 24 devices"),
     ],
 )
 def test_sizes_that_do_not_divide(axes, sizes, message):

@@ -285,7 +285,7 @@ def test_rows_that_do_not_divide(way):
     fn = lambda x, w, engine: (dense(x, w, engine=engine), ())  # noqa: E731
     p = program(way, "2x4", fn, (np.zeros((12, 8)), np.zeros((8, 8))), (P(), P(BOTH)))
     with pytest.raises(
-        ValueError, match=r"dim 0 of size 12 does not divide by mesh axes \('fsdp', 'ep'\) of 8 devices"
+        ValueError, match=r"dim 0 of size 12 is not divisible by mesh axes \('fsdp', 'ep'\) of 8 devices"
     ):
         p()
 

@@ -236,7 +236,7 @@ def test_errors():
     at = spec("2x4", TOKENS)
     send = lambda *args, engine: (dispatch(*args, 10, engine=engine), ())  # noqa: E731
     p = program("shard_map", "2x4", send, inputs("2x4"), (at,) * 3)
-    with pytest.raises(ValueError, match=r"num_experts=10 does not divide by mesh axes \('ep',\) of 4 devices"):
+    with pytest.raises(ValueError, match=r"num_experts=10 is not divisible by mesh axes \('ep',\) of 4 devices"):
         p()
 
 

@@ -356,7 +356,7 @@ def test_tokens_that_do_not_divide(way):
     run = program(
         way, "2x4", lambda x, engine: losses(x, RouterConfig(), 2, engine=engine), (np.zeros((12, 8)),), (P(),)
     )
-    with pytest.raises(ValueError, match=r"dim 0 of size 12 does not divide by mesh axes \('fsdp', 'ep'\)"):
+    with pytest.raises(ValueError, match=r"dim 0 of size 12 is not divisible by mesh axes \('fsdp', 'ep'\)"):
         run()
 
 

@@ -226,7 +226,7 @@ def test_links():
         ({"exchange": "pigeon"}, "exchange='pigeon'"),
         ({"mesh": {"pp": 2}}, "mesh axis 'pp' of 2 devices has no role"),
         ({"mesh": {"ep": 0}}, "ep=0"),
-        ({"mesh": {"ep": 3}}, "does not divide"),
+        ({"mesh": {"ep": 3}}, "is not divisible by"),
         ({"tokens": 0}, "tokens=0"),
         ({"layers": 0}, "layers=0"),
         ({"kernels": "cuda"}, "kernels='cuda' must be"),

@@ -330,7 +330,7 @@ def test_mesh_must_divide():
     """Breaks if a mesh that does not divide the experts is not refused by their name."""
     config = tiny("olmoe")
     mesh = jax.make_mesh((3,), ("ep",), devices=jax.devices()[:3])
-    with pytest.raises(ValueError, match="params.wi: dim 0 of size 8 does not divide by mesh axes"):
+    with pytest.raises(ValueError, match="params.wi: dim 0 of size 8 is not divisible by mesh axes"):
         hf.params_from_hf(DATA / "olmoe" / "model.safetensors", config, layer=0, mesh=mesh)
 
 

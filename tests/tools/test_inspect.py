@@ -510,5 +510,5 @@ def test_forward_has_no_gradient(way):
 def test_a_block_needs_a_mesh_that_divides_it():
     with pytest.raises(ValueError, match="inspect_block: no mesh"):
         inspect.inspect_block(CONFIG, tokens=64)
-    with pytest.raises(ValueError, match="tokens: dim 0 of size 63 does not divide"):
+    with pytest.raises(ValueError, match="tokens: dim 0 of size 63 is not divisible by"):
         inspect.inspect_block(CONFIG, tokens=63, mesh=make_mesh("2x4"))

@@ -207,7 +207,7 @@ def _moe(
     if not isinstance(rows, int):
         _check_symbolic(rows, config, view)
     if rows % shards:
-        raise ValueError(f"x: its {rows} rows do not divide by mesh axes {resolved.tokens} of {shards} devices")
+        raise ValueError(f"x: its {rows} rows are not divisible by mesh axes {resolved.tokens} of {shards} devices")
     row_bytes = config.d_rows * (x.dtype.itemsize if recipe.wi.wire is None else 1)
     transport = None if options.exchange == "auto" else select_transport(options.exchange, view, row_bytes)
     frozen = absent or adapters is not None

@@ -205,7 +205,7 @@ def estimate(
       **keywords: fields of `Options` that replace those of `options`.
 
     Raises:
-      ValueError: a name is unknown, or the sizes do not divide over the mesh.
+      ValueError: a name is unknown, or the mesh axes of a dim do not divide its size.
       Unsupported: the transport or the kernels cannot run on this hardware and mesh.
     """
     config = find_model(model).config if isinstance(model, str) else model

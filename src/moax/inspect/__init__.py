@@ -137,7 +137,7 @@ def inspect_block(
       **keywords: fields of `Options` that replace those of `options`.
 
     Raises:
-      ValueError: there is no mesh, or the tokens do not divide over the token axes.
+      ValueError: there is no mesh, or the token axes do not divide the tokens.
     """
     options, mesh = replace_options("inspect_block", options, keywords), mesh or jax.sharding.get_mesh()
     if mesh.empty:

@@ -133,7 +133,7 @@ def check_divides(what: str, shape: Sequence[int], array_spec: Spec, axes: Resol
     for dim, (size, names) in enumerate(zip(shape, pad(array_spec, len(shape)), strict=True)):
         if size % axes.size(names):
             raise ValueError(
-                f"{what}: dim {dim} of size {size} does not divide by mesh axes {names} of {axes.size(names)} devices"
+                f"{what}: dim {dim} of size {size} is not divisible by mesh axes {names} of {axes.size(names)} devices"
             )
 
 

@@ -79,7 +79,7 @@ def dispatch(
     view = find_mesh_view(axes, engine, x)
     ranks = view.axes.size(view.axes.ep)
     if num_experts % ranks:
-        raise ValueError(f"num_experts={num_experts} does not divide by mesh axes {view.axes.ep} of {ranks} devices")
+        raise ValueError(f"num_experts={num_experts} is not divisible by mesh axes {view.axes.ep} of {ranks} devices")
     tokens = x.shape[0] // (1 if view.manual else view.axes.size(view.axes.tokens))
     transport = select_transport(exchange, view, x.shape[1] * (x.dtype.itemsize if wire is None else 1))
     slots, _ = allot_slots(tokens, experts.shape[1], ranks, num_experts, capacity_factor, None)
