@@ -364,6 +364,27 @@ def test_misspelt_keywords():
         moax.quantize_params(PARAMS, CONFIG, seed=1)
 
 
+@pytest.mark.parametrize(
+    ("construct", "hint"),
+    [
+        (lambda: MoEConfig(16, dff=8, num_experts=4, top_k=2), r"MoEConfig\(\) .*'dff'; did you mean 'd_ff'\?"),
+        (lambda: RouterConfig(auxloss=0.1), r"RouterConfig\(\) .*'auxloss'; did you mean 'aux_loss'\?"),
+        (lambda: moax.Axes(fdsp="data"), r"Axes\(\) .*'fdsp'; did you mean 'fsdp'\?"),
+        (lambda: moax.Axes(names=("ep",)), r"Axes\(\) .*'names'; the fields of moax.Axes are dp, fsdp, ep, tp"),
+        (lambda: Options(recipie="mxfp8"), r"Options\(\) .*'recipie'; did you mean 'recipe'\?"),
+        (lambda: dataclasses.replace(CONFIG, topk=1), r"MoEConfig\(\) .*'topk'; did you mean 'top_k'\?"),
+        (lambda: moax.Format(blocks=32), r"Format\(\) .*'blocks'; did you mean 'block'\?"),
+        (lambda: moax.Recipe(None, None, dw=None), r"Recipe\(\) .*'dw'; did you mean '(w|dy)'\?"),
+        (lambda: moax.Recipes(wy="mxfp8"), r"Recipes\(\) .*'wy'; the fields of moax.Recipes are wi, wo"),
+        (lambda: moax.LogicalAxes(T="embed"), r"LogicalAxes\(\) .*'T'; the fields of moax.LogicalAxes are E, H, F"),
+    ],
+)
+def test_misspelt_fields(construct, hint):
+    """Breaks if a misspelt field of a config has Python's error alone, without the name that was meant."""
+    with pytest.raises(TypeError, match=hint):
+        construct()
+
+
 def test_float64_is_refused():
     """Breaks if float64 computes in float32 without a word."""
     with jax.enable_x64(True):

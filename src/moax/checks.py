@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import logging
 import math
@@ -13,8 +14,8 @@ import numbers
 import re
 import types
 import typing
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,33 @@ def _kinds(cls: type) -> dict[str, tuple[Any, bool]]:
         kinds = [typing.get_args(k) if typing.get_origin(k) is Literal else k for k in several if k is not type(None)]
         found[field.name] = kinds[0] if len(kinds) == 1 else None, type(None) in several
     return found
+
+
+def check_keywords(caller: str, keywords: Iterable[str], known: Sequence[str], owner: str) -> None:
+    """Raises TypeError, in the name of the caller, for a keyword that is not known; it names the nearest field.
+
+    Without a near one it lists the fields of `owner`, which are all that is known.
+    """
+    for name in keywords:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the fields of {owner} are {', '.join(known)}"
+        raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}; {hint}")
+
+
+def suggest_fields[C](cls: type[C]) -> type[C]:
+    """Wraps the constructor of a public dataclass, so that `check_keywords` reads its keywords first."""
+    construct: Any = cls.__init__
+    known = [field.name for field in dataclasses.fields(cast(Any, cls)) if field.init]
+
+    @functools.wraps(construct)
+    def checked(self, *args, **keywords):
+        check_keywords(cls.__name__, keywords, known, f"moax.{cls.__name__}")
+        construct(self, *args, **keywords)
+
+    setattr(cls, "__init__", checked)  # noqa: B010 (a type checker keeps the signature of the dataclass)
+    return cls
 
 
 def check_arrays(rule: str, /, *values: Any, local: bool = False, **sizes: Any) -> None:

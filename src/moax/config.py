@@ -6,7 +6,6 @@ They are frozen, hashable and checked. `MoEStats` is what the block reports.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from moax.checks import check_fields, check_value
+from moax.checks import check_fields, check_keywords, check_value, suggest_fields
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import Engine
@@ -80,6 +79,7 @@ def gates_of(activation: Activation) -> int:
     return count
 
 
+@suggest_fields
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
     """How logits [T, E] become K experts and K weights for each token.
@@ -156,6 +156,7 @@ class RouterConfig:
             )
 
 
+@suggest_fields
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
     """The sizes and the equations of one block.
@@ -224,6 +225,7 @@ class MoEConfig:
         return self.d_model if self.d_latent is None else self.d_latent
 
 
+@suggest_fields
 @dataclasses.dataclass(frozen=True)
 class Options:
     """How a block runs. `moax.moe` takes an `Options`, or its fields as keywords.
@@ -282,12 +284,7 @@ class Options:
 def replace_options(caller: str, options: Options, keywords: OptionKeywords) -> Options:
     """Returns the options with these fields; TypeError, which names the caller, where `Options` lacks a keyword's."""
     check_value("options", options, Options)
-    fields = [field.name for field in dataclasses.fields(Options)]
-    for name in keywords:
-        if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; the fields of moax.Options are {', '.join(fields)}"
-            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
+    check_keywords(caller, keywords, [field.name for field in dataclasses.fields(Options)], "moax.Options")
     return dataclasses.replace(options, **keywords) if keywords else options
 
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moax.checks import check_value
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, nnx
 from moax.mesh.axes import Axes
@@ -96,6 +97,7 @@ class MoE(MoELayer, nnx.Module):
         """Makes the parameters. For the arguments see `moax.layers.MoELayer`; `rngs.params()` is the key."""
         self.config, self.options = config, replace_options("MoE", options, keywords)
         self.dtype, self.param_dtype = dtype, param_dtype
+        check_value("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs(0)")
         made = self._make(rngs.params(), logical_axes, initializers)
         for name in DIMS:
             kind = RouterBias if name == "router_bias" else MoEParam
@@ -144,6 +146,8 @@ class Dense(DenseLayer, nnx.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, use_bias
         self.dtype, self.param_dtype, self.logical_axes = dtype, param_dtype, logical_axes
         self.recipe, self.axes, self.engine, self.kernels = recipe, axes, engine, kernels
+
+        check_value("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs(0)")
 
         def make(initializer: Initializer, name: str) -> MoEParam:
             return _make_variable(MoEParam, self._make(rngs.params(), initializer, (in_features, out_features), name))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
-from moax.checks import check_arrays, check_fields, check_key, check_value
+from moax.checks import check_arrays, check_fields, check_key, check_value, suggest_fields
 from moax.config import MoEConfig
 from moax.mesh.axes import AnyMesh, Axes, ResolvedAxes
 from moax.mesh.specs import (
@@ -79,6 +79,7 @@ ROUTER = ("router", "router_bias", "logits_bias", "expert_scale")  # the paramet
 CONSTANT = dict(router_bias=0.0, logits_bias=0.0, bi=0.0, bo=0.0, expert_scale=1.0)  # what `init` makes them of
 
 
+@suggest_fields
 @dataclasses.dataclass(frozen=True)
 class LogicalAxes:
     """The logical name of each dim letter of the parameters; None gives a dim no name.

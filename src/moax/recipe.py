@@ -6,11 +6,12 @@ import dataclasses
 import functools
 from typing import Literal
 
-from moax.checks import check_fields
+from moax.checks import check_fields, suggest_fields
 
 Contracted = Literal["rows", "columns"]
 
 
+@suggest_fields
 @dataclasses.dataclass(frozen=True)
 class Format:
     """A format of one-byte values: x ~ data * scale, with one scale for each block.
@@ -69,6 +70,7 @@ class Format:
         return (1, first) + (1,) * (ndim - 3) + (last,)
 
 
+@suggest_fields
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """The formats of the operands of products. None leaves an operand in the compute dtype.
@@ -108,6 +110,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+@suggest_fields
 @dataclasses.dataclass(frozen=True)
 class Recipes:
     """A recipe for each projection of a block.
@@ -144,6 +147,20 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe:
     if not isinstance(recipe, str) or recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} must be None, a Recipe, or one of {', '.join(map(repr, RECIPES))}")
     return RECIPES[recipe]
+
+
+def describe_recipes(recipes: Recipes) -> str:
+    """Returns the short name that `get_recipes` takes: 'fp8_block', 'wi=fp8_block,wo=none', or None.
+
+    A recipe of the caller's own has no name, and is "(a Recipe)".
+    """
+    names = {recipe: name for name, recipe in RECIPES.items()} | {FULL: "none"}
+    wi, wo = (names.get(recipe, "(a Recipe)") for recipe in (recipes.wi, recipes.wo))
+    if recipes.wi != recipes.wo:
+        return repr(f"wi={wi},wo={wo}")
+    if recipes.wi == FULL:
+        return "None"
+    return repr(wi) if recipes.wi in names else wi
 
 
 def get_recipes(recipe: str | Recipe | Recipes | None) -> Recipes:

@@ -152,10 +152,15 @@ def test_one_weight_alone(recipe, absent, message):
 
 WRONG = {
     "another dtype": (dict(dtype=jnp.bfloat16), dict(), "quantized.wi has dtype bfloat16, and x has float32"),
-    "another recipe": (dict(recipe="fp8_block"), dict(recipe="mxfp8"), "quantized has recipe="),
+    "another recipe": (dict(recipe="fp8_block"), dict(recipe="mxfp8"),
+                       "^quantized has recipe='fp8_block', and this call has 'mxfp8'; pass"),
+    "no recipe": (dict(), dict(recipe="wo=mxfp8"), "^quantized has recipe=None, and this call has 'wi=none,wo=mxfp8'"),
+    "recipes without names": (dict(recipe=moax.Recipe(None, None, moax.Format())),
+                              dict(recipe=moax.Recipe(None, moax.Format(), None)),
+                              r"^quantized has recipe=\(a Recipe\), and this call has another \(a Recipe\)"),
     "another size": (dict(recipe="fp8_block"), dict(recipe="fp8_block"), "quantized.wi is of a weight"),
     "no kept weights": (None, dict(recipe="fp8_block"), "as moax.quantize_params returns it"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -252,6 +252,16 @@ def test_no_bias_to_update():
             update(stats)
 
 
+@pytest.mark.parametrize(
+    "make", (lambda rngs: moax.nnx.MoE(BARE, rngs=rngs), lambda rngs: moax.nnx.Dense(8, 8, rngs=rngs))
+)
+@pytest.mark.parametrize("rngs", (None, 0, np.uint32([0, 0])))
+def test_rngs_of_another_kind(make, rngs):
+    """Breaks if a key in the place of `nnx.Rngs` is an AttributeError about `params`."""
+    with pytest.raises(ValueError, match=r"rngs is .*; it must be a Rngs, as flax.nnx.Rngs\(0\) returns it"):
+        make(rngs)
+
+
 def test_missing_variables():
     """Breaks if a block of linen that is given no parameters, or no state, makes its own in silence."""
     block = LAYERS["linen"](FULL)

@@ -44,7 +44,7 @@ from moax.ops.matmul import dense
 from moax.ops.router import route, router_logits
 from moax.ops.weights import QuantizedWeight, quantize_weight
 from moax.params import MoEParams, check_params, expert_specs, reshard_params, shard_specs
-from moax.recipe import get_recipes
+from moax.recipe import describe_recipes, get_recipes
 from moax.types import QuantizedParams, Routing
 
 Ids = Integer[Array, "*batch K"]
@@ -343,11 +343,15 @@ def _stats_of_nothing(x, config: MoEConfig, return_routing: bool) -> MoEStats:
 def _check_quantized(quantized: QuantizedParams, plan: BlockPlan, params: MoEParams[Array]) -> None:
     """Raises ValueError where quantized weights are of another recipe, implementation or size than the block's."""
     for name in ("recipe", "kernels"):
-        if (have := getattr(quantized, name)) != (want := getattr(plan, name)):
-            raise ValueError(
-                f"quantized has {name}={have!r}, and this call has {want!r}; pass the same options and the dtype of x "
-                "to moax.quantize_params"
-            )
+        have, want = getattr(quantized, name), getattr(plan, name)
+        if have == want:
+            continue
+        have, want = (describe_recipes(value) if name == "recipe" else repr(value) for value in (have, want))
+        want = f"another {want}" if have == want else want
+        raise ValueError(
+            f"quantized has {name}={have}, and this call has {want}; pass the same options and the dtype of x to "
+            "moax.quantize_params"
+        )
     for name in ("wi", "wo"):
         data, want = _data(getattr(quantized, name)), getattr(params, name).shape
         if data.shape != want:

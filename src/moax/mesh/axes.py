@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from moax.checks import check_value
+from moax.checks import check_value, suggest_fields
 
 AnyMesh = Mesh | AbstractMesh
 Names = tuple[str, ...]
@@ -57,6 +57,7 @@ def order(devices: Sequence[jax.Device]) -> list[jax.Device]:
     return sorted(devices, key=lambda device: (getattr(device, "slice_index", 0), device.id))
 
 
+@suggest_fields
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """Which mesh axes play which role. A field is a name or a tuple of names; a name that the mesh lacks has size 1.
