@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PRNGKeyArray
 
-from moax.checks import check_arrays, check_fields, check_key, check_value, suggest_fields
+from moax.checks import check_arrays, check_fields, check_key, check_value, log_once, suggest_fields
 from moax.config import MoEConfig
 from moax.mesh.axes import AnyMesh, Axes, ResolvedAxes
 from moax.mesh.specs import (
     Spec,
+    WholeWeight,
     check_divides,
     constrain,
     local_shape,
@@ -288,9 +289,16 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
     return specs if config.use_bias else dataclasses.replace(specs, bi=None, bo=None)
 
 
-def reshard_params(params: MoEParams[Array], declared: MoEParams[PartitionSpec]) -> MoEParams[Array]:
-    """Returns the parameters on Explicit axes, resharded as declared where the type of a parameter names no axis."""
+def reshard_params(
+    params: MoEParams[Array], declared: MoEParams[PartitionSpec], *, warn: bool = True
+) -> MoEParams[Array]:
+    """Returns the parameters on Explicit axes, resharded as declared where the type of a parameter names no axis.
+
+    With `warn` the log says once that every device holds wi or wo whole.
+    """
     given = {name: p for name, p in vars(params).items() if p is not None and not any(jax.typeof(p).sharding.spec)}
+    if warn and any(any(getattr(declared, name)) for name in given if name in ("wi", "wo")):
+        log_once(WholeWeight.WARNING)
     return dataclasses.replace(params, **{name: constrain(p, getattr(declared, name)) for name, p in given.items()})
 
 

@@ -26,6 +26,7 @@ from benchmarks.timing import Repeats
 from lm import model as lm
 from lm.config import ModelConfig, TrainConfig
 from moax import lora
+from moax.checks import log_once
 from moax.linen import MoEBlock
 from moax.params import DIMS
 from support import make_mesh, make_params, put, rel_error, some
@@ -260,6 +261,27 @@ def test_rngs_of_another_kind(make, rngs):
     """Breaks if a key in the place of `nnx.Rngs` is an AttributeError about `params`."""
     with pytest.raises(ValueError, match=r"rngs is .*; it must be a Rngs, as flax.nnx.Rngs\(0\) returns it"):
         make(rngs)
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_one_warning_of_whole_weights(way, caplog, fresh_compile):
+    """Breaks if a layer that was made outside of `jax.set_mesh` runs whole on every device without one clear word."""
+    log_once.cache_clear()
+
+    @nnx.jit
+    def step(layer, optimizer, x):
+        optimizer.update(layer, nnx.grad(lambda layer: loss_of(*layer(x)))(layer))
+
+    outside = moax.nnx.MoE(BARE, rngs=nnx.Rngs(0))
+    with mesh_for(way):
+        step(outside, nnx.Optimizer(outside, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param), X)
+        (record,) = caplog.records
+        assert "under `with jax.set_mesh(mesh):`" in record.getMessage()
+        log_once.cache_clear()
+        caplog.clear()
+        inside = moax.nnx.MoE(BARE, rngs=nnx.Rngs(0))
+        step(inside, nnx.Optimizer(inside, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param), X)
+        assert not caplog.records
 
 
 def test_missing_variables():

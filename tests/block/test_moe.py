@@ -223,8 +223,12 @@ def test_any_layout_of_the_users(layout, caplog, fresh_compile):
         for r in caplog.records
         if r.levelname == "WARNING" and "the declared layout is used" in r.message
     ]
-    in_order = layout in ("fsdp on F", "two dims", "tuple axis")
-    assert not moved if in_order else any("params.wi: dim 0 is " in m for m in moved)
+    if layout == "replicated":
+        assert len(moved) == 1 and "outside of jax.set_mesh" in moved[0]
+    elif layout == "wrong order":
+        assert len(moved) == 2 and all("dim 0 is " in m for m in moved)
+    else:
+        assert not moved
 
 
 @pytest.mark.parametrize(

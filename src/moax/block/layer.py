@@ -215,7 +215,7 @@ def _moe(
     plan = make_plan(config, options, transport, frozen=frozen, **sizes)
     if quantized is not None:
         _check_quantized(quantized, plan, params)
-    params = reshard_params(params, declared) if view.explicit else params
+    params = reshard_params(params, declared, warn=not absent) if view.explicit else params
     tokens = flatten_tokens(x, view)
     if segments is not None:
         segments = segments.astype(jnp.int32)

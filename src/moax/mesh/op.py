@@ -37,7 +37,7 @@ from moax.checks import log_once
 from moax.mesh.axes import Names, as_names
 from moax.mesh.collectives import vary_like, varying
 from moax.mesh.lowering import name_call, refuse_derivative, refuse_forward_mode, refuse_many_devices
-from moax.mesh.specs import FREE, MeshView, Spec, check_divides, constrain, pad
+from moax.mesh.specs import FREE, MeshView, Spec, WholeWeight, check_divides, constrain, pad
 
 DIM = re.compile(r"@|\([^)]*\)|\*?\w+")
 TOKENS = ("t", "r", "n")  # the letters that the axes of tokens split in every rule
@@ -176,7 +176,9 @@ class Op:
             except ValueError as error:
                 if not chosen:
                     raise
-                log_once(f"{self.name}: {error}; the declared layout is used instead, which may move it unquantized")
+                whole = isinstance(error, WholeWeight)  # one warning for all weights and ops of a layer
+                moved = f"{error}; the declared layout is used instead, which may move it unquantized"
+                log_once(WholeWeight.WARNING if whole else moved)
                 return self.sharding(static, operands, unknown)
         rule, tokens = self.parse_rule(static, operands), static.axes.tokens
         leaves, results = (

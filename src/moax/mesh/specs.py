@@ -40,6 +40,16 @@ Engine = Literal["auto", "custom_partitioning", "shard_map"]
 ENGINES = get_args(Engine)
 
 
+class WholeWeight(ValueError):
+    """A weight is not sharded, although mesh axes must split it."""
+
+    WARNING = (
+        "the declared layout is used for weights that every device of the mesh holds whole, and so are their gradients "
+        "and the state of an optimizer: they were made outside of jax.set_mesh. Make the layer, or call moax.init, "
+        "under `with jax.set_mesh(mesh):`, or move the parameters to the layout of moax.param_specs by jax.device_put"
+    )
+
+
 class MeshView(NamedTuple):
     """How ops run on the mesh in force.
 

@@ -25,7 +25,7 @@ from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype
 from moax.mesh.op import Op, OpSharding
-from moax.mesh.specs import MeshView, Spec, local_shape, pad
+from moax.mesh.specs import MeshView, Spec, WholeWeight, local_shape, pad
 from moax.recipe import Contracted, Recipe
 from moax.types import QShard
 
@@ -94,7 +94,7 @@ def find_layout(weight: WeightSpec, found: Spec | None = None, ndim: int | None 
             has = f"is sharded over {named(entry)}" if entry else "is not sharded"
             order = " first, and may then be sharded over ".join(map(named, filter(None, (need, gatherable))))
             wanted = f"{'must' if need else 'may'} be sharded over {order} alone" if order else "must not be sharded"
-            raise ValueError(f"{weight.name}: dim {dim} {has}; it {wanted}")
+            raise (ValueError if any(entries) else WholeWeight)(f"{weight.name}: dim {dim} {has}; it {wanted}")
     gather = tuple(entry[len(need) :] for entry, need in zip(entries, kept, strict=True))
     return WeightLayout(Spec(*entries), tuple(kept), gather, sum((*gather[1:], *kept[1:]), ()))
 
