@@ -93,7 +93,10 @@ class MoEBlock(MoELayer, nn.Module):
         """Returns (y, stats) of `moax.moe` on x [..., H], with its keywords; y has the dtype of the computation."""
         if not self.has_variable("params", "router") and self.is_mutable_collection("params"):
             # One key makes all variables, as in `moax.init`; `self.param` would give each variable a key of its own.
-            key = cast(Any, self.scope).rngs["params"].as_jax_rng()
+            rngs = cast(Any, self.scope).rngs
+            if "params" not in rngs:
+                raise ValueError(f"rngs has the keys {sorted(rngs)}; it must be a PRNG key, or have one of 'params'")
+            key = rngs["params"].as_jax_rng()
             for name, made in self._make(key, self.logical_axes, self.initializers).items():
                 if COLLECTIONS[name] == STATE:
                     self.variable(STATE, name, _box, made)

@@ -263,6 +263,14 @@ def test_rngs_of_another_kind(make, rngs):
         make(rngs)
 
 
+def test_no_key_of_parameters():
+    """Breaks if `init` without a key of the parameters is a KeyError."""
+    with pytest.raises(
+        ValueError, match=r"rngs has the keys \['dropout'\]; it must be a PRNG key, or have one of 'par"
+    ):
+        MoEBlock(BARE).init({"dropout": KEY}, X)
+
+
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_one_warning_of_whole_weights(way, caplog, fresh_compile):
     """Breaks if a layer that was made outside of `jax.set_mesh` runs whole on every device without one clear word."""
