@@ -19,7 +19,7 @@ from moax import hf
 VOCAB, BATCH, SEQ, STEPS = 64, 4, 32, 25
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2}
 HF_CONFIG = SIZES | {"model_type": "qwen3_moe", "vocab_size": VOCAB, "num_hidden_layers": 2, "norm_topk_prob": True}
-OPTIMIZER = optax.adamw(1e-3)
+OPTIMIZER = optax.adamw(1e-3, mask=moax.trainable_mask)
 
 
 def make_checkpoint(folder: Path) -> None:

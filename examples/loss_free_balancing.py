@@ -3,7 +3,8 @@
 All tokens point in nearly one direction, so a fresh router sends most of them to a few experts. After each step
 `update_router_bias` raises the bias of experts with too few tokens and lowers the bias of the others. The weights
 stay as they are and every step has new tokens, so the bias alone changes the load. In training, update the bias once
-in each step, after the optimizer; no gradient and no optimizer changes it. `--rule quantile` needs a few steps.
+in each step, after the optimizer. It has no gradient, and `optax.adamw(1e-3, mask=moax.trainable_mask)` does not decay
+it. `--rule quantile` needs a few steps.
 Run: `python examples/loss_free_balancing.py`; 8 CPU devices are emulated where there is no GPU.
 """
 

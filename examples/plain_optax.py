@@ -15,7 +15,7 @@ import optax
 import moax
 
 CONFIG = moax.MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2, router=moax.RouterConfig(aux_loss=0.01))
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, mask=moax.trainable_mask))
 BATCH, SEQ, STEPS = 4, 32, 20
 
 

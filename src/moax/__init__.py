@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from moax.params import MoEParams as MoEParams
     from moax.params import init as init
     from moax.params import param_specs as param_specs
+    from moax.params import trainable_mask as trainable_mask
     from moax.recipe import Format as Format
     from moax.recipe import Recipe as Recipe
     from moax.recipe import Recipes as Recipes
@@ -50,7 +51,7 @@ _NAMES = {
     "moax.mesh.collectives": ("OVERLAP_OPTIONS",),
     "moax.ops.balance": ("load_metrics", "update_router_bias"),
     "moax.ops.router": ("route",),
-    "moax.params": ("LogicalAxes", "MoEParams", "init", "param_specs"),
+    "moax.params": ("LogicalAxes", "MoEParams", "init", "param_specs", "trainable_mask"),
     "moax.recipe": ("Format", "Recipe", "Recipes"),
     "moax.scan": ("scan",),
     "moax.types": ("QArray", "QuantizedParams", "Routing"),

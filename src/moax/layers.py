@@ -85,7 +85,7 @@ class MoELayer:
       config: the sizes of the block and its equations.
       options: how the block runs; a layer also takes the fields of `moax.Options` as arguments.
       dtype: x is cast to this dtype, and the block computes in it. None computes in x.dtype.
-      param_dtype: the dtype of all parameters and of the selection bias.
+      param_dtype: the dtype of all parameters; the selection bias is float32.
       logical_axes: the logical name of each dim of the parameters; None for no names.
       initializers: an initializer for each of some parameters, by name; see `moax.init`.
 

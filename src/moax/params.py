@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from moax.checks import check_arrays, check_fields, check_key, check_value, log_once, suggest_fields
 from moax.config import MoEConfig
@@ -42,7 +43,8 @@ class MoEParams[Leaf]:
       router: [H, E], replicated over the mesh.
       wi: [E, H, 2, F]. `wi[:, :, 0]` is the gate and `wi[:, :, 1]` the up projection. Without a gate [E, H, 1, F].
       wo: [E, F, H], the down projection.
-      router_bias: [E], added to the scores for selection alone; it has no gradient.
+      router_bias: [E] f32, added to the scores for selection alone. It is state: it has no gradient, and
+        `moax.update_router_bias` alone changes it.
       logits_bias: [E], a trained bias of the logits.
       bi: [E, 2, F], or [E, 1, F] without a gate: the bias of wi. Either of bi and bo may be given alone.
       bo: [E, H], the bias of wo.
@@ -77,6 +79,8 @@ DIMS = dict(
 )  # fmt: skip
 BY_EXPERT = ("wi", "wo", "bi", "bo")
 ROUTER = ("router", "router_bias", "logits_bias", "expert_scale")  # the parameters that belong to no single expert
+# State, which no optimizer changes. It is float32: a narrower dtype rounds the small steps of an update away.
+STATE = ("router_bias",)
 CONSTANT = dict(router_bias=0.0, logits_bias=0.0, bi=0.0, bo=0.0, expert_scale=1.0)  # what `init` makes them of
 
 
@@ -148,6 +152,26 @@ def param_shapes(config: MoEConfig, *, optional: bool = False) -> MoEParams[tupl
     return MoEParams(**shapes)
 
 
+def param_dtype_of(name: str, dtype: Any) -> np.dtype:
+    """Returns the dtype of a parameter where the others have `dtype`."""
+    return np.dtype(np.float32 if name in STATE else dtype)
+
+
+def trainable_mask(tree: PyTree) -> PyTree[bool]:
+    """Returns a bool for each array of a tree: False for the `router_bias` of a MoEParams, and True for all others.
+
+    Weight decay moves a parameter without a gradient, so an optimizer needs the mask:
+    `optax.adamw(1e-3, mask=moax.trainable_mask)`. The tree may have values of MoEParams in any place.
+    """
+
+    def mask(node):
+        if not isinstance(node, MoEParams):
+            return True
+        return MoEParams(**{n: jax.tree.map(lambda _, n=n: n not in STATE, leaf) for n, leaf in vars(node).items()})
+
+    return jax.tree.map(mask, tree, is_leaf=lambda node: isinstance(node, MoEParams))
+
+
 def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = False, quantized: bool = False) -> None:
     """Checks that params is a MoEParams of floating-point arrays, and that the config allows each of them.
 
@@ -189,7 +213,10 @@ def operand_shapes(
     spec, shape = token_spec(axes, 2, mesh), (tokens, config.d_model)
     check_divides("tokens", shape, spec, axes.resolve(mesh or mesh_in_force()))
     at, shapes = named(mesh, param_specs(config, axes, mesh)), param_shapes(config)
-    params = jax.tree.map(lambda place, of: jax.ShapeDtypeStruct(of, param_dtype, sharding=place), at, shapes)
+    of_name = {
+        name: jax.tree.map(lambda _, n=name: param_dtype_of(n, param_dtype), at) for name, at in vars(at).items()
+    }
+    params = jax.tree.map(lambda p, of, to: jax.ShapeDtypeStruct(of, to, sharding=p), at, shapes, MoEParams(**of_name))
     return params, jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, spec))
 
 
@@ -316,7 +343,7 @@ def init(
     Args:
       key: a PRNG key.
       config: the sizes of the block, which decide the parameters and their shapes; see `MoEParams`.
-      dtype: the dtype of every parameter.
+      dtype: the dtype of every parameter but `router_bias`, which is float32.
       axes: the role of each mesh axis. With a mesh in force (`jax.set_mesh`) each device makes its shards alone, laid
         out by `param_specs`. The values do not depend on the mesh.
       initializers: an initializer for each of some parameters, by its name; the others have the distribution above. An
@@ -346,9 +373,9 @@ def init(
         values: dict[str, Any] = dict.fromkeys(DIMS)
         for (name, shape), own in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True):
             if name in given:
-                values[name] = _make_with(given[name], own, name, shape, dtype)
+                values[name] = _make_with(given[name], own, name, shape, param_dtype_of(name, dtype))
             elif name in CONSTANT:
-                values[name] = jnp.full(shape, CONSTANT[name], dtype)
+                values[name] = jnp.full(shape, CONSTANT[name], param_dtype_of(name, dtype))
             else:
                 fan_in = shape[1 if name in BY_EXPERT else 0]
                 # A standard normal that is cut off at two sigma has the variance 0.7737.

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 import moax
 from moax.mesh.specs import local_shape
+from moax.params import operand_shapes
 from support import make_mesh, some
 
 CONFIG = moax.MoEConfig(
@@ -91,7 +92,10 @@ def test_which_parameters():
 @pytest.mark.parametrize("dtype", some([jnp.bfloat16, jnp.float16], 1))
 def test_dtype(dtype):
     """Breaks if lower-precision parameters are other numbers than the float32 ones, rounded."""
-    for got, want in zip(jax.tree.leaves(alone(dtype=dtype)), jax.tree.leaves(alone()), strict=True):
+    narrow = dataclasses.replace(alone(dtype=dtype), router_bias=None)
+    for got, want in zip(
+        jax.tree.leaves(narrow), jax.tree.leaves(dataclasses.replace(alone(), router_bias=None)), strict=True
+    ):
         assert got.dtype == dtype
         np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(dtype).astype(jnp.float32))
 
@@ -124,6 +128,33 @@ def test_independent():
 def test_biases_are_zero(name):
     """Breaks if a bias prefers an expert before anything was learned."""
     assert not np.asarray(getattr(alone(), name)).any()
+
+
+def test_state_is_float32():
+    """Breaks if a narrow dtype of the parameters is that of the selection bias, whose small steps it rounds away."""
+    config = moax.MoEConfig(32, 48, 8, 2, router=moax.RouterConfig("sigmoid", bias=True))
+    shapes = jax.eval_shape(lambda key: moax.init(key, config, dtype=jnp.bfloat16), jax.random.key(0))
+    assert (shapes.router_bias.dtype, shapes.router.dtype, shapes.wi.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    mesh = make_mesh("2x4")
+    declared, _ = operand_shapes(config, 64, moax.Axes(), mesh, jnp.bfloat16, jnp.bfloat16)
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), declared) == jax.tree.map(lambda s: (s.shape, s.dtype), shapes)
+
+
+@pytest.mark.loose
+def test_weight_decay_leaves_state():
+    """Breaks if the mask lets an optimizer decay the selection bias, which has no gradient, or keeps it from others."""
+    optax = pytest.importorskip("optax")
+    config = moax.MoEConfig(32, 48, 8, 2, use_bias=True, router=moax.RouterConfig("sigmoid", bias=True))
+    shapes = jax.eval_shape(lambda key: moax.init(key, config), jax.random.key(0))
+    ones = jax.tree.map(lambda s: np.ones(s.shape, np.float32), shapes)
+    params = {"layers": [ones, ones], "scale": np.ones(3, np.float32)}
+    optimizer = optax.adamw(1e-1, weight_decay=0.5, mask=moax.trainable_mask)
+    zeros = jax.tree.map(np.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    for layer in updates["layers"]:
+        moved = {name for name, update in vars(layer).items() if update is not None and np.any(update)}
+        assert moved == {"router", "wi", "wo", "bi", "bo"}
+    assert np.all(updates["scale"])
 
 
 @pytest.mark.more

@@ -176,7 +176,9 @@ def test_any_subset_of_biases(library, dropped):
 def test_dtypes(library, dtype, param_dtype):
     """Breaks if `dtype` is not what the block computes in and `param_dtype` what is stored, each by itself."""
     layer = LAYERS[library](FULL, dtype=dtype, param_dtype=param_dtype)
-    assert {v.dtype for v in layer.arrays.values()} == {jnp.dtype(param_dtype)}
+    state = layer.arrays.keys() - layer.trained
+    assert {layer.arrays[name].dtype for name in layer.trained} == {jnp.dtype(param_dtype)}
+    assert {layer.arrays[name].dtype for name in state} == {jnp.dtype("float32")}
     x, params = jnp.asarray(X, jnp.bfloat16 if dtype is None else jnp.float32), params_of(layer.arrays)
     y, stats = jax.jit(layer)(params, x)
     assert y.dtype == (x.dtype if dtype is None else jnp.dtype(dtype)) and stats.aux_loss.dtype == jnp.float32

@@ -28,7 +28,7 @@ from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.specs import local_shape
 from moax.models import find_model
 from moax.ops.dispatch_combine import STEPS
-from moax.params import expert_specs, operand_shapes, param_shapes
+from moax.params import expert_specs, operand_shapes, param_shapes, trainable_mask
 from moax.text import align, plural
 
 
@@ -199,8 +199,8 @@ def estimate(
       options: how a block runs.
       hardware: the GPU: a name in `HARDWARE`, or a `Hardware` with rates of your own.
       layers: the number of blocks; None means that of the model, and 1 for a config.
-      dtype, param_dtype: the dtypes of activations and of parameters.
-      optimizer_bytes: the bytes of the optimizer's state for each parameter.
+      dtype, param_dtype: the dtypes of activations and of parameters; `router_bias` is float32.
+      optimizer_bytes: the bytes of the optimizer's state for each parameter that it trains.
       remat: whether `jax.checkpoint` is around each block.
       **keywords: fields of `Options` that replace those of `options`.
 
@@ -247,7 +247,8 @@ def estimate(
     kept = {array for array in steps.outputs[: len(saved)] if array not in steps.inputs}
     *of_params, of_x, _ = steps.inputs
     weights = layers * steps.total(of_params)
-    optimizer = weights // np.dtype(param_dtype).itemsize * optimizer_bytes
+    trained = [array for array, of in zip(of_params, jax.tree.leaves(trainable_mask(params)), strict=True) if of]
+    optimizer = layers * steps.total(trained) // np.dtype(param_dtype).itemsize * optimizer_bytes
     saved_bytes = layers * (steps.bytes[of_x] + steps.total(kept))
     memory = Memory(weights, weights, optimizer, saved=saved_bytes, temporary=steps.peak(kept))
     transfers = steps.transfers(axes)

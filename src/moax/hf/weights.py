@@ -26,7 +26,7 @@ from moax.hf.files import MXFP4, NAMES, QUANTIZED, Checkpoint, Output, State, St
 from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
 from moax.mesh.axes import Axes
 from moax.mesh.specs import named
-from moax.params import DIMS, MoEParams, check_params, param_shapes, param_specs
+from moax.params import DIMS, STATE, MoEParams, check_params, param_shapes, param_specs
 
 Pairs = list[tuple[Tensor, Stored]]
 Slices = tuple[slice, ...]
@@ -57,7 +57,7 @@ def params_from_hf(
       layer: the names of the block contain `layers.{layer}.` or `blocks.{layer}.`, after any start.
       prefix: the names of the block start with this prefix, such as `model.layers.3.mlp.`. Without `layer` and
         `prefix`, all names belong to the block.
-      dtype: dtype of the parameters; `router_bias` keeps its own. None takes that of the checkpoint, and bfloat16 where
+      dtype: dtype of the parameters; `router_bias` is float32. None takes that of the checkpoint, and bfloat16 where
         the checkpoint is quantized. bfloat16 holds mxfp4 exactly, and rounds fp8 with 128 x 128 scale blocks once.
       mesh: the mesh of the parameters, sharded as `param_specs` says. None takes the mesh that `jax.set_mesh` set, else
         the first device.
@@ -88,7 +88,7 @@ def params_from_hf(
     fields: dict[str, Any] = dict.fromkeys(DIMS)
     for field, group in itertools.groupby(pairs, key=lambda pair: pair[0].field):
         of_field = list(group)
-        to = _find_dtype([stored for _, stored in of_field], None if field == "router_bias" else dtype)
+        to = _find_dtype([stored for _, stored in of_field], np.float32 if field in STATE else dtype)
         on = getattr(shardings, field) if shardings else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         fields[field] = _assemble(getattr(param_shapes(config), field), to, on, of_field)
     return MoEParams(**fields)

@@ -131,7 +131,8 @@ def inspect_block(
       options: how the block runs.
       mesh: the mesh; None takes the mesh that `jax.set_mesh` set.
       dtype: dtype of x, and of the operands of products.
-      param_dtype: dtype of the parameters, which are sharded as `moax.param_specs` says.
+      param_dtype: dtype of the parameters but `router_bias`, which is float32. They are sharded as `moax.param_specs`
+        says.
       backward: True compiles forward and backward; False compiles forward alone. Gradients have the sharding of their
         parameters, as in a training step.
       **keywords: fields of `Options` that replace those of `options`.
