@@ -235,6 +235,7 @@ def test_rows_of_any_shape(shape, kind):
 
 PACKED = np.sort(np.random.default_rng(7).integers(-1, 4, (B, S)), axis=1).astype(np.int32)
 PACKED = np.where(PACKED < 0, -1, PACKED * 6 - 2 * (PACKED > 0))  # ids 0, 4, 10, 16 and padding
+NAMES = np.where(PACKED < 0, -1, PACKED * 10**8 + 7).astype(np.int32)  # the same sequences, by larger names
 
 
 def packed_loss(x, params, ids):
@@ -269,6 +270,22 @@ def test_packed_rows_are_their_sequences():
     assert np.abs(grads.router).max() > 0 and rel_norm(grads.router, grads_apart.router) < 5e-6
 
 
+@pytest.mark.parametrize("dtype, factor, first", [
+    ("int32", 1, 100), ("uint32", 10**8, 2**31), ("int64", 2**33, 2**40), ("uint64", 2**33, 2**63), ("uint8", 1, 100)
+])  # fmt: skip
+def test_ids_are_names(dtype, factor, first):
+    """Breaks if ids of any size and dtype are other sequences, or padding: clipped, cut off, or of another sign."""
+    ids = (np.where(PACKED < 0, 0, PACKED).astype(dtype) * np.asarray(factor, dtype)) + np.asarray(first, dtype)
+    stats = moax.moe(X, PARAMS, ONLY, segment_ids=ids, mask=PACKED >= 0)[1]
+    np.testing.assert_allclose(stats.aux_loss, packed_loss(X, PARAMS, PACKED), rtol=2e-6)
+    assert stats.tokens_per_expert.sum() == CONFIG.top_k * (PACKED >= 0).sum()
+    logits = (X @ np.asarray(PARAMS.router)).reshape(B * S, -1)
+    unlike = np.where(PACKED < 0, 0, PACKED + 18 * np.arange(B)[:, None]).reshape(-1)
+    sequences = unlike.astype(dtype) * np.asarray(factor, dtype) + np.asarray(first, dtype)
+    routed = [moax.route(logits, ROUTER, 2, sequences=names).aux_loss for names in (unlike, sequences)]
+    np.testing.assert_array_equal(*routed)
+
+
 @pytest.mark.parametrize("name, kind", some([("ep, fsdp x cp", "auto"), ("dp x cp", "manual"), ("cp x tp", "explicit"),
                                              ("fsdp, ep", "manual_vma")], 2))  # fmt: skip
 def test_packed_rows_on_a_mesh(name, kind):
@@ -284,7 +301,7 @@ def test_packed_rows_on_a_mesh(name, kind):
         specs = (x_spec, weights, x_spec)
         run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=kind == "manual_vma")
     with jax.set_mesh(mesh):
-        operands = put(mesh, (x_spec, weights, x_spec), (X, PARAMS, PACKED))
+        operands = put(mesh, (x_spec, weights, x_spec), (X, PARAMS, NAMES))
         got, grads = jax.jit(jax.value_and_grad(run, 1))(*operands)
     alone = jax.jit(jax.grad(lambda p: moax.moe(X, p, ONLY, segment_ids=jnp.asarray(PACKED))[1].aux_loss))(PARAMS)
     np.testing.assert_allclose(got, packed_loss(X, PARAMS, PACKED), rtol=2e-6)

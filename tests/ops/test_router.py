@@ -124,10 +124,36 @@ def test_sign_of_exact_mean(counts):
     np.testing.assert_array_equal(moax.update_router_bias(jnp.zeros(6), tokens(*counts), rate=1.0), want)
 
 
-@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
-def test_dtype_is_the_biases(dtype):
-    """Promotion would turn a bfloat16 state into another type, and a jitted step would compile twice."""
-    assert moax.update_router_bias(jnp.zeros(4, dtype), tokens(1, 2, 3, 4)).dtype == dtype
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
+def test_narrow_biases_are_refused(dtype):
+    """Breaks if a bias has a dtype that rounds the steps of an update away: bfloat16 stops at 0.5 for steps of 1e-3."""
+    with pytest.raises(ValueError, match=f"bias has dtype {jnp.dtype(dtype)}; it must be float32"):
+        moax.update_router_bias(jnp.zeros(4, dtype), tokens(1, 2, 3, 4))
+
+
+OFF = np.float32([0.1, -np.inf, 0.2, np.inf, -0.3, 0.0])
+
+
+def test_sign_leaves_biases_that_are_not_finite():
+    """Breaks if an expert that is switched off draws the mean of the others down, or its bias moves."""
+    got = moax.update_router_bias(OFF, tokens(6, 0, 4, 90, 5, 5), rate=0.5)
+    np.testing.assert_array_equal(got, OFF + np.float32([-0.5, 0, 0.5, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("off", [[1], [1, 4]])
+def test_quantiles_leave_biases_that_are_not_finite(off):
+    """Breaks if one bias of -inf makes others NaN, or changes the biases that the other experts would have alone."""
+    on = np.setdiff1d(np.arange(8), off)
+    bias = np.full(8, -np.inf, np.float32)
+    bias[on] = random(6, len(on)) / 4
+
+    def update(logits, bias):
+        r = moax.route(logits, QUANTILE, 2, bias)
+        return moax.update_router_bias(bias, r.tokens_per_expert, rule="quantile", histogram=r.histogram)
+
+    got = np.asarray(update(SKEWED, bias))
+    np.testing.assert_array_equal(got[off], -np.inf)
+    np.testing.assert_allclose(got[on], update(SKEWED[:, on], bias[on]), atol=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS[:3])

@@ -39,7 +39,7 @@ from moax.mesh.specs import (
     unflatten_tokens,
 )
 from moax.ops.activation import activate
-from moax.ops.balance import BINS
+from moax.ops.balance import BINS, keep_ids, split_ids
 from moax.ops.matmul import dense
 from moax.ops.router import route, router_logits
 from moax.ops.weights import QuantizedWeight, quantize_weight
@@ -95,7 +95,7 @@ def moe(
         then those of the `Routing`. An id of E stands for no expert.
       mask: [...] bool, False for padding. Padding is not routed, not sent and not counted, in losses, counts and
         capacities; its y and its gradients are 0.
-      segment_ids: [..., S] for x [..., S, H], integers up to S: the sequence of each token of a packed row, for
+      segment_ids: [..., S] for x [..., S, H], any integers: tokens of a packed row with equal ids are one sequence, for
         `RouterConfig.sequence_aux_loss`. A negative id is padding, as False of `mask` is. None: a row is one sequence.
       return_routing: whether `stats.routing` has the routing that was used.
       quantized: wi and wo as `quantize_params` quantized them, with the same options. The block then quantizes no
@@ -137,6 +137,7 @@ def moe(
     arrays += ["routing int [*batch, S, K]", "routing.weights [*batch, S, K]"][: len(given)]
     sizes = dict(batch=x.shape[:-2], S=x.shape[-2], H=config.d_model, K=config.top_k)
     check_arrays(", ".join(arrays), router_input, mask, segment_ids, *given, **sizes)
+    segment_ids = None if segment_ids is None else keep_ids(segment_ids)
     static = config, options, bool(return_routing)
     return _moe(*static, x, params, quantized, adapters, router_input, routing, mask, segment_ids)
 
@@ -218,7 +219,6 @@ def _moe(
     params = reshard_params(params, declared, warn=not absent) if view.explicit else params
     tokens = flatten_tokens(x, view)
     if segments is not None:
-        segments = segments.astype(jnp.int32)
         mask = segments >= 0 if mask is None else mask & (segments >= 0)
     real = None if mask is None else flatten_tokens(mask[..., None], view)
     read = tokens if router_input is None else flatten_tokens(router_input, view)
@@ -307,17 +307,17 @@ def _route(
     return routing, experts, weights
 
 
-def _find_sequences(x: Float[Array, "*batch H"], segments, view: MeshView) -> Int[Array, " T"]:
-    """Returns the sequence of each token of x: (0, 0, 0, 1, 1, 1) for x [2, 3, H] without segments."""
+def _find_sequences(x: Float[Array, "*batch H"], segments, view: MeshView) -> Int[Array, "T C"]:
+    """Returns the row of each token of x, (0, 0, 0, 1, 1, 1) for x [2, 3, H], and the columns of its segment."""
     if x.ndim < 3:
         raise ValueError(f"x has shape {x.shape}; it must be [..., S, H] for RouterConfig.sequence_aux_loss")
     rows = jnp.arange(math.prod(x.shape[:-2]), dtype=jnp.int32).reshape(*x.shape[:-2], 1)
     if segments is None:
-        sequences = jnp.broadcast_to(rows, x.shape[:-1])
-    else:  # a shard of S may have any id of its row
-        most = x.shape[-2] * view.axes.size(view.axes.sequence) + 1
-        sequences = jnp.where(segments < 0, -1, rows * most + jnp.minimum(segments, most - 1))
-    return flatten_tokens(sequences[..., None], view)[:, 0]
+        sequences = jnp.broadcast_to(rows, x.shape[:-1])[..., None]
+    else:
+        own = jnp.where(segments < 0, -1, rows)[..., None]
+        sequences = jnp.concatenate([own, split_ids(segments[..., None])], axis=-1)
+    return flatten_tokens(sequences, view)
 
 
 def _fill(params: MoEParams[Array], quantized: QuantizedParams, dtype) -> MoEParams[Array]:

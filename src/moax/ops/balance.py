@@ -15,6 +15,10 @@ of the whole global batch. With tokens (6, 2, 4, 4), the rule `sign` lowers the 
 bias of expert 1 by `rate`, and leaves the others. A token chooses an expert whose bias exceeds `needed`, so with the
 quantile as its bias an expert gets T K / E of T tokens, if the cutoffs stay what they are; a few updates suffice.
 
+A bias that is not finite stays what it is: -inf switches an expert off. Both rules then balance the other experts among
+themselves, and E, the means and the quantiles are theirs. With the biases (-inf, 0, 0) and tokens (0, 6, 4), the mean
+is 5.
+
 The stats hold `needed` as a histogram: for each expert 1000 equal bins over [min(bias) - 1, max(bias) + 1]. Scores in
 [0, 1] lie in it. The end bins count larger and smaller values too, which other scores may have.
 
@@ -25,16 +29,18 @@ as in Megatron-LM #6637 and torchtitan #4577.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
 from moax.config import RouterConfig
 from moax.mesh.axes import Names
-from moax.mesh.collectives import gather_rows, mask_to_first_rank, take_shard
+from moax.mesh.collectives import gather_rows, mask_to_first_rank, take_shard, vary_like
 
 Rule = Literal["sign", "quantile"]
 BINS = 1000
@@ -90,7 +96,7 @@ def update_router_bias(
     """The new bias, with which the router chooses experts with too few tokens more often.
 
     Args:
-      bias: [..., E], floating point. The router adds it to the scores for selection alone.
+      bias: [..., E] f32. The router adds it to the scores for selection alone.
       tokens_per_expert: [..., E] i32, counted over the whole mesh, and summed over the microbatches of the step.
       rate: for `sign` the step of the bias, in units of the score; None is 1e-3. For `quantile` the part of the way to
         the quantile, where 0.1 smooths over some 10 updates; None is 1.
@@ -99,10 +105,10 @@ def update_router_bias(
         had this `bias` in all of them.
 
     Returns:
-      The new bias, [..., E] in the dtype of bias. The rule `quantile` leaves it as it is where there is no token.
+      The new bias, [..., E] f32. The rule `quantile` leaves it as it is where there is no token.
 
     Raises:
-      ValueError: the rule is unknown, the shapes differ, or `quantile` has no histogram.
+      ValueError: the rule is unknown, the shapes differ, bias is less than float32, or `quantile` has no histogram.
     """
     check_value("rule", rule, ("sign", "quantile"))
     if rate is not None and not isinstance(rate, jax.Array):
@@ -113,23 +119,32 @@ def update_router_bias(
         raise ValueError("histogram is None; rule='quantile' needs stats.histogram, of RouterConfig(histogram=True)")
     arrays = bias, tokens_per_expert, histogram
     check_arrays("bias [..., E], tokens_per_expert int [..., E], histogram? int [..., E, bins]", *arrays, bins=BINS)
-    tokens_per_expert = tokens_per_expert.astype(jnp.int32)
+    if bias.dtype in (jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"bias has dtype {bias.dtype}; it must be float32, because a narrower dtype rounds small steps away"
+        )
+    bias, tokens_per_expert = bias.astype(jnp.float32), tokens_per_expert.astype(jnp.int32)
+    finite = jnp.isfinite(bias)
+    number = jnp.maximum(finite.sum(-1, keepdims=True, dtype=jnp.int32), 1)
     # Integers compare tokens with total / E exactly, without a product that could overflow.
-    quotient, rest = jnp.divmod(tokens_per_expert.sum(-1, keepdims=True), bias.shape[-1])
+    quotient, rest = jnp.divmod(jnp.where(finite, tokens_per_expert, 0).sum(-1, keepdims=True), number)
     if histogram is not None:  # the biases below which as many values lie as a balanced load has tokens
-        wide, target = bias.astype(jnp.float32), quotient + jnp.sign(rest)
+        target = quotient + jnp.sign(rest)
         until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
         place = jnp.argmax(until >= target[..., None], axis=-1, keepdims=True)
         inside, end = (jnp.take_along_axis(v, place, axis=-1)[..., 0].astype(jnp.int32) for v in (histogram, until))
         # The values of a bin are taken for evenly spread.
         part = (target - end + inside).astype(jnp.float32) / jnp.maximum(inside, 1).astype(jnp.float32)
-        low, width = _find_bins(wide)
-        found = low + width * (place[..., 0].astype(jnp.float32) + part)
-        step = jnp.where(target > 0, found - found.mean(-1, keepdims=True), wide) - wide
-        return (wide + jnp.asarray(1.0 if rate is None else rate, jnp.float32) * step).astype(bias.dtype)
+        low, width = _find_bins(bias)
+        quantiles = low + width * (place[..., 0].astype(jnp.float32) + part)
+        mean = jnp.where(finite, quantiles, 0.0).sum(-1, keepdims=True) / number.astype(jnp.float32)
+        step = jnp.where(target > 0, quantiles - mean, bias) - bias
+        new = bias + jnp.asarray(1.0 if rate is None else rate, jnp.float32) * step
+        return jnp.where(finite, new, bias)
     excess = jnp.sign(tokens_per_expert - quotient)
     excess = jnp.where(excess == 0, -jnp.sign(rest), excess)
-    return bias - jnp.asarray(1e-3 if rate is None else rate, bias.dtype) * excess.astype(bias.dtype)
+    new = bias - jnp.asarray(1e-3 if rate is None else rate, jnp.float32) * excess.astype(jnp.float32)
+    return jnp.where(finite, new, bias)
 
 
 def sum_losses(config: RouterConfig, logits: Float[Array, "T E"], log_scores, mask, balance) -> Sums:
@@ -146,14 +161,43 @@ def sum_losses(config: RouterConfig, logits: Float[Array, "T E"], log_scores, ma
     return Sums(total, z, by_sequence)
 
 
-def balance_sequences(experts: Int[Array, "T K"], sequences, mask, num_experts: int, along: Names):
+def keep_ids(ids: Integer[Array, "*batch"]) -> Integer[Array, "*batch"]:
+    """Returns ids as JAX keeps them: NumPy's 64 bits, of which JAX would keep 32, are ranked first."""
+    if not isinstance(ids, np.ndarray) or jax.dtypes.canonicalize_dtype(ids.dtype) == ids.dtype:
+        return ids
+    ranks = np.unique(ids, return_inverse=True)[1].reshape(ids.shape)
+    return cast(Any, np.where(ids < 0, -1, ranks).astype(np.int32))
+
+
+def split_ids(ids: Integer[Array, "*batch C"]) -> Int[Array, "*batch D"]:
+    """Returns columns of i32 that are equal where all columns of ids are, and -1 where one is negative."""
+    signed = jnp.issubdtype(ids.dtype, jnp.signedinteger)
+    bits = 8 * ids.dtype.itemsize - signed
+    pieces = [ids] if bits <= 31 else []
+    for shift in range(0, bits if bits > 31 else 0, 31):
+        pieces.append(lax.shift_right_logical(ids, jnp.full_like(ids, shift)) & (2**31 - 1))
+    columns = jnp.concatenate([piece.astype(jnp.int32) for piece in pieces], axis=-1)
+    return jnp.where((ids < 0).any(-1, keepdims=True), -1, columns)
+
+
+def _rank_rows(columns: Int[Array, "T C"]) -> Int[Array, " T"]:
+    """Returns a number below T for each row, the same one where rows are equal."""
+    places = vary_like(jnp.arange(len(columns), dtype=jnp.int32), columns)
+    *keys, order = lax.sort((*columns.T, places), num_keys=columns.shape[1])
+    new = jnp.stack([key[1:] != key[:-1] for key in keys]).any(0)
+    ranks = jnp.concatenate([places[:1], jnp.cumsum(new, dtype=jnp.int32)])
+    return jnp.zeros_like(places).at[order].set(ranks)
+
+
+def balance_sequences(experts: Int[Array, "T K"], sequences: Int[Array, "T C"], mask, num_experts: int, along: Names):
     """Returns, for each token and the T tokens of its sequence, tokens[e] / T^2 [T, E]; and the sequences [1]."""
-    ids = sequences if mask is None else jnp.where(mask, sequences, -1)
-    rows = gather_rows(jnp.concatenate([ids[:, None], experts], axis=1), along)
+    columns, ids = sequences.shape[1], sequences[:, 0]
+    ids = ids if mask is None else jnp.where(mask, ids, -1)
+    rows = gather_rows(jnp.concatenate([ids[:, None], sequences[:, 1:], experts], axis=1), along)
     # Integers add up to the same sum in any order, and so may scatters of them.
-    number = jnp.unique(rows[:, 0], return_inverse=True, size=len(rows))[1]
+    number = _rank_rows(rows[:, :columns])
     zeros = jnp.zeros_like(rows, shape=(len(rows), num_experts))
-    tokens = zeros.at[number[:, None], rows[:, 1:]].add(1, mode="drop")
+    tokens = zeros.at[number[:, None], rows[:, columns:]].add(1, mode="drop")
     sizes = zeros[:, 0].at[number].add((rows[:, 0] >= 0).astype(jnp.int32))
     own = take_shard(number, (along,))
     size = jnp.maximum(sizes[own], 1).astype(jnp.float32)
@@ -176,6 +220,8 @@ def count_needed_bias(
 
 
 def _find_bins(bias: Float[Array, "*layers E"]) -> tuple[Float[Array, "*layers 1"], Float[Array, "*layers 1"]]:
-    """Returns the lower end of the bins and the width of a bin."""
-    low, high = bias.min(-1, keepdims=True) - 1.0, bias.max(-1, keepdims=True) + 1.0
+    """Returns the lower end of the bins and the width of a bin, from the finite biases."""
+    finite = jnp.isfinite(bias)
+    low = jnp.where(finite, bias, jnp.inf).min(-1, keepdims=True) - 1.0
+    high = jnp.where(finite, bias, -jnp.inf).max(-1, keepdims=True) + 1.0
     return low, (high - low) / BINS

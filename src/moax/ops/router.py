@@ -43,7 +43,7 @@ from moax.kernels import implementation, select_kernels
 from moax.mesh.axes import Axes, Names, ResolvedAxes, as_names
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, find_mesh_view
-from moax.ops.balance import BINS, Sums, balance_sequences, count_needed_bias, sum_losses
+from moax.ops.balance import BINS, Sums, balance_sequences, count_needed_bias, keep_ids, split_ids, sum_losses
 from moax.types import Routing
 
 NO_EXPERT = -1e30  # the logit of no expert: its share is 0, and so is every gradient
@@ -78,7 +78,7 @@ class Choice(NamedTuple):
 
     experts: Int[Array, "T K"] | None = None
     mask: Bool[Array, " T"] | None = None
-    sequences: Int[Array, " T"] | None = None
+    sequences: Int[Array, "T C"] | None = None
 
 
 class Counts(NamedTuple):
@@ -124,7 +124,7 @@ def route(
     *,
     experts: Integer[Array, "T K"] | None = None,
     mask: Bool[Array, " T"] | None = None,
-    sequences: Integer[Array, " T"] | None = None,
+    sequences: Integer[Array, "T *C"] | None = None,
     sequence_axes: Names | None = None,
     axes: Axes = Axes(),
     engine: Engine = "auto",
@@ -140,8 +140,8 @@ def route(
       experts: [T, K], integers in [0, E]: experts to take in place of the best ones; E means no expert. A token with a
         negative id takes its best experts.
       mask: [T] bool, False for padding.
-      sequences: [T], integers, for `config.sequence_aux_loss`: tokens with equal numbers are one sequence, and tokens
-        with negative numbers are in none.
+      sequences: [T] or [T, C], integers, for `config.sequence_aux_loss`: tokens with equal numbers, in all C columns,
+        are one sequence, and a token with a negative number is in none.
       sequence_axes: the mesh axes that may split a sequence; experts are gathered along them to be counted. None means
         all axes of tokens, and inside a `shard_map` of yours those of cp.
       axes, engine, kernels: see `moax.Options`.
@@ -164,7 +164,7 @@ def route(
         sequences = None
     elif sequences is None:
         raise ValueError(f"sequences is None; it must be given for sequence_aux_loss={config.sequence_aux_loss}")
-    rule = "logits [T, E], bias? [E], experts? int [T, K], mask? bool [T], sequences? int [T]"
+    rule = "logits [T, E], bias? [E], experts? int [T, K], mask? bool [T], sequences? int [T, *C]"
     check_arrays(rule, logits, bias, experts, mask, sequences, K=top_k)
     config.check_experts(logits.shape[1], top_k)
     view = find_mesh_view(axes, engine, logits)
@@ -181,7 +181,9 @@ def route(
         weight = "share"
     static = RouteSpec(config, top_k, weight, view.axes, along, select_kernels(kernels))
     bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
-    experts, sequences = (None if ids is None else ids.astype(jnp.int32) for ids in (experts, sequences))
+    experts = None if experts is None else experts.astype(jnp.int32)
+    if sequences is not None:
+        sequences = split_ids(jnp.asarray(keep_ids(sequences)).reshape(logits.shape[0], -1))
     chosen, weights, sums, counts = _route(view, static, logits, bias, Choice(experts, mask, sequences))
     sums, counts = jax.tree.map(lambda v: view.psum(v, view.axes.tokens), (sums, counts))
     tokens, real = counts.tokens, logits.shape[0] * (view.axes.size(view.axes.tokens) if view.manual else 1)
