@@ -55,10 +55,11 @@ def optimizer(config: TrainConfig) -> Any:
 
 
 def _decays(params: Params) -> PyTree:
-    """Returns a tree that is True for matrices; the vectors (biases, gains) have two dims in a stack of layers."""
+    """Returns a tree that is True for trained matrices; vectors (biases, gains) have two dims in a stack of layers."""
     names = ("norm", "bi", "bo", "logits_bias")
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: not str(getattr(path[-1], "name", "")).startswith(names), params
+        lambda path, trained: trained and not str(getattr(path[-1], "name", "")).startswith(names),
+        moax.trainable_mask(params),
     )
 
 

@@ -88,7 +88,8 @@ class RouterConfig:
       score: `softmax` over all experts of a token, `sigmoid` of each logit, or `sqrt_softplus` of each logit, which is
         sqrt(log(1 + exp(logit))) (DeepSeek-V4).
       order: `score_then_topk` scores all experts and keeps the best K. `topk_then_score` keeps the best K logits and
-        scores these K alone; their softmax sums to 1 by itself (Mixtral, GPT-OSS).
+        scores these K alone; their softmax sums to 1 by itself (Mixtral, GPT-OSS). The softmax of one logit is 1 for
+        every logit, so K = 1 of several experts needs another order or score.
       normalize: whether the K weights are divided by their sum, where K > 1.
       num_groups, top_groups: group-limited routing (DeepSeek-V3). Experts form `num_groups` equal groups, and a token
         may choose experts of the `top_groups` groups with the best group score. With 8 experts in 4 groups, experts 2
@@ -136,11 +137,16 @@ class RouterConfig:
             raise ValueError(f"RouterConfig: histogram=True needs {needs}")
 
     def check_experts(self, num_experts: int, top_k: int) -> None:
-        """Raises ValueError where this router cannot choose `top_k` of `num_experts`."""
+        """Raises ValueError where this router cannot choose `top_k` of `num_experts`, or could never learn to."""
         check_value("route: num_experts", num_experts, int)
         check_value("route: top_k", top_k, int)
         if top_k > num_experts:
             raise ValueError(f"top_k={top_k} must be at most num_experts={num_experts}")
+        if top_k == 1 < num_experts and self.order == "topk_then_score" and self.score == "softmax":
+            raise ValueError(
+                "top_k=1 with order='topk_then_score' and score='softmax' makes every weight 1, so that the router has "
+                "no gradient; use order='score_then_topk', which also serves a caller's routing=(ids, weights)"
+            )
         if num_experts % self.num_groups:
             raise ValueError(f"num_groups={self.num_groups} must divide num_experts={num_experts}")
         eligible = num_experts // self.num_groups * self.top_groups

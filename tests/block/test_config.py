@@ -97,11 +97,20 @@ def test_options_that_need_each_other(fields, said):
         (2, dict(num_groups=3), "num_groups=3 must divide num_experts=8"),
         (3, dict(num_groups=4, top_groups=1), "top_k=3 must be at most the 2 experts of top_groups=1 groups"),
         (3, dict(num_groups=4, top_groups=2, group_score="sum_topk"), "needs top_k=3 divisible by top_groups=2"),
+        (1, dict(order="topk_then_score"), "top_k=1 with order='topk_then_score' and score='softmax'"),
     ],
 )
 def test_routers_that_cannot_choose(top_k, router, said):
-    """Breaks if a router is built that has fewer eligible experts than it must choose, or groups that do not fit."""
+    """Breaks if a router is built that has fewer eligible experts than it must choose, groups that do not fit, or
+    weights that are 1 for all logits."""
     assert said in message(MoEConfig, **{**SIZES, "top_k": top_k}, router=RouterConfig(**router))
+
+
+def test_top_1_that_can_learn():
+    """Breaks if a top-1 router is refused whose weight depends on the logits, or that has one expert to choose."""
+    MoEConfig(**{**SIZES, "top_k": 1})
+    MoEConfig(**{**SIZES, "top_k": 1}, router=RouterConfig(score="sigmoid", order="topk_then_score"))
+    MoEConfig(**{**SIZES, "top_k": 1, "num_experts": 1}, router=RouterConfig(order="topk_then_score"))
 
 
 def test_more_groups_chosen_than_there_are():

@@ -115,7 +115,7 @@ def test_capacity_rounds_up(factor, rows):
 @pytest.mark.parametrize("exchange", some(["all_to_all", "all_gather"], 1))
 def test_everything_on_one_expert_drops_nothing(exchange):
     """Breaks if a buffer is sized for anything but the worst case where capacity_factor is None."""
-    config = dataclasses.replace(CONFIG, top_k=1, router=moax.RouterConfig(order="topk_then_score"))
+    config = dataclasses.replace(CONFIG, top_k=1, router=moax.RouterConfig())
     x, params = skewed(config, power=50.0)
     want = block_by_numpy(x, params, config, np.zeros(x.shape))
     on = make_mesh("2x4")

@@ -210,6 +210,14 @@ def test_memory_of_a_load():
     assert "equal: True" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_a_router_that_cannot_learn(name):
+    """Breaks if one normalized weight, which is 1 for all logits, becomes a config whose router has no gradient."""
+    values = hf.config_to_hf(tiny(name), name)
+    with pytest.raises(Unsupported, match="num_experts_per_tok=1 makes every weight 1"):
+        hf.config_from_hf(values | {"num_experts_per_tok": 1, "norm_topk_prob": True})
+
+
 def test_dtype():
     """Breaks if `dtype` is not that of the parameters, or the selection bias loses bits to it."""
     config = tiny("deepseek_v3")
@@ -236,7 +244,7 @@ def test_mxfp4(tmp_path):
     """Breaks if GPT-OSS's published experts are not worth what transformers says, to the last bit."""
     found = hf.Checkpoint(DATA / "mxfp4.safetensors")
     experts, rows, groups, _ = found.entry("blocks").shape
-    config = MoEConfig(32 * groups, rows // 2, experts, 1, activation="swiglu_oai", use_bias=True,
+    config = MoEConfig(32 * groups, rows // 2, experts, 2, activation="swiglu_oai", use_bias=True,
                        router=dataclasses.replace(BEST, logits_bias=True))  # fmt: skip
     gpt_oss = functools.partial(hf.params_from_hf, config=config, model_type="gpt_oss")
     plain = random_state(config, "gpt_oss", jnp.bfloat16)

@@ -114,10 +114,10 @@ def _router(name: str, family: Family, values: Values, top_k: int) -> RouterConf
         family.router, normalize=normalize, num_groups=num_groups, top_groups=top_groups,
         scale=float(read_key(values, family.scale) or 1.0),
     )  # fmt: skip
-    if _is_plain(router) and normalize:  # the softmax over all logits, divided by the sum of its K largest
-        return dataclasses.replace(router, order="topk_then_score", normalize=False)
     if normalize and top_k == 1:
         raise Unsupported(f"{name}: norm_topk_prob with num_experts_per_tok=1 makes every weight 1: it cannot learn")
+    if _is_plain(router) and normalize:  # the softmax over all logits, divided by the sum of its K largest
+        return dataclasses.replace(router, order="topk_then_score", normalize=False)
     return router
 
 
