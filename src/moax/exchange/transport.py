@@ -36,9 +36,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from moax.kernels import DEFAULT
+from moax.kernels import DEFAULT, sums_in_pieces
 from moax.kernels.operands import allot_rows
 from moax.mesh.axes import Names, ResolvedAxes
+from moax.mesh.collectives import sum_scatter
 from moax.mesh.specs import MeshView
 from moax.recipe import Format
 
@@ -267,7 +268,7 @@ class AllGather(Transport):
 
     def combine(self, static: ExchangeSpec, arrays: Sequence, sent: Sent) -> list:
         ep = static.axes.ep if static.tokens else ()
-        return [lax.psum_scatter(rows, ep, scatter_dimension=0, tiled=True) if ep else rows for rows in arrays]
+        return [sum_scatter(rows, ep, in_pieces=sums_in_pieces()) for rows in arrays]
 
 
 class AllToAll(Transport):

@@ -77,6 +77,14 @@ def find_device() -> Any:
     return jax.sharding.get_abstract_mesh().abstract_device or jax.local_devices()[0]
 
 
+def sums_in_pieces() -> bool:
+    """Returns whether an all-to-all and a sum take the place of a reduce-scatter, for `mesh.collectives`.
+
+    Processes on CPUs talk through gloo, whose reduce-scatter returns wrong values at times (jax issue 40830).
+    """
+    return find_device().platform == "cpu" and jax.distributed.is_initialized()
+
+
 def why_not_hopper(dtype: DTypeLike | None = None, widths: dict[str, int] | None = None) -> str | None:
     """Returns why the kernels for Hopper cannot run where jit compiles for, with this dtype and these widths, or None.
 

@@ -41,15 +41,29 @@ def gather_weight(w: Array, gather: Sequence[Names]) -> Array:
     return w
 
 
-def scatter_gradient(dw: Array, gather: Sequence[Names], reduce: GradReduce | None = None) -> Array:
+def sum_scatter(x: Array, names: Names, *, in_pieces: bool) -> Array:
+    """Returns this device's rows of the sum of x over the devices along `names`."""
+    if not names:
+        return x
+    if in_pieces:
+        return _sum_pieces(x, (names, *[()] * (x.ndim - 1)), x.dtype).astype(x.dtype)
+    return lax.psum_scatter(x, names, scatter_dimension=0, tiled=True)
+
+
+def scatter_gradient(
+    dw: Array, gather: Sequence[Names], reduce: GradReduce | None = None, *, in_pieces: bool = False
+) -> Array:
     """Reduce-scatters this device's gradient of a whole weight: the transpose of `gather_weight`.
 
-    The shard has the dtype `sum_dtype(reduce, dw.dtype)`. For `reduce` see `moax.Options.grad_reduce_dtype`.
+    The shard has the dtype `sum_dtype(reduce, dw.dtype)`. For `reduce` see `moax.Options.grad_reduce_dtype`. With
+    `in_pieces` an all-to-all and a sum take the place of every reduce-scatter.
     """
     with jax.named_scope("scatter_gradient"):
         dw = dw.astype(sum_dtype(reduce, dw.dtype))
         if reduce == "bfloat16_sum_float32":
-            return _sum_pieces(dw, gather)
+            return _sum_pieces(dw, gather, jnp.bfloat16)
+        if in_pieces:
+            return _sum_pieces(dw, gather, dw.dtype).astype(dw.dtype)
         for dim, names in reversed(tuple(enumerate(gather))):
             dw = lax.psum_scatter(dw, names, scatter_dimension=dim, tiled=True) if names else dw
     return dw
@@ -81,19 +95,20 @@ def get_grad_reduce(reduce: DTypeLike | None) -> GradReduce | None:
     raise ValueError(f"grad_reduce_dtype={reduce!r} must be one of {names}, or None for the dtype of x")
 
 
-def _sum_pieces(dw: Array, gather: Sequence[Names]) -> Array:
-    """Returns the shard of a sum in f32; each device sends each other device its piece once, in bfloat16."""
+def _sum_pieces(dw: Array, gather: Sequence[Names], dtype: DTypeLike) -> Array:
+    """Returns the shard of a sum in f32; each device sends each other device its piece once, in this dtype."""
     names = tuple(name for axes in gather for name in axes)
     if not names:
         return dw
     counts = [math.prod(map(lax.axis_size, axes)) for axes in gather]
     split = [m for size, count in zip(dw.shape, counts, strict=True) for m in (count, size // count)]
     dims = range(2 * dw.ndim)
-    pieces = dw.astype(jnp.bfloat16).reshape(split).transpose(*dims[::2], *dims[1::2])  # [c0, c1, ..., s0, s1, ...]
-    # A compiler may widen bfloat16, so the pieces travel as uint16.
-    bits = lax.bitcast_convert_type(pieces.reshape(-1, *pieces.shape[dw.ndim :]), jnp.uint16)
+    pieces = dw.astype(dtype).reshape(split).transpose(*dims[::2], *dims[1::2])  # [c0, c1, ..., s0, s1, ...]
+    # A compiler may widen bfloat16, so the pieces travel as integers.
+    integer = jnp.uint16 if pieces.dtype.itemsize == 2 else jnp.uint32
+    bits = lax.bitcast_convert_type(pieces.reshape(-1, *pieces.shape[dw.ndim :]), integer)
     bits = lax.all_to_all(bits, names, split_axis=0, concat_axis=0, tiled=True)
-    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32).sum(0)
+    return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32).sum(0)
 
 
 def is_alone() -> bool:

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int, Integer
 from moax.checks import check_arrays, check_value
 from moax.kernels import Packing, Role, implementation, select_kernels
 from moax.mesh.axes import Axes, Names
-from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank, scatter_gradient
+from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank
 from moax.mesh.lowering import refuse_derivative
 from moax.mesh.op import Op, OpSharding, differentiable
 from moax.mesh.specs import (
@@ -286,7 +286,7 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     _, x_columns = _quantize_rows(static, packed, x, "x", layout.kept[1], rows=False)
     dw = kernels.wgrad(x_columns, d_columns, groups, dtype, weight.grad_dtype)  # [M, K]^T [M, C]
     dw = dw.reshape(layout.whole_shape(w.shape, weight.axes))
-    return dx, d_bias, dw if static.apart else scatter_gradient(dw, layout.gather, weight.grad_reduce)
+    return dx, d_bias, dw if static.apart else weights.sum_shards(weight, layout, dw)
 
 
 def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes):
@@ -296,7 +296,7 @@ def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes)
     _, x_columns = _quantize_rows(static, packed, x, "x", layout.kept[1], rows=False)
     _, d_columns = _quantize_rows(static, packed, dy.astype(weight.dtype), "dy", sum(layout.kept[2:], ()), rows=False)
     dw = kernels.wgrad(x_columns, d_columns, packed.groups, static.product).astype(static.out)
-    return (scatter_gradient(dw.reshape(-1, x.shape[1], *dy.shape[1:]), layout.gather, weight.grad_reduce),)
+    return (weights.sum_shards(weight, layout, dw.reshape(-1, x.shape[1], *dy.shape[1:])),)
 
 
 def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: Names, **wanted: bool):

@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from moax.kernels import Operand, implementation
+from moax.kernels import Operand, implementation, sums_in_pieces
 from moax.kernels.operands import find_scale_axes
 from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
@@ -191,8 +191,13 @@ def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, found) -> 
     return OpSharding((layout.spec, specs), (Spec(weight.axes.all),), ((),), layout)
 
 
+def sum_shards(weight: WeightSpec, layout: WeightLayout, partial: Array) -> Array:
+    """Returns this device's shard of the sum of partial gradients [E, K, *C]."""
+    return collectives.scatter_gradient(partial, layout.gather, weight.grad_reduce, in_pieces=sums_in_pieces())
+
+
 def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):  # w says the layout alone
-    shard = collectives.scatter_gradient(partial, layout.gather, weight.grad_reduce)
+    shard = sum_shards(weight, layout, partial)
     if not any(layout.gather):
         return lax.optimization_barrier(shard)
     # A scan stores the shard in its stack of gradients. Where this store is a copy alone, XLA starts it on a stream of
