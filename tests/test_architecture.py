@@ -24,7 +24,7 @@ FILES = sorted(SRC.rglob("*.py"))
 LM = sorted((ROOT / "lm").rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-MAX_LINES = 400
+MAX_LINES = 500  # an alarm, no goal
 
 # A module may import modules of lower rank, and of its own rank only what SIDEWAYS names. `moax` is the package itself,
 # with all its public names: only the programs above it may import that.
