@@ -5,41 +5,33 @@ forward and backward, with remat by `moax.CHECKPOINT_NAMES`. Each device has the
 that a mesh would take the time of one device if its wire were hidden whole. A mesh runs twice, with the options of
 `moax.OVERLAP_OPTIONS` and as XLA is installed; both have the same loss and the same norm of all gradients.
 
-Each case has a process of its own. All cases compile side by side, and then run one after another.
+Each case has a process of its own, `overlap_worker`. All cases compile side by side, and then run one after another.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
-import json
 import os
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import moax
-from benchmarks import profiles, report
+from benchmarks import report
 from benchmarks.block.block import TINY
-from benchmarks.timing import Repeats, call_time
+from benchmarks.block.worker import Worker, answers
 from moax.models import MODELS
 
 POLICY = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES)
 CONFIGS = {name: model.config for name, model in MODELS.items()} | {TINY[0].name: TINY[0].config}
 DENSE = 4
-REPEATS = Repeats(2, 10)
-PROFILED = 2  # the steps of a profile
-READY = "ready"
+WORKER = "benchmarks.block.overlap_worker"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,70 +97,12 @@ def find_shardings(config: moax.MoEConfig, mesh: Mesh) -> tuple[Any, NamedShardi
     return {"dense": dense, "moe": moe}, NamedSharding(mesh, PartitionSpec("fsdp"))
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Compiles, waits for a line on stdin, and returns the row of a case."""
-    config = CONFIGS[case.model]
-    mesh = Mesh(np.array(jax.devices()[: case.fsdp]), ("fsdp",), axis_types=(AxisType.Auto,))
-    on_gpu = jax.default_backend() == "gpu"
-    with jax.set_mesh(mesh):
-        shardings = find_shardings(config, mesh)
-        make = functools.partial(make_arrays, config, case.layers, case.tokens * case.fsdp)
-        shapes = jax.tree.map(
-            lambda v, to: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=to), jax.eval_shape(make), shardings
-        )
-        lowered = make_step(config, None if case.recipe == "none" else case.recipe).lower(*shapes)
-        start = time.perf_counter()
-        program = lowered.compile(compiler_options=moax.OVERLAP_OPTIONS if case.options else None)
-        compiled = time.perf_counter() - start
-        maker = jax.jit(make, out_shardings=shardings).lower().compile()
-        print(READY, flush=True)
-        sys.stdin.readline()
-        arrays = maker()
-        us = call_time(program, arrays, REPEATS).us
-        loss, gradients = program(*arrays)
-        squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
-        row = dataclasses.asdict(case) | {
-            "ms_a_layer": round(us / case.layers * 1e-3, 3),
-            "temporary_bytes": getattr(program.memory_analysis(), "temp_size_in_bytes", None),
-            "compile_seconds": round(compiled, 1),
-            "loss": float(loss),
-            "gradient_norm": float(jnp.sqrt(sum(squares))),
-        }
-        if on_gpu and case.fsdp > 1:
-            row |= profile(program, arrays, case.layers)
-    return row
-
-
-def profile(program: Any, arrays: tuple, layers: int) -> dict[str, Any]:
-    """Returns what the collectives of one GPU took, in ms a layer, and how much of them no computation hid."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            results = [program(*arrays) for _ in range(PROFILED)]
-            jax.block_until_ready(results)
-        of_gpu = profiles.overlaps(profiles.read_profile(folder), PROFILED)[0]
-    whole = of_gpu.kinds[0]
-    return {
-        "wire_ms": round(whole.ms / layers, 3),
-        "exposed_ms": round(whole.exposed_ms / layers, 3),
-        "compute_ms": round(of_gpu.compute_ms / layers, 3),
-        "idle_ms": round(of_gpu.idle_ms / layers, 3),
-    }
-
-
 def run(cases: list[Case]) -> list[dict[str, Any]]:
-    """Returns the row of each case that ran, in a process of its own."""
-    command = (sys.executable, "-m", "benchmarks.block.overlap", "--case")
-    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # the processes share the GPUs
-    pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-    workers = [subprocess.Popen([*command, json.dumps(dataclasses.asdict(case))], **pipes) for case in cases]
-    compiled = [cast(IO[str], worker.stdout).readline().strip() == READY for worker in workers]
+    """Returns the row of each case, measured in a process of its own; a row that could not run has a `note`."""
+    workers = [(case, Worker(WORKER, dataclasses.asdict(case) | {"tokens": [case.tokens]})) for case in cases]
     rows = []
-    for case, worker, is_ready in zip(cases, workers, compiled, strict=True):
-        answer, _ = worker.communicate("\n" if is_ready else None)
-        if worker.returncode:
-            print(f"{case} failed", file=sys.stderr, flush=True)
-            continue
-        rows.append(json.loads(answer.splitlines()[-1]))
+    for case, answer in answers(workers):
+        rows.append(dataclasses.asdict(case) | answer)
         print(rows[-1], flush=True)
     return rows
 
@@ -176,8 +110,9 @@ def run(cases: list[Case]) -> list[dict[str, Any]]:
 def compare(rows: list[dict[str, Any]]) -> None:
     """Gives each row of a mesh its time over that of one device with the same model, tokens, layers and recipe."""
     same = ("model", "layers", "tokens", "recipe")
-    alone = {tuple(row[name] for name in same): row["ms_a_layer"] for row in rows if row["fsdp"] == 1}
-    for row in rows:
+    timed = [row for row in rows if "ms_a_layer" in row]
+    alone = {tuple(row[name] for name in same): row["ms_a_layer"] for row in timed if row["fsdp"] == 1}
+    for row in timed:
         base = alone.get(tuple(row[name] for name in same))
         if row["fsdp"] > 1 and base is not None:
             row["times_one_device"] = round(row["ms_a_layer"] / base, 3)
@@ -194,11 +129,8 @@ def main() -> int:
     add("--recipes", default="none,fp8_block", metavar="NAMES", help="recipes, with commas (default: %(default)s)")
     add("--sha", help="the commit, where this machine has no git")
     add("--out", type=Path, metavar="FILE", help="write the rows to this file, as JSON")
-    add("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.case:
-        print(json.dumps(measure(Case(**json.loads(args.case)))))
-        return 0
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPUs' memory
     sizes, tokens = ([int(n) for n in words.split(",")] for words in (args.mesh, args.tokens))
     cases = [
         Case(args.model, args.layers, count, fsdp, recipe, options)
@@ -209,7 +141,7 @@ def main() -> int:
     compare(rows)
     if args.out:
         report.save(args.out, report.header(sys.argv, args.sha, {}) | {"options": moax.OVERLAP_OPTIONS}, rows)
-    return int(len(rows) < len(cases))
+    return int(any("note" in row for row in rows))
 
 
 if __name__ == "__main__":

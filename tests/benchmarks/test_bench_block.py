@@ -15,7 +15,7 @@ import pytest
 
 import moax
 from benchmarks import command, limits
-from benchmarks.block import block, block_worker, imbalance, stages, train, train_worker
+from benchmarks.block import block, block_worker, imbalance, overlap, stages, train, train_worker
 from benchmarks.block.block import How
 from benchmarks.block.imbalance import choose_experts
 from benchmarks.block.worker import READY
@@ -205,6 +205,24 @@ def test_a_step_trains(tmp_path, capsys, monkeypatch):
     assert row["us"] > 0 and row["case"] == "tiny T16 ep=2" and row["direction"] == "step"
     assert ours["tokens_per_s"] == pytest.approx(16e6 / row["us"]) and sum(ours["tokens_per_expert"]) == 2 * 32
     assert f"tokens_per_s {ours['tokens_per_s']:,.4g}" in capsys.readouterr().out
+
+
+@pytest.mark.loose
+def test_layers_in_a_scan(tmp_path, monkeypatch):
+    """Breaks if a mesh is not compared with one device, or if the options of the compiler change a number."""
+    monkeypatch.setattr(overlap, "Worker", InThisProcess)
+    out = tmp_path / "f.json"
+    argv = ["--model", "tiny", "--layers", "2", "--tokens", "64", "--recipes", "fp8_block", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["overlap", *argv])
+    assert overlap.main() == 0
+    body = json.loads(out.read_text())
+    alone, with_options, installed = body["rows"]
+    assert body["header"]["options"] == moax.OVERLAP_OPTIONS
+    assert (alone["fsdp"], with_options["options"], installed["options"]) == (1, True, False)
+    for row in (with_options, installed):
+        assert row["times_one_device"] == pytest.approx(row["ms_a_layer"] / alone["ms_a_layer"], abs=1e-3)
+    same = ("loss", "gradient_norm")
+    assert [with_options[name] for name in same] == [installed[name] for name in same]
 
 
 def test_work():
