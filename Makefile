@@ -26,7 +26,7 @@ VERSION_TESTS := -m "not more and not gpu" tests/block/test_compiled.py tests/bl
   tests/mesh/test_meshes_found.py tests/tools/test_cache_key.py tests/tools/test_export.py
 # JAX's next implementations of checkpoint and of custom derivatives; `make test-next` runs the block and scans by them.
 NEXT := JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1
-NEXT_TESTS := tests/block/test_moe_behaviour.py tests/block/test_scan.py tests/block/test_kept.py
+NEXT_TESTS := tests/block/test_moe_behaviour.py tests/block/test_kept.py
 # A line for each test as it ends. Each worker takes one core: most of a test's time is that of the compiler.
 ON_GPU = MOAX_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false OPENBLAS_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest \
   -p no:benchmark -v -n $(GPU_WORKERS) --dist worksteal

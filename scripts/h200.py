@@ -9,10 +9,11 @@ memory    compiles a scan of qwen3-30b layers for 8 and 64 H200s, and prints its
               saved = (temp(4 layers) - temp(2 layers)) / 2 - x        temporary = temp(4 layers) - 4 (saved + x)
           It fails where the default options keep more than the limits, where the estimate of what a layer saves is off
           by more than a tenth, or where a program runs a kernel twice.
-overlap   compiles layers (a norm, a dense product, qwen3-30b's block) in `moax.scan` and in `jax.lax.scan`, and prints
-          how many of their kernels run beside each collective of the experts' weights. It fails where one of
-          `moax.scan` has none. With --exchange it compiles one layer over ep, with one chunk and with two, prints the
-          kernels beside dispatch and combine, and fails where two chunks have none.
+overlap   compiles layers (dense products, norms, the block) in `jax.lax.scan` over fsdp, as XLA is installed and
+          with `moax.OVERLAP_OPTIONS`, and prints how many kernels, and products among them, are between the start and
+          the done of each collective of the experts' weights. It fails where one has no kernel with the options. With
+          --exchange it compiles one layer over ep, with one chunk and with two, prints the kernels beside dispatch and
+          combine, and fails where two chunks have none.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import moax
 from benchmarks import report
-from benchmarks.block.overlap import OPTIONS, make_step, norm
+from benchmarks.block.overlap import DENSE, make_step, norm
 from moax import inspect
 from moax.estimate import estimate
 from moax.kernels.hopper.pallas import exchange
@@ -275,13 +276,13 @@ def check_memory(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def lower_scan(gpus: int, layers: int, recipe: str | None, unroll: int | None):
-    """Returns the lowered loss and gradients of a scan of layers over fsdp: `jax.lax.scan` where `unroll` is None."""
+def lower_scan(gpus: int, layers: int, recipe: str | None):
+    """Returns the lowered loss and gradients of a scan of layers over fsdp."""
     with jax.set_mesh(mesh_of_h200s((gpus,), ("fsdp",))):
         params, x = make_operands(QWEN3, gpus * TOKENS, layers=layers)
         split = NamedSharding(x.sharding.mesh, PartitionSpec(None, "fsdp"))
         dense = jax.ShapeDtypeStruct((layers, QWEN3.d_model, QWEN3.d_model), BF16, sharding=split)
-        return make_step(QWEN3, recipe, unroll, "hopper").lower({"dense": [dense], "moe": params}, x)
+        return make_step(QWEN3, recipe, "hopper").lower({"dense": [dense] * DENSE, "moe": params}, x)
 
 
 def lower_exchange(gpus: int, **options):
@@ -326,7 +327,7 @@ def read(text: str, loops: bool) -> list[dict[str, Any]]:
                 row = {"collective": found[3], "bytes": size(found[2]), "kernels_beside": len(beside)}
                 step = STEP.search(line)
                 products = sum(PRODUCT.search(line) is not None for line in beside)
-                rows.append(row if loops else {"step": step and step[1]} | row | {"products_beside": products})
+                rows.append((row if loops else {"step": step and step[1]} | row) | {"products_beside": products})
     return rows
 
 
@@ -334,7 +335,7 @@ def check_overlap(args: argparse.Namespace) -> int:
     """Prints the kernels beside the collectives of each program; returns 1 where one lacks them."""
     given = (args.recipes, args.exchange or "", args.buffer_factors)
     recipes, exchanges, factors = ([None if w == "none" else w for w in words.split(",")] for words in given)
-    keys, cases = ("recipe", "unroll"), itertools.product(recipes, (args.unroll, None))
+    keys, cases = ("recipe", "options"), itertools.product(recipes, (True, False))
     if args.exchange:
         keys, cases = ("exchange", "recipe", "buffer_factor", "chunks"), itertools.product(
             exchanges, recipes, factors, (1, 2))  # fmt: skip
@@ -344,9 +345,8 @@ def check_overlap(args: argparse.Namespace) -> int:
             factor = about["buffer_factor"] and float(about["buffer_factor"])
             program = lower_exchange(args.gpus, **about | {"buffer_factor": factor})
         else:
-            program = lower_scan(args.gpus, args.layers, **about)
-            about = {"scan": "jax.lax.scan" if about["unroll"] is None else "moax.scan", "recipe": about["recipe"]}
-        compiled = program.compile(compiler_options=OPTIONS)
+            program = lower_scan(args.gpus, args.layers, about["recipe"])
+        compiled = program.compile(compiler_options=moax.OVERLAP_OPTIONS if about.get("options", True) else None)
         found = read(compiled.as_text(), loops=not args.exchange)
         temporary = compiled.memory_analysis().temp_size_in_bytes
         rows.append(about | {"temporary_bytes": temporary, "collectives": found})
@@ -357,8 +357,8 @@ def check_overlap(args: argparse.Namespace) -> int:
         if args.exchange:
             failed |= about["chunks"] == 2 and not any(row["kernels_beside"] for row in found)
         else:
-            failed |= about["scan"] == "moax.scan" and not (found and all(row["kernels_beside"] for row in found))
-    save(args.out, rows, gpus=args.gpus, layers=1 if args.exchange else args.layers, options=OPTIONS)
+            failed |= about["options"] and not (found and all(row["kernels_beside"] for row in found))
+    save(args.out, rows, gpus=args.gpus, layers=1 if args.exchange else args.layers, options=moax.OVERLAP_OPTIONS)
     return int(failed)
 
 
@@ -389,7 +389,6 @@ def main() -> int:
             add("--gpus", type=int, default=8)
             add("--layers", type=int, default=4)
             add("--recipes", default="fp8_block,none")
-            add("--unroll", type=int, default=1)
             add("--exchange", help="transports of one layer over ep, in place of the scans")
             add("--buffer-factors", default="1.25,none", help="of the layer over ep; none: the worst case")
     args = parser.parse_args()

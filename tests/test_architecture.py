@@ -35,7 +35,7 @@ RANKS = {
     **dict.fromkeys(["params", "models"], 4),
     **dict.fromkeys(["reference", "exchange"], 5),
     **dict.fromkeys(["ops", "lora"], 6),
-    **dict.fromkeys(["block", "layers", "scan"], 7),
+    **dict.fromkeys(["block", "layers"], 7),
     **dict.fromkeys(["nnx", "linen", "hf", "inspect", "estimate"], 8),
     "moax": 9,
     **dict.fromkeys(["__main__"], 10),

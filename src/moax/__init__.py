@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from moax.recipe import Format as Format
     from moax.recipe import Recipe as Recipe
     from moax.recipe import Recipes as Recipes
-    from moax.scan import scan as scan
     from moax.types import QArray as QArray
     from moax.types import QuantizedParams as QuantizedParams
     from moax.types import Routing as Routing
@@ -53,7 +52,6 @@ _NAMES = {
     "moax.ops.router": ("route",),
     "moax.params": ("LogicalAxes", "MoEParams", "init", "param_specs", "trainable_mask"),
     "moax.recipe": ("Format", "Recipe", "Recipes"),
-    "moax.scan": ("scan",),
     "moax.types": ("QArray", "QuantizedParams", "Routing"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

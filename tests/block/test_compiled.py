@@ -189,3 +189,47 @@ def test_scanned_layers_gather_nothing_else():
     over_fsdp = [c for c in collectives if c.kind == "all-gather" and "fsdp" in c.axes]
     assert sum(c.dtype == "uint8" for c in over_fsdp) == 4 and all(c.times == 3 for c in over_fsdp)
     assert all(c.dtype == "uint8" or c.bytes < 100 for c in over_fsdp), "but for scales"
+
+
+def depends(jaxpr, start) -> set:
+    """The variables of a flat jaxpr that depend on the variable `start`."""
+    found = {start}
+    for eqn in jaxpr.eqns:
+        if any(v in found for v in eqn.invars if not hasattr(v, "val")):
+            found.update(eqn.outvars)
+    return found
+
+
+def shards_with(jaxpr, collective: str) -> list:
+    """The ops of a flat jaxpr whose local function has this collective, in their order."""
+    ops = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map")
+    return [op for op in ops if any(eqn.primitive.name == collective for eqn in op.params["jaxpr"].eqns)]
+
+
+@pytest.mark.parametrize("recipe", some(["fp8_block", None], 1))
+def test_the_weight_that_is_read_first_crosses_first(recipe):
+    """Breaks if both gathers of a direction wait for the same data, or none does: collectives run in the order of their
+    starts, and the first product would wait for both weights. Breaks too if a scattered gradient leaves its op as it
+    is: XLA copies it into the stack of a scan at once, and all work waits for the reduce-scatter."""
+    with jax.set_mesh(make_mesh("8x1", "explicit")):
+        params = moax.init(jax.random.key(0), CONFIG)
+        x = jax.device_put(jnp.ones((64, CONFIG.d_model)), PartitionSpec("fsdp"))
+
+        def both(x, params, dy):
+            y, pull = jax.vjp(lambda x, p: moax.moe(x, p, CONFIG, recipe=recipe, buffer_factor=None)[0], x, params)
+            return y, pull(dy)
+
+        with jax.disable_jit():  # one flat jaxpr
+            jaxpr = jax.make_jaxpr(both)(x, params, x).jaxpr
+    of_x, of_dy = depends(jaxpr, jaxpr.invars[0]), depends(jaxpr, jaxpr.invars[-1])
+    gathers = [op for op in shards_with(jaxpr, "all_gather") if op.outvars[0].aval.ndim >= 3]
+    waits = [(op.outvars[0] in of_x, op.outvars[0] in of_dy) for op in gathers]
+    wi, wo = (False, False), (True, False)  # of forward
+    assert waits[:2] == [wi, wo] and [of_gradient for _, of_gradient in waits[2:]] == [True, False]  # wi, wo
+    scatters = shards_with(jaxpr, "reduce_scatter")
+    assert len(scatters) == 2 and all(op.params["jaxpr"].eqns[-1].primitive.name == "mul" for op in scatters)
+
+
+def test_options_of_the_compiler():
+    """Breaks if this XLA does not know an option of `OVERLAP_OPTIONS`."""
+    assert jax.jit(jnp.sin, compiler_options=moax.OVERLAP_OPTIONS)(jnp.zeros(2)).shape == (2,)

@@ -4,7 +4,7 @@
     scatter   dw shard = reduce_scatter over fsdp, psum over dp   of each device's partial gradient
 
 Both are ops of their own. Gathered weights and partial gradients are per-device arrays: their leading dim is sharded
-over all mesh axes. The gather does not depend on tokens, so `moax.scan` can run it one layer early.
+over all mesh axes. The gather does not depend on tokens, so that it can run beside what comes before the product.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from moax.kernels import Operand, implementation, sums_in_pieces
@@ -32,8 +31,6 @@ from moax.types import QShard
 # A QShard for each of `CONTRACTED`, or one array in the dtype of products where the recipe has no format of weights.
 QuantizedWeight = tuple[Any, ...]
 CONTRACTED: tuple[Contracted, Contracted] = ("rows", "columns")
-# `moax.scan` moves what produces the first, and what consumes the second, to another turn of its loop.
-GATHERED, PARTIAL_GRAD = "moax_gathered", "moax_partial_grad"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +104,7 @@ def gather_weight(
     Where `quantized` is given, as `moax.quantize_params` makes it, the values of w are not read.
     """
     (gathered,) = _gather(view, (weight, contracted), w, quantized)
-    return checkpoint_name(gathered, GATHERED) if view.axes.fsdp else gathered
+    return gathered
 
 
 def gather_shard(
@@ -133,7 +130,6 @@ def gather_shard(
 
 def scatter_gradient(view: MeshView, weight: WeightSpec, partial: Array, w: Array) -> Array:
     """Returns the gradient of w, summed and laid out as w is, from each device's partial gradient."""
-    partial = checkpoint_name(partial, PARTIAL_GRAD) if view.axes.replica_axes else partial
     return _scatter(view, weight, partial, w)[0]
 
 
