@@ -6,6 +6,7 @@ scripts/hf_models.py, by which `make hf-parity` compares it with transformers.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -289,7 +290,9 @@ MODEL_TYPES = tuple(FAMILY_OF)
 
 
 def family_of(model_type: Any) -> str:
-    """Returns the family of a `model_type`, or raises Unsupported."""
+    """Returns the family of a `model_type`, or raises Unsupported or ValueError."""
+    if not isinstance(model_type, str):
+        raise ValueError(f"model_type={reprlib.repr(model_type)} must be a string, one of MODEL_TYPES")
     if model_type in IMPOSSIBLE:
         raise Unsupported(f"model_type={model_type!r}: {IMPOSSIBLE[model_type]}")
     if model_type not in FAMILY_OF:

@@ -20,9 +20,10 @@ from jax import lax
 
 from moax.checks import Unsupported, check_value
 from moax.config import MoEConfig
-from moax.hf.config import config_to_hf, read_config
+from moax.hf.config import config_to_hf, read_model_type
 from moax.hf.families import layout_of, layouts_of
 from moax.hf.files import MXFP4, NAMES, QUANTIZED, Checkpoint, Output, State, Stored, find_entry, locate, write_files
+from moax.hf.headers import name_source
 from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
 from moax.mesh.axes import Axes
 from moax.mesh.specs import named
@@ -36,6 +37,7 @@ _write = jax.jit(lax.dynamic_update_slice, donate_argnums=0)
 _read = jax.jit(lax.dynamic_slice, static_argnums=2)
 
 
+@name_source
 def params_from_hf(
     source: Mapping[str, Any] | str | Path,
     config: MoEConfig,
@@ -191,7 +193,7 @@ def _model_type_of(source: Any) -> str:
     if isinstance(source, Checkpoint):
         file = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
         if file.is_file():
-            return read_config(file)["model_type"]
+            return read_model_type(file)
     raise ValueError("model_type=None, and no config.json beside the checkpoint says it; give one of MODEL_TYPES")
 
 
