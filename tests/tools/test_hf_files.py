@@ -1,7 +1,7 @@
 """Safetensors files, indices and config.json that are broken or name other files: each one is refused by its name.
 
 Covers: which file of an index a tensor is read from; paths out of the folder; headers; JSON that is no object; types
-and ranges of the keys of config.json.
+and ranges of the keys of config.json; dtypes and values of scales.
 """
 
 import json
@@ -9,12 +9,14 @@ import struct
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from moax import Unsupported, hf
 from moax.hf.families import FAMILIES
+from moax.hf.files import Stored, locate
 from moax.hf.keys import MAX_COUNT, parse_key
 
 DATA = Path(__file__).parents[2] / "tests" / "data" / "hf"
@@ -274,6 +276,57 @@ def test_the_most_experts_are_few(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path}: .* is not in the checkpoint"):
         hf.params_from_hf(tmp_path, hf.config_from_hf(values), layer=0)
     assert time.perf_counter() - start < 2
+
+
+def fp8(scale) -> dict[str, np.ndarray]:
+    return {"w": np.ones((130, 8), jnp.float8_e4m3fn), "w_scale_inv": np.asarray(scale).reshape(2, 1)}
+
+
+def mxfp4(scale) -> dict[str, np.ndarray]:
+    return {"w_blocks": np.full((1, 2, 1, 16), 0x22, np.uint8), "w_scales": np.asarray(scale).reshape(1, 2, 1)}
+
+
+def read_stored(state) -> np.ndarray:
+    stored = locate(state, "w")
+    assert isinstance(stored, Stored)
+    stored.check((130, 8) if "w" in state else (1, 32, 2))
+    return stored.read(np.dtype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("state", "value"),
+    [
+        (fp8(np.float32([2**-7, 1])), 2**-7), (fp8(jnp.array([2**-7, 1], jnp.bfloat16)), 2**-7),
+        (fp8(np.float16([2**-7, 1])), 2**-7), (fp8(np.array([2**-7, 1], jnp.float8_e8m0fnu)), 2**-7),
+        (mxfp4(np.uint8([120, 127])), 2**-7), (mxfp4(np.uint8([0, 127])), 2**-127),
+        (mxfp4(np.array([2**-7, 1], jnp.float8_e8m0fnu)), 2**-7),
+    ],
+    ids=range(7),
+)  # fmt: skip
+def test_dtypes_of_scales(state, value):
+    """Breaks if a dtype of scales that models are published with is not read as their numbers."""
+    got = read_stored(state)
+    assert np.float32(value) == (got[0, 0] if "w" in state else got[0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        *((fp8(np.array([120, 127], dtype)), "w_scale_inv has dtype .*; scales of w must be float32 or")
+          for dtype in ("uint8", "int8", "int32", "bool", "float64", jnp.float8_e4m3fn)),
+        *((mxfp4(np.array([120, 127], dtype)), "w_scales has dtype .*; scales of w_blocks must be uint8 or")
+          for dtype in ("bool", "int8", "float32", jnp.float8_e4m3fn)),
+        *((fp8(np.float32([1, scale])), f"w_scale_inv has a scale of {scale}; scales must be finite and above 0")
+          for scale in (np.nan, np.inf, 0.0, -1.0)),
+        (mxfp4(np.uint8([120, 255])), "w_scales has a scale of nan"),
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_scales_that_no_format_has(state, says):
+    """Breaks if bytes of another dtype are read as scales (2**-7 of float8_e8m0fnu is 120 as uint8), or weights are
+    NaN, zero or of the other sign by a broken scale."""
+    with pytest.raises(ValueError, match=says):
+        read_stored(state)
 
 
 def test_every_key_has_a_kind():

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import BFloat16, Float, Float8e4m3fn, UInt8
+from jaxtyping import BFloat16, Float, Float8e4m3fn, Float32, UInt8
 
 from moax.checks import Unsupported
 from moax.hf.headers import DTYPES, NAMES, Entry, read_header, read_json
@@ -28,6 +28,10 @@ BF16 = np.dtype(jnp.bfloat16)
 FP8_BLOCK = 128
 MXFP4, FP8 = ("_blocks", "_scales"), ("", "_scale_inv")  # the ends of the names of data and of scales
 QUANTIZED = (*MXFP4, FP8[1])
+# The dtypes of the scales of a format. The bytes of mxfp4 are float8_e8m0fnu, which GPT-OSS stores as uint8.
+SCALES = {
+    MXFP4[1]: ("uint8", "float8_e8m0fnu"), FP8[1]: ("float32", "bfloat16", "float16", "float8_e8m0fnu"),
+}  # fmt: skip
 State = Mapping[str, Any]  # a `Checkpoint`, or arrays by name
 
 
@@ -145,6 +149,11 @@ class Stored(NamedTuple):
         """The default dtype of the values: bfloat16 for a quantized tensor, else the dtype of the data."""
         return self.data.dtype if self.scales is None else BF16
 
+    @property
+    def ending(self) -> str:
+        """The end of the name of the scales, which says the format; "" for a tensor without scales."""
+        return next((end for end in SCALES if self.scales and self.scales.name.endswith(end)), "")
+
     def check(self, want: tuple[int, ...]) -> None:
         """Raises Unsupported or ValueError where `read` cannot decode the tensor, or its values have another shape."""
         name, _, dtype, have, _ = self.data
@@ -152,7 +161,7 @@ class Stored(NamedTuple):
         if self.scales is None:
             if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
                 raise Unsupported(f"{name} has dtype {dtype}, and no scales that moax.hf knows")
-        elif self.scales.name.endswith(MXFP4[1]):
+        elif self.ending == MXFP4[1]:
             if len(have) != 4 or have[-1] != 16 or dtype != np.uint8:
                 raise ValueError(f"{name} has shape {have}, dtype {dtype}; it must be [E, rows, C / 32, 16] uint8")
             blocks, have = have[:-1], (have[0], have[2] * 32, have[1])
@@ -160,19 +169,29 @@ class Stored(NamedTuple):
             if dtype != jnp.float8_e4m3fn:
                 raise Unsupported(f"{name} has dtype {dtype} and scales; moax.hf reads scales of float8_e4m3fn alone")
             blocks = (*have[:-2], *(-(-n // FP8_BLOCK) for n in have[-2:]))
+        if self.scales is not None and self.scales.dtype.name not in SCALES[self.ending]:
+            wanted = " or ".join(SCALES[self.ending])
+            raise ValueError(f"{self.scales.name} has dtype {self.scales.dtype}; scales of {name} must be {wanted}")
         if self.scales is not None and self.scales.shape != blocks:
             raise Unsupported(f"{self.scales.name} has shape {self.scales.shape}; moax.hf reads scales of {blocks}")
         if have != want:
             raise ValueError(f"{name} has shape {have}; this config needs {want}")
 
     def read(self, dtype: np.dtype, part: int = 0, parts: int = 1) -> np.ndarray:
-        """Returns the values in `dtype`, or one of equal parts along the first dim."""
+        """Returns the values in `dtype`, or one of equal parts along the first dim; ValueError for a broken scale."""
         data = self.data.read(part, parts)
         if self.scales is None:
             return data.astype(dtype, copy=False)
         scales = self.scales.read(part, parts)
-        mxfp4 = self.scales.name.endswith(MXFP4[1])
-        return decode_mxfp4(data, scales).astype(dtype) if mxfp4 else decode_fp8(data, scales, dtype)
+        if self.ending == MXFP4[1]:
+            scales = scales.view(jnp.float8_e8m0fnu)
+        scales = scales.astype(np.float32)
+        usable = (scales > 0) & (scales < np.inf)  # False for NaN
+        if not usable.all():
+            raise ValueError(
+                f"{self.scales.name} has a scale of {scales[~usable][0]}; scales must be finite and above 0"
+            )
+        return decode_mxfp4(data, scales).astype(dtype) if self.ending == MXFP4[1] else decode_fp8(data, scales, dtype)
 
 
 def locate(state: State, name: str) -> Stored | None:
@@ -184,12 +203,12 @@ def locate(state: State, name: str) -> Stored | None:
 
 
 def decode_mxfp4(
-    blocks: UInt8[np.ndarray, "*E R B 16"], scales: UInt8[np.ndarray, "*E R B"]
+    blocks: UInt8[np.ndarray, "*E R B 16"], scales: Float32[np.ndarray, "*E R B"]
 ) -> BFloat16[np.ndarray, "*E C R"]:
-    """Decodes mxfp4 exactly, with C = 32 B; a scale of 255 is NaN (OCP MX 1.0)."""
+    """Decodes mxfp4 exactly, with C = 32 B."""
     values = np.stack([blocks & 15, blocks >> 4], -1).view(jnp.float4_e2m1fn).astype(np.float32)
     with np.errstate(over="ignore"):
-        values = values.reshape(*scales.shape, 32) * scales.view(jnp.float8_e8m0fnu).astype(np.float32)[..., None]
+        values = values.reshape(*scales.shape, 32) * scales[..., None]
     return values.reshape(*scales.shape[:-1], -1).swapaxes(-1, -2).astype(BF16)
 
 
