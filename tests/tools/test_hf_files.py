@@ -1,17 +1,21 @@
 """Safetensors files, indices and config.json that are broken or name other files: each one is refused by its name.
 
 Covers: which file of an index a tensor is read from; paths out of the folder; headers; JSON that is no object; types
-and ranges of the keys of config.json; dtypes and values of scales.
+and ranges of the keys of config.json; dtypes and values of scales; 2,000 random mutations of a small checkpoint.
 """
 
+import functools
 import json
+import random
 import struct
+import sys
 import time
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 import safetensors.numpy
 
 from moax import Unsupported, hf
@@ -339,3 +343,180 @@ def test_every_key_has_a_kind():
         assert set(family.layers._fields) == set(LAYERS_KINDS)
         for key in family.shared + family.groups:
             assert all(parse_key(key)[0])
+
+
+HOSTILE = (
+    None, True, False, -1, 0, 1, 2, 3, 4, 16, 24, 10**9, 2**63, 10**30, 1.5, -0.5, float("nan"), "", "x", "false", "1",
+    "silu", *OUTSIDE, "/etc/passwd", "F32", "U8", "F8_E4M3", "F8_E8M0", "F4", "BOOL", [], [1], [24, 24], [[]], {},
+    {"a": 1}, "x" * 300, "x\0",
+)  # fmt: skip
+
+
+def mutate_values(values, rng: random.Random) -> str:
+    """The text of JSON values with one node replaced, removed, renamed, moved or doubled."""
+    values = json.loads(json.dumps(values))
+    nodes = [(values, key) for key in values]
+    for owner, key in nodes:
+        inner = owner[key]
+        if isinstance(inner, dict | list):
+            nodes += [(inner, k) for k in (inner if isinstance(inner, dict) else range(len(inner)))]
+    owner, key = rng.choice(nodes)
+    way = rng.choice(("replace", "replace", "number", "remove", "rename", "swap", "double"))
+    if way == "number" and type(owner[key]) in (int, float):
+        owner[key] += rng.choice((-4, -1, 1, 4, 8))
+    elif way == "remove":
+        del owner[key]
+    elif way == "rename" and isinstance(owner, dict):
+        owner[rng.choice(("", "x", "a.b", *owner))] = owner.pop(key)
+    elif way == "swap":
+        other = rng.choice(list(owner) if isinstance(owner, dict) else range(len(owner)))
+        owner[key], owner[other] = owner[other], owner[key]
+    elif way == "double":
+        twice = rng.choice(list(values))
+        return f"{{{json.dumps(twice)}: {json.dumps(rng.choice(HOSTILE))}, {json.dumps(values)[1:]}"
+    else:
+        owner[key] = rng.choice(HOSTILE)
+    return json.dumps(values)
+
+
+def mutate_bytes(data: bytes, rng: random.Random, most: int) -> bytes:
+    """Bytes with one of the first `most` changed, or some removed, put in or cut off."""
+    at = rng.randrange(min(most, len(data)))
+    way = rng.choice(("change", "remove", "insert", "cut"))
+    if way == "change":
+        return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+    if way == "insert":
+        return data[:at] + bytes(rng.choice(b'{}[]",:0-9\\ \xff') for _ in range(rng.randrange(1, 9))) + data[at:]
+    return data[:at] + (data[at + rng.randrange(1, 9) :] if way == "remove" else b"")
+
+
+def mutate_file(data: bytes, rng: random.Random) -> bytes:
+    """A safetensors file with another header."""
+    length = int.from_bytes(data[:8], "little")
+    if rng.random() < 0.3:
+        return mutate_bytes(data, rng, 8 + length)
+    text = mutate_values(json.loads(data[8 : 8 + length]), rng).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+OPENED: list[str] | None = None
+
+
+@functools.cache
+def watch_files() -> None:
+    """Puts the name of every file that is opened into OPENED, while that is a list."""
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event == "open" and OPENED is not None and not isinstance(arguments[0], int):
+            OPENED.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+
+
+def read_all(folder: Path, config) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor of a checkpoint; loads its layer too."""
+    state = hf.Checkpoint(folder)
+    tensors = {name: (str(value.dtype), value.shape, value.tobytes()) for name, value in state.items()}
+    hf.params_from_hf(state, config, layer=0)
+    return tensors
+
+
+def read_by_library(folder: Path) -> dict[str, tuple[tuple[int, ...], bytes]] | None:
+    """The tensors that the library safetensors reads by the index; None where a file is refused or lacks one."""
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    files = {}
+    for file in set(weight_map.values()):
+        try:
+            files[file] = dict(safetensors.deserialize((folder / file).read_bytes()))
+        except safetensors.SafetensorError:
+            return None
+    if any(name not in files[file] for name, file in weight_map.items()):
+        return None
+    return {name: (tuple(files[f][name]["shape"]), bytes(files[f][name]["data"])) for name, f in weight_map.items()}
+
+
+def read_expected(values: dict) -> dict:
+    """What a config of deepseek_v3 must be, by the values that it has."""
+
+    def read(key, default, null=None):
+        return (null if values[key] is None else values[key]) if key in values else default
+
+    def read_size(key):
+        return values[key][0] if isinstance(values[key], list) else values[key]
+
+    return dict(
+        d_model=read_size("hidden_size"), d_ff=read_size("moe_intermediate_size"),
+        top_k=read_size("num_experts_per_tok"), scale=read("routed_scaling_factor", 2.5, 1.0),
+        num_groups=read("n_group", 8, 1), normalize=read("norm_topk_prob", True, False),
+        layers=read_size("num_hidden_layers"),
+    )  # fmt: skip
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("seed", range(4))
+def test_mutations(tmp_path, seed):
+    """Breaks if one of 500 changed checkpoints is read as something else than it says, raises an error without the name
+    of its folder, takes two seconds, or opens a file outside its folder."""
+    global OPENED
+    rng, folder = random.Random(seed), tmp_path / "model"
+    folder.mkdir()
+    safetensors.numpy.save_file({"a": ONE}, tmp_path / "secret.safetensors")
+    values = json.loads((DATA / "deepseek_v3" / "config.json").read_text())
+    config = hf.config_from_hf(values)
+    params = hf.params_from_hf(DATA / "deepseek_v3" / "model.safetensors", config, layer=0)
+    files = hf.save_hf(folder, {0: params}, config, "deepseek_v3", hf_config=values, shard_bytes=20_000)
+    assert len(files) > 1
+    names = [*(file.name for file in files), INDEX, "config.json"]
+    whole = {name: (folder / name).read_bytes() for name in names}
+    tensors = read_all(folder, config)
+    watch_files()
+    outcomes = {"read": 0, "refused": 0}
+    for number in range(500):
+        kind = rng.choice(("header", "index", "config"))
+        name = {"header": rng.choice(names[:-2]), "index": INDEX, "config": "config.json"}[kind]
+        if kind == "header":
+            data = mutate_file(whole[name], rng)
+        elif rng.random() < 0.3:
+            data = mutate_bytes(whole[name], rng, len(whole[name]))
+        else:
+            data = mutate_values(json.loads(whole[name]), rng).encode()
+        (folder / name).write_bytes(data)
+        start, error, got, layers = time.perf_counter(), None, None, ()
+        OPENED = []
+        try:
+            if kind == "config":
+                got = hf.config_from_hf(folder)
+                layers = hf.moe_layers(folder)
+            else:
+                got = read_all(folder, config)
+        except Exception as raised:
+            error = raised
+        opened, OPENED = OPENED, None
+        case = f"seed {seed}, {number}, {name}: {data[:4000]!r}: {error!r}"
+        assert time.perf_counter() - start < 2, case
+        outside = [
+            path for path in opened if not Path(path).is_relative_to(folder) and not path.endswith((".py", "pyc"))
+        ]
+        assert not outside, f"{outside}: {case}"
+        outcomes["refused" if error else "read"] += 1
+        if error:
+            assert type(error) in (ValueError, Unsupported) and str(folder) in str(error), case
+            if kind == "header" and "twice" not in str(error) and read_by_library(folder) is not None:
+                hf.Checkpoint(folder)  # The layer is refused, and not the file.
+        elif kind == "config":
+            changed = json.loads(data)
+            have = dict(d_model=got.d_model, d_ff=got.d_ff, top_k=got.top_k, scale=got.router.scale,
+                        num_groups=got.router.num_groups, normalize=got.router.normalize)  # fmt: skip
+            wanted = read_expected(changed)
+            assert set(layers) <= set(range(wanted.pop("layers"))), case
+            # Equal text: 1 is not True.
+            assert str(have | {"scale": None}) == str(wanted | {"scale": None}), case
+            assert have["scale"] == wanted["scale"], case
+        elif kind == "header":
+            library = read_by_library(folder)
+            assert library is not None and {name: value[1:] for name, value in got.items()} == library, case
+        else:
+            weight_map = json.loads(data)["weight_map"]
+            assert got == {name: tensors[name] for name in weight_map}, case
+        (folder / name).write_bytes(whole[name])
+    assert min(outcomes.values()) > 20, outcomes
