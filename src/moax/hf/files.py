@@ -183,15 +183,11 @@ class Stored(NamedTuple):
         if self.scales is None:
             return data.astype(dtype, copy=False)
         scales = self.scales.read(part, parts)
-        if self.ending == MXFP4[1]:
-            scales = scales.view(jnp.float8_e8m0fnu)
-        scales = scales.astype(np.float32)
-        usable = (scales > 0) & (scales < np.inf)  # False for NaN
-        if not usable.all():
-            raise ValueError(
-                f"{self.scales.name} has a scale of {scales[~usable][0]}; scales must be finite and above 0"
-            )
-        return decode_mxfp4(data, scales).astype(dtype) if self.ending == MXFP4[1] else decode_fp8(data, scales, dtype)
+        is_mxfp4 = self.ending == MXFP4[1]
+        numbers = scales.view(jnp.float8_e8m0fnu) if is_mxfp4 else scales
+        numbers = numbers.astype(np.float32)
+        check_scales(self.scales.name, numbers)
+        return decode_mxfp4(data, scales.view(np.uint8)).astype(dtype) if is_mxfp4 else decode_fp8(data, numbers, dtype)
 
 
 def locate(state: State, name: str) -> Stored | None:
@@ -202,13 +198,20 @@ def locate(state: State, name: str) -> Stored | None:
     return Stored(find_entry(state, name)) if name in state else None
 
 
+def check_scales(name: str, scales: Float32[np.ndarray, "..."]) -> None:
+    """Raises ValueError for a scale that is NaN, infinite, zero or negative."""
+    usable = (scales > 0) & (scales < np.inf)  # False for NaN
+    if not usable.all():
+        raise ValueError(f"{name} has a scale of {scales[~usable][0]}; scales must be finite and above 0")
+
+
 def decode_mxfp4(
-    blocks: UInt8[np.ndarray, "*E R B 16"], scales: Float32[np.ndarray, "*E R B"]
+    blocks: UInt8[np.ndarray, "*E R B 16"], scales: UInt8[np.ndarray, "*E R B"]
 ) -> BFloat16[np.ndarray, "*E C R"]:
-    """Decodes mxfp4 exactly, with C = 32 B."""
+    """Decodes mxfp4 exactly, with C = 32 B; a scale of 255 is NaN (OCP MX 1.0)."""
     values = np.stack([blocks & 15, blocks >> 4], -1).view(jnp.float4_e2m1fn).astype(np.float32)
     with np.errstate(over="ignore"):
-        values = values.reshape(*scales.shape, 32) * scales[..., None]
+        values = values.reshape(*scales.shape, 32) * scales.view(jnp.float8_e8m0fnu).astype(np.float32)[..., None]
     return values.reshape(*scales.shape[:-1], -1).swapaxes(-1, -2).astype(BF16)
 
 
