@@ -10,9 +10,10 @@ import functools
 import json
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -53,11 +54,11 @@ class Entry(NamedTuple):
         return data.view(self.dtype).reshape(shape)
 
 
-def name_source[S, **P, R](function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def name_source[F: Callable[..., Any]](function: F) -> F:
     """Returns the function of a `source`, whose errors begin with the path of a source that is one, or has one."""
 
     @functools.wraps(function)
-    def named(source: S, *args: P.args, **kwargs: P.kwargs) -> R:
+    def named(source: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return function(source, *args, **kwargs)
         except (Unsupported, ValueError) as error:
@@ -66,7 +67,7 @@ def name_source[S, **P, R](function: Callable[Concatenate[S, P], R]) -> Callable
                 error.args = (f"{path}: {error}",)
             raise
 
-    return named
+    return cast(F, named)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -82,11 +83,10 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     """Returns the object of this text, in which no name occurs twice; the message of a ValueError begins by `where`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in values:
-                raise ValueError(f"it has the key {name!r} twice")
-            values[name] = value
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"it has the key {twice!r} twice")
         return values
 
     try:
