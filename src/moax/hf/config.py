@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 import reprlib
@@ -19,6 +18,8 @@ from moax.hf.keys import LAYER_LIST, NUM_LAYERS, Values, check_values, parse_key
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 NESTED = ("thinker_config", "text_config")  # the part of a multimodal config.json that describes its language model
+QUANTIZATION = {"quantization_config", "compression_config", "expert_dtype"}  # keys that describe quantized tensors
+ABSENT = object()
 
 
 def load_config(source: Values | str | Path) -> Values:
@@ -128,7 +129,60 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
     Raises:
       Unsupported: no model of this type has this config; the message names the fields that differ.
     """
-    family, router, given = FAMILIES[family_of(model_type)], config.router, _canonical(config)
+    values: dict[str, Any] = {"model_type": model_type}
+    for key, value in _written_keys(config, FAMILIES[family_of(model_type)]).items():
+        _write_key(values, key, value)
+    differ = _differences(config, values)
+    if differ:
+        raise Unsupported(f"model_type={model_type!r} has no {'; no '.join(differ)}")
+    return values
+
+
+def change_config(base: Values, config: MoEConfig, model_type: str) -> dict[str, Any]:
+    """Returns the values `base` of a whole model's config.json, changed where they do not describe `config`.
+
+    The model has no quantized tensors. A multimodal model has the values of its MoE layers in its text model.
+
+    Raises:
+      Unsupported: no model of this type has this config.
+      ValueError: the changed values describe another config still.
+    """
+    config_to_hf(config, model_type)  # It raises where no model of this type has the config.
+    values: dict[str, Any] = {"model_type": model_type} | _unquantized(base)
+    if _describes(values, config):
+        return values
+    text = values
+    for part in NESTED:
+        if isinstance(text.get(part), dict):
+            text = text[part]
+    for key, value in _written_keys(config, FAMILIES[family_of(model_type)]).items():
+        _write_key(text, key, value)
+    if not _describes(values, config):
+        differ = "; ".join(_differences(config, values))
+        raise ValueError(f"hf_config of model_type={model_type!r} describes another model than config: {differ}")
+    return values
+
+
+def _unquantized(values: Values) -> dict[str, Any]:
+    """Returns a copy of config.json without what describes quantized tensors, at any depth."""
+    return {
+        key: _unquantized(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if key not in QUANTIZATION
+    }
+
+
+def _describes(values: Values, config: MoEConfig) -> bool:
+    """Whether config.json has this config; values that make no config have none."""
+    try:
+        return not _differences(config, values)
+    except (Unsupported, ValueError):
+        return False
+
+
+def _written_keys(config: MoEConfig, family: Family) -> dict[str, Any]:
+    """Returns the value of each key string of a family."""
+    router = config.router
     written: dict[str | None, Any] = {**family.fixed}
     if family.shared:
         width, *count = family.shared
@@ -137,7 +191,7 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
             written[count[0]] = config.shared_d_ff // config.d_ff
         written[width] = config.shared_d_ff
     names = {activation: name for name, activation in reversed(ACTIVATIONS.items())}
-    normalize = given.router.order == "topk_then_score" if _is_plain(router) else router.normalize
+    normalize = _canonical(config).router.order == "topk_then_score" if _is_plain(router) else router.normalize
     written |= {
         **family.shared_fixed, family.d_model: config.d_model, family.d_ff: config.d_ff,
         family.experts: config.num_experts, family.top_k: config.top_k, family.normalize: normalize,
@@ -147,21 +201,32 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
     written |= dict(zip(family.groups, (router.num_groups, router.top_groups), strict=False))
     if family.group_method:
         written["topk_method"] = family.group_method if router.num_groups > 1 else "greedy"
-    values: dict[str, Any] = {"model_type": model_type}
-    for key, value in written.items():
-        if key is not None:
-            *path, last = parse_key(key)[0][0].split(".")
-            functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, values)[last] = value
-    made = config_from_hf(values)
-    differ = [
-        f"{owner}{field.name}={getattr(ours, field.name)!r}"
-        for owner, ours, theirs in (("", given, made), ("router.", given.router, made.router))
-        for field in dataclasses.fields(ours)
-        if field.name != "router" and getattr(ours, field.name) != getattr(theirs, field.name)
+    return {key: value for key, value in written.items() if key is not None}
+
+
+def _write_key(values: dict[str, Any], key: str, value: Any) -> None:
+    """Writes a value under each name of a key string that is there, else under its first name."""
+    names = parse_key(key)[0]
+    there = [name for name in names if read_key(values, name, ABSENT) is not ABSENT]
+    for name in there or names[:1]:
+        *path, last = name.split(".")
+        inner = values
+        for part in path:
+            if not isinstance(inner.get(part), dict):
+                inner[part] = {}
+            inner = inner[part]
+        inner[last] = value
+
+
+def _differences(config: MoEConfig, values: Values) -> list[str]:
+    """Returns the fields of a config, with their values, that config.json does not have."""
+    ours, theirs = _canonical(config), config_from_hf(values)
+    return [
+        f"{owner}{field.name}={getattr(own, field.name)!r}"
+        for owner, own, other in (("", ours, theirs), ("router.", ours.router, theirs.router))
+        for field in dataclasses.fields(own)
+        if field.name != "router" and getattr(own, field.name) != getattr(other, field.name)
     ]
-    if differ:
-        raise Unsupported(f"model_type={model_type!r} has no {'; no '.join(differ)}")
-    return values
 
 
 def _is_plain(router: RouterConfig) -> bool:
