@@ -63,7 +63,7 @@ def main():
             tokens = jax.random.randint(jax.random.key(i), (BATCH * count, SEQ), 0, VOCAB)
             layers, state, loss = step(layers, state, tokens)
             losses.append(float(loss))
-        hf.save_hf(tuned, layers, config, "qwen3_moe", others=found, hf_config=HF_CONFIG, dtype=jnp.bfloat16)
+        hf.save_hf(tuned, layers, config, others=found, dtype=jnp.bfloat16)
         written, wi = hf.Checkpoint(tuned), layers[0].wi
         same = sum(jnp.array_equal(written[key], found[key]) for key in written)
         print(

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import moax
 from moax import MoEConfig, RouterConfig, Unsupported, hf
+from moax.hf.config import change_config
 from moax.hf.families import layout_of
 from moax.hf.files import Entry, decode_fp8
 from moax.hf.tensor_layouts import tensors_of
@@ -303,6 +304,15 @@ def put(name, array):
     return lambda state: state.update({name: array})
 
 
+def rename(old, new):
+    def change(state):
+        for name in [name for name in state if old in name]:
+            if "gate.weight" not in name:
+                state[name.replace(old, new)] = state.pop(name)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "options", "error", "says"),
     [
@@ -316,8 +326,14 @@ def put(name, array):
         (put("m.layers.2.mlp.gate.weight", np.ones((8, 24), np.int32)), {}, Unsupported,
          "gate.weight has dtype int32, and no scales"),
         (put("m.layers.2.mlp.gate.weight", [1.0]), {}, ValueError, "gate.weight is a list; it must be an array of"),
-        (put("mtp.layers.2.mlp.experts.0.down_proj.weight", np.ones(1)), {}, ValueError,
-         "layer=2 is m.layers.2.mlp. and mtp.layers.2.mlp.; give prefix="),
+        (put("n.layers.2.mlp.experts.0.down_proj.weight", np.ones(1)), {}, ValueError,
+         "layer=2 is m.layers.2.mlp. and n.layers.2.mlp.; give prefix="),
+        (rename("m.layers", "mtp.layers"), {}, ValueError,
+         "its MoE layers are those of 'mtp.layers.'; give prefix= of the block that you mean"),
+        (rename("experts.0.down_proj.weight", "experts.0.down_proj.weight_packed"), {}, Unsupported,
+         "m.layers.2.mlp.experts.0.down_proj.weight_packed is packed as compressed-tensors packs it"),
+        (rename(".weight", ".qweight"), dict(layer=None, prefix="m.layers.2.mlp."), Unsupported,
+         r"experts.0.(gate|up)_proj.qweight is packed as GPTQ or AWQ packs it"),
         (lambda _: None, dict(layer=3), ValueError, "layer=3 is not in the checkpoint: its MoE layers are 2 to 2"),
         (lambda _: None, dict(prefix="m."), ValueError, "layer=2 and prefix='m.': give one of them"),
         (lambda _: None, dict(layer=None), ValueError, r"^gate.weight of shape \(8, 24\) is not in the checkpoint"),
@@ -365,7 +381,7 @@ def test_files(tmp_path, shard_bytes):
     assert json.loads((out / "config.json").read_text()) == values
     if len(files) == 1:
         assert files[0].read_bytes() == safetensors.numpy.save(source, {"format": "pt"})
-    with pytest.raises(ValueError, match="holds safetensors files already"):
+    with pytest.raises(ValueError, match=rf"holds {files[0].name} already"):
         hf.save_hf(out, {1: params}, config, "olmoe")
     if len(files) > 1:
         files[-1].unlink()
@@ -380,7 +396,8 @@ def test_save_replaces_a_layer(tmp_path):
     for layer in range(2):
         old |= random_state(config, "mixtral", jnp.bfloat16, f"model.layers.{layer}.block_sparse_moe.")
     new = moax.init(jax.random.key(0), config)
-    hf.save_hf(tmp_path, {1: new}, config, "mixtral", others=old, stacked=True, dtype=jnp.bfloat16)
+    values = hf.config_to_hf(config, "mixtral")
+    hf.save_hf(tmp_path, {1: new}, config, others=old, hf_config=values, stacked=True, dtype=jnp.bfloat16)
     found = hf.Checkpoint(tmp_path)
     assert_same({n: found[n] for n in found if ".0." in n}, {n: old[n] for n in old if "layers.0." in n})
     assert not [name for name in found if ".1.block_sparse_moe" in name]
@@ -391,7 +408,7 @@ def test_save_replaces_a_layer(tmp_path):
     bare = {name.removeprefix("model."): array for name, array in old.items()}  # as a model without a head is saved
     bare["visual.blocks.0.mlp.fc1.weight"] = np.ones(1, np.float32)  # blocks without experts are no MoE layers
     params = hf.params_from_hf(bare, config, layer=1, model_type="mixtral")
-    hf.save_hf(tmp_path / "bare", {1: params}, config, "mixtral", others=bare)
+    hf.save_hf(tmp_path / "bare", {1: params}, config, "mixtral", others=bare, hf_config={})
     assert_same(dict(hf.Checkpoint(tmp_path / "bare")), bare)
 
 
@@ -412,14 +429,115 @@ def test_save_refuses(tmp_path):
         hf.params_to_hf(params, config, "mixtral", layer=1, prefix="a.")
     with pytest.raises(ValueError, match="dtype=int8"):
         hf.params_to_hf(params, config, "mixtral", dtype=np.int8)
-    with pytest.raises(Unsupported, match="others: a_scale_inv is quantized"):
-        hf.save_hf(tmp_path, {0: params}, config, "mixtral", others={"a_scale_inv": np.ones(1)})
     with pytest.raises(ValueError, match="shard_bytes=0"):
         hf.save_hf(tmp_path, {0: params}, config, "mixtral", shard_bytes=0)
     two = {f"{stem}.layers.0.mlp.gate.weight": np.ones(1, np.float32) for stem in "ab"}
-    with pytest.raises(Unsupported, match="layers start with 'a.layers.' and with 'b.layers.'"):
-        hf.save_hf(tmp_path, {0: params}, config, "mixtral", others=two)
+    for others, options, error, says in (
+        ({"a_scale_inv": np.ones(1)}, {}, Unsupported, "others: a_scale_inv is quantized"),
+        ({"a.scale": np.ones(1, jnp.float8_e8m0fnu)}, {}, Unsupported, "others: a.scale is quantized"),
+        ({"a.weight": np.ones(1, np.int8)}, {}, Unsupported, "others: a.weight is quantized"),
+        (two, {}, Unsupported, "layers start with 'a.layers.' and with 'b.layers.'; give prefix="),
+        (two, dict(hf_config=None), ValueError, "others has no config.json beside it; give hf_config="),
+        ({}, dict(model_type=None), ValueError, "model_type=None, and neither others nor hf_config says it"),
+        ({}, dict(hf_config=dict(model_type="olmoe")), ValueError, "'mixtral', and config.json has 'olmoe'"),
+        ({}, dict(prefix="mtp.layers.0."), ValueError, "prefix='mtp.layers.0.' must have {layer}"),
+    ):
+        with pytest.raises(error, match=says):
+            hf.save_hf(
+                tmp_path, {0: params}, config, **dict(others=others, hf_config={}, model_type="mixtral") | options
+            )
     assert not list(tmp_path.iterdir())
+
+
+def test_an_old_index_is_refused(tmp_path):
+    """Breaks if a file is written beside an index that names others: nobody can read the folder."""
+    config = tiny("mixtral")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    with pytest.raises(ValueError, match="holds model.safetensors.index.json already; give a new one"):
+        hf.save_hf(tmp_path, {}, config, "mixtral")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+WHOLE = {"architectures": ["A"], "num_hidden_layers": 2, "vocab_size": 8, "router_aux_loss_coef": 0.1}
+
+
+def test_the_config_of_others_is_written(tmp_path):
+    """Breaks if a fine-tuned model has a config.json of another size than the model that it came from: the values of
+    the MoE layers alone make transformers build 32 layers and a vocabulary of 32000."""
+    config = tiny("mixtral")
+    values = hf.config_to_hf(config, "mixtral") | WHOLE
+    state = random_state(config, "mixtral", np.float32, "model.layers.1.block_sparse_moe.") | {"a": np.ones(1)}
+    params = hf.params_from_hf(state, config, layer=1, model_type="mixtral")
+    hf.save_hf(tmp_path / "whole", {1: params}, config, others=state, hf_config=values)
+    found = hf.Checkpoint(tmp_path / "whole")
+    hf.save_hf(tmp_path / "out", {1: params}, config, "mixtral", others=found)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == values
+    hf.save_hf(tmp_path / "named", {1: params}, config, others=found, hf_config={"vocab_size": 9})
+    assert json.loads((tmp_path / "named" / "config.json").read_text()) == values | {"vocab_size": 9}
+    (tmp_path / "whole" / "config.json").unlink()
+    with pytest.raises(ValueError, match="others has no config.json beside it"):
+        hf.save_hf(tmp_path / "bare", {1: params}, config, "mixtral", others=found)
+    assert not (tmp_path / "bare").exists()
+
+
+@pytest.mark.parametrize("nested", [("text_config",), ("thinker_config", "text_config"), ()])
+def test_a_nested_config_is_changed_where_it_is_read(tmp_path, nested):
+    """Breaks if a multimodal model gets new sizes at the top, where nobody reads them, or stays quantized by name."""
+    config = tiny("qwen3_moe")
+    quantization = {"quantization_config": {"quant_method": "fp8"}}
+    inner = hf.config_to_hf(config, "qwen3_moe") | WHOLE
+    values = functools.reduce(lambda inner, part: {part: inner | quantization}, reversed(nested), inner | quantization)
+    outside = {} if not nested else {"model_type": "qwen3_moe", "vision_config": {"depth": 2}}
+    wider = dataclasses.replace(config, d_ff=2 * config.d_ff, num_experts=4)
+    params = hf.params_from_hf(random_state(wider, "qwen3_moe", np.float32), wider, model_type="qwen3_moe")
+    hf.save_hf(tmp_path, {0: params}, wider, "qwen3_moe", hf_config=values | outside)
+    assert hf.config_from_hf(tmp_path) == wider
+    sizes = {"moe_intermediate_size": wider.d_ff, "num_experts": 4}
+    want = functools.reduce(lambda inner, part: {part: inner}, reversed(nested), inner | sizes) | outside
+    assert json.loads((tmp_path / "config.json").read_text()) == want
+
+
+def test_a_size_is_changed_under_its_own_name():
+    """Breaks if config.json has a size twice: transformers would read the old one."""
+    values = hf.config_to_hf(tiny("qwen3_moe"), "qwen3_moe")
+    values["num_local_experts"] = values.pop("num_experts")
+    wider = dataclasses.replace(tiny("qwen3_moe"), num_experts=4)
+    changed = change_config(values, wider, "qwen3_moe")
+    assert changed == values | {"num_local_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("own", "second", "options"),
+    [
+        ("model.layers", "mtp.layers", {}),
+        ("model.language_model.layers", "mtp.layers", {}),
+        ("thinker.model.layers", "talker.model.layers", {}),
+        ("mtp.layers", "model.layers", dict(prefix="mtp.layers.{layer}.mlp.")),
+        ("mtp", "model.layers", dict(prefix="mtp.{layer}.mlp.")),
+    ],
+)
+def test_second_stacks(tmp_path, own, second, options):
+    """Breaks if layer 0 is that of multi-token prediction or of the talker, or if writing it back changes another."""
+    config = tiny("qwen3_moe")
+    state = random_state(config, "qwen3_moe", np.float32, f"{own}.0.mlp.")
+    beside = {name.replace(own, second): np.negative(array) for name, array in state.items()}
+    both = state | beside
+    where = dict(prefix=f"{own}.0.mlp.") if options else dict(layer=0)
+    params = hf.params_from_hf(both, config, model_type="qwen3_moe", **where)
+    assert_same(hf.params_to_hf(params, config, "qwen3_moe", prefix=f"{own}.0.mlp."), state)
+    old = {name: np.zeros_like(array) for name, array in state.items()} | beside
+    hf.save_hf(tmp_path, {0: params}, config, "qwen3_moe", others=old, hf_config={}, **options)
+    assert_same(dict(hf.Checkpoint(tmp_path)), both)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_layers_are_written_as_others_has_them(tmp_path, stacked):
+    """Breaks if a checkpoint of stacked experts comes back with one tensor an expert, or the other way round."""
+    config = tiny("olmoe")
+    state = random_state(config, "olmoe", np.float32, "model.layers.1.mlp.", stacked)
+    params = hf.params_from_hf(state, config, layer=1, model_type="olmoe")
+    hf.save_hf(tmp_path, {1: params}, config, "olmoe", others=state, hf_config={})
+    assert_same(dict(hf.Checkpoint(tmp_path)), state)
 
 
 def test_broken_files(tmp_path):

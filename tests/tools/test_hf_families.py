@@ -18,7 +18,7 @@ import pytest
 from moax import Unsupported, hf
 from moax.hf.config import parse_key
 from moax.hf.families import FAMILIES, TYPES_OF, layout_of
-from moax.hf.tensor_layouts import block_test, resolve, tensors_of
+from moax.hf.tensor_layouts import BlockLayout, block_test, resolve, tensors_of
 from support import some
 from support.hf_parity import LIMIT, parity
 
@@ -72,9 +72,9 @@ def test_config(family):
     assert hf.config_from_hf({"model_type": model_type, "text_config": values}) == config
 
 
-def shapes_of(family: str, stacked: bool, prefix: str) -> dict[str, list[int]]:
+def shapes_of(family: str, layout: BlockLayout, prefix: str) -> dict[str, list[int]]:
     """The shapes of a family's tensors in a layout, those of the first expert for all."""
-    config, layout = hf.config_from_hf(TINY[family]["config"]), layout_of(TYPES_OF[family][0], stacked)
+    config = hf.config_from_hf(TINY[family]["config"])
     tensors = {resolve(prefix, t.name): list(t.shape) for t in tensors_of(layout, config)}
     return {name: shape for name, shape in tensors.items() if not re.search(r"experts\.[1-9]", name)}
 
@@ -83,16 +83,19 @@ def shapes_of(family: str, stacked: bool, prefix: str) -> dict[str, list[int]]:
 def test_names(family):
     """Breaks if a tensor of the block has another name or shape than transformers gives it, in memory or on disk.
 
-    The text model of a multimodal family is saved as it is in memory, and the whole model as it is published.
+    The text model of a multimodal family is saved as it is in memory, and the whole model as it is published; that of
+    Qwen3.5 is saved with one tensor an expert, and the whole model is published with stacked experts.
     """
     tiny, layouts = TINY[family], {}
     for at, stacked in (("memory", True), ("disk", False)):
         layout = layout_of(TYPES_OF[family][0], stacked)
+        if at == "disk" and FAMILIES[family].read:
+            layout = FAMILIES[family].read
         stem = next(m[1] for m in (re.match(r"(.*?(?:layers|blocks)\.)\d+\.", n) for n in tiny[at]) if m)
         prefix = f"{stem}{tiny['layer']}.{layout.block}"
         inside = block_test(prefix, layout)
         got = {name: shape for name, shape in tiny[at].items() if inside(name)}
-        layouts[at] = got == shapes_of(family, stacked, prefix)
+        layouts[at] = got == shapes_of(family, layout, prefix)
     assert layouts["memory"]
     assert layouts["disk"] or tiny["disk"] == tiny["memory"]
 
@@ -125,6 +128,21 @@ def test_parity(family, mesh):
     assert {"y", "dx", "d_router", "d_wi", "d_wo"} <= errors.keys()
     assert ("d_router_input" in errors) == ("d_expert_scale" in errors) == (family == "gemma4")
     assert max(errors.values()) < LIMIT, errors
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"])
+def test_published_with_stacked_experts(model_type):
+    """Breaks if Qwen3.5 is written otherwise than as it is published, or its tensors of each expert are not read."""
+    config = hf.config_from_hf(TINY["qwen3_5_moe"]["config"])
+    generator = np.random.default_rng(0)
+    one = FAMILIES["qwen3_5_moe"].read
+    assert one
+    state = {t.name: generator.standard_normal(t.shape).astype(np.float32) for t in tensors_of(one, config)}
+    params = hf.params_from_hf(state, config, model_type=model_type)
+    written = hf.params_to_hf(params, config, model_type)
+    assert written["experts.gate_up_proj"].shape == (config.num_experts, 2 * config.d_ff, config.d_model)
+    assert not [name for name in written if "experts.0." in name]
+    np.testing.assert_array_equal(written["experts.down_proj"][3], state["experts.3.down_proj.weight"])
 
 
 def test_the_same_names_in_two_families():

@@ -2,7 +2,7 @@
 
     config = moax.hf.config_from_hf(folder)
     params = moax.hf.params_from_hf(folder, config, layer=3)            # reads one expert at a time
-    moax.hf.save_hf(out, {3: params}, config, "mixtral", others=moax.hf.Checkpoint(folder))
+    moax.hf.save_hf(out, {3: params}, config, others=moax.hf.Checkpoint(folder))
 
 `MODEL_TYPES` has the values of `model_type` that it knows, and `IMPOSSIBLE` says of the other MoE models of
 transformers why it does not. The safetensors files have one tensor for each expert, or stacked experts.
@@ -14,6 +14,6 @@ from moax.hf.config import moe_layers as moe_layers
 from moax.hf.families import IMPOSSIBLE as IMPOSSIBLE
 from moax.hf.families import MODEL_TYPES as MODEL_TYPES
 from moax.hf.files import Checkpoint as Checkpoint
+from moax.hf.save import params_to_hf as params_to_hf
+from moax.hf.save import save_hf as save_hf
 from moax.hf.weights import params_from_hf as params_from_hf
-from moax.hf.weights import params_to_hf as params_to_hf
-from moax.hf.weights import save_hf as save_hf

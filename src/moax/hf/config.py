@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import math
+import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,57 +13,55 @@ from typing import Any
 from moax.checks import Unsupported
 from moax.config import SWIGLU_OAI_LIMIT, Activation, MoEConfig, RouterConfig
 from moax.hf.families import FAMILIES, Family, family_of
+from moax.hf.headers import name_source, read_json
+from moax.hf.keys import LAYER_LIST, NUM_LAYERS, Values, check_values, parse_key, read_key, read_size
 
-Values = Mapping[str, Any]
 ACTIVATIONS: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 NESTED = ("thinker_config", "text_config")  # the part of a multimodal config.json that describes its language model
+QUANTIZATION = {"quantization_config", "compression_config", "expert_dtype"}  # keys that describe quantized tensors
+ABSENT = object()
+
+
+def load_config(source: Values | str | Path) -> Values:
+    """Returns all values of a config.json (a dict, file or folder)."""
+    if isinstance(source, Mapping):
+        return source
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"config {str(path)!r} is no file; give a config.json, its folder, or its values")
+    return read_json(path)
 
 
 def read_config(source: Values | str | Path) -> Values:
     """Returns the values of a config.json (a dict, file or folder); of a multimodal one, those of its text model."""
-    if not isinstance(source, Mapping):
-        path = Path(source)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ValueError(f"config {str(path)!r} is no file; give a config.json, its folder, or its values")
-        source = json.loads(path.read_text(encoding="utf-8"))
+    source = load_config(source)
     for part in NESTED:
-        if isinstance(inner := source.get(part), Mapping):
+        inner = source.get(part)
+        if isinstance(inner, Mapping):
             source = {"model_type": source.get("model_type"), **inner}
+        elif inner is not None:
+            raise ValueError(f"config.json has {part}={reprlib.repr(inner)}; it must be an object")
     return source
 
 
-@functools.cache
-def parse_key(key: str) -> tuple[tuple[str, ...], Any]:
-    """Returns the names and the default of a key string (see `Family`); the first name is written."""
-    names, _, default = key.partition("=")
-    return tuple(names.split("|")), json.loads(default) if default else None
+def read_family(source: Values | str | Path) -> tuple[Values, str]:
+    """Returns the values of `read_config`, each of the type and range of its key, and the name of the family."""
+    values = read_config(source)
+    family = family_of(values.get("model_type"))
+    check_values(values, FAMILIES[family])
+    return values, family
 
 
-def read_key(values: Values, key: str | None, default: Any = None) -> Any:
-    """Returns the first value that is not null; the default where no name exists, None where all values are null."""
-    (names, own), found = parse_key(key or ""), []
-    for name in names:
-        *path, last = name.split(".")
-        inner = functools.reduce(lambda inner, part: inner.get(part) or {}, path, values)
-        found += [inner[last]] if last in inner else []
-    if not found:
-        return default if own is None else own
-    return next((value for value in found if value is not None), None)
+@name_source
+def read_model_type(source: Path) -> str:
+    """Returns the model type of a config.json, which must be one of MODEL_TYPES."""
+    values = read_config(source)
+    family_of(values.get("model_type"))
+    return values["model_type"]
 
 
-def read_size(values: Values, key: str) -> int:
-    """Returns a size, which may be a list of one equal size for each layer."""
-    (names, default), value = parse_key(key), read_key(values, key)
-    value = default if value is None else value
-    if value is None:
-        raise ValueError(f"config of model_type={values.get('model_type')!r} has no {' or '.join(names)}")
-    sizes = set(value) if isinstance(value, list | tuple) else {value}
-    if len(sizes) != 1:
-        raise Unsupported(f"{names[0]}={value!r} differs from layer to layer; moax.hf reads one size for all")
-    return sizes.pop()
-
-
+@name_source
 def config_from_hf(source: Values | str | Path) -> MoEConfig:
     """Returns the MoEConfig of the MoE layers of a published model, as transformers 5.23 computes them.
 
@@ -77,10 +75,10 @@ def config_from_hf(source: Values | str | Path) -> MoEConfig:
 
     Raises:
       Unsupported: the `model_type` is not in `MODEL_TYPES`, or moax does not have an option of the model.
-      ValueError: a size is missing, or the sizes make no MoEConfig.
+      ValueError: the file holds no JSON object, a value has another type or range than its key may have, a size is
+        missing, or the sizes make no MoEConfig.
     """
-    values = read_config(source)
-    name = family_of(values.get("model_type"))
+    values, name = read_family(source)
     family = FAMILIES[name]
     shared = math.prod(read_key(values, key) or 0 for key in family.shared) if family.shared else 0
     for key, only in (family.fixed | family.shared_fixed if shared else family.fixed).items():
@@ -131,7 +129,60 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
     Raises:
       Unsupported: no model of this type has this config; the message names the fields that differ.
     """
-    family, router, given = FAMILIES[family_of(model_type)], config.router, _canonical(config)
+    values: dict[str, Any] = {"model_type": model_type}
+    for key, value in _written_keys(config, FAMILIES[family_of(model_type)]).items():
+        _write_key(values, key, value)
+    differ = _differences(config, values)
+    if differ:
+        raise Unsupported(f"model_type={model_type!r} has no {'; no '.join(differ)}")
+    return values
+
+
+def change_config(base: Values, config: MoEConfig, model_type: str) -> dict[str, Any]:
+    """Returns the values `base` of a whole model's config.json, changed where they do not describe `config`.
+
+    The model has no quantized tensors. A multimodal model has the values of its MoE layers in its text model.
+
+    Raises:
+      Unsupported: no model of this type has this config.
+      ValueError: the changed values describe another config still.
+    """
+    config_to_hf(config, model_type)  # It raises where no model of this type has the config.
+    values: dict[str, Any] = {"model_type": model_type} | _unquantized(base)
+    if _describes(values, config):
+        return values
+    text = values
+    for part in NESTED:
+        if isinstance(text.get(part), dict):
+            text = text[part]
+    for key, value in _written_keys(config, FAMILIES[family_of(model_type)]).items():
+        _write_key(text, key, value)
+    if not _describes(values, config):
+        differ = "; ".join(_differences(config, values))
+        raise ValueError(f"hf_config of model_type={model_type!r} describes another model than config: {differ}")
+    return values
+
+
+def _unquantized(values: Values) -> dict[str, Any]:
+    """Returns a copy of config.json without what describes quantized tensors, at any depth."""
+    return {
+        key: _unquantized(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if key not in QUANTIZATION
+    }
+
+
+def _describes(values: Values, config: MoEConfig) -> bool:
+    """Whether config.json has this config; values that make no config have none."""
+    try:
+        return not _differences(config, values)
+    except (Unsupported, ValueError):
+        return False
+
+
+def _written_keys(config: MoEConfig, family: Family) -> dict[str, Any]:
+    """Returns the value of each key string of a family."""
+    router = config.router
     written: dict[str | None, Any] = {**family.fixed}
     if family.shared:
         width, *count = family.shared
@@ -140,7 +191,7 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
             written[count[0]] = config.shared_d_ff // config.d_ff
         written[width] = config.shared_d_ff
     names = {activation: name for name, activation in reversed(ACTIVATIONS.items())}
-    normalize = given.router.order == "topk_then_score" if _is_plain(router) else router.normalize
+    normalize = _canonical(config).router.order == "topk_then_score" if _is_plain(router) else router.normalize
     written |= {
         **family.shared_fixed, family.d_model: config.d_model, family.d_ff: config.d_ff,
         family.experts: config.num_experts, family.top_k: config.top_k, family.normalize: normalize,
@@ -150,21 +201,32 @@ def config_to_hf(config: MoEConfig, model_type: str) -> dict[str, Any]:
     written |= dict(zip(family.groups, (router.num_groups, router.top_groups), strict=False))
     if family.group_method:
         written["topk_method"] = family.group_method if router.num_groups > 1 else "greedy"
-    values: dict[str, Any] = {"model_type": model_type}
-    for key, value in written.items():
-        if key is not None:
-            *path, last = parse_key(key)[0][0].split(".")
-            functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, values)[last] = value
-    made = config_from_hf(values)
-    differ = [
-        f"{owner}{field.name}={getattr(ours, field.name)!r}"
-        for owner, ours, theirs in (("", given, made), ("router.", given.router, made.router))
-        for field in dataclasses.fields(ours)
-        if field.name != "router" and getattr(ours, field.name) != getattr(theirs, field.name)
+    return {key: value for key, value in written.items() if key is not None}
+
+
+def _write_key(values: dict[str, Any], key: str, value: Any) -> None:
+    """Writes a value under each name of a key string that is there, else under its first name."""
+    names = parse_key(key)[0]
+    there = [name for name in names if read_key(values, name, ABSENT) is not ABSENT]
+    for name in there or names[:1]:
+        *path, last = name.split(".")
+        inner = values
+        for part in path:
+            if not isinstance(inner.get(part), dict):
+                inner[part] = {}
+            inner = inner[part]
+        inner[last] = value
+
+
+def _differences(config: MoEConfig, values: Values) -> list[str]:
+    """Returns the fields of a config, with their values, that config.json does not have."""
+    ours, theirs = _canonical(config), config_from_hf(values)
+    return [
+        f"{owner}{field.name}={getattr(own, field.name)!r}"
+        for owner, own, other in (("", ours, theirs), ("router.", ours.router, theirs.router))
+        for field in dataclasses.fields(own)
+        if field.name != "router" and getattr(own, field.name) != getattr(other, field.name)
     ]
-    if differ:
-        raise Unsupported(f"model_type={model_type!r} has no {'; no '.join(differ)}")
-    return values
 
 
 def _is_plain(router: RouterConfig) -> bool:
@@ -186,6 +248,7 @@ def _canonical(config: MoEConfig) -> MoEConfig:
     return dataclasses.replace(config, router=router, capacity_factor=None, weights_at=at, activation_limit=limit)
 
 
+@name_source
 def moe_layers(source: Values | str | Path) -> tuple[int, ...]:
     """Returns the indices of the MoE layers; the other layers are dense.
 
@@ -199,15 +262,31 @@ def moe_layers(source: Values | str | Path) -> tuple[int, ...]:
     Raises:
       Unsupported, ValueError: as `config_from_hf`.
     """
-    values = read_config(source)
-    rule = FAMILIES[family_of(values.get("model_type"))].layers
-    named, marks = read_key(values, "moe_layers_enum|moe_layers"), read_key(values, rule.marks)
-    if isinstance(named, str | list | tuple):
-        return tuple(int(i) for i in (named.split(",") if isinstance(named, str) else named))
+    values, family = read_family(source)
+    rule = FAMILIES[family].layers
+    listed = read_key(values, LAYER_LIST)
+    marks = read_key(values, rule.marks)
+    count = None if read_key(values, NUM_LAYERS) is None else read_size(values, NUM_LAYERS)
+    if listed is not None:
+        indices = _parse_indices(listed) if isinstance(listed, str) else set(listed)
+        return tuple(sorted(i for i in indices if count is None or i < count))
     if isinstance(marks, str | list | tuple):
-        marks = marks[: read_key(values, "num_hidden_layers|n_layers")]
+        if count is not None and len(marks) < count:
+            name = parse_key(rule.marks)[0][0]
+            raise ValueError(f"config.json has {len(marks)} marks of layers ({name}) for {count} layers")
+        marks = marks[:count]
         return tuple(i for i, mark in enumerate(marks) if mark in ("sparse", "moe", "E", 1))
     first, last, step, offset, dense = (read_key(values, key) for key in rule[1:])
     first, step, dense = first or 0, step or 1, dense or []  # null means none
-    layers = range(read_size(values, "num_hidden_layers|n_layers"))[first : last + 1 or None]
+    last = -1 if last is None else last
+    offset = -1 if offset is None else offset
+    layers = range(read_size(values, NUM_LAYERS))[first : last + 1 or None]
     return tuple(i for i in layers if i % step == offset % step and i not in dense)
+
+
+def _parse_indices(text: str) -> set[int]:
+    """Returns the indices of a string such as "4,5"."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,9}", part) for part in parts):
+        raise ValueError(f"config.json has {LAYER_LIST.partition('|')[0]}={reprlib.repr(text)}; it must be as '4,5'")
+    return {int(part) for part in parts}

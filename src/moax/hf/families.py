@@ -6,6 +6,7 @@ scripts/hf_models.py, by which `make hf-parity` compares it with transformers.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -74,6 +75,7 @@ class Family:
 
     published: BlockLayout = PUBLISHED
     memory: BlockLayout | None = IN_MEMORY  # as transformers 5 holds and also saves it; None: as published
+    read: BlockLayout | None = None  # a further layout, which is read, and written where `others` of `save_hf` has it
     types: tuple[str, ...] = ("{}",)  # values of `model_type`, of which the first one is written; {} is the family
     d_model: str = "hidden_size"
     d_ff: str = MOE_WIDTH
@@ -106,6 +108,8 @@ OLMOE = Family(d_ff=WIDTH, normalize=MAYBE_NORMALIZED)
 QWEN3 = Family(normalize=MAYBE_NORMALIZED, layers=QWEN_LAYERS)
 QWEN2 = Family(**per_expert("mlp", GATE, ONE_SHARED, "shared_expert_gate.weight shared_gate 1 H"),
     normalize=MAYBE_NORMALIZED, shared=("shared_expert_intermediate_size",), shared_gate=True, layers=QWEN_LAYERS)
+QWEN3_5 = replace(QWEN2, published=QWEN2.memory or QWEN2.published, memory=None, read=QWEN2.published,
+    types=TEXT_AND_WHOLE, normalize=None, layers=Layers())
 DEEPSEEK_V3 = Family(experts="n_routed_experts|num_local_experts|num_experts", router=SIGMOID, normalize=NORMALIZED,
     scale="routed_scaling_factor=2.5", groups=("n_group=8", "topk_group=4"), layers=after("first_k_dense_replace=3"),
     shared=("moe_intermediate_size", "n_shared_experts|num_shared_experts=1"),
@@ -188,8 +192,8 @@ FAMILIES: dict[str, Family] = {
         experts=MIXTRAL.experts, normalize=None),
     "qwen2_moe": QWEN2,
     "qwen3_next": replace(QWEN2, normalize=NORMALIZED),
-    "qwen3_5_moe": replace(QWEN2, types=TEXT_AND_WHOLE, normalize=None, layers=Layers()),
-    "qwen4_exp": replace(QWEN2, types=TEXT_AND_WHOLE, normalize=NORMALIZED, layers=Layers()),
+    "qwen3_5_moe": QWEN3_5,
+    "qwen4_exp": replace(QWEN3_5, normalize=NORMALIZED),
     "flint": replace(QWEN2, router=RouterConfig(score="sigmoid"), normalize=NORMALIZED, shared_gate=False,
         layers=QWEN_LAYERS._replace(dense="mlp_only_layers=[0, 1]")),
     "deepseek_v3": replace(DEEPSEEK_V3, types=("{}", "kimi_k2")),
@@ -289,7 +293,9 @@ MODEL_TYPES = tuple(FAMILY_OF)
 
 
 def family_of(model_type: Any) -> str:
-    """Returns the family of a `model_type`, or raises Unsupported."""
+    """Returns the family of a `model_type`, or raises Unsupported or ValueError."""
+    if not isinstance(model_type, str):
+        raise ValueError(f"model_type={reprlib.repr(model_type)} must be a string, one of MODEL_TYPES")
     if model_type in IMPOSSIBLE:
         raise Unsupported(f"model_type={model_type!r}: {IMPOSSIBLE[model_type]}")
     if model_type not in FAMILY_OF:
@@ -299,10 +305,11 @@ def family_of(model_type: Any) -> str:
 
 def layout_of(model_type: str, stacked: bool = False) -> BlockLayout:
     """Returns the layout in which a model is written: with `stacked` as in memory, else as published."""
-    return layouts_of(model_type)[-1 if stacked else 0]
+    family = FAMILIES[family_of(model_type)]
+    return family.memory if stacked and family.memory else family.published
 
 
 def layouts_of(model_type: str) -> tuple[BlockLayout, ...]:
     """Returns the layouts in which a model of this type may be read."""
     family = FAMILIES[family_of(model_type)]
-    return (family.published, family.memory) if family.memory else (family.published,)
+    return tuple(layout for layout in (family.published, family.memory, family.read) if layout)

@@ -1,8 +1,8 @@
 """Reads and writes safetensors files, one tensor at a time, and decodes quantized tensors.
 
-A file is the length of its header (u64), the header (JSON: dtype, shape and byte range of each tensor), and the bytes
-of the tensors. The library `safetensors` has no FP8 in its NumPy interface, maps files into the memory of this process,
-and writes a file from all of its tensors at once. Plain reads and writes have one tensor in memory, or a part of one.
+`moax.hf.headers` says what a file holds. The library `safetensors` has no FP8 in its NumPy interface, maps files into
+the memory of this process, and writes a file from all of its tensors at once. Plain reads and writes have one tensor in
+memory, or a part of one.
 """
 
 from __future__ import annotations
@@ -10,69 +10,29 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import BFloat16, Float, Float8e4m3fn, UInt8
+from jaxtyping import BFloat16, Float, Float8e4m3fn, Float32, UInt8
 
 from moax.checks import Unsupported
+from moax.hf.headers import DTYPES, NAMES, Entry, read_header, read_json
 
-DTYPES = {name: np.dtype(scalar) for name, scalar in dict(
-    F64=np.float64, F32=np.float32, F16=np.float16, BF16=jnp.bfloat16, F8_E4M3=jnp.float8_e4m3fn,
-    F8_E5M2=jnp.float8_e5m2, F8_E8M0=jnp.float8_e8m0fnu, I64=np.int64, I32=np.int32, I16=np.int16, I8=np.int8,
-    U64=np.uint64, U32=np.uint32, U16=np.uint16, U8=np.uint8, BOOL=np.bool_,
-).items()}  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 BF16 = np.dtype(jnp.bfloat16)
 FP8_BLOCK = 128
 MXFP4, FP8 = ("_blocks", "_scales"), ("", "_scale_inv")  # the ends of the names of data and of scales
 QUANTIZED = (*MXFP4, FP8[1])
+# The dtypes of the scales of a format. The bytes of mxfp4 are float8_e8m0fnu, which GPT-OSS stores as uint8.
+SCALES = {
+    MXFP4[1]: ("uint8", "float8_e8m0fnu"), FP8[1]: ("float32", "bfloat16", "float16", "float8_e8m0fnu"),
+}  # fmt: skip
 State = Mapping[str, Any]  # a `Checkpoint`, or arrays by name
-
-
-class Entry(NamedTuple):
-    """A tensor of a checkpoint: an array, or the place of its first byte in a file."""
-
-    name: str
-    source: Path | np.ndarray | jax.Array
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    start: int = 0
-
-    def read(self, part: int = 0, parts: int = 1) -> np.ndarray:
-        """Reads one of equal parts along the first dim: part 3 of 8 of [16, 2] is rows 6 and 7."""
-        shape = self.shape if parts == 1 else (self.shape[0] // parts, *self.shape[1:])
-        if not isinstance(self.source, Path):
-            return np.asarray(self.source if parts == 1 else self.source[part * shape[0] : (part + 1) * shape[0]])
-        count = math.prod(shape) * self.dtype.itemsize
-        # `fromfile` reads bytes, because it does not know the dtypes of ml_dtypes.
-        data = np.fromfile(self.source, np.uint8, count, offset=self.start + part * count)
-        return data.view(self.dtype).reshape(shape)
-
-
-def read_header(path: Path) -> dict[str, Entry | str]:
-    """Reads the tensors of one file by name, or the name of an unknown dtype; ValueError for a broken file."""
-    size, entries = path.stat().st_size, {}
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(length) if length <= size - 8 else b"")
-            header.pop("__metadata__", None)
-            values = {name: (v["dtype"], tuple(v["shape"]), *v["data_offsets"]) for name, v in header.items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no safetensors file, or was cut short") from error
-    for name, (dtype, shape, start, end) in values.items():
-        if dtype in DTYPES and end - start != math.prod(shape) * DTYPES[dtype].itemsize:
-            raise ValueError(f"{path} is broken: {name}, {dtype} of shape {shape}, has {end - start} bytes")
-        if 8 + length + end > size:
-            raise ValueError(f"{path} was cut short: it has {size} bytes, and {name} ends at {8 + length + end}")
-        entries[name] = Entry(name, path, DTYPES[dtype], shape, 8 + length + start) if dtype in DTYPES else dtype
-    return entries
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
@@ -83,23 +43,57 @@ class Checkpoint(Mapping[str, np.ndarray]):
         it has all of its safetensors files.
 
     Raises:
-      ValueError: the path does not exist, has no safetensors file, or has one that was cut short.
+      ValueError: the path does not exist, has no safetensors file, or has one that is broken; the index is broken, or
+        names a file outside the folder; without an index, two files have a tensor of one name.
     """
 
     def __init__(self, path: str | Path):
-        self.path, named = Path(path), {}
-        if self.path.is_file():
-            files = [self.path]
-        elif (self.path / INDEX).is_file():
-            named = json.loads((self.path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            files = [self.path / name for name in sorted(set(named.values()))]
-        else:
-            files = sorted(self.path.glob("*.safetensors"))
-        if missing := [str(file) for file in files if not file.is_file()] if files else ["a safetensors file"]:
-            raise ValueError(f"checkpoint {str(path)!r}: {missing[0]} is not there")
-        self._entries = {name: entry for file in files for name, entry in read_header(file).items()}
-        if lacking := sorted(named.keys() - self._entries.keys()):
-            raise ValueError(f"checkpoint {str(path)!r}: {lacking[0]} is in the index, but not in {named[lacking[0]]}")
+        self.path = Path(path)
+        self._entries: dict[str, Entry | str] = {}
+        if (self.path / INDEX).is_file():
+            self._read_index(self.path / INDEX)
+            return
+        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"checkpoint {str(path)!r}: a safetensors file is not there")
+        of_name: dict[str, Path] = {}
+        for file in files:
+            for name, entry in self._read_file(file).items():
+                if name in of_name:
+                    both = f"{of_name[name].name} and in {file.name}"
+                    raise ValueError(
+                        f"checkpoint {str(path)!r}: {name} is in {both}; give one of the files, or an index"
+                    )
+                of_name[name] = file
+                self._entries[name] = entry
+
+    def _read_index(self, index: Path) -> None:
+        """Reads the tensors of an index, each from the one file that the index maps its name to."""
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(
+                f"{index}: weight_map is {reprlib.repr(weight_map)}; it must map names of tensors to files"
+            )
+        of_file: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not _is_inside(file):
+                raise ValueError(
+                    f"{index}: weight_map has {name!r} in {reprlib.repr(file)}; it must be a file in this folder"
+                )
+            of_file.setdefault(file, []).append(name)
+        # A file may hold further tensors, such as an older copy of one that the index maps to another file.
+        for file, names in sorted(of_file.items()):
+            entries = self._read_file(self.path / file)
+            for name in names:
+                if name not in entries:
+                    raise ValueError(f"checkpoint {str(self.path)!r}: {name} is in the index, but not in {file}")
+                self._entries[name] = entries[name]
+
+    def _read_file(self, file: Path) -> dict[str, Entry | str]:
+        """Reads the header of a file that must be there."""
+        if not os.path.isfile(file):  # `Path.is_file` raises OSError for a name that is too long.
+            raise ValueError(f"checkpoint {str(self.path)!r}: {file} is not there")
+        return read_header(file)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.entry(name).read()
@@ -115,10 +109,16 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     def entry(self, name: str) -> Entry:
         """Returns a tensor without reading it."""
-        found = self._entries[name]
-        if isinstance(found, str):
-            raise Unsupported(f"{name} has dtype {found}; moax.hf knows {', '.join(DTYPES)}")
-        return found
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            raise Unsupported(f"{self.path}: {name} has dtype {entry}; moax.hf knows {', '.join(DTYPES)}")
+        return entry
+
+
+def _is_inside(file: str) -> bool:
+    """Whether a relative path stays in its folder by its names alone; a link of the hub's cache leads out of it."""
+    paths = PurePosixPath(file), PureWindowsPath(file)
+    return not any(path.anchor or ".." in path.parts for path in paths)
 
 
 def find_entry(state: State, name: str) -> Entry:
@@ -149,6 +149,11 @@ class Stored(NamedTuple):
         """The default dtype of the values: bfloat16 for a quantized tensor, else the dtype of the data."""
         return self.data.dtype if self.scales is None else BF16
 
+    @property
+    def ending(self) -> str:
+        """The end of the name of the scales, which says the format; "" for a tensor without scales."""
+        return next((end for end in SCALES if self.scales and self.scales.name.endswith(end)), "")
+
     def check(self, want: tuple[int, ...]) -> None:
         """Raises Unsupported or ValueError where `read` cannot decode the tensor, or its values have another shape."""
         name, _, dtype, have, _ = self.data
@@ -156,7 +161,7 @@ class Stored(NamedTuple):
         if self.scales is None:
             if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
                 raise Unsupported(f"{name} has dtype {dtype}, and no scales that moax.hf knows")
-        elif self.scales.name.endswith(MXFP4[1]):
+        elif self.ending == MXFP4[1]:
             if len(have) != 4 or have[-1] != 16 or dtype != np.uint8:
                 raise ValueError(f"{name} has shape {have}, dtype {dtype}; it must be [E, rows, C / 32, 16] uint8")
             blocks, have = have[:-1], (have[0], have[2] * 32, have[1])
@@ -164,19 +169,25 @@ class Stored(NamedTuple):
             if dtype != jnp.float8_e4m3fn:
                 raise Unsupported(f"{name} has dtype {dtype} and scales; moax.hf reads scales of float8_e4m3fn alone")
             blocks = (*have[:-2], *(-(-n // FP8_BLOCK) for n in have[-2:]))
+        if self.scales is not None and self.scales.dtype.name not in SCALES[self.ending]:
+            wanted = " or ".join(SCALES[self.ending])
+            raise ValueError(f"{self.scales.name} has dtype {self.scales.dtype}; scales of {name} must be {wanted}")
         if self.scales is not None and self.scales.shape != blocks:
             raise Unsupported(f"{self.scales.name} has shape {self.scales.shape}; moax.hf reads scales of {blocks}")
         if have != want:
             raise ValueError(f"{name} has shape {have}; this config needs {want}")
 
     def read(self, dtype: np.dtype, part: int = 0, parts: int = 1) -> np.ndarray:
-        """Returns the values in `dtype`, or one of equal parts along the first dim."""
+        """Returns the values in `dtype`, or one of equal parts along the first dim; ValueError for a broken scale."""
         data = self.data.read(part, parts)
         if self.scales is None:
             return data.astype(dtype, copy=False)
         scales = self.scales.read(part, parts)
-        mxfp4 = self.scales.name.endswith(MXFP4[1])
-        return decode_mxfp4(data, scales).astype(dtype) if mxfp4 else decode_fp8(data, scales, dtype)
+        is_mxfp4 = self.ending == MXFP4[1]
+        numbers = scales.view(jnp.float8_e8m0fnu) if is_mxfp4 else scales
+        numbers = numbers.astype(np.float32)
+        check_scales(self.scales.name, numbers)
+        return decode_mxfp4(data, scales.view(np.uint8)).astype(dtype) if is_mxfp4 else decode_fp8(data, numbers, dtype)
 
 
 def locate(state: State, name: str) -> Stored | None:
@@ -185,6 +196,13 @@ def locate(state: State, name: str) -> Stored | None:
         if name + data in state and name + scales in state:
             return Stored(find_entry(state, name + data), find_entry(state, name + scales))
     return Stored(find_entry(state, name)) if name in state else None
+
+
+def check_scales(name: str, scales: Float32[np.ndarray, "..."]) -> None:
+    """Raises ValueError for a scale that is NaN, infinite, zero or negative."""
+    usable = (scales > 0) & (scales < np.inf)  # False for NaN
+    if not usable.all():
+        raise ValueError(f"{name} has a scale of {scales[~usable][0]}; scales must be finite and above 0")
 
 
 def decode_mxfp4(
