@@ -24,7 +24,7 @@ import moax
 from moax import MoEConfig, RouterConfig, Unsupported, hf
 from moax.hf.config import change_config
 from moax.hf.families import layout_of
-from moax.hf.files import Entry, decode_fp8
+from moax.hf.files import Entry, Output, decode_fp8, write_files
 from moax.hf.tensor_layouts import tensors_of
 from moax.params import DIMS
 from support import MESHES, some
@@ -294,6 +294,92 @@ def test_fp8_checkpoint(tmp_path):
     state[f"{name}_scale_inv"] = np.full((2, 1), 0.5, np.float32)
     with pytest.raises(Unsupported, match=rf"{name}_scale_inv has shape \(2, 1\)"):
         deepseek(state)
+
+
+FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def deepseek_v4(kind: str) -> tuple[MoEConfig, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A config, a layer as DeepSeek-V4 is published, and its values: FP8 for "base"; FP4 and FP8 for "flash"."""
+    values = {"model_type": "deepseek_v4", "hidden_size": 192, "moe_intermediate_size": 160, "n_routed_experts": 2,
+              "num_experts_per_tok": 2}  # fmt: skip
+    config, generator = hf.config_from_hf(values), np.random.default_rng(0)
+    scale_dtype = np.float32 if kind == "base" else jnp.float8_e8m0fnu
+    state, plain = {}, {}
+    for tensor in tensors_of(layout_of("deepseek_v4"), config):
+        name, shape, (rows, columns) = tensor.name, tensor.shape, (*tensor.shape, 1)[:2]
+        if "experts" not in name:
+            state[name] = plain[name] = generator.standard_normal(shape).astype(np.float32)
+            continue
+        if kind == "flash" and name.startswith("experts."):
+            packed = generator.integers(0, 256, (rows, columns // 2), np.uint8)
+            values = np.array(FP4, np.float32)[np.stack([packed & 15, packed >> 4], -1)].reshape(shape)
+            scale = 2.0 ** generator.integers(-9, 2, (rows, columns // 32))
+            wide = scale.repeat(32, 1)
+            state[name] = packed.view(np.int8)
+        else:
+            state[name] = generator.standard_normal(shape).astype(jnp.float8_e4m3fn)
+            values = state[name].astype(np.float32)
+            scale = 2.0 ** generator.integers(-9, 2, (-(-rows // 128), -(-columns // 128)))
+            wide = scale.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
+        state[name.replace(".weight", ".scale")] = scale.astype(scale_dtype)
+        plain[name] = values * wide.astype(np.float32)
+    return config, state, plain
+
+
+@pytest.mark.parametrize("kind", ["base", "flash"])
+def test_deepseek_v4_as_published(tmp_path, kind):
+    """Breaks if the published files of DeepSeek-V4 are not read as the products of their values and scales."""
+    config, state, plain = deepseek_v4(kind)
+    whole = {f"layers.3.ffn.{name}": array for name, array in state.items()}
+    whole |= {f"mtp.0.ffn.{name}": array for name, array in state.items()}
+    outputs = {
+        name: Output(array.dtype, array.shape, lambda array=array: iter([array])) for name, array in whole.items()
+    }
+    write_files(tmp_path, outputs, 2**30)
+    for source, where in ((whole, dict(layer=3)), (tmp_path, dict(layer=3)), (whole, dict(prefix="mtp.0.ffn."))):
+        params = hf.params_from_hf(source, config, model_type="deepseek_v4", dtype=np.float32, **where)
+        assert_same(hf.params_to_hf(params, config, "deepseek_v4"), plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change", "says"),
+    [
+        (
+            "flash",
+            "experts.1.w2.scale",
+            lambda a: a.view(np.uint8),
+            r"w2.scale has dtype uint8; scales of .*, int8, must be float8_e8m0fnu",
+        ),
+        ("flash", "experts.1.w2.scale", lambda a: a[:, :-1], r"scale has shape \(192, 4\).* must be \(192, 5\)"),
+        ("flash", "experts.1.w2.weight", lambda a: a[:, :-8], r"holds values of shape \(192, 144\); this config needs"),
+        (
+            "flash",
+            "experts.1.w2.scale",
+            lambda a: np.full_like(a, np.nan),
+            "w2.scale has a scale of nan",
+        ),
+        (
+            "base",
+            "experts.1.w2.scale",
+            lambda a: a.view(np.int32),
+            r"w2.scale has dtype int32; scales of .* must be float32 or float8_e8m0fnu",
+        ),
+        (
+            "base",
+            "experts.1.w2.scale",
+            lambda a: 0 * a,
+            "w2.scale has a scale of 0.0; scales must be finite and above 0",
+        ),
+        ("base", "experts.1.w2.scale", lambda a: a.repeat(2, 0), r"scale has shape \(4, 2\).* must be \(2, 2\)"),
+    ],
+)
+def test_deepseek_v4_refuses(kind, name, change, says):
+    """Breaks if scales of another dtype, shape or sign make weights of any value."""
+    config, state, _ = deepseek_v4(kind)
+    state[name] = change(state[name])
+    with pytest.raises(ValueError, match=says):
+        hf.params_from_hf(state, config, model_type="deepseek_v4")
 
 
 def drop(name):

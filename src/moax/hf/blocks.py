@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from moax.checks import Unsupported
 from moax.config import MoEConfig
 from moax.hf.files import MXFP4, State, Stored, locate
+from moax.hf.scaled import locate_scaled
 from moax.hf.tensor_layouts import LAYER, BlockLayout, Tensor, block_test, resolve, tensors_of
 
 Pairs = list[tuple[Tensor, Stored]]
@@ -77,7 +78,8 @@ def match_block(state: State, prefix: str, layout: BlockLayout, config: MoEConfi
     for tensor in tensors_of(layout, config):
         name = resolve(prefix, tensor.name)
         try:
-            if (stored := locate(state, name)) is None:
+            stored = locate_scaled(state, name) or locate(state, name)
+            if stored is None:
                 _refuse_packed(state, name)
                 raise ValueError(f"{name} of shape {tensor.shape} is not in the checkpoint, and this config needs it")
             stored.check(tensor.shape)
@@ -115,7 +117,7 @@ def _refuse_packed(state: State, name: str) -> None:
     packed = _packed(state, name)
     if packed:
         raise Unsupported(
-            f"{packed[0]} is packed as {packed[1]} packs it; moax.hf reads mxfp4 and fp8, and no other quantization: "
+            f"{packed[0]} is packed as {packed[1]} packs it; moax.hf reads mxfp4 and fp8 with 128 x 128 scales: "
             "dequantize the checkpoint first"
         )
 

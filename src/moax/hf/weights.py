@@ -55,7 +55,8 @@ def params_from_hf(
       prefix: the names of the block start with this prefix, such as `mtp.layers.0.mlp.`. Without `layer` and `prefix`,
         all names belong to the block.
       dtype: dtype of the parameters; `router_bias` is float32. None takes that of the checkpoint, and bfloat16 where
-        the checkpoint is quantized. bfloat16 holds mxfp4 exactly, and rounds fp8 with 128 x 128 scale blocks once.
+        the checkpoint is quantized. bfloat16 holds fp4 with its scales exactly, and rounds fp8 with 128 x 128 scale
+        blocks once.
       mesh: the mesh of the parameters, sharded as `param_specs` says. None takes the mesh that `jax.set_mesh` set, else
         the first device.
       axes: the roles of mesh axes.

@@ -1,0 +1,72 @@
+"""Weights with scales under a name of their own, as DeepSeek-V4 is published: `w1.weight` and `w1.scale`.
+
+fp8 128 x 128 (Base)    w[r, c] = e4m3(weight[r, c]) * scale[r // 128, c // 128]              scale f32 or e8m0
+fp4 1 x 32 (Flash, Pro) w[r, 2 j + i] = e2m1(nibble i of weight[r, j]) * scale[r, j // 16]    scale e8m0
+
+NVIDIA-NeMo/Automodel issue 2034 lists the shapes and dtypes of both. Nibbles 0 and 1 are the low and the high
+half of a byte. bfloat16 holds fp4 exactly. The product of an fp8 value and its scale is rounded once, to bfloat16 or to
+the wanted dtype.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from moax.hf.files import FP8_BLOCK, State, Stored, check_scales, decode_fp8, decode_mxfp4, find_entry
+
+WEIGHT, SCALE = ".weight", ".scale"
+FP4_GROUP, FP4_BYTES = 32, 16
+PACKED = (np.dtype(np.int8), np.dtype(np.uint8))
+E8M0 = np.dtype(jnp.float8_e8m0fnu)
+E4M3 = np.dtype(jnp.float8_e4m3fn)
+# The dtypes of the scales, by the dtype of the weights.
+SCALES = {E4M3: (np.dtype(np.float32), E8M0), **dict.fromkeys(PACKED, (E8M0,))}
+
+
+class Scaled(Stored):
+    """A quantized weight and its scales."""
+
+    def check(self, want: tuple[int, ...]) -> None:
+        """Raises ValueError where `read` cannot decode the tensor, or its values have another shape."""
+        name, _, dtype, have, _ = self.data
+        scales = self.scales
+        if scales is None:
+            raise ValueError(f"{name} is {dtype}, and its scales are not in the checkpoint")
+        if scales.dtype not in SCALES[dtype]:
+            known = " or ".join(map(str, SCALES[dtype]))
+            raise ValueError(f"{scales.name} has dtype {scales.dtype}; scales of {name}, {dtype}, must be {known}")
+        if len(have) < 2:
+            raise ValueError(f"{name} has shape {have}; this config needs {want}")
+        if dtype in PACKED:
+            have = (*have[:-1], 2 * have[-1])
+            blocks = (*have[:-1], -(-have[-1] // FP4_GROUP))
+        else:
+            blocks = (*have[:-2], *(-(-n // FP8_BLOCK) for n in have[-2:]))
+        if have != want:
+            raise ValueError(f"{name} holds values of shape {have}; this config needs {want}")
+        if dtype in PACKED and have[-1] % FP4_GROUP:
+            raise ValueError(f"{name} holds {have[-1]} values in a row; fp4 has groups of {FP4_GROUP}")
+        if scales.shape != blocks:
+            raise ValueError(f"{scales.name} has shape {scales.shape}; the scales of {name} must be {blocks}")
+
+    def read(self, dtype: np.dtype, part: int = 0, parts: int = 1) -> np.ndarray:
+        """Returns the values in `dtype`, or one of equal parts along the first dim."""
+        if self.scales is None:
+            return super().read(dtype, part, parts)
+        data, scales = self.data.read(part, parts), self.scales.read(part, parts)
+        numbers = scales.astype(np.float32)
+        check_scales(self.scales.name, numbers)
+        if data.dtype not in PACKED:
+            return decode_fp8(data, numbers, dtype)
+        blocks = data.view(np.uint8).reshape(*scales.shape, FP4_BYTES)
+        return decode_mxfp4(blocks, scales.view(np.uint8)).swapaxes(-1, -2).astype(dtype)
+
+
+def locate_scaled(state: State, name: str) -> Scaled | None:
+    """Returns the quantized weight of this name, with the scales beside it; None where there is none."""
+    scale = name.removesuffix(WEIGHT) + SCALE
+    if not name.endswith(WEIGHT) or name not in state or scale not in state:
+        return None
+    data = find_entry(state, name)
+    return Scaled(data, find_entry(state, scale)) if data.dtype in SCALES else None
