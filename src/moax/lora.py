@@ -20,7 +20,7 @@ from jaxtyping import Array, PRNGKeyArray
 from moax.checks import check_arrays, check_key, check_value
 from moax.config import MoEConfig
 from moax.mesh.axes import AnyMesh, Axes
-from moax.mesh.specs import Spec, check_divides, make_sharded, mesh_in_force
+from moax.mesh.specs import Spec, check_divides, make_sharded, mesh_in_force, reshard_like
 from moax.params import MoEParams
 from moax.types import pytree
 
@@ -120,6 +120,7 @@ def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Arra
         if a is None:
             return w
         change = jnp.einsum(rule, a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
+        change = reshard_like(change, w)  # fsdp splits w, and no adapter
         return (w.astype(jnp.float32) + adapters.scale * change).astype(w.dtype)
 
     wi = add(params.wi, adapters.wi_a, adapters.wi_b, "ehr,ergf->ehgf")

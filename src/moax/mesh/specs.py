@@ -203,6 +203,12 @@ def constrain(x: Array, to: Spec) -> Array:
     return lax.with_sharding_constraint(x, to if in_force else NamedSharding(mesh, to))
 
 
+def reshard_like(x: Array, other: Array) -> Array:
+    """Returns x, resharded as `other` is on Explicit axes, so that both may be operands of one operation."""
+    sharding = jax.typeof(other).sharding
+    return jax.sharding.reshard(x, sharding) if sharding.mesh.explicit_axes else x
+
+
 def make_sharded(make: Callable, specs: PyTree[Spec] | None) -> Callable:
     """Returns `make`, whose results each device then makes as its own shards, by `specs` on the mesh in force.
 

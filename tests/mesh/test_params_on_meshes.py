@@ -1,0 +1,156 @@
+"""Every public function that takes or returns parameters runs on Auto axes, on Explicit axes, and without a mesh.
+
+Covers: the public names of moax and of its public modules; eagerly and under jit; values equal those without a mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import moax
+from moax import hf, lora
+from moax.params import reshard_params
+from support import TOKENS, make_mesh, make_params, put, random, rel_error, spec
+from support.block import MESH
+
+# tp splits F into whole blocks of 128, so that every mesh has the scales of one device.
+CONFIG = moax.MoEConfig(64, 256, 8, 2, router=moax.RouterConfig(bias=True))
+HF = {
+    "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "num_hidden_layers": 1,
+}  # fmt: skip
+MESHES = ["2x4", "tp2x2x2"]
+WAYS = ["custom_partitioning", "explicit"]
+RANK = 4
+
+
+class Operands:
+    """The operands of the cases, on the mesh in force."""
+
+    def __init__(self, mesh: str | None, way: str):
+        self.mesh = None if mesh is None else make_mesh(mesh, way)
+        params, adapters = make_params(CONFIG), self.make_adapters()
+        x = random(1, 64, CONFIG.d_model)
+        if mesh is not None:
+            params = put(self.mesh, moax.param_specs(CONFIG, mesh=self.mesh), params)
+            specs = dataclasses.replace(lora.adapter_specs(CONFIG, mesh=self.mesh), scale=adapters.scale)
+            adapters = put(self.mesh, specs, adapters)
+            x = put(self.mesh, spec(mesh, TOKENS), x)
+        self.params, self.adapters, self.x = params, adapters, x
+
+    def make_adapters(self) -> lora.Adapters:
+        shapes = lora.adapter_shapes(CONFIG, RANK)
+        arrays = {name: random(i, *shape) for i, (name, shape) in enumerate(vars(shapes).items()) if name != "scale"}
+        return lora.Adapters(**arrays, scale=0.5)
+
+
+def quantized_bytes(o: Operands) -> list:
+    """The bytes of wi and wo; with tp their scales lie in another order."""
+    made = moax.quantize_params(o.params, CONFIG, recipe="fp8_block", dtype=jnp.float32)
+    return [shard.data for shard in (*made.wi, *made.wo)]
+
+
+# name -> a function of the operands; what it returns is compared with that without a mesh.
+CASES: dict[str, Callable[[Operands], Any]] = {
+    "moax.init": lambda o: moax.init(jax.random.key(0), CONFIG),
+    "moax.moe": lambda o: moax.moe(o.x, o.params, CONFIG)[0],
+    "moax.quantize_params": quantized_bytes,
+    "moax.trainable_mask": lambda o: moax.trainable_mask(o.params),
+    "moax.update_router_bias": lambda o: moax.update_router_bias(
+        o.params.router_bias, jnp.arange(8, dtype=jnp.int32), rate=0.1
+    ),
+    "moax.lora.init": lambda o: lora.init(jax.random.key(0), CONFIG, RANK),
+    "moax.lora.merge": lambda o: lora.merge(o.params, o.adapters),
+    "moax.lora.scaled": lambda o: lora.scaled(o.adapters),
+    "moax.params.reshard_params": lambda o: (
+        o.params if o.mesh is None else reshard_params(o.params, moax.param_specs(CONFIG, mesh=o.mesh))
+    ),
+}
+EAGER = {"moax.hf.params_from_hf", "moax.hf.params_to_hf", "moax.hf.save_hf"}  # they read and write files
+# These take no parameters, or read their types alone.
+WITHOUT = {
+    "moax.make_mesh", "moax.load_metrics", "moax.route", "moax.param_specs", "moax.params.param_shapes",
+    "moax.params.param_dtype_of", "moax.params.check_params", "moax.params.token_spec", "moax.params.operand_shapes",
+    "moax.params.dense_spec_on", "moax.params.dense_spec", "moax.params.expert_specs", "moax.params.shard_specs",
+    "moax.lora.dim_sizes", "moax.lora.adapter_shapes", "moax.lora.adapter_specs", "moax.lora.check_adapters",
+    "moax.hf.config_from_hf", "moax.hf.config_to_hf", "moax.hf.moe_layers",
+}  # fmt: skip
+
+
+def public_functions() -> set[str]:
+    """The public functions of moax, and of its modules whose functions take parameters."""
+    found = {f"moax.{name}" for name in moax._HOMES if isinstance(getattr(moax, name), types.FunctionType)}
+    for module in ("moax.lora", "moax.hf", "moax.params"):
+        for name, value in vars(importlib.import_module(module)).items():
+            own = inspect.isfunction(value) and value.__module__.startswith(module)
+            if own and not name.startswith("_") and moax._HOMES.get(name) != module:
+                found.add(f"{module}.{name}")
+    return found
+
+
+def test_every_public_function_has_a_case():
+    """Breaks if a public name takes or returns parameters, and no case of this file runs it on meshes."""
+    assert public_functions() == {*CASES, *EAGER, *WITHOUT}
+
+
+def assert_equal(got, want) -> None:
+    """Compares two trees of results."""
+    leaves, wanted = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(leaves) == len(wanted)
+    for a, b in zip(leaves, wanted, strict=True):
+        assert rel_error(np.asarray(a, np.float32), np.asarray(b, np.float32)) < MESH
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", CASES)
+def test_runs_on_every_mesh(name, mesh, way, jitted):
+    """Breaks if a public function of parameters raises on Auto or on Explicit axes, eagerly or under jit, or if its
+    results depend on the mesh."""
+    case = CASES[name]
+    want = case(Operands(None, way))
+    operands = Operands(mesh, way)
+    with jax.set_mesh(operands.mesh):
+        got = (
+            jax.jit(case_of(case, operands))(operands.params, operands.adapters, operands.x)
+            if jitted
+            else case(operands)
+        )
+    assert_equal(got, want)
+
+
+def case_of(case, operands: Operands):
+    """The case as a function of arrays, for jit."""
+
+    def run(params, adapters, x):
+        given = types.SimpleNamespace(params=params, adapters=adapters, x=x, mesh=operands.mesh)
+        return case(given)
+
+    return run
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_files_on_every_mesh(tmp_path, way):
+    """Breaks if parameters on a mesh cannot be written to a checkpoint and read onto the mesh again."""
+    config = hf.config_from_hf(HF)
+    params, mesh = make_params(config), make_mesh("2x4", way)
+    on_mesh = put(mesh, moax.param_specs(config, mesh=mesh), params)
+    with jax.set_mesh(mesh):
+        state = hf.params_to_hf(on_mesh, config, "mixtral")
+        back = hf.params_from_hf(state, config, model_type="mixtral")
+        hf.save_hf(tmp_path, {0: on_mesh}, config, "mixtral", hf_config=HF)
+        saved = hf.params_from_hf(hf.Checkpoint(tmp_path), config, layer=0)
+    for tree in (back, saved):
+        assert_equal(tree, params)
+        assert tree.wi.sharding.spec == on_mesh.wi.sharding.spec
