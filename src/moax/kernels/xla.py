@@ -178,7 +178,9 @@ def matmul(
         part = jnp.where(real[:, None], _dot(rows, matrix, contract), before)
         return lax.dynamic_update_slice_in_dim(y, part, start, 0)
 
-    products = [functools.partial(product, capacity) for capacity in capacities]
+    # A group without rows takes no product. One of 0 rows would leave a residual of size 0 to `jax.checkpoint`, and
+    # XLA's pass from Shardy to GSPMD crashes on such an array.
+    products = [lambda y, *_: y, *(functools.partial(product, capacity) for capacity in capacities[1:])]
     y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)
     index, *edges = steps
     # y stays 0 in padding.
@@ -223,7 +225,10 @@ def wgrad(
         rows, d_rows = (zero_rows(v, (row >= start) & (row < end)) for v in operands)
         return _dot(rows, d_rows, ROWS, out_dtype)
 
-    products = [functools.partial(product, capacity) for capacity in capacities]
+    def no_rows(start, end):
+        return vary_like(jnp.zeros((x.shape[1], dy.shape[1]), dtype if out_dtype is None else out_dtype), x, dy, start)
+
+    products = [no_rows, *(functools.partial(product, capacity) for capacity in capacities[1:])]
 
     def of_group(total, step):
         group, index, *edges = step
@@ -279,8 +284,9 @@ def activate_grad_quantize(
 def plan_products(groups: Groups, num_rows: int) -> tuple[tuple[int, ...], tuple[Array, Array, Array]]:
     """Returns the capacities, and of each group the index of the smallest one that holds it, its first row and its end.
 
-    The capacities are 0, quarters of the mean group up to twice the mean, doubles of the mean, and all rows. All but
-    the last are multiples of `STEP`. The mean is `groups.expected` rows over the groups; None expects `num_rows`.
+    The first capacity is 0. The others are quarters of the mean group up to twice the mean, doubles of the mean, and
+    all rows. All but the last are multiples of `STEP`. The mean is `groups.expected` rows over the groups; None expects
+    `num_rows`.
 
     16384 rows of 4 groups give (0, 1024, 2048, ..., 8192, 16384); 300 rows of 8 groups give (0, 128, 256, 300).
     """
