@@ -82,7 +82,6 @@ def profile(program: Any, arrays: tuple, layers: int) -> dict[str, Any]:
         "wire_ms": round(whole.ms / layers, 3),
         "exposed_ms": round(whole.exposed_ms / layers, 3),
         "compute_ms": round(of_gpu.compute_ms / layers, 3),
-        "idle_ms": round(of_gpu.idle_ms / layers, 3),
     }
 
 

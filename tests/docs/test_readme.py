@@ -352,3 +352,18 @@ def test_benchmarks_are_committed():
     shown = [line for line in BENCHMARKS.splitlines() if re.search(r"\.json`, [0-9a-f]{7}, [\d-]{10} \|$", line)]
     assert shown == benchmark_table()
     assert len(BENCHMARKS.splitlines()) <= 150
+
+
+def test_times_of_layers_in_a_scan_are_committed():
+    """Breaks if the table of docs/how-to/overlap.md shows a time that its files do not hold."""
+    page = (ROOT / "docs" / "how-to" / "overlap.md").read_text()
+    for name in ("h200x2_overlap.json", "h200x2_overlap_16384.json"):
+        rows = {(row["recipe"], row["fsdp"], row["options"]): row for row in read_rows(name)}
+        for recipe, label in (("none", "bf16"), ("fp8_block", "`fp8_block`")):
+            alone = rows[recipe, 1, False]
+            cells = [f"{alone['tokens']}, {label}", f"{alone['ms_a_layer']:.2f}"]
+            for options in (True, False):
+                row = rows[recipe, 2, options]
+                exposed = f"{row['exposed_ms']:.1f} ({row['wire_ms']:.1f})"
+                cells += [f"{row['ms_a_layer']:.2f}", f"{row['times_one_device']:.2f}", exposed]
+            assert f"| {' | '.join(cells)} |" in page
