@@ -32,6 +32,7 @@ QUANTIZED = (*MXFP4, FP8[1])
 SCALES = {
     MXFP4[1]: ("uint8", "float8_e8m0fnu"), FP8[1]: ("float32", "bfloat16", "float16", "float8_e8m0fnu"),
 }  # fmt: skip
+MOST_OF_FP4 = 2.0**125  # the largest scale of fp4, whose largest value is 6, in bfloat16
 State = Mapping[str, Any]  # a `Checkpoint`, or arrays by name
 
 
@@ -186,7 +187,7 @@ class Stored(NamedTuple):
         is_mxfp4 = self.ending == MXFP4[1]
         numbers = scales.view(jnp.float8_e8m0fnu) if is_mxfp4 else scales
         numbers = numbers.astype(np.float32)
-        check_scales(self.scales.name, numbers)
+        check_scales(self.scales.name, numbers, MOST_OF_FP4 if is_mxfp4 else np.inf)
         return decode_mxfp4(data, scales.view(np.uint8)).astype(dtype) if is_mxfp4 else decode_fp8(data, numbers, dtype)
 
 
@@ -198,11 +199,12 @@ def locate(state: State, name: str) -> Stored | None:
     return Stored(find_entry(state, name)) if name in state else None
 
 
-def check_scales(name: str, scales: Float32[np.ndarray, "..."]) -> None:
-    """Raises ValueError for a scale that is NaN, infinite, zero or negative."""
-    usable = (scales > 0) & (scales < np.inf)  # False for NaN
+def check_scales(name: str, scales: Float32[np.ndarray, "..."], most: float = np.inf) -> None:
+    """Raises ValueError for a scale that is NaN, infinite, zero or negative, or above `most`."""
+    usable = (scales > 0) & (scales < np.inf) & (scales <= most)  # False for NaN
     if not usable.all():
-        raise ValueError(f"{name} has a scale of {scales[~usable][0]}; scales must be finite and above 0")
+        limit = "finite" if most == np.inf else f"at most {most}, since bfloat16 holds no larger values,"
+        raise ValueError(f"{name} has a scale of {scales[~usable][0]}; scales must be {limit} and above 0")
 
 
 def decode_mxfp4(

@@ -10,10 +10,13 @@ the wanted dtype.
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax.numpy as jnp
 import numpy as np
 
-from moax.hf.files import FP8_BLOCK, State, Stored, check_scales, decode_fp8, decode_mxfp4, find_entry
+from moax.hf.files import FP8_BLOCK, MOST_OF_FP4, State, Stored, check_scales, decode_fp8, decode_mxfp4, find_entry
+from moax.hf.headers import Entry
 
 WEIGHT, SCALE = ".weight", ".scale"
 FP4_GROUP, FP4_BYTES = 32, 16
@@ -30,9 +33,7 @@ class Scaled(Stored):
     def check(self, want: tuple[int, ...]) -> None:
         """Raises ValueError where `read` cannot decode the tensor, or its values have another shape."""
         name, _, dtype, have, _ = self.data
-        scales = self.scales
-        if scales is None:
-            raise ValueError(f"{name} is {dtype}, and its scales are not in the checkpoint")
+        scales = cast(Entry, self.scales)
         if scales.dtype not in SCALES[dtype]:
             known = " or ".join(map(str, SCALES[dtype]))
             raise ValueError(f"{scales.name} has dtype {scales.dtype}; scales of {name}, {dtype}, must be {known}")
@@ -52,11 +53,10 @@ class Scaled(Stored):
 
     def read(self, dtype: np.dtype, part: int = 0, parts: int = 1) -> np.ndarray:
         """Returns the values in `dtype`, or one of equal parts along the first dim."""
-        if self.scales is None:
-            return super().read(dtype, part, parts)
-        data, scales = self.data.read(part, parts), self.scales.read(part, parts)
+        entry = cast(Entry, self.scales)
+        data, scales = self.data.read(part, parts), entry.read(part, parts)
         numbers = scales.astype(np.float32)
-        check_scales(self.scales.name, numbers)
+        check_scales(entry.name, numbers, MOST_OF_FP4 if data.dtype in PACKED else np.inf)
         if data.dtype not in PACKED:
             return decode_fp8(data, numbers, dtype)
         blocks = data.view(np.uint8).reshape(*scales.shape, FP4_BYTES)

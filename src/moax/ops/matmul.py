@@ -253,7 +253,7 @@ def _forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
 
 def _backward(view: MeshView, static: GroupedSpec, saved, dy):
     x, w, group_sizes, bias = saved
-    w = lax.optimization_barrier(w)  # w is gathered again, so XLA must not keep the gathered w of forward
+    w, dy = lax.optimization_barrier((w, dy))  # w is gathered again, so XLA must not keep the gathered w of forward
     gathered = weights.gather_weight(view, static.weight, w, None, "columns") if static.apart else None
     dx, d_bias, dw = _matmul_grad(view, static, x, w, group_sizes, dy.astype(static.weight.dtype), gathered)
     dw = weights.scatter_gradient(view, static.weight, dw, w) if static.apart else dw
