@@ -20,7 +20,7 @@ import pytest
 import moax
 from moax import hf, lora
 from moax.params import reshard_params
-from support import TOKENS, make_mesh, make_params, put, random, rel_error, spec
+from support import TOKENS, make_mesh, make_params, put, random, rel_error, rel_norm, spec
 from support.block import MESH
 
 # tp splits F into whole blocks of 128, so that every mesh has the scales of one device.
@@ -178,3 +178,23 @@ def test_biases_and_counts_in_two_layouts(rule):
     histogram = counts[1] if rule == "quantile" else None
     got = moax.update_router_bias(place(bias, None, "ep"), counts[0], rule=rule, histogram=histogram)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)  # a quantile less their mean is small
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_of_the_router_in_any_layout(way):
+    """Breaks if a trainer cannot shard the small parameters of the router over fsdp, as it shards all others."""
+    router = moax.RouterConfig(bias=True, logits_bias=True, expert_scale=True)
+    config = moax.MoEConfig(64, 64, 8, 2, router=router)
+    params, x = make_params(config), random(1, 64, 64)
+
+    def gradients(params, x):
+        return jax.jit(jax.grad(lambda p, x: jnp.sum(moax.moe(x, p, config)[0] ** 2)))(params, x)
+
+    want = gradients(params, x)
+    mesh = make_mesh("2x4", way)
+    split = dict.fromkeys(("router_bias", "logits_bias", "expert_scale"), jax.P("fsdp"))
+    specs = dataclasses.replace(moax.param_specs(config, mesh=mesh), **split)
+    with jax.set_mesh(mesh):
+        got = gradients(put(mesh, specs, params), put(mesh, spec("2x4", TOKENS), x))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert rel_norm(a, b) < MESH

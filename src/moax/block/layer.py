@@ -43,7 +43,7 @@ from moax.ops.balance import BINS, keep_ids, split_ids
 from moax.ops.matmul import dense
 from moax.ops.router import route, router_logits
 from moax.ops.weights import QuantizedWeight, quantize_weight
-from moax.params import MoEParams, check_params, expert_specs, reshard_params, shard_specs
+from moax.params import ROUTER, MoEParams, check_params, expert_specs, reshard_params, shard_specs
 from moax.recipe import describe_recipes, get_recipes
 from moax.types import QuantizedParams, Routing
 
@@ -225,7 +225,9 @@ def _moe(
     if real is not None:  # padding may hold NaN
         tokens, read = jnp.where(real, tokens, 0), jnp.where(real, read, 0)
 
-    constrained = ("router", "wi", "wo") if absent else ("router",)
+    constrained = [name for name in ROUTER if getattr(params, name) is not None]
+    if absent:
+        constrained += ["wi", "wo"]
     layouts = {name: constrain(getattr(params, name), getattr(declared, name)) for name in constrained}
     params = dataclasses.replace(params, **layouts)
     routing, experts, weights = _route(view, x, read, params, config, options, given, real, segments)
