@@ -323,7 +323,7 @@ BACKWARD_ONLY = {
     "router_logits": lambda x: moax.moe(x, PARAMS, CONFIG)[0],
     "grouped_matmul": lambda x: ops.dense(x, np.ones((16, 4), np.float32)),
     "permute": lambda x: ops.permute(x, IDS, 4)[0],
-    "unpermute": lambda x: ops.unpermute(x, ops.permute(X, IDS, 4)[1]),
+    "unpermute": lambda x: ops.unpermute(jnp.concatenate([x, x]), ops.permute(X, IDS, 4)[1]),
     "sort_chunks": lambda x: ops.sort_chunks(x, np.array([2, 4]), np.array([1, 0])),
     "dispatch": lambda x: ops.dispatch(x, IDS, np.ones((6, 2), np.float32), 4).rows,
     "combine": lambda x: ops.combine(x, ops.dispatch(X, IDS, np.ones((6, 2), np.float32), 4)),
