@@ -3,7 +3,7 @@
 A layer is four d x d products by `moax.ops.dense`, norms, and the model's block; L layers run in `jax.lax.scan`,
 forward and backward, with remat by `moax.CHECKPOINT_NAMES`. Each device has the same tokens on every mesh of fsdp, so
 that a mesh would take the time of one device if its wire were hidden whole. A mesh runs twice, with the options of
-`moax.OVERLAP_OPTIONS` and as XLA is installed; both have the same loss and the same norm of all gradients.
+`moax.OVERLAP_OPTIONS` and as XLA is installed; the two differ by the order of sums.
 
 Each case has a process of its own, `overlap_worker`. All cases compile side by side, and then run one after another.
 """
