@@ -1,17 +1,19 @@
 """How much of the wire of layers' weights hides behind the work: `python -m benchmarks.block.overlap --mesh 1,2`.
 
 A layer is four d x d products by `moax.ops.dense`, norms, and the model's block; L layers run in `jax.lax.scan`,
-forward and backward, with remat by `moax.CHECKPOINT_NAMES`. Each device has the same tokens on every mesh of fsdp, so
-that a mesh would take the time of one device if its wire were hidden whole. A mesh runs twice, with the options of
-`moax.OVERLAP_OPTIONS` and as XLA is installed; the two differ by the order of sums.
+forward and backward, with remat by `moax.CHECKPOINT_NAMES`. Each device has the same tokens on every mesh, so that a
+mesh would take the time of fsdp 1 if the wire of its weights were hidden whole. A mesh with fsdp runs with the options
+of `moax.OVERLAP_OPTIONS`, and for the tokens of `--installed` as XLA is installed too; the two differ by the order of
+sums. `--peer` adds the same layers in PyTorch with FSDP2, on the meshes without ep.
 
-Each case has a process of its own, `overlap_worker`. All cases compile side by side, and then run one after another.
+Each case has a process of its own. All cases compile side by side, and then run one after another.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import os
 import sys
@@ -31,27 +33,33 @@ from moax.models import MODELS
 POLICY = jax.checkpoint_policies.save_only_these_names(*moax.CHECKPOINT_NAMES)
 CONFIGS = {name: model.config for name, model in MODELS.items()} | {TINY[0].name: TINY[0].config}
 DENSE = 4
-WORKER = "benchmarks.block.overlap_worker"
+FSDP2 = "fsdp2"  # the peer in PyTorch
+WORKERS = {report.OURS: "benchmarks.block.overlap_worker", FSDP2: "benchmarks.peers.fsdp2"}
+LABELS = {"none": "bf16"}  # of recipes, in the picture
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measurement.
+    """What one process measures.
 
     Attributes:
       model: the model of the block.
-      layers, tokens: the layers of the scan, and the tokens of a device.
-      fsdp: the devices of the mesh.
+      layers: the layers of the scan.
+      tokens: the tokens of a device, one number for each row; `overlap_worker` takes one.
+      fsdp, ep: the sizes of the mesh.
       recipe: the recipe of all products; "none" is bfloat16.
       options: whether XLA compiles with `moax.OVERLAP_OPTIONS`.
+      impl: "moax", or the name of a peer.
     """
 
     model: str
     layers: int
-    tokens: int
+    tokens: tuple[int, ...]
     fsdp: int
+    ep: int
     recipe: str
     options: bool
+    impl: str = report.OURS
 
 
 def norm(x):
@@ -94,12 +102,41 @@ def find_shardings(config: moax.MoEConfig, mesh: Mesh) -> tuple[Any, NamedShardi
     """Returns the sharding of each array of `make_arrays`."""
     moe = jax.tree.map(lambda spec: NamedSharding(mesh, PartitionSpec(None, *spec)), moax.param_specs(config))
     dense = [NamedSharding(mesh, PartitionSpec(None, "fsdp"))] * DENSE
-    return {"dense": dense, "moe": moe}, NamedSharding(mesh, PartitionSpec("fsdp"))
+    return {"dense": dense, "moe": moe}, NamedSharding(mesh, PartitionSpec(("fsdp", "ep")))
+
+
+def list_cases(args: argparse.Namespace) -> list[Case]:
+    """Returns the cases of a command line."""
+    cases = []
+    tokens = read_numbers(args.tokens)
+    installed = read_numbers(args.installed)
+    for mesh in args.mesh.split(","):
+        fsdp, ep = read_mesh(mesh)
+        make = functools.partial(Case, args.model, args.layers, fsdp=fsdp, ep=ep)
+        for number, recipe in itertools.product(tokens, args.recipes.split(",")):
+            if fsdp > 1:
+                cases.append(make((number,), recipe=recipe, options=True))
+            if fsdp == 1 or number in installed:
+                cases.append(make((number,), recipe=recipe, options=False))
+        if args.peer and ep == 1:
+            cases.append(make(tokens, recipe="none", options=False, impl=FSDP2))
+    return cases
+
+
+def read_numbers(text: str) -> tuple[int, ...]:
+    """Returns the numbers of a text with commas."""
+    return tuple(int(number) for number in text.split(","))
+
+
+def read_mesh(text: str) -> tuple[int, int]:
+    """Returns the sizes of fsdp and of ep: "4" is (4, 1), and "2x2" is (2, 2)."""
+    fsdp, _, ep = text.partition("x")
+    return int(fsdp), int(ep or 1)
 
 
 def run(cases: list[Case]) -> list[dict[str, Any]]:
-    """Returns the row of each case, measured in a process of its own; a row that could not run has a `note`."""
-    workers = [(case, Worker(WORKER, dataclasses.asdict(case) | {"tokens": [case.tokens]})) for case in cases]
+    """Returns the rows of each case, measured in a process of its own; a row that could not run has a `note`."""
+    workers = [(case, Worker(WORKERS[case.impl], dataclasses.asdict(case))) for case in cases]
     rows = []
     for case, answer in answers(workers):
         rows.append(dataclasses.asdict(case) | answer)
@@ -108,14 +145,39 @@ def run(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Gives each row of a mesh its time over that of one device with the same model, tokens, layers and recipe."""
-    same = ("model", "layers", "tokens", "recipe")
+    """Gives each row with fsdp its time over that of the row without, all else being equal."""
+    same = ("model", "layers", "tokens", "ep", "recipe", "impl")
     timed = [row for row in rows if "ms_a_layer" in row]
     alone = {tuple(row[name] for name in same): row["ms_a_layer"] for row in timed if row["fsdp"] == 1}
     for row in timed:
         base = alone.get(tuple(row[name] for name in same))
         if row["fsdp"] > 1 and base is not None:
-            row["times_one_device"] = round(row["ms_a_layer"] / base, 3)
+            row["times_fsdp_1"] = round(row["ms_a_layer"] / base, 3)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draws ms of a layer against the tokens of a device: one device, and the largest fsdp with the options."""
+    from matplotlib import pyplot
+
+    largest = max(row["fsdp"] for row in rows)
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    shown = [row for row in rows if row["ep"] == 1 and "ms_a_layer" in row]
+    for recipe, impl in dict.fromkeys((row["recipe"], row["impl"]) for row in shown):
+        line = [row for row in shown if (row["recipe"], row["impl"]) == (recipe, impl)]
+        color = None
+        for fsdp, style in ((1, "--o"), (largest, "-o")):
+            points = [
+                row for row in line if row["fsdp"] == fsdp and row["options"] == (fsdp > 1 and impl == report.OURS)
+            ]
+            where = "one GPU" if fsdp == 1 else f"fsdp {fsdp}"
+            label = f"{impl}, {LABELS.get(recipe, recipe)}, {where}"
+            numbers = [row["tokens"] for row in points], [row["ms_a_layer"] for row in points]
+            (drawn,) = axes.plot(*numbers, style, label=label, color=color, markersize=4)
+            color = drawn.get_color()
+    axes.set(xlabel="tokens a GPU", ylabel="ms a layer, forward and backward", ylim=(0, None))
+    axes.set_xticks(sorted({row["tokens"] for row in shown}))
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> int:
@@ -123,22 +185,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.block.overlap", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=tuple(CONFIGS), default="qwen3-30b", help="the model of the block (default: %(default)s)")
-    add("--mesh", default="1,2", metavar="SIZES", help="sizes of fsdp, with commas (default: %(default)s)")
+    add(
+        "--mesh",
+        default="1,2",
+        metavar="SIZES",
+        help="sizes of fsdp, or of fsdp x ep, as 1,4,1x2,2x2 (default: %(default)s)",
+    )
     add("--layers", type=int, default=4, metavar="L", help="layers of a scan (default: %(default)s)")
     add("--tokens", default="8192", metavar="NUMBERS", help="tokens of a device, with commas (default: %(default)s)")
     add("--recipes", default="none,fp8_block", metavar="NAMES", help="recipes, with commas (default: %(default)s)")
+    add(
+        "--installed",
+        default="8192",
+        metavar="NUMBERS",
+        help="tokens for a run as XLA is installed (default: %(default)s)",
+    )
+    add("--peer", action="store_true", help="the same layers in PyTorch with FSDP2 too")
     add("--sha", help="the commit, where this machine has no git")
     add("--out", type=Path, metavar="FILE", help="write the rows to this file, as JSON")
+    add("--picture", type=Path, metavar="FILE", help="draw ms against tokens in this file")
     args = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPUs' memory
-    sizes, tokens = ([int(n) for n in words.split(",")] for words in (args.mesh, args.tokens))
-    cases = [
-        Case(args.model, args.layers, count, fsdp, recipe, options)
-        for fsdp, count, recipe in itertools.product(sizes, tokens, args.recipes.split(","))
-        for options in ((True, False) if fsdp > 1 else (False,))
-    ]
-    rows = run(cases)
+    rows = run(list_cases(args))
     compare(rows)
+    if args.picture:
+        draw(rows, args.picture)
     if args.out:
         report.save(args.out, report.header(sys.argv, args.sha, {}) | {"options": moax.OVERLAP_OPTIONS}, rows)
     return int(any("note" in row for row in rows))

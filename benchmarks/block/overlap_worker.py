@@ -1,6 +1,6 @@
 """This program measures one case of `overlap` in a process of its own: python3 -m benchmarks.block.overlap_worker CASE
 
-CASE is JSON, the fields of `overlap.Case` with a list of one number for `tokens`. The program compiles, prints READY,
+CASE is JSON, the fields of `overlap.Case` with one number of tokens. The program compiles, prints READY,
 waits for a line on stdin, and prints the rest of the row of the case as a line of JSON.
 """
 
@@ -30,20 +30,21 @@ PROFILED = 2  # the steps of a profile
 
 def main(argv: list[str]) -> int:
     """Measures the case `argv[0]`, and prints the answer. Returns 0."""
-    request = json.loads(argv[0])
-    (tokens,) = request["tokens"]
-    print(json.dumps({"tokens": tokens} | measure(Case(**request | {"tokens": tokens}))), flush=True)
+    case = Case(**json.loads(argv[0]))
+    (tokens,) = case.tokens
+    print(json.dumps({"tokens": tokens} | measure(case, tokens)), flush=True)
     return 0
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, tokens: int) -> dict[str, Any]:
     """Compiles, waits for a line on stdin, and returns the row of a case."""
     config = CONFIGS[case.model]
-    mesh = Mesh(np.array(jax.devices()[: case.fsdp]), ("fsdp",), axis_types=(AxisType.Auto,))
+    devices = np.array(jax.devices()[: case.fsdp * case.ep]).reshape(case.fsdp, case.ep)
+    mesh = Mesh(devices, ("fsdp", "ep"), axis_types=(AxisType.Auto,) * 2)
     on_gpu = jax.default_backend() == "gpu"
     with jax.set_mesh(mesh):
         shardings = find_shardings(config, mesh)
-        make = functools.partial(make_arrays, config, case.layers, case.tokens * case.fsdp)
+        make = functools.partial(make_arrays, config, case.layers, tokens * devices.size)
         shapes = jax.tree.map(
             lambda v, to: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=to), jax.eval_shape(make), shardings
         )
@@ -65,7 +66,7 @@ def measure(case: Case) -> dict[str, Any]:
             "loss": float(loss),
             "gradient_norm": float(jnp.sqrt(sum(squares))),
         }
-        if on_gpu and case.fsdp > 1:
+        if on_gpu and devices.size > 1:
             row |= profile(program, arrays, case.layers)
     return row
 
