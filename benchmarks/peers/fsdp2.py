@@ -1,4 +1,4 @@
-"""The layers of `benchmarks.block.overlap` in PyTorch with FSDP2, a process a GPU: python3 -m benchmarks.peers.fsdp2 CASE
+"""The layers of `overlap` in PyTorch with FSDP2, a process a GPU: python3 -m benchmarks.peers.fsdp2 CASE
 
 CASE is that of `overlap_worker`. Each layer is one unit of `fully_shard`: PyTorch gathers its weights in bf16 ahead of
 its forward and of its backward, and reduces its gradients in bf16. The products of experts are `torch._grouped_mm`. On

@@ -29,9 +29,9 @@ class Unsupported(NotImplementedError):
 
 
 @functools.cache
-def log_once(message: str) -> None:
+def log_once(message: str, level: int = logging.WARNING) -> None:
     """Logs a message, once in a process."""
-    logger.warning(message)
+    logger.log(level, message)
 
 
 def check_value(

@@ -212,7 +212,20 @@ def test_layers_in_a_scan(tmp_path, monkeypatch):
     """Breaks if a mesh is not compared with one device, or if the options of the compiler change a number."""
     monkeypatch.setattr(overlap, "Worker", InThisProcess)
     out = tmp_path / "f.json"
-    argv = ["--model", "tiny", "--layers", "2", "--tokens", "64", "--installed", "64", "--recipes", "fp8_block", "--out", str(out)]
+    argv = [
+        "--model",
+        "tiny",
+        "--layers",
+        "2",
+        "--tokens",
+        "64",
+        "--installed",
+        "64",
+        "--recipes",
+        "fp8_block",
+        "--out",
+        str(out),
+    ]
     monkeypatch.setattr("sys.argv", ["overlap", *argv])
     assert overlap.main() == 0
     body = json.loads(out.read_text())

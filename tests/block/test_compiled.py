@@ -230,6 +230,26 @@ def test_the_weight_that_is_read_first_crosses_first(recipe):
     assert len(scatters) == 2 and all(op.params["jaxpr"].eqns[-1].primitive.name == "mul" for op in scatters)
 
 
+def test_a_dense_weight_does_not_wait_for_dy():
+    """Breaks if backward gathers the weight of `dense` behind dy: collectives run in the order of their starts, so that
+    the gather would wait for the gradients of the layers behind this one to be scattered. Breaks too if it waits for
+    nothing: XLA would then keep the gathered weight of forward."""
+    with jax.set_mesh(make_mesh("8x1", "explicit")):
+        w = jax.device_put(jnp.ones((64, 32)), PartitionSpec("fsdp"))
+        x = jax.device_put(jnp.ones((64, 64)), PartitionSpec("fsdp"))
+        dy = jax.device_put(jnp.ones((64, 32)), PartitionSpec("fsdp"))
+
+        def both(x, w, dy):
+            y, pull = jax.vjp(moax.ops.dense, x, w)
+            return y, pull(dy)
+
+        with jax.disable_jit():  # one flat jaxpr
+            jaxpr = jax.make_jaxpr(both)(x, w, dy).jaxpr
+    of_x, of_dy = depends(jaxpr, jaxpr.invars[0]), depends(jaxpr, jaxpr.invars[-1])
+    gathers = [op.outvars[0] for op in shards_with(jaxpr, "all_gather")]
+    assert [(gathered in of_x, gathered in of_dy) for gathered in gathers] == [(False, False), (True, False)]
+
+
 def test_options_of_the_compiler():
     """Breaks if this XLA does not know an option of `OVERLAP_OPTIONS`."""
     assert jax.jit(jnp.sin, compiler_options=moax.OVERLAP_OPTIONS)(jnp.zeros(2)).shape == (2,)

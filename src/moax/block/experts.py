@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from moax.block.moe import BlockPlan, Residuals, Weights, backward_down, backward_up, forward_down, forward_up
+from moax.checks import log_once
 from moax.kernels import Operand, find_device, implementation
 from moax.lora import DIMS as ADAPTER_DIMS
 from moax.mesh.axes import Names
@@ -68,6 +70,10 @@ from moax.ops.weights import (
 )
 from moax.params import DIMS
 
+OVERLAP_HINT = (
+    "weights cross fsdp: jax.jit(..., compiler_options=moax.OVERLAP_OPTIONS) lets them cross while a GPU computes; "
+    "see docs/how-to/overlap.md"
+)
 CHECKPOINT_NAMES = ("moax_rows", "moax_hidden", "moax_plan")
 # The tokens x [T, H], experts [T, K] i32 and routing weights [T, K] f32.
 Inputs = tuple[Float[Array, "T H"], Int[Array, "T K"], Float[Array, "T K"]]
@@ -87,6 +93,8 @@ def apply_experts(
     Returns y [T, H], a partial sum over tp inside a `shard_map`; the dropped assignments [1] i32; and the most rounds
     of any rank of the mesh [1] i32.
     """
+    if view.axes.size(view.axes.fsdp) > 1 and find_device().platform == "gpu":
+        log_once(OVERLAP_HINT, logging.INFO)
     inputs, w = jax.tree.map(lambda v: vary_like(v, quantized), (inputs, w))
     _, (*tokens, w, _) = _forward_op.lay_out(view, p, *inputs, w, None)
     return _experts(view, p, tuple(tokens), w, quantized)
