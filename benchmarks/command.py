@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import os
 import sys
@@ -77,7 +78,9 @@ def run_scatter(args, chosen, peers, repeats, found):
 
 def run_block(args, chosen, peers, repeats, found):
     how = how_of(args, block.PLAIN if args.mesh else (*block.PLAIN, block.KEPT), peers)
-    return block.rows(chosen, how, few_warmups(repeats), found, args.tokens)
+    ways = itertools.product(args.exchange or ("auto",), args.chunks or (1,))
+    hows = [dataclasses.replace(how, exchange=name, chunks=chunks) for name, chunks in ways]
+    return block.rows(chosen, hows, few_warmups(repeats), found, args.tokens)
 
 
 def run_imbalance(args, chosen, peers, repeats, found):
@@ -92,7 +95,8 @@ def how_of(args: argparse.Namespace, recipes: tuple[str, ...], peers: tuple[str,
     """Returns how blocks run; `recipes` are those of a run that names none."""
     buffer_factor = None if math.isinf(args.buffer_factor) else args.buffer_factor
     named = tuple(dict.fromkeys(args.recipe or recipes))
-    return block.How(args.mesh or (), named, args.kernels, args.exchange, peers, buffer_factor)
+    exchanges = args.exchange or ["auto"]
+    return block.How(args.mesh or (), named, args.kernels, exchanges[0], peers=peers, buffer_factor=buffer_factor)
 
 
 def few_warmups(repeats: Repeats) -> Repeats:
@@ -104,7 +108,7 @@ ON_MESH = ("mesh", "recipe", "exchange", "buffer-factor")
 BENCHMARKS = {
     "gemm": Benchmark(run_gemm, None, (gemm.PEERS, gemm.PEERS), ("bf16", "fp8", "memory")),
     "block": Benchmark(
-        run_block, BLOCKS, ((block.SONIC,), (block.TORCH,)), ("bf16", "fp8"), (*ON_MESH, "tokens", "kernels")
+        run_block, BLOCKS, ((block.SONIC,), (block.TORCH,)), ("bf16", "fp8"), (*ON_MESH, "tokens", "kernels", "chunks")
     ),
     "train": Benchmark(run_train, {"perf": train.PERF, "tiny": train.TINY}, limits=("bf16", "fp8"), options=ON_MESH),
     "imbalance": Benchmark(run_imbalance, BLOCKS, options=(*ON_MESH, "tokens", "kernels")),
@@ -152,7 +156,9 @@ def parser() -> argparse.ArgumentParser:
     add("tokens", "tokens of a device; repeatable; without it 8192 and 16384, imbalance 8192", type=int,
         action="append", metavar="T")  # fmt: skip
     add("kernels", "the implementation of the kernels", choices=("auto", *IMPLEMENTATIONS), default="auto")
-    add("exchange", "how tokens reach the ranks of their experts", choices=EXCHANGES, default="auto")
+    add("exchange", "how tokens reach the ranks of their experts, auto without it; block: repeatable", action="append",
+        choices=EXCHANGES, metavar="NAME")  # fmt: skip
+    add("chunks", "the option of moax.moe, 1 without it; repeatable", type=int, action="append", metavar="N")
     add("devices", "the first N devices of the machine; without it all", type=int, metavar="N")
     add("buffer-factor", "the argument of moax.moe, 1.25 without it; none: the worst case", type=factor, default=1.25,
         metavar="X")  # fmt: skip
@@ -208,8 +214,8 @@ def select(args: argparse.Namespace) -> dict[str, tuple[list, tuple[str, ...]]]:
         takes, name = [what for what, of in BENCHMARKS.items() if option in of.options], option.replace("-", "_")
         if getattr(args, name) != plain[name] and not set(asked) & set(takes):
             raise ValueError(f"--{option} with {', '.join(asked)}: it is for {' and '.join(takes)} alone")
-    if args.mesh and block.KEPT in (args.recipe or ()):
-        raise ValueError(f"--recipe {block.KEPT} with --mesh: it is for one device")
+    if len(args.exchange or ()) > 1 and asked != ["block"]:
+        raise ValueError(f"--exchange {' and '.join(args.exchange)} with {', '.join(asked)}: block alone takes several")
     for what in asked:
         if what in ("train", "imbalance") and not args.mesh:
             raise ValueError(f"{what} without --mesh: name the axes of its devices, as fsdp=1,ep=2")

@@ -77,6 +77,7 @@ class How:
     recipes: tuple[str, ...] = PLAIN
     kernels: str = "auto"
     exchange: str = "auto"
+    chunks: int = 1
     peers: tuple[str, ...] = ()
     buffer_factor: float | None = 1.25
 
@@ -88,6 +89,11 @@ class How:
         """The axis sizes; a mesh always has fsdp and ep, since the layer of PyTorch names them."""
         given = dict(self.mesh)
         return {name: given.get(name, 1) for name in ROLES if self.mesh and (name in given or name in ("fsdp", "ep"))}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `moax.moe` that a row of a mesh tells."""
+        return {"exchange": self.exchange, "chunks": self.chunks, "buffer_factor": self.buffer_factor}
 
     def check(self) -> None:
         """Raises ValueError where the machine has GPUs, but fewer than the mesh; without a GPU devices are emulated."""
@@ -103,6 +109,7 @@ class How:
             "tokens": sorted(tokens or block.tokens),
             "kernels": self.kernels,
             "exchange": self.exchange,
+            "chunks": self.chunks,
             "buffer_factor": self.buffer_factor,
             "mesh": self.sizes,
             "repeats": dataclasses.asdict(repeats),
@@ -111,29 +118,33 @@ class How:
 
 def rows(
     blocks: list[Block],
-    how: How,
+    hows: list[How],
     repeats: Repeats,
     found: dict[str, Any],
     tokens: tuple[int, ...] | None = None,
 ) -> Iterator[Row]:
     """Yields rows of forward, and of forward with backward, for each block, layer and number of tokens."""
-    how.check()
-    layers = [(peer, "none") for peer in how.peers]
-    layers += [(TORCH, ROWWISE)] if TORCH in how.peers and set(how.recipes) - {"none"} else []
-    layers += [(OURS, recipe) for recipe in how.recipes]
+    first = hows[0]
+    first.check()
+    layers = [(first, peer, "none") for peer in first.peers]
+    layers += [(first, TORCH, ROWWISE)] if TORCH in first.peers and set(first.recipes) - {"none"} else []
+    layers += [(how, OURS, recipe) for how in hows for recipe in how.recipes]
     workers = [
-        ((block, impl, recipe), Worker(WORKERS[impl], how.request(block, recipe, repeats, tokens)))
+        ((block, how, impl, recipe), Worker(WORKERS[impl], how.request(block, recipe, repeats, tokens)))
         for block in blocks
-        for impl, recipe in layers
+        for how, impl, recipe in layers
     ]
     known: dict[tuple[str, str], dict[tuple[str, str], Row]] = defaultdict(dict)
-    for (block, impl, recipe), answer in answers(workers):
+    for (block, how, impl, recipe), answer in answers(workers):
         for row in direction_rows(block, recipe, answer, found):
-            row.case, row.impl = f"{row.case}{how}", answer.get("impl", impl)
+            row.impl = answer.get("impl", impl)
+            row.case = f"{row.case}{how}"
             if how.mesh:
                 row.extra |= {"mesh": how.sizes}
-                row.extra |= {"exchange": how.exchange, "buffer_factor": how.buffer_factor} if impl == OURS else {}
+                row.extra |= how.options if impl == OURS else {}
             beside(row, known[row.case, row.direction])
+            if how.mesh and impl == OURS:
+                row.case += f" {how.exchange} chunks={how.chunks}"
             yield row
 
 

@@ -1,9 +1,9 @@
 """This program measures one layer in a process of its own: python3 -m benchmarks.block.block_worker REQUEST
 
-REQUEST is JSON: {"config", "recipe", "tokens": [T of a device, ..], "kernels", "exchange", "buffer_factor", "mesh":
-{axis: devices}, "repeats"}. Without a GPU the devices of a mesh are emulated. The program compiles, prints
-READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens: {"tokens", "memory",
-"fwd", "fwd+bwd", "note"}. Where the times are missing, the note has the reason.
+REQUEST is JSON: {"config", "recipe", "tokens": [T of a device, ..], "kernels", "exchange", "chunks",
+"buffer_factor", "mesh": {axis: devices}, "repeats"}. Without a GPU the devices of a mesh are emulated. The program
+compiles, prints READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens:
+{"tokens", "memory", "fwd", "fwd+bwd", "note"}. Where the times are missing, the note has the reason.
 
 With {"loads": [[imbalance, buffer_factor], ..]} it prints such a line for each of them too, with "load" and without
 "fwd". The routing is then an operand (`imbalance.choose_experts`), so that all imbalances run one program, and fwd+bwd
@@ -63,7 +63,11 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
     loads = request.get("loads", [[None, request["buffer_factor"]]])
     shapes = param_shapes(config, mesh)
     keep = functools.partial(moax.quantize_params, config=config, **options_of(request))
-    kept_shapes = jax.eval_shape(keep, shapes) if request["recipe"] == KEPT else None
+    keeper = jax.jit(keep).lower(shapes).compile() if request["recipe"] == KEPT else None
+    kept_shapes = None if keeper is None else jax.tree.map(
+        lambda v, at: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=at),
+        jax.eval_shape(keep, shapes), keeper.output_shardings,
+    )  # fmt: skip
     programs: dict[tuple[int, float | None], tuple[dict, dict]] = {}
     notes = {}
     for tokens, factor in itertools.product(request["tokens"], dict.fromkeys(factor for _, factor in loads)):
@@ -75,7 +79,7 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
     print(READY, flush=True)
     sys.stdin.readline()
     params = moax.init(jax.random.key(0), config, dtype=jnp.bfloat16) if programs else None
-    kept = keep(params) if programs and kept_shapes is not None else None
+    kept = keeper(params) if programs and keeper is not None else None
 
     def operands(tokens: int, imbalance: float | None) -> tuple:
         x, dy = inputs(config, mesh, tokens * devices)
@@ -114,7 +118,7 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
 def options_of(request: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of `moax.moe` that a request names."""
     recipe = request["recipe"].removesuffix("+kept")
-    names = ("kernels", "exchange", "buffer_factor")
+    names = ("kernels", "exchange", "chunks", "buffer_factor")
     return {"recipe": None if recipe == "none" else recipe} | {n: request[n] for n in names if n in request}
 
 

@@ -71,7 +71,7 @@ def test_mesh_that_does_not_fit(monkeypatch):
     pretend(monkeypatch, platform="gpu")
     how = block.How((("fsdp", 16), ("ep", 4)))
     with pytest.raises(ValueError, match="--mesh fsdp=16,ep=4 is a mesh of 64 devices, but JAX has 8"):
-        next(block.rows(list(block.TINY), how, Repeats(1, 1), {}))
+        next(block.rows(list(block.TINY), [how], Repeats(1, 1), {}))
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_layer_is_the_reference(fsdp, ep, tmp_path):
 def test_block_of_torch():
     """Breaks if the processes of the peer do not measure it, or say what block does not read."""
     how = block.How((("fsdp", 2), ("ep", 2)), recipes=(), peers=("torch",))
-    fwd, both = block.rows(list(block.TINY), how, Repeats(1, 3), {})
+    fwd, both = block.rows(list(block.TINY), [how], Repeats(1, 3), {})
     assert (fwd.impl, fwd.direction, fwd.path, both.direction) == ("torch", "fwd", "eager", "fwd+bwd"), both.note
     assert both.us > fwd.us > 0 and not both.note
     assert both.extra["params_bytes"] == 2 * (64 * 4 + 3 * 64 * 32)  # bf16: the router, one of four experts
@@ -227,7 +227,7 @@ def test_rows_of_peers(how, asked, peers, monkeypatch, capsys):
     """Breaks if a peer is not measured before ours, by its own process, or if our bf16 is compared with its fp8."""
     monkeypatch.setattr(block, "Worker", Said)
     monkeypatch.setattr(Said, "asked", [])
-    rows = [row for row in block.rows(list(block.TINY), how, Repeats(1, 1), {}) if row.direction == "fwd"]
+    rows = [row for row in block.rows(list(block.TINY), [how], Repeats(1, 1), {}) if row.direction == "fwd"]
     assert Said.asked == asked and [row.peers for row in rows] == peers
     names = {"sonic": "sonic-moe 0.1", "torch_block": "torch", "block_worker": "moax"}
     assert [(row.impl, row.recipe) for row in rows] == [(names[who], recipe) for who, recipe in asked]
