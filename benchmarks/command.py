@@ -79,7 +79,7 @@ def run_scatter(args, chosen, peers, repeats, found):
 def run_block(args, chosen, peers, repeats, found):
     how = how_of(args, block.PLAIN if args.mesh else (*block.PLAIN, block.KEPT), peers)
     ways = itertools.product(args.exchange or ("auto",), args.chunks or (1,))
-    hows = [dataclasses.replace(how, exchange=name, chunks=chunks) for name, chunks in ways]
+    hows = [dataclasses.replace(how, exchange=name, chunks=chunks, overlap=args.overlap) for name, chunks in ways]
     return block.rows(chosen, hows, few_warmups(repeats), found, args.tokens)
 
 
@@ -108,7 +108,11 @@ ON_MESH = ("mesh", "recipe", "exchange", "buffer-factor")
 BENCHMARKS = {
     "gemm": Benchmark(run_gemm, None, (gemm.PEERS, gemm.PEERS), ("bf16", "fp8", "memory")),
     "block": Benchmark(
-        run_block, BLOCKS, ((block.SONIC,), (block.TORCH,)), ("bf16", "fp8"), (*ON_MESH, "tokens", "kernels", "chunks")
+        run_block,
+        BLOCKS,
+        ((block.SONIC,), (block.TORCH,)),
+        ("bf16", "fp8"),
+        (*ON_MESH, "tokens", "kernels", "chunks", "overlap"),
     ),
     "train": Benchmark(run_train, {"perf": train.PERF, "tiny": train.TINY}, limits=("bf16", "fp8"), options=ON_MESH),
     "imbalance": Benchmark(run_imbalance, BLOCKS, options=(*ON_MESH, "tokens", "kernels")),
@@ -159,6 +163,7 @@ def parser() -> argparse.ArgumentParser:
     add("exchange", "how tokens reach the ranks of their experts, auto without it; block: repeatable", action="append",
         choices=EXCHANGES, metavar="NAME")  # fmt: skip
     add("chunks", "the option of moax.moe, 1 without it; repeatable", type=int, action="append", metavar="N")
+    add("overlap", "compile with moax.OVERLAP_OPTIONS", action="store_true")
     add("devices", "the first N devices of the machine; without it all", type=int, metavar="N")
     add("buffer-factor", "the argument of moax.moe, 1.25 without it; none: the worst case", type=factor, default=1.25,
         metavar="X")  # fmt: skip

@@ -78,6 +78,7 @@ class How:
     kernels: str = "auto"
     exchange: str = "auto"
     chunks: int = 1
+    overlap: bool = False
     peers: tuple[str, ...] = ()
     buffer_factor: float | None = 1.25
 
@@ -92,8 +93,9 @@ class How:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `moax.moe` that a row of a mesh tells."""
-        return {"exchange": self.exchange, "chunks": self.chunks, "buffer_factor": self.buffer_factor}
+        """The options of `moax.moe`, and of its compiler, that a row of a mesh tells."""
+        names = ("exchange", "chunks", "overlap", "buffer_factor")
+        return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
         """Raises ValueError where the machine has GPUs, but fewer than the mesh; without a GPU devices are emulated."""
@@ -110,6 +112,7 @@ class How:
             "kernels": self.kernels,
             "exchange": self.exchange,
             "chunks": self.chunks,
+            "overlap": self.overlap,
             "buffer_factor": self.buffer_factor,
             "mesh": self.sizes,
             "repeats": dataclasses.asdict(repeats),

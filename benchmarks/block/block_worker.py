@@ -1,6 +1,6 @@
 """This program measures one layer in a process of its own: python3 -m benchmarks.block.block_worker REQUEST
 
-REQUEST is JSON: {"config", "recipe", "tokens": [T of a device, ..], "kernels", "exchange", "chunks",
+REQUEST is JSON: {"config", "recipe", "tokens": [T of a device, ..], "kernels", "exchange", "chunks", "overlap",
 "buffer_factor", "mesh": {axis: devices}, "repeats"}. Without a GPU the devices of a mesh are emulated. The program
 compiles, prints READY, waits for a line on stdin, and measures. It prints a line of JSON for each number of tokens:
 {"tokens", "memory", "fwd", "fwd+bwd", "note"}. Where the times are missing, the note has the reason.
@@ -73,7 +73,10 @@ def serve(request: dict[str, Any], config: moax.MoEConfig, mesh) -> int:
     for tokens, factor in itertools.product(request["tokens"], dict.fromkeys(factor for _, factor in loads)):
         try:
             options = options_of(request) | {"buffer_factor": factor}
-            programs[tokens, factor] = build(config, options, mesh, shapes, kept_shapes, tokens, "loads" in request)
+            how = moax.OVERLAP_OPTIONS if request["overlap"] else None
+            programs[tokens, factor] = build(
+                config, options, how, mesh, shapes, kept_shapes, tokens, "loads" in request
+            )
         except Exception as error:  # The other programs may compile and fit.
             notes[tokens, factor] = why(error)
     print(READY, flush=True)
@@ -144,9 +147,16 @@ def inputs(config: moax.MoEConfig, mesh, tokens: int) -> list[jax.Array]:
 
 
 def build(
-    config: moax.MoEConfig, options: dict[str, Any], mesh, params, kept, tokens: int, routed: bool
+    config: moax.MoEConfig,
+    options: dict[str, Any],
+    how: dict[str, Any] | None,
+    mesh,
+    params,
+    kept,
+    tokens: int,
+    routed: bool,
 ) -> tuple[dict, dict]:
-    """Returns {direction: compiled program} for T tokens of a device, and the bytes of a device that are known before a
+    """Returns {direction: program compiled with the options `how`} for T tokens of a device, and the bytes of a device that are known before a
     program runs. With `routed` the routing is an operand, and the only direction also returns (rounds, dropped)."""
 
     def run(x, params, kept, experts):
@@ -167,9 +177,9 @@ def build(
     # Gradients have the sharding of their parameters, as in a training step.
     placed = None if mesh is None else (at, (at, named(mesh, param_specs(config))), None)
     programs = {} if routed else {
-        "fwd": jax.jit(lambda *args: run(*args)[0], out_shardings=at).lower(x, params, kept, None).compile()
+        "fwd": jax.jit(lambda *args: run(*args)[0], out_shardings=at).lower(x, params, kept, None).compile(how)
     }  # fmt: skip
-    programs["fwd+bwd"] = jax.jit(both, out_shardings=placed).lower(x, params, kept, experts, x).compile()
+    programs["fwd+bwd"] = jax.jit(both, out_shardings=placed).lower(x, params, kept, experts, x).compile(how)
     analysis: Any = programs["fwd+bwd"].memory_analysis()
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(forward(*args)[1]))(x, params, kept, experts).jaxpr
     weights = jaxpr.invars[1:]  # x is an array that forward keeps

@@ -253,9 +253,9 @@ def _forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
 
 def _backward(view: MeshView, static: GroupedSpec, saved, dy):
     x, w, group_sizes, bias = saved
-    # w is gathered again, so XLA must not keep the gathered w of forward. The gather needs x alone: behind dy it would
-    # wait for the scatters of the weights behind this one, since collectives run in the order of their starts.
-    w, x = lax.optimization_barrier((w, x))
+    # w is gathered again, so XLA must not keep the gathered w of forward. The gather waits for nothing else: behind dy
+    # it would wait for the scatters of the weights behind this one, since collectives run in the order of their starts.
+    w = lax.optimization_barrier(w)
     gathered = weights.gather_weight(view, static.weight, w, None, "columns") if static.apart else None
     dx, d_bias, dw = _matmul_grad(view, static, x, w, group_sizes, dy.astype(static.weight.dtype), gathered)
     dw = weights.scatter_gradient(view, static.weight, dw, w) if static.apart else dw
