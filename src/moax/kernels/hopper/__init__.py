@@ -21,7 +21,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moax.checks import log_once
-from moax.kernels import HOPPER_WIDTH, Packing, Role, find_device, xla
+from moax.kernels import Role, xla
+from moax.kernels.device import HOPPER_WIDTH, find_device
+from moax.kernels.groups import Groups, Packing, align_up, sum_before, zero_rows
 from moax.kernels.hopper.formats import (
     BLOCK,
     COPY_WIDTH,
@@ -42,18 +44,7 @@ from moax.kernels.hopper.pallas.permute import gather_sum as gather_sum
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
 from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.operands import (
-    DTYPES,
-    Groups,
-    align_up,
-    block_max,
-    dequantize,
-    find_scale_axes,
-    max_of_groups,
-    sum_before,
-    to_scale,
-    zero_rows,
-)
+from moax.kernels.scales import DTYPES, block_max, dequantize, find_scale_axes, max_of_groups, to_scale
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, is_alone, reduce_max
 from moax.recipe import FULL, Contracted, Format, Recipe, Recipes

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moax.kernels import xla
-from moax.kernels.operands import Groups, align_up, sum_before
+from moax.kernels.groups import Groups, align_up, sum_before
 from moax.recipe import Recipe
 
 BLOCK = 128  # the most rows of a block, and the elements for each scale

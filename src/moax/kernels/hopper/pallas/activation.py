@@ -27,12 +27,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 from jaxtyping import Array, Float
 
+from moax.activations import called, operations
 from moax.checks import Unsupported
-from moax.kernels import called, operations
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.ptx import launch
 from moax.kernels.hopper.pallas.quantize import columns_of, load_tiles, meet, put, rows_of, tile_buffer, zero_tail
-from moax.kernels.operands import DTYPES
+from moax.kernels.scales import DTYPES
 from moax.mesh.collectives import with_vma_of_inputs
 from moax.recipe import Format
 

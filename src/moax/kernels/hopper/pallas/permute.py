@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from moax.checks import Unsupported
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.formats import HALF, Blocks
 from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch
-from moax.kernels.operands import align_up
 from moax.mesh.collectives import with_vma_of_inputs
 
 IN_FLIGHT = 32 * 1024  # the bytes that a block of threads has in flight; five or six blocks fill an SM

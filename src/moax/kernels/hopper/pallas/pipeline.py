@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moax.checks import Unsupported
-from moax.kernels import count_sms
+from moax.kernels.device import count_sms
 from moax.kernels.hopper.formats import KMajorFp8
 from moax.kernels.hopper.pallas.gather import gather_stages
 from moax.mesh.collectives import varying

@@ -30,9 +30,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.checks import Unsupported
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.pallas import ptx
 from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch, layout_of, store
-from moax.kernels.operands import align_up
 from moax.mesh.collectives import with_vma_of_inputs
 
 STEP = 64  # the assignments of a step, the groups that are compared at one time, and the rows of a top k

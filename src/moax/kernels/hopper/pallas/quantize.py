@@ -22,9 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.checks import Unsupported
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.ptx import launch, store
-from moax.kernels.operands import DTYPES, align_up, to_scale
+from moax.kernels.scales import DTYPES, to_scale
 from moax.mesh.collectives import varying, with_vma_of_inputs
 from moax.recipe import Format
 
