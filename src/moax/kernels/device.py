@@ -52,7 +52,9 @@ def count_sms() -> int:
     return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or H200_SMS
 
 
-def why_not_hopper(dtype: DTypeLike | None = None, widths: dict[str, int] | None = None) -> str | None:
+def why_not_hopper(
+    dtype: DTypeLike | None = None, widths: dict[str, int] | None = None,
+) -> str | None:  # fmt: skip
     """Returns why the kernels for Hopper cannot run where jit compiles for, with this dtype and these widths, or None.
 
     A dtype of None, and no widths, ask about the machine alone.
@@ -87,7 +89,8 @@ def why_not_peers(row_bytes: int | None = None) -> str | None:
         return f"rows of {row_bytes} bytes are no multiple of {COPY_BYTES}, which the copy engine needs"
     mesh = _placed_mesh()
     if mesh is None:
-        return None  # inside a shard_map, whose mesh JAX checks by the same rule when it lowers the kernel
+        # Inside a shard_map, whose mesh JAX checks by the same rule when it lowers the kernel.
+        return None
     if mesh.empty:
         return "no jax.set_mesh(mesh) is in force, and types of arrays do not say which devices a mesh has"
     ids = [device.id for device in mesh.devices.flat]

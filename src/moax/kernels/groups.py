@@ -27,7 +27,8 @@ def allot_rows(balanced: float, buffer_factor: float | None, worst: int) -> int:
     a small mean; with a factor below 1 that part of them. 10000 balanced rows and a factor of 1.25 give 12500 rows, 100
     give 214 rows, and with a factor of 0.5 they give 107. It has at most the `worst` case, which None allots.
     """
-    if buffer_factor is None or not isinstance(balanced, int | float):  # of a symbolic size nobody knows the noise
+    # Nobody knows the noise of a symbolic size.
+    if buffer_factor is None or not isinstance(balanced, int | float):
         return worst
     with_noise = balanced + 5 * math.sqrt(balanced) + 64
     wanted = max(buffer_factor * balanced, min(buffer_factor, 1.0) * with_noise)
@@ -48,7 +49,9 @@ def zero_rows(x: Float[Array, "M ..."], real: Bool[Array, " M"] | None) -> Float
     return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
-def scale_rows(x: Float[Array, "M ..."], weights: Float[Array, " M"], groups: Groups) -> Float[Array, "M ..."]:
+def scale_rows(
+    x: Float[Array, "M ..."], weights: Float[Array, " M"], groups: Groups,
+) -> Float[Array, "M ..."]:  # fmt: skip
     """Returns each real row times its weight, multiplied in float32 and returned in the dtype of x; padding is 0."""
     weights = weights.reshape(-1, *[1] * (x.ndim - 1))
     return zero_rows(x.astype(jnp.float32) * weights, groups.real).astype(x.dtype)
@@ -76,7 +79,9 @@ class Groups:
     expected: int | None
 
 
-def find_groups(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int, expected: int | None = None) -> Groups:
+def find_groups(
+    group_sizes: Int[Array, " E"] | None, align: int, num_rows: int, expected: int | None = None,
+) -> Groups:  # fmt: skip
     """Returns the Groups of `num_rows` rows. With `group_sizes` None one group holds all rows."""
     if group_sizes is None:
         return Groups(None, align, None, None, expected)

@@ -42,8 +42,9 @@ class Kernels(Protocol):
         ...
 
     def find_groups(
-        self, group_sizes: Int[Array, " E"] | None, align: int, num_rows: int, expected: int | None = None
-    ) -> Groups:
+        self, group_sizes: Int[Array, " E"] | None, align: int, num_rows: int,
+        expected: int | None = None,
+    ) -> Groups:  # fmt: skip
         """Returns the Groups of `num_rows` rows. With `group_sizes` None one group holds all rows."""
         ...
 
@@ -51,14 +52,18 @@ class Kernels(Protocol):
         """Returns the packing of rows whose groups start at multiples of any `align`, or of one group (None)."""
         ...
 
-    def top_k(self, x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+    def top_k(
+        self, x: Float[Array, "T E"], k: int,
+    ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:  # fmt: skip
         """Returns the k largest of each row of x, and their indices i32; of equal ones the lowest index is first."""
         ...
 
     def build_permutation(
         self, experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int,
         weights: Float[Array, "R K"] | None = None, keep: Callable | None = None,
-    ) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:  # fmt: skip
+    ) -> tuple[
+        Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None,
+    ]:  # fmt: skip
         """Returns `gather_idx`, `scatter_idx` and group sizes of a `Plan`, and the weight of each of N sorted rows.
 
         Experts lie in [0, num_groups]. The weight is 0 in padding, and None without `weights` f32. keep(arrived) ->
@@ -74,14 +79,16 @@ class Kernels(Protocol):
         ...
 
     def gather_sum(
-        self, rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"], weights: Float[Array, "R K"] | None = None
-    ) -> Float[Array, "R H"]:
+        self, rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"],
+        weights: Float[Array, "R K"] | None = None,
+    ) -> Float[Array, "R H"]:  # fmt: skip
         """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32, over the indices below N; None: weights 1."""
         ...
 
     def put_rows(
-        self, arrays: Sequence[Array], source: Int[Array, " C"] | None, places: Int[Array, "ways 2 ranks"], way: int,
-        out_rows: int, axes: tuple[tuple[str, int], ...],
+        self, arrays: Sequence[Array], source: Int[Array, " C"] | None,
+        places: Int[Array, "ways 2 ranks"], way: int, out_rows: int,
+        axes: tuple[tuple[str, int], ...],
     ) -> tuple[Array, ...]:  # fmt: skip
         """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x.
 
@@ -102,7 +109,8 @@ class Kernels(Protocol):
 
     def quantize_for_matmul(
         self, x: Array, recipe: Recipe, role: Role, groups: Groups, amax_over: Names = (), *,
-        gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, rows: bool = True, columns: bool = True,
+        gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, rows: bool = True,
+        columns: bool = True,
     ) -> tuple[Operand, Operand]:  # fmt: skip
         """Returns rows [M, ..., C] as two Operands: for a matmul over columns (forward, dgrad), and for wgrad.
 
@@ -113,18 +121,21 @@ class Kernels(Protocol):
         ...
 
     def quantize_shard(
-        self, w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
-    ) -> QShard:
+        self, w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names],
+        amax_over: Names,
+    ) -> QShard:  # fmt: skip
         """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
         ...
 
-    def gather_shard(self, shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> Operand:
+    def gather_shard(
+        self, shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names],
+    ) -> Operand:  # fmt: skip
         """Returns the whole weight as an Operand from a quantized shard; an array [E, K, C] is an Operand too."""
         ...
 
     def matmul(
-        self, x: Operand, w: Operand, groups: Groups, dtype: DTypeLike, bias: Array | None = None, *,
-        transpose: bool = False,
+        self, x: Operand, w: Operand, groups: Groups, dtype: DTypeLike, bias: Array | None = None,
+        *, transpose: bool = False,
     ) -> Float[Array, "M N"]:  # fmt: skip
         """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` dx[m] = dy[m] w[g(m)]^T."""
         ...
@@ -140,8 +151,8 @@ class Kernels(Protocol):
         ...
 
     def wgrad(
-        self, x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None,
-        total: Array | None = None,
+        self, x: Operand, dy: Operand, groups: Groups, dtype: DTypeLike,
+        out_dtype: DTypeLike | None = None, total: Array | None = None,
     ) -> Float[Array, "E K N"]:  # fmt: skip
         """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32.
 
@@ -155,8 +166,8 @@ class Kernels(Protocol):
         ...
 
     def activate(
-        self, h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *, weights: Array | None,
-        amax_over: Names,
+        self, h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *,
+        weights: Array | None, amax_over: Names,
     ) -> Operand:  # fmt: skip
         """Returns the Operand of act(h), computed in float32, times the weight of each row; weights None are 1."""
         ...
@@ -169,8 +180,8 @@ class Kernels(Protocol):
         ...
 
     def activate_grad_quantize(
-        self, h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes, groups: Groups, *,
-        weights: Float[Array, " N"], amax_over: Names,
+        self, h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes,
+        groups: Groups, *, weights: Float[Array, " N"], amax_over: Names,
     ) -> tuple[Operand, Operand, Operand, Float[Array, " N"]]:  # fmt: skip
         """Runs `activate_grad` and returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""
         ...

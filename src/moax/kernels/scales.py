@@ -50,7 +50,9 @@ def max_of_groups(x: Float[Array, "M C"], groups: Groups) -> Float[Array, " M"]:
     return jax.ops.segment_max(values, groups.index, num_segments=groups.sizes.shape[0])[groups.index]
 
 
-def to_scale(amax: Float[Array, "..."], format: Format, of_zero: float = 1.0) -> Float[Array, "..."]:
+def to_scale(
+    amax: Float[Array, "..."], format: Format, of_zero: float = 1.0,
+) -> Float[Array, "..."]:  # fmt: skip
     """Returns the float32 scales of blocks with the maxima `amax`; `of_zero` where one is too small to divide by."""
     largest = float(jnp.finfo(DTYPES[format.dtype]).max)
     scale = amax * (1.0 / largest)  # XLA may turn a division by a constant into a product
@@ -58,7 +60,8 @@ def to_scale(amax: Float[Array, "..."], format: Format, of_zero: float = 1.0) ->
     if format.scale == "float32":
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.int32)
-    return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)  # up, unless it is a power of two
+    # A scale is rounded up, unless it is a power of two.
+    return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
 
 
 def encode(

@@ -45,7 +45,8 @@ __all__ = [
     "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
 ]  # fmt: skip
 COUNTED = 256  # the assignments of a block, each of which is compared with each
-COMPARED = 1 << 26  # the most comparisons of blocks; a cumulative sum is several kernels, and few additions
+# the most comparisons of blocks; a cumulative sum is several kernels, and few additions
+COMPARED = 1 << 26
 ROWS = (((0,), (0,)), ((), ()))  # dimension numbers that contract the rows of both operands
 STEP = 128  # a GPU multiplies fewer rows in about the same time, since it reads the same weights
 
@@ -80,14 +81,17 @@ def top_k(x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Arra
 def build_permutation(
     experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int,
     weights: Float[Array, "R K"] | None = None, keep: Callable | None = None,
-) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:  # fmt: skip
+) -> tuple[
+    Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None,
+]:  # fmt: skip
     """Returns gather_idx, scatter_idx, the group sizes and the weight of each sorted row."""
     # An assignment a of block b to expert e is arrival before[b, e] + earlier[a] of its expert. With blocks of 3 in
     # place of `COUNTED`, the experts (1, 0, 1, 1, 2, 1) have before ((0, 0, 0), (1, 2, 0)), sizes (1, 4, 1) and earlier
     # (0, 0, 1, 0, 0, 1). A sort would find the same in many kernels, and these sums over comparisons are three.
     flat = experts.reshape(-1)
     count = flat.shape[0]
-    num_blocks = (count + COUNTED - 1) // COUNTED  # either may be a symbolic dimension of `jax.export`
+    # R and the number of blocks may be symbolic dimensions of `jax.export`.
+    num_blocks = (count + COUNTED - 1) // COUNTED
     padded = jnp.pad(flat, (0, num_blocks * COUNTED - count), constant_values=num_groups)
     blocks = padded.reshape(num_blocks, COUNTED)
     in_group = blocks[:, :, None] == jnp.arange(num_groups, dtype=jnp.int32)[None, None]
@@ -118,7 +122,9 @@ def build_permutation(
     return gather_idx, scatter_idx, sizes, row_weights
 
 
-def _sum_blocks_before(in_block: Int[Array, "B G"], num_blocks, num_groups: int) -> Int[Array, "B+1 G"]:
+def _sum_blocks_before(
+    in_block: Int[Array, "B G"], num_blocks, num_groups: int,
+) -> Int[Array, "B+1 G"]:  # fmt: skip
     """Returns the sum of the blocks before each block, and last the sum of all blocks."""
     if not isinstance(num_blocks, int) or num_blocks**2 * num_groups > COMPARED:
         return jnp.cumsum(jnp.pad(in_block, ((1, 0), (0, 0))), axis=0)
@@ -128,11 +134,13 @@ def _sum_blocks_before(in_block: Int[Array, "B G"], num_blocks, num_groups: int)
 
 
 def gather_sum(
-    rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"], weights: Float[Array, "R K"] | None = None
-) -> Float[Array, "R H"]:
+    rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"],
+    weights: Float[Array, "R K"] | None = None,
+) -> Float[Array, "R H"]:  # fmt: skip
     """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32."""
     total = jnp.zeros((), jnp.float32)
-    for k in range(scatter_idx.shape[1]):  # K is small, and this way no array [R, K, H] is in memory
+    # K is small, and this way no array [R, K, H] is in memory
+    for k in range(scatter_idx.shape[1]):
         index = scatter_idx[:, k]
         row = jnp.take(rows, index, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
         if weights is not None:
@@ -141,14 +149,16 @@ def gather_sum(
     return total.astype(rows.dtype)
 
 
-def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any) -> tuple:
+def put_rows(
+    arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any,
+) -> tuple:  # fmt: skip
     """Raises Unsupported, because XLA writes into no other device's memory."""
     raise Unsupported("kernels='xla' cannot write into the memory of another device; use another exchange")
 
 
 def matmul(
-    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike, bias: Array | None = None,
-    *, transpose: bool = False,
+    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike,
+    bias: Array | None = None, *, transpose: bool = False,
 ) -> Float[Array, "M N"]:  # fmt: skip
     """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` dx[m] = dy[m] w[g(m)]^T."""
     x = dequantize(x, dtype)
@@ -178,7 +188,8 @@ def matmul(
         index, *operands = group
         return lax.switch(index, matmuls, y, *operands), None
 
-    y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)  # it stays 0 in padding
+    # y stays 0 in padding.
+    y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)
     index, *edges = steps
     y, _ = lax.scan(step, y, (index, w, *edges))
     if bias is None:
@@ -188,16 +199,16 @@ def matmul(
 
 
 def matmul_activate(
-    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike, act: Callable, gates: int,
-    bias: Array | None = None,
+    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike, act: Callable,
+    gates: int, bias: Array | None = None,
 ) -> tuple[Float[Array, "M GF"], None]:  # fmt: skip
     """h[m] = x[m] w[g(m)] + bias[g(m)], without the activation."""
     return matmul(x, w, groups, dtype, bias), None
 
 
 def wgrad(
-    x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None,
-    total: Array | None = None,
+    x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike,
+    out_dtype: DTypeLike | None = None, total: Array | None = None,
 ) -> Float[Array, "E K N"]:  # fmt: skip
     """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32, and added to `total`."""
     x = dequantize(x, dtype)
@@ -243,8 +254,9 @@ def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
 
 
 def activate(
-    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *, weights: Array | None, amax_over: Names
-) -> Operand:
+    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *,
+    weights: Array | None, amax_over: Names,
+) -> Operand:  # fmt: skip
     """Returns the Operand of act(h) times the weight of each row."""
     with jax.named_scope("activate"):
         a = act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)
@@ -254,8 +266,9 @@ def activate(
 
 
 def activate_grad(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups, weights: Float[Array, " N"]
-) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups,
+    weights: Float[Array, " N"],
+) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:  # fmt: skip
     """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>."""
     a, pull = jax.vjp(lambda h: activate(h, act, FULL, groups, weights=None, amax_over=()), h)
     with jax.named_scope("activate"):
@@ -265,8 +278,8 @@ def activate_grad(
 
 
 def activate_grad_quantize(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes, groups: Groups, *,
-    weights: Float[Array, " N"], amax_over: Names,
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes,
+    groups: Groups, *, weights: Float[Array, " N"], amax_over: Names,
 ) -> tuple[Operand, Operand, Operand, Float[Array, " N"]]:  # fmt: skip
     """Returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
@@ -274,7 +287,9 @@ def activate_grad_quantize(
     return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
 
 
-def plan_matmuls(groups: Groups, num_rows: int) -> tuple[tuple[int, ...], tuple[Array, Array, Array]]:
+def plan_matmuls(
+    groups: Groups, num_rows: int,
+) -> tuple[tuple[int, ...], tuple[Array, Array, Array]]:  # fmt: skip
     """Returns the capacities, and of each group the index of the smallest one that holds it, its first row and its end.
 
     The first capacity is 0. The others are quarters of the mean group up to twice the mean, doubles of the mean, and

@@ -54,8 +54,9 @@ def dequantize_wire(
 
 
 def quantize_for_matmul(
-    x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (),
-    *, gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, rows: bool = True, columns: bool = True,
+    x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (), *,
+    gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, rows: bool = True,
+    columns: bool = True,
 ) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
     """Returns rows [M, ..., C], or x[gather_idx], for a matmul over columns and for wgrad.
 
@@ -106,7 +107,9 @@ def quantize_shard(
         return QShard(q.data.reshape(w.shape), scale)
 
 
-def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> QArray:
+def gather_shard(
+    shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names],
+) -> QArray:  # fmt: skip
     """Returns the whole weight from a quantized shard of it."""
     format = cast(Format, recipe.w)
     scale_axes = find_scale_axes(shard.data.shape, format, contracted, gather) or (gather[0], (), ())
@@ -117,7 +120,9 @@ def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: 
     return QArray(data, scale, format.dtype, format.weight_block(3, contracted))
 
 
-def _scale_shared_blocks(flat, shape, format: Format, contracted: Contracted, gather: Sequence[Names]):
+def _scale_shared_blocks(
+    flat, shape, format: Format, contracted: Contracted, gather: Sequence[Names],
+):  # fmt: skip
     """Returns the scales of all blocks of the whole weight, and 1 / scale of each element of this shard."""
     # With K = 320, blocks of 128 and two shards of 160 rows, the first shard has block 0 (rows 0 to 127) and a part of
     # block 1 (rows 128 to 159), the second one the rest of block 1 and block 2: both take the maximum of block 1.
@@ -125,7 +130,8 @@ def _scale_shared_blocks(flat, shape, format: Format, contracted: Contracted, ga
     whole = [n * lax.axis_size(names) for n, names in zip(shape, gather, strict=True)]
     starts = [lax.axis_index(names).astype(jnp.int32) * n for n, names in zip(shape, gather, strict=True)]
     column = jnp.zeros((1,), jnp.int32)
-    for size, start, n in zip(whole[2:], starts[2:], shape[2:], strict=True):  # row-major over the whole dims *C
+    # The columns count row-major over the whole dims *C.
+    for size, start, n in zip(whole[2:], starts[2:], shape[2:], strict=True):
         index = start + jnp.arange(n, dtype=jnp.int32)
         column = (column[:, None] * size + index[None]).reshape(-1)
     column_block = column // columns
@@ -136,7 +142,8 @@ def _scale_shared_blocks(flat, shape, format: Format, contracted: Contracted, ga
     maxima = vary_like(jnp.zeros((shape[0], touched * rows, flat.shape[2]), jnp.float32), flat, starts[1])
     maxima = block_max(lax.dynamic_update_slice_in_dim(maxima, flat, starts[1] % rows, 1), (1, rows, 1))
     maxima = jax.ops.segment_max(jnp.moveaxis(maxima, 2, 0), column_block, num_segments=num_column_blocks)
-    maxima = jnp.moveaxis(jnp.maximum(maxima, 0.0), 0, 2)  # segment_max gives -inf where the shard has no column
+    # `segment_max` gives -inf where the shard has no column.
+    maxima = jnp.moveaxis(jnp.maximum(maxima, 0.0), 0, 2)
     blocks = vary_like(jnp.zeros((shape[0], num_row_blocks + touched, num_column_blocks), jnp.float32), maxima)
     blocks = lax.dynamic_update_slice_in_dim(blocks, maxima, starts[1] // rows, 1)
     scale = to_scale(reduce_max(blocks[:, :num_row_blocks], sum(gather[1:], ())), format)
