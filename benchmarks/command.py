@@ -19,10 +19,10 @@ from benchmarks.timing import Repeats
 from benchmarks.wires import exchange, scatter, wire
 from lm import program
 from lm.program import factor, mesh_of
-from moax import kernels
 from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
 from moax.kernels import IMPLEMENTATIONS
+from moax.kernels.device import find_device
 from moax.mesh.axes import ROLES
 from moax.text import plural
 
@@ -186,13 +186,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     repeats = Repeats.quick() if args.quick else Repeats()
     parts = select(args)
     names = ", ".join(parts)
-    if kernels.find_device().platform == "cpu" and args.cases != "tiny" and not args.only:
+    if find_device().platform == "cpu" and args.cases != "tiny" and not args.only:
         raise Unsupported(
             f"{names} on a CPU: --cases {args.cases} has the shapes of large models, and a row takes minutes to hours; "
             "measure --cases tiny, name cases with --only, or run on a GPU"
         )
     needed = tuple(dict.fromkeys(name for what in parts for name in BENCHMARKS[what].limits))
-    device = kernels.find_device().device_kind
+    device = find_device().device_kind
     _say(f"{names} on {device}: measuring the limits of this machine: {', '.join(needed) or 'none'}")
     found = limits.measure(needed, repeats)
     rows: list[Row] = []

@@ -37,7 +37,7 @@ import numpy as np
 import moax
 from benchmarks.report import header
 from moax import reference
-from moax.config import GATED, UNGATED
+from moax.activations import GATED, UNGATED
 from moax.params import param_shapes
 
 RECIPES = (None, "fp8_block", "mxfp8", "fp8_tensor")

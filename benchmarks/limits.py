@@ -14,7 +14,7 @@ from jax import lax
 
 from benchmarks.report import Row, why
 from benchmarks.timing import STANDARD, Repeats, kernel_time
-from moax import kernels
+from moax.kernels.device import find_device
 
 SIZE = 8192
 COPY_ELEMENTS = 3 << 28  # float32 elements: 3.2 GB are read and 3.2 GB written
@@ -22,7 +22,7 @@ COPY_ELEMENTS = 3 << 28  # float32 elements: 3.2 GB are read and 3.2 GB written
 
 def measure(names: tuple[str, ...] = ("bf16", "fp8", "memory"), repeats: Repeats = STANDARD) -> dict[str, Any]:
     """Measures limits; without a GPU the sizes are small, and the values mean nothing."""
-    on_gpu = kernels.find_device().platform == "gpu"
+    on_gpu = find_device().platform == "gpu"
     size, copied = (SIZE, COPY_ELEMENTS) if on_gpu else (256, 1 << 16)
     found = {}
     for name in names:

@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from benchmarks.cases import Case, Direction
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, Blocks, KMajorFp8, make_blocks
-from moax.kernels.operands import align_up
 
 
 class Problem:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from moax import kernels
+from moax.kernels.device import find_device
 from moax.text import align
 
 OURS = "moax"
@@ -90,7 +90,7 @@ def compare(rows: Iterable[Row]) -> None:
 def header(command: list[str], sha: str | None, limits: dict[str, Any]) -> dict[str, Any]:
     """Returns what all rows share: device, driver, versions, commit, command, date and limits."""
     return {
-        "device": kernels.find_device().device_kind,
+        "device": find_device().device_kind,
         "driver": _driver(),
         "versions": _versions("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", *SONIC),
         "git_sha": sha or git_sha(),
@@ -168,7 +168,7 @@ def _finite(value):
 
 def _driver() -> str | None:
     """Returns the version of the GPU's driver; None where JAX does not run on a GPU."""
-    if kernels.find_device().platform != "gpu":
+    if find_device().platform != "gpu":
         return None
     versions = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return versions.splitlines()[0] if versions else None

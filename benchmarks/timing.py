@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from moax import kernels
+from moax.kernels.device import find_device
 
 logger = logging.getLogger("moax")
 KEPT_BYTES = 8e9  # the most bytes of outputs that a batch of calls holds
@@ -53,7 +53,7 @@ def kernel_time(f: Callable, args: tuple, repeats: Repeats = STANDARD) -> Timing
     The arguments of benchmarks exceed the L2 cache, so that a call finds little of the data of the call before it.
     """
     _warm(f, args, repeats)
-    if kernels.find_device().platform != "gpu":
+    if find_device().platform != "gpu":
         return _wall(f, args, repeats)
     try:
         return _cupti(f, args, repeats)

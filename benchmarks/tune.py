@@ -13,8 +13,8 @@ from benchmarks.kernels.ours import KERNELS, dims, hopper_gemm
 from benchmarks.problem import Problem
 from benchmarks.timing import Repeats, kernel_time
 from lm import program
-from moax import kernels
 from moax.checks import Unsupported
+from moax.kernels.device import find_device, why_not_hopper
 from moax.kernels.hopper.pallas import tiles
 from moax.kernels.hopper.pallas.pipeline import TileConfig
 
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     unknown = set(args.ops.split(",")) - KERNELS.keys()
     if unknown:
         raise ValueError(f"--ops: unknown {', '.join(sorted(unknown))}; the ops are {', '.join(KERNELS)}")
-    device = kernels.find_device().device_kind
-    if kernels.why_not_hopper():
+    device = find_device().device_kind
+    if why_not_hopper():
         raise Unsupported(f"this command needs an NVIDIA Hopper GPU, not {device!r}")
     path = Path(args.out) if args.out else tiles.user_table()
     table, packaged = tiles.load(path), tiles.load(tiles.TABLE).get(device, {})

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from moax.kernels import DEFAULT, IMPLEMENTATIONS, implementation
+from moax.kernels.protocol import Kernels
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "moax"
@@ -30,6 +31,7 @@ MAX_LINES = 500  # an alarm, no goal
 # with all its public names: only the programs above it may import that.
 RANKS = {
     **dict.fromkeys(["checks", "recipe", "text", "types"], 0),
+    "activations": 1,
     "mesh": 2,
     **dict.fromkeys(["config", "kernels"], 3),
     **dict.fromkeys(["params", "models"], 4),
@@ -55,7 +57,7 @@ COLLECTIVES = {
     "psum", "psum_scatter", "pswapaxes", "ragged_all_to_all",
 }  # fmt: skip
 PLATFORM_CALLS = {"jax.default_backend", "jax.extend.backend.get_backend", "jax.lax.platform_dependent"}
-FIND_DEVICE = "moax.kernels.find_device"
+FIND_DEVICE = "moax.kernels.device.find_device"
 PLATFORM_ATTRIBUTES = {"platform", "platform_version", "device_kind", "compute_capability"}
 BY_NAME = rf"moax\.kernels\.({'|'.join(sorted(IMPLEMENTATIONS))})\b"
 # The packages whose private functions have one line of docstring.
@@ -219,18 +221,18 @@ def test_an_op_file_has_its_parts_in_order():
 
 
 def test_an_implementation_has_every_function():
-    """Breaks if an implementation lacks a function, or one takes other arguments than the function of XLA, which only a
-    call on its own machine would show; or if moax calls a function that is not in `__all__`."""
+    """Breaks if an implementation lacks a function of `Kernels`, or one takes other arguments, which only a call on its
+    own machine would show; or if moax calls a function that `Kernels` does not have."""
     nodes = (node for path in but("kernels/") for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute))
     of = re.compile(r"(implementation\(.*\)|local|kernels)$")
     called = {node.attr for node in nodes if of.match(ast.unparse(node.value))}
+    functions = [name for name in vars(Kernels) if not name.startswith("_")]
     modules = {name: implementation(name) for name in IMPLEMENTATIONS}
-    functions = modules[DEFAULT].__all__
     assert not called & set(vars(modules[DEFAULT])) - set(functions) and len(called & set(functions)) > 10
     for name, module in modules.items():
-        assert module.__all__ == functions, f"{name}: {set(module.__all__) ^ set(functions)}"
+        assert sorted(module.__all__) == sorted(functions), f"{name}: {set(module.__all__) ^ set(functions)}"
         for function in functions:
-            wanted = inspect.signature(getattr(modules[DEFAULT], function)).parameters.values()
+            _, *wanted = inspect.signature(getattr(Kernels, function)).parameters.values()
             at_place = [p for p in wanted if p.kind is not inspect.Parameter.KEYWORD_ONLY]
             by_name = {p.name: p for p in wanted if p.kind is inspect.Parameter.KEYWORD_ONLY}
             inspect.signature(getattr(module, function)).bind(*at_place, **by_name)
@@ -289,7 +291,7 @@ ONLY = {  # what only these files may do: the files, what they name, and what th
         lambda name: name.startswith("jax.") and name.split(".")[-1] in COLLECTIVES,
         "collectives are called in exchange/ and mesh/{collectives,op,specs}.py",
     ),
-    "the platform": (("kernels/__init__.py",), reads_platform, f"ask {FIND_DEVICE}()"),
+    "the platform": (("kernels/device.py",), reads_platform, f"ask {FIND_DEVICE}()"),
     "the environment": ((), ENVIRONMENT.__contains__, "pass an argument"),
 }
 

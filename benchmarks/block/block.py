@@ -28,7 +28,8 @@ from benchmarks.block.worker import Worker, answers
 from benchmarks.cases import slice_of
 from benchmarks.report import OURS, Row
 from benchmarks.timing import Repeats
-from moax import MoEConfig, kernels
+from moax import MoEConfig
+from moax.kernels.device import find_device
 from moax.mesh.axes import ROLES
 from moax.models import MODELS
 from moax.recipe import RECIPES as NAMED
@@ -100,7 +101,7 @@ class How:
     def check(self) -> None:
         """Raises ValueError where the machine has GPUs, but fewer than the mesh; without a GPU devices are emulated."""
         devices = math.prod(self.sizes.values())
-        if kernels.find_device().platform == "gpu" and devices > jax.device_count():
+        if find_device().platform == "gpu" and devices > jax.device_count():
             raise ValueError(f"--mesh{self} is a mesh of {devices} devices, but JAX has {jax.device_count()}")
 
     def request(self, block: Block, recipe: str, repeats: Repeats, tokens: tuple[int, ...] | None = None) -> dict:

@@ -34,7 +34,7 @@ from benchmarks.block.imbalance import choose_experts
 from benchmarks.block.worker import READY, config_of
 from benchmarks.report import HOPPER, why
 from benchmarks.timing import Repeats, call_time, kernel_time
-from moax import kernels
+from moax.kernels.device import find_device
 from moax.mesh.specs import named
 from moax.params import param_specs, token_spec
 
@@ -207,7 +207,7 @@ def measure(compiled, args: tuple, repeats: Repeats, devices: int) -> dict[str, 
     """Measures the time of a call, and on GPUs its kernels by stage."""
     text = compiled.as_text() or ""
     found: dict[str, Any] = {"us": call_time(compiled, args, repeats).us, "path": path_of(text)}
-    if kernels.find_device().platform == "gpu":
+    if find_device().platform == "gpu":
         found |= split(text, kernel_time(compiled, args, Repeats(1, 3)).kernels, devices, found["us"])
     return found
 

@@ -30,7 +30,7 @@ from benchmarks.timing import Repeats
 from lm.config import TrainConfig
 from lm.data import load
 from lm.step import jit_init, jit_update
-from moax import kernels
+from moax.kernels.device import find_device
 from moax.mesh.specs import named
 from moax.params import token_spec
 
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
             update, like = jit_update(config, mesh)
             lowered = update.lower(*like)
             step, init = lowered.compile(), jit_init(config, mesh).lower().compile()
-            if kernels.find_device().platform == "gpu":
+            if find_device().platform == "gpu":
                 plain = lowered.compile(NO_COMMAND_BUFFERS)
         except Exception as error:
             answer["note"] = why(error)

@@ -17,7 +17,7 @@ from benchmarks.peers import jax_peers, torch_grouped
 from benchmarks.problem import Problem
 from benchmarks.report import OURS, Row, compare, why
 from benchmarks.timing import Repeats, kernel_time
-from moax import kernels
+from moax.kernels.device import find_device
 
 RECIPES = ("none", "fp8_block")
 PEERS = (*jax_peers.CALLS, "torch")
@@ -33,7 +33,7 @@ def rows(
         problem = Problem(case)
         for direction in DIRECTIONS:
             group = [own(problem, direction, recipe, repeats) for recipe in RECIPES]
-            if kernels.find_device().platform == "gpu":
+            if find_device().platform == "gpu":
                 group.append(own(problem, direction, "none", repeats, by_xla=True))
             group += [peer(name, problem, direction, repeats, quick=quick) for name in jax_peers.CALLS if name in peers]
             group += [row for row in torch if (row.case, row.direction) == (case.name, direction)]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from benchmarks.cases import Direction
 from benchmarks.problem import Problem, dequantize
 from benchmarks.report import HOPPER
-from moax import kernels
+from moax.kernels.device import find_device
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8
 from moax.kernels.hopper.pallas import tiles
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
@@ -58,11 +58,11 @@ def dims(problem: Problem, direction: Direction) -> tuple[int, int, int]:
 
 def gemm(problem: Problem, direction: Direction, operands: Operands) -> Call:
     """Returns the product of a direction by the Hopper kernel with the tile that moax picks, and on a CPU by XLA."""
-    if kernels.find_device().platform != "gpu":
+    if find_device().platform != "gpu":
         return xla_gemm(problem, direction, operands)
     fp8 = operands is not None
     op = next(op for op, (*_, those) in KERNELS.items() if direction in those and op.endswith("_fp8") == fp8)
-    tile = tiles.pick_tile(op, *dims(problem, direction), kernels.find_device().device_kind)
+    tile = tiles.pick_tile(op, *dims(problem, direction), find_device().device_kind)
     return hopper_gemm(problem, op, direction, operands, tile)
 
 

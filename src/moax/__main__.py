@@ -12,7 +12,8 @@ import jax
 
 from moax.checks import Unsupported
 from moax.exchange import TRANSPORTS, select_transport
-from moax.kernels import DEFAULT, IMPLEMENTATIONS, find_device, select_kernels, supports_fp8
+from moax.kernels import DEFAULT, IMPLEMENTATIONS, select_kernels, supports_fp8
+from moax.kernels.device import find_device
 from moax.recipe import RECIPES, get_recipe
 from moax.text import align
 

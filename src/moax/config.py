@@ -7,76 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable
 from typing import Literal, NamedTuple, TypedDict
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from moax.activations import Activation, check_activation, gates_of
 from moax.checks import check_fields, check_keywords, check_value, suggest_fields
 from moax.mesh.axes import Axes
 from moax.mesh.collectives import get_grad_reduce
 from moax.mesh.specs import Engine
 from moax.recipe import Recipe, Recipes, get_recipes
 from moax.types import Routing, exportable
-
-Activation = str | Callable | tuple[str | Callable, str | Callable]
-SWIGLU_OAI_LIMIT, SWIGLU_OAI_ALPHA = 7.0, 1.702  # the default limit of gate and up, and the factor in the sigmoid
-# The activations by name: functions of (gate, up), then of up alone.
-GATED: dict[str, Callable] = {
-    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
-    "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
-    "swiglu_oai": lambda gate, up: gate * jax.nn.sigmoid(SWIGLU_OAI_ALPHA * gate) * (up + 1.0),
-    "reglu": lambda gate, up: jax.nn.relu(gate) * up,
-    "glu": lambda gate, up: jax.nn.sigmoid(gate) * up,
-}
-UNGATED: dict[str, Callable] = {
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "relu2": lambda up: jnp.square(jax.nn.relu(up)),
-    **{name: getattr(jax.nn, name) for name in (
-        "relu", "relu6", "swish", "tanh", "elu", "selu", "celu", "leaky_relu", "soft_sign", "hard_tanh", "hard_silu",
-        "hard_swish", "mish",
-    )},
-    "quick_gelu": lambda up: up * jax.nn.sigmoid(1.702 * up),
-    "squared_relu": lambda up: jnp.square(jax.nn.relu(up)),
-    "identity": lambda up: up,
-    "linear": lambda up: up,
-}  # fmt: skip
-# A pair alone may have these, which are not 0 at 0.
-NOT_ZERO: dict[str, Callable] = {name: getattr(jax.nn, name) for name in (
-    "sigmoid", "log_sigmoid", "hard_sigmoid", "softplus", "squareplus", "sparse_plus",
-)}  # fmt: skip
-
-
-def check_activation(name: str, value) -> None:
-    """Raises ValueError unless value is an activation: a name, a pair, or a function of one or two arrays."""
-    if callable(value):
-        gates_of(value)
-    elif isinstance(value, tuple) and len(value) == 2:
-        for part in value:
-            if not callable(part):
-                check_value(name, part, (*UNGATED, *NOT_ZERO))
-    else:
-        check_value(name, value, (*GATED, *UNGATED))
-
-
-def gates_of(activation: Activation) -> int:
-    """Returns G: 2 for an activation of (gate, up), 1 for an activation of up alone.
-
-    Raises:
-      ValueError: a function takes neither one nor two arrays.
-    """
-    if not callable(activation):
-        return 2 if isinstance(activation, tuple) or activation in GATED else 1
-    named = inspect.signature(activation).parameters.values()
-    count = sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in named)
-    if count not in (1, 2):
-        raise ValueError(f"activation={activation!r} must be a function of (up) or of (gate, up); it takes {count}")
-    return count
 
 
 @suggest_fields

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moax.config import Activation, MoEConfig, MoEStats, RouterConfig
+from moax.activations import Activation
+from moax.config import MoEConfig, MoEStats, RouterConfig
 from moax.params import MoEParams
 from moax.types import Routing
 

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import moax
 from moax import inspect
-from moax.kernels.operands import dequantize as dequantize_local
-from moax.kernels.operands import quantize as quantize_local
+from moax.kernels.scales import dequantize as dequantize_local
+from moax.kernels.xla import quantize as quantize_local
 from moax.recipe import RECIPES
 from support import TOKENS, gather_counts, make_mesh, some, spec
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import moax
 from moax import MoEConfig, RouterConfig
-from moax.config import GATED, UNGATED
+from moax.activations import GATED, UNGATED
 
 SIZES = dict(d_model=32, d_ff=64, num_experts=8, top_k=2)
 NOT_COUNTS = (0, -1, 2.0, "8", None, True)

@@ -21,7 +21,7 @@ import pytest
 import moax
 from moax import inspect
 from moax.exchange.transport import allot_slots
-from moax.kernels.operands import allot_rows
+from moax.kernels.groups import allot_rows
 from support import TOKENS, make_mesh, make_params, put, rel_norm, size, some, spec
 from support.block import BASE, MESH, ONE_DEVICE, block, check, cotangent, expected, make_x
 from support.exchange import EmulatedOneSided, registered

@@ -22,9 +22,9 @@ import pytest
 
 import moax
 from moax import Format, Recipe, Recipes, estimate, inspect, ops
-from moax.kernels.operands import dequantize
-from moax.kernels.operands import find_groups as find_unblocked
-from moax.kernels.operands import quantize_for_matmul as by_xla
+from moax.kernels.groups import find_groups as find_unblocked
+from moax.kernels.scales import dequantize
+from moax.kernels.xla import quantize_for_matmul as by_xla
 from moax.recipe import RECIPES
 from support import interpret, make_mesh, random, rel_norm, some
 from support.block import QUANTIZED, block, check, check_gradients, cotangent, expected, make_params, make_x

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moax.activations import GATED, UNGATED, gates_of
 from moax.checks import Unsupported, log_once
-from moax.config import GATED, UNGATED, gates_of
 from moax.kernels import hopper
+from moax.kernels.groups import scale_rows, zero_rows
 from moax.kernels.hopper.formats import find_groups, make_blocks
 from moax.kernels.hopper.pallas import activation as kernels
-from moax.kernels.operands import DTYPES, scale_rows, zero_rows
-from moax.kernels.operands import quantize as quantize_local
+from moax.kernels.scales import DTYPES
+from moax.kernels.xla import quantize as quantize_local
 from moax.ops.activation import activate, activation_of
 from moax.recipe import FULL, Format, Recipes
 from support import interpret, lower, some

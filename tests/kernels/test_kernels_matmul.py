@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moax.kernels.groups import find_groups
 from moax.kernels.hopper.formats import BLOCK, KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas import pipeline
 from moax.kernels.hopper.pallas.matmul import grouped_matmul
 from moax.kernels.hopper.pallas.pipeline import TileConfig
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.operands import find_groups
 from support import interpret, random, rel_error, some
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

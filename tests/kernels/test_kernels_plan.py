@@ -15,8 +15,8 @@ from jax import lax
 
 from moax.checks import Unsupported
 from moax.kernels import implementation
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.pallas import plan, ptx
-from moax.kernels.operands import align_up
 from moax.ops.permutation import PermuteSpec, plan_rows
 from support import interpret, random, some, spread
 from support.ptx import run_ptx

@@ -12,11 +12,12 @@ import pytest
 
 from moax.checks import Unsupported
 from moax.kernels import implementation
+from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.formats import KMajorFp8, make_blocks
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
-from moax.kernels.operands import DTYPES, zero_rows
-from moax.kernels.operands import dequantize as dequantize_local
-from moax.kernels.operands import quantize as quantize_local
+from moax.kernels.scales import DTYPES
+from moax.kernels.scales import dequantize as dequantize_local
+from moax.kernels.xla import quantize as quantize_local
 from moax.recipe import Format
 from support import interpret, some
 

@@ -20,8 +20,8 @@ from jax.sharding import AxisType, PartitionSpec
 import moax
 from moax.checks import log_once
 from moax.kernels import implementation, select_kernels
+from moax.kernels.groups import zero_rows
 from moax.kernels.hopper.pallas import pipeline
-from moax.kernels.operands import zero_rows
 from moax.ops import dense, grouped_matmul
 from moax.recipe import get_recipe
 from support import ON_GPU, fake_operands, interpret, make_params, random, rel_error, rel_norm, some, spread

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moax.kernels import xla
-from moax.kernels.operands import align_up, find_groups, sum_before
+from moax.kernels.groups import align_up, find_groups, sum_before
 
 M, K, N, E = 1100, 24, 40, 5
 CAPACITIES = (0, 128, 256, 384, 512, 896, 1100)
@@ -124,7 +124,7 @@ def largest(jaxpr):
 
 
 def capacities(rows, groups):
-    return xla.plan_products(find_groups(jnp.zeros(groups, jnp.int32), 1, rows), rows)[0]
+    return xla.plan_matmuls(find_groups(jnp.zeros(groups, jnp.int32), 1, rows), rows)[0]
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (1, 3), (300, 300), (M, E), (5000, 1), (65536, 32), (4097, 7)])

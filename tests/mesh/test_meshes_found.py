@@ -15,7 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moax
-from moax import Axes, inspect, kernels, ops
+from moax import Axes, inspect, ops
+from moax.kernels.device import find_device, why_not_hopper
 from moax.mesh.specs import named
 from support import make_mesh, make_params, put, random, some
 from support.block import MESH, check_gradients
@@ -192,5 +193,5 @@ def test_the_mesh_in_force_says_what_jit_compiles_for():
     """Breaks if a program that a CPU compiles for GPUs has the operations that only a CPU needs."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("ep",), abstract_device=device)):
-        assert kernels.find_device().platform == "gpu" and kernels.why_not_hopper() is None
-    assert kernels.find_device().platform == jax.default_backend()
+        assert find_device().platform == "gpu" and why_not_hopper() is None
+    assert find_device().platform == jax.default_backend()

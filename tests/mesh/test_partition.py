@@ -20,7 +20,7 @@ import moax
 from moax import Axes, Unsupported
 from moax.block.layer import moe
 from moax.inspect import collectives
-from moax.kernels.operands import gather_shard, quantize, quantize_shard
+from moax.kernels.xla import gather_shard, quantize, quantize_shard
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import gather_weight, reduce_max, scatter_gradient, vary_like
 from moax.mesh.op import Op, OpSharding

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moax import reference
-from moax.config import GATED, NOT_ZERO, UNGATED, gates_of
+from moax.activations import GATED, NOT_ZERO, UNGATED, gates_of
 from moax.inspect import collectives
 from moax.ops import activate
 from moax.ops.activation import activation_of

@@ -15,11 +15,12 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import moax
-from moax import kernels
 from moax.exchange import select_transport
 from moax.exchange.one_sided import plan_sends
 from moax.exchange.transport import find_slots
-from moax.kernels.operands import dequantize, quantize
+from moax.kernels import device as machine
+from moax.kernels.scales import dequantize
+from moax.kernels.xla import quantize
 from moax.ops import combine, dispatch
 from moax.recipe import Format, get_recipe
 from support import TOKENS, WAYS, interpret, make_mesh, make_params, program, random, rel_norm, size, some, spec
@@ -318,7 +319,7 @@ def test_reasons_of_the_mesh(monkeypatch):
     with jax.set_mesh(make_mesh("2x4")):
         assert select_transport("one_sided", None, 256) == "one_sided"
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(kernels, "_reach", lambda ordinals: False)
+        monkeypatch.setattr(machine, "_reach", lambda ordinals: False)
         assert "cannot reach one another's memory" in refused()
 
 
@@ -335,10 +336,10 @@ def test_every_pair_of_gpus_is_asked(monkeypatch, lacking):
             can._obj.value = (a.value, b.value) != lacking
             return 0
 
-    monkeypatch.setattr(kernels.ctypes, "CDLL", lambda name: Driver())
-    kernels._reach.cache_clear()
-    assert kernels._reach((0, 1, 2)) == (lacking is None)
-    kernels._reach.cache_clear()
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: Driver())
+    machine._reach.cache_clear()
+    assert machine._reach((0, 1, 2)) == (lacking is None)
+    machine._reach.cache_clear()
 
 
 def test_reason_of_a_nested_shard_map(monkeypatch):

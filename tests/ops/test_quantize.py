@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moax import inspect, recipe
-from moax.kernels.operands import dequantize as dequantize_local
-from moax.kernels.operands import quantize as quantize_local
+from moax.kernels.scales import dequantize as dequantize_local
+from moax.kernels.xla import quantize as quantize_local
 from moax.ops import dequantize, grouped_wgrad, quantize
 from moax.recipe import Format, Recipe
 from moax.types import QArray

@@ -16,7 +16,8 @@ from jax import lax
 
 from moax.exchange import TRANSPORTS, OneSided, Transport
 from moax.exchange.transport import allot_slots
-from moax.kernels.operands import DTYPES, quantize
+from moax.kernels.scales import DTYPES
+from moax.kernels.xla import quantize
 from moax.mesh.specs import MeshView
 from moax.ops import combine, dispatch, dispatch_combine
 from support import TOKENS, integers, program, size, spec

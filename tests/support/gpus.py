@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moax import kernels
+from moax.kernels import device as machine
 
 
 @contextmanager
@@ -30,7 +31,8 @@ def alone() -> Iterator[None]:
 def pretend(monkeypatch, platform: str = "cpu", device_kind: str = "NVIDIA H200") -> None:
     """Lets moax choose kernels as on this device. The platform `cpu` is that of the interpreter, which runs them."""
     device = SimpleNamespace(platform=platform, device_kind=device_kind)
-    monkeypatch.setattr(kernels, "find_device", lambda: device)
+    for module in (kernels, machine):
+        monkeypatch.setattr(module, "find_device", lambda: device)
 
 
 def dirty(elements: int = 1 << 26) -> None:

@@ -14,10 +14,10 @@ from packaging.requirements import Requirement
 
 import moax
 from moax import __main__ as cli
-from moax import kernels
 from moax.checks import Unsupported
 from moax.exchange import EXCHANGES
 from moax.kernels import IMPLEMENTATIONS, select_kernels
+from moax.kernels.device import find_device
 from moax.recipe import RECIPES
 from support.gpus import pretend
 
@@ -29,7 +29,7 @@ def test_info_says_what_runs(capsys):
     cli.main()
     said = capsys.readouterr().out
     assert "8 x cpu (platform cpu)" in said and f"jax {jax.__version__}" in said
-    with pytest.raises(Unsupported, match=re.escape(kernels.find_device().device_kind)) as refused:
+    with pytest.raises(Unsupported, match=re.escape(find_device().device_kind)) as refused:
         select_kernels("hopper")
     assert str(refused.value).removeprefix("kernels='hopper': ") in said
     choices = {(c.argument, c.value): c for c in cli.choices()}

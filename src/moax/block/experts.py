@@ -51,7 +51,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from moax.block.moe import BlockPlan, Residuals, Weights, backward_down, backward_up, forward_down, forward_up
 from moax.checks import log_once
-from moax.kernels import Operand, find_device, implementation
+from moax.kernels import Operand, implementation
+from moax.kernels.device import collectives_may_race, needs_overlap_options
 from moax.lora import DIMS as ADAPTER_DIMS
 from moax.mesh.axes import Names
 from moax.mesh.collectives import reduce_max, vary_like
@@ -93,7 +94,7 @@ def apply_experts(
     Returns y [T, H], a partial sum over tp inside a `shard_map`; the dropped assignments [1] i32; and the most rounds
     of any rank of the mesh [1] i32.
     """
-    if view.axes.size(view.axes.fsdp) > 1 and find_device().platform == "gpu":
+    if view.axes.size(view.axes.fsdp) > 1 and needs_overlap_options():
         log_once(OVERLAP_HINT, logging.INFO)
     inputs, w = jax.tree.map(lambda v: vary_like(v, quantized), (inputs, w))
     _, (*tokens, w, _) = _forward_op.lay_out(view, p, *inputs, w, None)
@@ -314,7 +315,7 @@ def after[T](first: PyTree, then: T) -> T:
     # XLA for CPUs runs collectives at once where no data goes from one to the other, and pairs one device's first with
     # another device's second. So the collectives of the loop and of the first round, and of forward and of backward,
     # need such data where dy is a constant or rows are dropped.
-    if find_device().platform != "cpu":
+    if not collectives_may_race():
         return then
     some = [jnp.clip(leaf.ravel()[:1].astype(jnp.float32), -1, 1).sum() for leaf in jax.tree.leaves(first)]
     never = sum(some) < -2 * len(some)  # always False, which XLA does not know

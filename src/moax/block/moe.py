@@ -41,7 +41,7 @@ from moax.config import MoEConfig, Options
 from moax.exchange import AUTO, TRANSPORTS
 from moax.exchange.transport import ExchangeSpec, allot_slots
 from moax.kernels import DEFAULT, Operand, Role, implementation, select_kernels
-from moax.kernels.operands import Groups, allot_rows, scale_rows
+from moax.kernels.groups import Groups, allot_rows, scale_rows
 from moax.mesh.axes import ResolvedAxes
 from moax.mesh.collectives import mask_to_first_rank
 from moax.mesh.specs import Spec

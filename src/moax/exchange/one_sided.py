@@ -36,8 +36,9 @@ from moax.exchange.transport import (
     count_rounds,
     number_slots,
 )
-from moax.kernels import COPY_BYTES, DEFAULT, find_peer_kernels, implementation, why_not_peers
-from moax.kernels.operands import align_up
+from moax.kernels import DEFAULT, find_peer_kernels, implementation
+from moax.kernels.device import COPY_BYTES, why_not_peers
+from moax.kernels.groups import align_up
 from moax.mesh.specs import MeshView
 from moax.types import SendPlan
 

@@ -36,8 +36,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from moax.kernels import DEFAULT, sums_in_pieces
-from moax.kernels.operands import allot_rows
+from moax.kernels import DEFAULT
+from moax.kernels.device import sums_in_pieces
+from moax.kernels.groups import allot_rows
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import sum_scatter
 from moax.mesh.specs import MeshView

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moax.activations import SWIGLU_OAI_LIMIT, Activation
 from moax.checks import Unsupported
-from moax.config import SWIGLU_OAI_LIMIT, Activation, MoEConfig, RouterConfig
+from moax.config import MoEConfig, RouterConfig
 from moax.hf.families import FAMILIES, Family, family_of
 from moax.hf.headers import name_source, read_json
 from moax.hf.keys import LAYER_LIST, NUM_LAYERS, Values, check_values, parse_key, read_key, read_size

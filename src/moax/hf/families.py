@@ -10,8 +10,9 @@ import reprlib
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from moax.activations import SWIGLU_OAI_ALPHA, Activation
 from moax.checks import Unsupported
-from moax.config import SWIGLU_OAI_ALPHA, Activation, RouterConfig
+from moax.config import RouterConfig
 from moax.hf.tensor_layouts import BlockLayout, block_layout
 
 

@@ -27,7 +27,7 @@ from moax.config import MoEConfig, OptionKeywords, Options, replace_options
 from moax.exchange.transport import Transfer, ring_bytes
 from moax.inspect.hlo import Element, device_groups, read_hlo, trace, varying_axes
 from moax.inspect.hlo import Value as Value
-from moax.kernels import find_device
+from moax.kernels.device import find_device
 from moax.mesh.axes import AnyMesh, Names, as_names
 from moax.params import operand_shapes
 from moax.text import align, plural

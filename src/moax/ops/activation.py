@@ -27,9 +27,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moax.activations import (
+    GATED,
+    NOT_ZERO,
+    SWIGLU_OAI_LIMIT,
+    UNGATED,
+    Activation,
+    check_activation,
+    gates_of,
+    operations,
+)
 from moax.checks import check_arrays
-from moax.config import GATED, NOT_ZERO, SWIGLU_OAI_LIMIT, UNGATED, Activation, check_activation, gates_of
-from moax.kernels import operations
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 SHAPE = (3, 5)  # of the arrays on which an activation is traced; no two of its sizes are equal

@@ -27,7 +27,7 @@ from moax.checks import check_arrays, check_value
 from moax.exchange import TRANSPORTS, select_transport
 from moax.exchange.transport import Arrived, ExchangeSpec, Planned, Sent, allot_slots
 from moax.kernels import implementation, select_kernels
-from moax.kernels.operands import dequantize
+from moax.kernels.scales import dequantize
 from moax.mesh.axes import Axes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, find_mesh_view

@@ -5,7 +5,7 @@
     wgrad    dw[g] = sum over m of g: x[m]^T dy[m]   contracts rows          -> [E, K, *C]
     dbias[g]       = sum over m of g: dy[m]
 
-Rows are ordered as in `moax.kernels.operands`: each group starts at a multiple of `align`. Padding of x and dy may hold
+Rows are ordered as in `moax.kernels.groups`: each group starts at a multiple of `align`. Padding of x and dy may hold
 anything, NaN included; padding of y and dx is 0. With group sizes (3, 0, 2), align 4 and 8 rows, rows 0 to 2 are
 multiplied by w[0] and rows 4 and 5 by w[2]; rows 3, 6 and 7 are padding. An empty group has the gradient 0. A recipe
 quantizes each operand along the contracted dim just before its product, and a weight before it is gathered. Sums are
@@ -30,7 +30,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
-from moax.kernels import Packing, Role, implementation, select_kernels
+from moax.kernels import Role, implementation, select_kernels
+from moax.kernels.groups import Packing
 from moax.mesh.axes import Axes, Names
 from moax.mesh.collectives import get_grad_reduce, mask_to_first_rank
 from moax.mesh.lowering import refuse_derivative
@@ -301,7 +302,7 @@ def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes)
     return (weights.sum_shards(weight, layout, dw.reshape(-1, x.shape[1], *dy.shape[1:])),)
 
 
-def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: Names, **wanted: bool):
+def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: Names, **wanted):
     """Returns rows [M, ...] as operands of a product over columns and of wgrad; `split` are the axes of the columns."""
     kernels, over = implementation(static.weight.kernels), static.weight.axes.tokens + split
     return kernels.quantize_for_matmul(packed.pack(x), static.weight.recipe, role, packed.groups, over, **wanted)

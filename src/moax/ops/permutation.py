@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moax.checks import check_arrays, check_value
 from moax.kernels import DEFAULT, implementation, select_kernels
-from moax.kernels.operands import Groups, align_up
+from moax.kernels.groups import Groups, align_up
 from moax.mesh.axes import Axes, ResolvedAxes
 from moax.mesh.op import Op, with_gradient
 from moax.mesh.specs import Engine, MeshView, find_mesh_view

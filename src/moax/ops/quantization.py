@@ -7,7 +7,7 @@ Blocks of 128 along a dim of 300 elements are elements 0 to 127, 128 to 255, and
 becomes NaN in its own element and does not enter the scale of its block. A block of zeros has scale 1. Quantization has
 no gradient: products quantize inside their own `custom_vjp`.
 
-Rows in groups are ordered as in `moax.kernels.operands`. With group sizes (3, 0, 2), align 4 and blocks of 4 rows,
+Rows in groups are ordered as in `moax.kernels.groups`. With group sizes (3, 0, 2), align 4 and blocks of 4 rows,
 block 0 has the rows 0 to 2, and block 1 the rows 4 and 5. Padding may hold anything, and is quantized to 0.
 """
 
@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Integer
 
 from moax.checks import check_arrays, check_value
 from moax.kernels import DEFAULT, implementation, select_kernels
-from moax.kernels.operands import dequantize as dequantize_array
-from moax.kernels.operands import find_groups, zero_rows
+from moax.kernels.groups import find_groups, zero_rows
+from moax.kernels.scales import dequantize as dequantize_array
 from moax.mesh.axes import Axes, Names, ResolvedAxes
 from moax.mesh.op import Op, OpSharding
 from moax.mesh.specs import Engine, Spec, check_spec, find_mesh_view, pad

@@ -18,8 +18,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from moax.kernels import Operand, implementation, sums_in_pieces
-from moax.kernels.operands import find_scale_axes
+from moax.kernels import Operand, implementation
+from moax.kernels.device import sums_in_pieces
+from moax.kernels.scales import find_scale_axes
 from moax.mesh import collectives
 from moax.mesh.axes import Names, ResolvedAxes
 from moax.mesh.collectives import GradReduce, sum_dtype

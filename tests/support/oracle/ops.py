@@ -225,7 +225,7 @@ def dense_vjp(x, w, b, dy):
 
 
 def first_rows(sizes, align: int):
-    """The first row of each group, as `moax.kernels.operands` says, and how many rows hold all of them.
+    """The first row of each group, as `moax.kernels.groups` says, and how many rows hold all of them.
 
     sizes (3, 0, 5) with align 4: first rows 0, 4, 4, and 12 rows in all.
     """

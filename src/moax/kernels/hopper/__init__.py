@@ -1,9 +1,9 @@
-"""The implementation for Hopper GPUs: the functions of `moax.kernels.xla` by Pallas Mosaic kernels.
+"""The implementation for Hopper GPUs, by Pallas Mosaic kernels. `moax.kernels.protocol` documents its functions.
 
 Each file of the folder `pallas` has the kernels of one op, which take arrays and a TileConfig and know neither meshes
-nor configs. Every product works on blocks of 128 expert-sorted rows (`formats.Blocks`), and FP8 operands are K-major
+nor configs. Every matmul works on blocks of 128 expert-sorted rows (`formats.Blocks`), and FP8 operands are K-major
 (`formats.KMajorFp8`). XLA computes what the kernels do not take: it quantizes operands of other recipes, and the
-products multiply them in bfloat16.
+matmuls multiply them in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moax.checks import log_once
-from moax.kernels import HOPPER_WIDTH, Packing, Role, find_device, xla
+from moax.kernels import Role, xla
+from moax.kernels.device import HOPPER_WIDTH, find_device
+from moax.kernels.groups import Groups, Packing, align_up, sum_before, zero_rows
 from moax.kernels.hopper.formats import (
     BLOCK,
     COPY_WIDTH,
@@ -42,18 +44,7 @@ from moax.kernels.hopper.pallas.permute import gather_sum as gather_sum
 from moax.kernels.hopper.pallas.quantize import dequantize_rows, quantize_rows, quantize_weight
 from moax.kernels.hopper.pallas.tiles import pick_tile, turn_tile, with_projections
 from moax.kernels.hopper.pallas.wgrad import grouped_wgrad
-from moax.kernels.operands import (
-    DTYPES,
-    Groups,
-    align_up,
-    block_max,
-    dequantize,
-    find_scale_axes,
-    max_of_groups,
-    sum_before,
-    to_scale,
-    zero_rows,
-)
+from moax.kernels.scales import DTYPES, block_max, dequantize, find_scale_axes, max_of_groups, to_scale
 from moax.mesh.axes import Names
 from moax.mesh.collectives import gather_weight, is_alone, reduce_max
 from moax.recipe import FULL, Contracted, Format, Recipe, Recipes
@@ -61,30 +52,35 @@ from moax.types import QArray, QShard
 
 __all__ = xla.__all__
 # With one wave, thread-block clusters drift apart, and weights leave L2 before every cluster has read them.
-# A product whose tiles take equal times needs several waves beside a collective alone, since they cost it 1 to 3 %.
+# A matmul whose tiles take equal times needs several waves beside a collective alone, since they cost it 1 to 3 %.
 WAVES = 4
-HALVES = ("matmul", "matmul_transposed")  # the products with half tiles
-GATHER_HIDDEN = 1536  # for wider experts it is faster to sort the rows first (benchmarks/LOG.md, 2026-11-24)
+HALVES = ("matmul", "matmul_transposed")  # the matmuls with half tiles
+# for wider experts it is faster to sort the rows first (benchmarks/LOG.md, 2026-11-24)
+GATHER_HIDDEN = 1536
 
 
 def choose_rows(recipe: Recipe, role: Role, width: int, hidden: int) -> tuple[int, bool]:
-    """Returns the alignment of groups, and whether products shall gather rows: those of narrow experts."""
+    """Returns the alignment of groups, and whether matmuls shall gather rows: those of narrow experts."""
     # In FP8 128 rows share a scale, and 64 else suffice.
     align = math.lcm(recipe.row_alignment, BLOCK if supports_fp8(recipe) else HALF)
-    # Products that gather take up to 29 % longer. A kernel that sorts the rows first takes longer than that; in FP8 it
+    # Matmuls that gather take up to 29 % longer. A kernel that sorts the rows first takes longer than that; in FP8 it
     # quantizes rows for wgrad too.
-    narrow = width % GATHER_WIDTH == 0 == hidden % GATHER_WIDTH and hidden <= GATHER_HIDDEN
+    whole_lines = width % GATHER_WIDTH == 0 and hidden % GATHER_WIDTH == 0
+    narrow = whole_lines and hidden <= GATHER_HIDDEN
     return align, narrow and getattr(recipe, role) is None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def top_k(x: Float[Array, "T E"], k: int):
     """Returns the k largest of each row of x and their indices i32."""
-    return plan.top_k_rows(x, k) if plan.supports_top_k(x.shape, k) else xla.top_k(x, k)
+    if plan.supports_top_k(x.shape, k):
+        return plan.top_k_rows(x, k)
+    return xla.top_k(x, k)
 
 
 @top_k.defjvp
 def _top_k_jvp(k: int, primals, tangents):
+    """Returns the derivative of `top_k`: the tangents of the chosen values."""
     values, indices = top_k(*primals, k)
     tangent = jnp.take_along_axis(tangents[0], indices, axis=1)
     return (values, indices), (tangent, np.zeros(indices.shape, jax.dtypes.float0))
@@ -106,7 +102,9 @@ def gather_rows(x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Gr
     """rows[n] = x[gather_idx[n]]."""
     rows = gather_idx.shape[0]
     gather_idx = jnp.pad(gather_idx, (0, -rows % HALF), constant_values=x.shape[0])
-    blocks = groups.blocks if isinstance(groups, BlockedGroups) else None
+    blocks = None
+    if isinstance(groups, BlockedGroups):
+        blocks = groups.blocks
     return permute.gather_rows(x, gather_idx, blocks)[:rows]
 
 
@@ -116,21 +114,24 @@ def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -
         groups = find_groups(group_sizes, BLOCK, align_up(num_rows, BLOCK))
 
         def pad(x):
-            return zero_rows(jnp.pad(x, [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)]), groups.real)
+            padding = [(0, -x.shape[0] % BLOCK), *[(0, 0)] * (x.ndim - 1)]
+            return zero_rows(jnp.pad(x, padding), groups.real)
 
         return Packing(groups, pad, lambda y: zero_rows(y, groups.real)[:num_rows])
 
     rows = align_up(num_rows + group_sizes.shape[0] * (BLOCK - 1), BLOCK)
     groups = find_groups(group_sizes, BLOCK, rows)
-    unpacked, packed = (sum_before(align_up(group_sizes, multiple)) for multiple in (align, BLOCK))
+    unpacked = sum_before(align_up(group_sizes, align))
+    packed = sum_before(align_up(group_sizes, BLOCK))
 
-    def index(of, to, align, size, none):
-        """Returns the row at `to` of each of `size` rows that lie at `of`, and `none` for padding."""
-        at = xla.find_groups(group_sizes, align, size)
-        return jnp.where(at.real, to[at.index] + jnp.arange(size, dtype=jnp.int32) - of[at.index], none)
+    def find_rows(target, source, align, size, padding):
+        """Returns the row of groups at `source` for each of `size` rows of groups at `target`."""
+        layout = xla.find_groups(group_sizes, align, size)
+        row = source[layout.index] + jnp.arange(size, dtype=jnp.int32) - target[layout.index]
+        return jnp.where(layout.real, row, padding)
 
-    gather_idx = index(packed, unpacked, BLOCK, rows, num_rows)
-    scatter_idx = index(unpacked, packed, align, num_rows, rows)
+    gather_idx = find_rows(packed, unpacked, BLOCK, rows, num_rows)
+    scatter_idx = find_rows(unpacked, packed, align, num_rows, rows)
 
     def pack(x):
         return gather_rows(x.reshape(x.shape[0], -1), gather_idx).reshape(-1, *x.shape[1:])
@@ -142,44 +143,57 @@ def quantize_for_matmul(
     x: Array, recipe: Recipe, role: Role, groups: BlockedGroups, amax_over: Names = (),
     *, gather_idx: Any = None, in_products: bool = False, rows: bool = True, columns: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Quantizes rows as [M, C] for a product over columns and as [C, M] for wgrad, in one read, sorted or not."""
+    """Quantizes rows as [M, C] for a matmul over columns and as [C, M] for wgrad, in one read, sorted or not."""
     if not (rows or columns):
         return None, None
     format: Any = getattr(recipe, role)
     if in_products and format is None:
-        return (GatheredRows(x, gather_idx),) * 2
+        operand = GatheredRows(x, gather_idx)
+        return operand, operand
     fp8 = supports_fp8(recipe)
-    if gather_idx is not None and not (fp8 and format.block):  # the kernel gathers where each block has a scale
+    # The kernel gathers where each block has a scale.
+    if gather_idx is not None and not (fp8 and format.block):
         with jax.named_scope("permute"):
-            x, gather_idx = gather_rows(x, gather_idx, groups), None
+            x = gather_rows(x, gather_idx, groups)
+            gather_idx = None
     if not fp8:
         return xla.quantize_for_matmul(x, recipe, role, groups, amax_over)
     with jax.named_scope("quantize"):
-        x, scale = x.reshape(x.shape[0], -1), None
+        x = x.reshape(x.shape[0], -1)
+        scale = None
         if format.by_group:  # a block of 128 rows lies in one group
             scale = to_scale(max_of_groups(x, groups)[::BLOCK], format)
         elif format.block is None:
             amax = block_max(zero_rows(x, groups.real), (None, None))
             scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
-        how: Any = dict(rows=rows, columns=columns, scale=scale, source=gather_idx)
-        return quantize_rows(x, groups.blocks, format=format, **how)
+        results: Any = dict(rows=rows, columns=columns)
+        return quantize_rows(x, groups.blocks, source=gather_idx, format=format, scale=scale, **results)
 
 
 def matmul(
     x: Any, w: Any, groups: BlockedGroups, dtype: Any, bias: Any = None, *, transpose: bool = False
 ) -> Float[Array, "M N"]:
     """y[m] = x[m] w[g(m)] + bias[g(m)], rounded after the bias. In FP8 w is K-major: `transpose` does not matter."""
-    bias = None if bias is None else bias.reshape(bias.shape[0], -1)
-    (x, source), (w, _) = _unpack(x, dtype), _unpack(w, dtype)
+    if bias is not None:
+        bias = bias.reshape(bias.shape[0], -1)
+    x, source = _unpack(x, dtype)
+    w, _ = _unpack(w, dtype)
     return _matmul(x, w, groups.blocks, dtype, source, bias, transpose)
 
 
 def _matmul(x, w, blocks: Blocks, dtype, source=None, bias=None, transpose: bool = False):
-    fp8 = isinstance(x, KMajorFp8)
-    op = "matmul_fp8" if fp8 else "matmul_transposed" if transpose else "matmul"
-    columns = data_of(w).shape[1 if fp8 or transpose else 2]
+    """Runs the kernel of a matmul, with rows of x that it gathers by `source`."""
+    _, rows, columns = data_of(w).shape
+    op = "matmul"
+    if isinstance(x, KMajorFp8):
+        op = "matmul_fp8"
+    elif transpose:
+        op = "matmul_transposed"
+    if op != "matmul":
+        columns = rows
     tile = _pick_tile(op, data_of(x).shape[1], columns, blocks, source)
-    return grouped_matmul(x, w, blocks, tile, transpose=transpose, bias=bias, source=source, out_dtype=dtype)
+    settings: Any = dict(transpose=transpose, bias=bias, source=source, out_dtype=dtype)
+    return grouped_matmul(x, w, blocks, tile, **settings)
 
 
 def matmul_activate(
@@ -190,9 +204,12 @@ def matmul_activate(
     The kernel takes 16-bit operands without a bias, 64 | K and 64 | F, and activations that Mosaic knows. It needs jax
     0.11.2. In FP8 the scale of a row of a has 128 columns of gate and of up, for whose sums a consumer lacks registers.
     """
-    if isinstance(x, KMajorFp8) or bias is not None or not MERGES_DIMS or not supports_activation(act, gates == 2):
+    gated = gates == 2
+    takes_operands = not isinstance(x, KMajorFp8) and bias is None
+    if not takes_operands or not MERGES_DIMS or not supports_activation(act, gated):
         return matmul(x, w, groups, dtype, bias), None
-    (x, source), (w, _) = _unpack(x, dtype), _unpack(w, dtype)
+    x, source = _unpack(x, dtype)
+    w, _ = _unpack(w, dtype)
     if w.shape[1] % GATHER_WIDTH or w.shape[2] % (gates * GATHER_WIDTH):
         return _matmul(x, w, groups.blocks, dtype, source), None
 
@@ -200,16 +217,18 @@ def matmul_activate(
     def together(x, w, blocks, source):
         w = w.reshape(*w.shape[:2], gates, -1)
         tile = _pick_tile("matmul", w.shape[1], gates * w.shape[3], blocks)
-        h, a = grouped_matmul_activate(x, w, blocks, with_projections(tile, gates, w.shape[3]), act, source=source)
+        tile = with_projections(tile, gates, w.shape[3])
+        h, a = grouped_matmul_activate(x, w, blocks, tile, act, source=source)
         return h.reshape(h.shape[0], -1), a
 
     @together.def_vmap
-    def apart(size, batched, *operands):  # the copy engine takes a weight with gate and up in no more dims
+    # The copy engine takes a weight with gate and up in no more dims.
+    def apart(size, batched, *operands):
         def each(x, w, blocks, source):
             h = _matmul(x, w, blocks, dtype, source)
-            return h, activation.activate_rows(h, blocks, act, gated=gates == 2)
+            return h, activation.activate_rows(h, blocks, act, gated=gated)
 
-        axes = [jax.tree.map(lambda one: 0 if one else None, of) for of in batched]
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, list(batched))
         return jax.vmap(each, axes, axis_size=size)(*operands), (True, True)
 
     return together(x, w, groups.blocks, source)
@@ -219,38 +238,52 @@ def wgrad(
     x: Any, dy: Any, groups: BlockedGroups, dtype: Any, out_dtype: Any = None, total: Any = None
 ) -> Float[Array, "E K N"]:
     """dw[g] = sum over rows m of group g: x[m]^T dy[m], of operands with 0 in padding; FP8 has [K, M] and [N, M]."""
-    out_dtype = total.dtype if total is not None else dtype if out_dtype is None else out_dtype
-    (x, of_x), (dy, of_dy) = _unpack(x, dtype), _unpack(dy, dtype)
-    op, dim = ("wgrad_fp8", 0) if isinstance(x, KMajorFp8) else ("wgrad", 1)
-    source, gathers = (of_x, "x") if of_dy is None else (of_dy, "dy")
+    if total is not None:
+        out_dtype = total.dtype
+    elif out_dtype is None:
+        out_dtype = dtype
+    x, source_of_x = _unpack(x, dtype)
+    dy, source_of_dy = _unpack(dy, dtype)
+    op, dim = "wgrad", 1
+    if isinstance(x, KMajorFp8):
+        op, dim = "wgrad_fp8", 0
     rows, columns = (data_of(v).shape[dim] for v in (x, dy))
-    tile = _pick_tile(op, rows, columns, groups.blocks, source)
-    tile = tile if of_dy is None else turn_tile(tile, rows)
-    return grouped_wgrad(x, dy, groups.blocks, tile, out_dtype=out_dtype, total=total, source=source, gathers=gathers)
+    if source_of_dy is None:
+        source, gathers = source_of_x, "x"
+        tile = _pick_tile(op, rows, columns, groups.blocks, source)
+    else:
+        source, gathers = source_of_dy, "dy"
+        tile = turn_tile(_pick_tile(op, rows, columns, groups.blocks, source), rows)
+    settings: Any = dict(source=source, gathers=gathers, out_dtype=out_dtype, total=total)
+    return grouped_wgrad(x, dy, groups.blocks, tile, **settings)
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: BlockedGroups) -> Float[Array, "E *C"]:
     """dbias[g] = sum over rows m of group g: dy[m], in float32. dy is 0 in padding."""
     if groups.sizes is None:
         return dy.astype(jnp.float32).sum(0, keepdims=True)
-    ones = jnp.ones((dy.shape[0], HOPPER_WIDTH), dy.dtype)  # a product takes a fraction of the time of XLA's scatter
+    # A matmul takes a fraction of the time of XLA's scatter.
+    ones = jnp.ones((dy.shape[0], HOPPER_WIDTH), dy.dtype)
     sums = wgrad(ones, dy.reshape(dy.shape[0], -1), groups, dy.dtype, jnp.float32)
     return sums[:, 0].reshape(groups.sizes.shape[0], *dy.shape[1:])
 
 
 def activate(
-    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *, weights: Any, amax_over: Names
-) -> Any:
+    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: BlockedGroups, *, weights: Any,
+    amax_over: Names,
+) -> Any:  # fmt: skip
     """Returns the Operand of act(h) times the weight of each row; XLA computes what the kernels do not know."""
-    flat, gated = h.reshape(h.shape[0], -1), h.shape[1] == 2
+    flat = h.reshape(h.shape[0], -1)
+    settings: Any = dict(gated=h.shape[1] == 2, weights=weights)
     with jax.named_scope("activate"):
-        if not supports_activation(act, gated):
-            a = zero_rows(xla.activate(h, act, FULL, groups, weights=weights, amax_over=()), groups.real)
+        if not supports_activation(act, settings["gated"]):
+            a = xla.activate(h, act, FULL, groups, weights=weights, amax_over=())
+            a = zero_rows(a, groups.real)
         elif _fuses(recipe, recipe, h.shape[2]):
-            format = cast(Format, recipe.x)
-            return activation.activate_quantize(flat, groups.blocks, act, gated=gated, weights=weights, format=format)
+            settings["format"] = recipe.x
+            return activation.activate_quantize(flat, groups.blocks, act, **settings)
         else:
-            a = activation.activate_rows(flat, groups.blocks, act, gated=gated, weights=weights)
+            a = activation.activate_rows(flat, groups.blocks, act, **settings)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over, columns=False)[0]
 
 
@@ -261,7 +294,8 @@ def activate_grad(
     """Returns act(h) times the weights, d_h, and inner [N], which is <d_a, act(h)> of each row."""
     if not supports_activation(act, h.shape[1] == 2):
         a, d_h, inner = xla.activate_grad(h, d_a, act, groups, weights)
-        return a, zero_rows(d_h, groups.real), inner  # padding of h may hold NaN, which 0 does not undo
+        # Padding of h may hold NaN, which 0 does not undo.
+        return a, zero_rows(d_h, groups.real), inner
     with jax.named_scope("activate"):
         flat = h.reshape(h.shape[0], -1)
         a, d_h, inner = activation.activate_grad_rows(flat, d_a, groups.blocks, act, weights=weights)
@@ -269,16 +303,17 @@ def activate_grad(
 
 
 def activate_grad_quantize(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes, groups: BlockedGroups, *,
-    weights: Float[Array, " N"], amax_over: Names,
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes,
+    groups: BlockedGroups, *, weights: Float[Array, " N"], amax_over: Names,
 ) -> tuple[Any, Any, Any, Float[Array, " N"]]:  # fmt: skip
     """Computes the backward of `activate`, quantized."""
     if supports_activation(act, h.shape[1] == 2) and _fuses(recipes.wo, recipes.wi, h.shape[2]):
         flat = h.reshape(h.shape[0], -1)
-        how: Any = dict(weights=weights, of_a=recipes.wo.x, of_h=recipes.wi.dy)
+        settings: Any = dict(weights=weights, of_a=recipes.wo.x, of_h=recipes.wi.dy)
         with jax.named_scope("activate"):
-            found = activation.activate_grad_quantize(flat, d_a, groups.blocks, act, **how)
-        return *found[:3], found[3].sum(0)
+            results = activation.activate_grad_quantize(flat, d_a, groups.blocks, act, **settings)
+        a, d_h_rows, d_h_columns, inner = results
+        return a, d_h_rows, d_h_columns, inner.sum(0)
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
     _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over, rows=False)
     return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
@@ -288,7 +323,8 @@ def supports_activation(act: Callable, gated: bool) -> bool:
     """Returns whether the kernels can compute an activation; the log says once why they cannot."""
     why = activation.why_not_in_kernels(act, gated)
     if why is not None:
-        log_once(f"kernels='hopper': the kernels do not know {why} of the activation; XLA computes it, which is slower")
+        reason = f"the kernels do not know {why} of the activation"
+        log_once(f"kernels='hopper': {reason}; XLA computes it, which is slower")
     return why is None
 
 
@@ -296,27 +332,35 @@ def _fuses(of_a: Recipe, of_h: Recipe, width: int) -> bool:
     """Returns whether one kernel activates and quantizes: a by one recipe, and d_h by another."""
     if not supports_fp8(of_a) or not supports_fp8(of_h) or width % BLOCK:
         return False
-    x, dy = cast(Format, of_a.x), cast(Format, of_h.dy)
-    return x.block is not None and dy.block is not None and (x.scale == "float32") == (dy.scale == "float32")
+    x = cast(Format, of_a.x)
+    dy = cast(Format, of_h.dy)
+    if x.block is None or dy.block is None:
+        return False
+    return (x.scale == "float32") == (dy.scale == "float32")
 
 
 def _unpack(x, dtype) -> tuple[Any, Any]:
-    """Returns an operand as a product takes it, in this dtype unless it is FP8, and its gather_idx or None."""
+    """Returns an operand as a matmul takes it, in this dtype unless it is FP8, and its gather_idx or None."""
     if isinstance(x, KMajorFp8):
         return x, None
-    return (x.x.astype(dtype), x.gather_idx) if isinstance(x, GatheredRows) else (dequantize(x, dtype), None)
+    if isinstance(x, GatheredRows):
+        return x.x.astype(dtype), x.gather_idx
+    return dequantize(x, dtype), None
 
 
 def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks, source=None):
-    """Returns the TileConfig of a product with these blocks on this device, which gathers by `source`."""
+    """Returns the TileConfig of a matmul with these blocks on this device, which gathers by `source`."""
     rows = blocks.group.shape[0] * BLOCK // blocks.sizes.shape[0]
     tile = pick_tile(op, contracted, columns, rows, find_device().device_kind)
-    waves = tile.waves if is_alone() and op not in HALVES else WAVES
-    return dataclasses.replace(tile, cluster=tile.cluster if source is None else 1, waves=waves)
+    if not is_alone() or op in HALVES:
+        tile = dataclasses.replace(tile, waves=WAVES)
+    if source is not None:
+        tile = dataclasses.replace(tile, cluster=1)
+    return tile
 
 
 def stores_weight_transposed(recipe: Recipe, contracted: Contracted) -> bool:
-    """Returns whether a quantized shard has the dims (E, *C, K): FP8 products read both operands along K."""
+    """Returns whether a quantized shard has the dims (E, *C, K): FP8 matmuls read both operands along K."""
     return supports_fp8(recipe) and contracted == "rows"
 
 
@@ -324,64 +368,95 @@ def stores_weight_transposed(recipe: Recipe, contracted: Contracted) -> bool:
 def quantize_shard(
     w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
 ) -> QShard:
-    """Quantizes a weight's shard [E, K, *C], and turns it for a product over rows."""
+    """Quantizes a weight's shard [E, K, *C], and turns it for a matmul over rows."""
     if not supports_fp8(recipe):
         return xla.quantize_shard(w, recipe, contracted, gather, amax_over)
-    format, turned = cast(Format, recipe.w), stores_weight_transposed(recipe, contracted)
-    (experts, rows, *columns), apart = w.shape, any(gather[2:])
+    format = cast(Format, recipe.w)
+    transposed = stores_weight_transposed(recipe, contracted)
+    experts, rows, *columns = w.shape
     whole_blocks = find_scale_axes(w.shape, format, contracted, gather) is not None
     # Where a shard ends inside a block, the maximum of the block comes from several devices.
     if not whole_blocks or rows % COPY_WIDTH or math.prod(columns) % COPY_WIDTH:
-        if format.scale == "e8m0":  # the products take these scales in float32
+        if format.scale == "e8m0":  # the matmuls take these scales in float32
             recipe = dataclasses.replace(recipe, w=dataclasses.replace(format, scale="pow2"))
-        made = xla.quantize_shard(w, recipe, contracted, gather, amax_over)
-        return QShard(*(jnp.moveaxis(v, 1, -1) if turned else v for v in made))
-    flat, given = w.reshape(experts, rows, -1), None
+        shard = xla.quantize_shard(w, recipe, contracted, gather, amax_over)
+        if not transposed:
+            return shard
+        return QShard(jnp.moveaxis(shard.data, 1, -1), jnp.moveaxis(shard.scale, 1, -1))
+    flat = w.reshape(experts, rows, -1)
+    data_shape = _turn(w.shape, transposed)
     if format.block is None:
-        given = to_scale(reduce_max(block_max(flat, (1, None, None)), amax_over), format)
-    made: Any = quantize_weight(flat, format=format, transposed=turned, scale=None if given is None else given[:, 0, 0])
-    data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(_turn(w.shape, turned))
-    if given is not None:
-        return QShard(data, given)
-    blocks = (*columns[:-1], columns[-1] // BLOCK) if apart else (-(-math.prod(columns) // BLOCK),)
-    return QShard(data, made.scale.reshape(_turn((experts, -(-rows // BLOCK), *blocks), turned)))
+        scale = to_scale(reduce_max(block_max(flat, (1, None, None)), amax_over), format)
+        q = quantize_weight(flat, format=format, transposed=transposed, scale=scale[:, 0, 0])
+        return QShard(lax.bitcast_convert_type(q.data, jnp.uint8).reshape(data_shape), scale)
+    q = quantize_weight(flat, format=format, transposed=transposed)
+    blocks = [-(-math.prod(columns) // BLOCK)]
+    if any(gather[2:]):  # no block lies in two shards of the last dim
+        blocks = [*columns[:-1], columns[-1] // BLOCK]
+    data = lax.bitcast_convert_type(q.data, jnp.uint8).reshape(data_shape)
+    scale = q.scale.reshape(_turn((experts, -(-rows // BLOCK), *blocks), transposed))
+    return QShard(data, scale)
 
 
-def gather_shard(shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names]) -> Any:
-    """Returns the whole weight, K-major, from a quantized shard of it: [E, C, K] for a product over rows."""
+def gather_shard(
+    shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names],
+) -> Any:  # fmt: skip
+    """Returns the whole weight, K-major, from a quantized shard of it: [E, C, K] for a matmul over rows."""
     if not supports_fp8(recipe):
         return xla.gather_shard(shard, recipe, contracted, gather)
-    format, turned, shape = cast(Format, recipe.w), stores_weight_transposed(recipe, contracted), shard.data.shape
-    shape = (shape[0], shape[-1], *shape[1:-1]) if turned else shape
-    along = find_scale_axes(shape, format, contracted, gather) or (gather[0], (), ())
-    whole = gather_weight(shard.data, _turn(gather, turned)), gather_weight(shard.scale, _turn(along, turned))
-    # [E, *C, K] becomes [E, C, K], and [E, K, *C] becomes [E, K, C].
-    data, scale = (v.reshape(v.shape[0], *((-1, v.shape[-1]) if turned else (v.shape[1], -1))) for v in whole)
+    format = cast(Format, recipe.w)
+    transposed = stores_weight_transposed(recipe, contracted)
+    shape = shard.data.shape
+    if transposed:
+        shape = (shape[0], shape[-1], *shape[1:-1])
+    scale_axes = find_scale_axes(shape, format, contracted, gather) or (gather[0], (), ())
+    data = gather_weight(shard.data, _turn(gather, transposed))
+    scale = gather_weight(shard.scale, _turn(scale_axes, transposed))
+    data = _flatten_columns(data, transposed)
+    scale = _flatten_columns(scale, transposed)
     blocks = (data.shape[0], -(-data.shape[1] // BLOCK), -(-data.shape[2] // BLOCK))
-    return KMajorFp8(lax.bitcast_convert_type(data, DTYPES[format.dtype]), jnp.broadcast_to(scale, blocks))
+    data = lax.bitcast_convert_type(data, DTYPES[format.dtype])
+    return KMajorFp8(data, jnp.broadcast_to(scale, blocks))
 
 
-def _turn(dims: Sequence, turned: bool) -> tuple:
-    """Returns the dims (e, k, *c) as (e, *c, k) if `turned`."""
-    return (dims[0], *dims[2:], dims[1]) if turned else tuple(dims)
+def _turn(dims: Sequence, transposed: bool) -> tuple:
+    """Returns the dims (e, k, *c) as (e, *c, k) if `transposed`."""
+    if transposed:
+        return (dims[0], *dims[2:], dims[1])
+    return tuple(dims)
 
 
-def quantize(x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = ()) -> QArray:
+def _flatten_columns(x, transposed: bool):
+    """Returns [E, K, *C] as [E, K, C], or if `transposed` [E, *C, K] as [E, C, K]."""
+    if transposed:
+        return x.reshape(x.shape[0], -1, x.shape[-1])
+    return x.reshape(x.shape[0], x.shape[1], -1)
+
+
+def quantize(
+    x: Array, format: Format, block: tuple[int | None, ...], amax_over: Names = (),
+) -> QArray:  # fmt: skip
     """Returns the QArray of x in blocks of any lengths. The kernel takes blocks of 128 columns."""
-    if block != format.row_block(x.ndim, "columns") or not _supports_wire(format, math.prod(x.shape[:-1]), x.shape[-1]):
+    *dims, width = x.shape
+    by_columns = block == format.row_block(x.ndim, "columns")
+    if not by_columns or not _supports_wire(format, math.prod(dims), width):
         return xla.quantize(x, format, block, amax_over)
-    made: Any = quantize_rows(x.reshape(-1, x.shape[-1]), None, format=format, columns=False, by_row=True)[0]
-    data = lax.bitcast_convert_type(made.data, jnp.uint8).reshape(x.shape)
-    return QArray(data, made.scale.reshape(*x.shape[:-1], -1), format.dtype, block)
+    flat = x.reshape(-1, width)
+    rows, _ = quantize_rows(flat, None, format=format, columns=False, by_row=True)
+    q = cast(KMajorFp8, rows)
+    data = lax.bitcast_convert_type(q.data, jnp.uint8).reshape(x.shape)
+    return QArray(data, q.scale.reshape(*dims, -1), format.dtype, block)
 
 
 def dequantize_wire(data: Array, words: Array, ends: Int[Array, " N"], format: Format, dtype: Any):
     """Returns rows [R, C] from their bytes and words."""
     if not _supports_wire(format, *data.shape):
         return xla.dequantize_wire(data, words, ends, format, dtype)
-    return dequantize_rows(lax.bitcast_convert_type(data, DTYPES[format.dtype]), words, ends, dtype=dtype)
+    data = lax.bitcast_convert_type(data, DTYPES[format.dtype])
+    return dequantize_rows(data, words, ends, dtype=dtype)
 
 
 def _supports_wire(format: Format, rows: int, width: int) -> bool:
     """Returns whether the kernels quantize and dequantize so many rows of this format and width for the wire."""
-    return format.block == BLOCK and format.scale != "e8m0" and rows % BLOCK == 0 and width % HOPPER_WIDTH == 0
+    takes_format = format.block == BLOCK and format.scale != "e8m0"
+    return takes_format and rows % BLOCK == 0 and width % HOPPER_WIDTH == 0

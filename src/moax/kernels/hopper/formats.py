@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moax.kernels import xla
-from moax.kernels.operands import Groups, align_up, sum_before
+from moax.kernels.groups import Groups, align_up, sum_before
 from moax.recipe import Recipe
 
 BLOCK = 128  # the most rows of a block, and the elements for each scale
-HALF = 64  # the rows of half a block, which a warpgroup multiplies; groups in bf16 start at multiples of it
+# the rows of half a block, which a warpgroup multiplies; groups in bf16 start at multiples of it
+HALF = 64
 COPY_WIDTH = 16  # the copy engine strides over multiples of so many FP8 elements
-GATHER_WIDTH = 64  # the producer of a product gathers lines of so many bf16 elements
+GATHER_WIDTH = 64  # the producer of a matmul gathers lines of so many bf16 elements
 
 
 class KMajorFp8(NamedTuple):
@@ -36,7 +37,7 @@ def data_of(x: Any) -> Any:
 
 
 class GatheredRows(NamedTuple):
-    """An operand of 16 bits whose rows a product gathers itself: row n is x[gather_idx[n]], or 0 where it is R or more.
+    """An operand of 16 bits whose rows a matmul gathers itself: row n is x[gather_idx[n]], or 0 where it is R or more.
 
     Attributes:
       x: [R, H], the rows as they arrived; H is a multiple of 64.
@@ -48,7 +49,7 @@ class GatheredRows(NamedTuple):
 
 
 def supports_fp8(recipe: Recipe) -> bool:
-    """Returns whether FP8 products take the formats of a recipe: blocks of 128 and 128 x 128, or whole tensors."""
+    """Returns whether FP8 matmuls take the formats of a recipe: blocks of 128 and 128 x 128, or whole tensors."""
     if recipe.x is None or recipe.w is None or recipe.dy is None:
         return False
     blocks = {recipe.x.block, recipe.w.block, recipe.dy.block}
@@ -60,7 +61,7 @@ class Blocks(NamedTuple):
 
     With group sizes (130, 0, 5), groups at multiples of 64 and 256 rows, halves 0 to 2 belong to group 0 and half 3 to
     group 2: group is (0, 0, 2), start (0, 2, 3), rows (128, 2, 5), first (0, 3, 3, 4) and before (0, 2, 2, 3). FP8
-    products take groups at multiples of 128, which start at even halves.
+    matmuls take groups at multiples of 128, which start at even halves.
 
     Attributes:
       group: [B] i32, the group of each block; any valid group for a block without rows.
@@ -86,17 +87,22 @@ def make_blocks(group_sizes: Int[Array, " E"], num_rows: int, align: int = BLOCK
     `align` and `num_rows` are multiples of 64, and `num_rows` has room for all groups.
     """
     groups = group_sizes.shape[0]
-    most = -(-num_rows // BLOCK) if align % BLOCK == 0 else (num_rows // HALF + groups) // 2
+    num_blocks = (num_rows // HALF + groups) // 2
+    if align % BLOCK == 0:
+        num_blocks = -(-num_rows // BLOCK)
     blocks = -(-group_sizes // BLOCK)
-    first, before = (sum_before(jnp.pad(v, (0, 1))) for v in (align_up(group_sizes, align) // HALF, blocks))
+    halves = align_up(group_sizes, align) // HALF
+    first_half = sum_before(jnp.pad(halves, (0, 1)))
+    before = sum_before(jnp.pad(blocks, (0, 1)))
     # These sums over groups, of one shape, become one kernel; a search and gathers would be several.
-    index = jnp.arange(most, dtype=jnp.int32)[:, None]
-    after = index - before[None, :-1]  # [B, E], how many blocks a block lies after the first one of a group
+    index = jnp.arange(num_blocks, dtype=jnp.int32)[:, None]
+    # A block lies so many blocks after the first one of a group, [B, E].
+    after = index - before[None, :-1]
     own = (after >= 0) & (after < blocks[None])
     group = jnp.where(own, jnp.arange(groups, dtype=jnp.int32)[None], 0).sum(1)
-    start = jnp.where(own, first[None, :-1] + after * (BLOCK // HALF), 0).sum(1)
+    start = jnp.where(own, first_half[None, :-1] + after * (BLOCK // HALF), 0).sum(1)
     rows = jnp.where(own, jnp.clip(group_sizes[None] - after * BLOCK, 0, BLOCK), 0).sum(1)
-    return Blocks(group, start, rows, first, before, group_sizes)
+    return Blocks(group, start, rows, first_half, before, group_sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,5 +117,8 @@ def find_groups(
 ) -> BlockedGroups:
     """Returns the BlockedGroups of `num_rows` rows; with `group_sizes` None one group holds all of them."""
     groups = xla.find_groups(group_sizes, align, num_rows, expected)
-    sizes, start = (jnp.full(1, num_rows, jnp.int32), BLOCK) if group_sizes is None else (group_sizes, align)
-    return BlockedGroups(**vars(groups), blocks=make_blocks(sizes, num_rows, start))
+    if group_sizes is None:
+        blocks = make_blocks(jnp.full(1, num_rows, jnp.int32), num_rows, BLOCK)
+    else:
+        blocks = make_blocks(group_sizes, num_rows, align)
+    return BlockedGroups(**vars(groups), blocks=blocks)

@@ -1,7 +1,7 @@
 """The activation and its gradient, in bf16 or quantized; each kernel reads h once.
 
     activate_rows            a = act(gate, up) * weight                                       [N, F]
-    activate_quantize        the same, by rows                                                for the product with wo
+    activate_quantize        the same, by rows                                                for the matmul with wo
     activate_grad_rows       a * weight, d h = (d act / d h)^T (d a * weight), inner = <d a, act(gate, up)>
     activate_grad_quantize   a * weight, by columns                                           for d wo
                              d h, by rows and by columns                                      for d rows and d wi
@@ -27,17 +27,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core
 from jaxtyping import Array, Float
 
+from moax.activations import called, operations
 from moax.checks import Unsupported
-from moax.kernels import called, operations
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.ptx import launch
 from moax.kernels.hopper.pallas.quantize import columns_of, load_tiles, meet, put, rows_of, tile_buffer, zero_tail
-from moax.kernels.operands import DTYPES
+from moax.kernels.scales import DTYPES
 from moax.mesh.collectives import with_vma_of_inputs
 from moax.recipe import Format
 
-HALVES = BLOCK // HALF  # the axis `i` of a grid counts halves of blocks, unless columns are quantized
-PART = 32  # a warpgroup computes so many columns at one time, so that two blocks of threads fit the registers of an SM
+# the axis `i` of a grid counts halves of blocks, unless columns are quantized
+HALVES = BLOCK // HALF
+# a warpgroup computes so many columns at one time, so that two blocks of threads fit the registers of an SM
+PART = 32
 # The elementwise primitives that Mosaic lowers for Hopper GPUs; `evaluate` makes an addition of add_any.
 KNOWN = {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "cos", "div", "eq", "erf",
@@ -69,20 +71,22 @@ def activate_quantize(
     size, width = check_h(h, gated)
 
     def activate_quantize(h, start, rows, weights, data, scale, *, tiles, buffer, loaded, met):
-        (i, count), j = locate_half(start, rows), lax.axis_index("j")
-        first = i * HALF
+        i, count = locate_half(start, rows)
+        j = lax.axis_index("j")
+        row = i * HALF
 
         @pl.when(count > 0)
         def _():
             load_tiles(tiles_of(h, tiles, i, j, width), loaded)
             pl.when(count < HALF)(lambda: zero_tail(tiles, count, [0], met))
-            weight = None if weights is None else row_values(weights, first, PART)
+            weight = None if weights is None else row_values(weights, row, PART)
 
             activate_tile(act, tiles, tiles[-1], weight, BLOCK)
-            put(rows_of(tiles[-1], 0), (data, scale, buffer), first, j, 0, format)
+            put(rows_of(tiles[-1], 0), (data, scale, buffer), row, j, 0, format)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    scratch = _scratch(1 + gated, h.dtype, BLOCK, PART) | {"buffer": tile_buffer(DTYPES[format.dtype], BLOCK, HALF)}
+    scratch = _scratch(1 + gated, h.dtype, BLOCK, PART)
+    scratch["buffer"] = tile_buffer(DTYPES[format.dtype], BLOCK, HALF)
     grid = dict(i=blocks.group.shape[0] * HALVES, j=width // BLOCK)
     run = launch(activate_quantize, _out((size, width), format), grid, scratch, approx_math=True)
     return KMajorFp8(*run(h, blocks.start, blocks.rows, weights))
@@ -90,8 +94,8 @@ def activate_quantize(
 
 @with_vma_of_inputs
 def activate_grad_quantize(
-    h: Float[Array, "N GF"], d_a: Float[Array, "N F"], blocks: Blocks, act: Callable, *, weights: Float[Array, " N"],
-    of_a: Format = Format(), of_h: Format = Format(),
+    h: Float[Array, "N GF"], d_a: Float[Array, "N F"], blocks: Blocks, act: Callable, *,
+    weights: Float[Array, " N"], of_a: Format = Format(), of_h: Format = Format(),
 ) -> tuple[KMajorFp8, KMajorFp8, KMajorFp8, Float[Array, "J N"]]:  # fmt: skip
     """Returns (a * weight by columns, d_h by rows, d_h by columns, inner), quantized but for inner.
 
@@ -114,41 +118,49 @@ def activate_grad_quantize(
     """
     gated = h.shape[1] == 2 * d_a.shape[1]
     size, width = check_h(h, gated, d_a=d_a)
-    steps, part = width // BLOCK, part_of(act, gated)
+    steps = width // BLOCK
+    part = part_of(act, gated)
 
     def activate_grad_quantize(
-        h, d_a, starts, counts, weights, a_out, rows_out, columns_out, inner, *, tiles, shared, first, loaded, met
-    ):
+        h, d_a, starts, counts, weights, a_out, rows_out, columns_out, inner, *, tiles, shared,
+        buffer, loaded, met,
+    ):  # fmt: skip
         block, j, half = (lax.axis_index(name) for name in ("i", "j", "wg"))
         grad, later = shared
 
         @pl.when(counts[block] > 0)
         def _():
             i = lax.div(starts[block], HALVES)
-            load_tiles([*tiles_of(h, tiles, i, j, width), *tiles_of(d_a, [grad], i, j, width)], loaded)
+            copies = [*tiles_of(h, tiles, i, j, width), *tiles_of(d_a, [grad], i, j, width)]
+            load_tiles(copies, loaded)
             zero_tail([*tiles, grad], counts[block], [half], met)
             weight = row_values(weights, i * BLOCK + half * HALF, part)
 
             sums = differentiate_tile(act, grad, tiles, weight, BLOCK, part, half)
             inner[j, pl.ds(i * BLOCK + half * HALF, HALF)] = sums
             meet(met)  # a column spans rows that both warpgroups wrote
-            put(columns_of(grad, half), (*a_out, first), j * BLOCK + half * HALF, i, half, of_a)
+            put(columns_of(grad, half), (*a_out, buffer), j * BLOCK + half * HALF, i, half, of_a)
             meet(met)  # `grad` has been read, and `later` takes its memory
             for g, tile in enumerate(tiles):
                 column = g * steps + j
                 if g:  # the last copy may still read its buffer, but not the next buffer
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                put(rows_of(tile, half), (*rows_out, later[0]), i * BLOCK + half * HALF, column, half, of_h)
+                value = rows_of(tile, half)
+                row = i * BLOCK + half * HALF
+                put(value, (*rows_out, later[0]), row, column, half, of_h)
                 if g:
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                put(columns_of(tile, half), (*columns_out, later[1]), column * BLOCK + half * HALF, i, half, of_h)
+                value = columns_of(tile, half)
+                row = column * BLOCK + half * HALF
+                put(value, (*columns_out, later[1]), row, i, half, of_h)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     out = _out((width, size), of_a), _out(h.shape, of_h), _out(h.shape[::-1], of_h)
+    buffers_of_h = [tile_buffer(DTYPES[of_h.dtype], BLOCK)] * 2
     scratch = dict(
         tiles=[tile_buffer(h.dtype, part)] * (1 + gated),
-        shared=plgpu.RefUnion(tile_buffer(h.dtype, part), [tile_buffer(DTYPES[of_h.dtype], BLOCK)] * 2),
-        first=tile_buffer(DTYPES[of_a.dtype], BLOCK),
+        shared=plgpu.RefUnion(tile_buffer(h.dtype, part), buffers_of_h),
+        buffer=tile_buffer(DTYPES[of_a.dtype], BLOCK),
         loaded=plgpu.Barrier(num_arrivals=2 + gated),
         met=plgpu.Barrier(num_arrivals=2),
     )
@@ -161,8 +173,9 @@ def activate_grad_quantize(
 
 @with_vma_of_inputs
 def activate_rows(
-    h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gated: bool, weights: Float[Array, " N"] | None = None
-) -> Float[Array, "N F"]:
+    h: Float[Array, "N GF"], blocks: Blocks, act: Callable, *, gated: bool,
+    weights: Float[Array, " N"] | None = None,
+) -> Float[Array, "N F"]:  # fmt: skip
     """a = act(gate, up) * weight, [N, F] bf16.
 
     Args:
@@ -176,7 +189,8 @@ def activate_rows(
     columns = next(n for n in COLUMNS if width % n == 0)
 
     def activate_rows(h, start, rows, weights, out, *, tiles, loaded, met):
-        (i, count), j = locate_half(start, rows), lax.axis_index("j")
+        i, count = locate_half(start, rows)
+        j = lax.axis_index("j")
 
         @pl.when(count > 0)
         def _():
@@ -189,14 +203,16 @@ def activate_rows(
 
     grid = dict(i=blocks.group.shape[0] * HALVES, j=width // columns)
     out = jax.ShapeDtypeStruct((size, width), h.dtype)
-    run = launch(activate_rows, out, grid, _scratch(1 + gated, h.dtype, columns, PART), approx_math=True)
+    scratch = _scratch(1 + gated, h.dtype, columns, PART)
+    run = launch(activate_rows, out, grid, scratch, approx_math=True)
     return run(h, blocks.start, blocks.rows, weights)
 
 
 @with_vma_of_inputs
 def activate_grad_rows(
-    h: Float[Array, "N GF"], d_a: Float[Array, "N F"], blocks: Blocks, act: Callable, *, weights: Float[Array, " N"]
-) -> tuple[Float[Array, "N F"], Float[Array, "N GF"], Float[Array, "J N"]]:
+    h: Float[Array, "N GF"], d_a: Float[Array, "N F"], blocks: Blocks, act: Callable, *,
+    weights: Float[Array, " N"],
+) -> tuple[Float[Array, "N F"], Float[Array, "N GF"], Float[Array, "J N"]]:  # fmt: skip
     """Returns (a * weight, d_h, inner), with inner[j, n] the sum of d_a a over the j-th tile of columns.
 
     Args:
@@ -212,30 +228,41 @@ def activate_grad_rows(
     """
     gated = h.shape[1] == 2 * d_a.shape[1]
     size, width = check_h(h, gated, HALF, COLUMNS[-1], d_a)
-    columns, part = next(n for n in COLUMNS if width % n == 0), part_of(act, gated)
+    columns = next(n for n in COLUMNS if width % n == 0)
+    part = part_of(act, gated)
 
     def activate_grad_rows(h, d_a, start, rows, weights, a_out, d_h, inner, *, tiles, loaded, met):
-        (i, count), j, (grad, *of_h) = locate_half(start, rows), lax.axis_index("j"), tiles
+        i, count = locate_half(start, rows)
+        j = lax.axis_index("j")
+        grad, *of_h = tiles
 
         @pl.when(count > 0)
         def _():
             weight = row_values(weights, i * HALF, part)
-            load_tiles([*tiles_of(h, of_h, i, j, width), *tiles_of(d_a, [grad], i, j, width)], loaded)
+            copies = [*tiles_of(h, of_h, i, j, width), *tiles_of(d_a, [grad], i, j, width)]
+            load_tiles(copies, loaded)
             pl.when(count < HALF)(lambda: zero_tail(tiles, count, [0], met))
 
-            inner[j, pl.ds(i * HALF, HALF)] = differentiate_tile(act, grad, of_h, weight, columns, part)
+            sums = differentiate_tile(act, grad, of_h, weight, columns, part)
+            inner[j, pl.ds(i * HALF, HALF)] = sums
             store([*tiles_of(a_out, [grad], i, j, width), *tiles_of(d_h, of_h, i, j, width)])
 
     steps = width // columns
-    out = *(jax.ShapeDtypeStruct(v.shape, h.dtype) for v in (d_a, h)), jax.ShapeDtypeStruct((steps, size), jnp.float32)
+    grid = dict(i=blocks.group.shape[0] * HALVES, j=steps)
+    out = (
+        jax.ShapeDtypeStruct(d_a.shape, h.dtype),
+        jax.ShapeDtypeStruct(h.shape, h.dtype),
+        jax.ShapeDtypeStruct((steps, size), jnp.float32),
+    )
     scratch = _scratch(2 + gated, h.dtype, columns, part)
-    run = launch(activate_grad_rows, out, dict(i=blocks.group.shape[0] * HALVES, j=steps), scratch, approx_math=True)
+    run = launch(activate_grad_rows, out, grid, scratch, approx_math=True)
     return run(h, d_a, blocks.start, blocks.rows, weights)
 
 
 def check_h(h, gated: bool, rows: int = BLOCK, columns: int = BLOCK, d_a=None) -> tuple[int, int]:
     """Returns N and F of h [N, G F] bf16. Raises where `rows` or `columns` do not divide them, or d_a does not fit."""
-    size, width = h.shape[0], h.shape[1] // (1 + gated)
+    size = h.shape[0]
+    width = h.shape[1] // (1 + gated)
     if h.dtype != jnp.bfloat16:
         raise Unsupported(f"h is {h.dtype}; the kernel takes bfloat16")
     if size % rows or width % columns:
@@ -250,23 +277,25 @@ def activate_tile(act: Callable, tiles, to, weight, columns: int) -> None:
 
     @pl.loop(0, columns // PART)  # the loop is not unrolled, which would take more registers
     def _(step):
-        at = part_at(0, step, PART)
-        (a,) = evaluate(act, *(load_part(tile, at) for tile in tiles))
-        a = a if weight is None else rounded(a) * weight
-        to[at] = a.astype(to.dtype)
+        index = part_at(0, step, PART)
+        (a,) = evaluate(act, *(load_part(tile, index) for tile in tiles))
+        if weight is not None:
+            a = rounded(a) * weight
+        to[index] = a.astype(to.dtype)
 
 
 def differentiate_tile(act: Callable, grad, tiles, weight, columns: int, part: int, half=0):
     """Writes a * weight over d_a and d_h over h, in 64 rows of their tiles; returns the sum of d_a a of each row."""
 
     def compute(step, sums):
-        at = part_at(half, step, part)
-        d = load_part(grad, at)
-        a, *d_h = evaluate(with_grads(act), rounded(d * weight), *(load_part(tile, at) for tile in tiles))
+        index = part_at(half, step, part)
+        d = load_part(grad, index)
+        weighted = rounded(d * weight)
+        a, *d_h = evaluate(with_grads(act), weighted, *(load_part(tile, index) for tile in tiles))
         a = rounded(a)
-        grad[at] = (a * weight).astype(grad.dtype)
+        grad[index] = (a * weight).astype(grad.dtype)
         for tile, d_tile in zip(tiles, d_h, strict=True):
-            tile[at] = d_tile.astype(tile.dtype)
+            tile[index] = d_tile.astype(tile.dtype)
         return sums + jnp.sum(d * a, axis=1)
 
     zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
@@ -275,9 +304,9 @@ def differentiate_tile(act: Callable, grad, tiles, weight, columns: int, part: i
 
 def _out(shape, format: Format):
     """Returns the types of data with this shape, and of scales of blocks along its last dim."""
-    return jax.ShapeDtypeStruct(shape, DTYPES[format.dtype]), jax.ShapeDtypeStruct(
-        (shape[1] // BLOCK, shape[0]), jnp.float32
-    )
+    scale_shape = (shape[1] // BLOCK, shape[0])
+    data = jax.ShapeDtypeStruct(shape, DTYPES[format.dtype])
+    return data, jax.ShapeDtypeStruct(scale_shape, jnp.float32)
 
 
 def _scratch(count: int, dtype, columns: int, part: int) -> dict:
@@ -297,15 +326,17 @@ def store(copies) -> None:
 def tiles_of(x, tiles, i, j, width: int):
     """Returns a pair (part of x, tile) for each tile: tile g takes rows i and columns j of the g-th projection of x."""
     rows, columns = tiles[0].shape
-    at = pl.ds(i * rows, rows)
-    return [(x.at[at, pl.ds(g * width + j * columns, columns)], tile) for g, tile in enumerate(tiles)]
+    mine = pl.ds(i * rows, rows)
+    parts = [x.at[mine, pl.ds(g * width + j * columns, columns)] for g in range(len(tiles))]
+    return list(zip(parts, tiles, strict=True))
 
 
 def locate_half(start, rows):
     """Returns the half of all rows of this block of threads, and how many real rows it has, below 1 for none."""
     # With start (0, 2) and rows (128, 5), the half i = 3 of the blocks is the half 3 of all rows, with -59 real ones.
     i = lax.axis_index("i")
-    block, half = lax.div(i, HALVES), lax.rem(i, HALVES)
+    block = lax.div(i, HALVES)
+    half = lax.rem(i, HALVES)
     return start[block] + half, rows[block] - half * HALF
 
 
@@ -314,8 +345,9 @@ def part_at(half, step, part: int):
     return pl.ds(half * HALF, HALF), pl.ds(pl.multiple_of(step * part, part), part)
 
 
-def load_part(tile, at):
-    return plgpu.load(tile.at[at], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+def load_part(tile, index):
+    """Returns a part of a tile, as f32."""
+    return plgpu.load(tile.at[index], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
 def rounded(x):
@@ -324,9 +356,10 @@ def rounded(x):
     return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
 
 
-def row_values(x, first, part: int):
-    """Returns the f32 values x[first] to x[first + 63] of 64 rows, as an array [64, part] with equal columns."""
-    value = plgpu.load(x.at[pl.ds(first, HALF)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+def row_values(x, row, part: int):
+    """Returns the f32 values x[row] to x[row + 63] of 64 rows, as an array [64, part] with equal columns."""
+    values = x.at[pl.ds(row, HALF)]
+    value = plgpu.load(values, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     return lax.broadcast_in_dim(value, (HALF, part), [0])
 
 
@@ -357,7 +390,9 @@ def why_not_in_kernels(act: Callable, gated: bool) -> str | None:
     """Returns the operation of `act`, or of its gradient, that Mosaic does not know; None if it knows all of them."""
     closed = gradient_jaxpr(act, gated)
     unknown = sorted({eqn.primitive.name for eqn in operations(closed.jaxpr)} - KNOWN)
-    return "a constant array" if closed.consts else unknown[0] if unknown else None
+    if closed.consts:
+        return "a constant array"
+    return unknown[0] if unknown else None
 
 
 def evaluate(f: Callable, *args) -> list:
@@ -369,8 +404,12 @@ def evaluate(f: Callable, *args) -> list:
 
     def run(jaxpr, consts, args):
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(variable):
+            return variable.val if isinstance(variable, core.Literal) else known[variable]
+
         for eqn in jaxpr.eqns:
-            values = [v.val if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
+            values = [read(v) for v in eqn.invars]
             if (inner := called(eqn)) is not None:
                 results = run(inner.jaxpr, inner.consts, values)
             elif eqn.primitive.name == "add_any":
@@ -379,8 +418,9 @@ def evaluate(f: Callable, *args) -> list:
                 results = [1.0 / lax.integer_pow(values[0], -eqn.params["y"])]
             else:
                 results = eqn.primitive.bind(*values, **eqn.params)
-                results = results if eqn.primitive.multiple_results else [results]
+                if not eqn.primitive.multiple_results:
+                    results = [results]
             known.update(zip(eqn.outvars, results, strict=True))
-        return [v.val if isinstance(v, core.Literal) else known[v] for v in jaxpr.outvars]
+        return [read(v) for v in jaxpr.outvars]
 
     return run(closed.jaxpr, closed.consts, args)

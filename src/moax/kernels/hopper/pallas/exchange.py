@@ -29,7 +29,7 @@ from moax.checks import Unsupported
 from moax.kernels.hopper.pallas.ptx import IN_BOUNDS
 from moax.mesh.collectives import with_vma_of_inputs
 
-SMS = 32  # the multiprocessors that exchange; products of other streams have the others
+SMS = 32  # the multiprocessors that exchange; matmuls of other streams have the others
 WARPGROUPS = 4  # the warpgroups of a block of threads, each with rows of its own
 MOST_BYTES = 192 * 1024  # the most bytes of SMEM
 MOST_COPIES = 8  # the most rows that a warpgroup has in flight, in an unrolled loop
@@ -37,8 +37,8 @@ MOST_COPIES = 8  # the most rows that a warpgroup has in flight, in an unrolled 
 
 @with_vma_of_inputs
 def put_rows(
-    arrays: Sequence[Array], source: Int[Array, " C"] | None, places: Int[Array, "ways 2 ranks"], way: int,
-    out_rows: int, axes: tuple[tuple[str, int], ...], *, sms: int = SMS,
+    arrays: Sequence[Array], source: Int[Array, " C"] | None, places: Int[Array, "ways 2 ranks"],
+    way: int, out_rows: int, axes: tuple[tuple[str, int], ...], *, sms: int = SMS,
 ) -> tuple[Array, ...]:  # fmt: skip
     """out[i + shift[p]] of rank p = x[source[i]], for end[p - 1] <= i < end[p] and each array x.
 
@@ -66,8 +66,10 @@ def put_rows(
             raise Unsupported(f"rows of shape {x.shape} {x.dtype} have {size} bytes, no multiple of 16")
     copies = min(MOST_COPIES, MOST_BYTES // (WARPGROUPS * sum(sizes)))
     if not copies:
-        raise Unsupported(f"rows of {sum(sizes)} bytes; the kernel takes at most {MOST_BYTES // WARPGROUPS}")
-    ranks, workers = math.prod(size for _, size in axes), sms * WARPGROUPS
+        largest = MOST_BYTES // WARPGROUPS
+        raise Unsupported(f"rows of {sum(sizes)} bytes; the kernel takes at most {largest}")
+    ranks = math.prod(size for _, size in axes)
+    workers = sms * WARPGROUPS
     if places.shape[1:] != (2, ranks):
         raise ValueError(f"places has shape {places.shape}; for {axes} it must be (ways, 2, {ranks})")
 
@@ -77,33 +79,36 @@ def put_rows(
         shifts, ends = ([places[way, n, p] for p in range(ranks)] for n in range(2))
         # Neighbouring rows go to one peer. Each worker takes neighbouring rows, so that all peers receive at any time.
         share = lax.div(ends[-1] + workers - 1, jnp.int32(workers))
-        first = worker * share
-        end = jnp.minimum(first + share, ends[-1])
+        start = worker * share
+        end = jnp.minimum(start + share, ends[-1])
 
         def batch(n, _):
-            at = [first + n * copies + k for k in range(copies)]
-            sources = at if source is None else [source[jnp.minimum(i, source.shape[0] - 1)] for i in at]
+            rows = [start + n * copies + k for k in range(copies)]
+            sources = rows
+            if source is not None:
+                sources = [source[jnp.minimum(i, source.shape[0] - 1)] for i in rows]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for k in range(copies):
                 # This is a branch and no predicate, because the kernel must not address a row that does not exist.
-                @pl.when(at[k] < end)
+                @pl.when(rows[k] < end)
                 def _(k=k):
                     for x, buffer in zip(arrays, buffers, strict=True):
-                        to = buffer.at[warpgroup, k]
+                        target = buffer.at[warpgroup, k]
                         landed = arrived.at[warpgroup * copies + k]
-                        plgpu.copy_gmem_to_smem(x.at[sources[k]], to, landed, oob_mode=IN_BOUNDS)
+                        plgpu.copy_gmem_to_smem(x.at[sources[k]], target, landed, oob_mode=IN_BOUNDS)
 
             for k in range(copies):
 
-                @pl.when(at[k] < end)
+                @pl.when(rows[k] < end)
                 def _(k=k):
                     plgpu.barrier_wait(arrived.at[warpgroup * copies + k])
-                    peer, row = place(at[k], ends, shifts)
+                    peer, row = place(rows[k], ends, shifts)
                     for out, buffer in zip(outs, buffers, strict=True):
                         peer_out = plgpu.remote_ref(out, coordinates(peer, axes)) if axes else out
                         plgpu.copy_smem_to_gmem(buffer.at[warpgroup, k], peer_out.at[row])
 
-        lax.fori_loop(0, lax.div(jnp.maximum(end - first, 0) + copies - 1, jnp.int32(copies)), batch, None)
+        batches = lax.div(jnp.maximum(end - start, 0) + copies - 1, jnp.int32(copies))
+        lax.fori_loop(0, batches, batch, None)
         plgpu.wait_smem_to_gmem(0)
         if axes:
             # The signals go one by one: of parallel signals, jax 0.11.2 puts the fence after the first signal.
@@ -117,7 +122,8 @@ def put_rows(
         done=plgpu.SemaphoreType.REGULAR if axes else None,
     )
 
-    @sequential_vmap  # blocks of threads wait for the blocks of peers, so all of them must run at one time
+    # Blocks of threads wait for the blocks of peers, so all of them must run at one time.
+    @sequential_vmap
     def launch(arrays, source, places):
         (outs,) = plgpu.kernel(
             put_rows,
@@ -135,9 +141,11 @@ def put_rows(
 
 def place(i, ends: Sequence, shifts: Sequence) -> tuple[Any, Any]:
     """Returns the rank that row i goes to, and its row on that rank."""
-    peer, shift = jnp.int32(0), shifts[0]
+    peer = jnp.int32(0)
+    shift = shifts[0]
     for p in range(1, len(ends)):
-        peer, shift = jnp.where(i < ends[p - 1], peer, p), jnp.where(i < ends[p - 1], shift, shifts[p])
+        peer = jnp.where(i < ends[p - 1], peer, p)
+        shift = jnp.where(i < ends[p - 1], shift, shifts[p])
     return peer, i + shift
 
 

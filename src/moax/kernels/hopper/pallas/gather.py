@@ -1,4 +1,4 @@
-"""Copies of gathered rows into a stage of a product, so that rows sorted by expert are never in memory.
+"""Copies of gathered rows into a stage of a matmul, so that rows sorted by expert are never in memory.
 
 The copy engine of Hopper gathers no rows. The four warps of the producer do, in copies of 16 bytes (`cp.async`), for
 which no thread waits: eight lanes copy a line of 128 bytes, and a warp copies four lines at one time. The lines lie
@@ -22,53 +22,59 @@ from moax.checks import Unsupported
 from moax.kernels.hopper.pallas.ptx import i32, run_ptx, to_fragments
 
 LINE = 128  # the bytes of a line, and of the swizzle
-WARPS, LANES, CHUNK = 4, 32, 16  # the warps of a warpgroup, the lanes of a warp, and the bytes of a lane's copy
+WARPS = 4  # the warps of a warpgroup
+LANES = 32  # the lanes of a warp
+CHUNK = 16  # the bytes of a lane's copy
 BOX = 8  # so many lanes copy a line, and so many rows repeat the swizzle
 EACH = plgpu.Layout.WG_STRIDED((WARPS * LANES,), 1)  # a thread holds one value
 ONE = plgpu.Layout.WG_SPLAT(())
-BEHIND = 1  # so many further stages are begun before a stage is waited for; with 2, products take as long
+# so many further stages are begun before a stage is waited for; with 2, matmuls take as long
+BEHIND = 1
 
 
 def check_gather(swizzle: int, tile: Any) -> None:
     """Raises Unsupported unless stages with this swizzle, of this TileConfig, can hold gathered rows."""
     if swizzle != LINE or tile.cluster > 1 or tile.stages < BEHIND + 2:
         raise Unsupported(
-            f"a gather has swizzle={swizzle}, cluster={tile.cluster} and stages={tile.stages}; it needs contiguous "
-            f"dims of multiples of {LINE} bytes, one block a cluster, and at least {BEHIND + 2} stages"
+            f"a gather has swizzle={swizzle}, cluster={tile.cluster} and stages={tile.stages}; it needs "
+            f"contiguous dims of multiples of {LINE} bytes, one block a cluster, and at least "
+            f"{BEHIND + 2} stages"
         )
 
 
-def gather_stages(mine, place_of: Callable, steps: Callable, fill: Callable, sources: Callable, full):
-    """Fills the stages of a producer's tiles with gathered rows, as `pipeline.fill_stages`, and returns their number.
+def gather_stages(
+    mine, place_of: Callable, steps: Callable, fill: Callable, sources: Callable, full,
+):  # fmt: skip
+    """Fills the stages of a producer's tiles with gathered rows, and returns their number.
 
     Args:
       mine, place_of, steps, full: the number of tiles, at least 1; the place of tile i; the stages of a tile; and the
         barriers of the stages.
-      fill: fill(place, step, at, held=...) starts to copy the rows that `held` names into stage `at`, which counts the
-        stages of earlier tiles.
+      fill: fill(place, step, number, sources=...) starts to copy the rows that `sources` names into a stage. `number`
+        counts the stages of earlier tiles.
       sources: sources(place, step) -> the result of `load_sources` for a step.
     """
 
-    def arrive(at) -> None:
-        pl.when(at >= 0)(lambda: plgpu.barrier_arrive(full.at[lax.rem(at, full.shape[0])]))
+    def arrive(number) -> None:
+        pl.when(number >= 0)(lambda: plgpu.barrier_arrive(full.at[lax.rem(number, full.shape[0])]))
 
     def per_tile(i, carry):  # the sources of a step are loaded during the step before
-        at, place, held = carry
-        after = place_of(lax.min(i + 1, mine - 1))
+        number, place, rows = carry
+        next_place = place_of(lax.min(i + 1, mine - 1))
 
         def per_step(step, carry):
-            at, held = carry
-            fill(place, step, at, held=held)
-            held = sources(place, step + 1)
+            number, rows = carry
+            fill(place, step, number, sources=rows)
+            rows = sources(place, step + 1)
             _wait_rows(BEHIND)
-            arrive(at - BEHIND)
-            return at + 1, held
+            arrive(number - BEHIND)
+            return number + 1, rows
 
-        at, _ = lax.fori_loop(0, steps(place), per_step, (at, held))
-        return at, after, sources(after, 0)
+        number, _ = lax.fori_loop(0, steps(place), per_step, (number, rows))
+        return number, next_place, sources(next_place, 0)
 
     place = place_of(0)
-    end = lax.fori_loop(0, mine, per_tile, (jnp.int32(0), place, sources(place, 0)))[0]
+    end, _, _ = lax.fori_loop(0, mine, per_tile, (jnp.int32(0), place, sources(place, 0)))
     _wait_rows(0)
     for late in reversed(range(BEHIND)):
         arrive(end - 1 - late)
@@ -81,7 +87,8 @@ def load_sources(source, start, rows: int, real=None):
     Lane l of warp w holds source[start + w q + l % q], where q = rows / 4. From the row number `real` of the stage on,
     and past the end of `source`, there is no row of x: `copy_rows` writes 0. `real` None is `rows`.
     """
-    code, real = _SOURCE.format(each=rows // WARPS, end=source.shape[0]), jnp.int32(rows if real is None else real)
+    code = _SOURCE.format(each=rows // WARPS, end=source.shape[0])
+    real = jnp.int32(rows if real is None else real)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), ONE, ONE),
@@ -149,7 +156,8 @@ mov.b32 $0, -1;
 
 def _copies(each: int, lines: int, shape: tuple[int, int], size: int) -> str:
     """Returns the PTX of `copy_rows`, where a warp copies `each` rows of `lines` lines; an element has `size` bytes."""
-    limit, width = shape  # the operands of the PTX are x, the source of this thread, the stage and the column
+    # The operands of the PTX are x, the source of this thread, the stage and the column.
+    limit, width = shape
     code = f"""{{
 .reg .b32 lane, warp, sub, chunk, place, row, bytes, left, to0, to1;
 .reg .b64 from, at;
@@ -173,8 +181,9 @@ add.u32 to1, to1, {BOX // 2 * LINE};
 sub.u32 left, {width}, $3;
 """
     edge = width * size % (lines * LINE) != 0
-    for line in range(lines) if edge else ():
-        code += f"setp.gt.s32 inside{line}, left, {line * LINE // size};\n"
+    if edge:
+        for line in range(lines):
+            code += f"setp.gt.s32 inside{line}, left, {line * LINE // size};\n"
     for step in range(each // 4):  # rows 4 * step + sub of the warp
         code += f"""add.u32 place, sub, {4 * step};
 shfl.sync.idx.b32 row, $1, place, {LANES - 1}, 0xffffffff;
@@ -184,9 +193,11 @@ mad.wide.u32 at, row, {width * size}, from;
 selp.b32 bytes, {CHUNK}, 0, real;
 """
         for line in range(lines):
-            to = (step // 2 * lines + line) * BOX * LINE
-            some, code = ("left", code + f"selp.b32 left, bytes, 0, inside{line};\n") if edge else ("bytes", code)
-            code += (
-                f"cp.async.cg.shared.global.L2::128B [to{step % 2} + {to}], [at + {line * LINE}], {CHUNK}, {some};\n"
-            )
+            size_of_copy = "bytes"
+            if edge:
+                code += f"selp.b32 left, bytes, 0, inside{line};\n"
+                size_of_copy = "left"
+            target = f"to{step % 2} + {(step // 2 * lines + line) * BOX * LINE}"
+            source = f"at + {line * LINE}"
+            code += f"cp.async.cg.shared.global.L2::128B [{target}], [{source}], {CHUNK}, {size_of_copy};\n"
     return code + "}"

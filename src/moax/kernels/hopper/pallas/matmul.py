@@ -1,6 +1,6 @@
 """Grouped matmul: y[m] = x[m] w[g(m)] + bias[g(m)], or x[m] w[g(m)]^T, with sums in float32.
 
-    16 bits   the kernel reads the weight as it lies for both products, since wgmma takes it in either order
+    16 bits   the kernel reads the weight as it lies for both matmuls, since wgmma takes it in either order
     FP8       y[m] = sum over blocks k of 128: sx[k, m] sw[g, n / 128, k] (x[m, k] . w[g, n, k])
 
 FP8 wgmma takes K-major operands alone. Forward takes w^T, so the weight is transposed when it is quantized, on its
@@ -13,7 +13,7 @@ the blocks have 128, 2 and 5 rows, and four of their six halves are computed.
 
 With the activation in the epilogue, a tile has the same columns of gate and of up, so that a consumer holds both in
 registers: with 256 columns, F = 768 and gate and up, tile 1 has the columns 128 to 255 of each. The kernel writes h,
-rounded, and computes a from the rounded h, so that a product and `activation.activate_rows` give the same bits.
+rounded, and computes a from the rounded h, so that a matmul and `activation.activate_rows` give the same bits.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ MERGES_DIMS = jax.__version_info__ >= (0, 11, 2)
 
 @with_vma_of_inputs
 def grouped_matmul(
-    x: Float[Array, "R K"] | KMajorFp8, w: Float[Array, "E K N"] | Float[Array, "E N K"] | KMajorFp8, blocks: Blocks,
-    tile: TileConfig, *, transpose: bool = False, bias: Float[Array, "E N"] | None = None,
+    x: Float[Array, "R K"] | KMajorFp8,
+    w: Float[Array, "E K N"] | Float[Array, "E N K"] | KMajorFp8, blocks: Blocks, tile: TileConfig,
+    *, transpose: bool = False, bias: Float[Array, "E N"] | None = None,
     source: Int[Array, " M"] | None = None, out_dtype=jnp.bfloat16,
 ) -> Float[Array, "M N"]:  # fmt: skip
     """y[m] = x[m] w[g(m)] + bias[g(m)]; with `transpose`, and in FP8, y[m] = x[m] w[g(m)]^T + bias[g(m)].
@@ -56,7 +57,7 @@ def grouped_matmul(
       blocks, tile: the blocks of the rows, and a TileConfig, in FP8 with a multiple of 64 for `tile_n`.
       transpose: whether a w of 16 bits is transposed.
       bias: one value for each column of y, added in f32.
-      source: row m of the product is x[source[m]], or 0 where source[m] >= R. None means row m itself.
+      source: row m of the matmul is x[source[m]], or 0 where source[m] >= R. None means row m itself.
       out_dtype: the dtype of y.
 
     Returns:
@@ -69,51 +70,74 @@ def grouped_matmul(
     check_dtypes("w", x, w)
     if fp8 and tile.tile_n % PIECE:
         raise Unsupported(f"tile_n={tile.tile_n} must be a multiple of {PIECE}")
-    (_, *dims), contracted, dtype = data_of(w).shape, data_of(x).shape[1], data_of(x).dtype
-    columns = dims[0 if transpose or fp8 else 1]
-    swizzle, depth = swizzle_of(contracted * dtype.itemsize, dims[1] * dtype.itemsize), LINE // dtype.itemsize
-    w_stage = (tile.tile_n, depth) if transpose or fp8 else (depth, tile.tile_n)
+    w_is_transposed = transpose or fp8
+    _, *dims = data_of(w).shape
+    contracted = data_of(x).shape[1]
+    dtype = data_of(x).dtype
+    swizzle = swizzle_of(contracted * dtype.itemsize, dims[1] * dtype.itemsize)
+    depth = LINE // dtype.itemsize
+    columns = dims[1]
+    w_stage = (depth, tile.tile_n)
+    if w_is_transposed:
+        columns = dims[0]
+        w_stage = (tile.tile_n, depth)
     shared = "block" if tile.cluster > 1 else None
     if source is not None:
         check_gather(swizzle, tile)
 
-    def load(place, step, slot, barrier, stages, x, w, *_, held=None):
-        k, n = pl.ds(step * depth, depth), pl.ds(place.column * tile.tile_n, tile.tile_n)
-        _load_x(x, place, step, k, stages["x"].at[slot], barrier, held, swizzle, shared)
+    def load(place, step, slot, barrier, stages, x, w, *_, sources=None):
+        k = pl.ds(step * depth, depth)
+        n = pl.ds(place.column * tile.tile_n, tile.tile_n)
+        _load_x(x, place, step, k, stages["x"].at[slot], barrier, sources, swizzle, shared)
         part = w.at[place.group, n, k] if transpose else w.at[place.group, k, n]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
 
     def load_fp8(place, step, slot, barrier, stages, x, w, *_):
         k = pl.ds(step * depth, depth)
         _load_x(x.data, place, step, k, stages["x"].at[slot], barrier, None, swizzle, shared)
-        plgpu.copy_gmem_to_smem(x.scale.at[step, pl.ds(place.row, BLOCK)], stages["sx"].at[slot], barrier)
+        scale = x.scale.at[step, pl.ds(place.row, BLOCK)]
+        plgpu.copy_gmem_to_smem(scale, stages["sx"].at[slot], barrier)
         part = w.data.at[place.group, pl.ds(place.column * tile.tile_n, tile.tile_n), k]
         plgpu.copy_gmem_to_smem(part, stages["w"].at[slot], barrier)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, x, w, blocks, bias, _):
-        (total,) = _contract(tile, steps, at, warpgroup, stages, full, empty, transpose)
+    def multiply(place, steps, number, warpgroup, stages, full, empty, x, w, blocks, bias, _):
+        (total,) = _contract(tile, steps, number, warpgroup, stages, full, empty, transpose)
         if bias is None:
             return [total]
-        first, pieces = place.column * tile.tile_n, range(0, tile.tile_n, PIECE)
-        return [pipeline.add_bias(total[:, n : n + PIECE], bias, place.group, first + n) for n in pieces]
+        pieces = []
+        column = place.column * tile.tile_n
+        for n in range(0, tile.tile_n, PIECE):
+            piece = total[:, n : n + PIECE]
+            pieces.append(pipeline.add_bias(piece, bias, place.group, column + n))
+        return pieces
 
-    def multiply_fp8(place, steps, at, warpgroup, stages, full, empty, x, w, blocks, bias, _):
-        pieces = _contract_fp8(tile, place, steps, at, warpgroup, stages, full, empty, w.scale)
+    def multiply_fp8(place, steps, number, warpgroup, stages, full, empty, x, w, blocks, bias, _):
+        pieces = _contract_fp8(tile, place, steps, number, warpgroup, stages, full, empty, w.scale)
         if bias is None:
             return pieces
-        firsts = (place.column * tile.tile_n + i * PIECE for i in range(len(pieces)))
-        return [pipeline.add_bias(p, bias, place.group, first) for p, first in zip(pieces, firsts, strict=True)]
+        sums = []
+        for i, piece in enumerate(pieces):
+            column = place.column * tile.tile_n + i * PIECE
+            sums.append(pipeline.add_bias(piece, bias, place.group, column))
+        return sums
 
     def target(place, warpgroup, column, width, out):
         return out.at[_rows_of(place, warpgroup), pl.ds(place.column * tile.tile_n + column, width)]
 
-    stages = {"x": stage(tile, BLOCK, depth, dtype, swizzle), "w": stage(tile, *w_stage, data_of(w).dtype, swizzle)}
+    stages = {
+        "x": stage(tile, BLOCK, depth, dtype, swizzle),
+        "w": stage(tile, *w_stage, data_of(w).dtype, swizzle),
+    }
+    name = "grouped_matmul_transposed" if transpose else "grouped_matmul"
     if fp8:
         stages["sx"] = plgpu.SMEM((tile.stages, BLOCK), jnp.float32)
-    bias = None if bias is None else pipeline.pad_bias(bias, tile.tile_n * tile.cluster)
+        name = "grouped_matmul_fp8"
+    if bias is not None:
+        bias = pipeline.pad_bias(bias, tile.tile_n * tile.cluster)
+    rows = data_of(x).shape[0] if source is None else source.shape[0]
     return _run(
         (x, w, blocks, bias, source),
-        jax.ShapeDtypeStruct(((data_of(x) if source is None else source).shape[0], columns), out_dtype),
+        jax.ShapeDtypeStruct((rows, columns), out_dtype),
         tile,
         stages,
         tiles_n=pl.cdiv(columns, tile.tile_n * tile.cluster),
@@ -121,14 +145,14 @@ def grouped_matmul(
         load=load_fp8 if fp8 else load,
         multiply=multiply_fp8 if fp8 else multiply,
         target=target,
-        name=f"grouped_matmul{'_fp8' if fp8 else '_transposed' if transpose else ''}",
+        name=name,
     )
 
 
 @with_vma_of_inputs
 def grouped_matmul_activate(
-    x: Float[Array, "R K"], w: Float[Array, "E K G F"], blocks: Blocks, tile: TileConfig, act: Callable, *,
-    source: Int[Array, " M"] | None = None,
+    x: Float[Array, "R K"], w: Float[Array, "E K G F"], blocks: Blocks, tile: TileConfig,
+    act: Callable, *, source: Int[Array, " M"] | None = None,
 ) -> tuple[Float[Array, "M G F"], Float[Array, "M F"]]:  # fmt: skip
     """h[m] = x[m] w[g(m)], a[m] = act(h[m]).
 
@@ -150,41 +174,50 @@ def grouped_matmul_activate(
     part = tile.tile_n // gates  # the columns of a projection in a tile
     if part * gates != tile.tile_n or part % PIECE or tile.cluster > 1:
         raise Unsupported(
-            f"tile_n={tile.tile_n} and cluster={tile.cluster} for {gates} projections; each must have a multiple of "
-            f"{PIECE} columns of a tile, and cluster must be 1"
+            f"tile_n={tile.tile_n} and cluster={tile.cluster} for {gates} projections; each must have "
+            f"a multiple of {PIECE} columns of a tile, and cluster must be 1"
         )
-    rows, contracted = (x if source is None else source).shape[0], x.shape[1]
-    if contracted % STEP:  # the rows of all experts are one dim, so that a last stage would end in the next expert
+    rows = x.shape[0] if source is None else source.shape[0]
+    contracted = x.shape[1]
+    # The rows of all experts are one dim, so that a last stage would end in the next expert.
+    if contracted % STEP:
         raise Unsupported(f"w has shape {w.shape}; the kernel takes multiples of {STEP} for K")
     swizzle = swizzle_of(2 * contracted, 2 * hidden)
     if source is not None:
         check_gather(swizzle, tile)
 
-    def load(place, step, slot, barrier, stages, x, w, *_, held=None):
-        k, columns = pl.ds(step * STEP, STEP), pl.ds(place.column * part, part)
-        _load_x(x, place, step, k, stages["x"].at[slot], barrier, held, swizzle)
+    def load(place, step, slot, barrier, stages, x, w, *_, sources=None):
+        k = pl.ds(step * STEP, STEP)
+        columns = pl.ds(place.column * part, part)
+        _load_x(x, place, step, k, stages["x"].at[slot], barrier, sources, swizzle)
         rows = pl.ds(place.group * contracted + step * STEP, STEP)
         plgpu.copy_gmem_to_smem(w.at[rows, :, columns], stages["w"].at[slot], barrier)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, *_):
-        (total,) = _contract(tile, steps, at, warpgroup, stages, full, empty)
+    def multiply(place, steps, number, warpgroup, stages, full, empty, *_):
+        (total,) = _contract(tile, steps, number, warpgroup, stages, full, empty)
         for n in range(0, part, PIECE):  # a piece is stored before the next one takes registers
-            of_h = [rounded(total[:, gate * part + n : gate * part + n + PIECE]) for gate in range(gates)]
-            yield from of_h
-            yield from evaluate(act, *of_h)
+            columns = [gate * part + n for gate in range(gates)]
+            h = [rounded(total[:, column : column + PIECE]) for column in columns]
+            yield from h
+            yield from evaluate(act, *h)
 
     def target(place, warpgroup, column, width, h, a):
         piece, inside = divmod(column, PIECE)
         n, which = divmod(piece, gates + 1)
         mine = _rows_of(place, warpgroup)
         columns = pl.ds(place.column * part + n * PIECE + inside, width)
-        return a.at[mine, columns] if which == gates else h.at[mine, which, columns]
+        if which == gates:
+            return a.at[mine, columns]
+        return h.at[mine, which, columns]
 
     boxes = plgpu.TilingTransform((8, 1, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
     w_stage = plgpu.SMEM((tile.stages, STEP, gates, part), x.dtype, transforms=boxes)
     return _run(
         (x, w.reshape(-1, gates, hidden), blocks, None, source),
-        (jax.ShapeDtypeStruct((rows, gates, hidden), x.dtype), jax.ShapeDtypeStruct((rows, hidden), x.dtype)),
+        (
+            jax.ShapeDtypeStruct((rows, gates, hidden), x.dtype),
+            jax.ShapeDtypeStruct((rows, hidden), x.dtype),
+        ),
         tile,
         {"x": stage(tile, BLOCK, STEP, x.dtype, swizzle), "w": w_stage},
         tiles_n=pl.cdiv(hidden, part),
@@ -205,16 +238,26 @@ class Place(NamedTuple):
     column: Int[Array, ""]
 
 
-def _run(operands: tuple, out, tile: TileConfig, stages: dict, *, tiles_n: int, n_steps: int, **how):
-    """Runs a product of (x, w, blocks, bias, source), of `tiles_n` cluster tiles a block, each of `n_steps` stages."""
+def _run(
+    operands: tuple, out, tile: TileConfig, stages: dict, *, tiles_n: int, n_steps: int, **functions,
+):  # fmt: skip
+    """Runs a matmul of (x, w, blocks, bias, source), of `tiles_n` cluster tiles a block, each of `n_steps` stages."""
     x, w, blocks, bias, source = operands
 
     def count(x, w, blocks, *_):
-        return blocks.before[blocks.before.shape[0] - 1] * tiles_n
+        return count_blocks(blocks) * tiles_n
+
+    def count_blocks(blocks):
+        return blocks.before[blocks.before.shape[0] - 1]
 
     def locate(i, block, x, w, blocks, *_):
-        at, column = pipeline.sweep(i, blocks.before[blocks.before.shape[0] - 1], tiles_n, tile.width)
-        return Place(blocks.group[at], blocks.start[at] * HALF, blocks.rows[at], column * tile.cluster + block)
+        row, column = pipeline.sweep(i, count_blocks(blocks), tiles_n, tile.width)
+        group = blocks.group[row]
+        start = blocks.start[row] * HALF
+        return Place(group, start, blocks.rows[row], column * tile.cluster + block)
+
+    def load_tile_sources(place, step, *operands):
+        return load_sources(operands[-1], place.row, BLOCK, place.rows)
 
     return pipeline.run(
         (x, w, blocks._replace(first=None, sizes=None), bias, source),
@@ -225,20 +268,21 @@ def _run(operands: tuple, out, tile: TileConfig, stages: dict, *, tiles_n: int, 
         locate=locate,
         steps=lambda *_: n_steps,
         has_rows=lambda place, warpgroup: warpgroup * HALF < place.rows,
-        sources=None if source is None else lambda at, step, *of: load_sources(of[-1], at.row, BLOCK, at.rows),
-        **how,
+        sources=None if source is None else load_tile_sources,
+        **functions,
     )
 
 
-def _load_x(x, place: Place, step, k, stage, barrier, held, swizzle: int, shared=None) -> None:
-    """Copies the columns k, those of a step, of the rows that `held` names, or else of the tile, to a stage."""
+def _load_x(x, place: Place, step, k, stage, barrier, sources, swizzle: int, shared=None) -> None:
+    """Copies the columns k of a step to a stage, of the rows that `sources` names, or else of the tile."""
 
     def copy(rows: int) -> None:
-        part, to = x.at[pl.ds(place.row, rows), k], stage.at[pl.ds(0, rows)]
-        plgpu.copy_gmem_to_smem(part, to, barrier, collective_axes=shared)
+        part = x.at[pl.ds(place.row, rows), k]
+        target = stage.at[pl.ds(0, rows)]
+        plgpu.copy_gmem_to_smem(part, target, barrier, collective_axes=shared)
 
-    if held is not None:
-        copy_rows(x, step * STEP, held, stage, swizzled(x.dtype, swizzle))
+    if sources is not None:
+        copy_rows(x, step * STEP, sources, stage, swizzled(x.dtype, swizzle))
     else:  # of at most 64 real rows it copies 64
         pl.when(place.rows > HALF)(lambda: copy(BLOCK))
         pl.when(place.rows <= HALF)(lambda: copy(HALF))
@@ -249,24 +293,32 @@ def _rows_of(place: Place, warpgroup):
     return pl.ds(place.row + warpgroup * HALF, HALF)
 
 
-def _contract(tile: TileConfig, steps, at, warpgroup, stages, full, empty, transpose: bool = False) -> list:
-    """Returns the product f32 of a consumer's rows of the stages "x" and of "w", alone in a list."""
+def _contract(
+    tile: TileConfig, steps, number, warpgroup, stages, full, empty, transpose: bool = False,
+) -> list:  # fmt: skip
+    """Returns the matmul f32 of a consumer's rows of the stages "x" and of "w", alone in a list."""
     mine = pl.ds(warpgroup * HALF, HALF)
 
     def add(slot, accs):
-        w = stages["w"].at[slot]  # [64, tile_n], or [64, G, tile_n / G], or with `transpose` [tile_n, 64]
-        w = w.reshape(STEP, tile.tile_n) if len(w.shape) == 3 else w
+        # w is [64, tile_n], or [64, G, tile_n / G], or with `transpose` [tile_n, 64].
+        w = stages["w"].at[slot]
+        if len(w.shape) == 3:
+            w = w.reshape(STEP, tile.tile_n)
         plgpu.wgmma(accs[0], stages["x"].at[slot, mine], w.T if transpose else w)
 
-    return pipeline.contract(tile, steps, at, full, empty, add)
+    return pipeline.contract(tile, steps, number, full, empty, add)
 
 
-def _contract_fp8(tile: TileConfig, place: Place, steps, at, warpgroup, stages, full, empty, sw) -> tuple:
-    """Returns the product f32 of a consumer's rows, dequantized block by block, in pieces of columns."""
-    mine, pieces = pl.ds(warpgroup * HALF, HALF), range(tile.tile_n // PIECE)
-    # The block of the weight's scales that each piece of columns has. Two neighbouring pieces often share one.
+def _contract_fp8(
+    tile: TileConfig, place: Place, steps, number, warpgroup, stages, full, empty, sw,
+) -> tuple:  # fmt: skip
+    """Returns the matmul f32 of a consumer's rows, dequantized block by block, in pieces of columns."""
+    mine = pl.ds(warpgroup * HALF, HALF)
+    pieces = range(tile.tile_n // PIECE)
+    # Each piece of columns has a block of the weight's scales. Two neighbouring pieces often share one.
     last = sw.shape[1] - 1
-    blocks = [jnp.minimum(lax.div(place.column * tile.tile_n + i * PIECE, BLOCK), last) for i in pieces]
+    columns = (place.column * tile.tile_n + i * PIECE for i in pieces)
+    blocks = [jnp.minimum(lax.div(column, BLOCK), last) for column in columns]
     own = [i for i in pieces if tile.tile_n % BLOCK or i % (BLOCK // PIECE) == 0]
 
     def scales(step):
@@ -274,10 +326,13 @@ def _contract_fp8(tile: TileConfig, place: Place, steps, at, warpgroup, stages, 
 
     def step(k, carry):
         totals, sw_now = carry
-        sw_next = scales(jnp.minimum(k + 1, steps - 1))  # loaded one step early, since it comes from device memory
-        slot, part, sx = pipeline.multiply_fp8(tile, at + k, mine, full, stages, "w")
+        # The scale is loaded one step early, since it comes from device memory.
+        sw_next = scales(jnp.minimum(k + 1, steps - 1))
+        slot, part, sx = pipeline.multiply_fp8(tile, number + k, mine, full, stages, "w")
         plgpu.barrier_arrive(empty.at[slot])
-        by_row = {i: lax.broadcast_in_dim(sx * s, (HALF, PIECE), [0]) for i, s in zip(own, sw_now, strict=True)}
+        by_row = {}
+        for i, scale in zip(own, sw_now, strict=True):
+            by_row[i] = lax.broadcast_in_dim(sx * scale, (HALF, PIECE), [0])
         totals = tuple(
             total + part[:, i * PIECE : (i + 1) * PIECE] * by_row[max(j for j in own if j <= i)]
             for i, total in enumerate(totals)

@@ -3,8 +3,8 @@
     top_k_rows          chosen[t], experts[t] = lax.top_k(logits[t], K)
     count_groups        counts[b, g], inside[b, s, g]: how many assignments of group g are in block b, and in the steps
                         of block b before its step s
-    build_permutation   position[a] = starts[g] + sum of counts[b', g] over b' < b + inside[b, s, g] + earlier[a]
-                        source[position[a]] = a // K, by_row[position[a]] = weights[a]
+    build_permutation   scatter_idx[a] = starts[g] + sum of counts[b', g] over b' < b + inside[b, s, g] + earlier[a]
+                        gather_idx[scatter_idx[a]] = a // K, row_weights[scatter_idx[a]] = weights[a]
 
 Assignment a is in step s of block b and goes to group g. `earlier[a]` counts the assignments of g before a in the step.
 A step has 64 assignments, which a warpgroup compares with 64 groups, or with each other, in one tile of registers.
@@ -30,28 +30,34 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.checks import Unsupported
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.pallas import ptx
 from moax.kernels.hopper.pallas.ptx import IN_BOUNDS, THREADS, launch, layout_of, store
-from moax.kernels.operands import align_up
 from moax.mesh.collectives import with_vma_of_inputs
 
-STEP = 64  # the assignments of a step, the groups that are compared at one time, and the rows of a top k
+# the assignments of a step, the groups that are compared at one time, and the rows of a top k
+STEP = 64
 BLOCKS = 128  # the most blocks, one a multiprocessor: each block adds the counts of all blocks
 AHEAD = 32  # so many counts are loaded before the first one is added
 MOST_GROUPS = 1024  # a thread holds eight counts
-MOST_EXPERTS, EXPERTS = 256, 8  # of the top k: a thread holds half as many logits, in tiles of so many experts
+MOST_EXPERTS = 256  # of the top k: a thread holds half as many logits
+EXPERTS = 8  # of the top k: a thread holds logits in tiles of so many experts
 MOST_BYTES = 200 * 1024  # the most bytes of SMEM
-ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+ROW = plgpu.Layout.WGMMA.reduce(1)  # the layout of a value for each row of a tile
+COLUMN = plgpu.Layout.WGMMA.reduce(0)  # the layout of a value for each column of a tile
 
 
 def supports_top_k(shape: tuple[int, ...], top_k: int) -> bool:
     """Returns whether the kernel takes logits [T, E] of this shape."""
     rows, experts = shape
-    return isinstance(rows, int) and rows >= STEP and experts % EXPERTS == 0 and top_k <= experts <= MOST_EXPERTS
+    takes_experts = experts % EXPERTS == 0 and top_k <= experts <= MOST_EXPERTS
+    return isinstance(rows, int) and rows >= STEP and takes_experts
 
 
 @with_vma_of_inputs
-def top_k_rows(logits: Float[Array, "T E"], top_k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+def top_k_rows(
+    logits: Float[Array, "T E"], top_k: int,
+) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:  # fmt: skip
     """chosen[t], experts[t] = lax.top_k(logits[t], K).
 
     Args:
@@ -67,28 +73,32 @@ def top_k_rows(logits: Float[Array, "T E"], top_k: int) -> tuple[Float[Array, "T
     rows, experts = logits.shape
     if not supports_top_k(logits.shape, top_k) or logits.dtype != jnp.float32:
         raise Unsupported(
-            f"logits are {logits.dtype} {logits.shape} with K={top_k}; the kernel takes float32, at least {STEP} rows, "
-            f"and experts in multiples of {EXPERTS} up to {MOST_EXPERTS}"
+            f"logits are {logits.dtype} {logits.shape} with K={top_k}; the kernel takes float32, at least "
+            f"{STEP} rows, and experts in multiples of {EXPERTS} up to {MOST_EXPERTS}"
         )
 
     def top_k_rows(logits, chosen, out):
         # Where 64 does not divide T, the last block repeats rows of the block before, and both write the same.
-        first = jnp.minimum(lax.axis_index("block") * STEP, rows - STEP)
-        values = plgpu.load(logits.at[pl.ds(first, STEP)], layout=plgpu.Layout.WGMMA, optimized=False)
+        mine = pl.ds(jnp.minimum(lax.axis_index("block") * STEP, rows - STEP), STEP)
+        values = plgpu.load(logits.at[mine], layout=plgpu.Layout.WGMMA, optimized=False)
         bits = lax.bitcast_convert_type(values, jnp.uint32)
         sign = jnp.uint32(1 << 31)
         keys = bits ^ jnp.where(bits >= sign, jnp.uint32(0xFFFFFFFF), sign)
-        below = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, keys.shape, 1), plgpu.Layout.WGMMA)
-        below = jnp.uint32(experts) - below  # it is largest for the lowest expert, and never 0
+        expert = lax.broadcasted_iota(jnp.uint32, keys.shape, 1)
+        expert = plgpu.layout_cast(expert, plgpu.Layout.WGMMA)
+        below = jnp.uint32(experts) - expert  # it is largest for the lowest expert, and never 0
         for k in range(top_k):
-            most = jnp.max(keys, axis=1)
-            value = lax.bitcast_convert_type(most ^ jnp.where(most >= sign, sign, jnp.uint32(0xFFFFFFFF)), jnp.float32)
-            store(chosen.at[pl.ds(first, STEP), k], value, optimized=False)
-            here = keys == lax.broadcast_in_dim(most, keys.shape, [0])
-            best = jnp.max(jnp.where(here, below, jnp.uint32(0)), axis=1)
-            store(out.at[pl.ds(first, STEP), k], (jnp.uint32(experts) - best).astype(jnp.int32), optimized=False)
+            largest = jnp.max(keys, axis=1)
+            value = largest ^ jnp.where(largest >= sign, sign, jnp.uint32(0xFFFFFFFF))
+            value = lax.bitcast_convert_type(value, jnp.float32)
+            store(chosen.at[mine, k], value, optimized=False)
+            is_largest = keys == lax.broadcast_in_dim(largest, keys.shape, [0])
+            best = jnp.max(jnp.where(is_largest, below, jnp.uint32(0)), axis=1)
+            index = (jnp.uint32(experts) - best).astype(jnp.int32)
+            store(out.at[mine, k], index, optimized=False)
             if k + 1 < top_k:
-                keys = jnp.where(below == lax.broadcast_in_dim(best, keys.shape, [0]), jnp.uint32(0), keys)
+                is_best = below == lax.broadcast_in_dim(best, keys.shape, [0])
+                keys = jnp.where(is_best, jnp.uint32(0), keys)
 
     out = tuple(jax.ShapeDtypeStruct((rows, top_k), dtype) for dtype in (jnp.float32, jnp.int32))
     return launch(top_k_rows, out, dict(block=-(-rows // STEP)), (), None)(logits)
@@ -112,7 +122,8 @@ def supports(shape: tuple[int, ...], groups: int) -> bool:
     """Returns whether the kernels take so many groups of experts [R, K] of this shape."""
     if not isinstance(shape[0], int) or groups > MOST_GROUPS:
         return False
-    steps, held = _split(shape[0] * shape[1])[1], align_up(groups, THREADS)
+    _, steps = _split(shape[0] * shape[1])
+    held = align_up(groups, THREADS)
     return 4 * (steps * held + 3 * held + 3 * steps * STEP) <= MOST_BYTES
 
 
@@ -126,7 +137,8 @@ def count_groups(experts: Int[Array, "R K"], groups: int) -> Counts:
     if not supports(experts.shape, groups):
         raise Unsupported(f"experts have shape {experts.shape} and {groups} groups, more than the kernels hold in SMEM")
     blocks, steps = _split(experts.size)
-    held, size = align_up(groups, THREADS), steps * STEP
+    held = align_up(groups, THREADS)
+    size = steps * STEP
     ids = jnp.pad(experts.reshape(-1), (0, blocks * size - experts.size), constant_values=groups)
 
     def count_groups(ids, counts, inside, *, here, loaded):
@@ -136,11 +148,11 @@ def count_groups(experts: Int[Array, "R K"], groups: int) -> Counts:
         plgpu.barrier_wait(loaded)
 
         def step(s, running):
-            of = _load(here, s * STEP, COLUMN)
-            of = lax.broadcast_in_dim(jnp.where(of < groups, of, -1), (STEP, STEP), [1])
+            chosen = _load(here, s * STEP, COLUMN)
+            chosen = lax.broadcast_in_dim(jnp.where(chosen < groups, chosen, -1), (STEP, STEP), [1])
             for c, before in enumerate(running):
                 _store(inside.at[block], s * held + c * STEP, before)
-            return tuple(before + _count(of - c * STEP == group) for c, before in enumerate(running))
+            return tuple(before + _count(chosen - c * STEP == group) for c, before in enumerate(running))
 
         nothing = plgpu.layout_cast(jnp.zeros(STEP, jnp.int32), ROW)
         for c, total in enumerate(lax.fori_loop(0, steps, step, (nothing,) * (held // STEP))):
@@ -154,30 +166,34 @@ def count_groups(experts: Int[Array, "R K"], groups: int) -> Counts:
 @with_vma_of_inputs
 def build_permutation(
     experts: Int[Array, "R K"], counted: Counts, groups: int, align: int, num_rows: int,
-    weights: Float[Array, "R K"] | None = None, part: tuple[Int[Array, " G"], Int[Array, " G"]] | None = None,
-) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:  # fmt: skip
-    """Returns source, position, sizes and by_row, as `moax.kernels.Implementation.build_permutation` does.
+    weights: Float[Array, "R K"] | None = None,
+    part: tuple[Int[Array, " G"], Int[Array, " G"]] | None = None,
+) -> tuple[
+    Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None,
+]:  # fmt: skip
+    """Returns gather_idx, scatter_idx, sizes and row_weights; see `moax.kernels.protocol`.
 
     Args:
-      experts, groups, align, num_rows, weights: those of `Implementation.build_permutation`.
+      experts, groups, align, num_rows, weights: the arguments of `Kernels.build_permutation`.
       counted: the Counts of the experts.
       part: (begin, sizes) [G] i32: the assignments begin[g] to begin[g] + sizes[g] - 1 of group g become rows; None
         gives each assignment a row.
     """
-    (received, top_k), (blocks, held) = experts.shape, counted.counts.shape
+    received, top_k = experts.shape
+    blocks, held = counted.counts.shape
     size = counted.ids.shape[0] // blocks
     steps = size // STEP
     every = plgpu.Layout.WG_STRIDED((held,), held // THREADS)
 
     def build_permutation(
-        ids, counts, inside, begin, kept, weights, source, position, sizes, *by_row,
-        starts, ends, first, within, rows, columns, earlier, loaded,
+        ids, counts, inside, begin, part_sizes, weights, gather_idx, scatter_idx, sizes, *row_weights,
+        starts, ends, first_row, within, rows, columns, earlier, loaded,
     ):  # fmt: skip
         block = lax.axis_index("block")
         mine = pl.ds(block * size, size)
         # The ids are in SMEM twice: the compiler merges two loads of one array, which then has no layout.
-        for to, of in ((rows, ids.at[mine]), (columns, ids.at[mine]), (within, inside.at[block])):
-            plgpu.copy_gmem_to_smem(of, to, loaded, oob_mode=IN_BOUNDS)
+        for target, part_of in ((rows, ids.at[mine]), (columns, ids.at[mine]), (within, inside.at[block])):
+            plgpu.copy_gmem_to_smem(part_of, target, loaded, oob_mode=IN_BOUNDS)
 
         def add(b, sums):
             total, before = sums
@@ -195,7 +211,8 @@ def build_permutation(
             sums = add(b, sums)
         total, before = sums
         if part is not None:
-            total, before = plgpu.load(kept, layout=every), before - plgpu.load(begin, layout=every)
+            total = plgpu.load(part_sizes, layout=every)
+            before = before - plgpu.load(begin, layout=every)
         ends[...] = total
         plgpu.commit_smem()
 
@@ -211,7 +228,7 @@ def build_permutation(
         plgpu.commit_smem()
         start = plgpu.load(starts.at[pl.ds(0, held)], layout=every)
         ends[...] = start + total
-        first[...] = start + before
+        first_row[...] = start + before
 
         plgpu.barrier_wait(loaded)
 
@@ -224,26 +241,30 @@ def build_permutation(
         plgpu.commit_smem()
 
         each = layout_of(size)
-        group, index = plgpu.load(rows, layout=each), _iota(size)
-        some, valid = group < groups, jnp.clip(group, 0, groups - 1)  # no id makes a thread read past an array
-        row = ptx.take(first, valid) + ptx.take(within, lax.div(index, jnp.int32(STEP)) * held + valid)
+        group = plgpu.load(rows, layout=each)
+        index = _iota(size)
+        has_row = group < groups
+        valid = jnp.clip(group, 0, groups - 1)  # no id makes a thread read past an array
+        row = ptx.take(first_row, valid)
+        row = row + ptx.take(within, lax.div(index, jnp.int32(STEP)) * held + valid)
         row = row + plgpu.load(earlier, layout=each)
         if part is not None:
-            some = some & (row >= ptx.take(starts, valid)) & (row < ptx.take(ends, valid))
-        row, index = jnp.where(some, row, num_rows), index + block * size
-        ptx.put(position, index, row)
-        ptx.put(source, row, lax.div(index, jnp.int32(top_k)))
-        for to in by_row:
-            ptx.put(to, row, plgpu.load(weights.at[mine], layout=each))
+            has_row = has_row & (row >= ptx.take(starts, valid)) & (row < ptx.take(ends, valid))
+        row = jnp.where(has_row, row, num_rows)
+        index = index + block * size
+        ptx.put(scatter_idx, index, row)
+        ptx.put(gather_idx, row, lax.div(index, jnp.int32(top_k)))
+        for target in row_weights:
+            ptx.put(target, row, plgpu.load(weights.at[mine], layout=each))
 
         # Each block fills the padding of some groups, and its share of the rows after the last group.
         def fill(begin, end):
             def fill_some(i, _):
                 row = _iota(THREADS) + (begin + i * THREADS)
                 row = jnp.where(row < end, row, num_rows)
-                ptx.put(source, row, jnp.full_like(row, received))
-                for to in by_row:
-                    ptx.put(to, row, jnp.zeros(THREADS, jnp.float32))
+                ptx.put(gather_idx, row, jnp.full_like(row, received))
+                for target in row_weights:
+                    ptx.put(target, row, jnp.zeros(THREADS, jnp.float32))
 
             lax.fori_loop(0, lax.div(end - begin + (THREADS - 1), THREADS), fill_some, None)
 
@@ -259,22 +280,25 @@ def build_permutation(
         @pl.when(block == 0)
         def _():
             each = layout_of(held)
-            got = plgpu.load(ends, layout=each) - plgpu.load(starts.at[pl.ds(0, held)], layout=each)
-            ptx.put(sizes, _iota(held), got)
+            end = plgpu.load(ends, layout=each)
+            size = end - plgpu.load(starts.at[pl.ds(0, held)], layout=each)
+            ptx.put(sizes, _iota(held), size)
 
-    shapes: Any = dict(
-        starts=held + STEP, ends=held, first=held, within=steps * held, rows=size, columns=size, earlier=size
-    )
-    scratch: Any = {name: plgpu.SMEM((n,), jnp.int32) for name, n in shapes.items()}
+    lengths: Any = dict(starts=held + STEP, ends=held, first_row=held, within=steps * held)
+    lengths |= dict(rows=size, columns=size, earlier=size)
+    scratch: Any = {name: plgpu.SMEM((n,), jnp.int32) for name, n in lengths.items()}
     scratch["loaded"] = plgpu.Barrier(num_arrivals=3)
     out = [_i32(num_rows), _i32(received * top_k), _i32(groups)]
-    begin, kept = (None, None) if part is None else (jnp.pad(v, (0, held - groups)) for v in part)
+    begin = part_sizes = None
+    if part is not None:
+        begin, part_sizes = (jnp.pad(v, (0, held - groups)) for v in part)
     if weights is not None:
         out.append(jax.ShapeDtypeStruct((num_rows,), jnp.float32))
         weights = jnp.pad(weights.reshape(-1), (0, blocks * size - experts.size))
-    found = launch(build_permutation, out, dict(block=blocks), scratch, None)(*counted, begin, kept, weights)
-    source, position, sizes, by_row = found if weights is not None else (*found, None)
-    return source, position.reshape(experts.shape), sizes, by_row
+    run = launch(build_permutation, out, dict(block=blocks), scratch, None)
+    gather_idx, scatter_idx, sizes, *row_weights = run(*counted, begin, part_sizes, weights)
+    scatter_idx = scatter_idx.reshape(experts.shape)
+    return gather_idx, scatter_idx, sizes, row_weights[0] if row_weights else None
 
 
 def _split(count: int) -> tuple[int, int]:
@@ -284,24 +308,30 @@ def _split(count: int) -> tuple[int, int]:
 
 
 def _i32(*shape: int) -> jax.ShapeDtypeStruct:
+    """Returns the type of an i32 array."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _index(dim: int) -> Int[Array, "64 64"]:
+    """Returns the index along `dim` of each element of a tile."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (STEP, STEP), dim), plgpu.Layout.WGMMA)
 
 
 def _iota(size: int) -> Int[Array, " I"]:
+    """Returns the index of each element, in the layout of `layout_of`."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (size,), 0), layout_of(size))
 
 
 def _count(mask) -> Int[Array, " 64"]:
+    """Returns the number of true elements of each row of a tile."""
     return jnp.sum(jnp.where(mask, 1, 0), axis=1)
 
 
 def _load(ref: Any, start, layout) -> Int[Array, " 64"]:
+    """Returns 64 elements of `ref` from `start` on."""
     return plgpu.load(ref.at[pl.ds(start, STEP)], layout=layout, optimized=False)
 
 
 def _store(ref: Any, start, values: Int[Array, " 64"]) -> None:
+    """Writes 64 values to `ref` from `start` on."""
     store(ref.at[pl.ds(start, STEP)], values, optimized=False)

@@ -34,11 +34,16 @@ mad.wide.u32 at, $1, 4, $0;
 }}"""
 
 
-def launch(kernel: Callable, out, grid: dict[str, int], scratch, warpgroups: int | None = 1, **params) -> Callable:
+def launch(
+    kernel: Callable, out, grid: dict[str, int], scratch, warpgroups: int | None = 1, **params,
+) -> Callable:  # fmt: skip
     """Makes a kernel of warpgroups that share a tile. With None it is one warpgroup that orders its own copies."""
-    threads: Any = {} if warpgroups is None else dict(num_threads=warpgroups, thread_name="wg")
-    # Without SMEM for reductions over warps, because the warpgroups would share it too.
-    params |= dict(unsafe_no_auto_barriers=True) if warpgroups is None else dict(reduction_scratch_bytes=0)
+    threads: Any = {}
+    if warpgroups is None:
+        params["unsafe_no_auto_barriers"] = True
+    else:
+        threads = dict(num_threads=warpgroups, thread_name="wg")
+        params["reduction_scratch_bytes"] = 0  # the warpgroups would share SMEM for reductions over warps too
     return plgpu.kernel(
         kernel,
         out_type=out,
@@ -64,7 +69,8 @@ def take(ref: Any, index: Int[Array, " I"]) -> Int[Array, " I"]:
     )
     def load(ctx, ref, index):
         del ctx
-        return to_fragments([run_ptx(TAKE, utils.memref_ptr(ref), at, result=i32()) for at in _values(index)], layout)
+        values = [run_ptx(TAKE, utils.memref_ptr(ref), i, result=i32()) for i in _values(index)]
+        return to_fragments(values, layout)
 
     return load(ref, index)
 
@@ -74,13 +80,14 @@ def put(ref: Any, index: Int[Array, " I"], values: Num[Array, " I"]) -> None:
 
     Index [I] i32 is in the layout of `layout_of`; `values` are in the dtype of `ref` and this layout, or one value.
     """
-    layout, code = layout_of(index.shape[0]), PUT.format(size=ref.shape[0])
+    layout = layout_of(index.shape[0])
+    code = PUT.format(size=ref.shape[0])
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def write(ctx, ref, index, values):
         del ctx
-        for at, value in zip(_values(index), _values(values), strict=True):
-            run_ptx(code, utils.memref_ptr(ref), at, arith.bitcast(i32(), value))
+        for i, value in zip(_values(index), _values(values), strict=True):
+            run_ptx(code, utils.memref_ptr(ref), i, arith.bitcast(i32(), value))
 
     write(ref, index, plgpu.layout_cast(values, layout))
 
@@ -97,13 +104,17 @@ def to_fragments(values: list[Any], layout: Any) -> mgpu.FragmentedArray:
 
 
 def _values(x: mgpu.FragmentedArray) -> list[Any]:
-    return [vector.extract(register, dynamic_position=[], static_position=[0]) for register in x.registers.flat]
+    """Returns the elements of this thread."""
+    registers = x.registers.flat
+    return [vector.extract(register, dynamic_position=[], static_position=[0]) for register in registers]
 
 
 def run_ptx(code: str, *operands: Any, result: Any = None) -> Any:
     """Inlines PTX whose operands are pointers and integers, after the result if there is one. Returns the result."""
     kinds = ["l" if str(operand.type) == "!llvm.ptr" else "r" for operand in operands]
-    outs = [] if result is None else ["=r"]
-    result = ir.Type.parse("!llvm.void") if result is None else result
+    outs = ["=r"]
+    if result is None:
+        outs = []
+        result = ir.Type.parse("!llvm.void")
     constraints = ",".join([*outs, *kinds, "~{memory}"])
     return llvm.inline_asm(result, list(operands), code, constraints, has_side_effects=True)

@@ -1,9 +1,9 @@
-"""Kernels that quantize to FP8, for products over columns, over rows, or both, and that dequantize received rows.
+"""Kernels that quantize to FP8, for matmuls over columns, over rows, or both, and that dequantize received rows.
 
     scale[b] = to_scale(max |x| over block b)
     data     = x * (1 / scale), rounded,      x[r, c] ~ data[r, c] * scale[r, c / 128]
 
-FP8 products take K-major operands alone, so these kernels also transpose an operand whose rows a product contracts. A
+FP8 matmuls take K-major operands alone, so these kernels also transpose an operand whose rows a matmul contracts. A
 kernel loads a tile of 128 x 128 elements into SMEM once and reads halves of it in both directions: as it lies for
 1 x 128 blocks, and transposed for 128 x 1 blocks. With `source` a kernel gathers the rows as it loads them. As in
 `moax.ops.quantize`, a NaN or Inf becomes NaN in its own element and does not enter a scale, and a block of zeros has
@@ -13,6 +13,7 @@ scale 1.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from moax.checks import Unsupported
+from moax.kernels.groups import align_up
 from moax.kernels.hopper.formats import BLOCK, HALF, Blocks, KMajorFp8
 from moax.kernels.hopper.pallas.ptx import launch, store
-from moax.kernels.operands import DTYPES, align_up, to_scale
+from moax.kernels.scales import DTYPES, to_scale
 from moax.mesh.collectives import varying, with_vma_of_inputs
 from moax.recipe import Format
 
@@ -32,10 +34,10 @@ from moax.recipe import Format
 @with_vma_of_inputs
 def quantize_rows(
     x: Float[Array, "rows C"], blocks: Blocks | None, *, source: Int[Array, " M"] | None = None,
-    format: Format = Format(), rows: bool = True, columns: bool = True, scale: Float[Array, " B"] | None = None,
-    by_row: bool = False,
+    format: Format = Format(), rows: bool = True, columns: bool = True,
+    scale: Float[Array, " B"] | None = None, by_row: bool = False,
 ) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:  # fmt: skip
-    """Quantizes rows for products over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
+    """Quantizes rows for matmuls over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
 
     Args:
       x: [M, C] bf16 or f32, M a multiple of 128 and C of 16. With `source` it is [R, C], with any R.
@@ -43,7 +45,7 @@ def quantize_rows(
         written. None means that all rows are real.
       source: [M] i32, not negative: row m is x[source[m]], and 0 where source[m] >= R, as it must be in padding.
       format: the dtype, and whether scales are powers of two; all scales are f32.
-      rows, columns: whether to make the result for products over columns (`rows`) and over rows (`columns`).
+      rows, columns: whether to make the result for matmuls over columns (`rows`) and over rows (`columns`).
       scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes them.
       by_row: whether the scales of `rows` lie row by row, [M, ceil(C / 128)].
 
@@ -55,23 +57,33 @@ def quantize_rows(
       Unsupported: the kernel does not take the shape or the dtype of x.
     """
     check_source("x", x, 1)
-    width, x, alike = x.shape[1], _pad(x, 1), not varying(x)
+    width = x.shape[1]
+    x = _pad(x, 1)
+    alike = not varying(x)
     size = x.shape[0] if source is None else source.shape[0]
-    if source is not None and x.shape[0] == 1:  # Mosaic drops a dim of one row, and a row past its end would be row 0
+    # Mosaic drops a dim of one row, and a row past its end would be row 0
+    if source is not None and x.shape[0] == 1:
         x = jnp.pad(x, ((0, 1), (0, 0)))
     if size % BLOCK:
         raise Unsupported(f"x has {size} rows; the kernel takes multiples of {BLOCK}")
     padded = align_up(width, BLOCK)
-    shapes = {
-        "rows": ((size, x.shape[1]), (size, padded // BLOCK) if by_row else (padded // BLOCK, size)),
-        "columns": ((x.shape[1], size), (size // BLOCK, padded)),
-    }
-    shapes = {name: shapes[name] for name, on in (("rows", rows), ("columns", columns)) if on}
-    data = {name: jax.ShapeDtypeStruct(shape, DTYPES[format.dtype]) for name, (shape, _) in shapes.items()}
-    scales = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (_, shape) in shapes.items() if scale is None}
+    scale_shapes = {}
+    data = {}
+    if rows:
+        scale_shapes["rows"] = (size, padded // BLOCK) if by_row else (padded // BLOCK, size)
+        data["rows"] = jax.ShapeDtypeStruct((size, x.shape[1]), DTYPES[format.dtype])
+    if columns:
+        scale_shapes["columns"] = (size // BLOCK, padded)
+        data["columns"] = jax.ShapeDtypeStruct((x.shape[1], size), DTYPES[format.dtype])
+    scales = {}
+    if scale is None:
+        scales = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in scale_shapes.items()}
 
-    def quantize_rows(x, source, starts, counts, given, data, scales, *, tile, buffers, loaded, met):
-        block, j = lax.axis_index("i"), lax.axis_index("j")
+    def quantize_rows(
+        x, source, starts, counts, fixed_scales, data, scales, *, tile, buffers, loaded, met,
+    ):  # fmt: skip
+        block = lax.axis_index("i")
+        j = lax.axis_index("j")
 
         @pl.when(counts is None or counts[block] > 0)
         def _():
@@ -82,32 +94,56 @@ def quantize_rows(
                 gather_tile(x, source, i * BLOCK, j * BLOCK, tile, loaded, alike)
             if counts is not None and source is None:
                 zero_tail([tile], counts[block], (0, 1), met)
-            one = None if given is None else given[0 if given.shape[0] == 1 else i]
+            fixed = None
+            if fixed_scales is not None:
+                fixed = fixed_scales[0 if fixed_scales.shape[0] == 1 else i]
             # Gathered rows lie one after the other in SMEM. A load takes two wavefronts, and columns cannot be sliced.
-            for n, (name, half) in enumerate(itertools.product(shapes, (0, 1))):
-                read, row, column = (rows_of, i, j) if name == "rows" else (columns_of, j, i)
-                value, to = read(tile, half, source is None), (data[name], scales.get(name), buffers[n // 2])
-                turned = by_row and name == "rows"
-                put(value, to, row * BLOCK + half * HALF, column, 0, format, one, wait=n > 0, by_row=turned)
+            sliced = source is None
+            for n, (name, half) in enumerate(itertools.product(scale_shapes, (0, 1))):
+                if name == "rows":
+                    value = rows_of(tile, half, optimized=sliced)
+                    row, column = i, j
+                else:
+                    value = columns_of(tile, half, sliced)
+                    row, column = j, i
+                target = (data[name], scales.get(name), buffers[n // 2])
+                row = row * BLOCK + half * HALF
+                scale_by_row = by_row and name == "rows"
+                put(value, target, row, column, 0, format, fixed, wait=n > 0, by_row=scale_by_row)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    grid, scratch = dict(i=size // BLOCK, j=padded // BLOCK), _scratch(x, data.values(), source is not None)
+    grid = dict(i=size // BLOCK, j=padded // BLOCK)
+    scratch = _scratch(x, data.values(), source is not None)
     run = launch(quantize_rows, (data, scales), grid, scratch)
-    data, scales = run(x, source, *((None, None) if blocks is None else (blocks.start, blocks.rows)), scale)
+    starts = counts = None
+    if blocks is not None:
+        starts = blocks.start
+        counts = blocks.rows
+    data, scales = run(x, source, starts, counts, scale)
     if scale is not None:
-        of_rows = scale if scale.shape[0] == 1 else jnp.repeat(scale, BLOCK)
-        given = {"rows": of_rows[:, None] if by_row else of_rows, "columns": scale[:, None]}
-        scales = {name: jnp.broadcast_to(given[name], shape) for name, (_, shape) in shapes.items()}
-    return (
-        KMajorFp8(data["rows"][:, :width], scales["rows"]) if rows else None,
-        KMajorFp8(data["columns"][:width], scales["columns"]) if columns else None,
-    )
+        scales = _broadcast_scale(scale, scale_shapes, by_row)
+    by_rows = by_columns = None
+    if rows:
+        by_rows = KMajorFp8(data["rows"][:, :width], scales["rows"])
+    if columns:
+        by_columns = KMajorFp8(data["columns"][:width], scales["columns"])
+    return by_rows, by_columns
+
+
+def _broadcast_scale(scale, shapes: dict, by_row: bool) -> dict:
+    """Returns the scales of these shapes where each tensor, or each 128 rows, has one scale."""
+    of_rows = scale if scale.shape[0] == 1 else jnp.repeat(scale, BLOCK)
+    if by_row:
+        of_rows = of_rows[:, None]
+    scales = {"rows": of_rows, "columns": scale[:, None]}
+    return {name: jnp.broadcast_to(scales[name], shape) for name, shape in shapes.items()}
 
 
 @with_vma_of_inputs
 def quantize_weight(
-    w: Float[Array, "E R C"], *, format: Format = Format(), transposed: bool, scale: Float[Array, " E"] | None = None
-) -> KMajorFp8:
+    w: Float[Array, "E R C"], *, format: Format = Format(), transposed: bool,
+    scale: Float[Array, " E"] | None = None,
+) -> KMajorFp8:  # fmt: skip
     """Quantizes weights in 128 x 128 blocks, as they lie or transposed.
 
     Args:
@@ -123,43 +159,57 @@ def quantize_weight(
       Unsupported: the kernel does not take the shape or the dtype of w.
     """
     check_source("w", w, 2)
-    (experts, rows, width), source = w.shape, _pad(_pad(w, 1), 2)
+    experts, rows, width = w.shape
+    source = _pad(_pad(w, 1), 2)
     grid = dict(e=experts, i=-(-rows // BLOCK), j=-(-width // BLOCK))
 
-    def quantize_weight(w, given, data, scales, *, tile, buffers, loaded, met, peaks):
+    def quantize_weight(w, fixed_scales, data, scales, *, tile, buffers, loaded, met, peaks):
         e, i, j = (lax.axis_index(name) for name in "eij")
         load_tiles([(w.at[e, pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
-        row, column = (j, i) if transposed else (i, j)
-        if given is None:
+        row, column = i, j
+        read = rows_of
+        if transposed:
+            row, column = j, i
+            read = columns_of
+        if fixed_scales is None:
             for half in (0, 1):
-                peaks[pl.ds(half * HALF, HALF)] = to_scale(amax(rows_of(tile, half)), format, of_zero=0.0)
+                peak = to_scale(amax(rows_of(tile, half)), format, of_zero=0.0)
+                peaks[pl.ds(half * HALF, HALF)] = peak
             meet(met)
             # In this layout each warp holds all peaks, so that each warp takes the maximum by itself.
             peak = jnp.max(plgpu.load(peaks, layout=plgpu.Layout.WGMMA.reduce(0)))
             fixed = jnp.where(peak > 0.0, peak, 1.0)
             scales[e, row, column] = fixed
         else:
-            fixed = given[e]
+            fixed = fixed_scales[e]
         for half in (0, 1):
-            value = (columns_of if transposed else rows_of)(tile, half)
-            to = data.at[e], None, buffers[0]
-            put(value, to, row * BLOCK + half * HALF, column, 0, format, fixed, wait=half > 0)
+            value = read(tile, half)
+            target = data.at[e], None, buffers[0]
+            put(value, target, row * BLOCK + half * HALF, column, 0, format, fixed, wait=half > 0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    (_, *dims), order = source.shape, -1 if transposed else 1
+    order = -1 if transposed else 1
+    _, *dims = source.shape
+    blocks = [grid["i"], grid["j"]]
+    rows, width = [rows, width][::order]
     data = jax.ShapeDtypeStruct((experts, *dims[::order]), DTYPES[format.dtype])
-    of_blocks = jax.ShapeDtypeStruct((experts, *(grid[name] for name in "ij"[::order])), jnp.float32)
+    scales = jax.ShapeDtypeStruct((experts, *blocks[::order]), jnp.float32)
     scratch = _scratch(source, [data]) | {"peaks": plgpu.SMEM((BLOCK,), jnp.float32)}
-    data, scales = launch(quantize_weight, (data, of_blocks if scale is None else None), grid, scratch)(source, scale)
-    scales = scales if scale is None else jnp.broadcast_to(scale[:, None, None], of_blocks.shape)
-    rows, width = (rows, width)[::order]
+    if scale is None:
+        run = launch(quantize_weight, (data, scales), grid, scratch)
+        data, scales = run(source, None)
+    else:
+        run = launch(quantize_weight, (data, None), grid, scratch)
+        data, _ = run(source, scale)
+        scales = jnp.broadcast_to(scale[:, None, None], scales.shape)
     return KMajorFp8(data[:, :rows, :width], scales)
 
 
 @with_vma_of_inputs
 def dequantize_rows(
-    data: Float[Array, "R C"], words: Int[Array, "R W"], ends: Int[Array, " N"], *, dtype=jnp.bfloat16
-) -> Float[Array, "R C"]:
+    data: Float[Array, "R C"], words: Int[Array, "R W"], ends: Int[Array, " N"], *,
+    dtype=jnp.bfloat16,
+) -> Float[Array, "R C"]:  # fmt: skip
     """x[r, c] = data[r, c] * scale[r, c / 128], rounded once. Rows from ends[-1] on may hold anything.
 
     Args:
@@ -175,12 +225,13 @@ def dequantize_rows(
     blocks = -(-width // BLOCK)
     if size % BLOCK or width % 32 or words.shape[0] != size or words.shape[1] < blocks:
         raise Unsupported(
-            f"data and words have shapes {data.shape}, {words.shape}; the kernel takes multiples of {BLOCK} rows and "
-            "of 32 columns, with a word for each 128 columns"
+            f"data and words have shapes {data.shape}, {words.shape}; the kernel takes multiples of {BLOCK} "
+            "rows and of 32 columns, with a word for each 128 columns"
         )
 
     def dequantize_rows(data, words, ends, out, *, tile, wide, loaded):
-        i, j = lax.axis_index("i"), lax.axis_index("j")
+        i = lax.axis_index("i")
+        j = lax.axis_index("j")
 
         @pl.when(i * BLOCK < ends[ends.shape[0] - 1])
         def _():
@@ -196,9 +247,14 @@ def dequantize_rows(
             plgpu.copy_smem_to_gmem(wide, out.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    scratch = dict(tile=tile_buffer(data.dtype, width), wide=tile_buffer(dtype, width), loaded=plgpu.Barrier())
+    scratch = dict(
+        tile=tile_buffer(data.dtype, width),
+        wide=tile_buffer(dtype, width),
+        loaded=plgpu.Barrier(),
+    )
     out = jax.ShapeDtypeStruct((size, width), dtype)
-    return launch(dequantize_rows, out, dict(i=size // BLOCK, j=blocks), scratch)(data, words, ends)
+    run = launch(dequantize_rows, out, dict(i=size // BLOCK, j=blocks), scratch)
+    return run(data, words, ends)
 
 
 def check_source(name: str, x, dims: int) -> None:
@@ -212,7 +268,8 @@ def check_source(name: str, x, dims: int) -> None:
 def tile_buffer(dtype, width: int, rows: int = BLOCK, columns: int = BLOCK, together: int = 8):
     """Returns SMEM for a tile of an array of this width; one copy brings `together` rows at least."""
     size = jnp.dtype(dtype).itemsize
-    box = next(n for n in (128, 64, 32) if width * size % n == 0)  # TMA needs boxes that divide the width
+    # TMA needs boxes that divide the width
+    box = next(n for n in (128, 64, 32) if width * size % n == 0)
     transforms = (plgpu.TilingTransform((together, box // size)), plgpu.SwizzleTransform(box))
     return plgpu.SMEM((rows, columns), dtype, transforms=transforms)
 
@@ -228,18 +285,21 @@ def load_tiles(copies, loaded) -> None:
     plgpu.barrier_wait(loaded)
 
 
-def gather_tile(x, source, first, column, tile, loaded, alike: bool) -> None:
-    """Copies the 128 rows x[source[first]], x[source[first + 1]], ... to the tile; a row past the end of x is 0."""
+def gather_tile(x, source, start, column, tile, loaded, alike: bool) -> None:
+    """Copies the 128 rows x[source[start]], x[source[start + 1]], ... to the tile; a row past the end of x is 0."""
 
     def copy(warp):
         # All four warps of a warpgroup issue the instructions of a copy, so each copies a fourth of the rows.
-        at = [source[first + warp * (BLOCK // 4) + k] for k in range(BLOCK // 4)]
-        for k, n in enumerate(at):
+        sources = [source[start + warp * (BLOCK // 4) + k] for k in range(BLOCK // 4)]
+        for k, n in enumerate(sources):
             row = tile.at[pl.ds(warp * (BLOCK // 4) + k, 1)]
             plgpu.copy_gmem_to_smem(x.at[pl.ds(n, 1), pl.ds(column, BLOCK)], row, loaded)
 
     # JAX admits no map over warps where a user's `shard_map` types x as varying.
-    plgpu.warp_map(copy) if alike else lax.fori_loop(0, 4, lambda warp, _: copy(warp), None)
+    if alike:
+        plgpu.warp_map(copy)
+    else:
+        lax.fori_loop(0, 4, lambda warp, _: copy(warp), None)
     plgpu.barrier_wait(loaded)
 
 
@@ -275,9 +335,13 @@ def columns_of(tile, half, sliced: bool = True):
     `sliced` loads a slice of the tile. The swizzle counts from the beginning of the slice, which must then be a
     multiple of 1024 bytes. Otherwise the kernel loads all columns, and the compiler drops the loads of the other half.
     """
-    columns = (tile.at[:, pl.ds(half * HALF, HALF)] if sliced else tile).T
-    value = plgpu.load(columns, layout=plgpu.Layout.WGMMA, optimized=False)
-    return (value if sliced else value[half * HALF : (half + 1) * HALF]).astype(jnp.float32)
+    if sliced:
+        columns = tile.at[:, pl.ds(half * HALF, HALF)].T
+        value = plgpu.load(columns, layout=plgpu.Layout.WGMMA, optimized=False)
+    else:
+        value = plgpu.load(tile.T, layout=plgpu.Layout.WGMMA, optimized=False)
+        value = value[half * HALF : (half + 1) * HALF]
+    return value.astype(jnp.float32)
 
 
 def amax(value):
@@ -285,50 +349,65 @@ def amax(value):
     # The product drops the sign, and the sum wraps NaN and Inf around to the smallest numbers. These are two integer
     # instructions for each element.
     bits = lax.bitcast_convert_type(value, jnp.uint32)
-    most = jnp.max(bits * jnp.uint32(2) + jnp.uint32(1 << 24), axis=1)
-    return lax.bitcast_convert_type((jnp.maximum(most, jnp.uint32(1 << 24)) - jnp.uint32(1 << 24)) >> 1, jnp.float32)
+    wrapped = jnp.uint32(1 << 24)
+    largest = jnp.max(bits * jnp.uint32(2) + jnp.uint32(1 << 24), axis=1)
+    largest = jnp.maximum(largest, jnp.uint32(1 << 24)) - wrapped
+    return lax.bitcast_convert_type(largest >> 1, jnp.float32)
 
 
-def put(value, to, first, column_block, slot, format: Format, given=None, wait=False, by_row=False) -> None:
+def put(
+    value, to, row, column_block, slot, format: Format, fixed=None, wait=False, by_row=False,
+) -> None:  # fmt: skip
     """Quantizes half a block [64, 128] f32 by its rows and starts its copy to GMEM, up to the end of data.
 
     Args:
       value: [64, 128] f32.
       to: data [R, C] in GMEM, scale [C / 128, R] in GMEM, and a buffer in SMEM.
-      first, column_block: the first of the 64 rows, and the block of 128 columns, in data.
+      row, column_block: the first of the 64 rows, and the block of 128 columns, in data.
       slot: the half of the buffer that takes the values.
       format, by_row: see `quantize_rows`.
-      given: the scale, which is then not written; None computes one for each row.
+      fixed: the scale, which is then not written; None computes one for each row.
       wait: whether earlier copies may still read the buffer.
     """
     data, scales, buffer = to
-    scale = to_scale(amax(value), format) if given is None else given
-    inverse = 1.0 / scale
-    if given is None:
-        at = (pl.ds(first, HALF), column_block) if by_row else (column_block, pl.ds(first, HALF))
-        store(scales.at[at], scale, optimized=not by_row)
+    rows = pl.ds(row, HALF)
+    if fixed is None:
+        scale = to_scale(amax(value), format)
+        inverse = 1.0 / scale
+        index = (rows, column_block) if by_row else (column_block, rows)
+        store(scales.at[index], scale, optimized=not by_row)
         inverse = lax.broadcast_in_dim(inverse, value.shape, [0])
+    else:
+        inverse = 1.0 / fixed
     # The conversion would turn an Inf into a number. The product with 0 turns it into NaN, in one multiply-add.
     value = (value * inverse + value * 0.0).astype(data.dtype)
     if wait:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    rows = buffer.at[pl.ds(slot * HALF, HALF)]
-    rows[...] = value
+    half = buffer.at[pl.ds(slot * HALF, HALF)]
+    half[...] = value
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(rows, data.at[pl.ds(first, HALF), pl.ds(column_block * BLOCK, BLOCK)])
+    plgpu.copy_smem_to_gmem(half, data.at[rows, pl.ds(column_block * BLOCK, BLOCK)])
 
 
 def _scratch(x, data, gathered: bool = False) -> dict:
+    """Returns the shared memory of a kernel that quantizes tiles of x to these results."""
     # A buffer of half a tile serves all results in turn, so that an SM holds four blocks of threads.
-    buffers = [tile_buffer(result.dtype, result.shape[-1], HALF) for result in data]
-    return dict(
-        tile=tile_buffer(x.dtype, x.shape[-1], together=1 if gathered else 8),
-        buffers=plgpu.RefUnion(*buffers) if len(buffers) > 1 else buffers,
-        loaded=plgpu.Barrier(num_arrivals=BLOCK if gathered else 1),
-        met=plgpu.Barrier(),
-    )
+    buffers: Any = [tile_buffer(result.dtype, result.shape[-1], HALF) for result in data]
+    if len(buffers) > 1:
+        buffers = plgpu.RefUnion(*buffers)
+    if gathered:
+        tile = tile_buffer(x.dtype, x.shape[-1], together=1)
+        loaded = plgpu.Barrier(num_arrivals=BLOCK)
+    else:
+        tile = tile_buffer(x.dtype, x.shape[-1])
+        loaded = plgpu.Barrier()
+    return dict(tile=tile, buffers=buffers, loaded=loaded, met=plgpu.Barrier())
 
 
 def _pad(x, dim: int):
     """Returns x with zeros along `dim`, up to a multiple of 32, because a row of 16 bytes has no swizzle."""
-    return x if x.shape[dim] % 32 == 0 else jnp.pad(x, [(0, 16 if d == dim else 0) for d in range(x.ndim)])
+    if x.shape[dim] % 32 == 0:
+        return x
+    padding = [(0, 0)] * x.ndim
+    padding[dim] = (0, 16)
+    return jnp.pad(x, padding)

@@ -1,4 +1,4 @@
-"""The TileConfig of a product: the measured one of its shape, or else the choice of a heuristic.
+"""The TileConfig of a matmul: the measured one of its shape, or else the choice of a heuristic.
 
 Measured tiles are in two files of one form, {device: {key: the fields of a TileConfig but its waves}}. One is the
 packaged table, `tiles.json` beside this file. The other is the user's table, which
@@ -21,7 +21,7 @@ Table = dict[str, dict[str, list[int]]]
 OPS = ("matmul", "matmul_transposed", "wgrad", "matmul_fp8", "wgrad_fp8")
 
 # The tiles of each op, with their speed relative to the fastest tile, measured on an H200 where the columns of the tile
-# divide the columns of the product.
+# divide the columns of the matmul.
 HEURISTIC = {
     "matmul": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.92, TileConfig(128, 6): 0.86},
     "matmul_transposed": {TileConfig(256, 4): 1.0, TileConfig(192, 4): 0.92, TileConfig(128, 6): 0.86},
@@ -47,7 +47,7 @@ def read_table() -> Table:
     table = load(TABLE)
     try:
         own = load(user_table())
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+    except (OSError, ValueError, RuntimeError) as error:  # a RuntimeError: there is no home folder
         logger.warning("the user's tiles are left out: %s", error)
         return table
     return {device: table.get(device, {}) | own.get(device, {}) for device in table | own}
@@ -68,16 +68,17 @@ def load(path: Path) -> Table:
         raise ValueError(f"{path}: the file is no JSON: {error}") from None
     if not isinstance(table, dict) or not all(isinstance(entries, dict) for entries in table.values()):
         raise ValueError(f"{path}: the file must be a table of tiles, {{device: {{key: numbers}}}}")
-    most = len(dataclasses.fields(TileConfig)) - 1
+    max_numbers = len(dataclasses.fields(TileConfig)) - 1
     for entries in table.values():
         for key, tile in entries.items():
-            if not isinstance(tile, list) or not 2 <= len(tile) <= most or not all(type(n) is int for n in tile):
-                raise ValueError(f"{path}: {key}: {tile!r} must be a list of 2 to {most} ints")
+            is_list = isinstance(tile, list) and all(type(n) is int for n in tile)
+            if not is_list or not 2 <= len(tile) <= max_numbers:
+                raise ValueError(f"{path}: {key}: {tile!r} must be a list of 2 to {max_numbers} ints")
     return table
 
 
 def with_projections(tile: TileConfig, gates: int, hidden: int) -> TileConfig:
-    """Returns a tile for a product whose epilogue activates `gates` projections of `hidden` columns.
+    """Returns a tile for a matmul whose epilogue activates `gates` projections of `hidden` columns.
 
     It has 256 columns, or 128 where fewer idle ones make up for the lower speed, and one block a cluster. With 192
     columns of gate and of up, two tiles of 256 columns leave 64 of 256 columns of each idle, and three of 128 none.
@@ -98,24 +99,30 @@ def turn_tile(tile: TileConfig, rows: int) -> TileConfig:
     Copies of gathered columns take longer than those of the copy engine. It is the tile itself where it is no tile of
     256 columns, or where the turned one would have a tenth more idle rows.
     """
+    if tile.tile_n != 256:
+        return tile
     turned = dataclasses.replace(tile, tile_n=tile.tile_n // 2, products=2)
-    more = -(-rows // turned.rows) * turned.rows > 1.1 * -(-rows // tile.rows) * tile.rows
-    return tile if tile.tile_n != 256 or more else turned
+    rows_of_turned = -(-rows // turned.rows) * turned.rows
+    rows_of_tile = -(-rows // tile.rows) * tile.rows
+    return tile if rows_of_turned > 1.1 * rows_of_tile else turned
 
 
 def to_numbers(tile: TileConfig) -> list[int]:
-    """Returns the fields of a tile as a table has them: all but `waves`, which the products choose."""
+    """Returns the fields of a tile as a table has them: all but `waves`, which the matmuls choose."""
     return list(dataclasses.astuple(tile)[:-1])
 
 
-def pick_tile(op: str, contracted: int, columns: int, rows_per_group: int, device: str = "") -> TileConfig:
-    """Returns the TileConfig of a product of these sizes on a device of this kind."""
+def pick_tile(
+    op: str, contracted: int, columns: int, rows_per_group: int, device: str = "",
+) -> TileConfig:  # fmt: skip
+    """Returns the TileConfig of a matmul of these sizes on a device of this kind."""
     measured = read_table().get(device, {}).get(tile_key(op, contracted, columns, rows_per_group))
     if measured is not None:
         return TileConfig(*measured)
 
     def speed(tile: TileConfig) -> float:
         span = tile.tile_n * tile.cluster
-        return HEURISTIC[op][tile] * columns / (-(-columns // span) * span)  # less the share of idle columns
+        # The speed is less by the share of idle columns.
+        return HEURISTIC[op][tile] * columns / (-(-columns // span) * span)
 
     return max(HEURISTIC[op], key=speed)

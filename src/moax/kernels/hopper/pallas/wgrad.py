@@ -4,7 +4,7 @@
     FP8       dw[g] = sum over blocks b of g: sx[b, k] sdy[b, n] (x[k, b] . dy[n, b])
 
 Sums are float32, and the gradient of an empty group is exactly 0. FP8 wgmma takes K-major operands alone, and this
-product contracts rows, so the kernel that quantizes the operands transposes them too. Partial sums of 128 rows are
+matmul contracts rows, so the kernel that quantizes the operands transposes them too. Partial sums of 128 rows are
 promoted to float32.
 """
 
@@ -26,8 +26,9 @@ from moax.mesh.collectives import with_vma_of_inputs
 
 @with_vma_of_inputs
 def grouped_wgrad(
-    x: Float[Array, "R K"] | KMajorFp8, dy: Float[Array, "S N"] | KMajorFp8, blocks: Blocks, tile: TileConfig, *,
-    source: Int[Array, " M"] | None = None, gathers: str = "x", out_dtype=jnp.bfloat16, total=None,
+    x: Float[Array, "R K"] | KMajorFp8, dy: Float[Array, "S N"] | KMajorFp8, blocks: Blocks,
+    tile: TileConfig, *, source: Int[Array, " M"] | None = None, gathers: str = "x",
+    out_dtype=jnp.bfloat16, total=None,
 ) -> Float[Array, "E K N"]:  # fmt: skip
     """dw[g] = sum over rows m of group g: x[m]^T dy[m].
 
@@ -46,71 +47,91 @@ def grouped_wgrad(
     """
     fp8 = isinstance(x, KMajorFp8)
     check_dtypes("dy", x, dy)
-    dtype, (rows, columns) = data_of(x).dtype, (data_of(v).shape[0 if fp8 else 1] for v in (x, dy))
+    dtype = data_of(x).dtype
+    rows, columns = (data_of(v).shape[0 if fp8 else 1] for v in (x, dy))
     swizzle = LINE if fp8 else swizzle_of(2 * rows, 2 * columns)
     step_rows = LINE // dtype.itemsize  # the rows of a stage: 64, and 128 in FP8
     groups = blocks.sizes.shape[0]
     out = jax.ShapeDtypeStruct((groups, rows, columns), out_dtype)
     tile = pipeline.leave_room(tile, LINE + 4 * fp8, total)  # a scale has 4 bytes
-    tile_m, each = tile.rows, tile.products
+    tile_m = tile.rows
+    each = tile.products
     if source is not None:
         check_gather(swizzle, tile)
-    tiles_m, tiles_n = pl.cdiv(rows, tile_m), pl.cdiv(columns, tile.tile_n * tile.cluster)
+    tiles_m = pl.cdiv(rows, tile_m)
+    tiles_n = pl.cdiv(columns, tile.tile_n * tile.cluster)
     shared = "block" if tile.cluster > 1 else None
 
-    def locate(i, block, x, dy, first, *_):
-        g, inside = lax.div(i, tiles_m * tiles_n), lax.rem(i, tiles_m * tiles_n)
+    def locate(i, block, x, dy, first_half, *_):
+        group = lax.div(i, tiles_m * tiles_n)
+        inside = lax.rem(i, tiles_m * tiles_n)
         row, column = pipeline.sweep(inside, tiles_m, tiles_n, tile.width)
-        return g, row, column * tile.cluster + block, lax.div(first[g], step_rows // HALF) if fp8 else first[g]
+        column = column * tile.cluster + block
+        start = first_half[group]
+        if fp8:
+            start = lax.div(start, step_rows // HALF)
+        return group, row, column, start
 
-    def load(place, step, slot, barrier, stages, x, dy, *_, held=None):
+    def load(place, step, slot, barrier, stages, x, dy, *_, sources=None):
         _, row, column, start = place
         tokens = pl.ds((start + step) * step_rows, step_rows)
-        sides = ("x", x, row * tile_m, tile_m, shared), ("dy", dy, column * tile.tile_n, tile.tile_n, None)
-        for name, ref, first, width, axes in sides:
-            lines, to = pl.ds(first, width), stages[name].at[slot]
-            if held is not None and name == gathers:
-                copy_rows(ref, first, held, to, swizzled(dtype, swizzle))
+        sides = (
+            ("x", x, row * tile_m, tile_m, shared),
+            ("dy", dy, column * tile.tile_n, tile.tile_n, None),
+        )
+        for name, ref, line, width, axes in sides:
+            lines = pl.ds(line, width)
+            target = stages[name].at[slot]
+            if sources is not None and name == gathers:
+                copy_rows(ref, line, sources, target, swizzled(dtype, swizzle))
             else:
                 part = ref.data.at[lines, tokens] if fp8 else ref.at[tokens, lines]
-                plgpu.copy_gmem_to_smem(part, to, barrier, collective_axes=axes)
-        for name, ref, first, width, _ in sides if fp8 else ():
-            scale = ref.scale.at[start + step, pl.ds(first, width)]
+                plgpu.copy_gmem_to_smem(part, target, barrier, collective_axes=axes)
+        if not fp8:
+            return
+        for name, ref, line, width, _ in sides:
+            scale = ref.scale.at[start + step, pl.ds(line, width)]
             plgpu.copy_gmem_to_smem(scale, stages[f"s{name}"].at[slot], barrier)
 
     def load_ahead(place, step, *operands):
         return load_sources(operands[-1], (place[-1] + step) * step_rows, step_rows)
 
-    def multiply(place, steps, at, warpgroup, stages, full, empty, *_):
+    def multiply(place, steps, number, warpgroup, stages, full, empty, *_):
         mine = [pl.ds((warpgroup * each + i) * ROWS, ROWS) for i in range(each)]
 
         def add(slot, accs):
             for acc, rows in zip(accs, mine, strict=True):
                 plgpu.wgmma(acc, stages["x"].at[slot, :, rows].T, stages["dy"].at[slot])
 
-        return pipeline.contract(tile, steps, at, full, empty, add, each)
+        return pipeline.contract(tile, steps, number, full, empty, add, each)
 
-    def multiply_fp8(place, steps, at, warpgroup, stages, full, empty, *_):
-        mine, shape = pl.ds(warpgroup * ROWS, ROWS), (ROWS, PIECE)
+    def multiply_fp8(place, steps, number, warpgroup, stages, full, empty, *_):
+        mine = pl.ds(warpgroup * ROWS, ROWS)
+        shape = (ROWS, PIECE)
 
         def step(k, totals):
-            slot, part, sx = pipeline.multiply_fp8(tile, at + k, mine, full, stages, "dy")
-            by_row, new = lax.broadcast_in_dim(sx, shape, [0]), []
+            slot, part, sx = pipeline.multiply_fp8(tile, number + k, mine, full, stages, "dy")
+            by_row = lax.broadcast_in_dim(sx, shape, [0])
+            sums = []
             for i, total in enumerate(totals):  # the scales of all columns do not fit in registers
                 sdy = stages["sdy"].at[slot, pl.ds(i * PIECE, PIECE)]
                 sdy = plgpu.load(sdy, layout=plgpu.Layout.WGMMA.reduce(0))
                 scaled = part[:, i * PIECE : (i + 1) * PIECE] * by_row
-                new.append(total + scaled * lax.broadcast_in_dim(sdy, shape, [1]))
+                sums.append(total + scaled * lax.broadcast_in_dim(sdy, shape, [1]))
             plgpu.barrier_arrive(empty.at[slot])
-            return tuple(new)
+            return tuple(sums)
 
         return lax.fori_loop(0, steps, step, (pipeline.zeros(),) * (tile.tile_n // PIECE))
 
     def target(place, warpgroup, column, width, out):
-        g, row, tile_column, _ = place
+        group, tile_row, tile_column, _ = place
         product, inside = divmod(column, tile.tile_n)
-        first = row * tile_m + (warpgroup * each + product) * ROWS
-        return out.at[g, pl.ds(first, ROWS), pl.ds(tile_column * tile.tile_n + inside, width)]
+        row = tile_row * tile_m + (warpgroup * each + product) * ROWS
+        columns = pl.ds(tile_column * tile.tile_n + inside, width)
+        return out.at[group, pl.ds(row, ROWS), columns]
+
+    def count_steps(place, x, dy, first_half, sizes, _):
+        return lax.div(sizes[place[0]] + step_rows - 1, step_rows)
 
     stages: dict = {}
     for name, v, n in (("x", x, tile_m), ("dy", dy, tile.tile_n)):
@@ -125,7 +146,7 @@ def grouped_wgrad(
         stages,
         count=lambda *_: groups * tiles_m * tiles_n,
         locate=locate,
-        steps=lambda place, x, dy, first, sizes, _: lax.div(sizes[place[0]] + step_rows - 1, step_rows),
+        steps=count_steps,
         load=load,
         multiply=multiply_fp8 if fp8 else multiply,
         target=target,

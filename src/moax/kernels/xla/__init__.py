@@ -1,14 +1,10 @@
 """The implementation that runs everywhere: XLA, on every backend of JAX and in any dtype.
 
-Every implementation has the functions of `__all__`, and their docstrings here hold for all of them. Rows have the
-layout of a `Groups`. Their padding may hold anything, in arguments and in results. `recipe` and `role` give the format
-of rows: `recipe.x` or `recipe.dy`. Where one scale holds for a whole tensor, its maximum is taken over the mesh axes
-`amax_over` too. A weight's shard [E, K, *C] is gathered over the mesh axes `gather` of each dim. `contracted` is `rows`
-for a product over K, and `columns` for a product over *C.
+`moax.kernels.protocol` documents each function. The file `operands` has the functions that gather and quantize.
 
-XLA compiles a product of a group for a fixed number of rows, its capacity. A group of 700 rows with capacities (0, 256,
-512, 768, 1024) takes the product over 768 rows, of which the last 68 are no rows of the group. A group without rows
-takes no product. The products compute at most twice the rows of the groups and, for each group, a quarter of the mean
+XLA compiles a matmul of a group for a fixed number of rows, its capacity. A group of 700 rows with capacities (0, 256,
+512, 768, 1024) takes the matmul over 768 rows, of which the last 68 are no rows of the group. A group without rows
+takes no matmul. The matmuls compute at most twice the rows of the groups and, for each group, a quarter of the mean
 group or 128 rows. They take memory for the rows and for one matrix.
 """
 
@@ -25,21 +21,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moax.checks import Unsupported
-from moax.kernels import Operand, Packing, Role, find_device
-from moax.kernels.operands import (
-    Groups,
-    align_up,
-    dequantize,
+from moax.kernels import Operand, Role
+from moax.kernels.device import rounds_in_matmul
+from moax.kernels.groups import Groups, Packing, align_up, find_groups, scale_rows, sum_before, zero_rows
+from moax.kernels.scales import dequantize
+from moax.kernels.xla.operands import (
     dequantize_wire,
-    find_groups,
     gather_rows,
     gather_shard,
     quantize,
     quantize_for_matmul,
     quantize_shard,
-    scale_rows,
-    sum_before,
-    zero_rows,
 )
 from moax.mesh.axes import Names
 from moax.mesh.collectives import vary_like
@@ -53,38 +45,35 @@ __all__ = [
     "stores_weight_transposed", "supports_fp8", "top_k", "wgrad",
 ]  # fmt: skip
 COUNTED = 256  # the assignments of a block, each of which is compared with each
-COMPARED = 1 << 26  # the most comparisons of blocks; a cumulative sum is several kernels, and few additions
+# the most comparisons of blocks; a cumulative sum is several kernels, and few additions
+COMPARED = 1 << 26
 ROWS = (((0,), (0,)), ((), ()))  # dimension numbers that contract the rows of both operands
 STEP = 128  # a GPU multiplies fewer rows in about the same time, since it reads the same weights
 
 
 def supports_fp8(recipe: Recipe) -> bool:
-    """Returns whether products of this recipe multiply in FP8; else operands are dequantized to the dtype."""
+    """Returns False: operands are dequantized to the dtype."""
     return False
 
 
 def stores_weight_transposed(recipe: Recipe, contracted: Contracted) -> bool:
-    """Returns whether a quantized shard of a weight has the dims (E, *C, K)."""
+    """Returns False: a quantized shard of a weight has the dims (E, K, *C)."""
     return False
 
 
 def choose_rows(recipe: Recipe, role: Role, width: int, hidden: int) -> tuple[int, bool]:
-    """Returns how products by this recipe take rows of `width` elements, where `hidden` is F of this device.
-
-    The first row of each group must be a multiple of the first result. The second one says whether products shall
-    gather the rows of this role from the order in which they arrived.
-    """
-    return recipe.row_alignment, False  # no block of rows holds rows of two groups
+    """Returns the alignment of the recipe, so that no block of rows holds rows of two groups, and False."""
+    return recipe.row_alignment, False
 
 
 def pack_rows(group_sizes: Int[Array, " E"] | None, align: int, num_rows: int) -> Packing:
-    """Returns the packing of rows whose groups start at multiples of any `align`, or of one group (None)."""
-    # The products take groups that start at any row, do not read padding, and leave 0 in it.
+    """Returns a packing that leaves all rows where they are."""
+    # The matmuls take groups that start at any row, do not read padding, and leave 0 in it.
     return Packing(find_groups(group_sizes, align, num_rows), lambda x: x, lambda y: y)
 
 
 def top_k(x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
-    """Returns the k largest of each row of x, and their indices i32; of equal ones the lowest index is first."""
+    """Returns the k largest of each row of x, and their indices i32."""
     values, indices = lax.top_k(x, k)
     return values, indices
 
@@ -92,27 +81,23 @@ def top_k(x: Float[Array, "T E"], k: int) -> tuple[Float[Array, "T K"], Int[Arra
 def build_permutation(
     experts: Int[Array, "R K"], num_groups: int, align: int, num_rows: int,
     weights: Float[Array, "R K"] | None = None, keep: Callable | None = None,
-) -> tuple[Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None]:  # fmt: skip
-    """Returns `gather_idx`, `scatter_idx` and group sizes of a `Plan`, and the weight of each of N sorted rows.
-
-    Experts lie in [0, num_groups]. The weight is 0 in padding, and None without `weights` f32. keep(arrived) -> (begin,
-    sizes) takes and returns arrays [G]: the arrivals begin[g] to begin[g] + sizes[g] - 1 of group g become rows. None
-    keeps all that arrived.
-    """
+) -> tuple[
+    Int[Array, " N"], Int[Array, "R K"], Int[Array, " G"], Float[Array, " N"] | None,
+]:  # fmt: skip
+    """Returns gather_idx, scatter_idx, the group sizes and the weight of each sorted row."""
     # An assignment a of block b to expert e is arrival before[b, e] + earlier[a] of its expert. With blocks of 3 in
     # place of `COUNTED`, the experts (1, 0, 1, 1, 2, 1) have before ((0, 0, 0), (1, 2, 0)), sizes (1, 4, 1) and earlier
     # (0, 0, 1, 0, 0, 1). A sort would find the same in many kernels, and these sums over comparisons are three.
     flat = experts.reshape(-1)
     count = flat.shape[0]
-    num_blocks = (count + COUNTED - 1) // COUNTED  # either may be a symbolic dimension of `jax.export`
-    blocks = jnp.pad(flat, (0, num_blocks * COUNTED - count), constant_values=num_groups).reshape(num_blocks, COUNTED)
-    own = (blocks[:, :, None] == jnp.arange(num_groups, dtype=jnp.int32)[None, None]).sum(1, dtype=jnp.int32)
-    if isinstance(num_blocks, int) and num_blocks**2 * num_groups <= COMPARED:
-        index = jnp.arange(num_blocks + 1, dtype=jnp.int32)
-        before = jnp.where((index[None, :-1] < index[:, None])[:, :, None], own[None], 0).sum(1, dtype=jnp.int32)
-    else:
-        before = jnp.cumsum(jnp.pad(own, ((1, 0), (0, 0))), axis=0)
-    before, sizes = before[:-1], before[-1]
+    # R and the number of blocks may be symbolic dimensions of `jax.export`.
+    num_blocks = (count + COUNTED - 1) // COUNTED
+    padded = jnp.pad(flat, (0, num_blocks * COUNTED - count), constant_values=num_groups)
+    blocks = padded.reshape(num_blocks, COUNTED)
+    in_group = blocks[:, :, None] == jnp.arange(num_groups, dtype=jnp.int32)[None, None]
+    sums = _sum_blocks_before(in_group.sum(1, dtype=jnp.int32), num_blocks, num_groups)
+    before = sums[:-1]
+    sizes = sums[-1]
     place = jnp.arange(COUNTED, dtype=jnp.int32)
     same = (blocks[:, :, None] == blocks[:, None, :]) & (place[None, :] < place[:, None])[None]
     earlier = same.sum(2, dtype=jnp.int32).reshape(-1)[:count]
@@ -121,26 +106,41 @@ def build_permutation(
         before = before - begin[None]
     # An assignment follows its group's first assignment in its block by as many rows as are earlier in the block.
     starts = sum_before(align_up(sizes, align))
-    some, group = flat < num_groups, jnp.minimum(flat, num_groups - 1)
+    has_row = flat < num_groups
+    group = jnp.minimum(flat, num_groups - 1)
     block = lax.div(lax.iota(jnp.int32, count), jnp.int32(COUNTED))
     row = (before + starts[None]).reshape(-1)[block * num_groups + group] + earlier
     if keep is not None:
-        some &= (row >= starts[group]) & (row < (starts + sizes)[group])
-    scatter_idx = jnp.where(some, row, num_rows).reshape(experts.shape)
-    which = lax.broadcasted_iota(jnp.int32, experts.shape, 0)
-    gather_idx = jnp.full(num_rows, experts.shape[0], jnp.int32).at[scatter_idx].set(which, mode="drop")
+        has_row &= (row >= starts[group]) & (row < (starts + sizes)[group])
+    scatter_idx = jnp.where(has_row, row, num_rows).reshape(experts.shape)
+    received = lax.broadcasted_iota(jnp.int32, experts.shape, 0)
+    gather_idx = jnp.full(num_rows, experts.shape[0], jnp.int32)
+    gather_idx = gather_idx.at[scatter_idx].set(received, mode="drop")
     row_weights = None
     if weights is not None:
         row_weights = jnp.zeros(num_rows, jnp.float32).at[scatter_idx].set(weights, mode="drop")
     return gather_idx, scatter_idx, sizes, row_weights
 
 
+def _sum_blocks_before(
+    in_block: Int[Array, "B G"], num_blocks, num_groups: int,
+) -> Int[Array, "B+1 G"]:  # fmt: skip
+    """Returns the sum of the blocks before each block, and last the sum of all blocks."""
+    if not isinstance(num_blocks, int) or num_blocks**2 * num_groups > COMPARED:
+        return jnp.cumsum(jnp.pad(in_block, ((1, 0), (0, 0))), axis=0)
+    index = jnp.arange(num_blocks + 1, dtype=jnp.int32)
+    is_before = index[None, :-1] < index[:, None]
+    return jnp.where(is_before[:, :, None], in_block[None], 0).sum(1, dtype=jnp.int32)
+
+
 def gather_sum(
-    rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"], weights: Array | None = None
-) -> Float[Array, "R H"]:
-    """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32, over the indices below N; None: weights 1."""
+    rows: Float[Array, "N H"], scatter_idx: Int[Array, "R K"],
+    weights: Float[Array, "R K"] | None = None,
+) -> Float[Array, "R H"]:  # fmt: skip
+    """y[r] = sum_k weights[r, k] rows[scatter_idx[r, k]] in float32."""
     total = jnp.zeros((), jnp.float32)
-    for k in range(scatter_idx.shape[1]):  # K is small, and this way no array [R, K, H] is in memory
+    # K is small, and this way no array [R, K, H] is in memory
+    for k in range(scatter_idx.shape[1]):
         index = scatter_idx[:, k]
         row = jnp.take(rows, index, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
         if weights is not None:
@@ -149,42 +149,49 @@ def gather_sum(
     return total.astype(rows.dtype)
 
 
-def put_rows(arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any) -> tuple:
-    """out[i + shift[p]] on rank p = x[source[i]] for end[p - 1] <= i < end[p], for each array x.
-
-    `places[way]` has (shift, end) of each rank. A `source` of None sends row i itself. `axes` has (name, size) of each
-    axis of ep. A row that no rank wrote may hold anything.
-    """
+def put_rows(
+    arrays: Sequence, source: Any, places: Any, way: int, out_rows: int, axes: Any,
+) -> tuple:  # fmt: skip
+    """Raises Unsupported, because XLA writes into no other device's memory."""
     raise Unsupported("kernels='xla' cannot write into the memory of another device; use another exchange")
 
 
 def matmul(
-    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike, bias: Array | None = None,
-    *, transpose: bool = False,
+    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike,
+    bias: Array | None = None, *, transpose: bool = False,
 ) -> Float[Array, "M N"]:  # fmt: skip
     """y[m] = x[m] w[g(m)] + bias[g(m)], or with `transpose` dx[m] = dy[m] w[g(m)]^T."""
-    x, w = dequantize(x, dtype), dequantize(w, dtype)
-    width, contract = w.shape[1 if transpose else 2], (((1,), (1 if transpose else 0,)), ((), ()))
+    x = dequantize(x, dtype)
+    w = dequantize(w, dtype)
+    width, contracted_dim = w.shape[2], 0
+    if transpose:
+        width, contracted_dim = w.shape[1], 1
+    contract = (((1,), (contracted_dim,)), ((), ()))
     if groups.sizes is None:
         y = _dot(x, w[0], contract)
         return y if bias is None else y + bias.reshape(1, -1).astype(dtype)
-    capacities, steps = plan_products(groups, x.shape[0])
+    capacities, steps = plan_matmuls(groups, x.shape[0])
     index_of_rows = jnp.arange(x.shape[0], dtype=jnp.int32)
 
-    def product(capacity: int, y, matrix, start, end):
+    def add_group(capacity: int, y, matrix, start, end):
         # Each slice that would end past the last row begins earlier, with rows of other groups.
         row, rows, before = (lax.dynamic_slice_in_dim(v, start, capacity) for v in (index_of_rows, x, y))
         real = (row >= start) & (row < end)
         part = jnp.where(real[:, None], _dot(rows, matrix, contract), before)
         return lax.dynamic_update_slice_in_dim(y, part, start, 0)
 
-    # A group without rows takes no product. One of 0 rows would leave a residual of size 0 to `jax.checkpoint`, and
+    # A group without rows takes no matmul. One of 0 rows would leave a residual of size 0 to `jax.checkpoint`, and
     # XLA's pass from Shardy to GSPMD crashes on such an array.
-    products = [lambda y, *_: y, *(functools.partial(product, capacity) for capacity in capacities[1:])]
+    matmuls = [lambda y, *_: y, *(functools.partial(add_group, capacity) for capacity in capacities[1:])]
+
+    def step(y, group):
+        index, *operands = group
+        return lax.switch(index, matmuls, y, *operands), None
+
+    # y stays 0 in padding.
     y = vary_like(jnp.zeros((x.shape[0], width), dtype), x, w, groups.sizes)
     index, *edges = steps
-    # y stays 0 in padding.
-    y, _ = lax.scan(lambda y, step: (lax.switch(step[0], products, y, *step[1:]), None), y, (index, w, *edges))
+    y, _ = lax.scan(step, y, (index, w, *edges))
     if bias is None:
         return y
     rows = bias.reshape(bias.shape[0], -1).astype(dtype)[groups.index]
@@ -192,58 +199,54 @@ def matmul(
 
 
 def matmul_activate(
-    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike, act: Callable, gates: int,
-    bias: Array | None = None,
+    x: Array | QArray, w: Array | QArray, groups: Groups, dtype: DTypeLike, act: Callable,
+    gates: int, bias: Array | None = None,
 ) -> tuple[Float[Array, "M GF"], None]:  # fmt: skip
-    """h[m] = x[m] w[g(m)] + bias[g(m)], and the Operand of a = act(h) [M, F] where one kernel computes both.
-
-    `gates` is G, the projections of h [M, G F].
-    """
+    """h[m] = x[m] w[g(m)] + bias[g(m)], without the activation."""
     return matmul(x, w, groups, dtype, bias), None
 
 
 def wgrad(
-    x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike, out_dtype: DTypeLike | None = None,
-    total: Array | None = None,
+    x: Array | QArray, dy: Array | QArray, groups: Groups, dtype: DTypeLike,
+    out_dtype: DTypeLike | None = None, total: Array | None = None,
 ) -> Float[Array, "E K N"]:  # fmt: skip
-    """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32.
-
-    Operands that are not FP8 have `dtype`, and dw has `out_dtype`; None means `dtype`. With `total` [E, K, N] it
-    returns total + dw in the dtype of `total`, rounded once, without a second array of this size.
-    """
-    x, dy = dequantize(x, dtype), dequantize(dy, dtype)
+    """dw[g] = sum over rows m of group g: x[m]^T dy[m], summed in float32, and added to `total`."""
+    x = dequantize(x, dtype)
+    dy = dequantize(dy, dtype)
     if total is not None:
         out_dtype = jnp.float32 if total.dtype.itemsize < 4 else total.dtype
     if groups.sizes is None:
         whole = _dot(x, dy, ROWS, out_dtype)[None]
         return whole if total is None else _add(total, whole)
-    capacities, steps = plan_products(groups, x.shape[0])
+    capacities, steps = plan_matmuls(groups, x.shape[0])
     index_of_rows, index_of_groups = (jnp.arange(n, dtype=jnp.int32) for n in (x.shape[0], groups.sizes.shape[0]))
 
-    def product(capacity: int, start, end):
+    def multiply(capacity: int, start, end):
         row, *operands = (lax.dynamic_slice_in_dim(v, start, capacity) for v in (index_of_rows, x, dy))
         rows, d_rows = (zero_rows(v, (row >= start) & (row < end)) for v in operands)
         return _dot(rows, d_rows, ROWS, out_dtype)
 
     def no_rows(start, end):
-        return vary_like(jnp.zeros((x.shape[1], dy.shape[1]), dtype if out_dtype is None else out_dtype), x, dy, start)
+        zeros = jnp.zeros((x.shape[1], dy.shape[1]), dtype if out_dtype is None else out_dtype)
+        return vary_like(zeros, x, dy, start)
 
-    products = [no_rows, *(functools.partial(product, capacity) for capacity in capacities[1:])]
+    matmuls = [no_rows, *(functools.partial(multiply, capacity) for capacity in capacities[1:])]
 
-    def of_group(total, step):
-        group, index, *edges = step
-        dw = lax.switch(index, products, *edges)
+    def step(total, operands):
+        group, index, *edges = operands
+        dw = lax.switch(index, matmuls, *edges)
         if total is None:
             return None, dw
         return lax.dynamic_update_index_in_dim(total, _add(total[group], dw), group, 0), None
 
-    total = None if total is None else vary_like(total, x, dy, groups.sizes)
-    last, dw = lax.scan(of_group, total, (index_of_groups, *steps))
-    return cast(Array, dw if last is None else last)
+    if total is not None:
+        total = vary_like(total, x, dy, groups.sizes)
+    total, dw = lax.scan(step, total, (index_of_groups, *steps))
+    return cast(Array, dw if total is None else total)
 
 
 def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
-    """dbias[g] = sum over rows m of group g: dy[m], in float32. dy must be 0 in padding."""
+    """dbias[g] = sum over rows m of group g: dy[m], in float32."""
     dy = dy.astype(jnp.float32)
     if groups.sizes is None:
         return dy.sum(0, keepdims=True)
@@ -251,19 +254,22 @@ def bias_grad(dy: Float[Array, "M *C"], groups: Groups) -> Float[Array, "E *C"]:
 
 
 def activate(
-    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *, weights: Array | None, amax_over: Names
-) -> Operand:
-    """Returns the Operand of act(h), computed in float32, times the weight of each row; weights None are 1."""
+    h: Float[Array, "N G F"], act: Callable, recipe: Recipe, groups: Groups, *,
+    weights: Array | None, amax_over: Names,
+) -> Operand:  # fmt: skip
+    """Returns the Operand of act(h) times the weight of each row."""
     with jax.named_scope("activate"):
         a = act(*(h[:, g].astype(jnp.float32) for g in range(h.shape[1]))).astype(h.dtype)
-        a = a if weights is None else scale_rows(a, weights, groups)
+        if weights is not None:
+            a = scale_rows(a, weights, groups)
     return quantize_for_matmul(a, recipe, "x", groups, amax_over)[0]
 
 
 def activate_grad(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups, weights: Float[Array, " N"]
-) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:
-    """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>; d_a is not weighted yet."""
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, groups: Groups,
+    weights: Float[Array, " N"],
+) -> tuple[Float[Array, "N F"], Float[Array, "N G F"], Float[Array, " N"]]:  # fmt: skip
+    """Returns act(h) times the weights, d_h, and inner [N] = <d_a, act(h)>."""
     a, pull = jax.vjp(lambda h: activate(h, act, FULL, groups, weights=None, amax_over=()), h)
     with jax.named_scope("activate"):
         inner = jnp.sum(d_a.astype(jnp.float32) * a.astype(jnp.float32), axis=-1)
@@ -272,16 +278,18 @@ def activate_grad(
 
 
 def activate_grad_quantize(
-    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes, groups: Groups, *,
-    weights: Float[Array, " N"], amax_over: Names,
+    h: Float[Array, "N G F"], d_a: Float[Array, "N F"], act: Callable, recipes: Recipes,
+    groups: Groups, *, weights: Float[Array, " N"], amax_over: Names,
 ) -> tuple[Operand, Operand, Operand, Float[Array, " N"]]:  # fmt: skip
-    """Runs `activate_grad` and returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""
+    """Returns a for wgrad of wo, d_h for dgrad and for wgrad of wi, and inner."""
     a, d_h, inner = activate_grad(h, d_a, act, groups, weights)
     _, a = quantize_for_matmul(a, recipes.wo, "x", groups, amax_over)
     return a, *quantize_for_matmul(d_h, recipes.wi, "dy", groups, amax_over), inner
 
 
-def plan_products(groups: Groups, num_rows: int) -> tuple[tuple[int, ...], tuple[Array, Array, Array]]:
+def plan_matmuls(
+    groups: Groups, num_rows: int,
+) -> tuple[tuple[int, ...], tuple[Array, Array, Array]]:  # fmt: skip
     """Returns the capacities, and of each group the index of the smallest one that holds it, its first row and its end.
 
     The first capacity is 0. The others are quarters of the mean group up to twice the mean, doubles of the mean, and
@@ -292,8 +300,9 @@ def plan_products(groups: Groups, num_rows: int) -> tuple[tuple[int, ...], tuple
     """
     num_groups = groups.sizes.shape[0]
     mean = -(-(groups.expected or num_rows) // num_groups)
-    doubles = (mean * 2**n for n in range(2, num_groups.bit_length()))
-    capacities = [align_up(rows, STEP) for rows in (*(mean * n // 4 for n in range(1, 9)), *doubles)]
+    quarters = [mean * n // 4 for n in range(1, 9)]
+    doubles = [mean * 2**n for n in range(2, num_groups.bit_length())]
+    capacities = [align_up(rows, STEP) for rows in (*quarters, *doubles)]
     if isinstance(num_rows, int):
         capacities = sorted({0, num_rows, *(rows for rows in capacities if rows < num_rows)})
     else:  # a symbolic number of rows, of which nobody knows whether it is larger
@@ -304,15 +313,16 @@ def plan_products(groups: Groups, num_rows: int) -> tuple[tuple[int, ...], tuple
     return tuple(capacities), (index, starts, starts + groups.sizes)
 
 
-def _add(total, more):
-    """Returns the sum in the dtype of `total`, of which `more` has the same or a wider one."""
-    return (total.astype(more.dtype) + more).astype(total.dtype)
+def _add(total, term):
+    """Returns the sum in the dtype of `total`, of which `term` has the same or a wider one."""
+    return (total.astype(term.dtype) + term).astype(total.dtype)
 
 
 def _dot(a, b, contract, dtype: DTypeLike | None = None):
-    """Returns the product in this dtype, by default that of its operands, summed in float32 or wider."""
+    """Returns the matmul in this dtype, by default that of its operands, summed in float32 or wider."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dtype = a.dtype if dtype is None else jnp.dtype(dtype)
-    # A CPU multiplies bfloat16 to float32 alone; a GPU writes bfloat16 at once, half the bytes.
-    result = jnp.float32 if a.dtype.itemsize < 4 and find_device().platform != "gpu" else dtype
-    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=result).astype(dtype)
+    written = dtype
+    if a.dtype.itemsize < 4 and not rounds_in_matmul():
+        written = jnp.float32
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=written).astype(dtype)

@@ -1,0 +1,124 @@
+"""Values in blocks with a scale each, as all implementations quantize them.
+
+    scale[b] = max |x| over block b / max of the format (rounded up to a power of two where the format says so)
+    data     = x * (1 / scale), rounded to the format,     x ~ data * scale
+
+A NaN or Inf becomes NaN in its own element and does not enter a maximum. A block of zeros has scale 1. The Hopper
+kernels compute the product with the reciprocal too, and XLA turns a division by a broadcast into it.
+
+Blocks of a weight [E, K, *C] divide K, and all columns *C as one dim. They begin at the corner of the whole matrix,
+whatever shard of it a device holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from moax.kernels.groups import Groups, zero_rows
+from moax.mesh.axes import Names
+from moax.recipe import Contracted, Format
+from moax.types import QArray
+
+Block = tuple[int | None, ...]
+DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+TINY = 2.0**-126  # the smallest normal float32
+
+
+def block_max(x: Array, block: Block) -> Float[Array, "..."]:
+    """Returns the maximum of |x| over the finite elements of each block, in float32; 0 where there are none."""
+    x = x.astype(jnp.float32)
+    x = jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
+    lengths = tuple(max(n, 1) if b is None else b for b, n in zip(block, x.shape, strict=True))
+    padding = [(0, -n % b) for n, b in zip(x.shape, lengths, strict=True)]
+    if any(after for _, after in padding):
+        x = jnp.pad(x, padding)
+    split = [size for n, b in zip(x.shape, lengths, strict=True) for size in (n // b, b)]
+    return x.reshape(split).max(axis=tuple(range(1, 2 * x.ndim, 2)))
+
+
+def max_of_groups(x: Float[Array, "M C"], groups: Groups) -> Float[Array, " M"]:
+    """Returns for each row the maximum of |x| over the finite elements of its group."""
+    values = block_max(zero_rows(x, groups.real), (1, None))[:, 0]
+    if groups.sizes is None:
+        return jnp.broadcast_to(values.max(), values.shape)
+    return jax.ops.segment_max(values, groups.index, num_segments=groups.sizes.shape[0])[groups.index]
+
+
+def to_scale(
+    amax: Float[Array, "..."], format: Format, of_zero: float = 1.0,
+) -> Float[Array, "..."]:  # fmt: skip
+    """Returns the float32 scales of blocks with the maxima `amax`; `of_zero` where one is too small to divide by."""
+    largest = float(jnp.finfo(DTYPES[format.dtype]).max)
+    scale = amax * (1.0 / largest)  # XLA may turn a division by a constant into a product
+    scale = jnp.where(scale < TINY, of_zero, scale)
+    if format.scale == "float32":
+        return scale
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    # A scale is rounded up, unless it is a power of two.
+    return lax.bitcast_convert_type((bits + 0x7FFFFF) & ~0x7FFFFF, jnp.float32)
+
+
+def encode(
+    x: Float[Array, "..."], scale: Float[Array, "..."], inverse: Float[Array, "..."], format: Format
+) -> tuple[Array, Array]:
+    """Returns the bytes of x * inverse in the format, and the scales, as a QArray stores both.
+
+    `inverse` is 1 / scale of each element, or broadcasts to it. A value that is not finite becomes NaN.
+    """
+    data = (x * inverse).astype(DTYPES[format.dtype])
+    if format.dtype == "e5m2":  # e5m2 has an infinity, which becomes NaN as in e4m3
+        data = jnp.where(jnp.isfinite(x), data, jnp.array(jnp.nan, data.dtype))
+    if format.scale == "e8m0":  # the exponent alone
+        scale = (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
+    # XLA on GPUs removes a cast to fewer bits and back; the barrier keeps the rounding.
+    return lax.optimization_barrier(lax.bitcast_convert_type(data, jnp.uint8)), scale
+
+
+def dequantize(q: QArray | Array, dtype: Any = jnp.float32) -> Float[Array, "..."]:
+    """x = data * scale, rounded once to `dtype`; an array that is not quantized is only cast."""
+    if not isinstance(q, QArray):
+        return q.astype(dtype)
+    data = lax.bitcast_convert_type(q.data, DTYPES[q.dtype]).astype(jnp.float32)
+    scale = q.scale
+    if scale.dtype == jnp.uint8:  # an exponent is never 0, the subnormal 2**-127
+        scale = lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
+    return (data * expand_scales(scale, data.shape, q.block)).astype(dtype)
+
+
+def expand_scales(scale: Array, shape: Sequence[Any], block: Block) -> Array:
+    """Returns the scale of each element of this shape. A dim of one block keeps size 1, so that it broadcasts."""
+    for dim, (n, b) in enumerate(zip(shape, block, strict=True)):
+        if b == 1 or scale.shape[dim] == 1:
+            continue
+        scale = jnp.repeat(scale, n if b is None else b, axis=dim)
+        # In this form JAX sees that whole blocks have no less than a symbolic n.
+        whole = n if b is None else -(-n // b) * b
+        scale = scale.reshape(*scale.shape[:dim], whole, *scale.shape[dim + 1 :])
+        scale = lax.slice_in_dim(scale, 0, n, axis=dim)
+    return scale
+
+
+def find_scale_axes(
+    shape: Sequence[int], format: Format, contracted: Contracted, gather: Sequence[Names]
+) -> tuple[Names, ...] | None:
+    """Returns the mesh axes over which each dim of a weight's scales is gathered, as `gather` has those of its data.
+
+    None means that a shard [E, K, *C] may end inside a block of the whole weight; every shard then has the scales of
+    the whole matrix. The columns of the scales are one dim, unless columns are gathered: then each of them has its own
+    axes, and no block lies in two shards of the last one.
+    """
+    if format.block is None:  # one scale holds for a matrix
+        return (gather[0], (), ())
+    _, rows, columns = format.weight_block(3, contracted)
+    gathers_columns = any(gather[2:])
+    if gather[1] and shape[1] % (rows or 1):
+        return None
+    if gathers_columns and shape[-1] % (columns or 1):
+        return None
+    return tuple(gather) if gathers_columns else (gather[0], gather[1], ())

@@ -1,0 +1,152 @@
+"""The operands of XLA's matmuls: gathered rows, and values of 8 bits with scales, as `QArray`s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from moax.kernels.groups import Groups, zero_rows
+from moax.kernels.scales import (
+    Block,
+    block_max,
+    dequantize,
+    encode,
+    expand_scales,
+    find_scale_axes,
+    max_of_groups,
+    to_scale,
+)
+from moax.mesh.axes import Names
+from moax.mesh.collectives import gather_weight, reduce_max, vary_like
+from moax.recipe import Contracted, Format, Recipe
+from moax.types import QArray, QShard
+
+
+def gather_rows(
+    x: Float[Array, "R H"], gather_idx: Int[Array, " N"], groups: Groups | None = None
+) -> Float[Array, "N H"]:
+    """rows[n] = x[gather_idx[n]], 0 where gather_idx[n] is R or more."""
+    return jnp.take(x, gather_idx, axis=0, mode="fill", fill_value=0)
+
+
+def quantize(x: Array, format: Format, block: Block, amax_over: Names = ()) -> QArray:
+    """Returns the values and scales of x in blocks of any lengths."""
+    x = x.astype(jnp.float32)
+    scale = to_scale(reduce_max(block_max(x, block), amax_over), format)
+    inverse = expand_scales(1.0 / scale, x.shape, block)
+    return QArray(*encode(x, scale, inverse, format), format.dtype, block)
+
+
+def dequantize_wire(
+    data: Array, words: Array, ends: Array | None, format: Format, dtype: DTypeLike
+) -> Float[Array, "R C"]:
+    """Returns all rows [R, C], from their bytes and the scales in `words`."""
+    count = -(-data.shape[1] // (format.block or data.shape[1]))
+    scale = lax.bitcast_convert_type(words[:, :count], jnp.float32)
+    return dequantize(QArray(data, scale, format.dtype, format.row_block(2, "columns")), dtype)
+
+
+def quantize_for_matmul(
+    x: Array, recipe: Recipe, role: str, groups: Groups, amax_over: Names = (), *,
+    gather_idx: Int[Array, " N"] | None = None, in_products: bool = False, rows: bool = True,
+    columns: bool = True,
+) -> tuple[Array | QArray, Array | QArray]:  # fmt: skip
+    """Returns rows [M, ..., C], or x[gather_idx], for a matmul over columns and for wgrad.
+
+    XLA drops an operand that the caller does not use, so `rows` and `columns` change nothing.
+    """
+    format: Format | None = getattr(recipe, role)
+    if gather_idx is not None:
+        with jax.named_scope("permute"):
+            x = gather_rows(x, gather_idx)
+    x = x.reshape(x.shape[0], -1)
+    if format is None:
+        return x, x
+    with jax.named_scope("quantize"):
+        x = x.astype(jnp.float32)
+        real = zero_rows(x, groups.real)
+        if format.by_group:  # each row carries the scale of its group
+            scale = to_scale(max_of_groups(x, groups), format)[:, None]
+            operand = QArray(*encode(real, scale, 1.0 / scale, format), format.dtype, (1, None))
+            return operand, operand
+        if format.block:
+            amax_over = ()
+        else:
+            x = real  # padding must not enter a scale that all rows share
+        by_columns = quantize(x, format, format.row_block(2, "columns"), amax_over)
+        by_rows = quantize(real, format, format.row_block(2, "rows"), amax_over)
+        return by_columns, by_rows
+
+
+def quantize_shard(
+    w: Array, recipe: Recipe, contracted: Contracted, gather: Sequence[Names], amax_over: Names
+) -> QShard:
+    """Returns the bytes and scales of a weight's shard [E, K, *C], in the blocks of the whole weight."""
+    format = cast(Format, recipe.w)
+    flat = w.reshape(*w.shape[:2], -1).astype(jnp.float32)
+    with jax.named_scope("quantize"):
+        if find_scale_axes(w.shape, format, contracted, gather) is None:
+            scale, inverse = _scale_shared_blocks(flat, w.shape, format, contracted, gather)
+            data, scale = encode(flat, scale, inverse, format)
+            return QShard(data.reshape(w.shape), scale)
+        if format.block:
+            amax_over = ()
+        q = quantize(flat, format, format.weight_block(3, contracted), amax_over)
+        scale = q.scale
+        if format.block and any(gather[2:]):
+            # The scales of gathered columns have the dims of the columns, since no block lies in two shards of the last
+            # dim.
+            scale = scale.reshape(*scale.shape[:2], *w.shape[2:-1], -1)
+        return QShard(q.data.reshape(w.shape), scale)
+
+
+def gather_shard(
+    shard: QShard, recipe: Recipe, contracted: Contracted, gather: Sequence[Names],
+) -> QArray:  # fmt: skip
+    """Returns the whole weight from a quantized shard of it."""
+    format = cast(Format, recipe.w)
+    scale_axes = find_scale_axes(shard.data.shape, format, contracted, gather) or (gather[0], (), ())
+    data = gather_weight(shard.data, gather)
+    scale = gather_weight(shard.scale, scale_axes)
+    data = data.reshape(*data.shape[:2], -1)
+    scale = scale.reshape(*scale.shape[:2], -1)
+    return QArray(data, scale, format.dtype, format.weight_block(3, contracted))
+
+
+def _scale_shared_blocks(
+    flat, shape, format: Format, contracted: Contracted, gather: Sequence[Names],
+):  # fmt: skip
+    """Returns the scales of all blocks of the whole weight, and 1 / scale of each element of this shard."""
+    # With K = 320, blocks of 128 and two shards of 160 rows, the first shard has block 0 (rows 0 to 127) and a part of
+    # block 1 (rows 128 to 159), the second one the rest of block 1 and block 2: both take the maximum of block 1.
+    rows, columns = (n or 1 for n in format.weight_block(3, contracted)[1:])
+    whole = [n * lax.axis_size(names) for n, names in zip(shape, gather, strict=True)]
+    starts = [lax.axis_index(names).astype(jnp.int32) * n for n, names in zip(shape, gather, strict=True)]
+    column = jnp.zeros((1,), jnp.int32)
+    # The columns count row-major over the whole dims *C.
+    for size, start, n in zip(whole[2:], starts[2:], shape[2:], strict=True):
+        index = start + jnp.arange(n, dtype=jnp.int32)
+        column = (column[:, None] * size + index[None]).reshape(-1)
+    column_block = column // columns
+    num_column_blocks = -(-math.prod(whole[2:]) // columns)
+    num_row_blocks = -(-whole[1] // rows)
+
+    touched = (shape[1] + 2 * rows - 2) // rows  # as many blocks as the rows of a shard may touch
+    maxima = vary_like(jnp.zeros((shape[0], touched * rows, flat.shape[2]), jnp.float32), flat, starts[1])
+    maxima = block_max(lax.dynamic_update_slice_in_dim(maxima, flat, starts[1] % rows, 1), (1, rows, 1))
+    maxima = jax.ops.segment_max(jnp.moveaxis(maxima, 2, 0), column_block, num_segments=num_column_blocks)
+    # `segment_max` gives -inf where the shard has no column.
+    maxima = jnp.moveaxis(jnp.maximum(maxima, 0.0), 0, 2)
+    blocks = vary_like(jnp.zeros((shape[0], num_row_blocks + touched, num_column_blocks), jnp.float32), maxima)
+    blocks = lax.dynamic_update_slice_in_dim(blocks, maxima, starts[1] // rows, 1)
+    scale = to_scale(reduce_max(blocks[:, :num_row_blocks], sum(gather[1:], ())), format)
+    row_block = (starts[1] + jnp.arange(shape[1], dtype=jnp.int32)) // rows
+    inverse = jnp.take(1.0 / scale, row_block, axis=1)
+    return scale, jnp.take(inverse, column_block, axis=2)
