@@ -354,7 +354,8 @@ def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: N
     weight = static.weight
     kernels = implementation(weight.kernels)
     amax_axes = weight.axes.tokens + split
-    return kernels.quantize_for_matmul(packed.pack(x), weight.recipe, role, packed.groups, amax_axes, **wanted)
+    rows = packed.pack(x)
+    return kernels.quantize_for_matmul(rows, weight.recipe, role, packed.groups, amax_axes, **wanted)
 
 
 def _sharding(static: GroupedSpec, operands, operand_specs, *, backward: bool = False) -> OpSharding:

@@ -295,10 +295,12 @@ def unpermute_backward(
     d_row_weights = jnp.sum(d_rows.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
     row = jnp.arange(plan.gather_idx.shape[0], dtype=jnp.int32)
     # [N, K]: the sorted rows of the received row that row n copies, and the weights of its assignments
-    siblings = jnp.take(plan.scatter_idx, plan.gather_idx, axis=0, mode="fill", fill_value=row.shape[0])
+    no_row = row.shape[0]
+    siblings = jnp.take(plan.scatter_idx, plan.gather_idx, axis=0, mode="fill", fill_value=no_row)
     sibling_weights = jnp.take(weights, plan.gather_idx, axis=0, mode="clip")
     is_row = siblings == row[:, None]
-    row_weights = jnp.where(is_row, sibling_weights, jnp.zeros((), weights.dtype)).sum(1)  # [N], 0 in padding
+    zero = jnp.zeros((), weights.dtype)
+    row_weights = jnp.where(is_row, sibling_weights, zero).sum(1)  # [N], 0 in padding
     d_rows = (d_rows.astype(jnp.float32) * row_weights[:, None]).astype(rows.dtype)
     return d_rows, weights_from_rows(plan, d_row_weights)
 
@@ -331,7 +333,8 @@ def limit_groups(arrived: Int[Array, " E"], capacity: int) -> Int[Array, " E"]:
     size = arrived.shape[0]
     ascending = jnp.sort(arrived)
     below = jnp.cumsum(ascending) - ascending  # the rows of all smaller groups
-    above = size - jnp.arange(size, dtype=jnp.int32)  # the groups that share the rest of the capacity
+    # the groups that share the rest of the capacity
+    above = size - jnp.arange(size, dtype=jnp.int32)
     level = (capacity - below) // above
     cut = jnp.argmax(ascending > level)  # the index of the smallest group that does not fit whole
     fits = arrived.sum() <= capacity

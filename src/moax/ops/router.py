@@ -313,7 +313,7 @@ def route_forward(static: RouteSpec, logits, bias, choice: Choice):
     num_sequences = None
     if choice.sequences is not None:
         balance, num_sequences = balance_sequences(
-            experts, choice.sequences, choice.mask, num_experts, static.sequence_axes
+            experts, choice.sequences, choice.mask, num_experts, along=static.sequence_axes
         )
     sums = Sums()
     if config.aux_loss or config.sequence_aux_loss or config.z_loss:
@@ -362,7 +362,9 @@ def route_backward(static: RouteSpec, logits, experts, choice: Choice, weights, 
     if jax.tree.leaves(d_sums):
         balance = None
         if choice.sequences is not None:
-            balance, _ = balance_sequences(experts, choice.sequences, choice.mask, num_experts, static.sequence_axes)
+            balance, _ = balance_sequences(
+                experts, choice.sequences, choice.mask, num_experts, along=static.sequence_axes
+            )
 
         def losses_of(logits):
             return sum_losses(config, logits, log_score(logits, config), choice.mask, balance)
