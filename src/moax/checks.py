@@ -173,7 +173,8 @@ def suggest_fields[C](cls: type[C]) -> type[C]:
         check_keywords(cls.__name__, keywords, known, f"moax.{cls.__name__}")
         construct(self, *args, **keywords)
 
-    setattr(cls, "__init__", checked)  # noqa: B010 (a type checker keeps the signature of the dataclass)
+    # By `setattr`, a type checker keeps the signature of the dataclass.
+    setattr(cls, "__init__", checked)  # noqa: B010
     return cls
 
 
@@ -213,7 +214,8 @@ def _check_dtype(array: RuledArray) -> None:
     dtype = getattr(array.value, "dtype", None)
     if not isinstance(dtype, np.dtype) or not hasattr(array.value, "shape"):
         raise ValueError(f"{array.name} is {_describe(array.value)}; it must be an array [{array.dims}]")
-    dtype = jax.dtypes.canonicalize_dtype(dtype)  # float32 for NumPy's float64 without `jax_enable_x64`
+    # float32 for NumPy's float64 without `jax_enable_x64`
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
     if not array.kind:
         check_value(array.name, dtype, jnp.floating)
     elif array.kind == "int" and not jnp.issubdtype(dtype, jnp.integer):
