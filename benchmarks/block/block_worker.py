@@ -156,8 +156,9 @@ def build(
     tokens: int,
     routed: bool,
 ) -> tuple[dict, dict]:
-    """Returns {direction: program compiled with the options `how`} for T tokens of a device, and the bytes of a device that are known before a
-    program runs. With `routed` the routing is an operand, and the only direction also returns (rounds, dropped)."""
+    """Returns {direction: program compiled with the options `how`} for T tokens of a device, and the bytes of a device
+    that are known before a program runs. With `routed` the routing is an operand, and the only direction also returns
+    (rounds, dropped)."""
 
     def run(x, params, kept, experts):
         y, stats = layer(x, params, kept, experts, config=config, options=options)

@@ -15,7 +15,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,36 +44,61 @@ def check_value(
     them. `source` is the function that returns instances of the class.
     """
     if kind is jnp.floating:
-        try:
-            dtype = jnp.dtype(value)
-        except TypeError:
-            raise ValueError(f"{name}={value!r} must be a dtype: float32, bfloat16 or float16") from None
-        if dtype == np.float64:
-            raise ValueError(
-                f"{name} has dtype float64; moax computes in float32 at most; {name} must be float32 or less"
-            )
-        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise ValueError(f"{name} has dtype {dtype}; it must be floating point: float32, bfloat16 or float16")
-        return
-    if kind is bool:
-        fits, wanted = isinstance(value, bool | np.bool_), "True or False"
+        _check_float_dtype(name, value)
+    elif kind is bool:
+        _require(isinstance(value, bool | np.bool_), name, value, "True or False")
     elif kind is int or kind is float:
-        least = int(kind is int) if least is None else least
-        number = numbers.Integral if kind is int else numbers.Real
-        fits = issubclass(type(value), number) and not isinstance(value, bool)
-        fits = fits and math.isfinite(value) and (value >= least if above is None else value > above)
-        bound = f" > {above}" if above is not None else f" >= {least}" if math.isfinite(least) else ""
-        wanted = f"an int of at least {least}" if kind is int else f"a finite number{bound}"
+        _check_number(name, value, kind, least, above)
     elif isinstance(kind, tuple):
-        fits, wanted = isinstance(value, str) and value in kind, f"one of {', '.join(map(repr, kind))}"
-    elif isinstance(value, kind):
-        return
+        allowed = ", ".join(map(repr, kind))
+        _require(isinstance(value, str) and value in kind, name, value, f"one of {allowed}")
+    elif not isinstance(value, kind):
+        expected = f"a moax.{kind.__name__}"
+        if kind is str:
+            expected = "a name"
+        elif source:
+            expected = f"a {kind.__name__}, as {source} returns it"
+        raise ValueError(f"{name} is {_describe(value)}; it must be {expected}")
+
+
+def _check_float_dtype(name: str, value: Any) -> None:
+    """Raises ValueError unless value is float32, bfloat16 or float16, or the name of one of them."""
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} must be a dtype: float32, bfloat16 or float16") from None
+    if dtype == np.float64:
+        raise ValueError(f"{name} has dtype float64; moax computes in float32 at most; {name} must be float32 or less")
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"{name} has dtype {dtype}; it must be floating point: float32, bfloat16 or float16")
+
+
+def _check_number(name: str, value: Any, kind: type, least: float | None, above: float | None) -> None:
+    """Raises ValueError unless value is a finite number of the kind int or float, within its bound."""
+    if least is None:
+        least = int(kind is int)
+    if kind is int:
+        number = numbers.Integral
+        expected = f"an int of at least {least}"
     else:
-        wanted = f"a {kind.__name__}, as {source} returns it" if source else f"a moax.{kind.__name__}"
-        wanted = "a name" if kind is str else wanted
-        raise ValueError(f"{name} is {_describe(value)}; it must be {wanted}")
+        number = numbers.Real
+        expected = "a finite number"
+        if above is not None:
+            expected += f" > {above}"
+        elif math.isfinite(least):
+            expected += f" >= {least}"
+    is_number = issubclass(type(value), number) and not isinstance(value, bool)
+    _require(is_number and math.isfinite(value), name, value, expected)
+    if above is None:
+        _require(value >= least, name, value, expected)
+    else:
+        _require(value > above, name, value, expected)
+
+
+def _require(fits: bool, name: str, value: Any, expected: str) -> None:
+    """Raises ValueError for a value that does not fit."""
     if not fits:
-        raise ValueError(f"{name}={value!r} must be {wanted}")
+        raise ValueError(f"{name}={value!r} must be {expected}")
 
 
 def check_fields(config: Any, owner: str, *, positive: Sequence[str] = (), zero: Sequence[str] = ()) -> None:
@@ -86,34 +111,55 @@ def check_fields(config: Any, owner: str, *, positive: Sequence[str] = (), zero:
         value = getattr(config, field)
         if kind is None or (value is None and optional):
             continue
-        above, least = 0 if field in positive else None, 0 if field in zero else None
+        above = 0 if field in positive else None
+        least = 0 if field in zero else None
         check_value(f"{owner}{field}", value, kind, least=least, above=above)
         if isinstance(value, np.generic):  # equal configs have equal text
             object.__setattr__(config, field, value.item())
 
 
+class FieldKind(NamedTuple):
+    """The kind of a field for `check_value`, None where the field has several, and whether the field may be None."""
+
+    kind: Any
+    optional: bool
+
+
 @functools.cache
-def _kinds(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Returns the kind of each field, None where there are several, and whether it may be None."""
-    hints, found = typing.get_type_hints(cls), {}
+def _kinds(cls: type) -> dict[str, FieldKind]:
+    """Returns the kind of each field of a dataclass."""
+    hints = typing.get_type_hints(cls)
+    kind_of_field = {}
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        several = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-        kinds = [typing.get_args(k) if typing.get_origin(k) is Literal else k for k in several if k is not type(None)]
-        found[field.name] = kinds[0] if len(kinds) == 1 else None, type(None) in several
-    return found
+        alternatives = (hint,)
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            alternatives = typing.get_args(hint)
+        kinds = []
+        for alternative in alternatives:
+            if typing.get_origin(alternative) is Literal:
+                kinds.append(typing.get_args(alternative))
+            elif alternative is not type(None):
+                kinds.append(alternative)
+        kind = None
+        if len(kinds) == 1:
+            (kind,) = kinds
+        kind_of_field[field.name] = FieldKind(kind, optional=type(None) in alternatives)
+    return kind_of_field
 
 
 def check_keywords(caller: str, keywords: Iterable[str], known: Sequence[str], owner: str) -> None:
-    """Raises TypeError, in the name of the caller, for a keyword that is not known; it names the nearest field.
+    """Raises TypeError, in the name of the caller, for a keyword that is not known.
 
-    Without a near one it lists the fields of `owner`, which are all that is known.
+    The message names the nearest known keyword. Where none is near, it lists all that are known, as fields of `owner`.
     """
     for name in keywords:
         if name in known:
             continue
+        hint = f"the fields of {owner} are {', '.join(known)}"
         near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the fields of {owner} are {', '.join(known)}"
+        if near:
+            hint = f"did you mean {near[0]!r}?"
         raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}; {hint}")
 
 
@@ -127,8 +173,18 @@ def suggest_fields[C](cls: type[C]) -> type[C]:
         check_keywords(cls.__name__, keywords, known, f"moax.{cls.__name__}")
         construct(self, *args, **keywords)
 
-    setattr(cls, "__init__", checked)  # noqa: B010 (a type checker keeps the signature of the dataclass)
+    # By `setattr`, a type checker keeps the signature of the dataclass.
+    setattr(cls, "__init__", checked)  # noqa: B010
     return cls
+
+
+class RuledArray(NamedTuple):
+    """An array, and its entry in a rule of `check_arrays`."""
+
+    name: str
+    kind: str  # "int" or "bool"; empty for floating point
+    dims: str  # such as "T, H"
+    value: Any
 
 
 def check_arrays(rule: str, /, *values: Any, local: bool = False, **sizes: Any) -> None:
@@ -138,37 +194,75 @@ def check_arrays(rule: str, /, *values: Any, local: bool = False, **sizes: Any) 
     size in all arrays, or that of `sizes`; "*C" and "..." are any dims, and their size is a tuple. `local` arrays may
     be shards: a dim divides its size in `sizes`, and the sizes of two arrays are not compared.
     """
-    parts = re.findall(r"([\w.]+)(\??)(?: (int|bool))? \[(.*?)\]", rule)
-    given = [(name, kind, dims, value) for (name, optional, kind, dims), value in zip(parts, values, strict=True)
-             if value is not None or not optional]  # fmt: skip
-    for name, kind, dims, value in given:
-        dtype = getattr(value, "dtype", None)
-        if not isinstance(dtype, np.dtype) or not hasattr(value, "shape"):
-            raise ValueError(f"{name} is {_describe(value)}; it must be an array [{dims}]")
-        dtype = jax.dtypes.canonicalize_dtype(dtype)  # float32 for NumPy's float64 without `jax_enable_x64`
-        if not kind:
-            check_value(name, dtype, jnp.floating)
-        elif not jnp.issubdtype(dtype, jnp.integer if kind == "int" else jnp.bool_):
-            wanted = f"an array of integers [{dims}]" if kind == "int" else "bool, such as segment_ids > 0"
-            raise ValueError(f"{name} has dtype {dtype}; it must be {wanted}")
-    found = dict(sizes)
-    for array in given:
-        letters, shape, fits = array[2].split(", ") if array[2] else [], list[Any](array[3].shape), []
-        for i, letter in enumerate(letters):
-            if letter[0] in "*." and (rest := len(shape) - len(letters) + 1) >= 0:
-                shape[i : i + rest] = [tuple(shape[i : i + rest])]
-        for known in (found, dict(sizes)):  # the sizes of the arrays before, and of none
-            get = known.get if local else known.setdefault
-            want = [(size, get(letter.strip("*"), size)) for letter, size in zip(letters, shape, strict=False)]
-            fit = all(size == of or (local and size > 0 and of % size == 0) for size, of in want)
-            fits.append(fit and len(letters) == len(shape))
-        if not fits[0]:
-            wrong = given if fits[1] else [array]  # arrays that do not fit each other
-            names, shapes = ", ".join(a[0] for a in wrong), ", ".join(str(a[3].shape) for a in wrong)
-            wanted = ", ".join(f"[{dims}]" for _, _, dims, _ in wrong)
-            wanted = re.sub(r"\w+", lambda m: f"{m[0]}={sizes[m[0]]}" if m[0] in sizes else m[0], wanted)
-            verb = f"has shape {shapes}; it" if len(wrong) == 1 else f"have shapes {shapes}; they"
-            raise ValueError(f"{names} {verb} must be {wanted}")
+    arrays = []
+    entries = re.findall(r"([\w.]+)(\??)(?: (int|bool))? \[(.*?)\]", rule)
+    for (name, optional, kind, dims), value in zip(entries, values, strict=True):
+        if value is None and optional:
+            continue
+        arrays.append(RuledArray(name, kind, dims, value))
+    for array in arrays:
+        _check_dtype(array)
+    known_sizes = dict(sizes)
+    for array in arrays:
+        if not _fit(array, known_sizes, local):
+            fits_alone = _fit(array, dict(sizes), local)
+            _refuse_shapes(arrays if fits_alone else [array], sizes)
+
+
+def _check_dtype(array: RuledArray) -> None:
+    """Raises ValueError unless the array is one, and of the kind that the rule says."""
+    dtype = getattr(array.value, "dtype", None)
+    if not isinstance(dtype, np.dtype) or not hasattr(array.value, "shape"):
+        raise ValueError(f"{array.name} is {_describe(array.value)}; it must be an array [{array.dims}]")
+    # float32 for NumPy's float64 without `jax_enable_x64`
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if not array.kind:
+        check_value(array.name, dtype, jnp.floating)
+    elif array.kind == "int" and not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"{array.name} has dtype {dtype}; it must be an array of integers [{array.dims}]")
+    elif array.kind == "bool" and not jnp.issubdtype(dtype, jnp.bool_):
+        raise ValueError(f"{array.name} has dtype {dtype}; it must be bool, such as segment_ids > 0")
+
+
+def _fit(array: RuledArray, known_sizes: dict[str, Any], local: bool) -> bool:
+    """Returns whether each dim has the known size of its letter; learns sizes that are new, unless `local`."""
+    letters = array.dims.split(", ") if array.dims else []
+    shape = list[Any](array.value.shape)
+    for i, letter in enumerate(letters):
+        if letter[0] not in "*.":
+            continue
+        end = i + len(shape) - len(letters) + 1
+        if end >= i:
+            shape[i:end] = [tuple(shape[i:end])]
+    if len(letters) != len(shape):
+        return False
+    for letter, size in zip(letters, shape, strict=True):
+        name = letter.strip("*")
+        known_size = known_sizes.get(name, size)
+        if not local:
+            known_sizes[name] = known_size
+        if size == known_size:
+            continue
+        is_shard = local and size > 0 and known_size % size == 0
+        if not is_shard:
+            return False
+    return True
+
+
+def _refuse_shapes(arrays: Sequence[RuledArray], sizes: dict[str, Any]) -> NoReturn:
+    """Raises ValueError for an array with wrong dims, or for arrays that do not fit each other."""
+
+    def add_size(letter: re.Match) -> str:
+        name = letter[0]
+        return f"{name}={sizes[name]}" if name in sizes else name
+
+    names = ", ".join(array.name for array in arrays)
+    shapes = ", ".join(str(array.value.shape) for array in arrays)
+    rules = ", ".join(f"[{array.dims}]" for array in arrays)
+    expected = re.sub(r"\w+", add_size, rules)
+    if len(arrays) == 1:
+        raise ValueError(f"{names} has shape {shapes}; it must be {expected}")
+    raise ValueError(f"{names} have shapes {shapes}; they must be {expected}")
 
 
 def check_key(name: str, value: Any) -> None:
@@ -180,5 +274,8 @@ def check_key(name: str, value: Any) -> None:
 
 def _describe(value: Any) -> str:
     """Returns `None`, or the name of the value's class after an article."""
+    if value is None:
+        return "None"
     kind = type(value).__name__
-    return "None" if value is None else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+    article = "an" if kind[0] in "aeiouAEIOU" else "a"
+    return f"{article} {kind}"

@@ -1,4 +1,4 @@
-"""What `moax.nnx` and `moax.linen` share: the arguments of their layers, and how these make and use parameters.
+"""The base classes of the layers of `moax.nnx` and `moax.linen`: their arguments, and how they make parameters.
 
 The logical axis rules of Flax map a logical name to mesh axes: with the rules (("exp", "expert"), ("embed", "fsdp"),
 ("mlp", "tensor")) `wi`, whose dims have the names ("exp", "embed", None, "mlp"), has PartitionSpec("expert", "fsdp",
@@ -58,7 +58,8 @@ def find_specs(names: Mapping[str, Names], default: dict[str, Any]) -> dict[str,
     Raises:
       ValueError: a name has no rule, and is no mesh axis.
     """
-    mesh, rules = mesh_sizes(), linen.get_logical_axis_rules()
+    mesh = mesh_sizes()
+    rules = linen.get_logical_axis_rules()
     known = {rule[0] for rule in rules}.union(mesh)
     if known.isdisjoint(name for dims in names.values() for name in dims):
         return default
@@ -66,10 +67,11 @@ def find_specs(names: Mapping[str, Names], default: dict[str, Any]) -> dict[str,
         for name in dims:
             if name is not None and name not in known:
                 raise ValueError(
-                    f"logical_axes: {name!r} of {array} has no rule, and is no axis of the mesh {tuple(mesh)}; "
-                    f"add a rule, for example ({name!r}, None), or name the dim None"
+                    f"logical_axes: {name!r} of {array} has no rule, and is no axis of the mesh "
+                    f"{tuple(mesh)}; add a rule, for example ({name!r}, None), or name the dim None"
                 )
-    rules = (*rules, *((name, name) for name in mesh if name not in {rule[0] for rule in rules}))
+    names_with_rule = {rule[0] for rule in rules}
+    rules = (*rules, *((name, name) for name in mesh if name not in names_with_rule))
     return {array: linen.logical_to_mesh_axes(dims, rules) for array, dims in names.items()}
 
 
@@ -109,7 +111,8 @@ class MoELayer:
 
         `dtype` is the dtype of x in these calls; None means that of the layer, or bfloat16 where it has none.
         """
-        return quantize_params(self.params, self.config, self.options, dtype=dtype or self.dtype or jnp.bfloat16)
+        dtype = dtype or self.dtype or jnp.bfloat16
+        return quantize_params(self.params, self.config, self.options, dtype=dtype)
 
     def update_router_bias(self, stats: MoEStats, rate: float | None = None, rule: Rule = "sign") -> None:
         """Updates the selection bias by `moax.update_router_bias`.
@@ -125,8 +128,10 @@ class MoELayer:
         """
         if not self.config.router.bias:
             raise ValueError("update_router_bias: config.router.bias=False; it must be True for a bias to update")
-        bias, counts = self._get("router_bias"), stats.tokens_per_expert
-        self._set_router_bias(update_router_bias(bias, counts, rate, rule, histogram=stats.histogram))
+        bias = self._get("router_bias")
+        tokens = stats.tokens_per_expert
+        new_bias = update_router_bias(bias, tokens, rate, rule, histogram=stats.histogram)
+        self._set_router_bias(new_bias)
 
     def _get(self, name: str) -> Any:
         raise NotImplementedError
@@ -137,19 +142,34 @@ class MoELayer:
     def _make(
         self, key, logical: LogicalAxes | None, initializers: Mapping[str, Initializer] | None
     ) -> dict[str, Made]:
-        config, axes = self.config, self.options.axes
-        names = {} if logical is None else {name: logical.names(name) for name in DIMS}
-        specs = vars(param_specs(config, axes)) if mesh_sizes() else {}
-        specs = find_specs({name: names[name] for name in names if specs.get(name) is not None}, specs)
-        where = MoEParams(**specs) if specs else None
-        values = init(key, config, dtype=self.param_dtype, axes=axes, initializers=initializers, specs=where)
-        return {n: Made(v, specs.get(n), names.get(n)) for n, v in vars(values).items() if v is not None}
+        names: dict[str, Names] = {}
+        if logical is not None:
+            names = {name: logical.names(name) for name in DIMS}
+        specs: dict[str, Any] = {}
+        if mesh_sizes():
+            specs = vars(param_specs(self.config, self.options.axes))
+        existing = {name: dims for name, dims in names.items() if specs.get(name) is not None}
+        specs = find_specs(existing, specs)
+        values = init(
+            key,
+            self.config,
+            dtype=self.param_dtype,
+            axes=self.options.axes,
+            initializers=initializers,
+            specs=MoEParams(**specs) if specs else None,
+        )
+        variables = {}
+        for name, value in vars(values).items():
+            if value is not None:
+                variables[name] = Made(value, specs.get(name), names.get(name))
+        return variables
 
     def __call__(
         self, x: Float[Array, "*batch H"], **keywords: Unpack[CallKeywords]
     ) -> tuple[Float[Array, "*batch H"], MoEStats]:
         """Returns (y, stats) of `moax.moe` on x [..., H], with its keywords; y has the dtype of the computation."""
-        x = x if self.dtype is None else x.astype(self.dtype)
+        if self.dtype is not None:
+            x = x.astype(self.dtype)
         return moe(x, self.params, self.config, self.options, **keywords)
 
 
@@ -184,24 +204,37 @@ class DenseLayer:
     kernels: str
 
     def _make(self, key, initializer: Initializer, shape: tuple[int, int], name: str) -> Made:
-        skip = ("kernel", "bias").index(name)  # the bias has the columns alone
-        spec, names = self._find_specs(shape)[name], self.logical_axes
-        value = make_sharded(lambda key: initializer(key, shape[skip:], self.param_dtype), spec)(key)
-        return Made(value, spec, None if names is None else names[skip:])
+        dims = slice(1, 2) if name == "bias" else slice(2)  # the bias has the columns alone
+        spec = self._find_specs(shape)[name]
+        make = make_sharded(lambda key: initializer(key, shape[dims], self.param_dtype), spec)
+        names = None
+        if self.logical_axes is not None:
+            names = self.logical_axes[dims]
+        return Made(make(key), spec, names)
 
     def _compute(self, x: Array, kernel: Array, bias: Array | None) -> Array:
-        x, spec = x.astype(self.dtype or jnp.promote_types(x.dtype, kernel.dtype)), self._find_specs(kernel.shape)
-        how = dict(recipe=self.recipe, axes=self.axes, engine=self.engine, kernels=self.kernels)
-        return dense(x, kernel, bias, w_spec=spec["kernel"], **how)
+        dtype = self.dtype or jnp.promote_types(x.dtype, kernel.dtype)
+        return dense(
+            x.astype(dtype),
+            kernel,
+            bias,
+            w_spec=self._find_specs(kernel.shape)["kernel"],
+            recipe=self.recipe,
+            axes=self.axes,
+            engine=self.engine,
+            kernels=self.kernels,
+        )
 
     def _find_specs(self, shape: Sequence[int]) -> dict[str, Any]:
         """Returns the specs of kernel and bias; None without a mesh and in a `shard_map`."""
         names = self.logical_axes
-        pair = isinstance(names, tuple) and len(names) == 2 and all(isinstance(n, str | None) for n in names)
-        if names is not None and not pair:
+        is_pair = isinstance(names, tuple) and len(names) == 2
+        if names is not None and not (is_pair and all(isinstance(n, str | None) for n in names)):
             raise ValueError(f"logical_axes={names!r} must be the names of two dims, such as ('embed', 'mlp'), or None")
         mesh = mesh_in_force()
         if mesh is None or mesh.manual_axes:
             return {"kernel": None, "bias": None}
         specs = {"kernel": dense_spec(self.axes, shape), "bias": Spec(None)}
-        return specs if names is None else find_specs({"kernel": names, "bias": names[1:]}, specs)
+        if names is None:
+            return specs
+        return find_specs({"kernel": names, "bias": names[1:]}, specs)

@@ -1,5 +1,4 @@
-"""`MoEBlock` is the block as a flax.linen module: it calls `moax.moe` on variables that flax holds. `Dense` is
-`moax.ops.dense`.
+"""`MoEBlock` is the block as a flax.linen module, and `Dense` a dense layer. Both compute on variables that flax holds.
 
     block = MoEBlock(config)
     variables = block.init(key, x)
@@ -47,7 +46,11 @@ class MeshPartitioned(nn.Partitioned):
 
     def get_partition_spec(self) -> Spec:
         """Returns the PartitionSpec of the variable."""
-        return Spec(*(n if isinstance(n, tuple) or n in self.mesh_axes else None for n in self.names))
+        entries = []
+        for name in self.names:
+            splits = isinstance(name, tuple) or name in self.mesh_axes
+            entries.append(name if splits else None)
+        return Spec(*entries)
 
 
 def _box(made: Made) -> Any:
@@ -107,7 +110,8 @@ class MoEBlock(MoELayer, nn.Module):
     @property
     def options(self) -> Options:  # pyrefly: ignore[bad-override]
         """The options, from the fields of the module."""
-        return Options(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Options)})
+        names = [field.name for field in dataclasses.fields(Options)]
+        return Options(**{name: getattr(self, name) for name in names})
 
     def _get(self, name: str) -> Array | None:
         return nn.unbox(self.get_variable(COLLECTIONS[name], name))
@@ -144,5 +148,7 @@ class Dense(DenseLayer, nn.Module):
             return _box(self._make(key, initializer, shape, name))
 
         kernel = self.param("kernel", make, self.kernel_init, "kernel")
-        bias = self.param("bias", make, self.bias_init, "bias") if self.use_bias else None
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", make, self.bias_init, "bias")
         return self._compute(x, kernel, bias)

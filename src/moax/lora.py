@@ -78,9 +78,14 @@ def init(
         return (jax.random.normal(key, shape) / math.sqrt(shape[1])).astype(dtype)
 
     def make(key):
-        wi_b, wo_b = (jnp.zeros(shape, dtype) for shape in (shapes.wi_b, shapes.wo_b))
         wi_key, wo_key = jax.random.split(key)
-        return Adapters(draw(wi_key, shapes.wi_a), wi_b, draw(wo_key, shapes.wo_a), wo_b, float(scale))
+        return Adapters(
+            wi_a=draw(wi_key, shapes.wi_a),
+            wi_b=jnp.zeros(shapes.wi_b, dtype),
+            wo_a=draw(wo_key, shapes.wo_a),
+            wo_b=jnp.zeros(shapes.wo_b, dtype),
+            scale=float(scale),
+        )
 
     specs = None
     if mesh_in_force() is not None:
@@ -107,9 +112,11 @@ def adapter_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None =
     """
     resolved = axes.resolve(mesh or mesh_in_force())
     split = {"E": resolved.ep, "F": resolved.tp}
-    specs: dict[str, Any] = {name: Spec(*(split.get(letter) for letter in dims)) for name, dims in DIMS.items()}
-    for name, spec in specs.items():
-        check_divides(f"adapters.{name}", getattr(adapter_shapes(config, 1), name), spec, resolved)
+    shapes = adapter_shapes(config, 1)
+    specs: dict[str, Any] = {}
+    for name, dims in DIMS.items():
+        specs[name] = Spec(*(split.get(letter) for letter in dims))
+        check_divides(f"adapters.{name}", getattr(shapes, name), specs[name], resolved)
     return Adapters(**specs)
 
 
@@ -119,11 +126,11 @@ def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Arra
     def add(w, a, b, rule):
         if a is None:
             return w
-        operands, dims = rule.split("->")
-        a, b = (  # fsdp splits w, and no adapter
-            reshard_like(x.astype(jnp.float32), letters, w, dims)
-            for x, letters in zip((a, b), operands.split(","), strict=True)
-        )
+        operands, dims_of_w = rule.split("->")
+        dims_of_a, dims_of_b = operands.split(",")
+        # fsdp splits w, and no adapter.
+        a = reshard_like(a.astype(jnp.float32), dims_of_a, w, dims_of_w)
+        b = reshard_like(b.astype(jnp.float32), dims_of_b, w, dims_of_w)
         change = jnp.einsum(rule, a, b, precision="highest")
         return (w.astype(jnp.float32) + adapters.scale * change).astype(w.dtype)
 
@@ -134,7 +141,8 @@ def merge(params: MoEParams[Array], adapters: Adapters[Array]) -> MoEParams[Arra
 
 def scaled(adapters: Adapters[Array]) -> tuple[Array | None, ...]:
     """Returns wi_a scale, wi_b, wo_a scale and wo_b."""
-    wi_a, wo_a = (None if a is None else a * adapters.scale for a in (adapters.wi_a, adapters.wo_a))
+    wi_a = None if adapters.wi_a is None else adapters.wi_a * adapters.scale
+    wo_a = None if adapters.wo_a is None else adapters.wo_a * adapters.scale
     return wi_a, adapters.wi_b, wo_a, adapters.wo_b
 
 

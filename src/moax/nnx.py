@@ -39,19 +39,21 @@ class _Laid(nnx.Variable):
 
     def get_metadata(self, *args: Any, **keywords: Any) -> Any:
         """Returns what `nnx.Variable.get_metadata` returns, with `out_sharding` of the rank of the value."""
-        found = super().get_metadata(*args, **keywords)
+        metadata = super().get_metadata(*args, **keywords)
         if args[:1] == ("out_sharding",):
-            return self._pad(found)
-        if isinstance(found, dict) and "out_sharding" in found:
-            found["out_sharding"] = self._pad(found["out_sharding"])
-        return found
+            return self._pad(metadata)
+        if isinstance(metadata, dict) and "out_sharding" in metadata:
+            metadata["out_sharding"] = self._pad(metadata["out_sharding"])
+        return metadata
 
     def _pad(self, entries: Any) -> Any:
         lacking = getattr(self.get_value(), "ndim", 0) - len(entries or ())
         if not entries or lacking <= 0:
             return entries
         padded = (*[None] * lacking, *entries)
-        return padded if isinstance(entries, tuple) else type(entries)(*padded)
+        if isinstance(entries, tuple):
+            return padded
+        return type(entries)(*padded)
 
 
 class MoEParam(_Laid, nnx.Param):
@@ -67,7 +69,9 @@ def _make_variable(kind: Any, made: Made) -> Any:
     entries = made.spec if made.names is None else made.names
     if entries is None:
         return kind(made.value)
-    return kind(made.value, out_sharding=entries, **({} if made.flax_agrees() else {"eager_sharding": False}))
+    if made.flax_agrees():
+        return kind(made.value, out_sharding=entries)
+    return kind(made.value, out_sharding=entries, eager_sharding=False)
 
 
 class MoE(MoELayer, nnx.Module):
@@ -95,17 +99,25 @@ class MoE(MoELayer, nnx.Module):
         **keywords: Unpack[OptionKeywords],
     ):
         """Makes the parameters. For the arguments see `moax.layers.MoELayer`; `rngs.params()` is the key."""
-        self.config, self.options = config, replace_options("MoE", options, keywords)
-        self.dtype, self.param_dtype = dtype, param_dtype
+        self.config = config
+        self.options = replace_options("MoE", options, keywords)
+        self.dtype = dtype
+        self.param_dtype = param_dtype
         check_value("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs(0)")
-        made = self._make(rngs.params(), logical_axes, initializers)
+        values = self._make(rngs.params(), logical_axes, initializers)
         for name in DIMS:
-            kind = RouterBias if name == "router_bias" else MoEParam
-            setattr(self, name, _make_variable(kind, made[name]) if name in made else nnx.data(None))
+            if name not in values:
+                setattr(self, name, nnx.data(None))
+            elif name == "router_bias":
+                setattr(self, name, _make_variable(RouterBias, values[name]))
+            else:
+                setattr(self, name, _make_variable(MoEParam, values[name]))
 
     def _get(self, name: str) -> Array | None:
         variable = getattr(self, name)
-        return None if variable is None else variable.get_value()
+        if variable is None:
+            return None
+        return variable.get_value()
 
     def _set_router_bias(self, bias: Array) -> None:
         getattr(self, "router_bias").set_value(bias)  # noqa: B009 (set by name in __init__)
@@ -143,17 +155,26 @@ class Dense(DenseLayer, nnx.Module):
           out_features: the number of columns of y.
           rngs: the stream `params` gives a key to the kernel and then one to the bias.
         """
-        self.in_features, self.out_features, self.use_bias = in_features, out_features, use_bias
-        self.dtype, self.param_dtype, self.logical_axes = dtype, param_dtype, logical_axes
-        self.recipe, self.axes, self.engine, self.kernels = recipe, axes, engine, kernels
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = use_bias
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.logical_axes = logical_axes
+        self.recipe = recipe
+        self.axes = axes
+        self.engine = engine
+        self.kernels = kernels
 
         check_value("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs(0)")
-
-        def make(initializer: Initializer, name: str) -> MoEParam:
-            return _make_variable(MoEParam, self._make(rngs.params(), initializer, (in_features, out_features), name))
-
-        self.kernel = make(kernel_init, "kernel")
-        self.bias = make(bias_init, "bias") if use_bias else nnx.data(None)
+        shape = (in_features, out_features)
+        kernel = self._make(rngs.params(), kernel_init, shape, "kernel")
+        self.kernel = _make_variable(MoEParam, kernel)
+        if use_bias:
+            bias = self._make(rngs.params(), bias_init, shape, "bias")
+            self.bias = _make_variable(MoEParam, bias)
+        else:
+            self.bias = nnx.data(None)
 
     def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows C"]:
         """Returns y [..., out_features] of x [..., in_features]; see `moax.ops.dense`."""

@@ -19,7 +19,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from moax.checks import check_arrays, check_fields, check_key, check_value, log_once, suggest_fields
 from moax.config import MoEConfig
-from moax.mesh.axes import AnyMesh, Axes, ResolvedAxes
+from moax.mesh.axes import AnyMesh, Axes, Names, ResolvedAxes
 from moax.mesh.specs import (
     Spec,
     WholeWeight,
@@ -78,10 +78,12 @@ DIMS = dict(
     shared_wo="SH", shared_gate="H", expert_scale="E", latent_down="HL", latent_up="LH",
 )  # fmt: skip
 BY_EXPERT = ("wi", "wo", "bi", "bo")
-ROUTER = ("router", "router_bias", "logits_bias", "expert_scale")  # the parameters that belong to no single expert
+# the parameters that belong to no single expert
+ROUTER = ("router", "router_bias", "logits_bias", "expert_scale")
 # State, which no optimizer changes. It is float32: a narrower dtype rounds the small steps of an update away.
 STATE = ("router_bias",)
-CONSTANT = dict(router_bias=0.0, logits_bias=0.0, bi=0.0, bo=0.0, expert_scale=1.0)  # what `init` makes them of
+# the value that `init` gives to each element
+CONSTANT = dict(router_bias=0.0, logits_bias=0.0, bi=0.0, bo=0.0, expert_scale=1.0)
 
 
 @suggest_fields
@@ -126,13 +128,17 @@ class LogicalAxes:
     def __post_init__(self):
         check_fields(self, "LogicalAxes: ")
         for param in DIMS:
-            named = [name for name in self.names(param) if name is not None]
-            if len(set(named)) < len(named):
-                raise ValueError(f"LogicalAxes: {param} has the names {named}; each dim needs a name of its own")
+            names = [name for name in self.names(param) if name is not None]
+            if len(set(names)) < len(names):
+                raise ValueError(f"LogicalAxes: {param} has the names {names}; each dim needs a name of its own")
 
     def names(self, param: str) -> tuple[str | None, ...]:
         """Returns the names of the dims of a parameter: `names("wo")` is `("exp", "mlp", "embed")`."""
-        return tuple(None if n == "E" and param in ROUTER else getattr(self, n) for n in DIMS[param])
+        names = []
+        for letter in DIMS[param]:
+            is_router_dim = letter == "E" and param in ROUTER
+            names.append(None if is_router_dim else getattr(self, letter))
+        return tuple(names)
 
 
 def param_shapes(config: MoEConfig, *, optional: bool = False) -> MoEParams[tuple[int, ...]]:
@@ -140,15 +146,32 @@ def param_shapes(config: MoEConfig, *, optional: bool = False) -> MoEParams[tupl
 
     With `optional` both expert biases have a shape wherever the config allows them.
     """
-    c, biases = config, config.weights_at != "input" if optional else config.use_bias
-    flags = dict(router_bias=c.router.bias, logits_bias=c.router.logits_bias, bi=biases, bo=biases)
-    flags |= dict(shared_gate=c.shared_gate, expert_scale=c.router.expert_scale)
-    sizes = dict(E=c.num_experts, H=c.d_model, F=c.d_ff, G=c.gates, S=c.shared_d_ff, L=c.d_latent or 0)
-    shapes: dict[str, Any] = {}
+    has_biases = config.use_bias
+    if optional:
+        has_biases = config.weights_at != "input"
+    exists = dict(
+        router_bias=config.router.bias,
+        logits_bias=config.router.logits_bias,
+        bi=has_biases,
+        bo=has_biases,
+        shared_gate=config.shared_gate,
+        expert_scale=config.router.expert_scale,
+    )
+    sizes = dict(
+        E=config.num_experts,
+        H=config.d_model,
+        F=config.d_ff,
+        G=config.gates,
+        S=config.shared_d_ff,
+        L=config.d_latent or 0,
+    )
+    sizes_by_expert = sizes | dict(H=config.d_rows)
+    shapes: dict[str, Any] = dict.fromkeys(DIMS)
     for name, letters in DIMS.items():
-        own = sizes | dict(H=c.d_rows) if name in BY_EXPERT else sizes
-        shape = tuple(own[letter] for letter in letters)
-        shapes[name] = shape if flags.get(name, 0 not in shape) else None
+        sizes_of_param = sizes_by_expert if name in BY_EXPERT else sizes
+        shape = tuple(sizes_of_param[letter] for letter in letters)
+        if exists.get(name, 0 not in shape):
+            shapes[name] = shape
     return MoEParams(**shapes)
 
 
@@ -167,12 +190,22 @@ def trainable_mask(tree: PyTree) -> PyTree[bool]:
     def mask(node):
         if not isinstance(node, MoEParams):
             return True
-        return MoEParams(**{n: jax.tree.map(lambda _, n=n: n not in STATE, leaf) for n, leaf in vars(node).items()})
+        masks: dict[str, Any] = {}
+        for name, leaf in vars(node).items():
+            trained = name not in STATE
+            masks[name] = jax.tree.map(lambda _, trained=trained: trained, leaf)
+        return MoEParams(**masks)
 
     return jax.tree.map(mask, tree, is_leaf=lambda node: isinstance(node, MoEParams))
 
 
-def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = False, quantized: bool = False) -> None:
+def check_params(
+    params: MoEParams[Array],
+    config: MoEConfig,
+    *,
+    local: bool = False,
+    quantized: bool = False,
+) -> None:
     """Checks that params is a MoEParams of floating-point arrays, and that the config allows each of them.
 
     With `local` the parameters are shards inside a `shard_map`; a size may then be any divisor of the whole size. With
@@ -183,14 +216,15 @@ def check_params(params: MoEParams[Array], config: MoEConfig, *, local: bool = F
     """
     check_value("params", params, MoEParams)
     optional = ("bi", "bo", "wi", "wo") if quantized else ("bi", "bo")
-    for name, want in vars(param_shapes(config, optional=True)).items():
-        value, sizes = getattr(params, name), dict(zip(DIMS[name], want or (), strict=False))
+    for name, shape in vars(param_shapes(config, optional=True)).items():
+        value = getattr(params, name)
         if value is not None:
+            sizes = dict(zip(DIMS[name], shape or (), strict=False))
             check_arrays(f"params.{name} [{', '.join(DIMS[name])}]", value, local=local, **sizes)
-            if want is None:
+            if shape is None:
                 raise ValueError(f"params.{name} is given, but the config has no such parameter; pass None")
-        elif want is not None and name not in optional:
-            raise ValueError(f"params.{name} is None; this config needs an array of shape {want}")
+        elif shape is not None and name not in optional:
+            raise ValueError(f"params.{name} is None; this config needs an array of shape {shape}")
 
 
 def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> PartitionSpec:
@@ -199,7 +233,10 @@ def token_spec(axes: Axes, ndim: int = 2, mesh: AnyMesh | None = None) -> Partit
     Tokens [B, ..., S, H] have B over (dp, fsdp, ep) and S over cp, or as `axes.tokens` says. `mesh` None means the mesh
     in force.
     """
-    return Spec(*axes.resolve(mesh or mesh_in_force()).over(max(1, ndim - 1)), *[None] * min(1, ndim - 1))
+    resolved = axes.resolve(mesh or mesh_in_force())
+    dims = resolved.over(max(1, ndim - 1))
+    whole_dims = [None] * min(1, ndim - 1)
+    return Spec(*dims, *whole_dims)
 
 
 def operand_shapes(
@@ -210,14 +247,18 @@ def operand_shapes(
     Raises:
       ValueError: the mesh axes of a dim do not divide its size.
     """
-    spec, shape = token_spec(axes, 2, mesh), (tokens, config.d_model)
+    shape = (tokens, config.d_model)
+    spec = token_spec(axes, 2, mesh)
     check_divides("tokens", shape, spec, axes.resolve(mesh or mesh_in_force()))
-    at, shapes = named(mesh, param_specs(config, axes, mesh)), param_shapes(config)
-    of_name = {
-        name: jax.tree.map(lambda _, n=name: param_dtype_of(n, param_dtype), at) for name, at in vars(at).items()
-    }
-    params = jax.tree.map(lambda p, of, to: jax.ShapeDtypeStruct(of, to, sharding=p), at, shapes, MoEParams(**of_name))
-    return params, jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, spec))
+    shardings = named(mesh, param_specs(config, axes, mesh))
+    params: dict[str, Any] = dict.fromkeys(DIMS)
+    for name, param_shape in vars(param_shapes(config)).items():
+        if param_shape is not None:
+            sharding = getattr(shardings, name)
+            dtype_of_param = param_dtype_of(name, param_dtype)
+            params[name] = jax.ShapeDtypeStruct(param_shape, dtype_of_param, sharding=sharding)
+    x = jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, spec))
+    return MoEParams(**params), x
 
 
 def dense_spec_on(resolved: ResolvedAxes, shape: Sequence[int]) -> PartitionSpec:
@@ -225,7 +266,9 @@ def dense_spec_on(resolved: ResolvedAxes, shape: Sequence[int]) -> PartitionSpec
     for names in (resolved.fsdp + resolved.ep, resolved.fsdp):
         for dim, size in enumerate(shape):
             if names and size % resolved.size(names) == 0:
-                return Spec(*[()] * dim, names, *[()] * (len(shape) - dim - 1))
+                entries: list[Names] = [()] * len(shape)
+                entries[dim] = names
+                return Spec(*entries)
     return Spec(*[()] * len(shape))
 
 
@@ -246,20 +289,36 @@ def expert_specs(
     Raises:
       ValueError: the mesh axes of a dim do not divide its size, and `check` asks for that.
     """
-    c, ep, tp = config, resolved.ep, resolved.tp
-    whole = c.num_experts % resolved.size(ep + resolved.fsdp) == 0
-    by_experts = axes.fsdp_dim == "experts" or (axes.fsdp_dim == "auto" and whole)
-    experts, model = (ep + resolved.fsdp, ()) if by_experts else (ep, resolved.fsdp)
-    split = dict.fromkeys(("wi", "wo"), dict(E=experts, H=model, F=tp)) | dict.fromkeys(("bi", "bo"), dict(E=ep, F=tp))
-    if c.shared_d_ff:
-        split |= dict.fromkeys(("shared_wi", "shared_wo"), dict(H=dense_spec_on(resolved, (c.d_model,))[0], S=tp))
+    ep = resolved.ep
+    tp = resolved.tp
+    by_experts = axes.fsdp_dim == "experts"
+    if axes.fsdp_dim == "auto":
+        by_experts = config.num_experts % resolved.size(ep + resolved.fsdp) == 0
+    experts = ep
+    model = resolved.fsdp
+    if by_experts:
+        experts = ep + resolved.fsdp
+        model = ()
+    split: dict[str, dict[str, Any]] = {
+        "wi": dict(E=experts, H=model, F=tp),
+        "wo": dict(E=experts, H=model, F=tp),
+        "bi": dict(E=ep, F=tp),
+        "bo": dict(E=ep, F=tp),
+    }
+    if config.shared_d_ff:
+        shared = dict(H=dense_spec_on(resolved, (config.d_model,))[0], S=tp)
+        split |= dict(shared_wi=shared, shared_wo=shared)
     specs: dict[str, Any] = dict.fromkeys(DIMS)
     for name, shape in vars(param_shapes(config, optional=True)).items():
-        if shape is not None:
-            dims = DIMS[name]
-            specs[name] = dense_spec_on(resolved, shape) if "L" in dims else Spec(*map(split.get(name, {}).get, dims))
-            if check:
-                check_divides(f"params.{name}", shape, specs[name], resolved)
+        if shape is None:
+            continue
+        if "L" in DIMS[name]:
+            specs[name] = dense_spec_on(resolved, shape)
+        else:
+            entry_of_dim = split.get(name, {})
+            specs[name] = Spec(*(entry_of_dim.get(dim) for dim in DIMS[name]))
+        if check:
+            check_divides(f"params.{name}", shape, specs[name], resolved)
     return MoEParams(**specs)
 
 
@@ -274,28 +333,34 @@ def shard_specs(
     Raises:
       ValueError: no such layout has shards of the shape of a parameter.
     """
-    whole = dataclasses.replace(resolved, fsdp=())
+    without_fsdp = dataclasses.replace(resolved, fsdp=())
+    without_ep = dataclasses.replace(without_fsdp, ep=())
     layouts = [
-        expert_specs(config, dataclasses.replace(axes, fsdp_dim=dim), r, check=False)
-        for r in (resolved, whole, dataclasses.replace(whole, ep=()))
+        expert_specs(config, dataclasses.replace(axes, fsdp_dim=dim), resolved_axes, check=False)
+        for resolved_axes in (resolved, without_fsdp, without_ep)
         for dim in ("experts", "model")
     ]
-    found: dict[str, Any] = dict.fromkeys(DIMS)
+    specs: dict[str, Any] = dict.fromkeys(DIMS)
     for name, shape in vars(param_shapes(config, optional=True)).items():
         shard = getattr(params, name)
         if shard is None:
             continue
-        # The experts are over ep in the first four layouts.
-        specs = [getattr(layout, name) for layout in layouts[: 4 if name in BY_EXPERT else 6]]
-        shards = [local_shape(shape, s, resolved) for s in specs]
-        if shard.shape not in shards:
-            wanted = " or ".join(sorted(set(map(str, shards))))
-            raise ValueError(f"params.{name} has shape {shard.shape} inside the shard_map; a shard has {wanted}")
-        found[name] = specs[shards.index(shard.shape)]
-    return MoEParams(**found)
+        # ep splits the experts in the first four layouts.
+        num_layouts = 4 if name in BY_EXPERT else 6
+        possible_specs = [getattr(layout, name) for layout in layouts[:num_layouts]]
+        shard_shapes = [local_shape(shape, spec, resolved) for spec in possible_specs]
+        if shard.shape not in shard_shapes:
+            expected = " or ".join(sorted(set(map(str, shard_shapes))))
+            raise ValueError(f"params.{name} has shape {shard.shape} inside the shard_map; a shard has {expected}")
+        specs[name] = possible_specs[shard_shapes.index(shard.shape)]
+    return MoEParams(**specs)
 
 
-def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = None) -> MoEParams[PartitionSpec]:
+def param_specs(
+    config: MoEConfig,
+    axes: Axes = Axes(),
+    mesh: AnyMesh | None = None,
+) -> MoEParams[PartitionSpec]:
     """Returns the PartitionSpec of every parameter that `init` makes.
 
     Args:
@@ -313,7 +378,9 @@ def param_specs(config: MoEConfig, axes: Axes = Axes(), mesh: AnyMesh | None = N
     if mesh is None and mesh_in_force() is None:
         raise ValueError("param_specs: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
     specs = expert_specs(config, axes, axes.resolve(mesh or mesh_in_force()))
-    return specs if config.use_bias else dataclasses.replace(specs, bi=None, bo=None)
+    if not config.use_bias:
+        specs = dataclasses.replace(specs, bi=None, bo=None)
+    return specs
 
 
 def reshard_params(
@@ -323,10 +390,15 @@ def reshard_params(
 
     With `warn` the log says once that every device holds wi or wo whole.
     """
-    given = {name: p for name, p in vars(params).items() if p is not None and not any(jax.typeof(p).sharding.spec)}
-    if warn and any(any(getattr(declared, name)) for name in given if name in ("wi", "wo")):
-        log_once(WholeWeight.WARNING)
-    return dataclasses.replace(params, **{name: constrain(p, getattr(declared, name)) for name, p in given.items()})
+    resharded = {}
+    for name, param in vars(params).items():
+        if param is None or any(jax.typeof(param).sharding.spec):
+            continue
+        spec = getattr(declared, name)
+        if warn and name in ("wi", "wo") and any(spec):
+            log_once(WholeWeight.WARNING)
+        resharded[name] = constrain(param, spec)
+    return dataclasses.replace(params, **resharded)
 
 
 def init(
@@ -363,24 +435,27 @@ def init(
     check_value("axes", axes, Axes)
     check_value("dtype", dtype, jnp.floating)
     check_key("key", key)
-    given = dict(initializers or {})
+    initializer_of = dict(initializers or {})
     shapes = {name: shape for name, shape in vars(param_shapes(config)).items() if shape is not None}
-    for name in given:
+    for name in initializer_of:
         if name not in shapes:
             raise ValueError(f"initializers has {name!r}; the parameters of this config are {', '.join(shapes)}")
 
     def make(key):
         values: dict[str, Any] = dict.fromkeys(DIMS)
-        for (name, shape), own in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True):
-            if name in given:
-                values[name] = _make_with(given[name], own, name, shape, param_dtype_of(name, dtype))
+        keys = jax.random.split(key, len(shapes))
+        for (name, shape), param_key in zip(shapes.items(), keys, strict=True):
+            param_dtype = param_dtype_of(name, dtype)
+            if name in initializer_of:
+                values[name] = _make_with(initializer_of[name], param_key, name, shape, param_dtype)
             elif name in CONSTANT:
-                values[name] = jnp.full(shape, CONSTANT[name], param_dtype_of(name, dtype))
+                values[name] = jnp.full(shape, CONSTANT[name], param_dtype)
             else:
-                fan_in = shape[1 if name in BY_EXPERT else 0]
+                fan_in = shape[1] if name in BY_EXPERT else shape[0]
                 # A standard normal that is cut off at two sigma has the variance 0.7737.
                 std = 1.0 / math.sqrt(fan_in * 0.7737)
-                values[name] = (std * jax.random.truncated_normal(own, -2.0, 2.0, shape)).astype(dtype)
+                normal = jax.random.truncated_normal(param_key, -2.0, 2.0, shape)
+                values[name] = (std * normal).astype(dtype)
         return MoEParams(**values)
 
     if specs is None and mesh_in_force() is not None:
@@ -390,18 +465,21 @@ def init(
 
 def _make_with(initializer: Initializer, key, name: str, shape: tuple[int, ...], dtype) -> Array:
     """Makes each matrix or bias by one call: `wi` [E, H, G, F] by E G calls of (H, F), moved from [E, G, H, F]."""
-    stacked = [dim for dim, letter in enumerate(DIMS[name]) if letter in "EG" and name not in ROUTER]
-    wanted = tuple(size for dim, size in enumerate(shape) if dim not in stacked)
+    stacked = []
+    if name not in ROUTER:
+        stacked = [dim for dim, letter in enumerate(DIMS[name]) if letter in "EG"]
+    matrix_shape = tuple(size for dim, size in enumerate(shape) if dim not in stacked)
 
     def make_one(key):
-        made = initializer(key, wanted, dtype)
-        if getattr(made, "shape", None) != wanted:
-            what = f"shape {made.shape}" if hasattr(made, "shape") else f"a {type(made).__name__}"
-            raise ValueError(f"initializers[{name!r}] returned {what}; it must return an array of shape {wanted}")
-        return jnp.asarray(made, dtype)
+        value = initializer(key, matrix_shape, dtype)
+        if getattr(value, "shape", None) != matrix_shape:
+            kind = f"shape {value.shape}" if hasattr(value, "shape") else f"a {type(value).__name__}"
+            raise ValueError(f"initializers[{name!r}] returned {kind}; it must return an array of shape {matrix_shape}")
+        return jnp.asarray(value, dtype)
 
     if not stacked:
         return make_one(key)
     sizes = [shape[dim] for dim in stacked]
-    values = jax.vmap(make_one)(jax.random.split(key, math.prod(sizes))).reshape(*sizes, *wanted)
+    keys = jax.random.split(key, math.prod(sizes))
+    values = jax.vmap(make_one)(keys).reshape(*sizes, *matrix_shape)
     return jnp.moveaxis(values, range(len(sizes)), stacked)

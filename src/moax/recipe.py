@@ -57,7 +57,9 @@ class Format:
         if self.block is None:
             return (None,) * ndim
         ones = (1,) * (ndim - 1)
-        return ones + (self.block,) if contracted == "columns" else (self.block,) + ones
+        if contracted == "columns":
+            return (*ones, self.block)
+        return (self.block, *ones)
 
     def weight_block(self, ndim: int, contracted: Contracted) -> tuple[int | None, ...]:
         """Returns the block lengths of weights [E, K, ..., N] in a product over `rows` (K) or `columns` (..., N).
@@ -66,8 +68,10 @@ class Format:
         """
         if self.block is None:
             return (1,) + (None,) * (ndim - 1)
-        first, last = (self.block, self.tile) if contracted == "rows" else (self.tile, self.block)
-        return (1, first) + (1,) * (ndim - 3) + (last,)
+        ones = (1,) * (ndim - 3)
+        if contracted == "rows":
+            return (1, self.block, *ones, self.tile)
+        return (1, self.tile, *ones, self.block)
 
 
 @suggest_fields
@@ -99,7 +103,8 @@ class Recipe:
     @functools.cached_property
     def row_alignment(self) -> int:
         """The multiple at which each expert begins, so that no block of rows holds rows of two experts."""
-        return max((f.block for f in (self.x, self.dy) if f is not None and f.block is not None), default=1)
+        formats = [format for format in (self.x, self.dy) if format is not None]
+        return max((format.block for format in formats if format.block is not None), default=1)
 
 
 FULL = Recipe(None, None, None)
@@ -155,12 +160,15 @@ def describe_recipes(recipes: Recipes) -> str:
     A recipe of the caller's own has no name, and is "(a Recipe)".
     """
     names = {recipe: name for name, recipe in RECIPES.items()} | {FULL: "none"}
-    wi, wo = (names.get(recipe, "(a Recipe)") for recipe in (recipes.wi, recipes.wo))
+    wi = names.get(recipes.wi, "(a Recipe)")
+    wo = names.get(recipes.wo, "(a Recipe)")
     if recipes.wi != recipes.wo:
         return repr(f"wi={wi},wo={wo}")
     if recipes.wi == FULL:
         return "None"
-    return repr(wi) if recipes.wi in names else wi
+    if recipes.wi not in names:
+        return wi
+    return repr(wi)
 
 
 def get_recipes(recipe: str | Recipe | Recipes | None) -> Recipes:
@@ -176,10 +184,10 @@ def get_recipes(recipe: str | Recipe | Recipes | None) -> Recipes:
         return recipe
     if not isinstance(recipe, str) or "=" not in recipe:
         return Recipes(recipe, recipe)
-    given: dict[str, str | None] = {}
+    name_of_projection: dict[str, str | None] = {}
     for part in recipe.split(","):
         projection, _, name = (piece.strip() for piece in part.partition("="))
-        if projection not in ("wi", "wo") or projection in given:
+        if projection not in ("wi", "wo") or projection in name_of_projection:
             raise ValueError(f"recipe={recipe!r} must name wi and wo once each, as in 'wi=fp8_block,wo=none'")
-        given[projection] = None if name == "none" else name
-    return Recipes(**given)
+        name_of_projection[projection] = None if name == "none" else name
+    return Recipes(**name_of_projection)

@@ -10,15 +10,20 @@ def align(rows: Sequence[tuple[str, ...] | None], right: tuple[int, ...] = ()) -
 
     The columns of the indices `right` are flush right, and the others flush left.
     """
-    widths = [max(map(len, column)) for column in zip(*(row for row in rows if row), strict=True)]
-    rule = tuple("-" * width for width in widths)
-    flush = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    return "\n".join(
-        "  ".join(f(cell, width) for f, cell, width in zip(flush, row or rule, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    cells_of_columns = zip(*(row for row in rows if row), strict=True)
+    widths = [max(map(len, cells)) for cells in cells_of_columns]
+    dashes = tuple("-" * width for width in widths)
+    lines = []
+    for row in rows:
+        cells = []
+        for column, (cell, width) in enumerate(zip(row or dashes, widths, strict=True)):
+            cells.append(cell.rjust(width) if column in right else cell.ljust(width))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def plural(count: int, noun: str) -> str:
     """Returns a count with its noun: `plural(1, "layer")` is "1 layer", `plural(2, "layer")` is "2 layers"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}s"

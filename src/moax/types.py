@@ -19,7 +19,10 @@ def exportable[T](cls: type[T]) -> type[T]:
     A serialized function may then take and return values of the class, for example `moax.MoEParams`.
     """
     return jax.export.register_pytree_node_serialization(
-        cls, serialized_name=f"moax.{cls.__name__}", serialize_auxdata=lambda _: b"", deserialize_auxdata=lambda _: ()
+        cls,
+        serialized_name=f"moax.{cls.__name__}",
+        serialize_auxdata=lambda _: b"",
+        deserialize_auxdata=lambda _: (),
     )
 
 
@@ -31,7 +34,9 @@ def pytree(*static: str):
         frozen: Any = dataclasses.dataclass(frozen=True)(cls)
         data = [f.name for f in dataclasses.fields(frozen) if f.name not in static]
         jax.tree_util.register_dataclass(frozen, data_fields=data, meta_fields=list(static))
-        return frozen if static else exportable(frozen)
+        if static:
+            return frozen
+        return exportable(frozen)
 
     return register
 
@@ -41,7 +46,7 @@ class Routing:
     """The experts and weights of each token, and the balance losses.
 
     Attributes:
-      experts: [T, K] i32, the experts of each token, in [0, E); E stands for no expert, as padding has.
+      experts: [T, K] i32, the experts of each token, in [0, E); E means no expert, as padding has.
       weights: [T, K] f32, the weight of each of these experts.
       aux_loss: [] f32, the load-balance loss over the whole mesh, times its coefficient.
       z_loss: [] f32, the z-loss over the whole mesh, times its coefficient.
@@ -70,8 +75,8 @@ class SendPlan(NamedTuple):
       position: [T, ranks] i32, the row that this rank sends of a token to a rank; C where it sends none. Here (0, 2),
         (C, 3), (1, C).
       places: [2, 2, ranks] i32, (shift, end) of each way. `places[0]` is the way there: for end[p - 1] <= i < end[p],
-        row i goes to rank p, where it becomes row i + shift[p]. `places[1]` says the same of the rows received, which
-        return to the ranks they came from. Here places[0] is ((0, -2), (2, 4)): rows 2 and 3 become rows 0 and 1 of
+        row i goes to rank p, where it becomes row i + shift[p]. `places[1]` is the way back: the received rows return
+        to the ranks that sent them. Here places[0] is ((0, -2), (2, 4)): rows 2 and 3 become rows 0 and 1 of
         rank 1.
     """
 
@@ -86,12 +91,12 @@ class Received:
 
     Attributes:
       rows: [R, H], in the dtype of the tokens. A row whose experts are all "none" may hold anything.
-      experts: [R, K] i32, local expert ids; the number of local experts stands for none of this rank's.
-      weights: [R, K] f32, 0 where the expert is none of this rank's.
+      experts: [R, K] i32, local expert ids; the number of local experts is the id of every expert of another rank.
+      weights: [R, K] f32, 0 where the expert belongs to another rank.
       count: [1] i32, how many rows have an expert of this rank.
       dropped: [1] i32, how many assignments (token, expert) of this rank's own tokens found no slot.
-      slots: what `combine` needs to know of the way there. all_gather: None. all_to_all: [ranks * slots] i32, the token
-        that this rank sent in each slot, `num_tokens` for an empty slot. one_sided: a SendPlan.
+      slots: the way there, by which `combine` returns rows. all_gather: None. all_to_all: [ranks * slots] i32, the
+        token that this rank sent in each slot, `num_tokens` for an empty slot. one_sided: a SendPlan.
       transport: the name of the transport.
       num_tokens: T, tokens of a shard.
     """
@@ -168,7 +173,7 @@ class QShard[Leaf](NamedTuple):
 class QuantizedParams[Leaf]:
     """The weights of the experts as the products of a block take them, on their shards; see `moax.quantize_params`.
 
-    `Leaf` is an array, or what stands for one: a PartitionSpec.
+    `Leaf` is an array, or the PartitionSpec of one.
 
     Attributes:
       wi, wo: each weight twice: for products over its rows (forward), and over its columns (dgrad). A weight that its

@@ -204,7 +204,7 @@ def test_backward_waits_for_forward_of_every_chunk():
         before = frozenset[int]().union(*(needs.get(array, ()) for array in one.read))
         if one.eqn.primitive.name == "while":
             loops[i], before = (one.scope, before), before | {i}
-        needs |= dict.fromkeys(one.made, before)
+        needs |= dict.fromkeys(one.results, before)
     forward = {i for i, (scope, _) in loops.items() if scope == "experts"}
     assert len(forward) == 3 and len(loops) == 6
     assert all(forward <= before for scope, before in loops.values() if scope == "experts_grad")
@@ -219,7 +219,7 @@ def products_before(trace: Trace) -> dict[str, set[int]]:
         if one.scope in STEPS and name in KINDS:
             found.setdefault(one.scope, set()).add(len(before))
         own = {i} if one.scope in ("expert_up", "expert_down") and name == "scan" else ()  # a loop of tiles
-        needs |= dict.fromkeys(one.made, before.union(own))
+        needs |= dict.fromkeys(one.results, before.union(own))
     return found
 
 

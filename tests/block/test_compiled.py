@@ -232,8 +232,8 @@ def test_the_weight_that_is_read_first_crosses_first(recipe):
 
 def test_a_dense_weight_does_not_wait_for_dy():
     """Breaks if backward gathers the weight of `dense` behind dy: collectives run in the order of their starts, so that
-    the gather would wait for the gradients of the layers behind this one to be scattered. Breaks too if the gather reads
-    the w of forward itself: XLA would then keep the gathered weight of forward."""
+    the gather would wait for the scatters of the layers behind this one. Breaks too if the gather reads the w of
+    forward itself: XLA would then keep the gathered weight of forward."""
     with jax.set_mesh(make_mesh("8x1", "explicit")):
         w = jax.device_put(jnp.ones((64, 32)), PartitionSpec("fsdp"))
         x = jax.device_put(jnp.ones((64, 64)), PartitionSpec("fsdp"))

@@ -29,6 +29,7 @@ from moax.mesh.specs import local_shape
 from moax.models import find_model
 from moax.ops.dispatch_combine import STEPS
 from moax.params import expert_specs, operand_shapes, param_shapes, trainable_mask
+from moax.recipe import Recipe
 from moax.text import align, plural
 
 
@@ -126,53 +127,96 @@ class Estimate:
     @property
     def times(self) -> dict[str, float]:
         """The seconds of the products, of device memory, and of the collectives of each scope, all layers together."""
-        kernels, recipe, on = self.plan.kernels, self.plan.recipe, self.hardware
-        both = recipe.wi, recipe.wo
-        rates = [on.xla if kernels == "xla" else on.fp8 if supports_fp8(kernels, of) else on.bf16 for of in both]
-        products = sum(n / rate for n, rate in zip(self.operations, rates, strict=True))
-        times = {"products": products, "device memory": self.traffic / on.hbm}
-        times |= {scope: sum(t.bytes / self.link(t.axes) for t in moved) for scope, moved in self.transfers.items()}
+        products = 0.0
+        recipes = self.plan.recipe
+        for operations, recipe in zip(self.operations, (recipes.wi, recipes.wo), strict=True):
+            products += operations / self._rate_of_products(recipe)
+        times = {"products": products, "device memory": self.traffic / self.hardware.hbm}
+        for scope, transfers in self.transfers.items():
+            times[scope] = sum(transfer.bytes / self.link(transfer.axes) for transfer in transfers)
         return {name: self.layers * seconds for name, seconds in times.items()}
+
+    def _rate_of_products(self, recipe: Recipe) -> float:
+        """Returns the operations/s of products by a recipe."""
+        if self.plan.kernels == "xla":
+            return self.hardware.xla
+        if supports_fp8(self.plan.kernels, recipe):
+            return self.hardware.fp8
+        return self.hardware.bf16
 
     def link(self, axes: Names) -> float:
         """Returns the bytes/s of a device in a ring along `axes`: of NVLink, or of all NICs of the ring on one host."""
-        stride, local, group = 1, 1, 1
+        stride = 1  # devices from one to the next along an axis
+        devices_of_host = 1
+        devices = 1
         for name, size in reversed(tuple(self.mesh.items())):
             if name in axes:
-                group *= size
-                local *= min(size, max(1, self.hardware.host // stride))
+                devices *= size
+                devices_of_host *= min(size, max(1, self.hardware.host // stride))
             stride *= size
-        on = self.hardware
-        return on.nvlink if local == group else min(on.nvlink, local * on.network)
+        if devices_of_host == devices:
+            return self.hardware.nvlink
+        return min(self.hardware.nvlink, devices_of_host * self.hardware.network)
 
     def __str__(self) -> str:
         """The layout of parameters, the memory, and the bytes and times of a step, as text."""
-        c, mesh = self.config, ",".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one GPU"
-        shared = f", a shared expert of {c.shared_d_ff}" if c.shared_d_ff else ""
-        shared += f", latent experts of rows of {c.d_latent}" if c.d_latent else ""
-        head = (
-            f"{plural(self.layers, 'MoE layer')} of {c.num_experts} experts, {c.top_k} a token; width {c.d_model}, "
-            f"experts of {c.d_ff}, {c.activation}{shared}\n{self.hardware.kind}, mesh {mesh}: {self.tokens} tokens a "
-            f"GPU, exchange {self.plan.first.exchange.transport}, kernels {self.plan.kernels}"
+        memory = align(self._memory_rows(), right=(1,))
+        steps = align(self._step_rows(), right=(1, 2))
+        return "\n\n".join([self._head(), align(self._param_rows()), memory, steps])
+
+    def _head(self) -> str:
+        """Returns the lines before the tables."""
+        config = self.config
+        mesh = ",".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one GPU"
+        further = ""
+        if config.shared_d_ff:
+            further += f", a shared expert of {config.shared_d_ff}"
+        if config.d_latent:
+            further += f", latent experts of rows of {config.d_latent}"
+        return (
+            f"{plural(self.layers, 'MoE layer')} of {config.num_experts} experts, {config.top_k} a "
+            f"token; width {config.d_model}, experts of {config.d_ff}, "
+            f"{config.activation}{further}\n{self.hardware.kind}, mesh {mesh}: {self.tokens} "
+            f"tokens a GPU, exchange {self.plan.first.exchange.transport}, kernels "
+            f"{self.plan.kernels}"
         )
-        params, axes = [("parameter", "shape", "mesh axes", "shard"), None], self.plan.axes
-        specs = expert_specs(c, Axes(), axes)
-        for of, shape in vars(param_shapes(c)).items():
+
+    def _param_rows(self) -> list[Any]:
+        """Returns the rows of the table of parameters."""
+        axes = self.plan.axes
+        specs = expert_specs(self.config, Axes(), axes)
+        rows: list[Any] = [("parameter", "shape", "mesh axes", "shard"), None]
+        for name, shape in vars(param_shapes(self.config)).items():
             if shape is not None:
-                spec = getattr(specs, of)
-                params.append((of, str(shape), str(tuple(spec)), str(local_shape(shape, spec, axes))))
-        sizes = self.memory._asdict() | {"total": self.memory.total}
-        sizes |= {"of a GPU" if self.fits else "TOO MUCH for": self.hardware.memory}
-        memory = [("memory of a device", "GB"), None, *((of, f"{size / 1e9:.2f}") for of, size in sizes.items())]
-        times, sent = self.times | {"total": self.seconds}, {of: self.wire_bytes(of) for of in self.transfers}
-        sent["total"] = self.wire_bytes()
-        steps = [("in a step", "MB sent", "ms"), None]
-        steps += [(of, f"{sent[of] / 1e6:,.1f}" if of in sent else "", f"{s * 1e3:,.2f}") for of, s in times.items()]
-        return "\n\n".join([head, align(params), align(memory, right=(1,)), align(steps, right=(1, 2))])
+                spec = getattr(specs, name)
+                shard = local_shape(shape, spec, axes)
+                rows.append((name, str(shape), str(tuple(spec)), str(shard)))
+        return rows
+
+    def _memory_rows(self) -> list[Any]:
+        """Returns the rows of the table of memory."""
+        limit = "of a GPU" if self.fits else "TOO MUCH for"
+        sizes = self.memory._asdict() | {"total": self.memory.total, limit: self.hardware.memory}
+        rows = [(name, f"{size / 1e9:.2f}") for name, size in sizes.items()]
+        return [("memory of a device", "GB"), None, *rows]
+
+    def _step_rows(self) -> list[Any]:
+        """Returns the rows of the table of a step."""
+        rows: list[Any] = [("in a step", "MB sent", "ms"), None]
+        for name, seconds in self.times.items():
+            sent = ""
+            if name in self.transfers:
+                sent = f"{self.wire_bytes(name) / 1e6:,.1f}"
+            rows.append((name, sent, f"{seconds * 1e3:,.2f}"))
+        total_sent = f"{self.wire_bytes() / 1e6:,.1f}"
+        rows.append(("total", total_sent, f"{self.seconds * 1e3:,.2f}"))
+        return rows
 
     def wire_bytes(self, scope: str | None = None) -> int:
         """Returns the bytes that a device sends in a step over all layers, of one scope of `transfers` or of all."""
-        return self.layers * sum(t.bytes for at, moved in self.transfers.items() if scope in (None, at) for t in moved)
+        scopes = self.transfers if scope is None else (scope,)
+        transfers = [transfer for name in scopes for transfer in self.transfers.get(name, ())]
+        return self.layers * sum(transfer.bytes for transfer in transfers)
 
 
 def estimate(
@@ -208,30 +252,40 @@ def estimate(
       ValueError: a name is unknown, or the mesh axes of a dim do not divide its size.
       Unsupported: the transport or the kernels cannot run on this hardware and mesh.
     """
-    config = find_model(model).config if isinstance(model, str) else model
+    if isinstance(model, str):
+        config = find_model(model).config
+        layers_of_model = find_model(model).layers
+    else:
+        config = model
+        layers_of_model = 1
     check_value("model", config, MoEConfig)
     if layers is None:
-        layers = find_model(model).layers if isinstance(model, str) else 1
+        layers = layers_of_model
     options = replace_options("estimate", options, keywords)
-    if isinstance(hardware, str) and hardware not in HARDWARE:
-        raise ValueError(f"hardware={hardware!r} must be one of {', '.join(map(repr, HARDWARE))}, or a Hardware")
-    on = HARDWARE[hardware] if isinstance(hardware, str) else hardware
+    if isinstance(hardware, str):
+        if hardware not in HARDWARE:
+            raise ValueError(f"hardware={hardware!r} must be one of {', '.join(map(repr, HARDWARE))}, or a Hardware")
+        hardware = HARDWARE[hardware]
     for name, value in {**mesh, "tokens": tokens, "layers": layers}.items():
         check_value(name, value, int)
 
     sizes = dict(mesh) or {"dp": 1}
-    kinds, device = (AxisType.Explicit,) * len(sizes), AbstractDevice(on.kind, on.cores, "gpu")
-    whole = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=device)
-    axes = options.axes.resolve(whole)
+    kinds = (AxisType.Explicit,) * len(sizes)
+    device = AbstractDevice(hardware.kind, hardware.cores, "gpu")
+    shape = tuple(sizes.values())
+    abstract_mesh = AbstractMesh(shape, tuple(sizes), axis_types=kinds, abstract_device=device)
+    axes = options.axes.resolve(abstract_mesh)
     tokens_of_shard = tokens * axes.size(axes.tp)
 
-    with jax.sharding.use_abstract_mesh(whole):
-        plan = _plan(config, axes, tokens_of_shard, options, np.dtype(dtype), on)
+    with jax.sharding.use_abstract_mesh(abstract_mesh):
+        plan = _plan(config, axes, tokens_of_shard, options, np.dtype(dtype), hardware)
         transport = plan.first.exchange.transport
-        runs = transport if TRANSPORTS[transport].portable else "all_to_all"  # which has the same buffers
-        options = dataclasses.replace(options, exchange=runs)
+        traced_transport = transport
+        if not TRANSPORTS[transport].portable:
+            traced_transport = "all_to_all"  # which has the same buffers
+        options = dataclasses.replace(options, exchange=traced_transport)
         rows = tokens_of_shard * axes.size(axes.tokens)
-        params, x = operand_shapes(config, rows, options.axes, whole, np.dtype(dtype), np.dtype(param_dtype))
+        params, x = operand_shapes(config, rows, options.axes, abstract_mesh, np.dtype(dtype), np.dtype(param_dtype))
         saved: list[Any] = []
 
         def block(params, x):
@@ -239,49 +293,79 @@ def estimate(
             return y, stats.aux_loss + stats.z_loss
 
         def step(params, x, dy):
-            (y, loss), pull = jax.vjp(jax.checkpoint(block) if remat else block, params, x)
+            run = jax.checkpoint(block) if remat else block
+            (y, loss), pull = jax.vjp(run, params, x)
             saved[:] = jax.tree.leaves(pull)
             return saved, y, loss, pull((dy, jax.numpy.ones_like(loss)))
 
         steps = trace(step, params, x, x)
-    kept = {array for array in steps.outputs[: len(saved)] if array not in steps.inputs}
-    *of_params, of_x, _ = steps.inputs
-    weights = layers * steps.total(of_params)
-    trained = [array for array, of in zip(of_params, jax.tree.leaves(trainable_mask(params)), strict=True) if of]
+    saved_arrays = {array for array in steps.outputs[: len(saved)] if array not in steps.inputs}
+    *param_arrays, x_array, _ = steps.inputs
+    weights = layers * steps.total(param_arrays)
+    is_trained = jax.tree.leaves(trainable_mask(params))
+    trained = [array for array, trains in zip(param_arrays, is_trained, strict=True) if trains]
     optimizer = layers * steps.total(trained) // np.dtype(param_dtype).itemsize * optimizer_bytes
-    saved_bytes = layers * (steps.bytes[of_x] + steps.total(kept))
-    memory = Memory(weights, weights, optimizer, saved=saved_bytes, temporary=steps.peak(kept))
+    memory = Memory(
+        weights=weights,
+        gradients=weights,
+        optimizer=optimizer,
+        saved=layers * (steps.bytes[x_array] + steps.total(saved_arrays)),
+        temporary=steps.peak(saved_arrays),
+    )
     transfers = steps.transfers(axes)
-    if runs != transport:
+    if traced_transport != transport:
         transfers |= _puts(plan, config, transfers)
-    tp, latent = axes.size(axes.tp), 2 * tokens_of_shard * config.d_model * (config.d_latent or 0)
-    width = config.d_rows * config.top_k * (config.d_ff // tp) + config.d_model * (config.shared_d_ff // tp)
-    once, again = 2 * tokens_of_shard * width, remat and latent > 0  # backward reads the second product for latent_up
-    operations = (3 + remat) * (config.gates * once + latent), (3 + again) * once + 3 * latent
     return Estimate(
-        config=config, mesh=dict(mesh), tokens=tokens, layers=layers, hardware=on, plan=plan, memory=memory,
-        transfers=transfers, operations=operations, traffic=steps.traffic(),
-    )  # fmt: skip
+        config=config,
+        mesh=dict(mesh),
+        tokens=tokens,
+        layers=layers,
+        hardware=hardware,
+        plan=plan,
+        memory=memory,
+        transfers=transfers,
+        operations=_count_operations(config, axes.size(axes.tp), tokens_of_shard, remat),
+        traffic=steps.traffic(),
+    )
+
+
+def _count_operations(config: MoEConfig, tp: int, tokens: int, remat: bool) -> tuple[int, int]:
+    """Returns the operations of the products of a step with wi, and with wo."""
+    columns_of_expert = config.d_rows * config.top_k * (config.d_ff // tp)
+    columns_of_shared = config.d_model * (config.shared_d_ff // tp)
+    product = 2 * tokens * (columns_of_expert + columns_of_shared)
+    latent = 2 * tokens * config.d_model * (config.d_latent or 0)
+    # With remat, forward runs again up to the last product whose result backward reads: wo's for latent_up alone.
+    repeats_wo = remat and latent > 0
+    return (3 + remat) * (config.gates * product + latent), (3 + repeats_wo) * product + 3 * latent
 
 
 def _plan(
-    config: MoEConfig, axes: ResolvedAxes, tokens: int, options: Options, dtype: np.dtype, on: Hardware
+    config: MoEConfig, axes: ResolvedAxes, tokens: int, options: Options, dtype: np.dtype, hardware: Hardware
 ) -> BlockPlan:
     """Returns the plan of the experts on the mesh in force."""
-    name, gpus = find_transport(options.exchange, axes), axes.size(axes.all)
-    if gpus > on.host and not TRANSPORTS[name].portable:
-        raise Unsupported(f"exchange={name!r} runs on the {on.host} GPUs of one host, and the mesh has {gpus}")
+    name = find_transport(options.exchange, axes)
+    gpus = axes.size(axes.all)
+    if gpus > hardware.host and not TRANSPORTS[name].portable:
+        raise Unsupported(f"exchange={name!r} runs on the {hardware.host} GPUs of one host, and the mesh has {gpus}")
     select_transport(name)
-    declared, chosen = expert_specs(config, options.axes, axes), None if options.exchange == "auto" else name
-    return make_plan(config, options, chosen, axes=axes, declared=declared, tokens=tokens, dtype=dtype)
+    declared = expert_specs(config, options.axes, axes)
+    exchange = None if options.exchange == "auto" else name
+    return make_plan(config, options, exchange, axes=axes, declared=declared, tokens=tokens, dtype=dtype)
 
 
-def _puts(plan: BlockPlan, config: MoEConfig, traced: Mapping[str, list[Transfer]]) -> dict[str, list[Transfer]]:
+def _puts(
+    plan: BlockPlan,
+    config: MoEConfig,
+    traced: Mapping[str, list[Transfer]],
+) -> dict[str, list[Transfer]]:
     """Returns the transfers of the plan's transport, whose kernels are no collectives, in the place of all_to_all's."""
-    own, made = plan.first.exchange, {}
+    exchange = plan.first.exchange
+    transport = TRANSPORTS[exchange.transport]
+    puts_of_scope = {}
     for scope in traced.keys() & {*STEPS}:
-        moved = traced[scope]
-        times = moved.count(moved[0])  # a chunk sends rows once, and twice with remat
-        puts = TRANSPORTS[own.transport].cost(own, config.top_k, scope, moved[: len(moved) // times])
-        made[scope] = puts * times
-    return made
+        transfers = traced[scope]
+        times = transfers.count(transfers[0])  # a chunk sends rows once, and twice with remat
+        puts = transport.cost(exchange, config.top_k, scope, transfers[: len(transfers) // times])
+        puts_of_scope[scope] = puts * times
+    return puts_of_scope

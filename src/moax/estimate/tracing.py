@@ -27,12 +27,14 @@ SAME = frozenset(
     "optimization_barrier name reshard moax_first_derivative pcast run_state reshape squeeze expand_dims "
     "bitcast_convert_type".split()
 )
-IN_PLACE = frozenset("scatter scatter-add dynamic_update_slice".split())  # the result takes the place of operand 0
+# The result takes the place of operand 0.
+IN_PLACE = frozenset("scatter scatter-add dynamic_update_slice".split())
 # XLA computes these where their result is read: the result has memory only if a step that is none of these reads it.
 FUSED = frozenset(
-    "abs add add_any and axis_index broadcast_in_dim ceil clamp concatenate convert_element_type copy div eq erf exp "
-    "exp2 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min moax_reverse_mode mul ne neg not or "
-    "pad population_count pow pvary rem rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
+    "abs add add_any and axis_index broadcast_in_dim ceil clamp concatenate convert_element_type "
+    "copy div eq erf exp exp2 floor ge gt integer_pow iota is_finite le log log1p logistic lt max "
+    "min moax_reverse_mode mul ne neg not or pad population_count pow pvary rem rev round rsqrt "
+    "select_n shift_left shift_right_arithmetic shift_right_logical "
     "sign slice split sqrt square stop_gradient sub tanh transpose xor".split()
 )
 
@@ -43,7 +45,7 @@ class Step(NamedTuple):
     eqn: Any
     scope: str  # the innermost `jax.named_scope` around it, or ""
     read: tuple[int, ...]  # the numbers of the arrays
-    made: tuple[int, ...]
+    results: tuple[int, ...]
     inner: int  # the bytes that its loop or its branches need beside them
 
 
@@ -62,18 +64,25 @@ class Trace:
 
     def transfers(self, axes: ResolvedAxes) -> dict[str, list[Transfer]]:
         """Returns the collectives by scope, without those inside a loop: a balanced step runs no further round."""
-        found = defaultdict(list)
+        transfers = defaultdict(list)
         for step in self.steps:
-            if kind := KINDS.get(step.eqn.primitive.name):
-                names = as_names(step.eqn.params.get("axes", step.eqn.params.get("axis_name")))
-                moved = [collective(kind, v.aval.dtype.name, v.aval.shape, axes, names) for v in step.eqn.outvars]
-                found[step.scope or "sum"] += moved
-        return dict(found)
+            params = step.eqn.params
+            kind = KINDS.get(step.eqn.primitive.name)
+            if kind is None:
+                continue
+            names = as_names(params.get("axes", params.get("axis_name")))
+            for result in step.eqn.outvars:
+                transfer = collective(kind, result.aval.dtype.name, result.aval.shape, axes, names)
+                transfers[step.scope or "sum"].append(transfer)
+        return dict(transfers)
 
     def traffic(self) -> int:
         """Returns the bytes of device memory that all steps outside of loops read and write."""
-        touched = zip(self.steps, self._touched, strict=True)
-        return sum(self.total(read | made) for step, (read, made) in touched if step.eqn.primitive.name != "while")
+        traffic = 0
+        for step, (read, written) in zip(self.steps, self._touched, strict=True):
+            if step.eqn.primitive.name != "while":
+                traffic += self.total(read | written)
+        return traffic
 
     def total(self, arrays: Any) -> int:
         """Returns the bytes of these arrays together."""
@@ -81,72 +90,88 @@ class Trace:
 
     def peak(self, uncounted: Any = ()) -> int:
         """Returns the most bytes that live at once, without the inputs and the arrays `uncounted`."""
-        last = {array: i for i, (read, _) in enumerate(self._touched) for array in read}
-        last |= {array: len(self.steps) for array in self.outputs}
-        others, live, now, most = {*self.inputs, *uncounted}, set[int](), 0, 0
-        for i, (step, (read, made)) in enumerate(zip(self.steps, self._touched, strict=True)):
-            new = made - others - live
+        last_step = {array: i for i, (read, _) in enumerate(self._touched) for array in read}
+        last_step |= {array: len(self.steps) for array in self.outputs}
+        ignored = {*self.inputs, *uncounted}
+        live = set[int]()
+        live_bytes = 0
+        peak_bytes = 0
+        for i, (step, (read, written)) in enumerate(zip(self.steps, self._touched, strict=True)):
+            new = written - ignored - live
             live |= new
-            now += self.total(new)
-            most = max(most, now + step.inner)
-            gone = {array for array in (read | new) & live if last.get(array, -1) <= i}
-            live -= gone
-            now -= self.total(gone)
-        return most
+            live_bytes += self.total(new)
+            peak_bytes = max(peak_bytes, live_bytes + step.inner)
+            dead = {array for array in (read | new) & live if last_step.get(array, -1) <= i}
+            live -= dead
+            live_bytes -= self.total(dead)
+        return peak_bytes
 
     def _find_memory(self) -> list[tuple[set[int], set[int]]]:
-        """Returns the arrays in memory that each step reads and makes."""
-        real = {*self.inputs, *self.outputs}
+        """Returns the arrays in memory that each step reads and writes."""
+        in_memory = {*self.inputs, *self.outputs}
         for step in self.steps:
             if step.eqn.primitive.name not in FUSED:
-                real.update(step.read, step.made)
-        sources: dict[int, set[int]] = {array: {array} for array in real}
+                in_memory.update(step.read, step.results)
+        sources: dict[int, set[int]] = {array: {array} for array in in_memory}
         touched = []
         for step in self.steps:
-            found = set[int]().union(*(sources.get(array, ()) for array in step.read))
-            sources |= {array: found for array in step.made if array not in real}
-            made = real.intersection(step.made)
-            touched.append((found if made else set[int](), made))
+            read = set[int]().union(*(sources.get(array, ()) for array in step.read))
+            sources |= {array: read for array in step.results if array not in in_memory}
+            written = in_memory.intersection(step.results)
+            touched.append((read if written else set[int](), written))
         return touched
 
     def _new(self, aval: Any) -> int:
         """Returns the number of a new array; a value that is no array has 0 bytes."""
         size = 0
         if isinstance(aval, jax.core.ShapedArray):
-            at, axes = aval.sharding.mesh.shape, (name for entry in aval.sharding.spec for name in as_names(entry))
-            size = math.prod(aval.shape) * aval.dtype.itemsize // math.prod(at[name] for name in axes)
+            sizes = aval.sharding.mesh.shape
+            names = [name for entry in aval.sharding.spec for name in as_names(entry)]
+            devices = math.prod(sizes[name] for name in names)
+            size = math.prod(aval.shape) * aval.dtype.itemsize // devices
         self.bytes.append(size)
         return len(self.bytes) - 1
 
-    def _inline(self, jaxpr: Any, given: tuple[int, ...], scope: str) -> tuple[int, ...]:
-        """Appends the steps of a jaxpr whose arguments are `given`, and returns its results."""
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+    def _inline(self, jaxpr: Any, arguments: tuple[int, ...], scope: str) -> tuple[int, ...]:
+        """Appends the steps of a jaxpr with these arguments, and returns its results."""
+        numbers = dict(zip((*jaxpr.constvars, *jaxpr.invars), arguments, strict=True))
 
         def find(v: Any) -> int:
-            return self._new(v.aval) if isinstance(v, Literal) else known[v]
+            return self._new(v.aval) if isinstance(v, Literal) else numbers[v]
 
         for eqn in jaxpr.eqns:
-            name, read = eqn.primitive.name, tuple(map(find, eqn.invars))
-            at = str(eqn.source_info.name_stack).rpartition("/")[2] or scope
+            name = eqn.primitive.name
+            read = tuple(map(find, eqn.invars))
+            inner_scope = str(eqn.source_info.name_stack).rpartition("/")[2] or scope
             if name in SAME:
-                made = read[: len(eqn.outvars)]
+                results = read[: len(eqn.outvars)]
             elif name in CALLS:
-                inner = eqn.params[CALLS[name]]
-                consts = tuple(self._new(jax.typeof(c)) for c in getattr(inner, "consts", ()))
-                made = self._inline(getattr(inner, "jaxpr", inner), consts + read, at)
+                callee = eqn.params[CALLS[name]]
+                consts = tuple(self._new(jax.typeof(const)) for const in getattr(callee, "consts", ()))
+                results = self._inline(getattr(callee, "jaxpr", callee), consts + read, inner_scope)
             else:
                 if name == "while":  # A loop writes its sums in the place of their first values.
-                    made = read[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
+                    results = read[eqn.params["cond_nconsts"] + eqn.params["body_nconsts"] :]
+                elif name in IN_PLACE:
+                    results = read[:1]
                 else:
-                    made = read[:1] if name in IN_PLACE else tuple(self._new(v.aval) for v in eqn.outvars)
-                bodies = jax.tree.leaves(eqn.params) if name in ("while", "scan", "cond") else []
-                inner = max((Trace(body.jaxpr).peak() for body in bodies if hasattr(body, "jaxpr")), default=0)
-                self.steps.append(Step(eqn, at, read, made, inner))
-            known |= zip(eqn.outvars, made, strict=True)
+                    results = tuple(self._new(v.aval) for v in eqn.outvars)
+                self.steps.append(Step(eqn, inner_scope, read, results, _inner_bytes(eqn)))
+            numbers |= zip(eqn.outvars, results, strict=True)
         return tuple(map(find, jaxpr.outvars))
+
+
+def _inner_bytes(eqn: Any) -> int:
+    """Returns the bytes that the body of a loop, or the larger branch of a condition, needs."""
+    if eqn.primitive.name not in ("while", "scan", "cond"):
+        return 0
+    bodies = [body for body in jax.tree.leaves(eqn.params) if hasattr(body, "jaxpr")]
+    return max((Trace(body.jaxpr).peak() for body in bodies), default=0)
 
 
 def trace(fn: Callable, *args: Any) -> Trace:
     """Returns the trace of `fn` at trees of ShapeDtypeStruct, without steps whose results nothing reads."""
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
-    return Trace(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0])
+    used_results = [True] * len(jaxpr.outvars)
+    used, _ = partial_eval.dce_jaxpr(jaxpr, used_results, instantiate=True)
+    return Trace(used)

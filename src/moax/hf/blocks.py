@@ -35,7 +35,8 @@ def stem_of(start: str, number: int) -> str:
 
 def moe_blocks(state: State, layouts: Sequence[BlockLayout]) -> Iterator[tuple[int, str, BlockLayout]]:
     """Yields (layer, start of its names, layout) where a down projection is there."""
-    for number, start in sorted({(int(m[1]), m[0]) for m in map(LAYER.match, state) if m}):
+    layers = {(int(match[1]), match[0]) for match in map(LAYER.match, state) if match}
+    for number, start in sorted(layers):
         for layout in layouts:
             if has_experts(state, start + layout.block, layout):
                 yield number, start, layout
@@ -48,22 +49,22 @@ def find_blocks(
     if layer is None:
         with_experts = [layout for layout in layouts if has_experts(state, prefix, layout)]
         return [(prefix, layout) for layout in with_experts or layouts]
-    every = list(moe_blocks(state, layouts))
-    stems = {stem_of(start, number) for number, start, _ in every}
+    all_blocks = list(moe_blocks(state, layouts))
+    stems = {stem_of(start, number) for number, start, _ in all_blocks}
     own = own_stems(stems)
-    blocks = [block for block in every if stem_of(block[1], block[0]) in own]
-    chosen = [(start + layout.block, layout) for number, start, layout in blocks if number == layer]
-    if not chosen:
+    blocks = [block for block in all_blocks if stem_of(block[1], block[0]) in own]
+    blocks_of_layer = [(start + layout.block, layout) for number, start, layout in blocks if number == layer]
+    if not blocks_of_layer:
         known = "no layers.N has experts"
         if blocks:
             known = f"its MoE layers are {blocks[0][0]} to {blocks[-1][0]}"
         elif stems:
             known = f"its MoE layers are those of {_listed(stems)}; give prefix= of the block that you mean"
         raise ValueError(f"layer={layer} is not in the checkpoint: {known}")
-    prefixes = sorted({at for at, _ in chosen})
+    prefixes = sorted({prefix_of_block for prefix_of_block, _ in blocks_of_layer})
     if len(prefixes) > 1:
         raise ValueError(f"layer={layer} is {' and '.join(prefixes)}; give prefix= of the block that you mean")
-    return chosen
+    return blocks_of_layer
 
 
 def has_experts(state: State, prefix: str, layout: BlockLayout) -> bool:
@@ -72,9 +73,15 @@ def has_experts(state: State, prefix: str, layout: BlockLayout) -> bool:
     return any(name in state or name + MXFP4[0] in state or _packed(state, name) for name in names)
 
 
-def match_block(state: State, prefix: str, layout: BlockLayout, config: MoEConfig) -> tuple[list[Exception], Pairs]:
+def match_block(
+    state: State,
+    prefix: str,
+    layout: BlockLayout,
+    config: MoEConfig,
+) -> tuple[list[Exception], Pairs]:
     """Returns the errors of `params_from_hf` in a layout, and each tensor with its place."""
-    pairs, errors = [], []
+    pairs: Pairs = []
+    errors: list[Exception] = []
     for tensor in tensors_of(layout, config):
         name = resolve(prefix, tensor.name)
         try:
@@ -86,21 +93,26 @@ def match_block(state: State, prefix: str, layout: BlockLayout, config: MoEConfi
             pairs.append((tensor, stored))
         except (Unsupported, ValueError) as error:
             errors.append(error)
-    in_block, used = block_test(prefix, layout), {entry.name for _, stored in pairs for entry in stored if entry}
-    # A layout with errors need not look for more, in a checkpoint of 90,000 names.
-    left = [] if errors else sorted(name for name in state if in_block(name) and name not in used)
-    errors += [ValueError(f"{name} is in the checkpoint, but this config has no such parameter") for name in left]
+    if errors:  # a search for unused names takes long in a checkpoint of 90,000 names
+        return errors, pairs
+    is_in_block = block_test(prefix, layout)
+    used = {entry.name for _, stored in pairs for entry in stored if entry}
+    for name in sorted(name for name in state if is_in_block(name) and name not in used):
+        errors.append(ValueError(f"{name} is in the checkpoint, but this config has no such parameter"))
     return errors, pairs
 
 
 def stem_for(others: State, layouts: Sequence[BlockLayout]) -> str:
     """Returns the stem of the model's own layers in `others`, else the published one; Unsupported where it has two."""
-    moe = {stem_of(start, number) for number, start, _ in moe_blocks(others, layouts)}
-    stems = moe or {match[0][: match.start(1)] for match in map(LAYER.match, others) if match}
+    moe_stems = {stem_of(start, number) for number, start, _ in moe_blocks(others, layouts)}
+    stems = moe_stems or {match[0][: match.start(1)] for match in map(LAYER.match, others) if match}
     own = own_stems(stems)
-    if len(own) > 1 or (moe and not own):
-        raise Unsupported(f"others: layers start with {_listed(own or moe)}; give prefix= of the blocks that you mean")
-    return own[0] if own else layouts[0].stem
+    if len(own) > 1 or (moe_stems and not own):
+        listed = _listed(own or moe_stems)
+        raise Unsupported(f"others: layers start with {listed}; give prefix= of the blocks that you mean")
+    if not own:
+        return layouts[0].stem
+    return own[0]
 
 
 def _packed(state: State, name: str) -> tuple[str, str] | None:
@@ -117,8 +129,8 @@ def _refuse_packed(state: State, name: str) -> None:
     packed = _packed(state, name)
     if packed:
         raise Unsupported(
-            f"{packed[0]} is packed as {packed[1]} packs it; moax.hf reads mxfp4 and fp8 with 128 x 128 scales: "
-            "dequantize the checkpoint first"
+            f"{packed[0]} is packed as {packed[1]} packs it; moax.hf reads mxfp4 and fp8 with 128 "
+            "x 128 scales: dequantize the checkpoint first"
         )
 
 

@@ -28,7 +28,8 @@ def load_config(source: Values | str | Path) -> Values:
     if isinstance(source, Mapping):
         return source
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
     if not path.is_file():
         raise ValueError(f"config {str(path)!r} is no file; give a config.json, its folder, or its values")
     return read_json(path)
@@ -81,38 +82,65 @@ def config_from_hf(source: Values | str | Path) -> MoEConfig:
     """
     values, name = read_family(source)
     family = FAMILIES[name]
-    shared = math.prod(read_key(values, key) or 0 for key in family.shared) if family.shared else 0
-    for key, only in (family.fixed | family.shared_fixed if shared else family.fixed).items():
-        if (value := read_key(values, key, only)) != only:
-            raise Unsupported(f"{name}: {parse_key(key)[0][0]}={value!r}; moax supports {only!r} alone")
-    keys, activation = (family.d_model, family.d_ff, family.experts, family.top_k), family.activation
-    d_model, d_ff, num_experts, top_k = (read_size(values, key) for key in keys)
+    shared_d_ff = 0
+    if family.shared:
+        shared_d_ff = math.prod(read_key(values, key) or 0 for key in family.shared)
+    fixed = family.fixed
+    if shared_d_ff:
+        fixed = family.fixed | family.shared_fixed
+    for key, supported in fixed.items():
+        value = read_key(values, key, supported)
+        if value != supported:
+            raise Unsupported(f"{name}: {parse_key(key)[0][0]}={value!r}; moax supports {supported!r} alone")
+    d_model = read_size(values, family.d_model)
+    d_ff = read_size(values, family.d_ff)
+    num_experts = read_size(values, family.experts)
+    top_k = read_size(values, family.top_k)
+    activation = family.activation
     if family.act:
         act = read_key(values, family.act) or parse_key(family.act)[1]
         if act not in ACTIVATIONS:
             known = ", ".join(map(repr, ACTIVATIONS))
             raise Unsupported(f"{name}: {parse_key(family.act)[0][0]}={act!r}; moax supports {known}")
         activation = ACTIVATIONS[act]
-    return _canonical(MoEConfig(
-        d_model, d_ff, num_experts, top_k, activation=activation, activation_limit=read_key(values, family.limit),
-        use_bias=family.use_bias, router=_router(name, family, values, top_k), shared_d_ff=shared,
-        shared_gate=family.shared_gate and shared > 0, weights_at=family.weights_at,
+    config = MoEConfig(
+        d_model,
+        d_ff,
+        num_experts,
+        top_k,
+        activation=activation,
+        activation_limit=read_key(values, family.limit),
+        use_bias=family.use_bias,
+        router=_router(name, family, values, top_k),
+        shared_d_ff=shared_d_ff,
+        shared_gate=family.shared_gate and shared_d_ff > 0,
+        weights_at=family.weights_at,
         d_latent=read_key(values, family.latent),
-    ))  # fmt: skip
+    )
+    return _canonical(config)
 
 
 def _router(name: str, family: Family, values: Values, top_k: int) -> RouterConfig:
-    normalize = bool(read_key(values, family.normalize)) if family.normalize else family.router.normalize
-    num_groups, top_groups = (read_key(values, key) or 1 for key in family.groups) if family.groups else (1, 1)
+    normalize = family.router.normalize
+    if family.normalize:
+        normalize = bool(read_key(values, family.normalize))
+    num_groups = 1
+    top_groups = 1
+    if family.groups:
+        num_groups, top_groups = (read_key(values, key) or 1 for key in family.groups)
     method = values.get("topk_method", "greedy")
     if family.group_method and method not in ("greedy", family.group_method):
         raise Unsupported(f"{name}: topk_method={method!r}; moax supports 'greedy' and {family.group_method!r}")
     if num_groups == 1 or (family.group_method and method == "greedy"):
-        num_groups = top_groups = 1
+        num_groups = 1
+        top_groups = 1
     router = dataclasses.replace(
-        family.router, normalize=normalize, num_groups=num_groups, top_groups=top_groups,
+        family.router,
+        normalize=normalize,
+        num_groups=num_groups,
+        top_groups=top_groups,
         scale=float(read_key(values, family.scale) or 1.0),
-    )  # fmt: skip
+    )
     if normalize and top_k == 1:
         raise Unsupported(f"{name}: norm_topk_prob with num_experts_per_tok=1 makes every weight 1: it cannot learn")
     if _is_plain(router) and normalize:  # the softmax over all logits, divided by the sum of its K largest
@@ -166,11 +194,11 @@ def change_config(base: Values, config: MoEConfig, model_type: str) -> dict[str,
 
 def _unquantized(values: Values) -> dict[str, Any]:
     """Returns a copy of config.json without what describes quantized tensors, at any depth."""
-    return {
-        key: _unquantized(value) if isinstance(value, Mapping) else value
-        for key, value in values.items()
-        if key not in QUANTIZATION
-    }
+    copy = {}
+    for key, value in values.items():
+        if key not in QUANTIZATION:
+            copy[key] = _unquantized(value) if isinstance(value, Mapping) else value
+    return copy
 
 
 def _describes(values: Values, config: MoEConfig) -> bool:
@@ -188,17 +216,26 @@ def _written_keys(config: MoEConfig, family: Family) -> dict[str, Any]:
     if family.shared:
         width, *count = family.shared
         written |= dict.fromkeys(count, 1)
-        if count and parse_key(width)[0][0] == parse_key(family.d_ff)[0][0] and config.shared_d_ff % config.d_ff == 0:
+        counts_experts = count and parse_key(width)[0][0] == parse_key(family.d_ff)[0][0]
+        if counts_experts and config.shared_d_ff % config.d_ff == 0:
             written[count[0]] = config.shared_d_ff // config.d_ff
         written[width] = config.shared_d_ff
     names = {activation: name for name, activation in reversed(ACTIVATIONS.items())}
-    normalize = _canonical(config).router.order == "topk_then_score" if _is_plain(router) else router.normalize
+    normalize = router.normalize
+    if _is_plain(router):
+        normalize = _canonical(config).router.order == "topk_then_score"
     written |= {
-        **family.shared_fixed, family.d_model: config.d_model, family.d_ff: config.d_ff,
-        family.experts: config.num_experts, family.top_k: config.top_k, family.normalize: normalize,
-        family.act: names.get(config.activation, "silu"), family.limit: config.activation_limit or SWIGLU_OAI_LIMIT,
-        family.scale: router.scale, family.latent: config.d_latent,
-    }  # fmt: skip
+        **family.shared_fixed,
+        family.d_model: config.d_model,
+        family.d_ff: config.d_ff,
+        family.experts: config.num_experts,
+        family.top_k: config.top_k,
+        family.normalize: normalize,
+        family.act: names.get(config.activation, "silu"),
+        family.limit: config.activation_limit or SWIGLU_OAI_LIMIT,
+        family.scale: router.scale,
+        family.latent: config.d_latent,
+    }
     written |= dict(zip(family.groups, (router.num_groups, router.top_groups), strict=False))
     if family.group_method:
         written["topk_method"] = family.group_method if router.num_groups > 1 else "greedy"
@@ -208,8 +245,8 @@ def _written_keys(config: MoEConfig, family: Family) -> dict[str, Any]:
 def _write_key(values: dict[str, Any], key: str, value: Any) -> None:
     """Writes a value under each name of a key string that is there, else under its first name."""
     names = parse_key(key)[0]
-    there = [name for name in names if read_key(values, name, ABSENT) is not ABSENT]
-    for name in there or names[:1]:
+    present = [name for name in names if read_key(values, name, ABSENT) is not ABSENT]
+    for name in present or names[:1]:
         *path, last = name.split(".")
         inner = values
         for part in path:
@@ -221,13 +258,15 @@ def _write_key(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _differences(config: MoEConfig, values: Values) -> list[str]:
     """Returns the fields of a config, with their values, that config.json does not have."""
-    ours, theirs = _canonical(config), config_from_hf(values)
-    return [
-        f"{owner}{field.name}={getattr(own, field.name)!r}"
-        for owner, own, other in (("", ours, theirs), ("router.", ours.router, theirs.router))
-        for field in dataclasses.fields(own)
-        if field.name != "router" and getattr(own, field.name) != getattr(other, field.name)
-    ]
+    ours = _canonical(config)
+    theirs = config_from_hf(values)
+    differences = []
+    for owner, own, other in (("", ours, theirs), ("router.", ours.router, theirs.router)):
+        for field in dataclasses.fields(own):
+            value = getattr(own, field.name)
+            if field.name != "router" and value != getattr(other, field.name):
+                differences.append(f"{owner}{field.name}={value!r}")
+    return differences
 
 
 def _is_plain(router: RouterConfig) -> bool:
@@ -241,12 +280,16 @@ def _canonical(config: MoEConfig) -> MoEConfig:
     if router.num_groups == 1:
         router = dataclasses.replace(router, group_score="top2")
     if _is_plain(router):
-        best = router.order == "topk_then_score" or (router.normalize and config.top_k > 1)
-        router = dataclasses.replace(router, normalize=False, order="topk_then_score" if best else "score_then_topk")
-    limit, at = config.activation_limit, "input" if config.weights_at == "input" else "output"
+        best_first = router.order == "topk_then_score" or (router.normalize and config.top_k > 1)
+        order = "topk_then_score" if best_first else "score_then_topk"
+        router = dataclasses.replace(router, normalize=False, order=order)
+    limit = config.activation_limit
     if config.activation == "swiglu_oai" and limit == SWIGLU_OAI_LIMIT:
         limit = None
-    return dataclasses.replace(config, router=router, capacity_factor=None, weights_at=at, activation_limit=limit)
+    weights_at = "input" if config.weights_at == "input" else "output"
+    return dataclasses.replace(
+        config, router=router, capacity_factor=None, weights_at=weights_at, activation_limit=limit
+    )
 
 
 @name_source
@@ -267,7 +310,9 @@ def moe_layers(source: Values | str | Path) -> tuple[int, ...]:
     rule = FAMILIES[family].layers
     listed = read_key(values, LAYER_LIST)
     marks = read_key(values, rule.marks)
-    count = None if read_key(values, NUM_LAYERS) is None else read_size(values, NUM_LAYERS)
+    count = None
+    if read_key(values, NUM_LAYERS) is not None:
+        count = read_size(values, NUM_LAYERS)
     if listed is not None:
         indices = _parse_indices(listed) if isinstance(listed, str) else set(listed)
         return tuple(sorted(i for i in indices if count is None or i < count))
@@ -277,11 +322,17 @@ def moe_layers(source: Values | str | Path) -> tuple[int, ...]:
             raise ValueError(f"config.json has {len(marks)} marks of layers ({name}) for {count} layers")
         marks = marks[:count]
         return tuple(i for i, mark in enumerate(marks) if mark in ("sparse", "moe", "E", 1))
-    first, last, step, offset, dense = (read_key(values, key) for key in rule[1:])
-    first, step, dense = first or 0, step or 1, dense or []  # null means none
-    last = -1 if last is None else last
-    offset = -1 if offset is None else offset
-    layers = range(read_size(values, NUM_LAYERS))[first : last + 1 or None]
+    # A value that is null has the default.
+    first_layer = read_key(values, rule.first) or 0
+    step = read_key(values, rule.step) or 1
+    dense = read_key(values, rule.dense) or []
+    last_layer = read_key(values, rule.last)
+    if last_layer is None:
+        last_layer = -1
+    offset = read_key(values, rule.offset)
+    if offset is None:
+        offset = -1
+    layers = range(read_size(values, NUM_LAYERS))[first_layer : last_layer + 1 or None]
     return tuple(i for i in layers if i % step == offset % step and i not in dense)
 
 

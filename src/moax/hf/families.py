@@ -16,20 +16,24 @@ from moax.config import RouterConfig
 from moax.hf.tensor_layouts import BlockLayout, block_layout
 
 
-def glu(at: str, names: str = "gate_proj up_proj down_proj") -> str:
+def glu(prefix: str, names: str = "gate_proj up_proj down_proj") -> str:
     """Returns the rows of the three matrices of each expert `{e}`, or of the shared expert."""
-    gate, up, down = (f"{at}.{name}.weight" for name in names.split())
-    if "{e}" in at:
+    gate, up, down = (f"{prefix}.{name}.weight" for name in names.split())
+    if "{e}" in prefix:
         return f"{gate} wi:0 F H; {up} wi:1 F H; {down} wo H F"
     return f"{gate} shared_wi:0 S H; {up} shared_wi:1 S H; {down} shared_wo H S"
 
 
-GATE, ROUTER = "gate.weight router E H", "router.weight router E H"
-CORRECTION, BLOCK_CORRECTION = (f"{at}e_score_correction_bias router_bias E" for at in ("gate.", ""))
-PROJ, W123 = glu("experts.{e}"), glu("experts.{e}", "w1 w3 w2")
+GATE = "gate.weight router E H"
+ROUTER = "router.weight router E H"
+CORRECTION = "gate.e_score_correction_bias router_bias E"
+BLOCK_CORRECTION = "e_score_correction_bias router_bias E"
+PROJ = glu("experts.{e}")
+W123 = glu("experts.{e}", "w1 w3 w2")
 STACKED = "experts.gate_up_proj wi E GF H; experts.down_proj wo E H F"
 TRANSPOSED = "experts.gate_up_proj wi E H GF; experts.down_proj wo E F H"
-SHARED, ONE_SHARED = glu("shared_experts"), glu("shared_expert")
+SHARED = glu("shared_experts")
+ONE_SHARED = glu("shared_expert")
 PUBLISHED = block_layout("mlp", GATE, CORRECTION, SHARED, PROJ)
 IN_MEMORY = block_layout("mlp", GATE, CORRECTION, SHARED, STACKED)
 MIXTRAL_LAYOUT = block_layout("block_sparse_moe", GATE, CORRECTION, SHARED, W123)
@@ -40,10 +44,12 @@ def per_expert(block: str, *rows: str, experts: str = PROJ) -> dict[str, Any]:
     return dict(published=block_layout(block, *rows, experts), memory=block_layout(block, *rows, STACKED))
 
 
-WIDTH, MOE_WIDTH = "intermediate_size", "moe_intermediate_size"
-MAYBE_NORMALIZED, NORMALIZED = "norm_topk_prob=false", "norm_topk_prob=true"
-GROUPS = "n_group|num_expert_group=1", "topk_group=1"
-TEXT_AND_WHOLE = "{}_text", "{}"
+WIDTH = "intermediate_size"
+MOE_WIDTH = "moe_intermediate_size"
+MAYBE_NORMALIZED = "norm_topk_prob=false"
+NORMALIZED = "norm_topk_prob=true"
+GROUPS = ("n_group|num_expert_group=1", "topk_group=1")
+TEXT_AND_WHOLE = ("{}_text", "{}")
 
 
 class Layers(NamedTuple):
@@ -307,7 +313,9 @@ def family_of(model_type: Any) -> str:
 def layout_of(model_type: str, stacked: bool = False) -> BlockLayout:
     """Returns the layout in which a model is written: with `stacked` as in memory, else as published."""
     family = FAMILIES[family_of(model_type)]
-    return family.memory if stacked and family.memory else family.published
+    if stacked and family.memory:
+        return family.memory
+    return family.published
 
 
 def layouts_of(model_type: str) -> tuple[BlockLayout, ...]:

@@ -26,7 +26,9 @@ from moax.hf.headers import DTYPES, NAMES, Entry, read_header, read_json
 INDEX = "model.safetensors.index.json"
 BF16 = np.dtype(jnp.bfloat16)
 FP8_BLOCK = 128
-MXFP4, FP8 = ("_blocks", "_scales"), ("", "_scale_inv")  # the ends of the names of data and of scales
+# the ends of the names of data and of scales
+MXFP4 = ("_blocks", "_scales")
+FP8 = ("", "_scale_inv")
 QUANTIZED = (*MXFP4, FP8[1])
 # The dtypes of the scales of a format. The bytes of mxfp4 are float8_e8m0fnu, which GPT-OSS stores as uint8.
 SCALES = {
@@ -57,15 +59,15 @@ class Checkpoint(Mapping[str, np.ndarray]):
         files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
         if not files:
             raise ValueError(f"checkpoint {str(path)!r}: a safetensors file is not there")
-        of_name: dict[str, Path] = {}
+        file_of_name: dict[str, Path] = {}
         for file in files:
             for name, entry in self._read_file(file).items():
-                if name in of_name:
-                    both = f"{of_name[name].name} and in {file.name}"
+                if name in file_of_name:
                     raise ValueError(
-                        f"checkpoint {str(path)!r}: {name} is in {both}; give one of the files, or an index"
+                        f"checkpoint {str(path)!r}: {name} is in {file_of_name[name].name} and in "
+                        f"{file.name}; give one of the files, or an index"
                     )
-                of_name[name] = file
+                file_of_name[name] = file
                 self._entries[name] = entry
 
     def _read_index(self, index: Path) -> None:
@@ -75,15 +77,15 @@ class Checkpoint(Mapping[str, np.ndarray]):
             raise ValueError(
                 f"{index}: weight_map is {reprlib.repr(weight_map)}; it must map names of tensors to files"
             )
-        of_file: dict[str, list[str]] = {}
+        names_of_file: dict[str, list[str]] = {}
         for name, file in weight_map.items():
             if not isinstance(file, str) or not _is_inside(file):
                 raise ValueError(
                     f"{index}: weight_map has {name!r} in {reprlib.repr(file)}; it must be a file in this folder"
                 )
-            of_file.setdefault(file, []).append(name)
+            names_of_file.setdefault(file, []).append(name)
         # A file may hold further tensors, such as an older copy of one that the index maps to another file.
-        for file, names in sorted(of_file.items()):
+        for file, names in sorted(names_of_file.items()):
             entries = self._read_file(self.path / file)
             for name in names:
                 if name not in entries:
@@ -148,35 +150,43 @@ class Stored(NamedTuple):
     @property
     def dtype(self) -> np.dtype:
         """The default dtype of the values: bfloat16 for a quantized tensor, else the dtype of the data."""
-        return self.data.dtype if self.scales is None else BF16
+        if self.scales is None:
+            return self.data.dtype
+        return BF16
 
     @property
     def ending(self) -> str:
         """The end of the name of the scales, which says the format; "" for a tensor without scales."""
-        return next((end for end in SCALES if self.scales and self.scales.name.endswith(end)), "")
+        if self.scales is None:
+            return ""
+        name = self.scales.name
+        return next((end for end in SCALES if name.endswith(end)), "")
 
-    def check(self, want: tuple[int, ...]) -> None:
+    def check(self, expected_shape: tuple[int, ...]) -> None:
         """Raises Unsupported or ValueError where `read` cannot decode the tensor, or its values have another shape."""
-        name, _, dtype, have, _ = self.data
+        name, _, dtype, shape, _ = self.data
         blocks = ()
         if self.scales is None:
             if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
                 raise Unsupported(f"{name} has dtype {dtype}, and no scales that moax.hf knows")
         elif self.ending == MXFP4[1]:
-            if len(have) != 4 or have[-1] != 16 or dtype != np.uint8:
-                raise ValueError(f"{name} has shape {have}, dtype {dtype}; it must be [E, rows, C / 32, 16] uint8")
-            blocks, have = have[:-1], (have[0], have[2] * 32, have[1])
+            if len(shape) != 4 or shape[-1] != 16 or dtype != np.uint8:
+                raise ValueError(f"{name} has shape {shape}, dtype {dtype}; it must be [E, rows, C / 32, 16] uint8")
+            blocks = shape[:-1]
+            shape = (shape[0], shape[2] * 32, shape[1])
         else:
             if dtype != jnp.float8_e4m3fn:
                 raise Unsupported(f"{name} has dtype {dtype} and scales; moax.hf reads scales of float8_e4m3fn alone")
-            blocks = (*have[:-2], *(-(-n // FP8_BLOCK) for n in have[-2:]))
-        if self.scales is not None and self.scales.dtype.name not in SCALES[self.ending]:
-            wanted = " or ".join(SCALES[self.ending])
-            raise ValueError(f"{self.scales.name} has dtype {self.scales.dtype}; scales of {name} must be {wanted}")
-        if self.scales is not None and self.scales.shape != blocks:
-            raise Unsupported(f"{self.scales.name} has shape {self.scales.shape}; moax.hf reads scales of {blocks}")
-        if have != want:
-            raise ValueError(f"{name} has shape {have}; this config needs {want}")
+            blocks = (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
+        if self.scales is not None:
+            scales = self.scales
+            if scales.dtype.name not in SCALES[self.ending]:
+                known = " or ".join(SCALES[self.ending])
+                raise ValueError(f"{scales.name} has dtype {scales.dtype}; scales of {name} must be {known}")
+            if scales.shape != blocks:
+                raise Unsupported(f"{scales.name} has shape {scales.shape}; moax.hf reads scales of {blocks}")
+        if shape != expected_shape:
+            raise ValueError(f"{name} has shape {shape}; this config needs {expected_shape}")
 
     def read(self, dtype: np.dtype, part: int = 0, parts: int = 1) -> np.ndarray:
         """Returns the values in `dtype`, or one of equal parts along the first dim; ValueError for a broken scale."""
@@ -184,11 +194,13 @@ class Stored(NamedTuple):
         if self.scales is None:
             return data.astype(dtype, copy=False)
         scales = self.scales.read(part, parts)
-        is_mxfp4 = self.ending == MXFP4[1]
-        numbers = scales.view(jnp.float8_e8m0fnu) if is_mxfp4 else scales
-        numbers = numbers.astype(np.float32)
-        check_scales(self.scales.name, numbers, MOST_OF_FP4 if is_mxfp4 else np.inf)
-        return decode_mxfp4(data, scales.view(np.uint8)).astype(dtype) if is_mxfp4 else decode_fp8(data, numbers, dtype)
+        if self.ending == MXFP4[1]:
+            numbers = scales.view(jnp.float8_e8m0fnu).astype(np.float32)
+            check_scales(self.scales.name, numbers, MOST_OF_FP4)
+            return decode_mxfp4(data, scales.view(np.uint8)).astype(dtype)
+        numbers = scales.astype(np.float32)
+        check_scales(self.scales.name, numbers)
+        return decode_fp8(data, numbers, dtype)
 
 
 def locate(state: State, name: str) -> Stored | None:
@@ -196,14 +208,18 @@ def locate(state: State, name: str) -> Stored | None:
     for data, scales in (FP8, MXFP4):
         if name + data in state and name + scales in state:
             return Stored(find_entry(state, name + data), find_entry(state, name + scales))
-    return Stored(find_entry(state, name)) if name in state else None
+    if name not in state:
+        return None
+    return Stored(find_entry(state, name))
 
 
-def check_scales(name: str, scales: Float32[np.ndarray, "..."], most: float = np.inf) -> None:
-    """Raises ValueError for a scale that is NaN, infinite, zero or negative, or above `most`."""
-    usable = (scales > 0) & (scales < np.inf) & (scales <= most)  # False for NaN
+def check_scales(name: str, scales: Float32[np.ndarray, "..."], largest: float = np.inf) -> None:
+    """Raises ValueError for a scale that is NaN, infinite, zero or negative, or above `largest`."""
+    usable = (scales > 0) & (scales < np.inf) & (scales <= largest)  # False for NaN
     if not usable.all():
-        limit = "finite" if most == np.inf else f"at most {most}, since bfloat16 holds no larger values,"
+        limit = "finite"
+        if largest < np.inf:
+            limit = f"at most {largest}, since bfloat16 holds no larger values,"
         raise ValueError(f"{name} has a scale of {scales[~usable][0]}; scales must be {limit} and above 0")
 
 
@@ -211,9 +227,11 @@ def decode_mxfp4(
     blocks: UInt8[np.ndarray, "*E R B 16"], scales: UInt8[np.ndarray, "*E R B"]
 ) -> BFloat16[np.ndarray, "*E C R"]:
     """Decodes mxfp4 exactly, with C = 32 B; a scale of 255 is NaN (OCP MX 1.0)."""
-    values = np.stack([blocks & 15, blocks >> 4], -1).view(jnp.float4_e2m1fn).astype(np.float32)
+    nibbles = np.stack([blocks & 15, blocks >> 4], -1)
+    values = nibbles.view(jnp.float4_e2m1fn).astype(np.float32).reshape(*scales.shape, 32)
+    numbers = scales.view(jnp.float8_e8m0fnu).astype(np.float32)
     with np.errstate(over="ignore"):
-        values = values.reshape(*scales.shape, 32) * scales.view(jnp.float8_e8m0fnu).astype(np.float32)[..., None]
+        values = values * numbers[..., None]
     return values.reshape(*scales.shape[:-1], -1).swapaxes(-1, -2).astype(BF16)
 
 
@@ -222,7 +240,9 @@ def decode_fp8(
 ) -> Float[np.ndarray, "*E R C"]:
     """Multiplies in float32 and rounds to `dtype`; A = ceil(R / 128), B = ceil(C / 128)."""
     rows, columns = data.shape[-2:]
-    scale = scale_inv.astype(np.float32).repeat(FP8_BLOCK, -2)[..., :rows, :].repeat(FP8_BLOCK, -1)[..., :columns]
+    scale = scale_inv.astype(np.float32)
+    scale = scale.repeat(FP8_BLOCK, -2)[..., :rows, :]
+    scale = scale.repeat(FP8_BLOCK, -1)[..., :columns]
     return (data.astype(np.float32) * scale).astype(dtype)
 
 

@@ -43,9 +43,13 @@ class Entry(NamedTuple):
 
     def read(self, part: int = 0, parts: int = 1) -> np.ndarray:
         """Reads one of equal parts along the first dim: part 3 of 8 of [16, 2] is rows 6 and 7."""
-        shape = self.shape if parts == 1 else (self.shape[0] // parts, *self.shape[1:])
+        shape = self.shape
+        if parts > 1:
+            shape = (self.shape[0] // parts, *self.shape[1:])
         if not isinstance(self.source, Path):
-            return np.asarray(self.source if parts == 1 else self.source[part * shape[0] : (part + 1) * shape[0]])
+            if parts == 1:
+                return np.asarray(self.source)
+            return np.asarray(self.source[part * shape[0] : (part + 1) * shape[0]])
         count = math.prod(shape) * self.dtype.itemsize
         # `fromfile` reads bytes, because it does not know the dtypes of ml_dtypes.
         data = np.fromfile(self.source, np.uint8, count, offset=self.start + part * count)
@@ -85,8 +89,8 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) < len(pairs):
-            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"it has the key {twice!r} twice")
+            repeated, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"it has the key {repeated!r} twice")
         return values
 
     try:
@@ -109,28 +113,30 @@ def read_header(path: Path) -> dict[str, Entry | str]:
             raise ValueError(f"{path} has a header of {length} bytes; safetensors has at most {MAX_HEADER}")
         header = parse_json(file.read(length), f"{path} is no safetensors file: its header")
     metadata = header.pop("__metadata__", None)
-    if metadata is not None and not (
-        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    ):
+    has_strings = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if metadata is not None and not has_strings:
         raise ValueError(f"{path} is broken: __metadata__ must have strings alone")
     entries: dict[str, Entry | str] = {}
-    first = 8 + length
-    ends = {}
+    data_start = 8 + length
+    ranges = {}
     for name, value in header.items():
         dtype, shape, start, end = _parse_tensor(path, name, value)
-        ends[name] = (start, end)
-        entries[name] = Entry(name, path, DTYPES[dtype], shape, first + start) if dtype in DTYPES else dtype
+        ranges[name] = (start, end)
+        if dtype in DTYPES:
+            entries[name] = Entry(name, path, DTYPES[dtype], shape, data_start + start)
+        else:
+            entries[name] = dtype
     reached = 0
-    for name in sorted(ends, key=lambda name: ends[name]):
-        start, end = ends[name]
+    for name in sorted(ranges, key=lambda name: ranges[name]):
+        start, end = ranges[name]
         if start != reached:
             fault = "overlaps the tensor before it" if start < reached else "leaves a hole before it"
             raise ValueError(f"{path} is broken: {name} at bytes {start} to {end} {fault}, which ends at {reached}")
-        if first + end > size:
-            raise ValueError(f"{path} was cut short: it has {size} bytes, and {name} ends at {first + end}")
+        if data_start + end > size:
+            raise ValueError(f"{path} was cut short: it has {size} bytes, and {name} ends at {data_start + end}")
         reached = end
-    if first + reached != size:
-        raise ValueError(f"{path} is broken: it has {size} bytes, and its tensors end at {first + reached}")
+    if data_start + reached != size:
+        raise ValueError(f"{path} is broken: it has {size} bytes, and its tensors end at {data_start + reached}")
     return entries
 
 

@@ -61,15 +61,29 @@ LISTED = INDICES._replace(words=f"{INDICES.words}, or a string of them", types=(
 MARKS = Kind(
     f"an integer from 0 to {MAX_COUNT}, a string, or a list of them", (int, str, list, tuple), 0, MAX_COUNT, (int, str)
 )
-FAMILY_KINDS = {  # of the keys that a field of `Family` names
-    "d_model": size(1, MAX_SIZE), "d_ff": size(1, MAX_SIZE), "experts": size(1, MAX_COUNT),
-    "top_k": size(1, MAX_COUNT), "act": NAME, "limit": POSITIVE, "normalize": FLAG, "scale": POSITIVE,
-    "groups": integer(1, MAX_COUNT), "shared": integer(0, MAX_SIZE), "latent": integer(1, MAX_SIZE),
-}  # fmt: skip
-LAYERS_KINDS = {  # of the keys that a field of `Layers` names
-    "marks": MARKS, "first": integer(0, MAX_COUNT), "last": integer(-1, MAX_COUNT), "step": MARKS,
-    "offset": integer(-1, MAX_COUNT), "dense": INDICES,
-}  # fmt: skip
+# the kinds of the keys that a field of `Family` names
+FAMILY_KINDS = {
+    "d_model": size(1, MAX_SIZE),
+    "d_ff": size(1, MAX_SIZE),
+    "experts": size(1, MAX_COUNT),
+    "top_k": size(1, MAX_COUNT),
+    "act": NAME,
+    "limit": POSITIVE,
+    "normalize": FLAG,
+    "scale": POSITIVE,
+    "groups": integer(1, MAX_COUNT),
+    "shared": integer(0, MAX_SIZE),
+    "latent": integer(1, MAX_SIZE),
+}
+# the kinds of the keys that a field of `Layers` names
+LAYERS_KINDS = {
+    "marks": MARKS,
+    "first": integer(0, MAX_COUNT),
+    "last": integer(-1, MAX_COUNT),
+    "step": MARKS,
+    "offset": integer(-1, MAX_COUNT),
+    "dense": INDICES,
+}
 KINDS = {NUM_LAYERS: size(0, MAX_COUNT), LAYER_LIST: LISTED}  # of the keys of every family
 
 
@@ -87,7 +101,9 @@ def _kinds(family: Family) -> Iterator[tuple[str, Kind]]:
     for owner, kinds in ((family, FAMILY_KINDS), (family.layers, LAYERS_KINDS)):
         for field, kind in kinds.items():
             keys = getattr(owner, field) or ()
-            for key in (keys,) if isinstance(keys, str) else keys:
+            if isinstance(keys, str):
+                keys = (keys,)
+            for key in keys:
                 yield key, kind
     yield from KINDS.items()
 
@@ -96,7 +112,9 @@ def _kinds(family: Family) -> Iterator[tuple[str, Kind]]:
 def parse_key(key: str) -> tuple[tuple[str, ...], Any]:
     """Returns the names and the default of a key string (see `Family`); the first name is written."""
     names, _, default = key.partition("=")
-    return tuple(names.split("|")), json.loads(default) if default else None
+    if not default:
+        return tuple(names.split("|")), None
+    return tuple(names.split("|")), json.loads(default)
 
 
 def _find(values: Values, name: str) -> Values:
@@ -113,7 +131,7 @@ def _find(values: Values, name: str) -> Values:
 
 def read_key(values: Values, key: str | None, default: Any = None) -> Any:
     """Returns the first value that is not null; the default where no name exists, None where all values are null."""
-    names, own = parse_key(key or "")
+    names, own_default = parse_key(key or "")
     present = []
     for name in names:
         inner = _find(values, name)
@@ -121,7 +139,7 @@ def read_key(values: Values, key: str | None, default: Any = None) -> Any:
         if last in inner:
             present.append(inner[last])
     if not present:
-        return default if own is None else own
+        return default if own_default is None else own_default
     return next((value for value in present if value is not None), None)
 
 

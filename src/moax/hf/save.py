@@ -60,10 +60,11 @@ def params_to_hf(
         raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
     if layer is not None:
         prefix = f"{layout.stem}{layer}.{layout.block}"
-    return {
-        name: np.concatenate([part.reshape(-1) for part in output.parts()]).reshape(output.shape)
-        for name, output in _outputs(params, config, model_type, prefix or "", layout, dtype).items()
-    }
+    arrays = {}
+    for name, output in _outputs(params, config, model_type, prefix or "", layout, dtype).items():
+        parts = [part.reshape(-1) for part in output.parts()]
+        arrays[name] = np.concatenate(parts).reshape(output.shape)
+    return arrays
 
 
 def save_hf(
@@ -109,11 +110,12 @@ def save_hf(
       Unsupported: `params_to_hf` raises it; `others` are quantized, since config.json says that no tensor is; or
         `others` have two stacks of MoE layers, of which `prefix` names none.
     """
-    folder, others = Path(folder), others or {}
+    folder = Path(folder)
+    others = others or {}
     check_value("shard_bytes", shard_bytes, int)
-    old = [path.name for path in (*sorted(folder.glob("*.safetensors")), folder / INDEX) if path.is_file()]
-    if old:
-        raise ValueError(f"folder {str(folder)!r} holds {old[0]} already; give a new one")
+    for path in (*sorted(folder.glob("*.safetensors")), folder / INDEX):
+        if path.is_file():
+            raise ValueError(f"folder {str(folder)!r} holds {path.name} already; give a new one")
     if prefix is not None and NUMBER not in prefix:
         raise ValueError(f"prefix={prefix!r} must have {NUMBER} for the index of a layer: 'mtp.layers.{NUMBER}.mlp.'")
     values = _base_config(others, hf_config)
@@ -123,21 +125,25 @@ def save_hf(
     stem = stem_for(others, layouts) if prefix is None else None
 
     def block_of(layer: int, layout: BlockLayout) -> str:
-        return f"{stem}{layer}.{layout.block}" if prefix is None else prefix.replace(NUMBER, str(layer))
+        if prefix is None:
+            return f"{stem}{layer}.{layout.block}"
+        return prefix.replace(NUMBER, str(layer))
 
     if stacked is None:
-        here = [(block_of(layer, layout), layout) for layer in layers for layout in layouts]
-        layout = _layout_in(others, config, here) or layouts[0]
+        blocks = [(block_of(layer, layout), layout) for layer in layers for layout in layouts]
+        layout = _layout_in(others, config, blocks) or layouts[0]
     else:
         layout = layout_of(model_type, stacked)
-    outputs, replaced = {}, []
+    outputs = {}
+    replaced = []
     for layer, params in layers.items():
         block = block_of(layer, layout)
         outputs |= _outputs(params, config, model_type, block, layout, dtype)
         # The old tensors may have the names of another layout, whose block may have another name in its layer.
         start = block.removesuffix(layout.block)
-        starts = [start + old.block if block.endswith(layout.block) else block for old in layouts]
-        replaced += map(block_test, starts, layouts)
+        for old_layout in layouts:
+            old_block = start + old_layout.block if block.endswith(layout.block) else block
+            replaced.append(block_test(old_block, old_layout))
     for name in others:
         if not any(belongs(name) for belongs in replaced):
             outputs[name] = _copy(others, name)
@@ -156,24 +162,36 @@ def _base_config(others: State, hf_config: Mapping[str, Any] | None) -> dict[str
 
 def _check_type(values: Mapping[str, Any], model_type: str | None) -> str:
     """Returns the model type: the given one, which must be of the family of config.json, else that of config.json."""
-    own = read_config(values).get("model_type")
+    type_of_config = read_config(values).get("model_type")
     if model_type is None:
-        if own is None:
+        if type_of_config is None:
             raise ValueError("model_type=None, and neither others nor hf_config says it; give one of MODEL_TYPES")
-        return own
-    if own is not None and family_of(own) != family_of(model_type):
-        raise ValueError(f"model_type={model_type!r}, and config.json has {own!r}; give none, or one of its family")
+        return type_of_config
+    if type_of_config is not None and family_of(type_of_config) != family_of(model_type):
+        raise ValueError(
+            f"model_type={model_type!r}, and config.json has {type_of_config!r}; give none, or one of its family"
+        )
     return model_type
 
 
-def _layout_in(others: State, config: MoEConfig, blocks: Sequence[tuple[str, BlockLayout]]) -> BlockLayout | None:
+def _layout_in(
+    others: State,
+    config: MoEConfig,
+    blocks: Sequence[tuple[str, BlockLayout]],
+) -> BlockLayout | None:
     """Returns the layout of the first of the blocks that `others` has; None where it has none of them."""
     prefixes = [prefix for prefix, layout in blocks if has_experts(others, prefix, layout)]
     if not prefixes:
         return None
-    here = [block for block in blocks if block[0] == prefixes[0] and has_experts(others, *block)]
+    possible = [block for block in blocks if block[0] == prefixes[0] and has_experts(others, *block)]
+
+    def count_errors(block: tuple[str, BlockLayout]) -> int:
+        errors, _ = match_block(others, *block, config)
+        return len(errors)
+
     # Where two layouts have the same names, the shapes tell them apart.
-    return min(here, key=lambda block: len(match_block(others, *block, config)[0]))[1]
+    _, layout = min(possible, key=count_errors)
+    return layout
 
 
 def _outputs(
@@ -187,28 +205,34 @@ def _outputs(
     """Returns every tensor of a block, by name; raises as `params_to_hf`."""
     config_to_hf(config, model_type)  # It raises where no model of this type has the config.
     check_params(params, config)
-    for field, want in vars(param_shapes(config)).items():
+    for field, shape in vars(param_shapes(config)).items():
         value = getattr(params, field)
-        if (value is None) != (want is None):
-            error, have = (ValueError, None) if value is None else (Unsupported, f"of shape {value.shape}")
-            raise error(f"params.{field} is {have}; in a {model_type} model of this config it is {want}")
+        model = f"a {model_type} model of this config"
+        if value is None and shape is not None:
+            raise ValueError(f"params.{field} is None; in {model} it is {shape}")
+        if value is not None and shape is None:
+            raise Unsupported(f"params.{field} is of shape {value.shape}; in {model} it is None")
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             raise ValueError(f"params.{field} lies on devices of other processes; copy it to this process first")
-    tensors = tensors_of(layout, config)
-    return {resolve(prefix, tensor.name): _output(getattr(params, tensor.field), tensor, dtype) for tensor in tensors}
+    outputs = {}
+    for tensor in tensors_of(layout, config):
+        value = getattr(params, tensor.field)
+        outputs[resolve(prefix, tensor.name)] = _output(value, tensor, dtype)
+    return outputs
 
 
 def _output(value, tensor: Tensor, dtype: jax.typing.DTypeLike | None) -> Output:
     """Returns a tensor of the field `value` as it is written."""
-    to = np.dtype(value.dtype if dtype is None or tensor.field == "router_bias" else dtype)
-    if to not in NAMES or not jnp.issubdtype(to, jnp.floating) or to.itemsize < 2:
-        raise ValueError(f"dtype={to} must be one of float64, float32, float16 and bfloat16")
+    keeps_dtype = dtype is None or tensor.field == "router_bias"
+    written = np.dtype(value.dtype if keeps_dtype else dtype)
+    if written not in NAMES or not jnp.issubdtype(written, jnp.floating) or written.itemsize < 2:
+        raise ValueError(f"dtype={written} must be one of float64, float32, float16 and bfloat16")
 
     def parts() -> Iterator[np.ndarray]:
         for part in tensor.by_expert():
-            yield part.from_params(_to_host(value, part.region).astype(to, copy=False))
+            yield part.from_params(_to_host(value, part.region).astype(written, copy=False))
 
-    return Output(to, tensor.shape, parts)
+    return Output(written, tensor.shape, parts)
 
 
 def _copy(state: State, name: str) -> Output:
@@ -233,10 +257,12 @@ def _to_host(array, region: Slices) -> np.ndarray:
     if not isinstance(array, jax.Array):
         return np.asarray(array[region])
     block = np.empty([cut.stop - cut.start for cut in region], array.dtype)
-    shards = {str(shard.index): shard for shard in array.addressable_shards}  # This keeps one shard of equal replicas.
+    # This keeps one shard of equal replicas.
+    shards = {str(shard.index): shard for shard in array.addressable_shards}
     with jax.set_mesh(NO_MESH):
         for shard in shards.values():
-            if common := overlap(shard.index, region, array.shape):
+            common = overlap(shard.index, region, array.shape)
+            if common is not None:
                 start, in_region = common
                 block[in_region] = np.asarray(_read(shard.data, start, block[in_region].shape))
     return block

@@ -18,8 +18,10 @@ import numpy as np
 from moax.hf.files import FP8_BLOCK, MOST_OF_FP4, State, Stored, check_scales, decode_fp8, decode_mxfp4, find_entry
 from moax.hf.headers import Entry
 
-WEIGHT, SCALE = ".weight", ".scale"
-FP4_GROUP, FP4_BYTES = 32, 16
+WEIGHT = ".weight"
+SCALE = ".scale"
+FP4_GROUP = 32  # values with one scale
+FP4_BYTES = 16  # of a group
 PACKED = (np.dtype(np.int8), np.dtype(np.uint8))
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
 E4M3 = np.dtype(jnp.float8_e4m3fn)
@@ -30,35 +32,37 @@ SCALES = {E4M3: (np.dtype(np.float32), E8M0), **dict.fromkeys(PACKED, (E8M0,))}
 class Scaled(Stored):
     """A quantized weight and its scales."""
 
-    def check(self, want: tuple[int, ...]) -> None:
+    def check(self, expected_shape: tuple[int, ...]) -> None:
         """Raises ValueError where `read` cannot decode the tensor, or its values have another shape."""
-        name, _, dtype, have, _ = self.data
+        name, _, dtype, shape, _ = self.data
         scales = cast(Entry, self.scales)
         if scales.dtype not in SCALES[dtype]:
             known = " or ".join(map(str, SCALES[dtype]))
             raise ValueError(f"{scales.name} has dtype {scales.dtype}; scales of {name}, {dtype}, must be {known}")
-        if len(have) < 2:
-            raise ValueError(f"{name} has shape {have}; this config needs {want}")
+        if len(shape) < 2:
+            raise ValueError(f"{name} has shape {shape}; this config needs {expected_shape}")
         if dtype in PACKED:
-            have = (*have[:-1], 2 * have[-1])
-            blocks = (*have[:-1], -(-have[-1] // FP4_GROUP))
+            shape = (*shape[:-1], 2 * shape[-1])
+            blocks = (*shape[:-1], -(-shape[-1] // FP4_GROUP))
         else:
-            blocks = (*have[:-2], *(-(-n // FP8_BLOCK) for n in have[-2:]))
-        if have != want:
-            raise ValueError(f"{name} holds values of shape {have}; this config needs {want}")
-        if dtype in PACKED and have[-1] % FP4_GROUP:
-            raise ValueError(f"{name} holds {have[-1]} values in a row; fp4 has groups of {FP4_GROUP}")
+            blocks = (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
+        if shape != expected_shape:
+            raise ValueError(f"{name} holds values of shape {shape}; this config needs {expected_shape}")
+        if dtype in PACKED and shape[-1] % FP4_GROUP:
+            raise ValueError(f"{name} holds {shape[-1]} values in a row; fp4 has groups of {FP4_GROUP}")
         if scales.shape != blocks:
             raise ValueError(f"{scales.name} has shape {scales.shape}; the scales of {name} must be {blocks}")
 
     def read(self, dtype: np.dtype, part: int = 0, parts: int = 1) -> np.ndarray:
         """Returns the values in `dtype`, or one of equal parts along the first dim."""
         entry = cast(Entry, self.scales)
-        data, scales = self.data.read(part, parts), entry.read(part, parts)
+        data = self.data.read(part, parts)
+        scales = entry.read(part, parts)
         numbers = scales.astype(np.float32)
-        check_scales(entry.name, numbers, MOST_OF_FP4 if data.dtype in PACKED else np.inf)
         if data.dtype not in PACKED:
+            check_scales(entry.name, numbers)
             return decode_fp8(data, numbers, dtype)
+        check_scales(entry.name, numbers, MOST_OF_FP4)
         blocks = data.view(np.uint8).reshape(*scales.shape, FP4_BYTES)
         return decode_mxfp4(blocks, scales.view(np.uint8)).swapaxes(-1, -2).astype(dtype)
 
@@ -69,4 +73,6 @@ def locate_scaled(state: State, name: str) -> Scaled | None:
     if not name.endswith(WEIGHT) or name not in state or scale not in state:
         return None
     data = find_entry(state, name)
-    return Scaled(data, find_entry(state, scale)) if data.dtype in SCALES else None
+    if data.dtype not in SCALES:
+        return None
+    return Scaled(data, find_entry(state, scale))

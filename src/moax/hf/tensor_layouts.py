@@ -48,12 +48,19 @@ class BlockLayout(NamedTuple):
     stem: str  # the part of the names before the number of a layer
 
 
-def block_layout(block: str, *rows: str, outside: tuple[str, ...] = (), stem: str = "model.layers.") -> BlockLayout:
+def block_layout(
+    block: str,
+    *rows: str,
+    outside: tuple[str, ...] = (),
+    stem: str = "model.layers.",
+) -> BlockLayout:
     """Returns the layout of rows as this file's docstring writes them; a string may have several, split by ";"."""
     parsed = []
-    for name, at, *dims in (row.split() for row in ";".join(rows).split(";")):
-        field, _, projection = at.partition(":")
-        parsed.append(Row(name, field, tuple(d.strip("1") for d in dims), int(projection) if projection else None))
+    for text in ";".join(rows).split(";"):
+        name, place, *dims = text.split()
+        field, _, projection = place.partition(":")
+        dims = tuple(dim.strip("1") for dim in dims)
+        parsed.append(Row(name, field, dims, int(projection) if projection else None))
     return BlockLayout(block and f"{block}.", tuple(parsed), outside, stem)
 
 
@@ -75,30 +82,38 @@ class Tensor:
     @property
     def region(self) -> tuple[slice, ...]:
         """The part of the field that the tensor holds."""
-        at = [(self.fixed.get(d, 0), 1 if d in self.fixed else self.sizes[d]) for d in DIMS[self.field]]
-        return tuple(slice(start, start + size) for start, size in at)
+        slices = []
+        for letter in DIMS[self.field]:
+            if letter in self.fixed:
+                slices.append(slice(self.fixed[letter], self.fixed[letter] + 1))
+            else:
+                slices.append(slice(0, self.sizes[letter]))
+        return tuple(slices)
 
     def by_expert(self) -> list[Tensor]:
         """Returns the parts of stacked experts, to be read and written one at a time; else the tensor itself."""
         if self.field not in ("wi", "wo") or not self.dims[0].startswith("E"):
             return [self]
         dims = tuple(filter(None, (self.dims[0][1:], *self.dims[1:])))
-        return [dataclasses.replace(self, dims=dims, fixed=self.fixed | {"E": e}) for e in range(self.sizes["E"])]
+        experts = range(self.sizes["E"])
+        return [dataclasses.replace(self, dims=dims, fixed=self.fixed | {"E": e}) for e in experts]
 
     def to_params(self, array: np.ndarray) -> np.ndarray:
         """Returns a tensor as the `region` of its field; the result is a view."""
         letters = "".join(self.dims)
-        return self._turn(array, letters, self._of_field(letters), [cut.stop - cut.start for cut in self.region])
+        shape = [cut.stop - cut.start for cut in self.region]
+        return self._transpose(array, letters, self._in_order_of_field(letters), shape)
 
     def from_params(self, block: np.ndarray) -> np.ndarray:
         """Returns the `region` of the field as the contiguous tensor: the inverse of `to_params`."""
         letters = "".join(self.dims)
-        return np.ascontiguousarray(self._turn(block, self._of_field(letters), letters, self.shape))
+        tensor = self._transpose(block, self._in_order_of_field(letters), letters, self.shape)
+        return np.ascontiguousarray(tensor)
 
-    def _of_field(self, letters: str) -> str:
+    def _in_order_of_field(self, letters: str) -> str:
         return "".join(d for d in DIMS[self.field] if d in letters)
 
-    def _turn(self, array: np.ndarray, source: str, target: str, shape: Sequence[int]) -> np.ndarray:
+    def _transpose(self, array: np.ndarray, source: str, target: str, shape: Sequence[int]) -> np.ndarray:
         array = array.reshape([self.sizes[d] for d in source])
         return array.transpose([source.index(d) for d in target]).reshape(shape)
 
@@ -107,17 +122,24 @@ def tensors_of(layout: BlockLayout, config: MoEConfig) -> Iterator[Tensor]:
     """Yields every tensor of a block, in the order of `DIMS`; Unsupported where a parameter has no name."""
     shapes = param_shapes(config)
     for field in DIMS:
-        if (shape := getattr(shapes, field)) is None:
+        shape = getattr(shapes, field)
+        if shape is None:
             continue
-        rows, sizes = [row for row in layout.rows if row.field == field], dict(zip(DIMS[field], shape, strict=True))
+        rows = [row for row in layout.rows if row.field == field]
+        sizes = dict(zip(DIMS[field], shape, strict=True))
         if not rows:
             raise Unsupported(f"the names of this family have no tensor for params.{field}")
         if {row.projection for row in rows} not in ({None}, set(range(config.gates))):
             raise Unsupported(f"activation={config.activation!r} does not have the projections of this family")
         for row in rows:
-            fixed = {} if row.projection is None else {"G": row.projection}
-            for one in [{"E": e} for e in range(config.num_experts)] if "{e}" in row.name else [{}]:
-                yield Tensor(row.name.format(e=one.get("E")), field, row.dims, fixed | one, sizes)
+            fixed = {}
+            if row.projection is not None:
+                fixed["G"] = row.projection
+            if "{e}" not in row.name:
+                yield Tensor(row.name, field, row.dims, fixed, sizes)
+                continue
+            for e in range(config.num_experts):
+                yield Tensor(row.name.format(e=e), field, row.dims, fixed | {"E": e}, sizes)
 
 
 def resolve(prefix: str, name: str) -> str:
@@ -125,14 +147,17 @@ def resolve(prefix: str, name: str) -> str:
     if not name.startswith("../"):
         return prefix + name
     parent = prefix.rstrip(".").rpartition(".")[0]
-    return f"{parent}.{name[3:]}" if parent else name[3:]
+    name_in_parent = name.removeprefix("../")
+    return f"{parent}.{name_in_parent}" if parent else name_in_parent
 
 
 def block_test(prefix: str, layout: BlockLayout) -> Callable[[str], bool]:
     """Returns the test whether a tensor of this name belongs to the block of this prefix."""
     beside = {resolve(prefix, row.name) for row in layout.rows if row.name.startswith("../")}
     # A block that is the layer itself has the names that begin as its rows do: `router.`, `experts.`.
-    heads = () if layout.block or not prefix else {row.name.partition(".")[0] for row in layout.rows}
-    starts = tuple(f"{prefix}{head}." for head in heads) or (prefix,)
+    starts = (prefix,)
+    if prefix and not layout.block:
+        heads = {row.name.partition(".")[0] for row in layout.rows}
+        starts = tuple(f"{prefix}{head}." for head in heads)
     outside = {prefix + name for name in layout.outside}
     return lambda name: name in beside or (name.startswith(starts) and name not in outside)

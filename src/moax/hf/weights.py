@@ -27,7 +27,8 @@ from moax.mesh.specs import named
 from moax.params import DIMS, STATE, MoEParams, param_shapes, param_specs
 
 Slices = tuple[slice, ...]
-NO_MESH = jax.sharding.Mesh(np.empty((), object), ())  # jit refuses arrays of one device while another mesh is set
+# jit refuses arrays of one device while another mesh is set.
+NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 _write = jax.jit(lax.dynamic_update_slice, donate_argnums=0)
 
 
@@ -75,20 +76,29 @@ def params_from_hf(
     state = Checkpoint(source) if isinstance(source, str | Path) else source
     if layer is not None and prefix is not None:
         raise ValueError(f"layer={layer} and prefix={prefix!r}: give one of them")
-    layouts = layouts_of(_model_type_of(state) if model_type is None else model_type)
-    matches = [match_block(state, *block, config) for block in find_blocks(state, layer, prefix or "", layouts)]
+    if model_type is None:
+        model_type = _model_type_of(state)
+    blocks = find_blocks(state, layer, prefix or "", layouts_of(model_type))
+    matches = [match_block(state, *block, config) for block in blocks]
     # Where both layouts have the same names, the shapes tell them apart.
     errors, pairs = min(matches, key=lambda match: len(match[0]))
     if errors:
         raise errors[0]
     mesh = mesh or jax.sharding.get_mesh()
-    shardings = None if mesh.empty else named(mesh, param_specs(config, axes, mesh))
+    shardings = None
+    if not mesh.empty:
+        shardings = named(mesh, param_specs(config, axes, mesh))
     fields: dict[str, Any] = dict.fromkeys(DIMS)
     for field, group in itertools.groupby(pairs, key=lambda pair: pair[0].field):
-        of_field = list(group)
-        to = _find_dtype([stored for _, stored in of_field], np.float32 if field in STATE else dtype)
-        on = getattr(shardings, field) if shardings else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        fields[field] = _assemble(getattr(param_shapes(config), field), to, on, of_field)
+        pairs_of_field = list(group)
+        tensors = [stored for _, stored in pairs_of_field]
+        field_dtype = _find_dtype(tensors, np.float32 if field in STATE else dtype)
+        if shardings is None:
+            sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        else:
+            sharding = getattr(shardings, field)
+        shape = getattr(param_shapes(config), field)
+        fields[field] = _assemble(shape, field_dtype, sharding, pairs_of_field)
     return MoEParams(**fields)
 
 
@@ -96,8 +106,11 @@ def config_file(source: Any) -> Path | None:
     """Returns the path of the config.json beside a `Checkpoint`, where there is one."""
     if not isinstance(source, Checkpoint):
         return None
-    file = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
-    return file if file.is_file() else None
+    folder = source.path if source.path.is_dir() else source.path.parent
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    return file
 
 
 def _model_type_of(source: Any) -> str:
@@ -110,43 +123,55 @@ def _model_type_of(source: Any) -> str:
 
 def _find_dtype(tensors: Sequence[Stored], dtype: jax.typing.DTypeLike | None) -> np.dtype:
     """Returns the dtype of a parameter: `dtype`, or, if it is None, the one dtype of all its tensors."""
-    first = tensors[0]
-    to = np.dtype(first.dtype if dtype is None else dtype)
-    if not jnp.issubdtype(to, jnp.floating):
-        raise ValueError(f"dtype={to} must be a floating-point dtype")
-    if dtype is None and (other := next((stored for stored in tensors if stored.dtype != to), None)):
-        raise ValueError(f"{first.data.name} is {to} and {other.data.name} {other.dtype}; give dtype=")
-    if jax.dtypes.canonicalize_dtype(to) != to:
-        raise ValueError(f"{first.data.name} would be {to}, which JAX has with jax_enable_x64 alone; give dtype=")
-    return to
+    data, _ = tensors[0]
+    field_dtype = np.dtype(tensors[0].dtype if dtype is None else dtype)
+    if not jnp.issubdtype(field_dtype, jnp.floating):
+        raise ValueError(f"dtype={field_dtype} must be a floating-point dtype")
+    if dtype is None:
+        for stored in tensors:
+            if stored.dtype != field_dtype:
+                raise ValueError(f"{data.name} is {field_dtype} and {stored.data.name} {stored.dtype}; give dtype=")
+    if jax.dtypes.canonicalize_dtype(field_dtype) != field_dtype:
+        raise ValueError(f"{data.name} would be {field_dtype}, which JAX has with jax_enable_x64 alone; give dtype=")
+    return field_dtype
 
 
-def _assemble(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, pairs: Pairs) -> jax.Array:
+def _assemble(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: jax.sharding.Sharding,
+    pairs: Pairs,
+) -> jax.Array:
     """Returns the array of a field, whose tensors are read one after the other, if this host holds a part of them."""
-    slices = {d: index or () for d, index in sharding.addressable_devices_indices_map(shape).items()}
+    indices = sharding.addressable_devices_indices_map(shape)
+    slices = {device: index or () for device, index in indices.items()}
     with jax.set_mesh(NO_MESH):
-        shards = {device: jnp.zeros(sharding.shard_shape(shape), dtype, device=device) for device in slices}
+        shard_shape = sharding.shard_shape(shape)
+        shards = {device: jnp.zeros(shard_shape, dtype, device=device) for device in slices}
         for whole, stored in pairs:
             parts = whole.by_expert()
             for i, tensor in enumerate(parts):
-                cuts = {device: overlap(at, tensor.region, shape) for device, at in slices.items()}
+                cuts = {device: overlap(shard, tensor.region, shape) for device, shard in slices.items()}
                 if not any(cuts.values()):
                     continue
                 values = tensor.to_params(stored.read(dtype, i, len(parts)))
                 for device, cut in cuts.items():
                     if cut is not None:
                         start, in_region = cut
-                        shards[device] = _write(shards[device], jax.device_put(values[in_region], device), start)
+                        part = jax.device_put(values[in_region], device)
+                        shards[device] = _write(shards[device], part, start)
                 jax.block_until_ready(list(shards.values()))
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards.values()))
 
 
 def overlap(shard: Slices, region: Slices, shape: Sequence[int]) -> tuple[tuple[np.int32, ...], Slices] | None:
     """Returns the start in a shard, and the slices of a region, of what both have of an array of this shape."""
-    start, in_region = [], []
+    start = []
+    in_region = []
     for cut, part, size in zip(shard, region, shape, strict=True):
         begin, end, _ = cut.indices(size)
-        low, high = max(begin, part.start), min(end, part.stop)
+        low = max(begin, part.start)
+        high = min(end, part.stop)
         if low >= high:
             return None
         start.append(np.int32(low - begin))

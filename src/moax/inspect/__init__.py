@@ -39,10 +39,12 @@ Over = str | Sequence[str]  # one or several mesh axes
 # The combiner is a problem too: it would merge widened reductions with others.
 _WIDENED = ("bf16",)
 _WIDENED_SMALL = ("f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f8e4m3b11fnuz", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3", "f8e3m4")
+_PROMOTED = re.compile(r"to_apply=%?[\w.\-]+_promoted\b")
 _WHY = (
-    "A weight crosses unquantized where the recipe does not quantize it, and where the program moves it to another "
-    "layout first. Lay weights out as moax.param_specs says, and give the step their shardings as out_shardings: on "
-    "Auto axes a shard_map (engine='shard_map') moves weights of another layout, and no line in the log says so."
+    "A weight crosses unquantized where the recipe does not quantize it, and where the program "
+    "moves it to another layout first. Lay weights out as moax.param_specs says, and give the "
+    "step their shardings as out_shardings: on Auto axes a shard_map (engine='shard_map') moves "
+    "weights of another layout, and no line in the log says so."
 )
 
 
@@ -84,8 +86,9 @@ class Collective(Transfer):
         text = f"{self.kind} {self.dtype}{list(self.shape)} over {','.join(self.axes) or '-'}"
         for word, values in (("of", self.carries), ("into", self.reaches)):
             if values:
-                more = f" and {len(values) - 3} more" if len(values) > 3 else ""
-                text += f" {word} {','.join([value.name for value in values[:3]])}{more}"
+                text += f" {word} {','.join([value.name for value in values[:3]])}"
+                if len(values) > 3:
+                    text += f" and {len(values) - 3} more"
         return f"{text}, {self.bytes:,} bytes, from {self.op_name or '?'}"
 
 
@@ -107,7 +110,8 @@ def collectives(fn: Program, *args: Any, mesh: AnyMesh | None = None, **kwargs: 
     Raises:
       ValueError: a compiled program was given with args, or the mesh has another size or order of devices.
     """
-    return _read(fn, args, kwargs, mesh)[0]
+    listed, _ = _read(fn, args, kwargs, mesh)
+    return listed
 
 
 def inspect_block(
@@ -123,7 +127,7 @@ def inspect_block(
 ) -> list[Collective]:
     """Compiles `y, stats = moax.moe(x, params, config)` on a mesh, and lists its collectives; it runs nothing.
 
-    The step takes one pass over its buffers; see `moax.Options.buffer_factor`.
+    The step has one round; see `moax.Options.buffer_factor`.
 
     Args:
       config: the block.
@@ -140,11 +144,12 @@ def inspect_block(
     Raises:
       ValueError: there is no mesh, or the token axes do not divide the tokens.
     """
-    options, mesh = replace_options("inspect_block", options, keywords), mesh or jax.sharding.get_mesh()
+    options = replace_options("inspect_block", options, keywords)
+    mesh = mesh or jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError("inspect_block: no mesh; pass mesh=, or call it under `with jax.set_mesh(mesh)`")
     params, x = operand_shapes(config, tokens, options.axes, mesh, dtype, param_dtype)
-    laid_out = jax.tree.map(lambda of: of.sharding, (params, x))
+    shardings = jax.tree.map(lambda array: array.sharding, (params, x))
 
     def forward(params, x):
         return moe(x, params, config, options)
@@ -155,7 +160,10 @@ def inspect_block(
 
     step = jax.value_and_grad(loss, argnums=(0, 1))
     with jax.set_mesh(mesh):
-        jitted = jax.jit(step, out_shardings=(None, laid_out)) if backward else jax.jit(forward)
+        if backward:
+            jitted = jax.jit(step, out_shardings=(None, shardings))
+        else:
+            jitted = jax.jit(forward)
         return [c for c in collectives(jitted, params, x, mesh=mesh) if not c.open_loop]
 
 
@@ -169,8 +177,13 @@ def total_bytes(
 
     A kind such as "all-gather", mesh axes, or a dtype counts the collectives that have it alone.
     """
-    counted = found if axes is None else _over(found, axes)
-    counted = [c for c in counted if kind in (None, c.kind) and (dtype is None or c.dtype == jnp.dtype(dtype).name)]
+    counted = list(found)
+    if axes is not None:
+        counted = _over(counted, axes)
+    if kind is not None:
+        counted = [c for c in counted if c.kind == kind]
+    if dtype is not None:
+        counted = [c for c in counted if c.dtype == jnp.dtype(dtype).name]
     return sum(c.bytes * c.times for c in counted)
 
 
@@ -185,7 +198,8 @@ def weight_scatters(found: Iterable[Collective], axes: Over = "fsdp") -> list[Co
     They are reduce-scatters, and the all-to-alls of uint16 of `grad_reduce_dtype="bfloat16_sum_float32"`.
     """
     pieces = ("all-to-all", "uint16")
-    return [c for c in _over(found, axes) if c.kind == "reduce-scatter" or (c.kind, c.dtype) == pieces]
+    listed = _over(found, axes)
+    return [c for c in listed if c.kind == "reduce-scatter" or (c.kind, c.dtype) == pieces]
 
 
 def table(found: Iterable[Collective]) -> str:
@@ -197,17 +211,26 @@ def table(found: Iterable[Collective]) -> str:
     found = list(found)
     if not found:
         return "no collectives"
-    rows = [("kind", "dtype", "shape", "axes", "times", "bytes/device", "op"), None]
+    rows: list[Any] = [("kind", "dtype", "shape", "axes", "times", "bytes/device", "op"), None]
     for c, count in Counter(found).items():
-        times, shape = c.times * count, "x".join(map(str, c.shape)) or "scalar"
-        often = f"{times}+" if c.open_loop else str(times)
-        rows.append((c.kind, c.dtype, shape, ",".join(c.axes) or "-", often, f"{c.bytes * times:,}", c.op_name[:80]))
+        times = c.times * count
+        shape = "x".join(map(str, c.shape)) or "scalar"
+        axes = ",".join(c.axes) or "-"
+        times_text = f"{times}+" if c.open_loop else str(times)
+        total = f"{c.bytes * times:,}"
+        rows.append((c.kind, c.dtype, shape, axes, times_text, total, c.op_name[:80]))
     rows.append(None)
-    for kind, axes in (*sorted({(c.kind, c.axes) for c in found}), ("total", ())):
-        members = [c for c in found if (c.kind, c.axes) == (kind, axes) or kind == "total"]
-        times = sum(c.times for c in members)
-        rows.append((kind, "", "", ",".join(axes), str(times), f"{total_bytes(members):,}", ""))
+    for kind, axes in sorted({(c.kind, c.axes) for c in found}):
+        members = [c for c in found if (c.kind, c.axes) == (kind, axes)]
+        rows.append(_sum_row(kind, ",".join(axes), members))
+    rows.append(_sum_row("total", "", found))
     return align(rows, right=(4, 5))
+
+
+def _sum_row(kind: str, axes: str, members: Sequence[Collective]) -> tuple[str, ...]:
+    """Returns the row of a table with the sums of several collectives."""
+    times = sum(c.times for c in members)
+    return (kind, "", "", axes, str(times), f"{total_bytes(members):,}", "")
 
 
 def assert_no_wide_weight_gather(
@@ -248,35 +271,45 @@ def assert_no_wide_weight_gather(
     """
     names = _axis_names(axes)
     if not isinstance(fn, str) and isinstance(fn, Sequence):
-        found = list(fn)
+        listed = list(fn)
     else:
-        found, known = _read(fn, args, kwargs, mesh)
-        if not known and any(c.group_size > 1 for c in found):
+        listed, mesh_axes = _read(fn, args, kwargs, mesh)
+        if not mesh_axes and any(c.group_size > 1 for c in listed):
             raise ValueError(f"{axes=}: the program's mesh is not known; pass mesh=")
-        if known and (missing := [n for n in names if n not in known]):
-            raise ValueError(f"{axes=}: the mesh has no axis {','.join(missing)}; its axes are {','.join(known)}")
+        missing = [name for name in names if name not in mesh_axes]
+        if mesh_axes and missing:
+            raise ValueError(f"{axes=}: the mesh has no axis {','.join(missing)}; its axes are {','.join(mesh_axes)}")
     leaves = jax.tree.leaves(weights)
     sizes = [math.prod(shape) for split, shape in map(_placed, leaves) if split & set(names)]
     if not sizes:
         raise ValueError(f"weights: none is sharded over {','.join(names)}; pass arrays with their shardings")
-    least, given = min(sizes), [leaf for leaf in leaves if any(_involves(c, leaf) for c in found)]
+    smallest = min(sizes)
+    moved_weights = [leaf for leaf in leaves if any(_involves(c, leaf) for c in listed)]
 
-    def refused(c: Collective) -> bool:
-        wide = c.dtype.startswith(("float", "bfloat", "complex")) and not c.dtype.startswith(("float8", "float4"))
-        if not wide or c.bytes == 0 or c.kind == "reduce-scatter":
+    def is_refused(c: Collective) -> bool:
+        is_float = c.dtype.startswith(("float", "bfloat", "complex"))
+        is_wide = is_float and not c.dtype.startswith(("float8", "float4"))
+        if not is_wide or c.bytes == 0 or c.kind == "reduce-scatter":
             return False
-        carried = any(math.prod(value.shape) >= least for value in c.carries)
-        cut = c.kind == "all-reduce" and any(least <= math.prod(value.shape) < c.size for value in c.reaches)
-        moves = c.kind == "all-gather" or (not given and (carried or cut))  # `cut`: a device keeps a part of a sum
-        if c.size >= least and set(names) & set(c.axes) and moves:
+        moves_weight = c.kind == "all-gather"
+        if not moved_weights:
+            carries = any(math.prod(value.shape) >= smallest for value in c.carries)
+            # Each device keeps a part of the sum.
+            is_cut = any(smallest <= math.prod(value.shape) < c.size for value in c.reaches)
+            moves_weight = moves_weight or carries or (c.kind == "all-reduce" and is_cut)
+        if moves_weight and c.size >= smallest and set(names) & set(c.axes):
             return True
-        return any(c.kind != "all-reduce" or _placed(w)[0] & set(c.axes) for w in given if _involves(c, w))
+        involved = [weight for weight in moved_weights if _involves(c, weight)]
+        if c.kind != "all-reduce":
+            return bool(involved)
+        return any(_placed(weight)[0] & set(c.axes) for weight in involved)
 
-    if offenders := [c for c in found if refused(c)]:
-        what = f"gathers over {','.join(names)} of {least} elements or more"
-        head = f"{plural(len(offenders), 'collective')} of unquantized weights or their gradients, or {what}:"
+    offenders = [c for c in listed if is_refused(c)]
+    if offenders:
+        gathers = f"gathers over {','.join(names)} of {smallest} elements or more"
+        head = f"{plural(len(offenders), 'collective')} of unquantized weights or their gradients, or {gathers}:"
         raise AssertionError("\n  ".join([head, *map(str, offenders)]) + f"\n{_WHY}")
-    return found
+    return listed
 
 
 def _placed(leaf) -> tuple[set[str], tuple[int, ...]]:
@@ -284,13 +317,18 @@ def _placed(leaf) -> tuple[set[str], tuple[int, ...]]:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return set(), tuple(leaf.shape)
-    return {name for entry in sharding.spec for name in as_names(entry)}, sharding.shard_shape(leaf.shape)
+    names = {name for entry in sharding.spec for name in as_names(entry)}
+    return names, sharding.shard_shape(leaf.shape)
 
 
 def _involves(c: Collective, leaf) -> bool:
     """Returns whether a collective carries a parameter, or reaches a result, of the shape of a weight."""
-    whole, shard = tuple(leaf.shape), _placed(leaf)[1]
-    return any(v.whole == whole or (v.whole is None and v.shape in (whole, shard)) for v in (*c.carries, *c.reaches))
+    whole = tuple(leaf.shape)
+    _, shard = _placed(leaf)
+    for value in (*c.carries, *c.reaches):
+        if value.whole == whole or (value.whole is None and value.shape in (whole, shard)):
+            return True
+    return False
 
 
 def _over(found: Iterable[Collective], axes: Over) -> list[Collective]:
@@ -307,51 +345,76 @@ def _axis_names(axes: Over) -> Names:
 
 def _read(fn: Any, args, kwargs, mesh: AnyMesh | None) -> tuple[list[Collective], Names]:
     """Returns the collectives, and the names of the mesh axes; () where the mesh is not known."""
-    given, unwidened, meshes = isinstance(fn, str) or hasattr(fn, "as_text"), False, _meshes((args, kwargs))
-    if given and (args or kwargs):
+    is_program = isinstance(fn, str) or hasattr(fn, "as_text")
+    if is_program and (args or kwargs):
         raise ValueError(f"fn is a {type(fn).__name__}, lowered or compiled for its arguments; pass no others")
-    if not given:
+    if not is_program:
         if not (callable(fn) or hasattr(fn, "lower")):
             raise ValueError(f"fn={fn!r} must be a function, lowered or compiled by jit or not, or an HLO text")
-        fn = (getattr(fn, "lower", None) or jax.jit(fn).lower)(*args, **kwargs)
+        lower = getattr(fn, "lower", None) or jax.jit(fn).lower
+        fn = lower(*args, **kwargs)
+    meshes = _meshes((args, kwargs))
+    unwidened = False
     if hasattr(fn, "compile"):
         fn, unwidened = _compile(fn, [mesh, *meshes])
     meshes += _meshes([getattr(fn, "input_shardings", ()), getattr(fn, "output_shardings", ())])
-    leaves = jax.tree_util.tree_flatten_with_path(getattr(fn, "out_info", ()))[0]
-    results = [Value(f"result{jax.tree_util.keystr(path)}", (), tuple(leaf.shape)) for path, leaf in leaves]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(getattr(fn, "out_info", ()))
+    results = []
+    for path, leaf in leaves:
+        results.append(Value(f"result{jax.tree_util.keystr(path)}", (), tuple(leaf.shape)))
     program = read_hlo(fn if isinstance(fn, str) else fn.as_text())
-    sizes, flows, found = _mesh_sizes(mesh, meshes, program.devices), trace(program, results), []
+    sizes = _mesh_sizes(mesh, meshes, program.devices)
+    flows = trace(program, results)
+    listed = []
     for computation, instructions in program.computations.items():
-        for one in (i for i in instructions.values() if i.is_collective):
-            groups = device_groups(one, program.devices)
-            devices, axes = max(map(len, groups)), varying_axes(groups, sizes)
-            promoted = unwidened and re.search(r"to_apply=%?[\w.\-]+_promoted\b", one.attributes)  # a bf16 reduction
-            for i, element in enumerate(one.elements):
-                if promoted and len(one.elements) == 1 and element.dtype == "float32":
+        for instruction in instructions.values():
+            if not instruction.is_collective:
+                continue
+            groups = device_groups(instruction, program.devices)
+            group_size = max(map(len, groups))
+            # XLA:CPU computes a bfloat16 reduction by a promoted function.
+            promoted = unwidened and _PROMOTED.search(instruction.attributes)
+            for i, element in enumerate(instruction.elements):
+                if promoted and len(instruction.elements) == 1 and element.dtype == "float32":
                     element = Element("bfloat16", 16, element.shape)
-                size, flow = math.prod(element.shape) * element.bits, flows.get((computation, one.name, i), ())
-                sent = ring_bytes(one.kind, -(-size // 8), devices)
-                array = one.kind, element.dtype, element.shape, axes, devices, sent, one.op_name
-                found.append(Collective(*array, *program.runs[computation], *flow))
-    return found, tuple(sizes)
+                result_bytes = -(-math.prod(element.shape) * element.bits // 8)
+                times, open_loop = program.runs[computation]
+                carries, reaches = flows.get((computation, instruction.name, i), ((), ()))
+                collective = Collective(
+                    kind=instruction.kind,
+                    dtype=element.dtype,
+                    shape=element.shape,
+                    axes=varying_axes(groups, sizes),
+                    group_size=group_size,
+                    bytes=ring_bytes(instruction.kind, result_bytes, group_size),
+                    op_name=instruction.op_name,
+                    times=times,
+                    open_loop=open_loop,
+                    carries=carries,
+                    reaches=reaches,
+                )
+                listed.append(collective)
+    return listed, tuple(sizes)
 
 
 def _meshes(tree) -> list[AnyMesh]:
     """Returns the meshes of the NamedShardings in a tree, or of its arrays."""
-    shardings = (getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(tree))
+    shardings = [getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(tree)]
     return [s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty]
 
 
 def _compile(lowered: Any, meshes: Sequence[AnyMesh | None]) -> tuple[Any, bool]:
     """Returns the compiled program, and whether XLA's CPU compiler was kept from widening its collectives."""
-    devices = [device for mesh in meshes if isinstance(mesh, Mesh) for device in mesh.devices.flat[:1]]
+    concrete = [mesh for mesh in meshes if isinstance(mesh, Mesh)]
+    devices = [device for mesh in concrete for device in mesh.devices.flat[:1]]
     # A program for a GPU is perhaps compiled ahead of time.
     if find_device().platform != "cpu" or not set(devices) <= set(jax.devices()):
         return lowered.compile(), False
     for dtypes in (_WIDENED + _WIDENED_SMALL, _WIDENED):
         passes = [f"float-normalization-{dtype}" for dtype in dtypes] + ["cpu-all-reduce-combiner"]
+        options = {"xla_disable_hlo_passes": ",".join(passes)}
         try:
-            return lowered.compile(compiler_options={"xla_disable_hlo_passes": ",".join(passes)}), True
+            return lowered.compile(compiler_options=options), True
         except jax.errors.JaxRuntimeError:
             continue  # The CPU cannot compute with these dtypes without widening them.
     warnings.warn("the collectives are those of XLA:CPU, which moves bf16 as f32 and f8 as f16", stacklevel=4)
@@ -361,10 +424,12 @@ def _compile(lowered: Any, meshes: Sequence[AnyMesh | None]) -> tuple[Any, bool]
 def _mesh_sizes(mesh: AnyMesh | None, meshes: Sequence[AnyMesh], devices: int) -> Mapping[str, int]:
     """Returns the axis sizes of `mesh`, or of the first mesh that fits the program; {} where none does."""
     if mesh is None:
-        known = [*meshes, jax.sharding.get_abstract_mesh()]
-        return next((dict(m.shape) for m in known if not m.empty and m.size == devices), {})
-    own = next((list(m.devices.flat) for m in meshes if isinstance(m, Mesh)), None)
-    reordered = own and isinstance(mesh, Mesh) and list(mesh.devices.flat) != own
+        for known in (*meshes, jax.sharding.get_abstract_mesh()):
+            if not known.empty and known.size == devices:
+                return dict(known.shape)
+        return {}
+    order = next((list(m.devices.flat) for m in meshes if isinstance(m, Mesh)), None)
+    reordered = order and isinstance(mesh, Mesh) and list(mesh.devices.flat) != order
     if mesh.size != devices or reordered:
         raise ValueError(f"mesh={mesh} must have the program's {devices} devices, in their order")
     return dict(mesh.shape)

@@ -104,24 +104,34 @@ class Instruction:
         """The arrays of the result. The type of a start is (operands, results, ...), or for some kinds the results."""
         types = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", re.sub(r"\{[^}]*\}", "", self.type))
         arrays = tuple(Element(*dtype_name(d), _ints(shape)) for d, shape in types if d != "token")
-        count = len(self.operands) if self.opcode.endswith("-start") else 0
-        arrays = arrays[count : 2 * count] or arrays
+        if self.opcode.endswith("-start"):
+            count = len(self.operands)
+            arrays = arrays[count : 2 * count] or arrays
         if self.kind == "all-to-all" and len(arrays) > 1 and "dimensions=" not in self.attributes:
             # XLA made an operand of the piece for each peer; the user has one array.
             return (arrays[0]._replace(shape=(len(arrays), *arrays[0].shape)),)
         return arrays
 
     @property
+    def num_elements(self) -> int:
+        """The number of elements of the first array of the result."""
+        return math.prod(self.elements[0].shape)
+
+    @property
     def calls(self) -> list[tuple[str, str]]:
         """(attribute, computation) for each computation that the instruction calls, such as ("body", "while_body")."""
-        found = _CALLED.findall(self.attributes)
-        return [(how, callee) for how, names in found for callee in re.findall(r"[\w.\-]+", names)]
+        calls = []
+        for attribute, names in _CALLED.findall(self.attributes):
+            calls += [(attribute, callee) for callee in re.findall(r"[\w.\-]+", names)]
+        return calls
 
     @property
     def op_name(self) -> str:
         """The op of the user's program that the instruction comes from; of a parameter, the argument's name."""
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return match[1] if match else ""
+        if match is None:
+            return ""
+        return match[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,27 +154,32 @@ class Hlo:
         runs: dict[str, tuple[int, bool]] = {}
         for name in reversed(self.computations):
             times, is_open = runs.setdefault(name, (1, False))
-            for one in self.computations[name].values():
-                if one.opcode.endswith(("-done", "-update")):
+            for instruction in self.computations[name].values():
+                if instruction.opcode.endswith(("-done", "-update")):
                     continue  # This line names the computation that its start runs.
-                trips = _TRIPS.search(one.attributes)
-                for how, callee in one.calls:
-                    before, was_open = runs.get(callee, (0, False))
-                    many = int(trips[1]) if trips and how == "body" else 1
-                    runs[callee] = before + times * many, was_open or is_open or (how == "body" and trips is None)
+                trips = _TRIPS.search(instruction.attributes)
+                for attribute, callee in instruction.calls:
+                    times_before, was_open = runs.get(callee, (0, False))
+                    is_body = attribute == "body"
+                    trip_count = int(trips[1]) if trips and is_body else 1
+                    opens = is_body and trips is None
+                    runs[callee] = (times_before + times * trip_count, was_open or is_open or opens)
         return runs
 
 
 def read_hlo(text: str) -> Hlo:
     """Reads the text of an HLO program; ValueError is raised for a program of several replicas."""
     computations: dict[str, dict[str, Instruction]] = {}
-    entry, current = "", {}
+    entry = ""
+    current = {}
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         if match := _INSTRUCTION.match(line):
-            current[match[2]] = Instruction(bool(match[1]), *(part or "" for part in match.groups()[1:]))
+            root, *fields = match.groups("")
+            current[match[2]] = Instruction(bool(root), *fields)
         elif " = " not in line and (header := _HEADER.match(line)):
             current = computations.setdefault(header[2], {})
-            entry = header[2] if header[1] else entry
+            if header[1]:
+                entry = header[2]
     head = text.lstrip().partition("\n")[0]
     count = {name: int(n) for name, n in re.findall(r"\b(replica_count|num_partitions)=(\d+)", head)}
     if count.get("replica_count", 1) > 1:
@@ -172,34 +187,49 @@ def read_hlo(text: str) -> Hlo:
     return Hlo(computations, entry, count.get("num_partitions", 1))
 
 
-def device_groups(one: Instruction, devices: int) -> Groups:
+def device_groups(instruction: Instruction, devices: int) -> Groups:
     """Returns the devices of each group of a collective, as positions in the device assignment of the program.
 
     A group of a permute is a source and its target.
     """
-    if pairs := _PAIRS.search(one.attributes):
+    attributes = instruction.attributes
+    if pairs := _PAIRS.search(attributes):
         return tuple(tuple({*pair}) for pair in _id_lists(pairs[1])) or ((0,),)
-    match = _GROUPS.search(one.attributes)
-    replicas = one.kind in ("all-gather", "all-reduce", "reduce-scatter") and "use_global" not in one.attributes
-    if "replica_groups=" in one.attributes and (match is None or (replicas and devices > 1)):
-        raise ValueError(f"{one.attributes!r} has replica_groups of a form that moax.inspect does not know")
-    lists, rows, order, mesh, device_ids, varying = match.groups("") if match else ("",) * 6
+    match = _GROUPS.search(attributes)
+    is_of_replicas = instruction.kind in ("all-gather", "all-reduce", "reduce-scatter")
+    has_replicas = is_of_replicas and "use_global" not in attributes
+    if "replica_groups=" in attributes and (match is None or (has_replicas and devices > 1)):
+        raise ValueError(f"{attributes!r} has replica_groups of a form that moax.inspect does not know")
+    if match is None:
+        return (tuple(range(devices)),)
+    lists, rows, order, mesh, device_ids, varying = match.groups("")
     if lists:
         return _id_lists(lists)
     if rows:
         return tuple(map(tuple, _iota(order).reshape(_ints(rows)).tolist()))
     if not mesh:
         return (tuple(range(devices)),)
+    return _groups_of_mesh(mesh, device_ids, varying)
+
+
+def _groups_of_mesh(mesh: str, device_ids: str, varying: str) -> Groups:
+    """Returns the groups of devices that differ in the axes `varying` alone."""
     sizes = {name: int(size) for name, size in re.findall(r"([^',\s]+)'?=(\d+)", mesh)}
-    places = first = np.arange(math.prod(sizes.values()))
+    places = np.arange(math.prod(sizes.values()))
+    leaders = places  # the place of the first device of the group of each device
     # The text may name a part of an axis: 'a':(2)4 is the middle dim of 'a' as dims 2 x 4 x rest.
     for name, before, part in re.findall(r"([^',:\s]+)'?(?::\((\d+)\)(\d+))?", varying):
         inner = math.prod(list(sizes.values())[list(sizes).index(name) + 1 :])
         size = int(part or sizes[name])
         stride = inner * sizes[name] // (int(before or 1) * size)
-        first = first - places // stride % size * stride  # the place of the first device of the group
-    ids = places if not device_ids else _iota(device_ids) if "[" in device_ids else np.array(_ints(device_ids))
-    return tuple(tuple(ids[first == place].tolist()) for place in np.unique(first))
+        leaders = leaders - places // stride % size * stride
+    if not device_ids:
+        ids = places
+    elif "[" in device_ids:
+        ids = _iota(device_ids)
+    else:
+        ids = np.array(_ints(device_ids))
+    return tuple(tuple(ids[leaders == place].tolist()) for place in np.unique(leaders))
 
 
 def varying_axes(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -210,16 +240,25 @@ def varying_axes(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if not sizes or max(map(max, groups)) >= math.prod(sizes.values()):
         return ()
     coordinates = [np.unravel_index(np.asarray(group), tuple(sizes.values())) for group in groups]
-    return tuple(n for i, n in enumerate(sizes) if any((c[i] != c[i][0]).any() for c in coordinates))
+    axes = []
+    for i, name in enumerate(sizes):
+        if any((group[i] != group[i][0]).any() for group in coordinates):
+            axes.append(name)
+    return tuple(axes)
 
 
 def dtype_name(hlo: str) -> tuple[str, int]:
     """Returns NumPy's name and the bits of an HLO type: f8e4m3fn -> ("float8_e4m3fn", 8), u8 -> ("uint8", 8)."""
     match = re.fullmatch(r"(bf|f|s|u|c)(\d+)(e\d\w*)?", hlo)
+    if hlo == "pred":
+        return "bool", 8
     if match is None:
-        return ("bool", 8) if hlo == "pred" else (hlo, 0)
+        return hlo, 0
     kind = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}[match[1]]
-    return f"{kind}{match[2]}{'_' + match[3] if match[3] else ''}", int(match[2])
+    name = f"{kind}{match[2]}"
+    if match[3]:
+        name += f"_{match[3]}"
+    return name, int(match[2])
 
 
 def _iota(text: str) -> np.ndarray:
@@ -242,49 +281,84 @@ def trace(program: Hlo, results: Sequence[Value]) -> dict[Array, tuple[tuple[Val
 
     `results` has the names and whole shapes of the results; the text tells only their number.
     """
-    found: dict[Array, frozenset[Source]] = {}
+    entry = program.computations.get(program.entry, {}).values()
+    params: dict[int, Value] = {}
+    for instruction in entry:
+        if instruction.opcode == "parameter":
+            name = re.sub(r"\\(.)", r"\1", instruction.op_name) or f"parameter {instruction.arguments}"
+            shape = instruction.elements[0].shape if instruction.elements else ()
+            params[int(instruction.arguments)] = Value(name, shape)
+    flow = _Flow(program)
+    sources_of_root = flow.run(program.entry, tuple(frozenset([i]) for i in range(len(params))))
+    shapes = []
+    for instruction in entry:
+        if instruction.root:
+            shapes += [element.shape for element in instruction.elements]
+    if len(results) != len(shapes):
+        names = ["result"] if len(shapes) == 1 else [f"result[{i}]" for i in range(len(shapes))]
+        results = [Value(name, ()) for name in names]
+    if isinstance(sources_of_root, tuple):
+        sources_of_results = [_flat(member) for member in sources_of_root]
+    else:
+        sources_of_results = [sources_of_root] * len(shapes)
+    values = [value._replace(shape=shape) for value, shape in zip(results, shapes, strict=True)]
+    flows = {}
+    for array, sources in flow.sources.items():
+        indices = sorted(source for source in sources if isinstance(source, int))
+        carries = tuple(params[i] for i in indices)
+        pairs = zip(values, sources_of_results, strict=True)
+        reaches = tuple(value for value, sources_of_value in pairs if array in sources_of_value)
+        flows[array] = (carries, reaches)
+    return flows
 
-    @functools.cache
-    def run(computation: str, operands: tuple[Sources, ...]) -> Sources:
-        """Runs a computation on sources in the place of arrays; `found` has those of each array of a collective."""
-        made: dict[str, Sources] = {}
+
+class _Flow:
+    """Follows sources through a program; `sources` has the sources of each array of a collective."""
+
+    def __init__(self, program: Hlo):
+        self.program = program
+        self.sources: dict[Array, frozenset[Source]] = {}
+        self.run = functools.cache(self._run)
+
+    def _run(self, computation: str, operands: tuple[Sources, ...]) -> Sources:
+        """Runs a computation on sources in the place of arrays."""
+        sources: dict[str, Sources] = {}
         result: Sources = _NONE
-        for one in program.computations.get(computation, {}).values():
-            if one.opcode == "parameter":
-                made[one.name] = operands[int(one.arguments)] if int(one.arguments) < len(operands) else _NONE
+        for instruction in self.program.computations.get(computation, {}).values():
+            name = instruction.name
+            if instruction.opcode == "parameter":
+                index = int(instruction.arguments)
+                sources[name] = operands[index] if index < len(operands) else _NONE
             else:
-                made[one.name] = step(computation, one, tuple(made.get(name, _NONE) for name in one.operands))
-            result = made[one.name] if one.root else result
+                inputs = tuple(sources.get(operand, _NONE) for operand in instruction.operands)
+                sources[name] = self._step(computation, instruction, inputs)
+            if instruction.root:
+                result = sources[name]
         return result
 
-    def step(computation: str, one: Instruction, operands: tuple[Sources, ...]) -> Sources:
-        opcode, called = one.opcode, [callee for _, callee in one.calls if callee in program.computations]
-        if opcode in _ENDS or (opcode == "custom-call" and not _PLACING.search(one.attributes)):
+    def _step(self, computation: str, instruction: Instruction, operands: tuple[Sources, ...]) -> Sources:
+        """Returns the sources of the result of an instruction."""
+        opcode = instruction.opcode
+        called = [callee for _, callee in instruction.calls if callee in self.program.computations]
+        if opcode in _ENDS or (opcode == "custom-call" and not _PLACING.search(instruction.attributes)):
             return _NONE
         if opcode == "tuple":
             return operands
         if opcode == "get-tuple-element":
-            index = int(re.findall(r"index=(\d+)", one.attributes)[0])
+            index = int(re.findall(r"index=(\d+)", instruction.attributes)[0])
             return operands[0][index] if isinstance(operands[0], tuple) else operands[0]
         if opcode == "while":
-            state, body = operands[0], dict(one.calls)["body"]
-            while (after := _join(state, run(body, (state,)))) != state:
-                state = after
-            return state
+            return self._run_loop(dict(instruction.calls)["body"], operands[0])
         if opcode == "conditional":
-            return _join(*(run(callee, (given,)) for callee, given in zip(called, operands[1:], strict=False)))
-        if one.is_collective:  # Its results have the sources of its operands, and themselves as a source.
-            arrays = [(computation, one.name, i) for i in range(len(one.elements))]
-            given = operands if len(operands) == len(arrays) else (_flat(operands),) * len(arrays)
-            for array, operand in zip(arrays, given, strict=True):
-                found[array] = found.get(array, _NONE) | _flat(operand)
-            made = tuple(_flat(operand) | {array} for array, operand in zip(arrays, given, strict=True))
-            return made if len(made) > 1 else _flat(made)
+            pairs = zip(called, operands[1:], strict=False)
+            return _join(*(self.run(callee, (operand,)) for callee, operand in pairs))
+        if instruction.is_collective:
+            return self._cross(computation, instruction, operands)
         if called and (opcode in ("fusion", "call") or opcode.endswith("-start")):
-            return run(called[0], operands)
+            return self.run(called[0], operands)
         if opcode == "broadcast":
-            source = program.computations[computation].get(one.operands[0])
-            if source is None or math.prod(source.elements[0].shape) != math.prod(one.elements[0].shape):
+            source = self.program.computations[computation].get(instruction.operands[0])
+            if source is None or source.num_elements != instruction.num_elements:
                 return _NONE
         if opcode == "scatter":  # (arrays, indices, updates)
             count = len(operands) // 2
@@ -292,34 +366,39 @@ def trace(program: Hlo, results: Sequence[Value]) -> dict[Array, tuple[tuple[Val
         operands = operands[: _INDICES.get(opcode)]
         return operands[0] if len(operands) == 1 else _flat(operands)
 
-    entry, named = program.computations.get(program.entry, {}).values(), dict[int, Value]()
-    for one in entry:
-        if one.opcode == "parameter":
-            name = re.sub(r"\\(.)", r"\1", one.op_name) or f"parameter {one.arguments}"
-            named[int(one.arguments)] = Value(name, one.elements[0].shape if one.elements else ())
-    made = run(program.entry, tuple(frozenset([i]) for i in range(len(named))))
-    shapes = [element.shape for one in entry if one.root for element in one.elements]
-    if len(results) != len(shapes):
-        results = [Value(f"result[{i}]" if len(shapes) > 1 else "result", ()) for i in range(len(shapes))]
-    members = [_flat(member) for member in made] if isinstance(made, tuple) else [made] * len(shapes)
-    ends = [(value._replace(shape=shape), m) for value, shape, m in zip(results, shapes, members, strict=True)]
-    return {
-        array: (tuple(named[i] for i in sorted(s for s in sources if isinstance(s, int))),
-                tuple(value for value, of in ends if array in of))
-        for array, sources in found.items()
-    }  # fmt: skip
+    def _run_loop(self, body: str, state: Sources) -> Sources:
+        """Returns the sources of the state of a loop after any number of turns."""
+        while True:
+            next_state = _join(state, self.run(body, (state,)))
+            if next_state == state:
+                return state
+            state = next_state
+
+    def _cross(self, computation: str, instruction: Instruction, operands: tuple[Sources, ...]) -> Sources:
+        """Returns the sources of the results of a collective: those of its operands, and the results themselves."""
+        arrays = [(computation, instruction.name, i) for i in range(len(instruction.elements))]
+        if len(operands) != len(arrays):
+            operands = (_flat(operands),) * len(arrays)
+        results = []
+        for array, operand in zip(arrays, operands, strict=True):
+            self.sources[array] = self.sources.get(array, _NONE) | _flat(operand)
+            results.append(_flat(operand) | {array})
+        return tuple(results) if len(results) > 1 else _flat(tuple(results))
 
 
 def _flat(sources: Sources) -> frozenset[Source]:
     """Returns the union of the sources of all members."""
-    return sources if isinstance(sources, frozenset) else frozenset().union(*map(_flat, sources))
+    if isinstance(sources, frozenset):
+        return sources
+    return frozenset().union(*map(_flat, sources))
 
 
-def _join(first: Sources, *others: Sources) -> Sources:
+def _join(*alternatives: Sources) -> Sources:
     """Returns the sources of an array, or of a tuple, that may be any of these."""
+    joined, *others = alternatives
     for other in others:
-        if isinstance(first, tuple) and isinstance(other, tuple) and len(first) == len(other):
-            first = tuple(map(_join, first, other))
+        if isinstance(joined, tuple) and isinstance(other, tuple) and len(joined) == len(other):
+            joined = tuple(map(_join, joined, other))
         else:
-            first = _flat(first) | _flat(other)
-    return first
+            joined = _flat(joined) | _flat(other)
+    return joined

@@ -23,11 +23,16 @@ def as_names(entry: Any) -> tuple:
     """Returns the axis names of one entry of a PartitionSpec, or of one field of `Axes`."""
     if entry is None:
         return ()
-    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+    if isinstance(entry, tuple | list):
+        return tuple(entry)
+    return (entry,)
 
 
 def make_mesh(
-    sizes: Mapping[str, int], *, axis_type: AxisType = AxisType.Auto, devices: Sequence[jax.Device] | None = None
+    sizes: Mapping[str, int],
+    *,
+    axis_type: AxisType = AxisType.Auto,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """Makes the mesh of these axes over all devices, in row-major order, with the devices of a host side by side.
 
@@ -43,11 +48,13 @@ def make_mesh(
     Raises:
       ValueError: the product of the sizes is not the number of devices.
     """
-    devices = order(jax.devices() if devices is None else devices)
-    if math.prod(sizes.values()) != len(devices):
-        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"sizes {given} make a mesh of {math.prod(sizes.values())} devices; there are {len(devices)}")
-    return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), (axis_type,) * len(sizes))
+    if devices is None:
+        devices = jax.devices()
+    shape = tuple(sizes.values())
+    if math.prod(shape) != len(devices):
+        text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"sizes {text} make a mesh of {math.prod(shape)} devices; there are {len(devices)}")
+    return Mesh(np.array(order(devices)).reshape(shape), tuple(sizes), (axis_type,) * len(sizes))
 
 
 def order(devices: Sequence[jax.Device]) -> list[jax.Device]:
@@ -109,20 +116,25 @@ class Axes:
                         f"Axes: mesh axis {name!r} is named by both {owner[name]} and {role}; name it once"
                     )
                 owner[name] = role
-        object.__setattr__(self, "names", tuple(name for name, role in owner.items() if role != "other"))
+        names_with_role = tuple(name for name, role in owner.items() if role != "other")
+        object.__setattr__(self, "names", names_with_role)
         check_value("Axes: fsdp_dim", self.fsdp_dim, ("auto", "experts", "model"))
-        given = self.tokens
-        wanted = 'it must be the mesh axes of each leading dim of x, such as (("ep", "fsdp"), "cp")'
-        if isinstance(given, str) or not isinstance(given, Iterable):
-            raise ValueError(f"Axes: tokens={given!r}; {wanted}")
-        dims = tuple(map(as_names, given))
+        object.__setattr__(self, "tokens", self._check_tokens(owner))
+
+    def _check_tokens(self, owner: Mapping[str, str]) -> tuple[Names, ...]:
+        """Returns the axes over each leading dim of x; `owner` has the role of each axis."""
+        tokens = self.tokens
+        remedy = 'it must be the mesh axes of each leading dim of x, such as (("ep", "fsdp"), "cp")'
+        if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+            raise ValueError(f"Axes: tokens={tokens!r}; {remedy}")
+        dims = tuple(map(as_names, tokens))
         listed = [name for names in dims for name in names]
         for name in listed:
             if owner.get(name) not in ("dp", "fsdp", "ep", "cp"):
-                raise ValueError(f"Axes: tokens={given!r} names {name!r}, which is in none of dp, fsdp, ep and cp")
+                raise ValueError(f"Axes: tokens={tokens!r} names {name!r}, which is in none of dp, fsdp, ep and cp")
         if len(set(listed)) < len(listed):
-            raise ValueError(f"Axes: tokens={given!r} names a mesh axis twice; {wanted}")
-        object.__setattr__(self, "tokens", dims)
+            raise ValueError(f"Axes: tokens={tokens!r} names a mesh axis twice; {remedy}")
+        return dims
 
     def resolve(self, mesh: AnyMesh | None) -> ResolvedAxes:
         """Returns the axes of a mesh that have more than one device, by role. Manual axes need no role.
@@ -137,26 +149,35 @@ class Axes:
             return ResolvedAxes()
         if mesh.auto_axes and mesh.explicit_axes:
             raise ValueError(
-                f"mesh axes {list(mesh.auto_axes)} are Auto and {list(mesh.explicit_axes)} are Explicit; moax works on "
-                "meshes whose axes are all of one kind: pass axis_types=(AxisType.Auto,) * n, or Explicit for all, to "
-                "jax.make_mesh"
+                f"mesh axes {list(mesh.auto_axes)} are Auto and {list(mesh.explicit_axes)} are "
+                "Explicit; moax works on meshes whose axes are all of one kind: pass "
+                "axis_types=(AxisType.Auto,) * n, or Explicit for all, to jax.make_mesh"
             )
         sizes = {name: size for name, size in mesh.shape.items() if size > 1}
         for name, size in sizes.items():
             if name not in (*self.names, *as_names(self.other), *mesh.manual_axes):
                 raise ValueError(
-                    f"mesh axis {name!r} of {size} devices has no role in {self}; name it in dp (it splits tokens), "
-                    "fsdp (tokens and weights), cp (tokens along S), ep (tokens and experts) or tp (the expert width), "
-                    f"for example Axes(fsdp={name!r}), or in other=({name!r},) where moax is to leave the axis out"
+                    f"mesh axis {name!r} of {size} devices has no role in {self}; name it in dp "
+                    "(it splits tokens), fsdp (tokens and weights), cp (tokens along S), ep "
+                    "(tokens and experts) or tp (the expert width), for example "
+                    f"Axes(fsdp={name!r}), or in other=({name!r},) where moax is to leave the axis "
+                    "out"
                 )
-        of = {role: tuple(name for name in getattr(self, role) if name in sizes) for role in ROLES}
-        batch, cp = of["dp"] + of["fsdp"] + of["ep"], of["cp"]
-        dims = [tuple(name for name in as_names(entry) if name in batch + cp) for entry in self.tokens]
+        names_of_role: dict[str, Names] = {}
+        for role in ROLES:
+            names_of_role[role] = tuple(name for name in getattr(self, role) if name in sizes)
+        batch = names_of_role["dp"] + names_of_role["fsdp"] + names_of_role["ep"]
+        cp = names_of_role["cp"]
+        dims = []
+        for entry in self.tokens:
+            dims.append(tuple(name for name in as_names(entry) if name in batch + cp))
         dims += [()] * (2 - len(dims))
         listed = {name for names in dims for name in names}
         dims[0] = tuple(name for name in batch if name not in listed) + dims[0]
         dims[-1] += tuple(name for name in cp if name not in listed)
-        return ResolvedAxes(**of, sizes=tuple((n, sizes[n]) for names in of.values() for n in names), dims=tuple(dims))
+        names = [name for names in names_of_role.values() for name in names]
+        sizes_by_role = tuple((name, sizes[name]) for name in names)
+        return ResolvedAxes(**names_of_role, sizes=sizes_by_role, dims=tuple(dims))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,10 +208,11 @@ class ResolvedAxes:
 
     def __post_init__(self):
         tokens = tuple(name for names in self.dims for name in names)
-        replicas = tuple(name for name in tokens if name not in self.ep)
-        derived = dict(tokens=tokens, sequence=self.dims[-1], all=tokens + self.tp, replica_axes=replicas)
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "sequence", self.dims[-1])
+        object.__setattr__(self, "all", tokens + self.tp)
+        replica_axes = tuple(name for name in tokens if name not in self.ep)
+        object.__setattr__(self, "replica_axes", replica_axes)
 
     def over(self, count: int) -> tuple[Names, ...]:
         """Returns the axes of tokens over each of the `count` leading dims of x; the one dim of x [T, H] has them all.
@@ -200,10 +222,11 @@ class ResolvedAxes:
         """
         if count == 1:
             return (self.tokens,)
-        *first, last = self.dims
-        if count <= len(first):
-            raise ValueError(f"x has {count} dims before H, and Axes.tokens has {len(first) + 1} entries: {self.dims}")
-        return (*first, *[()] * (count - len(first) - 1), last)
+        *dims_before, dims_of_sequence = self.dims
+        if count < len(self.dims):
+            raise ValueError(f"x has {count} dims before H, and Axes.tokens has {len(self.dims)} entries: {self.dims}")
+        whole_dims = [()] * (count - len(self.dims))
+        return (*dims_before, *whole_dims, dims_of_sequence)
 
     def size(self, names: Names) -> int:
         """Returns the number of devices along the axes `names`, 1 for no names."""

@@ -27,7 +27,8 @@ OVERLAP_OPTIONS: dict[str, Any] = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
 }
-reduce_max = lax.pmax  # (x, names) -> the maximum of x over the devices along `names`, which is x without names
+# (x, names) -> the maximum of x over the devices along `names`, which is x without names
+reduce_max = lax.pmax
 
 
 def gather_weight(w: Array, gather: Sequence[Names]) -> Array:
@@ -37,7 +38,8 @@ def gather_weight(w: Array, gather: Sequence[Names]) -> Array:
     """
     with jax.named_scope("gather_weight"):
         for dim, names in enumerate(gather):
-            w = lax.all_gather(w, names, axis=dim, tiled=True) if names else w
+            if names:
+                w = lax.all_gather(w, names, axis=dim, tiled=True)
     return w
 
 
@@ -46,7 +48,8 @@ def sum_scatter(x: Array, names: Names, *, in_pieces: bool) -> Array:
     if not names:
         return x
     if in_pieces:
-        return _sum_pieces(x, (names, *[()] * (x.ndim - 1)), x.dtype).astype(x.dtype)
+        whole_dims = [()] * (x.ndim - 1)
+        return _sum_pieces(x, (names, *whole_dims), x.dtype).astype(x.dtype)
     return lax.psum_scatter(x, names, scatter_dimension=0, tiled=True)
 
 
@@ -65,7 +68,8 @@ def scatter_gradient(
         if in_pieces:
             return _sum_pieces(dw, gather, dw.dtype).astype(dw.dtype)
         for dim, names in reversed(tuple(enumerate(gather))):
-            dw = lax.psum_scatter(dw, names, scatter_dimension=dim, tiled=True) if names else dw
+            if names:
+                dw = lax.psum_scatter(dw, names, scatter_dimension=dim, tiled=True)
     return dw
 
 
@@ -80,7 +84,11 @@ def take_shard(x: Array, gather: Sequence[Names]) -> Array:
 
 def sum_dtype(reduce: GradReduce | None, dtype: DTypeLike) -> np.dtype:
     """Returns the dtype in which gradients of weights are summed: `dtype` for None."""
-    return np.dtype(dtype if reduce is None else "bfloat16" if reduce == "bfloat16" else "float32")
+    if reduce is None:
+        return np.dtype(dtype)
+    if reduce == "bfloat16":
+        return np.dtype("bfloat16")
+    return np.dtype("float32")
 
 
 def get_grad_reduce(reduce: DTypeLike | None) -> GradReduce | None:
@@ -101,9 +109,12 @@ def _sum_pieces(dw: Array, gather: Sequence[Names], dtype: DTypeLike) -> Array:
     if not names:
         return dw
     counts = [math.prod(map(lax.axis_size, axes)) for axes in gather]
-    split = [m for size, count in zip(dw.shape, counts, strict=True) for m in (count, size // count)]
+    split_shape = []
+    for size, count in zip(dw.shape, counts, strict=True):
+        split_shape += [count, size // count]
     dims = range(2 * dw.ndim)
-    pieces = dw.astype(dtype).reshape(split).transpose(*dims[::2], *dims[1::2])  # [c0, c1, ..., s0, s1, ...]
+    order = (*dims[::2], *dims[1::2])
+    pieces = dw.astype(dtype).reshape(split_shape).transpose(order)  # [c0, c1, ..., s0, s1, ...]
     # A compiler may widen bfloat16, so the pieces travel as integers.
     integer = jnp.uint16 if pieces.dtype.itemsize == 2 else jnp.uint32
     bits = lax.bitcast_convert_type(pieces.reshape(-1, *pieces.shape[dw.ndim :]), integer)
@@ -119,13 +130,16 @@ def is_alone() -> bool:
 
 def gather_rows(x: Array, names: Names) -> Array:
     """Returns the rows of all devices along `names`, in the order of the devices."""
-    return lax.all_gather(x, names, tiled=True) if names else x
+    if not names:
+        return x
+    return lax.all_gather(x, names, tiled=True)
 
 
 def mask_to_first_rank(x: Array, names: Names) -> Array:
     """Returns x on the first device along `names` and 0 on the others, so that a sum over `names` counts x once."""
-    first = functools.reduce(jnp.logical_and, [lax.axis_index(name) == 0 for name in names], True)
-    return jnp.where(first, x, jnp.zeros_like(x))
+    is_first_along = [lax.axis_index(name) == 0 for name in names]
+    is_first = functools.reduce(jnp.logical_and, is_first_along, True)
+    return jnp.where(is_first, x, jnp.zeros_like(x))
 
 
 def varying(x: Array) -> frozenset[str]:
@@ -138,8 +152,11 @@ def vary_like(x: Array, *others: PyTree) -> Array:
 
     Inside a `shard_map` with `check_vma` JAX refuses to mix types that vary differently.
     """
-    missing = frozenset().union(*map(varying, jax.tree.leaves(others))) - varying(x)
-    return lax.pcast(x, tuple(missing), to="varying") if missing else x
+    varying_of_others = frozenset().union(*map(varying, jax.tree.leaves(others)))
+    missing = tuple(varying_of_others - varying(x))
+    if not missing:
+        return x
+    return lax.pcast(x, missing, to="varying")
 
 
 def with_vma_of_inputs[**P, R](call: Callable[P, R]) -> Callable[P, R]:
@@ -149,6 +166,7 @@ def with_vma_of_inputs[**P, R](call: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(call)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
         operands = [v for v in jax.tree.leaves((args, options)) if isinstance(v, jax.Array)]
-        return jax.tree.map(lambda result: vary_like(result, operands), call(*args, **options))
+        results = call(*args, **options)
+        return jax.tree.map(lambda result: vary_like(result, operands), results)
 
     return wrapped

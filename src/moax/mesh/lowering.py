@@ -1,9 +1,9 @@
-"""What JAX is told, and what is refused, while a program with ops of moax is lowered.
+"""Primitives that refuse a wrong use of an op while JAX lowers a program, and the stable name of a call.
 
-Two identities refuse what would go wrong later without a word: a second derivative, and a program of many devices that
-was traced for one. A mark refuses forward-mode derivatives, of which JAX's own error names no function. All are
-primitives, because partial evaluation, as of a scan, drops the rule of a `jax.custom_jvp`.
-A `custom_partitioning` call has a stable name, and is refused by `jax.export`.
+Two identities raise an error where the program would be wrong without one: one identity refuses a second derivative,
+the other a program of many devices that was traced for one. A mark refuses forward-mode derivatives, because JAX's own
+error names no function. All three are primitives: partial evaluation, as of a scan, drops the rule of a
+`jax.custom_jvp`. A `custom_partitioning` call gets a stable name, and `jax.export` refuses it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def refuse_forward_mode(name: str, tree: PyTree) -> Any:
     a second time for backward, where it is not differentiated.
     """
     smooth = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return _mark.bind(*smooth, name=name) if smooth else None
+    if not smooth:
+        return None
+    return _mark.bind(*smooth, name=name)
 
 
 def refuse_many_devices[Tree: PyTree](name: str, tree: Tree) -> Tree:
@@ -53,8 +55,9 @@ def refuse_many_devices[Tree: PyTree](name: str, tree: Tree) -> Tree:
     `jax.jit(f, in_shardings=...)` on shapes tells a function nothing of the mesh while JAX traces the function. The op
     would then run as on one device, and XLA would gather every weight in full precision.
     """
-    first, *others = jax.tree.leaves(tree)
-    return jax.tree.unflatten(jax.tree.structure(tree), [_alone.bind(first, name=name), *others])
+    leaves, structure = jax.tree.flatten(tree)
+    leaves[0] = _alone.bind(leaves[0], name=name)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _constant(name: str) -> Primitive:
@@ -82,33 +85,40 @@ def _refuse_jvp(primals, tangents, *, name: str, reason: str):
 
 
 def _mark_jvp(primals, tangents, *, name: str):
-    return np.float32(0), _mark_tangent.bind(*(t for t in tangents if not isinstance(t, ad.Zero)), name=name)
+    nonzero = [tangent for tangent in tangents if not isinstance(tangent, ad.Zero)]
+    return np.float32(0), _mark_tangent.bind(*nonzero, name=name)
 
 
 def _refuse_forward(*operands, name: str):
     raise Unsupported(
-        f"moax: {name} has no forward-mode derivative, nor has a block that runs it: jax.jvp, jax.jacfwd and the "
-        "function of jax.linearize cannot run; use reverse mode: jax.grad, jax.vjp or jax.jacrev"
+        f"moax: {name} has no forward-mode derivative, nor has a block that runs it: jax.jvp, "
+        "jax.jacfwd and the function of jax.linearize cannot run; use reverse mode: jax.grad, "
+        "jax.vjp or jax.jacrev"
     )
 
 
 def _lower_alone(ctx, x, *, name: str):
     context = ctx.module_context.axis_context
-    devices = context.mesh.size if hasattr(context, "mesh") else context.num_devices
+    if hasattr(context, "mesh"):
+        devices = context.mesh.size
+    else:
+        devices = context.num_devices
     if devices > 1:
         raise ValueError(
-            f"moax {name}: this program is for {devices} devices, and no mesh was in force when jax.jit traced it, so "
-            "every device would gather all weights in full precision. Trace it under `with jax.set_mesh(mesh):`, or "
-            "pass arrays, or shapes, that have shardings"
+            f"moax {name}: this program is for {devices} devices, and no mesh was in force when "
+            "jax.jit traced it, so every device would gather all weights in full precision. Trace "
+            "it under `with jax.set_mesh(mesh):`, or pass arrays, or shapes, that have shardings"
         )
     return [x]
 
 
-_once, _alone = _identity("moax_first_derivative"), _identity("moax_one_device")
+_once = _identity("moax_first_derivative")
 ad.primitive_jvps[_once] = _refuse_jvp
+_alone = _identity("moax_one_device")
 ad.primitive_jvps[_alone] = lambda primals, tangents, name: (_alone.bind(*primals, name=name), *tangents)
 mlir.register_lowering(_alone, _lower_alone)
-_mark, _mark_tangent = _constant("moax_reverse_mode"), _constant("moax_forward_mode")
+_mark = _constant("moax_reverse_mode")
+_mark_tangent = _constant("moax_forward_mode")
 ad.primitive_jvps[_mark] = _mark_jvp
 ad.deflinear2(_mark_tangent, lambda d, *operands, name: [ad.Zero(x.aval) for x in operands])
 _mark_tangent.def_impl(_refuse_forward)
@@ -122,8 +132,9 @@ def name_call(op: str, call: Any, operand_types, result_types) -> None:
     JAX lowers such a call to a custom call that names a Python object by its address (jax issue 21159). The address is
     part of the key of JAX's compilation cache, and differs in each process. The digest covers everything that decides
     what the object does: the op, its static arguments, the source of moax, and the settings of JAX that change a trace.
-    Where a part has no text, as an `Op` of a function outside of moax, the name is random, and the program compiles
-    anew in each process: an address may come again in a later process, for a function that has changed.
+    A part may have no stable text, such as an `Op` of a function outside of moax, whose text is an address. A later
+    process could reuse the address for a function that has changed. The name is then random, and the program compiles
+    anew in each process.
 
     XLA asks for the layout of shards by calling back into this process, which no exported program can do. JAX says so
     after the whole program is lowered, without the name of an engine.
@@ -137,20 +148,21 @@ def name_call(op: str, call: Any, operand_types, result_types) -> None:
         info = callbacks[mlir.ir.StringAttr(inserted["backend_config"]).value.encode()]
         if info.module_context.lowering_parameters.for_export:
             raise Unsupported(
-                f"{op}: jax.export cannot serialize engine='custom_partitioning', which engine='auto' is on Auto mesh "
-                "axes; use engine='shard_map'"
+                f"{op}: jax.export cannot serialize engine='custom_partitioning', which "
+                "engine='auto' is on Auto mesh axes; use engine='shard_map'"
             )
-        of_jax = info.in_tree, info.out_tree, info.module_context.platforms, [getattr(jax.config, k) for k in SETTINGS]
-        content = repr((call, operand_types, result_types, of_jax, source()))
-        if found := UNSTABLE.search(content):
-            log_once(f"{anew}: no stable text: {found[0]}")
+        settings = [getattr(jax.config, setting) for setting in SETTINGS]
+        state_of_jax = info.in_tree, info.out_tree, info.module_context.platforms, settings
+        content = repr((call, operand_types, result_types, state_of_jax, source()))
+        if unstable := UNSTABLE.search(content):
+            log_once(f"{anew}: no stable text: {unstable[0]}")
             content = uuid.uuid4().hex
         name = f"moax:{hashlib.sha256(content.encode()).hexdigest()}"
-        # Equal content does equal work, so the first object of a name serves all calls of that name. Each of the others
-        # keeps the first one alive: XLA asks for it by name until the programs of all of them are compiled.
-        first = callbacks.setdefault(name.encode(), info)
-        if first is not info:
-            info.serves = first
+        # Equal content does equal work, so the first object of a name serves all calls of that name. Each other object
+        # keeps the first one alive: XLA asks for it by name until the programs of all calls are compiled.
+        first_info = callbacks.setdefault(name.encode(), info)
+        if first_info is not info:
+            info.serves = first_info
         inserted["backend_config"] = mlir.ir.StringAttr.get(name)
     except (ImportError, AttributeError, KeyError, IndexError, ValueError) as error:
         log_once(f"{anew}: {error!r}")

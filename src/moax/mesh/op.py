@@ -8,8 +8,8 @@ The rule is the layout of operands and results, the sums over devices, and the S
   letter in common are split alike: "t h, h e -> t e".
 - A result is summed over the axes that split an operand, and no dim of this result: with "t h, t e -> h e" each device
   has a term of the result, and the terms are summed over the axes of t.
-- "@n" is a tree of arrays, or None. Their leading dims are split as n, and have no dim in common with other arrays.
-  "@" is a tree of whole arrays.
+- "@n" is a tree of arrays, or None. The leading dim of each array is split as n is. The array shares no dim with other
+  arrays. "@" is a tree of whole arrays.
 - "{n | r k}" is a tree with these entries. "*c" is any number of dims, and "(b i)" a dim of blocks b of i elements.
 
 A weight may have several layouts. Ops on weights compute theirs by a function `sharding` in place of the rule.
@@ -22,7 +22,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,11 +76,11 @@ class Op:
       local: local(static, *operands) -> a result, or a tuple of them. It computes on shards and calls collectives by
         axis name. `static` is hashable and has the attribute `axes`, the mesh axes by role.
       rule: the rule; or a function of (static, operands) that returns it, and the sizes of dims inside blocks.
-      sharding: sharding(static, operands, found) -> OpSharding, in place of the layout that the rule gives. `found` has
-        the spec of each operand leaf, None where it is unknown. The local function is then local(static, layout,
-        *operands). It raises ValueError for a spec that the op cannot take.
-      content: what stands for the functions in the text that `name_call` makes a key of: names where all are moax's
-        own, whose sources are part of the key, else the functions, which have an address and so no key.
+      sharding: sharding(static, operands, operand_specs) -> OpSharding, in place of the layout that the rule gives.
+        `operand_specs` has the spec of each operand leaf, None where it is unknown. The local function is then
+        local(static, layout, *operands). `sharding` raises ValueError for a spec that the op cannot take.
+      content: the functions of the op, from whose text `name_call` makes a key. Functions of moax are names, because
+        the key covers the sources of moax. Other functions have an address in their text, which makes no stable key.
     """
 
     name: str
@@ -90,12 +90,9 @@ class Op:
     content: Any = dataclasses.field(init=False)
 
     def __post_init__(self):
-        content: Any = [f for f in (self.local, self.rule, self.sharding) if callable(f)]
-        parts = [
-            (getattr(f, "func", f), getattr(f, "args", ()), getattr(f, "keywords", {})) for f in content
-        ]  # partials
-        if all(inspect.isfunction(f) and f.__module__.split(".")[0] == __name__.split(".")[0] for f, *_ in parts):
-            content = [(f"{f.__module__}.{f.__qualname__}", *bound) for f, *bound in parts]
+        content: list[Any] = [f for f in (self.local, self.rule, self.sharding) if callable(f)]
+        if all(map(_is_of_moax, content)):
+            content = [_describe_function(f) for f in content]
         object.__setattr__(self, "content", content)
 
     def __call__(self, view: MeshView, static: Hashable, *operands):
@@ -107,17 +104,20 @@ class Op:
             if view.engine == "local":
                 if traced and view.mesh is None:
                     operands = refuse_many_devices(self.name, operands)
-                return self.compute_shards(static, self.find_sharding(static, operands), *operands, reduce=False)
+                sharding = self.find_sharding(static, operands)
+                return self.compute_shards(static, sharding, *operands, reduce=False)
             if not traced:
                 return self.compiled(view, static, *operands)
             sharding, operands = self.lay_out(view, static, *operands)
             mapped = jax.shard_map(
                 functools.partial(self.compute_shards, static, sharding),
-                mesh=view.mesh, in_specs=sharding.operands, out_specs=tuple(sharding.results),
+                mesh=view.mesh,
+                in_specs=sharding.operands,
+                out_specs=tuple(sharding.results),
                 axis_names=set(view.mesh.axis_names).difference(view.mesh.manual_axes),
                 # Inside a `shard_map` over other axes, types that vary over these must stay what they are.
                 check_vma=any(map(varying, jax.tree.leaves(operands))),
-            )  # fmt: skip
+            )
             return mapped(*operands)
 
     @functools.cached_property
@@ -135,67 +135,115 @@ class Op:
           ValueError: the mesh axes of a dim do not divide its size.
         """
         leaves, tree = jax.tree.flatten(operands)
-        found = tree.unflatten(jax.typeof(x).sharding.spec if view.explicit else None for x in leaves)
-        sharding = self.find_sharding(static, operands, found)
+        known_specs = [jax.typeof(x).sharding.spec if view.explicit else None for x in leaves]
+        sharding = self.find_sharding(static, operands, tree.unflatten(known_specs))
         specs = tree.flatten_up_to(sharding.operands)
         if view.engine != "local":  # local operands are shards
-            for i, (leaf, to) in enumerate(zip(leaves, specs, strict=True)):
-                check_divides(f"{self.name}: operand {i}", leaf.shape, to, view.axes)
+            for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+                check_divides(f"{self.name}: operand {i}", leaf.shape, spec, view.axes)
         if view.explicit:
-            leaves = [jax.sharding.reshard(x, NamedSharding(view.mesh, s)) for x, s in zip(leaves, specs, strict=True)]
+            shardings = [NamedSharding(view.mesh, spec) for spec in specs]
+            leaves = list(map(jax.sharding.reshard, leaves, shardings))
         return sharding, tree.unflatten(vary_like(x, leaves) for x in leaves)
 
     def parse_rule(self, static: Any, operands: tuple) -> Rule:
         """Returns the parsed rule of the op for these operands."""
-        made = self.rule(static, operands) if callable(self.rule) else self.rule
-        text, sizes = (made, ()) if isinstance(made, str) else made
-        given, results = (side.split(",") for side in text.split("->"))
-        leaves, stars = [], {}  # the dims of "*c" are c0, c1, ...
-        for entry, operand in zip(given, operands, strict=True):
-            arrays, parts = jax.tree.leaves(operand), [DIM.findall(part) for part in entry.strip(" {}").split("|")]
-            for dims, array in zip(parts * (len(arrays) if len(parts) == 1 else 1), arrays, strict=bool(arrays)):
-                for star in (dim for dim in dims if dim[0] == "*"):
-                    stars.setdefault(star, [f"{star[1:]}{i}" for i in range(array.ndim - len(dims) + 1)])
-                leaves.append(dims)
-        entries = []
-        for found in (*leaves, *map(DIM.findall, results)):
-            dims = tuple(itertools.chain(*(stars.get(dim, (dim,)) for dim in found)))
-            entries.append(Dims((), dims[1:]) if dims[:1] == ("@",) else Dims(dims))
-        return Rule(tuple(entries[: len(leaves)]), tuple(entries[len(leaves) :]), sizes)
+        rule = self.rule
+        if callable(rule):
+            rule = rule(static, operands)
+        sizes = ()
+        if not isinstance(rule, str):
+            rule, sizes = rule
+        operand_side, result_side = rule.split("->")
+        letters_of_leaves: list[list[str]] = []
+        stars: dict[str, list[str]] = {}  # the dims of "*c" are c0, c1, ...
+        for entry, operand in zip(operand_side.split(","), operands, strict=True):
+            arrays = jax.tree.leaves(operand)
+            parts = [DIM.findall(part) for part in entry.strip(" {}").split("|")]
+            if len(parts) == 1:
+                parts = parts * len(arrays)
+            for letters, array in zip(parts, arrays, strict=bool(arrays)):
+                for letter in letters:
+                    if letter[0] == "*":
+                        count = array.ndim - len(letters) + 1
+                        stars.setdefault(letter, [f"{letter[1:]}{i}" for i in range(count)])
+                letters_of_leaves.append(letters)
+        leaves = tuple(_make_dims(letters, stars) for letters in letters_of_leaves)
+        results = tuple(_make_dims(DIM.findall(entry), stars) for entry in result_side.split(","))
+        return Rule(leaves, results, sizes)
 
-    def find_sharding(self, static: Any, operands: tuple, found: PyTree = None, *, chosen: bool = False) -> OpSharding:
-        """Returns the layout of the op; `found` has the spec of each operand leaf, None where it is unknown.
+    def find_sharding(
+        self, static: Any, operands: tuple, operand_specs: PyTree = None, *, chosen: bool = False
+    ) -> OpSharding:
+        """Returns the layout of the op; `operand_specs` has the spec of each operand leaf, None where it is unknown.
 
-        Where XLA has `chosen` the specs that were found, they are no mistake of the caller: an op that cannot take them
-        has the declared layout, and the log says so.
+        Where XLA has `chosen` these specs, they are no mistake of the caller: an op that cannot take them has the
+        declared layout, and the log says so.
         """
         if self.sharding is not None:
             unknown = jax.tree.map(lambda x: None, operands)
+            if operand_specs is None:
+                operand_specs = unknown
             try:
-                return self.sharding(static, operands, unknown if found is None else found)
+                return self.sharding(static, operands, operand_specs)
             except ValueError as error:
                 if not chosen:
                     raise
-                whole = isinstance(error, WholeWeight)  # one warning for all weights and ops of a layer
-                moved = f"{error}; the declared layout is used instead, which may move it unquantized"
-                log_once(WholeWeight.WARNING if whole else moved)
+                if isinstance(error, WholeWeight):
+                    log_once(WholeWeight.WARNING)  # one warning for all weights and ops of a layer
+                else:
+                    log_once(f"{error}; the declared layout is used instead, which may move it unquantized")
                 return self.sharding(static, operands, unknown)
-        rule, tokens = self.parse_rule(static, operands), static.axes.tokens
-        leaves, results = (
-            [Spec(*(tokens if dim in TOKENS else () for dim in dims.shared + (dims.own or ()))) for dims in side]
-            for side in (rule.leaves, rule.results)
-        )
-        split = any(map(any, leaves))  # by the axes of tokens, and a result that they do not split is then summed
-        reduce = [tokens if split and not any(to) else () for to in results]
-        return OpSharding(jax.tree.structure(operands).unflatten(leaves), results, reduce)
+        rule = self.parse_rule(static, operands)
+        tokens = static.axes.tokens
+        leaf_specs = [_split_tokens(dims, tokens) for dims in rule.leaves]
+        result_specs = [_split_tokens(dims, tokens) for dims in rule.results]
+        tokens_are_split = any(map(any, leaf_specs))
+        reduce = [tokens if tokens_are_split and not any(spec) else () for spec in result_specs]
+        return OpSharding(jax.tree.structure(operands).unflatten(leaf_specs), result_specs, reduce)
 
-    def compute_shards(self, static, sharding: OpSharding, *operands, reduce: bool = True):
+    def compute_shards(self, static, sharding: OpSharding, *operands, reduce=True) -> tuple[Any, ...]:
         """Returns the results of one device; with `reduce`, summed over the axes of `sharding.reduce`."""
-        layout = () if self.sharding is None else (sharding.layout,)
-        results = self.local(static, *layout, *operands)
-        results = results if isinstance(results, tuple) else (results,)
-        over = sharding.reduce if reduce else [()] * len(results)
-        return tuple(lax.psum(r, axes) if axes else r for r, axes in zip(results, over, strict=True))
+        results: Any
+        if self.sharding is None:
+            results = self.local(static, *operands)
+        else:
+            results = self.local(static, sharding.layout, *operands)
+        if not isinstance(results, tuple):
+            results = (results,)
+        if not reduce:
+            return results
+        pairs = zip(results, sharding.reduce, strict=True)
+        return tuple(lax.psum(result, axes) if axes else result for result, axes in pairs)
+
+
+def _is_of_moax(function: Any) -> bool:
+    """Returns whether moax defines a function, or the function of a partial."""
+    base = getattr(function, "func", function)
+    return inspect.isfunction(base) and base.__module__.split(".")[0] == __name__.split(".")[0]
+
+
+def _describe_function(function: Any) -> tuple[str, tuple, dict]:
+    """Returns the name of a function, and the arguments that a partial has bound."""
+    base = getattr(function, "func", function)
+    name = f"{base.__module__}.{base.__qualname__}"
+    return name, getattr(function, "args", ()), getattr(function, "keywords", {})
+
+
+def _make_dims(letters: Sequence[str], stars: dict[str, list[str]]) -> Dims:
+    """Returns the dims of an entry of a rule; `stars` has the dims of each "*c"."""
+    dims: list[str] = []
+    for letter in letters:
+        dims += stars.get(letter, [letter])
+    if dims[:1] == ["@"]:
+        return Dims((), tuple(dims[1:]))
+    return Dims(tuple(dims))
+
+
+def _split_tokens(dims: Dims, tokens: Names) -> Spec:
+    """Returns the spec of an array: the axes `tokens` split its dims of tokens, and no other dim is split."""
+    letters = dims.shared + (dims.own or ())
+    return Spec(*(tokens if letter in TOKENS else () for letter in letters))
 
 
 def differentiable(
@@ -212,11 +260,20 @@ def differentiable(
       once: whether second derivatives raise Unsupported; otherwise JAX derives them.
       plain: plain(view, static, *operands) -> results, which runs where nothing is differentiated; None runs `forward`.
     """
-    plain = plain or (lambda *operands: forward(*operands)[0])
-    run = jax.custom_vjp(lambda view, static, mark, *operands: plain(view, static, *operands), nondiff_argnums=(0, 1))
+    if plain is None:
 
-    def guard(tree):  # the operands refuse, because a derivative of a result would first differentiate the op
-        return refuse_derivative(name, tree) if once else tree
+        def plain(*operands):
+            return forward(*operands)[0]
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+    def run(view, static, mark, *operands):
+        return plain(view, static, *operands)
+
+    def guard(tree):
+        # The operands refuse, because a derivative of a result would first differentiate the op.
+        if not once:
+            return tree
+        return refuse_derivative(name, tree)
 
     def guarded_forward(view, static, mark, *operands):
         guarded = guard(operands)
@@ -225,14 +282,19 @@ def differentiable(
         own = dict(zip(map(id, jax.tree.leaves(guarded)), jax.tree.leaves(operands), strict=True))
         return results, jax.tree.map(lambda v: own.get(id(v), v), saved)
 
-    def guarded_backward(view, static, *of_backward):
-        return None, *backward(view, static, *guard(of_backward))
+    def guarded_backward(view, static, saved, cotangents):
+        saved, cotangents = guard((saved, cotangents))
+        return None, *backward(view, static, saved, cotangents)
 
-    def stop_integers(x):  # JAX would derive what is computed from them, as a maximum over devices, which has no rule
-        return x if jnp.issubdtype(x.dtype, jnp.inexact) else lax.stop_gradient(x)
+    def stop_integers(x):
+        # JAX would derive what is computed from integers, as a maximum over devices, which has no rule.
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return lax.stop_gradient(x)
 
     def marked(view, static, *operands):
-        return jax.tree.map(stop_integers, run(view, static, refuse_forward_mode(name, operands), *operands))
+        mark = refuse_forward_mode(name, operands)
+        return jax.tree.map(stop_integers, run(view, static, mark, *operands))
 
     run.defvjp(guarded_forward, guarded_backward)
     return marked
@@ -249,11 +311,15 @@ def with_gradient(name: str, op: Op, grad: Op, save: Callable, pull: Callable, o
         results = op(view, static, *operands)
         return results, save(operands, results)
 
-    def backward(view, static, *of_backward):
-        return pull(functools.partial(grad, view, static), *of_backward)
+    def backward(view, static, saved, cotangents):
+        return pull(functools.partial(grad, view, static), saved, cotangents)
 
-    run = differentiable(name, forward, backward, once, plain=op.__call__)
-    return lambda view, static, *operands: run(view, static, *op.lay_out(view, static, *operands)[1])
+    def run(view, static, *operands):
+        _, operands = op.lay_out(view, static, *operands)
+        return run_laid_out(view, static, *operands)
+
+    run_laid_out = differentiable(name, forward, backward, once, plain=op.__call__)
+    return run
 
 
 @functools.lru_cache(maxsize=4096)
@@ -278,14 +344,15 @@ def _bind(op: Op | _Batch, view: MeshView, static: Hashable, rule: Rule) -> Call
             # Shardy would replicate a dim that no operand names, so such a dim is constrained.
             if dims.own is not None or not known.issuperset(dims.shared):
                 entries = itertools.zip_longest(dims.shared, spec)
-                to = Spec(*(FREE if dim in known else entry for dim, entry in entries))
-                results[i] = jax.tree.map(functools.partial(constrain, to=to), results[i])
+                constrained = Spec(*(FREE if dim in known else entry for dim, entry in entries))
+                results[i] = jax.tree.map(functools.partial(constrain, to=constrained), results[i])
         return tuple(results)
 
     @function.def_vmap
-    def batch(size, batched, *operands):
-        of_batch = _Batch(op, view.axes.all, tuple(jax.tree.leaves(batched)))
-        results = _bind(of_batch, view, static, of_batch.parse_rule(static, operands))(*operands)
+    def run_batch(size, batched, *operands):
+        batch_op = _Batch(op, view.axes.all, tuple(jax.tree.leaves(batched)))
+        batch_rule = batch_op.parse_rule(static, operands)
+        results = _bind(batch_op, view, static, batch_rule)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
     derivable = jax.custom_jvp(function)
@@ -296,33 +363,55 @@ def _bind(op: Op | _Batch, view: MeshView, static: Hashable, rule: Rule) -> Call
 def _partition(op: Op | _Batch, view: MeshView, static: Hashable, mesh, operands, results):
     """Returns the local function and its layout, as the partition callback of `custom_partitioning`."""
     # JAX passes an empty mesh, and shardings without specs, where no argument of the program has a sharding.
-    mesh, tree = view.mesh if mesh.empty else mesh, jax.tree.structure(operands)
-    found = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
-    sharding = op.find_sharding(static, operands, found, chosen=True)
-    for pair in zip(tree.flatten_up_to(found), tree.flatten_up_to(sharding.operands), strict=True):
-        for here, there in zip(*(map(as_names, spec or ()) for spec in pair), strict=False):
-            if here != there and set(here) == set(there) == set(view.axes.tokens):
-                log_once(
-                    f"moax moves tokens from their order over mesh axes {here} into that over {there}; "
-                    "moax.Axes(tokens=...) can say the order"
-                )
-    specs = jax.tree.broadcast(tuple(sharding.results), results), sharding.operands
-    made, given = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    return mesh, functools.partial(op.compute_shards, static, sharding), made, given
+    if mesh.empty:
+        mesh = view.mesh
+    operand_specs = jax.tree.map(lambda x: getattr(x.sharding, "spec", None), operands)
+    sharding = op.find_sharding(static, operands, operand_specs, chosen=True)
+    tree = jax.tree.structure(operands)
+    specs_before = tree.flatten_up_to(operand_specs)
+    specs_after = tree.flatten_up_to(sharding.operands)
+    for before, after in zip(specs_before, specs_after, strict=True):
+        for old_entry, new_entry in zip(before or (), after or (), strict=False):
+            _log_moved_tokens(as_names(old_entry), as_names(new_entry), view.axes.tokens)
+
+    def make_shardings(specs: PyTree[Spec]) -> PyTree[NamedSharding]:
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    result_specs = jax.tree.broadcast(tuple(sharding.results), results)
+    local = functools.partial(op.compute_shards, static, sharding)
+    return mesh, local, make_shardings(result_specs), make_shardings(sharding.operands)
+
+
+def _log_moved_tokens(old_names: Names, new_names: Names, tokens: Names) -> None:
+    """Logs that an op needs tokens in another order over the mesh than they have."""
+    if old_names != new_names and set(old_names) == set(new_names) == set(tokens):
+        log_once(
+            f"moax moves tokens from their order over mesh axes {old_names} into that over "
+            f"{new_names}; moax.Axes(tokens=...) can say the order"
+        )
 
 
 def _make_shardy_rule(call: tuple[Op | _Batch, MeshView, Hashable, Rule], mesh, operand_types, result_types):
     """Returns the Shardy rule of a call, which it also names, as the rule callback of `custom_partitioning`."""
-    name_call(call[0].name, (call, mesh), operand_types, result_types)
-    rule, fresh, sides = call[-1], (f"z{i}" for i in itertools.count()), []
-    for entries, types in ((rule.leaves, operand_types), (rule.results, result_types)):
-        # A tree of results has any number of leaves, also none, and comes after all single results.
-        entries, texts = (*entries, *entries[-1:] * (len(types) - len(entries))), []
-        for dims, array in zip(entries, types, strict=False):
-            own = 0 if dims.own is None else len(array.shape) - len(dims.shared)
-            texts.append(" ".join([*dims.shared, *itertools.islice(fresh, own)]))
-        sides.append(", ".join(texts))
-    return " -> ".join(sides), dict(rule.sizes)
+    op, _, _, rule = call
+    name_call(op.name, (call, mesh), operand_types, result_types)
+    fresh_dims = (f"z{i}" for i in itertools.count())
+    operand_side = _write_shardy_side(rule.leaves, operand_types, fresh_dims)
+    result_side = _write_shardy_side(rule.results, result_types, fresh_dims)
+    return f"{operand_side} -> {result_side}", dict(rule.sizes)
+
+
+def _write_shardy_side(entries: tuple[Dims, ...], types: Sequence, fresh: Iterator[str]) -> str:
+    """Returns the operands or the results of a Shardy rule; a dim that no other array shares has a fresh name."""
+    # A tree of results has any number of leaves, also none, and comes after all single results.
+    entries = (*entries, *entries[-1:] * (len(types) - len(entries)))
+    texts = []
+    for dims, array in zip(entries, types, strict=False):
+        names = list(dims.shared)
+        if dims.own is not None:
+            names += itertools.islice(fresh, len(array.shape) - len(dims.shared))
+        texts.append(" ".join(names))
+    return ", ".join(texts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,47 +433,63 @@ class _Batch:
     def __call__(self, view: MeshView, static: Hashable, *operands):
         """Returns the results of the op on all elements of the batch."""
         leaves, tree = jax.tree.flatten(operands)
-        run = functools.partial(self.op, view, static)
-        return jax.vmap(lambda *one: run(*tree.unflatten(one)), [0 if b else None for b in self.batched])(*leaves)
+
+        def run_element(*element):
+            return self.op(view, static, *tree.unflatten(element))
+
+        in_axes = [0 if batched else None for batched in self.batched]
+        return jax.vmap(run_element, in_axes)(*leaves)
 
     def parse_rule(self, static, operands) -> Rule:
         """Returns the rule of the op with a letter of the batch in front."""
-        leaves, results, sizes = self.op.parse_rule(static, self._one(operands))
+        leaves, results, sizes = self.op.parse_rule(static, self._element_types(operands))
         letter = f"v{len(results[0].shared)}"  # each level of `jax.vmap` adds a dim to a result
-        split = ((*leaves, *results), (*self.batched, *[True] * len(results)))
-        made = [dims._replace(shared=(letter, *dims.shared)) if b else dims for dims, b in zip(*split, strict=True)]
-        return Rule(tuple(made[: len(leaves)]), tuple(made[len(leaves) :]), sizes)
 
-    def find_sharding(self, static, operands, found: PyTree = None, *, chosen: bool = False) -> OpSharding:
+        def add_letter(dims: Dims) -> Dims:
+            return dims._replace(shared=(letter, *dims.shared))
+
+        pairs = zip(leaves, self.batched, strict=True)
+        batch_leaves = tuple(add_letter(dims) if batched else dims for dims, batched in pairs)
+        return Rule(batch_leaves, tuple(map(add_letter, results)), sizes)
+
+    def find_sharding(self, static, operands, operand_specs=None, *, chosen: bool = False) -> OpSharding:
         """Returns the layout of the batch, and as its `layout` that of one element."""
         leaves, tree = jax.tree.flatten(operands)
-        specs: list[Spec | None] = [None] * len(leaves) if found is None else tree.flatten_up_to(found)
-        over: Names = ()
-        for i, (leaf, of, batched) in enumerate(zip(leaves, specs, self.batched, strict=True)):
-            if of is not None and batched:
-                over = over or tuple(name for name in pad(of, leaf.ndim)[0] if name not in self.roles)
-                specs[i] = Spec(*tuple(of)[1:])
-        one = self.op.find_sharding(static, self._one(operands), tree.unflatten(specs), chosen=chosen)
-        wanted = zip(tree.flatten_up_to(one.operands), self.batched, strict=True)
-        taken = tree.unflatten([Spec(over, *of) if batched else of for of, batched in wanted])
-        return OpSharding(taken, [Spec(over, *of) for of in one.results], one.reduce, one)
+        specs: list[Spec | None] = [None] * len(leaves)
+        if operand_specs is not None:
+            specs = tree.flatten_up_to(operand_specs)
+        batch_axes: Names = ()
+        for i, (leaf, spec, batched) in enumerate(zip(leaves, specs, self.batched, strict=True)):
+            if spec is None or not batched:
+                continue
+            if not batch_axes:
+                names = pad(spec, leaf.ndim)[0]
+                batch_axes = tuple(name for name in names if name not in self.roles)
+            specs[i] = Spec(*tuple(spec)[1:])
+        types = self._element_types(operands)
+        element = self.op.find_sharding(static, types, tree.unflatten(specs), chosen=chosen)
+        pairs = zip(tree.flatten_up_to(element.operands), self.batched, strict=True)
+        batch_specs = [Spec(batch_axes, *spec) if batched else spec for spec, batched in pairs]
+        result_specs = [Spec(batch_axes, *spec) for spec in element.results]
+        return OpSharding(tree.unflatten(batch_specs), result_specs, element.reduce, element)
 
     def compute_shards(self, static, sharding: OpSharding, *operands):
         """Returns the results of one device for its elements of the batch, one after the other."""
         leaves, tree = jax.tree.flatten(operands)
 
-        def one(rows):
-            rows = iter(rows)
-            shards = [next(rows) if b else leaf for leaf, b in zip(leaves, self.batched, strict=True)]
-            return self.op.compute_shards(static, sharding.layout, *tree.unflatten(shards))
+        def compute_element(batched_leaves):
+            rest = iter(batched_leaves)
+            pairs = zip(leaves, self.batched, strict=True)
+            element = [next(rest) if batched else leaf for leaf, batched in pairs]
+            return self.op.compute_shards(static, sharding.layout, *tree.unflatten(element))
 
-        rows = list(itertools.compress(leaves, self.batched))
-        if rows[0].shape[0] == 1:  # as on a mesh that gives each device one element
-            return jax.tree.map(lambda y: y[None], one([x[0] for x in rows]))
-        return lax.map(one, rows)
+        batched_leaves = list(itertools.compress(leaves, self.batched))
+        if batched_leaves[0].shape[0] == 1:  # as on a mesh that gives each device one element
+            return jax.tree.map(lambda y: y[None], compute_element([x[0] for x in batched_leaves]))
+        return lax.map(compute_element, batched_leaves)
 
-    def _one(self, operands):
+    def _element_types(self, operands):
         """Returns the types of the operands of one element."""
         leaves, tree = jax.tree.flatten(operands)
-        types = zip(leaves, self.batched, strict=True)
-        return tree.unflatten(jax.ShapeDtypeStruct(x.shape[b:], x.dtype) for x, b in types)
+        pairs = zip(leaves, self.batched, strict=True)
+        return tree.unflatten(jax.ShapeDtypeStruct(x.shape[batched:], x.dtype) for x, batched in pairs)

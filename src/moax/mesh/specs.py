@@ -44,9 +44,10 @@ class WholeWeight(ValueError):
     """A weight is not sharded, although mesh axes must split it."""
 
     WARNING = (
-        "the declared layout is used for weights that every device of the mesh holds whole, and so are their gradients "
-        "and the state of an optimizer: they were made outside of jax.set_mesh. Make the layer, or call moax.init, "
-        "under `with jax.set_mesh(mesh):`, or move the parameters to the layout of moax.param_specs by jax.device_put"
+        "the declared layout is used for weights that every device of the mesh holds whole, and "
+        "so are their gradients and the state of an optimizer: they were made outside of "
+        "jax.set_mesh. Make the layer, or call moax.init, under `with jax.set_mesh(mesh):`, or "
+        "move the parameters to the layout of moax.param_specs by jax.device_put"
     )
 
 
@@ -74,20 +75,27 @@ class MeshView(NamedTuple):
     @property
     def nested(self) -> bool:
         """Whether ops run inside a `shard_map` that leaves out a part of the mesh, or open one inside another."""
-        inside = self.mesh is not None and bool(self.mesh.manual_axes)
-        return inside and not (self.manual and set(self.mesh.axis_names) == set(self.mesh.manual_axes))
+        if self.mesh is None or not self.mesh.manual_axes:
+            return False
+        is_whole = set(self.mesh.axis_names) == set(self.mesh.manual_axes)
+        return not (self.manual and is_whole)
 
     def psum(self, x: Array, names: Names) -> Array:
         """Sums x over `names` inside a `shard_map`, where an op leaves this sum to its caller; elsewhere returns x."""
-        names = names + self._size_one_axes(x) if self.manual else ()
-        return lax.psum(x, names) if names else x
+        if not self.manual:
+            return x
+        names = names + self._size_one_axes(x)
+        if not names:
+            return x
+        return lax.psum(x, names)
 
     def assume_replicated(self, x: Array, names: Names) -> Array:
         """Returns x, which is equal on all devices along `names`, with a type that says so inside a `shard_map`."""
         if not self.manual:
             return x
         names = names + self._size_one_axes(x)
-        return reduce_max(x, tuple(n for n in names if n in varying(x)) or names)  # JAX refuses a mixture
+        varying_names = tuple(name for name in names if name in varying(x))
+        return reduce_max(x, varying_names or names)  # JAX refuses varying axes beside others
 
     def _size_one_axes(self, x) -> Names:
         """Returns the axes of size 1 over which the type of x varies; there is one device, so only the type varies."""
@@ -112,23 +120,26 @@ def find_mesh_view(axes: Axes, engine: Engine, *operands: PyTree) -> MeshView:
     mesh = mesh_in_force(*jax.tree.leaves(operands))
     if mesh is None:
         return MeshView(ResolvedAxes(), "local")
-    resolved, explicit, manual = axes.resolve(mesh), bool(mesh.explicit_axes), mesh.manual_axes
+    resolved = axes.resolve(mesh)
+    explicit = bool(mesh.explicit_axes)
+    manual = mesh.manual_axes
     inside = [n for n in resolved.all if n in manual]
     outside = [n for n in resolved.all if n not in manual]
     if manual and not outside and (inside or not explicit):
         return MeshView(resolved, "local", manual=True, mesh=mesh)
     if inside:
         raise ValueError(
-            f"mesh axes {inside} are Manual (inside a shard_map) but {outside} are not; take all of them, or none, "
-            "into the shard_map's axis_names"
+            f"mesh axes {inside} are Manual (inside a shard_map) but {outside} are not; take all "
+            "of them, or none, into the shard_map's axis_names"
         )
     if not outside and not explicit:
         return MeshView(resolved, "local", mesh=mesh)
     if engine == "custom_partitioning" and (explicit or manual):
-        reason = f"axes {sorted(manual)} are Manual" if manual else "axes are Explicit"
-        raise Unsupported(f"engine='custom_partitioning' cannot run on this mesh: {reason}; use 'auto' or 'shard_map'")
-    partitioned = not explicit and not manual and engine != "shard_map"
-    return MeshView(resolved, "custom_partitioning" if partitioned else "shard_map", explicit=explicit, mesh=mesh)
+        kind = f"axes {sorted(manual)} are Manual" if manual else "axes are Explicit"
+        raise Unsupported(f"engine='custom_partitioning' cannot run on this mesh: {kind}; use 'auto' or 'shard_map'")
+    if explicit or manual or engine == "shard_map":
+        return MeshView(resolved, "shard_map", explicit=explicit, mesh=mesh)
+    return MeshView(resolved, "custom_partitioning", mesh=mesh)
 
 
 def pad(array_spec: Spec, ndim: int) -> tuple[Names, ...]:
@@ -140,16 +151,19 @@ def pad(array_spec: Spec, ndim: int) -> tuple[Names, ...]:
 
 def check_divides(what: str, shape: Sequence[int], array_spec: Spec, axes: ResolvedAxes) -> None:
     """Raises ValueError where the mesh axes of a dim do not divide its size. `what` names the array in the message."""
-    for dim, (size, names) in enumerate(zip(shape, pad(array_spec, len(shape)), strict=True)):
-        if size % axes.size(names):
+    entries = pad(array_spec, len(shape))
+    for dim, (size, names) in enumerate(zip(shape, entries, strict=True)):
+        devices = axes.size(names)
+        if size % devices:
             raise ValueError(
-                f"{what}: dim {dim} of size {size} is not divisible by mesh axes {names} of {axes.size(names)} devices"
+                f"{what}: dim {dim} of size {size} is not divisible by mesh axes {names} of {devices} devices"
             )
 
 
 def local_shape(shape: Sequence[int], array_spec: Spec, axes: ResolvedAxes) -> tuple[int, ...]:
     """Returns the shape of one device's shard, rounded up where devices do not divide it: 10 over 4 is 3."""
-    return tuple(-(-n // axes.size(names)) for n, names in zip(shape, pad(array_spec, len(shape)), strict=True))
+    entries = pad(array_spec, len(shape))
+    return tuple(-(-size // axes.size(names)) for size, names in zip(shape, entries, strict=True))
 
 
 def check_spec(name: str, value: Any, ndim: int) -> Spec:
@@ -167,21 +181,26 @@ def mesh_in_force(*arrays: Any) -> AnyMesh | None:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         return mesh
-    try:  # `with mesh:` is deprecated, and JAX has no other name for its mesh; large trainers still use it
+    # `with mesh:` is deprecated, and JAX has no other name for its mesh; large trainers still use it.
+    try:
         from jax._src.mesh import thread_resources
 
         mesh = thread_resources.env.physical_mesh
     except ImportError:
         pass
-    typed = (a for a in arrays if isinstance(a, jax.Array | jax.ShapeDtypeStruct))
-    meshes = (mesh, *(jax.typeof(a).sharding.mesh for a in typed))
+    meshes = [mesh]
+    for array in arrays:
+        if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
+            meshes.append(jax.typeof(array).sharding.mesh)
     return next((m for m in meshes if not m.empty), None)
 
 
 def mesh_sizes() -> dict[str, int]:
     """Returns the axis sizes of the mesh in force, by name; {} without a mesh."""
     mesh = mesh_in_force()
-    return {} if mesh is None else dict(mesh.shape)
+    if mesh is None:
+        return {}
+    return dict(mesh.shape)
 
 
 def named(mesh: AnyMesh, specs: PyTree[Spec]) -> Any:
@@ -199,8 +218,9 @@ def constrain(x: Array, to: Spec) -> Array:
         return x
     if mesh.explicit_axes:
         return jax.sharding.reshard(x, NamedSharding(mesh, to))
-    in_force = not jax.sharding.get_abstract_mesh().empty
-    return lax.with_sharding_constraint(x, to if in_force else NamedSharding(mesh, to))
+    if jax.sharding.get_abstract_mesh().empty:
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, to))
+    return lax.with_sharding_constraint(x, to)
 
 
 def reshard_like(x: Array, dims: str, other: Array, dims_of_other: str) -> Array:
@@ -213,8 +233,8 @@ def reshard_like(x: Array, dims: str, other: Array, dims_of_other: str) -> Array
     if not sharding.mesh.explicit_axes:
         return x
     entries = dict(zip(dims_of_other, pad(sharding.spec, other.ndim), strict=True))
-    to = Spec(*(entries.get(dim) or None for dim in dims))
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, to))
+    spec = Spec(*(entries.get(dim) or None for dim in dims))
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
 
 
 def make_sharded(make: Callable, specs: PyTree[Spec] | None) -> Callable:
@@ -234,44 +254,58 @@ def make_sharded(make: Callable, specs: PyTree[Spec] | None) -> Callable:
 
 
 def find_token_dims(x: Array, axes: Axes, view: MeshView) -> tuple[Axes, MeshView]:
-    """Returns both for a call on tokens x [..., H]: with `dims`, and on Explicit axes with the order of x's own type.
+    """Returns axes and view for a call on tokens x [..., H]: the view has `dims`, on Explicit axes those of x's type.
 
     A token axis that the type of x does not name splits a dim further, the first dim or S where it divides it: P("ep")
-    of x [B, S, H] on a mesh of fsdp and ep becomes (("ep", "fsdp"), ()). Where none divides, `axes` stay what they are.
+    of x [B, S, H] on a mesh of fsdp and ep becomes (("ep", "fsdp"), ()). Where it divides neither, `axes` stay as they
+    are.
 
     Raises:
       ValueError: x has fewer dims than `axes.tokens` has entries, or tokens sharded over a mesh axis without a role.
     """
-    count, resolved = x.ndim - 1, view.axes
+    num_dims = x.ndim - 1
     if view.manual:
-        return axes, view._replace(dims=((),) * count)
-    found = _dims_by_type(x, axes, view) if view.explicit else None
-    if found is not None and found != resolved.over(count):
-        axes = dataclasses.replace(axes, tokens=found)
-        resolved = dataclasses.replace(resolved, dims=(*found, *[()] * (2 - count)))
-    dims = resolved.over(count)
-    divide = all(size % resolved.size(names) == 0 for size, names in zip(x.shape[:-1], dims, strict=True))
-    return axes, view._replace(axes=resolved, dims=dims if divide else None)
+        return axes, view._replace(dims=((),) * num_dims)
+    resolved = view.axes
+    dims_of_type = _dims_by_type(x, axes, view) if view.explicit else None
+    if dims_of_type is not None and dims_of_type != resolved.over(num_dims):
+        axes = dataclasses.replace(axes, tokens=dims_of_type)
+        at_least_two = (*dims_of_type, *[()] * (2 - num_dims))
+        resolved = dataclasses.replace(resolved, dims=at_least_two)
+    dims = resolved.over(num_dims)
+    pairs = zip(x.shape[:-1], dims, strict=True)
+    divisible = all(size % resolved.size(names) == 0 for size, names in pairs)
+    return axes, view._replace(axes=resolved, dims=dims if divisible else None)
 
 
 def _dims_by_type(x: Array, axes: Axes, view: MeshView) -> tuple[Names, ...] | None:
     """Returns all axes of tokens over the leading dims of x, by its type; None where an axis divides no dim."""
-    resolved, dims = view.axes, []
-    for dim, names in enumerate(pad(jax.typeof(x).sharding.spec, x.ndim)[:-1]):
+    resolved = view.axes
+    dims = []
+    for dim, names in enumerate(_entries_of_type(x)[:-1]):
         for name in names:
             if name not in axes.names and view.mesh.shape[name] > 1:
                 raise ValueError(
-                    f"x: dim {dim} is sharded over mesh axis {name!r}, which has no role in {axes}; "
-                    f"give it a role, for example Axes(dp={(*axes.dp, name)})"
+                    f"x: dim {dim} is sharded over mesh axis {name!r}, which has no role in "
+                    f"{axes}; give it a role, for example Axes(dp={(*axes.dp, name)})"
                 )
         dims.append(tuple(name for name in names if name in resolved.tokens))
-    for name in (name for name in resolved.tokens if not any(name in names for names in dims)):
+    placed = {name for names in dims for name in names}
+    for name in resolved.tokens:
+        if name in placed:
+            continue
         order = sorted(range(len(dims)), reverse=name in resolved.sequence)
-        home = next((d for d in order if x.shape[d] % resolved.size((*dims[d], name)) == 0), None)
-        if home is None:
+        divisible = (dim for dim in order if x.shape[dim] % resolved.size((*dims[dim], name)) == 0)
+        dim = next(divisible, None)
+        if dim is None:
             return None
-        dims[home] += (name,)
+        dims[dim] += (name,)
     return tuple(dims)
+
+
+def _entries_of_type(x: Array) -> tuple[Names, ...]:
+    """Returns the axes over each dim of x, by its type."""
+    return pad(jax.typeof(x).sharding.spec, x.ndim)
 
 
 def flatten_tokens(x: Shaped[Array, "*batch H"], view: MeshView) -> Shaped[Array, "T H"]:
@@ -281,25 +315,37 @@ def flatten_tokens(x: Shaped[Array, "*batch H"], view: MeshView) -> Shaped[Array
     second one (0, 2), (0, 3), (1, 2), (1, 3). Where the axes do not divide the leading dims of x, the rows have the
     order of a plain reshape, and on Explicit axes the axes of tokens split T if they divide it.
     """
-    dims, tokens, columns = view.dims, view.axes.tokens, ()
+    dims = view.dims
+    tokens = view.axes.tokens
+    columns = ()
     if view.explicit:
-        columns = tuple(name for name in pad(jax.typeof(x).sharding.spec, x.ndim)[-1] if name not in tokens)
-        x = jax.sharding.reshard(x, NamedSharding(view.mesh, Spec(*dims or [None] * (x.ndim - 1), columns)))
-    if dims is not None and any(dims[1:]):  # a plain reshape keeps rows in place if axes split the first dim alone
+        columns = tuple(name for name in _entries_of_type(x)[-1] if name not in tokens)
+        leading = dims or [None] * (x.ndim - 1)
+        x = jax.sharding.reshard(x, NamedSharding(view.mesh, Spec(*leading, columns)))
+    # Where axes split the first dim alone, a plain reshape keeps each row on its device.
+    if dims is not None and any(dims[1:]):
         return _on_shards(lambda x: x.reshape(-1, x.shape[-1]), x, view, dims, (tokens,))
     rows = x.reshape(-1, x.shape[-1])
     if not view.explicit:
         return rows
-    over = tokens if rows.shape[0] % view.axes.size(tokens) == 0 else ()
-    return jax.sharding.reshard(rows, NamedSharding(view.mesh, Spec(over, columns)))
+    row_axes = tokens if rows.shape[0] % view.axes.size(tokens) == 0 else ()
+    return jax.sharding.reshard(rows, NamedSharding(view.mesh, Spec(row_axes, columns)))
 
 
-def unflatten_tokens(y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], view: MeshView) -> Shaped[Array, "..."]:
+def unflatten_tokens(
+    y: Shaped[Array, "T *C"],
+    x: Shaped[Array, "*batch H"],
+    view: MeshView,
+) -> Shaped[Array, "..."]:
     """Reshapes y [T, *C] to [..., *C], the inverse of `flatten_tokens`, sharded as x where axes are Explicit."""
-    dims, columns = view.dims, tuple(jax.typeof(y).sharding.spec)[1:] if view.explicit else ()
+    dims = view.dims
+    columns = ()
+    if view.explicit:
+        columns = tuple(jax.typeof(y).sharding.spec)[1:]
     if dims is not None and any(dims[1:]):
         shard = local_shape(x.shape[:-1], Spec(*dims), view.axes)
-        y = _on_shards(lambda y: y.reshape(*shard, *y.shape[1:]), y, view, (view.axes.tokens,), dims)
+        row_dims = (view.axes.tokens,)
+        y = _on_shards(lambda y: y.reshape(*shard, *y.shape[1:]), y, view, row_dims, dims)
     else:
         if view.explicit and dims is None:
             y = jax.sharding.reshard(y, NamedSharding(view.mesh, Spec(None, *columns)))
@@ -310,7 +356,15 @@ def unflatten_tokens(y: Shaped[Array, "T *C"], x: Shaped[Array, "*batch H"], vie
     return jax.sharding.reshard(y, NamedSharding(view.mesh, Spec(*leading, *columns)))
 
 
-def _on_shards(local: Callable, x: Array, view: MeshView, split: Sequence[Names], to: Sequence[Names]) -> Array:
+def _on_shards(local: Callable, x: Array, view: MeshView, dims: Sequence[Names], result_dims: Sequence[Names]) -> Array:
     """Returns local(shard) of every device, for x and a result whose leading dims the same axes split."""
-    specs = dict(in_specs=Spec(*split), out_specs=Spec(*to), axis_names={name for names in split for name in names})
-    return jax.jit(jax.shard_map(local, mesh=view.mesh, check_vma=bool(varying(x)), **specs))(x)
+    names = {name for entry in dims for name in entry}
+    on_shards = jax.shard_map(
+        local,
+        mesh=view.mesh,
+        in_specs=Spec(*dims),
+        out_specs=Spec(*result_dims),
+        axis_names=names,
+        check_vma=bool(varying(x)),
+    )
+    return jax.jit(on_shards)(x)

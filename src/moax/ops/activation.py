@@ -63,9 +63,11 @@ def activate(
         than the activation takes.
     """
     check_activation("activation", activation)
-    act, gates = activation_of(activation, limit), gates_of(activation)
+    act = activation_of(activation, limit)
+    gates = gates_of(activation)
     check_arrays("h [..., G, F]", h, G=gates)
-    return act(*(h[..., g, :].astype(jnp.float32) for g in range(gates))).astype(h.dtype)
+    halves = [h[..., g, :].astype(jnp.float32) for g in range(gates)]
+    return act(*halves).astype(h.dtype)
 
 
 @functools.cache
@@ -75,18 +77,30 @@ def activation_of(activation: Activation, limit: float | None = None) -> Callabl
     An activation and a limit always give the same function object, because the cache of compiled kernels compares
     functions by identity.
     """
-    named = GATED | UNGATED | NOT_ZERO
-    parts = activation if isinstance(activation, tuple) else (activation,)
-    acts = [part if callable(part) else named[part] for part in parts]
-    act = acts[0] if len(acts) == 1 else lambda gate, up: acts[0](gate) * acts[1](up)
+    act = _combine_parts(activation)
     if not isinstance(activation, str):
         _check_elementwise(activation, act)
-        with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):  # also inside a `shard_map`
-            at_zero = float(act(*[jnp.zeros((1, 1), jnp.float32)] * gates_of(activation))[0, 0])
+        # Without the mesh, the value is known inside a `shard_map` too.
+        with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(NO_MESH):
+            zeros = [jnp.zeros((1, 1), jnp.float32)] * gates_of(activation)
+            at_zero = float(act(*zeros)[0, 0])
         if at_zero != 0.0:
             raise ValueError(f"activation={activation!r} must be 0 at 0, where padding is; it is {at_zero}")
-    limit = SWIGLU_OAI_LIMIT if limit is None and activation == "swiglu_oai" else limit
-    return act if limit is None else lambda gate, up: act(jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
+    if limit is None and activation == "swiglu_oai":
+        limit = SWIGLU_OAI_LIMIT
+    if limit is None:
+        return act
+    return lambda gate, up: act(jnp.minimum(gate, limit), jnp.clip(up, -limit, limit))
+
+
+def _combine_parts(activation: Activation) -> Callable:
+    """Returns the function of an activation without a limit."""
+    if isinstance(activation, tuple):
+        act_gate, act_up = map(_combine_parts, activation)
+        return lambda gate, up: act_gate(gate) * act_up(up)
+    if callable(activation):
+        return activation
+    return (GATED | UNGATED | NOT_ZERO)[activation]
 
 
 def _check_elementwise(activation: Activation, act: Callable) -> None:
@@ -97,10 +111,14 @@ def _check_elementwise(activation: Activation, act: Callable) -> None:
         closed = jax.make_jaxpr(act)(*[value] * gates_of(activation))
     except Exception as error:
         raise ValueError(f"activation={activation!r} fails on float32 arrays ({error}); {rule}") from error
-    made = [(v.shape, v.dtype) for v in jax.tree.leaves(jax.eval_shape(act, *[value] * gates_of(activation)))]
-    if made != [(SHAPE, jnp.float32)]:
-        raise ValueError(f"activation={activation!r} makes arrays {made} of arrays {SHAPE}; {rule}")
+    results = jax.tree.leaves(jax.eval_shape(act, *[value] * gates_of(activation)))
+    types = [(result.shape, result.dtype) for result in results]
+    if types != [(SHAPE, jnp.float32)]:
+        raise ValueError(f"activation={activation!r} makes arrays {types} of arrays {SHAPE}; {rule}")
     for eqn in operations(closed.jaxpr):
-        taken, made = ({getattr(v.aval, "shape", ()) for v in side} for side in (eqn.invars, eqn.outvars))
-        if eqn.primitive.name in MIXING or not made <= {(), SHAPE} or (SHAPE in taken and () in made):
+        operand_shapes = {getattr(v.aval, "shape", ()) for v in eqn.invars}
+        result_shapes = {getattr(v.aval, "shape", ()) for v in eqn.outvars}
+        has_other_shape = not result_shapes <= {(), SHAPE}
+        reduces = SHAPE in operand_shapes and () in result_shapes
+        if eqn.primitive.name in MIXING or has_other_shape or reduces:
             raise ValueError(f"activation={activation!r} calls {eqn.primitive.name}, which mixes elements; {rule}")

@@ -52,7 +52,8 @@ class Sums(NamedTuple):
 
     share: Float[Array, " E"] | None = None  # of the scores of each token, which sum to 1
     z: Float[Array, " 1"] | None = None  # of logsumexp(logits)^2
-    by_sequence: Float[Array, " 1"] | None = None  # of each token's shares times tokens[e] / T^2 of its sequence
+    # of each token's shares times tokens[e] / T^2 of its sequence
+    by_sequence: Float[Array, " 1"] | None = None
 
 
 class LoadMetrics(NamedTuple):
@@ -118,8 +119,8 @@ def update_router_bias(
         histogram = None
     elif histogram is None:
         raise ValueError("histogram is None; rule='quantile' needs stats.histogram, of RouterConfig(histogram=True)")
-    arrays = bias, tokens_per_expert, histogram
-    check_arrays("bias [..., E], tokens_per_expert int [..., E], histogram? int [..., E, bins]", *arrays, bins=BINS)
+    shapes = "bias [..., E], tokens_per_expert int [..., E], histogram? int [..., E, bins]"
+    check_arrays(shapes, bias, tokens_per_expert, histogram, bins=BINS)
     if bias.dtype in (jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"bias has dtype {bias.dtype}; it must be float32, because a narrower dtype rounds small steps away"
@@ -131,39 +132,51 @@ def update_router_bias(
     bias = bias.astype(jnp.float32)
     finite = jnp.isfinite(bias)
     number = jnp.maximum(finite.sum(-1, keepdims=True, dtype=jnp.int32), 1)
+    total = jnp.where(finite, tokens_per_expert, 0).sum(-1, keepdims=True)
     # Integers compare tokens with total / E exactly, without a product that could overflow.
-    quotient, rest = jnp.divmod(jnp.where(finite, tokens_per_expert, 0).sum(-1, keepdims=True), number)
-    if histogram is not None:  # the biases below which as many values lie as a balanced load has tokens
+    quotient, rest = jnp.divmod(total, number)
+    if histogram is not None:
+        # The quantiles are the biases below which as many values lie as a balanced load has tokens.
         target = quotient + jnp.sign(rest)
-        until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
-        place = jnp.argmax(until >= target[..., None], axis=-1, keepdims=True)
-        inside, end = (jnp.take_along_axis(v, place, axis=-1)[..., 0].astype(jnp.int32) for v in (histogram, until))
+        count_until = jnp.cumsum(histogram.astype(jnp.int32), axis=-1)
+        bin_of_target = jnp.argmax(count_until >= target[..., None], axis=-1, keepdims=True)
+        count = jnp.take_along_axis(histogram, bin_of_target, axis=-1)[..., 0].astype(jnp.int32)
+        end = jnp.take_along_axis(count_until, bin_of_target, axis=-1)[..., 0].astype(jnp.int32)
         # The values of a bin are taken for evenly spread.
-        part = (target - end + inside).astype(jnp.float32) / jnp.maximum(inside, 1).astype(jnp.float32)
+        values_below = (target - end + count).astype(jnp.float32)
+        part = values_below / jnp.maximum(count, 1).astype(jnp.float32)
         low, width = _find_bins(bias)
-        quantiles = low + width * (place[..., 0].astype(jnp.float32) + part)
+        quantiles = low + width * (bin_of_target[..., 0].astype(jnp.float32) + part)
         mean = jnp.where(finite, quantiles, 0.0).sum(-1, keepdims=True) / number.astype(jnp.float32)
         step = jnp.where(target > 0, quantiles - mean, bias) - bias
         new = bias + jnp.asarray(1.0 if rate is None else rate, jnp.float32) * step
         return jnp.where(finite, new, bias)
     excess = jnp.sign(tokens_per_expert - quotient)
     excess = jnp.where(excess == 0, -jnp.sign(rest), excess)
-    new = bias - jnp.asarray(1e-3 if rate is None else rate, jnp.float32) * excess.astype(jnp.float32)
+    step_size = jnp.asarray(1e-3 if rate is None else rate, jnp.float32)
+    new = bias - step_size * excess.astype(jnp.float32)
     return jnp.where(finite, new, bias)
 
 
 def sum_losses(config: RouterConfig, logits: Float[Array, "T E"], log_scores, mask, balance) -> Sums:
     """Returns the Sums of one device, with the `balance` [T, E] of `balance_sequences`."""
-    total = z = by_sequence = None
+    sum_of_shares = None
+    sum_of_z = None
+    by_sequence = None
     if config.aux_loss or config.sequence_aux_loss:
         shares = jax.nn.softmax(log_scores, axis=-1)
-        shares = shares if mask is None else jnp.where(mask[:, None], shares, 0.0)
-        total = shares.sum(0) if config.aux_loss else None
-        by_sequence = None if balance is None else (shares * balance).sum()[None]
+        if mask is not None:
+            shares = jnp.where(mask[:, None], shares, 0.0)
+        if config.aux_loss:
+            sum_of_shares = shares.sum(0)
+        if balance is not None:
+            by_sequence = (shares * balance).sum()[None]
     if config.z_loss:
         z = jax.nn.logsumexp(logits, axis=-1) ** 2
-        z = (z if mask is None else jnp.where(mask, z, 0.0)).sum()[None]
-    return Sums(total, z, by_sequence)
+        if mask is not None:
+            z = jnp.where(mask, z, 0.0)
+        sum_of_z = z.sum()[None]
+    return Sums(sum_of_shares, sum_of_z, by_sequence)
 
 
 def keep_ids(ids: Integer[Array, "*batch"]) -> Integer[Array, "*batch"]:
@@ -178,9 +191,12 @@ def split_ids(ids: Integer[Array, "*batch C"]) -> Int[Array, "*batch D"]:
     """Returns columns of i32 that are equal where all columns of ids are, and -1 where one is negative."""
     signed = jnp.issubdtype(ids.dtype, jnp.signedinteger)
     bits = 8 * ids.dtype.itemsize - signed
-    pieces = [ids] if bits <= 31 else []
-    for shift in range(0, bits if bits > 31 else 0, 31):
-        pieces.append(lax.shift_right_logical(ids, jnp.full_like(ids, shift)) & (2**31 - 1))
+    pieces = []
+    if bits <= 31:
+        pieces.append(ids)
+    else:
+        for shift in range(0, bits, 31):
+            pieces.append(lax.shift_right_logical(ids, jnp.full_like(ids, shift)) & (2**31 - 1))
     columns = jnp.concatenate([piece.astype(jnp.int32) for piece in pieces], axis=-1)
     return jnp.where((ids < 0).any(-1, keepdims=True), -1, columns)
 
@@ -189,15 +205,23 @@ def _rank_rows(columns: Int[Array, "T C"]) -> Int[Array, " T"]:
     """Returns a number below T for each row, the same one where rows are equal."""
     places = vary_like(jnp.arange(len(columns), dtype=jnp.int32), columns)
     *keys, order = lax.sort((*columns.T, places), num_keys=columns.shape[1])
-    new = jnp.stack([key[1:] != key[:-1] for key in keys]).any(0)
-    ranks = jnp.concatenate([places[:1], jnp.cumsum(new, dtype=jnp.int32)])
+    is_new = jnp.stack([key[1:] != key[:-1] for key in keys]).any(0)
+    ranks = jnp.concatenate([places[:1], jnp.cumsum(is_new, dtype=jnp.int32)])
     return jnp.zeros_like(places).at[order].set(ranks)
 
 
-def balance_sequences(experts: Int[Array, "T K"], sequences: Int[Array, "T C"], mask, num_experts: int, along: Names):
+def balance_sequences(
+    experts: Int[Array, "T K"],
+    sequences: Int[Array, "T C"],
+    mask,
+    num_experts: int,
+    along: Names,
+):
     """Returns, for each token and the T tokens of its sequence, tokens[e] / T^2 [T, E]; and the sequences [1]."""
-    columns, ids = sequences.shape[1], sequences[:, 0]
-    ids = ids if mask is None else jnp.where(mask, ids, -1)
+    columns = sequences.shape[1]
+    ids = sequences[:, 0]
+    if mask is not None:
+        ids = jnp.where(mask, ids, -1)
     rows = gather_rows(jnp.concatenate([ids[:, None], sequences[:, 1:], experts], axis=1), along)
     # Integers add up to the same sum in any order, and so may scatters of them.
     number = _rank_rows(rows[:, :columns])
@@ -212,16 +236,23 @@ def balance_sequences(experts: Int[Array, "T K"], sequences: Int[Array, "T C"], 
 
 
 def count_needed_bias(
-    scores: Float[Array, "T E"], bias: Float[Array, " E"], best: Int[Array, "T K"], mask: Bool[Array, " T"] | None
+    scores: Float[Array, "T E"],
+    bias: Float[Array, " E"],
+    best: Int[Array, "T K"],
+    mask: Bool[Array, " T"] | None,
 ) -> Int[Array, "E 1000"]:
     """Returns for each expert the histogram of `needed` over the real tokens, whose K best experts are `best`."""
     chose = (best[:, :, None] == jnp.arange(scores.shape[1], dtype=jnp.int32)[None, None]).any(1)
     cutoff = jnp.where(chose, -jnp.inf, scores + bias[None]).max(1, keepdims=True)
     low, width = _find_bins(bias)
     bins = jnp.clip((cutoff - scores - low[None]) / width[None], 0, BINS - 1).astype(jnp.int32)
-    one = jnp.ones_like(bins) if mask is None else jnp.broadcast_to(mask[:, None].astype(jnp.int32), bins.shape)
+    if mask is None:
+        counted = jnp.ones_like(bins)
+    else:
+        counted = jnp.broadcast_to(mask[:, None].astype(jnp.int32), bins.shape)
     experts = jnp.arange(bins.shape[1], dtype=jnp.int32)[None]
-    return jnp.zeros_like(bins, shape=(bins.shape[1], BINS)).at[experts, bins].add(one, mode="drop")
+    zeros = jnp.zeros_like(bins, shape=(bins.shape[1], BINS))
+    return zeros.at[experts, bins].add(counted, mode="drop")
 
 
 def _find_bins(bias: Float[Array, "*layers E"]) -> tuple[Float[Array, "*layers 1"], Float[Array, "*layers 1"]]:

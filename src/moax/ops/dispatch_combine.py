@@ -30,11 +30,12 @@ from moax.kernels import implementation, select_kernels
 from moax.kernels.scales import dequantize
 from moax.mesh.axes import Axes
 from moax.mesh.op import Op, with_gradient
-from moax.mesh.specs import Engine, find_mesh_view
+from moax.mesh.specs import Engine, MeshView, find_mesh_view
 from moax.recipe import Format
 from moax.types import Received
 
-STEPS = ("dispatch", "combine", "combine_grad", "dispatch_grad")  # the scopes of their operations have these names
+# the names of the scopes around the operations of each step
+STEPS = ("dispatch", "combine", "combine_grad", "dispatch_grad")
 
 
 def dispatch(
@@ -80,8 +81,9 @@ def dispatch(
     ranks = view.axes.size(view.axes.ep)
     if num_experts % ranks:
         raise ValueError(f"num_experts={num_experts} is not divisible by mesh axes {view.axes.ep} of {ranks} devices")
-    tokens = x.shape[0] // (1 if view.manual else view.axes.size(view.axes.tokens))
-    transport = select_transport(exchange, view, x.shape[1] * (x.dtype.itemsize if wire is None else 1))
+    tokens = x.shape[0] // _count_shards(view)
+    bytes_per_element = x.dtype.itemsize if wire is None else 1
+    transport = select_transport(exchange, view, x.shape[1] * bytes_per_element)
     slots, _ = allot_slots(tokens, experts.shape[1], ranks, num_experts, capacity_factor, None)
     kernels = select_kernels("auto", x.dtype, width=x.shape[1])
     static = ExchangeSpec(transport, view.axes, ranks, tokens, slots, wire, kernels, num_experts, slots)
@@ -112,9 +114,17 @@ def combine(
     check_arrays("rows [R, H]", rows, R=received.rows.shape[0])
     view = find_mesh_view(axes, engine, rows)
     transport = select_transport(received.transport, view, rows.shape[1] * rows.dtype.itemsize)
-    shards, ranks = 1 if view.manual else view.axes.size(view.axes.tokens), view.axes.size(view.axes.ep)
-    static = ExchangeSpec(transport, view.axes, ranks, received.num_tokens, rows.shape[0] // (shards * ranks))
+    ranks = view.axes.size(view.axes.ep)
+    slots = rows.shape[0] // (_count_shards(view) * ranks)
+    static = ExchangeSpec(transport, view.axes, ranks, received.num_tokens, slots)
     return _combine(view, static, rows, received.slots)[0]
+
+
+def _count_shards(view: MeshView) -> int:
+    """Returns the number of shards of an array that is split as tokens are: one inside a `shard_map`."""
+    if view.manual:
+        return 1
+    return view.axes.size(view.axes.tokens)
 
 
 def dispatch_forward(
@@ -126,28 +136,36 @@ def dispatch_forward(
 ) -> tuple[Received, Int[Array, ""]]:
     """Runs round `index` of a dispatch on one device; it moves the slots of each pair of ranks from index * slots on.
 
-    It returns what this rank received, and how many rounds it knows to be needed; the most of all ranks of ep are
-    needed. `dropped` counts the assignments that find no slot in any round.
+    It returns the rows that this rank received, and the number of rounds that this rank knows to be needed. The
+    exchange needs the largest number of all ranks of ep. `dropped` counts the assignments that find no slot in any
+    round.
     """
-    none = static.num_experts
-    local_experts = none // static.ranks
+    no_expert = static.num_experts
+    local_experts = static.num_experts // static.ranks
     transport = TRANSPORTS[static.transport]
     with jax.named_scope("dispatch"):
-        sent, dropped, rounds = Planned(None, jnp.zeros(1, jnp.int32), jnp.ones((), jnp.int32))
+        planned = Planned(None, jnp.zeros(1, jnp.int32), jnp.ones((), jnp.int32))
         if transport.has_slots:
-            sent, dropped, rounds = transport.plan(static, experts, index)
+            planned = transport.plan(static, experts, index)
+        sent, dropped, rounds = planned
         # Each id travels as id - E. An empty slot holds 0, which becomes E on arrival: the expert of no rank.
-        arrived = send_rows(static, x, (experts - none, weights), sent)
+        arrived = send_rows(static, x, (experts - no_expert, weights), sent)
         ids, weights = arrived.narrow
-        ids = ids + none
-        first = lax.axis_index(static.axes.ep) * local_experts if static.axes.ep else 0
-        mine = (ids >= first) & (ids < first + local_experts)
+        ids = ids + no_expert
+        first_id = 0
+        if static.axes.ep:
+            first_id = lax.axis_index(static.axes.ep) * local_experts
+        is_local = (ids >= first_id) & (ids < first_id + local_experts)
         if arrived.ends is not None:
-            mine &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < arrived.ends[-1])[:, None]
-        local = jnp.where(mine, ids - first, local_experts).astype(jnp.int32)
-        weights = jnp.where(mine, weights, 0.0)
-        count = mine.any(-1).sum(dtype=jnp.int32) if arrived.ends is None else arrived.ends[-1]
-    received = Received(arrived.rows, local, weights, count[None], dropped, sent, static.transport, x.shape[0])
+            is_local &= (jnp.arange(ids.shape[0], dtype=jnp.int32) < arrived.ends[-1])[:, None]
+        local_ids = jnp.where(is_local, ids - first_id, local_experts).astype(jnp.int32)
+        weights = jnp.where(is_local, weights, 0.0)
+        if arrived.ends is None:
+            count = is_local.any(-1).sum(dtype=jnp.int32)
+        else:
+            count = arrived.ends[-1]
+    rows = arrived.rows
+    received = Received(rows, local_ids, weights, count[None], dropped, sent, static.transport, x.shape[0])
     return received, rounds
 
 
@@ -173,8 +191,9 @@ def combine_backward(static: ExchangeSpec, dy: Float[Array, "T H"], sent: Sent) 
 
 
 def _dispatch_shards(static: ExchangeSpec, x, experts, weights):
-    got = dispatch_forward(static, x, experts, weights)[0]
-    return got.rows, got.experts, got.weights, (got.count, got.dropped, got.slots)
+    received, _ = dispatch_forward(static, x, experts, weights)
+    per_rank = (received.count, received.dropped, received.slots)
+    return received.rows, received.experts, received.weights, per_rank
 
 
 def _dispatch_grad_shards(static: ExchangeSpec, sent, local, d_rows, d_weights):
@@ -182,12 +201,23 @@ def _dispatch_grad_shards(static: ExchangeSpec, sent, local, d_rows, d_weights):
     return dispatch_backward(static, sent, d_rows, d_weights)
 
 
+def _save_dispatch(operands, results):
+    _, local_ids, _, (_, _, sent) = results
+    return sent, local_ids
+
+
+def _pull_dispatch(run_grad, saved, cotangents):
+    d_rows, _, d_weights_rows, _ = cotangents
+    dx, d_weights = run_grad(*saved, d_rows, d_weights_rows)
+    return dx, None, d_weights
+
+
 _dispatch = with_gradient(
     "dispatch",
     Op("dispatch", _dispatch_shards, "t h, t k, t k -> r h, r k, r k, @r"),
     Op("dispatch_grad", _dispatch_grad_shards, "@r, r k, r h, r k -> t h, t k"),
-    save=lambda operands, results: (results[3][2], results[1]),
-    pull=lambda grad, saved, d: ((found := grad(*saved, d[0], d[2]))[0], None, found[1]),
+    save=_save_dispatch,
+    pull=_pull_dispatch,
 )
 _combine = with_gradient(
     "combine",
@@ -200,16 +230,18 @@ _combine = with_gradient(
 
 def send_rows(static: ExchangeSpec, x: Float[Array, "T H"], narrow: Sequence[Array], sent: Sent) -> Arrived:
     """Sends rows x [T, H], quantized on the wire, and narrow arrays [T, W] bit for bit; see `Transport.send`."""
-    transport, wire = TRANSPORTS[static.transport], static.wire
+    transport = TRANSPORTS[static.transport]
+    wire = static.wire
     if wire is None or not static.axes.ep:  # on one rank nothing travels
         return transport.send(static, x, narrow, sent)
-    local = implementation(static.kernels)
-    q = local.quantize(x, wire, wire.row_block(2, "columns"))
+    kernels = implementation(static.kernels)
+    q = kernels.quantize(x, wire, wire.row_block(2, "columns"))
     arrived = transport.send(static, q.data, (q.scale, *narrow), sent)
     scale, *narrow = arrived.narrow
     if arrived.words is not None and scale.dtype == jnp.float32:
         # The words begin with the scales, so the kernel reads the scales where they arrived.
-        rows = local.dequantize_wire(arrived.rows, arrived.words, arrived.ends, wire, x.dtype)
+        rows = kernels.dequantize_wire(arrived.rows, arrived.words, arrived.ends, wire, x.dtype)
     else:
-        rows = dequantize(dataclasses.replace(q, data=arrived.rows, scale=scale), x.dtype)
+        arrived_q = dataclasses.replace(q, data=arrived.rows, scale=scale)
+        rows = dequantize(arrived_q, x.dtype)
     return arrived._replace(rows=rows, narrow=narrow)

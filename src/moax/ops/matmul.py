@@ -116,9 +116,9 @@ def grouped_matmul(
     if not view.manual:
         groups = w.shape[0] * view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
         check_arrays("group_sizes int [groups]", group_sizes, groups=groups)
-    declared = Spec(view.axes.ep, *[None] * (w.ndim - 1)) if w_spec is None else check_spec("w_spec", w_spec, w.ndim)
-    of_y = preferred_element_type
-    static = _make_spec(view, x, w.shape, declared, recipe, align, of_y, kernels, grad_reduce_dtype)
+    declared = _declared_spec(w_spec, w.ndim, view)
+    weight = _make_weight(view, x, declared, recipe, grad_reduce_dtype)
+    static = _make_spec(view, weight, w.shape, align, preferred_element_type, kernels)
     return _grouped_matmul(view, static, x, w, jnp.asarray(group_sizes).astype(jnp.int32), bias)
 
 
@@ -135,7 +135,7 @@ def dense(
     kernels: str = "auto",
     grad_reduce_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
-    """y = x w + bias, for layers outside the experts. The weight is quantized before it is gathered, as theirs is.
+    """y = x w + bias, for layers outside the experts. The weight is quantized before it is gathered.
 
     Args:
       x: [..., K], floating point. Its rows are split over (dp, fsdp, ep), and S of [..., S, K] over cp; see `Axes`. K
@@ -159,10 +159,14 @@ def dense(
     view = view._replace(axes=resolved)
     if w_spec is None:
         w_spec = Spec() if view.manual else dense_spec_on(resolved, w.shape)
-    declared, of_y = Spec(None, *check_spec("w_spec", w_spec, w.ndim)), preferred_element_type
-    static = _make_spec(view, x, (1, *w.shape), declared, recipe, None, of_y, kernels, grad_reduce_dtype)
-    rows, bias = flatten_tokens(x, view), None if bias is None else bias[None]
-    return unflatten_tokens(_grouped_matmul(view, static, rows, w[None], None, bias), x, view)
+    declared = Spec(None, *check_spec("w_spec", w_spec, w.ndim))
+    weight = _make_weight(view, x, declared, recipe, grad_reduce_dtype)
+    static = _make_spec(view, weight, (1, *w.shape), None, preferred_element_type, kernels)
+    rows = flatten_tokens(x, view)
+    if bias is not None:
+        bias = bias[None]
+    y = _grouped_matmul(view, static, rows, w[None], None, bias)
+    return unflatten_tokens(y, x, view)
 
 
 def grouped_wgrad(
@@ -199,39 +203,63 @@ def grouped_wgrad(
     """
     view = find_mesh_view(axes, engine, x, dy)
     check_arrays("x [M, K], dy [M, *D, C], group_sizes int [groups]", x, dy, group_sizes)
-    ranks = 1 if view.manual else view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
-    if group_sizes.shape[0] % ranks:
-        raise ValueError(f"group_sizes has {group_sizes.shape[0]} entries; on this mesh it must have {ranks} * E")
-    shape = group_sizes.shape[0] // ranks, x.shape[1], *dy.shape[1:]
-    given = Spec(view.axes.ep) if w_spec is None else check_spec("w_spec", w_spec, len(shape))
-    declared = Spec(*given, *[None] * (len(shape) - len(given)))
-    static = _make_spec(view, x, shape, declared, recipe, align, preferred_element_type, kernels)
+    shards = 1
+    if not view.manual:
+        shards = view.axes.size(view.axes.tokens) // view.axes.size(view.axes.ep)
+    if group_sizes.shape[0] % shards:
+        raise ValueError(f"group_sizes has {group_sizes.shape[0]} entries; on this mesh it must have {shards} * E")
+    shape = (group_sizes.shape[0] // shards, x.shape[1], *dy.shape[1:])
+    declared = _declared_spec(w_spec, len(shape), view)
+    weight = _make_weight(view, x, declared, recipe, None)
+    static = _make_spec(view, weight, shape, align, preferred_element_type, kernels)
     if x.shape[0] == 0:
         return jnp.zeros(shape, static.out)
     _, operands = _wgrad.lay_out(view, static, x, dy, jnp.asarray(group_sizes).astype(jnp.int32))
     return _wgrad(view, static, *refuse_derivative("grouped_wgrad", operands, NO_DERIVATIVE))[0]
 
 
+def _declared_spec(w_spec: Spec | None, ndim: int, view: MeshView) -> Spec:
+    """Returns `w_spec` with an entry for each dim; without one, ep splits E and no other dim is split."""
+    spec = Spec(view.axes.ep) if w_spec is None else check_spec("w_spec", w_spec, ndim)
+    return Spec(*spec, *[None] * (ndim - len(spec)))
+
+
+def _make_weight(
+    view: MeshView, x, declared: Spec, recipe: str | Recipe | None, grad_reduce_dtype: DTypeLike | None
+) -> WeightSpec:
+    """Returns the facts of the weight, but for its kernels."""
+    reduce = get_grad_reduce(grad_reduce_dtype)
+    return WeightSpec("w", declared, view.axes, get_recipe(recipe), "", np.dtype(x.dtype), None, reduce)
+
+
 def _make_spec(
-    view: MeshView, x, shape: Sequence[int], declared: Spec, recipe: str | Recipe | None, align: int | None,
-    preferred: DTypeLike | None, kernels: str, grad_reduce_dtype: DTypeLike | None = None,
-) -> GroupedSpec:  # fmt: skip
-    recipe = get_recipe(recipe)
-    align = recipe.row_alignment if align is None else align
+    view: MeshView,
+    weight: WeightSpec,
+    shape: Sequence[int],
+    align: int | None,
+    preferred: DTypeLike | None,
+    kernels: str,
+) -> GroupedSpec:
+    """Returns the static arguments of a matmul with a weight of this whole shape, and chooses its kernels."""
+    row_alignment = weight.recipe.row_alignment
+    if align is None:
+        align = row_alignment
     check_value("align", align, int)
-    if align % recipe.row_alignment:
-        raise ValueError(f"align={align} must be a multiple of {recipe.row_alignment}, the recipe's blocks of rows")
+    if align % row_alignment:
+        raise ValueError(f"align={align} must be a multiple of {row_alignment}, the recipe's blocks of rows")
+    out = weight.dtype
     if preferred is not None:
         check_value("preferred_element_type", preferred, jnp.floating)
-    dtype = np.dtype(x.dtype)
-    out = dtype if preferred is None else np.dtype(preferred)
-    product = dtype if dtype == out else np.dtype(np.float32)
-    weight = WeightSpec("w", declared, view.axes, recipe, "", dtype, None, get_grad_reduce(grad_reduce_dtype))
-    kept = ((),) * len(shape) if view.manual else find_layout(weight, None, len(shape)).kept
-    _, contracted, *columns = (n // view.axes.size(names) for n, names in zip(shape, kept, strict=True))
-    widths = {"w's dim 1": contracted, "w's columns": math.prod(columns)}
+        out = np.dtype(preferred)
+    product = out if out == weight.dtype else np.dtype(np.float32)
+    split: Sequence[Names] = [()] * len(shape)
+    if not view.manual:
+        split = find_layout(weight, None, len(shape)).kept
+    sizes = [size // view.axes.size(names) for size, names in zip(shape, split, strict=True)]
+    widths = {"w's dim 1": sizes[1], "w's columns": math.prod(sizes[2:])}
     weight = dataclasses.replace(weight, kernels=select_kernels(kernels, product, **widths))
-    return GroupedSpec(weight, align, out, product, view.engine != "custom_partitioning" or not view.axes.tp)
+    apart = view.engine != "custom_partitioning" or not view.axes.tp
+    return GroupedSpec(weight, align, out, product, apart)
 
 
 def _grouped_matmul(view: MeshView, static: GroupedSpec, x, w, group_sizes: Int[Array, " groups"] | None, bias):
@@ -244,7 +272,9 @@ def _grouped_matmul(view: MeshView, static: GroupedSpec, x, w, group_sizes: Int[
 
 
 def _forward(view: MeshView, static: GroupedSpec, x, w, group_sizes, bias):
-    gathered = weights.gather_weight(view, static.weight, w, None, "rows") if static.apart else None
+    gathered = None
+    if static.apart:
+        gathered = weights.gather_weight(view, static.weight, w, None, "rows")
     (y,) = _matmul(view, static, x, w, group_sizes, bias, gathered)
     # The columns of y take the sharding of w's columns, for tp. There fsdp must not displace fsdp from the rows.
     if view.engine == "custom_partitioning":
@@ -257,10 +287,15 @@ def _backward(view: MeshView, static: GroupedSpec, saved, dy):
     # w is gathered again, so XLA must not keep the gathered w of forward. The gather waits for nothing else: behind dy
     # it would wait for the scatters of the weights behind this one, since collectives run in the order of their starts.
     w = lax.optimization_barrier(w)
-    gathered = weights.gather_weight(view, static.weight, w, None, "columns") if static.apart else None
-    dx, d_bias, dw = _matmul_grad(view, static, x, w, group_sizes, dy.astype(static.weight.dtype), gathered)
-    dw = weights.scatter_gradient(view, static.weight, dw, w) if static.apart else dw
-    return dx, dw.astype(w.dtype), None, None if bias is None else d_bias.astype(bias.dtype)
+    gathered = None
+    if static.apart:
+        gathered = weights.gather_weight(view, static.weight, w, None, "columns")
+    dy = dy.astype(static.weight.dtype)
+    dx, d_bias, dw = _matmul_grad(view, static, x, w, group_sizes, dy, gathered)
+    if static.apart:
+        dw = weights.scatter_gradient(view, static.weight, dw, w)
+    d_bias = None if bias is None else d_bias.astype(bias.dtype)
+    return dx, dw.astype(w.dtype), None, d_bias
 
 
 _differentiable_matmul = differentiable("grouped_matmul", _forward, _backward)
@@ -268,67 +303,103 @@ _differentiable_matmul = differentiable("grouped_matmul", _forward, _backward)
 
 def matmul_forward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes, bias, gathered):
     """Returns y [M, *C] of one device, a partial sum where tp splits K. Without `gathered` it gathers w."""
-    weight, kernels = static.weight, implementation(static.weight.kernels)
-    (gathered,) = weights.gather_shard((weight, "rows"), layout, w, None) if gathered is None else (gathered,)
+    kernels = implementation(static.weight.kernels)
+    if gathered is None:
+        (gathered,) = weights.gather_shard((static.weight, "rows"), layout, w, None)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
-    rows, _ = _quantize_rows(static, packed, x, "x", layout.kept[1], columns=False)
-    bias = None if bias is None else mask_to_first_rank(bias, layout.kept[1])
+    contracted = layout.kept[1]
+    rows, _ = _quantize_rows(static, packed, x, "x", contracted, columns=False)
+    if bias is not None:
+        bias = mask_to_first_rank(bias, contracted)
     y = packed.unpack(kernels.matmul(rows, gathered, packed.groups, static.product, bias))
-    return (y.astype(static.out).reshape(-1, *layout.whole_shape(w.shape, weight.axes)[2:]),)
+    columns = layout.whole_shape(w.shape, static.weight.axes)[2:]
+    return (y.astype(static.out).reshape(-1, *columns),)
 
 
 def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes, dy, gathered):
     """Returns dx [M, K], dbias [E, *C] and dw of one device; without `gathered` dw is a shard, as w is."""
-    weight, kernels, dtype = static.weight, implementation(static.weight.kernels), static.weight.dtype
-    (gathered,) = weights.gather_shard((weight, "columns"), layout, w, None) if gathered is None else (gathered,)
+    weight = static.weight
+    dtype = weight.dtype
+    kernels = implementation(weight.kernels)
+    if gathered is None:
+        (gathered,) = weights.gather_shard((weight, "columns"), layout, w, None)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
     groups = packed.groups
+    contracted = layout.kept[1]
     d_rows, d_columns = _quantize_rows(static, packed, dy, "dy", sum(layout.kept[2:], ()))
-    dx = packed.unpack(kernels.matmul(d_rows, gathered, groups, dtype, transpose=True))  # [M, K] = [M, C] [E, K, C]^T
-    d_bias = mask_to_first_rank(kernels.bias_grad(packed.pack(dy), groups), layout.kept[1])
-    _, x_columns = _quantize_rows(static, packed, x, "x", layout.kept[1], rows=False)
+    dx = kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)  # [M, K] = [M, C] [E, K, C]^T
+    dx = packed.unpack(dx)
+    d_bias = mask_to_first_rank(kernels.bias_grad(packed.pack(dy), groups), contracted)
+    _, x_columns = _quantize_rows(static, packed, x, "x", contracted, rows=False)
     dw = kernels.wgrad(x_columns, d_columns, groups, dtype, weight.grad_dtype)  # [M, K]^T [M, C]
     dw = dw.reshape(layout.whole_shape(w.shape, weight.axes))
-    return dx, d_bias, dw if static.apart else weights.sum_shards(weight, layout, dw)
+    if not static.apart:
+        dw = weights.sum_shards(weight, layout, dw)
+    return dx, d_bias, dw
 
 
 def wgrad_forward(static: GroupedSpec, layout: WeightLayout, x, dy, group_sizes):
     """Returns dw [E, K, *C] of the shard of one device; it is a partial sum over dp."""
-    weight, kernels = static.weight, implementation(static.weight.kernels)
+    weight = static.weight
+    kernels = implementation(weight.kernels)
     packed = kernels.pack_rows(group_sizes, static.align, x.shape[0])
-    _, x_columns = _quantize_rows(static, packed, x, "x", layout.kept[1], rows=False)
-    _, d_columns = _quantize_rows(static, packed, dy.astype(weight.dtype), "dy", sum(layout.kept[2:], ()), rows=False)
+    _, contracted, *columns = layout.kept
+    _, x_columns = _quantize_rows(static, packed, x, "x", contracted, rows=False)
+    dy_cast = dy.astype(weight.dtype)
+    _, d_columns = _quantize_rows(static, packed, dy_cast, "dy", sum(columns, ()), rows=False)
     dw = kernels.wgrad(x_columns, d_columns, packed.groups, static.product).astype(static.out)
     return (weights.sum_shards(weight, layout, dw.reshape(-1, x.shape[1], *dy.shape[1:])),)
 
 
 def _quantize_rows(static: GroupedSpec, packed: Packing, x, role: Role, split: Names, **wanted):
     """Returns rows [M, ...] as operands of a product over columns and of wgrad; `split` are the axes of the columns."""
-    kernels, over = implementation(static.weight.kernels), static.weight.axes.tokens + split
-    return kernels.quantize_for_matmul(packed.pack(x), static.weight.recipe, role, packed.groups, over, **wanted)
+    weight = static.weight
+    kernels = implementation(weight.kernels)
+    amax_axes = weight.axes.tokens + split
+    rows = packed.pack(x)
+    return kernels.quantize_for_matmul(rows, weight.recipe, role, packed.groups, amax_axes, **wanted)
 
 
-def _sharding(static: GroupedSpec, operands, found, *, backward: bool = False) -> OpSharding:
+def _sharding(static: GroupedSpec, operands, operand_specs, *, backward: bool = False) -> OpSharding:
     """Returns the layout of a direction: rows are split as tokens are, and y is summed over the axes that split K."""
-    _, w, group_sizes, other, gathered = operands
-    weight, axes, rows = static.weight, static.weight.axes, static.weight.axes.tokens
-    layout = find_layout(weight, found[1], w.ndim)
-    contracted, columns = layout.kept[1], layout.kept[2:]
-    x, y, bias = Spec(rows, contracted), Spec(rows, *columns), Spec(axes.ep, *columns)
-    given = x, layout.spec, None if group_sizes is None else Spec(rows)
+    _, w, group_sizes, bias_or_dy, gathered = operands
+    weight = static.weight
+    axes = weight.axes
+    layout = find_layout(weight, operand_specs[1], w.ndim)
+    _, contracted, *columns = layout.kept
+    x = Spec(axes.tokens, contracted)
+    y = Spec(axes.tokens, *columns)
+    bias = Spec(axes.ep, *columns)
+    sizes = None if group_sizes is None else Spec(axes.tokens)
     whole = jax.tree.map(lambda _: Spec(axes.all), gathered)
     if not backward:
-        return OpSharding((*given, None if other is None else bias, whole), (y,), (contracted,), layout)
-    dw, over_dw = (Spec(axes.all), ()) if static.apart else (layout.spec, weights.replicas(weight, layout))
-    reduce = sum(columns, ()), axes.replica_axes + contracted, over_dw
-    return OpSharding((*given, y, whole), (x, bias, dw), reduce, layout)
+        forward_bias = None if bias_or_dy is None else bias
+        return OpSharding((x, layout.spec, sizes, forward_bias, whole), (y,), (contracted,), layout)
+    dw = layout.spec
+    dw_axes = weights.replicas(weight, layout)
+    if static.apart:
+        dw = Spec(axes.all)
+        dw_axes = ()
+    reduce = (sum(columns, ()), axes.replica_axes + contracted, dw_axes)
+    return OpSharding((x, layout.spec, sizes, y, whole), (x, bias, dw), reduce, layout)
 
 
-def _wgrad_sharding(static: GroupedSpec, operands, found) -> OpSharding:
+def _wgrad_sharding(static: GroupedSpec, operands, operand_specs) -> OpSharding:
     layout = find_layout(static.weight)
-    rows, (_, contracted, *columns) = static.weight.axes.tokens, layout.kept
-    specs = Spec(rows, contracted), Spec(rows, *columns), Spec(rows)
+    rows = static.weight.axes.tokens
+    _, contracted, *columns = layout.kept
+    specs = (Spec(rows, contracted), Spec(rows, *columns), Spec(rows))
     return OpSharding(specs, (layout.spec,), (weights.replicas(static.weight, layout),), layout)
+
+
+def _backward_rule(static: GroupedSpec, operands) -> str:
+    dw = "@" if static.apart else "e h *d"
+    return f"m k, e h *d, @, m *c, @ -> m k, b *c, {dw}"
+
+
+def _wgrad_rule(static: GroupedSpec, operands) -> str:
+    columns = " ".join(f"d{i}" for i in range(operands[1].ndim - 1))
+    return f"m k, m *c, @ -> e h {columns}"
 
 
 # The dims of a weight have names of their own, so that fsdp on K, or on *C in backward, does not move activations.
@@ -336,12 +407,12 @@ _matmul = Op("grouped_matmul", matmul_forward, "m k, e h *c, @, b *c, @ -> m *c"
 _matmul_grad = Op(
     "grouped_matmul_grad",
     matmul_backward,
-    lambda static, operands: f"m k, e h *d, @, m *c, @ -> m k, b *c, {'@' if static.apart else 'e h *d'}",
+    _backward_rule,
     sharding=functools.partial(_sharding, backward=True),
 )
 _wgrad = Op(
     "grouped_wgrad",
     wgrad_forward,
-    lambda static, operands: f"m k, m *c, @ -> e h {' '.join(f'd{i}' for i in range(operands[1].ndim - 1))}",
+    _wgrad_rule,
     sharding=_wgrad_sharding,
 )

@@ -15,8 +15,8 @@ the rows of a rank come in chunks by (source rank, expert); the order (expert, s
 past the last chunk may hold anything, NaN included, and are 0 in the result. Transformer Engine calls it
 `sort_chunks_by_index`.
 
-Each op is the transpose of the other. dx is the unpermute of d_rows with weights 1. d_rows is the permute of dy, times
-the weight of each row, and d_weights[r, k] = <dy[r], rows[scatter_idx[r, k]]>.
+Permute and unpermute are transposes of each other. dx is the unpermute of d_rows with weights 1. d_rows is the permute
+of dy, times the weight of each row, and d_weights[r, k] = <dy[r], rows[scatter_idx[r, k]]>.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity
     groups adds at most 3 rows of padding, so N = 12. Align 1 gives the rows without padding.
     """
     rows = received * min(top_k, num_groups)
-    rows = rows if capacity is None else jax.core.min_dim(rows, capacity)  # `jax.export` has symbolic ones
+    if capacity is not None:
+        rows = jax.core.min_dim(rows, capacity)  # `jax.export` has symbolic rows
     return align_up(rows + jax.core.min_dim(num_groups, rows) * (align - 1), align)
 
 
@@ -114,22 +115,26 @@ def permute(
     """
     check_value("num_groups", num_groups, int)
     check_value("align", align, int)
-    for name, value in (("capacity", capacity), ("top_k", top_k)):
-        if value is not None:
-            check_value(name, value, int)
-    mapped = getattr(experts, "dtype", None) == jnp.bool_
-    kind, choices = ("bool", "E") if mapped else ("int", "K")
-    rule = f"x [R, H], experts {kind} [R, {choices}], weights? [R, {choices}]"
-    check_arrays(rule, x, experts, weights, E=num_groups)
-    if not mapped and top_k is not None:
-        raise ValueError(f"top_k={top_k} must be None beside ids; experts is no map of bool, but {experts.dtype}")
+    if capacity is not None:
+        check_value("capacity", capacity, int)
+    if top_k is not None:
+        check_value("top_k", top_k, int)
+    map_top_k = None
+    if getattr(experts, "dtype", None) == jnp.bool_:
+        check_arrays("x [R, H], experts bool [R, E], weights? [R, E]", x, experts, weights, E=num_groups)
+        map_top_k = min(top_k or num_groups, num_groups)
+    else:
+        check_arrays("x [R, H], experts int [R, K], weights? [R, K]", x, experts, weights)
+        if top_k is not None:
+            raise ValueError(f"top_k={top_k} must be None beside ids; experts is no map of bool, but {experts.dtype}")
+        experts = experts.astype(jnp.int32)
     view = find_mesh_view(axes, engine, x)
-    map_top_k = min(top_k or num_groups, num_groups) if mapped else None
     static = _make_spec(view, kernels, x, num_groups, align, capacity, map_top_k)
-    experts = experts if mapped else experts.astype(jnp.int32)
-    wide = None if weights is None else weights.astype(jnp.float32)
-    rows, (plan, row_weights, _) = _permute(view, static, x, experts, wide)
-    return (rows, plan) if weights is None else (rows, row_weights.astype(weights.dtype), plan)
+    if weights is None:
+        rows, (plan, _, _) = _permute(view, static, x, experts, None)
+        return rows, plan
+    rows, (plan, row_weights, _) = _permute(view, static, x, experts, weights.astype(jnp.float32))
+    return rows, row_weights.astype(weights.dtype), plan
 
 
 def unpermute(
@@ -157,9 +162,11 @@ def unpermute(
       Unsupported: the engine or the kernels that were chosen by name cannot run.
     """
     check_value("plan", plan, Plan, "moax.ops.permute")
-    (received, top_k), sorted_ = plan.scatter_idx.shape, plan.gather_idx.shape[0]
-    check_arrays("rows [N, H], weights? [R, K]", rows, weights, N=sorted_, R=received, K=top_k)
-    weights = jnp.ones_like(plan.scatter_idx, jnp.float32) if weights is None else weights
+    received, top_k = plan.scatter_idx.shape
+    num_sorted = plan.gather_idx.shape[0]
+    check_arrays("rows [N, H], weights? [R, K]", rows, weights, N=num_sorted, R=received, K=top_k)
+    if weights is None:
+        weights = jnp.ones_like(plan.scatter_idx, jnp.float32)
     view = find_mesh_view(axes, engine, rows)
     static = _make_spec(view, kernels, rows, plan.group_sizes.shape[0])
     return _unpermute(view, static, rows, plan, weights)[0]
@@ -193,13 +200,26 @@ def sort_chunks(
     check_arrays("x [M, *C], sizes int [chunks], order int [chunks]", x, sizes, order)
     view = find_mesh_view(axes, engine, x)
     static = _make_spec(view, kernels, x, sizes.shape[0])
-    return _sort(view, static, x, *(jnp.asarray(v).astype(jnp.int32) for v in (sizes, order)))[0]
+    sizes = jnp.asarray(sizes).astype(jnp.int32)
+    order = jnp.asarray(order).astype(jnp.int32)
+    return _sort(view, static, x, sizes, order)[0]
 
 
-def _make_spec(view: MeshView, kernels: str, rows, num_groups: int, align=1, capacity=None, top_k=None) -> PermuteSpec:
+def _make_spec(
+    view: MeshView,
+    kernels: str,
+    rows,
+    num_groups: int,
+    align=1,
+    capacity=None,
+    top_k=None,
+) -> PermuteSpec:
     """Returns the spec of an op that moves rows [M, *C]; no kernel moves no rows."""
-    chosen = select_kernels(kernels, rows.dtype, **{"the rows' width": math.prod(rows.shape[1:])})
-    return PermuteSpec(num_groups, align, capacity, chosen if rows.size else DEFAULT, view.axes, map_top_k=top_k)
+    width = math.prod(rows.shape[1:])
+    chosen_kernels = select_kernels(kernels, rows.dtype, **{"the rows' width": width})
+    if rows.size == 0:
+        chosen_kernels = DEFAULT
+    return PermuteSpec(num_groups, align, capacity, chosen_kernels, view.axes, map_top_k=top_k)
 
 
 def plan_rows(
@@ -213,26 +233,38 @@ def plan_rows(
     With weights [R, K] f32 it also returns the weight [N] of each sorted row, 0 in padding; None without them. The
     round has the sorted rows from `start` on, counted without padding, as many as there is room for.
     """
-    (received, top_k), groups, max_rows, capacity = experts.shape, static.num_groups, static.max_rows, static.capacity
-    rows = sorted_rows(received, top_k, groups, static.align, capacity if max_rows is None else max_rows)
+    groups = static.num_groups
+    max_rows = static.max_rows
+    capacity = static.capacity
+    room = capacity if max_rows is None else max_rows
+    received, top_k = experts.shape
+    num_rows = sorted_rows(received, top_k, groups, static.align, room)
 
     def keep_part(arrived):
-        kept = arrived if capacity is None else limit_groups(arrived, capacity)
-        return (jnp.zeros_like(kept), kept) if max_rows is None else cut_groups(kept, start, max_rows)
+        """Returns the first row and the number of rows of each group in this round, of the rows that arrived."""
+        retained = arrived
+        if capacity is not None:
+            retained = limit_groups(arrived, capacity)
+        if max_rows is None:
+            return jnp.zeros_like(retained), retained
+        return cut_groups(retained, start, max_rows)
 
     keep = None if max_rows is None and capacity is None else keep_part
     build = implementation(static.kernels).build_permutation
-    gather_idx, scatter_idx, sizes, row_weights = build(experts, groups, static.align, rows, weights, keep)
+    gather_idx, scatter_idx, sizes, row_weights = build(experts, groups, static.align, num_rows, weights, keep)
     dropped = jnp.zeros((), jnp.int32)
     if capacity is not None:
-        dropped = jnp.maximum(jnp.sum(experts < groups, dtype=jnp.int32) - capacity, 0)
+        assignments = jnp.sum(experts < groups, dtype=jnp.int32)
+        dropped = jnp.maximum(assignments - capacity, 0)
     return Plan(gather_idx, scatter_idx, sizes, dropped[None]), row_weights
 
 
 def count_rows(static: PermuteSpec, experts: Int[Array, "R K"]) -> Int[Array, ""]:
     """Returns how many sorted rows a rank keeps of its received rows in all rounds, without padding."""
     rows = jnp.sum(experts < static.num_groups, dtype=jnp.int32)
-    return rows if static.capacity is None else jnp.minimum(rows, static.capacity)
+    if static.capacity is None:
+        return rows
+    return jnp.minimum(rows, static.capacity)
 
 
 def permute_forward(
@@ -252,16 +284,25 @@ def unpermute_forward(
 
 
 def unpermute_backward(
-    static: PermuteSpec, rows: Float[Array, "N H"], plan: Plan, weights: Float[Array, "R K"], dy: Float[Array, "R H"]
+    static: PermuteSpec,
+    rows: Float[Array, "N H"],
+    plan: Plan,
+    weights: Float[Array, "R K"],
+    dy: Float[Array, "R H"],
 ) -> tuple[Float[Array, "N H"], Float[Array, "R K"]]:
     """Returns d_rows [N, H], dy of each row's received row times its weight, and d_weights [R, K], <dy, row>."""
     d_rows = permute_forward(static, dy, plan)
-    inner = jnp.sum(d_rows.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
+    d_row_weights = jnp.sum(d_rows.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
     row = jnp.arange(plan.gather_idx.shape[0], dtype=jnp.int32)
-    at = jnp.take(plan.scatter_idx, plan.gather_idx, axis=0, mode="fill", fill_value=row.shape[0])  # [N, K]
-    own = jnp.take(weights, plan.gather_idx, axis=0, mode="clip")
-    row_weights = jnp.where(at == row[:, None], own, jnp.zeros((), weights.dtype)).sum(1)  # [N], 0 in padding
-    return (d_rows.astype(jnp.float32) * row_weights[:, None]).astype(rows.dtype), weights_from_rows(plan, inner)
+    # [N, K]: the sorted rows of the received row that row n copies, and the weights of its assignments
+    no_row = row.shape[0]
+    siblings = jnp.take(plan.scatter_idx, plan.gather_idx, axis=0, mode="fill", fill_value=no_row)
+    sibling_weights = jnp.take(weights, plan.gather_idx, axis=0, mode="clip")
+    is_row = siblings == row[:, None]
+    zero = jnp.zeros((), weights.dtype)
+    row_weights = jnp.where(is_row, sibling_weights, zero).sum(1)  # [N], 0 in padding
+    d_rows = (d_rows.astype(jnp.float32) * row_weights[:, None]).astype(rows.dtype)
+    return d_rows, weights_from_rows(plan, d_row_weights)
 
 
 def weights_from_rows(plan: Plan, row_values: Float[Array, " N"]) -> Float[Array, "R K"]:
@@ -270,14 +311,16 @@ def weights_from_rows(plan: Plan, row_values: Float[Array, " N"]) -> Float[Array
 
 
 def cut_groups(
-    kept: Int[Array, " E"], start: int | Int[Array, ""], max_rows: int
+    sizes: Int[Array, " E"], start: int | Int[Array, ""], max_rows: int
 ) -> tuple[Int[Array, " E"], Int[Array, " E"]]:
     """Returns the first row and the number of rows of each group in the round of `max_rows` rows from `start` on.
 
-    Of groups that keep 3 and 5 rows, the round of 4 rows from row 4 on has rows 1 to 4 of the second: (3, 1), (0, 4).
+    Of groups of 3 and 5 rows, the round of 4 rows from row 4 on has rows 1 to 4 of the second: (3, 1), (0, 4).
     """
-    before = jnp.cumsum(kept) - kept
-    begin, end = (jnp.clip(edge - before, 0, kept) for edge in (start, start + max_rows))
+    rows_before = jnp.cumsum(sizes) - sizes
+    stop = start + max_rows
+    begin = jnp.clip(start - rows_before, 0, sizes)
+    end = jnp.clip(stop - rows_before, 0, sizes)
     return begin, end - begin
 
 
@@ -290,37 +333,42 @@ def limit_groups(arrived: Int[Array, " E"], capacity: int) -> Int[Array, " E"]:
     size = arrived.shape[0]
     ascending = jnp.sort(arrived)
     below = jnp.cumsum(ascending) - ascending  # the rows of all smaller groups
-    above = size - jnp.arange(size, dtype=jnp.int32)  # the groups that share the rest of the capacity
+    # the groups that share the rest of the capacity
+    above = size - jnp.arange(size, dtype=jnp.int32)
     level = (capacity - below) // above
     cut = jnp.argmax(ascending > level)  # the index of the smallest group that does not fit whole
     fits = arrived.sum() <= capacity
     limit = jnp.where(fits, ascending[-1], level[cut])
     rest = jnp.where(fits, 0, (capacity - below[cut]) % above[cut])
-    over = arrived > limit
-    extra = over & (jnp.cumsum(over.astype(jnp.int32)) <= rest)
+    exceeds = arrived > limit
+    extra = exceeds & (jnp.cumsum(exceeds.astype(jnp.int32)) <= rest)
     return jnp.minimum(arrived, limit) + extra.astype(jnp.int32)
 
 
 def _permute_shards(static: PermuteSpec, x, experts, weights):
-    ids, lost = None, 0
-    if static.map_top_k is not None:
-        count = experts.sum(1, dtype=jnp.int32)
-        ids = jnp.argsort(~experts, axis=1, stable=True)[:, : static.map_top_k].astype(jnp.int32)
-        some = jnp.arange(static.map_top_k, dtype=jnp.int32)[None] < count[:, None]
-        experts = ids = jnp.where(some, ids, static.num_groups)
-        if weights is not None:
-            weights = jnp.take_along_axis(weights, ids, axis=1, mode="fill", fill_value=0)
-        lost = jnp.maximum(count - static.map_top_k, 0).sum(dtype=jnp.int32)
-    plan, row_weights = plan_rows(static, experts, weights)
-    plan = dataclasses.replace(plan, dropped=plan.dropped + lost)
+    if static.map_top_k is None:
+        plan, row_weights = plan_rows(static, experts, weights)
+        return permute_forward(static, x, plan), (plan, row_weights, None)
+    count = experts.sum(1, dtype=jnp.int32)
+    sorted_ids = jnp.argsort(~experts, axis=1, stable=True)[:, : static.map_top_k].astype(jnp.int32)
+    is_chosen = jnp.arange(static.map_top_k, dtype=jnp.int32)[None] < count[:, None]
+    ids = jnp.where(is_chosen, sorted_ids, static.num_groups)
+    if weights is not None:
+        weights = jnp.take_along_axis(weights, ids, axis=1, mode="fill", fill_value=0)
+    dropped = jnp.maximum(count - static.map_top_k, 0).sum(dtype=jnp.int32)
+    plan, row_weights = plan_rows(static, ids, weights)
+    plan = dataclasses.replace(plan, dropped=plan.dropped + dropped)
     return permute_forward(static, x, plan), (plan, row_weights, ids)
 
 
 def _permute_grad_shards(static: PermuteSpec, plan, ids, d_rows, d_row_weights):
-    d_weights = None if d_row_weights is None else weights_from_rows(plan, d_row_weights)
-    if d_weights is not None and ids is not None:
-        rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
-        d_weights = jnp.zeros((len(ids), static.num_groups), jnp.float32).at[rows, ids].set(d_weights, mode="drop")
+    d_weights = None
+    if d_row_weights is not None:
+        d_weights = weights_from_rows(plan, d_row_weights)
+        if ids is not None:
+            rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+            zeros = jnp.zeros((len(ids), static.num_groups), jnp.float32)
+            d_weights = zeros.at[rows, ids].set(d_weights, mode="drop")
     return unpermute_forward(static, d_rows, plan), d_weights
 
 
@@ -331,42 +379,71 @@ def sort_forward(static: PermuteSpec, x, sizes: Int[Array, " chunks"], order: In
 
 def sort_backward(static: PermuteSpec, d_rows, sizes: Int[Array, " chunks"], order: Int[Array, " chunks"]):
     """Returns dx of one device: each chunk of d_rows, where it was in x."""
-    placed = sizes[order]
-    starts = jnp.zeros_like(sizes).at[order].set(jnp.cumsum(placed) - placed, unique_indices=True)
+    sizes_in_order = sizes[order]
+    starts_in_order = jnp.cumsum(sizes_in_order) - sizes_in_order
+    starts = jnp.zeros_like(sizes).at[order].set(starts_in_order, unique_indices=True)
     return _move(static, d_rows, sizes, starts)
 
 
 def _move(static: PermuteSpec, x, sizes, starts):
     """Returns chunks of these sizes, one after the other, of which each starts at its row `starts` of x."""
     # With sizes (3, 1) and starts (1, 0) the rows are x[1], x[2], x[3], x[0].
-    num_rows, ends = x.shape[0], jnp.cumsum(sizes)
+    num_rows = x.shape[0]
+    num_chunks = sizes.shape[0]
+    ends = jnp.cumsum(sizes)
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    chunk = jnp.minimum(jnp.searchsorted(ends, rows, side="right").astype(jnp.int32), max(sizes.shape[0] - 1, 0))
-    source = jnp.take(starts + sizes - ends, chunk, mode="clip") + rows if sizes.shape[0] else rows
-    source = jnp.where(rows < (ends[-1] if sizes.shape[0] else 0), source, num_rows)
+    chunk = jnp.searchsorted(ends, rows, side="right").astype(jnp.int32)
+    chunk = jnp.minimum(chunk, max(num_chunks - 1, 0))
+    if num_chunks:
+        source = jnp.take(starts + sizes - ends, chunk, mode="clip") + rows
+        source = jnp.where(rows < ends[-1], source, num_rows)
+    else:
+        source = jnp.where(rows < 0, rows, num_rows)
     with jax.named_scope("sort_chunks"):
-        moved = implementation(static.kernels).gather_rows(x.reshape(num_rows, math.prod(x.shape[1:])), source)
+        columns = math.prod(x.shape[1:])
+        moved = implementation(static.kernels).gather_rows(x.reshape(num_rows, columns), source)
     return moved.reshape(x.shape)
+
+
+def _save_permute(operands, results):
+    _, (plan, _, ids) = results
+    return plan, ids
+
+
+def _pull_permute(run_grad, saved, cotangents):
+    d_rows, (_, d_row_weights, _) = cotangents
+    dx, d_weights = run_grad(*saved, d_rows, d_row_weights)
+    return dx, None, d_weights
+
+
+def _pull_unpermute(run_grad, saved, cotangents):
+    d_rows, d_weights = run_grad(*saved, *cotangents)
+    return d_rows, None, d_weights
+
+
+def _pull_sort(run_grad, saved, cotangents):
+    (dx,) = run_grad(*cotangents, *saved)
+    return dx, None, None
 
 
 _permute = with_gradient(
     "permute",
     Op("permute", _permute_shards, "r h, r k, r k -> n h, @n"),
     Op("permute_grad", _permute_grad_shards, "{n | r k | @n | @n}, @n, n h, n -> r h, @r"),
-    save=lambda operands, results: (results[1][0], results[1][2]),
-    pull=lambda grad, saved, d: ((found := grad(*saved, d[0], d[1][1]))[0], None, found[1]),
+    save=_save_permute,
+    pull=_pull_permute,
 )
 _unpermute = with_gradient(
     "unpermute",
     Op("unpermute", unpermute_forward, "n h, {n | r k | @n | @n}, r k -> r h"),
     Op("unpermute_grad", unpermute_backward, "n h, {n | r k | @n | @n}, r k, r h -> n h, r k"),
     save=lambda operands, results: operands,
-    pull=lambda grad, saved, d: ((found := grad(*saved, *d))[0], None, found[1]),
+    pull=_pull_unpermute,
 )
 _sort = with_gradient(
     "sort_chunks",
     Op("sort_chunks", sort_forward, "r *c, @r, @r -> r *c"),
     Op("sort_chunks_grad", sort_backward, "r *c, @r, @r -> r *c"),
     save=lambda operands, results: operands[1:],
-    pull=lambda grad, saved, d: (*grad(d[0], *saved), None, None),
+    pull=_pull_sort,
 )

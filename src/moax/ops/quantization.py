@@ -84,7 +84,8 @@ def quantize(
     """
     check_arrays("x [...], group_sizes? int [groups]", x, group_sizes)
     check_value("format", format, Format)
-    block = format.row_block(x.ndim, "columns") if block is None else block
+    if block is None:
+        block = format.row_block(x.ndim, "columns")
     block = tuple(block) if isinstance(block, list | tuple) else (block,)
     if len(block) != x.ndim:
         raise ValueError(f"block={block} must have one positive int (or None) for each of the {x.ndim} dims of x")
@@ -94,21 +95,24 @@ def quantize(
     if group_sizes is not None:
         check_arrays("x [M, ...]", x)
         rows = block[0] or 1
-        align = rows if align is None else align
+        if align is None:
+            align = rows
         check_value("align", align, int)
         if align % rows:
             raise ValueError(f"align={align} must be a multiple of {rows}, the rows of a block of block={block}")
     elif align is not None:
         raise ValueError(f"align={align} must be None without group_sizes; pass group_sizes too")
     view = find_mesh_view(axes, engine, x)
-    declared, chosen = None if x_spec is None else check_spec("x_spec", x_spec, x.ndim), select_kernels(kernels, None)
-    if x.size == 0:  # the scales, if there are any, are 1
-        blocks = tuple(1 if b is None else -(-n // b) for n, b in zip(x.shape, block, strict=True))
-        scale = jnp.full(blocks, 127, jnp.uint8) if format.scale == "e8m0" else jnp.ones(blocks, jnp.float32)
-        return QArray(jnp.zeros(x.shape, jnp.uint8), scale, format.dtype, block)
-    static = QuantizeSpec(format, block, view.axes, view.manual, view.explicit, declared, chosen, align)
-    sizes = None if group_sizes is None else jnp.asarray(group_sizes).astype(jnp.int32)
-    if sizes is not None:
+    declared = None
+    if x_spec is not None:
+        declared = check_spec("x_spec", x_spec, x.ndim)
+    chosen_kernels = select_kernels(kernels, None)
+    if x.size == 0:
+        return _quantize_no_elements(x.shape, format, block)
+    static = QuantizeSpec(format, block, view.axes, view.manual, view.explicit, declared, chosen_kernels, align)
+    sizes = None
+    if group_sizes is not None:
+        sizes = jnp.asarray(group_sizes).astype(jnp.int32)
         _, (x, sizes) = _quantize.lay_out(view, static, x, sizes)
     data, scale = _quantize(view, static, x, sizes)
     return QArray(data, view.assume_replicated(scale, ()), format.dtype, block)
@@ -138,22 +142,36 @@ def dequantize(
     return _dequantize(view, static, q.data, q.scale)[0]
 
 
-def _entries(static: QuantizeSpec, found: Spec | None, ndim: int) -> list[Names]:
+def _quantize_no_elements(shape: tuple[int, ...], format: Format, block: tuple[int | None, ...]) -> QArray:
+    """Returns the QArray of an array without elements, whose scales, if it has any, are 1."""
+    blocks = tuple(1 if b is None else -(-size // b) for size, b in zip(shape, block, strict=True))
+    if format.scale == "e8m0":
+        scale = jnp.full(blocks, 127, jnp.uint8)
+    else:
+        scale = jnp.ones(blocks, jnp.float32)
+    return QArray(jnp.zeros(shape, jnp.uint8), scale, format.dtype, block)
+
+
+def _entries(static: QuantizeSpec, spec: Spec | None, ndim: int) -> list[Names]:
+    """Returns the mesh axes of more than one device over each dim."""
     sizes = dict(static.axes.sizes)
-    return [tuple(name for name in entry if name in sizes) for entry in pad(found or Spec(), ndim)]
+    return [tuple(name for name in entry if name in sizes) for entry in pad(spec or Spec(), ndim)]
 
 
-def _split(static: QuantizeSpec, shape, found: Spec | None) -> list[Names]:
-    """Returns the axes that split each dim of an array whose type or sharding has the spec `found`."""
-    split = _entries(static, found, len(shape))
-    for dim, (n, b, names) in enumerate(zip(shape, static.block, split, strict=True)):
-        if b is None or not names or static.manual or n // static.axes.size(names) % b == 0:
+def _split(static: QuantizeSpec, shape, spec: Spec | None) -> list[Names]:
+    """Returns the axes that split each dim of an array whose type or sharding has this spec."""
+    split = _entries(static, spec, len(shape))
+    for dim, (size, b, names) in enumerate(zip(shape, static.block, split, strict=True)):
+        if b is None or not names or static.manual:
+            continue
+        shard_size = size // static.axes.size(names)
+        if shard_size % b == 0:
             continue
         split[dim] = ()
         if static.explicit:
             raise ValueError(
-                f"dim {dim} of size {n} is sharded over mesh axes {names}, which cut its blocks of {b}; take a block "
-                f"that divides {n // static.axes.size(names)}, or another layout"
+                f"dim {dim} of size {size} is sharded over mesh axes {names}, which cut its blocks "
+                f"of {b}; take a block that divides {shard_size}, or another layout"
             )
     return split
 
@@ -169,15 +187,24 @@ def _dequantize_shards(static: QuantizeSpec, _, data, scale):
     return dequantize_array(QArray(data, scale, static.format.dtype, static.block), static.out)
 
 
-def _sharding(static: QuantizeSpec, operands, found) -> OpSharding:
+def _sharding(static: QuantizeSpec, operands, operand_specs) -> OpSharding:
     """Returns the layout of an op: data and scale are split as x is."""
-    split = _split(static, operands[0].shape, static.declared if found[0] is None else found[0])
+    spec = static.declared if operand_specs[0] is None else operand_specs[0]
+    split = _split(static, operands[0].shape, spec)
     if static.align is not None:
         split = [static.axes.tokens, *split[1:]]
-    data, scale = Spec(*split), Spec(*(() if b is None else n for n, b in zip(split, static.block, strict=True)))
+    split_scale: list[Names] = []
+    amax_over: Names = ()
+    for names, b in zip(split, static.block, strict=True):
+        if b is None:
+            split_scale.append(())
+            amax_over += names
+        else:
+            split_scale.append(names)
+    data = Spec(*split)
+    scale = Spec(*split_scale)
     if static.out is not None:
         return OpSharding((data, scale), (data,), ((),))
-    amax_over = tuple(n for names, b in zip(split, static.block, strict=True) if b is None for n in names)
     sizes = None if static.align is None else Spec(static.axes.tokens)
     return OpSharding((data, sizes), (data, scale), ((), ()), amax_over)
 
@@ -187,16 +214,31 @@ def _rule(static: QuantizeSpec, operands) -> tuple[str, tuple[tuple[str, int], .
     # A dim 256 in blocks of 128 is "(b0 i0)" in data and "b0" in scale, with i0 = 128, so an axis that splits blocks
     # splits both. A dim of one block, or of blocks that the mesh may cut, has unrelated names in data and scale:
     # Shardy would split a part of an axis, which JAX cannot read.
-    axes, block, shape = static.axes, static.block, operands[0].shape
-    split = [axes.all] * len(shape) if static.declared is None else _entries(static, static.declared, len(shape))
-    whole = [
-        b is not None and n % (b * axes.size(names)) == 0 and (b == 1 or n > b)
-        for n, b, names in zip(shape, block, split, strict=True)
-    ]
-    dims = [f"(b{i} i{i})" if w and b != 1 else f"b{i}" for i, (w, b) in enumerate(zip(whole, block, strict=True))]
-    sizes = tuple((f"i{i}", b) for i, b in enumerate(block) if b is not None and dims[i].startswith("("))
-    data, scale = " ".join(dims), " ".join(f"b{i}" if w else f"s{i}" for i, w in enumerate(whole))
-    return f"{data}, @ -> {data}, {scale}" if static.out is None else f"{data}, {scale} -> {data}", sizes
+    shape = operands[0].shape
+    split = [static.axes.all] * len(shape)
+    if static.declared is not None:
+        split = _entries(static, static.declared, len(shape))
+    data_dims = []
+    scale_dims = []
+    sizes = []
+    for i, (size, b, names) in enumerate(zip(shape, static.block, split, strict=True)):
+        devices = static.axes.size(names)
+        # The mesh may cut blocks, or the dim is one block.
+        if b is None or size % (b * devices) or (b > 1 and size <= b):
+            data_dims.append(f"b{i}")
+            scale_dims.append(f"s{i}")
+            continue
+        scale_dims.append(f"b{i}")
+        if b == 1:
+            data_dims.append(f"b{i}")
+        else:
+            data_dims.append(f"(b{i} i{i})")
+            sizes.append((f"i{i}", b))
+    data = " ".join(data_dims)
+    scale = " ".join(scale_dims)
+    if static.out is None:
+        return f"{data}, @ -> {data}, {scale}", tuple(sizes)
+    return f"{data}, {scale} -> {data}", tuple(sizes)
 
 
 _quantize = Op("quantize", _quantize_shards, _rule, sharding=_sharding)

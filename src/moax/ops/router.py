@@ -110,7 +110,8 @@ def router_logits(
     check_arrays("x [T, H], w [H, E]", x, w)
     view = find_mesh_view(axes, engine, x, w)
     # The gradient of w is a float32 array until all devices have been summed; the transpose of this cast rounds it.
-    static, w = RouterSpec(view.axes, w.dtype == jnp.bfloat16), w.astype(jnp.float32)
+    static = RouterSpec(view.axes, narrow=w.dtype == jnp.bfloat16)
+    w = w.astype(jnp.float32)
     if x.shape[0] == 0:  # XLA compiles no product of a shard without rows
         return jnp.dot(x.astype(jnp.float32), w)
     return _router(view, static, x, w)[0]
@@ -158,8 +159,10 @@ def route(
     Transformer: a balanced router pays the coefficient. The z-loss follows ST-MoE.
     """
     check_value("config", config, RouterConfig)
-    if (bias is not None) != config.bias:
-        raise ValueError(f"bias is {'given' if bias is not None else 'None'}, but RouterConfig.bias={config.bias}")
+    if bias is None and config.bias:
+        raise ValueError("bias is None, but RouterConfig.bias=True")
+    if bias is not None and not config.bias:
+        raise ValueError("bias is given, but RouterConfig.bias=False")
     if not config.sequence_aux_loss:
         sequences = None
     elif sequences is None:
@@ -170,35 +173,68 @@ def route(
     view = find_mesh_view(axes, engine, logits)
     logits = logits.astype(jnp.float32)
     if logits.shape[0] == 0:
-        weights, zero, tokens = logits[:, :top_k], jnp.zeros((), jnp.float32), jnp.zeros(logits.shape[1], jnp.int32)
-        histogram = jnp.zeros((len(tokens), BINS), jnp.int32) if config.histogram else None
-        return Routing(weights.astype(jnp.int32), weights, zero, zero, tokens, histogram)
+        return _route_no_tokens(logits, config, top_k)
     if sequence_axes is None:
         sequence_axes = view.axes.sequence if view.manual else view.axes.tokens
-    along = tuple(name for name in view.axes.tokens if name in as_names(sequence_axes))
-    weight = "of_all" if config.score == "softmax" else "of_one"
-    if (config.normalize and top_k > 1) or (config.score == "softmax" and config.order == "topk_then_score"):
-        weight = "share"
+    sequence_axes = as_names(sequence_axes)
+    along = tuple(name for name in view.axes.tokens if name in sequence_axes)
+    weight = _kind_of_weight(config, top_k)
     static = RouteSpec(config, top_k, weight, view.axes, along, select_kernels(kernels))
-    bias = None if bias is None else lax.stop_gradient(bias).astype(jnp.float32)
-    experts = None if experts is None else experts.astype(jnp.int32)
+    if bias is not None:
+        bias = lax.stop_gradient(bias).astype(jnp.float32)
+    if experts is not None:
+        experts = experts.astype(jnp.int32)
     if sequences is not None:
         sequences = split_ids(jnp.asarray(keep_ids(sequences)).reshape(logits.shape[0], -1))
-    chosen, weights, sums, counts = _route(view, static, logits, bias, Choice(experts, mask, sequences))
+    choice = Choice(experts, mask, sequences)
+    chosen, weights, sums, counts = _route(view, static, logits, bias, choice)
     sums, counts = jax.tree.map(lambda v: view.psum(v, view.axes.tokens), (sums, counts))
-    tokens, real = counts.tokens, logits.shape[0] * (view.axes.size(view.axes.tokens) if view.manual else 1)
+    num_tokens = logits.shape[0]
+    if view.manual:
+        num_tokens *= view.axes.size(view.axes.tokens)
+    aux_loss, z_loss = _compute_losses(config, top_k, num_tokens, sums, counts)
+    return Routing(chosen, weights, aux_loss, z_loss, counts.tokens, counts.histogram)
+
+
+def _kind_of_weight(config: RouterConfig, top_k: int) -> Literal["share", "of_all", "of_one"]:
+    """Returns how a weight follows from the scores; see `RouteSpec`."""
+    if config.normalize and top_k > 1:
+        return "share"
+    if config.score != "softmax":
+        return "of_one"
+    return "share" if config.order == "topk_then_score" else "of_all"
+
+
+def _route_no_tokens(logits: Float[Array, "0 E"], config: RouterConfig, top_k: int) -> Routing:
+    """Returns the routing of an array without tokens."""
+    num_experts = logits.shape[1]
+    weights = logits[:, :top_k]
+    zero = jnp.zeros((), jnp.float32)
+    tokens = jnp.zeros(num_experts, jnp.int32)
+    histogram = None
+    if config.histogram:
+        histogram = jnp.zeros((num_experts, BINS), jnp.int32)
+    return Routing(weights.astype(jnp.int32), weights, zero, zero, tokens, histogram)
+
+
+def _compute_losses(config: RouterConfig, top_k: int, num_tokens: int, sums: Sums, counts: Counts):
+    """Returns the aux loss and the z-loss, from sums and counts of the whole mesh."""
+    real = num_tokens
     if counts.real is not None:
         real = jnp.maximum(counts.real[0], 1).astype(jnp.float32)
-    factor = tokens.shape[0] / top_k
-    aux = z = jnp.zeros((), jnp.float32)
+    factor = counts.tokens.shape[0] / top_k
+    zero = jnp.zeros((), jnp.float32)
+    aux_loss = zero
+    z_loss = zero
     if sums.share is not None:
-        aux = config.aux_loss * jnp.sum(sums.share * tokens.astype(jnp.float32)) * (factor / real**2)
-    if sums.by_sequence is not None:
-        number = jnp.maximum(counts.sequences[0], 1).astype(jnp.float32)
-        aux = aux + config.sequence_aux_loss * factor * sums.by_sequence[0] / number
+        products = sums.share * counts.tokens.astype(jnp.float32)
+        aux_loss = config.aux_loss * jnp.sum(products) * (factor / real**2)
+    if sums.by_sequence is not None and counts.sequences is not None:
+        sequences = jnp.maximum(counts.sequences[0], 1).astype(jnp.float32)
+        aux_loss = aux_loss + config.sequence_aux_loss * factor * sums.by_sequence[0] / sequences
     if sums.z is not None:
-        z = config.z_loss * sums.z[0] / real
-    return Routing(chosen, weights, aux, z, tokens, counts.histogram)
+        z_loss = config.z_loss * sums.z[0] / real
+    return aux_loss, z_loss
 
 
 def logits_forward(static: RouterSpec, x, w):
@@ -228,7 +264,8 @@ def logits_backward(static: RouterSpec, x, w, d):
 def _lay_parts(x: Float[Array, "A E"], order: tuple[int, ...]) -> Float[Array, "A C"]:
     """Returns bfloat16 parts of x, in this order, side by side: (x0, x0, x1) for the order (0, 0, 1)."""
     # The parts sum to x, the largest first; each one is the rest rounded to bfloat16.
-    parts, rest = [], x.astype(jnp.float32)
+    parts = []
+    rest = x.astype(jnp.float32)
     for _ in range(max(order) + 1):  # XLA may remove a cast to bfloat16 and back
         part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16)[:, None, :])
@@ -236,118 +273,168 @@ def _lay_parts(x: Float[Array, "A E"], order: tuple[int, ...]) -> Float[Array, "
     if order == (0, 1):  # a stack of two parts is one kernel less
         return jnp.concatenate(parts, axis=1).reshape(x.shape[0], -1)
     # XLA writes the operands of a concatenation to memory first, and fuses a selection.
-    which = lax.broadcasted_iota(jnp.int32, (x.shape[0], len(order), x.shape[1]), 1)
-    laid = jnp.broadcast_to(parts[order[0]], which.shape)
-    for place, part in enumerate(order[1:], 1):
-        laid = jnp.where(which == place, parts[part], laid)
-    return laid.reshape(x.shape[0], -1)
+    position = lax.broadcasted_iota(jnp.int32, (x.shape[0], len(order), x.shape[1]), 1)
+    row_of_parts = jnp.broadcast_to(parts[order[0]], position.shape)
+    for i, part in enumerate(order[1:], 1):
+        row_of_parts = jnp.where(position == i, parts[part], row_of_parts)
+    return row_of_parts.reshape(x.shape[0], -1)
 
 
 def _dot(a, b, contract, *, parts: int = 1, precision=None):
     """Returns a product in float32: the sum of the products with `parts` that are side by side in b."""
-    product = lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
-    return functools.reduce(jnp.add, jnp.split(product, parts, axis=1)[::-1])  # the smallest part is added first
+    dims = (contract, ((), ()))
+    product = lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+    smallest_part_first = jnp.split(product, parts, axis=1)[::-1]
+    return functools.reduce(jnp.add, smallest_part_first)
 
 
 def route_forward(static: RouteSpec, logits, bias, choice: Choice):
     """Returns experts, weights, Sums and Counts of one device; sums and counts are partial over the axes of tokens."""
-    config, along, num_experts = static.config, static.sequence_axes, logits.shape[1]
+    config = static.config
+    num_experts = logits.shape[1]
     # The barrier keeps XLA from running a kernel twice whose result a scan stores.
-    experts, chosen = lax.optimization_barrier(select_experts(static, logits, bias))
+    experts, chosen_logits = lax.optimization_barrier(select_experts(static, logits, bias))
     histogram = None
     if config.histogram:
         scores = logits if config.order == "topk_then_score" else score(logits, config)
         histogram = count_needed_bias(scores, bias, experts, choice.mask)
     if choice.experts is not None:
-        chosen = None
-        own = (choice.experts < 0).any(-1, keepdims=True)
-        experts = jnp.where(own, experts, jnp.minimum(choice.experts, num_experts))
-    real = None
+        chosen_logits = None
+        takes_best = (choice.experts < 0).any(-1, keepdims=True)
+        experts = jnp.where(takes_best, experts, jnp.minimum(choice.experts, num_experts))
+    num_real = None
     if choice.mask is not None:
         experts = jnp.where(choice.mask[:, None], experts, num_experts)
-        real = choice.mask.sum(dtype=jnp.int32)[None]
+        num_real = choice.mask.sum(dtype=jnp.int32)[None]
         logits = jnp.where(choice.mask[:, None], logits, 0.0)  # padding may hold NaN
-    if static.weight == "of_all":
-        weights = _take(score(logits, config), experts)
-    else:
-        chosen = _take(logits, experts) if chosen is None else chosen
-        weights = log_score(chosen, config) if static.weight == "share" else score(chosen, config)
-    if static.weight == "share":  # exp / sum of exp, column by column, so that one kernel of a GPU computes it
-        logs = [weights[:, k] for k in range(static.top_k)]
-        most = lax.stop_gradient(functools.reduce(jnp.maximum, logs))
-        shares = [jnp.exp(log - most) for log in logs]
-        for _ in range(2):  # after the second time their sum is 1 but for rounding, and so is the gradient's
-            total = functools.reduce(jnp.add, shares)
-            shares = [value / total for value in shares]
-        weights = jnp.stack(shares, axis=1)
+    weights = _weigh(static, logits, experts, chosen_logits)
     weights = jnp.where(experts < num_experts, weights * config.scale, 0.0)
-    balance = sequences = None
+    balance = None
+    num_sequences = None
     if choice.sequences is not None:
-        balance, sequences = balance_sequences(experts, choice.sequences, choice.mask, num_experts, along)
+        balance, num_sequences = balance_sequences(
+            experts, choice.sequences, choice.mask, num_experts, along=static.sequence_axes
+        )
     sums = Sums()
     if config.aux_loss or config.sequence_aux_loss or config.z_loss:
         sums = sum_losses(config, logits, log_score(logits, config), choice.mask, balance)
     # Comparisons are one kernel of a GPU; a scatter waits where tokens agree on an expert.
     chose = experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
-    counts = Counts(chose.sum((0, 1), dtype=jnp.int32), real, sequences, histogram)
-    return experts, weights, sums, counts
+    tokens = chose.sum((0, 1), dtype=jnp.int32)
+    return experts, weights, sums, Counts(tokens, num_real, num_sequences, histogram)
+
+
+def _weigh(static: RouteSpec, logits, experts, chosen_logits):
+    """Returns the weights [T, K] of the experts before the scale; `chosen_logits` are theirs, None where unknown."""
+    if static.weight == "of_all":
+        return _take(score(logits, static.config), experts)
+    if chosen_logits is None:
+        chosen_logits = _take(logits, experts)
+    if static.weight == "of_one":
+        return score(chosen_logits, static.config)
+    return _share(log_score(chosen_logits, static.config))
+
+
+def _share(log_scores: Float[Array, "T K"]) -> Float[Array, "T K"]:
+    """Returns exp(log_scores), divided by its sum over K."""
+    # Columns are arrays of their own, so that one kernel of a GPU computes them.
+    columns = [log_scores[:, k] for k in range(log_scores.shape[1])]
+    largest = lax.stop_gradient(functools.reduce(jnp.maximum, columns))
+    shares = _divide_by_sum([jnp.exp(column - largest) for column in columns])
+    # Backward takes the sum of the shares for 1. After a second division it is 1 but for rounding.
+    return jnp.stack(_divide_by_sum(shares), axis=1)
+
+
+def _divide_by_sum(columns: list[Array]) -> list[Array]:
+    """Returns the columns, each divided by their sum."""
+    total = functools.reduce(jnp.add, columns)
+    return [column / total for column in columns]
 
 
 def route_backward(static: RouteSpec, logits, experts, choice: Choice, weights, d_weights, d_sums: Sums):
     """Returns d_logits [T, E] of one device, from the experts and weights that forward returned."""
-    config, num_experts, share = static.config, logits.shape[1], static.weight == "share"
+    config = static.config
+    num_experts = logits.shape[1]
     if choice.mask is not None:
         logits = jnp.where(choice.mask[:, None], logits, 0.0)
     d_weights = jnp.where(experts < num_experts, d_weights, 0.0)
-    if share and static.top_k == 1:
-        d_logits = jnp.zeros_like(logits)  # the weight is the scale, whatever the logits are
-    elif static.weight == "of_all":
-        (d_logits,) = jax.vjp(lambda x: _take(score(x, config), experts), logits)[1](d_weights * config.scale)
-    else:
-        d_scores = d_weights * config.scale
-        if share:
-            along = jnp.sum(weights * d_weights, axis=1) / config.scale
-            d_scores = weights * (d_weights - along[:, None])
-        of_logits = log_score if share else score
-        (d_chosen,) = jax.vjp(lambda x: of_logits(x, config), _take(logits, experts))[1](d_scores)
-        # A sum over K of selected columns is part of the kernel that reads it. A scatter, and its zeros, are kernels.
-        ids = jnp.arange(num_experts, dtype=jnp.int32)[None]
-        columns = [jnp.where(experts[:, k : k + 1] == ids, d_chosen[:, k : k + 1], 0.0) for k in range(static.top_k)]
-        d_logits = functools.reduce(jnp.add, columns)
+    d_logits = _weigh_backward(static, logits, experts, weights, d_weights)
     if jax.tree.leaves(d_sums):
         balance = None
         if choice.sequences is not None:
-            balance, _ = balance_sequences(experts, choice.sequences, choice.mask, num_experts, static.sequence_axes)
-        pull = jax.vjp(lambda x: sum_losses(config, x, log_score(x, config), choice.mask, balance), logits)[1]
-        d_logits = d_logits + pull(d_sums)[0]
-    return d_logits if choice.mask is None else jnp.where(choice.mask[:, None], d_logits, 0.0)
+            balance, _ = balance_sequences(
+                experts, choice.sequences, choice.mask, num_experts, along=static.sequence_axes
+            )
+
+        def losses_of(logits):
+            return sum_losses(config, logits, log_score(logits, config), choice.mask, balance)
+
+        _, pull_losses = jax.vjp(losses_of, logits)
+        d_logits = d_logits + pull_losses(d_sums)[0]
+    if choice.mask is not None:
+        d_logits = jnp.where(choice.mask[:, None], d_logits, 0.0)
+    return d_logits
+
+
+def _weigh_backward(static: RouteSpec, logits, experts, weights, d_weights):
+    """Returns the gradient [T, E] of the logits from that of the weights [T, K], which are scaled."""
+    config = static.config
+    if static.weight == "share" and static.top_k == 1:
+        return jnp.zeros_like(logits)  # the weight is the scale, whatever the logits are
+    if static.weight == "of_all":
+        _, pull = jax.vjp(lambda logits: _take(score(logits, config), experts), logits)
+        return pull(d_weights * config.scale)[0]
+    d_scores = d_weights * config.scale
+    score_of = score
+    if static.weight == "share":
+        projection = jnp.sum(weights * d_weights, axis=1) / config.scale
+        d_scores = weights * (d_weights - projection[:, None])
+        score_of = log_score
+    _, pull = jax.vjp(lambda logits: score_of(logits, config), _take(logits, experts))
+    (d_chosen,) = pull(d_scores)
+    # A sum over K of selected columns is part of the kernel that reads it. A scatter, and its zeros, are kernels.
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
+    columns = []
+    for k in range(static.top_k):
+        is_chosen = experts[:, k : k + 1] == ids
+        columns.append(jnp.where(is_chosen, d_chosen[:, k : k + 1], 0.0))
+    return functools.reduce(jnp.add, columns)
 
 
 def select_experts(
     static: RouteSpec, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"] | None]:
     """Returns the K best experts of each token, and their logits, or None where other scores chose them."""
-    config, top_k = static.config, static.top_k
+    config = static.config
+    scores = logits
     # Scores grow with logits, so logits choose the same experts, also where scores underflow to 0.
-    of_logits = config.order == "topk_then_score" or (bias is None and config.num_groups == 1)
-    scores = logits if of_logits else score(logits, config)
-    scores = scores if bias is None else scores + bias[None]
+    logits_choose = config.order == "topk_then_score" or (bias is None and config.num_groups == 1)
+    if not logits_choose:
+        scores = score(logits, config)
+    if bias is not None:
+        scores = scores + bias[None]
     if config.num_groups > 1:
         grouped = scores.reshape(scores.shape[0], config.num_groups, -1)
-        count = {"max": 1, "top2": 2, "sum_topk": top_k // config.top_groups}[config.group_score]
-        best = lax.top_k(grouped, min(count, grouped.shape[-1]))[0].sum(-1)
-        groups = lax.top_k(best, config.top_groups)[1]
-        eligible = (groups[:, :, None] == jnp.arange(config.num_groups, dtype=groups.dtype)[None, None]).any(1)
+        sum_topk = static.top_k // config.top_groups
+        count = {"max": 1, "top2": 2, "sum_topk": sum_topk}[config.group_score]
+        best_scores, _ = lax.top_k(grouped, min(count, grouped.shape[-1]))
+        _, groups = lax.top_k(best_scores.sum(-1), config.top_groups)
+        ids = jnp.arange(config.num_groups, dtype=groups.dtype)
+        eligible = (groups[:, :, None] == ids[None, None]).any(1)
         scores = jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
-    values, experts = implementation(static.kernels).top_k(scores, top_k)
-    return experts, values if scores is logits else None
+    values, experts = implementation(static.kernels).top_k(scores, static.top_k)
+    if scores is logits:
+        return experts, values
+    return experts, None
 
 
 def score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
     """Returns the score of each expert."""
     if config.score == "softmax":
         return jax.nn.softmax(logits, axis=-1)
-    return jax.nn.sigmoid(logits) if config.score == "sigmoid" else jnp.exp(log_score(logits, config))
+    if config.score == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    return jnp.exp(log_score(logits, config))
 
 
 def log_score(logits: Float[Array, "... E"], config: RouterConfig) -> Float[Array, "... E"]:
@@ -365,6 +452,18 @@ def _take(values, experts):
     return jnp.take_along_axis(values, experts, axis=-1, mode="fill", fill_value=NO_EXPERT)
 
 
+def _save_route(operands, results):
+    logits, _, choice = operands
+    experts, weights, _, _ = results
+    return logits, experts, choice._replace(experts=None), weights
+
+
+def _pull_route(run_grad, saved, cotangents):
+    _, d_weights, d_sums, _ = cotangents
+    (d_logits,) = run_grad(*saved, d_weights, d_sums)
+    return d_logits, None, None
+
+
 _router = with_gradient(
     "router_logits",
     Op("router", logits_forward, "t h, h e -> t e"),
@@ -377,7 +476,7 @@ _route = with_gradient(
     "route",
     Op("route", route_forward, "t e, e, @t -> t k, t k, @, @"),
     Op("route_grad", route_backward, "t e, t k, @t, t k, t k, @ -> t e"),
-    save=lambda operands, results: (operands[0], results[0], operands[2]._replace(experts=None), results[1]),
-    pull=lambda grad, saved, d: (*grad(*saved, d[1], d[2]), None, None),
+    save=_save_route,
+    pull=_pull_route,
     once=False,
 )

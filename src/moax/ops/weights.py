@@ -67,8 +67,8 @@ class WeightLayout(NamedTuple):
         return tuple(n * axes.size(names) for n, names in zip(shape, self.gather, strict=True))
 
 
-def find_layout(weight: WeightSpec, found: Spec | None = None, ndim: int | None = None) -> WeightLayout:
-    """Returns the layout by the spec that was found, else the declared one.
+def find_layout(weight: WeightSpec, known_spec: Spec | None = None, ndim: int | None = None) -> WeightLayout:
+    """Returns the layout by the spec that a weight is known to have, else by the declared one.
 
     Dim i stays split over `kept[i]` in a product, and is gathered over the other axes of its entry: with the spec
     (("ep", "fsdp"), None, "tp") and kept (("ep",), (), ("tp",)), the dims are gathered over (("fsdp",), (), ()).
@@ -77,24 +77,47 @@ def find_layout(weight: WeightSpec, found: Spec | None = None, ndim: int | None 
       ValueError: a dim of the spec does not name its `kept` axes first, or names an axis that may not be gathered
         after them. The axes of fsdp may be gathered, and those of ep where no dim keeps ep.
     """
-    axes, kept, of = weight.axes, weight.kept, weight.declared if found is None else found
-    entries = pad(of, len(kept or of) if ndim is None else ndim)
+    axes = weight.axes
+    kept = weight.kept
+    spec = weight.declared if known_spec is None else known_spec
+    if ndim is None:
+        ndim = len(kept or spec)
+    entries = pad(spec, ndim)
     if kept is None:
-        kept = (axes.ep, *(axes.tp if axes.tp and axes.tp[0] in entry else () for entry in entries[1:]))
+        tp = axes.tp
+        kept = (axes.ep, *(tp if tp and tp[0] in entry else () for entry in entries[1:]))
     entries = [tuple(name for name in entry if name in axes.all) for entry in entries]
-    gatherable = axes.fsdp + (axes.ep if set(axes.ep).isdisjoint(sum(kept, ())) else ())
+    gatherable = axes.fsdp
+    if set(axes.ep).isdisjoint(sum(kept, ())):
+        gatherable += axes.ep
+    gather = []
+    for dim, (entry, kept_entry) in enumerate(zip(entries, kept, strict=True)):
+        gathered = entry[len(kept_entry) :]
+        if entry[: len(kept_entry)] != kept_entry or not set(gathered) <= set(gatherable):
+            error = ValueError if any(entries) else WholeWeight
+            raise error(f"{weight.name}: dim {dim} {_explain_entry(entry, kept_entry, gatherable)}")
+        gather.append(gathered)
+    matrix_axes = sum((*gather[1:], *kept[1:]), ())
+    return WeightLayout(Spec(*entries), tuple(kept), tuple(gather), matrix_axes)
 
-    def named(names: Names) -> str:
-        return f"mesh {'axis' if len(names) == 1 else 'axes'} {', '.join(map(repr, names))}"
 
-    for dim, (entry, need) in enumerate(zip(entries, kept, strict=True)):
-        if entry[: len(need)] != need or not set(entry[len(need) :]) <= set(gatherable):
-            has = f"is sharded over {named(entry)}" if entry else "is not sharded"
-            order = " first, and may then be sharded over ".join(map(named, filter(None, (need, gatherable))))
-            wanted = f"{'must' if need else 'may'} be sharded over {order} alone" if order else "must not be sharded"
-            raise (ValueError if any(entries) else WholeWeight)(f"{weight.name}: dim {dim} {has}; it {wanted}")
-    gather = tuple(entry[len(need) :] for entry, need in zip(entries, kept, strict=True))
-    return WeightLayout(Spec(*entries), tuple(kept), gather, sum((*gather[1:], *kept[1:]), ()))
+def _explain_entry(entry: Names, kept: Names, gatherable: Names) -> str:
+    """Returns the axes that split a dim, and those that should."""
+    state = f"is sharded over {_name_axes(entry)}" if entry else "is not sharded"
+    if kept and gatherable:
+        order = f"{_name_axes(kept)} first, and may then be sharded over {_name_axes(gatherable)}"
+        return f"{state}; it must be sharded over {order} alone"
+    if kept:
+        return f"{state}; it must be sharded over {_name_axes(kept)} alone"
+    if gatherable:
+        return f"{state}; it may be sharded over {_name_axes(gatherable)} alone"
+    return f"{state}; it must not be sharded"
+
+
+def _name_axes(names: Names) -> str:
+    """Returns the names, after the word for them."""
+    word = "axis" if len(names) == 1 else "axes"
+    return f"mesh {word} {', '.join(map(repr, names))}"
 
 
 def gather_weight(
@@ -109,19 +132,27 @@ def gather_weight(
 
 
 def gather_shard(
-    static: tuple[WeightSpec, Contracted], layout: WeightLayout, w: Array | None, quantized: QuantizedWeight | None
+    static: tuple[WeightSpec, Contracted],
+    layout: WeightLayout,
+    w: Array | None,
+    quantized: QuantizedWeight | None,
 ) -> tuple[Operand]:
     """Runs `gather_weight` on one device."""
     weight, contracted = static
-    kernels, recipe, gather = implementation(weight.kernels), weight.recipe, layout.gather
+    recipe = weight.recipe
+    gather = layout.gather
     if quantized is not None:
-        gather = find_layout(weight).gather  # a quantized weight has the declared layout, whatever the layout of w is
+        # A quantized weight has the declared layout, whatever the layout of w is.
+        gather = find_layout(weight).gather
     if recipe.w is None:
         plain = cast(Array, w if quantized is None else quantized[0])
         whole = collectives.gather_weight(plain.astype(weight.dtype), gather)
         operand = whole.reshape(*whole.shape[:2], -1)
     else:
-        shard = None if quantized is None else quantized[contracted == "columns"]
+        kernels = implementation(weight.kernels)
+        shard = None
+        if quantized is not None:
+            shard = quantized[CONTRACTED.index(contracted)]
         if shard is None:
             shard = kernels.quantize_shard(cast(Array, w), recipe, contracted, gather, layout.matrix_axes)
         operand = kernels.gather_shard(shard, recipe, contracted, gather)
@@ -142,23 +173,29 @@ def replicas(weight: WeightSpec, layout: WeightLayout) -> Names:
 
 def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight:
     """Returns the specs of a quantized weight of this whole shape, in its declared layout."""
-    layout, made = find_layout(weight), []
-    if (format := weight.recipe.w) is None:
+    layout = find_layout(weight)
+    format = weight.recipe.w
+    if format is None:
         return (layout.spec,)
+    kernels = implementation(weight.kernels)
+    specs = []
     for contracted in CONTRACTED:
-        shard = local_shape(shape, layout.spec, weight.axes)
-        along = find_scale_axes(shard, format, contracted, layout.gather) or (layout.gather[0], (), ())
+        shard_shape = local_shape(shape, layout.spec, weight.axes)
+        scale_axes = find_scale_axes(shard_shape, format, contracted, layout.gather)
+        if not scale_axes:
+            scale_axes = (layout.gather[0], (), ())
         kept = layout.kept
         if format.block is None:
             kept = (kept[0], (), ())
-        elif len(along) < len(kept):  # the columns of the scales are one dim
+        elif len(scale_axes) < len(kept):  # the columns of the scales are one dim
             kept = (*kept[:2], sum(kept[2:], ()))
         data = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
-        scale = [have + names for have, names in zip(kept, along, strict=True)]
-        if implementation(weight.kernels).stores_weight_transposed(weight.recipe, contracted):
-            data, scale = ([dims[0], *dims[2:], dims[1]] for dims in (data, scale))
-        made.append(QShard(Spec(*data), Spec(*scale)))
-    return tuple(made)
+        scale = [split + gathered for split, gathered in zip(kept, scale_axes, strict=True)]
+        if kernels.stores_weight_transposed(weight.recipe, contracted):
+            data = [data[0], *data[2:], data[1]]
+            scale = [scale[0], *scale[2:], scale[1]]
+        specs.append(QShard(Spec(*data), Spec(*scale)))
+    return tuple(specs)
 
 
 def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWeight:
@@ -166,34 +203,42 @@ def quantize_weight(view: MeshView, weight: WeightSpec, w: Array) -> QuantizedWe
     if weight.recipe.w is None:
         return (w.astype(weight.dtype),)
     _, operands = _quantize.lay_out(view, weight, w)
-    data, scale, turned_data, turned_scale = _quantize(view, weight, *operands)
-    return QShard(data, scale), QShard(turned_data, turned_scale)
+    data, scale, columns_data, columns_scale = _quantize(view, weight, *operands)
+    return QShard(data, scale), QShard(columns_data, columns_scale)
 
 
 def _quantize_shards(weight: WeightSpec, layout: WeightLayout, w):
-    quantize, recipe = implementation(weight.kernels).quantize_shard, weight.recipe
-    shards = (quantize(w, recipe, over, layout.gather, layout.matrix_axes) for over in CONTRACTED)
-    return tuple(array for shard in shards for array in shard)
+    quantize = implementation(weight.kernels).quantize_shard
+    arrays = []
+    for contracted in CONTRACTED:
+        arrays += quantize(w, weight.recipe, contracted, layout.gather, layout.matrix_axes)
+    return tuple(arrays)
 
 
-def _quantize_sharding(weight: WeightSpec, operands, found) -> OpSharding:
-    layout, specs = find_layout(weight), quantized_specs(weight, operands[0].shape)
-    return OpSharding((layout.spec,), [of for shard in specs for of in shard], [()] * 4, layout)
+def _quantize_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding:
+    layout = find_layout(weight)
+    specs = [spec for shard in quantized_specs(weight, operands[0].shape) for spec in shard]
+    return OpSharding((layout.spec,), specs, [()] * 4, layout)
 
 
-def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, found) -> OpSharding:
-    (weight, _), (w, quantized) = static, operands
-    layout = find_layout(weight, found[0], w.ndim)
-    specs = None if quantized is None else quantized_specs(weight, w.shape)
+def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, operand_specs) -> OpSharding:
+    weight, _ = static
+    w, quantized = operands
+    layout = find_layout(weight, operand_specs[0], w.ndim)
+    specs = None
+    if quantized is not None:
+        specs = quantized_specs(weight, w.shape)
     return OpSharding((layout.spec, specs), (Spec(weight.axes.all),), ((),), layout)
 
 
 def sum_shards(weight: WeightSpec, layout: WeightLayout, partial: Array) -> Array:
     """Returns this device's shard of the sum of partial gradients [E, K, *C]."""
-    return collectives.scatter_gradient(partial, layout.gather, weight.grad_reduce, in_pieces=sums_in_pieces())
+    in_pieces = sums_in_pieces()
+    return collectives.scatter_gradient(partial, layout.gather, weight.grad_reduce, in_pieces=in_pieces)
 
 
-def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):  # w says the layout alone
+def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):
+    # Nothing reads the values of w, whose layout the op needs.
     shard = sum_shards(weight, layout, partial)
     if not any(layout.gather):
         return lax.optimization_barrier(shard)
@@ -204,10 +249,11 @@ def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):  # w 
     return shard * one
 
 
-def _scatter_sharding(weight: WeightSpec, operands, found) -> OpSharding:
-    layout = find_layout(weight, found[1], operands[1].ndim)
-    reduce = (replicas(weight, layout),)
-    return OpSharding((Spec(weight.axes.all), layout.spec), (layout.spec,), reduce, layout)
+def _scatter_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding:
+    _, w = operands
+    layout = find_layout(weight, operand_specs[1], w.ndim)
+    specs = (Spec(weight.axes.all), layout.spec)
+    return OpSharding(specs, (layout.spec,), (replicas(weight, layout),), layout)
 
 
 _quantize = Op("quantize_weight", _quantize_shards, "*w -> @, @, @, @", sharding=_quantize_sharding)
