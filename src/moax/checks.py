@@ -1,4 +1,4 @@
-"""Checks of arguments. Each check raises a ValueError that names the argument, its value and what would be right.
+"""Checks of arguments. Each check raises a ValueError that names the argument, its value, and a value that would work.
 
 `Unsupported` is the one exception class of moax, and `log_once` the one way to its log.
 """

@@ -192,7 +192,7 @@ def change_config(base: Values, config: MoEConfig, model_type: str) -> dict[str,
 
 
 def _unquantized(values: Values) -> dict[str, Any]:
-    """Returns a copy of config.json without what describes quantized tensors, at any depth."""
+    """Returns a copy of config.json without the keys of quantized tensors, at any depth."""
     copy = {}
     for key, value in values.items():
         if key not in QUANTIZATION:
@@ -260,10 +260,10 @@ def _differences(config: MoEConfig, values: Values) -> list[str]:
     ours = _canonical(config)
     theirs = config_from_hf(values)
     differences = []
-    for owner, own, other in (("", ours, theirs), ("router.", ours.router, theirs.router)):
-        for field in dataclasses.fields(own):
-            value = getattr(own, field.name)
-            if field.name != "router" and value != getattr(other, field.name):
+    for owner, our_part, their_part in (("", ours, theirs), ("router.", ours.router, theirs.router)):
+        for field in dataclasses.fields(our_part):
+            value = getattr(our_part, field.name)
+            if field.name != "router" and value != getattr(their_part, field.name):
                 differences.append(f"{owner}{field.name}={value!r}")
     return differences
 

@@ -1,4 +1,4 @@
-"""Reads JSON files and the headers of safetensors files, and refuses what their formats do not allow.
+"""Reads JSON files and the headers of safetensors files, and refuses files that break their format.
 
 A safetensors file is the length of its header (u64), the header (JSON: dtype, shape and byte range of each tensor), and
 the bytes of the tensors. The tensors are in the order of their bytes, without holes, and fill the file.

@@ -165,7 +165,7 @@ def _assemble(
 
 
 def overlap(shard: Slices, region: Slices, shape: Sequence[int]) -> tuple[tuple[np.int32, ...], Slices] | None:
-    """Returns the start in a shard, and the slices of a region, of what both have of an array of this shape."""
+    """Returns the common part of a shard and a region of an array: its start in the shard, its slices of the region."""
     start = []
     in_region = []
     for cut, part, size in zip(shard, region, shape, strict=True):

@@ -64,7 +64,7 @@ class GroupedSpec:
     out: np.dtype  # of y
     product: np.dtype  # of a product before it is rounded to y
     # Whether w is gathered, and its gradient scattered, by ops of their own. On Auto axes with tp the compiler alone
-    # knows which dims of w are split over tp, and so the shape of a gathered weight.
+    # knows over which dims tp splits w, and so the shape of a gathered weight.
     apart: bool
 
 
@@ -91,13 +91,13 @@ def grouped_matmul(
       w: [E, K, *C], floating point, E over ep. K or one of *C may be split over tp. Any dim may also be split over
         fsdp, and is then gathered.
       group_sizes: [E], integers, the rows of each group. On a mesh the sizes of all shards follow one another, split as
-        rows are: with E = 4, ep = 2 and dp = 2 there are 4 shards of 2 experts, so group_sizes has 8 entries.
+        rows are: with E = 4, ep = 2 and dp = 2, 4 shards have 2 experts each, so group_sizes has 8 entries.
       bias: [E, *C], E over ep.
       recipe: the name of a recipe, a Recipe, or None to quantize nothing.
       align: each group starts at a multiple of so many rows. The default is the recipe's `row_alignment`, or 1.
       preferred_element_type: the dtype of y, to which a sum is rounded once; None means the dtype of x.
       w_spec: the spec of w, needed on an Auto mesh with engine="shard_map" and inside a `shard_map`; elsewhere the
-        type or the sharding of w says it. The default splits E over ep and no other dim.
+        type or the sharding of w is its spec. The default splits E over ep and no other dim.
       axes, engine, kernels, grad_reduce_dtype: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as
         for `jnp.dot`.
 
@@ -184,8 +184,8 @@ def grouped_wgrad(
     """dw[g] = sum over rows m of group g: x[m]^T dy[m], the gradient of a grouped matmul's weight.
 
     Args:
-      x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep, cp), K over tp where `w_spec` says so.
-      dy: [M, *C], floating point, rows as those of x, a dim of *C over tp where `w_spec` says so.
+      x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep, cp), K over tp where `w_spec` splits it so.
+      dy: [M, *C], floating point, with the rows of x, a dim of *C over tp where `w_spec` splits it so.
       preferred_element_type: the dtype of dw; None means the dtype of x. Devices sum in this dtype too.
       w_spec: the spec of dw, on any mesh. The default splits E over ep and no other dim.
       axes, engine, kernels: see `moax.Options`. Inside a `shard_map` dw is the caller's to sum over dp, and over fsdp

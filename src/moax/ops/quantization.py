@@ -69,7 +69,7 @@ def quantize(
         a mesh as in `grouped_matmul`.
       align: each group starts at a multiple of so many rows: of `block[0]`, which is the default, so that no block has
         rows of two groups.
-      x_spec: the spec of x on an Auto mesh; on Explicit axes the type of x says it. With engine="custom_partitioning"
+      x_spec: the spec of x on an Auto mesh; on Explicit axes the type of x has it. With engine="custom_partitioning"
         x keeps the sharding that it has. Without `x_spec` the scales of a dim are then split only where the number
         of its blocks is divisible by that of all devices of the mesh.
       axes, engine, kernels: see `moax.Options`.
