@@ -254,7 +254,9 @@ def _refuse_shapes(arrays: Sequence[RuledArray], sizes: dict[str, Any]) -> NoRet
 
     def add_size(letter: re.Match) -> str:
         name = letter[0]
-        return f"{name}={sizes[name]}" if name in sizes else name
+        if name not in sizes:
+            return name
+        return f"{name}={sizes[name]}"
 
     names = ", ".join(array.name for array in arrays)
     shapes = ", ".join(str(array.value.shape) for array in arrays)

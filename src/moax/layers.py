@@ -207,9 +207,7 @@ class DenseLayer:
         dims = slice(1, 2) if name == "bias" else slice(2)  # the bias has the columns alone
         spec = self._find_specs(shape)[name]
         make = make_sharded(lambda key: initializer(key, shape[dims], self.param_dtype), spec)
-        names = None
-        if self.logical_axes is not None:
-            names = self.logical_axes[dims]
+        names = None if self.logical_axes is None else self.logical_axes[dims]
         return LaidOutArray(make(key), spec, names)
 
     def _compute(self, x: Array, kernel: Array, bias: Array | None) -> Array:

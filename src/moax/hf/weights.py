@@ -85,9 +85,7 @@ def params_from_hf(
     if errors:
         raise errors[0]
     mesh = mesh or jax.sharding.get_mesh()
-    shardings = None
-    if not mesh.empty:
-        shardings = named(mesh, param_specs(config, axes, mesh))
+    shardings = named(mesh, param_specs(config, axes, mesh)) if not mesh.empty else None
     fields: dict[str, Any] = dict.fromkeys(DIMS)
     for field, group in itertools.groupby(pairs, key=lambda pair: pair[0].field):
         pairs_of_field = list(group)
@@ -151,7 +149,8 @@ def _assemble(
         for whole, stored in pairs:
             parts = whole.by_expert()
             for i, tensor in enumerate(parts):
-                cuts = {device: overlap(shard, tensor.region, shape) for device, shard in slices.items()}
+                region = tensor.region
+                cuts = {device: overlap(shard, region, shape) for device, shard in slices.items()}
                 if not any(cuts.values()):
                     continue
                 values = tensor.to_params(stored.read(dtype, i, len(parts)))

@@ -339,9 +339,7 @@ def unflatten_tokens(
 ) -> Shaped[Array, "..."]:
     """Reshapes y [T, *C] to [..., *C], the inverse of `flatten_tokens`, sharded as x where axes are Explicit."""
     dims = view.dims
-    columns = ()
-    if view.explicit:
-        columns = tuple(jax.typeof(y).sharding.spec)[1:]
+    columns = tuple(jax.typeof(y).sharding.spec)[1:] if view.explicit else ()
     if dims is not None and any(dims[1:]):
         shard = local_shape(x.shape[:-1], Spec(*dims), view.axes)
         row_dims = (view.axes.tokens,)

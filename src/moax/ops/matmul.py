@@ -224,11 +224,18 @@ def _declared_spec(w_spec: Spec | None, ndim: int, view: MeshView) -> Spec:
 
 
 def _make_weight(
-    view: MeshView, x, declared: Spec, recipe: str | Recipe | None, grad_reduce_dtype: DTypeLike | None
+    view: MeshView, x, declared: Spec, recipe: str | Recipe | None, grad_reduce: DTypeLike | None
 ) -> WeightSpec:
     """Returns the facts of the weight, but for its kernels."""
-    reduce = get_grad_reduce(grad_reduce_dtype)
-    return WeightSpec("w", declared, view.axes, get_recipe(recipe), "", np.dtype(x.dtype), None, reduce)
+    return WeightSpec(
+        name="w",
+        declared=declared,
+        axes=view.axes,
+        recipe=get_recipe(recipe),
+        kernels="",
+        dtype=np.dtype(x.dtype),
+        grad_reduce=get_grad_reduce(grad_reduce),
+    )
 
 
 def _make_spec(
@@ -325,7 +332,8 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     groups = packed.groups
     contracted = layout.kept[1]
     d_rows, d_columns = _quantize_rows(static, packed, dy, "dy", sum(layout.kept[2:], ()))
-    dx = kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)  # [M, K] = [M, C] [E, K, C]^T
+    # [M, K] = [M, C] [E, K, C]^T
+    dx = kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)
     dx = packed.unpack(dx)
     d_bias = mask_to_first_rank(kernels.bias_grad(packed.pack(dy), groups), contracted)
     _, x_columns = _quantize_rows(static, packed, x, "x", contracted, rows=False)

@@ -242,9 +242,7 @@ def plan_rows(
 
     def keep_part(arrived):
         """Returns the first row and the number of rows of each group in this round, of the rows that arrived."""
-        retained = arrived
-        if capacity is not None:
-            retained = limit_groups(arrived, capacity)
+        retained = arrived if capacity is None else limit_groups(arrived, capacity)
         if max_rows is None:
             return jnp.zeros_like(retained), retained
         return cut_groups(retained, start, max_rows)

@@ -103,9 +103,7 @@ def quantize(
     elif align is not None:
         raise ValueError(f"align={align} must be None without group_sizes; pass group_sizes too")
     view = find_mesh_view(axes, engine, x)
-    declared = None
-    if x_spec is not None:
-        declared = check_spec("x_spec", x_spec, x.ndim)
+    declared = None if x_spec is None else check_spec("x_spec", x_spec, x.ndim)
     chosen_kernels = select_kernels(kernels, None)
     if x.size == 0:
         return _quantize_no_elements(x.shape, format, block)

@@ -211,9 +211,7 @@ def _route_no_tokens(logits: Float[Array, "0 E"], config: RouterConfig, top_k: i
     weights = logits[:, :top_k]
     zero = jnp.zeros((), jnp.float32)
     tokens = jnp.zeros(num_experts, jnp.int32)
-    histogram = None
-    if config.histogram:
-        histogram = jnp.zeros((num_experts, BINS), jnp.int32)
+    histogram = jnp.zeros((num_experts, BINS), jnp.int32) if config.histogram else None
     return Routing(weights.astype(jnp.int32), weights, zero, zero, tokens, histogram)
 
 

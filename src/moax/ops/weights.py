@@ -149,9 +149,7 @@ def gather_shard(
         operand = whole.reshape(*whole.shape[:2], -1)
     else:
         kernels = implementation(weight.kernels)
-        shard = None
-        if quantized is not None:
-            shard = quantized[CONTRACTED.index(contracted)]
+        shard = None if quantized is None else quantized[CONTRACTED.index(contracted)]
         if shard is None:
             shard = kernels.quantize_shard(cast(Array, w), recipe, contracted, gather, layout.matrix_axes)
         operand = kernels.gather_shard(shard, recipe, contracted, gather)
@@ -224,9 +222,7 @@ def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, operand_sp
     weight, _ = static
     w, quantized = operands
     layout = find_layout(weight, operand_specs[0], w.ndim)
-    specs = None
-    if quantized is not None:
-        specs = quantized_specs(weight, w.shape)
+    specs = None if quantized is None else quantized_specs(weight, w.shape)
     return OpSharding((layout.spec, specs), (Spec(weight.axes.all),), ((),), layout)
 
 
