@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 
 
 def main() -> None:
-    """Prints what `describe` returns, or in one line why JAX cannot start."""
+    """Prints the text of `describe`, or one line with the reason why JAX cannot start."""
     try:
         jax.device_count()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that this machine has a platform of `jax_platforms`.

@@ -1,4 +1,4 @@
-"""Checks of arguments. Each check raises a ValueError that names the argument, its value and what would be right.
+"""Checks of arguments. Each check raises a ValueError that names the argument, its value, and a value that would work.
 
 `Unsupported` is the one exception class of moax, and `log_once` the one way to its log.
 """
@@ -254,7 +254,9 @@ def _refuse_shapes(arrays: Sequence[RuledArray], sizes: dict[str, Any]) -> NoRet
 
     def add_size(letter: re.Match) -> str:
         name = letter[0]
-        return f"{name}={sizes[name]}" if name in sizes else name
+        if name not in sizes:
+            return name
+        return f"{name}={sizes[name]}"
 
     names = ", ".join(array.name for array in arrays)
     shapes = ", ".join(str(array.value.shape) for array in arrays)

@@ -38,7 +38,7 @@ except ModuleNotFoundError as error:
 Names = tuple[str | None, ...]
 
 
-class Made(NamedTuple):
+class LaidOutArray(NamedTuple):
     """An array, its spec on the mesh in force, and the logical names of its dims; None where it has none."""
 
     value: Array
@@ -141,7 +141,7 @@ class MoELayer:
 
     def _make(
         self, key, logical: LogicalAxes | None, initializers: Mapping[str, Initializer] | None
-    ) -> dict[str, Made]:
+    ) -> dict[str, LaidOutArray]:
         names: dict[str, Names] = {}
         if logical is not None:
             names = {name: logical.names(name) for name in DIMS}
@@ -161,7 +161,7 @@ class MoELayer:
         variables = {}
         for name, value in vars(values).items():
             if value is not None:
-                variables[name] = Made(value, specs.get(name), names.get(name))
+                variables[name] = LaidOutArray(value, specs.get(name), names.get(name))
         return variables
 
     def __call__(
@@ -176,7 +176,7 @@ class MoELayer:
 class DenseLayer:
     """A layer y = x kernel + bias, for x [..., K]; the kernel is quantized on its shard and gathered as bytes.
 
-    Without a recipe it computes what the dense layer of Flax computes, and makes the same parameters from the same key.
+    Without a recipe it has the values of the dense layer of Flax, and makes the same parameters from the same key.
     With a mesh in force (`jax.set_mesh`) each device makes its shard alone. `moax.params.dense_spec` gives the layout
     of the kernel, or the rules of `flax.linen.logical_axis_rules` where one has a name of `logical_axes`. A dim over tp
     stays split in the product: `logical_axes=("embed", "mlp")` with a rule ("mlp", "tp") splits the columns of y.
@@ -203,14 +203,12 @@ class DenseLayer:
     engine: Engine
     kernels: str
 
-    def _make(self, key, initializer: Initializer, shape: tuple[int, int], name: str) -> Made:
+    def _make(self, key, initializer: Initializer, shape: tuple[int, int], name: str) -> LaidOutArray:
         dims = slice(1, 2) if name == "bias" else slice(2)  # the bias has the columns alone
         spec = self._find_specs(shape)[name]
         make = make_sharded(lambda key: initializer(key, shape[dims], self.param_dtype), spec)
-        names = None
-        if self.logical_axes is not None:
-            names = self.logical_axes[dims]
-        return Made(make(key), spec, names)
+        names = None if self.logical_axes is None else self.logical_axes[dims]
+        return LaidOutArray(make(key), spec, names)
 
     def _compute(self, x: Array, kernel: Array, bias: Array | None) -> Array:
         dtype = self.dtype or jnp.promote_types(x.dtype, kernel.dtype)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from moax.block.layer import CallKeywords
 from moax.config import MoEConfig, MoEStats, Options
-from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, struct
+from moax.layers import DenseLayer, LaidOutArray, LogicalAxes, MoELayer, struct
 from moax.layers import linen as nn
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine, Spec, mesh_sizes
@@ -53,13 +53,13 @@ class MeshPartitioned(nn.Partitioned):
         return Spec(*entries)
 
 
-def _box(made: Made) -> Any:
+def _box(array: LaidOutArray) -> Any:
     """Returns the array of a variable, in a box where it has logical names or a spec."""
-    if made.names is not None:
-        return nn.LogicallyPartitioned(made.value, made.names)
-    if made.spec is None:
-        return made.value
-    return MeshPartitioned(made.value, tuple(made.spec), mesh_axes=tuple(mesh_sizes()))
+    if array.names is not None:
+        return nn.LogicallyPartitioned(array.value, array.names)
+    if array.spec is None:
+        return array.value
+    return MeshPartitioned(array.value, tuple(array.spec), mesh_axes=tuple(mesh_sizes()))
 
 
 class MoEBlock(MoELayer, nn.Module):
@@ -100,11 +100,11 @@ class MoEBlock(MoELayer, nn.Module):
             if "params" not in rngs:
                 raise ValueError(f"rngs has the keys {sorted(rngs)}; it must be a PRNG key, or have one of 'params'")
             key = rngs["params"].as_jax_rng()
-            for name, made in self._make(key, self.logical_axes, self.initializers).items():
+            for name, array in self._make(key, self.logical_axes, self.initializers).items():
                 if COLLECTIONS[name] == STATE:
-                    self.variable(STATE, name, _box, made)
+                    self.variable(STATE, name, _box, array)
                 else:
-                    self.param(name, lambda _, made=made: _box(made))
+                    self.param(name, lambda _, array=array: _box(array))
         return super().__call__(x, **keywords)
 
     @property

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from moax.checks import check_value
 from moax.config import MoEConfig, OptionKeywords, Options, replace_options
-from moax.layers import DenseLayer, LogicalAxes, Made, MoELayer, nnx
+from moax.layers import DenseLayer, LaidOutArray, LogicalAxes, MoELayer, nnx
 from moax.mesh.axes import Axes
 from moax.mesh.specs import Engine
 from moax.params import DIMS, Initializer
@@ -38,7 +38,7 @@ class _Laid(nnx.Variable):
     """
 
     def get_metadata(self, *args: Any, **keywords: Any) -> Any:
-        """Returns what `nnx.Variable.get_metadata` returns, with `out_sharding` of the rank of the value."""
+        """Returns the metadata of `nnx.Variable.get_metadata`, with `out_sharding` of the rank of the value."""
         metadata = super().get_metadata(*args, **keywords)
         if args[:1] == ("out_sharding",):
             return self._pad(metadata)
@@ -64,14 +64,14 @@ class RouterBias(_Laid):
     """The selection bias [E]. It is no `nnx.Param`, so that no optimizer and no gradient of parameters sees it."""
 
 
-def _make_variable(kind: Any, made: Made) -> Any:
+def _make_variable(kind: Any, array: LaidOutArray) -> Any:
     """Returns a variable whose metadata has the logical names of its dims, or else its spec, where there is one."""
-    entries = made.spec if made.names is None else made.names
+    entries = array.spec if array.names is None else array.names
     if entries is None:
-        return kind(made.value)
-    if made.flax_agrees():
-        return kind(made.value, out_sharding=entries)
-    return kind(made.value, out_sharding=entries, eager_sharding=False)
+        return kind(array.value)
+    if array.flax_agrees():
+        return kind(array.value, out_sharding=entries)
+    return kind(array.value, out_sharding=entries, eager_sharding=False)
 
 
 class MoE(MoELayer, nnx.Module):

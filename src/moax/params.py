@@ -146,9 +146,7 @@ def param_shapes(config: MoEConfig, *, optional: bool = False) -> MoEParams[tupl
 
     With `optional` both expert biases have a shape wherever the config allows them.
     """
-    has_biases = config.use_bias
-    if optional:
-        has_biases = config.weights_at != "input"
+    has_biases = config.weights_at != "input" if optional else config.use_bias
     exists = dict(
         router_bias=config.router.bias,
         logits_bias=config.router.logits_bias,

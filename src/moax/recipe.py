@@ -1,4 +1,4 @@
-"""A recipe says in which format x, w and dy enter a product."""
+"""A recipe has the formats in which x, w and dy enter a product."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Format:
       scale: `float32` is amax / max. `pow2` rounds it up to a power of two and stores a float32. `e8m0` rounds it up
         too and stores the exponent in one byte.
       by_group: whether, with block None, each group of rows on a device has a scale, that is the rows of an expert.
-        Otherwise one scale holds for the rows of all experts on all devices, which agree on it. Where there are no
-        groups, as in `moax.ops.quantize`, it changes nothing.
+        Otherwise one scale holds for the rows of all experts on all devices, which agree on it. Without groups, as in
+        `moax.ops.quantize`, the flag changes nothing.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.
@@ -128,7 +128,7 @@ class Recipes:
     Both take the name of a recipe, a Recipe, or None to quantize nothing; a `Recipes` holds a Recipe for each of them.
 
     Raises:
-      ValueError: there is no recipe of a name, or the recipe of wo has another `wire` than that of wi.
+      ValueError: a name has no recipe, or the recipe of wo has another `wire` than that of wi.
     """
 
     wi: Recipe
@@ -145,7 +145,7 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe:
     """Returns the recipe of a name. A `Recipe` is returned as it is, and None gives the recipe that quantizes nothing.
 
     Raises:
-      ValueError: there is no recipe of this name.
+      ValueError: no recipe has this name.
     """
     if isinstance(recipe, Recipe | None):
         return recipe or FULL
@@ -178,7 +178,7 @@ def get_recipes(recipe: str | Recipe | Recipes | None) -> Recipes:
     quantized.
 
     Raises:
-      ValueError: there is no recipe of a name, or no projection.
+      ValueError: a name has no recipe, or no projection has the name.
     """
     if isinstance(recipe, Recipes):
         return recipe

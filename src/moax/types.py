@@ -74,10 +74,10 @@ class SendPlan(NamedTuple):
       token: [C] i32, the token of each row that this rank sends; undefined past the last row. Here (0, 2, 0, 1, ..).
       position: [T, ranks] i32, the row that this rank sends of a token to a rank; C where it sends none. Here (0, 2),
         (C, 3), (1, C).
-      places: [2, 2, ranks] i32, (shift, end) of each way. `places[0]` is the way there: for end[p - 1] <= i < end[p],
-        row i goes to rank p, where it becomes row i + shift[p]. `places[1]` is the way back: the received rows return
-        to the ranks that sent them. Here places[0] is ((0, -2), (2, 4)): rows 2 and 3 become rows 0 and 1 of
-        rank 1.
+      places: [2, 2, ranks] i32, (shift, end) of each way. `places[0]` is the way to the peers: row i, for
+        end[p - 1] <= i < end[p], goes to rank p, where it becomes row i + shift[p]. `places[1]` is the way back: the
+        received rows return to the ranks that sent them. Here places[0] is ((0, -2), (2, 4)): rows 2 and 3 become rows
+        0 and 1 of rank 1.
     """
 
     token: Int[Array, " C"]
@@ -95,8 +95,8 @@ class Received:
       weights: [R, K] f32, 0 where the expert belongs to another rank.
       count: [1] i32, how many rows have an expert of this rank.
       dropped: [1] i32, how many assignments (token, expert) of this rank's own tokens found no slot.
-      slots: the way there, by which `combine` returns rows. all_gather: None. all_to_all: [ranks * slots] i32, the
-        token that this rank sent in each slot, `num_tokens` for an empty slot. one_sided: a SendPlan.
+      slots: the way of the rows, by which `combine` returns them. all_gather: None. all_to_all: [ranks * slots] i32,
+        the token that this rank sent in each slot, `num_tokens` for an empty slot. one_sided: a SendPlan.
       transport: the name of the transport.
       num_tokens: T, tokens of a shard.
     """
@@ -158,7 +158,7 @@ class QArray:
 
 
 class QShard[Leaf](NamedTuple):
-    """The shard of a weight [E, K, *C], quantized for one product: what crosses the wire.
+    """The shard of a weight [E, K, *C], quantized for one product, as it crosses the mesh.
 
     Attributes:
       data: u8, the bits of the values, in the dims of the weight; (E, *C, K) where the implementation turns it.

@@ -19,7 +19,8 @@ Pairs = list[tuple[Tensor, Stored]]
 # The start of the names of a model's own layers, up to the number of a layer.
 OWN = re.compile(r"(?:(?:backbone|language_model|model|text_model|thinker|transformer)\.)*(?:layers|blocks)\.")
 SECOND = {"mtp", "talker"}  # parts of a name that no layer of the model's own stack has
-PACKED = {"weight_packed": "compressed-tensors", "qweight": "GPTQ or AWQ"}  # the ends of weights of other formats
+# the ends of the names of weights of other formats
+PACKED = {"weight_packed": "compressed-tensors", "qweight": "GPTQ or AWQ"}
 
 
 def own_stems(stems: Iterable[str]) -> list[str]:

@@ -18,8 +18,10 @@ from moax.hf.headers import name_source, read_json
 from moax.hf.keys import LAYER_LIST, NUM_LAYERS, Values, check_values, parse_key, read_key, read_size
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
-NESTED = ("thinker_config", "text_config")  # the part of a multimodal config.json that describes its language model
-QUANTIZATION = {"quantization_config", "compression_config", "expert_dtype"}  # keys that describe quantized tensors
+# the part of a multimodal config.json that describes its language model
+NESTED = ("thinker_config", "text_config")
+# keys that describe quantized tensors
+QUANTIZATION = {"quantization_config", "compression_config", "expert_dtype"}
 ABSENT = object()
 
 
@@ -85,9 +87,7 @@ def config_from_hf(source: Values | str | Path) -> MoEConfig:
     shared_d_ff = 0
     if family.shared:
         shared_d_ff = math.prod(read_key(values, key) or 0 for key in family.shared)
-    fixed = family.fixed
-    if shared_d_ff:
-        fixed = family.fixed | family.shared_fixed
+    fixed = family.fixed | family.shared_fixed if shared_d_ff else family.fixed
     for key, supported in fixed.items():
         value = read_key(values, key, supported)
         if value != supported:
@@ -143,7 +143,8 @@ def _router(name: str, family: Family, values: Values, top_k: int) -> RouterConf
     )
     if normalize and top_k == 1:
         raise Unsupported(f"{name}: norm_topk_prob with num_experts_per_tok=1 makes every weight 1: it cannot learn")
-    if _is_plain(router) and normalize:  # the softmax over all logits, divided by the sum of its K largest
+    # The weights are the softmax over all logits, divided by the sum of its K largest.
+    if _is_plain(router) and normalize:
         return dataclasses.replace(router, order="topk_then_score", normalize=False)
     return router
 
@@ -193,7 +194,7 @@ def change_config(base: Values, config: MoEConfig, model_type: str) -> dict[str,
 
 
 def _unquantized(values: Values) -> dict[str, Any]:
-    """Returns a copy of config.json without what describes quantized tensors, at any depth."""
+    """Returns a copy of config.json without the keys of quantized tensors, at any depth."""
     copy = {}
     for key, value in values.items():
         if key not in QUANTIZATION:
@@ -261,10 +262,10 @@ def _differences(config: MoEConfig, values: Values) -> list[str]:
     ours = _canonical(config)
     theirs = config_from_hf(values)
     differences = []
-    for owner, own, other in (("", ours, theirs), ("router.", ours.router, theirs.router)):
-        for field in dataclasses.fields(own):
-            value = getattr(own, field.name)
-            if field.name != "router" and value != getattr(other, field.name):
+    for owner, our_part, their_part in (("", ours, theirs), ("router.", ours.router, theirs.router)):
+        for field in dataclasses.fields(our_part):
+            value = getattr(our_part, field.name)
+            if field.name != "router" and value != getattr(their_part, field.name):
                 differences.append(f"{owner}{field.name}={value!r}")
     return differences
 

@@ -1,8 +1,8 @@
 """Reads and writes safetensors files, one tensor at a time, and decodes quantized tensors.
 
-`moax.hf.headers` says what a file holds. The library `safetensors` has no FP8 in its NumPy interface, maps files into
-the memory of this process, and writes a file from all of its tensors at once. Plain reads and writes have one tensor in
-memory, or a part of one.
+`moax.hf.headers` reads the list of tensors of a file. The library `safetensors` has no FP8 in its NumPy interface, maps
+files into the memory of this process, and writes a file from all of its tensors at once. Plain reads and writes have
+one tensor in memory, or a part of one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads JSON files and the headers of safetensors files, and refuses what their formats do not allow.
+"""Reads JSON files and the headers of safetensors files, and refuses files that break their format.
 
 A safetensors file is the length of its header (u64), the header (JSON: dtype, shape and byte range of each tensor), and
 the bytes of the tensors. The tensors are in the order of their bytes, without holes, and fill the file.
@@ -43,9 +43,7 @@ class Entry(NamedTuple):
 
     def read(self, part: int = 0, parts: int = 1) -> np.ndarray:
         """Reads one of equal parts along the first dim: part 3 of 8 of [16, 2] is rows 6 and 7."""
-        shape = self.shape
-        if parts > 1:
-            shape = (self.shape[0] // parts, *self.shape[1:])
+        shape = (self.shape[0] // parts, *self.shape[1:]) if parts > 1 else self.shape
         if not isinstance(self.source, Path):
             if parts == 1:
                 return np.asarray(self.source)
@@ -113,8 +111,9 @@ def read_header(path: Path) -> dict[str, Entry | str]:
             raise ValueError(f"{path} has a header of {length} bytes; safetensors has at most {MAX_HEADER}")
         header = parse_json(file.read(length), f"{path} is no safetensors file: its header")
     metadata = header.pop("__metadata__", None)
-    has_strings = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    if metadata is not None and not has_strings:
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError(f"{path} is broken: __metadata__ must have strings alone")
     entries: dict[str, Entry | str] = {}
     data_start = 8 + length

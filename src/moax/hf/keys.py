@@ -28,7 +28,7 @@ class Kind(NamedTuple):
     words: str
     types: tuple[type, ...]
     least: float = -math.inf
-    most: float = math.inf
+    largest: float = math.inf
     items: tuple[type, ...] = ()  # the types of the items of a list
 
     def fits(self, value: Any) -> bool:
@@ -38,18 +38,18 @@ class Kind(NamedTuple):
         if isinstance(value, list | tuple):
             item = self._replace(types=self.items)
             return all(item.fits(inner) for inner in value)
-        return not isinstance(value, int | float) or self.least <= value <= self.most
+        return not isinstance(value, int | float) or self.least <= value <= self.largest
 
 
-def integer(least: int, most: int) -> Kind:
+def integer(least: int, largest: int) -> Kind:
     """Returns the kind of integers of a range."""
-    return Kind(f"an integer from {least} to {most}", (int,), least, most)
+    return Kind(f"an integer from {least} to {largest}", (int,), least, largest)
 
 
-def size(least: int, most: int) -> Kind:
+def size(least: int, largest: int) -> Kind:
     """Returns the kind of sizes, of which a list may have one for each layer."""
-    words = f"an integer from {least} to {most}, or a list of such integers"
-    return Kind(words, (int, list, tuple), least, most, (int,))
+    words = f"an integer from {least} to {largest}, or a list of such integers"
+    return Kind(words, (int, list, tuple), least, largest, (int,))
 
 
 FLAG = Kind("true or false", (bool,))

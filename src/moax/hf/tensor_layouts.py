@@ -27,7 +27,8 @@ from moax.checks import Unsupported
 from moax.config import MoEConfig
 from moax.params import DIMS, param_shapes
 
-LAYER = re.compile(r"(?:.*?\.)??(?:layers|blocks)\.(\d+)\.")  # the start of a name, up to the number of its layer
+# the start of a name, up to the number of its layer
+LAYER = re.compile(r"(?:.*?\.)??(?:layers|blocks)\.(\d+)\.")
 
 
 class Row(NamedTuple):
@@ -42,9 +43,11 @@ class Row(NamedTuple):
 class BlockLayout(NamedTuple):
     """The tensors of an MoE block."""
 
-    block: str  # the name of the block in its layer and a dot; "" where the tensors belong to the layer itself
+    # the name of the block in its layer and a dot; "" where the tensors belong to the layer itself
+    block: str
     rows: tuple[Row, ...]
-    outside: tuple[str, ...]  # names in the block of tensors of the layer around the block, such as a norm
+    # names in the block of tensors of the layer around the block, such as a norm
+    outside: tuple[str, ...]
     stem: str  # the part of the names before the number of a layer
 
 

@@ -85,9 +85,7 @@ def params_from_hf(
     if errors:
         raise errors[0]
     mesh = mesh or jax.sharding.get_mesh()
-    shardings = None
-    if not mesh.empty:
-        shardings = named(mesh, param_specs(config, axes, mesh))
+    shardings = named(mesh, param_specs(config, axes, mesh)) if not mesh.empty else None
     fields: dict[str, Any] = dict.fromkeys(DIMS)
     for field, group in itertools.groupby(pairs, key=lambda pair: pair[0].field):
         pairs_of_field = list(group)
@@ -151,7 +149,8 @@ def _assemble(
         for whole, stored in pairs:
             parts = whole.by_expert()
             for i, tensor in enumerate(parts):
-                cuts = {device: overlap(shard, tensor.region, shape) for device, shard in slices.items()}
+                region = tensor.region
+                cuts = {device: overlap(shard, region, shape) for device, shard in slices.items()}
                 if not any(cuts.values()):
                     continue
                 values = tensor.to_params(stored.read(dtype, i, len(parts)))
@@ -165,7 +164,7 @@ def _assemble(
 
 
 def overlap(shard: Slices, region: Slices, shape: Sequence[int]) -> tuple[tuple[np.int32, ...], Slices] | None:
-    """Returns the start in a shard, and the slices of a region, of what both have of an array of this shape."""
+    """Returns the common part of a shard and a region of an array: its start in the shard, its slices of the region."""
     start = []
     in_region = []
     for cut, part, size in zip(shard, region, shape, strict=True):

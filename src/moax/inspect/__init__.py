@@ -331,9 +331,9 @@ def _involves(c: Collective, leaf) -> bool:
     return False
 
 
-def _over(found: Iterable[Collective], axes: Over) -> list[Collective]:
+def _over(listed: Iterable[Collective], axes: Over) -> list[Collective]:
     names = set(_axis_names(axes))
-    return [c for c in found if names & set(c.axes)]
+    return [c for c in listed if names & set(c.axes)]
 
 
 def _axis_names(axes: Over) -> Names:

@@ -181,7 +181,8 @@ def read_hlo(text: str) -> Hlo:
             if header[1]:
                 entry = header[2]
     head = text.lstrip().partition("\n")[0]
-    count = {name: int(n) for name, n in re.findall(r"\b(replica_count|num_partitions)=(\d+)", head)}
+    counts = re.findall(r"\b(replica_count|num_partitions)=(\d+)", head)
+    count = {name: int(number) for name, number in counts}
     if count.get("replica_count", 1) > 1:
         raise ValueError("the program has replicas; moax.inspect reads programs of jit, which have partitions alone")
     return Hlo(computations, entry, count.get("num_partitions", 1))
@@ -340,7 +341,8 @@ class _Flow:
         """Returns the sources of the result of an instruction."""
         opcode = instruction.opcode
         called = [callee for _, callee in instruction.calls if callee in self.program.computations]
-        if opcode in _ENDS or (opcode == "custom-call" and not _PLACING.search(instruction.attributes)):
+        is_kernel = opcode == "custom-call" and not _PLACING.search(instruction.attributes)
+        if opcode in _ENDS or is_kernel:
             return _NONE
         if opcode == "tuple":
             return operands

@@ -1,4 +1,4 @@
-"""`make_mesh` makes a mesh, `Axes` says which role each of its axes plays, and `ResolvedAxes` has the answer for it."""
+"""`make_mesh` makes a mesh, `Axes` names the role of each mesh axis, and `ResolvedAxes` has the axes of one mesh."""
 
 from __future__ import annotations
 
@@ -188,9 +188,9 @@ class ResolvedAxes:
       dp, fsdp, ep, tp, cp: the names of the axes of each role; see `Axes`.
       sizes: (name, number of devices) of each of these axes.
       dims: the axes of tokens over each leading dim of x [..., H], of which the last is S.
-      tokens: the axes that split flattened tokens: those of all `dims`.
+      tokens: the axes that split flattened tokens: the axes of all `dims`.
       sequence: the axes of tokens that split S of x [..., S, H].
-      all: every axis of more than one device: those of tokens, then tp.
+      all: every axis of more than one device: the axes of tokens, then tp.
       replica_axes: the axes of tokens along which devices compute with the same experts: all but ep.
     """
 

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 from moax.checks import Unsupported, log_once
 
 PACKAGE = Path(__file__).parents[1]
-# These settings change what a function of moax traces to. The module of a program shows all others.
+# These settings change the trace of a function of moax. The module of a program shows all other settings.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
 UNSTABLE = re.compile(r"\S+ at 0x|frozenset")  # an address, or an order of its own in each process
 FIRST_ALONE = "has first derivatives and no second ones; moax.route and the losses have both"
@@ -39,9 +39,9 @@ def refuse_derivative[Tree: PyTree](name: str, tree: Tree, reason: str = FIRST_A
 def refuse_forward_mode(name: str, tree: PyTree) -> Any:
     """Returns a mark, f32 [], for a `jax.custom_vjp` to take beside the tree; None where the tree has no derivative.
 
-    Forward mode computes the tangent of the mark from those of the tree, and that raises Unsupported in the name of the
-    function. Reverse mode transposes it alone. The leaves do not pass through a primitive: JAX would save each of them
-    a second time for backward, where it is not differentiated.
+    Forward mode computes the tangent of the mark from the tangents of the tree, and this raises Unsupported in the name
+    of the function. Reverse mode only transposes the tangent. The leaves do not pass through a primitive: JAX would
+    save each of them a second time for backward, where it is not differentiated.
     """
     smooth = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not smooth:
@@ -130,11 +130,11 @@ def name_call(op: str, call: Any, operand_types, result_types) -> None:
     """Names the custom call that JAX has just inserted by a digest of its content; raises Unsupported for an export.
 
     JAX lowers such a call to a custom call that names a Python object by its address (jax issue 21159). The address is
-    part of the key of JAX's compilation cache, and differs in each process. The digest covers everything that decides
-    what the object does: the op, its static arguments, the source of moax, and the settings of JAX that change a trace.
-    A part may have no stable text, such as an `Op` of a function outside of moax, whose text is an address. A later
-    process could reuse the address for a function that has changed. The name is then random, and the program compiles
-    anew in each process.
+    part of the key of JAX's compilation cache, and differs in each process. The digest covers everything on which the
+    work of the object depends: the op, its static arguments, the source of moax, and the settings of JAX that change a
+    trace. A part may have no stable text, such as an `Op` of a function outside of moax, whose text is an address. A
+    later process could reuse the address for a function that has changed. The name is then random, and the program
+    compiles anew in each process.
 
     XLA asks for the layout of shards by calling back into this process, which no exported program can do. JAX says so
     after the whole program is lowered, without the name of an engine.

@@ -49,11 +49,11 @@ class OpSharding(NamedTuple):
     operands: PyTree[Spec | None]  # a spec for each leaf
     results: Sequence[Spec]  # a spec for each result, which holds for all of its leaves
     reduce: Sequence[Names]  # for each result, the axes over which the local results are summed
-    layout: Any = None  # what the local function takes as its second argument; see `Op`
+    layout: Any = None  # the second argument of the local function; see `Op`
 
 
 class Dims(NamedTuple):
-    """The dims of an array: those it may share with other arrays, and the leading ones of a tree; None for no tree."""
+    """The dims that an array may share with other arrays, and the leading dims of a tree's own, None for no tree."""
 
     shared: tuple[str, ...]
     own: tuple[str, ...] | None = None
@@ -115,7 +115,7 @@ class Op:
                 in_specs=sharding.operands,
                 out_specs=tuple(sharding.results),
                 axis_names=set(view.mesh.axis_names).difference(view.mesh.manual_axes),
-                # Inside a `shard_map` over other axes, types that vary over these must stay what they are.
+                # Inside a `shard_map` over other axes, the types of operands must keep varying over these axes.
                 check_vma=any(map(varying, jax.tree.leaves(operands))),
             )
             return mapped(*operands)
@@ -279,15 +279,16 @@ def differentiable(
         guarded = guard(operands)
         results, saved = forward(view, static, *guarded)
         # A residual that is an operand stays this operand, because JAX would save a guarded one beside it.
-        own = dict(zip(map(id, jax.tree.leaves(guarded)), jax.tree.leaves(operands), strict=True))
-        return results, jax.tree.map(lambda v: own.get(id(v), v), saved)
+        guarded_ids = map(id, jax.tree.leaves(guarded))
+        operand_of = dict(zip(guarded_ids, jax.tree.leaves(operands), strict=True))
+        return results, jax.tree.map(lambda v: operand_of.get(id(v), v), saved)
 
     def guarded_backward(view, static, saved, cotangents):
         saved, cotangents = guard((saved, cotangents))
         return None, *backward(view, static, saved, cotangents)
 
     def stop_integers(x):
-        # JAX would derive what is computed from integers, as a maximum over devices, which has no rule.
+        # JAX would derive values that are computed from integers, such as a maximum over devices, which has no rule.
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         return lax.stop_gradient(x)

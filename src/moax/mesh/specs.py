@@ -98,7 +98,7 @@ class MeshView(NamedTuple):
         return reduce_max(x, varying_names or names)  # JAX refuses varying axes beside others
 
     def _size_one_axes(self, x) -> Names:
-        """Returns the axes of size 1 over which the type of x varies; there is one device, so only the type varies."""
+        """Returns the axes of size 1 over which the type of x varies; its values cannot vary along one device."""
         return tuple(n for n in sorted(varying(x)) if self.mesh.shape[n] == 1)
 
 
@@ -149,14 +149,14 @@ def pad(array_spec: Spec, ndim: int) -> tuple[Names, ...]:
     return tuple(as_names(entry) for entry in array_spec) + ((),) * (ndim - len(array_spec))
 
 
-def check_divides(what: str, shape: Sequence[int], array_spec: Spec, axes: ResolvedAxes) -> None:
-    """Raises ValueError where the mesh axes of a dim do not divide its size. `what` names the array in the message."""
+def check_divides(name: str, shape: Sequence[int], array_spec: Spec, axes: ResolvedAxes) -> None:
+    """Raises ValueError where the mesh axes of a dim do not divide its size. `name` names the array."""
     entries = pad(array_spec, len(shape))
     for dim, (size, names) in enumerate(zip(shape, entries, strict=True)):
         devices = axes.size(names)
         if size % devices:
             raise ValueError(
-                f"{what}: dim {dim} of size {size} is not divisible by mesh axes {names} of {devices} devices"
+                f"{name}: dim {dim} of size {size} is not divisible by mesh axes {names} of {devices} devices"
             )
 
 
@@ -254,7 +254,7 @@ def make_sharded(make: Callable, specs: PyTree[Spec] | None) -> Callable:
 
 
 def find_token_dims(x: Array, axes: Axes, view: MeshView) -> tuple[Axes, MeshView]:
-    """Returns axes and view for a call on tokens x [..., H]: the view has `dims`, on Explicit axes those of x's type.
+    """Returns axes and view for a call on tokens x [..., H]: the view has the `dims` of x, by its type if Explicit.
 
     A token axis that the type of x does not name splits a dim further, the first dim or S where it divides it: P("ep")
     of x [B, S, H] on a mesh of fsdp and ep becomes (("ep", "fsdp"), ()). Where it divides neither, `axes` stay as they
@@ -339,9 +339,7 @@ def unflatten_tokens(
 ) -> Shaped[Array, "..."]:
     """Reshapes y [T, *C] to [..., *C], the inverse of `flatten_tokens`, sharded as x where axes are Explicit."""
     dims = view.dims
-    columns = ()
-    if view.explicit:
-        columns = tuple(jax.typeof(y).sharding.spec)[1:]
+    columns = tuple(jax.typeof(y).sharding.spec)[1:] if view.explicit else ()
     if dims is not None and any(dims[1:]):
         shard = local_shape(x.shape[:-1], Spec(*dims), view.axes)
         row_dims = (view.axes.tokens,)

@@ -13,14 +13,14 @@ A bias on the router's selection balances the load without a loss:
 The bias is state and no trained parameter. A training loop updates it once a step, after the optimizer, with the counts
 of the whole global batch. With tokens (6, 2, 4, 4), the rule `sign` lowers the bias of expert 0 by `rate`, raises the
 bias of expert 1 by `rate`, and leaves the others. A token chooses an expert whose bias exceeds `needed`, so with the
-quantile as its bias an expert gets T K / E of T tokens, if the cutoffs stay what they are; a few updates suffice.
+quantile as its bias an expert gets T K / E of T tokens, if the cutoffs do not change; a few updates suffice.
 
-A bias that is not finite stays what it is: -inf switches an expert off. Both rules then balance the other experts among
-themselves, and E, the means and the quantiles are theirs. With the biases (-inf, 0, 0) and tokens (0, 6, 4), the mean
-is 5.
+A bias that is not finite does not change: -inf switches an expert off. Both rules then balance the other experts among
+themselves: E, the means and the quantiles are taken over the other experts. With the biases (-inf, 0, 0) and tokens
+(0, 6, 4), the mean is 5.
 
 The stats hold `needed` as a histogram: for each expert 1000 equal bins over [min(bias) - 1, max(bias) + 1]. Scores in
-[0, 1] lie in it. The end bins count larger and smaller values too, which other scores may have.
+[0, 1] are inside of these bounds. The end bins also count values outside of them, which other scores may have.
 
 Sources: `sign`, Wang et al. 2024, used in DeepSeek-V3; `quantile`, the Kimi K3 report, Section 2.3.3 and Appendix D,
 as in Megatron-LM #6637 and torchtitan #4577.
@@ -75,7 +75,7 @@ def load_metrics(tokens_per_expert: Int[Array, "*layers E"]) -> LoadMetrics:
       tokens_per_expert: [..., E] i32, such as `MoEStats.tokens_per_expert`, or its sum over microbatches.
 
     Returns:
-      The metrics, [...] f32 each; 0 where there is no token.
+      The metrics, [...] f32 each; 0 without tokens.
 
     Raises:
       ValueError: tokens_per_expert is no array of integers.
@@ -107,7 +107,7 @@ def update_router_bias(
         had this `bias` in all of them.
 
     Returns:
-      The new bias, [..., E] f32. The rule `quantile` leaves it as it is where there is no token.
+      The new bias, [..., E] f32. The rule `quantile` does not change it where no expert has tokens.
 
     Raises:
       ValueError: the rule is unknown, the shapes differ, bias is less than float32, or `quantile` has no histogram.
@@ -228,9 +228,9 @@ def balance_sequences(
     zeros = jnp.zeros_like(rows, shape=(len(rows), num_experts))
     tokens = zeros.at[number[:, None], rows[:, columns:]].add(1, mode="drop")
     sizes = zeros[:, 0].at[number].add((rows[:, 0] >= 0).astype(jnp.int32))
-    own = take_shard(number, (along,))
-    size = jnp.maximum(sizes[own], 1).astype(jnp.float32)
-    balance = tokens[own].astype(jnp.float32) / (size**2)[:, None]
+    local_number = take_shard(number, (along,))
+    size = jnp.maximum(sizes[local_number], 1).astype(jnp.float32)
+    balance = tokens[local_number].astype(jnp.float32) / (size**2)[:, None]
     number_of_sequences = mask_to_first_rank((sizes > 0).sum(dtype=jnp.int32)[None], along)
     return jnp.where(ids[:, None] >= 0, balance, 0.0), number_of_sequences
 

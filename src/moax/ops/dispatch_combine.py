@@ -1,7 +1,7 @@
-"""dispatch and combine: tokens go to the ranks that own their experts, and sums of their results come back.
+"""dispatch and combine: tokens go to the ranks that own their experts, and the sums of their rows come back.
 
     dispatch   rows[r] = x[t] on every rank that owns one of t's experts, once
-    combine    y[t] = sum over ranks of the row that t became there
+    combine    y[t] = sum over ranks of the row of t on each rank
 
 With 2 ranks of 2 experts each, a token with experts (0, 3) becomes a row on both ranks. Its experts are (0, none) on
 rank 0 and (none, 1) on rank 1, and its weights are 0 where its expert is none.
@@ -60,7 +60,7 @@ def dispatch(
       num_experts: E.
       exchange: the transport; `auto` is all_gather.
       capacity_factor: the slots of each pair of ranks, as a multiple of the balanced load T K / ranks. None has room
-        for every token. all_gather has no slots, so the factor changes nothing there.
+        for every token. all_gather has no slots, so the factor does not change it.
       wire: the format of the rows on their way; None sends them in their own dtype.
       axes, engine: see `moax.Options`.
 
@@ -95,19 +95,19 @@ def dispatch(
 def combine(
     rows: Float[Array, "R H"], received: Received, *, axes: Axes = Axes(), engine: Engine = "auto"
 ) -> Float[Array, "T H"]:
-    """y[t] = the sum, over the ranks that t went to, of its row there.
+    """y[t] = the sum of the rows of t on the ranks that received t.
 
     Args:
       rows: [R, H], one for each of `received.rows` and sharded like them. A row without an expert is added too, so it
         must be 0.
-      received: what `dispatch` returned.
+      received: the result of `dispatch`.
       axes, engine: see `moax.Options`.
 
     Returns:
       y: [T, H] in the dtype of rows, T over (dp, fsdp, ep, cp). It is differentiable in rows.
 
     Raises:
-      ValueError: `received` is not what `dispatch` returns, or rows has another shape than its rows.
+      ValueError: `received` is no result of `dispatch`, or rows has another shape than `received.rows`.
       Unsupported: the transport of `received` cannot run on this machine and mesh.
     """
     check_value("received", received, Received, "moax.ops.dispatch")

@@ -65,7 +65,7 @@ class GroupedSpec:
     out: np.dtype  # of y
     product: np.dtype  # of a product before it is rounded to y
     # Whether w is gathered, and its gradient scattered, by ops of their own. On Auto axes with tp the compiler alone
-    # knows which dims of w are split over tp, and so the shape of a gathered weight.
+    # knows over which dims tp splits w, and so the shape of a gathered weight.
     apart: bool
 
 
@@ -92,13 +92,13 @@ def grouped_matmul(
       w: [E, K, *C], floating point, E over ep. K or one of *C may be split over tp. Any dim may also be split over
         fsdp, and is then gathered.
       group_sizes: [E], integers, the rows of each group. On a mesh the sizes of all shards follow one another, split as
-        rows are: with E = 4, ep = 2 and dp = 2 there are 4 shards of 2 experts, so group_sizes has 8 entries.
+        rows are: with E = 4, ep = 2 and dp = 2, 4 shards have 2 experts each, so group_sizes has 8 entries.
       bias: [E, *C], E over ep.
       recipe: the name of a recipe, a Recipe, or None to quantize nothing.
       align: each group starts at a multiple of so many rows. The default is the recipe's `row_alignment`, or 1.
       preferred_element_type: the dtype of y, to which a sum is rounded once; None means the dtype of x.
       w_spec: the spec of w, needed on an Auto mesh with engine="shard_map" and inside a `shard_map`; elsewhere the
-        type or the sharding of w says it. The default splits E over ep and no other dim.
+        type or the sharding of w is its spec. The default splits E over ep and no other dim.
       axes, engine, kernels, grad_reduce_dtype: see `moax.Options`. Inside a `shard_map` the caller sums y over tp, as
         for `jnp.dot`.
 
@@ -185,8 +185,8 @@ def grouped_wgrad(
     """dw[g] = sum over rows m of group g: x[m]^T dy[m], the gradient of a grouped matmul's weight.
 
     Args:
-      x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep, cp), K over tp where `w_spec` says so.
-      dy: [M, *C], floating point, rows as those of x, a dim of *C over tp where `w_spec` says so.
+      x: [M, K], floating point, rows sorted by group, M over (dp, fsdp, ep, cp), K over tp where `w_spec` splits it so.
+      dy: [M, *C], floating point, with the rows of x, a dim of *C over tp where `w_spec` splits it so.
       preferred_element_type: the dtype of dw; None means the dtype of x. Devices sum in this dtype too.
       w_spec: the spec of dw, on any mesh. The default splits E over ep and no other dim.
       axes, engine, kernels: see `moax.Options`. Inside a `shard_map` dw is the caller's to sum over dp, and over fsdp
@@ -225,11 +225,18 @@ def _declared_spec(w_spec: Spec | None, ndim: int, view: MeshView) -> Spec:
 
 
 def _make_weight(
-    view: MeshView, x, declared: Spec, recipe: str | Recipe | None, grad_reduce_dtype: DTypeLike | None
+    view: MeshView, x, declared: Spec, recipe: str | Recipe | None, grad_reduce: DTypeLike | None
 ) -> WeightSpec:
     """Returns the facts of the weight, but for its kernels."""
-    reduce = get_grad_reduce(grad_reduce_dtype)
-    return WeightSpec("w", declared, view.axes, get_recipe(recipe), "", np.dtype(x.dtype), None, reduce)
+    return WeightSpec(
+        name="w",
+        declared=declared,
+        axes=view.axes,
+        recipe=get_recipe(recipe),
+        kernels="",
+        dtype=np.dtype(x.dtype),
+        grad_reduce=get_grad_reduce(grad_reduce),
+    )
 
 
 def _make_spec(
@@ -327,7 +334,8 @@ def matmul_backward(static: GroupedSpec, layout: WeightLayout, x, w, group_sizes
     groups = packed.groups
     contracted = layout.kept[1]
     d_rows, d_columns = _quantize_rows(static, packed, dy, "dy", sum(layout.kept[2:], ()))
-    dx = kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)  # [M, K] = [M, C] [E, K, C]^T
+    # [M, K] = [M, C] [E, K, C]^T
+    dx = kernels.matmul(d_rows, gathered, groups, dtype, transpose=True)
     dx = packed.unpack(dx)
     d_bias = mask_to_first_rank(kernels.bias_grad(packed.pack(dy), groups), contracted)
     _, x_columns = _quantize_rows(static, packed, x, "x", contracted, rows=False)

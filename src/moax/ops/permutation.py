@@ -55,7 +55,7 @@ class PermuteSpec:
 def sorted_rows(received: int, top_k: int, num_groups: int, align: int, capacity: int | None) -> int:
     """Returns N, as many sorted rows as any distribution of R = `received` rows with K assignments each needs.
 
-    With 3 received rows of 2 assignments, 2 groups, align 4 and no capacity, there are at most 6 rows. Each of the 2
+    With 3 received rows of 2 assignments, 2 groups, align 4 and no capacity, at most 6 rows are sorted. Each of the 2
     groups adds at most 3 rows of padding, so N = 12. Align 1 gives the rows without padding.
     """
     rows = received * min(top_k, num_groups)
@@ -231,7 +231,7 @@ def plan_rows(
     """Returns the Plan of one round on one device, from the experts [R, K] of its received rows.
 
     With weights [R, K] f32 it also returns the weight [N] of each sorted row, 0 in padding; None without them. The
-    round has the sorted rows from `start` on, counted without padding, as many as there is room for.
+    round has the sorted rows from `start` on, counted without padding, up to the number that it has room for.
     """
     groups = static.num_groups
     max_rows = static.max_rows
@@ -242,9 +242,7 @@ def plan_rows(
 
     def keep_part(arrived):
         """Returns the first row and the number of rows of each group in this round, of the rows that arrived."""
-        retained = arrived
-        if capacity is not None:
-            retained = limit_groups(arrived, capacity)
+        retained = arrived if capacity is None else limit_groups(arrived, capacity)
         if max_rows is None:
             return jnp.zeros_like(retained), retained
         return cut_groups(retained, start, max_rows)

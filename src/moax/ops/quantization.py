@@ -69,7 +69,7 @@ def quantize(
         a mesh as in `grouped_matmul`.
       align: each group starts at a multiple of so many rows: of `block[0]`, which is the default, so that no block has
         rows of two groups.
-      x_spec: the spec of x on an Auto mesh; on Explicit axes the type of x says it. With engine="custom_partitioning"
+      x_spec: the spec of x on an Auto mesh; on Explicit axes the type of x has it. With engine="custom_partitioning"
         x keeps the sharding that it has. Without `x_spec` the scales of a dim are then split only where the number
         of its blocks is divisible by that of all devices of the mesh.
       axes, engine, kernels: see `moax.Options`.
@@ -103,9 +103,7 @@ def quantize(
     elif align is not None:
         raise ValueError(f"align={align} must be None without group_sizes; pass group_sizes too")
     view = find_mesh_view(axes, engine, x)
-    declared = None
-    if x_spec is not None:
-        declared = check_spec("x_spec", x_spec, x.ndim)
+    declared = None if x_spec is None else check_spec("x_spec", x_spec, x.ndim)
     chosen_kernels = select_kernels(kernels, None)
     if x.size == 0:
         return _quantize_no_elements(x.shape, format, block)

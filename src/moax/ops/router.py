@@ -21,9 +21,9 @@ The division is one of exp(log score), so weights whose scores all underflow to 
 logits of -100, both sigmoids are 0 in float32, and both weights are 1/2. Selection has no gradient. The sums over
 tokens are psums of [E] vectors, so logits never leave their shard.
 
-A caller may choose the experts, and the weights are then those of the router's scores: `experts` (1, 3) in the example
-have the weights (4/6, 2/6). A token that `mask` leaves out is not counted; it has the experts (E, E), which are none,
-and the weights (0, 0).
+A caller may choose the experts. Their weights then follow from the router's scores: `experts` (1, 3) in the example
+have the weights (4/6, 2/6). A token that `mask` leaves out is not counted. It has the experts (E, E), which means no
+expert, and the weights (0, 0).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RouteSpec:
 
 
 class Choice(NamedTuple):
-    """What a caller of `route` has decided for its tokens, by the arguments of these names; None where nothing."""
+    """The decisions of a caller of `route` for its tokens, by the arguments of these names; None leaves one open."""
 
     experts: Int[Array, "T K"] | None = None
     mask: Bool[Array, " T"] | None = None
@@ -82,7 +82,7 @@ class Choice(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Counts of the real tokens in int32; None where there is nothing to count."""
+    """Counts of the real tokens in int32; None where the router needs no count."""
 
     tokens: Int[Array, " E"]  # the assignments to each expert
     real: Int[Array, " 1"] | None  # the tokens under a mask
@@ -211,9 +211,7 @@ def _route_no_tokens(logits: Float[Array, "0 E"], config: RouterConfig, top_k: i
     weights = logits[:, :top_k]
     zero = jnp.zeros((), jnp.float32)
     tokens = jnp.zeros(num_experts, jnp.int32)
-    histogram = None
-    if config.histogram:
-        histogram = jnp.zeros((num_experts, BINS), jnp.int32)
+    histogram = jnp.zeros((num_experts, BINS), jnp.int32) if config.histogram else None
     return Routing(weights.astype(jnp.int32), weights, zero, zero, tokens, histogram)
 
 
@@ -341,7 +339,7 @@ def _share(log_scores: Float[Array, "T K"]) -> Float[Array, "T K"]:
     columns = [log_scores[:, k] for k in range(log_scores.shape[1])]
     largest = lax.stop_gradient(functools.reduce(jnp.maximum, columns))
     shares = _divide_by_sum([jnp.exp(column - largest) for column in columns])
-    # Backward takes the sum of the shares for 1. After a second division it is 1 but for rounding.
+    # Backward assumes that the shares sum to 1. After a second division their sum is 1 but for rounding.
     return jnp.stack(_divide_by_sum(shares), axis=1)
 
 

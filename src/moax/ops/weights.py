@@ -1,10 +1,10 @@
-"""Weights on a mesh: quantized on their shards and gathered before a product, with gradients scattered behind.
+"""Weights on a mesh: each device quantizes its shard, and gathers the weight before a product.
 
     gather    operand = all_gather(quantize(w shard))             one byte an element, and the scales
     scatter   dw shard = reduce_scatter over fsdp, psum over dp   of each device's partial gradient
 
 Both are ops of their own. Gathered weights and partial gradients are per-device arrays: their leading dim is sharded
-over all mesh axes. The gather does not depend on tokens, so that it can run beside what comes before the product.
+over all mesh axes. The gather does not depend on tokens, so that it can overlap the work before the product.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WeightSpec:
     recipe: Recipe
     kernels: str
     dtype: np.dtype  # of the products
-    # The axes over which each dim stays split in a product; None keeps ep on E, and tp where the spec has it.
+    # The axes that split each dim also in a product. None keeps ep on E, and tp where the spec has tp.
     kept: tuple[Names, ...] | None = None
     grad_reduce: GradReduce | None = None  # see `moax.Options.grad_reduce_dtype`
 
@@ -75,40 +75,40 @@ def find_layout(weight: WeightSpec, known_spec: Spec | None = None, ndim: int | 
 
     Raises:
       ValueError: a dim of the spec does not name its `kept` axes first, or names an axis that may not be gathered
-        after them. The axes of fsdp may be gathered, and those of ep where no dim keeps ep.
+        after them. The axes of fsdp may be gathered, and the axes of ep where no dim keeps ep.
     """
     axes = weight.axes
-    kept = weight.kept
+    split = weight.kept
     spec = weight.declared if known_spec is None else known_spec
     if ndim is None:
-        ndim = len(kept or spec)
+        ndim = len(split or spec)
     entries = pad(spec, ndim)
-    if kept is None:
+    if split is None:
         tp = axes.tp
-        kept = (axes.ep, *(tp if tp and tp[0] in entry else () for entry in entries[1:]))
+        split = (axes.ep, *(tp if tp and tp[0] in entry else () for entry in entries[1:]))
     entries = [tuple(name for name in entry if name in axes.all) for entry in entries]
     gatherable = axes.fsdp
-    if set(axes.ep).isdisjoint(sum(kept, ())):
+    if set(axes.ep).isdisjoint(sum(split, ())):
         gatherable += axes.ep
     gather = []
-    for dim, (entry, kept_entry) in enumerate(zip(entries, kept, strict=True)):
-        gathered = entry[len(kept_entry) :]
-        if entry[: len(kept_entry)] != kept_entry or not set(gathered) <= set(gatherable):
+    for dim, (entry, split_entry) in enumerate(zip(entries, split, strict=True)):
+        gathered = entry[len(split_entry) :]
+        if entry[: len(split_entry)] != split_entry or not set(gathered) <= set(gatherable):
             error = ValueError if any(entries) else WholeWeight
-            raise error(f"{weight.name}: dim {dim} {_explain_entry(entry, kept_entry, gatherable)}")
+            raise error(f"{weight.name}: dim {dim} {_explain_entry(entry, split_entry, gatherable)}")
         gather.append(gathered)
-    matrix_axes = sum((*gather[1:], *kept[1:]), ())
-    return WeightLayout(Spec(*entries), tuple(kept), tuple(gather), matrix_axes)
+    matrix_axes = sum((*gather[1:], *split[1:]), ())
+    return WeightLayout(Spec(*entries), tuple(split), tuple(gather), matrix_axes)
 
 
-def _explain_entry(entry: Names, kept: Names, gatherable: Names) -> str:
-    """Returns the axes that split a dim, and those that should."""
+def _explain_entry(entry: Names, required: Names, gatherable: Names) -> str:
+    """Returns the sentence about a dim: the axes that split it, and the axes that should."""
     state = f"is sharded over {_name_axes(entry)}" if entry else "is not sharded"
-    if kept and gatherable:
-        order = f"{_name_axes(kept)} first, and may then be sharded over {_name_axes(gatherable)}"
+    if required and gatherable:
+        order = f"{_name_axes(required)} first, and may then be sharded over {_name_axes(gatherable)}"
         return f"{state}; it must be sharded over {order} alone"
-    if kept:
-        return f"{state}; it must be sharded over {_name_axes(kept)} alone"
+    if required:
+        return f"{state}; it must be sharded over {_name_axes(required)} alone"
     if gatherable:
         return f"{state}; it may be sharded over {_name_axes(gatherable)} alone"
     return f"{state}; it must not be sharded"
@@ -150,13 +150,11 @@ def gather_shard(
         operand = whole.reshape(*whole.shape[:2], -1)
     else:
         kernels = implementation(weight.kernels)
-        shard = None
-        if quantized is not None:
-            shard = quantized[CONTRACTED.index(contracted)]
+        shard = None if quantized is None else quantized[CONTRACTED.index(contracted)]
         if shard is None:
             shard = kernels.quantize_shard(cast(Array, w), recipe, contracted, gather, layout.matrix_axes)
         operand = kernels.gather_shard(shard, recipe, contracted, gather)
-    # XLA's partitioner confuses an operand with a result that is the same array in another sharding: a barrier copies.
+    # The barrier makes a copy: XLA's partitioner confuses an operand with a result that is the same array.
     return (lax.optimization_barrier(operand),)
 
 
@@ -184,13 +182,13 @@ def quantized_specs(weight: WeightSpec, shape: Sequence[int]) -> QuantizedWeight
         scale_axes = find_scale_axes(shard_shape, format, contracted, layout.gather)
         if not scale_axes:
             scale_axes = (layout.gather[0], (), ())
-        kept = layout.kept
+        split = layout.kept
         if format.block is None:
-            kept = (kept[0], (), ())
-        elif len(scale_axes) < len(kept):  # the columns of the scales are one dim
-            kept = (*kept[:2], sum(kept[2:], ()))
+            split = (split[0], (), ())
+        elif len(scale_axes) < len(split):  # the columns of the scales are one dim
+            split = (*split[:2], sum(split[2:], ()))
         data = [*layout.spec, *[None] * (len(shape) - len(layout.spec))]
-        scale = [split + gathered for split, gathered in zip(kept, scale_axes, strict=True)]
+        scale = [entry + gathered for entry, gathered in zip(split, scale_axes, strict=True)]
         if kernels.stores_weight_transposed(weight.recipe, contracted):
             data = [data[0], *data[2:], data[1]]
             scale = [scale[0], *scale[2:], scale[1]]
@@ -225,9 +223,7 @@ def _gather_sharding(static: tuple[WeightSpec, Contracted], operands, operand_sp
     weight, _ = static
     w, quantized = operands
     layout = find_layout(weight, operand_specs[0], w.ndim)
-    specs = None
-    if quantized is not None:
-        specs = quantized_specs(weight, w.shape)
+    specs = None if quantized is None else quantized_specs(weight, w.shape)
     return OpSharding((layout.spec, specs), (Spec(weight.axes.all),), ((),), layout)
 
 
@@ -245,8 +241,8 @@ def _scatter_shards(weight: WeightSpec, layout: WeightLayout, partial, w):
     # A scan stores the shard in its stack of gradients. Where this store is a copy alone, XLA starts it on a stream of
     # its own (openxla/xla#44359), as early as it can, and all other work then waits for the reduce-scatter. Times a 1
     # that XLA does not know, the store is a kernel, and XLA runs it last.
-    shard, one = lax.optimization_barrier((shard, jnp.ones((), shard.dtype)))
-    return shard * one
+    shard, unknown_one = lax.optimization_barrier((shard, jnp.ones((), shard.dtype)))
+    return shard * unknown_one
 
 
 def _scatter_sharding(weight: WeightSpec, operands, operand_specs) -> OpSharding:
