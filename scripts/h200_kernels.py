@@ -69,11 +69,11 @@ def products(op: str, k: int, n: int, bias: bool = False, total=None, gathers: s
         return grouped_matmul(a, b, blocks(sizes), tile, bias=bias, transpose=transpose)
 
     def gather_matmul(a, b, sizes, source, *, tile):
-        return grouped_matmul(a[:512], b, blocks(sizes), tile, source=source, transpose=transpose)
+        return grouped_matmul(a[:512], b, blocks(sizes), tile, gather_idx=source, transpose=transpose)
 
     def gather_wgrad(a, b, sizes, source, *, tile):
         a, b = (v[:512] if name == gathers else v for name, v in (("x", a), ("dy", b)))
-        return grouped_wgrad(a, b, blocks(sizes), tile, source=source, gathers=gathers)
+        return grouped_wgrad(a, b, blocks(sizes), tile, gather_idx=source, gathers=gathers)
 
     def wgrad(a, b, sizes, total=None, *, tile):
         return grouped_wgrad(a, b, blocks(sizes), tile, out_dtype=BF16 if total is None else total.dtype, total=total)
@@ -106,7 +106,7 @@ def relu2(up):
 
 def multiply_activate(x, w, sizes, source=None, *, act, tile):
     x = x if source is None else x[:512]
-    return grouped_matmul_activate(x, w, make_blocks(sizes, ROWS), tile, act, source=source)
+    return grouped_matmul_activate(x, w, make_blocks(sizes, ROWS), tile, act, gather_idx=source)
 
 
 def with_blocks(fn: Callable, *more, **options) -> Callable:
@@ -120,7 +120,7 @@ def with_weights(fn: Callable, **options) -> Callable:
 
 
 def quantize_gathered(x, source, sizes, **wanted):
-    return quantize.quantize_rows(x, make_blocks(sizes, ROWS), source=source, **wanted)
+    return quantize.quantize_rows(x, make_blocks(sizes, ROWS), gather_idx=source, **wanted)
 
 
 def quantize_by_row(x):

@@ -129,7 +129,7 @@ class MoEConfig:
       capacity_factor: None drops no assignment. A number limits the expert-sorted rows of a rank to this multiple of
         the balanced load T K. The busiest experts lose the rows beyond the limit, and `MoEStats.dropped` counts them.
       weights_at: the place where the routing weights multiply: an expert's `output`, its `hidden` activation before the
-        second product, or its `input` (Llama 4). `output` and `hidden` give the same function with different rounding.
+        second matmul, or its `input` (Llama 4). `output` and `hidden` give the same function with different rounding.
         `input` is another function, expert(weight x), and experts with biases cannot have it.
 
     Raises:
@@ -189,26 +189,26 @@ class Options:
       kernels: the implementation: `hopper` (Hopper GPUs, bfloat16, widths that are multiples of 32), `xla`, or `auto`.
         `auto` takes hopper where it can run, and xla elsewhere. On a GPU, the log says once why hopper cannot run.
       engine: the way from global arrays to shards on a mesh of Auto axes. `custom_partitioning`, which is `auto`, takes
-        weights in the layout that they have. `shard_map` takes them in the layout of `param_specs`, and is for
-        `jax.export`. Explicit axes always use `shard_map`.
+        each weight in the sharding that it has, and does not reshard it. `shard_map` takes weights in the layout of
+        `param_specs`, to which JAX reshards others without a word; `jax.export` needs it. Explicit axes always use
+        `shard_map`.
       buffer_factor: the size of every buffer whose load depends on the routing, as a multiple of the balanced load. A
         step whose routing needs more runs further overflow rounds in the same buffers: no token is dropped, and
         `stats.rounds` counts the rounds. Below 1, every step takes several rounds, in less memory. Buffers never exceed
         the worst case, and None allocates it. With `fp8_tensor` each round computes its own scale. `capacity_factor`
         bounds the rows that the exchange moves already, in one round.
-      save_rows: whether forward keeps the sorted rows for backward. Otherwise backward gathers them again, and where ep
-        has more than one rank receives them again: less memory, and a few percent more time. Where products gather
-        rows of x themselves, and no rows travel, forward keeps none in any case.
+      save_rows: whether forward keeps the sorted rows for backward, which is faster, or backward receives and gathers
+        them again, which takes less memory. Where matmuls gather rows of x themselves, and no rows travel, forward
+        keeps none in any case.
       grad_reduce_dtype: how the gradients of weights are summed over fsdp and dp, before they are cast to the dtype of
         their parameters. None sums them in the dtype of x. `float32` and `bfloat16` compute, send and sum them in this
         dtype. `bfloat16_sum_float32` sends each term in bfloat16 by an all-to-all over fsdp, so that it is rounded
         once, and sums in float32; over dp it is `float32`. Where the caller's own `shard_map` sums over dp, that sum
         has the dtype of the parameter.
-      chunks: the number of parts of a device's tokens. Each part has its own dispatch, products and combine, which no
-        data joins, so that XLA may run the dispatch and the combine of one part beside the products of another. Weights
-        are quantized and gathered, and their gradients scattered, once for all parts. Each part has its own buffers,
-        overflow rounds and scales of `fp8_tensor`; `stats.rounds` has the most rounds of any part. With
-        `capacity_factor` more than one part raises `moax.Unsupported`.
+      chunks: the number of independent chunks of a device's tokens. XLA can overlap the dispatch and the combine of one
+        chunk with the matmuls of another. Weights are quantized and gathered, and their gradients scattered, once for
+        all chunks. Each chunk has its own buffers, overflow rounds and scales of `fp8_tensor`; `stats.rounds` has the
+        most rounds of any chunk. With `capacity_factor` more than one chunk raises `moax.Unsupported`.
 
     Raises:
       ValueError: a field has a value that it cannot have. The message names the field.

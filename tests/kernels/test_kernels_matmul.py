@@ -42,7 +42,7 @@ def test_blocks(align, start, first):
     assert blocks.group.tolist()[:4] == [0, 0, 2, 3]
     assert blocks.start.tolist()[:4] == start
     assert blocks.rows.tolist() == [128, 2, 1, 128, 0]
-    assert blocks.first.tolist() == first
+    assert blocks.first_half.tolist() == first
     assert blocks.before.tolist() == [0, 2, 2, 3, 4]
 
 

@@ -130,6 +130,6 @@ def test_gather_of_one_row(dropped):
     """Breaks if padding between experts repeats the row of a batch of one token, where it is to be 0."""
 
     def gather(x, source, sizes):
-        return quantize_rows(x, make_blocks(sizes, M), source=source)
+        return quantize_rows(x, make_blocks(sizes, M), gather_idx=source)
 
     assert not dropped(gather, of(BF16, 1, 256), of(jnp.int32, M), SIZES).get("load")

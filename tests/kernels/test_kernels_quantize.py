@@ -107,7 +107,7 @@ def test_gathered(dtype, width):
     x, used = jnp.asarray(values(1, 50, width), dtype), 256
     source = np.random.default_rng(1).integers(0, 50, 384).astype(np.int32)
     source[198:] = 50
-    got = interpret(lambda x, at, s: quantize_rows(x, make_blocks(s, 384), source=at), x, source, sizes)
+    got = interpret(lambda x, at, s: quantize_rows(x, make_blocks(s, 384), gather_idx=at), x, source, sizes)
     rows = jnp.take(x, source, axis=0, mode="fill", fill_value=0)
     want = interpret(lambda x, s: quantize_rows(x, make_blocks(s, 384)), rows, sizes)
     for g, w in zip(got, want, strict=True):
@@ -122,8 +122,8 @@ def test_one_direction(columns, gathered):
     """Outputs that change places where only one of the two is asked for."""
     x = jnp.asarray(values(0, 128, 128), jnp.bfloat16)
     source = np.random.default_rng(0).integers(0, 128, 128).astype(np.int32) if gathered else None
-    both = interpret(lambda x: quantize_rows(x, None, source=source), x)
-    one = interpret(lambda x: quantize_rows(x, None, source=source, rows=not columns, columns=columns), x)
+    both = interpret(lambda x: quantize_rows(x, None, gather_idx=source), x)
+    one = interpret(lambda x: quantize_rows(x, None, gather_idx=source, rows=not columns, columns=columns), x)
     assert one[not columns] is None
     for got, want in zip(one[columns], both[columns], strict=True):
         np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))

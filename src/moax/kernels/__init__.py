@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "xla"  # this implementation runs everywhere
 
-Operand = Any  # rows or weights in the form that one implementation's products take
+Operand = Any  # rows or weights in the form that one implementation's matmuls take
 Role = Literal["x", "dy"]  # the field of a recipe that has the format of rows
 
 
@@ -51,9 +51,15 @@ class Implementation(NamedTuple):
 # `auto` takes the first that can run.
 IMPLEMENTATIONS = {
     "hopper": Implementation(
-        "moax.kernels.hopper", "for bfloat16 and widths that are multiples of 32", why_not_hopper, True
+        module="moax.kernels.hopper",
+        note="for bfloat16 and widths that are multiples of 32",
+        why_not=why_not_hopper,
+        puts_rows=True,
     ),
-    "xla": Implementation("moax.kernels.xla", "runs on every device, slower than hopper on a Hopper GPU"),
+    "xla": Implementation(
+        module="moax.kernels.xla",
+        note="runs on every device, slower than hopper on a Hopper GPU",
+    ),
 }
 INSTALLED = {name for name, entry in IMPLEMENTATIONS.items() if importlib.util.find_spec(entry.module)}
 
@@ -76,12 +82,17 @@ def select_kernels(kernels: str = "auto", dtype: DTypeLike | None = None, **widt
       ValueError: there is no implementation of this name.
       Unsupported: the implementation that was chosen by name cannot run.
     """
-    if kernels not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"kernels={kernels!r} must be one of {', '.join(map(repr, ('auto', *IMPLEMENTATIONS)))}")
+    names = ("auto", *IMPLEMENTATIONS)
+    if kernels not in names:
+        raise ValueError(f"kernels={kernels!r} must be one of {', '.join(map(repr, names))}")
+    candidates = IMPLEMENTATIONS if kernels == "auto" else (kernels,)
     refused = {}
-    for name in IMPLEMENTATIONS if kernels == "auto" else (kernels,):
-        module, _, why_not, _ = IMPLEMENTATIONS[name]
-        why = why_not(dtype, widths) if name in INSTALLED else f"this installation has no {module}"
+    for name in candidates:
+        entry = IMPLEMENTATIONS[name]
+        if name in INSTALLED:
+            why = entry.why_not(dtype, widths)
+        else:
+            why = f"this installation has no {entry.module}"
         if why is None:
             if refused and find_device().platform == "gpu":
                 reasons = "; ".join(refused.values())
@@ -93,7 +104,10 @@ def select_kernels(kernels: str = "auto", dtype: DTypeLike | None = None, **widt
 
 def find_peer_kernels() -> str | None:
     """Returns the name of the first implementation whose `put_rows` writes into the memory of peers, or None."""
-    return next((name for name, entry in IMPLEMENTATIONS.items() if entry.puts_rows and name in INSTALLED), None)
+    for name, entry in IMPLEMENTATIONS.items():
+        if entry.puts_rows and name in INSTALLED:
+            return name
+    return None
 
 
 def supports_fp8(name: str, recipe: Recipe) -> bool:

@@ -70,12 +70,14 @@ def why_not_hopper(
     if not capability:  # a mesh of described devices knows no capability
         is_hopper = any(name in device.device_kind for name in HOPPER)
     if not is_hopper:
-        return f"the kernels of moax are for NVIDIA GPUs of compute capability 9.0, this is {device.device_kind!r}"
+        kind = device.device_kind
+        return f"the kernels of moax are for NVIDIA GPUs of compute capability 9.0, this is {kind!r}"
     if dtype is not None and dtype != jnp.bfloat16:
         return f"the kernels compute in bfloat16, not {jnp.dtype(dtype).name}"
     for name, size in (widths or {}).items():
         if size % HOPPER_WIDTH or not size:
-            return f"{name} of {size} elements a device is no multiple of {HOPPER_WIDTH}, which the copy engine needs"
+            width = f"{name} of {size} elements a device"
+            return f"{width} is no multiple of {HOPPER_WIDTH}, which the copy engine needs"
     return None
 
 

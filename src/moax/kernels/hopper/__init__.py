@@ -167,7 +167,7 @@ def quantize_for_matmul(
             amax = block_max(zero_rows(x, groups.real), (None, None))
             scale = to_scale(reduce_max(amax, amax_over), format).reshape(1)
         results: Any = dict(rows=rows, columns=columns)
-        return quantize_rows(x, groups.blocks, source=gather_idx, format=format, scale=scale, **results)
+        return quantize_rows(x, groups.blocks, gather_idx=gather_idx, format=format, scale=scale, **results)
 
 
 def matmul(
@@ -176,13 +176,13 @@ def matmul(
     """y[m] = x[m] w[g(m)] + bias[g(m)], rounded after the bias. In FP8 w is K-major: `transpose` does not matter."""
     if bias is not None:
         bias = bias.reshape(bias.shape[0], -1)
-    x, source = _unpack(x, dtype)
+    x, gather_idx = _unpack(x, dtype)
     w, _ = _unpack(w, dtype)
-    return _matmul(x, w, groups.blocks, dtype, source, bias, transpose)
+    return _matmul(x, w, groups.blocks, dtype, gather_idx, bias, transpose)
 
 
-def _matmul(x, w, blocks: Blocks, dtype, source=None, bias=None, transpose: bool = False):
-    """Runs the kernel of a matmul, with rows of x that it gathers by `source`."""
+def _matmul(x, w, blocks: Blocks, dtype, gather_idx=None, bias=None, transpose: bool = False):
+    """Runs the kernel of a matmul, with rows of x that it gathers by `gather_idx`."""
     _, rows, columns = data_of(w).shape
     op = "matmul"
     if isinstance(x, KMajorFp8):
@@ -191,8 +191,8 @@ def _matmul(x, w, blocks: Blocks, dtype, source=None, bias=None, transpose: bool
         op = "matmul_transposed"
     if op != "matmul":
         columns = rows
-    tile = _pick_tile(op, data_of(x).shape[1], columns, blocks, source)
-    settings: Any = dict(transpose=transpose, bias=bias, source=source, out_dtype=dtype)
+    tile = _pick_tile(op, data_of(x).shape[1], columns, blocks, gather_idx)
+    settings: Any = dict(transpose=transpose, bias=bias, gather_idx=gather_idx, out_dtype=dtype)
     return grouped_matmul(x, w, blocks, tile, **settings)
 
 
@@ -208,30 +208,30 @@ def matmul_activate(
     takes_operands = not isinstance(x, KMajorFp8) and bias is None
     if not takes_operands or not MERGES_DIMS or not supports_activation(act, gated):
         return matmul(x, w, groups, dtype, bias), None
-    x, source = _unpack(x, dtype)
+    x, gather_idx = _unpack(x, dtype)
     w, _ = _unpack(w, dtype)
     if w.shape[1] % GATHER_WIDTH or w.shape[2] % (gates * GATHER_WIDTH):
-        return _matmul(x, w, groups.blocks, dtype, source), None
+        return _matmul(x, w, groups.blocks, dtype, gather_idx), None
 
     @jax.custom_batching.custom_vmap
-    def together(x, w, blocks, source):
+    def together(x, w, blocks, gather_idx):
         w = w.reshape(*w.shape[:2], gates, -1)
         tile = _pick_tile("matmul", w.shape[1], gates * w.shape[3], blocks)
         tile = with_projections(tile, gates, w.shape[3])
-        h, a = grouped_matmul_activate(x, w, blocks, tile, act, source=source)
+        h, a = grouped_matmul_activate(x, w, blocks, tile, act, gather_idx=gather_idx)
         return h.reshape(h.shape[0], -1), a
 
     @together.def_vmap
     # The copy engine takes a weight with gate and up in no more dims.
     def apart(size, batched, *operands):
-        def each(x, w, blocks, source):
-            h = _matmul(x, w, blocks, dtype, source)
+        def each(x, w, blocks, gather_idx):
+            h = _matmul(x, w, blocks, dtype, gather_idx)
             return h, activation.activate_rows(h, blocks, act, gated=gated)
 
         axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, list(batched))
         return jax.vmap(each, axes, axis_size=size)(*operands), (True, True)
 
-    return together(x, w, groups.blocks, source)
+    return together(x, w, groups.blocks, gather_idx)
 
 
 def wgrad(
@@ -242,19 +242,19 @@ def wgrad(
         out_dtype = total.dtype
     elif out_dtype is None:
         out_dtype = dtype
-    x, source_of_x = _unpack(x, dtype)
-    dy, source_of_dy = _unpack(dy, dtype)
+    x, idx_of_x = _unpack(x, dtype)
+    dy, idx_of_dy = _unpack(dy, dtype)
     op, dim = "wgrad", 1
     if isinstance(x, KMajorFp8):
         op, dim = "wgrad_fp8", 0
     rows, columns = (data_of(v).shape[dim] for v in (x, dy))
-    if source_of_dy is None:
-        source, gathers = source_of_x, "x"
-        tile = _pick_tile(op, rows, columns, groups.blocks, source)
+    if idx_of_dy is None:
+        gather_idx, gathers = idx_of_x, "x"
+        tile = _pick_tile(op, rows, columns, groups.blocks, gather_idx)
     else:
-        source, gathers = source_of_dy, "dy"
-        tile = turn_tile(_pick_tile(op, rows, columns, groups.blocks, source), rows)
-    settings: Any = dict(source=source, gathers=gathers, out_dtype=out_dtype, total=total)
+        gather_idx, gathers = idx_of_dy, "dy"
+        tile = turn_tile(_pick_tile(op, rows, columns, groups.blocks, gather_idx), rows)
+    settings: Any = dict(gather_idx=gather_idx, gathers=gathers, out_dtype=out_dtype, total=total)
     return grouped_wgrad(x, dy, groups.blocks, tile, **settings)
 
 
@@ -348,13 +348,13 @@ def _unpack(x, dtype) -> tuple[Any, Any]:
     return dequantize(x, dtype), None
 
 
-def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks, source=None):
-    """Returns the TileConfig of a matmul with these blocks on this device, which gathers by `source`."""
+def _pick_tile(op: str, contracted: int, columns: int, blocks: Blocks, gather_idx=None):
+    """Returns the TileConfig of a matmul with these blocks on this device, which gathers by `gather_idx`."""
     rows = blocks.group.shape[0] * BLOCK // blocks.sizes.shape[0]
     tile = pick_tile(op, contracted, columns, rows, find_device().device_kind)
     if not is_alone() or op in HALVES:
         tile = dataclasses.replace(tile, waves=WAVES)
-    if source is not None:
+    if gather_idx is not None:
         tile = dataclasses.replace(tile, cluster=1)
     return tile
 

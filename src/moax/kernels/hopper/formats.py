@@ -60,14 +60,14 @@ class Blocks(NamedTuple):
     """The blocks of at most 128 rows of groups that start at multiples of 64: no block holds rows of two groups.
 
     With group sizes (130, 0, 5), groups at multiples of 64 and 256 rows, halves 0 to 2 belong to group 0 and half 3 to
-    group 2: group is (0, 0, 2), start (0, 2, 3), rows (128, 2, 5), first (0, 3, 3, 4) and before (0, 2, 2, 3). FP8
+    group 2: group is (0, 0, 2), start (0, 2, 3), rows (128, 2, 5), first_half (0, 3, 3, 4) and before (0, 2, 2, 3). FP8
     matmuls take groups at multiples of 128, which start at even halves.
 
     Attributes:
       group: [B] i32, the group of each block; any valid group for a block without rows.
       start: [B] i32, the half of all rows at which each block begins: its first row over 64.
       rows: [B] i32, the number of real rows of each block, which come first in the block.
-      first: [E + 1] i32, the half at which each group begins; last, the half after the last group.
+      first_half: [E + 1] i32, the half at which each group begins; last, the half after the last group.
       before: [E + 1] i32, the number of blocks before each group; last, the number of blocks that hold rows, which come
         first of all blocks.
       sizes: [E] i32, the number of real rows of each group.
@@ -76,7 +76,7 @@ class Blocks(NamedTuple):
     group: Int[Array, " B"]
     start: Int[Array, " B"]
     rows: Int[Array, " B"]
-    first: Int[Array, " E+1"]
+    first_half: Int[Array, " E+1"]
     before: Int[Array, " E+1"]
     sizes: Int[Array, " E"]
 

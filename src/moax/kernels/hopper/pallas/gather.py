@@ -81,25 +81,25 @@ def gather_stages(
     return end
 
 
-def load_sources(source, start, rows: int, real=None):
-    """Returns the rows of x that `copy_rows` copies to a stage of `rows` rows: source[start : start + rows].
+def load_sources(gather_idx, start, rows: int, real=None):
+    """Returns the rows of x that `copy_rows` copies to a stage of `rows` rows: gather_idx[start : start + rows].
 
-    Lane l of warp w holds source[start + w q + l % q], where q = rows / 4. From the row number `real` of the stage on,
-    and past the end of `source`, there is no row of x: `copy_rows` writes 0. `real` None is `rows`.
+    Lane l of warp w holds gather_idx[start + w q + l % q], where q = rows / 4. From the row number `real` of the stage
+    on, and past the end of `gather_idx`, no row of x is copied: `copy_rows` writes 0. `real` None is `rows`.
     """
-    code = _SOURCE.format(each=rows // WARPS, end=source.shape[0])
+    code = _SOURCE.format(each=rows // WARPS, end=gather_idx.shape[0])
     real = jnp.int32(rows if real is None else real)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), ONE, ONE),
         return_type=plgpu.ShapeDtypeStruct((WARPS * LANES,), jnp.int32, layout=EACH),
     )
-    def load(ctx, source, start, real):
+    def load(ctx, gather_idx, start, real):
         del ctx
-        operands = utils.memref_ptr(source), start.registers.item(), real.registers.item()
+        operands = utils.memref_ptr(gather_idx), start.registers.item(), real.registers.item()
         return to_fragments([run_ptx(code, *operands, result=i32())], EACH)
 
-    return load(source, jnp.int32(start), real)
+    return load(gather_idx, jnp.int32(start), real)
 
 
 def copy_rows(x, column, sources, stage, transforms) -> None:
@@ -135,7 +135,7 @@ def _wait_rows(later: int) -> None:
     wait()
 
 
-# The PTX of `load_sources`. The operands are the result, `source`, the first row and the number of real rows.
+# The PTX of `load_sources`. The operands are the result, `gather_idx`, the first row and the number of real rows.
 _SOURCE = """{{
 .reg .b32 lane, warp, place;
 .reg .b64 at;

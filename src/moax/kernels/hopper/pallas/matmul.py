@@ -46,25 +46,25 @@ def grouped_matmul(
     x: Float[Array, "R K"] | KMajorFp8,
     w: Float[Array, "E K N"] | Float[Array, "E N K"] | KMajorFp8, blocks: Blocks, tile: TileConfig,
     *, transpose: bool = False, bias: Float[Array, "E N"] | None = None,
-    source: Int[Array, " M"] | None = None, out_dtype=jnp.bfloat16,
+    gather_idx: Int[Array, " M"] | None = None, out_dtype=jnp.bfloat16,
 ) -> Float[Array, "M N"]:  # fmt: skip
     """y[m] = x[m] w[g(m)] + bias[g(m)]; with `transpose`, and in FP8, y[m] = x[m] w[g(m)]^T + bias[g(m)].
 
     Args:
-      x: [M, K], bf16, f16 or FP8, its rows in blocks; padding may hold anything. With `source`, of 16 bits, it is [R,
-        K], in any order.
+      x: [M, K], bf16, f16 or FP8, its rows in blocks; padding may hold anything. With `gather_idx`, of 16 bits, it is
+        [R, K], in any order.
       w: [E, K, N] in the dtype of x, with `transpose` and in FP8 [E, N, K].
       blocks, tile: the blocks of the rows, and a TileConfig, in FP8 with a multiple of 64 for `tile_n`.
       transpose: whether a w of 16 bits is transposed.
       bias: one value for each column of y, added in f32.
-      source: row m of the matmul is x[source[m]], or 0 where source[m] >= R. None means row m itself.
+      gather_idx: row m of the matmul is x[gather_idx[m]], or 0 where gather_idx[m] >= R. None means row m itself.
       out_dtype: the dtype of y.
 
     Returns:
       y: [M, N]. Padding may hold anything.
 
     Raises:
-      Unsupported: x and w have other dtypes, or a contiguous dim is no multiple of 32 bytes, with `source` of 128.
+      Unsupported: x and w have other dtypes, or a contiguous dim is no multiple of 32 bytes, with `gather_idx` of 128.
     """
     fp8 = isinstance(x, KMajorFp8)
     check_dtypes("w", x, w)
@@ -82,7 +82,7 @@ def grouped_matmul(
         columns = dims[0]
         w_stage = (tile.tile_n, depth)
     shared = "block" if tile.cluster > 1 else None
-    if source is not None:
+    if gather_idx is not None:
         check_gather(swizzle, tile)
 
     def load(place, step, slot, barrier, stages, x, w, *_, sources=None):
@@ -134,9 +134,9 @@ def grouped_matmul(
         name = "grouped_matmul_fp8"
     if bias is not None:
         bias = pipeline.pad_bias(bias, tile.tile_n * tile.cluster)
-    rows = data_of(x).shape[0] if source is None else source.shape[0]
+    rows = data_of(x).shape[0] if gather_idx is None else gather_idx.shape[0]
     return _run(
-        (x, w, blocks, bias, source),
+        (x, w, blocks, bias, gather_idx),
         jax.ShapeDtypeStruct((rows, columns), out_dtype),
         tile,
         stages,
@@ -152,12 +152,12 @@ def grouped_matmul(
 @with_vma_of_inputs
 def grouped_matmul_activate(
     x: Float[Array, "R K"], w: Float[Array, "E K G F"], blocks: Blocks, tile: TileConfig,
-    act: Callable, *, source: Int[Array, " M"] | None = None,
+    act: Callable, *, gather_idx: Int[Array, " M"] | None = None,
 ) -> tuple[Float[Array, "M G F"], Float[Array, "M F"]]:  # fmt: skip
     """h[m] = x[m] w[g(m)], a[m] = act(h[m]).
 
     Args:
-      x, source: see `grouped_matmul`.
+      x, gather_idx: see `grouped_matmul`.
       w: [E, K, G, F] in the dtype of x: gate, then up, or up alone.
       blocks, tile: the blocks of the rows, and a TileConfig; `tile_n` / G is a multiple of 64, and `cluster` is 1.
       act: act(gate, up), or act(up) where G is 1. It works on f32 arrays elementwise.
@@ -167,7 +167,7 @@ def grouped_matmul_activate(
 
     Raises:
       Unsupported: x and w have other dtypes, the tile has other columns, or a contiguous dim is no multiple of 32
-        bytes, with `source` of 128.
+        bytes, with `gather_idx` of 128.
     """
     check_dtypes("w", x, w)
     gates, hidden = w.shape[2:]
@@ -177,13 +177,13 @@ def grouped_matmul_activate(
             f"tile_n={tile.tile_n} and cluster={tile.cluster} for {gates} projections; each must have "
             f"a multiple of {PIECE} columns of a tile, and cluster must be 1"
         )
-    rows = x.shape[0] if source is None else source.shape[0]
+    rows = x.shape[0] if gather_idx is None else gather_idx.shape[0]
     contracted = x.shape[1]
     # The rows of all experts are one dim, so that a last stage would end in the next expert.
     if contracted % STEP:
         raise Unsupported(f"w has shape {w.shape}; the kernel takes multiples of {STEP} for K")
     swizzle = swizzle_of(2 * contracted, 2 * hidden)
-    if source is not None:
+    if gather_idx is not None:
         check_gather(swizzle, tile)
 
     def load(place, step, slot, barrier, stages, x, w, *_, sources=None):
@@ -213,7 +213,7 @@ def grouped_matmul_activate(
     boxes = plgpu.TilingTransform((8, 1, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
     w_stage = plgpu.SMEM((tile.stages, STEP, gates, part), x.dtype, transforms=boxes)
     return _run(
-        (x, w.reshape(-1, gates, hidden), blocks, None, source),
+        (x, w.reshape(-1, gates, hidden), blocks, None, gather_idx),
         (
             jax.ShapeDtypeStruct((rows, gates, hidden), x.dtype),
             jax.ShapeDtypeStruct((rows, hidden), x.dtype),
@@ -241,8 +241,8 @@ class Place(NamedTuple):
 def _run(
     operands: tuple, out, tile: TileConfig, stages: dict, *, tiles_n: int, n_steps: int, **functions,
 ):  # fmt: skip
-    """Runs a matmul of (x, w, blocks, bias, source), of `tiles_n` cluster tiles a block, each of `n_steps` stages."""
-    x, w, blocks, bias, source = operands
+    """Runs a matmul of these operands, of `tiles_n` cluster tiles a block, each of `n_steps` stages."""
+    x, w, blocks, bias, gather_idx = operands
 
     def count(x, w, blocks, *_):
         return count_blocks(blocks) * tiles_n
@@ -260,7 +260,7 @@ def _run(
         return load_sources(operands[-1], place.row, BLOCK, place.rows)
 
     return pipeline.run(
-        (x, w, blocks._replace(first=None, sizes=None), bias, source),
+        (x, w, blocks._replace(first_half=None, sizes=None), bias, gather_idx),
         out,
         tile,
         stages,
@@ -268,7 +268,7 @@ def _run(
         locate=locate,
         steps=lambda *_: n_steps,
         has_rows=lambda place, warpgroup: warpgroup * HALF < place.rows,
-        sources=None if source is None else load_tile_sources,
+        sources=None if gather_idx is None else load_tile_sources,
         **functions,
     )
 

@@ -99,7 +99,7 @@ def gather_rows(
     )
     out = jax.ShapeDtypeStruct((gather_idx.shape[0], width), x.dtype)
     run = launch(gather_rows, out, dict(i=gather_idx.shape[0] // count), scratch, None)
-    return run(x, gather_idx, None if blocks is None else blocks.first)
+    return run(x, gather_idx, None if blocks is None else blocks.first_half)
 
 
 @with_vma_of_inputs

@@ -5,7 +5,7 @@
 
 FP8 matmuls take K-major operands alone, so these kernels also transpose an operand whose rows a matmul contracts. A
 kernel loads a tile of 128 x 128 elements into SMEM once and reads halves of it in both directions: as it lies for
-1 x 128 blocks, and transposed for 128 x 1 blocks. With `source` a kernel gathers the rows as it loads them. As in
+1 x 128 blocks, and transposed for 128 x 1 blocks. With `gather_idx` a kernel gathers the rows as it loads them. As in
 `moax.ops.quantize`, a NaN or Inf becomes NaN in its own element and does not enter a scale, and a block of zeros has
 scale 1.
 """
@@ -33,17 +33,18 @@ from moax.recipe import Format
 
 @with_vma_of_inputs
 def quantize_rows(
-    x: Float[Array, "rows C"], blocks: Blocks | None, *, source: Int[Array, " M"] | None = None,
+    x: Float[Array, "rows C"], blocks: Blocks | None, *, gather_idx: Int[Array, " M"] | None = None,
     format: Format = Format(), rows: bool = True, columns: bool = True,
     scale: Float[Array, " B"] | None = None, by_row: bool = False,
 ) -> tuple[KMajorFp8 | None, KMajorFp8 | None]:  # fmt: skip
     """Quantizes rows for matmuls over columns (1 x 128 blocks) and over rows (128 x 1 blocks, transposed).
 
     Args:
-      x: [M, C] bf16 or f32, M a multiple of 128 and C of 16. With `source` it is [R, C], with any R.
+      x: [M, C] bf16 or f32, M a multiple of 128 and C of 16. With `gather_idx` it is [R, C], with any R.
       blocks: the blocks of the rows. Rows of padding become 0 and do not enter a scale; blocks without rows are not
         written. None means that all rows are real.
-      source: [M] i32, not negative: row m is x[source[m]], and 0 where source[m] >= R, as it must be in padding.
+      gather_idx: [M] i32, not negative: row m is x[gather_idx[m]], and 0 where gather_idx[m] >= R, as it must be in
+        padding.
       format: the dtype, and whether scales are powers of two; all scales are f32.
       rows, columns: whether to make the result for matmuls over columns (`rows`) and over rows (`columns`).
       scale: [1] f32, the scale of the whole tensor, or [M / 128] f32, that of each 128 rows; None computes them.
@@ -60,9 +61,9 @@ def quantize_rows(
     width = x.shape[1]
     x = _pad(x, 1)
     alike = not varying(x)
-    size = x.shape[0] if source is None else source.shape[0]
+    size = x.shape[0] if gather_idx is None else gather_idx.shape[0]
     # Mosaic drops a dim of one row, and a row past its end would be row 0
-    if source is not None and x.shape[0] == 1:
+    if gather_idx is not None and x.shape[0] == 1:
         x = jnp.pad(x, ((0, 1), (0, 0)))
     if size % BLOCK:
         raise Unsupported(f"x has {size} rows; the kernel takes multiples of {BLOCK}")
@@ -80,7 +81,7 @@ def quantize_rows(
         scales = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in scale_shapes.items()}
 
     def quantize_rows(
-        x, source, starts, counts, fixed_scales, data, scales, *, tile, buffers, loaded, met,
+        x, gather_idx, starts, counts, fixed_scales, data, scales, *, tile, buffers, loaded, met,
     ):  # fmt: skip
         block = lax.axis_index("i")
         j = lax.axis_index("j")
@@ -88,17 +89,17 @@ def quantize_rows(
         @pl.when(counts is None or counts[block] > 0)
         def _():
             i = block if starts is None else lax.div(starts[block], BLOCK // HALF)
-            if source is None:
+            if gather_idx is None:
                 load_tiles([(x.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)], tile)], loaded)
             else:
-                gather_tile(x, source, i * BLOCK, j * BLOCK, tile, loaded, alike)
-            if counts is not None and source is None:
+                gather_tile(x, gather_idx, i * BLOCK, j * BLOCK, tile, loaded, alike)
+            if counts is not None and gather_idx is None:
                 zero_tail([tile], counts[block], (0, 1), met)
             fixed = None
             if fixed_scales is not None:
                 fixed = fixed_scales[0 if fixed_scales.shape[0] == 1 else i]
             # Gathered rows lie one after the other in SMEM. A load takes two wavefronts, and columns cannot be sliced.
-            sliced = source is None
+            sliced = gather_idx is None
             for n, (name, half) in enumerate(itertools.product(scale_shapes, (0, 1))):
                 if name == "rows":
                     value = rows_of(tile, half, optimized=sliced)
@@ -113,13 +114,13 @@ def quantize_rows(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     grid = dict(i=size // BLOCK, j=padded // BLOCK)
-    scratch = _scratch(x, data.values(), source is not None)
+    scratch = _scratch(x, data.values(), gather_idx is not None)
     run = launch(quantize_rows, (data, scales), grid, scratch)
     starts = counts = None
     if blocks is not None:
         starts = blocks.start
         counts = blocks.rows
-    data, scales = run(x, source, starts, counts, scale)
+    data, scales = run(x, gather_idx, starts, counts, scale)
     if scale is not None:
         scales = _broadcast_scale(scale, scale_shapes, by_row)
     by_rows = by_columns = None
@@ -285,12 +286,12 @@ def load_tiles(copies, loaded) -> None:
     plgpu.barrier_wait(loaded)
 
 
-def gather_tile(x, source, start, column, tile, loaded, alike: bool) -> None:
-    """Copies the 128 rows x[source[start]], x[source[start + 1]], ... to the tile; a row past the end of x is 0."""
+def gather_tile(x, gather_idx, start, column, tile, loaded, alike: bool) -> None:
+    """Copies 128 rows x[gather_idx[start]], x[gather_idx[start + 1]], ... to the tile; a row past the end of x is 0."""
 
     def copy(warp):
         # All four warps of a warpgroup issue the instructions of a copy, so each copies a fourth of the rows.
-        sources = [source[start + warp * (BLOCK // 4) + k] for k in range(BLOCK // 4)]
+        sources = [gather_idx[start + warp * (BLOCK // 4) + k] for k in range(BLOCK // 4)]
         for k, n in enumerate(sources):
             row = tile.at[pl.ds(warp * (BLOCK // 4) + k, 1)]
             plgpu.copy_gmem_to_smem(x.at[pl.ds(n, 1), pl.ds(column, BLOCK)], row, loaded)

@@ -27,7 +27,7 @@ from moax.mesh.collectives import with_vma_of_inputs
 @with_vma_of_inputs
 def grouped_wgrad(
     x: Float[Array, "R K"] | KMajorFp8, dy: Float[Array, "S N"] | KMajorFp8, blocks: Blocks,
-    tile: TileConfig, *, source: Int[Array, " M"] | None = None, gathers: str = "x",
+    tile: TileConfig, *, gather_idx: Int[Array, " M"] | None = None, gathers: str = "x",
     out_dtype=jnp.bfloat16, total=None,
 ) -> Float[Array, "E K N"]:  # fmt: skip
     """dw[g] = sum over rows m of group g: x[m]^T dy[m].
@@ -37,13 +37,14 @@ def grouped_wgrad(
         a scale for each 128 of the M rows, and 0 in the padding of each group's last block.
       dy: [M, N], in FP8 data [N, M], like x in dtype, scales and padding.
       blocks, tile: the blocks of the rows, and a TileConfig.
-      source: row m of the operand that `gathers` names, "x" or "dy", is its row source[m], or 0 where there is none: it
-        is then [R, K] or [R, N], in any order. None means row m itself, as FP8 needs.
+      gather_idx: row m of the operand that `gathers` names, "x" or "dy", is its row gather_idx[m], or 0 where
+        gather_idx[m] is R or more: the operand is then [R, K] or [R, N], in any order. None means row m itself, as FP8
+        needs.
       out_dtype: the dtype of dw.
       total: [E, K, N] in `out_dtype`, to which the kernel adds, or None. The sum is returned, in the memory of `total`.
 
     Raises:
-      Unsupported: x and dy have other dtypes, or a row is no multiple of 32 bytes, with `source` of 128.
+      Unsupported: x and dy have other dtypes, or a row is no multiple of 32 bytes, with `gather_idx` of 128.
     """
     fp8 = isinstance(x, KMajorFp8)
     check_dtypes("dy", x, dy)
@@ -56,7 +57,7 @@ def grouped_wgrad(
     tile = pipeline.leave_room(tile, LINE + 4 * fp8, total)  # a scale has 4 bytes
     tile_m = tile.rows
     each = tile.products
-    if source is not None:
+    if gather_idx is not None:
         check_gather(swizzle, tile)
     tiles_m = pl.cdiv(rows, tile_m)
     tiles_n = pl.cdiv(columns, tile.tile_n * tile.cluster)
@@ -140,7 +141,7 @@ def grouped_wgrad(
         if fp8:
             stages[f"s{name}"] = plgpu.SMEM((tile.stages, n), jnp.float32)
     return pipeline.run(
-        (x, dy, blocks.first, blocks.sizes, source),
+        (x, dy, blocks.first_half, blocks.sizes, gather_idx),
         out,
         tile,
         stages,
@@ -152,5 +153,5 @@ def grouped_wgrad(
         target=target,
         name="grouped_wgrad_fp8" if fp8 else "grouped_wgrad",
         total=total,
-        sources=None if source is None else load_ahead,
+        sources=None if gather_idx is None else load_ahead,
     )
